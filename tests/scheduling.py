@@ -8,16 +8,15 @@ import pytest
 from xdist.scheduler import LoadScopeScheduling
 
 TESTS = Path(__file__).parent
-SHARED = {"benchmarks/parity": "result_of", "strategies": "seen"}
+SHARED = {"benchmarks": "result_of", "strategies": "seen"}
 """Folder of tests to the fixture whose launches its tests share."""
 ONE_PROCESS = SHARED | {"serving": "server", "dashboard/browser": "visit"}
 """As ``SHARED``, and folders whose tests share a process that is no launcher."""
 SLOW_FIRST = [
     *(
-        "benchmarks/parity",
+        "benchmarks",
         "strategies",
         "training",
-        "benchmarks",
         "serving",
         "inference",
         "goldens",
