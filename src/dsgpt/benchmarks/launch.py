@@ -29,7 +29,7 @@ from dsgpt.common.errors import UserError
 from dsgpt.common.files import write_atomic, write_json_atomic
 from dsgpt.config.options import parse_arguments
 from dsgpt.config.run_config import RunConfig, resolve
-from dsgpt.machine.launcher import launcher_command, leave
+from dsgpt.machine.launcher import exit_rank, launcher_command
 from dsgpt.machine.topology import free_port, read_topology
 
 # The file that every rank of a cell writes at its end: a status, and what the rank measured.
@@ -290,7 +290,7 @@ def main(arguments: list[str]) -> int:
     topology = read_topology()
     if given.cell is not None:
         _run_cell(job["cells"][given.cell], topology.rank)
-        leave(0)
+        exit_rank(0)
     alive = Alive(runner=job["runner"])
     for index, (cell, variables) in enumerate(_with_variables(job, job_file, alive)):
         module = None if job["start"] != Start.SPAWN else [job["worker"], str(job_file), "--cell", str(index)]
@@ -402,7 +402,7 @@ def _start(cell: Cell, rank: int, environment: dict[str, str], module: list[str]
         os.environ.clear()
         os.environ.update(environment)
         _run_cell(cell, rank)
-        leave(0)
+        exit_rank(0)
     return child
 
 

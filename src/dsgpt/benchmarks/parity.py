@@ -36,13 +36,13 @@ from dsgpt.benchmarks.cells import (
     CellEnd,
     CellRunner,
     TestedStrategy,
-    counted,
 )
 from dsgpt.benchmarks.frame import Record, Suite, SuiteOptions, device_flag, only_flag, work_facts
 from dsgpt.benchmarks.launch import Assignment
 from dsgpt.benchmarks.parity_page import cell_name, failure_words, parity_page, summary_lines
 from dsgpt.common.command_line import POSITIVE, flag, switch
 from dsgpt.common.errors import Problems, did_you_mean
+from dsgpt.common.text import counted
 
 # The cells of the suite.
 

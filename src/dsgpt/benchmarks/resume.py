@@ -23,13 +23,12 @@ from dsgpt.benchmarks.cells import (
     CellEnd,
     CellRunner,
     by,
-    counted,
     executed_by,
 )
-from dsgpt.benchmarks.frame import Record, Suite, SuiteOptions, table, work_facts
+from dsgpt.benchmarks.frame import Record, Suite, SuiteOptions, work_facts
 from dsgpt.benchmarks.launch import IMPORTS, Assignment, RankEnd
 from dsgpt.common.command_line import COUNT, flag, switch
-from dsgpt.common.text import machine_words
+from dsgpt.common.text import counted, machine_words, table
 from dsgpt.record.schema import RECORD_FILE, STEPS_FILE, read_steps
 
 PAIRS, SEED = 30, 4

@@ -9,7 +9,7 @@ from matplotlib.lines import Line2D
 from dsgpt.charts.comparison import INFERENCE_NOISE, shorten
 from dsgpt.charts.options import current
 from dsgpt.charts.style import Frame, Look, frame, legend_height, look, number_axis
-from dsgpt.common.text import machine_words
+from dsgpt.common.text import counted, machine_words
 from dsgpt.record.equal_work import inference_stamps
 from dsgpt.record.runs import Run
 from dsgpt.record.suites import TITLES, Concurrency, Engine
@@ -116,7 +116,7 @@ def _warnings(engines: Sequence[Engine]) -> list[str]:
 
 def _footer(record: Concurrency) -> str:
     """The model, the trace, the machine and the date."""
-    repeats = f"{record.repeats} repeat{'s' * (record.repeats != 1)}"
+    repeats = f"{counted(record.repeats, 'repeat')}"
     return (
         f"{record.checkpoint}, fp32, greedy; {record.requests} requests with {record.new_tokens:,} new tokens, "
         f"{repeats}, {record.timestamp_utc[:10]}; machine: {machine_words(record.hardware)}."

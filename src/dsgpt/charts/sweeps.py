@@ -13,7 +13,7 @@ from dsgpt.charts.comparison import decimals, shorten
 from dsgpt.charts.memory import communication_chart, memory_chart, step_times_chart
 from dsgpt.charts.options import current
 from dsgpt.charts.style import Chart, Frame, frame, legend_height, look
-from dsgpt.common.text import machine_words
+from dsgpt.common.text import counted, machine_words
 from dsgpt.record.sweeps import (
     NOT_RECORDED,
     Comparison,
@@ -240,7 +240,7 @@ def sweep_stamps(sweep: Sweep) -> list[str]:
 
 def sweep_footer(sweep: Sweep, *, name: str) -> str:
     """The sweep, its machine and its date."""
-    repeats = f"{sweep.repeats} repeat{'s' * (sweep.repeats != 1)}"
+    repeats = f"{counted(sweep.repeats, 'repeat')}"
     return (
         f"sweep {name}: suite {sweep.suite}, {len(sweep.cells)} cells, {repeats}, {sweep.timestamp_utc[:10]}; "
         f"machine: {machine_words(sweep.hardware)}."
