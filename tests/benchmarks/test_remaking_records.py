@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from git_repository import commit_all, commit_of, git, write
 from small_run import REPOSITORY
-from suite_commands import benchmark, refusal
+from suite_commands import benchmark
 from test_architecture import ROOMS
 
 from dsgpt.benchmarks.frame import SUITES, SWEEP, record_sources
@@ -329,8 +329,3 @@ def test_the_command_lists_every_record():
     done = benchmark("records", "--check")
     assert done.returncode == 0, done.stderr
     assert [line.partition(":")[0] for line in done.stdout.splitlines()] == list(RECORDS)
-
-
-@pytest.mark.parametrize("arguments", ["--only fault", "--chek"])
-def test_mistakes(arguments, tmp_path, snapshot):
-    assert refusal("records", *arguments.split(), cwd=tmp_path) == snapshot
