@@ -10,18 +10,10 @@ from xdist.scheduler import LoadScopeScheduling
 TESTS = Path(__file__).parent
 SHARED = {"benchmarks": "result_of", "strategies": "seen"}
 """Folder of tests to the fixture whose launches its tests share."""
-ONE_PROCESS = SHARED | {"serving": "server", "dashboard/browser": "visit"}
+ONE_PROCESS = SHARED | {"dashboard/browser": "visit"}
 """As ``SHARED``, and folders whose tests share a process that is no launcher."""
 SLOW_FIRST = [
-    *(
-        "benchmarks",
-        "strategies",
-        "training",
-        "serving",
-        "inference",
-        "goldens",
-        "dashboard/browser",
-    ),
+    *("benchmarks", "strategies", "training", "inference", "goldens", "dashboard/browser"),
     *(".", "formats", "data", "charts", "record"),
 ]
 """Folders whose tests start first, so that no process still runs long after the others."""
