@@ -104,7 +104,7 @@ def test_pieces_of_one_parameter(setup):
     assert strategy_of(setup("zero3", world_size=5)).pieces([positions]) == 327  # of 1,632
 
 
-# The formulas against figures worked out by hand; `benchmarks/parity/test_traffic.py` holds real trainings.
+# The formulas against figures worked out by hand; `benchmarks/test_parity_core.py` holds real trainings.
 
 
 P = 64 * 8 + 16 * 8 + 2 * (12 * 64 + 13 * 8) + 16
