@@ -12,7 +12,7 @@ from small_run import REPOSITORY
 
 from dsgpt.charts import command
 from dsgpt.charts.comparison import comparison_markdown, console_summary, improvement, shorten, speed_up
-from dsgpt.charts.options import DARK
+from dsgpt.charts.themes import DARK
 from dsgpt.common.command_line import exit_code_of
 from dsgpt.dashboard.summaries import recorded_of
 from dsgpt.record.provenance import PARAGRAPH

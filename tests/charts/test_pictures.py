@@ -22,11 +22,7 @@ from chart_records import (
     write_run,
     write_sweep,
 )
-from matplotlib.figure import Figure
-from matplotlib.text import Text
-
 from dsgpt.charts.bars import GPU_MEMORY, HOST_MEMORY, THROUGHPUT, TRAINING_TIME, draw_bars, in_two_lines, memory_bars
-from dsgpt.charts.command import Inputs
 from dsgpt.charts.curves import (
     EPOCHS,
     SMALLEST_SPAN,
@@ -41,11 +37,15 @@ from dsgpt.charts.curves import (
     token_axis,
 )
 from dsgpt.charts.hardware import read_samples, utilisation_chart
-from dsgpt.charts.memory import communication_chart, memory_chart, step_times_chart
-from dsgpt.charts.options import DARK, LIGHT, THEMES, contrast
 from dsgpt.charts.plots import charts_of, charts_of_runs
+from matplotlib.figure import Figure
+from matplotlib.text import Text
+
+from dsgpt.charts.command import Inputs
+from dsgpt.charts.memory import communication_chart, memory_chart, step_times_chart
 from dsgpt.charts.style import Frame, look, quiet_style
 from dsgpt.charts.sweeps import charts_of_sweep, efficiency_rows, scaling_chart
+from dsgpt.charts.themes import DARK, LIGHT, THEMES, contrast
 from dsgpt.common.errors import UserError
 from dsgpt.record.runs import Footprint, quantile, quantiles, read_run, window_of
 from dsgpt.record.suites import read_predictions

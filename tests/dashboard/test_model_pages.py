@@ -15,8 +15,8 @@ import pytest
 import torch
 from small_run import REPOSITORY
 
-from dsgpt.charts.options import DARK, LIGHT
-from dsgpt.charts.plan import draw_plan
+from dsgpt.charts.memory import draw_plan
+from dsgpt.charts.themes import DARK, LIGHT
 from dsgpt.common.errors import UserError
 from dsgpt.dashboard.figures import memory
 from dsgpt.dashboard.generate import Answer, _opened, checkpoints_of, generate, in_page

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from small_run import REPOSITORY
 
-from dsgpt.charts.plan import draw_plan
+from dsgpt.charts.memory import draw_plan
 from dsgpt.common.command_line import exit_code_of
 from dsgpt.common.errors import Problems
 from dsgpt.config.recipe import read_recipe

@@ -6,11 +6,11 @@ import pytest
 from planner_records import RECORD
 from small_run import REPOSITORY
 
-from dsgpt.charts.plan import held_in_words
 from dsgpt.common.errors import Problems, UserError
 from dsgpt.planner.fitting import fit
 from dsgpt.planner.hardware import gpus
 from dsgpt.planner.options import read_plan_options
+from dsgpt.planner.plan import held_in_words
 from dsgpt.planner.published import Published, predict, published_page, read_published
 from dsgpt.planner.rates import Calibration, Ceilings, calibrated_machine
 from dsgpt.planner.request import fixed_batch, read_measured, read_request

@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from streamlit.navigation.page import Page
 from streamlit.starlette import App
 
-from dsgpt.charts.options import DARK, LIGHT
+from dsgpt.charts.themes import DARK, LIGHT
 from dsgpt.common.command_line import complain
 from dsgpt.common.errors import EXIT_USER_ERROR, UserError
 from dsgpt.common.files import printable

@@ -12,7 +12,7 @@ import streamlit as st
 from streamlit.components.v2 import component
 from streamlit.delta_generator import DeltaGenerator
 
-from dsgpt.charts.options import LIGHT, THEMES, Theme
+from dsgpt.charts.themes import LIGHT, THEMES, Theme
 from dsgpt.common.errors import UserError
 from dsgpt.common.files import printable
 from dsgpt.common.text import REPOSITORY
