@@ -13,7 +13,7 @@ from dsgpt.charts.command import ChartsOptions
 from dsgpt.common.command_line import Parser
 from dsgpt.config.options import Options
 from dsgpt.config.same_work import ChangesTraining
-from dsgpt.dashboard.command import DashboardOptions
+from dsgpt.dashboard.server import DashboardOptions
 from dsgpt.data.download import DownloadOptions
 from dsgpt.data.options import PrepareOptions
 from dsgpt.data.verify import VerifyOptions

@@ -14,7 +14,7 @@ from dsgpt.charts import command
 from dsgpt.charts.comparison import comparison_markdown, console_summary, improvement, shorten, speed_up
 from dsgpt.charts.themes import DARK
 from dsgpt.common.command_line import exit_code_of
-from dsgpt.dashboard.summaries import recorded_of
+from dsgpt.dashboard.reading import recorded_of
 from dsgpt.record.provenance import PARAGRAPH
 from dsgpt.record.runs import read_run
 from dsgpt.training.run import _earlier_record
@@ -214,7 +214,7 @@ def test_help_has_flags_and_examples(tmp_path):
     ("action", "modules"),
     [
         ("try: command.main(['--help'])\nexcept SystemExit: pass", ["torch", "matplotlib", "seaborn", "numpy"]),
-        ("from dsgpt.charts import plots", ["torch", "deepspeed", "transformers"]),
+        ("from dsgpt.charts import memory, runs, sweeps", ["torch", "deepspeed", "transformers"]),
     ],
 )
 def test_modules_that_are_not_imported(action, modules):

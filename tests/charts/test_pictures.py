@@ -22,28 +22,31 @@ from chart_records import (
     write_run,
     write_sweep,
 )
-from dsgpt.charts.bars import GPU_MEMORY, HOST_MEMORY, THROUGHPUT, TRAINING_TIME, draw_bars, in_two_lines, memory_bars
-from dsgpt.charts.curves import (
+from matplotlib.figure import Figure
+from matplotlib.text import Text
+
+from dsgpt.charts.command import Inputs, charts_of
+from dsgpt.charts.memory import communication_chart, memory_chart, read_samples, step_times_chart, utilisation_chart
+from dsgpt.charts.runs import (
     EPOCHS,
+    GPU_MEMORY,
+    HOST_MEMORY,
     SMALLEST_SPAN,
     STEPS,
+    THROUGHPUT,
+    TRAINING_TIME,
+    charts_of_runs,
     curve_of,
+    draw_bars,
     draw_losses,
     ends_can_be_labelled,
     in_money,
-    money_axis,
+    memory_bars,
     step_axis,
     time_axis,
     token_axis,
 )
-from dsgpt.charts.hardware import read_samples, utilisation_chart
-from dsgpt.charts.plots import charts_of, charts_of_runs
-from matplotlib.figure import Figure
-from matplotlib.text import Text
-
-from dsgpt.charts.command import Inputs
-from dsgpt.charts.memory import communication_chart, memory_chart, step_times_chart
-from dsgpt.charts.style import Frame, look, quiet_style
+from dsgpt.charts.style import Frame, Texts, look, name_rows, quiet_style
 from dsgpt.charts.sweeps import charts_of_sweep, efficiency_rows, scaling_chart
 from dsgpt.charts.themes import DARK, LIGHT, THEMES, contrast
 from dsgpt.common.errors import UserError
@@ -242,10 +245,10 @@ def test_curves_are_named_at_their_ends_only_if_names_do_not_overlap(read):
 
 
 def test_names_of_rows_take_two_lines_before_they_are_cut():
-    assert in_two_lines("zero1", 8) == "zero1"
-    assert in_two_lines("zero1 on 2 ranks", 8) == "zero1 on\n2 ranks"
-    assert in_two_lines("zero1 on 2 ranks, bf16", 8) == "zer…bf16"
-    assert in_two_lines("a-very-long-name", 8) == "a-v…name"
+    axes = Figure().subplots()
+    name_rows(axes, ["zero1", "zero1 on 2 ranks", "zero1 on 2 ranks, bf16", "a-very-long-name"], label_width=8)
+    labels = [tick.get_text() for tick in axes.get_yticklabels()]
+    assert labels == ["zero1", "zero1 on\n2 ranks", "zer…bf16", "a-v…name"]
 
 
 def test_runs_can_be_distinguished_without_colour():
@@ -274,7 +277,6 @@ def test_many_runs_with_long_equal_beginnings_and_odd_names_are_drawn(read, word
 # The charts of sweeps and of what a step costs: the data in their axes, and what is said where there are none.
 
 
-NO_TEXT = {"warnings": [], "captions": []}
 SPEEDS = {"ddp": {1: 0.98, 2: 1.8}, "zero1": {2: 1.7}}
 
 
@@ -299,7 +301,7 @@ def texts(picture: Frame | str) -> str:
 
 
 def test_speed_ups_stand_beside_the_ideal_and_begin_at_the_baseline():
-    (axes,) = panels(scaling_chart(scaling(SPEEDS), **NO_TEXT))
+    (axes,) = panels(scaling_chart(scaling(SPEEDS), Texts()))
     ideal, baseline, ddp, zero1 = axes.lines
     assert (list(ideal.get_xdata()), list(ideal.get_ydata())) == ([1, 2], [1, 2])
     assert (list(baseline.get_xdata()), list(baseline.get_ydata())) == ([1], [1])
@@ -313,11 +315,11 @@ def test_speed_ups_stand_beside_the_ideal_and_begin_at_the_baseline():
 def test_strong_and_weak_scaling_have_panels_of_their_own():
     strong, weak = scaling(SPEEDS), scaling({"ddp": {2: 1.9}}, weak=True)
     both = replace(strong, cells=[*strong.cells, *weak.cells[1:]], comparisons=[*strong.comparisons, *weak.comparisons])
-    picture = scaling_chart(both, **NO_TEXT)
+    picture = scaling_chart(both, Texts())
     assert [axes.get_title() for axes in panels(picture)] == ["Strong scaling", "Weak scaling"]
     assert "is not the same training" in texts(picture)
     assert list(panels(picture)[1].lines[2].get_ydata()) == [1.0, 1.9]
-    assert "is not the same training" not in texts(scaling_chart(strong, **NO_TEXT))
+    assert "is not the same training" not in texts(scaling_chart(strong, Texts()))
 
 
 def test_efficiency_is_the_speed_up_per_device():
@@ -367,7 +369,7 @@ def test_the_cost_of_more_tokens_is_marked():
 def test_memory_is_stacked_and_predicted_beside_measured():
     footprint = replace(FOOTPRINT, model_state={**STATE, "master weights": 0.0})  # no such part is in the legend
     found = sweep([cell("a", 1, footprint=footprint), cell("b", 2, footprint=footprint)], [])
-    picture = memory_chart(of_cells(found), **NO_TEXT)
+    picture = memory_chart(of_cells(found), Texts())
     stacks, resident = panels(picture)
     predicted, measured = [8, 8, 16, 10, 2], [8, 8, 16]
     assert widths(stacks) == [*predicted, *measured] * 2
@@ -382,10 +384,10 @@ def test_memory_is_stacked_and_predicted_beside_measured():
 
 def test_on_a_gpu_the_measured_peak_beyond_the_state_is_one_part():
     found = replace(FOOTPRINT, peak=40.0 * MB, peak_kind="allocated", predicted=None)
-    (axes,) = panels(memory_chart([Measured("a", found)], **NO_TEXT))
+    (axes,) = panels(memory_chart([Measured("a", found)], Texts()))
     assert widths(axes) == [8, 8, 16, 8]
     offloaded = replace(found, state_rank0=None)  # the state is partly in host memory
-    (axes,) = panels(memory_chart([Measured("a", offloaded)], **NO_TEXT))
+    (axes,) = panels(memory_chart([Measured("a", offloaded)], Texts()))
     assert widths(axes) == [8, 8, 16]
 
 
@@ -408,15 +410,15 @@ def test_a_record_of_the_planner_has_predicted_beside_measured_peaks(tmp_path):
 
 
 def test_communication_has_a_panel_for_what_is_known():
-    sent, share = panels(communication_chart(of_cells(sweep([cell("a", 1)], [])), **NO_TEXT))
+    sent, share = panels(communication_chart(of_cells(sweep([cell("a", 1)], [])), Texts()))
     assert (widths(sent), widths(share)) == ([8.0], [25.0])
     unknown = [Measured("a", FOOTPRINT, sent_bytes_per_step=8e6), Measured("b", Footprint())]
-    (only,) = panels(communication_chart(unknown, **NO_TEXT))
+    (only,) = panels(communication_chart(unknown, Texts()))
     assert [text.get_text() for text in only.texts] == ["8.0", "not recorded"]
 
 
 def test_step_times_are_drawn_by_their_quantiles():
-    (axes,) = panels(step_times_chart([Measured("a", FOOTPRINT)], **NO_TEXT))
+    (axes,) = panels(step_times_chart([Measured("a", FOOTPRINT)], Texts()))
     box = axes.patches[0].get_path().vertices[:, 0]
     assert (min(box), max(box)) == (pytest.approx(105), pytest.approx(115))
     assert axes.texts[0].get_text() == "median 110.0"
@@ -470,11 +472,11 @@ def test_losses_by_tokens_and_by_money(tmp_path):
     axis = token_axis([run])
     (end,) = draw_losses(Figure().subplots(), [run], kind="validation", axis=axis)
     assert (axis.label, end.x) == ("thousands of tokens", 256 * 40 / 1000)
-    (end,) = draw_losses(Figure().subplots(), [in_money(run, 9.0)], kind="train", axis=money_axis(9.0))
+    (end,) = draw_losses(Figure().subplots(), [in_money(run, 9.0)], kind="train", axis=time_axis([]))
     assert end.x == pytest.approx(100 * 4 * 9 / 3600)
     assert curve_of(run, "train").points[-1].time == 100.0
     unknown = in_money(replace(run, device_count=None), 9.0)
-    assert not draw_losses(Figure().subplots(), [unknown], kind="train", axis=money_axis(9.0))
+    assert not draw_losses(Figure().subplots(), [unknown], kind="train", axis=time_axis([]))
     assert draw_losses(Figure().subplots(), [unknown], kind="train", axis=STEPS)
 
 
@@ -489,7 +491,7 @@ def test_gpus_over_time_are_joined_over_machines_and_pauses(tmp_path):
     samples = read_samples(tmp_path)
     assert [sample.time for sample in samples] == [0, 1, 2]
     assert [sorted(sample.utilisation) for sample in samples] == [[0.5, 1.0], [0.0, 0.5, 1.0], [0.5, 1.0]]
-    use, power = panels(utilisation_chart({"run": tmp_path}, **NO_TEXT))
+    use, power = panels(utilisation_chart({"run": tmp_path}, Texts()))
     assert list(use.lines[0].get_ydata()) == [75, 50, 75]
     assert list(power.lines[0].get_ydata()) == [300, 600, 300]
 

@@ -245,14 +245,14 @@ def charts_of(inputs: Inputs, *, folders: Mapping[str, Path], price: float | Non
     """
     from dsgpt.charts.memory import memory_chart  # noqa: PLC0415 - matplotlib takes seconds to load
     from dsgpt.charts.runs import charts_of_runs  # noqa: PLC0415
+    from dsgpt.charts.style import Texts  # noqa: PLC0415
     from dsgpt.charts.sweeps import charts_of_sweep, concurrency_chart  # noqa: PLC0415
 
     charts = charts_of_runs(inputs.runs, folders=folders, price=price) if inputs.runs else {}
     for name, sweep in inputs.sweeps.items():
         charts |= charts_of_sweep(sweep, name=name)
     if inputs.predictions is not None:
-        captions = [inputs.predictions.footer]
-        charts[PLAN_CHART] = partial(memory_chart, inputs.predictions.rows, warnings=[], captions=captions)
+        charts[PLAN_CHART] = partial(memory_chart, inputs.predictions.rows, Texts(footer=inputs.predictions.footer))
     if inputs.concurrency is not None:
         charts[INFERENCE_CHART] = partial(concurrency_chart, inputs.concurrency)
     return charts

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import seaborn as sns
 from matplotlib.axes import Axes
@@ -18,11 +18,11 @@ from dsgpt.charts.style import (
     ZOOMED,
     Frame,
     Row,
+    Texts,
     behind_text,
     current,
     draw_rows,
     file_bytes,
-    frame,
     legend_height,
     look,
     name_rows,
@@ -32,11 +32,12 @@ from dsgpt.charts.style import (
 )
 from dsgpt.charts.themes import LIGHT
 from dsgpt.common.files import write_atomic
-from dsgpt.planner.memory import peak_memory
-from dsgpt.planner.plan import GB, Plan, held_in_words, strategy_name
 from dsgpt.record.fields import Fields
 from dsgpt.record.runs import OTHER, PARTS, quantile, read_objects
 from dsgpt.record.sweeps import Measured
+
+if TYPE_CHECKING:
+    from dsgpt.planner.plan import Plan
 
 # The chart of memory: what it holds, predicted beside measured.
 
@@ -56,7 +57,7 @@ PREDICTED = "Predicted: tensors of rank 0 at the peak of a step."
 RESIDENT = "The resident set of a process is another quantity: it holds Python, libraries and freed memory too."
 
 
-def memory_chart(rows: Sequence[Measured], *, warnings: Sequence[str], captions: Sequence[str]) -> Frame | str:
+def memory_chart(rows: Sequence[Measured], texts: Texts) -> Frame | str:
     """Stacked bars of each run or cell, predicted beside measured; on CPUs also its peak resident set."""
     prints = [row.footprint for row in rows]
     if not any(each.model_state or each.predicted or each.peak_kind == "tensors" for each in prints):
@@ -71,12 +72,8 @@ def memory_chart(rows: Sequence[Measured], *, warnings: Sequence[str], captions:
         RESIDENT: resident,
     }
     heights = [1.5 + (0.62 if pairs else 0.4) * len(rows), *([0.9 + 0.36 * len(rows)] if resident else [])]
-    picture = frame(
-        "Memory of a rank, and what it holds",
-        warnings=warnings,
-        captions=[" ".join(text for text, applies in said.items() if applies), *captions],
-        height=sum(heights),
-    )
+    caption = " ".join(text for text, applies in said.items() if applies)
+    picture = texts.frame("Memory of a rank, and what it holds", caption, height=sum(heights))
     panels = picture.panels(len(heights), height_ratios=heights)
     unit, size = unit_of([sum((each.predicted or each.model_state or {}).values()) for each in prints])
     _draw_stacks(panels[0], rows, unit=unit, size=size, pairs=pairs)
@@ -104,16 +101,26 @@ def unit_of(sizes: Sequence[float]) -> tuple[str, float]:
 
 
 def _draw_stacks(axes: Axes, rows: Sequence[Measured], *, unit: str, size: float, pairs: bool) -> None:
+    """Draw a stacked bar with its total for what was measured; with ``pairs``, one of the prediction above it."""
     top = max(sum(parts.values()) for row in rows for parts in (_measured(row), row.footprint.predicted or {})) / size
     for place, row in enumerate(rows):
-        predicted, measured = row.footprint.predicted, _measured(row)
+        measured, predicted = _measured(row), row.footprint.predicted or {}
+        word = "measured" if {REST, WHOLE} & measured.keys() else "of model state measured"
+        stacks = [(place + (0.19 if pairs else 0), measured, word, False)]
         if pairs:
-            _stack(axes, predicted or {}, place - 0.19, top=top, size=size, word="predicted", hatched=True)
-        if measured:
-            word = "measured" if {REST, WHOLE} & measured.keys() else "of model state measured"
-            _stack(axes, measured, place + (0.19 if pairs else 0), top=top, size=size, word=word, thin=pairs)
-        elif not predicted:
+            stacks.insert(0, (place - 0.19, predicted, "predicted", True))
+        if not measured and not predicted:
             note_inside(axes, row.lacking, x=top * 0.015, y=place)
+        for middle, parts, word, hatched in stacks:
+            end = 0.0
+            for name in STACKED:
+                if (value := parts.get(name, 0.0) / size) > 0:
+                    height = 0.34 if pairs else BAR_WIDTH
+                    axes.barh(middle, value, left=end, height=height, **_look(name, hatched=hatched))
+                    end += value
+            if parts:
+                text = f"{end:,.{1 if top < 100 else 0}f} {word}"
+                axes.text(end + top * 0.012, middle, text, va="center", fontsize=8.5, bbox=behind_text())
     axes.set_xlim(0, top * 1.36)
     name_rows(axes, [row.name for row in rows])
     number_axis(axes.xaxis, 5)
@@ -125,28 +132,6 @@ def _bar(row: Measured, value: float | None, unit: float, form: Callable[[float]
     if value is None:
         return Row(name=row.name, value=None, label=row.lacking)
     return Row(name=row.name, value=value / unit, label=form(value / unit), group=row.group)
-
-
-def _stack(
-    axes: Axes,
-    parts: Mapping[str, float],
-    place: float,
-    *,
-    top: float,
-    size: float,
-    word: str,
-    hatched: bool = False,
-    thin: bool = True,
-) -> None:
-    """One stacked bar with its total; nothing without parts."""
-    end = 0.0
-    for name in STACKED:
-        if (value := parts.get(name, 0.0) / size) > 0:
-            axes.barh(place, value, left=end, height=0.34 if thin else BAR_WIDTH, **_look(name, hatched=hatched))
-            end += value
-    if parts:
-        text = f"{end:,.{1 if top < 100 else 0}f} {word}"
-        axes.text(end + top * 0.012, place, text, va="center", fontsize=8.5, bbox=behind_text())
 
 
 def _look(name: str, *, hatched: bool) -> dict[str, Any]:
@@ -176,12 +161,12 @@ TIMES = (
 TRAFFIC = "Bytes count what the rank that sends most sends, if collectives are rings."
 
 
-def step_times_chart(rows: Sequence[Measured], *, warnings: Sequence[str], captions: Sequence[str]) -> Frame | str:
+def step_times_chart(rows: Sequence[Measured], texts: Texts) -> Frame | str:
     """A box of the step times of each run or cell."""
     times = [sorted(row.footprint.step_times_sec or ()) for row in rows]
     if not any(times):
         return NO_TIMES
-    picture = frame("Time of a step", warnings=warnings, captions=[TIMES, *captions], height=1.0 + 0.48 * len(rows))
+    picture = texts.frame("Time of a step", TIMES, height=1.0 + 0.48 * len(rows))
     axes, ink = picture.body.subplots(), current().ink
     longest = max(values[-1] for values in times if values)
     unit, scale = ("seconds", 1.0) if longest >= 2 else ("milliseconds", 1000.0)
@@ -218,7 +203,7 @@ def step_times_chart(rows: Sequence[Measured], *, warnings: Sequence[str], capti
     return picture
 
 
-def communication_chart(rows: Sequence[Measured], *, warnings: Sequence[str], captions: Sequence[str]) -> Frame | str:
+def communication_chart(rows: Sequence[Measured], texts: Texts) -> Frame | str:
     """What a step sends, and the share of its time that this takes where it was measured."""
     sent = [_bar(row, row.sent_bytes_per_step, 1e6, lambda sent: f"{sent:,.1f}" if sent else "nothing") for row in rows]
     shares = [_bar(row, row.communication_share, 0.01, "{:.1f}%".format) for row in rows]
@@ -229,12 +214,8 @@ def communication_chart(rows: Sequence[Measured], *, warnings: Sequence[str], ca
     panels = {label: bars for label, bars in panels.items() if any(bar.value is not None for bar in bars)}
     if not panels:
         return NO_TRAFFIC
-    picture = frame(
-        "Communication of a step",
-        warnings=warnings,
-        captions=[*([TRAFFIC] if sent in panels.values() else []), *captions],
-        height=len(panels) * (0.9 + 0.4 * len(rows)),
-    )
+    caption = TRAFFIC if sent in panels.values() else ""
+    picture = texts.frame("Communication of a step", caption, height=len(panels) * (0.9 + 0.4 * len(rows)))
     for axes, (label, bars) in zip(picture.panels(len(panels)), panels.items(), strict=True):
         draw_rows(axes, bars)
         axes.set(xlabel=label)
@@ -291,24 +272,14 @@ def read_samples(folder: Path) -> list[Sample]:
     return samples
 
 
-def utilisation_chart(folders: Mapping[str, Path], *, warnings: Sequence[str], captions: Sequence[str]) -> Frame | str:
-    """Utilisation and power over time of every run that was sampled.
-
-    Args:
-        folders: of the runs, by name.
-        warnings: in a box above the panels.
-        captions: below them.
-    """
+def utilisation_chart(folders: Mapping[str, Path], texts: Texts) -> Frame | str:
+    """Utilisation and power over time of every run that was sampled; ``folders`` are those of the runs, by name."""
     sampled = {name: samples for name, folder in folders.items() if (samples := read_samples(folder))}
     if not any(sample.utilisation for samples in sampled.values() for sample in samples):
         return NO_SAMPLES
     powered = any(sample.power for samples in sampled.values() for sample in samples)
-    picture = frame(
-        "GPUs over time",
-        warnings=warnings,
-        captions=[GPUS, *captions],
-        height=(3.0 if not powered else 5.6) + legend_height(len(sampled)),
-    )
+    height = (5.6 if powered else 3.0) + legend_height(len(sampled))
+    picture = texts.frame("GPUs over time", GPUS, height=height)
     axes = picture.panels(2 if powered else 1, sharex=True)
     handles = []
     for index, (name, samples) in enumerate(sampled.items()):
@@ -348,22 +319,21 @@ _LEAST_SHARE = 0.005
 """Of a bar: smaller parts are not drawn."""
 
 
-def draw_plan(plan: Plan, path: Path) -> None:
+def draw_plan(plan: "Plan", path: Path) -> None:
     """Draw the memory of every rank to ``path``, an SVG or PNG by its ending."""
+    from dsgpt.planner.memory import peak_memory  # noqa: PLC0415 - who draws records needs no planner
+    from dsgpt.planner.plan import GB, held_in_words, strategy_name  # noqa: PLC0415
+
     setup, usable = plan.setup, plan.usable_bytes / GB
     ranks = range(min(setup.world_size, MOST_RANKS))
     peaks = [peak_memory(setup, rank=rank, device=plan.machine.kind) for rank in ranks]
     shown = [name for name in peaks[0].parts if any(peak.parts[name] > _LEAST_SHARE * peak.total for peak in peaks)]
     more = f" (ranks 0 to {len(ranks) - 1} of {setup.world_size})" if setup.world_size > len(ranks) else ""
     with quiet_style(LIGHT):
-        picture = frame(
+        picture = Texts().frame(
             f"Who holds what: {strategy_name(setup)} on {setup.world_size} x {plan.machine.name}{more}",
-            warnings=[],
-            captions=[
-                f"Predicted peak of tensor memory of each rank, {setup.precision}, micro batch "
-                f"{setup.micro_batch_size}, {setup.seq_length:,} tokens a sequence. The line is what tensors can fill "
-                "of a device. Not measured."
-            ],
+            f"Predicted peak of tensor memory of each rank, {setup.precision}, micro batch {setup.micro_batch_size}, "
+            f"{setup.seq_length:,} tokens a sequence. The line is what tensors can fill of a device. Not measured.",
             height=1.3 + 0.46 * len(ranks),
         )
         axes, theme = picture.body.subplots(), current()

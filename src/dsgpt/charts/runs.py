@@ -29,9 +29,9 @@ from dsgpt.charts.style import (
     Chart,
     Frame,
     Row,
+    Texts,
     current,
     draw_rows,
-    frame,
     legend_height,
     look,
     note_inside,
@@ -145,12 +145,6 @@ def token_axis(runs: Sequence[Run]) -> Axis:
     return Axis("tokens", unit, "Loss by tokens", "tokens not recorded", count)
 
 
-def money_axis(price: float) -> Axis:
-    """Money, for runs that ``in_money`` returned."""
-    label = f"cost of all devices, at {price:g} for a device hour"
-    return Axis("time", label, "Loss by money", "times or devices not recorded")
-
-
 def in_money(run: Run, price: float) -> Run:
     """The run with the money that its devices cost in place of the time of each point; ``price`` of a device hour."""
     per_second = None if run.device_count is None else run.device_count * price / 3600
@@ -236,15 +230,16 @@ def placeable(curve: Curve, axis: Axis) -> list[Point]:
 NO_INFERENCE = "no run recorded both its inference latency and throughput"
 
 
-def latency_chart(runs: Sequence[Run], *, warnings: Sequence[str], captions: Sequence[str]) -> Frame | str:
+def latency_chart(runs: Sequence[Run], texts: Texts) -> Frame | str:
     """Tokens per second over latency, a point for each run that has both; below and to the right is worse."""
     points = [(run.inference_latency, run.inference_tokens_per_sec) for run in runs]
     if not any(latency and speed for latency, speed in points):
         return NO_INFERENCE
-    picture = frame(
+    picture = texts.frame(
         "Inference: latency against throughput",
-        warnings=[*warnings, *inference_stamps(runs)],
-        captions=["Greedy generation from one prompt, with a key-value cache.", INFERENCE_NOISE, *captions],
+        "Greedy generation from one prompt, with a key-value cache.",
+        INFERENCE_NOISE,
+        warnings=inference_stamps(runs),
         height=3.6 + legend_height(len(runs)),
     )
     axes = picture.body.subplots()
@@ -293,7 +288,7 @@ def charts_of_runs(runs: Sequence[Run], *, folders: Mapping[str, Path], price: f
     named = [replace(run, name=name) for run, name in zip(runs, short, strict=True)]
     if len(set(short)) < len(short):
         named = [*runs]
-    rows, texts = of_runs(named), {"warnings": _warnings(named), "captions": [_footer(named)]}
+    rows, texts = of_runs(named), Texts(_warnings(named), _footer(named))
     bars = {
         "training_time": [TRAINING_TIME],
         "throughput": [THROUGHPUT],
@@ -302,30 +297,31 @@ def charts_of_runs(runs: Sequence[Run], *, folders: Mapping[str, Path], price: f
         "peak_memory": memory_bars(named),
     }
     axes = {"loss_vs_step": step_axis(named), "loss_vs_time": time_axis(named), "loss_vs_tokens": token_axis(named)}
-    charts: dict[str, Chart] = {name: partial(_bars_picture, named, panels=panels) for name, panels in bars.items()}
-    charts |= {name: partial(_loss_picture, named, axis=axis) for name, axis in axes.items()}
+    charts: dict[str, Chart] = {}
+    charts |= {name: partial(_bars_picture, named, texts, panels=panels) for name, panels in bars.items()}
+    charts |= {name: partial(_loss_picture, named, texts, axis=axis) for name, axis in axes.items()}
     charts["loss_vs_money"] = lambda: NO_PRICE
     if price is not None:
-        priced = [in_money(run, price) for run in named]
-        charts["loss_vs_money"] = partial(_loss_picture, priced, axis=money_axis(price))
+        label = f"cost of all devices, at {price:g} for a device hour"
+        axis = Axis("time", label, "Loss by money", "times or devices not recorded")
+        charts["loss_vs_money"] = partial(_loss_picture, [in_money(run, price) for run in named], texts, axis=axis)
     return charts | {
-        "memory": partial(memory_chart, rows, **texts),
-        "communication": partial(communication_chart, rows, **texts),
-        "step_times": partial(step_times_chart, rows, **texts),
-        "latency_vs_throughput": partial(latency_chart, named, **texts),
-        "utilisation": partial(utilisation_chart, folders, **texts),
-        "overview": partial(_overview, named),
+        "memory": partial(memory_chart, rows, texts),
+        "communication": partial(communication_chart, rows, texts),
+        "step_times": partial(step_times_chart, rows, texts),
+        "latency_vs_throughput": partial(latency_chart, named, texts),
+        "utilisation": partial(utilisation_chart, folders, texts),
+        "overview": partial(_overview, named, texts),
     }
 
 
-def _bars_picture(runs: Sequence[Run], *, panels: Sequence[Bars]) -> Frame | str:
+def _bars_picture(runs: Sequence[Run], texts: Texts, *, panels: Sequence[Bars]) -> Frame | str:
     if all(bars.quantity.value(run) is None for bars in panels for run in runs):
         return f"no run recorded its {panels[0].title.lower()}"
-    inference = inference_stamps(runs) if LATENCY in panels or INFERENCE in panels else []
-    picture = frame(
+    picture = texts.frame(
         panels[0].title if len(panels) == 1 else "Peak memory",
-        warnings=[*_warnings(runs), *inference],
-        captions=[_caption_of_bars(panels[0], runs), _footer(runs)],
+        _caption_of_bars(panels[0], runs),
+        warnings=inference_stamps(runs) if LATENCY in panels or INFERENCE in panels else [],
         width=8.4,
         height=len(panels) * (1.0 + 0.42 * len(runs)),
     )
@@ -336,30 +332,25 @@ def _bars_picture(runs: Sequence[Run], *, panels: Sequence[Bars]) -> Frame | str
     return picture
 
 
-def _loss_picture(runs: Sequence[Run], *, axis: Axis) -> Frame | str:
+def _loss_picture(runs: Sequence[Run], texts: Texts, *, axis: Axis) -> Frame | str:
     if not any(placeable(curve_of(run, kind), axis) for run in runs for kind in LOSS_KINDS):
         return f"no run recorded losses with their {axis.coordinate.removesuffix('s')}s"
-    picture = frame(
-        axis.picture,
-        warnings=_warnings(runs),
-        captions=[_caption_of_curves(runs), _footer(runs)],
-        width=9.6,
-        height=4.0 + legend_height(len(runs)),
-    )
+    height = 4.0 + legend_height(len(runs))
+    picture = texts.frame(axis.picture, _caption_of_curves(runs), width=9.6, height=height)
     _draw_loss_panels(picture.body, runs, [(kind, axis) for kind in LOSS_KINDS])
     return picture
 
 
-def _overview(runs: Sequence[Run]) -> Frame:
+def _overview(runs: Sequence[Run], texts: Texts) -> Frame:
     panels = [TRAINING_TIME, THROUGHPUT, *memory_bars(runs), LATENCY]
     bar_rows = -(-len(panels) // COLUMNS)
     bar_height = bar_rows * (1.1 + 0.33 * len(runs))
     loss_height = 3.4 + legend_height(len(runs), columns=COLUMNS)
-    verdict = judge(runs)
-    picture = frame(
-        "Overview" if len(runs) < 2 else f"{len(runs)} runs compared (same work: {verdict.answer})",
-        warnings=[*_warnings(runs), *inference_stamps(runs)],
-        captions=[_speed_ups(runs), _caption_of_curves(runs), _footer(runs)],
+    picture = texts.frame(
+        "Overview" if len(runs) < 2 else f"{len(runs)} runs compared (same work: {judge(runs).answer})",
+        _speed_ups(runs),
+        _caption_of_curves(runs),
+        warnings=inference_stamps(runs),
         width=9.6,
         height=bar_height + loss_height,
     )

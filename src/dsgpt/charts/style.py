@@ -140,25 +140,36 @@ Chart = Callable[[], Frame | str]
 """Draws a chart in the current theme, or says what the records lack for it."""
 
 
-def frame(title: str, *, warnings: Sequence[str], captions: Sequence[str], height: float, width: float = 9.0) -> Frame:
-    """A figure of ``width`` inches whose panels get ``height`` inches, with title, boxed ``warnings`` and captions."""
-    theme = current()
-    stamp = _wrapped(warnings, width=int(width * 11.5))
-    caption = _wrapped(captions, width=int(width * 15))
-    above = 0.5 + (STAMP_LINE_INCHES * (stamp.count("\n") + 1) + 0.25 if stamp else 0)
-    below = 0.2 + CAPTION_LINE_INCHES * (caption.count("\n") + 1)
-    layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.06, wspace=0.02)
-    figure = Figure(figsize=(width, above + height + below), dpi=DOTS_PER_INCH, layout=layout)
-    FigureCanvasAgg(figure)
-    head, body, foot = figure.subfigures(3, 1, squeeze=False, height_ratios=[above, height, below])[:, 0]
-    head.text(0.18 / width, 1 - 0.13 / above, title, ha="left", va="top", fontsize=13, fontweight="bold")
-    if stamp:
-        box = {"boxstyle": "square,pad=0.45", "facecolor": theme.warning, "edgecolor": theme.ink, "linewidth": 1.4}
-        place = (0.26 / width, 1 - 0.54 / above)
-        head.text(*place, stamp, ha="left", va="top", fontsize=9, fontweight="bold", bbox=box, linespacing=1.3)
-    words = {"ha": "left", "va": "bottom", "fontsize": 8.5, "color": theme.quiet, "linespacing": 1.3}
-    foot.text(0.18 / width, 0.1 / below, caption, **words)
-    return Frame(figure, body)
+@dataclass(frozen=True)
+class Texts:
+    """What all charts of the same records say around their panels."""
+
+    warnings: Sequence[str] = ()
+    """In a box above the panels."""
+    footer: str = ""
+    """The last caption below them: the records, the machine and the date."""
+
+    def frame(
+        self, title: str, *captions: str, height: float, width: float = 9.0, warnings: Sequence[str] = ()
+    ) -> Frame:
+        """A figure of ``width`` inches whose panels get ``height`` inches, with more captions and warnings."""
+        theme = current()
+        stamp = _wrapped([*self.warnings, *warnings], width=int(width * 11.5))
+        caption = _wrapped([*captions, self.footer], width=int(width * 15))
+        above = 0.5 + (STAMP_LINE_INCHES * (stamp.count("\n") + 1) + 0.25 if stamp else 0)
+        below = 0.2 + CAPTION_LINE_INCHES * (caption.count("\n") + 1)
+        layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.06, wspace=0.02)
+        figure = Figure(figsize=(width, above + height + below), dpi=DOTS_PER_INCH, layout=layout)
+        FigureCanvasAgg(figure)
+        head, body, foot = figure.subfigures(3, 1, squeeze=False, height_ratios=[above, height, below])[:, 0]
+        head.text(0.18 / width, 1 - 0.13 / above, title, ha="left", va="top", fontsize=13, fontweight="bold")
+        if stamp:
+            box = {"boxstyle": "square,pad=0.45", "facecolor": theme.warning, "edgecolor": theme.ink, "linewidth": 1.4}
+            place = (0.26 / width, 1 - 0.54 / above)
+            head.text(*place, stamp, ha="left", va="top", fontsize=9, fontweight="bold", bbox=box, linespacing=1.3)
+        words = {"ha": "left", "va": "bottom", "fontsize": 8.5, "color": theme.quiet, "linespacing": 1.3}
+        foot.text(0.18 / width, 0.1 / below, caption, **words)
+        return Frame(figure, body)
 
 
 def file_bytes(figure: Figure, form: str) -> bytes:
@@ -249,16 +260,17 @@ def draw_rows(axes: Axes, rows: Sequence[Row], *, label_width: int = 30) -> None
         axes.set_xticks([])
 
 
-def in_two_lines(name: str, width: int) -> str:
-    """``name`` in at most two lines of ``width`` characters; cut in the middle if its words do not fit."""
-    lines = textwrap.wrap(name, width, break_long_words=False, break_on_hyphens=False)
-    fits = len(lines) <= 2 and all(len(line) <= width for line in lines)
-    return "\n".join(lines) if fits else shorten(name, width)
-
-
 def name_rows(axes: Axes, names: Sequence[str], *, label_width: int = 30) -> None:
-    """Write a name beside each row, and leave only the lines that help to read values."""
-    axes.set_yticks(range(len(names)), [in_two_lines(name, label_width) for name in names])
+    """Write a name beside each row, and leave only the lines that help to read values.
+
+    A name takes at most two lines of ``label_width`` characters; it is cut in the middle if its words do not fit.
+    """
+    labels = []
+    for name in names:
+        lines = textwrap.wrap(name, label_width, break_long_words=False, break_on_hyphens=False)
+        fits = len(lines) <= 2 and all(len(line) <= label_width for line in lines)
+        labels.append("\n".join(lines) if fits else shorten(name, label_width))
+    axes.set_yticks(range(len(names)), labels)
     axes.set_ylim(len(names) - 0.5, -0.5)
     axes.set(ylabel="")
     axes.grid(visible=False, axis="y")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from html import escape
 
 from dsgpt.charts.themes import Theme, contrast
-from dsgpt.dashboard.figures import memory
+from dsgpt.dashboard.ui import memory
 from dsgpt.planner.memory import Peak, peak_memory
 from dsgpt.planner.plan import held_in_words, place_of
 from dsgpt.planner.setup import FULL, Setup, model_parameters, total
