@@ -16,7 +16,7 @@ from typing import Any
 
 from dsgpt.benchmarks.decoding import Decoding
 from dsgpt.benchmarks.faults import Faults
-from dsgpt.benchmarks.frame import Suite, SuiteOptions, only_flag, peers_flag, run_suite
+from dsgpt.benchmarks.frame import Suite, SuiteOptions, only_flag, peers_flag, read_peers, run_suite
 from dsgpt.benchmarks.inference import PEERS, Inference
 from dsgpt.benchmarks.parity import Parity
 from dsgpt.benchmarks.plan import Plan
@@ -25,7 +25,7 @@ from dsgpt.benchmarks.records import RECORDS, check_lines, remake_records
 from dsgpt.benchmarks.resume import Resume
 from dsgpt.benchmarks.saving import Saving
 from dsgpt.benchmarks.serving import Serving
-from dsgpt.benchmarks.speed import Speed, read_peers
+from dsgpt.benchmarks.speed import Speed
 from dsgpt.benchmarks.sweep import CompareOptions, SweepSuite
 from dsgpt.common.command_line import Parser, run_script, switch
 from dsgpt.common.errors import EXIT_DONE

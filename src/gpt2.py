@@ -3,9 +3,9 @@
 import sys
 
 from dsgpt.common.command_line import prepare_output
-from dsgpt.machine.launcher import leave
+from dsgpt.machine.launcher import exit_rank
 from dsgpt.training.command import train
 
 if __name__ == "__main__":
     prepare_output(lose=True)  # a closed output does not end the run; train.log has every line
-    leave(train(sys.argv[1:]))
+    exit_rank(train(sys.argv[1:]))

@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 
 from dsgpt.benchmarks.launch import ELSEWHERE, IMPORTS, environment_for
 from dsgpt.benchmarks.worker import identify_cpu_once
-from dsgpt.machine.launcher import leave
+from dsgpt.machine.launcher import exit_rank
 from dsgpt.machine.topology import free_port
 
 MODULES = (*IMPORTS["deepspeed"], *IMPORTS["torchrun"], "dsgpt.training.run")
@@ -157,7 +157,7 @@ def be_script(
         code = error.code
     except BaseException:  # noqa: BLE001 - as the interpreter reports it
         traceback.print_exc()
-    leave(code or 0)
+    exit_rank(code or 0)
 
 
 def _first_failure(running: set[int]) -> int:

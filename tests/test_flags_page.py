@@ -15,8 +15,8 @@ from dsgpt.config.options import Options
 from dsgpt.config.same_work import ChangesTraining
 from dsgpt.dashboard.server import DashboardOptions
 from dsgpt.data.download import DownloadOptions
-from dsgpt.data.options import PrepareOptions
-from dsgpt.data.verify import VerifyOptions
+from dsgpt.data.preparation import PrepareOptions
+from dsgpt.data.token_file import VerifyOptions
 from dsgpt.inference.commands import ConvertOptions, EvaluateRequest, GenerateRequest
 from dsgpt.inference.server.options import ServeOptions
 from dsgpt.planner.options import PlanOptions

@@ -1,7 +1,7 @@
 """The suite of decoding: its contenders, and its figures."""
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -10,29 +10,26 @@ from small_run import REPOSITORY, command_line, write_inputs
 from stand_in_nanogpt import STAND_IN
 from suite_commands import benchmark, refusal
 
-from dsgpt.benchmarks import decoding_contenders as contenders
-from dsgpt.benchmarks import decoding_contenders as measure
+from dsgpt.benchmarks import contenders
+from dsgpt.benchmarks.contenders import (
+    Continued,
+    bytes_read,
+    draw_model,
+    draw_prompts,
+    measure_decoding,
+    open_generator,
+)
 from dsgpt.benchmarks.decoding import (
     HUGGING_FACE,
-    NANOGPT,
     OURS,
     Decoding,
     DecodingOptions,
     decoding_page,
     missed,
-    peers_of,
     rows,
     verdict,
 )
-from dsgpt.benchmarks.decoding_contenders import (
-    Continued,
-    bytes_read,
-    draw_model,
-    draw_prompts,
-    measure_row,
-    open_contender,
-    span,
-)
+from dsgpt.benchmarks.frame import NANOGPT, span
 from dsgpt.common.errors import UserError
 from dsgpt.inference.decoder import Decoder
 from dsgpt.model.config import PRESETS
@@ -65,11 +62,11 @@ def test_mistakes(arguments, tmp_path, snapshot):
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_every_contender_takes_its_turns(checkout, monkeypatch, batch_size):
     """Ours and transformers generate the same ids from the same weights."""
-    monkeypatch.setattr(measure, "READS", 1)
+    monkeypatch.setattr(contenders, "READS", 1)
     work = replace(SMALL, batch_size=batch_size)
-    found = measure_row(work, rounds=2, device=CPU, checkout=checkout)
+    found = measure_decoding(work, rounds=2, device=CPU, checkout=checkout)
     kinds = [OURS, HUGGING_FACE, *([NANOGPT] if batch_size == 1 else [])]
-    assert list(found["seconds"]) == kinds == peers_of(work, nanogpt=True)
+    assert list(found["seconds"]) == kinds == work.contenders(nanogpt=True)
     assert list(found["ratios"]) == kinds[1:]
     assert all(len(figures["values"]) == 2 for figures in (*found["seconds"].values(), found["share"]))
     assert found["same_ids"]
@@ -97,13 +94,13 @@ def test_the_bytes_of_a_token_are_those_of_its_weights():
 def test_a_peer_with_another_model_is_refused(checkout):
     (checkout / "model.py").write_text(STAND_IN.replace("block_size + 2", "block_size + 3"), encoding="utf-8")
     with pytest.raises(UserError, match=r"^nanogpt has .* parameters instead of .*: is it another version"):
-        open_contender(NANOGPT, SMALL, draw_model(SMALL, CPU), checkout=checkout)
+        open_generator(NANOGPT, SMALL, draw_model(SMALL, CPU), checkout=checkout)
 
 
 def result(**changes):
     return {
         "title": "it",
-        "work": SMALL.as_dict() | {"precision": changes.pop("precision", "fp32")},
+        "work": asdict(SMALL) | {"precision": changes.pop("precision", "fp32")},
         "ratios": {HUGGING_FACE: span([1.2, 1.4, 1.3])},
         "share": span([0.7]),
         "same_ids": True,
@@ -188,16 +185,16 @@ def scripted(monkeypatch) -> tuple[list[str], set[int]]:
         sizes.add(read[0].nbytes)
         return next(floors)
 
-    monkeypatch.setattr(measure, "open_contender", opened)
-    monkeypatch.setattr(measure, "_timed", timed)
-    monkeypatch.setattr(measure, "READS", 2)
+    monkeypatch.setattr(contenders, "open_generator", opened)
+    monkeypatch.setattr(contenders, "_timed", timed)
+    monkeypatch.setattr(contenders, "READS", 2)
     return turns, sizes
 
 
 @pytest.mark.parametrize("work", [EXACT, ROUNDED])
 def test_a_row_has_the_figures_of_its_turns_without_the_warm_up(scripted, work):
     turns, sizes = scripted
-    found = measure_row(work, rounds=3, device=CPU, checkout=Path("other"))
+    found = measure_decoding(work, rounds=3, device=CPU, checkout=Path("other"))
     rounds = [(OURS, HUGGING_FACE, NANOGPT), (HUGGING_FACE, NANOGPT, OURS), (NANOGPT, OURS, HUGGING_FACE)]
     assert turns == [OURS, HUGGING_FACE, NANOGPT, *(kind for order in rounds for kind in order)]
     assert {kind: each["values"] for kind, each in found["seconds"].items()} == {
@@ -215,7 +212,7 @@ def test_a_row_has_the_figures_of_its_turns_without_the_warm_up(scripted, work):
 
 @pytest.mark.parametrize(("checkout", "same"), [("same", True), ("other", False)])
 def test_ids_are_compared(scripted, checkout, same):
-    assert measure_row(EXACT, rounds=1, device=CPU, checkout=Path(checkout))["same_ids"] == same
+    assert measure_decoding(EXACT, rounds=1, device=CPU, checkout=Path(checkout))["same_ids"] == same
 
 
 def test_every_contender_gets_the_same_work_and_the_precision_of_the_row(monkeypatch, tmp_path):
@@ -237,7 +234,7 @@ def test_every_contender_gets_the_same_work_and_the_precision_of_the_row(monkeyp
     checked = "assert (top_k, self.wte.weight.dtype, self.training) == (1, torch.bfloat16, False)"
     (tmp_path / "model.py").write_text(STAND_IN.replace("assert top_k == 1", checked), encoding="utf-8")
     for kind in (OURS, HUGGING_FACE, NANOGPT):
-        found = open_contender(kind, work, model, checkout=tmp_path)(prompts)
+        found = open_generator(kind, work, model, checkout=tmp_path)(prompts)
         assert [len(ids) for ids in found.ids] == [work.new_tokens] * 2
         assert found.seconds > 0
     assert asked == {
@@ -257,7 +254,7 @@ def test_our_seconds_have_the_prompts_and_those_of_a_token_do_not(monkeypatch):
 
     monkeypatch.setattr(contenders, "generate_batch", scripted)
     monkeypatch.setattr(contenders.time, "perf_counter", lambda: now[0])
-    generate = open_contender(OURS, EXACT, draw_model(EXACT, CPU), checkout=None)
+    generate = open_generator(OURS, EXACT, draw_model(EXACT, CPU), checkout=None)
     found = generate(torch.zeros((2, 5), dtype=torch.long))
     monkeypatch.undo()
     assert (found.seconds, found.token_sec) == (8.0, 1.0)
@@ -266,7 +263,7 @@ def test_our_seconds_have_the_prompts_and_those_of_a_token_do_not(monkeypatch):
 
 RESULT = {
     "title": "small, fp32, batch 8",
-    "work": rows("small")[1].as_dict(),
+    "work": asdict(rows("small")[1]),
     "bytes_per_token": 500_000_000,
     "seconds": {OURS: span([4.0, 5.0, 8.0]), HUGGING_FACE: span([6.0, 6.5, 12.0])},
     "token_sec": span([0.02, 0.05, 0.1]),

@@ -3,6 +3,8 @@
 import json
 import warnings
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,28 +13,31 @@ from stand_in_nanogpt import STAND_IN
 from suite_commands import benchmark, refusal
 
 from dsgpt.benchmarks import speed as command
-from dsgpt.benchmarks import speed_rounds as measure
-from dsgpt.benchmarks import time_to_loss
-from dsgpt.benchmarks.frame import run_suite
-from dsgpt.benchmarks.speed import Speed, SpeedOptions, reached, speed_page, verdict
-from dsgpt.benchmarks.speed_rounds import measure_memory, measure_row, span
-from dsgpt.benchmarks.speed_trainers import open_loop
-from dsgpt.benchmarks.speed_work import (
+from dsgpt.benchmarks.contenders import open_loop, synchronisations, train_nanogpt
+from dsgpt.benchmarks.frame import NANOGPT, run_suite, span
+from dsgpt.benchmarks.speed import (
     ENGINE,
     HUGGING_FACE,
-    NANOGPT,
+    NANOGPT_DEFAULTS,
     OURS,
     PEERS,
+    Defaults,
     Entry,
     Row,
     Shape,
-    Work,
+    Speed,
+    SpeedOptions,
+    StepSetup,
+    measure_memory,
+    measure_row,
     published,
+    reached,
     rows,
-    synchronisations,
-    work_from,
+    seconds_to,
+    speed_page,
+    time_to_loss,
+    verdict,
 )
-from dsgpt.benchmarks.time_to_loss import DEFAULTS, Defaults, seconds_to, share_of, train_peer
 from dsgpt.common.errors import UserError
 from dsgpt.record.provenance import without_sources
 
@@ -40,7 +45,7 @@ from dsgpt.record.provenance import without_sources
 
 
 SMALL = Shape(name="2 x 32", n_layer=2, n_head=2, n_embd=32, vocab_size=257, length=16)
-WORK = Work(shape=SMALL, batch=2, precision="fp32", threads=1)
+WORK = StepSetup(shape=SMALL, batch=2, precision="fp32", threads=1)
 
 
 @pytest.fixture(scope="module")
@@ -71,9 +76,9 @@ def test_mistakes(arguments, tmp_path, snapshot):
 
 
 def test_every_contender_of_a_row_takes_its_turns(checkout, tokens, tmp_path, monkeypatch):
-    monkeypatch.setattr(measure, "SHORTEST_TURN_SEC", 0)
+    monkeypatch.setattr(command, "SHORTEST_TURN_SEC", 0)
     entries = tuple(Entry(name=kind, kind=kind) for kind in (OURS, ENGINE, *PEERS))
-    row = Row(key="row", title="row", work=WORK, entries=entries, target=1.0)
+    row = Row(title="row", work=WORK, entries=entries, target=1.0)
     found = measure_row(row, rounds=2, tokens=tokens, folder=tmp_path, peers={NANOGPT: checkout})
     assert [entry["name"] for entry in found["entries"]] == [OURS, ENGINE, NANOGPT, HUGGING_FACE]
     for entry in found["entries"]:
@@ -88,8 +93,8 @@ def test_every_contender_of_a_row_takes_its_turns(checkout, tokens, tmp_path, mo
 
 
 def test_weak_scaling_compares_tokens_of_a_rank(tokens, tmp_path, monkeypatch):
-    monkeypatch.setattr(measure, "SHORTEST_TURN_SEC", 0)
-    row = next(row for row in rows("cpu", cores=2, peers=()) if row.key == "weak-scaling-1-to-2-cores-tiny-ddp")
+    monkeypatch.setattr(command, "SHORTEST_TURN_SEC", 0)
+    row = next(row for row in rows("cpu", threads=2, peers=()) if row.key == "weak-scaling-1-to-2-cores-tiny-ddp")
     found = measure_row(replace(row, work=WORK), rounds=1, tokens=tokens, folder=tmp_path, peers={})
     (two,), (one,), (apart,) = (entry["tokens_per_sec"]["values"] for entry in found["entries"])
     assert found["ratio"]["median"] == pytest.approx(two / one / 2)
@@ -102,15 +107,23 @@ def test_a_contender_that_fails_is_named(tokens, tmp_path):
     empty = tmp_path / "checkout"
     empty.mkdir()
     (empty / "model.py").write_text("raise RuntimeError('another version')\n", encoding="utf-8")
-    row = Row(key="row", title="a row", work=WORK, entries=(Entry(name=NANOGPT, kind=NANOGPT),), target=1)
+    row = Row(title="a row", work=WORK, entries=(Entry(name=NANOGPT, kind=NANOGPT),), target=1)
     with pytest.raises(UserError, match=r"(?s)nanogpt, a row: ended: .*another version"):
         measure_row(row, rounds=1, tokens=tokens, folder=tmp_path / "work", peers={NANOGPT: empty})
 
 
-def test_memory_is_compared_with_nanogpt(checkout, tokens, tmp_path):
-    found = measure_memory(WORK, steps=1, tokens=tokens, folder=tmp_path, peers={NANOGPT: checkout})
-    assert found["other"] == NANOGPT
-    assert found["share"] == found["peak_bytes"][OURS] / found["peak_bytes"][NANOGPT]
+@pytest.mark.parametrize(("peers", "other"), [({NANOGPT: Path()}, NANOGPT), ({}, HUGGING_FACE)])
+def test_memory_is_compared_with_nanogpt_if_it_takes_part(tmp_path, monkeypatch, peers, other):
+    """With teams that only say what they needed."""
+    peaks = {OURS: 30, NANOGPT: 60, HUGGING_FACE: 40}
+
+    def start(_row, entry, _held, **_):
+        return SimpleNamespace(take=lambda steps: {"peak_bytes": steps * peaks[entry.kind]})
+
+    monkeypatch.setattr(command, "_start", start)
+    compared = measure_memory(WORK, steps=2, tokens=tmp_path, folder=tmp_path, peers=peers)
+    assert (compared["other"], compared["share"]) == (other, 30 / peaks[other])
+    assert compared["peak_bytes"] == {kind: 2 * peaks[kind] for kind in (OURS, *PEERS) if kind != NANOGPT or peers}
 
 
 def test_a_peer_with_another_model_is_refused(tokens, tmp_path):
@@ -136,23 +149,19 @@ def test_every_wait_for_the_gpu_is_counted(monkeypatch):
 
 
 def test_rows_without_a_peer_are_left_out():
-    titles = {row.title for row in rows("cpu", cores=2, peers=(HUGGING_FACE,))}
+    titles = {row.title for row in rows("cpu", threads=2, peers=(HUGGING_FACE,))}
     assert not any("compiled" in title for title in titles)
-    with_peer = rows("cpu", cores=2, peers=PEERS)
+    with_peer = rows("cpu", threads=2, peers=PEERS)
     assert titles < {row.title for row in with_peer}
     assert len({row.key for row in with_peer}) == len(with_peer)
-    assert not [row for row in rows("cpu", cores=1, peers=PEERS) if "scaling" in row.title]
-    assert {row.work.device for row in rows("cuda", cores=2, peers=PEERS)} == {"cuda"}
-
-
-def test_work_is_what_it_was_after_a_round_through_json():
-    assert work_from(json.loads(json.dumps(WORK.as_dict()))) == WORK
+    assert not [row for row in rows("cpu", threads=1, peers=PEERS) if "scaling" in row.title]
+    assert {row.work.device for row in rows("cuda", threads=2, peers=PEERS)} == {"cuda"}
 
 
 def test_flops_are_those_of_the_palm_paper():
     small = published("small", length=1024)
     without_positions = 124_439_808 - 1024 * 768
-    assert small.flops_per_token() == 6 * without_positions + 12 * 12 * 768 * 1024
+    assert small.model().flops_per_token(1024) == 6 * without_positions + 12 * 12 * 768 * 1024
 
 
 def waiting(kind, times):
@@ -198,12 +207,12 @@ def test_without_a_checkout_record_page_and_console_name_the_rows_that_are_missi
     monkeypatch.setattr(Speed, "_row", fail)
     record, page = tmp_path / "speed.json", tmp_path / "speed.md"
     only = ("4-x-256-t-256-b-8-bf16", "time-to-loss")
-    options = SpeedOptions(output=record, page=page, keep=None, rounds=1, peer=(), only=only, device="cpu")
+    options = SpeedOptions(output=record, page=page, rounds=1, only=only)
     run_suite(Speed, options, repository=REPOSITORY)
-    found = json.loads(record.read_text())
-    assert [result["title"] for result in found["results"]] == ["4-x-256-t-256-b-8-bf16"]
+    values = json.loads(record.read_text())
+    assert [result["title"] for result in values["results"]] == ["4-x-256-t-256-b-8-bf16"]
     title = "4 x 256, T=256, B=8, bf16"
-    assert found["missing"] == {NANOGPT: [title, f"{title}, compiled", command.TIME_TO_LOSS]}
+    assert values["missing"] == {NANOGPT: [title, f"{title}, compiled", command.TIME_TO_LOSS]}
     line = f"nanogpt (`--peer nanogpt=FOLDER`) it is missing in: {title}; {title}, compiled; {command.TIME_TO_LOSS}."
     assert line in page.read_text()
     assert line in capsys.readouterr().out
@@ -215,9 +224,7 @@ def test_a_row_that_fails_does_not_lose_the_others(tmp_path, monkeypatch, capsys
 
     monkeypatch.setattr(Speed, "_memory", fail)
     record, page = tmp_path / "speed.json", tmp_path / "speed.md"
-    options = SpeedOptions(
-        output=record, page=page, keep=None, rounds=1, peer=(), only=("memory", "help"), device="cpu"
-    )
+    options = SpeedOptions(output=record, page=page, rounds=1, only=("memory", "help"))
     assert run_suite(Speed, options, repository=REPOSITORY) == 1
     failed, measured = json.loads(record.read_text())["results"]
     assert failed == {"key": "memory", "title": "memory", "failed": "no memory left"}
@@ -246,29 +253,23 @@ def test_the_loss_is_reached_on_a_line_between_two_validations(loss, seconds):
 
 
 def test_the_share_is_that_of_the_same_round():
-    assert share_of(CURVE, [(25.0, 7.0), (50.0, 4.5)]) == pytest.approx(25 / 50)
-    assert share_of(CURVE, [(50.0, 3.0)]) is None
+    first, second = [(25.0, 7.0), (50.0, 4.5)], [(50.0, 5.0)]
+    assert time_to_loss({OURS: [CURVE, CURVE], NANOGPT: [first, second]})["share"] == span([25 / 50, 20 / 50])
+    assert time_to_loss({OURS: [CURVE, CURVE], NANOGPT: [first, [(50.0, 3.0)]]})["share"] is None
 
 
 def test_rates_are_those_of_nanogpts_schedule():
-    nanogpt, steps = DEFAULTS[NANOGPT], 500
-    assert nanogpt.rate(0, steps=steps) == 1e-3 / 101
-    assert nanogpt.rate(100, steps=steps) == 1e-3
-    assert nanogpt.rate(300, steps=steps) == pytest.approx(1e-4 + 0.5 * 9e-4)
-    assert nanogpt.rate(500, steps=steps) == pytest.approx(1e-4)
+    rates = [NANOGPT_DEFAULTS.rate(step, steps=500) for step in (0, 100, 300, 500)]
+    assert rates == pytest.approx([1e-3 / 101, 1e-3, 1e-4 + 0.5 * 9e-4, 1e-4])
 
 
-def test_a_peer_learns(corpus, tmp_path, monkeypatch):
+def test_a_peer_learns(corpus, checkout):
     """The stand-in predicts each id from the one before, which a table can learn."""
-    (tmp_path / "model.py").write_text(STAND_IN, encoding="utf-8")
-    monkeypatch.setattr(time_to_loss, "TOKENS", 12 * 128 * 6)
-    monkeypatch.setattr(time_to_loss, "VALIDATION_WINDOWS", 3)
-    monkeypatch.setattr(time_to_loss, "VOCABULARY", 300)
+    work = StepSetup(shape=published("demo", length=128, vocab_size=300), batch=12, precision="fp32", threads=1)
     fast = Defaults(batch=12, lr=0.1, beta2=0.99, weight_decay=0.0, warm_up_steps=0)
-    monkeypatch.setitem(DEFAULTS, NANOGPT, fast)
-    files = {"train": str(corpus.train), "val": str(corpus.val), "peer": str(tmp_path)}
-    job = {"device": "cpu", "threads": 1, **files}
-    curve = train_peer(job)
+    files = {"tokens": corpus.train, "val": corpus.val, "peer": checkout}
+    curve = train_nanogpt(work, fast, steps=6, validate_every=1, windows=3, **files)
+    seconds, losses = zip(*curve, strict=True)
     assert len(curve) == 6
-    assert [seconds for seconds, _ in curve] == sorted(seconds for seconds, _ in curve)
-    assert curve[-1][1] < curve[0][1] - 0.1
+    assert sorted(seconds) == list(seconds)
+    assert losses[-1] < losses[0] - 0.1

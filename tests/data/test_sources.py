@@ -19,7 +19,7 @@ from dsgpt.common.command_line import exit_code_of
 from dsgpt.common.errors import UserError
 from dsgpt.data import download
 from dsgpt.data import preparation as command
-from dsgpt.data.options import KEPT
+from dsgpt.data.download import KEPT
 from dsgpt.data.sources import HUB_SETS, STDLIB_NAME, HubSet, downloaded_source, join_articles, stdlib_source
 from dsgpt.data.token_file import open_token_file
 

@@ -13,9 +13,8 @@ from torch.utils.data import DataLoader
 
 from dsgpt.data import loader
 from dsgpt.data.loader import Batch, RankShare, WindowDataset, training_loader, validation_loader
-from dsgpt.data.order import SampleOrder, window_count
-from dsgpt.data.permutation import shuffled
-from dsgpt.data.token_file import TokenFileError, TokenFileWriter, dtype_for, open_token_file, sidecar_path
+from dsgpt.data.order import SampleOrder, shuffled, window_count
+from dsgpt.data.token_file import TokenFileError, TokenFileWriter, open_token_file, sidecar_path
 
 # The token file: what is written, that nanoGPT can read it, and which files are refused.
 
@@ -36,7 +35,7 @@ def test_round_trip(tmp_path):
     assert (file.tokens, file.size_bytes, file.inferred, file.largest_id()) == (10, 20, False, 65_535)
     sidecar = file.sidecar
     assert (sidecar.dtype, sidecar.documents, sidecar.vocab_size, sidecar.eot_id) == ("uint16", 4, 65_536, 9)
-    assert sidecar.sha256 == file.computed_sha256()
+    assert sidecar.sha256 == file.verified_sha256()
     stat = file.path.stat()
     assert (sidecar.size, sidecar.mtime_ns) == (stat.st_size, stat.st_mtime_ns)
     assert file.doubt() == ""
@@ -58,8 +57,10 @@ def test_large_vocabularies_take_four_bytes(tmp_path):
 
 
 @pytest.mark.parametrize(("vocab_size", "dtype"), [(1, "uint16"), (65_536, "uint16"), (65_537, "uint32")])
-def test_dtype_by_vocabulary(vocab_size, dtype):
-    assert dtype_for(vocab_size) == dtype
+def test_dtype_by_vocabulary(tmp_path, vocab_size, dtype):
+    with TokenFileWriter(tmp_path / "a.bin", vocab_size=vocab_size, eot_id=0, tokenizer=None, source="test") as writer:
+        writer.append([0])
+    assert open_token_file(tmp_path / "a.bin").sidecar.dtype == dtype
 
 
 @pytest.mark.parametrize("document", [[101], [3, -1], [0, 5000, 2]])
@@ -97,7 +98,7 @@ def test_without_a_sidecar_uint16_is_assumed(tmp_path):
 def test_hashing_reports_its_progress(tmp_path):
     seen: list[int] = []
     file = open_token_file(written(tmp_path / "a.bin"))
-    file.computed_sha256(seen.append)
+    file.verified_sha256(seen.append)
     assert sum(seen) == file.size_bytes
 
 

@@ -39,10 +39,9 @@ from dsgpt.record.schema import STEPS_FILE, drop_steps_after, read_steps
 from dsgpt.record.sweeps import read_sweep
 from dsgpt.telemetry.meter import StepMeter
 from dsgpt.training.command import train
-from dsgpt.training.journal import Journal
-from dsgpt.training.resume import EarlierRecord, plan_resume, read_earlier_record
+from dsgpt.training.journal import Journal, open_sinks
 from dsgpt.training.run_description import CHANGES_KEY, describe_run, settings_to_match
-from dsgpt.training.sinks import open_sinks
+from dsgpt.training.run_folder import EarlierRecord, plan_resume, read_earlier_record
 
 # Seeded damage to files: to their bytes, and to the values of JSON that stays JSON.
 

@@ -107,7 +107,7 @@ def test_ranks_that_cannot_meet_are_refused(monkeypatch):
 CODE = """
 import os, sys
 import torch, torch.distributed as dist
-from dsgpt.machine.launcher import leave
+from dsgpt.machine.launcher import exit_rank
 from dsgpt.machine.process_group import joined
 from dsgpt.machine.topology import read_topology
 
@@ -120,7 +120,7 @@ try:
 except ArithmeticError:
     pass
 print("left" if dist.is_initialized() else "destroyed")
-leave(0)
+exit_rank(0)
 """
 
 
@@ -136,7 +136,7 @@ def test_a_single_process_forms_a_group(tmp_path, end, state, leftover):
 
 RANKS = """
 import torch
-from dsgpt.machine.launcher import leave
+from dsgpt.machine.launcher import exit_rank
 from dsgpt.machine.process_group import HostGroup, joined
 from dsgpt.machine.topology import read_topology
 
@@ -146,7 +146,7 @@ with joined(topology, torch.device("cpu")):
     values, largest = ranks.gathered([topology.rank + 0.1, 2]), ranks.largest(topology.rank)
     if topology.rank == 0:
         print(values, largest)
-leave(0)
+exit_rank(0)
 """
 
 
@@ -210,14 +210,15 @@ def test_the_end_of_each_process_up_to_the_launcher_is_noticed(tmp_path: Path, k
 
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-TRAINING, CELLS, SPEED = "src/gpt2.py", "src/dsgpt/benchmarks/worker.py", "src/dsgpt/benchmarks/speed_work.py"
+TRAINING, CELLS = "src/gpt2.py", "src/dsgpt/benchmarks/worker.py"
+CONTENDERS = "src/dsgpt/benchmarks/contenders.py"
 ENDED_BY = {
     "src/dsgpt/training/run.py": TRAINING,
     "src/dsgpt/planner/calibrate.py": "src/dsgpt/planner/calibrate.py",
     "src/dsgpt/benchmarks/parity_rank.py": CELLS,
     "src/dsgpt/benchmarks/plan_rank.py": CELLS,
     "src/dsgpt/benchmarks/resume_rank.py": CELLS,
-    "src/dsgpt/benchmarks/speed_trainers.py": SPEED,
+    CONTENDERS: CONTENDERS,
     "tests/machine/test_processes.py": "tests/machine/test_processes.py",
     "tests/strategies/strategy_worker.py": CELLS,
     "tests/strategies/torch_on_ranks.py": "tests/strategies/torch_on_ranks.py",
@@ -237,12 +238,12 @@ def test_whoever_joins_a_group_leaves_at_once():
     assert set(joining) == set(ENDED_BY)
     for name, ender in ENDED_BY.items():
         processes = joining[name] if name == ender else 1
-        assert len(re.findall(r"\bleave\(\d", texts[ender])) >= processes or ender == TRAINING, name
-    assert "leave(train(" in texts[TRAINING]
+        assert len(re.findall(r"\bexit_rank\(\d", texts[ender])) >= processes or ender == TRAINING, name
+    assert "exit_rank(train(" in texts[TRAINING]
 
 
 def test_it_writes_what_was_printed_and_runs_nothing_more():
-    code = "from dsgpt.machine.launcher import leave; import atexit; atexit.register(print, 'more'); "
-    code += "print('all'); leave(3)"
+    code = "from dsgpt.machine.launcher import exit_rank; import atexit; atexit.register(print, 'more'); "
+    code += "print('all'); exit_rank(3)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
     assert (done.returncode, done.stdout) == (3, "all\n")

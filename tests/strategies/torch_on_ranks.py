@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from dsgpt.config.options import parse_arguments
 from dsgpt.config.recipe_blocks import ActivationCheckpointing, DdpRecipe, Fp16, FsdpRecipe, TorchStrategies
 from dsgpt.config.run_config import RunConfig, resolve
-from dsgpt.machine.launcher import leave
+from dsgpt.machine.launcher import exit_rank
 from dsgpt.machine.process_group import gather_objects, joined
 from dsgpt.machine.topology import Topology, read_topology
 from dsgpt.strategies.base import build_strategy
@@ -161,4 +161,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    leave(0)
+    exit_rank(0)

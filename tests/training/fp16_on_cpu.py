@@ -14,7 +14,7 @@ from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from dsgpt.config.options import parse_arguments
 from dsgpt.config.recipe_blocks import ZeroRecipe
 from dsgpt.config.run_config import RunConfig, resolve
-from dsgpt.machine.launcher import leave
+from dsgpt.machine.launcher import exit_rank
 from dsgpt.machine.process_group import joined
 from dsgpt.machine.topology import Topology, read_topology
 from dsgpt.strategies.deepspeed.zero import Zero
@@ -56,4 +56,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    leave(0)
+    exit_rank(0)

@@ -16,8 +16,7 @@ from dsgpt.checkpoints import store
 from dsgpt.checkpoints.manifest import Change, parse_manifest, read_run_state
 from dsgpt.checkpoints.selection import find_checkpoint
 from dsgpt.common.errors import UserError
-from dsgpt.data import token_file as sidecars
-from dsgpt.data.token_file import TokenFile
+from dsgpt.data import token_file
 from dsgpt.record.equal_work import judge
 from dsgpt.record.runs import read_run
 from dsgpt.training.command import train as train_here
@@ -167,13 +166,13 @@ def here(finished_run: Path, tmp_path: Path) -> Path:
 @pytest.fixture
 def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the files that are hashed during the test."""
-    names, hash_file = [], TokenFile.computed_sha256
+    names, hash_file = [], token_file.sha256_of
 
-    def note(self: TokenFile, *args: Any) -> str:
-        names.append(self.path.name)
-        return hash_file(self, *args)
+    def note(path: Path, *args: Any) -> str:
+        names.append(path.name)
+        return hash_file(path, *args)
 
-    monkeypatch.setattr(TokenFile, "computed_sha256", note)
+    monkeypatch.setattr(token_file, "sha256_of", note)
     return names
 
 
@@ -254,7 +253,7 @@ def test_a_sidecar_that_cannot_be_written_does_not_stop_the_run(here, hashed, mo
         def refused(path: Path, _: Any) -> None:
             raise PermissionError(13, "Permission denied", str(path)) if keeps == "read-only" else OSError(28, "full")
 
-        monkeypatch.setattr(sidecars, "write_json_atomic", refused)
+        monkeypatch.setattr(token_file, "write_json_atomic", refused)
     before = (here / "train.json").read_text()
     assert train_here(command_line(here, dry_run=True)) == 0
     assert train_here(command_line(here, dry_run=True)) == 0
@@ -276,15 +275,15 @@ def test_only_verify_data_finds_a_change_with_the_old_file_time(here, hashed, ca
 def test_a_file_that_changes_while_it_is_hashed_is_refused(here, monkeypatch, capsys, snapshot):
     """Its hash belongs to no version of the file, and must not be written into the sidecar."""
     os.utime(here / "train.bin")
-    before, hash_file = sidecar(here), TokenFile.computed_sha256
+    before, hash_file = sidecar(here), token_file.sha256_of
 
-    def changing(self: TokenFile, *args: Any) -> str:
-        computed = hash_file(self, *args)
-        if self.path.name == "train.bin":
-            os.utime(self.path, ns=(0, 0))
+    def changing(path: Path, *args: Any) -> str:
+        computed = hash_file(path, *args)
+        if path.name == "train.bin":
+            os.utime(path, ns=(0, 0))
         return computed
 
-    monkeypatch.setattr(TokenFile, "computed_sha256", changing)
+    monkeypatch.setattr(token_file, "sha256_of", changing)
     assert train_here(command_line(here)) == 2
     assert [without_paths(line, here) for line in errors(capsys)] == snapshot
     assert sidecar(here) == before

@@ -15,6 +15,7 @@ from typing import Any
 from dsgpt.benchmarks.launch import Assignment, Launch, RankEnd, first_failure, read_ranks, run_job
 from dsgpt.common.errors import UserError
 from dsgpt.common.files import write_json_atomic
+from dsgpt.common.text import counted
 from dsgpt.data.token_file import TokenFileWriter, open_token_file
 
 ACCUMULATED, EVERY = "accumulated", "every micro batch"
@@ -239,11 +240,6 @@ class Cell:
         return self.name.replace(", ", "_").replace(" ", "-")
 
 
-def counted(number: int, noun: str) -> str:
-    """``1 rank``, ``2 ranks``."""
-    return f"{number} {noun}{'s' * (number != 1)}"
-
-
 def by(cell: Cell) -> str:
     """``fsdp-offload on 4 ranks``."""
     return f"{cell.strategy} on {counted(cell.ranks, 'rank')}"
@@ -343,6 +339,17 @@ def cut_validation(corpus: Corpus, *, windows: int, length: int) -> Corpus:
     ) as writer:
         writer.append(whole.memmap()[: windows * length])  # an end-of-text id follows, which the last window predicts
     return Corpus(train=corpus.train, val=path)
+
+
+def write_random_tokens(folder: Path, *, vocab_sizes: Sequence[int], count: int) -> None:
+    """Files ``V.bin`` of ``count`` ids below V, all equally likely, so that a batch uses as many rows as it can."""
+    import numpy as np  # noqa: PLC0415 - takes its time
+
+    for vocab_size in vocab_sizes:
+        ids = np.random.default_rng(0).integers(0, vocab_size - 1, size=count)
+        path, eot_id = folder / f"{vocab_size}.bin", vocab_size - 1
+        with TokenFileWriter(path, vocab_size=vocab_size, eot_id=eot_id, tokenizer=None, source="random ids") as writer:
+            writer.append(ids)
 
 
 # Makes the recipe file and the flags of ``src/gpt2.py`` for a cell.

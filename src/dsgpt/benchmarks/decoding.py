@@ -2,11 +2,12 @@
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from dsgpt.benchmarks.frame import (
+    NANOGPT,
     Record,
     Suite,
     SuiteOptions,
@@ -14,14 +15,15 @@ from dsgpt.benchmarks.frame import (
     judged,
     only_flag,
     peers_flag,
+    read_peers,
     selected,
-    table,
+    span_words,
 )
 from dsgpt.common.command_line import POSITIVE, choice, flag
 from dsgpt.common.errors import UserError
-from dsgpt.common.text import machine_words
+from dsgpt.common.text import machine_words, table
 
-OURS, HUGGING_FACE, NANOGPT = "dsgpt", "transformers", "nanogpt"
+OURS, HUGGING_FACE = "dsgpt", "transformers"
 # The rows of the suite: what is generated, and the goals.
 
 RATIO_GOAL = 1.3
@@ -31,7 +33,7 @@ SHARE_GOAL = 0.7
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work:
+class DecodingRow:
     """Prompts of equal length that are continued together."""
 
     model_size: str
@@ -61,23 +63,18 @@ class Work:
         """Whether the row must reach the goals; weights in 8 bits are for memory."""
         return self.quantize == "none"
 
-    def as_dict(self) -> dict[str, Any]:
-        """The fields by name, for the record."""
-        return asdict(self)
+    def contenders(self, *, nanogpt: bool) -> list[str]:
+        """Who takes part. NanoGPT reads all tokens again for each new one, so it takes part at batch 1 only."""
+        return [OURS, HUGGING_FACE, *([NANOGPT] if nanogpt and self.batch_size == 1 else [])]
 
 
-def rows(model_size: str) -> list[Work]:
+def rows(model_size: str) -> list[DecodingRow]:
     """Every row: two precisions and 8 bits, one text and eight."""
     return [
-        Work(model_size=model_size, precision=precision, quantize=quantize, batch_size=batch_size)
+        DecodingRow(model_size=model_size, precision=precision, quantize=quantize, batch_size=batch_size)
         for precision, quantize in (("fp32", "none"), ("bf16", "none"), ("bf16", "int8"))
         for batch_size in (1, 8)
     ]
-
-
-def peers_of(work: Work, *, nanogpt: bool) -> list[str]:
-    """The contenders of a row. NanoGPT reads all tokens again for each new one, so it takes part at batch 1 only."""
-    return [OURS, HUGGING_FACE, *([NANOGPT] if nanogpt and work.batch_size == 1 else [])]
 
 
 Figures = Mapping[str, Any]
@@ -163,28 +160,33 @@ def summary_lines(record: Record) -> list[str]:
 
 def missed(result: Figures) -> list[str]:
     """The goals that a result did not reach, and other ids than those of transformers in fp32."""
-    found = []
+    misses = []
     if result["ratio_goal"] and result["ratios"][HUGGING_FACE]["median"] < result["ratio_goal"]:
-        found.append(f"{result['title']}: slower than {result['ratio_goal']:.1f} times as fast as {HUGGING_FACE}")
+        misses.append(f"{result['title']}: slower than {result['ratio_goal']:.1f} times as fast as {HUGGING_FACE}")
     if result["share_goal"] and result["share"]["median"] < result["share_goal"]:
-        found.append(f"{result['title']}: farther from the memory's floor than {result['share_goal']:.0%}")
+        misses.append(f"{result['title']}: farther from the memory's floor than {result['share_goal']:.0%}")
     if result["work"]["precision"] == "fp32" and not result["same_ids"]:
-        found.append(f"{result['title']}: other ids than {HUGGING_FACE}")
-    return found
+        misses.append(f"{result['title']}: other ids than {HUGGING_FACE}")
+    return misses
 
 
 def verdict(result: Figures) -> str:
     """A result in one line."""
-    ratios = ", ".join(f"{_span(ratio, '.2f')}x {name}{judged(ratio)}" for name, ratio in result["ratios"].items())
+    ratios = ", ".join(_ratios(result))
     mark = ", NOT REACHED" if missed(result) else ""
-    return f"{result['title']}: {ratios}; {_span(result['share'], '.0%')} of the memory's floor{mark}"
+    return f"{result['title']}: {ratios}; {span_words(result['share'], '.0%')} of the memory's floor{mark}"
+
+
+def _ratios(result: Figures) -> list[str]:
+    """``1.20 (1.18 to 1.23)x transformers``, for every peer."""
+    return [f"{span_words(ratio, '.2f')}x {name}{judged(ratio)}" for name, ratio in result["ratios"].items()]
 
 
 def _speed_table(record: Record) -> str:
     rows = []
     for result in record["results"]:
-        times = "; ".join(f"{name} {_span(seconds, '.2f')}" for name, seconds in result["seconds"].items())
-        ratios = "; ".join(f"{_span(ratio, '.2f')}x {name}{judged(ratio)}" for name, ratio in result["ratios"].items())
+        times = "; ".join(f"{name} {span_words(seconds, '.2f')}" for name, seconds in result["seconds"].items())
+        ratios = "; ".join(_ratios(result))
         tokens = result["work"]["batch_size"] * result["work"]["new_tokens"]
         speed = tokens / result["seconds"][OURS]["median"]
         goal = _goal(result["ratio_goal"], ".2f", result["ratios"][HUGGING_FACE]["median"])
@@ -202,8 +204,8 @@ def _floor_table(record: Record) -> str:
                 f"{result['bytes_per_token'] / 1e6:,.0f}",
                 f"{result['bytes_per_token'] / floor / 1e9:.1f}",
                 f"{floor * 1e3:.1f}",
-                _span(result["token_sec"], ".1f", scale=1e3),
-                _span(result["share"], ".0%"),
+                span_words(result["token_sec"], ".1f", scale=1e3),
+                span_words(result["share"], ".0%"),
                 _goal(result["share_goal"], ".0%", result["share"]["median"]),
             ]
         )
@@ -215,12 +217,6 @@ def _goal(goal: float | None, form: str, reached: float) -> str:
     if goal is None:
         return "none"
     return f"{goal:{form}}{'' if reached >= goal else ', **not reached**'}"
-
-
-def _span(figures: Mapping[str, Any], form: str, *, scale: float = 1.0) -> str:
-    """``1.20 (1.18 to 1.23)``."""
-    median, smallest, largest = (format(figures[key] * scale, form) for key in ("median", "smallest", "largest"))
-    return f"{median} ({smallest} to {largest})"
 
 
 SCHEMA_VERSION = "1.0"
@@ -261,12 +257,11 @@ examples:
   .venv/bin/python src/benchmark.py decoding --model_size demo --peer nanogpt=/tmp/nanoGPT"""
 
     def plan(self) -> int:
-        self._checkout = _checkout(self.options.peer)
+        self._checkout = read_peers(self.options.peer).get(NANOGPT)
         if (self.options.checkpoint is None) != (self.options.data is None):
             raise UserError("--checkpoint and --data belong together: a trained model, and the token file it predicts")
-        self._rows = list(
-            selected({work.key: work for work in rows(self.options.model_size)}, self.options.only).values()
-        )
+        every = {row.key: row for row in rows(self.options.model_size)}
+        self._rows = list(selected(every, self.options.only).values())
         return len(self._rows)
 
     def begin(self) -> None:
@@ -281,15 +276,15 @@ examples:
         self._device = bring_up(self.options.device, local_rank=0, threads=threads)
         self._losses: Result | None = None
         if self.options.checkpoint and self.options.data:
-            from dsgpt.benchmarks.decoding_contenders import measure_losses  # noqa: PLC0415
+            from dsgpt.benchmarks.contenders import measure_losses  # noqa: PLC0415
 
             self._losses = measure_losses(self.options.checkpoint, self.options.data, device=self.options.device)
 
     def results(self) -> Iterator[Result]:
-        from dsgpt.benchmarks.decoding_contenders import measure_row  # noqa: PLC0415 - torch takes seconds
+        from dsgpt.benchmarks.contenders import measure_decoding  # noqa: PLC0415 - torch takes seconds
 
-        for work in self._rows:
-            yield measure_row(work, rounds=self.options.rounds, device=self._device, checkout=self._checkout)
+        for row in self._rows:
+            yield measure_decoding(row, rounds=self.options.rounds, device=self._device, checkout=self._checkout)
 
     def line(self, result: Result, *, count: str, left: str) -> str:
         return f"{count} {verdict(result)}{left}"
@@ -307,20 +302,3 @@ examples:
 
     def failures(self, record: Record) -> list[str]:
         return [line for result in record["results"] for line in missed(result)]
-
-
-def _checkout(words: Sequence[str]) -> Path | None:
-    """The checkout that ``--peer`` names; None without one.
-
-    Raises:
-        UserError: it is not ``nanogpt=FOLDER``, or no checkout.
-    """
-    found = None
-    for word in words:
-        name, equals, folder = word.partition("=")
-        if not equals or name != NANOGPT:
-            raise UserError(f"--peer {word}: must be {NANOGPT}=FOLDER")
-        if not (Path(folder) / "model.py").is_file():
-            raise UserError(f"--peer {word}: {folder} has no model.py: name a checkout of {NANOGPT}")
-        found = Path(folder).resolve()
-    return found

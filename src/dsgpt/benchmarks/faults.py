@@ -6,9 +6,9 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from dsgpt.benchmarks.cells import Cell, by
-from dsgpt.benchmarks.frame import Record, Suite, SuiteOptions, table, work_facts
+from dsgpt.benchmarks.frame import Record, Suite, SuiteOptions, work_facts
 from dsgpt.common.command_line import COUNT, flag, switch
-from dsgpt.common.text import machine_words
+from dsgpt.common.text import machine_words, table
 from dsgpt.config.options import SAVE_MODES
 
 if TYPE_CHECKING:

@@ -1,5 +1,6 @@
 """What all suites share: their flags, their command, their records and pages."""
 
+import statistics
 import tempfile
 import time
 from abc import ABC, abstractmethod
@@ -53,6 +54,7 @@ def record_changes(record: Mapping[str, Any], name: str, *, repository: Path) ->
 
 Record = dict[str, Any]
 _MAX_BYTES = 256 << 20
+T = TypeVar("T")
 
 
 def make_page(suite: "type[Suite[Any, Any]]", record_file: Path, page: Path, *, repository: Path) -> None:
@@ -99,10 +101,39 @@ def judged(ratio: Mapping[str, Any] | None) -> str:
     return f", {NO_DIFFERENCE}" if ratio and no_difference(ratio["smallest"], ratio["largest"]) else ""
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """``header`` and ``rows`` in Markdown; None is an empty field."""
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join('' if value is None else str(value) for value in line)} |" for line in lines)
+def span(values: Sequence[float]) -> dict[str, Any]:
+    """Median, smallest and largest of ``values``, and all of them."""
+    return {
+        "median": statistics.median(values),
+        "smallest": min(values),
+        "largest": max(values),
+        "values": list(values),
+    }
+
+
+def ratios(ones: Sequence[float], others: Sequence[float]) -> dict[str, Any]:
+    """The ``span`` of each of ``ones``, divided by the one beside it."""
+    return span([one / other for one, other in zip(ones, others, strict=True)])
+
+
+def span_words(figures: Mapping[str, Any], form: str, *, scale: float = 1.0) -> str:
+    """``1.20 (1.18 to 1.23)``, from what ``span`` gave."""
+    median, smallest, largest = (format(figures[key] * scale, form) for key in ("median", "smallest", "largest"))
+    return f"{median} ({smallest} to {largest})"
+
+
+def contest(entries: Mapping[str, Callable[[], T]], *, rounds: int) -> dict[str, list[T]]:
+    """What every entry gives in each round.
+
+    The entries take turns, and another one is the first in each round: a machine that becomes slower favours none.
+    """
+    names = list(entries)
+    given: dict[str, list[T]] = {name: [] for name in names}
+    for number in range(rounds):
+        first = number % len(names)
+        for name in names[first:] + names[:first]:
+            given[name].append(entries[name]())
+    return given
 
 
 # What a suite declares, and what its command does: run it, show its progress, write its record and its page.
@@ -287,7 +318,8 @@ def work_facts(device: str) -> Record:
 
 # What several suites have: a part of their work that ``--only`` selects, and flags.
 
-T = TypeVar("T")
+NANOGPT = "nanogpt"
+"""The peer whose checkout ``--peer`` names."""
 
 
 def selected(every: Mapping[str, T], only: Sequence[str]) -> dict[str, T]:
@@ -316,6 +348,23 @@ def peers_flag(text: str) -> Any:
         default=(),
         nargs="+",
     )
+
+
+def read_peers(words: Sequence[str]) -> dict[str, Path]:
+    """The checkouts that ``--peer`` names.
+
+    Raises:
+        UserError: one is not ``NAME=FOLDER``, unknown, or not a checkout.
+    """
+    checkouts = {}
+    for word in words:
+        name, equals, folder = word.partition("=")
+        if not equals or name != NANOGPT:
+            raise UserError(f"--peer {word}: must be NAME=FOLDER; names are {NANOGPT}")
+        if not (Path(folder) / "model.py").is_file():
+            raise UserError(f"--peer {word}: {folder} has no model.py: name a checkout of {NANOGPT}")
+        checkouts[name] = Path(folder).resolve()
+    return checkouts
 
 
 def device_flag(text: str) -> Any:

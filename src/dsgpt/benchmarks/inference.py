@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from dsgpt.benchmarks.frame import Record, Suite, SuiteOptions, device_flag, table
+from dsgpt.benchmarks.frame import Record, Suite, SuiteOptions, device_flag
 from dsgpt.benchmarks.inference_turns import (
     COMMITTED,
     Engines,
@@ -27,7 +27,7 @@ from dsgpt.common.command_line import COUNT, POSITIVE, choices, flag, switch, va
 from dsgpt.common.errors import Problems, UserError
 from dsgpt.common.files import sha256_of, write_json_atomic
 from dsgpt.common.json_files import JsonError, parse_as, read_object
-from dsgpt.common.text import machine_words
+from dsgpt.common.text import machine_words, table
 from dsgpt.machine.console import Console, duration
 from dsgpt.record.schema import RECORD_FILE
 from dsgpt.record.suites import SCHEMA_VERSION, TITLES, Concurrency, Engine, Load, Percentiles

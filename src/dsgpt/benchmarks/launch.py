@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 
 from dsgpt.common.errors import UserError
 from dsgpt.common.files import write_json_atomic
-from dsgpt.machine.launcher import launcher_command, leave
+from dsgpt.machine.launcher import exit_rank, launcher_command
 
 # The file that every rank of a cell writes at its end: a status, and what the rank measured.
 
@@ -309,7 +309,7 @@ def _run_forked(cell: Cell, rank: int, environment: Mapping[str, str]) -> None:
     os.environ.clear()
     os.environ.update(environment)
     run_cell(cell, rank)
-    leave(0)
+    exit_rank(0)
 
 
 def spawn(module: list[str], cell: Cell, rank: int, environment: Mapping[str, str]) -> int:

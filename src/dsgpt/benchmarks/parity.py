@@ -10,11 +10,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from dsgpt.benchmarks.cells import ACCUMULATIONS, STRATEGIES, Cell, TestedStrategy, counted
+from dsgpt.benchmarks.cells import ACCUMULATIONS, STRATEGIES, Cell, TestedStrategy
 from dsgpt.benchmarks.frame import Record, Suite, SuiteOptions, device_flag, only_flag
 from dsgpt.benchmarks.parity_page import cell_name, failure_words, parity_page, summary_lines
 from dsgpt.common.command_line import POSITIVE, flag, switch
 from dsgpt.common.errors import Problems, did_you_mean
+from dsgpt.common.text import counted
 
 if TYPE_CHECKING:
     from dsgpt.benchmarks.parity_suite import Result

@@ -5,9 +5,9 @@ from dataclasses import fields
 from typing import Any
 
 from dsgpt.benchmarks.cells import Cell
-from dsgpt.benchmarks.frame import Record, table
+from dsgpt.benchmarks.frame import Record
 from dsgpt.benchmarks.parity_bounds import RATE
-from dsgpt.common.text import machine_words
+from dsgpt.common.text import machine_words, table
 
 WHY = """AdamW's first moment after one step gives the first gradient. SGD has no state. In its first step, the gradient
 that it steps on is put where Adam keeps that moment, so that the strategy's own code gathers it."""

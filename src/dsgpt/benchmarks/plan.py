@@ -6,12 +6,13 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dsgpt.benchmarks.cells import NARROW, Shape, counted, merged
+from dsgpt.benchmarks.cells import NARROW, Shape, merged
 from dsgpt.benchmarks.frame import Record, Suite, SuiteOptions, only_flag, selected
 from dsgpt.benchmarks.plan_page import failed, line_of, plan_page, summary_lines
 from dsgpt.common.command_line import COUNT, flag
 from dsgpt.common.errors import Problems
 from dsgpt.common.files import write_json_atomic
+from dsgpt.common.text import counted
 from dsgpt.config.recipe import Recipe, read_recipe
 from dsgpt.model.config import GPT2Config
 from dsgpt.planner.setup import Setup

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dsgpt.benchmarks.frame import Record, table
-from dsgpt.common.text import machine_words
+from dsgpt.benchmarks.frame import Record
+from dsgpt.common.text import machine_words, megabytes, table
 
 # Which setup the planner would choose among cells of the same work, beside the one that was the fastest.
 
@@ -269,11 +269,11 @@ def _memory_table(measured: Sequence[Result]) -> str:
         rows.append(
             [
                 result["title"],
-                _mb(worst["predicted"]["total"]),
-                _mb(worst["measured"]),
+                megabytes(worst["predicted"]["total"]),
+                megabytes(worst["measured"]),
                 _off(worst),
                 ", ".join(_off(rank) for rank in result["peak_memory"] if rank is not worst) or None,
-                None if witness is None else f"{_mb(witness)} ({witness / worst['measured'] - 1:+.1%})",
+                None if witness is None else f"{megabytes(witness)} ({witness / worst['measured'] - 1:+.1%})",
                 MOMENTS[worst["predicted"]["moment"]],
             ]
         )
@@ -284,7 +284,9 @@ def _memory_table(measured: Sequence[Result]) -> str:
 def _parts_table(measured: Sequence[Result]) -> str:
     parts = list(measured[0]["peak_memory"][0]["predicted"]["parts"]) if measured else []
     used = [part for part in parts if any(largest(result)["predicted"]["parts"][part] for result in measured)]
-    rows = [[result["title"], *(_mb(size) if size else None for size in _sizes(result, used))] for result in measured]
+    rows = [
+        [result["title"], *(megabytes(size) if size else None for size in _sizes(result, used))] for result in measured
+    ]
     return "MB of the predicted peak; [records.md](records.md#predicted-memory) says what each part is.\n\n" + table(
         ["cell", *(part.replace("_", " ") for part in used)], rows
     )
@@ -301,7 +303,7 @@ def _estimates(measured: Sequence[Result]) -> str:
         estimate, worst = result["estimate_bytes"], largest(result)
         if estimate is not None:
             off = estimate / worst["measured"] - 1
-            rows.append([result["title"], _mb(estimate), f"{off:+.0%}", _off(worst)])
+            rows.append([result["title"], megabytes(estimate), f"{off:+.0%}", _off(worst)])
     if not rows:
         return ""
     text = """`estimate_zero2_model_states_mem_needs` and its counterpart for stage 3 know the number of parameters and
@@ -313,7 +315,7 @@ of ranks. They leave out activations, logits and buckets, and count fp32 models 
 
 def _traffic_table(measured: Sequence[Result]) -> str:
     rows = [
-        [result["title"], _mb(max(result["ring_bytes"]["predicted"])), _sent(result["ring_bytes"])]
+        [result["title"], megabytes(max(result["ring_bytes"]["predicted"])), _sent(result["ring_bytes"])]
         for result in measured
         if result["ranks"] > 1
     ]
@@ -329,7 +331,7 @@ at most {LEFT_OUT_BYTES} bytes a step.
 def _sent(sizes: Mapping[str, Any]) -> str:
     if sizes["measured"] is None:
         return "**not known**"
-    return "the same" if _exact(sizes) else f"**{_mb(max(sizes['measured']))}**"
+    return "the same" if _exact(sizes) else f"**{megabytes(max(sizes['measured']))}**"
 
 
 def _time_table(measured: Sequence[Result]) -> str:
@@ -377,7 +379,3 @@ def _time_verdict(measured: Sequence[Result]) -> str:
 
 def _failures(cells: Sequence[Result]) -> str:
     return "\n".join(f"* {why}" for result in cells for why in failed(result))
-
-
-def _mb(size: float) -> str:
-    return f"{size / 1e6:,.1f}"

@@ -12,10 +12,9 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
-from dsgpt.benchmarks.cells import CellEnd, CellRunner
+from dsgpt.benchmarks.cells import CellEnd, CellRunner, write_random_tokens
 from dsgpt.benchmarks.launch import Assignment, Launch, rank_file
 from dsgpt.benchmarks.plan import VOCABULARIES, PlanCell
-from dsgpt.benchmarks.random_tokens import write_random_tokens
 from dsgpt.common.files import write_json_atomic
 from dsgpt.config.options import parse_arguments
 from dsgpt.config.run_config import RunConfig, resolve

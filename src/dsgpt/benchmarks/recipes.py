@@ -15,11 +15,11 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from dsgpt.benchmarks.cells import prepare_demo
-from dsgpt.benchmarks.frame import Record, Suite, SuiteOptions, device_flag, table
+from dsgpt.benchmarks.frame import Record, Suite, SuiteOptions, device_flag
 from dsgpt.common.command_line import choice, flag
 from dsgpt.common.errors import UserError
 from dsgpt.common.files import write_json_atomic
-from dsgpt.common.text import machine_words
+from dsgpt.common.text import machine_words, table
 
 SEED, OTHER_SEEDS = 1337, (1, 2, 3)
 

@@ -9,10 +9,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from dsgpt.benchmarks.cells import ACCUMULATIONS, STRATEGIES, Cell, by, counted, executed_by
-from dsgpt.benchmarks.frame import Record, Suite, SuiteOptions, table, work_facts
+from dsgpt.benchmarks.cells import ACCUMULATIONS, STRATEGIES, Cell, by, executed_by
+from dsgpt.benchmarks.frame import Record, Suite, SuiteOptions, work_facts
 from dsgpt.common.command_line import COUNT, flag, switch
-from dsgpt.common.text import machine_words
+from dsgpt.common.text import counted, machine_words, table
 
 if TYPE_CHECKING:
     from dsgpt.benchmarks.resume_rank import Result

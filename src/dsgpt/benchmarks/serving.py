@@ -25,11 +25,11 @@ from typing import Any, Self
 import httpx2
 import psutil
 
-from dsgpt.benchmarks.frame import Record, Suite, SuiteOptions, device_flag, table
+from dsgpt.benchmarks.frame import Record, Suite, SuiteOptions, device_flag
 from dsgpt.common.command_line import POSITIVE, flag
 from dsgpt.common.errors import UserError
 from dsgpt.common.json_files import clipped_text
-from dsgpt.common.text import machine_words
+from dsgpt.common.text import machine_words, table
 
 # A server in a process of its own, and its memory.
 

@@ -1,33 +1,455 @@
 """``benchmark.py speed``: how fast a step is, beside other trainers on the same work."""
 
+import itertools
+import json
+import math
 import os
+import re
+import statistics
 import subprocess
+import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from dsgpt.benchmarks import cells
 from dsgpt.benchmarks.frame import (
+    NANOGPT,
     Record,
     Suite,
     SuiteOptions,
+    contest,
     device_flag,
     judged,
     only_flag,
     peers_flag,
+    ratios,
+    read_peers,
     selected,
-    table,
+    span,
+    span_words,
 )
-from dsgpt.benchmarks.speed_rounds import measure_around, measure_first_step, measure_help, measure_memory, measure_row
-from dsgpt.benchmarks.speed_work import HUGGING_FACE, NANOGPT, OURS, PEERS, Row, Work, published, rows
+from dsgpt.benchmarks.processes import LineWorker, WorkerEnded, train, training_words
 from dsgpt.common.command_line import POSITIVE, flag
 from dsgpt.common.errors import UserError
-from dsgpt.common.text import machine_words
+from dsgpt.common.text import machine_words, table
+from dsgpt.data.token_file import TokenFileWriter, open_token_file
+from dsgpt.machine.launcher import launcher_command
+from dsgpt.machine.topology import free_port
+from dsgpt.model.config import PRESETS, GPT2Config
+from dsgpt.record.schema import STEPS_FILE, read_steps
 
-Figures = Mapping[str, Any]
+# What the suite measures: models, batches and precisions, and the contenders that take steps on them.
+
+OURS, ENGINE, DDP, HUGGING_FACE = "dsgpt", "dsgpt ZeRO-1", "dsgpt ddp", "hugging face"
+PEERS = (NANOGPT, HUGGING_FACE)
 KEPT = ", memory kept"
 """How the names of peers end that get this program's memory settings."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape(cells.Shape):
+    """A model and the length of its sequences."""
+
+    length: int
+    positions: int = 1024
+    """Of which the first ``length`` are used."""
+
+    def model(self) -> GPT2Config:
+        """The model."""
+        return GPT2Config(
+            n_layer=self.n_layer,
+            n_head=self.n_head,
+            n_embd=self.n_embd,
+            block_size=self.positions,
+            vocab_size=self.vocab_size,
+        )
+
+    def products(self) -> dict[str, tuple[int, int, int]]:
+        """The matrix products of a forward pass: outputs and inputs of a token, and how many there are."""
+        wide = self.n_embd
+        return {
+            "qkv": (3 * wide, wide, self.n_layer),
+            "proj": (wide, wide, self.n_layer),
+            "fc": (4 * wide, wide, self.n_layer),
+            "mlp proj": (wide, 4 * wide, self.n_layer),
+            "head": (self.vocab_size, wide, 1),
+        }
+
+
+def published(name: str, *, length: int, vocab_size: int | None = None) -> Shape:
+    """A preset of ``src/gpt2.py`` as a ``Shape``, with another vocabulary if given."""
+    preset = PRESETS[name]
+    return Shape(
+        name=name,
+        n_layer=preset.n_layer,
+        n_head=preset.n_head,
+        n_embd=preset.n_embd,
+        vocab_size=vocab_size or preset.vocab_size,
+        length=length,
+        positions=preset.block_size,
+    )
+
+
+NARROW = Shape(**asdict(cells.NARROW), length=256)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepSetup:
+    """What one process of a contender does in a step."""
+
+    shape: Shape
+    batch: int
+    """Sequences of a rank in a step, without accumulation."""
+    precision: str
+    compile: bool = False
+    device: str = "cpu"
+    threads: int = 2
+    """CPU threads of a process; on a GPU as many as the machine gives."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step of one rank."""
+        return self.batch * self.shape.length
+
+    @property
+    def title(self) -> str:
+        """``small, T=256, B=4, fp32``."""
+        return f"{self.shape.name}, T={self.shape.length}, B={self.batch}, {self.precision}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """One contender in a row."""
+
+    name: str
+    """Unique in the row."""
+    kind: str
+    """``OURS``, ``ENGINE``, ``DDP`` or one of ``PEERS``."""
+    ranks: int = 1
+    keeps_memory: bool = False
+    """Whether a peer gets this program's memory settings (``machine/probe.py``) too. Goals are set against peers as
+    they are; the ratio to these is given beside it."""
+    apart: bool = False
+    """Whether its ranks know nothing of each other: what the machine gives to as many processes at once. No strategy
+    can scale better; the row gives this limit beside its ratio."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A comparison: the first entry against the best of the others, interleaved."""
+
+    title: str
+    work: StepSetup
+    entries: tuple[Entry, ...]
+    target: float
+    """The ratio that the first entry should reach."""
+    per_rank: bool = False
+    """Compare tokens per second and rank, not in all: weak scaling."""
+
+    @property
+    def key(self) -> str:
+        """Its name for ``--only``."""
+        return "-".join(re.findall(r"[^\W_]+", self.title.lower()))
+
+
+def rows(device: str, *, threads: int, peers: Sequence[str]) -> list[Row]:
+    """The comparisons on ``device`` with these peers; on a CPU for as many cores as ``threads``."""
+    nanogpt, hugging_face = ([peer] * (peer in peers) for peer in PEERS)
+    if device == "cuda":
+        every = [
+            _against_peers(_on_gpu(name, batch, compile=True), nanogpt, target=1.1)
+            for name, batch in (("small", 32), ("medium", 16), ("large", 8), ("xl", 4))
+        ]
+        every.insert(1, _engine(every[0].work))
+        every.append(_against_peers(_on_gpu("small", 16, compile=False), hugging_face, target=1.5))
+    else:
+        small = published("small", length=256)
+        of_two = [(shape, batch) for shape, batch in ((small, 4), (NARROW, 8))]
+        every = [
+            _against_peers(
+                StepSetup(shape=shape, batch=batch, precision=precision, threads=threads), peers, target=target
+            )
+            for shape, batch in of_two
+            for precision, target in (("fp32", 1.15), ("bf16", 1.2))
+        ]
+        every += [
+            _against_peers(
+                StepSetup(shape=shape, batch=batch, precision="bf16", compile=True, threads=threads),
+                nanogpt,
+                target=1.1,
+            )
+            for shape, batch in of_two
+        ]
+        every.append(_engine(StepSetup(shape=NARROW, batch=8, precision="fp32", threads=threads)))
+        every.append(_engine(StepSetup(shape=small, batch=4, precision="bf16", threads=threads)))
+        tiny = StepSetup(shape=published("tiny", length=256), batch=4, precision="fp32", threads=1)
+        every += [_weak_scaling(tiny, kind, ranks=threads) for kind in (DDP, ENGINE) if threads > 1]
+    return [row for row in every if len(row.entries) > 1]
+
+
+def _on_gpu(name: str, batch: int, *, compile: bool) -> StepSetup:
+    shape = published(name, length=1024)
+    return StepSetup(shape=shape, batch=batch, precision="bf16", compile=compile, device="cuda", threads=0)
+
+
+def _against_peers(work: StepSetup, peers: Sequence[str], *, target: float) -> Row:
+    entries = [Entry(name=kind, kind=kind) for kind in (OURS, *peers)]
+    if work.device == "cpu" and not work.compile:
+        entries += [Entry(name=f"{peer}{KEPT}", kind=peer, keeps_memory=True) for peer in peers]
+    title = f"{work.title}{', compiled' if work.compile else ''}"
+    return Row(title=title, work=work, entries=tuple(entries), target=target)
+
+
+def _engine(work: StepSetup) -> Row:
+    title = f"ZeRO-1 on one device against the plain loop, {work.shape.name}, {work.precision}"
+    entries = (Entry(name=ENGINE, kind=ENGINE), Entry(name=OURS, kind=OURS))
+    return Row(title=title, work=work, entries=entries, target=0.97)
+
+
+def _weak_scaling(work: StepSetup, kind: str, *, ranks: int) -> Row:
+    title = f"weak scaling 1 to {ranks} cores, {work.shape.name}, {kind.removeprefix('dsgpt ')}"
+    entries = (
+        Entry(name=f"{ranks} ranks", kind=kind, ranks=ranks),
+        Entry(name="1 rank", kind=kind),
+        Entry(name=f"{ranks} apart", kind=kind, ranks=ranks, apart=True),
+    )
+    return Row(title=title, work=work, entries=entries, target=0.95, per_rank=True)
+
+
+# Interleaved rounds: every contender of a row takes a few steps in turn, again and again.
+
+CONTENDER = "dsgpt.benchmarks.contenders"
+"""The module that every rank of a contender runs."""
+WARM_UP_STEPS = 3
+SETTLING_STEPS = 1
+"""Before every turn, not counted: while a process waits, caches and even its pages may go to others."""
+SHORTEST_TURN_SEC = 1.5
+"""A turn has as many steps as take this long, so that starting and ending it does not count."""
+MEMORY_STEPS = 2
+MEMORY_TARGET = 0.7
+
+Result = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Team:
+    """All ranks of a contender."""
+
+    title: str
+    """The contender and its row."""
+    ranks: list[LineWorker]
+
+    def take(self, steps: int) -> Result:
+        """Let every rank take ``steps`` steps; returns the answer of the slowest.
+
+        Raises:
+            UserError: a rank ended; the message has the end of what it printed.
+        """
+        try:
+            for rank in self.ranks:
+                rank.send(steps)
+            return max((rank.read() for rank in self.ranks), key=lambda answer: float(answer["seconds"]))
+        except WorkerEnded as error:
+            raise UserError(f"{self.title}: ended: {error.output[-1500:]}") from error
+
+
+def _start(row: Row, entry: Entry, held: ExitStack, *, tokens: Path, folder: Path, peers: Mapping[str, Path]) -> Team:
+    """The ranks of a contender, which ``held`` ends."""
+    peer = peers.get(entry.kind)
+    job = {"kind": entry.kind, "keeps_memory": entry.keeps_memory, "work": asdict(row.work)}
+    job |= {"tokens": str(tokens), "peer": peer and str(peer)}
+    world_size, port = 1 if entry.apart else entry.ranks, free_port()
+    ranks = []
+    for number in range(entry.ranks):
+        rank = 0 if entry.apart else number
+        variables: dict[str, object] = {
+            "RANK": rank,
+            "LOCAL_RANK": rank,
+            "WORLD_SIZE": world_size,
+            "LOCAL_WORLD_SIZE": world_size,
+        }
+        variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port() if entry.apart else port}
+        worker = LineWorker(CONTENDER, job, folder / f"rank-{number}", threads=row.work.threads, variables=variables)
+        ranks.append(held.enter_context(worker))
+    return Team(title=f"{entry.name}, {row.title}", ranks=ranks)
+
+
+def measure_row(row: Row, *, rounds: int, tokens: Path, folder: Path, peers: Mapping[str, Path]) -> Result:
+    """The row's result: tokens per second of every contender in every round, and the ratio of the first to the best.
+
+    Raises:
+        UserError: a contender failed.
+    """
+    with ExitStack() as held:
+        teams = {
+            entry.name: _start(row, entry, held, tokens=tokens, folder=folder / str(number), peers=peers)
+            for number, entry in enumerate(row.entries)
+        }
+        steps = {}
+        for name, team in teams.items():
+            team.take(WARM_UP_STEPS)
+            steps[name] = max(1, math.ceil(SHORTEST_TURN_SEC / (team.take(2)["seconds"] / 2)))
+
+        def turn(name: str) -> Result:
+            teams[name].take(SETTLING_STEPS)
+            return teams[name].take(steps[name])
+
+        answers = contest({name: partial(turn, name) for name in teams}, rounds=rounds)
+    speeds = {
+        entry.name: [
+            row.work.tokens * entry.ranks * steps[entry.name] / answer["seconds"] for answer in answers[entry.name]
+        ]
+        for entry in row.entries
+    }
+    last = ("loss", "peak_bytes", "synchronisations")
+    return {
+        "key": row.key,
+        "title": row.title,
+        "work": asdict(row.work),
+        "entries": [
+            {
+                "name": entry.name,
+                "kind": entry.kind,
+                "ranks": entry.ranks,
+                "steps_per_turn": steps[entry.name],
+                "tokens_per_sec": span(speeds[entry.name]),
+                **{key: answers[entry.name][-1][key] for key in last},
+            }
+            for entry in row.entries
+        ],
+        "flops_per_token": row.work.shape.model().flops_per_token(row.work.shape.length),
+        **_compared(row, speeds),
+    }
+
+
+def _compared(row: Row, speeds: Mapping[str, Sequence[float]]) -> Result:
+    """The first entry's speed divided by that of the fastest other, round by round; and the limit of weak scaling."""
+    compared = {
+        entry.name: [speed / (entry.ranks if row.per_rank else 1) for speed in speeds[entry.name]]
+        for entry in row.entries
+    }
+    first, *others = row.entries
+    result: Result = {"target": row.target}
+    for best_key, ratio_key, keeps_memory in (
+        ("best_other", "ratio", False),
+        ("best_with_memory_kept", "ratio_with_memory_kept", True),
+    ):
+        names = [entry.name for entry in others if entry.keeps_memory == keeps_memory and not entry.apart]
+        if names:
+            best = max(names, key=lambda name: statistics.median(compared[name]))
+            result |= {best_key: best, ratio_key: ratios(compared[first.name], compared[best])}
+    if apart := next((entry.name for entry in others if entry.apart), None):
+        result["limit"] = ratios(compared[apart], compared[result["best_other"]])
+    return result
+
+
+def measure_memory(work: StepSetup, *, steps: int, tokens: Path, folder: Path, peers: Mapping[str, Path]) -> Result:
+    """The most memory of a process that takes ``steps`` steps, for this program and nanoGPT, and their ratio.
+
+    On a CPU it is all that was resident in the host, with Python and its libraries; on a GPU what torch had allocated.
+
+    Raises:
+        UserError: a contender failed.
+    """
+    title = f"peak memory, {work.title}"
+    entries = tuple(Entry(name=kind, kind=kind) for kind in (OURS, NANOGPT, HUGGING_FACE) if kind != NANOGPT or peers)
+    row, peaks = Row(title=title, work=work, entries=entries, target=0), {}
+    for entry in entries:
+        with ExitStack() as held:
+            own = folder / entry.name.replace(" ", "-")
+            team = _start(row, entry, held, tokens=tokens, folder=own, peers=peers)
+            peaks[entry.name] = team.take(steps)["peak_bytes"]
+    other = NANOGPT if NANOGPT in peaks else HUGGING_FACE
+    share = peaks[OURS] / peaks[other]
+    return {"title": title, "work": asdict(work), "peak_bytes": peaks, "other": other, "share": share}
+
+
+# The time until a training reaches a loss, and what is around the steps.
+#
+# The demo's recipe against nanoGPT's settings for a model of its size: both train the same shape on the demo's text for
+# the demo's number of tokens, in fp32, each with its own batch, learning rate and schedule. The loss to reach is the
+# one that nanoGPT has at the end of the same round. Only training counts, not validation. Validation uses windows that
+# no search of settings has seen.
+
+HELP_TARGET_SEC, AROUND_TARGET = 0.3, 0.01
+FIRST_STEP_TARGET_SEC = {"baseline": 6.0, "zero1": 12.0}
+FIRST_STEP_ROUNDS, OVERHEAD_STEPS = 3, 12
+LENGTH, DEMO_TOKENS, DEMO_VOCABULARY = 128, 819_200, 8192
+"""As in ``make demo``."""
+RECIPE = "ds_configs/sizes/demo.json"
+"""The demo's."""
+SEARCHED_WINDOWS, VALIDATION_WINDOWS = 640, 480
+"""Of the validation file: those at its beginning, which ``benchmark.py recipes`` uses, and those after them."""
+LATER_WINDOWS = "later-windows.bin"
+"""The token file of the latter."""
+VALIDATIONS = 40
+"""Of a training, evenly spaced."""
+TIME_TO_LOSS_TARGET = 0.6
+LOSS_ROUNDS = 1
+"""Trainings to a loss take minutes; on a CPU only their times differ."""
+TIME_TO_LOSS = "the demo's recipe: time to the loss of nanoGPT's settings"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Defaults:
+    """How a trainer trains a small model if nobody tells it otherwise."""
+
+    batch: int
+    lr: float
+    beta2: float
+    weight_decay: float
+    warm_up_steps: int
+
+    def rate(self, step: int, *, steps: int) -> float:
+        """The learning rate of ``step``; the first is 0. A cosine to a tenth follows the warm-up."""
+        if step < self.warm_up_steps:
+            return self.lr * (step + 1) / (self.warm_up_steps + 1)
+        done = (step - self.warm_up_steps) / max(1, steps - self.warm_up_steps)
+        return self.lr * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * done)))
+
+
+# README of nanoGPT, the small model for a CPU, and config/train_shakespeare_char.py, which it changes. Its warm-up is
+# meant for 2,000 steps or more.
+NANOGPT_DEFAULTS = Defaults(batch=12, lr=1e-3, beta2=0.99, weight_decay=0.1, warm_up_steps=100)
+
+Curve = Sequence[tuple[float, float]]
+"""Training seconds so far, and the validation loss then."""
+
+
+def seconds_to(curve: Curve, loss: float) -> float | None:
+    """The seconds at which a curve first is at ``loss`` or below, on a line between two validations; None if never."""
+    earlier, above = 0.0, math.inf
+    for seconds, value in curve:
+        if value <= loss:
+            share = 1.0 if math.isinf(above) else (above - loss) / (above - value)
+            return earlier + share * (seconds - earlier)
+        earlier, above = seconds, value
+    return None
+
+
+def time_to_loss(curves: Mapping[str, Sequence[Curve]]) -> Result:
+    """Our seconds to nanoGPT's last loss as a share of nanoGPT's, in each round, and where each ended."""
+    shares = []
+    for ours, theirs in zip(curves[OURS], curves[NANOGPT], strict=True):
+        seconds, loss = theirs[-1]
+        if (own_seconds := seconds_to(ours, loss)) is not None:
+            shares.append(own_seconds / seconds)
+    return {
+        "share": span(shares) if len(shares) == len(curves[OURS]) else None,
+        "losses": {kind: [curve[-1][1] for curve in rounds] for kind, rounds in curves.items()},
+        "curves": curves,
+        "settings": asdict(NANOGPT_DEFAULTS),
+    }
+
+
+# The page of the record, and the lines of the console.
+
+Figures = Mapping[str, Any]
 
 
 def speed_page(record: Record, *, source: str) -> str:
@@ -89,8 +511,9 @@ def reached(result: Figures) -> bool | None:
         return bool(result["ratio"]["median"] >= result["target"]) and not waits
     if "target" not in result:
         return None
-    figure = _figure(result)
-    return figure is not None and bool(figure <= result["target"])
+    figure = result["seconds"] if "seconds" in result else result["share"]
+    median = figure["median"] if isinstance(figure, dict) else figure  # None where a loss was never reached
+    return median is not None and bool(median <= result["target"])
 
 
 def verdict(result: Figures) -> str:
@@ -98,46 +521,27 @@ def verdict(result: Figures) -> str:
     title = result["title"]
     if "failed" in result:
         return f"{title}: FAILED: {result['failed']}"
-    if "ratio" in result:
-        return f"{title}: {_ratio(result)} (goal {result['target']:.2f}){_mark(result)}"
     if "products_sec" in result:
         return f"{title}: {result['products_sec']:.3f} s of matrix products in a step"
-    return f"{title}: {_shown(result)}{_mark(result)}"
-
-
-def _mark(result: Figures) -> str:
-    return "" if reached(result) else ", NOT REACHED"
-
-
-def _figure(result: Figures) -> float | None:
-    """What is compared with the target; None where a loss was never reached."""
-    if "seconds" in result:
-        return float(result["seconds"]["median"])
-    share = result["share"]
-    return share if share is None or isinstance(share, float) else float(share["median"])
+    shown = f"{_ratio(result)} (goal {result['target']:.2f})" if "ratio" in result else _shown(result)
+    return f"{title}: {shown}{'' if reached(result) else ', NOT REACHED'}"
 
 
 def _shown(result: Figures) -> str:
     if "seconds" in result:
-        return f"{_span(result['seconds'], '.2f')} s (goal at most {result['target']:.1f} s)"
+        return f"{span_words(result['seconds'], '.2f')} s (goal at most {result['target']:.1f} s)"
     if "peak_bytes" in result:
         peaks = ", ".join(f"{name} {size / 1e9:.2f} GB" for name, size in result["peak_bytes"].items())
         return f"{result['share']:.2f} of {result['other']} ({peaks}; goal at most {result['target']:.2f})"
     if "curves" in result:
         ends = ", ".join(f"{name} ends at {losses[0]:.3f}" for name, losses in result["losses"].items())
-        share = "never" if result["share"] is None else f"{_span(result['share'], '.2f')} of its time"
+        share = "never" if result["share"] is None else f"{span_words(result['share'], '.2f')} of its time"
         return f"{share} ({ends}; goal at most {result['target']:.2f})"
-    return f"{_span(result['share'], '.2%')} (goal at most {result['target']:.0%})"
+    return f"{span_words(result['share'], '.2%')} (goal at most {result['target']:.0%})"
 
 
 def _ratio(result: Figures, *, key: str = "ratio", other: str = "best_other") -> str:
-    return f"{_span(result[key], '.2f')}x {result[other]}{judged(result[key])}"
-
-
-def _span(figures: Mapping[str, Any], form: str) -> str:
-    """``1.20 (1.18 to 1.23)``."""
-    median, smallest, largest = (format(figures[key], form) for key in ("median", "smallest", "largest"))
-    return f"{median} ({smallest} to {largest})"
+    return f"{span_words(result[key], '.2f')}x {result[other]}{judged(result[key])}"
 
 
 def _speed_table(record: Record) -> str:
@@ -149,7 +553,11 @@ def _speed_table(record: Record) -> str:
             rows.append([f"{result['title']}, equal memory settings", _speeds(result, kept=True), ratio, "", ""])
     for result in compared:
         goal = f"{result['target']:.2f}{'' if reached(result) else ', **not reached**'}"
-        rows.append([result["title"], _speeds(result, kept=False), _ratio(result), goal, _beside(result)])
+        waits = result["entries"][0]["synchronisations"]
+        beside = "" if waits is None else f"{waits} synchronisations in a turn"
+        if "limit" in result:
+            beside = f"{span_words(result['limit'], '.2f')}x without communication{judged(result['limit'])}"
+        rows.append([result["title"], _speeds(result, kept=False), _ratio(result), goal, beside])
     return table(["work", "tokens/s", "ratio", "goal", "beside it"], rows) if rows else ""
 
 
@@ -157,15 +565,7 @@ def _speeds(result: Figures, *, kept: bool) -> str:
     """Of the first contender, and of those with this setting of the memory."""
     ours, *others = result["entries"]
     shown = [ours, *(entry for entry in others if entry["name"].endswith(KEPT) == kept)]
-    return "; ".join(f"{entry['name']} {_span(entry['tokens_per_sec'], ',.0f')}" for entry in shown)
-
-
-def _beside(result: Figures) -> str:
-    """The ratio of ranks that send nothing; on GPUs, how often a turn waited."""
-    if "limit" in result:
-        return f"{_span(result['limit'], '.2f')}x without communication{judged(result['limit'])}"
-    waits = result["entries"][0]["synchronisations"]
-    return "" if waits is None else f"{waits} synchronisations in a turn"
+    return "; ".join(f"{entry['name']} {span_words(entry['tokens_per_sec'], ',.0f')}" for entry in shown)
 
 
 def _limit_table(record: Record) -> str:
@@ -203,16 +603,7 @@ def _other_table(record: Record) -> str:
 
 
 SCHEMA_VERSION = "1.0"
-NEEDED = {NANOGPT: "model.py"}
-"""The file that a checkout of a peer must have."""
 TOKENS = 2_000_000
-MEMORY_STEPS = 2
-MEMORY_TARGET = 0.7
-TIME_TO_LOSS = "the demo's recipe: time to the loss of nanoGPT's settings"
-LOSS_ROUNDS = 1
-"""Trainings to a loss take minutes; on a CPU only their times differ."""
-
-Result = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,23 +614,6 @@ class SpeedOptions(SuiteOptions):
     peer: tuple[str, ...] = peers_flag("checkouts to compare with")
     only: tuple[str, ...] = only_flag("KEY", "rows, by the beginnings of their keys")
     device: str = device_flag("cpu or cuda")
-
-
-def read_peers(words: Sequence[str]) -> dict[str, Path]:
-    """The checkouts that ``--peer`` names.
-
-    Raises:
-        UserError: one is not ``NAME=FOLDER``, unknown, or not a checkout.
-    """
-    found = {}
-    for word in words:
-        name, equals, folder = word.partition("=")
-        if not equals or name not in NEEDED:
-            raise UserError(f"--peer {word}: must be NAME=FOLDER; names are {', '.join(NEEDED)}")
-        if not (Path(folder) / NEEDED[name]).is_file():
-            raise UserError(f"--peer {word}: {folder} has no {NEEDED[name]}: name a checkout of {name}")
-        found[name] = Path(folder).resolve()
-    return found
 
 
 class Speed(Suite[SpeedOptions, Result]):
@@ -260,37 +634,29 @@ examples:
 
     def plan(self) -> int:
         """Choose the rows, limits and other measurements of this device."""
-        self._peers = read_peers(self.options.peer)
-        cores, device = len(os.sched_getaffinity(0)), self.options.device
-        present = tuple(peer for peer in PEERS if peer == HUGGING_FACE or peer in self._peers)
-        compared = rows(device, cores=cores, peers=present)
-        every_row = rows(device, cores=cores, peers=PEERS)
-        self._missing = {peer: self._rows_with(peer, every_row) for peer in PEERS if peer not in present}
+        self._peers, device = read_peers(self.options.peer), self.options.device
+        cores = len(os.sched_getaffinity(0))
+        self._threads = 0 if device == "cuda" else cores
+        present = [peer for peer in PEERS if peer == HUGGING_FACE or peer in self._peers]
+        compared, every_row = (rows(device, threads=cores, peers=peers) for peers in (present, PEERS))
+        titles = {row.key: row.title for row in every_row if any(entry.kind == NANOGPT for entry in row.entries)}
+        titles["time-to-loss"] = TIME_TO_LOSS
+        only = self.options.only or ("",)
+        missing = [title for key, title in titles.items() if key.startswith(only)]
+        self._without_nanogpt = [] if self._peers else missing
         every: dict[str, Callable[[], Result]] = {row.key: partial(self._row, row) for row in compared}
         for work in dict.fromkeys(replace(row.work, compile=False) for row in compared if not row.per_rank):
-            every[_ceiling_key(work)] = partial(self._ceilings, work)
-        every["memory"] = self._memory
-        every["help"] = self._help
-        for kind in ("baseline", "zero1"):
-            every[f"first-step-{kind}"] = partial(self._first_step, kind)
-        every["around"] = self._around
-        if NANOGPT in self._peers:
-            every["time-to-loss"] = self._time_to_loss
+            key = f"{work.shape.name.replace(' ', '')}-{work.precision}-{work.tokens}"
+            every[f"ceiling-{key}"] = partial(self._ceilings, work, title=f"ceilings, ceiling-{key}")
+        every |= {"memory": self._memory, "help": self._help}
+        every |= {f"first-step-{kind}": partial(self._first_step, kind) for kind in FIRST_STEP_TARGET_SEC}
+        every |= {"around": self._around} | ({"time-to-loss": self._time_to_loss} if self._peers else {})
         self._measurements = selected(every, self.options.only)
         return len(self._measurements)
 
-    def _rows_with(self, peer: str, every_row: Sequence[Row]) -> list[str]:
-        """The titles of what was selected and compares with ``peer``."""
-        titles = {row.key: row.title for row in every_row if any(entry.kind == peer for entry in row.entries)}
-        titles |= {"time-to-loss": TIME_TO_LOSS} if peer == NANOGPT else {}
-        only = self.options.only
-        return [title for key, title in titles.items() if not only or key.startswith(only)]
-
     def begin(self) -> None:
-        from dsgpt.benchmarks.random_tokens import write_random_tokens  # noqa: PLC0415 - numpy takes its time
-
         self.folder = self.folder.resolve()
-        write_random_tokens(self.folder / "tokens", vocab_sizes=(8192, 50_257), count=TOKENS)
+        cells.write_random_tokens(self.folder / "tokens", vocab_sizes=(8192, 50_257), count=TOKENS)
 
     def results(self) -> Iterator[Result]:
         for key, measure in self._measurements.items():
@@ -300,94 +666,160 @@ examples:
                 yield {"key": key, "title": key, "failed": str(error)}
 
     def _row(self, row: Row) -> Result:
-        return measure_row(
-            row,
-            rounds=self.options.rounds,
-            tokens=self._tokens(row.work),
-            folder=self.folder / row.key,
-            peers=self._peers,
-        )
+        tokens, folder = self._tokens(row.work), self.folder / row.key
+        return measure_row(row, rounds=self.options.rounds, tokens=tokens, folder=folder, peers=self._peers)
 
-    def _tokens(self, work: Work) -> Path:
+    def _tokens(self, work: StepSetup) -> Path:
         return self.folder / "tokens" / f"{work.shape.vocab_size}.bin"
 
-    def _ceilings(self, work: Work) -> Result:
-        from dsgpt.benchmarks.speed_trainers import measure_ceilings  # noqa: PLC0415 - torch takes seconds
+    def _ceilings(self, work: StepSetup, *, title: str) -> Result:
+        from dsgpt.benchmarks.contenders import measure_ceilings  # noqa: PLC0415 - torch takes seconds
 
-        return {"title": f"ceilings, {_ceiling_key(work)}", "work": work.as_dict(), **measure_ceilings(work)}
+        return {"title": title, "work": asdict(work), **measure_ceilings(work)}
 
     def _memory(self) -> Result:
-        small = published("small", length=1024)
-        work = Work(shape=small, batch=8, precision="bf16", device=self.options.device, threads=_threads(self))
-        return measure_memory(
-            work, steps=MEMORY_STEPS, tokens=self._tokens(work), folder=self.folder / "memory", peers=self._peers
-        ) | {"target": MEMORY_TARGET}
+        shape, device = published("small", length=1024), self.options.device
+        work = StepSetup(shape=shape, batch=8, precision="bf16", device=device, threads=self._threads)
+        tokens, folder = self._tokens(work), self.folder / "memory"
+        measured = measure_memory(work, steps=MEMORY_STEPS, tokens=tokens, folder=folder, peers=self._peers)
+        return measured | {"target": MEMORY_TARGET}
 
     def _help(self) -> Result:
-        return {"title": "src/gpt2.py --help", **measure_help(self.repository, rounds=self.options.rounds)}
+        seconds = []
+        for _ in range(self.options.rounds):
+            started = time.perf_counter()
+            command = [sys.executable, "src/gpt2.py", "--help"]
+            subprocess.run(command, cwd=self.repository, check=True, stdout=subprocess.DEVNULL)
+            seconds.append(time.perf_counter() - started)
+        return {"title": "src/gpt2.py --help", "seconds": span(seconds), "target": HELP_TARGET_SEC}
+
+    def _demo(self, run: str, **more: object) -> dict[str, object]:
+        """The flags of a training of ``make demo``; its files are in the folder ``run``."""
+        return {
+            "run_type": "baseline",
+            "deepspeed_config": self.repository / RECIPE,
+            "model_size": "demo",
+            "seq_length": LENGTH,
+            "train_data_path": self._data / "train.bin",
+            "val_data_path": self._data / "val.bin",
+            "save_every": 0,
+            "checkpoint_path": self.folder / run,
+            "device": self.options.device,
+            **({"threads_per_device": self._threads} if self._threads else {}),
+            **more,
+        }
 
     def _first_step(self, kind: str) -> Result:
-        folder = self.folder / f"first-{kind}"
-        measured = measure_first_step(
-            self.repository, folder, kind=kind, device=self.options.device, data=self._demo_data(), rounds=3
-        )
-        return {"title": f"from launch to the end of the demo's first step, {kind}", **measured}
+        """Seconds from the launch to the end of the first step; one run before is not counted."""
+        launcher, run_type = ("python", "baseline") if kind == "baseline" else ("deepspeed", "optimized")
+        environment = dict(os.environ) | ({"DS_ACCELERATOR": "cpu"} if self.options.device == "cpu" else {})
+        seconds = []
+        for number in range(FIRST_STEP_ROUNDS + 1):
+            values = self._demo(f"first-{kind}/{number}", run_type=run_type, max_train_steps=1, max_val_steps=1)
+            script = str(self.repository / "src" / "gpt2.py")
+            command = [*launcher_command(launcher, 1), script, *training_words(values | {"steps_per_print": 1})]
+            started, lines = time.perf_counter(), []
+            pipe = subprocess.PIPE
+            with subprocess.Popen(
+                command, stdout=pipe, stderr=subprocess.STDOUT, text=True, env=environment
+            ) as process:
+                assert process.stdout is not None
+                at_step = None
+                for line in process.stdout:
+                    lines.append(line)
+                    if at_step is None and re.search(r"step +1/1  loss", line):
+                        at_step = time.perf_counter() - started
+            if process.returncode or at_step is None:
+                raise UserError(f"{' '.join(command[:3])}: no first step: {''.join(lines)[-1500:]}")
+            seconds.append(at_step)
+        title = f"from launch to the end of the demo's first step, {kind}"
+        return {"title": title, "seconds": span(seconds[1:]), "target": FIRST_STEP_TARGET_SEC[kind]}
 
     def _around(self) -> Result:
-        folder = self.folder / "around"
-        measured = measure_around(self.repository, folder, device=self.options.device, data=self._demo_data())
-        return {"title": "share of the time between two steps of the demo that is not the step", **measured}
+        """The share of a demo run that is not forward, backward and optimizer: data, metering, logging, journal.
+
+        From the run's own lines: the time from one step's end to the next, without the step but with its wait for data.
+        """
+        values = self._demo("around", max_train_steps=OVERHEAD_STEPS, max_val_steps=1, steps_per_print=10)
+        train(values, repository=self.repository, what="the demo's training")
+        lines = read_steps(self.folder / "around" / STEPS_FILE)
+        steps = [line for line in lines if "step_time_sec" in line and not line["warm_up"]]
+        shares = []
+        for before, after in itertools.pairwise(steps):
+            between = after["wall_time_sec"] - before["wall_time_sec"]
+            computing = after["step_time_sec"] - after["dataload_time_sec"]
+            shares.append((between - computing) / between)
+        title = "share of the time between two steps of the demo that is not the step"
+        step_sec = span([line["step_time_sec"] for line in steps])
+        return {"title": title, "share": span(shares), "target": AROUND_TARGET, "step_sec": step_sec}
 
     def _time_to_loss(self) -> Result:
-        from dsgpt.benchmarks.time_to_loss import measure_time_to_loss  # noqa: PLC0415 - numpy takes its time
-
-        measured = measure_time_to_loss(
-            self.repository,
-            self.folder / "time-to-loss",
-            device=self.options.device,
-            threads=_threads(self),
-            data=self._demo_data(),
-            peer=self._peers[NANOGPT],
+        """Our time to the loss of nanoGPT's end, as a share of nanoGPT's, in turns; None if ours never reaches it."""
+        source = open_token_file(self._data / "val.bin")
+        first, end = (windows * LENGTH for windows in (SEARCHED_WINDOWS, SEARCHED_WINDOWS + VALIDATION_WINDOWS))
+        with TokenFileWriter(
+            self.folder / LATER_WINDOWS,
+            vocab_size=source.sidecar.vocab_size or DEMO_VOCABULARY,
+            eot_id=source.sidecar.eot_id or 0,
+            tokenizer=None,
+            source="windows of val.bin",
+        ) as writer:
+            writer.append(source.memmap()[first : end + 1])
+        numbers = itertools.count()
+        curves = contest(
+            {
+                OURS: lambda: self._own_curve(f"curve-{next(numbers)}"),
+                NANOGPT: lambda: self._nanogpt_curve(f"curve-{next(numbers)}"),
+            },
             rounds=LOSS_ROUNDS,
         )
-        return {"title": TIME_TO_LOSS, **measured}
+        return {"title": TIME_TO_LOSS, "target": TIME_TO_LOSS_TARGET, **time_to_loss(curves)}
 
-    def _demo_data(self) -> Path:
-        from dsgpt.benchmarks.cells import prepare_demo  # noqa: PLC0415 - numpy takes its time
+    def _own_curve(self, run: str) -> Curve:
+        batch = json.loads((self.repository / RECIPE).read_text(encoding="utf-8"))["train_batch_size"]
+        steps = DEMO_TOKENS // (batch * LENGTH)
+        values = self._demo(run, max_train_steps=steps, eval_every=steps // VALIDATIONS, no_inference=True)
+        values |= {"val_data_path": self.folder / LATER_WINDOWS, "precision": "fp32"}
+        train(values, repository=self.repository, what="the demo's training")
+        curve, seconds = [], 0.0
+        for line in read_steps(self.folder / run / STEPS_FILE):
+            seconds = line.get("train_time_sec", seconds)
+            if "val_loss" in line:
+                curve.append((seconds, line["val_loss"]))
+        return curve
 
-        return prepare_demo(self.repository, self.folder / "demo-data")
+    def _nanogpt_curve(self, run: str) -> Curve:
+        shape = published("demo", length=LENGTH, vocab_size=DEMO_VOCABULARY)
+        device, batch = self.options.device, NANOGPT_DEFAULTS.batch
+        work = StepSetup(shape=shape, batch=batch, precision="fp32", device=device, threads=self._threads)
+        steps = DEMO_TOKENS // work.tokens
+        job = {"work": asdict(work), "defaults": asdict(NANOGPT_DEFAULTS), "steps": steps}
+        job |= {"validate_every": max(1, steps // VALIDATIONS), "windows": VALIDATION_WINDOWS}
+        files = {"tokens": self._data / "train.bin", "val": self.folder / LATER_WINDOWS, "peer": self._peers[NANOGPT]}
+        job |= {name: str(path) for name, path in files.items()}
+        try:
+            with LineWorker(CONTENDER, job, self.folder / run, threads=self._threads) as worker:
+                return [(seconds, loss) for seconds, loss in worker.read()["curve"]]
+        except WorkerEnded as error:
+            raise UserError(f"nanoGPT's training failed: {error.output.strip()[-1000:]}") from error
+
+    @property
+    def _data(self) -> Path:
+        """The demo's text, prepared once."""
+        return cells.prepare_demo(self.repository, self.folder / "demo-data")
 
     def line(self, result: Result, *, count: str, left: str) -> str:
         return f"{count} {verdict(result)}{left}"
 
     def record(self, results: Sequence[Result]) -> Record:
-        return {
-            "rounds": self.options.rounds,
-            "peers": {name: _commit(folder) for name, folder in self._peers.items()},
-            "missing": {peer: titles for peer, titles in self._missing.items() if titles},
-            "results": list(results),
-        }
+        commits = {}
+        for name, folder in self._peers.items():
+            command = ["git", "-C", str(folder), "rev-parse", "HEAD"]  # fails where it is no git repository
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            commits[name] = done.stdout.strip() or None
+        missing = {NANOGPT: self._without_nanogpt} if self._without_nanogpt else {}
+        return {"rounds": self.options.rounds, "peers": commits, "missing": missing, "results": list(results)}
 
     def failures(self, record: Record) -> list[str]:
-        return [f"{result['title']}: the target was not reached" for result in record["results"] if missed(result)]
-
-
-def missed(result: Mapping[str, Any]) -> bool:
-    """Whether a result with a target is on the wrong side of it."""
-    return reached(result) is False
-
-
-def _threads(command: Speed) -> int:
-    return 0 if command.options.device == "cuda" else len(os.sched_getaffinity(0))
-
-
-def _ceiling_key(work: Work) -> str:
-    return f"ceiling-{work.shape.name.replace(' ', '')}-{work.precision}-{work.tokens}"
-
-
-def _commit(checkout: Path) -> str | None:
-    """The commit of a peer's checkout; None if it is no git repository."""
-    done = subprocess.run(
-        ["git", "-C", str(checkout), "rev-parse", "HEAD"], capture_output=True, text=True, check=False
-    )
-    return done.stdout.strip() or None
+        missed = [result for result in record["results"] if reached(result) is False]
+        return [f"{result['title']}: the target was not reached" for result in missed]

@@ -5,10 +5,10 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from dsgpt.benchmarks.frame import Record, judged, table
+from dsgpt.benchmarks.frame import Record, judged
 from dsgpt.benchmarks.sweep_cells import EQUAL, LABELS
 from dsgpt.common.errors import is_number
-from dsgpt.common.text import NO_DIFFERENCE, machine_words, no_difference
+from dsgpt.common.text import NO_DIFFERENCE, machine_words, megabytes, no_difference, table
 from dsgpt.machine.console import duration
 from dsgpt.record.sweeps import Compared, Comparison, Spread, Sweep, SweepCell, parse_sweep
 
@@ -152,9 +152,9 @@ def _cells(sweep: Sweep) -> str:
         row = [_text(cell.name), f"{len(cell.done())} of {len(cell.turns)}", _spread(cell.tokens_per_sec, _whole)]
         row += [
             _spread(cell.tokens_per_sec_per_device, _whole),
-            _spread(cell.peak_memory_bytes_rank0, _megabytes),
+            _spread(cell.peak_memory_bytes_rank0, megabytes),
         ]
-        row += [_state(cell), _value(cell.sent_bytes_per_step, _megabytes), _value(cell.final_loss, _four)]
+        row += [_state(cell), _value(cell.sent_bytes_per_step, megabytes), _value(cell.final_loss, _four)]
         rows.append([*row, *(form(cell) for _, form in optional)])
     return table([*header, *(name for name, _ in optional)], rows)
 
@@ -225,7 +225,7 @@ def _state(cell: SweepCell) -> str:
     if not state:
         return UNKNOWN
     least, most = min(state), max(state)
-    return _megabytes(most) if least == most else f"{_megabytes(least)} to {_megabytes(most)}"
+    return megabytes(most) if least == most else f"{megabytes(least)} to {megabytes(most)}"
 
 
 def _spread(value: Spread | None, form: Callable[[float], str]) -> str:
@@ -264,7 +264,3 @@ def _four(value: float) -> str:
 
 def _six(value: float) -> str:
     return f"{value:.6f}"
-
-
-def _megabytes(value: float) -> str:
-    return f"{value / 1e6:,.1f}"

@@ -19,7 +19,7 @@ from typing import Any
 
 from dsgpt.benchmarks.launch import ELSEWHERE, PORT_FILE, Alive, Start, fork, killed_on_error, run_cell, spawn, watch
 from dsgpt.common.files import write_atomic, write_json_atomic
-from dsgpt.machine.launcher import leave
+from dsgpt.machine.launcher import exit_rank
 from dsgpt.machine.topology import Topology, free_port, read_topology
 
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
@@ -40,7 +40,7 @@ def main(arguments: list[str]) -> int:
     topology = read_topology()
     if given.cell is not None:
         run_cell(job["cells"][given.cell], topology.rank)
-        leave(0)
+        exit_rank(0)
     alive = Alive(runner=job["runner"])
     if job["start"] == Start.FORK_ALL:
         _fork_all(job, given.job, topology, alive)

@@ -12,7 +12,7 @@ from matplotlib.ticker import FixedLocator, NullLocator
 from dsgpt.charts.comparison import decimals, shorten
 from dsgpt.charts.memory import communication_chart, memory_chart, step_times_chart
 from dsgpt.charts.style import Chart, Frame, Row, Texts, current, draw_rows, legend_height, look, number_axis
-from dsgpt.common.text import machine_words
+from dsgpt.common.text import counted, machine_words
 from dsgpt.record.suites import TITLES, Concurrency
 from dsgpt.record.sweeps import (
     NOT_RECORDED,
@@ -229,7 +229,7 @@ def sweep_stamps(sweep: Sweep) -> list[str]:
 
 def sweep_footer(sweep: Sweep, *, name: str) -> str:
     """The sweep, its machine and its date."""
-    repeats = f"{sweep.repeats} repeat{'s' * (sweep.repeats != 1)}"
+    repeats = counted(sweep.repeats, "repeat")
     return (
         f"sweep {name}: suite {sweep.suite}, {len(sweep.cells)} cells, {repeats}, {sweep.timestamp_utc[:10]}; "
         f"machine: {machine_words(sweep.hardware)}."
@@ -277,7 +277,7 @@ REQUESTS = (
 
 def concurrency_chart(record: Concurrency) -> Frame:
     """Median and 95th percentile of the latency over tokens per second; below and to the right is better."""
-    engines, repeats = record.engines, f"{record.repeats} repeat{'s' * (record.repeats != 1)}"
+    engines, repeats = record.engines, counted(record.repeats, "repeat")
     footer = (
         f"{record.checkpoint}, fp32, greedy; {record.requests} requests with {record.new_tokens:,} new tokens, "
         f"{repeats}, {record.timestamp_utc[:10]}; machine: {machine_words(record.hardware)}."

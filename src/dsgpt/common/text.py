@@ -82,6 +82,25 @@ def next_line(words: Sequence[object]) -> str:
     return f"next: {shlex.join(map(str, short))}"
 
 
+# Counts, sizes, and tables in Markdown.
+
+
+def counted(number: float, noun: str) -> str:
+    """``1 file``, ``2,000 files``."""
+    return f"{number:,.0f} {noun}{'s' * (number != 1)}"
+
+
+def megabytes(size: float) -> str:
+    """Bytes in MB (10^6 bytes), for a column: ``1,234.5``."""
+    return f"{size / 1e6:,.1f}"
+
+
+def table(header: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
+    """``header`` and ``rows`` in Markdown; None is an empty field."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join('' if value is None else str(value) for value in line)} |" for line in lines)
+
+
 # Divisors and multiples next to a number, for messages that name the nearest valid values.
 
 

@@ -1,18 +1,20 @@
-"""The command line of ``data_prep/download_data.py``."""
+"""The command line of ``data_prep/download_data.py``, and what it does: a text set, kept as JSON lines."""
 
 import contextlib
 import itertools
 import json
+import sys
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
+from typing import NoReturn, TypeAlias
+
+from tqdm import tqdm
 
 from dsgpt.common.command_line import POSITIVE, choice, flag, read_options, switch
 from dsgpt.common.errors import UserError
 from dsgpt.common.files import sync_directory, write_json_atomic
-from dsgpt.common.text import next_line, script_words
-from dsgpt.data.options import Bar, counted, folder_if_named, progress
+from dsgpt.common.text import counted, next_line, script_words
 from dsgpt.data.sources import (
     HUB_SETS,
     RAW_FOLDER,
@@ -25,6 +27,44 @@ from dsgpt.data.sources import (
     stdlib_source,
 )
 from dsgpt.formats.hub_access import require_hub
+
+# What this script has in common with those that prepare text.
+
+Bar: TypeAlias = "tqdm[NoReturn]"
+"""A progress bar that the caller updates; it does not wrap an iterable."""
+KEPT = "nothing was published; the same command starts again"
+"""Ends the error line after an interruption, or if the disk is full."""
+
+
+def folder_if_named(word: str) -> Path | None:
+    """The value of a flag that names a folder; None for an empty word, such as an unset variable of the shell."""
+    return Path(word) if word else None
+
+
+@contextlib.contextmanager
+def progress(*, total: int | None, description: str, unit: str) -> Iterator[Bar]:
+    """A progress bar with an estimate of the time left; nothing is shown if standard error is not a terminal.
+
+    If the work ends early without an error (a limit was reached, documents were empty), the bar ends at 100 %.
+
+    Args:
+        total: amount of work, in bytes (``unit`` "B") or other units; None if unknown.
+        description: what is being done, in a word or two.
+        unit: the unit of ``total``.
+    """
+    with tqdm(
+        total=total, desc=description, unit=unit, unit_scale=True, mininterval=0.2, maxinterval=0.4,
+        dynamic_ncols=True, disable=not sys.stderr.isatty(),
+    ) as bar:  # fmt: skip
+        try:
+            yield bar
+        except GeneratorExit:  # the reader of the rows stopped early
+            bar.total = bar.n
+            raise
+        bar.total = bar.n
+
+
+# The command line.
 
 DESCRIPTION = """\
 Fetch a text set and keep its documents in data/NAME/raw/: one JSON object {"text": ...} per line, in documents.jsonl,
@@ -39,14 +79,12 @@ EXAMPLES = """\
   .venv/bin/python data_prep/download_data.py tinystories
   .venv/bin/python data_prep/download_data.py fineweb-edu --max_documents 100000"""
 
-_STDLIB_ABOUT = "the sources and documentation that ship with this Python, about 12 MB; needs no network (default)"
-
-
+SETS = {
+    STDLIB_NAME: "the sources and documentation that ship with this Python, about 12 MB; needs no network (default)",
+    **{name: hub_set.about for name, hub_set in HUB_SETS.items()},
+}
 Rows: TypeAlias = Generator[dict[str, str], None, None]
 """The rows of one JSON lines file."""
-
-
-SETS = {STDLIB_NAME: _STDLIB_ABOUT} | {name: hub_set.about for name, hub_set in HUB_SETS.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,61 +169,47 @@ def keep(folder: Path, rows: dict[str, Rows], *, name: str, source: str, max_doc
             left.callback(partial.unlink, missing_ok=True)
             with contextlib.closing(documents):  # closes progress bar and connection if the limit is reached first
                 filled = (row for row in documents if row["text"].strip())
-                kept = itertools.islice(filled, max_documents)
-                files[f"{split}.jsonl"] = _write(partial, kept)
-        empty = [file for file, size in files.items() if not size["documents"]]
-        if empty:
+                size = {"documents": 0, "bytes": 0}
+                partial.unlink(missing_ok=True)
+                with partial.open("xb") as file:  # "x" never writes through a link in its place
+                    for row in itertools.islice(filled, max_documents):
+                        size["bytes"] += file.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
+                        size["documents"] += 1
+            files[f"{split}.jsonl"] = size
+        if empty := [name for name, size in files.items() if not size["documents"]]:
             raise UserError(f"{name}: the set has no text for {', '.join(empty)}; nothing was kept")
         (folder / RECORD_NAME).unlink(missing_ok=True)
-        for file in files:
-            (folder / f".{file}.partial").replace(folder / file)
+        for each in files:
+            (folder / f".{each}.partial").replace(folder / each)
     sync_directory(folder)
     record = {"name": name, "source": source, "max_documents": max_documents, "files": files}
     write_json_atomic(folder / RECORD_NAME, record)
 
 
-def _write(path: Path, rows: Iterable[dict[str, str]]) -> dict[str, int]:
-    documents = written = 0
-    path.unlink(missing_ok=True)
-    with path.open("xb") as file:  # "x" never writes through a link in its place
-        for row in rows:
-            written += file.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
-            documents += 1
-    return {"documents": documents, "bytes": written}
-
-
-def already_kept(options: DownloadOptions) -> bool:
-    """Whether the same download is already there and complete.
+def main(argv: Sequence[str] | None = None) -> None:
+    """Download what the command line asks for, unless it is there already, and print what is there.
 
     Raises:
-        UserError: the folder contains another set, or one with another ``--max_documents``.
+        UserError: the set cannot be read; or the folder has another one, or one with another ``--max_documents``.
     """
-    record = None if options.overwrite else raw_record(options.folder)
-    if record is None:
-        return False
-    for what, wanted in (("name", options.name), ("max_documents", options.max_documents)):
-        if (found := getattr(record, what)) != wanted:
-            raise UserError(
-                f"{options.folder}: holds a download with {what} {found}, not {wanted}; replace it with "
-                "--overwrite or choose another --output_dir"
-            )
-    return True
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Download what the command line asks for, unless it is there already, and print what is there."""
     options = parse_options(argv)
-    if not already_kept(options):
-        if options.name == STDLIB_NAME:
-            keep_stdlib(options.folder, max_documents=options.max_documents)
-        else:
-            require_hub(
-                f"the set {options.name}",
-                cure="use python-stdlib, which needs none, or give your own files to data_prep/preprocess.py --input",
-            )
-            keep_hub_set(options.folder, HUB_SETS[options.name], name=options.name, max_documents=options.max_documents)
-    record = raw_record(options.folder)
-    assert record is not None  # it was just written, or found complete
+    folder, name, limit = options.folder, options.name, options.max_documents
+    record = None if options.overwrite else raw_record(folder)
+    if record is None and name == STDLIB_NAME:
+        keep_stdlib(folder, max_documents=limit)
+    elif record is None:
+        cure = "use python-stdlib, which needs none, or give your own files to data_prep/preprocess.py --input"
+        require_hub(f"the set {name}", cure=cure)
+        keep_hub_set(folder, HUB_SETS[name], name=name, max_documents=limit)
+    else:
+        for what, wanted in (("name", name), ("max_documents", limit)):
+            if (kept := getattr(record, what)) != wanted:
+                raise UserError(
+                    f"{folder}: holds a download with {what} {kept}, not {wanted}; replace it with --overwrite or "
+                    "choose another --output_dir"
+                )
+    record = record or raw_record(folder)
+    assert record is not None  # it was just written
     for file, size in record.files.items():
-        print(f"{options.folder / file}: {counted(size.documents, 'document')}, {counted(size.bytes, 'byte')}")
-    print(next_line(script_words("data_prep/preprocess.py", "--dataset", options.name)))
+        print(f"{folder / file}: {counted(size.documents, 'document')}, {counted(size.bytes, 'byte')}")
+    print(next_line(script_words("data_prep/preprocess.py", "--dataset", name)))

@@ -1,4 +1,4 @@
-"""From a source to train.bin, val.bin and tokenizer/."""
+"""From a source to train.bin, val.bin and tokenizer/: ``preprocess.py`` and ``preprocess_small.py``."""
 
 import contextlib
 import dataclasses
@@ -6,18 +6,31 @@ import hashlib
 import os
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
-from dsgpt.common.errors import UserError
-from dsgpt.common.files import PRINTABLE, Lock, is_regular_file, remove, sha256_of, sync_directory, write_json_atomic
+from dsgpt.common.command_line import Parser, choice, flag, switch, value, whole
+from dsgpt.common.errors import Problems, UserError
+from dsgpt.common.files import (
+    PRINTABLE,
+    Lock,
+    is_regular_file,
+    is_utf8,
+    printable,
+    remove,
+    sha256_of,
+    sync_directory,
+    undecodable,
+    write_json_atomic,
+)
 from dsgpt.common.json_files import JsonError, Sha256, read_as
-from dsgpt.common.text import REPOSITORY, next_line, script_words
-from dsgpt.data.options import TRAIN, Bar, Identity, PrepareOptions, counted, duration, parse_options, progress
-from dsgpt.data.sources import STDLIB_NAME, Source, downloaded_source, own_source, stdlib_source
-from dsgpt.data.token_file import Sidecar, TokenFile, TokenFileWriter, TokenizerFacts, open_token_file
+from dsgpt.common.text import REPOSITORY, counted, next_line, script_words
+from dsgpt.data.download import Bar, folder_if_named, progress
+from dsgpt.data.sources import HUB_SETS, STDLIB_NAME, Source, downloaded_source, own_source, stdlib_source
+from dsgpt.data.token_file import TokenFileWriter, TokenizerFacts, open_token_file
 from dsgpt.data.vocabulary import (
+    SMALLEST_VOCABULARY,
     SPLITS,
     Divided,
     Vocabulary,
@@ -29,6 +42,180 @@ from dsgpt.data.vocabulary import (
     save_trained,
     train_tokenizer,
 )
+from dsgpt.formats.tokenizer_files import fault_of
+from dsgpt.machine.console import duration
+
+# The command lines.
+
+DESCRIPTION = """\
+Turn text into token files: train.bin and val.bin (little-endian ids without a header, as nanoGPT reads them), each with
+a .json that describes it, and tokenizer/, which transformers.AutoTokenizer loads. Every document ends with the
+end-of-text id. Without flags it prepares the text that ships with Python itself, about 12 MB (Debian's packages hold a
+bit less): no download, no account, under a minute. The same command a second time changes nothing."""
+
+EXAMPLES = """\
+  .venv/bin/python data_prep/preprocess.py
+  .venv/bin/python data_prep/preprocess.py --input books/ --tokenizer train --vocab_size 16384
+  .venv/bin/python data_prep/preprocess.py --input notes.txt web.jsonl --text_key content --output_dir data/mine
+  .venv/bin/python data_prep/download_data.py tinystories && \\
+    .venv/bin/python data_prep/preprocess.py --dataset tinystories"""
+
+SMALL_DESCRIPTION = """\
+As preprocess.py with the same flags, but for the first N documents only: train_small.bin and val_small.bin, for a quick
+look. Of the N, --val_fraction (at least one) are the first of the validation documents, the others the first of the
+training documents. Small and full files share the folder and its tokenizer/, which `--tokenizer train` trains on the
+whole train split in both cases, so a model trained on one can be evaluated on the other."""
+
+SMALL_EXAMPLES = """\
+  .venv/bin/python data_prep/preprocess_small.py --num_documents 100
+  .venv/bin/python data_prep/preprocess_small.py --num_documents 1000 --dataset tinystories"""
+
+TRAIN = "train"
+DATASETS = (STDLIB_NAME, *HUB_SETS)
+_DEFAULT_VOCAB_SIZE = 8192
+_DEFAULT_VAL_FRACTION = 0.05
+Identity: TypeAlias = dict[str, str | int | float | None]
+"""Options and hashes of inputs, by name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrepareOptions:
+    """The command line; ``parse_options`` resolves what is not given."""
+
+    dataset: str | None = flag(
+        choice(DATASETS),
+        "NAME",
+        f"a set by name: {', '.join(DATASETS)} (default {STDLIB_NAME}, which needs no download; the others need "
+        "`.venv/bin/python data_prep/download_data.py NAME` first)",
+    )
+    """None if ``inputs`` are the user's own files."""
+    inputs: tuple[Path, ...] = flag(
+        Path,
+        "PATH",
+        "your own text instead: files and folders. A .jsonl or .parquet file holds one document a row, any other file "
+        "is one document of UTF-8 text; of folders every visible file is read, but no link",
+        default=(),
+        name="--input",
+        nargs="+",
+    )
+    text_key: str = flag(str, "KEY", "key or column of the text in .jsonl and .parquet rows (default text)")
+    tokenizer: str = flag(
+        str,
+        "WHICH",
+        "`train` (a byte-level BPE, trained on the train split only), a local folder or a name on the Hugging Face hub "
+        f"(default: {TRAIN} for {STDLIB_NAME}, else gpt2)",
+    )
+    vocab_size: int | None = flag(
+        whole(low=SMALLEST_VOCABULARY),
+        "N",
+        f"ids of a trained tokenizer, <|endoftext|> included (default {_DEFAULT_VOCAB_SIZE}, at least "
+        f"{SMALLEST_VOCABULARY}); above 65,536 token files take 4 bytes an id, not 2",
+    )
+    """None for an existing tokenizer."""
+    val_fraction: float | None = flag(
+        value(float, accepts=lambda share: 0 < share < 1, must_be="a number above 0 and below 1, such as 0.05"),
+        "F",
+        "share of the documents for validation, chosen by a hash of seed and name (default "
+        f"{_DEFAULT_VAL_FRACTION}); sets that have a validation split keep it",
+    )
+    seed: int = flag(
+        whole(low=0), "N", "another seed chooses other validation documents (default %(default)s)", default=1337
+    )
+    output_dir: Path = flag(
+        folder_if_named,
+        "DIR",
+        "receives the token files and tokenizer/ (default data/NAME, where NAME is the set's or the one input's)",
+    )
+    num_documents: int | None = flag(
+        whole(low=2), "N", "how many documents, training and validation together (at least 2)"
+    )
+    """Of the small files; None for all documents."""
+    overwrite: bool = switch("replace what an earlier run with other options left there")
+
+    @property
+    def suffix(self) -> str:
+        """Suffix of the names of the output files: ``_small`` if only the first documents are prepared."""
+        return "" if self.num_documents is None else "_small"
+
+    @property
+    def validation_share(self) -> float:
+        """``val_fraction`` or its default."""
+        return _DEFAULT_VAL_FRACTION if self.val_fraction is None else self.val_fraction
+
+    def identity(self) -> Identity:
+        """The options that decide the output's bytes. If they and the input are the same, so is the output."""
+        return {
+            "--input" if self.dataset is None else "--dataset": self.dataset
+            or ", ".join(printable(path.resolve().name) for path in self.inputs),
+            "--text_key": self.text_key,
+            "--tokenizer": self.tokenizer,
+            "--vocab_size": self.vocab_size,
+            "--val_fraction": self.val_fraction,
+            "--seed": self.seed,
+            "--num_documents": self.num_documents,
+        }
+
+
+def parse_options(argv: Sequence[str] | None = None, *, description: str, examples: str, small: bool) -> PrepareOptions:
+    """Read the command line.
+
+    Args:
+        argv: the words; by default those of this process.
+        description: of the script, for ``--help``.
+        examples: commands that ``--help`` ends with.
+        small: whether only the first ``--num_documents`` documents are prepared.
+
+    Raises:
+        UserError: all of its mistakes, one line each.
+    """
+    parser = Parser(description=description, epilog=f"examples:\n{examples}")
+    names = [field.name for field in fields(PrepareOptions) if small or field.name != "num_documents"]
+    parser.add_flags(PrepareOptions, names=names)
+    given, problems = parser.read(PrepareOptions, argv), parser.problems
+    if given.inputs and given.dataset:
+        problems.add("--input and --dataset: one preparation reads either your own files or a named set; drop one")
+    problems.add(*(f"--input {path}: there is no such file or folder" for path in given.inputs if not path.exists()))
+    dataset = None if given.inputs else given.dataset or STDLIB_NAME
+    if dataset and given.text_key is not None:
+        problems.add("--text_key: only the files of --input have keys to choose from; leave it out")
+    tokenizer = given.tokenizer or (TRAIN if dataset == STDLIB_NAME else "gpt2")
+    if tokenizer != TRAIN and given.vocab_size is not None:
+        problems.add(f"--vocab_size: the tokenizer {tokenizer} has its own; leave it out, or use --tokenizer train")
+    options = replace(
+        given,
+        dataset=dataset,
+        text_key=given.text_key or "text",
+        tokenizer=tokenizer,
+        vocab_size=given.vocab_size or (_DEFAULT_VOCAB_SIZE if tokenizer == TRAIN else None),
+        output_dir=_output_dir(given, dataset, problems),
+    )
+    if small and given.num_documents is None and not problems.mention("--num_documents"):
+        problems.add("--num_documents: is missing; say how many documents, for example --num_documents 100")
+    if not is_utf8(tokenizer):
+        problems.add(f"--tokenizer {undecodable(tokenizer)}")
+    elif tokenizer != TRAIN and Path(tokenizer).is_dir():
+        if fault := fault_of(Path(tokenizer), named=True):
+            problems.add(f"--tokenizer {tokenizer}: {fault}")
+    elif tokenizer.startswith((".", "/", "~")) or tokenizer.count("/") > 1 or tokenizer.endswith("/"):
+        problems.add(f"--tokenizer {tokenizer}: there is no such folder; it should hold a tokenizer.json")
+    problems.raise_if_any()
+    return options
+
+
+def _output_dir(given: PrepareOptions, dataset: str | None, problems: Problems) -> Path:
+    if given.output_dir is None and len(given.inputs) > 1:
+        problems.add("--output_dir: is missing; several inputs have no common name, say where the output goes")
+    output_dir: Path = given.output_dir or Path("data") / (dataset or given.inputs[0].resolve().stem)
+    if given.output_dir is None and not is_utf8(output_dir):
+        problems.add(f"{undecodable(output_dir)}, or name another --output_dir")
+    resolved = output_dir.resolve()
+    if any(path.resolve() == resolved for path in given.inputs):
+        problems.add(f"--output_dir {output_dir}: is the input itself; name another folder")
+    nearest = next(path for path in (resolved, *resolved.parents) if path.exists())
+    if not nearest.is_dir():
+        problems.add(f"--output_dir {output_dir}: {nearest} is a file, not a folder")
+    return output_dir
+
 
 # What an earlier preparation wrote, and whether it is unchanged.
 
@@ -107,14 +294,6 @@ class Place:
                 "--overwrite"
             ) from error
 
-    def write_record(self, *, identity: Identity, tokenizer_sha256: str, sidecars: dict[str, Sidecar]) -> None:
-        """Write the record, which marks the preparation as complete; ``sidecars`` are by split."""
-        splits = {
-            split: {name: value for name, value in dataclasses.asdict(sidecar).items() if name not in _STAMP}
-            for split, sidecar in sidecars.items()
-        }
-        write_json_atomic(self.record, {"identity": identity, "tokenizer_sha256": tokenizer_sha256, "splits": splits})
-
 
 def already_prepared(place: Place, identity: Identity) -> bool:
     """Whether ``place`` already contains the output of ``identity``; files that changed on disk are hashed.
@@ -141,11 +320,6 @@ def already_prepared(place: Place, identity: Identity) -> bool:
             f"{place.folder}: was prepared differently ({'; '.join(changes)}); replace it with --overwrite or choose "
             "another --output_dir"
         )
-    _check_contents(place, record, files)
-    return True
-
-
-def _check_contents(place: Place, record: Preparation, files: dict[str, TokenFile]) -> None:
     others = [] if sha256_of(place.vocabulary) == record.tokenizer_sha256 else [place.vocabulary]
     for split, file in files.items():
         prepared = record.splits.get(split)
@@ -158,6 +332,7 @@ def _check_contents(place: Place, record: Preparation, files: dict[str, TokenFil
             with progress(total=file.size_bytes, description=f"hashing {file.path.name}", unit="B") as bar:
                 file.verified_sha256(bar.update)
             print(f"{doubt}: hashed again, its contents match the sidecar")
+    return True
 
 
 # From a source to train.bin, val.bin and tokenizer/, which get their names only when all are complete.
@@ -174,7 +349,10 @@ def prepare(options: PrepareOptions) -> None:
     """
     source = _source(options)
     place = Place(folder=options.output_dir, suffix=options.suffix)
-    with locked_folder(place.folder):
+    place.folder.mkdir(parents=True, exist_ok=True)
+    with Lock.of_folder(place.folder, follow_link=True) as lock:
+        if not lock.take():
+            raise UserError(f"{place.folder}: another preparation is writing there; wait until it ends")
         identity = options.identity() | {"input": source.fingerprint(), "tokenizer": _fingerprint(options.tokenizer)}
         if not options.overwrite and already_prepared(place, identity):
             _report(place, "already prepared:")
@@ -182,7 +360,13 @@ def prepare(options: PrepareOptions) -> None:
         started = time.monotonic()
         try:
             vocabulary = _vocabulary(options, source, place, identity)
-            _check_shared_tokenizer(place, vocabulary)
+            other = place.other.complete()
+            if other and other.tokenizer_sha256 != vocabulary.sha256:
+                raise UserError(
+                    f"{place.tokenizer}: belongs to {place.other.tokens('train').name} and differs from the tokenizer "
+                    f"asked for; choose another --output_dir, or remove {place.other.record.name} and the files that "
+                    "it describes"
+                )
             _write(options, source, place, vocabulary, identity)
         finally:
             with contextlib.suppress(OSError):  # otherwise the next preparation removes it
@@ -202,52 +386,30 @@ def _fingerprint(tokenizer: str) -> str | None:
 
 
 def _source(options: PrepareOptions) -> Source:
-    if options.dataset is None:
-        source = own_source(options.inputs, text_key=options.text_key, output_dir=options.output_dir)
-        _print_left_out(source)
-        if not source.files:
-            raise UserError(f"--input {' '.join(map(str, options.inputs))}: holds no text files")
-    else:
-        source = _named_source(options.dataset, output_dir=options.output_dir)
-    if source.has_own_split and options.val_fraction is not None and options.num_documents is None:
-        raise UserError(f"--val_fraction: {options.dataset} has its own validation split; leave the flag out")
-    return source
-
-
-def _named_source(dataset: str, *, output_dir: Path) -> Source:
-    downloaded = downloaded_source(dataset, output_dir=output_dir)
-    if downloaded is not None:
-        return downloaded
-    if dataset == STDLIB_NAME:
-        return stdlib_source()
-    raise UserError(
-        f"--dataset {dataset}: has not been downloaded to {output_dir / 'raw'}; run "
-        f"`.venv/bin/python data_prep/download_data.py {dataset}` first"
-    )
-
-
-def _print_left_out(source: Source) -> None:
+    """What the options name; what is left out of the user's own files is printed."""
+    dataset, output_dir = options.dataset, options.output_dir
+    if dataset is not None:
+        source = downloaded_source(dataset, output_dir=output_dir)
+        if source is None and dataset != STDLIB_NAME:
+            raise UserError(
+                f"--dataset {dataset}: has not been downloaded to {output_dir / 'raw'}; run "
+                f"`.venv/bin/python data_prep/download_data.py {dataset}` first"
+            )
+        source = source or stdlib_source()
+        has_own_split = any(file.split is not None for file in source.files)
+        if has_own_split and options.val_fraction is not None and options.num_documents is None:
+            raise UserError(f"--val_fraction: {dataset} has its own validation split; leave the flag out")
+        return source
+    source = own_source(options.inputs, text_key=options.text_key, output_dir=output_dir)
     if source.skipped_binary:
         print(f"left out {counted(source.skipped_binary, 'binary file')}")
-    links = source.skipped_links
-    if links:
+    if links := source.skipped_links:
         more = f" and {len(links) - _NAMED:,} more" if len(links) > _NAMED else ""
         verb = "is" if len(links) == 1 else "are"
         print(f"left out {counted(len(links), 'link')}, which {verb} not followed: {', '.join(links[:_NAMED])}{more}")
-
-
-@contextlib.contextmanager
-def locked_folder(folder: Path) -> Iterator[None]:
-    """A context that creates the folder and locks it, so that two preparations cannot mix.
-
-    Raises:
-        UserError: another preparation holds the lock.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    with Lock.of_folder(folder, follow_link=True) as lock:
-        if not lock.take():
-            raise UserError(f"{folder}: another preparation is writing there; wait until it ends")
-        yield
+    if not source.files:
+        raise UserError(f"--input {' '.join(map(str, options.inputs))}: holds no text files")
+    return source
 
 
 def _divided(options: PrepareOptions, source: Source) -> Divided:
@@ -281,15 +443,6 @@ def _train_texts(divided: Divided, bar: Bar) -> Iterator[str]:
             yield document.text
 
 
-def _check_shared_tokenizer(place: Place, vocabulary: Vocabulary) -> None:
-    other = place.other.complete()
-    if other and other.tokenizer_sha256 != vocabulary.sha256:
-        raise UserError(
-            f"{place.tokenizer}: belongs to {place.other.tokens('train').name} and differs from the tokenizer asked "
-            f"for; choose another --output_dir, or remove {place.other.record.name} and the files that it describes"
-        )
-
-
 def _write(options: PrepareOptions, source: Source, place: Place, vocabulary: Vocabulary, identity: Identity) -> None:
     divided = _divided(options, source)
     total, unit = source.total_bytes(), "B"
@@ -316,14 +469,7 @@ def _write(options: PrepareOptions, source: Source, place: Place, vocabulary: Vo
             if not writer.tokens:
                 raise UserError(f"the {split} split has no document; give more documents or change --val_fraction")
         stack.pop_all()
-        _publish(place, vocabulary, writers, identity)
-
-
-def _publish(place: Place, vocabulary: Vocabulary, writers: dict[str, TokenFileWriter], identity: Identity) -> None:
-    """Give all files their final names. The record is removed first and written last.
-
-    So it never describes a mixture of old and new files.
-    """
+    # All files get their final names. The record is removed first and written last: it never describes a mixture.
     place.record.unlink(missing_ok=True)
     if vocabulary.folder != place.tokenizer:
         retired = place.folder / f".{TOKENIZER_FOLDER}.old"
@@ -332,9 +478,10 @@ def _publish(place: Place, vocabulary: Vocabulary, writers: dict[str, TokenFileW
             place.tokenizer.rename(retired)
         vocabulary.folder.rename(place.tokenizer)
         remove(retired)
-    sidecars: dict[str, Sidecar] = {split: writer.close() for split, writer in writers.items()}
+    sidecars = {split: dataclasses.asdict(writer.close()) for split, writer in writers.items()}
     sync_directory(place.folder)
-    place.write_record(identity=identity, tokenizer_sha256=vocabulary.sha256, sidecars=sidecars)
+    splits = {split: {key: sidecar[key] for key in sidecar.keys() - _STAMP} for split, sidecar in sidecars.items()}
+    write_json_atomic(place.record, {"identity": identity, "tokenizer_sha256": vocabulary.sha256, "splits": splits})
 
 
 def _report(place: Place, heading: str) -> None:
@@ -342,9 +489,9 @@ def _report(place: Place, heading: str) -> None:
     for split in SPLITS:
         file = open_token_file(place.tokens(split))
         documents = file.sidecar.documents  # None in a sidecar that another tool wrote
-        held = "" if documents is None else f"{counted(documents, 'document')}, "
+        documents_too = "" if documents is None else f"{counted(documents, 'document')}, "
         print(
-            f"  {file.path}: {held}{counted(file.tokens, 'token')} "
+            f"  {file.path}: {documents_too}{counted(file.tokens, 'token')} "
             f"({file.sidecar.dtype}, {counted(file.size_bytes, 'byte')})"
         )
     vocabulary = open_vocabulary(place.tokenizer)
@@ -353,32 +500,6 @@ def _report(place: Place, heading: str) -> None:
     data = ["--train_data_path", train, "--val_data_path", val, "--run_type", "baseline", "--dry_run"]
     recipe = REPOSITORY / "ds_configs" / "sizes" / "small.json"
     print(next_line(script_words("src/gpt2.py", *data, "--deepspeed_config", recipe)))
-
-
-# The command lines of ``data_prep/preprocess.py`` and ``data_prep/preprocess_small.py``.
-
-DESCRIPTION = """\
-Turn text into token files: train.bin and val.bin (little-endian ids without a header, as nanoGPT reads them), each with
-a .json that describes it, and tokenizer/, which transformers.AutoTokenizer loads. Every document ends with the
-end-of-text id. Without flags it prepares the text that ships with Python itself, about 12 MB (Debian's packages hold a
-bit less): no download, no account, under a minute. The same command a second time changes nothing."""
-
-EXAMPLES = """\
-  .venv/bin/python data_prep/preprocess.py
-  .venv/bin/python data_prep/preprocess.py --input books/ --tokenizer train --vocab_size 16384
-  .venv/bin/python data_prep/preprocess.py --input notes.txt web.jsonl --text_key content --output_dir data/mine
-  .venv/bin/python data_prep/download_data.py tinystories && \\
-    .venv/bin/python data_prep/preprocess.py --dataset tinystories"""
-
-SMALL_DESCRIPTION = """\
-As preprocess.py with the same flags, but for the first N documents only: train_small.bin and val_small.bin, for a quick
-look. Of the N, --val_fraction (at least one) are the first of the validation documents, the others the first of the
-training documents. Small and full files share the folder and its tokenizer/, which `--tokenizer train` trains on the
-whole train split in both cases, so a model trained on one can be evaluated on the other."""
-
-SMALL_EXAMPLES = """\
-  .venv/bin/python data_prep/preprocess_small.py --num_documents 100
-  .venv/bin/python data_prep/preprocess_small.py --num_documents 1000 --dataset tinystories"""
 
 
 def main(argv: Sequence[str] | None = None) -> None:

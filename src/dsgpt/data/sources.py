@@ -14,7 +14,8 @@ import re
 import sysconfig
 import tokenize
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -66,11 +67,6 @@ class Source:
     same_by_documents: bool = False
     """True if the same documents may come from other files: then the fingerprint is that of the documents."""
 
-    @property
-    def has_own_split(self) -> bool:
-        """Whether the set is already divided into train and validation."""
-        return any(file.split is not None for file in self.files)
-
     def total_bytes(self) -> int:
         """Bytes of all files, the total for a progress bar."""
         return sum(file.path.stat().st_size for file in self.files)
@@ -82,22 +78,18 @@ class Source:
         their sizes and times of change instead: reading the contents would take as long as the preparation. With
         ``same_by_documents`` it covers the keys and texts of the documents.
         """
-        if self.same_by_documents:
-            return self._documents_fingerprint()
         digest = hashlib.sha256()
+        if self.same_by_documents:
+            for _, document in self.documents():
+                if document.text.strip():  # empty ones are neither downloaded nor encoded
+                    text = document.text.encode()
+                    digest.update(f"{document.key}\0{len(text)}\0".encode(errors=PRINTABLE) + text)
+            return digest.hexdigest()
         small = self.total_bytes() <= _HASHED_BYTES
         for file in self.files:
             status = file.path.stat()
             digest.update(f"{file.key}\0{status.st_size}\0".encode(errors=PRINTABLE))
             digest.update(file.path.read_bytes() if small else str(status.st_mtime_ns).encode())
-        return digest.hexdigest()
-
-    def _documents_fingerprint(self) -> str:
-        digest = hashlib.sha256()
-        for _, document in self.documents():
-            if document.text.strip():  # empty ones are neither downloaded nor encoded
-                text = document.text.encode()
-                digest.update(f"{document.key}\0{len(text)}\0".encode(errors=PRINTABLE) + text)
         return digest.hexdigest()
 
     def documents(self) -> Iterator[tuple[str | None, Document]]:
@@ -124,67 +116,57 @@ def read_text_file(file: SourceFile) -> Iterator[Document]:
     yield Document(key=file.key, text=text, source_bytes=len(data))
 
 
-def json_lines_reader(*, text_key: str, key_field: str | None = None) -> Callable[[SourceFile], Iterator[Document]]:
-    """A reader of JSON lines: one object per line, with its text under ``text_key``; a null text is empty.
+def read_json_lines(file: SourceFile, *, text_key: str, key_field: str | None = None) -> Iterator[Document]:
+    """A document for each line that is not blank: an object with its text under ``text_key``; a null text is empty.
 
     A document's key is the value of ``key_field`` if the row has it, otherwise file name and line number.
+
+    Raises:
+        UserError: a line is not such an object.
     """
-
-    def read(file: SourceFile) -> Iterator[Document]:
-        """Yield a document for each line that is not blank."""
-        with file.path.open("rb") as lines:
-            for number, line in enumerate(lines, start=1):
-                if not line.strip():
-                    continue
-                where = f"{file.path}:{number}"
-                try:
-                    row = json.loads(line)
-                except (ValueError, RecursionError) as error:
-                    raise UserError(f"{where}: is not valid JSON ({error}); one object per line is expected") from error
-                text = _row_text(row, text_key=text_key, where=where)
-                key = str(row.get(key_field, f"{file.key}:{number}"))
-                yield Document(key=key, text=text, source_bytes=len(line))
-
-    return read
-
-
-def _row_text(row: object, *, text_key: str, where: str) -> str:
-    if not isinstance(row, dict):
-        raise UserError(f'{where}: is a JSON {type(row).__name__}, not an object like {{"{text_key}": "..."}}')
-    if text_key not in row:
-        names = ", ".join(map(repr, row)) or "no keys at all"
-        raise UserError(f"{where}: has no key {text_key!r}, it has {names}; name the right one with --text_key")
-    return checked_text(row[text_key], where)
+    with file.path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            where = f"{file.path}:{number}"
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise UserError(f"{where}: is not valid JSON ({error}); one object per line is expected") from error
+            if not isinstance(row, dict):
+                raise UserError(f'{where}: is a JSON {type(row).__name__}, not an object like {{"{text_key}": "..."}}')
+            if text_key not in row:
+                names = ", ".join(map(repr, row)) or "no keys at all"
+                raise UserError(f"{where}: has no key {text_key!r}, it has {names}; name the right one with --text_key")
+            key = str(row.get(key_field, f"{file.key}:{number}"))
+            yield Document(key=key, text=checked_text(row[text_key], where), source_bytes=len(line))
 
 
-def parquet_reader(*, text_key: str) -> Callable[[SourceFile], Iterator[Document]]:
-    """A reader of the column ``text_key`` of a Parquet file, a batch of rows at a time; a null text is empty."""
+def read_parquet(file: SourceFile, *, text_key: str) -> Iterator[Document]:
+    """A document for each row of a Parquet file, from the column ``text_key``; a null text is empty.
 
-    def read(file: SourceFile) -> Iterator[Document]:
-        """Yield a document for each row."""
-        import pyarrow  # noqa: PLC0415 - a tenth of a second that only Parquet needs
-        from pyarrow import parquet  # noqa: PLC0415
+    Raises:
+        UserError: the file cannot be read, or has no such column.
+    """
+    import pyarrow  # noqa: PLC0415 - a tenth of a second that only Parquet needs
+    from pyarrow import parquet  # noqa: PLC0415
 
-        try:
-            table = parquet.ParquetFile(file.path)
-        except (pyarrow.ArrowInvalid, OSError) as error:
-            raise UserError(f"{file.path}: is not a readable Parquet file ({str(error).splitlines()[0]})") from error
-        with table:
-            columns = table.schema_arrow.names
-            if text_key not in columns:
-                raise UserError(
-                    f"{file.path}: has no column {text_key!r}, it has {', '.join(map(repr, columns))}; name the right "
-                    "one with --text_key"
-                )
-            size = file.path.stat().st_size // max(table.metadata.num_rows, 1)
-            number = 0
-            for batch in table.iter_batches(batch_size=256, columns=[text_key]):
-                for value in batch.column(0).to_pylist():
-                    number += 1
-                    text = checked_text(value, f"{file.path}: row {number}")
-                    yield Document(key=f"{file.key}:{number}", text=text, source_bytes=size)
-
-    return read
+    try:
+        table = parquet.ParquetFile(file.path)
+    except (pyarrow.ArrowInvalid, OSError) as error:
+        raise UserError(f"{file.path}: is not a readable Parquet file ({str(error).splitlines()[0]})") from error
+    with table:
+        columns = table.schema_arrow.names
+        if text_key not in columns:
+            raise UserError(
+                f"{file.path}: has no column {text_key!r}, it has {', '.join(map(repr, columns))}; name the right "
+                "one with --text_key"
+            )
+        size = file.path.stat().st_size // max(table.metadata.num_rows, 1)
+        batches = table.iter_batches(batch_size=256, columns=[text_key])
+        for number, value in enumerate((value for batch in batches for value in batch.column(0).to_pylist()), start=1):
+            text = checked_text(value, f"{file.path}: row {number}")
+            yield Document(key=f"{file.key}:{number}", text=text, source_bytes=size)
 
 
 def checked_text(value: object, where: str) -> str:
@@ -232,10 +214,7 @@ def stdlib_source(*, root: Path | None = None) -> Source:
         raise UserError(f"{root}: this Python comes without the sources of its library; use another Python, or --input")
     return Source(
         description=f"sources and documentation of the Python {platform.python_version()} standard library",
-        files=tuple(
-            SourceFile(path=path, key=key, split=None, read=_read_topics if key == _TOPICS else _read_library_file)
-            for key, path in keyed
-        ),
+        files=tuple(SourceFile(path=path, key=key, split=None, read=_read_library_file) for key, path in keyed),
         same_by_documents=True,
     )
 
@@ -251,20 +230,21 @@ def _walk(folder: Path) -> Iterator[Path]:
 
 
 def _read_library_file(file: SourceFile) -> Iterator[Document]:
-    """One document in the encoding that the file declares (PEP 263; UTF-8 by default)."""
+    """One document, in the encoding that the file declares (PEP 263; UTF-8 by default).
+
+    The language reference that ``help()`` shows is a dict in a file: one document for each of its topics.
+    """
+    if file.key == _TOPICS:
+        from pydoc_data.topics import topics  # noqa: PLC0415 - 700 kB that only this needs
+
+        size = file.path.stat().st_size // len(topics)
+        for name in sorted(topics):
+            yield Document(key=f"{_TOPICS.removesuffix('.py')}/{name}.txt", text=topics[name], source_bytes=size)
+        return
     with file.path.open("rb") as lines:
         encoding = tokenize.detect_encoding(lines.readline)[0] if file.path.suffix == ".py" else "utf-8"
     data = file.path.read_bytes()
     yield Document(key=file.key, text=data.decode(encoding), source_bytes=len(data))
-
-
-def _read_topics(file: SourceFile) -> Iterator[Document]:
-    """The language reference that ``help()`` shows, one document per topic; the file is a dict of topics."""
-    from pydoc_data.topics import topics  # noqa: PLC0415 - 700 kB that only this reader needs
-
-    size = file.path.stat().st_size // len(topics)
-    for name in sorted(topics):
-        yield Document(key=f"{_TOPICS.removesuffix('.py')}/{name}.txt", text=topics[name], source_bytes=size)
 
 
 # The documents that download_data.py writes: JSON lines in NAME/raw/, with a record that is written last.
@@ -317,15 +297,14 @@ def downloaded_source(name: str, *, output_dir: Path) -> Source | None:
     for folder in (output_dir / RAW_FOLDER, Path("data") / name / RAW_FOLDER):
         record = raw_record(folder)
         if record and record.name == name:
-            read = json_lines_reader(text_key="text", key_field="key")
+            read = partial(read_json_lines, text_key="text", key_field="key")
             return Source(
                 description=record.source,
                 files=tuple(
                     SourceFile(path=folder / file, key=file, split=_SPLIT_OF_FILE[Path(file).stem], read=read)
                     for file in record.files
                 ),
-                same_by_documents=name
-                == STDLIB_NAME,  # stdlib_source reads the same documents from the interpreter's files
+                same_by_documents=name == STDLIB_NAME,  # which stdlib_source reads from the interpreter's files
             )
     return None
 
@@ -355,8 +334,12 @@ class HubSet:
         return f"{name} ({self.config})" if self.config else name
 
 
-# The hub's main branch may have a loading script, which `datasets` refuses to run. The Parquet files need none.
-_OPENWEBTEXT = "hf://datasets/Skylion007/openwebtext/plain_text/train-*.parquet"
+_OPENWEBTEXT = HubSet(
+    path="parquet",  # the hub's main branch may have a loading script, which `datasets` refuses to run
+    data_files={"train": "hf://datasets/Skylion007/openwebtext/plain_text/train-*.parquet"},
+    about="8 million web pages linked from Reddit, 40 GB: the open replication of GPT-2's training text",
+    splits={"train": 8_013_769},
+)
 
 HUB_SETS = {
     "tinystories": HubSet(
@@ -371,17 +354,10 @@ HUB_SETS = {
         splits={"train": 1_801_350, "validation": 3_760},
         articles=True,
     ),
-    "openwebtext": HubSet(
-        path="parquet",
-        data_files={"train": _OPENWEBTEXT},
-        about="8 million web pages linked from Reddit, 40 GB: the open replication of GPT-2's training text",
-        splits={"train": 8_013_769},
-    ),
-    "webtext": HubSet(
-        path="parquet",
-        data_files={"train": _OPENWEBTEXT},
+    "openwebtext": _OPENWEBTEXT,
+    "webtext": replace(
+        _OPENWEBTEXT,
         about="OpenAI never published GPT-2's WebText; this name gives OpenWebText, the same as openwebtext",
-        splits={"train": 8_013_769},
     ),
     "fineweb-edu": HubSet(
         path="HuggingFaceFW/fineweb-edu",
@@ -409,20 +385,16 @@ def hub_rows(hub_set: HubSet, split: str) -> tuple[Iterator[str], int | None]:
         )
     except (OSError, ValueError, RuntimeError) as error:
         raise _unreadable(hub_set, error) from error
-    known = rows.info.splits[split].num_examples if rows.info.splits and split in rows.info.splits else None
-    return _texts(hub_set, rows), known or hub_set.splits[split] or None
+    published = rows.info.splits[split].num_examples if rows.info.splits and split in rows.info.splits else None
+    return _texts(hub_set, rows), published or hub_set.splits[split] or None
 
 
 def _texts(hub_set: HubSet, rows: Iterable[Mapping[str, str | None]]) -> Iterator[str]:
-    iterator = iter(rows)
-    while True:
-        try:
-            row = next(iterator, None)
-        except OSError as error:
-            raise _unreadable(hub_set, error) from error
-        if row is None:
-            return
-        yield row["text"] or ""
+    try:
+        for row in rows:
+            yield row["text"] or ""
+    except OSError as error:
+        raise _unreadable(hub_set, error) from error
 
 
 def _unreadable(hub_set: HubSet, error: Exception) -> UserError:
@@ -433,9 +405,8 @@ def _unreadable(hub_set: HubSet, error: Exception) -> UserError:
     )
 
 
-def _is_title(line: str) -> bool:
-    """True for `` = Title = ``, False for `` = = Section = = ``."""
-    return line.startswith(" = ") and not line.startswith(" = = ") and line.rstrip("\n").endswith(" = ")
+_TITLE = re.compile(r" = (?!= ).* = \n?", re.DOTALL)
+"""`` = Title = ``, and not `` = = Section = = ``."""
 
 
 def join_articles(lines: Iterable[str]) -> Iterator[str]:
@@ -445,22 +416,17 @@ def join_articles(lines: Iterable[str]) -> Iterator[str]:
     """
     article: list[str] = []
     previous_empty = True
-    held: str | None = None  # a title, if an empty line follows it
+    title = ""  # if an empty line follows it
     for line in lines:
-        if held is not None:
-            if not line.strip() and "".join(article).strip():
-                yield "".join(article)
-                article = []
-            article.append(held)
-            held = None
-        if previous_empty and _is_title(line):
-            held = line
-        else:
-            article.append(line)
+        if title and not line.strip() and "".join(article).strip():
+            yield "".join(article)
+            article = []
+        article.append(title)
+        title = line if previous_empty and _TITLE.fullmatch(line) else ""
+        article.append("" if title else line)
         previous_empty = not line.strip()
-    article += [held] if held is not None else []
-    if article:
-        yield "".join(article)
+    if text := "".join([*article, title]):
+        yield text
 
 
 # The user's own files and folders as a source.
@@ -477,13 +443,17 @@ def own_source(inputs: Sequence[Path], *, text_key: str, output_dir: Path) -> So
     """
     below = [pair for root in inputs for pair in _files_of(root, output_dir)]
     links = [key for path, key in below if path.is_symlink() and path not in inputs]
-    found = [(path, key) for path, key in below if not path.is_symlink() or path in inputs]
-    text = [(path, key) for path, key in found if not _is_binary(path) or path in inputs]
-    files = tuple(_source_file(path, key, text_key) for path, key in text)
+    files = [(path, key) for path, key in below if not path.is_symlink() or path in inputs]
+    text = [(path, key) for path, key in files if not _is_binary(path) or path in inputs]
+    rows = {".jsonl": read_json_lines, ".parquet": read_parquet}
+    readers = {suffix: partial(read, text_key=text_key) for suffix, read in rows.items()}
     return Source(
         description=", ".join(printable(path.name or path) for path in (root.resolve() for root in inputs)),
-        files=files,
-        skipped_binary=len(found) - len(text),
+        files=tuple(
+            SourceFile(path=path, key=key, split=None, read=readers.get(path.suffix, read_text_file))
+            for path, key in text
+        ),
+        skipped_binary=len(files) - len(text),
         skipped_links=tuple(links),
     )
 
@@ -511,13 +481,3 @@ def _is_binary(path: Path) -> bool:
         return False
     with path.open("rb") as file:
         return b"\0" in file.read(_SNIFFED_BYTES)
-
-
-def _source_file(path: Path, key: str, text_key: str) -> SourceFile:
-    if path.suffix == ".jsonl":
-        read = json_lines_reader(text_key=text_key)
-    elif path.suffix == ".parquet":
-        read = parquet_reader(text_key=text_key)
-    else:
-        read = read_text_file
-    return SourceFile(path=path, key=key, split=None, read=read)

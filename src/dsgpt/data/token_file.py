@@ -1,9 +1,8 @@
-"""The token file, NAME.bin, and its sidecar, NAME.json.
+"""The token file, NAME.bin, and its sidecar, NAME.json: read, written, and checked by ``dsgpt data verify``.
 
-The token file: NAME.bin, little-endian token ids without a header, and its sidecar NAME.json. The .bin is the format
-that nanoGPT reads with ``np.memmap(path, dtype=np.uint16)``; ids are uint16 when the vocabulary fits (at most 65,536
-ids), uint32 otherwise, and every document ends with the end-of-text id. Imports no torch, and numpy only to read or
-write ids.
+The .bin has little-endian token ids without a header: the format that nanoGPT reads with
+``np.memmap(path, dtype=np.uint16)``. Ids are uint16 when the vocabulary fits (at most 65,536 ids), uint32 otherwise,
+and every document ends with the end-of-text id. Imports no torch, and numpy only to read or write ids.
 """
 
 import contextlib
@@ -14,10 +13,11 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import Field
 
+from dsgpt.common.command_line import flag, read_options, run_script
 from dsgpt.common.errors import UserError
 from dsgpt.common.files import sha256_of, sync_directory, write_json_atomic
 from dsgpt.common.json_files import Count, JsonError, Positive, Sha256, read_as, read_object
@@ -39,6 +39,21 @@ Nanoseconds = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 
 class TokenFileError(UserError):
     """A token file cannot be used. The message is one line with the file, the fault and what to do."""
+
+
+class Stamp(NamedTuple):
+    """Size and time of change of a file: shows a change without reading the file, unless the time was set back."""
+
+    size: int
+    """Bytes."""
+    mtime_ns: int
+    """Time of the last change, in nanoseconds since 1970."""
+
+    @classmethod
+    def of(cls, path: Path) -> Self:
+        """The current stamp of a file."""
+        status = path.stat()
+        return cls(status.st_size, status.st_mtime_ns)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,54 +89,14 @@ class Sidecar:
     """Time of the last change of the .bin when ``sha256`` was computed, in nanoseconds since 1970."""
 
     @property
-    def stamp(self) -> "Stamp | None":
+    def stamp(self) -> Stamp | None:
         """Stamp of the .bin when ``sha256`` was computed; None if the sidecar does not have it."""
-        if self.size is None or self.mtime_ns is None:
-            return None
-        return Stamp(size=self.size, mtime_ns=self.mtime_ns)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Stamp:
-    """Size and time of change of a file: shows a change without reading the file, unless the time was set back."""
-
-    size: int
-    """Bytes."""
-    mtime_ns: int
-    """Time of the last change, in nanoseconds since 1970."""
-
-    @classmethod
-    def of(cls, path: Path) -> Self:
-        """The current stamp of a file."""
-        found = path.stat()
-        return cls(size=found.st_size, mtime_ns=found.st_mtime_ns)
-
-
-def dtype_for(vocab_size: int) -> DtypeName:
-    """The narrowest dtype that holds ids below ``vocab_size``."""
-    return "uint16" if vocab_size <= 1 << 16 else "uint32"
+        return None if self.size is None or self.mtime_ns is None else Stamp(self.size, self.mtime_ns)
 
 
 def sidecar_path(path: Path) -> Path:
     """NAME.json for NAME.bin."""
     return path.with_suffix(".json")
-
-
-def read_sidecar(path: Path) -> Sidecar:
-    """Read the sidecar file ``path``; unknown keys, of other tools or later versions, are ignored.
-
-    Raises:
-        TokenFileError: it cannot be read, a key is missing or of another type, or its values contradict each other.
-    """
-    try:
-        sidecar = read_as(path, Sidecar, unknown_keys=True)
-    except JsonError as error:
-        raise TokenFileError(f"{path}: is not the sidecar of a token file ({error}); make the data again") from error
-    if sidecar.vocab_size is None:
-        raise TokenFileError(f"{path}: vocab_size is null, not a positive whole number; make the data again")
-    if sidecar.vocab_size > 1 << (8 * WIDTHS[sidecar.dtype]):
-        raise TokenFileError(f"{path}: vocab_size {sidecar.vocab_size:,} does not fit dtype {sidecar.dtype}")
-    return sidecar
 
 
 def note_stamp(path: Path, stamp: Stamp, *, sha256: str) -> None:
@@ -138,7 +113,7 @@ def note_stamp(path: Path, stamp: Stamp, *, sha256: str) -> None:
         values = read_object(path)
         if values.get("sha256") != sha256:
             return
-        write_json_atomic(path, values | {"size": stamp.size, "mtime_ns": stamp.mtime_ns})
+        write_json_atomic(path, values | stamp._asdict())
         # The sidecar is a new file now, and must stay readable to others.
         os.chown(path, before.st_uid, before.st_gid)
         path.chmod(stat.S_IMODE(before.st_mode))
@@ -195,7 +170,7 @@ class TokenFile:
             TokenFileError: the hashes differ, or the file changed meanwhile.
         """
         before = Stamp.of(self.path)
-        computed = self.computed_sha256(progress)
+        computed = sha256_of(self.path, progress)
         if Stamp.of(self.path) != before:
             raise TokenFileError(f"{self.path}: changed while it was hashed: start again when no program writes to it")
         claimed = self.sidecar.sha256
@@ -207,10 +182,6 @@ class TokenFile:
         if claimed and before != self.sidecar.stamp:
             note_stamp(sidecar_path(self.path), before, sha256=claimed)
         return computed
-
-    def computed_sha256(self, progress: Callable[[int], object] = lambda _: None) -> str:
-        """Hash the file's bytes; ``progress`` gets the number of bytes hashed since its last call."""
-        return sha256_of(self.path, progress)
 
 
 def open_token_file(path: Path) -> TokenFile:
@@ -234,32 +205,35 @@ def open_token_file(path: Path) -> TokenFile:
         )
     if not os.access(path, os.R_OK):
         raise TokenFileError(f"{path}: cannot be read (no permission)")
-    sidecar_file = sidecar_path(path)
-    inferred = not os.path.lexists(sidecar_file)  # a broken link counts as present, and is an error
-    sidecar = _inferred(size) if inferred else read_sidecar(sidecar_file)
-    _check_size(path, size, sidecar, inferred)
-    return TokenFile(path=path, sidecar=sidecar, inferred=inferred, size_bytes=size)
-
-
-def _inferred(size: int) -> Sidecar:
-    return Sidecar(
-        dtype="uint16", tokens=size // 2, documents=None, vocab_size=None, eot_id=None, tokenizer=None, source=None,
-        sha256=None,
-    )  # fmt: skip
-
-
-def _check_size(path: Path, size: int, sidecar: Sidecar, inferred: bool) -> None:
+    beside = sidecar_path(path)
+    inferred = not os.path.lexists(beside)  # a broken link counts as present, and is an error
+    if inferred:
+        sidecar = Sidecar(
+            dtype="uint16", tokens=size // 2, documents=None, vocab_size=None, eot_id=None, tokenizer=None, source=None,
+            sha256=None,
+        )  # fmt: skip
+    else:
+        try:
+            sidecar = read_as(beside, Sidecar, unknown_keys=True)  # keys of other tools or later versions
+        except JsonError as error:
+            why = f"is not the sidecar of a token file ({error}); make the data again"
+            raise TokenFileError(f"{beside}: {why}") from error
+        if sidecar.vocab_size is None:
+            raise TokenFileError(f"{beside}: vocab_size is null, not a positive whole number; make the data again")
+        if sidecar.vocab_size > 1 << (8 * WIDTHS[sidecar.dtype]):
+            raise TokenFileError(f"{beside}: vocab_size {sidecar.vocab_size:,} does not fit dtype {sidecar.dtype}")
     width = WIDTHS[sidecar.dtype]
     if size % width:
         raise TokenFileError(
             f"{path}: {size:,} bytes is not a whole number of {width}-byte {sidecar.dtype} ids; the file is cut off or "
             "is not a token file"
         )
-    if not inferred and size != sidecar.tokens * width:
+    if size // width != sidecar.tokens:
         raise TokenFileError(
-            f"{path}: holds {size // width:,} {sidecar.dtype} ids but {sidecar_path(path).name} says "
-            f"{sidecar.tokens:,}; one of them is from another preparation, make the data again"
+            f"{path}: holds {size // width:,} {sidecar.dtype} ids but {beside.name} says {sidecar.tokens:,}; one of "
+            "them is from another preparation, make the data again"
         )
+    return TokenFile(path=path, sidecar=sidecar, inferred=inferred, size_bytes=size)
 
 
 class TokenFileWriter:
@@ -273,13 +247,9 @@ class TokenFileWriter:
     ) -> None:
         self._path = path
         self._partial = path.with_name(f".{path.name}.partial")
-        self._about: dict[str, Any] = {
-            "vocab_size": vocab_size,
-            "eot_id": eot_id,
-            "tokenizer": tokenizer,
-            "source": source,
-        }
-        self._dtype = dtype_for(vocab_size)
+        self._about: dict[str, Any] = {"eot_id": eot_id, "tokenizer": tokenizer, "source": source}
+        self._vocab_size = vocab_size
+        self._dtype: DtypeName = "uint16" if vocab_size <= 1 << 16 else "uint32"
         self._tokens = 0
         self._documents = 0
         self._digest = hashlib.sha256()
@@ -301,11 +271,10 @@ class TokenFileWriter:
         import numpy as np  # noqa: PLC0415
 
         document = np.asarray(ids, dtype=np.int64)
-        vocab_size = self._about["vocab_size"]
-        if document.size and not 0 <= int(document.min()) <= int(document.max()) < vocab_size:
+        if document.size and not 0 <= int(document.min()) <= int(document.max()) < self._vocab_size:
             raise TokenFileError(
                 f"{self._path}: document {self._documents} has ids from {document.min()} to {document.max()}, outside "
-                f"the vocabulary of {vocab_size:,}"
+                f"the vocabulary of {self._vocab_size:,}"
             )
         data = np.append(document, self._about["eot_id"]).astype(DTYPES[self._dtype]).tobytes()
         self._file.write(data)
@@ -326,9 +295,10 @@ class TokenFileWriter:
             dtype=self._dtype,
             tokens=self._tokens,
             documents=self._documents,
+            vocab_size=self._vocab_size,
             sha256=self._digest.hexdigest(),
             **self._about,
-            **asdict(Stamp.of(self._path)),
+            **Stamp.of(self._path)._asdict(),
         )
         write_json_atomic(sidecar_path(self._path), asdict(sidecar))
         return sidecar
@@ -348,3 +318,48 @@ class TokenFileWriter:
             self.close()
         else:
             self.abandon()
+
+
+# ``dsgpt data verify``: reads token files, and compares them with what is noted beside them.
+
+DESCRIPTION = """\
+Read token files, and compare hash, size and largest id with what preparation noted beside them. Exit code 0: all
+agree; 2: one differs, or cannot be read."""
+EXAMPLES = """\
+examples:
+  dsgpt data verify data/python-stdlib/train.bin data/python-stdlib/val.bin"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyOptions:
+    """The command line."""
+
+    files: tuple[Path, ...] = flag(Path, "BIN", "token files", default=(), name="files", nargs="+")
+
+
+def main() -> None:
+    """Read every file that the command line names, and say in a line what it holds.
+
+    Raises:
+        UserError: with a line for each file that cannot be read, or differs from its sidecar.
+    """
+    options, problems = read_options(VerifyOptions, description=DESCRIPTION, epilog=EXAMPLES)
+    problems.raise_if_any()
+    for path in options.files:
+        try:
+            file = open_token_file(path)
+            computed, largest, vocabulary = file.verified_sha256(), file.largest_id(), file.sidecar.vocab_size
+        except TokenFileError as error:
+            problems.add(*error.problems)
+            continue
+        if vocabulary is not None and largest >= vocabulary:
+            problems.add(f"{path}: its largest id is {largest}, but its sidecar says a vocabulary of {vocabulary}")
+            continue
+        beside = sidecar_path(path).name if file.sidecar.sha256 else "nothing noted beside it"
+        what = f"{file.tokens:,} tokens, ids up to {largest:,}, sha256 {computed}"
+        print(f"{path}: {what}: agrees with {beside}", flush=True)
+    problems.raise_if_any()
+
+
+if __name__ == "__main__":
+    run_script(main)

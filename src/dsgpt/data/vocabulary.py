@@ -68,7 +68,11 @@ def divide(documents: Iterable[tuple[str | None, Document]], *, val_fraction: fl
 
 
 def _divide_by_position(documents: Iterator[Document], *, val_fraction: float, seed: int) -> Divided:
-    head = _take_small(documents)
+    head: list[Document] = []
+    characters = 0
+    while len(head) < _SMALL_DOCUMENTS and characters < _SMALL_CHARACTERS and (document := next(documents, None)):
+        head.append(document)
+        characters += len(document.text)
     following = next(documents, None)
     if following is None and len(head) == 1:
         yield from _cut_in_two(head[0], val_fraction=val_fraction)
@@ -83,23 +87,12 @@ def _divide_by_position(documents: Iterator[Document], *, val_fraction: float, s
             yield ("val" if position(document.key, seed=seed) < val_fraction else "train"), document
 
 
-def _take_small(documents: Iterator[Document]) -> list[Document]:
-    head: list[Document] = []
-    characters = 0
-    for document in documents:
-        head.append(document)
-        characters += len(document.text)
-        if len(head) == _SMALL_DOCUMENTS or characters >= _SMALL_CHARACTERS:
-            break
-    return head
-
-
 def _cut_in_two(document: Document, *, val_fraction: float) -> Divided:
     """Cut about ``val_fraction`` off the end of the text for validation, at the start of a line or else of a word."""
     text = document.text
     cut = min(max(int(len(text) * (1 - val_fraction)), 1), len(text) - 1)
-    found = next((text.rfind(mark, 0, cut) for mark in ("\n", " ") if text.rfind(mark, 0, cut) > 0), cut - 1)
-    train, val = text[: found + 1], text[found + 1 :]
+    last = next((text.rfind(mark, 0, cut) for mark in ("\n", " ") if text.rfind(mark, 0, cut) > 0), cut - 1)
+    train, val = text[: last + 1], text[last + 1 :]
     if not train.strip() or not val.strip():
         raise UserError(f"{document.key}: is the only document and too short to be divided; give more text")
     size = document.source_bytes * len(train) // len(text)
@@ -212,33 +205,28 @@ def save_loaded(name: str, folder: Path) -> None:
             no end-of-text token.
     """
     what = f"--tokenizer {name}"
-    if Path(name).is_dir():
-        tokenizer = open_tokenizer(Path(name), what=what, named=True, clean_up_tokenization_spaces=False)
-    else:
+    local = Path(name).is_dir()
+    try:
+        given = Path(name) if local else name
+        tokenizer = open_tokenizer(given, what=what, named=local, clean_up_tokenization_spaces=False)
+    except UserError as not_cached:
+        if local or isinstance(not_cached, RefusedTokenizerError):
+            raise
+        require_hub(what, cure="use --tokenizer train, or name a local folder that holds a tokenizer.json")
         try:
-            tokenizer = open_tokenizer(name, what=what, clean_up_tokenization_spaces=False)
+            tokenizer = open_tokenizer(name, what=what, fetch=True, clean_up_tokenization_spaces=False)
         except RefusedTokenizerError:
             raise
-        except UserError:  # not in the hub library's cache
-            tokenizer = _download(name)
+        except UserError as error:
+            raise UserError(
+                f"{what}: is neither a local folder nor a tokenizer on the hub "
+                f"({reason_of(error.__cause__ or error)}); use --tokenizer train to make one from the text"
+            ) from error
     if not tokenizer.is_fast:
-        raise UserError(f"--tokenizer {name}: has no tokenizer.json for the `tokenizers` library; choose another one")
+        raise UserError(f"{what}: has no tokenizer.json for the `tokenizers` library; choose another one")
     if tokenizer.eos_token_id is None:
-        raise UserError(f"--tokenizer {name}: has no end-of-text token (eos_token), so documents could not be ended")
+        raise UserError(f"{what}: has no end-of-text token (eos_token), so documents could not be ended")
     _save(tokenizer, folder)
-
-
-def _download(name: str) -> "PreTrainedTokenizerBase":
-    require_hub(f"--tokenizer {name}", cure="use --tokenizer train, or name a local folder that holds a tokenizer.json")
-    try:
-        return open_tokenizer(name, what=f"--tokenizer {name}", fetch=True, clean_up_tokenization_spaces=False)
-    except RefusedTokenizerError:
-        raise
-    except UserError as error:
-        raise UserError(
-            f"--tokenizer {name}: is neither a local folder nor a tokenizer on the hub "
-            f"({reason_of(error.__cause__ or error)}); use --tokenizer train to make one from the text"
-        ) from error
 
 
 def _save(tokenizer: "PreTrainedTokenizerBase", folder: Path) -> None:
@@ -287,8 +275,12 @@ def encode(vocabulary: Vocabulary, divided: Divided) -> Iterator[tuple[str, int,
     Raises:
         UserError: a document's ids contain the end-of-text id, which must only mark its end.
     """
+    state = json.loads(vocabulary.tokenizer.to_str())
+    splitter = state["pre_tokenizer"] or {}
+    gpt2_kind = splitter.get("type") == "ByteLevel" and splitter["use_regex"] and not splitter["add_prefix_space"]
+    cut = gpt2_kind and state["normalizer"] is None and all(token["special"] for token in state["added_tokens"])
     parts: list[NDArray[np.uint32]] = []
-    for batch in _batches(divided, cut=_cuts_cleanly(vocabulary.tokenizer)):
+    for batch in _batches(divided, cut=cut):
         encodings = vocabulary.tokenizer.encode_batch_fast([piece.text for piece in batch], add_special_tokens=False)
         for piece, encoding in zip(batch, encodings, strict=True):
             parts.append(np.array(encoding.ids, dtype=np.uint32))
@@ -314,6 +306,7 @@ class _Piece(NamedTuple):
 
 
 def _batches(divided: Divided, *, cut: bool) -> Iterator[list[_Piece]]:
+    """``cut``: the ``pieces`` of a text have the tokens of the whole text, as with tokenizers like GPT-2's."""
     batch: list[_Piece] = []
     characters = 0
     for split, document in divided:
@@ -326,11 +319,3 @@ def _batches(divided: Divided, *, cut: bool) -> Iterator[list[_Piece]]:
                 batch, characters = [], 0
     if batch:
         yield batch
-
-
-def _cuts_cleanly(tokenizer: Tokenizer) -> bool:
-    """Whether the ``pieces`` of a text have the tokens of the whole text, as with tokenizers like GPT-2's."""
-    state = json.loads(tokenizer.to_str())
-    splitter = state["pre_tokenizer"] or {}
-    gpt2_kind = splitter.get("type") == "ByteLevel" and splitter["use_regex"] and not splitter["add_prefix_space"]
-    return bool(gpt2_kind) and state["normalizer"] is None and all(token["special"] for token in state["added_tokens"])

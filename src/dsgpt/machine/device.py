@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
+from dsgpt.common.text import counted
 from dsgpt.machine.probe import keep_freed_memory
 from dsgpt.machine.topology import Topology
 
@@ -54,7 +55,7 @@ def gpu_problem(topology: Topology, environment: Mapping[str, str] = os.environ)
     if processes <= gpus or (gpus == 1 and all(environment.get(name) == str(value) for name, value in tasks.items())):
         return ""
     return (
-        f"{processes} processes were started on this machine, but it has only {gpus} GPU{'s' * (gpus != 1)}: start at "
+        f"{processes} processes were started on this machine, but it has only {counted(gpus, 'GPU')}: start at "
         f"most {gpus} (deepspeed --num_gpus {gpus}), or use --device cpu"
     )
 

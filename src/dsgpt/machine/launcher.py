@@ -109,7 +109,7 @@ def _has_ended(process: psutil.Process) -> bool:
 # The end of a process that was a rank.
 
 
-def leave(code: int) -> NoReturn:
+def exit_rank(code: int) -> NoReturn:
     """End this process at once, after its output is flushed. Every process that joined a group ends with this.
 
     At an ordinary exit a thread of gloo may still hold the last reference to a tensor. It needs the interpreter to free

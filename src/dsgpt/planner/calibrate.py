@@ -16,8 +16,9 @@ from torch.multiprocessing.spawn import start_processes
 from tqdm import tqdm
 
 from dsgpt.common.files import remove, write_json_atomic
+from dsgpt.common.text import counted
 from dsgpt.machine.device import bring_up, cuda_devices, default_precision, describe_hardware, software_versions
-from dsgpt.machine.launcher import leave
+from dsgpt.machine.launcher import exit_rank
 from dsgpt.machine.process_group import gather_objects, joined
 from dsgpt.machine.topology import Topology, free_port
 from dsgpt.planner import operations
@@ -114,7 +115,7 @@ def _measure_rank(rank: int, asked: _Asked, queue: Any) -> NoReturn:
                 queue.put((name, {}))
         if rank == 0:
             queue.put(("", {"bus_bytes_per_sec": None, "all_reduce_sec": None} | found))
-    leave(0)
+    exit_rank(0)
 
 
 def _time(clock: Clock, name: str, variant: str) -> float:
@@ -202,7 +203,7 @@ def machine_name(hardware: dict[str, object], *, devices: int) -> str:
     """``NVIDIA H200 x 8``, or the processor and ``1 thread each``."""
     if hardware["gpu_name"]:
         return f"{hardware['gpu_name']} x {devices}"
-    return f"{hardware['cpu_name']}, {devices} device{'s' * (devices != 1)} of 1 core"
+    return f"{hardware['cpu_name']}, {counted(devices, 'device')} of 1 core"
 
 
 def disk_bytes_per_sec(folder: Path) -> float:

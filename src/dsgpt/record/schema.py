@@ -21,6 +21,8 @@ RECORD_FILE = "training_metrics.json"
 STEPS_FILE = "metrics.jsonl"
 COMPLETE_FILE = "RUN_COMPLETE.txt"
 LOG_FILE = "train.log"
+PEAKS = ("max_cuda_mem_allocated_bytes_rank0", "max_cuda_mem_reserved_bytes_rank0", "peak_rss_bytes_rank0")
+"""Keys of a segment, of an epoch and of the summary: bytes."""
 GENERATED_TOKENS = 100
 """``inference_latency`` is the time to generate this many tokens; null where the context is shorter."""
 

@@ -17,11 +17,11 @@ import psutil
 from dashboard_server import PAGES, REPOSITORY, Server, launch_browser, serving, settle
 from playwright.sync_api import Browser, BrowserContext, sync_playwright
 
-from dsgpt.benchmarks.cells import counted
-from dsgpt.benchmarks.frame import record_head, table
+from dsgpt.benchmarks.frame import record_head
 from dsgpt.common.command_line import run_script
 from dsgpt.common.errors import Problems
 from dsgpt.common.files import write_atomic, write_json_atomic
+from dsgpt.common.text import counted, table
 from dsgpt.record.schema import RECORD_FILE, STEPS_FILE
 from dsgpt.training.status import RunLock
 

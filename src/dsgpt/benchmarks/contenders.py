@@ -1,0 +1,575 @@
+"""Contenders of the speed and decoding suites in the process that they run in, and what this machine can do at most.
+
+Trainers: this program's strategies, nanoGPT from a checkout, and a plain loop around Hugging Face's GPT-2. Each takes
+whole optimizer steps on the same token file: batch, forward and backward pass, clipping, AdamW. The loops of nanoGPT
+and Hugging Face are what their own trainers do by default: nanoGPT's ``train.py`` with its fused AdamW on GPUs only;
+transformers' ``Trainer`` with torch's fused AdamW. In bf16 both compute under autocast; on a CPU nanoGPT's own script
+would compute in fp32.
+
+Generators: this project, transformers and nanoGPT, each continuing the same prompts greedily with the same weights.
+NanoGPT keeps the weights that it draws itself: its speed does not depend on them.
+
+``python -m dsgpt.benchmarks.contenders JOB`` is a rank of a trainer, which takes steps when told to. Each line of the
+input is a number of steps; the answer is a line of JSON. An empty input ends the process.
+"""
+
+import contextlib
+import importlib.util
+import json
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from dsgpt.benchmarks import decoding
+from dsgpt.benchmarks.decoding import DecodingRow
+from dsgpt.benchmarks.frame import NANOGPT, contest, ratios, span
+from dsgpt.benchmarks.processes import training_words
+from dsgpt.benchmarks.speed import DDP, ENGINE, HUGGING_FACE, OURS, PEERS, Defaults, Shape, StepSetup
+from dsgpt.common.errors import UserError
+from dsgpt.common.files import write_json_atomic
+from dsgpt.data.token_file import open_token_file
+from dsgpt.formats.hugging_face import hugging_face_config, to_hugging_face
+from dsgpt.formats.tensor_files import DTYPES
+from dsgpt.inference.decoder import Decoder
+from dsgpt.inference.generation import generate_batch
+from dsgpt.machine.device import HugePages, bring_up
+from dsgpt.machine.launcher import exit_rank
+from dsgpt.machine.probe import keep_freed_memory
+from dsgpt.machine.topology import read_topology
+from dsgpt.model.config import PRESETS, GPT2Config
+from dsgpt.model.gpt2 import GPT2, initialize
+from dsgpt.telemetry.memory import peak_bytes
+
+# Trainers.
+
+VALIDATED_AT_ONCE = 32
+LR = 6e-4
+TRAINING = {
+    "optimizer": {"type": "AdamW", "params": {"lr": LR, "betas": [0.9, 0.95], "weight_decay": 0.1}},
+    "gradient_clipping": 1.0,
+}
+
+
+class Trainer(Protocol):
+    """Takes optimizer steps."""
+
+    def step(self) -> Tensor:
+        """One step; returns its loss, which may still be on its way."""
+        ...
+
+
+class OwnTrainer:
+    """A strategy of this program, built from flags as ``src/gpt2.py`` builds it, without the loop around it."""
+
+    def __init__(self, kind: str, work: StepSetup, *, tokens: Path, folder: Path) -> None:
+        # imported here: they are not to be in the memory of peers
+        from dsgpt.config.options import parse_arguments  # noqa: PLC0415
+        from dsgpt.config.run_config import resolve  # noqa: PLC0415
+        from dsgpt.machine.process_group import joined  # noqa: PLC0415
+        from dsgpt.strategies.base import build_strategy  # noqa: PLC0415
+        from dsgpt.training.trainer import training_batches  # noqa: PLC0415
+
+        recipe, topology, shape = folder / "recipe.json", read_topology(), work.shape
+        write_json_atomic(recipe, {**TRAINING, "zero_optimization": {"stage": 1}} if kind == ENGINE else TRAINING)
+        values: dict[str, Any] = {
+            "run_type": {OURS: "baseline", ENGINE: "optimized", DDP: "ddp"}[kind],
+            "deepspeed_config": recipe,
+            "train_data_path": tokens,
+            "val_data_path": tokens,
+            "checkpoint_path": folder / "run",
+            "num_layers": shape.n_layer,
+            "num_heads": shape.n_head,
+            "embedding_size": shape.n_embd,
+            "vocab_size": shape.vocab_size,
+            "max_position_embeddings": shape.positions,
+            "seq_length": shape.length,
+            "global_batch_size": work.batch * topology.world_size,
+            "micro_batch_size_per_gpu": work.batch,
+            "max_train_steps": 1_000_000,
+            "precision": work.precision,
+            "device": work.device,
+        }
+        values |= {"threads_per_device": work.threads} if work.device == "cpu" else {}
+        values |= {"compile": True} if work.compile else {}
+        options, problems = parse_arguments(training_words(values))
+        config = resolve(options, topology=topology, problems=problems)
+        self._held = contextlib.ExitStack()
+        device = bring_up(config.device, local_rank=topology.local_rank, threads=config.threads_per_device)
+        if kind != OURS:
+            self._held.enter_context(joined(topology, device))
+        self._strategy = self._held.enter_context(contextlib.closing(build_strategy(config, device)))
+        self._batches = self._held.enter_context(contextlib.closing(training_batches(config, first_step=0)))
+        self._step = 0
+
+    def step(self) -> Tensor:
+        self._step += 1
+        return self._strategy.train_step(self._batches, self._step).loss
+
+
+class PeerLoop:
+    """A peer's training loop."""
+
+    def __init__(
+        self,
+        work: StepSetup,
+        tokens: Path,
+        *,
+        loss: Callable[[Tensor, Tensor], Tensor],
+        model: nn.Module,
+        optimizer: Any,
+    ) -> None:
+        self._model, self._loss, self._optimizer = model, loss, optimizer
+        self._batches, self._device, self._length = _random_windows(work, tokens), work.device, work.shape.length
+        self._precision = DTYPES[work.precision]
+        model.train()
+
+    def step(self, *, lr: float = LR) -> Tensor:
+        """One step at the learning rate ``lr``."""
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        inputs, targets = (part.to(self._device, non_blocking=True) for part in next(self._batches))
+        with torch.autocast(self._device, self._precision, enabled=self._precision != torch.float32):
+            loss = self._loss(inputs, targets)
+        torch.autograd.backward(loss)
+        torch.nn.utils.clip_grad_norm_(self._model.parameters(), 1.0)
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    @torch.no_grad()
+    def validate(self, tokens: Path, *, windows: int) -> float:
+        """The mean loss of the first ``windows`` windows of a token file, one after the other."""
+        ids, length, losses = open_token_file(tokens).memmap(), self._length, []
+        self._model.eval()
+        for first in range(0, windows, VALIDATED_AT_ONCE):
+            starts = [index * length for index in range(first, min(first + VALIDATED_AT_ONCE, windows))]
+            inputs, targets = (part.to(self._device) for part in _windows(ids, starts, length))
+            losses.append(float(self._loss(inputs, targets)) * len(starts))
+        self._model.train()
+        return sum(losses) / windows
+
+
+def _windows(ids: NDArray[np.unsignedinteger], starts: list[int], length: int) -> tuple[Tensor, Tensor]:
+    """The windows that begin at ``starts``: inputs, and the ids that follow them, (B, T) each."""
+    windows = torch.from_numpy(np.stack([ids[start : start + length + 1].astype(np.int64) for start in starts]))
+    return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+
+
+def _random_windows(work: StepSetup, tokens: Path) -> Iterator[tuple[Tensor, Tensor]]:
+    """Batches of windows at random places, (B, T) each: inputs, and the ids that follow them."""
+    ids, length, generator = open_token_file(tokens).memmap(), work.shape.length, torch.Generator().manual_seed(0)
+    while True:
+        starts = torch.randint(len(ids) - length, (work.batch,), generator=generator).tolist()
+        inputs, targets = _windows(ids, starts, length)
+        yield (inputs.pin_memory(), targets.pin_memory()) if work.device == "cuda" else (inputs, targets)
+
+
+def open_loop(
+    kind: str,
+    work: StepSetup,
+    *,
+    tokens: Path,
+    peer: Path | None,
+    betas: tuple[float, float] = (0.9, 0.95),
+    weight_decay: float = 0.1,
+) -> PeerLoop:
+    """The loop of the peer ``kind`` in this process.
+
+    Args:
+        kind: ``NANOGPT`` or ``HUGGING_FACE``.
+        work: what a step does.
+        tokens: the token file.
+        peer: the checkout of nanoGPT.
+        betas: of AdamW.
+        weight_decay: of AdamW.
+
+    Raises:
+        UserError: the peer has another model.
+    """
+    torch.set_num_threads(work.threads or torch.get_num_threads())
+    model: Any
+    optimizer: Any
+    if kind == NANOGPT:
+        assert peer is not None
+        model = nanogpt_model(work.shape.model(), peer).to(work.device)
+        with contextlib.redirect_stdout(None):
+            optimizer = model.configure_optimizers(weight_decay, LR, betas, work.device)
+    else:
+        model = hugging_face_model(work.shape.model(), use_cache=False).to(work.device)
+        check_size(HUGGING_FACE, model, work.shape.model().parameter_count())
+        matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
+        vectors = [parameter for parameter in model.parameters() if parameter.dim() == 1]
+        groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+        optimizer = torch.optim.AdamW(groups, lr=LR, betas=betas, fused=True)
+    forward = torch.compile(model) if work.compile else model
+
+    def loss(inputs: Tensor, targets: Tensor) -> Any:
+        if kind == NANOGPT:
+            return forward(inputs, targets)[1]
+        return forward(input_ids=inputs, labels=targets, shift_labels=targets).loss
+
+    return PeerLoop(work, tokens, loss=loss, model=model, optimizer=optimizer)
+
+
+def nanogpt_model(config: GPT2Config, checkout: Path) -> Any:
+    """NanoGPT's model of the shape ``config``; runs ``model.py`` of the user's checkout.
+
+    Raises:
+        UserError: the checkout has another model.
+    """
+    spec = importlib.util.spec_from_file_location("nanogpt_model", checkout / "model.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    shape = {"n_layer": config.n_layer, "n_head": config.n_head, "n_embd": config.n_embd}
+    shape |= {"block_size": config.block_size, "vocab_size": config.padded_vocab_size}
+    with contextlib.redirect_stdout(None):
+        model = module.GPT(module.GPTConfig(**shape, dropout=0.0, bias=True))
+    check_size(NANOGPT, model, config.padded_parameter_count())
+    return model
+
+
+def hugging_face_model(config: GPT2Config, *, use_cache: bool) -> Any:
+    """Hugging Face's GPT-2 of the shape ``config``, with scaled_dot_product_attention."""
+    from transformers import GPT2Config as PeerConfig  # noqa: PLC0415 - takes seconds
+    from transformers import GPT2LMHeadModel  # noqa: PLC0415
+
+    values = hugging_face_config(config, dtype="fp32", end_of_text=None) | {"use_cache": use_cache}
+    kind: Any = GPT2LMHeadModel
+    return kind._from_config(PeerConfig.from_dict(values), attn_implementation="sdpa")
+
+
+def check_size(name: str, model: nn.Module, expected: int) -> None:
+    """Refuse a peer whose model is not of this shape: a smaller one would be compared with a larger one.
+
+    Raises:
+        UserError: it has not ``expected`` parameters.
+    """
+    size = sum(parameter.numel() for parameter in model.parameters())
+    if size != expected:
+        raise UserError(f"{name} has a model of {size:,} parameters instead of {expected:,}: is it another version?")
+
+
+# A rank of a trainer.
+
+
+def main() -> None:
+    """Build the contender of the job, then take steps; or train nanoGPT to the end of its schedule."""
+    job_file = Path(sys.argv[1])
+    job = json.loads(job_file.read_text(encoding="utf-8"))
+    work = StepSetup(**{**job["work"], "shape": Shape(**job["work"]["shape"])})
+    tokens, peer = Path(job["tokens"]), job["peer"] and Path(job["peer"])
+
+    def answer(values: Mapping[str, Any]) -> None:
+        print(job["mark"] + json.dumps(values), flush=True)
+
+    if "defaults" in job:
+        defaults = Defaults(**job["defaults"])
+        curve = train_nanogpt(
+            work,
+            defaults,
+            steps=job["steps"],
+            validate_every=job["validate_every"],
+            tokens=tokens,
+            val=Path(job["val"]),
+            windows=job["windows"],
+            peer=Path(job["peer"]),
+        )
+        answer({"curve": curve})
+        return
+    if job["keeps_memory"]:
+        keep_freed_memory()
+    torch.manual_seed(0)
+    trainer: Trainer
+    if job["kind"] in PEERS:
+        trainer = open_loop(job["kind"], work, tokens=tokens, peer=peer)
+    else:
+        trainer = OwnTrainer(job["kind"], work, tokens=tokens, folder=job_file.parent)
+    for line in sys.stdin:
+        started, loss = time.perf_counter(), torch.zeros(())
+        with synchronisations(work.device) as waits:
+            for _ in range(int(line)):
+                loss = trainer.step()
+        value = float(loss)  # waits for the device
+        seconds, peak = time.perf_counter() - started, peak_bytes(work.device)
+        waited = None if work.device == "cpu" else len(waits)
+        answer({"seconds": seconds, "loss": value, "peak_bytes": peak, "synchronisations": waited})
+
+
+@contextlib.contextmanager
+def synchronisations(device: str) -> Iterator[list[str]]:
+    """Collects a message for every time that Python waits for the GPU inside; on a CPU there is nothing to wait for."""
+    waits: list[str] = []
+    if device == "cpu":
+        yield waits
+        return
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield waits
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    waits += [str(warning.message) for warning in caught if "synchronizing CUDA operation" in str(warning.message)]
+
+
+def train_nanogpt(
+    work: StepSetup,
+    defaults: Defaults,
+    *,
+    steps: int,
+    validate_every: int,
+    tokens: Path,
+    val: Path,
+    windows: int,
+    peer: Path,
+) -> list[tuple[float, float]]:
+    """Train nanoGPT with its own settings; returns training seconds so far and validation loss at each validation."""
+    torch.manual_seed(1337)
+    betas = (0.9, defaults.beta2)
+    loop = open_loop(NANOGPT, work, tokens=tokens, peer=peer, betas=betas, weight_decay=defaults.weight_decay)
+    curve, seconds = [], 0.0
+    for step in range(steps):
+        started = time.perf_counter()
+        loop.step(lr=defaults.rate(step, steps=steps)).item()
+        seconds += time.perf_counter() - started
+        if (step + 1) % validate_every == 0 or step + 1 == steps:
+            curve.append((seconds, loop.validate(val, windows=windows)))
+    return curve
+
+
+# What this machine can do: its matrix products at the shapes of a model, and its memory.
+
+SECONDS = 0.4
+"""Time spent on each product."""
+COPIED_BYTES = 512 << 20
+"""Of a copy that fits into no cache."""
+
+
+def measure_ceilings(work: StepSetup) -> dict[str, Any]:
+    """FLOP/s of every matrix product of a step, alone, and the seconds that all of a step's products take at that rate.
+
+    A backward pass multiplies twice for each product of the forward pass: for the gradient of the inputs, and for that
+    of the weights.
+    """
+    if work.threads:
+        torch.set_num_threads(work.threads)
+    dtype, device, rows = DTYPES[work.precision], work.device, work.tokens
+    measured, total = [], 0.0
+    for name, (outputs, inputs, count) in work.shape.products().items():
+        x, w = torch.randn(rows, inputs, device=device).to(dtype), torch.randn(outputs, inputs, device=device).to(dtype)
+        y = torch.randn(rows, outputs, device=device).to(dtype)
+        flops = 2.0 * rows * inputs * outputs
+        for purpose, left, right in (("forward", x, w.T), ("inputs", y, w), ("weights", y.T, x)):
+            out = left @ right
+            seconds = _seconds(partial(torch.mm, left, right, out=out), device)
+            total += seconds * count
+            measured.append({"product": name, "gradient": purpose, "flops_per_sec": flops / seconds, "count": count})
+    source = torch.ones(COPIED_BYTES // 4, device=device)
+    target = torch.empty_like(source)
+    copied = 2 * COPIED_BYTES / _seconds(lambda: target.copy_(source), device)  # read and written
+    return {"products": measured, "products_sec": total, "copy_bytes_per_sec": copied}
+
+
+def _seconds(call: Callable[[], object], device: str) -> float:
+    """Seconds of one call, after one for warm-up: the shortest of all that fit into ``SECONDS``."""
+    call()
+    shortest, started = float("inf"), time.perf_counter()
+    while time.perf_counter() - started < SECONDS:
+        begun = time.perf_counter()
+        call()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        shortest = min(shortest, time.perf_counter() - begun)
+    return shortest
+
+
+# Generators, their rounds, and what rounded weights lose.
+
+WEIGHTS = (("fp32", "none"), ("bf16", "none"), ("bf16", "int8"))
+"""Precision and quantization."""
+READS = 5
+"""Readings of the weights' bytes in a round; the fastest counts."""
+_COLUMNS = 4096
+
+
+def measure_losses(checkpoint: Path, data: Path, *, device: str) -> dict[str, Any]:
+    """Loss and perplexity of the model of ``checkpoint`` on the token file ``data``, as the record has them.
+
+    In each precision, and with weights in 8 bits.
+
+    Raises:
+        UserError: the model or the file cannot be used.
+    """
+    from dsgpt.inference.commands import EvaluateRequest  # noqa: PLC0415
+    from dsgpt.inference.evaluate import evaluate  # noqa: PLC0415
+    from dsgpt.machine.console import Console  # noqa: PLC0415
+
+    weights: dict[str, Any] = {}
+    for precision, quantize in WEIGHTS:
+        asked = EvaluateRequest(checkpoint=checkpoint, data=data, precision=precision, quantize=quantize, device=device)
+        record = evaluate(asked, console=Console(speaks=False))
+        name = precision if quantize == "none" else quantize
+        weights[name] = {key: record[key] for key in ("loss", "perplexity", "bits_per_byte")}
+    return {"checkpoint": checkpoint.as_posix(), "tokens": record["tokens"], "weights": weights}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Continued:
+    """What a contender generated."""
+
+    ids: list[list[int]]
+    seconds: float
+    token_sec: float | None
+    """Seconds of a token after the first; None if the contender does not say."""
+
+
+Generator = Callable[[Tensor], Continued]
+"""From prompts (B, T) to what follows them."""
+
+
+def draw_model(row: DecodingRow, device: torch.device) -> GPT2:
+    """The model of a row, with random weights: as fast as a trained one."""
+    model = GPT2(PRESETS[row.model_size])
+    initialize(model, config=model.config, seed=1)
+    return model.to(device=device, dtype=DTYPES[row.precision]).eval()
+
+
+def draw_prompts(row: DecodingRow, device: torch.device) -> Tensor:
+    """Random ids, (B, T)."""
+    shape, vocabulary = (row.batch_size, row.prompt_tokens), PRESETS[row.model_size].vocab_size
+    return torch.randint(0, vocabulary, shape, generator=torch.Generator().manual_seed(0)).to(device)
+
+
+def open_generator(kind: str, row: DecodingRow, model: GPT2, *, checkout: Path | None) -> Generator:
+    """The contender ``kind`` with the weights of ``model``.
+
+    Raises:
+        UserError: the checkout has another model than a GPT-2 of this size.
+    """
+    if kind == decoding.OURS:
+        decoder = Decoder(model, batch_size=row.batch_size, quantize=row.quantize)
+        return partial(_generate, decoder, row.new_tokens)
+    if kind == NANOGPT:
+        assert checkout is not None
+        peer = nanogpt_model(model.config, checkout)
+    else:
+        peer = hugging_face_model(model.config, use_cache=True)
+        weights = dict(to_hugging_face(model.state_dict().items(), model.config))
+        weights["lm_head.weight"] = weights.pop("transformer.lm_head.weight")[: model.config.vocab_size]
+        peer.load_state_dict(weights)
+    peer = peer.to(device=model.wte.weight.device, dtype=model.wte.weight.dtype).eval()
+
+    @torch.inference_mode()
+    def generate(prompts: Tensor) -> Continued:
+        started = time.perf_counter()
+        if kind == NANOGPT:
+            ids = peer.generate(prompts, row.new_tokens, top_k=1)
+        else:
+            ids = peer.generate(
+                prompts,
+                attention_mask=torch.ones_like(prompts),
+                max_new_tokens=row.new_tokens,
+                do_sample=False,
+                eos_token_id=None,
+                pad_token_id=0,
+            )
+        new = ids[:, prompts.shape[1] :].tolist()  # waits for the device
+        return Continued(ids=new, seconds=time.perf_counter() - started, token_sec=None)
+
+    return generate
+
+
+def _generate(decoder: Decoder, new_tokens: int, prompts: Tensor) -> Continued:
+    """Our continuation of ``prompts``."""
+    started = time.perf_counter()
+    times, steps = [], []
+    for ids in generate_batch(decoder, prompts.tolist(), new_tokens=new_tokens):
+        times.append(time.perf_counter())
+        steps.append(ids)
+    return Continued(
+        ids=[list(ids) for ids in zip(*steps, strict=True)],
+        seconds=times[-1] - started,
+        token_sec=(times[-1] - times[0]) / (len(times) - 1),
+    )
+
+
+def measure_decoding(row: DecodingRow, *, rounds: int, device: torch.device, checkout: Path | None) -> dict[str, Any]:
+    """Seconds of every contender in every round, the ratio to transformers, and the share of the memory's floor.
+
+    Warm-up and loading do not count; reading the prompts counts, except in the share, which is of the tokens after the
+    first. In each round the weights' bytes are read once, too: that is the floor.
+
+    Raises:
+        UserError: nanoGPT's checkout has another model.
+    """
+    model, prompts = draw_model(row, device), draw_prompts(row, device)
+    kinds = row.contenders(nanogpt=checkout is not None)
+    generators = {kind: open_generator(kind, row, model, checkout=checkout) for kind in kinds}
+    size = bytes_read(model, quantize=row.quantize)
+    # The product of a matrix of as many bytes and a vector is the fastest way here to read memory once. The matrix is
+    # in huge pages, like those of our weights whose layout is PyTorch's.
+    matrix = HugePages().copy(torch.ones((max(1, size // 4 // _COLUMNS), _COLUMNS), device=device))
+    read = (matrix, torch.ones(_COLUMNS, device=device))
+    for generate in generators.values():
+        generate(prompts)
+    turns: dict[str, list[Any]] = contest(
+        {
+            **{kind: partial(generate, prompts) for kind, generate in generators.items()},
+            "floor": lambda: min(_timed(read, device) for _ in range(READS)),
+        },
+        rounds=rounds,
+    )
+    seconds = {kind: [each.seconds for each in turns[kind]] for kind in kinds}
+    token_sec = [each.token_sec for each in turns[decoding.OURS]]
+    return {
+        "key": row.key,
+        "title": row.title,
+        "work": asdict(row),
+        "bytes_per_token": size,
+        "seconds": {kind: span(values) for kind, values in seconds.items()},
+        "token_sec": span(token_sec),
+        "floor_sec": span(turns["floor"]),
+        "ratios": {kind: ratios(seconds[kind], seconds[decoding.OURS]) for kind in kinds[1:]},
+        "share": ratios(turns["floor"], token_sec),
+        "same_ids": turns[decoding.OURS][0].ids == turns[decoding.HUGGING_FACE][0].ids,
+        "ratio_goal": decoding.RATIO_GOAL if row.has_goals else None,
+        "share_goal": decoding.SHARE_GOAL if row.has_goals else None,
+    }
+
+
+def bytes_read(model: GPT2, *, quantize: str = "none") -> int:
+    """Bytes of weights that every token needs: all but the positions, and of the embedding, as head, no padding.
+
+    In 8 bits, a matrix has a byte for each weight and a scale for each output.
+    """
+    head = model.wte.weight[: model.config.vocab_size]
+    read = [head, *(weight for name, weight in model.named_parameters() if not name.startswith(("wte", "wpe")))]
+    if quantize == "none":
+        return sum(weight.nbytes for weight in read)
+    return sum(
+        weight.numel() + len(weight) * weight.element_size() if weight.dim() == 2 else weight.nbytes for weight in read
+    )
+
+
+def _timed(read: tuple[Tensor, Tensor], device: torch.device) -> float:
+    started = time.perf_counter()
+    torch.mv(*read)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - started
+
+
+if __name__ == "__main__":
+    main()
+    exit_rank(0)
