@@ -57,7 +57,6 @@ from dsgpt.record.sweeps import Comparison, Measured, State, of_cells, of_runs, 
 # The contents of the pictures: warnings, values, notes in place of missing ones, axes from zero.
 
 
-LAST_DIGITS = {"a": 8.616005635, "b": 8.616005659}
 STAMPED = ["training_time", "throughput", "inference_latency", "inference_throughput", "latency_vs_throughput"]
 STAMPED += ["loss_vs_step", "loss_vs_time", "loss_vs_tokens", "peak_memory", "overview"]
 
@@ -101,10 +100,13 @@ def test_every_comparing_picture_is_stamped_with_what_differs(read, words):
 
 def test_equal_work_is_not_stamped_and_shows_the_speed_up(read, words):
     runs = [read("base", record(), step_lines()), read("fast", record(summary__train_time_sec=50.0), step_lines())]
-    for name, text in words(runs).items():
+    drawn = words(runs)
+    for name, text in drawn.items():
         assert "NOT" not in text and "PARTIAL" not in text, name
         assert "same work: yes" in text
         assert ("Speed-up over base in training time: fast 2.00x." in text) == (name in {"training_time", "overview"})
+    noted = {name for name, text in drawn.items() if "measurement noise." in " ".join(text.split())}
+    assert noted == {"inference_latency", "inference_throughput", "latency_vs_throughput"}
 
 
 def test_unknown_work_is_stamped(read, words):
@@ -137,54 +139,54 @@ def test_a_long_list_of_differences_is_cut_and_refers_to_the_page(read, words):
     assert "… and more: see comparison.md\nPARTIAL RUN: cut is failed" in text
 
 
-def test_bars_start_at_zero_and_carry_their_values(read):
-    runs = [read("a", record()), read("b", record(summary__train_time_sec=None, train_time_per_epoch=None))]
+@pytest.mark.parametrize(
+    ("bars", "lacking", "labels"),
+    [
+        (TRAINING_TIME, {"summary__train_time_sec": None, "train_time_per_epoch": None}, ["100.0", "not recorded"]),
+        (
+            THROUGHPUT,
+            {"summary__mean_tokens_per_sec_global": None, "train_throughput": None, "summary__optimizer_steps": 3},
+            ["102", "fewer than 4 steps"],
+        ),
+    ],
+)
+def test_bars_start_at_zero_and_carry_their_values_or_a_note(read, bars, lacking, labels):
     axes = Figure().subplots()
-    draw_bars(axes, TRAINING_TIME, runs)
+    draw_bars(axes, bars, [read("a", record()), read("b", record(**lacking))])
     assert axes.get_xlim()[0] == 0
-    assert [text.get_text() for text in axes.texts] == ["100.0", "not recorded"]
-    assert [container[0].get_width() for container in axes.containers] == [100.0, 0.0]
+    assert [text.get_text() for text in axes.texts] == labels
+    assert widths(axes) == [bars.quantity.value(read("a", record())), 0.0]
     assert [tick.get_text() for tick in axes.get_yticklabels()] == ["a", "b"]
 
 
-def test_a_run_too_short_for_timing_has_a_note_instead_of_a_bar(read):
-    short = record(summary__mean_tokens_per_sec_global=None, train_throughput=None, summary__optimizer_steps=3)
-    axes = Figure().subplots()
-    draw_bars(axes, THROUGHPUT, [read("a", record()), read("b", short)])
-    assert [text.get_text() for text in axes.texts] == ["102", "fewer than 4 steps"]
+@pytest.fixture
+def validated(read):
+    """The panel of the validation losses of runs, by name; drawn, so that its labels are there."""
+
+    def panel(**losses: list[float]):
+        runs = [
+            read(name, record(), [{"step": step, "val_loss": loss} for step, loss in enumerate(values, start=1)])
+            for name, values in losses.items()
+        ]
+        axes = Figure().subplots()
+        draw_losses(axes, runs, kind="validation", axis=STEPS)
+        axes.figure.canvas.draw()
+        return axes
+
+    return panel
 
 
-def test_inference_differences_are_described_as_noise_on_their_pictures(read, words):
-    drawn = words([read("a", record()), read("b", record())])
-    noted = {name for name, text in drawn.items() if "measurement noise." in " ".join(text.split())}
-    assert noted == {"inference_latency", "inference_throughput", "latency_vs_throughput"}
-
-
-def test_loss_labels_hold_the_losses_without_an_offset(read):
+def test_loss_labels_hold_the_losses_without_an_offset(validated):
     for losses in ([4.0000001, 4.0000002], [1e-7, 2e-7]):
-        lines = [{"step": step, "val_loss": loss} for step, loss in enumerate(losses, start=1)]
-        figure = Figure()
-        axes = figure.subplots()
-        draw_losses(axes, [read("a", record(), lines)], kind="validation", axis=STEPS)
-        figure.canvas.draw()
-        assert axes.yaxis.get_offset_text().get_text() == ""
+        assert validated(a=losses).yaxis.get_offset_text().get_text() == ""
 
 
-def test_single_points_that_coincide_stay_visible(read):
-    lines = [{"step": 4, "val_loss": 4.0}]
-    axes = Figure().subplots()
-    draw_losses(axes, [read("a", record(), lines), read("b", record(), lines)], kind="validation", axis=STEPS)
-    below, above = axes.lines
+def test_single_points_that_coincide_stay_visible_and_rounding_does_not_fill_a_panel(validated):
+    below, above = validated(a=[4.0], b=[4.0]).lines
     assert below.get_markersize() > 1.5 * above.get_markersize() and below.get_zorder() < above.get_zorder()
-
-
-def test_differences_of_rounding_do_not_fill_a_panel(read):
-    runs = [read(name, record(), [{"step": 1, "val_loss": loss}]) for name, loss in LAST_DIGITS.items()]
-    axes = Figure().subplots()
-    draw_losses(axes, runs, kind="validation", axis=STEPS)
-    low, high = axes.get_ylim()
+    low, high = validated(a=[8.616005635], b=[8.616005659]).get_ylim()
     assert high - low == pytest.approx(SMALLEST_SPAN)
-    assert low < min(LAST_DIGITS.values()) < max(LAST_DIGITS.values()) < high
+    assert low < 8.616005635 and high > 8.616005659
 
 
 def test_gpu_and_host_memory_never_share_a_panel(read):
@@ -195,15 +197,6 @@ def test_gpu_and_host_memory_never_share_a_panel(read):
     assert memory_bars([cpu, gpu]) == [GPU_MEMORY, HOST_MEMORY]
     assert memory_bars([gpu, unrecorded]) == [GPU_MEMORY]
     assert memory_bars([unrecorded]) == [HOST_MEMORY]
-
-
-def test_losses_against_steps_and_time_are_the_recorded_ones(read):
-    run = read("a", record(), step_lines(steps=40, every=10))
-    for axis, last in ((STEPS, 40), (time_axis([run]), 100.0)):
-        axes = Figure().subplots()
-        (end,) = draw_losses(axes, [run], kind="validation", axis=axis)
-        assert (end.x, end.y) == (last, run.val_curve.points[-1].loss)
-        assert "does not start at 0" in axes.get_ylabel()
 
 
 def test_long_curves_show_every_step_and_a_mean_with_its_window(read, words):
@@ -225,13 +218,14 @@ def test_epochs_are_the_axis_only_if_no_run_recorded_steps(read, words):
 
 
 @pytest.mark.parametrize(("seconds", "unit"), [(100, "(s)"), (600, "(minutes)"), (20_000, "(hours)")])
-def test_the_time_axis_names_its_unit(read, seconds, unit):
-    run = read("a", record(), step_lines(seconds=seconds / 40))
-    axis = time_axis([run])
-    assert unit in axis.label
-    axes = Figure().subplots()
-    (end,) = draw_losses(axes, [run], kind="train", axis=axis)
-    assert end.x * axis.scale == pytest.approx(seconds)
+def test_losses_against_steps_and_time_are_the_recorded_ones(read, seconds, unit):
+    run = read("a", record(), step_lines(seconds=seconds / 40, every=10))
+    assert unit in time_axis([run]).label
+    for axis, last in ((STEPS, 40), (time_axis([run]), seconds)):
+        axes = Figure().subplots()
+        (end,) = draw_losses(axes, [run], kind="validation", axis=axis)
+        assert (end.x * axis.scale, end.y) == (pytest.approx(last), run.val_curve.points[-1].loss)
+        assert "does not start at 0" in axes.get_ylabel()
 
 
 def test_curves_are_named_at_their_ends_only_if_names_do_not_overlap(read):
@@ -288,7 +282,7 @@ def in_style():
 
 def panels(picture: Frame | str) -> list:
     assert isinstance(picture, Frame), picture
-    return picture.figure.get_axes()
+    return picture.figure.axes
 
 
 def widths(axes) -> list[float]:
@@ -326,8 +320,7 @@ def test_efficiency_is_the_speed_up_per_device():
     found = scaling(SPEEDS)
     rows = {row.name: row for row in efficiency_rows(found, found.comparisons[0])}
     two = rows["ddp on 2 devices"]
-    assert (two.value, two.label) == (pytest.approx(90), "90% (1.80x)")
-    assert (two.low, two.high) == (pytest.approx(81), pytest.approx(99))
+    assert two.label == "90% (1.80x)" and [two.value, two.low, two.high] == pytest.approx([90, 81, 99])
     assert rows["ddp on 1 device"].group == two.group != rows["zero1 on 2 devices"].group
 
 
@@ -357,13 +350,12 @@ def test_the_cost_of_more_tokens_is_marked():
         replace(one, cost=spread(2.0), turns=[replace(one.turns[0], work={"tokens": tokens})])
         for one, tokens in zip(found.cells, (1000.0, 2000.0), strict=True)
     ]
-    assert "tokens: 1,000 to 2,000" in texts(
-        charts_of_sweep(replace(found, cells=cells, price_per_device_hour=3.0), name="mine")["mine_money"]()
-    )
     alike = [replace(one, turns=cells[0].turns) for one in cells]
-    assert "NOT EQUAL" not in texts(
-        charts_of_sweep(replace(found, cells=alike, price_per_device_hour=3.0), name="mine")["mine_money"]()
+    unlike, equal = (
+        texts(charts_of_sweep(replace(found, cells=of_sweep, price_per_device_hour=3.0), name="mine")["mine_money"]())
+        for of_sweep in (cells, alike)
     )
+    assert "tokens: 1,000 to 2,000" in unlike and "NOT EQUAL" not in equal
 
 
 def test_memory_is_stacked_and_predicted_beside_measured():
@@ -434,15 +426,8 @@ def test_quantiles_are_those_of_numpy():
 
 def test_a_record_says_what_its_run_cost(tmp_path):
     """The keys of ``cost`` and ``summary``; of the steps, those that are not marked as warm-up."""
-    parts = {
-        "weights": 1,
-        "new_gradients": 2,
-        "gradients": 3,
-        "logits": 5,
-        "activations": 7,
-        "buckets": 11,
-        "other": 13,
-    }
+    names = ("weights", "new_gradients", "gradients", "logits", "activations", "buckets", "other")
+    parts = dict(zip(names, (1, 2, 3, 5, 7, 11, 13), strict=True))
     values = record(
         cost={
             "model_state_bytes_per_rank": {
