@@ -17,7 +17,7 @@ from dsgpt.config.run_config import RunConfig, resolve
 from dsgpt.machine.process_group import HostGroup
 from dsgpt.machine.topology import read_topology
 from dsgpt.record.runs import Footprint, Run, read_run
-from dsgpt.record.sweeps import Compared, Comparison, Spread, State, Sweep, SweepCell, Turn
+from dsgpt.record.suites import Compared, Comparison, Spread, State, Sweep, SweepCell, Turn
 from dsgpt.telemetry.meter import StepResult
 from dsgpt.training.journal import Journal, open_sinks
 from dsgpt.training.run_description import data_hash, describe_run, initial_weights_hash

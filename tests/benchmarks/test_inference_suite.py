@@ -24,8 +24,7 @@ from dsgpt.benchmarks.inference_engines import ContinuousEngine, OwnModel
 from dsgpt.benchmarks.inference_turns import EngineProcess, Engines, Trace, _environment
 from dsgpt.benchmarks.inference_worker import ANSWER, ONE, STATIC, Answer, as_words, open_engine
 from dsgpt.common.errors import UserError
-from dsgpt.record.suites import Concurrency, Engine, Load, Percentiles
-from dsgpt.record.sweeps import Spread
+from dsgpt.record.suites import Concurrency, Engine, Load, Percentiles, Spread
 
 # Engines get what they are told, and what they report is measured where it should be.
 

@@ -24,8 +24,8 @@ from dsgpt.dashboard.reading import (
 )
 from dsgpt.dashboard.ui import lines, plain, smoothed, thinned
 from dsgpt.model.config import PRESETS
-from dsgpt.record.fields import Fields
 from dsgpt.record.runs import read_step_curves
+from dsgpt.record.schema import Fields
 from dsgpt.training.status import SILENT_SEC, Signs, Status, signs_of_life, status_of
 
 COMMITTED = Path(__file__).parents[2] / "checkpoint" / "reference" / "cpu-2-cores"

@@ -17,7 +17,7 @@ from dsgpt.common.text import NO_DIFFERENCE, machine_words
 from dsgpt.record.equal_work import Verdict, judge
 from dsgpt.record.runs import Run, read_run
 from dsgpt.record.schema import RECORD_FILE, STEPS_FILE, read_steps
-from dsgpt.record.sweeps import MAX_BYTES, SWEEP_FILE, Sweep, SweepCell, read_sweep
+from dsgpt.record.suites import MAX_BYTES, SWEEP_FILE, Sweep, SweepCell, read_sweep
 from dsgpt.record.work import Worked
 
 CELL_MARK = "#"

@@ -30,7 +30,7 @@ from dsgpt.common.errors import UserError, did_you_mean
 from dsgpt.common.files import sha256_of
 from dsgpt.machine.launcher import launcher_command
 from dsgpt.model.config import PRESETS
-from dsgpt.record.sweeps import SCHEMA_VERSION, SWEEP_FILE, State, Turn
+from dsgpt.record.suites import SCHEMA_VERSION, SWEEP_FILE, State, Turn
 
 DEVICES, REPEATS, LIMIT_SEC, SEED = (1, 2), 3, 900, 1337
 MODEL_SIZE, STEPS, SEQ_LENGTH, VAL_STEPS = "demo", 30, 128, 2

@@ -10,7 +10,7 @@ from dsgpt.benchmarks.sweep_cells import EQUAL, LABELS
 from dsgpt.common.errors import is_number
 from dsgpt.common.text import NO_DIFFERENCE, machine_words, megabytes, no_difference, table
 from dsgpt.machine.console import duration
-from dsgpt.record.sweeps import Compared, Comparison, Spread, Sweep, SweepCell, parse_sweep
+from dsgpt.record.suites import Compared, Comparison, Spread, Sweep, SweepCell, parse_sweep
 
 CONFIDENCE, RESAMPLES, SEED = 0.95, 10_000, 1337
 # Whether one of two programs is faster beyond noise: paired differences, and an interval by the bootstrap.

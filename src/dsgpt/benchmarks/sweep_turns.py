@@ -21,7 +21,7 @@ from dsgpt.common.files import write_json_atomic
 from dsgpt.common.json_files import JsonError, clipped_text, read_as, read_object
 from dsgpt.record.runs import read_run, read_step_curves
 from dsgpt.record.schema import RECORD_FILE, STEPS_FILE
-from dsgpt.record.sweeps import Compared, Comparison, Spread, State, SweepCell, Turn
+from dsgpt.record.suites import Compared, Comparison, Spread, State, SweepCell, Turn
 
 # Runs one training with the launcher that users use, ends it after a limit, and says how it ended.
 

@@ -32,9 +32,9 @@ from dsgpt.charts.style import (
 )
 from dsgpt.charts.themes import LIGHT
 from dsgpt.common.files import write_atomic
-from dsgpt.record.fields import Fields
 from dsgpt.record.runs import OTHER, PARTS, quantile, read_objects
-from dsgpt.record.sweeps import Measured
+from dsgpt.record.schema import Fields
+from dsgpt.record.suites import Measured
 
 if TYPE_CHECKING:
     from dsgpt.planner.plan import Plan

@@ -39,7 +39,7 @@ from dsgpt.charts.style import (
 )
 from dsgpt.record.equal_work import inference_stamps, judge, machine_line, partial_stamps, setup_stamps, work_stamps
 from dsgpt.record.runs import FLAT_SCHEMA, TOO_SHORT, Curve, Point, Run, smoothed, window_of
-from dsgpt.record.sweeps import NOT_RECORDED, of_runs
+from dsgpt.record.suites import NOT_RECORDED, of_runs
 
 # Bar panels: one measured quantity of every run.
 

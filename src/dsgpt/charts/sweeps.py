@@ -13,10 +13,11 @@ from dsgpt.charts.comparison import decimals, shorten
 from dsgpt.charts.memory import communication_chart, memory_chart, step_times_chart
 from dsgpt.charts.style import Chart, Frame, Row, Texts, current, draw_rows, legend_height, look, number_axis
 from dsgpt.common.text import counted, machine_words
-from dsgpt.record.suites import TITLES, Concurrency
-from dsgpt.record.sweeps import (
+from dsgpt.record.suites import (
     NOT_RECORDED,
+    TITLES,
     Comparison,
+    Concurrency,
     Spread,
     Sweep,
     SweepCell,

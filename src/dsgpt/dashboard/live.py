@@ -16,8 +16,7 @@ from dsgpt.common.json_files import JsonError, parse_json
 from dsgpt.dashboard import reading, ui
 from dsgpt.dashboard.reading import Steps, Summary
 from dsgpt.dashboard.ui import Series
-from dsgpt.record.fields import Fields
-from dsgpt.record.schema import LOG_FILE
+from dsgpt.record.schema import LOG_FILE, Fields
 from dsgpt.training.status import Status
 
 AT_ONCE = 10
