@@ -109,7 +109,7 @@ def test_pieces_of_one_parameter():
     assert zero_piece(embedding, 5) == 327  # of 1,632
 
 
-# The formulas against figures worked out by hand; `benchmarks/parity/test_traffic.py` holds real trainings.
+# The formulas against figures worked out by hand; `benchmarks/test_parity_core.py` holds real trainings.
 
 
 TINY = GPT2Config(n_layer=2, n_head=2, n_embd=8, block_size=16, vocab_size=64)

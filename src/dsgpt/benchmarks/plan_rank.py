@@ -5,7 +5,6 @@ import gc
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import groupby
 from pathlib import Path
 from typing import Any, Self
 
@@ -126,13 +125,13 @@ class PlanSuite:
         return predicted_times(self._setups, self.calibration, self.factors)
 
     def _pass(self, cells: Sequence[PlanCell], name: str) -> Iterator[tuple[PlanCell, CellEnd]]:
-        """Run every cell once, those with the same launcher and ranks in one launch."""
-        by_launch = sorted(cells, key=_launch)
-        for (launcher, ranks), group in groupby(by_launch, key=_launch):
-            together = list(group)
-            assignments = [self._assignment(cell, name) for cell in together]
-            ends = self._runner.run(launcher, ranks, assignments, started=self._started)
-            yield from zip(together, ends, strict=True)
+        """Run every cell once."""
+        return self._runner.run(
+            cells,
+            place=lambda cell: (cell.ranks, cell.launcher),
+            assign=lambda cell: self._assignment(cell, name),
+            started=self._started,
+        )
 
     def _assignment(self, cell: PlanCell, name: str) -> Assignment:
         folder = self._folder / f"{name}-{cell.key}"
@@ -165,11 +164,6 @@ class PlanSuite:
                 "predicted_parts": predicted and predicted.parts,
             },
         }
-
-
-def _launch(cell: PlanCell) -> tuple[str, int]:
-    """Cells that agree in this share a launch."""
-    return cell.launcher, cell.ranks
 
 
 def _middle(rounds: Sequence[Sequence[float]]) -> float:
