@@ -22,7 +22,7 @@ def main() -> int:
 
 
 def _draw(plan: "Plan", path: Path) -> None:
-    from dsgpt.charts.plan import draw_plan  # noqa: PLC0415 - matplotlib takes a second
+    from dsgpt.charts.memory import draw_plan  # noqa: PLC0415 - matplotlib takes a second
 
     draw_plan(plan, path)
 

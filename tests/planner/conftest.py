@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from small_run import REPOSITORY
 
-from dsgpt.charts.plan import draw_plan
+from dsgpt.charts.memory import draw_plan
 from dsgpt.common.command_line import exit_code_of
 from dsgpt.config.recipe import recipe_from
 from dsgpt.model.config import GPT2Config

@@ -8,7 +8,7 @@ import pytest
 from planner_records import RECORD, machine
 from small_run import REPOSITORY
 
-from dsgpt.charts.plan import draw_plan
+from dsgpt.charts.memory import draw_plan
 from dsgpt.common.errors import UserError
 from dsgpt.common.json_files import parse_as
 from dsgpt.model.config import PRESETS
