@@ -280,15 +280,9 @@ def _show_answer(plan: Plan) -> None:
     )
 
 
-<<<<<<< HEAD
 def _show_recommended(done: Planned) -> None:
-    st.header(f"Recommended: {plain(done.plan.name)}")
+    st.header(f"Recommended: {ui.plain(done.plan.name)}")
     files, folder = recommendation_files(done.plan), done.request.options.into
-=======
-def _show_recommended(done: Planned, best: Judged) -> None:
-    st.header(f"Recommended: {ui.plain(best.name)}")
-    files, folder = recommendation_files(best, done.request), done.request.options.into
->>>>>>> 5dc10f22e1904690aa39f2c891c41e62dd5f17e4
     st.write(
         f"Save the files in the folder `{folder}` of the repository. Then `sh {folder}/train.sh` starts the training."
     )
