@@ -28,8 +28,7 @@ from typing import Any, BinaryIO, NoReturn
 import pytest
 
 from dsgpt.benchmarks import launch
-from dsgpt.benchmarks.launch import ELSEWHERE, IMPORTS, WORKER, environment_for
-from dsgpt.benchmarks.worker import identify_cpu_once
+from dsgpt.benchmarks.launch import ELSEWHERE, IMPORTS, WORKER, environment_for, identify_cpu_once
 from dsgpt.machine.launcher import exit_rank
 from dsgpt.machine.topology import free_port
 
@@ -91,7 +90,7 @@ def run_script(
 def launches_fork() -> Iterator[None]:
     """Inside, the ranks of every launch of ``dsgpt.benchmarks`` fork here. They share what a launch's ranks import."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launch, "launch_command", lambda launcher, ranks: [launcher, str(ranks)])
+        patch.setattr(launch, "launcher_command", lambda launcher, ranks: [launcher, str(ranks)])
         patch.setattr(launch, "_process", _forked_launch)
         yield
 
@@ -112,7 +111,7 @@ class _ForkedLaunch:
 
 @contextlib.contextmanager
 def _forked_launch(command: list[str], environment: dict[str, str], log: BinaryIO) -> Iterator[_ForkedLaunch]:
-    launcher, ranks, job = command
+    launcher, ranks, *_, job = command
     count = None if launcher == "python" else int(ranks)
     with _asked([WORKER, job], count, environment=environment, outputs=[log.name] * 2) as connection:
         yield _ForkedLaunch(connection)

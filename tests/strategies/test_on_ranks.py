@@ -19,7 +19,7 @@ from small_run import REPOSITORY
 from training_runs import data_flags, read_lines, roll_back
 
 from dsgpt.benchmarks.cells import STRATEGIES, Cell, Corpus, write_recipe
-from dsgpt.benchmarks.launch import IMPORTS, Assignment, Launch, read_rank, run_job
+from dsgpt.benchmarks.launch import IMPORTS, Assignment, Launch, read_ranks, run_job
 from dsgpt.common.errors import EXIT_NOT_SAVED
 from dsgpt.machine.probe import compiler, libaio_problem
 from dsgpt.training.command import train
@@ -206,7 +206,7 @@ class Launched:
                 if (end := next(self._coming, None)) is None:
                     pytest.fail((self._folder / "job.log").read_text(encoding="utf-8", errors="replace")[-3000:])
                 self._done = end[0] + 1
-        seen = Seen(folder=folder, ranks=[read_rank(folder, rank) for rank in range(self._ranks)])
+        seen = Seen(folder=folder, ranks=read_ranks(folder, self._ranks))
         for rank, end in enumerate(seen.ranks):
             assert end["status"] == "done", f"rank {rank}: {end['message']}\n{seen.log(rank)}"
         return seen
