@@ -132,7 +132,7 @@ def machine(record: Fields) -> str | None:
     """
     hardware = record.section("hardware")
     cores = hardware.number("cpu_count")
-    words = hardware_words(hardware.text("gpu_name"), hardware.text("cpu_name"), cores and int(cores))
+    words = hardware_words(hardware.text("gpu_name"), hardware.text("cpu_name"), int(cores) if cores else None)
     return words or record.text("host")
 
 
