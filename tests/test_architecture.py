@@ -122,7 +122,7 @@ LIGHT = {
     "config": ["options", "recipe", "run_config"],
     "data": ["order", "token_file"],
     "formats": ["tokenizer_files"],
-    "inference": ["commands", "server.options"],
+    "inference": ["commands"],
     "machine": ["launcher", "probe", "topology"],
     "model": ["config", "names"],
     "planner": ["hardware", "memory", "rates", "step_time"],

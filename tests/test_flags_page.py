@@ -16,8 +16,7 @@ from dsgpt.dashboard.command import DashboardOptions
 from dsgpt.data.download import DownloadOptions
 from dsgpt.data.preparation import PrepareOptions
 from dsgpt.data.token_file import VerifyOptions
-from dsgpt.inference.commands import ConvertOptions, EvaluateRequest, GenerateRequest
-from dsgpt.inference.server.options import ServeOptions
+from dsgpt.inference.commands import ConvertOptions, EvaluateRequest, GenerateRequest, ServeOptions
 from dsgpt.planner.options import PlanOptions
 
 PAGE = REPOSITORY / "docs" / "flags.md"

@@ -41,7 +41,7 @@ from dsgpt.charts.options import LIGHT
 from dsgpt.charts.style import quiet_style
 from dsgpt.common.errors import UserError
 from dsgpt.formats.hugging_face import hugging_face_config, to_hugging_face
-from dsgpt.inference.export import export
+from dsgpt.inference.model_files import export
 from dsgpt.machine.console import Console
 from dsgpt.model.config import GPT2Config
 from dsgpt.model.gpt2 import GPT2

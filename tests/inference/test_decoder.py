@@ -1,23 +1,29 @@
-"""The decoder: beside the training model, compiled, in 8 bits, and how long it takes."""
+"""The decoder: beside the training model, compiled, in 8 bits, and how long it takes; and what is sampled from it."""
 
 from pathlib import Path
 
 import pytest
 import torch
-from random_models import VOCABULARY, random_model, random_prompts, save_published
-from small_run import END_OF_TEXT, write_tokenizer
+from published import VOCABULARY, random_model, random_prompts, save_published
 from test_generate import script
 
 from dsgpt.common.errors import UserError
-from dsgpt.formats.tokenizer_files import open_tokenizer
 from dsgpt.inference import decoder as decoder_module
 from dsgpt.inference import decoder as linear
 from dsgpt.inference import generation as latency
 from dsgpt.inference.commands import GenerateRequest as Request
 from dsgpt.inference.commands import Sampling
 from dsgpt.inference.decoder import Decoder, Packed, Plain, Transposed, _Step, round_to_int8, to_int8
-from dsgpt.inference.generation import generate, generate_batch, measure_latency, random_stream
-from dsgpt.inference.sample import Continuation, Writer, open_model
+from dsgpt.inference.generation import (
+    Chooser,
+    Writer,
+    generate,
+    generate_batch,
+    measure_latency,
+    open_model,
+    probabilities,
+    random_stream,
+)
 from dsgpt.machine.device import HugePages, packs
 from dsgpt.model.config import GPT2Config
 from dsgpt.model.gpt2 import GPT2, Block, initialize
@@ -73,13 +79,6 @@ def uncached_greedy(model: GPT2, prompt: list[int], new_tokens: int) -> list[int
     for _ in range(new_tokens):
         ids = torch.cat([ids, model(ids)[:, -1].argmax(dim=-1, keepdim=True)], dim=1)
     return ids[0, len(prompt) :].tolist()
-
-
-@pytest.mark.parametrize(("prompt_length", "new_tokens"), [(1, 23), (5, 19), (5, 1), (23, 1)])
-def test_greedy_ids_are_those_without_a_cache(prompt_length, new_tokens):
-    prompt = [place * 7 % VOCABULARY for place in range(prompt_length)]
-    found = list(generate(Decoder(MODEL), prompt, new_tokens=new_tokens))
-    assert found == uncached_greedy(MODEL, prompt, new_tokens)
 
 
 @pytest.fixture(scope="module")
@@ -165,72 +164,6 @@ def test_layers_are_packed_where_that_works_and_is_faster(monkeypatch, mkl, oned
     weight, memory = torch.randn(8, 4), HugePages()
     cases = [(weight, 1), (weight, 2), (weight.bfloat16(), 1), (weight.double(), 2)]
     assert [type(linear.fast_linear(each, None, rows=rows, memory=memory)) for each, rows in cases] == kinds
-
-
-# Text is shown when it is certain: whole characters that belong to no stop text.
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory):
-    """A token is a byte."""
-    folder = Path(tmp_path_factory.mktemp("tokenizer")) / "tokenizer"
-    write_tokenizer(folder)
-    return open_tokenizer(folder, what="it")
-
-
-def pieces_of(tokenizer, ids: list[int], **settings) -> tuple[list[str], Continuation]:
-    """What is shown after each id and at the end."""
-    continuation = Continuation(tokenizer, ends={END_OF_TEXT}, **settings)
-    pieces = []
-    for following in ids:
-        continuation.add(following)
-        pieces.append(continuation.news())
-    continuation.finish()
-    return [*pieces, continuation.news(last=True)], continuation
-
-
-def test_a_character_is_shown_when_it_is_whole(tokenizer):
-    ids = tokenizer.encode("aé日b")
-    pieces, continuation = pieces_of(tokenizer, ids)
-    assert pieces == ["a", "", "é", "", "", "日", "b", ""]
-    assert continuation.text == "aé日b"
-
-
-def test_half_a_character_at_the_end_is_marked(tokenizer):
-    pieces, _ = pieces_of(tokenizer, tokenizer.encode("a日")[:-1])
-    assert pieces == ["a", "", "", "\ufffd"]
-
-
-def test_bytes_that_are_no_character_do_not_stop_the_text(tokenizer):
-    ids = [*tokenizer.encode("日")[:1], *tokenizer.encode("abc")]
-    pieces, continuation = pieces_of(tokenizer, ids)
-    assert continuation.text == "".join(pieces) == "\ufffdabc"
-
-
-def test_the_end_of_text_ends_it(tokenizer):
-    pieces, continuation = pieces_of(tokenizer, [*tokenizer.encode("ab"), END_OF_TEXT, *tokenizer.encode("cd")])
-    assert ("".join(pieces), continuation.ended) == ("ab", "end of text")
-
-
-@pytest.mark.parametrize(
-    ("text", "stop", "shown", "ended"),
-    [
-        ("one two three", [" two"], "one", "stop"),
-        ("one two three", ["three", "two"], "one ", "stop"),
-        ("xab", ["b", "ab"], "x", "stop"),
-        ("one t", [" two"], "one t", ""),
-        ("oneone two", ["one t"], "one", "stop"),
-        ("日本", ["本"], "日", "stop"),
-    ],
-)
-def test_a_stop_text_is_not_shown(tokenizer, text, stop, shown, ended):
-    """Nor is any part of it, before it is certain that the rest does not follow."""
-    pieces, continuation = pieces_of(tokenizer, tokenizer.encode(text), stop=stop)
-    assert ("".join(pieces), continuation.text, continuation.ended) == (shown, shown, ended)
-    so_far = ""
-    for piece in pieces:
-        so_far += piece
-        assert shown.startswith(so_far)
 
 
 # The compiled step gives the logits of the step without a compiler, and is what `--compile` asks for.
@@ -385,11 +318,6 @@ def test_the_embedding_of_ids_is_not_rounded():
     assert not torch.equal(model.blocks[0].mlp.fc.weight, before.blocks[0].mlp.fc.weight)
 
 
-def test_a_batch_is_generated():
-    decoder = Decoder(random_model().to(torch.bfloat16), batch_size=3, quantize="int8")
-    assert len(list(generate_batch(decoder, random_prompts(3, longest=9), new_tokens=6))) == 6
-
-
 # How the time of generation is measured at the end of a run.
 
 
@@ -428,3 +356,122 @@ def test_slow_models_repeat_less_and_generate_fewer_tokens(monkeypatch, first_se
 
 def test_one_position_has_no_latency():
     assert measure_latency(random_model(1), torch.arange(64)) is None
+
+
+# Sampling draws from the distribution that transformers defines, with a random stream for every text.
+
+SETTINGS = [
+    {"temperature": 1.0},
+    {"temperature": 0.7, "top_k": 5},
+    {"temperature": 1.3, "top_p": 0.6},
+    {"temperature": 1.0, "min_p": 0.02},
+    {"temperature": 2.0, "top_k": 20, "top_p": 0.9, "min_p": 0.05},
+    {"temperature": 1e-40},
+]
+
+
+def random_logits(rows: int) -> torch.Tensor:
+    return torch.randn(rows, VOCABULARY, generator=torch.Generator().manual_seed(5)) * 3
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_the_distribution_is_that_of_transformers(settings):
+    from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+    warpers = {
+        "temperature": TemperatureLogitsWarper,
+        "top_k": TopKLogitsWarper,
+        "top_p": TopPLogitsWarper,
+        "min_p": MinPLogitsWarper,
+    }
+    logits = random_logits(50)
+    expected = logits.double()
+    for name, value in settings.items():
+        expected = warpers[name](value)(None, expected)
+    found = probabilities(logits, Sampling(**settings))
+    torch.testing.assert_close(found.double(), expected.softmax(dim=1), atol=1e-6, rtol=1e-4)
+
+
+def test_repetitions_are_penalized_as_in_transformers():
+    """Ids of the prompt and of the text so far, the latter after they were chosen."""
+    from transformers import RepetitionPenaltyLogitsProcessor
+
+    prompts = [[1, 2, 3], [9]]
+    chooser = Chooser(
+        Sampling(repetition_penalty=1.5), prompts=prompts, generators=(), vocab_size=VOCABULARY,
+        device=torch.device("cpu"),
+    )  # fmt: skip
+    logits, texts = random_logits(2), [list(prompt) for prompt in prompts]
+    logits[1] -= 12  # all of them negative
+    for _ in range(20):
+        expected = [
+            int(RepetitionPenaltyLogitsProcessor(1.5)(torch.tensor([text]), row[None]).argmax())
+            for text, row in zip(texts, logits, strict=True)
+        ]
+        found = chooser.choose(logits).tolist()
+        assert found == expected
+        for text, following in zip(texts, found, strict=True):
+            text.append(following)
+    assert len(set(texts[0])) > 6
+
+
+def draws(settings: dict, count: int) -> torch.Tensor:
+    """How often each id was drawn, (V,), from the same logits with ``count`` streams."""
+    generators = [random_stream(1, number) for number in range(count)]
+    chooser = Chooser(
+        Sampling(**settings), prompts=[[0]] * count, generators=generators, vocab_size=VOCABULARY,
+        device=torch.device("cpu"),
+    )  # fmt: skip
+    return torch.bincount(chooser.choose(random_logits(1).expand(count, -1)), minlength=VOCABULARY)
+
+
+@pytest.mark.parametrize("settings", SETTINGS[:5], ids=str)
+def test_draws_follow_the_distribution(settings):
+    """Chi-square over 20,000 draws, ids of fewer than 5 expected draws as one.
+
+    The bound is the mean plus 5 standard deviations: a temperature that is 10% off exceeds it. Ids of probability 0
+    are never drawn.
+    """
+    count = 20_000
+    expected = probabilities(random_logits(1), Sampling(**settings))[0].double() * count
+    found = draws(settings, count).double()
+    assert found[expected == 0].sum() == 0
+    often = expected >= 5
+    pairs = [*zip(found[often], expected[often], strict=True)]
+    if expected[~often].sum() > 5:
+        pairs.append((found[~often].sum(), expected[~often].sum()))
+    statistic = sum((f - e) ** 2 / e for f, e in pairs)
+    freedom = len(pairs) - 1
+    assert statistic < freedom + 5 * (2 * freedom) ** 0.5
+
+
+def sampled(batch_size: int, *, seed: int = 1) -> list[list[int]]:
+    """Sampled ids after 12 prompts of mixed length, in batches of ``batch_size``."""
+    prompts, decoder, found = random_prompts(12, longest=8), Decoder(MODEL, batch_size=batch_size), []
+    for first in range(0, 12, batch_size):
+        batch = prompts[first : first + batch_size]
+        generators = [random_stream(seed, first + row) for row in range(len(batch))]
+        steps = generate_batch(
+            decoder, batch, new_tokens=16, sampling=Sampling(temperature=1.0, top_k=50), generators=generators
+        )
+        found += [list(ids) for ids in zip(*steps, strict=True)]
+    return found
+
+
+def test_the_seed_decides_the_ids_at_any_batch_size():
+    alone = sampled(1)
+    assert sampled(5) == alone
+    assert sampled(12) == alone
+    assert sampled(12, seed=2) != alone
+
+
+def test_padded_ids_are_never_sampled():
+    model = random_model()
+    with torch.no_grad():
+        model.wte.weight[VOCABULARY:] = model.wte.weight[3] * 100
+    steps = generate_batch(
+        Decoder(model), [[5]], new_tokens=19, sampling=Sampling(temperature=50.0), generators=[random_stream(0, 0)]
+    )
+    ids = [following for (following,) in steps]
+    assert max(ids) < VOCABULARY
+    assert len(set(ids)) > 5  # nearly uniform at this temperature

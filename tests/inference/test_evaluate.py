@@ -1,7 +1,5 @@
 """Evaluation: the command, and perplexity."""
 
-import contextlib
-import io
 import json
 import math
 import re
@@ -13,17 +11,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from published import called
 from safetensors.torch import load_file, save_file
 from small_run import END_OF_TEXT, REPOSITORY, SEQUENCE, command_line, write_inputs, write_tokens
 
-from dsgpt.common.command_line import exit_code_of
 from dsgpt.common.errors import UserError
 from dsgpt.common.files import sha256_of
 from dsgpt.inference.commands import GenerateRequest as WriterRequest
 from dsgpt.inference.commands import evaluate as command
 from dsgpt.inference.evaluate import Prediction, predict, windows_of
-from dsgpt.inference.export import export
-from dsgpt.inference.sample import Writer
+from dsgpt.inference.generation import Writer
+from dsgpt.inference.model_files import export
 from dsgpt.machine import console
 from dsgpt.machine.console import Console
 from dsgpt.model.config import GPT2Config
@@ -31,9 +29,6 @@ from dsgpt.model.gpt2 import GPT2, initialize
 from dsgpt.training.command import train
 
 # `src/evaluate.py` measures what a run's own validation measured, and refuses what it cannot.
-
-
-SCRIPT = REPOSITORY / "src" / "evaluate.py"
 
 
 @pytest.fixture(scope="module")
@@ -45,12 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def evaluate(*words: object) -> tuple[int, str, str]:
-    """Exit code, output and error output of the command, called in this process because torch takes seconds."""
-    out, err = io.StringIO(), io.StringIO()
-    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        patch.setattr(sys, "argv", [str(SCRIPT), *map(str, words), "--device", "cpu"])
-        code = exit_code_of(command, kept="")
-    return code, out.getvalue(), err.getvalue()
+    return called(command, *words, "--device", "cpu")
 
 
 def figures(tmp_path: Path, *words: object) -> dict:
@@ -158,7 +148,7 @@ def test_the_first_token_of_a_file_is_no_byte_and_the_name_of_a_special_token_is
 
 
 def test_the_checkpoint_and_the_precision_are_those_that_were_asked_for(folder, tmp_path):
-    from dsgpt.inference.loading import load
+    from dsgpt.inference.model_files import load
 
     run = tmp_path / "run"
     shutil.copytree(folder / "run", run)
@@ -260,7 +250,7 @@ def test_the_harness_evaluates_the_exported_model(folder, tmp_path, monkeypatch)
     harness = pytest.importorskip("lm_eval.tasks")
     import torch
 
-    from dsgpt.inference.loading import load
+    from dsgpt.inference.model_files import load
 
     questions = ["one ", "two ", "red ", "x = ", "def ", "yes "]
     loaded = load(folder / "run", which="latest", device=torch.device("cpu"), precision="fp32")

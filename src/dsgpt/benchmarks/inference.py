@@ -325,7 +325,7 @@ examples:
         return len(self._turns)
 
     def begin(self) -> None:
-        from dsgpt.inference.export import export  # noqa: PLC0415 - torch takes seconds
+        from dsgpt.inference.model_files import export  # noqa: PLC0415 - torch takes seconds
 
         options = self.options
         exported = self.folder / "exported"

@@ -13,7 +13,7 @@ from dsgpt.checkpoints.selection import find_checkpoint, open_model_files, open_
 from dsgpt.common.errors import UserError
 from dsgpt.inference.decoder import Decoder
 from dsgpt.inference.generation import generate_batch
-from dsgpt.inference.loading import build_model
+from dsgpt.inference.model_files import build_model
 
 # The adapter to this project's inference room: the only file of this suite that knows how it decodes.
 

@@ -18,7 +18,7 @@ from dsgpt.common.text import next_line, script_words
 from dsgpt.config.run_config import RunConfig
 from dsgpt.data.loader import Batch, RankShare, WindowDataset, training_loader, validation_loader
 from dsgpt.inference.generation import measure_latency
-from dsgpt.inference.loading import build_model
+from dsgpt.inference.model_files import build_model
 from dsgpt.machine.console import Progress, duration
 from dsgpt.machine.launcher import Interruption, own_command, stop_signals_blocked
 from dsgpt.machine.process_group import HostGroup, barrier, gather_objects
