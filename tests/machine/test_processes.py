@@ -210,7 +210,7 @@ def test_the_end_of_each_process_up_to_the_launcher_is_noticed(tmp_path: Path, k
 
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-TRAINING, CELLS = "src/gpt2.py", "src/dsgpt/benchmarks/worker.py"
+TRAINING, CELLS = "src/gpt2.py", "src/dsgpt/benchmarks/launch.py"
 CONTENDERS = "src/dsgpt/benchmarks/contenders.py"
 ENDED_BY = {
     "src/dsgpt/training/run.py": TRAINING,

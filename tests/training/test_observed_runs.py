@@ -30,7 +30,7 @@ from training_runs import (
 
 from dsgpt.common.errors import EXIT_NON_FINITE, EXIT_OUT_OF_MEMORY, EXIT_STOPPED, EXIT_USER_ERROR, UserError
 from dsgpt.config.options import parse_arguments
-from dsgpt.dashboard.summaries import recorded_of
+from dsgpt.dashboard.reading import recorded_of
 from dsgpt.machine.device import describe_hardware
 from dsgpt.planner.rates import CALIBRATION
 from dsgpt.record.schema import RECORD_FILE
