@@ -30,8 +30,8 @@ from dsgpt.common.errors import UserError
 from dsgpt.common.files import write_json_atomic
 from dsgpt.common.json_files import Count, JsonError, read_as
 from dsgpt.formats.tensor_files import SafetensorsWriter, StoredTensor, open_safetensors
+from dsgpt.model.config import STATE_NAMES
 from dsgpt.model.gpt2 import parameter_shapes
-from dsgpt.model.names import STATE_NAMES
 
 # Writes files of a checkpoint. Every failure is an ``OSError`` that names the reason and the file.
 
@@ -128,7 +128,7 @@ class ParamState(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class LossScaleState:
-    """The state of fp16's dynamic loss scale; see ``strategies.loss_scale``."""
+    """The state of fp16's dynamic loss scale; see ``strategies.optimizer.LossScale``."""
 
     factor: Annotated[float, Field(gt=0, allow_inf_nan=False)]
     step: int
