@@ -133,10 +133,10 @@ def ask_number(
 
 
 def show_metrics(metrics: Sequence[tuple[str, str, str]]) -> None:
-    """Show figures beside each other: the label of each, its value, and a caption in Markdown."""
+    """Show figures beside each other: the label of each, its value, and a caption."""
     for column, (label, value, caption) in zip(st.columns(len(metrics)), metrics, strict=True):
         column.metric(label, value)
-        column.caption(caption)
+        column.caption(plain(caption))
 
 
 def download(label: str, data: str | bytes, *, file: str, key: str, **more: Any) -> None:
