@@ -100,8 +100,7 @@ def _choose(folder: Path, names: Sequence[str]) -> list[str]:
         if not first:
             summaries = reading.own(reading.summaries_of(folder))
             first = [each.name for each in summaries[:2]]
-            if found := reading.answers(reading.runs_with_records(summaries)):
-                answer = reading.newest(found)
+            for answer in reading.own_answers(summaries)[:1]:
                 first = [answer.baseline.name, *[run.name for run in answer.runs if run is not answer.baseline][:2]]
         st.session_state["runs"] = first[:MOST_RUNS]
     chosen: list[str] = st.multiselect(

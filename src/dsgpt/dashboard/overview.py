@@ -58,14 +58,12 @@ def show() -> None:
 
 
 def _show_answer(summaries: Sequence[Summary]) -> None:
-    found = reading.answers(reading.runs_with_records(reading.own(summaries)))
-    columns = st.columns([3, 3, 2, 2], vertical_alignment="top")
-    if found:
-        answer = reading.newest(found)
-        _show_fastest(answer, columns)
-        if len(found) > 1:
+    answers, columns = reading.own_answers(summaries), st.columns([3, 3, 2, 2], vertical_alignment="top")
+    if answers:
+        _show_fastest(answers[0], columns)
+        if len(answers) > 1:
             st.caption(
-                f"Of {len(answer.runs)} runs that did the same work, the newest of {len(found)} such groups; "
+                f"Of {len(answers[0].runs)} runs that did the same work, the newest of {len(answers)} such groups; "
                 "Compare shows the others."
             )
     else:

@@ -468,6 +468,11 @@ def own(summaries: Sequence[Summary]) -> list[Summary]:
     return [each for each in ordered if not is_reference(each.name)] or ordered
 
 
+def own_answers(summaries: Sequence[Summary]) -> list["Answer"]:
+    """The answers of the runs of this machine; of all runs if it has none."""
+    return answers([each.recorded.run for each in own(summaries) if each.recorded.run is not None])
+
+
 # Records and steps, read once for all sessions: each result is in the cache by the version of its file.
 
 
@@ -594,11 +599,6 @@ def summaries_of(folder: Path) -> list[Summary]:
     return [summary_of(folder, name) for name in contents(folder).runs]
 
 
-def runs_with_records(summaries: list[Summary]) -> list[Run]:
-    """Those whose record can be read, without the losses of steps."""
-    return [each.recorded.run for each in summaries if each.recorded.run is not None]
-
-
 # The first answer of the dashboard: which of the runs that did the same work was fastest.
 
 
@@ -637,20 +637,15 @@ def grouped(runs: Iterable[Run], belongs: Callable[[list[Run], Run], bool]) -> l
 
 
 def answers(runs: Sequence[Run]) -> list[Answer]:
-    """An answer for each work that at least two finished runs did, in the order of the first run of each."""
+    """An answer for each work that at least two finished runs did; that with the run that began last is the first."""
     finished = (run for run in runs if run.train_time and run.status in {None, "completed"})
-    found = []
+    answered = []
     for group in grouped(finished, lambda group, run: judge([group[0], run]).answer == "yes"):
         ordered = sorted(group, key=lambda run: run.train_time or 0.0)
         baseline = min(ordered, key=lambda run: (run.device_count or float("inf"), -(run.train_time or 0.0)))
         if len(group) > 1:
-            found.append(Answer(ordered[0], baseline, tuple(ordered)))
-    return found
-
-
-def newest(found: Sequence[Answer]) -> Answer:
-    """The answer with the run that began last."""
-    return max(found, key=lambda each: max(run.date or "" for run in each.runs))
+            answered.append(Answer(ordered[0], baseline, tuple(ordered)))
+    return sorted(answered, key=lambda each: max(run.date or "" for run in each.runs), reverse=True)
 
 
 def device_seconds(run: Run) -> float | None:
