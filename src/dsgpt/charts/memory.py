@@ -130,9 +130,9 @@ def _measured(row: Measured) -> dict[str, float]:
     """The model state, and what else was allocated where that is known."""
     if row.footprint.peak_kind == "tensors" and row.footprint.peak is not None:
         return {WHOLE: row.footprint.peak}
-    found = dict(row.footprint.model_state or {})
+    state = dict(row.footprint.model_state or {})
     rest = row.footprint.rest
-    return found | {REST: rest} if found and rest else found
+    return state | {REST: rest} if state and rest else state
 
 
 # The charts of a step: how its time is distributed, and how much of it is communication.
@@ -252,8 +252,8 @@ def read_samples(folder: Path) -> list[Sample]:
     for second, gap in zip(ordered, gaps, strict=True):
         elapsed += gap if gap <= PAUSE_SEC else 1
         gpus = seconds[second].values()
-        known = [tuple(gpu[key] for gpu in gpus if gpu[key] is not None) for key in ("utilisation", "power_watts")]
-        samples.append(Sample(elapsed, known[0], known[1]))
+        figures = [tuple(gpu[key] for gpu in gpus if gpu[key] is not None) for key in ("utilisation", "power_watts")]
+        samples.append(Sample(elapsed, figures[0], figures[1]))
     return samples
 
 

@@ -381,8 +381,8 @@ def _speed_ups(runs: Sequence[Run]) -> str:
     """Speed-ups in training time of the runs that did the same work as the baseline."""
     base, *others = runs
     equal = [(run.name, speed_up(base, run)) for run in others if judge([base, run]).answer == "yes"]
-    known = [f"{name} {ratio:.2f}x" for name, ratio in equal if ratio is not None]
-    return f"Speed-up over {base.name} in training time: {', '.join(known)}." if known else ""
+    ratios = [f"{name} {ratio:.2f}x" for name, ratio in equal if ratio is not None]
+    return f"Speed-up over {base.name} in training time: {', '.join(ratios)}." if ratios else ""
 
 
 def _caption_of_bars(bars: Bars, runs: Sequence[Run]) -> str:

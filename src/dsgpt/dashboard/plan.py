@@ -147,14 +147,14 @@ def machines(folder: Path) -> tuple[list[MachineChoice], list[str]]:
 
 def _options() -> PlanOptions:
     """The flags that the widgets stand for."""
-    known, broken = machines(reading.current_folder())
+    choices, broken = machines(reading.current_folder())
     for line in broken:
         st.warning(ui.plain(line))
     one, two, three = st.columns(3)
     sizes = list(PRESETS)
     model = one.selectbox("Model size", sizes, index=sizes.index("small"), key="plan-model")
-    default = next(place for place, each in enumerate(known) if each.name == "a100-80gb")
-    machine = two.selectbox("Machine", known, index=default, key="plan-machine")
+    default = next(place for place, each in enumerate(choices) if each.name == "a100-80gb")
+    machine = two.selectbox("Machine", choices, index=default, key="plan-machine")
     counts = [number for number in _COUNTS if machine.devices is None or number <= machine.devices]
     count = three.select_slider("Devices", counts, value=min(8, counts[-1]), key="plan-count") if counts[1:] else 1
     four, five, six = st.columns(3)
