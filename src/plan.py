@@ -16,7 +16,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 def main() -> int:
     """Read the flags, and calibrate, plan or recommend."""
     options, problems = read_plan_options(sys.argv[1:])
-    from dsgpt.planner.command import act  # noqa: PLC0415 - --help needs none of it
+    from dsgpt.planner.search import act  # noqa: PLC0415 - --help needs none of it
 
     return act(options, problems, repository=REPOSITORY, draw=_draw)
 

@@ -37,12 +37,11 @@ from dsgpt.inference.commands import GenerateRequest as Request
 from dsgpt.inference.commands import Sampling
 from dsgpt.inference.generation import Opened, Text, Writer, likeliest, open_model
 from dsgpt.inference.model_files import load
-from dsgpt.planner.command import act
 from dsgpt.planner.hardware import read_prices
 from dsgpt.planner.memory import peak_memory
 from dsgpt.planner.options import PlanOptions, read_plan_options, words_of
 from dsgpt.planner.plan import dollars, duration, size, with_assumptions
-from dsgpt.planner.search import recommendation_files
+from dsgpt.planner.search import act, recommendation_files
 from dsgpt.planner.step_time import bubble_fraction
 from dsgpt.planner.strategies import model_state, step_traffic
 
@@ -108,8 +107,8 @@ def test_the_recommendation_is_what_the_command_writes(tmp_path, capsys, monkeyp
     monkeypatch.chdir(tmp_path)
     done = planned(words_of(BEST), repository=REPOSITORY)
     told = printed(words_of(BEST), capsys)
-    assert told["recommended"] == {"name": done.best.name, "plan": with_assumptions(done.plan)}
-    files = recommendation_files(done.best, done.request)
+    assert told["recommended"] == {"name": done.plan.name, "plan": with_assumptions(done.plan)}
+    files = recommendation_files(done.plan)
     assert [path.as_posix() for path in files] == told["written"]
     assert {path: path.read_bytes() for path in files} == files
     ways = ways_table(done.searched)

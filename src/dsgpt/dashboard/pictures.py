@@ -113,7 +113,7 @@ def _start(setup: Setup, rank: int, size: int, width: int) -> float:
     before, stage = sum(stages[: place.stage]), stages[place.stage]
     share = stage / sum(stages) / sizes.tensor
     start = before / sum(stages) + place.tensor_rank * share
-    if size < _WHOLE * width * total(setup.held(rank)):
+    if size < _WHOLE * width * total(setup.parameters(rank)):
         start += rank // sizes.tensor % setup.zero_ranks * share / setup.zero_ranks
     return start
 

@@ -58,10 +58,8 @@ class Planned:
     """Of the setup that was asked for, or of the recommended one."""
     advice: tuple[str, ...] = ()
     """What would fit, if the plan does not."""
-    best: Judged | None = None
-    """The recommended way; None if one setup was asked for."""
     searched: tuple[Judged, ...] = ()
-    """Every way that was searched."""
+    """Every way that was searched; empty if one setup was asked for."""
 
 
 def show() -> None:
@@ -89,8 +87,8 @@ def show() -> None:
 
 def _show_plan(done: Planned) -> None:
     _show_answer(done.plan)
-    if done.best is not None:
-        _show_recommended(done, done.best)
+    if done.searched:
+        _show_recommended(done)
     _show_costs(done)
     st.header("What it is made of")
     plan = done.plan
@@ -110,7 +108,7 @@ def _show_plan(done: Planned) -> None:
                 alternative=f"{title}: a bar for each part. The table has the figures.",
                 key=f"plan-parts-{name}",
             )
-    if done.best is None:
+    if not done.searched:
         with st.expander("The same setup on every GPU of the table"):
             st.caption("Times are likely ones at assumed rates; costs are those of the cheapest offer.")
             if st.toggle("Plan them all", key="plan-others"):
@@ -231,9 +229,7 @@ def planned(words: Sequence[str], *, repository: Path, version: int = 0) -> Plan
     prices = read_prices(options.prices or TABLE)
     if options.recommend:
         searched = search(request, prices, repository=repository)
-        best = best_of(searched, request)
-        assert best.plan is not None
-        return Planned(request=request, plan=best.plan, best=best, searched=tuple(searched))
+        return Planned(request=request, plan=best_of(searched, request), searched=tuple(searched))
     plan = planning.plan_of(fixed_setup(request, problems), request, prices)
     return Planned(request=request, plan=plan, advice=tuple(planning.what_would_fit(plan)))
 
@@ -275,9 +271,9 @@ def _show_answer(plan: Plan) -> None:
     )
 
 
-def _show_recommended(done: Planned, best: Judged) -> None:
-    st.header(f"Recommended: {ui.plain(best.name)}")
-    files, folder = recommendation_files(best, done.request), done.request.options.into
+def _show_recommended(done: Planned) -> None:
+    st.header(f"Recommended: {ui.plain(done.plan.name)}")
+    files, folder = recommendation_files(done.plan), done.request.options.into
     st.write(
         f"Save the files in the folder `{folder}` of the repository. Then `sh {folder}/train.sh` starts the training."
     )
