@@ -294,9 +294,9 @@ class StateReader:
             UserError: they are another model's.
         """
         wanted = {name: tuple(shape) for name, shape in shapes.items()}
-        found = {name: stored.shape for name, stored in self._weights.items()}
+        stored = {name: tensor.shape for name, tensor in self._weights.items()}
         moments = {_moment(name, key): shape for name, shape in wanted.items() for key in self._keys}
-        if found != wanted or any(self._moments[name].shape != shape for name, shape in moments.items()):
+        if stored != wanted or any(self._moments[name].shape != shape for name, shape in moments.items()):
             raise UserError(f"{self.checkpoint}: its tensors are not those of this model")
 
     def state(self, name: str) -> ParamState:
@@ -369,9 +369,9 @@ def check_random_states(folder: Path, *, named: Collection[str], ranks: int, dev
         file = _file(folder, rank)
         if file.name not in named:
             raise UserError(f"{folder}: its manifest does not name {file.name}: the checkpoint is incomplete")
-        found = open_safetensors(file)
+        tensors = open_safetensors(file)
         for name, shape in wanted.items():
-            value = found[name].read() if name in found else torch.empty(0)
+            value = tensors[name].read() if name in tensors else torch.empty(0)
             if value.dtype != torch.uint8 or (shape is not None and value.shape != shape):
                 raise UserError(f"{file}: holds no random state ({name}) of this version of PyTorch")
 
