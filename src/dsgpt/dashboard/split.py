@@ -67,11 +67,6 @@ class Split:
     usable_bytes: int
     """Of a device, for tensors."""
 
-    @property
-    def fits(self) -> bool:
-        """Whether its peak does."""
-        return self.peak.total <= self.usable_bytes
-
 
 def split_of(choice: Choice, *, repository: Path, **flags: Any) -> Split:
     """The strategy, resolved.
@@ -141,7 +136,7 @@ def _summary(split: Split) -> None:
     setup, used = split.setup, split.peak.total / split.usable_bytes
     micro, batches, ranks = setup.micro_batch_size, setup.gradient_accumulation_steps, setup.data_parallel_size
     most = max(sent_bytes(setup, rank=rank) for rank in setup.first_ranks)
-    fits = f"{used:.0%} of what fits" if split.fits else f"does not fit: {used:.0%} of the room"
+    fits = f"{used:.0%} of what fits" if used <= 1 else f"does not fit: {used:.0%} of the room"
     work = f"micro batch {micro} x {batches} accumulated x {ranks} data ranks"
     name = ui.plain(strategy_name(setup))
     st.markdown(f"**{name}** in {setup.precision}, {setup.seq_length:,} tokens a sequence")
