@@ -8,7 +8,7 @@ from fnmatch import fnmatch
 
 from small_run import REPOSITORY
 
-from dsgpt.benchmarks.plan_page import MOMENTS
+from dsgpt.benchmarks.plan import MOMENTS
 from dsgpt.checkpoints.manifest import Segment
 from dsgpt.common import errors
 from dsgpt.planner.memory import PARTS

@@ -6,8 +6,7 @@ import json
 import pytest
 from suite_commands import benchmark, refusal
 
-from dsgpt.benchmarks.plan import cells
-from dsgpt.benchmarks.plan_page import choice_table, choices, failed, plan_page
+from dsgpt.benchmarks.plan import cells, choice_table, choices, failed, plan_page
 from dsgpt.planner.memory import PARTS
 from dsgpt.record.provenance import without_sources
 

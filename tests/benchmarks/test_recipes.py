@@ -1,6 +1,7 @@
 """The search for recipes, and those that it found."""
 
 import json
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -54,7 +55,7 @@ def test_a_rate_at_the_edge_is_not_chosen_and_the_best_change_is_repeated(tmp_pa
         trained.append(trial)
         unstable = trial.lr > 4e-3 or (trial.lr == 4e-3 and trial.seed != SEED)
         loss = 9.0 if unstable else abs(trial.lr - 4e-3) * 100 + abs(trial.beta2 - 0.99)
-        return {"size": search.size, **trial.as_dict(), "steps": 1, "val_loss": loss}
+        return {"size": search.size, **asdict(trial), "steps": 1, "val_loss": loss}
 
     search = Search(size="demo", length=128, tokens=1024, batches=(8,), rates=(1e-3, 2e-3, 4e-3, 8e-3))
     monkeypatch.setattr(command, "SEARCHES", {"demo": search})
@@ -86,7 +87,7 @@ def record() -> dict[str, Any]:
 @pytest.mark.parametrize("size", SEARCHES)
 def test_the_shipped_recipe_is_the_one_that_was_chosen(size):
     trial = next(trial for trial in record()["trials"] if trial["size"] == size and trial["stage"] == "seed")
-    chosen = Trial(**{key: trial[key] for key in Trial(batch=1, lr=1).as_dict()}).recipe(steps=trial["steps"])
+    chosen = Trial(**{key: trial[key] for key in asdict(Trial(batch=1, lr=1))}).recipe(steps=trial["steps"])
     shipped = json.loads((REPOSITORY / "ds_configs" / "sizes" / f"{size}.json").read_text(encoding="utf-8"))
     assert shipped.pop("zero_optimization")["stage"] == 1
     assert shipped == chosen

@@ -13,10 +13,9 @@ from small_run import REPOSITORY, command_line, random_ids, write_inputs, write_
 from suite_commands import benchmark, refusal
 from sweep_files import WORK, cell, made_up, options, write_description
 
-from dsgpt.benchmarks.compare import compare
 from dsgpt.benchmarks.frame import run_suite
 from dsgpt.benchmarks.records import REFERENCE, SWEEPS
-from dsgpt.benchmarks.sweep import SweepSuite
+from dsgpt.benchmarks.sweep import SweepSuite, cell_of, ordered_turns
 from dsgpt.benchmarks.sweep_cells import (
     BATCH,
     SUITES,
@@ -26,8 +25,7 @@ from dsgpt.benchmarks.sweep_cells import (
     read_description,
     require_equal_work,
 )
-from dsgpt.benchmarks.sweep_page import block_length, speed_difference, sweep_page
-from dsgpt.benchmarks.sweep_turns import cell_of, ordered_turns
+from dsgpt.benchmarks.sweep_page import block_length, compare, speed_difference, sweep_page
 from dsgpt.common.errors import UserError
 from dsgpt.record.provenance import without_sources
 from dsgpt.record.sweeps import State, Sweep, read_sweep

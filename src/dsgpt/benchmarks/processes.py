@@ -7,10 +7,13 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, BinaryIO, Self
 
+import psutil
+
+from dsgpt.benchmarks.launch import environment_for
 from dsgpt.common.errors import UserError
 from dsgpt.common.files import write_json_atomic
 from dsgpt.common.json_files import clipped_text, read_object
@@ -21,6 +24,10 @@ LONGEST_ANSWER_SEC, ENDING_SEC = 3600, 60
 """For an answer of a process, and for its end; then it is killed."""
 MARK = "answer "
 """Stands before each answer. Other lines of the output are those of libraries."""
+
+
+LEAVE_SEC = 5.0
+"""Seconds between SIGTERM and SIGKILL for the processes of a training."""
 
 
 class WorkerEnded(UserError):
@@ -104,6 +111,39 @@ class LineWorker:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+
+
+@contextlib.contextmanager
+def own_group(
+    command: Sequence[str], output: BinaryIO, *, cwd: Path, device: str
+) -> Iterator["subprocess.Popen[bytes]"]:
+    """The running command; at the end of the context none of its processes is left.
+
+    ``torchrun`` gives each worker a session of its own, so they are found by their parents.
+    """
+    process = subprocess.Popen(
+        command,
+        cwd=cwd,
+        env=environment_for(device),
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            family = [psutil.Process(process.pid)]
+            with contextlib.suppress(psutil.NoSuchProcess):
+                family += family[0].children(recursive=True)
+            for one in family:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    one.terminate()
+            for one in psutil.wait_procs(family, timeout=LEAVE_SEC)[1]:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    one.kill()
+            process.wait()
 
 
 def training_words(values: Mapping[str, object]) -> list[str]:
