@@ -86,7 +86,7 @@ test: style
 
 # Of a CPU without AVX512: what decodes, in which torch chooses among kernels.
 AVX2 := ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2
-DECODES := tests/inference tests/serving tests/machine/test_device.py tests/training/test_journal.py
+DECODES := tests/inference tests/machine/test_device.py tests/training/test_journal.py
 
 test-kernels: $(BIN)/.installed-for-tests
 	$(AVX2) $(pytest) --quiet $(DECODES)

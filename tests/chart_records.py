@@ -17,12 +17,10 @@ from dsgpt.config.run_config import RunConfig, resolve
 from dsgpt.machine.process_group import HostGroup
 from dsgpt.machine.topology import read_topology
 from dsgpt.record.runs import Footprint, Run, read_run
-from dsgpt.record.sweeps import Compared, Comparison, Spread, State, Sweep, SweepCell, Turn
-from dsgpt.strategies.base import StepResult
-from dsgpt.training.data_check import data_hash, initial_weights_hash
-from dsgpt.training.journal import Journal
-from dsgpt.training.run_description import describe_run
-from dsgpt.training.sinks import open_sinks
+from dsgpt.record.suites import Compared, Comparison, Spread, State, Sweep, SweepCell, Turn
+from dsgpt.telemetry.meter import StepResult
+from dsgpt.training.journal import Journal, open_sinks
+from dsgpt.training.run_description import data_hash, describe_run, initial_weights_hash
 
 # Records for the tests, made up and written where a test asks: no measurement of anything.
 
@@ -292,7 +290,8 @@ def run_of(folder: Path, asked: Asked, *, name: str = "run", change: Callable[[d
     for step in range(1, config.total_steps + 1):
         number = torch.tensor(1.0)
         result = StepResult(loss=number, own_loss=number, grad_norm=number, lr=0.1, skipped=torch.tensor(False))
-        journal.step_done(journal.step_begins(), step=step, epoch=0, result=result, dataload_sec=0.0, watched=False)
+        journal.meter.start()
+        journal.step_done(step=step, epoch=0, result=result, dataload_sec=0.0, watched=False)
     journal.flush()
     journal.write("completed")
     journal.close()

@@ -10,7 +10,7 @@ from xdist.scheduler import LoadScopeScheduling
 TESTS = Path(__file__).parent
 SHARED = {"benchmarks/parity": "result_of", "strategies": "seen"}
 """Folder of tests to the fixture whose launches its tests share."""
-ONE_PROCESS = SHARED | {"serving": "server", "dashboard/browser": "visit"}
+ONE_PROCESS = SHARED | {"dashboard/browser": "visit"}
 """As ``SHARED``, and folders whose tests share a process that is no launcher."""
 SLOW_FIRST = [
     *(
@@ -18,7 +18,6 @@ SLOW_FIRST = [
         "strategies",
         "training",
         "benchmarks",
-        "serving",
         "inference",
         "goldens",
         "dashboard/browser",

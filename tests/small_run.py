@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -113,3 +115,11 @@ def write_inputs(folder: Path) -> Path:
     write_tokens(folder / "train.bin", random_ids(TOKENS), tokenizer=write_tokenizer(folder / "tokenizer"))
     write_recipe(folder / "recipe.json")
     return folder
+
+
+def within(condition: Callable[[], Any], *, seconds: float = 60) -> None:
+    """Wait until ``condition()`` holds."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)

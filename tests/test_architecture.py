@@ -74,7 +74,7 @@ def test_the_common_room_needs_nothing_but_the_standard_library_and_pydantic():
 
 
 FOUNDATIONS = {
-    "config": ("options", "recipe", "recipe_blocks", "same_work"),
+    "config": ("options", "recipe", "recipe_blocks"),
     "machine": ("topology",),
 }
 """Modules outside the common room that need no more than it does."""
@@ -119,10 +119,10 @@ def imported_by(*arguments: object, cwd: Path) -> set[str]:
 
 LIGHT = {
     "common": sorted(path.stem for path in (PACKAGE / "common").glob("[a-z]*.py")),
-    "config": ["options", "recipe", "run_config", "same_work"],
+    "config": ["options", "recipe", "run_config"],
     "data": ["order", "token_file"],
     "formats": ["tokenizer_files"],
-    "inference": ["commands", "server.options"],
+    "inference": ["commands"],
     "machine": ["launcher", "probe", "topology"],
     "model": ["config", "names"],
     "planner": ["hardware", "memory", "rates", "step_time"],

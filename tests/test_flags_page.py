@@ -11,14 +11,12 @@ from small_run import REPOSITORY
 
 from dsgpt.charts.command import ChartsOptions
 from dsgpt.common.command_line import Parser
-from dsgpt.config.options import Options
-from dsgpt.config.same_work import ChangesTraining
+from dsgpt.config.options import ChangesTraining, Options
 from dsgpt.dashboard.command import DashboardOptions
 from dsgpt.data.download import DownloadOptions
 from dsgpt.data.preparation import PrepareOptions
 from dsgpt.data.token_file import VerifyOptions
-from dsgpt.inference.commands import ConvertOptions, EvaluateRequest, GenerateRequest
-from dsgpt.inference.server.options import ServeOptions
+from dsgpt.inference.commands import ConvertOptions, EvaluateRequest, GenerateRequest, ServeOptions
 from dsgpt.planner.options import PlanOptions
 
 PAGE = REPOSITORY / "docs" / "flags.md"

@@ -97,13 +97,13 @@ def test_generate_ends_when_its_output_is_closed(run_folder, tmp_path, unbuffere
 
 SIGNALLED = """
 import os, runpy, time
-from dsgpt.inference import export
+from dsgpt.inference import model_files
 
 def signalled(*_args, **_named):
     os.kill(os.getpid(), {number})
     time.sleep(60)
 
-export.write_safetensors = signalled
+model_files.write_safetensors = signalled
 runpy.run_path("{path}", run_name="__main__")
 """
 

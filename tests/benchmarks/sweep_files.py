@@ -8,8 +8,8 @@ from typing import Any
 from small_run import command_line, write_data, write_recipe
 
 from dsgpt.benchmarks.sweep import SweepOptions
-from dsgpt.config.same_work import TRAINING_FACTS, WORK_FACTS
-from dsgpt.record.sweeps import State, Turn
+from dsgpt.config.options import TRAINING_FACTS, WORK_FACTS
+from dsgpt.record.suites import State, Turn
 
 STEPS = 6
 WORK = dict.fromkeys((*WORK_FACTS, *TRAINING_FACTS), "as the others") | {

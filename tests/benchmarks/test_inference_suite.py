@@ -58,12 +58,11 @@ from dsgpt.charts.style import quiet_style
 from dsgpt.common.errors import UserError
 from dsgpt.common.files import write_json_atomic
 from dsgpt.formats.hugging_face import hugging_face_config, to_hugging_face
-from dsgpt.inference.export import export
+from dsgpt.inference.model_files import export
 from dsgpt.machine.console import Console
 from dsgpt.model.config import GPT2Config
 from dsgpt.model.gpt2 import GPT2
-from dsgpt.record.suites import Concurrency, Engine, Load, Percentiles, read_concurrency
-from dsgpt.record.sweeps import Spread
+from dsgpt.record.suites import Concurrency, Engine, Load, Percentiles, Spread, read_concurrency
 
 CONFIG = GPT2Config(n_layer=2, n_head=2, n_embd=32, block_size=48, vocab_size=101)
 ENGINES = ("one", "static", "continuous")

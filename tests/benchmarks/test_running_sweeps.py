@@ -22,7 +22,7 @@ from dsgpt.benchmarks.sweep_cells import Cell as SweepedCell
 from dsgpt.benchmarks.sweep_cells import ComparisonPlan
 from dsgpt.common.command_line import Terminated
 from dsgpt.common.errors import UserError
-from dsgpt.record.sweeps import SCHEMA_VERSION, State, SweepCell, read_sweep
+from dsgpt.record.suites import SCHEMA_VERSION, State, SweepCell, read_sweep
 
 TORCHRUN = """\
 error: global batch 8 is not divisible by 3 ranks: take --global_batch_size 6 or 9, or 2 or 4 ranks

@@ -28,7 +28,7 @@ from dsgpt.benchmarks.sweep_cells import (
 from dsgpt.benchmarks.sweep_page import block_length, compare, speed_difference, sweep_page
 from dsgpt.common.errors import UserError
 from dsgpt.record.provenance import without_sources
-from dsgpt.record.sweeps import State, Sweep, read_sweep
+from dsgpt.record.suites import State, Sweep, read_sweep
 from dsgpt.training.command import train
 
 # What a sweep trains and in which order, and which suites are refused before anything runs.

@@ -48,8 +48,7 @@ from dsgpt.charts.style import Frame, look, quiet_style
 from dsgpt.charts.sweeps import charts_of_sweep, efficiency_rows, scaling_chart
 from dsgpt.common.errors import UserError
 from dsgpt.record.runs import Footprint, quantile, quantiles, read_run, window_of
-from dsgpt.record.suites import read_predictions
-from dsgpt.record.sweeps import Comparison, Measured, State, of_cells, of_runs, read_sweep
+from dsgpt.record.suites import Comparison, Measured, State, of_cells, of_runs, read_predictions, read_sweep
 
 # The contents of the pictures: warnings, values, notes in place of missing ones, axes from zero.
 

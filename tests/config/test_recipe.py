@@ -2,17 +2,16 @@
 
 import json
 import re
-from dataclasses import replace
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
-from recipe_files import SHIPPED, changed, problems_of, understood
+from recipe_files import changed, problems_of, understood
 from small_run import RECIPE, REPOSITORY, write_recipe
 
 from dsgpt.common.errors import Problems
-from dsgpt.config.recipe import Recipe, RecipeSettings, read_recipe
-from dsgpt.config.recipe_blocks import Bf16, DdpRecipe, FsdpRecipe, OptimizerRecipe, SchedulerRecipe, ZeroRecipe
+from dsgpt.config.recipe import Recipe, read_recipe
+from dsgpt.config.recipe_blocks import DdpRecipe, FsdpRecipe, OptimizerRecipe, SchedulerRecipe
 from dsgpt.machine.topology import ParallelSizes
 from dsgpt.model.config import PRESETS
 
@@ -87,24 +86,7 @@ def test_activation_checkpointing_by_its_block(file):
     assert not understood(write_recipe(file)).activation_checkpointing
 
 
-@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
-def test_a_written_recipe_is_read_as_the_same_recipe(file, path):
-    recipe = understood(path)
-    written = recipe.as_json()
-    assert "path" not in written
-    again = understood(write_recipe(file, written))
-    assert replace(again, path=recipe.path, sha256=recipe.sha256, raw=recipe.raw) == recipe
-    assert len(json.dumps(written)) < len(json.dumps(recipe.raw))
-
-
-def test_a_recipe_made_in_python_is_checked_and_written_in_deepspeeds_form():
-    optimizer = OptimizerRecipe(type="SGD", lr=0.1, momentum=0.9)
-    made = RecipeSettings(optimizer=optimizer, zero_optimization=ZeroRecipe(stage=2), bf16=Bf16())
-    assert made.as_json() == {
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}},
-        "bf16": {},
-        "zero_optimization": {"stage": 2},
-    }
+def test_a_recipe_made_in_python_is_checked():
     with pytest.raises(ValidationError, match="must be a number of at least 0, not -1"):
         OptimizerRecipe(type="AdamW", lr=-1)
 

@@ -37,9 +37,8 @@ from dsgpt.dashboard.summaries import inside
 from dsgpt.inference import commands
 from dsgpt.inference.commands import GenerateRequest as Request
 from dsgpt.inference.commands import Sampling
-from dsgpt.inference.generation import likeliest
-from dsgpt.inference.loading import load
-from dsgpt.inference.sample import Opened, Text, Writer, open_model
+from dsgpt.inference.generation import Opened, Text, Writer, likeliest, open_model
+from dsgpt.inference.model_files import load
 from dsgpt.planner.command import act
 from dsgpt.planner.hardware import read_prices
 from dsgpt.planner.memory import peak_memory
@@ -416,7 +415,7 @@ def loaded(monkeypatch) -> list[Path]:
         return open_model(request)
 
     _opened.clear()
-    monkeypatch.setattr("dsgpt.inference.sample.open_model", note)
+    monkeypatch.setattr("dsgpt.inference.generation.open_model", note)
     return opened
 
 

@@ -17,8 +17,8 @@ from dsgpt.dashboard.figures import plain
 from dsgpt.dashboard.steps import StepReader, _parsed, last_entries
 from dsgpt.dashboard.summaries import contents, inside, model_name, own_file
 from dsgpt.model.config import PRESETS
-from dsgpt.record.fields import Fields
 from dsgpt.record.runs import read_step_curves
+from dsgpt.record.schema import Fields
 from dsgpt.training.status import SILENT_SEC, Signs, Status, signs_of_life, status_of
 
 COMMITTED = Path(__file__).parents[2] / "checkpoint" / "reference" / "cpu-2-cores"

@@ -3,6 +3,7 @@
 import copy
 import functools
 import hashlib
+import importlib
 import io
 import json
 import random
@@ -30,19 +31,18 @@ from dsgpt.data.preparation import Place
 from dsgpt.data.sources import SourceFile, downloaded_source, json_lines_reader
 from dsgpt.formats.hugging_face import PretrainedWeights, published_shape, read_json, weight_files
 from dsgpt.formats.tokenizer_files import end_of_text_id, token_ids
-from dsgpt.inference.loading import build_model
+from dsgpt.inference.model_files import build_model
 from dsgpt.machine.process_group import HostGroup
 from dsgpt.machine.topology import read_topology
 from dsgpt.model.config import GPT2Config
 from dsgpt.record.runs import read_run
 from dsgpt.record.schema import STEPS_FILE, drop_steps_after, read_steps
-from dsgpt.record.sweeps import read_sweep
+from dsgpt.record.suites import read_sweep
 from dsgpt.telemetry.meter import StepMeter
 from dsgpt.training.command import train
-from dsgpt.training.journal import Journal
-from dsgpt.training.resume import EarlierRecord, plan_resume, read_earlier_record
+from dsgpt.training.journal import Journal, open_sinks
 from dsgpt.training.run_description import CHANGES_KEY, describe_run, settings_to_match
-from dsgpt.training.sinks import open_sinks
+from dsgpt.training.run_folder import EarlierRecord, plan_resume, read_earlier_record
 
 # Seeded damage to files: to their bytes, and to the values of JSON that stays JSON.
 
@@ -173,9 +173,8 @@ def flip_bits(data: bytes, chance: random.Random) -> bytes:
     """``data`` with one to three bits flipped, mostly in its first half kilobyte, where opcodes of a pickle are."""
     flipped = bytearray(data)
     for _ in range(chance.randrange(1, 4)):
-        flipped[chance.randrange(len(data) if chance.random() < 0.1 else min(len(data), 512))] ^= 1 << chance.randrange(
-            8
-        )
+        end = len(data) if chance.random() < 0.1 else min(len(data), 512)
+        flipped[chance.randrange(end)] ^= 1 << chance.randrange(8)
     return bytes(flipped)
 
 
@@ -223,7 +222,7 @@ class Kind:
 
     file: str
     """Inside the folder of the test."""
-    read: Callable[[Path], None]
+    read: Callable[[Path], object]
     """Gets that folder; may raise the errors that a user sees as one line."""
     mangle: Mangle = either
     count: int = 100
@@ -325,20 +324,10 @@ def publish(folder: Path, *, name: str = "hf") -> None:
         tensor.read()
 
 
-def open_parts(folder: Path) -> None:
-    """Look for the parts of published weights."""
-    weight_files(folder / "parts")
-
-
 def read_vocabulary(folder: Path) -> None:
     """Compare and export tokenizers."""
     token_ids(folder / "tokenizer")
     end_of_text_id(folder / "tokenizer")
-
-
-def prepared(folder: Path) -> None:
-    """Check whether a preparation is complete."""
-    Place(folder=folder, suffix="").complete()
 
 
 def downloaded(folder: Path) -> None:
@@ -354,24 +343,15 @@ def json_lines(folder: Path) -> None:
     list(json_lines_reader(text_key="text", key_field="key")(SourceFile(path=file, key="k", split=None, read=print)))
 
 
-def run_state(folder: Path) -> None:
-    """Read the state of a run."""
-    read_run_state(folder / "run" / "step-00000009")
-
-
 def page(suite: str) -> Callable[[Path], None]:
     """Make the page of a suite from a record, as ``--table-from`` does."""
 
     def read(folder: Path) -> None:
-        from dsgpt.benchmarks.faults import Faults
         from dsgpt.benchmarks.frame import make_page
-        from dsgpt.benchmarks.parity import Parity
-        from dsgpt.benchmarks.resume import Resume
-        from dsgpt.benchmarks.saving import Saving
-        from dsgpt.benchmarks.sweep import SweepSuite
 
-        suites = {each.name: each for each in (Parity, Resume, Faults, Saving, SweepSuite)}
-        make_page(suites[suite], folder / f"{suite}.json", folder / "page.md", repository=folder)
+        module = importlib.import_module(f"dsgpt.benchmarks.{suite}")
+        kind = getattr(module, "SweepSuite" if suite == "sweep" else suite.title())
+        make_page(kind, folder / f"{suite}.json", folder / "page.md", repository=folder)
 
     return read
 
@@ -383,11 +363,6 @@ def compare_sweeps(folder: Path) -> None:
 
     charts_of_sweep(read_sweep(folder / "sweep.json"), name="mine")
     compare(str(folder / "sweep.json"), str(folder / "sweep.json"), allow_unequal=True)
-
-
-def described_sweep(folder: Path) -> None:
-    """Read the description of a sweep."""
-    read_description(folder / "described.json", devices=None)
 
 
 NEWEST = "run/step-00000009"
@@ -410,7 +385,9 @@ KINDS = {
     "lines in charts": Kind(file="run/metrics.jsonl", read=compare, mangle=mangle_lines),
     "published shape": Kind(file="hf/config.json", read=publish, count=60),
     "best": Kind(file="run/best", read=resume, mangle=mangle_bytes, count=20),
-    "published index": Kind(file="parts/pytorch_model.bin.index.json", read=open_parts, count=40),
+    "published index": Kind(
+        file="parts/pytorch_model.bin.index.json", read=lambda folder: weight_files(folder / "parts"), count=40
+    ),
     "published weights": Kind(file="hf/model.safetensors", read=publish, mangle=mangle_safetensors, count=40),
     **{
         f"{name} weights": Kind(
@@ -420,7 +397,9 @@ KINDS = {
     },
     "vocabulary": Kind(file="tokenizer/tokenizer.json", read=read_vocabulary, count=60),
     "settings of a tokenizer": Kind(file="tokenizer/tokenizer_config.json", read=read_vocabulary, count=40),
-    "preparation": Kind(file="preparation.json", read=prepared, count=50),
+    "preparation": Kind(
+        file="preparation.json", read=lambda folder: Place(folder=folder, suffix="").complete(), count=50
+    ),
     "download": Kind(file="raw/download.json", read=downloaded, count=60),
     "documents": Kind(file="raw/documents.jsonl", read=json_lines, mangle=mangle_lines, count=60),
     **{f"record of {name}": Kind(file=f"{name}.json", read=page(name), count=20) for name in ("resume", "faults")},
@@ -428,7 +407,9 @@ KINDS = {
     "record of parity": Kind(file="parity.json", read=page("parity"), count=10),
     "record of a sweep": Kind(file="sweep.json", read=page("sweep"), count=30),
     "sweep in charts": Kind(file="sweep.json", read=compare_sweeps, count=20),
-    "description of a sweep": Kind(file="described.json", read=described_sweep, count=60),
+    "description of a sweep": Kind(
+        file="described.json", read=lambda folder: read_description(folder / "described.json", devices=None), count=60
+    ),
 }
 
 
@@ -442,11 +423,9 @@ def write_all(folder: Path, run: Path) -> None:
     state["changes"] = [{"step": 3, "name": "schedule", "before": None, "after": {"type": "WarmupLR"}}]
     (folder / NEWEST / "run_state.json").write_text(json.dumps(state))
     _match_manifests(folder / "run")
-    (folder / "preparation.json").write_text(
-        json.dumps(
-            {"identity": {"--seed": 1, "input": "a", "tokenizer": None}, "tokenizer_sha256": "0" * 64, "splits": {}}
-        )
-    )
+    identity = {"--seed": 1, "input": "a", "tokenizer": None}
+    prepared = {"identity": identity, "tokenizer_sha256": "0" * 64, "splits": {}}
+    (folder / "preparation.json").write_text(json.dumps(prepared))
     (folder / "parts").mkdir()
     (folder / "parts" / "pytorch_model-1.bin").touch()
     index = {"weight_map": {"wte.weight": "pytorch_model-1.bin", "wpe.weight": "pytorch_model-1.bin"}}

@@ -35,19 +35,9 @@ def pair(shape: dict[str, int]) -> tuple[GPT2, GPT2LMHeadModel]:
     with torch.no_grad():
         for parameter in ours.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
-    theirs = GPT2LMHeadModel(
-        HuggingFaceConfig(
-            n_layer=config.n_layer,
-            n_head=config.n_head,
-            n_embd=config.n_embd,
-            n_positions=config.block_size,
-            vocab_size=config.vocab_size,
-            resid_pdrop=0.0,
-            embd_pdrop=0.0,
-            attn_pdrop=0.0,
-            attn_implementation="eager",
-        )
-    ).train()
+    dropouts = {f"{part}_pdrop": 0.0 for part in ("resid", "embd", "attn")}
+    sizes = {("n_positions" if name == "block_size" else name): size for name, size in shape.items()}
+    theirs = GPT2LMHeadModel(HuggingFaceConfig(**sizes, **dropouts, attn_implementation="eager")).train()
     mapped = dict(to_hugging_face(ours.named_parameters(), config))
     mapped = {name: value.detach() for name, value in mapped.items()}
     outcome = theirs.load_state_dict(mapped, strict=False)
@@ -151,33 +141,20 @@ def test_another_version_of_the_vocabulary_is_refused(folder, other, snapshot, l
     assert refusal(folder) == snapshot
 
 
-@pytest.mark.parametrize("key", ["tokenizer_file", "vocab_file", "vocab"])
-def test_a_file_that_the_special_tokens_name_is_refused(folder, other, key):
-    set_keys(folder / "special_tokens_map.json", **{key: str(other)})
-    assert f"its special_tokens_map.json names other files to open ({key})" in refusal(folder)
-
-
 @pytest.mark.parametrize(
-    ("key", "value"),
+    ("file", "key", "value", "named"),
     [
-        ("init_inputs", ["FILE"]),
-        ("vocab_file", "FILE"),
-        ("vocab", "FILE"),
-        ("merges", "FILE"),
-        ("gguf_file", "FILE"),
-        ("sp_model_kwargs", {"model_file": "FILE"}),
+        *(("special_tokens_map", key, "FILE", key) for key in ("tokenizer_file", "vocab_file", "vocab")),
+        *(("tokenizer_config", key, "FILE", key) for key in ("vocab_file", "vocab", "merges", "gguf_file")),
+        ("tokenizer_config", "init_inputs", ["FILE"], "init_inputs"),
+        ("tokenizer_config", "sp_model_kwargs", {"model_file": "FILE"}, "model_file"),
+        ("config", "configuration_files", ["config.4.0.0.json"], "configuration_files"),
     ],
 )
-def test_a_file_that_the_settings_name_is_refused(folder, other, key, value):
-    set_keys(folder / "tokenizer_config.json", **{key: json.loads(json.dumps(value).replace("FILE", str(other)))})
-    name = "model_file" if key == "sp_model_kwargs" else key
-    assert f"its tokenizer_config.json names other files to open ({name})" in refusal(folder)
-
-
-def test_another_version_of_the_configuration_is_refused(folder, tmp_path):
-    set_keys(folder / "config.json", model_type="gpt2", configuration_files=["config.4.0.0.json"])
-    shutil.copy(folder / "config.json", folder / "config.4.0.0.json")
-    assert "its config.json names other files to open (configuration_files)" in refusal(folder)
+def test_a_file_that_an_entry_names_is_refused(folder, other, file, key, value, named):
+    set_keys(folder / f"{file}.json", **{key: json.loads(json.dumps(value).replace("FILE", str(other)))})
+    shutil.copy(folder / f"{file}.json", folder / f"{file}.4.0.0.json")
+    assert f"its {file}.json names other files to open ({named})" in refusal(folder)
 
 
 def test_entries_that_the_library_writes_or_ignores_are_allowed(folder, other):

@@ -10,7 +10,7 @@ from file_kinds import KINDS, RUN, write_all, write_pickled
 from small_run import command_line, write_data, write_recipe, write_tokenizer
 
 from dsgpt.common.errors import UserError
-from dsgpt.inference.export import export
+from dsgpt.inference.model_files import export
 from dsgpt.machine.console import Console
 from dsgpt.training.command import train
 

@@ -1,7 +1,9 @@
-"""Published models for tests, and a stand-in for the hub that serves them."""
+"""Models for tests: random ones, published ones, and a hub that serves them; and ``src/convert.py``."""
 
 import contextlib
 import hashlib
+import io
+import json
 import re
 import threading
 from collections.abc import Iterator
@@ -10,10 +12,49 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel
+from safetensors.torch import save_file
+from small_run import REPOSITORY
+from transformers import GPT2Config as TheirConfig
+from transformers import GPT2LMHeadModel
 
+from dsgpt.common.command_line import exit_code_of
+from dsgpt.formats.hugging_face import hugging_face_config, to_hugging_face
+from dsgpt.inference.commands import convert as command
+from dsgpt.model.config import GPT2Config
 from dsgpt.model.gpt2 import GPT2
-from dsgpt.model.gpt2 import GPT2Config as OurConfig
+
+# A small model with random weights, large enough that logits differ by far more than rounding.
+
+
+VOCABULARY = 101
+
+
+def random_model(block_size: int = 24) -> GPT2:
+    config = GPT2Config(n_layer=3, n_head=4, n_embd=32, block_size=block_size, vocab_size=VOCABULARY, dropout=0.5)
+    model = GPT2(config)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
+    return model.eval()
+
+
+def random_prompts(count: int, *, longest: int) -> list[list[int]]:
+    """Prompts of mixed lengths."""
+    generator = torch.Generator().manual_seed(3)
+    lengths = torch.randint(1, longest + 1, (count,), generator=generator).tolist()
+    return [torch.randint(0, VOCABULARY, (length,), generator=generator).tolist() for length in lengths]
+
+
+def save_published(model: GPT2, folder: Path) -> Path:
+    """The model as transformers would save it, without a tokenizer."""
+    folder.mkdir()
+    config = hugging_face_config(model.config, dtype="fp32", end_of_text=None)
+    (folder / "config.json").write_text(json.dumps(config))
+    weights = to_hugging_face(model.named_parameters(), model.config)
+    save_file({name: value.detach().contiguous() for name, value in weights}, folder / "model.safetensors")
+    return folder
+
 
 # Small random models as Hugging Face's own library publishes them, and a pickle that no model may be.
 
@@ -24,7 +65,7 @@ SHAPE = {"n_layer": 2, "n_head": 2, "n_embd": 32, "n_positions": 64}
 def published(*, vocab_size: int, **changes: Any) -> GPT2LMHeadModel:
     """A model in evaluation mode with every parameter random, biases and LayerNorms too."""
     settings = SHAPE | {"vocab_size": vocab_size, "bos_token_id": 0, "eos_token_id": 0} | changes
-    model = GPT2LMHeadModel(GPT2Config(**settings)).eval()
+    model = GPT2LMHeadModel(TheirConfig(**settings)).eval()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -49,7 +90,7 @@ class RunsCode:
         return Path.touch, (self.path,)
 
 
-def our_model(weights: dict[str, torch.Tensor], config: OurConfig) -> GPT2:
+def our_model(weights: dict[str, torch.Tensor], config: GPT2Config) -> GPT2:
     """Our model with the given canonical weights, in evaluation mode."""
     model = GPT2(config).eval()
     with torch.no_grad():
@@ -121,3 +162,45 @@ def hub(models: dict[str, Path]) -> Iterator[tuple[str, list[str]]]:
         server.shutdown()
         thread.join()
         server.server_close()
+
+
+# ``src/convert.py``, called in this process because torch takes seconds to import, and what tests do to its input.
+
+
+CONVERT = REPOSITORY / "src" / "convert.py"
+
+
+def convert(*words: object) -> tuple[int, str, str]:
+    """The exit code, the output and the error output."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = exit_code_of(lambda: command([str(word) for word in words]), kept="nothing was written")
+    assert "Traceback" not in err.getvalue(), err.getvalue()
+    return code, out.getvalue(), err.getvalue()
+
+
+def converted(*words: object) -> str:
+    """The output of a conversion that works."""
+    code, out, err = convert(*words)
+    assert (code, err) == (0, "")
+    return out
+
+
+def refusal(*words: object) -> list[str]:
+    """The mistakes that it reports."""
+    code, _, err = convert(*words)
+    assert code == 2, err
+    assert all(line.startswith("error: ") for line in err.splitlines())
+    return [line.removeprefix("error: ") for line in err.splitlines()]
+
+
+def config_of(checkpoint: Path) -> GPT2Config:
+    """The shape in ``model.json``."""
+    return GPT2Config(**json.loads((checkpoint / "model.json").read_text()))
+
+
+def damage(file: Path) -> None:
+    """Flip one bit."""
+    data = bytearray(file.read_bytes())
+    data[-3] ^= 1
+    file.write_bytes(data)

@@ -22,8 +22,8 @@ from dsgpt.common.files import sha256_of
 from dsgpt.inference.commands import GenerateRequest as WriterRequest
 from dsgpt.inference.commands import evaluate as command
 from dsgpt.inference.evaluate import Prediction, predict, windows_of
-from dsgpt.inference.export import export
-from dsgpt.inference.sample import Writer
+from dsgpt.inference.generation import Writer
+from dsgpt.inference.model_files import export
 from dsgpt.machine import console
 from dsgpt.machine.console import Console
 from dsgpt.model.config import GPT2Config
@@ -158,7 +158,7 @@ def test_the_first_token_of_a_file_is_no_byte_and_the_name_of_a_special_token_is
 
 
 def test_the_checkpoint_and_the_precision_are_those_that_were_asked_for(folder, tmp_path):
-    from dsgpt.inference.loading import load
+    from dsgpt.inference.model_files import load
 
     run = tmp_path / "run"
     shutil.copytree(folder / "run", run)
@@ -260,7 +260,7 @@ def test_the_harness_evaluates_the_exported_model(folder, tmp_path, monkeypatch)
     harness = pytest.importorskip("lm_eval.tasks")
     import torch
 
-    from dsgpt.inference.loading import load
+    from dsgpt.inference.model_files import load
 
     questions = ["one ", "two ", "red ", "x = ", "def ", "yes "]
     loaded = load(folder / "run", which="latest", device=torch.device("cpu"), precision="fp32")

@@ -13,11 +13,10 @@ from pathlib import Path
 import deepspeed
 import pytest
 import torch
-from convert_script import CONVERT, config_of, converted, damage, refusal
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from forked_ranks import run_script
 from messages import without_paths
-from published import RunsCode, largest_difference, our_model, publish
+from published import CONVERT, RunsCode, config_of, converted, damage, largest_difference, our_model, publish, refusal
 from safetensors.torch import load_file
 from small_run import REPOSITORY, command_line, write_inputs, write_recipe
 from torch import Tensor
@@ -27,8 +26,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from dsgpt.benchmarks.cells import Corpus
 from dsgpt.formats.hugging_face import PretrainedWeights
 from dsgpt.inference.commands import GenerateRequest as Request
-from dsgpt.inference.export import LAYOUT_VERSION
-from dsgpt.inference.sample import Writer
+from dsgpt.inference.generation import Writer
+from dsgpt.inference.model_files import LAYOUT_VERSION
 from dsgpt.model.gpt2 import GPT2, parameter_shapes
 from dsgpt.training.command import train
 

@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import io
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from forked_ranks import run_script
+from harmful_tokenizers import MALFORMED, bring_code, seal
 from small_run import (
     END_OF_TEXT,
     REPOSITORY,
@@ -31,9 +33,8 @@ from dsgpt.common.command_line import exit_code_of
 from dsgpt.common.errors import UserError
 from dsgpt.inference.commands import GenerateRequest as Request
 from dsgpt.inference.commands import generate as command
-from dsgpt.inference.export import export
-from dsgpt.inference.loading import load
-from dsgpt.inference.sample import Writer
+from dsgpt.inference.generation import Writer
+from dsgpt.inference.model_files import export, load
 from dsgpt.machine import device as cpu_kernels
 from dsgpt.machine.console import Console
 from dsgpt.training.command import train
@@ -357,3 +358,65 @@ def test_mistakes_on_the_command_line_are_reported_together(run_dir, tmp_path, s
     done = generate("--checkpoint", run_dir, *words.split(), cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == snapshot
+
+
+# A checkpoint whose tokenizer brings code or is damaged is refused in one line, and its code never runs.
+
+
+def test_code_is_refused_even_if_the_user_agrees_to_it(checkpoint, tmp_path):
+    marker = bring_code(checkpoint / "tokenizer", marker=tmp_path / "ran")
+    seal(checkpoint)
+    done = subprocess.run(
+        [sys.executable, SCRIPT, "--checkpoint", checkpoint, "--prompt", "def", "--device", "cpu"],
+        input="y\n" * 9, capture_output=True, text=True, check=False, cwd=tmp_path,
+        env=os.environ | {"HF_MODULES_CACHE": str(tmp_path / "modules")},
+    )  # fmt: skip
+    assert not marker.exists(), "the tokenizer's code ran"
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        f"error: {checkpoint}/tokenizer: its tokenizer_config.json asks for its own code (auto_map), which is "
+        "never run: use a tokenizer of the `tokenizers` library (a tokenizer.json), without auto_map\n"
+    )
+
+
+@pytest.mark.parametrize("kind", ["AutoConfig", "AutoTokenizer"])
+def test_code_that_a_configuration_beside_asks_for_is_refused(checkpoint, tmp_path, kind):
+    marker = bring_code(checkpoint / "tokenizer", marker=tmp_path / "ran")
+    settings = checkpoint / "tokenizer" / "tokenizer_config.json"
+    values = json.loads(settings.read_text())
+    del values["auto_map"]
+    settings.write_text(json.dumps(values))
+    beside = {"model_type": "planted", "auto_map": {kind: "planted.Planted"}}
+    (checkpoint / "tokenizer" / "config.json").write_text(json.dumps(beside))
+    seal(checkpoint)
+    (line,) = refusal(checkpoint)
+    assert line.startswith("RUN/tokenizer: its config.json asks for its own code (auto_map)")
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize(("name", "text"), MALFORMED, ids=lambda value: value[:40])
+def test_a_malformed_tokenizer_is_one_line_or_none(checkpoint, name, text):
+    (checkpoint / "tokenizer" / name).write_text(text, encoding="latin-1")
+    seal(checkpoint)
+    try:
+        (line,) = refusal(checkpoint)
+        assert line.startswith("RUN/tokenizer")
+    except pytest.fail.Exception:  # nothing was refused: the library finds a meaning in it
+        assert name in ("special_tokens_map.json", "added_tokens.json", "tokenizer_config.json", "config.json")
+
+
+def test_a_prompt_that_the_tokenizer_cannot_encode_is_one_line(checkpoint):
+    """A vocabulary of one word, and no token for the others."""
+    file = checkpoint / "tokenizer" / "tokenizer.json"
+    model = {"type": "WordLevel", "vocab": {"word": 0}, "unk_token": "[UNK]"}
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"model": model, "pre_tokenizer": None, "decoder": None}))
+    seal(checkpoint)
+    (line,) = refusal(checkpoint, prompt="def")
+    assert line.startswith("--prompt 'def': the tokenizer cannot encode it (WordLevel error: Missing")
+
+
+def test_no_link_in_a_tokenizer_is_followed(checkpoint, tmp_path):
+    (checkpoint / "tokenizer" / "vocab.json").symlink_to("/etc/hostname")
+    (line,) = refusal(checkpoint)
+    assert line.startswith("RUN/tokenizer: its vocab.json is a link")
+    assert "cp -rL" in line

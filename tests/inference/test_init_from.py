@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from convert_script import converted, refusal
 from forked_ranks import run_script
 from harmful_tokenizers import DEEP, bring_code, seal
 from messages import without_paths
-from published import RunsCode, hub, largest_difference, our_model, publish, published
+from published import RunsCode, converted, hub, largest_difference, our_model, publish, published, refusal
 from safetensors.torch import load_file, save_file
 from small_run import REPOSITORY, VOCABULARY, command_line, write_inputs, write_tokenizer
 from transformers import GPT2Model

@@ -12,7 +12,7 @@ from chart_records import WITHOUT_SHAPE, Asked, flat_record, record, run_of, ste
 from small_run import REPOSITORY, SEQUENCE, TOKENS, random_ids, write_tokens
 
 from dsgpt.config.inputs import InitFrom
-from dsgpt.config.options import Options
+from dsgpt.config.options import LATER_FACTS, TRAINING_FACTS, WORK_FACTS, ChangesTraining, ExecutionOnly, Options
 from dsgpt.config.recipe import Recipe
 from dsgpt.config.recipe_blocks import (
     ActivationCheckpointing,
@@ -23,7 +23,6 @@ from dsgpt.config.recipe_blocks import (
     ZeroRecipe,
 )
 from dsgpt.config.run_config import RunConfig
-from dsgpt.config.same_work import LATER_FACTS, TRAINING_FACTS, WORK_FACTS, ChangesTraining, ExecutionOnly
 from dsgpt.model.config import GPT2Config
 from dsgpt.record.equal_work import (
     equal_loss_line,

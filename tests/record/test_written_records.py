@@ -11,7 +11,7 @@ from git_repository import commit_all, commit_of, git, write
 
 from dsgpt.record.provenance import SourceChanges, changes_since, git_commit, marked, without_sources
 from dsgpt.record.schema import RunRecord, StepLog, drop_steps_after, finite, mean, percentile, read_steps
-from dsgpt.training.sinks import RecordSink
+from dsgpt.training.journal import FileSink
 
 # `training_metrics.json` and `metrics.jsonl` as files.
 
@@ -100,8 +100,8 @@ def written(tmp_path: Path, *, inference: dict[str, Any] | None) -> dict[str, An
     record = RunRecord(
         description={"run_id": "x"}, status="completed", epochs=[epoch], summary=summary, inference=inference
     )
-    RecordSink(tmp_path / "r.json").record(record)
-    return json.loads((tmp_path / "r.json").read_text())
+    FileSink(tmp_path).record(record)
+    return json.loads((tmp_path / "training_metrics.json").read_text())
 
 
 def test_both_generations_of_keys(tmp_path):

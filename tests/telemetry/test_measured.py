@@ -16,9 +16,21 @@ from stand_in_nvml import StandInNvml
 
 from dsgpt.common.errors import NonFiniteError
 from dsgpt.machine.console import duration
-from dsgpt.strategies.base import StepResult
 from dsgpt.telemetry.communication import Traffic
-from dsgpt.telemetry.communication_profile import (
+from dsgpt.telemetry.meter import (
+    Figures,
+    RankShare,
+    RankTimes,
+    StepMeter,
+    StepResult,
+    ThreadClock,
+    TimedBatches,
+    interval_figures,
+    require_finite,
+    throughput,
+)
+from dsgpt.telemetry.monitor import GpuSample, Monitor, _Device, gpu_use, open_gpus
+from dsgpt.telemetry.profiles import (
     STEP_RANGE,
     Event,
     Span,
@@ -31,20 +43,7 @@ from dsgpt.telemetry.communication_profile import (
     times_on_cpu,
     times_on_gpu,
 )
-from dsgpt.telemetry.meter import (
-    Figures,
-    RankShare,
-    RankTimes,
-    StepMeter,
-    ThreadClock,
-    TimedBatches,
-    interval_figures,
-    require_finite,
-    throughput,
-    timing_figures,
-)
-from dsgpt.telemetry.monitor import GpuSample, Monitor, _Device, gpu_use, open_gpus
-from dsgpt.training.measurements import gpus_to_sample
+from dsgpt.training.trainer import gpus_to_sample
 
 # Figures of an interval: which ranks the others waited for.
 
@@ -54,7 +53,7 @@ COUNTED = Figures(steps=5, counted_tokens=400, step_secs=[1.0, 2.0, 3.0, 4.0], d
 
 def test_an_interval_names_the_ranks_that_the_others_wait_for():
     ranks = [RankShare(0.0, 6.0, 2.5), RankShare(2.5, 4.0, 2.0), RankShare(1.0, 9.0, 3.5), RankShare(0.0, 5.0, 1.0)]
-    figures, _ = interval_figures(COUNTED, ranks=ranks)
+    figures = interval_figures(COUNTED, ranks=ranks)
     assert figures == {
         "steps": 5,
         "tokens_per_sec": 40,
@@ -69,10 +68,10 @@ def test_an_interval_names_the_ranks_that_the_others_wait_for():
 
 
 def test_what_is_unknown_is_none():
-    unknown, _ = interval_figures(Figures(steps=1), ranks=[RankShare(0.0, 0.0, math.nan)] * 2)
+    unknown = interval_figures(Figures(steps=1), ranks=[RankShare(0.0, 0.0, math.nan)] * 2)
     assert [key for key, value in unknown.items() if value is not None] == ["steps"]
     for ranks in ([RankShare(0.0, math.nan, 1.0)] * 2, [RankShare(0.0, 5.0, 1.0)]):  # on GPUs; one rank
-        figures, _ = interval_figures(COUNTED, ranks=ranks)
+        figures = interval_figures(COUNTED, ranks=ranks)
         assert (figures["slowest_rank"], figures["slowest_rank_lag_sec"]) == (None, None)
 
 
@@ -80,8 +79,7 @@ def test_the_times_of_intervals_are_added():
     run = RankTimes()
     assert set(run.figures().values()) == {None}
     for computing in ([6.0, 4.0], [1.0, 4.0]):
-        _, times = interval_figures(COUNTED, ranks=[RankShare(1.0, seconds, 1.0) for seconds in computing])
-        run.add(times)
+        run.add(COUNTED, [RankShare(1.0, seconds, 1.0) for seconds in computing])
     assert run.figures() == {
         "data_wait_share": 0.1,
         "data_wait_rank": 0,
@@ -129,27 +127,27 @@ import torch.distributed as dist
 from dsgpt.machine.launcher import exit_rank
 from dsgpt.machine.process_group import HostGroup, joined
 from dsgpt.machine.topology import read_topology
-from dsgpt.strategies.base import StepResult
 from dsgpt.telemetry.meter import RankShare, interval_figures
-from dsgpt.telemetry.meter import StepMeter
+from dsgpt.telemetry.meter import StepMeter, StepResult
 
 topology = read_topology()
 with joined(topology, torch.device("cpu")):
     ranks, meter = HostGroup(), StepMeter(torch.device("cpu"), tokens_per_step=1)
     own = torch.tensor(1.0 + topology.rank)
     for step in range(1, 9):
-        started, begun = meter.start(), time.thread_time()
+        meter.start()
+        begun = time.thread_time()
         while time.thread_time() - begun < (0.06 if topology.rank else 0.02):
             pass
         dist.all_reduce(torch.ones(1))
         one = torch.tensor(1.0)
         result = StepResult(loss=one, own_loss=own, grad_norm=one, lr=1.0, skipped=torch.tensor(False))
-        meter.stop(started, step=step, epoch=0, result=result, dataload_sec=0.0)
+        meter.stop(step=step, epoch=0, result=result, dataload_sec=0.0)
     meter.flush()
-    figures, computing = meter.take_interval()
-    shares = ranks.gathered(RankShare(0.0, computing, meter.last_own_loss))
+    figures = meter.interval
+    shares = ranks.gathered(RankShare(0.0, figures.computing_sec, meter.last_own_loss))
     if topology.rank == 0:
-        print(json.dumps([sum(figures.step_secs), interval_figures(figures, ranks=[RankShare(*s) for s in shares])[0]]))
+        print(json.dumps([sum(figures.step_secs), interval_figures(figures, ranks=[RankShare(*s) for s in shares])]))
 exit_rank(0)
 """
 
@@ -184,9 +182,9 @@ def result(loss: float) -> StepResult:
 def metered(steps: int, *, seconds: float = 0.01) -> tuple[StepMeter, list[dict[str, Any]]]:
     meter = StepMeter(CPU, tokens_per_step=100)
     for step in range(1, steps + 1):
-        started = meter.start()
+        meter.start()
         time.sleep(seconds)
-        meter.stop(started, step=step, epoch=0, result=result(float(step)), dataload_sec=0.001 * step)
+        meter.stop(step=step, epoch=0, result=result(float(step)), dataload_sec=0.001 * step)
     return meter, meter.flush()
 
 
@@ -207,14 +205,13 @@ def test_throughput_leaves_the_warm_up_out():
     meter, lines = metered(6)
     counted = [line["step_time_sec"] for line in lines[3:]]
     assert throughput(meter.run) == pytest.approx(300 / sum(counted))
-    assert timing_figures(meter.run)["step_time_mean_sec"] == pytest.approx(sum(counted) / 3)
-    assert timing_figures(meter.run)["dataload_time_mean_sec"] == pytest.approx(0.005)
+    assert (meter.run.step_secs, meter.run.dataload_secs) == (counted, [0.004, 0.005, 0.006])
 
 
 def test_with_nothing_but_warm_up_the_throughput_is_unknown():
     meter, _ = metered(3)
     assert throughput(meter.run) is None
-    assert set(timing_figures(meter.run).values()) == {None}
+    assert meter.run.step_secs == meter.run.dataload_secs == []
 
 
 def test_a_resumed_run_counts_its_earlier_steps():
@@ -232,8 +229,8 @@ def test_a_resumed_run_counts_its_earlier_steps():
 
 def test_wall_time_is_when_the_step_ended():
     meter = StepMeter(CPU, tokens_per_step=100)
-    started = meter.start()
-    meter.stop(started, step=1, epoch=0, result=result(1.0), dataload_sec=0.0)
+    meter.start()
+    meter.stop(step=1, epoch=0, result=result(1.0), dataload_sec=0.0)
     ended = meter.wall_seconds()
     time.sleep(0.05)
     (line,) = meter.flush()
@@ -246,7 +243,7 @@ def test_lost_steps_make_sums_unknown_and_counts_stay():
     meter.resume(lines[2:], done=5, epoch_start=3, wall_sec=70.0, last_loss=9.0)
     assert (meter.run.steps, meter.run.train_sec, meter.run.loss_mean()) == (5, None, None)
     assert (meter.epoch.steps, meter.epoch.loss_mean(), meter.last_loss) == (2, 4.5, 9.0)
-    meter.stop(meter.start(), step=6, epoch=0, result=result(1.0), dataload_sec=0.0)
+    meter.stop(step=6, epoch=0, result=result(1.0), dataload_sec=0.0)
     (line,) = meter.flush()
     assert line["train_time_sec"] is None
     assert line["wall_time_sec"] >= 70
@@ -256,7 +253,7 @@ def test_steps_that_the_device_has_not_finished_wait(monkeypatch):
     """A stand-in for a GPU that has finished only step 1."""
     meter = StepMeter(CPU, tokens_per_step=100)
     for step in (1, 2):
-        meter.stop(meter.start(), step=step, epoch=0, result=result(1.0), dataload_sec=0.0)
+        meter.stop(step=step, epoch=0, result=result(1.0), dataload_sec=0.0)
     first = meter._pending[0].ended
     monkeypatch.setattr(meter._clock, "reached", lambda mark: mark == first)
     assert [line["step"] for line in meter.flush(wait=False)] == [1]

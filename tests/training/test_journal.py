@@ -14,12 +14,12 @@ from small_run import command_line
 from dsgpt.common.errors import UserError
 from dsgpt.planner.memory import PARTS
 from dsgpt.record.schema import RunRecord
-from dsgpt.training import run, saving, sinks
+from dsgpt.training import journal, run
 from dsgpt.training import saving as checkpoint_module
 from dsgpt.training import trainer as completion
 from dsgpt.training.command import train as train_here
-from dsgpt.training.journal import Journal
-from dsgpt.training.sinks import Line, Sink, Sinks, place
+from dsgpt.training.journal import Journal, Line, Sink, Sinks, place
+from dsgpt.training.saving import Saver
 from dsgpt.training.trainer import Trainer
 
 # The record of a run while it trains, and after it ended early.
@@ -75,7 +75,7 @@ def test_peak_memory_is_of_training(finished_run, tmp_path, monkeypatch):
     """A stand-in for the memory counter: a save and a generation need more than training."""
     peak = [1000]
     monkeypatch.setattr("dsgpt.telemetry.memory.peak_rss_bytes", lambda: peak[0])
-    monkeypatch.setattr(saving, "write_checkpoint", lambda *args: peak.__setitem__(0, 9000))
+    monkeypatch.setattr(Saver, "_write", lambda *args: peak.__setitem__(0, 9000))
     flags = {"checkpoint_path": tmp_path / "run", "max_train_steps": 2}
     assert train_here(command_line(finished_run, **flags)) == 0
     assert record(tmp_path / "run")["summary"]["peak_rss_bytes_rank0"] == 1000
@@ -114,7 +114,7 @@ def test_a_training_does_not_fail_over_its_inference_figure(finished_run, tmp_pa
 
 def test_the_log_is_durable_before_the_checkpoint_is_published(finished_run, tmp_path, monkeypatch):
     order: list[str] = []
-    noted(monkeypatch, sinks.StepLog, "sync", order)
+    noted(monkeypatch, journal.StepLog, "sync", order)
     noted(monkeypatch, checkpoint_module.store, "publish", order)
     assert train_here(command_line(finished_run, checkpoint_path=tmp_path / "run")) == 0
     assert order == ["sync", "publish"]
@@ -168,7 +168,7 @@ class Tracker(Sink):
 def test_a_tracker_is_one_more_sink(finished_run, tmp_path, monkeypatch):
     tracker = Tracker()
     monkeypatch.setattr(
-        run, "open_sinks", lambda *args, **named: with_tracker(sinks.open_sinks(*args, **named), tracker)
+        run, "open_sinks", lambda *args, **named: with_tracker(journal.open_sinks(*args, **named), tracker)
     )
     assert train_here(command_line(finished_run, **LONG, checkpoint_path=tmp_path / "run")) == 0
     assert tracker.taken == 12

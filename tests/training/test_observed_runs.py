@@ -35,7 +35,7 @@ from dsgpt.machine.device import describe_hardware
 from dsgpt.planner.rates import CALIBRATION
 from dsgpt.record.schema import RECORD_FILE
 from dsgpt.telemetry.monitor import Monitor, open_gpus
-from dsgpt.training import measurements, run
+from dsgpt.training import trainer
 from dsgpt.training.command import train as train_here
 from dsgpt.training.trainer import Trainer
 
@@ -52,7 +52,7 @@ def nvml(monkeypatch):
         assert config.options.monitor_every == 0.2
         return Monitor(open_gpus(["GPU-0"]), path=config.run_dir / "hardware.jsonl", every=0.2)
 
-    monkeypatch.setattr(run, "open_monitor", open_monitor)
+    monkeypatch.setattr(trainer, "open_monitor", open_monitor)
     return module
 
 
@@ -194,7 +194,7 @@ def test_a_baseline(finished_run, tmp_path):
 
 def test_a_trace_that_cannot_be_written_does_not_end_the_run(finished_run, tmp_path, monkeypatch):
     run = tmp_path / "run"
-    monkeypatch.setattr(measurements, "trace_file", lambda rank: "x" * 300)
+    monkeypatch.setattr(trainer, "trace_file", lambda rank: "x" * 300)
     assert train_here(command_line(finished_run, checkpoint_path=run, max_train_steps=7, profile=3)) == 0
     assert "--profile: rank 0 wrote no trace: File name too long" in (run / "train.log").read_text()
 

@@ -31,7 +31,7 @@ from dsgpt.machine.launcher import launcher_command
 from dsgpt.record.equal_work import segment_stamps
 from dsgpt.record.runs import read_run
 from dsgpt.training.command import train as train_here
-from dsgpt.training.resume import NEVER_CHANGES
+from dsgpt.training.journal import NEVER_CHANGES
 from dsgpt.training.run_description import CHANGEABLE
 
 # A resume continues exactly from what was saved, or refuses.

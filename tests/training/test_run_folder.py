@@ -269,7 +269,7 @@ def test_checkpoints_that_are_moved_back_are_resumed(stopped, finished_run):
 
 def test_a_run_killed_before_its_first_checkpoint_starts_fresh(finished_run, tmp_path, monkeypatch, capsys):
     """A launcher that restarts the run needs this. Only steps that were never saved are lost."""
-    monkeypatch.setattr(saving, "open_checkpoint", Killed.now)
+    monkeypatch.setattr(saving.Saver, "_open", Killed.now)
     flags = LONG | {"checkpoint_path": tmp_path / "run"}
     with pytest.raises(Killed):
         train_here(command_line(finished_run, **flags))

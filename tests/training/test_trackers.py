@@ -18,7 +18,7 @@ from dsgpt.config.options import parse_arguments
 from dsgpt.config.run_config import resolve
 from dsgpt.machine.topology import read_topology
 from dsgpt.training.command import train as train_here
-from dsgpt.training.trackers import COLUMNS, CsvTracker, Row, make_folder, open_trackers, row_of
+from dsgpt.training.trackers import COLUMNS, CsvTracker, Row, open_trackers, row_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated")
 """MLflow uses it."""
@@ -31,6 +31,13 @@ VARIABLES += ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL", "MLFLOW_TRACKING_URI", "
 
 def lines_of(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def tracker_folder(run_dir: Path) -> Path:
+    """The folder as a run with ``--track`` makes it."""
+    (run_dir / "trackers").mkdir()
+    (run_dir / "trackers" / "run_ids.json").write_text("{}")
+    return run_dir / "trackers"
 
 
 def points(lines: list[dict[str, Any]]) -> dict[str, list[tuple[int, Any]]]:
@@ -157,7 +164,7 @@ def test_a_tracker_that_fails_is_reported_once_and_not_called_again(finished_run
 
 
 def test_a_tracker_that_cannot_be_opened_does_not_stop_the_run(stopped, finished_run, capsys):
-    (make_folder(stopped) / "metrics.csv").mkdir()
+    (tracker_folder(stopped) / "metrics.csv").mkdir()
     assert resume(stopped, finished_run, track="csv") == 0
     assert capsys.readouterr().out.count("--track csv: failed (IsADirectoryError: ") == 1
 
@@ -186,7 +193,7 @@ def test_a_foreign_folder_is_refused_and_kept(copied_run, finished_run, capsys):
 def test_links_are_refused(stopped, finished_run, tmp_path, capsys, name):
     (outside := tmp_path / "outside").mkdir()
     if name != "trackers":
-        make_folder(stopped)
+        tracker_folder(stopped)
     (stopped / name).symlink_to(outside)
     assert resume(stopped, finished_run, track="csv") == 2
     assert f"{name} is a link, and links inside a run folder are not followed" in errors(capsys)[0]

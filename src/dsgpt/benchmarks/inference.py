@@ -27,8 +27,7 @@ from dsgpt.common.json_files import JsonError, parse_as, read_object
 from dsgpt.common.text import machine_words, table
 from dsgpt.machine.console import Console, duration
 from dsgpt.record.schema import RECORD_FILE
-from dsgpt.record.suites import SCHEMA_VERSION, TITLES, Concurrency, Engine, Load, Percentiles
-from dsgpt.record.sweeps import Spread
+from dsgpt.record.suites import SCHEMA_VERSION, TITLES, Concurrency, Engine, Load, Percentiles, Spread
 from dsgpt.training.status import RunLock
 
 # What engines took for many requests, as it stands in the record of the run whose model answered.
@@ -311,7 +310,7 @@ examples:
         return len(self._turns)
 
     def begin(self) -> None:
-        from dsgpt.inference.export import export  # noqa: PLC0415 - torch takes seconds
+        from dsgpt.inference.model_files import export  # noqa: PLC0415 - torch takes seconds
 
         options = self.options
         exported = self.folder / "exported"

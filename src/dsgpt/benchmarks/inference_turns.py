@@ -21,8 +21,7 @@ from dsgpt.common.errors import UserError
 from dsgpt.common.files import write_json_atomic
 from dsgpt.common.json_files import JsonError, read_as
 from dsgpt.record.schema import percentile
-from dsgpt.record.suites import Difference, Load, Percentiles
-from dsgpt.record.sweeps import Spread
+from dsgpt.record.suites import Difference, Load, Percentiles, Spread
 
 # The trace.
 

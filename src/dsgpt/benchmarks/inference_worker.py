@@ -156,7 +156,7 @@ class OwnModel:
 
         from dsgpt.checkpoints.selection import find_checkpoint, open_model_files, open_weights  # noqa: PLC0415
         from dsgpt.inference.decoder import Decoder  # noqa: PLC0415
-        from dsgpt.inference.loading import build_model  # noqa: PLC0415
+        from dsgpt.inference.model_files import build_model  # noqa: PLC0415
 
         files = open_model_files(find_checkpoint(checkpoint, flag="--checkpoint"))
         self._device = torch.device(device)

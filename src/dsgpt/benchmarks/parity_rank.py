@@ -47,12 +47,13 @@ from dsgpt.planner.strategies import largest_model_state, most_sent_bytes
 from dsgpt.strategies import optimizer as optimization
 from dsgpt.strategies import pytorch as ddp
 from dsgpt.strategies import pytorch as torch_strategy
-from dsgpt.strategies.base import StepResult, Strategy, build_strategy, to_device
+from dsgpt.strategies.base import Strategy, build_strategy, to_device
 from dsgpt.strategies.deepspeed import engine as deepspeed_engine
 from dsgpt.strategies.deepspeed.pipeline import PipelineParallel
 from dsgpt.strategies.deepspeed.sequence import SequenceParallel
 from dsgpt.strategies.deepspeed.zero import Zero
 from dsgpt.telemetry.memory import MODEL_STATE, TrafficMeter
+from dsgpt.telemetry.meter import StepResult
 from dsgpt.training.run_description import setup_of
 from dsgpt.training.trainer import training_batches, validation_loss
 

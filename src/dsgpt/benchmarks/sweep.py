@@ -40,10 +40,9 @@ from dsgpt.common.files import sha256_of, write_json_atomic
 from dsgpt.common.json_files import JsonError, clipped_text, read_as, read_object
 from dsgpt.machine.launcher import launcher_command
 from dsgpt.model.config import PRESETS
-from dsgpt.record.fields import Fields
 from dsgpt.record.runs import Curve, read_run, read_step_curves
-from dsgpt.record.schema import RECORD_FILE, STEPS_FILE
-from dsgpt.record.sweeps import SCHEMA_VERSION, SWEEP_FILE, Compared, Comparison, Spread, State, SweepCell, Turn
+from dsgpt.record.schema import RECORD_FILE, STEPS_FILE, Fields
+from dsgpt.record.suites import SCHEMA_VERSION, SWEEP_FILE, Compared, Comparison, Spread, State, SweepCell, Turn
 
 # Runs one training with the launcher that users use, ends it after a limit, and says how it ended.
 

@@ -13,7 +13,7 @@ from dsgpt.common.text import counted
 from dsgpt.config.options import parse_arguments
 from dsgpt.machine.topology import Topology
 from dsgpt.record.equal_work import Verdict, judge
-from dsgpt.record.sweeps import Kind, Turn, worked
+from dsgpt.record.suites import Kind, Turn, worked
 from dsgpt.record.work import Worked
 
 # What a sweep trains and compares: cells, comparisons, and what may differ in them.
@@ -244,7 +244,7 @@ def planned_work(cell: Cell, flags: Sequence[str], *, repository: Path) -> Facts
         repository: from which relative paths are.
     """
     from dsgpt.config.run_config import resolve  # noqa: PLC0415 - torch takes seconds
-    from dsgpt.record.fields import Fields  # noqa: PLC0415
+    from dsgpt.record.schema import Fields  # noqa: PLC0415
     from dsgpt.record.work import read_work  # noqa: PLC0415
     from dsgpt.training.run_description import describe_run  # noqa: PLC0415
 

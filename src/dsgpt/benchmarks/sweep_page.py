@@ -19,7 +19,7 @@ from dsgpt.machine.console import duration
 from dsgpt.record.equal_work import Verdict, judge
 from dsgpt.record.runs import Run, read_run
 from dsgpt.record.schema import RECORD_FILE, STEPS_FILE, read_steps
-from dsgpt.record.sweeps import (
+from dsgpt.record.suites import (
     MAX_BYTES,
     SWEEP_FILE,
     Compared,

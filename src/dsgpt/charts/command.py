@@ -16,8 +16,7 @@ from dsgpt.common.files import PRINTABLE, write_atomic
 from dsgpt.common.text import REPOSITORY, next_line, script_words
 from dsgpt.record.provenance import changes_since, training_sources
 from dsgpt.record.runs import Run, read_run
-from dsgpt.record.suites import Concurrency, Predictions, read_concurrency, read_predictions
-from dsgpt.record.sweeps import Sweep, read_sweep
+from dsgpt.record.suites import Concurrency, Predictions, Sweep, read_concurrency, read_predictions, read_sweep
 
 # Reads what ``charts/generate_charts.py`` draws: runs, sweeps, and the records of the planner and of many requests.
 

@@ -13,8 +13,8 @@ from matplotlib.lines import Line2D
 
 from dsgpt.charts.comparison import shorten
 from dsgpt.charts.style import Frame, frame, legend_height, look, number_axis
-from dsgpt.record.fields import Fields
 from dsgpt.record.runs import read_objects
+from dsgpt.record.schema import Fields
 
 PATTERN = "hardware*.jsonl"
 """A file per machine."""

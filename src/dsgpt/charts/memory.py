@@ -11,7 +11,7 @@ from dsgpt.charts.curves import ZOOMED
 from dsgpt.charts.options import current
 from dsgpt.charts.style import Frame, Look, behind_text, frame, look, note_inside, number_axis
 from dsgpt.record.runs import OTHER, PARTS, Footprint, quantile
-from dsgpt.record.sweeps import Measured
+from dsgpt.record.suites import Measured
 
 # The chart of memory: what it holds, predicted beside measured.
 

@@ -32,7 +32,7 @@ from dsgpt.charts.style import Chart, Frame, frame, legend_height
 from dsgpt.charts.sweeps import charts_of_sweep
 from dsgpt.record.equal_work import inference_stamps, judge, machine_line, partial_stamps, setup_stamps, work_stamps
 from dsgpt.record.runs import FLAT_SCHEMA, Run, window_of
-from dsgpt.record.sweeps import of_runs
+from dsgpt.record.suites import of_runs
 
 # The pictures: their panels, titles, warnings and captions.
 

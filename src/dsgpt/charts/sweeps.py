@@ -14,7 +14,7 @@ from dsgpt.charts.memory import communication_chart, memory_chart, step_times_ch
 from dsgpt.charts.options import current
 from dsgpt.charts.style import Chart, Frame, frame, legend_height, look
 from dsgpt.common.text import counted, machine_words
-from dsgpt.record.sweeps import (
+from dsgpt.record.suites import (
     NOT_RECORDED,
     Comparison,
     Spread,

@@ -14,6 +14,7 @@ from pydantic import AfterValidator, Field
 from dsgpt.common.errors import UserError
 from dsgpt.common.files import link_between, sha256_of, write_json_atomic
 from dsgpt.common.json_files import Count, Finite, JsonError, Positive, Seconds, Sha256, clipped, read_as
+from dsgpt.record.schema import PEAKS
 
 MANIFEST = "manifest.json"
 _A_LINK = "is a link, and links in a checkpoint are not followed (cp -rL makes a copy without links)"
@@ -161,9 +162,6 @@ def require_resumable(checkpoint: Path, manifest: Manifest) -> None:
 
 
 # The part of a run that one process executed: its steps, machine, software, speed and memory.
-
-PEAKS = ("max_cuda_mem_allocated_bytes_rank0", "max_cuda_mem_reserved_bytes_rank0", "peak_rss_bytes_rank0")
-"""Fields of a segment, of an epoch's record and of the summary: bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)

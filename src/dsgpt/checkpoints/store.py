@@ -34,7 +34,7 @@ from typing import Any
 from dsgpt.checkpoints.manifest import MANIFEST, Manifest, RunState, parse_manifest, write_run_state
 from dsgpt.common.errors import UserError
 from dsgpt.common.files import is_regular_file, link_between, remove, sync_directory, write_atomic, write_json_atomic
-from dsgpt.formats.tokenizer_files import is_known
+from dsgpt.formats.tokenizer_files import KNOWN_FILES
 
 LATEST = "latest"
 BEST = "best"
@@ -140,7 +140,7 @@ def _seal(folder: Path, about: dict[str, Any]) -> None:
     files = {
         path.relative_to(folder).as_posix(): {"size": path.stat().st_size, "sha256": _sync_and_hash(path)}
         for path in paths
-        if path.is_file() and (path.parent != folder / TOKENIZER or is_known(path.name))
+        if path.is_file() and (path.parent != folder / TOKENIZER or path.name in KNOWN_FILES)
     }
     for path in paths:
         if path.is_dir():

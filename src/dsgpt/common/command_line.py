@@ -133,7 +133,7 @@ def flag(
         name: of the flag, if it is another than that of the field; without ``--`` it is a positional argument.
         group: the title in the help above this flag and the next ones.
         needs: what to give, for the message of ``require_flags`` if the flag is missing.
-        work: for ``src/gpt2.py``, what the flag means for equal work (``dsgpt.config.same_work``).
+        work: for ``src/gpt2.py``, what the flag means for equal work (``dsgpt.config.options``).
         more: for ``argparse``: ``nargs``, ``action``, ``required``.
     """
     given_as = {"type": read, "metavar": metavar, "help": text, **more}

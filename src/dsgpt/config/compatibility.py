@@ -8,6 +8,7 @@ import os
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import NamedTuple
 
 from packaging.specifiers import SpecifierSet
 
@@ -51,23 +52,58 @@ class RunRequest(Inputs):
 
 def check_compatibility(request: RunRequest, problems: Problems) -> None:
     """Add a line to ``problems`` for everything in ``request`` that makes training impossible or incorrect."""
+    options, recipe, sizes = request.options, request.recipe, request.sizes
     check_split(request, problems)
-    if request.options.run_type == "optimized":
-        _check_offload(request, problems)
-        _check_zero_plus_plus(request, problems)
-    _check_compile(request, problems)
-    for flag, steps in (("--profile_comm", request.options.profile_comm), ("--profile", request.options.profile)):
+    if options.run_type == "optimized":
+        if recipe.offloads and not request.is_doubtful("zero_optimization", "optimizer"):
+            if recipe.nvme_blocks:
+                _check_nvme(request, problems)
+            elif recipe.uses_deepspeed_adam and not compiler():
+                problems.add(
+                    f"{recipe.path}: optimizer offload compiles DeepSpeed's CPU Adam and finds no C++ compiler: "
+                    'install one (Debian: apt-get install g++), or set "torch_adam": true in the optimizer\'s params'
+                )
+        if recipe.zero_plus_plus:
+            _check_zero_plus_plus(request, problems)
+    if options.compile and not compiler():
+        problems.add("--compile needs a C++ compiler, and none was found: install one (Debian: apt-get install g++)")
+    if options.compile and options.run_type == "optimized":
+        if recipe.zero_stage == 3:
+            problems.add("--compile does not go with ZeRO stage 3, whose gathers break the graph: take stage 1 or 2")
+        if sizes.ranks_per_copy > 1:
+            problems.add(
+                f"--compile does not go with a model split over ranks ({sizes}), whose collectives break the graph: "
+                "take ds_configs/zero1.json, or leave --compile out"
+            )
+    for flag, steps in (("--profile_comm", options.profile_comm), ("--profile", options.profile)):
         if steps > MOST_PROFILED_STEPS:
             problems.add(f"{flag} must be at most {MOST_PROFILED_STEPS}, not {steps}: the events are kept in memory")
 
 
 def check_split(request: RunRequest, problems: Problems) -> None:
     """Add a line for everything that no machine could train: ranks, strategies and shape that contradict each other."""
-    _check_ranks(request, problems)
-    if request.options.run_type == "optimized":
+    world, run_type = request.topology.world_size, request.options.run_type
+    if run_type == "baseline" and world > 1:
+        problems.add(
+            f"--run_type baseline is one process, but the launcher started {world}: run it with "
+            "`.venv/bin/python src/gpt2.py ...`, or take --run_type ddp, fsdp or optimized"
+        )
+    copy = request.sizes.ranks_per_copy
+    if world % copy:
+        problems.add(
+            f"{request.recipe.path}: splits the model over {copy} ranks ({request.sizes}), but {world} "
+            f"{'was' if world == 1 else 'were'} started: start "
+            f"{multiples_around(world, copy)}, or take ds_configs/zero1.json"
+        )
+    if run_type == "optimized":
         _check_strategies(request, problems)
-        _check_shape(request, problems)
-        _check_offload_alone(request, problems)
+        if request.model is not None:
+            _check_shape(request, request.model, problems)
+        if request.recipe.offloads and copy > 1:
+            problems.add(
+                f"{request.recipe.path}: offload works only with data parallelism here: take "
+                "ds_configs/zero2_offload.json or ds_configs/zero3_offload.json, or leave the offload out"
+            )
 
 
 def check_accumulation(request: RunRequest, accumulation: int, problems: Problems) -> None:
@@ -106,22 +142,6 @@ def compatibility_notices(request: RunRequest) -> list[str]:
     return []
 
 
-def _check_ranks(request: RunRequest, problems: Problems) -> None:
-    world, run_type = request.topology.world_size, request.options.run_type
-    if run_type == "baseline" and world > 1:
-        problems.add(
-            f"--run_type baseline is one process, but the launcher started {world}: run it with "
-            "`.venv/bin/python src/gpt2.py ...`, or take --run_type ddp, fsdp or optimized"
-        )
-    copy = request.sizes.ranks_per_copy
-    if world % copy:
-        problems.add(
-            f"{request.recipe.path}: splits the model over {copy} ranks ({request.sizes}), but {world} "
-            f"{'was' if world == 1 else 'were'} started: start "
-            f"{multiples_around(world, copy)}, or take ds_configs/zero1.json"
-        )
-
-
 def _check_strategies(request: RunRequest, problems: Problems) -> None:
     recipe, sizes = request.recipe, request.sizes
     stage = recipe.zero_stage
@@ -153,11 +173,9 @@ def _check_strategies(request: RunRequest, problems: Problems) -> None:
         )
 
 
-def _check_shape(request: RunRequest, problems: Problems) -> None:
+def _check_shape(request: RunRequest, model: GPT2Config, problems: Problems) -> None:
     """Heads, layers and tokens must be divisible by the ranks that share them."""
-    model, sizes, path = request.model, request.sizes, request.recipe.path
-    if model is None:
-        return
+    sizes, path = request.sizes, request.recipe.path
     for name, key, size in (
         ("tensor", "autotp_size", sizes.tensor),
         ("sequence", "sequence_parallel_size", sizes.sequence),
@@ -180,42 +198,17 @@ def _check_shape(request: RunRequest, problems: Problems) -> None:
         )
 
 
-def _check_offload_alone(request: RunRequest, problems: Problems) -> None:
-    recipe = request.recipe
-    if (recipe.offload_optimizer, recipe.offload_param) != ("none", "none") and request.sizes.ranks_per_copy > 1:
-        problems.add(
-            f"{recipe.path}: offload works only with data parallelism here: take ds_configs/zero2_offload.json "
-            "or ds_configs/zero3_offload.json, or leave the offload out"
-        )
-
-
-def _check_offload(request: RunRequest, problems: Problems) -> None:
-    """Refuse a machine that cannot offload."""
-    recipe = request.recipe
-    if (recipe.offload_optimizer, recipe.offload_param) == ("none", "none"):
-        return
-    if request.is_doubtful("zero_optimization", "optimizer"):
-        return
-    if recipe.nvme_blocks:
-        _check_nvme(request, problems)
-    elif recipe.uses_deepspeed_adam and not compiler():
-        problems.add(
-            f"{recipe.path}: optimizer offload compiles DeepSpeed's CPU Adam and finds no C++ compiler: install "
-            'one (Debian: apt-get install g++), or set "torch_adam": true in the optimizer\'s params'
-        )
-
-
 def _check_nvme(request: RunRequest, problems: Problems) -> None:
     """Refuse a machine that cannot swap to files. The first rank of each machine checks."""
     if request.topology.local_rank:
         return
     path, way_out = request.recipe.path, "or take ds_configs/zero3_offload.json, which offloads to memory"
-    if not (found := compiler()):
+    if not (command := compiler()):
         problems.add(
             f"{path}: offload to nvme compiles DeepSpeed's asynchronous I/O and finds no C++ compiler: install one "
             f"(Debian: apt-get install g++), {way_out}"
         )
-    elif trouble := libaio_problem(found):
+    elif trouble := libaio_problem(command):
         problems.add(f"{path}: offload to nvme {trouble}, {way_out}")
     if request.device == "cuda" and not has_cuda_toolkit():  # CPU Adam is compiled without it, on GPUs, too
         problems.add(
@@ -226,7 +219,7 @@ def _check_nvme(request: RunRequest, problems: Problems) -> None:
         place = next(folder for folder in (base, *base.absolute().parents) if folder.is_dir())
         if trouble := direct_io_problem(place):
             problems.add(f"{path}: nvme_path {base}: {trouble}; name a folder on a local drive, {way_out}")
-    size = locked_bytes(request, request.model) if request.model else 0
+    size = _locked_bytes(request, request.model) if request.model else 0
     if not may_lock(size):
         problems.add(
             f"{path}: offload to nvme locks {size / 1e6:,.0f} MB per rank in memory, more than this process may: "
@@ -242,7 +235,7 @@ def nvme_paths(recipe: Recipe, run_dir: Path) -> dict[str, Path]:
     return {name: run_dir if path is None else Path(path) for name, path in blocks.items()}
 
 
-def locked_bytes(request: RunRequest, model: GPT2Config) -> int:
+def _locked_bytes(request: RunRequest, model: GPT2Config) -> int:
     """Least bytes that a rank locks for the buffers through which it swaps ``model`` (``swap_tensor/utils.py``)."""
     zero, ranks = request.recipe.zero_optimization, request.topology.world_size
     size = 0
@@ -259,11 +252,9 @@ def locked_bytes(request: RunRequest, model: GPT2Config) -> int:
 
 def _check_zero_plus_plus(request: RunRequest, problems: Problems) -> None:
     recipe, world = request.recipe, request.topology.world_size
-    if not recipe.zero_plus_plus:
-        return
     if request.device == "cpu":
         problems.add(f"{recipe.path}: DeepSpeed implements Zero++ only for GPUs: on CPU take ds_configs/zero3.json")
-    if (recipe.offload_optimizer, recipe.offload_param) != ("none", "none"):
+    if recipe.offloads:
         problems.add(
             f"{recipe.path}: Zero++ is not combined with offload here: take ds_configs/zeropp.json, or "
             "ds_configs/zero3_offload.json without it"
@@ -281,23 +272,6 @@ def _check_zero_plus_plus(request: RunRequest, problems: Problems) -> None:
         )
 
 
-def _check_compile(request: RunRequest, problems: Problems) -> None:
-    options, recipe, sizes = request.options, request.recipe, request.sizes
-    if not options.compile:
-        return
-    if not compiler():
-        problems.add("--compile needs a C++ compiler, and none was found: install one (Debian: apt-get install g++)")
-    if options.run_type != "optimized":
-        return
-    if recipe.zero_stage == 3:
-        problems.add("--compile does not go with ZeRO stage 3, whose gathers break the graph: take stage 1 or 2")
-    if sizes.ranks_per_copy > 1:
-        problems.add(
-            f"--compile does not go with a model split over ranks ({sizes}), whose collectives break the graph: take "
-            "ds_configs/zero1.json, or leave --compile out"
-        )
-
-
 # Releases of DeepSpeed that train wrong, most without an error. docs/training.md shows ``KNOWN_BAD`` as a table.
 
 TESTED = "0.19.8"
@@ -306,64 +280,46 @@ ALLOW = "DSGPT_ALLOW_VERSION"
 """The environment variable that lets a run start all the same, if it is 1."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class KnownBad:
+class KnownBad(NamedTuple):
     """A fault of some releases. A run is affected if all that is named here is true of it."""
 
     releases: str
     """Of DeepSpeed, as pip writes them."""
+    thread: str
+    """On GitHub, below DeepSpeed's repository; or ``no thread``, for what this project saw itself."""
+    effect: str
     stages: tuple[int, ...] = (0, 1, 2, 3)
     """Of ZeRO."""
     precision: str = "any"
     needs: str = ""
     """``accumulation in a pipeline``, ``overlap_comm on GPUs`` or ``several ranks``."""
-    thread: str
-    """On GitHub, below DeepSpeed's repository; or ``no thread``, for what this project saw itself."""
-    effect: str
 
 
 KNOWN_BAD = (
     KnownBad(
-        releases=">=0.17.6,<0.18.3",
-        stages=(2,),
-        thread="issues/7718",
-        effect="gradients are wrong: their norm is a third to a half",
+        ">=0.17.6,<0.18.3", "issues/7718", "gradients are wrong: their norm is a third to a half", stages=(2,)
     ),
     KnownBad(
-        releases="<0.18.3",
+        "<0.18.3", "issues/7773", "gradients of micro batches are summed, not averaged",
         needs="accumulation in a pipeline",
-        thread="issues/7773",
-        effect="gradients of micro batches are summed, not averaged",
     ),
     KnownBad(
-        releases="==0.18.5",
-        stages=(0,),
-        precision="bf16",
-        thread="issues/7837",
-        effect="gradients are divided by a loss scale that the loss never had, and kept from step to step",
+        "==0.18.5", "issues/7837",
+        "gradients are divided by a loss scale that the loss never had, and kept from step to step",
+        stages=(0,), precision="bf16",
     ),
     KnownBad(
-        releases=">=0.18.3,<0.19.0",
-        stages=(1,),
-        precision="bf16",
-        needs="several ranks",
-        thread="pull/7985",
-        effect="the last micro batch is left out of the average over ranks",
+        ">=0.18.3,<0.19.0", "pull/7985", "the last micro batch is left out of the average over ranks",
+        stages=(1,), precision="bf16", needs="several ranks",
     ),
     KnownBad(
-        releases="<0.19.0",
-        stages=(1, 2),
-        needs="overlap_comm on GPUs",
-        thread="pull/7965",
-        effect="buffers are used again before their reduction is done: wrong gradients or NaN",
+        "<0.19.0", "pull/7965", "buffers are used again before their reduction is done: wrong gradients or NaN",
+        stages=(1, 2), needs="overlap_comm on GPUs",
     ),
     KnownBad(
-        releases="==0.18.9",
-        stages=(1, 2),
-        thread="no thread",
-        effect="the first step ends in the error 'Output 0 of Split is a view'",
+        "==0.18.9", "no thread", "the first step ends in the error 'Output 0 of Split is a view'", stages=(1, 2)
     ),
-)
+)  # fmt: skip
 
 
 def check_version(request: RunRequest, accumulation: int, problems: Problems, notices: list[str]) -> tuple[str, ...]:
@@ -388,30 +344,28 @@ def check_version(request: RunRequest, accumulation: int, problems: Problems, no
     if installed == TESTED:
         return ()
     notices.append(f"DeepSpeed {installed} is installed; this program is tested with {TESTED} (requirements.txt)")
-    found = [known for known in KNOWN_BAD if _affects(known, request, accumulation, installed)]
-    allowed = os.environ.get(ALLOW) == "1"
-    for known in found:
-        fault = f"{known.effect} (DeepSpeed's {known.thread})"
-        if allowed:
-            notices.append(f"{ALLOW}=1 lets DeepSpeed {installed} train, though {fault}")
-        else:
-            problems.add(
-                f"{request.recipe.path}: DeepSpeed {installed} cannot train this: {fault}: install {TESTED} (pip "
-                f"install deepspeed=={TESTED}), or set {ALLOW}=1 to train all the same"
-            )
-    return tuple(known.thread for known in found) if allowed else ()
-
-
-def _affects(known: KnownBad, request: RunRequest, accumulation: int, installed: str) -> bool:
-    needed = {
+    holds = {
         "": True,
         "accumulation in a pipeline": request.sizes.pipeline > 1 and accumulation > 1,
         "overlap_comm on GPUs": request.device == "cuda" and bool(request.recipe.zero_optimization.overlap_comm),
         "several ranks": request.topology.world_size > 1,
     }
-    return (
-        SpecifierSet(known.releases).contains(installed, prereleases=True)
-        and request.recipe.zero_stage in known.stages
-        and known.precision in ("any", request.precision)
-        and needed[known.needs]
-    )
+    faults = [
+        fault
+        for fault in KNOWN_BAD
+        if SpecifierSet(fault.releases).contains(installed, prereleases=True)
+        and request.recipe.zero_stage in fault.stages
+        and fault.precision in ("any", request.precision)
+        and holds[fault.needs]
+    ]
+    allowed = os.environ.get(ALLOW) == "1"
+    for fault in faults:
+        what = f"{fault.effect} (DeepSpeed's {fault.thread})"
+        if allowed:
+            notices.append(f"{ALLOW}=1 lets DeepSpeed {installed} train, though {what}")
+        else:
+            problems.add(
+                f"{request.recipe.path}: DeepSpeed {installed} cannot train this: {what}: install {TESTED} (pip "
+                f"install deepspeed=={TESTED}), or set {ALLOW}=1 to train all the same"
+            )
+    return tuple(fault.thread for fault in faults) if allowed else ()

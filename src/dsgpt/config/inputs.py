@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from dsgpt.common.errors import Problems, UserError
 from dsgpt.common.files import is_utf8, undecodable
-from dsgpt.config.options import Options
+from dsgpt.config.options import Options, shape_overrides
 from dsgpt.config.recipe import Recipe, read_recipe
 from dsgpt.data.token_file import TokenFile, TokenFileError, open_token_file
 from dsgpt.machine.topology import Topology
@@ -14,9 +14,6 @@ from dsgpt.model.config import GPT2_VOCAB_SIZE, PRESETS, SHAPE_FLAGS, GPT2Config
 
 if TYPE_CHECKING:
     from dsgpt.formats.hugging_face import PretrainedWeights
-
-
-# ``--init_from``: the published weights that a run starts from instead of random ones.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,23 +60,34 @@ def read_init_from(options: Options, *, run_dir: Path, problems: Problems, quiet
         problems.add(f"--init_from {undecodable(options.init_from)}")
         return None
     try:
-        source = _recorded(options, options.init_from, run_dir) or _open_weights(
-            options.init_from, problems, quiet=quiet
-        )
+        source = _recorded(options, options.init_from, run_dir)
+        if source is None:
+            source = _open_weights(options.init_from, problems, quiet=quiet)
     except UserError as error:
         problems.add(*error.problems)
         return None
-    if source is not None:
-        _check_flags(options, source, problems)
+    if source is None:
+        return None
+    given = shape_overrides(options)
+    for field, flag in SHAPE_FLAGS.items():
+        if given.get(field, source.shape[field]) != source.shape[field]:
+            problems.add(
+                f"{flag} {given[field]} contradicts --init_from {source.given}, which has {source.shape[field]}: "
+                "leave the flag out"
+            )
+    preset = PRESETS[options.model_size].as_dict() if options.model_size else source.shape
+    if any(preset[field] != source.shape[field] for field in SHAPE_FLAGS if field != "vocab_size"):
+        problems.add(
+            f"--model_size {options.model_size} contradicts --init_from {source.given}, which has "
+            f"{source.shape['n_layer']} layers, {source.shape['n_head']} heads, width {source.shape['n_embd']} and "
+            f"{source.shape['block_size']} positions: leave the flag out"
+        )
     return source
 
 
 def _open_weights(given: str, problems: Problems, *, quiet: bool) -> InitFrom | None:
     from dsgpt.formats.hub import model_folder  # noqa: PLC0415 - as above
-    from dsgpt.formats.hugging_face import (  # noqa: PLC0415
-        published_shape,
-        read_json,
-    )
+    from dsgpt.formats.hugging_face import published_shape, read_json  # noqa: PLC0415
 
     folder = model_folder(given, weights=False, quiet=quiet)
     if (folder / "manifest.json").exists() or (folder / "metrics.jsonl").exists():
@@ -108,25 +116,6 @@ def _recorded(options: Options, given: str, run_dir: Path) -> InitFrom | None:
     except (UserError, KeyError, TypeError):  # written by another program, or without --init_from
         return None
 
-
-def _check_flags(options: Options, source: InitFrom, problems: Problems) -> None:
-    given = options.model_overrides()
-    for field, flag in SHAPE_FLAGS.items():
-        if given.get(field, source.shape[field]) != source.shape[field]:
-            problems.add(
-                f"{flag} {given[field]} contradicts --init_from {source.given}, which has {source.shape[field]}: "
-                "leave the flag out"
-            )
-    preset = PRESETS[options.model_size].as_dict() if options.model_size else source.shape
-    if any(preset[field] != source.shape[field] for field in SHAPE_FLAGS if field != "vocab_size"):
-        problems.add(
-            f"--model_size {options.model_size} contradicts --init_from {source.given}, which has "
-            f"{source.shape['n_layer']} layers, {source.shape['n_head']} heads, width {source.shape['n_embd']} and "
-            f"{source.shape['block_size']} positions: leave the flag out"
-        )
-
-
-# The inputs of a run, read one by one: recipe, data, initial weights, model, device and precision.
 
 DEFAULT_MODEL_SIZE = "small"
 
@@ -159,8 +148,24 @@ def read_inputs(options: Options, topology: Topology, problems: Problems) -> Inp
     train, val = _open(options.train_data_path, problems), _open(options.val_data_path, problems)
     run_dir = options.checkpoint_path or Path("checkpoint") / (options.run_type or "")
     init_from = read_init_from(options, run_dir=run_dir, problems=problems, quiet=not topology.is_main)
-    model = _resolve_model(options, train, init_from, problems)
-    seq_length = _resolve_seq_length(options.seq_length, model, problems)
+    model = None
+    if init_from or not options.init_from:
+        shape: dict[str, Any] = PRESETS[options.model_size or DEFAULT_MODEL_SIZE].as_dict()
+        shape["vocab_size"] = (train.sidecar.vocab_size if train else None) or GPT2_VOCAB_SIZE
+        shape |= shape_overrides(options) | (init_from.shape if init_from else {})
+        if options.dropout is not None:
+            shape["dropout"] = options.dropout
+        wrong = shape_problems(shape)
+        problems.add(*wrong)
+        model = None if wrong else GPT2Config(**shape)
+    seq_length = options.seq_length
+    if model is not None:
+        seq_length = seq_length or model.block_size
+        if seq_length > model.block_size:
+            problems.add(
+                f"--seq_length {seq_length} is longer than the model's {model.block_size} positions: lower it, or add "
+                f"--max_position_embeddings {seq_length}"
+            )
     device, precision = _resolve_device(options, recipe, topology, problems)
     return Inputs(
         options=options,
@@ -178,40 +183,11 @@ def read_inputs(options: Options, topology: Topology, problems: Problems) -> Inp
 
 
 def _open(path: Path | None, problems: Problems) -> TokenFile | None:
-    if path is None:
-        return None
     try:
-        return open_token_file(path)
+        return open_token_file(path) if path else None
     except TokenFileError as error:
         problems.add(str(error))
         return None
-
-
-def _resolve_model(
-    options: Options, train: TokenFile | None, init_from: InitFrom | None, problems: Problems
-) -> GPT2Config | None:
-    if options.init_from and not init_from:
-        return None
-    data_vocabulary = train.sidecar.vocab_size if train else None
-    shape: dict[str, Any] = PRESETS[options.model_size or DEFAULT_MODEL_SIZE].as_dict()
-    shape["vocab_size"] = data_vocabulary or GPT2_VOCAB_SIZE
-    shape.update(options.model_overrides())
-    shape.update(init_from.shape if init_from else {})
-    found = shape_problems(shape)
-    problems.add(*found)
-    return None if found else GPT2Config(**shape)
-
-
-def _resolve_seq_length(asked: int | None, model: GPT2Config | None, problems: Problems) -> int | None:
-    if model is None:
-        return asked
-    length = asked or model.block_size
-    if length > model.block_size:
-        problems.add(
-            f"--seq_length {length} is longer than the model's {model.block_size} positions: lower it, or add "
-            f"--max_position_embeddings {length}"
-        )
-    return length
 
 
 def _resolve_device(options: Options, recipe: Recipe | None, topology: Topology, problems: Problems) -> tuple[str, str]:

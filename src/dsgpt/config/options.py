@@ -1,4 +1,9 @@
-"""The options of ``src/gpt2.py``: each field is a flag, with its help and its meaning for equal work."""
+"""The options of ``src/gpt2.py``: each field is a flag, with its help and its meaning for equal work.
+
+Two runs did the same work if all facts about them agree; ``record/work.py`` reads the facts from records. Every flag,
+and every key of a recipe, declares where it is defined what it means for them. A test compares two runs that differ
+only in it, and fails for a flag or key that declares nothing.
+"""
 
 import shlex
 import shutil
@@ -6,14 +11,95 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from dsgpt.common.command_line import COUNT, NUMBER, POSITIVE, choice, choices, flag, read_options, switch, value, whole
 from dsgpt.common.errors import Problems
-from dsgpt.config.same_work import EXECUTES, NAMES, PRINTS, PROFILES, RESUMES, SAVES, SPLITS
-from dsgpt.config.same_work import ChangesTraining as Changes
-from dsgpt.config.same_work import ExecutionOnly as Only
 from dsgpt.model.config import PRESETS, SHAPE_FLAGS
+
+# What equal work is: the facts that are compared, and what a flag or a key of the recipe can change.
+
+WORK_FACTS = (
+    "global batch",
+    "sequence length",
+    "train data",
+    "tokens in the train file",
+    "validation data",
+    "tokens in the validation file",
+    "validation windows",
+    "model n_layer",
+    "model n_head",
+    "model n_embd",
+    "model block_size",
+    "model vocab_size",
+    "model dropout",
+    "optimizer steps",
+    "tokens",
+    "precision",
+)
+"""Facts about the amount of work, in the order in which they are shown."""
+
+TRAINING_FACTS = (
+    "initial weights",
+    "optimizer type",
+    "optimizer settings",
+    "learning rate",
+    "scheduler",
+    "gradient clipping",
+    "loss scaling",
+    "quantized communication",
+    "seed",
+    "changed at resume",
+)
+"""Facts that change the training, and not the amount of work."""
+
+LATER_FACTS = frozenset(
+    {
+        "tokens in the train file",
+        "tokens in the validation file",
+        "validation windows",
+        "optimizer settings",
+        "initial weights",
+        "loss scaling",
+        "quantized communication",
+        "changed at resume",
+    }
+)
+"""Facts that records of generation 2.1 may lack. They are not compared if no run recorded them."""
+
+RESUME_FACTS = frozenset({"quantized communication", "changed at resume"})
+"""Those of ``LATER_FACTS`` that a resume may change. They are compared if a run was resumed."""
+
+
+class ChangesTraining:
+    """Of a flag or key: it changes the training. At least one of ``facts`` then differs."""
+
+    def __init__(self, *facts: str) -> None:
+        self.facts = facts
+
+
+class ExecutionOnly(NamedTuple):
+    """Of a flag or key that may differ between runs that did the same work.
+
+    With dropout, another split over ranks or micro batches draws other masks. The work is the same; charts judge the
+    losses separately (``equal loss``).
+    """
+
+    why: str
+
+
+EXECUTES = ExecutionOnly("changes where a step is computed, not what is computed; the parity suite compares the losses")
+SPLITS = ExecutionOnly("splits the same global batch; sums over it differ only in order, which the parity suite bounds")
+PLACES = ExecutionOnly("changes where state is kept or how much is sent at once; the values are the same")
+PRINTS = ExecutionOnly("prints or measures")
+PROFILES = ExecutionOnly("measures some steps, which compute the same; figures of speed leave them out")
+SAVES = ExecutionOnly("changes when, where or how a state is written, not its values")
+SWAPS = ExecutionOnly("changes how files are read and written while state is swapped")
+NAMES = ExecutionOnly("a name; the entries of the file are judged one by one")
+RESUMES = ExecutionOnly("a resumed run is the same run; changes that were allowed count under --allow_changed")
+
+
+# The flags.
 
 RUN_TYPES = ("baseline", "ddp", "fsdp", "optimized")
 PRECISIONS = ("auto", "fp32", "bf16", "fp16")
@@ -51,14 +137,14 @@ class Options:
         "BIN",
         "token file to train on; data_prep/ makes it",
         needs=TOKEN_FILE,
-        work=Changes("train data", "tokens in the train file"),
+        work=ChangesTraining("train data", "tokens in the train file"),
     )
     val_data_path: Path | None = flag(
         Path,
         "BIN",
         "token file to validate on",
         needs=TOKEN_FILE,
-        work=Changes("validation data", "tokens in the validation file"),
+        work=ChangesTraining("validation data", "tokens in the validation file"),
     )
     checkpoint_path: Path | None = flag(
         Path, "DIR", "run folder for records and checkpoints (default: checkpoint/ and the run type)", work=NAMES
@@ -75,16 +161,16 @@ class Options:
         "N",
         "sets initial weights, data order and dropout (default: %(default)s)",
         default=1337,
-        work=Changes("seed"),
+        work=ChangesTraining("seed"),
     )
-    dry_run: bool = switch("check everything, print the plan, and stop", work=Only("trains nothing"))
+    dry_run: bool = switch("check everything, print the plan, and stop", work=ExecutionOnly("trains nothing"))
 
     model_size: str | None = flag(
         choice(tuple(PRESETS)),
         "SIZE",
         f"{_SIZES} (default: small, the 124M of the paper)",
         group="model (a preset, and what to change in it)",
-        work=Changes("model n_layer", "model n_head", "model n_embd", "model block_size"),
+        work=ChangesTraining("model n_layer", "model n_head", "model n_embd", "model block_size"),
     )
     init_from: str | None = flag(
         str,
@@ -92,28 +178,32 @@ class Options:
         "start from published GPT-2 weights: a Hugging Face folder (src/convert.py converts a run to one), or a name "
         "on the hub, such as gpt2, gpt2-medium or distilgpt2; they set the shape, and the data must use their "
         "vocabulary",
-        work=Changes("initial weights"),
+        work=ChangesTraining("initial weights"),
     )
-    num_layers: int | None = flag(POSITIVE, "N", "transformer blocks", work=Changes("model n_layer"))
-    num_heads: int | None = flag(POSITIVE, "N", "attention heads; must divide the width", work=Changes("model n_head"))
-    embedding_size: int | None = flag(POSITIVE, "N", "width of the residual stream", work=Changes("model n_embd"))
+    num_layers: int | None = flag(POSITIVE, "N", "transformer blocks", work=ChangesTraining("model n_layer"))
+    num_heads: int | None = flag(
+        POSITIVE, "N", "attention heads; must divide the width", work=ChangesTraining("model n_head")
+    )
+    embedding_size: int | None = flag(
+        POSITIVE, "N", "width of the residual stream", work=ChangesTraining("model n_embd")
+    )
     max_position_embeddings: int | None = flag(
         POSITIVE,
         "N",
         "longest sequence the model can read (default: the preset's)",
-        work=Changes("model block_size"),
+        work=ChangesTraining("model block_size"),
     )
     vocab_size: int | None = flag(
         POSITIVE,
         "N",
         "ids it can read and predict (default: the tokenizer's, from the data's sidecar)",
-        work=Changes("model vocab_size"),
+        work=ChangesTraining("model vocab_size"),
     )
     dropout: float | None = flag(
         value(float, accepts=lambda share: 0 <= share < 1, must_be="a number of at least 0 and below 1"),
         "P",
         "dropout probability; GPT-2 used 0.1 (default: 0)",
-        work=Changes("model dropout"),
+        work=ChangesTraining("model dropout"),
     )
 
     global_batch_size: int | None = flag(
@@ -121,7 +211,7 @@ class Options:
         "N",
         "sequences per optimizer step over all ranks (default: the JSON's train_batch_size)",
         group="batch (global = micro x accumulation x ranks; two fix the third)",
-        work=Changes("global batch"),
+        work=ChangesTraining("global batch"),
     )
     micro_batch_size_per_gpu: int | None = flag(
         POSITIVE, "N", "sequences per rank and forward pass; lower it when memory runs out", work=SPLITS
@@ -143,39 +233,39 @@ class Options:
         "N",
         "tokens per sequence (default: all positions of the model)",
         group="length and intervals (in optimizer steps)",
-        work=Changes("sequence length"),
+        work=ChangesTraining("sequence length"),
     )
     epochs: int | None = flag(
         POSITIVE,
         "N",
         "passes over the training data (default: 1, or as many as --max_train_steps needs)",
-        work=Changes("optimizer steps", "scheduler"),
+        work=ChangesTraining("optimizer steps", "scheduler"),
     )
     max_train_steps: int | None = flag(
         POSITIVE,
         "N",
         "optimizer steps in the whole run; ends it earlier than --epochs would",
-        work=Changes("optimizer steps", "scheduler"),
+        work=ChangesTraining("optimizer steps", "scheduler"),
     )
     eval_every: int = flag(
         COUNT,
         "N",
         "validate every N steps besides every epoch's end (default: %(default)s, epochs only)",
         default=0,
-        work=Only("changes how often a run validates, which changes no weight"),
+        work=ExecutionOnly("changes how often a run validates, which changes no weight"),
     )
     max_val_steps: int | None = flag(
         POSITIVE,
         "N",
         "validate on the first N global batches only (default: all of the file)",
-        work=Changes("validation windows"),
+        work=ChangesTraining("validation windows"),
     )
     steps_per_print: int | None = flag(
         POSITIVE, "N", "print a line every N steps (default: the JSON's, else 10)", work=PRINTS
     )
     no_inference: bool = switch(
         "do not time generation after the last step, for up to 10 s",
-        work=Only("leaves out a measurement after the last step"),
+        work=ExecutionOnly("leaves out a measurement after the last step"),
     )
 
     device: str = flag(
@@ -192,7 +282,7 @@ class Options:
         "fp32, bf16, fp16 or auto: the JSON's block if it has one, else fp32 on CPU, bf16 on GPUs that have it, fp16 "
         "on others (default: %(default)s)",
         default="auto",
-        work=Changes("precision"),
+        work=ChangesTraining("precision"),
     )
     threads_per_device: int | None = flag(
         POSITIVE, "N", "CPU threads of each process; on CPU they are the device (default: 1 on CPU)", work=EXECUTES
@@ -202,7 +292,7 @@ class Options:
         "N",
         "processes that read training data beside each rank (default: %(default)s, the rank reads itself)",
         default=0,
-        work=Only("reads the same windows in the same order with other processes"),
+        work=ExecutionOnly("reads the same windows in the same order with other processes"),
     )
     local_rank: int | None = flag(
         whole(low=-1), "N", "set by some launchers; the index of this process's GPU", work=EXECUTES
@@ -234,11 +324,11 @@ class Options:
     )
     compile: bool = switch(
         "compile the model with torch.compile (needs a C++ compiler)",
-        work=Only("fuses kernels of the same formulas; the parity suite bounds the effect of rounding"),
+        work=ExecutionOnly("fuses kernels of the same formulas; the parity suite bounds the effect of rounding"),
     )
     activation_checkpointing: bool = switch(
         "recompute activations in the backward pass: less memory for about a third more computing",
-        work=Only("computes the same activations, with the same dropout masks, a second time"),
+        work=ExecutionOnly("computes the same activations, with the same dropout masks, a second time"),
     )
 
     save_every: int = flag(
@@ -283,7 +373,7 @@ class Options:
         "TRACKIO_SPACE_ID or TRACKIO_SERVER_URL). A tracker that fails does not stop the run (default: none)",
         default=(),
         group="experiment trackers",
-        work=Only(
+        work=ExecutionOnly(
             "copies figures that the run measures anyway to other programs; the training reads nothing from them"
         ),
     )
@@ -317,7 +407,7 @@ class Options:
         "call COMMAND EVENT RECORD, without a shell, when the run is done, failed, nan, stalled, preempted (by a "
         "signal) or at a limit; RECORD is the path of training_metrics.json",
         default=(),
-        work=Only("calls another program, from which the training reads nothing"),
+        work=ExecutionOnly("calls another program, from which the training reads nothing"),
     )
 
     resume: bool = switch(
@@ -332,21 +422,17 @@ class Options:
         "resume with other data (data: training or validation file), with another optimizer setting, schedule, "
         "clipping or length (recipe), or both (data,recipe)",
         default=(),
-        work=Changes("changed at resume"),
+        work=ChangesTraining("changed at resume"),
     )
     overwrite: bool = switch(
         "delete the run that is in the folder and start again",
-        work=Only("decides what happens to an earlier run in the folder"),
+        work=ExecutionOnly("decides what happens to an earlier run in the folder"),
     )
     verify_data: bool = switch(
         "read the data files whole, also where size and time say that they are unchanged, and compare hash and largest "
         "id with their sidecars before training",
-        work=Only("reads the data once more to check its hash; the hash itself counts"),
+        work=ExecutionOnly("reads the data once more to check its hash; the hash itself counts"),
     )
-
-    def model_overrides(self) -> dict[str, int | float]:
-        """The given shape flags, and the dropout, under the names of ``GPT2Config``."""
-        return shape_overrides(self) | ({} if self.dropout is None else {"dropout": self.dropout})
 
 
 def shape_overrides(options: object) -> dict[str, Any]:
@@ -412,14 +498,10 @@ PACKAGES = {
 def check_trackers(options: Options, problems: Problems) -> None:
     """Refuse trackers whose packages are not installed; imports none of them."""
     for name in dict.fromkeys(options.track):
-        if missing := [package for package in PACKAGES[name] if not _is_installed(package)]:
+        specs = {package: find_spec(package) for package in PACKAGES[name]}
+        # a folder without ``__init__.py``, such as wandb's own output, has no origin
+        if missing := [package for package, spec in specs.items() if spec is None or spec.origin is None]:
             problems.add(
                 f"--track {name}: needs {' and '.join(missing)}, not installed here: in the root of the repository, "
                 f'run .venv/bin/python -m pip install -e ".[{name}]", or leave {name} out of --track'
             )
-
-
-def _is_installed(package: str) -> bool:
-    """Whether ``package`` can be imported; a folder without ``__init__.py``, such as wandb's own output, is none."""
-    spec = find_spec(package)
-    return spec is not None and spec.origin is not None

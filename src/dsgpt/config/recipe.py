@@ -16,6 +16,9 @@ from pydantic.dataclasses import dataclass
 from dsgpt.common.errors import Problems
 from dsgpt.common.json_files import JsonError, clipped, parse_json, read_bytes
 from dsgpt.common.text import IN_CHECKOUT, REPOSITORY
+from dsgpt.config.options import EXECUTES, NAMES, PRINTS, SPLITS
+from dsgpt.config.options import ChangesTraining as Changes
+from dsgpt.config.options import ExecutionOnly as Only
 from dsgpt.config.recipe_blocks import (
     IN_A_FILE,
     WITHOUT_UNKNOWN_KEYS,
@@ -26,7 +29,6 @@ from dsgpt.config.recipe_blocks import (
     Flag,
     Fp16,
     LossScaling,
-    Mistake,
     Number,
     OptimizerRecipe,
     PipelineRecipe,
@@ -38,9 +40,6 @@ from dsgpt.config.recipe_blocks import (
     mistakes_of,
     no_null,
 )
-from dsgpt.config.same_work import EXECUTES, NAMES, PRINTS, SPLITS
-from dsgpt.config.same_work import ChangesTraining as Changes
-from dsgpt.config.same_work import ExecutionOnly as Only
 from dsgpt.machine.topology import ParallelSizes
 
 _MAX_BYTES = 1 << 20
@@ -174,6 +173,11 @@ class RecipeSettings(Block):
         return self.zero_optimization.offload_param.device
 
     @property
+    def offloads(self) -> bool:
+        """Whether optimizer or parameters are kept off the device."""
+        return (self.offload_optimizer, self.offload_param) != ("none", "none")
+
+    @property
     def nvme_blocks(self) -> tuple[str, ...]:
         """The blocks of ``zero_optimization`` that offload to nvme."""
         places = {"offload_optimizer": self.offload_optimizer, "offload_param": self.offload_param}
@@ -189,11 +193,6 @@ class RecipeSettings(Block):
     def uses_deepspeed_adam(self) -> bool:
         """Whether DeepSpeed's CPU Adam updates the weights (offload only). A C++ compiler builds it at first use."""
         return self.offload_optimizer != "none" and self.optimizer.type == "AdamW" and not self.optimizer.torch_adam
-
-    def as_json(self) -> dict[str, Any]:
-        """A JSON recipe with the same meaning, without the keys that have their default value."""
-        found: dict[str, Any] = _SETTINGS.dump_python(self, mode="json", exclude_defaults=True)
-        return found
 
 
 _SETTINGS = TypeAdapter(RecipeSettings)
@@ -234,14 +233,20 @@ def read_recipe(path: Path, problems: Problems) -> Recipe | None:
     if not isinstance(raw, dict):
         problems.add(f"--deepspeed_config {path}: must be an object in braces, not {clipped(raw)}")
         return None
-    settings: RecipeSettings | None
-    if mistakes := _mistakes_in(raw):
-        problems.add(*(f"{': '.join(map(str, (path, *each.place)))} {each.text}" for each in mistakes))
-        settings = _without_mistakes(raw)
-    else:
-        settings = _SETTINGS.validate_python(raw, context=IN_A_FILE)
-    if settings is None:
-        return None
+    for context in (IN_A_FILE, WITHOUT_UNKNOWN_KEYS):  # unknown keys alone make a block invalid
+        try:
+            settings = _SETTINGS.validate_python(raw, context=context)
+        except ValidationError as error:
+            lines = (f"{': '.join(map(str, (path, *each.place)))} {each.text}" for each in mistakes_of(error))
+            problems.add(*lines)  # once, also those that both contexts have
+            settings = None
+    while settings is None:
+        try:
+            settings = _SETTINGS.validate_python(raw, context=WITHOUT_UNKNOWN_KEYS)
+        except ValidationError as error:
+            removed = [_remove(raw, each.place) for each in mistakes_of(error)]
+            if not any(removed):  # a required key is missing
+                return None
     return Recipe(path=path, sha256=hashlib.sha256(data).hexdigest(), raw=raw, **vars(settings))
 
 
@@ -255,28 +260,6 @@ def recipe_from(raw: dict[str, Any], path: Path) -> Recipe:
 def recipe_text(raw: dict[str, Any]) -> str:
     """The text of a recipe file."""
     return json.dumps(raw, indent=2) + "\n"
-
-
-def _mistakes_in(raw: dict[str, Any]) -> list[Mistake]:
-    """Every mistake in ``raw``. Unknown keys alone make a block invalid, so a second pass ignores them."""
-    found: list[Mistake] = []
-    for context in (IN_A_FILE, WITHOUT_UNKNOWN_KEYS):
-        try:
-            _SETTINGS.validate_python(raw, context=context)
-        except ValidationError as error:
-            found += [each for each in mistakes_of(error) if each not in found]
-    return found
-
-
-def _without_mistakes(raw: dict[str, Any]) -> RecipeSettings | None:
-    """What ``raw`` means after its wrong entries are removed from it; None if a required one is wrong or missing."""
-    while True:
-        try:
-            return _SETTINGS.validate_python(raw, context=WITHOUT_UNKNOWN_KEYS)
-        except ValidationError as error:
-            removed = [_remove(raw, each.place) for each in mistakes_of(error)]
-            if not any(removed):
-                return None
 
 
 def _remove(block: dict[str, Any], place: tuple[int | str, ...]) -> bool:

@@ -17,23 +17,21 @@ from pydantic import (
     ConfigDict,
     Field,
     ModelWrapValidatorHandler,
-    SerializerFunctionWrapHandler,
     Strict,
     ValidationError,
     ValidationInfo,
     ValidatorFunctionWrapHandler,
     WrapValidator,
     field_validator,
-    model_serializer,
     model_validator,
 )
 from pydantic.dataclasses import dataclass
 
 from dsgpt.common.errors import MOST_KEYS, did_you_mean
 from dsgpt.common.json_files import clipped, clipped_text
-from dsgpt.config.same_work import EXECUTES, PLACES, PRINTS, SWAPS
-from dsgpt.config.same_work import ChangesTraining as Changes
-from dsgpt.config.same_work import ExecutionOnly as Only
+from dsgpt.config.options import EXECUTES, PLACES, PRINTS, SWAPS
+from dsgpt.config.options import ChangesTraining as Changes
+from dsgpt.config.options import ExecutionOnly as Only
 
 # Types of the values in a recipe, and the messages about wrong values. pydantic finds all mistakes at once.
 
@@ -58,11 +56,10 @@ class Mistake(NamedTuple):
 
 def mistakes_of(error: ValidationError) -> list[Mistake]:
     """All mistakes that a validation found."""
-    return [Mistake(each["loc"], _text_of(each["type"], each["msg"])) for each in error.errors(include_url=False)]
-
-
-def _text_of(kind: str, message: str) -> str:
-    return _MISSING if kind == "missing" else message.removeprefix("Value error, ")
+    return [
+        Mistake(each["loc"], _MISSING if each["type"] == "missing" else each["msg"].removeprefix("Value error, "))
+        for each in error.errors(include_url=False)
+    ]
 
 
 def must_be(words: str, cure: Callable[[Any], str] = lambda _: "") -> WrapValidator:
@@ -179,11 +176,6 @@ class NamedBlock(Block):
     def _moved(cls, each: Mistake) -> Mistake:
         found = super()._moved(each)
         return found if found.place == ("type",) else found._replace(place=("params", *found.place))
-
-    @model_serializer(mode="wrap")
-    def _nested(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        params: dict[str, Any] = handler(self)
-        return {"type": params.pop("type"), "params": params}
 
 
 def unknown_keys(
@@ -359,10 +351,10 @@ class PipelineRecipe(Block):
         )
 
 
-def _only_false(value: Any) -> bool:
-    if value is False:
-        return value
-    raise ValueError("is not supported; blocks are recomputed whole, so leave it out or set it to false")
+def _only_false(value: Any) -> Any:
+    if value is not False:
+        raise ValueError("is not supported; blocks are recomputed whole, so leave it out or set it to false")
+    return value
 
 
 _Off = Annotated[bool, BeforeValidator(_only_false)]

@@ -54,8 +54,7 @@ from dsgpt.record.equal_work import (
     setup_stamps,
 )
 from dsgpt.record.runs import Run, window_of
-from dsgpt.record.suites import TITLES, read_concurrency
-from dsgpt.record.sweeps import Comparison, Sweep, read_sweep, strategy_of
+from dsgpt.record.suites import TITLES, Comparison, Sweep, read_concurrency, read_sweep, strategy_of
 
 MOST_RUNS = 8
 """As many colours has the palette."""

@@ -18,8 +18,7 @@ from dsgpt.dashboard.summaries import contents, current_folder, inside, version_
 from dsgpt.inference.commands import GenerateRequest as Request
 
 if TYPE_CHECKING:
-    from dsgpt.inference.generation import Candidate
-    from dsgpt.inference.sample import Opened
+    from dsgpt.inference.generation import Candidate, Opened
 
 
 MODELS = 2
@@ -65,7 +64,7 @@ class Answer:
     ids: tuple[int, ...] = ()
     """That were generated; known at the end."""
     ended: str = STOPPED
-    """Why, as ``dsgpt.inference.sample.Text`` says; ``stopped`` until it ends by itself."""
+    """Why, as ``dsgpt.inference.generation.Text`` says; ``stopped`` until it ends by itself."""
     tokens: int = 0
     seconds: float = 0.0
     """From the prompt to the last token, without loading the model."""
@@ -208,8 +207,11 @@ def generate(answer: Answer, request: Request, *, show: Callable[[], None] = lam
 
     What ``show`` raises ends the text as it is. A request or checkpoint that cannot be used is noted in ``answer``.
     """
-    from dsgpt.inference.generation import likeliest  # noqa: PLC0415 - torch takes seconds
-    from dsgpt.inference.sample import Writer, encode_prompt  # noqa: PLC0415
+    from dsgpt.inference.generation import (  # noqa: PLC0415
+        Writer,
+        encode_prompt,
+        likeliest,
+    )
 
     files: list[object] = []
     for path in (request.checkpoint / name for name in (MANIFEST, store.WEIGHTS, store.MODEL)):
@@ -240,7 +242,7 @@ def generate(answer: Answer, request: Request, *, show: Callable[[], None] = lam
 @st.cache_resource(max_entries=MODELS, show_spinner=False)
 def _opened(files: list[object], *made: object, _request: Request) -> "Opened":  # noqa: ARG001 - they are the key
     """The model of a request, opened once for every version of its ``files`` and every way in which it is ``made``."""
-    from dsgpt.inference.sample import open_model  # noqa: PLC0415 - torch takes seconds
+    from dsgpt.inference.generation import open_model  # noqa: PLC0415 - torch takes seconds
 
     return open_model(_request)
 

@@ -27,8 +27,7 @@ from dsgpt.dashboard.summaries import (
     steps_of,
     summaries_of,
 )
-from dsgpt.record.fields import Fields
-from dsgpt.record.schema import LOG_FILE
+from dsgpt.record.schema import LOG_FILE, Fields
 from dsgpt.training.status import Status
 
 AT_ONCE = 10

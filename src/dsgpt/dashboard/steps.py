@@ -13,8 +13,7 @@ from pyarrow import compute as pc
 from pyarrow import json as arrow_json
 
 from dsgpt.common.errors import is_number
-from dsgpt.record.fields import LARGEST, is_figure
-from dsgpt.record.schema import step_entry
+from dsgpt.record.schema import LARGEST, is_figure, step_entry
 
 Values = NDArray[np.float64]
 TRAIN = (

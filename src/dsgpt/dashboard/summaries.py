@@ -18,10 +18,9 @@ from dsgpt.dashboard.figures import money
 from dsgpt.dashboard.steps import StepReader, Steps, Values, last_entries
 from dsgpt.model.config import PRESETS
 from dsgpt.record.equal_work import judge
-from dsgpt.record.fields import Fields
 from dsgpt.record.runs import Curve, Run, first, read_record, run_of
-from dsgpt.record.schema import RECORD_FILE, STEPS_FILE
-from dsgpt.record.sweeps import SWEEP_FILE
+from dsgpt.record.schema import RECORD_FILE, STEPS_FILE, Fields
+from dsgpt.record.suites import SWEEP_FILE
 from dsgpt.training.status import LOCK_FILE, Signs, Status, signs_of_life, status_of
 
 # What lies in the folder of runs, and the only way from a name to a path.

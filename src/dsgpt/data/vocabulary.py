@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from dsgpt.common.errors import UserError
 from dsgpt.common.files import PRINTABLE, remove
 from dsgpt.data.sources import Document
-from dsgpt.formats.hub_access import require_hub
+from dsgpt.formats.hub import require_hub
 from dsgpt.formats.tokenizer_files import (
     SETTINGS,
     TOKENIZER,

@@ -218,7 +218,7 @@ class PretrainedWeights:
         if tuple(shape) != tuple(self._shapes[name]):
             raise ValueError(f"{name} has the shape {tuple(self._shapes[name])}, but {tuple(shape)} was asked for")
         value = self._stored[_stored_name(name)].read()
-        if name == "wte.weight" and HEAD in self._stored and not torch.equal(self._stored[HEAD].read(), value):
+        if name == _EMBEDDING and HEAD in self._stored and not torch.equal(self._stored[HEAD].read(), value):
             raise UserError(f"{self.files[0]}: {HEAD} differs from wte.weight: in GPT-2 they are the same tensor")
         return canonical_value(name, value, self.config)
 
@@ -253,7 +253,11 @@ def weight_files(folder: Path) -> list[Path]:
         if (folder / name).is_file():
             return [folder / name]
         if (folder / index_file(name)).is_file():
-            return _parts(folder / index_file(name))
+            index = folder / index_file(name)
+            parts = [folder / part for part in parts_of(index)]
+            if missing := next((part for part in parts if not part.is_file()), None):
+                raise UserError(f"{missing}: is missing, but {index.name} names it")
+            return parts
     raise UserError(f"{folder}: holds neither {' nor '.join(WEIGHT_FILES)}")
 
 
@@ -278,23 +282,14 @@ def parts_of(index: Path) -> list[str]:
     return parts
 
 
-def _parts(index: Path) -> list[Path]:
-    parts = [index.parent / name for name in parts_of(index)]
-    for part in parts:
-        if not part.is_file():
-            raise UserError(f"{part}: is missing, but {index.name} names it")
-    return parts
-
-
 def _stored_name(name: str) -> str:
     return hugging_face_name(name).removeprefix(PREFIX)
 
 
 def _check(stored: dict[str, StoredTensor], shapes: dict[str, torch.Size], config: GPT2Config, *, place: Path) -> None:
     expected = {_stored_name(name): hugging_face_shape(name, shape, config) for name, shape in shapes.items()}
-    expected_head = expected["wte.weight"] if HEAD in stored else None
-    if expected_head:
-        expected[HEAD] = expected_head
+    if HEAD in stored:
+        expected[HEAD] = expected[_EMBEDDING]
     extra = [name for name in stored if name not in expected and not _BUFFERS.fullmatch(name)]
     missing = [name for name in expected if name not in stored]
     problems = [

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -43,32 +43,9 @@ class StoredTensor:
 
     @property
     def bytes(self) -> int:
-        """Size of its data."""
-        return torch.Size(self.shape).numel() * self.weight_dtype.itemsize
-
-    @property
-    def weight_dtype(self) -> torch.dtype:
-        """``dtype`` of a tensor that is a weight.
-
-        Raises:
-            ValueError: no weight has its dtype.
-        """
-        if self.dtype is None:
-            raise ValueError("no weight has the dtype of this tensor")
-        return self.dtype
-
-
-class _Slice(Protocol):
-    """A tensor of a safetensors file that is not read yet; the library comes without types."""
-
-    def get_shape(self) -> list[int]: ...
-    def get_dtype(self) -> str: ...
-
-
-class _SafetensorsFile(Protocol):
-    def keys(self) -> list[str]: ...
-    def get_slice(self, name: str) -> _Slice: ...
-    def get_tensor(self, name: str) -> Tensor: ...
+        """Size of the data of a weight."""
+        assert self.dtype is not None  # it is a weight
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
 def open_safetensors(path: Path) -> dict[str, StoredTensor]:
@@ -78,15 +55,15 @@ def open_safetensors(path: Path) -> dict[str, StoredTensor]:
         UserError: it is not a safetensors file.
     """
     try:
-        file: _SafetensorsFile = safe_open(path, framework="pt")
-        found = {}
+        file: Any = safe_open(path, framework="pt")
+        tensors = {}
         for name in file.keys():  # noqa: SIM118 - not a mapping
-            part = file.get_slice(name)
+            part, read = file.get_slice(name), partial(file.get_tensor, name)
             dtype = _DTYPE_NAMES.get(part.get_dtype())
-            found[name] = StoredTensor(shape=tuple(part.get_shape()), dtype=dtype, read=partial(file.get_tensor, name))
+            tensors[name] = StoredTensor(shape=tuple(part.get_shape()), dtype=dtype, read=read)
     except (OSError, SafetensorError) as error:
         raise UserError(f"{path}: is not a readable safetensors file ({clipped_text(str(error))})") from error
-    return found
+    return tensors
 
 
 def open_pickled(path: Path) -> dict[str, StoredTensor]:
@@ -105,29 +82,22 @@ def open_pickled(path: Path) -> dict[str, StoredTensor]:
         else:
             reason = f"is not a readable file of tensors ({reason_of(error)})"
         raise UserError(f"{path}: {reason}") from error
+    plain = (torch.strided, "cpu", False)  # the numbers are in memory, one after the other or in strides
     if not isinstance(values, dict) or not all(
-        isinstance(name, str) and _is_plain(value) for name, value in values.items()
+        isinstance(name, str)
+        and type(value) in {Tensor, torch.nn.Parameter}
+        and (value.layout, value.device.type, value.is_nested) == plain
+        for name, value in values.items()
     ):
         raise UserError(f"{path}: is not a file of named tensors")
     return {
         name: StoredTensor(
             shape=tuple(value.shape),
             dtype=value.dtype if value.dtype in _NAMES_OF_DTYPES else None,
-            read=partial(_itself, value),
+            read=partial(values.__getitem__, name),
         )
         for name, value in values.items()
     }
-
-
-def _is_plain(value: object) -> bool:
-    """Whether ``value`` is a tensor whose numbers are in memory, one after the other or in strides."""
-    if not isinstance(value, Tensor) or type(value) not in {Tensor, torch.nn.Parameter}:
-        return False
-    return (value.layout, value.device.type, value.is_nested) == (torch.strided, "cpu", False)
-
-
-def _itself(value: Tensor) -> Tensor:
-    return value
 
 
 class SafetensorsWriter:
@@ -225,7 +195,7 @@ def write_safetensors(
         metadata: texts for the header.
         progress: gets the number of bytes written since its last call.
     """
-    announced = {name: (stored.shape, stored.weight_dtype) for name, stored in tensors.items()}
+    announced = {name: (stored.shape, stored.dtype) for name, stored in tensors.items() if stored.dtype is not None}
     with SafetensorsWriter(path, announced, metadata=metadata) as file:
         for name in file.names:
             file.put(name, tensors[name].read())

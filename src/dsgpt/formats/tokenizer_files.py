@@ -1,7 +1,6 @@
 """The files of a tokenizer, its vocabulary, and how one is opened.
 
-The files of a tokenizer, and how one is opened: code that comes with a tokenizer is never run. Imports no torch, and
-transformers only when a tokenizer is opened.
+Code that comes with a tokenizer is never run. Imports no torch, and transformers only when a tokenizer is opened.
 """
 
 import json
@@ -40,6 +39,7 @@ FILES = (
     "chat_template.jinja",
 )
 """Transformers 5 writes the first two and the last; earlier versions wrote the others."""
+KNOWN_FILES = (*FILES, CONFIG)
 COPY_LINKS = "links are not followed there: replace them by copies (cp -rL FOLDER COPY)"
 _HONOURED = {SETTINGS: None, CONFIG: ("AutoConfig", "AutoTokenizer")}
 """Entries of ``auto_map`` in each file that transformers would follow when it opens a tokenizer; None: all entries."""
@@ -55,13 +55,7 @@ class RefusedTokenizerError(UserError):
 
 def tokenizer_files(folder: Path) -> list[Path]:
     """The regular files in ``folder`` with a name of a tokenizer's file; links are left out."""
-    found = [folder / name for name in (*FILES, CONFIG)]
-    return [path for path in found if is_regular_file(path)]
-
-
-def is_known(name: str) -> bool:
-    """Whether a file of this name belongs to a tokenizer."""
-    return name in FILES or name == CONFIG
+    return [folder / name for name in KNOWN_FILES if is_regular_file(folder / name)]
 
 
 def copy_tokenizer(source: Path, target: Path) -> None:
@@ -87,7 +81,7 @@ def fault_of(folder: Path, *, named: bool = False) -> UserError | None:
     """
     if folder.is_symlink() and not named:
         return UserError(f"is a link, and {COPY_LINKS}")
-    links = [name for name in (*FILES, CONFIG) if (folder / name).is_symlink()]
+    links = [name for name in KNOWN_FILES if (folder / name).is_symlink()]
     if links:
         return UserError(
             f"its {' and '.join(links)} {'is a link' if len(links) == 1 else 'are links'}, and {COPY_LINKS}"
@@ -98,10 +92,14 @@ def fault_of(folder: Path, *, named: bool = False) -> UserError | None:
 def _fault_of_files(settings: dict[str, Path]) -> UserError | None:
     """As ``fault_of``, for the contents of the files of ``_READ``, given by name."""
     for name, path in settings.items():
-        try:
-            values = _object(path)
-        except JsonError as error:
+        try:  # parsed as transformers does: of equal keys the last counts, so that one is checked
+            values = json.loads(read_bytes(path))
+        except RecursionError:
+            return UserError(f"its {name} cannot be read (its objects and arrays are nested too deep)")
+        except (JsonError, ValueError) as error:
             return UserError(f"its {name} cannot be read ({error})")
+        if not isinstance(values, dict):
+            return UserError(f"its {name} cannot be read (it must hold an object in braces)")
         if others := sorted(set(_naming_files(name, values))):
             return RefusedTokenizerError(
                 f"its {name} names other files to open ({', '.join(others[:3])}), which nothing has checked: remove "
@@ -133,21 +131,6 @@ def _naming_files(name: str, values: dict[str, Any]) -> Iterator[str]:
     yield from (key for key in ("vocab", "merges") if isinstance(values.get(key), str))  # a path, to some classes
     if values.get("init_inputs"):  # positional arguments, which may be any of the above
         yield "init_inputs"
-
-
-def _object(path: Path) -> dict[str, Any]:
-    """The object in a file, parsed as transformers does: of equal keys the last counts, so that one is checked."""
-    try:
-        value = json.loads(read_bytes(path))
-    except RecursionError as error:
-        raise JsonError("its objects and arrays are nested too deep") from error
-    except JsonError:
-        raise
-    except ValueError as error:
-        raise JsonError(str(error)) from error
-    if not isinstance(value, dict):
-        raise JsonError("it must hold an object in braces")
-    return value
 
 
 def open_tokenizer(
@@ -212,14 +195,15 @@ def _fault_on_hub(name: str, *, fetch: bool) -> UserError | None:
     """As ``fault_of`` for a name on the hub. Links in the hub library's cache are the library's own."""
     from transformers.utils.hub import cached_file  # noqa: PLC0415 - as above
 
-    found = {
-        file: cached_file(
+    files: dict[str, Path] = {}
+    for file in _READ:
+        path = cached_file(
             name, file, local_files_only=not fetch, _raise_exceptions_for_missing_entries=False,
             _raise_exceptions_for_connection_errors=False, _raise_exceptions_for_gated_repo=False,
-        )
-        for file in _READ
-    }  # fmt: skip
-    return _fault_of_files({file: Path(path) for file, path in found.items() if path is not None})
+        )  # fmt: skip
+        if path is not None:
+            files[file] = Path(path)
+    return _fault_of_files(files)
 
 
 def reason_of(error: BaseException) -> str:
@@ -241,14 +225,19 @@ def token_ids(folder: Path) -> dict[str, int] | None:
     Raises:
         UserError: the file is not a vocabulary.
     """
-    for name, read in (("tokenizer.json", _from_tokenizer), ("vocab.json", _from_vocabulary)):
-        path = folder / name
-        if path.is_file():
-            try:
-                return _TOKEN_IDS.validate_python(read(read_object(path, max_bytes=_MAX_BYTES)), strict=True)
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise UserError(f"{path}: is not a readable vocabulary ({clipped_text(str(error))})") from error
-    return None
+    path = next((folder / name for name in (TOKENIZER, "vocab.json") if (folder / name).is_file()), None)
+    if path is None:
+        return None
+    try:
+        values = read_object(path, max_bytes=_MAX_BYTES)
+        if path.name == TOKENIZER:
+            vocabulary = values["model"]["vocab"]
+            if isinstance(vocabulary, list):  # of a Unigram model: pairs of text and score in the order of ids
+                vocabulary = {text: number for number, (text, _) in enumerate(vocabulary)}
+            values = dict(vocabulary) | {token["content"]: token["id"] for token in values.get("added_tokens") or ()}
+        return _TOKEN_IDS.validate_python(values, strict=True)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{path}: is not a readable vocabulary ({clipped_text(str(error))})") from error
 
 
 def other_meaning(ours: dict[str, int], theirs: dict[str, int]) -> str | None:
@@ -262,8 +251,7 @@ def end_of_text_id(folder: Path) -> int | None:
     Raises:
         UserError: a file cannot be read.
     """
-    ids = token_ids(folder)
-    settings = folder / "tokenizer_config.json"
+    ids, settings = token_ids(folder), folder / SETTINGS
     if not ids or not settings.is_file():
         return None
     try:
@@ -282,18 +270,7 @@ def end_ids(folder: Path) -> tuple[int, ...]:
     """
     path = folder / "generation_config.json"
     try:
-        found = read_object(path).get("eos_token_id") if path.is_file() else None
-        return tuple(_IDS.validate_python([] if found is None else found if isinstance(found, list) else [found]))
+        ids = read_object(path).get("eos_token_id") if path.is_file() else None
+        return tuple(_IDS.validate_python([] if ids is None else ids if isinstance(ids, list) else [ids]))
     except ValueError as error:
         raise UserError(f"{path}: cannot be read as settings of a generation ({clipped_text(str(error))})") from error
-
-
-def _from_tokenizer(values: dict[str, Any]) -> dict[str, int]:
-    vocabulary = values["model"]["vocab"]
-    if isinstance(vocabulary, list):  # of a Unigram model: pairs of text and score in the order of ids
-        vocabulary = {text: number for number, (text, _) in enumerate(vocabulary)}
-    return dict(vocabulary) | {token["content"]: token["id"] for token in values.get("added_tokens") or ()}
-
-
-def _from_vocabulary(values: dict[str, int]) -> dict[str, int]:
-    return dict(values.items())

@@ -1,13 +1,20 @@
-"""The commands ``generate``, ``evaluate`` and ``export``: what they are asked for, and what they print.
+"""The commands ``generate``, ``evaluate``, ``export`` and ``serve``: what they are asked for, and what they print.
 
 Imports no torch: only a command that was understood does.
 """
 
 import contextlib
+import ipaddress
+import os
+import re
 import signal
+import socket
+import stat
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -19,16 +26,18 @@ from dsgpt.common.command_line import (
     choice,
     complain,
     flag,
+    part,
     read_options,
     require_flags,
     switch,
 )
 from dsgpt.common.errors import Problems, UserError
+from dsgpt.common.json_files import JsonError, read_bytes
 from dsgpt.common.text import next_line, script_words
 from dsgpt.config.options import DEVICES, EXPORT_DTYPES, EXPORT_FORMS, WHICH_CHECKPOINT
 
 if TYPE_CHECKING:
-    from dsgpt.inference.sample import Writer
+    from dsgpt.inference.generation import Writer
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 QUANTIZATIONS = ("none", "int8")
@@ -184,8 +193,8 @@ class EvaluateRequest:
         """Note what does not fit together."""
         chosen = [f"--{name}" for name in ("data", "text", "tasks") if getattr(self, name)]
         if len(chosen) != 1:
-            found = f"both {' and '.join(chosen)} are given" if chosen else "none is given"
-            problems.add(f"give one of --data, --text and --tasks: {found}")
+            given = f"both {' and '.join(chosen)} are given" if chosen else "none is given"
+            problems.add(f"give one of --data, --text and --tasks: {given}")
         for name in ("include_path", "limit"):
             if not self.tasks and getattr(self, name) is not None:
                 problems.add(f"--{name} needs --tasks")
@@ -227,19 +236,20 @@ def generate() -> None:
     request.check(problems)
     prompts = _prompts(request, problems)
     problems.raise_if_any()
-    from dsgpt.inference.sample import Writer  # noqa: PLC0415 - torch takes seconds; --help should not
+    from dsgpt.inference.generation import Writer  # noqa: PLC0415 - torch takes seconds; --help should not
 
-    writer = Writer(request)
+    writer, show = Writer(request), partial(print, end="", flush=True)
+    note = f"note: a text ends where the model's context of {writer.context:,} tokens is full"
     if request.interactive:
-        _converse(writer)
+        _converse(writer, show, note)
         return
     full = False
     with asked_to_stop() as stopped:
-        for text in writer.texts(prompts, show=_show if request.stream else None, stopped=stopped):
+        for text in writer.texts(prompts, show=show if request.stream else None, stopped=stopped):
             print("" if request.stream else text, LINE, sep="\n", flush=True)
             full |= text.ended == "context"
     if full:
-        _note_context(writer)
+        print(note, file=sys.stderr)
     if stopped():
         raise KeyboardInterrupt
 
@@ -264,7 +274,7 @@ def _prompts(request: GenerateRequest, problems: Problems) -> list[str]:
     return prompts or [""]
 
 
-def _converse(writer: "Writer") -> None:
+def _converse(writer: "Writer", show: Callable[[str], None], note: str) -> None:
     """Continue every line of the input, until it ends; Ctrl-C ends the text that is being written."""
     interactive = sys.stdin.isatty()
     while True:
@@ -276,10 +286,10 @@ def _converse(writer: "Writer") -> None:
             return
         try:
             with asked_to_stop() as stopped:
-                for text in writer.texts([line], show=_show, stopped=stopped):
+                for text in writer.texts([line], show=show, stopped=stopped):
                     print(flush=True)
                     if text.ended == "context":
-                        _note_context(writer)
+                        print(note, file=sys.stderr)
         except UserError as error:
             complain(error.problems, 0)
 
@@ -290,26 +300,18 @@ def asked_to_stop() -> Iterator[Callable[[], bool]]:
 
     So a loop that asks keeps what it has made.
     """
-    asked: list[int] = []
+    presses: list[int] = []
 
     def handle(number: int, _frame: FrameType | None) -> None:
-        if asked:
+        if presses:
             raise KeyboardInterrupt
-        asked.append(number)
+        presses.append(number)
 
     before = signal.signal(signal.SIGINT, handle)
     try:
-        yield lambda: bool(asked)
+        yield lambda: bool(presses)
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-def _show(piece: str) -> None:
-    print(piece, end="", flush=True)
-
-
-def _note_context(writer: "Writer") -> None:
-    print(f"note: a text ends where the model's context of {writer.context:,} tokens is full", file=sys.stderr)
 
 
 # ``src/evaluate.py``.
@@ -339,12 +341,8 @@ def evaluate() -> None:
     for task, metrics in record.get("tasks", {}).items():
         for metric, value in metrics.items():
             print(f"{task:<24} {metric:<24} {value:.4f}")
-    if not request.tasks:
-        _print_figures(record)
-        print(next_line(script_words("src/generate.py", "--checkpoint", request.checkpoint, "--prompt", "The")))
-
-
-def _print_figures(record: dict[str, Any]) -> None:
+    if request.tasks:
+        return
     windows = f"{record['windows']:,} windows of {record['seq_length']:,}, stride {record['stride']:,}"
     perplexity = record["perplexity"]
     print(f"tokens          {record['tokens']:,} in {windows}")
@@ -361,6 +359,7 @@ def _print_figures(record: dict[str, Any]) -> None:
             f"validation      {own['loss']:.4f} by the training itself, in {own['precision']}, on the first "
             f"{own['windows']:,} windows of {own['seq_length']:,}: the same with --windows {own['windows']}"
         )
+    print(next_line(script_words("src/generate.py", "--checkpoint", request.checkpoint, "--prompt", "The")))
 
 
 # ``src/convert.py``.
@@ -447,14 +446,174 @@ def convert(words: Sequence[str] | None = None) -> None:
     )
     require_flags(options, problems)
     problems.raise_if_any()
-    from dsgpt.inference.export import export  # noqa: PLC0415 - torch takes seconds; --help should not
+    from dsgpt.inference.model_files import export  # noqa: PLC0415 - torch takes seconds; --help should not
     from dsgpt.machine.console import Console  # noqa: PLC0415
 
-    export(
-        options.source,
-        options.out,
-        form=options.form,
-        dtype=options.dtype,
-        which=options.which,
-        console=Console(speaks=True),
+    asked = {"form": options.form, "dtype": options.dtype, "which": options.which}
+    export(options.source, options.out, **asked, console=Console(speaks=True))
+
+
+# ``src/serve.py``: what it can be asked for, its limits, its keys, and the packages that it needs.
+
+PACKAGES = ("starlette", "uvicorn", "h11", "prometheus_client")
+"""What serving imports. The extra ``serve`` of ``pyproject.toml`` installs it."""
+API_KEY = "DSGPT_API_KEY"
+"""The environment variable that may hold the key."""
+SHORTEST_KEY = 16
+KEY_FORM = (
+    f"a key has at least {SHORTEST_KEY} ASCII characters and no spaces, for example the output of openssl rand -hex 32"
+)
+_MAX_KEY_BYTES = 64 << 10
+_KEY = re.compile(rf"[!-~]{{{SHORTEST_KEY},}}")
+_LINE = re.compile(r"([A-Za-z0-9_.-]{1,64})\s+(\S+)(?:\s+([1-9][0-9]{0,5}))?")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Key:
+    """An API key."""
+
+    name: str
+    """In metrics and messages, which never have the key."""
+    secret: str = field(repr=False)
+    per_minute: int | None = None
+    """The most requests for completions in any 60 seconds; None for no limit."""
+
+
+def _number(text: str, default: int, **more: Any) -> Any:
+    return flag(POSITIVE, "N", f"{text} (default: {default:,})", default=default, **more)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What a server accepts."""
+
+    batch: int = _number("sequences decoded together", 8, name="--max_batch")
+    queue: int = flag(
+        COUNT,
+        "N",
+        "sequences that may wait; further ones are refused with 429 (default: %(default)s)",
+        default=64,
+        name="--max_queue",
     )
+    new_tokens: int | None = flag(
+        POSITIVE, "N", "the most tokens of a completion (default: the model's context length)", name="--max_tokens"
+    )
+    body_bytes: int = _number("the largest request", 262_144, name="--max_body_bytes")
+    request_sec: float = _number("seconds from a request to the end of its answer", 120, name="--request_timeout")
+    stall_sec: float = _number(
+        "seconds in which a client sends its request, or takes a part of the answer", 20, name="--stall_timeout"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions:
+    """The command line."""
+
+    checkpoint: Path = flag(
+        Path,
+        "DIR",
+        "run folder, one checkpoint in it, a portable folder, or a Hugging Face folder of a GPT-2",
+        needs="a run folder such as checkpoint/demo-zero1",
+    )
+    which: str = which_checkpoint()
+    device: str = listed(DEVICES, "where to compute")
+    model_name: str | None = flag(str, "NAME", "the model's name in requests (default: the folder's)")
+    host: str = flag(str, "ADDRESS", "where to listen (default: %(default)s)", default="127.0.0.1")
+    api_key_file: Path | None = flag(
+        Path,
+        "FILE",
+        "holds the key that requests must bring, or several: NAME KEY [REQUESTS_PER_MINUTE] a line (default: "
+        f"{API_KEY} of the environment, if it is set)",
+    )
+    port: int = flag(COUNT, "N", "0 for any free port (default: 8,000)", default=8000)
+    limits: Limits = part(Limits)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only programs of this machine reach ``host``.
+
+    Raises:
+        UserError: it is not a name or an address of this machine.
+    """
+    try:
+        addresses = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        raise UserError(f"--host {host}: is not an address of this machine; use 127.0.0.1") from error
+    return all(ipaddress.ip_address(str(each[4][0]).partition("%")[0]).is_loopback for each in addresses)
+
+
+def keys_of(options: ServeOptions) -> list[Key]:
+    """The keys of which requests must bring one; empty if they need none. Warns if others may read the file of them.
+
+    Raises:
+        UserError: a key is needed and missing, one is unusable, or others may write the file.
+    """
+    if options.api_key_file is not None:
+        return _keys_in(options.api_key_file)
+    key = os.environ.get(API_KEY)
+    if key is None:
+        if is_loopback(options.host):
+            return []
+        raise UserError(
+            f"--host {options.host}: other machines can reach it, so requests need a key: put one into {API_KEY} or a "
+            "file for --api_key_file, or use --host 127.0.0.1"
+        )
+    if not _KEY.fullmatch(key):
+        raise UserError(f"{API_KEY}: {KEY_FORM}")
+    return [Key(name=API_KEY, secret=key)]
+
+
+def _keys_in(file: Path) -> list[Key]:
+    source = f"--api_key_file {file}"
+    try:
+        text = read_bytes(file, max_bytes=_MAX_KEY_BYTES).decode("ascii")
+        mode = file.stat().st_mode
+    except (JsonError, OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{source}: is not a readable key ({error})") from error
+    problems, keys = Problems(), list[Key]()
+    if mode & (stat.S_IWGRP | stat.S_IWOTH):
+        problems.add(f"{source}: other users may write it, and so choose the keys: chmod go-w {file}")
+    elif mode & (stat.S_IRGRP | stat.S_IROTH):
+        print(f"warning: {source}: other users may read the keys: chmod go-r {file}", file=sys.stderr, flush=True)
+    lines = [(number, line) for number, line in enumerate(text.splitlines(), start=1) if line.strip()]
+    for number, line in lines:
+        parts = _LINE.fullmatch(line.strip() if len(lines) > 1 or " " in line.strip() else f"{API_KEY} {line.strip()}")
+        place = f"{source}: line {number}" if len(lines) > 1 else source
+        if parts is None:
+            problems.add(f"{place}: write NAME KEY or NAME KEY REQUESTS_PER_MINUTE, or a KEY alone")
+        elif not _KEY.fullmatch(parts[2]):
+            problems.add(f"{place}: {KEY_FORM}")
+        elif any(parts[1] == key.name or parts[2] == key.secret for key in keys):
+            problems.add(f"{place}: its name or its key is also in an earlier line")
+        else:
+            keys.append(Key(name=parts[1], secret=parts[2], per_minute=int(parts[3]) if parts[3] else None))
+    if not lines:
+        problems.add(f"{source}: {KEY_FORM}")
+    problems.raise_if_any()
+    return keys
+
+
+SERVE_DESCRIPTION = """\
+Answer requests for completions over HTTP, as OpenAI's interface does: /v1/completions, /v1/models, /health, and
+/metrics for Prometheus. Nothing that a request says is logged."""
+SERVE_EXAMPLES = f"""\
+examples:
+  .venv/bin/python src/serve.py --checkpoint checkpoint/demo-zero1
+  curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' \\
+      -d '{{"model": "demo-zero1", "prompt": "def main(", "max_tokens": 32}}'
+  {API_KEY}=$(openssl rand -hex 32) .venv/bin/python src/serve.py --checkpoint checkpoint/demo-zero1 --host 0.0.0.0"""
+
+
+def serve() -> int:
+    """Read the flags of ``src/serve.py``, and serve until a signal."""
+    options, problems = read_options(ServeOptions, description=SERVE_DESCRIPTION, epilog=SERVE_EXAMPLES)
+    require_flags(options, problems)
+    if missing := [package for package in PACKAGES if find_spec(package) is None]:
+        problems.add(
+            f"serving needs {' and '.join(missing)}, not installed here: in the root of the repository, run "
+            '.venv/bin/python -m pip install -e ".[serve]"'
+        )
+    problems.raise_if_any()
+    from dsgpt.inference.server.server import serve as run_server  # noqa: PLC0415 - torch takes seconds; --help should not
+
+    return run_server(options)

@@ -283,8 +283,8 @@ def compiled_step(model: GPT2, *, quantize: str) -> Step:
         )
         with warnings.catch_warnings(), settings:
             warnings.simplefilter("ignore", UserWarning)  # the compiler's own use of deprecated storages
-            found: Tensor = compiled(*inputs)
-        return found
+            logits: Tensor = compiled(*inputs)
+        return logits
 
     return call
 

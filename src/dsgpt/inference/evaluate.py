@@ -5,10 +5,11 @@ count, so each token counts once, with at least ``length - stride`` tokens befor
 (https://huggingface.co/docs/transformers/perplexity).
 """
 
+import itertools
 import math
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,8 +28,7 @@ from dsgpt.formats.tensor_files import DTYPES
 from dsgpt.formats.tokenizer_files import TOKENIZER, other_meaning, reason_of, token_ids
 from dsgpt.inference.commands import EvaluateRequest as Request
 from dsgpt.inference.decoder import round_to_int8
-from dsgpt.inference.export import export
-from dsgpt.inference.loading import Loaded, device_for, load
+from dsgpt.inference.model_files import Loaded, device_for, export, load
 from dsgpt.machine.console import Console
 from dsgpt.model.gpt2 import GPT2
 from dsgpt.record.schema import finite
@@ -90,12 +90,12 @@ def _predicted(request: Request, *, device: torch.device, console: Console) -> R
         )
     count = len(windows_of(len(text.ids) - 1, length=length, stride=stride))
     progress = console.progress(total=count, what="evaluating", unit="window", lines=True)
-    found = predict(
+    result = predict(
         model, text.ids, length=length, stride=stride, batch_size=request.batch_size, progress=progress.advance
     )
     progress.close()
-    if not math.isfinite(found.loss):
-        raise UserError(f"{source}: the loss is {found.loss}, though the model's weights are finite: it is unusable")
+    if not math.isfinite(result.loss):
+        raise UserError(f"{source}: the loss is {result.loss}, though the model's weights are finite: it is unusable")
     validation: Record | None = None  # how the training validated exactly these weights, if it did so on the same file
     if manifest and manifest.val_loss is not None and text.sha256 is not None:
         fixed = manifest.fixed
@@ -105,14 +105,14 @@ def _predicted(request: Request, *, device: torch.device, console: Console) -> R
             validation |= {"precision": fixed.get("precision")}
     return {
         "data": str(source),
-        "tokens": found.tokens,
+        "tokens": result.tokens,
         "bytes": text.bytes,
-        "windows": found.windows,
+        "windows": result.windows,
         "seq_length": length,
         "stride": stride,
-        "loss": found.loss,
-        "perplexity": found.perplexity,
-        "bits_per_byte": found.bits_per_byte(text.bytes) if text.bytes else None,
+        "loss": result.loss,
+        "perplexity": result.perplexity,
+        "bits_per_byte": result.bits_per_byte(text.bytes) if text.bytes else None,
         "same_tokenizer": text.same_tokenizer,
         "validation": validation,
     }
@@ -158,12 +158,12 @@ class Window:
 
 def windows_of(targets: int, *, length: int, stride: int) -> list[Window]:
     """Windows that predict each of ``targets`` ids once; the first and the last may count more or fewer than others."""
-    found: list[Window] = []
+    windows: list[Window] = []
     end = 0
     while end < targets:
-        before, end = end, min(targets, end + stride if found else length)
-        found.append(Window(max(0, end - length), end, end - before))
-    return found
+        before, end = end, min(targets, end + stride if windows else length)
+        windows.append(Window(max(0, end - length), end, end - before))
+    return windows
 
 
 @torch.inference_mode()
@@ -189,7 +189,8 @@ def predict(
     ids, device = torch.as_tensor(ids), model.wte.weight.device
     windows = windows_of(len(ids) - 1, length=length, stride=stride)
     nats = 0.0
-    for batch in _batches(windows, batch_size):
+    same_length = (list(group) for _, group in itertools.groupby(windows, key=lambda each: each.end - each.start))
+    for batch in (group[at : at + batch_size] for group in same_length for at in range(0, len(group), batch_size)):
         inputs = torch.stack([ids[window.start : window.end] for window in batch]).long()  # (B, T)
         targets = torch.stack([ids[window.start + 1 : window.end + 1] for window in batch]).long()
         for row, window in zip(targets, batch, strict=True):
@@ -197,17 +198,6 @@ def predict(
         nats += float(model(inputs.to(device), targets.to(device), reduction="sum"))
         progress(len(batch))
     return Prediction(nats=nats, tokens=len(ids) - 1, windows=len(windows))
-
-
-def _batches(windows: list[Window], size: int) -> Iterator[list[Window]]:
-    """Windows of equal length, ``size`` at a time; the first or the last window may be shorter than the others."""
-    batch: list[Window] = []
-    for window in windows:
-        if batch and (len(batch) == size or window.end - window.start != batch[0].end - batch[0].start):
-            yield batch
-            batch = []
-        batch.append(window)
-    yield batch
 
 
 # The ids that an evaluation predicts, and the bytes of the text that they stand for.
@@ -248,7 +238,7 @@ def read_text(path: Path, tokenizer: "PreTrainedTokenizerBase") -> Evaluated:
     if tokenizer.eos_token_id is not None:
         ids = [tokenizer.eos_token_id, *ids]
     elif ids:
-        size -= len(_decoded(tokenizer, ids[:1]))
+        size -= len(_decoded(tokenizer, torch.tensor(ids[:1])))
     if len(ids) < 2 or not size:
         raise UserError(f"--text {path}: has no token to predict")
     return Evaluated(ids=torch.tensor(ids), bytes=size)
@@ -265,12 +255,16 @@ def read_data(path: Path, loaded: Loaded, *, most: int | None) -> Evaluated:
     Raises:
         UserError: it is not a token file, was made with another tokenizer, or has too few tokens.
     """
-    file = open_token_file(path)
+    file, tokenizer = open_token_file(path), loaded.tokenizer
     if file.tokens < 2:
         raise UserError(f"--data {path}: has {file.tokens} token: there is nothing to predict")
     same = _check_tokenizer(file, loaded.stored.folder)
     ids = torch.from_numpy(file.memmap()[: None if most is None else most + 1].astype(np.int64))
-    size = None if loaded.tokenizer is None else _bytes_of(ids[1:], loaded.tokenizer)
+    size = None
+    if tokenizer is not None:  # without ends of documents
+        end = -1 if tokenizer.eos_token_id is None else tokenizer.eos_token_id
+        documents = ids[1:].tensor_split((ids[1:] == end).nonzero()[:, 0])
+        size = sum(len(_decoded(tokenizer, part[part != end])) for part in documents)
     return Evaluated(ids=ids, bytes=size or None, sha256=file.sidecar.sha256, same_tokenizer=same)
 
 
@@ -286,38 +280,26 @@ def _check_tokenizer(file: TokenFile, folder: Path | None) -> bool | None:
     facts, beside = file.sidecar.tokenizer, file.path.parent / "tokenizer"
     if folder is None or facts is None or facts.sha256 is None:
         return None
-    if _hash_of(folder) == facts.sha256:
+    of_model, of_data = (
+        sha256_of(each / TOKENIZER) if (each / TOKENIZER).is_file() else None for each in (folder, beside)
+    )
+    if of_model == facts.sha256:
         return True
-    ours, theirs = token_ids(beside) if _hash_of(beside) == facts.sha256 else None, token_ids(folder)
+    ours, theirs = token_ids(beside) if of_data == facts.sha256 else None, token_ids(folder)
     if ours is None or theirs is None:
-        found = "and that tokenizer is not beside it, to compare their ids"
+        difference = "and that tokenizer is not beside it, to compare their ids"
     elif (text := other_meaning(ours, theirs)) is not None:
-        found = f"in which id {ours[text]} is {text!r}"
+        difference = f"in which id {ours[text]} is {text!r}"
     else:
         return True
     raise UserError(
-        f"--data {file.path}: was made with another tokenizer than that of the model, {found}: prepare the text with "
-        f"the model's (data_prep/preprocess.py --tokenizer {folder})"
+        f"--data {file.path}: was made with another tokenizer than that of the model, {difference}: prepare the text "
+        f"with the model's (data_prep/preprocess.py --tokenizer {folder})"
     )
 
 
-def _hash_of(folder: Path) -> str | None:
-    return sha256_of(folder / TOKENIZER) if (folder / TOKENIZER).is_file() else None
-
-
-def _bytes_of(ids: Tensor, tokenizer: "PreTrainedTokenizerBase") -> int:
-    """Bytes of the documents that ``ids`` stand for."""
-    end = tokenizer.eos_token_id
-    ends = [] if end is None else (ids == end).nonzero()[:, 0].tolist()
-    starts = [0, *(place + 1 for place in ends)]
-    return sum(
-        len(_decoded(tokenizer, ids[start:stop].tolist()))
-        for start, stop in zip(starts, [*ends, len(ids)], strict=True)
-    )
-
-
-def _decoded(tokenizer: "PreTrainedTokenizerBase", ids: list[int]) -> bytes:
-    return str(tokenizer.decode(ids, clean_up_tokenization_spaces=False)).encode()
+def _decoded(tokenizer: "PreTrainedTokenizerBase", ids: Tensor) -> bytes:
+    return str(tokenizer.decode(ids.tolist(), clean_up_tokenization_spaces=False)).encode()
 
 
 # The tasks of lm-evaluation-harness, on a model exported for transformers.
@@ -356,12 +338,12 @@ def evaluate_tasks(request: Request, *, device: str) -> dict[str, dict[str, floa
             export(request.checkpoint, folder, form="hf", dtype="fp32", which=which, console=console)
         dtype = DTYPES[request.precision]
         model = HFLM(pretrained=str(folder), device=device, dtype=dtype, batch_size=request.batch_size)
-        found = simple_evaluate(model=model, tasks=list(request.tasks), limit=request.limit, task_manager=manager)
+        results = simple_evaluate(model=model, tasks=list(request.tasks), limit=request.limit, task_manager=manager)
     return {
         task: {
             name.removesuffix(",none"): float(value)  # the harness writes ``acc,none`` for ``acc`` without a filter
             for name, value in values.items()
             if isinstance(value, int | float) and not isinstance(value, bool) and "," in name
         }
-        for task, values in found["results"].items()
+        for task, values in results["results"].items()
     }

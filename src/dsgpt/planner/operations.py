@@ -9,8 +9,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from dsgpt.machine.topology import ring_factor
 from dsgpt.model.linear_cross_entropy import CACHED
-from dsgpt.telemetry.ring import ring_factor
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 WIDTHS = {"cpu": (128, 256, 768), "cuda": (768, 1600)}

@@ -30,7 +30,7 @@ from dsgpt.planner.rates import (
     read_calibration,
 )
 from dsgpt.planner.setup import Setup
-from dsgpt.record.sweeps import MAX_BYTES, SweepCell, read_sweep
+from dsgpt.record.suites import MAX_BYTES, SweepCell, read_sweep
 
 # The ways to train that ``--recommend`` searches: strategies of the shipped recipes, with every split of the model.
 

@@ -21,8 +21,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import ClassVar
 
+from dsgpt.machine.topology import ring_factor
 from dsgpt.planner.setup import EMBEDDING, FULL, ParameterSize, Setup, fsdp_elements, model_parameters, total
-from dsgpt.telemetry.ring import ring_factor
 
 FORWARD, BACKWARD = "forward", "backward"
 BEFORE_STEP, DURING_STEP, AFTER_STEP = "before the step", "during the step", "after the step"

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dsgpt.common.text import instruction_words
-from dsgpt.config.same_work import LATER_FACTS, RESUME_FACTS, TRAINING_FACTS, WORK_FACTS
+from dsgpt.config.options import LATER_FACTS, RESUME_FACTS, TRAINING_FACTS, WORK_FACTS
 from dsgpt.record.runs import Run
 from dsgpt.record.work import HARDWARE, INSTRUCTIONS, Worked, differences, unrecorded_steps
 

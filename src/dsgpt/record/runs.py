@@ -7,8 +7,17 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from dsgpt.common.errors import UserError
-from dsgpt.record.fields import Fields, parse_json, read_object
-from dsgpt.record.schema import FLAT_KEYS, GENERATED_TOKENS, RECORD_FILE, STEPS_FILE, later_schema, mean
+from dsgpt.record.schema import (
+    FLAT_KEYS,
+    GENERATED_TOKENS,
+    RECORD_FILE,
+    STEPS_FILE,
+    Fields,
+    later_schema,
+    mean,
+    parse_lenient,
+    read_object,
+)
 from dsgpt.record.work import (
     DEVICES,
     EXECUTED_BY,
@@ -139,7 +148,7 @@ def read_objects(path: Path, doubts: list[str]) -> Iterator[dict[str, Any]]:
         if not line.strip():
             continue
         try:
-            value = parse_json(line, doubts)
+            value = parse_lenient(line, doubts)
         except ValueError:
             value = None
         if isinstance(value, dict):
@@ -211,11 +220,6 @@ def quantile(ordered: Sequence[float], share: float) -> float:
     below = int(place)
     above = min(below + 1, len(ordered) - 1)
     return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
-
-
-def pooled(times: Sequence[Sequence[float]]) -> list[float]:
-    """The quantiles of all turns of a cell together; each turn counts as much as any other."""
-    return sorted(value for turn in times for value in turn)
 
 
 def parts_of_prediction(parts: Fields) -> dict[str, float] | None:

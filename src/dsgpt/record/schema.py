@@ -1,26 +1,29 @@
-"""``training_metrics.json``, the record of one run, and ``metrics.jsonl``, its steps. Imports no torch.
+"""The record of one run, ``training_metrics.json``, and its steps, ``metrics.jsonl``. Imports no torch.
 
-Unknown values are null, never 0. Numbers that are not finite are not JSON and are written as null.
+Unknown values are null, never 0. Numbers that are not finite are not JSON and are written as null. What this program
+must find again is read strictly; what any program may have written is read leniently, by ``Fields``.
 """
 
 import json
 import math
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dsgpt.common.errors import is_number
-from dsgpt.common.files import append_to, write_atomic
-from dsgpt.common.json_files import JsonError, clipped_text, parse_json
+from dsgpt.common.errors import UserError, is_number
+from dsgpt.common.files import append_to, printable, write_atomic
+from dsgpt.common.json_files import JsonError, check_depth, clipped_text, parse_json
 
 SCHEMA_VERSION = "2.1"
 RECORD_FILE = "training_metrics.json"
 STEPS_FILE = "metrics.jsonl"
 COMPLETE_FILE = "RUN_COMPLETE.txt"
 LOG_FILE = "train.log"
+PEAKS = ("max_cuda_mem_allocated_bytes_rank0", "max_cuda_mem_reserved_bytes_rank0", "peak_rss_bytes_rank0")
+"""Keys of a segment, of an epoch and of the summary: bytes."""
 GENERATED_TOKENS = 100
 """``inference_latency`` is the time to generate this many tokens; null where the context is shorter."""
 
@@ -71,15 +74,11 @@ def step_entry(line: bytes) -> dict[str, Any] | None:
         entry = parse_json(line)
     except JsonError:
         return None
-    if not isinstance(entry, dict) or not _is_whole(entry.get("step")):
+    if not isinstance(entry, dict) or type(step := entry.get("step")) is not int or not 0 <= step < 1 << 63:
         return None
     fits = all(value is None or is_number(value) for key, value in entry.items() if key in _NUMBERS)
     flags = all(isinstance(value, bool) for key, value in entry.items() if key in _FLAGS)
     return entry if fits and flags else None
-
-
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 63
 
 
 def drop_steps_after(path: Path, step: int) -> list[int]:
@@ -145,16 +144,11 @@ class StepLog:
             while self._waiting:
                 self._waiting = self._waiting[self._file.write(self._waiting) :]
         except OSError:
-            self._waiting = self._take_back(end) + self._waiting
+            with self._path.open("rb") as file:
+                file.seek(end)
+                self._waiting = file.read() + self._waiting
+            self._file.truncate(end)
             raise
-
-    def _take_back(self, end: int) -> bytes:
-        """Cut the file back to ``end``; returns what was after it."""
-        with self._path.open("rb") as file:
-            file.seek(end)
-            written = file.read()
-        self._file.truncate(end)
-        return written
 
     def sync(self) -> None:
         """Make all lines durable: a resume from a checkpoint needs the lines up to its step.
@@ -220,3 +214,140 @@ class RunRecord:
 
 FLAT_KEYS = tuple(RunRecord(description={}).flat_keys())
 """Those of the first generation."""
+
+
+# Values of a record that any program may have written: missing, wrong or infinite ones are None.
+
+LARGEST = 1e60
+"""No figure of a run is above it, or below its inverse: products and ratios of a few such figures are finite."""
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+
+
+def is_figure(value: float) -> bool:
+    """Whether a number may be a figure of a run: 0, or of a size with which others can be computed."""
+    return value == 0 or 1 / LARGEST <= abs(value) <= LARGEST
+
+
+def parse_lenient(text: str, notes: list[str]) -> Any:
+    """Parse JSON. NaN, infinities and overflows become None, and one line in ``notes``.
+
+    Half of a surrogate pair, which an escape can write and UTF-8 cannot, is spelt out.
+
+    Raises:
+        ValueError: the text is not JSON, or is nested too deeply.
+    """
+    refused: list[str] = []
+
+    def parse_number(token: str) -> float | None:
+        value = float(token)
+        if math.isfinite(value):
+            return value
+        refused.append(token)
+        return None
+
+    def parse_integer(token: str) -> int | None:
+        if len(token) <= 300:
+            return int(token)
+        refused.append(token)
+        return None
+
+    check_depth(text.encode("utf-8", errors="replace"))
+    value = json.loads(text, parse_constant=refused.append, parse_float=parse_number, parse_int=parse_integer)
+    if _SURROGATE.search(text):
+        value = _as_unicode(value)
+    if refused:
+        notes.append(f"{len(refused)} value(s) not finite ({refused[0][:12]}): treated as unknown")
+    return value
+
+
+def _as_unicode(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {printable(key): _as_unicode(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_as_unicode(inner) for inner in value]
+    return printable(value) if isinstance(value, str) else value
+
+
+def read_object(text: str, *, source: str, notes: list[str]) -> Mapping[str, Any]:
+    """Parse ``text`` as a JSON object.
+
+    Raises:
+        UserError: it is anything else; the message names ``source``.
+    """
+    try:
+        value = parse_lenient(text, notes)
+    except ValueError as error:
+        raise UserError(f"{source}: not JSON ({error}); is the file complete?") from error
+    if not isinstance(value, dict):
+        raise UserError(f"{source}: holds a JSON {type(value).__name__}, not an object; give a training_metrics.json")
+    return value
+
+
+class Fields:
+    """The fields of a JSON object; each may be absent, null or of the wrong type."""
+
+    def __init__(self, values: Any, *, notes: list[str], path: str = "") -> None:
+        self._values: Mapping[str, Any] = values if isinstance(values, dict) else {}
+        self._notes = notes
+        self._path = path
+        if values is not None and not isinstance(values, dict):
+            notes.append(f"{path.rstrip('.')} is not an object: treated as unknown")
+
+    def section(self, key: str) -> "Fields":
+        """The object under ``key``; empty if there is none."""
+        return Fields(self._values.get(key), notes=self._notes, path=f"{self._path}{key}.")
+
+    def sections(self, key: str) -> list["Fields"]:
+        """The list of objects under ``key``; empty if there is none."""
+        items = self._values.get(key)
+        if not isinstance(items, list):
+            return []
+        return [Fields(item, notes=self._notes, path=f"{self._path}{key}[{i}].") for i, item in enumerate(items)]
+
+    def raw(self, key: str) -> Any:
+        """The unchecked value of ``key``, or None."""
+        return self._values.get(key)
+
+    def has(self, key: str) -> bool:
+        """Whether ``key`` is there; its value may be null."""
+        return key in self._values
+
+    def names(self) -> list[str]:
+        """The keys of the object."""
+        return list(self._values)
+
+    def text(self, key: str) -> str | None:
+        """A non-empty string, or None."""
+        value = self._values.get(key)
+        return value if isinstance(value, str) and value else None
+
+    def number(self, key: str) -> float | None:
+        """A number of at least 0, or None; anything else is noted."""
+        return self._number(key, self._values.get(key))
+
+    def whole(self, key: str) -> int | None:
+        """A whole number of at least 0, exactly, or None; anything else is noted."""
+        value = self._values.get(key)
+        if value is None or (isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 63):
+            return value
+        self._note(key, value, "a whole number from 0 up")
+        return None
+
+    def series(self, key: str) -> list[float | None]:
+        """The numbers under ``key``, one per epoch; a single number is a list of one."""
+        value = self._values.get(key)
+        if value is None:
+            return []
+        items = value if isinstance(value, list) else [value]
+        return [self._number(key, item) for item in items]
+
+    def _number(self, key: str, value: Any) -> float | None:
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int | float) or value < 0 or not is_figure(value):
+            self._note(key, value, "a number from 0 up")
+            return None
+        return float(value)
+
+    def _note(self, key: str, value: Any, wanted: str) -> None:
+        self._notes.append(f"{self._path}{key} holds {str(value)[:40]!r}, not {wanted}: treated as unknown")

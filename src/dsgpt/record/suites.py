@@ -1,24 +1,235 @@
-"""The records of ``benchmark.py inference`` and ``benchmark.py plan``, as far as others read them.
+"""The records of suites that others read, and what runs and the cells of sweeps have in common.
 
-``inference.json``, the record of many requests at once: its schema, and how it is read. Readers ignore unknown keys.
-Unknown values are null, never 0.
+``sweep.json`` of a sweep, ``inference.json`` of many requests at once, and the record of ``benchmark.py plan``: their
+schemas, and how they are read. Readers ignore unknown keys. Unknown values are null, never 0.
 """
 
-from dataclasses import dataclass
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from dsgpt.common.errors import UserError
-from dsgpt.common.json_files import JsonError, parse_as, read_bytes
+from dsgpt.common.errors import UserError, is_number
+from dsgpt.common.json_files import JsonError, Positive, clipped, parse_as, read_as, read_bytes
 from dsgpt.common.text import instruction_words
-from dsgpt.record.fields import Fields, read_object
-from dsgpt.record.runs import Footprint, parts_of_prediction
-from dsgpt.record.schema import later_schema
-from dsgpt.record.sweeps import NOT_RECORDED, Measured, Spread
-from dsgpt.record.work import machine
+from dsgpt.config.options import TRAINING_FACTS, WORK_FACTS
+from dsgpt.record.runs import Footprint, Run, parts_of_prediction
+from dsgpt.record.schema import Fields, later_schema, read_object
+from dsgpt.record.work import Worked, machine
 
 SCHEMA_VERSION = "1.0"
+"""Of ``sweep.json`` and of ``inference.json``."""
+SWEEP_FILE = "sweep.json"
 MAX_BYTES = 64 << 20
+Kind = Literal["same training", "weak scaling", "precisions"]
+"""What the cells of a comparison share. Only ``same training`` is equal work."""
+
+
+class State(StrEnum):
+    """How a turn ended."""
+
+    DONE = "done"
+    REFUSED = "refused"
+    """By a check of this program, before training."""
+    OUT_OF_MEMORY = "out of memory"
+    TIMED_OUT = "timed out"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spread:
+    """A figure of several turns."""
+
+    median: float
+    smallest: float
+    largest: float
+    values: list[float]
+    """By repeat, without the turns that do not have the figure."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turn:
+    """One training of a cell. Figures that its record does not have are None."""
+
+    cell: str
+    repeat: Positive
+    """From 1; turns of one repeat ran near each other."""
+    place: int
+    """In the order in which all turns ran, from 1."""
+    state: State
+    message: str | None
+    """Why it is not ``done``: the last line of its log that names an error."""
+    seconds: float
+    """From the start of the launcher to its end."""
+    train_time_sec: float | None = None
+    tokens_per_sec: float | None = None
+    """Over all devices; training steps after the warm-up."""
+    peak_memory_bytes_rank0: float | None = None
+    """Allocated on the GPU of rank 0; on a CPU the resident set of its process."""
+    model_state_bytes_by_rank: list[float] | None = None
+    """Weights, gradients and optimizer of every rank."""
+    sent_bytes_per_step: float | None = None
+    """By the rank that sends most, as rings."""
+    communication_share: float | None = None
+    """Of a step, in which it waits for communication; mean over the ranks. None unless the training measured it."""
+    joules: float | None = None
+    """Of all GPUs while the run trained."""
+    final_loss: float | None = None
+    """Training loss of the last step, nats per token."""
+    final_val_loss: float | None = None
+    time_to_target_sec: float | None = None
+    """Seconds of training steps until a step had the target loss or less."""
+    footprint: Footprint | None = None
+    work: dict[str, Any] | None = None
+    """What was computed, by the facts of ``dsgpt.config.options``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepCell:
+    """A setting and its turns; every figure is of the turns that are done."""
+
+    name: str
+    devices: Positive
+    launcher: str
+    flags: list[str]
+    """Of ``src/gpt2.py``, as the suite has them."""
+    turns: list[Turn]
+    """By repeat."""
+    tokens_per_sec: Spread | None = None
+    tokens_per_sec_per_device: Spread | None = None
+    peak_memory_bytes_rank0: Spread | None = None
+    model_state_bytes_by_rank: list[float] | None = None
+    sent_bytes_per_step: float | None = None
+    communication_share: Spread | None = None
+    joules: Spread | None = None
+    final_loss: float | None = None
+    """Of the first turn that is done: all turns compute the same."""
+    time_to_target_sec: Spread | None = None
+    """None if a turn that is done did not reach the target."""
+    cost: Spread | None = None
+    """Of the training time of all devices, in the unit of the price."""
+
+    @property
+    def failures(self) -> list[Turn]:
+        """The turns that are not done."""
+        return [turn for turn in self.turns if turn.state != State.DONE]
+
+    def done(self) -> dict[int, Turn]:
+        """The turns that are done, by repeat."""
+        return {turn.repeat: turn for turn in self.turns if turn.state == State.DONE}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compared:
+    """A cell beside the baseline of a comparison."""
+
+    cell: str
+    same_work: str
+    """The verdict of ``dsgpt.record.equal_work`` on their records, one line."""
+    comparable: bool
+    """Whether only facts differ in which the comparison allows it; otherwise the figures below are None."""
+    speed_up: Spread | None = None
+    """Tokens per second, divided by those of the baseline in the same repeat."""
+    efficiency: float | None = None
+    """Median speed-up, divided by the devices per device of the baseline."""
+    loss_difference: float | None = None
+    """Final loss minus the baseline's; None unless they are the same training."""
+    largest_loss_difference: float | None = None
+    """Largest distance of a step's loss from the baseline's at that step in the same repeat; None unless they are the
+    same training, and in records made before this field existed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Cells that are compared with one of them."""
+
+    name: str
+    kind: Kind
+    baseline: str
+    cells: list[Compared]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sweep:
+    """The record."""
+
+    schema_version: str
+    timestamp_utc: str
+    git_commit: str | None
+    env: dict[str, Any]
+    hardware: dict[str, Any]
+    suite: str
+    seed: int
+    """Draws the order of the turns."""
+    repeats: int
+    limit_sec: float
+    """Of a turn."""
+    target_loss: float | None
+    price_per_device_hour: float | None
+    seconds: float
+    """Of all turns."""
+    cells: list[SweepCell]
+    comparisons: list[Comparison]
+
+    def cell(self, name: str) -> SweepCell:
+        """The cell of that name."""
+        return next(cell for cell in self.cells if cell.name == name)
+
+    def unequal_tokens(self) -> str:
+        """That some cells trained on more tokens than others, which cost more; empty if none did."""
+        works = [work for cell in self.cells for turn in cell.done().values() if (work := turn.work)]
+        tokens = sorted({count for work in works if is_number(count := work.get("tokens"))})
+        if len(tokens) < 2:
+            return ""
+        return f"not all cells trained on the same number of tokens: {tokens[0]:,.0f} to {tokens[-1]:,.0f}"
+
+
+def worked(turn: Turn, *, name: str) -> Worked:
+    """The work of ``turn`` under a name for messages; facts that it lacks are None."""
+    work = turn.work or {}
+    return Worked(name, {fact: work.get(fact) for fact in (*WORK_FACTS, *TRAINING_FACTS)})
+
+
+def read_sweep(path: Path) -> Sweep:
+    """Read a record from its file, or from the folder that it is in.
+
+    Raises:
+        UserError: it is missing, or not a record of a sweep of this schema; one line.
+    """
+    file = path / SWEEP_FILE if path.is_dir() else path
+    try:
+        sweep = parse_sweep(read_bytes(file, max_bytes=MAX_BYTES))
+    except JsonError as error:
+        raise UserError(f"{file}: cannot be read as the record of a sweep: {error}") from error
+    if said := later_schema(sweep.schema_version, SCHEMA_VERSION):
+        raise UserError(f"{file}: {said}")
+    return sweep
+
+
+def parse_sweep(data: bytes) -> Sweep:
+    """A record from the text of its file.
+
+    Raises:
+        JsonError: it is not a record of a sweep, or it contradicts itself.
+    """
+    sweep = parse_as(data, Sweep, unknown_keys=True)
+    names = [cell.name for cell in sweep.cells]
+    if len(set(names)) < len(names):
+        raise JsonError("two of its cells have the same name")
+    for name in (sweep.suite, *names, *(comparison.name for comparison in sweep.comparisons)):
+        if not name.isprintable():
+            raise JsonError(f"the name {clipped(name)} has characters that cannot be printed")
+    for comparison in sweep.comparisons:
+        for name in (comparison.baseline, *(one.cell for one in comparison.cells)):
+            if name not in names:
+                raise JsonError(f"the comparison {clipped(comparison.name)} is with {clipped(name)}, which is no cell")
+    return sweep
+
+
+# ``inference.json``: the record of many requests at once.
+
 TITLES = {
     "one": "this project, one request at a time",
     "static": "this project, static batches",
@@ -132,12 +343,81 @@ def read_concurrency(file: Path) -> Concurrency:
         UserError: it is missing, or not such a record of this schema; one line.
     """
     try:
-        record = parse_as(read_bytes(file, max_bytes=MAX_BYTES), Concurrency, unknown_keys=True)
+        record = read_as(file, Concurrency, unknown_keys=True, max_bytes=MAX_BYTES)
     except JsonError as error:
         raise UserError(f"{file}: cannot be read as a record of benchmark.py inference: {error}") from error
     if said := later_schema(record.schema_version, SCHEMA_VERSION):
         raise UserError(f"{file}: {said}")
     return record
+
+
+# What runs and the cells of sweeps have in common for charts.
+
+NOT_RECORDED = "not recorded"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A run or a cell."""
+
+    name: str
+    footprint: Footprint
+    lacking: str = NOT_RECORDED
+    """What is said in place of a figure that it does not have."""
+    group: int = 0
+    """Equal for the cells of one strategy, which look alike."""
+    sent_bytes_per_step: float | None = None
+    """By the rank that sends most, as rings."""
+    communication_share: float | None = None
+    """Of a step, in which it waits for communication."""
+
+
+def of_runs(runs: Sequence[Run]) -> list[Measured]:
+    """Of each run."""
+    return [
+        Measured(
+            name=run.name,
+            footprint=run.footprint,
+            group=index,
+            sent_bytes_per_step=run.sent_bytes_per_step,
+            communication_share=run.communication_share,
+        )
+        for index, run in enumerate(runs)
+    ]
+
+
+def of_cells(sweep: Sweep) -> list[Measured]:
+    """Of each cell of a sweep: the memory of the first turn that is done, and the times of the steps of all turns."""
+    groups, rows = groups_of(sweep), []
+    for cell in sweep.cells:
+        footprints = [turn.footprint for turn in cell.done().values() if turn.footprint is not None]
+        times = sorted(time for each in footprints for time in each.step_times_sec or ())
+        rows.append(
+            Measured(
+                name=cell.name,
+                footprint=replace(footprints[0], step_times_sec=times or None) if footprints else Footprint(),
+                lacking=failure(cell) or NOT_RECORDED,
+                group=groups[strategy_of(cell.name)],
+                sent_bytes_per_step=cell.sent_bytes_per_step,
+                communication_share=cell.communication_share.median if cell.communication_share else None,
+            )
+        )
+    return rows
+
+
+def strategy_of(cell: str) -> str:
+    """The name of a cell without its devices, and without the batch that grows with them."""
+    return re.sub(r" on \d+ devices?(?:, batch \d+)?", "", cell)
+
+
+def groups_of(sweep: Sweep) -> dict[str, int]:
+    """The place of every strategy of a sweep, which decides its look in all charts."""
+    return {name: place for place, name in enumerate(dict.fromkeys(strategy_of(cell.name) for cell in sweep.cells))}
+
+
+def failure(cell: SweepCell) -> str:
+    """How its turns ended if none trained to its end; empty if one did."""
+    return "" if cell.done() else " and ".join(dict.fromkeys(turn.state for turn in cell.turns)) or "not run"
 
 
 # The record of ``benchmark.py plan``, predictions beside measurements, as far as charts show it.

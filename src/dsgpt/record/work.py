@@ -7,8 +7,8 @@ from itertools import pairwise
 from typing import Any
 
 from dsgpt.common.text import busy_words
-from dsgpt.config.same_work import TRAINING_FACTS, WORK_FACTS
-from dsgpt.record.fields import Fields
+from dsgpt.config.options import TRAINING_FACTS, WORK_FACTS
+from dsgpt.record.schema import Fields
 
 HARDWARE, DEVICES, STRATEGY, INSTRUCTIONS = "hardware", "devices", "strategy", "instruction sets"
 # The segments of a run: which steps each of its processes executed, and how they differ.
@@ -32,7 +32,7 @@ class Worked:
     name: str
     """For messages."""
     work: Mapping[str, Any]
-    """What was computed, by fact; the facts are those of ``dsgpt.config.same_work``."""
+    """What was computed, by fact; the facts are those of ``dsgpt.config.options``."""
     resumed: bool = False
     """Whether the record names a checkpoint from which the run was resumed."""
 

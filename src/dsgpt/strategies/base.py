@@ -15,21 +15,7 @@ from torch import Tensor
 from dsgpt.checkpoints.training_state import Counters, ParamState, StateReader
 from dsgpt.config.run_config import RunConfig
 from dsgpt.data.loader import Batch
-
-
-class StepResult(NamedTuple):
-    """One optimizer step, seen from any rank; tensors stay on the device so that nothing waits for them."""
-
-    loss: Tensor
-    """0-dim fp32: mean cross-entropy over the global batch, nats per token."""
-    own_loss: Tensor
-    """0-dim fp32: mean over what this rank read of it; on the stages of a pipeline, that of the last one."""
-    grad_norm: Tensor
-    """0-dim fp32: 2-norm of the whole model's gradient, before clipping."""
-    lr: float
-    """The learning rate that this step used."""
-    skipped: Tensor
-    """0-dim bool: whether fp16 gradients overflowed, so that the weights did not change."""
+from dsgpt.telemetry.meter import StepResult
 
 
 class StateTensors(NamedTuple):

@@ -41,7 +41,7 @@ from dsgpt.machine.device import named_range
 from dsgpt.machine.process_group import sum_over_ranks
 from dsgpt.model.gpt2 import GPT2
 from dsgpt.model.names import STATE_NAMES
-from dsgpt.strategies.base import StateTensors, StepResult, Strategy, optimizer_tensors, to_device
+from dsgpt.strategies.base import StateTensors, Strategy, optimizer_tensors, to_device
 from dsgpt.strategies.loss_scale import LossScale
 from dsgpt.strategies.optimizer import (
     DTYPES,
@@ -55,6 +55,7 @@ from dsgpt.strategies.optimizer import (
     set_learning_rate,
     square_sum,
 )
+from dsgpt.telemetry.meter import StepResult
 
 
 class TrainedWeights(Protocol):

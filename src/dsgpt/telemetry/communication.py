@@ -1,4 +1,4 @@
-"""Counts the collectives, sends and receives of a rank, in calls and bytes: what ``planning.communication`` predicts.
+"""Counts the collectives, sends and receives of a rank, in calls and bytes: what ``planner`` predicts.
 
 All of them pass through PyTorch's dispatcher as ``c10d::`` or ``_c10d_functional::`` operators, whichever code calls
 them: this package, DeepSpeed, FSDP's hooks in the backward pass, DDP's reducer in C++. Nothing is patched. An operator
@@ -17,7 +17,7 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dsgpt.telemetry.ring import ring_factor
+from dsgpt.machine.topology import ring_factor
 
 
 class _Operator(NamedTuple):

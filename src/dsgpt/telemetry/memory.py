@@ -8,6 +8,7 @@ record calls the result ``cost``.
 """
 
 import contextlib
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from dsgpt.machine.process_group import gather_objects
+from dsgpt.record.schema import PEAKS
 from dsgpt.telemetry.communication import Communication, Traffic
 from dsgpt.telemetry.meter import WARM_UP_STEPS
 
@@ -28,12 +30,9 @@ def peak_rss_bytes() -> int | None:
 
     From ``/proc/self/status`` (VmHWM): ``getrusage`` also counts the launcher's memory from before the ``exec``.
     """
-    status = Path("/proc/self/status")
-    if not status.exists():
-        return None
-    for line in status.read_text(encoding="utf-8").splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * 1024
+    with contextlib.suppress(FileNotFoundError):
+        peak = re.search(r"^VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text(encoding="utf-8"), re.MULTILINE)
+        return int(peak[1]) * 1024 if peak else None
     return None
 
 
@@ -62,9 +61,8 @@ class TrainingPeaks:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._allocated: int | None = None
-        self._reserved: int | None = None
-        self._rss: int | None = None
+        self.figures: dict[str, int | None] = dict.fromkeys(PEAKS)
+        """The memory keys of an epoch's record and of the summary, as of the last ``note``."""
         self.reset()
 
     def reset(self) -> None:
@@ -74,22 +72,8 @@ class TrainingPeaks:
 
     def note(self) -> None:
         """Read the peaks so far."""
-        allocated, reserved = peak_cuda_bytes(self._device)
-        self._allocated = _larger(self._allocated, allocated)
-        self._reserved = _larger(self._reserved, reserved)
-        self._rss = _larger(self._rss, peak_rss_bytes())
-
-    def figures(self) -> dict[str, int | None]:
-        """The memory keys of an epoch's record and of the summary, as of the last ``note``."""
-        return {
-            "max_cuda_mem_allocated_bytes_rank0": self._allocated,
-            "max_cuda_mem_reserved_bytes_rank0": self._reserved,
-            "peak_rss_bytes_rank0": self._rss,
-        }
-
-
-def _larger(one: int | None, other: int | None) -> int | None:
-    return max((value for value in (one, other) if value is not None), default=None)
+        for name, peak in zip(PEAKS, (*peak_cuda_bytes(self._device), peak_rss_bytes()), strict=True):
+            self.figures[name] = max((value for value in (self.figures[name], peak) if value is not None), default=None)
 
 
 StateBytes = dict[str, dict[str, int]]
@@ -158,36 +142,26 @@ class TrafficMeter:
         if not self.watched:
             yield
             return
-        gradients = _GradientWatch(self._state_tensors)
-        with gradients, Communication() as communication:
-            yield
-        state: KnownStateBytes = {**state_bytes(self._state_tensors()), "gradients": gradients.most}
+        gradients: dict[str, int] | None = None
+
+        def note(*_: Any) -> None:
+            """Keep the most: an engine may step one parameter group after another, and free the gradients of each."""
+            nonlocal gradients
+            now = state_bytes(self._state_tensors())["gradients"]
+            gradients = max(gradients or {}, now, key=lambda by_device: sum(by_device.values()))
+
+        hook = register_optimizer_step_pre_hook(note)
+        try:
+            with Communication() as communication:
+                yield
+        finally:
+            hook.remove()
+        state: KnownStateBytes = {**state_bytes(self._state_tensors()), "gradients": gradients}
         ranks: list[RankTraffic] = gather_objects((state, communication.traffic, communication.unknown))
         self.own = None if communication.unknown else communication.traffic
         self.done = all(state["gradients"] is not None for state, _, _ in ranks)
         if self.done or step == self._last_step:
             self._report(traffic_record(step, ranks))
-
-
-class _GradientWatch:
-    """The most bytes that gradients take when an optimizer begins to step; None if no optimizer stepped.
-
-    An engine may step one parameter group after another, and free the gradients of each.
-    """
-
-    def __init__(self, state_tensors: Callable[[], Mapping[str, Iterable[Tensor]]]) -> None:
-        self._state_tensors = state_tensors
-        self.most: dict[str, int] | None = None
-
-    def _note(self, *_: Any) -> None:
-        now = state_bytes(self._state_tensors())["gradients"]
-        self.most = max(self.most or {}, now, key=lambda by_device: sum(by_device.values()))
-
-    def __enter__(self) -> None:
-        self._handle = register_optimizer_step_pre_hook(self._note)
-
-    def __exit__(self, *_: object) -> None:
-        self._handle.remove()
 
 
 def traffic_line(measured: dict[str, Any]) -> str:
@@ -201,11 +175,7 @@ def traffic_line(measured: dict[str, Any]) -> str:
 def _size(size: int | None) -> str:
     if size is None:
         return "unknown"
-    unit, name = next(
-        (10**power, name)
-        for power, name in ((9, "GB"), (6, "MB"), (3, "kB"), (0, "B"))
-        if size >= 10**power or power == 0
-    )
+    unit, name = next((pair for pair in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")) if size >= pair[0]), (1, "B"))
     return f"{size / unit:.3g} {name}"
 
 

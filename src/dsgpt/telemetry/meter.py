@@ -5,9 +5,10 @@ import math
 import os
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, TypedDict
+from typing import Any, NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from torch import Tensor
 from dsgpt.common.errors import NonFiniteError
 from dsgpt.data.loader import Batch
 from dsgpt.machine.device import named_range
-from dsgpt.record.schema import mean, percentile
+from dsgpt.record.schema import percentile
 
 # Clocks: of the device that computes, and of a thread, which computes or sleeps.
 
@@ -91,28 +92,19 @@ WARM_UP_STEPS = 3
 """The first steps of a process, which compile, allocate and tune: throughput and step times leave them out."""
 
 
-class StepValues(Protocol):
-    """What the meter reads of a ``strategies.base.StepResult``, which telemetry may not import."""
+class StepResult(NamedTuple):
+    """One optimizer step, seen from any rank; tensors stay on the device so that nothing waits for them."""
 
-    @property
-    def loss(self) -> Tensor:
-        """Mean over the global batch, in nats per token."""
-
-    @property
-    def own_loss(self) -> Tensor:
-        """Mean over what this rank read of the global batch."""
-
-    @property
-    def grad_norm(self) -> Tensor:
-        """L2 norm of the whole gradient, before clipping."""
-
-    @property
-    def lr(self) -> float:
-        """The learning rate of the step."""
-
-    @property
-    def skipped(self) -> Tensor:
-        """Whether the loss scaler skipped the step."""
+    loss: Tensor
+    """0-dim fp32: mean cross-entropy over the global batch, nats per token."""
+    own_loss: Tensor
+    """0-dim fp32: mean over what this rank read of it; on the stages of a pipeline, that of the last one."""
+    grad_norm: Tensor
+    """0-dim fp32: 2-norm of the whole model's gradient, before clipping."""
+    lr: float
+    """The learning rate that this step used."""
+    skipped: Tensor
+    """0-dim bool: whether fp16 gradients overflowed, so that the weights did not change."""
 
 
 class TimedBatches:
@@ -146,7 +138,7 @@ _COUNTED = {"loss", "step_time_sec", "dataload_time_sec", "warm_up"}
 class _Pending(NamedTuple):
     step: int
     epoch: int
-    result: StepValues
+    result: StepResult
     started: Mark
     ended: Mark
     dataload_sec: float
@@ -167,8 +159,10 @@ class Figures:
     """Without warm-up, like the two lists."""
     step_secs: list[float] = field(default_factory=list)
     dataload_secs: list[float] = field(default_factory=list)
+    computing_sec: float = field(default=0.0, compare=False)
+    """Seconds of the counted steps of this process in which its thread did not sleep; NaN where unknown."""
 
-    def add(self, line: dict[str, Any], *, tokens: int) -> None:
+    def add(self, line: dict[str, Any], *, tokens: int, computing_sec: float = 0.0) -> None:
         """Count one training line of ``metrics.jsonl``, a step of ``tokens`` targets."""
         self.steps += 1
         if self.loss_sum is not None and self.train_sec is not None:
@@ -178,6 +172,7 @@ class Figures:
             self.counted_tokens += tokens
             self.step_secs.append(line["step_time_sec"])
             self.dataload_secs.append(line["dataload_time_sec"])
+            self.computing_sec += computing_sec
 
     def expect(self, steps: range, counted: list[int]) -> None:
         """Make the sums unknown unless ``counted`` has each of the taken ``steps`` once, and no other."""
@@ -199,7 +194,7 @@ class StepMeter:
         self._steps_seen = 0
         self._thread = ThreadClock() if device.type == "cpu" else None  # a GPU computes beside its thread
         self._thread_at_start = math.nan
-        self._origin = self._clock.mark()
+        self._origin = self._step_started = self._clock.mark()
         self._started = time.perf_counter()
         self._earlier_wall_sec = 0.0
         self.epoch = Figures()
@@ -207,9 +202,7 @@ class StepMeter:
         self.process = Figures()
         """Of the steps that this process took."""
         self.interval = Figures()
-        """Of the steps since the last line for the user; ``take_interval`` starts it anew."""
-        self.interval_computing_sec = 0.0
-        """Seconds of these steps, as far as they count, in which this thread did not sleep; NaN where unknown."""
+        """Of the steps since the last line for the user, which starts it anew."""
         self.last_own_loss: float = math.nan
         """Of what this rank read in the last step that ``flush`` returned."""
         self.last_loss: float | None = None
@@ -254,22 +247,20 @@ class StepMeter:
         """Seconds since this process began its part of the run."""
         return time.perf_counter() - self._started
 
-    def start(self) -> Mark:
+    def start(self) -> None:
         """Mark the start of a step."""
         if self._thread is not None:
             self._thread_at_start = self._thread.seconds()
-        return self._clock.mark()
+        self._step_started = self._clock.mark()
 
-    def stop(
-        self, started: Mark, *, step: int, epoch: int, result: StepValues, dataload_sec: float, watched: bool = False
-    ) -> None:
+    def stop(self, *, step: int, epoch: int, result: StepResult, dataload_sec: float, watched: bool = False) -> None:
         """Mark the end of a step; its values stay on the device until ``flush``.
 
         Measuring traffic makes a step slower, so such a step (``watched``) is left out like the warm-up.
         """
-        ended = self._clock.mark()
+        marks = self._step_started, self._clock.mark()
         computing_sec = math.nan if self._thread is None else self._thread.seconds() - self._thread_at_start
-        self._pending.append(_Pending(step, epoch, result, started, ended, dataload_sec, computing_sec, watched))
+        self._pending.append(_Pending(step, epoch, result, *marks, dataload_sec, computing_sec, watched))
 
     def flush(self, *, wait: bool = True) -> list[dict[str, Any]]:
         """The steps since the last call as lines of ``metrics.jsonl``.
@@ -287,12 +278,6 @@ class StepMeter:
         if lines:
             self.last_own_loss = float(pending[len(lines) - 1].result.own_loss)
         return lines
-
-    def take_interval(self) -> tuple[Figures, float]:
-        """The figures since the last call, and the seconds of their steps in which this thread did not sleep."""
-        taken = self.interval, self.interval_computing_sec
-        self.interval, self.interval_computing_sec = Figures(), 0.0
-        return taken
 
     def close(self) -> None:
         """Close the files of the clocks."""
@@ -319,9 +304,7 @@ class StepMeter:
         }
         self.last_loss = line["loss"]
         for figures in (self.epoch, self.run, self.process, self.interval):
-            figures.add(line, tokens=self._tokens_per_step)
-        if not line["warm_up"]:
-            self.interval_computing_sec += item.computing_sec
+            figures.add(line, tokens=self._tokens_per_step, computing_sec=item.computing_sec)
         return line
 
 
@@ -347,27 +330,6 @@ def throughput(figures: Figures) -> float | None:
     return figures.counted_tokens / seconds if seconds else None
 
 
-class TimingFigures(TypedDict):
-    """The timing keys of an epoch's record; None where no step counts."""
-
-    tokens_per_sec_global: float | None
-    step_time_mean_sec: float | None
-    step_time_p50_sec: float | None
-    step_time_p95_sec: float | None
-    dataload_time_mean_sec: float | None
-
-
-def timing_figures(figures: Figures) -> TimingFigures:
-    """The timing keys of an epoch's record."""
-    return {
-        "tokens_per_sec_global": throughput(figures),
-        "step_time_mean_sec": mean(figures.step_secs),
-        "step_time_p50_sec": percentile(figures.step_secs, 0.50),
-        "step_time_p95_sec": percentile(figures.step_secs, 0.95),
-        "dataload_time_mean_sec": mean(figures.dataload_secs),
-    }
-
-
 # Figures of the steps between two lines for the user, over all ranks.
 
 
@@ -377,7 +339,7 @@ class RankShare(NamedTuple):
     data_wait_sec: float
     """Seconds in which it waited for data, in the steps that count."""
     computing_sec: float
-    """Seconds of the same steps in which its thread did not sleep; see ``clocks.ThreadClock``."""
+    """Seconds of the same steps in which its thread did not sleep; see ``ThreadClock``."""
     loss: float
     """Mean loss of what it read in the last step."""
 
@@ -389,25 +351,26 @@ class RankTimes:
     steps: int = 0
     step_sec: float = 0.0
     """Sum over the steps."""
-    data_wait_sec: list[float] = field(default_factory=list)
-    """Of each rank, like the next."""
-    computing_sec: list[float] = field(default_factory=list)
+    data_wait_sec: dict[int, float] = field(default_factory=lambda: defaultdict(float))
+    """By rank, like the next."""
+    computing_sec: dict[int, float] = field(default_factory=lambda: defaultdict(float))
 
-    def add(self, other: "RankTimes") -> None:
-        """Add the times of further steps."""
-        self.steps += other.steps
-        self.step_sec += other.step_sec
-        self.data_wait_sec = _sums(self.data_wait_sec, other.data_wait_sec)
-        self.computing_sec = _sums(self.computing_sec, other.computing_sec)
+    def add(self, figures: Figures, ranks: Sequence[RankShare]) -> None:
+        """Add the times of an interval."""
+        self.steps += len(figures.step_secs)
+        self.step_sec += sum(figures.step_secs)
+        for rank, share in enumerate(ranks):
+            self.data_wait_sec[rank] += share.data_wait_sec
+            self.computing_sec[rank] += share.computing_sec
 
     def figures(self) -> "RankFigures":
         """Which ranks the others waited for, and how long."""
         slowest = lag = data_wait_rank = None
         if self.steps:
-            data_wait_rank = max(range(len(self.data_wait_sec)), key=self.data_wait_sec.__getitem__)
-        if self.steps and len(self.computing_sec) > 1 and all(map(math.isfinite, self.computing_sec)):
-            slowest = max(range(len(self.computing_sec)), key=self.computing_sec.__getitem__)
-            others = statistics.median_low(self.computing_sec)
+            data_wait_rank = max(self.data_wait_sec, key=self.data_wait_sec.__getitem__)
+        if self.steps and len(self.computing_sec) > 1 and all(map(math.isfinite, self.computing_sec.values())):
+            slowest = max(self.computing_sec, key=self.computing_sec.__getitem__)
+            others = statistics.median_low(self.computing_sec.values())
             lag = (self.computing_sec[slowest] - others) / self.steps
         return {
             "data_wait_share": None if data_wait_rank is None else self.data_wait_sec[data_wait_rank] / self.step_sec,
@@ -415,10 +378,6 @@ class RankTimes:
             "slowest_rank": slowest,
             "slowest_rank_lag_sec": lag,
         }
-
-
-def _sums(one: list[float], other: list[float]) -> list[float]:
-    return [a + b for a, b in zip(one, other, strict=True)] if one else list(other)
 
 
 class RankFigures(TypedDict):
@@ -446,19 +405,15 @@ class IntervalFigures(RankFigures):
     """In the last step, of the rank whose part of the batch had the largest mean loss."""
 
 
-def interval_figures(figures: Figures, *, ranks: Sequence[RankShare]) -> tuple[IntervalFigures, RankTimes]:
-    """The figures of an interval, and the times that they come from.
+def interval_figures(figures: Figures, *, ranks: Sequence[RankShare]) -> IntervalFigures:
+    """The figures of an interval.
 
     Args:
         figures: of its steps, on this rank.
         ranks: what each rank adds.
     """
-    times = RankTimes(
-        steps=len(figures.step_secs),
-        step_sec=sum(figures.step_secs),
-        data_wait_sec=[rank.data_wait_sec for rank in ranks],
-        computing_sec=[rank.computing_sec for rank in ranks],
-    )
+    times = RankTimes()
+    times.add(figures, ranks)
     return {
         "steps": figures.steps,
         "tokens_per_sec": throughput(figures),
@@ -466,4 +421,4 @@ def interval_figures(figures: Figures, *, ranks: Sequence[RankShare]) -> tuple[I
         "step_time_p95_sec": percentile(figures.step_secs, 0.95),
         "largest_loss": max((rank.loss for rank in ranks if math.isfinite(rank.loss)), default=None),
         **times.figures(),
-    }, times
+    }

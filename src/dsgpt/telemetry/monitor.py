@@ -53,8 +53,8 @@ class Gpus:
 
     def __init__(self, nvml: Any, uuids: Iterable[str]) -> None:
         self._nvml = nvml
-        found = {uuid: self._ask(nvml.nvmlDeviceGetHandleByUUID, uuid) for uuid in dict.fromkeys(uuids)}
-        self._handles = {uuid: handle for uuid, handle in found.items() if handle is not None}
+        handles = {uuid: self._ask(nvml.nvmlDeviceGetHandleByUUID, uuid) for uuid in dict.fromkeys(uuids)}
+        self._handles = {uuid: handle for uuid, handle in handles.items() if handle is not None}
 
     @property
     def uuids(self) -> list[str]:

@@ -20,7 +20,7 @@ from dsgpt.config.run_config import RunConfig
 from dsgpt.machine.console import duration
 from dsgpt.planner.hardware import SEC_PER_HOUR, Dollars
 from dsgpt.record.schema import RECORD_FILE
-from dsgpt.training.resume import EarlierRecord
+from dsgpt.training.run_folder import EarlierRecord
 
 logger = logging.getLogger(__name__)
 

@@ -1,41 +1,364 @@
-"""The figures of a run, its speed, its state for a checkpoint, and its record."""
+"""What is written down about a run: its figures, its speed, its segments, its record, and the sinks of all of it."""
 
 import contextlib
 import logging
 import math
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from dsgpt.checkpoints.manifest import Change, Epoch, RunState
+from dsgpt.checkpoints.manifest import Change, Epoch, RunState, Segment, covers, highest_peaks
+from dsgpt.checkpoints.training_state import reason_of
 from dsgpt.common.errors import NonFiniteError, UserError
+from dsgpt.common.files import write_json_atomic
 from dsgpt.common.text import busy_words
 from dsgpt.config.run_config import RunConfig
+from dsgpt.machine.console import Field, Progress, fitted
+from dsgpt.machine.probe import LoadOfOthers
 from dsgpt.machine.process_group import HostGroup
 from dsgpt.planner.rates import CALIBRATION, Calibration, Utilisation, read_calibration, utilisation
-from dsgpt.record.schema import RunRecord, read_steps
-from dsgpt.strategies.base import StepResult
-from dsgpt.telemetry.memory import TrainingPeaks
+from dsgpt.record.schema import (
+    RECORD_FILE,
+    STEPS_FILE,
+    RunRecord,
+    StepLog,
+    finite,
+    mean,
+    percentile,
+    read_steps,
+)
+from dsgpt.telemetry.memory import TrainingPeaks, peak_bytes, traffic_line
 from dsgpt.telemetry.meter import (
     Figures,
-    Mark,
     RankShare,
     RankTimes,
     StepMeter,
+    StepResult,
     interval_figures,
     require_finite,
     throughput,
-    timing_figures,
 )
-from dsgpt.telemetry.monitor import gpu_use
+from dsgpt.telemetry.profiles import COMMUNICATION_FILE, communication_table
 from dsgpt.training.budget import Budget, TrainingPlan
-from dsgpt.training.resume import EarlierRecord, Segments
 from dsgpt.training.run_description import CHANGES_KEY, predicted_peak_memory
-from dsgpt.training.sinks import Sinks
+from dsgpt.training.run_folder import EarlierRecord
 
 logger = logging.getLogger(__name__)
+
+# Sinks, to which the journal sends what happens. Those of experiment trackers are in ``trackers.py``.
+
+Line = dict[str, Any]
+"""A line of ``metrics.jsonl``, of a step or of a validation, by its keys."""
+
+
+class Sink:
+    """Receives what happens in a run, on the main rank alone. A subclass overrides the methods that concern it.
+
+    ``steps``, ``validation``, ``communication`` and ``record`` may raise an ``OSError``: the run stops or continues, as
+    ``--on_save_failure`` says. An ``OSError`` of ``sync`` makes the save fail.
+    """
+
+    def step_taken(self) -> None:
+        """An optimizer step was taken; its figures are still on the device."""
+
+    def steps(self, lines: list[Line], *, due: bool) -> None:
+        """The figures of steps, oldest first.
+
+        Args:
+            lines: may be empty; lines of an earlier call that failed are not repeated.
+            due: whether the last of them is to be shown to the user, as ``--steps_per_print`` says.
+        """
+
+    def validation(self, line: Line, *, seconds: float) -> None:
+        """The loss of a validation, and how long it took."""
+
+    def traffic(self, measured: dict[str, Any]) -> None:
+        """The ``cost`` block of the record: model state and traffic of one step."""
+
+    def communication(self, measured: dict[str, Any]) -> None:
+        """The contents of ``communication.json``."""
+
+    def record(self, record: RunRecord) -> None:
+        """The record as it is now; its ``status`` is ``running`` until the run ends."""
+
+    def sync(self) -> None:
+        """Make durable what was received, because a checkpoint follows."""
+
+    def close(self) -> None:
+        """Called after the last event."""
+
+
+class FileSink(Sink):
+    """Writes ``metrics.jsonl``, ``training_metrics.json`` and ``communication.json``.
+
+    Lines that the file system refuses are written with the next ones. The record is replaced as a whole: a reader sees
+    the old one or the new one.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+        self._log = StepLog(run_dir / STEPS_FILE)
+
+    def steps(self, lines: list[Line], *, due: bool) -> None:  # noqa: ARG002 - every line is written
+        """Write a line for each step."""
+        self._log.write(lines)
+
+    def validation(self, line: Line, *, seconds: float) -> None:  # noqa: ARG002 - not in the file
+        """Write its line."""
+        self._log.write([line])
+
+    def communication(self, measured: dict[str, Any]) -> None:
+        """Write ``communication.json``."""
+        write_json_atomic(self._run_dir / COMMUNICATION_FILE, finite(measured))
+
+    def record(self, record: RunRecord) -> None:
+        """Write the record as it is now."""
+        write_json_atomic(self._run_dir / RECORD_FILE, record.as_dict())
+
+    def sync(self) -> None:
+        """Make the lines durable: a resume from the checkpoint needs them."""
+        self._log.sync()
+
+    def close(self) -> None:
+        """Close ``metrics.jsonl``."""
+        self._log.close()
+
+
+class ConsoleSink(Sink):
+    """Logs a line for people; on a terminal, one line that changes replaces the lines of steps.
+
+    Args:
+        total_steps: of the run.
+        done: of them, by earlier processes.
+        devices: that train.
+        memory: returns the peak of memory of this rank in bytes, None where it is unknown.
+    """
+
+    def __init__(self, *, total_steps: int, done: int, devices: int, memory: Callable[[], int | None]) -> None:
+        self._total_steps, self._devices, self._memory = total_steps, devices, memory
+        self._figures: list[Field] = []
+        self._shown_step = 0
+        self._progress = Progress(total=total_steps, done=done, what="training", unit="step", text=self._live_line)
+
+    def step_taken(self) -> None:
+        """Advance the bar."""
+        self._progress.advance()
+
+    def _live_line(self, progress: Progress, width: int) -> str:
+        """The text of the live line in ``width`` columns."""
+        figures = list(self._figures)
+        if figures and self._shown_step != progress.done:
+            figures[0] = figures[0]._replace(text=f"{figures[0].text} at step {self._shown_step}")
+        first = Field(f"step {progress.done}/{self._total_steps}", 0)
+        return fitted([first, *figures, Field(f"left {progress.time_left()}", 2)], width)
+
+    def steps(self, lines: list[Line], *, due: bool) -> None:
+        """Log the last step if it is ``due``."""
+        if not (due and lines):
+            return
+        line = lines[-1]
+        self._shown_step = line["step"]
+        skipped = "  (skipped: fp16 overflow)" if line["skipped"] else ""
+        mfu, memory = line["interval"]["mfu"], self._memory()
+        used = "" if mfu is None else f"MFU {mfu:.1%}  "
+        speed = line["interval"]["tokens_per_sec"] or line["tokens_per_sec"]
+        self._figures = [
+            Field(f"loss {line['loss']:.4f}", 1),
+            Field(f"lr {line['lr']:.2e}", 5),
+            Field(f"grad norm {line['grad_norm']:.3f}", 4),
+            Field(f"{speed:,.0f} tokens/s", 3),
+            *([Field(f"{speed / self._devices:,.0f} a device", 8)] if self._devices > 1 else []),
+            *([Field(used.strip(), 6)] if used else []),
+            *([Field(f"memory {memory / 1e9:.2f} GB", 7)] if memory is not None else []),
+        ]
+        where = place(self._shown_step, self._total_steps)
+        logger.info(
+            f"{where}  loss {line['loss']:.4f}  lr {line['lr']:.2e}  "
+            f"grad norm {line['grad_norm']:.3f}  {line['tokens_per_sec']:>9,.0f} tokens/s  "
+            f"{line['step_time_sec'] * 1000:.0f} ms  {used}left {self._progress.time_left()}{skipped}",
+            extra=self._progress.log_only,
+        )
+
+    def validation(self, line: Line, *, seconds: float) -> None:
+        """Log the loss."""
+        where = place(line["step"], self._total_steps)
+        logger.info(
+            f"{where}  validation loss {line['val_loss']:.4f} on {line['val_tokens']:,} tokens in {seconds:.1f} s"
+        )
+
+    def traffic(self, measured: dict[str, Any]) -> None:
+        """Log what was measured."""
+        logger.info(f"{place(measured['measured_step'], self._total_steps)}  {traffic_line(measured)}")
+
+    def communication(self, measured: dict[str, Any]) -> None:
+        """Log a table."""
+        for line in communication_table(measured):
+            logger.info(line)
+
+    def close(self) -> None:
+        """Remove the bar."""
+        self._progress.close()
+
+
+class Sinks:
+    """Sends each event to several sinks, in their order.
+
+    Args:
+        sinks: those of the main rank; none on the other ranks.
+        stops: whether a write error stops the run (``--on_save_failure stop``).
+    """
+
+    def __init__(self, sinks: Sequence[Sink] = (), *, stops: bool = True) -> None:
+        self._sinks, self._stops = sinks, stops
+        self._refusing: set[tuple[str, Sink]] = set()
+
+    def send(self, event: Callable[[Sink], None]) -> None:
+        """Send an event.
+
+        Raises:
+            OSError: a sink could not write; the sinks after it do not receive the event.
+        """
+        for sink in self._sinks:
+            event(sink)
+
+    def try_to_send(self, what: str, event: Callable[[Sink], None]) -> None:
+        """Send an event; after a write error, continue if ``--on_save_failure`` allows it.
+
+        The error is reported once, until the sink can write ``what`` (``lines`` or ``record``) again.
+
+        Raises:
+            OSError: the option does not allow it.
+        """
+        for sink in self._sinks:
+            try:
+                event(sink)
+            except OSError as error:
+                if self._stops:
+                    raise
+                if (what, sink) not in self._refusing:
+                    logger.warning(
+                        f"{reason_of(error)}; the run continues and tries again (--on_save_failure continue)"
+                    )
+                self._refusing.add((what, sink))
+            else:
+                self._refusing.discard((what, sink))
+
+    def send_if_possible(self, event: Callable[[Sink], None]) -> None:
+        """Send an event and ignore write errors: the run is already ending with another error."""
+        for sink in self._sinks:
+            with contextlib.suppress(OSError):
+                event(sink)
+
+
+def open_sinks(config: RunConfig, *, done: int, trackers: Sequence[Sink] = ()) -> Sinks:
+    """The sinks of this rank of a run; the main rank opens ``metrics.jsonl``.
+
+    Args:
+        config: the run.
+        done: optimizer steps of earlier processes.
+        trackers: receive each event after the files of the run.
+    """
+    if not config.topology.is_main:
+        return Sinks()
+    sinks = (
+        FileSink(config.run_dir),  # first, so that a line is in the file before it is shown
+        ConsoleSink(
+            total_steps=config.total_steps,
+            done=done,
+            devices=config.topology.world_size,
+            memory=lambda: peak_bytes(config.device),
+        ),
+        *trackers,
+    )
+    return Sinks(sinks, stops=config.options.on_save_failure == "stop")
+
+
+def place(step: int, total_steps: int) -> str:
+    """``step      6/12``, the start of console lines about a step."""
+    return f"step {step:>6}/{total_steps}"
+
+
+# The segments of a run, one for each process that trained a part of it, and the description that all of them share.
+
+NEVER_CHANGES = frozenset({"precision"})
+"""Fields of a segment that no resume may change (``settings_to_match``): unrecorded segments had the same values."""
+
+
+class Segments:
+    """The earlier segments, up to the checkpoint that this process resumed from, and the segment of this process.
+
+    Args:
+        description: of the run; empty on all ranks but the main one, because the others keep no segments.
+        done: optimizer steps of earlier processes.
+    """
+
+    def __init__(self, description: dict[str, Any], *, done: int) -> None:
+        self._description = description
+        self._done = done
+        several = description and description["hardware"]["local_world_size"] > 1
+        self._load = LoadOfOthers(ranks=bool(several)) if description else None
+        self._earlier: list[Segment] = []
+        self.all: list[Segment] = []
+        """As of the last ``note``."""
+
+    def resume(self, state: RunState) -> None:
+        """Continue the segments of a checkpoint. Old checkpoints have none: segments of their steps stay unknown."""
+        if state.segments and state.segments[-1].last_step == state.step:
+            self._earlier = list(state.segments)
+
+    def note(self, meter: StepMeter, peaks: dict[str, int | None]) -> None:
+        """Update the segment of this process."""
+        if self._load is None:
+            return
+        measured = {
+            "first_step": self._done + 1,
+            "last_step": max(meter.run.steps, self._done),
+            "train_time_sec": meter.process.train_sec,
+            "wall_time_sec": meter.process_wall_seconds(),
+            "mean_tokens_per_sec_global": throughput(meter.process),
+            **peaks,
+            **self._load.figures(),
+        }
+        known = {**self._description["training_config"], **self._description, **measured}
+        this = Segment(**{field.name: known[field.name] for field in fields(Segment)})
+        self.all = [*self._earlier, this]
+
+    def peaks(self, *, since_step: int = 1) -> dict[str, Any]:
+        """The memory keys of the summary, or of an epoch that began with ``since_step``."""
+        last = self.all[-1].last_step if self.all else 0
+        return highest_peaks(self.all, first_step=since_step, last_step=last)
+
+    def common_description(self) -> dict[str, Any]:
+        """The description of the run, with None where the segments differ or not all of them are known."""
+        if not self.all:
+            return self._description
+        segments = [asdict(segment) for segment in self.all]
+        if not covers(self.all, first_step=1, last_step=self.all[-1].last_step):
+            segments.append({})
+        top = {key: _common(self._description[key], segments, key) for key in ("git_commit", "host")}
+        blocks = {
+            block: {key: _common(value, segments, block, key) for key, value in self._description[block].items()}
+            for block in ("env", "hardware")
+        }
+        config = {
+            key: _common(value, segments, key) if key in segments[0].keys() - NEVER_CHANGES else value
+            for key, value in self._description["training_config"].items()
+        }
+        return {**self._description, **top, **blocks, "training_config": config}
+
+
+def _common(value: Any, segments: list[dict[str, Any]], *place: str) -> Any:
+    """``value``, that of the last segment, if all segments have it at ``place``, else None."""
+    *blocks, key = place
+    for segment in segments:
+        for block in blocks:
+            segment = segment.get(block, {})  # noqa: PLW2901 - the place is inside it
+        if segment.get(key) != value:
+            return None
+    return value
 
 
 # The speed of a run for its lines and its record: throughput, its share of the hardware's peak, ranks that wait.
@@ -52,19 +375,24 @@ class Speed:
 
     def __init__(self, config: RunConfig, description: dict[str, Any], *, ranks: HostGroup) -> None:
         self._config, self._ranks = config, ranks
-        on_cpu = description.get("hardware", {}).get("device") == "cpu"
-        self._calibration = _calibration_of_this_machine() if on_cpu else None
+        self._calibration: Calibration | None = None
+        if description.get("hardware", {}).get("device") == "cpu" and CALIBRATION.exists():
+            try:
+                self._calibration = read_calibration(CALIBRATION)
+            except UserError:
+                logger.warning(
+                    f"MFU is unknown: {CALIBRATION} cannot be used; write it again with src/plan.py --calibrate"
+                )
         self._here = self._utilisation_on(description)
         self._times = RankTimes()
 
     def interval(self, meter: StepMeter) -> dict[str, Any]:
         """The figures of the steps since the last call; collective: the ranks are compared."""
-        figures, computing_sec = meter.take_interval()
-        own = RankShare(sum(figures.dataload_secs), computing_sec, meter.last_own_loss)
+        figures, meter.interval = meter.interval, Figures()
+        own = RankShare(sum(figures.dataload_secs), figures.computing_sec, meter.last_own_loss)
         ranks = [RankShare(*values) for values in self._ranks.gathered(own)]
-        interval, times = interval_figures(figures, ranks=ranks)
-        self._times.add(times)
-        return {**interval, "mfu": self._here.mfu(throughput(figures))}
+        self._times.add(figures, ranks)
+        return {**interval_figures(figures, ranks=ranks), "mfu": self._here.mfu(throughput(figures))}
 
     def of_run(self, meter: StepMeter, description: dict[str, Any]) -> dict[str, Any]:
         """The keys of the summary; those that compare ranks are of the steps of this process that were shown.
@@ -92,17 +420,6 @@ class Speed:
             precision=config.precision,
             calibration=self._calibration,
         )
-
-
-def _calibration_of_this_machine() -> Calibration | None:
-    """What ``plan.py --calibrate`` measured, if it did."""
-    if not CALIBRATION.exists():
-        return None
-    try:
-        return read_calibration(CALIBRATION)
-    except UserError:
-        logger.warning(f"MFU is unknown: {CALIBRATION} cannot be used; write it again with src/plan.py --calibrate")
-        return None
 
 
 # The figures of a run, its state for a checkpoint, and its record. Sends every event to the sinks.
@@ -135,14 +452,16 @@ class Journal:
         self._config = config
         self._sinks = sinks
         self.budget = Budget(config, plan)
-        self._peaks = TrainingPeaks(device)
-        self._meter = StepMeter(device, tokens_per_step=config.tokens_per_step)
+        self.peaks = TrainingPeaks(device)
+        self.meter = StepMeter(device, tokens_per_step=config.tokens_per_step)
         self._speed = Speed(config, description, ranks=ranks)
         self._segments = Segments(description, done=done)
         self._changes: list[dict[str, Any]] = description.get(CHANGES_KEY, [])
-        self._failed_saves = 0
+        self.failed_saves = 0
+        """Checkpoints that could not be written."""
         self._communication_share: float | None = None
-        self._gpu_use: dict[str, Any] | None = None
+        self.gpu_use: dict[str, Any] | None = None
+        """Figures of the GPUs that were sampled while this process trained."""
         self._predicted = predicted_peak_memory(config)
         self.record = RunRecord(description=description)
         self.last_val_loss: float | None = None
@@ -163,16 +482,16 @@ class Journal:
         self.record.saves = [asdict(save) for save in earlier.saves or () if save.step <= state.step]
         self.best_val_loss = state.best_val_loss
         self.last_val_loss, self.last_val_step = state.last_val_loss, state.last_val_step
-        self._failed_saves = max(state.failed_saves, earlier.summary.failed_saves or 0)
+        self.failed_saves = max(state.failed_saves, earlier.summary.failed_saves or 0)
         lines = list(read_steps(steps_file)) if steps_file.exists() else []
-        self._meter.resume(
+        self.meter.resume(
             lines,
             done=state.step,
             epoch_start=sum(epoch.steps for epoch in state.epochs),
             wall_sec=state.wall_time_sec,
             last_loss=state.last_train_loss,
         )
-        if self._meter.run.train_sec is None:
+        if self.meter.run.train_sec is None:
             logger.warning(f"{steps_file} lacks steps before {state.step}: sums over them are unknown in the record")
 
     def state(self, step: int) -> RunState:
@@ -183,29 +502,18 @@ class Journal:
             samples_seen=step * self._config.batch.global_batch_size,
             best_val_loss=self.best_val_loss,
             epochs=[Epoch(**epoch) for epoch in self.record.epochs],
-            wall_time_sec=self._meter.wall_seconds(),
-            last_train_loss=self._meter.last_loss,
+            wall_time_sec=self.meter.wall_seconds(),
+            last_train_loss=self.meter.last_loss,
             last_val_loss=self.last_val_loss,
             last_val_step=self.last_val_step,
-            failed_saves=self._failed_saves,
+            failed_saves=self.failed_saves,
             changes=[Change(**change) for change in self._changes],
             segments=self._segments.all,
         )
 
-    @property
-    def epoch_is_open(self) -> bool:
-        """Whether steps were taken since the last record of an epoch."""
-        return self._meter.epoch.steps > 0
-
-    def step_begins(self) -> Mark:
-        """Mark the start of a step, for ``step_done``."""
-        return self._meter.start()
-
-    def step_done(
-        self, started: Mark, *, step: int, epoch: int, result: StepResult, dataload_sec: float, watched: bool
-    ) -> None:
+    def step_done(self, *, step: int, epoch: int, result: StepResult, dataload_sec: float, watched: bool) -> None:
         """Note a finished step without waiting for the device; print as often as ``--steps_per_print`` says."""
-        self._meter.stop(started, step=step, epoch=epoch, result=result, dataload_sec=dataload_sec, watched=watched)
+        self.meter.stop(step=step, epoch=epoch, result=result, dataload_sec=dataload_sec, watched=watched)
         self._sinks.send(lambda sink: sink.step_taken())
         if step % self._config.steps_per_print == 0 or step in {1, self._config.total_steps}:
             self.flush(due=True)
@@ -216,9 +524,9 @@ class Journal:
         Raises:
             NonFiniteError: one of them has a loss or gradient norm that is NaN or infinite.
         """
-        lines = self._meter.flush()
+        lines = self.meter.flush()
         if due and lines:
-            lines[-1]["interval"] = self._speed.interval(self._meter)
+            lines[-1]["interval"] = self._speed.interval(self.meter)
         self._sinks.try_to_send("lines", lambda sink: sink.steps(lines, due=due))
         require_finite(lines)
         if self.budget.measured(lines):
@@ -234,11 +542,6 @@ class Journal:
         self._communication_share = measured["exposed_share"]
         self._sinks.try_to_send("communication", lambda sink: sink.communication(measured))
 
-    def gpus_used(self, devices: list[dict[str, Any]]) -> None:
-        """Note the figures of the GPUs that were sampled while this process trained."""
-        tokens = self._meter.process.steps * self._config.tokens_per_step
-        self._gpu_use = gpu_use(devices, expected=self._config.topology.world_size, tokens=tokens)
-
     def validated(self, *, step: int, val_loss: float, tokens: int, seconds: float) -> None:
         """Note a validation loss.
 
@@ -250,8 +553,8 @@ class Journal:
             "step": step,
             "val_loss": val_loss,
             "val_tokens": tokens,
-            "train_time_sec": self._meter.run.train_sec,
-            "wall_time_sec": self._meter.wall_seconds(),
+            "train_time_sec": self.meter.run.train_sec,
+            "wall_time_sec": self.meter.wall_seconds(),
         }
         self._sinks.try_to_send("lines", lambda sink: sink.validation(line, seconds=seconds))
         if not math.isfinite(val_loss):
@@ -263,13 +566,13 @@ class Journal:
 
     def epoch_done(self, epoch: int) -> None:
         """Close the record of an epoch, or of the part of it that the run trained."""
-        figures = self._meter.epoch
+        figures = self.meter.epoch
         self._note_segment()
         earlier = sum(finished["epoch_wall_time_sec"] for finished in self.record.epochs)
-        peaks = self._segments.peaks(since_step=self._meter.run.steps - figures.steps + 1)
+        peaks = self._segments.peaks(since_step=self.meter.run.steps - figures.steps + 1)
         finished = Epoch(
             epoch_idx=epoch,
-            epoch_wall_time_sec=max(0.0, self._meter.wall_seconds() - earlier),
+            epoch_wall_time_sec=max(0.0, self.meter.wall_seconds() - earlier),
             train_time_sec=figures.train_sec,
             steps=figures.steps,
             micro_steps=figures.steps * self._config.batch.gradient_accumulation_steps,
@@ -278,10 +581,14 @@ class Journal:
             train_loss_avg_global=figures.loss_mean(),
             val_loss_avg_global=self.last_val_loss,
             **peaks,
-            **timing_figures(figures),
+            tokens_per_sec_global=throughput(figures),
+            step_time_mean_sec=mean(figures.step_secs),
+            step_time_p50_sec=percentile(figures.step_secs, 0.50),
+            step_time_p95_sec=percentile(figures.step_secs, 0.95),
+            dataload_time_mean_sec=mean(figures.dataload_secs),
         )
         self.record.epochs.append(asdict(finished))
-        self._meter.epoch = Figures()
+        self.meter.epoch = Figures()
         self.write()
 
     def saved(self, *, step: int, mode: str, stall_sec: float, total_sec: float, size: int) -> None:
@@ -298,10 +605,6 @@ class Journal:
         seconds = {"save_stall_sec": stall_sec, "save_total_sec": total_sec}
         self.record.saves.append({"step": step, "mode": mode, **seconds, "bytes": size})
 
-    def save_failed(self) -> None:
-        """Count a checkpoint that could not be written."""
-        self._failed_saves += 1
-
     def before_save(self) -> None:
         """Make durable what a resume needs besides the checkpoint, and the record in case the save is killed.
 
@@ -311,10 +614,6 @@ class Journal:
         self._update_record()
         self._sinks.send(lambda sink: sink.record(self.record))
         self._sinks.send(lambda sink: sink.sync())
-
-    def after_save(self) -> None:
-        """Exclude what a save allocated from the figures of training."""
-        self._peaks.reset()
 
     def write(self, status: str = "running") -> None:
         """Send the record to the sinks.
@@ -345,24 +644,24 @@ class Journal:
 
         Its memory figures are of training: after a save or the end (``peaks`` false) they stay as they were.
         """
-        run = self._meter.run
+        run = self.meter.run
         self._note_segment(peaks=peaks)
         self.record.status = status
         self.record.description = self._segments.common_description()
         self.record.plan = self.budget.block()
         self.record.segments = [asdict(segment) for segment in self._segments.all]
         self.record.summary = {
-            "total_wall_time_sec": self._meter.wall_seconds(),
+            "total_wall_time_sec": self.meter.wall_seconds(),
             "train_time_sec": run.train_sec,
             "optimizer_steps": run.steps,
             "tokens_processed_global": run.steps * self._config.tokens_per_step,
-            "final_train_loss": self._meter.last_loss,
+            "final_train_loss": self.meter.last_loss,
             "final_val_loss": self.last_val_loss,
             "best_val_loss": self.best_val_loss,
-            "failed_saves": self._failed_saves,
-            **self._speed.of_run(self._meter, self.record.description),
+            "failed_saves": self.failed_saves,
+            **self._speed.of_run(self.meter, self.record.description),
             "communication_share": self._communication_share,
-            "gpu_use": self._gpu_use,
+            "gpu_use": self.gpu_use,
             **self._segments.peaks(),
             "predicted_peak_memory": self._predicted,
         }
@@ -370,19 +669,19 @@ class Journal:
     def _note_segment(self, *, peaks: bool = True) -> None:
         """Update the segment of this process; without ``peaks``, its memory figures stay as they were."""
         if peaks:
-            self._peaks.note()
-        self._segments.note(self._meter, self._peaks.figures())
+            self.peaks.note()
+        self._segments.note(self.meter, self.peaks.figures)
 
     def end_early(self, status: str) -> None:
         """Send what is known when an error ends the run; a further error must not hide the first."""
         lines: list[dict[str, Any]] = []
         with contextlib.suppress(RuntimeError):  # of a broken device
-            lines = self._meter.flush(wait=False)
+            lines = self.meter.flush(wait=False)
         self._sinks.send_if_possible(lambda sink: sink.steps(lines, due=False))
         self._update_record(status, peaks=False)
         self._sinks.send_if_possible(lambda sink: sink.record(self.record))
 
     def close(self) -> None:
         """Close the sinks."""
-        self._meter.close()
+        self.meter.close()
         self._sinks.send(lambda sink: sink.close())

@@ -5,7 +5,7 @@ import logging
 import os
 import re
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,24 +31,36 @@ from dsgpt.record.schema import LOG_FILE, RECORD_FILE, STEPS_FILE, drop_steps_af
 from dsgpt.strategies.base import Strategy, build_strategy
 from dsgpt.telemetry.memory import peak_bytes
 from dsgpt.training.budget import TrainingPlan, read_plan
-from dsgpt.training.data_check import check_tokenizer, data_hash, data_tokenizer, initial_weights_hash
-from dsgpt.training.journal import Journal
-from dsgpt.training.measurements import open_monitor
-from dsgpt.training.resume import EarlierRecord, ResumePoint, plan_resume, read_earlier_record
-from dsgpt.training.run_description import describe_run, plan_lines, predicted_peak_memory, settings_to_match, setup_of
+from dsgpt.training.journal import Journal, open_sinks
+from dsgpt.training.run_description import (
+    check_tokenizer,
+    data_hash,
+    data_tokenizer,
+    describe_run,
+    initial_weights_hash,
+    plan_lines,
+    predicted_peak_memory,
+    settings_to_match,
+    setup_of,
+)
 from dsgpt.training.run_folder import (
     CONFIG_FILE,
+    EarlierRecord,
+    ResumePoint,
     clear_run_folder,
     contents,
     holds_own_config,
     holds_run_to_resume,
     make_run_folder,
+    plan_resume,
+    read_earlier_record,
 )
 from dsgpt.training.saving import Saver, about_run
-from dsgpt.training.sinks import open_sinks
 from dsgpt.training.status import PATIENCE_SEC, RunLock, is_guarded, refuse_if_locked
 from dsgpt.training.trackers import open_trackers
 from dsgpt.training.trainer import Trainer
+
+logger = logging.getLogger(__name__)
 
 # What the main rank does before training: it checks the data and the run folder, then opens the folder.
 
@@ -62,7 +74,7 @@ class Prepared:
     """sha256 of ``train`` and ``val``, and of the published ``initial weights``, None where there are none."""
     settings: dict[str, Any]
     """Those that a resumed run must match."""
-    found: list[str]
+    contents: list[str]
     """What the run folder held."""
     earlier: EarlierRecord
     """The record of the run to resume."""
@@ -70,6 +82,16 @@ class Prepared:
     """That of ``--plan``."""
     messages: tuple[str, ...]
     """Lines for the user."""
+
+
+def _earlier_record(run_dir: Path) -> tuple[EarlierRecord, str]:
+    """The record of the run to resume, and a message if it cannot be read or is of a later version."""
+    try:
+        earlier = read_earlier_record(run_dir) or EarlierRecord()
+        doubt = later_schema(earlier.schema_version)
+        return earlier, f"{run_dir / RECORD_FILE} {doubt}" if doubt else ""
+    except JsonError as error:
+        return EarlierRecord(), f"{run_dir / RECORD_FILE} is damaged ({error}): its list of earlier saves is lost"
 
 
 def prepare(config: RunConfig, lock: RunLock) -> Prepared:
@@ -82,7 +104,12 @@ def prepare(config: RunConfig, lock: RunLock) -> Prepared:
         UserError: lists the mistakes, one line each.
     """
     problems, run_dir = Problems(), config.run_dir
-    _lock_existing(config, lock)
+    if config.options.dry_run:
+        refuse_if_locked(run_dir)
+    elif is_guarded(run_dir) or store.replaced(run_dir):
+        lock.take()
+        if os.access(run_dir, os.W_OK):  # else ``holds_run_to_resume`` refuses it
+            store.put_back(run_dir)
     resumes = holds_run_to_resume(config, problems)
     problems.add(*filter(None, [data_tokenizer(config.train)[1]]))
     problems.raise_if_any()
@@ -96,7 +123,7 @@ def prepare(config: RunConfig, lock: RunLock) -> Prepared:
     settings, start = settings_to_match(config, hashes=hashes), ResumePoint()
     if resumes:
         start = plan_resume(config, settings=settings, problems=problems)
-    earlier, damaged = _earlier_record(run_dir) if start.checkpoint else (EarlierRecord(), "")
+    earlier, doubt = _earlier_record(run_dir) if start.checkpoint else (EarlierRecord(), "")
     plan = read_plan(config, problems)
     unchecked = check_tokenizer(config, problems)
     problems.raise_if_any()
@@ -104,31 +131,11 @@ def prepare(config: RunConfig, lock: RunLock) -> Prepared:
         start=start,
         hashes=hashes,
         settings=settings,
-        found=contents(run_dir),
+        contents=contents(run_dir),
         earlier=earlier,
         plan=plan,
-        messages=(*filter(None, (unchecked, damaged)), *start.messages),
+        messages=(*filter(None, (unchecked, doubt)), *start.messages),
     )
-
-
-def _lock_existing(config: RunConfig, lock: RunLock) -> None:
-    run_dir = config.run_dir
-    if config.options.dry_run:
-        refuse_if_locked(run_dir)
-    elif is_guarded(run_dir) or store.replaced(run_dir):
-        lock.take()
-        if os.access(run_dir, os.W_OK):  # else ``holds_run_to_resume`` refuses it
-            store.put_back(run_dir)
-
-
-def _earlier_record(run_dir: Path) -> tuple[EarlierRecord, str]:
-    """The record of the run to resume, and a message if it cannot be read or is of a later version."""
-    try:
-        earlier = read_earlier_record(run_dir) or EarlierRecord()
-        said = later_schema(earlier.schema_version)
-        return earlier, f"{run_dir / RECORD_FILE} {said}" if said else ""
-    except JsonError as error:
-        return EarlierRecord(), f"{run_dir / RECORD_FILE} is damaged ({error}): its list of earlier saves is lost"
 
 
 def open_run_folder(config: RunConfig, prepared: Prepared, *, lock: RunLock, log: LogFile) -> dict[str, Any]:
@@ -148,45 +155,33 @@ def open_run_folder(config: RunConfig, prepared: Prepared, *, lock: RunLock, log
     """
     description: dict[str, Any] = {}
     problems: tuple[str, ...] = ()
+    start, run_dir = prepared.start, config.run_dir
     if config.topology.is_main:
         try:
-            description = _open(config, prepared, lock, log)
+            make_run_folder(run_dir)
+            lock.take()
+            if contents(run_dir) != prepared.contents:
+                raise UserError(f"--checkpoint_path {run_dir}: another process changed it: repeat the command")
+            clear_run_folder(run_dir, start)
+            description = describe_run(
+                config,
+                hashes=prepared.hashes,
+                resumed_from=start.checkpoint.name if start.checkpoint is not None else None,
+                changes=start.changes,
+                run_id=start.run_id,
+            )
+            if not holds_own_config(run_dir):  # a resumed run keeps its own
+                options = {name: str(at) if isinstance(at, Path) else at for name, at in asdict(config.options).items()}
+                repeated = ("command_line", "git_commit", "env", "data", "training_config", "deepspeed_config")
+                written = {"options": options, **{name: description[name] for name in repeated}}
+                write_json_atomic(run_dir / CONFIG_FILE, written)
+            log.open(run_dir / LOG_FILE)
         except UserError as error:
             problems = error.problems
     problems = from_main(problems)
     if problems:
         raise UserError(*problems)
     return description
-
-
-def _open(config: RunConfig, prepared: Prepared, lock: RunLock, log: LogFile) -> dict[str, Any]:
-    start, run_dir = prepared.start, config.run_dir
-    make_run_folder(run_dir)
-    lock.take()
-    if contents(run_dir) != prepared.found:
-        raise UserError(f"--checkpoint_path {run_dir}: another process changed it: repeat the command")
-    clear_run_folder(run_dir, start)
-    description = describe_run(
-        config,
-        hashes=prepared.hashes,
-        resumed_from=start.checkpoint.name if start.checkpoint is not None else None,
-        changes=start.changes,
-        run_id=start.run_id,
-    )
-    if not holds_own_config(run_dir):  # a resumed run keeps its own
-        _write_config(config, description)
-    log.open(run_dir / LOG_FILE)
-    return description
-
-
-def _write_config(config: RunConfig, description: dict[str, Any]) -> None:
-    options = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(config.options).items()}
-    kept = ("command_line", "git_commit", "env", "data", "training_config", "deepspeed_config")
-    written = {"options": options, **{name: description[name] for name in kept}}
-    write_json_atomic(config.run_dir / CONFIG_FILE, written)
-
-
-logger = logging.getLogger(__name__)
 
 
 # One run in one process: its checks, its device and process group, its strategy, and the trainer.
@@ -198,58 +193,68 @@ def run(config: RunConfig, interruption: Interruption) -> None:
     Raises:
         UserError: the data or the run folder cannot be used.
         NonFiniteError: a loss, a gradient norm or a weight became NaN or infinite.
+        OutOfMemory: the memory of a GPU ran out.
         SaveError: a checkpoint could not be written.
         Interrupted: the run was asked to stop.
     """
     patience = PATIENCE_SEC if config.options.resume else 0
     with LogFile() as log, RunLock(config.run_dir, patience_sec=patience) as lock:
-        found = prepare(config, lock) if config.topology.is_main else None
-        _log_lines(plan_lines(config))
+        prepared = prepare(config, lock) if config.topology.is_main else None
+        for line in (*plan_lines(config), *(prepared.messages if prepared and config.options.dry_run else ())):
+            logger.info(line)
         if config.options.dry_run:
-            _log_lines(found.messages if found else ())
             logger.info("dry run: everything checked, nothing started")
         else:
             with out_of_memory_explained(config):
-                _train(config, found, interruption, lock=lock, log=log)
+                _train(config, prepared, interruption, lock=lock, log=log)
 
 
-def _train(
-    config: RunConfig, found: Prepared | None, interruption: Interruption, *, lock: RunLock, log: LogFile
-) -> None:
+def _train(config: RunConfig, own: Prepared | None, interruption: Interruption, *, lock: RunLock, log: LogFile) -> None:
     device = bring_up(config.device, local_rank=config.topology.local_rank, threads=config.threads_per_device)
     with contextlib.nullcontext() if config.run_type == "baseline" else joined(config.topology, device):
-        prepared: Prepared = from_main(found)
-        _log_lines(prepared.messages)
+        prepared: Prepared = from_main(own)
+        for line in prepared.messages:
+            logger.info(line)
         if prepared.start.finished:
             return
+        # Building may still fail on the recipe, so it comes before the run writes its first file.
         with contextlib.closing(_build(config, prepared.start, device=device)) as strategy:
             ranks = HostGroup()
             description = open_run_folder(config, prepared, lock=lock, log=log)
             state = _load_checkpoint(config, prepared.start, strategy, device=device)
-            journal = _open_journal(config, prepared, state, device=device, description=description, ranks=ranks)
-            is_main = config.topology.is_main
-            about = about_run(config, settings=prepared.settings, description=description) if is_main else {}
-            saver = Saver(config, device=device, strategy=strategy, journal=journal, about=about, ranks=ranks)
+            done, steps_file = state.step if state else 0, config.run_dir / STEPS_FILE
+            if state is not None:
+                if config.topology.is_main and (damaged := drop_steps_after(steps_file, done)):
+                    logger.warning(
+                        f"{steps_file}: damaged lines dropped: {len(damaged)}, the first was line {damaged[0]}"
+                    )
+                barrier()
+            trackers = open_trackers(config, description=description, done=done)
+            journal = Journal(
+                config,
+                device=device,
+                description=description,
+                sinks=open_sinks(config, done=done, trackers=trackers),
+                ranks=ranks,
+                plan=prepared.plan,
+                done=done,
+            )
+            if state is not None:
+                journal.resume(state, steps_file, earlier=prepared.earlier)
+            about = about_run(config, settings=prepared.settings, description=description) if description else {}
             Trainer(
                 config,
                 device=device,
                 strategy=strategy,
                 journal=journal,
-                saver=saver,
-                monitor=open_monitor(config, device),
+                saver=Saver(config, device=device, strategy=strategy, journal=journal, about=about, ranks=ranks),
                 interruption=interruption,
                 ranks=ranks,
-                done=state.step if state else 0,
+                done=done,
             ).run()
 
 
-def _log_lines(lines: Iterable[str]) -> None:
-    for line in lines:
-        logger.info(line)
-
-
 def _build(config: RunConfig, start: ResumePoint, *, device: torch.device) -> Strategy:
-    """The strategy. Building it may still fail on the recipe, so it is built before the run writes its first file."""
     torch.manual_seed(dropout_seed(config))
     # A resume needs only the checkpoint: the source of the initial weights may no longer exist.
     return build_strategy(replace(config, init_from=None) if start.checkpoint else config, device)
@@ -284,31 +289,6 @@ def _load_checkpoint(
     else:
         torch.manual_seed(dropout_seed(config, step=state.step))
     return state.without_validations() if start.validates_anew else state
-
-
-def _open_journal(
-    config: RunConfig,
-    prepared: Prepared,
-    state: RunState | None,
-    *,
-    device: torch.device,
-    description: dict[str, Any],
-    ranks: HostGroup,
-) -> Journal:
-    """The journal, which continues that of the checkpoint's run; cuts ``metrics.jsonl`` back to its step."""
-    steps_file = config.run_dir / STEPS_FILE
-    done = state.step if state else 0
-    if state is not None:
-        if config.topology.is_main and (damaged := drop_steps_after(steps_file, done)):
-            logger.warning(f"{steps_file}: damaged lines dropped: {len(damaged)}, the first was line {damaged[0]}")
-        barrier()
-    trackers = open_trackers(config, description=description, done=done)
-    sinks = open_sinks(config, done=done, trackers=trackers)
-    plan = prepared.plan
-    journal = Journal(config, device=device, description=description, sinks=sinks, ranks=ranks, plan=plan, done=done)
-    if state is not None:
-        journal.resume(state, steps_file, earlier=prepared.earlier)
-    return journal
 
 
 # Out of memory in one line: when, how much, what was predicted, and the next setting that fits.

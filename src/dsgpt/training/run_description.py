@@ -1,5 +1,9 @@
-"""The settings of a run: as the console prints them, as the record repeats them, and those a resumed run must match."""
+"""What a run is: its data, checked, and its settings.
 
+The settings are printed on the console, repeated in the record, and compared when a run is resumed.
+"""
+
+import logging
 import shlex
 import socket
 import sys
@@ -7,17 +11,25 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
+from dsgpt.common.errors import Problems, UserError
+from dsgpt.common.files import sha256_of
 from dsgpt.common.text import counted
 from dsgpt.config.run_config import RunConfig
-from dsgpt.data.token_file import TokenFile
+from dsgpt.data.token_file import TokenFile, TokenFileError, sidecar_path
+from dsgpt.formats.hub import model_folder
+from dsgpt.formats.tokenizer_files import fault_of, other_meaning, token_ids
+from dsgpt.machine.console import Progress
 from dsgpt.machine.device import describe_hardware, software_versions
 from dsgpt.planner.memory import STEP, peak_memory, worst_peak
 from dsgpt.planner.setup import Setup
 from dsgpt.planner.strategies import largest_model_state, most_sent_bytes
 from dsgpt.record.provenance import git_commit
 from dsgpt.strategies.deepspeed.setup import engine_config
+
+logger = logging.getLogger(__name__)
 
 CHANGES_KEY = "changed_at_resume"
 """Key of the record: what changed at resumes, as ``RunState.changes``."""
@@ -36,16 +48,147 @@ accumulation may always change.
 """
 
 
+# What the run trains on: checks of the data files, and of the published weights to start from.
+
+TOKENIZER_FOLDER = "tokenizer"
+"""Folder next to the token files; data preparation writes the tokenizer there."""
+
+
+def data_tokenizer(file: TokenFile) -> tuple[Path | None, str]:
+    """The folder of the tokenizer that made ``file``; None if the sidecar names none.
+
+    Returns:
+        The folder, and an empty message. If the tokenizer that the sidecar names is missing or a different one is
+        there: None, and a message that says why the file must not be trained on.
+    """
+    folder, facts = file.path.parent / TOKENIZER_FOLDER, file.sidecar.tokenizer
+    if facts is None:
+        return None, ""
+    try:
+        fault = _tokenizer_fault(folder, facts.sha256, made=file.path.name)
+    except OSError as error:
+        fault = f"{error.filename}: cannot be read ({error.strerror})"
+    if not fault:
+        return folder, ""
+    sidecar = sidecar_path(file.path).name
+    return None, (
+        f"{fault}; the trained model could not read or write text: copy the folder {TOKENIZER_FOLDER}/ that was made "
+        f'with {file.path.name} to {file.path.parent}, or set "tokenizer" to null in {sidecar} to train without one'
+    )
+
+
+def _tokenizer_fault(folder: Path, sha256: str | None, *, made: str) -> str:
+    """What is wrong with the tokenizer in ``folder``; empty if nothing is."""
+    vocabulary = folder / "tokenizer.json"
+    if not folder.is_dir() and not folder.is_symlink():
+        return f"{folder}: is missing"
+    if fault := fault_of(folder):
+        return f"{folder}: {fault}"
+    if not any(folder.iterdir()):
+        return f"{folder}: is empty"
+    if sha256 is None:  # made by another tool, or without a tokenizer.json
+        return ""
+    if not vocabulary.is_file():
+        return f"{vocabulary}: is missing"
+    return "" if sha256_of(vocabulary) == sha256 else f"{vocabulary}: is not the tokenizer that made {made}"
+
+
+def data_hash(file: TokenFile, *, verify: bool, problems: Problems) -> str | None:
+    """The sha256 that identifies the file in records: the sidecar's, or computed if that is missing or in doubt.
+
+    Args:
+        file: the token file.
+        verify: always read the whole file, and also compare its largest id with the sidecar's vocabulary size.
+        problems: receives what differs from the sidecar; if the hash differs, None is returned.
+    """
+    doubt = file.doubt()
+    if file.sidecar.sha256 and not doubt and not verify:
+        return file.sidecar.sha256
+    progress, computed = Progress(total=file.size_bytes, what=f"hashing {file.path.name}", unit="B"), None
+    try:
+        computed = file.verified_sha256(progress.advance)
+    except TokenFileError as error:
+        problems.add(str(error))
+    finally:
+        progress.close()
+    if doubt and computed:
+        logger.info(f"{doubt}: hashed again; the sha256 is that of its sidecar")
+    vocabulary = file.sidecar.vocab_size
+    if verify and vocabulary is not None and (largest := file.largest_id()) >= vocabulary:
+        problems.add(f"{file.path}: its largest id is {largest}, but its sidecar says a vocabulary of {vocabulary}")
+    return computed
+
+
+def initial_weights_hash(config: RunConfig) -> str | None:
+    """The sha256 of the published weights that the run starts or started from; None for random ones."""
+    if config.init_from is None:
+        return None
+    if config.init_from.sha256:
+        return config.init_from.sha256
+    weights = config.init_from.weights(config.model)
+    progress = Progress(total=weights.bytes, what="hashing the initial weights", unit="B")
+    computed = weights.sha256(progress.advance)
+    progress.close()
+    return computed
+
+
+def check_tokenizer(config: RunConfig, problems: Problems) -> str:
+    """Compare the data's tokenizer with that of the published weights: each id must mean the same in both.
+
+    Args:
+        config: the run.
+        problems: receives a difference.
+
+    Returns:
+        What could not be checked; empty if everything was.
+    """
+    source = config.init_from
+    if source is None or source.sha256:
+        return ""
+    data, _ = data_tokenizer(config.train)
+    try:
+        theirs = token_ids(model_folder(source.given, weights=False))
+        ours = token_ids(data) if data else None
+    except UserError as error:
+        problems.add(*error.problems)
+        return ""
+    if theirs is None or ours is None:
+        lacking = source.given if theirs is None else config.train.path
+        return f"--init_from: {lacking} has no tokenizer: not checked whether an id means the same to weights and data"
+    different = other_meaning(ours, theirs)
+    if different is not None:
+        problems.add(
+            f"--init_from {source.given}: its tokenizer did not make {config.train.path}, where id {ours[different]} "
+            f"is {different!r}: prepare the text with it (data_prep/preprocess.py --tokenizer {source.given})"
+        )
+    return ""
+
+
+# The settings of the run.
+
+
 def plan_lines(config: RunConfig) -> list[str]:
     """Topology, batch split, model and length of the run, as the console prints them."""
     topology, batch, model = config.topology, config.batch, config.model
     threads = f", {counted(config.threads_per_device, 'CPU thread')} each" if config.threads_per_device else ""
-    ranks, noun = batch.data_parallel_size, "data rank" if topology.sizes.ranks_per_copy > 1 else "rank"
+    ranks, noun, split = batch.data_parallel_size, "rank", "all data parallel"
+    if topology.sizes.ranks_per_copy > 1:
+        noun, split = "data rank", f"{topology.sizes} x data {topology.data_parallel_size}"
+    state = "not known for Zero++"
+    if predicted := predicted_peak_memory(config):
+        setup = setup_of(config)
+        held, sent = largest_model_state(setup), most_sent_bytes(setup)
+        elsewhere = f", {held.on_device / 1e6:,.1f} MB of it on the device" if held.off_device else ""
+        state = (
+            f"{held.total / 1e6:,.1f} MB of weights, gradients and optimizer per rank{elsewhere}; "
+            f"{predicted['worst']['total'] / 1e6:,.1f} MB at the peak of a step, with activations and buffers; "
+            f"each step a rank sends {sent / 1e6:,.1f} MB"
+        )
     per_epoch = config.order.steps_per_epoch
     clipping = config.recipe.gradient_clipping
     return [
         f"strategy    {config.strategy_name} ({config.recipe.path}), started by {topology.launcher}",
-        f"topology    {topology.world_size} x {config.device}{threads}, {_split(config)}; precision {config.precision}",
+        f"topology    {topology.world_size} x {config.device}{threads}, {split}; precision {config.precision}",
         f"batch       {batch.global_batch_size} sequences = {batch.micro_batch_size} micro x "
         f"{batch.gradient_accumulation_steps} accumulation x {counted(ranks, noun)}",
         f"model       {config.model_size}: {model.parameter_count():,} parameters, {model.n_layer} layers, "
@@ -58,7 +201,7 @@ def plan_lines(config: RunConfig) -> list[str]:
         f"validation on {config.val_windows:,} windows",
         f"length      {config.total_steps:,} optimizer steps of {config.tokens_per_step:,} tokens "
         f"({config.total_steps / per_epoch:.2f} epochs of {per_epoch:,} steps)",
-        f"state       {_state_line(config)}",
+        f"state       {state}",
         f"run folder  {config.run_dir}",
         *([f"tracking    {', '.join(dict.fromkeys(config.options.track))}"] if config.options.track else []),
         *([f"start       from the weights of {config.init_from.given}"] if config.init_from else []),
@@ -83,39 +226,12 @@ def setup_of(config: RunConfig) -> Setup:
 
 def predicted_peak_memory(config: RunConfig) -> dict[str, Any] | None:
     """The predicted peak of tensor memory in a step, of rank 0 and of the rank that needs most; None for Zero++."""
-    if _has_no_formula(config):
+    if config.run_type == "optimized" and config.recipe.zero_plus_plus:
         return None
     setup = setup_of(config)
     first = peak_memory(setup, device=config.device, among=STEP)
     rank, worst = worst_peak(setup, device=config.device, among=STEP)
     return {"rank0": first.as_dict(), "worst": {"rank": rank, **worst.as_dict()}}
-
-
-def _has_no_formula(config: RunConfig) -> bool:
-    return config.run_type == "optimized" and config.recipe.zero_plus_plus
-
-
-def _state_line(config: RunConfig) -> str:
-    """Bytes that a rank will hold and send, by the formulas."""
-    if _has_no_formula(config):
-        return "not known for Zero++"
-    setup = setup_of(config)
-    state, sent = largest_model_state(setup), most_sent_bytes(setup)
-    _, peak = worst_peak(setup, device=config.device, among=STEP)
-    elsewhere = f", {state.on_device / 1e6:,.1f} MB of it on the device" if state.off_device else ""
-    return (
-        f"{state.total / 1e6:,.1f} MB of weights, gradients and optimizer per rank{elsewhere}; "
-        f"{peak.total / 1e6:,.1f} MB at the peak of a step, with activations and buffers; "
-        f"each step a rank sends {sent / 1e6:,.1f} MB"
-    )
-
-
-def _split(config: RunConfig) -> str:
-    """``all data parallel``, or ``pipeline 2 x tensor 2 x data 2``."""
-    sizes = config.topology.sizes
-    if sizes.ranks_per_copy == 1:
-        return "all data parallel"
-    return f"{sizes} x data {config.topology.data_parallel_size}"
 
 
 def describe_run(
@@ -151,7 +267,17 @@ def describe_run(
             "threads_per_device": config.threads_per_device,
             "launcher": config.topology.launcher,
         },
-        "data": {**_data_file("train", config.train, hashes), **_data_file("val", config.val, hashes)},
+        "data": {
+            f"{name}_{key}": value
+            for name, file in (("train", config.train), ("val", config.val))
+            for key, value in (
+                ("path", str(file.path)),
+                ("sha256", hashes[name]),
+                ("size_bytes", file.size_bytes),
+                ("tokens", file.tokens),
+                ("source", file.sidecar.source),
+            )
+        },
         "training_config": _training_config(config, hashes),
         "deepspeed_config": {
             "path": str(config.recipe.path),
@@ -162,18 +288,14 @@ def describe_run(
     }
 
 
-def _data_file(name: str, file: TokenFile, hashes: dict[str, str | None]) -> dict[str, Any]:
-    return {
-        f"{name}_path": str(file.path),
-        f"{name}_sha256": hashes[name],
-        f"{name}_size_bytes": file.size_bytes,
-        f"{name}_tokens": file.tokens,
-        f"{name}_source": file.sidecar.source,
-    }
-
-
 def _training_config(config: RunConfig, hashes: dict[str, str | None]) -> dict[str, Any]:
     options, recipe, batch = config.options, config.recipe, config.batch
+    optimized, zero = config.run_type == "optimized", recipe.zero_optimization
+    loss_scaling: dict[str, Any] = {"type": "none"}
+    if config.precision == "fp16":  # a fixed scale disables the keys of dynamic scaling
+        rules = asdict(recipe.loss_scaling)
+        fixed = rules.pop("loss_scale")
+        loss_scaling = {"type": "fixed", "loss_scale": fixed} if fixed else {"type": "dynamic", **rules}
     return {
         "run_type": config.run_type,
         "strategy": config.strategy_name,
@@ -199,38 +321,21 @@ def _training_config(config: RunConfig, hashes: dict[str, str | None]) -> dict[s
         "scheduler": asdict(recipe.scheduler) if recipe.scheduler else {"type": "constant"},
         "gradient_clipping": recipe.gradient_clipping,
         "precision": config.precision,
-        "loss_scaling": _loss_scaling(config),
-        **_quantized(config),
-        "zero_stage": recipe.zero_stage if config.run_type == "optimized" else None,
-        "deepspeed_enabled": config.run_type == "optimized",
+        "loss_scaling": loss_scaling,
+        "quantized_weights": optimized and zero.zero_quantized_weights,
+        "quantized_gradients": optimized and zero.zero_quantized_gradients,
+        "zero_stage": recipe.zero_stage if optimized else None,
+        "deepspeed_enabled": optimized,
         "data_parallel_size": batch.data_parallel_size,
         "tensor_parallel_size": config.topology.sizes.tensor,
         "pipeline_parallel_size": config.topology.sizes.pipeline,
         "sequence_parallel_size": config.topology.sizes.sequence,
-        "offload_optimizer": recipe.offload_optimizer if config.run_type == "optimized" else None,
-        "offload_param": recipe.offload_param if config.run_type == "optimized" else None,
+        "offload_optimizer": recipe.offload_optimizer if optimized else None,
+        "offload_param": recipe.offload_param if optimized else None,
         "seed": options.seed,
         "eval_every": options.eval_every,
         "compile": options.compile,
         "activation_checkpointing": config.activation_checkpointing,
-    }
-
-
-def _loss_scaling(config: RunConfig) -> dict[str, Any]:
-    """The keys of the ``fp16`` block that have an effect; a fixed scale disables the keys of dynamic scaling."""
-    if config.precision != "fp16":
-        return {"type": "none"}
-    rules = asdict(config.recipe.loss_scaling)
-    fixed = rules.pop("loss_scale")
-    return {"type": "fixed", "loss_scale": fixed} if fixed else {"type": "dynamic", **rules}
-
-
-def _quantized(config: RunConfig) -> dict[str, bool]:
-    """Whether Zero++ quantizes what it sends; false in runs without DeepSpeed."""
-    recipe, acts = config.recipe, config.run_type == "optimized"
-    return {
-        "quantized_weights": acts and recipe.zero_optimization.zero_quantized_weights,
-        "quantized_gradients": acts and recipe.zero_optimization.zero_quantized_gradients,
     }
 
 

@@ -11,15 +11,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from dsgpt.common.errors import is_number
-from dsgpt.common.files import append_to, is_regular_file, write_atomic, write_json_atomic
+from dsgpt.common.files import append_to, write_atomic, write_json_atomic
 from dsgpt.common.json_files import clipped_text, read_object
 from dsgpt.config.run_config import RunConfig
 from dsgpt.record.schema import STEPS_FILE, RunRecord, read_steps
 from dsgpt.telemetry.meter import IntervalFigures
-from dsgpt.training.sinks import Line, Sink
+from dsgpt.training.journal import Line, Sink
+from dsgpt.training.run_folder import IDS_FILE, TRACKERS_FOLDER
 
 logger = logging.getLogger(__name__)
 
@@ -57,9 +58,23 @@ class TrackedRun:
         """The name of the run folder."""
         return self.run_dir.resolve().name
 
+    def id_in(self, tracker: str, new: Callable[[], str]) -> tuple[str, bool]:
+        """The run's id in ``tracker``: that of an earlier process, or ``new`` and True; kept for a resumed run.
 
-class Tracker(Protocol):
-    """One tracker with one run open. Each method may raise anything."""
+        Raises:
+            JsonError: the file of ids is damaged.
+            OSError: the file system refuses.
+        """
+        ids = read_object(self.folder / IDS_FILE)
+        earlier = ids.get(tracker)
+        if isinstance(earlier, str):
+            return earlier, False
+        write_json_atomic(self.folder / IDS_FILE, {**ids, tracker: (run_id := new())})
+        return run_id, True
+
+
+class Tracker:
+    """One tracker with one run open. A subclass overrides what it needs; each method may raise anything."""
 
     def log(self, rows: list[Row]) -> None:
         """Store metrics, oldest first."""
@@ -138,53 +153,6 @@ def row_of(line: Line) -> Row:
     return Row(line["step"], {name: int(value) if isinstance(value, bool) else value for name, value in values.items()})
 
 
-# The folder ``trackers`` of a run: what trackers store on this machine, and the ids of the run in each of them.
-
-TRACKERS_FOLDER = "trackers"
-IDS_FILE = "run_ids.json"
-"""The run's id in each tracker, by the tracker's name. It also marks the folder as written by this program."""
-
-
-def make_folder(run_dir: Path) -> Path:
-    """The folder, made with an empty ``run_ids.json`` if it does not exist.
-
-    Raises:
-        OSError: the file system refuses.
-    """
-    folder = run_dir / TRACKERS_FOLDER
-    folder.mkdir(exist_ok=True)
-    if not (folder / IDS_FILE).exists():
-        write_json_atomic(folder / IDS_FILE, {})
-    return folder
-
-
-def is_tracker_folder(path: Path) -> bool:
-    """Whether ``path`` is a folder that ``make_folder`` made, or began to make before a kill; False for a link."""
-    if path.is_symlink() or not path.is_dir():
-        return False
-    return is_regular_file(path / IDS_FILE) or not any(path.iterdir())
-
-
-def read_id(folder: Path, tracker: str) -> str | None:
-    """The id that an earlier process kept for ``tracker``; None if there is none.
-
-    Raises:
-        JsonError: the file is damaged.
-    """
-    kept = read_object(folder / IDS_FILE).get(tracker)
-    return kept if isinstance(kept, str) else None
-
-
-def keep_id(folder: Path, tracker: str, run_id: str) -> None:
-    """Keep the id for a resumed run.
-
-    Raises:
-        JsonError: the file is damaged.
-        OSError: the file system refuses.
-    """
-    write_json_atomic(folder / IDS_FILE, {**read_object(folder / IDS_FILE), tracker: run_id})
-
-
 # ``metrics.csv``: the lines of ``metrics.jsonl`` as a table.
 
 CSV_FILE = "metrics.csv"
@@ -196,7 +164,7 @@ COLUMNS = (
 """Every metric of a line of ``metrics.jsonl``."""
 
 
-class CsvTracker:
+class CsvTracker(Tracker):
     """Appends rows; a resumed run first writes those of ``metrics.jsonl``, already cut back to its checkpoint."""
 
     def __init__(self, run: TrackedRun) -> None:
@@ -214,9 +182,6 @@ class CsvTracker:
     def flush(self) -> None:
         """Make the rows durable."""
         os.fsync(self._file.fileno())
-
-    def end(self, status: str, summary: dict[str, float]) -> None:
-        """Store nothing: the table has only rows of steps; the record has the summary."""
 
     def close(self) -> None:
         """Close the file."""
@@ -244,8 +209,11 @@ _METRICS_AT_ONCE = 1000
 _LONGEST_PARAMETER = 6000
 
 
-class MlflowTracker:
-    """One run of MLflow; its experiment is ``MLFLOW_EXPERIMENT_NAME``, by default ``dsgpt``."""
+class MlflowTracker(Tracker):
+    """One run of MLflow; its experiment is ``MLFLOW_EXPERIMENT_NAME``, by default ``dsgpt``.
+
+    Every call stores what it sends.
+    """
 
     def __init__(self, run: TrackedRun) -> None:
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # the library would report its own use
@@ -257,27 +225,23 @@ class MlflowTracker:
         self._last_step = run.done
         uri = os.environ.get("MLFLOW_TRACKING_URI")
         self._client = MlflowClient(tracking_uri=uri or path_to_local_sqlite_uri(str(run.folder / "mlflow.db")))
-        earlier = read_id(run.folder, "mlflow")
-        self._run_id = earlier or self._create(run, artifacts=None if uri else run.folder / "mlflow-artifacts")
-        self._client.update_run(self._run_id, status="RUNNING")
 
-    def _create(self, run: TrackedRun, *, artifacts: Any) -> str:
-        """A new run with the settings as parameters, which MLflow never changes; returns its id."""
-        name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or PROJECT
-        experiment = self._client.get_experiment_by_name(name)
-        if experiment is None:
-            place = artifacts.as_uri() if artifacts else None
-            experiment_id = self._client.create_experiment(name, artifact_location=place)
-        else:
-            experiment_id = experiment.experiment_id
-        created = self._client.create_run(experiment_id, run_name=run.name, tags={"dsgpt.run_id": run.run_id})
-        run_id: str = created.info.run_id
-        keep_id(run.folder, "mlflow", run_id)
-        settings = flattened(run.settings).items()
-        parameters = [self._entities.Param(name, value[:_LONGEST_PARAMETER]) for name, value in settings]
+        def create() -> str:
+            name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or PROJECT
+            experiment = self._client.get_experiment_by_name(name)
+            place = None if uri else (run.folder / "mlflow-artifacts").as_uri()
+            existing = experiment.experiment_id if experiment else None
+            experiment_id = existing or self._client.create_experiment(name, artifact_location=place)
+            created = self._client.create_run(experiment_id, run_name=run.name, tags={"dsgpt.run_id": run.run_id})
+            return str(created.info.run_id)
+
+        self._run_id, is_new = run.id_in("mlflow", create)
+        # The settings are parameters, which MLflow never changes.
+        settings = flattened(run.settings).items() if is_new else ()
+        parameters = [entities.Param(name, value[:_LONGEST_PARAMETER]) for name, value in settings]
         for start in range(0, len(parameters), _PARAMETERS_AT_ONCE):
-            self._client.log_batch(run_id, params=parameters[start : start + _PARAMETERS_AT_ONCE])
-        return run_id
+            self._client.log_batch(self._run_id, params=parameters[start : start + _PARAMETERS_AT_ONCE])
+        self._client.update_run(self._run_id, status="RUNNING")
 
     def log(self, rows: list[Row]) -> None:
         """Store the metrics of all rows, as few calls as MLflow allows."""
@@ -291,16 +255,10 @@ class MlflowTracker:
             self._client.log_batch(self._run_id, metrics=metrics[start : start + _METRICS_AT_ONCE])
         self._last_step = rows[-1].step
 
-    def flush(self) -> None:
-        """Do nothing: every call stores what it sends."""
-
     def end(self, status: str, summary: dict[str, float]) -> None:
         """Store the summary as metrics ``summary/...`` of the last step, and the status."""
         self.log([Row(self._last_step, {f"summary/{name}": value for name, value in summary.items()})])
         self._client.set_terminated(self._run_id, status=_STATUS.get(status, "FAILED"))
-
-    def close(self) -> None:
-        """Do nothing: the run was ended."""
 
 
 def flattened(settings: dict[str, Any], prefix: str = "") -> dict[str, str]:
@@ -317,7 +275,7 @@ def flattened(settings: dict[str, Any], prefix: str = "") -> dict[str, str]:
 # TensorBoard event files.
 
 
-class TensorboardTracker:
+class TensorboardTracker(Tracker):
     """Writes event files to ``tensorboard``; each process of a run adds one.
 
     A resumed run tells TensorBoard to hide what earlier files hold after its checkpoint (``purge_step``).
@@ -362,8 +320,8 @@ class TensorboardTracker:
 _ONLINE = ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL")
 
 
-class TrackioTracker:
-    """One run of Trackio, which finds it again by its name."""
+class TrackioTracker(Tracker):
+    """One run of Trackio, which finds it again by its name. A thread of the library stores what it receives."""
 
     def __init__(self, run: TrackedRun) -> None:
         local = not any(os.environ.get(name) for name in _ONLINE)
@@ -372,9 +330,8 @@ class TrackioTracker:
 
         self._library = trackio
         self._last_step = run.done
-        name = read_id(run.folder, "trackio") or f"{run.name}-{run.run_id[:8]}"
-        keep_id(run.folder, "trackio", name)
-        with _silence(), _offline() if local else contextlib.nullcontext():
+        name, _ = run.id_in("trackio", lambda: f"{run.name}-{run.run_id[:8]}")
+        with contextlib.redirect_stdout(io.StringIO()), _offline() if local else contextlib.nullcontext():
             self._run = trackio.init(
                 project=PROJECT,
                 name=name,
@@ -391,9 +348,6 @@ class TrackioTracker:
             self._run.log(row.metrics, step=row.step)
         self._last_step = rows[-1].step
 
-    def flush(self) -> None:
-        """Do nothing: the thread stores what it received."""
-
     def end(self, status: str, summary: dict[str, float]) -> None:
         """Store status and summary as ``summary/...`` of the last step."""
         values = {"status": status, **summary}
@@ -401,15 +355,8 @@ class TrackioTracker:
 
     def close(self) -> None:
         """Store the rest, and end the thread."""
-        with _silence():
+        with contextlib.redirect_stdout(io.StringIO()):
             self._library.finish()
-
-
-@contextlib.contextmanager
-def _silence() -> Iterator[None]:
-    """Inside, what the library prints for people is lost."""
-    with contextlib.redirect_stdout(io.StringIO()):
-        yield
 
 
 @contextlib.contextmanager
@@ -427,8 +374,10 @@ def _offline() -> Iterator[None]:
 # Weights & Biases, offline unless ``WANDB_MODE`` says otherwise.
 
 
-class WandbTracker:
+class WandbTracker(Tracker):
     """One run of Weights & Biases; each offline process of it writes a folder ``wandb/offline-run-...``.
+
+    A process of the library, which survives this one, writes what it received.
 
     ``WANDB_PROJECT``, ``WANDB_NAME``, ``WANDB_ENTITY`` and the variables of its login have their usual effect. Hardware
     statistics, code and git state are not collected: the settings of the record are sent.
@@ -443,8 +392,7 @@ class WandbTracker:
         self._library = wandb
         self._exit_code = 1
         self._last = Row(0, {})
-        run_id = read_id(run.folder, "wandb") or run.run_id
-        keep_id(run.folder, "wandb", run_id)
+        run_id, _ = run.id_in("wandb", lambda: run.run_id)
         self._run = wandb.init(
             mode=mode,
             project=os.environ.get("WANDB_PROJECT") or PROJECT,
@@ -475,9 +423,6 @@ class WandbTracker:
             sent = self._last.metrics if row.step == self._last.step else {}
             self._run.log({name: value for name, value in row.metrics.items() if name not in sent}, step=row.step)
             self._last = row
-
-    def flush(self) -> None:
-        """Do nothing: a process of the library, which survives this one, writes what it received."""
 
     def end(self, status: str, summary: dict[str, float]) -> None:
         """Set the summary; a run that did not complete is marked as failed."""
@@ -511,16 +456,15 @@ def open_trackers(config: RunConfig, *, description: dict[str, Any], done: int) 
     """
     if not config.topology.is_main:
         return []
+
+    def open_tracker(name: str) -> Tracker:
+        folder = config.run_dir / TRACKERS_FOLDER
+        folder.mkdir(exist_ok=True)
+        if not (folder / IDS_FILE).exists():
+            write_json_atomic(folder / IDS_FILE, {})
+        run_id, folder = description["run_id"], folder.resolve()
+        run = TrackedRun(run_dir=config.run_dir, folder=folder, run_id=run_id, settings=description, done=done)
+        return TRACKERS[name](run)
+
     names = dict.fromkeys(config.options.track)  # a name given twice is one tracker
-    return [TrackerSink(name, partial(_open, name, config, description, done)) for name in names]
-
-
-def _open(name: str, config: RunConfig, description: dict[str, Any], done: int) -> Tracker:
-    run = TrackedRun(
-        run_dir=config.run_dir,
-        folder=make_folder(config.run_dir).resolve(),
-        run_id=description["run_id"],
-        settings=description,
-        done=done,
-    )
-    return TRACKERS[name](run)
+    return [TrackerSink(name, partial(open_tracker, name)) for name in names]

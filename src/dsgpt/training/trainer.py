@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import socket
 import time
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
@@ -17,19 +18,22 @@ from dsgpt.common.text import next_line, script_words
 from dsgpt.config.run_config import RunConfig
 from dsgpt.data.loader import Batch, RankShare, WindowDataset, training_loader, validation_loader
 from dsgpt.inference.generation import measure_latency
-from dsgpt.inference.loading import build_model
+from dsgpt.inference.model_files import build_model
 from dsgpt.machine.console import Progress, duration
 from dsgpt.machine.launcher import Interruption, own_command, stop_signals_blocked
 from dsgpt.machine.process_group import HostGroup, barrier, gather_objects
 from dsgpt.record.schema import COMPLETE_FILE, RECORD_FILE
 from dsgpt.strategies.base import Strategy
 from dsgpt.strategies.optimizer import DTYPES
+from dsgpt.telemetry.memory import TrafficMeter
 from dsgpt.telemetry.meter import TimedBatches
-from dsgpt.telemetry.monitor import Monitor
+from dsgpt.telemetry.monitor import Monitor, gpu_use, hardware_file, open_gpus
+from dsgpt.telemetry.profiles import PROFILE_FOLDER, CommunicationProfile, StepsProfile, Trace, trace_file
 from dsgpt.training.budget import Budget, stalls_reported
 from dsgpt.training.journal import Journal
-from dsgpt.training.measurements import Measurements
 from dsgpt.training.saving import Saver
+
+logger = logging.getLogger(__name__)
 
 # The micro batches of a run, for training and for validation.
 
@@ -149,7 +153,118 @@ class Stopping:
         return Interrupted(f"stopped by {reason} {where}", together=True, limit=reason == limit)
 
 
-logger = logging.getLogger(__name__)
+# What is measured of the steps, and which rank samples which GPUs.
+
+
+class Measurements:
+    """Measures the steps of this process on every rank; one at a time, and most steps run unchanged.
+
+    First memory and traffic of one step, then what the flags ask for. A measurement slows its steps down, so throughput
+    and step times leave them out.
+
+    Args:
+        config: the run.
+        device: of this rank.
+        strategy: holds the model state.
+        journal: receives what was measured.
+        batches: wait for data.
+    """
+
+    def __init__(
+        self, config: RunConfig, *, device: torch.device, strategy: Strategy, journal: Journal, batches: TimedBatches
+    ) -> None:
+        self._config, self._device, self._journal, self._batches = config, device, journal, batches
+        self._traffic = TrafficMeter(
+            lambda: strategy.state_tensors()._asdict(),
+            last_step=config.total_steps,
+            report=journal.traffic_measured,
+        )
+        options = config.options
+        self._waiting: dict[str, Callable[[], StepsProfile]] = {}
+        if options.profile_comm:
+            self._waiting["--profile_comm"] = self._communication
+        if options.profile:
+            self._waiting["--profile"] = self._trace
+        self._current: StepsProfile | None = None
+        self.watched = False
+        """Whether the latest step was measured."""
+
+    def _communication(self) -> StepsProfile:
+        sleeps = self._config.options.num_workers > 0  # else this thread reads the data itself
+        return CommunicationProfile(
+            self._device,
+            steps=self._config.options.profile_comm,
+            data_wait=lambda: self._batches.seconds if sleeps else 0.0,
+            traffic=self._traffic.own,
+            report=self._journal.communication_profiled,
+        )
+
+    def _trace(self) -> StepsProfile:
+        return Trace(
+            self._device,
+            steps=self._config.options.profile,
+            path=self._config.run_dir / PROFILE_FOLDER / trace_file(self._config.topology.rank),
+            report=self._traced,
+        )
+
+    def _traced(self, table: list[str], failures: list[str]) -> None:
+        opened = f"traces: {self._config.run_dir / PROFILE_FOLDER}; https://ui.perfetto.dev opens them"
+        for line in (*table, opened) if table else ():
+            logger.info(line)
+        for line in failures:
+            logger.warning(f"--profile: {line}")
+
+    @contextlib.contextmanager
+    def watch(self, step: int) -> Iterator[None]:
+        """A context for optimizer step ``step``; collective."""
+        current = contextlib.nullcontext() if self._current is None else self._current.watch(step)
+        with self._traffic.watch(step), current:
+            yield
+        self.watched = self._traffic.watched or self._current is not None
+
+    def after(self, step: int) -> None:
+        """Report what ``step`` completed, and begin the next measurement; collective."""
+        last = step == self._config.total_steps
+        if self._current is not None and (self._current.complete or last):
+            self._current.finish()
+            self._current = None
+        if self._waiting and last:
+            logger.warning(f"{', '.join(self._waiting)}: the run ended before the steps that would have been measured")
+        elif self._waiting and self._current is None and self._traffic.done:
+            self._current = self._waiting.pop(next(iter(self._waiting)))()
+
+
+# Which rank samples which GPUs: one rank of each machine samples those of all its ranks.
+
+
+def open_monitor(config: RunConfig, device: torch.device) -> Monitor:
+    """The monitor of this rank, which samples nothing on all ranks but the first of each machine; collective.
+
+    It samples nothing on a CPU either, with ``--monitor_every 0``, and where there is no driver to ask.
+    """
+    every, topology = config.options.monitor_every, config.topology
+    if device.type != "cuda" or not every:
+        return Monitor()
+    own = (socket.gethostname(), topology.local_rank, f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+    ranks: list[tuple[str, int, str]] = gather_objects(own)
+    uuids, node = gpus_to_sample(ranks, rank=topology.rank)
+    return Monitor(open_gpus(uuids), path=config.run_dir / hardware_file(node), every=every) if uuids else Monitor()
+
+
+def gpus_to_sample(ranks: list[tuple[str, int, str]], *, rank: int) -> tuple[list[str], int]:
+    """The GPUs that ``rank`` samples, none for most ranks, and the number of its machine.
+
+    Two machines may have the same name. Then each is given the GPUs of both, and finds only its own.
+
+    Args:
+        ranks: host, local rank and GPU of each rank.
+        rank: the rank.
+    """
+    host, local_rank, _ = ranks[rank]
+    if local_rank != 0:
+        return [], 0
+    node = sum(other == 0 for _, other, _ in ranks[:rank])
+    return [uuid for other, _, uuid in ranks if other == host], node
 
 
 # The end of a run: the inference speed of the trained model, and the file that says that the run is complete.
@@ -245,7 +360,6 @@ class Trainer:
         strategy: executes steps; the state of the checkpoint is already loaded into it.
         journal: receives what happens; it has the figures of earlier processes.
         saver: writes checkpoints.
-        monitor: samples GPUs while the run trains.
         interruption: requests to stop this rank.
         ranks: all ranks.
         done: optimizer steps of earlier processes.
@@ -259,14 +373,13 @@ class Trainer:
         strategy: Strategy,
         journal: Journal,
         saver: Saver,
-        monitor: Monitor,
         interruption: Interruption,
         ranks: HostGroup,
         done: int,
     ) -> None:
         self._config, self._device, self._strategy = config, device, strategy
         self._journal, self._saver = journal, saver
-        self._monitor, self._interruption = monitor, interruption
+        self._monitor, self._interruption = open_monitor(config, device), interruption
         self._stopping = Stopping(interruption, journal.budget, ranks)
         self._done = done
 
@@ -305,11 +418,11 @@ class Trainer:
             self._catch_up()
         for step in range(self._done + 1, config.total_steps + 1):
             epoch = (step - 1) // config.order.steps_per_epoch
-            started = journal.step_begins()
+            journal.meter.start()
             with measured.watch(step):
                 result = self._strategy.train_step(batches, step)
             waited, watched = batches.take_seconds(), measured.watched
-            journal.step_done(started, step=step, epoch=epoch, result=result, dataload_sec=waited, watched=watched)
+            journal.step_done(step=step, epoch=epoch, result=result, dataload_sec=waited, watched=watched)
             measured.after(step)
 
             stop = stopping.agreed() or not self._after_step(step)
@@ -342,7 +455,7 @@ class Trainer:
             journal.flush()
             if journal.last_val_step != step and not self._validate(step):
                 return False
-        if epoch_ends and journal.epoch_is_open:
+        if epoch_ends and journal.meter.epoch.steps:
             journal.epoch_done((step - 1) // config.order.steps_per_epoch)
         return True
 
@@ -358,7 +471,9 @@ class Trainer:
 
     def _complete(self) -> None:
         config, journal = self._config, self._journal
-        journal.gpus_used([figures for own in gather_objects(self._monitor.figures) for figures in own])
+        gpus = [figures for own in gather_objects(self._monitor.figures) for figures in own]
+        tokens = journal.meter.process.steps * config.tokens_per_step
+        journal.gpu_use = gpu_use(gpus, expected=config.topology.world_size, tokens=tokens)
         if not config.options.no_inference:
             journal.record.inference = measure_inference(
                 config, self._strategy, device=self._device, interruption=self._interruption

@@ -1,1 +1,1 @@
-"""Serves a model over HTTP, with the interface of OpenAI's completions."""
+"""A server of completions over HTTP."""

@@ -6,21 +6,22 @@ import json
 import math
 import time
 import uuid
-from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
+from prometheus_client import CollectorRegistry, Gauge, Histogram, ProcessCollector
+from prometheus_client import Counter as CounterOf
 from starlette.requests import Request
 from starlette.types import Message, Receive, Scope, Send
 
 from dsgpt.common.json_files import clipped
-from dsgpt.inference.sample import INCOMPLETE, Continuation
+from dsgpt.inference.commands import Key, Limits
+from dsgpt.inference.generation import INCOMPLETE, Continuation
 from dsgpt.inference.server.engine import Engine, Scorer, ServedModel
-from dsgpt.inference.server.options import Key, Limits
 from dsgpt.inference.server.requests import (
     ApiError,
     ClientGoneError,
@@ -52,26 +53,28 @@ class Metrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
-        self.requests = Counter(
+        self.requests = CounterOf(
             "dsgpt_requests",
             "Requests for completions that ended, by status; 499: the client hung up",
             ["status"],
             registry=self.registry,
         )
-        self.of_keys = Counter(
+        self.of_keys = CounterOf(
             "dsgpt_key_requests",
             "Requests for completions by the name of their key",
             ["key", "status"],
             registry=self.registry,
         )
-        self.tokens = Counter("dsgpt_tokens", "Tokens read and written", ["kind"], registry=self.registry)
+        self.tokens = CounterOf("dsgpt_tokens", "Tokens read and written", ["kind"], registry=self.registry)
         self.open = Gauge("dsgpt_open_sequences", "Sequences that are decoded or wait", registry=self.registry)
-        self.seconds = self._histogram("dsgpt_request_seconds", "From a request to the end of its answer")
-        self.first_token = self._histogram("dsgpt_first_token_seconds", "From a request to its first token")
-        self.queue = self._histogram("dsgpt_queue_seconds", "How long a sequence waited for its first forward pass")
-
-    def _histogram(self, name: str, text: str) -> Histogram:
-        return Histogram(name, text, buckets=SECONDS, registry=self.registry)
+        self.seconds, self.first_token, self.queue = (
+            Histogram(f"dsgpt_{name}_seconds", text, buckets=SECONDS, registry=self.registry)
+            for name, text in (
+                ("request", "From a request to the end of its answer"),
+                ("first_token", "From a request to its first token"),
+                ("queue", "How long a sequence waited for its first forward pass"),
+            )
+        )
 
 
 # How many sequences a server accepts at a time, and how many requests of a key.
@@ -88,11 +91,14 @@ class Gate:
     Args:
         limits: the places.
         metrics: shows how many are taken.
+        keys: how many clients have a key of their own. Of several, one has at most half of the places.
     """
 
-    def __init__(self, limits: Limits, metrics: Metrics) -> None:
+    def __init__(self, limits: Limits, metrics: Metrics, *, keys: int = 1) -> None:
         self._batch, self._places, self._metrics = limits.batch, limits.batch + limits.queue, metrics
-        self._taken = 0
+        self._places_of_key = self._places if keys < 2 else -(-self._places // 2)
+        self._taken: Counter[str | None] = Counter()
+        """Places by the name of the key; of None without keys."""
         self._admitted: dict[str, deque[float]] = {}
         self._mean_sec = 1.0
 
@@ -111,38 +117,40 @@ class Gate:
         past.append(now)
 
     @contextlib.contextmanager
-    def places(self, count: int, *, prompts: int = 1) -> Iterator[None]:
-        """A context that holds ``count`` places, for as many completions of ``prompts`` prompts.
+    def places(self, count: int, *, key: Key | None = None, prompts: int = 1) -> Iterator[None]:
+        """A context that holds ``count`` places for ``key``, for as many completions of ``prompts`` prompts.
 
         Raises:
             ApiError: there are never so many places, or not now.
         """
-        if count > self._places:
+        name, most = key.name if key else None, self._places_of_key
+        of_key = f" of the key {name!r}" if most < self._places else ""
+        if count > most:
             several = f" ({prompts:,} prompts, {count // prompts} of each)" if prompts > 1 else ""
-            message = f"the request asks for {clipped(count)} completions{several}, and the server takes {self._places}"
+            message = f"the request asks for {clipped(count)} completions{several}, and the server takes {most}{of_key}"
             param = "n" if prompts == 1 else "prompt"
             raise ApiError(400, f"{message} at a time: ask for fewer", param=param, code="invalid_value")
-        if self._taken + count > self._places:
-            wait = math.ceil(self._mean_sec * max(1.0, self._taken / self._batch))
-            raise ApiError(
-                429,
-                f"the server is busy: {self._taken} of {self._places} places are taken; repeat the request later",
-                code="rate_limit_exceeded",
-                headers={"retry-after": str(min(max(wait, 1), LONGEST_WAIT_SEC))},
-            )
-        self._take(count)
+        everyone = self._taken.total()
+        for taken, most, whose in ((everyone, self._places, ""), (self._taken[name], self._places_of_key, of_key)):
+            if taken + count > most:
+                wait = math.ceil(self._mean_sec * max(1.0, everyone / self._batch))
+                raise ApiError(
+                    429,
+                    f"the server is busy: {taken} of {most} places{whose} are taken; repeat the request later",
+                    code="rate_limit_exceeded",
+                    headers={"retry-after": str(min(max(wait, 1), LONGEST_WAIT_SEC))},
+                )
         try:
+            self._taken[name] += count
+            self._metrics.open.set(self._taken.total())
             yield
         finally:
-            self._take(-count)
+            self._taken[name] -= count
+            self._metrics.open.set(self._taken.total())
 
     def took(self, seconds: float) -> None:
         """Note how long a sequence was decoded, for the times that refused clients are told to wait."""
         self._mean_sec += _WEIGHT * (seconds - self._mean_sec)
-
-    def _take(self, count: int) -> None:
-        self._taken += count
-        self._metrics.open.set(self._taken)
 
 
 # The answers to a request for completions, in OpenAI's form.
@@ -167,15 +175,20 @@ class Choice:
 
     def take(self) -> str:
         """The text that became certain since the last call; sets ``finish_reason`` at the end."""
-        known = self.sequence.ids if self.sequence else []
+        ids = self.sequence.ids if self.sequence else []
         finished = self.sequence is None or self.sequence.finished
-        for token in known[len(self.text.ids) :]:  # nothing is added to a text that ended
+        for token in ids[len(self.text.ids) :]:  # nothing is added to a text that ended
             self.text.add(token)
         if finished:
             self.text.finish()
         if self.text.ended or finished:
             self.finish_reason = "stop" if self.text.ended else "length"
         return self.text.news(last=finished)
+
+    def with_text(self, text: str, *, echo: bool) -> dict[str, Any]:
+        """The choice in an answer, with a part of its text or all of it; behind its prompt with ``echo``."""
+        reason, text = self.finish_reason, (self.prompt.text if echo else "") + text
+        return {"text": text, "index": self.index, "logprobs": self.logprobs, "finish_reason": reason}
 
 
 class Answer:
@@ -188,12 +201,8 @@ class Answer:
     """
 
     def __init__(self, model: str, choices: list[Choice], prompts: list[Prompt]) -> None:
-        self._head = {
-            "id": f"cmpl-{uuid.uuid4().hex}",
-            "object": "text_completion",
-            "created": int(time.time()),
-            "model": model,
-        }
+        self._head: dict[str, Any] = {"id": f"cmpl-{uuid.uuid4().hex}", "object": "text_completion"}
+        self._head |= {"created": int(time.time()), "model": model}
         self._choices, self._prompts = choices, prompts
 
     def usage(self) -> dict[str, int]:
@@ -202,25 +211,9 @@ class Answer:
         written = sum(choice.written for choice in self._choices)
         return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
 
-    def whole(self, *, echo: bool) -> dict[str, Any]:
-        """The answer as one object."""
-        choices = [
-            _choice(choice, (choice.prompt.text if echo else "") + choice.text.text, choice.finish_reason)
-            for choice in self._choices
-        ]
-        return {**self._head, "choices": choices, "usage": self.usage()}
-
-    def chunk(self, choice: Choice, text: str, *, finish_reason: str | None) -> dict[str, Any]:
-        """A part of a streamed answer."""
-        return {**self._head, "choices": [_choice(choice, text, finish_reason)]}
-
-    def usage_chunk(self) -> dict[str, Any]:
-        """The part of a streamed answer that has only its usage."""
-        return {**self._head, "choices": [], "usage": self.usage()}
-
-
-def _choice(choice: Choice, text: str, finish_reason: str | None) -> dict[str, Any]:
-    return {"text": text, "index": choice.index, "logprobs": choice.logprobs, "finish_reason": finish_reason}
+    def body(self, choices: list[dict[str, Any]], *, usage: bool) -> dict[str, Any]:
+        """An answer, or a part of a streamed one, which has its usage or not."""
+        return {**self._head, "choices": choices} | ({"usage": self.usage()} if usage else {})
 
 
 def add_logprobs(
@@ -234,8 +227,7 @@ def add_logprobs(
     before = choice.prompt.ids
     first = 0 if echo and choice.prompt.text else len(before)  # an empty prompt is an end-of-text that has no text
     ids = before + choice.text.ids
-    scores: list[Any] = list(scorer.score(ids, first=max(first, 1), top=top))
-    scores = [None] * (first == 0) + scores
+    scores: list[Any] = [None] * (first == 0) + scorer.score(ids, first=max(first, 1), top=top)
     length = len(choice.text.text) + (len(choice.prompt.text) if echo else 0)
     offsets = [len(str(tokenizer.decode(ids[first:end])).rstrip(INCOMPLETE)) for end in range(first, len(ids))]
     shown = [place for place, offset in enumerate(offsets) if offset < length]  # the others are behind a stop sequence
@@ -260,9 +252,10 @@ def add_logprobs(
     }
 
 
-T = TypeVar("T")
 # ``POST /v1/completions``: reads a request, has it decoded, and sends the answer whole or as a stream.
 
+SMALL_BODY = 16 << 10
+"""Bytes of the largest body that counts as small."""
 STREAM = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 
 
@@ -276,8 +269,11 @@ class Completions:
     limits: Limits
     metrics: Metrics
     gate: Gate
-    reader: ThreadPoolExecutor = field(default_factory=partial(ThreadPoolExecutor, 1, "reads"))
-    """Where requests are read: one at a time, because each keeps a core and the interpreter's lock busy."""
+    readers: tuple[ThreadPoolExecutor, ThreadPoolExecutor] = field(
+        default_factory=lambda: (ThreadPoolExecutor(1, "reads"), ThreadPoolExecutor(1, "reads large ones"))
+    )
+    """Where requests are read, small and large ones: one at a time each, because each keeps a core busy. A small one
+    does not wait for the large ones of others."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request, and count how it ended."""
@@ -308,15 +304,17 @@ class Completions:
             self.metrics.seconds.observe(time.perf_counter() - exchange.began)
 
     async def _answer(self, http: Request, exchange: "_Exchange") -> None:
-        self.gate.admit(http.scope["key"])
+        key: Key | None = http.scope["key"]
+        self.gate.admit(key)
         body = await read_body(http, limits=self.limits)
-        with self.gate.places(1):
-            request = await self._read(partial(read_request, body))
+        read = partial(asyncio.get_running_loop().run_in_executor, self.readers[len(body) > SMALL_BODY])
+        with self.gate.places(1, key=key):
+            request = await read(read_request, body)
         if request.model != self.served.name:
             message = f"the model {request.model[:80]!r} does not exist here: use {self.served.name!r}"
             raise ApiError(404, message, param="model", code="model_not_found")
-        with self.gate.places(request.prompts * (request.n or 1), prompts=request.prompts):
-            work = asyncio.create_task(self._complete(request, exchange))
+        with self.gate.places(request.prompts * (request.n or 1), key=key, prompts=request.prompts):
+            work = asyncio.create_task(self._complete(request, exchange, read))
             gone = asyncio.create_task(_hung_up(http.receive))
             try:
                 await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -328,119 +326,77 @@ class Completions:
                     task.cancel()
                 await asyncio.gather(work, gone, return_exceptions=True)
 
-    async def _complete(self, request: CompletionRequest, exchange: "_Exchange") -> None:
-        served = self.served
-        encode = partial(read_prompts, vocabulary=served.vocabulary, positions=served.positions)
-        prompts = await self._read(partial(encode, request, served.tokenizer))
-        new_tokens = new_tokens_of(request, prompts, positions=served.positions, limits=self.limits)
-        with self._decoded(request, prompts, new_tokens) as (choices, changed):
-            answer = Answer(served.name, choices, prompts)
-            steps = self._steps(request, choices, changed, began=exchange.began)
-            try:
-                if request.stream:
-                    await self._stream(request, answer, steps, exchange)
-                else:
-                    async for _ in steps:
-                        pass
-                    await exchange.send_json(answer.whole(echo=bool(request.echo)))
-            finally:  # also those of an answer that nobody read
-                usage = answer.usage()
-                self.metrics.tokens.labels("prompt").inc(usage["prompt_tokens"])
-                self.metrics.tokens.labels("completion").inc(usage["completion_tokens"])
-
-    async def _read(self, read: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self.reader, read)
-
-    @contextlib.contextmanager
-    def _decoded(
-        self, request: CompletionRequest, prompts: list[Prompt], new_tokens: int
-    ) -> Iterator[tuple[list[Choice], asyncio.Event]]:
-        """A context in which the completions are decoded; at its end those that are not finished are cancelled."""
-        changed = asyncio.Event()
+    async def _complete(
+        self, request: CompletionRequest, exchange: "_Exchange", read: Callable[..., Awaitable[Any]]
+    ) -> None:
+        """Decode the completions and send them; at the end those that are not finished are cancelled."""
+        served, changed, echo = self.served, asyncio.Event(), bool(request.echo)
         choices: list[Choice] = []
-        submit = partial(
-            self.engine.submit,
-            new_tokens=new_tokens,
-            ends=(ends := request.ends(self.served.end_of_text)),
-            changed=changed,
-        )
+        encode = partial(read_prompts, vocabulary=served.vocabulary, positions=served.positions)
+        prompts: list[Prompt] = await read(encode, request, served.tokenizer)
+        new_tokens = new_tokens_of(request, prompts, positions=served.positions, limits=self.limits)
+        ends, answer = request.ends(served.end_of_text), Answer(served.name, choices, prompts)
+        submit = partial(self.engine.submit, new_tokens=new_tokens, ends=ends, changed=changed)
         try:
-            for prompt in prompts:
-                for _ in range(request.n or 1):
-                    choice = Choice(
-                        index=len(choices),
-                        prompt=prompt,
-                        sequence=submit(prompt.ids, sampling=request.sampling(len(choices))) if new_tokens else None,
-                        text=Continuation(self.served.tokenizer, stop=request.stops, ends=ends),
-                    )
-                    choices.append(choice)
-            yield choices, changed
+            for prompt in (prompt for prompt in prompts for _ in range(request.n or 1)):
+                index = len(choices)
+                sequence = submit(prompt.ids, sampling=request.sampling(index)) if new_tokens else None
+                text = Continuation(served.tokenizer, stop=request.stops, ends=ends)
+                choices.append(Choice(index=index, prompt=prompt, sequence=sequence, text=text))
+            begun: set[int] = set()
+            async for choice, new in self._steps(request, choices, changed, began=exchange.began):
+                if request.stream:
+                    part = choice.with_text(new, echo=echo and choice.index not in begun)
+                    begun.add(choice.index)
+                    if part["text"] or choice.finish_reason:
+                        await exchange.send_event(answer.body([part], usage=False))
+            if not request.stream:
+                whole = [choice.with_text(choice.text.text, echo=echo) for choice in choices]
+                await exchange.send_json(answer.body(whole, usage=True))
+                return
+            if request.stream_options is not None and request.stream_options.include_usage:
+                await exchange.send_event(answer.body([], usage=True))
+            await exchange.send_event(None)
         finally:
             for choice in choices:
                 if choice.sequence is not None:
                     self.engine.cancel(choice.sequence)
+            if choices:  # also those of an answer that nobody read
+                usage = answer.usage()
+                self.metrics.tokens.labels("prompt").inc(usage["prompt_tokens"])
+                self.metrics.tokens.labels("completion").inc(usage["completion_tokens"])
 
     async def _steps(
         self, request: CompletionRequest, choices: list[Choice], changed: asyncio.Event, *, began: float
     ) -> AsyncIterator[tuple[Choice, str]]:
         """Each choice with its new text, until all are finished; a choice with log probabilities comes whole."""
         left = list(choices)
-        waiting = {choice.index for choice in choices if choice.sequence is not None}
+        without_token = {choice.index for choice in choices if choice.sequence is not None}
         while left:
             if any(choice.sequence is not None for choice in left):
                 await changed.wait()
                 changed.clear()
             for choice in list(left):
-                if choice.sequence is not None and choice.sequence.error:
-                    message = f"the model failed to answer ({choice.sequence.error})"
-                    raise ApiError(500, message, code="engine_failed")
+                sequence = choice.sequence
+                if sequence is not None and sequence.error:
+                    raise ApiError(500, f"the model failed to answer ({sequence.error})", code="engine_failed")
                 text = choice.take()
-                if choice.index in waiting and choice.text.ids:
-                    waiting.discard(choice.index)
+                if choice.index in without_token and choice.text.ids:
+                    without_token.discard(choice.index)
                     self.metrics.first_token.observe(time.perf_counter() - began)
                 if choice.finish_reason:
                     left.remove(choice)
-                    await self._finish(request, choice)
+                    if sequence is not None:
+                        self.engine.cancel(sequence)
+                        self.gate.took(time.perf_counter() - sequence.started)
+                        self.metrics.queue.observe(sequence.queue_sec or 0.0)
                 if request.logprobs is None:
                     yield choice, text
                 elif choice.finish_reason:
+                    top, echo, tokenizer = request.logprobs, bool(request.echo), self.served.tokenizer
+                    score = partial(add_logprobs, choice, top=top, echo=echo, scorer=self.scorer, tokenizer=tokenizer)
+                    await asyncio.get_running_loop().run_in_executor(self.scorer.thread, score)
                     yield choice, choice.text.text
-
-    async def _finish(self, request: CompletionRequest, choice: Choice) -> None:
-        sequence = choice.sequence
-        if sequence is not None:
-            self.engine.cancel(sequence)
-            self.gate.took(time.perf_counter() - sequence.started)
-            self.metrics.queue.observe(sequence.queue_sec or 0.0)
-        if request.logprobs is not None:
-            score = partial(
-                add_logprobs,
-                choice,
-                top=request.logprobs,
-                echo=bool(request.echo),
-                scorer=self.scorer,
-                tokenizer=self.served.tokenizer,
-            )
-            await asyncio.get_running_loop().run_in_executor(self.scorer.thread, score)
-
-    async def _stream(
-        self,
-        request: CompletionRequest,
-        answer: Answer,
-        steps: AsyncIterator[tuple[Choice, str]],
-        exchange: "_Exchange",
-    ) -> None:
-        begun: set[int] = set()
-        async for choice, new in steps:
-            text = new
-            if request.echo and choice.index not in begun:
-                text = choice.prompt.text + new
-            begun.add(choice.index)
-            if text or choice.finish_reason:
-                await exchange.send_event(answer.chunk(choice, text, finish_reason=choice.finish_reason))
-        if request.stream_options is not None and request.stream_options.include_usage:
-            await exchange.send_event(answer.usage_chunk())
-        await exchange.end_stream()
 
 
 async def _hung_up(receive: Receive) -> None:
@@ -464,13 +420,11 @@ class _Exchange:
         await send_json(self._patiently, 200, body)
 
     async def send_event(self, body: Any) -> None:
+        """Send a part of a stream; None for its end."""
         if not self._streams:
             self._streams = True
             await self._patiently({"type": "http.response.start", "status": 200, "headers": STREAM})
-        await self._event(json.dumps(body, ensure_ascii=False), more=True)
-
-    async def end_stream(self) -> None:
-        await self._event("[DONE]", more=False)
+        await self._event("[DONE]" if body is None else json.dumps(body, ensure_ascii=False), more=body is not None)
 
     async def fail(self, error: ApiError) -> None:
         """Send the error: as the response, or as the last event of a stream that has begun."""

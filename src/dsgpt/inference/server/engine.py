@@ -25,8 +25,7 @@ from torch import nn
 
 from dsgpt.common.errors import UserError
 from dsgpt.formats.tokenizer_files import open_tokenizer
-from dsgpt.inference.export import write_model
-from dsgpt.inference.loading import open_model
+from dsgpt.inference.model_files import open_model, write_model
 from dsgpt.inference.server.requests import NOT_FINITE, ApiError, Sampling
 from dsgpt.machine.console import Console
 from dsgpt.machine.device import cuda_devices
@@ -217,6 +216,11 @@ class Sequence:
     queue_sec: float | None = None
     """Seconds before its first forward pass; None before it."""
 
+    def fail(self, error: str) -> None:
+        """End it with an error."""
+        self.finished, self.error = True, error
+        self.changed.set()
+
 
 class Engine:
     """Decodes sequences.
@@ -227,8 +231,28 @@ class Engine:
     """
 
     def __init__(self, model: "GPT2LMHeadModel", *, batch: int) -> None:
-        self._manager = _manager(twin_of(model), batch=batch)
-        self._manager.logit_processor = Sampler(partial(self._in_loop, self._not_finite))  # type: ignore[assignment]
+        from transformers import ContinuousBatchingConfig, GenerationConfig  # noqa: PLC0415 - takes seconds
+
+        positions = model.config.n_positions
+        generation: Any = GenerationConfig(  # type: ignore[no-untyped-call]
+            do_sample=False, eos_token_id=-1, max_new_tokens=positions
+        )
+        config = ContinuousBatchingConfig(
+            page_size=PAGE,
+            num_blocks=batch * -(-positions // PAGE) + 1,
+            max_batch_tokens=max(PREFILL_TOKENS, batch),
+            max_requests_per_batch=batch,
+            max_blocks_per_request=0,
+            safety_margin=0.0,
+            allow_block_sharing=False,  # the time of an answer would tell what others asked
+            use_async_batching=False,
+            use_cuda_graph=False,
+            auto_switch_to_flash=False,
+        )
+        self._manager: ContinuousBatchingManager = twin_of(model).init_continuous_batching(
+            generation_config=generation, continuous_batching_config=config
+        )
+        self._manager.logit_processor = Sampler(partial(self._in_loop, self._fail))  # type: ignore[assignment]
         self._names = itertools.count()
         self._open: dict[str, Sequence] = {}
         self._loop: asyncio.AbstractEventLoop
@@ -258,17 +282,9 @@ class Engine:
         """
         sequence = Sequence(str(next(self._names)), changed, time.perf_counter())
         self._open[sequence.name] = sequence
-        name = None
-        if not self.failed:
-            name = self._manager.add_request(
-                ids,
-                request_id=sequence.name,
-                max_new_tokens=new_tokens,
-                streaming=True,
-                eos_token_id=sorted(ends) or -1,
-                sampling=sampling,
-            )
-        if name is None:
+        words: dict[str, Any] = {"request_id": sequence.name, "max_new_tokens": new_tokens, "sampling": sampling}
+        words |= {"eos_token_id": sorted(ends) or -1, "streaming": True}
+        if self.failed or self._manager.add_request(ids, **words) is None:
             del self._open[sequence.name]
             raise ApiError(503, "the model is not available", code="engine_failed")
         return sequence
@@ -306,41 +322,17 @@ class Engine:
             del self._open[sequence.name]
         sequence.changed.set()
 
-    def _not_finite(self, name: str) -> None:
-        sequence = self._open.get(name)
-        if sequence is not None:
+    def _fail(self, name: str) -> None:
+        """End the sequence ``name``, whose logits are not finite."""
+        if sequence := self._open.get(name):
             self.cancel(sequence)
-            sequence.finished, sequence.error = True, NOT_FINITE
-            sequence.changed.set()
+            sequence.fail(NOT_FINITE)
 
     def _ended(self) -> None:
         self.failed = True
         for sequence in self._open.values():
-            sequence.finished, sequence.error = True, "the engine ended"
-            sequence.changed.set()
+            sequence.fail("the engine ended")
         self._open.clear()
-
-
-def _manager(model: "GPT2LMHeadModel", *, batch: int) -> "ContinuousBatchingManager":
-    from transformers import ContinuousBatchingConfig, GenerationConfig  # noqa: PLC0415 - takes seconds
-
-    positions = model.config.n_positions
-    generation: Any = GenerationConfig(  # type: ignore[no-untyped-call]
-        do_sample=False, eos_token_id=-1, max_new_tokens=positions
-    )
-    config = ContinuousBatchingConfig(
-        page_size=PAGE,
-        num_blocks=batch * -(-positions // PAGE) + 1,
-        max_batch_tokens=max(PREFILL_TOKENS, batch),
-        max_requests_per_batch=batch,
-        max_blocks_per_request=0,
-        safety_margin=0.0,
-        allow_block_sharing=False,  # the time of an answer would tell what others asked
-        use_async_batching=False,
-        use_cuda_graph=False,
-        auto_switch_to_flash=False,
-    )
-    return model.init_continuous_batching(generation_config=generation, continuous_batching_config=config)
 
 
 # Log probabilities of tokens, from one forward pass over a finished sequence.
@@ -380,17 +372,15 @@ class Scorer:
             return scores
         with torch.inference_mode():
             tokens = torch.tensor([ids], device=self._model.device)
-            hidden = self._model.transformer(tokens[:, :-1], use_cache=False).last_hidden_state[
-                0, first - 1 :
-            ]  # (n, C)
+            outputs = self._model.transformer(tokens[:, :-1], use_cache=False)
+            hidden = outputs.last_hidden_state[0, first - 1 :]  # (n, C)
             for start in range(0, len(hidden), CHUNK):
                 logs = self._model.lm_head(hidden[start : start + CHUNK]).float().log_softmax(dim=-1)  # (chunk, V)
                 chosen = tokens[0, first + start : first + start + len(logs), None]
-                if not logs.gather(1, chosen).isfinite().all():  # JSON has no such numbers
+                own, best = logs.gather(1, chosen), logs.topk(max(top, 1), dim=-1)
+                if not own.isfinite().all():  # JSON has no such numbers
                     raise ApiError(500, f"the model failed to answer ({NOT_FINITE})", code="engine_failed")
-                best = logs.topk(max(top, 1), dim=-1)
-                for own, values, indices in zip(
-                    logs.gather(1, chosen)[:, 0].tolist(), best.values.tolist(), best.indices.tolist(), strict=True
-                ):
-                    scores.append((own, list(zip(indices, values, strict=True))[:top]))
+                pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+                likeliest = [list(zip(*pair, strict=True))[:top] for pair in pairs]
+                scores += zip(own[:, 0].tolist(), likeliest, strict=True)
         return scores

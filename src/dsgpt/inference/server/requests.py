@@ -16,7 +16,7 @@ from starlette.types import Send
 from dsgpt.common.errors import did_you_mean
 from dsgpt.common.json_files import JsonError, clipped, parse_json
 from dsgpt.formats.tokenizer_files import reason_of
-from dsgpt.inference.server.options import Limits
+from dsgpt.inference.commands import Limits
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -53,12 +53,10 @@ class ApiError(Exception):
 
     def body(self) -> dict[str, Any]:
         """The body of the response."""
-        return {"error": {"message": self.message, "type": self._kind(), "param": self.param, "code": self.code}}
-
-    def _kind(self) -> str:
+        kind = "server_error" if self.status >= 500 else "invalid_request_error"
         if self.status == 429:
-            return "rate_limit_error"
-        return "server_error" if self.status >= 500 else "invalid_request_error"
+            kind = "rate_limit_error"
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
 class ClientGoneError(Exception):
@@ -261,40 +259,27 @@ def read_request(data: bytes) -> CompletionRequest:
         raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from error
     if not isinstance(values, dict):
         raise ApiError(400, "the body must be a JSON object", code="invalid_json")
-    _refuse_unknown(values, CompletionRequest)
-    if isinstance(values.get("stream_options"), dict):
-        _refuse_unknown(values["stream_options"], StreamOptions, within="stream_options")
+    nested = values.get("stream_options")
+    for fields, kind, within in ((values, CompletionRequest, None), (nested, StreamOptions, "stream_options")):
+        # pydantic would collect all unknown keys, of which a body has room for thousands
+        names = fields if isinstance(fields, dict) else {}
+        unknown = next((key for key in names if key not in kind.model_fields), None)
+        if unknown is not None:
+            name = f"{within}.{unknown[:80]}" if within else unknown[:80]
+            message = f"{name} is not a known field{did_you_mean(unknown, kind.model_fields)}"
+            raise ApiError(400, message, param=within or name, code="unknown_parameter")
     try:
         request = CompletionRequest.model_validate(values)
     except ValidationError as error:
-        raise _fault(error) from error
-    _refuse_unsupported(request)
-    return request
-
-
-def _refuse_unknown(values: dict[str, Any], kind: type[BaseModel], *, within: str | None = None) -> None:
-    """Name the first unknown key: pydantic would collect all of them, of which a body has room for thousands."""
-    unknown = next((key for key in values if key not in kind.model_fields), None)
-    if unknown is not None:
-        name = f"{within}.{unknown[:80]}" if within else unknown[:80]
-        message = f"{name} is not a known field{did_you_mean(unknown, kind.model_fields)}"
-        raise ApiError(400, message, param=within or name, code="unknown_parameter")
-
-
-def _fault(error: ValidationError) -> ApiError:
-    found = error.errors(include_url=False, include_context=False)
-    first = min(found, key=lambda fault: fault["type"].endswith("_type"))  # a wrong value of the right type says more
-    param = str(first["loc"][0])
-    if first["type"] == "missing":
-        return ApiError(400, f"{param} is missing", param=param, code="missing_required_parameter")
-    message = SHAPES.get(param) or f"{param}: {first['msg']}, not {clipped(first['input'])}"
-    code = "invalid_type" if first["type"].endswith("_type") else "invalid_value"
-    return ApiError(400, message, param=param, code=code)
-
-
-def _refuse_unsupported(request: CompletionRequest) -> None:
-    """Refuse what would silently be ignored otherwise."""
-    unsupported = {
+        faults = error.errors(include_url=False, include_context=False)
+        first = min(faults, key=lambda fault: fault["type"].endswith("_type"))  # a value of the right type says more
+        param = str(first["loc"][0])
+        if first["type"] == "missing":
+            raise ApiError(400, f"{param} is missing", param=param, code="missing_required_parameter") from error
+        message = SHAPES.get(param) or f"{param}: {first['msg']}, not {clipped(first['input'])}"
+        code = "invalid_type" if first["type"].endswith("_type") else "invalid_value"
+        raise ApiError(400, message, param=param, code=code) from error
+    unsupported = {  # what would silently be ignored otherwise
         "best_of": request.best_of not in (None, request.n or 1),
         "suffix": bool(request.suffix),
         "frequency_penalty": bool(request.frequency_penalty),
@@ -307,6 +292,7 @@ def _refuse_unsupported(request: CompletionRequest) -> None:
         raise ApiError(400, "stream_options needs stream", param="stream_options", code="invalid_value")
     if request.max_tokens == 0 and not request.echo:
         raise ApiError(400, "max_tokens must be at least 1, or 0 with echo", param="max_tokens", code="invalid_value")
+    return request
 
 
 def read_prompts(

@@ -37,9 +37,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from dsgpt.common.errors import EXIT_DONE, EXIT_INTERRUPTED, UserError
+from dsgpt.inference.commands import Key, ServeOptions, is_loopback, keys_of
 from dsgpt.inference.server.completions import Completions, Gate, Metrics
 from dsgpt.inference.server.engine import Engine, Scorer, open_served
-from dsgpt.inference.server.options import Key, ServeOptions, is_loopback, keys_of
 from dsgpt.inference.server.requests import ApiError, send_error
 from dsgpt.machine.console import print_line
 
@@ -102,10 +102,9 @@ def make_app(completions: Completions, *, keys: Sequence[Key], loopback: str | N
 async def _refused(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     message = f"{request.method} {request.url.path[:80]}: {error.detail}"
-    fault = ApiError(
-        error.status_code, message, code={404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
-    )
-    return JSONResponse(fault.body(), status_code=error.status_code, headers=error.headers)
+    code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
+    body = ApiError(error.status_code, message, code=code).body()
+    return JSONResponse(body, status_code=error.status_code, headers=error.headers)
 
 
 async def _failed(request: Request, error: Exception) -> Response:  # noqa: ARG001
@@ -140,7 +139,11 @@ class Guard:
             await send(message)
 
         path = scope["path"].removesuffix("/") or "/"
-        key = self._key_of(headers.get(b"authorization", b""))
+        scheme, _, secret = headers.get(b"authorization", b"").partition(b" ")
+        key = None
+        if scheme.lower() == b"bearer":
+            same = [each for each in self._keys if hmac.compare_digest(secret.strip(b" "), each.secret.encode())]
+            key = same[0] if same else None
         if fault := self._fault_of(scope["headers"]):
             await send_error(send_named, fault)
         elif self._keys and path != "/health" and key is None:
@@ -163,13 +166,6 @@ class Guard:
             message = "this server is only for this machine: call it 127.0.0.1 or localhost"
             return ApiError(400, message, code="invalid_host")
         return None
-
-    def _key_of(self, authorization: bytes) -> Key | None:
-        scheme, _, given = authorization.partition(b" ")
-        if scheme.lower() != b"bearer":
-            return None
-        known = [key for key in self._keys if hmac.compare_digest(given.strip(b" "), key.secret.encode())]
-        return known[0] if known else None
 
 
 CONNECTIONS = 512
@@ -227,7 +223,7 @@ class Connection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's
         """Make room for it, or refuse it."""
         super().connection_made(transport)
-        self._expect_head()
+        self._time_head(starts=True)
         if self._most is not None and len(self.connections) > self._most:
             silent = [one for one in self.connections if isinstance(one, Connection) and one.waits and one is not self]
             if silent:
@@ -243,16 +239,16 @@ class Connection(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """End the timer, too."""
-        self._expect_nothing()
+        self._time_head(starts=False)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         """Time the head of a request from its first byte to its last."""
         super().data_received(data)
         if not self.waits:
-            self._expect_nothing()
+            self._time_head(starts=False)
         elif self._head is None:
-            self._expect_head()
+            self._time_head(starts=True)
 
     def send_400_response(self, msg: str) -> None:
         """Answer what is no HTTP, in place of the application that reads its body; behind an answer, only hang up."""
@@ -273,8 +269,8 @@ class Connection(H11Protocol):
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """Answer a client that shuts its writing side behind its request: keep the connection until then."""
-        self._shut = not self.waits and not self.cycle.more_body and self.cycle.scope["http_version"] == "1.1"
-        if self._shut:
+        self._shut = not self.waits and not self.cycle.more_body
+        if self._shut and self.cycle.scope["http_version"] == "1.1":  # HTTP/1.0 has no interim responses
             self._probe()
         return self._shut
 
@@ -287,13 +283,11 @@ class Connection(H11Protocol):
             self.transport.write(self.conn.send(h11.InformationalResponse(status_code=100, headers=[])) or b"")
             self.loop.call_later(PROBE_SEC, self._probe)
 
-    def _expect_head(self) -> None:
-        self._head = self.loop.call_later(HEAD_SEC, self._give_up)
-
-    def _expect_nothing(self) -> None:
+    def _time_head(self, *, starts: bool) -> None:
+        """End the timer of a request's head; start it anew if it ``starts``."""
         if self._head is not None:
             self._head.cancel()
-            self._head = None
+        self._head = self.loop.call_later(HEAD_SEC, self._give_up) if starts else None
 
     def _give_up(self) -> None:
         self.logger.warning("closed connections that sent no request within %d s", HEAD_SEC)
@@ -346,9 +340,11 @@ def serve(options: ServeOptions) -> int:
         UserError: the model, the address or the key is unusable.
     """
     keys, loopback = keys_of(options), options.host if is_loopback(options.host) else None
-    listener = _listen(options)
-    with contextlib.closing(listener):
-        _quieten_libraries()
+    with contextlib.closing(_listen(options)) as listener:
+        from transformers.utils import logging as of_transformers  # noqa: PLC0415 - takes seconds; mistakes should not
+
+        of_transformers.set_verbosity_error()  # type: ignore[no-untyped-call]  # some warnings show the ids of a prompt
+        of_transformers.disable_progress_bar()  # type: ignore[no-untyped-call]
         served = open_served(
             options.checkpoint, which=options.which, name=options.model_name, device_kind=options.device
         )
@@ -359,11 +355,16 @@ def serve(options: ServeOptions) -> int:
             scorer=Scorer(served.model),
             limits=limits,
             metrics=metrics,
-            gate=Gate(limits, metrics),
+            gate=Gate(limits, metrics, keys=len(keys)),
         )
-        app = make_app(completions, keys=keys, loopback=loopback)
         quieten_logs()
-        asyncio.run(_serve(app, completions.engine, listener, about=_about(options, served.name, listener)))
+        app = make_app(completions, keys=keys, loopback=loopback)
+        host = f"[{options.host}]" if ":" in options.host else options.host
+        about = (
+            f"serving {served.name} at http://{host}:{listener.getsockname()[1]}/v1 "
+            f"({limits.batch} sequences at a time, {limits.queue} may wait); stop with Ctrl-C"
+        )
+        asyncio.run(_serve(app, completions.engine, listener, about=about))
     return EXIT_DONE
 
 
@@ -442,20 +443,3 @@ def _listen(options: ServeOptions) -> socket.socket:
     abandoned_ms = int(2 * options.limits.stall_sec * 1000)  # the system drops what an ended answer left unread
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, abandoned_ms)
     return listener
-
-
-def _quieten_libraries() -> None:
-    """Keep transformers from logging warnings: some of them show the ids of a prompt."""
-    from transformers.utils import logging  # noqa: PLC0415 - takes seconds; mistakes should not
-
-    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-
-
-def _about(options: ServeOptions, name: str, listener: socket.socket) -> str:
-    host = f"[{options.host}]" if ":" in options.host else options.host
-    limits = options.limits
-    return (
-        f"serving {name} at http://{host}:{listener.getsockname()[1]}/v1 "
-        f"({limits.batch} sequences at a time, {limits.queue} may wait); stop with Ctrl-C"
-    )

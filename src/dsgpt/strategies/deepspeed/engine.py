@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from dsgpt.checkpoints.training_state import Counters, ParamState, StateReader
 from dsgpt.config.run_config import RunConfig
 from dsgpt.data.loader import Batch
-from dsgpt.strategies.base import StateTensors, StepResult, Strategy
+from dsgpt.strategies.base import StateTensors, Strategy
 from dsgpt.strategies.deepspeed.setup import build_deepspeed_optimizer, import_deepspeed, repeat_counting
 from dsgpt.strategies.deepspeed.state import (
     EngineState,
@@ -36,6 +36,7 @@ from dsgpt.strategies.deepspeed.state import (
 )
 from dsgpt.strategies.loss_scale import LossScale
 from dsgpt.strategies.optimizer import block_norms, build_schedule, set_learning_rate
+from dsgpt.telemetry.meter import StepResult
 
 
 def take_norms_of_blocks(optimizer: Any) -> None:

@@ -1,38 +1,39 @@
-"""Exports a model to a folder that other tools can use: Hugging Face's layout, DeepSpeed's, or this project's own.
+"""A model in files: found and verified, loaded, and written for other tools.
 
-Tensors are copied from file to file one at a time, on the CPU, without a network. The folder appears complete or not
-at all.
-
-A checkpoint in DeepSpeed's own layout, as ZeRO-2 on one rank would have saved it, for DeepSpeed's own tools.
-
-    latest                                                      names the folder below
-    global_step200/mp_rank_00_model_states.pt                   the weights by name, and the order of the flat groups
-    global_step200/zero_pp_rank_0_mp_rank_00_optim_states.pt    master weights and moments, each group one flat tensor
-
-Keys are those of ``DeepSpeedEngine`` and ``DeepSpeedZeroOptimizer`` in ``LAYOUT_VERSION``; DeepSpeed is not imported.
-Its files are pickles: this module writes them, and no code here reads them.
+Exports are in Hugging Face's layout, DeepSpeed's, or this project's own. Tensors are copied from file to file one at a
+time, on the CPU, without a network. The folder appears complete or not at all.
 """
 
 import contextlib
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from dsgpt.checkpoints import store
-from dsgpt.checkpoints.manifest import MANIFEST, read_manifest
+from dsgpt.checkpoints.manifest import MANIFEST, Manifest, parse_manifest, read_manifest
+from dsgpt.checkpoints.selection import (
+    find_checkpoint,
+    is_hugging_face,
+    is_model_file,
+    open_model_files,
+    open_weights,
+)
 from dsgpt.checkpoints.training_state import COUNTERS, MOMENTS, StateReader, save_pickled
 from dsgpt.common.errors import Problems, UserError
 from dsgpt.common.files import sha256_of, sync_directory, write_json_atomic
 from dsgpt.common.text import next_line, script_words
 from dsgpt.formats.hugging_face import (
+    PretrainedWeights,
     hugging_face_config,
     hugging_face_name,
     hugging_face_shape,
@@ -40,10 +41,177 @@ from dsgpt.formats.hugging_face import (
     read_json,
 )
 from dsgpt.formats.tensor_files import DTYPES, StoredTensor, write_safetensors
-from dsgpt.formats.tokenizer_files import SETTINGS, end_of_text_id
-from dsgpt.inference.loading import StoredModel, open_model
+from dsgpt.formats.tokenizer_files import (
+    CONFIG,
+    SETTINGS,
+    end_ids,
+    end_of_text_id,
+    fault_of,
+    open_tokenizer,
+    tokenizer_files,
+)
 from dsgpt.machine.console import Console
+from dsgpt.machine.device import cuda_devices, slow_precision
+from dsgpt.model.config import GPT2Config
+from dsgpt.model.gpt2 import GPT2
 from dsgpt.model.names import decays
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredModel:
+    """A model in files: verified, and not read yet."""
+
+    source: Path
+    """The checkpoint, the portable folder or the Hugging Face folder."""
+    config: GPT2Config
+    tensors: dict[str, StoredTensor]
+    """By canonical name."""
+    folder: Path | None
+    """Of its tokenizer; None where there is none."""
+    refused: str = ""
+    """Why its tokenizer must not be used; empty where it may."""
+    ends: tuple[int, ...] = ()
+    """Ids that end a text, besides the tokenizer's own."""
+    manifest: Manifest | None = None
+    """Of its checkpoint or portable folder; None for a Hugging Face folder."""
+    trained_length: int | None = None
+    """Tokens of the sequences that it was trained on: later positions never learned anything. None if unknown."""
+    published: PretrainedWeights | None = None
+    """Of a Hugging Face folder."""
+
+    @property
+    def tokenizer(self) -> list[Path]:
+        """The tokenizer's files; empty if there is none, or it must not be used."""
+        if self.folder is None or self.refused:
+            return []
+        own_config = self.manifest is not None  # otherwise ``config.json`` is the model's
+        return [path for path in tokenizer_files(self.folder) if own_config or path.name != CONFIG]
+
+
+def open_model(source: Path, *, which: str, flag: str, console: Console | None = None) -> StoredModel:
+    """Find and verify the model in ``source``.
+
+    Args:
+        source: a run folder, a checkpoint of any strategy, a portable folder, or a Hugging Face folder of a GPT-2.
+        which: the checkpoint of a run folder: ``latest`` or ``best``.
+        flag: the flag that ``source`` was given with, for messages.
+        console: shows the progress.
+
+    Raises:
+        UserError: there is no usable model.
+    """
+    if is_hugging_face(source):
+        if which == "best":
+            raise UserError(f"{flag} {source}: is a Hugging Face folder; --which best needs a run folder")
+        published = PretrainedWeights(source)
+        folder = source if any(file.name != CONFIG for file in tokenizer_files(source)) else None
+        return StoredModel(
+            source=source,
+            config=published.config,
+            tensors=published.tensors(),
+            folder=folder,
+            refused=_fault(source, named=True),
+            ends=end_ids(source),
+            published=published,
+        )
+    checkpoint = find_checkpoint(source, which=which, flag=flag)
+    named = parse_manifest(checkpoint).files
+    size = sum(facts.size for name, facts in named.items() if is_model_file(name))
+    progress = (console or Console(speaks=False)).progress(total=size, what="verifying", unit="B", lines=True)
+    files = open_model_files(checkpoint, progress=progress.advance)
+    progress.close()
+    return StoredModel(
+        source=checkpoint,
+        config=files.config,
+        tensors=open_weights(files),
+        folder=files.tokenizer,
+        refused=_fault(files.tokenizer, named=False),
+        manifest=files.manifest,
+        trained_length=files.trained_length,
+    )
+
+
+def _fault(folder: Path | None, *, named: bool) -> str:
+    fault = fault_of(folder, named=named) if folder else None
+    return f"{folder}: {fault}" if fault else ""
+
+
+def build_model(
+    config: GPT2Config, weights: Mapping[str, Tensor], *, device: torch.device, dtype: torch.dtype = torch.float32
+) -> GPT2:
+    """The model in evaluation mode, with ``weights``, every weight whole on the CPU by its canonical name."""
+    with torch.device("meta"):
+        model = GPT2(config)
+    model.load_state_dict({**weights, "lm_head.weight": weights["wte.weight"]}, assign=True)
+    model.lm_head.weight = model.wte.weight
+    return model.to(device=device, dtype=dtype).eval()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loaded:
+    """A model in evaluation mode and its tokenizer."""
+
+    model: GPT2
+    tokenizer: "PreTrainedTokenizerBase | None"
+    stored: StoredModel
+
+    def needed_tokenizer(self) -> "PreTrainedTokenizerBase":
+        """The tokenizer.
+
+        Raises:
+            UserError: there is none.
+        """
+        if self.tokenizer is None:
+            why = ", because its training data had none" if self.stored.manifest else ""
+            raise UserError(f"{self.stored.source}: has no tokenizer{why}: cannot read text")
+        return self.tokenizer
+
+
+def load(path: Path, *, which: str, device: torch.device, precision: str) -> Loaded:
+    """Verify and read the model in ``path``, as ``open_model``, which ``--checkpoint`` named.
+
+    Args:
+        path: the folder.
+        which: the checkpoint of a run folder.
+        device: where the model goes.
+        precision: ``fp32``, ``bf16`` or ``fp16``.
+
+    Raises:
+        UserError: there is no usable model, a weight is not finite, or its tokenizer cannot be used.
+    """
+    stored = open_model(path, which=which, flag="--checkpoint")
+    tokenizer = None
+    if stored.folder is not None:
+        tokenizer = open_tokenizer(stored.folder, what=str(stored.folder), named=stored.manifest is None)
+    weights = {name: tensor.read() for name, tensor in stored.tensors.items()}
+    model = build_model(stored.config, weights, device=device, dtype=DTYPES[precision])
+    for name, value in model.named_parameters():
+        if not torch.isfinite(value).all():
+            raise UserError(
+                f"--checkpoint {path}: {name} holds values that are NaN or infinite in {precision}: it is unusable"
+            )
+    return Loaded(model=model, tokenizer=tokenizer, stored=stored)
+
+
+def device_for(kind: str, *, precision: str, problems: Problems) -> torch.device:
+    """The device that ``--device`` names; what it cannot do is noted in ``problems``.
+
+    Prints a line to standard error if it computes slowly in ``precision``.
+    """
+    if kind == "cuda" and not cuda_devices():
+        problems.add("--device cuda: PyTorch sees no NVIDIA GPU here; use --device cpu")
+    device = torch.device("cuda" if kind != "cpu" and cuda_devices() else "cpu")
+    if precision == "fp16" and device.type == "cpu":
+        problems.add("--precision fp16 needs a GPU: use fp32 or bf16 on a CPU")
+    if line := slow_precision(precision, device=device.type):
+        print(f"note: {line}", file=sys.stderr)
+    return device
+
+
+# Exports.
 
 _LAYOUTS = {"hf": "Hugging Face", "portable": "portable", "deepspeed": "DeepSpeed"}
 """Names of ``options.EXPORT_FORMS`` in messages."""
@@ -235,7 +403,14 @@ def _write_shape_and_tokenizer(folder: Path, model: StoredModel) -> None:
     write_json_atomic(folder / store.MODEL, model.config.as_dict())
 
 
-# DeepSpeed's layout.
+# A checkpoint in DeepSpeed's own layout, as ZeRO-2 on one rank would have saved it, for DeepSpeed's own tools.
+#
+#     latest                                                      names the folder below
+#     global_step200/mp_rank_00_model_states.pt                   the weights by name, and the order of the flat groups
+#     global_step200/zero_pp_rank_0_mp_rank_00_optim_states.pt    master weights and moments, each group one flat tensor
+#
+# Keys are those of ``DeepSpeedEngine`` and ``DeepSpeedZeroOptimizer`` in ``LAYOUT_VERSION``; DeepSpeed is not imported.
+# Its files are pickles: this module writes them, and no code here reads them.
 
 LAYOUT_VERSION = "0.19.8"
 """The version of DeepSpeed that has these keys."""

@@ -1,29 +1,71 @@
-"""What the collectives of some steps cost (``--profile_comm``): calls, bytes, time, and the share of a step that waits.
+"""Steps under PyTorch's profiler: what their collectives cost (``--profile_comm``), and their traces (``--profile``).
 
-``communication.json`` holds the result, beside the record. The times are from the events of PyTorch's profiler. On a
-CPU, gloo's threads communicate while the training thread computes or sleeps. A collective lasts from the call of its
-``c10d::`` operator until gloo has ended the last part of it (``gloo:`` events), waiting for the other ranks included.
-Its communication is exposed while the training thread sleeps, which ``meter.ThreadClock`` measures.
+``communication.json`` beside the record holds calls, bytes and time of the collectives, and the share of a step that
+waits for them. The times are from the events of the profiler. On a CPU, gloo's threads communicate while the training
+thread computes or sleeps. A collective lasts from the call of its ``c10d::`` operator until gloo has ended the last
+part of it (``gloo:`` events), waiting for the other ranks included. Its communication is exposed while the training
+thread sleeps, which ``meter.ThreadClock`` measures.
 
 On a GPU, a collective is one or more NCCL kernels. They are exposed while no other kernel and no copy runs beside
 them.
 """
 
 import contextlib
+import os
 import re
+import statistics
 import time
+from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile, schedule
 
+from dsgpt.common.files import remove
+from dsgpt.machine.device import named_range, ranges_shown
 from dsgpt.machine.process_group import gather_objects
 from dsgpt.telemetry.communication import Traffic, operation_of
 from dsgpt.telemetry.meter import ThreadClock
-from dsgpt.telemetry.trace import new_profiler
+
+
+class StepsProfile(ABC):
+    """Profiles the next steps of this process on every rank, from its creation until it is complete.
+
+    Args:
+        device: of this rank.
+        steps: how many to profile.
+        warm_up: steps before these, of which nothing is kept; None for none, and without a schedule.
+    """
+
+    def __init__(self, device: torch.device, *, steps: int, warm_up: int | None = None) -> None:
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler prints when it starts and stops
+        self._on_gpu = device.type == "cuda"
+        self._most = steps + (warm_up or 0)
+        self._taken: list[int] = []
+        self._profiler = profile(
+            activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._on_gpu else [])],
+            schedule=None if warm_up is None else schedule(wait=0, warmup=warm_up, active=steps, repeat=1),
+        )
+        self._profiler.start()
+
+    @property
+    def complete(self) -> bool:
+        """Whether all steps were profiled."""
+        return len(self._taken) == self._most
+
+    @abstractmethod
+    def watch(self, step: int) -> contextlib.AbstractContextManager[None]:
+        """A context for an optimizer step."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Report what was measured; collective."""
+
 
 # Spans of time: how long at least one of them lasts, and how long two sets of them overlap.
 
@@ -37,13 +79,13 @@ class Span(NamedTuple):
 
 def merged(spans: Iterable[Span]) -> list[Span]:
     """The same time as spans that do not touch, in order."""
-    found: list[Span] = []
+    apart: list[Span] = []
     for span in sorted(spans):
-        if found and span.start <= found[-1].end:
-            found[-1] = Span(found[-1].start, max(found[-1].end, span.end))
+        if apart and span.start <= apart[-1].end:
+            apart[-1] = Span(apart[-1].start, max(apart[-1].end, span.end))
         elif span.end > span.start:
-            found.append(span)
-    return found
+            apart.append(span)
+    return apart
 
 
 def length(spans: Iterable[Span]) -> float:
@@ -53,17 +95,13 @@ def length(spans: Iterable[Span]) -> float:
 
 def common(one: Iterable[Span], other: Iterable[Span]) -> list[Span]:
     """The time in which a span of each lasts, as spans that do not touch."""
-    first, second, found = merged(one), merged(other), []
-    i = j = 0
-    while i < len(first) and j < len(second):
-        start, end = max(first[i].start, second[j].start), min(first[i].end, second[j].end)
+    first, second, both = merged(one), merged(other), []
+    while first and second:
+        start, end = max(first[-1].start, second[-1].start), min(first[-1].end, second[-1].end)
         if start < end:
-            found.append(Span(start, end))
-        if first[i].end < second[j].end:
-            i += 1
-        else:
-            j += 1
-    return found
+            both.append(Span(start, end))
+        (first if first[-1].start > second[-1].start else second).pop()
+    return both[::-1]
 
 
 STEP_RANGE = "dsgpt profiled step"
@@ -114,14 +152,6 @@ class CommunicationTimes:
     operations: dict[str, Calls]
 
 
-def events_of(profiler: Any) -> Iterator[Event]:
-    """The events of a ``torch.profiler.profile`` that has ended; ranges of ours are left out on the GPU's side."""
-    for event in profiler.profiler.kineto_results.events():
-        on_gpu = event.device_type().name == "CUDA"
-        if not on_gpu or event.activity_type() in _ON_GPU:
-            yield Event(event.name(), Span(event.start_ns() / 1e9, event.end_ns() / 1e9), on_gpu)
-
-
 def times_on_cpu(events: Iterable[Event], *, sleeping_sec: Sequence[float]) -> CommunicationTimes:
     """The times of a rank whose ranks communicate over gloo.
 
@@ -129,10 +159,10 @@ def times_on_cpu(events: Iterable[Event], *, sleeping_sec: Sequence[float]) -> C
         events: of the profiled steps; what happens between them is left out.
         sleeping_sec: of each step, the seconds in which the training thread slept and did not wait for data.
     """
-    seen = (event for event in events if event.name.startswith((STEP_RANGE, "c10d::", "gloo:")))
-    known = sorted(seen, key=lambda event: event.span)
-    steps = [event.span for event in known if event.name == STEP_RANGE]
-    calls = _calls([event for event in known if _step_of(event.span, steps) is not None])
+    ours = [event for event in events if event.name.startswith((STEP_RANGE, "c10d::", "gloo:"))]
+    ours.sort(key=lambda event: event.span)
+    steps = [event.span for event in ours if event.name == STEP_RANGE]
+    calls = _calls([event for event in ours if _is_in(steps, event)])
     lasting = [[*common([call for _, call in calls], [step])] for step in steps]
     exposed = [min(slept, length(spans)) for slept, spans in zip(sleeping_sec, lasting, strict=True)]
     return CommunicationTimes(
@@ -159,9 +189,9 @@ def _calls(events: Sequence[Event]) -> list[tuple[str, Span]]:
 
 def times_on_gpu(events: Iterable[Event]) -> CommunicationTimes:
     """The times of a rank whose GPU communicates over NCCL; the host waits for the GPU at both ends of a step."""
-    known = list(events)
-    steps = [event.span for event in known if event.name == STEP_RANGE and not event.on_gpu]
-    inside = [event for event in known if event.on_gpu and _step_of(event.span, steps) is not None]
+    events = list(events)
+    steps = [event.span for event in events if event.name == STEP_RANGE and not event.on_gpu]
+    inside = [event for event in events if event.on_gpu and _is_in(steps, event)]
     calls = [(name, event.span) for event in inside if (name := kernel_operation(event.name))]
     computing = [event.span for event in inside if kernel_operation(event.name) is None]
     lasting = [span for _, span in calls]
@@ -176,23 +206,22 @@ def times_on_gpu(events: Iterable[Event]) -> CommunicationTimes:
 
 def kernel_operation(name: str) -> str | None:
     """The operation of an NCCL kernel such as ``ncclDevKernel_AllReduce_Sum_f32_RING_LL``; None for other kernels."""
-    found = _KERNEL.search(name)
-    if found is None:
-        return OTHER if "ncclKernel" in name or "ncclDevKernel" in name else None
-    return _KERNELS[found[1]]
+    if kernel := _KERNEL.search(name):
+        return _KERNELS[kernel[1]]
+    return OTHER if "ncclKernel" in name or "ncclDevKernel" in name else None
 
 
 def _by_operation(calls: Iterable[tuple[str, Span]]) -> dict[str, Calls]:
-    found: dict[str, Calls] = {}
+    operations: dict[str, Calls] = {}
     for operation, span in calls:
-        entry = found.setdefault(operation, Calls())
+        entry = operations.setdefault(operation, Calls())
         entry.calls += 1
         entry.seconds += span.end - span.start
-    return found
+    return operations
 
 
-def _step_of(span: Span, steps: Sequence[Span]) -> int | None:
-    return next((index for index, step in enumerate(steps) if step.start <= span.start <= step.end), None)
+def _is_in(steps: Sequence[Span], event: Event) -> bool:
+    return any(step.start <= event.span.start <= step.end for step in steps)
 
 
 COMMUNICATION_FILE = "communication.json"
@@ -200,8 +229,8 @@ SCHEMA_VERSION = "1.0"
 _SERVED_BY_SEND_RECV = {"send", "recv", "all_to_all", "gather", "scatter"}
 
 
-class CommunicationProfile:
-    """Profiles the next steps of this process on every rank.
+class CommunicationProfile(StepsProfile):
+    """Measures what the collectives of the next steps cost.
 
     Args:
         device: of this rank.
@@ -220,19 +249,10 @@ class CommunicationProfile:
         traffic: Sequence[Traffic] | None,
         report: Callable[[dict[str, Any]], None],
     ) -> None:
-        self._on_gpu = device.type == "cuda"
-        self._steps = steps
         self._data_wait, self._traffic, self._report = data_wait, traffic, report
         self._thread = ThreadClock()
         self._sleeping_sec: list[float] = []
-        self._taken: list[int] = []
-        self._profiler = new_profiler(device)
-        self._profiler.start()
-
-    @property
-    def complete(self) -> bool:
-        """Whether all steps were profiled."""
-        return len(self._taken) == self._steps
+        super().__init__(device, steps=steps)
 
     @contextlib.contextmanager
     def watch(self, step: int) -> Iterator[None]:
@@ -254,7 +274,11 @@ class CommunicationProfile:
         """Report what was measured; collective."""
         self._profiler.stop()
         self._thread.close()
-        events = events_of(self._profiler)
+        events = []
+        for event in self._profiler.profiler.kineto_results.events():  # type: ignore[union-attr]  # it was started
+            on_gpu = event.device_type().name == "CUDA"
+            if not on_gpu or event.activity_type() in _ON_GPU:  # ranges of ours are left out on the GPU's side
+                events.append(Event(event.name(), Span(event.start_ns() / 1e9, event.end_ns() / 1e9), on_gpu))
         times = times_on_gpu(events) if self._on_gpu else times_on_cpu(events, sleeping_sec=self._sleeping_sec)
         ranks: list[dict[str, Any]] = gather_objects(rank_figures(times, self._traffic))
         self._report(
@@ -263,8 +287,10 @@ class CommunicationProfile:
                 "first_step": self._taken[0],
                 "steps": len(self._taken),
                 "backend": dist.get_backend() if dist.is_initialized() else None,
-                "exposed_share": _mean([rank["exposed_share"] for rank in ranks]),
-                "hidden_share": _mean([rank["hidden_share"] for rank in ranks]),
+                **{
+                    share: statistics.fmean(rank[share] for rank in ranks)
+                    for share in ("exposed_share", "hidden_share")
+                },
                 "ranks": [{"rank": number, **rank} for number, rank in enumerate(ranks)],
             }
         )
@@ -305,10 +331,6 @@ def rank_figures(times: CommunicationTimes, traffic: Sequence[Traffic] | None) -
     }
 
 
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
-
-
 def communication_table(measured: dict[str, Any]) -> list[str]:
     """``communication.json`` in lines for people, with the operations of the rank that waits longest."""
     ranks = measured["ranks"]
@@ -330,3 +352,99 @@ def communication_table(measured: dict[str, Any]) -> list[str]:
 
 def _number(value: float | None, unit: float) -> str:
     return "unknown" if value is None else f"{value / unit:.3f}"
+
+
+# Traces of some steps by PyTorch's profiler (``--profile``), a file for each rank that Perfetto opens.
+
+PROFILE_FOLDER = "profile"
+WARM_UP_STEPS = 2
+"""Steps in which the profiler runs and keeps nothing: its first ones are slow."""
+ROWS = 10
+_FILE = re.compile(r"(partial-)?rank\d+\.json\.gz")
+_RANGES = re.compile(r"ProfilerStep.*|data|train_step|forward|backward|optimizer")
+
+
+def trace_file(rank: int) -> str:
+    """The name of a rank's file in the folder ``profile``."""
+    return f"rank{rank}.json.gz"
+
+
+def is_profile_folder(path: Path) -> bool:
+    """Whether ``path`` is a folder with traces and nothing else; False for a link."""
+    if path.is_symlink() or not path.is_dir():
+        return False
+    return all(_FILE.fullmatch(inside.name) and not inside.is_dir() for inside in path.iterdir())
+
+
+class Trace(StepsProfile):
+    """Traces the next steps, after ``WARM_UP_STEPS`` more.
+
+    Args:
+        device: of this rank.
+        steps: how many to trace.
+        path: the file of this rank.
+        report: called on every rank with the table for people, and lines that say why a trace is missing.
+    """
+
+    def __init__(
+        self, device: torch.device, *, steps: int, path: Path, report: Callable[[list[str], list[str]], None]
+    ) -> None:
+        self._device, self._path, self._report = device, path, report
+        super().__init__(device, steps=steps, warm_up=WARM_UP_STEPS)
+
+    @contextlib.contextmanager
+    def watch(self, step: int) -> Iterator[None]:
+        """A context for an optimizer step."""
+        with ranges_shown(self._device), named_range("train_step"):
+            yield
+        self._taken.append(step)
+        if not self.complete:
+            self._profiler.step()
+
+    def finish(self) -> None:
+        """Write the trace and report the table; collective."""
+        self._profiler.stop()
+        traced = self._taken[WARM_UP_STEPS:]
+        if not traced:
+            self._report([], ["too few steps were left: there is no trace"])
+            return
+        reasons: list[str | None] = gather_objects(self._written())
+        table = top_table(self._profiler.key_averages(), steps=traced, on_gpu=self._on_gpu)
+        self._report(table, [f"rank {rank} wrote no trace: {why}" for rank, why in enumerate(reasons) if why])
+
+    def _written(self) -> str | None:
+        """Write the file; why that failed, or None."""
+        partial = self._path.with_name(f"partial-{self._path.name}")
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            remove(partial)
+            self._profiler.export_chrome_trace(str(partial))
+            partial.replace(self._path)
+        except OSError as error:
+            return error.strerror or str(error)
+        return None
+
+
+def top_table(averages: Any, *, steps: list[int], on_gpu: bool) -> list[str]:
+    """The operators of rank 0 that take most time of their own, in lines for people.
+
+    Args:
+        averages: a ``torch.autograd.profiler_util.EventList`` by operator.
+        steps: the traced steps.
+        on_gpu: whether time is that of the GPU.
+    """
+    own = [
+        (entry.self_device_time_total if on_gpu else entry.self_cpu_time_total, entry.count, entry.key)
+        for entry in averages
+        if not _RANGES.fullmatch(entry.key)
+    ]
+    total = sum(microseconds for microseconds, _, _ in own)
+    if not total:
+        return []
+    where = "GPU" if on_gpu else "CPU"
+    lines = [f"profile of steps {steps[0]} to {steps[-1]} on rank 0: what takes most time of the {where}"]
+    lines.append(f"{'ms a step':>10}  {'share':>6}  {'calls a step':>12}  operator")
+    for microseconds, count, name in sorted(own, reverse=True)[:ROWS]:
+        milliseconds, share = microseconds / 1000 / len(steps), microseconds / total
+        lines.append(f"{milliseconds:>10.2f}  {share:>6.1%}  {count / len(steps):>12g}  {name[:80]}")
+    return lines

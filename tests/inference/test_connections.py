@@ -4,8 +4,6 @@ import asyncio
 import contextlib
 import re
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,12 +13,12 @@ from typing import Any
 import httpx2
 import pytest
 import uvicorn
-from running_server import within
-from small_run import REPOSITORY
+from forked_ranks import run_script
+from small_run import REPOSITORY, within
 
+from dsgpt.inference.commands import Key
 from dsgpt.inference.server import server as connection
 from dsgpt.inference.server.completions import Metrics
-from dsgpt.inference.server.options import Key
 from dsgpt.inference.server.server import http_config, make_app
 
 KEY = "0123456789abcdef"
@@ -120,11 +118,13 @@ def test_silent_connections_make_room_and_requests_that_are_answered_do_not(monk
         assert slow.gone == 0
 
 
-@pytest.mark.parametrize("ending", [b"", GET])
-def test_a_client_that_shuts_its_writing_side_is_answered(ending: bytes):
+@pytest.mark.parametrize(
+    ("first", "ending"), [(GET, b""), (GET, GET), (GET.replace(b"1.1", b"1.0"), b"")], ids=["one", "two", "HTTP/1.0"]
+)
+def test_a_client_that_shuts_its_writing_side_is_answered(first: bytes, ending: bytes):
     slow = Slow()
     with listening(slow) as port:
-        client = connect(port, GET + ending)
+        client = connect(port, first + ending)
         client.shutdown(socket.SHUT_WR)
         within(lambda: slow.asked == 1)
         time.sleep(1.5)  # the second probe
@@ -200,7 +200,8 @@ def test_unclear_heads_are_refused(case: str):
 )
 def test_keys_and_paths_in_every_spelling(path: str, authorization: str, status: int):
     app = application(keys=[Key(name="a", secret="another-key-than-this"), Key(name="b", secret=KEY)], loopback=None)
-    headers = {"authorization": authorization, "x-forwarded-proto": "https", "x-request-id": "mine"}
+    headers = {"authorization": authorization, "host": "any.example", "x-forwarded-proto": "https"}
+    headers |= {"x-request-id": "mine"}
     with listening(app) as port:
         answer = httpx2.get(f"http://127.0.0.1:{port}{path}", headers=headers)
         other = httpx2.get(f"http://127.0.0.1:{port}{path}", headers=headers | {"x-request-id": "not one"})
@@ -209,38 +210,47 @@ def test_keys_and_paths_in_every_spelling(path: str, authorization: str, status:
 
 
 LIMITED = """
-import asyncio, resource, sys, uvicorn
-sys.path[:0] = sys.argv[1:]
-from test_connections import application
-from dsgpt.inference.server.server import connection_limit, quieten_logs
-from dsgpt.inference.server.server import http_config
-app = application()
-import socket
+import asyncio, os, resource, socket, sys, threading, time, uvicorn
+sys.path[:0] = {paths}
+from forked_ranks import run_script
+from small_run import REPOSITORY, within
+from test_connections import application, connect, httpx2
+from dsgpt.inference.server.server import connection_limit, http_config, quieten_logs
+
 listener = socket.create_server(("127.0.0.1", 0))
+child = os.fork()
+if not child:
+    clients = [connect(listener.getsockname()[1]) for _ in range(100)]
+    within(lambda: open({log!r}).read())
+    time.sleep(3)
+    for client in clients:
+        client.close()
+    url = f"http://127.0.0.1:{{listener.getsockname()[1]}}/health"
+    print("answered", httpx2.get(url, timeout=60).status_code, flush=True)
+    os._exit(0)
+
+def stop():
+    os.waitpid(child, 0)
+    server.should_exit = True
+
 resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))
+print("limit", connection_limit(), flush=True)
+server = uvicorn.Server(http_config(application(), connections=1000))
 quieten_logs()
-print(listener.getsockname()[1], connection_limit(), flush=True)
-asyncio.run(uvicorn.Server(http_config(app, connections=1000)).serve([listener]))
+threading.Thread(target=stop, daemon=True).start()
+asyncio.run(server.serve([listener]))
 """
+"""A server with few files, and a child that is its clients."""
 
 
 def test_a_process_without_files_for_connections_says_so_once_a_minute(tmp_path):
-    words = [sys.executable, "-c", LIMITED, REPOSITORY / "tests", REPOSITORY / "tests" / "serving"]
-    with (tmp_path / "log").open("wb") as log:
-        process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=log)
-    try:
-        assert process.stdout is not None
-        port, limit = map(int, process.stdout.readline().split())
-        assert limit == 1  # it would close silent ones before files run out, so this server is told another limit
-        clients = [connect(port) for _ in range(100)]
-        within((tmp_path / "log").read_text)
-        time.sleep(3)
-        for client in clients:
-            client.close()
-        assert httpx2.get(f"http://127.0.0.1:{port}/health", timeout=60).status_code == 200
-        lines = (tmp_path / "log").read_text().splitlines()
-    finally:
-        process.terminate()
-        process.wait()
+    """It would close silent connections before files run out, so this server is told another limit."""
+    script, log = tmp_path / "limited.py", tmp_path / "log"
+    log.touch()
+    paths = [str(REPOSITORY / "tests"), str(REPOSITORY / "tests" / "inference")]
+    script.write_text(LIMITED.format(paths=paths, log=str(log)))
+    done = run_script(script, [], cwd=tmp_path, stderr=str(log))
+    assert (done.returncode, done.stdout) == (0, "limit 1\nanswered 200\n")
+    lines = log.read_text().splitlines()
     assert "cannot accept connections: Too many open files" in lines
     assert len(lines) < 10, lines[:10]

@@ -1,0 +1,292 @@
+"""The suite that measures a server under load: its clients, its rounds, its figures, and what it finds wrong."""
+
+import asyncio
+import contextlib
+import json
+import math
+import random
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from small_run import within
+
+from dsgpt.benchmarks import serving as module
+from dsgpt.benchmarks.frame import record_head
+from dsgpt.benchmarks.serving import (
+    BATCH,
+    MAX_TOKENS,
+    MODEL,
+    PROMPTS,
+    QUEUE,
+    SEED,
+    Load,
+    Served,
+    ServerProcess,
+    Serving,
+    ServingOptions,
+    round_of,
+    serving_page,
+    summary_lines,
+)
+from dsgpt.common.errors import UserError
+
+# What the load test reports is wrong, from the figures of its rounds.
+
+FOLDER = Path("no-folder")
+OPTIONS = ServingOptions(
+    output=FOLDER, page=FOLDER, keep=None, checkpoint=FOLDER, requests=50, times=4, rounds=2, device="cpu"
+)
+
+
+def a_round(number: int, *, answered: int, lost: int = 0, **changes: Any) -> dict[str, Any]:
+    """Answered requests, which took up to 1 s after up to 100 s of refusals, and lost ones."""
+    shares = random.Random(0).sample([(place + 1) / answered for place in range(answered)], answered)
+    requests = [{"answers": 1, "accepted_sec": each, "whole_sec": 100 * each, "refusals": 3} for each in shares]
+    requests += [{"answers": 0, "accepted_sec": 300.0, "whole_sec": 300.0, "refusals": 200}] * lost
+    counts = {"answered": answered, "answered_by_the_servers_count": answered, "peak_rss_bytes": 2_000_000}
+    counts |= dict.fromkeys(("answered_twice", "wrong_texts", "open_sequences"), 0)
+    times = {"round": number, "seconds": 50.0, "offered_per_sec": 20.0, "failures": {}}
+    return times | counts | {"requests": requests} | changes
+
+
+@pytest.mark.parametrize(
+    ("changes", "failure"),
+    [
+        ({}, None),
+        ({"answered": 3}, "round 2: 1 lost"),
+        ({"answered": 0, "failures": {"answered 503: no": 4}}, "round 2: 4 answered 503: no"),
+        ({"offered_per_sec": 3.9}, "the load was only 1.9 times what the server answers"),
+        ({"seconds": 0.19}, "the load was only 1.9 times what the server answers"),
+        ({"answered_by_the_servers_count": 3}, "round 2: 1 lost"),
+        ({"answered_by_the_servers_count": 5}, "round 2: 1 answered twice"),
+        ({"answered_twice": 1}, "round 2: 1 answered twice"),
+        ({"wrong_texts": 2}, "round 2: 2 wrong texts"),
+        ({"open_sequences": 1}, "round 2: 1 sequences left"),
+        ({"peak_rss_bytes": 2_042_000}, "the memory grew from the first round to the last"),
+    ],
+)
+def test_the_load_test_names_what_is_wrong(changes, failure):
+    command = Serving(replace(OPTIONS, requests=4), FOLDER)
+    command._exit_code, command._capacity = 0, 2.0
+    rounds = [a_round(number, answered=4, seconds=2.0, offered_per_sec=40.0) for number in (1, 2)]
+    record = record_head("1.0", device="cpu") | command.record([rounds[0], rounds[1] | changes])
+    assert failure is None or any(line.startswith(failure) for line in command.failures(record))
+    assert bool(command.failures(record)) == (failure is not None)
+    page = serving_page(record, source="load.json")
+    assert record["rounds"][0]["accepted_sec"] == {"p50": 0.5, "p95": 1.0, "p99": 1.0}
+    in_texts = failure is None or any(word in failure for word in ("grew", "left", "only"))
+    assert ("**Every request was answered once" in page) == in_texts
+
+
+def served(name: str, text: str = "b", **changes: Any) -> Served:
+    facts = {"prompt": 1, "answers": 1, "refusals": 0, "accepted_sec": 0.1, "whole_sec": 0.2}
+    return Served(**facts | {"name": name, "text": text} | changes)
+
+
+def test_requests_of_a_round_are_counted():
+    lost = served("", answers=0, failure="answered 504: late")
+    found = round_of([served("a"), served("b"), lost, lost], alone=["x", "b"], known={"z"})
+    assert (found["answered"], found["answered_twice"], found["wrong_texts"]) == (2, 0, 0)
+    assert found["failures"] == {"answered 504: late": 2}
+    for twice in (served("a"), served("z"), served("c", answers=2)):  # of this round, of an earlier one, in one answer
+        assert round_of([served("a"), twice], alone=["x", "b"], known={"z"})["answered_twice"] == 1
+    assert round_of([served("a", "x")], alone=["x", "b"], known=set())["wrong_texts"] == 1
+
+
+def test_arrivals_are_poisson_and_as_many_as_asked_for():
+    instants = Load("", MODEL, PROMPTS, max_tokens=1, seed=1).instants(4000, per_sec=50)
+    gaps = [later - earlier for earlier, later in pairwise([0.0, *instants])]
+    assert sum(gaps) / 4000 == pytest.approx(1 / 50, rel=0.05)  # three standard errors of the mean
+    assert sum(gap > 1 / 50 for gap in gaps) / 4000 == pytest.approx(math.exp(-1), abs=0.025)
+
+
+# The load test's own parts: its clients, its rounds, its figures, and the memory that it reads.
+
+Answer = tuple[int, dict[str, str], Any]
+"""Status, headers and body."""
+
+
+@contextlib.contextmanager
+def answering(answer: Callable[[int], Answer]) -> Iterator[tuple[str, list[Any]]]:
+    """The address of a server in this process, and what it was asked; ``answer`` gets the number of the request."""
+    asked: list[Any] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            asked.append(json.loads(self.rfile.read(int(self.headers["content-length"]))))
+            status, headers, body = answer(len(asked) - 1)
+            data = json.dumps(body).encode()
+            self.send_response(status)
+            for name, value in {"content-length": str(len(data)), **headers}.items():
+                self.send_header(name, value)
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as http:
+        threading.Thread(target=http.serve_forever, args=(0.01,), daemon=True).start()
+        yield f"http://127.0.0.1:{http.server_port}", asked
+        http.shutdown()
+
+
+def test_a_server_that_answers_with_errors_or_not_at_all_loses_requests():
+    """Every second request is answered with an error."""
+
+    def answer(number: int) -> Answer:
+        return 200 if number % 2 else 503, {}, {"id": f"{number}", "choices": [{"text": "b"}]}
+
+    with answering(answer) as (url, _):
+        load = Load(url, MODEL, PROMPTS, max_tokens=1, seed=1)
+        answered, _ = load.poisson([0.0, 0.0, 0.0, 0.05])
+        with pytest.raises(UserError, match=r"^src/serve.py does not answer 1 of 2 requests: answered 503: "):
+            load.steady(2, clients=1)
+    assert sorted(one.answers for one in answered) == [0, 0, 1, 1]
+    assert answered[3].whole_sec < 60
+    gone, _ = load.poisson([0.0])
+    assert (gone[0].answers, gone[0].failure.split(":")[0]) == (0, "ConnectError")
+
+
+def test_a_client_reports_what_it_waited_and_what_it_got(monkeypatch):
+    """Two refusals, then an answer with two choices."""
+    answers: list[Answer] = [
+        (429, {"retry-after": "0.02"}, {}),
+        (429, {"retry-after": "0.04"}, {}),
+        (200, {}, {"id": "its name", "choices": [{"text": "first"}, {"text": "second"}]}),
+    ]
+    waits, sleep = [], asyncio.sleep
+
+    async def noted(seconds: float) -> None:
+        waits.append(seconds)
+        await sleep(seconds)
+
+    monkeypatch.setattr(module.asyncio, "sleep", noted)
+    with answering(answers.__getitem__) as (url, asked):
+        (answer,), seconds = Load(url, MODEL, PROMPTS, max_tokens=3, seed=1).poisson([0.01])
+    assert asked == [{"model": MODEL, "max_tokens": 3, "temperature": 0, "prompt": PROMPTS[0]}] * 3
+    assert (answer.answers, answer.name, answer.text, answer.refusals) == (2, "its name", "first", 2)
+    arrival, first, second = waits
+    assert arrival == 0.01
+    assert 0.02 <= first <= 0.04 <= second <= 0.08
+    assert answer.whole_sec - answer.accepted_sec >= first + second - 0.01  # a timer may be a little early
+    assert 0 < answer.accepted_sec < answer.whole_sec < seconds
+
+
+class ScriptedLoad:
+    """Clients whose answers are those of a script, and change the server's ``metrics``."""
+
+    def __init__(self, metrics: dict[str, float]) -> None:
+        self.metrics, self.asked = metrics, []
+
+    def opened(self, *words: Any, **options: Any) -> "ScriptedLoad":
+        self.asked.append((*words, options))
+        return self
+
+    def steady(self, requests: int, *, clients: int) -> tuple[list[Served], float]:
+        self.asked.append((requests, clients))
+        return self._served(requests), 10.0 * len(self.asked)
+
+    def instants(self, requests: int, *, per_sec: float) -> list[float]:
+        self.asked.append((requests, per_sec))
+        return [2 * (number + 1) / per_sec for number in range(requests)]  # half as many a second as asked for
+
+    def poisson(self, instants: list[float]) -> tuple[list[Served], float]:
+        served, second = self._served(len(instants)), self.metrics["dsgpt_open_sequences"] > 0
+        if second:
+            served[1], served[2] = replace(served[1], name="5-1"), replace(served[2], text=served[3].text)
+        self.metrics['dsgpt_requests_total{status="200"}'] += len(instants) - second
+        self.metrics["dsgpt_open_sequences"] += 1
+        return served, 5.0
+
+    def _served(self, requests: int) -> list[Served]:
+        numbers = [(number, number % len(PROMPTS)) for number in range(requests)]
+        return [
+            served(f"{len(self.asked)}-{number}", f"of {prompt}", prompt=prompt, whole_sec=1.0)
+            for number, prompt in numbers
+        ]
+
+
+def test_a_round_offers_several_times_the_capacity_and_counts_what_the_server_and_the_clients_saw(monkeypatch):
+    peaks, started = [900, 100, 500, 102], []  # those before the rounds are of other work
+    metrics = {'dsgpt_requests_total{status="200"}': 7.0, "dsgpt_open_sequences": 0.0}
+    server = SimpleNamespace(
+        url="http://server", metric=metrics.__getitem__, peak_bytes=lambda: peaks.pop(0), stop=lambda: 3
+    )
+    clients, opened = ScriptedLoad(metrics), contextlib.nullcontext(server)
+    monkeypatch.setattr(module, "ServerProcess", lambda *_, **options: started.append(options) or opened)
+    monkeypatch.setattr(module, "Load", clients.opened)
+    command = Serving(OPTIONS, FOLDER)
+    command.folder = FOLDER
+    first, second = command.results()
+    assert started == [{"batch": BATCH, "queue": QUEUE, "device": "cpu", "log": FOLDER / "server.txt"}]
+    places, steady, capacity = BATCH + QUEUE, 10 * BATCH, 10 * BATCH / 40  # the last of the steady ones takes 40 s
+    assert clients.asked == [
+        (server.url, MODEL, PROMPTS, {"max_tokens": MAX_TOKENS, "seed": SEED}),
+        *((len(PROMPTS), 1), (steady, places), (steady, places)),
+        *((OPTIONS.requests, 4 * capacity), (OPTIONS.requests, 4 * capacity)),
+    ]
+    keys = ("answered", "answered_by_the_servers_count", "answered_twice", "wrong_texts", "open_sequences")
+    assert [first[key] for key in keys] == [50, 50, 0, 0, 1]
+    assert [second[key] for key in keys] == [50, 49, 1, 1, 2]
+    assert [(one["round"], one["peak_rss_bytes"], one["seconds"]) for one in (first, second)] == [
+        (1, 100, 5.0),
+        (2, 102, 5.0),
+    ]
+    assert first["offered_per_sec"] == pytest.approx(2 * capacity)
+    record = command.record([first, second])
+    assert (record["capacity_per_sec"], record["exit_code"], record["growth"]) == (capacity, 3, 1.02)
+    assert record["load"] == pytest.approx(2 * capacity / 10)  # 50 requests in 5 s are more than the capacity
+    assert len(command.failures(record)) == 7
+
+
+def test_the_page_has_the_figures_of_the_requests_that_were_answered():
+    """A lost request has no latency: its waits are those of a client that gave up."""
+    command = Serving(replace(OPTIONS, requests=104), FOLDER)
+    command._capacity, command._exit_code = 5.0, None
+    first = a_round(1, answered=100, lost=4, answered_twice=2, wrong_texts=3)
+    rounds = [first, a_round(2, answered=100, lost=4, answered_by_the_servers_count=99)]
+    record = record_head("1.0", device="cpu") | command.record(rounds)
+    assert record["load"] == 4.0  # against the capacity, which is more than the rounds answered
+    times = "0.50 / 0.95 / 0.99 s | 50.00 / 95.00 / 99.00 s | 2 MB |"
+    assert summary_lines(record)[-2:] == [
+        f"| 1 | 100 | 4 | 2 | 3 | 1100 | 50.0 | {times}",
+        f"| 2 | 100 | 5 | 0 | 0 | 1100 | 50.0 | {times}",
+    ]
+    page = serving_page(record, source="x.json")
+    assert "**9 requests were lost; 5 were answered twice or with another text.**" in page
+    assert "it answers 5.0 requests a second" in page
+    assert "That is at least 4.0\ntimes" in page
+
+
+SCRIPT = """
+import signal, sys
+
+held = bytearray(200 << 20)
+signal.signal(signal.SIGUSR1, lambda *_: held.clear())
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))
+print("serving tiny at http://127.0.0.1:9/v1", flush=True)
+while True:
+    signal.pause()
+"""
+"""A program with the first line of ``src/serve.py`` that frees its memory when it is told to."""
+
+
+def test_the_memory_is_the_servers_and_its_peak_that_since_the_last_reading(tmp_path, monkeypatch):
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src" / "serve.py").write_text(SCRIPT, encoding="utf-8")
+    monkeypatch.setattr(module, "SAMPLE_SEC", 0.002)
+    with ServerProcess(tmp_path, FOLDER, batch=1, queue=1, device="cpu", log=tmp_path / "log") as server:
+        assert server.url == "http://127.0.0.1:9"
+        within(lambda: 200 << 20 < server.peak_bytes() < 300 << 20)
+        server._process.send_signal(signal.SIGUSR1)
+        within(lambda: 0 < server.peak_bytes() < 100 << 20)
+        assert server.stop() == 3

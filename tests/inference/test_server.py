@@ -1,0 +1,670 @@
+"""A running server: what its clients get, what it refuses, what it takes at a time, and how it ends."""
+
+import contextlib
+import doctest
+import json
+import re
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+import torch
+from forked_ranks import run_script
+from small_run import REPOSITORY, command_line, random_ids, within, write_inputs, write_tokenizer, write_tokens
+
+from dsgpt.benchmarks.serving import ANSWERED, PROMPTS, Load, ServerProcess
+from dsgpt.inference.model_files import load
+from dsgpt.machine.topology import free_port
+from dsgpt.training.command import train
+
+MODEL, POSITIONS = "tiny", 128
+"""The name of the model, and its context length."""
+BATCH, PLACES = 8, 64
+"""Sequences that the server decodes together, and takes at a time."""
+MOST = PLACES // 2
+"""Sequences that it takes of one key."""
+KEY, SLOW_KEY = "0123456789abcdef", "fedcba9876543210"
+START_SEC = 300
+SECRET = "a secret of a user"
+"""A part of many prompts here; the log has it nowhere."""
+TEXTS = ["def ", "x", "import os\n", "  return é", "a" * 60, "日本", "\n\n", "if True:"]
+NEW = 40
+
+
+@dataclass
+class Server:
+    process: subprocess.Popen[str]
+    port: int
+    log: Path
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @cached_property
+    def http(self) -> httpx2.Client:
+        return httpx2.Client(headers={"authorization": f"Bearer {KEY}", "content-type": "application/json"}, timeout=60)
+
+    @cached_property
+    def openai(self) -> openai.OpenAI:
+        """The real client; it repeats nothing by itself."""
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=KEY, max_retries=0)
+
+    def complete(self, prompt: Any = "def ", **fields: Any) -> Any:
+        """One completion, greedy unless ``fields`` say otherwise."""
+        values = {"model": MODEL, "prompt": prompt, "max_tokens": 8, "temperature": 0} | fields
+        return self.openai.completions.create(**values)
+
+    def post(self, data: bytes) -> httpx2.Response:
+        return self.http.post(f"{self.url}/v1/completions", content=data)
+
+    def metric(self, line: str) -> float:
+        """A figure of ``/metrics``; 0 if it has none yet."""
+        text = self.http.get(f"{self.url}/metrics").text
+        value = re.search(rf"^{re.escape(line)} (\S+)$", text, flags=re.MULTILINE)
+        return float(value.group(1)) if value else 0.0
+
+    def ended(self, status: int) -> float:
+        """How many requests ended with this status."""
+        return self.metric(f'dsgpt_requests_total{{status="{status}"}}')
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of one step; tests only read it."""
+    folder = write_inputs(tmp_path_factory.mktemp("serving"))
+    tokenizer = write_tokenizer(folder / "own" / "tokenizer")
+    write_tokens(folder / "own" / "train.bin", random_ids(8 * POSITIONS + 1), tokenizer=tokenizer)
+    write_tokens(folder / "own" / "val.bin", random_ids(8 * POSITIONS + 1, seed=1))
+    flags = {"max_position_embeddings": POSITIONS, "max_train_steps": 1, "no_inference": True}
+    paths = {"train_data_path": folder / "own" / "train.bin", "val_data_path": folder / "own" / "val.bin"}
+    assert train(command_line(folder, **flags, **paths)) == 0
+    return folder / "run"
+
+
+def command(run_dir: Path, port: int) -> list[str]:
+    words = [REPOSITORY / "src" / "serve.py", "--checkpoint", run_dir, "--model_name", MODEL, "--port", port]
+    return [*map(str, words), "--device", "cpu", "--max_batch", f"{BATCH}", "--max_queue", f"{PLACES - BATCH}"]
+
+
+@pytest.fixture(scope="module")
+def server(run_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server with two keys, in a process of its own, as users start it; all tests share it."""
+    folder = tmp_path_factory.mktemp("server")
+    (folder / "keys").write_text(f"ann {KEY}\nslow {SLOW_KEY} 2\n")
+    (folder / "keys").chmod(0o600)
+    words = [*command(run_dir, 0), "--stall_timeout", "10", "--api_key_file", f"{folder}/keys"]
+    with (folder / "log").open("w") as log:
+        process = subprocess.Popen([sys.executable, *words], stdout=subprocess.PIPE, stderr=log, text=True)
+    try:
+        assert process.stdout and select.select([process.stdout], [], [], START_SEC)[0], (folder / "log").read_text()
+        line = process.stdout.readline()
+        address = re.search(r"^serving \S+ at http://[^ ]+:(\d+)/v1", line)
+        assert address, line + (folder / "log").read_text()
+        yield Server(process, int(address.group(1)), folder / "log")
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture(autouse=True)
+def next_request_works(server: Server) -> Iterator[None]:
+    """After every test the server has all its places and answers; its log has no prompt and no traceback."""
+    expected = server.complete("x").choices[0].text
+    yield
+    within(lambda: server.metric("dsgpt_open_sequences") == 0)
+    assert server.complete("x").choices[0].text == expected
+    log = server.log.read_text()
+    assert SECRET not in log and "Traceback" not in log
+
+
+# It answers the real `openai` client as OpenAI's interface says, with the text of our own generator.
+
+
+@pytest.fixture(scope="module")
+def own(run_dir):
+    """Our own model and tokenizer."""
+    loaded = load(run_dir, which="latest", device=torch.device("cpu"), precision="fp32")
+    return loaded.model, loaded.tokenizer
+
+
+def greedy(own, prompt: str, new: int = NEW) -> list[int]:
+    model, tokenizer = own
+    before = tokenizer.encode(prompt, add_special_tokens=False)
+    ids = list(before)
+    with torch.inference_mode():
+        while len(ids) < len(before) + new:
+            ids.append(int(model(torch.tensor([ids]))[0, -1].argmax()))
+    return ids[len(before) :]
+
+
+def named(tokenizer, token: int) -> str:
+    text = tokenizer.decode([token])
+    return f"token_id:{token}" if "\ufffd" in text else text
+
+
+def texts_of(answer: Any) -> list[str]:
+    return [choice.text for choice in answer.choices]
+
+
+def test_greedy_ids_and_text_are_those_of_the_generator_alone_and_together(server: Server, own):
+    with ThreadPoolExecutor(len(TEXTS)) as pool:
+        together = list(pool.map(lambda prompt: server.complete(prompt, max_tokens=NEW, logprobs=0), TEXTS))
+    for prompt, answer in zip(TEXTS, together, strict=True):
+        expected, (choice,) = greedy(own, prompt), answer.choices
+        assert choice.logprobs.tokens == [named(own[1], token) for token in expected]
+        assert choice.text == own[1].decode(expected)
+        assert (choice.finish_reason, answer.usage.completion_tokens) == ("length", NEW)
+        assert answer.usage.prompt_tokens == len(own[1].encode(prompt))
+    alone = server.complete(TEXTS[0], max_tokens=NEW)
+    assert texts_of(alone) == texts_of(together[0])
+    assert alone.id != together[0].id
+
+
+def test_the_sessions_of_the_page_are_what_the_client_sees(server: Server, capsys):
+    """With this server's address, model and key."""
+    page = (REPOSITORY / "docs" / "serving.md").read_text(encoding="utf-8")
+    page = page.replace("http://127.0.0.1:8000", server.url).replace("demo-zero1", MODEL)
+    page = page.replace('api_key="none"', f'api_key="{KEY}"')
+    example, session = re.findall(r"^```python\n(.*?)^```", page, flags=re.MULTILINE | re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(example, names)
+    assert capsys.readouterr().out == server.complete("def main(", max_tokens=32).choices[0].text
+    test = doctest.DocTestParser().get_doctest(session, names, "docs/serving.md", None, 0)
+    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
+    runner.run(test)
+    assert (runner.failures, runner.tries) == (0, 15), capsys.readouterr().out
+
+
+def test_a_list_of_prompts_as_text_or_ids(server: Server, own):
+    ids = [own[1].encode(prompt) for prompt in TEXTS[:3]]
+    texts = [own[1].decode(greedy(own, prompt, 8)) for prompt in TEXTS[:3]]
+    for prompt in (TEXTS[:3], ids):
+        answer = server.complete(prompt, n=2)
+        assert [choice.index for choice in answer.choices] == list(range(6))
+        assert answer.usage.prompt_tokens == sum(map(len, ids))  # each prompt once
+        assert texts_of(answer) == [text for text in texts for _ in range(2)]
+    assert texts_of(server.complete(ids[0])) == texts[:1]
+    assert server.complete("").usage.prompt_tokens == 1
+
+
+def test_a_stream_has_the_whole_answers_text_and_ends_with_its_usage(server: Server):
+    asked = {"prompt": TEXTS[:4], "max_tokens": NEW, "echo": True}
+    whole = server.complete(**asked)
+    *parts, last = server.complete(**asked, stream=True, stream_options={"include_usage": True})
+    texts, reasons = dict.fromkeys(range(4), ""), {}
+    for part in parts:
+        (choice,) = part.choices
+        texts[choice.index] += choice.text
+        if choice.finish_reason:
+            assert choice.index not in reasons
+            reasons[choice.index] = choice.finish_reason
+    assert list(texts.values()) == texts_of(whole)
+    assert all(texts[index].startswith(prompt) for index, prompt in enumerate(TEXTS[:4]))
+    assert reasons == dict.fromkeys(range(4), "length")
+    assert len(parts) >= 20
+    assert (last.choices, last.usage) == ([], whole.usage)
+    assert {part.id for part in parts} == {last.id}
+
+
+def test_a_stop_sequence_ends_the_text_before_it_also_across_tokens(server: Server, own):
+    text = server.complete(max_tokens=100).choices[0].text
+    place = next(place for place in range(2, 90) if "\ufffd" not in text[place : place + 3])
+    stop = text[place : place + 3]
+    expected = text[: text.index(stop)]
+    for stops in (stop, ["never this", stop]):
+        answer = server.complete(max_tokens=100, stop=stops)
+        assert (answer.choices[0].text, answer.choices[0].finish_reason) == (expected, "stop")
+        assert answer.usage.completion_tokens == len(own[1].encode(expected + stop))
+        streamed = list(server.complete(max_tokens=100, stop=stops, stream=True))
+        assert "".join(part.choices[0].text for part in streamed) == expected
+        assert streamed[-1].choices[0].finish_reason == "stop"
+    scored = server.complete(max_tokens=100, stop=stop, logprobs=1).choices[0].logprobs
+    assert all(offset < len(expected) for offset in scored.text_offset)
+
+
+def test_logprobs_are_the_models(server: Server, own):
+    model, tokenizer = own
+    answer = server.complete("def ", max_tokens=12, temperature=1.0, n=3, logprobs=3, echo=True)
+    before = tokenizer.encode("def ")
+    assert len(set(texts_of(answer))) > 1  # it samples
+    for choice in answer.choices:
+        ids_by_name = {named(tokenizer, token): token for token in range(257)}
+        ids = [ids_by_name[name] for name in choice.logprobs.tokens]
+        assert ids[: len(before)] == before
+        with torch.inference_mode():
+            logs = model(torch.tensor([ids]))[0].log_softmax(-1)
+        expected = [logs[place, token].item() for place, token in enumerate(ids[1:])]
+        assert choice.logprobs.token_logprobs[0] is None
+        assert choice.logprobs.token_logprobs[1:] == pytest.approx(expected, abs=1e-4)
+        for place, best in enumerate(choice.logprobs.top_logprobs[1:]):
+            likeliest = {named(tokenizer, token): logs[place, token].item() for token in logs[place].topk(3).indices}
+            drawn = {choice.logprobs.tokens[place + 1]: expected[place]}
+            assert best == pytest.approx(likeliest | drawn, abs=1e-4)
+    empty = server.complete("", max_tokens=6, echo=True, logprobs=0).choices[0]
+    assert (empty.text, len(empty.logprobs.tokens)) == (tokenizer.decode(greedy(own, "<|endoftext|>", 6)), 6)
+    assert None not in empty.logprobs.token_logprobs
+    scored = server.complete("def ", max_tokens=0, echo=True, logprobs=1)
+    assert (scored.choices[0].text, scored.usage.completion_tokens) == ("def ", 0)
+    assert scored.choices[0].logprobs.token_logprobs[1:] == pytest.approx(expected[: len(before) - 1], abs=1e-4)
+
+
+def test_logprobs_stay_the_same_while_other_sequences_are_decoded(server: Server):
+    def score() -> list[float]:
+        return server.complete("def main", max_tokens=0, echo=True, logprobs=0).choices[0].logprobs.token_logprobs
+
+    alone = score()
+    with ThreadPoolExecutor(6) as pool:
+        others = [pool.submit(server.complete, max_tokens=100, n=2, temperature=float(kind)) for kind in range(2)]
+        while not all(other.done() for other in others):
+            assert score() == alone
+    assert score() == alone
+
+
+def test_a_lower_temperature_and_top_p_are_nearer_to_the_likeliest_token(server: Server, own):
+    """At the first position: shares of 128 draws, and the likeliest tokens that hold a third of the probability."""
+    model, tokenizer = own
+    with torch.inference_mode():
+        probabilities = model(torch.tensor([tokenizer.encode("def ")]))[0, -1].softmax(-1)
+    sorted_ids = probabilities.argsort(descending=True).tolist()
+    nucleus = set()
+    while sum(probabilities[token].item() for token in nucleus) < 1 / 3:
+        nucleus.add(sorted_ids[len(nucleus)])
+    drawn = set()
+    for _ in range(4):
+        answer = server.complete(max_tokens=1, n=32, temperature=1.0, top_p=1 / 3, logprobs=0)
+        drawn |= {choice.logprobs.tokens[0] for choice in answer.choices if choice.logprobs.tokens}
+    assert drawn <= {named(tokenizer, token) for token in nucleus}
+    assert len(drawn) > 10
+    for settings in ({"temperature": 1e-9}, {"temperature": 2e-4}, {"temperature": 1.0, "top_p": 1e-6}):
+        cold = server.complete(max_tokens=4, n=4, **settings)  # all but the first are sampled
+        assert set(texts_of(cold)) == {tokenizer.decode(greedy(own, "def ", 4))}
+
+
+def test_a_seed_repeats_an_answer_alone_and_beside_others(server: Server):
+    def ask(seed: int | None, **fields: Any) -> list[str]:
+        return texts_of(server.complete("def ", max_tokens=30, temperature=1.0, seed=seed, **fields))
+
+    alone, filtered = ask(3, n=2), ask(3, extra_body={"top_k": 20, "min_p": 0.01})
+    assert alone[0] != alone[1] and alone[:1] != ask(4) != ask(None) != ask(None)
+    with ThreadPoolExecutor(6) as pool:
+        others = [pool.submit(ask, seed, top_p=0.5, n=2) for seed in (None, 3, 4, None)]
+        assert ask(3, n=2) == alone
+        assert ask(3) == alone[:1]
+        assert ask(3, extra_body={"top_k": 20, "min_p": 0.01}) == filtered
+    assert {len(other.result()) for other in others} == {2}
+
+
+def test_stop_token_ids_end_a_completion_before_their_token(server: Server):
+    ids = [ord(character) for character in "0123456789"]  # of this tokenizer, not their bytes
+    text = server.complete(max_tokens=100).choices[0]
+    scored = server.complete(max_tokens=100, logprobs=0).choices[0].logprobs.tokens
+    assert text.finish_reason == "length"
+    for stop in range(257):
+        answer = server.complete(max_tokens=100, extra_body={"stop_token_ids": [stop, *ids], "ignore_eos": True})
+        if answer.choices[0].finish_reason == "stop":
+            break
+    written = answer.usage.completion_tokens
+    assert text.text.startswith(answer.choices[0].text) and written < 100
+    stopped = server.complete(max_tokens=100, logprobs=0, extra_body={"stop_token_ids": [stop, *ids]}).choices[0]
+    assert stopped.logprobs.tokens == scored[: written - 1]  # the last one ended it
+
+
+def test_models_health_and_metrics(server: Server):
+    (model,) = server.openai.models.list().data
+    assert (model.id, model.max_model_len, server.openai.models.retrieve(MODEL).id) == (MODEL, POSITIONS, MODEL)
+    assert re.fullmatch("[0-9a-f]{32}", server.complete()._request_id)
+    with pytest.raises(openai.NotFoundError, match="a base model without a chat template: use /v1/completions"):
+        server.openai.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "x"}])
+    kinds = [f'dsgpt_tokens_total{{kind="{kind}"}}' for kind in ("prompt", "completion")]
+    times = [f"dsgpt_{name}_seconds" for name in ("request", "first_token", "queue")]
+    lines = [*kinds, *(f"{name}_{part}" for part in ("count", "sum") for name in times)]
+    before = [server.metric(line) for line in lines]
+    server.complete(n=2 * BATCH, max_tokens=40)  # half of them wait until the others have all their tokens
+    within(lambda: server.metric(f"{times[0]}_count") > before[2])  # it is counted after the client has its answer
+    after = [server.metric(line) for line in lines]
+    prompt, completion, *counts, request, first_token, queue = (b - a for a, b in zip(before, after, strict=True))
+    assert (prompt, completion, counts) == (4, 2 * BATCH * 40, [1, 2 * BATCH, 2 * BATCH])
+    assert 0 < queue < first_token < 2 * BATCH * request
+    assert server.metric("dsgpt_open_sequences") == 0
+
+
+# Keys, and how many sequences one of them may have.
+
+
+def test_only_requests_with_a_key_are_answered(server: Server):
+    for wrong in ("none", KEY[:-1], KEY + "0"):
+        with pytest.raises(openai.AuthenticationError) as caught:
+            server.openai.with_options(api_key=wrong).models.list()
+        assert caught.value.code == "invalid_api_key"
+    statuses = [httpx2.get(f"{server.url}/{path}").status_code for path in ("metrics", "health")]
+    assert statuses == [401, 200]
+
+
+def test_a_key_has_its_requests_a_minute_its_places_and_its_name_in_the_metrics(server: Server):
+    """While one key has all its places, another is answered."""
+    slow, words = server.openai.with_options(api_key=SLOW_KEY), {"model": MODEL, "prompt": "x", "max_tokens": 1}
+    stream = server.complete(n=MOST, max_tokens=100, stream=True)
+    next(stream)
+    began = time.monotonic()
+    for _ in range(2):
+        assert slow.completions.create(**words).usage.completion_tokens == 1
+    with pytest.raises(openai.RateLimitError) as caught:
+        slow.completions.create(**words)
+    assert 60 - (time.monotonic() - began) <= int(caught.value.response.headers["retry-after"]) <= 60
+    assert "the key 'slow' may send 2 requests a minute" in caught.value.message
+    list(stream)
+    text = server.http.get(f"{server.url}/metrics").text
+    assert 'dsgpt_key_requests_total{key="slow",status="200"} 2.0' in text
+    assert 'dsgpt_key_requests_total{key="slow",status="429"} 1.0' in text
+    assert 'dsgpt_key_requests_total{key="ann",status="200"} ' in text
+    assert KEY not in text and SLOW_KEY not in text
+
+
+# What a client does wrong has an answer of its own in OpenAI's form.
+
+
+def body(**fields: Any) -> bytes:
+    return json.dumps({"model": MODEL, "prompt": SECRET, "max_tokens": 4} | fields).encode()
+
+
+BAD: dict[str, tuple[Any, ...]] = {
+    "not JSON": (body()[:-1], 400, "invalid_json", None),
+    "a list": (b"[1]", 400, "invalid_json", None),
+    "NaN": (body().replace(b": 4", b": NaN"), 400, "invalid_json", None),
+    "a key twice": (body()[:-1] + b', "n": 1, "n": 2}', 400, "invalid_json", None),
+    "too deep": (body()[:-1] + b', "user": ' + b"[" * 9000 + b"]" * 9000 + b"}", 400, "invalid_json", None),
+    "invalid UTF-8": (body().replace(b"secret", b"caf\xe9"), 400, "invalid_json", None),
+    "UTF-16": (
+        *(body().decode().encode("utf-16"), 400, "invalid_json", None),
+        "the body is not JSON: it is UTF-16 text, not UTF-8: encode it as UTF-8",
+    ),
+    "half a pair": (body().replace(b"secret", rb"\ud800"), 400, "invalid_json", None),
+    "many digits": (
+        *(body()[:-1] + b', "n": ' + b"9" * 4301 + b"}", 400, "invalid_json", None),
+        "a whole number in it has more than 4,300 digits",
+    ),
+    "no model": (b'{"prompt": "x"}', 400, "missing_required_parameter", "model"),
+    "unknown model": (body(model="gpt-4"), 404, "model_not_found", "model"),
+    "unknown field": (body(promt="x"), 400, "unknown_parameter", "promt"),
+    "an unknown option": (
+        *(body(stream=True, stream_options={"include_usage": True, "usage": 1}), 400),
+        *("unknown_parameter", "stream_options", "stream_options.usage is not a known"),
+    ),
+    "nearly an option": (
+        *(body(stream_options={"include_usages": True}), 400),
+        *("unknown_parameter", "stream_options", "(did you mean include_usage?)"),
+    ),
+    "a number for the prompt": (body(prompt=7), 400, "invalid_type", "prompt"),
+    "texts and ids": (body(prompt=["a", 7]), 400, "invalid_type", "prompt"),
+    "no prompts": (body(prompt=[]), 400, "invalid_value", "prompt"),
+    "an id too large": (body(prompt=[257]), 400, "invalid_value", "prompt"),
+    "a negative id": (body(prompt=[-1]), 400, "invalid_value", "prompt"),
+    "an id beyond 64 bits": (body(prompt=[9**4000]), 400, "invalid_value", "prompt", "prompt has the token id "),
+    "text for a number": (body(max_tokens="4"), 400, "invalid_type", "max_tokens"),
+    "true for a number": (body(n=True), 400, "invalid_type", "n"),
+    "a negative number": (body(max_tokens=-1), 400, "invalid_value", "max_tokens"),
+    "a number of 4,000 digits": (
+        *(body(max_tokens=9**4000), 400, "invalid_value", "max_tokens"),
+        "max_tokens: Input should be less than 9223372036854775808, not ",
+    ),
+    "nothing to do": (body(max_tokens=0), 400, "invalid_value", "max_tokens"),
+    "too hot": (body(temperature=2.1), 400, "invalid_value", "temperature"),
+    "an empty stop": (body(stop=""), 400, "invalid_value", "stop"),
+    "five stops": (body(stop=list("abcde")), 400, "invalid_value", "stop"),
+    "a number for a stop": (
+        *(body(stop=1), 400, "invalid_type", "stop"),
+        "stop must be a text of 1 to 256 characters, or a list of at most 4 of them",
+    ),
+    "unsupported": (body(suffix="x"), 400, "unsupported_parameter", "suffix"),
+    "a seed beyond 64 bits": (body(seed=2**63), 400, "invalid_value", "seed"),
+    "a token to stop at that is none": (body(stop_token_ids=[257]), 400, "invalid_value", "stop_token_ids"),
+    "more prompts than places": (body(prompt=["x"] * (MOST + 1)), 400, "invalid_value", "prompt"),
+    "more choices than places": (
+        *(body(prompt=["x", "y"], n=20), 400, "invalid_value", "prompt"),
+        "asks for 40 completions (2 prompts, 20 of each), and the server takes 32 of the key 'ann' at a time",
+    ),
+    "more than any limit": (body(n=129), 400, "invalid_value", "n"),
+    "more than all places": (
+        *(body(n=10**18), 400, "invalid_value", "n"),
+        "the request asks for 1000000000000000000 completions, and the server takes 32 of the key 'ann' at a time",
+    ),
+    "does not fit": (body(prompt="x" * POSITIONS, max_tokens=1), 400, "context_length_exceeded", "prompt"),
+    "completion does not fit": (body(max_tokens=POSITIONS), 400, "context_length_exceeded", "prompt"),
+    "one more than all places": (body(n=MOST + 1), 400, "invalid_value", "n"),
+    "too large": (body(user="x" * 263_000), 413, "request_too_large", None),
+}
+
+
+@pytest.mark.parametrize("mistake", BAD)
+def test_each_mistake_has_its_answer(server: Server, mistake: str):
+    data, status, code, param, *messages = BAD[mistake]
+    before = server.ended(status)
+    answer = server.post(data)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"], error["param"]) == (status, code, param)
+    assert error["type"] == "invalid_request_error"
+    assert error["message"] and "\n" not in error["message"] and len(answer.content) < 300
+    assert SECRET not in error["message"] and all(message in error["message"] for message in messages)
+    assert server.ended(status) == before + 1
+
+
+def test_a_byte_order_mark_is_no_part_of_the_body(server: Server):
+    assert server.post(b"\xef\xbb\xbf" + body()).json()["usage"]["completion_tokens"] == 4
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "headers", "status", "code"),
+    [
+        ("POST", "/v1/completions", {"content-type": "text/plain"}, 415, "unsupported_media_type"),
+        ("GET", "/v1/completions", {}, 405, "method_not_allowed"),
+        ("POST", "/v1/nothing", {}, 404, "not_found"),
+        ("GET", "/v1/models/gpt-4", {}, 404, "not_found"),
+        ("GET", "/v1/models", {"host": "rebound.example:80"}, 400, "invalid_host"),
+    ],
+)
+def test_wrong_ways_to_ask(server: Server, method, path, headers, status, code):
+    content = body() if method == "POST" else None
+    answer = server.http.request(method, f"{server.url}{path}", headers=headers, content=content)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
+
+
+# Clients that hang up, that do not read, that do not send, or that send too much.
+
+
+def connect(port: int, data: bytes, *, length: int | None = None) -> socket.socket:
+    """A connection that sent a request; it reads nothing."""
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    client.connect(("127.0.0.1", port))
+    client.settimeout(60)
+    head = ["POST /v1/completions HTTP/1.1", "Host: localhost", "Content-Type: application/json"]
+    head += [f"Authorization: Bearer {KEY}", f"Content-Length: {length or len(data)}", "", ""]
+    client.sendall("\r\n".join(head).encode() + data)
+    return client
+
+
+def read_all(client: socket.socket) -> bytes:
+    read = b""
+    with contextlib.suppress(ConnectionResetError):
+        while part := client.recv(65536):
+            read += part
+    return read
+
+
+def test_a_body_that_does_not_arrive(server: Server):
+    with connect(server.port, body()[:10], length=1000) as client:
+        answer = read_all(client)
+    assert answer.startswith(b"HTTP/1.1 408 ")
+    assert b'"code": "request_timeout"' in answer
+
+
+def test_a_reader_that_does_not_read_is_cut_off(server: Server):
+    before = server.ended(408)
+    with connect(server.port, body(n=MOST, max_tokens=100, stream=True, logprobs=5)) as client:
+        within(lambda: server.ended(408) == before + 1)
+        read = read_all(client)
+    assert read.startswith(b"HTTP/1.1 200 ") and b"[DONE]" not in read
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_hangs_up_frees_its_places(server: Server, stream: bool):
+    """On a busy machine the answer may be done before this client looks, or hangs up: then it asks again."""
+
+    def hung_up() -> bool:
+        answered, gone = server.ended(200), server.ended(499)
+        client = connect(server.port, body(n=MOST, max_tokens=100, stream=stream))
+        within(lambda: server.metric("dsgpt_open_sequences") == MOST or server.ended(200) > answered)
+        client.close()
+        within(lambda: server.ended(499) + server.ended(200) > gone + answered)
+        return bool(server.ended(499) > gone)
+
+    within(hung_up)
+    assert server.metric("dsgpt_open_sequences") == 0
+
+
+def test_a_client_that_hangs_up_in_its_body(server: Server):
+    before = server.ended(499)
+    connect(server.port, body()[:10], length=1000).close()
+    within(lambda: server.ended(499) == before + 1)
+
+
+def test_without_a_place_a_request_is_refused_and_repeated_by_the_client(server: Server):
+    stream = server.complete(n=MOST, max_tokens=100, stream=True)
+    next(stream)
+    with pytest.raises(openai.RateLimitError) as caught:
+        server.complete()
+    assert re.fullmatch(r"[1-9]\d?", caught.value.response.headers["retry-after"])
+    assert caught.value.code == "rate_limit_exceeded"
+    rest = threading.Thread(target=lambda: list(stream))
+    rest.start()
+    again = server.openai.with_options(max_retries=5).completions.create(model=MODEL, prompt="x", max_tokens=2)
+    assert again.usage.completion_tokens >= 1
+    rest.join()
+
+
+def test_many_clients_hang_up_at_random_instants(server: Server):
+    """Also while a sequence ends or meets its stop sequence."""
+    for number in range(60):
+        stop = {"stop": ["a", "e", " "]} if number % 2 else {}
+        asked = {"n": 2, "max_tokens": 1 + number % 7, "stream": bool(number % 3), "temperature": 1.0}
+        client = connect(server.port, body(**asked, **stop))
+        time.sleep(0.001 * (number % 12))
+        client.close()
+    assert server.http.get(f"{server.url}/health").json() == {"status": "ok"}
+
+
+MALFORMED = [
+    '{"model": "tiny", "prompt": [' + ",".join([item] * (260_000 // (len(item) + 1))) + "]}"
+    for item in ("{}", "[]", "[null]", "1.5")
+]
+LONG = json.dumps({"model": MODEL, "prompt": "<|endoftext|>" * 19_230})
+"""250,000 characters of tokens so long that the whole is encoded."""
+
+
+@pytest.mark.parametrize(("bodies", "status"), [(MALFORMED, 400), ([LONG] * 4, 400)], ids=["malformed", "long"])
+def test_four_clients_that_send_large_requests_leave_a_fifth_its_answers(server: Server, capsys, bodies, status):
+    """The bound is for busy machines; ``-s`` shows the time."""
+    statuses, done = Counter(), threading.Event()
+
+    def flood(body: str) -> None:
+        with httpx2.Client(headers=server.http.headers, timeout=60) as client:
+            while not done.is_set():
+                statuses[client.post(f"{server.url}/v1/completions", content=body).status_code] += 1
+
+    with ThreadPoolExecutor(len(bodies)) as pool:
+        floods, seconds = [pool.submit(flood, body) for body in bodies], []
+        try:
+            within(lambda: statuses.total() >= len(bodies))
+            for _ in range(10):
+                began = time.perf_counter()
+                assert server.complete().usage.completion_tokens == 8
+                seconds.append(time.perf_counter() - began)
+        finally:
+            done.set()
+    assert [flood.exception() for flood in floods] == [None] * len(bodies)
+    assert set(statuses) == {status}
+    with capsys.disabled():
+        print(
+            f"\nhonest client: median {median(seconds):.3f} s, slowest {max(seconds):.3f} s; flood: {statuses.total()}"
+        )
+    assert max(seconds) < 10
+
+
+def test_nothing_is_lost_mixed_up_or_answered_twice(server: Server, monkeypatch):
+    """Under several times its capacity, by the clients of the suite that measures servers."""
+    for name in ("AsyncClient", "get"):  # those of the suite have no key
+        monkeypatch.setattr(httpx2, name, partial(getattr(httpx2, name), headers=server.http.headers))
+    load, measured = Load(server.url, MODEL, PROMPTS, max_tokens=24, seed=1), ServerProcess.__new__(ServerProcess)
+    measured.url = server.url
+    alone = [one.text for one in load.steady(len(PROMPTS), clients=1)[0]]
+    before = server.ended(200), server.ended(429)
+    served, _ = load.poisson(load.instants(150, per_sec=1000))
+    assert {(one.answers, one.failure) for one in served} == {(1, None)}
+    assert all(one.accepted_sec <= one.whole_sec for one in served)
+    assert [one.text for one in served] == [alone[number % len(PROMPTS)] for number in range(150)]
+    assert len({one.name for one in served}) == 150
+    assert server.ended(200) - before[0] == 150
+    assert measured.metric(ANSWERED) == server.ended(200)
+    assert server.ended(429) - before[1] == sum(one.refusals for one in served) > 0
+    assert server.metric("dsgpt_open_sequences") == 0
+
+
+# The first signal ends a server when all answers are given, the second one at once.
+
+SIGNALLED = """
+import os, runpy, signal, sys, threading, time
+sys.path[:0] = {paths}
+from small_run import within
+from test_server import body, connect, read_all
+
+def client():
+    within(lambda: "serving" in open({log!r}).read(), seconds={start})
+    answer = connect({port}, body(n={places}, max_tokens=100, stream=True, logprobs={logprobs}))
+    answer.recv(100)
+    os.kill(os.getpid(), {number})
+    if {logprobs} is None:
+        print(read_all(answer).count(b'"finish_reason": "'), flush=True)
+    else:  # an answer that its client does not read would keep the server for the twenty seconds of the default
+        time.sleep(0.5)
+        os.kill(os.getpid(), {number})
+
+threading.Thread(target=client, daemon=True).start()
+sys.argv = {words}
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+"""A server whose own thread is its client, and signals the process."""
+
+
+@pytest.mark.parametrize(
+    ("number", "logprobs", "code", "last"),
+    [
+        (signal.SIGTERM, None, 0, "SIGTERM: finishing what was accepted; a second signal ends it at once"),
+        (signal.SIGINT, 5, 130, "error: SIGINT: ended at once"),
+    ],
+)
+def test_signals(run_dir: Path, tmp_path: Path, number: signal.Signals, logprobs: int | None, code: int, last: str):
+    port, script, log = free_port(), tmp_path / "signalled.py", str(tmp_path / "out")
+    paths = [str(REPOSITORY / "tests"), str(REPOSITORY / "tests" / "inference")]
+    about = {"start": START_SEC, "port": port, "places": PLACES, "logprobs": logprobs, "number": int(number)}
+    script.write_text(SIGNALLED.format(paths=paths, log=log, words=command(run_dir, port), **about))
+    done = run_script(script, [], cwd=tmp_path, stdout=log)
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (code, last)
+    assert logprobs is not None or Path(log).read_text().splitlines()[-1] == f"{PLACES}"
+    with pytest.raises(httpx2.ConnectError):
+        httpx2.get(f"http://127.0.0.1:{port}")
