@@ -68,16 +68,12 @@ CONFIG = GPT2Config(n_layer=2, n_head=2, n_embd=32, block_size=48, vocab_size=10
 ENGINES = ("one", "static", "continuous")
 OPTIONS = InferenceOptions(
     output=Path("inference.json"),
-    page=Path("inference.md"),
-    keep=None,
     checkpoint=Path("no-run"),
     concurrency=(1, 3),
     engines=ENGINES,
     repeats=2,
-    requests=0,
     trace=Path("no.json"),
     vllm=Path("no-environment"),
-    device="cpu",
 )
 TRACE = make_trace(seed=1, requests=7, prompt_tokens=(2, 8, 20), new_tokens=(1, 6, 20))
 
@@ -110,7 +106,6 @@ def measured(tmp_path_factory) -> tuple[int, Path, Path]:
     options = replace(
         OPTIONS,
         output=folder / "out" / "inference.json",
-        page=folder / "out" / "inference.md",
         checkpoint=checkpoint,
         trace=folder / "trace.json",
     )
@@ -441,7 +436,7 @@ def test_an_engine_that_fails_is_shown_and_the_others_go_on(tmp_path, capsys):
     python.symlink_to(sys.executable)
     write_json_atomic(tmp_path / "trace.json", asdict(TRACE))
     options = replace(
-        OPTIONS, output=tmp_path / "inference.json", page=tmp_path / "inference.md", checkpoint=write_run(tmp_path),
+        OPTIONS, output=tmp_path / "inference.json", checkpoint=write_run(tmp_path),
         concurrency=(1,), engines=("vllm", "one"), repeats=1, requests=2, trace=tmp_path / "trace.json",
         vllm=tmp_path / "environment",
     )  # fmt: skip

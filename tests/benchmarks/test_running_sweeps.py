@@ -5,24 +5,66 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
 import pytest
-from small_run import REPOSITORY, TOKENS, random_ids, write_tokens
+from dsgpt.config.same_work import TRAINING_FACTS, WORK_FACTS
+from small_run import REPOSITORY, TOKENS, command_line, random_ids, write_data, write_recipe, write_tokens
 from suite_commands import benchmark
-from sweep_files import STEPS, WORK, cell, made_up, options, write_description
 
 from dsgpt.benchmarks import sweep as command
 from dsgpt.benchmarks.frame import run_suite
-from dsgpt.benchmarks.sweep import Ending, SweepSuite, cell_of, compared, ended_with, train
+from dsgpt.benchmarks.sweep import Ending, SweepOptions, SweepSuite, cell_of, compared, ended_with, train
 from dsgpt.benchmarks.sweep_cells import Cell as SweepedCell
 from dsgpt.benchmarks.sweep_cells import ComparisonPlan
 from dsgpt.common.command_line import Terminated
 from dsgpt.common.errors import UserError
-from dsgpt.record.suites import SCHEMA_VERSION, State, SweepCell, read_sweep
+from dsgpt.record.suites import SCHEMA_VERSION, State, SweepCell, Turn, read_sweep
+
+# Descriptions of sweeps of a small model, and turns with made-up figures.
+
+STEPS = 6
+WORK = dict.fromkeys((*WORK_FACTS, *TRAINING_FACTS), "as the others") | {
+    "global batch": 8.0,
+    "tokens": 768.0,
+    "precision": "fp32",
+}
+
+
+def write_description(folder: Path, cells: Sequence[Mapping[str, Any]], **more: Any) -> Path:
+    """Write data, a recipe and a description of ``cells`` on them."""
+    write_recipe(write_data(folder) / "recipe.json")
+    flags = command_line(folder, run_type=None, checkpoint_path=None, max_train_steps=None, device=None)
+    file = folder / "mine.json"
+    file.write_text(json.dumps({"schema_version": "1.0", "flags": flags, "cells": list(cells), **more}))
+    return file
+
+
+def cell(name: str, *flags: str, run_type: str = "baseline", **more: Any) -> dict[str, Any]:
+    return {"name": name, "flags": ["--run_type", run_type, *flags], **more}
+
+
+def options(folder: Path, suite: Path | str, **changes: Any) -> SweepOptions:
+    """Options of a sweep of a few steps, with its record in ``folder/out``."""
+    shorter = SweepOptions(
+        output=folder / "out" / "sweep.json", suite=str(suite), repeats=2, steps=STEPS, seq_length=16
+    )
+    return replace(shorter, **changes)
+
+
+def made_up(name: str, repeat: int, *, speed: float | None, place: int = 1, **more: Any) -> Turn:
+    """A turn that is done, with this speed."""
+    values: dict[str, Any] = {"state": State.DONE, "message": None, "seconds": 5.0, "work": WORK, "final_loss": 5.0}
+    values |= {"tokens_per_sec": speed, "train_time_sec": None if speed is None else 768 / speed}
+    return Turn(cell=name, repeat=repeat, place=place, **values | more)
+
+
+# Sweeps.
 
 TORCHRUN = """\
 error: global batch 8 is not divisible by 3 ranks: take --global_batch_size 6 or 9, or 2 or 4 ranks

@@ -11,7 +11,7 @@ import pytest
 from messages import without_paths
 from small_run import REPOSITORY, command_line, random_ids, write_inputs, write_tokens
 from suite_commands import benchmark, refusal
-from sweep_files import WORK, cell, made_up, options, write_description
+from test_running_sweeps import WORK, cell, made_up, options, write_description
 
 from dsgpt.benchmarks.frame import run_suite
 from dsgpt.benchmarks.records import REFERENCE, SWEEPS
