@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from dsgpt.config.same_work import TRAINING_FACTS, WORK_FACTS
 from small_run import REPOSITORY, TOKENS, command_line, random_ids, write_data, write_recipe, write_tokens
 from suite_commands import benchmark
 
@@ -24,6 +23,7 @@ from dsgpt.benchmarks.sweep_cells import Cell as SweepedCell
 from dsgpt.benchmarks.sweep_cells import ComparisonPlan
 from dsgpt.common.command_line import Terminated
 from dsgpt.common.errors import UserError
+from dsgpt.config.options import TRAINING_FACTS, WORK_FACTS
 from dsgpt.record.suites import SCHEMA_VERSION, State, SweepCell, Turn, read_sweep
 
 # Descriptions of sweeps of a small model, and turns with made-up figures.

@@ -161,7 +161,7 @@ def test_rows_without_a_peer_are_left_out():
 def test_flops_are_those_of_the_palm_paper():
     small = published("small", length=1024)
     without_positions = 124_439_808 - 1024 * 768
-    assert small.model().flops_per_token(1024) == 6 * without_positions + 12 * 12 * 768 * 1024
+    assert small.config(1024).flops_per_token(1024) == 6 * without_positions + 12 * 12 * 768 * 1024
 
 
 def waiting(kind, times):

@@ -10,13 +10,12 @@ from typing import Any
 
 from dsgpt.benchmarks.cells import NARROW, Shape, merged
 from dsgpt.benchmarks.frame import Record, Suite, SuiteOptions, only_flag, selected
-from dsgpt.benchmarks.processes import training_words
+from dsgpt.benchmarks.processes import shape_values, training_words
 from dsgpt.common.command_line import COUNT, flag
 from dsgpt.common.errors import Problems
 from dsgpt.common.files import write_json_atomic
 from dsgpt.common.text import counted, machine_words, megabytes, table
 from dsgpt.config.recipe import read_recipe
-from dsgpt.model.config import GPT2Config
 from dsgpt.planner.setup import Setup
 
 # The cells of the suite: one strategy on one model each, as the product trains it and as the planner predicts it.
@@ -109,19 +108,13 @@ class PlanCell:
 
     def setup(self, recipe: Path) -> Setup:
         """What the planner predicts from, with the recipe that ``write_recipe`` wrote."""
-        shape, problems = self.shape, Problems()
+        problems = Problems()
         read = read_recipe(recipe, problems)
         problems.raise_if_any()
         assert read is not None
         return Setup(
             run_type=self.run_type,
-            model=GPT2Config(
-                n_layer=shape.n_layer,
-                n_head=shape.n_head,
-                n_embd=shape.n_embd,
-                vocab_size=shape.vocab_size,
-                block_size=self.length,
-            ),
+            model=self.shape.config(self.length),
             recipe=read,
             world_size=self.ranks,
             precision=self.precision,
@@ -133,18 +126,14 @@ class PlanCell:
 
     def flags(self, *, recipe: Path, tokens: Path, folder: Path) -> list[str]:
         """The flags of ``src/gpt2.py`` for this cell; ``tokens`` holds a file for each vocabulary."""
-        shape, data = self.shape, tokens / f"{self.shape.vocab_size}.bin"
+        data = tokens / f"{self.shape.vocab_size}.bin"
         values = {
             "run_type": self.run_type,
             "deepspeed_config": recipe,
             "train_data_path": data,
             "val_data_path": data,
             "checkpoint_path": folder / "run",
-            "num_layers": shape.n_layer,
-            "num_heads": shape.n_head,
-            "embedding_size": shape.n_embd,
-            "vocab_size": shape.vocab_size,
-            "max_position_embeddings": self.length,
+            **shape_values(self.shape.config(self.length)),
             "seq_length": self.length,
             "micro_batch_size_per_gpu": self.micro,
             "grad_accum_steps": self.accumulation,

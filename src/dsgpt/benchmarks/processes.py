@@ -18,6 +18,7 @@ from dsgpt.common.errors import UserError
 from dsgpt.common.files import write_json_atomic
 from dsgpt.common.json_files import clipped_text, read_object
 from dsgpt.machine.launcher import launcher_command
+from dsgpt.model.config import SHAPE_FLAGS, GPT2Config
 from dsgpt.record.schema import RECORD_FILE
 
 LONGEST_ANSWER_SEC, ENDING_SEC = 3600, 60
@@ -153,6 +154,11 @@ def training_words(values: Mapping[str, object]) -> list[str]:
             [f"--{name}"] if value is True else [f"--{name}", str(value)] for name, value in values.items()
         )
     )
+
+
+def shape_values(config: GPT2Config) -> dict[str, object]:
+    """The flags of the shape of a model, for ``training_words``."""
+    return {name.removeprefix("--"): getattr(config, field) for field, name in SHAPE_FLAGS.items()}
 
 
 def train(values: Mapping[str, object], *, repository: Path, what: str) -> dict[str, Any]:

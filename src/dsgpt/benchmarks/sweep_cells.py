@@ -160,61 +160,7 @@ def _strong(cells: Sequence[Cell], *, name: str = "strong scaling", baseline: st
     return ComparisonPlan(name=name, kind="same training", baseline=baseline, cells=others)
 
 
-def _scaling(devices: Sequence[int]) -> SweepPlan:
-    names = ("baseline", "ddp", "zero1")
-    strong = _cells(names, devices)
-    weak = [
-        _cell(name, count, "--global_batch_size", str(BATCH * count), suffix=f", batch {BATCH * count}")
-        for count in devices
-        if count > 1
-        for name in names[1:]
-    ]
-    grown = ComparisonPlan(
-        name="weak scaling", kind="weak scaling", baseline=BASELINE, cells=tuple(cell.name for cell in weak)
-    )
-    return SweepPlan(name="scaling", cells=(*strong, *weak), comparisons=(_strong(strong), *([grown] if weak else [])))
-
-
-def _strategies(devices: Sequence[int]) -> SweepPlan:
-    cells = _cells(tuple(STRATEGIES), devices)
-    return SweepPlan(name="strategies", cells=tuple(cells), comparisons=(_strong(cells, name="strategies"),))
-
-
-def _precision(devices: Sequence[int]) -> SweepPlan:
-    cells: list[Cell] = []
-    comparisons = []
-    for kind in ("fp32", "bf16"):
-        of_kind = _cells(("baseline", "ddp", "zero1", "zero3"), devices, "--precision", kind, suffix=f", {kind}")
-        comparisons.append(_strong(of_kind, name=f"strategies in {kind}", baseline=f"{BASELINE}, {kind}"))
-        cells += of_kind
-    comparisons += [
-        ComparisonPlan(
-            name=f"bf16 beside fp32: {cell.name.removesuffix(', fp32')}",
-            kind="precisions",
-            baseline=cell.name,
-            cells=(cell.name.replace("fp32", "bf16"),),
-        )
-        for cell in cells
-        if cell.name.endswith("fp32")
-    ]
-    return SweepPlan(name="precision", cells=tuple(cells), comparisons=tuple(comparisons))
-
-
-def _memory(devices: Sequence[int]) -> SweepPlan:
-    names = ("baseline", "ddp", "fsdp", "zero0", "zero1", "zero2", "zero3")
-    plain = _cells(names, devices)
-    checkpointed = _cells(names, devices, *CHECKPOINTED, suffix=", checkpointed")
-    cells = [cell for pair in zip(plain, checkpointed, strict=True) for cell in pair]
-    return SweepPlan(name="memory", cells=tuple(cells), comparisons=(_strong(cells, name="memory"),))
-
-
-_MAKERS: dict[str, Callable[[Sequence[int]], SweepPlan]] = {
-    "scaling": _scaling,
-    "strategies": _strategies,
-    "precision": _precision,
-    "memory": _memory,
-}
-SUITES = tuple(_MAKERS)
+SUITES = ("scaling", "strategies", "precision", "memory")
 
 
 def built_in(name: str, *, devices: Sequence[int]) -> SweepPlan:
@@ -226,13 +172,51 @@ def built_in(name: str, *, devices: Sequence[int]) -> SweepPlan:
     wrong = [str(count) for count in devices if BATCH % count]
     if wrong:
         raise UserError(f"--devices {','.join(wrong)}: must divide the global batch of {BATCH} sequences")
-    return _MAKERS[name](sorted(set(devices)))
+    cells: list[Cell] = []
+    comparisons: list[ComparisonPlan] = []
+    if name == "scaling":
+        names = ("baseline", "ddp", "zero1")
+        cells = _cells(names, devices)
+        comparisons = [_strong(cells)]
+        weak = [
+            _cell(strategy, count, "--global_batch_size", str(BATCH * count), suffix=f", batch {BATCH * count}")
+            for count in sorted(set(devices) - {1})
+            for strategy in names[1:]
+        ]
+        if weak:
+            grown = tuple(cell.name for cell in weak)
+            comparisons.append(ComparisonPlan(name="weak scaling", kind="weak scaling", baseline=BASELINE, cells=grown))
+        cells += weak
+    elif name == "strategies":
+        cells = _cells(tuple(STRATEGIES), devices)
+        comparisons = [_strong(cells, name=name)]
+    elif name == "precision":
+        for kind in ("fp32", "bf16"):
+            of_kind = _cells(("baseline", "ddp", "zero1", "zero3"), devices, "--precision", kind, suffix=f", {kind}")
+            comparisons.append(_strong(of_kind, name=f"strategies in {kind}", baseline=f"{BASELINE}, {kind}"))
+            cells += of_kind
+        comparisons += [
+            ComparisonPlan(
+                name=f"bf16 beside fp32: {cell.name.removesuffix(', fp32')}",
+                kind="precisions",
+                baseline=cell.name,
+                cells=(cell.name.replace("fp32", "bf16"),),
+            )
+            for cell in cells
+            if cell.name.endswith("fp32")
+        ]
+    else:
+        names = ("baseline", "ddp", "fsdp", "zero0", "zero1", "zero2", "zero3")
+        checkpointed = _cells(names, devices, *CHECKPOINTED, suffix=", checkpointed")
+        cells = [cell for pair in zip(_cells(names, devices), checkpointed, strict=True) for cell in pair]
+        comparisons = [_strong(cells, name=name)]
+    return SweepPlan(name=name, cells=tuple(cells), comparisons=tuple(comparisons))
 
 
 # Whether cells that are compared will do the same work: judged before anything runs, by the facts of a record.
 
 Facts = Mapping[str, Any]
-"""Of the work of a training, by the names of ``dsgpt.config.same_work``."""
+"""Of the work of a training, by the names of ``dsgpt.config.options``."""
 
 
 def planned_work(cell: Cell, flags: Sequence[str], *, repository: Path) -> Facts | None:
