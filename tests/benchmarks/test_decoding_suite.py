@@ -8,7 +8,7 @@ import pytest
 import torch
 from small_run import REPOSITORY, command_line, write_inputs
 from stand_in_nanogpt import STAND_IN
-from suite_commands import benchmark, refusal
+from suite_commands import benchmark
 
 from dsgpt.benchmarks import contenders
 from dsgpt.benchmarks.contenders import (
@@ -46,17 +46,6 @@ SMALL = replace(rows("demo")[0], prompt_tokens=5, new_tokens=4)
 def checkout(tmp_path):
     (tmp_path / "model.py").write_text(STAND_IN, encoding="utf-8")
     return tmp_path
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        *("--rounds 0", "--peer nanogpt", "--peer llama=.", "--peer nanogpt=.", "--only nothing"),
-        *("--model_size huge", "--checkpoint run"),
-    ],
-)
-def test_mistakes(arguments, tmp_path, snapshot):
-    assert refusal("decoding", *arguments.split(), cwd=tmp_path) == snapshot
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])

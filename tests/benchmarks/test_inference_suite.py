@@ -19,7 +19,6 @@ import torch
 from matplotlib.text import Text
 from safetensors.torch import save_file
 from small_run import REPOSITORY
-from suite_commands import refusal
 
 from dsgpt.benchmarks import inference_worker as worker
 from dsgpt.benchmarks import processes
@@ -335,23 +334,6 @@ def test_a_trace_that_the_model_cannot_answer_is_refused():
         "request 0 has 40 and 9 tokens, and the model reads at most 48: give a trace of shorter requests"
     ]
     assert Trace(seed=1, requests=[]).mistakes(positions=48) == ["has no requests"]
-
-
-def test_mistakes_of_words(tmp_path, snapshot):
-    words = "--concurrency 0,2 --engines one,fast --repeats 0"
-    assert refusal("inference", *words.split(), cwd=tmp_path) == snapshot
-
-
-def test_mistakes_of_files_are_reported_together(tmp_path):
-    options = replace(OPTIONS, engines=("one", "vllm"))
-    with pytest.raises(UserError) as caught:
-        run_suite(Inference, options, repository=REPOSITORY)
-    assert [line.split(":")[0] for line in caught.value.problems] == [
-        "--vllm no-environment",
-        "--trace no.json",
-        "--checkpoint no-run",
-    ]
-    assert "run `make vllm`, or leave vllm out of --engines" in caught.value.problems[0]
 
 
 def test_a_record_of_another_schema_is_refused(measured, tmp_path):

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 from small_run import REPOSITORY
-from suite_commands import refusal
 
 from dsgpt.benchmarks import recipes as command
 from dsgpt.benchmarks.frame import run_suite
@@ -24,11 +23,6 @@ from dsgpt.benchmarks.recipes import (
 from dsgpt.record.provenance import without_sources
 
 # `python src/benchmark.py recipes`: what it trains, how it chooses, its page, and the recipe that is shipped.
-
-
-@pytest.mark.parametrize("arguments", ["--size huge", "--core", "--table-from no.json"])
-def test_mistakes(arguments, tmp_path, snapshot):
-    assert refusal("recipes", *arguments.split(), cwd=tmp_path) == snapshot
 
 
 @pytest.mark.parametrize("size", SEARCHES)

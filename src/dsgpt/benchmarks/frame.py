@@ -350,8 +350,12 @@ def peers_flag(text: str) -> Any:
     )
 
 
-def read_peers(words: Sequence[str]) -> dict[str, Path]:
+def read_peers(words: Sequence[str], *, form: str = f"NAME=FOLDER; names are {NANOGPT}") -> dict[str, Path]:
     """The checkouts that ``--peer`` names.
+
+    Args:
+        words: of the command line.
+        form: what each must be, for the message.
 
     Raises:
         UserError: one is not ``NAME=FOLDER``, unknown, or not a checkout.
@@ -360,7 +364,7 @@ def read_peers(words: Sequence[str]) -> dict[str, Path]:
     for word in words:
         name, equals, folder = word.partition("=")
         if not equals or name != NANOGPT:
-            raise UserError(f"--peer {word}: must be NAME=FOLDER; names are {NANOGPT}")
+            raise UserError(f"--peer {word}: must be {form}")
         if not (Path(folder) / "model.py").is_file():
             raise UserError(f"--peer {word}: {folder} has no model.py: name a checkout of {NANOGPT}")
         checkouts[name] = Path(folder).resolve()
