@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import asdict
-from typing import Any
 
 import pytest
 from small_run import REPOSITORY
@@ -18,9 +17,7 @@ from dsgpt.benchmarks.recipes import (
     Search,
     Trial,
     other_seeds,
-    recipes_page,
 )
-from dsgpt.record.provenance import without_sources
 
 # `python src/benchmark.py recipes`: what it trains, how it chooses, its page, and the recipe that is shipped.
 
@@ -68,25 +65,14 @@ def test_a_rate_at_the_edge_is_not_chosen_and_the_best_change_is_repeated(tmp_pa
     assert "demo: validation loss 0.2000 with batch 8, lr 0.002" in capsys.readouterr().out
 
 
-# The recipes of small models are those that the committed search chose, and its page is made from its record.
-
-
-RECORD = "checkpoint/reference/cpu-2-cores/recipes.json"
-
-
-def record() -> dict[str, Any]:
-    return json.loads((REPOSITORY / RECORD).read_text(encoding="utf-8"))
+# The recipes of small models are those that the committed search chose.
 
 
 @pytest.mark.parametrize("size", SEARCHES)
 def test_the_shipped_recipe_is_the_one_that_was_chosen(size):
-    trial = next(trial for trial in record()["trials"] if trial["size"] == size and trial["stage"] == "seed")
+    record = json.loads((REPOSITORY / "checkpoint/reference/cpu-2-cores/recipes.json").read_text(encoding="utf-8"))
+    trial = next(trial for trial in record["trials"] if trial["size"] == size and trial["stage"] == "seed")
     chosen = Trial(**{key: trial[key] for key in asdict(Trial(batch=1, lr=1))}).recipe(steps=trial["steps"])
     shipped = json.loads((REPOSITORY / "ds_configs" / "sizes" / f"{size}.json").read_text(encoding="utf-8"))
     assert shipped.pop("zero_optimization")["stage"] == 1
     assert shipped == chosen
-
-
-def test_the_committed_page_is_made_from_the_committed_record():
-    committed = (REPOSITORY / "docs" / "recipe-search.md").read_text(encoding="utf-8")
-    assert without_sources(committed) == recipes_page(record(), source=RECORD)

@@ -34,12 +34,10 @@ from dsgpt.benchmarks.speed import (
     reached,
     rows,
     seconds_to,
-    speed_page,
     time_to_loss,
     verdict,
 )
 from dsgpt.common.errors import UserError
-from dsgpt.record.provenance import without_sources
 
 # `python src/benchmark.py speed`: what it measures, its figures, its page.
 
@@ -218,13 +216,6 @@ def test_a_row_that_fails_does_not_lose_the_others(tmp_path, monkeypatch, capsys
     assert measured["key"] == "help"
     assert "| memory | no memory left | **no** |" in page.read_text()
     assert "memory: FAILED: no memory left" in capsys.readouterr().out
-
-
-def test_the_committed_page_is_made_from_the_committed_record():
-    source = "checkpoint/reference/cpu-2-cores/speed.json"
-    record = json.loads((REPOSITORY / source).read_text(encoding="utf-8"))
-    committed = (REPOSITORY / "docs" / "speed.md").read_text(encoding="utf-8")
-    assert without_sources(committed) == speed_page(record, source=source)
 
 
 # The time until a training reaches a loss.

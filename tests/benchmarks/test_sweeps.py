@@ -24,9 +24,8 @@ from dsgpt.benchmarks.sweep_cells import (
     read_description,
     require_equal_work,
 )
-from dsgpt.benchmarks.sweep_page import block_length, compare, speed_difference, sweep_page
+from dsgpt.benchmarks.sweep_page import block_length, compare, speed_difference
 from dsgpt.common.errors import UserError
-from dsgpt.record.provenance import without_sources
 from dsgpt.record.suites import State, Sweep, read_sweep
 from dsgpt.training.command import train
 
@@ -329,7 +328,7 @@ def test_runs_are_paired_by_step_after_the_warm_up(tmp_path, capsys):
         compare(str(run), str(other), allow_unequal=False)
 
 
-# The committed sweeps: their pages are made from them, and every comparison in them is of equal work.
+# The committed sweeps: every comparison in them is of equal work.
 
 
 COMMITTED = sorted((REPOSITORY / REFERENCE).glob(SWEEPS))
@@ -337,14 +336,6 @@ COMMITTED = sorted((REPOSITORY / REFERENCE).glob(SWEEPS))
 
 def test_there_are_two():
     assert [path.name for path in COMMITTED] == ["sweep-scaling.json", "sweep-strategies.json"]
-
-
-@pytest.mark.parametrize("path", COMMITTED, ids=lambda path: path.stem)
-def test_the_page_is_made_from_the_record(path):
-    record = json.loads(path.read_text(encoding="utf-8"))
-    page = (REPOSITORY / "docs" / f"{path.stem}.md").read_text(encoding="utf-8")
-    made = sweep_page(record, source=str(path.relative_to(REPOSITORY)))
-    assert without_sources(page) == without_sources(made)
 
 
 @pytest.mark.parametrize("path", COMMITTED, ids=lambda path: path.stem)
