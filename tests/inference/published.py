@@ -5,12 +5,14 @@ import hashlib
 import io
 import json
 import re
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import save_file
 from small_run import REPOSITORY
@@ -19,7 +21,7 @@ from transformers import GPT2LMHeadModel
 
 from dsgpt.common.command_line import exit_code_of
 from dsgpt.formats.hugging_face import hugging_face_config, to_hugging_face
-from dsgpt.inference.commands import convert as command
+from dsgpt.inference.commands import convert
 from dsgpt.model.config import GPT2Config
 from dsgpt.model.gpt2 import GPT2
 
@@ -164,31 +166,34 @@ def hub(models: dict[str, Path]) -> Iterator[tuple[str, list[str]]]:
         server.server_close()
 
 
-# ``src/convert.py``, called in this process because torch takes seconds to import, and what tests do to its input.
+# Commands, called in this process because torch takes seconds to import, and what tests do to their input.
 
 
 CONVERT = REPOSITORY / "src" / "convert.py"
 
 
-def convert(*words: object) -> tuple[int, str, str]:
+def called(command: Callable[[], int | None], *words: object, stdin: str | bytes = b"") -> tuple[int, str, str]:
     """The exit code, the output and the error output."""
+    source = io.TextIOWrapper(io.BytesIO(stdin.encode() if isinstance(stdin, str) else stdin), encoding="utf-8")
     out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = exit_code_of(lambda: command([str(word) for word in words]), kept="nothing was written")
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        patch.setattr(sys, "argv", ["the script", *map(str, words)])
+        patch.setattr(sys, "stdin", source)
+        code = exit_code_of(command, kept="")
     assert "Traceback" not in err.getvalue(), err.getvalue()
     return code, out.getvalue(), err.getvalue()
 
 
 def converted(*words: object) -> str:
     """The output of a conversion that works."""
-    code, out, err = convert(*words)
+    code, out, err = called(convert, *words)
     assert (code, err) == (0, "")
     return out
 
 
 def refusal(*words: object) -> list[str]:
     """The mistakes that it reports."""
-    code, _, err = convert(*words)
+    code, _, err = called(convert, *words)
     assert code == 2, err
     assert all(line.startswith("error: ") for line in err.splitlines())
     return [line.removeprefix("error: ") for line in err.splitlines()]

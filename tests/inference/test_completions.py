@@ -215,6 +215,11 @@ def answered(
         ("one tw", False, ("two",), "one tw", "length", 6),
         ("日本語", False, ("本",), "日", "stop", 6),
         ("a日", True, ("never",), "a日", "stop", 5),
+        ("one two three", False, (" two",), "one", "stop", 7),
+        ("one two three", False, ("three", "two"), "one ", "stop", 7),
+        ("xab", False, ("b", "ab"), "x", "stop", 3),
+        ("one t", False, (" two",), "one t", "length", 5),
+        ("oneone two", False, ("one t",), "one", "stop", 8),
     ],
 )
 def test_text_reason_and_usage_are_those_of_the_ids(tokenizer, at_a_time, text, end, stops, whole, reason, tokens):
@@ -223,6 +228,21 @@ def test_text_reason_and_usage_are_those_of_the_ids(tokenizer, at_a_time, text, 
     choice, pieces, counted = answered(tokenizer, ids, at_a_time=at_a_time, stops=stops)
     assert (choice.text.text, "".join(pieces), choice.finish_reason, counted) == (whole, whole, reason, tokens)
     assert all(whole.startswith("".join(pieces[:end])) for end in range(len(pieces)))
+
+
+@pytest.mark.parametrize(
+    ("texts", "shown"),
+    [
+        ([("aé日b", 7)], ["a", "", "é", "", "", "日", "b"]),
+        ([("a日", 3)], ["a", "", "\ufffd"]),
+        ([("日", 1), ("abc", 3)], ["", "\ufffda", "b", "c"]),
+    ],
+)
+def test_a_character_is_shown_when_it_is_whole(tokenizer, texts, shown):
+    """Half a one at the end is marked, and bytes that are no character do not stop the text."""
+    ids = [token for text, count in texts for token in tokenizer.encode(text)[:count]]
+    choice, pieces, _ = answered(tokenizer, ids, at_a_time=1)
+    assert (pieces, choice.text.text) == (shown, "".join(shown))
 
 
 class CountingScorer:

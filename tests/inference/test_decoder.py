@@ -5,11 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 from published import VOCABULARY, random_model, random_prompts, save_published
-from small_run import END_OF_TEXT, write_tokenizer
 from test_generate import script
 
 from dsgpt.common.errors import UserError
-from dsgpt.formats.tokenizer_files import open_tokenizer
 from dsgpt.inference import decoder as decoder_module
 from dsgpt.inference import decoder as linear
 from dsgpt.inference import generation as latency
@@ -18,7 +16,6 @@ from dsgpt.inference.commands import Sampling
 from dsgpt.inference.decoder import Decoder, Packed, Plain, Transposed, _Step, round_to_int8, to_int8
 from dsgpt.inference.generation import (
     Chooser,
-    Continuation,
     Writer,
     generate,
     generate_batch,
@@ -82,13 +79,6 @@ def uncached_greedy(model: GPT2, prompt: list[int], new_tokens: int) -> list[int
     for _ in range(new_tokens):
         ids = torch.cat([ids, model(ids)[:, -1].argmax(dim=-1, keepdim=True)], dim=1)
     return ids[0, len(prompt) :].tolist()
-
-
-@pytest.mark.parametrize(("prompt_length", "new_tokens"), [(1, 23), (5, 19), (5, 1), (23, 1)])
-def test_greedy_ids_are_those_without_a_cache(prompt_length, new_tokens):
-    prompt = [place * 7 % VOCABULARY for place in range(prompt_length)]
-    found = list(generate(Decoder(MODEL), prompt, new_tokens=new_tokens))
-    assert found == uncached_greedy(MODEL, prompt, new_tokens)
 
 
 @pytest.fixture(scope="module")
@@ -174,72 +164,6 @@ def test_layers_are_packed_where_that_works_and_is_faster(monkeypatch, mkl, oned
     weight, memory = torch.randn(8, 4), HugePages()
     cases = [(weight, 1), (weight, 2), (weight.bfloat16(), 1), (weight.double(), 2)]
     assert [type(linear.fast_linear(each, None, rows=rows, memory=memory)) for each, rows in cases] == kinds
-
-
-# Text is shown when it is certain: whole characters that belong to no stop text.
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory):
-    """A token is a byte."""
-    folder = Path(tmp_path_factory.mktemp("tokenizer")) / "tokenizer"
-    write_tokenizer(folder)
-    return open_tokenizer(folder, what="it")
-
-
-def pieces_of(tokenizer, ids: list[int], **settings) -> tuple[list[str], Continuation]:
-    """What is shown after each id and at the end."""
-    continuation = Continuation(tokenizer, ends={END_OF_TEXT}, **settings)
-    pieces = []
-    for following in ids:
-        continuation.add(following)
-        pieces.append(continuation.news())
-    continuation.finish()
-    return [*pieces, continuation.news(last=True)], continuation
-
-
-def test_a_character_is_shown_when_it_is_whole(tokenizer):
-    ids = tokenizer.encode("aé日b")
-    pieces, continuation = pieces_of(tokenizer, ids)
-    assert pieces == ["a", "", "é", "", "", "日", "b", ""]
-    assert continuation.text == "aé日b"
-
-
-def test_half_a_character_at_the_end_is_marked(tokenizer):
-    pieces, _ = pieces_of(tokenizer, tokenizer.encode("a日")[:-1])
-    assert pieces == ["a", "", "", "\ufffd"]
-
-
-def test_bytes_that_are_no_character_do_not_stop_the_text(tokenizer):
-    ids = [*tokenizer.encode("日")[:1], *tokenizer.encode("abc")]
-    pieces, continuation = pieces_of(tokenizer, ids)
-    assert continuation.text == "".join(pieces) == "\ufffdabc"
-
-
-def test_the_end_of_text_ends_it(tokenizer):
-    pieces, continuation = pieces_of(tokenizer, [*tokenizer.encode("ab"), END_OF_TEXT, *tokenizer.encode("cd")])
-    assert ("".join(pieces), continuation.ended) == ("ab", "end of text")
-
-
-@pytest.mark.parametrize(
-    ("text", "stop", "shown", "ended"),
-    [
-        ("one two three", [" two"], "one", "stop"),
-        ("one two three", ["three", "two"], "one ", "stop"),
-        ("xab", ["b", "ab"], "x", "stop"),
-        ("one t", [" two"], "one t", ""),
-        ("oneone two", ["one t"], "one", "stop"),
-        ("日本", ["本"], "日", "stop"),
-    ],
-)
-def test_a_stop_text_is_not_shown(tokenizer, text, stop, shown, ended):
-    """Nor is any part of it, before it is certain that the rest does not follow."""
-    pieces, continuation = pieces_of(tokenizer, tokenizer.encode(text), stop=stop)
-    assert ("".join(pieces), continuation.text, continuation.ended) == (shown, shown, ended)
-    so_far = ""
-    for piece in pieces:
-        so_far += piece
-        assert shown.startswith(so_far)
 
 
 # The compiled step gives the logits of the step without a compiler, and is what `--compile` asks for.
@@ -394,11 +318,6 @@ def test_the_embedding_of_ids_is_not_rounded():
     assert not torch.equal(model.blocks[0].mlp.fc.weight, before.blocks[0].mlp.fc.weight)
 
 
-def test_a_batch_is_generated():
-    decoder = Decoder(random_model().to(torch.bfloat16), batch_size=3, quantize="int8")
-    assert len(list(generate_batch(decoder, random_prompts(3, longest=9), new_tokens=6))) == 6
-
-
 # How the time of generation is measured at the end of a run.
 
 
@@ -494,13 +413,6 @@ def test_repetitions_are_penalized_as_in_transformers():
         for text, following in zip(texts, found, strict=True):
             text.append(following)
     assert len(set(texts[0])) > 6
-
-
-def test_a_prompt_penalizes_its_own_text_only():
-    chooser = Chooser(
-        Sampling(repetition_penalty=1.5), prompts=[[1], [2]], generators=(), vocab_size=3, device=torch.device("cpu")
-    )
-    assert chooser.choose(torch.tensor([[0.0, 5.0, 4.0]] * 2)).tolist() == [2, 1]
 
 
 def draws(settings: dict, count: int) -> torch.Tensor:

@@ -1,7 +1,5 @@
 """Evaluation: the command, and perplexity."""
 
-import contextlib
-import io
 import json
 import math
 import re
@@ -13,10 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from published import called
 from safetensors.torch import load_file, save_file
 from small_run import END_OF_TEXT, REPOSITORY, SEQUENCE, command_line, write_inputs, write_tokens
 
-from dsgpt.common.command_line import exit_code_of
 from dsgpt.common.errors import UserError
 from dsgpt.common.files import sha256_of
 from dsgpt.inference.commands import GenerateRequest as WriterRequest
@@ -33,9 +31,6 @@ from dsgpt.training.command import train
 # `src/evaluate.py` measures what a run's own validation measured, and refuses what it cannot.
 
 
-SCRIPT = REPOSITORY / "src" / "evaluate.py"
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Data with a tokenizer whose tokens are bytes, and a run of two steps; tests only read it."""
@@ -45,12 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def evaluate(*words: object) -> tuple[int, str, str]:
-    """Exit code, output and error output of the command, called in this process because torch takes seconds."""
-    out, err = io.StringIO(), io.StringIO()
-    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        patch.setattr(sys, "argv", [str(SCRIPT), *map(str, words), "--device", "cpu"])
-        code = exit_code_of(command, kept="")
-    return code, out.getvalue(), err.getvalue()
+    return called(command, *words, "--device", "cpu")
 
 
 def figures(tmp_path: Path, *words: object) -> dict:

@@ -1,6 +1,5 @@
 """Exports: for Hugging Face, for this program, for DeepSpeed, of every strategy."""
 
-import hashlib
 import json
 import os
 import resource
@@ -15,6 +14,7 @@ import pytest
 import torch
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from forked_ranks import run_script
+from harmful_tokenizers import seal
 from messages import without_paths
 from published import CONVERT, RunsCode, config_of, converted, damage, largest_difference, our_model, publish, refusal
 from safetensors.torch import load_file
@@ -34,6 +34,9 @@ from dsgpt.training.command import train
 # `src/convert.py` exports the weights of real runs for other tools, or refuses with the reason.
 
 
+LAST = "step-00000003"
+
+
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A baseline of three steps, each kept, on data with a tokenizer; tests only read it."""
@@ -46,7 +49,7 @@ def test_a_run_becomes_a_model_of_transformers(run_dir, tmp_path):
     out = tmp_path / "new" / "hf"
     said = converted("--from", run_dir, "--to", "hf", out)
     assert "step-00000003 (baseline, step 3)" in said
-    checkpoint = run_dir / "step-00000003"
+    checkpoint = run_dir / LAST
     config = config_of(checkpoint)
     theirs = AutoModelForCausalLM.from_pretrained(out)
     assert largest_difference(our_model(load_file(checkpoint / "model.safetensors"), config), theirs) < 1e-5
@@ -74,7 +77,7 @@ def test_16_bit_exports(run_dir, tmp_path, name, dtype):
     converted("--from", run_dir, "--to", "hf", "--dtype", name, tmp_path / "hf")
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
     assert theirs.dtype == dtype
-    whole = load_file(run_dir / "step-00000003" / "model.safetensors")
+    whole = load_file(run_dir / LAST / "model.safetensors")
     assert torch.equal(theirs.transformer.h[1].mlp.c_fc.weight, whole["blocks.1.mlp.fc.weight"].t().to(dtype))
 
 
@@ -103,7 +106,7 @@ def test_export_and_import_is_the_identity(run_dir, tmp_path):
     for path in one.iterdir():
         assert path.read_bytes() == (three / path.name).read_bytes(), path.name
     back = load_file(two / "model.safetensors")
-    for name, value in load_file(run_dir / "step-00000003" / "model.safetensors").items():
+    for name, value in load_file(run_dir / LAST / "model.safetensors").items():
         assert torch.equal(back[name], value), name
 
 
@@ -128,14 +131,10 @@ def test_the_best_checkpoint(run_dir, tmp_path, snapshot):
     assert [without_paths(line, copy) for line in (*missing, *unknown, *single)] == snapshot
 
 
-def test_a_run_without_a_tokenizer(run_dir, tmp_path, snapshot):
-    copy = tmp_path / "step-00000003"
-    shutil.copytree(run_dir / "step-00000003", copy)
-    shutil.rmtree(copy / "tokenizer")
-    manifest = json.loads((copy / "manifest.json").read_text())
-    manifest["files"] = {name: facts for name, facts in manifest["files"].items() if "tokenizer" not in name}
-    (copy / "manifest.json").write_text(json.dumps(manifest))
-    *_, last = converted("--from", copy, "--to", "hf", tmp_path / "hf").splitlines()
+def test_a_run_without_a_tokenizer(checkpoint, tmp_path, snapshot):
+    shutil.rmtree(checkpoint / "tokenizer")
+    seal(checkpoint)
+    *_, last = converted("--from", checkpoint, "--to", "hf", tmp_path / "hf").splitlines()
     assert last == snapshot
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
     assert model.config.eos_token_id is None
@@ -173,33 +172,43 @@ def test_an_empty_folder_is_used(run_dir, tmp_path):
     assert (tmp_path / "model.safetensors").exists()
 
 
-def test_a_failed_write_leaves_nothing(run_dir, tmp_path):
-    """A limit of the system on the size of a file stands for a full disk: writing fails in the middle."""
+@pytest.mark.parametrize(("form", "limit"), [("hf", 9000), ("deepspeed", 100_000)])
+def test_a_failed_write_leaves_nothing_and_deepspeed_is_not_needed(run_dir, tmp_path, form, limit):
+    """A limit of the system on the size of a file stands for a full disk: writing fails in the middle.
 
-    def limit() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (9000, 9000))
-
-    command = [sys.executable, CONVERT, "--from", run_dir, "--to", "hf", tmp_path / "hf"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, preexec_fn=limit)
-    assert (done.returncode, done.stderr) == (2, f"error: {tmp_path}/hf: could not be written (File too large)\n")
+    Of DeepSpeed's two files it is the second one that is too large.
+    """
+    command = [sys.executable, "-X", "importtime", CONVERT, "--from", run_dir, "--to", form, tmp_path / "out"]
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert f"error: {tmp_path}/out: could not be written (File too large)\n" in done.stderr
     assert list(tmp_path.iterdir()) == []
+    assert " torch\n" in done.stderr
+    assert " deepspeed\n" not in done.stderr
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "model.json", "tokenizer/tokenizer.json"])
-def test_damage_is_found(run_dir, tmp_path, name):
-    copy = tmp_path / "step-00000003"
-    shutil.copytree(run_dir / "step-00000003", copy)
+@pytest.mark.parametrize(
+    ("form", "name"),
+    [
+        *(("hf", name) for name in ("model.safetensors", "model.json", "tokenizer/tokenizer.json")),
+        *(("deepspeed", name) for name in ("optimizer.safetensors", "training_state.json", "model.safetensors")),
+    ],
+)
+def test_damage_is_found(run_dir, tmp_path, form, name):
+    copy = tmp_path / LAST
+    shutil.copytree(run_dir / LAST, copy)
     damage(copy / name)
-    (line,) = refusal("--from", copy, "--to", "hf", tmp_path / "hf")
+    (line,) = refusal("--from", copy, "--to", form, tmp_path / "out")
     assert line.startswith(f"{copy}/{name}: is damaged")
-    assert not (tmp_path / "hf").exists()
+    assert not (tmp_path / "out").exists()
 
 
-def test_what_only_a_resume_needs_may_be_missing(run_dir, tmp_path):
-    copy = tmp_path / "step-00000003"
-    shutil.copytree(run_dir / "step-00000003", copy)
-    (copy / "optimizer.safetensors").unlink()
-    converted("--from", copy, "--to", "hf", tmp_path / "hf")
+def test_what_only_a_resume_needs_may_be_missing(checkpoint, tmp_path):
+    (checkpoint / "optimizer.safetensors").unlink()
+    converted("--from", checkpoint, "--to", "hf", tmp_path / "hf")
 
 
 def test_values_that_a_dtype_cannot_hold(tmp_path, snapshot):
@@ -217,7 +226,6 @@ def test_values_that_a_dtype_cannot_hold(tmp_path, snapshot):
 
 STAGES = {"zero1": 1, "zero2": 2, "zero3": 3}
 LAYOUTS = (*STAGES, "fsdp")
-LAST = "step-00000003"
 
 
 def start(folder: Path, corpus: Corpus, layout: str, *more: str) -> subprocess.CompletedProcess[str]:
@@ -266,12 +274,9 @@ def test_a_forged_checkpoint_runs_no_code(folder, corpus, tmp_path):
     shutil.copytree(folder / "zero1", tmp_path / "zero1")
     shutil.copytree(folder / "hf", tmp_path / "hf")
     checkpoint = tmp_path / "zero1" / LAST
-    manifest = json.loads((checkpoint / "manifest.json").read_text())
     for path in checkpoint.glob("*.safetensors"):
         torch.save({"more": RunsCode(tmp_path / "ran")}, path)
-        data = path.read_bytes()
-        manifest["files"][path.name] = {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+    seal(checkpoint)
     (tmp_path / "zero1" / "RUN_COMPLETE.txt").unlink()
     done = start(tmp_path, corpus, "zero1", "--resume")
     finished(done)
@@ -283,29 +288,22 @@ def test_a_forged_checkpoint_runs_no_code(folder, corpus, tmp_path):
 # `convert.py --to deepspeed`: DeepSpeed's own tools take up what was saved under a baseline and under ZeRO.
 
 
-STEP = "step-00000003"
 STAGE_3 = {"stage": 3, "stage3_param_persistence_threshold": 0}
 SGD = {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}
 
 
 @pytest.fixture(scope="module")
-def deepspeed_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def deepspeed_folder(run_dir: Path) -> Path:
     """``baseline`` and ``zero3``, three steps each, the latter on two ranks, and each ``as-deepspeed-``; only read."""
-    deepspeed_folder = write_inputs(tmp_path_factory.mktemp("runs"))
-    assert train(command_line(deepspeed_folder, checkpoint_path=deepspeed_folder / "baseline", max_train_steps=3)) == 0
-    stage_3 = write_recipe(deepspeed_folder / "zero3.json", zero_optimization=STAGE_3)
-    words = command_line(
-        deepspeed_folder,
-        run_type="optimized",
-        checkpoint_path=deepspeed_folder / "zero3",
-        deepspeed_config=stage_3,
-        max_train_steps=3,
-        precision="bf16",
-    )
-    finished(run_script(REPOSITORY / "src" / "gpt2.py", words, ranks=2, cwd=deepspeed_folder))
+    folder = run_dir.parent
+    (folder / "baseline").symlink_to(run_dir)
+    stage_3 = write_recipe(folder / "zero3.json", zero_optimization=STAGE_3)
+    changes = {"checkpoint_path": folder / "zero3", "deepspeed_config": stage_3, "precision": "bf16"}
+    words = command_line(folder, run_type="optimized", max_train_steps=3, **changes)
+    finished(run_script(REPOSITORY / "src" / "gpt2.py", words, ranks=2, cwd=folder))
     for run in ("baseline", "zero3"):
-        converted("--from", deepspeed_folder / run, "--to", "deepspeed", deepspeed_folder / f"as-deepspeed-{run}")
-    return deepspeed_folder
+        converted("--from", folder / run, "--to", "deepspeed", folder / f"as-deepspeed-{run}")
+    return folder
 
 
 def by_deepspeed(tool: str, *words: object) -> None:
@@ -349,32 +347,32 @@ def test_the_layout_is_that_of_the_deepspeed_installed():
 def test_zero_to_fp32_gives_the_weights(deepspeed_folder, tmp_path, run, form, file):
     by_deepspeed("deepspeed.utils.zero_to_fp32", deepspeed_folder / f"as-deepspeed-{run}", tmp_path, *form)
     read = load_file if file.endswith(".safetensors") else torch.load
-    assert_same(read(tmp_path / file), deepspeed_folder / run / STEP)
+    assert_same(read(tmp_path / file), deepspeed_folder / run / LAST)
 
 
 @pytest.mark.parametrize("run", ["baseline", "zero3"])
 def test_so_does_its_function_and_the_model_takes_them(deepspeed_folder, run):
     out = deepspeed_folder / f"as-deepspeed-{run}"
     weights = get_fp32_state_dict_from_zero_checkpoint(out)
-    assert_same(weights, deepspeed_folder / run / STEP)
+    assert_same(weights, deepspeed_folder / run / LAST)
     model = GPT2(config_of(out))
     model.load_state_dict(weights)
     whole = torch.load(out / "global_step3" / "mp_rank_00_model_states.pt", weights_only=True)
     model.load_state_dict(whole["module"])
-    assert_same(whole["module"], deepspeed_folder / run / STEP)
+    assert_same(whole["module"], deepspeed_folder / run / LAST)
 
 
 def test_the_universal_conversion_gives_the_moments(deepspeed_folder, tmp_path):
     places = {"exported/demo-ds/global_step200": f"{deepspeed_folder}/as-deepspeed-zero3/global_step3"}
     words = page_flags("deepspeed.checkpoint.ds_to_universal", places | {"exported/demo-universal": str(tmp_path)})
     by_deepspeed("deepspeed.checkpoint.ds_to_universal", *words, "--num_extract_workers", 1, "--num_merge_workers", 1)
-    moments = load_file(deepspeed_folder / "zero3" / STEP / "optimizer.safetensors")
+    moments = load_file(deepspeed_folder / "zero3" / LAST / "optimizer.safetensors")
     assert moments["wte.weight.exp_avg"].abs().max() > 0
     for name, value in moments.items():
         parameter, _, moment = name.rpartition(".")
         found = torch.load(tmp_path / "zero" / parameter / f"{moment}.pt", weights_only=False)["param"]
         assert torch.equal(found, value), name
-    counters = json.loads((deepspeed_folder / "zero3" / STEP / "training_state.json").read_text())
+    counters = json.loads((deepspeed_folder / "zero3" / LAST / "training_state.json").read_text())
     assert torch.load(tmp_path / "zero" / "ln_f.bias" / "step.pt", weights_only=False) == counters["optimizer_steps"]
 
 
@@ -382,7 +380,7 @@ def test_what_else_is_there(deepspeed_folder):
     out = deepspeed_folder / "as-deepspeed-baseline"
     assert (out / "latest").read_text() == "global_step3"
     assert {path.name for path in out.iterdir()} == {"latest", "global_step3", "model.json", "tokenizer"}
-    assert (out / "model.json").read_bytes() == (deepspeed_folder / "baseline" / STEP / "model.json").read_bytes()
+    assert (out / "model.json").read_bytes() == (deepspeed_folder / "baseline" / LAST / "model.json").read_bytes()
     names = {"mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"}
     assert {path.name for path in (out / "global_step3").iterdir()} == names
     (path,) = out.glob("global_step3/zero_*")
@@ -394,8 +392,8 @@ def test_sgd_has_its_own_moment_and_does_not_count(deepspeed_folder, tmp_path):
     words = command_line(deepspeed_folder, checkpoint_path=tmp_path / "sgd", deepspeed_config=recipe, max_train_steps=3)
     assert train(words) == 0
     converted("--from", tmp_path / "sgd", "--to", "deepspeed", tmp_path / "out")
-    assert_same(get_fp32_state_dict_from_zero_checkpoint(tmp_path / "out"), tmp_path / "sgd" / STEP)
-    momentum = load_file(tmp_path / "sgd" / STEP / "optimizer.safetensors")
+    assert_same(get_fp32_state_dict_from_zero_checkpoint(tmp_path / "out"), tmp_path / "sgd" / LAST)
+    momentum = load_file(tmp_path / "sgd" / LAST / "optimizer.safetensors")
     states = optimizer_states(tmp_path / "out")
     for number, slices in enumerate(states["param_slice_mappings"]):
         state = states["base_optimizer_state"]["state"][number]
@@ -408,7 +406,7 @@ def test_sgd_has_its_own_moment_and_does_not_count(deepspeed_folder, tmp_path):
 def test_weights_alone_have_no_moments(deepspeed_folder, tmp_path):
     converted("--from", deepspeed_folder / "baseline", "--to", "portable", tmp_path / "portable")
     converted("--from", tmp_path / "portable", "--to", "deepspeed", tmp_path / "out")
-    assert_same(get_fp32_state_dict_from_zero_checkpoint(tmp_path / "out"), deepspeed_folder / "baseline" / STEP)
+    assert_same(get_fp32_state_dict_from_zero_checkpoint(tmp_path / "out"), deepspeed_folder / "baseline" / LAST)
     assert optimizer_states(tmp_path / "out")["base_optimizer_state"]["state"] == {}
 
 
@@ -416,39 +414,3 @@ def test_other_precisions_are_refused(tmp_path, snapshot):
     lines = refusal("--from", tmp_path, "--to", "deepspeed", "--dtype", "bf16", tmp_path / "out")
     assert [without_paths(line, tmp_path) for line in lines] == snapshot
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("name", ["optimizer.safetensors", "training_state.json", "model.safetensors"])
-def test_damage_is_found_for_deepspeed(deepspeed_folder, tmp_path, name):
-    copy = tmp_path / STEP
-    shutil.copytree(deepspeed_folder / "baseline" / STEP, copy)
-    damage(copy / name)
-    (line,) = refusal("--from", copy, "--to", "deepspeed", tmp_path / "out")
-    assert line.startswith(f"{copy}/{name}: is damaged")
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_failed_write_leaves_nothing_and_deepspeed_is_not_needed(deepspeed_folder, tmp_path):
-    """A limit of the system on the size of a file stands for a full disk: the second of the two files is larger."""
-    command = [
-        sys.executable,
-        "-X",
-        "importtime",
-        CONVERT,
-        "--from",
-        deepspeed_folder / "baseline",
-        "--to",
-        "deepspeed",
-    ]
-    done = subprocess.run(
-        [*command, tmp_path / "out"],
-        capture_output=True,
-        text=True,
-        check=False,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000)),
-    )
-    assert done.returncode == 2
-    assert f"error: {tmp_path}/out: could not be written (File too large)\n" in done.stderr
-    assert list(tmp_path.iterdir()) == []
-    assert " torch\n" in done.stderr
-    assert " deepspeed\n" not in done.stderr

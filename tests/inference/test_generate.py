@@ -1,10 +1,6 @@
 """``src/generate.py`` generates text from a real run, or refuses with the reason."""
 
-import contextlib
-import hashlib
-import io
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -16,6 +12,7 @@ import pytest
 import torch
 from forked_ranks import run_script
 from harmful_tokenizers import MALFORMED, bring_code, seal
+from published import called
 from small_run import (
     END_OF_TEXT,
     REPOSITORY,
@@ -29,12 +26,12 @@ from small_run import (
     write_tokens,
 )
 
-from dsgpt.common.command_line import exit_code_of
 from dsgpt.common.errors import UserError
 from dsgpt.inference.commands import GenerateRequest as Request
 from dsgpt.inference.commands import generate as command
 from dsgpt.inference.generation import Writer
 from dsgpt.inference.model_files import export, load
+from dsgpt.inference.server.engine import open_served
 from dsgpt.machine import device as cpu_kernels
 from dsgpt.machine.console import Console
 from dsgpt.training.command import train
@@ -82,17 +79,7 @@ def test_the_command_continues_the_prompt(run_dir, tmp_path):
 def test_the_seed_decides_the_text(run_dir):
     assert texts(run_dir, num_samples=2) == texts(run_dir, num_samples=2)
     assert texts(run_dir, seed=1) != texts(run_dir, seed=2)
-    assert texts(run_dir, seed=1, temperature=0) == texts(run_dir, seed=2, temperature=0)
-
-
-def test_an_empty_prompt_starts_a_document(run_dir):
-    (text,) = texts(run_dir, prompt="", temperature=0)
-    assert text != ""
-
-
-def test_no_more_is_generated_than_fits(run_dir):
-    (text,) = texts(run_dir, prompt="x" * 10, max_new_tokens=1000, temperature=0)
-    assert len(text.encode()) >= 10
+    assert texts(run_dir, seed=1, temperature=0) == texts(run_dir, seed=2, temperature=1e-30)
 
 
 def test_a_checkpoint_may_be_named_itself(run_dir):
@@ -103,11 +90,8 @@ def test_a_checkpoint_may_be_named_itself(run_dir):
 
 
 def test_a_prompt_longer_than_the_context(run_dir, snapshot):
+    """Nor one that is not UTF-8 text, as Python makes it of bytes on the command line."""
     assert refusal(run_dir, prompt="x" * 16) == snapshot
-
-
-def test_a_prompt_that_is_not_text(run_dir):
-    """What Python makes of bytes on the command line that are not UTF-8."""
     assert refusal(run_dir, prompt="def \udcff") == ["--prompt is not valid UTF-8 text"]
     assert texts(run_dir, prompt="é 日")
 
@@ -126,13 +110,9 @@ def test_the_batch_size_changes_no_text(run_dir):
     def drawn(batch_size: int) -> list[str]:
         return texts(run_dir, prompt=["def", "x = 1 ", ""], num_samples=3, batch_size=batch_size)
 
-    assert len(set(drawn(1))) == 9
+    assert len(set(drawn(1))) == 9  # an empty prompt starts a document
+    assert [text[:1] for text in drawn(1)[:6]] == ["d", "d", "d", "x", "x", "x"]
     assert drawn(1) == drawn(4) == drawn(9)
-
-
-def test_several_prompts_are_continued_in_order(run_dir):
-    found = texts(run_dir, prompt=["one", "a", "def f("], num_samples=2)
-    assert [text[:1] for text in found] == ["o", "o", "a", "a", "d", "d"]
 
 
 def test_a_text_is_shown_while_it_is_generated(run_dir):
@@ -170,14 +150,7 @@ def test_ctrl_c_ends_the_command_in_order(run_dir, tmp_path):
 
 
 def script(*words: object, stdin: str | bytes = b"") -> tuple[int, str, str]:
-    """Exit code, output and error output of the command, called in this process because torch takes seconds."""
-    source = io.TextIOWrapper(io.BytesIO(stdin.encode() if isinstance(stdin, str) else stdin), encoding="utf-8")
-    out, err = io.StringIO(), io.StringIO()
-    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        patch.setattr(sys, "argv", [str(SCRIPT), *map(str, words), "--device", "cpu"])
-        patch.setattr(sys, "stdin", source)
-        code = exit_code_of(command, kept="")
-    return code, out.getvalue(), err.getvalue()
+    return called(command, *words, "--device", "cpu", stdin=stdin)
 
 
 def test_prompts_come_from_files_and_the_standard_input(run_dir, tmp_path):
@@ -237,6 +210,8 @@ def test_every_end_in_a_list_of_the_generation_config_ends_a_text(run_dir, tmp_p
     for folder in ("one", "two"):
         (cut,) = Writer(Request(checkpoint=tmp_path / folder, **asked)).texts(["def"])
         assert (cut.ids, cut.ended) == (whole.ids[: whole.ids.index(whole.ids[3])], "end of text")
+    of_server = open_served(tmp_path / "one", which="latest", name=None, device_kind="cpu").end_of_text
+    assert of_server == {END_OF_TEXT, whole.ids[3]}
     settings.write_text('{"eos_token_id": [1, "a"]}')
     (line,) = refusal(tmp_path / "one")
     assert line.startswith("RUN/generation_config.json: cannot be read as settings of a generation (")
@@ -263,18 +238,11 @@ def test_a_prompt_outside_the_models_vocabulary(tmp_path, snapshot):
     assert refusal(folder / "run", prompt="") == snapshot
 
 
-def test_a_tokenizer_without_an_end_of_text(run_dir, tmp_path, snapshot):
-    copy = tmp_path / "step-00000001"
-    shutil.copytree(run_dir / "step-00000001", copy)
-    settings = copy / "tokenizer" / "tokenizer_config.json"
-    settings.write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
-    manifest = json.loads((copy / "manifest.json").read_text())
-    data = settings.read_bytes()
-    facts = {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-    manifest["files"]["tokenizer/tokenizer_config.json"] = facts
-    (copy / "manifest.json").write_text(json.dumps(manifest))
-    assert refusal(copy, prompt="") == snapshot
-    assert texts(copy, prompt="def")
+def test_a_tokenizer_without_an_end_of_text(checkpoint, snapshot):
+    (checkpoint / "tokenizer" / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    seal(checkpoint)
+    assert refusal(checkpoint, prompt="") == snapshot
+    assert texts(checkpoint, prompt="def")
 
 
 @pytest.mark.parametrize(
@@ -294,14 +262,6 @@ def test_numbers_out_of_range(run_dir, changes, line):
     assert refusal(run_dir, **changes) == [line]
 
 
-def test_mistakes_are_reported_together(run_dir):
-    assert len(refusal(run_dir, num_samples=0, top_k=0, temperature=-1.0, seed=-1)) == 4
-
-
-def test_a_tiny_temperature_is_the_likeliest_text(run_dir):
-    assert texts(run_dir, temperature=1e-30) == texts(run_dir, temperature=0)
-
-
 def test_no_checkpoint_there(tmp_path):
     line = "--checkpoint RUN: holds no checkpoint; name a run folder such as checkpoint/demo-zero1"
     assert refusal(tmp_path) == [line]
@@ -310,32 +270,16 @@ def test_no_checkpoint_there(tmp_path):
     assert refusal(tmp_path / "file") == [line]
 
 
-def test_no_tokenizer(run_dir, tmp_path, snapshot):
-    copy = tmp_path / "step-00000001"
-    shutil.copytree(run_dir / "step-00000001", copy)
-    shutil.rmtree(copy / "tokenizer")
-    manifest = json.loads((copy / "manifest.json").read_text())
-    manifest["files"] = {name: facts for name, facts in manifest["files"].items() if not name.startswith("tokenizer/")}
-    (copy / "manifest.json").write_text(json.dumps(manifest))
-    assert refusal(copy) == snapshot
+def test_no_tokenizer(checkpoint, snapshot):
+    shutil.rmtree(checkpoint / "tokenizer")
+    seal(checkpoint)
+    assert refusal(checkpoint) == snapshot
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "model.json"])
-def test_a_damaged_file_is_named(run_dir, tmp_path, snapshot, name):
-    copy = tmp_path / "step-00000001"
-    shutil.copytree(run_dir / "step-00000001", copy)
-    data = bytearray((copy / name).read_bytes())
-    data[-3] ^= 1
-    (copy / name).write_bytes(data)
-    assert refusal(copy) == snapshot
-
-
-def test_an_unreadable_manifest_is_refused(run_dir, tmp_path):
-    copy = tmp_path / "step-00000001"
-    shutil.copytree(run_dir / "step-00000001", copy)
+def test_an_unreadable_manifest_is_refused(checkpoint):
     for text in ("{", "[]", "{}", '{"files": 5}'):
-        (copy / "manifest.json").write_text(text)
-        (line,) = refusal(copy)
+        (checkpoint / "manifest.json").write_text(text)
+        (line,) = refusal(checkpoint)
         assert line.startswith("RUN/manifest.json: is not a readable manifest (")
 
 
@@ -366,14 +310,10 @@ def test_mistakes_on_the_command_line_are_reported_together(run_dir, tmp_path, s
 def test_code_is_refused_even_if_the_user_agrees_to_it(checkpoint, tmp_path):
     marker = bring_code(checkpoint / "tokenizer", marker=tmp_path / "ran")
     seal(checkpoint)
-    done = subprocess.run(
-        [sys.executable, SCRIPT, "--checkpoint", checkpoint, "--prompt", "def", "--device", "cpu"],
-        input="y\n" * 9, capture_output=True, text=True, check=False, cwd=tmp_path,
-        env=os.environ | {"HF_MODULES_CACHE": str(tmp_path / "modules")},
-    )  # fmt: skip
+    code, out, err = script("--checkpoint", checkpoint, "--prompt", "def", stdin="y\n" * 9)
     assert not marker.exists(), "the tokenizer's code ran"
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == (
+    assert (code, out) == (2, "")
+    assert err == (
         f"error: {checkpoint}/tokenizer: its tokenizer_config.json asks for its own code (auto_map), which is "
         "never run: use a tokenizer of the `tokenizers` library (a tokenizer.json), without auto_map\n"
     )

@@ -133,7 +133,7 @@ def published_shape(values: dict[str, Any], *, place: str, problems: Problems) -
     if values.get("model_type") != "gpt2":
         problems.add(f"{place}: model_type is {clipped(values.get('model_type'))}: only gpt2 can be loaded")
         return None
-    found = [
+    faults = [
         f"{place}: {key} is {clipped(values[key])}, in GPT-2 it is {expected!r}: the weights would mean something else "
         "here"
         for key, expected in _ARCHITECTURE.items()
@@ -145,13 +145,13 @@ def published_shape(values: dict[str, Any], *, place: str, problems: Problems) -
         if isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= LARGEST[ours]:
             shape[ours] = value
         else:
-            found.append(f"{place}: {theirs} must be a whole number from 1 to {LARGEST[ours]:,}, not {clipped(value)}")
-    if not found and shape["n_embd"] % shape["n_head"]:
-        found.append(f"{place}: n_head {shape['n_head']} does not divide n_embd {shape['n_embd']}")
-    if not found and values.get("n_inner") not in (None, 4 * shape["n_embd"]):
-        found.append(f"{place}: n_inner is {clipped(values['n_inner'])}, in GPT-2 it is four times n_embd")
-    problems.add(*found)
-    return None if found else shape
+            faults.append(f"{place}: {theirs} must be a whole number from 1 to {LARGEST[ours]:,}, not {clipped(value)}")
+    if not faults and shape["n_embd"] % shape["n_head"]:
+        faults.append(f"{place}: n_head {shape['n_head']} does not divide n_embd {shape['n_embd']}")
+    if not faults and values.get("n_inner") not in (None, 4 * shape["n_embd"]):
+        faults.append(f"{place}: n_inner is {clipped(values['n_inner'])}, in GPT-2 it is four times n_embd")
+    problems.add(*faults)
+    return None if faults else shape
 
 
 # Published weights in a Hugging Face folder, read one tensor at a time.
