@@ -255,13 +255,13 @@ def choices(measured: Sequence[Figures]) -> Iterator[Choice]:
             sequences = f"{work['global_batch_size']} sequences of {work['seq_length']}"
             words = [work["model"]["name"], work["precision"], sequences]
             by_work[", ".join(words + ["checkpointing"] * work["activation_checkpointing"])].append(result)
-    for words, results in by_work.items():
+    for name, results in by_work.items():
         if len(results) >= LEAST:
             chosen, fastest = (
                 min(results, key=lambda result: float(result["step_seconds"][kind]))
                 for kind in ("predicted", "measured")
             )
-            yield Choice(work=words, cells=len(results), chosen=chosen, fastest=fastest)
+            yield Choice(work=name, cells=len(results), chosen=chosen, fastest=fastest)
 
 
 def choice_table(measured: Sequence[Figures]) -> str:

@@ -89,8 +89,8 @@ def train(command: Sequence[str], *, log: Path, limit_sec: float, cwd: Path, dev
         text = file.read().decode("utf-8", errors="replace")
     if code is None:
         last = clipped_text((text.strip() or "it printed nothing").splitlines()[-1], width=LONGEST_LINE)
-        message = f"did not end within {limit_sec:g} s; its last line: {last}"
-        return Ending(state=State.TIMED_OUT, message=message, seconds=seconds)
+        late = f"did not end within {limit_sec:g} s; its last line: {last}"
+        return Ending(state=State.TIMED_OUT, message=late, seconds=seconds)
     state, message = ended_with(code, text)
     return Ending(state=state, message=message, seconds=seconds)
 
@@ -257,12 +257,12 @@ def compared(
     if plan.kind != "same training":
         return one
     pairs = [(losses.get((cell.name, repeat), {}), losses.get((base.name, repeat), {})) for repeat in shared]
-    known = cell.final_loss is not None and base.final_loss is not None
+    final = (cell.final_loss, base.final_loss)
     same_steps = all(mine and mine.keys() == others.keys() for mine, others in pairs)
     distances = [abs(mine[step] - others[step]) for mine, others in pairs for step in mine] if same_steps else []
     return replace(
         one,
-        loss_difference=cell.final_loss - base.final_loss if known else None,
+        loss_difference=None if final[0] is None or final[1] is None else final[0] - final[1],
         largest_loss_difference=max(distances, default=None),
     )
 

@@ -206,9 +206,9 @@ def built_in(name: str, *, devices: Sequence[int]) -> SweepPlan:
             if cell.name.endswith("fp32")
         ]
     else:
-        names = ("baseline", "ddp", "fsdp", "zero0", "zero1", "zero2", "zero3")
-        checkpointed = _cells(names, devices, *CHECKPOINTED, suffix=", checkpointed")
-        cells = [cell for pair in zip(_cells(names, devices), checkpointed, strict=True) for cell in pair]
+        every = ("baseline", "ddp", "fsdp", "zero0", "zero1", "zero2", "zero3")
+        checkpointed = _cells(every, devices, *CHECKPOINTED, suffix=", checkpointed")
+        cells = [cell for pair in zip(_cells(every, devices), checkpointed, strict=True) for cell in pair]
         comparisons = [_strong(cells, name=name)]
     return SweepPlan(name=name, cells=tuple(cells), comparisons=tuple(comparisons))
 
