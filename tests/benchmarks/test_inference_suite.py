@@ -237,40 +237,30 @@ def test_a_difference_is_counted_and_shown(measured):
     assert "| continuous | 1 | 1 | 6 | 9 | 1e-07 | 2 |\n| continuous | 2 | 1 | 6 | none | 0.5 | 2 |" in page
 
 
-class Clock:
-    """Time that passes only where something takes time."""
+class Scripted:
+    """A model that takes a second for each step and answers with the first id of the prompt; time passes only here."""
+
+    positions = 10
 
     def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
+        self.now, self.batches = 100.0, []
 
     def sleep(self, seconds: float) -> None:
         self.now += seconds
 
-
-class Scripted:
-    """A model that takes a second for each step, and answers with the first id of the prompt."""
-
-    positions = 10
-
-    def __init__(self, clock: Clock) -> None:
-        self.clock, self.batches = clock, []
-
     def generate(self, prompts, *, new_tokens):
         self.batches.append([prompt[0] for prompt in prompts])
         for _ in range(new_tokens):
-            self.clock.sleep(1)
+            self.sleep(1)
             yield [prompt[0] for prompt in prompts]
 
 
 @pytest.fixture
 def scripted(monkeypatch):
-    clock = Clock()
-    monkeypatch.setattr(worker, "clock", clock)
-    monkeypatch.setattr(time, "sleep", clock.sleep)
-    return Scripted(clock)
+    model = Scripted()
+    monkeypatch.setattr(worker, "clock", lambda: model.now)
+    monkeypatch.setattr(time, "sleep", model.sleep)
+    return model
 
 
 def test_a_batch_is_what_waits_when_the_batch_before_it_ends(scripted):
