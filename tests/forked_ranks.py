@@ -23,8 +23,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from dsgpt.benchmarks.launch import ELSEWHERE, IMPORTS, environment_for
-from dsgpt.benchmarks.worker import identify_cpu_once
+from dsgpt.benchmarks.launch import ELSEWHERE, IMPORTS, environment_for, identify_cpu_once
 from dsgpt.machine.launcher import exit_rank
 from dsgpt.machine.topology import free_port
 

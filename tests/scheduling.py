@@ -8,20 +8,12 @@ import pytest
 from xdist.scheduler import LoadScopeScheduling
 
 TESTS = Path(__file__).parent
-SHARED = {"benchmarks/parity": "result_of", "strategies": "seen"}
+SHARED = {"benchmarks": "result_of", "strategies": "seen"}
 """Folder of tests to the fixture whose launches its tests share."""
 ONE_PROCESS = SHARED | {"dashboard/browser": "visit"}
 """As ``SHARED``, and folders whose tests share a process that is no launcher."""
 SLOW_FIRST = [
-    *(
-        "benchmarks/parity",
-        "strategies",
-        "training",
-        "benchmarks",
-        "inference",
-        "goldens",
-        "dashboard/browser",
-    ),
+    *("benchmarks", "strategies", "training", "inference", "goldens", "dashboard/browser"),
     *(".", "formats", "data", "charts", "record"),
 ]
 """Folders whose tests start first, so that no process still runs long after the others."""

@@ -105,7 +105,7 @@ def test_only_the_dashboard_imports_streamlit():
     users = {
         path for path in SOURCES.rglob("*.py") if any(name.split(".")[0] == "streamlit" for name in imported(path))
     }
-    assert PACKAGE / "dashboard" / "app.py" in users
+    assert PACKAGE / "dashboard" / "ui.py" in users
     assert all(PACKAGE / "dashboard" in path.parents for path in users)
 
 

@@ -15,9 +15,9 @@ from git_repository import commit_all, commit_of, write
 from messages import without_paths
 from small_run import REPOSITORY
 
-from dsgpt.benchmarks.frame import EXIT_FAILED, Record, Suite, SuiteOptions, run_suite
+from dsgpt.benchmarks.frame import EXIT_FAILED, Record, Suite, SuiteOptions, make_page, run_suite
+from dsgpt.benchmarks.launch import identify_cpu_once
 from dsgpt.benchmarks.records import RECORDS
-from dsgpt.benchmarks.worker import identify_cpu_once
 from dsgpt.common.errors import UserError
 from dsgpt.record.provenance import without_sources
 
@@ -133,6 +133,14 @@ def test_every_option_of_a_suite_has_a_flag_with_a_default(name, monkeypatch):
     assert BENCHMARK.main() == 0
     assert made[0][0] is BENCHMARK.SUITES[name]
     assert isinstance(made[0][1], made[0][0].flags)
+
+
+@pytest.mark.parametrize("suite", BENCHMARK.SUITES.values(), ids=lambda suite: suite.name)
+def test_a_record_that_is_not_there_is_a_mistake_of_the_user(suite, tmp_path):
+    words = f"cannot be read as a record of {suite.record_of}: No such file or directory"
+    with pytest.raises(UserError, match=words):
+        make_page(suite, tmp_path / "none.json", tmp_path / "page.md", repository=tmp_path)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_inference_with_peers_is_decoding_with_its_flags(monkeypatch):

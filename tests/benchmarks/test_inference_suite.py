@@ -51,9 +51,9 @@ from dsgpt.benchmarks.inference_worker import (
     open_engine,
 )
 from dsgpt.benchmarks.processes import LineWorker, WorkerEnded
-from dsgpt.charts.inference import concurrency_chart
-from dsgpt.charts.options import LIGHT
 from dsgpt.charts.style import quiet_style
+from dsgpt.charts.sweeps import concurrency_chart
+from dsgpt.charts.themes import LIGHT
 from dsgpt.common.errors import UserError
 from dsgpt.common.files import write_json_atomic
 from dsgpt.formats.hugging_face import hugging_face_config, to_hugging_face

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from git_repository import commit_all, commit_of, git, write
 from small_run import REPOSITORY
-from suite_commands import benchmark, refusal
+from suite_commands import benchmark
 from test_architecture import ROOMS
 
 from dsgpt.benchmarks.frame import SUITES, SWEEP, record_sources
@@ -22,7 +22,7 @@ FILES = (
     "src/gpt2.py",
     "src/demo.py",
     LOADER,
-    "src/dsgpt/charts/bars.py",
+    "src/dsgpt/charts/runs.py",
     "src/dsgpt/benchmarks/cells.py",
     "src/dsgpt/benchmarks/frame.py",
     *(f"src/dsgpt/benchmarks/{suite}{end}.py" for suite in (*SUITES, SWEEP) for end in ("", "_page")),
@@ -123,7 +123,7 @@ def test_a_suites_sources_are_those_of_training_and_its_own_without_modules_that
 
 def test_the_sources_of_this_repository_are_found():
     found = set(names(REPOSITORY, "parity"))
-    wanted = ("parity", "parity_bounds", "parity_rank", "parity_reference")
+    wanted = ("parity", "parity_rank", "parity_reference")
     assert {f"src/dsgpt/benchmarks/{name}.py" for name in wanted} <= found
     assert {"src/gpt2.py", "data_prep/preprocess.py", "ds_configs/3d.json", "src/dsgpt/training/trainer.py"} <= found
     shown = ("/charts/", "_page.py", "/benchmarks/resume")
@@ -151,8 +151,8 @@ def test_a_record_that_is_not_known_to_be_up_to_date_is_remade(repository, comma
     [
         (LOADER, "parity", True),
         ("src/dsgpt/data/new.py", "parity", True),
-        ("src/dsgpt/charts/bars.py", "parity", False),
-        ("src/dsgpt/charts/bars.py", "demo", True),  # a run marks its commit for any file
+        ("src/dsgpt/charts/runs.py", "parity", False),
+        ("src/dsgpt/charts/runs.py", "demo", True),  # a run marks its commit for any file
         (".git", "parity", True),
     ],
 )
@@ -329,8 +329,3 @@ def test_the_command_lists_every_record():
     done = benchmark("records", "--check")
     assert done.returncode == 0, done.stderr
     assert [line.partition(":")[0] for line in done.stdout.splitlines()] == list(RECORDS)
-
-
-@pytest.mark.parametrize("arguments", ["--only fault", "--chek"])
-def test_mistakes(arguments, tmp_path, snapshot):
-    assert refusal("records", *arguments.split(), cwd=tmp_path) == snapshot

@@ -22,10 +22,9 @@ from dsgpt.config.recipe_blocks import Bf16, Fp16, OffloadOptimizer, OffloadPara
 from dsgpt.config.run_config import RunConfig, resolve
 from dsgpt.machine.topology import ParallelSizes, read_topology
 from dsgpt.model.config import PRESETS, GPT2Config
-from dsgpt.planner.setup import Setup, model_parameters, total
+from dsgpt.planner.setup import Setup, gathers_of, model_parameters, total
 from dsgpt.planner.strategies import largest_model_state, most_sent_bytes
 from dsgpt.planner.strategy import ModelState
-from dsgpt.planner.zero3 import gathered
 from dsgpt.strategies.deepspeed.setup import engine_config
 
 # `ds_configs/README.md` is complete and correct: every recipe, key and command, and the figures by formula.
@@ -133,7 +132,7 @@ def test_default_limits_would_keep_all_of_gpt2_large_whole():
     model = PRESETS["large"]
     for raw, times in ((shipped.raw | {"zero_optimization": zero}, 1), (shipped.raw, 2)):
         setup = example("zero3.json", model=model, raw=raw)
-        assert total(gathered(setup)) == pytest.approx(times * total(model_parameters(model)), rel=0.1)
+        assert total(gathers_of(setup).all) == pytest.approx(times * total(model_parameters(model)), rel=0.1)
 
 
 def example(
@@ -204,7 +203,7 @@ def test_the_models_of_the_commands_follow_the_formulas():
         setups = [example(**how, model=model, ranks=2, precision=precision) for how in STAGES.values()]
         assert row == [precision, *(f"{largest_model_state(setup).total / 1e6:,.1f}" for setup in setups)]
     setup = example("zero3.json", model=model, ranks=2)
-    assert {part.name for part in gathered(setup)} == {"wte.weight"}
+    assert {part.name for part in gathers_of(setup).all} == {"wte.weight"}
 
 
 def test_the_page_gives_the_gradients_that_are_freed_before_the_step():

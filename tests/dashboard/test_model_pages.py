@@ -15,36 +15,33 @@ import pytest
 import torch
 from small_run import REPOSITORY
 
-from dsgpt.charts.options import DARK, LIGHT
-from dsgpt.charts.plan import draw_plan
+from dsgpt.charts.memory import draw_plan
+from dsgpt.charts.themes import DARK, LIGHT
 from dsgpt.common.errors import UserError
-from dsgpt.dashboard.figures import memory
-from dsgpt.dashboard.generate import Answer, _opened, checkpoints_of, generate, in_page
+from dsgpt.dashboard.generate import Answer, _opened, generate
 from dsgpt.dashboard.pictures import Line, holding_svg, holdings, step_lines, step_svg
 from dsgpt.dashboard.plan import (
     command_line,
     gpus_table,
     machines,
-    offers,
     offers_table,
-    on_other_gpus,
     parts_table,
     planned,
     ways_table,
 )
+from dsgpt.dashboard.reading import inside
 from dsgpt.dashboard.split import CHOICES, Split, copied_rows, explanations, held_rows, sent_rows, split_of
-from dsgpt.dashboard.summaries import inside
+from dsgpt.dashboard.ui import memory
 from dsgpt.inference import commands
 from dsgpt.inference.commands import GenerateRequest as Request
 from dsgpt.inference.commands import Sampling
 from dsgpt.inference.generation import Opened, Text, Writer, likeliest, open_model
 from dsgpt.inference.model_files import load
-from dsgpt.planner.command import act
 from dsgpt.planner.hardware import read_prices
 from dsgpt.planner.memory import peak_memory
 from dsgpt.planner.options import PlanOptions, read_plan_options, words_of
 from dsgpt.planner.plan import dollars, duration, size, with_assumptions
-from dsgpt.planner.search import recommendation_files
+from dsgpt.planner.search import act, recommendation_files
 from dsgpt.planner.step_time import bubble_fraction
 from dsgpt.planner.strategies import model_state, step_traffic
 
@@ -114,8 +111,8 @@ def test_the_recommendation_is_what_the_command_writes(tmp_path, capsys, monkeyp
     monkeypatch.chdir(tmp_path)
     done = planned(words_of(BEST), repository=REPOSITORY)
     told = printed(words_of(BEST), capsys)
-    assert told["recommended"] == {"name": done.best.name, "plan": with_assumptions(done.plan)}
-    files = recommendation_files(done.best, done.request)
+    assert told["recommended"] == {"name": done.plan.name, "plan": with_assumptions(done.plan)}
+    files = recommendation_files(done.plan)
     assert [path.as_posix() for path in files] == told["written"]
     assert {path: path.read_bytes() for path in files} == files
     ways = ways_table(done.searched)
@@ -128,7 +125,7 @@ def test_the_recommendation_is_what_the_command_writes(tmp_path, capsys, monkeyp
 def test_offers_of_both_kinds_have_their_dates():
     done = planned(words_of(replace(ONE, gpu="a100-40gb")), repository=REPOSITORY)
     spot = planned(words_of(replace(ONE, gpu="a100-40gb", spot=True)), repository=REPOSITORY)
-    table = offers_table(offers(done))
+    table = offers_table(done)
     for kind, same in (("on demand", done), ("spot", spot)):
         found = [usd for usd, each in zip(table["US dollars"], table["price"], strict=True) if each == kind]
         assert found == pytest.approx([cost.usd for cost in same.plan.costs], abs=0.005)
@@ -139,7 +136,7 @@ def test_offers_of_both_kinds_have_their_dates():
 
 def test_other_gpus_have_their_own_plan_or_a_reason():
     done = planned([*words_of(ONE), "--precision", "bf16"], repository=REPOSITORY)
-    table = gpus_table(on_other_gpus(done, repository=REPOSITORY))
+    table = gpus_table(done, repository=REPOSITORY)
     same = table["GPU"].index("a100-80gb")
     assert table["training, hours"][same] == pytest.approx(done.plan.run.seconds / 3600, abs=0.005)
     assert "has no units for it" in table["fits"][table["GPU"].index("t4")]
@@ -158,9 +155,8 @@ def test_a_measured_machine_is_planned_for_with_its_own_steps(tmp_path, capsys):
     shutil.copy(RECORD, place)
     (measured, *table), broken = machines(tmp_path)
     assert not broken
-    assert measured.is_measured
     assert measured.devices == 2
-    assert not any(each.is_measured for each in table)
+    assert {each.devices for each in table} == {None}
     options = PlanOptions(**dict(measured.flags), model_size="tiny", gpus=2, tokens=1e7)
     done = planned(words_of(options), repository=REPOSITORY)
     assert not done.plan.machine.assumed
@@ -469,7 +465,6 @@ def test_a_prompt_that_does_not_fit_is_refused_in_the_words_of_the_page(runs):
     refused = told(runs, prompt="x " * 500).refused
     assert refused.startswith("Prompt has ")
     assert "shorten it" in refused
-    assert in_page("--checkpoint a/b: holds no checkpoint") == "a/b: holds no checkpoint"
 
 
 def test_a_damaged_checkpoint_is_named(runs, tmp_path):
@@ -503,11 +498,12 @@ def test_another_version_of_a_checkpoint_is_loaded_anew(runs, tmp_path, loaded):
     assert loaded == [copy, copy]
 
 
-def test_only_checkpoints_inside_the_folder_are_offered(runs, tmp_path):
+def test_only_checkpoints_inside_the_folder_are_offered(runs, tmp_path, open_page):
     folder = tmp_path / "runs"
     shutil.copytree(runs / "one", folder / "one")
     (folder / "one" / "step-00000009").symlink_to(runs / "one" / "step-00000001")
-    assert checkpoints_of(folder, ["one"]) == ["one/step-00000001"]
+    page = open_page("generate", folder=folder)
+    assert page.selectbox(key="generate-first").options == ["one/step-00000001"]
     assert inside(folder, "one/step-00000001") == folder / "one" / "step-00000001"
     for name in ("../one", "one/step-00000009", "/etc", "one/step-00000007"):
         with pytest.raises(UserError):

@@ -12,10 +12,17 @@ import pytest
 from dsgpt.common.errors import UserError
 from dsgpt.common.files import Lock, holder_of
 from dsgpt.dashboard.compare import bars
-from dsgpt.dashboard.curves import lines, smoothed, thinned
-from dsgpt.dashboard.figures import plain
-from dsgpt.dashboard.steps import StepReader, _parsed, last_entries
-from dsgpt.dashboard.summaries import contents, inside, model_name, own_file
+from dsgpt.dashboard.reading import (
+    StepReader,
+    _parsed,
+    contents,
+    inside,
+    last_entries,
+    model_name,
+    own_file,
+    version_of,
+)
+from dsgpt.dashboard.ui import lines, plain, smoothed, thinned
 from dsgpt.model.config import PRESETS
 from dsgpt.record.runs import read_step_curves
 from dsgpt.record.schema import Fields
@@ -38,7 +45,7 @@ def test_steps_are_those_that_the_charts_read():
     assert steps.validation["val_loss"].tolist() == [point.loss for point in validation.points]
     assert steps.validation["tokens"].tolist() == [point.tokens for point in validation.points]
     assert (steps.last_step, steps.damaged) == (800, 0)
-    step, validated = last_entries(path)
+    step, validated = last_entries(path, version_of(path))
     assert (step["step"], validated["step"], validated["val_loss"]) == (800, 800, validation.points[-1].loss)
 
 
@@ -72,7 +79,7 @@ def test_lines_parsed_together_are_those_parsed_one_by_one(tmp_path, monkeypatch
     first, _, rest = whole.partition(b"\n")
     path, found = tmp_path / "metrics.jsonl", []
     for least in (0, len(whole) * 2):
-        monkeypatch.setattr("dsgpt.dashboard.steps._LEAST_BYTES", least)
+        monkeypatch.setattr("dsgpt.dashboard.reading._LEAST_BYTES", least)
         path.write_bytes(whole + first.replace(b'"epoch": 0', broken or b'"epoch": 0')[:-9])
         reader = StepReader(path)
         assert reader.read().last_step == 800

@@ -13,11 +13,10 @@ import pytest
 from chart_records import record, step_lines, write_run
 from streamlit.testing.v1 import AppTest
 
-from dsgpt.charts.options import DARK, LIGHT
+from dsgpt.charts.themes import DARK, LIGHT
 from dsgpt.common.files import Lock
-from dsgpt.dashboard.curves import in_lines, lines
-from dsgpt.dashboard.figures import as_csv
-from dsgpt.dashboard.summaries import answers
+from dsgpt.dashboard.reading import answers
+from dsgpt.dashboard.ui import as_csv, in_lines, lines
 from dsgpt.record.runs import read_run
 
 ROOT = Path(__file__).parents[2]

@@ -22,7 +22,8 @@ from dsgpt.benchmarks.sweep_cells import read_description
 from dsgpt.charts.comparison import comparison_markdown, console_summary
 from dsgpt.checkpoints import store
 from dsgpt.checkpoints.manifest import read_run_state, write_run_state
-from dsgpt.checkpoints.selection import find_checkpoint, open_model_files, open_weights
+from dsgpt.checkpoints.store import find_checkpoint, open_model_files
+from dsgpt.checkpoints.training_state import open_weights
 from dsgpt.common.errors import Problems
 from dsgpt.common.json_files import JsonError
 from dsgpt.config.options import parse_arguments
@@ -359,6 +360,7 @@ def page(suite: str) -> Callable[[Path], None]:
 def compare_sweeps(folder: Path) -> None:
     """Compare a sweep with itself, and say what its charts say."""
     from dsgpt.benchmarks.compare import compare
+
     from dsgpt.charts.sweeps import charts_of_sweep
 
     charts_of_sweep(read_sweep(folder / "sweep.json"), name="mine")

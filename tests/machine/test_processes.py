@@ -210,7 +210,7 @@ def test_the_end_of_each_process_up_to_the_launcher_is_noticed(tmp_path: Path, k
 
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-TRAINING, CELLS = "src/gpt2.py", "src/dsgpt/benchmarks/worker.py"
+TRAINING, CELLS = "src/gpt2.py", "src/dsgpt/benchmarks/launch.py"
 CONTENDERS = "src/dsgpt/benchmarks/contenders.py"
 ENDED_BY = {
     "src/dsgpt/training/run.py": TRAINING,
@@ -223,7 +223,7 @@ ENDED_BY = {
     "tests/strategies/strategy_worker.py": CELLS,
     "tests/strategies/torch_on_ranks.py": "tests/strategies/torch_on_ranks.py",
     "tests/telemetry/test_measured.py": "tests/telemetry/test_measured.py",
-    "tests/training/fp16_on_cpu.py": "tests/training/fp16_on_cpu.py",
+    "tests/training/test_loss_scaling.py": "tests/training/test_loss_scaling.py",
 }
 """For each file that joins a group, the file whose last line the process reaches."""
 

@@ -12,7 +12,7 @@ from small_run import REPOSITORY
 from training_runs import data_flags
 
 from dsgpt.benchmarks.cells import STRATEGIES, Cell, Corpus, write_recipe
-from dsgpt.benchmarks.launch import IMPORTS, Assignment, Launch, read_rank, run_job
+from dsgpt.benchmarks.launch import IMPORTS, Assignment, Launch, read_ranks, run_job
 from dsgpt.machine.probe import compiler, libaio_problem
 
 NO_LIBAIO = not (found := compiler()) or bool(libaio_problem(found))
@@ -197,7 +197,7 @@ class Launched:
                 if (end := next(self._coming, None)) is None:
                     pytest.fail((self._folder / "job.log").read_text(encoding="utf-8", errors="replace")[-3000:])
                 self._done = end[0] + 1
-        seen = Seen(folder=folder, ranks=[read_rank(folder, rank) for rank in range(self._ranks)])
+        seen = Seen(folder=folder, ranks=read_ranks(folder, self._ranks))
         for rank, end in enumerate(seen.ranks):
             assert end["status"] == "done", f"rank {rank}: {end['message']}\n{seen.log(rank)}"
         return seen

@@ -1,18 +1,19 @@
 """A cell: one strategy on a number of ranks under one setting, and how it is run."""
 
 import copy
+import itertools
 import json
 import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from dsgpt.benchmarks.launch import Assignment, Launch, RankEnd, first_failure, read_ranks, run_job
+from dsgpt.benchmarks.launch import Assignment, Launch, RankEnd, read_ranks, run_job
 from dsgpt.common.errors import UserError
 from dsgpt.common.files import write_json_atomic
 from dsgpt.common.text import counted
@@ -74,8 +75,8 @@ TRAININGS: dict[str, dict[str, Any]] = {
 """Changes of the recipe that change what is computed, so that the reference needs them too."""
 
 
-def _zero(stage: int) -> dict[str, Any]:
-    return {"zero_optimization": {"stage": stage}}
+def _zero(stage: int, **more: Any) -> dict[str, Any]:
+    return {"zero_optimization": {"stage": stage, **more}}
 
 
 def _deepspeed(name: str, recipe: str, *, ranks: tuple[int, ...] = (1, 2, 4), **more: Any) -> TestedStrategy:
@@ -106,14 +107,6 @@ def _torch(name: str, *, ranks: tuple[int, ...] = (1, 2, 4), **more: Any) -> Tes
         launcher="torchrun",
         **more,
     )
-
-
-def _varied(name: str, *changed: tuple[str, str, str, dict[str, Any]]) -> list[TestedStrategy]:
-    """One cell for each of (suffix, recipe, block, keys of that block)."""
-    return [
-        _deepspeed(f"{name}-{suffix}", recipe, ranks=(2,), changes={block: keys}, whole=False)
-        for suffix, recipe, block, keys in changed
-    ]
 
 
 _TORCH = (
@@ -153,40 +146,37 @@ _WITHOUT_CLIPPING = (
 the reported norm was read: clipping would undo the wrong scale."""
 
 
-def _unclipped_sgd(strategy: TestedStrategy) -> TestedStrategy:
-    return replace(
-        strategy,
-        name=f"{strategy.name}-unclipped-sgd",
-        ranks=(2,),
-        training="unclipped sgd",
-        optimizer="sgd",
-        whole=False,
-    )
-
-
 _OTHER_TRAININGS = (
     _torch("ddp-unclipped", ranks=(2,), training="unclipped", whole=False),
     _deepspeed("zero1-unclipped", "zero1", ranks=(2,), training="unclipped", whole=False),
-    *map(_unclipped_sgd, (one for one in (*_TORCH, *_DATA_PARALLEL, *_SPLIT) if one.name in _WITHOUT_CLIPPING)),
+    *(
+        replace(
+            strategy,
+            name=f"{strategy.name}-unclipped-sgd",
+            ranks=(2,),
+            training="unclipped sgd",
+            optimizer="sgd",
+            whole=False,
+        )
+        for strategy in (*_TORCH, *_DATA_PARALLEL, *_SPLIT)
+        if strategy.name in _WITHOUT_CLIPPING
+    ),
     _deepspeed("zero1-constant-rate", "zero1", ranks=(2,), training="constant rate", whole=False),
     _deepspeed("zero1-momentum", "zero1", ranks=(2,), training="momentum", whole=False, optimizer="sgd"),
 )
 _OTHER_SETTINGS = (
-    *_varied(
-        "zero2",
-        ("whole-reduction", "zero2", "zero_optimization", {"reduce_scatter": False}),
-        ("scattered-gradients", "zero2", "zero_optimization", {"contiguous_gradients": False}),
-        ("bucket-per-rank", "zero2", "zero_optimization", {"use_multi_rank_bucket_allreduce": False}),
-        ("overlap", "zero2", "zero_optimization", {"overlap_comm": True}),
-        ("offload-torch-adam", "zero2_offload", "optimizer", {"params": {"torch_adam": True}}),
-    ),
-    *_varied("zero1", ("offload", "zero1", "zero_optimization", {"offload_optimizer": {"device": "cpu"}})),
     *(
-        _sharded(f"zero3-{suffix}", recipe, ranks=(2,), changes={"zero_optimization": changes}, whole=False)
-        for suffix, recipe, changes in (
-            ("overlap", "zero3", {"overlap_comm": True}),
-            ("offload-weights", "zero3_offload", {"offload_optimizer": None}),
-            ("offload-optimizer", "zero3_offload", {"offload_param": None}),
+        build(name, recipe, ranks=(2,), changes=changes, whole=False)
+        for build, name, recipe, changes in (
+            (_deepspeed, "zero2-whole-reduction", "zero2", _zero(2, reduce_scatter=False)),
+            (_deepspeed, "zero2-scattered-gradients", "zero2", _zero(2, contiguous_gradients=False)),
+            (_deepspeed, "zero2-bucket-per-rank", "zero2", _zero(2, use_multi_rank_bucket_allreduce=False)),
+            (_deepspeed, "zero2-overlap", "zero2", _zero(2, overlap_comm=True)),
+            (_deepspeed, "zero2-offload-torch-adam", "zero2_offload", {"optimizer": {"params": {"torch_adam": True}}}),
+            (_deepspeed, "zero1-offload", "zero1", _zero(1, offload_optimizer={"device": "cpu"})),
+            (_sharded, "zero3-overlap", "zero3", _zero(3, overlap_comm=True)),
+            (_sharded, "zero3-offload-weights", "zero3_offload", _zero(3, offload_optimizer=None)),
+            (_sharded, "zero3-offload-optimizer", "zero3_offload", _zero(3, offload_param=None)),
         )
     ),
     _deepspeed(
@@ -226,7 +216,7 @@ class Cell:
     option: str = ""
     """``activation checkpointing``, ``compile``, or nothing."""
     bug: str = ""
-    """The bug planted in the strategy, a key of ``parity.planted.BUGS``; the parity suite must report such a cell as
+    """The bug planted in the strategy, a key of ``parity_rank.BUGS``; the parity suite must report such a cell as
     failed."""
 
     @property
@@ -308,12 +298,8 @@ def prepare_corpus(repository: Path, folder: Path) -> Corpus:
             raise UserError(f"{library / name}: is missing, but the suite trains on it: use a Python with its sources")
         shutil.copy(library / name, text / name.replace("/", "-").replace(".py", ".txt"))
     prepared = folder / "data"
-    command = [sys.executable, str(repository / "data_prep" / "preprocess.py"), "--input", str(text)]
-    command += ["--tokenizer", "train", "--vocab_size", str(VOCABULARY)]
-    command += ["--val_fraction", "0.2", "--output_dir", str(prepared)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise UserError(f"data_prep/preprocess.py failed: {done.stderr.strip() or done.stdout.strip()}")
+    tokenizer = ("--tokenizer", "train", "--vocab_size", str(VOCABULARY))
+    _prepare(repository, prepared, "--input", str(text), *tokenizer, "--val_fraction", "0.2")
     return Corpus(train=prepared / "train.bin", val=prepared / "val.bin")
 
 
@@ -324,11 +310,15 @@ def prepare_demo(repository: Path, folder: Path) -> Path:
         UserError: the script failed.
     """
     if not (folder / "train.bin").exists():
-        command = [sys.executable, "data_prep/preprocess.py", "--output_dir", str(folder)]
-        done = subprocess.run(command, cwd=repository, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise UserError(f"data_prep/preprocess.py failed: {done.stderr.strip()[-500:]}")
+        _prepare(repository, folder)
     return folder
+
+
+def _prepare(repository: Path, folder: Path, *flags: str) -> None:
+    command = [sys.executable, str(repository / "data_prep" / "preprocess.py"), *flags, "--output_dir", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise UserError(f"data_prep/preprocess.py failed: {done.stderr.strip() or done.stdout.strip()}")
 
 
 def cut_validation(corpus: Corpus, *, windows: int, length: int) -> Corpus:
@@ -377,6 +367,8 @@ OPTIMIZERS = {
     "adamw": {"type": "AdamW", "params": {"lr": 0.003, "betas": [0.9, 0.95], "weight_decay": 0.1}},
     "sgd": {"type": "SGD", "params": {"lr": 1.0}},
 }
+RATE_BOUND = 1e-12
+"""Bound on the learning rate, absolute: two formulas of one schedule differ in the last of 16 digits."""
 SCHEDULER = {"type": "WarmupCosineLR", "params": {"warmup_num_steps": 2, "cos_min_ratio": 0.1}}
 WIDTHS = {"cpu": 34, "cuda": 128}
 """34 is not divisible by 4 ranks: shards are uneven or padded. The fused attention of GPUs needs heads of 64."""
@@ -492,6 +484,10 @@ class CellEnd:
     seconds: float = 0.0
 
 
+S = TypeVar("S")
+"""What a suite runs: a cell, or what it makes of one."""
+
+
 class CellRunner:
     """Runs cells.
 
@@ -547,43 +543,45 @@ class CellRunner:
 
     def run(
         self,
-        launcher: str,
-        ranks: int,
-        assignments: Sequence[Assignment],
+        subjects: Iterable[S],
         *,
+        place: Callable[[S], tuple[int, str]],
+        assign: Callable[[S], Assignment],
         started: Callable[[Launch], None] | None = None,
         imports: Sequence[str] | None = None,
-    ) -> Iterator[CellEnd]:
-        """Run ``assignments`` under one launcher; yield how each ended, in order, including the lost ones.
+    ) -> Iterator[tuple[S, CellEnd]]:
+        """Run ``subjects``, those with the same place in one launch; yield each with how it ended, also the lost ones.
 
         Args:
-            launcher: ``python``, ``torchrun`` or ``deepspeed``.
-            ranks: how many it starts.
-            assignments: for all of these ranks.
-            started: called with the launch before it starts; without it, the record does not list the launch.
+            subjects: what to run, in any order; those of one place stay in it.
+            place: the number of ranks, and their launcher: ``python``, ``torchrun`` or ``deepspeed``.
+            assign: makes the assignment of a subject, just before its launch.
+            started: called with each launch before it starts; without it, the record does not list the launches.
             imports: as for ``run_job``.
         """
-        launch = Launch(launcher=launcher, ranks=ranks, cells=len(assignments))
-        if started:
-            self.launches.append(launch)
-            started(launch)
-        job_file, done = self.folder / f"job-{len(list(self.folder.glob('job-*.json'))) + 1}.json", 0
-        for index, seconds in run_job(launch, assignments, job_file=job_file, device=self.device, imports=imports):
-            done = index + 1
-            yield self._end_of(Path(assignments[index].folder), ranks, seconds)
-        for assignment in assignments[done:]:
-            message = f"the launch ended before this cell did; {_last_lines(job_file)}"
-            yield CellEnd(folder=Path(assignment.folder), ranks=[], status="error", message=message)
+        for (ranks, launcher), group in itertools.groupby(sorted(subjects, key=place), key=place):
+            together = list(group)
+            assignments = [assign(subject) for subject in together]
+            launch = Launch(launcher=launcher, ranks=ranks, cells=len(assignments))
+            if started:
+                self.launches.append(launch)
+                started(launch)
+            job_file, done = self.folder / f"job-{len(list(self.folder.glob('job-*.json'))) + 1}.json", 0
+            for index, seconds in run_job(launch, assignments, job_file=job_file, device=self.device, imports=imports):
+                done = index + 1
+                yield together[index], self._end_of(Path(assignments[index].folder), ranks, seconds)
+            for subject, assignment in zip(together[done:], assignments[done:], strict=True):
+                log = job_file.with_suffix(".log").read_text(encoding="utf-8", errors="replace")
+                last = " / ".join(log.strip().splitlines()[-3:])
+                message = f"the launch ended before this cell did; the last lines of its log: {last}"
+                yield subject, CellEnd(folder=Path(assignment.folder), ranks=[], status="error", message=message)
 
     def _end_of(self, folder: Path, ranks: int, seconds: float) -> CellEnd:
+        """How a cell ended: as its first rank that failed; others fail after it because they lost a peer."""
         ends = read_ranks(folder, ranks)
-        failure = first_failure(ends)
-        if failure is None:
+        failures = [end for end in ends if end["status"] != "done"]
+        if not failures:
             return CellEnd(folder=folder, ranks=ends, status="done", seconds=seconds)
+        failure = min(failures, key=lambda end: end["time"])
         message = failure["message"].replace(f"{folder}/", "").replace(f"{self.folder}/", "")
         return CellEnd(folder=folder, ranks=ends, status=failure["status"], message=message, seconds=seconds)
-
-
-def _last_lines(job_file: Path) -> str:
-    lines = job_file.with_suffix(".log").read_text(encoding="utf-8", errors="replace").strip().splitlines()
-    return f"the last lines of its log: {' / '.join(lines[-3:])}"

@@ -28,6 +28,8 @@ DEMO, SWEEP = "demo", "sweep"
 _ROOMS = {"serving": ("inference/server",)}
 """What some suites measure besides training."""
 _FILES = {"inference": "src/dsgpt/benchmarks/trace.json", "serving": "src/serve.py"}
+_SHARED = {"contenders.py": ("speed", "decoding")}
+"""Modules of some suites."""
 _ONLY_READ_RECORDS = ("*_page.py", "records.py")
 """Modules of the suites that make pages and tables from an existing record, or that start the commands of records."""
 
@@ -37,9 +39,10 @@ def record_sources(name: str) -> list[str]:
     if name == DEMO:
         return [*training_sources(), "src/demo.py"]
     others = [suite for suite in (*SUITES, SWEEP) if suite != name]
+    shared = [path for path, suites in _SHARED.items() if name not in suites]
     left_out = [
         f":(exclude)src/dsgpt/benchmarks/{path}"
-        for path in (*(f"{suite}*.py" for suite in others), *_ONLY_READ_RECORDS)
+        for path in (*(f"{suite}*.py" for suite in others), *shared, *_ONLY_READ_RECORDS)
     ]
     own = [_FILES[name]] if name in _FILES else []
     return [*training_sources(measured=("benchmarks", *_ROOMS.get(name, ()))), "src/benchmark.py", *own, *left_out]

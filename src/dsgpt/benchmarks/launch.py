@@ -1,6 +1,16 @@
-"""Starts the ranks of a job, and yields each cell as it ends."""
+"""Starts the ranks of a job and yields each cell as it ends; run as a module, it is one of these ranks.
 
+``python -m dsgpt.benchmarks.launch JOB`` runs under ``torchrun``, ``deepspeed`` or alone. A launch takes seconds, most
+of them imports, so one launch serves many cells. The ranks of a cell join a new process group, and nothing that one
+cell leaves behind reaches another. ``Start`` says how a cell's ranks start.
+
+A cell names the function that its ranks call; see ``Assignment``.
+"""
+
+import argparse
 import contextlib
+import functools
+import gc
 import importlib
 import json
 import os
@@ -16,8 +26,11 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from dsgpt.common.errors import UserError
-from dsgpt.common.files import write_json_atomic
+from dsgpt.common.files import write_atomic, write_json_atomic
+from dsgpt.config.options import parse_arguments
+from dsgpt.config.run_config import RunConfig, resolve
 from dsgpt.machine.launcher import exit_rank, launcher_command
+from dsgpt.machine.topology import free_port, read_topology
 
 # The file that every rank of a cell writes at its end: a status, and what the rank measured.
 
@@ -30,29 +43,30 @@ def rank_file(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank}.json"
 
 
-def read_rank(folder: Path, rank: int) -> RankEnd | None:
-    """The rank's file; None until it exists."""
-    path = rank_file(folder, rank)
-    if not path.exists():
-        return None
-    end: RankEnd = json.loads(path.read_text(encoding="utf-8"))
-    return end
+def write_end(folder: Path, rank: int, **facts: Any) -> None:
+    """Write the rank's file: ``facts`` are what it measured, or ``status`` and ``message`` of a failure."""
+    write_json_atomic(rank_file(folder, rank), {"status": "done", "time": time.time(), **facts})
 
 
 def read_ranks(folder: Path, ranks: int) -> list[RankEnd]:
     """The contents of the files of those ranks of a cell that have ended."""
-    ends = [read_rank(folder, rank) for rank in range(ranks)]
-    return [end for end in ends if end is not None]
+    files = [rank_file(folder, rank) for rank in range(ranks)]
+    return [json.loads(file.read_text(encoding="utf-8")) for file in files if file.exists()]
 
 
-def first_failure(ends: Sequence[RankEnd]) -> RankEnd | None:
-    """The end of the rank that failed first; others fail after it because they lost a peer. None if none failed."""
-    return min((end for end in ends if end["status"] != "done"), key=lambda end: end["time"], default=None)
+def config_of(flags: list[str]) -> RunConfig:
+    """The run that this rank of a cell executes.
+
+    Raises:
+        UserError: the product refuses the combination.
+    """
+    options, problems = parse_arguments(flags)
+    return resolve(options, topology=read_topology(), problems=problems)
 
 
 # Starts the ranks of a job with the launcher that users use, and yields each cell as it ends.
 
-WORKER = "dsgpt.benchmarks.worker"
+WORKER = "dsgpt.benchmarks.launch"
 LAUNCH_POLL_SEC = 0.05
 IMPORTS = {
     "python": ["torch._dynamo"],
@@ -85,13 +99,6 @@ class Start(StrEnum):
     """Every rank of the launch starts its rank of each cell in a new Python: a process that uses a GPU cannot fork."""
 
 
-def usual_start(ranks: int, device: str) -> Start:
-    """How cells start on that many ranks unless the caller says otherwise."""
-    if device != "cpu":
-        return Start.SPAWN
-    return Start.FORK_OWN if ranks == 2 else Start.FORK_ALL
-
-
 @dataclass(frozen=True, kw_only=True)
 class Assignment:
     """One cell as a rank gets it."""
@@ -103,11 +110,6 @@ class Assignment:
     """``module:function``: what every rank calls with flags, folder and ``arguments``."""
     arguments: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the call, as JSON can hold them."""
-
-    @property
-    def module(self) -> str:
-        """The module of ``call``."""
-        return self.call.split(CALL_SEPARATOR)[0]
 
 
 @dataclass(kw_only=True)
@@ -121,11 +123,6 @@ class Launch:
     """From the launcher's start to its end."""
     start_seconds: float | None = None
     """From the launcher's start to the first rank ready for work: imports, mostly."""
-
-
-def launch_command(launcher: str, ranks: int) -> list[str]:
-    """The command in front of the job file."""
-    return [*launcher_command(launcher, ranks), "--module" if launcher == "deepspeed" else "-m", WORKER]
 
 
 def environment_for(device: str) -> dict[str, str]:
@@ -160,20 +157,24 @@ def run_job(
         assignments: what to run.
         job_file: the file to write for the ranks.
         device: ``cpu`` or ``cuda``.
-        start: how the ranks of each cell start; by default ``usual_start``.
+        start: how the ranks of each cell start; by default new Pythons on GPUs, forks of every rank's own Python on two
+            ranks, and else forks of one.
         imports: modules to import once for all forked cells, besides those of the calls; by default what the launcher's
             own strategies need.
     """
-    modules = [*(IMPORTS[launch.launcher] if imports is None else imports), *(one.module for one in assignments)]
+    usual = Start.SPAWN if device != "cpu" else Start.FORK_OWN if launch.ranks == 2 else Start.FORK_ALL
+    modules = [*(IMPORTS[launch.launcher] if imports is None else imports)]
+    modules += [one.call.split(CALL_SEPARATOR)[0] for one in assignments]
     job = {
-        "start": start or usual_start(launch.ranks, device),
+        "start": start or usual,
         "worker": WORKER,
         "runner": os.getpid(),
         "imports": list(dict.fromkeys(modules)),
         "cells": [asdict(assignment) for assignment in assignments],
     }
     write_json_atomic(job_file, job)
-    command = [*launch_command(launch.launcher, launch.ranks), str(job_file)]
+    front = launcher_command(launch.launcher, launch.ranks)
+    command = [*front, "--module" if launch.launcher == "deepspeed" else "-m", WORKER, str(job_file)]
     started = time.perf_counter()
     with job_file.with_suffix(".log").open("wb") as log, _process(command, environment_for(device), log) as process:
         yield from _ends(process, launch, assignments, log=log, started=started)
@@ -213,7 +214,10 @@ def _ends(
 
 @contextlib.contextmanager
 def _process(command: list[str], environment: dict[str, str], log: BinaryIO) -> Iterator[subprocess.Popen[bytes]]:
-    """A launcher in a new session. It is stopped at the end of the context; its workers notice that and exit too."""
+    """A launcher in a new session; at the end of the context it and its ranks are terminated, then killed.
+
+    DeepSpeed's launcher would leave its ranks behind.
+    """
     process = subprocess.Popen(
         command, env=environment, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True
     )
@@ -221,32 +225,31 @@ def _process(command: list[str], environment: dict[str, str], log: BinaryIO) -> 
         yield process
     finally:
         if process.poll() is None:
-            _end_group(process)
+            os.killpg(process.pid, signal.SIGTERM)
+            deadline = time.monotonic() + LEAVE_SEC
+            with contextlib.suppress(ProcessLookupError):
+                while time.monotonic() < deadline:
+                    process.poll()
+                    os.killpg(process.pid, 0)
+                    time.sleep(LAUNCH_POLL_SEC)
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
-def _end_group(process: subprocess.Popen[bytes]) -> None:
-    """Terminate a launcher and its ranks, then kill what is left. DeepSpeed's launcher would leave its ranks behind."""
-    os.killpg(process.pid, signal.SIGTERM)
-    deadline = time.monotonic() + LEAVE_SEC
-    with contextlib.suppress(ProcessLookupError):
-        while time.monotonic() < deadline:
-            process.poll()
-            os.killpg(process.pid, 0)
-            time.sleep(LAUNCH_POLL_SEC)
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-
-
-# Child processes that run one rank of a cell each: how they start, and how their end is noticed.
+# A rank of a launch: starts child processes that run one rank of a cell each, and notices how they end.
 
 CELL_LIMIT_SEC = 600
 """Seconds after which a cell counts as stuck."""
 PATIENCE_SEC = 15
 """Seconds that a rank may continue after another one failed. A rank that runs longer only waits for the failed one."""
 POLL_SEC = 0.02
+AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
+"""With this variable ranks meet in torchrun's own store, which serves one process group, not many."""
+OF_A_RANK = (*ELSEWHERE, "RANK", "WORLD_SIZE", "CROSS_")
+"""Prefixes of the variables that a launcher sets for a rank."""
 
 Cell = dict[str, Any]
-"""The fields of a ``launch.Assignment``."""
+"""The fields of an ``Assignment``."""
 
 
 class Alive:
@@ -275,100 +278,152 @@ class Alive:
             time.sleep(POLL_SEC)
 
 
-def run_cell(cell: Cell, rank: int) -> None:
+def main(arguments: list[str]) -> int:
+    """Run every cell of the job. The exit code is always 0, because each cell's folder says how it ended."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("job", type=Path)
+    parser.add_argument("--local_rank", type=int, help="from launchers; the environment has it too")
+    parser.add_argument("--cell", type=int, help="run this one alone, in this process, which is a spawned child")
+    given = parser.parse_args(arguments)
+    job_file: Path = given.job
+    job = json.loads(job_file.read_text(encoding="utf-8"))
+    topology = read_topology()
+    if given.cell is not None:
+        _run_cell(job["cells"][given.cell], topology.rank)
+        exit_rank(0)
+    alive = Alive(runner=job["runner"])
+    for index, (cell, variables) in enumerate(_with_variables(job, job_file, alive)):
+        module = None if job["start"] != Start.SPAWN else [job["worker"], str(job_file), "--cell", str(index)]
+        _run_children(cell, variables, module, ranks=topology.world_size, alive=alive)
+    finished = job_file.with_suffix(".finished")
+    if topology.rank == 0:
+        write_atomic(finished, b"")
+    alive.wait_for(finished)
+    return 0
+
+
+def _with_variables(
+    job: dict[str, Any], job_file: Path, alive: Alive
+) -> Iterator[tuple[Cell, dict[int, dict[str, str]]]]:
+    """Every cell, and by rank the environment of the children that this process runs of it."""
+    topology = read_topology()
+    shared = {key: value for key, value in os.environ.items() if not key.startswith(OF_A_RANK)}
+    own = {key: value for key, value in os.environ.items() if key not in shared and key != AGENT_STORE}
+    by_rank = {topology.rank: own}
+    if job["start"] == Start.FORK_ALL:
+        files = [job_file.with_suffix(f".variables-{rank}") for rank in range(topology.world_size)]
+        write_json_atomic(files[topology.rank], own)
+        by_rank = {}
+        for rank, file in enumerate(files if topology.rank == 0 else []):
+            alive.wait_for(file)
+            by_rank[rank] = json.loads(file.read_text(encoding="utf-8"))
+    if by_rank and job["start"] != Start.SPAWN:
+        for module in job["imports"]:
+            importlib.import_module(module)
+        if "deepspeed" in job["imports"]:
+            identify_cpu_once()
+        gc.collect()
+        gc.freeze()  # else every collection of a child touches, and so copies, the memory of all that was imported
+    for cell in job["cells"]:
+        port_file = Path(cell["folder"]) / PORT_FILE
+        if topology.rank == 0:  # just before use: another process may take a port that was found earlier
+            write_atomic(port_file, str(free_port()).encode())
+        alive.wait_for(port_file)
+        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port_file.read_text(encoding="utf-8")}
+        yield cell, {rank: shared | variables | meeting for rank, variables in by_rank.items()}
+
+
+def identify_cpu_once() -> None:
+    """Identify the CPU now, and let forked children reuse the answer.
+
+    DeepSpeed's CPU Adam calls ``get_cpu_info`` whenever it is built, and the function sleeps for a second to measure
+    the clock rate.
+    """
+    cpuinfo: Any = importlib.import_module("cpuinfo")
+    cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
+    cpuinfo.get_cpu_info()
+
+
+def _run_children(
+    cell: Cell, variables: Mapping[int, dict[str, str]], module: list[str] | None, *, ranks: int, alive: Alive
+) -> None:
+    """Run ranks of a cell in child processes, kill them if they hang, and write the end of each that wrote none.
+
+    Args:
+        cell: what they run.
+        variables: the whole environment of each, by rank.
+        module: name and arguments of the module that new Pythons run; None to fork this process.
+        ranks: number of ranks of the cell; other processes may run some of them.
+        alive: checked while they run.
+    """
+    folder, children = Path(cell["folder"]), dict[int, int]()
+    started, alone_since = time.monotonic(), float("inf")
+    try:
+        for rank, environment in variables.items():
+            children[rank] = _start(cell, rank, environment, module)
+        while children:
+            for rank, child in list(children.items()):
+                done, status = os.waitpid(child, os.WNOHANG)
+                if not done:
+                    continue
+                del children[rank]
+                if not rank_file(folder, rank).exists():
+                    code = os.waitstatus_to_exitcode(status)
+                    how = f"ended with exit code {code} and without a result"
+                    how = f"was killed by signal {-code}" if code < 0 else how
+                    write_end(folder, rank, status="error", message=f"rank {rank} {how}")
+            alive.check()
+            now = time.monotonic()
+            if now < alone_since and any(end["status"] != "done" for end in read_ranks(folder, ranks)):
+                alone_since = now
+            if now - started > CELL_LIMIT_SEC or now - alone_since > PATIENCE_SEC:
+                for child in children.values():
+                    os.kill(child, signal.SIGKILL)
+            time.sleep(POLL_SEC)
+    except BaseException:  # this process must exit
+        for child in children.values():
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+        raise
+
+
+def _start(cell: Cell, rank: int, environment: dict[str, str], module: list[str] | None) -> int:
+    """Start ``rank`` of ``cell``, which prints into a file of the cell's folder; return the id of its process."""
+    log = str(Path(cell["folder"]) / f"rank-{rank}.log")
+    new = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+    if module:
+        outputs = [(os.POSIX_SPAWN_OPEN, 1, log, new, 0o644), (os.POSIX_SPAWN_DUP2, 1, 2)]
+        return os.posix_spawn(sys.executable, [sys.executable, "-m", *module], environment, file_actions=outputs)
+    child = os.fork()
+    if not child:
+        output = os.open(log, new, 0o644)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        os.environ.clear()
+        os.environ.update(environment)
+        _run_cell(cell, rank)
+        exit_rank(0)
+    return child
+
+
+def _run_cell(cell: Cell, rank: int) -> None:
     """Run one cell in this process. Write the rank's file after a refusal or error; else the called function does."""
     folder = Path(cell["folder"])
     module, function = cell["call"].split(CALL_SEPARATOR)
     try:
         getattr(importlib.import_module(module), function)(cell["flags"], folder, **cell["arguments"])
     except UserError as error:
-        _write_end(folder, rank, status="refused", message="\n".join(error.problems))
+        write_end(folder, rank, status="refused", message="\n".join(error.problems))
     except Exception as error:  # noqa: BLE001 - every failure of a cell is a result of the suite
         traceback.print_exc()
-        _write_end(folder, rank, status="error", message=f"{type(error).__name__}: {error}")
+        write_end(folder, rank, status="error", message=f"{type(error).__name__}: {error}")
 
 
-def _write_end(folder: Path, rank: int, *, status: str, message: str) -> None:
-    end = {"status": status, "message": message, "time": time.time()}
-    write_json_atomic(rank_file(folder, rank), end)
+def exit_on_sigterm(_number: int, _frame: object) -> None:
+    """Unwind, so that the children are killed."""
+    raise SystemExit(128 + signal.SIGTERM)
 
 
-def fork(cell: Cell, rank: int, environment: Mapping[str, str]) -> int:
-    """Run ``cell`` as ``rank`` in a forked child with exactly this environment; return its process id."""
-    child = os.fork()
-    if not child:
-        _run_forked(cell, rank, environment)
-    return child
-
-
-def _run_forked(cell: Cell, rank: int, environment: Mapping[str, str]) -> None:
-    """What the forked child does. It does not return."""
-    with _log_file(cell, rank).open("w", encoding="utf-8") as log:
-        os.dup2(log.fileno(), 1)
-        os.dup2(log.fileno(), 2)
-    os.environ.clear()
-    os.environ.update(environment)
-    run_cell(cell, rank)
-    exit_rank(0)
-
-
-def spawn(module: list[str], cell: Cell, rank: int, environment: Mapping[str, str]) -> int:
-    """Run ``module``, a name and arguments, in a new interpreter with this environment; return its process id."""
-    log, new = str(_log_file(cell, rank)), os.O_WRONLY | os.O_CREAT | os.O_TRUNC
-    return os.posix_spawn(
-        sys.executable,
-        [sys.executable, "-m", *module],
-        environment,
-        file_actions=[(os.POSIX_SPAWN_OPEN, 1, log, new, 0o644), (os.POSIX_SPAWN_DUP2, 1, 2)],
-    )
-
-
-def _log_file(cell: Cell, rank: int) -> Path:
-    return Path(cell["folder"]) / f"rank-{rank}.log"
-
-
-def watch(children: dict[int, int], cell: Cell, *, ranks: int, alive: Alive) -> None:
-    """Wait for all children, kill them if they hang, and write the end of each that could not write one itself.
-
-    Args:
-        children: rank to process id; empty afterwards.
-        cell: what they run.
-        ranks: number of ranks of the cell; other processes may run some of them.
-        alive: checked while they run.
-    """
-    folder = Path(cell["folder"])
-    started, alone_since = time.monotonic(), float("inf")
-    while children:
-        for rank, child in list(children.items()):
-            done, status = os.waitpid(child, os.WNOHANG)
-            if done:
-                del children[rank]
-                _write_missing_end(folder, rank, status)
-        alive.check()
-        now = time.monotonic()
-        if now < alone_since and any(end["status"] != "done" for end in read_ranks(folder, ranks)):
-            alone_since = now
-        if now - started > CELL_LIMIT_SEC or now - alone_since > PATIENCE_SEC:
-            for child in children.values():
-                os.kill(child, signal.SIGKILL)
-        time.sleep(POLL_SEC)
-
-
-def _write_missing_end(folder: Path, rank: int, status: int) -> None:
-    """If a child wrote no file, write how it ended; ``status`` is from ``waitpid``."""
-    if not rank_file(folder, rank).exists():
-        code = os.waitstatus_to_exitcode(status)
-        how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code} and without a result"
-        _write_end(folder, rank, status="error", message=f"rank {rank} {how}")
-
-
-@contextlib.contextmanager
-def killed_on_error(children: Mapping[int, int]) -> Iterator[None]:
-    """Kill ``children``, rank to process id, when this process must exit."""
-    try:
-        yield
-    except BaseException:
-        for child in children.values():
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
-        raise
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, exit_on_sigterm)
+    sys.exit(main(sys.argv[1:]))

@@ -1,28 +1,51 @@
 """``benchmark.py parity``: every strategy against plain PyTorch, step by step.
 
-The cells of the parity suite: every strategy, on all numbers of ranks that make sense, under every setting. A cell is
-one training of 20 optimizer steps that is compared with the reference, step by step. Each strategy uses the shipped
-recipe of its name, so that the suite tests what a user runs.
+A cell is one training of 20 optimizer steps that is compared with the reference, step by step. Every strategy has
+cells on all numbers of ranks that make sense, under every setting. Each strategy uses the shipped recipe of its name,
+so that the suite tests what a user runs. The references are trained first, then one launch for each launcher and number
+of ranks.
+
+How far a training may differ from the reference, as its arithmetic allows. On a CPU no bound is wider than about three
+times what was measured there. In fp32 only the order of sums differs. In bf16 every product is rounded to 8 binary
+digits, but the reference takes the same micro batches and rounds where the strategy does. So the first gradient and
+the first update are equal in six digits. A training that sums in another precision, drops or doubles a micro batch,
+decays a bias or has another epsilon is out of bounds. Later steps differ more under every strategy, because one weight
+that is rounded in the other direction changes the products of the next step. After 20 steps loss and weights differ as
+if every product had been rounded once more.
+
+On a GPU nothing was measured yet. The bounds of 16-bit precisions there allow for a different rounding of every
+product, in the first step too. A sum in another precision, or a bias that decays, is within them
+(``parity_rank.Bug.visible_on``).
 """
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, NamedTuple
 
-from dsgpt.benchmarks.cells import ACCUMULATIONS, STRATEGIES, Cell, TestedStrategy
-from dsgpt.benchmarks.frame import Record, Suite, SuiteOptions, device_flag, only_flag
+from dsgpt.benchmarks.cells import (
+    ACCUMULATED,
+    ACCUMULATIONS,
+    CLIPPING,
+    EVERY,
+    STEPS,
+    STRATEGIES,
+    TRAININGS,
+    VALIDATION_WINDOWS,
+    Cell,
+    CellEnd,
+    CellRunner,
+    TestedStrategy,
+)
+from dsgpt.benchmarks.frame import Record, Suite, SuiteOptions, device_flag, only_flag, work_facts
+from dsgpt.benchmarks.launch import Assignment
 from dsgpt.benchmarks.parity_page import cell_name, failure_words, parity_page, summary_lines
 from dsgpt.common.command_line import POSITIVE, flag, switch
 from dsgpt.common.errors import Problems, did_you_mean
 from dsgpt.common.text import counted
 
-if TYPE_CHECKING:
-    from dsgpt.benchmarks.parity_suite import Result
+# The cells of the suite.
 
-
-SCHEMA_VERSION = "1.1"
-"""1.1: validation, the learning rate that optimizers used, the first update, and bounds by kind of arithmetic."""
 OPTIMIZERS = ("adamw", "sgd")
 _LITTLE_NEW = ("ddp-copied-buckets", "fsdp-kept", "fsdp-offload")
 """Variants of ``ddp`` and ``fsdp``; one training shows how they differ. The whole matrix has every setting of them."""
@@ -116,6 +139,164 @@ def select(cells: Iterable[Cell], *, ranks: Iterable[int], only: Iterable[str], 
     return chosen
 
 
+# What a cell computes: optimizer, precision, and how the global batch is split and rounded. In fp32 the split changes
+# none of the first five digits. In bf16 every product is rounded to 8 binary digits, and differently for another split,
+# so only a reference with the same split can be compared closely.
+
+PIPELINES = ("pipeline.json", "3d.json")
+"""Recipes with a pipeline."""
+
+
+@dataclass(frozen=True, kw_only=True, order=True)
+class Split:
+    """How one training splits the global batch; the reference does the same in one process."""
+
+    data_ranks: int = 1
+    """Each takes an equal, contiguous part of the global batch."""
+    accumulation: int = 1
+    """Micro batches, equal and contiguous parts of a data rank's share."""
+    low: str = ""
+    """Where gradients are rounded to the low precision between ranks: ``ACCUMULATED``, ``EVERY``, or empty for nowhere:
+    gradients are fp32 from the end of a micro batch's backward pass on."""
+
+    whole_logits: bool = False
+    """Whether the loss is that of all logits of a micro batch at once, as in a pipeline, which rounds the scale of the
+    loss with them; in fp32 the reference always computes it so."""
+
+    def simplest(self) -> "Split":
+        """The canonical form of this split: cells that compute the same have equal forms, and so share a reference.
+
+        A single micro batch is itself the accumulated sum; one data rank's gradients are in the low precision already.
+        """
+        low = self.low
+        if self.accumulation == 1 and low == EVERY:
+            low = ACCUMULATED
+        if self.data_ranks == 1 and (self.accumulation == 1 or low == EVERY):
+            low = ""
+        return replace(self, low=low)
+
+
+class Work(NamedTuple):
+    """What is computed; cells that agree in this have the same reference."""
+
+    optimizer: str
+    precision: str
+    training: str
+    """A key of ``TRAININGS``."""
+    split: Split = Split()
+    """In a low precision the cell's; in fp32 the whole global batch at once."""
+
+
+def work_of(cell: Cell) -> Work:
+    """What the cell must compute."""
+    strategy = STRATEGIES[cell.strategy]
+    split = Split()
+    if cell.precision != "fp32":
+        data_ranks = cell.ranks // strategy.model_ranks
+        split = Split(
+            data_ranks=data_ranks,
+            accumulation=cell.accumulation,
+            low=strategy.low if cell.ranks > 1 or strategy.low_alone else "",
+            whole_logits=strategy.recipe in PIPELINES,
+        ).simplest()
+    return Work(cell.optimizer, cell.precision, strategy.training, split)
+
+
+# How far a training may be from its reference.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bounds:
+    """A bound for every fact of a training; relative distances are of 2-norms."""
+
+    loss: float
+    """Nats per token, at every step."""
+    validation: float
+    """Nats per token, at every validation."""
+    norm: float
+    """Of the gradient's norm, relative, at every step."""
+    gradient: float
+    """Of the first step's gradient: relative distance, for every parameter."""
+    layer_norm_gradient: float | None = None
+    """The same for weights and biases of LayerNorms; None if ``gradient`` applies to them."""
+    update: float
+    """Of the weights after the first step that changes them: relative distance, for every parameter."""
+    weights: float
+    """Of the weights after the last step: relative distance, for every parameter."""
+    tied_gradient: float | None = None
+    """Of the first step's gradient of the tied embedding; None if ``gradient`` applies to it."""
+    tied_update: float | None = None
+    """Of the tied embedding after the first step that changes it; None if ``update`` applies to it."""
+
+    def for_gradient(self, name: str) -> float:
+        """The bound of one parameter's first gradient, by its canonical name."""
+        special = {"wte.weight": self.tied_gradient}.get(name, self.layer_norm_gradient if "ln_" in name else None)
+        return self.gradient if special is None else special
+
+    def for_update(self, name: str) -> float:
+        """The bound of one parameter after its first change, by its canonical name."""
+        return self.tied_update if name == "wte.weight" and self.tied_update is not None else self.update
+
+
+FP32, BF16, FP16 = "fp32", "bf16", "fp16"
+CONSTANT_RATE = "constant rate"
+"""The training without a schedule, as ``dsgpt.benchmarks.cells`` names it."""
+FP32_CONSTANT_RATE = f"fp32, {CONSTANT_RATE}"
+BF16_MANY, BF16_PIPELINE, BF16_SPLIT = "bf16, 4 data ranks", "bf16, pipeline", "bf16, tensor or sequence"
+_AFTER_20_STEPS = {"loss": 2.4e-3, "validation": 1.8e-3, "norm": 1.7e-2, "weights": 3.3e-2}
+
+CPU = {
+    # Only the order of sums over micro batches or ranks differs.
+    FP32: Bounds(loss=5e-6, validation=2e-6, norm=2e-6, gradient=2e-6, update=2e-6, weights=2e-6),
+    # The rate is whole from the first step on, so the "first" update is that of three steps, in which Adam enlarges the
+    # differences of the smallest gradients. Plain PyTorch with three micro batches instead of one differs by 4.3e-5 in
+    # the update and by 2.7e-5 in the last weights, all of it in one element of a matrix of 1,156.
+    FP32_CONSTANT_RATE: Bounds(loss=5e-6, validation=2e-6, norm=2e-6, gradient=2e-6, update=1.3e-4, weights=8e-5),
+    # The same roundings in the same places. Only the order of fp32 sums differs, and a product of DeepSpeed's CPU Adam.
+    BF16: Bounds(gradient=1e-6, update=1e-6, **_AFTER_20_STEPS),
+    # Gradients of more than two ranks are added up in bf16, in no defined order.
+    BF16_MANY: Bounds(gradient=1.6e-2, update=1.3e-2, **_AFTER_20_STEPS),
+    # The tied embedding's two gradients are summed in fp32 over stages, where the reference's backward pass adds them
+    # in bf16; clipping by the norm carries the difference to all others.
+    BF16_PIPELINE: Bounds(gradient=1e-6, tied_gradient=9e-3, update=3.6e-5, tied_update=4.8e-4, **_AFTER_20_STEPS),
+    # Activations are summed in parts, or gradients over half of the positions, so every product is rounded differently.
+    # The gradients of LayerNorms are sums over all positions that almost cancel, and differ most.
+    BF16_SPLIT: Bounds(gradient=1.5e-2, layer_norm_gradient=6e-2, update=4e-2, **_AFTER_20_STEPS),
+}
+"""fp16 is refused on a CPU."""
+_WIDE = {"loss": 3e-3, "validation": 3e-3, "norm": 2e-2, "gradient": 1.5e-2, "layer_norm_gradient": 1.5e-1}
+_LOW_ON_GPU = Bounds(**_WIDE, update=4e-2, weights=5e-2)
+CUDA = {
+    FP32: Bounds(loss=2e-4, validation=2e-4, norm=1e-4, gradient=1e-5, update=1e-4, weights=1e-3),
+    FP32_CONSTANT_RATE: Bounds(loss=2e-4, validation=2e-4, norm=1e-4, gradient=1e-5, update=1e-3, weights=1e-3),
+    **dict.fromkeys((BF16, BF16_MANY, BF16_PIPELINE, BF16_SPLIT, FP16), _LOW_ON_GPU),
+}
+"""Wider, because not measured yet: kernels of GPUs add up in an order that changes from call to call."""
+BOUNDS = {"cpu": CPU, "cuda": CUDA}
+
+
+def bounds_of(cell: Cell, device: str) -> Bounds:
+    """How far the cell may be from its reference on ``device``, ``cpu`` or ``cuda``."""
+    strategy, work = STRATEGIES[cell.strategy], work_of(cell)
+    kind = cell.precision
+    if kind == FP32 and work.training == CONSTANT_RATE:
+        kind = FP32_CONSTANT_RATE
+    elif kind == BF16 and strategy.model_ranks > 1 and strategy.recipe != "pipeline.json":
+        kind = BF16_SPLIT
+    elif kind == BF16 and work.split.data_ranks > 2 and work.split.low:
+        kind = BF16_MANY
+    elif kind == BF16 and strategy.model_ranks > 1:
+        kind = BF16_PIPELINE
+    return BOUNDS[device][kind]
+
+
+# The suite: references first, then the cells. Every cell gives a result.
+
+SCHEMA_VERSION = "1.1"
+"""1.1: validation, the learning rate that optimizers used, the first update, and bounds by kind of arithmetic."""
+RANK = "dsgpt.benchmarks.parity_rank:"
+
+
 @dataclass(frozen=True, kw_only=True)
 class ParityOptions(SuiteOptions):
     """The command line."""
@@ -128,7 +309,32 @@ class ParityOptions(SuiteOptions):
     device: str = device_flag("cpu, where every machine can run everything, or cuda with a GPU for each rank")
 
 
-class Parity(Suite[ParityOptions, "Result"]):
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """How one cell ended."""
+
+    cell: Cell
+    refusal_expected: bool = False
+    """Whether the product must refuse the cell."""
+    status: str
+    """``passed``, ``failed``, ``refused`` by the product, or ``error``."""
+    seconds: float
+    measured: dict[str, Any] = field(default_factory=dict)
+    failures: list[dict[str, Any]] = field(default_factory=list)
+    message: str = ""
+    """The message of a refusal or an error."""
+    bytes_per_rank: dict[str, Any] = field(default_factory=dict)
+    """Model state and traffic, measured and by formula; see ``parity_rank.compared_bytes``."""
+
+    @property
+    def as_expected(self) -> bool:
+        """For a planted bug, whether the cell failed; for any other cell, whether it passed or was rightly refused."""
+        if self.cell.bug:
+            return self.status == "failed"
+        return self.status == ("refused" if self.refusal_expected else "passed")
+
+
+class Parity(Suite[ParityOptions, Result]):
     """Trains every cell and compares it with its reference."""
 
     name, record_of, schema_version, unit = "parity", "the parity suite", SCHEMA_VERSION, "training"
@@ -145,6 +351,9 @@ examples:
   .venv/bin/python src/benchmark.py parity --table-from checkpoint/parity/parity.json
 
 strategies: {", ".join(STRATEGIES)}"""
+
+    steps = STEPS
+    """Optimizer steps of every training."""
 
     def plan(self) -> int:
         from dsgpt.benchmarks.parity_rank import planted_cells  # noqa: PLC0415 - torch takes seconds
@@ -163,28 +372,102 @@ strategies: {", ".join(STRATEGIES)}"""
         return len(cells)
 
     def begin(self) -> None:
-        from dsgpt.benchmarks.parity_suite import ParitySuite  # noqa: PLC0415
+        self._runner = CellRunner(self.folder, repository=self.repository, device=self.options.device, steps=self.steps)
+        self._references: dict[Work, CellEnd] = {}
+        self._without_reference: dict[Work, str] = {}
 
-        self._suite = ParitySuite(self.folder, repository=self.repository, device=self.options.device)
+    def results(self) -> Iterator[Result]:
         self.console.say(f"{len(self._cells)} trainings; the text and the references come first")
+        return self.run(self._cells)
 
-    def results(self) -> Iterator["Result"]:
-        return self._suite.run(
-            self._cells,
+    def run(self, cells: Iterable[Cell]) -> Iterator[Result]:
+        """Run ``cells``, in any order, launch by launch; yield their results as they come.
+
+        Raises:
+            UserError: the text could not be prepared.
+        """
+        order = list(STRATEGIES)
+        cells = sorted(cells, key=lambda cell: order.index(cell.strategy))
+        works = sorted({work_of(cell) for cell in cells})
+        for work, end in self._runner.run(works, place=lambda _: (1, "python"), assign=self.reference):
+            if end.status != "done":  # if the product refuses it, it refuses its cells for the same reason
+                self._without_reference[work] = end.message
+            elif (smallest := _smallest_norm(end)) <= _clipping(work) and work.optimizer == "sgd":
+                self._without_reference[work] = f"it is not clipped at every step, a gradient norm is {smallest:g}"
+            else:
+                self._references[work] = end
+        ends = self._runner.run(
+            cells,
+            place=lambda cell: (cell.ranks, STRATEGIES[cell.strategy].launcher),
+            assign=lambda cell: self._runner.assignment(cell, call=f"{RANK}train_cell", arguments={"bug": cell.bug}),
             started=lambda launch: self.console.say(
                 f"{launch.launcher} starts {counted(launch.ranks, 'rank')} for {counted(launch.cells, 'training')}"
             ),
         )
+        for cell, end in ends:
+            yield self._judge(cell, end)
 
-    def line(self, result: "Result", *, count: str, left: str) -> str:
+    def reference(self, work: Work) -> Assignment:
+        """What trains the reference of ``work``."""
+        cell = Cell(strategy="baseline", ranks=1, accumulation=1, optimizer=work.optimizer, precision=work.precision)
+        split = asdict(work.split)
+        words = ["reference", work.training, *map(str, split.values())]
+        prefix = "".join(f"{word.replace(' ', '-')}_" for word in words if word)
+        return self._runner.assignment(
+            cell,
+            call=f"{RANK}train_reference_cell",
+            name=f"{prefix}{cell.folder}",
+            training=work.training,
+            arguments={"split": split},
+        )
+
+    def _judge(self, cell: Cell, end: CellEnd) -> Result:
+        from dsgpt.benchmarks.parity_reference import compare  # noqa: PLC0415 - torch takes seconds
+
+        refused = not cell.bug and refusal_expected(cell, device=self.options.device)
+        result = Result(
+            cell=cell, refusal_expected=refused, status=end.status, seconds=end.seconds, message=end.message
+        )
+        if end.status != "done":
+            return result
+        work = work_of(cell)
+        reference = self._references.get(work)
+        if reference is None:
+            why = f"cannot be compared, because its reference failed: {self._without_reference[work]}"
+            return replace(result, status="error", message=why)
+        comparison = compare(
+            end.ranks,
+            end.folder,
+            reference=reference.ranks[0],
+            reference_folder=reference.folder,
+            bounds=bounds_of(cell, self.options.device),
+            replicas=STRATEGIES[cell.strategy].replicas,
+        )
+        return replace(
+            result,
+            status="failed" if comparison.failures else "passed",
+            measured=comparison.measured,
+            failures=comparison.failures,
+            bytes_per_rank=end.ranks[0].get("bytes_per_rank", {}),
+        )
+
+    def line(self, result: Result, *, count: str, left: str) -> str:
         reasons = [failure_words(failure) for failure in result.failures] or result.message.splitlines()
         because = f": {reasons[0]}" if reasons else ""
         return f"{count} {result.cell.name}: {_verdict(result)} ({result.seconds:.1f} s{left}){because}"
 
-    def record(self, results: Sequence["Result"]) -> Record:
-        from dsgpt.benchmarks.parity_suite import suite_record  # noqa: PLC0415
-
-        return suite_record(self._suite, results, device=self.options.device)
+    def record(self, results: Sequence[Result]) -> Record:
+        references = sorted(self._references.items(), key=lambda item: item[0])
+        return {
+            "work": {"steps": STEPS, **work_facts(self.options.device), "validation_windows": VALIDATION_WINDOWS},
+            "bounds": {name: asdict(bounds) for name, bounds in BOUNDS[self.options.device].items()},
+            "references": [_reference_facts(work, end) for work, end in references],
+            "launches": [
+                {name: round(value, 1) if isinstance(value, float) else value for name, value in asdict(launch).items()}
+                for launch in self._runner.launches
+            ],
+            "cells": [_cell_facts(result) for result in results],
+        }
 
     def failures(self, record: Record) -> list[str]:
         return [cell_name(cell) for cell in record["cells"] if not cell["as_expected"]]
@@ -193,7 +476,7 @@ strategies: {", ".join(STRATEGIES)}"""
         return [f"unexpected result: {name}" for name in failures]
 
 
-def _verdict(result: "Result") -> str:
+def _verdict(result: Result) -> str:
     """How the cell ended, in capitals if that is not as expected."""
     if result.cell.bug:
         return "caught" if result.status == "failed" else f"NOT CAUGHT ({result.status})"
@@ -202,3 +485,45 @@ def _verdict(result: "Result") -> str:
     if result.status == "refused" and not result.refusal_expected:
         return "REFUSED, though it should train"
     return {"passed": "passed", "failed": "FAILED", "refused": "refused", "error": "ERROR"}[result.status]
+
+
+def _reference_facts(work: Work, end: CellEnd) -> dict[str, Any]:
+    """Losses and norms of a reference training, for the record."""
+    steps = end.ranks[0]["steps"]
+    return {
+        **{key: value for key, value in work._asdict().items() if key != "split"},
+        **asdict(work.split),
+        "first_loss": steps[0]["loss"],
+        "last_loss": steps[-1]["loss"],
+        "smallest_grad_norm": _smallest_norm(end),
+        "last_validation_loss": end.ranks[0]["validations"][-1]["loss"],
+        "clipping": _clipping(work),
+    }
+
+
+def _smallest_norm(end: CellEnd) -> float:
+    norms: list[float] = [step["grad_norm"] for step in end.ranks[0]["steps"]]
+    return min(norms)
+
+
+def _clipping(work: Work) -> float:
+    clipping: float = TRAININGS[work.training].get("gradient_clipping", CLIPPING[work.optimizer])
+    return clipping
+
+
+def _cell_facts(result: Result) -> dict[str, Any]:
+    from dsgpt.benchmarks.parity_rank import BUGS  # noqa: PLC0415 - torch takes seconds
+
+    bug = {"bug_description": BUGS[result.cell.bug].description} if result.cell.bug else {}
+    return {
+        **asdict(result.cell),
+        **bug,
+        "status": result.status,
+        "refusal_expected": result.refusal_expected,
+        "as_expected": result.as_expected,
+        "seconds": round(result.seconds, 2),
+        "message": result.message or None,
+        "measured": result.measured,
+        "failures": result.failures,
+        "cost": result.bytes_per_rank or None,
+    }

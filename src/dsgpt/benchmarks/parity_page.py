@@ -4,9 +4,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import fields
 from typing import Any
 
-from dsgpt.benchmarks.cells import Cell
+from dsgpt.benchmarks.cells import RATE_BOUND, Cell
 from dsgpt.benchmarks.frame import Record
-from dsgpt.benchmarks.parity_bounds import RATE
 from dsgpt.common.text import machine_words, table
 
 WHY = """AdamW's first moment after one step gives the first gradient. SGD has no state. In its first step, the gradient
@@ -57,7 +56,7 @@ def method(record: Record) -> str:
     """``## How it is measured`` and all below it.
 
     Args:
-        record: as ``dsgpt.benchmarks.parity_suite`` makes it.
+        record: as ``dsgpt.benchmarks.parity`` makes it.
     """
     parts = [
         _work(record["work"]),
@@ -92,7 +91,7 @@ def _bounds(record: Record) -> str:
     """The table of bounds: a column for each kind of arithmetic; kinds with the same bounds share one."""
     work, columns = record["work"], _columns(record["bounds"])
     values = [bounds for _, bounds in columns]
-    rate = "equal" if record["schema_version"] == "1.0" else f"{RATE:g}"
+    rate = "equal" if record["schema_version"] == "1.0" else f"{RATE_BOUND:g}"
     return table(["fact", *(name for name, _ in columns)], _bound_rows(values, rate=rate, steps=work["steps"]))
 
 
@@ -200,7 +199,7 @@ def parity_page(record: Record, *, source: str) -> str:
     """The page.
 
     Args:
-        record: as ``dsgpt.benchmarks.parity_suite`` makes it.
+        record: as ``dsgpt.benchmarks.parity`` makes it.
         source: the record's path, for the reader.
     """
     cells = [cell for cell in record["cells"] if not cell["bug"]]

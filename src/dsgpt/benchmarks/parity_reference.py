@@ -25,10 +25,9 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from dsgpt.benchmarks.cells import ACCUMULATED, EVERY
-from dsgpt.benchmarks.launch import rank_file
-from dsgpt.benchmarks.parity_bounds import RATE, Bounds, Split
-from dsgpt.common.files import write_json_atomic
+from dsgpt.benchmarks.cells import ACCUMULATED, EVERY, RATE_BOUND
+from dsgpt.benchmarks.launch import write_end
+from dsgpt.benchmarks.parity import Bounds, Split
 from dsgpt.config.recipe_blocks import SchedulerRecipe
 from dsgpt.config.run_config import RunConfig
 from dsgpt.data.loader import Batch
@@ -55,11 +54,14 @@ class Measurement:
     """Collects measurements step by step; ``write`` writes them at the end."""
 
     def __init__(self, *, data_rank: int, strategy: str) -> None:
-        self._facts: dict[str, Any] = {"data_rank": data_rank, "strategy": strategy}
+        self._facts = {"data_rank": data_rank, "strategy": strategy}
         self._steps: list[dict[str, Any]] = []
         self._validations: list[dict[str, Any]] = []
         self._tensors: dict[str, Tensor] = {}
-        self._replicas: dict[str, tuple[str, float]] = {}
+        self.replicas: dict[str, tuple[str, float]] = {}
+        """Of each weight that this rank holds whole a hash, to compare with other ranks', and a norm, to show."""
+        self.bytes_per_rank: dict[str, Any] = {}
+        """Of a step: see ``parity_rank.compared_bytes``."""
 
     def step(
         self, *, loss: float, grad_norm: float, lr: float, used: list[float], skipped: bool, samples: list[str]
@@ -81,30 +83,23 @@ class Measurement:
         """Note the mean loss over all targets of the validation file, nats per token, and their number."""
         self._validations.append({"after_step": after_step, "loss": loss, "targets": targets})
 
-    def gradient(self, name: str, value: Tensor) -> None:
-        """Note one parameter's gradient in the first step, before clipping."""
-        self._tensors[GRADIENT + name] = value.detach().to("cpu", torch.float32, copy=True)
-
-    def weight(self, name: str, value: Tensor, *, after: str = WEIGHT) -> None:
-        """Note one parameter after the last step, or after step ``FIRST_CHANGE`` if ``after`` is ``CHANGED``."""
-        self._tensors[after + name] = value.detach().to("cpu", torch.float32, copy=True)
+    def tensor(self, kind: str, name: str, value: Tensor) -> None:
+        """Note a parameter's first gradient before clipping (``GRADIENT``) or its value (``CHANGED``, ``WEIGHT``)."""
+        self._tensors[kind + name] = value.detach().to("cpu", torch.float32, copy=True)
 
     def replica(self, name: str, value: Tensor) -> None:
-        """Note a weight that this rank holds whole: a hash to compare with other ranks', and a norm to show."""
+        """Note a weight that this rank holds whole."""
         value = value.detach().cpu().contiguous()
-        self._replicas[name] = (digest(value), float(torch.linalg.vector_norm(value.double())))
-
-    def bytes_per_rank(self, found: dict[str, Any]) -> None:
-        """Note the bytes of a step: see ``rank.compared_bytes``."""
-        self._facts["bytes_per_rank"] = found
+        self.replicas[name] = (digest(value), float(torch.linalg.vector_norm(value.double())))
 
     def write(self, folder: Path, *, rank: int) -> None:
         """Write the rank's file, and beside it the tensors, if any were noted."""
         if self._tensors:
             save_file({name: value.contiguous() for name, value in self._tensors.items()}, folder / STATE_FILE)
-        seen = {"steps": self._steps, "validations": self._validations, "replicas": self._replicas}
-        end = {"status": "done", **self._facts, **seen}
-        write_json_atomic(rank_file(folder, rank), finite(end))
+        facts = {**self._facts, "steps": self._steps, "validations": self._validations, "replicas": self.replicas}
+        if self.bytes_per_rank:
+            facts["bytes_per_rank"] = self.bytes_per_rank
+        write_end(folder, rank, **finite(facts))
 
 
 def digest(value: Tensor) -> str:
@@ -165,13 +160,16 @@ def train_reference(config: RunConfig, device: torch.device, split: Split) -> Me
         lr = learning_rate(recipe.scheduler, base=recipe.optimizer.lr, total_steps=config.total_steps, step=step)
         for group in optimizer.param_groups:
             group["lr"] = lr
-        inputs, targets = _global_batch(config, step)
+        tokens, length = config.train.memmap(), config.seq_length
+        windows = [tokens[i * length : i * length + length + 1] for i in config.order.batch(step - 1)]
+        ids = torch.from_numpy(np.stack(windows).astype(np.int64))  # (B, T + 1)
+        inputs, targets = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()  # (B, T) each
         loss, gradients = _loss_and_gradients(config, model, inputs.to(device), targets.to(device), split)
         for master, gradient in zip(masters.values(), gradients, strict=True):
             master.grad = gradient
         if step == 1:
             for name, gradient in zip(masters, gradients, strict=True):
-                measurement.gradient(name, gradient)
+                measurement.tensor(GRADIENT, name, gradient)
         norm = torch.nn.utils.clip_grad_norm_(masters.values(), recipe.gradient_clipping or math.inf)
         optimizer.step()
         with torch.no_grad():
@@ -179,14 +177,14 @@ def train_reference(config: RunConfig, device: torch.device, split: Split) -> Me
                 value.copy_(masters[name])
         if step == FIRST_CHANGE:
             for name, master in masters.items():
-                measurement.weight(name, master, after=CHANGED)
+                measurement.tensor(CHANGED, name, master)
         if step in validated_after(config.total_steps):
             val_loss, targets_in_all = _validate(config, model, device)
             measurement.validation(after_step=step, loss=val_loss, targets=targets_in_all)
         samples = [sample_hash(*sample) for sample in zip(inputs, targets, strict=True)]
         measurement.step(loss=loss, grad_norm=float(norm), lr=lr, used=[lr], skipped=False, samples=samples)
     for name, master in masters.items():
-        measurement.weight(name, master)
+        measurement.tensor(WEIGHT, name, master)
     return measurement
 
 
@@ -196,15 +194,18 @@ def _loss_and_gradients(
     """The mean loss over a global batch, ids and targets (B, T), and its fp32 gradients in the parameters' order."""
     low, micro_batches = DTYPES[config.precision], split.data_ranks * split.accumulation
     scale = FP16_LOSS_SCALE if config.precision == "fp16" else 1.0
-    losses, found = [], []
+    losses, gradients = [], []
     for chunk in zip(inputs.chunk(micro_batches), targets.chunk(micro_batches), strict=True):
         model.zero_grad()
-        whole = split.whole_logits or config.precision == "fp32"
-        loss = (_loss_of_all_logits(model, *chunk) if whole else model(*chunk)) / split.accumulation
-        (loss * scale).backward()
+        if split.whole_logits or config.precision == "fp32":  # by PyTorch's own function, instead of the model's
+            logits = model(chunk[0]).float()
+            loss = F.cross_entropy(logits.flatten(0, 1), chunk[1].flatten()) / split.accumulation
+        else:
+            loss = model(*chunk) / split.accumulation
+        torch.autograd.backward(loss * scale)
         losses.append(float(loss))
-        found.append([_gradient(value).clone() for value in model.parameters()])
-    by_rank = [found[first : first + split.accumulation] for first in range(0, micro_batches, split.accumulation)]
+        gradients.append([value.grad.clone() for value in model.parameters() if value.grad is not None])
+    by_rank = [gradients[first : first + split.accumulation] for first in range(0, micro_batches, split.accumulation)]
     if split.low == EVERY:
         parts = [_added(same, low) for same in zip(*by_rank, strict=True)]
     else:
@@ -213,16 +214,6 @@ def _loss_and_gradients(
         parts = [_added([[value.to(between) for value in one] for one in sums], between)]
     factor = scale * split.data_ranks
     return sum(losses) / split.data_ranks, [value / factor for value in _added(parts, torch.float32)]
-
-
-def _loss_of_all_logits(model: GPT2, inputs: Tensor, targets: Tensor) -> Tensor:
-    """The mean loss by PyTorch's own function, instead of the model's."""
-    return F.cross_entropy(model(inputs).float().flatten(0, 1), targets.flatten())
-
-
-def _gradient(parameter: Tensor) -> Tensor:
-    assert parameter.grad is not None, "every parameter of the model takes part in its loss"
-    return parameter.grad
 
 
 def _added(several: list[Gradients] | tuple[Gradients, ...], dtype: torch.dtype) -> Gradients:
@@ -274,14 +265,6 @@ def _optimizer(config: RunConfig, weights: dict[str, Tensor]) -> torch.optim.Opt
     return torch.optim.AdamW(groups, lr=recipe.lr, betas=recipe.betas, eps=recipe.eps)
 
 
-def _global_batch(config: RunConfig, step: int) -> tuple[Tensor, Tensor]:
-    """Ids and targets, (B, T) each, of one step: window i of the file is ``tokens[i*T : i*T + T + 1]``."""
-    tokens, length = config.train.memmap(), config.seq_length
-    windows = [tokens[i * length : i * length + length + 1] for i in config.order.batch(step - 1)]
-    ids = torch.from_numpy(np.stack(windows).astype(np.int64))  # (B, T + 1)
-    return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
-
-
 # Compares a training with its reference: every fact, at every step, for every parameter, against its bound.
 
 Facts = dict[str, Any]
@@ -299,24 +282,19 @@ class Comparison:
     failures: list[Facts] = field(default_factory=list)
     """Facts out of bounds, each with the first place where it is, and both values."""
 
-    def note(
-        self,
-        fact: str,
-        found: list[Difference],
-        bound: float | Callable[[str], float],
-    ) -> None:
+    def note(self, fact: str, differences: list[Difference], bound: float | Callable[[str], float]) -> None:
         """Compare one fact's differences with its bound; a difference that is not a number fails.
 
         Args:
             fact: its name.
-            found: its differences, in the order of their places.
+            differences: in the order of their places.
             bound: one number, or a function from a place to a number.
         """
-        if not found:
+        if not differences:
             return
-        largest = max(found, key=lambda entry: entry[0])
+        largest = max(differences, key=lambda entry: entry[0])
         self.measured.setdefault(fact, {}).update(difference=largest[0], where=largest[1])
-        for difference, where, expected, actual in found:
+        for difference, where, expected, actual in differences:
             allowed = bound(where) if callable(bound) else bound
             if not difference <= allowed:
                 self._fail(fact, where, expected, actual, difference=difference, bound=allowed)
@@ -392,7 +370,7 @@ def _check_rates(comparison: Comparison, ranks: list[Facts], reference: list[Fac
                 comparison.require("learning rate", f"step {index + 1}, used by rank {number}", "one", "none")
             for lr in [step["lr"], *step["used"]]:
                 found.append((abs(lr - expected["lr"]), f"step {index + 1}, rank {number}", expected["lr"], lr))
-    comparison.note("learning rate", found, RATE)
+    comparison.note("learning rate", found, RATE_BOUND)
 
 
 def _check_validation(comparison: Comparison, ranks: list[Facts], reference: list[Facts], bounds: Bounds) -> None:

@@ -5,7 +5,6 @@ import gc
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import groupby
 from pathlib import Path
 from typing import Any, Self
 
@@ -23,11 +22,10 @@ from dsgpt.machine.device import bring_up
 from dsgpt.machine.process_group import barrier, joined
 from dsgpt.machine.topology import read_topology
 from dsgpt.planner.calibrate import calibrate
-from dsgpt.planner.fitting import Factors, MeasuredStep, fit
 from dsgpt.planner.memory import STEP, peak_memory
 from dsgpt.planner.rates import Calibration, calibrated_machine, read_calibration
 from dsgpt.planner.setup import Setup, model_parameters, total
-from dsgpt.planner.step_time import StepTime, predict_step
+from dsgpt.planner.step_time import Factors, MeasuredStep, StepTime, fit, predict_step
 from dsgpt.planner.strategies import model_state, sent_bytes
 from dsgpt.strategies.base import Strategy, build_strategy
 from dsgpt.telemetry.memory import TrafficMeter
@@ -126,13 +124,13 @@ class PlanSuite:
         return predicted_times(self._setups, self.calibration, self.factors)
 
     def _pass(self, cells: Sequence[PlanCell], name: str) -> Iterator[tuple[PlanCell, CellEnd]]:
-        """Run every cell once, those with the same launcher and ranks in one launch."""
-        by_launch = sorted(cells, key=_launch)
-        for (launcher, ranks), group in groupby(by_launch, key=_launch):
-            together = list(group)
-            assignments = [self._assignment(cell, name) for cell in together]
-            ends = self._runner.run(launcher, ranks, assignments, started=self._started)
-            yield from zip(together, ends, strict=True)
+        """Run every cell once."""
+        return self._runner.run(
+            cells,
+            place=lambda cell: (cell.ranks, cell.launcher),
+            assign=lambda cell: self._assignment(cell, name),
+            started=self._started,
+        )
 
     def _assignment(self, cell: PlanCell, name: str) -> Assignment:
         folder = self._folder / f"{name}-{cell.key}"
@@ -165,11 +163,6 @@ class PlanSuite:
                 "predicted_parts": predicted and predicted.parts,
             },
         }
-
-
-def _launch(cell: PlanCell) -> tuple[str, int]:
-    """Cells that agree in this share a launch."""
-    return cell.launcher, cell.ranks
 
 
 def _middle(rounds: Sequence[Sequence[float]]) -> float:

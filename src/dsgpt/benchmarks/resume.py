@@ -4,19 +4,32 @@ The cells of the resume suite: every strategy writes the checkpoint that it read
 Strategies, and the recipes behind their names, are those of the parity suite.
 """
 
+import json
 import random
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
 
-from dsgpt.benchmarks.cells import ACCUMULATIONS, STRATEGIES, Cell, by, executed_by
+import numpy as np
+from safetensors.numpy import load_file
+
+from dsgpt.benchmarks.cells import (
+    ACCUMULATIONS,
+    STEPS,
+    STRATEGIES,
+    VALIDATION_WINDOWS,
+    Cell,
+    CellEnd,
+    CellRunner,
+    by,
+    executed_by,
+)
 from dsgpt.benchmarks.frame import Record, Suite, SuiteOptions, work_facts
+from dsgpt.benchmarks.launch import IMPORTS, Assignment, RankEnd
 from dsgpt.common.command_line import COUNT, flag, switch
 from dsgpt.common.text import counted, machine_words, table
-
-if TYPE_CHECKING:
-    from dsgpt.benchmarks.resume_rank import Result
-
+from dsgpt.record.schema import RECORD_FILE, STEPS_FILE, read_steps
 
 PAIRS, SEED = 30, 4
 SAME_TO_A_CHECKPOINT = ("ddp-copied-buckets", "fsdp-kept")
@@ -48,32 +61,29 @@ def cells(*, accumulation: int = 1, precision: str = "fp32") -> list[Cell]:
 
 def seeded_pairs(count: int = PAIRS, *, seed: int = SEED) -> list[Pair]:
     """``count`` pairs, the same for the same seed. Each side has every strategy once before it has one again."""
-    chance = random.Random(seed)
-    found: list[Pair] = []
-    while len(found) < count:
-        drawn = [
-            Pair(source=one, target=other) for one, other in zip(_shuffled(chance), _shuffled(chance), strict=True)
+    chance, every = random.Random(seed), cells()
+
+    def shuffled() -> list[Cell]:
+        """Every strategy, in a random order, on a random one of its numbers of ranks, with a random accumulation."""
+        names = list(dict.fromkeys(cell.strategy for cell in every))
+        chance.shuffle(names)
+        return [
+            Cell(
+                strategy=name,
+                ranks=chance.choice([cell.ranks for cell in every if cell.strategy == name]),
+                accumulation=chance.choice(ACCUMULATIONS),
+            )
+            for name in names
         ]
-        names = [pair.name for pair in [*found, *drawn]]
+
+    pairs: list[Pair] = []
+    while len(pairs) < count:
+        drawn = [Pair(source=one, target=other) for one, other in zip(shuffled(), shuffled(), strict=True)]
+        names = [pair.name for pair in [*pairs, *drawn]]
         moves = all(executed_by(pair.source) != executed_by(pair.target) for pair in drawn)
         if moves and len(set(names)) == len(names):  # else all of them are drawn again
-            found += drawn[: count - len(found)]
-    return found
-
-
-def _shuffled(chance: random.Random) -> list[Cell]:
-    """Every strategy once, in a random order, on a random one of its numbers of ranks, with a random accumulation."""
-    everywhere = cells()
-    names = list(dict.fromkeys(cell.strategy for cell in everywhere))
-    chance.shuffle(names)
-    return [
-        Cell(
-            strategy=name,
-            ranks=chance.choice([cell.ranks for cell in everywhere if cell.strategy == name]),
-            accumulation=chance.choice(ACCUMULATIONS),
-        )
-        for name in names
-    ]
+            pairs += drawn[: count - len(pairs)]
+    return pairs
 
 
 def rewritten() -> list[Cell]:
@@ -118,8 +128,16 @@ def resume_page(record: Record, *, source: str) -> str:
         record: as ``dsgpt.benchmarks.resume`` makes it.
         source: the record's path, for the reader.
     """
-    parts = [_head(record, source), _pairs(record), _rewritten(record), _troubles(record)]
-    return "\n\n".join(part for part in parts if part) + "\n"
+    results = [*record["pairs"], *record["rewritten"]]
+    troubles = [
+        f"* {one['name']}: {STATUS_WORDS[one['status']]}: {one['message']}"
+        for one in results
+        if one["status"] != "passed"
+    ]
+    parts = [_head(record, source), _pairs(record), _rewritten(record)]
+    if troubles:
+        parts.append("## Not passed\n\n" + "\n".join(troubles))
+    return "\n\n".join(parts) + "\n"
 
 
 def summary_lines(record: Record) -> list[str]:
@@ -181,24 +199,16 @@ def _passed(results: list[dict[str, Any]]) -> int:
 
 def _pairs(record: Record) -> str:
     header = ["from", "to", "largest loss difference", "validation loss", "weights, relative", "equal"]
-    rows = [
-        [
-            f"{pair['source']}{_steps(pair['source_accumulation'])}",
-            f"{pair['target']}{_steps(pair['target_accumulation'])}",
-            *(_figure(pair["measured"].get(fact)) for fact in ("loss", "validation loss", "weights")),
-            STATUS_WORDS[pair["status"]],
+    rows = []
+    for pair in record["pairs"]:
+        runs = [
+            pair[side] + (f", accumulation {steps}" if (steps := pair[f"{side}_accumulation"]) > 1 else "")
+            for side in ("source", "target")
         ]
-        for pair in record["pairs"]
-    ]
+        facts = [pair["measured"].get(fact) for fact in ("loss", "validation loss", "weights")]
+        figures = ["-" if fact is None else f"{fact:.1e}" for fact in facts]
+        rows.append([*runs, *figures, STATUS_WORDS[pair["status"]]])
     return f"## Pairs\n\n{table(header, rows)}"
-
-
-def _steps(accumulation: int) -> str:
-    return f", accumulation {accumulation}" if accumulation > 1 else ""
-
-
-def _figure(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1e}"
 
 
 def _rewritten(record: Record) -> str:
@@ -213,13 +223,61 @@ def _rewritten(record: Record) -> str:
     return f"## Rewritings\n\n{table(header, rows)}"
 
 
-def _troubles(record: Record) -> str:
-    bad = [one for one in [*record["pairs"], *record["rewritten"]] if one["status"] != "passed"]
-    lines = [f"* {one['name']}: {STATUS_WORDS[one['status']]}: {one['message']}" for one in bad]
-    return "## Not passed\n\n" + "\n".join(lines) if lines else ""
-
+# The suite: source runs first, then resumes and rewritings, one launch for each number of ranks.
 
 SCHEMA_VERSION = "1.1"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Length:
+    """The steps of every training."""
+
+    steps: int = STEPS
+    """A multiple of 4."""
+
+    @property
+    def saved(self) -> int:
+        """The step at which a source saves. The target takes the steps after it."""
+        return self.steps // 2
+
+    @property
+    def validated(self) -> int:
+        """Steps between validations of the undisturbed baseline, and of a target from where it resumes."""
+        return self.steps // 4
+
+
+WHOLE = Length()
+BOUND = 5e-6
+"""Bound on the loss of every step and on every validation loss, against the undisturbed baseline: five times what was
+measured. If the resume loses Adam's moments or its step count, the loss changes by more than 2e-3."""
+REWRITTEN_BOUNDS = {"fp32": 2e-6, "bf16": 8e-4}
+"""Bounds by precision on the validation loss of the weights that were loaded, against the fp32 baseline's: in bf16
+three times the effect of rounding them. A mean of the ranks' means would be off by 0.7, as the last batch is padded."""
+BASELINE = Cell(strategy="baseline", ranks=1, accumulation=1)
+RANK = "dsgpt.benchmarks.resume_rank:"
+
+Subject = Pair | Cell
+"""A pair that shares a run, or a cell that writes what it read."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """How one pair, or one rewriting, ended."""
+
+    subject: Subject
+    status: str
+    """``passed``, ``failed``, ``refused`` by the product, or ``error``."""
+    seconds: float = 0.0
+    measured: dict[str, Any] = field(default_factory=dict)
+    message: str = ""
+    """What failed, or the message of a refusal or an error."""
+
+    @property
+    def name(self) -> str:
+        """The name in console lines, pages and test ids."""
+        if isinstance(self.subject, Pair):
+            return self.subject.name
+        return f"{by(self.subject)}, {self.subject.precision}, writes what it read"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,9 +289,11 @@ class ResumeOptions(SuiteOptions):
     core: bool = switch("only what `make test` runs")
 
 
-class Resume(Suite[ResumeOptions, "Result"]):
+class Resume(Suite[ResumeOptions, Result]):
     """Lets every strategy write what it read, and pairs of strategies share a run."""
 
+    length = WHOLE
+    """Of every training."""
     name, record_of, schema_version, unit = "resume", "the resume suite", SCHEMA_VERSION, "result"
     flags, page, summary = ResumeOptions, staticmethod(resume_page), staticmethod(summary_lines)
     description = """\
@@ -253,28 +313,127 @@ examples:
         return len(self._cells) + len(self._pairs)
 
     def begin(self) -> None:
-        from dsgpt.benchmarks.resume_rank import ResumeSuite  # noqa: PLC0415 - torch takes seconds
+        self._runner = CellRunner(self.folder, repository=self.repository, device="cpu", steps=self.length.steps)
 
-        self._suite = ResumeSuite(self.folder, repository=self.repository)
+    def results(self) -> Iterator[Result]:
         self.console.say(f"{len(self._pairs)} pairs and {len(self._cells)} rewritings; text and source runs come first")
+        return self.run(self._cells, self._pairs)
 
-    def results(self) -> Iterator["Result"]:
-        return self._suite.run(
-            self._cells,
-            self._pairs,
+    def run(self, cells: Iterable[Cell], pairs: Iterable[Pair]) -> Iterator[Result]:
+        """Let ``cells`` load and rewrite a checkpoint, and run ``pairs``; yield the results as they come.
+
+        Raises:
+            UserError: the text could not be prepared.
+            RuntimeError: the baseline itself failed.
+        """
+        pairs = list(pairs)
+        sources = self._launched(dict.fromkeys([BASELINE, *(pair.source for pair in pairs)]), self._source)
+        broken = {cell: end.message for cell, end in sources if end.status != "done"}
+        if BASELINE in broken:
+            raise RuntimeError(f"the baseline failed: {broken[BASELINE]}; see {self._run_of(BASELINE)}")
+        for pair in pairs:
+            if pair.source in broken:
+                yield Result(subject=pair, status="error", message=f"its source run failed: {broken[pair.source]}")
+        possible = [pair for pair in pairs if pair.source not in broken]
+        for subject, end in self._launched([*cells, *possible], self._continued):
+            yield self._judge(subject, end)
+
+    def _launched(
+        self, subjects: Iterable[Subject], assign: Callable[[Any], Assignment]
+    ) -> Iterator[tuple[Subject, CellEnd]]:
+        """Every subject with how it ended."""
+
+        def place(subject: Subject) -> tuple[int, str]:
+            ranks = subject.target.ranks if isinstance(subject, Pair) else subject.ranks
+            return ranks, "torchrun" if ranks > 1 else "python"
+
+        return self._runner.run(
+            subjects,
+            place=place,
+            assign=assign,
             started=lambda launch: self.console.say(f"starting {counted(launch.ranks, 'rank')}"),
+            imports=[*IMPORTS["torchrun"], *IMPORTS["deepspeed"]],
         )
 
-    def line(self, result: "Result", *, count: str, left: str) -> str:
+    def _source(self, cell: Cell) -> Assignment:
+        more = ("--eval_every", str(self.length.validated)) if cell == BASELINE else ()
+        return self._assignment(cell, "train", f"source_{cell.folder}", more)
+
+    def _continued(self, subject: Subject) -> Assignment:
+        """What loads the checkpoint of a source: to resume its run, or to write it again."""
+        if isinstance(subject, Cell):
+            cell, source, call, name = subject, BASELINE, "rewrite", f"rewritten_{subject.folder}"
+            more: Sequence[str] = ()
+        else:
+            cell, source, call = subject.target, subject.source, "train"
+            name = f"{source.folder}_to_{cell.folder}"
+            more = ("--resume", "--eval_every", str(self.length.validated))  # at once, because the source has not
+        checkpoint = self._run_of(source) / f"step-{self.length.saved:08d}"
+        return self._assignment(cell, call, name, more, checkpoint=str(checkpoint))
+
+    def _assignment(self, cell: Cell, call: str, name: str, more: Sequence[str] = (), **arguments: str) -> Assignment:
+        words = ("--save_every", str(self.length.saved), "--keep_checkpoints", "9", *more)
+        return self._runner.assignment(cell, call=f"{RANK}{call}", name=name, more=words, arguments=arguments)
+
+    def _run_of(self, cell: Cell) -> Path:
+        return self.folder / f"source_{cell.folder}" / "run"
+
+    def _judge(self, subject: Subject, end: CellEnd) -> Result:
+        if end.status != "done":
+            return Result(subject=subject, status=end.status, seconds=end.seconds, message=end.message)
+        if isinstance(subject, Cell):
+            measured, message = self._compare_rewritten(subject, end.ranks)
+        else:
+            measured = self._compare(end.folder / "run")
+            message = wrong_in(subject, measured, self.length)
+        status = "failed" if message else "passed"
+        return Result(subject=subject, status=status, seconds=end.seconds, measured=measured, message=message)
+
+    def _compare_rewritten(self, cell: Cell, ranks: list[RankEnd]) -> tuple[dict[str, Any], str]:
+        """Which files are equal and how far the validation loss is off; and what is wrong, empty if nothing is."""
+        facts: dict[str, bool] = dict(ranks[0]["same"])
+        facts["weights that a rank computes with"] = not any(end["wrong"] for end in ranks)
+        wrong = [name for name, good in facts.items() if not good]
+        message = f"not as they were: {', '.join(wrong)}" if wrong else ""
+        expected = read_losses(self._run_of(BASELINE), "val_loss")[self.length.saved]
+        off = max(abs(end["val_loss"] - expected) for end in ranks)
+        if not message and not off <= REWRITTEN_BOUNDS[cell.precision]:
+            message = f"validation loss is off by {off:.1e}"
+        return {**facts, "validation loss": off}, message
+
+    def _compare(self, run_dir: Path) -> dict[str, Any]:
+        """The facts of the run, and its differences from the undisturbed baseline."""
+        undisturbed, saved, last = self._run_of(BASELINE), self.length.saved, self.length.steps
+        expected, losses = read_losses(undisturbed, "loss"), read_losses(run_dir, "loss")
+        expected_weights, weights = (
+            load_file(folder / f"step-{last:08d}" / "model.safetensors") for folder in (undisturbed, run_dir)
+        )
+        off = [
+            np.linalg.norm(weights[name] - value) / np.linalg.norm(value) for name, value in expected_weights.items()
+        ]
+        expected_val, val = read_losses(undisturbed, "val_loss"), read_losses(run_dir, "val_loss")
+        validated = sorted(step for step in val if step >= saved)
+        log = (run_dir / "train.log").read_text(encoding="utf-8").splitlines()
+        (line,) = [line for line in log if line.startswith("resuming from")]
+        record = json.loads((run_dir / RECORD_FILE).read_text(encoding="utf-8"))
+        return {
+            "changes": record["changed_at_resume"],
+            "line": line.replace(f"{self.folder}/", ""),
+            "steps": sorted(losses),
+            "loss": max(abs(losses[step] - expected[step]) for step in range(saved + 1, last + 1)),
+            "validated": validated,
+            "validation loss": max(abs(val[step] - expected_val[step]) for step in validated),
+            "weights": float(max(off)),
+        }
+
+    def line(self, result: Result, *, count: str, left: str) -> str:
         word = {"passed": "passed", "failed": "FAILED", "refused": "refused", "error": "ERROR"}[result.status]
         off = f", loss off by {result.measured['loss']:.1e}" if "loss" in result.measured else ""
         because = f": {result.message.splitlines()[0]}" if result.message else ""
         return f"{count} {result.name}: {word}{off} ({result.seconds:.1f} s{left}){because}"
 
-    def record(self, results: Sequence["Result"]) -> Record:
-        from dsgpt.benchmarks.cells import VALIDATION_WINDOWS  # noqa: PLC0415 - torch takes seconds
-        from dsgpt.benchmarks.resume_rank import BOUND, REWRITTEN_BOUNDS, WHOLE  # noqa: PLC0415
-
+    def record(self, results: Sequence[Result]) -> Record:
+        losses = read_losses(self._run_of(BASELINE), "loss")
         steps = {"steps": WHOLE.steps, "saved": WHOLE.saved, "validated_every": WHOLE.validated}
         steps |= {"validation_windows": VALIDATION_WINDOWS}
         return {
@@ -282,17 +441,23 @@ examples:
             "bound": BOUND,
             "rewritten_bounds": REWRITTEN_BOUNDS,
             "seed": self.options.seed,
-            "reference": self._suite.reference(),
-            "launches": [asdict(launch) for launch in self._suite.launches],
+            "reference": {"first_loss": losses[1], "last_loss": losses[self.length.steps]},
+            "launches": [asdict(launch) for launch in self._runner.launches],
             "pairs": [
-                _pair_facts(result.subject) | _end_facts(result)
+                {
+                    "source": by(pair.source),
+                    "source_accumulation": pair.source.accumulation,
+                    "target": by(pair.target),
+                    "target_accumulation": pair.target.accumulation,
+                    **_end_facts(result),
+                }
                 for result in results
-                if isinstance(result.subject, Pair)
+                if isinstance(pair := result.subject, Pair)
             ],
             "rewritten": [
-                _cell_facts(result.subject) | _end_facts(result)
+                {"strategy": cell.strategy, "ranks": cell.ranks, "precision": cell.precision, **_end_facts(result)}
                 for result in results
-                if isinstance(result.subject, Cell)
+                if isinstance(cell := result.subject, Cell)
             ],
         }
 
@@ -301,20 +466,7 @@ examples:
         return [end["name"] for end in ends if end["status"] in {"failed", "error"}]
 
 
-def _pair_facts(pair: Pair) -> dict[str, Any]:
-    return {
-        "source": by(pair.source),
-        "source_accumulation": pair.source.accumulation,
-        "target": by(pair.target),
-        "target_accumulation": pair.target.accumulation,
-    }
-
-
-def _cell_facts(cell: Cell) -> dict[str, Any]:
-    return {"strategy": cell.strategy, "ranks": cell.ranks, "precision": cell.precision}
-
-
-def _end_facts(result: "Result") -> dict[str, Any]:
+def _end_facts(result: Result) -> dict[str, Any]:
     return {
         "name": result.name,
         "status": result.status,
@@ -322,3 +474,31 @@ def _end_facts(result: "Result") -> dict[str, Any]:
         "measured": result.measured,
         "message": result.message or None,
     }
+
+
+def wrong_in(pair: Pair, measured: dict[str, Any], length: Length = WHOLE) -> str:
+    """Why a pair failed; empty if nothing is wrong.
+
+    Args:
+        pair: which cell saved and which resumed.
+        measured: its losses, steps and validations, the console's line and the record's entry about the resume.
+        length: of its training.
+    """
+    facts = ("loss", "validation loss")
+    wrong = [f"{fact} is off by {measured[fact]:.1e}" for fact in facts if not measured[fact] <= BOUND]
+    if measured["steps"] != list(range(1, length.steps + 1)):
+        wrong.append(f"its steps are {measured['steps']}")
+    if measured["validated"] != list(range(length.saved, length.steps + 1, length.validated)):
+        wrong.append(f"it validated after steps {measured['validated']}")
+    before, after = executed_by(pair.source), executed_by(pair.target)
+    if f"({before}) as {after}" not in measured["line"]:
+        wrong.append(f"it printed: {measured['line']}")
+    moved = {"step": length.saved, "name": "executed by", "before": before, "after": after}
+    if measured["changes"] != [moved]:
+        wrong.append(f"its record says: {measured['changes']}")
+    return "; ".join(wrong)
+
+
+def read_losses(run_dir: Path, key: str) -> dict[int, float]:
+    """``loss`` or ``val_loss`` of every step that has one."""
+    return {line["step"]: line[key] for line in read_steps(run_dir / STEPS_FILE) if key in line}

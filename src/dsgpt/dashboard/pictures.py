@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from dsgpt.charts.options import Theme, contrast
-from dsgpt.dashboard.figures import memory
+from dsgpt.charts.themes import Theme, contrast
+from dsgpt.dashboard.ui import memory
 from dsgpt.planner.memory import Peak, peak_memory
 from dsgpt.planner.plan import held_in_words, place_of
 from dsgpt.planner.setup import FULL, Setup, model_parameters, total
@@ -113,7 +113,7 @@ def _start(setup: Setup, rank: int, size: int, width: int) -> float:
     before, stage = sum(stages[: place.stage]), stages[place.stage]
     share = stage / sum(stages) / sizes.tensor
     start = before / sum(stages) + place.tensor_rank * share
-    if size < _WHOLE * width * total(setup.held(rank)):
+    if size < _WHOLE * width * total(setup.parameters(rank)):
         start += rank // sizes.tensor % setup.zero_ranks * share / setup.zero_ranks
     return start
 

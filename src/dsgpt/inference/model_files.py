@@ -21,14 +21,8 @@ from torch import Tensor
 
 from dsgpt.checkpoints import store
 from dsgpt.checkpoints.manifest import MANIFEST, Manifest, parse_manifest, read_manifest
-from dsgpt.checkpoints.selection import (
-    find_checkpoint,
-    is_hugging_face,
-    is_model_file,
-    open_model_files,
-    open_weights,
-)
-from dsgpt.checkpoints.training_state import COUNTERS, MOMENTS, StateReader, save_pickled
+from dsgpt.checkpoints.store import find_checkpoint, is_hugging_face, is_model_file, open_model_files
+from dsgpt.checkpoints.training_state import COUNTERS, MOMENTS, StateReader, open_weights, save_pickled
 from dsgpt.common.errors import Problems, UserError
 from dsgpt.common.files import sha256_of, sync_directory, write_json_atomic
 from dsgpt.common.text import next_line, script_words

@@ -7,14 +7,13 @@ from dataclasses import fields, replace
 import pytest
 import torch
 from small_run import REPOSITORY
-from suite_commands import REFERENCE, benchmark, refusal
+from suite_commands import REFERENCE, benchmark
 
-from dsgpt.benchmarks import parity_suite as suite
+from dsgpt.benchmarks import parity
 from dsgpt.benchmarks.cells import ACCUMULATED, EVERY, GLOBAL_BATCH, VALIDATION_WINDOWS, Cell, cut_validation
 from dsgpt.benchmarks.frame import EXIT_FAILED, record_head, run_suite
-from dsgpt.benchmarks.launch import Assignment, read_rank
-from dsgpt.benchmarks.parity import Parity, ParityOptions, core, refusal_expected, whole_matrix
-from dsgpt.benchmarks.parity_bounds import (
+from dsgpt.benchmarks.launch import Assignment, read_ranks
+from dsgpt.benchmarks.parity import (
     BF16,
     BF16_MANY,
     BF16_PIPELINE,
@@ -24,13 +23,27 @@ from dsgpt.benchmarks.parity_bounds import (
     FP32,
     FP32_CONSTANT_RATE,
     Bounds,
+    Parity,
+    ParityOptions,
+    Result,
     Split,
+    bounds_of,
+    core,
+    refusal_expected,
+    whole_matrix,
     work_of,
 )
 from dsgpt.benchmarks.parity_page import parity_page
 from dsgpt.benchmarks.parity_rank import BUGS, full_gradient, planted_cells
-from dsgpt.benchmarks.parity_reference import CHANGED, Measurement, WatchedBatches, compare, learning_rate
-from dsgpt.benchmarks.parity_suite import ParitySuite, Result, bounds_of, suite_record
+from dsgpt.benchmarks.parity_reference import (
+    CHANGED,
+    GRADIENT,
+    WEIGHT,
+    Measurement,
+    WatchedBatches,
+    compare,
+    learning_rate,
+)
 from dsgpt.config.recipe_blocks import SchedulerRecipe
 from dsgpt.data.loader import Batch
 from dsgpt.data.token_file import open_token_file
@@ -40,29 +53,19 @@ from dsgpt.strategies.optimizer import build_schedule
 # `python src/benchmark.py parity`: the command, its record and its page.
 
 
-RECORD = (REFERENCE / "parity.json").as_posix()
-HEAD = record_head(Parity.schema_version, device="cpu") | {"seconds": 2.0}
-"""What the frame puts before the record of a suite."""
+@pytest.fixture
+def suite(tmp_path):
+    """The suite in an empty folder, where it has run nothing."""
+    suite = Parity(ParityOptions(), REPOSITORY)
+    suite.folder = tmp_path
+    suite.begin()
+    return suite
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        "--ranks 3",
-        "--only tensor2-zero1 --ranks 1",
-        "--ranks two",
-        "--table-from nowhere.json",
-        "--oly ddp",
-    ],
-)
-def test_mistakes(arguments, tmp_path, snapshot):
-    assert refusal("parity", *arguments.split(), cwd=tmp_path) == snapshot
-
-
-def test_an_unknown_strategy_and_an_unknown_suite(tmp_path, snapshot):
-    """The rest of each message is not compared: it lists all strategies, or depends on the version of argparse."""
-    assert refusal("parity", "--only", "zero7", cwd=tmp_path).partition(", ")[0] == snapshot
-    assert refusal("parety", cwd=tmp_path).startswith("error: argument what: invalid choice: 'parety'")
+def page_of(suite, *results, **hardware):
+    """The page of a record of ``results``, with changes of its block ``hardware``."""
+    record = record_head(Parity.schema_version, device="cpu") | {"seconds": 2.0} | suite.record(results)
+    return parity_page(record | {"hardware": record["hardware"] | hardware}, source="x.json")
 
 
 def test_a_run_writes_its_record_and_the_page_made_from_it(tmp_path):
@@ -88,16 +91,9 @@ def test_a_run_writes_its_record_and_the_page_made_from_it(tmp_path):
 def test_a_failure_gives_the_exit_code_and_names_the_place(tmp_path, monkeypatch, capsys):
     """With bounds of 0 even the baseline fails, because it adds up its micro batches in another order."""
     none = Bounds(loss=0, validation=0, norm=0, gradient=0, update=0, weights=0)
-    monkeypatch.setattr(suite, "BOUNDS", {"cpu": {FP32: none, BF16: none}})
-    options = ParityOptions(
-        ranks=(),
-        only=("baseline",),
-        core=True,
-        output=tmp_path / "record.json",
-        page=tmp_path / "record.md",
-        keep=tmp_path / "kept",
-        device="cpu",
-    )
+    monkeypatch.setattr(parity, "BOUNDS", {"cpu": {FP32: none, BF16: none}})
+    output = tmp_path / "record.json"
+    options = ParityOptions(only=("baseline",), core=True, output=output, keep=tmp_path / "kept")
     assert run_suite(Parity, options, repository=REPOSITORY) == EXIT_FAILED
     said = capsys.readouterr().out
     assert "unexpected result: baseline, 1 rank, accumulation 3, sgd, fp32" in said
@@ -109,25 +105,12 @@ def test_a_failure_gives_the_exit_code_and_names_the_place(tmp_path, monkeypatch
     assert (tmp_path / "kept" / "baseline_1-rank_accumulation-3_sgd_fp32" / "recipe.json").exists()
 
 
-def test_the_committed_page_is_made_from_the_committed_record():
-    record = json.loads((REPOSITORY / RECORD).read_text(encoding="utf-8"))
-    page = (REPOSITORY / "docs" / "parity.md").read_text(encoding="utf-8")
-    assert without_sources(page) == parity_page(record, source=RECORD)
-
-
 def test_the_committed_record_is_complete_and_has_no_unexpected_result():
-    from dsgpt.benchmarks.parity import whole_matrix
-    from dsgpt.benchmarks.parity_rank import BUGS
-
-    record = json.loads((REPOSITORY / RECORD).read_text(encoding="utf-8"))
-    cells = record["cells"]
-    assert all(cell["as_expected"] for cell in cells)
-    recorded = {Cell(**{field.name: cell[field.name] for field in fields(Cell)}) for cell in cells}
-    wanted = {*whole_matrix(), *(bug.cell(name) for name, bug in BUGS.items())}
-    if record["schema_version"] == Parity.schema_version:
-        assert recorded == wanted
-    else:
-        assert recorded < wanted  # made by an earlier suite, which had fewer cells
+    record = json.loads((REPOSITORY / REFERENCE / "parity.json").read_text(encoding="utf-8"))
+    assert all(cell["as_expected"] for cell in record["cells"])
+    recorded = {Cell(**{field.name: cell[field.name] for field in fields(Cell)}) for cell in record["cells"]}
+    assert record["schema_version"] == Parity.schema_version
+    assert recorded == {*whole_matrix(), *(bug.cell(name) for name, bug in BUGS.items())}
 
 
 # What counts as success: a refusal where one is expected, and nowhere else.
@@ -181,14 +164,13 @@ def test_as_expected(status, refusal_expected, bug, content):
     assert result.as_expected == content
 
 
-def test_the_page_counts_refusals_and_names_unexpected_ones(tmp_path):
-    suite = ParitySuite(tmp_path, repository=REPOSITORY, device="cpu")
+def test_the_page_counts_refusals_and_names_unexpected_ones(suite):
     fp16 = Cell(strategy="zero1", ranks=2, precision="fp16")
     ends = [
         Result(cell=TRAINED, status="passed", seconds=1.0),
         Result(cell=fp16, refusal_expected=True, status="refused", seconds=1.0, message="needs a GPU"),
     ]
-    page = parity_page(HEAD | suite_record(suite, ends, device="cpu"), source="x.json")
+    page = page_of(suite, *ends)
     assert "| zero1 | 2 | 1 of 2 (1 refused) |" in page
     assert "2 cells: 1 trained and compared with plain PyTorch, **all passed**;\n1 refused by the product" in page
     assert "## Failures" not in page
@@ -198,17 +180,15 @@ def test_the_page_counts_refusals_and_names_unexpected_ones(tmp_path):
         Result(cell=Cell(strategy="ddp", ranks=2), status="failed", seconds=1.0),
         Result(cell=Cell(strategy="fsdp", ranks=2), status="error", seconds=1.0, message="the launch ended"),
     ]
-    page = parity_page(HEAD | suite_record(suite, ends, device="cpu"), source="x.json")
+    page = page_of(suite, *ends)
     assert "6 cells: 3 trained and compared with plain PyTorch, **1 failed; 1 ended in an error**;\n2 refused" in page
     assert "| zero2 | 2 | **0 of 1 (1 refused)** |" in page
     assert "* zero2, 2 ranks, accumulation 3, adamw, fp32: refused, though it should train: no compiler" in page
     assert "* tensor2-zero3, 2 ranks, accumulation 3, adamw, fp32: trained, though it should be refused" in page
 
 
-def test_a_page_about_gpus_claims_only_what_their_bounds_show(tmp_path):
-    record = HEAD | suite_record(ParitySuite(tmp_path, repository=REPOSITORY, device="cpu"), [], device="cpu")
-    on_gpus = record | {"hardware": record["hardware"] | {"device": "cuda"}}
-    here, there = (" ".join(parity_page(one, source="x.json").split()) for one in (record, on_gpus))
+def test_a_page_about_gpus_claims_only_what_their_bounds_show(suite):
+    here, there = (" ".join(page_of(suite, device=device).split()) for device in ("cpu", "cuda"))
     assert "equal in six digits" in here and "not measured yet" not in here
     assert "equal in six digits" not in there and "not measured yet" in there
     assert all("`WarmupLR`" in page and "order of samples from the product" in page for page in (here, there))
@@ -222,19 +202,13 @@ def test_a_bug_within_the_bounds_of_gpus_is_not_planted_there():
     assert BUGS.keys() - everywhere == small == {name for name, bug in BUGS.items() if bug.precision == "bf16"}
 
 
-def test_a_cell_without_a_reference_is_an_error(tmp_path, monkeypatch):
+def test_a_cell_without_a_reference_is_an_error(suite, monkeypatch):
     """The reference is replaced by one that is refused, as on a machine that cannot train it; the cells say why."""
-    cell = Cell(strategy="baseline", ranks=1)
-    suite = ParitySuite(tmp_path, repository=REPOSITORY, device="cpu")
-    refused = tmp_path / "refused"
-
-    def refuse(_work):
-        refused.mkdir()
-        call = "dsgpt.benchmarks.parity_rank:train_reference_cell"
-        return Assignment(folder=str(refused), flags=["--no_such_flag"], call=call, arguments={"split": {}})
-
-    monkeypatch.setattr(suite, "_reference", refuse)
-    (result,) = suite.run([cell])
+    (refused := suite.folder / "refused").mkdir()
+    call = "dsgpt.benchmarks.parity_rank:train_reference_cell"
+    reference = Assignment(folder=str(refused), flags=["--no_such_flag"], call=call, arguments={"split": {}})
+    monkeypatch.setattr(suite, "reference", lambda _work: reference)
+    (result,) = suite.run([Cell(strategy="baseline", ranks=1)])
     assert (result.status, result.as_expected) == ("error", False)
     because = "cannot be compared, because its reference failed: "
     assert result.message.startswith(f"{because}--no_such_flag is not a known flag")
@@ -254,12 +228,7 @@ def test_changed_trainings_have_separate_references():
         ("ddp", 2, 3, Split(data_ranks=2, accumulation=3)),
         ("zero0", 2, 3, Split(data_ranks=2, accumulation=3, low=ACCUMULATED)),
         ("zero3", 2, 3, Split(data_ranks=2, accumulation=3, low=EVERY)),
-        (
-            "zero3",
-            2,
-            1,
-            Split(data_ranks=2, accumulation=1, low=ACCUMULATED),
-        ),  # the same computation
+        ("zero3", 2, 1, Split(data_ranks=2, accumulation=1, low=ACCUMULATED)),  # the same computation
         ("zero3", 1, 3, Split(accumulation=3)),
         ("zero0", 1, 3, Split(accumulation=3, low=ACCUMULATED)),
         ("zero1", 1, 3, Split(accumulation=3)),  # nothing is sent, so nothing is rounded for it
@@ -274,24 +243,20 @@ def test_the_reference_of_low_precision_is_split_as_its_cells_are(strategy, rank
 
 
 @pytest.mark.parametrize(
-    ("strategy", "ranks", "kind"),
+    ("strategy", "ranks", "bf16", "fp32"),
     [
-        ("zero0", 2, BF16),
-        ("ddp", 4, BF16),
-        ("zero0", 4, BF16_MANY),
-        ("pipeline2-zero1", 4, BF16_PIPELINE),
-        ("pipeline2-tensor2-zero1", 8, BF16_SPLIT),
-        ("sequence2-zero3", 2, BF16_SPLIT),
+        ("zero0", 2, BF16, FP32),
+        ("ddp", 4, BF16, FP32),
+        ("zero0", 4, BF16_MANY, FP32),
+        ("pipeline2-zero1", 4, BF16_PIPELINE, FP32),
+        ("pipeline2-tensor2-zero1", 8, BF16_SPLIT, FP32),
+        ("sequence2-zero3", 2, BF16_SPLIT, FP32),
+        ("zero1-constant-rate", 2, BF16, FP32_CONSTANT_RATE),
     ],
 )
-def test_which_bounds_a_cell_has(strategy, ranks, kind):
-    cell = Cell(strategy=strategy, ranks=ranks, precision="bf16")
-    assert bounds_of(cell, "cpu") is CPU[kind]
-    assert bounds_of(replace(cell, precision="fp32"), "cpu") is CPU[FP32]
-
-
-def test_a_constant_rate_has_bounds_of_its_own():
-    assert bounds_of(Cell(strategy="zero1-constant-rate", ranks=2), "cpu") is CPU[FP32_CONSTANT_RATE]
+def test_which_bounds_a_cell_has(strategy, ranks, bf16, fp32):
+    for precision, kind in (("bf16", bf16), ("fp32", fp32)):
+        assert bounds_of(Cell(strategy=strategy, ranks=ranks, precision=precision), "cpu") is CPU[kind]
 
 
 def test_the_reference_computes_the_schedule_of_the_product():
@@ -321,7 +286,7 @@ def test_the_last_batch_of_a_validation_is_padded_unequally(corpus):
 
 NAMES = ("wpe.weight", "blocks.0.ln_1.bias", "wte.weight", "blocks.0.attn.qkv.bias")
 MATRIX, LAYER_NORM, TIED, QKV = NAMES
-KINDS = ("gradient", "update", "weight")
+KINDS = {GRADIENT: "first gradient", CHANGED: "first update", WEIGHT: "weights"}
 STEPS = 3
 
 
@@ -329,47 +294,32 @@ def weight(name: str) -> torch.Tensor:
     return torch.arange(1, 7, dtype=torch.float32) / (1 + NAMES.index(name))
 
 
-def take(measurement: Measurement, kind: str, name: str, value: torch.Tensor) -> None:
-    """Note one parameter's gradient, or the parameter after its first change or the last step."""
-    if kind == "gradient":
-        measurement.gradient(name, value)
-    else:
-        measurement.weight(name, value, **({"after": CHANGED} if kind == "update" else {}))
+def write_tensors(folder, change):
+    """Write all tensors of rank 0, as ``change`` of their kind, name and value makes them; None leaves one out."""
+    measurement = Measurement(data_rank=0, strategy="cell")
+    for kind in KINDS:
+        for name in NAMES:
+            if (value := change(kind, name, weight(name))) is not None:
+                measurement.tensor(kind, name, value)
+    measurement.write(folder, rank=9)
 
 
 @pytest.fixture
 def training(tmp_path):
     """The files of a training of two ranks, which read different samples, and of its reference."""
-
-    def write(name, *, data_rank, rank, samples, tensors):
-        folder = tmp_path / name
-        folder.mkdir(exist_ok=True)
-        measurement = Measurement(data_rank=data_rank, strategy=name)
+    for name, rank, samples in (("reference", 0, "abcd"), ("cell", 0, "ca"), ("cell", 1, "bd")):
+        (folder := tmp_path / name).mkdir(exist_ok=True)
+        measurement = Measurement(data_rank=rank, strategy=name)
         for step in range(STEPS):
-            measurement.step(
-                loss=5.0 - step,
-                grad_norm=2.0,
-                lr=0.1 * step,
-                used=[0.1 * step],
-                skipped=False,
-                samples=[f"{step}{s}" for s in samples],
-            )
+            read, lr = [f"{step}{sample}" for sample in samples], 0.1 * step
+            measurement.step(loss=5.0 - step, grad_norm=2.0, lr=lr, used=[lr], skipped=False, samples=read)
         for after_step, loss in ((0, 5.5), (STEPS, 4.5)):
             measurement.validation(after_step=after_step, loss=loss, targets=17)
         for parameter in NAMES:
             measurement.replica(parameter, weight(parameter))
-            if tensors:
-                for kind in KINDS:
-                    take(measurement, kind, parameter, weight(parameter))
         measurement.write(folder, rank=rank)
-        return read_rank(folder, rank)
-
-    reference = write("reference", data_rank=0, rank=0, samples="abcd", tensors=True)
-    ranks = [
-        write("cell", data_rank=0, rank=0, samples="ca", tensors=True),
-        write("cell", data_rank=1, rank=1, samples="bd", tensors=False),
-    ]
-    return tmp_path, reference, ranks
+        write_tensors(folder, lambda kind, name, value: value)
+    return tmp_path, read_ranks(tmp_path / "reference", 1)[0], read_ranks(tmp_path / "cell", 2)
 
 
 def found(training, *, bounds=CPU[FP32], replicas="all"):
@@ -392,52 +342,55 @@ def test_equal_trainings_pass(training):
 
 @pytest.mark.parametrize(("kind", "loss", "norm"), [(FP32, 5e-6, 2e-6), (BF16, 2.4e-3, 1.7e-2)], ids=["fp32", "bf16"])
 def test_bounds_of_numbers(training, kind, loss, norm):
-    _, _, ranks = training
+    folder, reference, ranks = training
     for key, fact, size in (("loss", "loss", loss), ("grad_norm", "gradient norm", 2.0 * norm)):
         for factor, caught in ((0.99, False), (1.01, True)):
             changed = copy.deepcopy(ranks)
             for rank in changed:
                 rank["steps"][1][key] -= size * factor
-            failures = found((training[0], training[1], changed), bounds=CPU[kind])
+            failures = found((folder, reference, changed), bounds=CPU[kind])
             assert failures.keys() == ({fact} if caught else set())
-    assert failures["gradient norm"]["where"] == "step 2"
-    assert failures["gradient norm"]["expected"] == 2.0
-    assert failures["gradient norm"]["actual"] == changed[0]["steps"][1]["grad_norm"]
+    failure = failures["gradient norm"]
+    actual = changed[0]["steps"][1]["grad_norm"]
+    assert (failure["where"], failure["expected"], failure["actual"]) == ("step 2", 2.0, actual)
 
 
-def test_a_loss_that_is_not_finite(training):
-    for rank in training[2]:
-        rank["steps"][2]["loss"] = None
-    assert found(training)["loss"]["where"] == "step 3"
+BOTH, FIRST, SECOND = (0, 1), (0,), (1,)
+OFF = 0.1 + 1e-9
 
 
-def test_a_step_that_was_skipped(training):
-    for rank in training[2]:
-        rank["steps"][1]["skipped"] = True
-    assert found(training)["skipped"]["where"] == "step 2"
-
-
-@pytest.mark.parametrize("off", [0, 1], ids=["first rank", "second rank"])
-@pytest.mark.parametrize("used", [[0.1, 0.1 + 1e-9], [0.2], []], ids=["of one group", "a step early", "none"])
-def test_the_rate_that_an_optimizer_used(training, off, used):
-    """The rate that was reported is right."""
-    training[2][off]["steps"][1]["used"] = used
+@pytest.mark.parametrize(
+    ("ranks", "step", "key", "value", "fact", "where"),
+    [
+        (BOTH, 3, "loss", None, "loss", "step 3"),  # it was not finite
+        (BOTH, 2, "skipped", True, "skipped", "step 2"),
+        (BOTH, 2, "lr", OFF, "learning rate", "step 2, rank 0"),
+        # What an optimizer used, while the rate that was reported is right: of one group, a step early, none.
+        *(
+            (ranks, 2, "used", used, "learning rate", f"step 2, {by}rank {ranks[0]}")
+            for ranks in (FIRST, SECOND)
+            for used, by in (([0.1, OFF], ""), ([0.2], ""), ([], "used by "))
+        ),
+        (SECOND, 1, "loss", 5.0 + 1e-6, "reports of all ranks", "step 1, loss of rank 1"),
+        (SECOND, 2, "samples", ["1b", "1b"], "samples", "step 2"),  # one twice
+        (SECOND, 2, "samples", ["1b"], "samples", "step 2"),  # one too few
+        (SECOND, 2, "samples", ["0b", "0d"], "samples", "step 2"),  # another step's
+    ],
+)
+def test_a_wrong_figure_of_a_step(training, ranks, step, key, value, fact, where):
+    for rank in ranks:
+        training[2][rank]["steps"][step - 1][key] = value
     failures = found(training)
-    assert failures.keys() == {"learning rate"}
-    assert failures["learning rate"]["where"].startswith("step 2")
-    assert f"rank {off}" in failures["learning rate"]["where"]
-
-
-def test_the_rate_that_was_reported(training):
-    for rank in training[2]:
-        rank["steps"][1]["lr"] += 1e-9
-    assert found(training)["learning rate"]["where"] == "step 2, rank 0"
+    assert failures[fact]["where"] == where
+    if key == "used":
+        assert failures.keys() == {fact}
 
 
 @pytest.mark.parametrize("index", [0, 1], ids=["before", "after"])
 @pytest.mark.parametrize(
     ("key", "change", "fact"),
     [
+        ("loss", 1.8e-6, None),
         ("loss", 2.2e-6, "validation loss"),
         ("loss", -0.4, "validation loss"),
         ("loss", None, "validation loss"),
@@ -447,121 +400,72 @@ def test_the_rate_that_was_reported(training):
 def test_a_validation_of_one_rank(training, index, key, change, fact):
     validation = training[2][1]["validations"][index]
     validation[key] = None if change is None else validation[key] + change
-    failure = found(training)[fact]
-    assert failure["where"] == f"step {index * STEPS}, rank 1"
+    where = {name: failure["where"] for name, failure in found(training).items()}
+    assert where == ({fact: f"step {index * STEPS}, rank 1"} if fact else {})
 
 
-def test_a_validation_within_the_bound_and_one_that_is_missing(training):
-    training[2][0]["validations"][1]["loss"] += 1.8e-6
-    assert found(training) == {}
+def test_a_step_and_a_validation_that_are_missing(training):
     training[2][0]["validations"].pop()
-    assert found(training)["validations"]["where"] == "of rank 0"
-
-
-def test_a_missing_step(training):
     for rank in training[2]:
         rank["steps"].pop()
-    assert found(training)["steps"]["actual"] == STEPS - 1
-
-
-@pytest.mark.parametrize(
-    ("samples", "where"),
-    [
-        (["1b", "1b"], "step 2"),
-        (["1b"], "step 2"),
-        (["0b", "0d"], "step 2"),
-    ],
-    ids=["one twice", "one too few", "another step's"],
-)
-def test_samples(training, samples, where):
-    training[2][1]["steps"][1]["samples"] = samples
-    assert found(training)["samples"]["where"] == where
+    failures = found(training)
+    assert failures["steps"]["actual"] == STEPS - 1
+    assert failures["validations"]["where"] == "of rank 0"
 
 
 def test_peers_of_a_data_rank_take_the_same_samples_or_none(training):
     folder, reference, ranks = training
     both = [*ranks, copy.deepcopy(ranks[1])]
-    assert found((folder, reference, both)) == {}
-    both[2]["steps"][0]["samples"] = []
-    assert found((folder, reference, both)) == {}
-    both[2]["steps"][0]["samples"] = ["0a", "0c"]
-    assert found((folder, reference, both))["samples"]["where"] == "step 1, rank 2 beside rank 1 of data rank 1"
-
-
-def test_ranks_that_report_different_numbers(training):
-    training[2][1]["steps"][0]["loss"] += 1e-6
-    assert found(training)["reports of all ranks"]["where"] == "step 1, loss of rank 1"
-
-
-def changed(training, kind, name, off):
-    """The training, with one tensor of rank 0 off by the fraction ``off``."""
-    measurement = Measurement(data_rank=0, strategy="cell")
-    for each in NAMES:
-        for taken in KINDS:
-            take(measurement, taken, each, weight(each) * (1 + off * ((taken, each) == (kind, name))))
-    measurement.write(training[0] / "cell", rank=9)
-    return training
-
-
-@pytest.mark.parametrize(
-    ("kind", "fact", "bound"),
-    [("gradient", "first gradient", 2e-6), ("update", "first update", 2e-6), ("weight", "weights", 2e-6)],
-)
-def test_bounds_of_tensors(training, kind, fact, bound):
-    """They apply to every parameter separately, small biases too."""
-    assert found(changed(training, kind, LAYER_NORM, bound * 0.8)) == {}
-    failures = found(changed(training, kind, LAYER_NORM, bound * 1.2))
-    assert failures.keys() == {fact}
-    assert failures[fact]["where"] == LAYER_NORM
-    assert failures[fact]["difference"] == pytest.approx(bound * 1.2, rel=0.1)
+    for samples, where in (
+        (["0b", "0d"], None),
+        ([], None),
+        (["0a", "0c"], "step 1, rank 2 beside rank 1 of data rank 1"),
+    ):
+        both[2]["steps"][0]["samples"] = samples
+        assert found((folder, reference, both)).get("samples", {}).get("where") == where
 
 
 @pytest.mark.parametrize(
     ("bounds", "kind", "name", "allowed"),
     [
-        (BF16, "gradient", MATRIX, 1e-6),
-        (BF16, "gradient", LAYER_NORM, 1e-6),
-        (BF16, "gradient", TIED, 1e-6),
-        (BF16, "update", LAYER_NORM, 1e-6),
-        (BF16_MANY, "gradient", MATRIX, 1.6e-2),
-        (BF16_PIPELINE, "gradient", MATRIX, 1e-6),
-        (BF16_PIPELINE, "gradient", TIED, 9e-3),
-        (BF16_PIPELINE, "update", MATRIX, 3.6e-5),
-        (BF16_PIPELINE, "update", TIED, 4.8e-4),
-        (BF16_SPLIT, "gradient", MATRIX, 1.5e-2),
-        (BF16_SPLIT, "gradient", LAYER_NORM, 6e-2),
-        (BF16_SPLIT, "update", LAYER_NORM, 4e-2),
+        *((FP32, kind, LAYER_NORM, 2e-6) for kind in KINDS),  # of every parameter separately, small biases too
+        (BF16, GRADIENT, MATRIX, 1e-6),
+        (BF16, GRADIENT, LAYER_NORM, 1e-6),
+        (BF16, GRADIENT, TIED, 1e-6),
+        (BF16, CHANGED, LAYER_NORM, 1e-6),
+        (BF16_MANY, GRADIENT, MATRIX, 1.6e-2),
+        (BF16_PIPELINE, GRADIENT, MATRIX, 1e-6),
+        (BF16_PIPELINE, GRADIENT, TIED, 9e-3),
+        (BF16_PIPELINE, CHANGED, MATRIX, 3.6e-5),
+        (BF16_PIPELINE, CHANGED, TIED, 4.8e-4),
+        (BF16_SPLIT, GRADIENT, MATRIX, 1.5e-2),
+        (BF16_SPLIT, GRADIENT, LAYER_NORM, 6e-2),
+        (BF16_SPLIT, CHANGED, LAYER_NORM, 4e-2),
     ],
 )
-def test_bf16_is_bound_as_closely_as_its_arithmetic_allows(training, bounds, kind, name, allowed):
-    fact = {"gradient": "first gradient", "update": "first update"}[kind]
-    assert found(changed(training, kind, name, allowed * 0.8), bounds=CPU[bounds]) == {}
-    assert found(changed(training, kind, name, allowed * 1.2), bounds=CPU[bounds]).keys() == {fact}
+def test_a_tensor_is_bound_as_closely_as_its_arithmetic_allows(training, bounds, kind, name, allowed):
+    for factor, caught in ((0.8, False), (1.2, True)):
+        off = allowed * factor
+        write_tensors(training[0] / "cell", lambda *of, off=off: of[2] * (1 + off * (of[:2] == (kind, name))))
+        failures = found(training, bounds=CPU[bounds])
+        assert failures.keys() == ({KINDS[kind]} if caught else set())
+    assert failures[KINDS[kind]]["where"] == name
+    assert failures[KINDS[kind]]["difference"] == pytest.approx(off, rel=0.1)
 
 
 @pytest.mark.parametrize(("part", "caught"), [(0, True), (1, False), (2, True)], ids=["queries", "keys", "values"])
 def test_only_the_biases_of_keys_are_left_out_of_the_weights(training, part, caught):
-    measurement = Measurement(data_rank=0, strategy="cell")
-    for name in NAMES:
-        for kind in KINDS:
-            value = weight(name).clone()
-            if (kind, name) == ("weight", QKV):
-                value[2 * part] += 1.0
-            take(measurement, kind, name, value)
-    measurement.write(training[0] / "cell", rank=9)
+    shift = torch.eye(6)[2 * part]
+    write_tensors(training[0] / "cell", lambda *of: of[2] + shift * (of[:2] == (WEIGHT, QKV)))
     assert found(training).keys() == ({"weights"} if caught else set())
 
 
-@pytest.mark.parametrize("change", ["missing", "reshaped"])
-def test_parameters_that_are_missing_or_have_another_shape(training, change):
-    measurement = Measurement(data_rank=0, strategy="cell")
-    for name in NAMES:
-        measurement.gradient(name, weight(name))
-    measurement.weight(NAMES[0], weight(NAMES[0]) if change == "missing" else weight(NAMES[0])[:1])
-    if change == "reshaped":
-        for name in NAMES[1:]:
-            measurement.weight(name, weight(name))
-    measurement.write(training[0] / "cell", rank=9)
+@pytest.mark.parametrize("rest", [None, slice(1)], ids=["missing", "reshaped"])
+def test_a_parameter_that_is_missing_or_has_another_shape(training, rest):
+    def change(kind, name, value):
+        return value if (kind, name) != (WEIGHT, MATRIX) else rest and value[rest]
+
+    write_tensors(training[0] / "cell", change)
     assert "weights" in found(training)
 
 
@@ -569,7 +473,7 @@ def test_replicas_differ_in_one_bit(training):
     measurement = Measurement(data_rank=1, strategy="cell")
     for name in NAMES:
         measurement.replica(name, weight(name) + (1e-6 if name == NAMES[1] else 0.0))
-    training[2][1]["replicas"] = {name: list(value) for name, value in measurement._replicas.items()}
+    training[2][1]["replicas"] = {name: list(value) for name, value in measurement.replicas.items()}
     assert found(training)["replicated weights"]["where"] == f"{NAMES[1]} of rank 1 beside rank 0"
 
 

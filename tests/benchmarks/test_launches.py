@@ -16,21 +16,19 @@ import pytest
 from small_run import REPOSITORY, command_line, write_data, write_recipe
 
 from dsgpt.benchmarks import launch as launching
-from dsgpt.benchmarks.launch import Assignment, Launch, Start, environment_for, read_rank, run_job
+from dsgpt.benchmarks.launch import Assignment, Launch, Start, environment_for, read_ranks, run_job
 
 START_A_JOB = """
 import json, sys
 from pathlib import Path
-from dsgpt.benchmarks.launch import Assignment, Launch, environment_for, run_job
+from dsgpt.benchmarks.launch import Assignment, Launch, run_job
 
 assignments = [Assignment(**fields) for fields in json.loads(sys.argv[1])]
 list(run_job(Launch(launcher="python", ranks=1, cells=1), assignments, job_file=Path(sys.argv[2]), device="cpu"))
 """
-
-FAILING_WORKER = """
+WORKER = """
 import sys, time
-from dsgpt.benchmarks import launch as children
-from dsgpt.benchmarks import worker
+from dsgpt.benchmarks import launch
 from dsgpt.machine.topology import read_topology
 
 def fail_or_wait(flags, folder):
@@ -38,23 +36,14 @@ def fail_or_wait(flags, folder):
         raise RuntimeError("this rank fails")
     time.sleep(600)
 
-if __name__ == "__main__":
-    children.PATIENCE_SEC = 1
-    sys.exit(worker.main(sys.argv[1:]))
-"""
-HASHING_WORKER = """
-import sys
-from dsgpt.benchmarks import worker
-from dsgpt.benchmarks.launch import rank_file
-from dsgpt.common.files import write_json_atomic
-from dsgpt.machine.topology import read_topology
-
 def note_hash(flags, folder):
-    write_json_atomic(rank_file(folder, read_topology().rank), {"status": "done", "hash": hash("a string")})
+    launch.write_end(folder, read_topology().rank, hash=hash("a string"))
 
 if __name__ == "__main__":
-    sys.exit(worker.main(sys.argv[1:]))
+    launch.PATIENCE_SEC = 1
+    sys.exit(launch.main(sys.argv[1:]))
 """
+IDLE_WORKER = "import time; time.sleep(600)"
 CALL = "dsgpt.benchmarks.parity_rank:train_cell"
 
 
@@ -72,58 +61,80 @@ def assignment(tmp_path):
     return make
 
 
+@pytest.fixture
+def worker(tmp_path, monkeypatch):
+    """A function that replaces the module that ranks of a launch run; it returns the module's name."""
+
+    def replace_by(text: str) -> str:
+        (tmp_path / "stand_in_worker.py").write_text(text, encoding="utf-8")
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+        monkeypatch.setattr(launching, "WORKER", "stand_in_worker")
+        return "stand_in_worker"
+
+    return replace_by
+
+
+def ends(*cells: Assignment, ranks: int = 1) -> list[dict]:
+    """The files of all ranks of the cells."""
+    return [end for cell in cells for end in read_ranks(Path(cell.folder), ranks)]
+
+
 def test_every_end_is_a_result_and_the_next_training_runs(assignment, tmp_path):
     cells = [
         assignment("refused", seq_length=1000),
         assignment("crashed", bug="there-is-no-such-bug"),
+        assignment("killed", max_train_steps=100_000),
         assignment("done"),
     ]
-    launch = Launch(launcher="python", ranks=1, cells=3)
-    finished = list(run_job(launch, cells, job_file=tmp_path / "job.json", device="cpu"))
-    assert [index for index, _ in finished] == [0, 1, 2]
-    refused, crashed, done = (read_rank(Path(cell.folder), 0) for cell in cells)
+    launch = Launch(launcher="python", ranks=1, cells=4)
+    coming = run_job(launch, cells, job_file=tmp_path / "job.json", device="cpu")
+    assert [next(coming)[0], next(coming)[0]] == [0, 1]
+    with ThreadPoolExecutor(1) as thread:
+        third = thread.submit(next, coming)
+        wait_for((tmp_path / "killed" / launching.PORT_FILE).exists, seconds=120)  # the others have ended
+        trained = wait_for(lambda: trainings(os.getpid(), tmp_path / "job.json"), seconds=120)
+        trained[0].send_signal(signal.SIGKILL)
+        assert third.result()[0] == 2
+    assert [index for index, _ in coming] == [3]
+    refused, crashed, killed, done = ends(*cells)
     assert refused["status"] == "refused"
     assert "--seq_length 1000 is longer than" in refused["message"]
     assert (crashed["status"], crashed["message"]) == ("error", "KeyError: 'there-is-no-such-bug'")
     assert "Traceback" in (tmp_path / "crashed" / "rank-0.log").read_text()
+    assert killed["message"] == "rank 0 was killed by signal 9"
     assert done["status"] == "done"
     assert len(done["steps"]) == 2
 
 
 @pytest.mark.parametrize("start", [Start.FORK_ALL, Start.SPAWN])
-def test_ranks_end_with_the_first_that_fails(assignment, tmp_path, monkeypatch, start):
+def test_ranks_end_with_the_first_that_fails(assignment, worker, tmp_path, start):
     """As on GPUs: the other rank does not wait half an hour for one that failed, and the next training runs."""
-    (tmp_path / "failing_worker.py").write_text(FAILING_WORKER, encoding="utf-8")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
-    monkeypatch.setattr(launching, "WORKER", "failing_worker")
-    failing = replace(assignment("one fails", run_type="ddp"), call="failing_worker:fail_or_wait", arguments={})
+    call = f"{worker(WORKER)}:fail_or_wait"
+    failing = replace(assignment("one fails", run_type="ddp"), call=call, arguments={})
     cells = [failing, assignment("done", run_type="ddp")]
     launch = Launch(launcher="torchrun", ranks=2, cells=2)
     finished = list(run_job(launch, cells, job_file=tmp_path / "job.json", device="cpu", start=start))
     assert [index for index, _ in finished] == [0, 1]
-    failed, waiting = (read_rank(tmp_path / "one fails", rank) for rank in range(2))
+    failed, waiting, *done = ends(*cells, ranks=2)
     assert (failed["status"], failed["message"]) == ("error", "RuntimeError: this rank fails")
     assert (waiting["status"], waiting["message"]) == ("error", "rank 1 was killed by signal 9")
-    assert [read_rank(tmp_path / "done", rank)["status"] for rank in range(2)] == ["done", "done"]
+    assert [end["status"] for end in done] == ["done", "done"]
 
 
-def test_two_ranks_differ_as_two_pythons_do(tmp_path, monkeypatch):
+def test_two_ranks_differ_as_two_pythons_do(worker, tmp_path, monkeypatch):
     """Code that uses the order of a set would give every rank the same order if all were forked from one Python."""
-    (tmp_path / "hashing_worker.py").write_text(HASHING_WORKER, encoding="utf-8")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    call = f"{worker(WORKER)}:note_hash"
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
-    monkeypatch.setattr(launching, "WORKER", "hashing_worker")
-    (folder := tmp_path / "cell").mkdir()
-    cell = Assignment(folder=str(folder), flags=[], call="hashing_worker:note_hash")
+    (tmp_path / "cell").mkdir()
+    cell = Assignment(folder=str(tmp_path / "cell"), flags=[], call=call)
     launch = Launch(launcher="torchrun", ranks=2, cells=1)
     assert len(list(run_job(launch, [cell], job_file=tmp_path / "job.json", device="cpu", imports=[]))) == 1
-    assert read_rank(folder, 0)["hash"] != read_rank(folder, 1)["hash"]
+    one, other = ends(cell, ranks=2)
+    assert one["hash"] != other["hash"]
 
 
-def test_a_launch_that_does_nothing_is_ended(assignment, tmp_path, monkeypatch):
-    (tmp_path / "idle_worker.py").write_text("import time\ntime.sleep(600)\n", encoding="utf-8")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
-    monkeypatch.setattr(launching, "WORKER", "idle_worker")
+def test_a_launch_that_does_nothing_is_ended(assignment, worker, tmp_path, monkeypatch):
+    worker(IDLE_WORKER)
     monkeypatch.setattr(launching, "STUCK_SEC", 1)
     launch = Launch(launcher="python", ranks=1, cells=1)
     assert list(run_job(launch, [assignment("never")], job_file=tmp_path / "job.json", device="cpu")) == []
@@ -139,27 +150,6 @@ def test_a_launcher_around_the_suite_does_not_reach_its_ranks(monkeypatch):
     assert (ours["OMP_NUM_THREADS"], ours["DS_ACCELERATOR"]) == ("1", "cpu")
     assert "7" not in {value for name, value in ours.items() if name.startswith(("DS_", *launching.ELSEWHERE))}
     assert not {"RANK", "WORLD_SIZE"} & ours.keys()
-
-
-def test_a_training_whose_process_is_killed(assignment, tmp_path):
-    cells = [assignment("killed", max_train_steps=100_000), assignment("next")]
-    launch = Launch(launcher="python", ranks=1, cells=2)
-    coming = run_job(launch, cells, job_file=tmp_path / "job.json", device="cpu")
-    with ThreadPoolExecutor(1) as thread:
-        first = thread.submit(next, coming)
-
-        def started() -> list[psutil.Process]:
-            if first.done():
-                first.result()  # raises again what it raised, for example to skip the test
-            return trainings(os.getpid(), tmp_path / "job.json")
-
-        training = wait_for(started, seconds=120)[0]
-        training.send_signal(signal.SIGKILL)
-        assert first.result()[0] == 0
-    assert next(coming)[0] == 1
-    coming.close()
-    assert read_rank(tmp_path / "killed", 0)["message"] == "rank 0 was killed by signal 9"
-    assert read_rank(tmp_path / "next", 0)["status"] == "done"
 
 
 def test_the_ranks_of_a_killed_suite_exit(assignment, tmp_path):

@@ -1,1 +1,0 @@
-"""Makes ``suite_commands`` importable in the folders below."""
