@@ -38,7 +38,7 @@ COMMANDS = [command for page in PRESENT for command in (*commands_in_blocks(page
 TRAININGS = [
     command
     for page in PRESENT
-    if page.parent.name != "ds_configs"  # tests/config/test_recipes_page.py reads those
+    if page.parent.name != "ds_configs"  # tests/config/test_recipe.py reads those
     for command in commands_in_blocks(page)
     if command.script == "src/gpt2.py"
 ]
