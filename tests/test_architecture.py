@@ -124,7 +124,7 @@ LIGHT = {
     "formats": ["tokenizer_files"],
     "inference": ["commands"],
     "machine": ["launcher", "probe", "topology"],
-    "model": ["config", "names"],
+    "model": ["config"],
     "planner": ["hardware", "memory", "rates", "step_time"],
     "record": sorted(path.stem for path in (PACKAGE / "record").glob("[a-z]*.py")),
     "training": ["status"],

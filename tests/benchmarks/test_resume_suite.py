@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
+from forked_ranks import launches_fork
 from small_run import REPOSITORY
 from suite_commands import REFERENCE
 from training_runs import read_lines, roll_back
@@ -77,8 +78,9 @@ def results(tmp_path_factory):
     """How the core ended, by name: one run for all tests."""
     suite = Resume(ResumeOptions(), REPOSITORY)
     suite.folder, suite.length = tmp_path_factory.mktemp("resume"), LENGTH
-    suite.begin()
-    return {result.name: result for result in suite.run(core_rewritten(), core_pairs())}
+    with launches_fork():
+        suite.begin()
+        return {result.name: result for result in suite.run(core_rewritten(), core_pairs())}
 
 
 @pytest.mark.parametrize("cell", core_rewritten(), ids=lambda cell: f"{by(cell)}, {cell.precision}")

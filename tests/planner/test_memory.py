@@ -17,9 +17,8 @@ from dsgpt.config.run_config import resolve
 from dsgpt.machine.device import bring_up
 from dsgpt.machine.topology import read_topology
 from dsgpt.model import linear_cross_entropy
-from dsgpt.model.config import PRESETS, GPT2Config
+from dsgpt.model.config import PRESETS, GPT2Config, decays
 from dsgpt.model.gpt2 import parameter_shapes
-from dsgpt.model.names import decays
 from dsgpt.planner.memory import CACHED, CHUNK, MOMENTS, PARTS, STEP, logits_bytes, peak_memory, worst_peak
 from dsgpt.planner.setup import (
     FlatGroup,

@@ -19,7 +19,7 @@ from dsgpt.machine.launcher import exit_rank
 from dsgpt.machine.process_group import joined
 from dsgpt.machine.topology import Topology, read_topology
 from dsgpt.strategies.base import Strategy
-from dsgpt.strategies.loss_scale import MOST_SKIPS, LossScale
+from dsgpt.strategies.optimizer import MOST_SKIPS, LossScale
 from dsgpt.strategies.pytorch import Baseline
 from dsgpt.training.trainer import training_batches
 

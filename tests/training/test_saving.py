@@ -253,6 +253,8 @@ def test_a_mistake_is_printed_once(corpus, tmp_path, name):
         len(re.findall("^error: --epochs must be a whole number of at least 1, not 0", done.stderr, re.MULTILINE)) == 1
     )
     assert done.stderr.count("missing.json: cannot be read") <= 2
+    if name == "torchrun":  # its summary ends with our lines and a rule
+        assert "missing.json: cannot be read" in done.stderr.splitlines()[-2]
     assert "gpt2.py" not in done.stderr.split("error: --epochs")[0].rpartition("Traceback")[2]
     assert not (tmp_path / "run").exists()
 
@@ -301,11 +303,9 @@ def test_nothing_needs_a_compiler_or_an_activated_environment(corpus, tmp_path):
 def test_offload_without_a_compiler_is_refused(corpus, tmp_path):
     offload = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
     recipe = write_optimizer_recipe(tmp_path / "recipe.json", zero_optimization=offload)
-    command = [*launcher_command("python", 1), SCRIPT, "--run_type", "optimized", *data_flags(corpus)]
-    command += ["--deepspeed_config", str(recipe), "--checkpoint_path", str(tmp_path / "run")]
-    done = subprocess.run(
-        command, capture_output=True, text=True, env={"PATH": str(tmp_path)}, check=False, timeout=120
-    )
+    words = ["--run_type", "optimized", *data_flags(corpus), "--deepspeed_config", str(recipe)]
+    words += ["--checkpoint_path", str(tmp_path / "run"), "--device", "cpu"]
+    done = run_script(SCRIPT, words, environment={"PATH": str(tmp_path)})
     assert done.returncode == 2
     assert "finds no C++ compiler: install one" in done.stderr
     assert done.stderr.count("\n") == 1

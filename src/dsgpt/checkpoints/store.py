@@ -141,11 +141,11 @@ def keep_newest(run_dir: Path, *, count: int) -> None:
     Raises:
         OSError: the file system refuses.
     """
-    found = checkpoints(run_dir)
-    best = _best(found)
+    newest_first = checkpoints(run_dir)
+    best = _best(newest_first)
     for link in linked(run_dir):
         remove(link)
-    for old in found[count:]:  # first, because what follows may need the space
+    for old in newest_first[count:]:  # first, because what follows may need the space
         if old != best:
             discard(old)
     for old in replaced(run_dir):
@@ -169,9 +169,9 @@ def _seal(folder: Path, about: dict[str, Any]) -> None:
 
 def name_newest_and_best(run_dir: Path) -> Path | None:
     """Write ``latest`` and ``best`` from the folders that exist; return the best, None where there is none."""
-    found = checkpoints(run_dir)
-    best = _best(found)
-    for name, checkpoint in ((LATEST, found[0] if found else None), (BEST, best)):
+    newest_first = checkpoints(run_dir)
+    best = _best(newest_first)
+    for name, checkpoint in ((LATEST, newest_first[0] if newest_first else None), (BEST, best)):
         if checkpoint is not None:
             write_atomic(run_dir / name, f"{checkpoint.name}\n".encode())
         else:
@@ -179,24 +179,24 @@ def name_newest_and_best(run_dir: Path) -> Path | None:
     return best
 
 
-def _best(found: list[Path]) -> Path | None:
+def _best(newest_first: list[Path]) -> Path | None:
     """The comparable checkpoint with the lowest validation loss of its own; of equal ones the oldest.
 
-    ``found`` is newest first.
+    ``newest_first`` is newest first.
     """
-    losses = {checkpoint: manifest.val_loss for checkpoint, manifest in comparable(found).items()}
+    losses = {checkpoint: manifest.val_loss for checkpoint, manifest in comparable(newest_first).items()}
     validated = [(loss, _step_of(checkpoint), checkpoint) for checkpoint, loss in losses.items() if loss is not None]
     return min(validated)[2] if validated else None
 
 
-def comparable(found: list[Path]) -> dict[Path, Manifest]:
-    """Those of ``found``, newest first, since the validation set last changed.
+def comparable(newest_first: list[Path]) -> dict[Path, Manifest]:
+    """Those of ``newest_first``, newest first, since the validation set last changed.
 
     If a run returned to an earlier validation set, checkpoints from before the change do not count, as in
     ``best_val_loss``. Damaged ones are left out.
     """
     manifests = {}
-    for checkpoint in found:
+    for checkpoint in newest_first:
         with contextlib.suppress(UserError):
             manifests[checkpoint] = parse_manifest(checkpoint)
     validated_on = {
@@ -253,8 +253,8 @@ def checkpoints(run_dir: Path) -> list[Path]:
 
 def candidates(run_dir: Path) -> list[Path]:
     """Every folder that is named like a checkpoint, newest first; some may be damaged or incomplete."""
-    found = (path for path in run_dir.glob("step-*") if STEP_FOLDER.fullmatch(path.name) and path.is_dir())
-    return sorted((path for path in found if not path.is_symlink()), key=_step_of, reverse=True)
+    named = (path for path in run_dir.glob("step-*") if STEP_FOLDER.fullmatch(path.name) and path.is_dir())
+    return sorted((path for path in named if not path.is_symlink()), key=_step_of, reverse=True)
 
 
 def linked(run_dir: Path) -> list[Path]:

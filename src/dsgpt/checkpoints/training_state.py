@@ -30,8 +30,8 @@ from dsgpt.common.errors import UserError
 from dsgpt.common.files import write_json_atomic
 from dsgpt.common.json_files import Count, JsonError, read_as
 from dsgpt.formats.tensor_files import SafetensorsWriter, StoredTensor, open_safetensors
+from dsgpt.model.config import STATE_NAMES
 from dsgpt.model.gpt2 import parameter_shapes
-from dsgpt.model.names import STATE_NAMES
 
 # Writes files of a checkpoint. Every failure is an ``OSError`` that names the reason and the file.
 
@@ -128,7 +128,7 @@ class ParamState(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class LossScaleState:
-    """The state of fp16's dynamic loss scale; see ``strategies.loss_scale``."""
+    """The state of fp16's dynamic loss scale; see ``strategies.optimizer.LossScale``."""
 
     factor: Annotated[float, Field(gt=0, allow_inf_nan=False)]
     step: int
@@ -294,9 +294,9 @@ class StateReader:
             UserError: they are another model's.
         """
         wanted = {name: tuple(shape) for name, shape in shapes.items()}
-        found = {name: stored.shape for name, stored in self._weights.items()}
+        stored = {name: tensor.shape for name, tensor in self._weights.items()}
         moments = {_moment(name, key): shape for name, shape in wanted.items() for key in self._keys}
-        if found != wanted or any(self._moments[name].shape != shape for name, shape in moments.items()):
+        if stored != wanted or any(self._moments[name].shape != shape for name, shape in moments.items()):
             raise UserError(f"{self.checkpoint}: its tensors are not those of this model")
 
     def state(self, name: str) -> ParamState:
@@ -369,9 +369,9 @@ def check_random_states(folder: Path, *, named: Collection[str], ranks: int, dev
         file = _file(folder, rank)
         if file.name not in named:
             raise UserError(f"{folder}: its manifest does not name {file.name}: the checkpoint is incomplete")
-        found = open_safetensors(file)
+        tensors = open_safetensors(file)
         for name, shape in wanted.items():
-            value = found[name].read() if name in found else torch.empty(0)
+            value = tensors[name].read() if name in tensors else torch.empty(0)
             if value.dtype != torch.uint8 or (shape is not None and value.shape != shape):
                 raise UserError(f"{file}: holds no random state ({name}) of this version of PyTorch")
 
