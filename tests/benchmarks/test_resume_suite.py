@@ -44,7 +44,8 @@ def test_resume_writes_its_record_and_page(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(command, "core_rewritten", lambda: [BASELINE])
     monkeypatch.setattr(command, "core_pairs", list)
     record = tmp_path / "out" / "resume.json"
-    assert run_suite(Resume, ResumeOptions(core=True, output=record), repository=REPOSITORY) == 0
+    with launches_fork():
+        assert run_suite(Resume, ResumeOptions(core=True, output=record), repository=REPOSITORY) == 0
     assert "[  1/1] baseline on 1 rank, fp32, writes what it read: passed" in capsys.readouterr().out
     found = json.loads(record.read_text())
     assert found["rewritten"][0]["measured"]["optimizer.safetensors"] is True

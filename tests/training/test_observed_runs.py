@@ -294,13 +294,13 @@ def sabotaged(tmp_path):
     write_recipe(write_data(tmp_path) / "recipe.json")
 
     def run(sabotage: str, ranks: int | None = None, **flags):
-        script, told = tmp_path / "sabotage.py", tmp_path / "told"
+        script, heard = tmp_path / "sabotage.py", tmp_path / "heard"
         script.write_text(SABOTAGE.format(sabotage))
-        event = f"{sys.executable} -c \"{NOTE}\" '{told}'"
+        event = f"{sys.executable} -c \"{NOTE}\" '{heard}'"
         flags = {"max_train_steps": 12, "no_inference": True, "on_event": event} | flags
         run_type = "baseline" if ranks is None else "ddp"
         done = run_script(script, command_line(tmp_path, run_type=run_type, **flags), ranks=ranks, cwd=tmp_path)
-        lines = [line.split(" ", 1) for line in told.read_text().splitlines()] if told.exists() else []
+        lines = [line.split(" ", 1) for line in heard.read_text().splitlines()] if heard.exists() else []
         assert {path for _, path in lines} <= {str(flags.get("checkpoint_path", tmp_path / "run") / RECORD_FILE)}
         return done, [event for event, _ in lines]
 

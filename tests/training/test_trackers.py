@@ -286,8 +286,8 @@ def test_a_tracker_that_fails_is_reported_once_and_not_called_again(finished_run
     flags = {"max_train_steps": 3, "steps_per_print": 1, "track": "csv,csv", "checkpoint_path": tmp_path / "run"}
     assert train_here(command_line(finished_run, **flags)) == 0
     assert len(calls) == 1
-    told = [line for line in (tmp_path / "run" / "train.log").read_text().splitlines() if "--track" in line]
-    assert told == [
+    reported = [line for line in (tmp_path / "run" / "train.log").read_text().splitlines() if "--track" in line]
+    assert reported == [
         "--track csv: failed (RuntimeError: the server is gone); it receives nothing more, and the run continues"
     ]
 

@@ -8,14 +8,14 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from dsgpt.benchmarks.cells import NARROW, Shape, merged
+from dsgpt.benchmarks.cells import NARROW, Shape
 from dsgpt.benchmarks.frame import Record, Suite, SuiteOptions, only_flag, selected
 from dsgpt.benchmarks.processes import shape_values, training_words
 from dsgpt.common.command_line import COUNT, flag
 from dsgpt.common.errors import Problems
 from dsgpt.common.files import write_json_atomic
 from dsgpt.common.text import counted, machine_words, megabytes, table
-from dsgpt.config.recipe import read_recipe
+from dsgpt.config.recipe import merged, read_recipe
 from dsgpt.planner.setup import Setup
 
 # The cells of the suite: one strategy on one model each, as the product trains it and as the planner predicts it.
@@ -103,7 +103,7 @@ class PlanCell:
         """Write the shipped recipe, found in ``recipes``, with the cell's changes to ``path``."""
         recipe = json.loads((recipes / self.recipe).read_text(encoding="utf-8"))
         recipe["train_batch_size"] = self.sequences
-        write_json_atomic(path, merged(recipe, dict(self.changes)))
+        write_json_atomic(path, merged(recipe, self.changes))
         return path
 
     def setup(self, recipe: Path) -> Setup:

@@ -151,8 +151,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     alone = (*RUN_CHARTS, PLAN_CHART, INFERENCE_CHART)
     for name in dict.fromkeys(only or ()):
         if name not in alone and not any(name.endswith(f"_{chart}") for chart in SWEEP_CHARTS):
-            known = f"{', '.join(alone)}, and of a sweep NAME_{', NAME_'.join(SWEEP_CHARTS)}"
-            problems.add(f"--only {name}: is not a chart{did_you_mean(name, RUN_CHARTS)}; known are {known}")
+            allowed = f"{', '.join(alone)}, and of a sweep NAME_{', NAME_'.join(SWEEP_CHARTS)}"
+            problems.add(f"--only {name}: is not a chart{did_you_mean(name, RUN_CHARTS)}; known are {allowed}")
     if only == []:
         problems.add("--only names no chart")
     inputs = _read(paths, sweeps, options, problems)

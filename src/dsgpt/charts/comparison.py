@@ -211,9 +211,9 @@ def work_rows(runs: Sequence[Run]) -> list[list[str]]:
 
 def _fact_rows(fact: str, values: Sequence[Any]) -> list[list[str]]:
     """One row, or one per setting if the fact is a set of settings. Only hashes are shortened."""
-    known = [value for value in values if value is not None]
-    settings = all(isinstance(value, dict) for value in known)
-    keys = dict.fromkeys(key for value in known for key in value) if settings else {}
+    recorded = [value for value in values if value is not None]
+    settings = all(isinstance(value, dict) for value in recorded)
+    keys = dict.fromkeys(key for value in recorded for key in value) if settings else {}
     if not keys:
         whole = not fact.endswith((" data", " weights"))  # of a hash the beginning is enough
         return [[fact, *(show(value, whole=whole) for value in values)]]

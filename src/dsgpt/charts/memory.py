@@ -12,24 +12,9 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
+from dsgpt.charts import style
 from dsgpt.charts.comparison import decimals, shorten
-from dsgpt.charts.style import (
-    BAR_WIDTH,
-    ZOOMED,
-    Frame,
-    Row,
-    Texts,
-    behind_text,
-    current,
-    draw_rows,
-    file_bytes,
-    legend_height,
-    look,
-    name_rows,
-    note_inside,
-    number_axis,
-    quiet_style,
-)
+from dsgpt.charts.style import Frame, Row, Texts
 from dsgpt.charts.themes import LIGHT
 from dsgpt.common.files import write_atomic
 from dsgpt.record.runs import OTHER, PARTS, quantile, read_objects
@@ -81,15 +66,15 @@ def memory_chart(rows: Sequence[Measured], texts: Texts) -> Frame | str:
         peaks = [row.footprint.peak if row.footprint.peak_kind == "resident" else None for row in rows]
         unit, size = unit_of([peak for peak in peaks if peak is not None])
         form = decimals(2 if unit == "GB" else 0)
-        draw_rows(panels[1], [_bar(row, peak, size, form) for row, peak in zip(rows, peaks, strict=True)])
+        style.draw_rows(panels[1], [_bar(row, peak, size, form) for row, peak in zip(rows, peaks, strict=True)])
         for bar in panels[1].patches:  # the colours above mean parts of memory
-            bar.set(facecolor=current().quiet, hatch="")
+            bar.set(facecolor=style.current().quiet, hatch="")
         panels[1].set(xlabel=f"{unit} resident (RSS) in rank 0's process, at its peak")
     stacks = [parts for row in rows for parts in (_measured(row), row.footprint.predicted or {})]
     drawn = {name for parts in stacks for name, part in parts.items() if part > 0}
     handles = [Patch(label=name, **_look(name, hatched=False)) for name in STACKED if name in drawn]
     if pairs:  # how predictions are told from measurements
-        grey: dict[str, Any] = {"facecolor": current().quiet, "edgecolor": current().background}
+        grey: dict[str, Any] = {"facecolor": style.current().quiet, "edgecolor": style.current().background}
         handles += [Patch(**grey, hatch="////", label="predicted"), Patch(**grey, label="measured")]
     picture.legend(handles, columns=4)
     return picture
@@ -110,20 +95,20 @@ def _draw_stacks(axes: Axes, rows: Sequence[Measured], *, unit: str, size: float
         if pairs:
             stacks.insert(0, (place - 0.19, predicted, "predicted", True))
         if not measured and not predicted:
-            note_inside(axes, row.lacking, x=top * 0.015, y=place)
+            style.note_inside(axes, row.lacking, x=top * 0.015, y=place)
         for middle, parts, word, hatched in stacks:
             end = 0.0
             for name in STACKED:
                 if (value := parts.get(name, 0.0) / size) > 0:
-                    height = 0.34 if pairs else BAR_WIDTH
+                    height = 0.34 if pairs else style.BAR_WIDTH
                     axes.barh(middle, value, left=end, height=height, **_look(name, hatched=hatched))
                     end += value
             if parts:
                 text = f"{end:,.{1 if top < 100 else 0}f} {word}"
-                axes.text(end + top * 0.012, middle, text, va="center", fontsize=8.5, bbox=behind_text())
+                axes.text(end + top * 0.012, middle, text, va="center", fontsize=8.5, bbox=style.behind_text())
     axes.set_xlim(0, top * 1.36)
-    name_rows(axes, [row.name for row in rows])
-    number_axis(axes.xaxis, 5)
+    style.name_rows(axes, [row.name for row in rows])
+    style.number_axis(axes.xaxis, 5)
     axes.set(xlabel=f"{unit} of tensors of a rank (less is better)")
 
 
@@ -135,7 +120,7 @@ def _bar(row: Measured, value: float | None, unit: float, form: Callable[[float]
 
 
 def _look(name: str, *, hatched: bool) -> dict[str, Any]:
-    theme = current()
+    theme = style.current()
     colour = theme.edge if name == WHOLE else theme.palette[COLOURS.index(name)]
     look: dict[str, Any] = {"facecolor": colour, "edgecolor": theme.background, "linewidth": 0.6}
     return {**look, "hatch": "////", "hatchcolor": theme.background} if hatched else look
@@ -145,9 +130,9 @@ def _measured(row: Measured) -> dict[str, float]:
     """The model state, and what else was allocated where that is known."""
     if row.footprint.peak_kind == "tensors" and row.footprint.peak is not None:
         return {WHOLE: row.footprint.peak}
-    found = dict(row.footprint.model_state or {})
+    state = dict(row.footprint.model_state or {})
     rest = row.footprint.rest
-    return found | {REST: rest} if found and rest else found
+    return state | {REST: rest} if state and rest else state
 
 
 # The charts of a step: how its time is distributed, and how much of it is communication.
@@ -167,38 +152,38 @@ def step_times_chart(rows: Sequence[Measured], texts: Texts) -> Frame | str:
     if not any(times):
         return NO_TIMES
     picture = texts.frame("Time of a step", TIMES, height=1.0 + 0.48 * len(rows))
-    axes, ink = picture.body.subplots(), current().ink
+    axes, ink = picture.body.subplots(), style.current().ink
     longest = max(values[-1] for values in times if values)
     unit, scale = ("seconds", 1.0) if longest >= 2 else ("milliseconds", 1000.0)
     for place, (row, values) in enumerate(zip(rows, times, strict=True)):
         if values:
             shares = {"whislo": 0.05, "q1": 0.25, "med": 0.5, "q3": 0.75, "whishi": 0.95}
             stats = {name: scale * quantile(values, share) for name, share in shares.items()}
-            style, line = look(row.group, count=len(rows)), {"color": ink, "linewidth": 1.1}
+            look, line = style.look(row.group, count=len(rows)), {"color": ink, "linewidth": 1.1}
             drawn = axes.bxp(
                 [stats | {"fliers": [scale * values[0], scale * values[-1]]}],
                 positions=[place],
-                widths=BAR_WIDTH * 0.8,
+                widths=style.BAR_WIDTH * 0.8,
                 orientation="horizontal",
                 patch_artist=True,
-                boxprops={"facecolor": style.colour, "edgecolor": ink, "linewidth": 0.8},
+                boxprops={"facecolor": look.colour, "edgecolor": ink, "linewidth": 0.8},
                 medianprops={"color": ink, "linewidth": 2},
                 whiskerprops=line,
                 capprops=line,
                 flierprops={"marker": ".", "markersize": 5, "markerfacecolor": ink, "markeredgecolor": ink},
             )
-            drawn["boxes"][0].set(hatch=style.hatch, hatchcolor=style.hatch_colour)
+            drawn["boxes"][0].set(hatch=look.hatch, hatchcolor=look.hatch_colour)
             median = stats["med"]
             label = f"median {median:,.{0 if median >= 1000 else 1 if median >= 10 else 2}f}"
             axes.annotate(label, (median, place), (0, 14), textcoords="offset points", ha="center", fontsize=8)
-    name_rows(axes, [row.name for row in rows])
+    style.name_rows(axes, [row.name for row in rows])
     low, high = axes.get_xlim()
     axes.set_xlim(max(0.0, low), high)
     for place, (row, values) in enumerate(zip(rows, times, strict=True)):
         if not values:
-            note_inside(axes, row.lacking, x=low + 0.02 * (high - low), y=place)
-    number_axis(axes.xaxis, 6)
-    start = "" if axes.get_xlim()[0] == 0 else f"; {ZOOMED}"
+            style.note_inside(axes, row.lacking, x=low + 0.02 * (high - low), y=place)
+    style.number_axis(axes.xaxis, 6)
+    start = "" if axes.get_xlim()[0] == 0 else f"; {style.ZOOMED}"
     axes.set(xlabel=f"{unit} per optimizer step (less is better{start})")
     return picture
 
@@ -217,7 +202,7 @@ def communication_chart(rows: Sequence[Measured], texts: Texts) -> Frame | str:
     caption = TRAFFIC if sent in panels.values() else ""
     picture = texts.frame("Communication of a step", caption, height=len(panels) * (0.9 + 0.4 * len(rows)))
     for axes, (label, bars) in zip(picture.panels(len(panels)), panels.items(), strict=True):
-        draw_rows(axes, bars)
+        style.draw_rows(axes, bars)
         axes.set(xlabel=label)
     return picture
 
@@ -267,8 +252,8 @@ def read_samples(folder: Path) -> list[Sample]:
     for second, gap in zip(ordered, gaps, strict=True):
         elapsed += gap if gap <= PAUSE_SEC else 1
         gpus = seconds[second].values()
-        known = [tuple(gpu[key] for gpu in gpus if gpu[key] is not None) for key in ("utilisation", "power_watts")]
-        samples.append(Sample(elapsed, known[0], known[1]))
+        figures = [tuple(gpu[key] for gpu in gpus if gpu[key] is not None) for key in ("utilisation", "power_watts")]
+        samples.append(Sample(elapsed, figures[0], figures[1]))
     return samples
 
 
@@ -278,27 +263,27 @@ def utilisation_chart(folders: Mapping[str, Path], texts: Texts) -> Frame | str:
     if not any(sample.utilisation for samples in sampled.values() for sample in samples):
         return NO_SAMPLES
     powered = any(sample.power for samples in sampled.values() for sample in samples)
-    height = (5.6 if powered else 3.0) + legend_height(len(sampled))
+    height = (5.6 if powered else 3.0) + style.legend_height(len(sampled))
     picture = texts.frame("GPUs over time", GPUS, height=height)
     axes = picture.panels(2 if powered else 1, sharex=True)
     handles = []
     for index, (name, samples) in enumerate(sampled.items()):
-        style = look(index, count=len(sampled))
-        line = style.line | {"marker": ""}
+        look = style.look(index, count=len(sampled))
+        line = look.line | {"marker": ""}
         busy = [
             (sample.time, [100 * value for value in sample.utilisation]) for sample in samples if sample.utilisation
         ]
         times = [time for time, _ in busy]
         axes[0].plot(times, [statistics.fmean(gpus) for _, gpus in busy], **line)
         low, high = [min(gpus) for _, gpus in busy], [max(gpus) for _, gpus in busy]
-        axes[0].fill_between(times, low, high, color=style.colour, alpha=0.2, linewidth=0)
+        axes[0].fill_between(times, low, high, color=look.colour, alpha=0.2, linewidth=0)
         if powered:
             drawing = [(sample.time, sum(sample.power)) for sample in samples if sample.power]
             axes[1].plot([time for time, _ in drawing], [watts for _, watts in drawing], **line)
         handles.append(Line2D([], [], **line, label=shorten(name, 34)))
     for panel in axes:
-        number_axis(panel.xaxis, 6)
-        number_axis(panel.yaxis)
+        style.number_axis(panel.xaxis, 6)
+        style.number_axis(panel.yaxis)
         panel.set_xlim(left=0)
         sns.despine(ax=panel)
     axes[0].set(ylabel="% of time with a kernel", ylim=(0, 105))
@@ -322,24 +307,24 @@ _LEAST_SHARE = 0.005
 def draw_plan(plan: "Plan", path: Path) -> None:
     """Draw the memory of every rank to ``path``, an SVG or PNG by its ending."""
     from dsgpt.planner.memory import peak_memory  # noqa: PLC0415 - who draws records needs no planner
-    from dsgpt.planner.plan import GB, held_in_words, strategy_name  # noqa: PLC0415
+    from dsgpt.planner.plan import GB, held_in_words  # noqa: PLC0415
 
     setup, usable = plan.setup, plan.usable_bytes / GB
     ranks = range(min(setup.world_size, MOST_RANKS))
     peaks = [peak_memory(setup, rank=rank, device=plan.machine.kind) for rank in ranks]
     shown = [name for name in peaks[0].parts if any(peak.parts[name] > _LEAST_SHARE * peak.total for peak in peaks)]
     more = f" (ranks 0 to {len(ranks) - 1} of {setup.world_size})" if setup.world_size > len(ranks) else ""
-    with quiet_style(LIGHT):
+    with style.quiet_style(LIGHT):
         picture = Texts().frame(
-            f"Who holds what: {strategy_name(setup)} on {setup.world_size} x {plan.machine.name}{more}",
+            f"Who holds what: {setup.strategy_name} on {setup.world_size} x {plan.machine.name}{more}",
             f"Predicted peak of tensor memory of each rank, {setup.precision}, micro batch {setup.micro_batch_size}, "
             f"{setup.seq_length:,} tokens a sequence. The line is what tensors can fill of a device. Not measured.",
             height=1.3 + 0.46 * len(ranks),
         )
-        axes, theme = picture.body.subplots(), current()
+        axes, theme = picture.body.subplots(), style.current()
         starts = [0.0] * len(ranks)
         for index, name in enumerate(shown):
-            drawn = look(index, count=len(shown))
+            drawn = style.look(index, count=len(shown))
             sizes = [peak.parts[name] / GB for peak in peaks]
             bars = axes.barh(ranks, sizes, left=starts, color=drawn.colour, height=0.66, label=name.replace("_", " "))
             for bar in bars:
@@ -353,6 +338,6 @@ def draw_plan(plan: "Plan", path: Path) -> None:
         axes.set(xlabel="GB", xlim=(0, 1.2 * max([usable, *starts])), ylim=(len(ranks) - 0.5, -1.1))
         axes.grid(visible=False, axis="y")
         picture.body.legend(loc="outside lower center", ncols=min(6, len(shown)), frameon=False)
-        data = file_bytes(picture.figure, path.suffix.removeprefix("."))
+        data = style.file_bytes(picture.figure, path.suffix.removeprefix("."))
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, data)

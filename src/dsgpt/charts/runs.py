@@ -11,32 +11,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import SubFigure
 from matplotlib.lines import Line2D
 
-from dsgpt.charts.comparison import (
-    GPU_MEMORY_ROW,
-    HOST_MEMORY_ROW,
-    INFERENCE_NOISE,
-    INFERENCE_ROW,
-    LATENCY_ROW,
-    THROUGHPUT_ROW,
-    TIME_ROW,
-    Quantity,
-    shorten,
-    speed_up,
-)
+from dsgpt.charts import comparison, style
+from dsgpt.charts.comparison import INFERENCE_NOISE, Quantity, shorten, speed_up
 from dsgpt.charts.memory import communication_chart, memory_chart, step_times_chart, utilisation_chart
-from dsgpt.charts.style import (
-    ZOOMED,
-    Chart,
-    Frame,
-    Row,
-    Texts,
-    current,
-    draw_rows,
-    legend_height,
-    look,
-    note_inside,
-    number_axis,
-)
+from dsgpt.charts.style import Chart, Frame, Row, Texts
 from dsgpt.record.equal_work import inference_stamps, judge, machine_line, partial_stamps, setup_stamps, work_stamps
 from dsgpt.record.runs import FLAT_SCHEMA, TOO_SHORT, Curve, Point, Run, smoothed, window_of
 from dsgpt.record.suites import NOT_RECORDED, of_runs
@@ -56,12 +34,12 @@ class Bars:
     """Units of the quantity per unit of the axis."""
 
 
-TRAINING_TIME = Bars("Training time", "seconds of training steps", TIME_ROW)
-THROUGHPUT = Bars("Training throughput", "tokens per second, all devices", THROUGHPUT_ROW)
-LATENCY = Bars("Inference latency", "seconds, batch 1", LATENCY_ROW)
-INFERENCE = Bars("Inference throughput", "tokens per second, batch 1", INFERENCE_ROW)
-GPU_MEMORY = Bars("Peak GPU memory", "GB allocated on rank 0's GPU", GPU_MEMORY_ROW, scale=1e9)
-HOST_MEMORY = Bars("Peak host memory", "GB resident (RSS) in rank 0's process", HOST_MEMORY_ROW, scale=1e9)
+TRAINING_TIME = Bars("Training time", "seconds of training steps", comparison.TIME_ROW)
+THROUGHPUT = Bars("Training throughput", "tokens per second, all devices", comparison.THROUGHPUT_ROW)
+LATENCY = Bars("Inference latency", "seconds, batch 1", comparison.LATENCY_ROW)
+INFERENCE = Bars("Inference throughput", "tokens per second, batch 1", comparison.INFERENCE_ROW)
+GPU_MEMORY = Bars("Peak GPU memory", "GB allocated on rank 0's GPU", comparison.GPU_MEMORY_ROW, scale=1e9)
+HOST_MEMORY = Bars("Peak host memory", "GB resident (RSS) in rank 0's process", comparison.HOST_MEMORY_ROW, scale=1e9)
 
 
 def memory_bars(runs: Sequence[Run]) -> list[Bars]:
@@ -82,7 +60,7 @@ def draw_bars(axes: Axes, bars: Bars, runs: Sequence[Run], *, label_width: int =
             rows.append(Row(name=run.name, value=None, label=why))
         else:
             rows.append(Row(name=run.name, value=value / bars.scale, label=bars.quantity.form(value)))
-    draw_rows(axes, rows, label_width=label_width)
+    style.draw_rows(axes, rows, label_width=label_width)
     better = "less" if bars.quantity.lower_is_better else "more"
     axes.set(title=bars.title, xlabel=f"{bars.axis}\n({better} is better)")
 
@@ -170,7 +148,7 @@ def draw_losses(axes: Axes, runs: Sequence[Run], *, kind: str, axis: Axis) -> li
     """Draw the "train" or "validation" curves of all runs that have one, and return their ends."""
     ends = []
     for index, run in enumerate(runs):
-        style, curve = look(index, count=len(runs)), curve_of(run, kind)
+        look, curve = style.look(index, count=len(runs)), curve_of(run, kind)
         points = placeable(curve, axis)
         if not points:
             continue
@@ -178,23 +156,23 @@ def draw_losses(axes: Axes, runs: Sequence[Run], *, kind: str, axis: Axis) -> li
         y = [point.loss for point in points]
         window = window_of(len(curve.points))
         if window > 1:  # every step, under every mean
-            axes.plot(x, y, color=style.colour, alpha=max(0.07, 0.3 / len(runs)), lw=0.5, zorder=1.5)
+            axes.plot(x, y, color=look.colour, alpha=max(0.07, 0.3 / len(runs)), lw=0.5, zorder=1.5)
             y = smoothed(y, window=window)
         apart = max(1, len(x) // 8)  # about eight markers per curve, at different places for each run
         few = len(x) <= 12
         axes.plot(
             x,
             y,
-            **style.line,
-            markersize=style.marker_size if few else 6,
-            markeredgecolor=current().background,
+            **look.line,
+            markersize=look.marker_size if few else 6,
+            markeredgecolor=style.current().background,
             markeredgewidth=0.75,
             markevery=1 if few else (index * apart // 3 % apart, apart),
             clip_on=False,  # the marker of the last step is whole
             zorder=2 + index / len(runs),
         )
         ends.append(End(run.name, x[-1], y[-1]))
-    axes.set(title=f"{kind.capitalize()} loss", xlabel=axis.label, ylabel=f"nats per token ({ZOOMED})")
+    axes.set(title=f"{kind.capitalize()} loss", xlabel=axis.label, ylabel=f"nats per token ({style.ZOOMED})")
     axes.ticklabel_format(axis="y", style="plain", useOffset=False)  # tick labels are the losses, without offset
     sns.despine(ax=axes)
     if ends:
@@ -202,12 +180,12 @@ def draw_losses(axes: Axes, runs: Sequence[Run], *, kind: str, axis: Axis) -> li
         low, high = axes.get_ylim()
         missing = max(0.0, SMALLEST_SPAN - (high - low))
         axes.set_ylim(low - missing / 2, high + missing / 2)
-        number_axis(axes.xaxis, 6, whole=axis.coordinate in {"step", "epoch"})
+        style.number_axis(axes.xaxis, 6, whole=axis.coordinate in {"step", "epoch"})
     else:
         axes.set(xticks=[], yticks=[], ylabel="")
         recorded = any(curve_of(run, kind).points for run in runs)
         text = axis.missing if recorded else "not recorded"
-        note_inside(axes, text, x=0.5, y=0.5, transform=axes.transAxes, ha="center")
+        style.note_inside(axes, text, x=0.5, y=0.5, transform=axes.transAxes, ha="center")
     return ends
 
 
@@ -240,15 +218,15 @@ def latency_chart(runs: Sequence[Run], texts: Texts) -> Frame | str:
         "Greedy generation from one prompt, with a key-value cache.",
         INFERENCE_NOISE,
         warnings=inference_stamps(runs),
-        height=3.6 + legend_height(len(runs)),
+        height=3.6 + style.legend_height(len(runs)),
     )
     axes = picture.body.subplots()
     handles = []
     for index, (run, (latency, speed)) in enumerate(zip(runs, points, strict=True)):
-        style = look(index, count=len(runs))
+        look = style.look(index, count=len(runs))
         label = shorten(run.name, 34)
-        mark = style.line | {"linestyle": "", "markeredgecolor": current().background}
-        size = style.marker_size + 3
+        mark = look.line | {"linestyle": "", "markeredgecolor": style.current().background}
+        size = look.marker_size + 3
         if latency and speed:
             axes.plot([latency], [speed], **mark, markersize=size, zorder=2 + index / len(runs))
             label += f": {latency:,.3g} s, {speed:,.4g} tokens/s"
@@ -257,8 +235,8 @@ def latency_chart(runs: Sequence[Run], texts: Texts) -> Frame | str:
         handles.append(Line2D([], [], **mark, markersize=8, label=label))
     axes.set_xlim(0, 1.15 * max(latency or 0 for latency, _ in points))
     axes.set_ylim(0, 1.15 * max(speed or 0 for _, speed in points))
-    number_axis(axes.xaxis, 6)
-    number_axis(axes.yaxis, 6)
+    style.number_axis(axes.xaxis, 6)
+    style.number_axis(axes.yaxis, 6)
     axes.set(
         xlabel="seconds to the last new token, batch 1 (less is better)",
         ylabel="tokens per second (more is better)",
@@ -273,7 +251,6 @@ def latency_chart(runs: Sequence[Run], texts: Texts) -> Frame | str:
 
 COLUMNS = 2
 """Of panels in the overview: more would be too small on a page."""
-NO_PRICE = "give --price, of a device hour"
 
 
 def charts_of_runs(runs: Sequence[Run], *, folders: Mapping[str, Path], price: float | None = None) -> dict[str, Chart]:
@@ -300,7 +277,7 @@ def charts_of_runs(runs: Sequence[Run], *, folders: Mapping[str, Path], price: f
     charts: dict[str, Chart] = {}
     charts |= {name: partial(_bars_picture, named, texts, panels=panels) for name, panels in bars.items()}
     charts |= {name: partial(_loss_picture, named, texts, axis=axis) for name, axis in axes.items()}
-    charts["loss_vs_money"] = lambda: NO_PRICE
+    charts["loss_vs_money"] = lambda: "give --price, of a device hour"
     if price is not None:
         label = f"cost of all devices, at {price:g} for a device hour"
         axis = Axis("time", label, "Loss by money", "times or devices not recorded")
@@ -335,7 +312,7 @@ def _bars_picture(runs: Sequence[Run], texts: Texts, *, panels: Sequence[Bars]) 
 def _loss_picture(runs: Sequence[Run], texts: Texts, *, axis: Axis) -> Frame | str:
     if not any(placeable(curve_of(run, kind), axis) for run in runs for kind in LOSS_KINDS):
         return f"no run recorded losses with their {axis.coordinate.removesuffix('s')}s"
-    height = 4.0 + legend_height(len(runs))
+    height = 4.0 + style.legend_height(len(runs))
     picture = texts.frame(axis.picture, _caption_of_curves(runs), width=9.6, height=height)
     _draw_loss_panels(picture.body, runs, [(kind, axis) for kind in LOSS_KINDS])
     return picture
@@ -345,7 +322,7 @@ def _overview(runs: Sequence[Run], texts: Texts) -> Frame:
     panels = [TRAINING_TIME, THROUGHPUT, *memory_bars(runs), LATENCY]
     bar_rows = -(-len(panels) // COLUMNS)
     bar_height = bar_rows * (1.1 + 0.33 * len(runs))
-    loss_height = 3.4 + legend_height(len(runs), columns=COLUMNS)
+    loss_height = 3.4 + style.legend_height(len(runs), columns=COLUMNS)
     picture = texts.frame(
         "Overview" if len(runs) < 2 else f"{len(runs)} runs compared (same work: {judge(runs).answer})",
         _speed_ups(runs),
@@ -384,7 +361,7 @@ def _draw_loss_panels(body: SubFigure, runs: Sequence[Run], places: Sequence[tup
             label += f" ({axis.missing})"
         elif len(kinds) == 1:
             label += f" ({kinds[0]} only)"
-        handles.append(Line2D([], [], **look(index, count=len(runs)).line, label=label))
+        handles.append(Line2D([], [], **style.look(index, count=len(runs)).line, label=label))
     body.legend(handles=handles, loc="outside lower left", ncols=COLUMNS, frameon=False, handlelength=4)
 
 
@@ -404,8 +381,8 @@ def _speed_ups(runs: Sequence[Run]) -> str:
     """Speed-ups in training time of the runs that did the same work as the baseline."""
     base, *others = runs
     equal = [(run.name, speed_up(base, run)) for run in others if judge([base, run]).answer == "yes"]
-    known = [f"{name} {ratio:.2f}x" for name, ratio in equal if ratio is not None]
-    return f"Speed-up over {base.name} in training time: {', '.join(known)}." if known else ""
+    ratios = [f"{name} {ratio:.2f}x" for name, ratio in equal if ratio is not None]
+    return f"Speed-up over {base.name} in training time: {', '.join(ratios)}." if ratios else ""
 
 
 def _caption_of_bars(bars: Bars, runs: Sequence[Run]) -> str:

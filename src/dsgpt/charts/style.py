@@ -181,7 +181,7 @@ def file_bytes(figure: Figure, form: str) -> bytes:
     figure.savefig(buffer, format=form, metadata=_NO_METADATA[form])
     if form == "png":
         return buffer.getvalue()
-    return _CLIP_ID.sub(lambda found: ids.setdefault(found[0], b"clip%d" % len(ids)), buffer.getvalue())
+    return _CLIP_ID.sub(lambda match: ids.setdefault(match[0], b"clip%d" % len(ids)), buffer.getvalue())
 
 
 def legend_height(entries: int, *, columns: int = 2) -> float:

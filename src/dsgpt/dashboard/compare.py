@@ -16,15 +16,8 @@ from dsgpt.dashboard import reading, ui
 from dsgpt.dashboard.overview import FAVOURITES, asked_price
 from dsgpt.dashboard.reading import Steps
 from dsgpt.dashboard.ui import Series, Table, Values
-from dsgpt.record.equal_work import (
-    LOSS_TOLERANCE,
-    LOSS_TOLERANCE_OTHERWISE,
-    equal_loss_line,
-    inference_stamps,
-    judge,
-    partial_stamps,
-    setup_stamps,
-)
+from dsgpt.record import equal_work
+from dsgpt.record.equal_work import inference_stamps, judge
 from dsgpt.record.runs import Run, window_of
 from dsgpt.record.suites import TITLES, Comparison, Sweep, read_concurrency, read_sweep, strategy_of
 from dsgpt.record.work import NOTED
@@ -107,8 +100,7 @@ def _choose(folder: Path, names: Sequence[str]) -> list[str]:
         if not first:
             summaries = reading.own(reading.summaries_of(folder))
             first = [each.name for each in summaries[:2]]
-            if found := reading.answers(reading.runs_with_records(summaries)):
-                answer = reading.newest(found)
+            for answer in reading.own_answers(summaries)[:1]:
                 first = [answer.baseline.name, *[run.name for run in answer.runs if run is not answer.baseline][:2]]
         st.session_state["runs"] = first[:MOST_RUNS]
     chosen: list[str] = st.multiselect(
@@ -136,13 +128,13 @@ def _read_steps(folder: Path, named: Mapping[str, Run]) -> dict[str, Steps]:
 def _show_verdict(runs: Sequence[Run]) -> None:
     if len(runs) < 2:
         return
-    verdict, text = judge(runs), "  \n".join(ui.plain(equal_loss_line(runs[0], other)) for other in runs[1:])
+    verdict, text = judge(runs), "  \n".join(ui.plain(equal_work.equal_loss_line(runs[0], other)) for other in runs[1:])
     if verdict.answer == "yes":
         st.success(f"**The same work.**  \n{text}", icon=":material/check:")
     else:
         reason = "; ".join(part for part in (verdict.differences_text(), verdict.unknown_text()) if part)
         st.warning(f"**{verdict.mark}**: {ui.plain(reason)}  \n{text}", icon=":material/warning:")
-    for line in (*partial_stamps(runs), *setup_stamps(runs), *inference_stamps(runs)):
+    for line in (*equal_work.partial_stamps(runs), *equal_work.setup_stamps(runs), *inference_stamps(runs)):
         st.warning(ui.plain(line))
 
 
@@ -282,7 +274,7 @@ def _show_difference(runs: Sequence[Run], steps: Mapping[str, Steps]) -> None:
         common, own, other = np.intersect1d(ours["step"], theirs["step"], assume_unique=True, return_indices=True)
         distance = np.abs(ours["loss"][own] - theirs["loss"][other])
         series.append(Series(name=name, x=common, y=np.maximum(distance, LEAST_DIFFERENCE)))
-    tolerance = LOSS_TOLERANCE.get(base.work["precision"], LOSS_TOLERANCE_OTHERWISE)
+    tolerance = equal_work.LOSS_TOLERANCE.get(base.work["precision"], equal_work.LOSS_TOLERANCE_OTHERWISE)
     ui.show_curves(
         series,
         [run.name for run in runs],

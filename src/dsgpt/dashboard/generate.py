@@ -28,19 +28,9 @@ _ANSWERS = "generate-answers"
 _NONE = "no second checkpoint"
 _BETWEEN_SEC = 0.05
 """Seconds between two updates of a text on the page."""
-_LABELS = {
-    "prompt": "Prompt",
-    "checkpoint": "Checkpoint",
-    "max_new_tokens": "New tokens",
-    "temperature": "Temperature",
-    "top_k": "Top k",
-    "top_p": "Top p",
-    "min_p": "Min p",
-    "repetition_penalty": "Repetition penalty",
-    "seed": "Seed",
-    "stop": "Stop text",
-    "precision": "Precision",
-}
+_ALIKE = ("prompt", "checkpoint", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "precision")
+_LABELS = {name: name.replace("_", " ").capitalize() for name in _ALIKE}
+_LABELS |= {"max_new_tokens": "New tokens", "stop": "Stop text"}
 """Of the page, by flag of ``src/generate.py``."""
 _ENDED = {
     STOPPED: "Not finished.",
@@ -173,10 +163,8 @@ class _Shown:
             self._draw(f"{speed}. {_ENDED[answer.ended]}")
             if not answer.likeliest:
                 return
-            tokens, shares = (
-                [token for token, _ in answer.likeliest],
-                [100 * each.probability for _, each in answer.likeliest],
-            )
+            tokens = [token for token, _ in answer.likeliest]
+            shares = [100 * each.probability for _, each in answer.likeliest]
             ui.figure(
                 ui.parts("token", "probability", unit="probability, %"),
                 points={

@@ -125,8 +125,9 @@ def _look(folder: Path, chosen: Sequence[str], window: int, expected: int) -> No
     else:
         _show_many(runs)
     names = [run.label for run in runs]
-    if samples := {run.label: own for run in runs if (own := recent_samples(folder / run.summary.name))}:
-        _show_gpus(samples)
+    samples = {run.label: recent_samples(folder / run.summary.name) for run in runs}
+    if any(samples.values()):
+        _show_gpus({label: of_run for label, of_run in samples.items() if of_run})
     for row in (PANELS[:2], PANELS[2:]):
         for place, (column, title) in zip(st.columns(2), row, strict=True):
             series = []
@@ -256,14 +257,14 @@ def recent_samples(run_dir: Path) -> list[tuple[float, str, dict[str, float | No
 def _show_gpus(samples: Mapping[str, Sequence[tuple[float, str, dict[str, float | None]]]]) -> None:
     """The GPUs of the runs, as the runs have sampled them: each now, and the mean of a run's over the last minutes."""
     st.header("GPUs")
-    last = {(label, gpu): figures for label, own in samples.items() for _, gpu, figures in own}
+    last = {(label, gpu): figures for label, of_run in samples.items() for _, gpu, figures in of_run}
     rows = [{"run": label, "GPU": gpu, **figures} for (label, gpu), figures in last.items()]
     ui.show_table(ui.columns(rows), key="gpus", name="GPUs now")
     for key, heading in (("utilisation", "utilisation (%)"), ("power", "power (W)")):
         series = []
-        for label, own in samples.items():
+        for label, of_run in samples.items():
             at: dict[int, list[float]] = {}
-            for time, _, figures in own:
+            for time, _, figures in of_run:
                 value = figures[heading]
                 if value is not None:
                     at.setdefault(int(time), []).append(value)

@@ -58,14 +58,12 @@ def show() -> None:
 
 
 def _show_answer(summaries: Sequence[Summary]) -> None:
-    found = reading.answers(reading.runs_with_records(reading.own(summaries)))
-    columns = st.columns([3, 3, 2, 2], vertical_alignment="top")
-    if found:
-        answer = reading.newest(found)
-        _show_fastest(answer, columns)
-        if len(found) > 1:
+    answers, columns = reading.own_answers(summaries), st.columns([3, 3, 2, 2], vertical_alignment="top")
+    if answers:
+        _show_fastest(answers[0], columns)
+        if len(answers) > 1:
             st.caption(
-                f"Of {len(answer.runs)} runs that did the same work, the newest of {len(found)} such groups; "
+                f"Of {len(answers[0].runs)} runs that did the same work, the newest of {len(answers)} such groups; "
                 "Compare shows the others."
             )
     else:
@@ -101,8 +99,8 @@ def _show_fastest(answer: Answer, columns: Sequence[DeltaGenerator]) -> None:
 
 def asked_price(place: DeltaGenerator) -> float | None:
     """The price of a device hour, as the reader gives it in ``place``; pages share it."""
-    label, kept = "Price of a device hour ($)", {"step": 0.1, "persist_state": "session"}
-    price: float | None = ui.ask_number(place, label, 0.0, None, key=PRICE, empty=UNKNOWN, **kept)
+    label, more = "Price of a device hour ($)", {"step": 0.1, "persist_state": "session"}
+    price: float | None = ui.ask_number(place, label, 0.0, None, key=PRICE, empty=UNKNOWN, **more)
     return price
 
 
@@ -190,8 +188,8 @@ _SCHEMA = pa.schema(
 
 
 def _show_favourites(summaries: Sequence[Summary]) -> None:
-    known = {each.name for each in summaries}
-    chosen = [name for name in st.session_state.get(FAVOURITES, []) if name in known]
+    names = {each.name for each in summaries}
+    chosen = [name for name in st.session_state.get(FAVOURITES, []) if name in names]
     left, right = st.columns([2, 8], vertical_alignment="center")
     label = "Compare favourites" if len(chosen) < 2 else f"Compare {len(chosen)} favourites"
     if left.button(label, type="primary", disabled=len(chosen) < 2, key="compare", width="stretch"):

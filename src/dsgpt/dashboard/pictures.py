@@ -90,12 +90,12 @@ def _blocks(setup: Setup, rank: int, peak: Peak) -> Iterator[Block]:
     swapped = {"parameters": recipe.offload_param, "optimizer": recipe.offload_optimizer}
     swapped["master"] = recipe.offload_optimizer
     for kind, (part, field) in _STATE.items():
-        held, away = getattr(state, field), state.off_device.get(field, 0)
-        here = parts.pop(part) if away < held else 0
+        state_bytes, away = getattr(state, field), state.off_device.get(field, 0)
+        here = parts.pop(part) if away < state_bytes else 0
         elsewhere = "files" if setup.run_type == "optimized" and swapped.get(field) == "nvme" else "host"
         for size, place in ((here, "device"), (away, elsewhere)):
             frame = size  # no shard if it is not the model state's
-            if size in {held - away, away}:
+            if size in {state_bytes - away, away}:
                 frame = max(size, widths[kind] * whole)
             if size:
                 start = min(_start(setup, rank, size, widths[kind]), 1 - size / frame)
@@ -341,7 +341,7 @@ def step_lines(setup: Setup) -> list[Line]:
 def _pipelined(orders: Sequence[Sequence[Pass]], lengths: dict[str, float]) -> list[list[tuple[Pass, float, float]]]:
     """Start and end of every pass of every stage: after its stage's pass before it, and after its input has come."""
     ends = dict[tuple[str, int, int], float]()
-    found: list[list[tuple[Pass, float, float]]] = [[] for _ in orders]
+    placed: list[list[tuple[Pass, float, float]]] = [[] for _ in orders]
     waiting = [list(order) for order in orders]
     while any(waiting):
         for stage, order in enumerate(waiting):
@@ -355,12 +355,12 @@ def _pipelined(orders: Sequence[Sequence[Pass]], lengths: dict[str, float]) -> l
                     source = BACKWARD, stage + 1, each.micro_batch
                 if source is not None and source not in ends:
                     break
-                free = found[stage][-1][2] if found[stage] else 0.0
+                free = placed[stage][-1][2] if placed[stage] else 0.0
                 start = max(free, ends[source] if source else 0.0)
                 ends[each.kind, stage, each.micro_batch] = start + lengths[each.kind]
-                found[stage].append((each, start, start + lengths[each.kind]))
+                placed[stage].append((each, start, start + lengths[each.kind]))
                 order.pop(0)
-    return found
+    return placed
 
 
 def _bars(setup: Setup, rank: int, placed: Sequence[tuple[Pass, float, float]], time: float) -> Iterator[Bar]:

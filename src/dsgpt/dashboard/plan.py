@@ -19,22 +19,11 @@ from dsgpt.dashboard import reading, ui
 from dsgpt.dashboard.split import CHOICES
 from dsgpt.dashboard.ui import Table
 from dsgpt.model.config import PRESETS
+from dsgpt.planner import plan as planning
 from dsgpt.planner.hardware import PRICES as TABLE
 from dsgpt.planner.hardware import gpus, read_prices
 from dsgpt.planner.options import HEADROOM, PlanOptions, read_plan_options, words_of
-from dsgpt.planner.plan import (
-    Plan,
-    assumption_in_words,
-    between,
-    dollars,
-    duration,
-    needs_in_words,
-    plan_of,
-    size,
-    strategy_name,
-    usable_in_words,
-    what_would_fit,
-)
+from dsgpt.planner.plan import Plan
 from dsgpt.planner.rates import CALIBRATION, read_calibration
 from dsgpt.planner.request import PlanRequest, fixed_setup, read_request
 from dsgpt.planner.search import Judged, best_of, recommendation_files, search
@@ -88,10 +77,10 @@ def show() -> None:
         if done.plan.fits:
             _show_plan(done)
         else:  # no time and no price: nobody can train so
-            st.caption(ui.plain(usable_in_words(done.plan)))
+            st.caption(ui.plain(planning.usable_in_words(done.plan)))
             for line in done.advice:
                 st.warning(ui.plain(line))
-            st.error(f"### DOES NOT FIT\n{ui.plain(needs_in_words(done.plan))}")
+            st.error(f"### DOES NOT FIT\n{ui.plain(planning.needs_in_words(done.plan))}")
     st.header("The same on a command line")
     st.code(command_line(options), language=None, wrap_lines=True)
 
@@ -156,14 +145,14 @@ def machines(folder: Path) -> tuple[list[MachineChoice], list[str]]:
 
 def _options() -> PlanOptions:
     """The flags that the widgets stand for."""
-    known, broken = machines(reading.current_folder())
+    choices, broken = machines(reading.current_folder())
     for line in broken:
         st.warning(ui.plain(line))
     one, two, three = st.columns(3)
     sizes = list(PRESETS)
     model = one.selectbox("Model size", sizes, index=sizes.index("small"), key="plan-model")
-    default = next(place for place, each in enumerate(known) if each.name == "a100-80gb")
-    machine = two.selectbox("Machine", known, index=default, key="plan-machine")
+    default = next(place for place, each in enumerate(choices) if each.name == "a100-80gb")
+    machine = two.selectbox("Machine", choices, index=default, key="plan-machine")
     counts = [number for number in _COUNTS if machine.devices is None or number <= machine.devices]
     count = three.select_slider("Devices", counts, value=min(8, counts[-1]), key="plan-count") if counts[1:] else 1
     four, five, six = st.columns(3)
@@ -241,25 +230,27 @@ def planned(words: Sequence[str], *, repository: Path, version: int = 0) -> Plan
     if options.recommend:
         searched = search(request, prices, repository=repository)
         return Planned(request=request, plan=best_of(searched, request), searched=tuple(searched))
-    plan = plan_of(fixed_setup(request, problems), request, prices)
-    return Planned(request=request, plan=plan, advice=tuple(what_would_fit(plan)))
+    plan = planning.plan_of(fixed_setup(request, problems), request, prices)
+    return Planned(request=request, plan=plan, advice=tuple(planning.what_would_fit(plan)))
 
 
 def _show_answer(plan: Plan) -> None:
     """The first screen: does it fit, how fast, how long, how much."""
     used, cost = plan.peak.total / plan.usable_bytes, plan.costs[0] if plan.costs else None
-    fits = f"fits: {used:.0%}, rank {plan.rank}. {usable_in_words(plan)}"
+    fits = f"fits: {used:.0%}, rank {plan.rank}. {planning.usable_in_words(plan)}"
     rate, slow, fast = map(plan.tokens_per_sec, (plan.step.seconds, plan.step.most, plan.step.least))
     price, offer = "unknown", "no list price: give yours"
     if cost:
-        price = dollars(cost.usd)
-        offer = f"{between(cost.least, cost.most, dollars)} on {cost.offer}, price of {cost.known_on or 'yours'}"
+        price = planning.dollars(cost.usd)
+        least_to_most = planning.between(cost.least, cost.most, planning.dollars)
+        offer = f"{least_to_most} on {cost.offer}, price of {cost.known_on or 'yours'}"
+    span = planning.between(plan.run.least, plan.run.most, planning.duration)
     ui.show_metrics(
         [
-            ("Memory of a device", size(plan.peak.total), ui.plain(fits)),
-            ("Tokens/s", f"{rate:,.0f}", ui.plain(between(slow, fast, "{:,.0f}".format))),
-            ("Training", duration(plan.run.seconds), ui.plain(between(plan.run.least, plan.run.most, duration))),
-            ("Cost", price, ui.plain(offer)),
+            ("Memory of a device", planning.size(plan.peak.total), fits),
+            ("Tokens/s", f"{rate:,.0f}", planning.between(slow, fast, "{:,.0f}".format)),
+            ("Training", planning.duration(plan.run.seconds), span),
+            ("Cost", price, offer),
         ]
     )
     for line in plan.notes:
@@ -270,11 +261,11 @@ def _show_answer(plan: Plan) -> None:
         st.info(f"**Not measured.** {rates}", icon=":material/straighten:")
     else:
         st.success(f"**Measured.** {rates}", icon=":material/speed:")
-    for line in map(assumption_in_words, plan.assumptions):
+    for line in map(planning.assumption_in_words, plan.assumptions):
         st.caption(ui.plain(f"Assumed: {line}."))
     setup = plan.setup
     st.caption(
-        f"{ui.plain(strategy_name(setup))}, {setup.precision}, micro batch {setup.micro_batch_size}, "
+        f"{ui.plain(setup.strategy_name)}, {setup.precision}, micro batch {setup.micro_batch_size}, "
         f"{setup.gradient_accumulation_steps} accumulated, {setup.data_parallel_size} data ranks, "
         f"{plan.run.steps:,} steps of {plan.tokens_per_step:,} tokens. Overlap: {ui.plain(plan.step.overlap)}."
     )
@@ -399,7 +390,7 @@ def gpus_table(done: Planned, *, repository: Path) -> Table:
         plan: Plan | None = None
         try:
             request = read_request(other, problems, repository=repository)
-            plan = plan_of(fixed_setup(request, problems), request, prices)
+            plan = planning.plan_of(fixed_setup(request, problems), request, prices)
             fits = "yes" if plan.fits else "no"
         except UserError as error:
             fits = error.problems[0]

@@ -260,9 +260,9 @@ class StepReader:
         self._validation.add(np.stack([columns[name][validations] for name in VALIDATION]))
         self._tokens = tokens[len(trains) - 1]
         interval = table["interval"].combine_chunks()
-        known = np.flatnonzero(interval.is_valid().to_numpy(zero_copy_only=False) & ~np.isnan(columns["loss"]))
+        measured = np.flatnonzero(interval.is_valid().to_numpy(zero_copy_only=False) & ~np.isnan(columns["loss"]))
         columns |= {name: interval.field(name).to_numpy(zero_copy_only=False) for name in INTERVALS[1:]}
-        self._intervals.add(np.stack([columns[name][known] for name in INTERVALS]))
+        self._intervals.add(np.stack([columns[name][measured] for name in INTERVALS]))
 
     def _add(self, entry: dict[str, Any]) -> None:
         if "loss" in entry:
@@ -271,8 +271,8 @@ class StepReader:
             self._train.add(row)
             interval = entry.get("interval")
             if isinstance(interval, dict):
-                known = {name: value for name, value in interval.items() if is_number(value) and is_figure(value)}
-                self._intervals.add(_row({**known, "step": entry["step"]}, INTERVALS))
+                figures = {name: value for name, value in interval.items() if is_number(value) and is_figure(value)}
+                self._intervals.add(_row({**figures, "step": entry["step"]}, INTERVALS))
         if "val_loss" in entry:
             self._validation.add(_row({"tokens": self._tokens, **entry}, VALIDATION))
 
@@ -286,8 +286,8 @@ def _entry(line: bytes) -> dict[str, Any] | None:
 
 def _row(entry: dict[str, Any], names: tuple[str, ...]) -> Values:
     """The values of a line, whose numbers ``step_entry`` has checked, shape (names, 1)."""
-    found = (entry.get(name) for name in names)
-    return np.array([[np.nan if value is None else float(value)] for value in found])
+    values = (entry.get(name) for name in names)
+    return np.array([[np.nan if value is None else float(value)] for value in values])
 
 
 def _parsed(lines: bytes) -> pa.Table | None:
@@ -407,10 +407,10 @@ def model_name(config: Fields) -> str | None:
 def _moment(text: str | None) -> datetime | None:
     """A time in UTC; None for one outside of the years in which runs begin: arithmetic with the first fails."""
     try:
-        found = datetime.fromisoformat(text) if text else None
+        moment = datetime.fromisoformat(text) if text else None
     except ValueError:
         return None
-    return found.replace(tzinfo=found.tzinfo or UTC) if found and 1970 < found.year < 9999 else None
+    return moment.replace(tzinfo=moment.tzinfo or UTC) if moment and 1970 < moment.year < 9999 else None
 
 
 def with_steps(run: Run, steps: Steps) -> Run:
@@ -434,9 +434,9 @@ class _StepLosses(Curve):
 
 
 def _curve(columns: Mapping[str, Values], losses: Values) -> Curve | None:
-    known = ~np.isnan(losses)
-    found = dict(zip(columns["step"][known].tolist(), losses[known].tolist(), strict=True))
-    return _StepLosses(losses=found) if found else None
+    recorded = ~np.isnan(losses)
+    by_step = dict(zip(columns["step"][recorded].tolist(), losses[recorded].tolist(), strict=True))
+    return _StepLosses(losses=by_step) if by_step else None
 
 
 def seconds_left(steps: Steps, total_steps: float | None) -> float | None:
@@ -468,6 +468,11 @@ def own(summaries: Sequence[Summary]) -> list[Summary]:
     return [each for each in ordered if not is_reference(each.name)] or ordered
 
 
+def own_answers(summaries: Sequence[Summary]) -> list["Answer"]:
+    """The answers of the runs of this machine; of all runs if it has none."""
+    return answers([each.recorded.run for each in own(summaries) if each.recorded.run is not None])
+
+
 # Records and steps, read once for all sessions: each result is in the cache by the version of its file.
 
 
@@ -481,8 +486,8 @@ def version_of(path: Path) -> Version:
     Raises:
         OSError: there is none.
     """
-    found = path.stat()
-    return found.st_dev, found.st_ino, found.st_mtime_ns, found.st_size
+    stat = path.stat()
+    return stat.st_dev, stat.st_ino, stat.st_mtime_ns, stat.st_size
 
 
 @st.cache_resource(max_entries=512, show_spinner=False)
@@ -594,11 +599,6 @@ def summaries_of(folder: Path) -> list[Summary]:
     return [summary_of(folder, name) for name in contents(folder).runs]
 
 
-def runs_with_records(summaries: list[Summary]) -> list[Run]:
-    """Those whose record can be read, without the losses of steps."""
-    return [each.recorded.run for each in summaries if each.recorded.run is not None]
-
-
 # The first answer of the dashboard: which of the runs that did the same work was fastest.
 
 
@@ -620,8 +620,8 @@ class Answer:
     @property
     def cheapest(self) -> Run | None:
         """The run with the least device time; None if it is unknown for all."""
-        known = [run for run in self.runs if device_seconds(run) is not None]
-        return min(known, key=lambda run: device_seconds(run) or 0.0, default=None)
+        timed = [run for run in self.runs if device_seconds(run) is not None]
+        return min(timed, key=lambda run: device_seconds(run) or 0.0, default=None)
 
 
 def grouped(runs: Iterable[Run], belongs: Callable[[list[Run], Run], bool]) -> list[list[Run]]:
@@ -637,20 +637,15 @@ def grouped(runs: Iterable[Run], belongs: Callable[[list[Run], Run], bool]) -> l
 
 
 def answers(runs: Sequence[Run]) -> list[Answer]:
-    """An answer for each work that at least two finished runs did, in the order of the first run of each."""
+    """An answer for each work that at least two finished runs did; that with the run that began last is the first."""
     finished = (run for run in runs if run.train_time and run.status in {None, "completed"})
-    found = []
+    answered = []
     for group in grouped(finished, lambda group, run: judge([group[0], run]).answer == "yes"):
         ordered = sorted(group, key=lambda run: run.train_time or 0.0)
         baseline = min(ordered, key=lambda run: (run.device_count or float("inf"), -(run.train_time or 0.0)))
         if len(group) > 1:
-            found.append(Answer(ordered[0], baseline, tuple(ordered)))
-    return found
-
-
-def newest(found: Sequence[Answer]) -> Answer:
-    """The answer with the run that began last."""
-    return max(found, key=lambda each: max(run.date or "" for run in each.runs))
+            answered.append(Answer(ordered[0], baseline, tuple(ordered)))
+    return sorted(answered, key=lambda each: max(run.date or "" for run in each.runs), reverse=True)
 
 
 def device_seconds(run: Run) -> float | None:

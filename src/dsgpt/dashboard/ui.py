@@ -133,10 +133,10 @@ def ask_number(
 
 
 def show_metrics(metrics: Sequence[tuple[str, str, str]]) -> None:
-    """Show figures beside each other: the label of each, its value, and a caption in Markdown."""
+    """Show figures beside each other: the label of each, its value, and a caption."""
     for column, (label, value, caption) in zip(st.columns(len(metrics)), metrics, strict=True):
         column.metric(label, value)
-        column.caption(caption)
+        column.caption(plain(caption))
 
 
 def download(label: str, data: str | bytes, *, file: str, key: str, **more: Any) -> None:
@@ -278,9 +278,9 @@ def smoothed(values: Values, *, window: int) -> Values:
     """The mean of each value and the ``window - 1`` before it, shape (n,); NaN counts as missing."""
     if window <= 1 or len(values) == 0:
         return values
-    known = ~np.isnan(values)
-    sums = np.concatenate([[0.0], np.cumsum(np.where(known, values, 0.0))])
-    counts = np.concatenate([[0], np.cumsum(known)])
+    valid = ~np.isnan(values)
+    sums = np.concatenate([[0.0], np.cumsum(np.where(valid, values, 0.0))])
+    counts = np.concatenate([[0], np.cumsum(valid)])
     ends = np.arange(1, len(values) + 1)
     starts = np.maximum(ends - window, 0)
     amount = counts[ends] - counts[starts]
@@ -350,7 +350,7 @@ def show_curves(
     """
     titles = {"x": x, "y": y, "low": "least", "high": "most"}
     ends = {each.name: each.y[~np.isnan(each.y)] for each in series}
-    in_words = "; ".join(f"{name} ends at {known[-1]:.4g}" for name, known in ends.items() if len(known))
+    in_words = "; ".join(f"{name} ends at {values[-1]:.4g}" for name, values in ends.items() if len(values))
     figure(
         lines(names, x=x, y=y, band=any(each.low is not None for each in series), **picture),
         points=points(series, most=most),
