@@ -6,7 +6,8 @@ depends on stage and precision, and the classes share no interface. At stage 0 i
 DeepSpeed's extensions in C++, compiled at first use, by one process at a time. PyTorch marks a build in progress with
 a file. A killed process leaves this file behind, and every later process that needs the extension waits for it
 forever. Here extensions are built in separate folders, under a lock that the operating system releases when the
-process ends. So the process that holds the lock knows that such a file is left over, and removes it.
+process ends. So the process that holds the lock knows that such a file is left over, and removes it. It ends the
+compilers that the killed process left, too.
 
 A folder is for one instruction set and one version each of Python, PyTorch and DeepSpeed. So a complete library in it
 is loaded without DeepSpeed's check of what to compile for, which takes seconds in every process. The folder may then
@@ -38,6 +39,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import psutil
 import torch
 from torch import nn
 from torch.utils.cpp_extension import get_default_build_root
@@ -97,6 +99,7 @@ def _only_missing_compiled(folder: Path) -> Iterator[None]:
             locked.append(True)
             if _is_complete(library, marker):  # compiled by the process that had the lock
                 return _loaded(builder, library)
+        _end_builds(library.parent)
         marker.unlink(missing_ok=True)
         if "CXX" not in os.environ and not shutil.which("c++") and (found := compiler()):
             os.environ["CXX"] = shlex.join(found)  # PyTorch looks only for c++
@@ -110,6 +113,18 @@ def _only_missing_compiled(folder: Path) -> Iterator[None]:
             yield
     finally:
         OpBuilder.jit_load = compile_and_load
+
+
+def _end_builds(place: Path) -> None:
+    """End the compilers that a killed process left working in ``place``: they would write beside a new build.
+
+    They are recognised by their folder and by its parent in ``TORCH_EXTENSIONS_DIR``, which only such builds have.
+    """
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):  # it has ended, or belongs to another user
+            if process.cwd() == str(place) and process.environ().get(_ROOT) == str(place.parent):
+                process.kill()
+                process.wait(timeout=10)
 
 
 def _is_complete(library: Path, marker: Path) -> bool:
