@@ -74,7 +74,11 @@ class Demo:
         """The flags of a training, without ``--resume`` or ``--overwrite``; ``recipe`` replaces that of the demo."""
         other = [] if recipe is None else ["--deepspeed_config", str(recipe)]
         files = ["--train_data_path", str(self.data / "train.bin"), "--val_data_path", str(self.data / "val.bin")]
-        length = ["--max_train_steps", str(self.steps), *_device_flags(self.gpus)]
+        device = ["--device", "cuda"]
+        if not self.gpus:
+            cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 2
+            device = ["--device", "cpu", "--threads_per_device", str(max(1, cores // 2))]
+        length = ["--max_train_steps", str(self.steps), *device]
         return [*files, *WORK, *other, *length, "--run_type", run_type, "--checkpoint_path", str(self.run_folder(name))]
 
     @property
@@ -115,8 +119,8 @@ def require_strategies(names: Sequence[str], *, devices: int) -> None:
     problems = Problems()
     for name in names:
         if name not in STRATEGIES:
-            known = ", ".join(STRATEGIES)
-            problems.add(f"--strategies {name}: unknown{did_you_mean(name, STRATEGIES)}; known are {known}")
+            every = ", ".join(STRATEGIES)
+            problems.add(f"--strategies {name}: unknown{did_you_mean(name, STRATEGIES)}; known are {every}")
         elif not STRATEGIES[name].runs_on(devices):
             problems.add(f"--strategies {name}: needs a multiple of {STRATEGIES[name].share} devices, not {devices}")
     problems.raise_if_any()
@@ -128,11 +132,11 @@ def _steps(demo: Demo) -> list[tuple[str, Callable[[Demo], int]]]:
     devices = f"{demo.devices} device{'s' * (demo.devices > 1)}"
     return [
         ("prepare the text", _prepare),
-        (f"train the baseline on one device ({device})", _train_baseline),
-        (f"train the same with DeepSpeed ZeRO-1 on {devices}", _train_zero1),
-        *((f"train the same with {name} on {devices}", partial(_train_strategy, name)) for name in demo.strategies),
+        (f"train the baseline on one device ({device})", partial(_train, "baseline")),
+        (f"train the same with DeepSpeed ZeRO-1 on {devices}", partial(_train, "zero1")),
+        *((f"train the same with {name} on {devices}", partial(_train, name)) for name in demo.strategies),
         ("compare them", _compare),
-        ("write text with the second model", _sample),
+        ("write text with the second model", lambda demo: _run([sys.executable, *_sample_words(demo)])),
     ]
 
 
@@ -144,21 +148,11 @@ def _prepare(demo: Demo) -> int:
     return _run([sys.executable, str(HOME / "data_prep/preprocess.py"), "--output_dir", str(demo.data)])
 
 
-def _train_baseline(demo: Demo) -> int:
-    words = demo.training("baseline", "baseline")
-    return _run([sys.executable, TRAIN, *words, _resume_or_overwrite(words)])
-
-
-def _train_zero1(demo: Demo) -> int:
-    words = demo.training("optimized", "zero1")
-    return _run([*launcher_command("deepspeed", demo.devices), TRAIN, *words, _resume_or_overwrite(words)])
-
-
-def _train_strategy(name: str, demo: Demo) -> int:
-    """Train as the others do."""
+def _train(name: str, demo: Demo) -> int:
+    """Train with one strategy; those of ``TRAINED`` take the demo's recipe as it is."""
     how = STRATEGIES[name]
     recipe = None
-    if how.run_type == "optimized":
+    if how.run_type == "optimized" and name not in TRAINED:
         recipe = demo.into / "checkpoint" / "demo-recipes" / f"{name}.json"
         recipe.parent.mkdir(parents=True, exist_ok=True)
         write_json_atomic(recipe, strategy_recipe(how.recipe))
@@ -181,10 +175,6 @@ def _compare(demo: Demo) -> int:
     charts = demo.into / "charts" / "demo"
     runs = [word for name in (*TRAINED, *demo.strategies) for word in ("--run", f"{name}={demo.run_folder(name)}")]
     return _run([sys.executable, str(HOME / "charts/generate_charts.py"), "--output-dir", str(charts), *runs])
-
-
-def _sample(demo: Demo) -> int:
-    return _run([sys.executable, *_sample_words(demo)])
 
 
 def _sample_words(demo: Demo) -> list[str]:
@@ -243,13 +233,6 @@ def _run(command: list[str]) -> int:
         except Terminated:
             process.terminate()
             raise
-
-
-def _device_flags(gpus: int) -> list[str]:
-    if gpus:
-        return ["--device", "cuda"]
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 2
-    return ["--device", "cpu", "--threads_per_device", str(max(1, cores // 2))]
 
 
 if __name__ == "__main__":

@@ -16,13 +16,13 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 def main() -> int:
     """Read the flags, and calibrate, plan or recommend."""
     options, problems = read_plan_options(sys.argv[1:])
-    from dsgpt.planner.command import act  # noqa: PLC0415 - --help needs none of it
+    from dsgpt.planner.search import act  # noqa: PLC0415 - --help needs none of it
 
     return act(options, problems, repository=REPOSITORY, draw=_draw)
 
 
 def _draw(plan: "Plan", path: Path) -> None:
-    from dsgpt.charts.plan import draw_plan  # noqa: PLC0415 - matplotlib takes a second
+    from dsgpt.charts.memory import draw_plan  # noqa: PLC0415 - matplotlib takes a second
 
     draw_plan(plan, path)
 

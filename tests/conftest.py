@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from forked_ranks import start_server
 from scheduling import SHARED, folder_of, pytest_collection_modifyitems, pytest_xdist_make_scheduler  # noqa: F401
 from small_run import REPOSITORY, command_line, write_inputs
 from system_packages import command, lacking
@@ -75,6 +76,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     starts_workers = config.getoption("numprocesses", None) and not hasattr(config, "workerinput")
+    if starts_workers and not config.getoption("--without-processes"):
+        start_server()
     if config.getoption("--without-processes") and not starts_workers:
         sys.addaudithook(_skip_at_start)
         lost = "ignore:(?s).*Skipped. starts:pytest.PytestUnhandledThreadExceptionWarning"

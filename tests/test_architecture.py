@@ -105,7 +105,7 @@ def test_only_the_dashboard_imports_streamlit():
     users = {
         path for path in SOURCES.rglob("*.py") if any(name.split(".")[0] == "streamlit" for name in imported(path))
     }
-    assert PACKAGE / "dashboard" / "app.py" in users
+    assert PACKAGE / "dashboard" / "ui.py" in users
     assert all(PACKAGE / "dashboard" in path.parents for path in users)
 
 
@@ -124,7 +124,7 @@ LIGHT = {
     "formats": ["tokenizer_files"],
     "inference": ["commands"],
     "machine": ["launcher", "probe", "topology"],
-    "model": ["config", "names"],
+    "model": ["config"],
     "planner": ["hardware", "memory", "rates", "step_time"],
     "record": sorted(path.stem for path in (PACKAGE / "record").glob("[a-z]*.py")),
     "training": ["status"],

@@ -98,7 +98,7 @@ def test_checkpoints_that_were_moved_stop_the_demo(demo, capsys, monkeypatch, sn
     commands = []
     monkeypatch.setattr(demo, "_run", lambda command: commands.append(command) or train(command[2:]))
     before = sorted(RUN.iterdir())
-    assert demo._train_baseline(demo.Demo(into=Path(), steps=1, gpus=0)) == 2
+    assert demo._train("baseline", demo.Demo(into=Path(), steps=1, gpus=0)) == 2
     assert commands[0][-1] == "--resume" and sorted(RUN.iterdir()) == before
     output = capsys.readouterr()
     assert "bring them back" in output.err

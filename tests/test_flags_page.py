@@ -12,7 +12,7 @@ from small_run import REPOSITORY
 from dsgpt.charts.command import ChartsOptions
 from dsgpt.common.command_line import Parser
 from dsgpt.config.options import ChangesTraining, Options
-from dsgpt.dashboard.command import DashboardOptions
+from dsgpt.dashboard.server import DashboardOptions
 from dsgpt.data.download import DownloadOptions
 from dsgpt.data.preparation import PrepareOptions
 from dsgpt.data.token_file import VerifyOptions

@@ -20,7 +20,7 @@ from small_run import REPOSITORY
 
 def test_a_file_stays_in_one_process():
     options = (REPOSITORY / "Makefile").read_text().split("-m pytest ", 1)[1].splitlines()[0].split()
-    files = ["tests/common/test_files.py", "tests/config/test_recipe.py", "tests/config/test_batch.py"]
+    files = ["tests/common/test_dependencies.py", "tests/common/test_files.py", "tests/test_flags_page.py"]
     command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", *options, *files]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
     processes = defaultdict(set)

@@ -14,6 +14,7 @@ import pytest
 from forked_ranks import NO_READER, run_script
 from small_run import REPOSITORY, VOCABULARY, command_line, write_inputs
 
+from dsgpt.__main__ import COMMANDS
 from dsgpt.common.command_line import exit_code_of
 from dsgpt.common.errors import UserError
 from dsgpt.common.files import printable
@@ -35,8 +36,9 @@ SHOWN = r"caf\xe9"
 def start(script: str | Path, *words: object, cwd: Path, unbuffered: bool = False, **outputs: str):
     """Run a script whose output refuses what it cannot encode, as most outputs do."""
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"}
-    environment |= {"PYTHONUNBUFFERED": "1"} if unbuffered else {}
-    return run_script(REPOSITORY / script, words, cwd=cwd, environment=environment, **outputs)
+    environment |= {"COLUMNS": "120"} | ({"PYTHONUNBUFFERED": "1"} if unbuffered else {})
+    path = script if script == DSGPT else REPOSITORY / script
+    return run_script(path, words, cwd=cwd, environment=environment, **outputs)
 
 
 @pytest.fixture(scope="module")
@@ -249,3 +251,104 @@ def test_other_errors_are_raised(error):
 def test_a_path_that_a_library_refused_is_an_error(capsys):
     assert exit_code_of(lambda: LATIN.encode() and None) == 2
     assert capsys.readouterr().err.startswith(rf"error: {SHOWN}: is not valid UTF-8, ")
+
+
+# The command ``dsgpt``: in a checkout, completed by a shell, and under a launcher from an installed wheel.
+
+DSGPT = "dsgpt.__main__"
+
+
+def test_every_script_has_a_command(tmp_path):
+    assert {target.split()[0] for target, _ in COMMANDS.values()} >= set(SCRIPTS)
+    lines = start(DSGPT, cwd=tmp_path).stdout.splitlines()
+    assert [line[2:17].strip() for line in lines[4 : 4 + len(COMMANDS)]] == list(COMMANDS)
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["--version"], 0, "dsgpt 0."),
+        (["trian"], 2, "error: trian: is not a command of dsgpt (did you mean train?)"),
+        (["data"], 2, "; there is data prepare, data small, data download, data verify"),
+        (["train"], 2, "error: --run_type is missing"),
+        (["bench", "saving", "--help"], 0, "usage: dsgpt bench "),
+        (["records", "--check", "--only", "nothing"], 2, "error: --only"),
+        (["data", "verify", "nothing.bin"], 2, "error: nothing.bin: cannot be read"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_words_and_what_they_answer(words, code, said, tmp_path):
+    done = start(DSGPT, *words, cwd=tmp_path)
+    assert done.returncode == code
+    assert said in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [
+        ("dsgpt da", {"data", "dashboard"}),
+        ("dsgpt data ver", {"verify"}),
+        ("dsgpt train --max_t", {"--max_train_steps"}),
+        ("dsgpt data prepare --num", set()),
+        ("dsgpt data small --num", {"--num_documents"}),
+        ("dsgpt bench sav", {"saving"}),
+    ],
+)
+def test_a_shell_completes(typed, offered, tmp_path):
+    """By argcomplete's protocol: the line in variables, the answer on descriptor 8."""
+    answer = tmp_path / "answer"
+    asked = {"_ARGCOMPLETE": "1", "_ARGCOMPLETE_IFS": "\v", "COMP_LINE": typed, "COMP_POINT": str(len(typed))}
+    line = f"exec 8>{answer} 9>/dev/null; exec {sys.executable} -m dsgpt"
+    subprocess.run(["bash", "-c", line], cwd=tmp_path, env=os.environ | asked, check=True)
+    assert {word.strip() for word in answer.read_text().split("\v") if word} == offered
+
+
+def test_token_files_are_verified(tmp_path):
+    folder = write_inputs(tmp_path)
+    train, val = folder / "train.bin", folder / "val.bin"
+    done = start(DSGPT, "data", "verify", train, val, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) == 2
+    ids = bytearray(train.read_bytes())
+    ids[0] ^= 1
+    train.write_bytes(ids)
+    sidecar = json.loads(val.with_suffix(".json").read_text()) | {"vocab_size": 2}
+    val.with_suffix(".json").write_text(json.dumps(sidecar))
+    command = [sys.executable, "-m", "dsgpt", "data", "verify", train, val]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert re.fullmatch(rf"error: {train}: .*sha256.*\nerror: {val}: its largest id is .*\n", done.stderr), done.stderr
+
+
+def test_a_wheel_works_outside_the_checkout(tmp_path):
+    """Scripts and recipes come along; DeepSpeed's launcher starts the command as a module."""
+    copy, wheels, installed, work = (tmp_path / name for name in ("copy", "wheels", "installed", "work"))
+    for name in subprocess.check_output(["git", "ls-files", "-z"], cwd=REPOSITORY, text=True).split("\0"):
+        if name and not name.startswith(("checkpoint/", "docs/", "tests/")) and (REPOSITORY / name).exists():
+            (copy / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(REPOSITORY / name, copy / name)
+    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    subprocess.run([*pip, "wheel", "--no-build-isolation", "--no-deps", "--wheel-dir", wheels, copy], check=True)
+    subprocess.run(
+        [*pip, "install", "--no-compile", "--no-deps", "--target", installed, *wheels.glob("*.whl")], check=True
+    )
+    folder = write_inputs(work)
+    alone = {"PYTHONPATH": str(installed)}
+    where = subprocess.run(
+        [sys.executable, "-c", "import dsgpt; print(dsgpt.__file__)"],
+        cwd=work, env=os.environ | alone, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert where.stdout.startswith(str(installed))
+    plan = ["plan", "--model_size", "tiny", "--gpus", "2", "--gpu", "t4", "--tokens", "1e6",
+            "--deepspeed_config", "ds_configs/zero2.json"]  # fmt: skip
+    subprocess.run([sys.executable, "-m", "dsgpt", *plan], cwd=work, env=os.environ | alone, check=True)
+    flags = ["--train_data_path", folder / "train.bin", "--val_data_path", folder / "val.bin", "--seq_length", 8,
+             "--num_layers", 1, "--num_heads", 1, "--embedding_size", 8, "--max_train_steps", 1, "--no_inference",
+             "--global_batch_size", 2, "--micro_batch_size_per_gpu", 1, "--device", "cpu"]  # fmt: skip
+    deepspeed = [Path(sys.executable).parent / "deepspeed", "--quiet", "--num_gpus", "2", "--module", "dsgpt", "train"]
+    recipe = ["--deepspeed_config", "ds_configs/zero1.json"]
+    trained = subprocess.run(
+        [str(word) for word in (*deepspeed, "--run_type", "optimized", *recipe, *flags, "--checkpoint_path", "run")],
+        cwd=work, env=os.environ | alone | {"DS_ACCELERATOR": "cpu"}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert (work / "run" / "RUN_COMPLETE.txt").exists(), trained.stdout + trained.stderr

@@ -46,10 +46,10 @@ def main() -> int:
     if words[0] in ("-V", "--version"):
         print(f"dsgpt {importlib.metadata.version('dsgpt')}")
         return EXIT_DONE
-    length = 2 if words[0] in _groups() else 1
+    group = [name for name in COMMANDS if name.startswith(f"{words[0]} ")]
+    length = 2 if group else 1
     command = " ".join(words[:length])
     if command not in COMMANDS:
-        group = [name for name in COMMANDS if name.startswith(f"{words[0]} ")]
         hint = did_you_mean(command, COMMANDS) or (f"; there is {', '.join(group)}" if group else "; see dsgpt --help")
         raise UserError(f"{command}: is not a command of dsgpt{hint}")
     _run(command, words[length:])
@@ -65,11 +65,6 @@ def _run(command: str, words: Sequence[str]) -> None:
         runpy.run_path(str(REPOSITORY / target), run_name="__main__")
     else:
         runpy.run_module(target, run_name="__main__")
-
-
-def _groups() -> set[str]:
-    """First words of commands that have two."""
-    return {command.split()[0] for command in COMMANDS if " " in command}
 
 
 def _help() -> str:

@@ -36,9 +36,9 @@ from dsgpt.benchmarks.inference_turns import (
     write_trace,
 )
 from dsgpt.benchmarks.inference_worker import Answer, Request, VllmEngine
-from dsgpt.charts.inference import concurrency_chart
-from dsgpt.charts.options import LIGHT
 from dsgpt.charts.style import quiet_style
+from dsgpt.charts.sweeps import concurrency_chart
+from dsgpt.charts.themes import LIGHT
 from dsgpt.common.errors import UserError
 from dsgpt.formats.hugging_face import hugging_face_config, to_hugging_face
 from dsgpt.inference.model_files import export

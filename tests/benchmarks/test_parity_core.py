@@ -1,6 +1,7 @@
 """The core of the parity suite: every cell agrees, bugs are caught, traffic is as predicted."""
 
 import pytest
+from forked_ranks import launches_fork
 from small_run import REPOSITORY
 
 from dsgpt.benchmarks.cells import STRATEGIES
@@ -29,9 +30,10 @@ def result_of(request, tmp_path_factory):
     coming, results = suite.run(wanted), {}
 
     def get(cell):
-        while cell not in results:
-            result = next(coming)
-            results[result.cell] = result
+        with launches_fork():
+            while cell not in results:
+                result = next(coming)
+                results[result.cell] = result
         return results[cell]
 
     yield get

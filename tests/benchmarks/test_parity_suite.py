@@ -6,6 +6,7 @@ from dataclasses import fields, replace
 
 import pytest
 import torch
+from forked_ranks import launches_fork
 from small_run import REPOSITORY
 from suite_commands import REFERENCE, benchmark
 
@@ -94,7 +95,8 @@ def test_a_failure_gives_the_exit_code_and_names_the_place(tmp_path, monkeypatch
     monkeypatch.setattr(parity, "BOUNDS", {"cpu": {FP32: none, BF16: none}})
     output = tmp_path / "record.json"
     options = ParityOptions(only=("baseline",), core=True, output=output, keep=tmp_path / "kept")
-    assert run_suite(Parity, options, repository=REPOSITORY) == EXIT_FAILED
+    with launches_fork():
+        assert run_suite(Parity, options, repository=REPOSITORY) == EXIT_FAILED
     said = capsys.readouterr().out
     assert "unexpected result: baseline, 1 rank, accumulation 3, sgd, fp32" in said
     assert "accumulation 3, sgd, fp32: FAILED" in said
@@ -208,7 +210,8 @@ def test_a_cell_without_a_reference_is_an_error(suite, monkeypatch):
     call = "dsgpt.benchmarks.parity_rank:train_reference_cell"
     reference = Assignment(folder=str(refused), flags=["--no_such_flag"], call=call, arguments={"split": {}})
     monkeypatch.setattr(suite, "reference", lambda _work: reference)
-    (result,) = suite.run([Cell(strategy="baseline", ranks=1)])
+    with launches_fork():
+        (result,) = suite.run([Cell(strategy="baseline", ranks=1)])
     assert (result.status, result.as_expected) == ("error", False)
     because = "cannot be compared, because its reference failed: "
     assert result.message.startswith(f"{because}--no_such_flag is not a known flag")

@@ -22,7 +22,7 @@ FILES = (
     "src/gpt2.py",
     "src/demo.py",
     LOADER,
-    "src/dsgpt/charts/bars.py",
+    "src/dsgpt/charts/runs.py",
     "src/dsgpt/benchmarks/cells.py",
     "src/dsgpt/benchmarks/frame.py",
     *(f"src/dsgpt/benchmarks/{suite}{end}.py" for suite in (*SUITES, SWEEP) for end in ("", "_page")),
@@ -151,8 +151,8 @@ def test_a_record_that_is_not_known_to_be_up_to_date_is_remade(repository, comma
     [
         (LOADER, "parity", True),
         ("src/dsgpt/data/new.py", "parity", True),
-        ("src/dsgpt/charts/bars.py", "parity", False),
-        ("src/dsgpt/charts/bars.py", "demo", True),  # a run marks its commit for any file
+        ("src/dsgpt/charts/runs.py", "parity", False),
+        ("src/dsgpt/charts/runs.py", "demo", True),  # a run marks its commit for any file
         (".git", "parity", True),
     ],
 )

@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
+from forked_ranks import launches_fork
 from small_run import REPOSITORY
 from suite_commands import REFERENCE
 from training_runs import read_lines, roll_back
@@ -43,7 +44,8 @@ def test_resume_writes_its_record_and_page(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(command, "core_rewritten", lambda: [BASELINE])
     monkeypatch.setattr(command, "core_pairs", list)
     record = tmp_path / "out" / "resume.json"
-    assert run_suite(Resume, ResumeOptions(core=True, output=record), repository=REPOSITORY) == 0
+    with launches_fork():
+        assert run_suite(Resume, ResumeOptions(core=True, output=record), repository=REPOSITORY) == 0
     assert "[  1/1] baseline on 1 rank, fp32, writes what it read: passed" in capsys.readouterr().out
     found = json.loads(record.read_text())
     assert found["rewritten"][0]["measured"]["optimizer.safetensors"] is True
@@ -77,8 +79,9 @@ def results(tmp_path_factory):
     """How the core ended, by name: one run for all tests."""
     suite = Resume(ResumeOptions(), REPOSITORY)
     suite.folder, suite.length = tmp_path_factory.mktemp("resume"), LENGTH
-    suite.begin()
-    return {result.name: result for result in suite.run(core_rewritten(), core_pairs())}
+    with launches_fork():
+        suite.begin()
+        return {result.name: result for result in suite.run(core_rewritten(), core_pairs())}
 
 
 @pytest.mark.parametrize("cell", core_rewritten(), ids=lambda cell: f"{by(cell)}, {cell.precision}")

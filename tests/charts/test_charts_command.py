@@ -11,10 +11,10 @@ from messages import without_paths
 from small_run import REPOSITORY
 
 from dsgpt.charts import command
-from dsgpt.charts.comparison import comparison_markdown, console_summary, improvement, shorten, speed_up
-from dsgpt.charts.options import DARK
+from dsgpt.charts.comparison import comparison_markdown, console_summary, improvement, shorten
+from dsgpt.charts.themes import DARK
 from dsgpt.common.command_line import exit_code_of
-from dsgpt.dashboard.summaries import recorded_of
+from dsgpt.dashboard.reading import recorded_of
 from dsgpt.record.provenance import PARAGRAPH
 from dsgpt.record.runs import read_run
 from dsgpt.training.run import _earlier_record
@@ -22,15 +22,11 @@ from dsgpt.training.run import _earlier_record
 # The command: what it writes, which mistakes it reports, and what it does not import.
 
 
+HOST = "peak host memory (RSS), rank 0 (GB)"
 SCRIPT = REPOSITORY / "charts" / "generate_charts.py"
 CHARTS = {"training_time", "throughput", "inference_latency", "inference_throughput", "peak_memory", "overview"}
 CHARTS |= {"loss_vs_step", "loss_vs_time", "loss_vs_tokens", "latency_vs_throughput"}
 PICTURES = {f"{name}.{form}" for name in CHARTS for form in ("png", "svg")}
-
-
-def run_script(*arguments: object, cwd: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(SCRIPT), *map(str, arguments)]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
 
 
 def main(arguments: list[str]) -> int:
@@ -45,16 +41,18 @@ def two_runs(tmp_path):
     return a, b
 
 
-def test_two_runs_from_any_folder_twice_the_same_bytes(tmp_path, two_runs):
+def test_two_runs_from_any_folder_in_two_processes_the_same_bytes(tmp_path, two_runs, capsys, monkeypatch):
     """In both formats. An SVG of Matplotlib has a date and random ids unless it is told not to."""
-    a, b = two_runs
-    done = run_script("--baseline-json", a, "--optimized-json", b, cwd=tmp_path)
+    words = ["--baseline-json", str(two_runs[0]), "--optimized-json", str(two_runs[1])]
+    command = [sys.executable, str(SCRIPT), *words]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert "same work: yes" in done.stdout and "2.00x" in done.stdout and "charts: charts" in done.stdout
     first = {path.name: path.read_bytes() for path in (tmp_path / "charts").iterdir()}
     assert set(first) == PICTURES | {"comparison.md"}
-    again = run_script("--baseline-json", a, "--optimized-json", b, cwd=tmp_path)
-    assert again.stdout == done.stdout
+    monkeypatch.chdir(tmp_path)
+    assert main(words) == 0
+    assert capsys.readouterr().out == done.stdout
     assert {path.name: path.read_bytes() for path in (tmp_path / "charts").iterdir()} == first
 
 
@@ -122,8 +120,15 @@ def test_all_mistakes_are_reported_together_one_line_each(tmp_path, two_runs, ca
     torn = tmp_path / "torn.json"
     torn.write_text('{"summary": {')
     (tmp_path / "empty").mkdir()
-    named = [f"torn={torn}", f"twice={a}", f"twice={a}", f"none={tmp_path / 'empty'}", "zero1"]
-    flags = ["--baseline-json", str(tmp_path / "gone.json"), "--optimised-json=x", "--output-dir", str(torn)]
+    named = [
+        f"torn={torn}",
+        f"twice={a}",
+        f"twice={a}",
+        f"baseline={tmp_path / 'gone.json'}",
+        f"none={tmp_path / 'empty'}",
+        "zero1",
+    ]
+    flags = ["--baseline-json", str(a), "--optimised-json=x", "--output-dir", str(torn)]
     code = main([*flags, *(part for run in named for part in ("--run", run)), "--optimized-json"])
     output = capsys.readouterr()
     assert (code, output.out) == (2, "")
@@ -133,13 +138,14 @@ def test_all_mistakes_are_reported_together_one_line_each(tmp_path, two_runs, ca
         "--optimised-json is not a known flag (did you mean --optimized-json?)",
         "--run 'zero1': expected NAME=PATH",
         "two runs are called 'twice'",
+        "two runs are called 'baseline'",
         f"{torn} is a file, not a folder",
         f"{tmp_path / 'gone.json'}: no such file",
         f"{torn}: not JSON",
         f"{tmp_path / 'empty' / 'training_metrics.json'}: no such file",
     ):
         assert sum(part in line for line in lines) == 1, part
-    assert len(lines) == 8
+    assert len(lines) == 9 and all(line.startswith("error: ") for line in lines)
     assert not list(tmp_path.glob("*.png"))
 
 
@@ -172,25 +178,11 @@ def test_each_mistake_of_the_command_line(arguments, message, capsys, tmp_path, 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_run_named_like_a_flag_is_refused(two_runs, capsys):
-    a, b = two_runs
-    assert main(["--baseline-json", str(a), "--run", f"baseline={b}"]) == 2
-    assert "two runs are called 'baseline'" in capsys.readouterr().err
-
-
-def test_a_folder_that_cannot_be_written_is_one_line(tmp_path, two_runs, snapshot):
+def test_a_folder_that_cannot_be_written_is_one_line(tmp_path, two_runs, snapshot, capsys):
     (tmp_path / "out" / "throughput.png").mkdir(parents=True)
-    done = run_script("--run", f"a={two_runs[0]}", "--output-dir", tmp_path / "out", cwd=tmp_path)
-    assert done.returncode == 2
-    assert without_paths(done.stderr, tmp_path) == snapshot
+    assert main(["--run", f"a={two_runs[0]}", "--output-dir", str(tmp_path / "out"), "--only", "throughput"]) == 2
+    assert without_paths(capsys.readouterr().err, tmp_path) == snapshot
     assert [path.name for path in (tmp_path / "out").glob(".*")] == []
-
-
-def test_every_mistake_is_a_line_that_begins_with_error(capsys):
-    assert main(["--help=x", "surplus"]) == 2
-    assert main(["surplus", "more"]) == 2
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 3 and all(line.startswith("error: ") for line in lines)
 
 
 def test_an_interrupt_is_one_line_and_130(two_runs, capsys, monkeypatch):
@@ -202,19 +194,11 @@ def test_an_interrupt_is_one_line_and_130(two_runs, capsys, monkeypatch):
     assert capsys.readouterr() == ("", "error: interrupted\n")
 
 
-def test_help_has_flags_and_examples(tmp_path):
-    done = run_script("--help", cwd=tmp_path)
-    assert done.returncode == 0
-    flags = ("--baseline-json PATH", "--optimized-json PATH", "--run NAME=PATH", "--sweep [NAME=]PATH")
-    for part in (*flags, "--output-dir FOLDER", "examples"):
-        assert part in done.stdout
-
-
 @pytest.mark.parametrize(
     ("action", "modules"),
     [
         ("try: command.main(['--help'])\nexcept SystemExit: pass", ["torch", "matplotlib", "seaborn", "numpy"]),
-        ("from dsgpt.charts import plots", ["torch", "deepspeed", "transformers"]),
+        ("from dsgpt.charts import memory, runs, sweeps", ["torch", "deepspeed", "transformers"]),
     ],
 )
 def test_modules_that_are_not_imported(action, modules):
@@ -301,6 +285,7 @@ def test_the_table_holds_values_speed_up_and_signed_improvements(compared):
     assert rows["inference latency, batch 1 (s)"] == ["0.500", "0.400", "+20.0 %"]
     assert rows["peak host memory (RSS), rank 0 (GB)"] == ["1.07", "1.61", "-50.0 %"]
     assert not [label for label in rows if "GPU" in label]
+    assert text.index("## Results") < text.index("are measurement noise.") < text.index("## Work")
     assert "host memory is the resident set of rank 0's process alone" in text
 
 
@@ -317,32 +302,36 @@ def test_latencies_are_better_only_if_their_ranges_are_apart(compared, low, high
     assert rows["inference latency, batch 1 (s)"] == ["0.500", "0.400", judgement]
 
 
-def test_figures_of_unequal_work_are_labelled(compared):
-    text, rows = compared(
-        base=record(), big=record(training_config__global_batch_size=32, summary__train_time_sec=25.0)
-    )
-    assert "\nsame work: no (global batch 8 vs 32)\n" in text
-    assert rows["speed-up in training time"][1] == "4.00x (not equal work)"
-    assert "big vs base, NOT EQUAL WORK" in text
-
-
-def test_unknown_work_labels_the_speed_up(compared):
-    text, rows = compared(base=flat_record(), new=record())
-    assert "\nsame work: unknown (base did not record its work)\n" in text
-    assert rows["speed-up in training time"][1] == "1.00x (work unknown)"
-    assert rows["peak host memory (RSS), rank 0 (GB)"] == ["unknown", "1.07", "unknown"]
-
-
-def test_latencies_of_different_lengths_are_not_compared(compared):
-    text, rows = compared(base=record(), long=record(inference__new_tokens=100, inference__latency_sec=3.0))
-    assert rows["inference latency, batch 1 (s)"] == ["0.500", "3.000", "unknown"]
-    assert "NOT EQUAL INFERENCE: new tokens 16 vs 100" in text
-
-
-def test_gpu_and_host_memory_stay_apart(compared):
-    _, rows = compared(cpu=record(), gpu=record(summary__max_cuda_mem_allocated_bytes_rank0=3 * 2**30))
-    assert rows["peak GPU memory allocated, rank 0 (GB)"] == ["unknown", "3.22", "unknown"]
-    assert rows["peak host memory (RSS), rank 0 (GB)"] == ["1.07", "1.07", "0.0 %"]
+@pytest.mark.parametrize(
+    ("other", "said", "cells"),
+    [
+        (
+            record(training_config__global_batch_size=32, summary__train_time_sec=25.0),
+            ["\nsame work: no (global batch 8 vs 32)\n", "other vs base, NOT EQUAL WORK"],
+            {"speed-up in training time": ["1.00x", "4.00x (not equal work)", ""]},
+        ),
+        (
+            flat_record(),
+            ["\nsame work: unknown (other did not record its work)\n"],
+            {"speed-up in training time": ["1.00x", "1.00x (work unknown)", ""], HOST: ["1.07", "unknown", "unknown"]},
+        ),
+        (
+            record(inference__new_tokens=100, inference__latency_sec=3.0),
+            ["NOT EQUAL INFERENCE: new tokens 16 vs 100"],
+            {"inference latency, batch 1 (s)": ["0.500", "3.000", "unknown"]},
+        ),
+        (
+            record(summary__max_cuda_mem_allocated_bytes_rank0=3 * 2**30),
+            ["\nsame work: yes\n"],
+            {"peak GPU memory allocated, rank 0 (GB)": ["unknown", "3.22", "unknown"], HOST: ["1.07", "1.07", "0.0 %"]},
+        ),
+    ],
+    ids=["other work", "unknown work", "inference of another length", "a GPU"],
+)
+def test_what_cannot_be_compared_is_labelled(compared, other, said, cells):
+    text, rows = compared(base=record(), other=other)
+    assert all(part in text for part in said)
+    assert {label: rows[label] for label in cells} == cells
 
 
 def test_zeros_are_shown_and_never_divided_by(compared):
@@ -360,11 +349,9 @@ def test_zeros_are_shown_and_never_divided_by(compared):
     assert rows["inference tokens per second"] == ["0.0", "32.0", "unknown"]
 
 
-def test_speed_up_over_a_run_of_no_time_is_unknown(tmp_path):
-    base = read_run(write_run(tmp_path / "a", record()), name="a")
-    instant = read_run(write_run(tmp_path / "b", record(summary__train_time_sec=0)), name="b")
-    assert speed_up(base, instant) is None and speed_up(instant, base) is None
-    assert speed_up(base, base) == 1.0
+def test_speed_up_of_a_run_of_no_time_is_unknown(compared):
+    _, rows = compared(base=record(), instant=record(summary__train_time_sec=0))
+    assert rows["speed-up in training time"][:2] == ["1.00x", "unknown"]
 
 
 def test_every_other_run_is_compared_with_the_first(compared):
@@ -429,11 +416,6 @@ def test_every_scheduler_setting_has_a_row_and_nothing_is_cut(compared):
 def test_a_scheduler_of_another_form_is_shown_whole(compared):
     _, rows = compared(a=record(training_config__scheduler="y" * 60), b=record())
     assert rows["scheduler"][1] == "type WarmupCosineLR, params warmup\\_num\\_steps 4"
-
-
-def test_inference_differences_are_described_as_noise(compared):
-    text, _ = compared(a=record(), b=record())
-    assert text.index("## Results") < text.index("are measurement noise.") < text.index("## Work")
 
 
 @pytest.mark.parametrize(("steps", "cell"), [(3, "fewer than 4 steps"), (4, "unknown"), (None, "unknown")])

@@ -25,27 +25,30 @@ from chart_records import (
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
-from dsgpt.charts.bars import GPU_MEMORY, HOST_MEMORY, THROUGHPUT, TRAINING_TIME, draw_bars, in_two_lines, memory_bars
-from dsgpt.charts.command import Inputs
-from dsgpt.charts.curves import (
+from dsgpt.charts.command import Inputs, charts_of
+from dsgpt.charts.memory import communication_chart, memory_chart, read_samples, step_times_chart, utilisation_chart
+from dsgpt.charts.runs import (
     EPOCHS,
+    GPU_MEMORY,
+    HOST_MEMORY,
     SMALLEST_SPAN,
     STEPS,
+    THROUGHPUT,
+    TRAINING_TIME,
+    charts_of_runs,
     curve_of,
+    draw_bars,
     draw_losses,
     ends_can_be_labelled,
     in_money,
-    money_axis,
+    memory_bars,
     step_axis,
     time_axis,
     token_axis,
 )
-from dsgpt.charts.hardware import read_samples, utilisation_chart
-from dsgpt.charts.memory import communication_chart, memory_chart, step_times_chart
-from dsgpt.charts.options import DARK, LIGHT, THEMES, contrast
-from dsgpt.charts.plots import charts_of, charts_of_runs
-from dsgpt.charts.style import Frame, look, quiet_style
+from dsgpt.charts.style import Frame, Texts, look, name_rows, quiet_style
 from dsgpt.charts.sweeps import charts_of_sweep, efficiency_rows, scaling_chart
+from dsgpt.charts.themes import DARK, LIGHT, THEMES, contrast
 from dsgpt.common.errors import UserError
 from dsgpt.record.runs import Footprint, quantile, quantiles, read_run, window_of
 from dsgpt.record.suites import Comparison, Measured, State, of_cells, of_runs, read_predictions, read_sweep
@@ -53,7 +56,6 @@ from dsgpt.record.suites import Comparison, Measured, State, of_cells, of_runs, 
 # The contents of the pictures: warnings, values, notes in place of missing ones, axes from zero.
 
 
-LAST_DIGITS = {"a": 8.616005635, "b": 8.616005659}
 STAMPED = ["training_time", "throughput", "inference_latency", "inference_throughput", "latency_vs_throughput"]
 STAMPED += ["loss_vs_step", "loss_vs_time", "loss_vs_tokens", "peak_memory", "overview"]
 
@@ -97,10 +99,13 @@ def test_every_comparing_picture_is_stamped_with_what_differs(read, words):
 
 def test_equal_work_is_not_stamped_and_shows_the_speed_up(read, words):
     runs = [read("base", record(), step_lines()), read("fast", record(summary__train_time_sec=50.0), step_lines())]
-    for name, text in words(runs).items():
+    drawn = words(runs)
+    for name, text in drawn.items():
         assert "NOT" not in text and "PARTIAL" not in text, name
         assert "same work: yes" in text
         assert ("Speed-up over base in training time: fast 2.00x." in text) == (name in {"training_time", "overview"})
+    noted = {name for name, text in drawn.items() if "measurement noise." in " ".join(text.split())}
+    assert noted == {"inference_latency", "inference_throughput", "latency_vs_throughput"}
 
 
 def test_unknown_work_is_stamped(read, words):
@@ -133,54 +138,54 @@ def test_a_long_list_of_differences_is_cut_and_refers_to_the_page(read, words):
     assert "… and more: see comparison.md\nPARTIAL RUN: cut is failed" in text
 
 
-def test_bars_start_at_zero_and_carry_their_values(read):
-    runs = [read("a", record()), read("b", record(summary__train_time_sec=None, train_time_per_epoch=None))]
+@pytest.mark.parametrize(
+    ("bars", "lacking", "labels"),
+    [
+        (TRAINING_TIME, {"summary__train_time_sec": None, "train_time_per_epoch": None}, ["100.0", "not recorded"]),
+        (
+            THROUGHPUT,
+            {"summary__mean_tokens_per_sec_global": None, "train_throughput": None, "summary__optimizer_steps": 3},
+            ["102", "fewer than 4 steps"],
+        ),
+    ],
+)
+def test_bars_start_at_zero_and_carry_their_values_or_a_note(read, bars, lacking, labels):
     axes = Figure().subplots()
-    draw_bars(axes, TRAINING_TIME, runs)
+    draw_bars(axes, bars, [read("a", record()), read("b", record(**lacking))])
     assert axes.get_xlim()[0] == 0
-    assert [text.get_text() for text in axes.texts] == ["100.0", "not recorded"]
-    assert [container[0].get_width() for container in axes.containers] == [100.0, 0.0]
+    assert [text.get_text() for text in axes.texts] == labels
+    assert widths(axes) == [bars.quantity.value(read("a", record())), 0.0]
     assert [tick.get_text() for tick in axes.get_yticklabels()] == ["a", "b"]
 
 
-def test_a_run_too_short_for_timing_has_a_note_instead_of_a_bar(read):
-    short = record(summary__mean_tokens_per_sec_global=None, train_throughput=None, summary__optimizer_steps=3)
-    axes = Figure().subplots()
-    draw_bars(axes, THROUGHPUT, [read("a", record()), read("b", short)])
-    assert [text.get_text() for text in axes.texts] == ["102", "fewer than 4 steps"]
+@pytest.fixture
+def validated(read):
+    """The panel of the validation losses of runs, by name; drawn, so that its labels are there."""
+
+    def panel(**losses: list[float]):
+        runs = [
+            read(name, record(), [{"step": step, "val_loss": loss} for step, loss in enumerate(values, start=1)])
+            for name, values in losses.items()
+        ]
+        axes = Figure().subplots()
+        draw_losses(axes, runs, kind="validation", axis=STEPS)
+        axes.figure.canvas.draw()
+        return axes
+
+    return panel
 
 
-def test_inference_differences_are_described_as_noise_on_their_pictures(read, words):
-    drawn = words([read("a", record()), read("b", record())])
-    noted = {name for name, text in drawn.items() if "measurement noise." in " ".join(text.split())}
-    assert noted == {"inference_latency", "inference_throughput", "latency_vs_throughput"}
-
-
-def test_loss_labels_hold_the_losses_without_an_offset(read):
+def test_loss_labels_hold_the_losses_without_an_offset(validated):
     for losses in ([4.0000001, 4.0000002], [1e-7, 2e-7]):
-        lines = [{"step": step, "val_loss": loss} for step, loss in enumerate(losses, start=1)]
-        figure = Figure()
-        axes = figure.subplots()
-        draw_losses(axes, [read("a", record(), lines)], kind="validation", axis=STEPS)
-        figure.canvas.draw()
-        assert axes.yaxis.get_offset_text().get_text() == ""
+        assert validated(a=losses).yaxis.get_offset_text().get_text() == ""
 
 
-def test_single_points_that_coincide_stay_visible(read):
-    lines = [{"step": 4, "val_loss": 4.0}]
-    axes = Figure().subplots()
-    draw_losses(axes, [read("a", record(), lines), read("b", record(), lines)], kind="validation", axis=STEPS)
-    below, above = axes.lines
+def test_single_points_that_coincide_stay_visible_and_rounding_does_not_fill_a_panel(validated):
+    below, above = validated(a=[4.0], b=[4.0]).lines
     assert below.get_markersize() > 1.5 * above.get_markersize() and below.get_zorder() < above.get_zorder()
-
-
-def test_differences_of_rounding_do_not_fill_a_panel(read):
-    runs = [read(name, record(), [{"step": 1, "val_loss": loss}]) for name, loss in LAST_DIGITS.items()]
-    axes = Figure().subplots()
-    draw_losses(axes, runs, kind="validation", axis=STEPS)
-    low, high = axes.get_ylim()
+    low, high = validated(a=[8.616005635], b=[8.616005659]).get_ylim()
     assert high - low == pytest.approx(SMALLEST_SPAN)
-    assert low < min(LAST_DIGITS.values()) < max(LAST_DIGITS.values()) < high
+    assert low < 8.616005635 and high > 8.616005659
 
 
 def test_gpu_and_host_memory_never_share_a_panel(read):
@@ -191,15 +196,6 @@ def test_gpu_and_host_memory_never_share_a_panel(read):
     assert memory_bars([cpu, gpu]) == [GPU_MEMORY, HOST_MEMORY]
     assert memory_bars([gpu, unrecorded]) == [GPU_MEMORY]
     assert memory_bars([unrecorded]) == [HOST_MEMORY]
-
-
-def test_losses_against_steps_and_time_are_the_recorded_ones(read):
-    run = read("a", record(), step_lines(steps=40, every=10))
-    for axis, last in ((STEPS, 40), (time_axis([run]), 100.0)):
-        axes = Figure().subplots()
-        (end,) = draw_losses(axes, [run], kind="validation", axis=axis)
-        assert (end.x, end.y) == (last, run.val_curve.points[-1].loss)
-        assert "does not start at 0" in axes.get_ylabel()
 
 
 def test_long_curves_show_every_step_and_a_mean_with_its_window(read, words):
@@ -221,13 +217,14 @@ def test_epochs_are_the_axis_only_if_no_run_recorded_steps(read, words):
 
 
 @pytest.mark.parametrize(("seconds", "unit"), [(100, "(s)"), (600, "(minutes)"), (20_000, "(hours)")])
-def test_the_time_axis_names_its_unit(read, seconds, unit):
-    run = read("a", record(), step_lines(seconds=seconds / 40))
-    axis = time_axis([run])
-    assert unit in axis.label
-    axes = Figure().subplots()
-    (end,) = draw_losses(axes, [run], kind="train", axis=axis)
-    assert end.x * axis.scale == pytest.approx(seconds)
+def test_losses_against_steps_and_time_are_the_recorded_ones(read, seconds, unit):
+    run = read("a", record(), step_lines(seconds=seconds / 40, every=10))
+    assert unit in time_axis([run]).label
+    for axis, last in ((STEPS, 40), (time_axis([run]), seconds)):
+        axes = Figure().subplots()
+        (end,) = draw_losses(axes, [run], kind="validation", axis=axis)
+        assert (end.x * axis.scale, end.y) == (pytest.approx(last), run.val_curve.points[-1].loss)
+        assert "does not start at 0" in axes.get_ylabel()
 
 
 def test_curves_are_named_at_their_ends_only_if_names_do_not_overlap(read):
@@ -241,10 +238,10 @@ def test_curves_are_named_at_their_ends_only_if_names_do_not_overlap(read):
 
 
 def test_names_of_rows_take_two_lines_before_they_are_cut():
-    assert in_two_lines("zero1", 8) == "zero1"
-    assert in_two_lines("zero1 on 2 ranks", 8) == "zero1 on\n2 ranks"
-    assert in_two_lines("zero1 on 2 ranks, bf16", 8) == "zer…bf16"
-    assert in_two_lines("a-very-long-name", 8) == "a-v…name"
+    axes = Figure().subplots()
+    name_rows(axes, ["zero1", "zero1 on 2 ranks", "zero1 on 2 ranks, bf16", "a-very-long-name"], label_width=8)
+    labels = [tick.get_text() for tick in axes.get_yticklabels()]
+    assert labels == ["zero1", "zero1 on\n2 ranks", "zer…bf16", "a-v…name"]
 
 
 def test_runs_can_be_distinguished_without_colour():
@@ -273,7 +270,6 @@ def test_many_runs_with_long_equal_beginnings_and_odd_names_are_drawn(read, word
 # The charts of sweeps and of what a step costs: the data in their axes, and what is said where there are none.
 
 
-NO_TEXT = {"warnings": [], "captions": []}
 SPEEDS = {"ddp": {1: 0.98, 2: 1.8}, "zero1": {2: 1.7}}
 
 
@@ -285,7 +281,7 @@ def in_style():
 
 def panels(picture: Frame | str) -> list:
     assert isinstance(picture, Frame), picture
-    return picture.figure.get_axes()
+    return picture.figure.axes
 
 
 def widths(axes) -> list[float]:
@@ -298,7 +294,7 @@ def texts(picture: Frame | str) -> str:
 
 
 def test_speed_ups_stand_beside_the_ideal_and_begin_at_the_baseline():
-    (axes,) = panels(scaling_chart(scaling(SPEEDS), **NO_TEXT))
+    (axes,) = panels(scaling_chart(scaling(SPEEDS), Texts()))
     ideal, baseline, ddp, zero1 = axes.lines
     assert (list(ideal.get_xdata()), list(ideal.get_ydata())) == ([1, 2], [1, 2])
     assert (list(baseline.get_xdata()), list(baseline.get_ydata())) == ([1], [1])
@@ -312,19 +308,18 @@ def test_speed_ups_stand_beside_the_ideal_and_begin_at_the_baseline():
 def test_strong_and_weak_scaling_have_panels_of_their_own():
     strong, weak = scaling(SPEEDS), scaling({"ddp": {2: 1.9}}, weak=True)
     both = replace(strong, cells=[*strong.cells, *weak.cells[1:]], comparisons=[*strong.comparisons, *weak.comparisons])
-    picture = scaling_chart(both, **NO_TEXT)
+    picture = scaling_chart(both, Texts())
     assert [axes.get_title() for axes in panels(picture)] == ["Strong scaling", "Weak scaling"]
     assert "is not the same training" in texts(picture)
     assert list(panels(picture)[1].lines[2].get_ydata()) == [1.0, 1.9]
-    assert "is not the same training" not in texts(scaling_chart(strong, **NO_TEXT))
+    assert "is not the same training" not in texts(scaling_chart(strong, Texts()))
 
 
 def test_efficiency_is_the_speed_up_per_device():
     found = scaling(SPEEDS)
     rows = {row.name: row for row in efficiency_rows(found, found.comparisons[0])}
     two = rows["ddp on 2 devices"]
-    assert (two.value, two.label) == (pytest.approx(90), "90% (1.80x)")
-    assert (two.low, two.high) == (pytest.approx(81), pytest.approx(99))
+    assert two.label == "90% (1.80x)" and [two.value, two.low, two.high] == pytest.approx([90, 81, 99])
     assert rows["ddp on 1 device"].group == two.group != rows["zero1 on 2 devices"].group
 
 
@@ -354,19 +349,18 @@ def test_the_cost_of_more_tokens_is_marked():
         replace(one, cost=spread(2.0), turns=[replace(one.turns[0], work={"tokens": tokens})])
         for one, tokens in zip(found.cells, (1000.0, 2000.0), strict=True)
     ]
-    assert "tokens: 1,000 to 2,000" in texts(
-        charts_of_sweep(replace(found, cells=cells, price_per_device_hour=3.0), name="mine")["mine_money"]()
-    )
     alike = [replace(one, turns=cells[0].turns) for one in cells]
-    assert "NOT EQUAL" not in texts(
-        charts_of_sweep(replace(found, cells=alike, price_per_device_hour=3.0), name="mine")["mine_money"]()
+    unlike, equal = (
+        texts(charts_of_sweep(replace(found, cells=of_sweep, price_per_device_hour=3.0), name="mine")["mine_money"]())
+        for of_sweep in (cells, alike)
     )
+    assert "tokens: 1,000 to 2,000" in unlike and "NOT EQUAL" not in equal
 
 
 def test_memory_is_stacked_and_predicted_beside_measured():
     footprint = replace(FOOTPRINT, model_state={**STATE, "master weights": 0.0})  # no such part is in the legend
     found = sweep([cell("a", 1, footprint=footprint), cell("b", 2, footprint=footprint)], [])
-    picture = memory_chart(of_cells(found), **NO_TEXT)
+    picture = memory_chart(of_cells(found), Texts())
     stacks, resident = panels(picture)
     predicted, measured = [8, 8, 16, 10, 2], [8, 8, 16]
     assert widths(stacks) == [*predicted, *measured] * 2
@@ -381,10 +375,10 @@ def test_memory_is_stacked_and_predicted_beside_measured():
 
 def test_on_a_gpu_the_measured_peak_beyond_the_state_is_one_part():
     found = replace(FOOTPRINT, peak=40.0 * MB, peak_kind="allocated", predicted=None)
-    (axes,) = panels(memory_chart([Measured("a", found)], **NO_TEXT))
+    (axes,) = panels(memory_chart([Measured("a", found)], Texts()))
     assert widths(axes) == [8, 8, 16, 8]
     offloaded = replace(found, state_rank0=None)  # the state is partly in host memory
-    (axes,) = panels(memory_chart([Measured("a", offloaded)], **NO_TEXT))
+    (axes,) = panels(memory_chart([Measured("a", offloaded)], Texts()))
     assert widths(axes) == [8, 8, 16]
 
 
@@ -407,15 +401,15 @@ def test_a_record_of_the_planner_has_predicted_beside_measured_peaks(tmp_path):
 
 
 def test_communication_has_a_panel_for_what_is_known():
-    sent, share = panels(communication_chart(of_cells(sweep([cell("a", 1)], [])), **NO_TEXT))
+    sent, share = panels(communication_chart(of_cells(sweep([cell("a", 1)], [])), Texts()))
     assert (widths(sent), widths(share)) == ([8.0], [25.0])
     unknown = [Measured("a", FOOTPRINT, sent_bytes_per_step=8e6), Measured("b", Footprint())]
-    (only,) = panels(communication_chart(unknown, **NO_TEXT))
+    (only,) = panels(communication_chart(unknown, Texts()))
     assert [text.get_text() for text in only.texts] == ["8.0", "not recorded"]
 
 
 def test_step_times_are_drawn_by_their_quantiles():
-    (axes,) = panels(step_times_chart([Measured("a", FOOTPRINT)], **NO_TEXT))
+    (axes,) = panels(step_times_chart([Measured("a", FOOTPRINT)], Texts()))
     box = axes.patches[0].get_path().vertices[:, 0]
     assert (min(box), max(box)) == (pytest.approx(105), pytest.approx(115))
     assert axes.texts[0].get_text() == "median 110.0"
@@ -431,15 +425,8 @@ def test_quantiles_are_those_of_numpy():
 
 def test_a_record_says_what_its_run_cost(tmp_path):
     """The keys of ``cost`` and ``summary``; of the steps, those that are not marked as warm-up."""
-    parts = {
-        "weights": 1,
-        "new_gradients": 2,
-        "gradients": 3,
-        "logits": 5,
-        "activations": 7,
-        "buckets": 11,
-        "other": 13,
-    }
+    names = ("weights", "new_gradients", "gradients", "logits", "activations", "buckets", "other")
+    parts = dict(zip(names, (1, 2, 3, 5, 7, 11, 13), strict=True))
     values = record(
         cost={
             "model_state_bytes_per_rank": {
@@ -469,11 +456,11 @@ def test_losses_by_tokens_and_by_money(tmp_path):
     axis = token_axis([run])
     (end,) = draw_losses(Figure().subplots(), [run], kind="validation", axis=axis)
     assert (axis.label, end.x) == ("thousands of tokens", 256 * 40 / 1000)
-    (end,) = draw_losses(Figure().subplots(), [in_money(run, 9.0)], kind="train", axis=money_axis(9.0))
+    (end,) = draw_losses(Figure().subplots(), [in_money(run, 9.0)], kind="train", axis=time_axis([]))
     assert end.x == pytest.approx(100 * 4 * 9 / 3600)
     assert curve_of(run, "train").points[-1].time == 100.0
     unknown = in_money(replace(run, device_count=None), 9.0)
-    assert not draw_losses(Figure().subplots(), [unknown], kind="train", axis=money_axis(9.0))
+    assert not draw_losses(Figure().subplots(), [unknown], kind="train", axis=time_axis([]))
     assert draw_losses(Figure().subplots(), [unknown], kind="train", axis=STEPS)
 
 
@@ -488,7 +475,7 @@ def test_gpus_over_time_are_joined_over_machines_and_pauses(tmp_path):
     samples = read_samples(tmp_path)
     assert [sample.time for sample in samples] == [0, 1, 2]
     assert [sorted(sample.utilisation) for sample in samples] == [[0.5, 1.0], [0.0, 0.5, 1.0], [0.5, 1.0]]
-    use, power = panels(utilisation_chart({"run": tmp_path}, **NO_TEXT))
+    use, power = panels(utilisation_chart({"run": tmp_path}, Texts()))
     assert list(use.lines[0].get_ydata()) == [75, 50, 75]
     assert list(power.lines[0].get_ydata()) == [300, 600, 300]
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from dsgpt.checkpoints import store
 from dsgpt.checkpoints.manifest import Change, Epoch, RunState, parse_manifest, read_manifest, read_run_state
-from dsgpt.checkpoints.selection import find_checkpoint
+from dsgpt.checkpoints.store import find_checkpoint
 from dsgpt.checkpoints.training_state import (
     Counters,
     KeptState,
@@ -39,12 +39,21 @@ EPOCH = Epoch(
 CHANGE = Change(step=100, name="schedule", before=None, after={"type": "WarmupLR"})
 
 
-def saved(run_dir: Path, step: int, *, keep: int = 2, data: bytes = b"weights") -> Path:
+def begun(run_dir: Path, step: int, *, data: bytes = b"weights") -> Path:
     folder = store.begin(run_dir, step)
     (folder / "deep").mkdir()
     (folder / "deep" / "weights.bin").write_bytes(data)
-    state = RunState(step=step, samples_seen=8 * step, best_val_loss=1.5, epochs=[EPOCH], changes=[CHANGE])
-    checkpoint = store.publish(run_dir, folder, state=state, about={"strategy": "test"})
+    return folder
+
+
+def published(run_dir: Path, folder: Path, step: int, **values: Any) -> Path:
+    state = {"samples_seen": 8 * step, "best_val_loss": 1.5, "epochs": [EPOCH], "changes": [CHANGE]}
+    about = {"strategy": "test", "fixed": values.pop("fixed", {})}
+    return store.publish(run_dir, folder, state=RunState(step=step, **state | values), about=about)
+
+
+def saved(run_dir: Path, step: int, *, keep: int = 2, data: bytes = b"weights", **values: Any) -> Path:
+    checkpoint = published(run_dir, begun(run_dir, step, data=data), step, **values)
     store.keep_newest(run_dir, count=keep)
     return checkpoint
 
@@ -56,6 +65,7 @@ def test_round_trip(tmp_path):
     manifest = read_manifest(checkpoint)
     assert (manifest.strategy, manifest.step) == ("test", 200)
     assert set(manifest.files) == {"deep/weights.bin", "run_state.json"}
+    assert json.loads((checkpoint / "manifest.json").read_text())["files"]["deep/weights.bin"]["size"] == 7
     state = read_run_state(checkpoint)
     assert (state.step, state.samples_seen, state.best_val_loss) == (200, 1600, 1.5)
     assert (state.epochs, state.changes) == ([EPOCH], [CHANGE])
@@ -115,11 +125,6 @@ def test_random_streams_continue(tmp_path):
     torch.manual_seed(4)
     load_random_state(tmp_path, rank=2, device=torch.device("cpu"))
     assert torch.equal(torch.rand(5), drawn)
-
-
-def test_the_manifest_is_plain_json(tmp_path):
-    text = (saved(tmp_path, 5) / "manifest.json").read_text()
-    assert json.loads(text)["files"]["deep/weights.bin"]["size"] == 7
 
 
 def test_read_only_files_are_saved(tmp_path, monkeypatch):
@@ -244,13 +249,8 @@ def test_old_checkpoints_are_removed_even_if_latest_cannot_be_written(tmp_path, 
 
 
 def validated(run_dir: Path, step: int, loss: float | None, *, on: str, keep: int = 9) -> None:
-    folder = store.begin(run_dir, step)
-    state = RunState(
-        step=step, samples_seen=step, best_val_loss=loss, epochs=[], last_val_loss=loss, last_val_step=step
-    )
     fixed = {"validation data": on, "validation windows": 3, "sequence length": 16}
-    store.publish(run_dir, folder, state=state, about={"fixed": fixed})
-    store.keep_newest(run_dir, count=keep)
+    saved(run_dir, step, keep=keep, best_val_loss=loss, last_val_loss=loss, last_val_step=step, fixed=fixed)
 
 
 def test_losses_on_other_validation_data_are_not_compared(tmp_path):
@@ -304,6 +304,7 @@ def test_what_was_written_is_read(tmp_path, moments):
             assert ours is None or ours.equal(theirs)
     assert load_file(folder / "model.safetensors").keys() == SHAPES.keys()  # safetensors' own reader accepts it too
     assert (folder / "optimizer.safetensors").exists() == bool(moments)
+    assert json.loads((folder / "training_state.json").read_text()) == {"optimizer_steps": 7, "loss_scale": SCALE}
 
 
 def test_a_copy_is_of_its_moment_and_its_memory_is_used_again():
@@ -394,31 +395,7 @@ def test_counters_of_another_version_are_refused(tmp_path, text):
         StateReader(folder)
 
 
-def test_counters_are_plain_json(tmp_path):
-    folder = written(tmp_path / "step", states())
-    assert json.loads((folder / "training_state.json").read_text()) == {
-        "optimizer_steps": 7,
-        "loss_scale": SCALE,
-    }
-
-
 # No link inside a run folder or a checkpoint is followed; a path that the user names may be a link.
-
-
-def begun(run_dir: Path, step: int) -> Path:
-    folder = store.begin(run_dir, step)
-    (folder / "deep").mkdir()
-    (folder / "deep" / "weights.bin").write_bytes(b"weights")
-    return folder
-
-
-def published(run_dir: Path, folder: Path, step: int) -> Path:
-    state = RunState(step=step, samples_seen=8 * step, best_val_loss=1.5, epochs=[])
-    return store.publish(run_dir, folder, state=state, about={"strategy": "test", "fixed": {}})
-
-
-def saved_links(run_dir: Path, step: int) -> Path:
-    return published(run_dir, begun(run_dir, step), step)
 
 
 def test_a_manifest_names_no_links_and_only_known_files_of_a_tokenizer(tmp_path):
@@ -439,7 +416,7 @@ def test_a_manifest_names_no_links_and_only_known_files_of_a_tokenizer(tmp_path)
 
 @pytest.mark.parametrize("name", ["deep/weights.bin", "deep"])
 def test_a_link_instead_of_a_file_is_damage(tmp_path, name):
-    checkpoint = saved_links(tmp_path, 5)
+    checkpoint = saved(tmp_path, 5)
     (checkpoint / name).rename(tmp_path / "moved")
     (checkpoint / name).symlink_to(tmp_path / "moved")
     with pytest.raises(UserError, match=rf"{name}: is damaged: it is a link.*cp -rL"):
@@ -447,7 +424,7 @@ def test_a_link_instead_of_a_file_is_damage(tmp_path, name):
 
 
 def test_a_linked_manifest_is_refused(tmp_path):
-    checkpoint = saved_links(tmp_path, 5)
+    checkpoint = saved(tmp_path, 5)
     (checkpoint / "manifest.json").rename(tmp_path / "moved")
     (checkpoint / "manifest.json").symlink_to(tmp_path / "moved")
     with pytest.raises(UserError, match=r"manifest\.json: is a link"):
@@ -457,8 +434,8 @@ def test_a_linked_manifest_is_refused(tmp_path):
 
 def test_a_linked_checkpoint_is_followed_only_if_it_is_named(tmp_path):
     run_dir = tmp_path / "run"
-    saved_links(run_dir, 4)
-    moved = Path(shutil.move(saved_links(run_dir, 5), tmp_path / "moved"))
+    saved(run_dir, 4)
+    moved = Path(shutil.move(saved(run_dir, 5), tmp_path / "moved"))
     link = run_dir / "step-00000005"
     link.symlink_to(moved)
     assert [path.name for path in store.candidates(run_dir)] == ["step-00000004"]
@@ -473,7 +450,7 @@ def test_a_linked_checkpoint_is_followed_only_if_it_is_named(tmp_path):
 
 
 def test_best_is_not_read_through_a_link(tmp_path):
-    checkpoint = saved_links(tmp_path, 5)
+    checkpoint = saved(tmp_path, 5)
     (tmp_path / "moved").write_text(f"{checkpoint.name}\n")
     (tmp_path / "best").symlink_to(tmp_path / "moved")
     with pytest.raises(UserError, match="does not say which of its checkpoints is the best"):
@@ -489,7 +466,7 @@ def test_a_link_is_not_renamed_back(tmp_path):
 def test_a_linked_latest_is_replaced_and_not_written_through(tmp_path):
     (tmp_path / "precious").write_text("precious")
     (tmp_path / "latest").symlink_to(tmp_path / "precious")
-    saved_links(tmp_path, 5)
+    saved(tmp_path, 5)
     store.name_newest_and_best(tmp_path)
     assert (tmp_path / "precious").read_text() == "precious"
     assert json.loads((tmp_path / "step-00000005" / "manifest.json").read_text())["step"] == 5

@@ -1,20 +1,26 @@
-"""Every combination that cannot be trained correctly is refused in one line, with the reason and an alternative."""
+"""What cannot be trained correctly is refused before anything is written, in one line, with the reason and a way out.
 
+Most refusals are in tests/goldens/refusals.txt.
+"""
+
+import copy
 import json
 import re
+import sys
 from importlib.metadata import PackageNotFoundError
+from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
 from messages import without_paths
 from recipe_files import resolved
-from small_run import RECIPE, REPOSITORY, command_line, write_data, write_recipe
+from small_run import RECIPE, REPOSITORY, TOKENS, command_line, random_ids, write_data, write_recipe, write_tokens
 
 from dsgpt.common.errors import UserError
 from dsgpt.config import compatibility
-from dsgpt.config import compatibility as known_bad
-from dsgpt.config.compatibility import ALLOW, KNOWN_BAD, TESTED, KnownBad
+from dsgpt.config import options as trackers
+from dsgpt.config.compatibility import ALLOW, KNOWN_BAD, TESTED, KnownBad, nvme_paths
 from dsgpt.config.options import parse_arguments
 from dsgpt.config.recipe_blocks import ZeroRecipe
 from dsgpt.config.run_config import RunConfig, resolve
@@ -69,10 +75,15 @@ SUITABLE = {
 """What the probes of a machine answer if it can offload everywhere."""
 
 
+def pretend(monkeypatch: pytest.MonkeyPatch, **answers: object) -> None:
+    """Replace the probes of the machine by those of a suitable one, and some of them by ``answers``."""
+    for name, value in (SUITABLE | answers).items():
+        monkeypatch.setattr(compatibility, name, lambda *given, value=value: value)
+
+
 @pytest.mark.parametrize("case", REFUSED)
 def test_refused(tmp_path, monkeypatch, snapshot, case):
-    for name, value in SUITABLE.items():
-        monkeypatch.setattr(compatibility, name, lambda *given, value=value: value)
+    pretend(monkeypatch)
     with pytest.raises(UserError) as caught:
         asked(tmp_path, **REFUSED[case])
     assert all(len(line) < 300 for line in caught.value.problems)
@@ -94,8 +105,7 @@ def test_offload_to_nvme_on_an_unsuitable_machine_is_refused(tmp_path, monkeypat
     """The probes are replaced; ``test_machine_probe.py`` tests them on this machine. It is asked as if it had GPUs."""
     answer, words = NO_NVME[probe]
     monkeypatch.setattr(device, "cuda_devices", lambda: 2)
-    for name, value in (SUITABLE | {probe: answer}).items():
-        monkeypatch.setattr(compatibility, name, lambda *given, value=value: value)
+    pretend(monkeypatch, **{probe: answer})
     with pytest.raises(UserError) as caught:
         asked(tmp_path, ranks=2, recipe={"zero_optimization": NVME}, device="cuda", precision="fp32")
     (line,) = caught.value.problems
@@ -120,8 +130,7 @@ def test_how_much_memory_offload_to_nvme_locks(tmp_path, monkeypatch, changes, p
     The embedding has 320 x 16 elements, the model 10,960 without the rows that pad it.
     """
     sizes = []
-    for name, value in {"compiler": ("g++",), "libaio_problem": "", "direct_io_problem": ""}.items():
-        monkeypatch.setattr(compatibility, name, lambda *given, value=value: value)
+    pretend(monkeypatch)
     monkeypatch.setattr(compatibility, "may_lock", lambda size: not sizes.append(size))
     asked(tmp_path, ranks=2, recipe={"zero_optimization": NVME | changes}, precision=precision)
     assert sizes == [locked]
@@ -130,8 +139,7 @@ def test_how_much_memory_offload_to_nvme_locks(tmp_path, monkeypatch, changes, p
 def test_where_offload_to_nvme_swaps(tmp_path, monkeypatch):
     """In the run folder, unless the JSON names another; for a folder that does not exist yet, its parent is probed."""
     places = []
-    for name, value in {"compiler": ("g++",), "libaio_problem": "", "may_lock": True}.items():
-        monkeypatch.setattr(compatibility, name, lambda *given, value=value: value)
+    pretend(monkeypatch)
     monkeypatch.setattr(compatibility, "direct_io_problem", lambda folder: places.append(folder) or "")
     (tmp_path / "drive").mkdir()
     elsewhere = {"device": "nvme", "nvme_path": str(tmp_path / "drive" / "deep" / "below")}
@@ -183,8 +191,7 @@ def test_overlap_on_gpus_is_noted_with_the_parity_command(device, overlap, lines
 
 
 def test_deepspeed_gets_the_counted_number_of_buffers(tmp_path, monkeypatch):
-    for name, value in SUITABLE.items():
-        monkeypatch.setattr(compatibility, name, lambda *given, value=value: value)
+    pretend(monkeypatch)
     for keys, count in (({}, 4), ({"pipeline_write": True}, 12), ({"pipeline_read": True, "buffer_count": 8}, 8)):
         zero = NVME | {"offload_optimizer": {"device": "nvme", **keys}}
         config = asked(tmp_path, ranks=2, recipe={"zero_optimization": zero})
@@ -251,7 +258,7 @@ def stage(number: int, **more: object) -> dict[str, object]:
     ],
 )
 def test_what_a_release_trains_wrong_is_refused(tmp_path, monkeypatch, release, recipe, flags, thread):
-    monkeypatch.setattr(known_bad, "version", lambda _: release)
+    monkeypatch.setattr(compatibility, "version", lambda _: release)
     monkeypatch.setattr(device, "cuda_devices", lambda: 2 if flags.get("device") == "cuda" else 0)
     flags = {"ranks": 2, **flags}
     if thread is None:
@@ -267,13 +274,13 @@ def test_what_a_release_trains_wrong_is_refused(tmp_path, monkeypatch, release, 
 
 
 def test_a_machine_without_deepspeed_is_told(tmp_path, monkeypatch):
-    monkeypatch.setattr(known_bad, "version", Mock(side_effect=PackageNotFoundError("deepspeed")))
+    monkeypatch.setattr(compatibility, "version", Mock(side_effect=PackageNotFoundError("deepspeed")))
     with pytest.raises(UserError, match=f"^--run_type optimized needs DeepSpeed: install it .*=={TESTED}"):
         asked(tmp_path, recipe=stage(2), ranks=2)
 
 
 def test_a_dry_run_is_refused_and_the_user_may_insist_which_is_recorded(here, monkeypatch, capsys):
-    monkeypatch.setattr(known_bad, "version", lambda _: "0.18.5")
+    monkeypatch.setattr(compatibility, "version", lambda _: "0.18.5")
     write_recipe(here / "recipe.json", RECIPE, **stage(0))
     words = command_line(here, run_type="optimized", precision="bf16", max_train_steps=1, no_inference=True)
     assert train([*words, "--dry_run"]) == 2
@@ -300,3 +307,172 @@ def row(known: KnownBad) -> str:
     if thread != "no thread":
         thread = f"[{thread}](https://github.com/deepspeedai/DeepSpeed/{thread})"
     return f"| `{known.releases}` | {stages} | {known.precision} | {known.needs} | {thread} | {known.effect} |\n"
+
+
+# The recipe
+
+
+def test_nvme_offload_swaps_into_the_run_folder_unless_the_recipe_names_another(here):
+    zero = {"stage": 3, "offload_optimizer": {"device": "nvme"}, "offload_param": {"device": "nvme", "nvme_path": "x"}}
+    write_recipe(here / "recipe.json", RECIPE, zero_optimization=zero)
+    config = resolved(here, run_type="optimized")
+    assert config.strategy_name == "zero3-nvme"
+    assert nvme_paths(config.recipe, config.run_dir) == {
+        "offload_optimizer": config.run_dir,
+        "offload_param": Path("x"),
+    }
+
+
+def test_offload_needs_a_compiler_unless_torch_steps(here, refused, monkeypatch):
+    monkeypatch.setenv("PATH", str(here / "nothing"))
+    monkeypatch.delenv("CXX", raising=False)
+    recipe = copy.deepcopy(RECIPE) | {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}
+    write_recipe(here / "recipe.json", recipe)
+    (line,) = refused(run_type="optimized")
+    assert "finds no C++ compiler: install one" in line
+    recipe["optimizer"]["params"]["torch_adam"] = True
+    write_recipe(here / "recipe.json", recipe)
+    assert resolved(here, run_type="optimized").recipe.optimizer.torch_adam
+
+
+def test_compile_needs_a_compiler(here, refused, monkeypatch):
+    monkeypatch.setenv("PATH", str(here / "nothing"))
+    monkeypatch.delenv("CXX", raising=False)
+    (line,) = refused(compile=True)
+    assert line.startswith("--compile needs a C++ compiler, and none was found")
+
+
+# The flags
+
+
+def test_run_folder_that_cannot_be_written(refused):
+    """Not even root can create a folder in /proc."""
+    (line,) = refused(checkpoint_path="/proc/runs/a")
+    assert line.startswith("--checkpoint_path /proc/runs/a: ")
+    assert line.endswith(": name another folder")
+
+
+def test_an_existing_run_is_kept_without_overwrite(here, refused, snapshot):
+    assert train(command_line(here, save_every=0)) == 0
+    assert refused() == snapshot
+    assert train(command_line(here, overwrite=True, max_train_steps=1)) == 0
+    assert [path.name for path in (here / "run").glob("step-*")] == ["step-00000001"]
+
+
+def test_files_of_others_in_the_folder_are_never_deleted(here):
+    (here / "run").mkdir()
+    (here / "run" / "notes.txt").write_text("mine")
+    assert train(command_line(here, overwrite=True, max_train_steps=1)) == 0
+    assert (here / "run" / "notes.txt").read_text() == "mine"
+
+
+def test_all_mistakes_in_flags_json_and_data_are_reported_together(here, refused):
+    write_tokens(here / "train.bin", random_ids(9))
+    (here / "val.bin").unlink()
+    write_recipe(here / "recipe.json", {"train_batch_size": 7, "optimizer": {"type": "AdamW", "params": {}}, "amp": {}})
+    found = refused(
+        num_heads=3,
+        epochs=0,
+        precision="fp16",
+        seq_length=17,
+        resume=True,
+        overwrite=True,
+        steps=5,
+        checkpoint_path=None,
+        embedding_size=16,
+    )
+    parts = (
+        "--epochs must be",
+        "--steps is not a known flag",
+        "--resume continues",
+        "recipe.json: amp is not supported",
+        "recipe.json: optimizer: params: lr is missing",
+        "val.bin: cannot be read",
+        "--num_heads 3 does not divide",
+        "--precision fp16 needs a GPU",
+        "train.bin: its 9 tokens are fewer",
+    )
+    for part in parts:
+        assert sum(line.startswith(part) for line in found) == 1, (part, found)
+    assert len(found) == len(parts), found
+
+
+NO_PATH = {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": 5}}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "changes", "flags"),
+    [
+        (1, {"train_batch_size": "8"}, {}),
+        (16, {"tensor_parallel": {"autotp_size": "2"}}, {"num_heads": 4}),
+        (16, {"tensor_parallel": {"autotp_siz": 2}}, {"num_heads": 4}),
+        (2, {"pipeline": {"stages": 2}, "zero_optimization": {"stage": "1"}}, {"precision": "bf16"}),
+        (1, {"zero_optimization": NO_PATH, "aio": {"block_size": 4096}}, {}),
+    ],
+)
+def test_what_follows_from_a_mistake_in_the_recipe_is_not_reported(here, refused, monkeypatch, ranks, changes, flags):
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(ranks)}.items():
+        monkeypatch.setenv(name, value)
+    pretend(monkeypatch, direct_io_problem="has no O_DIRECT")
+    write_recipe(here / "recipe.json", RECIPE, **changes)
+    (line,) = refused(run_type="optimized", **flags)
+    assert line.startswith(f"recipe.json: {next(iter(changes)) if ranks != 2 else 'zero_optimization'}")
+
+
+def test_a_misspelt_batch_size_is_one_mistake(here, refused):
+    recipe = {("train_batch_siez" if key == "train_batch_size" else key): value for key, value in RECIPE.items()}
+    write_recipe(here / "recipe.json", recipe)
+    (line,) = refused()
+    assert "did you mean train_batch_size?" in line
+
+
+# Trackers
+
+
+def test_trackers_that_are_not_installed_are_reported_with_everything_else(here, refused, monkeypatch, snapshot):
+    for package in ("wandb", "sqlalchemy", "alembic"):
+        monkeypatch.setitem(sys.modules, package, None)  # as if it were not installed
+    assert refused(track="wandb,csv,mlflow", micro_batch_size_per_gpu=3) == snapshot
+
+
+def test_a_folder_of_the_name_of_a_package_is_no_package(here, refused, monkeypatch):
+    """Such as the folder ``wandb`` that Weights & Biases makes where a program runs."""
+    (here / "leftovers").mkdir()
+    monkeypatch.syspath_prepend(here)
+    monkeypatch.setitem(trackers.PACKAGES, "csv", ("leftovers",))
+    assert "needs leftovers, not installed here" in refused(track="csv")[0]
+
+
+# Unusable token files are refused before a model is built and before anything is written.
+
+
+def test_ids_beyond_gpt2s_vocabulary_without_a_sidecar(here, refused, snapshot):
+    ids = random_ids(TOKENS)
+    ids[5] = 60_000
+    write_tokens(here / "train.bin", ids).with_suffix(".json").unlink()
+    assert refused() == snapshot
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_ids_that_contradict_the_sidecar_are_found_while_reading(here, capsys, workers):
+    ids = random_ids(TOKENS)
+    ids[-2] = 300
+    write_tokens(here / "train.bin", ids)
+    assert train(command_line(here, max_train_steps=5, num_workers=workers)) == 2
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert lines == [f"error: {here}/train.bin: holds id 300, but the model's vocabulary ends at 256"]
+    assert json.loads((here / "run" / "training_metrics.json").read_text())["status"] == "failed"
+    assert not (here / "run" / "RUN_COMPLETE.txt").exists()
+
+
+def test_verify_data_finds_ids_that_contradict_the_sidecar(here, refused, snapshot):
+    ids = random_ids(TOKENS)
+    ids[-1] = 300
+    write_tokens(here / "val.bin", ids)
+    assert refused(verify_data=True) == snapshot
+
+
+def test_mixed_tokenizers(here, refused, snapshot):
+    write_tokens(here / "train.bin", random_ids(TOKENS), tokenizer={"name": "a", "sha256": "1" * 64})
+    write_tokens(here / "val.bin", random_ids(TOKENS), tokenizer={"name": "a", "sha256": "2" * 64})
+    assert refused() == snapshot

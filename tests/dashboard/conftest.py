@@ -8,7 +8,7 @@ import pytest
 from chart_records import record, step_lines, write_run
 from streamlit.testing.v1 import AppTest
 
-from dsgpt.dashboard.summaries import contents
+from dsgpt.dashboard.reading import contents
 
 SECONDS = {"baseline": 100.0, "zero1": 60.0}
 

@@ -15,36 +15,33 @@ import pytest
 import torch
 from small_run import REPOSITORY
 
-from dsgpt.charts.options import DARK, LIGHT
-from dsgpt.charts.plan import draw_plan
+from dsgpt.charts.memory import draw_plan
+from dsgpt.charts.themes import DARK, LIGHT
 from dsgpt.common.errors import UserError
-from dsgpt.dashboard.figures import memory
-from dsgpt.dashboard.generate import Answer, _opened, checkpoints_of, generate, in_page
+from dsgpt.dashboard.generate import Answer, _opened, generate
 from dsgpt.dashboard.pictures import Line, holding_svg, holdings, step_lines, step_svg
 from dsgpt.dashboard.plan import (
     command_line,
     gpus_table,
     machines,
-    offers,
     offers_table,
-    on_other_gpus,
     parts_table,
     planned,
     ways_table,
 )
+from dsgpt.dashboard.reading import inside
 from dsgpt.dashboard.split import CHOICES, Split, copied_rows, explanations, held_rows, sent_rows, split_of
-from dsgpt.dashboard.summaries import inside
+from dsgpt.dashboard.ui import memory
 from dsgpt.inference import commands
 from dsgpt.inference.commands import GenerateRequest as Request
 from dsgpt.inference.commands import Sampling
 from dsgpt.inference.generation import Opened, Text, Writer, likeliest, open_model
 from dsgpt.inference.model_files import load
-from dsgpt.planner.command import act
 from dsgpt.planner.hardware import read_prices
 from dsgpt.planner.memory import peak_memory
 from dsgpt.planner.options import PlanOptions, read_plan_options, words_of
 from dsgpt.planner.plan import dollars, duration, size, with_assumptions
-from dsgpt.planner.search import recommendation_files
+from dsgpt.planner.search import act, recommendation_files
 from dsgpt.planner.step_time import bubble_fraction
 from dsgpt.planner.strategies import model_state, step_traffic
 
@@ -67,8 +64,7 @@ def printed(words: list[str], capsys: pytest.CaptureFixture[str]) -> dict:
     """What ``src/plan.py`` prints with ``--json``."""
     options, problems = read_plan_options([*words, "--json"])
     assert act(options, problems, repository=REPOSITORY, draw=draw_plan) == 0
-    found: dict = json.loads(capsys.readouterr().out)
-    return found
+    return json.loads(capsys.readouterr().out)
 
 
 @pytest.mark.parametrize(
@@ -99,36 +95,32 @@ def test_what_does_not_fit_is_the_loud_thing(tmp_path, open_page):
     assert page.error[0].value.startswith("### DOES NOT FIT\n")
 
 
-def test_one_setup_is_planned_as_on_the_command_line(capsys, monkeypatch):
-    monkeypatch.chdir(REPOSITORY)
-    done = planned(words_of(ONE), repository=REPOSITORY)
-    assert with_assumptions(done.plan) == printed(words_of(ONE), capsys)
-
-
-def test_a_recipe_is_found_from_any_folder(tmp_path, monkeypatch):
+def test_one_setup_is_planned_from_any_folder_as_on_the_command_line(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert planned(words_of(ONE), repository=REPOSITORY).plan.setup.recipe.zero_stage == 2
+    done = planned(words_of(ONE), repository=REPOSITORY)
+    assert done.plan.setup.recipe.zero_stage == 2
+    monkeypatch.chdir(REPOSITORY)
+    assert with_assumptions(done.plan) == printed(words_of(ONE), capsys)
 
 
 def test_the_recommendation_is_what_the_command_writes(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     done = planned(words_of(BEST), repository=REPOSITORY)
     told = printed(words_of(BEST), capsys)
-    assert told["recommended"] == {"name": done.best.name, "plan": with_assumptions(done.plan)}
-    files = recommendation_files(done.best, done.request)
+    assert told["recommended"] == {"name": done.plan.name, "plan": with_assumptions(done.plan)}
+    files = recommendation_files(done.plan)
     assert [path.as_posix() for path in files] == told["written"]
     assert {path: path.read_bytes() for path in files} == files
     ways = ways_table(done.searched)
     assert ways["way"] == [each["name"] for each in (*told["ranked"], *told["refused"])]
-    assert told["ranked"]
-    assert told["refused"]
+    assert told["ranked"] and told["refused"]
     assert ways["why not"] == [""] * len(told["ranked"]) + [each["reason"] for each in told["refused"]]
 
 
 def test_offers_of_both_kinds_have_their_dates():
     done = planned(words_of(replace(ONE, gpu="a100-40gb")), repository=REPOSITORY)
     spot = planned(words_of(replace(ONE, gpu="a100-40gb", spot=True)), repository=REPOSITORY)
-    table = offers_table(offers(done))
+    table = offers_table(done)
     for kind, same in (("on demand", done), ("spot", spot)):
         found = [usd for usd, each in zip(table["US dollars"], table["price"], strict=True) if each == kind]
         assert found == pytest.approx([cost.usd for cost in same.plan.costs], abs=0.005)
@@ -139,7 +131,7 @@ def test_offers_of_both_kinds_have_their_dates():
 
 def test_other_gpus_have_their_own_plan_or_a_reason():
     done = planned([*words_of(ONE), "--precision", "bf16"], repository=REPOSITORY)
-    table = gpus_table(on_other_gpus(done, repository=REPOSITORY))
+    table = gpus_table(done, repository=REPOSITORY)
     same = table["GPU"].index("a100-80gb")
     assert table["training, hours"][same] == pytest.approx(done.plan.run.seconds / 3600, abs=0.005)
     assert "has no units for it" in table["fits"][table["GPU"].index("t4")]
@@ -157,23 +149,17 @@ def test_a_measured_machine_is_planned_for_with_its_own_steps(tmp_path, capsys):
     place.parent.mkdir(parents=True)
     shutil.copy(RECORD, place)
     (measured, *table), broken = machines(tmp_path)
-    assert not broken
-    assert measured.is_measured
-    assert measured.devices == 2
-    assert not any(each.is_measured for each in table)
+    assert not broken and measured.devices == 2 and {each.devices for each in table} == {None}
     options = PlanOptions(**dict(measured.flags), model_size="tiny", gpus=2, tokens=1e7)
     done = planned(words_of(options), repository=REPOSITORY)
-    assert not done.plan.machine.assumed
-    assert "fitted to measured steps" in done.plan.machine.basis
+    assert not done.plan.machine.assumed and "fitted to measured steps" in done.plan.machine.basis
     assert with_assumptions(done.plan) == printed(words_of(options), capsys)
 
 
 def test_a_broken_calibration_hides_nothing_else(tmp_path):
     (tmp_path / "calibration.json").write_text("{", encoding="utf-8")
-    found, broken = machines(tmp_path)
-    assert {"t4", "h100-80gb"} <= {each.name for each in found}
-    assert len(broken) == 1
-    assert "calibration.json" in broken[0]
+    choices, (problem,) = machines(tmp_path)
+    assert {"t4", "h100-80gb"} <= {each.name for each in choices} and "calibration.json" in problem
 
 
 def test_the_page_shows_the_figures_of_its_own_command(tmp_path, capsys, open_page):
@@ -391,11 +377,9 @@ def written(runs: Path, *, prompt: str = PROMPT, **changes) -> Text:
     "changes", [{}, {"seed": 2}, {"temperature": 0.0}, {"top_k": 5, "repetition_penalty": 1.3}, {"stop": ("e",)}]
 )
 def test_text_and_ids_are_those_of_the_script(runs, changes):
-    expected, found = written(runs, **changes), told(runs, **changes)
-    assert found.text == str(expected)
-    assert found.ids == expected.ids
-    assert found.ended == expected.ended
-    assert found.tokens == len(expected.ids)
+    expected, answer = written(runs, **changes), told(runs, **changes)
+    assert (answer.text, answer.ids, answer.ended) == (str(expected), expected.ids, expected.ended)
+    assert answer.tokens == len(expected.ids)
 
 
 def test_the_script_prints_the_same(runs, monkeypatch, capsys):
@@ -439,11 +423,8 @@ def test_a_stop_keeps_the_text_so_far(runs):
 
     with pytest.raises(Pressed):
         generate(found, request_of(runs), show=stop)
-    assert shown[0] == PROMPT
-    assert found.text == shown[-1]
-    assert found.text.startswith(PROMPT)
-    assert found.tokens == 3
-    assert found.ended == "stopped"
+    assert shown[0] == PROMPT and found.text == shown[-1] and found.text.startswith(PROMPT)
+    assert (found.tokens, found.ended) == (3, "stopped")
     assert told(runs).text == str(written(runs))
 
 
@@ -467,9 +448,7 @@ def test_the_likeliest_ids_are_those_of_the_model(runs):
 
 def test_a_prompt_that_does_not_fit_is_refused_in_the_words_of_the_page(runs):
     refused = told(runs, prompt="x " * 500).refused
-    assert refused.startswith("Prompt has ")
-    assert "shorten it" in refused
-    assert in_page("--checkpoint a/b: holds no checkpoint") == "a/b: holds no checkpoint"
+    assert refused.startswith("Prompt has ") and "shorten it" in refused
 
 
 def test_a_damaged_checkpoint_is_named(runs, tmp_path):
@@ -478,8 +457,7 @@ def test_a_damaged_checkpoint_is_named(runs, tmp_path):
     weights[-3] ^= 1
     (copy / "model.safetensors").write_bytes(weights)
     refused = told(tmp_path).refused
-    assert "model.safetensors" in refused
-    assert "\n" not in refused
+    assert "model.safetensors" in refused and "\n" not in refused and "--checkpoint" not in refused
     assert told(runs).refused == ""
 
 
@@ -503,11 +481,12 @@ def test_another_version_of_a_checkpoint_is_loaded_anew(runs, tmp_path, loaded):
     assert loaded == [copy, copy]
 
 
-def test_only_checkpoints_inside_the_folder_are_offered(runs, tmp_path):
+def test_only_checkpoints_inside_the_folder_are_offered(runs, tmp_path, open_page):
     folder = tmp_path / "runs"
     shutil.copytree(runs / "one", folder / "one")
     (folder / "one" / "step-00000009").symlink_to(runs / "one" / "step-00000001")
-    assert checkpoints_of(folder, ["one"]) == ["one/step-00000001"]
+    page = open_page("generate", folder=folder)
+    assert page.selectbox(key="generate-first").options == ["one/step-00000001"]
     assert inside(folder, "one/step-00000001") == folder / "one" / "step-00000001"
     for name in ("../one", "one/step-00000009", "/etc", "one/step-00000007"):
         with pytest.raises(UserError):

@@ -1,4 +1,4 @@
-"""The pages of runs, as Streamlit shows them: overview, compare and live."""
+"""The pages of runs, as Streamlit shows them, and what they read while runs write."""
 
 import json
 import math
@@ -9,16 +9,31 @@ import sys
 import tomllib
 from pathlib import Path
 
+import numpy as np
 import pytest
 from chart_records import record, step_lines, write_run
 from streamlit.testing.v1 import AppTest
 
-from dsgpt.charts.options import DARK, LIGHT
-from dsgpt.common.files import Lock
-from dsgpt.dashboard.curves import in_lines, lines
-from dsgpt.dashboard.figures import as_csv
-from dsgpt.dashboard.summaries import answers
-from dsgpt.record.runs import read_run
+from dsgpt.charts.themes import DARK, LIGHT
+from dsgpt.common.errors import UserError
+from dsgpt.common.files import Lock, holder_of
+from dsgpt.dashboard.compare import bars
+from dsgpt.dashboard.reading import (
+    StepReader,
+    _parsed,
+    answers,
+    contents,
+    inside,
+    last_entries,
+    model_name,
+    own_file,
+    version_of,
+)
+from dsgpt.dashboard.ui import as_csv, in_lines, lines, plain, smoothed, thinned
+from dsgpt.model.config import PRESETS
+from dsgpt.record.runs import read_run, read_step_curves
+from dsgpt.record.schema import Fields
+from dsgpt.training.status import SILENT_SEC, Signs, Status, signs_of_life, status_of
 
 ROOT = Path(__file__).parents[2]
 EVIL = "*x* [y](http:z) $a$ :red[b] <img src=q> :smile:"
@@ -99,11 +114,9 @@ def test_the_baseline_is_the_slowest_on_the_fewest_devices(runs):
 
 
 def test_a_baseline_that_is_the_fastest_is_not_compared_with_itself(runs, open_page):
-    write_run(runs / "zero1", record(training_config__strategy="zero1", hardware__world_size=2))
     write_run(runs / "baseline", record(training_config__strategy="baseline", summary__train_time_sec=14.6))
     said = texts(open_page("overview"))
-    assert "14.6 s. It is the baseline: no other run is faster." in said
-    assert "instead of" not in said
+    assert "14.6 s. It is the baseline: no other run is faster." in said and "instead of" not in said
 
 
 def test_the_overview_searches_and_prices(open_page):
@@ -124,8 +137,9 @@ def test_an_empty_folder_says_how_to_make_the_first_run(tmp_path, open_page):
     assert open_page("live", folder=empty).info and open_page("compare", folder=empty).info
 
 
-def test_equal_work_is_compared_and_its_losses_are(open_page):
-    test = open_page("compare")
+def test_equal_work_is_compared_and_its_losses_are(runs, open_page):
+    write_run(runs.parent / "secret", record())
+    test = open_page("compare", query={"runs": ["../secret"]})  # an address leads to no other folder
     assert test.multiselect("runs").value == ["baseline", "zero1"]
     assert "The same work" in test.success[0].value and "equal loss: yes" in test.success[0].value
     assert not test.warning
@@ -177,12 +191,6 @@ def test_foreign_text_is_no_markup(runs, open_page):
         assert not re.search(r"[<>$\[\]`]|:(?=red|smile)", unescaped), (page, unescaped)
 
 
-def test_an_address_leads_to_no_other_folder(runs, open_page):
-    write_run(runs.parent / "secret", record())
-    test = open_page("compare", query={"runs": ["../secret"]})
-    assert test.multiselect("runs").value == ["baseline", "zero1"]
-
-
 def test_a_run_is_watched_from_its_start_until_it_is_killed(runs, open_page):
     run = runs / "new"
     run.mkdir()
@@ -212,22 +220,17 @@ def test_a_run_is_watched_from_its_start_until_it_is_killed(runs, open_page):
     assert "**new** is **abandoned**" in texts(test)
 
 
-def test_gpus_are_shown_as_the_run_sampled_them(runs, open_page):
+def test_many_runs_are_a_table_and_gpus_are_shown_as_sampled(runs, open_page):
+    write_run(runs / "short", record(status="interrupted"), lines=step_lines(steps=4))
     gpu = {"uuid": "a", "utilisation": 0.5, "memory_used_bytes": 2e9, "power_watts": 70.0, "temperature_celsius": 60}
     lines = [{"time": 100.0 + second, "gpus": [gpu, {**gpu, "utilisation": 1.0}]} for second in range(3)]
     text = "".join(json.dumps(line) + "\n" for line in lines)
     (runs / "zero1" / "hardware.jsonl").write_text(text + '{"time": 5, "gpus": [7]}\nbroken\n{"ti')
-    test = open_page("live", query={"watch": ["zero1"]})
-    assert column(test, "GPU") == ["GPU 0", "GPU 1"]
-    assert column(test, "utilisation (%)") == [50.0, 100.0]
-    assert column(test, "memory (GB)") == [2.0, 2.0]
-
-
-def test_many_runs_are_a_table(runs, open_page):
-    write_run(runs / "short", record(status="interrupted"), lines=step_lines(steps=4))
-    test = open_page("live", query={"watch": ["baseline", "short"]})
-    assert column(test, "run") == ["baseline", "short"]
-    assert column(test, "step") == [40, 4]
+    test = open_page("live", query={"watch": ["short", "zero1"]})
+    assert (column(test, "run"), column(test, "step")) == (["zero1", "short"], [40, 4])
+    assert column(test, "GPU", table=1) == ["GPU 0", "GPU 1"]
+    assert column(test, "utilisation (%)", table=1) == [50.0, 100.0]
+    assert column(test, "memory (GB)", table=1) == [2.0, 2.0]
 
 
 def test_the_colours_are_those_of_the_charts():
@@ -238,13 +241,6 @@ def test_the_colours_are_those_of_the_charts():
         given = settings["theme"][theme.name]
         assert given["chartCategoricalColors"] == list(theme.palette)
         assert (given["backgroundColor"], given["textColor"]) == (theme.background, theme.ink)
-
-
-def test_the_whole_frame_opens(runs, monkeypatch):
-    monkeypatch.setattr("sys.argv", ["dashboard.py", "--runs", str(runs)])
-    test = AppTest.from_file(ROOT / "charts" / "dashboard.py", default_timeout=30).run()
-    assert not test.exception
-    assert [title.value for title in test.title] == ["Overview"]
 
 
 def test_a_spreadsheet_computes_no_cell_of_a_table():
@@ -310,6 +306,7 @@ def test_a_name_that_is_not_utf_8_is_one_line_on_every_page(runs, open_page):
         open_page(page)
     frame = AppTest.from_file(ROOT / "charts" / "dashboard.py", default_timeout=60).run()
     assert not frame.exception
+    assert [title.value for title in frame.title] == ["Overview"]
     assert [warning.value for warning in frame.warning] == [
         r"**reference/caf\\xe9** is not shown: its name is not UTF-8; rename it"
     ]
@@ -358,3 +355,217 @@ def test_runs_that_differ_in_the_seed_alone_are_their_mean_and_range_when_asked(
         first = [line[key] for line in step_lines() if key in line][-1]
         found = [band[name] for name in (f"{kind} loss (nats per token)", "least", "most")]
         assert found == pytest.approx([first + 0.2, first, first + 0.5])
+
+
+# What the pages read while runs write: steps, the folder, and what became of a run.
+
+
+COMMITTED = ROOT / "checkpoint" / "reference" / "cpu-2-cores"
+HOLD = "import fcntl, sys; file = open(sys.argv[1], 'w'); fcntl.flock(file, fcntl.LOCK_EX); print(flush=True); input()"
+
+
+def line(step: int, loss: float | None = 5.0, **others: object) -> str:
+    return json.dumps({"step": step, "loss": loss, "tokens": 8 * step, **others}) + "\n"
+
+
+def test_steps_are_those_that_the_charts_read():
+    path = COMMITTED / "demo-zero1" / "metrics.jsonl"
+    steps = StepReader(path).read()
+    train, validation, _ = read_step_curves(path, [])
+    assert steps.train["step"].tolist() == [point.step for point in train.points]
+    assert steps.train["loss"].tolist() == [point.loss for point in train.points]
+    assert steps.validation["val_loss"].tolist() == [point.loss for point in validation.points]
+    assert steps.validation["tokens"].tolist() == [point.tokens for point in validation.points]
+    assert (steps.last_step, steps.damaged) == (800, 0)
+    step, validated = last_entries(path, version_of(path))
+    assert (step["step"], validated["step"], validated["val_loss"]) == (800, 800, validation.points[-1].loss)
+
+
+def test_what_is_appended_is_added_and_a_torn_line_waits_for_its_end(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(line(1) + line(2)[:9])
+    reader = StepReader(path)
+    first = reader.read()
+    assert first.train["step"].tolist() == [1] and first.damaged == 0
+    with path.open("a") as file:
+        file.write(line(2)[9:] + "no JSON\n" + line(3, None) + json.dumps({"step": 3, "val_loss": 4.0}) + "\n")
+    now = reader.read()
+    assert now.train["step"].tolist() == [1, 2, 3] and now.damaged == 1
+    assert np.isnan(now.train["loss"][2])
+    assert now.validation["tokens"].tolist() == [24]
+    assert first.train["step"].tolist() == [1], "what a page holds does not change"
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        *(b'"loss": NaN', b'"loss": null', b'"lr": 1e308', b'"lr": 1e-308', b'"lr": "x"', b'"tokens": null'),
+        *(b'"warm_up": null', b'"lr": 1e999', b'"a": [[1]]', b'"a": "\\ud800"', b'"a": "\xff"', b'"a": 1, "a": 2'),
+        *(b'"a": {"loss": 1}', b'"a": 1}{"b": 2', b'"a": {\n"b": 1}', b'"a": 1,}\n{', b'"step": 1.5', b'"a" : 1', b""),
+        *(b'"interval": {"mfu": "x"}', b'"interval": null', b'"val_loss": 2', b'"a": "' + b"x" * 70_000 + b'"'),
+    ],
+)
+def test_lines_parsed_together_are_those_parsed_one_by_one(tmp_path, monkeypatch, broken):
+    """Whatever one of them holds, beside the lines of a real run, and where two reads meet in a line."""
+    whole = (COMMITTED / "demo-zero1" / "metrics.jsonl").read_bytes()
+    first, _, rest = whole.partition(b"\n")
+    path, found = tmp_path / "metrics.jsonl", []
+    for least in (0, len(whole) * 2):
+        monkeypatch.setattr("dsgpt.dashboard.reading._LEAST_BYTES", least)
+        path.write_bytes(whole + first.replace(b'"epoch": 0', broken or b'"epoch": 0')[:-9])
+        reader = StepReader(path)
+        assert reader.read().last_step == 800
+        with path.open("ab") as file:
+            file.write(first[-9:] + b"\n" + rest)
+        found.append(reader.read())
+    one, other = found
+    assert one.damaged == other.damaged
+    for part in ("train", "validation", "intervals"):
+        columns = [*getattr(one, part).items()]
+        assert all(np.array_equal(values, getattr(other, part)[name], equal_nan=True) for name, values in columns)
+
+
+def test_lines_of_a_real_run_are_parsed_together():
+    assert _parsed((COMMITTED / "demo-zero1" / "metrics.jsonl").read_bytes()).num_rows == 804
+
+
+@pytest.mark.parametrize("steps", [2, 9], ids=["shorter", "longer"])
+def test_a_file_that_another_run_writes_anew_is_read_anew(tmp_path, steps):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(line(step, 5.0) for step in range(1, 6)))
+    reader = StepReader(path)
+    assert reader.read().last_step == 5
+    path.write_text("".join(line(step, 7.0) for step in range(1, steps + 1)))  # the inode stays the same
+    assert reader.read().train["loss"].tolist() == [7.0] * steps
+
+
+def test_a_step_that_was_written_twice_counts_once(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(line(1, 1.0) + line(2, 2.0) + line(3, 3.0) + line(2, 9.0))
+    steps = StepReader(path).read()
+    assert steps.train["step"].tolist() == [1, 2, 3] and steps.train["loss"].tolist() == [1.0, 9.0, 3.0]
+
+
+def test_downsampling_keeps_every_peak_and_both_ends():
+    values = np.zeros(10_000)
+    values[[777, 5001]] = 9.0, -9.0
+    values[:3] = np.nan
+    places = thinned(values, points=100)
+    assert len(places) <= 100 and {0, 777, 5001, 9999} <= {*places.tolist()}
+    assert thinned(values[:50], points=100).tolist() == list(range(50))
+
+
+def test_smoothing_is_the_trailing_mean_of_what_is_known():
+    assert smoothed(np.array([1.0, np.nan, 3.0, 5.0]), window=2).tolist() == [1.0, 1.0, 3.0, 4.0]
+
+
+def test_pictures_join_points_in_their_order_and_colour_strategies():
+    curve = lines(["one", "static"], x="tokens/s", y="latency (s)", ordered=True)
+    assert curve["encoding"]["order"]["field"] == "order"
+    cells = ["ddp on 1 device", "ddp on 2 devices", "zero1 on 2 devices"]
+    drawn = bars(cells, x="speed-up", values=[1.0, 2.0, 1.9], groups=["ddp", "ddp", "zero1"])["layer"][0]
+    assert drawn["encoding"]["color"]["field"] == "group"
+    assert drawn["encoding"]["color"]["scale"]["domain"] == ["ddp", "zero1"]
+    for axis in (curve["encoding"]["x"]["axis"], drawn["encoding"]["x"]["axis"]):
+        assert "format" not in axis  # which would write 0.002 as 2m
+
+
+def test_names_lead_nowhere_else(tmp_path):
+    runs = tmp_path / "runs"
+    (runs / "a").mkdir(parents=True)
+    (runs / "a" / "training_metrics.json").write_text("{}")
+    secret = tmp_path / "secret"
+    secret.mkdir()
+    (secret / "training_metrics.json").write_text("{}")
+    (runs / "link").symlink_to(secret)
+    (runs / "a" / "metrics.jsonl").symlink_to(secret / "training_metrics.json")
+    assert contents(runs).runs == ("a",)
+    assert inside(runs, "a") == runs / "a"
+    for name in ("../secret", "/etc", "a/../../secret", "link", "", "a\0b", "nothing"):
+        with pytest.raises(UserError):
+            inside(runs, name)
+    with pytest.raises(UserError, match="is a link"):
+        own_file(runs / "a", "metrics.jsonl")
+    assert own_file(runs / "a", "hardware.jsonl") is None
+
+
+def test_the_committed_records_are_found():
+    found = contents(COMMITTED.parent)
+    assert found.runs == ("cpu-2-cores/demo-baseline", "cpu-2-cores/demo-zero1")
+    assert found.sweeps == tuple(f"cpu-2-cores/sweep-{name}.json" for name in ("scaling", "strategies"))
+
+
+def test_a_lock_is_seen_without_touching_it(tmp_path):
+    """Also of another process, until it is killed."""
+    path = tmp_path / ".lock"
+    with Lock.of_file(path) as lock:
+        assert holder_of(path) is None
+        lock.take()
+        assert holder_of(path) == os.getpid()
+    assert holder_of(path) is None
+    with subprocess.Popen([sys.executable, "-c", HOLD, path], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        other.stdout.readline()
+        assert signs_of_life(tmp_path).process == other.pid
+        other.kill()
+        other.wait()
+    assert signs_of_life(tmp_path).process is None
+    with pytest.raises(FileNotFoundError):
+        holder_of(tmp_path / "none")
+
+
+def signs(process: int | None = None, *, locks_known: bool = True, silent_sec: float | None = 1.0) -> Signs:
+    return Signs(process, locks_known, silent_sec)
+
+
+def test_a_record_that_says_running_is_believed_only_while_something_lives(monkeypatch):
+    monkeypatch.setattr("socket.gethostname", lambda: "here")
+    cases = {
+        ("completed", "here", signs()): Status.FINISHED,
+        ("interrupted", "here", signs()): Status.INTERRUPTED,
+        ("failed", "there", signs()): Status.FAILED,
+        (None, None, signs()): Status.UNKNOWN,
+        ("running", "here", signs(7)): Status.RUNNING,
+        ("running", "here", signs()): Status.ABANDONED,
+        ("running", None, signs()): Status.ABANDONED,
+        ("running", "there", signs()): Status.RUNNING,
+        ("running", "there", signs(silent_sec=SILENT_SEC)): Status.ABANDONED,
+        ("running", "here", signs(locks_known=False)): Status.RUNNING,
+        ("running", "here", signs(locks_known=False, silent_sec=None)): Status.ABANDONED,
+    }
+    for (recorded, host, seen), expected in cases.items():
+        assert status_of(recorded, host=host, signs=seen)[0] == expected, (recorded, host, seen)
+
+
+SMALL = PRESETS["small"].as_dict()
+
+
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [
+        ({"model_size": "small", "model": SMALL | {"vocab_size": 9, "dropout": 0.1}, "parameters": 9e7}, "small (90M)"),
+        ({"model_size": "small", "model": SMALL | {"n_layer": 1}, "parameters": 4.5e5}, "1 x 768 (0.45M)"),
+        ({"model_size": "small", "model": SMALL | {"block_size": 512}}, "12 x 768"),
+        ({"model_size": "small", "model": SMALL | {"n_head": 6}}, "12 x 768"),
+        ({"model_size": "distilgpt2", "model": SMALL | {"n_layer": 6}, "parameters": 82e6}, "distilgpt2 (82M)"),
+        ({"model": {"n_layer": 2, "n_embd": 64}, "parameters": 1.5e9}, "2 x 64 (1.5B)"),
+        ({"model_size": "xl"}, "xl"),
+        ({"parameters": 2e6}, "2M"),
+        ({}, None),
+    ],
+)  # fmt: skip
+def test_a_model_is_called_by_its_size_only_if_it_has_its_shape(config, name):
+    assert model_name(Fields(config, notes=[])) == name
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("see https://a.b/c now", "see `https://a.b/c` now"),
+        ("www.a.b or me@a.b", "`www.a.b` or `me@a.b`"),
+        (":a::smile:x :+1:www.a.b", "`:a::smile:`x `:+1:www.a.b`"),
+        ("2026-11-23T05:32:05+00:00", r"2026\-11\-23T05\:32\:05\+00\:00"),
+        ("`www.a`b", r"\``www.a`\`b"),
+    ],
+)
+def test_what_streamlit_replaces_behind_a_backslash_is_code(text, shown):
+    assert plain(text) == shown

@@ -22,13 +22,14 @@ from dsgpt.benchmarks.sweep_cells import read_description
 from dsgpt.charts.comparison import comparison_markdown, console_summary
 from dsgpt.checkpoints import store
 from dsgpt.checkpoints.manifest import read_run_state, write_run_state
-from dsgpt.checkpoints.selection import find_checkpoint, open_model_files, open_weights
+from dsgpt.checkpoints.store import find_checkpoint, open_model_files
+from dsgpt.checkpoints.training_state import open_weights
 from dsgpt.common.errors import Problems
 from dsgpt.common.json_files import JsonError
 from dsgpt.config.options import parse_arguments
 from dsgpt.config.run_config import RunConfig, resolve
 from dsgpt.data.preparation import Place
-from dsgpt.data.sources import SourceFile, downloaded_source, json_lines_reader
+from dsgpt.data.sources import SourceFile, downloaded_source, read_json_lines
 from dsgpt.formats.hugging_face import PretrainedWeights, published_shape, read_json, weight_files
 from dsgpt.formats.tokenizer_files import end_of_text_id, token_ids
 from dsgpt.inference.model_files import build_model
@@ -340,7 +341,7 @@ def downloaded(folder: Path) -> None:
 def json_lines(folder: Path) -> None:
     """Read documents from JSON lines."""
     file = folder / "raw" / "documents.jsonl"
-    list(json_lines_reader(text_key="text", key_field="key")(SourceFile(path=file, key="k", split=None, read=print)))
+    list(read_json_lines(SourceFile(path=file, key="k", split=None, read=print), text_key="text", key_field="key"))
 
 
 def page(suite: str) -> Callable[[Path], None]:

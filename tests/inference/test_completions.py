@@ -22,7 +22,7 @@ from dsgpt.inference.commands import Key, Limits, ServeOptions, keys_of
 from dsgpt.inference.generation import Continuation
 from dsgpt.inference.server.completions import SMALL_BODY, Answer, Choice, Completions, Gate, Metrics, add_logprobs
 from dsgpt.inference.server.engine import Engine, Sampler, Scorer, Sequence, open_served
-from dsgpt.inference.server.requests import ApiError, Prompt, Sampling, new_tokens_of, read_prompts, read_request
+from dsgpt.inference.server.requests import ApiError, Drawing, Prompt, new_tokens_of, read_prompts, read_request
 from dsgpt.inference.server.server import http_config, make_app, serve
 
 MODEL, POSITIONS = "tiny", 128
@@ -282,7 +282,7 @@ def test_log_probabilities_stand_beside_their_tokens(tokenizer, at_a_time):
 # Tokens are drawn as the request says, repeatably with a seed; logits that are not finite end one request alone.
 
 
-def drawn(rows: list[list[float]], settings: list[Sampling]) -> tuple[list[int], list[str]]:
+def drawn(rows: list[list[float]], settings: list[Drawing]) -> tuple[list[int], list[str]]:
     """The token of each row of logits, each of another position, and the rows that failed."""
     failed: list[str] = []
     sampler = Sampler(failed.append)
@@ -320,7 +320,7 @@ SHARES = torch.tensor([0.1, 0.4, 0.2, 0.3]).log().tolist()
 )
 def test_only_the_allowed_tokens_are_drawn(settings, tokens):
     """By 400 sequences, beside a greedy one and one with bad logits; no temperature overflows."""
-    beside = [Sampling(), *[Sampling(**{"temperature": 1.0} | settings)] * 400, Sampling(temperature=1.0)]
+    beside = [Drawing(), *[Drawing(**{"temperature": 1.0} | settings)] * 400, Drawing(temperature=1.0)]
     for logits, expected in ((SHARES, tokens), ([38e37 * logit / 10 for logit in SHARES], {1})):
         found, failed = drawn([logits] * 401 + [[torch.nan] * 4], beside)
         assert (found[0], set(found[1:-1]), failed) == (1, expected, ["401"])
@@ -328,7 +328,7 @@ def test_only_the_allowed_tokens_are_drawn(settings, tokens):
 
 def test_shares_of_drawn_tokens_are_the_models():
     for more in ({}, {"top_k": 4}):
-        tokens, _ = drawn([SHARES] * 4000, [Sampling(temperature=1.0, seed="7", **more)] * 4000)
+        tokens, _ = drawn([SHARES] * 4000, [Drawing(temperature=1.0, seed="7", **more)] * 4000)
         shares = torch.tensor(tokens).bincount() / 4000
         assert shares.tolist() == pytest.approx(torch.tensor(SHARES).exp().tolist(), abs=0.03)
 

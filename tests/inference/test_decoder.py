@@ -8,12 +8,11 @@ from published import VOCABULARY, random_model, random_prompts, save_published
 from test_generate import script
 
 from dsgpt.common.errors import UserError
-from dsgpt.inference import decoder as decoder_module
-from dsgpt.inference import decoder as linear
+from dsgpt.inference import decoder as module
 from dsgpt.inference import generation as latency
 from dsgpt.inference.commands import GenerateRequest as Request
 from dsgpt.inference.commands import Sampling
-from dsgpt.inference.decoder import Decoder, Packed, Plain, Transposed, _Step, round_to_int8, to_int8
+from dsgpt.inference.decoder import Decoder, Linear, Packed, Transposed, _Step, round_to_int8, to_int8
 from dsgpt.inference.generation import (
     Chooser,
     Writer,
@@ -118,7 +117,7 @@ def test_low_precision_is_that_of_transformers(published, monkeypatch, instructi
 
     if instructions == "none":
         for question in ("multiplies", "packs"):
-            monkeypatch.setattr(linear, question, lambda dtype: dtype == torch.float32)
+            monkeypatch.setattr(module, question, lambda dtype: dtype == torch.float32)
     peer = GPT2LMHeadModel.from_pretrained(published, dtype=torch.bfloat16).eval()
     ids = torch.tensor([PROMPT * 2, [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]])
     sequences = Decoder(random_model(64).to(torch.bfloat16), batch_size=2).begin(ids.tolist(), new_tokens=1)
@@ -143,27 +142,27 @@ def test_more_tokens_than_positions_are_refused(prompt, new_tokens):
         list(generate(Decoder(MODEL), prompt, new_tokens=new_tokens))
 
 
-BF16 = Packed if packs(torch.bfloat16) else Plain
+BF16 = Packed if packs(torch.bfloat16) else Linear
 
 
 @pytest.mark.parametrize(
     ("mkl", "onednn", "kinds"),
     [
-        (True, {torch.float32}, [Transposed, Packed, Plain, Plain]),  # x86 without AVX512
-        (True, {torch.float32, torch.bfloat16}, [Transposed, Packed, Packed, Plain]),
-        (False, set(), [Plain, Plain, Plain, Plain]),  # ARM
-        (None, None, [Transposed, Packed, BF16, Plain]),  # this CPU, with PyTorch as it is installed
+        (True, {torch.float32}, [Transposed, Packed, Linear, Linear]),  # x86 without AVX512
+        (True, {torch.float32, torch.bfloat16}, [Transposed, Packed, Packed, Linear]),
+        (False, set(), [Linear, Linear, Linear, Linear]),  # ARM
+        (None, None, [Transposed, Packed, BF16, Linear]),  # this CPU, with PyTorch as it is installed
     ],
 )
 def test_layers_are_packed_where_that_works_and_is_faster(monkeypatch, mkl, onednn, kinds):
     """Answers of other CPUs are pretended; layers are then chosen, but not arranged."""
     if onednn is not None:
         monkeypatch.setattr(torch._C, "has_mkl", mkl)
-        monkeypatch.setattr(linear, "packs", lambda dtype: dtype in onednn)
+        monkeypatch.setattr(module, "packs", lambda dtype: dtype in onednn)
         monkeypatch.setattr(Packed, "__init__", lambda self, *_, **__: None)
     weight, memory = torch.randn(8, 4), HugePages()
     cases = [(weight, 1), (weight, 2), (weight.bfloat16(), 1), (weight.double(), 2)]
-    assert [type(linear.fast_linear(each, None, rows=rows, memory=memory)) for each, rows in cases] == kinds
+    assert [type(module.fast_linear(each, None, rows=rows, memory=memory)) for each, rows in cases] == kinds
 
 
 # The compiled step gives the logits of the step without a compiler, and is what `--compile` asks for.
@@ -197,7 +196,7 @@ def asked(monkeypatch) -> dict[str, list[str]]:
     The step itself stands for what the compiler makes of it, which takes half a minute.
     """
     found: dict[str, list[str]] = {"layers": [], "steps": []}
-    arranged = decoder_module.fast_linear
+    arranged = module.fast_linear
 
     def noted(weight, bias, **options):
         found["layers"].append(options["quantize"])
@@ -212,8 +211,8 @@ def asked(monkeypatch) -> dict[str, list[str]]:
 
         return call
 
-    monkeypatch.setattr(decoder_module, "fast_linear", noted)
-    monkeypatch.setattr(decoder_module, "compiled_step", uncompiled)
+    monkeypatch.setattr(module, "fast_linear", noted)
+    monkeypatch.setattr(module, "compiled_step", uncompiled)
     monkeypatch.setenv("CXX", "a compiler that nobody calls")
     return found
 

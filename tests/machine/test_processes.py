@@ -223,7 +223,7 @@ ENDED_BY = {
     "tests/strategies/strategy_worker.py": CELLS,
     "tests/strategies/torch_on_ranks.py": "tests/strategies/torch_on_ranks.py",
     "tests/telemetry/test_measured.py": "tests/telemetry/test_measured.py",
-    "tests/training/fp16_on_cpu.py": "tests/training/fp16_on_cpu.py",
+    "tests/training/test_loss_scaling.py": "tests/training/test_loss_scaling.py",
 }
 """For each file that joins a group, the file whose last line the process reaches."""
 

@@ -2,89 +2,77 @@
 
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from planner_records import RATES, machine
-from small_run import REPOSITORY
 
-from dsgpt.common.errors import Problems
-from dsgpt.config.recipe import read_recipe
 from dsgpt.model.config import PRESETS
 from dsgpt.planner.hardware import find_gpu
 from dsgpt.planner.rates import at_ranks, datasheet_machine
-from dsgpt.planner.setup import Setup, model_parameters, total
-from dsgpt.planner.step_time import bubble_fraction, bus_rate, predict_step
+from dsgpt.planner.setup import Setup, gathers_of, model_parameters, total
+from dsgpt.planner.step_time import (
+    OpCounts,
+    block_backward,
+    block_forward,
+    bubble_fraction,
+    bus_rate,
+    head_and_loss,
+    predict_step,
+)
 from dsgpt.planner.strategies import copied, passes, placed_traffic, step_traffic, strategy_of
 from dsgpt.planner.strategy import AFTER_STEP, BACKWARD, BEFORE_STEP, FORWARD
-from dsgpt.planner.work import OpCounts, block_backward, block_forward, head_and_loss
-from dsgpt.planner.zero3 import gathered, gathered_forward
 
 # The order of a step: every byte of the planned traffic has its place, and pipelines run as DeepSpeed's do.
 
 
+SMALL = {"model": PRESETS["small"], "world_size": 8, "precision": "bf16", "seq_length": 1024}
 RECIPES = ("zero0", "zero1", "zero2", "zero3", "zero3_offload", "tensor", "sequence", "pipeline", "3d")
-
-
-def setup_of(
-    recipe: str, *, run_type: str = "optimized", ranks: int = 8, batches: int = 3, again: bool = False
-) -> Setup:
-    problems = Problems()
-    read = read_recipe(REPOSITORY / "ds_configs" / f"{recipe}.json", problems)
-    assert read is not None
-    return Setup(
-        run_type=run_type,
-        model=PRESETS["small"],
-        recipe=read,
-        world_size=ranks,
-        precision="bf16",
-        micro_batch_size=2,
-        gradient_accumulation_steps=batches,
-        seq_length=1024,
-        activation_checkpointing=again,
-    )
+FSDP, DDP = {"run_type": "fsdp"}, {"run_type": "ddp"}
 
 
 @pytest.mark.parametrize("again", [False, True])
-@pytest.mark.parametrize("recipe", [*RECIPES, "ddp", "fsdp"])
-def test_places_share_out_the_traffic_of_the_step(recipe, again):
-    run_type = recipe if recipe in {"ddp", "fsdp"} else "optimized"
-    setup = setup_of("zero0" if run_type != "optimized" else recipe, run_type=run_type, again=again)
-    for rank in setup.first_ranks:
-        found = Counter[tuple[str, str, str]]()
-        for each in placed_traffic(setup, rank=rank):
-            found[each.traffic.what, each.traffic.operation, each.traffic.axis] += each.traffic.payload_bytes
-        assert found == {(t.what, t.operation, t.axis): t.payload_bytes for t in step_traffic(setup, rank=rank)}
+@pytest.mark.parametrize("fields", [*({"name": name} for name in RECIPES), DDP, FSDP], ids=str)
+def test_places_share_out_the_traffic_of_the_step(setup, fields, again):
+    training = setup(activation_checkpointing=again, **SMALL | fields)
+    for rank in training.first_ranks:
+        placed = Counter[tuple[str, str, str]]()
+        for each in placed_traffic(training, rank=rank):
+            placed[each.traffic.what, each.traffic.operation, each.traffic.axis] += each.traffic.payload_bytes
+        assert placed == {(t.what, t.operation, t.axis): t.payload_bytes for t in step_traffic(training, rank=rank)}
 
 
-def places(setup: Setup, what: str, rank: int = 0) -> list[tuple[str, int | None]]:
-    return [(each.moment, each.micro_batch) for each in placed_traffic(setup, rank=rank) if each.traffic.what == what]
+EACH_PASS = [(kind, number) for number in range(3) for kind in (FORWARD, BACKWARD)]
 
 
-def test_gradients_are_sent_where_each_strategy_sends_them():
-    assert places(setup_of("zero0", run_type="ddp"), "gradients") == [(BACKWARD, 2)]
-    assert places(setup_of("zero1"), "gradients") == [(BEFORE_STEP, None)]
-    assert places(setup_of("zero2"), "gradients") == [(BACKWARD, 0), (BACKWARD, 1), (BACKWARD, 2)]
+@pytest.mark.parametrize(
+    ("fields", "what", "rank", "places"),
+    [
+        (DDP, "gradients", 0, [(BACKWARD, 2)]),
+        ({"name": "zero1"}, "gradients", 0, [(BEFORE_STEP, None)]),
+        ({"name": "zero2"}, "gradients", 0, [(BACKWARD, 0), (BACKWARD, 1), (BACKWARD, 2)]),
+        (FSDP, "weights", 0, EACH_PASS),
+        ({"name": "zero2"}, "weights", 0, [(AFTER_STEP, None)]),
+        ({"name": "zero3"}, "weights", 0, [*EACH_PASS, (AFTER_STEP, None)]),
+        # a stage sends to its neighbours alone
+        ({"name": "pipeline", "world_size": 4}, "activations", 0, [(FORWARD, number) for number in range(3)]),
+        ({"name": "pipeline", "world_size": 4}, "activations", 2, [(BACKWARD, number) for number in range(3)]),
+    ],
+)
+def test_each_strategy_sends_at_its_places(setup, fields, what, rank, places):
+    placed = placed_traffic(setup(**SMALL | fields), rank=rank)
+    assert [(each.moment, each.micro_batch) for each in placed if each.traffic.what == what] == places
 
 
-def test_weights_are_gathered_where_each_strategy_gathers_them():
-    each_pass = [(kind, number) for number in range(3) for kind in (FORWARD, BACKWARD)]
-    assert places(setup_of("zero0", run_type="fsdp"), "weights") == each_pass
-    assert places(setup_of("zero2"), "weights") == [(AFTER_STEP, None)]
-    assert places(setup_of("zero3"), "weights") == [*each_pass, (AFTER_STEP, None)]
-
-
-def test_zero_3_gathers_every_large_parameter_before_its_first_use():
-    setup = setup_of("zero3")
-    forward = {part.name for part in gathered_forward(setup)}
-    assert forward == {part.name for part in gathered(setup)}
-    assert len(gathered_forward(setup)) < len(gathered(setup))
+def test_zero_3_gathers_every_large_parameter_before_its_first_use(setup):
+    gathers = gathers_of(setup("zero3", **SMALL))
+    assert {part.name for part in gathers.forward} == {part.name for part in gathers.all}
+    assert len(gathers.forward) < len(gathers.all)
 
 
 def megabytes(setup: Setup, what: str) -> tuple[int, int]:
     """What a rank copies to its host in a step, and back."""
-    found = [each for each in copied(setup) if each.what == what]
-    out, back = (sum(each.size for each in found if each.to_device == way) for way in (False, True))
+    copies = [each for each in copied(setup) if each.what == what]
+    out, back = (sum(each.size for each in copies if each.to_device == to) for to in (False, True))
     return round(out / 1e6), round(back / 1e6)
 
 
@@ -102,46 +90,37 @@ def megabytes(setup: Setup, what: str) -> tuple[int, int]:
         ("zero2_offload", "fp32", 8, (8 * 154.53 + 62.24, 7 * 154.53)),
     ],
 )
-def test_offload_copies_gradients_as_deepspeed_does(recipe, precision, batches, gradients):
-    setup = replace(setup_of(recipe, batches=batches), precision=precision)
-    assert megabytes(setup, "gradients") == pytest.approx(gradients, abs=1)
+def test_offload_copies_gradients_as_deepspeed_does(setup, recipe, precision, batches, gradients):
+    training = setup(recipe, **SMALL | {"precision": precision, "gradient_accumulation_steps": batches})
+    assert megabytes(training, "gradients") == pytest.approx(gradients, abs=1)
     own = 62 if precision == "fp32" else 31
     if recipe == "zero2_offload":
-        assert megabytes(setup, "weights") == (0, own)
+        assert megabytes(training, "weights") == (0, own)
     else:  # the weights stay in the host, and reach the device in the passes alone
-        assert {each.moment for each in copied(setup) if each.what == "weights"} == {FORWARD, BACKWARD}
+        assert {each.moment for each in copied(training) if each.what == "weights"} == {FORWARD, BACKWARD}
 
 
-def test_fsdp_copies_what_stays_gathered_once():
+def test_fsdp_copies_what_stays_gathered_once(setup):
     """Blocks have 85.1 million elements, embeddings and last LayerNorm 39.4 million, of which a rank has an eighth."""
-    setup = setup_of("zero0", run_type="fsdp", batches=8)
-    offload = replace(setup.recipe.dsgpt.fsdp, cpu_offload=True)
-    setup = replace(setup, recipe=replace(setup.recipe, dsgpt=replace(setup.recipe.dsgpt, fsdp=offload)))
-    assert megabytes(setup, "weights") == (0, round((16 * 85.05 + 39.42) * 4 / 8))
-    assert megabytes(setup, "gradients") == (62, 0)
-
-
-def test_a_stage_sends_to_its_neighbours_alone():
-    setup = setup_of("pipeline", ranks=4)
-    assert {moment for moment, _ in places(setup, "activations", rank=0)} == {FORWARD}
-    assert {moment for moment, _ in places(setup, "activations", rank=2)} == {BACKWARD}
+    offload = {"dsgpt": {"fsdp": {"cpu_offload": True}}}
+    training = setup(top=offload, gradient_accumulation_steps=8, **SMALL | FSDP)
+    assert megabytes(training, "weights") == (0, round((16 * 85.05 + 39.42) * 4 / 8))
+    assert megabytes(training, "gradients") == (62, 0)
 
 
 @pytest.mark.parametrize(("stages", "batches"), [(2, 1), (2, 5), (4, 2), (4, 4), (4, 9)])
-def test_a_pipeline_runs_in_the_order_of_deepspeed(stages, batches, tmp_path):
+def test_a_pipeline_runs_in_the_order_of_deepspeed(setup, stages, batches):
     from deepspeed.runtime.pipe.schedule import BackwardPass, ForwardPass, TrainSchedule
 
-    recipe = tmp_path / "pipeline.json"
-    text = (REPOSITORY / "ds_configs" / "pipeline.json").read_text(encoding="utf-8")
-    recipe.write_text(text.replace('"stages": 2', f'"stages": {stages}'), encoding="utf-8")
-    setup = setup_of(str(Path(recipe).with_suffix("")), ranks=stages, batches=batches)
+    top = {"pipeline": {"stages": stages}}
+    training = setup("pipeline", top=top, **SMALL | {"world_size": stages, "gradient_accumulation_steps": batches})
     for stage in range(stages):
         done, kinds = [], {ForwardPass: FORWARD, BackwardPass: BACKWARD}
         for commands in TrainSchedule(micro_batches=batches, stages=stages, stage_id=stage):
             done += [kinds[type(each)] for each in commands if type(each) in kinds]
-        assert [each.kind for each in passes(setup, rank=stage)] == done
+        assert [each.kind for each in passes(training, rank=stage)] == done
         for kind in (FORWARD, BACKWARD):
-            own = [each.micro_batch for each in passes(setup, rank=stage) if each.kind == kind]
+            own = [each.micro_batch for each in passes(training, rank=stage) if each.kind == kind]
             assert own == list(range(batches))
 
 
@@ -171,7 +150,7 @@ ALONE = {"run_type": "baseline", "world_size": 1}
 def test_passes_over_gradients(setup, fields, micro_batches, on_cpu, on_gpu):
     """Two ranks. A GPU keeps what was held against published figures."""
     found = setup(gradient_accumulation_steps=micro_batches, **fields)
-    p = total(found.held(0))
+    p = total(found.parameters(0))
     assert strategy_of(found).gradient_bytes(0, kind="cpu") == pytest.approx(on_cpu * p)
     assert strategy_of(found).gradient_bytes(0, kind="cuda") == pytest.approx(on_gpu * p)
 
@@ -192,7 +171,7 @@ def test_passes_over_gradients(setup, fields, micro_batches, on_cpu, on_gpu):
 def test_deepspeed_divides_and_searches_gradients_in_their_precision(setup, fields, micro_batches, each):
     """On a CPU at the rate of elementwise operations. Sequence ranks divide in fp32, DDP does in every precision."""
     found = setup(gradient_accumulation_steps=micro_batches, **fields)
-    p = total(found.held(0))
+    p = total(found.parameters(0))
     assert strategy_of(found).low_arithmetic_bytes(0) == each * p
     rates = (("cpu", 1e3), ("cpu", 1e30), ("cuda", 1e3))
     machines = [machine(kind, elementwise={"bf16": rate, "fp32": rate}, memory=1e30) for kind, rate in rates]
@@ -207,15 +186,15 @@ def test_gathered_weights_are_copied(setup, fields, each):
     """In fp32 and one micro batch: the own half before a gather, and both halves after it."""
     found = setup(gradient_accumulation_steps=1, **fields)
     gathered = next(t.payload_bytes for t in step_traffic(found) if t.operation == "all_gather")
-    expected = each * total(found.held(0)) + 2 * (gathered / 2 + gathered)
+    expected = each * total(found.parameters(0)) + 2 * (gathered / 2 + gathered)
     assert strategy_of(found).gradient_bytes(0, kind="cpu") == pytest.approx(expected)
 
 
 def test_pipelines_step_in_several_operations(setup):
     """PyTorch's AdamW reads and writes 20 numbers a weight then, instead of 7; bf16 weights are written too."""
     fused, several = setup(precision="bf16", **ALONE), setup("pipeline", precision="bf16")
-    assert strategy_of(fused).optimizer_bytes(0) == (28 + 6) * total(fused.held(0))
-    assert strategy_of(several).optimizer_bytes(0) == pytest.approx((80 + 6) * total(several.held(0)))
+    assert strategy_of(fused).optimizer_bytes(0) == (28 + 6) * total(fused.parameters(0))
+    assert strategy_of(several).optimizer_bytes(0) == pytest.approx((80 + 6) * total(several.parameters(0)))
 
 
 # The time of a step against figures worked out by hand.

@@ -9,7 +9,7 @@ from chart_records import flat_record, record, step_lines, without, write_run
 from messages import without_paths
 
 from dsgpt.charts.comparison import comparison_markdown, console_summary
-from dsgpt.charts.plots import _warnings
+from dsgpt.charts.runs import _warnings
 from dsgpt.common.errors import UserError
 from dsgpt.record.equal_work import judge, machine_line, machine_stamps, segment_stamps, setup_stamps
 from dsgpt.record.runs import Run, read_run, smoothed

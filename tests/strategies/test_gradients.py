@@ -7,7 +7,6 @@ import pytest
 import torch
 from small_run import command_line, write_data, write_inputs, write_recipe
 from step_counts import Counts
-from strategy_cells import DEEP, LAYERS, NO_LIBAIO, NVME, START_BF16, START_FP32, THREE_D, Asked
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dsgpt.config.options import parse_arguments
@@ -126,55 +125,6 @@ def test_a_parameter_without_a_gradient_begins_no_sum(bf16_optimizer):
     spare_passes(bf16_optimizer, single_rank=False, engine=SimpleNamespace())
     bf16_optimizer._update_hp_grad(torch.nn.Parameter(torch.zeros(4)), 0, 0, clear_lp_grads=True)
     assert bf16_optimizer.fp32_groups_has_gradients == [[False]]
-
-
-# Initial weights follow from seed and name alone on every rank; no rank ever holds the whole of a split model.
-
-
-BUILT_IN_PARTS = [
-    *((Asked(2, f"start {name} {LAYERS[-1]}"), 2) for name in DEEP),
-    (Asked(2, "steps zero3"), 2),
-    (Asked(2, "steps pipeline2-zero1"), 2),
-    (Asked(4, "steps pipeline2-zero1"), 2),
-    (Asked(8, f"steps {THREE_D}"), 4),
-]
-CASES = [
-    *(Asked(2, f"start {name} fp32") for name in START_FP32),
-    *(Asked(2, f"start {name} bf16") for name in START_BF16),
-    *(Asked(ranks, f"steps {name}") for ranks in (2, 4) for name in ("tensor2-zero1", "sequence2-zero1")),
-    *(cell for cell, _ in BUILT_IN_PARTS),
-]
-
-
-@pytest.mark.skipif(NO_LIBAIO, reason="needs libaio-dev")
-def test_offload_to_nvme_is_tested_here():
-    assert NVME
-
-
-@pytest.mark.parametrize("cell", CASES, ids=str)
-def test_every_rank_starts_from_the_baselines_weights_bit_for_bit(seen, cell):
-    """In bf16 this holds for the masters too: they start as the rounded weights, as in the baseline."""
-    for facts in seen(cell).ranks:
-        assert facts["missing"] == []
-        assert facts["wrong"] == []
-
-
-@pytest.mark.parametrize(("cell", "parts"), BUILT_IN_PARTS, ids=str)
-def test_no_rank_ever_holds_the_whole_model_while_it_is_built(seen, cell, parts):
-    """A rank holds at most its part and three copies of one parameter, for example drawn, rounded and split."""
-    for facts in seen(cell).ranks:
-        whole, largest = facts["whole"], facts["largest"]
-        shared = largest if "pipeline" in cell.name else 0  # both ends of a pipeline hold the embedding
-        buffers = 5 * largest / parts if "nvme" in cell.name else 0  # to swap through
-        assert whole / (2 * parts) < facts["most_while_built"] - buffers <= whole / parts + shared + 3 * largest < whole
-
-
-@pytest.mark.parametrize(("cell", "parts"), [case for case in BUILT_IN_PARTS if "steps" in case[0].name], ids=str)
-def test_a_rank_trains_only_its_part(seen, cell, parts):
-    """Between steps it keeps its stage or shard, and biases and LayerNorms, which are too small to split."""
-    for facts in seen(cell).ranks:
-        shared = facts["largest"] if "pipeline" in cell.name else 0
-        assert facts["whole"] / parts <= facts["held"] <= 1.1 * facts["whole"] / parts + shared
 
 
 class OnMeta(TorchDispatchMode):

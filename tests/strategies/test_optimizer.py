@@ -9,9 +9,8 @@ import torch
 from deepspeed.runtime import lr_schedules
 
 from dsgpt.config.recipe_blocks import OptimizerRecipe, SchedulerRecipe
-from dsgpt.model.config import GPT2Config
+from dsgpt.model.config import GPT2Config, decays
 from dsgpt.model.gpt2 import GPT2, initialize
-from dsgpt.model.names import decays
 from dsgpt.strategies.optimizer import (
     BLOCK,
     begin_state,

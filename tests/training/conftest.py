@@ -4,8 +4,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from run_folders import LONG
 from small_run import command_line, write_data, write_recipe
+from training_runs import LONG
 
 from dsgpt.training.command import train as train_here
 

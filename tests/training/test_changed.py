@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 from messages import without_paths
-from run_folders import Killed, checkpoints, errors, record, resume
 from small_run import RECIPE, TOKENS, command_line, random_ids, write_data, write_recipe, write_tokenizer, write_tokens
+from training_runs import Killed, checkpoints, errors, read_record, resume
 
 from dsgpt.checkpoints import store
 from dsgpt.checkpoints.manifest import Change, parse_manifest, read_run_state
-from dsgpt.checkpoints.selection import find_checkpoint
+from dsgpt.checkpoints.store import find_checkpoint
 from dsgpt.common.errors import UserError
 from dsgpt.data import token_file
 from dsgpt.record.equal_work import judge
@@ -48,7 +48,7 @@ def test_the_split_of_the_batch_may_change(stopped, finished_run):
     expected, found = losses(finished_run / "run"), losses(stopped)
     assert found.keys() == expected.keys()
     assert all(abs(found[step] - expected[step]) <= 2e-4 for step in expected)
-    assert record(stopped)[CHANGES_KEY] == []
+    assert read_record(stopped)[CHANGES_KEY] == []
     assert compared(finished_run, stopped).line() == "same work: yes"
 
 
@@ -56,12 +56,14 @@ def test_a_changed_recipe_is_refused_and_the_error_names_the_flag(stopped, finis
     assert resume(stopped, finished_run, deepspeed_config=faster) == 2
     (line,) = errors(capsys)
     assert without_paths(line, stopped) == snapshot
+    assert resume(stopped, finished_run, deepspeed_config=faster, seed=7) == 2
+    assert [line.split()[2] for line in errors(capsys)] == ["seed", "optimizer"]
 
 
 def test_an_allowed_change_of_the_recipe_takes_effect_and_is_recorded(stopped, finished_run, faster, capsys):
     assert resume(stopped, finished_run, deepspeed_config=faster, allow_changed="data,recipe") == 0
     assert "--allow_changed: optimizer was {'lr': 0.001, " in capsys.readouterr().out
-    (change,) = record(stopped)[CHANGES_KEY]
+    (change,) = read_record(stopped)[CHANGES_KEY]
     assert (change["step"], change["name"]) == (9, "optimizer")
     assert (change["before"]["lr"], change["after"]["lr"]) == (0.001, 0.003)
     assert change["after"]["betas"] == [0.8, 0.9]
@@ -78,9 +80,9 @@ def test_a_change_stays_in_the_record_after_another_resume(stopped, finished_run
     changed = {"deepspeed_config": faster, "allow_changed": "recipe"}
     assert resume(stopped, finished_run, **changed) == 0
     (stopped / "RUN_COMPLETE.txt").unlink()
-    (change,) = record(stopped)[CHANGES_KEY]
+    (change,) = read_record(stopped)[CHANGES_KEY]
     assert resume(stopped, finished_run, deepspeed_config=faster) == 0
-    assert record(stopped)[CHANGES_KEY] == [change]
+    assert read_record(stopped)[CHANGES_KEY] == [change]
 
 
 def test_other_data_needs_allow_changed_data(stopped, finished_run, tmp_path, capsys):
@@ -88,7 +90,7 @@ def test_other_data_needs_allow_changed_data(stopped, finished_run, tmp_path, ca
     assert resume(stopped, finished_run, train_data_path=other, allow_changed="recipe") == 2
     assert "add --allow_changed data" in errors(capsys)[0]
     assert resume(stopped, finished_run, train_data_path=other, allow_changed="data") == 0
-    assert [change["name"] for change in record(stopped)[CHANGES_KEY]] == ["train data"]
+    assert [change["name"] for change in read_record(stopped)[CHANGES_KEY]] == ["train data"]
 
 
 def test_a_change_that_was_reverted_counts(stopped, finished_run, tmp_path):
@@ -110,7 +112,7 @@ def test_data_of_another_length_keeps_the_sums(stopped, finished_run, tmp_path):
     """Epochs of 5 steps before, of 7 afterwards: every step belongs to one record of an epoch."""
     other = write_tokens(tmp_path / "other.bin", random_ids(7 * 8 * 16 + 1, seed=9))
     assert resume(stopped, finished_run, train_data_path=other, allow_changed="data") == 0
-    found = record(stopped)
+    found = read_record(stopped)
     assert sum(epoch["steps"] for epoch in found["epochs"]) == found["summary"]["optimizer_steps"] == 12
 
 
@@ -118,9 +120,9 @@ def test_a_finished_run_may_be_made_longer(copied_run, finished_run, capsys):
     assert resume(copied_run, finished_run, max_train_steps=15) == 2
     assert "total steps is 15 but the finished run" in errors(capsys)[0]
     assert resume(copied_run, finished_run, max_train_steps=15, allow_changed="recipe") == 0
-    assert record(copied_run)["summary"]["optimizer_steps"] == 15
+    assert read_record(copied_run)["summary"]["optimizer_steps"] == 15
     assert sorted(losses(copied_run)) == list(range(1, 16))
-    assert record(copied_run)["status"] == "completed"
+    assert read_record(copied_run)["status"] == "completed"
 
 
 def test_a_run_cannot_end_before_its_checkpoint(stopped, finished_run, capsys, snapshot):
@@ -358,10 +360,10 @@ def test_the_best_is_chosen_on_the_new_set(easy, run_dir, capsys):
     assert [step for step, _ in new] == [6, 8, 10, 12], "the loss of step 6 was one of the old set"
     losses = dict(new)
     assert min(losses.values()) > max(old)
-    summary = record(run_dir)["summary"]
+    summary = read_record(run_dir)["summary"]
     assert summary["best_val_loss"] == min(losses.values())
     assert summary["final_val_loss"] == losses[12]
-    assert record(run_dir)["epochs"][1]["val_loss_avg_global"] == losses[10]
+    assert read_record(run_dir)["epochs"][1]["val_loss_avg_global"] == losses[10]
     best = min((8, 10, 12), key=losses.__getitem__)
     assert find_checkpoint(run_dir, which="best", flag="--from").name == f"step-{best:08d}"
     assert checkpoints(run_dir) == sorted({best, 10, 12}), "a loss of the old set keeps no checkpoint"
@@ -377,7 +379,7 @@ def test_before_the_first_validation_nothing_is_the_best(easy, run_dir, monkeypa
             train_here(harder(easy, run_dir, eval_every=9, **changes))
         state = read_run_state(run_dir / "step-00000008")
         assert (state.best_val_loss, state.last_val_loss, state.val_loss) == (None, None, None)
-        summary = record(run_dir)["summary"]
+        summary = read_record(run_dir)["summary"]
         assert (summary["best_val_loss"], summary["final_val_loss"]) == (None, None)
         assert not (run_dir / "best").exists()
         with pytest.raises(UserError, match=r"--which best: .* none was saved after a validation"):
@@ -410,7 +412,7 @@ def test_the_best_starts_anew_again_back_on_the_first_set(easy, run_dir, monkeyp
     best = find_checkpoint(run_dir, which="best", flag="--from")
     assert best.name in {"step-00000010", "step-00000012"}
     assert parse_manifest(best).val_loss == min(dict(validations(run_dir)[-2:]).values())
-    assert record(run_dir)["summary"]["best_val_loss"] <= parse_manifest(best).val_loss
+    assert read_record(run_dir)["summary"]["best_val_loss"] <= parse_manifest(best).val_loss
 
 
 def test_the_same_set_keeps_its_best(easy, run_dir):
@@ -418,4 +420,4 @@ def test_the_same_set_keeps_its_best(easy, run_dir):
     assert set(store.VALIDATED_ON) <= parse_manifest(run_dir / "step-00000006").fixed.keys()
     assert train_here(harder(easy, run_dir, val_data_path=easy / "val.bin", allow_changed="recipe")) == 0
     assert dict(validations(run_dir)) == before
-    assert record(run_dir)["summary"]["best_val_loss"] == min(before.values())
+    assert read_record(run_dir)["summary"]["best_val_loss"] == min(before.values())

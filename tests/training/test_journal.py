@@ -2,19 +2,33 @@
 
 import errno
 import json
+import math
 import os
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from run_folders import LONG, Killed, record
 from small_run import command_line
+from training_runs import (
+    GLOBAL_BATCH,
+    LONG,
+    SGD,
+    Killed,
+    finished,
+    read_lines,
+    read_record,
+    train,
+    write_optimizer_recipe,
+)
 
+from dsgpt.checkpoints.manifest import Segment
 from dsgpt.common.errors import UserError
+from dsgpt.model.config import GPT2Config
 from dsgpt.planner.memory import PARTS
 from dsgpt.record.schema import RunRecord
-from dsgpt.training import journal, run
+from dsgpt.training import journal
+from dsgpt.training import run as run_module
 from dsgpt.training import saving as checkpoint_module
 from dsgpt.training import trainer as completion
 from dsgpt.training.command import train as train_here
@@ -34,7 +48,7 @@ def test_a_killed_run_leaves_its_record(finished_run, tmp_path, monkeypatch, whe
     monkeypatch.setattr(Journal, "end_early", lambda self, status: None)  # as after a kill
     with pytest.raises(Killed):
         train_here(command_line(finished_run, **LONG, checkpoint_path=tmp_path / "run"))
-    found = record(tmp_path / "run")
+    found = read_record(tmp_path / "run")
     assert found["status"] == "running"
     assert found["summary"]["optimizer_steps"] == (0 if where == "train_step" else 3)
 
@@ -45,7 +59,7 @@ def test_a_validation_is_in_the_record_at_once(finished_run, tmp_path, monkeypat
 
     def validated(self: Journal, **values: Any) -> None:
         original(self, **values)
-        seen.append((values["step"], record(tmp_path / "run")["summary"]["final_val_loss"] == values["val_loss"]))
+        seen.append((values["step"], read_record(tmp_path / "run")["summary"]["final_val_loss"] == values["val_loss"]))
 
     monkeypatch.setattr(Journal, "validated", validated)
     assert train_here(command_line(finished_run, **LONG, checkpoint_path=tmp_path / "run")) == 0
@@ -65,7 +79,7 @@ def test_an_interrupt_keeps_the_steps(finished_run, tmp_path, monkeypatch):
     assert train_here(command_line(finished_run, **flags, checkpoint_path=tmp_path / "run")) == 130
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 3]
-    assert (record(tmp_path / "run")["status"], record(tmp_path / "run")["summary"]["optimizer_steps"]) == (
+    assert (read_record(tmp_path / "run")["status"], read_record(tmp_path / "run")["summary"]["optimizer_steps"]) == (
         "interrupted",
         3,
     )
@@ -78,13 +92,22 @@ def test_peak_memory_is_of_training(finished_run, tmp_path, monkeypatch):
     monkeypatch.setattr(Saver, "_write", lambda *args: peak.__setitem__(0, 9000))
     flags = {"checkpoint_path": tmp_path / "run", "max_train_steps": 2}
     assert train_here(command_line(finished_run, **flags)) == 0
-    assert record(tmp_path / "run")["summary"]["peak_rss_bytes_rank0"] == 1000
+    assert read_record(tmp_path / "run")["summary"]["peak_rss_bytes_rank0"] == 1000
+
+
+def test_a_busy_machine_is_recorded_and_said(finished_run, tmp_path, monkeypatch, capsys):
+    """Both from the segment's own figures; ``tests/machine/test_device.py`` measures them."""
+    load = {"load_average_before": 1.5, "cpu_share_of_others": 0.4}
+    monkeypatch.setattr(journal.LoadOfOthers, "figures", lambda _: load)
+    assert train_here(command_line(finished_run, checkpoint_path=tmp_path / "run")) == 0
+    assert "other processes used 40% of the CPUs during this measurement\n" in capsys.readouterr().out
+    assert read_record(tmp_path / "run")["segments"][0].items() >= load.items()
 
 
 def test_the_record_has_the_predicted_peak(finished_run):
-    predicted = record(finished_run / "run")["summary"]["predicted_peak_memory"]
+    predicted = read_record(finished_run / "run")["summary"]["predicted_peak_memory"]
     assert predicted["worst"] == {"rank": 0, **predicted["rank0"]}
-    parts, state = predicted["rank0"]["parts"], record(finished_run / "run")["cost"]["model_state_bytes_per_rank"]
+    parts, state = predicted["rank0"]["parts"], read_record(finished_run / "run")["cost"]["model_state_bytes_per_rank"]
     assert tuple(parts) == PARTS
     assert sum(parts.values()) == predicted["rank0"]["total"]
     assert (parts["weights"], parts["optimizer"]) == (state["parameters"], state["optimizer"])
@@ -108,7 +131,7 @@ def test_a_training_does_not_fail_over_its_inference_figure(finished_run, tmp_pa
     monkeypatch.setattr(completion, "measure_latency", failing)
     assert train_here(command_line(finished_run, checkpoint_path=tmp_path / "run")) == 0
     assert f"inference   not measured: {line}\n" in capsys.readouterr().out
-    assert (record(tmp_path / "run")["status"], record(tmp_path / "run")["inference"]) == ("completed", None)
+    assert (read_record(tmp_path / "run")["status"], read_record(tmp_path / "run")["inference"]) == ("completed", None)
     assert (tmp_path / "run" / "RUN_COMPLETE.txt").is_file()
 
 
@@ -168,7 +191,7 @@ class Tracker(Sink):
 def test_a_tracker_is_one_more_sink(finished_run, tmp_path, monkeypatch):
     tracker = Tracker()
     monkeypatch.setattr(
-        run, "open_sinks", lambda *args, **named: with_tracker(journal.open_sinks(*args, **named), tracker)
+        run_module, "open_sinks", lambda *args, **named: with_tracker(journal.open_sinks(*args, **named), tracker)
     )
     assert train_here(command_line(finished_run, **LONG, checkpoint_path=tmp_path / "run")) == 0
     assert tracker.taken == 12
@@ -178,7 +201,7 @@ def test_a_tracker_is_one_more_sink(finished_run, tmp_path, monkeypatch):
     assert tracker.statuses[-1] == "completed"
     assert set(tracker.statuses[:-1]) == {"running"}
     assert (tracker.syncs, tracker.closed) == (4, True)
-    assert record(tmp_path / "run")["summary"]["optimizer_steps"] == 12
+    assert read_record(tmp_path / "run")["summary"]["optimizer_steps"] == 12
 
 
 def with_tracker(usual: Sinks, tracker: Tracker) -> Sinks:
@@ -230,3 +253,154 @@ def test_a_write_error_stops_the_run_unless_it_may_continue():
 
 def test_places_line_up():
     assert (place(6, 12), place(100_000, 200_000)) == ("step      6/12", "step 100000/200000")
+
+
+# The values in the files of a run are right; `tests/goldens/test_runs.py` has their keys and lines.
+
+CONSTANT_AFTER_2 = {"type": "WarmupLR", "params": {"warmup_num_steps": 2, "warmup_type": "linear"}}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory, corpus):
+    """Two epochs of a baseline, short by their long sequences; the context is too small for 100 new tokens."""
+    folder = tmp_path_factory.mktemp("records")
+    recipe = write_optimizer_recipe(folder / "recipe.json")
+    flags = ("--epochs", "2", "--grad_accum_steps", "2", "--seq_length", "64", "--global_batch_size", "64")
+    finished(train(folder / "run", corpus, recipe, *flags))
+    return folder / "run"
+
+
+def test_a_run_of_one_process_has_one_segment_with_its_figures(run):
+    record = read_record(run)
+    (segment,) = record["segments"]
+    assert segment.keys() == Segment.__dataclass_fields__.keys()
+    assert (segment["first_step"], segment["last_step"]) == (1, record["summary"]["optimizer_steps"])
+    assert segment["train_time_sec"] == pytest.approx(record["summary"]["train_time_sec"])
+    for key in ("mean_tokens_per_sec_global", "peak_rss_bytes_rank0"):
+        assert segment[key] == record["summary"][key]
+    for key in ("hardware", "env", "host", "git_commit", "command_line", "timestamp_utc", "resumed_from"):
+        assert segment[key] == record[key]
+    for key in ("strategy", "compile", "precision"):
+        assert segment[key] == record["training_config"][key]
+
+
+def test_the_figures_agree_with_the_steps(run):
+    record, lines = read_record(run), read_lines(run)
+    assert [epoch["epoch_idx"] for epoch in record["epochs"]] == [0, 1]
+    assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
+    for epoch in record["epochs"]:
+        own = [line for line in lines if line["epoch"] == epoch["epoch_idx"]]
+        assert epoch["steps"] == epoch["optimizer_steps"] == len(own) == record["training_config"]["steps_per_epoch"]
+        assert epoch["micro_steps"] == 2 * len(own)
+        assert epoch["tokens_processed_global"] == len(own) * 64 * 64
+        assert epoch["train_loss_avg_global"] == pytest.approx(sum(line["loss"] for line in own) / len(own))
+        assert epoch["train_time_sec"] == pytest.approx(sum(line["step_time_sec"] for line in own))
+    timed = [line for line in lines if not line["warm_up"]]
+    assert len(lines) - len(timed) == 3
+    speed = len(timed) * 64 * 64 / sum(line["step_time_sec"] for line in timed)
+    assert record["summary"]["mean_tokens_per_sec_global"] == pytest.approx(speed)
+    assert record["train_throughput"] == record["summary"]["mean_tokens_per_sec_global"]
+    assert record["summary"]["mean_tokens_per_sec_per_device"] == record["summary"]["mean_tokens_per_sec_global"]
+    assert record["summary"]["flops_per_token"] == GPT2Config(**record["training_config"]["model"]).flops_per_token(64)
+    assert record["train_loss_per_epoch"] == [epoch["train_loss_avg_global"] for epoch in record["epochs"]]
+    evaluations = [line["val_loss"] for line in read_lines(run, "val_loss")]
+    assert record["val_loss_per_epoch"] == evaluations
+    assert record["summary"]["best_val_loss"] == min(evaluations)
+    assert record["summary"]["final_train_loss"] == lines[-1]["loss"]
+    assert lines[-1]["tokens"] == len(lines) * 64 * 64
+
+
+def test_lines_for_the_user_have_figures_of_their_interval(run):
+    lines = read_lines(run)
+    shown = [line for line in lines if "interval" in line]
+    assert [line["step"] for line in shown] == [1, *range(10, len(lines), 10), len(lines)]
+    assert sum(line["interval"]["steps"] for line in shown) == len(lines)
+    second = [line for line in lines[1:10] if not line["warm_up"]]
+    times = sorted(line["step_time_sec"] for line in second)
+    assert shown[1]["interval"] == {
+        "steps": 9,
+        "tokens_per_sec": pytest.approx(len(times) * 64 * 64 / sum(times)),
+        "step_time_p50_sec": times[(len(times) - 1) // 2],
+        "step_time_p95_sec": times[-1],
+        "data_wait_share": pytest.approx(sum(line["dataload_time_sec"] for line in second) / sum(times)),
+        "data_wait_rank": 0,
+        "slowest_rank": None,
+        "slowest_rank_lag_sec": None,
+        "largest_loss": lines[9]["loss"],
+        "mfu": None,
+    }
+    summary = read_record(run)["summary"]
+    counted = [line for line in lines if not line["warm_up"]]
+    waited, passed = (sum(line[key] for line in counted) for key in ("dataload_time_sec", "step_time_sec"))
+    assert (summary["data_wait_share"], summary["data_wait_rank"]) == (pytest.approx(waited / passed), 0)
+
+
+def test_unknown_values_are_null(run):
+    record = read_record(run)
+    assert record["summary"]["mfu"] is None
+    first = read_lines(run)[0]
+    assert set(first["interval"].values()) == {1, first["loss"], None}
+    assert record["epochs"][0]["max_cuda_mem_allocated_bytes_rank0"] is None
+    assert record["hardware"]["gpu_name"] is None
+    assert record["env"]["cuda_version"] == torch.version.cuda  # null in a build without CUDA
+    assert record["training_config"]["zero_stage"] is None
+    assert record["epochs"][0]["peak_rss_bytes_rank0"] > 10_000_000
+    assert (record["schema_version"], record["status"]) == ("2.1", "completed")
+
+
+def test_inference_fits_the_context(run):
+    """64 positions: a prompt of 16 leaves 48, which is not the 100 tokens that the flat key stands for."""
+    record = read_record(run)
+    assert (record["inference"]["prompt_tokens"], record["inference"]["new_tokens"]) == (16, 48)
+    assert record["inference"]["latency_sec"] > 0
+    assert record["inference_latency"] is None
+    assert record["inference_throughput"] is None
+
+
+def test_inference_of_100_tokens_fills_the_flat_keys(corpus, tmp_path):
+    recipe = write_optimizer_recipe(tmp_path / "recipe.json")
+    finished(train(tmp_path / "run", corpus, recipe, "--max_train_steps", "1", "--max_position_embeddings", "116"))
+    record = read_record(tmp_path / "run")
+    assert record["inference"]["new_tokens"] == 100
+    assert record["inference_latency"] == record["inference"]["latency_sec"]
+    assert record["inference_throughput"] == pytest.approx(100 / record["inference_latency"])
+
+
+def test_config_repeats_the_run(run):
+    config = json.loads((run / "config.json").read_text(encoding="utf-8"))
+    assert config["training_config"] == read_record(run)["training_config"]
+    assert config["deepspeed_config"]["given"]["train_batch_size"] == GLOBAL_BATCH
+    assert config["options"]["global_batch_size"] == 64
+
+
+@pytest.mark.parametrize("ranks", [None, 2])
+def test_a_loss_that_is_not_finite_ends_the_run(corpus, tmp_path, ranks):
+    huge = {"type": "SGD", "params": {**SGD["params"], "lr": 1e30}}
+    recipe = write_optimizer_recipe(tmp_path / "recipe.json", optimizer=huge, clipping=0)
+    run = tmp_path / "run"
+    done = train(
+        run, corpus, recipe, "--max_train_steps", "12", "--save_every", "4", "--steps_per_print", "50", ranks=ranks
+    )
+    assert done.returncode == 3
+    assert done.stderr.count("error: step") == 1
+    assert "Traceback" not in done.stderr
+    record = read_record(run)
+    assert record["status"] == "failed"
+    assert not list(run.glob("step-*"))
+    assert not (run / "RUN_COMPLETE.txt").exists()
+    written = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert any(line["loss"] is None or line["grad_norm"] is None for line in written)
+    assert all(line["loss"] is None or math.isfinite(line["loss"]) for line in written)
+
+
+def test_weights_that_are_not_finite_are_not_saved(corpus, tmp_path):
+    """The loss of the saved step was computed before its update, so only the weights show what the update did."""
+    infinite = {"type": "SGD", "params": {"lr": 1e38, "weight_decay": 1000.0}}
+    recipe = write_optimizer_recipe(
+        tmp_path / "recipe.json", optimizer=infinite, clipping=0, scheduler=CONSTANT_AFTER_2
+    )
+    run = tmp_path / "run"
+    done = train(run, corpus, recipe, "--max_train_steps", "9", "--save_every", "3", "--max_val_steps", "1")
+    assert done.returncode == 3
+    assert "error: step 3: " in done.stderr
+    assert not list(run.glob("*step-*"))

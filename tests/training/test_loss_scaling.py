@@ -2,8 +2,8 @@
 
 import itertools
 import json
+import sys
 from dataclasses import asdict, replace
-from pathlib import Path
 from random import Random
 
 import pytest
@@ -13,10 +13,13 @@ from training_runs import SHAPE, data_flags, finished, write_optimizer_recipe
 
 from dsgpt.common.errors import NonFiniteError
 from dsgpt.config.options import parse_arguments
-from dsgpt.config.recipe_blocks import Fp16, LossScaling
+from dsgpt.config.recipe_blocks import Fp16, LossScaling, ZeroRecipe
 from dsgpt.config.run_config import RunConfig, resolve
-from dsgpt.machine.topology import read_topology
-from dsgpt.strategies.loss_scale import MOST_SKIPS, LossScale
+from dsgpt.machine.launcher import exit_rank
+from dsgpt.machine.process_group import joined
+from dsgpt.machine.topology import Topology, read_topology
+from dsgpt.strategies.base import Strategy
+from dsgpt.strategies.optimizer import MOST_SKIPS, LossScale
 from dsgpt.strategies.pytorch import Baseline
 from dsgpt.training.trainer import training_batches
 
@@ -107,13 +110,14 @@ def test_an_overflow_at_the_smallest_scale_ends_the_run():
 def test_every_stage_scales_as_the_baseline_does(corpus, tmp_path, ranks):
     """SGD without clipping shows a gradient of the wrong scale at once; the window of 3 doubles the scale on the way.
 
-    The block is not enabled, because a CPU refuses it; ``fp16_on_cpu.py`` turns it on.
+    The block is not enabled, because a CPU refuses it; ``main`` turns it on.
     """
     scaling = {"enabled": False, "initial_scale_power": 8, "loss_scale_window": 3}
     recipe = write_optimizer_recipe(tmp_path / "recipe.json", optimizer=SMALL_SGD, clipping=0, fp16=scaling)
-    script = str(Path(__file__).with_name("fp16_on_cpu.py"))
     words = [*data_flags(corpus), *SHAPE, "--seq_length", "32", "--device", "cpu", "--deepspeed_config", recipe]
-    done = run_script(script, [*words, "--micro_batch_size_per_gpu", 2, "--enforce_global_batch_size", 12], ranks=ranks)
+    done = run_script(
+        __file__, [*words, "--micro_batch_size_per_gpu", 2, "--enforce_global_batch_size", 12], ranks=ranks
+    )
     finished(done)
     runs = json.loads(done.stdout.splitlines()[-1])
     expected = runs.pop("baseline")
@@ -131,3 +135,48 @@ def test_a_fixed_scale_that_always_overflows_ends_the_run():
         scale.update(overflow=True)
     with pytest.raises(NonFiniteError, match="fixed loss scale"):
         scale.update(overflow=True)
+
+
+def of_stage(flags: list[str], topology: Topology, *, stage: int) -> RunConfig:
+    options, problems = parse_arguments(flags)
+    config = resolve(options, topology=topology, problems=problems)
+    raw = {**config.recipe.raw, "zero_optimization": {"stage": stage}}
+    return replace(
+        config, precision="fp16", recipe=replace(config.recipe, raw=raw, zero_optimization=ZeroRecipe(stage=stage))
+    )
+
+
+def trained(config: RunConfig, strategy: Strategy, steps: int) -> list[tuple[float, float, bool]]:
+    batches = training_batches(config, first_step=0)
+    results = [strategy.train_step(batches, step) for step in range(1, steps + 1)]
+    return [(float(result.loss), float(result.grad_norm), bool(result.skipped)) for result in results]
+
+
+def main() -> None:
+    """Train in fp16 on CPU ranks: the baseline, then DeepSpeed at every stage, in one process group.
+
+    The arguments are the flags of ``src/gpt2.py`` and, last, the number of steps; rank 0 prints JSON. The command line
+    and DeepSpeed both refuse fp16 on a CPU, where it is slow. This stands in for the GPU that says yes; all arithmetic
+    is the real one.
+    """
+    from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+
+    from dsgpt.strategies.deepspeed.zero import Zero
+
+    torch.set_num_threads(1)
+    CPU_Accelerator.is_fp16_supported = lambda _: True
+    CPU_Accelerator.supported_dtypes = lambda _: [torch.float, torch.half, torch.bfloat16]
+    flags, steps, topology = sys.argv[1:-1], int(sys.argv[-1]), read_topology()
+    alone = of_stage(["--run_type", "baseline", *flags], read_topology({}), stage=0)
+    runs = {"baseline": trained(alone, Baseline(alone, CPU), steps)}
+    with joined(topology, CPU):
+        for stage in range(4):
+            config = of_stage(["--run_type", "optimized", *flags], topology, stage=stage)
+            runs[f"zero{stage}"] = trained(config, Zero(config, CPU), steps)
+    if topology.is_main:
+        print(json.dumps(runs))
+
+
+if __name__ == "__main__":
+    main()
+    exit_rank(0)

@@ -5,6 +5,7 @@ import json
 import re
 import shlex
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,28 +13,31 @@ import pytest
 import torch
 from forked_ranks import run_script
 from planner_records import RECORD
-from run_folders import LONG, record, resume
 from safetensors.torch import load_file
 from small_run import REPOSITORY, command_line, write_data, write_recipe
 from stand_in_nvml import StandInNvml
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from training_runs import (
     ADAMW,
+    LONG,
     SGD,
     assert_same_training,
+    errors,
     finished,
     read_lines,
     read_record,
+    resume,
     train,
     write_optimizer_recipe,
 )
 
 from dsgpt.common.errors import EXIT_NON_FINITE, EXIT_OUT_OF_MEMORY, EXIT_STOPPED, EXIT_USER_ERROR, UserError
 from dsgpt.config.options import parse_arguments
-from dsgpt.dashboard.summaries import recorded_of
+from dsgpt.dashboard.reading import recorded_of
 from dsgpt.machine.device import describe_hardware
 from dsgpt.planner.rates import CALIBRATION
 from dsgpt.record.schema import RECORD_FILE
+from dsgpt.strategies.pytorch import Baseline
 from dsgpt.telemetry.monitor import Monitor, open_gpus
 from dsgpt.training import trainer
 from dsgpt.training.command import train as train_here
@@ -64,16 +68,16 @@ def test_the_record_has_energy_per_token(finished_run, tmp_path, nvml):
     folder = tmp_path / "run"
     flags = LONG | {"monitor_every": 0.2, "checkpoint_path": folder}
     assert train_here(command_line(finished_run, **flags | {"max_train_steps": 7})) == 0
-    first, use = lines(folder), record(folder)["summary"]["gpu_use"]
+    first, use = lines(folder), read_record(folder)["summary"]["gpu_use"]
     assert use["gpus"][0]["samples"] == len(first) == nvml.samples >= 1
-    assert use["joules_per_token"] == use["energy_joules"] / record(folder)["summary"]["tokens_processed_global"]
+    assert use["joules_per_token"] == use["energy_joules"] / read_record(folder)["summary"]["tokens_processed_global"]
     assert nvml.open == 0
     assert resume(folder, finished_run, monitor_every=0.2, allow_changed="recipe") == 0
-    later, use = lines(folder)[len(first) :], record(folder)["summary"]["gpu_use"]
+    later, use = lines(folder)[len(first) :], read_record(folder)["summary"]["gpu_use"]
     assert use["gpus"][0]["samples"] == len(later) >= 1
     assert use["joules_per_token"] == pytest.approx(use["energy_joules"] / (5 * 8 * 16))
     assert train_here(command_line(finished_run, **flags, overwrite=True)) == 0
-    assert len(lines(folder)) == record(folder)["summary"]["gpu_use"]["gpus"][0]["samples"]
+    assert len(lines(folder)) == read_record(folder)["summary"]["gpu_use"]["gpus"][0]["samples"]
 
 
 def test_an_error_ends_the_monitor(finished_run, tmp_path, nvml, monkeypatch):
@@ -83,13 +87,12 @@ def test_an_error_ends_the_monitor(finished_run, tmp_path, nvml, monkeypatch):
     monkeypatch.setattr(Trainer, "_take_steps", broken)
     assert train_here(command_line(finished_run, monitor_every=0.2, checkpoint_path=tmp_path / "run")) == 130
     assert (nvml.open, nvml.samples) == (0, 1)
-    assert record(tmp_path / "run")["summary"]["gpu_use"] is None
+    assert read_record(tmp_path / "run")["summary"]["gpu_use"] is None
 
 
-def test_a_run_without_gpus_has_no_samples(finished_run, tmp_path):
-    assert train_here(command_line(finished_run, checkpoint_path=tmp_path / "run")) == 0
-    assert not (tmp_path / "run" / "hardware.jsonl").exists()
-    assert record(tmp_path / "run")["summary"]["gpu_use"] is None
+def test_a_run_without_gpus_has_no_samples(finished_run):
+    assert not (finished_run / "run" / "hardware.jsonl").exists()
+    assert read_record(finished_run / "run")["summary"]["gpu_use"] is None
 
 
 # Runs whose steps are profiled: communication is measured, every rank writes a trace, and the training is the same.
@@ -179,7 +182,7 @@ def test_a_baseline(finished_run, tmp_path):
     run = tmp_path / "run"
     flags = {"checkpoint_path": run, "max_train_steps": 4, "profile_comm": 1, "profile": 2}
     assert train_here(command_line(finished_run, **flags)) == 0
-    assert record(run)["summary"]["communication_share"] == 0
+    assert read_record(run)["summary"]["communication_share"] == 0
     assert "--profile: the run ended before" in (run / "train.log").read_text()
     flags |= {"max_train_steps": 5, "profile_comm": 0, "overwrite": True}
     assert train_here(command_line(finished_run, **flags)) == 0
@@ -218,7 +221,7 @@ def test_a_run_beside_a_calibration_has_its_share(finished_run, tmp_path, monkey
     CALIBRATION.write_text(json.dumps(here)[: -5 if damaged else None])
     flags = LONG | {"checkpoint_path": tmp_path / "run", "threads_per_device": 1, "device": "cpu"}
     assert train_here(command_line(finished_run, **flags | {"max_train_steps": 6})) == 0
-    summary = record(tmp_path / "run")["summary"]
+    summary = read_record(tmp_path / "run")["summary"]
     shares = [line["interval"]["mfu"] for line in read_lines(tmp_path / "run") if "interval" in line]
     if damaged:
         assert summary["mfu"] is None and not any(shares)
@@ -291,13 +294,13 @@ def sabotaged(tmp_path):
     write_recipe(write_data(tmp_path) / "recipe.json")
 
     def run(sabotage: str, ranks: int | None = None, **flags):
-        script, told = tmp_path / "sabotage.py", tmp_path / "told"
+        script, heard = tmp_path / "sabotage.py", tmp_path / "heard"
         script.write_text(SABOTAGE.format(sabotage))
-        event = f"{sys.executable} -c \"{NOTE}\" '{told}'"
+        event = f"{sys.executable} -c \"{NOTE}\" '{heard}'"
         flags = {"max_train_steps": 12, "no_inference": True, "on_event": event} | flags
         run_type = "baseline" if ranks is None else "ddp"
         done = run_script(script, command_line(tmp_path, run_type=run_type, **flags), ranks=ranks, cwd=tmp_path)
-        lines = [line.split(" ", 1) for line in told.read_text().splitlines()] if told.exists() else []
+        lines = [line.split(" ", 1) for line in heard.read_text().splitlines()] if heard.exists() else []
         assert {path for _, path in lines} <= {str(flags.get("checkpoint_path", tmp_path / "run") / RECORD_FILE)}
         return done, [event for event, _ in lines]
 
@@ -308,7 +311,7 @@ def sabotaged(tmp_path):
 def test_every_rank_stops_at_the_limit_that_one_of_them_sees(sabotaged, tmp_path, ranks):
     done, events = sabotaged(LIMIT_ON_THE_LAST_RANK, ranks)
     assert done.returncode == EXIT_STOPPED, done.stderr
-    steps = record(tmp_path / "run")["summary"]["optimizer_steps"]
+    steps = read_record(tmp_path / "run")["summary"]["optimizer_steps"]
     assert f"stopped by --max_hours 3 after step {steps}, which is saved" in done.stdout
     assert (tmp_path / "run" / f"step-{steps:08}").is_dir()
     assert events == ["limit"]
@@ -321,19 +324,19 @@ def test_every_rank_stops_at_the_limit_that_one_of_them_sees(sabotaged, tmp_path
 def test_no_limit_stops_a_run_whose_steps_are_all_done(sabotaged, tmp_path):
     done, events = sabotaged(LIMIT_AFTER_ALL_STEPS, no_inference=None)
     assert (done.returncode, events) == (0, ["done"]), done.stderr
-    assert record(tmp_path / "run")["status"] == "completed"
+    assert read_record(tmp_path / "run")["status"] == "completed"
 
 
 def test_money_counts_over_all_processes_of_a_run(sabotaged, tmp_path):
     _, events = sabotaged(LIMIT_ON_THE_LAST_RANK, price_per_gpu_hour=3600)  # a dollar a second
-    first = record(tmp_path / "run")["plan"]["spent_usd"]
+    first = read_record(tmp_path / "run")["plan"]["spent_usd"]
     assert first > 0
     done, events = sabotaged("", resume=True, price_per_gpu_hour=3600, max_cost=first)
     assert done.returncode == EXIT_USER_ERROR
     assert f"--max_cost {first:g} leaves no time for a step and its save: raise it" in done.stderr
     done, events = sabotaged("", resume=True, price_per_gpu_hour=3600, max_cost=first + 10_000)
     assert (done.returncode, events[-1]) == (0, "done")
-    assert record(tmp_path / "run")["plan"]["spent_usd"] > first
+    assert read_record(tmp_path / "run")["plan"]["spent_usd"] > first
 
 
 def test_the_command_hears_of_stalls_and_of_nan(sabotaged, tmp_path):
@@ -367,6 +370,55 @@ def test_memory_that_runs_out_is_one_line(sabotaged, tmp_path, ranks):
     assert shown.splitlines()[-2] == f"  traceback : {line.removeprefix('error: ')}"
 
 
+NCCL = "NCCL error in: NCCLUtils.cpp:76, unhandled cuda error\nLast error:\nFailed to CUDA calloc 67108864 bytes"
+
+
+@pytest.mark.parametrize(
+    ("owner", "method", "error", "line"),
+    [
+        (
+            torch.optim.AdamW,
+            "step",
+            torch.AcceleratorError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported"),
+            "in the optimizer step: ",
+        ),
+        (
+            Baseline,
+            "train_step",
+            RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+            "in the forward pass: ",
+        ),
+        (
+            Baseline,
+            "train_step",
+            torch.distributed.DistBackendError(NCCL),
+            "in the forward pass: tried to allocate 67108864 bytes, ",
+        ),
+        (
+            Baseline,
+            "iter_state",
+            torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB."),
+            "in a save: tried to allocate 2.50 GiB, ",
+        ),
+    ],
+    ids=["CUDA", "cuBLAS", "NCCL", "gathering"],
+)
+def test_memory_that_runs_out_outside_of_torchs_allocator_is_one_line_too(
+    finished_run, tmp_path, monkeypatch, capsys, owner, method, error, line
+):
+    """With the messages that a GPU gives."""
+
+    def fails(*_: Any, **__: Any) -> Iterator[Any]:
+        raise error
+        yield  # ``iter_state`` is a generator
+
+    monkeypatch.setattr(owner, method, fails if method == "iter_state" else lambda *_, **__: next(fails()))
+    assert train_here(command_line(finished_run, checkpoint_path=tmp_path / "run")) == EXIT_OUT_OF_MEMORY
+    (printed,) = errors(capsys)
+    assert f"rank 0 is out of memory {line}" in printed
+    assert "this fits by the formulas: " in printed
+
+
 def test_the_plan_is_held_against_the_steps(sabotaged, tmp_path):
     plan = {
         "strategy": "baseline",
@@ -384,7 +436,7 @@ def test_the_plan_is_held_against_the_steps(sabotaged, tmp_path):
     done, _ = sabotaged("", plan=tmp_path / "plan.json", max_train_steps=30)
     assert "% slower than planned: 30 min 0" in done.stdout
     assert "instead of 30 min 00 s, $1.00 instead of $1.00" in done.stdout
-    block = record(tmp_path / "run")["plan"]
+    block = read_record(tmp_path / "run")["plan"]
     assert block["planned_usd"] == 1.0
     assert block["seconds"] > block["planned_seconds"] == 1800
     shown = recorded_of(tmp_path, "run").plan  # of the dashboard's page Live

@@ -5,21 +5,26 @@ import shutil
 import signal
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from messages import without_paths, without_torch
-from run_folders import LONG, checkpoints, damage, errors, record, resume, rewrite
+from messages import without_paths
 from small_run import command_line, write_recipe
 from training_runs import (
-    ADAMW,
+    LONG,
     SCRIPT,
     SHAPE,
+    checkpoints,
+    damage,
     data_flags,
+    errors,
     finished,
     read_lines,
     read_record,
+    resume,
+    rewrite,
     roll_back,
     train,
     write_optimizer_recipe,
@@ -76,10 +81,9 @@ def test_a_killed_run_is_continued(undisturbed, corpus, tmp_path):
     """A real kill -9 at some instant after the first save."""
     run, recipe = undisturbed
     killed = tmp_path / "killed"
-    command = [*launcher_command("python", 1), SCRIPT, "--run_type", "baseline", *data_flags(corpus)]
-    command += [*SHAPE, "--seq_length", "32"]
-    command += ["--device", "cpu", "--deepspeed_config", str(recipe), "--checkpoint_path", str(killed)]
-    command += [*STEPS, "--dropout", "0.1"]
+    command = [*launcher_command("python", 1), SCRIPT, "--run_type", "baseline", *data_flags(corpus), *SHAPE]
+    command += ["--seq_length", "32", "--device", "cpu", "--deepspeed_config", str(recipe)]
+    command += ["--checkpoint_path", str(killed), *STEPS, "--dropout", "0.1"]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     while not (killed / "latest").exists():
         assert process.poll() is None, "the run ended before its first save"
@@ -92,75 +96,24 @@ def test_a_killed_run_is_continued(undisturbed, corpus, tmp_path):
     assert losses(killed) == losses(run)
 
 
-def test_resume_without_a_run_starts_fresh(corpus, tmp_path):
-    recipe = write_optimizer_recipe(tmp_path / "recipe.json")
-    run = tmp_path / "new"
-    run.mkdir()
-    # what a run that was killed before its first step leaves: its configuration, and no lines yet
-    (run / "config.json").write_text(json.dumps({"options": {}, "training_config": {}}), encoding="utf-8")
-    (run / "metrics.jsonl").touch()
-    done = train(run, corpus, recipe, "--max_train_steps", "2", "--resume")
-    finished(done)
-    assert "no checkpoint yet; starting fresh" in done.stdout
-    assert len(losses(run)) == 2
+def test_an_existing_run_is_not_changed_without_a_flag(finished_run, capsys):
+    before = sorted((path, path.stat().st_mtime_ns) for path in finished_run.rglob("*"))
+    assert resume(finished_run / "run", finished_run, resume=None) == 2
+    (line,) = errors(capsys)
+    assert "--overwrite" in line
+    assert sorted((path, path.stat().st_mtime_ns) for path in finished_run.rglob("*")) == before
 
 
-def test_resume_of_a_finished_run_does_nothing(undisturbed, corpus):
-    run, recipe = undisturbed
-    before = (run / "training_metrics.json").read_bytes()
-    done = train(run, corpus, recipe, *STEPS, "--dropout", "0.1", "--resume")
-    finished(done)
-    assert "finished run; nothing to do" in done.stdout
-    assert (run / "training_metrics.json").read_bytes() == before
+def test_overwrite_removes_the_run_and_nothing_else(copied_run, finished_run):
+    (copied_run / "notes.txt").write_text("mine", encoding="utf-8")
+    assert resume(copied_run, finished_run, resume=None, overwrite=True, max_train_steps=2, save_every=0) == 0
+    assert len(losses(copied_run)) == 2
+    assert checkpoints(copied_run) == [2]
+    assert (copied_run / "notes.txt").read_text(encoding="utf-8") == "mine"
 
 
-def test_an_existing_run_is_not_changed_without_a_flag(undisturbed, corpus):
-    run, recipe = undisturbed
-    before = sorted((path, path.stat().st_mtime_ns) for path in run.rglob("*"))
-    done = train(run, corpus, recipe, *STEPS)
-    assert done.returncode == 2
-    assert without_torch(done.stderr).count("\n") == 1
-    assert "--overwrite" in done.stderr
-    assert sorted((path, path.stat().st_mtime_ns) for path in run.rglob("*")) == before
-
-
-def test_overwrite_removes_the_run_and_nothing_else(undisturbed, corpus, tmp_path):
-    run, recipe = undisturbed
-    copy = shutil.copytree(run, tmp_path / "copy")
-    (copy / "notes.txt").write_text("mine", encoding="utf-8")
-    finished(train(copy, corpus, recipe, "--max_train_steps", "2", "--overwrite"))
-    assert len(losses(copy)) == 2
-    assert [path.name for path in copy.glob("step-*")] == ["step-00000002"]
-    assert (copy / "notes.txt").read_text(encoding="utf-8") == "mine"
-
-
-def test_another_training_is_not_resumed(undisturbed, corpus, tmp_path):
-    run, _ = undisturbed
-    copy = roll_back(run, tmp_path / "copy", 5)
-    other = {"type": "AdamW", "params": {**ADAMW["params"], "lr": 0.001}}
-    recipe = write_optimizer_recipe(tmp_path / "other.json", optimizer=other)
-    done = train(copy, corpus, recipe, *STEPS, "--dropout", "0.1", "--seed", "7", "--resume")
-    assert done.returncode == 2
-    assert "--resume: optimizer is" in done.stderr
-    assert "--resume: seed is 7" in done.stderr
-    assert "Traceback" not in done.stderr
-
-
-def test_a_damaged_checkpoint_is_named(undisturbed, corpus, tmp_path):
-    run, recipe = undisturbed
-    copy = roll_back(run, tmp_path / "copy", 5)
-    victim = copy / "step-00000005" / "optimizer.safetensors"
-    data = bytearray(victim.read_bytes())
-    data[len(data) // 2] ^= 1
-    victim.write_bytes(data)
-    done = train(copy, corpus, recipe, *STEPS, "--dropout", "0.1", "--resume")
-    assert done.returncode == 2
-    assert "optimizer.safetensors" in done.stderr
-    assert "damaged" in done.stderr
-
-
-def test_the_manifest_lists_every_file(undisturbed):
-    run, _ = undisturbed
+def test_the_manifest_lists_every_file(finished_run):
+    run = finished_run / "run"
     for checkpoint in run.glob("step-*"):
         manifest = json.loads((checkpoint / "manifest.json").read_text(encoding="utf-8"))
         files = {path.relative_to(checkpoint).as_posix() for path in checkpoint.rglob("*") if path.is_file()}
@@ -170,21 +123,14 @@ def test_the_manifest_lists_every_file(undisturbed):
     assert not list(run.glob(".partial-*"))
 
 
-def test_only_the_newest_checkpoints_are_kept(corpus, tmp_path):
-    recipe = write_optimizer_recipe(tmp_path / "recipe.json")
-    run = tmp_path / "run"
-    finished(train(run, corpus, recipe, "--max_train_steps", "6", "--save_every", "2", "--keep_checkpoints", "2"))
-    assert sorted(path.name for path in run.glob("step-*")) == ["step-00000004", "step-00000006"]
-
-
 # A resumed run continues the same run; damage is refused, or reported and survived.
 
 
 def test_a_resumed_run_keeps_its_identity(stopped, finished_run):
-    old, config = record(stopped), (stopped / "config.json").read_bytes()
+    old, config = read_record(stopped), (stopped / "config.json").read_bytes()
     assert resume(stopped, finished_run) == 0
-    assert record(stopped)["run_id"] == old["run_id"]
-    assert record(stopped)["resumed_from"] == "step-00000009"
+    assert read_record(stopped)["run_id"] == old["run_id"]
+    assert read_record(stopped)["resumed_from"] == "step-00000009"
     assert (stopped / "config.json").read_bytes() == config
 
 
@@ -209,7 +155,7 @@ def test_wall_time_of_an_epoch_that_was_interrupted(stopped, finished_run):
     values = json.loads(file.read_text()) | {"wall_time_sec": state.wall_time_sec + 100}
     rewrite(stopped / "step-00000009", file, json.dumps(values).encode())
     assert resume(stopped, finished_run) == 0
-    found = record(stopped)
+    found = read_record(stopped)
     walls = [epoch["epoch_wall_time_sec"] for epoch in found["epochs"]]
     assert walls[1] > 100
     assert sum(walls) <= found["summary"]["total_wall_time_sec"] < sum(walls) + 30
@@ -222,9 +168,9 @@ def test_a_lost_log_makes_sums_unknown(finished_run, copied_run, checkpoint):
     (copy / "metrics.jsonl").unlink()
     if checkpoint == "step-00000009":
         shutil.rmtree(copy / "step-00000012")
-    losses = record(copy)["summary"]["final_train_loss"], record(copy)["summary"]["final_val_loss"]
+    losses = read_record(copy)["summary"]["final_train_loss"], read_record(copy)["summary"]["final_val_loss"]
     assert resume(copy, finished_run) == 0
-    summary = record(copy)["summary"]
+    summary = read_record(copy)["summary"]
     assert (summary["final_train_loss"], summary["final_val_loss"]) == losses
     assert (summary["optimizer_steps"], summary["train_time_sec"]) == (12, None)
 
@@ -237,23 +183,11 @@ def test_damaged_lines_are_dropped_and_reported(stopped, finished_run, capsys, s
     assert resume(stopped, finished_run) == 0
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "damaged lines" in line]
     assert without_paths(line, stopped) == snapshot
-    assert record(stopped)["status"] == "completed"
-
-
-def lose_a_file(checkpoint: Path) -> None:
-    (checkpoint / "optimizer.safetensors").unlink()
-
-
-def cut_a_file(checkpoint: Path) -> None:
-    (checkpoint / "model.safetensors").write_bytes(b"...")
+    assert read_record(stopped)["status"] == "completed"
 
 
 def flip_a_bit(checkpoint: Path) -> None:
     damage(checkpoint / "optimizer.safetensors")
-
-
-def lose_the_manifest(checkpoint: Path) -> None:
-    (checkpoint / "manifest.json").unlink()
 
 
 def lose_the_settings(checkpoint: Path) -> None:
@@ -261,23 +195,26 @@ def lose_the_settings(checkpoint: Path) -> None:
     file.write_text(json.dumps({key: value for key, value in json.loads(file.read_text()).items() if key != "fixed"}))
 
 
-def garble_the_state(checkpoint: Path) -> None:
-    rewrite(checkpoint, checkpoint / "run_state.json", b'{"step": 9}')
+HARMS: dict[str, Callable[[Path], object]] = {
+    "lose_a_file": lambda checkpoint: (checkpoint / "optimizer.safetensors").unlink(),
+    "cut_a_file": lambda checkpoint: (checkpoint / "model.safetensors").write_bytes(b"..."),
+    "flip_a_bit": flip_a_bit,
+    "lose_the_manifest": lambda checkpoint: (checkpoint / "manifest.json").unlink(),
+    "lose_the_settings": lose_the_settings,
+    "garble_the_state": lambda checkpoint: rewrite(checkpoint, checkpoint / "run_state.json", b'{"step": 9}'),
+}
 
 
-HARMS = [lose_a_file, cut_a_file, flip_a_bit, lose_the_manifest, lose_the_settings, garble_the_state]
-
-
-@pytest.mark.parametrize("harm", HARMS, ids=lambda harm: harm.__name__)
+@pytest.mark.parametrize("harm", HARMS)
 def test_the_checkpoint_before_a_damaged_one_is_resumed(stopped, finished_run, capsys, snapshot, harm):
-    harm(stopped / "step-00000009")
+    HARMS[harm](stopped / "step-00000009")
     assert resume(stopped, finished_run) == 0
     lines = capsys.readouterr().out.splitlines()
     (line,) = [line for line in lines if "is refused" in line]
     assert "step-00000009" in line
     assert without_paths(line, stopped) == snapshot
     assert f"resuming from {stopped / 'step-00000006'}" in lines
-    assert record(stopped)["resumed_from"] == "step-00000006"
+    assert read_record(stopped)["resumed_from"] == "step-00000006"
     assert (stopped / "step-00000009.damaged").is_dir()
     assert checkpoints(stopped) == [3, 6, 9, 12]
 
@@ -317,7 +254,7 @@ def test_a_checkpoint_that_was_being_replaced_is_resumed(stopped, finished_run):
     newest.rename(stopped / ".partial-step-00000009.replaced")
     shutil.copytree(stopped / "step-00000006", stopped / ".partial-step-00000009")
     assert resume(stopped, finished_run) == 0
-    assert record(stopped)["resumed_from"] == "step-00000009"
+    assert read_record(stopped)["resumed_from"] == "step-00000009"
 
 
 def test_a_finished_run_stays_finished_whatever_its_newest_checkpoint_says(copied_run, finished_run, capsys):
@@ -332,7 +269,7 @@ def test_a_lost_latest_and_stale_folders_do_not_matter(stopped, finished_run):
         (stopped / name).mkdir()
         (stopped / name / "half").write_bytes(b"...")
     assert resume(stopped, finished_run) == 0
-    assert record(stopped)["resumed_from"] == "step-00000009"
+    assert read_record(stopped)["resumed_from"] == "step-00000009"
     assert (stopped / "latest").read_text() == "step-00000012\n"
     assert not list(stopped.glob(".partial-*"))
 
@@ -346,9 +283,11 @@ def test_a_lost_latest_and_stale_folders_do_not_matter(stopped, finished_run):
     ],
 )
 def test_a_finished_run_with_other_settings_is_refused(finished_run, capsys, changes, name):
+    before = read_record(finished_run / "run")
     assert resume(finished_run / "run", finished_run) == 0
     assert "nothing to do" in capsys.readouterr().out
     assert resume(finished_run / "run", finished_run, **changes) == 2
+    assert read_record(finished_run / "run") == before
     assert any(line.startswith(f"error: --resume: {name} is ") for line in errors(capsys))
 
 
@@ -362,65 +301,40 @@ LARGE = ("--micro_batch_size_per_gpu", "16", "--threads_per_device", "2")
 SMALL = ("--micro_batch_size_per_gpu", "1", "--threads_per_device", "1", "--activation_checkpointing")
 
 
-@pytest.fixture(scope="module")
-def resumed(corpus, tmp_path_factory) -> Path:
+@pytest.fixture
+def resumed(corpus, tmp_path) -> Path:
     """Four steps of two real processes: one took micro batches of 16 on two threads, then one of 1 on one thread."""
-    folder = tmp_path_factory.mktemp("segments")
-    recipe = write_optimizer_recipe(folder / "recipe.json")
-    finished(train(folder / "run", corpus, recipe, *WIDE, *LARGE, by="python"))
-    (folder / "run" / "RUN_COMPLETE.txt").unlink()
-    shutil.rmtree(folder / "run" / "step-00000004")
-    finished(train(folder / "run", corpus, recipe, *WIDE, *SMALL, "--resume", by="python"))
-    return folder / "run"
+    run, recipe = tmp_path / "run", write_optimizer_recipe(tmp_path / "recipe.json")
+    finished(train(run, corpus, recipe, *WIDE, *LARGE, by="python"))
+    (run / "RUN_COMPLETE.txt").unlink()
+    shutil.rmtree(run / "step-00000004")
+    finished(train(run, corpus, recipe, *WIDE, *SMALL, "--resume", by="python"))
+    return run
 
 
-def test_the_peak_is_that_of_the_process_that_needed_most(resumed):
+def test_the_record_has_each_process_and_what_they_share(resumed):
     found = read_record(resumed)
     first, second = found["segments"]
     assert first[RSS] > second[RSS] + 50e6
     assert found["summary"][RSS] == found["epochs"][0][RSS] == first[RSS]
-
-
-def test_each_segment_records_how_its_process_trained(resumed):
-    found = read_record(resumed)
-    first, second = found["segments"]
     assert [(each["first_step"], each["last_step"]) for each in (first, second)] == [(1, 2), (3, 4)]
     assert [each["resumed_from"] for each in (first, second)] == [None, "step-00000002"]
     assert [each["hardware"]["threads_per_device"] for each in (first, second)] == [2, 1]
     assert [each["micro_batch_size_per_gpu"] for each in (first, second)] == [16, 1]
     assert [each["activation_checkpointing"] for each in (first, second)] == [False, True]
     assert "--resume" in second["command_line"] and "--resume" not in first["command_line"]
-
-
-def test_times_of_the_processes_add_up(resumed):
-    found = read_record(resumed)
-    for name, tolerance in (("train_time_sec", 1e-9), ("wall_time_sec", 0.05)):
-        total = found["summary"]["total_wall_time_sec" if name == "wall_time_sec" else name]
-        assert sum(each[name] for each in found["segments"]) == pytest.approx(total, rel=tolerance)
-
-
-def test_the_top_of_the_record_has_what_all_segments_share(resumed):
-    found = read_record(resumed)
-    assert found["hardware"]["threads_per_device"] is None
-    assert found["training_config"]["micro_batch_size_per_gpu"] is None
-    assert found["training_config"]["activation_checkpointing"] is None
-    first = found["segments"][0]
+    for name, total, tolerance in (
+        ("train_time_sec", "train_time_sec", 1e-9),
+        ("wall_time_sec", "total_wall_time_sec", 0.05),
+    ):
+        assert first[name] + second[name] == pytest.approx(found["summary"][total], rel=tolerance)
+    different = {"threads_per_device": None}
     for block in ("env", "hardware"):
-        different = {"threads_per_device"} & found[block].keys()
-        assert {key: value for key, value in found[block].items() if key not in different} == {
-            key: value for key, value in first[block].items() if key not in different
-        }
-    assert (found["host"], found["training_config"]["strategy"]) == (first["host"], "baseline")
-
-
-def test_the_measured_step_names_its_process(resumed):
-    cost = read_record(resumed)["cost"]
-    segment = read_record(resumed)["segments"][cost["segment"]]
-    assert (cost["measured_step"], cost["segment"]) == (4, 1)
-    assert segment["first_step"] <= cost["measured_step"] <= segment["last_step"]
-
-
-def test_the_charts_say_what_changed_and_when(resumed):
+        assert found[block] == first[block] | (different if block == "hardware" else {})
+    config = found["training_config"]
+    assert config["micro_batch_size_per_gpu"] is config["activation_checkpointing"] is None
+    assert (found["host"], config["strategy"]) == (first["host"], "baseline")
+    assert (found["cost"]["measured_step"], found["cost"]["segment"]) == (4, 1)
     (stamp,) = segment_stamps([read_run(resumed, name="run")])
     assert stamp == (
         "SEGMENTS DIFFER: run: devices 1 CPU device of 2 threads to step 2, 1 CPU device of 1 thread from step 3; "
@@ -455,7 +369,7 @@ def started(finished_run, tmp_path, peak) -> Path:
     """12 steps of a process that needed 5,000 bytes, killed after the 9th."""
     peak[0] = 5000
     assert train_here(command_line(finished_run, **LONG, checkpoint_path=tmp_path / "run")) == 0
-    assert spans(record(tmp_path / "run")) == [(1, 12, 5000)]
+    assert spans(read_record(tmp_path / "run")) == [(1, 12, 5000)]
     stop_after_9(tmp_path / "run")
     return tmp_path / "run"
 
@@ -465,7 +379,7 @@ def test_segments_are_those_that_led_to_the_checkpoint(started, finished_run, pe
     for needed in (9000, 2000):
         peak[0] = needed
         assert resume(started, finished_run) == 0
-        found = record(started)
+        found = read_record(started)
         assert spans(found) == [(1, 9, 5000), (10, 12, needed)]
         assert found["summary"][RSS] == max(5000, needed)
         state = read_run_state(started / "step-00000012")
@@ -477,7 +391,7 @@ def test_epochs_have_the_peak_of_those_that_took_part_in_them(started, finished_
     """Epochs have 5 steps: the second process took the end of the second epoch, and the third."""
     peak[0] = 2000
     assert resume(started, finished_run) == 0
-    assert [epoch[RSS] for epoch in record(started)["epochs"]] == [5000, 5000, 2000]
+    assert [epoch[RSS] for epoch in read_record(started)["epochs"]] == [5000, 5000, 2000]
 
 
 def test_a_process_that_takes_no_step_changes_no_step(started, finished_run, peak):
@@ -485,7 +399,7 @@ def test_a_process_that_takes_no_step_changes_no_step(started, finished_run, pea
     (started / "RUN_COMPLETE.txt").unlink()
     peak[0] = 7000
     assert resume(started, finished_run, threads_per_device=2) == 0
-    found = record(started)
+    found = read_record(started)
     assert spans(found) == [(1, 9, 5000), (10, 12, 5000), (13, 12, 7000)]
     assert found["segments"][2]["train_time_sec"] == 0
 
@@ -505,7 +419,7 @@ def test_steps_before_an_old_checkpoint_are_unknown(started, finished_run, peak)
     assert resume(started, finished_run) == 0
     (started / "RUN_COMPLETE.txt").unlink()
     assert resume(started, finished_run, max_train_steps=14, allow_changed="recipe") == 0
-    found = record(started)
+    found = read_record(started)
     assert spans(found) == [(10, 12, 2000), (13, 14, 2000)]
     assert found["summary"][RSS] is None
     assert [epoch[RSS] for epoch in found["epochs"]] == [5000, None, 2000, 2000]

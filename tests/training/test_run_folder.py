@@ -5,14 +5,15 @@ import fcntl
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from harmful_tokenizers import bring_code
 from messages import without_paths
-from run_folders import LONG, Killed, checkpoints, errors, record, resume, rewrite
 from small_run import command_line, write_inputs
+from training_runs import LONG, Killed, checkpoints, errors, read_record, resume, rewrite
 
 from dsgpt.training import run, saving, trainer
 from dsgpt.training.command import train as train_here
@@ -21,8 +22,8 @@ from dsgpt.training.journal import Journal
 # What a run does with files that it finds in its folder, and the lock that keeps others out.
 
 
-def tree(folder: Path) -> dict[str, bytes]:
-    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != ".lock"}
 
 
 @pytest.mark.parametrize("flag", ["resume", "overwrite", None])
@@ -77,10 +78,10 @@ def test_links_are_removed_and_never_followed(finished_run, copied_run, tmp_path
     shutil.move(copy / "step-00000003", outside)
     (copy / "step-00000003").symlink_to(outside)
     (copy / "step-00000099").symlink_to(tmp_path / "nowhere")
-    before = tree(outside)
+    before = contents(outside)
     assert resume(copy, finished_run, resume=None, overwrite=True, max_train_steps=1) == 0
     assert [path.name for path in copy.glob("step-*")] == ["step-00000001"]
-    assert tree(outside) == before
+    assert contents(outside) == before
 
 
 def test_a_lock_file_alone_is_not_a_run(finished_run, tmp_path):
@@ -93,13 +94,13 @@ def test_a_lock_file_alone_is_not_a_run(finished_run, tmp_path):
 def test_a_second_process_is_refused(finished_run, copied_run, monkeypatch, capsys, snapshot, flag):
     copy = copied_run
     monkeypatch.setattr(run, "PATIENCE_SEC", 0.1)
-    before = tree(copy)
+    before = contents(copy)
     with (copy / ".lock").open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         assert resume(copy, finished_run, **{"resume": None, flag: True}) == 2
     (line,) = errors(capsys)
     assert without_paths(line, copy) == snapshot
-    assert tree(copy) == before
+    assert contents(copy) == before
 
 
 def test_the_lock_is_held_while_training(finished_run, tmp_path, monkeypatch):
@@ -143,44 +144,29 @@ def test_the_tokenizer_that_made_the_data_is_kept(tmp_path):
 # `--resume` removes nothing of a run whose checkpoints are missing, and loads only what the manifest verifies.
 
 
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != ".lock"}
-
-
-def move_all(run_dir: Path) -> None:
-    """As a disk that is not mounted: ``latest`` stays."""
+def move_all(run_dir: Path, *, losing: tuple[str, ...] = ()) -> None:
+    """As a disk that is not mounted: ``latest`` stays, unless it is among the files that are lost, too."""
     for checkpoint in run_dir.glob("step-*"):
         shutil.move(checkpoint, run_dir.parent / f"moved-{checkpoint.name}")
-
-
-def move_all_and_lose_latest(run_dir: Path) -> None:
-    move_all(run_dir)
-    for name in ("latest", "best"):
+    for name in losing:
         (run_dir / name).unlink(missing_ok=True)
 
 
-def leave_only_lines(run_dir: Path) -> None:
-    move_all_and_lose_latest(run_dir)
-    (run_dir / "training_metrics.json").unlink()
+NAMES, RECORD, LINES = ("latest", "best"), "training_metrics.json", "metrics.jsonl"
+LOSSES = {
+    "move_all": (),
+    "move_all_and_lose_latest": NAMES,
+    "leave_only_lines": (*NAMES, RECORD),
+    "leave_a_damaged_record": NAMES,
+    "leave_only_latest": (RECORD, LINES),
+}
 
 
-def leave_a_damaged_record(run_dir: Path) -> None:
-    move_all_and_lose_latest(run_dir)
-    (run_dir / "training_metrics.json").write_text('{"schema_version": "2.1", "training_config": {}, "saves": 3}')
-
-
-def leave_only_latest(run_dir: Path) -> None:
-    move_all(run_dir)
-    for name in ("training_metrics.json", "metrics.jsonl"):
-        (run_dir / name).unlink()
-
-
-LOSSES = [move_all, move_all_and_lose_latest, leave_only_lines, leave_a_damaged_record, leave_only_latest]
-
-
-@pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.__name__)
+@pytest.mark.parametrize("loss", LOSSES)
 def test_a_run_without_its_checkpoints_is_refused_and_kept(stopped, finished_run, capsys, snapshot, loss):
-    loss(stopped)
+    move_all(stopped, losing=LOSSES[loss])
+    if loss == "leave_a_damaged_record":
+        (stopped / RECORD).write_text('{"schema_version": "2.1", "training_config": {}, "saves": 3}')
     before = contents(stopped)
     assert resume(stopped, finished_run) == 2
     (line,) = errors(capsys)
@@ -221,8 +207,8 @@ def test_the_record_of_a_killed_run_lists_its_saves(finished_run, tmp_path, monk
     with pytest.raises(Killed):
         train_here(command_line(finished_run, **flags))
     monkeypatch.undo()
-    assert [save["step"] for save in record(tmp_path / "run")["saves"]] == [3]
-    move_all_and_lose_latest(tmp_path / "run")
+    assert [save["step"] for save in read_record(tmp_path / "run")["saves"]] == [3]
+    move_all(tmp_path / "run", losing=NAMES)
     assert train_here(command_line(finished_run, **flags, resume=True)) == 2
     assert "says that step-00000003 was saved" in errors(capsys)[0]
 
@@ -234,11 +220,11 @@ def test_a_run_that_was_being_overwritten_is_not_resumed(stopped, finished_run, 
         (stopped / f"step-{step:08d}").rename(stopped / f".partial-step-{step:08d}.overwritten")
     assert resume(stopped, finished_run) == 0
     assert f"--resume: an --overwrite of {stopped} did not finish; starting fresh" in capsys.readouterr().out
-    assert record(stopped)["resumed_from"] is None
+    assert read_record(stopped)["resumed_from"] is None
 
 
 def test_a_checkpoint_that_retention_was_removing_allows_no_fresh_start(stopped, finished_run):
-    move_all_and_lose_latest(stopped)
+    move_all(stopped, losing=NAMES)
     (stopped / ".partial-step-00000003.old").mkdir()
     before = contents(stopped)
     assert resume(stopped, finished_run) == 2
@@ -255,7 +241,7 @@ def test_a_damaged_latest_is_reported_and_ignored(stopped, finished_run, capsys,
     assert resume(stopped, finished_run) == 0
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "latest names" in line]
     assert without_paths(line, stopped) == snapshot
-    assert record(stopped)["resumed_from"] == "step-00000009"
+    assert read_record(stopped)["resumed_from"] == "step-00000009"
 
 
 def test_checkpoints_that_are_moved_back_are_resumed(stopped, finished_run):
@@ -264,7 +250,7 @@ def test_checkpoints_that_are_moved_back_are_resumed(stopped, finished_run):
     for checkpoint in stopped.parent.glob("moved-step-*"):
         shutil.move(checkpoint, stopped / checkpoint.name.removeprefix("moved-"))
     assert resume(stopped, finished_run) == 0
-    assert record(stopped)["resumed_from"] == "step-00000009"
+    assert read_record(stopped)["resumed_from"] == "step-00000009"
 
 
 def test_a_run_killed_before_its_first_checkpoint_starts_fresh(finished_run, tmp_path, monkeypatch, capsys):
@@ -277,7 +263,17 @@ def test_a_run_killed_before_its_first_checkpoint_starts_fresh(finished_run, tmp
     assert (tmp_path / "run" / "metrics.jsonl").stat().st_size
     assert train_here(command_line(finished_run, **flags, resume=True)) == 0
     assert "holds no checkpoint yet; starting fresh" in capsys.readouterr().out
-    assert record(tmp_path / "run")["status"] == "completed"
+    assert read_record(tmp_path / "run")["status"] == "completed"
+
+
+def test_a_run_killed_before_its_first_step_starts_fresh(finished_run, tmp_path, capsys):
+    """It left its configuration, and no lines yet."""
+    run_dir = tmp_path / "new"
+    run_dir.mkdir()
+    (run_dir / "config.json").write_text(json.dumps({"options": {}, "training_config": {}}))
+    (run_dir / "metrics.jsonl").touch()
+    assert resume(run_dir, finished_run) == 0
+    assert "no checkpoint yet; starting fresh" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("lock", [True, False])
@@ -289,7 +285,7 @@ def test_the_only_checkpoint_is_renamed_back_even_without_a_lock_file(stopped, f
     if not lock:
         (stopped / ".lock").unlink()
     assert resume(stopped, finished_run) == 0
-    assert record(stopped)["resumed_from"] == "step-00000009"
+    assert read_record(stopped)["resumed_from"] == "step-00000009"
 
 
 @pytest.mark.parametrize("lost", [2, 7])
@@ -299,8 +295,8 @@ def test_a_lost_line_is_noticed_beside_a_repeated_one(stopped, finished_run, los
     log[log.index(steps[lost])] = steps[lost + 1]
     (stopped / "metrics.jsonl").write_bytes(b"".join(log))
     assert resume(stopped, finished_run) == 0
-    assert record(stopped)["summary"]["train_time_sec"] is None
-    assert record(stopped)["summary"]["optimizer_steps"] == 12
+    assert read_record(stopped)["summary"]["train_time_sec"] is None
+    assert read_record(stopped)["summary"]["optimizer_steps"] == 12
 
 
 def test_a_file_system_without_locks_is_reported(finished_run, tmp_path, monkeypatch, capsys, snapshot):
@@ -313,108 +309,55 @@ def test_a_file_system_without_locks_is_reported(finished_run, tmp_path, monkeyp
     assert without_paths(line, tmp_path) == snapshot
 
 
-def forget_all(checkpoint: Path) -> None:
-    change_manifest(checkpoint, files={})
+def forgetting(word: str) -> Callable[[dict], dict]:
+    return lambda manifest: {"files": {name: at for name, at in manifest["files"].items() if word not in name}}
 
 
-def forget_the_moments(checkpoint: Path) -> None:
-    """The file exists and would be read, but could not be verified."""
-    files = json.loads((checkpoint / "manifest.json").read_text())["files"]
-    change_manifest(checkpoint, files={name: facts for name, facts in files.items() if name != "optimizer.safetensors"})
-
-
-def forget_the_random_state(checkpoint: Path) -> None:
-    files = json.loads((checkpoint / "manifest.json").read_text())["files"]
-    change_manifest(checkpoint, files={name: facts for name, facts in files.items() if "random" not in name})
-
-
-def change_manifest(checkpoint: Path, **changes: object) -> None:
-    file = checkpoint / "manifest.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
-
-
-def list_the_ranks(checkpoint: Path) -> None:
-    change_manifest(checkpoint, topology=[])
-
-
-def nest_deeply(checkpoint: Path) -> None:
-    (checkpoint / "manifest.json").write_text("[" * 200_000)
-
-
-def empty_the_random_state(checkpoint: Path) -> None:
-    rewrite(checkpoint, checkpoint / "random-00000.safetensors", b"\x02\0\0\0\0\0\0\0{}")
-
-
-def name_a_file_too_long(checkpoint: Path) -> None:
-    files = json.loads((checkpoint / "manifest.json").read_text())["files"]
-    change_manifest(checkpoint, files=files | {"x" * 300: {"size": 1, "sha256": "0" * 64}})
-
-
-def mistype_the_state(checkpoint: Path) -> None:
-    state = json.loads((checkpoint / "run_state.json").read_text())
-    rewrite(checkpoint, checkpoint / "run_state.json", json.dumps(state | {"epochs": 3}).encode())
-
-
-def forget_an_epochs_steps(checkpoint: Path) -> None:
-    change_an_epoch(checkpoint, {"steps": ...})
-
-
-def mistype_an_epochs_steps(checkpoint: Path) -> None:
-    change_an_epoch(checkpoint, {"steps": 5.0})
-
-
-def forget_an_epochs_time(checkpoint: Path) -> None:
-    change_an_epoch(checkpoint, {"train_time_sec": ...})
-
-
-def mistype_an_epochs_loss(checkpoint: Path) -> None:
-    change_an_epoch(checkpoint, {"val_loss_avg_global": "low"})
-
-
-def change_an_epoch(checkpoint: Path, values: dict[str, object]) -> None:
+def epoch_with(**values: Any) -> Callable[[dict], dict]:
     """``...`` removes a key."""
-    state = json.loads((checkpoint / "run_state.json").read_text())
-    epoch = state["epochs"][0] | values
-    state["epochs"][0] = {key: value for key, value in epoch.items() if value is not ...}
-    rewrite(checkpoint, checkpoint / "run_state.json", json.dumps(state).encode())
+    return lambda state: {"epochs": [{key: at for key, at in (state["epochs"][0] | values).items() if at is not ...}]}
 
 
-def forget_when_it_changed(checkpoint: Path) -> None:
-    state = json.loads((checkpoint / "run_state.json").read_text())
-    change = {"name": "schedule", "before": None, "after": None}
-    rewrite(checkpoint, checkpoint / "run_state.json", json.dumps(state | {"changes": [change]}).encode())
+MANIFEST: dict[str, Callable[[dict], dict]] = {
+    "forget_all": lambda _: {"files": {}},
+    "forget_the_moments": forgetting("optimizer"),  # the file exists and would be read, but could not be verified
+    "forget_the_random_state": forgetting("random"),
+    "list_the_ranks": lambda _: {"topology": []},
+    "name_a_file_too_long": lambda manifest: {
+        "files": manifest["files"] | {"x" * 300: {"size": 1, "sha256": "0" * 64}}
+    },
+}
+STATE: dict[str, Callable[[dict], dict]] = {
+    "mistype_the_state": lambda _: {"epochs": 3},
+    "forget_an_epochs_steps": epoch_with(steps=...),
+    "mistype_an_epochs_steps": epoch_with(steps=5.0),
+    "forget_an_epochs_time": epoch_with(train_time_sec=...),
+    "mistype_an_epochs_loss": epoch_with(val_loss_avg_global="low"),
+    "forget_when_it_changed": lambda _: {"changes": [{"name": "schedule", "before": None, "after": None}]},
+    "take_another_step": lambda _: {"step": 8},
+}
+"""Changes of ``run_state.json``, whose hash in the manifest is right."""
 
 
-def take_another_step(checkpoint: Path) -> None:
-    state = json.loads((checkpoint / "run_state.json").read_text())
-    rewrite(checkpoint, checkpoint / "run_state.json", json.dumps(state | {"step": 8}).encode())
+def forge(checkpoint: Path, forgery: str) -> None:
+    file = checkpoint / ("manifest.json" if forgery in MANIFEST else "run_state.json")
+    if forgery == "nest_deeply":
+        (checkpoint / "manifest.json").write_text("[" * 200_000)
+    elif forgery == "empty_the_random_state":
+        rewrite(checkpoint, checkpoint / "random-00000.safetensors", b"\x02\0\0\0\0\0\0\0{}")
+    else:
+        values = json.loads(file.read_text())
+        data = json.dumps(values | (MANIFEST | STATE)[forgery](values))
+        file.write_text(data) if forgery in MANIFEST else rewrite(checkpoint, file, data.encode())
 
 
-FORGERIES = [
-    forget_all,
-    forget_the_moments,
-    forget_the_random_state,
-    list_the_ranks,
-    nest_deeply,
-    empty_the_random_state,
-    name_a_file_too_long,
-    mistype_the_state,
-    forget_an_epochs_steps,
-    mistype_an_epochs_steps,
-    forget_an_epochs_time,
-    mistype_an_epochs_loss,
-    forget_when_it_changed,
-    take_another_step,
-]
-
-
-@pytest.mark.parametrize("forgery", FORGERIES, ids=lambda forgery: forgery.__name__)
+@pytest.mark.parametrize("forgery", [*MANIFEST, *STATE, "nest_deeply", "empty_the_random_state"])
 def test_what_the_manifest_cannot_verify_is_not_loaded(stopped, finished_run, capsys, snapshot, forgery):
-    forgery(stopped / "step-00000009")
+    forge(stopped / "step-00000009", forgery)
     assert resume(stopped, finished_run) == 0
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "is refused" in line]
     assert without_paths(line, stopped) == snapshot
-    assert record(stopped)["resumed_from"] == "step-00000006"
+    assert read_record(stopped)["resumed_from"] == "step-00000006"
 
 
 def test_a_damaged_record_is_reported_and_loses_the_earlier_saves(stopped, finished_run, capsys, snapshot):
@@ -422,7 +365,7 @@ def test_a_damaged_record_is_reported_and_loses_the_earlier_saves(stopped, finis
     assert resume(stopped, finished_run) == 0
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "is damaged" in line]
     assert without_paths(line, stopped) == snapshot
-    assert [save["step"] for save in record(stopped)["saves"]] == [12]
+    assert [save["step"] for save in read_record(stopped)["saves"]] == [12]
 
 
 # Training keeps only known files of a tokenizer, and neither reads nor writes through a link in a run folder.

@@ -1,29 +1,52 @@
-"""Saving: asynchronously, when asked to stop, and under launchers."""
+"""Saving: asynchronously, when asked to stop, and under launchers; and the end of data workers."""
 
+import contextlib
+import gc
+import json
+import multiprocessing
 import os
 import re
 import signal
 import subprocess
 import threading
 import time
+from collections.abc import Iterator
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import pytest
 from forked_ranks import run_script
 from messages import without_paths
-from run_folders import LONG, checkpoints, errors, record
 from safetensors.torch import load_file
-from small_run import command_line
-from training_runs import SCRIPT, assert_same_training, data_flags, finished, read_record, train, write_optimizer_recipe
+from small_run import command_line, write_data, write_recipe
+from torch.utils.data import DataLoader, _utils
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
+from training_runs import (
+    LONG,
+    SCRIPT,
+    assert_same_training,
+    checkpoints,
+    data_flags,
+    errors,
+    finished,
+    read_record,
+    train,
+    write_optimizer_recipe,
+)
 
 from dsgpt.benchmarks.faults_runs import default_sighup
 from dsgpt.checkpoints import training_state
 from dsgpt.common.errors import EXIT_STOPPED
-from dsgpt.machine.launcher import launcher_command
+from dsgpt.data import loader as loading
+from dsgpt.data.loader import WindowDataset
+from dsgpt.machine.launcher import ignore_stop_signals, launcher_command
+from dsgpt.strategies.pytorch import Baseline
 from dsgpt.training import saving as checkpoint
 from dsgpt.training.command import train as train_here
 from dsgpt.training.journal import Journal
+from dsgpt.training.saving import Saver
+from dsgpt.training.trainer import Batches
 
 # Checkpoints that are written while training continues.
 
@@ -58,7 +81,7 @@ def test_a_checkpoint_is_of_its_step_however_late_it_is_written(finished_run, tm
             )
             assert ours.keys() == theirs.keys()
             assert all(ours[key].equal(theirs[key]) for key in theirs), (step, name)
-    saves = record(tmp_path / "run")["saves"]
+    saves = read_record(tmp_path / "run")["saves"]
     assert [(save["step"], save["mode"]) for save in saves] == [(3, "async"), (6, "async"), (9, "async"), (12, "sync")]
     assert all(0 < save["save_stall_sec"] <= save["save_total_sec"] for save in saves)
     assert saves[0]["save_stall_sec"] < saves[0]["save_total_sec"]
@@ -82,12 +105,12 @@ def test_a_failure_in_the_background_is_reported(finished_run, tmp_path, monkeyp
         assert code == 4
         (line,) = errors(capsys)
         assert checkpoints(tmp_path / "run") == [3]
-        assert record(tmp_path / "run")["status"] == "failed"
+        assert read_record(tmp_path / "run")["status"] == "failed"
     else:
         (line,) = [line for line in capsys.readouterr().out.splitlines() if "not saved" in line]
         assert code == 0
         assert checkpoints(tmp_path / "run") == [3, 9, 12]
-        assert record(tmp_path / "run")["summary"]["failed_saves"] == 1
+        assert read_record(tmp_path / "run")["summary"]["failed_saves"] == 1
     assert without_paths(line, tmp_path) == snapshot
 
 
@@ -149,7 +172,7 @@ def test_a_run_that_fails_completes_its_last_checkpoint(finished_run, tmp_path, 
     with pytest.raises(RuntimeError, match="a fault"):
         trained(finished_run, tmp_path / "run")
     assert checkpoints(tmp_path / "run") == [3]
-    assert [save["step"] for save in record(tmp_path / "run")["saves"]] == [3]
+    assert [save["step"] for save in read_record(tmp_path / "run")["saves"]] == [3]
 
 
 def test_a_run_that_fails_reports_an_earlier_failed_save(finished_run, tmp_path, monkeypatch, capsys):
@@ -168,7 +191,7 @@ def test_a_run_that_fails_reports_an_earlier_failed_save(finished_run, tmp_path,
         "step      3/12  not saved: No space left on device; earlier checkpoints are untouched"
         in capsys.readouterr().out
     )
-    assert record(tmp_path / "run")["summary"]["failed_saves"] == 1
+    assert read_record(tmp_path / "run")["summary"]["failed_saves"] == 1
 
 
 # Requests to stop a run whose output nobody reads. Other tests of signals: `tests/benchmarks/test_faults.py`.
@@ -191,7 +214,7 @@ def test_a_run_whose_output_is_closed_still_saves(finished_run, tmp_path, number
             run.send_signal(number)
         assert run.wait(60) == EXIT_STOPPED
     (step,) = checkpoints(tmp_path / "run")
-    assert (found := record(tmp_path / "run"))["status"] == "interrupted"
+    assert (found := read_record(tmp_path / "run"))["status"] == "interrupted"
     assert found["summary"]["optimizer_steps"] == step
 
 
@@ -214,11 +237,10 @@ def test_torchrun_trains_what_the_baseline_trains(corpus, tmp_path):
     assert read_record(tmp_path / "baseline")["deepspeed_config"]["resolved"] is None
 
 
-def test_data_workers_do_not_change_the_training(corpus, tmp_path):
-    recipe = write_optimizer_recipe(tmp_path / "recipe.json")
-    finished(train(tmp_path / "none", corpus, recipe, *STEPS))
-    finished(train(tmp_path / "two", corpus, recipe, *STEPS, "--num_workers", "2"))
-    assert_same_training(tmp_path / "none", tmp_path / "two", loss=0, norm=0)
+def test_data_workers_do_not_change_the_training(finished_run, tmp_path):
+    run = tmp_path / "run"
+    assert train_here(command_line(finished_run, **LONG, checkpoint_path=run, num_workers=2)) == 0
+    assert_same_training(finished_run / "run", run, loss=0, norm=0)
 
 
 @pytest.mark.parametrize("name", ["deepspeed", "torchrun"])
@@ -231,6 +253,8 @@ def test_a_mistake_is_printed_once(corpus, tmp_path, name):
         len(re.findall("^error: --epochs must be a whole number of at least 1, not 0", done.stderr, re.MULTILINE)) == 1
     )
     assert done.stderr.count("missing.json: cannot be read") <= 2
+    if name == "torchrun":  # its summary ends with our lines and a rule
+        assert "missing.json: cannot be read" in done.stderr.splitlines()[-2]
     assert "gpt2.py" not in done.stderr.split("error: --epochs")[0].rpartition("Traceback")[2]
     assert not (tmp_path / "run").exists()
 
@@ -279,11 +303,85 @@ def test_nothing_needs_a_compiler_or_an_activated_environment(corpus, tmp_path):
 def test_offload_without_a_compiler_is_refused(corpus, tmp_path):
     offload = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
     recipe = write_optimizer_recipe(tmp_path / "recipe.json", zero_optimization=offload)
-    command = [*launcher_command("python", 1), SCRIPT, "--run_type", "optimized", *data_flags(corpus)]
-    command += ["--deepspeed_config", str(recipe), "--checkpoint_path", str(tmp_path / "run")]
-    done = subprocess.run(
-        command, capture_output=True, text=True, env={"PATH": str(tmp_path)}, check=False, timeout=120
-    )
+    words = ["--run_type", "optimized", *data_flags(corpus), "--deepspeed_config", str(recipe)]
+    words += ["--checkpoint_path", str(tmp_path / "run"), "--device", "cpu"]
+    done = run_script(SCRIPT, words, environment={"PATH": str(tmp_path)})
     assert done.returncode == 2
     assert "finds no C++ compiler: install one" in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+# The worker processes of data loaders end with the training, whatever ends it.
+
+
+@pytest.fixture
+def workers_left() -> Iterator[None]:
+    """End the workers that a failed test left: pytest would wait for them when it exits."""
+    yield
+    for loader in [each for each in gc.get_objects() if type(each) is _MultiProcessingDataLoaderIter]:
+        loader._shutdown_workers()
+
+
+@pytest.fixture
+def here(tmp_path: Path, workers_left: None) -> Path:
+    write_recipe(tmp_path / "recipe.json")
+    return write_data(tmp_path)
+
+
+def fail(*_: Any, **__: Any) -> None:
+    raise RuntimeError("a defect")
+
+
+@pytest.mark.parametrize(
+    ("owner", "method"),
+    [(Saver, "save"), (Baseline, "train_step"), (Baseline, "eval_step"), (WindowDataset, "__getitems__")],
+    ids=["save", "step", "validation", "worker"],
+)
+def test_no_worker_outlives_an_error(here, monkeypatch, owner, method):
+    """``caught`` keeps the frames of the training, and in them its loaders, as an error on its way to the exit does."""
+    monkeypatch.setattr(owner, method, fail)
+    with pytest.raises(RuntimeError, match="a defect") as caught:
+        train_here(command_line(here, num_workers=2, save_every=1))
+    assert multiprocessing.active_children() == [], caught
+
+
+def test_no_worker_starts_in_the_middle_of_a_run(here, monkeypatch):
+    """Beside the threads of collectives a fork can deadlock: it did at validations, when a signal came."""
+    started = []
+    start = BaseProcess.start
+    monkeypatch.setattr(BaseProcess, "start", lambda self: (started.append(len(lines(here))), start(self))[1])
+    assert train_here(command_line(here, num_workers=2, eval_every=1)) == 0
+    assert started == [0, 0]
+
+
+def lines(folder: Path) -> list[str]:
+    file = folder / "run" / "metrics.jsonl"
+    return file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+
+
+def test_a_worker_that_is_stuck_ends_the_run(here, monkeypatch):
+    monkeypatch.setattr(loading, "WORKER_SEC", 0.5)
+    monkeypatch.setattr(_utils, "MP_STATUS_CHECK_INTERVAL", 0.2)  # seconds that torch waits before it ends workers
+    monkeypatch.setattr(WindowDataset, "__getitems__", lambda *_: time.sleep(600))
+    with pytest.raises(RuntimeError, match="timed out after"):
+        train_here(command_line(here, num_workers=1))
+    assert multiprocessing.active_children() == []
+    assert json.loads((here / "run" / "training_metrics.json").read_text())["status"] == "failed"
+
+
+def test_no_worker_outlives_a_run(here):
+    assert train_here(command_line(here, num_workers=2, eval_every=1)) == 0
+    assert multiprocessing.active_children() == []
+
+
+def _interrupted_at_its_start(worker: int) -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+    ignore_stop_signals(worker)
+
+
+def test_a_signal_at_the_start_of_a_worker_is_ignored():
+    """Ctrl-C reaches workers too, and a validation that begins at that moment starts new ones."""
+    with contextlib.closing(
+        Batches(DataLoader(range(4), num_workers=1, worker_init_fn=_interrupted_at_its_start))
+    ) as read:
+        assert [int(number) for number in read] == [0, 1, 2, 3]

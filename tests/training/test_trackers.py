@@ -1,24 +1,153 @@
 """What experiment trackers hold after a run and after a resumed one, and what happens when one fails."""
 
+import csv
 import json
 import os
 import shutil
+import struct
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from run_folders import LONG, errors, record, resume
 from small_run import command_line
-from tracker_stores import READERS, Stored
+from training_runs import LONG, errors, read_record, resume
 
 from dsgpt.config.options import parse_arguments
 from dsgpt.config.run_config import resolve
 from dsgpt.machine.topology import read_topology
 from dsgpt.training.command import train as train_here
 from dsgpt.training.trackers import COLUMNS, CsvTracker, Row, open_trackers, row_of
+
+# What each tracker stored, read with its own reader where it has one.
+
+Point = tuple[int, float]
+
+
+@dataclass(kw_only=True)
+class Stored:
+    """One run, as one tracker holds it."""
+
+    metrics: dict[str, list[Point]] = field(default_factory=dict)
+    """Step and value, in the order in which they are stored."""
+    settings: Any = None
+    ended: Any = None
+    """What the tracker holds of status and summary."""
+    runs: list[str] = field(default_factory=list)
+    """The ids of all runs in the store."""
+
+    def add(self, name: str, step: int, value: Any) -> None:
+        self.metrics.setdefault(name, []).append((step, value))
+
+
+def tensorboard(folder: Path) -> Stored:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0, "tensors": 0}).Reload()
+    stored = Stored()
+    for name in events.Tags()["scalars"]:
+        stored.metrics[name] = [(event.step, event.value) for event in events.Scalars(name)]
+    texts = {name: _text(events.Tensors(f"{name}/text_summary")[-1]) for name in ("config", "summary")}
+    stored.settings, stored.ended = texts["config"], texts["summary"]
+    return stored
+
+
+def _text(event: Any) -> Any:
+    return json.loads(event.tensor_proto.string_val[0])
+
+
+def mlflow(folder: Path) -> Stored:
+    from mlflow import MlflowClient
+
+    client = MlflowClient(tracking_uri=f"sqlite:///{folder / 'mlflow.db'}")
+    experiment = client.get_experiment_by_name("dsgpt")
+    runs = client.search_runs([experiment.experiment_id])
+    stored = Stored(settings=runs[0].data.params, runs=[run.info.run_id for run in runs])
+    stored.ended = {"status": {"FINISHED": "completed"}[runs[0].info.status]}
+    for name, value in runs[0].data.metrics.items():
+        if name.startswith("summary/"):
+            stored.ended[name.removeprefix("summary/")] = value
+            continue
+        for metric in client.get_metric_history(runs[0].info.run_id, name):
+            stored.add(name, metric.step, metric.value)
+    return stored
+
+
+def trackio(folder: Path) -> Stored:
+    from trackio.sqlite_storage import SQLiteStorage
+
+    assert (folder / "trackio" / "dsgpt.db").exists()
+    runs = SQLiteStorage.get_runs("dsgpt")
+    stored = Stored(settings=SQLiteStorage.get_run_config("dsgpt", runs[0]), runs=runs, ended={})
+    for entry in SQLiteStorage.get_logs("dsgpt", runs[0]):
+        for name, value in entry.items():
+            if name.startswith("summary/"):
+                stored.ended[name.removeprefix("summary/")] = value
+            elif name not in {"step", "timestamp"}:
+                stored.add(name, entry["step"], value)
+    return stored
+
+
+def csv_table(folder: Path) -> Stored:
+    stored = Stored()
+    with (folder / "metrics.csv").open(newline="") as file:
+        for row in csv.DictReader(file):
+            step = int(row.pop("step"))
+            for name, value in row.items():
+                if value:
+                    stored.add(name, step, float(value))
+    return stored
+
+
+def wandb(folder: Path) -> Stored:
+    """All offline folders of one run, the oldest first, as ``wandb sync`` would read them."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    stored = Stored(settings={}, ended={})
+    for path in sorted(folder.glob("wandb/offline-run-*/*.wandb")):
+        for data in _records(path.read_bytes()):
+            record = Record.FromString(data)
+            kind = record.WhichOneof("record_type")
+            if kind == "run":
+                stored.runs.append(record.run.run_id)
+                stored.settings |= _values(record.run.config.update)
+            elif kind == "summary":
+                stored.ended |= _values(record.summary.update)
+            elif kind == "exit":
+                stored.ended["exit_code"] = record.exit.exit_code
+            elif kind == "history":
+                values = _values(record.history.item)
+                for name, value in values.items():
+                    if not name.startswith("_"):
+                        stored.add(name, values["_step"], value)
+    return stored
+
+
+def _values(items: Any) -> dict[str, Any]:
+    return {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in items}
+
+
+def _records(data: bytes) -> Iterator[bytes]:
+    """The records of a ``.wandb`` file: LevelDB's log format, after a header of 7 bytes."""
+    block, header = 1 << 15, struct.Struct("<IHB")
+    at, parts = header.size, b""
+    while at + header.size <= len(data):
+        if block - at % block < header.size:  # too little room for another part in this block
+            at += block - at % block
+            continue
+        _, length, kind = header.unpack_from(data, at)
+        parts += data[at + header.size : at + header.size + length]
+        at += header.size + length
+        if kind in {1, 4}:  # whole, or the last part
+            yield parts
+            parts = b""
+
+
+READERS = {"tensorboard": tensorboard, "wandb": wandb, "mlflow": mlflow, "trackio": trackio, "csv": csv_table}
+
+# What trackers hold after a run and after a resumed one, and what happens when one fails.
 
 pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated")
 """MLflow uses it."""
@@ -123,7 +252,7 @@ def test_a_resumed_run_continues_in_the_same_run_of_the_tracker(tracked, tracker
 
 @pytest.mark.parametrize("tracker", sorted(READERS.keys() - {"csv"}))
 def test_settings_and_the_end_are_sent(tracked, tracker):
-    stored, written = tracked.resumed[tracker], record(tracked.run_dir)
+    stored, written = tracked.resumed[tracker], read_record(tracked.run_dir)
     assert stored.settings["run_id"] == written["run_id"]
     if tracker == "mlflow":
         assert stored.settings["training_config.optimizer_params.lr"] == "0.001"
@@ -157,8 +286,8 @@ def test_a_tracker_that_fails_is_reported_once_and_not_called_again(finished_run
     flags = {"max_train_steps": 3, "steps_per_print": 1, "track": "csv,csv", "checkpoint_path": tmp_path / "run"}
     assert train_here(command_line(finished_run, **flags)) == 0
     assert len(calls) == 1
-    told = [line for line in (tmp_path / "run" / "train.log").read_text().splitlines() if "--track" in line]
-    assert told == [
+    reported = [line for line in (tmp_path / "run" / "train.log").read_text().splitlines() if "--track" in line]
+    assert reported == [
         "--track csv: failed (RuntimeError: the server is gone); it receives nothing more, and the run continues"
     ]
 

@@ -300,7 +300,7 @@ examples:
 
     def plan(self) -> int:
         """Refuse what cannot be measured."""
-        from dsgpt.checkpoints.selection import find_checkpoint, open_model_files  # noqa: PLC0415 - torch
+        from dsgpt.checkpoints.store import find_checkpoint, open_model_files  # noqa: PLC0415 - torch
 
         options, problems = self.options, Problems()
         python = _python_of(options.vllm)

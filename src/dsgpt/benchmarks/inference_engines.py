@@ -9,7 +9,8 @@ from typing import Any, Protocol
 import torch
 
 from dsgpt.benchmarks.inference_worker import Answer, Request, clock
-from dsgpt.checkpoints.selection import find_checkpoint, open_model_files, open_weights
+from dsgpt.checkpoints.store import find_checkpoint, open_model_files
+from dsgpt.checkpoints.training_state import open_weights
 from dsgpt.common.errors import UserError
 from dsgpt.inference.decoder import Decoder
 from dsgpt.inference.generation import generate_batch

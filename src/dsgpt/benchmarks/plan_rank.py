@@ -22,11 +22,10 @@ from dsgpt.machine.device import bring_up
 from dsgpt.machine.process_group import barrier, joined
 from dsgpt.machine.topology import read_topology
 from dsgpt.planner.calibrate import calibrate
-from dsgpt.planner.fitting import Factors, MeasuredStep, fit
 from dsgpt.planner.memory import STEP, peak_memory
 from dsgpt.planner.rates import Calibration, calibrated_machine, read_calibration
 from dsgpt.planner.setup import Setup, model_parameters, total
-from dsgpt.planner.step_time import StepTime, predict_step
+from dsgpt.planner.step_time import Factors, MeasuredStep, StepTime, fit, predict_step
 from dsgpt.planner.strategies import model_state, sent_bytes
 from dsgpt.strategies.base import Strategy, build_strategy
 from dsgpt.telemetry.memory import TrafficMeter

@@ -1,92 +1,24 @@
-"""The command line of ``charts/generate_charts.py``, and what it reads."""
+"""The command line of ``charts/generate_charts.py``: what it reads, and which charts it writes."""
 
-import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from dsgpt.charts.comparison import comparison_markdown, console_summary
-from dsgpt.charts.options import BOTH, FORMATS, LIGHT, THEMES, Style, read_only, themes_of
+from dsgpt.charts.themes import LIGHT, THEMES
 from dsgpt.common.command_line import NUMBER, choice, choices, flag, read_options
-from dsgpt.common.errors import Problems, UserError
+from dsgpt.common.errors import Problems, UserError, did_you_mean
 from dsgpt.common.files import PRINTABLE, write_atomic
 from dsgpt.common.text import REPOSITORY, next_line, script_words
 from dsgpt.record.provenance import changes_since, training_sources
 from dsgpt.record.runs import Run, read_run
 from dsgpt.record.suites import Concurrency, Predictions, Sweep, read_concurrency, read_predictions, read_sweep
 
-# Reads what ``charts/generate_charts.py`` draws: runs, sweeps, and the records of the planner and of many requests.
-
-Read = TypeVar("Read")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Inputs:
-    """The records that could be read."""
-
-    runs: list[Run]
-    """The first is the baseline."""
-    sweeps: dict[str, Sweep]
-    """By the name with which their charts begin."""
-    predictions: Predictions | None
-    """The record of ``benchmark.py plan``."""
-    concurrency: Concurrency | None
-    """The record of ``benchmark.py inference``."""
-
-
-def read_inputs(
-    paths: Mapping[str, Path],
-    *,
-    sweeps: Sequence[tuple[str | None, Path]],
-    plan: Path | None,
-    inference: Path | None,
-) -> tuple[Inputs, list[str]]:
-    """Everything that can be read, and the mistakes of the rest, one line each.
-
-    Args:
-        paths: of runs, by name.
-        sweeps: name and path of each; without a name, that of the suite.
-        plan: the record of ``benchmark.py plan``.
-        inference: the record of ``benchmark.py inference``.
-    """
-    problems: list[str] = []
-    runs = [_read(partial(read_run, name=name), path, problems) for name, path in paths.items()]
-    inputs = Inputs(
-        runs=[run for run in runs if run is not None],
-        sweeps=_read_sweeps(sweeps, problems),
-        predictions=_read(read_predictions, plan, problems),
-        concurrency=_read(read_concurrency, inference, problems),
-    )
-    return inputs, problems
-
-
-def _read(reader: Callable[[Path], Read], path: Path | None, problems: list[str]) -> Read | None:
-    """What ``reader`` reads from ``path``; None if there is no path, or if the file has mistakes."""
-    if path is None:
-        return None
-    try:
-        return reader(path)
-    except UserError as error:
-        problems += error.problems
-        return None
-
-
-def _read_sweeps(given: Sequence[tuple[str | None, Path]], problems: list[str]) -> dict[str, Sweep]:
-    """Every sweep that can be read, by name."""
-    sweeps: dict[str, Sweep] = {}
-    for wanted, path in given:
-        sweep = _read(read_sweep, path, problems)
-        if sweep is None:
-            continue
-        name = wanted or re.sub(r"[^\w.-]+", "-", sweep.suite)
-        if name in sweeps:
-            problems.append(f"two sweeps are called {name!r}; give each its own name in --sweep NAME=PATH")
-        sweeps[name] = sweep
-    return sweeps
-
+if TYPE_CHECKING:
+    from dsgpt.charts.style import Chart
 
 DESCRIPTION = """\
 Draw charts of training runs and of sweeps, and compare runs in one table (comparison.md).
@@ -112,12 +44,49 @@ docs/charts.md says what each chart shows. Exit code 0: done; 2: a mistake in th
 130: interrupted.
 """
 
+RUN_CHARTS = (
+    "training_time",
+    "throughput",
+    "inference_latency",
+    "inference_throughput",
+    "peak_memory",
+    "loss_vs_step",
+    "loss_vs_time",
+    "loss_vs_tokens",
+    "loss_vs_money",
+    "memory",
+    "communication",
+    "step_times",
+    "latency_vs_throughput",
+    "utilisation",
+    "overview",
+)
+SWEEP_CHARTS = ("throughput", "scaling", "efficiency", "memory", "communication", "step_times", "money")
+"""Their files begin with the name of the sweep and ``_``."""
+PLAN_CHART = "plan_memory"
+"""Of the record of ``benchmark.py plan``."""
+INFERENCE_CHART = "latency_by_concurrency"
+"""Of the record of ``benchmark.py inference``."""
+FORMATS = ("png", "svg")
+BOTH = "both"
 COMMITTED = REPOSITORY / "checkpoint" / "reference"
 """The records of the pages."""
 IN_FILE_NAMES = re.compile(r"[\w.-]+")
-
-
 RECORD = "a training_metrics.json, or the run's folder"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """The records that could be read."""
+
+    runs: list[Run]
+    """The first is the baseline."""
+    sweeps: dict[str, Sweep]
+    """By the name with which their charts begin."""
+    predictions: Predictions | None
+    """The record of ``benchmark.py plan``."""
+    concurrency: Concurrency | None
+    """The record of ``benchmark.py inference``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,12 +137,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     options, problems = read_options(
         ChartsOptions, argv, prog="generate_charts.py", description=DESCRIPTION, epilog=EXAMPLES
     )
-    paths: dict[str, Path] = {}
-    for name, path in _named_runs(options, problems):
-        if name in paths:
-            problems.add(f"two runs are called {name!r}; give each its own name in --run NAME=PATH")
-        paths[name] = Path(path).expanduser()
-    sweeps = _named_sweeps(options.sweep, problems)
+    paths = _paths_of_runs(options, problems)
+    sweeps = _paths_of_sweeps(options.sweep, problems)
     if not (paths or sweeps or options.plan or options.inference or problems):
         problems.add(
             "no run given; give --baseline-json and --optimized-json, --run NAME=PATH or --sweep PATH (see --help)"
@@ -182,12 +147,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     existing = next(path for path in (output, *output.absolute().parents) if path.exists())
     if not existing.is_dir():
         problems.add(f"--output-dir {output}: {existing} is a file, not a folder")
-    style = Style(options.formats, themes_of(options.theme), read_only(options.only, problems))
-    inputs, unreadable = read_inputs(paths, sweeps=sweeps, plan=options.plan, inference=options.inference)
-    problems.add(*unreadable)
+    only = None if options.only is None else [word.strip() for word in options.only.split(",") if word.strip()]
+    alone = (*RUN_CHARTS, PLAN_CHART, INFERENCE_CHART)
+    for name in dict.fromkeys(only or ()):
+        if name not in alone and not any(name.endswith(f"_{chart}") for chart in SWEEP_CHARTS):
+            allowed = f"{', '.join(alone)}, and of a sweep NAME_{', NAME_'.join(SWEEP_CHARTS)}"
+            problems.add(f"--only {name}: is not a chart{did_you_mean(name, RUN_CHARTS)}; known are {allowed}")
+    if only == []:
+        problems.add("--only names no chart")
+    inputs = _read(paths, sweeps, options, problems)
     problems.raise_if_any()
-    sources = _sources_paragraph(inputs.runs, paths)
-    absent = write_charts(inputs, paths, output=output, style=style, price=options.price or None, sources=sources)
+    absent = write_charts(inputs, paths, output=output, only=only, options=options)
     if inputs.runs:
         print(console_summary(inputs.runs))
     for chart, why in absent.items():
@@ -196,8 +166,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(next_line(script_words("charts/dashboard.py")))
 
 
-def _named_runs(options: ChartsOptions, problems: Problems) -> list[tuple[str, str]]:
-    """Name and path of each run that is given correctly, in the order in which the runs are drawn."""
+def _paths_of_runs(options: ChartsOptions, problems: Problems) -> dict[str, Path]:
+    """The path of each run that is given correctly, by name, in the order in which the runs are drawn."""
     named = []
     for name, given in (("baseline", options.baseline), ("optimized", options.optimized)):
         named += [(name, path) for path in given[:1]]
@@ -211,37 +181,95 @@ def _named_runs(options: ChartsOptions, problems: Problems) -> list[tuple[str, s
             named.append((name, path))
         else:
             problems.add(f"--run {text!r}: expected NAME=PATH, as in --run zero1=checkpoint/zero1")
-    return named
+    paths: dict[str, Path] = {}
+    for name, path in named:
+        if name in paths:
+            problems.add(f"two runs are called {name!r}; give each its own name in --run NAME=PATH")
+        paths[name] = Path(path).expanduser()
+    return paths
 
 
-def _named_sweeps(given: Sequence[str], problems: Problems) -> list[tuple[str | None, Path]]:
+def _paths_of_sweeps(given: Sequence[str], problems: Problems) -> list[tuple[str | None, Path]]:
     """Name and path of each sweep; a text that is a path as a whole has no name."""
-    found: list[tuple[str | None, Path]] = []
+    sweeps: list[tuple[str | None, Path]] = []
     for text in given:
         name, equals, path = (part.strip() for part in text.partition("="))
         if not equals or Path(text).expanduser().exists():
-            found.append((None, Path(text).expanduser()))
+            sweeps.append((None, Path(text).expanduser()))
         elif path and IN_FILE_NAMES.fullmatch(name):
-            found.append((name, Path(path).expanduser()))
+            sweeps.append((name, Path(path).expanduser()))
         else:
             problems.add(f"--sweep {text!r}: expected NAME=PATH, with a NAME of letters, digits, '-', '_' and '.'")
-    return found
+    return sweeps
+
+
+T = TypeVar("T")
+
+
+def _read(
+    paths: Mapping[str, Path], sweeps: Sequence[tuple[str | None, Path]], options: ChartsOptions, problems: Problems
+) -> Inputs:
+    """Every record that can be read; the mistakes of the rest go to ``problems``."""
+
+    def read(reader: Callable[[Path], T], path: Path | None) -> T | None:
+        try:
+            return None if path is None else reader(path)
+        except UserError as error:
+            problems.add(*error.problems)
+            return None
+
+    runs = [read(partial(read_run, name=name), path) for name, path in paths.items()]
+    named: dict[str, Sweep] = {}
+    for wanted, path in sweeps:
+        if sweep := read(read_sweep, path):
+            name = wanted or re.sub(r"[^\w.-]+", "-", sweep.suite)
+            if name in named:
+                problems.add(f"two sweeps are called {name!r}; give each its own name in --sweep NAME=PATH")
+            named[name] = sweep
+    return Inputs(
+        runs=[run for run in runs if run is not None],
+        sweeps=named,
+        predictions=read(read_predictions, options.plan),
+        concurrency=read(read_concurrency, options.inference),
+    )
+
+
+def charts_of(inputs: Inputs, *, folders: Mapping[str, Path], price: float | None = None) -> dict[str, "Chart"]:
+    """Every chart of ``inputs`` by name.
+
+    Args:
+        inputs: what was read.
+        folders: of the runs, by name.
+        price: of a device hour, in any currency.
+    """
+    from dsgpt.charts.memory import memory_chart  # noqa: PLC0415 - matplotlib takes seconds to load
+    from dsgpt.charts.runs import charts_of_runs  # noqa: PLC0415
+    from dsgpt.charts.style import Texts  # noqa: PLC0415
+    from dsgpt.charts.sweeps import charts_of_sweep, concurrency_chart  # noqa: PLC0415
+
+    charts = charts_of_runs(inputs.runs, folders=folders, price=price) if inputs.runs else {}
+    for name, sweep in inputs.sweeps.items():
+        charts |= charts_of_sweep(sweep, name=name)
+    if inputs.predictions is not None:
+        charts[PLAN_CHART] = partial(memory_chart, inputs.predictions.rows, Texts(footer=inputs.predictions.footer))
+    if inputs.concurrency is not None:
+        charts[INFERENCE_CHART] = partial(concurrency_chart, inputs.concurrency)
+    return charts
 
 
 def write_charts(
-    inputs: Inputs, paths: Mapping[str, Path], *, output: Path, style: Style, price: float | None, sources: str
+    inputs: Inputs, paths: Mapping[str, Path], *, only: Sequence[str] | None, output: Path, options: ChartsOptions
 ) -> dict[str, str]:
-    """Write all charts, and comparison.md of runs; each file is written whole or not at all.
+    """Write the charts, and comparison.md of runs; each file is written whole or not at all.
 
-    Charts that are not drawn leave no files of earlier calls either.
+    Charts that are not drawn leave no files of earlier calls either. Equal records give equal bytes on one machine.
 
     Args:
         inputs: what is drawn.
         paths: of the runs, by name.
+        only: names of charts; None for all.
         output: where the charts go.
-        style: how they look.
-        price: of a device hour.
-        sources: what comparison.md says about the sources of the records.
+        options: of the command line.
 
     Returns:
         The charts that are not drawn, and why.
@@ -249,38 +277,40 @@ def write_charts(
     Raises:
         UserError: the folder cannot be written.
     """
-    from dsgpt.charts.plots import charts_of  # noqa: PLC0415 - matplotlib takes seconds to load
-    from dsgpt.charts.style import draw, file_name  # noqa: PLC0415
+    from dsgpt.charts.style import file_bytes, quiet_style  # noqa: PLC0415 - matplotlib takes seconds to load
 
     folders = {name: path if path.is_dir() else path.parent for name, path in paths.items()}
-    charts = charts_of(inputs, folders=folders, price=price)
-    drawn = draw(style.chosen(charts), themes=style.themes, formats=style.formats)
-    stale = [
-        file_name(name, theme, form)
-        for name, theme, form in itertools.product(drawn.absent, style.themes, style.formats)
-    ]
-    files = dict(drawn.files)
+    charts = charts_of(inputs, folders=folders, price=options.price or None)
+    files, absent = dict[str, bytes | None](), dict[str, str]()  # None: the file of an earlier call is removed
+    for theme in (theme for name, theme in THEMES.items() if options.theme in {name, BOTH}):
+        with quiet_style(theme):
+            for name, chart in charts.items():
+                if only is not None and name not in only:
+                    continue
+                picture = chart()
+                if isinstance(picture, str):
+                    absent[name] = picture
+                for form in options.formats:
+                    file = f"{name}{'' if theme is LIGHT else f'-{theme.name}'}.{form}"
+                    files[file] = None if isinstance(picture, str) else file_bytes(picture.figure, form)
     if inputs.runs:
-        files["comparison.md"] = comparison_markdown(inputs.runs, sources=sources).encode(errors=PRINTABLE)
-    _write(output, files, stale=stale)
-    return drawn.absent | style.missing(charts)
-
-
-def _write(folder: Path, files: Mapping[str, bytes], *, stale: Sequence[str]) -> None:
-    """Write ``files`` to ``folder``, and remove ``stale`` ones of earlier calls."""
+        committed = [run for run in inputs.runs if paths[run.name].resolve().is_relative_to(COMMITTED)]
+        commits = dict.fromkeys(segment.setup.get("code") for run in committed for segment in run.segments)
+        sources = [*training_sources(), "src/demo.py"]
+        changes = [changes_since(commit, sources, repository=REPOSITORY).paragraph() for commit in commits]
+        page = comparison_markdown(inputs.runs, sources="\n\n".join(changes))
+        files["comparison.md"] = page.encode(errors=PRINTABLE)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, content in files.items():
-            write_atomic(folder / name, content)
-        for name in stale:
-            (folder / name).unlink(missing_ok=True)
+        output.mkdir(parents=True, exist_ok=True)
+        for file, content in files.items():
+            if content is None:
+                (output / file).unlink(missing_ok=True)
+            else:
+                write_atomic(output / file, content)
     except OSError as error:
-        raise UserError(f"--output-dir {folder}: cannot be written ({error.strerror})") from error
-
-
-def _sources_paragraph(runs: Sequence[Run], paths: Mapping[str, Path]) -> str:
-    """What comparison.md says about the sources of committed records; empty without one."""
-    committed = [run for run in runs if paths[run.name].resolve().is_relative_to(COMMITTED)]
-    commits = dict.fromkeys(segment.setup.get("code") for run in committed for segment in run.segments)
-    sources = [*training_sources(), "src/demo.py"]
-    return "\n\n".join(changes_since(commit, sources, repository=REPOSITORY).paragraph() for commit in commits)
+        raise UserError(f"--output-dir {output}: cannot be written ({error.strerror})") from error
+    whys = dict.fromkeys(RUN_CHARTS, "no run was given")
+    whys |= {PLAN_CHART: "no --plan was given", INFERENCE_CHART: "no --inference was given"}
+    return absent | {
+        name: whys.get(name, "no sweep of this name was given") for name in only or () if name not in charts
+    }

@@ -31,7 +31,7 @@ INFERENCE_NOISE = (
 
 
 @dataclass(frozen=True)
-class Row:
+class Quantity:
     """One measured quantity: how to read it from a run, how to format it, and which values are better."""
 
     label: str
@@ -54,25 +54,30 @@ def gigabytes(value: float) -> str:
     return f"{value / 1e9:.2f}"
 
 
-THROUGHPUT_ROW = Row("tokens per second, all devices", lambda run: run.tokens_per_sec, decimals(0), False)
+TIME_ROW = Quantity("training time (s)", lambda run: run.train_time, decimals(1), True)
+THROUGHPUT_ROW = Quantity("tokens per second, all devices", lambda run: run.tokens_per_sec, decimals(0), False)
+LATENCY_ROW = Quantity("inference latency, batch 1 (s)", lambda run: run.inference_latency, decimals(3), True)
+INFERENCE_ROW = Quantity("inference tokens per second", lambda run: run.inference_tokens_per_sec, decimals(1), False)
+GPU_MEMORY_ROW = Quantity("peak GPU memory allocated, rank 0 (GB)", lambda run: run.gpu_memory, gigabytes, True, True)
+HOST_MEMORY_ROW = Quantity("peak host memory (RSS), rank 0 (GB)", lambda run: run.host_memory, gigabytes, True)
 ROWS = (
-    Row("training time (s)", lambda run: run.train_time, decimals(1), True),
+    TIME_ROW,
     THROUGHPUT_ROW,
-    Row("final train loss (nats per token)", lambda run: run.final_train_loss, decimals(4), True),
-    Row(
+    Quantity("final train loss (nats per token)", lambda run: run.final_train_loss, decimals(4), True),
+    Quantity(
         label="best train loss, lowest epoch mean",
         value=lambda run: run.best_train_loss,
         form=decimals(4),
         lower_is_better=True,
         several_epochs_only=True,
     ),
-    Row("final validation loss (nats per token)", lambda run: run.final_val_loss, decimals(4), True),
-    Row("best validation loss", lambda run: run.best_val_loss, decimals(4), True),
-    Row("inference latency, batch 1 (s)", lambda run: run.inference_latency, decimals(3), True),
-    Row("inference tokens per second", lambda run: run.inference_tokens_per_sec, decimals(1), False),
-    Row("peak GPU memory allocated, rank 0 (GB)", lambda run: run.gpu_memory, gigabytes, True, True),
-    Row("peak GPU memory reserved, rank 0 (GB)", lambda run: run.gpu_memory_reserved, gigabytes, True, True),
-    Row("peak host memory (RSS), rank 0 (GB)", lambda run: run.host_memory, gigabytes, True),
+    Quantity("final validation loss (nats per token)", lambda run: run.final_val_loss, decimals(4), True),
+    Quantity("best validation loss", lambda run: run.best_val_loss, decimals(4), True),
+    LATENCY_ROW,
+    INFERENCE_ROW,
+    GPU_MEMORY_ROW,
+    Quantity("peak GPU memory reserved, rank 0 (GB)", lambda run: run.gpu_memory_reserved, gigabytes, True, True),
+    HOST_MEMORY_ROW,
 )
 
 
@@ -103,13 +108,16 @@ def speed_up(base: Run, other: Run) -> float | None:
 def comparison_markdown(runs: Sequence[Run], *, sources: str = "") -> str:
     """The contents of comparison.md; the first run is the baseline, and ``sources`` a paragraph about the records."""
     verdict = judge(runs)
+    memory = "No run recorded GPU memory; host memory is the resident set of rank 0's process alone, not of all ranks."
+    if any(run.gpu_memory is not None for run in runs):
+        memory = "GPU memory is what PyTorch allocated or reserved on rank 0's device; host memory is another quantity."
     parts = ["# Comparison", _escape(verdict.line())]
     if verdict.answer == "no":
         parts.append(f"**{verdict.mark}**: no figure below is the speed-up of one and the same training.")
     parts += [f"**{_escape(line)}**" for line in [*partial_stamps(runs), *setup_stamps(runs), *inference_stamps(runs)]]
     parts += [_escape(equal_loss_line(runs[0], other)) for other in runs[1:]]
     parts += [_escape(machine_line(runs)), sources]
-    parts += ["## Results", _table(result_rows(runs)), SIGN_CONVENTION, INFERENCE_NOISE, _memory_line(runs)]
+    parts += ["## Results", _table(result_rows(runs)), SIGN_CONVENTION, INFERENCE_NOISE, memory]
     parts += ["## Work", _table(work_rows(runs)), _segments(runs), _notes(runs)]
     return "\n\n".join(part for part in parts if part) + "\n"
 
@@ -139,7 +147,7 @@ def shorten(name: str, width: int) -> str:
     return f"{name[:head]}…{name[-(width - 1 - head) :]}"
 
 
-def _cell(row: Row, run: Run) -> str:
+def _cell(row: Quantity, run: Run) -> str:
     value = row.value(run)
     if value is not None:
         return row.form(value)
@@ -164,22 +172,15 @@ def result_rows(runs: Sequence[Run]) -> list[list[str]]:
         header.append(f"{other.name} vs {base.name}" + (f", {mark}" if mark else ""))
     rows = [header]
     for row in ROWS:
-        if not _belongs(row, runs):
-            continue
-        cells = [_cell(row, run) for run in runs]
-        rows.append([row.label, *cells, *(_improvement_cell(row, base, other) for other in others)])
+        repeats = row.several_epochs_only and all(run.epochs <= 1 for run in runs)
+        if not (repeats or (row.gpu_only and all(row.value(run) is None for run in runs))):
+            cells = [_cell(row, run) for run in runs]
+            rows.append([row.label, *cells, *(_improvement_cell(row, base, other) for other in others)])
     rows.insert(3, ["speed-up in training time", *(_speed_up_cell(base, run) for run in runs), *("" for _ in others)])
     return rows
 
 
-def _belongs(row: Row, runs: Sequence[Run]) -> bool:
-    """Whether the row has information about these runs."""
-    if row.several_epochs_only and all(run.epochs <= 1 for run in runs):
-        return False
-    return not row.gpu_only or any(row.value(run) is not None for run in runs)
-
-
-def _improvement_cell(row: Row, base: Run, other: Run) -> str:
+def _improvement_cell(row: Quantity, base: Run, other: Run) -> str:
     """Percent with its sign; inference with different numbers of tokens is not compared."""
     if row.label.startswith("inference") and base.new_tokens != other.new_tokens:
         return UNKNOWN
@@ -192,12 +193,14 @@ def _improvement_cell(row: Row, base: Run, other: Run) -> str:
 
 def work_rows(runs: Sequence[Run]) -> list[list[str]]:
     """Rows of what was trained and how, the first of which is the header."""
-    rows = [["", *(run.name for run in runs)]]
-    rows.append(["strategy", *(run.strategy or show(None) for run in runs)])
-    rows.append(["machine", *(run.machine or show(None) for run in runs)])
-    rows.append(["instruction sets", *(run.instruction_sets or "not recorded" for run in runs)])
-    rows.append(["devices used", *(run.devices or show(None) for run in runs)])
-    rows.append(["status", *(run.status or show(None) for run in runs)])
+    rows = [
+        ["", *(run.name for run in runs)],
+        ["strategy", *(run.strategy or UNKNOWN for run in runs)],
+        ["machine", *(run.machine or UNKNOWN for run in runs)],
+        ["instruction sets", *(run.instruction_sets or "not recorded" for run in runs)],
+        ["devices used", *(run.devices or UNKNOWN for run in runs)],
+        ["status", *(run.status or UNKNOWN for run in runs)],
+    ]
     for fact in compared_facts(runs):
         rows += _fact_rows(fact, [run.work[fact] for run in runs])
     rows.append(["inference: prompt tokens", *(show(run.prompt_tokens) for run in runs)])
@@ -208,9 +211,9 @@ def work_rows(runs: Sequence[Run]) -> list[list[str]]:
 
 def _fact_rows(fact: str, values: Sequence[Any]) -> list[list[str]]:
     """One row, or one per setting if the fact is a set of settings. Only hashes are shortened."""
-    known = [value for value in values if value is not None]
-    settings = all(isinstance(value, dict) for value in known)
-    keys = dict.fromkeys(key for value in known for key in value) if settings else {}
+    recorded = [value for value in values if value is not None]
+    settings = all(isinstance(value, dict) for value in recorded)
+    keys = dict.fromkeys(key for value in recorded for key in value) if settings else {}
     if not keys:
         whole = not fact.endswith((" data", " weights"))  # of a hash the beginning is enough
         return [[fact, *(show(value, whole=whole) for value in values)]]
@@ -219,20 +222,12 @@ def _fact_rows(fact: str, values: Sequence[Any]) -> list[list[str]]:
         leaves = [None if value is None else value.get(key, "absent") for value in values]
         if any(isinstance(leaf, dict) for leaf in leaves):
             rows += _fact_rows(f"{fact} {key}", leaves)
-        else:
-            rows.append([f"{fact} {key}", *map(_setting_cell, values, leaves)])
+        else:  # null means that a setting was not given, unless the run recorded no settings
+            given = [
+                "not given" if value and leaf is None else leaf for value, leaf in zip(values, leaves, strict=True)
+            ]
+            rows.append([f"{fact} {key}", *(show(leaf, whole=True) for leaf in given)])
     return rows
-
-
-def _setting_cell(settings: Any, leaf: Any) -> str:
-    """The value of a setting. null means that it was not given, unless the run recorded no settings."""
-    return "not given" if leaf is None and settings is not None else show(leaf, whole=True)
-
-
-def _memory_line(runs: Sequence[Run]) -> str:
-    if any(run.gpu_memory is not None for run in runs):
-        return "GPU memory is what PyTorch allocated or reserved on rank 0's device; host memory is another quantity."
-    return "No run recorded GPU memory; host memory is the resident set of rank 0's process alone, not of all ranks."
 
 
 def _segments(runs: Sequence[Run]) -> str:

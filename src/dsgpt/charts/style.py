@@ -1,41 +1,55 @@
-"""The style of all pictures, and how they become files."""
+"""The style of all pictures, their bars, and how they become files."""
 
 import io
 import re
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import matplotlib as mpl
 import seaborn as sns
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure, SubFigure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.text import Text
 from matplotlib.ticker import MaxNLocator
 
-from dsgpt.charts.options import LIGHT, RGB, Theme, current, drawn_in, rgb
+from dsgpt.charts.comparison import shorten
+from dsgpt.charts.themes import LIGHT, Theme
 
 # The style of all pictures: colours for the colour-blind, and hatches, dashes and markers for grey print.
 
 DOTS_PER_INCH = 150
+ZOOMED = "axis does not start at 0"
+BAR_WIDTH = 0.62
+"""Of the distance between two rows."""
+_NO_METADATA: dict[str, dict[str, None]] = {"png": {"Software": None}, "svg": {"Creator": None, "Date": None}}
 STAMP_LINE_INCHES, CAPTION_LINE_INCHES = 0.175, 0.165
 _CLIP_ID = re.compile(rb"\bp[0-9a-f]{10}\b")
 """Matplotlib hashes the place of a panel, of which the last digits differ from call to call, so these are numbered."""
 _HATCHES = ("", "///", "..", "xxx", "\\\\\\", "---", "+++", "|||", "o")
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*", "<")
 _DASHES = ((0, ()), (0, (5, 2)), (0, (1, 1.2)), (0, (6, 2, 1, 2)), (0, (3, 1, 1, 1, 1, 1)))
+_CURRENT: ContextVar[Theme] = ContextVar("theme", default=LIGHT)
+
+
+def current() -> Theme:
+    """The theme of the picture that is being drawn."""
+    return _CURRENT.get()
 
 
 @dataclass(frozen=True)
 class Look:
     """How one run is drawn in every picture."""
 
-    colour: RGB
+    colour: tuple[float, float, float]
     hatch: str
     hatch_colour: str
     """Dark on light bars, light on dark bars."""
@@ -58,7 +72,7 @@ def look(index: int, *, count: int) -> Look:
     The lists have 5, 8 and 9 entries, so the same look returns only after many runs.
     """
     theme = current()
-    colour = rgb(theme.palette[index % len(theme.palette)])
+    colour = to_rgb(theme.palette[index % len(theme.palette)])
     brightness = sum(weight * part for weight, part in zip((0.299, 0.587, 0.114), colour, strict=True))
     earlier = 1 - index / (count - 1) if count > 1 else 0.0
     return Look(
@@ -75,7 +89,8 @@ def look(index: int, *, count: int) -> Look:
 @contextmanager
 def quiet_style(theme: Theme) -> Iterator[None]:
     """A context with the project's style, independent of the user's matplotlibrc; outside nothing changes."""
-    with mpl.rc_context(), drawn_in(theme):
+    before = _CURRENT.set(theme)
+    with mpl.rc_context():
         mpl.rcdefaults()
         mpl.use("Agg")
         sns.set_theme(context="notebook", style="whitegrid", font="DejaVu Sans", font_scale=0.85)
@@ -99,7 +114,10 @@ def quiet_style(theme: Theme) -> Iterator[None]:
                 "ytick.labelcolor": theme.ink,
             }
         )
-        yield
+        try:
+            yield
+        finally:
+            _CURRENT.reset(before)
 
 
 @dataclass(frozen=True)
@@ -109,51 +127,61 @@ class Frame:
     figure: Figure
     body: SubFigure
 
+    def panels(self, rows: int, **more: Any) -> list[Axes]:
+        """``rows`` panels below each other; ``more`` is for Matplotlib's ``subplots``."""
+        return [*self.body.subplots(rows, 1, squeeze=False, **more)[:, 0]]
 
-def frame(title: str, *, warnings: Sequence[str], captions: Sequence[str], height: float, width: float = 9.0) -> Frame:
-    """A figure of ``width`` inches whose panels get ``height`` inches, with title, boxed ``warnings`` and captions."""
-    theme = current()
-    stamp = _wrapped(warnings, width=int(width * 11.5))
-    caption = _wrapped(captions, width=int(width * 15))
-    above = 0.5 + (STAMP_LINE_INCHES * (stamp.count("\n") + 1) + 0.25 if stamp else 0)
-    below = 0.2 + CAPTION_LINE_INCHES * (caption.count("\n") + 1)
-    layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.06, wspace=0.02)
-    figure = Figure(figsize=(width, above + height + below), dpi=DOTS_PER_INCH, layout=layout)
-    FigureCanvasAgg(figure)
-    head, body, foot = figure.subfigures(3, 1, squeeze=False, height_ratios=[above, height, below])[:, 0]
-    head.text(0.18 / width, 1 - 0.13 / above, title, ha="left", va="top", fontsize=13, fontweight="bold")
-    if stamp:
-        box = {"boxstyle": "square,pad=0.45", "facecolor": theme.warning, "edgecolor": theme.ink, "linewidth": 1.4}
-        place = (0.26 / width, 1 - 0.54 / above)
-        head.text(*place, stamp, ha="left", va="top", fontsize=9, fontweight="bold", bbox=box, linespacing=1.3)
-    words = {"ha": "left", "va": "bottom", "fontsize": 8.5, "color": theme.quiet, "linespacing": 1.3}
-    foot.text(0.18 / width, 0.1 / below, caption, **words)
-    return Frame(figure, body)
+    def legend(self, handles: Sequence[Artist], *, columns: int = 2, **more: Any) -> None:
+        """A legend below the panels; ``more`` is for Matplotlib's ``legend``."""
+        self.body.legend(handles=handles, loc="outside lower left", ncols=columns, frameon=False, **more)
 
 
-def png_bytes(figure: Figure) -> bytes:
-    """The figure as PNG, without software name or time: the same input gives the same bytes."""
-    return _saved(figure, "png", {"Software": None})
+Chart = Callable[[], Frame | str]
+"""Draws a chart in the current theme, or says what the records lack for it."""
 
 
-def svg_bytes(figure: Figure) -> bytes:
-    """The figure as SVG, its letters as outlines that look the same everywhere: the same input gives the same bytes."""
-    ids: dict[bytes, bytes] = {}
+@dataclass(frozen=True)
+class Texts:
+    """What all charts of the same records say around their panels."""
 
-    def number(found: re.Match[bytes]) -> bytes:
-        return ids.setdefault(found[0], b"clip%d" % len(ids))
+    warnings: Sequence[str] = ()
+    """In a box above the panels."""
+    footer: str = ""
+    """The last caption below them: the records, the machine and the date."""
 
-    return _CLIP_ID.sub(number, _saved(figure, "svg", {"Creator": None, "Date": None}))
+    def frame(
+        self, title: str, *captions: str, height: float, width: float = 9.0, warnings: Sequence[str] = ()
+    ) -> Frame:
+        """A figure of ``width`` inches whose panels get ``height`` inches, with more captions and warnings."""
+        theme = current()
+        stamp = _wrapped([*self.warnings, *warnings], width=int(width * 11.5))
+        caption = _wrapped([*captions, self.footer], width=int(width * 15))
+        above = 0.5 + (STAMP_LINE_INCHES * (stamp.count("\n") + 1) + 0.25 if stamp else 0)
+        below = 0.2 + CAPTION_LINE_INCHES * (caption.count("\n") + 1)
+        layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.06, wspace=0.02)
+        figure = Figure(figsize=(width, above + height + below), dpi=DOTS_PER_INCH, layout=layout)
+        FigureCanvasAgg(figure)
+        head, body, foot = figure.subfigures(3, 1, squeeze=False, height_ratios=[above, height, below])[:, 0]
+        head.text(0.18 / width, 1 - 0.13 / above, title, ha="left", va="top", fontsize=13, fontweight="bold")
+        if stamp:
+            box = {"boxstyle": "square,pad=0.45", "facecolor": theme.warning, "edgecolor": theme.ink, "linewidth": 1.4}
+            place = (0.26 / width, 1 - 0.54 / above)
+            head.text(*place, stamp, ha="left", va="top", fontsize=9, fontweight="bold", bbox=box, linespacing=1.3)
+        words = {"ha": "left", "va": "bottom", "fontsize": 8.5, "color": theme.quiet, "linespacing": 1.3}
+        foot.text(0.18 / width, 0.1 / below, caption, **words)
+        return Frame(figure, body)
 
 
-def _saved(figure: Figure, form: str, metadata: dict[str, None]) -> bytes:
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format=form, metadata=metadata)
-    return buffer.getvalue()
+def file_bytes(figure: Figure, form: str) -> bytes:
+    """The figure as ``png`` or ``svg``, without software name, time or random ids: equal figures give equal bytes.
 
-
-FORMATS = {"png": png_bytes, "svg": svg_bytes}
-"""By file ending."""
+    The letters of an SVG are outlines, which look the same everywhere.
+    """
+    buffer, ids = io.BytesIO(), dict[bytes, bytes]()
+    figure.savefig(buffer, format=form, metadata=_NO_METADATA[form])
+    if form == "png":
+        return buffer.getvalue()
+    return _CLIP_ID.sub(lambda match: ids.setdefault(match[0], b"clip%d" % len(ids)), buffer.getvalue())
 
 
 def legend_height(entries: int, *, columns: int = 2) -> float:
@@ -189,45 +217,61 @@ def _wrapped(lines: Sequence[str], *, width: int) -> str:
     return "\n".join(rows)
 
 
-# From charts to files: every theme and format of each, and why others are not drawn.
-
-Chart = Callable[[], Frame | str]
-"""Draws a chart in the current theme, or says what the records lack for it."""
+# Rows of bars: one horizontal bar per run or cell, from zero, labelled with its value.
 
 
-@dataclass(frozen=True)
-class Drawn:
-    """The files of some charts."""
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A bar, in the units of its axis."""
 
-    files: dict[str, bytes] = field(default_factory=dict)
-    """By file name."""
-    absent: dict[str, str] = field(default_factory=dict)
-    """By chart, why it was not drawn."""
+    name: str
+    value: float | None
+    """None draws ``label`` as a remark, without a bar."""
+    label: str
+    low: float | None = None
+    high: float | None = None
+    """The smallest and the largest of several measurements, drawn as a line over the bar."""
+    group: int | None = None
+    """Rows of one group look alike; None for a look of its own."""
 
 
-def draw(
-    charts: Mapping[str, Chart], *, themes: Sequence[Theme] = (LIGHT,), formats: Sequence[str] = ("png",)
-) -> Drawn:
-    """Draw all ``charts``; equal records give equal bytes on one machine.
+def draw_rows(axes: Axes, rows: Sequence[Row], *, label_width: int = 30) -> None:
+    """Draw the bars, the first on top. Titles are the caller's."""
+    values = [row.value or 0.0 for row in rows]
+    places = [str(index) for index in range(len(rows))]
+    looks = [look(index if row.group is None else row.group, count=len(rows)) for index, row in enumerate(rows)]
+    palette = [each.colour for each in looks]
+    sns.barplot(x=values, y=places, hue=places, palette=palette, saturation=1, width=BAR_WIDTH, legend=False, ax=axes)
+    top = max([*values, *(row.high or 0.0 for row in rows)]) or 1.0
+    for place, (container, row, each) in enumerate(zip(axes.containers, rows, looks, strict=True)):
+        if row.value is None:
+            note_inside(axes, row.label, x=top * 0.015, y=place)
+            continue
+        container[0].set(hatch=each.hatch, hatchcolor=each.hatch_colour)
+        end = row.value
+        if row.low is not None and row.high is not None and row.low < row.high:
+            axes.hlines(place, row.low, row.high, color=current().ink, lw=2.2)
+            end = max(end, row.high)
+        axes.text(end + top * 0.015, place, row.label, va="center", bbox=behind_text())
+    axes.set_xlim(0, top * 1.2)
+    name_rows(axes, [row.name for row in rows], label_width=label_width)
+    number_axis(axes.xaxis, 5)
+    if all(row.value is None for row in rows):
+        axes.set_xticks([])
 
-    Args:
-        charts: by name.
-        themes: of the pictures.
-        formats: keys of ``style.FORMATS``.
+
+def name_rows(axes: Axes, names: Sequence[str], *, label_width: int = 30) -> None:
+    """Write a name beside each row, and leave only the lines that help to read values.
+
+    A name takes at most two lines of ``label_width`` characters; it is cut in the middle if its words do not fit.
     """
-    drawn = Drawn()
-    for theme in themes:
-        with quiet_style(theme):
-            for name, chart in charts.items():
-                picture = chart()
-                if isinstance(picture, str):
-                    drawn.absent[name] = picture
-                    continue
-                for form in formats:
-                    drawn.files[file_name(name, theme, form)] = FORMATS[form](picture.figure)
-    return drawn
-
-
-def file_name(chart: str, theme: Theme, form: str) -> str:
-    """``overview.png``; of the dark theme ``overview-dark.png``."""
-    return f"{chart}{'' if theme is LIGHT else f'-{theme.name}'}.{form}"
+    labels = []
+    for name in names:
+        lines = textwrap.wrap(name, label_width, break_long_words=False, break_on_hyphens=False)
+        fits = len(lines) <= 2 and all(len(line) <= label_width for line in lines)
+        labels.append("\n".join(lines) if fits else shorten(name, label_width))
+    axes.set_yticks(range(len(names)), labels)
+    axes.set_ylim(len(names) - 0.5, -0.5)
+    axes.set(ylabel="")
+    axes.grid(visible=False, axis="y")
+    sns.despine(ax=axes, left=True)

@@ -1,22 +1,23 @@
-"""The charts of a sweep."""
+"""The charts of suites: of the comparisons in a sweep, and of many requests at once."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
+from itertools import chain
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, NullLocator
 
-from dsgpt.charts.bars import Row, draw_rows
 from dsgpt.charts.comparison import decimals, shorten
 from dsgpt.charts.memory import communication_chart, memory_chart, step_times_chart
-from dsgpt.charts.options import current
-from dsgpt.charts.style import Chart, Frame, frame, legend_height, look
+from dsgpt.charts.style import Chart, Frame, Row, Texts, current, draw_rows, legend_height, look, number_axis
 from dsgpt.common.text import counted, machine_words
 from dsgpt.record.suites import (
     NOT_RECORDED,
+    TITLES,
     Comparison,
+    Concurrency,
     Spread,
     Sweep,
     SweepCell,
@@ -45,87 +46,73 @@ CAPTION = (
 WEAK = "Weak scaling gives every device the same number of tokens: it is not the same training."
 
 
-@dataclass(frozen=True)
-class Point:
-    """A cell at its number of devices."""
-
-    devices: int
-    speed_up: Spread
-
-
-@dataclass(frozen=True)
-class Series:
-    """The cells of one strategy, by their number of devices."""
-
-    name: str
-    points: tuple[Point, ...]
-    anchored: bool
-    """Whether the line starts at the baseline, because the strategy did not run on as few devices."""
-
-
-def series_of(sweep: Sweep, comparison: Comparison) -> list[Series]:
-    """The strategies of a comparison that have a speed-up, without its baseline."""
-    base = sweep.cell(comparison.baseline)
-    points: dict[str, dict[int, Point]] = {}
-    for one in comparison.cells:
+def speed_ups_of(sweep: Sweep, comparison: Comparison) -> dict[str, dict[int, Spread]]:
+    """The speed-ups of a comparison by strategy and, ascending, by number of devices; without its baseline."""
+    speed_ups: dict[str, dict[int, Spread]] = {}
+    for one in sorted(comparison.cells, key=lambda one: sweep.cell(one.cell).devices):
         if one.speed_up is not None:
-            devices = sweep.cell(one.cell).devices
-            points.setdefault(strategy_of(one.cell), {})[devices] = Point(devices, one.speed_up)
-    return [
-        Series(name, tuple(found[count] for count in sorted(found)), anchored=base.devices not in found)
-        for name, found in points.items()
-    ]
+            speed_ups.setdefault(strategy_of(one.cell), {})[sweep.cell(one.cell).devices] = one.speed_up
+    return speed_ups
 
 
-def scaling_chart(sweep: Sweep, *, warnings: Sequence[str], captions: Sequence[str]) -> Frame | str:
+def scaling_chart(sweep: Sweep, texts: Texts) -> Frame | str:
     """Speed-up over devices, a panel for each comparison that has several numbers of devices."""
-    found = [(comparison, series_of(sweep, comparison)) for comparison in sweep.comparisons if comparison.kind in KINDS]
-    if not any(len(each.points) > 1 for _, series in found for each in series):
+    compared = [(each, speed_ups_of(sweep, each)) for each in sweep.comparisons if each.kind in KINDS]
+    if not any(len(by_devices) > 1 for _, speed_ups in compared for by_devices in speed_ups.values()):
         return NO_SCALING
     panels = [
-        (comparison, series)
-        for comparison, series in found
-        if any(point.devices != sweep.cell(comparison.baseline).devices for each in series for point in each.points)
+        (comparison, speed_ups)
+        for comparison, speed_ups in compared
+        if {*chain(*speed_ups.values())} - {sweep.cell(comparison.baseline).devices}
     ]
-    groups, drawn = groups_of(sweep), {each.name for _, series in panels for each in series}
-    names = {name: place for name, place in groups.items() if name in drawn}
+    drawn = {name for _, speed_ups in panels for name in speed_ups}
+    names = {name: place for name, place in groups_of(sweep).items() if name in drawn}
     columns = min(2, len(panels))
     rows = -(-len(panels) // columns)
-    picture = frame(
+    picture = texts.frame(
         "Speed-up over devices, beside the ideal",
-        warnings=warnings,
-        captions=[*_captions(comparison for comparison, _ in panels), *captions],
+        *_captions(comparison for comparison, _ in panels),
         height=3.9 * rows + legend_height(len(names) + 2, columns=LEGEND_COLUMNS),
     )
     places = list(picture.body.subplots(rows, columns, squeeze=False).flat)
     for axes in places[len(panels) :]:
         axes.set_visible(False)
-    for axes, (comparison, series) in zip(places, panels, strict=False):
-        _draw_lines(axes, series, names=names, base=sweep.cell(comparison.baseline).devices)
+    for axes, (comparison, speed_ups) in zip(places, panels, strict=False):
+        _draw_lines(axes, speed_ups, names=names, base=sweep.cell(comparison.baseline).devices)
         axes.set(title=comparison.name.capitalize(), xlabel=f"devices\n({KINDS[comparison.kind]})")
-    picture.body.legend(
-        handles=_handles(names), loc="outside lower left", ncols=LEGEND_COLUMNS, frameon=False, handlelength=3.5
-    )
+    handles = [
+        Line2D([], [], **_ideal(), label="ideal"),
+        Line2D([], [], color=current().ink, marker="D", ls="", markersize=7, label="baseline"),
+    ]
+    for name, group in names.items():
+        style = look(group, count=max(names.values()) + 1)
+        handles.append(Line2D([], [], **style.line, label=shorten(name, 24)))
+    picture.legend(handles, columns=LEGEND_COLUMNS, handlelength=3.5)
     return picture
 
 
-def _draw_lines(axes: Axes, series: Sequence[Series], *, names: Mapping[str, int], base: int) -> None:
-    ink = current().ink
-    counts = sorted({base, *(point.devices for each in series for point in each.points)})
-    axes.plot(counts, [count / base for count in counts], color=current().quiet, lw=1.4, ls=(0, (4, 3)), zorder=1.5)
-    axes.plot([base], [1.0], color=ink, marker="D", markersize=7, ls="", zorder=4)
-    for each in series:
-        style, place = look(names[each.name], count=max(names.values()) + 1), list(names).index(each.name)
-        points = ([(base, 1.0)] if each.anchored else []) + [(p.devices, p.speed_up.median) for p in each.points]
+def _ideal() -> dict[str, Any]:
+    """The look of the line of the ideal."""
+    return {"color": current().quiet, "lw": 1.4, "ls": (0, (4, 3))}
+
+
+def _draw_lines(
+    axes: Axes, speed_ups: Mapping[str, Mapping[int, Spread]], *, names: Mapping[str, int], base: int
+) -> None:
+    counts = sorted({base, *chain(*speed_ups.values())})
+    axes.plot(counts, [count / base for count in counts], **_ideal(), zorder=1.5)
+    axes.plot([base], [1.0], color=current().ink, marker="D", markersize=7, ls="", zorder=4)
+    for name, by_devices in speed_ups.items():
+        style, place = look(names[name], count=max(names.values()) + 1), list(names).index(name)
+        points = [] if base in by_devices else [(base, 1.0)]  # a line of none on as few devices starts at the baseline
+        points += [(count, spread.median) for count, spread in by_devices.items()]
         # Points of equal devices stand side by side, so that their ranges are all visible.
         shift = 1 + 0.05 * ((place + 0.5) / len(names) - 0.5)
         x = [count if (count, value) == (base, 1.0) else count * shift for count, value in points]
         line = style.line | {"markersize": style.marker_size, "markeredgecolor": current().background}
         axes.plot(x, [value for _, value in points], **line, zorder=2 + place / len(names))
-        for point in each.points:
-            axes.vlines(
-                point.devices * shift, point.speed_up.smallest, point.speed_up.largest, color=style.colour, lw=1.6
-            )
+        for count, spread in by_devices.items():
+            axes.vlines(count * shift, spread.smallest, spread.largest, color=style.colour, lw=1.6)
     axes.set_ylabel("speed-up over the baseline")
     if counts[-1] >= LOGARITHMIC_FROM * counts[0]:
         axes.set_xscale("log", base=2)
@@ -141,22 +128,11 @@ def _draw_lines(axes: Axes, series: Sequence[Series], *, names: Mapping[str, int
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _handles(names: Mapping[str, int]) -> list[Line2D]:
-    handles = [
-        Line2D([], [], color=current().quiet, lw=1.4, ls=(0, (4, 3)), label="ideal"),
-        Line2D([], [], color=current().ink, marker="D", ls="", markersize=7, label="baseline"),
-    ]
-    for name, group in names.items():
-        style = look(group, count=max(names.values()) + 1)
-        handles.append(Line2D([], [], **style.line, label=shorten(name, 24)))
-    return handles
-
-
 def _captions(comparisons: Iterable[Comparison]) -> list[str]:
     return [CAPTION, *([WEAK] if any(comparison.kind == "weak scaling" for comparison in comparisons) else [])]
 
 
-def efficiency_chart(sweep: Sweep, *, warnings: Sequence[str], captions: Sequence[str]) -> Frame | str:
+def efficiency_chart(sweep: Sweep, texts: Texts) -> Frame | str:
     """Speed-up per device, a panel for each comparison that has one."""
     panels = [
         comparison
@@ -166,16 +142,10 @@ def efficiency_chart(sweep: Sweep, *, warnings: Sequence[str], captions: Sequenc
     if not panels:
         return NO_EFFICIENCY
     heights = [0.9 + 0.4 * len(comparison.cells) for comparison in panels]
-    picture = frame(
-        "Efficiency: speed-up per device",
-        warnings=warnings,
-        captions=[*_captions(panels), *captions],
-        height=sum(heights),
-    )
-    places = picture.body.subplots(len(panels), 1, squeeze=False, height_ratios=heights)[:, 0]
-    for axes, comparison in zip(places, panels, strict=True):
+    picture = texts.frame("Efficiency: speed-up per device", *_captions(panels), height=sum(heights))
+    for axes, comparison in zip(picture.panels(len(panels), height_ratios=heights), panels, strict=True):
         draw_rows(axes, efficiency_rows(sweep, comparison))
-        axes.axvline(100, color=current().quiet, lw=1.4, ls=(0, (4, 3)), zorder=1.5)
+        axes.axvline(100, **_ideal(), zorder=1.5)
         axes.set_xlim(0, max(axes.get_xlim()[1], 128))
         name = comparison.name.capitalize()
         axes.set(title=name, xlabel=f"% of the ideal, against {comparison.baseline} (more is better)")
@@ -210,16 +180,36 @@ SPREAD = "Bars are medians of the repeats; a line over a bar goes from the small
 
 def charts_of_sweep(sweep: Sweep, *, name: str) -> dict[str, Chart]:
     """Every chart by its name, which begins with the name of the sweep."""
-    rows = of_cells(sweep)
-    texts = {"warnings": sweep_stamps(sweep), "captions": [sweep_footer(sweep, name=name)]}
+    rows, texts = of_cells(sweep), Texts(sweep_stamps(sweep), sweep_footer(sweep, name=name))
+    unequal = [f"NOT EQUAL WORK: {tokens}"] if (tokens := sweep.unequal_tokens()) else []
     charts: dict[str, Chart] = {
-        "throughput": partial(_throughput, sweep, **texts),
-        "scaling": partial(scaling_chart, sweep, **texts),
-        "efficiency": partial(efficiency_chart, sweep, **texts),
-        "memory": partial(memory_chart, rows, **texts),
-        "communication": partial(communication_chart, rows, **texts),
-        "step_times": partial(step_times_chart, rows, **texts),
-        "money": partial(_money, sweep, **texts),
+        "throughput": partial(
+            _cells_chart,
+            sweep,
+            texts,
+            lambda cell: cell.tokens_per_sec,
+            decimals(0),
+            absent="no cell has a throughput",
+            title="Training throughput",
+            axis="tokens per second, all devices (more is better)",
+        ),
+        "scaling": partial(scaling_chart, sweep, texts),
+        "efficiency": partial(efficiency_chart, sweep, texts),
+        "memory": partial(memory_chart, rows, texts),
+        "communication": partial(communication_chart, rows, texts),
+        "step_times": partial(step_times_chart, rows, texts),
+        "money": partial(
+            _cells_chart,
+            sweep,
+            texts,
+            lambda cell: cell.cost,
+            "{:,.4g}".format,
+            absent="the sweep had no --price",
+            title="Cost of the training",
+            axis=f"of all devices' training time, at {sweep.price_per_device_hour or 0:g} for a device hour "
+            "(less is better)",
+            warnings=unequal,
+        ),
     }
     return {f"{name}_{chart}": draw for chart, draw in charts.items()}
 
@@ -240,54 +230,89 @@ def sweep_stamps(sweep: Sweep) -> list[str]:
 
 def sweep_footer(sweep: Sweep, *, name: str) -> str:
     """The sweep, its machine and its date."""
-    repeats = f"{counted(sweep.repeats, 'repeat')}"
+    repeats = counted(sweep.repeats, "repeat")
     return (
         f"sweep {name}: suite {sweep.suite}, {len(sweep.cells)} cells, {repeats}, {sweep.timestamp_utc[:10]}; "
         f"machine: {machine_words(sweep.hardware)}."
     )
 
 
-def cell_rows(sweep: Sweep, value: Callable[[SweepCell], Spread | None], form: Callable[[float], str]) -> list[Row]:
-    """A bar for each cell."""
+def _cells_chart(
+    sweep: Sweep,
+    texts: Texts,
+    value: Callable[[SweepCell], Spread | None],
+    form: Callable[[float], str],
+    *,
+    absent: str,
+    title: str,
+    axis: str,
+    warnings: Sequence[str] = (),
+) -> Frame | str:
+    """A bar for each cell, or ``absent`` if no cell has the value."""
     groups, rows = groups_of(sweep), []
     for cell in sweep.cells:
         spread = value(cell)
         if spread is None:
             rows.append(Row(name=cell.name, value=None, label=failure(cell) or NOT_RECORDED))
-        else:
-            row = Row(
-                name=cell.name,
-                value=spread.median,
-                label=form(spread.median),
-                low=spread.smallest,
-                high=spread.largest,
-                group=groups[strategy_of(cell.name)],
-            )
-            rows.append(row)
-    return rows
-
-
-def _bars(rows: Sequence[Row], *, title: str, axis: str, warnings: Sequence[str], captions: Sequence[str]) -> Frame:
-    picture = frame(title, warnings=warnings, captions=captions, height=1.0 + 0.4 * len(rows))
+            continue
+        label, group = form(spread.median), groups[strategy_of(cell.name)]
+        ends = {"low": spread.smallest, "high": spread.largest}
+        rows.append(Row(name=cell.name, value=spread.median, label=label, group=group, **ends))
+    if all(row.value is None for row in rows):
+        return absent
+    picture = texts.frame(title, SPREAD, warnings=warnings, height=1.0 + 0.4 * len(rows))
     axes = picture.body.subplots()
     draw_rows(axes, rows)
     axes.set(xlabel=axis)
     return picture
 
 
-def _throughput(sweep: Sweep, *, warnings: Sequence[str], captions: Sequence[str]) -> Frame | str:
-    rows = cell_rows(sweep, lambda cell: cell.tokens_per_sec, decimals(0))
-    if all(row.value is None for row in rows):
-        return "no cell has a throughput"
-    axis = "tokens per second, all devices (more is better)"
-    return _bars(rows, title="Training throughput", axis=axis, warnings=warnings, captions=[SPREAD, *captions])
+# The chart of many requests at once: latency against throughput, a line for each engine.
+
+REQUESTS = (
+    "A point is a concurrency: the most requests that an engine works on at once. More of them arrive per second, at "
+    "the same instants for every engine; the others wait in a queue, which the latency includes. The marker is the "
+    "median of the requests, the line above it ends at the 95th percentile."
+)
 
 
-def _money(sweep: Sweep, *, warnings: Sequence[str], captions: Sequence[str]) -> Frame | str:
-    rows = cell_rows(sweep, lambda cell: cell.cost, lambda value: f"{value:,.4g}")
-    if all(row.value is None for row in rows):
-        return "the sweep had no --price"
-    if unequal := sweep.unequal_tokens():
-        warnings = [*warnings, f"NOT EQUAL WORK: {unequal}"]
-    price = f"of all devices' training time, at {sweep.price_per_device_hour:g} for a device hour (less is better)"
-    return _bars(rows, title="Cost of the training", axis=price, warnings=warnings, captions=[SPREAD, *captions])
+def concurrency_chart(record: Concurrency) -> Frame:
+    """Median and 95th percentile of the latency over tokens per second; below and to the right is better."""
+    engines, repeats = record.engines, counted(record.repeats, "repeat")
+    footer = (
+        f"{record.checkpoint}, fp32, greedy; {record.requests} requests with {record.new_tokens:,} new tokens, "
+        f"{repeats}, {record.timestamp_utc[:10]}; machine: {machine_words(record.hardware)}."
+    )
+    warnings = [f"FAILED: {engine.name}: {engine.failure}" for engine in engines if engine.failure]
+    warnings += [
+        f"OTHER TOKENS: {engine.name}: {engine.answers - engine.same_ids} of {engine.answers} answers are not those of "
+        "this project"
+        for engine in engines
+        if engine.same_ids < engine.answers
+    ]
+    height = 4.2 + legend_height(len(engines))
+    picture = Texts(warnings, footer).frame(
+        "Many requests at once: latency against throughput", REQUESTS, height=height
+    )
+    axes, handles = picture.body.subplots(), []
+    for index, engine in enumerate(engines):
+        style, loads = look(index, count=len(engines)), engine.by_concurrency
+        x = [load.tokens_per_sec.median for load in loads.values()]
+        y = [load.latency_sec.p50 for load in loads.values()]
+        axes.plot(x, y, **style.line, markersize=style.marker_size, markeredgecolor=current().background, zorder=3)
+        axes.vlines(x, y, [load.latency_sec.p95 for load in loads.values()], color=style.colour, lw=1.2, alpha=0.6)
+        for slots, right, up in zip(loads, x, y, strict=True):
+            axes.annotate(slots, (right, up), (5, -11), textcoords="offset points", fontsize=8.5, color=style.colour)
+        handles.append(Line2D([], [], **style.line, label=TITLES.get(engine.name, engine.name)))
+    axes.set_yscale("log")
+    axes.set_xlim(0, None)
+    axes.margins(x=0.08)
+    number_axis(axes.xaxis)
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.set(
+        xlabel="tokens per second of all requests (more is better)",
+        ylabel="seconds from arrival to last token (less is better)",
+    )
+    axes.spines[["top", "right"]].set_visible(False)
+    picture.legend(handles, handlelength=3.5)
+    return picture

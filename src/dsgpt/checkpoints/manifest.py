@@ -217,16 +217,6 @@ class Segment:
     cpu_share_of_others: Seconds | None = None
     """Of the CPUs of rank 0's machine, the share that processes outside of the run used meanwhile."""
 
-    @property
-    def on_gpu(self) -> bool:
-        """Whether it trained on GPUs. On a CPU there is no peak of GPU memory, which is not the same as unknown."""
-        return self.hardware.get("device") == "cuda"
-
-    def peak(self, name: str) -> int | None:
-        """One of ``PEAKS``."""
-        value: int | None = getattr(self, name)
-        return value
-
 
 def covers(segments: list[Segment], *, first_step: int, last_step: int) -> bool:
     """Whether the segments, in their order, include every step from ``first_step`` to ``last_step``."""
@@ -245,13 +235,14 @@ def highest_peaks(segments: list[Segment], *, first_step: int, last_step: int) -
 
     None if a segment's figure is unknown, or if a step is in no segment: its process may have needed more.
     """
-    known = covers(segments, first_step=first_step, last_step=last_step)
+    complete = covers(segments, first_step=first_step, last_step=last_step)
     taking_part = [segment for segment in segments if segment.last_step >= first_step or segment is segments[-1]]
+    on_gpu = [segment for segment in taking_part if segment.hardware.get("device") == "cuda"]
     peaks: dict[str, int | None] = {}
-    for name in PEAKS:
-        values = [segment.peak(name) for segment in taking_part if segment.on_gpu or "cuda" not in name]
+    for name in PEAKS:  # on a CPU there is no peak of GPU memory, which is not the same as unknown
+        values: list[int | None] = [getattr(segment, name) for segment in (on_gpu if "cuda" in name else taking_part)]
         numbers = [value for value in values if value is not None]
-        peaks[name] = max(numbers) if known and numbers and len(numbers) == len(values) else None
+        peaks[name] = max(numbers) if complete and numbers and len(numbers) == len(values) else None
     return peaks
 
 

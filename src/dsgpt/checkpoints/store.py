@@ -24,17 +24,36 @@ them has a validation loss, there is no best. Retention keeps the newest and the
 """
 
 import contextlib
-import hashlib
 import itertools
 import os
 import re
+from collections.abc import Callable, Container
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dsgpt.checkpoints.manifest import MANIFEST, Manifest, RunState, parse_manifest, write_run_state
+from dsgpt.checkpoints.manifest import (
+    MANIFEST,
+    Manifest,
+    RunState,
+    parse_manifest,
+    read_manifest,
+    require_files,
+    write_run_state,
+)
 from dsgpt.common.errors import UserError
-from dsgpt.common.files import is_regular_file, link_between, remove, sync_directory, write_atomic, write_json_atomic
-from dsgpt.formats.tokenizer_files import KNOWN_FILES
+from dsgpt.common.files import (
+    is_regular_file,
+    link_between,
+    remove,
+    sha256_of,
+    sync_directory,
+    write_atomic,
+    write_json_atomic,
+)
+from dsgpt.common.json_files import JsonError, read_as, read_object
+from dsgpt.formats.tokenizer_files import KNOWN_FILES, tokenizer_files
+from dsgpt.model.config import GPT2Config
 
 LATEST = "latest"
 BEST = "best"
@@ -122,11 +141,11 @@ def keep_newest(run_dir: Path, *, count: int) -> None:
     Raises:
         OSError: the file system refuses.
     """
-    found = checkpoints(run_dir)
-    best = _best(found)
+    newest_first = checkpoints(run_dir)
+    best = _best(newest_first)
     for link in linked(run_dir):
         remove(link)
-    for old in found[count:]:  # first, because what follows may need the space
+    for old in newest_first[count:]:  # first, because what follows may need the space
         if old != best:
             discard(old)
     for old in replaced(run_dir):
@@ -150,9 +169,9 @@ def _seal(folder: Path, about: dict[str, Any]) -> None:
 
 def name_newest_and_best(run_dir: Path) -> Path | None:
     """Write ``latest`` and ``best`` from the folders that exist; return the best, None where there is none."""
-    found = checkpoints(run_dir)
-    best = _best(found)
-    for name, checkpoint in ((LATEST, found[0] if found else None), (BEST, best)):
+    newest_first = checkpoints(run_dir)
+    best = _best(newest_first)
+    for name, checkpoint in ((LATEST, newest_first[0] if newest_first else None), (BEST, best)):
         if checkpoint is not None:
             write_atomic(run_dir / name, f"{checkpoint.name}\n".encode())
         else:
@@ -160,24 +179,24 @@ def name_newest_and_best(run_dir: Path) -> Path | None:
     return best
 
 
-def _best(found: list[Path]) -> Path | None:
+def _best(newest_first: list[Path]) -> Path | None:
     """The comparable checkpoint with the lowest validation loss of its own; of equal ones the oldest.
 
-    ``found`` is newest first.
+    ``newest_first`` is newest first.
     """
-    losses = {checkpoint: manifest.val_loss for checkpoint, manifest in comparable(found).items()}
+    losses = {checkpoint: manifest.val_loss for checkpoint, manifest in comparable(newest_first).items()}
     validated = [(loss, _step_of(checkpoint), checkpoint) for checkpoint, loss in losses.items() if loss is not None]
     return min(validated)[2] if validated else None
 
 
-def comparable(found: list[Path]) -> dict[Path, Manifest]:
-    """Those of ``found``, newest first, since the validation set last changed.
+def comparable(newest_first: list[Path]) -> dict[Path, Manifest]:
+    """Those of ``newest_first``, newest first, since the validation set last changed.
 
     If a run returned to an earlier validation set, checkpoints from before the change do not count, as in
     ``best_val_loss``. Damaged ones are left out.
     """
     manifests = {}
-    for checkpoint in found:
+    for checkpoint in newest_first:
         with contextlib.suppress(UserError):
             manifests[checkpoint] = parse_manifest(checkpoint)
     validated_on = {
@@ -222,12 +241,9 @@ def discard(checkpoint: Path) -> None:
 
 
 def _sync_and_hash(path: Path) -> str:
-    digest = hashlib.sha256()
     with path.open("rb") as file:  # fsync needs no write access, and a copied file may be read-only
-        while block := file.read(1 << 22):
-            digest.update(block)
         os.fsync(file.fileno())
-    return digest.hexdigest()
+    return sha256_of(path)
 
 
 def checkpoints(run_dir: Path) -> list[Path]:
@@ -237,10 +253,131 @@ def checkpoints(run_dir: Path) -> list[Path]:
 
 def candidates(run_dir: Path) -> list[Path]:
     """Every folder that is named like a checkpoint, newest first; some may be damaged or incomplete."""
-    found = (path for path in run_dir.glob("step-*") if STEP_FOLDER.fullmatch(path.name) and path.is_dir())
-    return sorted((path for path in found if not path.is_symlink()), key=_step_of, reverse=True)
+    named = (path for path in run_dir.glob("step-*") if STEP_FOLDER.fullmatch(path.name) and path.is_dir())
+    return sorted((path for path in named if not path.is_symlink()), key=_step_of, reverse=True)
 
 
 def linked(run_dir: Path) -> list[Path]:
     """Links that are named like checkpoints; none of them is a checkpoint of this run."""
     return sorted(path for path in run_dir.glob("step-*") if STEP_FOLDER.fullmatch(path.name) and path.is_symlink())
+
+
+# Finds the checkpoint that a flag names, and verifies the files of its model.
+
+
+def is_hugging_face(source: Path) -> bool:
+    """Whether a folder has the ``config.json`` of a Hugging Face model; a run folder's has no ``model_type``."""
+    try:
+        return not (source / MANIFEST).exists() and "model_type" in read_object(source / "config.json")
+    except JsonError:
+        return False
+
+
+def find_checkpoint(path: Path, *, which: str = "latest", flag: str) -> Path:
+    """``path`` itself if it is a checkpoint, else the newest or the best one of the run folder ``path``.
+
+    Args:
+        path: a checkpoint, a folder that ``convert.py --to portable`` made, or a run folder.
+        which: one of ``options.WHICH_CHECKPOINT``.
+        flag: the flag that ``path`` was given with, for messages.
+
+    Raises:
+        UserError: there is none.
+    """
+    if (path / MANIFEST).exists():
+        if which == "best":
+            raise UserError(
+                f"{flag} {path}: is one checkpoint; --which best chooses among those of a run: name the run folder"
+            )
+        return path
+    newest_first = checkpoints(path) if path.is_dir() else []
+    if links := linked(path):
+        raise UserError(
+            f"{flag} {path}: {links[-1].name} is a link, and links inside a run folder are not followed: "
+            f"name the link itself ({flag} {links[-1]}), or remove it"
+        )
+    if not newest_first:
+        raise UserError(f"{flag} {path}: holds no checkpoint; name a run folder such as checkpoint/demo-zero1")
+    return _named_best(path, newest_first) if which == "best" else newest_first[0]
+
+
+def _named_best(run_dir: Path, newest_first: list[Path]) -> Path:
+    try:
+        if not is_regular_file(run_dir / BEST):
+            raise FileNotFoundError(run_dir / BEST)
+        name = (run_dir / BEST).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(
+            f"--which best: {run_dir} does not say which of its checkpoints is the best, because none was saved after "
+            "a validation: use --which latest"
+        ) from error
+    named = next((checkpoint for checkpoint in newest_first if checkpoint.name == name), None)
+    if named is None:
+        raise UserError(f"--which best: {run_dir / BEST} names {name}, which does not exist: use --which latest")
+    if named not in comparable(newest_first):
+        raise UserError(
+            f"--which best: {run_dir / BEST} names {name}, which was validated on other data than the newest "
+            "checkpoint, or before the data last changed: use --which latest"
+        )
+    return named
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFiles:
+    """The verified files of a checkpoint's model."""
+
+    checkpoint: Path
+    manifest: Manifest
+    config: GPT2Config
+    tokenizer: Path | None
+    """Its folder; None where the training data came without one."""
+
+    @property
+    def trained_length(self) -> int | None:
+        """Tokens of the sequences that the model was trained on; None if the checkpoint does not say."""
+        length = self.manifest.fixed.get(SEQUENCE_LENGTH)
+        return length if isinstance(length, int) and 0 < length <= self.config.block_size else None
+
+    @property
+    def weights(self) -> Path:
+        """The safetensors file, canonical names."""
+        return self.checkpoint / WEIGHTS
+
+
+def open_model_files(checkpoint: Path, *, progress: Callable[[int], None] = lambda _: None) -> ModelFiles:
+    """Verify weights, shape and tokenizer; files that only a resume needs are not read.
+
+    Args:
+        checkpoint: the folder.
+        progress: called with the bytes read since its last call.
+
+    Raises:
+        UserError: one of them is missing or damaged.
+    """
+    manifest = read_manifest(checkpoint, only=is_model_file, progress=progress)
+    require_files(checkpoint, manifest, (WEIGHTS, MODEL))
+    try:
+        config = read_as(checkpoint / MODEL, GPT2Config)
+    except JsonError as error:
+        raise UserError(f"{checkpoint / MODEL}: is not the shape of a model ({error})") from error
+    tokenizer = _tokenizer(checkpoint, manifest.files)
+    return ModelFiles(checkpoint=checkpoint, manifest=manifest, config=config, tokenizer=tokenizer)
+
+
+def _tokenizer(checkpoint: Path, named: Container[str]) -> Path | None:
+    """The tokenizer's folder, all of whose files are in the manifest; None where there is none.
+
+    Raises:
+        UserError: it holds a file that a tokenizer would read and that the manifest does not name.
+    """
+    folder = checkpoint / TOKENIZER
+    files = [] if folder.is_symlink() else tokenizer_files(folder)
+    for file in files:
+        if f"{TOKENIZER}/{file.name}" not in named:
+            raise UserError(f"{file}: is not in {MANIFEST}, which names every file of a checkpoint: remove it")
+    return folder if files else None
+
+
+def is_model_file(name: str) -> bool:
+    """Whether a file of a checkpoint, by its name in the manifest, is needed to use the model."""
+    return name in (WEIGHTS, MODEL) or name.startswith(f"{TOKENIZER}/")

@@ -30,27 +30,13 @@ from dsgpt.common.errors import UserError
 from dsgpt.common.files import write_json_atomic
 from dsgpt.common.json_files import Count, JsonError, read_as
 from dsgpt.formats.tensor_files import SafetensorsWriter, StoredTensor, open_safetensors
-from dsgpt.model.names import STATE_NAMES
+from dsgpt.model.config import STATE_NAMES
+from dsgpt.model.gpt2 import parameter_shapes
 
 # Writes files of a checkpoint. Every failure is an ``OSError`` that names the reason and the file.
 
 _EXPECTED = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.EACCES, errno.EPERM, errno.ESTALE)
 """Errors of a file system that does not accept a file."""
-
-
-def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Write a safetensors file with the permissions of any other new file; the library would make it private.
-
-    Raises:
-        OSError: it could not be written.
-    """
-    try:
-        save_file(dict(tensors), path)
-    except SafetensorError as error:
-        raise _as_os_error(error, path) from error
-    umask = os.umask(0)
-    os.umask(umask)
-    path.chmod(0o666 & ~umask)
 
 
 def save_pickled(value: Any, path: Path) -> None:
@@ -142,7 +128,7 @@ class ParamState(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class LossScaleState:
-    """The state of fp16's dynamic loss scale; see ``strategies.loss_scale``."""
+    """The state of fp16's dynamic loss scale; see ``strategies.optimizer.LossScale``."""
 
     factor: Annotated[float, Field(gt=0, allow_inf_nan=False)]
     step: int
@@ -158,48 +144,6 @@ class Counters:
     """Steps that changed the weights; fewer than the run's where fp16 gradients overflowed."""
     loss_scale: LossScaleState | None = None
     """Of fp16; None in other precisions."""
-
-
-class StateWriter:
-    """A context that writes the state of training into a checkpoint's folder; durable when the context ends.
-
-    Args:
-        folder: of the checkpoint, in which none of the three files exists.
-        shapes: every canonical name with its whole shape.
-        counters: as they are at this step.
-
-    Raises:
-        OSError: from every method, where the file system refuses.
-    """
-
-    def __init__(self, folder: Path, shapes: Mapping[str, Sequence[int]], counters: Counters) -> None:
-        self._folder, self._shapes, self._counters = folder, shapes, counters
-        self._files = ExitStack()
-        self._weights = self._open(store.WEIGHTS, shapes)
-        self._moments: SafetensorsWriter | None = None
-
-    def _open(self, name: str, shapes: Mapping[str, Sequence[int]]) -> SafetensorsWriter:
-        announced = {tensor: (shape, torch.float32) for tensor, shape in shapes.items()}
-        return self._files.enter_context(SafetensorsWriter(self._folder / name, announced))
-
-    def put(self, name: str, state: ParamState) -> None:
-        """Write one parameter's weight and moments."""
-        moments = state.moments
-        if moments and self._moments is None:
-            shapes = {_moment(name, key): shape for name, shape in self._shapes.items() for key in moments}
-            self._moments = self._open(MOMENTS, shapes)
-        self._weights.put(name, state.weight.to("cpu"))
-        if self._moments is not None:
-            for key, value in moments.items():
-                self._moments.put(_moment(name, key), value.to("cpu"))
-
-    def __enter__(self) -> "StateWriter":
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._files.__exit__(*error)
-        if error[0] is None:
-            write_json_atomic(self._folder / COUNTERS, asdict(self._counters))
 
 
 class KeptState:
@@ -249,7 +193,7 @@ def write_training_state(
     Args:
         folder: of the checkpoint.
         states: ``iter_state`` of a strategy.
-        counters: of the same strategy.
+        counters: as they are at this step.
         shapes: every canonical name with its whole shape.
         writes: whether this rank writes, or only takes part.
 
@@ -263,14 +207,30 @@ def write_training_state(
     non_finite, states = [], _gathered(states)
     try:
         if writes:
-            with StateWriter(folder, shapes, counters) as writer:
+            with ExitStack() as files:
+                weights = _announced(folder / store.WEIGHTS, shapes, files)
+                optimizer: SafetensorsWriter | None = None
                 for name, state in states:
-                    writer.put(name, state)
+                    moments = state.moments
+                    if moments and optimizer is None:
+                        names = {_moment(each, key): shape for each, shape in shapes.items() for key in moments}
+                        optimizer = _announced(folder / MOMENTS, names, files)
+                    weights.put(name, state.weight.to("cpu"))
+                    if optimizer is not None:
+                        for key, value in moments.items():
+                            optimizer.put(_moment(name, key), value.to("cpu"))
                     if not torch.isfinite(state.weight).all():
                         non_finite.append(name)
+            write_json_atomic(folder / COUNTERS, asdict(counters))
     finally:
         _take_part(states)
     return non_finite
+
+
+def _announced(path: Path, shapes: Mapping[str, Sequence[int]], files: ExitStack) -> SafetensorsWriter:
+    """A new file of fp32 tensors; durable when ``files`` is closed."""
+    tensors = {name: (shape, torch.float32) for name, shape in shapes.items()}
+    return files.enter_context(SafetensorsWriter(path, tensors))
 
 
 class GatheringError(RuntimeError):
@@ -334,9 +294,9 @@ class StateReader:
             UserError: they are another model's.
         """
         wanted = {name: tuple(shape) for name, shape in shapes.items()}
-        found = {name: stored.shape for name, stored in self._weights.items()}
+        stored = {name: tensor.shape for name, tensor in self._weights.items()}
         moments = {_moment(name, key): shape for name, shape in wanted.items() for key in self._keys}
-        if found != wanted or any(self._moments[name].shape != shape for name, shape in moments.items()):
+        if stored != wanted or any(self._moments[name].shape != shape for name, shape in moments.items()):
             raise UserError(f"{self.checkpoint}: its tensors are not those of this model")
 
     def state(self, name: str) -> ParamState:
@@ -347,6 +307,19 @@ class StateReader:
 
 def _fp32(stored: StoredTensor) -> Tensor:
     return stored.read().float()
+
+
+def open_weights(files: store.ModelFiles) -> dict[str, StoredTensor]:
+    """Every weight by canonical name, in the model's order; none is read yet.
+
+    Raises:
+        UserError: they are not those of the checkpoint's model.
+    """
+    tensors, shapes = open_safetensors(files.weights), parameter_shapes(files.config)
+    same = {name: tensor.shape for name, tensor in tensors.items()} == {name: tuple(s) for name, s in shapes.items()}
+    if not same or any(tensor.dtype is None for tensor in tensors.values()):
+        raise UserError(f"{files.weights}: its tensors are not those of {files.checkpoint / store.MODEL}")
+    return {name: tensors[name] for name in shapes}
 
 
 # The random state of every rank, so that a resumed run draws the same dropout masks as an uninterrupted one.
@@ -361,7 +334,14 @@ def save_random_state(folder: Path, *, rank: int, device: torch.device) -> None:
     state = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state(device)
-    save_tensors(state, _file(folder, rank))
+    path = _file(folder, rank)
+    try:
+        save_file(state, path)
+    except SafetensorError as error:
+        raise _as_os_error(error, path) from error
+    umask = os.umask(0)
+    os.umask(umask)
+    path.chmod(0o666 & ~umask)  # as any other new file; the library makes it private
 
 
 def load_random_state(folder: Path, *, rank: int, device: torch.device) -> None:
@@ -389,9 +369,9 @@ def check_random_states(folder: Path, *, named: Collection[str], ranks: int, dev
         file = _file(folder, rank)
         if file.name not in named:
             raise UserError(f"{folder}: its manifest does not name {file.name}: the checkpoint is incomplete")
-        found = open_safetensors(file)
+        tensors = open_safetensors(file)
         for name, shape in wanted.items():
-            value = found[name].read() if name in found else torch.empty(0)
+            value = tensors[name].read() if name in tensors else torch.empty(0)
             if value.dtype != torch.uint8 or (shape is not None and value.shape != shape):
                 raise UserError(f"{file}: holds no random state ({name}) of this version of PyTorch")
 

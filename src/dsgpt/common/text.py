@@ -45,10 +45,14 @@ def busy_words(figures: Mapping[str, Any]) -> str:
 
 def machine_words(hardware: Mapping[str, Any]) -> str:
     """The machine of a record's ``hardware`` block, with the instruction sets of its CPU."""
-    gpu, cpu, cores = (hardware.get(key) for key in ("gpu_name", "cpu_name", "cpu_count"))
-    parts = [gpu, f"{cpu or 'CPU'}{f', {cores} cores' if cores else ''}" if cpu or cores else None]
-    machine = "; ".join(str(part) for part in parts if part) or "not recorded"
+    machine = hardware_words(*(hardware.get(key) for key in ("gpu_name", "cpu_name", "cpu_count"))) or "not recorded"
     return f"{machine} ({instruction_words(hardware.get('instruction_sets'))})"
+
+
+def hardware_words(gpu: str | None, cpu: str | None, cores: int | None) -> str:
+    """``A100; EPYC 7763, 64 cores``, without what is unknown."""
+    processor = f"{cpu or 'CPU'}{f', {cores} cores' if cores else ''}" if cpu or cores else None
+    return "; ".join(filter(None, [gpu, processor]))
 
 
 def instruction_words(sets: object) -> str:

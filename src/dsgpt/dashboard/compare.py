@@ -1,60 +1,26 @@
 """The page "Compare": any runs side by side, their figures and losses, and whether they are the same training."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import fields, replace
+from functools import reduce
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import streamlit as st
 
-from dsgpt.charts.comparison import result_rows, speed_up, work_rows
+from dsgpt.charts.comparison import ROWS, result_rows, speed_up, work_rows
 from dsgpt.common.errors import UserError
 from dsgpt.common.text import NO_DIFFERENCE, no_difference
-from dsgpt.dashboard.curves import (
-    NUMBERS,
-    Series,
-    aligned,
-    band,
-    by_seed,
-    labels,
-    lines,
-    look,
-    mean_run,
-    mean_steps,
-    show_curves,
-    smoothed,
-    with_ranges,
-)
-from dsgpt.dashboard.figures import UNKNOWN, Table, columns, figure, memory, money, plain, seconds, show_table
+from dsgpt.dashboard import reading, ui
 from dsgpt.dashboard.overview import FAVOURITES, asked_price
-from dsgpt.dashboard.steps import Steps
-from dsgpt.dashboard.summaries import (
-    answers,
-    contents,
-    cost,
-    current_folder,
-    inside,
-    is_reference,
-    newest,
-    own,
-    recorded_of,
-    runs_with_records,
-    steps_of,
-    summaries_of,
-    with_steps,
-)
-from dsgpt.record.equal_work import (
-    LOSS_TOLERANCE,
-    LOSS_TOLERANCE_OTHERWISE,
-    equal_loss_line,
-    inference_stamps,
-    judge,
-    partial_stamps,
-    setup_stamps,
-)
+from dsgpt.dashboard.reading import Steps
+from dsgpt.dashboard.ui import Series, Table, Values
+from dsgpt.record import equal_work
+from dsgpt.record.equal_work import inference_stamps, judge
 from dsgpt.record.runs import Run, window_of
 from dsgpt.record.suites import TITLES, Comparison, Sweep, read_concurrency, read_sweep, strategy_of
+from dsgpt.record.work import NOTED
 
 MOST_RUNS = 8
 """As many colours has the palette."""
@@ -66,29 +32,29 @@ LEAST_DIFFERENCE = 1e-8
 
 def show() -> None:
     """Show the page."""
-    folder = current_folder()
-    found = contents(folder)
-    kinds = ["Runs"] + (["Sweeps"] if found.sweeps else []) + (["Many requests"] if found.concurrency else [])
+    folder = reading.current_folder()
+    there = reading.contents(folder)
+    kinds = ["Runs"] + (["Sweeps"] if there.sweeps else []) + (["Many requests"] if there.concurrency else [])
     kind = kinds[0]
     if len(kinds) > 1:
         kind = st.segmented_control("Compare", kinds, default=kinds[0], key="kind", required=True)
     if kind == "Sweeps":
-        _show_sweep(folder, found.sweeps)
+        _show_sweep(folder, there.sweeps)
     elif kind == "Many requests":
-        _show_concurrency(folder, found.concurrency)
-    elif found.runs:
-        _show_runs(folder, sorted(found.runs, key=is_reference))
+        _show_concurrency(folder, there.concurrency)
+    elif there.runs:
+        _show_runs(folder, sorted(there.runs, key=reading.is_reference))
     else:
         st.info("There is no run to compare yet: Overview says how to make one.")
 
 
 def _show_runs(folder: Path, names: Sequence[str]) -> None:
     chosen = _choose(folder, names)
-    short, recorded = labels(chosen), dict[str, Run]()
+    short, recorded = reading.labels(chosen), dict[str, Run]()
     for name in chosen:
-        record = recorded_of(folder, name)
+        record = reading.recorded_of(folder, name)
         if record.run is None:
-            st.warning(f"**{plain(name)}** {plain(record.problem or 'has no record yet')}")
+            st.warning(f"**{ui.plain(name)}** {ui.plain(record.problem or 'has no record yet')}")
         else:
             recorded[name] = replace(record.run, name=short[name])
     above = st.container()
@@ -99,23 +65,31 @@ def _show_runs(folder: Path, names: Sequence[str]) -> None:
     together = "Show runs that differ in the seed alone as their mean"
     if len(groups) == len(recorded) or not st.toggle(together, key="seeds"):
         groups = [[run] for run in recorded.values()]
-    price = _show_bars([mean_run(group) for group in groups])
+    means = [mean_run(group) for group in groups]
+    price = _show_bars(means)
     with above:
-        runs, steps = _with_steps(folder, recorded, groups)
+        read = _read_steps(folder, recorded)
+        steps = {
+            mean.name: aligned([read[run.name] for run in group])
+            for mean, group in zip(means, groups, strict=True)
+            if all(run.name in read for run in group)
+        }
+        averages = {name: mean_steps(group) for name, group in steps.items()}
+        runs = [reading.with_steps(run, averages[run.name]) if run.name in averages else run for run in means]
         _show_verdict(runs)
     if steps:
         _show_losses(runs, steps, price)
-        _show_difference(runs, {name: mean_steps(group) for name, group in steps.items()})
+        _show_difference(runs, averages)
     st.header("All figures")
     results = with_ranges(result_rows(runs), groups)
-    show_table(as_table(results, first="figure"), key="results", name="figures of the runs")
+    ui.show_table(as_table(results, first="figure"), key="results", name="figures of the runs")
     with st.expander("What was trained, and how"):
-        show_table(as_table(work_rows(runs), first="fact"), key="work", name="work of the runs")
+        ui.show_table(as_table(work_rows(runs), first="fact"), key="work", name="work of the runs")
     notes = [(run.name, note) for run in runs for note in run.notes]
     if notes:
         with st.expander("Notes on the records"):
             for name, note in notes:
-                st.markdown(f"**{plain(name)}** {plain(note)}")
+                st.markdown(f"**{ui.plain(name)}** {ui.plain(note)}")
 
 
 def _choose(folder: Path, names: Sequence[str]) -> list[str]:
@@ -124,10 +98,9 @@ def _choose(folder: Path, names: Sequence[str]) -> list[str]:
         asked = [name for name in st.query_params.get_all("runs") if name in names]
         first = asked or [name for name in st.session_state.get(FAVOURITES, []) if name in names]
         if not first:
-            summaries = own(summaries_of(folder))
+            summaries = reading.own(reading.summaries_of(folder))
             first = [each.name for each in summaries[:2]]
-            if found := answers(runs_with_records(summaries)):
-                answer = newest(found)
+            for answer in reading.own_answers(summaries)[:1]:
                 first = [answer.baseline.name, *[run.name for run in answer.runs if run is not answer.baseline][:2]]
         st.session_state["runs"] = first[:MOST_RUNS]
     chosen: list[str] = st.multiselect(
@@ -137,49 +110,38 @@ def _choose(folder: Path, names: Sequence[str]) -> list[str]:
     return chosen
 
 
-def _with_steps(
-    folder: Path, named: Mapping[str, Run], groups: Sequence[Sequence[Run]]
-) -> tuple[list[Run], dict[str, list[Steps]]]:
-    """The runs of the groups with the losses of their steps, and by their names the steps of each seed."""
-    of_runs: dict[str, Steps] = {}
+def _read_steps(folder: Path, named: Mapping[str, Run]) -> dict[str, Steps]:
+    """The steps of the runs that have some, by the names under which the runs are shown."""
+    read: dict[str, Steps] = {}
     for name, run in named.items():
         try:
-            with st.spinner(f"Reading the steps of {plain(name)}", show_time=True):
-                steps = steps_of(folder, name)
+            with st.spinner(f"Reading the steps of {ui.plain(name)}", show_time=True):
+                steps = reading.steps_of(folder, name)
         except UserError as error:
-            st.warning(f"**{plain(name)}** {plain(str(error))}")
-            steps = None
+            st.warning(f"**{ui.plain(name)}** {ui.plain(str(error))}")
+            continue
         if steps is not None and len(steps.train["step"]):
-            of_runs[run.name] = steps
-    means = [mean_run(group) for group in groups]
-    of_means = {
-        mean.name: aligned([of_runs[run.name] for run in group])
-        for mean, group in zip(means, groups, strict=True)
-        if all(run.name in of_runs for run in group)
-    }
-    runs = [with_steps(mean, mean_steps(of_means[mean.name])) if mean.name in of_means else mean for mean in means]
-    return runs, of_means
+            read[run.name] = steps
+    return read
 
 
 def _show_verdict(runs: Sequence[Run]) -> None:
     if len(runs) < 2:
         return
-    verdict = judge(runs)
-    text = "  \n".join(plain(equal_loss_line(runs[0], other)) for other in runs[1:])
+    verdict, text = judge(runs), "  \n".join(ui.plain(equal_work.equal_loss_line(runs[0], other)) for other in runs[1:])
     if verdict.answer == "yes":
         st.success(f"**The same work.**  \n{text}", icon=":material/check:")
     else:
         reason = "; ".join(part for part in (verdict.differences_text(), verdict.unknown_text()) if part)
-        st.warning(f"**{verdict.mark}**: {plain(reason)}  \n{text}", icon=":material/warning:")
-    for line in (*partial_stamps(runs), *setup_stamps(runs), *inference_stamps(runs)):
-        st.warning(plain(line))
+        st.warning(f"**{verdict.mark}**: {ui.plain(reason)}  \n{text}", icon=":material/warning:")
+    for line in (*equal_work.partial_stamps(runs), *equal_work.setup_stamps(runs), *inference_stamps(runs)):
+        st.warning(ui.plain(line))
 
 
 # One figure of all runs, as bars.
 
 
-@dataclass(frozen=True)
-class Measure:
+class Measure(NamedTuple):
     """A figure of a run."""
 
     title: str
@@ -204,28 +166,30 @@ def _memory(base: Run, run: Run) -> float | None:
 
 
 MEASURES = {
-    "time": Measure("training time (s)", lambda _, run: run.train_time, seconds),
+    "time": Measure("training time (s)", lambda _, run: run.train_time, ui.seconds),
     "throughput": Measure("tokens/s, all devices", lambda _, run: run.tokens_per_sec, "{:,.0f} tokens/s".format),
     "speed-up": Measure("speed-up in training time", speed_up, "{:.2f}x".format, compares=True),
     "efficiency": Measure("speed-up per device", efficiency, "{:.0%}".format, compares=True),
-    "memory": Measure("peak memory of rank 0 (GB)", _memory, lambda value: memory(value * 1e9)),
-    "latency": Measure("inference latency, batch 1 (s)", lambda _, run: run.inference_latency, seconds),
+    "memory": Measure("peak memory of rank 0 (GB)", _memory, lambda value: ui.memory(value * 1e9)),
+    "latency": Measure("inference latency, batch 1 (s)", lambda _, run: run.inference_latency, ui.seconds),
 }
 
 
 def _show_bars(runs: Sequence[Run]) -> float | None:
     """Show one figure of all runs; returns the price of a device hour."""
     left, right = st.columns([7, 3])
-    price, known = asked_price(right), MEASURES
+    price, measures = asked_price(right), MEASURES
     if price:
-        known = MEASURES | {"money": Measure("cost of all devices ($)", lambda _, run: cost(run, price), money)}
-    name = left.segmented_control("Figure", list(known), default="time", key="figure", required=True)
-    measure = known.get(name, known["time"])
+        measures = MEASURES | {
+            "money": Measure("cost of all devices ($)", lambda _, run: reading.cost(run, price), ui.money)
+        }
+    name = left.segmented_control("Figure", list(measures), default="time", key="figure", required=True)
+    measure = measures.get(name, measures["time"])
     marks = [judge([runs[0], run]).mark for run in runs[1:]] if measure.compares else []
     unequal = ", ".join(dict.fromkeys(mark for mark in marks if mark))
     names, values = [run.name for run in runs], [measure.value(runs[0], run) for run in runs]
-    shown = [UNKNOWN if value is None else measure.form(value) for value in values]
-    figure(
+    shown = [ui.UNKNOWN if value is None else measure.form(value) for value in values]
+    ui.figure(
         bars(names, x=measure.title, values=values),
         points={"run": names, "value": values, "label": shown},
         numbers={"run": names, measure.title: values},
@@ -251,10 +215,10 @@ def bars(names: Sequence[str], *, x: str, values: Sequence[Any], groups: Sequenc
     scale = {"zero": True} if most is None else {"zero": True, "domainMax": ROOM * most}
     base = {
         "y": {**run, "axis": None},
-        "x": {"field": "value", "type": "quantitative", "title": x, "scale": scale, "axis": NUMBERS},
+        "x": {"field": "value", "type": "quantitative", "title": x, "scale": scale, "axis": ui.NUMBERS},
         "tooltip": [{**run, "title": "run"}, {"field": "value", "type": "quantitative", "title": x, "format": ",.6~g"}],
     }
-    colour = {**look(names, names)["color"], "legend": None}
+    colour = {**ui.look(names, names)["color"], "legend": None}
     if groups:
         colour |= {"field": "group", "scale": {"domain": list(dict.fromkeys(groups))}}
     text = {"type": "text", "align": "left"}
@@ -291,12 +255,12 @@ def _show_losses(runs: Sequence[Run], steps: Mapping[str, Sequence[Steps]], pric
         seeds = []
         for each in steps[run.name]:
             part = each.validation if validation else each.train
-            losses = part["val_loss"] if validation else smoothed(part["loss"], window=window)
+            losses = part["val_loss"] if validation else ui.smoothed(part["loss"], window=window)
             seeds.append(Series(name=run.name, x=part[column] * factor, y=losses))
         series.append(band(seeds, name=run.name))
     y = f"{kind} loss (nats per token)"
     title = f"{kind.capitalize()} loss against {x}"
-    show_curves(series, [run.name for run in runs], x=x, y=y, title=title, key="losses")
+    ui.show_curves(series, [run.name for run in runs], x=x, y=y, title=title, key="losses")
 
 
 def _show_difference(runs: Sequence[Run], steps: Mapping[str, Steps]) -> None:
@@ -310,8 +274,8 @@ def _show_difference(runs: Sequence[Run], steps: Mapping[str, Steps]) -> None:
         common, own, other = np.intersect1d(ours["step"], theirs["step"], assume_unique=True, return_indices=True)
         distance = np.abs(ours["loss"][own] - theirs["loss"][other])
         series.append(Series(name=name, x=common, y=np.maximum(distance, LEAST_DIFFERENCE)))
-    tolerance = LOSS_TOLERANCE.get(base.work["precision"], LOSS_TOLERANCE_OTHERWISE)
-    show_curves(
+    tolerance = equal_work.LOSS_TOLERANCE.get(base.work["precision"], equal_work.LOSS_TOLERANCE_OTHERWISE)
+    ui.show_curves(
         series,
         [run.name for run in runs],
         x="optimizer steps",
@@ -344,9 +308,9 @@ def as_table(rows: Sequence[Sequence[str]], *, first: str) -> Table:
 def _show_sweep(folder: Path, names: Sequence[str]) -> None:
     name = st.selectbox("Sweep", names, key="sweep")
     try:
-        sweep = read_sweep(inside(folder, name))
+        sweep = read_sweep(reading.inside(folder, name))
     except UserError as error:
-        st.warning(plain(str(error)))
+        st.warning(ui.plain(str(error)))
         return
     if not sweep.comparisons:
         st.info("This sweep compares no cells.")
@@ -354,12 +318,12 @@ def _show_sweep(folder: Path, names: Sequence[str]) -> None:
     by_name = {each.name: each for each in sweep.comparisons}
     comparison = by_name[st.selectbox("Comparison", list(by_name), key="comparison")]
     if comparison.kind != "same training":
-        st.warning(f"**Not equal work**: this is a comparison of {plain(comparison.kind)}.")
+        st.warning(f"**Not equal work**: this is a comparison of {ui.plain(comparison.kind)}.")
     table = comparison_table(sweep, comparison)
     cells, ratios = table["cell"], table["speed-up"]
     groups = [strategy_of(cell) for cell in cells]
     shown = ["not comparable" if ratio is None else f"{ratio:.2f}x" for ratio in ratios]
-    figure(
+    ui.figure(
         bars(cells, x="speed-up (median of the repeats)", values=ratios, groups=groups),
         points={"run": cells, "group": groups, "value": ratios, "label": shown},
         numbers=table,
@@ -368,7 +332,7 @@ def _show_sweep(folder: Path, names: Sequence[str]) -> None:
         key="sweep-bars",
         level=2,
     )
-    show_table(table, key="sweep-table", name=f"sweep {sweep.suite}")
+    ui.show_table(table, key="sweep-table", name=f"sweep {sweep.suite}")
 
 
 def comparison_table(sweep: Sweep, comparison: Comparison) -> Table:
@@ -393,17 +357,17 @@ def comparison_table(sweep: Sweep, comparison: Comparison) -> Table:
                 "failures": len(cell.failures),
             }
         )
-    return columns(rows)
+    return ui.columns(rows)
 
 
 def _show_concurrency(folder: Path, names: Sequence[str]) -> None:
     name = st.selectbox("Record", names, key="concurrency")
     try:
-        record = read_concurrency(inside(folder, name))
+        record = read_concurrency(reading.inside(folder, name))
     except UserError as error:
-        st.warning(plain(str(error)))
+        st.warning(ui.plain(str(error)))
         return
-    table = columns(
+    table = ui.columns(
         {
             "engine": TITLES.get(engine.name, engine.name),
             "requests at once": float(at_once) if at_once.isdecimal() else None,
@@ -420,8 +384,8 @@ def _show_concurrency(folder: Path, names: Sequence[str]) -> None:
         st.info("This record has no figures.")
         return
     engines, x, y = list(dict.fromkeys(table["engine"])), table["tokens/s"], table["latency, 95% (s)"]
-    figure(
-        lines(engines, x="tokens/s", y="latency, 95% (s)", from_zero=True, ordered=True),
+    ui.figure(
+        ui.lines(engines, x="tokens/s", y="latency, 95% (s)", from_zero=True, ordered=True),
         points={"run": table["engine"], "x": x, "y": y, "order": table["requests at once"]},
         numbers=table,
         title="Latency that 95% of the requests do not exceed, against throughput",
@@ -429,4 +393,103 @@ def _show_concurrency(folder: Path, names: Sequence[str]) -> None:
         key="concurrency-lines",
         level=2,
     )
-    show_table(table, key="concurrency-table", name="many requests")
+    ui.show_table(table, key="concurrency-table", name="many requests")
+
+
+# Runs that differ in the seed alone, shown as one: the mean of each figure, and its range.
+
+
+def by_seed(runs: Sequence[Run]) -> list[list[Run]]:
+    """The runs in their order; those of the same work and setup but for the seed are one group."""
+
+    def setups(run: Run) -> set[frozenset[tuple[str, str | None]]]:
+        return {
+            frozenset((key, value) for key, value in each.setup.items() if key not in NOTED) for each in run.segments
+        }
+
+    def alike(one: Run, other: Run) -> bool:
+        seed, other_seed = one.work["seed"], other.work["seed"]
+        if None in (seed, other_seed) or seed == other_seed or setups(one) != setups(other):
+            return False
+        same = replace(other, work={**other.work, "seed": seed})
+        return judge([one, same]).answer == "yes" and not inference_stamps([one, other])
+
+    return reading.grouped(runs, lambda group, run: all(alike(each, run) for each in group))
+
+
+def mean_run(group: Sequence[Run]) -> Run:
+    """The mean of every figure that all runs of a group have; a group of one is its run."""
+    first = group[0]
+    if len(group) == 1:
+        return first
+    figures: dict[str, Any] = {}
+    for field in fields(Run):
+        if field.type == float | None:
+            values = [getattr(run, field.name) for run in group]
+            figures[field.name] = None if None in values else float(np.mean(values))
+    latencies = [latency for run in group for latency in run.latency_range or ()]
+    return replace(
+        first,
+        **figures,
+        name=f"{first.name} (mean of {len(group)} seeds)",
+        status=next((run.status for run in group if run.status != "completed"), first.status),
+        segments=tuple(segment for run in group for segment in run.segments),
+        work={**first.work, "seed": ", ".join(sorted((run.work["seed"] for run in group), key=int))},
+        latency_range=(min(latencies), max(latencies)) if latencies else None,
+        notes=tuple(f"{run.name}: {note}" for run in group for note in run.notes),
+    )
+
+
+def aligned(group: Sequence[Steps]) -> list[Steps]:
+    """Each with the steps and the validations that all have."""
+    if len(group) == 1:
+        return [*group]
+    train, validation = (
+        reduce(np.intersect1d, [getattr(each, part)["step"] for each in group]) for part in ("train", "validation")
+    )
+    return [replace(each, train=_at(train, each.train), validation=_at(validation, each.validation)) for each in group]
+
+
+def _at(steps: Values, columns: Mapping[str, Values]) -> dict[str, Values]:
+    places = np.isin(columns["step"], steps)
+    return {name: values[places] for name, values in columns.items()}
+
+
+def mean_steps(group: Sequence[Steps]) -> Steps:
+    """The mean of every column of aligned steps."""
+    if len(group) == 1:
+        return group[0]
+    train = {name: np.mean([each.train[name] for each in group], axis=0) for name in group[0].train}
+    validation = {name: np.mean([each.validation[name] for each in group], axis=0) for name in group[0].validation}
+    return replace(group[0], train=train, validation=validation)
+
+
+def band(group: Sequence[Series], *, name: str) -> Series:
+    """The mean of curves of aligned steps, and their least and most; a group of one is its curve."""
+    if len(group) == 1:
+        return group[0]
+    y = np.stack([each.y for each in group])
+    x = np.mean([each.x for each in group], axis=0)
+    return Series(name=name, x=x, y=y.mean(axis=0), low=y.min(axis=0), high=y.max(axis=0))
+
+
+def with_ranges(rows: Sequence[Sequence[str]], groups: Sequence[Sequence[Run]]) -> list[list[str]]:
+    """The rows of ``charts.comparison.result_rows``, with the range of what was measured beside each mean.
+
+    Means whose ranges overlap have no difference.
+    """
+    measured = {row.label: row for row in ROWS}
+    ranged = [[*cells] for cells in rows]
+    for cells in ranged:
+        row, base = measured.get(cells[0]), None
+        for place, group in enumerate(groups, start=1):
+            values = [value for run in group if row and (value := row.value(run)) is not None]
+            if row is None or len(group) == 1 or len(values) < len(group):
+                continue
+            least, most = min(values), max(values)
+            cells[place] += f" ({row.form(least)} to {row.form(most)})"
+            if place == 1:
+                base = least, most
+            elif base and no_difference(least, most, than=base):
+                cells[len(groups) + place - 1] = NO_DIFFERENCE
+    return ranged

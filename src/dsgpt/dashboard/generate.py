@@ -2,7 +2,7 @@
 
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,8 +13,7 @@ import streamlit as st
 from dsgpt.checkpoints import store
 from dsgpt.checkpoints.manifest import MANIFEST
 from dsgpt.common.errors import UserError
-from dsgpt.dashboard.figures import aligned, figure, heading, parts, plain
-from dsgpt.dashboard.summaries import contents, current_folder, inside, version_of
+from dsgpt.dashboard import reading, ui
 from dsgpt.inference.commands import GenerateRequest as Request
 
 if TYPE_CHECKING:
@@ -29,19 +28,9 @@ _ANSWERS = "generate-answers"
 _NONE = "no second checkpoint"
 _BETWEEN_SEC = 0.05
 """Seconds between two updates of a text on the page."""
-_LABELS = {
-    "prompt": "Prompt",
-    "checkpoint": "Checkpoint",
-    "max_new_tokens": "New tokens",
-    "temperature": "Temperature",
-    "top_k": "Top k",
-    "top_p": "Top p",
-    "min_p": "Min p",
-    "repetition_penalty": "Repetition penalty",
-    "seed": "Seed",
-    "stop": "Stop text",
-    "precision": "Precision",
-}
+_ALIKE = ("prompt", "checkpoint", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "precision")
+_LABELS = {name: name.replace("_", " ").capitalize() for name in _ALIKE}
+_LABELS |= {"max_new_tokens": "New tokens", "stop": "Stop text"}
 """Of the page, by flag of ``src/generate.py``."""
 _ENDED = {
     STOPPED: "Not finished.",
@@ -81,8 +70,9 @@ class Answer:
 
 def show() -> None:
     """Show the page."""
-    folder = current_folder()
-    names = checkpoints_of(folder, contents(folder).runs)
+    folder = reading.current_folder()
+    runs = reading.contents(folder).runs
+    names = [f"{run}/{path.name}" for run in runs for path in store.checkpoints(folder / run)]  # the newest first
     if not names:
         st.info("No run here has a checkpoint yet. `make demo` trains two small models; then come back.")
         return
@@ -93,7 +83,7 @@ def show() -> None:
     answers: list[Answer] = st.session_state.get(_ANSWERS, [])
     if not answers:
         return
-    for number, (answer, column) in enumerate(zip(answers, aligned(len(answers)), strict=True)):
+    for number, (answer, column) in enumerate(zip(answers, ui.aligned(len(answers)), strict=True)):
         with column:
             shown = _Shown(answer)
             if asked is not None:
@@ -101,11 +91,6 @@ def show() -> None:
                 generate(answer, asked[number][2], show=shown.update)
             shown.finish(number)
     stop.empty()
-
-
-def checkpoints_of(folder: Path, runs: Sequence[str]) -> list[str]:
-    """The names of all checkpoints, ``run/step-00000200``, the newest of each run first."""
-    return [f"{run}/{path.name}" for run in runs for path in store.checkpoints(folder / run)]
 
 
 def _asked(folder: Path, names: list[str]) -> list[tuple[str, str, Request]] | None:
@@ -121,9 +106,9 @@ def _asked(folder: Path, names: list[str]) -> list[tuple[str, str, Request]] | N
         return None
     chosen = [first] if second == _NONE else [first, second]
     try:
-        return [(name, prompt, Request(checkpoint=inside(folder, name), **flags)) for name in chosen]
+        return [(name, prompt, Request(checkpoint=reading.inside(folder, name), **flags)) for name in chosen]
     except UserError as error:
-        st.error(plain(str(error)))
+        st.error(ui.plain(str(error)))
         return None
 
 
@@ -152,7 +137,7 @@ class _Shown:
 
     def __init__(self, answer: Answer) -> None:
         self._answer, self._updated = answer, 0.0
-        heading(answer.name, level=2)
+        ui.heading(answer.name, level=2)
         self._text, self._speed = st.empty(), st.empty()
 
     def caption(self, text: str) -> None:
@@ -170,53 +155,50 @@ class _Shown:
         """Show the whole text, how it ended, and what the model found likeliest; ``number`` is the answer's."""
         answer, rate = self._answer, self._answer.tokens_per_sec or 0.0
         if answer.refused:
-            self._speed.error(plain(answer.refused))
+            self._speed.error(ui.plain(answer.refused))
         elif not answer.text:
             self.caption("Not begun.")
         else:
             speed = f"{answer.tokens} tokens in {answer.seconds:.1f} s, {rate:,.0f} tokens/s"
             self._draw(f"{speed}. {_ENDED[answer.ended]}")
-            if answer.likeliest:
-                _show_likeliest(answer, number)
+            if not answer.likeliest:
+                return
+            tokens = [token for token, _ in answer.likeliest]
+            shares = [100 * each.probability for _, each in answer.likeliest]
+            ui.figure(
+                ui.parts("token", "probability", unit="probability, %"),
+                points={
+                    "token": [f"{rank}. {token}" for rank, token in enumerate(tokens, start=1)],
+                    "probability": shares,
+                },
+                numbers={
+                    "token": tokens,
+                    "id": [each.id for _, each in answer.likeliest],
+                    "probability, %": shares,
+                    "drawn with these settings, %": [100 * each.drawn for _, each in answer.likeliest],
+                },
+                title="Likeliest first tokens after the prompt, %",
+                alternative="A bar for each of the ten likeliest tokens, the likeliest on top.",
+                key=f"generate-likeliest-{number}",
+            )
 
     def _draw(self, measured: str) -> None:
         self._text.code(self._answer.text, language=None, wrap_lines=True)
         self.caption(measured)
 
 
-def _show_likeliest(answer: Answer, number: int) -> None:
-    ranks = [f"{rank}. {text}" for rank, (text, _) in enumerate(answer.likeliest, start=1)]
-    shares = [100 * each.probability for _, each in answer.likeliest]
-    figure(
-        parts("token", "probability", unit="probability, %"),
-        points={"token": ranks, "probability": shares},
-        numbers={
-            "token": [text for text, _ in answer.likeliest],
-            "id": [each.id for _, each in answer.likeliest],
-            "probability, %": shares,
-            "drawn with these settings, %": [100 * each.drawn for _, each in answer.likeliest],
-        },
-        title="Likeliest first tokens after the prompt, %",
-        alternative="A bar for each of the ten likeliest tokens, the likeliest on top.",
-        key=f"generate-likeliest-{number}",
-    )
-
-
 def generate(answer: Answer, request: Request, *, show: Callable[[], None] = lambda: None) -> None:
     """Generate the text of ``answer`` as ``src/generate.py`` does; ``show`` is called after every token.
 
-    What ``show`` raises ends the text as it is. A request or checkpoint that cannot be used is noted in ``answer``.
+    What ``show`` raises ends the text as it is. What is wrong with a request or checkpoint is noted in ``answer``, with
+    the labels of the page instead of flags.
     """
-    from dsgpt.inference.generation import (  # noqa: PLC0415
-        Writer,
-        encode_prompt,
-        likeliest,
-    )
+    from dsgpt.inference.generation import Writer, encode_prompt, likeliest  # noqa: PLC0415 - torch takes seconds
 
     files: list[object] = []
     for path in (request.checkpoint / name for name in (MANIFEST, store.WEIGHTS, store.MODEL)):
         with suppress(OSError):  # opening the model says what is missing
-            files += [path, version_of(path)]
+            files += [path, reading.version_of(path)]
     try:
         opened = _opened(files, request.precision, request.device, request.quantize, request.compile, _request=request)
         writer = Writer(request, opened=opened)
@@ -236,7 +218,8 @@ def generate(answer: Answer, request: Request, *, show: Callable[[], None] = lam
             answer.text, answer.ended, answer.ids = str(text), text.ended, text.ids
         answer.tokens = len(answer.ids)
     except UserError as error:
-        answer.refused = " ".join(in_page(line) for line in error.problems)
+        lines = (re.sub(r"^--checkpoint (.*?): ", r"\1: ", line) for line in error.problems)
+        answer.refused = re.sub(r"--([a-z_]+)", lambda flag: _LABELS.get(flag[1], flag[0]), " ".join(lines))
 
 
 @st.cache_resource(max_entries=MODELS, show_spinner=False)
@@ -245,9 +228,3 @@ def _opened(files: list[object], *made: object, _request: Request) -> "Opened": 
     from dsgpt.inference.generation import open_model  # noqa: PLC0415 - torch takes seconds
 
     return open_model(_request)
-
-
-def in_page(line: str) -> str:
-    """A refusal of ``src/generate.py`` with the labels of the page instead of flags."""
-    line = re.sub(r"^--checkpoint (.*?): ", r"\1: ", line)
-    return re.sub(r"--([a-z_]+)", lambda flag: _LABELS.get(flag[1], flag[0]), line)

@@ -1,6 +1,5 @@
 """The page "Live": runs while they train. It follows them by itself, from their first step to their end."""
 
-import os
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -14,19 +13,9 @@ import streamlit as st
 from dsgpt.common.errors import UserError
 from dsgpt.common.files import is_regular_file, printable
 from dsgpt.common.json_files import JsonError, parse_json
-from dsgpt.dashboard.curves import Series, labels, show_curves, smoothed
-from dsgpt.dashboard.figures import columns, memory, plain, seconds, show_table, written
-from dsgpt.dashboard.steps import Steps
-from dsgpt.dashboard.summaries import (
-    Summary,
-    contents,
-    current_folder,
-    in_order,
-    own_file,
-    seconds_left,
-    steps_of,
-    summaries_of,
-)
+from dsgpt.dashboard import reading, ui
+from dsgpt.dashboard.reading import Steps, Summary
+from dsgpt.dashboard.ui import Series
 from dsgpt.record.schema import LOG_FILE, Fields
 from dsgpt.training.status import Status
 
@@ -83,8 +72,8 @@ class Watched:
         """The time until the last step, while it runs."""
         if self.steps is None or self.summary.status != Status.RUNNING:
             return None
-        left = seconds_left(self.steps, self.summary.recorded.total_steps)
-        return None if left is None else seconds(round(left))
+        left = reading.seconds_left(self.steps, self.summary.recorded.total_steps)
+        return None if left is None else ui.seconds(round(left))
 
     @property
     def throughput(self) -> float | None:
@@ -96,11 +85,11 @@ class Watched:
 
 def show() -> None:
     """Show the page."""
-    folder = current_folder()
+    folder = reading.current_folder()
     left, right = st.columns([7, 3])
     chosen = left.multiselect(
         "Runs",
-        contents(folder).runs,
+        reading.contents(folder).runs,
         key="watch",
         bind="query-params",
         max_selections=AT_ONCE,
@@ -114,7 +103,7 @@ def show() -> None:
 
 def to_watch(folder: Path, chosen: Sequence[str]) -> list[Summary]:
     """The chosen runs; else all that run; else the newest. At most ``AT_ONCE``."""
-    summaries = in_order(summaries_of(folder))
+    summaries = reading.in_order(reading.summaries_of(folder))
     wanted = [each for each in summaries if each.name in chosen]
     running = [each for each in summaries if each.status == Status.RUNNING]
     return (wanted or running or summaries[:1])[:AT_ONCE]
@@ -136,14 +125,15 @@ def _look(folder: Path, chosen: Sequence[str], window: int, expected: int) -> No
     else:
         _show_many(runs)
     names = [run.label for run in runs]
-    if samples := {run.label: own for run in runs if (own := recent_samples(folder / run.summary.name))}:
-        _show_gpus(samples)
+    samples = {run.label: recent_samples(folder / run.summary.name) for run in runs}
+    if any(samples.values()):
+        _show_gpus({label: of_run for label, of_run in samples.items() if of_run})
     for row in (PANELS[:2], PANELS[2:]):
         for place, (column, title) in zip(st.columns(2), row, strict=True):
             series = []
             for run in runs:
                 if run.steps is not None and len(run.steps.train["step"]):
-                    values = smoothed(run.steps.train[column], window=1 if column == "lr" else window)
+                    values = ui.smoothed(run.steps.train[column], window=1 if column == "lr" else window)
                     series.append(Series(name=run.label, x=run.steps.train["step"], y=values))
             with place:
                 _show_curves(series, names, x="optimizer steps", y=title, key=column, level=2)
@@ -155,16 +145,16 @@ def _read(folder: Path, summaries: Sequence[Summary]) -> list[Watched]:
     earlier: dict[str, psutil.Process] = st.session_state.get(PROCESSES, {})
     st.session_state[PROCESSES] = processes = dict[str, psutil.Process]()
     runs = []
-    for label, summary in zip(labels([each.name for each in summaries]).values(), summaries, strict=True):
+    for label, summary in zip(reading.labels([each.name for each in summaries]).values(), summaries, strict=True):
         name, steps, cores, resident = summary.name, None, None, None
         try:
-            steps = steps_of(folder, name)
+            steps = reading.steps_of(folder, name)
         except UserError as error:
-            st.warning(f"**{plain(name)}** {plain(str(error))}")
+            st.warning(f"**{ui.plain(name)}** {ui.plain(str(error))}")
         if summary.problem:
-            st.warning(f"**{plain(name)}** {plain(summary.problem)}")
+            st.warning(f"**{ui.plain(name)}** {ui.plain(summary.problem)}")
         if steps is not None and steps.damaged:
-            st.warning(f"**{plain(name)}** {steps.damaged} damaged lines of metrics.jsonl are left out.")
+            st.warning(f"**{ui.plain(name)}** {steps.damaged} damaged lines of metrics.jsonl are left out.")
         try:
             if summary.signs.process is not None:
                 before, process = earlier.get(name), psutil.Process(summary.signs.process)
@@ -179,21 +169,21 @@ def _read(folder: Path, summaries: Sequence[Summary]) -> list[Watched]:
 
 def _show_one(run: Watched) -> None:
     summary = run.summary
-    st.markdown(f"**{plain(run.label)}** is **{summary.status.value}**: {plain(summary.reason)}")
+    st.markdown(f"**{ui.plain(run.label)}** is **{summary.status.value}**: {ui.plain(summary.reason)}")
     done, total = summary.step, summary.recorded.total_steps
     progress = "no step yet"
     if done is not None:
         step = f"step {done:,.0f}" + (f" of {total:,.0f}" if total else "")
         progress = ", ".join(filter(None, (step, run.left and f"{run.left} left", summary.recorded.plan)))
-    st.progress(summary.progress or 0.0, text=plain(progress))
+    st.progress(summary.progress or 0.0, text=ui.plain(progress))
     places = st.columns(5 if run.memory_bytes is None else 6)
-    places[0].metric("Training loss", written(summary.train_loss, "{:.4f}"))
-    places[1].metric("Validation loss", written(summary.val_loss, "{:.4f}"))
-    places[2].metric("Tokens/s", written(run.throughput, "{:,.0f}"))
-    places[3].metric("Learning rate", written(run.last("lr"), "{:.3g}"))
-    places[4].metric("Gradient norm", written(run.last("grad_norm"), "{:.3g}"))
+    places[0].metric("Training loss", ui.written(summary.train_loss, "{:.4f}"))
+    places[1].metric("Validation loss", ui.written(summary.val_loss, "{:.4f}"))
+    places[2].metric("Tokens/s", ui.written(run.throughput, "{:,.0f}"))
+    places[3].metric("Learning rate", ui.written(run.last("lr"), "{:.3g}"))
+    places[4].metric("Gradient norm", ui.written(run.last("grad_norm"), "{:.3g}"))
     if run.memory_bytes is not None:
-        places[5].metric("Rank 0", memory(run.memory_bytes), help="Resident memory of its process.")
+        places[5].metric("Rank 0", ui.memory(run.memory_bytes), help="Resident memory of its process.")
         places[5].caption("" if run.cores is None else f"{run.cores:.2f} cores busy")
 
 
@@ -218,7 +208,7 @@ def _show_many(runs: Sequence[Watched]) -> None:
         for each in runs
     ]
     st.dataframe(
-        columns(rows),
+        ui.columns(rows),
         hide_index=True,
         key="watched",
         column_config={
@@ -250,7 +240,7 @@ def recent_samples(run_dir: Path) -> list[tuple[float, str, dict[str, float | No
         if not _HARDWARE.fullmatch(path.name) or not is_regular_file(path):
             continue
         try:
-            lines = end_of(path, _SAMPLES_BYTES).split(b"\n")
+            lines = reading.end_of(path, _SAMPLES_BYTES).split(b"\n")
         except OSError:
             continue
         for line in lines:
@@ -264,28 +254,17 @@ def recent_samples(run_dir: Path) -> list[tuple[float, str, dict[str, float | No
     return sorted(samples, key=lambda sample: sample[:2])
 
 
-def end_of(path: Path, most: int) -> bytes:
-    """The last bytes of a file.
-
-    Raises:
-        OSError: it cannot be read.
-    """
-    with path.open("rb") as file:
-        file.seek(max(0, file.seek(0, os.SEEK_END) - most))
-        return file.read(most)
-
-
 def _show_gpus(samples: Mapping[str, Sequence[tuple[float, str, dict[str, float | None]]]]) -> None:
     """The GPUs of the runs, as the runs have sampled them: each now, and the mean of a run's over the last minutes."""
     st.header("GPUs")
-    last = {(label, gpu): figures for label, own in samples.items() for _, gpu, figures in own}
+    last = {(label, gpu): figures for label, of_run in samples.items() for _, gpu, figures in of_run}
     rows = [{"run": label, "GPU": gpu, **figures} for (label, gpu), figures in last.items()]
-    show_table(columns(rows), key="gpus", name="GPUs now")
+    ui.show_table(ui.columns(rows), key="gpus", name="GPUs now")
     for key, heading in (("utilisation", "utilisation (%)"), ("power", "power (W)")):
         series = []
-        for label, own in samples.items():
+        for label, of_run in samples.items():
             at: dict[int, list[float]] = {}
-            for time, _, figures in own:
+            for time, _, figures in of_run:
                 value = figures[heading]
                 if value is not None:
                     at.setdefault(int(time), []).append(value)
@@ -298,19 +277,19 @@ def _show_gpus(samples: Mapping[str, Sequence[tuple[float, str, dict[str, float 
 def _show_curves(series: Sequence[Series], names: Sequence[str], *, x: str, y: str, key: str, level: int) -> None:
     most = max(100, POINTS // max(1, len(series)) * 2)
     title = y[0].upper() + y[1:]
-    show_curves(series, names, x=x, y=y, title=title, key=key, most=most, level=level, keeps_zoom=True)
+    ui.show_curves(series, names, x=x, y=y, title=title, key=key, most=most, level=level, keeps_zoom=True)
 
 
 def _show_log(folder: Path, run: Watched, *, only: bool) -> None:
     """The end of what the run has printed, as a terminal would show it: what a progress bar overwrote is left out."""
     text = ""
     try:
-        if path := own_file(folder / run.summary.name, LOG_FILE):
-            lines = end_of(path, LOG_BYTES).decode(errors="replace").rstrip().split("\n")[-LOG_LINES:]
+        if path := reading.own_file(folder / run.summary.name, LOG_FILE):
+            lines = reading.end_of(path, LOG_BYTES).decode(errors="replace").rstrip().split("\n")[-LOG_LINES:]
             shown = "\n".join(line.rstrip("\r").rpartition("\r")[2].expandtabs() for line in lines)
             text = "".join(each if each.isprintable() or each == "\n" else "\ufffd" for each in shown)
     except (UserError, OSError) as error:
         text = str(error)
     if text:
-        with st.expander(f"train.log of {plain(run.label)}", expanded=only, key=f"log-{run.summary.name}"):
+        with st.expander(f"train.log of {ui.plain(run.label)}", expanded=only, key=f"log-{run.summary.name}"):
             st.code(printable(text), language=None, wrap_lines=True)

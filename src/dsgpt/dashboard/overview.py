@@ -1,28 +1,20 @@
-"""The page "Overview": every run in a table, and which of those that did the same work was fastest."""
+"""The frame around all pages, and the first one, "Overview": every run, and which of equal work was fastest."""
 
+import importlib
 from collections.abc import Sequence
 from hashlib import sha256
 
 import pyarrow as pa
 import streamlit as st
 from streamlit.delta_generator import DeltaGenerator
+from streamlit.navigation.page import Page
 
-from dsgpt.dashboard.app import go_to
-from dsgpt.dashboard.curves import labels
-from dsgpt.dashboard.figures import UNKNOWN, money, plain, seconds, written
-from dsgpt.dashboard.summaries import (
-    Answer,
-    Summary,
-    answers,
-    cost,
-    current_folder,
-    device_seconds,
-    in_order,
-    newest,
-    own,
-    runs_with_records,
-    summaries_of,
-)
+from dsgpt.charts.themes import DARK, LIGHT
+from dsgpt.common.errors import UserError
+from dsgpt.common.files import printable
+from dsgpt.dashboard import reading, ui
+from dsgpt.dashboard.reading import Answer, Summary
+from dsgpt.dashboard.ui import UNKNOWN, money, plain, seconds, written
 from dsgpt.training.status import Status
 
 SYMBOLS = {
@@ -44,7 +36,7 @@ make demo                                  # two small trainings of the same wor
 
 def show() -> None:
     """Show the page."""
-    summaries = in_order(summaries_of(current_folder()))
+    summaries = reading.in_order(reading.summaries_of(reading.current_folder()))
     if not summaries:
         st.header("No run yet")
         st.write(
@@ -66,14 +58,12 @@ def show() -> None:
 
 
 def _show_answer(summaries: Sequence[Summary]) -> None:
-    found = answers(runs_with_records(own(summaries)))
-    columns = st.columns([3, 3, 2, 2], vertical_alignment="top")
-    if found:
-        answer = newest(found)
-        _show_fastest(answer, columns)
-        if len(found) > 1:
+    answers, columns = reading.own_answers(summaries), st.columns([3, 3, 2, 2], vertical_alignment="top")
+    if answers:
+        _show_fastest(answers[0], columns)
+        if len(answers) > 1:
             st.caption(
-                f"Of {len(answer.runs)} runs that did the same work, the newest of {len(found)} such groups; "
+                f"Of {len(answers[0].runs)} runs that did the same work, the newest of {len(answers)} such groups; "
                 "Compare shows the others."
             )
     else:
@@ -86,7 +76,7 @@ def _show_answer(summaries: Sequence[Summary]) -> None:
 def _show_fastest(answer: Answer, columns: Sequence[DeltaGenerator]) -> None:
     fastest, baseline, cheapest = answer.fastest, answer.baseline, answer.cheapest
     # A metric reads Markdown.
-    short = {run.name: plain(labels([run.name])[run.name]) for run in answer.runs}
+    short = {run.name: plain(reading.labels([run.name])[run.name]) for run in answer.runs}
     columns[0].metric(
         "Fastest of equal work",
         short[fastest.name],
@@ -102,22 +92,15 @@ def _show_fastest(answer: Answer, columns: Sequence[DeltaGenerator]) -> None:
         )
     columns[1].metric("Cheapest of equal work", short[cheapest.name] if cheapest else UNKNOWN)
     if cheapest:
-        spent = cost(cheapest, st.session_state.get(PRICE))
-        amount = f"{seconds(device_seconds(cheapest))} of device time"
+        spent = reading.cost(cheapest, st.session_state.get(PRICE))
+        amount = f"{seconds(reading.device_seconds(cheapest))} of device time"
         columns[1].caption(amount if spent is None else f"{amount}: **{plain(money(spent))}**")
 
 
 def asked_price(place: DeltaGenerator) -> float | None:
     """The price of a device hour, as the reader gives it in ``place``; pages share it."""
-    price: float | None = place.number_input(
-        "Price of a device hour ($)",
-        min_value=0.0,
-        value=None,
-        step=0.1,
-        key=PRICE,
-        placeholder="unknown",
-        persist_state="session",
-    )
+    label, more = "Price of a device hour ($)", {"step": 0.1, "persist_state": "session"}
+    price: float | None = ui.ask_number(place, label, 0.0, None, key=PRICE, empty=UNKNOWN, **more)
     return price
 
 
@@ -152,7 +135,7 @@ def _show_table(summaries: Sequence[Summary]) -> None:
         st.session_state[FAVOURITES] = before + [name for name in names if name in ticked and name not in before]
 
     rows = []
-    for name, each in zip(labels(names).values(), summaries, strict=True):
+    for name, each in zip(reading.labels(names).values(), summaries, strict=True):
         run, started = each.recorded.run, each.recorded.started
         devices, rate = run.device_count if run else None, each.tokens_per_sec
         rows.append(
@@ -205,13 +188,82 @@ _SCHEMA = pa.schema(
 
 
 def _show_favourites(summaries: Sequence[Summary]) -> None:
-    known = {each.name for each in summaries}
-    chosen = [name for name in st.session_state.get(FAVOURITES, []) if name in known]
+    names = {each.name for each in summaries}
+    chosen = [name for name in st.session_state.get(FAVOURITES, []) if name in names]
     left, right = st.columns([2, 8], vertical_alignment="center")
     label = "Compare favourites" if len(chosen) < 2 else f"Compare {len(chosen)} favourites"
     if left.button(label, type="primary", disabled=len(chosen) < 2, key="compare", width="stretch"):
-        go_to("compare", runs=chosen)
+        page = next(page for group in pages().values() for page in group if page.url_path == "compare")
+        st.switch_page(page, query_params={"runs": chosen})
     if chosen:
         right.caption("Favourites: " + ", ".join(map(plain, chosen)))
     else:
         right.caption("Tick runs in the table: they are your favourites until you close this tab.")
+
+
+# The frame around all pages.
+
+
+def pages() -> dict[str, list[Page]]:
+    """Every page by the heading above it, as ``st.navigation`` takes them; the first is the default."""
+    return {
+        "Runs": [
+            _page("overview", "Overview", "table_rows"),
+            _page("compare", "Compare", "compare_arrows"),
+            _page("live", "Live", "monitoring"),
+        ],
+        "Before a run": [
+            _page("split", "How it is split", "account_tree"),
+            _page("plan", "Plan and cost", "payments"),
+        ],
+        "After a run": [_page("generate", "Try it", "chat")],
+    }
+
+
+def _page(name: str, title: str, icon: str) -> Page:
+    """A page whose address is its module's name. Its icon is one of Google's Material Symbols, which Streamlit brings.
+
+    The module is imported when the page is opened: it may need what takes seconds to import.
+    """
+
+    def show_page() -> None:
+        importlib.import_module(f"dsgpt.dashboard.{name}").show()
+
+    return st.Page(show_page, title=title, icon=f":material/{icon}:", url_path=name, default=name == "overview")
+
+
+ICON = (
+    '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 16 16">'
+    f'<path d="M2 2v12h12" fill="none" stroke="{LIGHT.palette[5]}" stroke-width="1.5"/>'
+    f'<path d="M3 3c2 7 5 8 11 8.5" fill="none" stroke="{LIGHT.palette[0]}" stroke-width="2.5"/></svg>'
+)
+"""A loss curve. An icon of Google's or an emoji would be fetched from another machine."""
+STYLE = f"""<style>
+[data-testid=stMainBlockContainer] {{padding-top: 2.75rem; padding-bottom: 3rem}}
+@media (min-width: 700px) {{[data-testid=stMainBlockContainer] {{padding-left: 2.5rem; padding-right: 2.5rem}}}}
+[data-testid=stCaptionContainer] {{color: light-dark({LIGHT.quiet}, {DARK.quiet}); opacity: 1}}
+{ui.STYLE}
+button[kind^=primary]:enabled *, [data-tag-index] * {{color: light-dark({LIGHT.background}, {DARK.background})}}
+</style>"""
+"""Streamlit leaves a fifth of the screen empty around a page, and some of its colours have too little contrast to read
+(WCAG 2.2, 1.4.3). The browser chooses between the themes: it may change them while the page is open.
+"""
+
+
+def show_frame() -> None:
+    """Show the page that the address names, and what is around every page."""
+    st.set_page_config(page_title="dsgpt", page_icon=ICON, layout="wide", initial_sidebar_state=240)
+    st.html(STYLE)
+    page = st.navigation(pages(), expanded=True)
+    try:
+        folder = reading.current_folder()
+    except UserError as error:
+        st.error(ui.plain(str(error)))
+        return
+    with st.sidebar:
+        st.caption("Runs in")
+        st.text(printable(folder))
+    st.title(page.title)
+    for name in reading.contents(folder).unnamed:
+        st.warning(f"**{ui.plain(name)}** is not shown: its name is not UTF-8; rename it")
+    page.run()

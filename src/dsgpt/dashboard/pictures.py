@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from dsgpt.charts.options import Theme, contrast
-from dsgpt.dashboard.figures import memory
+from dsgpt.charts.themes import Theme, contrast
+from dsgpt.dashboard.ui import memory
 from dsgpt.planner.memory import Peak, peak_memory
 from dsgpt.planner.plan import held_in_words, place_of
 from dsgpt.planner.setup import FULL, Setup, model_parameters, total
@@ -90,12 +90,12 @@ def _blocks(setup: Setup, rank: int, peak: Peak) -> Iterator[Block]:
     swapped = {"parameters": recipe.offload_param, "optimizer": recipe.offload_optimizer}
     swapped["master"] = recipe.offload_optimizer
     for kind, (part, field) in _STATE.items():
-        held, away = getattr(state, field), state.off_device.get(field, 0)
-        here = parts.pop(part) if away < held else 0
+        state_bytes, away = getattr(state, field), state.off_device.get(field, 0)
+        here = parts.pop(part) if away < state_bytes else 0
         elsewhere = "files" if setup.run_type == "optimized" and swapped.get(field) == "nvme" else "host"
         for size, place in ((here, "device"), (away, elsewhere)):
             frame = size  # no shard if it is not the model state's
-            if size in {held - away, away}:
+            if size in {state_bytes - away, away}:
                 frame = max(size, widths[kind] * whole)
             if size:
                 start = min(_start(setup, rank, size, widths[kind]), 1 - size / frame)
@@ -113,7 +113,7 @@ def _start(setup: Setup, rank: int, size: int, width: int) -> float:
     before, stage = sum(stages[: place.stage]), stages[place.stage]
     share = stage / sum(stages) / sizes.tensor
     start = before / sum(stages) + place.tensor_rank * share
-    if size < _WHOLE * width * total(setup.held(rank)):
+    if size < _WHOLE * width * total(setup.parameters(rank)):
         start += rank // sizes.tensor % setup.zero_ranks * share / setup.zero_ranks
     return start
 
@@ -341,7 +341,7 @@ def step_lines(setup: Setup) -> list[Line]:
 def _pipelined(orders: Sequence[Sequence[Pass]], lengths: dict[str, float]) -> list[list[tuple[Pass, float, float]]]:
     """Start and end of every pass of every stage: after its stage's pass before it, and after its input has come."""
     ends = dict[tuple[str, int, int], float]()
-    found: list[list[tuple[Pass, float, float]]] = [[] for _ in orders]
+    placed: list[list[tuple[Pass, float, float]]] = [[] for _ in orders]
     waiting = [list(order) for order in orders]
     while any(waiting):
         for stage, order in enumerate(waiting):
@@ -355,12 +355,12 @@ def _pipelined(orders: Sequence[Sequence[Pass]], lengths: dict[str, float]) -> l
                     source = BACKWARD, stage + 1, each.micro_batch
                 if source is not None and source not in ends:
                     break
-                free = found[stage][-1][2] if found[stage] else 0.0
+                free = placed[stage][-1][2] if placed[stage] else 0.0
                 start = max(free, ends[source] if source else 0.0)
                 ends[each.kind, stage, each.micro_batch] = start + lengths[each.kind]
-                found[stage].append((each, start, start + lengths[each.kind]))
+                placed[stage].append((each, start, start + lengths[each.kind]))
                 order.pop(0)
-    return found
+    return placed
 
 
 def _bars(setup: Setup, rank: int, placed: Sequence[tuple[Pass, float, float]], time: float) -> Iterator[Bar]:

@@ -4,7 +4,7 @@ A plan is a command line of ``src/plan.py``, carried out here without writing an
 """
 
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,26 +15,15 @@ from dsgpt.common.errors import Problems, UserError
 from dsgpt.common.files import is_regular_file, is_utf8, link_between
 from dsgpt.common.text import REPOSITORY
 from dsgpt.config.options import PRECISIONS
-from dsgpt.dashboard.figures import Table, columns, download, figure, parts, plain, refusal, show_metrics, show_table
+from dsgpt.dashboard import reading, ui
 from dsgpt.dashboard.split import CHOICES
-from dsgpt.dashboard.summaries import current_folder
+from dsgpt.dashboard.ui import Table
 from dsgpt.model.config import PRESETS
+from dsgpt.planner import plan as planning
 from dsgpt.planner.hardware import PRICES as TABLE
-from dsgpt.planner.hardware import Cost, gpus, read_prices
+from dsgpt.planner.hardware import gpus, read_prices
 from dsgpt.planner.options import HEADROOM, PlanOptions, read_plan_options, words_of
-from dsgpt.planner.plan import (
-    Plan,
-    assumption_in_words,
-    between,
-    dollars,
-    duration,
-    needs_in_words,
-    plan_of,
-    size,
-    strategy_name,
-    usable_in_words,
-    what_would_fit,
-)
+from dsgpt.planner.plan import Plan
 from dsgpt.planner.rates import CALIBRATION, read_calibration
 from dsgpt.planner.request import PlanRequest, fixed_setup, read_request
 from dsgpt.planner.search import Judged, best_of, recommendation_files, search
@@ -53,16 +42,11 @@ class MachineChoice:
     name: str
     flags: dict[str, Any]
     """Fields of ``PlanOptions`` that name it."""
-    devices: int | None
+    devices: int | None = None
     """That were measured; None for a GPU of the table, of which there are as many as wanted."""
 
-    @property
-    def is_measured(self) -> bool:
-        """Whether its rates were measured."""
-        return self.devices is not None
-
     def __str__(self) -> str:
-        return f"{self.name}: measured" if self.is_measured else self.name
+        return self.name if self.devices is None else f"{self.name}: measured"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,10 +58,8 @@ class Planned:
     """Of the setup that was asked for, or of the recommended one."""
     advice: tuple[str, ...] = ()
     """What would fit, if the plan does not."""
-    best: Judged | None = None
-    """The recommended way; None if one setup was asked for."""
     searched: tuple[Judged, ...] = ()
-    """Every way that was searched."""
+    """Every way that was searched; empty if one setup was asked for."""
 
 
 def show() -> None:
@@ -87,26 +69,26 @@ def show() -> None:
         st.caption("The search plans every strategy, split and micro batch: a few seconds.")
     try:
         calibration = options.machine
-        written = calibration.stat().st_mtime_ns if calibration and calibration.exists() else 0
-        done = _planned(tuple(words_of(options)), written)
+        version = calibration.stat().st_mtime_ns if calibration and calibration.exists() else 0
+        done = planned(words_of(options), repository=REPOSITORY, version=version)
     except UserError as error:
-        st.error(refusal(error))
+        st.error(ui.refusal(error))
     else:
         if done.plan.fits:
             _show_plan(done)
         else:  # no time and no price: nobody can train so
-            st.caption(plain(usable_in_words(done.plan)))
+            st.caption(ui.plain(planning.usable_in_words(done.plan)))
             for line in done.advice:
-                st.warning(plain(line))
-            st.error(f"### DOES NOT FIT\n{plain(needs_in_words(done.plan))}")
+                st.warning(ui.plain(line))
+            st.error(f"### DOES NOT FIT\n{ui.plain(planning.needs_in_words(done.plan))}")
     st.header("The same on a command line")
     st.code(command_line(options), language=None, wrap_lines=True)
 
 
 def _show_plan(done: Planned) -> None:
     _show_answer(done.plan)
-    if done.best is not None:
-        _show_recommended(done, done.best)
+    if done.searched:
+        _show_recommended(done)
     _show_costs(done)
     st.header("What it is made of")
     plan = done.plan
@@ -118,20 +100,20 @@ def _show_plan(done: Planned) -> None:
     )
     for column, (name, title, unit, table) in zip(st.columns(3), pictures, strict=True):
         with column:
-            figure(
-                parts("part", unit, unit=unit, sort="-x", tickCount=4),
+            ui.figure(
+                ui.parts("part", unit, unit=unit, sort="-x", tickCount=4),
                 points={"part": table["part"], unit: table[unit]},
                 numbers=table,
                 title=title,
                 alternative=f"{title}: a bar for each part. The table has the figures.",
                 key=f"plan-parts-{name}",
             )
-    if done.best is None:
+    if not done.searched:
         with st.expander("The same setup on every GPU of the table"):
             st.caption("Times are likely ones at assumed rates; costs are those of the cheapest offer.")
             if st.toggle("Plan them all", key="plan-others"):
-                table = gpus_table(on_other_gpus(done, repository=REPOSITORY))
-                show_table(table, key="plan-gpus", name="The same setup on every GPU")
+                table = gpus_table(done, repository=REPOSITORY)
+                ui.show_table(table, key="plan-gpus", name="The same setup on every GPU")
 
 
 # What is asked for.
@@ -157,20 +139,20 @@ def machines(folder: Path) -> tuple[list[MachineChoice], list[str]]:
             fitted = {} if path.name == CALIBRATION.name else {"measured": (path,)}
             count = max(each.devices for each in calibration.ceilings)
             measured.append(MachineChoice(name=name, flags={"machine": path, **fitted}, devices=count))
-    table = [MachineChoice(name=key, flags={"gpu": key}, devices=None) for key in gpus()]
+    table = [MachineChoice(name=key, flags={"gpu": key}) for key in gpus()]
     return [*measured, *table], broken
 
 
 def _options() -> PlanOptions:
     """The flags that the widgets stand for."""
-    known, broken = machines(current_folder())
+    choices, broken = machines(reading.current_folder())
     for line in broken:
-        st.warning(plain(line))
+        st.warning(ui.plain(line))
     one, two, three = st.columns(3)
     sizes = list(PRESETS)
     model = one.selectbox("Model size", sizes, index=sizes.index("small"), key="plan-model")
-    default = next(place for place, each in enumerate(known) if each.name == "a100-80gb")
-    machine = two.selectbox("Machine", known, index=default, key="plan-machine")
+    default = next(place for place, each in enumerate(choices) if each.name == "a100-80gb")
+    machine = two.selectbox("Machine", choices, index=default, key="plan-machine")
     counts = [number for number in _COUNTS if machine.devices is None or number <= machine.devices]
     count = three.select_slider("Devices", counts, value=min(8, counts[-1]), key="plan-count") if counts[1:] else 1
     four, five, six = st.columns(3)
@@ -183,53 +165,41 @@ def _options() -> PlanOptions:
         format_func=lambda each: f"{each / 1e9:g} billion" if each >= 1e9 else f"{each / 1e6:g} million",
         key="plan-tokens",
     )
-    total = six.number_input("Sequences in a step", 1, 4096, None, key="plan-batch", placeholder="the recipe's")
+    total = ui.ask_number(six, "Sequences in a step", 1, 4096, key="plan-batch", empty="the recipe's")
     flags = machine.flags | {"model_size": model, "gpus": count, "tokens": tokens, "global_batch_size": total}
     one, two = st.columns(2)
     if strategy is None:
         flags["recommend"] = True
-        flags["budget"] = one.number_input(
-            "Budget, US dollars", 1.0, 1e9, None, key="plan-budget", placeholder="no limit"
-        )
-        hours = two.number_input("Deadline, hours", 0.1, 1e6, None, key="plan-deadline", placeholder="no limit")
+        flags["budget"] = ui.ask_number(one, "Budget, US dollars", 1.0, 1e9, key="plan-budget", empty="no limit")
+        hours = ui.ask_number(two, "Deadline, hours", 0.1, 1e6, key="plan-deadline", empty="no limit")
         flags["deadline"] = None if hours is None else hours * 3600
     else:
         recipe = Path(strategy.recipe).stem
         flags["strategy"] = recipe if strategy.run_type == "optimized" else strategy.run_type
-        flags["micro_batch_size_per_gpu"] = one.number_input(
-            "Micro batch, sequences", 1, 1024, None, key="plan-micro", placeholder="up to 8"
-        )
+        micro = ui.ask_number(one, "Micro batch, sequences", 1, 1024, key="plan-micro", empty="up to 8")
+        flags["micro_batch_size_per_gpu"] = micro
         two.caption("Recompute blocks in the backward pass")
         flags["activation_checkpointing"] = two.toggle("Activation checkpointing", key="plan-again")
-    return PlanOptions(**(flags | _details(machine)))
-
-
-def _details(machine: MachineChoice) -> dict[str, Any]:
     with st.expander("Precision, machines, prices, checkpoints"):
         one, two, three = st.columns(3)
-        found: dict[str, Any] = {"precision": one.selectbox("Precision", PRECISIONS, key="plan-precision")}
-        found["headroom"] = three.number_input(
-            "Headroom, percent of the memory", 0.0, 90.0, HEADROOM, key="plan-headroom"
-        )
-        found["seq_length"] = two.number_input(
-            "Sequence, tokens", 1, 1 << 20, None, key="plan-length", placeholder="the model's"
-        )
-        found["save_every"] = three.number_input("Steps between checkpoints", 0, 1 << 30, 500, key="plan-save")
-        price = one.number_input(
-            "Your price, US dollars per GPU and hour", 0.01, 1e4, None, key="plan-price", placeholder="list prices"
-        )
-        found["price_per_gpu_hour"] = price
+        flags["precision"] = one.selectbox("Precision", PRECISIONS, key="plan-precision")
+        share = "Headroom, percent of the memory"
+        flags["headroom"] = three.number_input(share, 0.0, 90.0, HEADROOM, key="plan-headroom")
+        length = ui.ask_number(two, "Sequence, tokens", 1, 1 << 20, key="plan-length", empty="the model's")
+        flags["seq_length"] = length
+        flags["save_every"] = three.number_input("Steps between checkpoints", 0, 1 << 30, 500, key="plan-save")
+        yours = "Your price, US dollars per GPU and hour"
+        price = ui.ask_number(one, yours, 0.01, 1e4, key="plan-price", empty="list prices")
+        flags["price_per_gpu_hour"] = price
         if price is None:
-            found["spot"] = two.toggle("Judge by spot prices", key="plan-spot")
-        if not machine.is_measured:
-            found["gpus_per_machine"] = two.number_input("GPUs of a machine", 1, 64, None, key="plan-together")
-            found["network_gbps"] = three.number_input(
-                "Network between machines, Gbit/s", 1.0, 1e5, None, key="plan-network", placeholder="100"
-            )
-            found["host_memory_gb"] = one.number_input(
-                "Host memory of a machine, GB", 1.0, 1e6, None, key="plan-host", placeholder="twice the GPUs'"
-            )
-    return found
+            flags["spot"] = two.toggle("Judge by spot prices", key="plan-spot")
+        if machine.devices is None:
+            together, network = "GPUs of a machine", "Network between machines, Gbit/s"
+            flags["gpus_per_machine"] = ui.ask_number(two, together, 1, 64, key="plan-together", empty="")
+            flags["network_gbps"] = ui.ask_number(three, network, 1.0, 1e5, key="plan-network", empty="100")
+            host = "Host memory of a machine, GB"
+            flags["host_memory_gb"] = ui.ask_number(one, host, 1.0, 1e6, key="plan-host", empty="twice the GPUs'")
+    return PlanOptions(**flags)
 
 
 def command_line(options: PlanOptions) -> str:
@@ -241,16 +211,13 @@ def command_line(options: PlanOptions) -> str:
 
 
 @st.cache_resource(max_entries=_SEARCHES, show_spinner="Planning")
-def _planned(words: tuple[str, ...], written: int) -> Planned:  # noqa: ARG001 - another calibration, another plan
-    return planned(words, repository=REPOSITORY)
-
-
-def planned(words: Sequence[str], *, repository: Path) -> Planned:
+def planned(words: Sequence[str], *, repository: Path, version: int = 0) -> Planned:  # noqa: ARG001 - part of the key
     """What ``src/plan.py`` does with these words, without writing anything.
 
     Args:
         words: as on a command line. The path of a recipe begins at ``repository``.
         repository: has the shipped recipes.
+        version: of the calibration: another one gives another plan.
 
     Raises:
         UserError: it would refuse them, or nothing fits; every mistake, a line each.
@@ -262,58 +229,58 @@ def planned(words: Sequence[str], *, repository: Path) -> Planned:
     prices = read_prices(options.prices or TABLE)
     if options.recommend:
         searched = search(request, prices, repository=repository)
-        best = best_of(searched, request)
-        assert best.plan is not None
-        return Planned(request=request, plan=best.plan, best=best, searched=tuple(searched))
-    plan = plan_of(fixed_setup(request, problems), request, prices)
-    return Planned(request=request, plan=plan, advice=tuple(what_would_fit(plan)))
+        return Planned(request=request, plan=best_of(searched, request), searched=tuple(searched))
+    plan = planning.plan_of(fixed_setup(request, problems), request, prices)
+    return Planned(request=request, plan=plan, advice=tuple(planning.what_would_fit(plan)))
 
 
 def _show_answer(plan: Plan) -> None:
     """The first screen: does it fit, how fast, how long, how much."""
     used, cost = plan.peak.total / plan.usable_bytes, plan.costs[0] if plan.costs else None
-    fits = f"fits: {used:.0%}, rank {plan.rank}. {usable_in_words(plan)}"
+    fits = f"fits: {used:.0%}, rank {plan.rank}. {planning.usable_in_words(plan)}"
     rate, slow, fast = map(plan.tokens_per_sec, (plan.step.seconds, plan.step.most, plan.step.least))
     price, offer = "unknown", "no list price: give yours"
     if cost:
-        price = dollars(cost.usd)
-        offer = f"{between(cost.least, cost.most, dollars)} on {cost.offer}, price of {cost.known_on or 'yours'}"
-    show_metrics(
+        price = planning.dollars(cost.usd)
+        least_to_most = planning.between(cost.least, cost.most, planning.dollars)
+        offer = f"{least_to_most} on {cost.offer}, price of {cost.known_on or 'yours'}"
+    span = planning.between(plan.run.least, plan.run.most, planning.duration)
+    ui.show_metrics(
         [
-            ("Memory of a device", size(plan.peak.total), plain(fits)),
-            ("Tokens/s", f"{rate:,.0f}", plain(between(slow, fast, "{:,.0f}".format))),
-            ("Training", duration(plan.run.seconds), plain(between(plan.run.least, plan.run.most, duration))),
-            ("Cost", price, plain(offer)),
+            ("Memory of a device", planning.size(plan.peak.total), fits),
+            ("Tokens/s", f"{rate:,.0f}", planning.between(slow, fast, "{:,.0f}".format)),
+            ("Training", planning.duration(plan.run.seconds), span),
+            ("Cost", price, offer),
         ]
     )
     for line in plan.notes:
-        st.warning(plain(line))
+        st.warning(ui.plain(line))
     mfu = "" if plan.mfu is None else f" Model FLOPs utilisation: {plan.mfu:.0%}."
-    rates = f"Rates: {plain(plan.machine.basis)}.{mfu}"
+    rates = f"Rates: {ui.plain(plan.machine.basis)}.{mfu}"
     if plan.machine.assumed:
         st.info(f"**Not measured.** {rates}", icon=":material/straighten:")
     else:
         st.success(f"**Measured.** {rates}", icon=":material/speed:")
-    for line in map(assumption_in_words, plan.assumptions):
-        st.caption(plain(f"Assumed: {line}."))
+    for line in map(planning.assumption_in_words, plan.assumptions):
+        st.caption(ui.plain(f"Assumed: {line}."))
     setup = plan.setup
     st.caption(
-        f"{plain(strategy_name(setup))}, {setup.precision}, micro batch {setup.micro_batch_size}, "
+        f"{ui.plain(planning.strategy_name(setup))}, {setup.precision}, micro batch {setup.micro_batch_size}, "
         f"{setup.gradient_accumulation_steps} accumulated, {setup.data_parallel_size} data ranks, "
-        f"{plan.run.steps:,} steps of {plan.tokens_per_step:,} tokens. Overlap: {plain(plan.step.overlap)}."
+        f"{plan.run.steps:,} steps of {plan.tokens_per_step:,} tokens. Overlap: {ui.plain(plan.step.overlap)}."
     )
 
 
-def _show_recommended(done: Planned, best: Judged) -> None:
-    st.header(f"Recommended: {plain(best.name)}")
-    files, folder = recommendation_files(best, done.request), done.request.options.into
+def _show_recommended(done: Planned) -> None:
+    st.header(f"Recommended: {ui.plain(done.plan.name)}")
+    files, folder = recommendation_files(done.plan), done.request.options.into
     st.write(
         f"Save the files in the folder `{folder}` of the repository. Then `sh {folder}/train.sh` starts the training."
     )
     for column, (path, content) in zip(st.columns(len(files)), files.items(), strict=True):
         with column:
             label, key = f"Download {path.name}", f"plan-file-{path.name}"
-            download(label, content, file=path.name, key=key, width="stretch")
+            ui.download(label, content, file=path.name, key=key, width="stretch")
     recipe, command, _ = files.values()
     with st.expander("The command"):
         st.code(command.decode(), language=None, wrap_lines=True)
@@ -321,14 +288,14 @@ def _show_recommended(done: Planned, best: Judged) -> None:
         st.code(recipe.decode(), language="json")
     ranked = sum(each.fits for each in done.searched)
     with st.expander(f"All {len(done.searched)} ways that were planned; {ranked} are within the limits"):
-        show_table(ways_table(done.searched), key="plan-ways", name="Ways to train")
+        ui.show_table(ways_table(done.searched), key="plan-ways", name="Ways to train")
 
 
 def _show_costs(done: Planned) -> None:
     st.header("Clouds side by side")
-    table = offers_table(offers(done))
+    table = offers_table(done)
     if not table:
-        name = plain(done.plan.machine.name)
+        name = ui.plain(done.plan.machine.name)
         st.write(f"No list price of {name} is known. Give your price above.")
         return
     points = {
@@ -338,7 +305,7 @@ def _show_costs(done: Planned) -> None:
         "most": table["at most"],
         "price": table["price"],
     }
-    figure(
+    ui.figure(
         RANGES,
         points=points,
         numbers=table,
@@ -348,7 +315,7 @@ def _show_costs(done: Planned) -> None:
     )
     dates = sorted(set(table["list price of"]))
     notice = read_prices(done.request.options.prices or TABLE).notice
-    st.caption(plain(f"List prices of {' to '.join(dict.fromkeys((dates[0], dates[-1])))}. {notice}"))
+    st.caption(ui.plain(f"List prices of {' to '.join(dict.fromkeys((dates[0], dates[-1])))}. {notice}"))
 
 
 _COST = {"field": "usd", "type": "quantitative", "title": "US dollars", "scale": {"zero": True}}
@@ -367,20 +334,20 @@ RANGES: dict[str, Any] = {
 """A line from the least to the most of each offer, and a point at the likely cost, in Vega-Lite."""
 
 
-def offers(done: Planned) -> Iterator[tuple[str, Cost]]:
-    """What the training costs on each offer, on demand and spot; a price of the user's own is the only one."""
+def offers_table(done: Planned) -> Table:
+    """What the training costs on each offer, with the date and the source of its price; the cheapest first.
+
+    List prices are those on demand and spot; a price of the user's own is the only one.
+    """
     plan, options = done.plan, done.request.options
     if options.price_per_gpu_hour is not None:
-        yield from (("yours", cost) for cost in plan.costs)
-        return
-    for kind, spot in (("on demand", False), ("spot", True)):
-        again = replace(plan, request=replace(done.request, options=replace(options, spot=spot)))
-        yield from ((kind, cost) for cost in again.costs)
-
-
-def offers_table(costs: Iterable[tuple[str, Cost]]) -> Table:
-    """Every offer, with the date and the source of its list price; the cheapest first."""
-    return columns(
+        costs = [("yours", cost) for cost in plan.costs]
+    else:
+        costs = []
+        for kind, spot in (("on demand", False), ("spot", True)):
+            again = replace(plan, request=replace(done.request, options=replace(options, spot=spot)))
+            costs += [(kind, cost) for cost in again.costs]
+    return ui.columns(
         {
             "offer": cost.offer,
             "price": kind,
@@ -409,35 +376,31 @@ def ways_table(searched: Iterable[Judged]) -> Table:
     for judged in searched:
         plan = judged.plan if judged.fits else None
         batch, peak = (plan.setup.micro_batch_size, plan.peak.total) if plan else (None, None)
-        row = {"way": judged.name, "micro batch": batch, "peak, bytes": peak} | _time(plan) | _price(plan)
-        rows.append(row | {"why not": judged.reason})
-    return columns(rows)
+        row = {"way": judged.name, "micro batch": batch, "peak, bytes": peak}
+        rows.append(row | _time(plan) | _price(plan) | {"why not": judged.reason})
+    return ui.columns(rows)
 
 
-def on_other_gpus(done: Planned, *, repository: Path) -> Iterator[tuple[str, Plan | str]]:
+def gpus_table(done: Planned, *, repository: Path) -> Table:
     """The setup that was asked for on each GPU of the table: its plan, or why it is refused."""
-    options = done.request.options
+    options, rows = done.request.options, []
     prices = read_prices(options.prices or TABLE)
     for gpu in gpus():
         problems, other = Problems(), replace(options, gpu=gpu, instance=None, machine=None, measured=())
+        plan: Plan | None = None
         try:
             request = read_request(other, problems, repository=repository)
-            yield gpu, plan_of(fixed_setup(request, problems), request, prices)
+            plan = planning.plan_of(fixed_setup(request, problems), request, prices)
+            fits = "yes" if plan.fits else "no"
         except UserError as error:
-            yield gpu, error.problems[0]
-
-
-def gpus_table(plans: Iterable[tuple[str, Plan | str]]) -> Table:
-    """The same setup on other GPUs."""
-    rows = []
-    for gpu, planned in plans:
-        plan = planned if isinstance(planned, Plan) and planned.fits else None
-        fits = planned if isinstance(planned, str) else "yes" if plan else "no"
+            fits = error.problems[0]
+        if fits != "yes":
+            plan = None
         least, most = (_hours(plan.run.least), _hours(plan.run.most)) if plan else (None, None)
         row = {"GPU": gpu, "precision": plan.setup.precision if plan else None, "fits": fits, **_time(plan)}
         row |= {"at least, hours": least, "at most, hours": most, **_price(plan)}
         rows.append(row | {"offer": plan.costs[0].offer if plan and plan.costs else ""})
-    return columns(rows)
+    return ui.columns(rows)
 
 
 def _time(plan: Plan | None) -> dict[str, Any]:

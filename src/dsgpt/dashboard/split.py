@@ -10,7 +10,7 @@ import streamlit as st
 from dsgpt.common.errors import Problems, UserError
 from dsgpt.common.text import REPOSITORY
 from dsgpt.config.options import PRECISIONS
-from dsgpt.dashboard.figures import columns, drawing, memory, page_theme, plain, refusal, show_metrics, show_table
+from dsgpt.dashboard import ui
 from dsgpt.dashboard.pictures import LINKS, Holding, holding_svg, holdings, operation_name, step_lines, step_svg, waits
 from dsgpt.model.config import PRESETS
 from dsgpt.planner.hardware import gpus
@@ -67,11 +67,6 @@ class Split:
     usable_bytes: int
     """Of a device, for tensors."""
 
-    @property
-    def fits(self) -> bool:
-        """Whether its peak does."""
-        return self.peak.total <= self.usable_bytes
-
 
 def split_of(choice: Choice, *, repository: Path, **flags: Any) -> Split:
     """The strategy, resolved.
@@ -100,7 +95,7 @@ def show() -> None:
     try:
         split = split_of(choice, repository=REPOSITORY, **flags)
     except UserError as error:
-        st.error(f"This combination is refused.\n\n{refusal(error)}")
+        st.error(f"This combination is refused.\n\n{ui.refusal(error)}")
         _recipe(choice)
         return
     _summary(split)
@@ -120,11 +115,9 @@ def _asked() -> tuple[Choice, dict[str, Any]]:
     gpu = four.selectbox("GPU", list(gpus()), index=list(gpus()).index("a100-80gb"), key="split-gpu")
     with st.expander("Batch, length and precision"):
         five, six, seven, eight = st.columns(4)
-        total = five.number_input(
-            "Global batch, sequences", 1, 4096, None, key="split-global", placeholder="the recipe's"
-        )
-        micro = six.number_input("Micro batch, sequences", 1, 1024, None, key="split-micro", placeholder="up to 8")
-        length = seven.number_input("Sequence, tokens", 1, 1 << 20, None, key="split-length", placeholder="the model's")
+        total = ui.ask_number(five, "Global batch, sequences", 1, 4096, key="split-global", empty="the recipe's")
+        micro = ui.ask_number(six, "Micro batch, sequences", 1, 1024, key="split-micro", empty="up to 8")
+        length = ui.ask_number(seven, "Sequence, tokens", 1, 1 << 20, key="split-length", empty="the model's")
         precision = eight.selectbox("Precision", PRECISIONS, key="split-precision")
         again = st.checkbox("Activation checkpointing: recompute each block in the backward pass", key="split-again")
     return choice, {
@@ -143,15 +136,15 @@ def _summary(split: Split) -> None:
     setup, used = split.setup, split.peak.total / split.usable_bytes
     micro, batches, ranks = setup.micro_batch_size, setup.gradient_accumulation_steps, setup.data_parallel_size
     most = max(sent_bytes(setup, rank=rank) for rank in setup.first_ranks)
-    fits = f"{used:.0%} of what fits" if split.fits else f"does not fit: {used:.0%} of the room"
+    fits = f"{used:.0%} of what fits" if used <= 1 else f"does not fit: {used:.0%} of the room"
     work = f"micro batch {micro} x {batches} accumulated x {ranks} data ranks"
-    name = plain(strategy_name(setup))
+    name = ui.plain(strategy_name(setup))
     st.markdown(f"**{name}** in {setup.precision}, {setup.seq_length:,} tokens a sequence")
-    show_metrics(
+    ui.show_metrics(
         [
             ("Sequences in a step", f"{micro * batches * ranks:,}", work),
-            (f"Peak memory of rank {split.rank}", memory(split.peak.total), fits),
-            ("Sent by a rank in a step", memory(most), "if collectives are rings"),
+            (f"Peak memory of rank {split.rank}", ui.memory(split.peak.total), fits),
+            ("Sent by a rank in a step", ui.memory(most), "if collectives are rings"),
         ]
     )
 
@@ -165,16 +158,16 @@ def _held(split: Split) -> None:
         "and gathered weights are temporary."
     )
     setup = split.setup
-    svg = holding_svg(holdings(setup, ranks=_MOST_DRAWN), ranks=setup.world_size, theme=page_theme())
-    drawing(svg, key="split-held-picture", name=f"who-holds-what-{strategy_name(setup)}")
+    svg = holding_svg(holdings(setup, ranks=_MOST_DRAWN), ranks=setup.world_size, theme=ui.page_theme())
+    ui.drawing(svg, key="split-held-picture", name=f"who-holds-what-{strategy_name(setup)}")
     with st.expander("Numbers: what each rank holds"):
         rows = held_rows(holdings(setup, ranks=setup.world_size))
-        show_table(columns(rows), key="split-held", name="What each rank holds")
+        ui.show_table(ui.columns(rows), key="split-held", name="What each rank holds")
     with st.expander(f"Numbers: the peak of rank {split.rank}"):
         st.caption(f"The moment with the most memory is: {split.peak.moment}. `src/plan.py` prints the same.")
         parts = {name.replace("_", " "): count for name, count in split.peak.parts.items() if count}
         table: dict[str, list[Any]] = {"part": [*parts, "all"], "bytes": [*parts.values(), split.peak.total]}
-        show_table(table, key="split-peak", name="Peak memory")
+        ui.show_table(table, key="split-peak", name="Peak memory")
 
 
 def _sent(split: Split) -> None:
@@ -185,14 +178,14 @@ def _sent(split: Split) -> None:
         "lies below a pass is sent during it, layer by layer. Point at a box for its sentence."
     )
     try:
-        svg = step_svg(step_lines(setup), page_theme())
+        svg = step_svg(step_lines(setup), ui.page_theme())
     except ValueError as error:
-        st.info(plain(str(error)))
+        st.info(ui.plain(str(error)))
     else:
-        drawing(svg, key="split-step-picture", name=f"step-{strategy_name(setup)}")
+        ui.drawing(svg, key="split-step-picture", name=f"step-{strategy_name(setup)}")
     if copies := copied_rows(setup):
         with st.expander("Numbers: what offload copies"):
-            show_table(columns(copies), key="split-copied", name="What offload copies in a step")
+            ui.show_table(ui.columns(copies), key="split-copied", name="What offload copies in a step")
     rows = sent_rows(setup)
     if not rows:
         st.write("A single rank sends nothing.")
@@ -202,7 +195,7 @@ def _sent(split: Split) -> None:
             "The payload is the whole buffer of an operation. What a rank sends for it follows from the ring "
             "algorithm. Losses, norms and counters, a few bytes each, are left out."
         )
-        show_table(columns(rows), key="split-sent", name="What is sent in a step")
+        ui.show_table(ui.columns(rows), key="split-sent", name="What is sent in a step")
 
 
 def _recipe(choice: Choice) -> None:

@@ -18,8 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dsgpt.checkpoints.selection import is_hugging_face
-from dsgpt.checkpoints.store import VALIDATED_ON
+from dsgpt.checkpoints.store import VALIDATED_ON, is_hugging_face
 from dsgpt.common.errors import Problems, UserError
 from dsgpt.common.files import sha256_of, write_json_atomic
 from dsgpt.data.loader import IGNORED_TARGET

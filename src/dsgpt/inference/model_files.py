@@ -21,14 +21,8 @@ from torch import Tensor
 
 from dsgpt.checkpoints import store
 from dsgpt.checkpoints.manifest import MANIFEST, Manifest, parse_manifest, read_manifest
-from dsgpt.checkpoints.selection import (
-    find_checkpoint,
-    is_hugging_face,
-    is_model_file,
-    open_model_files,
-    open_weights,
-)
-from dsgpt.checkpoints.training_state import COUNTERS, MOMENTS, StateReader, save_pickled
+from dsgpt.checkpoints.store import find_checkpoint, is_hugging_face, is_model_file, open_model_files
+from dsgpt.checkpoints.training_state import COUNTERS, MOMENTS, StateReader, open_weights, save_pickled
 from dsgpt.common.errors import Problems, UserError
 from dsgpt.common.files import sha256_of, sync_directory, write_json_atomic
 from dsgpt.common.text import next_line, script_words
@@ -52,9 +46,8 @@ from dsgpt.formats.tokenizer_files import (
 )
 from dsgpt.machine.console import Console
 from dsgpt.machine.device import cuda_devices, slow_precision
-from dsgpt.model.config import GPT2Config
+from dsgpt.model.config import GPT2Config, decays
 from dsgpt.model.gpt2 import GPT2
-from dsgpt.model.names import decays
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -234,10 +227,7 @@ def export(source: Path, out: Path, *, form: str, dtype: str, which: str, consol
     problems = Problems()
     if form == "deepspeed" and dtype != "fp32":
         problems.add(f"--dtype {dtype}: DeepSpeed keeps its master weights in fp32: leave --dtype out")
-    try:
-        _check_out(out)
-    except UserError as error:
-        problems.add(*error.problems)
+    _check_out(out, problems)
     try:
         model = open_model(source, which=which, flag="--from", console=console)
     except UserError as error:
@@ -305,22 +295,18 @@ def _in_dtype(name: str, stored: StoredTensor, dtype: str) -> StoredTensor:
 # A folder that appears under its name only when it is complete.
 
 
-def _check_out(out: Path) -> None:
-    """Check that a new folder can be made at ``out``.
-
-    Raises:
-        UserError: something is there already, or its parent cannot be written.
-    """
-    if out.is_dir() and not out.is_symlink():
-        if any(out.iterdir()):
-            raise UserError(f"{out}: is not empty: name a folder that does not exist yet")
-    elif os.path.lexists(out):
-        raise UserError(f"{out}: exists and is not a folder: name one that does not exist yet")
+def _check_out(out: Path, problems: Problems) -> None:
+    """Note if no new folder can be made at ``out``: something is there already, or its parent cannot be written."""
     place = _nearest(out.absolute().parent)
-    if not place.is_dir():
-        raise UserError(f"{out}: {place} is a file, not a folder: name another folder")
-    if not os.access(place, os.W_OK | os.X_OK):
-        raise UserError(f"{out}: no permission to write in {place}: name another folder")
+    is_folder = out.is_dir() and not out.is_symlink()
+    if is_folder and any(out.iterdir()):
+        problems.add(f"{out}: is not empty: name a folder that does not exist yet")
+    elif os.path.lexists(out) and not is_folder:
+        problems.add(f"{out}: exists and is not a folder: name one that does not exist yet")
+    elif not place.is_dir():
+        problems.add(f"{out}: {place} is a file, not a folder: name another folder")
+    elif not os.access(place, os.W_OK | os.X_OK):
+        problems.add(f"{out}: no permission to write in {place}: name another folder")
 
 
 def _nearest(path: Path) -> Path:

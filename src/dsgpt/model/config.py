@@ -1,4 +1,7 @@
-"""The shape of a GPT-2, its published sizes, and its parameter count. Imports no torch, so planning starts fast."""
+"""The shape of a GPT-2, its published sizes, its parameter count, and what the names of parameters decide.
+
+Imports no torch, so planning starts fast.
+"""
 
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -26,21 +29,21 @@ LARGEST = {"n_layer": 1_000, "n_head": 65_536, "n_embd": 1 << 31, "block_size": 
 
 def shape_problems(shape: dict[str, Any]) -> list[str]:
     """A line for each mistake in ``shape``, the fields of a ``GPT2Config``; it names the flag."""
-    found = [
+    problems = [
         f"{flag} must be at least 1, not {shape[field]}" for field, flag in SHAPE_FLAGS.items() if shape[field] < 1
     ]
-    found += [
+    problems += [
         f"{flag} must be at most {LARGEST[field]:,}, not {shape[field]:,}"
         for field, flag in SHAPE_FLAGS.items()
         if shape[field] > LARGEST[field]
     ]
     width, heads = shape["n_embd"], shape["n_head"]
-    if not found and width % heads:
+    if not problems and width % heads:
         nearest = divisors_around(width, heads)
-        found.append(f"--num_heads {heads} does not divide --embedding_size {width}: take {nearest} heads")
+        problems.append(f"--num_heads {heads} does not divide --embedding_size {width}: take {nearest} heads")
     if not 0 <= shape["dropout"] < 1:
-        found.append(f"--dropout must be at least 0 and below 1, not {shape['dropout']}")
-    return found
+        problems.append(f"--dropout must be at least 0 and below 1, not {shape['dropout']}")
+    return problems
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,3 +121,14 @@ PRESETS = {
 }
 """``small`` to ``xl`` are the four sizes of the GPT-2 paper (table 2); ``tiny`` and ``demo`` are our own, for small
 machines."""
+
+STATE_NAMES = ("exp_avg", "exp_avg_sq", "momentum_buffer")
+"""The state of a parameter, as torch and DeepSpeed both name it: Adam's two moments, SGD's momentum."""
+
+
+def decays(name: str) -> bool:
+    """Whether weight decay applies to the parameter: to matrices and embeddings, not to biases and LayerNorms.
+
+    The name decides, not the dimensions: a ZeRO-3 or FSDP shard of a matrix is flat.
+    """
+    return name.endswith(".weight") and ".ln_" not in f".{name}"

@@ -55,14 +55,18 @@ class _ChunkedLoss(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, mean: bool, differentiate: bool
     ) -> Tensor:
         """The loss of all chunks, 0-dim; if asked, ``ctx`` keeps the gradients of ``x`` and ``weight``."""
+        exact = torch.promote_types(x.dtype, torch.float32)  # the precision of softmax and sums
         counts = targets != _IGNORED
-        share = counts.to(_exact(x.dtype))  # of each target in the loss
+        share = counts.to(exact)  # of each target in the loss
         if mean:
             share = share / share.sum()
         ids = torch.where(counts, targets, 0)
         head, loss = weight[:vocab_size], torch.zeros((), dtype=share.dtype, device=x.device)
         rows = max(1, CHUNKS[x.device.type] // vocab_size)
-        of_x, of_weight = _empty_gradients(x, weight, vocab_size, several=rows < len(x)) if differentiate else (x, x)
+        of_x = of_weight = x
+        if differentiate:
+            of_x, of_weight = torch.empty_like(x), torch.empty_like(weight, dtype=exact if rows < len(x) else x.dtype)
+            of_weight[vocab_size:] = 0
         for first in range(0, len(x), rows):
             part = slice(first, first + rows)
             logits = F.linear(x[part], head)  # (n, V)
@@ -83,27 +87,19 @@ class _ChunkedLoss(torch.autograd.Function):
             raise RuntimeError("the gradients of the loss were used by an earlier backward pass")
         of_x, of_weight = ctx.gradients
         ctx.gradients = None  # frees each of them as soon as autograd has used it
-        if not _is_one(factor):
+        # On a GPU nobody asks whether the factor is 1: the answer would be waited for.
+        known = factor.device.type == "cpu" and not torch.compiler.is_compiling()
+        if not (known and factor.item() == 1):
             of_x, of_weight = of_x.mul_(factor), of_weight.mul_(factor)
         return of_x, of_weight.to(of_x.dtype), None, None, None, None
-
-
-def _exact(dtype: torch.dtype) -> torch.dtype:
-    """The precision of softmax and sums: at least fp32."""
-    return torch.promote_types(dtype, torch.float32)
-
-
-def _empty_gradients(x: Tensor, weight: Tensor, vocab_size: int, *, several: bool) -> tuple[Tensor, Tensor]:
-    """Memory for the gradients of ``x`` and ``weight``; the latter in fp32 if ``several`` chunks are added up."""
-    of_weight = torch.empty_like(weight, dtype=_exact(weight.dtype) if several else weight.dtype)
-    of_weight[vocab_size:] = 0
-    return torch.empty_like(x), of_weight
 
 
 def _softmax_loss(logits: Tensor, ids: Tensor, share: Tensor, *, differentiate: bool) -> Tensor:
     """The loss of a chunk; if asked, replaces its ``logits``, (n, V), by their gradients."""
     loss = torch.zeros((), dtype=share.dtype, device=logits.device)
-    rows = len(logits) if _in_one_step(logits) else max(1, CACHED // logits.shape[1])
+    # A GPU takes the whole chunk in one step, and so does a compiler, which arranges the steps itself.
+    whole = logits.device.type != "cpu" or torch.compiler.is_compiling()
+    rows = len(logits) if whole else max(1, CACHED // logits.shape[1])
     for first in range(0, len(logits), rows):
         part = slice(first, first + rows)
         values = F.log_softmax(logits[part], dim=-1, dtype=share.dtype)  # (k, V)
@@ -115,11 +111,6 @@ def _softmax_loss(logits: Tensor, ids: Tensor, share: Tensor, *, differentiate: 
     return loss
 
 
-def _in_one_step(logits: Tensor) -> bool:
-    """Whether the softmax is taken over a whole chunk: by a GPU, or by a compiler, which arranges the steps itself."""
-    return logits.device.type != "cpu" or torch.compiler.is_compiling()
-
-
 def _add_product(total: Tensor, left: Tensor, right: Tensor, *, first: bool) -> None:
     """Set ``total`` to ``left @ right`` the first time, and add it later."""
     if total.dtype == left.dtype:
@@ -128,8 +119,3 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor, *, first: bool) -> 
         total.copy_(left @ right)
     else:
         total += left @ right
-
-
-def _is_one(factor: Tensor) -> bool:
-    """Whether the factor is known to be 1; a GPU would have to be waited for."""
-    return factor.device.type == "cpu" and not torch.compiler.is_compiling() and factor.item() == 1

@@ -1,10 +1,10 @@
 """Measures this machine and writes ``calibration.json``."""
 
+import itertools
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NoReturn
@@ -12,6 +12,8 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+import torch.nn.functional as F
+from torch import Tensor
 from torch.multiprocessing.spawn import start_processes
 from tqdm import tqdm
 
@@ -20,10 +22,206 @@ from dsgpt.common.text import counted
 from dsgpt.machine.device import bring_up, cuda_devices, default_precision, describe_hardware, software_versions
 from dsgpt.machine.launcher import exit_rank
 from dsgpt.machine.process_group import gather_objects, joined
-from dsgpt.machine.topology import Topology, free_port
-from dsgpt.planner import operations
-from dsgpt.planner.operations import HEAD_SIZES, LENGTHS, ROWS, WIDTHS, Clock
+from dsgpt.machine.topology import Topology, free_port, ring_factor
+from dsgpt.model.linear_cross_entropy import CACHED
 from dsgpt.planner.rates import SCHEMA_VERSION
+
+# The operations that are timed, each at shapes like those of a training step.
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+WIDTHS = {"cpu": (128, 256, 768), "cuda": (768, 1600)}
+"""Widths of the linear layers."""
+TOKENS = {"cpu": 1024, "cuda": 16384}
+"""Of a micro batch."""
+ROWS = {"cpu": (128, 256, 1024), "cuda": (1024, 4096, 16384)}
+"""Tokens of micro batches for which matrix products are timed."""
+WEIGHT_BYTES = {"cpu": 32 << 20, "cuda": 256 << 20}
+"""Of the weights that matrix products take turns with: as in a model, a core's own caches do not hold them."""
+ELEMENTS = {"cpu": 16 << 20, "cuda": 128 << 20}
+"""Of an array that fits into no cache."""
+SENT_BYTES = {"cpu": 16 << 20, "cuda": 256 << 20}
+VOCABULARY = 50_257
+HEAD_SIZES, LENGTHS = {"cpu": (32, 64), "cuda": (64,)}, {"cpu": (128, 256, 512), "cuda": (1024,)}
+_SMALL = 50
+_PIECES = 8
+"""Of the calls of a collective operation: each is timed for itself."""
+
+
+class Clock:
+    """Times operations on one device.
+
+    Args:
+        device: of this process.
+        seconds: to spend on each operation.
+    """
+
+    def __init__(self, device: torch.device, *, seconds: float) -> None:
+        self.device = device
+        self._seconds = seconds
+
+    def seconds(self, call: Callable[[], object]) -> float:
+        """The lower quartile of a call's times, after one for warm-up: other programs may disturb the rest."""
+        call()
+        self._wait()
+        times: list[float] = []
+        started = time.perf_counter()
+        while not times or time.perf_counter() - started < self._seconds:
+            begun = time.perf_counter()
+            call()
+            self._wait()
+            times.append(time.perf_counter() - begun)
+        return sorted(times)[len(times) // 4]
+
+    def seconds_together(self, call: Callable[[], object]) -> float:
+        """As ``seconds`` for a collective operation, in pieces: every rank calls it equally often."""
+        call()
+        self._wait()
+        begun = time.perf_counter()
+        call()
+        self._wait()
+        count = torch.tensor(max(1, int(self._seconds / max(time.perf_counter() - begun, 1e-6))), device=self.device)
+        dist.all_reduce(count, op=dist.ReduceOp.MIN)
+        calls = min(int(count), 10_000)
+        times = [self._mean(call, max(1, calls // _PIECES)) for _ in range(_PIECES)]
+        return sorted(times)[len(times) // 4]
+
+    def _mean(self, call: Callable[[], object], calls: int) -> float:
+        begun = time.perf_counter()
+        for _ in range(calls):
+            call()
+        self._wait()
+        return (time.perf_counter() - begun) / calls
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def matrix_flops_per_sec(clock: Clock, precision: str, width: int, rows: int) -> float:
+    """A linear layer from ``width`` to four times as many outputs: its product and the two of its backward pass."""
+    outputs = 4 * width
+    x, y = _random(clock, precision, rows, width), _random(clock, precision, rows, outputs)
+    layers = -(-WEIGHT_BYTES[clock.device.type] // (x.element_size() * outputs * width))
+    weights = itertools.cycle(_random(clock, precision, outputs, width).repeat(layers, 1, 1))
+
+    def products() -> None:
+        w = next(weights)
+        x @ w.T
+        y @ w
+        y.T @ x
+
+    return 3 * 2.0 * rows * width * outputs / clock.seconds(products)
+
+
+def attention_flops_per_sec(clock: Clock, precision: str, head_size: int, length: int) -> float:
+    """Causal attention, forward and backward pass: 2MTC and 5MTC FLOPs."""
+    sequences, heads = max(1, TOKENS[clock.device.type] // length), 8
+    shape = (sequences, heads, length, head_size)
+    q, k, v = (_random(clock, precision, *shape).requires_grad_() for _ in range(3))
+    gradient = _random(clock, precision, *shape)
+
+    def attend() -> None:
+        F.scaled_dot_product_attention(q, k, v, is_causal=True).backward(gradient)  # type: ignore[no-untyped-call]  # torch's has no types
+        q.grad = k.grad = v.grad = None
+
+    return 7.0 * sequences * length * length * heads * head_size / clock.seconds(attend)
+
+
+def elementwise_bytes_per_sec(clock: Clock, precision: str) -> float:
+    """LayerNorm, GELU and a residual sum, forward and backward pass, counted as ``dsgpt.planner.step_time`` does."""
+    rows, width = TOKENS[clock.device.type], WIDTHS[clock.device.type][-1]
+    x = _random(clock, precision, rows, width).requires_grad_()
+    inner = _random(clock, precision, rows, 4 * width).requires_grad_()
+    weight, bias = (_random(clock, precision, width).requires_grad_() for _ in range(2))
+    of_x, of_inner = torch.ones_like(x), torch.ones_like(inner)
+
+    def block() -> None:
+        (x + F.layer_norm(x, (width,), weight, bias)).backward(of_x)  # type: ignore[no-untyped-call]
+        F.gelu(inner, approximate="tanh").backward(of_inner)  # type: ignore[no-untyped-call]
+        for each in (x, inner, weight, bias):
+            each.grad = None
+
+    stream = x.element_size() * rows * width
+    return (2 + 3 + 8 + 5 + 3 + 12) * stream / clock.seconds(block)
+
+
+def logits_per_sec(clock: Clock, precision: str) -> float:
+    """The softmax of logits and its gradient, in the steps of ``dsgpt.model.linear_cross_entropy``."""
+    on_cpu = clock.device.type == "cpu"
+    rows = max(1, CACHED // VOCABULARY) if on_cpu else TOKENS["cuda"] // 4
+    logits = _random(clock, precision, rows, VOCABULARY)
+    target = torch.zeros(rows, 1, dtype=torch.long, device=clock.device)
+    weights = torch.full((rows, 1), 1.0, device=clock.device)
+
+    def loss() -> None:
+        values = F.log_softmax(logits, dim=-1, dtype=torch.float32)
+        (values.gather(1, target) * weights).sum()
+        values.exp_().scatter_add_(1, target, -weights)
+        torch.mul(values, weights, out=logits)
+
+    return rows * VOCABULARY / clock.seconds(loss)
+
+
+def triad_bytes_per_sec(clock: Clock) -> float:
+    """``a = b + s * c``: three arrays, each read or written once."""
+    a, b, c = (torch.ones(ELEMENTS[clock.device.type], device=clock.device) for _ in range(3))
+    return 3 * a.element_size() * a.numel() / clock.seconds(lambda: torch.add(b, c, alpha=0.5, out=a))
+
+
+def operation_sec(clock: Clock) -> float:
+    """One of many operations on 16 numbers, of a forward pass and of its backward pass."""
+    x = torch.ones(4, 4, device=clock.device, requires_grad=True)
+
+    def many() -> None:
+        y = x
+        for _ in range(_SMALL):
+            y = F.gelu(y @ x)
+        y.sum().backward()  # type: ignore[no-untyped-call]
+        x.grad = None
+
+    return clock.seconds(many) / (_SMALL * 5)  # two of the forward pass, three of the backward pass
+
+
+def host_link_bytes_per_sec(clock: Clock) -> float:
+    """A copy from the device to pinned memory of its host; on a CPU, within memory."""
+    on_gpu = clock.device.type == "cuda"
+    source = torch.ones(ELEMENTS[clock.device.type] // 4, device=clock.device)
+    target = torch.empty(source.shape, pin_memory=on_gpu)
+    return source.element_size() * source.numel() / clock.seconds(lambda: target.copy_(source))
+
+
+def bus_bytes_per_sec(clock: Clock, operation: str, precision: str) -> float:
+    """Bytes that a rank of a ring sends (NCCL's bus bandwidth), by ``dsgpt.machine.topology``."""
+    ranks, size, dtype = dist.get_world_size(), SENT_BYTES[clock.device.type], DTYPES[precision]
+    whole, other = (
+        torch.zeros(size // dtype.itemsize // ranks * ranks, dtype=dtype, device=clock.device) for _ in "ab"
+    )
+    part, partner = other[: len(other) // ranks], dist.get_rank() ^ 1
+    sender = dist.get_rank() % 2 == 0
+
+    def send() -> None:
+        if partner < ranks:
+            dist.send(whole, partner) if sender else dist.recv(other, partner)
+
+    call: dict[str, Callable[[], object]] = {
+        "all_reduce": lambda: dist.all_reduce(whole),
+        "reduce_scatter": lambda: dist.reduce_scatter_tensor(part, whole),
+        "all_gather": lambda: dist.all_gather_into_tensor(whole, part),
+        "all_to_all": lambda: dist.all_to_all_single(other, whole),
+        "send": send,
+    }
+    return ring_factor(operation, ranks) * size / clock.seconds_together(call[operation])
+
+
+def all_reduce_sec(clock: Clock) -> float:
+    """An all-reduce of one number."""
+    tensor = torch.zeros(1, device=clock.device)
+    return clock.seconds_together(lambda: dist.all_reduce(tensor))
+
+
+def _random(clock: Clock, precision: str, *shape: int) -> Tensor:
+    return torch.randn(*shape, device=clock.device).to(DTYPES[precision])
+
 
 # Processes that measure at the same time, one for each device, as the ranks of a training would work.
 
@@ -32,106 +230,77 @@ Report = Callable[[str], None]
 _POLL_SEC = 0.1
 
 
-def operations_of(precisions: tuple[str, ...], kind: str, *, devices: int) -> list[tuple[str, str]]:
-    """Every operation that is timed, and its variant: the keys under which its figure is stored; or nothing."""
-    found = [
-        ("matrix_flops_per_sec", f"{each} {width} {rows}")
-        for each in precisions
-        for width in WIDTHS[kind]
-        for rows in ROWS[kind]
+THREADS = {"cpu": 1, "cuda": None}
+"""CPU threads of a process."""
+
+
+def operations_of(kind: str, *, devices: int) -> list[tuple[Callable[..., float], tuple[str | int, ...]]]:
+    """Every operation that is timed, with its arguments: the keys under which its figure is stored."""
+    precisions: tuple[str, ...] = ("fp32", "bf16")
+    if kind == "cuda":
+        precisions = tuple(dict.fromkeys(("fp32", default_precision(kind), "fp16")))
+    operations: list[tuple[Callable[..., float], tuple[str | int, ...]]] = [
+        *((matrix_flops_per_sec, each) for each in itertools.product(precisions, WIDTHS[kind], ROWS[kind])),
+        *((attention_flops_per_sec, each) for each in itertools.product(precisions, HEAD_SIZES[kind], LENGTHS[kind])),
+        *((elementwise_bytes_per_sec, (each,)) for each in precisions),
+        *((logits_per_sec, (each,)) for each in precisions),
+        *((operation, ()) for operation in (triad_bytes_per_sec, operation_sec, host_link_bytes_per_sec)),
     ]
-    shapes = [f"{size} {length}" for size in HEAD_SIZES[kind] for length in LENGTHS[kind]]
-    found += [("attention_flops_per_sec", f"{each} {shape}") for each in precisions for shape in shapes]
-    for name in ("elementwise_bytes_per_sec", "logits_per_sec"):
-        found += [(name, precision) for precision in precisions]
-    found += [("triad_bytes_per_sec", ""), ("operation_sec", ""), ("host_link_bytes_per_sec", "")]
-    if devices == 1:
-        return found
-    sums = [("bus_bytes_per_sec", f"{name} {each}") for name in ("all_reduce", "reduce_scatter") for each in precisions]
-    moves = [("bus_bytes_per_sec", f"{name} fp32") for name in ("all_gather", "all_to_all", "send")]
-    return [*found, *sums, *moves, ("all_reduce_sec", "")]
+    if devices > 1:
+        sums = itertools.product(("all_reduce", "reduce_scatter"), precisions)
+        moves = itertools.product(("all_gather", "all_to_all", "send"), ("fp32",))
+        operations += [*((bus_bytes_per_sec, each) for each in (*sums, *moves)), (all_reduce_sec, ())]
+    return operations
 
 
-def measure_ceilings(
-    kind: str, *, devices: int, precisions: tuple[str, ...], threads: int | None, seconds: float, report: Report
-) -> dict[str, Any]:
+def measure_ceilings(kind: str, *, devices: int, seconds: float, report: Report) -> dict[str, Any]:
     """The fields of ``dsgpt.planner.rates.Ceilings``, of ``devices`` processes that measure together.
 
     Args:
         kind: ``cpu`` or ``cuda``.
         devices: how many.
-        precisions: to measure.
-        threads: CPU threads of a process; None on GPUs.
         seconds: to spend on each operation.
         report: called in this process after each operation.
     """
     queue: Any = mp.get_context("spawn").SimpleQueue()
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
-    asked = _Asked(kind=kind, devices=devices, precisions=precisions, threads=threads, seconds=seconds)
     running: Any = start_processes(  # type: ignore[no-untyped-call]  # torch's has no types
-        _measure_rank, args=(asked, queue), nprocs=devices, join=False, start_method="spawn"
+        _measure_rank, args=(queue, kind, devices, seconds), nprocs=devices, join=False, start_method="spawn"
     )
-    found: dict[str, Any] = {}
+    ceilings: dict[str, Any] = {}
     ended = False
     while not ended:
         ended = running.join(timeout=_POLL_SEC)
-        for name, result in _waiting(queue):
+        while not queue.empty():
+            name, result = queue.get()
             report(name)
-            found = result or found
-    return found
+            ceilings = result or ceilings
+    return ceilings
 
 
-def _waiting(queue: Any) -> Iterator[tuple[str, dict[str, Any]]]:
-    while not queue.empty():
-        yield queue.get()
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Asked:
-    """The arguments of ``measure_ceilings``, for its processes."""
-
-    kind: str
-    devices: int
-    precisions: tuple[str, ...]
-    threads: int | None
-    seconds: float
-
-
-def _measure_rank(rank: int, asked: _Asked, queue: Any) -> NoReturn:
+def _measure_rank(rank: int, queue: Any, kind: str, devices: int, seconds: float) -> NoReturn:
     """The process of a rank: time every operation; rank 0 reports, and at the end sends the slowest rank's figures."""
-    devices = asked.devices
     topology = Topology(
         rank=rank, local_rank=rank, world_size=devices, local_world_size=devices, launcher="calibration"
     )
-    device = bring_up(asked.kind, local_rank=rank, threads=asked.threads)
-    with joined(topology, device):
-        clock = Clock(device, seconds=asked.seconds)
-        found: dict[str, Any] = {"devices": devices}
-        for name, variant in operations_of(asked.precisions, asked.kind, devices=devices):
+    device = bring_up(kind, local_rank=rank, threads=THREADS[kind])
+    with joined(topology, device), torch.enable_grad():
+        clock = Clock(device, seconds=seconds)
+        ceilings: dict[str, Any] = {"devices": devices, "bus_bytes_per_sec": None, "all_reduce_sec": None}
+        for operation, arguments in operations_of(kind, devices=devices):
             dist.barrier()
-            figures = gather_objects(_time(clock, name, variant))
-            _put(found, name, variant, max(figures) if name.endswith("_sec") and "per" not in name else min(figures))
+            keys = [operation.__name__, *map(str, arguments)]
+            figures = gather_objects(operation(clock, *arguments))
+            place = ceilings
+            for key in keys[:-1]:
+                place[key] = place.get(key) or {}
+                place = place[key]
+            place[keys[-1]] = max(figures) if keys[0] in {"operation_sec", "all_reduce_sec"} else min(figures)
             if rank == 0:
-                queue.put((name, {}))
+                queue.put((keys[0], {}))
         if rank == 0:
-            queue.put(("", {"bus_bytes_per_sec": None, "all_reduce_sec": None} | found))
+            queue.put(("", ceilings))
     exit_rank(0)
-
-
-def _time(clock: Clock, name: str, variant: str) -> float:
-    words = variant.split()
-    with torch.enable_grad():
-        found: float = getattr(operations, name)(clock, *(int(word) if word.isdecimal() else word for word in words))
-    return found
-
-
-def _put(found: dict[str, Any], name: str, variant: str, value: float) -> None:
-    """Store a figure where ``Ceilings`` has it."""
-    *outer, last = [name, *variant.split()]
-    place = found
-    for key in outer:
-        place = place.setdefault(key, {})
-    place[last] = value
 
 
 _DISK_BYTES = 256 << 20
@@ -155,10 +324,8 @@ def calibrate(path: Path, *, seconds: float, devices: int | None = None) -> dict
     kind = "cuda" if cuda_devices() else "cpu"
     hardware = describe_hardware(kind)
     most = devices or (cuda_devices() if kind == "cuda" else int(str(hardware["cpu_count"])))
-    precisions = _precisions(kind)
-    threads = 1 if kind == "cpu" else None
     counts = sorted({1, most})
-    steps = [operations_of(precisions, kind, devices=count) for count in counts]
+    steps = [operations_of(kind, devices=count) for count in counts]
     each = max(_LEAST_SEC, (seconds - _START_SEC * len(counts)) / sum(map(len, steps)) / 1.6)  # warm-up and data
     path.parent.mkdir(parents=True, exist_ok=True)
     with tqdm(total=sum(map(len, steps)) + 1, desc="calibrating", disable=not sys.stderr.isatty()) as bar:
@@ -170,40 +337,24 @@ def calibrate(path: Path, *, seconds: float, devices: int | None = None) -> dict
 
         disk = disk_bytes_per_sec(path.parent)
         report("disk")
-        ceilings = [
-            measure_ceilings(kind, devices=count, precisions=precisions, threads=threads, seconds=each, report=report)
-            for count in counts
-        ]
+        ceilings = [measure_ceilings(kind, devices=count, seconds=each, report=report) for count in counts]
+    host = int(str(hardware["memory_bytes"])) // most
+    machine = f"{hardware['cpu_name']}, {counted(most, 'device')} of 1 core"
     record = {
-        **_description(kind, hardware, devices=most),
-        "threads_per_device": threads,
+        "schema_version": SCHEMA_VERSION,
+        "timestamp_utc": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": f"{hardware['gpu_name']} x {most}" if hardware["gpu_name"] else machine,
+        "hardware": hardware,
+        "env": software_versions(),
+        "memory_bytes_per_device": int(str(hardware["gpu_memory_bytes"])) if kind == "cuda" else host,
+        "host_bytes_per_device": host,
+        "threads_per_device": THREADS[kind],
         "seconds": round(time.perf_counter() - started, 1),
         "disk_bytes_per_sec": disk,
         "ceilings": ceilings,
     }
     write_json_atomic(path, record)
     return record
-
-
-def _description(kind: str, hardware: dict[str, object], *, devices: int) -> dict[str, Any]:
-    """When and on what the machine is measured."""
-    host = int(str(hardware["memory_bytes"])) // devices
-    return {
-        "schema_version": SCHEMA_VERSION,
-        "timestamp_utc": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": machine_name(hardware, devices=devices),
-        "hardware": hardware,
-        "env": software_versions(),
-        "memory_bytes_per_device": int(str(hardware["gpu_memory_bytes"])) if kind == "cuda" else host,
-        "host_bytes_per_device": host,
-    }
-
-
-def machine_name(hardware: dict[str, object], *, devices: int) -> str:
-    """``NVIDIA H200 x 8``, or the processor and ``1 thread each``."""
-    if hardware["gpu_name"]:
-        return f"{hardware['gpu_name']} x {devices}"
-    return f"{hardware['cpu_name']}, {counted(devices, 'device')} of 1 core"
 
 
 def disk_bytes_per_sec(folder: Path) -> float:
@@ -219,10 +370,3 @@ def disk_bytes_per_sec(folder: Path) -> float:
         return _DISK_BYTES / (time.perf_counter() - begun)
     finally:
         remove(path)
-
-
-def _precisions(kind: str) -> tuple[str, ...]:
-    if kind == "cpu":
-        return ("fp32", "bf16")
-    low = default_precision(kind)
-    return tuple(dict.fromkeys(("fp32", low, "fp16"))) if torch.cuda.is_available() else ("fp32",)

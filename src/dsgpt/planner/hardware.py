@@ -76,20 +76,14 @@ class Gpu:
 
     def peak(self, precision: str) -> int | None:
         """Dense FLOP/s in ``fp32``, ``tf32``, ``fp16`` or ``bf16``; None where the hardware has no units for it."""
-        peaks = {name: getattr(self.peak_flops, name) for name in ("fp32", "tf32", "fp16", "bf16")}
-        found: int | None = peaks[precision]
-        return found
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Table:
-    gpus: list[Gpu]
+        peak: int | None = getattr(self.peak_flops, precision)
+        return peak
 
 
 @cache
 def gpus() -> dict[str, Gpu]:
     """Every GPU of the table, by its key."""
-    return {gpu.key: gpu for gpu in read_as(GPUS, _Table).gpus}
+    return {gpu.key: gpu for gpu in read_as(GPUS, dict[str, list[Gpu]])["gpus"]}
 
 
 def find_gpu(name: str) -> Gpu:
@@ -98,12 +92,12 @@ def find_gpu(name: str) -> Gpu:
     Raises:
         UserError: the table has none; the message names the nearest key and all keys.
     """
-    known, key = gpus(), MEANT.get(name.lower(), name.lower())
-    if key not in known:
-        longer = [each for each in known if name and each.startswith(key)]
-        near = f" (did you mean {in_words(longer)}?)" if longer else did_you_mean(name, known)
-        raise UserError(f"no GPU {name} in the table{near}: known are {', '.join(known)}")
-    return known[key]
+    table, key = gpus(), MEANT.get(name.lower(), name.lower())
+    if key not in table:
+        longer = [each for each in table if name and each.startswith(key)]
+        near = f" (did you mean {in_words(longer)}?)" if longer else did_you_mean(name, table)
+        raise UserError(f"no GPU {name} in the table{near}: known are {', '.join(table)}")
+    return table[key]
 
 
 def recognise(device_name: str, memory_bytes: int) -> Gpu | None:
@@ -148,10 +142,6 @@ class Price:
     network_known_on: str | None = None
     """When the page said so, or was read if it has no date."""
     network_source: str | None = None
-
-    def per_hour(self, *, spot: bool) -> float | None:
-        """Dollars of the instance; None where its spot price is unknown."""
-        return self.spot_usd_per_hour if spot else self.on_demand_usd_per_hour
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,11 +190,34 @@ def find_instance(table: PriceTable, name: str) -> Price:
     Raises:
         UserError: the table has none of that name; one line.
     """
-    known = {price.instance: price for price in table.prices}
-    found = next((price for key, price in known.items() if key.lower() == name.lower()), None)
-    if found is None:
-        raise UserError(f"--instance {name}: not in the price table{did_you_mean(name, known)}: {', '.join(known)}")
-    return found
+    rows = {price.instance: price for price in table.prices}
+    row = next((price for key, price in rows.items() if key.lower() == name.lower()), None)
+    if row is None:
+        raise UserError(f"--instance {name}: not in the price table{did_you_mean(name, rows)}: {', '.join(rows)}")
+    return row
+
+
+def cost(
+    offer: str,
+    usd_per_hour: float,
+    *,
+    seconds: tuple[float, float, float],
+    instances: int = 1,
+    known_on: str | None = None,
+    source: str | None = None,
+) -> Cost:
+    """What a training costs on an offer; its ``seconds`` are the likely ones, the least and the most."""
+    usd, least, most = (usd_per_hour * each / SEC_PER_HOUR for each in seconds)
+    return Cost(
+        offer=offer,
+        instances=instances,
+        usd_per_hour=usd_per_hour,
+        usd=usd,
+        least=least,
+        most=most,
+        known_on=known_on,
+        source=source,
+    )
 
 
 def costs(
@@ -214,9 +227,7 @@ def costs(
     gpus: int,
     together: int,
     spot: bool,
-    seconds: float,
-    least: float,
-    most: float,
+    seconds: tuple[float, float, float],
     instance: str | None = None,
 ) -> list[Cost]:
     """What every offer with this GPU costs, the cheapest first. Billed by the second, for whole instances.
@@ -227,53 +238,15 @@ def costs(
         gpus: how many the training uses.
         together: how many of them are in one machine; smaller instances are no offer.
         spot: take spot prices, of the offers that have one.
-        seconds: the likely time of the training.
-        least: its shortest time.
-        most: its longest time.
+        seconds: of the training: the likely ones, the least and the most.
         instance: the only one that is an offer; None for all.
     """
-    found = []
+    offers = []
     for price in table.prices:
-        hourly = price.per_hour(spot=spot)
+        hourly = price.spot_usd_per_hour if spot else price.on_demand_usd_per_hour
         if price.gpu != gpu or price.gpus < together or hourly is None or instance not in {None, price.instance}:
             continue
-        instances = math.ceil(gpus / price.gpus)
-        found.append(
-            _cost(
-                f"{price.provider} {price.instance}{', spot' if spot else ''}",
-                hourly * instances,
-                seconds=(seconds, least, most),
-                instances=instances,
-                known_on=price.known_on,
-                source=price.source,
-            )
-        )
-    return sorted(found, key=lambda cost: cost.usd)
-
-
-def own_cost(price_per_gpu_hour: float, *, gpus: int, seconds: float, least: float, most: float) -> Cost:
-    """What the training costs at the user's price."""
-    hourly = price_per_gpu_hour * gpus
-    return _cost("your price", hourly, seconds=(seconds, least, most), instances=1, known_on=None, source=None)
-
-
-def _cost(
-    offer: str,
-    hourly: float,
-    *,
-    seconds: tuple[float, float, float],
-    instances: int,
-    known_on: str | None,
-    source: str | None,
-) -> Cost:
-    usd, least, most = (hourly * each / SEC_PER_HOUR for each in seconds)
-    return Cost(
-        offer=offer,
-        instances=instances,
-        usd_per_hour=hourly,
-        usd=usd,
-        least=least,
-        most=most,
-        known_on=known_on,
-        source=source,
-    )
+        name, instances = f"{price.provider} {price.instance}{', spot' if spot else ''}", math.ceil(gpus / price.gpus)
+        of_row = {"known_on": price.known_on, "source": price.source}
+        offers.append(cost(name, hourly * instances, seconds=seconds, instances=instances, **of_row))
+    return sorted(offers, key=lambda cost: cost.usd)

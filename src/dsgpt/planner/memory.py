@@ -4,25 +4,22 @@ A step has moments at which memory can be highest: the loss, the beginning and t
 reduction of gradients, the optimizer's step. The peak of a step is the largest of them, in a step after the first. A
 training also starts, saves and evaluates. ``dsgpt.planner.strategy`` says what exists then besides model state and
 activations.
+
+Activations are what a forward pass keeps, what the loss needs, what a backward pass adds. For a block without dropout,
+they are in units of the residual stream (B, T, C) of a rank, with T tensor peers. The outputs of both LayerNorms, of
+the attention's residual sum and of the block are 1 each. Queries, keys and values are 3/T, the attention's output 1/T,
+the MLP's inner layer before and after GELU 4/T each: 4 + 12/T. Those are the 16 numbers of Korthikanti et al. 2022
+(arXiv 2205.05198, section 4.1), whose 34 bytes are 16 numbers in 16 bits and two dropout masks. Their quadratic term
+does not exist: fused attention keeps one number per token and head of its scores.
 """
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from collections.abc import Collection
+from dataclasses import dataclass
 from typing import Any
 
-from dsgpt.planner.setup import FULL, Setup, model_parameters
+from dsgpt.planner.setup import FULL, Setup
 from dsgpt.planner.strategies import strategy_of
-from dsgpt.planner.strategy import ModelState, Moment
-from dsgpt.planner.work import (
-    block_gradient_bytes,
-    head_gradient_bytes,
-    kept_bytes,
-    kept_logits_bytes,
-    logits_bytes,
-    recomputed_bytes,
-    stream_bytes,
-)
+from dsgpt.planner.strategy import Moment
 
 STEP = ("forward", "loss", "backward", "reduction", "step")
 """The moments of a training step."""
@@ -44,8 +41,6 @@ PARTS = (
     "other",
 )
 """What a peak is made of; ``docs/records.md`` describes each."""
-_LARGEST_SEARCHED = 1 << 20
-"""Sequences of a micro batch beyond which no larger one is looked for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,13 +72,19 @@ def peak_memory(setup: Setup, *, rank: int = 0, device: str = "cpu", among: Coll
         among: the moments that count; ``STEP`` for the peak of a training step.
     """
     strategy = strategy_of(setup)
-    kept = _kept(strategy.model_state(rank), device)
-    moments = strategy.moments(rank, device)
+    state, moments = strategy.model_state(rank), strategy.moments(rank, device)
+    away = {} if device == "cpu" else state.off_device
+    kept = {  # all the time, as gradients are not
+        "weights": state.parameters - away.get("parameters", 0),
+        "optimizer": state.optimizer - away.get("optimizer", 0),
+        "master": state.master - away.get("master", 0),
+    }
     evaluation = next(moment for moment in moments if moment.name == EVALUATION)
     start = Moment(name="start", parts={"other": strategy.start_bytes(rank, device)})
+    save = Moment(name="save", parts={**evaluation.parts, "gathered": strategy.gathered_to_save()})
     peaks = [
         Peak(moment=moment.name, parts=dict.fromkeys(PARTS, 0) | kept | _transient(setup, moment, rank, device))
-        for moment in [start, *moments, _save(setup, evaluation.parts)]
+        for moment in [start, *moments, save]
         if moment.name in among and (moment.name != "loss" or setup.computes_loss(rank))
     ]
     return max(peaks, key=lambda peak: peak.total)
@@ -98,54 +99,6 @@ def worst_peak(setup: Setup, *, device: str = "cpu", among: Collection[str] = MO
     return worst, peaks[worst]
 
 
-def largest_micro_batch(setup: Setup, *, limit_bytes: int, device: str) -> int | None:
-    """The most sequences of a micro batch with which every rank's peak is within ``limit_bytes``; None if not even 1.
-
-    The accumulation stays as it is, so the global batch changes.
-    """
-
-    def fits(micro: int) -> bool:
-        _, peak = worst_peak(replace(setup, micro_batch_size=micro), device=device)
-        return peak.total <= limit_bytes
-
-    if not fits(1):
-        return None
-    low, high = 1, 2
-    while high <= _LARGEST_SEARCHED and fits(high):
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
-
-
-def _save(setup: Setup, between: Mapping[str, int]) -> Moment:
-    """While a checkpoint is written: a parameter and its moments, whole, in fp32, and those of the next one.
-
-    Every rank gathers them on its device. The main rank looks for values that are not finite, with 7 bytes a number.
-    ZeRO-3 may still have the embedding gathered, from an evaluation.
-
-    Args:
-        setup: the training.
-        between: bytes of the parts that exist between two steps.
-    """
-    sizes = [part.numel for part in model_parameters(setup.model)]
-    strategy = strategy_of(setup)
-    each = FULL * (1 + setup.moments) if strategy.gathers_to_save else 0
-    whole = max(each * size + max(each * following, 7 * size) for size, following in pairwise([*sizes, 0]))
-    return Moment(name="save", parts={**between, "gathered": whole + strategy.gathered_at_save})
-
-
-def _kept(state: ModelState, device: str) -> dict[str, int]:
-    """Model state that exists all the time; gradients do not."""
-    away = {} if device == "cpu" else state.off_device
-    return {
-        "weights": state.parameters - away.get("parameters", 0),
-        "optimizer": state.optimizer - away.get("optimizer", 0),
-        "master": state.master - away.get("master", 0),
-    }
-
-
 def _transient(setup: Setup, moment: Moment, rank: int, device: str) -> dict[str, int]:
     """The parts of a moment besides model state."""
     parts, stream, kept = dict(moment.parts), stream_bytes(setup), 0
@@ -156,7 +109,10 @@ def _transient(setup: Setup, moment: Moment, rank: int, device: str) -> dict[str
         parts["logits"] = kept_logits_bytes(setup) if setup.computes_loss(rank) else 0
     if moment.name in {"step", "save"}:
         return parts | {"activations": kept}
-    kept += kept_bytes(setup, moment.blocks) * (setup.micro_batches_in_flight(rank) if moment.blocks else 1)
+    # what the forward pass keeps of each block, with ids and the embedding's output
+    of_block = stream if setup.activation_checkpointing else block_bytes(setup)
+    passed = stream + moment.blocks * of_block + 2 * _ID * setup.tokens
+    kept += passed * (setup.micro_batches_in_flight(rank) if moment.blocks else 1)
     if moment.name == "forward":
         parts["activations"] = kept + block_gradient_bytes(setup)
     elif moment.name == EVALUATION:
@@ -168,5 +124,94 @@ def _transient(setup: Setup, moment: Moment, rank: int, device: str) -> dict[str
         parts["logits"] = logits_bytes(setup, device=device)
         parts["new_gradients"] = parts.get("new_gradients", 0) + head_gradient_bytes(setup, device=device)
     else:
-        parts["activations"] = kept + stream + recomputed_bytes(setup) + block_gradient_bytes(setup)
+        # of a block that is recomputed not its output; and that of the last block has been freed by then
+        recomputed = block_bytes(setup) - 2 * stream if setup.activation_checkpointing else 0
+        parts["activations"] = kept + stream + recomputed + block_gradient_bytes(setup)
     return parts
+
+
+# Activations.
+
+CHUNK = {"cpu": 32 << 20, "cuda": 256 << 20}
+"""``model.linear_cross_entropy.CHUNKS``: most logits at a time. A test holds them together."""
+CACHED = 256 << 10
+"""``model.linear_cross_entropy.CACHED``: most logits in a step of the softmax on a CPU."""
+_ID = 8
+"""Bytes of a token id."""
+_MOMENTS = 2
+"""Numbers that a LayerNorm keeps per token: mean and inverse deviation."""
+
+
+def stream_bytes(setup: Setup) -> int:
+    """One residual stream of a micro batch, (B, T, C), in the precision of the activations."""
+    return setup.low * setup.tokens * setup.model.n_embd
+
+
+def block_bytes(setup: Setup) -> int:
+    """What the forward pass of a block keeps, its output included."""
+    stream, tensor = stream_bytes(setup), setup.sizes.tensor
+    split = 12 + (1 if setup.sizes.sequence > 1 else 0)  # the output before all-to-all; other copies replace theirs
+    statistics = FULL * setup.tokens * (2 * _MOMENTS + setup.model.n_head // tensor)  # the softmax has one per head
+    return 4 * stream + split * stream // tensor + statistics
+
+
+def block_gradient_bytes(setup: Setup) -> int:
+    """The most that a block's backward pass adds: the gradient of the MLP's inner layer."""
+    return 4 * stream_bytes(setup) // setup.sizes.tensor
+
+
+def head_gradient_bytes(setup: Setup, *, device: str) -> int:
+    """The gradient of the head's weights, which the loss computes; in fp32 if several chunks are added up."""
+    if _plain_loss(setup):
+        return 0
+    model = setup.model
+    width = FULL if _rows(setup, device) < setup.tokens else setup.low
+    return width * model.padded_vocab_size * model.n_embd
+
+
+def logits_bytes(setup: Setup, *, device: str, gradients: bool = True) -> int:
+    """The logits of a chunk and the steps of its softmax, with their ``gradients`` or without.
+
+    Without chunks: the softmax of all tokens, its gradient and that of the loss, in fp32; and in a pipeline, which
+    keeps what its last stage put out, the logits of two micro batches. A GPU casts a chunk in bf16 to fp32 before its
+    softmax, of which it makes a second one; only for fp16 has PyTorch one operation (``log_softmax`` in ATen).
+    """
+    vocabulary = setup.model.vocab_size
+    if _plain_loss(setup):
+        return (3 if gradients else 2) * FULL * setup.tokens * vocabulary + kept_logits_bytes(setup)
+    rows = _rows(setup, device)
+    chunk = setup.low * rows * vocabulary
+    if device == "cuda":
+        softmax = FULL * (1 + (setup.low != FULL)) * rows * vocabulary
+    else:
+        step = max(1, CACHED // vocabulary)
+        copies = 1 + (rows > step) + (setup.low != FULL)  # of this step, the one before, and the cast to fp32
+        softmax = FULL * copies * min(rows, step) * vocabulary
+    return max(chunk + softmax, _product_bytes(setup, device) if gradients else 0)
+
+
+def kept_logits_bytes(setup: Setup) -> int:
+    """Logits that the last stage of a pipeline keeps all the time."""
+    return 2 * setup.low * setup.tokens * setup.model.vocab_size if setup.sizes.pipeline > 1 else 0
+
+
+def _product_bytes(setup: Setup, device: str) -> int:
+    """A chunk's logits and its part of the head's gradient, in the low precision, which is added to the sum in fp32.
+
+    On a CPU the part is cast to fp32 first, except the first one, which is copied.
+    """
+    rows, head = _rows(setup, device), setup.model.vocab_size * setup.model.n_embd
+    if setup.low == FULL or rows == setup.tokens:
+        return 0
+    later = min(rows, setup.tokens - rows)
+    vocabulary, cast = setup.model.vocab_size, FULL * head if device == "cpu" else 0
+    return setup.low * head + max(setup.low * rows * vocabulary, setup.low * later * vocabulary + cast)
+
+
+def _plain_loss(setup: Setup) -> bool:
+    """Whether the loss is PyTorch's cross-entropy of all logits."""
+    return setup.precision == "fp16" or setup.sizes.pipeline > 1
+
+
+def _rows(setup: Setup, device: str) -> int:
+    return min(setup.tokens, max(1, CHUNK[device] // setup.model.vocab_size))

@@ -2,7 +2,6 @@
 
 import datetime
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
@@ -10,13 +9,13 @@ from typing import Any
 
 from dsgpt.common.text import divisors
 from dsgpt.machine.topology import Topology
-from dsgpt.planner.hardware import MEANT, Cost, PriceTable, costs, gpus, own_cost
+from dsgpt.planner.hardware import MEANT, Cost, PriceTable, cost, costs, gpus
 from dsgpt.planner.memory import Peak, worst_peak
-from dsgpt.planner.options import HEADROOM, PlanOptions
-from dsgpt.planner.rates import ASSUMED, Machine
+from dsgpt.planner.options import HEADROOM
+from dsgpt.planner.rates import ASSUMED, Machine, changed
 from dsgpt.planner.request import PlanRequest
-from dsgpt.planner.setup import EMBEDDING, ParameterSize, Setup
-from dsgpt.planner.step_time import Length, RunTime, StepTime, predict_step, run_time
+from dsgpt.planner.setup import Setup
+from dsgpt.planner.step_time import RunTime, StepTime, predict_step, run_time
 from dsgpt.planner.strategies import model_state
 
 # Figures of a plan in words: bytes, times, money, and the name of a setup.
@@ -64,16 +63,14 @@ def strategy_name(setup: Setup) -> str:
     return "-".join([*names, f"zero{recipe.zero_stage}", *([place] if place else [])])
 
 
-def batch_in_words(setup: Setup) -> str:
-    """``32 sequences = 2 in a micro batch x 2 accumulated x 8 data ranks``."""
-    micro, steps, ranks = setup.micro_batch_size, setup.gradient_accumulation_steps, setup.data_parallel_size
-    return f"{micro * steps * ranks} sequences = micro batch {micro} x {steps} accumulated x {ranks} data ranks"
-
-
 def held_in_words(setup: Setup, rank: int) -> str:
     """What ``rank`` has: its stage's layers, its shard of matrices, its positions and its data."""
-    place = place_of(setup, rank)
-    words = [_layers(setup.held(rank), whole=setup.sizes.pipeline == 1)]
+    place, words = place_of(setup, rank), ["all layers"]
+    if setup.sizes.pipeline > 1:
+        names = [part.name.split(".") for part in setup.parameters(rank)]
+        blocks = sorted({int(number) for kind, number, *_ in names if kind == "blocks"})
+        words = ["embedding"] * (["wte", "weight"] in names)
+        words += [f"blocks {blocks[0]}-{blocks[-1]}"] if blocks else []
     if setup.sizes.tensor > 1:
         words.append(f"matrices {place.tensor_rank + 1}/{setup.sizes.tensor}")
     if setup.sizes.sequence > 1:
@@ -93,15 +90,6 @@ def place_of(setup: Setup, rank: int) -> Topology:
         launcher="",
         sizes=setup.sizes,
     )
-
-
-def _layers(held: Sequence[ParameterSize], *, whole: bool) -> str:
-    """``all layers``, or ``embedding, blocks 0-23``."""
-    if whole:
-        return "all layers"
-    found = sorted({int(match[1]) for part in held if (match := re.match(r"blocks\.(\d+)\.", part.name))})
-    ends = ["embedding"] * any(part.name == EMBEDDING for part in held)
-    return ", ".join([*ends, f"blocks {found[0]}-{found[-1]}"] if found else ends)
 
 
 # The plan of one setup: its memory, the time of a step and of the training, and what that costs.
@@ -163,12 +151,33 @@ class Plan:
     @cached_property
     def run(self) -> RunTime:
         """The whole training."""
-        return run_time(self.setup, self.machine, self.step, length_of(self.request.options))
+        options = self.request.options
+        return run_time(
+            self.setup,
+            self.machine,
+            self.step,
+            tokens=options.tokens or 0.0,
+            eval_every=options.eval_every,
+            val_tokens=options.val_tokens,
+            save_every=options.save_every,
+        )
 
     @cached_property
     def costs(self) -> list[Cost]:
         """The cheapest first; empty if no price is known."""
-        return _costs(self.setup, self.machine, self.request.options, self.prices, self.run)
+        options, gpus = self.request.options, self.setup.world_size
+        seconds = (self.run.seconds, self.run.least, self.run.most)
+        if options.price_per_gpu_hour is not None:
+            return [cost("your price", options.price_per_gpu_hour * gpus, seconds=seconds)]
+        return costs(
+            self.prices,
+            gpu=self.machine.name,
+            gpus=gpus,
+            together=min(gpus, self.machine.devices),
+            spot=options.spot,
+            instance=options.instance,
+            seconds=seconds,
+        )
 
     @cached_property
     def assumptions(self) -> list[Assumption]:
@@ -229,19 +238,12 @@ def usable_bytes(machine: Machine, *, headroom: float = HEADROOM) -> int:
     return max(0, int((1 - headroom / 100) * machine.memory_bytes) - FIXED_BYTES[machine.kind])
 
 
-def length_of(options: PlanOptions) -> Length:
-    """The length of the training that the flags name."""
-    return Length(
-        tokens=options.tokens or 0.0,
-        eval_every=options.eval_every,
-        val_tokens=options.val_tokens,
-        save_every=options.save_every,
-    )
-
-
 def plan_of(setup: Setup, request: PlanRequest, prices: PriceTable) -> Plan:
     """The plan of ``setup``."""
     rank, peak = worst_peak(setup, device=request.machine.kind)
+    state, recipe = model_state(setup, rank=rank), setup.recipe
+    files = {"optimizer", "master"} if recipe.offload_optimizer == "nvme" else set()
+    files |= {"parameters"} if recipe.offload_param == "nvme" else set()
     return Plan(
         request=request,
         setup=setup,
@@ -249,7 +251,7 @@ def plan_of(setup: Setup, request: PlanRequest, prices: PriceTable) -> Plan:
         rank=rank,
         peak=peak,
         usable_bytes=usable_bytes(request.machine, headroom=request.options.headroom),
-        host_bytes=_host_bytes(setup, rank),
+        host_bytes=sum(size for name, size in state.off_device.items() if name not in files),
     )
 
 
@@ -341,39 +343,11 @@ _gbps = partial(_number, scale=1, unit=" Gbit/s")
 
 def _at(plan: Plan, fields: Sequence[str], times: float) -> Plan:
     """The plan with these rates multiplied."""
-
-    def multiplied(rate: Any) -> Any:
-        return {key: multiplied(each) for key, each in rate.items()} if isinstance(rate, Mapping) else rate * times
-
-    rates = replace(plan.machine.rates, **{field: multiplied(getattr(plan.machine.rates, field)) for field in fields})
+    multiplied = {name: changed(getattr(plan.machine.rates, name), lambda rate: rate * times) for name in fields}
+    rates = replace(plan.machine.rates, **multiplied)
     # only the likely time is asked for
     machine = replace(plan.machine, rates=rates, slowest=rates, fastest=rates)
     return replace(plan, request=replace(plan.request, machine=machine), rivals=())
-
-
-def _host_bytes(setup: Setup, rank: int) -> int:
-    """What is off the device and not swapped to files."""
-    state, recipe = model_state(setup, rank=rank), setup.recipe
-    files = {"optimizer", "master"} if recipe.offload_optimizer == "nvme" else set()
-    files |= {"parameters"} if recipe.offload_param == "nvme" else set()
-    return sum(size for name, size in state.off_device.items() if name not in files)
-
-
-def _costs(setup: Setup, machine: Machine, options: PlanOptions, prices: PriceTable, run: RunTime) -> list[Cost]:
-    if options.price_per_gpu_hour is not None:
-        times = {"seconds": run.seconds, "least": run.least, "most": run.most}
-        return [own_cost(options.price_per_gpu_hour, gpus=setup.world_size, **times)]
-    return costs(
-        prices,
-        gpu=machine.name,
-        gpus=setup.world_size,
-        together=min(setup.world_size, machine.devices),
-        spot=options.spot,
-        instance=options.instance,
-        seconds=run.seconds,
-        least=run.least,
-        most=run.most,
-    )
 
 
 # A plan as a table for people, and as JSON.
@@ -384,62 +358,67 @@ _OFFERS = 3
 
 def plan_lines(plan: Plan) -> list[str]:
     """The plan, a line each; that it does not fit is the last word."""
-    if not plan.fits:
-        return [
-            *_head(plan),
-            "",
-            *_memory(plan),
-            "",
-            *what_would_fit(plan),
-            "",
-            f"DOES NOT FIT: {needs_in_words(plan)}",
-        ]
-    return [
-        *_head(plan),
-        "",
-        *_memory(plan),
-        "",
-        *_step(plan),
-        "",
-        *_run(plan),
-        "",
-        *_cost(plan),
-        "",
-        *_basis(plan),
-        *_notes(plan),
-    ]
-
-
-def _head(plan: Plan) -> list[str]:
-    setup = plan.setup
-    checkpointing = ", activation checkpointing" if setup.activation_checkpointing else ""
-    return [
+    setup, request, machine = plan.setup, plan.request, plan.machine
+    micro, batches, ranks = setup.micro_batch_size, setup.gradient_accumulation_steps, setup.data_parallel_size
+    room = f"{size(HOST_SHARE * machine.host_bytes)} in the memory of its host"
+    lines = [
         f"GPT-2 with {setup.model.parameter_count() / 1e6:,.0f}M parameters, {strategy_name(setup)} on "
-        f"{setup.world_size} x {plan.machine.name}, {setup.precision}{checkpointing}",
-        f"global batch {batch_in_words(setup)}, {setup.seq_length:,} tokens each",
-    ]
-
-
-def _memory(plan: Plan) -> list[str]:
-    return [
+        f"{setup.world_size} x {machine.name}, {setup.precision}"
+        f"{', activation checkpointing' if setup.activation_checkpointing else ''}",
+        f"global batch {micro * batches * ranks} sequences = micro batch {micro} x {batches} accumulated x {ranks} "
+        f"data ranks, {setup.seq_length:,} tokens each",
+        "",
         f"memory of rank {plan.rank}, which needs most ({plan.peak.moment}): {needs_in_words(plan)}"
         f"{': fits' if plan.fits else ''}",
         f"  {usable_in_words(plan)}",
         *_rows(plan.peak.parts, size, least=1.0),
-        *(
-            [f"  and {size(plan.host_bytes)} of {size(_host(plan))} in the memory of its host"]
-            if plan.host_bytes
-            else []
-        ),
+        *([f"  and {size(plan.host_bytes)} of {room}"] if plan.host_bytes else []),
+        "",
     ]
+    if not plan.fits:
+        return [*lines, *what_would_fit(plan), "", f"DOES NOT FIT: {needs_in_words(plan)}"]
+    step, run = plan.step, plan.run
+    rate, slow, fast = map(plan.tokens_per_sec, (step.seconds, step.most, step.least))
+    mfu = "" if plan.mfu is None else f", MFU {plan.mfu:.0%}"
+    hidden = f"; another {duration(step.hidden)} of communication is hidden" if step.hidden else ""
+    lines += [
+        f"step: {duration(step.seconds)} ({between(step.least, step.most, duration)}), {rate:,.0f} tokens/s "
+        f"({between(slow, fast, '{:,.0f}'.format)}){mfu}",
+        *_rows(step.parts, duration),
+        f"  overlap: {step.overlap}{hidden}",
+        "",
+        f"training: {run.steps:,} steps, {duration(run.seconds)} ({between(run.least, run.most, duration)})",
+        *_rows(run.parts, duration),
+        "",
+    ]
+    if not plan.costs:
+        kind, more = ("spot price", ", leave out --spot") if request.options.spot else ("price", "")
+        lines.append(f"cost: no {kind} of {machine.name} is known: give --price_per_gpu_hour{more}, or --prices")
+    for offer in plan.costs[:_OFFERS]:
+        dated = f", not live: check {offer.source}" if offer.known_on else ""
+        count = f"{offer.instances} x " if offer.instances > 1 else ""
+        lines.append(
+            f"cost: {priced(offer)}, {between(offer.least, offer.most, dollars)} on {count}{offer.offer} at "
+            f"{dollars(offer.usd_per_hour)} an hour{dated}"
+        )
+    lines += ["", f"rates: {machine.basis}"]
+    if plan.host_bytes and request.options.host_memory_gb is None and machine.kind == "cuda":
+        together = min(machine.devices, setup.world_size)
+        lines.append(
+            f"assumed: {size(machine.host_bytes * together)} in the host of a machine (--host_memory_gb), twice its "
+            f"GPUs' memory; at least {size(plan.host_bytes * together / HOST_SHARE)} are needed"
+        )
+    lines += [f"assumed: {assumption_in_words(each)}" for each in plan.assumptions]
+    return lines + [f"note: {line}" for line in plan.notes]
 
 
 def needs_in_words(plan: Plan) -> str:
     """The memory that it needs, of that which there is."""
     used = plan.peak.total / plan.usable_bytes if plan.usable_bytes else float("inf")
     needs = f"{size(plan.peak.total)} of {size(plan.usable_bytes)} that tensors can fill, {used:.0%}"
-    short = not plan.fits and plan.peak.total <= plan.usable_bytes
-    return needs + (f", but {size(plan.host_bytes)} of {size(_host(plan))} in the host's memory" if short else "")
+    if plan.fits or plan.peak.total > plan.usable_bytes:
+        return needs
+    return f"{needs}, but {size(plan.host_bytes)} of {size(HOST_SHARE * plan.machine.host_bytes)} in the host's memory"
 
 
 def usable_in_words(plan: Plan) -> str:
@@ -452,66 +431,10 @@ def usable_in_words(plan: Plan) -> str:
     )
 
 
-def _host(plan: Plan) -> float:
-    """Bytes that offload can fill."""
-    return HOST_SHARE * plan.machine.host_bytes
-
-
-def _step(plan: Plan) -> list[str]:
-    step = plan.step
-    speeds = between(plan.tokens_per_sec(step.most), plan.tokens_per_sec(step.least), lambda each: f"{each:,.0f}")
-    mfu = "" if plan.mfu is None else f", MFU {plan.mfu:.0%}"
-    hidden = f"; another {duration(step.hidden)} of communication is hidden" if step.hidden else ""
-    return [
-        f"step: {duration(step.seconds)} ({between(step.least, step.most, duration)}), "
-        f"{plan.tokens_per_sec(step.seconds):,.0f} tokens/s ({speeds}){mfu}",
-        *_rows(step.parts, duration),
-        f"  overlap: {step.overlap}{hidden}",
-    ]
-
-
-def _run(plan: Plan) -> list[str]:
-    run = plan.run
-    return [
-        f"training: {run.steps:,} steps, {duration(run.seconds)} ({between(run.least, run.most, duration)})",
-        *_rows(run.parts, duration),
-    ]
-
-
-def _cost(plan: Plan) -> list[str]:
-    if not plan.costs:
-        kind, more = ("spot price", ", leave out --spot") if plan.request.options.spot else ("price", "")
-        return [f"cost: no {kind} of {plan.machine.name} is known: give --price_per_gpu_hour{more}, or --prices"]
-    lines = []
-    for cost in plan.costs[:_OFFERS]:
-        dated = f", not live: check {cost.source}" if cost.known_on else ""
-        count = f"{cost.instances} x " if cost.instances > 1 else ""
-        lines.append(
-            f"cost: {priced(cost)}, {between(cost.least, cost.most, dollars)} on {count}{cost.offer} at "
-            f"{dollars(cost.usd_per_hour)} an hour{dated}"
-        )
-    return lines
-
-
-def _basis(plan: Plan) -> list[str]:
-    lines = [f"rates: {plan.machine.basis}"]
-    if plan.host_bytes and plan.request.options.host_memory_gb is None and plan.machine.kind == "cuda":
-        together = min(plan.machine.devices, plan.setup.world_size)
-        lines.append(
-            f"assumed: {size(plan.machine.host_bytes * together)} in the host of a machine (--host_memory_gb), twice "
-            f"its GPUs' memory; at least {size(plan.host_bytes * together / HOST_SHARE)} are needed"
-        )
-    return [*lines, *(f"assumed: {line}" for line in map(assumption_in_words, plan.assumptions))]
-
-
 def assumption_in_words(assumption: Assumption) -> str:
     """What is assumed, the training's time if it were otherwise, and where another way wins."""
     times = ", ".join(f"{duration(seconds)} at {value}" for value, seconds in assumption.seconds.items())
     return "; ".join([f"{assumption.what} {assumption.value}: training {times}", *assumption.break_even])
-
-
-def _notes(plan: Plan) -> list[str]:
-    return [f"note: {line}" for line in plan.notes]
 
 
 def _rows(parts: Mapping[str, float], form: Any, *, least: float = 0.0) -> list[str]:
@@ -531,7 +454,7 @@ def with_assumptions(plan: Plan) -> dict[str, Any]:
 def plan_json(plan: Plan) -> dict[str, Any]:
     """The plan as JSON; times in seconds, sizes in bytes, money in US dollars."""
     setup, several = plan.setup, plan.request.machines > 1
-    return {
+    planned = {
         "schema_version": SCHEMA_VERSION,
         "strategy": strategy_name(setup),
         "run_type": setup.run_type,
@@ -557,12 +480,11 @@ def plan_json(plan: Plan) -> dict[str, Any]:
             "headroom_percent": plan.request.options.headroom,
             "fixed_bytes": FIXED_BYTES[plan.machine.kind],
         },
-    } | (_times(plan) if plan.fits else {"step": None, "training": None, "costs": [], "advice": what_would_fit(plan)})
-
-
-def _times(plan: Plan) -> dict[str, Any]:
+    }
+    if not plan.fits:
+        return planned | {"step": None, "training": None, "costs": [], "advice": what_would_fit(plan)}
     step, run = plan.step, plan.run
-    return {
+    return planned | {
         "step": {
             "seconds": step.seconds,
             "least_seconds": step.least,

@@ -1,17 +1,16 @@
 """How fast a machine computes, reads and sends: measured, or assumed from its datasheet.
 
-How fast a device computes, reads and sends: the rates of a machine that predictions of time divide by. They are
-measured (``dsgpt.planner.rates``), or shares of a datasheet's peaks that are assumed (``dsgpt.planner.rates``).
-
-The rates of a GPU that nobody measured: shares of its datasheet's peaks, assumed as ranges. A share is the likely one
-between the least and the most that a tuned PyTorch program is expected to reach. None of them was measured on a GPU by
-this project; ``docs/planner-published.md`` holds what follows from them against published figures.
+Predictions of time divide by the rates of a machine. The rates of a GPU that nobody measured are shares of its
+datasheet's peaks, assumed as ranges. A share is the likely one between the least and the most that a tuned PyTorch
+program is expected to reach. None of them was measured on a GPU by this project; ``docs/planner-published.md`` holds
+what follows from them against published figures.
 """
 
 import json
 import math
+import operator
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -80,45 +79,29 @@ class Rates:
 
     def in_precision(self, precision: str, *, slower: float) -> "Rates":
         """The rates with which computation in ``precision`` takes ``slower`` times as long."""
-
-        def in_one(rates: Mapping[str, float]) -> dict[str, float]:
-            return {name: rate / slower if name == precision else rate for name, rate in rates.items()}
-
-        all_slower = self.scaled(compute=slower, communication=1)
-        return replace(
-            self,
-            matrix={**self.matrix, precision: all_slower.matrix[precision]},
-            attention={**self.attention, precision: all_slower.attention[precision]},
-            elementwise=in_one(self.elementwise),
-            logits=in_one(self.logits),
-        )
+        slower_rates: dict[str, Any] = {}
+        for name in ("matrix", "attention", "elementwise", "logits"):
+            rates = getattr(self, name)
+            slower_rates[name] = {**rates, precision: changed(rates[precision], lambda rate: rate / slower)}
+        return replace(self, **slower_rates)
 
     def scaled(self, *, compute: float, communication: float) -> "Rates":
         """The rates with which computation and communication take these times as long."""
-
-        def slower(rates: Mapping[str, float]) -> dict[str, float]:
-            return {name: rate / compute for name, rate in rates.items()}
-
+        computing = ("matrix", "attention", "elementwise", "logits", "memory")
         return replace(
             self,
-            matrix=_slower(self.matrix, compute),
-            attention=_slower(self.attention, compute),
-            elementwise=slower(self.elementwise),
-            logits=slower(self.logits),
-            memory=self.memory / compute,
+            **{name: changed(getattr(self, name), lambda rate: rate / compute) for name in computing},
             kernel_sec=self.kernel_sec * compute,
-            bus={ranks: rate / communication for ranks, rate in self.bus.items()},
-            collective_sec={ranks: seconds * communication for ranks, seconds in self.collective_sec.items()},
+            bus=changed(self.bus, lambda rate: rate / communication),
+            collective_sec=changed(self.collective_sec, lambda seconds: seconds * communication),
         )
 
 
-def _slower(
-    rates: Mapping[str, Mapping[int, Mapping[int, float]]], times: float
-) -> dict[str, dict[int, dict[int, float]]]:
-    return {
-        precision: {one: {other: rate / times for other, rate in inner.items()} for one, inner in outer.items()}
-        for precision, outer in rates.items()
-    }
+def changed(rates: Any, change: Callable[[float], float]) -> Any:
+    """A rate, or a mapping of rates, nested or not, after ``change``."""
+    if isinstance(rates, Mapping):
+        return {key: changed(rate, change) for key, rate in rates.items()}
+    return change(rates)
 
 
 def interpolated(known: Mapping[int, float], place: float) -> float:
@@ -128,8 +111,7 @@ def interpolated(known: Mapping[int, float], place: float) -> float:
     above = [point for point in points if point[0] >= place] or points[-1:]
     (low, slow), (high, fast) = below[-1], above[0]
     share = 0.0 if low == high else math.log(place / low) / math.log(high / low)
-    found: float = slow * (fast / slow) ** min(1.0, max(0.0, share))
-    return found
+    return float(slow * (fast / slow) ** min(1.0, max(0.0, share)))
 
 
 def at_ranks(known: Mapping[int, float], ranks: int) -> float:
@@ -247,7 +229,10 @@ def read_calibration(path: Path) -> Calibration:
         UserError: it is missing, or not a calibration of this schema; one line.
     """
     try:
-        data = _calibration_in(read_bytes(path))
+        data = read_bytes(path)
+        record = parse_json(data)
+        if isinstance(record, dict) and isinstance(record.get("calibration"), dict):
+            data = json.dumps(record["calibration"]).encode()
         schema = parse_as(data, _Schema, unknown_keys=True).schema_version
         readable = schema.partition(".")[0] == SCHEMA_VERSION.partition(".")[0]
         found = parse_as(data, Calibration, unknown_keys=True) if readable else None
@@ -264,13 +249,6 @@ def read_calibration(path: Path) -> Calibration:
     if wrong:
         raise UserError(f"--machine {path}: {wrong}; write it again with --calibrate")
     return found
-
-
-def _calibration_in(data: bytes) -> bytes:
-    """The file itself, unless it is a record that holds a calibration."""
-    record = parse_json(data)
-    inner = record.get("calibration") if isinstance(record, dict) else None
-    return json.dumps(inner).encode() if isinstance(inner, dict) else data
 
 
 def _impossible(calibration: dict[str, Any]) -> Iterator[str]:
@@ -351,42 +329,34 @@ def calibrated_machine(calibration: Calibration, *, devices: int | None = None) 
     )
 
 
+def _by_number(rates: Mapping[str, Any]) -> dict[Any, Any]:
+    """The same with numbers as keys, below the precisions."""
+    return {
+        int(key) if key.isdecimal() else key: _by_number(rate) if isinstance(rate, Mapping) else rate
+        for key, rate in rates.items()
+    }
+
+
 def _rates(calibration: Calibration, ceilings: Ceilings) -> Rates:
     several = {each.devices: each for each in calibration.ceilings if each.bus_bytes_per_sec and each.all_reduce_sec}
     bus = {number: (each.bus_bytes_per_sec or {})["all_reduce"]["fp32"] for number, each in several.items()}
-    begun = {number: each.all_reduce_sec or 0.0 for number, each in several.items()}
+    most = several[max(several)].bus_bytes_per_sec or {} if several else {}
     return Rates(
-        matrix={
-            precision: {
-                int(width): {int(rows): rate for rows, rate in by_rows.items()} for width, by_rows in by_width.items()
-            }
-            for precision, by_width in ceilings.matrix_flops_per_sec.items()
-        },
-        attention={
-            precision: {
-                int(size): {int(length): rate for length, rate in by_length.items()}
-                for size, by_length in by_size.items()
-            }
-            for precision, by_size in ceilings.attention_flops_per_sec.items()
-        },
+        matrix=_by_number(ceilings.matrix_flops_per_sec),
+        attention=_by_number(ceilings.attention_flops_per_sec),
         elementwise=ceilings.elementwise_bytes_per_sec,
         logits=ceilings.logits_per_sec,
         memory=ceilings.triad_bytes_per_sec,
         kernel_sec=ceilings.operation_sec,
         bus=bus or {1: ceilings.triad_bytes_per_sec},
-        collective_sec=begun or {1: ceilings.operation_sec},
-        slowness=_slowness(several[max(several)].bus_bytes_per_sec or {}) if several else {},
+        collective_sec={number: each.all_reduce_sec or 0.0 for number, each in several.items()}
+        or {1: ceilings.operation_sec},
+        slowness=changed(most, lambda rate: most["all_reduce"]["fp32"] / rate),
         network=min(bus.values(), default=ceilings.triad_bytes_per_sec),
         host_link=ceilings.host_link_bytes_per_sec,
         host_memory=ceilings.triad_bytes_per_sec,
         disk=calibration.disk_bytes_per_sec,
     )
-
-
-def _slowness(rates: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float]]:
-    """How many times as long as an all-reduce in fp32 each operation takes."""
-    fastest = rates["all_reduce"]["fp32"]
-    return {name: {each: fastest / rate for each, rate in known.items()} for name, known in rates.items()}
 
 
 DEVICES_PER_MACHINE = 8
@@ -467,10 +437,7 @@ def datasheet_machine(
 
 
 def _datasheet_rates(gpu: Gpu, which: str, network: float) -> Rates:
-    def of(share: Share) -> float:
-        found: float = getattr(share, which)
-        return found
-
+    of = operator.attrgetter(which)
     peaks = {name: peak for name in ("fp32", "bf16", "fp16") if (peak := gpu.peak(name))}
     memory = of(MEMORY) * gpu.memory_bytes_per_sec
     return Rates(

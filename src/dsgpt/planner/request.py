@@ -1,4 +1,4 @@
-"""From the flags of ``src/plan.py`` to the training that is planned, the ways to train it, and measured steps."""
+"""From the flags of ``src/plan.py`` to the training that is planned, the candidates of a search, and measured steps."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -16,7 +16,6 @@ from dsgpt.config.recipe import PARALLEL_KEYS, Recipe, read_recipe, recipe_from
 from dsgpt.config.run_config import BatchPlan, plan_batch, split_batch
 from dsgpt.machine.topology import Topology
 from dsgpt.model.config import GPT2_VOCAB_SIZE, PRESETS, GPT2Config, shape_problems
-from dsgpt.planner.fitting import MeasuredStep, fit
 from dsgpt.planner.hardware import PRICES as TABLE
 from dsgpt.planner.hardware import find_gpu, find_instance, read_prices
 from dsgpt.planner.options import PlanOptions
@@ -30,9 +29,10 @@ from dsgpt.planner.rates import (
     read_calibration,
 )
 from dsgpt.planner.setup import Setup
+from dsgpt.planner.step_time import MeasuredStep, fit
 from dsgpt.record.suites import MAX_BYTES, SweepCell, read_sweep
 
-# The ways to train that ``--recommend`` searches: strategies of the shipped recipes, with every split of the model.
+# The setups that ``--recommend`` searches: strategies of the shipped recipes, with every split of the model.
 
 RECIPES = Path("ds_configs")
 _STRATEGY_KEYS = (
@@ -44,7 +44,7 @@ _DATA_PARALLEL = ("zero0", "zero1", "zero2", "zero3", "zero2_offload", "zero3_of
 
 
 @dataclass(frozen=True, kw_only=True)
-class Way:
+class CandidateSetup:
     """A strategy, without the batch."""
 
     name: str
@@ -55,18 +55,11 @@ class Way:
 
     def recipe(self, base: Recipe, path: Path, **more: Any) -> Recipe:
         """``base`` with this strategy, and ``more`` keys, as the file ``path``."""
-        kept = {key: value for key, value in base.raw.items() if key not in _STRATEGY_KEYS}
-        return recipe_from(kept | self.blocks | more, path)
+        others = {key: value for key, value in base.raw.items() if key not in _STRATEGY_KEYS}
+        return recipe_from(others | self.blocks | more, path)
 
 
-def way_of(strategy: str, *, repository: Path) -> Way:
-    """The way that ``--strategy`` names."""
-    plain = strategy in {"baseline", "ddp", "fsdp"}
-    blocks = _blocks(repository, "zero0" if plain else strategy)
-    return Way(name=strategy, run_type=strategy if plain else "optimized", blocks=blocks)
-
-
-def ways(devices: int, *, together: int, repository: Path) -> Iterator[Way]:
+def candidate_setups(devices: int, *, together: int, repository: Path) -> Iterator[CandidateSetup]:
     """Every way to train on ``devices``, the simplest first.
 
     Args:
@@ -75,37 +68,26 @@ def ways(devices: int, *, together: int, repository: Path) -> Iterator[Way]:
             number divides it.
         repository: has the shipped recipes.
     """
-    if devices == 1:
-        yield Way(name="baseline", run_type="baseline", blocks=_blocks(repository, "zero0"))
-    else:
-        yield Way(name="ddp", run_type="ddp", blocks=_blocks(repository, "zero0"))
-        yield Way(name="fsdp", run_type="fsdp", blocks=_blocks(repository, "zero0"))
+    for run_type in ("baseline",) if devices == 1 else ("ddp", "fsdp"):
+        yield CandidateSetup(name=run_type, run_type=run_type, blocks=_blocks(repository, "zero0"))
     for recipe in _DATA_PARALLEL[4:] if devices == 1 else _DATA_PARALLEL:
-        yield Way(name=recipe.replace("_", "-"), run_type="optimized", blocks=_blocks(repository, recipe))
-    inside = [size for size in _on_one_machine(devices, devices, together=together) if size > 1]
-    for size in inside:
+        blocks = _blocks(repository, recipe)
+        yield CandidateSetup(name=recipe.replace("_", "-"), run_type="optimized", blocks=blocks)
+    on_one_machine = [size for size in divisors(devices) if devices <= together or together % size == 0]
+    for size in on_one_machine[1:]:
         blocks = _blocks(repository, "tensor") | {"tensor_parallel": {"autotp_size": size}}
-        yield Way(name=f"tensor{size}-zero1", run_type="optimized", blocks=blocks)
-    for size in inside:
+        yield CandidateSetup(name=f"tensor{size}-zero1", run_type="optimized", blocks=blocks)
+    for size in on_one_machine[1:]:
         blocks = _blocks(repository, "sequence") | {"sequence_parallel_size": size}
-        yield Way(name=f"sequence{size}-zero1", run_type="optimized", blocks=blocks)
+        yield CandidateSetup(name=f"sequence{size}-zero1", run_type="optimized", blocks=blocks)
     for stages in divisors(devices)[1:]:
-        yield from _pipelines(stages, devices, together=together, repository=repository)
-
-
-def _pipelines(stages: int, devices: int, *, together: int, repository: Path) -> Iterator[Way]:
-    for tensor in _on_one_machine(devices // stages, devices, together=together):
-        blocks = _blocks(repository, "pipeline")
-        blocks["pipeline"] = blocks["pipeline"] | {"stages": stages}
-        if tensor > 1:
-            blocks["tensor_parallel"] = {"autotp_size": tensor}
-        name = f"pipeline{stages}-" + (f"tensor{tensor}-" if tensor > 1 else "") + "zero1"
-        yield Way(name=name, run_type="optimized", blocks=blocks)
-
-
-def _on_one_machine(number: int, devices: int, *, together: int) -> list[int]:
-    """The divisors of ``number`` with which groups of neighbouring ranks are never on two machines."""
-    return [size for size in divisors(number) if devices <= together or together % size == 0]
+        for tensor in on_one_machine:
+            if devices // stages % tensor == 0:
+                blocks = _blocks(repository, "pipeline")
+                blocks["pipeline"] = blocks["pipeline"] | {"stages": stages}
+                blocks |= {"tensor_parallel": {"autotp_size": tensor}} if tensor > 1 else {}
+                name = f"pipeline{stages}-" + (f"tensor{tensor}-" if tensor > 1 else "") + "zero1"
+                yield CandidateSetup(name=name, run_type="optimized", blocks=blocks)
 
 
 def _blocks(repository: Path, name: str) -> dict[str, Any]:
@@ -126,48 +108,31 @@ def read_measured(paths: tuple[Path, ...], machine_of: MachineOf, *, repository:
     Raises:
         UserError: a record cannot be read, or has no step that can be fitted; one line.
     """
-    found = []
+    measured = []
     for path in paths:
         try:
-            steps = list(_steps(path, machine_of, repository=repository))
+            record = read_object(path, max_bytes=MAX_BYTES)
+            if "comparisons" in record:
+                steps = [_of_sweep(cell, machine_of, repository=repository) for cell in read_sweep(path).cells]
+            else:
+                steps = [_of_plan(cell, machine_of, repository=repository) for cell in record.get("cells", [])]
+        except JsonError as error:
+            raise UserError(f"--measured {path}: cannot be read as a record: {error}") from error
         except (KeyError, TypeError, AttributeError, OverflowError) as error:
             reason = f"{type(error).__name__}: {error}"
             raise UserError(f"--measured {path}: a cell is not as this program writes it ({reason})") from error
-        steps = [step for step in steps if step.setup.precision in step.machine.precisions]
-        if not steps:
+        known = [step for step in steps if step and step.setup.precision in step.machine.precisions]
+        if not known:
             raise UserError(f"--measured {path}: has no measured step of a setup that the planner knows")
-        found += steps
-    return found
+        measured += known
+    return measured
 
 
-def _steps(path: Path, machine_of: MachineOf, *, repository: Path) -> Iterator[MeasuredStep]:
-    try:
-        record = read_object(path, max_bytes=MAX_BYTES)
-    except JsonError as error:
-        raise UserError(f"--measured {path}: cannot be read as a record: {error}") from error
-    if "comparisons" in record:
-        yield from _of_a_sweep(path, machine_of, repository=repository)
-        return
-    for result in record.get("cells", []):
-        seconds = (result.get("step_seconds") or {}).get("measured")
-        if result.get("fit") and seconds:
-            setup = _setup_of_result(result, repository=repository)
-            yield MeasuredStep(setup=setup, machine=machine_of(setup.world_size), seconds=seconds)
-
-
-def _of_a_sweep(path: Path, machine_of: MachineOf, *, repository: Path) -> Iterator[MeasuredStep]:
-    for cell in read_sweep(path).cells:
-        work = next((turn.work for turn in cell.done().values() if turn.work), None)
-        if work is None or cell.tokens_per_sec is None:
-            continue
-        setup = _setup_of_cell(cell, work, repository=repository)
-        tokens = int(work["global batch"]) * setup.seq_length
-        yield MeasuredStep(
-            setup=setup, machine=machine_of(setup.world_size), seconds=tokens / cell.tokens_per_sec.median
-        )
-
-
-def _setup_of_cell(cell: SweepCell, work: Mapping[str, Any], *, repository: Path) -> Setup:
+def _of_sweep(cell: SweepCell, machine_of: MachineOf, *, repository: Path) -> MeasuredStep | None:
+    """The step of a cell of a sweep; None if no turn of it is done."""
+    work = next((turn.work for turn in cell.done().values() if turn.work), None)
+    if work is None or cell.tokens_per_sec is None:
+        return None
     options, problems = parse_arguments(cell.flags)
     assert options.deepspeed_config is not None
     recipe = read_recipe(repository / options.deepspeed_config, problems)
@@ -186,7 +151,7 @@ def _setup_of_cell(cell: SweepCell, work: Mapping[str, Any], *, repository: Path
     problems.raise_if_any()
     assert batch is not None
     shape = {name: int(work[f"model {name}"]) for name in ("n_layer", "n_head", "n_embd", "block_size", "vocab_size")}
-    return Setup(
+    setup = Setup(
         run_type=run_type,
         model=GPT2Config(**shape),
         recipe=recipe,
@@ -198,14 +163,21 @@ def _setup_of_cell(cell: SweepCell, work: Mapping[str, Any], *, repository: Path
         activation_checkpointing=options.activation_checkpointing,
     )
 
+    tokens = int(work["global batch"]) * setup.seq_length
+    return MeasuredStep(setup=setup, machine=machine_of(setup.world_size), seconds=tokens / cell.tokens_per_sec.median)
 
-def _setup_of_result(result: Mapping[str, Any], *, repository: Path) -> Setup:
+
+def _of_plan(result: Mapping[str, Any], machine_of: MachineOf, *, repository: Path) -> MeasuredStep | None:
+    """The step of a cell of ``benchmark.py plan``; None if it was not measured, or only tests a fit."""
+    seconds = (result.get("step_seconds") or {}).get("measured")
+    if not result.get("fit") or not seconds:
+        return None
     work, problems = result["work"], Problems()
     shipped = read_recipe(repository / "ds_configs" / work["recipe"], problems)
     problems.raise_if_any()
     assert shipped is not None
     shape = {name: size for name, size in work["model"].items() if name != "name"}
-    return Setup(
+    setup = Setup(
         run_type=work["run_type"],
         model=GPT2Config(block_size=work["seq_length"], **shape),
         recipe=recipe_from(_merged(shipped.raw, work["changes"]), shipped.path),
@@ -216,15 +188,16 @@ def _setup_of_result(result: Mapping[str, Any], *, repository: Path) -> Setup:
         seq_length=work["seq_length"],
         activation_checkpointing=work["activation_checkpointing"],
     )
+    return MeasuredStep(setup=setup, machine=machine_of(setup.world_size), seconds=seconds)
 
 
 def _merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """``base`` with ``changes``; blocks that both have are merged."""
-    found = dict(base)
+    merged = dict(base)
     for key, value in changes.items():
-        both = isinstance(value, dict) and isinstance(found.get(key), dict)
-        found[key] = _merged(found[key], value) if both else value
-    return found
+        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        merged[key] = _merged(merged[key], value) if both else value
+    return merged
 
 
 # From the flags of ``src/plan.py`` to the training that is planned; every mistake in them is collected.
@@ -319,12 +292,27 @@ def read_request(options: PlanOptions, problems: Problems, *, repository: Path) 
     Raises:
         UserError: with every mistake, a line each.
     """
-    options, network_basis = _with_instance(_with_strategy(options, problems), problems)
+    if options.strategy is not None:
+        given = {"--run_type": options.run_type, "--deepspeed_config": options.deepspeed_config}
+        for flag in [flag for flag, value in {**given, "--recommend": options.recommend}.items() if value]:
+            problems.add(f"{flag} and --strategy both name what is trained: leave one of them out")
+        run_type = options.strategy if options.strategy in RUN_TYPES and not options.recommend else None
+        options = replace(options, run_type=run_type)
+    options, network_basis = _with_instance(options, problems)
     model = _model(options, problems)
     machine = _machine(options, problems, repository=repository)
     recipe = _recipe(options, problems, repository=repository)
-    seq_length = _seq_length(options, model, problems)
-    _check_lengths(options, problems)
+    if model is not None and (options.seq_length or 0) > model.block_size:
+        problems.add(
+            f"--seq_length {options.seq_length} is longer than the model's {model.block_size} positions: lower it, or "
+            f"add --max_position_embeddings {options.seq_length}"
+        )
+    if options.tokens is None and not problems.mention("--tokens"):
+        problems.add("--tokens is missing: give the tokens of the training, such as 10e9")
+    if options.eval_every and not options.val_tokens:
+        problems.add("--eval_every needs --val_tokens, the tokens of a validation")
+    if options.picture is not None and options.picture.suffix not in {".svg", ".png"}:
+        problems.add(f"--picture {options.picture} must end in .svg or .png")
     _check_machines(options, machine, problems)
     _check_ignored(options, problems)
     precision = _precision(options, recipe, machine, problems) if recipe and machine else None
@@ -332,7 +320,6 @@ def read_request(options: PlanOptions, problems: Problems, *, repository: Path) 
     assert model is not None
     assert machine is not None
     assert recipe is not None
-    assert seq_length is not None
     assert precision is not None
     devices = options.gpus or (1 if machine.kind == "cuda" and options.gpu else machine.devices)
     return PlanRequest(
@@ -342,20 +329,8 @@ def read_request(options: PlanOptions, problems: Problems, *, repository: Path) 
         machine=machine,
         devices=devices,
         precision=precision,
-        seq_length=seq_length,
+        seq_length=options.seq_length or model.block_size,
         network_basis=network_basis,
-    )
-
-
-def _with_strategy(options: PlanOptions, problems: Problems) -> PlanOptions:
-    """The flags with the run type of ``--strategy``."""
-    if options.strategy is None:
-        return options
-    given = {"--run_type": options.run_type, "--deepspeed_config": options.deepspeed_config}
-    for flag in [flag for flag, value in {**given, "--recommend": options.recommend}.items() if value]:
-        problems.add(f"{flag} and --strategy both name what is trained: leave one of them out")
-    return replace(
-        options, run_type=options.strategy if options.strategy in RUN_TYPES and not options.recommend else None
     )
 
 
@@ -385,23 +360,17 @@ def _with_instance(options: PlanOptions, problems: Problems) -> tuple[PlanOption
     ), basis
 
 
-def fixed_batch(request: PlanRequest, problems: Problems) -> BatchPlan | None:
-    """The split of the global batch, after the checks of training; None if ``problems`` says why there is none."""
+def fixed_setup(request: PlanRequest, problems: Problems) -> Setup:
+    """The training that the flags name, its global batch split as training does.
+
+    Raises:
+        UserError: training would refuse it; every mistake, a line each.
+    """
     training = request.training(request.recipe, request.run_type, problems=problems)
     check_split(training, problems)
     batch = split_batch(training, problems, [])
     if batch is not None:
         check_accumulation(training, batch.gradient_accumulation_steps, problems)
-    return batch
-
-
-def fixed_setup(request: PlanRequest, problems: Problems) -> Setup:
-    """The training that the flags name.
-
-    Raises:
-        UserError: training would refuse it; every mistake, a line each.
-    """
-    batch = fixed_batch(request, problems)
     problems.raise_if_any()
     assert batch is not None
     checkpointing = request.options.activation_checkpointing or request.recipe.activation_checkpointing is not None
@@ -410,9 +379,9 @@ def fixed_setup(request: PlanRequest, problems: Problems) -> Setup:
 
 def _model(options: PlanOptions, problems: Problems) -> GPT2Config | None:
     shape = PRESETS[options.model_size].as_dict() | {"vocab_size": GPT2_VOCAB_SIZE} | shape_overrides(options)
-    found = shape_problems(shape)
-    problems.add(*found)
-    return None if found else GPT2Config(**shape)
+    mistakes = shape_problems(shape)
+    problems.add(*mistakes)
+    return None if mistakes else GPT2Config(**shape)
 
 
 def _recipe(options: PlanOptions, problems: Problems, *, repository: Path) -> Recipe | None:
@@ -421,8 +390,9 @@ def _recipe(options: PlanOptions, problems: Problems, *, repository: Path) -> Re
     path = repository / SIZES / f"{options.model_size}.json"
     recipe = read_recipe(path, problems)
     if recipe and options.strategy:
-        way = way_of(options.strategy, repository=repository)
-        return way.recipe(recipe, RECIPES / f"{options.strategy}.json", train_batch_size=recipe.train_batch_size)
+        name = "zero0" if options.strategy in RUN_TYPES else options.strategy
+        strategy = CandidateSetup(name=name, run_type="optimized", blocks=_blocks(repository, name))
+        return strategy.recipe(recipe, RECIPES / f"{options.strategy}.json", train_batch_size=recipe.train_batch_size)
     return replace(recipe, path=SIZES / path.name) if recipe else None
 
 
@@ -436,14 +406,10 @@ def _machine(options: PlanOptions, problems: Problems, *, repository: Path) -> M
             if options.measured:
                 problems.add("--measured fits the rates of a calibration: leave out --gpu, or --measured")
             together = options.gpus_per_machine or DEVICES_PER_MACHINE
-            host = options.host_memory_gb
-            used = min(together, options.gpus or 1)
-            return datasheet_machine(
-                find_gpu(options.gpu),
-                devices=together,
-                host_bytes=None if host is None else int(host * 1e9 / used),
-                network=NETWORK_BYTES_PER_SEC if options.network_gbps is None else options.network_gbps * 1e9 / 8,
-            )
+            host, used = options.host_memory_gb, min(together, options.gpus or 1)
+            network = NETWORK_BYTES_PER_SEC if options.network_gbps is None else options.network_gbps * 1e9 / 8
+            host_bytes = None if host is None else int(host * 1e9 / used)
+            return datasheet_machine(find_gpu(options.gpu), devices=together, host_bytes=host_bytes, network=network)
         path = options.machine or CALIBRATION
         if options.machine is None and not path.exists():
             problems.add("--gpu is missing: name a GPU such as a100-80gb, or measure this machine with --calibrate")
@@ -463,18 +429,6 @@ def _machine(options: PlanOptions, problems: Problems, *, repository: Path) -> M
         return None
 
 
-def _seq_length(options: PlanOptions, model: GPT2Config | None, problems: Problems) -> int | None:
-    if model is None:
-        return options.seq_length
-    length = options.seq_length or model.block_size
-    if length > model.block_size:
-        problems.add(
-            f"--seq_length {length} is longer than the model's {model.block_size} positions: lower it, or add "
-            f"--max_position_embeddings {length}"
-        )
-    return length
-
-
 def _precision(options: PlanOptions, recipe: Recipe, machine: Machine, problems: Problems) -> str:
     asked = options.precision if options.precision != "auto" else recipe.precision
     precision = asked or machine.default_precision
@@ -482,15 +436,6 @@ def _precision(options: PlanOptions, recipe: Recipe, machine: Machine, problems:
         where = "--precision" if options.precision != "auto" else f"{recipe.path}:"
         problems.add(f"{where} {precision}: {machine.name} has no units for it: take {' or '.join(machine.precisions)}")
     return precision
-
-
-def _check_lengths(options: PlanOptions, problems: Problems) -> None:
-    if options.tokens is None and not problems.mention("--tokens"):
-        problems.add("--tokens is missing: give the tokens of the training, such as 10e9")
-    if options.eval_every and not options.val_tokens:
-        problems.add("--eval_every needs --val_tokens, the tokens of a validation")
-    if options.picture is not None and options.picture.suffix not in {".svg", ".png"}:
-        problems.add(f"--picture {options.picture} must end in .svg or .png")
 
 
 def _check_machines(options: PlanOptions, machine: Machine | None, problems: Problems) -> None:

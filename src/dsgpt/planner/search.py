@@ -1,19 +1,22 @@
-"""``--recommend``: the search over all ways to train, and the recommendation that it gives."""
+"""What ``src/plan.py`` does after its flags are read; ``--recommend`` searches all setups for the best one."""
 
+import contextlib
+import json
 import math
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from dsgpt.common.errors import Problems, UserError
+from dsgpt.common.errors import EXIT_DOES_NOT_FIT, EXIT_DONE, Problems, UserError
 from dsgpt.common.files import json_text, write_atomic
-from dsgpt.common.text import divisors, next_line
+from dsgpt.common.text import divisors, next_line, script_words
 from dsgpt.config.compatibility import check_accumulation, check_split
-from dsgpt.config.recipe import Recipe, recipe_text
+from dsgpt.config.recipe import recipe_text
 from dsgpt.config.run_config import LARGEST_BATCH, BatchPlan
-from dsgpt.planner.hardware import PriceTable, gpus
+from dsgpt.planner.hardware import PRICES, PriceTable, gpus, read_prices
+from dsgpt.planner.options import PlanOptions
 from dsgpt.planner.plan import (
     HOST_SHARE,
     Plan,
@@ -27,32 +30,28 @@ from dsgpt.planner.plan import (
     size,
     with_assumptions,
 )
-from dsgpt.planner.request import PlanRequest, Way, ways
+from dsgpt.planner.published import published_page
+from dsgpt.planner.rates import CALIBRATION
+from dsgpt.planner.request import CandidateSetup, PlanRequest, candidate_setups, fixed_setup, read_request
 
-# ``--recommend``: plans every way to train, and ranks those that fit into memory, budget and deadline.
+# The search: plans every candidate, and ranks those that fit into memory, budget and deadline.
 
 _SHARE = 1e-9
+RECIPE, COMMAND, PLAN = "recipe.json", "train.sh", "plan.json"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Judged:
-    """A way with or without activation checkpointing, and its fastest micro batch that fits."""
+    """A candidate with or without activation checkpointing, and its fastest micro batch that fits."""
 
-    way: Way
-    activation_checkpointing: bool
-    recipe: Recipe | None
-    """With the batch; None if it was refused."""
-    plan: Plan | None
-    """If it does not fit into memory, the plan that needs least."""
+    name: str
+    """The candidate's, with a remark about checkpointing."""
+    plan: Plan | None = None
+    """If it does not fit into memory, the plan that needs least; None if training would refuse it."""
     fitting: tuple[Plan, ...] = ()
     """The plans of every micro batch that fits into memory."""
     reason: str
     """Why it is not recommended; empty if it is within all limits."""
-
-    @property
-    def name(self) -> str:
-        """The way's, with a remark about checkpointing."""
-        return f"{self.way.name}, checkpointing" if self.activation_checkpointing else self.way.name
 
     @property
     def fits(self) -> bool:
@@ -61,168 +60,93 @@ class Judged:
 
 
 def search(request: PlanRequest, prices: PriceTable, *, repository: Path) -> list[Judged]:
-    """Every way to train, judged: first those within all limits, the fastest first, then the others.
+    """Every candidate, judged: first those within all limits, the fastest first, then the others.
 
     All micro batches are planned, because those that fit are no range: the smallest may need more memory than a larger
     one. With as many sequences in a step it accumulates, and then a rank holds buffers that a single micro batch does
     without: the sum of the gradients beside those of the micro batch, 4 bytes for each parameter that it reduces.
     The time of a plan is computed only if it fits.
     """
-    found = [
-        _judge(request, prices, way, activation_checkpointing=checkpointing)
-        for way in ways(request.devices, together=request.machine.devices, repository=repository)
+    judged = [
+        _judge(request, prices, candidate, activation_checkpointing=checkpointing)
+        for candidate in candidate_setups(request.devices, together=request.machine.devices, repository=repository)
         for checkpointing in (False, True)
     ]
-    ranked = sorted((each for each in found if each.fits), key=_seconds)
-    if ranked:
-        best = ranked[0]
-        assert best.plan is not None
-        rivals = tuple(plan for each in found for plan in each.fitting)
-        ranked[0] = replace(best, plan=replace(best.plan, rivals=rivals))
-    return [*ranked, *(each for each in found if not each.fits)]
+    # equally fast ones stay in order, the simpler first
+    ranked = sorted((each for each in judged if each.fits), key=lambda each: each.plan.run.seconds if each.plan else 0)
+    if ranked and (best := ranked[0].plan):
+        rivals = tuple(plan for each in judged for plan in each.fitting)
+        ranked[0] = replace(ranked[0], plan=replace(best, rivals=rivals))
+    return [*ranked, *(each for each in judged if not each.fits)]
 
 
-def _seconds(judged: Judged) -> float:
-    """Of the training, for ranking; equal ones stay in order, the simpler first."""
-    assert judged.plan is not None
-    return judged.plan.run.seconds
-
-
-def _judge(request: PlanRequest, prices: PriceTable, way: Way, *, activation_checkpointing: bool) -> Judged:
-    best: Plan | None = None
-    chosen: Recipe | None = None
-    least: Plan | None = None
-    fitting: list[Plan] = []
-    try:
-        for recipe, plan in _plans(request, prices, way, activation_checkpointing=activation_checkpointing):
-            if least is None or plan.peak.total < least.peak.total:
-                least = plan
-            if not plan.fits:
-                continue
-            fitting.append(plan)
-            if best is None or plan.run.seconds < best.run.seconds * (1 - _SHARE):
-                best, chosen = plan, recipe
-    except _Refused as refusal:
-        return Judged(
-            way=way,
-            activation_checkpointing=activation_checkpointing,
-            recipe=None,
-            plan=None,
-            reason=str(refusal),
-        )
-    return Judged(
-        way=way,
-        activation_checkpointing=activation_checkpointing,
-        recipe=chosen,
-        plan=best or least,
-        fitting=tuple(fitting),
-        reason=_reason(request, best, least),
-    )
-
-
-class _Refused(ValueError):
-    """Training would refuse the way, whatever the micro batch is."""
-
-
-def _plans(
-    request: PlanRequest, prices: PriceTable, way: Way, *, activation_checkpointing: bool
-) -> Iterator[tuple[Recipe, Plan]]:
-    """The plans of all micro batches, the smallest first."""
-    for recipe, batch in _batches(request, way, activation_checkpointing=activation_checkpointing):
-        setup = request.setup(recipe, way.run_type, batch, activation_checkpointing=activation_checkpointing)
-        name = f"{way.name}, checkpointing" if activation_checkpointing else way.name
-        yield recipe, replace(plan_of(setup, request, prices), name=name)
-
-
-def _batches(request: PlanRequest, way: Way, *, activation_checkpointing: bool) -> Iterator[tuple[Recipe, BatchPlan]]:
-    """Every split of the global batch that the flags allow.
-
-    Raises:
-        _Refused: there is none, or training refuses the way.
-    """
-    total = request.options.global_batch_size or request.recipe.train_batch_size
-    path = request.options.into / "recipe.json"
+def _judge(
+    request: PlanRequest, prices: PriceTable, candidate: CandidateSetup, *, activation_checkpointing: bool
+) -> Judged:
+    """The fastest of every split of the global batch that the flags allow and that training does not refuse."""
+    options, path, problems = request.options, request.options.into / RECIPE, Problems()
+    name = f"{candidate.name}, checkpointing" if activation_checkpointing else candidate.name
     more: dict[str, Any] = {"activation_checkpointing": {}} if activation_checkpointing else {}
-    problems = Problems()
-    plain = way.recipe(request.recipe, path, train_batch_size=total, **more)
-    training = request.training(plain, way.run_type, problems=problems)
+    total = options.global_batch_size or request.recipe.train_batch_size or 0
+    plain = candidate.recipe(request.recipe, path, train_batch_size=total or None, **more)
+    training = request.training(plain, candidate.run_type, problems=problems)
     check_split(training, problems)
-    ranks = request.devices // plain.parallel_of(way.run_type).ranks_per_copy
-    total = _divisible(total, ranks, problems)
-    if problems:
-        raise _Refused(_first_line(problems, path))
-    share, count = total // ranks, 0
-    for micro in divisors(share):
+    ranks = request.devices // plain.parallel_of(candidate.run_type).ranks_per_copy
+    if not total:
+        problems.add("the global batch is not given: set train_batch_size in the recipe or --global_batch_size")
+    elif total > LARGEST_BATCH:
+        problems.add(f"the global batch of {total:,} is too large: at most {LARGEST_BATCH:,}")
+    elif not problems and total % ranks:
+        problems.add(f"the global batch of {total} is not divisible by {ranks} data ranks")
+    try:
+        problems.raise_if_any()
+    except UserError as error:  # its first line, without the name of the file that is not written yet
+        return Judged(name=name, reason=error.problems[0].removeprefix(f"{path}: "))
+    plans = []
+    for micro in divisors(total // ranks):
+        steps = total // ranks // micro
+        if options.micro_batch_size_per_gpu not in {None, micro} or options.grad_accum_steps not in {None, steps}:
+            continue
+        sizes = {"train_micro_batch_size_per_gpu": micro, "gradient_accumulation_steps": steps}
+        recipe = candidate.recipe(request.recipe, path, train_batch_size=total, **sizes, **more)
+        check_accumulation(training, steps, problems)
+        if problems:
+            continue
         batch = BatchPlan(
             global_batch_size=total,
             micro_batch_size=micro,
-            gradient_accumulation_steps=share // micro,
+            gradient_accumulation_steps=steps,
             data_parallel_size=ranks,
         )
-        if not _asked_for(batch, request):
-            continue
-        recipe = way.recipe(
-            request.recipe,
-            path,
-            train_batch_size=total,
-            train_micro_batch_size_per_gpu=micro,
-            gradient_accumulation_steps=batch.gradient_accumulation_steps,
-            **more,
-        )
-        check_accumulation(training, batch.gradient_accumulation_steps, problems)
-        if not problems:
-            count += 1
-            yield recipe, batch
-    if not count:
-        raise _Refused(f"no micro batch as asked for divides the {share} sequences of a rank")
+        setup = request.setup(recipe, candidate.run_type, batch, activation_checkpointing=activation_checkpointing)
+        plans.append(replace(plan_of(setup, request, prices), name=name))
+    if not plans:
+        reason = f"no micro batch as asked for divides the {total // ranks} sequences of a rank"
+        return Judged(name=name, reason=reason)
+    fitting = tuple(plan for plan in plans if plan.fits)
+    if not fitting:
+        least = min(plans, key=lambda plan: plan.peak.total)
+        return Judged(name=name, plan=least, reason=_missing_memory(least))
+    best = fitting[0]
+    for plan in fitting[1:]:
+        if plan.run.seconds < best.run.seconds * (1 - _SHARE):
+            best = plan
+    return Judged(name=name, plan=best, fitting=fitting, reason=_exceeded(best, options))
 
 
-def _divisible(total: int | None, ranks: int, problems: Problems) -> int:
-    """The global batch, for ``ranks`` data ranks; what is wrong with it goes to ``problems``."""
-    if total is None:
-        problems.add("the global batch is not given: set train_batch_size in the recipe or --global_batch_size")
-        return 0
-    if total > LARGEST_BATCH:
-        problems.add(f"the global batch of {total:,} is too large: at most {LARGEST_BATCH:,}")
-    if not problems and total % ranks:
-        problems.add(f"the global batch of {total} is not divisible by {ranks} data ranks")
-    return total
+def _missing_memory(least: Plan) -> str:
+    if least.peak.total <= least.usable_bytes:
+        room = size(HOST_SHARE * least.machine.host_bytes)
+        return f"does not fit: needs {size(least.host_bytes)} of {room} in the host's memory for each device"
+    part = max(least.peak.parts, key=lambda name: least.peak.parts[name])
+    return (
+        f"does not fit: needs {size(least.peak.total)} of {size(least.usable_bytes)} with micro batch "
+        f"{least.setup.micro_batch_size}; most of it is {part} ({size(least.peak.parts[part])})"
+    )
 
 
-def _asked_for(batch: BatchPlan, request: PlanRequest) -> bool:
-    """Whether the flags permit its micro batch and accumulation."""
-    wanted = (request.options.micro_batch_size_per_gpu, request.options.grad_accum_steps)
-    sizes = (batch.micro_batch_size, batch.gradient_accumulation_steps)
-    return all(want is None or want == have for want, have in zip(wanted, sizes, strict=True))
-
-
-def _first_line(problems: Problems, path: Path) -> str:
-    """The first mistake, without the name of the file that is not written yet."""
-    try:
-        problems.raise_if_any()
-    except ValueError as error:
-        return str(error).splitlines()[0].removeprefix(f"{path}: ")
-    return ""
-
-
-def no_price(spot: bool) -> str:
-    """Why a budget cannot be judged."""
-    return f"has no known {'spot price' if spot else 'price'}: give --price_per_gpu_hour"
-
-
-def _reason(request: PlanRequest, best: Plan | None, least: Plan | None) -> str:
-    """Why a way is not within the limits; empty if it is."""
-    options = request.options
-    if best is None:
-        assert least is not None
-        if least.peak.total <= least.usable_bytes:
-            room = size(HOST_SHARE * least.machine.host_bytes)
-            return f"does not fit: needs {size(least.host_bytes)} of {room} in the host's memory for each device"
-        part = max(least.peak.parts, key=lambda name: least.peak.parts[name])
-        return (
-            f"does not fit: needs {size(least.peak.total)} of {size(least.usable_bytes)} with micro batch "
-            f"{least.setup.micro_batch_size}; most of it is {part} ({size(least.peak.parts[part])})"
-        )
+def _exceeded(best: Plan, options: PlanOptions) -> str:
+    """Which limit a plan exceeds; empty if none."""
     if options.deadline is not None and best.run.seconds > options.deadline:
         return f"takes {duration(best.run.seconds)}, longer than the deadline of {duration(options.deadline)}"
     if options.budget is not None and not best.costs:
@@ -232,146 +156,113 @@ def _reason(request: PlanRequest, best: Plan | None, least: Plan | None) -> str:
     return ""
 
 
-RECIPE, COMMAND, PLAN = "recipe.json", "train.sh", "plan.json"
+def no_price(spot: bool) -> str:
+    """Why a budget cannot be judged."""
+    return f"has no known {'spot price' if spot else 'price'}: give --price_per_gpu_hour"
 
 
-# A recommendation for people, as JSON, and as the files that carry it out.
-
-
-def best_of(found: Sequence[Judged], request: PlanRequest) -> Judged:
-    """The first of ``found``, if it is within all limits.
+def best_of(judged: Sequence[Judged], request: PlanRequest) -> Plan:
+    """The plan of the first, if it is within all limits.
 
     Raises:
         UserError: nothing is; the line says what would be.
     """
-    if found and found[0].fits:
-        return found[0]
-    raise UserError(_nothing_fits(found, request))
-
-
-def _nothing_fits(found: Sequence[Judged], request: PlanRequest) -> str:
+    if judged and judged[0].fits and judged[0].plan:
+        return judged[0].plan
     where = f"{request.devices} x {request.machine.name}"
-    inside = [each for each in found if each.plan is not None and each.plan.fits]
-    if inside:
-        fastest = min(inside, key=lambda each: each.plan.run.seconds if each.plan else 0.0)
-        assert fastest.plan is not None
-        if request.options.budget is not None and not fastest.plan.costs:
-            return f"--budget cannot be judged, because {request.machine.name} {no_price(request.options.spot)}"
-        cost = f" and costs {priced(fastest.plan.costs[0])}" if fastest.plan.costs else ""
-        return (
+    plans = [each.plan for each in judged if each.plan is not None]
+    if not plans:
+        raise UserError(f"no setup on {where} can be trained: {judged[0].reason}")
+    if fitting := [plan for plan in plans if plan.fits]:
+        fastest = min(fitting, key=lambda plan: plan.run.seconds)
+        if request.options.budget is not None and not fastest.costs:
+            reason = no_price(request.options.spot)
+            raise UserError(f"--budget cannot be judged, because {request.machine.name} {reason}")
+        cost = f" and costs {priced(fastest.costs[0])}" if fastest.costs else ""
+        raise UserError(
             f"no setup on {where} is within the limits: the fastest, {fastest.name}, takes "
-            f"{duration(fastest.plan.run.seconds)}{cost}: allow that, take more or faster GPUs, or fewer --tokens"
+            f"{duration(fastest.run.seconds)}{cost}: allow that, take more or faster GPUs, or fewer --tokens"
         )
-    planned = [each.plan for each in found if each.plan is not None]
-    if not planned:
-        return f"no setup on {where} can be trained: {found[0].reason}"
-    on_device = [plan for plan in planned if plan.host_bytes == 0] or planned
+    on_device = [plan for plan in plans if plan.host_bytes == 0] or plans
     least = min(on_device, key=lambda plan: plan.peak.total)
     share = least.usable_bytes / request.machine.memory_bytes
     enough = [gpu.key for gpu in gpus().values() if gpu.memory_bytes * share >= least.peak.total]
     cure = f"take {enough[0]}, or more GPUs" if enough else "take more GPUs, or a smaller model"
-    return (
+    raise UserError(
         f"GPT-2 with {request.model.parameter_count() / 1e6:,.0f}M parameters fits nowhere on {where}, not even with "
         f"offload to its host; without it the least is {size(least.peak.total)} of {size(least.usable_bytes)} a "
         f"device: {cure}"
     )
 
 
-def recommendation_lines(found: Sequence[Judged], best: Judged, written: Sequence[Path]) -> list[str]:
+# A recommendation for people, as JSON, and as the files that carry it out.
+
+
+def recommendation_lines(judged: Sequence[Judged], best: Plan, written: Sequence[Path]) -> list[str]:
     """The recommended plan, those that fit beside it, and why the others do not."""
-    assert best.plan is not None
-    ranked = [each for each in found if each.fits]
-    others = [each for each in found if not each.fits]
-    width = max(len(each.name) for each in found)
-    lines = [f"recommended of {len(found)} ways to train: {best.name}", "", *plan_lines(best.plan), ""]
-    lines += [f"within the limits ({len(ranked)}):", *(_row(each, width) for each in ranked), ""]
+    width = max(len(each.name) for each in judged)
+    fitting, others = [], []
+    for each in judged:
+        if each.fits and (plan := each.plan):
+            cost = f"  {priced(plan.costs[0]):>21}" if plan.costs else ""
+            fitting.append(
+                f"  {each.name:<{width}}  micro batch {plan.setup.micro_batch_size:>3}  {size(plan.peak.total):>9}  "
+                f"{plan.tokens_per_sec(plan.step.seconds):>11,.0f} tokens/s  {duration(plan.run.seconds):>10}{cost}"
+            )
+        else:
+            others.append(f"  {each.name:<{width}}  {each.reason}")
+    lines = [f"recommended of {len(judged)} ways to train: {best.name}", "", *plan_lines(best), ""]
+    lines += [f"within the limits ({len(fitting)}):", *fitting, ""]
     if others:
-        lines += ["not within the limits:", *(f"  {each.name:<{width}}  {each.reason}" for each in others), ""]
-    names = [path.as_posix() for path in written]
+        lines += ["not within the limits:", *others, ""]
     command = next(path for path in written if path.name == COMMAND)
-    return [*lines, f"written: {', '.join(names)}", next_line(["sh", command, "--dry_run"])]
+    names = ", ".join(path.as_posix() for path in written)
+    return [*lines, f"written: {names}", next_line(["sh", command, "--dry_run"])]
 
 
-def _row(judged: Judged, width: int) -> str:
-    plan = judged.plan
-    assert plan is not None
-    cost = f"  {priced(plan.costs[0]):>21}" if plan.costs else ""
-    return (
-        f"  {judged.name:<{width}}  micro batch {plan.setup.micro_batch_size:>3}  {size(plan.peak.total):>9}  "
-        f"{plan.tokens_per_sec(plan.step.seconds):>11,.0f} tokens/s  {duration(plan.run.seconds):>10}{cost}"
-    )
-
-
-def recommendation_json(found: Sequence[Judged], best: Judged, written: Sequence[Path]) -> dict[str, Any]:
+def recommendation_json(judged: Sequence[Judged], best: Plan, written: Sequence[Path]) -> dict[str, Any]:
     """The same as JSON."""
-    assert best.plan is not None
     return {
-        "recommended": {"name": best.name, "plan": with_assumptions(best.plan)},
-        "ranked": [{"name": each.name, "plan": plan_json(each.plan)} for each in found if each.fits and each.plan],
-        "refused": [{"name": each.name, "reason": each.reason} for each in found if not each.fits],
+        "recommended": {"name": best.name, "plan": with_assumptions(best)},
+        "ranked": [{"name": each.name, "plan": plan_json(each.plan)} for each in judged if each.fits and each.plan],
+        "refused": [{"name": each.name, "reason": each.reason} for each in judged if not each.fits],
         "written": [path.as_posix() for path in written],
     }
 
 
-def write_recommendation(best: Judged, request: PlanRequest) -> list[Path]:
-    """Write recipe, command and plan to the folder of ``--into``; return their paths."""
-    files = recommendation_files(best, request)
-    request.options.into.mkdir(parents=True, exist_ok=True)
-    for path, content in files.items():
-        write_atomic(path, content)
-    return list(files)
-
-
-def recommendation_files(best: Judged, request: PlanRequest) -> dict[Path, bytes]:
+def recommendation_files(best: Plan) -> dict[Path, bytes]:
     """Recipe, command and plan, by their paths in the folder of ``--into``."""
-    assert best.plan is not None
-    assert best.recipe is not None
-    recipe, command, plan = (request.options.into / name for name in (RECIPE, COMMAND, PLAN))
+    recipe, command, plan = (best.request.options.into / name for name in (RECIPE, COMMAND, PLAN))
     return {
-        recipe: recipe_text(best.recipe.raw).encode(),
-        command: command_text(best, request, recipe).encode(),
-        plan: json_text(with_assumptions(best.plan)).encode(),
+        recipe: recipe_text(best.setup.recipe.raw).encode(),
+        command: command_text(best, recipe).encode(),
+        plan: json_text(with_assumptions(best)).encode(),
     }
 
 
-def command_text(best: Judged, request: PlanRequest, recipe: Path) -> str:
+def command_text(best: Plan, recipe: Path) -> str:
     """The script that starts the training from the root of the repository.
 
     It prefers the environment that ``make demo`` creates there. What is given to it is added to the command:
-    ``sh plan/train.sh --dry_run``.
+    ``sh plan/train.sh --dry_run``. Several machines are joined by torchrun.
     """
-    words = [*launcher_words(best.way.run_type, request), "src/gpt2.py", *_training_words(best, request, recipe)]
-    lines = ['PATH="$PWD/.venv/bin:$PATH"', f'exec {shlex.join(words)} "$@"']
-    if request.machines > 1 and request.machine.kind == "cuda":
-        assert best.plan is not None
-        network = next(each for each in best.plan.assumptions if each.what.startswith("network"))
-        lines.insert(0, f"# Planned for a {assumption_in_words(network)}.")
-        lines.insert(0, "# Start it on every machine, with MASTER set to the address of one of them.")
-    return "\n".join(["#!/bin/sh", *lines]).replace("'$MASTER:29500'", '"$MASTER:29500"') + "\n"
-
-
-def launcher_words(run_type: str, request: PlanRequest) -> list[str]:
-    """The launcher and its flags; several machines are joined by torchrun."""
-    devices, together = request.devices, request.machine.devices
+    request, options, run_type = best.request, best.request.options, best.setup.run_type
+    several, devices = request.machines > 1 and request.machine.kind == "cuda", request.devices
     if run_type == "baseline":
-        return ["python"]
-    if devices > together and request.machine.kind == "cuda":
-        machines = ["--nnodes", str(request.machines), "--nproc_per_node", str(together)]
-        return ["torchrun", *machines, "--rdzv_backend", "c10d", "--rdzv_endpoint", "$MASTER:29500"]
-    if run_type == "optimized":
-        return ["deepspeed", "--quiet", "--num_gpus", str(devices)]
-    return ["torchrun", "--nproc_per_node", str(devices)]
-
-
-def _training_words(best: Judged, request: PlanRequest, recipe: Path) -> list[str]:
-    assert best.plan is not None
-    options, name = request.options, best.name.replace(", ", "-").replace(" ", "-")
-    given = {
-        "--run_type": best.way.run_type,
+        launcher = ["python"]
+    elif several:
+        machines = ["--nnodes", str(request.machines), "--nproc_per_node", str(request.machine.devices)]
+        launcher = ["torchrun", *machines, "--rdzv_backend", "c10d", "--rdzv_endpoint", "$MASTER:29500"]
+    elif run_type == "optimized":
+        launcher = ["deepspeed", "--quiet", "--num_gpus", str(devices)]
+    else:
+        launcher = ["torchrun", "--nproc_per_node", str(devices)]
+    flags = {
+        "--run_type": run_type,
         "--deepspeed_config": recipe.as_posix(),
         "--train_data_path": options.train_data_path.as_posix(),
         "--val_data_path": options.val_data_path.as_posix(),
-        "--checkpoint_path": f"checkpoint/{options.model_size}-{name}",
+        "--checkpoint_path": f"checkpoint/{options.model_size}-{best.name.replace(', ', '-')}",
         "--model_size": options.model_size,
         "--num_layers": options.num_layers,
         "--num_heads": options.num_heads,
@@ -379,16 +270,84 @@ def _training_words(best: Judged, request: PlanRequest, recipe: Path) -> list[st
         "--max_position_embeddings": options.max_position_embeddings,
         "--vocab_size": request.model.vocab_size,
         "--seq_length": request.seq_length,
-        "--max_train_steps": best.plan.run.steps,
+        "--max_train_steps": best.run.steps,
         "--eval_every": options.eval_every or None,
-        "--max_val_steps": _validation_steps(best.plan, options.val_tokens),
+        # global batches of a validation as it is planned; without it the whole file
+        "--max_val_steps": math.ceil(options.val_tokens / best.tokens_per_step) if options.val_tokens else None,
         "--save_every": options.save_every,
         "--precision": None if options.precision == "auto" else options.precision,
         "--plan": (options.into / PLAN).as_posix(),
     }
-    return [word for flag, value in given.items() if value is not None for word in (flag, str(value))]
+    words = [word for flag, value in flags.items() if value is not None for word in (flag, str(value))]
+    lines = ['PATH="$PWD/.venv/bin:$PATH"', f'exec {shlex.join([*launcher, "src/gpt2.py", *words])} "$@"']
+    if several:
+        network = next(each for each in best.assumptions if each.what.startswith("network"))
+        lines.insert(0, f"# Planned for a {assumption_in_words(network)}.")
+        lines.insert(0, "# Start it on every machine, with MASTER set to the address of one of them.")
+    return "\n".join(["#!/bin/sh", *lines]).replace("'$MASTER:29500'", '"$MASTER:29500"') + "\n"
 
 
-def _validation_steps(plan: Plan, val_tokens: float) -> int | None:
-    """Global batches of a validation as it is planned; None to validate on the whole file."""
-    return math.ceil(val_tokens / plan.tokens_per_step) if val_tokens else None
+# The command.
+
+
+def act(options: PlanOptions, problems: Problems, *, repository: Path, draw: Callable[[Plan, Path], None]) -> int:
+    """Calibrate, plan one setup, recommend one, or write the page of published figures; return the exit code.
+
+    Args:
+        options: the flags.
+        problems: the mistakes in them that were found so far.
+        repository: has the recipes.
+        draw: draws the picture of a plan to a file, for ``--picture``.
+
+    Raises:
+        UserError: with every mistake, a line each.
+    """
+    if options.calibrate:
+        path = options.machine or CALIBRATION
+        if path.is_dir():
+            problems.add(f"--machine {path}: is a folder; name the file to write")
+        problems.raise_if_any()
+        from dsgpt.planner.calibrate import calibrate  # noqa: PLC0415 - torch takes seconds
+
+        with _writing("--machine", path):  # the first thing that is measured is the disk of its folder
+            calibrate(path, seconds=options.seconds, devices=options.gpus)
+        print(path)
+        print(next_line(script_words("src/plan.py", "--machine", path, "--model_size", "tiny", "--tokens", "1e6")))
+        return EXIT_DONE
+    if options.published is not None:
+        problems.raise_if_any()
+        page = published_page(repository=repository).encode()
+        with _writing("--published", options.published):
+            write_atomic(options.published, page)
+        print(options.published)
+        return EXIT_DONE
+    request = read_request(options, problems, repository=repository)
+    answer: dict[str, Any] | list[str]
+    if options.recommend:
+        judged = search(request, read_prices(options.prices or PRICES), repository=repository)
+        plan = best_of(judged, request)
+        files = recommendation_files(plan)
+        with _writing("--into", options.into):
+            options.into.mkdir(parents=True, exist_ok=True)
+            for path, content in files.items():
+                write_atomic(path, content)
+        answered = recommendation_json if options.json else recommendation_lines
+        answer = answered(judged, plan, list(files))
+    else:
+        prices = read_prices(options.prices or PRICES)
+        plan = plan_of(fixed_setup(request, problems), request, prices)
+        answer = with_assumptions(plan) if options.json else plan_lines(plan)
+    if options.picture is not None:
+        with _writing("--picture", options.picture):
+            draw(plan, options.picture)
+    print("\n".join(answer) if isinstance(answer, list) else json.dumps(answer, indent=2, allow_nan=False))
+    return EXIT_DONE if plan.fits else EXIT_DOES_NOT_FIT
+
+
+@contextlib.contextmanager
+def _writing(flag: str, path: Path) -> Iterator[None]:
+    """Turn a refusal of the file system into one line about ``flag``."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{flag} {path}: cannot be written ({error.strerror or error})") from error

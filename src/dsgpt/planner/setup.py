@@ -1,6 +1,8 @@
 """The training that a plan predicts, its parameters, and which rank holds which of them."""
 
+import math
 import re
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -32,38 +34,27 @@ class ParameterSize:
     @cached_property
     def numel(self) -> int:
         """Elements."""
-        product = 1
-        for size in self.shape:
-            product *= size
-        return product
-
-
-def model_parameters(model: GPT2Config) -> list[ParameterSize]:
-    """Every parameter, in the model's order; the embedding with its padded rows, and once although it is used twice."""
-    return list(_parameters(model))
+        return math.prod(self.shape)
 
 
 @lru_cache(maxsize=16)
-def _parameters(model: GPT2Config) -> tuple[ParameterSize, ...]:
+def model_parameters(model: GPT2Config) -> list[ParameterSize]:
+    """Every parameter, in the model's order; the embedding with its padded rows, and once although it is used twice."""
     width = model.n_embd
-    found = [
+    parameters = [
         ParameterSize(name=EMBEDDING, shape=(model.padded_vocab_size, width), decays=True),
         ParameterSize(name="wpe.weight", shape=(model.block_size, width), decays=True),
     ]
-    for layer in range(model.n_layer):
-        found += [replace(part, name=f"blocks.{layer}.{part.name}") for part in _block(width)]
-    return (*found, *_layer_norm("ln_f", width))
-
-
-def _block(width: int) -> list[ParameterSize]:
-    return [
-        *_layer_norm("ln_1", width),
-        *_linear("attn.qkv", width, 3 * width, bias_splits=True),
-        *_linear("attn.proj", width, width, bias_splits=False),
-        *_layer_norm("ln_2", width),
-        *_linear("mlp.fc", width, 4 * width, bias_splits=True),
-        *_linear("mlp.proj", 4 * width, width, bias_splits=False),
-    ]
+    for block in (f"blocks.{layer}" for layer in range(model.n_layer)):
+        parameters += [
+            *_layer_norm(f"{block}.ln_1", width),
+            *_linear(f"{block}.attn.qkv", width, 3 * width, bias_splits=True),
+            *_linear(f"{block}.attn.proj", width, width, bias_splits=False),
+            *_layer_norm(f"{block}.ln_2", width),
+            *_linear(f"{block}.mlp.fc", width, 4 * width, bias_splits=True),
+            *_linear(f"{block}.mlp.proj", 4 * width, width, bias_splits=False),
+        ]
+    return [*parameters, *_layer_norm("ln_f", width)]
 
 
 def _layer_norm(name: str, width: int) -> list[ParameterSize]:
@@ -75,13 +66,6 @@ def _linear(name: str, inputs: int, outputs: int, *, bias_splits: bool) -> list[
     return [
         ParameterSize(name=f"{name}.weight", shape=(outputs, inputs), decays=True, splits=True),
         ParameterSize(name=f"{name}.bias", shape=(outputs,), decays=False, splits=bias_splits),
-    ]
-
-
-def on_tensor_rank(parameters: Iterable[ParameterSize], tensor: int) -> list[ParameterSize]:
-    """The parameters of one of ``tensor`` ranks: its part of those that are split, and the others whole."""
-    return [
-        replace(part, shape=(part.shape[0] // tensor, *part.shape[1:])) if part.splits else part for part in parameters
     ]
 
 
@@ -98,68 +82,33 @@ def optimizer_groups(parameters: Sequence[ParameterSize]) -> list[list[Parameter
 # Which pipeline stage gets which layers, computed as DeepSpeed's ``PipelineModule._partition_layers`` does.
 
 
-@dataclass(frozen=True, kw_only=True)
-class Layer:
-    """One layer of the sequence that is split into stages."""
-
-    kind: str
-    """The name that patterns of ``pipeline.partition`` are matched with."""
-    parameters: list[ParameterSize]
-
-
-def pipeline_layers(model: GPT2Config) -> list[Layer]:
-    """Embedding, positions, blocks, the last LayerNorm, and the embedding again as the head."""
-    whole = model_parameters(model)
-
-    def of(prefix: str) -> list[ParameterSize]:
-        return [part for part in whole if part.name.startswith(f"{prefix}.")]
-
-    return [
-        Layer(kind="Embedding", parameters=of("wte")),
-        Layer(kind="PositionEmbedding", parameters=of("wpe")),
-        *(Layer(kind="StageBlock", parameters=of(f"blocks.{layer}")) for layer in range(model.n_layer)),
-        Layer(kind="LayerNorm", parameters=of("ln_f")),
-        Layer(kind="Embedding", parameters=of("wte")),
-    ]
-
-
-def stage_bounds(model: GPT2Config, *, stages: int, partition: str) -> list[int]:
-    """The index in ``pipeline_layers`` at which each stage begins, and the number of layers.
+@lru_cache(maxsize=256)
+def stage_parameters(model: GPT2Config, *, stages: int, partition: str) -> list[list[ParameterSize]]:
+    """The parameters of every stage. The tied embedding comes first, as in ``PipelineModule``, and once per stage.
 
     Args:
         model: the shape.
         stages: how many; at least 2.
         partition: ``parameters``, ``uniform``, or ``type:`` and a pattern.
     """
-    layers = pipeline_layers(model)
+    whole = model_parameters(model)
+    names = [("Embedding", "wte"), ("PositionEmbedding", "wpe")]
+    names += [("StageBlock", f"blocks.{layer}") for layer in range(model.n_layer)]
+    names += [("LayerNorm", "ln_f"), ("Embedding", "wte")]  # patterns of a partition are matched with the first
+    layers = [(kind, [part for part in whole if part.name.startswith(f"{prefix}.")]) for kind, prefix in names]
     if partition.lower() == "uniform":
-        return _even_bounds(len(layers), stages)
-    if partition.lower() == "parameters":
-        return _balanced_bounds([total(layer.parameters) for layer in layers], stages)
-    pattern = re.compile(partition.split(":", 1)[1], re.IGNORECASE)
-    return _balanced_bounds([int(pattern.search(layer.kind) is not None) for layer in layers], stages)
-
-
-@lru_cache(maxsize=256)
-def stage_parameters(model: GPT2Config, *, stages: int, partition: str) -> list[list[ParameterSize]]:
-    """The parameters of every stage. The tied embedding comes first, as in ``PipelineModule``, and once per stage."""
-    layers = pipeline_layers(model)
-    bounds = stage_bounds(model, stages=stages, partition=partition)
+        size, more = divmod(len(layers), stages)
+        bounds = [stage * size + min(stage, more) for stage in range(stages + 1)]
+    elif partition.lower() == "parameters":
+        bounds = _balanced_bounds([total(parameters) for _, parameters in layers], stages)
+    else:
+        pattern = re.compile(partition.split(":", 1)[1], re.IGNORECASE)
+        bounds = _balanced_bounds([int(pattern.search(kind) is not None) for kind, _ in layers], stages)
     dealt = []
     for first, end in pairwise(bounds):
-        held = {part.name: part for layer in layers[first:end] for part in layer.parameters}
-        dealt.append(sorted(held.values(), key=lambda part: part.name != EMBEDDING))
+        by_name = {part.name: part for _, parameters in layers[first:end] for part in parameters}
+        dealt.append(sorted(by_name.values(), key=lambda part: part.name != EMBEDDING))
     return dealt
-
-
-def stages_with_embedding(dealt: Sequence[Sequence[ParameterSize]]) -> int:
-    """The number of stages with a copy of the embedding, whose gradients are summed: the first and the last stage."""
-    return sum(any(part.name == EMBEDDING for part in stage) for stage in dealt)
-
-
-def _even_bounds(items: int, parts: int) -> list[int]:
-    size, more = divmod(items, parts)
-    return [part * size + min(part, more) for part in range(parts + 1)]
 
 
 def _balanced_bounds(weights: Sequence[int], parts: int) -> list[int]:
@@ -259,7 +208,11 @@ class Setup:
         else:
             partition = self.recipe.pipeline.partition
             dealt = stage_parameters(self.model, stages=self.sizes.pipeline, partition=partition)
-        return [on_tensor_rank(stage, self.sizes.tensor) for stage in dealt]
+        tensor = self.sizes.tensor  # of whose ranks each has its part of what splits, and everything else whole
+        return [
+            [replace(part, shape=(part.shape[0] // tensor, *part.shape[1:])) if part.splits else part for part in stage]
+            for stage in dealt
+        ]
 
     @property
     def moments(self) -> int:
@@ -304,13 +257,13 @@ class Setup:
         """Whether ``rank`` is in the last pipeline stage."""
         return self.stage(rank) == self.sizes.pipeline - 1
 
-    def held(self, rank: int) -> list[ParameterSize]:
-        """The parameters of ``rank``, whole or in pieces."""
+    def parameters(self, rank: int) -> list[ParameterSize]:
+        """Those of which ``rank`` holds all or a piece."""
         return self.stages[self.stage(rank)]
 
     def blocks(self, rank: int) -> int:
         """Transformer blocks that ``rank`` computes."""
-        return sum(part.name.endswith(".ln_1.weight") for part in self.held(rank))
+        return sum(part.name.endswith(".ln_1.weight") for part in self.parameters(rank))
 
     def micro_batches_in_flight(self, rank: int) -> int:
         """Micro batches whose activations ``rank`` has at a time: in a pipeline, one for each stage from its own on."""
@@ -320,59 +273,21 @@ class Setup:
 # How FSDP and ZeRO-3 shard parameters: each parameter by itself, into one piece per rank.
 
 
-def fsdp_piece(part: ParameterSize, ranks: int) -> int:
-    """Elements of a rank's piece under FSDP, which shards rows evenly and pads short pieces."""
-    return part.numel // part.shape[0] * -(-part.shape[0] // ranks)
-
-
 def fsdp_elements(parameters: Iterable[ParameterSize], ranks: int) -> int:
-    """Elements of a rank's pieces of all ``parameters``."""
-    return sum(fsdp_piece(part, ranks) for part in parameters)
-
-
-def zero_piece(part: ParameterSize, ranks: int) -> int:
-    """Elements of a rank's piece under ZeRO-3: the flat parameter in equal pieces, the last one padded."""
-    return -(-part.numel // ranks)
+    """Elements of a rank's pieces under FSDP, which shards rows evenly and pads short pieces."""
+    return sum(part.numel // part.shape[0] * -(-part.shape[0] // ranks) for part in parameters)
 
 
 def persistent(zero: ZeroRecipe, parameters: Iterable[ParameterSize]) -> list[ParameterSize]:
     """Those of ``parameters`` that ZeRO-3 keeps whole on every rank, because they are small."""
     each, together = zero.stage3_param_persistence_threshold, zero.stage3_model_persistence_threshold
-    found: list[ParameterSize] = []
+    small: list[ParameterSize] = []
     elements = 0
     for part in parameters:
         if part.numel <= each and elements + part.numel <= together:
-            found.append(part)
+            small.append(part)
             elements += part.numel
-    return found
-
-
-@dataclass(frozen=True, kw_only=True)
-class Shards:
-    """One rank's pieces under ZeRO-3."""
-
-    sub_groups: tuple[int, ...]
-    """Elements of each group of pieces that the optimizer steps on at a time."""
-
-    @property
-    def own(self) -> int:
-        """Elements of all pieces."""
-        return sum(self.sub_groups)
-
-    @classmethod
-    def of(cls, setup: Setup, parameters: Sequence[ParameterSize]) -> "Shards":
-        """The pieces of ``parameters``. A sub-group ends as soon as it has ``sub_group_size`` elements."""
-        limit, ranks, found = setup.recipe.zero_optimization.sub_group_size, setup.zero_ranks, list[int]()
-        for group in filter(None, optimizer_groups(parameters)):
-            elements = 0
-            for part in group:
-                elements += zero_piece(part, ranks)
-                if elements >= limit:
-                    found.append(elements)
-                    elements = 0
-            if elements:
-                found.append(elements)
-        return cls(sub_groups=tuple(found))
+    return small
 
 
 # The layout of parameters in ZeRO-1 and 2: one flat buffer per optimizer group, in equal parts, one per rank.
@@ -402,30 +317,129 @@ class FlatGroup:
 
     def touched(self, rank: int) -> int:
         """Elements of the parameters that lie in ``rank``'s part, counted whole even where only a piece does."""
-        return sum(size for size, _, _ in self._inside(rank))
+        return sum(end - start for start, end in self._inside(rank))
 
     def is_one_piece(self, rank: int) -> bool:
         """Whether ``rank``'s part lies within a single parameter."""
-        first, end = self._bounds(rank)
-        return any(start <= first and start + size >= end for size, start, _ in self._inside(rank))
+        return any(start <= rank * self.part and end >= (rank + 1) * self.part for start, end in self._inside(rank))
 
-    def _bounds(self, rank: int) -> tuple[int, int]:
-        return rank * self.part, (rank + 1) * self.part
-
-    def _inside(self, rank: int) -> list[tuple[int, int, int]]:
-        """Size, start and end of the parameters of which ``rank`` has at least a piece."""
-        first, end = self._bounds(rank)
-        ends = list(accumulate(self.sizes))
-        spans = [(size, stop - size, stop) for size, stop in zip(self.sizes, ends, strict=True)]
-        return [(size, start, stop) for size, start, stop in spans if start < end and stop > first]
+    def _inside(self, rank: int) -> list[tuple[int, int]]:
+        """Start and end of the parameters of which ``rank`` has at least a piece."""
+        bounds = pairwise(accumulate(self.sizes, initial=0))
+        return [(start, end) for start, end in bounds if start < (rank + 1) * self.part and end > rank * self.part]
 
 
-def flat_groups(parameters: Sequence[ParameterSize], ranks: int) -> list[FlatGroup]:
-    """The two groups of ``parameters``, over ``ranks``."""
-    groups = filter(None, optimizer_groups(parameters))
-    return [FlatGroup(sizes=tuple(part.numel for part in group), ranks=ranks) for group in groups]
+# How often ZeRO-3 gathers each parameter, computed as DeepSpeed's ``PartitionedParameterCoordinator`` does. A layer's
+# parameters are gathered before its forward and its backward pass, and freed after each. Small ones persist, and those
+# that are soon needed again are kept. From the second step on DeepSpeed knows the order of all layers. It prefetches as
+# far as ``stage3_prefetch_bucket_size`` and ``stage3_max_live_parameters`` allow. It keeps what recurs within
+# ``stage3_max_reuse_distance`` elements, or was seen while it looked ahead.
+
+Layer = tuple[ParameterSize, ...]
+"""The parameters of a module itself, without those of its children."""
+
+_NOTHING: Layer = ()
+"""A module without parameters: a block, dropout. DeepSpeed prefetches there too."""
 
 
-def parts(groups: Iterable[FlatGroup]) -> int:
-    """Elements of a rank's parts of all groups."""
-    return sum(group.part for group in groups)
+def gathers_of(setup: Setup) -> "Gathers":
+    """What ZeRO-3 gathers in a micro batch."""
+    return _gathers(setup.model, setup.recipe.zero_optimization, recompute=setup.activation_checkpointing)
+
+
+@lru_cache(maxsize=16)
+def _gathers(model: GPT2Config, zero: ZeroRecipe, *, recompute: bool) -> "Gathers":
+    """The same for every micro batch size and number of ranks.
+
+    The modules of a forward and a backward pass are in the order in which they begin; the head is the embedding again.
+
+    Args:
+        model: the shape.
+        zero: the recipe's block.
+        recompute: with activation checkpointing a block runs forward once more in its backward pass.
+    """
+    parts = {part.name: part for part in model_parameters(model)}
+    head: Layer = (parts[EMBEDDING],)
+    tail: Layer = (parts["ln_f.weight"], parts["ln_f.bias"])
+    positions: Layer = (parts["wpe.weight"],)
+    forward, backward = [_NOTHING, head, positions, _NOTHING], list[Layer]()
+    for layer in range(model.n_layer):
+        ln_1, qkv, proj, ln_2, fc, back = (
+            tuple(parts[f"blocks.{layer}.{name}.{kind}"] for kind in ("weight", "bias"))
+            for name in ("ln_1", "attn.qkv", "attn.proj", "ln_2", "mlp.fc", "mlp.proj")
+        )
+        block = [_NOTHING, ln_1, _NOTHING, qkv, proj, _NOTHING, ln_2, _NOTHING, fc, back, _NOTHING]
+        forward += block
+        again = block[:-1] if recompute else []  # begins, and ends, when the last matrix needs its input
+        nothing = [_NOTHING, _NOTHING]
+        backward = [_NOTHING, *nothing, back, *again, fc, ln_2, *nothing, proj, qkv, ln_1, *backward]
+    forward, backward = [*forward, tail, head], [_NOTHING, head, tail, *backward, _NOTHING, positions, head]
+    return Gathers(model, zero, forward, backward)
+
+
+class Gathers:
+    """What one forward and backward pass gathers."""
+
+    def __init__(
+        self, model: GPT2Config, zero: ZeroRecipe, forward: Sequence[Layer], backward: Sequence[Layer]
+    ) -> None:
+        order = self._order = [*forward, *backward]
+        self._persistent = {part.name for part in persistent(zero, model_parameters(model))}
+        self._zero = zero
+        self._queue = deque((part, step) for step, layer in enumerate(order) for part in layer)
+        self._seen: dict[str, int] = {}
+        """The last use of each parameter that prefetching has passed."""
+        self._available = set(self._persistent)
+        self._live = self.most_live = 0
+        """Elements of gathered parameters that are whole, now and at most, without those that persist."""
+        self.all: list[ParameterSize] = []
+        """Each parameter as often as it is gathered."""
+        self.forward: list[ParameterSize] = []
+        """Those of the forward pass, in which some are gathered ahead for the backward pass."""
+        for step, layer in enumerate(order):
+            self._use(step, layer)
+            if step + 1 == len(forward):
+                self.forward = list(self.all)
+
+    def _use(self, step: int, layer: Layer) -> None:
+        for part in layer:
+            self._gather(part)
+        ahead = {part.name for part in layer if self._seen.get(part.name, -1) < step}
+        while ahead:
+            part, use = self._queue.popleft()
+            self._seen[part.name] = use
+            ahead.discard(part.name)
+        self._look_ahead()
+        self._release(step, layer)
+
+    def _gather(self, part: ParameterSize) -> None:
+        if part.name not in self._available:
+            self._available.add(part.name)
+            self._live += part.numel
+            self.most_live = max(self.most_live, self._live)
+            self.all.append(part)
+
+    def _look_ahead(self) -> None:
+        room = min(self._zero.stage3_max_live_parameters - self._live, self._zero.stage3_prefetch_bucket_size)
+        taken, wanted = 0, list[ParameterSize]()
+        while self._queue and taken < room:
+            part, use = self._queue.popleft()
+            self._seen[part.name] = max(use, self._seen.get(part.name, use))
+            if part.name not in self._available and part not in wanted:
+                wanted.append(part)
+                taken += part.numel
+        for part in wanted:
+            self._gather(part)
+
+    def _release(self, step: int, layer: Layer) -> None:
+        kept = self._persistent | {part.name for part in layer if self._seen.get(part.name, -1) > step + 1}
+        passed = 0
+        for later in self._order[step + 1 :]:
+            if passed >= self._zero.stage3_max_reuse_distance:
+                break
+            kept |= {part.name for part in later}
+            passed += sum(part.numel for part in later)
+        for part in layer:
+            if part.name not in kept:
+                self._available.discard(part.name)
+                self._live -= part.numel

@@ -1,7 +1,6 @@
-"""Predicts the seconds of an optimizer step and of a whole training.
+"""Predicts the seconds of an optimizer step and of a whole training, and fits the rates of a machine to measured steps.
 
-Predicts the seconds of a step's collective operations, and which of them computation hides. What overlaps on GPUs, by
-strategy:
+Computation hides a part of a step's collective operations. What overlaps on GPUs, by strategy:
 
 * ``ddp``: gradients, with the backward pass of the last micro batch, except those of the embedding, which come last.
 * ``fsdp``: weights of the next block and gradients of the previous one, with the computation of a block.
@@ -11,7 +10,7 @@ strategy:
 
 On a CPU nothing overlaps: the thread that sends needs the core that computes.
 
-Predicts the seconds of an optimizer step: a roofline of every operation, from the rates of a machine. Each block, the
+The seconds of an optimizer step are a roofline of every operation, from the rates of a machine. Each block, the
 head with its loss, each collective operation, and the optimizer take the time of their FLOPs and bytes at the
 machine's rates, plus a constant for every operation. ``dsgpt.planner.step_time`` says which communication overlaps
 with computation. In a pipeline of p stages and m micro batches, a step takes m + p - 1 times as long as the slowest
@@ -20,69 +19,137 @@ stage needs for one micro batch. The other p - 1 are the bubble (Narayanan et al
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
 
+from dsgpt.planner.memory import CHUNK, stream_bytes
 from dsgpt.planner.rates import Machine, Rates, at_ranks
 from dsgpt.planner.setup import FULL, Setup, model_parameters, total
 from dsgpt.planner.strategies import copied, step_traffic, strategy_of
 from dsgpt.planner.strategy import Traffic
-from dsgpt.planner.work import (
-    OpCounts,
-    block_backward,
-    block_forward,
-    embedding,
-    head_and_loss,
-    validation_forward,
-)
+
+# What a rank computes in a micro batch: FLOPs, bytes and operations of a block, of the head and of the embedding.
+# Letters: M tokens of a micro batch on a rank, T tokens of a sequence, C width, V vocabulary, t tensor ranks, w bytes
+# of a number in the precision of the activations. A stream is the residual stream of a micro batch, wMC bytes.
+
+_FORWARD_KERNELS, _BACKWARD_KERNELS = 14, 26
+"""Operations of a block."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Exposed:
-    """Seconds of a step's communication."""
+class OpCounts:
+    """What a device does; the parts run one after another."""
 
-    once: float
-    """That the step waits for, without the activations of a pipeline's stages."""
-    per_micro_batch: float
-    """Of activations, for each micro batch: they delay the other stages of a pipeline too."""
-    hidden: float
-    """That computation hides."""
+    matrix_flops: float = 0.0
+    matrix_bytes: float = 0.0
+    """Read and written by the matrix products: factors and results, once each."""
+    attention_flops: float = 0.0
+    elementwise_bytes: float = 0.0
+    logits: float = 0.0
+    kernels: int = 0
+
+    def __add__(self, other: "OpCounts") -> "OpCounts":
+        return OpCounts(**{name: value + vars(other)[name] for name, value in vars(self).items()})
+
+    def times(self, count: float) -> "OpCounts":
+        """The same work again and again."""
+        return OpCounts(**{name: value * count for name, value in vars(self).items()})
+
+    def seconds(self, rates: Rates, setup: Setup) -> float:
+        """The time of all parts. Matrix products take the longer of computing and reading (a roofline)."""
+        precision, model = setup.precision, setup.model
+        attention = rates.attention_at(precision, head_size=model.n_embd // model.n_head, length=setup.seq_length)
+        width = model.n_embd / math.sqrt(setup.sizes.tensor)  # of a square with as many weights as a rank has
+        computing = self.matrix_flops / rates.matrix_at(precision, width=width, rows=setup.tokens)
+        return (
+            max(computing, self.matrix_bytes / rates.memory)
+            + self.attention_flops / attention
+            + self.elementwise_bytes / rates.elementwise[precision]
+            + self.logits / rates.logits[precision]
+            + self.kernels * rates.kernel_sec
+        )
 
 
-def exposed_communication(
-    setup: Setup, rates: Rates, *, rank: int, devices: int, overlaps: bool, forward: float, backward: float
-) -> Exposed:
-    """The communication of ``rank`` in one optimizer step.
+def block_forward(setup: Setup) -> OpCounts:
+    """A block's forward pass: 24MC²/t FLOPs of matrices, 2MTC/t of causal attention, 10 + 10/t streams.
+
+    Streams read and written: 2 by each LayerNorm, 3 by each residual sum, 8/t by GELU, 2/t by the transposed output of
+    attention. The layers of tensor ranks add their biases after the product, 4 + 14/t. Sequence ranks arrange the
+    tensors of four all-to-alls before and after each, 16.
+    """
+    model, tokens, tensor = setup.model, setup.tokens, setup.sizes.tensor
+    stream = stream_bytes(setup)
+    matrices = 12 * model.n_embd**2 // tensor
+    biases = 4 + 14 / tensor if tensor > 1 else 0
+    arranged = 16 if setup.sizes.sequence > 1 else 0
+    return OpCounts(
+        matrix_flops=2 * matrices * tokens,
+        matrix_bytes=setup.low * matrices + stream * (4 + 12 / tensor),
+        attention_flops=2 * tokens * setup.seq_length * model.n_embd / tensor,
+        elementwise_bytes=stream * (10 + 10 / tensor + biases + arranged),
+        kernels=_FORWARD_KERNELS,
+    )
+
+
+def block_backward(setup: Setup) -> OpCounts:
+    """A block's backward pass: twice the matrices, 2.5 times the attention, 18 + 25/t streams.
+
+    Attention multiplies five times instead of twice, because it computes its scores again (FlashAttention, Dao et al.
+    2022, algorithm 4). Streams: 5 by each LayerNorm, 3 by each sum of gradients, 12/t by GELU, 6/t to join the
+    gradients of queries, keys and values. 2 + 7/t are for the sums that are the gradients of biases, 16 around the
+    all-to-alls of sequence ranks.
+    """
+    forward, tensor = block_forward(setup), setup.sizes.tensor
+    stream = stream_bytes(setup)
+    arranged = 16 if setup.sizes.sequence > 1 else 0
+    return OpCounts(
+        matrix_flops=2 * forward.matrix_flops,
+        matrix_bytes=2 * forward.matrix_bytes,
+        attention_flops=2.5 * forward.attention_flops,
+        elementwise_bytes=stream * (18 + 25 / tensor + arranged),
+        kernels=_BACKWARD_KERNELS,
+    )
+
+
+def head_and_loss(setup: Setup, *, kind: str) -> OpCounts:
+    """The head, the loss and their gradients: 6MCV FLOPs, all in the forward pass. No rank splits the head.
+
+    The gradient of the head is added up over chunks of tokens, in low precision through fp32; then the gradient of the
+    lookup, which has its size too, is set to zero, filled and added.
 
     Args:
         setup: the training.
-        rates: of the machine.
-        rank: whose operations.
-        devices: of one machine.
-        overlaps: whether the device computes while it sends: GPUs do.
-        forward: seconds that the rank computes in the forward pass of a micro batch.
-        backward: the same for the backward pass.
+        kind: ``cpu`` or ``cuda``, on which the size of a chunk depends.
     """
-    once = per_micro_batch = hidden = 0.0
-    strategy = strategy_of(setup)
-    for traffic in step_traffic(setup, rank=rank):
-        seconds = _seconds(setup, rates, traffic, rank=rank, devices=devices)
-        if traffic.what == "activations":
-            per_micro_batch += seconds / setup.gradient_accumulation_steps
-            continue
-        hides = overlaps and strategy.can_overlap(traffic)
-        behind = strategy.hidden(traffic, seconds, forward=forward, backward=backward) if hides else 0.0
-        hidden += behind
-        once += seconds - behind
-    return Exposed(once=once, per_micro_batch=per_micro_batch, hidden=hidden)
+    model, tokens, low = setup.model, setup.tokens, setup.low
+    head = model.padded_vocab_size * model.n_embd
+    logits = tokens * model.vocab_size
+    chunks = -(-logits // CHUNK[kind])
+    summing = chunks * (2 * low + 2 * FULL) + FULL + low if chunks > 1 and low != FULL else 0
+    return OpCounts(
+        matrix_flops=6 * head * tokens,
+        matrix_bytes=3 * low * (head + logits),
+        elementwise_bytes=head * (summing + 4 * low),
+        logits=logits,
+        kernels=12 * chunks,
+    )
 
 
-def _seconds(setup: Setup, rates: Rates, traffic: Traffic, *, rank: int, devices: int) -> float:
-    """The time to send all of ``traffic`` in a ring, and to begin each of its operations."""
-    rate = bus_rate(setup, rates, traffic, devices=devices)
-    begun = strategy_of(setup).calls(traffic, rank) * at_ranks(rates.collective_sec, traffic.group_size)
-    precision = "fp32" if traffic.summed_width == FULL else setup.precision
-    return rates.slowness_of(traffic.operation, precision) * traffic.ring_bytes / rate + begun
+def embedding(setup: Setup) -> OpCounts:
+    """Looking up and adding the two embeddings, the gradients of both, and the last LayerNorm: 16 streams."""
+    stream = stream_bytes(setup)
+    return OpCounts(elementwise_bytes=16 * stream, kernels=16)
+
+
+def validation_forward(setup: Setup, blocks: int, *, kind: str) -> OpCounts:
+    """The forward pass of all blocks and the loss without gradients, for a micro batch."""
+    head = head_and_loss(setup, kind=kind)
+    loss = OpCounts(matrix_flops=head.matrix_flops / 3, logits=head.logits / 2, kernels=head.kernels)
+    return block_forward(setup).times(blocks) + loss
+
+
+# What it sends, and the time of all that.
 
 
 def bus_rate(setup: Setup, rates: Rates, traffic: Traffic, *, devices: int) -> float:
@@ -139,23 +206,12 @@ class StepTime:
         """The likely time."""
         return sum(self.parts.values())
 
-    @property
-    def low(self) -> float:
-        """``least``."""
-        return self.least
-
-    @property
-    def high(self) -> float:
-        """``most``."""
-        return self.most
-
 
 def predict_step(setup: Setup, machine: Machine) -> StepTime:
     """The time of a step on ``machine``, whose rates must have the setup's precision."""
-    overlaps = machine.kind != "cpu"
     likely = _slowest_stage(setup, machine.rates, machine, Hooks.BESIDE)
     host, overlap = _host_seconds(setup, machine), strategy_of(setup).overlap_in_words
-    if not overlaps:
+    if machine.kind == "cpu":
         overlap = "nothing overlaps: on a CPU, sending needs the core that computes"
     if host:
         overlap += f"; the host needs {host:.2g} s for ZeRO-3's hooks (assumed) beside the GPU, and may delay it"
@@ -194,33 +250,41 @@ def _rank(setup: Setup, rates: Rates, machine: Machine, rank: int, hooks: Hooks)
     micro_batches, stages, strategy = setup.gradient_accumulation_steps, setup.sizes.pipeline, strategy_of(setup)
     work = _micro_batch(setup, rank, kind=machine.kind)
     seconds = {name: each.seconds(rates, setup) for name, each in work.items()}
-    sent = exposed_communication(
-        setup,
-        rates,
-        rank=rank,
-        devices=machine.devices,
-        overlaps=machine.kind != "cpu",
-        forward=seconds["forward"],
-        backward=seconds["backward"] + seconds["recomputation"],
-    )
-    found = {name: micro_batches * each for name, each in seconds.items()}
-    found["gradients"] = strategy.gradient_bytes(rank, kind=machine.kind) / rates.memory
+    forward, backward = seconds["forward"], seconds["backward"] + seconds["recomputation"]
+    once = of_activations = hidden = 0.0  # activations delay the other stages of a pipeline too
+    for traffic in step_traffic(setup, rank=rank):
+        precision = "fp32" if traffic.summed_width == FULL else setup.precision
+        rate = bus_rate(setup, rates, traffic, devices=machine.devices)
+        begun = strategy.calls(traffic, rank) * at_ranks(rates.collective_sec, traffic.group_size)
+        sending = rates.slowness_of(traffic.operation, precision) * traffic.ring_bytes / rate + begun
+        if traffic.what == "activations":
+            of_activations += sending / micro_batches
+            continue
+        hides = machine.kind != "cpu" and strategy.can_overlap(traffic)  # a CPU computes with the core that sends
+        behind = strategy.hidden(traffic, sending, forward=forward, backward=backward) if hides else 0.0
+        hidden += behind
+        once += sending - behind
+    parts = {name: micro_batches * each for name, each in seconds.items()}
+    parts["gradients"] = strategy.gradient_bytes(rank, kind=machine.kind) / rates.memory
     if machine.kind == "cpu":
-        found["gradients"] += strategy.low_arithmetic_bytes(rank) / rates.elementwise[setup.precision]
-    found["norm and clipping"] = strategy.norm_bytes(rank) / rates.memory
+        parts["gradients"] += strategy.low_arithmetic_bytes(rank) / rates.elementwise[setup.precision]
+    parts["norm and clipping"] = strategy.norm_bytes(rank) / rates.memory
     on_host = rates.host_memory if strategy.steps_on_host else rates.memory  # with offload the host steps
-    found["optimizer"] = strategy.optimizer_bytes(rank) / on_host
-    found["offload"] = _offload(setup, rates, machine, rank)
-    found["communication"] = sent.once + micro_batches * sent.per_micro_batch
-    found["bubble"] = (stages - 1) * (sum(seconds.values()) + sent.per_micro_batch)
+    parts["optimizer"] = strategy.optimizer_bytes(rank) / on_host
+    # Gradients to the host, new weights back, weights of every gather, and moments and weights through files.
+    moved = copied(setup, rank=rank)
+    linked, filed = (sum(each.size for each in moved if each.link == link) for link in ("host", "files"))
+    parts["offload"] = linked / rates.host_link + filed * min(machine.devices, setup.world_size) / rates.disk
+    parts["communication"] = once + micro_batches * of_activations
+    parts["bubble"] = (stages - 1) * (sum(seconds.values()) + of_activations)
     if host := _host_seconds(setup, machine):
-        passes = sum(found[name] for name in (*seconds, "communication"))
-        found["hooks"] = {Hooks.HIDDEN: 0.0, Hooks.BESIDE: max(0.0, host - passes), Hooks.ADDED: host}[hooks]
+        passes = sum(parts[name] for name in (*seconds, "communication"))
+        parts["hooks"] = {Hooks.HIDDEN: 0.0, Hooks.BESIDE: max(0.0, host - passes), Hooks.ADDED: host}[hooks]
     validation = validation_forward(setup, setup.blocks(rank), kind=machine.kind).seconds(rates, setup)
     return _Rank(
-        parts={name: each for name, each in found.items() if each},
-        hidden=sent.hidden,
-        validation=validation + sent.per_micro_batch / 3,
+        parts={name: each for name, each in parts.items() if each},
+        hidden=hidden,
+        validation=validation + of_activations / 3,
     )
 
 
@@ -228,7 +292,7 @@ def _micro_batch(setup: Setup, rank: int, *, kind: str) -> dict[str, OpCounts]:
     """The work of one micro batch."""
     blocks, stage, last = setup.blocks(rank), setup.stage(rank), setup.sizes.pipeline - 1
     strategy = strategy_of(setup)
-    per_tensor = strategy.operations_per_tensor * len(setup.held(rank))
+    per_tensor = strategy.operations_per_tensor * len(setup.parameters(rank))
     hooks = strategy.hook_operations if kind == "cpu" else 0
     ends = (stage == 0) + (stage == last)
     embeddings = embedding(setup).times(ends / 4)
@@ -248,31 +312,10 @@ def _host_seconds(setup: Setup, machine: Machine) -> float:
     return strategy_of(setup).hook_operations * setup.gradient_accumulation_steps * _ASSUMED_OPERATION_SEC
 
 
-def _offload(setup: Setup, rates: Rates, machine: Machine, rank: int) -> float:
-    """Gradients to the host, new weights back, weights of every gather, and moments and weights through files."""
-    found = copied(setup, rank=rank)
-    linked, filed = (sum(each.size for each in found if each.link == link) for link in ("host", "files"))
-    return linked / rates.host_link + filed * min(machine.devices, setup.world_size) / rates.disk
-
-
 # Predicts the time of a whole training: its steps, validations, checkpoints and start.
 
 START_SEC = 60.0
 """Assumed seconds until the first step: launcher, imports, process group, compiled operations."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Length:
-    """How long a training is."""
-
-    tokens: float
-    """Of the whole training."""
-    eval_every: int = 0
-    """Steps between validations; there is one at the end in any case."""
-    val_tokens: float = 0.0
-    """Of a validation; 0 leaves validations out."""
-    save_every: int = 0
-    """Steps between checkpoints; there is one at the end in any case."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -292,29 +335,47 @@ class RunTime:
         return sum(self.parts.values())
 
 
-def run_time(setup: Setup, machine: Machine, step: StepTime, length: Length) -> RunTime:
-    """The time of a training whose steps take ``step``."""
-    global_batch = setup.micro_batch_size * setup.gradient_accumulation_steps * setup.data_parallel_size
-    steps = max(1, math.floor(length.tokens / (global_batch * setup.seq_length)))
-    validations = _times(steps, length.eval_every) if length.val_tokens else 0
-    saves = _times(steps, length.save_every)
-    validation = validations * _validation_micro_batches(setup, length) * step.validation_micro_batch
-    written = checkpoint_bytes(setup)
+def run_time(
+    setup: Setup,
+    machine: Machine,
+    step: StepTime,
+    *,
+    tokens: float,
+    eval_every: int = 0,
+    val_tokens: float = 0.0,
+    save_every: int = 0,
+) -> RunTime:
+    """The time of a training.
+
+    Args:
+        setup: that is trained.
+        machine: on which it is.
+        step: how long its steps take.
+        tokens: of the whole training.
+        eval_every: steps between validations; there is one at the end in any case.
+        val_tokens: of a validation; 0 leaves validations out.
+        save_every: steps between checkpoints; there is one at the end in any case.
+    """
+    own_tokens = setup.data_parallel_size * setup.micro_batch_size * setup.seq_length
+    steps = max(1, math.floor(tokens / (own_tokens * setup.gradient_accumulation_steps)))
+    validations = _times(steps, eval_every) if val_tokens else 0
+    # micro batches that a rank validates on, the bubble of a pipeline included
+    micro_batches = val_tokens / own_tokens + setup.sizes.pipeline - 1
+    validation = validations * micro_batches * step.validation_micro_batch
+    # weights and moments in fp32, written by one process
+    written = FULL * (1 + setup.moments) * total(model_parameters(setup.model)) * _times(steps, save_every)
     parts = {
         "steps": steps * step.seconds,
         "validation": validation,
-        "checkpoints": saves * written / machine.rates.disk,
+        "checkpoints": written / machine.rates.disk,
         "start": START_SEC,
     }
-
-    def bounded(step_seconds: float, disk: float) -> float:
-        return steps * step_seconds + validation * step_seconds / step.seconds + saves * written / disk + START_SEC
-
+    least, most = (
+        steps * seconds + validation * seconds / step.seconds + written / rates.disk + START_SEC
+        for seconds, rates in ((step.least, machine.fastest), (step.most, machine.slowest))
+    )
     return RunTime(
-        steps=steps,
-        parts={name: seconds for name, seconds in parts.items() if seconds},
-        least=bounded(step.least, machine.fastest.disk),
-        most=bounded(step.most, machine.slowest.disk),
+        steps=steps, parts={name: seconds for name, seconds in parts.items() if seconds}, least=least, most=most
     )
 
 
@@ -323,12 +384,112 @@ def _times(steps: int, every: int) -> int:
     return math.ceil(steps / every) if every else 1
 
 
-def checkpoint_bytes(setup: Setup) -> int:
-    """Bytes of a checkpoint: the weights and the optimizer's moments in fp32, written by one process."""
-    return FULL * (1 + setup.moments) * total(model_parameters(setup.model))
+# Fits the rates of a machine to measured steps: a factor of computation for each precision, one of communication. A
+# roofline from rates that were measured one by one leaves out what happens between them: allocation, caches, Python.
+# The factors say how much longer a step takes. They are few, so that they hold for setups that were never measured.
+
+_LEAST_SHARE = 0.05
+"""Of a step: a step says nothing about what takes less of it."""
+_BOUNDS = (0.2, 5.0)
+"""Of factors: beyond them the machine is not the one that was calibrated."""
+_LEAST_SPREAD = 0.05
+_ROUNDS = 30
+_FARTHEST = 0.5
+"""Change of a factor's logarithm in a round."""
+_SENT = "communication"
 
 
-def _validation_micro_batches(setup: Setup, length: Length) -> float:
-    """Micro batches that a rank validates on, the bubble of a pipeline included."""
-    own = length.val_tokens / (setup.data_parallel_size * setup.micro_batch_size * setup.seq_length)
-    return own + setup.sizes.pipeline - 1
+@dataclass(frozen=True, kw_only=True)
+class MeasuredStep:
+    """A setup whose step was measured, and the machine as it is with that many devices at work."""
+
+    setup: Setup
+    machine: Machine
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Factors:
+    """How many times as long as its rates say a machine takes."""
+
+    compute: Mapping[str, float]
+    """By precision."""
+    communication: float
+    spread: float
+    """The largest share by which a measured step is missed by the factors of all others: what to expect of a setup that
+    was not measured."""
+    steps: int
+    """Measured ones that were fitted."""
+
+    def applied(self, machine: Machine) -> Machine:
+        """``machine`` with these factors; its range becomes the spread of the fit."""
+        rates = machine.rates
+        for precision, factor in self.compute.items():
+            rates = rates.in_precision(precision, slower=factor)
+        rates = rates.scaled(compute=1, communication=self.communication)
+        wide = 1 + max(_LEAST_SPREAD, self.spread)
+        return replace(
+            machine,
+            rates=rates,
+            slowest=rates.scaled(compute=wide, communication=wide),
+            fastest=rates.scaled(compute=1 / wide, communication=1 / wide),
+            assumed=False,
+            basis=(
+                f"{machine.basis.partition(';')[0]}; fitted to measured steps ({self.steps}) in "
+                f"{' and '.join(sorted(self.compute))}, each of which a fit to the others misses by {self.spread:.0%} "
+                "at most"
+            ),
+        )
+
+
+def fit(steps: Sequence[MeasuredStep]) -> Factors:
+    """The factors with which predictions are nearest to ``steps``, of which there is at least one.
+
+    A prediction is a sum of terms that grow with one factor each. Gauss-Newton steps on the logarithms of the factors
+    minimize the sum of squares of log(predicted / measured).
+    """
+    names = [*sorted({step.setup.precision for step in steps}), _SENT]
+    measured = [(step.seconds, _terms(step, names)) for step in steps]
+    spread = 0.0
+    for index, (seconds, terms) in enumerate(measured):
+        others = _nearest(names, measured[:index] + measured[index + 1 :])
+        spread = max(spread, abs(_sum(terms, others) / seconds - 1))
+    return replace(_factors(_nearest(names, measured)), spread=spread, steps=len(steps))
+
+
+def _nearest(names: Sequence[str], steps: Sequence[tuple[float, Mapping[str, float]]]) -> dict[str, float]:
+    """The factors that fit ``steps``, each as seconds and terms; 1 for what takes no step long enough."""
+    factors = dict.fromkeys(names, 1.0)
+    free = [name for name in names if any(terms[name] >= _LEAST_SHARE * seconds for seconds, terms in steps)]
+    if not free:
+        return factors
+    import numpy as np  # noqa: PLC0415 - only fits need it
+
+    for _ in range(_ROUNDS):
+        predicted = np.array([_sum(terms, factors) for _, terms in steps])
+        off = np.log(predicted / np.array([seconds for seconds, _ in steps]))
+        slopes = np.array([[terms[name] * factors[name] for name in free] for _, terms in steps]) / predicted[:, None]
+        change, *_ = np.linalg.lstsq(slopes, -off, rcond=None)
+        for name, by in zip(free, np.clip(change, -_FARTHEST, _FARTHEST).tolist(), strict=True):
+            factors[name] = min(_BOUNDS[1], max(_BOUNDS[0], factors[name] * math.exp(by)))
+    return factors
+
+
+def _factors(by_name: Mapping[str, float]) -> Factors:
+    compute = {name: factor for name, factor in by_name.items() if name != _SENT}
+    return Factors(compute=compute, communication=by_name[_SENT], spread=0.0, steps=0)
+
+
+def _terms(step: MeasuredStep, names: Sequence[str]) -> dict[str, float]:
+    """The seconds of ``step`` that grow with each factor; under the empty name those that grow with none."""
+    ones = dict.fromkeys(names, 1.0)
+    once, *twice = (
+        predict_step(step.setup, _factors(factors).applied(step.machine)).seconds
+        for factors in (ones, *(ones | {name: 2.0} for name in names))
+    )
+    terms = {name: seconds - once for name, seconds in zip(names, twice, strict=True)}
+    return terms | {"": once - sum(terms.values())}
+
+
+def _sum(terms: Mapping[str, float], factors: Mapping[str, float]) -> float:
+    return sum(factors.get(name, 1.0) * seconds for name, seconds in terms.items())

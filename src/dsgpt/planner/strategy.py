@@ -1,7 +1,7 @@
 """What the planner predicts of a strategy: its model state, moments, traffic and copies, in one class each.
 
 ``Planned`` is the contract. Here are the strategies of PyTorch as well; those of DeepSpeed are in
-``dsgpt.planner.zero`` and ``dsgpt.planner.zero3``. ``dsgpt.planner.strategies: strategy_of`` chooses the class.
+``dsgpt.planner.strategies``, whose ``strategy_of`` chooses the class.
 
 The formulas describe this package, PyTorch 2.13 and DeepSpeed 0.19.8. Their letters:
 
@@ -22,7 +22,7 @@ from itertools import pairwise
 from typing import ClassVar
 
 from dsgpt.machine.topology import ring_factor
-from dsgpt.planner.setup import EMBEDDING, FULL, ParameterSize, Setup, fsdp_elements, model_parameters, total
+from dsgpt.planner.setup import FULL, Setup, fsdp_elements, model_parameters, total
 
 FORWARD, BACKWARD = "forward", "backward"
 BEFORE_STEP, DURING_STEP, AFTER_STEP = "before the step", "during the step", "after the step"
@@ -82,7 +82,7 @@ class Traffic:
     group_size: int
     """Ranks that take part."""
     payload_bytes: int
-    """As ``dsgpt.telemetry.ring`` defines it."""
+    """As ``dsgpt.machine.topology`` defines it."""
     summed_width: int = FULL
     """Bytes of a number of a sum: summing 16-bit numbers may take longer than sending them."""
     axis: str = "data"
@@ -123,6 +123,10 @@ class Planned:
 
     operations_per_tensor: ClassVar[int]
     """For each parameter in a micro batch beside its products: hooks, casts, copies to buckets."""
+    reduces_each_micro_batch: ClassVar[bool] = False
+    """Whether gradients are reduced in every backward pass; otherwise once in a step."""
+    copies_to_buckets: ClassVar[bool] = False
+    """Whether it is counted on GPUs that every reduced gradient is read and written to a bucket, 2w."""
 
     @property
     def overlap_in_words(self) -> str:
@@ -137,12 +141,7 @@ class Planned:
     @property
     def reductions(self) -> int:
         """How often a step reduces each gradient."""
-        return 1
-
-    @property
-    def bucket_copies(self) -> int:
-        """Bytes per element that copies to buckets read and write on a GPU, whose memory is a hundred times as fast."""
-        return 0
+        return self.setup.gradient_accumulation_steps if self.reduces_each_micro_batch else 1
 
     @property
     def steps_on_host(self) -> bool:
@@ -153,11 +152,6 @@ class Planned:
     def gathers_to_save(self) -> bool:
         """Whether a rank has only a part of a parameter or of its moments, and a checkpoint gathers it."""
         return False
-
-    @property
-    def gathered_at_save(self) -> int:
-        """Bytes of weights that may still be gathered while a checkpoint is written."""
-        return 0
 
     @property
     def distinct_ranks(self) -> range:
@@ -207,9 +201,13 @@ class Planned:
         """Collective operations in a step that send ``traffic``."""
         raise NotImplementedError
 
+    def elements(self, rank: int) -> int:
+        """P: those of the parameters of ``rank``."""
+        return total(self.setup.parameters(rank))
+
     def stepped_elements(self, rank: int) -> int:
         """Elements on which the optimizer of ``rank`` steps."""
-        return total(self.setup.held(rank))
+        return self.elements(rank)
 
     def copied_around_reductions(self) -> float:
         """Bytes per element that a CPU reads and writes around the reductions of a step."""
@@ -221,6 +219,16 @@ class Planned:
 
     # What follows from the above, for every strategy.
 
+    def gathered_to_save(self) -> int:
+        """Bytes while a checkpoint is written: a parameter and its moments, whole, in fp32, and those of the next one.
+
+        Every rank gathers them on its device. The main rank looks for values that are not finite, with 7 bytes a
+        number.
+        """
+        sizes = [part.numel for part in model_parameters(self.setup.model)]
+        each = FULL * (1 + self.setup.moments) if self.gathers_to_save else 0
+        return max(each * size + max(each * following, 7 * size) for size, following in pairwise([*sizes, 0]))
+
     def gradient_bytes(self, rank: int, *, kind: str) -> float:
         """Gradients added up, copied to buckets and back, and copies of gathered weights.
 
@@ -228,10 +236,10 @@ class Planned:
         are, 12. On a CPU each gather of weights reads and writes the own part before, and all parts after it.
         """
         setup = self.setup
-        elements, micro_batches = total(setup.held(rank)), setup.gradient_accumulation_steps
+        elements, micro_batches = self.elements(rank), setup.gradient_accumulation_steps
         adding = 12 * (micro_batches - 1) if setup.precision == "fp32" else (setup.low + 8) * micro_batches
         if kind != "cpu":
-            return elements * (adding + self.bucket_copies)
+            return elements * (adding + (2 * setup.low * self.reductions if self.copies_to_buckets else 0))
         gathers = [each for each in self.gathers(rank) if each.payload_bytes and each.group_size > 1]
         copies = sum(2 * each.payload_bytes * (1 + 1 / each.group_size) for each in gathers)
         return elements * (adding + self.copied_around_reductions()) + copies
@@ -277,13 +285,12 @@ class Baseline(Planned):
 
         Gradients are summed in fp32.
         """
-        held, setup = self.setup.held(0), self.setup
-        elements = total(held)
+        elements, low = self.elements(0), self.setup.low
         return ModelState(
-            parameters=setup.low * elements,
+            parameters=low * elements,
             gradients=FULL * elements,
-            optimizer=self.optimizer_state(elements, tensors=len(held)),
-            master=FULL * elements if setup.precision != "fp32" else 0,
+            optimizer=self.optimizer_state(elements, tensors=len(self.setup.parameters(0))),
+            master=FULL * elements if low != FULL else 0,
         )
 
     def moments(self, rank: int, device: str) -> list[Moment]:  # noqa: ARG002 - all ranks have the same
@@ -291,10 +298,9 @@ class Baseline(Planned):
 
         In bf16 and fp16 they are added to the sums when all exist. On a CPU, adding casts each of them to fp32 first.
         """
-        setup = self.setup
-        layers, held = setup.model.n_layer, setup.held(0)
-        new, embedding, several = setup.low * total(held), embedding_bytes(setup), setup.gradient_accumulation_steps > 1
-        sums, separate = FULL * total(held), setup.low != FULL
+        setup, layers, elements = self.setup, self.setup.model.n_layer, self.elements(0)
+        new, embedding, several = setup.low * elements, embedding_bytes(setup), setup.gradient_accumulation_steps > 1
+        sums, separate = FULL * elements, setup.low != FULL
         earlier = sums if several else 0
         backward = 2 * embedding if several and not separate else new + embedding
         cast = FULL * setup.model.largest_parameter() if several and separate and device == "cpu" else 0
@@ -326,16 +332,18 @@ class Ddp(Baseline):
 
         A bucket is reduced in fp32. Its copy replaces the sum of its gradients, if there is one, when it is complete.
         """
-        setup = self.setup
-        layers, held = setup.model.n_layer, setup.held(0)
+        setup, layers, elements = self.setup, self.setup.model.n_layer, self.elements(0)
         embedding, several = embedding_bytes(setup), setup.gradient_accumulation_steps > 1
-        buckets, separate = setup.low * total(held), setup.low != FULL
+        buckets, separate = setup.low * elements, setup.low != FULL
         if not setup.recipe.dsgpt.ddp.gradient_as_bucket_view:
             buckets *= 2
-        earlier = {"buckets": buckets, "gradients": FULL * total(held) if several else 0}
-        reduced = FULL * (self._last_bucket(held) if several else total(held)) if separate else 0
+        earlier = {"buckets": buckets, "gradients": FULL * elements if several else 0}
+        last_bucket, limit = 0, setup.recipe.dsgpt.ddp.bucket_cap_mb * MIB / setup.low
+        for part in reversed(setup.parameters(0)):  # it has the embedding, and ends as soon as it has its size
+            last_bucket = part.numel if last_bucket >= limit else last_bucket + part.numel
+        reduced = FULL * (last_bucket if several else elements) if separate else 0
         pending = embedding if separate else 2 * embedding
-        stepped = earlier | {"gradients": FULL * total(held) if separate or several else 0}
+        stepped = earlier | {"gradients": FULL * elements if separate or several else 0}
         return [
             Moment(name="loss", blocks=layers, parts=earlier),
             Moment(name="backward", blocks=layers, parts=earlier | {"new_gradients": embedding}),
@@ -344,28 +352,15 @@ class Ddp(Baseline):
             Moment(name="evaluation", parts={"buckets": buckets}),
         ]
 
-    def _last_bucket(self, held: list[ParameterSize]) -> int:
-        """Elements of DDP's last bucket, which has the embedding. A bucket ends as soon as it has its size."""
-        limit = self.setup.recipe.dsgpt.ddp.bucket_cap_mb * MIB / self.setup.low
-        elements = 0
-        for part, following in pairwise([*reversed(held), None]):
-            assert part is not None
-            elements += part.numel
-            if elements >= limit and following is not None:
-                elements = 0
-        return elements
-
     def traffic(self, rank: int) -> list[Traffic]:  # noqa: ARG002 - all ranks have the same
         """All gradients once per step, in fp32: 4P."""
-        size = FULL * total(model_parameters(self.setup.model))
-        ranks = self.setup.world_size
+        size, ranks = FULL * self.elements(0), self.setup.world_size
         return [Traffic(what="gradients", operation="all_reduce", group_size=ranks, payload_bytes=size)]
 
     def hidden(self, traffic: Traffic, seconds: float, *, forward: float, backward: float) -> float:  # noqa: ARG002
         """All but the gradients of the embedding, which come last."""
-        whole = model_parameters(self.setup.model)
-        last = next(part.numel for part in whole if part.name == EMBEDDING)
-        return min(seconds * (1 - last / total(whole)), backward)
+        model = self.setup.model
+        return min(seconds * (1 - model.padded_vocab_size * model.n_embd / self.elements(0)), backward)
 
     def calls(self, traffic: Traffic, rank: int) -> int:  # noqa: ARG002 - all ranks have the same
         """A bucket each."""
@@ -397,13 +392,9 @@ class Fsdp(Planned):
         Each parameter is padded to the same number of rows on every rank. The shards are fp32 in every precision: they
         are parameters and master copy in one.
         """
-        held = self.setup.held(0)
-        elements = fsdp_elements(held, self.setup.world_size)
-        sizes = {
-            "parameters": FULL * elements,
-            "gradients": FULL * elements,
-            "optimizer": self.optimizer_state(elements, tensors=len(held)),
-        }
+        optimizer = self.optimizer_state(self.stepped_elements(0), tensors=len(self.setup.parameters(0)))
+        size = FULL * self.stepped_elements(0)
+        sizes = {"parameters": size, "gradients": size, "optimizer": optimizer}
         return ModelState(**sizes, master=0, off_device=sizes if self.steps_on_host else {})
 
     @property
@@ -413,10 +404,9 @@ class Fsdp(Planned):
 
     def _sharded(self) -> tuple[int, int]:
         """Elements of a rank's shards of all blocks, and of its shards of the root: embeddings and last LayerNorm."""
-        whole, ranks = model_parameters(self.setup.model), self.setup.world_size
-        blocks = [part for part in whole if part.name.startswith("blocks.")]
-        root = [part for part in whole if not part.name.startswith("blocks.")]
-        return fsdp_elements(blocks, ranks), fsdp_elements(root, ranks)
+        blocks = [part for part in self.setup.parameters(0) if part.name.startswith("blocks.")]
+        sharded = fsdp_elements(blocks, self.setup.world_size)
+        return sharded, self.stepped_elements(0) - sharded
 
     def moments(self, rank: int, device: str) -> list[Moment]:  # noqa: ARG002 - all ranks have the same
         """The root's weights whole, those of a block and of the next one; whole gradients until the last micro batch.
@@ -516,7 +506,7 @@ class Fsdp(Planned):
 
     def stepped_elements(self, rank: int) -> int:
         """Its shards."""
-        return fsdp_elements(self.setup.held(rank), self.setup.world_size)
+        return fsdp_elements(self.setup.parameters(rank), self.setup.world_size)
 
     def copied_around_reductions(self) -> float:
         """Into the buffer of the reduce-scatter, w + 4; the own part divided, 8/n."""

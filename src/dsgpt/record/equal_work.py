@@ -7,7 +7,7 @@ from typing import Any
 from dsgpt.common.text import instruction_words
 from dsgpt.config.options import LATER_FACTS, RESUME_FACTS, TRAINING_FACTS, WORK_FACTS
 from dsgpt.record.runs import Run
-from dsgpt.record.work import HARDWARE, INSTRUCTIONS, Worked, differences, unrecorded_steps
+from dsgpt.record.work import HARDWARE, INSTRUCTIONS, Worked, differences
 
 # Whether runs did the same work and reached the same losses: what differs, what is unknown, and the verdict.
 
@@ -74,10 +74,13 @@ class Verdict:
 
     def unknown_text(self) -> str:
         """What was not recorded, by run; empty if everything was."""
-        return "; ".join(
-            f"{name} did not record " + ("its work" if len(facts) == self.facts else ", ".join(_model_as_one(facts)))
-            for name, facts in self.unknown.items()
-        )
+        lines = []
+        for name, facts in self.unknown.items():
+            whole_model = set(facts) >= MODEL_FACTS
+            words = ["model" if whole_model and fact in MODEL_FACTS else fact for fact in facts]
+            what = "its work" if len(facts) == self.facts else ", ".join(dict.fromkeys(words))
+            lines.append(f"{name} did not record {what}")
+        return "; ".join(lines)
 
     def line(self) -> str:
         """The verdict on one line, beginning with "same work: yes", "same work: no" or "same work: unknown"."""
@@ -86,13 +89,6 @@ class Verdict:
             reasons = ["one run, nothing to compare it with"]
         reason = "; ".join(text for text in reasons if text)
         return f"same work: {self.answer}" + (f" ({reason})" if reason else "")
-
-
-def _model_as_one(facts: Sequence[str]) -> list[str]:
-    """The same facts, with "model" in place of all facts of the model if all of them are there."""
-    if not set(facts) >= MODEL_FACTS:
-        return list(facts)
-    return list(dict.fromkeys("model" if fact in MODEL_FACTS else fact for fact in facts))
 
 
 def compared_facts(runs: Sequence[Worked]) -> list[str]:
@@ -111,12 +107,12 @@ def judge(runs: Sequence[Worked]) -> Verdict:
     facts = compared_facts(runs)
     for fact in facts:
         values = [run.work[fact] for run in runs]
-        found = list(_differences(fact, values))
-        known = [value for value in values if value is not None]
-        disagree = any(value != known[0] for value in known)
-        differences += found
+        differing = list(_differences(fact, values))
+        recorded = [value for value in values if value is not None]
+        disagree = any(value != recorded[0] for value in recorded)
+        differences += differing
         for run, value in zip(runs, values, strict=True):
-            if not found and (value is None or (disagree and _holds_null(value))):
+            if not differing and (value is None or (disagree and _holds_null(value))):
                 unknown.setdefault(run.name, []).append(fact)
     return Verdict(
         names=tuple(run.name for run in runs),
@@ -154,14 +150,11 @@ def partial_stamps(runs: Sequence[Run]) -> list[str]:
 
 def inference_stamps(runs: Sequence[Run]) -> list[str]:
     """The warning that latencies are for different numbers of tokens."""
-    lines = []
-    for label, values in (
-        ("new tokens", [run.new_tokens for run in runs]),
-        ("prompt tokens", [run.prompt_tokens for run in runs]),
-    ):
-        for difference in _differences(label, values):
-            lines.append("NOT EQUAL INFERENCE: " + difference.text([run.name for run in runs]))
-    return lines
+    differing = [
+        *_differences("new tokens", [run.new_tokens for run in runs]),
+        *_differences("prompt tokens", [run.prompt_tokens for run in runs]),
+    ]
+    return [f"NOT EQUAL INFERENCE: {difference.text([run.name for run in runs])}" for difference in differing]
 
 
 def equal_loss_line(baseline: Run, other: Run) -> str:
@@ -175,12 +168,12 @@ def equal_loss_line(baseline: Run, other: Run) -> str:
         ("training", largest_gap(baseline.train_curve.at_steps(), other.train_curve.at_steps())),
         ("validation", largest_gap(baseline.val_curve.at_steps(), other.val_curve.at_steps())),
     ]
-    found = [f"{gap:.2g} in {kind} loss at step {step:,.0f}" for kind, (gap, step) in gaps if gap is not None]
+    largest = [f"{gap:.2g} in {kind} loss at step {step:,.0f}" for kind, (gap, step) in gaps if gap is not None]
     pair = f"{other.name} against {baseline.name}"
-    if not found:
+    if not largest:
         return f"equal loss: unknown ({pair}: no optimizer step at which both runs recorded a loss)"
     worst = max(gap for _, (gap, _) in gaps if gap is not None)
-    measured = "largest difference per step " + ", ".join(found)
+    measured = "largest difference per step " + ", ".join(largest)
     if verdict.answer == "no":
         return f"equal loss: unknown ({pair}: not the same training, so not judged; {measured})"
     answer = "yes" if worst <= tolerance else "no"
@@ -203,13 +196,13 @@ def _holds_null(value: Any) -> bool:
 
 def _differences(fact: str, values: Sequence[Any]) -> Iterator[Difference]:
     """The leaves of ``values`` that differ between the runs that recorded them."""
-    known = [value for value in values if value is not None]
-    if all(value == known[0] for value in known):
+    recorded = [value for value in values if value is not None]
+    if all(value == recorded[0] for value in recorded):
         return
-    if not all(isinstance(value, dict) for value in known):
+    if not all(isinstance(value, dict) for value in recorded):
         yield Difference(fact, tuple(values))
         return
-    for key in sorted({key for value in known for key in value}):
+    for key in sorted({key for value in recorded for key in value}):
         leaves = [None if value is None else value.get(key, "absent") for value in values]
         yield from _differences(f"{fact} {key}", leaves)
 
@@ -237,26 +230,26 @@ def segment_stamps(runs: Sequence[Run]) -> list[str]:
     for run in runs:
         if changed := differences(run.segments, noted=False):
             lines.append(f"SEGMENTS DIFFER: {run.name}: " + "; ".join(changed))
-        if steps := unrecorded_steps(run.segments):
-            lines.append(f"NOT RECORDED: how {run.name} executed its {steps}")
+        last = [each.last_step for each in run.segments if not each.setup]
+        if last and last[0]:
+            lines.append(f"NOT RECORDED: how {run.name} executed its steps 1 to {last[0]:,}")
     return lines
 
 
 def _all(runs: Sequence[Run], what: str) -> list[str]:
     """All hardware, or instruction sets, that were recorded, each once."""
-    found = (segment.setup.get(what) for run in runs for segment in run.segments)
-    return list(dict.fromkeys(value for value in found if value))
+    return list(dict.fromkeys(value for run in runs for each in run.segments if (value := each.setup.get(what))))
 
 
 def machine_line(runs: Sequence[Run]) -> str:
     """The machine in one line, with the devices of each run and the runs that did not record the machine."""
-    known, sets = _all(runs, HARDWARE), _all(runs, INSTRUCTIONS)
+    machines, sets = _all(runs, HARDWARE), _all(runs, INSTRUCTIONS)
     unrecorded = [run.name for run in runs if run.machine is None]
-    if not known:
+    if not machines:
         return "machine: not recorded"
     machine = "several machines or devices"
-    if len(known) == 1 and len(sets) < 2:
-        machine = f"machine: {known[0]} ({instruction_words(', '.join(sets))})"
+    if len(machines) == 1 and len(sets) < 2:
+        machine = f"machine: {machines[0]} ({instruction_words(', '.join(sets))})"
     if unrecorded:
         machine += f" (not recorded by {', '.join(unrecorded)})"
     users: dict[str, list[str]] = {}

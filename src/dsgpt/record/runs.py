@@ -491,10 +491,8 @@ def _lowest(values: Sequence[float | None]) -> float | None:
 
 def _mean_rate(rates: Sequence[float | None], *, times: Sequence[float | None]) -> float | None:
     """Mean rate over the epochs, weighted by their seconds if both are known for each epoch."""
-    known = [
-        (rate, seconds) for rate, seconds in zip(rates, times, strict=False) if rate is not None and seconds is not None
-    ]
-    all_seconds = sum(seconds for _, seconds in known)
-    if len(rates) == len(times) == len(known) and all_seconds:
-        return sum(rate * seconds for rate, seconds in known) / all_seconds
+    pairs = [(rate, sec) for rate, sec in zip(rates, times, strict=False) if rate is not None and sec is not None]
+    all_seconds = sum(seconds for _, seconds in pairs)
+    if len(rates) == len(times) == len(pairs) and all_seconds:
+        return sum(rate * seconds for rate, seconds in pairs) / all_seconds
     return mean(rates)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from dsgpt.common.text import busy_words
+from dsgpt.common.text import busy_words, counted, hardware_words
 from dsgpt.config.options import TRAINING_FACTS, WORK_FACTS
 from dsgpt.record.schema import Fields
 
@@ -60,34 +60,27 @@ def read_segments(record: Fields) -> tuple[Segment, ...]:
     Earlier steps without a record are one more segment, the first. A record of a version without
     segments has one segment, that of its last process.
     """
-    read = [_read(section) for section in record.sections("segments")]
-    found = [segment for segment in read if segment is not None]
-    took_steps = [segment for segment in found if segment.last_step and segment.last_step >= segment.first_step]
-    segments = took_steps or found[-1:] or [_only_one(record)]
-    if (first := segments[0].first_step) > 1:
-        segments.insert(0, Segment(1, first - 1))
+    recorded = []
+    for section in record.sections("segments"):
+        first, last = section.number("first_step"), section.number("last_step")
+        if first is not None and last is not None:
+            figures = {name: section.number(name) for name in FIGURES}
+            busy = busy_words({"cpu_share_of_others": section.number("cpu_share_of_others")})
+            setup = _setup(section, section)
+            recorded.append(Segment(int(first), int(last), setup, figures, busy, quantized(section, None)))
+    segments = [each for each in recorded if each.last_step and each.last_step >= each.first_step] or recorded[-1:]
+    if not segments:  # an older record: only how its last process executed its steps
+        resumed = re.fullmatch(r"step-(\d{1,12})", record.text("resumed_from") or "")
+        setup = _setup(record, record.section("training_config"))
+        segments = [Segment(int(resumed[1]) + 1 if resumed else 1, None, setup)]
+    if segments[0].first_step > 1:
+        segments.insert(0, Segment(1, segments[0].first_step - 1))
     return tuple(segments)
 
 
 def only_last_process_recorded(record: Fields) -> bool:
     """Whether the run was resumed by a version that only recorded the last process."""
     return record.raw("resumed_from") is not None and not record.sections("segments")
-
-
-def _read(section: Fields) -> Segment | None:
-    first, last = section.number("first_step"), section.number("last_step")
-    if first is None or last is None:
-        return None
-    figures = {name: section.number(name) for name in FIGURES}
-    busy = busy_words({"cpu_share_of_others": section.number("cpu_share_of_others")})
-    return Segment(int(first), int(last), _setup(section, section), figures, busy, quantized(section, None))
-
-
-def _only_one(record: Fields) -> Segment:
-    """The segment of the last process in an older record, from the step at which it resumed."""
-    name = re.fullmatch(r"step-(\d{1,12})", record.text("resumed_from") or "")
-    setup = _setup(record, record.section("training_config"))
-    return Segment(int(name[1]) + 1 if name else 1, None, setup)
 
 
 def _setup(place: Fields, config: Fields) -> dict[str, str | None]:
@@ -138,11 +131,9 @@ def machine(record: Fields) -> str | None:
     The number of visible GPUs is left out: a machine with hidden GPUs is the same machine.
     """
     hardware = record.section("hardware")
-    gpu, cpu, cores = hardware.text("gpu_name"), hardware.text("cpu_name"), hardware.number("cpu_count")
-    parts = [gpu] if gpu else []
-    if cpu or cores:
-        parts.append((cpu or "CPU") + (f", {cores:.0f} cores" if cores else ""))
-    return "; ".join(parts) or record.text("host")
+    cores = hardware.number("cpu_count")
+    words = hardware_words(hardware.text("gpu_name"), hardware.text("cpu_name"), int(cores) if cores else None)
+    return words or record.text("host")
 
 
 def devices(hardware: Fields) -> str | None:
@@ -150,11 +141,9 @@ def devices(hardware: Fields) -> str | None:
     world, kind, threads = hardware.number("world_size"), hardware.text("device"), hardware.number("threads_per_device")
     if not world or kind is None:
         return None
-    plural = "" if world == 1 else "s"
     if kind == "cuda":
-        return f"{world:.0f} GPU{plural}"
-    share = f" of {threads:.0f} thread{'' if threads == 1 else 's'}" if threads else ""
-    return f"{world:.0f} {kind.upper()} device{plural}{share}"
+        return counted(world, "GPU")
+    return counted(world, f"{kind.upper()} device") + (f" of {counted(threads, 'thread')}" if threads else "")
 
 
 def over_time(segments: Sequence[Segment], values: Sequence[str | None]) -> str | None:
@@ -194,11 +183,6 @@ def differences(segments: Sequence[Segment], *, noted: bool) -> list[str]:
     ]
 
 
-def unrecorded_steps(segments: Sequence[Segment]) -> str | None:
-    """The steps of the run whose execution was not recorded: "steps 1 to 200"."""
-    return next((f"steps 1 to {each.last_step:,}" for each in segments if not each.setup), None)
-
-
 # The facts of a run's work: two runs did the same work if all of them agree.
 
 RANDOM = "random"
@@ -220,7 +204,19 @@ def read_work(record: Fields, *, steps: float | None, tokens: float | None) -> d
         tokens: tokens trained on.
     """
     config, data = record.section("training_config"), record.section("data")
-    model, seed = config.section("model"), config.whole("seed")
+    model, seed, precision = config.section("model"), config.whole("seed"), config.text("precision")
+    initial_weights = config.section("init_from").text("sha256")
+    if config.has("init_from") and config.raw("init_from") is None:
+        initial_weights = RANDOM
+    settings = config.raw("optimizer_params")
+    if isinstance(settings, dict):  # type and rate are facts of their own; torch_adam only says whose code computes
+        settings = {key: value for key, value in settings.items() if key not in {"type", "lr", "torch_adam"}}
+    scheduler = config.raw("scheduler")
+    if isinstance(scheduler, dict) and "total_num_steps" in scheduler and _ends_with_the_run(scheduler):
+        scheduler = {**scheduler, "total_num_steps": config.number("total_steps")}
+    loss_scaling = config.raw("loss_scaling")
+    if not config.has("loss_scaling") and precision in {"fp32", "bf16"}:
+        loss_scaling = {"type": "none"}  # versions that did not record it scaled only in fp16
     facts = {
         "global batch": config.number("global_batch_size"),
         "sequence length": config.number("seq_len"),
@@ -232,14 +228,14 @@ def read_work(record: Fields, *, steps: float | None, tokens: float | None) -> d
         **{fact: model.number(fact.removeprefix("model ")) for fact in WORK_FACTS if fact.startswith("model ")},
         "optimizer steps": steps,
         "tokens": tokens,
-        "precision": config.text("precision"),
-        "initial weights": _initial_weights(config),
+        "precision": precision,
+        "initial weights": initial_weights,
         "optimizer type": config.raw("optimizer"),
-        "optimizer settings": _optimizer_settings(config),
+        "optimizer settings": settings,
         "learning rate": config.number("lr"),
-        "scheduler": _scheduler(config),
+        "scheduler": scheduler,
         "gradient clipping": config.number("gradient_clipping"),
-        "loss scaling": _loss_scaling(config),
+        "loss scaling": loss_scaling,
         "quantized communication": _quantized(record),
         "seed": None if seed is None else str(seed),
         "changed at resume": _changes(record, config),
@@ -247,49 +243,16 @@ def read_work(record: Fields, *, steps: float | None, tokens: float | None) -> d
     return {fact: facts[fact] for fact in (*WORK_FACTS, *TRAINING_FACTS)}
 
 
-def _initial_weights(config: Fields) -> str | None:
-    """``random``, or the sha256 of the weights that the run started from."""
-    if not config.has("init_from"):
-        return None
-    return RANDOM if config.raw("init_from") is None else config.section("init_from").text("sha256")
-
-
-def _optimizer_settings(config: Fields) -> Any:
-    """The optimizer's settings without type and learning rate, which are separate facts.
-
-    ``torch_adam`` is left out: it selects an implementation of the same formulas.
-    """
-    settings = config.raw("optimizer_params")
-    if not isinstance(settings, dict):
-        return settings
-    return {key: value for key, value in settings.items() if key not in {"type", "lr", "torch_adam"}}
-
-
-def _scheduler(config: Fields) -> Any:
-    """The schedule, with the step at which its decay ends: by default the last step of the run."""
-    scheduler = config.raw("scheduler")
-    if not (isinstance(scheduler, dict) and "total_num_steps" in scheduler and _ends_with_the_run(scheduler)):
-        return scheduler
-    return {**scheduler, "total_num_steps": config.number("total_steps")}
-
-
 def _ends_with_the_run(scheduler: dict[str, Any]) -> bool:
     return scheduler.get("type") in ENDS_WITH_THE_RUN and scheduler.get("total_num_steps") is None
-
-
-def _loss_scaling(config: Fields) -> Any:
-    """How the loss was scaled. Versions that did not record it scaled only in fp16."""
-    if config.has("loss_scaling"):
-        return config.raw("loss_scaling")
-    return {"type": "none"} if config.text("precision") in {"fp32", "bf16"} else None
 
 
 def _quantized(record: Fields) -> str | None:
     """What Zero++ quantized for communication, which may change at a resume."""
     if record.sections("segments"):
         segments = read_segments(record)
-        found = [segment.quantized for segment in segments]
-        return None if None in found else over_time(segments, found)
+        by_segment = [segment.quantized for segment in segments]
+        return None if None in by_segment else over_time(segments, by_segment)
     if only_last_process_recorded(record):
         return None
     given = record.section("deepspeed_config").raw("given")
@@ -304,17 +267,17 @@ def _changes(record: Fields, config: Fields) -> Any:
         return UNCHANGED if never_resumed and changes is None else None
     scheduler = config.raw("scheduler")
     longer_is_the_same = isinstance(scheduler, dict) and not _ends_with_the_run(scheduler)
-    found = {}
+    by_name = {}
     for change in changes:
         if not isinstance(change, dict):
             return None
         name, step = str(change.get("name")), change.get("step")
         if name == EXECUTED_BY or (name == "total steps" and longer_is_the_same):
             continue
-        found[f"{name} after step {step}"] = {key: _or_none(change.get(key)) for key in ("before", "after")}
-    return found
-
-
-def _or_none(value: Any) -> Any:
-    """``none`` for null: in a change, null means that the setting was absent, not that it is unknown."""
-    return "none" if value is None else value
+        before, after = change.get("before"), change.get("after")
+        # null means that the setting was absent, not that it is unknown
+        by_name[f"{name} after step {step}"] = {
+            "before": "none" if before is None else before,
+            "after": "none" if after is None else after,
+        }
+    return by_name

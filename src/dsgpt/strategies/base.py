@@ -1,6 +1,6 @@
 """The contract between the training loop and the strategies, and the choice of the strategy of a run.
 
-The contract between the training loop and the strategies. A strategy executes one optimizer step per call. Separate
+A strategy executes one optimizer step per call. Separate
 methods for forward, backward and step are not possible, because DeepSpeed's pipeline engine forbids them.
 """
 
@@ -49,17 +49,14 @@ class Strategy(Protocol):
             batches: this rank's micro batches.
             step: the number of this optimizer step; the first of a run is 1.
         """
-        ...
 
     @abstractmethod
     def eval_step(self, batches: Iterator[Batch]) -> tuple[Tensor, Tensor]:
         """Sum of losses (nats) and number of targets over one validation step of all ranks; both 0-dim float64."""
-        ...
 
     @abstractmethod
     def iter_state(self) -> Iterator[tuple[str, ParamState]]:
         """Every parameter under its canonical name (the baseline's), one at a time; valid until the next one."""
-        ...
 
     @abstractmethod
     def replicated_weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -67,7 +64,6 @@ class Strategy(Protocol):
 
         All ranks that yield a name must hold the same value, bit for bit.
         """
-        ...
 
     @abstractmethod
     def state_tensors(self) -> StateTensors:
@@ -75,12 +71,10 @@ class Strategy(Protocol):
 
         Called after a step, and, to see the gradients, when ``step`` of the torch optimizer begins.
         """
-        ...
 
     @abstractmethod
     def counters(self) -> Counters:
         """The rest of the state besides the tensors of ``iter_state``; no communication."""
-        ...
 
     @abstractmethod
     def load_state(self, reader: StateReader) -> None:
@@ -89,12 +83,10 @@ class Strategy(Protocol):
         Whole tensors are read one at a time, and each rank keeps its part. Settings such as betas and learning rate
         stay the recipe's. Call it before the first step.
         """
-        ...
 
     @abstractmethod
     def close(self) -> None:
         """Remove the files that this rank swapped to. Not collective: it may be called after an error."""
-        ...
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
@@ -115,23 +107,14 @@ def build_strategy(config: RunConfig, device: torch.device) -> Strategy:
 
     Only its own module is imported, because DeepSpeed takes seconds.
     """
-    module, name = _place(config)
+    sizes = config.topology.sizes
+    if config.run_type != "optimized":
+        module, name = "pytorch", {"baseline": "Baseline", "ddp": "Ddp", "fsdp": "Fsdp"}[config.run_type]
+    elif sizes.pipeline > 1:
+        module, name = "deepspeed.pipeline", "PipelineParallel"
+    elif sizes.tensor > 1:
+        module, name = "deepspeed.tensor", "TensorParallel"
+    else:
+        module, name = "deepspeed.zero", "SequenceParallel" if sizes.sequence > 1 else "Zero"
     strategy: Strategy = getattr(importlib.import_module(f"dsgpt.strategies.{module}"), name)(config, device)
     return strategy
-
-
-def _place(config: RunConfig) -> tuple[str, str]:
-    """Module and class of the strategy."""
-    if config.run_type != "optimized":
-        names = {"baseline": "Baseline", "ddp": "Ddp", "fsdp": "Fsdp"}
-        return "pytorch", names[config.run_type]
-    sizes = config.topology.sizes
-    if sizes.pipeline > 1:
-        return "deepspeed.pipeline", "PipelineParallel"
-    if sizes.sequence > 1:
-        return "deepspeed.sequence", "SequenceParallel"
-    if sizes.tensor > 1:
-        return "deepspeed.tensor", "TensorParallel"
-    if config.recipe.nvme_blocks:
-        return "deepspeed.zero", "ZeroNvme"
-    return "deepspeed.zero", "Zero"

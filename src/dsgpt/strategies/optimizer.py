@@ -1,4 +1,4 @@
-"""What is the same under every strategy: initial weights, optimizer and its state, gradient norm, learning rate.
+"""What is the same under every strategy: initial weights, optimizer and its state, learning rate, loss scale.
 
 The learning rate is a pure function of the optimizer step, value for value what DeepSpeed's own schedulers give:
 DeepSpeed 0.19.8, ``deepspeed/runtime/lr_schedules.py``: WarmupLR, WarmupDecayLR, WarmupCosineLR. A scheduler there
@@ -14,10 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dsgpt.config.recipe_blocks import OptimizerRecipe, SchedulerRecipe
+from dsgpt.checkpoints.training_state import LossScaleState
+from dsgpt.common.errors import NonFiniteError
+from dsgpt.config.recipe_blocks import LossScaling, OptimizerRecipe, SchedulerRecipe
 from dsgpt.config.run_config import RunConfig
+from dsgpt.model.config import STATE_NAMES, decays
 from dsgpt.model.gpt2 import initial_value
-from dsgpt.model.names import STATE_NAMES, decays
 
 # The initial value of every parameter, drawn from seed and name, or published.
 
@@ -54,11 +56,9 @@ BLOCK = 512
 
 def parameter_groups(parameters: Mapping[str, nn.Parameter], recipe: OptimizerRecipe) -> list[dict[str, Any]]:
     """Two groups, with and without weight decay, in the order of ``parameters`` (canonical name to parameter)."""
-    decayed = [parameter for name, parameter in parameters.items() if decays(name)]
-    plain = [parameter for name, parameter in parameters.items() if not decays(name)]
     return [
-        {"params": decayed, "weight_decay": recipe.weight_decay},
-        {"params": plain, "weight_decay": 0.0},
+        {"params": [value for name, value in parameters.items() if decays(name) is decayed], "weight_decay": decay}
+        for decayed, decay in ((True, recipe.weight_decay), (False, 0.0))
     ]
 
 
@@ -151,50 +151,110 @@ def build_schedule(recipe: SchedulerRecipe | None, *, base_lr: float, total_step
     """
     if recipe is None:
         return lambda _: base_lr
-    ratio = _RATIOS[recipe.type](recipe, recipe.total_num_steps or total_steps)
+    ratio = partial(_ratio, recipe=recipe, total=recipe.total_num_steps or total_steps)
     if recipe.type == "WarmupCosineLR":
         return lambda step: base_lr * ratio(step - 2) if step > 1 else 0.0
-    low = recipe.warmup_min_lr
-    high = recipe.warmup_max_lr
+    low, high = recipe.warmup_min_lr, recipe.warmup_max_lr
     if high is None:
         high = base_lr if recipe.type == "WarmupLR" else 0.001
     return lambda step: low + (high - low) * ratio(step - 2) if step > 1 else low
 
 
-def _warmup(recipe: SchedulerRecipe) -> tuple[int, Callable[[int], float]]:
-    """Length of the warm-up, and its fraction (0 to 1) at DeepSpeed's counter ``i``, which starts at 0."""
+def _ratio(i: int, recipe: SchedulerRecipe, total: int) -> float:
+    """Where the rate is between its two ends at DeepSpeed's counter ``i``, which starts at 0; from 0 to 1.
+
+    Under WarmupCosineLR, the rate's ratio to that of the optimizer.
+    """
     steps = max(2, recipe.warmup_num_steps)
-    if recipe.warmup_type == "linear":
-        return steps, lambda i: i / steps
-    inverse = 1.0 / math.log(steps)  # as DeepSpeed rounds it
-    return steps, lambda i: inverse * math.log(i + 1)
+    cosine = recipe.type == "WarmupCosineLR"
+    if i < steps:
+        linear = recipe.warmup_type == "linear"
+        warm = i / steps if linear else 1.0 / math.log(steps) * math.log(i + 1)  # as DeepSpeed rounds it
+        return recipe.warmup_min_ratio + warm * (1 - recipe.warmup_min_ratio) if cosine else warm
+    if recipe.type == "WarmupLR":
+        return 1.0
+    if not cosine:
+        return max(0.0, (total - i) / max(1.0, total - steps))
+    progress = min(1.0, (i - steps + 1) / max(1, total - steps))
+    lowest = recipe.cos_min_ratio
+    return max(0.0, lowest + (1 - lowest) * (1 + math.cos(math.pi * progress)) / 2)
 
 
-def _constant_after_warmup(recipe: SchedulerRecipe, _total: int) -> Callable[[int], float]:
-    steps, fraction = _warmup(recipe)
-    return lambda i: fraction(i) if i < steps else 1.0
+# Loss scaling for fp16, with the same rules under every strategy, so that all of them scale by the same factor.
+
+MOST_SKIPS = 100
+"""At a fixed scale, which cannot adapt, training stops after this many overflows in a row."""
 
 
-def _linear_after_warmup(recipe: SchedulerRecipe, total: int) -> Callable[[int], float]:
-    steps, fraction = _warmup(recipe)
-    return lambda i: fraction(i) if i < steps else max(0.0, (total - i) / max(1.0, total - steps))
+class LossScale:
+    """The factor on the loss: 1 in other precisions, fixed or dynamic in fp16.
 
+    The rules are DeepSpeed 0.19.8's (``deepspeed/runtime/fp16/loss_scaler.py``), because the keys of the JSON's
+    ``fp16`` block are DeepSpeed's; torch's ``GradScaler`` has no hysteresis. DeepSpeed's scaler is not used: its
+    effective scale grows with the number of ranks, and its optimizers change the scale between scaling and unscaling
+    one gradient.
 
-def _cosine_after_warmup(recipe: SchedulerRecipe, total: int) -> Callable[[int], float]:
-    steps, fraction = _warmup(recipe)
-    lowest, start = recipe.cos_min_ratio, recipe.warmup_min_ratio
+    Near overflow two strategies may still skip different steps, because some sum micro batches or ranks in fp16 and
+    others in fp32.
+    """
 
-    def ratio(i: int) -> float:
-        if i < steps:
-            return start + fraction(i) * (1 - start)
-        progress = min(1.0, (i - steps + 1) / max(1, total - steps))
-        return max(0.0, lowest + (1 - lowest) * (1 + math.cos(math.pi * progress)) / 2)
+    def __init__(self, scaling: LossScaling | None) -> None:
+        """Begin at the scale of ``scaling``, the JSON's ``fp16`` block; None for a precision that needs no scaling."""
+        self.enabled = scaling is not None
+        self._scaling = scaling or LossScaling(loss_scale=1.0)
+        self._dynamic = self._scaling.loss_scale == 0
+        self.factor = 2.0**self._scaling.initial_scale_power if self._dynamic else self._scaling.loss_scale
+        self._step = 0
+        self._last_overflow = -1
+        self._patience = self._scaling.hysteresis
+        self._skips = 0
 
-    return ratio
+    def update(self, *, overflow: bool) -> None:
+        """Lower the factor after overflows of a step's gradients, and raise it after a window without any.
 
+        Raises:
+            NonFiniteError: they overflow at the smallest factor allowed, or ``MOST_SKIPS`` times at a fixed one.
+        """
+        self._skips = self._skips + 1 if overflow else 0
+        if not self._dynamic:
+            if self._skips >= MOST_SKIPS:
+                raise NonFiniteError(
+                    f"fp16 gradients overflowed in {MOST_SKIPS} steps in a row at the fixed loss scale "
+                    f"{self.factor:g}: training stopped; lower loss_scale, or leave it out for a dynamic one"
+                )
+            return
+        scaling = self._scaling
+        if overflow:
+            self._last_overflow = self._step
+            if self._patience > 1:
+                self._patience -= 1
+            elif self.factor == scaling.min_loss_scale:
+                raise NonFiniteError(
+                    f"fp16 gradients overflow at the smallest loss scale, {self.factor:g}: training stopped; lower the "
+                    "learning rate, or take bf16 or fp32"
+                )
+            else:
+                self.factor = max(self.factor / 2, scaling.min_loss_scale)
+        else:
+            steps_without = self._step - self._last_overflow - 1
+            grows = steps_without > 0 and steps_without % scaling.loss_scale_window == 0
+            if grows or scaling.consecutive_hysteresis:
+                self._patience = scaling.hysteresis
+            if grows:
+                self.factor *= 2
+        self._step += 1
 
-_RATIOS = {
-    "WarmupLR": _constant_after_warmup,
-    "WarmupDecayLR": _linear_after_warmup,
-    "WarmupCosineLR": _cosine_after_warmup,
-}
+    def state(self) -> LossScaleState | None:
+        """What a checkpoint keeps; None in a precision that needs no scaling."""
+        if not self.enabled:
+            return None
+        return LossScaleState(
+            factor=self.factor, step=self._step, last_overflow=self._last_overflow, patience=self._patience
+        )
+
+    def restore(self, state: LossScaleState | None) -> None:
+        """Continue from a checkpoint's ``state``; a fixed factor stays the recipe's."""
+        if state is None or not self._dynamic:
+            return
+        self.factor, self._step = state.factor, state.step
+        self._last_overflow, self._patience = state.last_overflow, state.patience

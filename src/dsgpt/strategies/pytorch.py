@@ -1,8 +1,7 @@
 """Strategies of plain PyTorch: one device, DDP, FSDP. They never import DeepSpeed.
 
-The base class of the plain-PyTorch strategies: the optimizer step, validation, and the state to save. Baseline, DDP
-and FSDP differ only in which rank holds which weights and in how gradients are reduced. Optimizer, schedule, clipping,
-accumulation and loss scale are the same.
+Baseline, DDP and FSDP differ only in which rank holds which weights and in how gradients are reduced. Optimizer,
+schedule, clipping, accumulation and loss scale are the same.
 
 Low-precision weights to compute with, fp32 weights to train: what bf16 and fp16 mean in plain PyTorch. Parameters and
 activations are in the low precision; the optimizer, its copy of the weights, the sum of the micro batches' gradients
@@ -21,7 +20,6 @@ master weights, and they are gathered in the precision of the computation.
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -39,12 +37,12 @@ from dsgpt.config.run_config import RunConfig
 from dsgpt.data.loader import IGNORED_TARGET, Batch
 from dsgpt.machine.device import named_range
 from dsgpt.machine.process_group import sum_over_ranks
+from dsgpt.model.config import STATE_NAMES
 from dsgpt.model.gpt2 import GPT2
-from dsgpt.model.names import STATE_NAMES
 from dsgpt.strategies.base import StateTensors, Strategy, optimizer_tensors, to_device
-from dsgpt.strategies.loss_scale import LossScale
 from dsgpt.strategies.optimizer import (
     DTYPES,
+    LossScale,
     begin_state,
     build_optimizer,
     build_schedule,
@@ -58,46 +56,21 @@ from dsgpt.strategies.optimizer import (
 from dsgpt.telemetry.meter import StepResult
 
 
-class TrainedWeights(Protocol):
-    """The fp32 weights that an optimizer changes, and their link to the weights that the model computes with."""
-
-    parameters: dict[str, nn.Parameter]
-    """Canonical name to plain fp32 tensor: a whole weight, or this rank's shard of it."""
-
-    def gather_gradients(self) -> None:
-        """Add the gradients of a backward pass to those of ``parameters``; call it after every backward pass."""
-        ...
-
-    def publish(self) -> None:
-        """Copy the changed weights to the model; call it after every optimizer step."""
-        ...
-
-    def replace(self, name: str, value: Tensor) -> None:
-        """Set one weight, in ``parameters`` and in the model."""
-        ...
-
-
 class MasterWeights:
     """An fp32 copy of the weights of ``model``, which is converted to ``dtype`` in place; in fp32, its own weights."""
 
     def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
-        model.to(dtype)
-        self._low = dict(model.named_parameters())
         self.separate = dtype != torch.float32
         """Whether there are two copies of every weight."""
-        self.parameters: dict[str, nn.Parameter] = (
-            {name: nn.Parameter(value.detach().float()) for name, value in self._low.items()}
-            if self.separate
-            else self._low
-        )
-        """Canonical name to the parameter that the optimizer changes."""
-
-    def by_low_parameter(self) -> dict[Tensor, nn.Parameter]:
-        """From each parameter of the model to its master."""
-        return {low: self.parameters[name] for name, low in self._low.items()}
+        if self.separate:
+            model.to(dtype)
+        self._low = self.parameters = dict(model.named_parameters())
+        """``parameters``: canonical name to the plain fp32 tensor that the optimizer changes, all or a rank's part."""
+        if self.separate:
+            self.parameters = {name: nn.Parameter(value.detach().float()) for name, value in self._low.items()}
 
     def gather_gradients(self) -> None:
-        """Add the gradients of one micro batch to the fp32 sum; call it after every backward pass."""
+        """Add the gradients of a backward pass to those of ``parameters``; call it after every backward pass."""
         if not self.separate:
             return
         begun: tuple[list[Tensor], list[Tensor]] = [], []
@@ -141,7 +114,7 @@ class TorchStrategy(Strategy):
         weights: the fp32 weights that the optimizer changes, all or this rank's part.
     """
 
-    def __init__(self, config: RunConfig, device: torch.device, *, model: GPT2, weights: TrainedWeights) -> None:
+    def __init__(self, config: RunConfig, device: torch.device, *, model: GPT2, weights: MasterWeights) -> None:
         recipe = config.recipe
         self.model = model
         self._weights = weights
@@ -316,8 +289,9 @@ class Ddp(TorchStrategy):
         weights = MasterWeights(model, DTYPES[config.precision])
         super().__init__(config, device, model=model, weights=weights)
         self._batch_shape = (config.batch.micro_batch_size, config.seq_length)
-        self._low = list(model.parameters()) if weights.separate else []
-        self._masters = weights.by_low_parameter() if weights.separate else {}
+        pairs = zip(model.parameters(), weights.parameters.values(), strict=True)
+        self._masters: dict[Tensor, nn.Parameter] = dict(pairs) if weights.separate else {}
+        """From each low-precision parameter of the model to its master."""
         self._buckets: list[Tensor] = []
         if config.options.compile:
             # With ``optimize_ddp`` PyTorch would cut each block's graph at the ends of buckets, and fails on buckets
@@ -350,21 +324,17 @@ class Ddp(TorchStrategy):
         with contextlib.nullcontext() if last else self._ddp.no_sync():
             yield
         if last:
-            for parameter in self._low:
+            for parameter in self._masters:
                 parameter.grad = None  # the master's gradient already holds the average, not rounded
 
     def load_state(self, reader: StateReader) -> None:
-        """See ``Strategy``."""
-        super().load_state(reader)
-        self._order_buckets()
-
-    def _order_buckets(self) -> None:
-        """Make DDP arrange its buckets as they are from the second step of a process on.
+        """See ``Strategy``; a backward pass then makes DDP arrange its buckets as from a process's second step on.
 
         DDP rearranges them after the first backward pass. The position of an element in its bucket decides in which
         order three or more ranks add it up. Without this, the first step of a resumed run would differ from that of an
         uninterrupted run in the last bit.
         """
+        super().load_state(reader)
         tokens = torch.zeros(self._batch_shape, dtype=torch.long, device=self._device)
         with self._micro_batch(last=True):
             torch.autograd.backward(self._training_loss(Batch(inputs=tokens, targets=tokens)))
@@ -404,10 +374,10 @@ class Fsdp(TorchStrategy):
 
     def __init__(self, config: RunConfig, device: torch.device) -> None:
         model = sharded_model(config, device)
-        self._shards = ShardedWeights(model)
-        super().__init__(config, device, model=model, weights=self._shards)
+        super().__init__(config, device, model=model, weights=ShardedWeights(model))
         assert isinstance(model, FSDPModule)  # ``fully_shard`` gives a module this class too
         self._fully_sharded: FSDPModule = model
+        self._sharded = {name: _dtensor(parameter) for name, parameter in model.named_parameters()}
         self._reshard_after_forward = config.recipe.dsgpt.fsdp.reshard_after_forward
         self._rank = config.topology.rank
 
@@ -436,7 +406,9 @@ class Fsdp(TorchStrategy):
         return sums
 
     def _whole(self, name: str, part: Tensor) -> Tensor:
-        return self._shards.whole(name, part)
+        like = self._sharded[name]
+        mesh, cut = like.device_mesh, like.placements
+        return DTensor.from_local(part, mesh, cut, shape=like.shape, stride=like.stride()).full_tensor()
 
     def _part(self, whole: Tensor) -> Tensor:
         return _own_rows(whole, self._rank, self._ranks)
@@ -459,39 +431,25 @@ class Fsdp(TorchStrategy):
         )
 
 
-class ShardedWeights:
+class ShardedWeights(MasterWeights):
     """The shards of a model under ``fully_shard`` as plain tensors, which share their memory.
 
-    Optimizers take their fast path on plain tensors only, and no operation on plain tensors can hide a collective.
+    Optimizers take their fast path on plain tensors only, and no operation on plain tensors can hide a collective. A
+    shard is empty where a parameter has fewer rows than there are ranks. The next forward pass gathers what changed.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._sharded = {name: _dtensor(parameter) for name, parameter in model.named_parameters()}
+        super().__init__(model, torch.float32)
         with torch.no_grad():
-            self.parameters = {name: nn.Parameter(sharded.to_local()) for name, sharded in self._sharded.items()}
-        """Canonical name to this rank's shard, fp32; empty where a parameter has fewer rows than there are ranks."""
+            self.parameters = {name: nn.Parameter(_dtensor(low).to_local()) for name, low in self._low.items()}
 
     @torch.no_grad()
     def gather_gradients(self) -> None:
         """Move the gradients' shards to ``parameters``; there are none before the last micro batch of a step."""
-        for name, sharded in self._sharded.items():
-            if sharded.grad is not None:
-                self.parameters[name].grad = _dtensor(sharded.grad).to_local()
-                sharded.grad = None
-
-    def publish(self) -> None:
-        """Nothing to do: the next forward pass gathers the changed shards."""
-
-    @torch.no_grad()
-    def replace(self, name: str, value: Tensor) -> None:
-        """Set this rank's shard of one weight."""
-        self.parameters[name].copy_(value)
-
-    def whole(self, name: str, part: Tensor) -> Tensor:
-        """Gather a tensor that is cut like the parameter ``name`` from each rank's ``part``; collective."""
-        like = self._sharded[name]
-        mesh, cut = like.device_mesh, like.placements
-        return DTensor.from_local(part, mesh, cut, shape=like.shape, stride=like.stride()).full_tensor()
+        for name, low in self._low.items():
+            if low.grad is not None:
+                self.parameters[name].grad = _dtensor(low.grad).to_local()
+                low.grad = None
 
 
 def _dtensor(value: Tensor) -> DTensor:
@@ -521,26 +479,21 @@ def sharded_model(config: RunConfig, device: torch.device) -> GPT2:
     for block in model.blocks:
         shard(block, reshard_after_forward=recipe.reshard_after_forward)
     shard(model, reshard_after_forward=False)  # the backward pass first needs the weights that the forward used last
-    _fill(model, config, torch.device("cpu") if recipe.cpu_offload else device)
-    return model
 
-
-@torch.no_grad()
-def _fill(model: GPT2, config: RunConfig, home: torch.device) -> None:
-    """Give this rank's shards storage on ``home`` and their initial values; tied parameters stay tied."""
-    values = initial_values(config)
+    values, home = initial_values(config), torch.device("cpu") if recipe.cpu_offload else device
     filled: dict[nn.Parameter, nn.Parameter] = {}
     shards = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
+    for name, parameter in model.named_parameters(remove_duplicate=False):  # tied parameters stay tied
         if parameter not in filled:
             whole = values(name, parameter.shape)
             rows = _own_rows(whole, config.topology.rank, config.topology.world_size)
-            shard = torch.empty_like(parameter, device=home)
             # Master weights start rounded to the precision of the computation, as under every strategy.
-            _dtensor(shard).to_local().copy_(rows.to(DTYPES[config.precision]))
-            filled[parameter] = nn.Parameter(shard)
+            own = torch.empty_like(parameter, device=home)
+            _dtensor(own).to_local().copy_(rows.to(low))
+            filled[parameter] = nn.Parameter(own)
         shards[name] = filled[parameter]
     model.load_state_dict(shards, assign=True)
+    return model
 
 
 def _own_rows(whole: Tensor, rank: int, ranks: int) -> Tensor:

@@ -76,8 +76,8 @@ _LOCAL = {"wait_tensor", "_wrap_tensor_autograd", "check_for_nan"}
 def operation_of(operator: str) -> str | None:
     """The operation of a ``c10d::`` operator; None for other names. Functional operators call these."""
     namespace, _, name = operator.partition("::")
-    known = _C10D.get(name) if namespace == "c10d" else None
-    return known.operation if known else None
+    entry = _C10D.get(name) if namespace == "c10d" else None
+    return entry.operation if entry else None
 
 
 @dataclass
@@ -131,15 +131,15 @@ class Communication(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
         return func(*args, **(kwargs or {}))
 
     def _note(
-        self, func: OpOverload, known: dict[str, _Operator], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, func: OpOverload, operators: dict[str, _Operator], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         name = func._schema.name.partition("::")[2]
         if name in _LOCAL:
             return
-        if name not in known:
+        if name not in operators:
             self.unknown.add(func._schema.name)
             return
-        operator = known[name]
+        operator = operators[name]
         # The schema may be longer than the call: an argument that is not given has its default.
         given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
         group = _ranks(given)

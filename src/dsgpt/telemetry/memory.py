@@ -202,7 +202,7 @@ def _state_record(ranks: list[KnownStateBytes]) -> dict[str, Any]:
         {name: None if by_device is None else sum(by_device.values()) for name, by_device in state.items()}
         for state in ranks
     ]
-    known = all(state["gradients"] is not None for state in sums)
+    complete = all(state["gradients"] is not None for state in sums)
     totals = [sum(state[name] or 0 for name in MODEL_STATE) for state in sums]
     largest = totals.index(max(totals))
     devices: dict[str, int] = {}
@@ -212,10 +212,10 @@ def _state_record(ranks: list[KnownStateBytes]) -> dict[str, Any]:
     return {
         "rank": largest,
         **{name: sums[largest][name] for name in MODEL_STATE},
-        "total": totals[largest] if known else None,
+        "total": totals[largest] if complete else None,
         "by_device": devices,
         "buffers": sums[largest]["buffers"],
-        "total_by_rank": totals if known else None,
+        "total_by_rank": totals if complete else None,
     }
 
 

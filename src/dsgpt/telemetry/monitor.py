@@ -266,8 +266,8 @@ def gpu_use(devices: list[dict[str, Any]], *, expected: int, tokens: int) -> dic
     if not devices:
         return None
     energies = [device["energy_joules"] for device in devices]
-    known = len(energies) == expected and None not in energies
-    joules = sum(energies) if known else None
+    complete = len(energies) == expected and None not in energies
+    joules = sum(energies) if complete else None
     return {
         "energy_joules": joules,
         "joules_per_token": joules / tokens if joules is not None and tokens else None,

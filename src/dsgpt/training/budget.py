@@ -243,11 +243,11 @@ def stalls_reported(config: RunConfig, budget: Budget) -> Iterator[None]:
     ended = threading.Event()
 
     def watch() -> None:
-        told: float | None = None
+        reported: float | None = None
         while not ended.wait(POLL_SEC):
             last, longest = budget.progressed, max(STALLED_SEC, STALLED_TIMES * budget.longest_sec)
-            if last is not None and last != told and time.monotonic() - last > longest:
-                told = last
+            if last is not None and last != reported and time.monotonic() - last > longest:
+                reported = last
                 logger.warning(f"no step for {duration(longest)}")
                 notify(config, "stalled")
 

@@ -322,8 +322,8 @@ class Segments:
             **peaks,
             **self._load.figures(),
         }
-        known = {**self._description["training_config"], **self._description, **measured}
-        this = Segment(**{field.name: known[field.name] for field in fields(Segment)})
+        facts = {**self._description["training_config"], **self._description, **measured}
+        this = Segment(**{field.name: facts[field.name] for field in fields(Segment)})
         self.all = [*self._earlier, this]
 
     def peaks(self, *, since_step: int = 1) -> dict[str, Any]:

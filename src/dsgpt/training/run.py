@@ -15,7 +15,7 @@ import torch
 from dsgpt.checkpoints import store
 from dsgpt.checkpoints.manifest import RunState, read_run_state
 from dsgpt.checkpoints.training_state import StateReader, load_random_state
-from dsgpt.common.errors import OutOfMemory, Problems, UserError
+from dsgpt.common.errors import OutOfMemory, Problems, SaveError, UserError
 from dsgpt.common.files import write_json_atomic
 from dsgpt.common.json_files import JsonError
 from dsgpt.common.text import divisors
@@ -293,7 +293,12 @@ def _load_checkpoint(
 
 # Out of memory in one line: when, how much, what was predicted, and the next setting that fits.
 
+NO_MEMORY = re.compile(r"out of memory|CUBLAS_STATUS_ALLOC_FAILED|Failed to CUDA \w+ \d+ bytes")
+"""In messages of CUDA (``torch.AcceleratorError``), cuBLAS and NCCL (``DistBackendError``).
+
+Only PyTorch's own allocator raises ``torch.OutOfMemoryError``."""
 MOMENTS = {
+    "joined": "at the start",
     "_build": "at the start",
     "_load_checkpoint": "while the checkpoint was loaded",
     "save": "in a save",
@@ -313,13 +318,18 @@ def out_of_memory_explained(config: RunConfig) -> Iterator[None]:
     """Raises ``OutOfMemory`` if the memory of this rank's device runs out inside."""
     try:
         yield
-    except torch.OutOfMemoryError as error:
+    except RuntimeError as error:
+        first: BaseException | None = error
+        while first and not (isinstance(first, torch.OutOfMemoryError) or NO_MEMORY.search(str(first))):
+            first = first.__cause__ or first.__context__
+        if first is None or isinstance(error, SaveError):
+            raise
         functions = {frame.name for frame in traceback.extract_tb(error.__traceback__)}
         moment = next((MOMENTS[name] for name in MOMENTS if name in functions), "in the forward pass")
-        asked = re.search(r"Tried to (allocate [\d.]+ \wiB)", str(error))
+        asked = re.search(r"Tried to allocate ([\d.]+ \wiB)|Failed to CUDA \w+ (\d+ bytes)", str(first))
         peak, predicted = peak_bytes(config.device), predicted_peak_memory(config)
         facts = [
-            f"tried to {asked[1]}" if asked else "",
+            f"tried to allocate {asked[1] or asked[2]}" if asked else "",
             f"{peak / 1e9:.3g} GB at the peak so far" if peak is not None else "",
             f"{predicted['worst']['total'] / 1e9:.3g} GB were predicted for a step" if predicted else "",
         ]

@@ -64,8 +64,19 @@ def data_tokenizer(file: TokenFile) -> tuple[Path | None, str]:
     folder, facts = file.path.parent / TOKENIZER_FOLDER, file.sidecar.tokenizer
     if facts is None:
         return None, ""
+    vocabulary, fault = folder / "tokenizer.json", ""
     try:
-        fault = _tokenizer_fault(folder, facts.sha256, made=file.path.name)
+        if not folder.is_dir() and not folder.is_symlink():
+            fault = f"{folder}: is missing"
+        elif reason := fault_of(folder):
+            fault = f"{folder}: {reason}"
+        elif not any(folder.iterdir()):
+            fault = f"{folder}: is empty"
+        elif facts.sha256 is not None:  # else made by another tool, or without a tokenizer.json
+            if not vocabulary.is_file():
+                fault = f"{vocabulary}: is missing"
+            elif sha256_of(vocabulary) != facts.sha256:
+                fault = f"{vocabulary}: is not the tokenizer that made {file.path.name}"
     except OSError as error:
         fault = f"{error.filename}: cannot be read ({error.strerror})"
     if not fault:
@@ -75,22 +86,6 @@ def data_tokenizer(file: TokenFile) -> tuple[Path | None, str]:
         f"{fault}; the trained model could not read or write text: copy the folder {TOKENIZER_FOLDER}/ that was made "
         f'with {file.path.name} to {file.path.parent}, or set "tokenizer" to null in {sidecar} to train without one'
     )
-
-
-def _tokenizer_fault(folder: Path, sha256: str | None, *, made: str) -> str:
-    """What is wrong with the tokenizer in ``folder``; empty if nothing is."""
-    vocabulary = folder / "tokenizer.json"
-    if not folder.is_dir() and not folder.is_symlink():
-        return f"{folder}: is missing"
-    if fault := fault_of(folder):
-        return f"{folder}: {fault}"
-    if not any(folder.iterdir()):
-        return f"{folder}: is empty"
-    if sha256 is None:  # made by another tool, or without a tokenizer.json
-        return ""
-    if not vocabulary.is_file():
-        return f"{vocabulary}: is missing"
-    return "" if sha256_of(vocabulary) == sha256 else f"{vocabulary}: is not the tokenizer that made {made}"
 
 
 def data_hash(file: TokenFile, *, verify: bool, problems: Problems) -> str | None:
@@ -177,10 +172,10 @@ def plan_lines(config: RunConfig) -> list[str]:
     state = "not known for Zero++"
     if predicted := predicted_peak_memory(config):
         setup = setup_of(config)
-        held, sent = largest_model_state(setup), most_sent_bytes(setup)
-        elsewhere = f", {held.on_device / 1e6:,.1f} MB of it on the device" if held.off_device else ""
+        state_bytes, sent = largest_model_state(setup), most_sent_bytes(setup)
+        elsewhere = f", {state_bytes.on_device / 1e6:,.1f} MB of it on the device" if state_bytes.off_device else ""
         state = (
-            f"{held.total / 1e6:,.1f} MB of weights, gradients and optimizer per rank{elsewhere}; "
+            f"{state_bytes.total / 1e6:,.1f} MB of weights, gradients and optimizer per rank{elsewhere}; "
             f"{predicted['worst']['total'] / 1e6:,.1f} MB at the peak of a step, with activations and buffers; "
             f"each step a rank sends {sent / 1e6:,.1f} MB"
         )

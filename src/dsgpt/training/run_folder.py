@@ -1,5 +1,6 @@
 """The run folder: whether it holds a run, what an earlier process left, and from which checkpoint a run resumes."""
 
+import contextlib
 import os
 import re
 from dataclasses import asdict, dataclass, field
@@ -90,23 +91,29 @@ def why_nothing_was_saved(run_dir: Path) -> str:
             or missing next to step lines. The checkpoints may have been moved, or their disk is not mounted; a fresh
             start would remove the rest of the run.
     """
-    for name in (store.LATEST, store.BEST):
-        if named := named_by(run_dir / name):
-            raise UserError(_lost(run_dir, f"{name} names {named}, which does not exist"))
+    why, cause = "", None
     try:
         record = read_earlier_record(run_dir)
     except JsonError as error:
-        raise UserError(_lost(run_dir, f"its {RECORD_FILE} is damaged ({error})")) from error
-    if record is None:
-        lines = run_dir / STEPS_FILE
-        if lines.is_file() and lines.stat().st_size:
-            raise UserError(_lost(run_dir, f"it has {STEPS_FILE} but no {RECORD_FILE} that lists what was saved"))
-    elif record.saves is None:
-        raise UserError(_lost(run_dir, f"its {RECORD_FILE} does not list what was saved"))
-    elif record.saves:
-        steps = ", ".join(store.folder_name(save.step) for save in record.saves[-3:])
-        was = "was" if len(record.saves) == 1 else "were"
-        raise UserError(_lost(run_dir, f"its {RECORD_FILE} says that {steps} {was} saved"))
+        why, cause = f"its {RECORD_FILE} is damaged ({error})", error
+    else:
+        if record is None:
+            lines = run_dir / STEPS_FILE
+            if lines.is_file() and lines.stat().st_size:
+                why = f"it has {STEPS_FILE} but no {RECORD_FILE} that lists what was saved"
+        elif record.saves is None:
+            why = f"its {RECORD_FILE} does not list what was saved"
+        elif record.saves:
+            steps = ", ".join(store.folder_name(save.step) for save in record.saves[-3:])
+            why = f"its {RECORD_FILE} says that {steps} {'was' if len(record.saves) == 1 else 'were'} saved"
+    for name in (store.BEST, store.LATEST):
+        if named := named_by(run_dir / name):
+            why = f"{name} names {named}, which does not exist"
+    if why:
+        raise UserError(
+            f"--resume: {run_dir} holds a run but none of its checkpoints: {why}: bring them back (were they moved, or "
+            "is their disk not mounted?), or start again with --overwrite"
+        ) from cause
     return f"{run_dir} holds no checkpoint yet"
 
 
@@ -119,13 +126,6 @@ def named_by(path: Path) -> str:
         return ""
     except OSError as error:
         return f"(unreadable: {error.strerror})"
-
-
-def _lost(run_dir: Path, why: str) -> str:
-    return (
-        f"--resume: {run_dir} holds a run but none of its checkpoints: {why}: bring them back (were they moved, or is "
-        "their disk not mounted?), or start again with --overwrite"
-    )
 
 
 # Chooses the checkpoint to resume from: the newest undamaged one, if this run matches its settings.
@@ -174,7 +174,18 @@ def plan_resume(config: RunConfig, *, settings: dict[str, Any], problems: Proble
     if checkpoint is None:
         return ResumePoint(messages=(f"--resume: {why_nothing_was_saved(config.run_dir)}; starting fresh",))
     manifest, state = parse_manifest(checkpoint), read_run_state(checkpoint)
-    moved, same_ranks = _execution_change(config, manifest), _has_same_ranks(config, manifest)
+    assert manifest.topology is not None  # by ``require_resumable``
+    before = f"{manifest.strategy} on {counted(manifest.topology.world_size, 'rank')}"
+    after = f"{config.strategy_name} on {counted(config.topology.world_size, 'rank')}"
+    moved = [{"name": EXECUTED_BY, "before": before, "after": after}] if before != after else []
+    same_ranks = _has_same_ranks(config, manifest)
+    resuming = f"resuming from {checkpoint}{f' ({before}) as {after}' if moved else ''}"
+    if not same_ranks and config.model.dropout > 0:
+        resuming += "; dropout masks differ from those of an uninterrupted run"
+    latest, missing = named_by(config.run_dir / store.LATEST), []
+    if latest and not (store.STEP_FOLDER.fullmatch(latest) and (config.run_dir / latest).is_dir()):
+        named = f"{config.run_dir / store.LATEST} names {latest}, which does not exist"
+        missing = [f"--resume: {named}; continuing from the newest one that does"]
     changes = _compare(config, manifest.fixed, settings, made="the checkpoint", problems=problems)
     if state.step > config.total_steps:
         problems.add(
@@ -188,8 +199,8 @@ def plan_resume(config: RunConfig, *, settings: dict[str, Any], problems: Proble
         refused=tuple(path for path, _ in refused),
         messages=(
             *(f"--resume: {path.name} is refused: {reason}" for path, reason in refused),
-            *_missing_newest_line(config.run_dir),
-            _resuming_line(config, checkpoint, moved, same_ranks=same_ranks),
+            *missing,
+            resuming,
             *(f"--allow_changed: {one['name']} was {one['before']} and is {one['after']}" for one in changes),
             *(["validation set changed: the best validation loss starts anew"] if validates_anew else []),
         ),
@@ -198,15 +209,6 @@ def plan_resume(config: RunConfig, *, settings: dict[str, Any], problems: Proble
         validates_anew=validates_anew,
         same_ranks=same_ranks,
     )
-
-
-def _missing_newest_line(run_dir: Path) -> list[str]:
-    """A warning if the newest checkpoint is missing: the run repeats its steps."""
-    latest = run_dir / store.LATEST
-    name = named_by(latest)
-    if not name or (store.STEP_FOLDER.fullmatch(name) and (run_dir / name).is_dir()):
-        return []
-    return [f"--resume: {latest} names {name}, which does not exist; continuing from the newest one that does"]
 
 
 def _has_same_ranks(config: RunConfig, manifest: Manifest) -> bool:
@@ -218,55 +220,26 @@ def _has_same_ranks(config: RunConfig, manifest: Manifest) -> bool:
     return same_split and same_number and manifest.device == config.device
 
 
-def _execution_change(config: RunConfig, manifest: Manifest) -> list[dict[str, Any]]:
-    """The change of strategy or ranks, if there is one. The figures of the run then come from both."""
-    assert manifest.strategy is not None and manifest.topology is not None  # by ``require_resumable``
-    before = _strategy_on_ranks(manifest.strategy, manifest.topology.world_size)
-    after = _strategy_on_ranks(config.strategy_name, config.topology.world_size)
-    return [{"name": EXECUTED_BY, "before": before, "after": after}] if before != after else []
-
-
-def _resuming_line(config: RunConfig, checkpoint: Path, moved: list[dict[str, Any]], *, same_ranks: bool) -> str:
-    """``resuming from run/step-00000200 (zero2 on 4 ranks) as ddp on 2 ranks``, shorter if neither changed."""
-    line = f"resuming from {checkpoint}"
-    for change in moved:
-        line += f" ({change['before']}) as {change['after']}"
-    if not same_ranks and config.model.dropout > 0:
-        line += "; dropout masks differ from those of an uninterrupted run"
-    return line
-
-
-def _strategy_on_ranks(strategy: str, ranks: int) -> str:
-    return f"{strategy} on {counted(ranks, 'rank')}"
-
-
 def _plan_finished(config: RunConfig, *, settings: dict[str, Any], problems: Problems) -> ResumePoint | None:
     """The start of a run that has finished; None if this run may be longer, or the checkpoints are missing.
 
     The files of the checkpoint are not verified, because none will be loaded.
     """
-    available = [path for path in store.checkpoints(config.run_dir) if _is_readable(path)]
-    if not available:
+    for checkpoint in store.checkpoints(config.run_dir):
+        with contextlib.suppress(UserError):
+            require_resumable(checkpoint, manifest := parse_manifest(checkpoint))
+            break
+    else:
         return None
-    manifest = parse_manifest(available[0])
     assert manifest.step is not None  # by ``require_resumable``
     if config.total_steps > manifest.step and "total steps" in _allowed(config):
         return None
     _compare(config, manifest.fixed, settings, made="the finished run", problems=problems)
     return ResumePoint(
-        checkpoint=available[0],
+        checkpoint=checkpoint,
         finished=True,
         messages=(f"{config.run_dir} holds a finished run; nothing to do",),
     )
-
-
-def _is_readable(checkpoint: Path) -> bool:
-    """Whether the manifest can be read and has all that a resume needs."""
-    try:
-        require_resumable(checkpoint, parse_manifest(checkpoint))
-    except UserError:
-        return False
-    return True
 
 
 def _newest_whole(config: RunConfig) -> tuple[Path | None, list[tuple[Path, str]]]:
@@ -386,17 +359,17 @@ def holds_run_to_resume(config: RunConfig, problems: Problems) -> bool:
     _check_writable(run_dir, problems)
     if not run_dir.is_dir() or not os.access(run_dir, os.R_OK | os.X_OK):
         return False
-    found = _existing(run_dir)
-    if foreign := _foreign(run_dir, found):
+    existing = _existing(run_dir)
+    if foreign := _foreign(run_dir, existing):
         problems.add(
             f"--checkpoint_path {run_dir}: holds a {foreign.name} that this program did not write: name another folder"
         )
         return False
-    if not found or options.overwrite:
+    if not existing or options.overwrite:
         return False
     if not options.resume:
         proof = _proof(run_dir)
-        assert proof is not None  # else what was found is foreign
+        assert proof is not None  # else what exists is foreign
         problems.add(
             f"--checkpoint_path {run_dir}: holds a run already ({proof.name}): add --resume to continue "
             "it, --overwrite to delete it, or name another folder"
@@ -404,7 +377,7 @@ def holds_run_to_resume(config: RunConfig, problems: Problems) -> bool:
         return False
     trackers = run_dir / TRACKERS_FOLDER
     inside = sorted(trackers.glob("*")) if is_tracker_folder(trackers) else []
-    links = [path.relative_to(run_dir) for path in (*found, *inside) if path.is_symlink()]
+    links = [path.relative_to(run_dir) for path in (*existing, *inside) if path.is_symlink()]
     for name in links:
         problems.add(
             f"--resume: {run_dir / name} is a link, and links inside a run folder are not followed: replace it "
@@ -472,19 +445,19 @@ def _files(run_dir: Path) -> list[Path]:
 
 def _folders(run_dir: Path, name: re.Pattern[str]) -> list[Path]:
     """Folders and links whose whole name matches ``name``, newest first."""
-    found = (path for path in run_dir.iterdir() if name.fullmatch(path.name))
-    return sorted((path for path in found if path.is_dir() or path.is_symlink()), reverse=True)
+    named = (path for path in run_dir.iterdir() if name.fullmatch(path.name))
+    return sorted((path for path in named if path.is_dir() or path.is_symlink()), reverse=True)
 
 
-def _foreign(run_dir: Path, found: list[Path]) -> Path | None:
+def _foreign(run_dir: Path, existing: list[Path]) -> Path | None:
     """A file or folder that a run would replace although no run wrote it; None if there is none."""
-    for path in found:
+    for path in existing:
         if (path.name in _FILES or _HARDWARE.fullmatch(path.name)) and path.is_dir() and not path.is_symlink():
             return path
         for name, is_ours in ((TRACKERS_FOLDER, is_tracker_folder), (PROFILE_FOLDER, is_profile_folder)):
             if path.name == name and not path.is_symlink() and not is_ours(path):
                 return path
-    return found[0] if found and _proof(run_dir) is None else None
+    return existing[0] if existing and _proof(run_dir) is None else None
 
 
 def is_tracker_folder(path: Path) -> bool:

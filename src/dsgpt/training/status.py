@@ -68,26 +68,22 @@ class RunLock:
             if error.errno == errno.ELOOP:
                 raise UserError(f"{path}: is a link, and lock files are not opened through links: remove it") from error
             raise UserError(f"{path}: cannot be opened ({error.strerror}): name another folder") from error
-        if not (self._take(lock) or self._wait(lock)):
+        end, taken = time.monotonic() + self._patience_sec, self._take(lock)
+        if self._patience_sec and not taken:
+            logger.warning(
+                f"another process is still training in {self._run_dir}; waiting up to {self._patience_sec:.0f} s for "
+                "it to end"
+            )
+        while not taken and time.monotonic() < end:
+            time.sleep(_POLL_SEC)
+            taken = self._take(lock)
+        if not taken:
             waited = f" and did not end within {self._patience_sec:.0f} s" if self._patience_sec else ""
             raise UserError(
                 f"--checkpoint_path {self._run_dir}: another process is training in this folder{waited}: wait for it, "
                 "or name another folder"
             )
         self._lock = lock
-
-    def _wait(self, lock: Lock) -> bool:
-        end = time.monotonic() + self._patience_sec
-        if self._patience_sec:
-            logger.warning(
-                f"another process is still training in {self._run_dir}; waiting up to {self._patience_sec:.0f} s for "
-                "it to end"
-            )
-        while time.monotonic() < end:
-            time.sleep(_POLL_SEC)
-            if self._take(lock):
-                return True
-        return False
 
     def _take(self, lock: Lock) -> bool:
         """Try to take the lock. On a file system without locks the run continues without one, after a warning."""
@@ -153,18 +149,18 @@ class Signs:
 
 def signs_of_life(run_dir: Path) -> Signs:
     """The signs of life in ``run_dir`` now. The lock itself is not touched."""
-    process, known = None, True
+    process, listed = None, True
     try:
         process = holder_of(run_dir / LOCK_FILE)
     except FileNotFoundError:
-        known = Path("/proc/locks").exists()
+        listed = Path("/proc/locks").exists()
     except OSError:
-        known = False
+        listed = False
     changed = []
     for name in (RECORD_FILE, STEPS_FILE, LOCK_FILE):
         with contextlib.suppress(OSError):
             changed.append(os.lstat(run_dir / name).st_mtime)
-    return Signs(process, known, max(0.0, time.time() - max(changed)) if changed else None)
+    return Signs(process, listed, max(0.0, time.time() - max(changed)) if changed else None)
 
 
 def status_of(recorded: str | None, *, host: str | None, signs: Signs) -> tuple[Status, str]:

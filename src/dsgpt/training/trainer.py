@@ -200,19 +200,19 @@ class Measurements:
         )
 
     def _trace(self) -> StepsProfile:
+        def report(table: list[str], failures: list[str]) -> None:
+            opened = f"traces: {self._config.run_dir / PROFILE_FOLDER}; https://ui.perfetto.dev opens them"
+            for line in (*table, opened) if table else ():
+                logger.info(line)
+            for line in failures:
+                logger.warning(f"--profile: {line}")
+
         return Trace(
             self._device,
             steps=self._config.options.profile,
             path=self._config.run_dir / PROFILE_FOLDER / trace_file(self._config.topology.rank),
-            report=self._traced,
+            report=report,
         )
-
-    def _traced(self, table: list[str], failures: list[str]) -> None:
-        opened = f"traces: {self._config.run_dir / PROFILE_FOLDER}; https://ui.perfetto.dev opens them"
-        for line in (*table, opened) if table else ():
-            logger.info(line)
-        for line in failures:
-            logger.warning(f"--profile: {line}")
 
     @contextlib.contextmanager
     def watch(self, step: int) -> Iterator[None]:
@@ -282,7 +282,10 @@ def measure_inference(
         The ``inference`` block of the record; None on other ranks, and where it was not measured: the run was asked to
         stop, the model has a single position, or this machine cannot generate with it. Then a line says why.
     """
-    weights = whole_weights(strategy, keep=config.topology.is_main)
+    weights = {}
+    for name, parameter in strategy.iter_state():
+        if config.topology.is_main:
+            weights[name] = parameter.weight.to("cpu", copy=True).contiguous()
     if not config.topology.is_main or interruption.reason:
         return None
     measured = None
@@ -307,15 +310,6 @@ def measure_inference(
             f"{measured['tokens_per_sec']:.0f} tokens/s (batch 1, greedy, key-value cache)"
         )
     return measured
-
-
-def whole_weights(strategy: Strategy, *, keep: bool) -> dict[str, torch.Tensor]:
-    """Every weight in fp32 on the CPU if ``keep``, else an empty dict; collective."""
-    weights = {}
-    for name, parameter in strategy.iter_state():
-        if keep:
-            weights[name] = parameter.weight.to("cpu", copy=True).contiguous()
-    return weights
 
 
 def mark_complete(config: RunConfig, summary: dict[str, Any]) -> None:
@@ -399,7 +393,12 @@ class Trainer:
                 self._complete()
             except BaseException as error:
                 self._saver.close()
-                self._end_early(error)
+                self._journal.end_early("interrupted" if isinstance(error, KeyboardInterrupt) else "failed")
+                if isinstance(error, Interrupted) and error.together:
+                    logger.info(f"{error}; continue with --resume")
+                    command = [word for word in own_command() if word not in {"--resume", "--overwrite"}]
+                    logger.info(next_line([*command, "--resume"]))
+                    barrier()  # the launcher ends all ranks when one exits; the main rank may still be writing files
                 raise
             finally:
                 self._journal.close()
@@ -484,14 +483,6 @@ class Trainer:
         if config.topology.is_main:
             mark_complete(config, journal.record.summary)
         barrier()
-
-    def _end_early(self, error: BaseException) -> None:
-        self._journal.end_early("interrupted" if isinstance(error, KeyboardInterrupt) else "failed")
-        if isinstance(error, Interrupted) and error.together:
-            logger.info(f"{error}; continue with --resume")
-            command = [word for word in own_command() if word not in {"--resume", "--overwrite"}]
-            logger.info(next_line([*command, "--resume"]))
-            barrier()  # the launcher ends all ranks when one exits, but the main rank may still be writing files
 
 
 def validation_loss(

@@ -340,7 +340,7 @@ class Completions:
         try:
             for prompt in (prompt for prompt in prompts for _ in range(request.n or 1)):
                 index = len(choices)
-                sequence = submit(prompt.ids, sampling=request.sampling(index)) if new_tokens else None
+                sequence = submit(prompt.ids, sampling=request.drawing(index)) if new_tokens else None
                 text = Continuation(served.tokenizer, stop=request.stops, ends=ends)
                 choices.append(Choice(index=index, prompt=prompt, sequence=sequence, text=text))
             begun: set[int] = set()

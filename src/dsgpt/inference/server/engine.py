@@ -26,7 +26,7 @@ from torch import nn
 from dsgpt.common.errors import UserError
 from dsgpt.formats.tokenizer_files import open_tokenizer
 from dsgpt.inference.model_files import open_model, write_model
-from dsgpt.inference.server.requests import NOT_FINITE, ApiError, Sampling
+from dsgpt.inference.server.requests import NOT_FINITE, ApiError, Drawing
 from dsgpt.machine.console import Console
 from dsgpt.machine.device import cuda_devices
 
@@ -55,7 +55,7 @@ class Sampler:
         self._states: list[RequestState] = []
 
     def check_kwargs(self, kwargs: dict[str, Any]) -> None:
-        """Nothing to check: the engine gives each request one ``Sampling``."""
+        """Nothing to check: the engine gives each request one ``Drawing``."""
 
     def fill_defaults(self, int32_tensor: torch.Tensor) -> None:
         """Nothing to fill: no setting is kept in tensors."""
@@ -77,10 +77,10 @@ class Sampler:
         rows: dict[bool, list[int]] = {False: [], True: []}
         finite = scores.amax(dim=-1).isfinite().tolist()  # NaN, too, is its row's largest
         for row, state in enumerate(self._states):
-            sampling: Sampling = state.logit_processor_kwargs["sampling"]
+            sampling: Drawing = state.logit_processor_kwargs["sampling"]
             if not finite[row]:
                 self._fail(state.request_id)
-            elif sampling.temperature is not None:
+            elif sampling.temperature > 0:
                 rows[sampling.sorts].append(row)
         for sorts, drawn in rows.items():  # whether one sequence is sorted does not change what another one draws
             if drawn:
@@ -90,7 +90,7 @@ class Sampler:
     def _draw(self, scores: torch.Tensor, rows: list[int], *, sorts: bool) -> torch.Tensor:
         """The ids of one drawn token for each row of ``scores`` (R, V)."""
         states = [self._states[row] for row in rows]
-        settings: list[Sampling] = [state.logit_processor_kwargs["sampling"] for state in states]
+        settings: list[Drawing] = [state.logit_processor_kwargs["sampling"] for state in states]
 
         def column(values: list[Any]) -> torch.Tensor:
             return torch.tensor(values, dtype=torch.float64, device=scores.device)[:, None]  # (R, 1)
@@ -266,7 +266,7 @@ class Engine:
         threading.Thread(target=self._route, name="results", daemon=True).start()
 
     def submit(
-        self, ids: list[int], *, new_tokens: int, sampling: Sampling, ends: frozenset[int], changed: asyncio.Event
+        self, ids: list[int], *, new_tokens: int, sampling: Drawing, ends: frozenset[int], changed: asyncio.Event
     ) -> Sequence:
         """Begin a sequence.
 

@@ -16,7 +16,7 @@ from starlette.types import Send
 from dsgpt.common.errors import did_you_mean
 from dsgpt.common.json_files import JsonError, clipped, parse_json
 from dsgpt.formats.tokenizer_files import reason_of
-from dsgpt.inference.commands import Limits
+from dsgpt.inference.commands import Limits, Sampling
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -118,24 +118,16 @@ BITS = 32
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sampling:
-    """How a sequence chooses its tokens."""
+class Drawing(Sampling):
+    """How a sequence chooses its tokens; nothing is penalized."""
 
-    temperature: float | None = None
-    """Above 0; None for the likeliest token always."""
-    top_k: int = 0
-    """How many of the likeliest tokens to draw from; 0 for all."""
-    top_p: float = 1.0
-    """Share of the probability of those to draw from, above 0."""
-    min_p: float = 0.0
-    """The least probability of a token to draw, as a share of that of the likeliest."""
     seed: str | None = None
     """Sequences of one seed draw the same numbers; None for numbers that nobody can repeat."""
 
     @property
     def sorts(self) -> bool:
         """Whether tokens must be sorted by their probability."""
-        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+        return bool(self.top_k) or self.top_p < 1 or self.min_p > 0
 
     def number(self, position: int) -> float:
         """The random number for the token at ``position`` of the sequence, in [0, 1)."""
@@ -208,12 +200,12 @@ class CompletionRequest(BaseModel):
         several = isinstance(self.prompt, list) and bool(self.prompt) and not isinstance(self.prompt[0], int)
         return len(self.prompt) if several and self.prompt is not None else 1
 
-    def sampling(self, index: int) -> Sampling:
+    def drawing(self, index: int) -> Drawing:
         """How the choice ``index`` draws its tokens."""
         temperature = 1.0 if self.temperature is None else self.temperature
         if temperature < COLDEST or self.top_p == 0:
-            return Sampling()
-        return Sampling(
+            return Drawing()
+        return Drawing(
             temperature=temperature,
             top_k=max(self.top_k or 0, 0),
             top_p=1.0 if self.top_p is None else self.top_p,
@@ -315,29 +307,27 @@ def read_prompts(
         given = [given]
     if not given:
         raise ApiError(400, "prompt is an empty list", param="prompt", code="invalid_value")
-    return [_read_prompt(prompt, tokenizer, vocabulary=vocabulary, positions=positions) for prompt in given]
-
-
-def _read_prompt(prompt: str | Ids, tokenizer: "PreTrainedTokenizerBase", *, vocabulary: int, positions: int) -> Prompt:
-    if isinstance(prompt, str):
-        head = prompt[: LONG_TOKEN * positions]
-        ids = _encoded(head, tokenizer)
-        if len(head) < len(prompt):
-            if len(ids) > 2 * positions:  # the whole may take a second, in which no other request is read
-                message = f"This model's maximum context length is {positions} tokens, and the prompt is far longer"
-                raise ApiError(400, f"{message}: shorten it", param="prompt", code="context_length_exceeded")
-            ids = _encoded(prompt, tokenizer)
-        text = prompt
-    else:
-        ids = prompt
+    prompts = []
+    for prompt in given:
+        if isinstance(prompt, str):
+            text, head = prompt, prompt[: LONG_TOKEN * positions]
+            ids = _encoded(head, tokenizer)
+            if len(head) < len(text):
+                if len(ids) > 2 * positions:  # the whole may take a second
+                    message = f"This model's maximum context length is {positions} tokens, and the prompt is far longer"
+                    raise ApiError(400, f"{message}: shorten it", param="prompt", code="context_length_exceeded")
+                ids = _encoded(text, tokenizer)
+        else:
+            ids = prompt
+            _check_ids(ids, "prompt", vocabulary)
+            text = str(tokenizer.decode(ids)) if len(ids) <= positions else ""
+        if not ids and tokenizer.eos_token_id is None:
+            message = "prompt is empty, and this tokenizer has no end-of-text token to start from"
+            raise ApiError(400, message, param="prompt", code="invalid_value")
+        ids = ids or [tokenizer.eos_token_id]
         _check_ids(ids, "prompt", vocabulary)
-        text = str(tokenizer.decode(ids)) if len(ids) <= positions else ""
-    if not ids and tokenizer.eos_token_id is None:
-        message = "prompt is empty, and this tokenizer has no end-of-text token to start from"
-        raise ApiError(400, message, param="prompt", code="invalid_value")
-    ids = ids or [tokenizer.eos_token_id]
-    _check_ids(ids, "prompt", vocabulary)
-    return Prompt(ids=ids, text=text)
+        prompts.append(Prompt(ids=ids, text=text))
+    return prompts
 
 
 def _encoded(text: str, tokenizer: "PreTrainedTokenizerBase") -> Ids:

@@ -34,8 +34,7 @@ from dsgpt.strategies.deepspeed.state import (
     step_on_weights,
     take_part,
 )
-from dsgpt.strategies.loss_scale import LossScale
-from dsgpt.strategies.optimizer import block_norms, build_schedule, set_learning_rate
+from dsgpt.strategies.optimizer import LossScale, block_norms, build_schedule, set_learning_rate
 from dsgpt.telemetry.meter import StepResult
 
 

@@ -9,6 +9,8 @@ Pipeline parallelism x ZeRO stage 0 or 1 over data ranks x tensor parallelism in
 reduces gradients. This module replaces the steps of the schedule that DeepSpeed gets wrong.
 """
 
+import contextlib
+import io
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -17,7 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
-from deepspeed.runtime.pipe.topology import PipeDataParallelTopology, PipeModelDataParallelTopology, ProcessTopology
+from deepspeed.runtime.pipe.topology import PipeDataParallelTopology, PipeModelDataParallelTopology
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -26,13 +28,12 @@ from dsgpt.config.run_config import RunConfig
 from dsgpt.data.loader import IGNORED_TARGET, Batch
 from dsgpt.machine.device import named_range
 from dsgpt.machine.process_group import sum_over_ranks
-from dsgpt.machine.topology import Topology
 from dsgpt.model.config import GPT2Config
-from dsgpt.model.gpt2 import GPT2, Block
+from dsgpt.model.gpt2 import Block, parameter_shapes
 from dsgpt.strategies.base import StateTensors, to_device
 from dsgpt.strategies.deepspeed.engine import DeepSpeedStrategy
-from dsgpt.strategies.deepspeed.setup import engine_config, quietly
-from dsgpt.strategies.deepspeed.state import EngineState, is_split, pipeline_buffers, take_part
+from dsgpt.strategies.deepspeed.setup import engine_config
+from dsgpt.strategies.deepspeed.state import EngineState, is_split, take_part, tensors_of
 from dsgpt.strategies.deepspeed.tensor import split_block
 from dsgpt.strategies.optimizer import initial_values, square_sum
 
@@ -100,15 +101,29 @@ class StageModule(PipelineModule):  # type: ignore[misc]  # DeepSpeed ships no t
     """
 
     def __init__(self, config: RunConfig, loss: Loss) -> None:
+        sizes, data = config.topology.sizes, config.topology.data_parallel_size
+        # Both lay the ranks out as ``Topology`` says: by stage, then data, then tensor.
+        ranks = (
+            PipeDataParallelTopology(num_pp=sizes.pipeline, num_dp=data)
+            if sizes.tensor == 1
+            else PipeModelDataParallelTopology(num_pp=sizes.pipeline, num_mp=sizes.tensor, num_dp=data)
+        )
         super().__init__(
             layers=self._layers(config),
-            topology=_process_topology(config.topology),
+            topology=ranks,
             loss_fn=loss,
             partition_method=config.recipe.pipeline.partition,
         )
         blocks = [f"blocks.{layer}" for layer in range(config.model.n_layer)]
         self._names = [_TIED, "wpe", *blocks, "ln_f", _TIED]
-        self._initialize(config)
+
+        self.shapes = parameter_shapes(config.model)
+        """Canonical name to shape of every parameter of the whole model."""
+        rank, size = self._grid.get_slice_parallel_rank(), self._grid.get_slice_parallel_world_size()
+        values = initial_values(config)
+        with torch.no_grad():
+            for name, parameter in self.canonical_parameters().items():
+                parameter.copy_(take_part(name, values(name, self.shapes[name]), rank=rank, size=size))
 
     def _layers(self, config: RunConfig) -> list[LayerSpec]:
         model = config.model
@@ -138,18 +153,6 @@ class StageModule(PipelineModule):  # type: ignore[misc]  # DeepSpeed ships no t
         """As in DeepSpeed, but without autograd, which would warn about the broadcast in every backward pass."""
         super()._synchronize_tied_weights()
 
-    @torch.no_grad()
-    def _initialize(self, config: RunConfig) -> None:
-        """Give every parameter of this stage its part of the value that it has in the whole model."""
-        with torch.device("meta"):
-            self.shapes = {name: value.shape for name, value in GPT2(config.model).named_parameters()}
-            """Canonical name to shape of every parameter of the whole model."""
-        rank, size = self._grid.get_slice_parallel_rank(), self._grid.get_slice_parallel_world_size()
-        values = initial_values(config)
-        for name, parameter in self.canonical_parameters().items():
-            value = values(name, self.shapes[name])
-            parameter.copy_(take_part(name, value, rank=rank, size=size))
-
     def canonical_parameters(self) -> dict[str, nn.Parameter]:
         """This rank's parameters, or its parts of them, under their canonical names."""
         parameters = {}
@@ -166,17 +169,6 @@ class StageModule(PipelineModule):  # type: ignore[misc]  # DeepSpeed ships no t
         return stage
 
 
-def _process_topology(topology: Topology) -> ProcessTopology:
-    """DeepSpeed's view of the ranks, laid out as ``Topology`` says: by stage, then data, then tensor."""
-    sizes, data = topology.sizes, topology.data_parallel_size
-    if sizes.tensor == 1:
-        return PipeDataParallelTopology(num_pp=sizes.pipeline, num_dp=data)
-    return PipeModelDataParallelTopology(num_pp=sizes.pipeline, num_mp=sizes.tensor, num_dp=data)
-
-
-TRAIN_BATCH_TIMER = "train_batch"
-
-
 class PipelineParallel(DeepSpeedStrategy):
     """One DeepSpeed pipeline engine per rank, which holds one stage, or its part of one."""
 
@@ -187,7 +179,7 @@ class PipelineParallel(DeepSpeedStrategy):
 
         self._clipping = config.recipe.gradient_clipping
         self._own_norm: Tensor | None = None
-        with quietly():
+        with contextlib.redirect_stdout(io.StringIO()):  # memory in use and layouts, printed without a logger
             self._module = StageModule(config, self._loss)
             self._parameters = self._module.canonical_parameters()
             self._start(self._module, config, ds_config=engine_config(config))
@@ -203,18 +195,18 @@ class PipelineParallel(DeepSpeedStrategy):
         """Replace the steps of DeepSpeed's schedule that compute something wrong."""
         from deepspeed.runtime.pipe import schedule  # noqa: PLC0415
 
-        replaced: dict[type, Callable[..., None]] = {}
+        instructions: dict[type, Callable[..., None]] = {**self._engine._INSTRUCTION_MAP}
         if self._stage == 0:
-            replaced[schedule.OptimizerStep] = self._clip_and_step
+            instructions[schedule.OptimizerStep] = self._clip_and_step
         if self._scale.enabled:
-            replaced[schedule.ReduceTiedGrads] = self._sum_tied_gradients
-        instructions = {**self._engine._INSTRUCTION_MAP, **replaced}
+            instructions[schedule.ReduceTiedGrads] = self._sum_tied_gradients
         named = {
             "forward": schedule.ForwardPass,
             "backward": schedule.BackwardPass,
             "optimizer": schedule.OptimizerStep,
         }
-        instructions |= {kind: _in_range(name, instructions[kind]) for name, kind in named.items()}
+        for name, kind in named.items():
+            instructions[kind] = _in_range(name, instructions[kind])
         self._engine._INSTRUCTION_MAP = instructions
 
     def _clip_and_step(self, engine: Any, **arguments: dict[str, Any] | None) -> None:
@@ -254,7 +246,7 @@ class PipelineParallel(DeepSpeedStrategy):
     def _execute(self, batches: Iterator[Batch], *, own_factor: float) -> tuple[Tensor, Tensor, Tensor]:
         """See ``DeepSpeedStrategy``; ``own_factor`` is 1, because fp16 is refused at stage 0."""
         loss = self._engine.train_batch(iter(self._draw(batches)))
-        self._engine.timers(TRAIN_BATCH_TIMER).reset()  # else it keeps two events per step for a report that is off
+        self._engine.timers("train_batch").reset()  # else it keeps two events per step for a report that is off
         return loss, self._engine.dp_group_loss, self._gradient_norm(self._own_norm) / own_factor
 
     def _draw(self, batches: Iterator[Batch]) -> list[Batch]:
@@ -291,7 +283,9 @@ class PipelineParallel(DeepSpeedStrategy):
     def state_tensors(self) -> StateTensors:
         """See ``Strategy``; the engine keeps what it receives, and the last stage's logits until they are replaced."""
         state = super().state_tensors()
-        return state._replace(buffers=[*state.buffers, *pipeline_buffers(self._engine)])
+        return state._replace(
+            buffers=[*state.buffers, *tensors_of(self._engine, "pipe_buffers", "pipe_recv_buf", "grad_layer")]
+        )
 
 
 def _in_range(name: str, instruction: Callable[..., None]) -> Callable[..., None]:

@@ -22,7 +22,6 @@ import contextlib
 import copy
 import hashlib
 import importlib.util
-import io
 import logging
 import os
 import platform
@@ -67,69 +66,53 @@ def load_ops(*builders: str) -> None:
         UserError: one is missing, and the folder for compiled code cannot be written.
     """
     from deepspeed.accelerator import get_accelerator  # noqa: PLC0415 - only DeepSpeed's strategies import it
+    from deepspeed.ops.op_builder.builder import OpBuilder  # noqa: PLC0415
 
-    folder = ops_folder()
+    folder, before, original = ops_folder(), os.environ.get(_ROOT), OpBuilder.jit_load
+    locks: list[Lock] = []
+    # Builders load each other by this method.
+    OpBuilder.jit_load = lambda builder, verbose=False: _load(builder, folder, locks) or original(builder, verbose)
+    os.environ[_ROOT] = str(folder)
     try:
-        with _extensions_in(folder), _only_missing_compiled(folder):
-            for name in builders:
-                get_accelerator().create_op_builder(name).load(verbose=False)
+        for name in builders:
+            get_accelerator().create_op_builder(name).load(verbose=False)
     except OSError as error:
         raise UserError(
             f"{folder}: compiled code cannot be stored there ({error.strerror}): name another folder in {_ROOT}"
         ) from error
-
-
-@contextlib.contextmanager
-def _only_missing_compiled(folder: Path) -> Iterator[None]:
-    """Make DeepSpeed's builders, which load each other, compile only what is missing in ``folder``."""
-    from deepspeed.ops.op_builder.builder import OpBuilder  # noqa: PLC0415
-
-    compile_and_load = OpBuilder.jit_load
-    lock = contextlib.ExitStack()  # holds the lock from the first compilation to the last
-    locked: list[bool] = []
-
-    def jit_load(builder: Any, verbose: bool = False) -> Any:
-        """Load a library that is complete, else compile it, one process at a time."""
-        library, marker = folder / builder.name / f"{builder.name}.so", folder / builder.name / "lock"
-        if _is_complete(library, marker):
-            return _loaded(builder, library)
-        if not locked:
-            folder.mkdir(parents=True, exist_ok=True)
-            lock.enter_context(Lock.of_file(folder / ".dsgpt-lock")).take(wait=True)
-            locked.append(True)
-            if _is_complete(library, marker):  # compiled by the process that had the lock
-                return _loaded(builder, library)
-        _end_builds(library.parent)
-        marker.unlink(missing_ok=True)
-        if "CXX" not in os.environ and not shutil.which("c++") and (found := compiler()):
-            os.environ["CXX"] = shlex.join(found)  # PyTorch looks only for c++
-        line = f"compiling DeepSpeed's {builder.name}, once on this machine: this takes minutes"
-        print(line, file=sys.stderr, flush=True)
-        return compile_and_load(builder, verbose)
-
-    OpBuilder.jit_load = jit_load
-    try:
-        with lock:
-            yield
     finally:
-        OpBuilder.jit_load = compile_and_load
+        for lock in locks:
+            lock.release()
+        OpBuilder.jit_load = original
+        del os.environ[_ROOT]
+        os.environ.update({} if before is None else {_ROOT: before})
 
 
-def _end_builds(place: Path) -> None:
-    """End the compilers that a killed process left working in ``place``: they would write beside a new build.
+def _load(builder: Any, folder: Path, locks: list[Lock]) -> ModuleType | None:
+    """The extension of ``builder``, if its library in ``folder`` is complete. Else it may be compiled now.
 
-    They are recognised by their folder and by its parent in ``TORCH_EXTENSIONS_DIR``, which only such builds have.
+    ``locks`` gets the lock of the folder, unless it is there. PyTorch's marker of a build in progress stays after a
+    kill.
     """
-    for process in psutil.process_iter():
+    library, marker = folder / builder.name / f"{builder.name}.so", folder / builder.name / "lock"
+    for _ in range(2):  # asked again: the process that had the lock may have compiled it
+        if not marker.exists() and library.exists():
+            return _loaded(builder, library)
+        if not locks:
+            folder.mkdir(parents=True, exist_ok=True)
+            locks.append(Lock.of_file(folder / ".dsgpt-lock"))
+            locks[0].take(wait=True)
+    for process in psutil.process_iter():  # compilers of a killed process would write beside a new build
         with contextlib.suppress(psutil.Error):  # it has ended, or belongs to another user
-            if process.cwd() == str(place) and process.environ().get(_ROOT) == str(place.parent):
+            if process.cwd() == str(library.parent) and process.environ().get(_ROOT) == str(folder):
                 process.kill()
                 process.wait(timeout=10)
-
-
-def _is_complete(library: Path, marker: Path) -> bool:
-    """Whether PyTorch has finished the library: its marker is there during a build, and stays after a kill."""
-    return not marker.exists() and library.exists()
+    marker.unlink(missing_ok=True)
+    if "CXX" not in os.environ and not shutil.which("c++") and (command := compiler()):
+        os.environ["CXX"] = shlex.join(command)  # PyTorch looks only for c++
+    line = f"compiling DeepSpeed's {builder.name}, once on this machine: this takes minutes"
+    print(line, file=sys.stderr, flush=True)
+    return None
 
 
 def _loaded(builder: Any, library: Path) -> ModuleType:
@@ -210,11 +193,6 @@ def _import_muon_uncompiled() -> None:
         compiler.compile = compiled
 
 
-def quietly() -> contextlib.AbstractContextManager[Any]:
-    """A context that drops what DeepSpeed prints without a logger: memory in use, layouts, names of keys it loads."""
-    return contextlib.redirect_stdout(io.StringIO())
-
-
 def engine_config(config: RunConfig) -> dict[str, Any]:
     """The JSON that DeepSpeed gets: the recipe's DeepSpeed keys, and resolved values for everything else."""
     recipe, batch = config.recipe, config.batch
@@ -236,7 +214,14 @@ def engine_config(config: RunConfig) -> dict[str, Any]:
     if config.precision != "fp32" and recipe.zero_stage > 0:
         ds_config["data_types"] = {"grad_accum_dtype": "fp32"}
     if config.topology.sizes.tensor > 1 and config.topology.sizes.pipeline == 1:
-        ds_config["tensor_parallel"] = _autotp_block(config.topology.sizes.tensor)
+        # The layers that AutoTP has to split, as ``state.SPLIT`` says.
+        layers = [
+            {"patterns": [r".*\.attn\.qkv\.weight$"], "partition_type": "column", "shape": [3, -1]},
+            {"patterns": [r".*\.mlp\.fc\.weight$"], "partition_type": "column"},
+            {"patterns": [r".*\.proj\.weight$"], "partition_type": "row"},
+        ]
+        partition = {"use_default_specs": False, "layer_specs": layers}
+        ds_config["tensor_parallel"] = {"autotp_size": config.topology.sizes.tensor, "partition_config": partition}
     if recipe.offload_optimizer != "none" and not recipe.uses_deepspeed_adam:
         ds_config["zero_force_ds_cpu_optimizer"] = False
     if recipe.zero_stage > 0:
@@ -250,30 +235,14 @@ def engine_config(config: RunConfig) -> dict[str, Any]:
     elif recipe.zero_stage == 1 and recipe.zero_optimization.use_multi_rank_bucket_allreduce:
         # DeepSpeed all-reduces whole buckets here either way. So it does it in place, without cutting and copying them.
         ds_config["zero_optimization"].setdefault("reduce_scatter", False)
-    _complete_swapping(ds_config, config)
-    return ds_config
-
-
-def _complete_swapping(ds_config: dict[str, Any], config: RunConfig) -> None:
-    """Add what offload to nvme needs: this run's folder, and buffers of a size that fits this model."""
-    for name, folder in nvme_paths(config.recipe, config.run_dir).items():
+    for name, folder in nvme_paths(recipe, config.run_dir).items():
         block = ds_config["zero_optimization"][name]
         block["nvme_path"] = str(folder)
         if name == "offload_param":  # by default five pinned buffers of 100 million elements; larger parts fail
-            part = -(-config.model.largest_parameter() // config.topology.world_size)
-            block.setdefault("buffer_size", part)
+            block.setdefault("buffer_size", -(-config.model.largest_parameter() // config.topology.world_size))
         else:
-            block["buffer_count"] = config.recipe.zero_optimization.offload_optimizer.swap_buffers
-
-
-def _autotp_block(size: int) -> dict[str, Any]:
-    """The layers that DeepSpeed has to split over ``size`` tensor ranks, as ``tensor_layout`` describes."""
-    layers = [
-        {"patterns": [r".*\.attn\.qkv\.weight$"], "partition_type": "column", "shape": [3, -1]},
-        {"patterns": [r".*\.mlp\.fc\.weight$"], "partition_type": "column"},
-        {"patterns": [r".*\.proj\.weight$"], "partition_type": "row"},
-    ]
-    return {"autotp_size": size, "partition_config": {"use_default_specs": False, "layer_specs": layers}}
+            block["buffer_count"] = recipe.zero_optimization.offload_optimizer.swap_buffers
+    return ds_config
 
 
 def build_deepspeed_optimizer(parameters: dict[str, nn.Parameter], recipe: Recipe) -> torch.optim.Optimizer:
@@ -337,12 +306,16 @@ class SwapSpace:
         """
         blocks = [engine_config["zero_optimization"][name] for name in recipe.nvme_blocks]
         name = f"{_own_prefix()}{from_main(secrets.token_hex(4))}-{topology.rank - topology.local_rank}"
-        self._held: dict[Path, Lock] = {}
+        self._locks: dict[Path, Lock] = {}
         problem = ""
         for base in {Path(block["nvme_path"]) for block in blocks if topology.local_rank == 0}:
             try:
-                _remove_abandoned(base)
-                self._held[base / name] = _make(base / name)
+                for folder in base.glob(f"{_own_prefix()}*"):
+                    # An OSError means that the folder belongs to another user, is a link, or has been removed.
+                    with contextlib.suppress(OSError), Lock.of_folder(folder) as lock:
+                        if lock.take():  # otherwise another run holds it; another run may remove it at the same time
+                            shutil.rmtree(folder, ignore_errors=True)
+                self._locks[base / name] = _make(base / name)
             except OSError as error:
                 place, reason = error.filename or base, error.strerror or error
                 problem = f"nvme_path {place}: cannot be used ({reason}): name another folder"
@@ -358,8 +331,8 @@ class SwapSpace:
 
         After an error, other ranks may still write there; the next run removes what they leave.
         """
-        while self._held:
-            folder, lock = self._held.popitem()
+        while self._locks:
+            folder, lock = self._locks.popitem()
             shutil.rmtree(folder, ignore_errors=True)
             lock.release()
 
@@ -381,15 +354,6 @@ def _make(folder: Path) -> Lock:
             hidden.rmdir()
         raise
     return lock
-
-
-def _remove_abandoned(base: Path) -> None:
-    """Remove the folders under ``base`` that ended processes of this host left, as far as possible."""
-    for folder in base.glob(f"{_own_prefix()}*"):
-        # An OSError means that the folder belongs to another user, is a link, or has been removed.
-        with contextlib.suppress(OSError), Lock.of_folder(folder) as lock:
-            if lock.take():  # otherwise another run holds it
-                shutil.rmtree(folder, ignore_errors=True)  # may fail: another user's, or another run removes it too
 
 
 # DeepSpeed's own estimates of the memory of model state, to compare with ``dsgpt.planner``.

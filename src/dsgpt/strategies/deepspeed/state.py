@@ -30,8 +30,8 @@ import torch
 from torch import Tensor, nn
 
 from dsgpt.checkpoints.training_state import ParamState, StateReader
+from dsgpt.model.config import STATE_NAMES
 from dsgpt.model.gpt2 import Attend
-from dsgpt.model.names import STATE_NAMES
 from dsgpt.strategies.base import StateTensors, optimizer_tensors
 from dsgpt.strategies.optimizer import begin_state, state_names
 
@@ -49,9 +49,7 @@ them is split. Every rank has whole heads, with the query, key and value of each
 
 def _rule(name: str) -> tuple[int, int] | None:
     """The entry of ``SPLIT`` for a canonical name; None for a parameter that every rank holds whole."""
-    if not name.startswith("blocks."):
-        return None
-    return SPLIT.get(name.split(".", 2)[2])
+    return SPLIT.get(name.split(".", 2)[2]) if name.startswith("blocks.") else None
 
 
 def is_split(name: str) -> bool:
@@ -153,8 +151,8 @@ class EngineState(ABC):
     def _begin_moments(self, *, steps: int) -> None:
         """Give the torch optimizer the state that it has after ``steps`` steps, but with moments of zero."""
         for group in self._torch.param_groups:
-            for held in group["params"]:
-                begin_state(self._torch, held, steps=steps)
+            for parameter in group["params"]:
+                begin_state(self._torch, parameter, steps=steps)
 
     @abstractmethod
     def _replace(self, parameter: nn.Parameter, state: ParamState) -> None:
@@ -169,14 +167,11 @@ class WholeState(EngineState):
     """
 
     def __init__(self, optimizer: Any, parameters: Mapping[str, nn.Parameter]) -> None:
-        self._masters: dict[nn.Parameter, Tensor] = {}
-        if isinstance(optimizer, torch.optim.Optimizer):
-            super().__init__(optimizer, parameters)
-            self._masters.update({parameter: parameter for parameter in parameters.values()})
-        else:
-            super().__init__(optimizer.optimizer, parameters)
-            for low_group, high_group in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
-                self._masters.update(zip(low_group, high_group, strict=True))
+        super().__init__(getattr(optimizer, "optimizer", optimizer), parameters)
+        self._masters: dict[nn.Parameter, Tensor] = {parameter: parameter for parameter in parameters.values()}
+        groups = (getattr(optimizer, name, ()) for name in ("fp16_groups", "fp32_groups"))
+        for low_group, high_group in zip(*groups, strict=True):
+            self._masters.update(zip(low_group, high_group, strict=True))
 
     def value(self, name: str, key: str | None = None) -> Tensor:
         """See ``EngineState``; nothing is communicated."""
@@ -259,9 +254,9 @@ class ShardedState:
             with self._in_memory(index) as flat:
                 state = optimizer.optimizer.state.get(flat, {})
                 moments = {key: moment for key in STATE_NAMES if (moment := state.get(key)) is not None}
-                held = ParamState(flat.detach(), **moments)
+                parts = ParamState(flat.detach(), **moments)
                 for parameter in group:
-                    yield self._names[parameter.ds_id], held.mapped(partial(self._gathered, parameter))
+                    yield self._names[parameter.ds_id], parts.mapped(partial(self._gathered, parameter))
 
     @contextmanager
     def _in_memory(self, index: int) -> Iterator[Tensor]:
@@ -287,29 +282,25 @@ class ShardedState:
     @torch.no_grad()
     def load(self, reader: StateReader, *, part: Part) -> None:
         """See ``EngineState``."""
-        self._optimizer.checkpoint_event_prologue()  # frees parameters that are gathered
-        for index in range(len(self._optimizer.fp16_groups)):
-            self._load_group(index, reader, part=part)
-        self._optimizer.checkpoint_event_epilogue()  # gathers the parameters that every rank keeps whole
-
-    def _load_group(self, index: int, reader: StateReader, *, part: Part) -> None:
         optimizer = self._optimizer
-        swapped = optimizer._swappable_optimizer_subgroup(index)
-        if swapped:
-            optimizer._optimizer_states_and_gradient_swap_in(index)
-        flat = optimizer.fp32_partitioned_groups_flat[index]
-        moments = {}
-        if reader.has_moments:
-            moments = begin_state(optimizer.optimizer, flat, steps=reader.counters.optimizer_steps)
-        for parameter in optimizer.fp16_groups[index]:
-            rank, name = optimizer._get_param_partition_rank(parameter), self._names[parameter.ds_id]
-            state = reader.state(name).mapped(partial(part, name))
-            _copy_part(state.weight, self._part_of(parameter, flat), rank=rank)
-            for key, moment in moments.items():
-                _copy_part(state.moments[key], self._part_of(parameter, moment), rank=rank)
-        optimizer._reassign_or_swap_out_partitioned_parameters(index)
-        if swapped:
-            optimizer._optimizer_states_and_gradient_swap_out(index)  # also moments that have no file yet
+        optimizer.checkpoint_event_prologue()  # frees parameters that are gathered
+        for index, group in enumerate(optimizer.fp16_groups):
+            swapped = optimizer._swappable_optimizer_subgroup(index)
+            if swapped:
+                optimizer._optimizer_states_and_gradient_swap_in(index)
+            flat, moments = optimizer.fp32_partitioned_groups_flat[index], {}
+            if reader.has_moments:
+                moments = begin_state(optimizer.optimizer, flat, steps=reader.counters.optimizer_steps)
+            for parameter in group:
+                rank, name = optimizer._get_param_partition_rank(parameter), self._names[parameter.ds_id]
+                state = reader.state(name).mapped(partial(part, name))
+                _copy_part(state.weight, self._part_of(parameter, flat), rank=rank)
+                for key, moment in moments.items():
+                    _copy_part(state.moments[key], self._part_of(parameter, moment), rank=rank)
+            optimizer._reassign_or_swap_out_partitioned_parameters(index)
+            if swapped:
+                optimizer._optimizer_states_and_gradient_swap_out(index)  # also moments that have no file yet
+        optimizer.checkpoint_event_epilogue()  # gathers the parameters that every rank keeps whole
 
 
 def _copy_part(whole: Tensor, part: Tensor, *, rank: int) -> None:
@@ -321,6 +312,9 @@ def _copy_part(whole: Tensor, part: Tensor, *, rank: int) -> None:
 def engine_tensors(optimizer: Any, parameters: Iterable[Tensor]) -> StateTensors:
     """The model state of a rank.
 
+    At stage 3, the whole of a parameter is empty unless it is gathered, and this rank has a part of each. While stages
+    1 to 3 step, ``param_groups`` holds one parameter group, or part of one, at a time.
+
     Args:
         optimizer: from ``deepspeed.initialize``: DeepSpeed's wrapper around a torch optimizer, or at stage 0 in fp32
             the torch optimizer itself.
@@ -328,74 +322,44 @@ def engine_tensors(optimizer: Any, parameters: Iterable[Tensor]) -> StateTensors
     """
     parameters = list(parameters)
     inner = getattr(optimizer, "optimizer", optimizer)
-    return StateTensors(
-        parameters=[
-            *_present(optimizer, "bit16_groups_flat", "bf16_groups_flat", "lp_param_buffer"),
-            *_held(parameters),
-        ],
-        gradients=[*_gradients(optimizer, inner, parameters)],
-        optimizer=optimizer_tensors(inner),
-        master=[parameter.detach() for parameter in _stepped(optimizer, inner)],
-        buffers=[*_buffers(optimizer)],
-    )
-
-
-def _stepped(optimizer: Any, inner: torch.optim.Optimizer) -> list[Tensor]:
-    """What the torch optimizer changes: this rank's fp32 weights; at stage 0 in fp32 the model's own parameters.
-
-    While stages 1 to 3 step, ``param_groups`` holds one parameter group, or part of one, at a time.
-    """
-    shown = [parameter for group in inner.param_groups for parameter in group["params"]]
-    return [*_present(optimizer, "single_partition_of_fp32_groups", "fp32_partitioned_groups_flat"), *shown]
-
-
-def _held(parameters: list[Tensor]) -> Iterator[Tensor]:
-    """Whole parameters, and at stage 3 this rank's part of each; there the whole is empty unless it is gathered."""
-    for parameter in parameters:
-        yield parameter.detach()
-        if hasattr(parameter, "ds_tensor"):
-            yield parameter.ds_tensor
-
-
-def _gradients(optimizer: Any, inner: Any, parameters: list[Tensor]) -> Iterator[Tensor]:
-    for parameter in [*_stepped(optimizer, inner), *parameters]:
-        yield from _tensors([parameter.grad, getattr(parameter, "grad_accum", None)])
-    yield from _present(optimizer, "averaged_gradients", "all_grad_tensors")  # stages 1 and 2
-    yield from _present(optimizer, "accumulated_grads_in_cpu")  # the same with offload
-    yield from _present(optimizer, "grad_partitions_flat_buffer")  # stage 3
-    yield from _present(optimizer, "fp32_groups_gradients_flat")  # stage 1 in bf16
-
-
-def _buffers(optimizer: Any) -> Iterator[Tensor]:
-    for bucket in getattr(optimizer, "ipg_buckets", {}).values():
-        yield from _tensors(bucket.buffer)
-    yield from _present(
+    stepped = [parameter for group in inner.param_groups for parameter in group["params"]]
+    masters = tensors_of(optimizer, "single_partition_of_fp32_groups", "fp32_partitioned_groups_flat") + stepped
+    low = tensors_of(optimizer, "bit16_groups_flat", "bf16_groups_flat", "lp_param_buffer")
+    gradients = [gradient for owner in [*masters, *parameters] for gradient in tensors_of(owner, "grad", "grad_accum")]
+    gradients += tensors_of(
         optimizer,
-        "param_buffer_of_bit16_for_cpu_offload_groups",
-        "temp_grad_buffer_for_cpu_offload",
-        "temp_grad_buffer_for_gpu_offload",
+        *("averaged_gradients", "all_grad_tensors"),  # stages 1 and 2
+        "accumulated_grads_in_cpu",  # the same with offload
+        "grad_partitions_flat_buffer",  # stage 3
+        "fp32_groups_gradients_flat",  # stage 1 in bf16
+    )
+    buckets = getattr(optimizer, "ipg_buckets", {}).values()
+    return StateTensors(
+        parameters=low + [part for whole in parameters for part in (whole.detach(), *tensors_of(whole, "ds_tensor"))],
+        gradients=gradients,
+        optimizer=optimizer_tensors(inner),
+        master=[parameter.detach() for parameter in masters],
+        buffers=[buffer for bucket in buckets for buffer in tensors_of(bucket, "buffer")]
+        + tensors_of(
+            optimizer,
+            "param_buffer_of_bit16_for_cpu_offload_groups",
+            "temp_grad_buffer_for_cpu_offload",
+            "temp_grad_buffer_for_gpu_offload",
+        ),
     )
 
 
-def pipeline_buffers(engine: Any) -> list[Tensor]:
-    """What a pipeline engine keeps between steps: receive buffers, and activations of its last micro batches."""
-    return [*_tensors(engine.pipe_buffers), *_present(engine, "pipe_recv_buf", "grad_layer")]
-
-
-def _present(owner: Any, *names: str) -> Iterator[Tensor]:
-    for name in names:
-        yield from _tensors(getattr(owner, name, None))
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """The tensors in a tensor, or in lists and dictionaries of them; anything else holds none."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict):
-        yield from _tensors(list(value.values()))
-    elif isinstance(value, list | tuple):
-        for inner in value:
-            yield from _tensors(inner)
+def tensors_of(owner: Any, *names: str) -> list[Tensor]:
+    """The tensors in those of these attributes that ``owner`` has: alone, or in lists and dictionaries of any class."""
+    values = [getattr(owner, name, None) for name in names]
+    tensors = []
+    while values:
+        value = values.pop()
+        if isinstance(value, Tensor):
+            tensors.append(value)
+        elif isinstance(value, dict | list | tuple):
+            values += value.values() if isinstance(value, dict) else value
+    return tensors
 
 
 # Stages 1 and 2 in fp32 without a second copy of the weights. Written for DeepSpeed 0.19.8.

@@ -21,7 +21,6 @@ and how.
 
 from typing import Any
 
-import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from deepspeed.module_inject import layers
@@ -81,69 +80,30 @@ def split_block(block: Block, group: dist.ProcessGroup) -> None:
         parameter.tensor_model_parallel = parameter.model_parallel = name in SPLIT  # type: ignore[attr-defined]
 
 
-class ColumnParallelLinear(nn.Linear):
-    """A part of the outputs of a ``Linear``, from its whole input."""
+class _PartOfLinear(nn.Linear):
+    """This rank's part of a ``Linear``; ``group`` has the others."""
 
     def __init__(self, in_features: int, out_features: int, group: dist.ProcessGroup) -> None:
         super().__init__(in_features, out_features)
         self.group = group
+
+
+class ColumnParallelLinear(_PartOfLinear):
+    """A part of the outputs of a ``Linear``, from its whole input."""
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, T, in_features), equal on all peers, to (B, T, out_features) of this peer."""
-        return super().forward(_applied(_Copy, x, self.group))
+        copied: Tensor = ContiguousColumnParallel.apply(self.group, x)
+        return super().forward(copied)
 
 
-class RowParallelLinear(nn.Linear):
+class RowParallelLinear(_PartOfLinear):
     """All outputs of a ``Linear``, from the parts of its input that the peers hold."""
-
-    def __init__(self, in_features: int, out_features: int, group: dist.ProcessGroup) -> None:
-        super().__init__(in_features, out_features)
-        self.group = group
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, T, in_features) of this peer to (B, T, out_features), equal on all peers."""
-        # The bias is whole on every peer: it is added once, after the sum.
-        return _applied(_Reduce, F.linear(x, self.weight), self.group) + self.bias
-
-
-def _applied(function: type[torch.autograd.Function], x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    result: Tensor = function.apply(x, group)  # type: ignore[no-untyped-call]  # PyTorch leaves it untyped
-    return result
-
-
-class _Context(torch.autograd.function.FunctionCtx):
-    """What ``_Copy`` keeps for its backward pass."""
-
-    group: dist.ProcessGroup
-
-
-class _Copy(torch.autograd.Function):
-    """Megatron's ``f``: the identity, whose gradient is the sum of the gradients of the peers' parts of the layer."""
-
-    @staticmethod
-    def forward(context: _Context, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        context.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(context: _Context, gradient: Tensor) -> tuple[Tensor, None]:
-        total = gradient.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, group=context.group)
-        return total, None
-
-
-class _Reduce(torch.autograd.Function):
-    """Megatron's ``g``: the sum over the peers, whose gradient every peer uses unchanged."""
-
-    @staticmethod
-    def forward(_context: torch.autograd.function.FunctionCtx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        total = x.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    def backward(_context: torch.autograd.function.FunctionCtx, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
+        total: Tensor = ContiguousRowParallel.apply(self.group, F.linear(x, self.weight), False)
+        return total + self.bias  # it is whole on every peer, and added once, after the sum
 
 
 class TensorParallel(Zero):

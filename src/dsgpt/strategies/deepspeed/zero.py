@@ -1,26 +1,24 @@
-"""DeepSpeed data parallelism at ZeRO stage 0, 1, 2 or 3, with or without offload.
+"""DeepSpeed data parallelism at ZeRO stage 0, 1, 2 or 3, with or without offload, and Ulysses sequence parallelism.
 
-Fewer passes over the gradients of ``BF16_Optimizer``, DeepSpeed's stage 1 in bf16. Written for DeepSpeed 0.19.8. It
-fills gradients in both precisions with zeros after each step, adds to both what the next backward pass computes, and
-converts each gradient in memory of its own before it is added.
-
-DeepSpeed data parallelism at ZeRO stage 0, 1, 2 or 3, with or without offload to the CPU or to nvme. Written for
-DeepSpeed 0.19.8.
+Written for DeepSpeed 0.19.8. Offload goes to the CPU or to nvme (ZeRO-Infinity). Under sequence parallelism every rank
+of a group computes a slice of the positions through the whole model; only attention needs the other positions (Jacobs
+et al. 2023, "DeepSpeed Ulysses", section 3). All ranks hold the same parameters, so ZeRO shards over all of them.
 """
 
 import gc
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from dsgpt.config.run_config import RunConfig
 from dsgpt.data.loader import IGNORED_TARGET, Batch
 from dsgpt.machine.device import named_range
 from dsgpt.machine.process_group import sum_over_ranks
-from dsgpt.model.gpt2 import GPT2
+from dsgpt.model.gpt2 import GPT2, Attend, Attention, dense_attention
 from dsgpt.strategies.base import to_device
 from dsgpt.strategies.deepspeed.engine import DeepSpeedStrategy
 from dsgpt.strategies.deepspeed.setup import SwapSpace, engine_config, load_ops
@@ -28,7 +26,10 @@ from dsgpt.strategies.optimizer import DTYPES, global_norm, initial_values, init
 
 
 def spare_passes(optimizer: Any, *, single_rank: bool, engine: Any) -> None:
-    """Replace methods of ``optimizer`` if it is a ``BF16_Optimizer``; others stay as they are.
+    """Spare passes over the gradients of ``BF16_Optimizer``, DeepSpeed's stage 1 in bf16; others stay as they are.
+
+    It fills gradients in both precisions with zeros after each step, adds to both what the next backward pass computes,
+    and converts each gradient in memory of its own before it is added.
 
     Args:
         optimizer: from ``deepspeed.initialize``.
@@ -108,21 +109,35 @@ class Zero(DeepSpeedStrategy):
         self._slices = config.topology.sizes.sequence  # ranks that each add their positions to the same loss
         self._loss_factor: float = 1  # multiplies a rank's loss if DeepSpeed averages over more than the data ranks
         self._precision = config.precision
-        ds_config = self._engine_config(config)
-        model = build_sharded(config, ds_config) if self._stage == 3 else _build_whole(config, device)
-        self._parameters = dict(model.named_parameters())
-        self._start(model, config, ds_config=ds_config, groups=self._spread(model, config))
+        self._swap_space: SwapSpace | None = None
+        try:
+            model = self._build(config, device)
+        except BaseException:
+            self.close()
+            raise
         spare_passes(self._optimizer, single_rank=config.topology.world_size == 1, engine=self._engine)
-        self._gradient_sum: GradientSum | None = None
+        self._gradient_sums: dict[nn.Parameter, Tensor] | None = None
         if self._stage == 0 and self._precision != "fp32":
             self._undo_first_step()
             self._sum_gradients_in_fp32()
         if config.options.compile:
             model.compile()
 
-    def _engine_config(self, config: RunConfig) -> dict[str, Any]:
-        """The JSON that DeepSpeed gets on this rank."""
-        return engine_config(config)
+    def _build(self, config: RunConfig, device: torch.device) -> GPT2:
+        """Make the model and its engine; for offload to nvme, first folders that only this run uses."""
+        ds_config = engine_config(config)
+        if config.recipe.nvme_blocks:
+            load_ops("PinMemoryBuilder", "AsyncIOBuilder")
+            self._swap_space = SwapSpace(ds_config, config.recipe, config.topology)
+        model = build_sharded(config, ds_config) if self._stage == 3 else _build_whole(config, device)
+        self._parameters = dict(model.named_parameters())
+        self._start(model, config, ds_config=ds_config, groups=self._spread(model, config))
+        return model
+
+    def close(self) -> None:
+        """See ``Strategy``; remove the files of offload to nvme."""
+        if self._swap_space is not None:
+            self._swap_space.close()
 
     def _spread(self, model: GPT2, config: RunConfig) -> Any:  # noqa: ARG002 - for subclasses
         """Prepare ``model`` for the ranks that share it, and return their groups in DeepSpeed's form.
@@ -146,8 +161,16 @@ class Zero(DeepSpeedStrategy):
     def _sum_gradients_in_fp32(self) -> None:
         """Sum the micro batches' gradients here: DeepSpeed's stage 0 would do it in bf16 or fp16."""
         if self._accumulation > 1:
-            self._gradient_sum = GradientSum(self._parameters.values())
+            self._gradient_sums = {}
             self._engine.enable_backward_allreduce = False
+
+    def _add_gradients(self, sums: dict[nn.Parameter, Tensor], *, last: bool) -> None:
+        """Add the gradients of a backward pass to the fp32 ``sums``; after the ``last``, round each sum once."""
+        for parameter in self._parameters.values():
+            if parameter.grad is not None:
+                so_far = sums.get(parameter)
+                sums[parameter] = parameter.grad.float() if so_far is None else so_far.add_(parameter.grad)
+            parameter.grad = sums.pop(parameter).to(parameter.dtype) if last and parameter in sums else None
 
     def _execute(self, batches: Iterator[Batch], *, own_factor: float) -> tuple[Tensor, Tensor, Tensor]:
         """See ``DeepSpeedStrategy``."""
@@ -162,10 +185,9 @@ class Zero(DeepSpeedStrategy):
                 self._engine.backward(loss * self._loss_factor * own_factor)
             loss_sum += loss.detach()
             last = micro == self._accumulation - 1
-            if self._gradient_sum is not None:
-                self._gradient_sum.add()
+            if self._gradient_sums is not None:
+                self._add_gradients(self._gradient_sums, last=last)
                 if last:
-                    self._gradient_sum.hand_over()
                     self._engine.allreduce_gradients()
             with named_range("optimizer"):
                 if last:
@@ -219,50 +241,83 @@ def _build_whole(config: RunConfig, device: torch.device) -> GPT2:
     return model if config.topology.sizes.tensor > 1 else model.to(device)
 
 
-class GradientSum:
-    """fp32 sums of the low-precision gradients of ``parameters`` over micro batches, rounded once at the end."""
-
-    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        self._parameters = list(parameters)
-        self._sums: list[Tensor | None] = [None] * len(self._parameters)
-
-    def add(self) -> None:
-        """Add the gradients of a backward pass to the sums, and clear them."""
-        for index, parameter in enumerate(self._parameters):
-            if parameter.grad is not None:
-                so_far = self._sums[index]
-                self._sums[index] = parameter.grad.float() if so_far is None else so_far.add_(parameter.grad)
-                parameter.grad = None
-
-    def hand_over(self) -> None:
-        """Set each gradient to its sum, in the parameter's precision, and clear the sums."""
-        for index, parameter in enumerate(self._parameters):
-            so_far = self._sums[index]
-            parameter.grad = None if so_far is None else so_far.to(parameter.dtype)
-            self._sums[index] = None
+# Sequence parallelism: the ranks of a group share every sequence, at any ZeRO stage.
 
 
-class ZeroNvme(Zero):
-    """ZeRO-3 with weights or optimizer state swapped to files on a local drive (ZeRO-Infinity).
-
-    The files are in folders that only this run uses; see ``swap_space``.
-    """
+class SequenceParallel(Zero):
+    """One DeepSpeed engine per rank, each with its slice of every sequence."""
 
     def __init__(self, config: RunConfig, device: torch.device) -> None:
-        self._swap_space: SwapSpace | None = None
-        try:
-            super().__init__(config, device)
-        except BaseException:
-            self.close()
-            raise
+        size = config.topology.sizes.sequence
+        self._length = config.seq_length // size  # positions that this rank reads
+        self._first = config.topology.sequence_rank * self._length
+        super().__init__(config, device)
+        if self._stage == 3:
+            self._average_over_all_ranks(size)
+        self._forget_model_parallelism()
 
-    def _engine_config(self, config: RunConfig) -> dict[str, Any]:
-        ds_config = super()._engine_config(config)
-        load_ops("PinMemoryBuilder", "AsyncIOBuilder")
-        self._swap_space = SwapSpace(ds_config, config.recipe, config.topology)
-        return ds_config
+    def _spread(self, model: GPT2, config: RunConfig) -> Any:
+        from deepspeed.runtime.sequence_parallel import parallel_state_sp  # noqa: PLC0415
 
-    def close(self) -> None:
-        """See ``Strategy``; remove the files."""
-        if self._swap_space is not None:
-            self._swap_space.close()
+        # Not by DeepSpeed's ``mesh_param``: with it, gradients are reduced over data ranks alone.
+        parallel_state_sp.initialize_sequence_parallel(config.topology.sizes.sequence)
+        attend = ulysses_attention(parallel_state_sp.get_sequence_parallel_group())
+        for module in model.modules():
+            if isinstance(module, Attention):
+                module.attend = attend
+        return parallel_state_sp
+
+    def _average_over_all_ranks(self, size: int) -> None:
+        """Stage 3: make every path of DeepSpeed average gradients over all ranks, and multiply the loss to match.
+
+        Stages 0 to 2 sum over sequence ranks and average over data ranks, as the losses here require. So does
+        ``__avg_scatter_contiguous_grads`` of stage 3. But ``reduce_scatter_coalesced``, which reduces most gradients,
+        averages over all ranks.
+        """
+        self._optimizer.sequence_parallel_size = 1
+        self._loss_factor = size
+
+    def _forget_model_parallelism(self) -> None:
+        """Tell DeepSpeed's low-precision optimizers that every rank holds the whole model.
+
+        They treat sequence ranks as ranks with different parameters: ``BF16_Optimizer`` (stage 1) fails on a rank that
+        adds nothing to the norm, and ``CheckOverflow`` (stage 0) asks for a group of data ranks that does not exist.
+        """
+        for part in (self._optimizer, getattr(self._optimizer, "overflow_checker", None)):
+            if part is not None and hasattr(part, "mpu"):
+                part.mpu = None
+
+    def _micro_batch_loss(self, batch: Batch) -> Tensor:
+        """See ``Zero``; the mean is over the targets of all positions, so that every target weighs the same."""
+        loss_sum, _ = self._micro_batch_sums(batch)
+        return loss_sum / (batch.targets != IGNORED_TARGET).sum()
+
+    def _micro_batch_sums(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        inputs, targets = (part.narrow(1, self._first, self._length) for part in batch)
+        loss_sum = self._engine(inputs, targets, reduction="sum", first_position=self._first)
+        return loss_sum, (targets != IGNORED_TARGET).sum()
+
+
+def ulysses_attention(group: dist.ProcessGroup) -> Attend:
+    """Attention over positions of which each rank of ``group`` holds a slice, in the order of the ranks.
+
+    Before attention, an all-to-all turns "some positions, all heads" into "all positions, some heads"; after it,
+    another all-to-all turns the result back. Queries, keys and values come as (B, nh, T of this rank, hs); the group's
+    size must divide nh.
+    """
+    from deepspeed.sequence.layer import DistributedAttention  # noqa: PLC0415
+
+    exchange = DistributedAttention(_attend_by_position, group, scatter_idx=2, gather_idx=1)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, dropout: float, causal: bool) -> Tensor:
+        q, k, v = (part.transpose(1, 2) for part in (q, k, v))  # (B, T of this rank, nh, hs)
+        attended: Tensor = exchange(q, k, v, 0, None, dropout, causal)
+        return attended.transpose(1, 2)
+
+    return attend
+
+
+def _attend_by_position(q: Tensor, k: Tensor, v: Tensor, dropout: float, causal: bool) -> Tensor:
+    """All positions of this rank's heads: (B, T, nh of this rank, hs) each."""
+    q, k, v = (part.transpose(1, 2) for part in (q, k, v))
+    return dense_attention(q, k, v, dropout, causal).transpose(1, 2)

@@ -1,6 +1,10 @@
-"""The runs of a folder: what lies in it, each run in a few figures, and which of equal runs was fastest."""
+"""What the pages read in a folder of runs: what lies there, each run in a few figures, and the steps of a run.
+
+Everything is read once for all sessions; of what grows, only what was appended.
+"""
 
 import os
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -8,18 +12,20 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import streamlit as st
+from pyarrow import compute as pc
+from pyarrow import json as arrow_json
 
 from dsgpt.charts.comparison import speed_up
-from dsgpt.common.errors import UserError
+from dsgpt.common.errors import UserError, is_number
 from dsgpt.common.files import is_regular_file, is_utf8, link_between, printable
-from dsgpt.dashboard.command import parse
-from dsgpt.dashboard.figures import money
-from dsgpt.dashboard.steps import StepReader, Steps, Values, last_entries
+from dsgpt.dashboard.server import parse
+from dsgpt.dashboard.ui import Values, money
 from dsgpt.model.config import PRESETS
 from dsgpt.record.equal_work import judge
 from dsgpt.record.runs import Curve, Run, first, read_record, run_of
-from dsgpt.record.schema import RECORD_FILE, STEPS_FILE, Fields
+from dsgpt.record.schema import LARGEST, RECORD_FILE, STEPS_FILE, Fields, is_figure, step_entry
 from dsgpt.record.suites import SWEEP_FILE
 from dsgpt.training.status import LOCK_FILE, Signs, Status, signs_of_life, status_of
 
@@ -48,6 +54,12 @@ class Contents:
 def is_reference(name: str) -> bool:
     """Whether a run is one that the repository brings, measured on another machine."""
     return name.startswith("reference/")
+
+
+def labels(names: Sequence[str]) -> dict[str, str]:
+    """Short names: without the folders, unless two runs would have the same. Those of another machine say so."""
+    short = [name.rpartition("/")[2] + (" (another machine)" if is_reference(name) else "") for name in names]
+    return {name: own if short.count(own) == 1 else name for name, own in zip(names, short, strict=True)}
 
 
 def current_folder() -> Path:
@@ -111,6 +123,210 @@ def own_file(folder: Path, name: str) -> Path | None:
     if not is_regular_file(path):
         raise UserError(f"{path} is a link or no regular file, and is not read")
     return path
+
+
+# The lines of a ``metrics.jsonl`` as columns.
+
+TRAIN = (
+    *("step", "loss", "lr", "grad_norm", "tokens", "tokens_per_sec"),
+    *("step_time_sec", "train_time_sec", "wall_time_sec", "warm_up"),
+)
+"""Keys of the line of a step that become columns; ``docs/records.md`` says what they are. Of flags, true is 1."""
+VALIDATION = ("step", "val_loss", "tokens", "train_time_sec")
+"""Keys of the line of a validation. It has no ``tokens``: they are those of the step before it."""
+INTERVALS = ("step", "mfu", "data_wait_share", "slowest_rank_lag_sec")
+"""Keys of ``interval``, of the steps that have it."""
+_COUNTED = ("loss", "val_loss", "tokens", "skipped", "warm_up", "interval")
+"""Keys that mean something else when they are missing than when they are null."""
+_SCHEMA = pa.schema(
+    {name: pa.float64() for name in (*TRAIN, *VALIDATION, "val_tokens", "dataload_time_sec")}
+    | {"step": pa.int64(), "skipped": pa.bool_(), "warm_up": pa.bool_()}
+    | {"interval": pa.struct(dict.fromkeys(INTERVALS[1:], pa.float64()))}
+)
+_PART_BYTES, _LEAST_BYTES = 1 << 23, 1 << 16
+"""Read at once; and from which on lines are parsed together."""
+_TAIL_BYTES = 1 << 16
+_LONGEST_LINE = 1 << 16
+_SEAM_BYTES = 256
+"""A step's line has its wall time, so these differ between two runs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Steps:
+    """What was read so far. A value that a line lacks is NaN; later lines do not change these columns."""
+
+    train: dict[str, Values]
+    """By ``TRAIN``, ascending steps."""
+    validation: dict[str, Values]
+    intervals: dict[str, Values]
+    damaged: int
+    """Lines that are left out."""
+
+    @property
+    def last_step(self) -> int:
+        """0 before the first."""
+        return int(self.train["step"][-1]) if len(self.train["step"]) else 0
+
+
+class _Columns:
+    """Growing columns. What was returned stays as it was when more rows are added."""
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        self._names, self._parts = names, [np.empty((len(names), 0))]
+
+    def add(self, rows: Values) -> None:
+        """Add rows, shape (names, rows)."""
+        self._parts.append(rows)
+
+    def view(self) -> dict[str, Values]:
+        """The columns with ascending steps; of a step that was written twice, the last row."""
+        rows = np.concatenate(self._parts, axis=1)
+        self._parts = [rows]
+        if not (np.diff(rows[0]) > 0).all():
+            _, backwards = np.unique(rows[0][::-1], return_index=True)
+            rows = rows[:, rows.shape[1] - 1 - backwards]
+        return dict(zip(self._names, rows, strict=True))
+
+
+class StepReader:
+    """Reads a ``metrics.jsonl`` once, and later only what was appended. Threads may share it.
+
+    A file that was replaced or cut is read anew: the bytes before the place where the last read ended are compared.
+
+    Args:
+        path: the file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._lock = path, threading.Lock()
+        self._begin()
+
+    def _begin(self) -> None:
+        self._offset, self._rest, self._seam, self._damaged, self._tokens = 0, b"", b"", 0, np.nan
+        self._train, self._validation, self._intervals = _Columns(TRAIN), _Columns(VALIDATION), _Columns(INTERVALS)
+        self._now: Steps | None = None
+
+    def read(self) -> Steps:
+        """Everything up to the last whole line.
+
+        Raises:
+            OSError: the file cannot be read.
+        """
+        with self._lock, self._path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            if self._now is not None and size == self._offset:
+                return self._now
+            file.seek(max(0, self._offset - len(self._seam)))
+            if size < self._offset or file.read(len(self._seam)) != self._seam:
+                self._begin()
+                file.seek(0)
+            while part := file.read(_PART_BYTES):
+                self._seam = (self._seam + part)[-_SEAM_BYTES:]
+                self._take(part)
+            self._offset = file.tell()
+            self._now = Steps(
+                train=self._train.view(),
+                validation=self._validation.view(),
+                intervals=self._intervals.view(),
+                damaged=self._damaged,
+            )
+            return self._now
+
+    def _take(self, part: bytes) -> None:
+        whole, newline, rest = (self._rest + part).rpartition(b"\n")
+        self._rest = rest[:_LONGEST_LINE]
+        if len(whole) >= _LEAST_BYTES and (table := _parsed(whole + newline)) is not None:
+            self._add_table(table)
+            return
+        for line in whole.split(b"\n"):
+            if not line.strip():
+                continue
+            entry = _entry(line) if len(line) < _LONGEST_LINE else None
+            if entry is None:
+                self._damaged += 1
+            else:
+                self._add(entry)
+
+    def _add_table(self, table: pa.Table) -> None:
+        """What ``_add`` adds of each line, at once."""
+        columns = {name: table[name].cast(pa.float64(), safe=False).to_numpy() for name in {*TRAIN, *VALIDATION}}
+        trains = np.flatnonzero(~np.isnan(columns["loss"]))
+        validations = np.flatnonzero(~np.isnan(columns["val_loss"]))
+        own, tokens = columns["tokens"], np.append(columns["tokens"][trains], self._tokens)
+        before = tokens[np.searchsorted(trains, validations, side="right") - 1]
+        self._train.add(np.stack([columns[name][trains] for name in TRAIN]))
+        columns["tokens"] = np.full_like(own, np.nan)
+        columns["tokens"][validations] = np.where(np.isnan(own[validations]), before, own[validations])
+        self._validation.add(np.stack([columns[name][validations] for name in VALIDATION]))
+        self._tokens = tokens[len(trains) - 1]
+        interval = table["interval"].combine_chunks()
+        measured = np.flatnonzero(interval.is_valid().to_numpy(zero_copy_only=False) & ~np.isnan(columns["loss"]))
+        columns |= {name: interval.field(name).to_numpy(zero_copy_only=False) for name in INTERVALS[1:]}
+        self._intervals.add(np.stack([columns[name][measured] for name in INTERVALS]))
+
+    def _add(self, entry: dict[str, Any]) -> None:
+        if "loss" in entry:
+            row = _row(entry, TRAIN)
+            self._tokens = float(row[TRAIN.index("tokens"), 0])
+            self._train.add(row)
+            interval = entry.get("interval")
+            if isinstance(interval, dict):
+                figures = {name: value for name, value in interval.items() if is_number(value) and is_figure(value)}
+                self._intervals.add(_row({**figures, "step": entry["step"]}, INTERVALS))
+        if "val_loss" in entry:
+            self._validation.add(_row({"tokens": self._tokens, **entry}, VALIDATION))
+
+
+def _entry(line: bytes) -> dict[str, Any] | None:
+    """The values of a line; None if it is damaged, or if a number in it is no figure of a run."""
+    entry = step_entry(line)
+    whole = entry is not None and all(is_figure(value) for value in entry.values() if is_number(value))
+    return entry if whole else None
+
+
+def _row(entry: dict[str, Any], names: tuple[str, ...]) -> Values:
+    """The values of a line, whose numbers ``step_entry`` has checked, shape (names, 1)."""
+    values = (entry.get(name) for name in names)
+    return np.array([[np.nan if value is None else float(value)] for value in values])
+
+
+def _parsed(lines: bytes) -> pa.Table | None:
+    """Lines as a table, twenty times as fast as one by one; None if ``_entry`` might take one of them otherwise.
+
+    Arrow checks neither text nor line breaks, takes null for a missing key, and bounds nothing. It refuses a key that
+    stands twice, and a value of another type than its column's.
+    """
+    letters = np.frombuffer(lines, np.uint8)
+    ends = np.flatnonzero(letters == ord("\n"))
+    begins = np.append(0, ends[:-1] + 1)
+    objects = (letters[begins] == ord("{")).all() and (letters[ends - 1] == ord("}")).all()
+    short = (ends - begins).max() < _LONGEST_LINE
+    if not (objects and short and lines.isascii()) or b"\\u" in lines or b"NaN" in lines:
+        return None
+    try:
+        table = arrow_json.read_json(pa.BufferReader(lines), parse_options=arrow_json.ParseOptions(_SCHEMA))
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
+        return None
+    steps = table["step"]
+    if table.num_rows != len(ends) or steps.null_count or pc.min(steps).as_py() < 0:
+        return None
+    if any(lines.count(b'"%s":' % name.encode()) != len(ends) - table[name].null_count for name in _COUNTED):
+        return None
+    flat = table.flatten()
+    sizes = (np.abs(column.to_numpy()) for column in flat.columns if pa.types.is_floating(column.type))
+    fits = not any(((size > LARGEST) | ((size > 0) & (size < 1 / LARGEST))).any() for size in sizes)
+    return table if fits and not any(pa.types.is_nested(each.type) for each in flat.schema) else None
+
+
+def end_of(path: Path, most: int) -> bytes:
+    """The last bytes of a file, at most ``most``.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    with path.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - most))
+        return file.read(most)
 
 
 # What the pages say about a run in a few figures: its state, its progress, its loss.
@@ -191,10 +407,10 @@ def model_name(config: Fields) -> str | None:
 def _moment(text: str | None) -> datetime | None:
     """A time in UTC; None for one outside of the years in which runs begin: arithmetic with the first fails."""
     try:
-        found = datetime.fromisoformat(text) if text else None
+        moment = datetime.fromisoformat(text) if text else None
     except ValueError:
         return None
-    return found.replace(tzinfo=found.tzinfo or UTC) if found and 1970 < found.year < 9999 else None
+    return moment.replace(tzinfo=moment.tzinfo or UTC) if moment and 1970 < moment.year < 9999 else None
 
 
 def with_steps(run: Run, steps: Steps) -> Run:
@@ -218,9 +434,9 @@ class _StepLosses(Curve):
 
 
 def _curve(columns: Mapping[str, Values], losses: Values) -> Curve | None:
-    known = ~np.isnan(losses)
-    found = dict(zip(columns["step"][known].tolist(), losses[known].tolist(), strict=True))
-    return _StepLosses(losses=found) if found else None
+    recorded = ~np.isnan(losses)
+    by_step = dict(zip(columns["step"][recorded].tolist(), losses[recorded].tolist(), strict=True))
+    return _StepLosses(losses=by_step) if by_step else None
 
 
 def seconds_left(steps: Steps, total_steps: float | None) -> float | None:
@@ -252,6 +468,11 @@ def own(summaries: Sequence[Summary]) -> list[Summary]:
     return [each for each in ordered if not is_reference(each.name)] or ordered
 
 
+def own_answers(summaries: Sequence[Summary]) -> list["Answer"]:
+    """The answers of the runs of this machine; of all runs if it has none."""
+    return answers([each.recorded.run for each in own(summaries) if each.recorded.run is not None])
+
+
 # Records and steps, read once for all sessions: each result is in the cache by the version of its file.
 
 
@@ -265,8 +486,8 @@ def version_of(path: Path) -> Version:
     Raises:
         OSError: there is none.
     """
-    found = path.stat()
-    return found.st_dev, found.st_ino, found.st_mtime_ns, found.st_size
+    stat = path.stat()
+    return stat.st_dev, stat.st_ino, stat.st_mtime_ns, stat.st_size
 
 
 @st.cache_resource(max_entries=512, show_spinner=False)
@@ -295,8 +516,20 @@ def _recorded(path: Path, version: Version, name: str) -> Recorded:  # noqa: ARG
 
 
 @st.cache_resource(max_entries=512, show_spinner=False)
-def _last_entries(path: Path, version: Version) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:  # noqa: ARG001
-    return last_entries(path)
+def last_entries(path: Path, version: Version) -> tuple[dict[str, Any], dict[str, Any]]:  # noqa: ARG001
+    """The last line of a step and the last line of a validation near the end of a ``metrics.jsonl``; empty without one.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    step, validation = dict[str, Any](), dict[str, Any]()
+    for line in reversed(end_of(path, _TAIL_BYTES).split(b"\n")[:-1]):
+        entry = _entry(line) or {}
+        step = step or (entry if "loss" in entry else {})
+        validation = validation or (entry if "val_loss" in entry else {})
+        if step and validation:
+            break
+    return step, validation
 
 
 @st.cache_resource(max_entries=96, show_spinner=False)
@@ -344,7 +577,7 @@ def summary_of(folder: Path, name: str) -> Summary:
     if status != Status.FINISHED:
         try:
             if path := own_file(inside(folder, name), STEPS_FILE):
-                step, validation = (line or {} for line in _last_entries(path, version_of(path)))
+                step, validation = last_entries(path, version_of(path))
         except (UserError, OSError) as error:
             problem = problem or str(error)
     return Summary(
@@ -364,11 +597,6 @@ def summary_of(folder: Path, name: str) -> Summary:
 def summaries_of(folder: Path) -> list[Summary]:
     """Every run below ``folder``."""
     return [summary_of(folder, name) for name in contents(folder).runs]
-
-
-def runs_with_records(summaries: list[Summary]) -> list[Run]:
-    """Those whose record can be read, without the losses of steps."""
-    return [each.recorded.run for each in summaries if each.recorded.run is not None]
 
 
 # The first answer of the dashboard: which of the runs that did the same work was fastest.
@@ -392,8 +620,8 @@ class Answer:
     @property
     def cheapest(self) -> Run | None:
         """The run with the least device time; None if it is unknown for all."""
-        known = [run for run in self.runs if device_seconds(run) is not None]
-        return min(known, key=lambda run: device_seconds(run) or 0.0, default=None)
+        timed = [run for run in self.runs if device_seconds(run) is not None]
+        return min(timed, key=lambda run: device_seconds(run) or 0.0, default=None)
 
 
 def grouped(runs: Iterable[Run], belongs: Callable[[list[Run], Run], bool]) -> list[list[Run]]:
@@ -409,20 +637,15 @@ def grouped(runs: Iterable[Run], belongs: Callable[[list[Run], Run], bool]) -> l
 
 
 def answers(runs: Sequence[Run]) -> list[Answer]:
-    """An answer for each work that at least two finished runs did, in the order of the first run of each."""
+    """An answer for each work that at least two finished runs did; that with the run that began last is the first."""
     finished = (run for run in runs if run.train_time and run.status in {None, "completed"})
-    found = []
+    answered = []
     for group in grouped(finished, lambda group, run: judge([group[0], run]).answer == "yes"):
         ordered = sorted(group, key=lambda run: run.train_time or 0.0)
         baseline = min(ordered, key=lambda run: (run.device_count or float("inf"), -(run.train_time or 0.0)))
         if len(group) > 1:
-            found.append(Answer(ordered[0], baseline, tuple(ordered)))
-    return found
-
-
-def newest(found: Sequence[Answer]) -> Answer:
-    """The answer with the run that began last."""
-    return max(found, key=lambda each: max(run.date or "" for run in each.runs))
+            answered.append(Answer(ordered[0], baseline, tuple(ordered)))
+    return sorted(answered, key=lambda each: max(run.date or "" for run in each.runs), reverse=True)
 
 
 def device_seconds(run: Run) -> float | None:

@@ -1,16 +1,27 @@
-"""The command line of ``charts/dashboard.py``, and the server that it starts. Imports no Streamlit."""
+"""The command line of ``charts/dashboard.py``, the server that it starts, and which requests the server answers.
+
+Without the extra ``dashboard`` there is neither Streamlit nor Starlette: they are imported where they are used.
+"""
 
 import importlib.util
 import os
 import re
 import sys
-from collections.abc import Sequence
+import webbrowser
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from ipaddress import ip_address
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from dsgpt.common.command_line import flag, read_options, value
-from dsgpt.common.errors import UserError
+from dsgpt.common.command_line import complain, flag, read_options, value
+from dsgpt.common.errors import EXIT_USER_ERROR, UserError
 from dsgpt.common.text import REPOSITORY
+
+if TYPE_CHECKING:
+    from starlette.middleware import Middleware
+    from starlette.types import ASGIApp, Receive, Scope, Send
 
 DESCRIPTION = """\
 See runs, compare them, watch one, plan the next and try its model, in a browser on this machine.
@@ -98,3 +109,63 @@ def main(argv: Sequence[str] | None = None) -> None:
     words = [sys.executable, "-m", "streamlit", "run", str(SCRIPT), "--server.port", str(arguments.port)]
     words += ["--", "--runs", str(arguments.runs.absolute())]
     os.execv(sys.executable, [*words, *(f"--allowed_host={name}" for name in arguments.allowed_host)])
+
+
+# Which requests the server answers.
+
+_HOST = re.compile(rf"(\[[0-9A-Fa-f:.]+\]|{HOST_NAME})(:[0-9]{{1,5}})?")
+REFUSAL = "Refused: open the dashboard as 127.0.0.1 or localhost, or start it with --allowed_host NAME.\n"
+
+
+class SameOrigin:
+    """Refuses what other web pages send, over HTTP and as a websocket, before Streamlit sees it.
+
+    ``Host`` must name loopback, with any port, or one of ``names``: a page of another name that was made to resolve to
+    127.0.0.1 is refused. ``Origin``, where there is one, must be that host and port. Streamlit would ask another
+    machine for the address of this one to judge an ``Origin`` that differs.
+    """
+
+    def __init__(self, app: "ASGIApp", *, names: frozenset[str]) -> None:
+        self._app, self._names = app, names
+
+    async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
+        """Pass a request on, or answer it with 403."""
+        from starlette.responses import PlainTextResponse  # noqa: PLC0415
+
+        allowed = scope["type"] not in {"http", "websocket"} or self._allows(scope)
+        await (self._app if allowed else PlainTextResponse(REFUSAL, status_code=403))(scope, receive, send)
+
+    def _allows(self, scope: "Scope") -> bool:
+        hosts, origins = (
+            [value.decode("latin-1") for name, value in scope["headers"] if name == wanted]
+            for wanted in (b"host", b"origin")
+        )
+        if len(hosts) != 1 or (host := _HOST.fullmatch(hosts[0])) is None:
+            return False
+        if origins and origins not in ([f"http://{hosts[0]}"], [f"https://{hosts[0]}"]):
+            return False
+        name = host[1].lower()
+        try:
+            return name == "localhost" or name in self._names or ip_address(name.strip("[]")).is_loopback
+        except ValueError:
+            return False
+
+
+def same_origin() -> "Middleware":
+    """The check, with the names of the command line; ends the process if the command line has mistakes."""
+    from starlette.middleware import Middleware  # noqa: PLC0415
+
+    try:
+        return Middleware(SameOrigin, names=frozenset(parse().allowed_host))
+    except UserError as error:
+        sys.exit(complain(error.problems, EXIT_USER_ERROR))
+
+
+@asynccontextmanager
+async def open_browser(app: object) -> AsyncIterator[None]:  # noqa: ARG001 - as the server calls it
+    """Open the first page if there is a desktop: ``streamlit run`` itself does so only without an ``App``."""
+    import streamlit as st  # noqa: PLC0415
+
+    if not st.get_option("server.headless"):
+        webbrowser.open(f"http://{st.get_option('browser.serverAddress')}:{st.get_option('server.port')}")
+    yield

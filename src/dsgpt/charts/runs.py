@@ -1,0 +1,415 @@
+"""The charts of runs: their figures as bars, their losses as curves, their inference, and the overview."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+
+import seaborn as sns
+from matplotlib.axes import Axes
+from matplotlib.figure import SubFigure
+from matplotlib.lines import Line2D
+
+from dsgpt.charts import comparison, style
+from dsgpt.charts.comparison import INFERENCE_NOISE, Quantity, shorten, speed_up
+from dsgpt.charts.memory import communication_chart, memory_chart, step_times_chart, utilisation_chart
+from dsgpt.charts.style import Chart, Frame, Row, Texts
+from dsgpt.record.equal_work import inference_stamps, judge, machine_line, partial_stamps, setup_stamps, work_stamps
+from dsgpt.record.runs import FLAT_SCHEMA, TOO_SHORT, Curve, Point, Run, smoothed, window_of
+from dsgpt.record.suites import NOT_RECORDED, of_runs
+
+# Bar panels: one measured quantity of every run.
+
+
+@dataclass(frozen=True)
+class Bars:
+    """One measured quantity of every run."""
+
+    title: str
+    axis: str
+    """What the axis shows, unit included."""
+    quantity: Quantity
+    scale: float = 1.0
+    """Units of the quantity per unit of the axis."""
+
+
+TRAINING_TIME = Bars("Training time", "seconds of training steps", comparison.TIME_ROW)
+THROUGHPUT = Bars("Training throughput", "tokens per second, all devices", comparison.THROUGHPUT_ROW)
+LATENCY = Bars("Inference latency", "seconds, batch 1", comparison.LATENCY_ROW)
+INFERENCE = Bars("Inference throughput", "tokens per second, batch 1", comparison.INFERENCE_ROW)
+GPU_MEMORY = Bars("Peak GPU memory", "GB allocated on rank 0's GPU", comparison.GPU_MEMORY_ROW, scale=1e9)
+HOST_MEMORY = Bars("Peak host memory", "GB resident (RSS) in rank 0's process", comparison.HOST_MEMORY_ROW, scale=1e9)
+
+
+def memory_bars(runs: Sequence[Run]) -> list[Bars]:
+    """GPU memory if any run recorded it, and host memory if a run recorded only that: never both in one panel."""
+    panels = [GPU_MEMORY] if any(run.gpu_memory is not None for run in runs) else []
+    if any(run.gpu_memory is None and run.host_memory is not None for run in runs) or not panels:
+        panels.append(HOST_MEMORY)
+    return panels
+
+
+def draw_bars(axes: Axes, bars: Bars, runs: Sequence[Run], *, label_width: int = 30) -> None:
+    """Draw one bar per run, the first run on top; a run without the value gets a note instead of a bar."""
+    rows = []
+    for run in runs:
+        value = bars.quantity.value(run)
+        if value is None:
+            why = TOO_SHORT if bars is THROUGHPUT and run.too_short_to_time else NOT_RECORDED
+            rows.append(Row(name=run.name, value=None, label=why))
+        else:
+            rows.append(Row(name=run.name, value=value / bars.scale, label=bars.quantity.form(value)))
+    style.draw_rows(axes, rows, label_width=label_width)
+    better = "less" if bars.quantity.lower_is_better else "more"
+    axes.set(title=bars.title, xlabel=f"{bars.axis}\n({better} is better)")
+
+
+# Loss panels: one curve per run, against optimizer steps, training seconds, tokens, money or epochs.
+
+
+LOSS_KINDS = ("train", "validation")
+SMALLEST_SPAN = 0.01
+"""The least range of a loss axis, in nats per token: rounding differences must not fill a panel."""
+
+
+@dataclass(frozen=True)
+class Axis:
+    """The horizontal axis of a loss panel."""
+
+    coordinate: str
+    """The ``Point`` field that it shows."""
+    label: str
+    picture: str
+    """The title of a picture drawn on it."""
+    missing: str
+    """What a run did not record if it cannot be drawn on this axis."""
+    scale: float = 1.0
+    """Units of the field per unit of the axis."""
+
+
+STEPS = Axis("step", "optimizer steps", "Loss by optimizer step", "steps not recorded")
+EPOCHS = Axis("epoch", "epochs (optimizer steps not recorded)", "Loss by epoch", "not recorded")
+
+
+def curve_of(run: Run, kind: str) -> Curve:
+    """The run's "train" or "validation" curve."""
+    return run.train_curve if kind == "train" else run.val_curve
+
+
+def step_axis(runs: Sequence[Run]) -> Axis:
+    """Optimizer steps, or epochs if no run recorded steps."""
+    points = _points(runs)
+    return EPOCHS if points and all(point.step is None for point in points) else STEPS
+
+
+def _points(runs: Sequence[Run]) -> list[Point]:
+    return [point for run in runs for kind in LOSS_KINDS for point in curve_of(run, kind).points]
+
+
+def time_axis(runs: Sequence[Run]) -> Axis:
+    """Training time, in the largest unit that is at most a third of the longest run."""
+    longest = max((point.time or 0 for point in _points(runs)), default=0)
+    units = (("hours", 3600), ("minutes", 60))
+    unit, size = next((each for each in units if longest >= 3 * each[1]), ("s", 1))
+    return Axis("time", f"training time ({unit})", "Loss by training time", "times not recorded", size)
+
+
+def token_axis(runs: Sequence[Run]) -> Axis:
+    """Tokens trained on, in the largest unit of which the longest run has at least one."""
+    most = max((point.tokens or 0 for point in _points(runs)), default=0)
+    units = (("billions of tokens", 1e9), ("millions of tokens", 1e6), ("thousands of tokens", 1e3))
+    unit, count = next((each for each in units if most >= each[1]), ("tokens", 1.0))
+    return Axis("tokens", unit, "Loss by tokens", "tokens not recorded", count)
+
+
+def in_money(run: Run, price: float) -> Run:
+    """The run with the money that its devices cost in place of the time of each point; ``price`` of a device hour."""
+    per_second = None if run.device_count is None else run.device_count * price / 3600
+
+    def priced(point: Point) -> Point:
+        cost = None if point.time is None or per_second is None else point.time * per_second
+        return point._replace(time=cost)
+
+    curves = [replace(curve, points=tuple(map(priced, curve.points))) for curve in (run.train_curve, run.val_curve)]
+    return replace(run, train_curve=curves[0], val_curve=curves[1])
+
+
+@dataclass(frozen=True)
+class End:
+    """The end of a curve, in the units of its panel."""
+
+    name: str
+    x: float
+    y: float
+
+
+def draw_losses(axes: Axes, runs: Sequence[Run], *, kind: str, axis: Axis) -> list[End]:
+    """Draw the "train" or "validation" curves of all runs that have one, and return their ends."""
+    ends = []
+    for index, run in enumerate(runs):
+        look, curve = style.look(index, count=len(runs)), curve_of(run, kind)
+        points = placeable(curve, axis)
+        if not points:
+            continue
+        x = [getattr(point, axis.coordinate) / axis.scale for point in points]
+        y = [point.loss for point in points]
+        window = window_of(len(curve.points))
+        if window > 1:  # every step, under every mean
+            axes.plot(x, y, color=look.colour, alpha=max(0.07, 0.3 / len(runs)), lw=0.5, zorder=1.5)
+            y = smoothed(y, window=window)
+        apart = max(1, len(x) // 8)  # about eight markers per curve, at different places for each run
+        few = len(x) <= 12
+        axes.plot(
+            x,
+            y,
+            **look.line,
+            markersize=look.marker_size if few else 6,
+            markeredgecolor=style.current().background,
+            markeredgewidth=0.75,
+            markevery=1 if few else (index * apart // 3 % apart, apart),
+            clip_on=False,  # the marker of the last step is whole
+            zorder=2 + index / len(runs),
+        )
+        ends.append(End(run.name, x[-1], y[-1]))
+    axes.set(title=f"{kind.capitalize()} loss", xlabel=axis.label, ylabel=f"nats per token ({style.ZOOMED})")
+    axes.ticklabel_format(axis="y", style="plain", useOffset=False)  # tick labels are the losses, without offset
+    sns.despine(ax=axes)
+    if ends:
+        axes.set_xlim(left=0)
+        low, high = axes.get_ylim()
+        missing = max(0.0, SMALLEST_SPAN - (high - low))
+        axes.set_ylim(low - missing / 2, high + missing / 2)
+        style.number_axis(axes.xaxis, 6, whole=axis.coordinate in {"step", "epoch"})
+    else:
+        axes.set(xticks=[], yticks=[], ylabel="")
+        recorded = any(curve_of(run, kind).points for run in runs)
+        text = axis.missing if recorded else "not recorded"
+        style.note_inside(axes, text, x=0.5, y=0.5, transform=axes.transAxes, ha="center")
+    return ends
+
+
+def ends_can_be_labelled(axes: Axes, ends: Sequence[End]) -> bool:
+    """Whether names at the ends of the curves would overlap neither each other nor a curve."""
+    low, high = axes.get_ylim()
+    losses = sorted(end.y for end in ends)
+    apart = all(b - a > 0.08 * (high - low) for a, b in pairwise(losses))
+    return apart and min(end.x for end in ends) > 0.97 * max(end.x for end in ends) if ends else False
+
+
+def placeable(curve: Curve, axis: Axis) -> list[Point]:
+    """The points whose coordinate on ``axis`` was recorded."""
+    return [point for point in curve.points if getattr(point, axis.coordinate) is not None]
+
+
+# Inference: latency against throughput.
+
+
+NO_INFERENCE = "no run recorded both its inference latency and throughput"
+
+
+def latency_chart(runs: Sequence[Run], texts: Texts) -> Frame | str:
+    """Tokens per second over latency, a point for each run that has both; below and to the right is worse."""
+    points = [(run.inference_latency, run.inference_tokens_per_sec) for run in runs]
+    if not any(latency and speed for latency, speed in points):
+        return NO_INFERENCE
+    picture = texts.frame(
+        "Inference: latency against throughput",
+        "Greedy generation from one prompt, with a key-value cache.",
+        INFERENCE_NOISE,
+        warnings=inference_stamps(runs),
+        height=3.6 + style.legend_height(len(runs)),
+    )
+    axes = picture.body.subplots()
+    handles = []
+    for index, (run, (latency, speed)) in enumerate(zip(runs, points, strict=True)):
+        look = style.look(index, count=len(runs))
+        label = shorten(run.name, 34)
+        mark = look.line | {"linestyle": "", "markeredgecolor": style.current().background}
+        size = look.marker_size + 3
+        if latency and speed:
+            axes.plot([latency], [speed], **mark, markersize=size, zorder=2 + index / len(runs))
+            label += f": {latency:,.3g} s, {speed:,.4g} tokens/s"
+        else:
+            label += " (not recorded)"
+        handles.append(Line2D([], [], **mark, markersize=8, label=label))
+    axes.set_xlim(0, 1.15 * max(latency or 0 for latency, _ in points))
+    axes.set_ylim(0, 1.15 * max(speed or 0 for _, speed in points))
+    style.number_axis(axes.xaxis, 6)
+    style.number_axis(axes.yaxis, 6)
+    axes.set(
+        xlabel="seconds to the last new token, batch 1 (less is better)",
+        ylabel="tokens per second (more is better)",
+    )
+    sns.despine(ax=axes)
+    picture.legend(handles)
+    return picture
+
+
+# The pictures: their panels, titles, warnings and captions.
+
+
+COLUMNS = 2
+"""Of panels in the overview: more would be too small on a page."""
+
+
+def charts_of_runs(runs: Sequence[Run], *, folders: Mapping[str, Path], price: float | None = None) -> dict[str, Chart]:
+    """Every chart of these runs by name; the first run is the baseline.
+
+    Args:
+        runs: to compare.
+        folders: of the runs, by name.
+        price: of a device hour.
+    """
+    short = [shorten(run.name, 32) for run in runs]  # so that they fit into a picture
+    named = [replace(run, name=name) for run, name in zip(runs, short, strict=True)]
+    if len(set(short)) < len(short):
+        named = [*runs]
+    rows, texts = of_runs(named), Texts(_warnings(named), _footer(named))
+    bars = {
+        "training_time": [TRAINING_TIME],
+        "throughput": [THROUGHPUT],
+        "inference_latency": [LATENCY],
+        "inference_throughput": [INFERENCE],
+        "peak_memory": memory_bars(named),
+    }
+    axes = {"loss_vs_step": step_axis(named), "loss_vs_time": time_axis(named), "loss_vs_tokens": token_axis(named)}
+    charts: dict[str, Chart] = {}
+    charts |= {name: partial(_bars_picture, named, texts, panels=panels) for name, panels in bars.items()}
+    charts |= {name: partial(_loss_picture, named, texts, axis=axis) for name, axis in axes.items()}
+    charts["loss_vs_money"] = lambda: "give --price, of a device hour"
+    if price is not None:
+        label = f"cost of all devices, at {price:g} for a device hour"
+        axis = Axis("time", label, "Loss by money", "times or devices not recorded")
+        charts["loss_vs_money"] = partial(_loss_picture, [in_money(run, price) for run in named], texts, axis=axis)
+    return charts | {
+        "memory": partial(memory_chart, rows, texts),
+        "communication": partial(communication_chart, rows, texts),
+        "step_times": partial(step_times_chart, rows, texts),
+        "latency_vs_throughput": partial(latency_chart, named, texts),
+        "utilisation": partial(utilisation_chart, folders, texts),
+        "overview": partial(_overview, named, texts),
+    }
+
+
+def _bars_picture(runs: Sequence[Run], texts: Texts, *, panels: Sequence[Bars]) -> Frame | str:
+    if all(bars.quantity.value(run) is None for bars in panels for run in runs):
+        return f"no run recorded its {panels[0].title.lower()}"
+    picture = texts.frame(
+        panels[0].title if len(panels) == 1 else "Peak memory",
+        _caption_of_bars(panels[0], runs),
+        warnings=inference_stamps(runs) if LATENCY in panels or INFERENCE in panels else [],
+        width=8.4,
+        height=len(panels) * (1.0 + 0.42 * len(runs)),
+    )
+    for axes, bars in zip(picture.panels(len(panels)), panels, strict=True):
+        draw_bars(axes, bars, runs)
+        if len(panels) == 1:
+            axes.set_title("")  # the figure's title is the same
+    return picture
+
+
+def _loss_picture(runs: Sequence[Run], texts: Texts, *, axis: Axis) -> Frame | str:
+    if not any(placeable(curve_of(run, kind), axis) for run in runs for kind in LOSS_KINDS):
+        return f"no run recorded losses with their {axis.coordinate.removesuffix('s')}s"
+    height = 4.0 + style.legend_height(len(runs))
+    picture = texts.frame(axis.picture, _caption_of_curves(runs), width=9.6, height=height)
+    _draw_loss_panels(picture.body, runs, [(kind, axis) for kind in LOSS_KINDS])
+    return picture
+
+
+def _overview(runs: Sequence[Run], texts: Texts) -> Frame:
+    panels = [TRAINING_TIME, THROUGHPUT, *memory_bars(runs), LATENCY]
+    bar_rows = -(-len(panels) // COLUMNS)
+    bar_height = bar_rows * (1.1 + 0.33 * len(runs))
+    loss_height = 3.4 + style.legend_height(len(runs), columns=COLUMNS)
+    picture = texts.frame(
+        "Overview" if len(runs) < 2 else f"{len(runs)} runs compared (same work: {judge(runs).answer})",
+        _speed_ups(runs),
+        _caption_of_curves(runs),
+        warnings=inference_stamps(runs),
+        width=9.6,
+        height=bar_height + loss_height,
+    )
+    upper, lower = picture.body.subfigures(2, 1, squeeze=False, height_ratios=[bar_height, loss_height])[:, 0]
+    places = upper.subplots(bar_rows, COLUMNS, sharey=True, squeeze=False).flat
+    for index, axes in enumerate(places):
+        axes.set_visible(index < len(panels))
+        if index < len(panels):
+            draw_bars(axes, panels[index], runs, label_width=22)
+            axes.tick_params(axis="y", labelleft=index % COLUMNS == 0)
+    _draw_loss_panels(lower, runs, [("train", step_axis(runs)), ("validation", time_axis(runs))])
+    return picture
+
+
+def _draw_loss_panels(body: SubFigure, runs: Sequence[Run], places: Sequence[tuple[str, Axis]]) -> None:
+    """Draw two loss panels. Names are at the ends of the curves if both panels have room, else in a legend."""
+    panels = list(body.subplots(1, COLUMNS))
+    ends = [draw_losses(axes, runs, kind=kind, axis=axis) for axes, (kind, axis) in zip(panels, places, strict=True)]
+    drawn = list(zip(panels, ends, strict=True))
+    if all(len(of_panel) == len(runs) and ends_can_be_labelled(axes, of_panel) for axes, of_panel in drawn):
+        for axes, of_panel in drawn:
+            for end in of_panel:
+                label, away = f"{shorten(end.name, 18)}\n{end.y:.3f}", {"xytext": (7, 0), "textcoords": "offset points"}
+                axes.annotate(label, (end.x, end.y), **away, va="center", fontsize=9)
+        return
+    handles, (_, axis) = [], places[0]
+    for index, run in enumerate(runs):
+        kinds = [kind for kind in LOSS_KINDS if placeable(curve_of(run, kind), axis)]
+        label = shorten(run.name, 34)
+        if not kinds:
+            label += f" ({axis.missing})"
+        elif len(kinds) == 1:
+            label += f" ({kinds[0]} only)"
+        handles.append(Line2D([], [], **style.look(index, count=len(runs)).line, label=label))
+    body.legend(handles=handles, loc="outside lower left", ncols=COLUMNS, frameon=False, handlelength=4)
+
+
+def _warnings(runs: Sequence[Run]) -> list[str]:
+    return [*work_stamps(judge(runs)), *partial_stamps(runs), *setup_stamps(runs)]
+
+
+def _footer(runs: Sequence[Run]) -> str:
+    """The runs, their dates, whether they did the same work, and where."""
+    dates = sorted({run.date for run in runs if run.date})
+    when = f" of {dates[0]}" if len(dates) == 1 else f" of {dates[0]} to {dates[-1]}" if dates else ""
+    names = f"run{'s' * (len(runs) > 1)} {', '.join(run.name for run in runs)}{when}; "
+    return names + (f"same work: {judge(runs).answer}; " if len(runs) > 1 else "") + machine_line(runs)
+
+
+def _speed_ups(runs: Sequence[Run]) -> str:
+    """Speed-ups in training time of the runs that did the same work as the baseline."""
+    base, *others = runs
+    equal = [(run.name, speed_up(base, run)) for run in others if judge([base, run]).answer == "yes"]
+    ratios = [f"{name} {ratio:.2f}x" for name, ratio in equal if ratio is not None]
+    return f"Speed-up over {base.name} in training time: {', '.join(ratios)}." if ratios else ""
+
+
+def _caption_of_bars(bars: Bars, runs: Sequence[Run]) -> str:
+    if bars is TRAINING_TIME:
+        what = "Evaluation and saving are not included."
+        if any(run.schema == FLAT_SCHEMA for run in runs):
+            what = "Older records do not say what their times include."
+        return f"{what} {_speed_ups(runs)}"
+    if bars is LATENCY:
+        counts = {run.new_tokens for run in runs if run.new_tokens is not None}
+        what = f"Seconds to generate {counts.pop():.0f} tokens from one prompt. " if len(counts) == 1 else ""
+        return what + INFERENCE_NOISE
+    if bars is INFERENCE:
+        return INFERENCE_NOISE
+    if bars in memory_bars(runs):
+        return "Rank 0 only. GPU memory and host memory (RSS) are different quantities and never share a panel."
+    return ""
+
+
+def _caption_of_curves(runs: Sequence[Run]) -> str:
+    curves = [(run.name, curve_of(run, kind)) for run in runs for kind in LOSS_KINDS]
+    windows = sorted({window_of(len(curve.points)) for _, curve in curves} - {1})
+    parts = []
+    if windows:
+        span = " or ".join(str(window) for window in windows)
+        parts.append(f"Faint: every recorded step; bold: mean of the last {span} recorded steps (fewer at the start).")
+    by_epoch = list(dict.fromkeys(name for name, curve in curves if curve.per_epoch and curve.points))
+    if by_epoch:
+        parts.append(f"Only epoch means were recorded (points at epoch ends): {', '.join(by_epoch)}.")
+    return " ".join(parts)

@@ -1,0 +1,352 @@
+"""What DeepSpeed needs outside of an engine: compiled operators, folders on a drive, and the table of its faults."""
+
+import ast
+import errno
+import fcntl
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+from messages import without_paths
+from small_run import REPOSITORY
+
+from dsgpt.common.errors import UserError
+from dsgpt.machine.probe import compiler, libaio_problem
+from dsgpt.machine.topology import Topology
+from dsgpt.strategies.deepspeed import setup
+from dsgpt.strategies.deepspeed.setup import SwapSpace, load_ops
+
+# DeepSpeed's compiled parts: loaded if they are complete, built again if a killed build left something.
+
+
+LOAD_AND_LOOK = """
+import ctypes
+from dsgpt.strategies.deepspeed import setup
+
+setup.load_ops("AsyncIOBuilder")
+assert ctypes.CDLL(None).deepspeed_pin_tensor_mgr_holder
+"""
+"""Asynchronous I/O is linked against the library of pinned memory, whose symbols must be global."""
+
+
+class Compilation:
+    """Replaces a compilation, which takes minutes: notes what it finds when it is called."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.found: list[dict[str, object]] = []
+
+    def __call__(self, builder: object, verbose: bool) -> None:
+        marker = self.folder / "part" / "lock"
+        with (self.folder / ".dsgpt-lock").open() as lock, pytest.raises(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        self.found.append({"marker": marker.exists(), "root": os.environ["TORCH_EXTENSIONS_DIR"]})
+
+
+@pytest.fixture
+def compilation(tmp_path, monkeypatch):
+    """What is called instead of a compiler for a part that DeepSpeed does not have, kept under ``tmp_path``."""
+    import deepspeed.accelerator
+    from deepspeed.ops.op_builder.builder import OpBuilder
+
+    class PartBuilder(OpBuilder):
+        def __init__(self) -> None:
+            super().__init__("part")
+
+        def absolute_name(self) -> str:
+            return "deepspeed.ops.part"
+
+        def sources(self) -> list[str]:
+            return []
+
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    compilation = Compilation(setup.ops_folder())
+    monkeypatch.setattr(OpBuilder, "jit_load", compilation)
+    accelerator = SimpleNamespace(create_op_builder=lambda name: PartBuilder())
+    monkeypatch.setattr(deepspeed.accelerator, "get_accelerator", lambda: accelerator)
+    return compilation
+
+
+def test_a_part_is_built_alone_in_a_folder_for_this_machine(compilation, tmp_path, capsys):
+    load_ops("PartBuilder")
+    assert compilation.found == [{"marker": False, "root": str(compilation.folder)}]
+    assert compilation.folder.parent == tmp_path
+    assert os.environ["TORCH_EXTENSIONS_DIR"] == str(tmp_path)
+    assert "compiling DeepSpeed's part, once on this machine" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("library", [False, True])
+def test_what_a_killed_build_left_is_built_again(compilation, library):
+    """PyTorch would wait until the marker is removed, which nothing does."""
+    place = compilation.folder / "part"
+    place.mkdir(parents=True)
+    (place / "lock").touch()
+    if library:
+        (place / "part.so").write_bytes(b"half a library")
+    load_ops("PartBuilder")
+    assert compilation.found == [{"marker": False, "root": str(compilation.folder)}]
+
+
+def test_the_compilers_that_a_killed_process_left_are_ended(compilation):
+    """Two builds in one folder would write the same files. Other processes there, as a user's shell, go on."""
+    (compilation.folder / "part").mkdir(parents=True)
+    environment = os.environ | {"TORCH_EXTENSIONS_DIR": str(compilation.folder)}
+    left, shell = (
+        subprocess.Popen(["sleep", "600"], cwd=compilation.folder / "part", env=variables)
+        for variables in (environment, os.environ)
+    )
+    try:
+        load_ops("PartBuilder")
+        assert left.poll() is not None
+        assert shell.poll() is None
+    finally:
+        for process in (left, shell):
+            process.kill()
+            process.wait()
+
+
+@pytest.fixture
+def complete(compilation, monkeypatch) -> list[str]:
+    """Makes a complete library; the names of the libraries that are loaded."""
+    place = compilation.folder / "part"
+    place.mkdir(parents=True)
+    (place / "part.so").write_bytes(b"a library")
+    loaded: list[str] = []
+
+    def load(_builder: object, library: Path) -> ModuleType:
+        loaded.append(library.name)
+        return ModuleType(library.stem)
+
+    monkeypatch.setattr(setup, "_loaded", load)
+    return loaded
+
+
+def test_a_complete_library_is_loaded_from_a_read_only_folder(compilation, complete):
+    """An administrator may fill the folder for all users. The test may run as root, whom permissions do not stop."""
+    (compilation.folder / ".dsgpt-lock").mkdir()  # a folder cannot be opened for writing
+    load_ops("PartBuilder")
+    assert complete == ["part.so"]
+    assert compilation.found == []
+
+
+def test_a_missing_library_in_a_read_only_folder_is_an_error(compilation):
+    (compilation.folder / ".dsgpt-lock").mkdir(parents=True)
+    with pytest.raises(UserError, match=r"compiled code cannot be stored there \(Is a directory\)"):
+        load_ops("PartBuilder")
+
+
+def test_a_library_that_another_process_completed_meanwhile_is_not_built_again(compilation, complete, monkeypatch):
+    marker, original = compilation.folder / "part" / "lock", fcntl.flock
+    marker.touch()
+
+    def wait(file: object, kind: int) -> None:
+        original(file, kind)
+        marker.unlink()
+
+    monkeypatch.setattr(fcntl, "flock", wait)
+    load_ops("PartBuilder")
+    assert complete == ["part.so"]
+    assert compilation.found == []
+
+
+def test_a_folder_that_cannot_be_made_is_an_error(compilation, monkeypatch, tmp_path, snapshot):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "file"))
+    with pytest.raises(UserError) as caught:
+        load_ops("PartBuilder")
+    assert without_paths("\n".join(caught.value.problems), setup.ops_folder()) == snapshot
+
+
+def no_libaio() -> bool:
+    return not (command := compiler()) or bool(libaio_problem(command))
+
+
+@pytest.mark.skipif(no_libaio() or not shutil.which("ninja"), reason="needs g++, ninja and libaio-dev")
+def test_the_real_ones_are_linked_with_each_other():
+    """The first process compiles them, unless an earlier run with nvme did; the second only loads them."""
+    command, variables = [sys.executable, "-c", LOAD_AND_LOOK], {**os.environ, "DS_ACCELERATOR": "cpu"}
+    for first in (True, False):
+        done = subprocess.run(command, capture_output=True, text=True, env=variables, check=False)
+        assert done.returncode == 0, done.stderr
+        assert first or "compiling" not in done.stderr
+
+
+# Offload to nvme leaves no file on the drive, and changes no file of another run.
+
+
+MAIN = Topology(rank=0, local_rank=0, world_size=2, local_world_size=2, launcher="deepspeed")
+HOLD = """
+import sys
+from pathlib import Path
+from dsgpt.strategies.deepspeed.setup import _make
+
+_make(Path(sys.argv[1]))
+Path(sys.argv[1], "moments").write_bytes(b"...")
+print("made", flush=True)
+sys.stdin.read()
+"""
+
+
+def space(base: Path, topology: Topology = MAIN, **paths: Path) -> tuple[SwapSpace, dict[str, Any]]:
+    """The swap space of a new run with both offloads under ``base``, and the paths that DeepSpeed gets."""
+    names = ("offload_optimizer", "offload_param")
+    config = {"zero_optimization": {name: {"nvme_path": str(paths.get(name, base))} for name in names}}
+    recipe: Any = SimpleNamespace(nvme_blocks=names)
+    return SwapSpace(config, recipe, topology), {name: config["zero_optimization"][name]["nvme_path"] for name in names}
+
+
+def open_handles() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_each_run_has_its_folder_and_removes_it(tmp_path):
+    one, its_paths = space(tmp_path)
+    two, other_paths = space(tmp_path)
+    assert len(set(its_paths.values())) == 1
+    assert its_paths["offload_param"] != other_paths["offload_param"]
+    for path in (its_paths["offload_param"], other_paths["offload_param"]):
+        assert Path(path).parent == tmp_path
+        (Path(path) / "moments").write_bytes(b"...")
+    one.close()
+    one.close()
+    assert [str(path) for path in tmp_path.iterdir()] == [other_paths["offload_param"]]
+    assert (Path(other_paths["offload_param"]) / "moments").exists()
+    two.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_each_offload_may_use_another_drive(tmp_path):
+    swap, paths = space(tmp_path / "one", offload_param=tmp_path / "two")
+    assert {Path(path).parent for path in paths.values()} == {tmp_path / "one", tmp_path / "two"}
+    swap.close()
+    assert [list(path.iterdir()) for path in tmp_path.iterdir()] == [[], []]
+
+
+def test_other_ranks_of_a_machine_make_nothing(tmp_path):
+    swap, _ = space(tmp_path, replace(MAIN, rank=1, local_rank=1))
+    assert list(tmp_path.iterdir()) == []
+    swap.close()
+
+
+def test_ranks_of_other_machines_have_other_folders(tmp_path, monkeypatch):
+    """The machines may share the drive, and agree on one name for the run."""
+    monkeypatch.setattr(setup, "from_main", lambda value: "agreed")
+    names = [space(tmp_path, replace(MAIN, rank=rank, local_rank=rank % 2))[1]["offload_param"] for rank in range(4)]
+    assert names[0] == names[1] != names[2] == names[3]
+
+
+def test_the_next_run_removes_what_a_killed_run_left(tmp_path):
+    """A real process holds the folder, and is then killed."""
+    left = tmp_path / f"{setup._own_prefix()}12345678-0"
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(left)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert holder.stdout.readline() == "made\n"
+    swap, _ = space(tmp_path)
+    swap.close()
+    assert (left / "moments").exists()
+    holder.kill()
+    holder.communicate()
+    swap, _ = space(tmp_path)
+    assert not left.exists()
+    swap.close()
+
+
+def test_files_of_others_stay(tmp_path):
+    """A file, a link to another folder, and what another host left or still uses: its locks may be invisible here."""
+    mine, theirs = f"{setup._own_prefix()}mine", "nvme-swap-another-host.12345678-0"
+    (tmp_path / mine).write_text("a file")
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "kept").touch()
+    (tmp_path / f"{mine}-link").symlink_to(tmp_path / "data")
+    (tmp_path / theirs).mkdir()
+    handles = open_handles()
+    swap, _ = space(tmp_path)
+    swap.close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["data", theirs, mine, f"{mine}-link"]
+    assert (tmp_path / "data" / "kept").exists()
+    assert open_handles() == handles
+
+
+def test_a_leftover_that_cannot_be_removed_does_not_matter(tmp_path, monkeypatch):
+    """Another user's, or one that another run removes at the same time."""
+    left = tmp_path / f"{setup._own_prefix()}12345678-0"
+    (left / "below").mkdir(parents=True)
+
+    def denied(path: str, *given: object, **more: object) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rmdir", denied)
+        handles = open_handles()
+        swap, _ = space(tmp_path)
+        assert open_handles() == handles + 1
+    swap.close()
+    assert left.exists()
+
+
+def test_an_error_without_a_file_name_names_the_folder(tmp_path, monkeypatch, snapshot):
+    def no_locks(handle: int, kind: int) -> None:
+        raise OSError("no locks")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    handles = open_handles()
+    with pytest.raises(UserError) as caught:
+        space(tmp_path)
+    assert without_paths("\n".join(caught.value.problems), tmp_path) == snapshot
+    assert list(tmp_path.iterdir()) == []
+    assert open_handles() == handles
+
+
+def test_a_path_that_cannot_be_used_gives_one_error_line(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError) as caught:
+        space(tmp_path, offload_param=tmp_path / "file" / "below")
+    (line,) = caught.value.problems
+    assert line.startswith(f"nvme_path {tmp_path / 'file'}")
+    assert line.endswith("cannot be used (Not a directory): name another folder")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_folder_is_never_seen_without_its_lock(tmp_path, monkeypatch):
+    original = Path.rename
+
+    def rename(self: Path, target: Path) -> Path:
+        handle = os.open(self, os.O_RDONLY)
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.close(handle)
+        return original(self, target)
+
+    monkeypatch.setattr(Path, "rename", rename)
+    swap, _ = space(tmp_path)
+    swap.close()
+
+
+# The table of DeepSpeed's faults in `docs/ARCHITECTURE.md` names files and functions that exist.
+
+
+PACKAGE = REPOSITORY / "src" / "dsgpt"
+PAGE = (REPOSITORY / "docs" / "ARCHITECTURE.md").read_text(encoding="utf-8")
+TABLE = PAGE[PAGE.index("## What DeepSpeed 0.19.8 gets wrong") :]
+PLACES = sorted(set(re.findall(r"`([\w/]+\.py)(?:: (\w+))?`", TABLE)))
+
+
+def test_the_table_is_found():
+    assert len(PLACES) > 12
+
+
+@pytest.mark.parametrize(("file", "name"), PLACES)
+def test_a_work_around_is_where_the_table_says(file, name):
+    """A file without a folder is one of ``strategies/deepspeed``."""
+    path = PACKAGE / file if "/" in file else PACKAGE / "strategies" / "deepspeed" / file
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    functions = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+    assert not name or name in functions

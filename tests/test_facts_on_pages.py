@@ -1,0 +1,156 @@
+"""The README has the figures of the committed records; pages that list keys, codes or versions list all of them.
+
+``tests/test_pages.py`` checks the commands and links of all pages.
+"""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import tomllib
+from dataclasses import fields
+from fnmatch import fnmatch
+
+from forked_ranks import run_script
+from small_run import REPOSITORY
+
+from dsgpt.benchmarks.plan_page import MOMENTS
+from dsgpt.benchmarks.records import RECORDS, show_words
+from dsgpt.checkpoints.manifest import Segment
+from dsgpt.common import errors
+from dsgpt.planner.memory import PARTS
+from dsgpt.telemetry.meter import IntervalFigures
+from dsgpt.telemetry.monitor import GpuSample
+
+README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+IMAGES = REPOSITORY / "docs" / "images"
+COMPARISON = (IMAGES / "comparison.md").read_text(encoding="utf-8")
+"""``tests/goldens/test_golden_records.py`` holds it to the records."""
+WITHOUT_PIXELS = """
+import runpy
+import sys
+from matplotlib.figure import Figure
+Figure.savefig = lambda figure, file, **_: file.write(b"<svg/>")
+sys.argv.pop(0)
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_make_charts_writes_the_committed_pictures_and_remaking_the_records_too(tmp_path):
+    """Their names, not their bytes: another machine may have another version of the library that sets letters."""
+    words = ["make", "--dry-run", "--no-print-directory", "--old-file", ".venv/bin/.installed", "charts"]
+    found = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
+    done = subprocess.run(words, cwd=REPOSITORY, env=found, check=True, capture_output=True, text=True)
+    pages, everything = (shlex.split(line)[1:] for line in done.stdout.splitlines())
+    assert sorted(show_words(RECORDS["demo"], REPOSITORY)) == sorted(pages)
+    assert everything[everything.index("--output-dir") + 1] == "charts/reference" and "--only" not in everything
+    pages[pages.index("--output-dir") + 1] = str(tmp_path / "charts")
+    (tmp_path / "script.py").write_text(WITHOUT_PIXELS)
+    drawn = run_script(tmp_path / "script.py", pages, cwd=REPOSITORY)
+    assert drawn.returncode == 0, drawn.stderr
+    assert {path.name for path in (tmp_path / "charts").iterdir()} == {
+        path.name for path in IMAGES.iterdir() if path.is_file()
+    }
+
+
+def test_every_result_is_a_row_of_the_comparison():
+    results = README.split("## Try it", 1)[1].split("\n## ", 1)[0]
+    rows = [line for line in results.splitlines() if line.startswith("|") and "---" not in line][1:]
+    assert len(rows) >= 6
+    for row in rows:
+        assert row in COMPARISON.splitlines()
+    assert "same work: yes" in COMPARISON and "The work is the same." in results
+    machine = re.search(r"^machine: (.*?)\.", COMPARISON, flags=re.MULTILINE).group(1)
+    assert machine in results
+
+
+def test_the_plan_is_what_its_command_prints(tmp_path):
+    command, shown = re.search(
+        r"```bash\n(.*plan\.py.*)\n```.*?```text\n(.*?)```", README.split("## Plan", 1)[1], flags=re.DOTALL
+    ).groups()
+    _, script, *words = shlex.split(command)
+    done = run_script(REPOSITORY / script, [*words, "--into", tmp_path], cwd=REPOSITORY)
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in shown.splitlines() if line.strip() != "..."]
+    assert len(lines) >= 8
+    assert [line for line in lines if line not in done.stdout.splitlines()] == []
+
+
+def test_the_sweep_is_that_of_its_page():
+    """``tests/benchmarks/test_sweeps.py`` holds the page to the record."""
+    page = (REPOSITORY / "docs" / "sweep-strategies.md").read_text(encoding="utf-8")
+    compared = README.split("## Compare", 1)[1].split("\n## ", 1)[0]
+    rows = [line for line in compared.splitlines() if line.startswith("|") and "---" not in line]
+    assert len(rows) >= 5
+    assert [row for row in rows if row not in page.splitlines()] == []
+    words = re.search(r"benchmark\.py run (.*)", compared).group(1).split()
+    assert words[words.index("--repeats") + 1] in re.search(r"trained (\d+) times", page).group(1)
+
+
+# Pages that list keys, exit codes or versions.
+
+RECORDS_PAGE = (REPOSITORY / "docs" / "records.md").read_text(encoding="utf-8")
+PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+
+
+def keys_of_the_table(title: str) -> list[str]:
+    """What the first column of the first table under ``title`` has between backticks."""
+    part = RECORDS_PAGE.split(f"\n## {title}", 1)[1].split("\n## ", 1)[0]
+    rows = re.search(r"(?:^\|.*\n)+", part, flags=re.MULTILINE).group(0).splitlines()[2:]
+    return [key for row in rows for key in re.findall(r"`([^`]+)`", row.split("|")[1])]
+
+
+def test_the_keys_of_steps():
+    run = REPOSITORY / "checkpoint" / "reference" / "cpu-2-cores" / "demo-zero1"
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    (steps,) = {tuple(line.keys() - {"interval"}) for line in lines if "loss" in line}
+    (validations,) = {tuple(line) for line in lines if "val_loss" in line}
+    assert sorted(keys_of_the_table("Steps")) == sorted(steps)
+    assert f"A validation's line has {', '.join(f'`{key}`' for key in validations[:-1])} and `{validations[-1]}`." in (
+        RECORDS_PAGE.replace("\n", " ")
+    )
+
+
+def test_the_keys_of_intervals():
+    table = RECORDS_PAGE.split("| keys of `interval` |", 1)[1].split("\n\n", 1)[0]
+    listed = re.findall(r"`([^`]+)`", "\n".join(row.split("|")[1] for row in table.splitlines()[2:]))
+    assert sorted(listed) == sorted({*IntervalFigures.__annotations__, "mfu"})
+
+
+def test_the_keys_of_samples():
+    assert keys_of_the_table("GPUs") == ["uuid", *GpuSample.__dataclass_fields__]
+
+
+def test_the_keys_of_segments():
+    known = {field.name for field in fields(Segment)}
+    listed = keys_of_the_table("Segments")
+    assert all(any(fnmatch(key, pattern) for pattern in listed) for key in known)
+    assert all(any(fnmatch(key, pattern) for key in known) for pattern in listed)
+
+
+def test_the_parts_of_a_predicted_peak():
+    table = RECORDS_PAGE.split("| part | contents |", 1)[1].split("\n\n", 1)[0]
+    listed = re.findall(r"`([^`]+)`", "\n".join(row.split("|")[1] for row in table.splitlines()[2:]))
+    assert sorted(listed) == sorted(PARTS)
+    moments = RECORDS_PAGE.split("`moment` is the part of the step", 1)[1].split("`parts`", 1)[0]
+    assert set(MOMENTS) == set(re.findall(r"`([^`]+)`", moments))
+
+
+def test_the_exit_codes():
+    page = (REPOSITORY / "docs" / "exit-codes.md").read_text(encoding="utf-8")
+    codes = {value for name, value in vars(errors).items() if name.startswith("EXIT_")}
+    assert {int(code) for code in re.findall(r"^\| (\d+) \|", page, flags=re.MULTILINE)} == codes | {1}
+
+
+def test_the_newest_version_of_the_changelog_is_the_packages():
+    text = (REPOSITORY / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert re.findall(r"^## \[(.*?)\] - \d{4}-\d\d-\d\d$", text, flags=re.MULTILINE)[0] == PROJECT["version"]
+
+
+def test_the_hosted_workflow_runs_ci_with_every_version_that_works():
+    text = (REPOSITORY / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8")
+    assert re.findall(r"^ +- run: (.*)$", text, flags=re.MULTILINE) == [".ci/run"]
+    versions = re.findall(r"^ +(3\.\d+)$", text, flags=re.MULTILINE)
+    assert versions == ["3.13", "3.12", "3.11"]
+    assert PROJECT["requires-python"] == ">=3.11,<3.14"
