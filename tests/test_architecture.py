@@ -201,3 +201,53 @@ def test_the_way_of_a_run_names_modules_that_exist():
     for module in modules:
         place = PACKAGE.joinpath(*module.split("."))
         assert place.with_suffix(".py").exists() or place.parent.with_suffix(".py").exists(), module
+
+
+WALKS = {
+    "add a strategy": {
+        "strategies/pytorch.py": r"^class \w+\(TorchStrategy\)",
+        "strategies/base.py": r"^def build_strategy\(",
+        "config/compatibility.py": r"problems\.add\(",
+        "planner/strategies.py": r"^class \w+\(Planned\)",
+    },
+    "change the loss": {"model/linear_cross_entropy.py": r"^def linear_cross_entropy\("},
+    "add a figure to the record": {
+        "training/journal.py": r"^class Journal\b",
+        "record/schema.py": r"^SCHEMA_VERSION = ",
+        "record/runs.py": r"^class Run\b",
+    },
+    "add a chart": {
+        "charts/runs.py": r"^def \w+\(",
+        "charts/sweeps.py": r"^def \w+\(",
+        "charts/command.py": r"^RUN_CHARTS = ",
+    },
+    "add a GPU": {"planner/hardware.json": r'"datasheet|"source'},
+    "add a suite": {"src/benchmark.py": r"^SUITES\b"},
+}
+"""Each of the six questions that are asked most: the files that the page names, and what a reader finds in each."""
+ANSWERS = dict(re.findall(r"^\| ([^|]+) \| ([^|]+) \|$", PAGE.split("asked most:", 1)[1], flags=re.MULTILINE)[1:7])
+
+
+def test_the_page_answers_six_questions():
+    assert list(ANSWERS) == list(WALKS)
+
+
+@pytest.mark.parametrize("question", WALKS)
+def test_an_answer_leads_to_its_place(question):
+    for file, words in WALKS[question].items():
+        assert f"`{file}" in ANSWERS[question], file
+        place = PACKAGE / file if (PACKAGE / file).exists() else REPOSITORY / file
+        assert re.search(words, place.read_text(encoding="utf-8"), flags=re.MULTILINE), file
+
+
+def test_the_tables_of_strategies_and_suites_name_every_one():
+    """So the last step of two answers cannot be forgotten."""
+    strategies = (PACKAGE / "strategies").rglob("*.py")
+    classes = {name for path in strategies for name in re.findall(r"^class (\w+)\(", path.read_text(), re.MULTILINE)}
+    named = set(re.findall(r'"([A-Z]\w+)"', (PACKAGE / "strategies" / "base.py").read_text()))
+    assert named >= {"Baseline", "Ddp", "Fsdp", "Zero", "TensorParallel", "SequenceParallel", "PipelineParallel"}
+    assert named <= classes
+    suites = [path.read_text(encoding="utf-8") for path in (PACKAGE / "benchmarks").glob("*.py")]
+    found = {name for text in suites for name in re.findall(r"^class (\w+)\((?:frame\.)?Suite\[", text, re.MULTILINE)}
+    assert found
+    assert found <= set(re.findall(r"\w+", (SOURCES / "benchmark.py").read_text(encoding="utf-8")))

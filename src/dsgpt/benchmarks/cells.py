@@ -17,6 +17,7 @@ from dsgpt.benchmarks.launch import Assignment, Launch, RankEnd, read_ranks, run
 from dsgpt.common.errors import UserError
 from dsgpt.common.files import write_json_atomic
 from dsgpt.common.text import counted
+from dsgpt.config.recipe import merged
 from dsgpt.data.token_file import TokenFileWriter, open_token_file
 
 ACCUMULATED, EVERY = "accumulated", "every micro batch"
@@ -421,18 +422,6 @@ def write_recipe(path: Path, cell: Cell, *, recipes: Path, training: str | None 
         recipe = merged(recipe, {"zero_optimization": SMALL_BUCKETS_3 if stage == 3 else SMALL_BUCKETS})
     write_json_atomic(path, recipe)
     return path
-
-
-def merged(recipe: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """``recipe`` with ``changes`` laid over it, object by object; None removes a key."""
-    result = dict(recipe)
-    for key, value in changes.items():
-        below = result.get(key)
-        if value is None:
-            result.pop(key, None)
-        else:
-            result[key] = merged(below, value) if isinstance(below, dict) and isinstance(value, dict) else value
-    return result
 
 
 def flags(cell: Cell, *, recipe: Path, corpus: Corpus, run_dir: Path, device: str, steps: int = STEPS) -> list[str]:

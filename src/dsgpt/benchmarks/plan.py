@@ -6,14 +6,14 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dsgpt.benchmarks.cells import NARROW, Shape, merged
+from dsgpt.benchmarks.cells import NARROW, Shape
 from dsgpt.benchmarks.frame import Record, Suite, SuiteOptions, only_flag, selected
 from dsgpt.benchmarks.plan_page import failed, line_of, plan_page, summary_lines
 from dsgpt.common.command_line import COUNT, flag
 from dsgpt.common.errors import Problems
 from dsgpt.common.files import write_json_atomic
 from dsgpt.common.text import counted
-from dsgpt.config.recipe import Recipe, read_recipe
+from dsgpt.config.recipe import Recipe, merged, read_recipe
 from dsgpt.model.config import GPT2Config
 from dsgpt.planner.setup import Setup
 
@@ -106,7 +106,7 @@ class PlanCell:
         """Write the shipped recipe, found in ``recipes``, with the cell's changes to ``path``."""
         recipe = json.loads((recipes / self.recipe).read_text(encoding="utf-8"))
         recipe["train_batch_size"] = self.sequences
-        write_json_atomic(path, merged(recipe, dict(self.changes)))
+        write_json_atomic(path, merged(recipe, self.changes))
         return path
 
     def setup(self, recipe: Path) -> Setup:

@@ -307,7 +307,7 @@ _LEAST_SHARE = 0.005
 def draw_plan(plan: "Plan", path: Path) -> None:
     """Draw the memory of every rank to ``path``, an SVG or PNG by its ending."""
     from dsgpt.planner.memory import peak_memory  # noqa: PLC0415 - who draws records needs no planner
-    from dsgpt.planner.plan import GB, held_in_words, strategy_name  # noqa: PLC0415
+    from dsgpt.planner.plan import GB, held_in_words  # noqa: PLC0415
 
     setup, usable = plan.setup, plan.usable_bytes / GB
     ranks = range(min(setup.world_size, MOST_RANKS))
@@ -316,7 +316,7 @@ def draw_plan(plan: "Plan", path: Path) -> None:
     more = f" (ranks 0 to {len(ranks) - 1} of {setup.world_size})" if setup.world_size > len(ranks) else ""
     with style.quiet_style(LIGHT):
         picture = Texts().frame(
-            f"Who holds what: {strategy_name(setup)} on {setup.world_size} x {plan.machine.name}{more}",
+            f"Who holds what: {setup.strategy_name} on {setup.world_size} x {plan.machine.name}{more}",
             f"Predicted peak of tensor memory of each rank, {setup.precision}, micro batch {setup.micro_batch_size}, "
             f"{setup.seq_length:,} tokens a sequence. The line is what tensors can fill of a device. Not measured.",
             height=1.3 + 0.46 * len(ranks),

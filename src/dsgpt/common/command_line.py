@@ -58,8 +58,8 @@ def value(parse: Callable[[str], V], *, accepts: Callable[[V], bool], must_be: s
 
     def read(word: str) -> V:
         with contextlib.suppress(ValueError):
-            if accepts(found := parse(word)):
-                return found
+            if accepts(parsed := parse(word)):
+                return parsed
         raise Unfit(f"must be {must_be}, not {word}")
 
     return read
@@ -74,14 +74,14 @@ def whole(*, low: int) -> Callable[[str], int]:
     """A reader of whole numbers of at least ``low``; ``_`` and ``,`` may group the digits."""
     return value(
         lambda word: int(ungrouped(word)),
-        accepts=lambda found: found >= low,
+        accepts=lambda number: number >= low,
         must_be=f"a whole number of at least {low}",
     )
 
 
 COUNT = whole(low=0)
 POSITIVE = whole(low=1)
-NUMBER = value(float, accepts=lambda found: 0 <= found < float("inf"), must_be="a number of at least 0")
+NUMBER = value(float, accepts=lambda number: 0 <= number < float("inf"), must_be="a number of at least 0")
 
 
 def choice(allowed: Sequence[str]) -> Callable[[str], str]:
@@ -212,22 +212,22 @@ class Parser(argparse.ArgumentParser):
             importlib.import_module("argcomplete").autocomplete(self)  # prints what fits the cursor, and exits
         given = sys.argv[1:] if words is None else words
         namespace, unknown = self.parse_known_args(self._with_values(given))
-        found = {name: each for name, each in vars(namespace).items() if each is not None}
+        values = {name: each for name, each in vars(namespace).items() if each is not None}
         for action in self._actions:
-            if isinstance(path := found.get(action.dest), Path) and not is_utf8(path):
+            if isinstance(path := values.get(action.dest), Path) and not is_utf8(path):
                 # tokenizers and safetensors cannot open it
                 self.problems.add(f"{_shown(action)} {undecodable(path)}")
-        known = [each for action in self._actions for each in action.option_strings]
+        flags = [each for action in self._actions for each in action.option_strings]
         previous_unknown = False
         for word in unknown:
             name = word.partition("=")[0]
             if self._is_flag(word):
-                hint = f": {elsewhere[name]}" if elsewhere and name in elsewhere else did_you_mean(name, known)
+                hint = f": {elsewhere[name]}" if elsewhere and name in elsewhere else did_you_mean(name, flags)
                 self.problems.add(f"{name} is not a known flag{hint or '; see --help'}")
             elif not previous_unknown:  # otherwise it is the value of the unknown flag
                 self.problems.add(f"{word!r} is neither a flag nor the value of one")
             previous_unknown = self._is_flag(word)
-        return _filled(options, found)
+        return _filled(options, values)
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
         """What argparse calls for each word: the value, or None after noting the mistake."""
@@ -240,13 +240,13 @@ class Parser(argparse.ArgumentParser):
     def _with_values(self, words: Sequence[str]) -> list[str]:
         """``words`` without the flags that lack a value. Each is noted as a mistake; argparse would stop at one."""
         takers = {each for action in self._actions if action.nargs in (None, "+") for each in action.option_strings}
-        kept = []
+        complete = []
         for word, following in itertools.zip_longest(words, words[1:], fillvalue="--"):
             if word in takers and self._is_flag(following):
                 self.problems.add(f"{word} needs a value")
             else:
-                kept.append(word)
-        return kept
+                complete.append(word)
+        return complete
 
     def _is_flag(self, word: str) -> bool:
         """Whether argparse reads ``word`` as a flag; ``-``, negative numbers and words with spaces are values."""
@@ -261,13 +261,13 @@ def _shown(action: argparse.Action) -> str:
     return action.option_strings[0] if action.option_strings else str(action.metavar)
 
 
-def _filled(options: type[O], found: Mapping[str, Any]) -> O:
+def _filled(options: type[O], values: Mapping[str, Any]) -> O:
     given: dict[str, Any] = {}
     for field in dataclasses.fields(options):  # type: ignore[arg-type]
         if "part" in field.metadata:
-            given[field.name] = _filled(field.metadata["part"], found)
-        elif field.name in found:
-            each = found[field.name]
+            given[field.name] = _filled(field.metadata["part"], values)
+        elif field.name in values:
+            each = values[field.name]
             given[field.name] = tuple(each) if isinstance(each, list) else each
     return options(**given)
 

@@ -228,12 +228,12 @@ def holder_of(path: Path) -> int | None:
     Raises:
         OSError: there is no such file, or the system has no table of locks.
     """
-    found = path.stat()
-    place = f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}:"
-    anonymous = os.major(found.st_dev) == 0  # of overlays and others, whose table may name the device below
+    status = path.stat()
+    place = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:"
+    anonymous = os.major(status.st_dev) == 0  # of overlays and others, whose table may name the device below
     for line in _TABLE.read_text(encoding="utf-8").splitlines():
         words = line.split()
-        here = words[5].rpartition(":")[2] == str(found.st_ino) and (anonymous or words[5].startswith(place))
+        here = words[5].rpartition(":")[2] == str(status.st_ino) and (anonymous or words[5].startswith(place))
         if here and words[1:4] == ["FLOCK", "ADVISORY", "WRITE"]:
             return int(words[4])
     return None

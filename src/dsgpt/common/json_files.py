@@ -101,14 +101,14 @@ def _finite(word: str) -> float:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    values = dict(pairs)
+    if len(values) < len(pairs):
         seen: set[str] = set()
         for key, _ in pairs:
             if key in seen:
                 raise JsonError(f'the key "{key[:80]}" is given twice: keep one of them')
             seen.add(key)
-    return found
+    return values
 
 
 def read_bytes(path: Path, *, max_bytes: int = MAX_BYTES) -> bytes:

@@ -121,8 +121,8 @@ def largest_divisor(number: int, *, at_most: int) -> int:
 
 def divisors_around(number: int, wanted: int) -> str:
     """The nearest divisors of ``number`` below and above ``wanted``, in words: ``2 or 4``."""
-    found = divisors(number)
-    return in_words([d for d in found if d < wanted][-1:] + [d for d in found if d > wanted][:1])
+    all_of_them = divisors(number)
+    return in_words([d for d in all_of_them if d < wanted][-1:] + [d for d in all_of_them if d > wanted][:1])
 
 
 def multiples_around(number: int, unit: int) -> str:

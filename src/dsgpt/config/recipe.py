@@ -6,6 +6,7 @@ laptop and for DeepSpeed on a cluster. Imports neither torch nor DeepSpeed.
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
@@ -157,6 +158,16 @@ class RecipeSettings(Block):
         """How a run of ``run_type`` splits the model: as the JSON says for ``optimized``, not at all for others."""
         return self.parallel if run_type == "optimized" else ParallelSizes()
 
+    def strategy_name(self, run_type: str) -> str:
+        """What executes it, in one word: ``baseline``, ``fsdp``, ``zero2-offload``, ``tensor2-zero1`` ..."""
+        if run_type != "optimized":
+            return run_type
+        split = {name: getattr(self.parallel, name) for name in ("pipeline", "sequence", "tensor")}
+        devices = {self.offload_optimizer, self.offload_param}
+        place = ["nvme"] if "nvme" in devices else ["offload"] if "cpu" in devices else []
+        names = [f"{name}{size}" for name, size in split.items() if size > 1]
+        return "-".join([*names, f"zero{self.zero_stage}", *place])
+
     @property
     def zero_stage(self) -> int:
         """0 to 3."""
@@ -270,3 +281,15 @@ def _remove(block: dict[str, Any], place: tuple[int | str, ...]) -> bool:
     if not (rest and isinstance(block[key], dict) and _remove(block[key], tuple(rest))):
         del block[key]
     return True
+
+
+def merged(recipe: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """``recipe`` with ``changes`` laid over it, object by object; None removes a key."""
+    result = dict(recipe)
+    for key, value in changes.items():
+        below = result.get(key)
+        if value is None:
+            result.pop(key, None)
+        else:
+            result[key] = merged(below, value) if isinstance(below, dict) and isinstance(value, dict) else value
+    return result

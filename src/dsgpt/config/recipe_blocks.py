@@ -125,26 +125,26 @@ class Block:
     @model_validator(mode="wrap")
     @classmethod
     def _with_all_mistakes(cls, value: Any, handler: ModelWrapValidatorHandler[Self], info: ValidationInfo) -> Self:
-        found: list[Mistake] = []
+        mistakes: list[Mistake] = []
         if isinstance(value, dict):
             value, unknown = cls._flat(value)
-            found = [] if info.context == WITHOUT_UNKNOWN_KEYS else unknown
+            mistakes = [] if info.context == WITHOUT_UNKNOWN_KEYS else unknown
         elif isinstance(value, _NO_OBJECT):
             raise ValueError(_AUTO if value == "auto" else f"must be an object in braces, not {clipped(value)}")
         try:
             block = handler(value)
         except ValidationError as error:
-            found += [cls._moved(each) for each in mistakes_of(error)]
-            raise _together(found) from None
-        if found:
-            raise _together(found)
+            mistakes += [cls._moved(each) for each in mistakes_of(error)]
+            raise _together(mistakes) from None
+        if mistakes:
+            raise _together(mistakes)
         return block
 
     @classmethod
     def _flat(cls, value: dict[str, Any]) -> tuple[dict[str, Any], list[Mistake]]:
         """The keys that are fields, and a mistake for each of the others."""
-        known = {each.name for each in fields(cls)}
-        return {key: value[key] for key in value if key in known}, unknown_keys(value, known, refused=cls.REFUSED)
+        names = {each.name for each in fields(cls)}
+        return {key: value[key] for key in value if key in names}, unknown_keys(value, names, refused=cls.REFUSED)
 
     @classmethod
     def _moved(cls, each: Mistake) -> Mistake:
@@ -162,49 +162,49 @@ class NamedBlock(Block):
 
     @classmethod
     def _flat(cls, value: dict[str, Any]) -> tuple[dict[str, Any], list[Mistake]]:
-        found, params = unknown_keys(value, ("type", "params")), value.get("params", {})
+        mistakes, params = unknown_keys(value, ("type", "params")), value.get("params", {})
         if not isinstance(params, dict):
-            found.append(Mistake(("params",), f"must be an object in braces, not {clipped(params)}"))
-            raise _together(found)
+            mistakes.append(Mistake(("params",), f"must be an object in braces, not {clipped(params)}"))
+            raise _together(mistakes)
         name = value.get("type")
-        known = cls.PARAMS.get(name if isinstance(name, str) else "", set().union(*cls.PARAMS.values()))
-        found += unknown_keys(params, known, inside=("params",))
-        flat = {key: params[key] for key in params if key in known}
-        return flat | {key: value[key] for key in ("type",) if key in value}, found
+        names = cls.PARAMS.get(name if isinstance(name, str) else "", set().union(*cls.PARAMS.values()))
+        mistakes += unknown_keys(params, names, inside=("params",))
+        flat = {key: params[key] for key in params if key in names}
+        return flat | {key: value[key] for key in ("type",) if key in value}, mistakes
 
     @classmethod
     def _moved(cls, each: Mistake) -> Mistake:
-        found = super()._moved(each)
-        return found if found.place == ("type",) else found._replace(place=("params", *found.place))
+        moved = super()._moved(each)
+        return moved if moved.place == ("type",) else moved._replace(place=("params", *moved.place))
 
 
 def unknown_keys(
     values: Mapping[str, Any],
-    known: Collection[str],
+    allowed: Collection[str],
     *,
     refused: Mapping[str, str] | None = None,
     inside: tuple[str, ...] = (),
 ) -> list[Mistake]:
     """A mistake for each key that is not ``known``, with the nearest known key or the reason if ``refused``."""
-    unknown, refused = [key for key in values if key not in known], refused or {}
-    found = []
+    unknown, refused = [key for key in values if key not in allowed], refused or {}
+    mistakes = []
     for key in unknown[:MOST_KEYS]:
         if key in refused:
-            found.append(Mistake((*inside, key), f"is not supported: {refused[key]}"))
+            mistakes.append(Mistake((*inside, key), f"is not supported: {refused[key]}"))
         else:
-            found.append(Mistake((*inside, clipped_text(key)), f"is not a known key{did_you_mean(key, known)}"))
+            mistakes.append(Mistake((*inside, clipped_text(key)), f"is not a known key{did_you_mean(key, allowed)}"))
     if len(unknown) > MOST_KEYS:
-        found.append(Mistake(inside, f"has {len(unknown) - MOST_KEYS:,} more unknown keys"))
-    return found
+        mistakes.append(Mistake(inside, f"has {len(unknown) - MOST_KEYS:,} more unknown keys"))
+    return mistakes
 
 
-def _together(found: list[Mistake]) -> ValidationError:
+def _together(mistakes: list[Mistake]) -> ValidationError:
     """One error with all mistakes of a block. pydantic adds it to those of the other blocks."""
     return ValidationError.from_exception_data(
         "recipe",
         [
             {"type": "value_error", "loc": each.place, "input": None, "ctx": {"error": ValueError(each.text)}}
-            for each in found
+            for each in mistakes
         ],
     )
 

@@ -87,15 +87,7 @@ class RunConfig(Inputs, LengthPlan):
     @property
     def strategy_name(self) -> str:
         """What executes the recipe, in one word: ``baseline``, ``fsdp``, ``zero2-offload``, ``tensor2-zero1`` ..."""
-        if self.run_type != "optimized":
-            return self.run_type
-        sizes = self.topology.sizes
-        split = {"pipeline": sizes.pipeline, "sequence": sizes.sequence, "tensor": sizes.tensor}
-        devices = {self.recipe.offload_optimizer, self.recipe.offload_param}
-        places = {"nvme": ["nvme"], "cpu": ["offload"]}
-        place = next((places[device] for device in places if device in devices), [])
-        names = [f"{name}{size}" for name, size in split.items() if size > 1]
-        return "-".join([*names, f"zero{self.recipe.zero_stage}", *place])
+        return self.recipe.strategy_name(self.run_type)
 
     @property
     def activation_checkpointing(self) -> bool:

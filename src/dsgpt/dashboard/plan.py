@@ -265,7 +265,7 @@ def _show_answer(plan: Plan) -> None:
         st.caption(ui.plain(f"Assumed: {line}."))
     setup = plan.setup
     st.caption(
-        f"{ui.plain(planning.strategy_name(setup))}, {setup.precision}, micro batch {setup.micro_batch_size}, "
+        f"{ui.plain(setup.strategy_name)}, {setup.precision}, micro batch {setup.micro_batch_size}, "
         f"{setup.gradient_accumulation_steps} accumulated, {setup.data_parallel_size} data ranks, "
         f"{plan.run.steps:,} steps of {plan.tokens_per_step:,} tokens. Overlap: {ui.plain(plan.step.overlap)}."
     )

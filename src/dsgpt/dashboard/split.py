@@ -16,7 +16,7 @@ from dsgpt.model.config import PRESETS
 from dsgpt.planner.hardware import gpus
 from dsgpt.planner.memory import Peak, worst_peak
 from dsgpt.planner.options import PlanOptions
-from dsgpt.planner.plan import strategy_name, usable_bytes
+from dsgpt.planner.plan import usable_bytes
 from dsgpt.planner.request import fixed_setup, read_request
 from dsgpt.planner.setup import Setup
 from dsgpt.planner.step_time import bubble_fraction
@@ -138,7 +138,7 @@ def _summary(split: Split) -> None:
     most = max(sent_bytes(setup, rank=rank) for rank in setup.first_ranks)
     fits = f"{used:.0%} of what fits" if used <= 1 else f"does not fit: {used:.0%} of the room"
     work = f"micro batch {micro} x {batches} accumulated x {ranks} data ranks"
-    name = ui.plain(strategy_name(setup))
+    name = ui.plain(setup.strategy_name)
     st.markdown(f"**{name}** in {setup.precision}, {setup.seq_length:,} tokens a sequence")
     ui.show_metrics(
         [
@@ -159,7 +159,7 @@ def _held(split: Split) -> None:
     )
     setup = split.setup
     svg = holding_svg(holdings(setup, ranks=_MOST_DRAWN), ranks=setup.world_size, theme=ui.page_theme())
-    ui.drawing(svg, key="split-held-picture", name=f"who-holds-what-{strategy_name(setup)}")
+    ui.drawing(svg, key="split-held-picture", name=f"who-holds-what-{setup.strategy_name}")
     with st.expander("Numbers: what each rank holds"):
         rows = held_rows(holdings(setup, ranks=setup.world_size))
         ui.show_table(ui.columns(rows), key="split-held", name="What each rank holds")
@@ -182,7 +182,7 @@ def _sent(split: Split) -> None:
     except ValueError as error:
         st.info(ui.plain(str(error)))
     else:
-        ui.drawing(svg, key="split-step-picture", name=f"step-{strategy_name(setup)}")
+        ui.drawing(svg, key="split-step-picture", name=f"step-{setup.strategy_name}")
     if copies := copied_rows(setup):
         with st.expander("Numbers: what offload copies"):
             ui.show_table(ui.columns(copies), key="split-copied", name="What offload copies in a step")

@@ -203,9 +203,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         keep_hub_set(folder, HUB_SETS[name], name=name, max_documents=limit)
     else:
         for what, wanted in (("name", name), ("max_documents", limit)):
-            if (kept := getattr(record, what)) != wanted:
+            if (present := getattr(record, what)) != wanted:
                 raise UserError(
-                    f"{folder}: holds a download with {what} {kept}, not {wanted}; replace it with --overwrite or "
+                    f"{folder}: holds a download with {what} {present}, not {wanted}; replace it with --overwrite or "
                     "choose another --output_dir"
                 )
     record = record or raw_record(folder)

@@ -38,10 +38,10 @@ def fitted(fields: Sequence[Field], width: int) -> str:
 
     A field is left out with all that are less important.
     """
-    kept = list(fields)
-    while len(kept) > 1 and len(_line(kept)) > width:
-        kept.remove(max(kept, key=lambda field: field.rank))
-    return _line(kept)[: max(0, width)]
+    shown = list(fields)
+    while len(shown) > 1 and len(_line(shown)) > width:
+        shown.remove(max(shown, key=lambda field: field.rank))
+    return _line(shown)[: max(0, width)]
 
 
 def _line(fields: Sequence[Field]) -> str:

@@ -122,8 +122,8 @@ def instruction_sets(flags: str | None) -> str | None:
     """Those of ``INSTRUCTION_SETS`` that a CPU with these flags of the kernel has; None where there are no flags."""
     if flags is None:
         return None
-    found = [name for flag, name in INSTRUCTION_SETS.items() if flag in flags.split()]
-    return ", ".join(found) or "none that matters"
+    names = [name for flag, name in INSTRUCTION_SETS.items() if flag in flags.split()]
+    return ", ".join(names) or "none that matters"
 
 
 def _of_the_cpu(entry: str) -> str | None:

@@ -44,16 +44,16 @@ def compiler() -> tuple[str, ...]:
     It is ``CXX`` if set (``ccache g++``), otherwise the first of ``c++`` (PyTorch's default), ``g++`` and ``clang++``.
     """
     if words := shlex.split(os.environ.get("CXX", "")):
-        found = shutil.which(words[0])
-        return (found, *words[1:]) if found else ()
-    return next(((found,) for name in ("c++", "g++", "clang++") if (found := shutil.which(name))), ())
+        path = shutil.which(words[0])
+        return (path, *words[1:]) if path else ()
+    return next(((path,) for name in ("c++", "g++", "clang++") if (path := shutil.which(name))), ())
 
 
 def has_cuda_toolkit() -> bool:
     """Whether CUDA's compiler is where PyTorch, and so DeepSpeed, looks for it; a driver alone does not bring it."""
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
-    found = shutil.which("nvcc", path=f"{home or '/usr/local/cuda'}/bin")
-    return bool(found or (not home and shutil.which("nvcc")))
+    path = shutil.which("nvcc", path=f"{home or '/usr/local/cuda'}/bin")
+    return bool(path or (not home and shutil.which("nvcc")))
 
 
 def libaio_problem(compiler: Sequence[str]) -> str:

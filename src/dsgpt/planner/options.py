@@ -1,9 +1,8 @@
 """The flags of ``src/plan.py``, and the command line that says what options say."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
 
 from dsgpt.common.command_line import COUNT, NUMBER, POSITIVE, choice, flag, read_options, switch, ungrouped, value
 from dsgpt.common.errors import Problems
@@ -170,25 +169,18 @@ def read_plan_options(words: Sequence[str]) -> tuple[PlanOptions, Problems]:
 
 def words_of(options: PlanOptions) -> list[str]:
     """The words that ``read_plan_options`` reads as ``options``; flags at their default are left out."""
-    return [
-        word
-        for field in fields(PlanOptions)
-        if (value := getattr(options, field.name)) != field.default
-        for word in _words(field.name, value)
-    ]
-
-
-def _words(name: str, value: Any) -> Iterator[str]:
-    yield f"--{name}"
-    if isinstance(value, tuple):
-        yield from map(str, value)
-    elif name == "deadline":
-        hours = value / 3600
-        yield f"{int(hours)}h" if hours.is_integer() else f"{value!r}s"
-    elif not isinstance(value, bool):
-        yield value.as_posix() if isinstance(value, Path) else _number(value)
-
-
-def _number(value: Any) -> str:
-    """A whole number without ``.0``, as people write it."""
-    return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
+    words = []
+    for field in fields(PlanOptions):
+        value = getattr(options, field.name)
+        if value == field.default:
+            continue
+        words.append(f"--{field.name}")
+        if isinstance(value, tuple):
+            words += map(str, value)
+        elif field.name == "deadline":
+            words.append(f"{value / 3600:.0f}h" if value % 3600 == 0 else f"{value!r}s")
+        elif isinstance(value, float) and value.is_integer():  # as people write it
+            words.append(str(int(value)))
+        elif not isinstance(value, bool):
+            words.append(value.as_posix() if isinstance(value, Path) else str(value))
+    return words

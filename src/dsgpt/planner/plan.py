@@ -12,7 +12,7 @@ from dsgpt.machine.topology import Topology
 from dsgpt.planner.hardware import MEANT, Cost, PriceTable, cost, costs, gpus
 from dsgpt.planner.memory import Peak, worst_peak
 from dsgpt.planner.options import HEADROOM
-from dsgpt.planner.rates import ASSUMED, Machine, changed
+from dsgpt.planner.rates import ASSUMED, Machine, Utilisation, changed
 from dsgpt.planner.request import PlanRequest
 from dsgpt.planner.setup import Setup
 from dsgpt.planner.step_time import RunTime, StepTime, predict_step, run_time
@@ -49,18 +49,6 @@ def priced(cost: Cost) -> str:
 def between(low: float, high: float, form: Callable[[float], str]) -> str:
     """``1.0 h to 2.0 h``."""
     return f"{form(low)} to {form(high)}"
-
-
-def strategy_name(setup: Setup) -> str:
-    """``ddp``, ``zero2``, ``tensor2-zero1``, ``zero3-offload``: the word of the records, for a setup."""
-    if setup.run_type != "optimized":
-        return setup.run_type
-    sizes, recipe = setup.sizes, setup.recipe
-    split = {"pipeline": sizes.pipeline, "sequence": sizes.sequence, "tensor": sizes.tensor}
-    names = [f"{name}{ranks}" for name, ranks in split.items() if ranks > 1]
-    devices = {recipe.offload_optimizer, recipe.offload_param}
-    place = next((word for device, word in (("nvme", "nvme"), ("cpu", "offload")) if device in devices), None)
-    return "-".join([*names, f"zero{recipe.zero_stage}", *([place] if place else [])])
 
 
 def held_in_words(setup: Setup, rank: int) -> str:
@@ -227,10 +215,9 @@ class Plan:
         """Model FLOPs utilisation at the likely time; None without a datasheet's peak."""
         gpu = gpus().get(self.machine.name)
         peak = gpu.peak(self.setup.precision) if gpu else None
-        if peak is None:
-            return None
         flops = self.setup.model.flops_per_token(self.setup.seq_length)
-        return self.tokens_per_sec(self.step.seconds) / self.setup.world_size * flops / peak
+        used = Utilisation(flops_per_token=flops, devices=self.setup.world_size, peak=peak)
+        return used.mfu(self.tokens_per_sec(self.step.seconds))
 
 
 def usable_bytes(machine: Machine, *, headroom: float = HEADROOM) -> int:
@@ -299,11 +286,7 @@ def _tried(
     Times are monotone in a rate. Up to the last value that is tried, no rival takes less than at the better of
     the two ends. It is timed in between only if that would win.
     """
-
-    def at(each: Plan, value: float) -> float:
-        return _at(each, fields, value / likely).run.seconds
-
-    seconds, turns = {form(value): at(plan, value) for value in values}, []
+    seconds, turns = {form(value): _seconds_at(plan, fields, value / likely) for value in values}, []
     for side, outward in (
         ("from", sorted(value for value in values if value > likely)),
         ("below", sorted((value for value in values if value < likely), reverse=True)),
@@ -313,11 +296,12 @@ def _tried(
         first, near, end = plan, likely, outward[-1]
         times = max(end / likely, likely / end)  # no training gets this many times as fast
         could = [each for each in plan.rivals if each.run.seconds / times < plan.run.seconds]
-        bounds = [(min(each.run.seconds, at(each, end)), each) for each in could]
+        bounds = [(min(each.run.seconds, _seconds_at(each, fields, end / likely)), each) for each in could]
 
         def winner(value: float, first: Plan, bounds: Sequence[tuple[float, Plan]] = tuple(bounds)) -> Plan:
-            own = at(first, value)
-            return min([first, *(each for bound, each in bounds if bound < own)], key=lambda each: at(each, value))
+            own = _seconds_at(first, fields, value / likely)
+            faster = [each for bound, each in bounds if bound < own]
+            return min([first, *faster], key=lambda each: _seconds_at(each, fields, value / likely))
 
         for value in outward:
             while (best := winner(value, first)).name != first.name:
@@ -341,13 +325,13 @@ def _number(value: float, *, scale: float, unit: str) -> str:
 _gbps = partial(_number, scale=1, unit=" Gbit/s")
 
 
-def _at(plan: Plan, fields: Sequence[str], times: float) -> Plan:
-    """The plan with these rates multiplied."""
+def _seconds_at(plan: Plan, fields: Sequence[str], times: float) -> float:
+    """Of the training with these rates multiplied."""
     multiplied = {name: changed(getattr(plan.machine.rates, name), lambda rate: rate * times) for name in fields}
     rates = replace(plan.machine.rates, **multiplied)
     # only the likely time is asked for
     machine = replace(plan.machine, rates=rates, slowest=rates, fastest=rates)
-    return replace(plan, request=replace(plan.request, machine=machine), rivals=())
+    return replace(plan, request=replace(plan.request, machine=machine), rivals=()).run.seconds
 
 
 # A plan as a table for people, and as JSON.
@@ -362,7 +346,7 @@ def plan_lines(plan: Plan) -> list[str]:
     micro, batches, ranks = setup.micro_batch_size, setup.gradient_accumulation_steps, setup.data_parallel_size
     room = f"{size(HOST_SHARE * machine.host_bytes)} in the memory of its host"
     lines = [
-        f"GPT-2 with {setup.model.parameter_count() / 1e6:,.0f}M parameters, {strategy_name(setup)} on "
+        f"GPT-2 with {setup.model.parameter_count() / 1e6:,.0f}M parameters, {setup.strategy_name} on "
         f"{setup.world_size} x {machine.name}, {setup.precision}"
         f"{', activation checkpointing' if setup.activation_checkpointing else ''}",
         f"global batch {micro * batches * ranks} sequences = micro batch {micro} x {batches} accumulated x {ranks} "
@@ -456,7 +440,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
     setup, several = plan.setup, plan.request.machines > 1
     planned = {
         "schema_version": SCHEMA_VERSION,
-        "strategy": strategy_name(setup),
+        "strategy": setup.strategy_name,
         "run_type": setup.run_type,
         "model": setup.model.as_dict() | {"parameters": setup.model.parameter_count()},
         "machine": {"name": plan.machine.name, "devices": setup.world_size, "rates": plan.machine.basis}

@@ -121,9 +121,8 @@ def at_ranks(known: Mapping[int, float], ranks: int) -> float:
 
 def nearest_ranks(known: Iterable[int], ranks: int) -> int:
     """The fewest known ranks that are not fewer than ``ranks``, else the most."""
-    numbers = list(known)
-    enough = [number for number in numbers if number >= ranks]
-    return min(enough) if enough else max(numbers)
+    numbers = sorted(known)
+    return next((number for number in numbers if number >= ranks), numbers[-1])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,13 +147,6 @@ class Machine:
     """Whether the rates are assumed shares of a datasheet's peaks."""
     basis: str
     """Where the rates come from, in a sentence."""
-
-    @property
-    def default_precision(self) -> str:
-        """The one that ``--precision auto`` takes."""
-        if self.kind == "cpu":
-            return "fp32"
-        return "bf16" if "bf16" in self.precisions else "fp16"
 
 
 # ``calibration.json``: what a machine was measured to do, and its rates for predictions.

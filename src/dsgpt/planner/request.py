@@ -12,7 +12,7 @@ from dsgpt.common.text import divisors, divisors_around, multiples_around
 from dsgpt.config.compatibility import RunRequest as Request
 from dsgpt.config.compatibility import check_accumulation, check_split
 from dsgpt.config.options import RUN_TYPES, Options, parse_arguments, shape_overrides
-from dsgpt.config.recipe import PARALLEL_KEYS, Recipe, read_recipe, recipe_from
+from dsgpt.config.recipe import PARALLEL_KEYS, Recipe, merged, read_recipe, recipe_from
 from dsgpt.config.run_config import BatchPlan, plan_batch, split_batch
 from dsgpt.machine.topology import Topology
 from dsgpt.model.config import GPT2_VOCAB_SIZE, PRESETS, GPT2Config, shape_problems
@@ -180,7 +180,7 @@ def _of_plan(result: Mapping[str, Any], machine_of: MachineOf, *, repository: Pa
     setup = Setup(
         run_type=work["run_type"],
         model=GPT2Config(block_size=work["seq_length"], **shape),
-        recipe=recipe_from(_merged(shipped.raw, work["changes"]), shipped.path),
+        recipe=recipe_from(merged(shipped.raw, work["changes"]), shipped.path),
         world_size=result["ranks"],
         precision=work["precision"],
         micro_batch_size=work["micro_batch_size"],
@@ -189,15 +189,6 @@ def _of_plan(result: Mapping[str, Any], machine_of: MachineOf, *, repository: Pa
         activation_checkpointing=work["activation_checkpointing"],
     )
     return MeasuredStep(setup=setup, machine=machine_of(setup.world_size), seconds=seconds)
-
-
-def _merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """``base`` with ``changes``; blocks that both have are merged."""
-    merged = dict(base)
-    for key, value in changes.items():
-        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
-        merged[key] = _merged(merged[key], value) if both else value
-    return merged
 
 
 # From the flags of ``src/plan.py`` to the training that is planned; every mistake in them is collected.
@@ -430,8 +421,8 @@ def _machine(options: PlanOptions, problems: Problems, *, repository: Path) -> M
 
 
 def _precision(options: PlanOptions, recipe: Recipe, machine: Machine, problems: Problems) -> str:
-    asked = options.precision if options.precision != "auto" else recipe.precision
-    precision = asked or machine.default_precision
+    best = "fp32" if machine.kind == "cpu" else "bf16" if "bf16" in machine.precisions else "fp16"
+    precision = (recipe.precision or best) if options.precision == "auto" else options.precision
     if precision not in machine.precisions:
         where = "--precision" if options.precision != "auto" else f"{recipe.path}:"
         problems.add(f"{where} {precision}: {machine.name} has no units for it: take {' or '.join(machine.precisions)}")

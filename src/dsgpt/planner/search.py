@@ -216,8 +216,8 @@ def recommendation_lines(judged: Sequence[Judged], best: Plan, written: Sequence
     if others:
         lines += ["not within the limits:", *others, ""]
     command = next(path for path in written if path.name == COMMAND)
-    names = ", ".join(path.as_posix() for path in written)
-    return [*lines, f"written: {names}", next_line(["sh", command, "--dry_run"])]
+    lines.append(f"written: {', '.join(path.as_posix() for path in written)}")
+    return [*lines, next_line(["sh", command, "--dry_run"])]
 
 
 def recommendation_json(judged: Sequence[Judged], best: Plan, written: Sequence[Path]) -> dict[str, Any]:

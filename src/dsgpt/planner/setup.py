@@ -178,6 +178,11 @@ class Setup:
         return self.recipe.parallel_of(self.run_type)
 
     @property
+    def strategy_name(self) -> str:
+        """As the record names it."""
+        return self.recipe.strategy_name(self.run_type)
+
+    @property
     def data_parallel_size(self) -> int:
         """Ranks, or groups of ranks with one copy of the model, that read different data."""
         return self.world_size // self.sizes.ranks_per_copy

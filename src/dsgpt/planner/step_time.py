@@ -136,19 +136,6 @@ def head_and_loss(setup: Setup, *, kind: str) -> OpCounts:
     )
 
 
-def embedding(setup: Setup) -> OpCounts:
-    """Looking up and adding the two embeddings, the gradients of both, and the last LayerNorm: 16 streams."""
-    stream = stream_bytes(setup)
-    return OpCounts(elementwise_bytes=16 * stream, kernels=16)
-
-
-def validation_forward(setup: Setup, blocks: int, *, kind: str) -> OpCounts:
-    """The forward pass of all blocks and the loss without gradients, for a micro batch."""
-    head = head_and_loss(setup, kind=kind)
-    loss = OpCounts(matrix_flops=head.matrix_flops / 3, logits=head.logits / 2, kernels=head.kernels)
-    return block_forward(setup).times(blocks) + loss
-
-
 # What it sends, and the time of all that.
 
 
@@ -280,7 +267,10 @@ def _rank(setup: Setup, rates: Rates, machine: Machine, rank: int, hooks: Hooks)
     if host := _host_seconds(setup, machine):
         passes = sum(parts[name] for name in (*seconds, "communication"))
         parts["hooks"] = {Hooks.HIDDEN: 0.0, Hooks.BESIDE: max(0.0, host - passes), Hooks.ADDED: host}[hooks]
-    validation = validation_forward(setup, setup.blocks(rank), kind=machine.kind).seconds(rates, setup)
+    # a micro batch of a validation: the forward pass of all blocks, and the loss without gradients
+    head = head_and_loss(setup, kind=machine.kind)
+    loss = OpCounts(matrix_flops=head.matrix_flops / 3, logits=head.logits / 2, kernels=head.kernels)
+    validation = (block_forward(setup).times(setup.blocks(rank)) + loss).seconds(rates, setup)
     return _Rank(
         parts={name: each for name, each in parts.items() if each},
         hidden=hidden,
@@ -295,7 +285,8 @@ def _micro_batch(setup: Setup, rank: int, *, kind: str) -> dict[str, OpCounts]:
     per_tensor = strategy.operations_per_tensor * len(setup.parameters(rank))
     hooks = strategy.hook_operations if kind == "cpu" else 0
     ends = (stage == 0) + (stage == last)
-    embeddings = embedding(setup).times(ends / 4)
+    # looking up and adding the two embeddings, the gradients of both, and the last LayerNorm: 16 streams
+    embeddings = OpCounts(elementwise_bytes=16 * stream_bytes(setup), kernels=16).times(ends / 4)
     return {
         "forward": block_forward(setup).times(blocks) + embeddings,
         "backward": block_backward(setup).times(blocks) + embeddings + OpCounts(kernels=per_tensor),

@@ -306,14 +306,10 @@ class DeepSpeed(Planned):
         """Collective operations that gather weights, in a step."""
         return 2
 
-    @property
-    def is_alone(self) -> bool:
-        """Whether no other rank takes part in the reduction of its gradients."""
-        return self.setup.zero_ranks == 1
-
     def divided(self) -> int:
         """Gradients are divided by the ranks: 2w."""
-        if self.is_alone and self.setup.recipe.zero_stage == 1:
+        reducing = self.setup.world_size if self.setup.uses_bf16_optimizer else self.setup.zero_ranks
+        if reducing == 1 and self.setup.recipe.zero_stage == 1:
             return 0
         return 2 * self.gradient_width * self.reductions
 
@@ -601,11 +597,6 @@ class Bf16Optimizer(Flat):
         """Never."""
         return False
 
-    @property
-    def is_alone(self) -> bool:
-        """Whether there is one rank."""
-        return self.setup.world_size == 1
-
     def copied_around_reductions(self) -> float:
         """A flat copy of the fp32 sums and back, 16; in between to bf16 and back, 2w + 8.
 
@@ -614,7 +605,7 @@ class Bf16Optimizer(Flat):
         """
         micro_batches, low = self.setup.gradient_accumulation_steps, self.setup.low
         found = low * micro_batches + 3 * low * (micro_batches - 1) if micro_batches > 1 else 0
-        if not self.is_alone:
+        if self.setup.world_size > 1:
             found += 4 * FULL + (2 * low + 2 * FULL if self.gradient_width == low else 0)
         return found + self.divided_in_fp32()
 

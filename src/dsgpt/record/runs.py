@@ -111,8 +111,8 @@ def epoch_curve(
 
     def ends(values: Sequence[float | None]) -> Iterator[float | None]:
         """Cumulative sums, unknown from the first unknown value on; all unknown unless every epoch has a value."""
-        known = takewhile(lambda value: value is not None, values if len(values) == len(losses) else ())
-        return chain(accumulate(known), repeat(None))
+        leading = takewhile(lambda value: value is not None, values if len(values) == len(losses) else ())
+        return chain(accumulate(leading), repeat(None))
 
     places = zip(losses, ends(steps), ends(times), ends(tokens), strict=False)
     points = [
@@ -224,13 +224,13 @@ def quantile(ordered: Sequence[float], share: float) -> float:
 
 def parts_of_prediction(parts: Fields) -> dict[str, float] | None:
     """The bytes of a predicted peak by part of ``PARTS``; None if there are none."""
-    found: dict[str, float] = {}
+    sizes: dict[str, float] = {}
     for key in parts.names():
         size = parts.number(key)
         if size is not None:
             name = PREDICTED_PARTS.get(key, OTHER)
-            found[name] = found.get(name, 0.0) + size
-    return found or None
+            sizes[name] = sizes.get(name, 0.0) + size
+    return sizes or None
 
 
 # A training run for the charts, read from either generation of training_metrics.json.
@@ -480,8 +480,8 @@ def first(*values: float | None) -> float | None:
 
 def total(values: Sequence[float | None]) -> float | None:
     """The sum; None if any value is unknown."""
-    known = [value for value in values if value is not None]
-    return sum(known) if known and len(known) == len(values) else None
+    numbers = [value for value in values if value is not None]
+    return sum(numbers) if numbers and len(numbers) == len(values) else None
 
 
 def _lowest(values: Sequence[float | None]) -> float | None:

@@ -37,13 +37,13 @@ _NUMBERS = {
 """Keys whose values are numbers or null; the values of ``_FLAGS`` are true or false."""
 
 
-def later_schema(version: object, known: str = SCHEMA_VERSION) -> str:
+def later_schema(version: object, ours: str = SCHEMA_VERSION) -> str:
     """What is wrong with a record of schema ``version``; empty for ``known``, an earlier one and None."""
     numbers = re.fullmatch(r"(\d{1,4})\.(\d{1,4})", str(version))
-    if version is None or (numbers and [int(part) for part in numbers.groups()] <= [*map(int, known.split("."))]):
+    if version is None or (numbers and [int(part) for part in numbers.groups()] <= [*map(int, ours.split("."))]):
         return ""
     return (
-        f"has schema {clipped_text(str(version))}, and this program knows {known}: its figures may mean something else"
+        f"has schema {clipped_text(str(version))}, and this program knows {ours}: its figures may mean something else"
     )
 
 
@@ -88,8 +88,8 @@ def drop_steps_after(path: Path, step: int) -> list[int]:
         The numbers of damaged lines, which are removed too.
     """
     damaged: list[int] = []
-    kept = [line for line in read_steps(path, damaged=damaged) if line["step"] <= step] if path.exists() else []
-    write_atomic(path, "".join(_line(entry) for entry in kept).encode())
+    lines = [line for line in read_steps(path, damaged=damaged) if line["step"] <= step] if path.exists() else []
+    write_atomic(path, "".join(_line(entry) for entry in lines).encode())
     return damaged
 
 
@@ -110,8 +110,8 @@ def finite(value: Any) -> Any:
 
 def mean(values: Sequence[float | None]) -> float | None:
     """The mean of the known values; None if there is none."""
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else None
+    numbers = [value for value in values if value is not None]
+    return sum(numbers) / len(numbers) if numbers else None
 
 
 def percentile(values: list[float], fraction: float) -> float | None:

@@ -113,7 +113,7 @@ def quantized(config: Fields, given: Mapping[str, Any] | None) -> str | None:
         given: the recipe, which has it for earlier records.
     """
     asked = (given or {}).get("zero_optimization")
-    found = []
+    names = []
     for what in ("weights", "gradients"):
         value = config.raw(f"quantized_{what}")
         if value is None and given is not None:
@@ -121,8 +121,8 @@ def quantized(config: Fields, given: Mapping[str, Any] | None) -> str | None:
             value = wanted and config.text("run_type") == "optimized"
         if not isinstance(value, bool):
             return None
-        found += [what] * value
-    return " and ".join(found) or "none"
+        names += [what] * value
+    return " and ".join(names) or "none"
 
 
 def machine(record: Fields) -> str | None:
