@@ -106,7 +106,7 @@ def main() -> int:
         return run_suite(SUITES[what], options, repository=REPOSITORY)
     if isinstance(options, RecordsOptions):
         return _remake(options)
-    from dsgpt.benchmarks.compare import compare  # noqa: PLC0415 - reads what --help needs not
+    from dsgpt.benchmarks.sweep_page import compare  # noqa: PLC0415 - stands here alone
 
     return compare(options.a, options.b, allow_unequal=options.allow_unequal)
 

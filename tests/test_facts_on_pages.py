@@ -15,7 +15,7 @@ from fnmatch import fnmatch
 from forked_ranks import run_script
 from small_run import REPOSITORY
 
-from dsgpt.benchmarks.plan_page import MOMENTS
+from dsgpt.benchmarks.plan import MOMENTS
 from dsgpt.benchmarks.records import RECORDS, show_words
 from dsgpt.checkpoints.manifest import Segment
 from dsgpt.common import errors

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from forked_ranks import run_script
 from small_run import REPOSITORY
-from suite_commands import REFERENCE, benchmark, refusal
+from suite_commands import REFERENCE
 
 from dsgpt.benchmarks import faults_kinds as suite
 from dsgpt.benchmarks.faults import KILL_MOMENTS as MOMENTS
@@ -41,7 +41,6 @@ from dsgpt.benchmarks.faults_kinds import (
 from dsgpt.benchmarks.faults_runs import Missed, Runs, resumed_from
 from dsgpt.benchmarks.frame import run_suite
 from dsgpt.config.options import SAVE_MODES
-from dsgpt.record.provenance import without_sources
 
 # `python src/benchmark.py faults`: what is planned, the command, its record and its page.
 
@@ -64,17 +63,6 @@ def test_kills_are_the_same_for_a_seed_and_cover_all_combinations():
     assert all(kill.step % SAVE_EVERY == 0 for kill in kills if kill.moment == "saving")
 
 
-@pytest.mark.parametrize("arguments", ["--kills some", "--table-from nowhere.json", "--pairs 3"])
-def test_mistakes(arguments, tmp_path, snapshot):
-    assert refusal("faults", *arguments.split(), cwd=tmp_path) == snapshot
-
-
-def test_the_committed_page_is_made_from_the_committed_record(tmp_path):
-    page = tmp_path / "page.md"
-    assert benchmark("faults", "--table-from", REFERENCE / "faults.json", "--page", page).returncode == 0
-    assert without_sources(page.read_text()) == without_sources((REPOSITORY / "docs" / "faults.md").read_text())
-
-
 def test_the_committed_record_holds_the_whole_campaign():
     record = json.loads(RECORD.read_text())
     assert Counter(fault["kind"] for fault in record["faults"]) == Counter(
@@ -92,12 +80,11 @@ def test_a_fault_that_cannot_be_caused_counts_as_failed(tmp_path, monkeypatch, c
     bad = Fault(kind="damage", name="bad", attempt=failing)
     assert [outcome.status for outcome in try_faults(None, [good, bad])] == ["passed", "failed"]
     monkeypatch.setattr(suite, "core_faults", lambda: [good, bad])
-    record, page = tmp_path / "out" / "faults.json", tmp_path / "out" / "faults.md"
-    options = FaultOptions(kills=0, seed=4, core=True, output=record, page=page, keep=None)
+    options = FaultOptions(core=True, output=tmp_path / "out" / "faults.json")
     assert run_suite(Faults, options, repository=REPOSITORY) == 1
     assert "[ 2/2] bad: FAILED" in capsys.readouterr().out
-    assert json.loads(record.read_text())["faults"][1]["wrong"] == "it ended before step 9"
-    assert "* bad: **NO**: it ended before step 9" in page.read_text()
+    assert json.loads(options.output.read_text())["faults"][1]["wrong"] == "it ended before step 9"
+    assert "* bad: **NO**: it ended before step 9" in options.output.with_suffix(".md").read_text()
 
 
 def test_the_page_lists_faults_that_were_not_run():
@@ -182,7 +169,7 @@ def test_a_run_with_other_figures_is_noticed(runs):
 def test_damage_that_resume_does_not_find_fails(runs, monkeypatch):
     """A campaign that could not fail would prove nothing."""
     plan = next(damage for damage in DAMAGES if damage.resumed_from == BEFORE)
-    harmless = type(plan)(name="harmless", harm=lambda checkpoint: None, resumed_from=BEFORE, words=plan.words)
+    harmless = type(plan)(what="harmless", harm=lambda checkpoint: None, resumed_from=BEFORE, words=plan.words)
     monkeypatch.setattr("dsgpt.benchmarks.faults_kinds.DAMAGED_RUN", "baseline")
     wrong = try_damage(runs, harmless).wrong
     assert f"it resumed from step {NEWEST}" in wrong

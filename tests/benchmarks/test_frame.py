@@ -1,6 +1,7 @@
 """What the suites share: their command, their records, and the process that forks ranks."""
 
 import importlib.util
+import itertools
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +17,9 @@ from small_run import REPOSITORY
 
 from dsgpt.benchmarks.frame import EXIT_FAILED, Record, Suite, SuiteOptions, make_page, run_suite
 from dsgpt.benchmarks.launch import identify_cpu_once
+from dsgpt.benchmarks.records import RECORDS
 from dsgpt.common.errors import UserError
+from dsgpt.record.provenance import without_sources
 
 # What the commands of all suites share: lines, record, page, commit, exit code.
 
@@ -147,6 +150,17 @@ def test_inference_with_peers_is_decoding_with_its_flags(monkeypatch):
     assert BENCHMARK.main() == 0
     suite, options = made[0]
     assert (suite.name, options.rounds, options.only) == ("decoding", 7, ("fp32",))
+
+
+SHOWN = [record for record in RECORDS.values() if "--table-from" in record.show]
+
+
+@pytest.mark.parametrize("record", SHOWN, ids=lambda record: record.name)
+def test_the_committed_page_is_made_from_the_committed_record(record):
+    words = dict(itertools.pairwise(record.show))
+    source, page = words["--table-from"], (REPOSITORY / words["--page"]).read_text(encoding="utf-8")
+    values = json.loads((REPOSITORY / source).read_text(encoding="utf-8"))
+    assert without_sources(page) == without_sources(BENCHMARK.SUITES[record.show[1]].page(values, source=source))
 
 
 # What a rank of a suite does once for all its forked cells.

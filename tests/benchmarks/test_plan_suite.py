@@ -4,10 +4,9 @@ import copy
 import json
 
 import pytest
-from suite_commands import benchmark, refusal
+from suite_commands import benchmark
 
-from dsgpt.benchmarks.plan import cells
-from dsgpt.benchmarks.plan_page import choice_table, choices, failed, plan_page
+from dsgpt.benchmarks.plan import cells, choice_table, choices, failed, plan_page
 from dsgpt.planner.memory import PARTS
 from dsgpt.record.provenance import without_sources
 
@@ -36,11 +35,6 @@ def test_the_cells_vary_what_a_plan_depends_on():
     for field in ("precision", "shape", "micro", "accumulation", "checkpointing", "fit"):
         assert len({getattr(cell, field) for cell in every}) > 1
     assert sum(cell.fit for cell in every) == len(every) // 2
-
-
-@pytest.mark.parametrize("arguments", ["--rounds -1", "--only nothing", "--table-from no.json"])
-def test_mistakes(arguments, tmp_path, snapshot):
-    assert refusal("plan", *arguments.split(), cwd=tmp_path) == snapshot
 
 
 def test_predictions_are_within_their_bounds(finished, record):

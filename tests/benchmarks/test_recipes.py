@@ -1,11 +1,10 @@
 """The search for recipes, and those that it found."""
 
 import json
-from typing import Any
+from dataclasses import asdict
 
 import pytest
 from small_run import REPOSITORY
-from suite_commands import refusal
 
 from dsgpt.benchmarks import recipes as command
 from dsgpt.benchmarks.frame import run_suite
@@ -18,16 +17,9 @@ from dsgpt.benchmarks.recipes import (
     Search,
     Trial,
     other_seeds,
-    recipes_page,
 )
-from dsgpt.record.provenance import without_sources
 
 # `python src/benchmark.py recipes`: what it trains, how it chooses, its page, and the recipe that is shipped.
-
-
-@pytest.mark.parametrize("arguments", ["--size huge", "--core", "--table-from no.json"])
-def test_mistakes(arguments, tmp_path, snapshot):
-    assert refusal("recipes", *arguments.split(), cwd=tmp_path) == snapshot
 
 
 @pytest.mark.parametrize("size", SEARCHES)
@@ -54,7 +46,7 @@ def test_a_rate_at_the_edge_is_not_chosen_and_the_best_change_is_repeated(tmp_pa
         trained.append(trial)
         unstable = trial.lr > 4e-3 or (trial.lr == 4e-3 and trial.seed != SEED)
         loss = 9.0 if unstable else abs(trial.lr - 4e-3) * 100 + abs(trial.beta2 - 0.99)
-        return {"size": search.size, **trial.as_dict(), "steps": 1, "val_loss": loss}
+        return {"size": search.size, **asdict(trial), "steps": 1, "val_loss": loss}
 
     search = Search(size="demo", length=128, tokens=1024, batches=(8,), rates=(1e-3, 2e-3, 4e-3, 8e-3))
     monkeypatch.setattr(command, "SEARCHES", {"demo": search})
@@ -73,25 +65,14 @@ def test_a_rate_at_the_edge_is_not_chosen_and_the_best_change_is_repeated(tmp_pa
     assert "demo: validation loss 0.2000 with batch 8, lr 0.002" in capsys.readouterr().out
 
 
-# The recipes of small models are those that the committed search chose, and its page is made from its record.
-
-
-RECORD = "checkpoint/reference/cpu-2-cores/recipes.json"
-
-
-def record() -> dict[str, Any]:
-    return json.loads((REPOSITORY / RECORD).read_text(encoding="utf-8"))
+# The recipes of small models are those that the committed search chose.
 
 
 @pytest.mark.parametrize("size", SEARCHES)
 def test_the_shipped_recipe_is_the_one_that_was_chosen(size):
-    trial = next(trial for trial in record()["trials"] if trial["size"] == size and trial["stage"] == "seed")
-    chosen = Trial(**{key: trial[key] for key in Trial(batch=1, lr=1).as_dict()}).recipe(steps=trial["steps"])
+    record = json.loads((REPOSITORY / "checkpoint/reference/cpu-2-cores/recipes.json").read_text(encoding="utf-8"))
+    trial = next(trial for trial in record["trials"] if trial["size"] == size and trial["stage"] == "seed")
+    chosen = Trial(**{key: trial[key] for key in asdict(Trial(batch=1, lr=1))}).recipe(steps=trial["steps"])
     shipped = json.loads((REPOSITORY / "ds_configs" / "sizes" / f"{size}.json").read_text(encoding="utf-8"))
     assert shipped.pop("zero_optimization")["stage"] == 1
     assert shipped == chosen
-
-
-def test_the_committed_page_is_made_from_the_committed_record():
-    committed = (REPOSITORY / "docs" / "recipe-search.md").read_text(encoding="utf-8")
-    assert without_sources(committed) == recipes_page(record(), source=RECORD)

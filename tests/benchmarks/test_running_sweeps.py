@@ -5,26 +5,66 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
 import pytest
-from small_run import REPOSITORY, TOKENS, random_ids, write_tokens
+from small_run import REPOSITORY, TOKENS, command_line, random_ids, write_data, write_recipe, write_tokens
 from suite_commands import benchmark
-from sweep_files import STEPS, WORK, cell, made_up, options, write_description
 
 from dsgpt.benchmarks import sweep as command
-from dsgpt.benchmarks import sweep_turns as training
 from dsgpt.benchmarks.frame import run_suite
-from dsgpt.benchmarks.sweep import SweepSuite
+from dsgpt.benchmarks.sweep import Ending, SweepOptions, SweepSuite, cell_of, compared, ended_with, train
 from dsgpt.benchmarks.sweep_cells import Cell as SweepedCell
 from dsgpt.benchmarks.sweep_cells import ComparisonPlan
-from dsgpt.benchmarks.sweep_turns import Ending, cell_of, comparison_of, error_line, state_of, train
 from dsgpt.common.command_line import Terminated
 from dsgpt.common.errors import UserError
-from dsgpt.record.suites import SCHEMA_VERSION, State, SweepCell, read_sweep
+from dsgpt.config.options import TRAINING_FACTS, WORK_FACTS
+from dsgpt.record.suites import SCHEMA_VERSION, State, SweepCell, Turn, read_sweep
+
+# Descriptions of sweeps of a small model, and turns with made-up figures.
+
+STEPS = 6
+WORK = dict.fromkeys((*WORK_FACTS, *TRAINING_FACTS), "as the others") | {
+    "global batch": 8.0,
+    "tokens": 768.0,
+    "precision": "fp32",
+}
+
+
+def write_description(folder: Path, cells: Sequence[Mapping[str, Any]], **more: Any) -> Path:
+    """Write data, a recipe and a description of ``cells`` on them."""
+    write_recipe(write_data(folder) / "recipe.json")
+    flags = command_line(folder, run_type=None, checkpoint_path=None, max_train_steps=None, device=None)
+    file = folder / "mine.json"
+    file.write_text(json.dumps({"schema_version": "1.0", "flags": flags, "cells": list(cells), **more}))
+    return file
+
+
+def cell(name: str, *flags: str, run_type: str = "baseline", **more: Any) -> dict[str, Any]:
+    return {"name": name, "flags": ["--run_type", run_type, *flags], **more}
+
+
+def options(folder: Path, suite: Path | str, **changes: Any) -> SweepOptions:
+    """Options of a sweep of a few steps, with its record in ``folder/out``."""
+    shorter = SweepOptions(
+        output=folder / "out" / "sweep.json", suite=str(suite), repeats=2, steps=STEPS, seq_length=16
+    )
+    return replace(shorter, **changes)
+
+
+def made_up(name: str, repeat: int, *, speed: float | None, place: int = 1, **more: Any) -> Turn:
+    """A turn that is done, with this speed."""
+    values: dict[str, Any] = {"state": State.DONE, "message": None, "seconds": 5.0, "work": WORK, "final_loss": 5.0}
+    values |= {"tokens_per_sec": speed, "train_time_sec": None if speed is None else 768 / speed}
+    return Turn(cell=name, repeat=repeat, place=place, **values | more)
+
+
+# Sweeps.
 
 TORCHRUN = """\
 error: global batch 8 is not divisible by 3 ranks: take --global_batch_size 6 or 9, or 2 or 4 ranks
@@ -63,20 +103,20 @@ def test_a_real_sweep_from_command_to_page_and_a_repeat_more(tmp_path, monkeypat
     assert one.communication_share.values == [0.0, 0.0]
     assert all(0 < share < 1 for share in two.communication_share.values)
     require_costs(one, two)
-    (compared,) = sweep.comparisons[0].cells
-    assert compared.same_work == "same work: yes"
+    (beside,) = sweep.comparisons[0].cells
+    assert beside.same_work == "same work: yes"
     ratios = [ours.tokens_per_sec / theirs.tokens_per_sec for ours, theirs in zip(two.turns, one.turns, strict=True)]
-    assert compared.speed_up.values == pytest.approx(ratios)
-    assert compared.efficiency == pytest.approx(compared.speed_up.median / 2)
-    assert abs(compared.loss_difference) < 2e-4
+    assert beside.speed_up.values == pytest.approx(ratios)
+    assert beside.efficiency == pytest.approx(beside.speed_up.median / 2)
+    assert abs(beside.loss_difference) < 2e-4
     distances = [
         abs(losses(tmp_path, "one", n)[step] - losses(tmp_path, "two", n)[step]) for n in (1, 2) for step in ALL
     ]
-    assert compared.largest_loss_difference == max(distances) < 2e-4
+    assert beside.largest_loss_difference == max(distances) < 2e-4
     page = (tmp_path / "out" / "sweep.md").read_text()
     assert f"| {one.final_loss:.4f} |" in page
     assert "| communication share |" in page
-    assert f"| {compared.largest_loss_difference:.2g} |" in page
+    assert f"| {beside.largest_loss_difference:.2g} |" in page
     assert "None: every turn trained to its end." in page
     assert not list(tmp_path.glob("out/work/turns/*/*/run/step-*"))
     assert benchmark("run", "--table-from", "out/sweep.json", "--page", "again.md", cwd=tmp_path).returncode == 0
@@ -131,13 +171,13 @@ ENDINGS = {
 
 def test_an_interrupted_sweep_repeats_only_the_turn_that_was_interrupted(three, tmp_path, monkeypatch):
     whole, cut, rest = Trainings(ENDINGS), Trainings(ENDINGS, interrupt_at=5), Trainings(ENDINGS)
-    monkeypatch.setattr(training, "train", whole)
+    monkeypatch.setattr(command, "train", whole)
     assert run_suite(SweepSuite, options(tmp_path / "whole", three), repository=REPOSITORY) == 0
-    monkeypatch.setattr(training, "train", cut)
+    monkeypatch.setattr(command, "train", cut)
     with pytest.raises(KeyboardInterrupt):
         run_suite(SweepSuite, options(tmp_path, three), repository=REPOSITORY)
     assert not (tmp_path / "out" / "sweep.json").exists()
-    monkeypatch.setattr(training, "train", rest)
+    monkeypatch.setattr(command, "train", rest)
     assert run_suite(SweepSuite, options(tmp_path, three), repository=REPOSITORY) == 0
     assert cut.begun[:4] + rest.begun == whole.begun
     assert [read_sweep(folder / "out").cells for folder in (tmp_path, tmp_path / "whole")] == [
@@ -146,7 +186,7 @@ def test_an_interrupted_sweep_repeats_only_the_turn_that_was_interrupted(three, 
 
 
 def test_turns_with_other_settings_recipes_data_or_sources_are_refused(three, tmp_path, monkeypatch):
-    monkeypatch.setattr(training, "train", Trainings(ENDINGS))
+    monkeypatch.setattr(command, "train", Trainings(ENDINGS))
     run_suite(SweepSuite, options(tmp_path, three), repository=REPOSITORY)
     with pytest.raises(UserError, match=r"holds turns of a sweep with other settings, which cannot be compared"):
         run_suite(SweepSuite, options(tmp_path, three, steps=7), repository=REPOSITORY)
@@ -169,7 +209,7 @@ def test_turns_with_other_settings_recipes_data_or_sources_are_refused(three, tm
 
 
 def test_failures_are_results_with_the_reason_on_the_page(three, tmp_path, monkeypatch, snapshot, capsys):
-    monkeypatch.setattr(training, "train", Trainings(ENDINGS))
+    monkeypatch.setattr(command, "train", Trainings(ENDINGS))
     assert run_suite(SweepSuite, options(tmp_path, three, repeats=1), repository=REPOSITORY) == 0
     sweep = read_sweep(tmp_path / "out")
     assert {cell.name: (cell.turns[0].state, cell.tokens_per_sec) for cell in sweep.cells} == {
@@ -234,9 +274,10 @@ def has_ended(process: int) -> bool:
     ],
 )
 def test_the_state_and_the_reason_come_from_exit_code_and_output(code, text, state, message):
-    assert state_of(code, text) == state
-    found = error_line(code, text)
-    assert found == (message or "exit code 1: [rank0]: torch.OutOfMemoryError: CUDA out of memory. Tried")
+    assert ended_with(code, text) == (
+        state,
+        message or "exit code 1: [rank0]: torch.OutOfMemoryError: CUDA out of memory. Tried",
+    )
 
 
 def planned(name: str, devices: int) -> SweepedCell:
@@ -249,20 +290,20 @@ def test_figures_of_a_comparison_are_paired_by_repeat_and_unknown_stays_unknown(
     other = cell_of(planned("two", 2), turns, price=None)
     assert (other.cost, other.joules, other.peak_memory_bytes_rank0) == (None, None, None)
     plan = ComparisonPlan(name="strong", kind="same training", baseline="one", cells=("two",))
-    (compared,) = comparison_of(plan, [base, other], losses={}).cells
-    assert compared.speed_up.values == [1.5, 2.0]
-    assert (compared.speed_up.median, compared.efficiency) == (1.75, 0.875)
+    beside = compared(plan, base, other, losses={})
+    assert beside.speed_up.values == [1.5, 2.0]
+    assert (beside.speed_up.median, beside.efficiency) == (1.75, 0.875)
 
 
 def test_the_largest_difference_is_over_all_steps_and_repeats_and_unknown_without_the_same_steps():
     """Wrong if only the last step counts, where strategies may meet again."""
     cells = [cell_of(planned(name, 1), [made_up(name, n, speed=1) for n in (1, 2)], price=None) for name in ("a", "b")]
     plan = ComparisonPlan(name="strong", kind="same training", baseline="a", cells=("b",))
-    found = {("a", n): {1: 9.0, 2: 8.0} for n in (1, 2)} | {("b", 1): {1: 9.25, 2: 8.0}, ("b", 2): {1: 9.0, 2: 7.5}}
+    losses = {("a", n): {1: 9.0, 2: 8.0} for n in (1, 2)} | {("b", 1): {1: 9.25, 2: 8.0}, ("b", 2): {1: 9.0, 2: 7.5}}
     for changed, largest in (({}, 0.5), ({("b", 2): {1: 9.0, 2: 8.0}}, 0.25), ({("b", 2): {1: 9.0}}, None)):
-        (compared,) = comparison_of(plan, cells, losses=found | changed).cells
-        assert compared.largest_loss_difference == largest
-    (weak,) = comparison_of(replace(plan, kind="weak scaling"), cells, losses=found).cells
+        beside = compared(plan, *cells, losses=losses | changed)
+        assert beside.largest_loss_difference == largest
+    weak = compared(replace(plan, kind="weak scaling"), *cells, losses=losses)
     assert weak.largest_loss_difference is None
 
 
@@ -271,8 +312,8 @@ def test_a_repeat_in_which_one_failed_has_no_speed_up():
     broken = made_up("two", 1, speed=None, state=State.FAILED, message="exit code 1: KeyError")
     other = cell_of(planned("two", 2), [broken, made_up("two", 2, speed=100)], price=None)
     plan = ComparisonPlan(name="strong", kind="same training", baseline="one", cells=("two",))
-    (compared,) = comparison_of(plan, [base, other], losses={}).cells
-    assert compared.speed_up.values == [2.0]
+    beside = compared(plan, base, other, losses={})
+    assert beside.speed_up.values == [2.0]
 
 
 def test_a_target_that_one_turn_missed_has_no_time():
@@ -287,15 +328,15 @@ def test_cells_whose_records_show_other_work_have_no_speed_up():
     base = cell_of(planned("one", 1), [made_up("one", 1, speed=100)], price=None)
     other = cell_of(planned("two", 2), [made_up("two", 1, speed=150, work=WORK | {"global batch": 16.0})], price=None)
     plan = ComparisonPlan(name="strong", kind="same training", baseline="one", cells=("two",))
-    (compared,) = comparison_of(plan, [base, other], losses={}).cells
-    assert (compared.comparable, compared.speed_up, compared.loss_difference) == (False, None, None)
-    assert "global batch" in compared.same_work
-    (weak,) = comparison_of(replace(plan, kind="weak scaling"), [base, other], losses={}).cells
+    beside = compared(plan, base, other, losses={})
+    assert (beside.comparable, beside.speed_up, beside.loss_difference) == (False, None, None)
+    assert "global batch" in beside.same_work
+    weak = compared(replace(plan, kind="weak scaling"), base, other, losses={})
     assert (weak.comparable, weak.speed_up.median, weak.loss_difference) == (True, 1.5, None)
 
 
 def test_a_record_of_another_schema_is_refused(three, tmp_path, monkeypatch):
-    monkeypatch.setattr(training, "train", Trainings(ENDINGS))
+    monkeypatch.setattr(command, "train", Trainings(ENDINGS))
     run_suite(SweepSuite, options(tmp_path, three, repeats=1), repository=REPOSITORY)
     file = tmp_path / "out" / "sweep.json"
     sweep = read_sweep(file)

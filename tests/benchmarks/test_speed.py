@@ -10,7 +10,7 @@ import pytest
 import torch
 from small_run import REPOSITORY, random_ids, write_tokens
 from stand_in_nanogpt import STAND_IN
-from suite_commands import benchmark, refusal
+from suite_commands import benchmark
 
 from dsgpt.benchmarks import speed as command
 from dsgpt.benchmarks.contenders import open_loop, synchronisations, train_nanogpt
@@ -34,12 +34,10 @@ from dsgpt.benchmarks.speed import (
     reached,
     rows,
     seconds_to,
-    speed_page,
     time_to_loss,
     verdict,
 )
 from dsgpt.common.errors import UserError
-from dsgpt.record.provenance import without_sources
 
 # `python src/benchmark.py speed`: what it measures, its figures, its page.
 
@@ -58,21 +56,6 @@ def checkout(tmp_path_factory):
 @pytest.fixture(scope="module")
 def tokens(tmp_path_factory):
     return write_tokens(tmp_path_factory.mktemp("tokens") / "257.bin", random_ids(500))
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        "--rounds 0",
-        "--peer nanogpt",
-        "--peer torchtitan=.",
-        "--peer nanogpt=.",
-        "--only nothing",
-        "--table-from no.json",
-    ],
-)
-def test_mistakes(arguments, tmp_path, snapshot):
-    assert refusal("speed", *arguments.split(), cwd=tmp_path) == snapshot
 
 
 def test_every_contender_of_a_row_takes_its_turns(checkout, tokens, tmp_path, monkeypatch):
@@ -149,7 +132,9 @@ def test_every_wait_for_the_gpu_is_counted(monkeypatch):
 
 
 def test_rows_without_a_peer_are_left_out():
-    titles = {row.title for row in rows("cpu", threads=2, peers=(HUGGING_FACE,))}
+    without = rows("cpu", threads=2, peers=(HUGGING_FACE,))
+    assert [row.key for row in without[:2]] == ["small-t-256-b-4-fp32", "small-t-256-b-4-bf16"]
+    titles = {row.title for row in without}
     assert not any("compiled" in title for title in titles)
     with_peer = rows("cpu", threads=2, peers=PEERS)
     assert titles < {row.title for row in with_peer}
@@ -161,7 +146,7 @@ def test_rows_without_a_peer_are_left_out():
 def test_flops_are_those_of_the_palm_paper():
     small = published("small", length=1024)
     without_positions = 124_439_808 - 1024 * 768
-    assert small.model().flops_per_token(1024) == 6 * without_positions + 12 * 12 * 768 * 1024
+    assert small.config(1024).flops_per_token(1024) == 6 * without_positions + 12 * 12 * 768 * 1024
 
 
 def waiting(kind, times):
@@ -231,13 +216,6 @@ def test_a_row_that_fails_does_not_lose_the_others(tmp_path, monkeypatch, capsys
     assert measured["key"] == "help"
     assert "| memory | no memory left | **no** |" in page.read_text()
     assert "memory: FAILED: no memory left" in capsys.readouterr().out
-
-
-def test_the_committed_page_is_made_from_the_committed_record():
-    source = "checkpoint/reference/cpu-2-cores/speed.json"
-    record = json.loads((REPOSITORY / source).read_text(encoding="utf-8"))
-    committed = (REPOSITORY / "docs" / "speed.md").read_text(encoding="utf-8")
-    assert without_sources(committed) == speed_page(record, source=source)
 
 
 # The time until a training reaches a loss.

@@ -8,15 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from messages import without_paths
 from small_run import REPOSITORY, command_line, random_ids, write_inputs, write_tokens
-from suite_commands import benchmark, refusal
-from sweep_files import WORK, cell, made_up, options, write_description
+from suite_commands import benchmark
+from test_running_sweeps import WORK, cell, made_up, options, write_description
 
-from dsgpt.benchmarks.compare import compare
 from dsgpt.benchmarks.frame import run_suite
 from dsgpt.benchmarks.records import REFERENCE, SWEEPS
-from dsgpt.benchmarks.sweep import SweepSuite
+from dsgpt.benchmarks.sweep import SweepSuite, cell_of, ordered_turns
 from dsgpt.benchmarks.sweep_cells import (
     BATCH,
     SUITES,
@@ -26,10 +24,8 @@ from dsgpt.benchmarks.sweep_cells import (
     read_description,
     require_equal_work,
 )
-from dsgpt.benchmarks.sweep_page import block_length, speed_difference, sweep_page
-from dsgpt.benchmarks.sweep_turns import cell_of, ordered_turns
+from dsgpt.benchmarks.sweep_page import block_length, compare, speed_difference
 from dsgpt.common.errors import UserError
-from dsgpt.record.provenance import without_sources
 from dsgpt.record.suites import State, Sweep, read_sweep
 from dsgpt.training.command import train
 
@@ -39,38 +35,17 @@ from dsgpt.training.command import train
 CELLS = [Cell(name=name, devices=1, launcher="python", flags=()) for name in "abcdef"]
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        "run",
-        "run --suite scalling --devices 1,x --repeats 0 --limit 0 --model_size huge --price -1 --pairs 3",
-        "run --suite scaling --devices 3",
-        "run --suite nowhere.json",
-        "run --table-from nowhere.json",
-        "compare",
-        "compare a b",
-        "compare a b --allow-unequal",
-    ],
-)
-def test_mistakes(arguments, tmp_path, snapshot):
-    assert refusal(*arguments.split(), cwd=tmp_path) == snapshot
-
-
-def test_all_mistakes_of_a_description_are_reported_together(tmp_path, snapshot):
-    wrong = [
-        {"name": "a", "devices": 0, "flags": ["--run_typ", "x", "--seed", "many"], "flag": []},
-        cell("b", "--resume", run_type="ddp", launcher="mpi"),
-        cell("c d", run_type="ddp"),
-        cell("c-d", devices=2, launcher="torchrun"),
-        cell("e", devices=2),
-        cell("f\x1b[2J", run_type="ddp", launcher=["torchrun"]),
-        {"flags": 3},
-    ]
-    comparisons = [{"baseline": "q", "kind": "strong"}, {"baseline": "c d", "cells": ["c"]}]
-    file = write_description(tmp_path, wrong, schema_version=1, comparisons=comparisons)
+def test_names_and_launchers_of_a_description_are_words(tmp_path):
+    """``tests/goldens/refusals.txt`` has the other mistakes of a description."""
+    file = write_description(tmp_path, [cell("f\x1b[2J", run_type="ddp", launcher=["torchrun"])])
     with pytest.raises(UserError) as refused:
         read_description(file, devices=None)
-    assert without_paths("\n".join(refused.value.problems), tmp_path) == snapshot
+    assert [line.partition("mine.json: ")[2] for line in refused.value.problems] == [
+        "cells.0.name must be a text that can be printed, not 'f\\x1b[2J'",
+        "cells.0.launcher must be one of python, torchrun, deepspeed, not ['torchrun']",
+    ]
+    with pytest.raises(UserError, match=r"nowhere.json: cannot be read as a description of a sweep: No such file"):
+        read_description(Path("nowhere.json"), devices=None)
 
 
 def test_a_description_on_some_devices_keeps_its_baseline(tmp_path):
@@ -353,7 +328,7 @@ def test_runs_are_paired_by_step_after_the_warm_up(tmp_path, capsys):
         compare(str(run), str(other), allow_unequal=False)
 
 
-# The committed sweeps: their pages are made from them, and every comparison in them is of equal work.
+# The committed sweeps: every comparison in them is of equal work.
 
 
 COMMITTED = sorted((REPOSITORY / REFERENCE).glob(SWEEPS))
@@ -361,14 +336,6 @@ COMMITTED = sorted((REPOSITORY / REFERENCE).glob(SWEEPS))
 
 def test_there_are_two():
     assert [path.name for path in COMMITTED] == ["sweep-scaling.json", "sweep-strategies.json"]
-
-
-@pytest.mark.parametrize("path", COMMITTED, ids=lambda path: path.stem)
-def test_the_page_is_made_from_the_record(path):
-    record = json.loads(path.read_text(encoding="utf-8"))
-    page = (REPOSITORY / "docs" / f"{path.stem}.md").read_text(encoding="utf-8")
-    made = sweep_page(record, source=str(path.relative_to(REPOSITORY)))
-    assert without_sources(page) == without_sources(made)
 
 
 @pytest.mark.parametrize("path", COMMITTED, ids=lambda path: path.stem)

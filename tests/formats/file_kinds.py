@@ -359,7 +359,7 @@ def page(suite: str) -> Callable[[Path], None]:
 
 def compare_sweeps(folder: Path) -> None:
     """Compare a sweep with itself, and say what its charts say."""
-    from dsgpt.benchmarks.compare import compare
+    from dsgpt.benchmarks.sweep_page import compare
     from dsgpt.charts.sweeps import charts_of_sweep
 
     charts_of_sweep(read_sweep(folder / "sweep.json"), name="mine")

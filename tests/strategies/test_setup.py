@@ -94,6 +94,24 @@ def test_what_a_killed_build_left_is_built_again(compilation, library):
     assert compilation.found == [{"marker": False, "root": str(compilation.folder)}]
 
 
+def test_the_compilers_that_a_killed_process_left_are_ended(compilation):
+    """Two builds in one folder would write the same files. Other processes there, as a user's shell, go on."""
+    (compilation.folder / "part").mkdir(parents=True)
+    environment = os.environ | {"TORCH_EXTENSIONS_DIR": str(compilation.folder)}
+    left, shell = (
+        subprocess.Popen(["sleep", "600"], cwd=compilation.folder / "part", env=variables)
+        for variables in (environment, os.environ)
+    )
+    try:
+        load_ops("PartBuilder")
+        assert left.poll() is not None
+        assert shell.poll() is None
+    finally:
+        for process in (left, shell):
+            process.kill()
+            process.wait()
+
+
 @pytest.fixture
 def complete(compilation, monkeypatch) -> list[str]:
     """Makes a complete library; the names of the libraries that are loaded."""

@@ -19,6 +19,7 @@ from dsgpt.common.files import write_json_atomic
 from dsgpt.common.text import counted
 from dsgpt.config.recipe import merged
 from dsgpt.data.token_file import TokenFileWriter, open_token_file
+from dsgpt.model.config import GPT2Config
 
 ACCUMULATED, EVERY = "accumulated", "every micro batch"
 """Where a strategy rounds gradients to the low precision between ranks: the sums of all micro batches once per step, or
@@ -255,6 +256,16 @@ class Shape:
     n_head: int
     n_embd: int
     vocab_size: int
+
+    def config(self, positions: int) -> GPT2Config:
+        """The model with that many positions."""
+        return GPT2Config(
+            n_layer=self.n_layer,
+            n_head=self.n_head,
+            n_embd=self.n_embd,
+            block_size=positions,
+            vocab_size=self.vocab_size,
+        )
 
 
 NARROW = Shape(name="4 x 256", n_layer=4, n_head=4, n_embd=256, vocab_size=8192)

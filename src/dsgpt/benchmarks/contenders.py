@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from dsgpt.benchmarks import decoding
 from dsgpt.benchmarks.decoding import DecodingRow
 from dsgpt.benchmarks.frame import NANOGPT, contest, ratios, span
-from dsgpt.benchmarks.processes import training_words
+from dsgpt.benchmarks.processes import shape_values, training_words
 from dsgpt.benchmarks.speed import DDP, ENGINE, HUGGING_FACE, OURS, PEERS, Defaults, Shape, StepSetup
 from dsgpt.common.errors import UserError
 from dsgpt.common.files import write_json_atomic
@@ -79,7 +79,7 @@ class OwnTrainer:
         from dsgpt.strategies.base import build_strategy  # noqa: PLC0415
         from dsgpt.training.trainer import training_batches  # noqa: PLC0415
 
-        recipe, topology, shape = folder / "recipe.json", read_topology(), work.shape
+        recipe, topology = folder / "recipe.json", read_topology()
         write_json_atomic(recipe, {**TRAINING, "zero_optimization": {"stage": 1}} if kind == ENGINE else TRAINING)
         values: dict[str, Any] = {
             "run_type": {OURS: "baseline", ENGINE: "optimized", DDP: "ddp"}[kind],
@@ -87,12 +87,8 @@ class OwnTrainer:
             "train_data_path": tokens,
             "val_data_path": tokens,
             "checkpoint_path": folder / "run",
-            "num_layers": shape.n_layer,
-            "num_heads": shape.n_head,
-            "embedding_size": shape.n_embd,
-            "vocab_size": shape.vocab_size,
-            "max_position_embeddings": shape.positions,
-            "seq_length": shape.length,
+            **shape_values(work.model),
+            "seq_length": work.shape.length,
             "global_batch_size": work.batch * topology.world_size,
             "micro_batch_size_per_gpu": work.batch,
             "max_train_steps": 1_000_000,
@@ -201,12 +197,12 @@ def open_loop(
     optimizer: Any
     if kind == NANOGPT:
         assert peer is not None
-        model = nanogpt_model(work.shape.model(), peer).to(work.device)
+        model = nanogpt_model(work.model, peer).to(work.device)
         with contextlib.redirect_stdout(None):
             optimizer = model.configure_optimizers(weight_decay, LR, betas, work.device)
     else:
-        model = hugging_face_model(work.shape.model(), use_cache=False).to(work.device)
-        check_size(HUGGING_FACE, model, work.shape.model().parameter_count())
+        model = hugging_face_model(work.model, use_cache=False).to(work.device)
+        check_size(HUGGING_FACE, model, work.model.parameter_count())
         matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
         vectors = [parameter for parameter in model.parameters() if parameter.dim() == 1]
         groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]

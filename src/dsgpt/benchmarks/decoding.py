@@ -257,7 +257,7 @@ examples:
   .venv/bin/python src/benchmark.py decoding --model_size demo --peer nanogpt=/tmp/nanoGPT"""
 
     def plan(self) -> int:
-        self._checkout = read_peers(self.options.peer).get(NANOGPT)
+        self._checkout = read_peers(self.options.peer, form=f"{NANOGPT}=FOLDER").get(NANOGPT)
         if (self.options.checkpoint is None) != (self.options.data is None):
             raise UserError("--checkpoint and --data belong together: a trained model, and the token file it predicts")
         every = {row.key: row for row in rows(self.options.model_size)}

@@ -3,17 +3,13 @@
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dsgpt.benchmarks.cells import Cell, by
 from dsgpt.benchmarks.frame import Record, Suite, SuiteOptions, work_facts
 from dsgpt.common.command_line import COUNT, flag, switch
 from dsgpt.common.text import machine_words, table
 from dsgpt.config.options import SAVE_MODES
-
-if TYPE_CHECKING:
-    pass
-
 
 STEPS, SAVE_EVERY = 24, 4
 """Steps of every run of the campaign, and steps between its checkpoints."""
@@ -63,23 +59,29 @@ class Kill:
 
 def seeded_kills(count: int = KILLS, *, seed: int = SEED) -> list[Kill]:
     """``count`` kills, the same for the same seed; all runs, victims, moments and save modes take turns."""
-    chance = random.Random(seed)
-    return [_kill(chance, number, run=list(RUNS)[number % len(RUNS)]) for number in range(count)]
-
-
-def _kill(chance: random.Random, number: int, *, run: str) -> Kill:
-    turn, place = divmod(number, len(RUNS))
-    moment = KILL_MOMENTS[turn % 2]
-    saves = range(SAVE_EVERY, STEPS, SAVE_EVERY)
-    return Kill(
-        run=run,
-        victim="one rank" if run == "baseline" else VICTIMS[(turn + place) % 3],
-        rank=chance.randrange(RUNS[run].ranks),
-        moment=moment,
-        step=chance.choice(saves) if moment == "saving" else chance.randrange(1, STEPS - 1),
-        fraction=chance.random(),
-        save_mode=SAVE_MODES[(turn // 2 + place) % 2],
-    )
+    chance, kills = random.Random(seed), list[Kill]()
+    for number in range(count):
+        run = list(RUNS)[number % len(RUNS)]
+        turn, place = divmod(number, len(RUNS))
+        moment = KILL_MOMENTS[turn % 2]
+        rank = chance.randrange(RUNS[run].ranks)
+        step = (
+            chance.choice(range(SAVE_EVERY, STEPS, SAVE_EVERY))
+            if moment == "saving"
+            else chance.randrange(1, STEPS - 1)
+        )
+        kills.append(
+            Kill(
+                run=run,
+                victim="one rank" if run == "baseline" else VICTIMS[(turn + place) % 3],
+                rank=rank,
+                moment=moment,
+                step=step,
+                fraction=chance.random(),
+                save_mode=SAVE_MODES[(turn // 2 + place) % 2],
+            )
+        )
+    return kills
 
 
 def core_kills() -> list[Kill]:
@@ -98,9 +100,9 @@ def core_kills() -> list[Kill]:
 class Outcome:
     """How one fault ended."""
 
-    kind: str
-    """``kill``, ``request``, ``damage``, ``disk`` or ``launch``."""
-    name: str
+    kind: str = ""
+    """``kill``, ``request``, ``damage``, ``disk`` or ``launch``; ``try_faults`` sets it, the name and the seconds."""
+    name: str = ""
     """What was done to which run."""
     wrong: str = ""
     """Every check that failed, in words; empty if all passed."""
@@ -109,7 +111,7 @@ class Outcome:
     seconds: float = 0.0
     measured: dict[str, Any] = field(default_factory=dict)
     said: tuple[str, ...] = ()
-    """What the run printed about the fault, without the paths of this machine."""
+    """What the run printed about the fault; in the end without the paths of this machine."""
 
     @property
     def status(self) -> str:
@@ -138,7 +140,14 @@ def faults_page(record: Record, *, source: str) -> str:
         record: as ``dsgpt.benchmarks.faults`` makes it.
         source: the record's path, for the reader.
     """
-    parts = [_head(record, source), _kills(record), _signals(record), _others(record), _troubles(record)]
+    troubles = [
+        f"* {fault['name']}: {STATUS_WORDS[fault['status']]}: {fault['wrong'] or fault['not_run']}"
+        for fault in record["faults"]
+        if fault["status"] != "passed"
+    ]
+    parts = [_head(record, source), _kills(record), _signals(record), _others(record)]
+    if troubles:
+        parts.append("## Failed or not run\n\n" + "\n".join(troubles))
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -209,7 +218,17 @@ def _kills(record: Record) -> str:
         return ""
     header = ["run", "`kill -9` of", "aimed at", "interrupted a save", "`--save_mode`", "steps taken", "resumed from"]
     header += ["lost", "allowed", "exit code", "launcher ended after", "all ended after", "recovered"]
-    rows = [_kill_row(kill) for kill in kills if kill["measured"]]
+    keys = ("save_mode", "steps_taken", "resumed_from", "steps_lost", "steps_allowed", "exit_code")
+    rows = [
+        [
+            *(facts["run"], facts["victim"], facts["aimed_at"], "yes" if facts["save_cut_off"] else ""),
+            *(facts[key] for key in keys),
+            *(f"{facts[key]:.1f} s" for key in ("launcher_sec", "gone_sec")),
+            STATUS_WORDS[kill["status"]],
+        ]
+        for kill in kills
+        if (facts := kill["measured"])
+    ]
     return f"""## Kills
 
 Instants are drawn with seed {record["seed"]}. Half of them are aimed at steps, half at a save, for which the kill may
@@ -218,15 +237,6 @@ between two saves, and those done while the last save was being written. If only
 finish their step, save and exit. The exit code is what the launcher's parent sees: -9 if the launcher was killed.
 
 {table(header, rows)}"""
-
-
-def _kill_row(kill: dict[str, Any]) -> list[Any]:
-    facts = kill["measured"]
-    cut = "yes" if facts["save_cut_off"] else ""
-    keys = ("save_mode", "steps_taken", "resumed_from", "steps_lost", "steps_allowed", "exit_code")
-    times = [f"{facts[key]:.1f} s" for key in ("launcher_sec", "gone_sec")]
-    where = [facts["run"], facts["victim"], facts["aimed_at"], cut]
-    return [*where, *(facts[key] for key in keys), *times, STATUS_WORDS[kill["status"]]]
 
 
 def _signals(record: Record) -> str:
@@ -279,14 +289,6 @@ refused and `--resume` waits.
 
 def _printed(fault: dict[str, Any]) -> str:
     return "<br>".join(f"`{' '.join(line.split())}`" for line in fault["said"])
-
-
-def _troubles(record: Record) -> str:
-    bad = [fault for fault in record["faults"] if fault["status"] != "passed"]
-    lines = [
-        f"* {fault['name']}: {STATUS_WORDS[fault['status']]}: {fault['wrong'] or fault['not_run']}" for fault in bad
-    ]
-    return "## Failed or not run\n\n" + "\n".join(lines) if lines else ""
 
 
 SCHEMA_VERSION = "1.0"

@@ -7,10 +7,11 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import psutil
 
@@ -25,12 +26,13 @@ from dsgpt.benchmarks.faults import (
     first_error,
     seeded_kills,
 )
-from dsgpt.benchmarks.faults_runs import Missed, Resumed, Runs, Training, kill, read_record, send
+from dsgpt.benchmarks.faults_runs import Missed, Runs, Training, read_record, send
 from dsgpt.checkpoints import store
 from dsgpt.checkpoints.manifest import MANIFEST, parse_manifest, read_manifest
 from dsgpt.checkpoints.training_state import MOMENTS
 from dsgpt.common.errors import EXIT_INTERRUPTED, EXIT_NOT_SAVED, EXIT_STOPPED, EXIT_USER_ERROR, UserError
 from dsgpt.machine.launcher import ECHO_SEC
+from dsgpt.record.schema import STEPS_FILE
 
 # Damage to the files of a killed run, and what ``--resume`` prints and does about it.
 
@@ -39,37 +41,23 @@ NEWEST = STEPS - SAVE_EVERY
 """Step of the newest checkpoint of a run that was rolled back; the one before it is ``SAVE_EVERY`` older."""
 
 
-def _truncate(checkpoint: Path) -> None:
+def truncate(checkpoint: Path) -> None:
+    """Leave half of the moments."""
     file = checkpoint / MOMENTS
-    with file.open("r+b") as opened:
-        opened.truncate(file.stat().st_size // 2)
+    os.truncate(file, file.stat().st_size // 2)
 
 
-def _flip(checkpoint: Path) -> None:
+def flip(checkpoint: Path) -> None:
+    """Change one bit of the weights."""
     file = checkpoint / store.WEIGHTS
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
     file.write_bytes(data)
 
 
-def _delete(checkpoint: Path) -> None:
-    (checkpoint / store.WEIGHTS).unlink()
-
-
-def _delete_manifest(checkpoint: Path) -> None:
-    (checkpoint / MANIFEST).unlink()
-
-
-def _delete_latest(checkpoint: Path) -> None:
-    (checkpoint.parent / store.LATEST).unlink()
-
-
-def _leave_partial(checkpoint: Path) -> None:
-    shutil.copytree(checkpoint, store.partial_folder(checkpoint.parent, STEPS - 1))
-
-
-def _tear_log(checkpoint: Path) -> None:
-    with (checkpoint.parent / "metrics.jsonl").open("a", encoding="utf-8") as file:
+def tear(checkpoint: Path) -> None:
+    """Add the beginning of a line to the log."""
+    with (checkpoint.parent / STEPS_FILE).open("a", encoding="utf-8") as file:
         file.write('{"step": 23, "los')
 
 
@@ -77,25 +65,39 @@ def _tear_log(checkpoint: Path) -> None:
 class Damage:
     """Damage to the newest checkpoint, or to a file next to it."""
 
-    name: str
-    harm: Callable[[Path], None]
+    what: str
+    harm: Callable[[Path], object]
+    """Damages the files of, or beside, the checkpoint whose folder it gets."""
     resumed_from: int
     """The step that the run must resume from."""
     words: str = "resuming from"
     """What the run must print."""
 
+    @property
+    def name(self) -> str:
+        """The name in console lines and pages."""
+        return f"{DAMAGED_RUN}: {self.what}"
+
 
 BEFORE = NEWEST - SAVE_EVERY
+MISSING = f"{store.WEIGHTS}: is damaged: it is missing"
 DAMAGES = (
-    Damage(name="truncated shard", harm=_truncate, resumed_from=BEFORE, words=f"{MOMENTS}: is damaged: it has"),
-    Damage(name="flipped bit", harm=_flip, resumed_from=BEFORE, words=f"{store.WEIGHTS}: is damaged: its sha256"),
+    Damage(what="truncated shard", harm=truncate, resumed_from=BEFORE, words=f"{MOMENTS}: is damaged: it has"),
+    Damage(what="flipped bit", harm=flip, resumed_from=BEFORE, words=f"{store.WEIGHTS}: is damaged: its sha256"),
+    Damage(what="deleted shard", harm=lambda at: (at / store.WEIGHTS).unlink(), resumed_from=BEFORE, words=MISSING),
     Damage(
-        name="deleted shard", harm=_delete, resumed_from=BEFORE, words=f"{store.WEIGHTS}: is damaged: it is missing"
+        what="deleted manifest",
+        harm=lambda at: (at / MANIFEST).unlink(),
+        resumed_from=BEFORE,
+        words="the checkpoint is incomplete",
     ),
-    Damage(name="deleted manifest", harm=_delete_manifest, resumed_from=BEFORE, words="the checkpoint is incomplete"),
-    Damage(name="deleted `latest`", harm=_delete_latest, resumed_from=NEWEST),
-    Damage(name="stale temporary folder", harm=_leave_partial, resumed_from=NEWEST),
-    Damage(name="torn log", harm=_tear_log, resumed_from=NEWEST),
+    Damage(what="deleted `latest`", harm=lambda at: (at.parent / store.LATEST).unlink(), resumed_from=NEWEST),
+    Damage(
+        what="stale temporary folder",
+        harm=lambda at: shutil.copytree(at, store.partial_folder(at.parent, STEPS - 1)),
+        resumed_from=NEWEST,
+    ),
+    Damage(what="torn log", harm=tear, resumed_from=NEWEST),
 )
 
 
@@ -105,8 +107,7 @@ def try_damage(runs: Runs, plan: Damage) -> Outcome:
     Raises:
         Missed: the run did not end.
     """
-    started = time.perf_counter()
-    run_dir = runs.rolled_back(DAMAGED_RUN, plan.name)
+    run_dir = runs.rolled_back(DAMAGED_RUN, plan.what)
     plan.harm(run_dir / store.folder_name(NEWEST))
     resumed = runs.resume(DAMAGED_RUN, run_dir)
     lines = [line for line in resumed.output.splitlines() if "is refused" in line or "resuming from" in line]
@@ -116,14 +117,7 @@ def try_damage(runs: Runs, plan: Damage) -> Outcome:
         (bool(list(run_dir.glob(".partial-*"))), "temporary folders are left"),
         (bool(resumed.wrong), resumed.wrong),
     )
-    return Outcome(
-        kind="damage",
-        name=f"{DAMAGED_RUN}: {plan.name}",
-        wrong=wrong,
-        seconds=time.perf_counter() - started,
-        measured={"resumed_from": resumed.resumed_from},
-        said=tuple(line.replace(f"{run_dir.parent}/", "") for line in lines),
-    )
+    return Outcome(wrong=wrong, measured={"resumed_from": resumed.resumed_from}, said=tuple(lines))
 
 
 # File systems that refuse writes in the middle of a run: a full one, and a folder that becomes read-only.
@@ -146,7 +140,7 @@ class NotAllowed(RuntimeError):
 class DiskFault:
     """How a file system refuses writes, and the run's policy for it."""
 
-    name: str
+    what: str
     policy: str
     """The value of ``--on_save_failure``."""
     words: str
@@ -158,8 +152,13 @@ class DiskFault:
     small: bool = True
     """Whether the run folder is a separate, small file system."""
 
+    @property
+    def name(self) -> str:
+        """The name in console lines and pages."""
+        return f"{DISK_RUN}: {self.what}, --on_save_failure {self.policy}"
 
-def _fill_up(training: Training) -> None:
+
+def fill_up(training: Training) -> None:
     """Leave as much space as the last checkpoint took, which is too little: files take whole pages.
 
     Three more pages are for the lines that the run writes before its next save.
@@ -171,7 +170,7 @@ def _fill_up(training: Training) -> None:
     (training.run_dir / BALLAST).write_bytes(bytes(max(0, free - needed - 3 * os.sysconf("SC_PAGE_SIZE"))))
 
 
-def _fill_wholly(training: Training) -> None:
+def fill_wholly(training: Training) -> None:
     """Leave no space: not even a line of a log can be written."""
     training.wait_for((training.run_dir / store.folder_name(SAVE_EVERY)).exists, what="the first save")
     with (training.run_dir / BALLAST).open("wb", buffering=0) as file, contextlib.suppress(OSError):
@@ -179,29 +178,30 @@ def _fill_wholly(training: Training) -> None:
             pass
 
 
-def _forbid(training: Training) -> None:
+def forbid(training: Training) -> None:
+    """Make the folder read-only."""
     training.wait_for_step(SAVE_EVERY + 1)
     training.run_dir.chmod(0o555)
 
 
 DISK_FAULTS = (
-    DiskFault(name="a full file system, seen before the save", policy="stop", words=FORESEEN),
-    DiskFault(name="a full file system, seen before the save", policy="continue", words=FORESEEN),
+    DiskFault(what="a full file system, seen before the save", policy="stop", words=FORESEEN),
+    DiskFault(what="a full file system, seen before the save", policy="continue", words=FORESEEN),
     DiskFault(
-        name="a file system that is full in the middle of a save",
+        what="a file system that is full in the middle of a save",
         policy="stop",
         words="No space left on device",
         not_words=FORESEEN,
-        spoil=_fill_up,
+        spoil=fill_up,
     ),
     DiskFault(
-        name="a file system without a free byte",
+        what="a file system without a free byte",
         policy="continue",
         words="No space left on device",
-        spoil=_fill_wholly,
+        spoil=fill_wholly,
     ),
     DiskFault(
-        name="a folder that becomes read-only", policy="stop", words="Permission denied", spoil=_forbid, small=False
+        what="a folder that becomes read-only", policy="stop", words="Permission denied", spoil=forbid, small=False
     ),
 )
 
@@ -212,65 +212,51 @@ def try_disk_fault(runs: Runs, plan: DiskFault) -> Outcome:
     Raises:
         Missed: the run did not end.
     """
-    started, name = time.perf_counter(), f"{DISK_RUN}: {plan.name}, --on_save_failure {plan.policy}"
-    run_dir = runs.new(f"{plan.name} {plan.policy}")
+    run_dir = runs.new(f"{plan.what} {plan.policy}")
     size = int(FITTING * parse_manifest(store.checkpoints(runs.undisturbed(DISK_RUN).run_dir)[0]).size)
     prefix = AS_A_USER if os.geteuid() == 0 and not plan.small else ()
     if prefix and shutil.which(prefix[0]) is None:
-        return Outcome(kind="disk", name=name, not_run=f"root needs {prefix[0]} for it")
+        return Outcome(not_run=f"root needs {prefix[0]} for it")
     try:
-        with _small_file_system(run_dir, size) if plan.small else _writable_again(run_dir) as repair:
+        with _small_file_system(run_dir, size) if plan.small else contextlib.nullcontext() as make_room:
             with runs.start(DISK_RUN, run_dir, "--on_save_failure", plan.policy, prefix=prefix) as training:
                 if plan.spoil:
                     plan.spoil(training)
                 code, _, _ = training.wait_until_gone()
                 lines = [line for line in training.output().splitlines() if "not saved" in line]
             left = [path.name for path in run_dir.glob(".partial-*")]
-            whole = _verified(run_dir)
-            repair()
+            try:  # the step of the newest checkpoint if it is whole
+                whole = max((read_manifest(path).step or 0 for path in store.checkpoints(run_dir)[:1]), default=0)
+            except UserError:
+                whole = 0
+            if make_room is None:
+                run_dir.chmod(0o755)
+            else:
+                make_room()
             resumed = runs.resume(DISK_RUN, run_dir)
     except NotAllowed as error:
-        return Outcome(kind="disk", name=name, not_run=f"this user may not mount a file system ({error})")
+        return Outcome(not_run=f"this user may not mount a file system ({error})")
+    start = resumed.resumed_from
     return Outcome(
-        kind="disk",
-        name=name,
         wrong=all_wrong(
             (code != EXIT_NOT_SAVED, f"exit code {code} instead of {EXIT_NOT_SAVED}"),
-            *_wrong_lines(plan, lines),
+            (not any(plan.words in line for line in lines), f"it did not print: {plan.words}"),
+            (any(plan.not_words in line for line in lines), f"it printed: {plan.not_words}"),
+            (
+                plan.policy == "continue" and not any("the run continues" in line for line in lines),
+                "it did not continue",
+            ),
             (bool(left), f"left behind: {left}"),
-            *_wrong_resume(plan, resumed, whole=whole),
+            (
+                whole != start or not whole,
+                f"it resumed from step {start}; the newest whole checkpoint is of step {whole}",
+            ),
+            (plan.policy == "stop" and resumed.steps_lost > SAVE_EVERY, f"{resumed.steps_lost} steps are lost"),
+            (bool(resumed.wrong), resumed.wrong),
         ),
-        seconds=time.perf_counter() - started,
-        measured={"exit_code": code, "resumed_from": resumed.resumed_from, "steps_lost": resumed.steps_lost},
-        said=tuple(line.replace(f"{run_dir.parent}/", "") for line in lines),
+        measured={"exit_code": code, "resumed_from": start, "steps_lost": resumed.steps_lost},
+        said=tuple(lines),
     )
-
-
-def _wrong_lines(plan: DiskFault, lines: list[str]) -> list[tuple[bool, str]]:
-    """What is wrong with what the run printed about its failed save, as findings for ``all_wrong``."""
-    return [
-        (not any(plan.words in line for line in lines), f"it did not print: {plan.words}"),
-        (any(plan.not_words in line for line in lines), f"it printed: {plan.not_words}"),
-        (plan.policy == "continue" and not any("the run continues" in line for line in lines), "it did not continue"),
-    ]
-
-
-def _wrong_resume(plan: DiskFault, resumed: Resumed, *, whole: int) -> list[tuple[bool, str]]:
-    """What is wrong with the resumed run; ``whole`` is the step of the newest whole checkpoint."""
-    start = resumed.resumed_from
-    return [
-        (whole != start or not whole, f"it resumed from step {start}; the newest whole checkpoint is of step {whole}"),
-        (plan.policy == "stop" and resumed.steps_lost > SAVE_EVERY, f"{resumed.steps_lost} steps are lost"),
-        (bool(resumed.wrong), resumed.wrong),
-    ]
-
-
-def _verified(run_dir: Path) -> int:
-    """The step of the newest checkpoint if it is whole, else 0."""
-    try:
-        return max((read_manifest(path).step or 0 for path in store.checkpoints(run_dir)[:1]), default=0)
-    except UserError:
-        return 0
 
 
 @contextlib.contextmanager
@@ -293,12 +279,6 @@ def _small_file_system(folder: Path, size: int) -> Iterator[Callable[[], None]]:
         subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
-@contextlib.contextmanager
-def _writable_again(folder: Path) -> Iterator[Callable[[], None]]:
-    """The file system as it is; the function that it yields makes ``folder`` writable again."""
-    yield lambda: folder.chmod(0o755)
-
-
 def _mount(*words: str) -> None:
     done = subprocess.run(["mount", *words], capture_output=True, text=True, check=False)
     if done.returncode:
@@ -317,15 +297,19 @@ def try_kill(runs: Runs, plan: Kill) -> Outcome:
     Raises:
         Missed: the run did not reach the instant, or did not end.
     """
-    started = time.perf_counter()
     run_dir = runs.new(f"{plan.run} {plan.victim} {plan.moment} {plan.step}")
     usual = runs.undisturbed(plan.run)
     with runs.start(plan.run, run_dir, "--save_mode", plan.save_mode) as training:
         victims = _victims(training, plan)
-        _wait_for_instant(training, plan, step_sec=usual.step_sec, save_sec=usual.save_sec)
-        kill(victims)
+        if plan.moment == "saving":
+            training.wait_for_save(plan.step)
+        else:
+            training.wait_for_step(plan.step)
+        time.sleep(plan.fraction * (usual.save_sec if plan.moment == "saving" else usual.step_sec))
+        send(victims, signal.SIGKILL)
         code, launcher_sec, gone_sec = training.wait_until_gone()
-    unpublished = half_written(run_dir)
+    # The step whose checkpoint was being written; 0 if there is none.
+    unpublished = max((int(path.name[-8:]) for path in run_dir.glob(".partial-step-????????")), default=0)
     resumed = runs.resume(plan.run, run_dir)
     allowed = SAVE_EVERY + (resumed.taken - unpublished if unpublished else 0)
     measured: dict[str, Any] = {
@@ -351,16 +335,7 @@ def try_kill(runs: Runs, plan: Kill) -> Outcome:
         (resumed.steps_lost > allowed, f"{resumed.steps_lost} steps are lost, allowed are {allowed}"),
         (bool(resumed.wrong), resumed.wrong),
     )
-    return Outcome(kind="kill", name=plan.name, wrong=wrong, seconds=time.perf_counter() - started, measured=measured)
-
-
-def _wait_for_instant(training: Training, plan: Kill, *, step_sec: float, save_sec: float) -> None:
-    if plan.moment == "saving":
-        training.wait_for_save(plan.step)
-        time.sleep(plan.fraction * save_sec)
-    else:
-        training.wait_for_step(plan.step)
-        time.sleep(plan.fraction * step_sec)
+    return Outcome(wrong=wrong, measured=measured)
 
 
 def _victims(training: Training, plan: Kill) -> list[psutil.Process]:
@@ -371,11 +346,6 @@ def _victims(training: Training, plan: Kill) -> list[psutil.Process]:
     if plan.victim == "all":
         return training.everyone()
     return [training.ranks(RUNS[plan.run].ranks)[plan.rank]]
-
-
-def half_written(run_dir: Path) -> int:
-    """The step whose checkpoint was being written; 0 if there is none."""
-    return max((int(path.name[-8:]) for path in run_dir.glob(".partial-step-????????")), default=0)
 
 
 # Faults of launches: a worker that torchrun restarts, and two runs on one folder.
@@ -389,12 +359,12 @@ def try_restart(runs: Runs) -> Outcome:
     Raises:
         Missed: the run did not end.
     """
-    started, run = time.perf_counter(), "ddp"
+    run = "ddp"
     run_dir = runs.new("torchrun restarts")
     runs.undisturbed(run)
     with runs.start(run, run_dir, "--resume", launcher=("--max-restarts", str(RESTARTS))) as training:
         training.wait_for_step(9)
-        kill(training.ranks(2)[1:])
+        send(training.ranks(2)[1:], signal.SIGKILL)
         code, _, _ = training.wait_until_gone()
         output = training.output()
     lines = [line for line in output.splitlines() if "resuming from" in line or "starting fresh" in line]
@@ -404,14 +374,7 @@ def try_restart(runs: Runs) -> Outcome:
         (not any("resuming from" in line for line in lines), "it did not resume from a checkpoint"),
         (bool(difference), difference),
     )
-    return Outcome(
-        kind="launch",
-        name=f"{run}: rank 1 killed after step 9 under torchrun --max-restarts {RESTARTS}",
-        wrong=wrong,
-        seconds=time.perf_counter() - started,
-        measured={"exit_code": code},
-        said=tuple(line.replace(f"{run_dir.parent}/", "") for line in lines),
-    )
+    return Outcome(wrong=wrong, measured={"exit_code": code}, said=tuple(lines))
 
 
 def try_two_runs(runs: Runs) -> Outcome:
@@ -420,7 +383,7 @@ def try_two_runs(runs: Runs) -> Outcome:
     Raises:
         Missed: one of them did not end.
     """
-    started, run = time.perf_counter(), "baseline"
+    run = "baseline"
     run_dir = runs.new("two runs")
     runs.undisturbed(run)
     with runs.start(run, run_dir) as first:
@@ -443,14 +406,7 @@ def try_two_runs(runs: Runs) -> Outcome:
         (len(lines) < 3, "the run that waited did not find the finished run"),
         (bool(difference), difference),
     )
-    return Outcome(
-        kind="launch",
-        name=f"{run}: two more runs started on its folder",
-        wrong=wrong,
-        seconds=time.perf_counter() - started,
-        measured={"exit_code": refused},
-        said=tuple(line.replace(f"{run_dir.parent}/", "") for line in lines),
-    )
+    return Outcome(wrong=wrong, measured={"exit_code": refused}, said=tuple(lines))
 
 
 # Signals that ask a run to stop: to ranks and launchers, once and twice.
@@ -513,11 +469,16 @@ def try_signal(runs: Runs, plan: SentSignal) -> Outcome:
     """
     if plan.again:
         return _try_twice(runs, plan)
-    started = time.perf_counter()
     run_dir = runs.new(plan.name)
     with runs.start(plan.run, run_dir, launcher=plan.launcher) as training:
         training.wait_for_step(AFTER_STEP)
-        send(_receivers(training, plan), plan.signal)
+        if plan.to == "the launcher":
+            send([training.launcher], plan.signal)
+        elif plan.to == "the terminal":
+            send(training.everyone(), plan.signal)
+        else:
+            rank = int(plan.to.removeprefix("rank "))
+            send([training.ranks(RUNS[plan.run].ranks)[rank]], plan.signal)
         code, launcher_sec, gone_sec = training.wait_until_gone()
         lines = _lines_of(training)
     status = read_record(run_dir)["status"]
@@ -540,8 +501,7 @@ def try_signal(runs: Runs, plan: SentSignal) -> Outcome:
         "steps_lost": resumed.steps_lost,
         "status": status,
     }
-    seconds = time.perf_counter() - started
-    return Outcome(kind="request", name=plan.name, wrong=wrong, seconds=seconds, measured=measured, said=lines)
+    return Outcome(wrong=wrong, measured=measured, said=lines)
 
 
 def finished_unaware(plan: SentSignal, *, code: int, status: str) -> bool:
@@ -557,7 +517,6 @@ def finished_unaware(plan: SentSignal, *, code: int, status: str) -> bool:
 
 def _try_twice(runs: Runs, plan: SentSignal) -> Outcome:
     """Send the signal twice in one step. Steps take more than a second, so the second signal comes before its end."""
-    started = time.perf_counter()
     run_dir = runs.new(plan.name)
     with runs.start(plan.run, run_dir, changes=SLOW) as training:
         training.wait_for_step(1)
@@ -573,8 +532,7 @@ def _try_twice(runs: Runs, plan: SentSignal) -> Outcome:
         (not lines, "the run printed nothing about it"),
     )
     measured = {"exit_code": code, "launcher_sec": round(launcher_sec, 2), "gone_sec": round(gone_sec, 2)}
-    seconds = time.perf_counter() - started
-    return Outcome(kind="request", name=plan.name, wrong=wrong, seconds=seconds, measured=measured, said=lines)
+    return Outcome(wrong=wrong, measured=measured, said=lines)
 
 
 def _lines_of(training: Training) -> tuple[str, ...]:
@@ -582,14 +540,6 @@ def _lines_of(training: Training) -> tuple[str, ...]:
     printed = (re.sub(r"^.*\r", "", line).strip() for line in training.output().splitlines())
     words = ("stopped by", "the run stops after this step", "ended at once")
     return tuple(dict.fromkeys(line for line in printed if any(word in line for word in words)))
-
-
-def _receivers(training: Training, plan: SentSignal) -> list[psutil.Process]:
-    if plan.to == "the launcher":
-        return [training.launcher]
-    if plan.to == "the terminal":
-        return training.everyone()
-    return [training.ranks(RUNS[plan.run].ranks)[int(plan.to.removeprefix("rank "))]]
 
 
 # The faults of the campaign, tried one after the other.
@@ -601,24 +551,38 @@ class Fault:
 
     kind: str
     name: str
+    """What is done to which run."""
     attempt: Callable[[Runs], Outcome]
 
 
 def all_faults(*, kills: int, seed: int) -> list[Fault]:
     """All faults of the campaign, among them ``kills`` kills drawn with ``seed``."""
-    return [
-        *_faults("kill", try_kill, seeded_kills(kills, seed=seed)),
-        *_faults("request", try_signal, SIGNALS),
-        *_faults("damage", try_damage, DAMAGES),
-        *_faults("disk", try_disk_fault, DISK_FAULTS),
-        RESTART,
-        Fault(kind="launch", name="two runs on one folder", attempt=try_two_runs),
-    ]
+    kinds: tuple[tuple[str, Callable[..., Outcome], Sequence[Any]], ...] = (
+        ("kill", try_kill, seeded_kills(kills, seed=seed)),
+        ("request", try_signal, SIGNALS),
+        ("damage", try_damage, DAMAGES),
+        ("disk", try_disk_fault, DISK_FAULTS),
+    )
+    planned = [_fault(kind, attempt, plan) for kind, attempt, plans in kinds for plan in plans]
+    two_runs = Fault(kind="launch", name="baseline: two more runs started on its folder", attempt=try_two_runs)
+    return [*planned, RESTART, two_runs]
 
 
 def core_faults() -> list[Fault]:
     """The faults of ``make test``. Other tests there damage files, without a launcher."""
-    return [*_faults("kill", try_kill, core_kills()), *_faults("request", try_signal, CORE_SIGNALS), RESTART]
+    kills = [_fault("kill", try_kill, plan) for plan in core_kills()]
+    return [*kills, *(_fault("request", try_signal, plan) for plan in CORE_SIGNALS), RESTART]
+
+
+def _fault(kind: str, attempt: Callable[..., Outcome], plan: Any) -> Fault:
+    return Fault(kind=kind, name=plan.name, attempt=partial(attempt, plan=plan))
+
+
+RESTART = Fault(
+    kind="launch",
+    name=f"ddp: rank 1 killed after step 9 under torchrun --max-restarts {RESTARTS}",
+    attempt=try_restart,
+)
 
 
 def try_faults(runs: Runs, faults: list[Fault]) -> Iterator[Outcome]:
@@ -626,31 +590,11 @@ def try_faults(runs: Runs, faults: list[Fault]) -> Iterator[Outcome]:
     for fault in faults:
         started = time.perf_counter()
         try:
-            yield fault.attempt(runs)
+            outcome = fault.attempt(runs)
         except Missed as error:
-            yield _failed(fault, str(error), started)
+            outcome = Outcome(wrong=str(error))
         except Exception as error:  # noqa: BLE001 - an unexpected error must not end the campaign
-            yield _failed(fault, f"{type(error).__name__}: {error}", started)
-
-
-def _failed(fault: Fault, why: str, started: float) -> Outcome:
-    return Outcome(kind=fault.kind, name=fault.name, wrong=why, seconds=time.perf_counter() - started)
-
-
-class _Named(Protocol):
-    @property
-    def name(self) -> str: ...
-
-
-P = TypeVar("P", bound=_Named)
-
-
-def _faults(kind: str, attempt: Callable[[Runs, P], Outcome], plans: Iterable[P]) -> list[Fault]:
-    return [_fault(kind, attempt, plan) for plan in plans]
-
-
-def _fault(kind: str, attempt: Callable[[Runs, P], Outcome], plan: P) -> Fault:
-    return Fault(kind=kind, name=plan.name, attempt=lambda runs: attempt(runs, plan))
-
-
-RESTART = Fault(kind="launch", name="torchrun restarts a killed worker", attempt=try_restart)
+            outcome = Outcome(wrong=f"{type(error).__name__}: {error}")
+        seconds = time.perf_counter() - started
+        said = tuple(runs.without_folders(line) for line in outcome.said)
+        yield replace(outcome, kind=fault.kind, name=fault.name, seconds=seconds, said=said)

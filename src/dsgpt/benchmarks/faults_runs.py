@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import signal
+import statistics
 import subprocess
 import time
 import uuid
@@ -194,11 +195,6 @@ def send(processes: Sequence[psutil.Process], number: signal.Signals) -> None:
             os.kill(process.pid, number)
 
 
-def kill(processes: Sequence[psutil.Process]) -> None:
-    """``kill -9`` for each of ``processes``."""
-    send(processes, signal.SIGKILL)
-
-
 # Starts and resumes the runs of the campaign, and compares a disturbed run with the undisturbed one.
 
 LOG = "console.log"
@@ -283,6 +279,10 @@ class Runs:
         command = [*prefix, *front, *launcher, str(self._repository / "src" / "gpt2.py"), *words, *more]
         return Training(command, run_dir=run_dir, log=run_dir.parent / log)
 
+    def without_folders(self, line: str) -> str:
+        """``line`` without the paths of the folders that ``new`` made."""
+        return re.sub(rf"{re.escape(str(self.folder))}/[^/]*/", "", line)
+
     def words(self, run: str, run_dir: Path, changes: Mapping[str, Any]) -> list[str]:
         """The flags of ``run``, with ``changes`` of values."""
         cell, recipe = RUNS[run], self.folder / f"{run}.json"
@@ -312,7 +312,9 @@ class Runs:
                 raise Missed(f"{run} failed undisturbed, exit code {code}: {output[-1000:]}")
             steps = [line["step_time_sec"] for line in read_steps(run_dir / STEPS_FILE) if "loss" in line]
             saves = [save["save_total_sec"] for save in read_record(run_dir)["saves"]]
-            self._undisturbed[run] = Undisturbed(run_dir=run_dir, step_sec=_median(steps), save_sec=_median(saves))
+            self._undisturbed[run] = Undisturbed(
+                run_dir=run_dir, step_sec=statistics.median_high(steps), save_sec=statistics.median_high(saves)
+            )
         return self._undisturbed[run]
 
     def rolled_back(self, run: str, name: str) -> Path:
@@ -383,7 +385,3 @@ def resumed_from(output: str, *, taken: int) -> int:
         return taken
     found = re.search(r"resuming from \S*/step-(\d{8})", output)
     return int(found[1]) if found else 0
-
-
-def _median(values: list[float]) -> float:
-    return sorted(values)[len(values) // 2]

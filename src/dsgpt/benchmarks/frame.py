@@ -28,6 +28,8 @@ DEMO, SWEEP = "demo", "sweep"
 _ROOMS = {"serving": ("inference/server",)}
 """What some suites measure besides training."""
 _FILES = {"inference": "src/dsgpt/benchmarks/trace.json", "serving": "src/serve.py"}
+_SHARED = {"contenders.py": ("speed", "decoding")}
+"""Modules of some suites."""
 _ONLY_READ_RECORDS = ("*_page.py", "records.py")
 """Modules of the suites that make pages and tables from an existing record, or that start the commands of records."""
 
@@ -37,9 +39,10 @@ def record_sources(name: str) -> list[str]:
     if name == DEMO:
         return [*training_sources(), "src/demo.py"]
     others = [suite for suite in (*SUITES, SWEEP) if suite != name]
+    shared = [path for path, suites in _SHARED.items() if name not in suites]
     left_out = [
         f":(exclude)src/dsgpt/benchmarks/{path}"
-        for path in (*(f"{suite}*.py" for suite in others), *_ONLY_READ_RECORDS)
+        for path in (*(f"{suite}*.py" for suite in others), *shared, *_ONLY_READ_RECORDS)
     ]
     own = [_FILES[name]] if name in _FILES else []
     return [*training_sources(measured=("benchmarks", *_ROOMS.get(name, ()))), "src/benchmark.py", *own, *left_out]
@@ -350,8 +353,12 @@ def peers_flag(text: str) -> Any:
     )
 
 
-def read_peers(words: Sequence[str]) -> dict[str, Path]:
+def read_peers(words: Sequence[str], *, form: str = f"NAME=FOLDER; names are {NANOGPT}") -> dict[str, Path]:
     """The checkouts that ``--peer`` names.
+
+    Args:
+        words: of the command line.
+        form: what each must be, for the message.
 
     Raises:
         UserError: one is not ``NAME=FOLDER``, unknown, or not a checkout.
@@ -360,7 +367,7 @@ def read_peers(words: Sequence[str]) -> dict[str, Path]:
     for word in words:
         name, equals, folder = word.partition("=")
         if not equals or name != NANOGPT:
-            raise UserError(f"--peer {word}: must be NAME=FOLDER; names are {NANOGPT}")
+            raise UserError(f"--peer {word}: must be {form}")
         if not (Path(folder) / "model.py").is_file():
             raise UserError(f"--peer {word}: {folder} has no model.py: name a checkout of {NANOGPT}")
         checkouts[name] = Path(folder).resolve()

@@ -3,7 +3,6 @@
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,6 @@ from dsgpt.benchmarks.frame import Record, Suite, SuiteOptions, device_flag
 from dsgpt.benchmarks.inference_turns import (
     COMMITTED,
     Engines,
-    Setting,
-    Trace,
     Turn,
     differences,
     gap_sec,
@@ -41,20 +38,14 @@ KEY = "by_concurrency"
 
 def by_concurrency(record: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """The figures of a record of many requests by the number of requests at once, then by engine."""
-    found: dict[str, dict[str, Any]] = {}
+    by_slots: dict[str, dict[str, Any]] = {}
     for engine in record["engines"]:
         for slots, load in engine[KEY].items():
-            found.setdefault(slots, {})[engine["name"]] = load
-    return found
+            by_slots.setdefault(slots, {})[engine["name"]] = load
+    return by_slots
 
 
 # Adds what was measured to the record of the run that trained the model.
-
-
-def run_record_of(checkpoint: Path) -> Path | None:
-    """The record of the run that ``checkpoint``, a run folder or a checkpoint in one, is of; None if there is none."""
-    records = (folder / RECORD_FILE for folder in (checkpoint, checkpoint.absolute().parent))
-    return next((record for record in records if record.is_file()), None)
 
 
 def write_by_concurrency(file: Path, record: dict[str, Any]) -> None:
@@ -80,11 +71,11 @@ def inference_page(record: Record, *, source: str) -> str:
         record: as ``dsgpt.benchmarks.inference`` makes it.
         source: the record's path, for the reader.
     """
-    found = _read(record)
-    parts = [_head(found, source), "## Throughput and latency", _overview(found), "## At each concurrency"]
-    for slots in found.gap_sec:
-        parts += [f"### {slots} at once", _details(found, slots)]
-    parts += ["## Engines", _engines(found), "## Same ids", _same_ids(found)]
+    result = _read(record)
+    parts = [_head(result, source), "## Throughput and latency", _overview(result), "## At each concurrency"]
+    for slots in result.gap_sec:
+        parts += [f"### {slots} at once", _details(result, slots)]
+    parts += ["## Engines", _engines(result), "## Same ids", _same_ids(result)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -110,37 +101,37 @@ def _read(record: Record) -> Concurrency:
     return parse_as(json.dumps(record).encode(), Concurrency, unknown_keys=True)
 
 
-def _head(found: Concurrency, source: str) -> str:
-    hardware, model, env = found.hardware, found.model, found.env
-    threads = f", {found.threads} threads for each engine" if found.threads else ""
+def _head(result: Concurrency, source: str) -> str:
+    hardware, model, env = result.hardware, result.model, result.env
+    threads = f", {result.threads} threads for each engine" if result.threads else ""
     shape = f"{model['n_layer']} layers of width {model['n_embd']}, vocabulary {model['vocab_size']:,}"
     return f"""# Many requests at once
 
 Generated from `{source}` by `.venv/bin/python src/benchmark.py inference --table-from {source}`.
 
-Every engine answered the same {found.requests} requests: {found.prompt_tokens:,} tokens of prompts and
-{found.new_tokens:,} new tokens, greedily, in fp32. A trace with seed {found.seed} says when they arrive (Poisson) and
+Every engine answered the same {result.requests} requests: {result.prompt_tokens:,} tokens of prompts and
+{result.new_tokens:,} new tokens, greedily, in fp32. A trace with seed {result.seed} says when they arrive (Poisson) and
 how long each is; the prompts are random ids, so that no engine can reuse what it computed for another. At concurrency
 c, an engine works on at most c requests at once, and the others wait in a queue. On average a request arrives every
-2 S / c seconds. S = {found.alone_sec:.4f} s is the mean time of a request that this project answers alone. An engine
+2 S / c seconds. S = {result.alone_sec:.4f} s is the mean time of a request that this project answers alone. An engine
 that decoded c requests as fast as one would be busy half of the time. The arrivals do not wait for the engine: if it
 is slower than they are, the queue grows until the trace ends, and so do latency and queue time.
 
-The engines took turns, {found.repeats} at each concurrency, after a warm-up. Throughput is the median of the turns,
+The engines took turns, {result.repeats} at each concurrency, after a warm-up. Throughput is the median of the turns,
 with the smallest and largest value behind it; percentiles are of the requests of all turns. All turns took
-{duration(found.seconds)}.
+{duration(result.seconds)}.
 
-Model: `{found.checkpoint}`, {shape}.
+Model: `{result.checkpoint}`, {shape}.
 Machine: {machine_words(hardware)}; {hardware["device"]}{threads}. torch {env["torch_version"]}.
-Commit `{found.git_commit}`, {found.timestamp_utc}."""
+Commit `{result.git_commit}`, {result.timestamp_utc}."""
 
 
-def _overview(found: Concurrency) -> str:
+def _overview(result: Concurrency) -> str:
     """Throughput and median latency of every engine, a row for each concurrency."""
-    header = ["at once", "offered, tokens/s", *(f"{engine.name}: tokens/s; p50 latency" for engine in found.engines)]
+    header = ["at once", "offered, tokens/s", *(f"{engine.name}: tokens/s; p50 latency" for engine in result.engines)]
     rows = []
-    for slots in found.gap_sec:
-        loads = [engine.by_concurrency.get(slots) for engine in found.engines]
+    for slots in result.gap_sec:
+        loads = [engine.by_concurrency.get(slots) for engine in result.engines]
         offered = next((load.offered_tokens_per_sec for load in loads if load), None)
         cells = [
             f"{_spread(load.tokens_per_sec)}; {load.latency_sec.p50:.3f} s" if load else "failed" for load in loads
@@ -149,7 +140,7 @@ def _overview(found: Concurrency) -> str:
     return table(header, rows)
 
 
-def _details(found: Concurrency, slots: str) -> str:
+def _details(result: Concurrency, slots: str) -> str:
     """All percentiles at one concurrency."""
     columns: list[tuple[str, Callable[[Load], str]]] = [
         ("first token, ms", lambda load: _milliseconds(load.ttft_sec)),
@@ -157,16 +148,19 @@ def _details(found: Concurrency, slots: str) -> str:
         ("latency, ms", lambda load: _milliseconds(load.latency_sec)),
         ("in the queue, ms", lambda load: _milliseconds(load.queue_sec)),
         ("tokens/s of a request", lambda load: _three(load.request_tokens_per_sec, "{:,.0f}")),
-        ("peak memory, MB", lambda load: _megabytes(load.peak_memory_bytes)),
+        (
+            "peak memory, MB",
+            lambda load: "unknown" if load.peak_memory_bytes is None else f"{load.peak_memory_bytes / 1e6:,.0f}",
+        ),
     ]
     rows = [
         [engine.name, *(form(load) if (load := engine.by_concurrency.get(slots)) else "failed" for _, form in columns)]
-        for engine in found.engines
+        for engine in result.engines
     ]
     return table(["p50 / p95 / p99", *(name for name, _ in columns)], rows)
 
 
-def _engines(found: Concurrency) -> str:
+def _engines(result: Concurrency) -> str:
     rows = [
         [
             engine.name,
@@ -174,7 +168,7 @@ def _engines(found: Concurrency) -> str:
             engine.version or ("this commit" if engine.load_sec else "unknown"),
             "failed" if engine.load_sec is None else f"{engine.load_sec:.1f}",
         ]
-        for engine in found.engines
+        for engine in result.engines
     ]
     legend = (
         "The first token and the latency count from the arrival of a request, so they include its time in the queue. "
@@ -185,13 +179,18 @@ def _engines(found: Concurrency) -> str:
     return f"{table(['engine', 'what it is', 'version', 'seconds to load'], rows)}\n\n{legend}"
 
 
-def _same_ids(found: Concurrency) -> str:
+def _same_ids(result: Concurrency) -> str:
     lines = [
         f"* {engine.name}: {engine.same_ids:,} of {engine.answers:,} answers have the ids that `one` gives alone"
-        for engine in found.engines
+        for engine in result.engines
     ]
-    lines += [f"* {engine.name} failed: {engine.failure}" for engine in found.engines if engine.failure]
-    rows = [row for engine in found.engines for row in _difference_rows(engine)]
+    lines += [f"* {engine.name} failed: {engine.failure}" for engine in result.engines if engine.failure]
+    rows = [
+        [engine.name, one.request, one.position, *ids, f"{one.margin:.2g}", one.answers]
+        for engine in result.engines
+        for one in engine.differences
+        for ids in [["none" if token < 0 else token for token in (one.ours, one.theirs)]]
+    ]
     if not rows:
         return "\n".join(lines)
     header = ["engine", "request", "new token", "our id", "its id", "our lead", "answers"]
@@ -200,17 +199,6 @@ def _same_ids(found: Concurrency) -> str:
         "rounding of another order of sums decides. After it, the texts differ."
     )
     return "\n\n".join(["\n".join(lines), legend, table(header, rows)])
-
-
-def _difference_rows(engine: Engine) -> list[list[object]]:
-    return [
-        [engine.name, one.request, one.position, _id(one.ours), _id(one.theirs), f"{one.margin:.2g}", one.answers]
-        for one in engine.differences
-    ]
-
-
-def _id(token: int) -> str:
-    return "none" if token < 0 else str(token)
 
 
 def _milliseconds(values: Percentiles | None) -> str:
@@ -226,10 +214,6 @@ def _three(values: Percentiles | None, form: str, *, scale: float = 1.0) -> str:
 def _spread(value: Spread) -> str:
     text = f"{value.median:,.0f}"
     return text if len(value.values) < 2 else f"{text} ({value.smallest:,.0f} to {value.largest:,.0f})"
-
-
-def _megabytes(value: int | None) -> str:
-    return "unknown" if value is None else f"{value / 1e6:,.0f}"
 
 
 CONCURRENCY, REPEATS = (1, 2, 4, 8, 16), 3
@@ -309,7 +293,8 @@ examples:
                 f"--vllm {options.vllm}: has no Python with vLLM: run `make vllm`, or leave vllm out of --engines"
             )
         try:
-            self._trace = _selected(read_trace(options.trace), options.requests)
+            trace = read_trace(options.trace)
+            self._trace = replace(trace, requests=trace.requests[: options.requests or None])
         except UserError as error:
             problems.add(*error.problems)
         try:
@@ -331,33 +316,31 @@ examples:
         exported = self.folder / "exported"
         quiet = Console(speaks=False)
         export(options.checkpoint, exported, form="hf", dtype="fp32", which="latest", console=quiet)
-        self._setting = Setting(
-            checkpoint=options.checkpoint.resolve(),
-            exported=exported.resolve(),
-            device=options.device,
-            threads=0 if options.device == "cuda" else len(os.sched_getaffinity(0)),
-            slots=max(options.concurrency),
-            vllm_python=_python_of(options.vllm),
-        )
+        self._job = {
+            "checkpoint": str(options.checkpoint.resolve()),
+            "exported": str(exported.resolve()),
+            "device": options.device,
+            "threads": 0 if options.device == "cuda" else len(os.sched_getaffinity(0)),
+            "slots": max(options.concurrency),
+        }
         requests, names = len(self._trace.requests), ", ".join(self._kinds)
         self.console.say(f"engines {names}; {requests} requests a turn, {len(self._turns)} turns")
 
     def results(self) -> Iterator[Turn]:
-        with ExitStack() as held:
-            self._engines = Engines(self._kinds, self._setting, self.folder)
-            held.callback(self._engines.close)
+        python = _python_of(self.options.vllm)
+        with Engines(self._kinds, self._job, self.folder, vllm_python=python) as self._engines:
             self._alone = self._engines.alone(self._trace, vocab_size=self._model.vocab_size)
-            self._engines.warm_up(self._arrivals(1, gap=0.0), slots=self._setting.slots)
+            self._engines.warm_up(self._arrivals(1, gap=0.0), slots=max(self.options.concurrency))
             turns: list[Turn] = []
-            told: set[str] = set()
+            shown: set[str] = set()
             for repeat, concurrency, kind in self._turns:
                 requests = self._arrivals(concurrency)
                 if turn := self._engines.turn(kind, requests, concurrency=concurrency, repeat=repeat):
                     turns.append(turn)
                     yield turn
-                for name in self._engines.failures.keys() - told:
+                for name in self._engines.failures.keys() - shown:
                     self.console.say(f"{name}: failed: {self._engines.failures[name]}; the others go on")
-                    told.add(name)
+                    shown.add(name)
             self._measured = [self._engine(name, turns) for name in self._kinds]  # processes explain differences
 
     def _arrivals(self, concurrency: int, *, gap: float | None = None) -> list[Any]:
@@ -369,7 +352,7 @@ examples:
         answers = [answer for turn in own for answer in turn.answers]
         other = {answer.number for answer in answers if list(answer.ids) != list(self._alone.ids[answer.number])}
         margins = self._engines.margins([one for one in self._arrivals(1) if one.number in other], self._alone)
-        facts = self._engines.facts(name)
+        facts = self._engines.facts.get(name, {})
         return Engine(
             name=name,
             version=facts.get("version"),
@@ -395,7 +378,7 @@ examples:
         return {
             "checkpoint": options.checkpoint.as_posix(),
             "model": self._model.as_dict(),
-            "threads": self._setting.threads or None,
+            "threads": self._job["threads"] or None,
             "trace_sha256": sha256_of(options.trace),
             "seed": trace.seed,
             "requests": len(trace.requests),
@@ -425,13 +408,12 @@ examples:
         Raises:
             UserError: a process trains in the run's folder.
         """
-        if file := run_record_of(self.options.checkpoint):
-            write_by_concurrency(file, record)
-            print(f"by_concurrency in {file}")
-
-
-def _selected(trace: Trace, requests: int) -> Trace:
-    return replace(trace, requests=trace.requests[:requests]) if requests else trace
+        checkpoint = self.options.checkpoint  # a run folder, or a checkpoint in one
+        for file in (checkpoint / RECORD_FILE, checkpoint.absolute().parent / RECORD_FILE):
+            if file.is_file():
+                write_by_concurrency(file, record)
+                print(f"{KEY} in {file}")
+                return
 
 
 def _python_of(environment: Path) -> Path:

@@ -1,134 +1,29 @@
-"""The turns of the engines: their processes, the arrivals, and the figures of their answers.
+"""The turns of the engines: the arrivals, the processes, and the figures of their answers.
 
 The trace: when requests arrive, how long their prompts are, and how many tokens each asks for. ``.venv/bin/python -m
 dsgpt.benchmarks.inference_turns`` writes the committed one, ``trace.json`` beside this file.
 """
 
-import contextlib
-import json
 import math
-import os
 import random
-import statistics
-import subprocess
 import sys
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from dsgpt.benchmarks.inference_worker import ANSWER, ONE, VLLM, Answer, Request, as_words
+from dsgpt.benchmarks.frame import span
+from dsgpt.benchmarks.inference_worker import ONE, VLLM, Answer, Arrival
+from dsgpt.benchmarks.processes import LineWorker, WorkerEnded
 from dsgpt.common.errors import UserError
 from dsgpt.common.files import write_json_atomic
-from dsgpt.common.json_files import JsonError, clipped_text, read_as
+from dsgpt.common.json_files import JsonError, read_as
 from dsgpt.record.schema import percentile
 from dsgpt.record.suites import Difference, Load, Percentiles, Spread
 
-# The process of an engine, seen from the command that measures it.
-
-PACKAGES = Path(__file__).resolve().parents[2]
-"""The folder that ``dsgpt`` is in: vLLM's environment does not have it installed."""
-LONGEST_SEC, ENDING_SEC = 3600, 60
-"""For an answer, and for the end of an engine; then it is killed."""
-
-
-class EngineProcess:
-    """An engine that waits, without using a core, until it is told to serve a turn.
-
-    Args:
-        python: the interpreter.
-        job: see ``worker.open_engine``.
-        folder: new, for the job and the engine's output.
-
-    Raises:
-        UserError: the process ended; the message has the last line that it printed. All methods raise it.
-    """
-
-    def __init__(self, python: Path, job: dict[str, Any], folder: Path) -> None:
-        self._log = folder / "output.txt"
-        self.peak_bytes: int | None = None
-        folder.mkdir(parents=True)
-        write_json_atomic(folder / "job.json", job)
-        self._held = contextlib.ExitStack()
-        output = self._held.enter_context(self._log.open("ab"))
-        self._process = subprocess.Popen(
-            [str(python), "-m", "dsgpt.benchmarks.inference_worker", str(folder / "job.json")],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=output,
-            text=True,
-            env=_environment(job["threads"]),
-        )
-        self.facts: dict[str, Any] = {}
-        """Seconds to load, and the version of its library."""
-
-    def ready(self) -> None:
-        """Wait until it has loaded the model."""
-        self.facts = self._read()
-
-    def serve(self, requests: Sequence[Request], *, slots: int) -> list[Answer]:
-        """Serve a turn; the answers in the order of ``requests``."""
-        found = self._ask({"requests": as_words(requests), "slots": slots})
-        self.peak_bytes = found["peak_bytes"]
-        answers = {one["number"]: Answer(**one) for one in found["answers"]}
-        return [answers[request.number] for request in requests]
-
-    def margins(self, texts: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[list[float]]:
-        """By how much the likeliest id leads, by this project's model, at each id that continues a prompt."""
-        found: list[list[float]] = self._ask({"margins": [{"prompt": one, "ids": two} for one, two in texts]})[
-            "margins"
-        ]
-        return found
-
-    def _ask(self, turn: dict[str, Any]) -> dict[str, Any]:
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # ``_read`` says why it ended
-            self._process.stdin.write(json.dumps(turn) + "\n")
-            self._process.stdin.flush()
-        return self._read()
-
-    def _read(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        watch = threading.Timer(LONGEST_SEC, self._process.kill)
-        watch.start()
-        try:
-            for line in self._process.stdout:
-                if line.startswith(ANSWER):
-                    answer: dict[str, Any] = json.loads(line.removeprefix(ANSWER))
-                    return answer
-        finally:
-            watch.cancel()
-        raise UserError(f"its process ended with {self._process.wait()}: {self._last_line()}")
-
-    def _last_line(self) -> str:
-        lines = self._log.read_text(encoding="utf-8", errors="replace").strip().split("\n")
-        return clipped_text(lines[-1], width=200) or "it printed nothing"
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.close()
-        try:
-            self._process.wait(timeout=ENDING_SEC)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._held.close()
-
-
-def _environment(threads: int) -> dict[str, str]:
-    kept = {key: value for key, value in os.environ.items() if not key.startswith(("DS_", "OMP_", "MKL_"))}
-    kept |= {"PYTHONPATH": str(PACKAGES), "HF_HUB_OFFLINE": "1"}
-    return kept | ({"OMP_NUM_THREADS": str(threads)} if threads else {})
-
+# The trace.
 
 COMMITTED = Path(__file__).with_name("trace.json")
 SEED = 20_261_122
@@ -160,29 +55,26 @@ class Trace:
 
     def mistakes(self, *, positions: int) -> list[str]:
         """Why a model with ``positions`` positions cannot answer it; empty if it can."""
-        found = []
+        lines = []
         for number, one in enumerate(self.requests):
             if one.gap < 0 or not math.isfinite(one.gap) or one.prompt_tokens < 1 or one.new_tokens < 1:
-                found.append(f"request {number} needs a gap of at least 0, and at least 1 prompt and 1 new token")
+                lines.append(f"request {number} needs a gap of at least 0, and at least 1 prompt and 1 new token")
             elif one.prompt_tokens + one.new_tokens > positions:
-                found.append(
+                lines.append(
                     f"request {number} has {one.prompt_tokens} and {one.new_tokens} tokens, and the model reads at "
                     f"most {positions}: give a trace of shorter requests"
                 )
-        return [*found, *([] if self.requests else ["has no requests"])]
+        return [*lines, *([] if self.requests else ["has no requests"])]
 
-    def arriving(self, *, gap_sec: float, vocab_size: int) -> list[Request]:
+    def arriving(self, *, gap_sec: float, vocab_size: int) -> list[Arrival]:
         """The requests, with prompts of a vocabulary; they arrive ``gap_sec`` seconds apart in the mean."""
-        prompts, now, found = self._prompts(vocab_size), 0.0, []
-        for number, (one, prompt) in enumerate(zip(self.requests, prompts, strict=True)):
+        # random ids: no two prompts begin alike, so that no engine can reuse what it computed for another
+        stream, now, arrivals = random.Random(self.seed), 0.0, []
+        for number, one in enumerate(self.requests):
             now += one.gap * gap_sec if number else 0.0
-            found.append(Request(number=number, arrival=now, prompt=prompt, new_tokens=one.new_tokens))
-        return found
-
-    def _prompts(self, vocab_size: int) -> list[list[int]]:
-        """Random ids: no two prompts begin alike, so that no engine can reuse what it computed for another."""
-        stream = random.Random(self.seed)
-        return [[stream.randrange(vocab_size) for _ in range(one.prompt_tokens)] for one in self.requests]
+            prompt = [stream.randrange(vocab_size) for _ in range(one.prompt_tokens)]
+            arrivals.append(Arrival(number=number, arrival=now, prompt=prompt, new_tokens=one.new_tokens))
+        return arrivals
 
 
 def make_trace(
@@ -201,22 +93,15 @@ def make_trace(
         new_tokens: the same of the tokens asked for.
     """
     stream = random.Random(seed)
-    return Trace(
-        seed=seed,
-        requests=[
-            Traced(
-                gap=round(stream.expovariate(1), 6),
-                prompt_tokens=_length(stream, prompt_tokens),
-                new_tokens=_length(stream, new_tokens),
-            )
-            for _ in range(requests)
-        ],
-    )
 
+    def length(smallest: int, median: int, largest: int) -> int:
+        return min(largest, max(smallest, round(stream.lognormvariate(math.log(median), _SIGMA))))
 
-def _length(stream: random.Random, limits: Sequence[int]) -> int:
-    smallest, median, largest = limits
-    return min(largest, max(smallest, round(stream.lognormvariate(math.log(median), _SIGMA))))
+    traced = []
+    for _ in range(requests):
+        gap = round(stream.expovariate(1), 6)
+        traced.append(Traced(gap=gap, prompt_tokens=length(*prompt_tokens), new_tokens=length(*new_tokens)))
+    return Trace(seed=seed, requests=traced)
 
 
 def read_trace(file: Path) -> Trace:
@@ -229,15 +114,6 @@ def read_trace(file: Path) -> Trace:
         return read_as(file, Trace)
     except JsonError as error:
         raise UserError(f"--trace {file}: cannot be read as a trace of requests: {error}") from error
-
-
-def write_trace(file: Path, trace: Trace) -> None:
-    """Write ``trace`` to ``file``."""
-    write_json_atomic(file, asdict(trace))
-
-
-if __name__ == "__main__":
-    write_trace(COMMITTED, make_trace())
 
 
 # From answers to figures: waiting times, percentiles, throughput, and which ids differ.
@@ -253,20 +129,16 @@ class Turn:
     concurrency: int
     repeat: int
     """From 1."""
-    requests: Sequence[Request]
+    requests: Sequence[Arrival]
     answers: Sequence[Answer]
     """In the order of ``requests``."""
     peak_bytes: int | None
 
     @property
-    def tokens(self) -> int:
-        """New tokens of all answers."""
-        return sum(len(answer.ids) for answer in self.answers)
-
-    @property
     def tokens_per_sec(self) -> float:
-        """From the first arrival to the last token."""
-        return self.tokens / (max(answer.token_times[-1] for answer in self.answers) - self.requests[0].arrival)
+        """New tokens of all answers, from the first arrival to the last token."""
+        tokens = sum(len(answer.ids) for answer in self.answers)
+        return tokens / (max(answer.token_times[-1] for answer in self.answers) - self.requests[0].arrival)
 
     @property
     def offered_tokens_per_sec(self) -> float | None:
@@ -275,11 +147,6 @@ class Turn:
         gap = (arrivals[-1] - arrivals[0]) / max(1, len(arrivals) - 1)
         asked = sum(request.new_tokens for request in self.requests)
         return asked / (gap * len(arrivals)) if gap else None
-
-    def each(self, figure: Callable[[Request, Answer], float | None]) -> list[float]:
-        """A figure of every request that has it."""
-        found = (figure(request, answer) for request, answer in zip(self.requests, self.answers, strict=True))
-        return [value for value in found if value is not None]
 
 
 def percentiles(values: Sequence[float]) -> Percentiles | None:
@@ -293,60 +160,36 @@ def speeds(values: Sequence[float]) -> Percentiles:
 
 
 def _at(values: Sequence[float], share: float) -> float:
-    found = percentile(list(values), share)
-    assert found is not None
-    return found
-
-
-def time_to_first_token(request: Request, answer: Answer) -> float:
-    """Seconds from arrival."""
-    return answer.token_times[0] - request.arrival
-
-
-def time_per_token(_: Request, answer: Answer) -> float | None:
-    """Mean seconds between two tokens; None with a single token."""
-    steps = len(answer.token_times) - 1
-    return (answer.token_times[-1] - answer.token_times[0]) / steps if steps else None
-
-
-def latency(request: Request, answer: Answer) -> float:
-    """Seconds from arrival to the last token."""
-    return answer.token_times[-1] - request.arrival
-
-
-def queue_time(request: Request, answer: Answer) -> float:
-    """Seconds from arrival until the engine began."""
-    return max(0.0, answer.started - request.arrival)
-
-
-def request_speed(request: Request, answer: Answer) -> float:
-    """New tokens per second of latency."""
-    return len(answer.ids) / latency(request, answer)
+    value = percentile(list(values), share)
+    assert value is not None
+    return value
 
 
 def load_of(turns: Sequence[Turn]) -> Load:
     """The figures of an engine at one concurrency; ``turns`` are its repeats, at least one."""
-
-    def pooled(figure: Callable[[Request, Answer], float | None]) -> list[float]:
-        return [value for turn in turns for value in turn.each(figure)]
-
-    def required(figure: Callable[[Request, Answer], float | None]) -> Percentiles:
-        found = percentiles(pooled(figure))
-        assert found is not None
-        return found
-
-    rates = [turn.tokens_per_sec for turn in turns]
+    pairs = [pair for turn in turns for pair in zip(turn.requests, turn.answers, strict=True)]
+    latency = [answer.token_times[-1] - request.arrival for request, answer in pairs]
+    ttft = percentiles([answer.token_times[0] - request.arrival for request, answer in pairs])
+    queue = percentiles([max(0.0, answer.started - request.arrival) for request, answer in pairs])
+    latencies = percentiles(latency)
+    assert ttft and queue and latencies
     return Load(
-        requests=sum(len(turn.requests) for turn in turns),
+        requests=len(pairs),
         offered_tokens_per_sec=turns[0].offered_tokens_per_sec,
-        tokens_per_sec=Spread(
-            median=statistics.median(rates), smallest=min(rates), largest=max(rates), values=list(rates)
+        tokens_per_sec=Spread(**span([turn.tokens_per_sec for turn in turns])),
+        ttft_sec=ttft,
+        time_per_token_sec=percentiles(
+            [
+                (answer.token_times[-1] - answer.token_times[0]) / (len(answer.token_times) - 1)
+                for _, answer in pairs
+                if len(answer.token_times) > 1
+            ]
         ),
-        ttft_sec=required(time_to_first_token),
-        time_per_token_sec=percentiles(pooled(time_per_token)),
-        latency_sec=required(latency),
-        queue_sec=required(queue_time),
-        request_tokens_per_sec=speeds(pooled(request_speed)),
+        latency_sec=latencies,
+        queue_sec=queue,
+        request_tokens_per_sec=speeds(
+            [len(answer.ids) / seconds for (_, answer), seconds in zip(pairs, latency, strict=True)]
+        ),
         peak_memory_bytes=max((turn.peak_bytes for turn in turns if turn.peak_bytes is not None), default=None),
     )
 
@@ -366,7 +209,7 @@ def differences(
         reference: ids by request.
         margins: of the reference's ids, by request; needed only for requests with a difference.
     """
-    found: Counter[tuple[int, int, int, int]] = Counter()
+    places: Counter[tuple[int, int, int, int]] = Counter()
     for answer in (answer for turn in turns for answer in turn.answers):
         ours = list(reference[answer.number])
         if answer.ids != ours:
@@ -374,7 +217,7 @@ def differences(
             both = [*zip(ours, answer.ids, strict=False), (-1, -1)]
             place = next(place for place, (one, other) in enumerate(both) if one != other or one == -1)
             pair = [ids[place] if place < len(ids) else -1 for ids in (ours, answer.ids)]
-            found[(answer.number, place, pair[0], pair[1])] += 1
+            places[(answer.number, place, pair[0], pair[1])] += 1
     return [
         Difference(
             request=number,
@@ -384,7 +227,7 @@ def differences(
             margin=margins[number][min(place, len(margins[number]) - 1)],
             answers=count,
         )
-        for (number, place, ours, theirs), count in sorted(found.items())
+        for (number, place, ours, theirs), count in sorted(places.items())
     ]
 
 
@@ -393,32 +236,9 @@ def differences(
 UTILISATION = 0.5
 """Of each slot, if every request took as long as it takes alone. At 1 the queue of a single slot would grow forever."""
 WARM_UP_REQUESTS = 8
+PACKAGES = Path(__file__).resolve().parents[2]
+"""The folder that ``dsgpt`` is in: vLLM's environment does not have it installed."""
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Setting:
-    """What all engines of a run share."""
-
-    checkpoint: Path
-    exported: Path
-    device: str
-    threads: int
-    """0 on a GPU."""
-    slots: int
-    """The most requests at a time."""
-    vllm_python: Path
-
-    def job(self, kind: str) -> dict[str, Any]:
-        """What a process needs to be the engine ``kind``; see ``worker.open_engine``."""
-        return {
-            "kind": kind,
-            "checkpoint": str(self.checkpoint),
-            "exported": str(self.exported),
-            "device": self.device,
-            "slots": self.slots,
-            "threads": self.threads,
-        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -432,87 +252,109 @@ class Alone:
 
 
 class Engines:
-    """The processes of all engines; they wait, without using a core, while it is another's turn.
+    """The processes of all engines, which wait while it is another's turn. A context manager, which ends them.
 
     Args:
         kinds: the engines.
-        setting: what they share.
+        job: what they share; see ``inference_worker.open_engine``.
         folder: for their files.
+        vllm_python: the interpreter that has vLLM.
 
     Raises:
         UserError: ``one`` failed, which all are compared with; all methods raise it.
     """
 
-    def __init__(self, kinds: Sequence[str], setting: Setting, folder: Path) -> None:
-        with contextlib.ExitStack() as held:
-            self._processes = {
+    def __init__(self, kinds: Sequence[str], job: Mapping[str, Any], folder: Path, *, vllm_python: Path) -> None:
+        self.failures: dict[str, str] = {}
+        """Why engines stopped answering, one line each."""
+        self.facts: dict[str, dict[str, Any]] = {}
+        """Seconds that an engine took to load, and the version of its library; without those that never loaded."""
+        variables = {"PYTHONPATH": str(PACKAGES), "HF_HUB_OFFLINE": "1"}
+        with ExitStack() as held:
+            self._workers = {
                 kind: held.enter_context(
-                    EngineProcess(
-                        setting.vllm_python if kind == VLLM else Path(sys.executable), setting.job(kind), folder / kind
+                    LineWorker(
+                        "dsgpt.benchmarks.inference_worker",
+                        {**job, "kind": kind},
+                        folder / kind,
+                        threads=job["threads"],
+                        variables=variables,
+                        python=vllm_python if kind == VLLM else Path(sys.executable),
                     )
                 )
                 for kind in dict.fromkeys((ONE, *kinds))
             }
-            self.failures: dict[str, str] = {}
-            """Why engines stopped answering, one line each."""
-            for kind in self._processes:
-                self._try(kind, EngineProcess.ready)
+            for kind in self._workers:
+                if loaded := self._try(kind, LineWorker.read):
+                    self.facts[kind] = loaded
             self._held = held.pop_all()
 
-    def _try(self, kind: str, act: Callable[[EngineProcess], T]) -> T | None:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._held.close()
+
+    def _try(self, kind: str, act: Callable[[LineWorker], T]) -> T | None:
         """What ``act`` gives for the engine; None if it fails, and if it failed before."""
         if kind in self.failures:
             return None
         try:
-            return act(self._processes[kind])
-        except UserError as error:
+            return act(self._workers[kind])
+        except WorkerEnded as error:
             if kind == ONE:
                 raise UserError(f"the engine {kind} failed: {error}") from error
             self.failures[kind] = str(error)
             return None
 
-    def facts(self, kind: str) -> dict[str, Any]:
-        """Seconds that the engine ``kind`` took to load, and the version of its library; empty if it did not."""
-        return self._processes[kind].facts
+    def _serve(self, kind: str, requests: Sequence[Arrival], *, slots: int) -> tuple[list[Answer], int | None] | None:
+        """The answers in the order of ``requests``, and the peak of memory; None if the engine fails."""
+
+        def serve(worker: LineWorker) -> dict[str, Any]:
+            worker.send({"requests": [asdict(request) for request in requests], "slots": slots})
+            return worker.read()
+
+        if (answer := self._try(kind, serve)) is None:
+            return None
+        answers = {one["number"]: Answer(**one) for one in answer["answers"]}
+        return [answers[request.number] for request in requests], answer["peak_bytes"]
 
     def alone(self, trace: Trace, *, vocab_size: int) -> Alone:
         """Answer the trace twice without gaps, one request at a time, and time the second time."""
         requests = trace.arriving(gap_sec=0.0, vocab_size=vocab_size)
-        one = self._processes[ONE]
-        one.serve(requests[:WARM_UP_REQUESTS], slots=1)
-        answers = one.serve(requests, slots=1)
-        seconds = sum(answer.token_times[-1] - answer.started for answer in answers)
-        return Alone(ids={answer.number: answer.ids for answer in answers}, mean_sec=seconds / len(answers))
+        self._serve(ONE, requests[:WARM_UP_REQUESTS], slots=1)
+        served = self._serve(ONE, requests, slots=1)
+        assert served is not None  # its failure is an error
+        seconds = sum(answer.token_times[-1] - answer.started for answer in served[0])
+        return Alone(ids={answer.number: answer.ids for answer in served[0]}, mean_sec=seconds / len(served[0]))
 
-    def margins(self, requests: Sequence[Request], alone: Alone) -> dict[int, list[float]]:
+    def margins(self, requests: Sequence[Arrival], alone: Alone) -> dict[int, list[float]]:
         """By request, by how much the likeliest id leads at each new token, for this project's model."""
-        texts = [(request.prompt, alone.ids[request.number]) for request in requests]
-        found = self._processes[ONE].margins(texts) if texts else []
-        return {request.number: margins for request, margins in zip(requests, found, strict=True)}
+        if not requests:
+            return {}
+        texts = [{"prompt": request.prompt, "ids": alone.ids[request.number]} for request in requests]
+        worker = self._workers[ONE]
+        worker.send({"margins": texts})
+        return dict(zip([request.number for request in requests], worker.read()["margins"], strict=True))
 
-    def warm_up(self, requests: Sequence[Request], *, slots: int) -> None:
+    def warm_up(self, requests: Sequence[Arrival], *, slots: int) -> None:
         """Let every engine answer a few requests that are not counted."""
-        for kind in self._processes:
-            self._try(kind, lambda process: process.serve(requests[:WARM_UP_REQUESTS], slots=slots))
+        for kind in self._workers:
+            self._serve(kind, requests[:WARM_UP_REQUESTS], slots=slots)
 
-    def turn(self, kind: str, requests: Sequence[Request], *, concurrency: int, repeat: int) -> Turn | None:
+    def turn(self, kind: str, requests: Sequence[Arrival], *, concurrency: int, repeat: int) -> Turn | None:
         """Let the engine ``kind`` answer ``requests``; None if it fails, or failed before."""
-        process = self._processes[kind]
-        answers = self._try(kind, lambda process: process.serve(requests, slots=concurrency))
-        if answers is None:
+        if (served := self._serve(kind, requests, slots=concurrency)) is None:
             return None
+        answers, peak = served
         return Turn(
             engine=kind,
             concurrency=concurrency,
             repeat=repeat,
             requests=requests,
             answers=answers,
-            peak_bytes=process.peak_bytes,
+            peak_bytes=peak,
         )
-
-    def close(self) -> None:
-        """End all processes."""
-        self._held.close()
 
 
 def turn_order(kinds: Sequence[str], concurrency: Sequence[int], *, repeats: int) -> Iterator[tuple[int, int, str]]:
@@ -532,3 +374,7 @@ def turn_order(kinds: Sequence[str], concurrency: Sequence[int], *, repeats: int
 def gap_sec(alone_sec: float, concurrency: int) -> float:
     """The mean seconds between two arrivals."""
     return alone_sec / (UTILISATION * concurrency)
+
+
+if __name__ == "__main__":
+    write_json_atomic(COMMITTED, asdict(make_trace()))

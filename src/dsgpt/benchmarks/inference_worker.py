@@ -1,11 +1,7 @@
-"""The process of an engine. vLLM's Python runs this file, too, so at the top it imports the standard library alone.
+"""The process of an engine: ``python -m dsgpt.benchmarks.inference_worker JOB``, which answers turns when told to.
 
-vLLM, in its own Python: its asynchronous engine, without an HTTP server in between. Its token times are those at which
-the answer reached the process that asked, as for the other engines.
-
-The process of an engine: ``python -m dsgpt.benchmarks.inference_worker JOB``, which answers turns when told to. Each
-line of the input is a turn as JSON; the answer is a line of JSON. An empty input ends the process. vLLM's Python runs
-this file too, so it imports nothing else of this project at the top.
+Each line of the input is a turn as JSON; the answer is a line of JSON. An empty input ends the process. vLLM's Python
+runs this file, too, so at the top it imports the standard library alone.
 """
 
 import asyncio
@@ -14,7 +10,8 @@ import json
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -26,7 +23,7 @@ clock = time.perf_counter
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class Arrival:
     """One request of a turn. All its new tokens are generated: an end of text does not end it."""
 
     number: int
@@ -53,7 +50,7 @@ class Answer:
 class Engine(Protocol):
     """Answers the requests of a turn."""
 
-    def serve(self, requests: Sequence[Request], *, slots: int) -> list[Answer]:
+    def serve(self, requests: Sequence[Arrival], *, slots: int) -> list[Answer]:
         """Answer ``requests``, sorted by arrival, none before it arrives, and at most ``slots`` of them at a time."""
         ...
 
@@ -62,10 +59,8 @@ class Engine(Protocol):
         ...
 
 
-def as_words(items: Sequence[Request] | Sequence[Answer]) -> list[dict[str, Any]]:
-    """``items`` for JSON."""
-    return [asdict(item) for item in items]
-
+# vLLM, in its own Python: its asynchronous engine, without an HTTP server in between. Its token times are those at
+# which the answer reached the process that asked, as for the other engines.
 
 CACHE_GIB = 1
 """Of keys and values on a CPU; far more than the slots need."""
@@ -96,16 +91,16 @@ class VllmEngine:
         self._engine: Any = self._loop.run_until_complete(_in_loop(AsyncLLM, arguments))
         self._turn = 0
 
-    def serve(self, requests: Sequence[Request], *, slots: int) -> list[Answer]:
-        """See ``protocol.Engine``."""
+    def serve(self, requests: Sequence[Arrival], *, slots: int) -> list[Answer]:
+        """See ``Engine``."""
         self._turn += 1
         return self._loop.run_until_complete(self._serve(requests, slots))
 
-    async def _serve(self, requests: Sequence[Request], slots: int) -> list[Answer]:
+    async def _serve(self, requests: Sequence[Arrival], slots: int) -> list[Answer]:
         free, began = asyncio.Semaphore(slots), clock()
         return list(await asyncio.gather(*(self._answer(request, free, began) for request in requests)))
 
-    async def _answer(self, request: Request, free: asyncio.Semaphore, began: float) -> Answer:
+    async def _answer(self, request: Arrival, free: asyncio.Semaphore, began: float) -> Answer:
         from vllm import SamplingParams  # noqa: PLC0415 - only in vLLM's own environment
         from vllm.sampling_params import RequestOutputKind  # noqa: PLC0415
 
@@ -141,8 +136,210 @@ async def _in_loop(engine: Any, arguments: Any) -> Any:
     return engine.from_engine_args(arguments)
 
 
-ANSWER = "answer "
-"""Before each answer; other lines are output of libraries."""
+# The adapter to this project's inference room.
+
+
+class OwnModel:
+    """The model of a checkpoint in fp32, decoded greedily.
+
+    Args:
+        checkpoint: a run folder, a checkpoint or a portable folder.
+        device: ``cpu`` or ``cuda``.
+        batch_size: sequences that are usually decoded together.
+
+    Raises:
+        UserError: there is no usable model.
+    """
+
+    def __init__(self, checkpoint: Path, device: str, *, batch_size: int = 1) -> None:
+        import torch  # noqa: PLC0415 - not in vLLM's environment, as all that the following engines import
+
+        from dsgpt.checkpoints.store import find_checkpoint, open_model_files  # noqa: PLC0415
+        from dsgpt.checkpoints.training_state import open_weights  # noqa: PLC0415
+        from dsgpt.inference.decoder import Decoder  # noqa: PLC0415
+        from dsgpt.inference.model_files import build_model  # noqa: PLC0415
+
+        files = open_model_files(find_checkpoint(checkpoint, flag="--checkpoint"))
+        self._device = torch.device(device)
+        weights = {name: stored.read() for name, stored in open_weights(files).items()}
+        self._model = build_model(files.config, weights, device=self._device)
+        self._alone = Decoder(self._model)
+        self._together = Decoder(self._model, batch_size=batch_size) if batch_size > 1 else self._alone
+        self.positions = files.config.block_size
+        """The most tokens of a sequence; of a batch, those of its longest prompt and all new ones."""
+
+    def generate(self, prompts: Sequence[Sequence[int]], *, new_tokens: int) -> Iterator[list[int]]:
+        """Yield the next id of every prompt, ``new_tokens`` times; each is on the host when it is yielded."""
+        from dsgpt.inference.generation import generate_batch  # noqa: PLC0415
+
+        decoder = self._alone if len(prompts) == 1 else self._together
+        return generate_batch(decoder, prompts, new_tokens=new_tokens)
+
+    def margins(self, prompt: Sequence[int], ids: Sequence[int]) -> list[float]:
+        """By how much the likeliest id's logit exceeds the second's, at each of ``ids``, which continue ``prompt``."""
+        import torch  # noqa: PLC0415
+
+        with torch.inference_mode():
+            read = torch.tensor([[*prompt, *ids[:-1]]], device=self._device)
+            logits = self._model(read)[0, len(prompt) - 1 :].float()  # (new tokens, V)
+            first, second = logits.topk(2, dim=1).values.T
+            margins: list[float] = (first - second).tolist()
+        return margins
+
+
+# Engines of this project: one request at a time, or as many as wait, decoded together until the last ends.
+
+
+class Generator(Protocol):
+    """Greedy decoding; see ``OwnModel``."""
+
+    positions: int
+    """The most tokens of the longest prompt of a batch and its new ones."""
+
+    def generate(self, prompts: Sequence[Sequence[int]], *, new_tokens: int) -> Iterator[list[int]]:
+        """Yield the next id of every prompt, ``new_tokens`` times."""
+        ...
+
+
+class BatchEngine:
+    """Answers the requests that wait together, and no other until all of these are answered.
+
+    Args:
+        model: decodes.
+        largest: requests of a batch at most.
+    """
+
+    def __init__(self, model: Generator, *, largest: int) -> None:
+        self._model, self._largest = model, largest
+
+    def serve(self, requests: Sequence[Arrival], *, slots: int) -> list[Answer]:
+        """See ``Engine``."""
+        waiting, answers, began = deque(requests), [], clock()
+        most = min(slots, self._largest)
+        while waiting:
+            time.sleep(max(0.0, waiting[0].arrival - (clock() - began)))
+            batch = [waiting.popleft()]
+            while waiting and len(batch) < most and waiting[0].arrival <= clock() - began:
+                # the longest prompt must leave room for the most new tokens: all rows of a batch grow together
+                both = [*batch, waiting[0]]
+                longest = max(len(request.prompt) for request in both)
+                if longest + max(request.new_tokens for request in both) > self._model.positions:
+                    break
+                batch.append(waiting.popleft())
+            answers += self._answer(batch, began)
+        return answers
+
+    def _answer(self, batch: Sequence[Arrival], began: float) -> list[Answer]:
+        """Decode until the longest request has its tokens; what the others would get beyond theirs is dropped."""
+        started = clock() - began
+        longest = max(request.new_tokens for request in batch)
+        times: list[float] = []
+        steps: list[list[int]] = []
+        for step in self._model.generate([request.prompt for request in batch], new_tokens=longest):
+            times.append(clock() - began)
+            steps.append(step)
+        return [
+            Answer(
+                number=request.number,
+                started=started,
+                token_times=times[: request.new_tokens],
+                ids=[step[row] for step in steps[: request.new_tokens]],
+            )
+            for row, request in enumerate(batch)
+        ]
+
+    def close(self) -> None:
+        """Nothing runs between turns."""
+
+
+# Continuous batching as transformers does it: a new request joins the batch between two tokens of the others.
+
+PAGE_TOKENS = 32
+"""Of the key-value cache. With pages as long as most requests, half of the cache would be empty."""
+LONGEST_WAIT_SEC = 600.0
+"""For the next answer while requests are running; then the engine counts as stuck."""
+
+
+class ContinuousEngine:
+    """``model.init_continuous_batching`` with paged attention (PyTorch's SDPA).
+
+    Args:
+        folder: the exported model.
+        device: ``cpu`` or ``cuda``.
+        slots: the most requests at a time.
+    """
+
+    def __init__(self, folder: Path, *, device: str, slots: int) -> None:
+        import torch  # noqa: PLC0415
+        from transformers import AutoModelForCausalLM, GenerationConfig  # noqa: PLC0415 - takes seconds
+        from transformers.generation.configuration_utils import ContinuousBatchingConfig  # noqa: PLC0415
+
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="paged|sdpa")
+        model = model.to(device).eval()
+        settings: Any = GenerationConfig  # it has no types
+        positions = model.config.n_positions
+        self._manager = model.init_continuous_batching(
+            generation_config=settings(do_sample=False, eos_token_id=-1, pad_token_id=0),
+            continuous_batching_config=ContinuousBatchingConfig(
+                page_size=PAGE_TOKENS,
+                num_blocks=slots * -(-positions // PAGE_TOKENS) + 1,
+                max_batch_tokens=max(positions, slots),
+                max_requests_per_batch=slots,
+                allow_block_sharing=False,  # the turns repeat their prompts
+                auto_switch_to_flash=False,  # its rounding differs, and only GPUs have it
+            ),
+        )
+        self._manager.start()
+
+    def serve(self, requests: Sequence[Arrival], *, slots: int) -> list[Answer]:
+        """See ``Engine``.
+
+        Raises:
+            UserError: the engine failed, or did not answer for ``LONGEST_WAIT_SEC``.
+        """
+        from dsgpt.common.errors import UserError  # noqa: PLC0415
+
+        waiting, running, began = deque(requests), 0, clock()
+        last = began
+        answers: list[Answer] = []
+        while waiting or running:
+            if not running:
+                time.sleep(max(0.0, waiting[0].arrival - (clock() - began)))
+            while waiting and running < slots and waiting[0].arrival <= clock() - began:
+                request = waiting.popleft()
+                self._manager.add_request(
+                    request.prompt,
+                    request_id=str(request.number),
+                    max_new_tokens=request.new_tokens,
+                    record_timestamps=True,
+                    eos_token_id=-1,
+                )
+                running, last = running + 1, clock()
+            until_next = waiting[0].arrival - (clock() - began) if waiting and running < slots else LONGEST_WAIT_SEC
+            ended = self._manager.get_result(timeout=min(max(0.0, until_next), LONGEST_WAIT_SEC))
+            if ended is not None:
+                if ended.error is not None:
+                    raise UserError(f"continuous batching failed at request {ended.request_id}: {ended.error}")
+                answers.append(
+                    Answer(
+                        number=int(ended.request_id),
+                        started=ended.lifespan[0] - began,
+                        token_times=[when - began for when in ended.timestamps],
+                        ids=list(ended.generated_tokens),
+                    )
+                )
+                running, last = running - 1, clock()
+            elif not self._manager.is_running() or clock() - last >= LONGEST_WAIT_SEC:
+                raise UserError("continuous batching stopped answering")
+        return answers
+
+    def close(self) -> None:
+        """End the thread that generates."""
+        self._manager.stop(block=True)
+
+
+# The process.
+
 ONE, STATIC, CONTINUOUS, VLLM = "one", "static", "continuous", "vllm"
 ENGINES = (ONE, STATIC, CONTINUOUS, VLLM)
 
@@ -151,20 +348,22 @@ def main() -> None:
     """Build the engine, then serve."""
     job = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     started = clock()
+
+    def answer(values: dict[str, Any]) -> None:
+        print(job["mark"] + json.dumps(values), flush=True)
+
     engine = open_engine(job)
-    _answer({"load_sec": clock() - started, "version": _version(job["kind"])})
+    answer({"load_sec": clock() - started, "version": _version(job["kind"])})
     for line in sys.stdin:
         turn = json.loads(line)
         if "margins" in turn:
-            from dsgpt.benchmarks.inference_engines import OwnModel  # noqa: PLC0415
-
             model = OwnModel(Path(job["checkpoint"]), job["device"])
-            _answer({"margins": [model.margins(one["prompt"], one["ids"]) for one in turn["margins"]]})
+            answer({"margins": [model.margins(one["prompt"], one["ids"]) for one in turn["margins"]]})
             continue
-        requests = [Request(**one) for one in turn["requests"]]
+        requests = [Arrival(**one) for one in turn["requests"]]
         _forget_peak(job["device"])
         answers = engine.serve(requests, slots=turn["slots"])
-        _answer({"answers": as_words(answers), "peak_bytes": _peak_bytes(job["device"])})
+        answer({"answers": [asdict(one) for one in answers], "peak_bytes": _peak_bytes(job["device"])})
     engine.close()
 
 
@@ -178,14 +377,7 @@ def open_engine(job: dict[str, Any]) -> Engine:
     if job["threads"]:
         torch.set_num_threads(job["threads"])
     if kind == CONTINUOUS:
-        from dsgpt.benchmarks.inference_engines import ContinuousEngine  # noqa: PLC0415
-
         return ContinuousEngine(Path(job["exported"]), device=job["device"], slots=slots)
-    from dsgpt.benchmarks.inference_engines import (  # noqa: PLC0415
-        BatchEngine,
-        OwnModel,
-    )
-
     largest = 1 if kind == ONE else slots
     return BatchEngine(OwnModel(Path(job["checkpoint"]), job["device"], batch_size=largest), largest=largest)
 
@@ -240,10 +432,6 @@ def _peak_resident(process: int) -> int:
         return 0
     _, found, rest = status.partition("VmHWM:")
     return int(rest.split()[0]) * 1024 if found else 0
-
-
-def _answer(values: dict[str, Any]) -> None:
-    print(ANSWER + json.dumps(values), flush=True)
 
 
 if __name__ == "__main__":

@@ -12,15 +12,11 @@ import torch
 import torch.distributed as dist
 
 from dsgpt.benchmarks.cells import CellEnd, CellRunner, write_random_tokens
-from dsgpt.benchmarks.launch import Assignment, Launch, rank_file
+from dsgpt.benchmarks.launch import Assignment, Launch, config_of, write_end
 from dsgpt.benchmarks.plan import VOCABULARIES, PlanCell
-from dsgpt.common.files import write_json_atomic
-from dsgpt.config.options import parse_arguments
-from dsgpt.config.run_config import RunConfig, resolve
 from dsgpt.data.loader import Batch
 from dsgpt.machine.device import bring_up
 from dsgpt.machine.process_group import barrier, joined
-from dsgpt.machine.topology import read_topology
 from dsgpt.planner.calibrate import calibrate
 from dsgpt.planner.memory import STEP, peak_memory
 from dsgpt.planner.rates import Calibration, calibrated_machine, read_calibration
@@ -31,41 +27,11 @@ from dsgpt.strategies.base import Strategy, build_strategy
 from dsgpt.telemetry.memory import TrafficMeter
 from dsgpt.training.trainer import training_batches
 
-# Step times of the cells as the planner predicts them: from a calibration, fitted to a part of the cells.
+# Runs the cells: memory first, then rounds of step times, in which all cells take turns. Their predictions come from a
+# calibration, fitted to a part of the cells.
 
 DEVICES = 2
 """Of the machine; the cells have one or two ranks."""
-
-
-def calibration_in(folder: Path, *, seconds: float) -> Calibration:
-    """Measure this machine for about ``seconds``."""
-    path = folder / "calibration.json"
-    calibrate(path, seconds=seconds, devices=DEVICES)
-    return read_calibration(path)
-
-
-def fitted(calibration: Calibration, measured: Sequence[tuple[Setup, float]]) -> Factors:
-    """The factors that follow from the seconds of some setups."""
-    return fit(
-        [
-            MeasuredStep(
-                setup=setup, machine=calibrated_machine(calibration, devices=setup.world_size), seconds=seconds
-            )
-            for setup, seconds in measured
-        ]
-    )
-
-
-def predicted_times(setups: Mapping[str, Setup], calibration: Calibration, factors: Factors) -> dict[str, StepTime]:
-    """The step time of every setup, by its key."""
-    machines = {
-        setup.world_size: calibrated_machine(calibration, devices=setup.world_size) for setup in setups.values()
-    }
-    return {key: predict_step(setup, factors.applied(machines[setup.world_size])) for key, setup in setups.items()}
-
-
-# Runs the cells: memory first, then rounds of step times, in which all cells take turns.
-
 TOKENS = 200_000
 STEPS = 3
 """Timed steps of a cell in a round."""
@@ -102,8 +68,10 @@ class PlanSuite:
     def run(self, cells: Sequence[PlanCell]) -> Iterator[CellResult]:
         """The result of each cell; all memory is measured before the first time is."""
         memory = {cell.key: end for cell, end in self._pass(cells, "memory")}
-        seconds = min(CALIBRATION_SEC, CALIBRATION_SEC_OF_A_CELL * len(cells))
-        self.calibration = calibration_in(self._folder, seconds=seconds) if self._rounds else None
+        if self._rounds:
+            seconds, file = min(CALIBRATION_SEC, CALIBRATION_SEC_OF_A_CELL * len(cells)), "calibration.json"
+            calibrate(self._folder / file, seconds=seconds, devices=DEVICES)
+            self.calibration = read_calibration(self._folder / file)
         times: dict[str, list[list[float]]] = {cell.key: [] for cell in cells}
         for number in range(1, self._rounds + 1):
             for cell, end in self._pass(cells, f"time-{number}"):
@@ -115,13 +83,20 @@ class PlanSuite:
 
     def _predicted(self, cells: Sequence[PlanCell], times: Mapping[str, list[list[float]]]) -> dict[str, StepTime]:
         """Predicted step times; empty if no cell that may be fitted to was measured."""
-        measured = [
-            (self._setups[cell.key], _middle(times[cell.key])) for cell in cells if cell.fit and times[cell.key]
-        ]
-        if self.calibration is None or not measured:
+        calibration, setups = self.calibration, self._setups
+        fitted = [cell.key for cell in cells if cell.fit and times[cell.key]]
+        if calibration is None or not fitted:
             return {}
-        self.factors = fitted(self.calibration, measured)
-        return predicted_times(self._setups, self.calibration, self.factors)
+        machines = {ranks: calibrated_machine(calibration, devices=ranks) for ranks in (1, DEVICES)}
+        self.factors = fit(
+            [
+                MeasuredStep(setup=setups[key], machine=machines[setups[key].world_size], seconds=_middle(times[key]))
+                for key in fitted
+            ]
+        )
+        return {
+            key: predict_step(setup, self.factors.applied(machines[setup.world_size])) for key, setup in setups.items()
+        }
 
     def _pass(self, cells: Sequence[PlanCell], name: str) -> Iterator[tuple[PlanCell, CellEnd]]:
         """Run every cell once."""
@@ -296,11 +271,8 @@ def measure_memory(flags: list[str], folder: Path, *, witness: bool, estimate: d
     Raises:
         UserError: the product refuses the combination.
     """
-    config, device = _resolved(flags)
-    with _group(config, device), contextlib.ExitStack() as held:
-        memory = held.enter_context(TensorMemory())
-        strategy = held.enter_context(contextlib.closing(build_strategy(config, device)))
-        batches = held.enter_context(contextlib.closing(training_batches(config, first_step=0)))
+    memory = TensorMemory()
+    with _opened(flags, memory) as (rank, strategy, batches):
         for step in range(1, MEASURED_STEP):
             strategy.train_step(batches, step)
         gc.collect()  # garbage of building is not memory of a step
@@ -314,8 +286,7 @@ def measure_memory(flags: list[str], folder: Path, *, witness: bool, estimate: d
             from dsgpt.strategies.deepspeed.setup import estimated_bytes  # noqa: PLC0415 - imports DeepSpeed
 
             facts["estimate_bytes"] = estimated_bytes(**estimate)
-        _done(folder, config, facts)
-        barrier()
+        write_end(folder, rank, **facts)
 
 
 def measure_time(flags: list[str], folder: Path, *, steps: int) -> None:
@@ -324,38 +295,41 @@ def measure_time(flags: list[str], folder: Path, *, steps: int) -> None:
     Raises:
         UserError: the product refuses the combination.
     """
-    config, device = _resolved(flags)
-    with _group(config, device), contextlib.ExitStack() as held:
-        strategy = held.enter_context(contextlib.closing(build_strategy(config, device)))
-        batches = held.enter_context(contextlib.closing(training_batches(config, first_step=0)))
+    with _opened(flags, contextlib.nullcontext()) as (rank, strategy, batches):
         seconds = []
         for step in range(1, WARM_UP_STEPS + steps + 1):
             started = time.perf_counter()
             float(strategy.train_step(batches, step).loss)
             seconds.append(time.perf_counter() - started)
-        _done(folder, config, {"seconds": seconds[WARM_UP_STEPS:]})
-        barrier()
+        write_end(folder, rank, seconds=seconds[WARM_UP_STEPS:])
 
 
-def _resolved(flags: list[str]) -> tuple[RunConfig, torch.device]:
-    options, problems = parse_arguments(flags)
-    config = resolve(options, topology=read_topology(), problems=problems)
+@contextlib.contextmanager
+def _opened(
+    flags: list[str], memory: contextlib.AbstractContextManager[Any]
+) -> Iterator[tuple[int, Strategy, Iterator[Batch]]]:
+    """This rank of a cell: its number, its strategy, which is built inside ``memory``, and its batches."""
+    config = config_of(flags)
     torch.manual_seed(config.options.seed)
-    return config, bring_up(config.device, local_rank=config.topology.local_rank, threads=config.threads_per_device)
-
-
-def _group(config: RunConfig, device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    return contextlib.nullcontext() if config.run_type == "baseline" else joined(config.topology, device)
+    device = bring_up(config.device, local_rank=config.topology.local_rank, threads=config.threads_per_device)
+    with contextlib.ExitStack() as held:
+        if config.run_type != "baseline":
+            held.enter_context(joined(config.topology, device))
+        held.enter_context(memory)
+        strategy = held.enter_context(contextlib.closing(build_strategy(config, device)))
+        batches = held.enter_context(contextlib.closing(training_batches(config, first_step=0)))
+        yield config.topology.rank, strategy, batches
+        barrier()
 
 
 def _cost(strategy: Strategy, batches: Iterator[Batch]) -> dict[str, Any]:
     """The ``cost`` block of a run's record, of the next step."""
-    found: list[dict[str, Any]] = []
+    costs: list[dict[str, Any]] = []
     step = MEASURED_STEP + 1
-    meter = TrafficMeter(lambda: strategy.state_tensors()._asdict(), last_step=step, report=found.append)
+    meter = TrafficMeter(lambda: strategy.state_tensors()._asdict(), last_step=step, report=costs.append)
     with meter.watch(step):
         strategy.train_step(batches, step)
-    return found[0]
+    return costs[0]
 
 
 def _witnessed(strategy: Strategy, batches: Iterator[Batch]) -> int:
@@ -366,13 +340,9 @@ def _witnessed(strategy: Strategy, batches: Iterator[Batch]) -> int:
     from torch.distributed._tools.mem_tracker import MemTracker  # noqa: PLC0415 - takes seconds
 
     tracker, state = MemTracker(), strategy.state_tensors()
-    found = {tensor.untyped_storage().data_ptr() for tensor in state.parameters}
+    weights = {tensor.untyped_storage().data_ptr() for tensor in state.parameters}
     others = [*state.optimizer, *state.master]
-    tracker.track_external(*[tensor for tensor in others if tensor.untyped_storage().data_ptr() not in found])
+    tracker.track_external(*[tensor for tensor in others if tensor.untyped_storage().data_ptr() not in weights])
     with tracker:
         strategy.train_step(batches, MEASURED_STEP + 2)
     return max(sizes["Total"] for sizes in tracker.get_tracker_snapshot("peak").values())
-
-
-def _done(folder: Path, config: RunConfig, facts: dict[str, Any]) -> None:
-    write_json_atomic(rank_file(folder, config.topology.rank), {"status": "done", "time": time.time(), **facts})

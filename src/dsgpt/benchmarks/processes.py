@@ -7,20 +7,28 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, BinaryIO, Self
 
+import psutil
+
+from dsgpt.benchmarks.launch import environment_for
 from dsgpt.common.errors import UserError
 from dsgpt.common.files import write_json_atomic
 from dsgpt.common.json_files import clipped_text, read_object
 from dsgpt.machine.launcher import launcher_command
+from dsgpt.model.config import SHAPE_FLAGS, GPT2Config
 from dsgpt.record.schema import RECORD_FILE
 
 LONGEST_ANSWER_SEC, ENDING_SEC = 3600, 60
 """For an answer of a process, and for its end; then it is killed."""
 MARK = "answer "
 """Stands before each answer. Other lines of the output are those of libraries."""
+
+
+LEAVE_SEC = 5.0
+"""Seconds between SIGTERM and SIGKILL for the processes of a training."""
 
 
 class WorkerEnded(UserError):
@@ -106,6 +114,39 @@ class LineWorker:
             self._process.wait()
 
 
+@contextlib.contextmanager
+def own_group(
+    command: Sequence[str], output: BinaryIO, *, cwd: Path, device: str
+) -> Iterator["subprocess.Popen[bytes]"]:
+    """The running command; at the end of the context none of its processes is left.
+
+    ``torchrun`` gives each worker a session of its own, so they are found by their parents.
+    """
+    process = subprocess.Popen(
+        command,
+        cwd=cwd,
+        env=environment_for(device),
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            family = [psutil.Process(process.pid)]
+            with contextlib.suppress(psutil.NoSuchProcess):
+                family += family[0].children(recursive=True)
+            for one in family:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    one.terminate()
+            for one in psutil.wait_procs(family, timeout=LEAVE_SEC)[1]:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    one.kill()
+            process.wait()
+
+
 def training_words(values: Mapping[str, object]) -> list[str]:
     """Flags of ``src/gpt2.py`` with their values; True is a switch."""
     return list(
@@ -113,6 +154,11 @@ def training_words(values: Mapping[str, object]) -> list[str]:
             [f"--{name}"] if value is True else [f"--{name}", str(value)] for name, value in values.items()
         )
     )
+
+
+def shape_values(config: GPT2Config) -> dict[str, object]:
+    """The flags of the shape of a model, for ``training_words``."""
+    return {name.removeprefix("--"): getattr(config, field) for field, name in SHAPE_FLAGS.items()}
 
 
 def train(values: Mapping[str, object], *, repository: Path, what: str) -> dict[str, Any]:

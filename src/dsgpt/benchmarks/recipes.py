@@ -4,11 +4,8 @@ Every training sees the same number of tokens of the demo's text, in the same or
 choice is made on one seed and shown on three others.
 """
 
-import json
 import math
 import os
-import subprocess
-import sys
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
@@ -16,8 +13,8 @@ from typing import Any
 
 from dsgpt.benchmarks.cells import prepare_demo
 from dsgpt.benchmarks.frame import Record, Suite, SuiteOptions, device_flag
+from dsgpt.benchmarks.processes import train
 from dsgpt.common.command_line import choice, flag
-from dsgpt.common.errors import UserError
 from dsgpt.common.files import write_json_atomic
 from dsgpt.common.text import machine_words, table
 
@@ -66,10 +63,6 @@ class Trial:
             },
             "gradient_clipping": 1.0,
         }
-
-    def as_dict(self) -> dict[str, Any]:
-        """The fields by name, for the record."""
-        return asdict(self)
 
     def name(self) -> str:
         """For a folder and a console line."""
@@ -155,33 +148,25 @@ def _section(size: str, record: Record) -> str:
     work, trials = record["searches"][size], [trial for trial in record["trials"] if trial["size"] == size]
     search = [trial for trial in trials if trial["stage"] in {"grid", "change"}]
     seeds, before = ([trial for trial in trials if trial["stage"] == stage] for stage in ("seed", "before"))
-    best = _chosen(search, seeds)
+    best, rows = _chosen(search, seeds), []
+    for trial in search:
+        loss = f"{trial['val_loss']:.4f}"
+        settings = [f"{trial[key]:g}" for key in _SETTINGS]
+        rows.append([*settings, trial["steps"], f"**{loss}**" if trial is best else loss])
+    header = ["batch", "lr", "warm-up", "beta2", "last rate", "decay", "steps", "validation loss"]
     text = f"""
 ## `{size}`, {work["tokens"]:,} tokens in sequences of {work["length"]}
 
-{_table(search, best)}
+{table(header, rows)}
 
 The first row is what `ds_configs/zero1.json` does in 200 steps. The bold one was chosen."""
-    return f"{text} On other seeds it ends at {_losses(seeds)}; the first row ends at {_losses(before)}."
-
-
-def _losses(trials: Sequence[dict[str, Any]]) -> str:
-    return ", ".join(f"{trial['val_loss']:.4f} (seed {trial['seed']})" for trial in trials)
+    ends = (", ".join(f"{one['val_loss']:.4f} (seed {one['seed']})" for one in some) for some in (seeds, before))
+    return f"{text} On other seeds it ends at {'; the first row ends at '.join(ends)}."
 
 
 def _chosen(search: Sequence[dict[str, Any]], seeds: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The training whose settings were repeated on other seeds."""
     return next(trial for trial in search if all(trial[key] == seeds[0][key] for key in _SETTINGS))
-
-
-def _table(trials: Sequence[dict[str, Any]], best: dict[str, Any]) -> str:
-    rows = []
-    for trial in trials:
-        loss = f"{trial['val_loss']:.4f}"
-        cells = [f"{trial[key]:g}" for key in _SETTINGS]
-        rows.append([*cells, trial["steps"], f"**{loss}**" if trial is best else loss])
-    header = ["batch", "lr", "warm-up", "beta2", "last rate", "decay", "steps", "validation loss"]
-    return table(header, rows)
 
 
 def summary_lines(record: Record) -> list[str]:
@@ -238,8 +223,8 @@ sizes: {", ".join(SEARCHES)}"""
 
     def results(self) -> Iterator[Result]:
         for search in self._searches:
-            found = yield from self._train_all(search, "grid", [SHIPPED_BEFORE, *search.grid()])
-            good = _best_with_margin(found)
+            grid = yield from self._train_all(search, "grid", [SHIPPED_BEFORE, *search.grid()])
+            good = _best_with_margin(grid)
             changed = yield from self._train_all(search, "change", search.changes_of(_settings(good)))
             yield from self._train_all(search, "seed", other_seeds(_settings(_best([good, *changed]))))
             yield from self._train_all(search, "before", other_seeds(SHIPPED_BEFORE))
@@ -270,20 +255,11 @@ sizes: {", ".join(SEARCHES)}"""
             "checkpoint_path": run_dir / "run",
             "seed": trial.seed,
             "device": self.options.device,
+            "no_inference": True,
         }
-        words = [word for name, value in values.items() for word in (f"--{name}", str(value))]
-        command = [sys.executable, str(self.repository / "src" / "gpt2.py"), *words, "--no_inference"]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise UserError(f"the training {trial.name()} failed: {done.stderr.strip()[-500:]}")
-        record = json.loads((run_dir / "run" / "training_metrics.json").read_text(encoding="utf-8"))
-        summary = record["summary"]
-        return {
-            "size": search.size,
-            **trial.as_dict(),
-            "steps": steps,
-            "val_loss": summary["final_val_loss"],
-        }
+        record = train(values, repository=self.repository, what=f"the training {trial.name()}")
+        val_loss = record["summary"]["final_val_loss"]
+        return {"size": search.size, **asdict(trial), "steps": steps, "val_loss": val_loss}
 
     def line(self, result: Result, *, count: str, left: str) -> str:
         settings = f"batch {result['batch']}, lr {result['lr']:g}, warm-up {result['warm_up']:g}"
@@ -317,4 +293,4 @@ def _best(results: Sequence[Result]) -> Result:
 
 
 def _settings(result: Result) -> Trial:
-    return Trial(**{key: result[key] for key in SHIPPED_BEFORE.as_dict()})
+    return Trial(**{key: result[key] for key in asdict(SHIPPED_BEFORE)})

@@ -30,6 +30,7 @@ from dsgpt.common.command_line import POSITIVE, flag
 from dsgpt.common.errors import UserError
 from dsgpt.common.json_files import clipped_text
 from dsgpt.common.text import machine_words, table
+from dsgpt.record.schema import percentile
 
 # A server in a process of its own, and its memory.
 
@@ -232,7 +233,12 @@ def serving_page(record: Record, *, source: str) -> str:
         source: the record's path, for the reader.
     """
     hardware, rounds = record["hardware"], record["rounds"]
-    lost, wrong = (sum(of(record, one) for one in rounds) for of in (_lost, _wrong))
+    lost = sum(_lost(record, one) for one in rounds)
+    unseen = sum(max(0, one["answered_by_the_servers_count"] - one["answered"]) for one in rounds)  # by the clients
+    wrong = unseen + sum(one["answered_twice"] + one["wrong_texts"] for one in rounds)
+    verdict = "Every request was answered once, with the text that it gets from an idle server."
+    if lost or wrong:
+        verdict = f"{lost} requests were lost; {wrong} were answered twice or with another text."
     grown = "unknown" if record["growth"] is None else f"{record['growth']:.3f} of the first one's"
     head = f"""# A server under {record["times"]} times its capacity
 
@@ -247,7 +253,7 @@ second: {record["requests"]} in each of {len(rounds)} rounds on the same server.
 times what it answered a second in any round. A refused client waits once to twice as long as `Retry-After`
 says, and asks again.
 
-**{_verdict(lost, wrong)}**
+**{verdict}**
 The peak memory of the last round is {grown}. After SIGTERM the server ended with {record["exit_code"]}. The clients
 share the machine with the server.
 
@@ -265,19 +271,6 @@ def _lost(record: Record, one: Record) -> int:
     """Requests of a round without an answer."""
     lost: int = record["requests"] - min(one["answered"], one["answered_by_the_servers_count"])
     return lost
-
-
-def _wrong(_: Record, one: Record) -> int:
-    """Requests of a round with a second answer or a wrong text, and answers that nobody got."""
-    more = max(0, one["answered_by_the_servers_count"] - one["answered"])
-    wrong: int = one["answered_twice"] + one["wrong_texts"] + more
-    return wrong
-
-
-def _verdict(lost: int, wrong: int) -> str:
-    if lost or wrong:
-        return f"{lost} requests were lost; {wrong} were answered twice or with another text."
-    return "Every request was answered once, with the text that it gets from an idle server."
 
 
 def summary_lines(record: Record) -> list[str]:
@@ -393,7 +386,8 @@ examples:
         return f"{count} {result['answered']} requests answered in {result['seconds']:.1f} s{left}"
 
     def record(self, results: Sequence[Round]) -> Record:
-        options, last = self.options, results[-1]["peak_rss_bytes"]
+        options, first, last = self.options, *(results[place]["peak_rss_bytes"] for place in (0, -1))
+        answered = max(self._capacity, *(result["answered"] / result["seconds"] for result in results))
         return {
             "checkpoint": options.checkpoint.as_posix(),
             "batch": BATCH,
@@ -404,33 +398,27 @@ examples:
             "seed": SEED,
             "capacity_per_sec": self._capacity,
             "rounds": [_round(result) for result in results],
-            "load": min(result["offered_per_sec"] for result in results) / self._most_per_sec(results),
-            "growth": last / first if (first := results[0]["peak_rss_bytes"]) else None,
+            "load": min(result["offered_per_sec"] for result in results) / answered,
+            "growth": last / first if first else None,
             "growth_bound": GROWTH_BOUND,
             "exit_code": self._exit_code,
         }
 
-    def _most_per_sec(self, results: Sequence[Round]) -> float:
-        """The most requests a second that the server answered, in the rounds or before."""
-        rates: list[float] = [result["answered"] / result["seconds"] for result in results]
-        return max(self._capacity, *rates)
-
     def failures(self, record: Record) -> list[str]:
-        found = []
+        lines = []
         for result in record["rounds"]:
-            lost = self.options.requests - min(result["answered"], result["answered_by_the_servers_count"])
-            more = result["answered_by_the_servers_count"] - result["answered"]
-            wrong = {"lost": lost, "answered twice": result["answered_twice"] + max(more, 0)}
+            unseen = max(0, result["answered_by_the_servers_count"] - result["answered"])  # by the clients
+            wrong = {"lost": _lost(record, result), "answered twice": result["answered_twice"] + unseen}
             wrong |= {"wrong texts": result["wrong_texts"], "sequences left": result["open_sequences"]}
-            found += [f"round {result['round']}: {number} {what}" for what, number in wrong.items() if number]
-            found += [f"round {result['round']}: {number} {what}" for what, number in result["failures"].items()]
+            wrong = {what: number for what, number in wrong.items() if number} | result["failures"]
+            lines += [f"round {result['round']}: {number} {what}" for what, number in wrong.items()]
         if record["load"] < self.options.times / 2:
-            found.append(f"the load was only {record['load']:.1f} times what the server answers: repeat it, idle")
+            lines.append(f"the load was only {record['load']:.1f} times what the server answers: repeat it, idle")
         if record["growth"] is None or record["growth"] > GROWTH_BOUND:
-            found.append("the memory grew from the first round to the last, or is unknown")
+            lines.append("the memory grew from the first round to the last, or is unknown")
         if record["exit_code"] != 0:
-            found.append(f"the server ended with {record['exit_code']}; None: it did not end")
-        return found
+            lines.append(f"the server ended with {record['exit_code']}; None: it did not end")
+        return lines
 
     def closing_lines(self, failures: Sequence[str]) -> list[str]:
         return [f"FAILED: {line}" for line in failures]
@@ -457,13 +445,8 @@ def round_of(requests: Sequence["Served"], *, alone: Sequence[str], known: Set[s
 def _round(result: Round) -> Round:
     """A round with percentiles of the answered requests in place of all requests."""
     requests = [one for one in result["requests"] if one["answers"]]
-    kept = {key: value for key, value in result.items() if key != "requests"}
+    summary = {key: value for key, value in result.items() if key != "requests"}
     for key in ("accepted_sec", "whole_sec"):
         values = [one[key] for one in requests]
-        kept[key] = {f"p{share}": _percentile(values, share) for share in (50, 95, 99)} if values else None
-    return kept | {"refusals": sum(one["refusals"] for one in result["requests"])}
-
-
-def _percentile(values: Sequence[float], share: int) -> float:
-    """The smallest value that at least ``share`` percent of ``values`` do not exceed."""
-    return sorted(values)[max(0, -(-share * len(values) // 100) - 1)]
+        summary[key] = {f"p{share}": percentile(values, share / 100) for share in (50, 95, 99)} if values else None
+    return summary | {"refusals": sum(one["refusals"] for one in result["requests"])}

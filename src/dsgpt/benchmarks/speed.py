@@ -59,16 +59,6 @@ class Shape(cells.Shape):
     positions: int = 1024
     """Of which the first ``length`` are used."""
 
-    def model(self) -> GPT2Config:
-        """The model."""
-        return GPT2Config(
-            n_layer=self.n_layer,
-            n_head=self.n_head,
-            n_embd=self.n_embd,
-            block_size=self.positions,
-            vocab_size=self.vocab_size,
-        )
-
     def products(self) -> dict[str, tuple[int, int, int]]:
         """The matrix products of a forward pass: outputs and inputs of a token, and how many there are."""
         wide = self.n_embd
@@ -115,6 +105,11 @@ class StepSetup:
     def tokens(self) -> int:
         """Tokens of a step of one rank."""
         return self.batch * self.shape.length
+
+    @property
+    def model(self) -> GPT2Config:
+        """The model."""
+        return self.shape.config(self.shape.positions)
 
     @property
     def title(self) -> str:
@@ -322,7 +317,7 @@ def measure_row(row: Row, *, rounds: int, tokens: Path, folder: Path, peers: Map
             }
             for entry in row.entries
         ],
-        "flops_per_token": row.work.shape.model().flops_per_token(row.work.shape.length),
+        "flops_per_token": row.work.model.flops_per_token(row.work.shape.length),
         **_compared(row, speeds),
     }
 

@@ -1,43 +1,278 @@
-"""``benchmark.py run`` and ``compare``: what a setting costs, the same training under many, in turns.
+"""``benchmark.py run``: what a setting costs, the same training under many, in turns.
 
 Every turn is a training of its own under the launcher that users use. Its result is on disk before the next turn
 starts, so the same command continues an interrupted sweep.
 """
 
 import hashlib
+import json
+import random
+import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 from dsgpt.benchmarks import frame
+from dsgpt.benchmarks.cells import prepare_demo
+from dsgpt.benchmarks.processes import own_group, training_words
 from dsgpt.benchmarks.sweep_cells import (
     SUITES,
     Cell,
-    Suite,
+    ComparisonPlan,
     built_in,
+    comparable,
+    judge_turns,
     planned_work,
     read_description,
     require_equal_work,
     value_of,
 )
 from dsgpt.benchmarks.sweep_page import summary_lines, sweep_page
-from dsgpt.benchmarks.sweep_turns import PlannedTurn, TurnStore, ordered_turns
 from dsgpt.common.command_line import COUNT, NUMBER, POSITIVE, Unfit, choice, flag, switch, value, whole
-from dsgpt.common.errors import UserError, did_you_mean
-from dsgpt.common.files import sha256_of
+from dsgpt.common.errors import EXIT_USER_ERROR, UserError, did_you_mean, is_number
+from dsgpt.common.files import sha256_of, write_json_atomic
+from dsgpt.common.json_files import JsonError, clipped_text, read_as, read_object
 from dsgpt.machine.launcher import launcher_command
 from dsgpt.model.config import PRESETS
-from dsgpt.record.suites import SCHEMA_VERSION, SWEEP_FILE, State, Turn
+from dsgpt.record.runs import Curve, read_run, read_step_curves
+from dsgpt.record.schema import RECORD_FILE, STEPS_FILE, Fields
+from dsgpt.record.suites import SCHEMA_VERSION, SWEEP_FILE, Compared, Comparison, Spread, State, SweepCell, Turn
+
+# Runs one training with the launcher that users use, ends it after a limit, and says how it ended.
+
+LONGEST_LINE = 300
+_TAIL_BYTES = 1 << 20
+_OUT_OF_MEMORY = re.compile(
+    r"out of memory|OutOfMemoryError|\bMemoryError\b|can't allocate memory|annot allocate memory"
+)
+_EXIT_CODE = re.compile(r"^\s*exitcode\s*:\s*(-?\d+)", flags=re.MULTILINE)
+"""In the report of ``torchrun``, which itself ends with 1 after every failure."""
+_ERROR = re.compile(r"^(?:\[\w+\]:)?error: (.*)$")
+_EXCEPTION = re.compile(r"^(?:\[\w+\]:)?(?:\w+\.)*\w*(?:Error|Exception|Interrupt)\b")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ending:
+    """How a training ended."""
+
+    state: State
+    message: str | None
+    """The last line of its log that names an error; None if it is done."""
+    seconds: float
+
+
+def train(command: Sequence[str], *, log: Path, limit_sec: float, cwd: Path, device: str) -> Ending:
+    """Run ``command`` in a process group of its own, with its output in ``log``.
+
+    Args:
+        command: launcher, script and flags.
+        log: the file to write.
+        limit_sec: seconds after which all its processes are ended.
+        cwd: where it runs.
+        device: ``cpu`` or ``cuda``; on a CPU, DeepSpeed's launcher is told not to look for GPUs.
+    """
+    started = time.perf_counter()
+    with log.open("wb") as output, own_group(command, output, cwd=cwd, device=device) as process:
+        try:
+            code: int | None = process.wait(timeout=limit_sec)
+        except subprocess.TimeoutExpired:
+            code = None
+    seconds = time.perf_counter() - started
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - _TAIL_BYTES))
+        text = file.read().decode("utf-8", errors="replace")
+    if code is None:
+        last = clipped_text((text.strip() or "it printed nothing").splitlines()[-1], width=LONGEST_LINE)
+        late = f"did not end within {limit_sec:g} s; its last line: {last}"
+        return Ending(state=State.TIMED_OUT, message=late, seconds=seconds)
+    state, message = ended_with(code, text)
+    return Ending(state=state, message=message, seconds=seconds)
+
+
+def ended_with(code: int, text: str) -> tuple[State, str | None]:
+    """What the exit code of the command and the end of its output say, and the line that says best why.
+
+    That is a line about memory, this program's error, an exception, or the last; None if the training is done.
+    """
+    if code == 0:
+        return State.DONE, None
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    memory = [line for line in lines if _OUT_OF_MEMORY.search(line)]
+    own = [error[1] for line in lines if (error := _ERROR.match(line))]
+    exceptions = [line for line in lines if _EXCEPTION.match(line)]
+    reported = _EXIT_CODE.findall(text)
+    refused = (int(reported[-1]) if reported else code) == EXIT_USER_ERROR
+    state = State.OUT_OF_MEMORY if memory else State.REFUSED if refused else State.FAILED
+    if own and not memory:
+        return state, clipped_text(own[-1], width=LONGEST_LINE)
+    if code == -signal.SIGKILL and not memory:
+        return state, "was killed with SIGKILL, as the system does when memory runs out"
+    best = next((some[-1] for some in (memory, exceptions, lines) if some), "it printed nothing")
+    return state, clipped_text(f"exit code {code}: {best}", width=LONGEST_LINE)
+
+
+# The turns, their figures, those of a cell over its turns, and those of a comparison.
+
+SEC_PER_HOUR = 3600
+PLAN_FILE, RESULT_FILE = "plan.json", "result.json"
+RUN = "run"
+"""The run folder of a turn, below the turn's."""
+
+Losses = Mapping[float, float]
+"""Training loss by step, nats per token."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedTurn:
+    """A cell's training in one repeat."""
+
+    cell: Cell
+    repeat: int
+    """From 1."""
+    place: int
+    """In the order of all turns, from 1."""
+
+
+def ordered_turns(cells: Sequence[Cell], *, repeats: int, seed: int) -> list[PlannedTurn]:
+    """Every cell once in each repeat, each repeat in an order of its own that ``seed`` draws.
+
+    Load that comes and goes then meets all cells, and more repeats continue the same order.
+    """
+    turns: list[PlannedTurn] = []
+    for repeat in range(1, repeats + 1):
+        shuffled = list(cells)
+        random.Random(f"{seed}, repeat {repeat}").shuffle(shuffled)
+        turns += [
+            PlannedTurn(cell=cell, repeat=repeat, place=place)
+            for place, cell in enumerate(shuffled, start=len(turns) + 1)
+        ]
+    return turns
+
+
+def turn_of(planned: PlannedTurn, ending: Ending, folder: Path) -> Turn:
+    """The result of a turn that ran in the run folder ``folder``."""
+    turn = Turn(
+        cell=planned.cell.name,
+        repeat=planned.repeat,
+        place=planned.place,
+        seconds=round(ending.seconds, 3),
+        state=ending.state,
+        message=ending.message,
+    )
+    if ending.state != State.DONE:
+        return turn
+    try:
+        run, record = read_run(folder, name=planned.cell.name), Fields(read_object(folder / RECORD_FILE), notes=[])
+    except (UserError, JsonError) as error:
+        return replace(turn, state=State.FAILED, message=f"its record cannot be read: {error}")
+    by_rank = record.section("cost").section("model_state_bytes_per_rank").raw("total_by_rank")
+    return replace(
+        turn,
+        train_time_sec=run.train_time,
+        tokens_per_sec=run.tokens_per_sec,
+        peak_memory_bytes_rank0=run.host_memory if run.gpu_memory is None else run.gpu_memory,
+        model_state_bytes_by_rank=list(map(float, by_rank))
+        if isinstance(by_rank, list) and all(map(is_number, by_rank))
+        else None,
+        sent_bytes_per_step=run.sent_bytes_per_step,
+        communication_share=run.communication_share,
+        joules=record.section("summary").section("gpu_use").number("energy_joules"),
+        final_loss=run.final_train_loss,
+        final_val_loss=run.final_val_loss,
+        footprint=run.footprint,
+        work=dict(run.work),
+    )
+
+
+def cell_of(cell: Cell, turns: Sequence[Turn], *, price: float | None) -> SweepCell:
+    """A cell with its turns and figures; ``price`` is of a device hour."""
+    done = [turn for turn in turns if turn.state == State.DONE]
+    first = done[0] if done else None
+
+    def over(figure: Callable[[Turn], float | None], *, scale: float = 1.0) -> Spread | None:
+        return spread([value * scale for turn in done if (value := figure(turn)) is not None])
+
+    # Of a target, the turns that reached it would be only those that were lucky.
+    all_reached = all(turn.time_to_target_sec is not None for turn in done)
+    return SweepCell(
+        name=cell.name,
+        devices=cell.devices,
+        launcher=cell.launcher,
+        flags=list(cell.flags),
+        turns=list(turns),
+        tokens_per_sec=over(lambda turn: turn.tokens_per_sec),
+        tokens_per_sec_per_device=over(lambda turn: turn.tokens_per_sec, scale=1 / cell.devices),
+        peak_memory_bytes_rank0=over(lambda turn: turn.peak_memory_bytes_rank0),
+        model_state_bytes_by_rank=first.model_state_bytes_by_rank if first else None,
+        sent_bytes_per_step=first.sent_bytes_per_step if first else None,
+        communication_share=over(lambda turn: turn.communication_share),
+        joules=over(lambda turn: turn.joules),
+        final_loss=first.final_loss if first else None,
+        time_to_target_sec=over(lambda turn: turn.time_to_target_sec) if all_reached else None,
+        cost=None
+        if price is None
+        else over(lambda turn: turn.train_time_sec, scale=cell.devices * price / SEC_PER_HOUR),
+    )
+
+
+def spread(values: Sequence[float]) -> Spread | None:
+    """Median, smallest and largest; None for no value."""
+    return Spread(**frame.span(list(map(float, values)))) if values else None
+
+
+def compared(
+    plan: ComparisonPlan, base: SweepCell, cell: SweepCell, *, losses: Mapping[tuple[str, int], Losses]
+) -> Compared:
+    """A cell of a comparison beside its baseline, judged by the records of their turns.
+
+    Args:
+        plan: what is compared.
+        base: the baseline.
+        cell: the other cell.
+        losses: of the turns that are done, by cell and repeat.
+    """
+    ours, theirs = cell.done(), base.done()
+    if not ours or not theirs:
+        missing = cell.name if not ours else base.name
+        return Compared(cell=cell.name, same_work=f"same work: unknown ({missing} has no result)", comparable=False)
+    verdict = judge_turns((turn.cell, turn) for turn in (*theirs.values(), *ours.values()))
+    if not comparable(verdict, plan.kind):
+        return Compared(cell=cell.name, same_work=verdict.line(), comparable=False)
+    shared = [repeat for repeat in theirs if repeat in ours]
+    speeds = [(ours[repeat].tokens_per_sec, theirs[repeat].tokens_per_sec) for repeat in shared]
+    speed_up = spread([one / other for one, other in speeds if one is not None and other])
+    one = Compared(
+        cell=cell.name,
+        same_work=verdict.line(),
+        comparable=True,
+        speed_up=speed_up,
+        efficiency=None if speed_up is None else speed_up.median * base.devices / cell.devices,
+    )
+    if plan.kind != "same training":
+        return one
+    pairs = [(losses.get((cell.name, repeat), {}), losses.get((base.name, repeat), {})) for repeat in shared]
+    final = (cell.final_loss, base.final_loss)
+    same_steps = all(mine and mine.keys() == others.keys() for mine, others in pairs)
+    distances = [abs(mine[step] - others[step]) for mine, others in pairs for step in mine] if same_steps else []
+    return replace(
+        one,
+        loss_difference=None if final[0] is None or final[1] is None else final[0] - final[1],
+        largest_loss_difference=max(distances, default=None),
+    )
+
+
+# The suite.
 
 DEVICES, REPEATS, LIMIT_SEC, SEED = (1, 2), 3, 900, 1337
 MODEL_SIZE, STEPS, SEQ_LENGTH, VAL_STEPS = "demo", 30, 128, 2
 TRAIN_DATA, RECIPE = "--train_data_path", "--deepspeed_config"
 PARTS = ("train", "validation")
-RUN = "run"
-"""The run folder of a turn, below the turn's."""
 PACKAGE = Path(__file__).parents[2]
 
 
@@ -104,17 +339,6 @@ examples:
     allow_unequal: bool = switch("compare tokens per second although the work is not the same")
 
 
-def read_suite(suite: str, devices: Sequence[int] | None) -> Suite:
-    """The suite of that name or in that file.
-
-    Raises:
-        UserError: the file or something in it is wrong, or the numbers of devices do not fit.
-    """
-    if suite in SUITES:
-        return built_in(suite, devices=devices or DEVICES)
-    return read_description(Path(suite), devices=devices)
-
-
 class SweepSuite(frame.Suite[SweepOptions, Turn]):
     """Trains what is left of a sweep, and compares its cells."""
 
@@ -137,9 +361,11 @@ suites: {", ".join(SUITES)}"""
         if options.suite is None:
             raise UserError(f"--suite is missing: name {', '.join(SUITES)} or a .json file")
         super().__init__(replace(options, output=options.output or default_output(options.suite)), repository)
-        self._suite = read_suite(options.suite, options.devices)
-        self._turns = ordered_turns(self._suite.cells, repeats=options.repeats, seed=options.seed)
-        self._store = TurnStore(self.options.output.parent.resolve() / "work")
+        if options.suite in SUITES:
+            self._plan = built_in(options.suite, devices=options.devices or DEVICES)
+        else:
+            self._plan = read_description(Path(options.suite), devices=options.devices)
+        self._turns = ordered_turns(self._plan.cells, repeats=options.repeats, seed=options.seed)
         self._data: Path | None = None
 
     def plan(self) -> int:
@@ -147,60 +373,105 @@ suites: {", ".join(SUITES)}"""
 
     def work_folder(self, held: ExitStack) -> Path:  # noqa: ARG002 - it stays
         """Beside the record, so that the next command finds the turns of this one."""
-        return self._store.folder
+        return self.options.output.parent.resolve() / "work"
 
     def begin(self) -> None:
         """Prepare the text, and refuse a suite whose cells do not do the same work."""
-        plan = self._fingerprint()
-        self._store.require(plan)
-        if any(value_of(cell.flags, TRAIN_DATA) is None for cell in self._suite.cells):
-            from dsgpt.benchmarks.cells import prepare_demo  # noqa: PLC0415 - numpy takes its time
-
+        fingerprint = self._fingerprint()
+        self._require(fingerprint)
+        cells = self._plan.cells
+        if any(value_of(cell.flags, TRAIN_DATA) is None for cell in cells):
             self._data = prepare_demo(self.repository, self.folder / "data")
-        flags = {cell.name: self._flags(cell, self.folder / "planned") for cell in self._suite.cells}
         works = {
-            cell.name: planned_work(cell, flags[cell.name], repository=self.repository) for cell in self._suite.cells
+            cell.name: planned_work(cell, self._flags(cell, self.folder / "planned"), repository=self.repository)
+            for cell in cells
         }
-        require_equal_work(self._suite, works)
-        plan["data"] = {
+        require_equal_work(self._plan, works)
+        fingerprint["data"] = {
             name: [work[f"{part} data"] for part in PARTS] if work else None for name, work in works.items()
         }
-        self._store.require(plan)
-        self._store.begin(plan)
-        left = len(list(self._store.left(self._turns)))
-        if left < len(self._turns):
-            done = len(self._turns) - left
-            self.console.say(f"{done} of {len(self._turns)} turns have results from before; {left} left")
+        self._require(fingerprint)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_json_atomic(self.folder / PLAN_FILE, fingerprint)
+        if done := sum(self._result(planned) is not None for planned in self._turns):
+            count = len(self._turns)
+            self.console.say(f"{done} of {count} turns have results from before; {count - done} left")
+
+    def _fingerprint(self) -> dict[str, Any]:
+        """What must be equal for turns of two commands to be one sweep. More repeats may be added."""
+        options = self.options
+        head = frame.record_head(SCHEMA_VERSION, device=options.device)
+        sources = "".join(sha256_of(file) for file in sorted(PACKAGE.rglob("*.py")))
+        named = {value_of(cell.flags, RECIPE) for cell in self._plan.cells} - {None}
+        recipes = {str(name): self.repository / str(name) for name in named}
+        fingerprint = {
+            "suite": asdict(self._plan),
+            "settings": [
+                *(options.model_size, options.steps, options.seq_length, options.device, options.profile_comm),
+            ],
+            "seed": options.seed,
+            "limit": options.limit,
+            "recipes": {name: sha256_of(file) if file.is_file() else "" for name, file in sorted(recipes.items())},
+            "sources": hashlib.sha256(sources.encode()).hexdigest(),
+            "software": head["env"],
+            "machine": head["hardware"],
+        }
+        as_read: dict[str, Any] = json.loads(json.dumps(fingerprint))
+        return as_read
+
+    def _require(self, fingerprint: Mapping[str, Any]) -> None:
+        """Refuse a folder with turns of another sweep; it need not exist.
+
+        Raises:
+            UserError: the folder holds the turns of another sweep.
+        """
+        file = self.folder / PLAN_FILE
+        if not file.exists():
+            return
+        try:
+            earlier = read_object(file)
+        except JsonError as error:
+            raise UserError(f"{file}: cannot be read: {error}; remove {self.folder} to start anew") from error
+        if changed := [key for key in fingerprint if fingerprint[key] != earlier.get(key)]:
+            raise UserError(
+                f"{self.folder}: holds turns of a sweep with other {', '.join(changed)}, which cannot be compared with "
+                "new ones: give another --output, or remove the folder to start anew"
+            )
+
+    def _folder(self, planned: PlannedTurn) -> Path:
+        return self.folder / "turns" / str(planned.repeat) / planned.cell.folder
+
+    def _result(self, planned: PlannedTurn) -> Turn | None:
+        """The result of a turn that has ended; None if it has not.
+
+        Raises:
+            UserError: its file cannot be read.
+        """
+        file = self._folder(planned) / RESULT_FILE
+        if not file.exists():
+            return None
+        try:
+            return read_as(file, Turn)
+        except JsonError as error:
+            raise UserError(f"{file}: cannot be read as a turn: {error}; remove it to repeat the turn") from error
+
+    def _training_curve(self, planned: PlannedTurn) -> Curve:
+        return read_step_curves(self._folder(planned) / RUN / STEPS_FILE, [])[0]
 
     def results(self) -> Iterator[Turn]:
         for planned in self._turns:
-            turn = self._store.result(planned)
-            if turn is None:
-                turn = self._train(planned)
-                self._store.keep(planned, turn)
-            yield self._with_time_to_target(turn, planned)
-
-    def _with_time_to_target(self, turn: Turn, planned: PlannedTurn) -> Turn:
-        """The turn with a figure that is read again, because the target is not a setting of the training."""
-        from dsgpt.benchmarks.sweep_turns import time_to_loss  # noqa: PLC0415
-
-        target = self.options.target_loss
-        if target is None or turn.state != State.DONE:
-            return turn
-        return replace(turn, time_to_target_sec=time_to_loss(self._run_dir(planned), target))
-
-    def _run_dir(self, planned: PlannedTurn) -> Path:
-        return self._store.folder / planned.folder / RUN
+            turn, target = self._result(planned) or self._train(planned), self.options.target_loss
+            if target is not None and turn.state == State.DONE:  # read again: the target is no setting of the training
+                points = self._training_curve(planned).points
+                reached = next((point.time for point in points if point.loss <= target), None)
+                turn = replace(turn, time_to_target_sec=reached)
+            yield turn
 
     def _train(self, planned: PlannedTurn) -> Turn:
-        from dsgpt.benchmarks.sweep_turns import (  # noqa: PLC0415
-            train,
-            turn_of,
-        )
-
-        folder, cell = self._store.folder / planned.folder, planned.cell
+        """Train, and keep the result."""
+        folder, cell = self._folder(planned), planned.cell
         shutil.rmtree(folder, ignore_errors=True)  # what an interrupted turn left
-        run_dir = self._run_dir(planned)
+        run_dir = folder / RUN
         folder.mkdir(parents=True)
         script = str(self.repository / "src" / "gpt2.py")
         ending = train(
@@ -213,6 +484,7 @@ suites: {", ".join(SUITES)}"""
         turn = turn_of(planned, ending, run_dir)
         for checkpoint in run_dir.glob("step-*"):
             shutil.rmtree(checkpoint)  # twelve bytes per parameter, which nothing here reads
+        write_json_atomic(folder / RESULT_FILE, asdict(turn))
         return turn
 
     def _flags(self, cell: Cell, run_dir: Path) -> list[str]:
@@ -226,35 +498,11 @@ suites: {", ".join(SUITES)}"""
             "save_every": 0,
             "device": options.device,
             "profile_comm": options.profile_comm,
+            "no_inference": True,
         }
         if self._data is not None:
             values |= {"train_data_path": self._data / "train.bin", "val_data_path": self._data / "val.bin"}
-        words = [word for name, value in values.items() for word in (f"--{name}", str(value))]
-        return [*words, "--no_inference", *cell.flags, "--checkpoint_path", str(run_dir)]
-
-    def _fingerprint(self) -> dict[str, Any]:
-        """What must be equal for turns of two commands to be one sweep. More repeats may be added."""
-        options = self.options
-        head = frame.record_head(SCHEMA_VERSION, device=options.device)
-        sources = "".join(sha256_of(file) for file in sorted(PACKAGE.rglob("*.py")))
-        return {
-            "suite": self._suite.as_dict(),
-            "settings": [
-                *(options.model_size, options.steps, options.seq_length, options.device, options.profile_comm),
-            ],
-            "seed": options.seed,
-            "limit": options.limit,
-            "recipes": self._recipes(),
-            "sources": hashlib.sha256(sources.encode()).hexdigest(),
-            "software": head["env"],
-            "machine": head["hardware"],
-        }
-
-    def _recipes(self) -> dict[str, str]:
-        """The sha256 of every recipe that a cell names; empty for one that is missing."""
-        named = {value_of(cell.flags, RECIPE) for cell in self._suite.cells} - {None}
-        files = {str(name): self.repository / str(name) for name in named}
-        return {name: sha256_of(file) if file.is_file() else "" for name, file in sorted(files.items())}
+        return [*training_words(values), *cell.flags, "--checkpoint_path", str(run_dir)]
 
     def line(self, result: Turn, *, count: str, left: str) -> str:
         speed = "" if result.tokens_per_sec is None else f", {result.tokens_per_sec:,.0f} tokens per second"
@@ -262,27 +510,35 @@ suites: {", ".join(SUITES)}"""
         return f"{count} repeat {result.repeat}, {result.cell}: {result.state}{why}{speed}{left}"
 
     def record(self, results: Sequence[Turn]) -> frame.Record:
-        """The sweep as ``reports.sweeps`` reads it."""
-        from dsgpt.benchmarks.sweep_turns import cell_of, comparison_of, losses_of  # noqa: PLC0415
-
+        """The sweep as ``record.sweeps`` reads it."""
         options = self.options
-        turns: Mapping[str, list[Turn]] = {
-            cell.name: [turn for turn in results if turn.cell == cell.name] for cell in self._suite.cells
+        cells = {
+            cell.name: cell_of(cell, [turn for turn in results if turn.cell == cell.name], price=options.price)
+            for cell in self._plan.cells
         }
-        cells = [cell_of(cell, turns[cell.name], price=options.price) for cell in self._suite.cells]
-        losses = {(planned.cell.name, planned.repeat): losses_of(self._run_dir(planned)) for planned in self._turns}
-        comparisons = [comparison_of(plan, cells, losses=losses) for plan in self._suite.comparisons]
+        losses = {
+            (planned.cell.name, planned.repeat): self._training_curve(planned).at_steps() for planned in self._turns
+        }
+        comparisons = [
+            Comparison(
+                name=plan.name,
+                kind=plan.kind,
+                baseline=plan.baseline,
+                cells=[compared(plan, cells[plan.baseline], cells[name], losses=losses) for name in plan.cells],
+            )
+            for plan in self._plan.comparisons
+        ]
         return {
-            "suite": self._suite.name,
+            "suite": self._plan.name,
             "seed": options.seed,
             "repeats": options.repeats,
             "limit_sec": options.limit,
             "target_loss": options.target_loss,
             "price_per_device_hour": options.price,
             "seconds": round(sum(turn.seconds for turn in results), 1),
-            "cells": [asdict(cell) for cell in cells],
+            "cells": [asdict(cell) for cell in cells.values()],
             "comparisons": [asdict(comparison) for comparison in comparisons],
         }
 
     def closing_lines(self, failures: Sequence[str]) -> list[str]:  # noqa: ARG002
-        return [f"turns and logs: {self._store.folder}"]
+        return [f"turns and logs: {self.folder}"]

@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -70,7 +70,7 @@ class ComparisonPlan:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Suite:
+class SweepPlan:
     """What a sweep trains."""
 
     name: str
@@ -80,14 +80,6 @@ class Suite:
     def cell(self, name: str) -> Cell:
         """The cell of that name."""
         return next(cell for cell in self.cells if cell.name == name)
-
-    def as_dict(self) -> dict[str, Any]:
-        """All of it, as JSON can hold it."""
-        return {
-            "name": self.name,
-            "cells": [asdict(cell) | {"flags": list(cell.flags)} for cell in self.cells],
-            "comparisons": [asdict(one) | {"cells": list(one.cells)} for one in self.comparisons],
-        }
 
 
 def value_of(flags: Sequence[str], flag: str) -> str | None:
@@ -168,64 +160,10 @@ def _strong(cells: Sequence[Cell], *, name: str = "strong scaling", baseline: st
     return ComparisonPlan(name=name, kind="same training", baseline=baseline, cells=others)
 
 
-def _scaling(devices: Sequence[int]) -> Suite:
-    names = ("baseline", "ddp", "zero1")
-    strong = _cells(names, devices)
-    weak = [
-        _cell(name, count, "--global_batch_size", str(BATCH * count), suffix=f", batch {BATCH * count}")
-        for count in devices
-        if count > 1
-        for name in names[1:]
-    ]
-    grown = ComparisonPlan(
-        name="weak scaling", kind="weak scaling", baseline=BASELINE, cells=tuple(cell.name for cell in weak)
-    )
-    return Suite(name="scaling", cells=(*strong, *weak), comparisons=(_strong(strong), *([grown] if weak else [])))
+SUITES = ("scaling", "strategies", "precision", "memory")
 
 
-def _strategies(devices: Sequence[int]) -> Suite:
-    cells = _cells(tuple(STRATEGIES), devices)
-    return Suite(name="strategies", cells=tuple(cells), comparisons=(_strong(cells, name="strategies"),))
-
-
-def _precision(devices: Sequence[int]) -> Suite:
-    cells: list[Cell] = []
-    comparisons = []
-    for kind in ("fp32", "bf16"):
-        of_kind = _cells(("baseline", "ddp", "zero1", "zero3"), devices, "--precision", kind, suffix=f", {kind}")
-        comparisons.append(_strong(of_kind, name=f"strategies in {kind}", baseline=f"{BASELINE}, {kind}"))
-        cells += of_kind
-    comparisons += [
-        ComparisonPlan(
-            name=f"bf16 beside fp32: {cell.name.removesuffix(', fp32')}",
-            kind="precisions",
-            baseline=cell.name,
-            cells=(cell.name.replace("fp32", "bf16"),),
-        )
-        for cell in cells
-        if cell.name.endswith("fp32")
-    ]
-    return Suite(name="precision", cells=tuple(cells), comparisons=tuple(comparisons))
-
-
-def _memory(devices: Sequence[int]) -> Suite:
-    names = ("baseline", "ddp", "fsdp", "zero0", "zero1", "zero2", "zero3")
-    plain = _cells(names, devices)
-    checkpointed = _cells(names, devices, *CHECKPOINTED, suffix=", checkpointed")
-    cells = [cell for pair in zip(plain, checkpointed, strict=True) for cell in pair]
-    return Suite(name="memory", cells=tuple(cells), comparisons=(_strong(cells, name="memory"),))
-
-
-_MAKERS: dict[str, Callable[[Sequence[int]], Suite]] = {
-    "scaling": _scaling,
-    "strategies": _strategies,
-    "precision": _precision,
-    "memory": _memory,
-}
-SUITES = tuple(_MAKERS)
-
-
-def built_in(name: str, *, devices: Sequence[int]) -> Suite:
+def built_in(name: str, *, devices: Sequence[int]) -> SweepPlan:
     """The suite ``name``, one of ``SUITES``, on each number of ``devices``; the baseline always has one.
 
     Raises:
@@ -234,15 +172,54 @@ def built_in(name: str, *, devices: Sequence[int]) -> Suite:
     wrong = [str(count) for count in devices if BATCH % count]
     if wrong:
         raise UserError(f"--devices {','.join(wrong)}: must divide the global batch of {BATCH} sequences")
-    return _MAKERS[name](sorted(set(devices)))
+    cells: list[Cell] = []
+    comparisons: list[ComparisonPlan] = []
+    if name == "scaling":
+        names = ("baseline", "ddp", "zero1")
+        cells = _cells(names, devices)
+        comparisons = [_strong(cells)]
+        weak = [
+            _cell(strategy, count, "--global_batch_size", str(BATCH * count), suffix=f", batch {BATCH * count}")
+            for count in sorted(set(devices) - {1})
+            for strategy in names[1:]
+        ]
+        if weak:
+            grown = tuple(cell.name for cell in weak)
+            comparisons.append(ComparisonPlan(name="weak scaling", kind="weak scaling", baseline=BASELINE, cells=grown))
+        cells += weak
+    elif name == "strategies":
+        cells = _cells(tuple(STRATEGIES), devices)
+        comparisons = [_strong(cells, name=name)]
+    elif name == "precision":
+        for kind in ("fp32", "bf16"):
+            of_kind = _cells(("baseline", "ddp", "zero1", "zero3"), devices, "--precision", kind, suffix=f", {kind}")
+            comparisons.append(_strong(of_kind, name=f"strategies in {kind}", baseline=f"{BASELINE}, {kind}"))
+            cells += of_kind
+        comparisons += [
+            ComparisonPlan(
+                name=f"bf16 beside fp32: {cell.name.removesuffix(', fp32')}",
+                kind="precisions",
+                baseline=cell.name,
+                cells=(cell.name.replace("fp32", "bf16"),),
+            )
+            for cell in cells
+            if cell.name.endswith("fp32")
+        ]
+    else:
+        every = ("baseline", "ddp", "fsdp", "zero0", "zero1", "zero2", "zero3")
+        checkpointed = _cells(every, devices, *CHECKPOINTED, suffix=", checkpointed")
+        cells = [cell for pair in zip(_cells(every, devices), checkpointed, strict=True) for cell in pair]
+        comparisons = [_strong(cells, name=name)]
+    return SweepPlan(name=name, cells=tuple(cells), comparisons=tuple(comparisons))
 
 
 # Whether cells that are compared will do the same work: judged before anything runs, by the facts of a record.
 
-Work = Mapping[str, Any]
+Facts = Mapping[str, Any]
+"""Of the work of a training, by the names of ``dsgpt.config.options``."""
 
 
-def planned_work(cell: Cell, flags: Sequence[str], *, repository: Path) -> Work | None:
+def planned_work(cell: Cell, flags: Sequence[str], *, repository: Path) -> Facts | None:
     """What a cell would compute; None if this program would refuse it, which the sweep then records.
 
     Args:
@@ -281,7 +258,7 @@ def planned_work(cell: Cell, flags: Sequence[str], *, repository: Path) -> Work 
     return read_work(Fields(record, notes=[]), steps=steps, tokens=steps * config.tokens_per_step)
 
 
-def require_equal_work(suite: Suite, works: Mapping[str, Work | None]) -> None:
+def require_equal_work(suite: SweepPlan, works: Mapping[str, Facts | None]) -> None:
     """Refuse a suite that would compare different work.
 
     Args:
@@ -301,7 +278,7 @@ def require_equal_work(suite: Suite, works: Mapping[str, Work | None]) -> None:
     problems.raise_if_any()
 
 
-def _unequal(suite: Suite, plan: ComparisonPlan, name: str, *, base: Work, work: Work) -> str:
+def _unequal(suite: SweepPlan, plan: ComparisonPlan, name: str, *, base: Facts, work: Facts) -> str:
     """Why the cell may not be compared; empty if it may."""
     verdict = judge([Worked(plan.baseline, base), Worked(name, work)])
     if not comparable(verdict, plan.kind):
@@ -341,7 +318,7 @@ _OWN = ("--checkpoint_path", "--device", "--resume", "--overwrite", "--dry_run")
 """Flags that the sweep sets itself."""
 
 
-def read_description(file: Path, *, devices: Sequence[int] | None) -> Suite:
+def read_description(file: Path, *, devices: Sequence[int] | None) -> SweepPlan:
     """The suite that ``file`` describes.
 
     Args:
@@ -361,82 +338,86 @@ def read_description(file: Path, *, devices: Sequence[int] | None) -> Suite:
     return suite if devices is None else _only_on(suite, devices, file=file)
 
 
-def _only_on(suite: Suite, devices: Sequence[int], *, file: Path) -> Suite:
+def _only_on(suite: SweepPlan, devices: Sequence[int], *, file: Path) -> SweepPlan:
     """The suite without cells on other numbers of devices.
 
     Raises:
         UserError: a comparison would lose its baseline, or nothing is left.
     """
     cells = tuple(cell for cell in suite.cells if cell.devices in devices)
-    kept = {cell.name for cell in cells}
-    lost = sorted({one.baseline for one in suite.comparisons} - kept)
+    names = {cell.name for cell in cells}
+    lost = sorted({one.baseline for one in suite.comparisons} - names)
     if lost or not cells:
         words = ",".join(map(str, devices))
         what = f"the baseline {lost[0]!r}" if lost else "every cell"
         raise UserError(f"--devices {words}: leaves out {what} of {file}: name its number of devices too")
     comparisons = tuple(
-        ComparisonPlan(
-            name=one.name,
-            kind=one.kind,
-            baseline=one.baseline,
-            cells=tuple(name for name in one.cells if name in kept),
-        )
-        for one in suite.comparisons
+        replace(one, cells=tuple(name for name in one.cells if name in names)) for one in suite.comparisons
     )
-    return Suite(name=suite.name, cells=cells, comparisons=comparisons)
+    return SweepPlan(name=suite.name, cells=cells, comparisons=comparisons)
+
+
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(word, str) for word in value)
 
 
 class _Reader:
-    """Checks the values of a file, and notes every mistake."""
+    """Checks the values of a file, and notes every mistake. Values without a mistake are as their types say."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
         self.problems = Problems()
 
-    def suite(self, values: Mapping[str, Any]) -> Suite:
+    def suite(self, values: Mapping[str, Any]) -> SweepPlan:
         """What the values describe, without their wrong parts."""
         self._known_keys(values, _KEYS, where="the description")
-        version = values.get("schema_version")
-        if version != SCHEMA_VERSION:
-            self._wrong(f'schema_version must be "{SCHEMA_VERSION}", not {clipped(version)}')
-        shared = self._words(values.get("flags", []), where="flags")
-        given = self._objects(values.get("cells"), "cells")
-        cells = [cell for number, one in enumerate(given) if (cell := self._cell(one, f"cells.{number}", shared))]
-        self._distinct(cells)
+        self._take(values, "schema_version", must_be=f'"{SCHEMA_VERSION}"', fits=lambda value: value == SCHEMA_VERSION)
+        shared = self._words(values, "flags")
+        given = enumerate(self._objects(values, "cells"))
+        cells = [cell for number, one in given if (cell := self._cell(one, f"cells.{number}", shared))]
+        folders: dict[str, str] = {}
+        for cell in cells:
+            if cell.folder in folders:
+                self._wrong(f"cells: {cell.name!r} and {folders[cell.folder]!r} need names that differ in a letter")
+            folders[cell.folder] = cell.name
         names = [cell.name for cell in cells]
         if "comparisons" in values:
-            listed = self._objects(values["comparisons"], "comparisons")
-            found = [self._comparison(one, f"comparisons.{number}", names) for number, one in enumerate(listed)]
-            comparisons = tuple(one for one in found if one)
+            listed = enumerate(self._objects(values, "comparisons"))
+            read = [self._comparison(one, f"comparisons.{number}", names) for number, one in listed]
         else:
-            comparisons = tuple(
-                ComparisonPlan(name="all", kind="same training", baseline=first, cells=tuple(names[1:]))
-                for first in names[:1]
-            )
-        return Suite(name=self._file.stem, cells=tuple(cells), comparisons=comparisons)
+            others = tuple(names[1:])
+            read = [
+                ComparisonPlan(name="all", kind="same training", baseline=first, cells=others) for first in names[:1]
+            ]
+        return SweepPlan(name=self._file.stem, cells=tuple(cells), comparisons=tuple(one for one in read if one))
 
-    def _cell(self, values: Mapping[str, Any], where: str, shared: tuple[str, ...]) -> Cell | None:
+    def _cell(self, values: Mapping[str, Any], where: str, shared: Sequence[str]) -> Cell | None:
         self._known_keys(values, _CELL_KEYS, where=where)
-        name, devices = values.get("name"), values.get("devices", 1)
-        if not isinstance(name, str) or not name.strip() or not name.isprintable():
-            self._wrong(f"{where}.name must be a text that can be printed, not {clipped(name)}")
-            name = None
-        if not isinstance(devices, int) or isinstance(devices, bool) or devices < 1:
-            self._wrong(f"{where}.devices must be a whole number of at least 1, not {clipped(devices)}")
-            devices = None
-        flags = (*shared, *self._words(values.get("flags", []), where=f"{where}.flags"))
+        name = self._take(
+            values,
+            f"{where}.name",
+            must_be="a text that can be printed",
+            fits=lambda value: isinstance(value, str) and value.strip() and value.isprintable(),
+        )
+        devices = self._take(
+            values,
+            f"{where}.devices",
+            must_be="a whole number of at least 1",
+            fits=lambda value: type(value) is int and value >= 1,
+            default=1,
+        )
+        flags = (*shared, *self._words(values, f"{where}.flags"))
         run_type = self._checked_flags(flags, where)
-        launcher = values.get("launcher", LAUNCHERS.get(run_type or ""))
-        if launcher not in LAUNCHERS.values() and (run_type or "launcher" in values):
-            known = ", ".join(dict.fromkeys(LAUNCHERS.values()))
-            self._wrong(f"{where}.launcher must be one of {known}, not {clipped(launcher)}")
+        launcher, known = values.get("launcher", LAUNCHERS.get(run_type or "")), LAUNCHERS.values()
+        if launcher not in known and (run_type or "launcher" in values):
+            self._wrong(f"{where}.launcher must be one of {', '.join(dict.fromkeys(known))}, not {clipped(launcher)}")
         elif launcher == "python" and devices is not None and devices > 1:
             self._wrong(f"{where}: python starts one rank, not {devices}: use torchrun or deepspeed")
         if name is None or devices is None or launcher is None:
             return None
         return Cell(name=name, devices=devices, launcher=str(launcher), flags=flags)
 
-    def _checked_flags(self, flags: tuple[str, ...], where: str) -> str | None:
+    def _checked_flags(self, flags: Sequence[str], where: str) -> str | None:
         """Note mistakes in flags of ``src/gpt2.py``; return the run type."""
         for flag in _OWN:
             if any(word.partition("=")[0] == flag for word in flags):
@@ -454,41 +435,42 @@ class _Reader:
 
     def _comparison(self, values: Mapping[str, Any], where: str, names: Sequence[str]) -> ComparisonPlan | None:
         self._known_keys(values, _COMPARISON_KEYS, where=where)
-        kind, baseline, cells = values.get("kind", _KINDS[0]), values.get("baseline"), values.get("cells")
-        if kind not in _KINDS:
-            self._wrong(f"{where}.kind must be one of {', '.join(_KINDS)}, not {clipped(kind)}")
-        others = self._words(cells, where=f"{where}.cells") if cells is not None else tuple(names)
+        must_be, baseline = f"one of {', '.join(_KINDS)}", values.get("baseline")
+        kind = self._take(
+            values, f"{where}.kind", must_be=must_be, fits=lambda value: value in _KINDS, default=_KINDS[0]
+        )
+        others = names if values.get("cells") is None else self._words(values, f"{where}.cells")
         for name in (baseline, *others):
             if name not in names:
                 hint = did_you_mean(name, names) if isinstance(name, str) else ""
                 self._wrong(f"{where}: {clipped(name)} is no cell{hint}")
-        if kind not in _KINDS or baseline not in names or not isinstance(baseline, str):
+        if kind is None or not isinstance(baseline, str) or baseline not in names:
             return None
-        return ComparisonPlan(
-            name=str(values.get("name", where)),
-            kind=kind,
-            baseline=baseline,
-            cells=tuple(name for name in others if name != baseline),
+        cells = tuple(name for name in others if name != baseline)
+        return ComparisonPlan(name=str(values.get("name", where)), kind=kind, baseline=baseline, cells=cells)
+
+    def _words(self, values: Mapping[str, Any], place: str) -> list[str]:
+        words = self._take(values, place, must_be="a list of texts", fits=_are_texts, default=[])
+        return list(words or [])
+
+    def _objects(self, values: Mapping[str, Any], key: str) -> list[Mapping[str, Any]]:
+        objects = self._take(
+            values,
+            key,
+            must_be="a list of at least one object",
+            fits=lambda value: isinstance(value, list) and value and all(isinstance(one, dict) for one in value),
         )
+        return list(objects or [])
 
-    def _distinct(self, cells: Sequence[Cell]) -> None:
-        seen: dict[str, str] = {}
-        for cell in cells:
-            if cell.folder in seen:
-                self._wrong(f"cells: {cell.name!r} and {seen[cell.folder]!r} need names that differ in a letter")
-            seen[cell.folder] = cell.name
-
-    def _words(self, value: Any, *, where: str) -> tuple[str, ...]:
-        if not isinstance(value, list) or not all(isinstance(word, str) for word in value):
-            self._wrong(f"{where} must be a list of texts, not {clipped(value)}")
-            return ()
-        return tuple(value)
-
-    def _objects(self, value: Any, where: str) -> list[Mapping[str, Any]]:
-        if not isinstance(value, list) or not value or not all(isinstance(one, dict) for one in value):
-            self._wrong(f"{where} must be a list of at least one object, not {clipped(value)}")
-            return []
-        return value
+    def _take(
+        self, values: Mapping[str, Any], place: str, *, must_be: str, fits: Callable[[Any], Any], default: Any = None
+    ) -> Any:
+        """The value at ``place``, whose last word is its key; None after a mistake."""
+        value = values.get(place.rpartition(".")[2], default)
+        if fits(value):
+            return value
+        self._wrong(f"{place} must be {must_be}, not {clipped(value)}")
+        return None
 
     def _known_keys(self, values: Mapping[str, Any], known: Sequence[str], *, where: str) -> None:
         for key in values:

@@ -1,16 +1,36 @@
-"""The page of a sweep, and whether a difference is beyond noise."""
+"""The page of a sweep, and ``benchmark.py compare A B``: is B slower than A beyond noise?
 
+A and B are two runs, paired by step, or two sweeps or cells of sweeps, paired by repeat.
+"""
+
+import contextlib
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from dsgpt.benchmarks.frame import Record, judged
-from dsgpt.benchmarks.sweep_cells import EQUAL, LABELS
-from dsgpt.common.errors import is_number
+from dsgpt.benchmarks.frame import EXIT_FAILED, Record, judged
+from dsgpt.benchmarks.sweep_cells import EQUAL, LABELS, comparable, judge_turns
+from dsgpt.common.errors import EXIT_DONE, Problems, UserError, did_you_mean, is_number
+from dsgpt.common.json_files import JsonError, read_object
 from dsgpt.common.text import NO_DIFFERENCE, machine_words, megabytes, no_difference, table
 from dsgpt.machine.console import duration
-from dsgpt.record.suites import Compared, Comparison, Spread, Sweep, SweepCell, parse_sweep
+from dsgpt.record.equal_work import Verdict, judge
+from dsgpt.record.runs import Run, read_run
+from dsgpt.record.schema import RECORD_FILE, STEPS_FILE, read_steps
+from dsgpt.record.suites import (
+    MAX_BYTES,
+    SWEEP_FILE,
+    Compared,
+    Comparison,
+    Spread,
+    Sweep,
+    SweepCell,
+    parse_sweep,
+    read_sweep,
+)
+from dsgpt.record.work import Worked
 
 CONFIDENCE, RESAMPLES, SEED = 0.95, 10_000, 1337
 # Whether one of two programs is faster beyond noise: paired differences, and an interval by the bootstrap.
@@ -76,7 +96,10 @@ def block_length(steps: int) -> int:
     return max(1, round(math.cbrt(steps)))
 
 
+# The page.
+
 UNKNOWN = "unknown"
+WHOLE = "{:,.0f}".format
 _EMPTY = ""
 _COUNTS = ("model n_layer", "model n_embd", "optimizer steps", "global batch", "sequence length")
 
@@ -100,7 +123,7 @@ def summary_lines(record: Record) -> list[str]:
     """A line for each cell, for a console."""
     lines = []
     for cell in _read(record).cells:
-        speed = f"{_spread(cell.tokens_per_sec, _whole)} tokens per second"
+        speed = f"{_spread(cell.tokens_per_sec, '{:,.0f}'.format)} tokens per second"
         lines.append(f"{cell.name}: {speed if cell.tokens_per_sec else _states(cell)}")
     return lines
 
@@ -141,20 +164,24 @@ def _cells(sweep: Sweep) -> str:
     header = ["cell", "done", "tokens/s", "per device", "peak memory, rank 0 (MB)", "model state per rank (MB)"]
     header += ["sent per step (MB)", "final loss"]
     columns: list[tuple[str, Callable[[SweepCell], str]]] = [
-        ("communication share", lambda cell: _spread(cell.communication_share, _percent)),
-        ("joules", lambda cell: _spread(cell.joules, _whole)),
-        ("time to target (s)", lambda cell: _spread(cell.time_to_target_sec, _two)),
-        ("cost", lambda cell: _spread(cell.cost, _six)),
+        ("communication share", lambda cell: _spread(cell.communication_share, "{:.1%}".format)),
+        ("joules", lambda cell: _spread(cell.joules, WHOLE)),
+        ("time to target (s)", lambda cell: _spread(cell.time_to_target_sec, "{:,.2f}".format)),
+        ("cost", lambda cell: _spread(cell.cost, "{:.6f}".format)),
     ]
     optional = [(name, form) for name, form in columns if any(form(cell) != UNKNOWN for cell in sweep.cells)]
     rows = []
     for cell in sweep.cells:
-        row = [_text(cell.name), f"{len(cell.done())} of {len(cell.turns)}", _spread(cell.tokens_per_sec, _whole)]
+        row = [
+            _text(cell.name),
+            f"{len(cell.done())} of {len(cell.turns)}",
+            _spread(cell.tokens_per_sec, WHOLE),
+        ]
         row += [
-            _spread(cell.tokens_per_sec_per_device, _whole),
+            _spread(cell.tokens_per_sec_per_device, WHOLE),
             _spread(cell.peak_memory_bytes_rank0, megabytes),
         ]
-        row += [_state(cell), _value(cell.sent_bytes_per_step, megabytes), _value(cell.final_loss, _four)]
+        row += [_state(cell), _value(cell.sent_bytes_per_step, megabytes), _value(cell.final_loss, "{:.4f}".format)]
         rows.append([*row, *(form(cell) for _, form in optional)])
     return table([*header, *(name for name, _ in optional)], rows)
 
@@ -199,11 +226,11 @@ def _compared(sweep: Sweep, comparison: Comparison, one: Compared) -> list[str]:
     return [
         _text(one.cell),
         str(sweep.cell(one.cell).devices),
-        _spread(one.speed_up, lambda value: f"{value:.2f}x") + judged(vars(one.speed_up) if one.speed_up else None),
-        _value(one.efficiency, lambda value: f"{value:.0%}"),
+        _spread(one.speed_up, "{:.2f}x".format) + judged(vars(one.speed_up) if one.speed_up else None),
+        _value(one.efficiency, "{:.0%}".format),
         EQUAL[comparison.kind] if one.comparable else f"NOT COMPARED: {_text(one.same_work)}",
-        _value(one.loss_difference, lambda value: f"{value:+.2g}"),
-        _value(one.largest_loss_difference, lambda value: f"{value:.2g}"),
+        _value(one.loss_difference, "{:+.2g}".format),
+        _value(one.largest_loss_difference, "{:.2g}".format),
     ]
 
 
@@ -246,21 +273,183 @@ def _text(text: str) -> str:
     return " ".join(text.replace("](", "]\\(").split())
 
 
-def _whole(value: float) -> str:
-    return f"{value:,.0f}"
+# ``compare``: whether one of two runs, or of two sweeps, is slower.
+
+CELL_MARK = "#"
+"""Between the path of a sweep and the name of a cell."""
 
 
-def _percent(value: float) -> str:
-    return f"{value:.1%}"
+@dataclass(frozen=True, kw_only=True)
+class Pairs:
+    """Speeds of A and B, pair by pair, and what they did."""
+
+    label: str
+    a: list[float]
+    b: list[float]
+    """Tokens per second."""
+    of: str
+    """What a pair is: ``repeats`` or ``steps``."""
+    verdict: Verdict
+    """On the work."""
+    machines: tuple[str | None, str | None]
 
 
-def _two(value: float) -> str:
-    return f"{value:,.2f}"
+def compare(one: str, other: str, *, allow_unequal: bool) -> int:
+    """Print for every pair of runs or cells whether B is slower; return 0 if none is beyond noise, otherwise 1.
+
+    Args:
+        one: A, the path of a run or a sweep, with ``#CELL`` for one cell of it.
+        other: B, likewise.
+        allow_unequal: whether to compare runs that did other work.
+
+    Raises:
+        UserError: a path cannot be read, the two cannot be paired, or their work is not the same.
+    """
+    sources, problems = [], Problems()
+    for word in (one, other):
+        try:
+            sources.append(_source(word))
+        except UserError as error:
+            problems.add(*error.problems)
+    problems.raise_if_any()
+    every = list(_pairs(*sources))
+    unequal = {pairs.label: pairs.verdict.line() for pairs in every if not comparable(pairs.verdict, "same training")}
+    if unequal and not allow_unequal:
+        hint = "give --allow_unequal to compare their tokens per second nevertheless"
+        raise UserError(*(f"{label}: {work}: {hint}" for label, work in unequal.items()))
+    slower = False
+    for pairs in every:
+        if pairs.label in unequal:
+            print(f"{pairs.label}: NOT EQUAL WORK: {unequal[pairs.label]}")
+        if pairs.machines[0] != pairs.machines[1]:
+            print(f"{pairs.label}: other machines: A ran on {pairs.machines[0]}, B on {pairs.machines[1]}")
+        block = 1 if pairs.of == "repeats" else block_length(len(pairs.a))
+        difference = speed_difference(pairs.a, pairs.b, block=block)
+        change = f"B is {abs(difference.change):.1%} {difference.verdict} than A"
+        if difference.verdict == NO_DIFFERENCE:
+            change = f"A and B: {NO_DIFFERENCE}"
+        interval = f"{CONFIDENCE:.0%} interval {difference.low:+.1%} to {difference.high:+.1%} of its speed"
+        print(f"{pairs.label}: {change}, {interval}, {difference.pairs} {pairs.of}")
+        slower |= difference.verdict == "slower"
+    return EXIT_FAILED if slower else EXIT_DONE
 
 
-def _four(value: float) -> str:
-    return f"{value:.4f}"
+@dataclass(frozen=True, kw_only=True)
+class _Source:
+    """A or B: a run, or a sweep and perhaps one cell of it."""
+
+    path: Path
+    read: Run | Sweep
+    cell: str | None
 
 
-def _six(value: float) -> str:
-    return f"{value:.6f}"
+def _source(word: str) -> _Source:
+    """A or B, from a command line.
+
+    Raises:
+        UserError: it is neither a run nor a sweep.
+    """
+    name, mark, cell = word.partition(CELL_MARK)
+    path = Path(name)
+    is_sweep = False
+    if path.is_dir():
+        is_sweep = (path / SWEEP_FILE).exists() and not (path / RECORD_FILE).exists()
+    else:
+        with contextlib.suppress(JsonError):  # reading it as a run says what is wrong
+            is_sweep = {"cells", "comparisons"} <= read_object(path, max_bytes=MAX_BYTES).keys()
+    if is_sweep:
+        return _Source(path=path, read=read_sweep(path), cell=cell if mark else None)
+    if mark:
+        raise UserError(f"{word}: {path} is a run, which has no cells: leave out {CELL_MARK}{cell}")
+    return _Source(path=path, read=read_run(path, name=name), cell=None)
+
+
+def _pairs(a: _Source, b: _Source) -> Iterator[Pairs]:
+    """What is compared: two runs, two named cells, or all cells that two sweeps share.
+
+    Raises:
+        UserError: they cannot be paired.
+    """
+    one, other = a.read, b.read
+    if isinstance(one, Run) and isinstance(other, Run):
+        ours, theirs = _step_speeds(a.path), _step_speeds(b.path)
+        speeds = [(ours[step], theirs[step]) for step in sorted(ours.keys() & theirs.keys())]
+        verdict = judge([Worked("A", one.work, one.resumed), Worked("B", other.work, other.resumed)])
+        label, machines = f"A = {a.path}, B = {b.path}", (one.machine, other.machine)
+        yield _of_known(label, speeds, of="steps", verdict=verdict, machines=machines)
+        return
+    if isinstance(one, Run) or isinstance(other, Run):
+        run, sweep = (a, b) if isinstance(one, Run) else (b, a)
+        raise UserError(f"{run.path} is a run and {sweep.path} a sweep: compare two of a kind")
+    if (a.cell is None) != (b.cell is None):
+        without = a if a.cell is None else b
+        raise UserError(f"{without.path}: name a cell of it too, as {without.path}{CELL_MARK}CELL")
+    named = {cell.name: cell for cell in other.cells}
+    if a.cell is None:
+        cells = [(cell, named[cell.name]) for cell in one.cells if cell.name in named]
+    else:
+        cells = [(_named_cell(a), _named_cell(b))]
+    if not cells:
+        raise UserError(f"{a.path} and {b.path} have no cell of the same name: name one of each with {CELL_MARK}CELL")
+    for cell, beside in cells:
+        label = cell.name if cell.name == beside.name else f"A = {cell.name}, B = {beside.name}"
+        turns = {"A": cell.done(), "B": beside.done()}
+        both = [repeat for repeat in turns["A"] if repeat in turns["B"]]
+        by_repeat = [tuple(done[repeat].tokens_per_sec for done in turns.values()) for repeat in both]
+        verdict = judge_turns((name, done[repeat]) for name, done in turns.items() for repeat in both)
+        machines = (machine_words(one.hardware), machine_words(other.hardware))
+        yield _of_known(label, by_repeat, of="repeats", verdict=verdict, machines=machines)
+
+
+def _named_cell(source: _Source) -> SweepCell:
+    """The cell that the user named.
+
+    Raises:
+        UserError: the sweep does not have it.
+    """
+    assert isinstance(source.read, Sweep) and source.cell is not None
+    names = [cell.name for cell in source.read.cells]
+    if source.cell not in names:
+        hint = did_you_mean(source.cell, names) or f"; it has {', '.join(names)}"
+        raise UserError(f"{source.path}: has no cell {source.cell!r}{hint}")
+    return source.read.cell(source.cell)
+
+
+def _of_known(
+    label: str,
+    speeds: Sequence[tuple[float | None, ...]],
+    *,
+    of: str,
+    verdict: Verdict,
+    machines: tuple[str | None, str | None],
+) -> Pairs:
+    """The pairs whose speeds are both known.
+
+    Raises:
+        UserError: there are fewer than two.
+    """
+    known = [(one, other) for one, other in speeds if one and other and min(one, other) > 0]
+    if len(known) < 2:
+        raise UserError(
+            f"{label}: {len(known)} {of} have a speed in both, and a comparison needs 2: "
+            + ("run more --repeats" if of == "repeats" else "the first three steps of a process are warm-up")
+        )
+    a, b = ([pair[place] for pair in known] for place in (0, 1))
+    return Pairs(label=label, a=a, b=b, of=of, verdict=verdict, machines=machines)
+
+
+def _step_speeds(path: Path) -> Mapping[int, float]:
+    """Tokens per second of every step after the warm-up.
+
+    Raises:
+        UserError: the lines of the run cannot be read.
+    """
+    file = (path if path.is_dir() else path.parent) / STEPS_FILE
+    try:
+        return {
+            line["step"]: float(line["tokens_per_sec"])
+            for line in read_steps(file)
+            if is_number(line.get("step")) and is_number(line.get("tokens_per_sec")) and not line.get("warm_up")
+        }
+    except OSError as error:
+        raise UserError(f"{file}: cannot be read ({error.strerror}): runs are compared step by step") from error

@@ -88,8 +88,8 @@ class _ChunkedLoss(torch.autograd.Function):
         of_x, of_weight = ctx.gradients
         ctx.gradients = None  # frees each of them as soon as autograd has used it
         # On a GPU nobody asks whether the factor is 1: the answer would be waited for.
-        known = factor.device.type == "cpu" and not torch.compiler.is_compiling()
-        if not (known and factor.item() == 1):
+        readable = factor.device.type == "cpu" and not torch.compiler.is_compiling()
+        if not (readable and factor.item() == 1):
             of_x, of_weight = of_x.mul_(factor), of_weight.mul_(factor)
         return of_x, of_weight.to(of_x.dtype), None, None, None, None
 

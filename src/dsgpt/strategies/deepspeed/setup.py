@@ -6,7 +6,8 @@ depends on stage and precision, and the classes share no interface. At stage 0 i
 DeepSpeed's extensions in C++, compiled at first use, by one process at a time. PyTorch marks a build in progress with
 a file. A killed process leaves this file behind, and every later process that needs the extension waits for it
 forever. Here extensions are built in separate folders, under a lock that the operating system releases when the
-process ends. So the process that holds the lock knows that such a file is left over, and removes it.
+process ends. So the process that holds the lock knows that such a file is left over, and removes it. It ends the
+compilers that the killed process left, too.
 
 A folder is for one instruction set and one version each of Python, PyTorch and DeepSpeed. So a complete library in it
 is loaded without DeepSpeed's check of what to compile for, which takes seconds in every process. The folder may then
@@ -37,6 +38,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import psutil
 import torch
 from torch import nn
 from torch.utils.cpp_extension import get_default_build_root
@@ -100,6 +102,11 @@ def _load(builder: Any, folder: Path, locks: list[Lock]) -> ModuleType | None:
             folder.mkdir(parents=True, exist_ok=True)
             locks.append(Lock.of_file(folder / ".dsgpt-lock"))
             locks[0].take(wait=True)
+    for process in psutil.process_iter():  # compilers of a killed process would write beside a new build
+        with contextlib.suppress(psutil.Error):  # it has ended, or belongs to another user
+            if process.cwd() == str(library.parent) and process.environ().get(_ROOT) == str(folder):
+                process.kill()
+                process.wait(timeout=10)
     marker.unlink(missing_ok=True)
     if "CXX" not in os.environ and not shutil.which("c++") and (command := compiler()):
         os.environ["CXX"] = shlex.join(command)  # PyTorch looks only for c++
