@@ -125,7 +125,7 @@ import json, time
 import torch
 import torch.distributed as dist
 from dsgpt.machine.launcher import exit_rank
-from dsgpt.machine.process_group import HostGroup, joined
+from dsgpt.machine.device import HostGroup, joined
 from dsgpt.machine.topology import read_topology
 from dsgpt.telemetry.meter import RankShare, interval_figures
 from dsgpt.telemetry.meter import StepMeter, StepResult

@@ -75,7 +75,7 @@ class OwnTrainer:
         # imported here: they are not to be in the memory of peers
         from dsgpt.config.options import parse_arguments  # noqa: PLC0415
         from dsgpt.config.run_config import resolve  # noqa: PLC0415
-        from dsgpt.machine.process_group import joined  # noqa: PLC0415
+        from dsgpt.machine.device import joined  # noqa: PLC0415
         from dsgpt.strategies.base import build_strategy  # noqa: PLC0415
         from dsgpt.training.trainer import training_batches  # noqa: PLC0415
 

@@ -15,8 +15,7 @@ from dsgpt.benchmarks.cells import CellEnd, CellRunner, write_random_tokens
 from dsgpt.benchmarks.launch import Assignment, Launch, config_of, write_end
 from dsgpt.benchmarks.plan import VOCABULARIES, PlanCell
 from dsgpt.data.loader import Batch
-from dsgpt.machine.device import bring_up
-from dsgpt.machine.process_group import barrier, joined
+from dsgpt.machine.device import barrier, bring_up, joined
 from dsgpt.planner.calibrate import calibrate
 from dsgpt.planner.memory import STEP, peak_memory
 from dsgpt.planner.rates import Calibration, calibrated_machine, read_calibration

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from dsgpt.machine.process_group import gather_objects
+from dsgpt.machine.device import gather_objects
 from dsgpt.record.schema import PEAKS
 from dsgpt.telemetry.communication import Communication, Traffic
 from dsgpt.telemetry.meter import WARM_UP_STEPS

@@ -21,9 +21,8 @@ from dsgpt.common.json_files import JsonError
 from dsgpt.common.text import divisors
 from dsgpt.config.run_config import RunConfig
 from dsgpt.machine.console import LogFile
-from dsgpt.machine.device import bring_up
+from dsgpt.machine.device import HostGroup, barrier, bring_up, from_main, joined
 from dsgpt.machine.launcher import Interruption
-from dsgpt.machine.process_group import HostGroup, barrier, from_main, joined
 from dsgpt.model.gpt2 import parameter_shapes
 from dsgpt.planner.memory import worst_peak
 from dsgpt.planner.setup import Setup
