@@ -29,7 +29,7 @@ from dsgpt.machine.topology import read_topology
 from dsgpt.model.gpt2 import initial_value, parameter_shapes
 from dsgpt.strategies.base import Strategy, build_strategy
 from dsgpt.strategies.optimizer import DTYPES
-from dsgpt.telemetry.memory import state_bytes
+from dsgpt.telemetry.cost import state_bytes
 from dsgpt.training import command
 from dsgpt.training.run import dropout_seed
 from dsgpt.training.trainer import training_batches

@@ -22,7 +22,7 @@ from dsgpt.machine.launcher import exit_rank
 from dsgpt.machine.topology import Topology, read_topology
 from dsgpt.strategies.base import build_strategy
 from dsgpt.strategies.pytorch import Baseline, TorchStrategy
-from dsgpt.telemetry.communication import Communication
+from dsgpt.telemetry.cost import Communication
 from dsgpt.training.run import dropout_seed
 from dsgpt.training.trainer import training_batches, validation_batches
 

@@ -48,7 +48,7 @@ from dsgpt.machine.probe import keep_freed_memory
 from dsgpt.machine.topology import read_topology
 from dsgpt.model.config import PRESETS, GPT2Config
 from dsgpt.model.gpt2 import GPT2, initialize
-from dsgpt.telemetry.memory import peak_bytes
+from dsgpt.telemetry.cost import peak_bytes
 
 # Trainers.
 

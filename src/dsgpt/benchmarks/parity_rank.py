@@ -44,7 +44,7 @@ from dsgpt.strategies.base import Strategy, build_strategy, to_device
 from dsgpt.strategies.deepspeed import engine as deepspeed_engine
 from dsgpt.strategies.deepspeed.pipeline import PipelineParallel
 from dsgpt.strategies.deepspeed.zero import SequenceParallel, Zero
-from dsgpt.telemetry.memory import MODEL_STATE, TrafficMeter
+from dsgpt.telemetry.cost import MODEL_STATE, TrafficMeter
 from dsgpt.training.run_description import setup_of
 from dsgpt.training.trainer import training_batches, validation_loss
 

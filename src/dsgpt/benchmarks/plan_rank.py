@@ -23,7 +23,7 @@ from dsgpt.planner.setup import Setup, model_parameters, total
 from dsgpt.planner.step_time import Factors, MeasuredStep, StepTime, fit, predict_step
 from dsgpt.planner.strategies import model_state, sent_bytes
 from dsgpt.strategies.base import Strategy, build_strategy
-from dsgpt.telemetry.memory import TrafficMeter
+from dsgpt.telemetry.cost import TrafficMeter
 from dsgpt.training.trainer import training_batches
 
 # Runs the cells: memory first, then rounds of step times, in which all cells take turns. Their predictions come from a

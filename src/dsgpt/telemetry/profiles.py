@@ -28,7 +28,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 from dsgpt.common.files import remove
 from dsgpt.machine.device import gather_objects, named_range, ranges_shown
-from dsgpt.telemetry.communication import Traffic, operation_of
+from dsgpt.telemetry.cost import Traffic, operation_of
 from dsgpt.telemetry.meter import ThreadClock
 
 

@@ -30,7 +30,7 @@ from dsgpt.record.schema import (
     percentile,
     read_steps,
 )
-from dsgpt.telemetry.memory import TrainingPeaks, peak_bytes, traffic_line
+from dsgpt.telemetry.cost import TrainingPeaks, peak_bytes, traffic_line
 from dsgpt.telemetry.meter import (
     Figures,
     RankShare,

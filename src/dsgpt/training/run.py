@@ -28,7 +28,7 @@ from dsgpt.planner.memory import worst_peak
 from dsgpt.planner.setup import Setup
 from dsgpt.record.schema import LOG_FILE, RECORD_FILE, STEPS_FILE, drop_steps_after, later_schema
 from dsgpt.strategies.base import Strategy, build_strategy
-from dsgpt.telemetry.memory import peak_bytes
+from dsgpt.telemetry.cost import peak_bytes
 from dsgpt.training.budget import TrainingPlan, read_plan
 from dsgpt.training.journal import Journal, open_sinks
 from dsgpt.training.run_description import (

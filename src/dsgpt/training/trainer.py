@@ -25,7 +25,7 @@ from dsgpt.machine.launcher import Interruption, own_command, stop_signals_block
 from dsgpt.record.schema import COMPLETE_FILE, RECORD_FILE
 from dsgpt.strategies.base import Strategy
 from dsgpt.strategies.optimizer import DTYPES
-from dsgpt.telemetry.memory import TrafficMeter
+from dsgpt.telemetry.cost import TrafficMeter
 from dsgpt.telemetry.meter import TimedBatches
 from dsgpt.telemetry.monitor import Monitor, gpu_use, hardware_file, open_gpus
 from dsgpt.telemetry.profiles import PROFILE_FOLDER, CommunicationProfile, StepsProfile, Trace, trace_file
