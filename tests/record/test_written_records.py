@@ -1,6 +1,8 @@
 """The files of a record: written whole, and with what happened to their sources since."""
 
+import errno
 import json
+import os
 import resource
 import signal
 from pathlib import Path
@@ -134,6 +136,39 @@ def test_lines_that_a_full_disk_refused_are_written_later_and_whole(tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, old)
         signal.signal(signal.SIGXFSZ, handler)
+    log.write(LINES[2:3])
+    log.close()
+    assert list(read_steps(path)) == LINES[:3]
+
+
+def test_lines_that_stay_in_the_file_are_not_written_again(tmp_path, monkeypatch):
+    """A stand-in for a disk that takes half of the lines, and then cannot cut the file back either."""
+    path = tmp_path / "metrics.jsonl"
+    log = StepLog(path)
+
+    class FailingDisk:
+        """Refuses to cut the file, and to write more than half of a call's bytes."""
+
+        def __init__(self) -> None:
+            self.written = 0
+
+        def seek(self, *place: int) -> int:
+            return file.seek(*place)
+
+        def write(self, data: bytes) -> int:
+            self.written += 1
+            if self.written > 1:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return file.write(data[: len(data) // 2])
+
+        def truncate(self, _size: int) -> None:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    file = log._file
+    monkeypatch.setattr(log, "_file", FailingDisk())
+    with pytest.raises(OSError, match="Input/output error"):
+        log.write(LINES[:2])
+    monkeypatch.setattr(log, "_file", file)
     log.write(LINES[2:3])
     log.close()
     assert list(read_steps(path)) == LINES[:3]

@@ -185,7 +185,7 @@ def unknown_keys(
     refused: Mapping[str, str] | None = None,
     inside: tuple[str, ...] = (),
 ) -> list[Mistake]:
-    """A mistake for each key that is not ``known``, with the nearest known key or the reason if ``refused``."""
+    """A mistake for each key that is not ``allowed``, with the nearest one that is, or the reason if ``refused``."""
     unknown, refused = [key for key in values if key not in allowed], refused or {}
     mistakes = []
     for key in unknown[:MOST_KEYS]:

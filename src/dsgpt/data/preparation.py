@@ -480,7 +480,7 @@ def _write(options: PrepareOptions, source: Source, place: Place, vocabulary: Vo
         remove(retired)
     sidecars = {split: dataclasses.asdict(writer.close()) for split, writer in writers.items()}
     sync_directory(place.folder)
-    splits = {split: {key: sidecar[key] for key in sidecar.keys() - _STAMP} for split, sidecar in sidecars.items()}
+    splits = {split: {key: each[key] for key in each if key not in _STAMP} for split, each in sidecars.items()}
     write_json_atomic(place.record, {"identity": identity, "tokenizer_sha256": vocabulary.sha256, "splits": splits})
 
 

@@ -38,7 +38,7 @@ _NUMBERS = {
 
 
 def later_schema(version: object, ours: str = SCHEMA_VERSION) -> str:
-    """What is wrong with a record of schema ``version``; empty for ``known``, an earlier one and None."""
+    """What is wrong with a record of schema ``version``; empty for ``ours``, an earlier one and None."""
     numbers = re.fullmatch(r"(\d{1,4})\.(\d{1,4})", str(version))
     if version is None or (numbers and [int(part) for part in numbers.groups()] <= [*map(int, ours.split("."))]):
         return ""
@@ -146,8 +146,9 @@ class StepLog:
         except OSError:
             with self._path.open("rb") as file:
                 file.seek(end)
-                self._waiting = file.read() + self._waiting
+                written = file.read()
             self._file.truncate(end)
+            self._waiting = written + self._waiting  # not before: what stays in the file must not be written again
             raise
 
     def sync(self) -> None:
