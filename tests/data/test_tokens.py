@@ -13,8 +13,15 @@ from torch.utils.data import DataLoader
 
 from dsgpt.data import loader
 from dsgpt.data.loader import Batch, RankShare, WindowDataset, training_loader, validation_loader
-from dsgpt.data.order import SampleOrder, shuffled, window_count
-from dsgpt.data.token_file import TokenFileError, TokenFileWriter, open_token_file, sidecar_path
+from dsgpt.data.token_file import (
+    SampleOrder,
+    TokenFileError,
+    TokenFileWriter,
+    open_token_file,
+    shuffled,
+    sidecar_path,
+    window_count,
+)
 
 # The token file: what is written, that nanoGPT can read it, and which files are refused.
 

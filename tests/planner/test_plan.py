@@ -27,10 +27,17 @@ from dsgpt.machine.topology import Topology
 from dsgpt.planner.hardware import gpus, read_prices
 from dsgpt.planner.options import read_plan_options
 from dsgpt.planner.plan import Plan, held_in_words, plan_of
-from dsgpt.planner.published import Published, predict, published_page, read_published
 from dsgpt.planner.rates import Calibration, calibrated_machine
 from dsgpt.planner.request import PlanRequest, candidate_setups, fixed_setup, read_measured, read_request
-from dsgpt.planner.search import Judged, recommendation_files, search
+from dsgpt.planner.search import (
+    Judged,
+    Published,
+    predict,
+    published_page,
+    read_published,
+    recommendation_files,
+    search,
+)
 from dsgpt.planner.step_time import fit, predict_step
 
 # One setup planned, and mistakes in what is asked for.
