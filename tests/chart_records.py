@@ -14,7 +14,7 @@ from dsgpt.common.errors import Problems
 from dsgpt.config.options import parse_arguments
 from dsgpt.config.recipe import read_recipe
 from dsgpt.config.run_config import RunConfig, resolve
-from dsgpt.machine.process_group import HostGroup
+from dsgpt.machine.device import HostGroup
 from dsgpt.machine.topology import read_topology
 from dsgpt.record.runs import Footprint, Run, read_run
 from dsgpt.record.suites import Compared, Comparison, Spread, State, Sweep, SweepCell, Turn

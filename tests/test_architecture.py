@@ -120,7 +120,7 @@ def imported_by(*arguments: object, cwd: Path) -> set[str]:
 LIGHT = {
     "common": sorted(path.stem for path in (PACKAGE / "common").glob("[a-z]*.py")),
     "config": ["options", "recipe", "run_config"],
-    "data": ["order", "token_file"],
+    "data": ["token_file"],
     "formats": ["tokenizer_files"],
     "inference": ["commands"],
     "machine": ["launcher", "probe", "topology"],

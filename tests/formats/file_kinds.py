@@ -33,7 +33,7 @@ from dsgpt.data.sources import SourceFile, downloaded_source, read_json_lines
 from dsgpt.formats.hugging_face import PretrainedWeights, published_shape, read_json, weight_files
 from dsgpt.formats.tokenizer_files import end_of_text_id, token_ids
 from dsgpt.inference.model_files import build_model
-from dsgpt.machine.process_group import HostGroup
+from dsgpt.machine.device import HostGroup
 from dsgpt.machine.topology import read_topology
 from dsgpt.model.config import GPT2Config
 from dsgpt.record.runs import read_run

@@ -15,8 +15,8 @@ from forked_ranks import run_script
 
 from dsgpt.common.errors import UserError
 from dsgpt.machine import topology
+from dsgpt.machine.device import joined
 from dsgpt.machine.launcher import launcher_command, starts_launcher
-from dsgpt.machine.process_group import joined
 from dsgpt.machine.topology import ParallelSizes, Topology, free_port
 
 # The index of a rank in every dimension, compared with DeepSpeed's layouts.
@@ -108,7 +108,7 @@ CODE = """
 import os, sys
 import torch, torch.distributed as dist
 from dsgpt.machine.launcher import exit_rank
-from dsgpt.machine.process_group import joined
+from dsgpt.machine.device import joined
 from dsgpt.machine.topology import read_topology
 
 topology = read_topology()
@@ -137,7 +137,7 @@ def test_a_single_process_forms_a_group(tmp_path, end, state, leftover):
 RANKS = """
 import torch
 from dsgpt.machine.launcher import exit_rank
-from dsgpt.machine.process_group import HostGroup, joined
+from dsgpt.machine.device import HostGroup, joined
 from dsgpt.machine.topology import read_topology
 
 topology = read_topology()

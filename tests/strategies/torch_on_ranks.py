@@ -17,12 +17,12 @@ from torch.distributed.tensor import DTensor
 from dsgpt.config.options import parse_arguments
 from dsgpt.config.recipe_blocks import ActivationCheckpointing, DdpRecipe, Fp16, FsdpRecipe, TorchStrategies
 from dsgpt.config.run_config import RunConfig, resolve
+from dsgpt.machine.device import gather_objects, joined
 from dsgpt.machine.launcher import exit_rank
-from dsgpt.machine.process_group import gather_objects, joined
 from dsgpt.machine.topology import Topology, read_topology
 from dsgpt.strategies.base import build_strategy
 from dsgpt.strategies.pytorch import Baseline, TorchStrategy
-from dsgpt.telemetry.communication import Communication
+from dsgpt.telemetry.cost import Communication
 from dsgpt.training.run import dropout_seed
 from dsgpt.training.trainer import training_batches, validation_batches
 

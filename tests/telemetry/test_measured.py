@@ -16,7 +16,7 @@ from stand_in_nvml import StandInNvml
 
 from dsgpt.common.errors import NonFiniteError
 from dsgpt.machine.console import duration
-from dsgpt.telemetry.communication import Traffic
+from dsgpt.telemetry.cost import Traffic
 from dsgpt.telemetry.meter import (
     Figures,
     RankShare,
@@ -125,7 +125,7 @@ import json, time
 import torch
 import torch.distributed as dist
 from dsgpt.machine.launcher import exit_rank
-from dsgpt.machine.process_group import HostGroup, joined
+from dsgpt.machine.device import HostGroup, joined
 from dsgpt.machine.topology import read_topology
 from dsgpt.telemetry.meter import RankShare, interval_figures
 from dsgpt.telemetry.meter import StepMeter, StepResult

@@ -88,7 +88,7 @@ def test_an_interrupt_keeps_the_steps(finished_run, tmp_path, monkeypatch):
 def test_peak_memory_is_of_training(finished_run, tmp_path, monkeypatch):
     """A stand-in for the memory counter: a save and a generation need more than training."""
     peak = [1000]
-    monkeypatch.setattr("dsgpt.telemetry.memory.peak_rss_bytes", lambda: peak[0])
+    monkeypatch.setattr("dsgpt.telemetry.cost.peak_rss_bytes", lambda: peak[0])
     monkeypatch.setattr(Saver, "_write", lambda *args: peak.__setitem__(0, 9000))
     flags = {"checkpoint_path": tmp_path / "run", "max_train_steps": 2}
     assert train_here(command_line(finished_run, **flags)) == 0

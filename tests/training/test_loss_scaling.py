@@ -15,8 +15,8 @@ from dsgpt.common.errors import NonFiniteError
 from dsgpt.config.options import parse_arguments
 from dsgpt.config.recipe_blocks import Fp16, LossScaling, ZeroRecipe
 from dsgpt.config.run_config import RunConfig, resolve
+from dsgpt.machine.device import joined
 from dsgpt.machine.launcher import exit_rank
-from dsgpt.machine.process_group import joined
 from dsgpt.machine.topology import Topology, read_topology
 from dsgpt.strategies.base import Strategy
 from dsgpt.strategies.optimizer import MOST_SKIPS, LossScale

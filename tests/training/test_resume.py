@@ -350,7 +350,7 @@ def test_the_record_has_each_process_and_what_they_share(resumed):
 def peak(monkeypatch) -> list[int]:
     """The peak memory of the next process, in bytes."""
     needed = [1]
-    monkeypatch.setattr("dsgpt.telemetry.memory.peak_rss_bytes", lambda: needed[0])
+    monkeypatch.setattr("dsgpt.telemetry.cost.peak_rss_bytes", lambda: needed[0])
     return needed
 
 

@@ -48,7 +48,7 @@ from dsgpt.machine.probe import keep_freed_memory
 from dsgpt.machine.topology import read_topology
 from dsgpt.model.config import PRESETS, GPT2Config
 from dsgpt.model.gpt2 import GPT2, initialize
-from dsgpt.telemetry.memory import peak_bytes
+from dsgpt.telemetry.cost import peak_bytes
 
 # Trainers.
 
@@ -75,7 +75,7 @@ class OwnTrainer:
         # imported here: they are not to be in the memory of peers
         from dsgpt.config.options import parse_arguments  # noqa: PLC0415
         from dsgpt.config.run_config import resolve  # noqa: PLC0415
-        from dsgpt.machine.process_group import joined  # noqa: PLC0415
+        from dsgpt.machine.device import joined  # noqa: PLC0415
         from dsgpt.strategies.base import build_strategy  # noqa: PLC0415
         from dsgpt.training.trainer import training_batches  # noqa: PLC0415
 

@@ -33,9 +33,8 @@ from dsgpt.benchmarks.parity_reference import (
     validated_after,
 )
 from dsgpt.config.run_config import RunConfig
-from dsgpt.machine import process_group
-from dsgpt.machine.device import bring_up
-from dsgpt.machine.process_group import barrier, joined
+from dsgpt.machine.device import barrier, bring_up, joined
+from dsgpt.machine.device import sum_over_ranks as summed_over_ranks
 from dsgpt.model.gpt2 import GPT2
 from dsgpt.model.linear_cross_entropy import CHUNKS
 from dsgpt.planner.strategies import largest_model_state, most_sent_bytes
@@ -45,7 +44,7 @@ from dsgpt.strategies.base import Strategy, build_strategy, to_device
 from dsgpt.strategies.deepspeed import engine as deepspeed_engine
 from dsgpt.strategies.deepspeed.pipeline import PipelineParallel
 from dsgpt.strategies.deepspeed.zero import SequenceParallel, Zero
-from dsgpt.telemetry.memory import MODEL_STATE, TrafficMeter
+from dsgpt.telemetry.cost import MODEL_STATE, TrafficMeter
 from dsgpt.training.run_description import setup_of
 from dsgpt.training.trainer import training_batches, validation_loss
 
@@ -190,8 +189,8 @@ def mean_of_ranks_means(_eval_step: Any, strategy: Any, batches: Iterator[Any]) 
     sums = torch.zeros(2, dtype=torch.float64, device=strategy._device)
     for _ in range(strategy._accumulation):
         sums += torch.stack(strategy._micro_batch_sums(to_device(next(batches), strategy._device)))
-    mean = process_group.sum_over_ranks(sums[0] / sums[1].clamp(min=1)) / strategy._ranks
-    targets = process_group.sum_over_ranks(sums[1])
+    mean = summed_over_ranks(sums[0] / sums[1].clamp(min=1)) / strategy._ranks
+    targets = summed_over_ranks(sums[1])
     return mean * targets, targets
 
 

@@ -15,8 +15,7 @@ from dsgpt.benchmarks.cells import CellEnd, CellRunner, write_random_tokens
 from dsgpt.benchmarks.launch import Assignment, Launch, config_of, write_end
 from dsgpt.benchmarks.plan import VOCABULARIES, PlanCell
 from dsgpt.data.loader import Batch
-from dsgpt.machine.device import bring_up
-from dsgpt.machine.process_group import barrier, joined
+from dsgpt.machine.device import barrier, bring_up, joined
 from dsgpt.planner.calibrate import calibrate
 from dsgpt.planner.memory import STEP, peak_memory
 from dsgpt.planner.rates import Calibration, calibrated_machine, read_calibration
@@ -24,7 +23,7 @@ from dsgpt.planner.setup import Setup, model_parameters, total
 from dsgpt.planner.step_time import Factors, MeasuredStep, StepTime, fit, predict_step
 from dsgpt.planner.strategies import model_state, sent_bytes
 from dsgpt.strategies.base import Strategy, build_strategy
-from dsgpt.telemetry.memory import TrafficMeter
+from dsgpt.telemetry.cost import TrafficMeter
 from dsgpt.training.trainer import training_batches
 
 # Runs the cells: memory first, then rounds of step times, in which all cells take turns. Their predictions come from a

@@ -11,9 +11,8 @@ from dsgpt.benchmarks.launch import config_of, write_end
 from dsgpt.checkpoints.training_state import COUNTERS, MOMENTS, StateReader, write_training_state
 from dsgpt.common.files import sha256_of
 from dsgpt.machine.console import logging_to_console
-from dsgpt.machine.device import bring_up
+from dsgpt.machine.device import barrier, bring_up, joined
 from dsgpt.machine.launcher import Interruption
-from dsgpt.machine.process_group import barrier, joined
 from dsgpt.model.gpt2 import parameter_shapes
 from dsgpt.record.schema import COMPLETE_FILE
 from dsgpt.strategies.base import build_strategy

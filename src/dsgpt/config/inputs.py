@@ -9,6 +9,7 @@ from dsgpt.common.files import is_utf8, undecodable
 from dsgpt.config.options import Options, shape_overrides
 from dsgpt.config.recipe import Recipe, read_recipe
 from dsgpt.data.token_file import TokenFile, TokenFileError, open_token_file
+from dsgpt.formats.tokenizer_files import model_folder
 from dsgpt.machine.topology import Topology
 from dsgpt.model.config import GPT2_VOCAB_SIZE, PRESETS, SHAPE_FLAGS, GPT2Config, shape_problems
 
@@ -39,8 +40,7 @@ class InitFrom:
         Raises:
             UserError: they cannot be fetched, or are not those of a GPT-2 of this shape.
         """
-        from dsgpt.formats.hub import model_folder  # noqa: PLC0415 - torch takes seconds; --help should not
-        from dsgpt.formats.hugging_face import PretrainedWeights  # noqa: PLC0415
+        from dsgpt.formats.hugging_face import PretrainedWeights  # noqa: PLC0415 - torch takes seconds; --help should not
 
         return PretrainedWeights(model_folder(self.given, weights=True, quiet=quiet), config)
 
@@ -86,8 +86,7 @@ def read_init_from(options: Options, *, run_dir: Path, problems: Problems, quiet
 
 
 def _open_weights(given: str, problems: Problems, *, quiet: bool) -> InitFrom | None:
-    from dsgpt.formats.hub import model_folder  # noqa: PLC0415 - as above
-    from dsgpt.formats.hugging_face import published_shape, read_json  # noqa: PLC0415
+    from dsgpt.formats.hugging_face import published_shape, read_json  # noqa: PLC0415 - as above
 
     folder = model_folder(given, weights=False, quiet=quiet)
     if (folder / "manifest.json").exists() or (folder / "metrics.jsonl").exists():

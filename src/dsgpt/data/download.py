@@ -26,7 +26,7 @@ from dsgpt.data.sources import (
     raw_record,
     stdlib_source,
 )
-from dsgpt.formats.hub import require_hub
+from dsgpt.formats.tokenizer_files import require_hub
 
 # What this script has in common with those that prepare text.
 

@@ -16,7 +16,6 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from dsgpt.common.errors import UserError
 from dsgpt.common.files import PRINTABLE, remove
 from dsgpt.data.sources import Document
-from dsgpt.formats.hub import require_hub
 from dsgpt.formats.tokenizer_files import (
     SETTINGS,
     TOKENIZER,
@@ -24,6 +23,7 @@ from dsgpt.formats.tokenizer_files import (
     fault_of,
     open_tokenizer,
     reason_of,
+    require_hub,
 )
 
 if TYPE_CHECKING:

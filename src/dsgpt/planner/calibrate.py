@@ -19,9 +19,16 @@ from tqdm import tqdm
 
 from dsgpt.common.files import remove, write_json_atomic
 from dsgpt.common.text import counted
-from dsgpt.machine.device import bring_up, cuda_devices, default_precision, describe_hardware, software_versions
+from dsgpt.machine.device import (
+    bring_up,
+    cuda_devices,
+    default_precision,
+    describe_hardware,
+    gather_objects,
+    joined,
+    software_versions,
+)
 from dsgpt.machine.launcher import exit_rank
-from dsgpt.machine.process_group import gather_objects, joined
 from dsgpt.machine.topology import Topology, free_port, ring_factor
 from dsgpt.model.linear_cross_entropy import CACHED
 from dsgpt.planner.rates import SCHEMA_VERSION

@@ -35,7 +35,7 @@ _UNFUSED_ADAM = 20
 
 @dataclass(frozen=True, kw_only=True)
 class ModelState:
-    """Bytes of one rank; ``dsgpt.telemetry.memory`` measures them."""
+    """Bytes of one rank; ``dsgpt.telemetry.cost`` measures them."""
 
     parameters: int
     """The weights that the forward pass uses, as they are kept between steps."""
@@ -73,7 +73,7 @@ class Moment:
 
 @dataclass(frozen=True, kw_only=True)
 class Traffic:
-    """All operations of one kind of one rank in one optimizer step; ``dsgpt.telemetry.communication`` measures them."""
+    """All operations of one kind of one rank in one optimizer step; ``dsgpt.telemetry.cost`` measures them."""
 
     what: str
     """``gradients`` (of weights), ``weights``, or ``activations`` and their gradients."""

@@ -27,9 +27,8 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from dsgpt.common.files import remove
-from dsgpt.machine.device import named_range, ranges_shown
-from dsgpt.machine.process_group import gather_objects
-from dsgpt.telemetry.communication import Traffic, operation_of
+from dsgpt.machine.device import gather_objects, named_range, ranges_shown
+from dsgpt.telemetry.cost import Traffic, operation_of
 from dsgpt.telemetry.meter import ThreadClock
 
 

@@ -17,8 +17,8 @@ from dsgpt.common.files import write_json_atomic
 from dsgpt.common.text import busy_words
 from dsgpt.config.run_config import RunConfig
 from dsgpt.machine.console import Field, Progress, fitted
+from dsgpt.machine.device import HostGroup
 from dsgpt.machine.probe import LoadOfOthers
-from dsgpt.machine.process_group import HostGroup
 from dsgpt.planner.rates import CALIBRATION, Calibration, Utilisation, read_calibration, utilisation
 from dsgpt.record.schema import (
     RECORD_FILE,
@@ -30,7 +30,7 @@ from dsgpt.record.schema import (
     percentile,
     read_steps,
 )
-from dsgpt.telemetry.memory import TrainingPeaks, peak_bytes, traffic_line
+from dsgpt.telemetry.cost import TrainingPeaks, peak_bytes, traffic_line
 from dsgpt.telemetry.meter import (
     Figures,
     RankShare,

@@ -21,15 +21,14 @@ from dsgpt.common.json_files import JsonError
 from dsgpt.common.text import divisors
 from dsgpt.config.run_config import RunConfig
 from dsgpt.machine.console import LogFile
-from dsgpt.machine.device import bring_up
+from dsgpt.machine.device import HostGroup, barrier, bring_up, from_main, joined
 from dsgpt.machine.launcher import Interruption
-from dsgpt.machine.process_group import HostGroup, barrier, from_main, joined
 from dsgpt.model.gpt2 import parameter_shapes
 from dsgpt.planner.memory import worst_peak
 from dsgpt.planner.setup import Setup
 from dsgpt.record.schema import LOG_FILE, RECORD_FILE, STEPS_FILE, drop_steps_after, later_schema
 from dsgpt.strategies.base import Strategy, build_strategy
-from dsgpt.telemetry.memory import peak_bytes
+from dsgpt.telemetry.cost import peak_bytes
 from dsgpt.training.budget import TrainingPlan, read_plan
 from dsgpt.training.journal import Journal, open_sinks
 from dsgpt.training.run_description import (

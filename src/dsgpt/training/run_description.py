@@ -19,8 +19,7 @@ from dsgpt.common.files import sha256_of
 from dsgpt.common.text import counted
 from dsgpt.config.run_config import RunConfig
 from dsgpt.data.token_file import TokenFile, TokenFileError, sidecar_path
-from dsgpt.formats.hub import model_folder
-from dsgpt.formats.tokenizer_files import fault_of, other_meaning, token_ids
+from dsgpt.formats.tokenizer_files import fault_of, model_folder, other_meaning, token_ids
 from dsgpt.machine.console import Progress
 from dsgpt.machine.device import describe_hardware, software_versions
 from dsgpt.planner.memory import STEP, peak_memory, worst_peak

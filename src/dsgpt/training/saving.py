@@ -32,7 +32,7 @@ from dsgpt.common.errors import NonFiniteError, SaveError, UserError
 from dsgpt.common.files import print_traceback, remove, write_json_atomic
 from dsgpt.config.run_config import RunConfig
 from dsgpt.formats.tokenizer_files import copy_tokenizer
-from dsgpt.machine.process_group import HostGroup, from_main, gather_objects
+from dsgpt.machine.device import HostGroup, from_main, gather_objects
 from dsgpt.model.gpt2 import parameter_shapes
 from dsgpt.strategies.base import Strategy
 from dsgpt.training.journal import Journal, place

@@ -20,12 +20,12 @@ from dsgpt.data.loader import Batch, RankShare, WindowDataset, training_loader, 
 from dsgpt.inference.generation import measure_latency
 from dsgpt.inference.model_files import build_model
 from dsgpt.machine.console import Progress, duration
+from dsgpt.machine.device import HostGroup, barrier, gather_objects
 from dsgpt.machine.launcher import Interruption, own_command, stop_signals_blocked
-from dsgpt.machine.process_group import HostGroup, barrier, gather_objects
 from dsgpt.record.schema import COMPLETE_FILE, RECORD_FILE
 from dsgpt.strategies.base import Strategy
 from dsgpt.strategies.optimizer import DTYPES
-from dsgpt.telemetry.memory import TrafficMeter
+from dsgpt.telemetry.cost import TrafficMeter
 from dsgpt.telemetry.meter import TimedBatches
 from dsgpt.telemetry.monitor import Monitor, gpu_use, hardware_file, open_gpus
 from dsgpt.telemetry.profiles import PROFILE_FOLDER, CommunicationProfile, StepsProfile, Trace, trace_file

@@ -26,8 +26,7 @@ from torch.utils.checkpoint import checkpoint
 from dsgpt.checkpoints.training_state import ParamState
 from dsgpt.config.run_config import RunConfig
 from dsgpt.data.loader import IGNORED_TARGET, Batch
-from dsgpt.machine.device import named_range
-from dsgpt.machine.process_group import sum_over_ranks
+from dsgpt.machine.device import named_range, sum_over_ranks
 from dsgpt.model.config import GPT2Config
 from dsgpt.model.gpt2 import Block, parameter_shapes
 from dsgpt.strategies.base import StateTensors, to_device

@@ -48,8 +48,8 @@ from dsgpt.common.files import Lock
 from dsgpt.config.compatibility import nvme_paths
 from dsgpt.config.recipe import DEEPSPEED_KEYS, Recipe
 from dsgpt.config.run_config import RunConfig
+from dsgpt.machine.device import from_main, gather_objects
 from dsgpt.machine.probe import compiler
-from dsgpt.machine.process_group import from_main, gather_objects
 from dsgpt.machine.topology import Topology
 from dsgpt.strategies.optimizer import build_optimizer, parameter_groups
 

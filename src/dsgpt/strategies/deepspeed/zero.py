@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from dsgpt.config.run_config import RunConfig
 from dsgpt.data.loader import IGNORED_TARGET, Batch
-from dsgpt.machine.device import named_range
-from dsgpt.machine.process_group import sum_over_ranks
+from dsgpt.machine.device import named_range, sum_over_ranks
 from dsgpt.model.gpt2 import GPT2, Attend, Attention, dense_attention
 from dsgpt.strategies.base import to_device
 from dsgpt.strategies.deepspeed.engine import DeepSpeedStrategy
