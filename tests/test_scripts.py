@@ -282,6 +282,7 @@ def test_every_script_has_a_command(tmp_path):
         (["--version"], 0, "dsgpt 0."),
         (["trian"], 2, "error: trian: is not a command of dsgpt (did you mean train?)"),
         (["data"], 2, "; there is data prepare, data small, data download, data verify"),
+        (["data", "--help"], 0, "dsgpt data verify: read token files"),
         (["train"], 2, "error: --run_type is missing"),
         (["bench", "saving", "--help"], 0, "usage: dsgpt bench "),
         (["records", "--check", "--only", "nothing"], 2, "error: --only"),

@@ -49,6 +49,9 @@ def main() -> int:
     group = [name for name in COMMANDS if name.startswith(f"{words[0]} ")]
     length = 2 if group else 1
     command = " ".join(words[:length])
+    if group and words[1:2] in (["-h"], ["--help"]):
+        print("\n".join(f"dsgpt {name}: {COMMANDS[name][1]}" for name in group))
+        return EXIT_DONE
     if command not in COMMANDS:
         hint = did_you_mean(command, COMMANDS) or (f"; there is {', '.join(group)}" if group else "; see dsgpt --help")
         raise UserError(f"{command}: is not a command of dsgpt{hint}")

@@ -102,7 +102,7 @@ NO_NVME = {
 
 @pytest.mark.parametrize("probe", NO_NVME)
 def test_offload_to_nvme_on_an_unsuitable_machine_is_refused(tmp_path, monkeypatch, probe):
-    """The probes are replaced; ``test_machine_probe.py`` tests them on this machine. It is asked as if it had GPUs."""
+    """The probes are replaced; ``test_device.py`` tests them on this machine. It is asked as if it had GPUs."""
     answer, words = NO_NVME[probe]
     monkeypatch.setattr(device, "cuda_devices", lambda: 2)
     pretend(monkeypatch, **{probe: answer})

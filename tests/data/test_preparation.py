@@ -5,6 +5,7 @@ import io
 import json
 import os
 import random
+import shlex
 import shutil
 import subprocess
 import sys
@@ -30,6 +31,7 @@ from dsgpt.data.preparation import parse_options
 from dsgpt.data.sources import Document, own_source
 from dsgpt.data.token_file import TokenFileError, open_token_file
 from dsgpt.data.vocabulary import divide, encode, open_vocabulary, pieces
+from dsgpt.training.command import check
 
 # preprocess.py: what is written, byte for byte, and what happens the second time, or when it is killed.
 
@@ -367,6 +369,16 @@ def test_the_record_contains_the_sidecars_without_size_and_time_of_files(again, 
 
 
 # Mistakes on the command line and in the input are reported together, one line each, with exit code 2.
+
+
+def test_the_next_line_is_a_dry_run_that_works(run, bytes_tokenizer: Path, tmp_path: Path, monkeypatch):
+    flags = ("--input", REPOSITORY / "docs", "--tokenizer", bytes_tokenizer, "--output_dir", "text")
+    done = run("preprocess.py", *flags, cwd=tmp_path)
+    _, script, *words = shlex.split(done.stdout.splitlines()[-1].removeprefix("next: "))
+    assert script == str(REPOSITORY / "src/gpt2.py")
+    assert words[-1] == "--dry_run"
+    monkeypatch.chdir(tmp_path)
+    check(words)
 
 
 def test_without_network_the_tokenizer_says_what_to_do(run, tmp_path: Path):

@@ -17,7 +17,7 @@ import pytest
 from planner_records import RECORD
 from small_run import REPOSITORY, SEQUENCE, VOCABULARY, write_data, write_recipe
 
-from dsgpt.common.errors import Problems, UserError
+from dsgpt.common.errors import EXIT_USER_ERROR, Problems, UserError
 from dsgpt.common.json_files import parse_as
 from dsgpt.common.text import divisors
 from dsgpt.config.compatibility import check_split
@@ -509,6 +509,15 @@ def test_the_written_command_passes_a_dry_run(data, devices, name):
     assert done.returncode == 0, done.stderr[-2000:]
     assert "dry run: everything checked, nothing started" in done.stdout
     assert f"strategy    {name} " in done.stdout
+
+
+def test_the_written_command_names_text_that_is_missing_before_it_launches(data, tmp_path):
+    _, command, _ = written(recommended(data, 2)["fsdp"])
+    text = command.read_text().replace("val.bin", "absent.bin")
+    done = subprocess.run(["sh"], input=text, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == EXIT_USER_ERROR
+    (line,) = done.stderr.splitlines()
+    assert re.fullmatch(r"error: \S*absent\.bin is missing: download_data\.py and preprocess\.py .* make it .*", line)
 
 
 def test_tensor_peers_are_never_on_two_machines():

@@ -433,10 +433,11 @@ def test_the_plan_is_held_against_the_steps(sabotaged, tmp_path):
     assert block["seconds"] > block["planned_seconds"] == 1800
     shown = recorded_of(tmp_path, "run").plan  # of the dashboard's page Live
     assert re.fullmatch(r"\d+% slower than planned, \$\S+ spent, \$1.00 expected instead of \$1.00", shown)
-    (tmp_path / "plan.json").write_text(json.dumps(plan | {"strategy": "zero2", "seq_length": 32}))
+    (tmp_path / "plan.json").write_text(json.dumps(plan | {"strategy": "zero2", "precision": "bf16", "seq_length": 32}))
     done, _ = sabotaged("", plan=tmp_path / "plan.json", overwrite=True)
     assert done.returncode == EXIT_USER_ERROR
-    assert "was made for strategy zero2, not baseline; sequence length 32, not 16: plan this training" in done.stderr
+    others = "strategy zero2, not baseline; precision bf16, not fp32; sequence length 32, not 16"
+    assert f"was made for {others}: plan this training" in done.stderr
 
 
 def test_the_next_line_resumes_the_run_and_then_evaluates_it(sabotaged, tmp_path):

@@ -12,7 +12,7 @@ from dsgpt.charts.themes import LIGHT, THEMES
 from dsgpt.common.command_line import NUMBER, choice, choices, flag, read_options
 from dsgpt.common.errors import Problems, UserError, did_you_mean
 from dsgpt.common.files import PRINTABLE, write_atomic
-from dsgpt.common.text import REPOSITORY, next_line, script_words
+from dsgpt.common.text import IN_CHECKOUT, REPOSITORY, next_line
 from dsgpt.record.provenance import changes_since, training_sources
 from dsgpt.record.runs import Run, read_run
 from dsgpt.record.suites import Concurrency, Predictions, Sweep, read_concurrency, read_predictions, read_sweep
@@ -163,7 +163,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for chart, why in absent.items():
         print(f"not drawn: {chart}: {why}")
     print(f"charts: {output}")
-    print(next_line(script_words("charts/dashboard.py")))
+    print(next_line(["make", "dashboard"] if IN_CHECKOUT else ["dsgpt", "dashboard"]))
 
 
 def _paths_of_runs(options: ChartsOptions, problems: Problems) -> dict[str, Path]:

@@ -71,6 +71,8 @@ SMALL_EXAMPLES = """\
   .venv/bin/python data_prep/preprocess_small.py --num_documents 1000 --dataset tinystories"""
 
 TRAIN = "train"
+TOKENS_FOR_SMALL = 100_000_000
+"""Up to this many tokens the suggested training is that of the demo; ``small`` would learn the text by heart."""
 DATASETS = (STDLIB_NAME, *HUB_SETS)
 _DEFAULT_VOCAB_SIZE = 8192
 _DEFAULT_VAL_FRACTION = 0.05
@@ -497,9 +499,13 @@ def _report(place: Place, heading: str) -> None:
     vocabulary = open_vocabulary(place.tokenizer)
     print(f"  {place.tokenizer}: {vocabulary.size:,} ids, documents end with id {vocabulary.eot_id}")
     train, val = (place.tokens(split) for split in SPLITS)
-    data = ["--train_data_path", train, "--val_data_path", val, "--run_type", "baseline", "--dry_run"]
-    recipe = REPOSITORY / "ds_configs" / "sizes" / "small.json"
-    print(next_line(script_words("src/gpt2.py", *data, "--deepspeed_config", recipe)))
+    recipes, run = REPOSITORY / "ds_configs" / "sizes", Path("checkpoint") / f"{place.folder.name}-baseline"
+    data = ["--train_data_path", train, "--val_data_path", val, "--run_type", "baseline", "--checkpoint_path", run]
+    if open_token_file(train).tokens > TOKENS_FOR_SMALL:
+        size = ["--deepspeed_config", recipes / "small.json"]
+    else:
+        size = ["--deepspeed_config", recipes / "demo.json", "--model_size", "demo", "--seq_length", "128"]
+    print(next_line(script_words("src/gpt2.py", *data, *size, "--dry_run")))
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -195,7 +195,8 @@ def open_token_file(path: Path) -> TokenFile:
         size = path.stat().st_size
     except OSError as error:
         raise TokenFileError(
-            f"{path}: cannot be read ({error.strerror}); make it with `.venv/bin/python data_prep/preprocess.py`"
+            f"{path}: cannot be read ({error.strerror}); make it with `.venv/bin/python data_prep/preprocess.py` "
+            "(--dataset names the text)"
         ) from error
     if path.is_dir():
         raise TokenFileError(f"{path}: is a folder; name the .bin file in it")

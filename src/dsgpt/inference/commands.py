@@ -221,7 +221,7 @@ model's context is full. --seed repeats the texts, at any --batch_size. Ctrl-C p
 GENERATE_EXAMPLES = """\
 examples:
   .venv/bin/python src/generate.py --checkpoint checkpoint/demo-zero1 --prompt "def main("
-  .venv/bin/python src/generate.py --checkpoint checkpoint/demo-zero1/step-00000200 --prompt "import" --temperature 0
+  .venv/bin/python src/generate.py --checkpoint checkpoint/demo-zero1/step-00000800 --prompt "import" --temperature 0
   .venv/bin/python src/generate.py --checkpoint checkpoint/demo-zero1 --prompt "import" --prompt "class" --num_samples 4
   head -9 src/gpt2.py | .venv/bin/python src/generate.py --checkpoint checkpoint/demo-zero1 - --stop "def " --stream
   .venv/bin/python src/generate.py --checkpoint exported/gpt2 --precision bf16 --interactive"""
@@ -383,7 +383,7 @@ examples:
   the one with the lowest validation loss, at half the size:
     .venv/bin/python src/convert.py --from checkpoint/demo-zero1 --to hf --which best --dtype bf16 exported/demo-best
   one checkpoint of a run:
-    .venv/bin/python src/convert.py --from checkpoint/demo-zero1/step-00000200 --to portable exported/demo-200
+    .venv/bin/python src/convert.py --from checkpoint/demo-zero1/step-00000800 --to portable exported/demo-800
   one checkpoint for DeepSpeed's tools, and its weights by DeepSpeed's script:
     .venv/bin/python src/convert.py --from checkpoint/demo-zero1 --to deepspeed exported/demo-ds
     .venv/bin/python -m deepspeed.utils.zero_to_fp32 exported/demo-ds exported/demo-fp32

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from dsgpt.common.errors import EXIT_DOES_NOT_FIT, EXIT_DONE, Problems, UserError
+from dsgpt.common.errors import EXIT_DOES_NOT_FIT, EXIT_DONE, EXIT_USER_ERROR, Problems, UserError
 from dsgpt.common.files import json_text, write_atomic
 from dsgpt.common.json_files import Positive, read_as
 from dsgpt.common.text import divisors, next_line, script_words
@@ -286,7 +286,14 @@ def command_text(best: Plan, recipe: Path) -> str:
         "--plan": (options.into / PLAN).as_posix(),
     }
     words = [word for flag, value in flags.items() if value is not None for word in (flag, str(value))]
-    lines = ['PATH="$PWD/.venv/bin:$PATH"', f'exec {shlex.join([*launcher, "src/gpt2.py", *words])} "$@"']
+    missing = "is missing: download_data.py and preprocess.py of data_prep/ make it (--dataset names the text)"
+    lines = [
+        f"for file in {shlex.join([options.train_data_path.as_posix(), options.val_data_path.as_posix()])}; do",
+        f'  [ -e "$file" ] || {{ echo "error: $file {missing}" >&2; exit {EXIT_USER_ERROR}; }}',
+        "done",
+        'PATH="$PWD/.venv/bin:$PATH"',
+        f'exec {shlex.join([*launcher, "src/gpt2.py", *words])} "$@"',
+    ]
     if several:
         network = next(each for each in best.assumptions if each.what.startswith("network"))
         lines.insert(0, f"# Planned for a {assumption_in_words(network)}.")

@@ -64,6 +64,7 @@ class TrainingPlan:
     strategy: str
     model: PlannedSize
     machine: PlannedSize
+    precision: str | None = None
     seq_length: Positive
     micro_batch_size: Positive
     gradient_accumulation_steps: Positive
@@ -88,6 +89,7 @@ def read_plan(config: RunConfig, problems: Problems) -> TrainingPlan | None:
             "strategy": (plan.strategy, config.strategy_name),
             "parameters": (plan.model.parameters, config.model.parameter_count()),
             "devices": (plan.machine.devices, config.topology.world_size),
+            "precision": (plan.precision or config.precision, config.precision),
             "global batch": (sequences, config.batch.global_batch_size),
             "sequence length": (plan.seq_length, config.seq_length),
         }
