@@ -26,6 +26,8 @@ from dsgpt.machine.topology import free_port
 
 # Launchers (``deepspeed``, ``torchrun``): makes and recognises their commands, and watches the launcher of this rank.
 
+LAUNCHERS = {"baseline": "python", "ddp": "torchrun", "fsdp": "torchrun", "optimized": "deepspeed"}
+"""The launcher of each run type that users take."""
 _COMMANDS = {"deepspeed", "deepspeed.pt", "ds", "torchrun"}
 _MODULES = {
     "deepspeed.launcher.launch",

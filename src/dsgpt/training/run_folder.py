@@ -23,7 +23,7 @@ from dsgpt.common.files import is_regular_file, remove
 from dsgpt.common.json_files import Count, Finite, JsonError, Seconds, clipped, clipped_text, read_as, read_object
 from dsgpt.common.text import counted
 from dsgpt.config.run_config import RunConfig
-from dsgpt.record.schema import COMPLETE_FILE, LOG_FILE, RECORD_FILE, STEPS_FILE, read_steps
+from dsgpt.record.schema import COMPLETE_FILE, HARDWARE_FILE, LOG_FILE, RECORD_FILE, STEPS_FILE, read_steps
 from dsgpt.telemetry.profiles import COMMUNICATION_FILE, PROFILE_FOLDER, is_profile_folder
 from dsgpt.training.run_description import CHANGEABLE, EXECUTED_BY
 
@@ -336,8 +336,6 @@ _FILES = (
 
 A kill in between leaves no ``latest``, and no step lines without a record;
 ``why_nothing_was_saved`` says why this matters."""
-_HARDWARE = re.compile(r"hardware(-\d+)?\.jsonl")
-"""``telemetry.monitor.hardware_file``."""
 TRACKERS_FOLDER = "trackers"
 """What experiment trackers store on this machine, and the ids of the run in each of them."""
 IDS_FILE = "run_ids.json"
@@ -438,7 +436,7 @@ def _existing(run_dir: Path) -> list[Path]:
 
 def _files(run_dir: Path) -> list[Path]:
     """What is named in ``run_dir`` like a file of a run, or like the folder of trackers or profiles, links included."""
-    hardware = sorted(path for path in run_dir.iterdir() if _HARDWARE.fullmatch(path.name))
+    hardware = sorted(path for path in run_dir.iterdir() if HARDWARE_FILE.fullmatch(path.name))
     named = [run_dir / name for name in (TRACKERS_FOLDER, PROFILE_FOLDER, *_FILES) if os.path.lexists(run_dir / name)]
     return hardware + named
 
@@ -452,7 +450,7 @@ def _folders(run_dir: Path, name: re.Pattern[str]) -> list[Path]:
 def _foreign(run_dir: Path, existing: list[Path]) -> Path | None:
     """A file or folder that a run would replace although no run wrote it; None if there is none."""
     for path in existing:
-        if (path.name in _FILES or _HARDWARE.fullmatch(path.name)) and path.is_dir() and not path.is_symlink():
+        if (path.name in _FILES or HARDWARE_FILE.fullmatch(path.name)) and path.is_dir() and not path.is_symlink():
             return path
         for name, is_ours in ((TRACKERS_FOLDER, is_tracker_folder), (PROFILE_FOLDER, is_profile_folder)):
             if path.name == name and not path.is_symlink() and not is_ours(path):

@@ -17,6 +17,7 @@ from dsgpt.common.files import write_atomic
 from dsgpt.common.text import next_line, script_words
 from dsgpt.config.run_config import RunConfig
 from dsgpt.data.loader import Batch, RankShare, WindowDataset, training_loader, validation_loader
+from dsgpt.formats.tensor_files import DTYPES
 from dsgpt.inference.generation import measure_latency
 from dsgpt.inference.model_files import build_model
 from dsgpt.machine.console import Progress, duration
@@ -24,7 +25,6 @@ from dsgpt.machine.device import HostGroup, barrier, gather_objects
 from dsgpt.machine.launcher import Interruption, own_command, stop_signals_blocked
 from dsgpt.record.schema import COMPLETE_FILE, RECORD_FILE
 from dsgpt.strategies.base import Strategy
-from dsgpt.strategies.optimizer import DTYPES
 from dsgpt.telemetry.cost import TrafficMeter
 from dsgpt.telemetry.meter import TimedBatches
 from dsgpt.telemetry.monitor import Monitor, gpu_use, hardware_file, open_gpus
