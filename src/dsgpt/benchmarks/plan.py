@@ -10,7 +10,7 @@ from typing import Any
 
 from dsgpt.benchmarks.cells import NARROW, Shape
 from dsgpt.benchmarks.frame import Record, Suite, SuiteOptions, only_flag, selected
-from dsgpt.benchmarks.processes import shape_values, training_words
+from dsgpt.benchmarks.launch import shape_values, training_words
 from dsgpt.common.command_line import COUNT, flag
 from dsgpt.common.errors import Problems
 from dsgpt.common.files import write_json_atomic

@@ -13,7 +13,7 @@ from typing import Any
 
 from dsgpt.benchmarks.cells import prepare_demo
 from dsgpt.benchmarks.frame import Record, Suite, SuiteOptions, device_flag
-from dsgpt.benchmarks.processes import train
+from dsgpt.benchmarks.launch import train
 from dsgpt.common.command_line import choice, flag
 from dsgpt.common.files import write_json_atomic
 from dsgpt.common.text import machine_words, table

@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 
 from dsgpt.benchmarks import frame
 from dsgpt.benchmarks.cells import prepare_demo
-from dsgpt.benchmarks.processes import own_group, training_words
+from dsgpt.benchmarks.launch import own_group, training_words
 from dsgpt.benchmarks.sweep_cells import (
     SUITES,
     Cell,
