@@ -1,10 +1,9 @@
 """Recipe files: change one, read one, list its mistakes; and a request that is resolved without training it."""
 
-import copy
 from pathlib import Path
 from typing import Any
 
-from small_run import RECIPE, REPOSITORY, command_line
+from small_run import REPOSITORY, command_line
 
 from dsgpt.common.errors import Problems, UserError
 from dsgpt.config.options import parse_arguments
@@ -16,16 +15,6 @@ from dsgpt.machine.topology import read_topology
 
 
 SHIPPED = sorted((REPOSITORY / "ds_configs").glob("*.json"))
-
-
-def changed(*place: str, to: Any) -> dict[str, Any]:
-    """``RECIPE`` with the value at ``place`` replaced."""
-    recipe = copy.deepcopy(RECIPE)
-    block = recipe
-    for key in place[:-1]:
-        block = block.setdefault(key, {})
-    block[place[-1]] = to
-    return recipe
 
 
 def problems_of(path: Path) -> list[str]:

@@ -352,51 +352,6 @@ def test_run_folder_that_cannot_be_written(refused):
     assert line.endswith(": name another folder")
 
 
-def test_an_existing_run_is_kept_without_overwrite(here, refused, snapshot):
-    assert train(command_line(here, save_every=0)) == 0
-    assert refused() == snapshot
-    assert train(command_line(here, overwrite=True, max_train_steps=1)) == 0
-    assert [path.name for path in (here / "run").glob("step-*")] == ["step-00000001"]
-
-
-def test_files_of_others_in_the_folder_are_never_deleted(here):
-    (here / "run").mkdir()
-    (here / "run" / "notes.txt").write_text("mine")
-    assert train(command_line(here, overwrite=True, max_train_steps=1)) == 0
-    assert (here / "run" / "notes.txt").read_text() == "mine"
-
-
-def test_all_mistakes_in_flags_json_and_data_are_reported_together(here, refused):
-    write_tokens(here / "train.bin", random_ids(9))
-    (here / "val.bin").unlink()
-    write_recipe(here / "recipe.json", {"train_batch_size": 7, "optimizer": {"type": "AdamW", "params": {}}, "amp": {}})
-    found = refused(
-        num_heads=3,
-        epochs=0,
-        precision="fp16",
-        seq_length=17,
-        resume=True,
-        overwrite=True,
-        steps=5,
-        checkpoint_path=None,
-        embedding_size=16,
-    )
-    parts = (
-        "--epochs must be",
-        "--steps is not a known flag",
-        "--resume continues",
-        "recipe.json: amp is not supported",
-        "recipe.json: optimizer: params: lr is missing",
-        "val.bin: cannot be read",
-        "--num_heads 3 does not divide",
-        "--precision fp16 needs a GPU",
-        "train.bin: its 9 tokens are fewer",
-    )
-    for part in parts:
-        assert sum(line.startswith(part) for line in found) == 1, (part, found)
-    assert len(found) == len(parts), found
-
-
 NO_PATH = {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": 5}}
 
 
@@ -417,13 +372,6 @@ def test_what_follows_from_a_mistake_in_the_recipe_is_not_reported(here, refused
     write_recipe(here / "recipe.json", RECIPE, **changes)
     (line,) = refused(run_type="optimized", **flags)
     assert line.startswith(f"recipe.json: {next(iter(changes)) if ranks != 2 else 'zero_optimization'}")
-
-
-def test_a_misspelt_batch_size_is_one_mistake(here, refused):
-    recipe = {("train_batch_siez" if key == "train_batch_size" else key): value for key, value in RECIPE.items()}
-    write_recipe(here / "recipe.json", recipe)
-    (line,) = refused()
-    assert "did you mean train_batch_size?" in line
 
 
 # Trackers

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from pydantic import ValidationError
-from recipe_files import SHIPPED, changed, problems_of, resolved, understood
+from recipe_files import SHIPPED, problems_of, resolved, understood
 from small_run import RECIPE, REPOSITORY, write_data, write_recipe
 
 from dsgpt.benchmarks.cells import STRATEGIES
@@ -161,34 +161,6 @@ def test_a_recipe_of_many_unknown_keys_is_refused_at_once(file):
 @pytest.mark.parametrize(("key", "reason"), Recipe.REFUSED.items())
 def test_refused_keys_are_reported_with_the_reason(file, key, reason):
     assert problems_of(write_recipe(file, RECIPE, **{key: {}})) == [f"{key} is not supported: {reason}"]
-
-
-@pytest.mark.parametrize(
-    "place",
-    [
-        ("train_batch_size",),
-        ("optimizer", "params", "lr"),
-        ("scheduler", "params", "total_num_steps"),
-        ("zero_optimization", "reduce_bucket_size"),
-        ("fp16", "enabled"),
-        ("aio", "block_size"),
-    ],
-)
-def test_auto_is_refused_in_every_place(file, place):
-    found = problems_of(write_recipe(file, changed(*place, to="auto")))
-    assert f'{": ".join(place)} is "auto": write the value, or leave the key out for its default' in found
-
-
-def test_an_unknown_key_hides_no_mistake_between_blocks(file):
-    wrong = {
-        "fp16": {"enabled": True, "foo": 1},
-        "bf16": {"enabled": True},
-        "zero_optimization": {"stage": 2, "overlap_com": True, "offload_param": {"device": "cpu", "foo": 1}},
-    }
-    found = problems_of(write_recipe(file, RECIPE, **wrong))
-    for part in ("fp16: foo", "overlap_com", "offload_param: foo", "both enabled", "needs ZeRO stage 3"):
-        assert sum(part in line for line in found) == 1, (part, found)
-    assert len(found) == 5
 
 
 # `ds_configs/sizes`: one recipe for each size, and what the page says about them.

@@ -129,12 +129,6 @@ def test_embedded_corpus_keeps_its_names(run, tmp_path: Path):
     assert "max_documents 3, not None" in line
 
 
-def test_mistakes_are_reported_together(run, tmp_path: Path):
-    lines = errors(run("download_data.py", "tinystory", "--max_documents", "0", "--jobs", "2", cwd=tmp_path, code=2))
-    assert len(lines) == 3
-    assert "did you mean tinystories?" in "".join(lines)
-
-
 def test_webtext_says_that_it_is_openwebtext():
     assert "never published" in HUB_SETS["webtext"].about
     assert HUB_SETS["webtext"].source == HUB_SETS["openwebtext"].source

@@ -117,65 +117,6 @@ def refused(path: Path) -> str:
     return without_paths(message, path.parent)
 
 
-def test_missing(tmp_path, snapshot):
-    assert refused(tmp_path / "a.bin") == snapshot
-    (tmp_path / "file").write_text("")
-    assert "cannot be read (Not a directory)" in refused(tmp_path / "file" / "a.bin")
-
-
-def test_empty(tmp_path, snapshot):
-    path = tmp_path / "a.bin"
-    path.write_bytes(b"")
-    assert refused(path) == snapshot
-
-
-def test_folder(tmp_path, snapshot):
-    folder = tmp_path / "folder"
-    folder.mkdir()
-    assert refused(folder) == snapshot
-
-
-@pytest.mark.parametrize(("size", "vocab_size", "width"), [(7, 100, 2), (10, 70_000, 4)])
-def test_odd_byte_counts(tmp_path, snapshot, size, vocab_size, width):
-    path = write_tokens(tmp_path / "a.bin", random_ids(5), dtype=f"uint{8 * width}", vocab_size=vocab_size)
-    path.write_bytes(bytes(size))
-    assert refused(path) == snapshot
-
-
-def test_odd_byte_count_without_a_sidecar(tmp_path, snapshot):
-    path = tmp_path / "a.bin"
-    path.write_bytes(b"abc")
-    assert refused(path) == snapshot
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"tokens": 4},
-        {"tokens": 0},
-        {"tokens": True},
-        {"tokens": 5.0},
-        {"documents": "two"},
-        {"vocab_size": None},
-        {"dtype": "uint32", "tokens": 2, "vocab_size": 2**33},
-        {"vocab_size": 65_537},
-        {"dtype": "int64"},
-        {"dtype": ["uint16"]},
-        {"dtype": "uint32"},
-        {"tokenizer": "gpt2"},
-        {"tokenizer": {"sha256": "a"}},
-        {"sha256": 5},
-        {"sha256": "a" * 64 + "\n"},
-        {"source": {}},
-        {"size": -1},
-        {"mtime_ns": 1e18},
-    ],
-    ids=str,
-)
-def test_sidecars_with_a_wrong_value(tmp_path, snapshot, changes):
-    assert refused(write_tokens(tmp_path / "a.bin", random_ids(5), **changes)) == snapshot
-
-
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
@@ -195,21 +136,6 @@ def test_unreadable_sidecars(tmp_path, text, reason):
     path = write_tokens(tmp_path / "a.bin", random_ids(5))
     sidecar_path(path).write_bytes(text)
     assert refused(path).startswith(f"FOLDER/a.json: is not the sidecar of a token file ({reason}")
-
-
-def test_a_folder_in_place_of_the_sidecar(tmp_path, snapshot):
-    path = write_tokens(tmp_path / "a.bin", random_ids(5))
-    sidecar_path(path).unlink()
-    sidecar_path(path).mkdir()
-    assert refused(path) == snapshot
-
-
-def test_a_broken_link_in_place_of_the_sidecar(tmp_path, snapshot):
-    """If it counted as a missing sidecar, the ids would be read as uint16."""
-    path = write_tokens(tmp_path / "a.bin", random_ids(5))
-    sidecar_path(path).unlink()
-    sidecar_path(path).symlink_to("nowhere")
-    assert refused(path) == snapshot
 
 
 def test_a_device_is_refused():
