@@ -63,6 +63,18 @@ def test_all_scripts_are_known():
         assert re.search(r"^    (run_script\(|prepare_output\(lose=True\))", text, flags=re.MULTILINE), script
 
 
+@pytest.mark.parametrize(
+    ("module", "slow"),
+    [("generate", {"torch", "numpy", "pydantic"}), ("benchmark", {"torch", "numpy"}), ("plan", {"torch", "numpy"})],
+)
+def test_a_script_imports_nothing_slow_before_it_knows_what_to_do(module, slow):
+    code = f"import sys, {module}; print(*sorted({slow} & sys.modules.keys()))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=REPOSITORY / "src", capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "\n"
+
+
 FULL_DISK = "error: standard output: No space left on device: the output is incomplete\n"
 
 

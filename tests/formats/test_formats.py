@@ -13,6 +13,7 @@ from transformers import GPT2LMHeadModel
 
 from dsgpt.common.errors import UserError
 from dsgpt.formats.hugging_face import to_hugging_face
+from dsgpt.formats.tensor_files import open_pickled, write_safetensors
 from dsgpt.formats.tokenizer_files import copy_tokenizer, fault_of, open_tokenizer
 from dsgpt.model.config import GPT2Config
 from dsgpt.model.gpt2 import GPT2, initialize
@@ -102,6 +103,13 @@ def test_initial_model_carries_over_too():
     theirs.load_state_dict(dict(to_hugging_face(ours.named_parameters(), config)), strict=False)
     inputs, _ = batch(SHAPES[0], length=9)
     torch.testing.assert_close(ours(inputs), theirs(inputs).logits, atol=1e-5, rtol=1e-5)
+
+
+def test_a_tensor_that_is_no_weight_is_not_left_out_of_a_file(tmp_path):
+    torch.save({"weight": torch.zeros(2), "ids": torch.zeros(2, dtype=torch.int64)}, tmp_path / "model.bin")
+    with pytest.raises(ValueError, match="ids: no weight has the dtype of this tensor"):
+        write_safetensors(tmp_path / "model.safetensors", open_pickled(tmp_path / "model.bin"))
+    assert not (tmp_path / "model.safetensors").exists()
 
 
 # Opening a tokenizer reads regular files of known names in its folder, whatever its settings name.

@@ -10,9 +10,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from safetensors.numpy import load_file
-
 from dsgpt.benchmarks.cells import (
     ACCUMULATIONS,
     STEPS,
@@ -403,6 +400,9 @@ examples:
 
     def _compare(self, run_dir: Path) -> dict[str, Any]:
         """The facts of the run, and its differences from the undisturbed baseline."""
+        import numpy as np  # noqa: PLC0415 - takes its time
+        from safetensors.numpy import load_file  # noqa: PLC0415
+
         undisturbed, saved, last = self._run_of(BASELINE), self.length.saved, self.length.steps
         expected, losses = read_losses(undisturbed, "loss"), read_losses(run_dir, "loss")
         expected_weights, weights = (

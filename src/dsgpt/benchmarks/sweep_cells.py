@@ -9,7 +9,6 @@ from typing import Any, get_args
 from dsgpt.common.errors import Problems, UserError, did_you_mean
 from dsgpt.common.files import sha256_of
 from dsgpt.common.json_files import JsonError, clipped, read_object
-from dsgpt.common.text import counted
 from dsgpt.config.options import parse_arguments
 from dsgpt.machine.launcher import LAUNCHERS
 from dsgpt.machine.topology import Topology
@@ -93,7 +92,7 @@ def value_of(flags: Sequence[str], flag: str) -> str | None:
 
 def on_devices(what: str, devices: int) -> str:
     """``zero1 on 1 device``, ``zero1 on 2 devices``."""
-    return f"{what} on {counted(devices, 'device')}"
+    return f"{what} on {devices} device{'s' * (devices != 1)}"
 
 
 # The suites that are built in.

@@ -194,8 +194,15 @@ def write_safetensors(
         tensors: by name, all floating-point.
         metadata: texts for the header.
         progress: gets the number of bytes written since its last call.
+
+    Raises:
+        ValueError: one is no weight.
     """
-    announced = {name: (stored.shape, stored.dtype) for name, stored in tensors.items() if stored.dtype is not None}
+    announced = {}
+    for name, stored in tensors.items():
+        if stored.dtype is None:
+            raise ValueError(f"{name}: no weight has the dtype of this tensor")
+        announced[name] = stored.shape, stored.dtype
     with SafetensorsWriter(path, announced, metadata=metadata) as file:
         for name in file.names:
             file.put(name, tensors[name].read())

@@ -32,7 +32,6 @@ from dsgpt.common.command_line import (
     switch,
 )
 from dsgpt.common.errors import Problems, UserError
-from dsgpt.common.json_files import JsonError, read_bytes
 from dsgpt.common.text import next_line, script_words
 from dsgpt.config.options import DEVICES, EXPORT_DTYPES, EXPORT_FORMS, WHICH_CHECKPOINT
 
@@ -564,6 +563,8 @@ def keys_of(options: ServeOptions) -> list[Key]:
 
 
 def _keys_in(file: Path) -> list[Key]:
+    from dsgpt.common.json_files import JsonError, read_bytes  # noqa: PLC0415 - takes longer than --help
+
     source = f"--api_key_file {file}"
     try:
         text = read_bytes(file, max_bytes=_MAX_KEY_BYTES).decode("ascii")

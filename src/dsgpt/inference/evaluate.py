@@ -279,12 +279,10 @@ def _check_tokenizer(file: TokenFile, folder: Path | None) -> bool | None:
     facts, beside = file.sidecar.tokenizer, file.path.parent / "tokenizer"
     if folder is None or facts is None or facts.sha256 is None:
         return None
-    of_model, of_data = (
-        sha256_of(each / TOKENIZER) if (each / TOKENIZER).is_file() else None for each in (folder, beside)
-    )
-    if of_model == facts.sha256:
+    hashes = (sha256_of(each / TOKENIZER) if (each / TOKENIZER).is_file() else None for each in (folder, beside))
+    if next(hashes) == facts.sha256:
         return True
-    ours, theirs = token_ids(beside) if of_data == facts.sha256 else None, token_ids(folder)
+    ours, theirs = token_ids(beside) if next(hashes) == facts.sha256 else None, token_ids(folder)
     if ours is None or theirs is None:
         difference = "and that tokenizer is not beside it, to compare their ids"
     elif (text := other_meaning(ours, theirs)) is not None:
