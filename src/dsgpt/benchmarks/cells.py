@@ -375,10 +375,7 @@ WIDTHS = {"cpu": 34, "cuda": 128}
 FP16 = {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 8}
 """Dynamic, and so low that this model never overflows: after a skipped step, different steps would be compared."""
 
-SMALL_BUCKETS = {
-    "reduce_bucket_size": 5_000,
-    "allgather_bucket_size": 5_000,
-}
+SMALL_BUCKETS = {"reduce_bucket_size": 5_000, "allgather_bucket_size": 5_000}
 SMALL_BUCKETS_3 = {
     "reduce_bucket_size": 5_000,
     "stage3_prefetch_bucket_size": 5_000,
@@ -416,11 +413,7 @@ def write_recipe(path: Path, cell: Cell, *, recipes: Path, training: str | None 
     recipe["optimizer"] = copy.deepcopy(OPTIMIZERS[cell.optimizer])
     if torch_adam is not None and cell.optimizer == "adamw":
         recipe["optimizer"]["params"]["torch_adam"] = torch_adam
-    recipe |= {
-        "train_batch_size": GLOBAL_BATCH,
-        "scheduler": SCHEDULER,
-        "gradient_clipping": CLIPPING[cell.optimizer],
-    }
+    recipe |= {"train_batch_size": GLOBAL_BATCH, "scheduler": SCHEDULER, "gradient_clipping": CLIPPING[cell.optimizer]}
     if cell.precision == "fp16":
         recipe["fp16"] = FP16
     if cell.option != "compile":  # PyTorch compiles DDP with buckets of at least 1 MiB

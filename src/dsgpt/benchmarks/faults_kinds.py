@@ -196,10 +196,7 @@ DISK_FAULTS = (
         spoil=fill_up,
     ),
     DiskFault(
-        what="a file system without a free byte",
-        policy="continue",
-        words="No space left on device",
-        spoil=fill_wholly,
+        what="a file system without a free byte", policy="continue", words="No space left on device", spoil=fill_wholly
     ),
     DiskFault(
         what="a folder that becomes read-only", policy="stop", words="Permission denied", spoil=forbid, small=False
@@ -580,9 +577,7 @@ def _fault(kind: str, attempt: Callable[..., Outcome], plan: Any) -> Fault:
 
 
 RESTART = Fault(
-    kind="launch",
-    name=f"ddp: rank 1 killed after step 9 under torchrun --max-restarts {RESTARTS}",
-    attempt=try_restart,
+    kind="launch", name=f"ddp: rank 1 killed after step 9 under torchrun --max-restarts {RESTARTS}", attempt=try_restart
 )
 
 

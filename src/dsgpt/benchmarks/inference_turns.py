@@ -348,12 +348,7 @@ class Engines:
             return None
         answers, peak = served
         return Turn(
-            engine=kind,
-            concurrency=concurrency,
-            repeat=repeat,
-            requests=requests,
-            answers=answers,
-            peak_bytes=peak,
+            engine=kind, concurrency=concurrency, repeat=repeat, requests=requests, answers=answers, peak_bytes=peak
         )
 
 

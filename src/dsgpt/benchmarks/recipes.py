@@ -45,12 +45,7 @@ class Trial:
             "train_batch_size": self.batch,
             "optimizer": {
                 "type": "AdamW",
-                "params": {
-                    "lr": self.lr,
-                    "betas": [0.9, self.beta2],
-                    "eps": 1e-8,
-                    "weight_decay": self.weight_decay,
-                },
+                "params": {"lr": self.lr, "betas": [0.9, self.beta2], "eps": 1e-8, "weight_decay": self.weight_decay},
             },
             "scheduler": {
                 "type": "WarmupCosineLR",

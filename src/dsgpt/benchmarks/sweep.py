@@ -407,7 +407,7 @@ suites: {", ".join(SUITES)}"""
         fingerprint = {
             "suite": asdict(self._plan),
             "settings": [
-                *(options.model_size, options.steps, options.seq_length, options.device, options.profile_comm),
+                *(options.model_size, options.steps, options.seq_length, options.device, options.profile_comm)
             ],
             "seed": options.seed,
             "limit": options.limit,

@@ -236,9 +236,7 @@ def _plan_finished(config: RunConfig, *, settings: dict[str, Any], problems: Pro
         return None
     _compare(config, manifest.fixed, settings, made="the finished run", problems=problems)
     return ResumePoint(
-        checkpoint=checkpoint,
-        finished=True,
-        messages=(f"{config.run_dir} holds a finished run; nothing to do",),
+        checkpoint=checkpoint, finished=True, messages=(f"{config.run_dir} holds a finished run; nothing to do",)
     )
 
 
@@ -321,16 +319,7 @@ def _allowed(config: RunConfig) -> set[str]:
 # The files of a run, and whether the folder holds one.
 
 CONFIG_FILE = "config.json"
-_FILES = (
-    COMPLETE_FILE,
-    store.LATEST,
-    store.BEST,
-    LOG_FILE,
-    COMMUNICATION_FILE,
-    STEPS_FILE,
-    RECORD_FILE,
-    CONFIG_FILE,
-)
+_FILES = (COMPLETE_FILE, store.LATEST, store.BEST, LOG_FILE, COMMUNICATION_FILE, STEPS_FILE, RECORD_FILE, CONFIG_FILE)
 """Files that a run writes next to its checkpoints, in the order of removal: those that identify a run go last.
 ``hardware.jsonl`` and those of further machines go before them.
 

@@ -175,9 +175,7 @@ class Measurements:
     ) -> None:
         self._config, self._device, self._journal, self._batches = config, device, journal, batches
         self._traffic = TrafficMeter(
-            lambda: strategy.state_tensors()._asdict(),
-            last_step=config.total_steps,
-            report=journal.traffic_measured,
+            lambda: strategy.state_tensors()._asdict(), last_step=config.total_steps, report=journal.traffic_measured
         )
         options = config.options
         self._waiting: dict[str, Callable[[], StepsProfile]] = {}
