@@ -1,9 +1,9 @@
 r"""Transcripts: command lines as users type them, and what each of them prints.
 
 A line that begins with ``$`` is a command. The lines above it that begin with ``+`` change its folder. The lines below
-are its output: standard output, standard error, ``wrote PATH`` for each new path, and the exit code in brackets unless
-it is 0. A line such as ``RUN = --epochs 1`` names words that commands repeat; lines that begin with ``#`` are headings.
-Changes are:
+are its output: standard output, standard error, ``wrote PATH`` for each new path, ``removed PATH`` for each that is
+gone, and the exit code in brackets unless it is 0. A line such as ``RUN = --epochs 1`` names words that commands
+repeat; lines that begin with ``#`` are headings. Changes are:
 
     + recipe.json: optimizer.type = "SGD"    a value in a JSON file
     + a.txt = "caf\u00e9"                    a file of these characters, in Latin-1; with a value that is no text, JSON
@@ -104,7 +104,9 @@ class Row:
             count = sum(1 for word in words if re.match(r"[A-Z_]+=", word))
             done = run(words[count:], cwd=here, variables=dict(word.split("=", 1) for word in words[:count]))
             assert "error: " not in done.out, done.out
-            wrote = [f"wrote {path.relative_to(here)}" for path in sorted(set(here.rglob("*")) - before)]
+            after = set(here.rglob("*"))
+            wrote = [f"wrote {path.relative_to(here)}" for path in sorted(after - before)]
+            wrote += [f"removed {path.relative_to(here)}" for path in sorted(before - after)]
             code = [f"[{done.code}]"] if done.code else []
             text = "\n".join([(done.out + done.err).strip("\n"), *wrote, *code]).strip("\n")
             text = text.replace(str(here), "HERE").replace(str(REPOSITORY), "REPOSITORY")

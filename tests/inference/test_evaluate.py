@@ -198,30 +198,6 @@ def test_a_model_that_is_not_finite_is_refused(folder, tmp_path, value, why):
         list(Writer(WriterRequest(checkpoint=tmp_path / "hf", temperature=1, device="cpu")).texts(["a"]))
 
 
-def test_mistakes(folder, tmp_path, snapshot):
-    run = folder / "run"
-    (tmp_path / "empty.txt").write_text("")
-    (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
-    write_tokens(tmp_path / "large.bin", np.array([1, 900] * 9), vocab_size=1000)
-    for words in (
-        [],
-        ["--data", "a", "--text", "b", "--limit", 3],
-        ["--tasks", "piqa", "--stride", 4],
-        ["--data", "a", "--stride", 9, "--seq_length", 8, "--batch_size", 0],
-        ["--data", tmp_path / "none.bin"],
-        ["--data", folder / "val.bin", "--seq_length", 17],
-        ["--data", folder / "val.bin", "--stride", 17],
-        ["--data", tmp_path / "large.bin"],
-        ["--text", tmp_path / "none.txt"],
-        ["--text", tmp_path / "empty.txt"],
-        ["--text", tmp_path / "latin.txt"],
-        ["--text", tmp_path / "empty.txt", "--windows", 3],
-    ):
-        code, out, err = evaluate("--checkpoint", run, *words)
-        assert (code, out) == (2, "")
-        assert err.replace(str(tmp_path), "FOLDER") == snapshot
-
-
 def test_without_the_harness_its_tasks_are_refused(folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     code, _, err = evaluate("--checkpoint", folder / "run", "--tasks", "piqa")

@@ -167,15 +167,9 @@ def test_prompts_come_from_files_and_the_standard_input(run_dir, tmp_path):
         assert out.count("-" * 80) == 1
 
 
-def test_prompts_that_cannot_be_read_are_refused_together(run_dir, tmp_path, snapshot):
-    (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
-    words = ["--checkpoint", run_dir, "--prompt_file", tmp_path / "latin.txt", "--stop", "", "--top_p", 0, "--min_p", 1]
-    code, out, err = script(*words, "--repetition_penalty", 0, "--stream", "--batch_size", 2)
-    assert (code, out) == (2, "")
-    assert err.replace(str(tmp_path), "FOLDER") == snapshot
+def test_a_prompt_on_the_standard_input_must_be_text(run_dir):
+    """``tests/goldens/refusals.txt`` has the other prompts that cannot be read."""
     assert script("--checkpoint", run_dir, "-", stdin=b"\xff")[2] == "error: standard input: is not valid UTF-8 text\n"
-    assert script("--checkpoint", run_dir, "--interactive", "--prompt", "a")[0] == 2
-    assert script("--checkpoint", run_dir, "more")[2].startswith("error: 'more' is neither a flag")
 
 
 def test_each_line_is_continued_until_the_input_ends(run_dir):
@@ -262,14 +256,6 @@ def test_numbers_out_of_range(run_dir, changes, line):
     assert refusal(run_dir, **changes) == [line]
 
 
-def test_no_checkpoint_there(tmp_path):
-    line = "--checkpoint RUN: holds no checkpoint; name a run folder such as checkpoint/demo-zero1"
-    assert refusal(tmp_path) == [line]
-    assert refusal(tmp_path / "nothing") == [line]
-    (tmp_path / "file").write_text("")
-    assert refusal(tmp_path / "file") == [line]
-
-
 def test_no_tokenizer(checkpoint, snapshot):
     shutil.rmtree(checkpoint / "tokenizer")
     seal(checkpoint)
@@ -281,27 +267,6 @@ def test_an_unreadable_manifest_is_refused(checkpoint):
         (checkpoint / "manifest.json").write_text(text)
         (line,) = refusal(checkpoint)
         assert line.startswith("RUN/manifest.json: is not a readable manifest (")
-
-
-def test_errors_of_the_command(run_dir, tmp_path):
-    done = generate("--checkpoint", tmp_path / "none", "--prompt", "x", cwd=tmp_path)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == (
-        f"error: --checkpoint {tmp_path}/none: holds no checkpoint; name a run folder such as checkpoint/demo-zero1\n"
-    )
-    done = generate("--prompt", "x", cwd=tmp_path)
-    assert done.returncode == 2
-    assert done.stderr.splitlines()[-1] == "error: the following arguments are required: --checkpoint; see --help"
-    done = generate("--checkpoint", run_dir, "--temperature", "warm", cwd=tmp_path)
-    assert done.returncode == 2
-    assert done.stderr.splitlines()[-1] == "error: --temperature must be a number of at least 0, not warm"
-
-
-def test_mistakes_on_the_command_line_are_reported_together(run_dir, tmp_path, snapshot):
-    words = "--num_samples 0 --top_k x --temperature nan --seed -1 --device tpu --which newest --promt def"
-    done = generate("--checkpoint", run_dir, *words.split(), cwd=tmp_path)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == snapshot
 
 
 # A checkpoint whose tokenizer brings code or is damaged is refused in one line, and its code never runs.

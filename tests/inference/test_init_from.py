@@ -126,10 +126,7 @@ def test_other_weights_are_refused(model_and_folder, tmp_path, snapshot):
     assert refusal(weights | {name: torch.ones(128, dtype=torch.int8)}) == snapshot(name="type")
     assert refusal(weights | {"lm_head.weight": torch.ones(VOCABULARY, 32)}) == snapshot(name="untied head")
     assert refusal(weights | {"wpe.weight": torch.ones(64, 32)}) == snapshot(name="with and without the prefix")
-    (tmp_path / "model.safetensors").write_bytes(b"no weights")
-    assert refused(tmp_path) == snapshot(name="unreadable")
     (tmp_path / "model.safetensors").unlink()
-    assert refused(tmp_path) == snapshot(name="no file")
     for part in ("one.safetensors", "two.safetensors"):
         save_file(weights, tmp_path / part)
     index = {"weight_map": {"wte.weight": "one.safetensors", "wpe.weight": "two.safetensors"}}
@@ -194,31 +191,9 @@ def test_training_starts_from_published_weights_and_resumes_without_them(folder,
     assert mistakes(folder, capsys, checkpoint_path=folder / "other") == snapshot
 
 
-def test_flags_that_contradict_the_shape(folder, capsys, snapshot):
-    assert mistakes(folder, capsys, num_layers=3, vocab_size=300, model_size="tiny", num_heads=2) == snapshot
+def test_flags_that_agree_with_the_shape_are_allowed(folder):
+    """``tests/goldens/refusals.txt`` has those that contradict it, and other models."""
     assert train(flags(folder, dry_run=True, num_layers=2, dropout=0.1)) == 0
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("activation_function", "relu"),
-        ("scale_attn_by_inverse_layer_idx", True),
-        ("scale_attn_weights", False),
-        ("reorder_and_upcast_attn", True),
-        ("add_cross_attention", True),
-        ("tie_word_embeddings", False),
-        ("layer_norm_epsilon", 1e-6),
-        ("n_inner", 100),
-        ("n_head", 3),
-        ("n_layer", "2"),
-        ("model_type", "llama"),
-    ],
-)
-def test_other_models_are_refused(folder, capsys, snapshot, key, value):
-    path = folder / "hf" / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
-    assert mistakes(folder, capsys) == snapshot
 
 
 def test_another_vocabulary_is_refused(folder, capsys, snapshot):
@@ -238,9 +213,8 @@ def test_a_missing_vocabulary_is_reported(folder, capsys, snapshot):
     assert without_paths(line, folder) == snapshot
 
 
-def test_a_run_is_not_a_published_model(folder, capsys, snapshot):
+def test_an_exported_run_is_a_published_model(folder):
     assert train(flags(folder, max_train_steps=1)) == 0
-    assert mistakes(folder, capsys, init_from=folder / "run", checkpoint_path=folder / "next") == snapshot
     converted("--from", folder / "run", "--to", "hf", folder / "exported")
     assert train(flags(folder, init_from=folder / "exported", checkpoint_path=folder / "next", max_train_steps=1)) == 0
     ends = [load_file(next((folder / run).glob("step-*/model.safetensors"))) for run in ("run", "next")]
