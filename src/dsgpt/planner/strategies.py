@@ -700,7 +700,8 @@ class Zero3(DeepSpeed):
 
     def pieces(self, parameters: Iterable[ParameterSize]) -> int:
         """Elements of a rank's pieces of ``parameters``: each is flat, in equal pieces, the last one padded."""
-        return sum(-(-part.numel // self.setup.zero_ranks) for part in parameters)
+        ranks = self.setup.zero_ranks
+        return sum(-(-part.numel // ranks) for part in parameters)
 
     def persistent(self, rank: int) -> list[ParameterSize]:
         """Parameters that every rank has whole, too."""
@@ -830,8 +831,9 @@ class Zero3(DeepSpeed):
         yield from super().copied(rank)
         offload = self.setup.recipe.offload_param
         links = {"none": (), "cpu": ("host",), "nvme": ("files", "host")}[offload]
+        pieces = dict(zip((FORWARD, BACKWARD), self._pieces_of_passes(), strict=True))
         for number in range(self.reductions):
-            for moment, elements in zip((FORWARD, BACKWARD), self._pieces_of_passes(), strict=True):
+            for moment, elements in pieces.items():
                 weights = partial(Copied, moment=moment, micro_batch=number, what="weights", to_device=True)
                 yield from (weights(link=link, size=self.setup.low * elements) for link in links)
 
