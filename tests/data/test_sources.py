@@ -12,7 +12,6 @@ import pytest
 from harmful_tokenizers import MALFORMED, bring_code
 from prep_helpers import documents_of, errors, hashes
 from pyarrow import parquet
-from small_run import write_tokenizer
 from transformers import AutoTokenizer
 
 from dsgpt.common.command_line import exit_code_of
@@ -110,11 +109,6 @@ def test_without_network_one_line_in_seconds(run, tmp_path: Path, name: str):
     assert "python-stdlib" in line
     assert "preprocess.py --input" in line
     assert not (tmp_path / "data").exists()
-
-
-def test_offline_switch_is_named(run, tmp_path: Path):
-    (line,) = errors(run("download_data.py", "fineweb-edu", cwd=tmp_path, code=2, HF_HUB_OFFLINE="1"))
-    assert "HF_HUB_OFFLINE is set" in line
 
 
 def test_embedded_corpus_keeps_its_names(run, tmp_path: Path):
@@ -265,13 +259,6 @@ def test_an_input_that_the_user_names_may_be_a_link(prepare_here, text, bytes_to
     assert sum(counts) == 10
 
 
-def test_an_input_of_links_alone_is_refused(monkeypatch, bytes_tokenizer, tmp_path, capsys, snapshot):
-    (tmp_path / "links").mkdir()
-    (tmp_path / "links" / "a.txt").symlink_to(bytes_tokenizer / "tokenizer.json")
-    line = refusal(monkeypatch, tmp_path, "--input", "links", "--tokenizer", bytes_tokenizer)
-    assert [line, *capsys.readouterr().out.splitlines()] == snapshot
-
-
 @pytest.mark.parametrize("name", [".tokenizer.partial", ".tokenizer.old", ".train.bin.partial", "train.json"])
 def test_nothing_is_written_through_a_link(prepare_here, text, bytes_tokenizer, tmp_path, name):
     precious = tmp_path / "precious"
@@ -307,14 +294,6 @@ def test_a_prepared_tokenizer_that_is_damaged_is_one_line(
     prepare_here(*flags, cwd=tmp_path)
     (tmp_path / "out" / "tokenizer" / name).write_text(harm)
     assert refusal(monkeypatch, tmp_path, *flags).startswith("out/tokenizer")
-
-
-def test_a_tokenizer_without_an_end_of_text_token_is_refused(monkeypatch, text, tmp_path):
-    folder = tmp_path / "endless"
-    write_tokenizer(folder)
-    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
-    line = refusal(monkeypatch, tmp_path, "--input", text, "--tokenizer", folder)
-    assert "has no end-of-text token (eos_token)" in line
 
 
 @pytest.mark.parametrize("where", ["folder", "hub"])

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from planner_records import RECORD
 from small_run import REPOSITORY
 
 from dsgpt.charts.memory import draw_plan
@@ -36,6 +37,14 @@ def setup() -> Callable[..., Setup]:
         return Setup(recipe=recipe_from(recipe | (top or {}), Path("recipe.json")), **(TINY | fields))
 
     return make
+
+
+@pytest.fixture
+def calibration(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The file of a calibration of two devices, outside the folder in which plans are made."""
+    path = tmp_path_factory.mktemp("machine") / "calibration.json"
+    path.write_text(json.dumps(RECORD))
+    return path
 
 
 @pytest.fixture

@@ -266,16 +266,9 @@ def test_the_spread_is_what_a_fit_to_the_others_misses(setup):
 # A short calibration of this machine, and machines made from calibrations.
 
 
-@pytest.fixture
-def path(tmp_path):
-    path = tmp_path / "calibration.json"
-    path.write_text(json.dumps(RECORD))
-    return path
-
-
-def test_a_machine_has_the_rates_of_as_many_devices_as_work(path):
-    calibration = read_calibration(path)
-    alone, together = calibrated_machine(calibration, devices=1), calibrated_machine(calibration, devices=2)
+def test_a_machine_has_the_rates_of_as_many_devices_as_work(calibration):
+    record = read_calibration(calibration)
+    alone, together = calibrated_machine(record, devices=1), calibrated_machine(record, devices=2)
     assert [each.rates.matrix_at("fp32", width=768, rows=256) for each in (alone, together)] == [2e11, 1e11]
     assert together.rates.matrix_at("fp32", width=768, rows=1024) == 4e11
     assert alone.rates.attention_at("fp32", head_size=64, length=256) == pytest.approx(2e10**0.5 * 1e10**0.5)
@@ -288,7 +281,7 @@ def test_a_machine_has_the_rates_of_as_many_devices_as_work(path):
         ("send", "fp32"),
     ]
     assert [together.rates.slowness_of(*each) for each in asked] == [2, 2, 1 / 4, 1 / 4, 1]
-    assert calibrated_machine(calibration, devices=8) == together == calibrated_machine(calibration)
+    assert calibrated_machine(record, devices=8) == together == calibrated_machine(record)
     assert not together.assumed
     assert together.slowest.memory == pytest.approx(together.rates.memory / ALLOWANCE)
     assert together.fastest.bus[2] == pytest.approx(together.rates.bus[2] * ALLOWANCE)

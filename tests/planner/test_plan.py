@@ -214,13 +214,6 @@ def result(run_type: str, ranks: int, seconds: float, *, fit: bool = True) -> di
 SWEEP = REPOSITORY / "checkpoint" / "reference" / "cpu-2-cores" / "sweep-scaling.json"
 
 
-@pytest.fixture
-def calibration(tmp_path):
-    path = tmp_path / "calibration.json"
-    path.write_text(json.dumps(RECORD))
-    return path
-
-
 def measured(path, record=None):
     """The steps of ``record``, which is written to ``path`` first."""
     if record is not None:
@@ -316,18 +309,15 @@ OLD = [
         ),
     ],
 )
-def test_a_calibration_without_possible_rates_is_refused(refused, tmp_path_factory, record, why):
-    path = tmp_path_factory.mktemp("machine") / "calibration.json"
-    path.write_text(json.dumps(RECORD | record))
-    (line,) = refused(f"--machine {path} --gpus 2 --model_size tiny --tokens 1e6")
-    assert line.startswith(f"--machine {path}: ")
+def test_a_calibration_without_possible_rates_is_refused(refused, calibration, record, why):
+    calibration.write_text(json.dumps(RECORD | record))
+    (line,) = refused(f"--machine {calibration} --gpus 2 --model_size tiny --tokens 1e6")
+    assert line.startswith(f"--machine {calibration}: ")
     assert why in line
 
 
-def test_more_devices_than_were_measured_are_refused(refused, tmp_path_factory):
-    path = tmp_path_factory.mktemp("machine") / "calibration.json"
-    path.write_text(json.dumps(RECORD))
-    (line,) = refused(f"--machine {path} --gpus 4 --model_size tiny --tokens 1e6")
+def test_more_devices_than_were_measured_are_refused(refused, calibration):
+    (line,) = refused(f"--machine {calibration} --gpus 4 --model_size tiny --tokens 1e6")
     assert line.startswith("--gpus 4: the calibration measured 2 devices:")
 
 

@@ -23,7 +23,7 @@ from dsgpt.config.recipe_blocks import (
     ZeroRecipe,
 )
 from dsgpt.config.run_config import RunConfig
-from dsgpt.model.config import GPT2Config
+from dsgpt.model.config import SHAPE_FLAGS, GPT2Config
 from dsgpt.record.equal_work import (
     equal_loss_line,
     inference_stamps,
@@ -410,11 +410,6 @@ CHANGED: dict[str, Pair] = {
     "--overwrite": as_options(overwrite=True),
     "--plan": flag("plan", Path("plan.json")),
     "--on_event": flag("on_event", "true"),
-    "model.n_layer": flag("num_layers", 3),
-    "model.n_head": flag("num_heads", 4),
-    "model.n_embd": flag("embedding_size", 32),
-    "model.block_size": flag("max_position_embeddings", 32, seq_length=SEQUENCE),
-    "model.vocab_size": flag("vocab_size", 300),
     "model.dropout": flag("dropout", 0.1),
     "recipe.path": (Asked(), Asked(recipe_name="another.json")),
     "recipe.sha256": (Asked(), Asked(indent=2)),
@@ -484,6 +479,7 @@ CHANGED: dict[str, Pair] = {
        for each in fields(ActivationCheckpointing)},
 }  # fmt: skip
 """For each name, two runs that differ only in it."""
+CHANGED |= {f"model.{name}": CHANGED[flag] for name, flag in SHAPE_FLAGS.items()}
 
 
 # Everything that changes the training counts: tested on two records for each option, recipe key and model field.
