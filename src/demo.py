@@ -18,12 +18,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dsgpt.benchmarks.sweep_cells import LAUNCHERS, STRATEGIES
+from dsgpt.benchmarks.sweep_cells import STRATEGIES
 from dsgpt.common.command_line import POSITIVE, Terminated, complain, flag, read_options, run_script
 from dsgpt.common.errors import DifferentRunError, Problems, UserError, did_you_mean
 from dsgpt.common.files import write_json_atomic
 from dsgpt.common.text import IN_CHECKOUT, REPOSITORY, next_line
-from dsgpt.machine.launcher import launcher_command
+from dsgpt.machine.launcher import LAUNCHERS, launcher_command
 
 HOME = Path() if IN_CHECKOUT else REPOSITORY
 """The folder of scripts and recipes; a checkout is also the working folder."""

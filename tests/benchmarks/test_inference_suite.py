@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from small_run import REPOSITORY
 
 from dsgpt.benchmarks import inference_worker as worker
-from dsgpt.benchmarks import processes
+from dsgpt.benchmarks import launch
 from dsgpt.benchmarks.frame import run_suite
 from dsgpt.benchmarks.inference import Inference, InferenceOptions, inference_page, summary_lines
 from dsgpt.benchmarks.inference_turns import (
@@ -50,7 +50,7 @@ from dsgpt.benchmarks.inference_worker import (
     VllmEngine,
     open_engine,
 )
-from dsgpt.benchmarks.processes import LineWorker, WorkerEnded
+from dsgpt.benchmarks.launch import LineWorker, WorkerEnded
 from dsgpt.charts.style import quiet_style
 from dsgpt.charts.sweeps import concurrency_chart
 from dsgpt.charts.themes import LIGHT
@@ -486,7 +486,7 @@ def test_margins_are_those_of_the_ids_after_the_prompt(tmp_path):
 def test_a_worker_has_its_threads_and_nothing_of_a_launcher(monkeypatch, tmp_path):
     """With a process that is not started."""
     environments = []
-    monkeypatch.setattr(processes.subprocess, "Popen", lambda _, env, **more: environments.append(env))
+    monkeypatch.setattr(launch.subprocess, "Popen", lambda _, env, **more: environments.append(env))
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     monkeypatch.setenv("DS_ACCELERATOR", "cuda")
     for threads in (3, 0):

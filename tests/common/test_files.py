@@ -24,7 +24,7 @@ from dsgpt.common.json_files import (
     read_bytes,
     read_object,
 )
-from dsgpt.common.text import divisors, divisors_around, largest_divisor, multiples_around
+from dsgpt.common.text import divisors, divisors_around, largest_divisor, machine_words, multiples_around
 
 # Files are replaced whole or not at all.
 
@@ -274,3 +274,16 @@ def test_a_part_of_the_options_has_its_flags_and_a_required_flag_must_be_there()
         read_options(Whole, [], description="For a test.")
     options, _ = read_options(Whole, ["--must", "1_000", "--text", "a"], description="For a test.")
     assert options == Whole(must=1000, asked=Asked(text="a"))
+
+
+@pytest.mark.parametrize(
+    ("hardware", "machine"),
+    [
+        ({"gpu_name": "A100", "cpu_name": "EPYC 7763", "cpu_count": 64}, "A100; EPYC 7763, 64 cores"),
+        ({"gpu_name": None, "cpu_name": None, "cpu_count": 2}, "CPU, 2 cores"),
+        ({"gpu_name": 5, "cpu_name": "EPYC"}, "5; EPYC"),  # of a record that another program wrote
+        ({}, "not recorded"),
+    ],
+)
+def test_a_machine_in_words(hardware, machine):
+    assert machine_words(hardware) == f"{machine} (instruction sets: not recorded)"

@@ -116,11 +116,6 @@ def test_a_run_that_ends_inside_the_warm_up_is_noted(here):
     assert not noted(warm_up + 1)
 
 
-def test_names_of_strategies(here):
-    assert resolved(here).strategy_name == "baseline"
-    assert resolved(here, run_type="optimized").strategy_name == "zero1"
-
-
 @pytest.mark.parametrize(
     ("environment", "expected"),
     [

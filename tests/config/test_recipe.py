@@ -118,23 +118,10 @@ def test_a_recipe_made_in_python_is_checked():
 
 
 @pytest.mark.parametrize(
-    ("text", "line"),
-    [
-        ('{"a": 1,}', "is not valid JSON: Illegal trailing comma before end of object: line 1 column 8 (char 7)"),
-        ("", "is not valid JSON: Expecting value: line 1 column 1 (char 0)"),
-        ('{"lr": NaN}', "is not valid JSON: NaN is not a JSON number"),
-        ('{"lr": -Infinity}', "is not valid JSON: -Infinity is not a JSON number"),
-        ('{"a": {"lr": 1, "lr": 2}}', 'is not valid JSON: the key "lr" is given twice: keep one of them'),
-    ],
+    "data", [b'{"a": 1,}', b"\xff\xfe\x00", b"\x80{}", b"[" * 200_000, b'{"a": ' + b"1" * 5000 + b"}"]
 )
-def test_not_json(file, text, line):
-    (found,) = problems_of(write_recipe(file, text))
-    assert found == line or "trailing comma" in line  # Python 3.13's words; earlier versions differ
-    assert found.startswith("is not valid JSON: ")
-
-
-@pytest.mark.parametrize("data", [b"\xff\xfe\x00", b"\x80{}", b"[" * 200_000, b'{"a": ' + b"1" * 5000 + b"}"])
-def test_data_that_is_not_text(file, data):
+def test_data_that_is_not_json(file, data):
+    """Some reasons are in words of Python, which differ; ``tests/goldens/refusals.txt`` has our own."""
     file.write_bytes(data)
     (found,) = problems_of(file)
     assert found.startswith("is not valid JSON: ")
@@ -143,11 +130,6 @@ def test_data_that_is_not_text(file, data):
 def test_a_byte_order_mark_is_accepted(file):
     file.write_bytes(b"\xef\xbb\xbf" + json.dumps(RECIPE).encode())
     assert problems_of(file) == []
-
-
-def test_numbers_beyond_floats_are_refused(file):
-    text = json.dumps(RECIPE).replace('"gradient_clipping": 1.0', '"gradient_clipping": 1e999')
-    assert problems_of(write_recipe(file, text)) == ["is not valid JSON: 1e999 is too large for a number"]
 
 
 def test_a_recipe_of_many_unknown_keys_is_refused_at_once(file):

@@ -24,11 +24,11 @@ from dsgpt.checkpoints.training_state import StateReader, write_training_state
 from dsgpt.common.files import write_json_atomic
 from dsgpt.config.options import parse_arguments
 from dsgpt.config.run_config import RunConfig, resolve
+from dsgpt.formats.tensor_files import DTYPES
 from dsgpt.machine.device import barrier, bring_up, joined
 from dsgpt.machine.topology import read_topology
 from dsgpt.model.gpt2 import initial_value, parameter_shapes
 from dsgpt.strategies.base import Strategy, build_strategy
-from dsgpt.strategies.optimizer import DTYPES
 from dsgpt.telemetry.cost import state_bytes
 from dsgpt.training import command
 from dsgpt.training.run import dropout_seed

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from small_run import command_line, write_data, write_recipe
-from training_runs import LONG
+from training_runs import LONG, stop_after_9
 
 from dsgpt.training.command import train as train_here
 
@@ -28,6 +28,4 @@ def copied_run(finished_run: Path, tmp_path: Path) -> Path:
 @pytest.fixture
 def stopped(copied_run: Path) -> Path:
     """A copy of the finished run as a kill after step 9 would have left it."""
-    (copied_run / "RUN_COMPLETE.txt").unlink()
-    shutil.rmtree(copied_run / "step-00000012")
-    return copied_run
+    return stop_after_9(copied_run)

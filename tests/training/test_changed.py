@@ -203,21 +203,15 @@ def test_data_as_it_was_prepared_is_not_hashed_again(here, hashed, capsys):
     assert "hashed again" not in capsys.readouterr().out
 
 
-def test_shuffled_in_place_is_refused(here, capsys):
-    shuffle(here / "train.bin")
-    assert train_here(command_line(here)) == 2
-    (line,) = errors(capsys)
-    assert line.startswith(f"error: {here / 'train.bin'}: its sha256 is ")
-    assert line.endswith("or make it again with `.venv/bin/python data_prep/preprocess.py --overwrite`")
+@pytest.mark.parametrize("name", ["train.bin", "val.bin"])
+def test_shuffled_in_place_is_refused_also_at_a_resume(stopped, here, capsys, name):
+    shuffle(here / name)
+    for run in (lambda: train_here(command_line(here)), lambda: resume(stopped, here)):
+        assert run() == 2
+        (line,) = errors(capsys)
+        assert line.startswith(f"error: {here / name}: its sha256 is ")
+        assert line.endswith("or make it again with `.venv/bin/python data_prep/preprocess.py --overwrite`")
     assert not (here / "run").exists()
-
-
-def test_shuffled_in_place_is_refused_at_a_resume(stopped, here, capsys):
-    shuffle(here / "val.bin")
-    assert resume(stopped, here) == 2
-    (line,) = errors(capsys)
-    assert line.startswith(f"error: {here / 'val.bin'}: its sha256 is ")
-    assert line.endswith("or make it again with `.venv/bin/python data_prep/preprocess.py --overwrite`")
 
 
 def test_a_copy_is_hashed_once(here, hashed, capsys):

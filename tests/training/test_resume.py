@@ -26,6 +26,7 @@ from training_runs import (
     resume,
     rewrite,
     roll_back,
+    stop_after_9,
     train,
     write_optimizer_recipe,
 )
@@ -143,8 +144,7 @@ def test_sgd_resumes_bit_for_bit(finished_run, tmp_path, momentum):
     last = tmp_path / "run" / "step-00000012"
     weights = (last / "model.safetensors").read_bytes()
     assert (last / "optimizer.safetensors").exists() == (momentum > 0)
-    (tmp_path / "run" / "RUN_COMPLETE.txt").unlink()
-    shutil.rmtree(last)
+    stop_after_9(tmp_path / "run")
     assert train_here(command_line(finished_run, **flags, resume=True)) == 0
     assert (last / "model.safetensors").read_bytes() == weights
 
@@ -358,20 +358,13 @@ def spans(found: dict[str, Any]) -> list[tuple[int, int, int | None]]:
     return [(each["first_step"], each["last_step"], each[RSS]) for each in found["segments"]]
 
 
-def stop_after_9(run_dir: Path) -> None:
-    """As a kill would have left it."""
-    (run_dir / "RUN_COMPLETE.txt").unlink()
-    shutil.rmtree(run_dir / "step-00000012")
-
-
 @pytest.fixture
 def started(finished_run, tmp_path, peak) -> Path:
     """12 steps of a process that needed 5,000 bytes, killed after the 9th."""
     peak[0] = 5000
     assert train_here(command_line(finished_run, **LONG, checkpoint_path=tmp_path / "run")) == 0
     assert spans(read_record(tmp_path / "run")) == [(1, 12, 5000)]
-    stop_after_9(tmp_path / "run")
-    return tmp_path / "run"
+    return stop_after_9(tmp_path / "run")
 
 
 def test_segments_are_those_that_led_to_the_checkpoint(started, finished_run, peak):

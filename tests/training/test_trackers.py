@@ -3,7 +3,6 @@
 import csv
 import json
 import os
-import shutil
 import struct
 import sys
 from collections.abc import Iterator
@@ -13,7 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from small_run import command_line
-from training_runs import LONG, errors, read_record, resume
+from training_runs import LONG, errors, read_record, resume, stop_after_9
 
 from dsgpt.config.options import parse_arguments
 from dsgpt.config.run_config import resolve
@@ -218,8 +217,7 @@ def tracked(finished_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
         network.listens = True
         assert train_here(command_line(finished_run, **LONG, checkpoint_path=run_dir, track=ALL)) == 0
         lines, first = lines_of(run_dir), {name: read(run_dir / "trackers") for name, read in READERS.items()}
-        (run_dir / "RUN_COMPLETE.txt").unlink()
-        shutil.rmtree(run_dir / "step-00000012")
+        stop_after_9(run_dir)
         assert resume(run_dir, finished_run, track=ALL) == 0
         network.listens = False
         assert os.environ["WANDB_ERROR_REPORTING"] == "false"  # else its service, no Python, uses the network

@@ -19,6 +19,7 @@ from dsgpt.common.files import write_json_atomic
 from dsgpt.common.text import counted
 from dsgpt.config.recipe import merged
 from dsgpt.data.token_file import TokenFileWriter, open_token_file
+from dsgpt.machine.launcher import LAUNCHERS
 from dsgpt.model.config import GPT2Config
 
 ACCUMULATED, EVERY = "accumulated", "every micro batch"
@@ -39,7 +40,6 @@ class TestedStrategy:
     recipe: str
     """The shipped recipe that it starts from, a file of ``ds_configs/``."""
     ranks: tuple[int, ...]
-    launcher: str = "deepspeed"
     changes: dict[str, Any] = field(default_factory=dict)
     """What to change in the recipe, block by block; None removes a key."""
     training: str = ""
@@ -64,6 +64,11 @@ class TestedStrategy:
     """Whether the product must refuse it in bf16 and fp16."""
     compiles: bool = True
     """Whether it trains with ``--compile``; otherwise the product must refuse the flag."""
+
+    @property
+    def launcher(self) -> str:
+        """The launcher that users start it with."""
+        return LAUNCHERS[self.run_type]
 
 
 TRAININGS: dict[str, dict[str, Any]] = {
@@ -100,18 +105,12 @@ def _split(name: str, recipe: str, stage: int, *, ranks: tuple[int, ...] = (2, 4
 
 
 def _torch(name: str, *, ranks: tuple[int, ...] = (1, 2, 4), **more: Any) -> TestedStrategy:
-    return TestedStrategy(
-        name=name,
-        run_type=name.split("-", maxsplit=1)[0],
-        recipe="zero1.json",
-        ranks=ranks,
-        launcher="torchrun",
-        **more,
-    )
+    run_type = name.split("-", maxsplit=1)[0]
+    return TestedStrategy(name=name, run_type=run_type, recipe="zero1.json", ranks=ranks, **more)
 
 
 _TORCH = (
-    TestedStrategy(name="baseline", run_type="baseline", recipe="zero1.json", ranks=(1,), launcher="python"),
+    TestedStrategy(name="baseline", run_type="baseline", recipe="zero1.json", ranks=(1,)),
     _torch("ddp"),
     _torch("ddp-copied-buckets", ranks=(2,), changes={"dsgpt": {"ddp": {"gradient_as_bucket_view": False}}}),
     _torch("fsdp", replicas="none"),
@@ -376,10 +375,7 @@ WIDTHS = {"cpu": 34, "cuda": 128}
 FP16 = {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 8}
 """Dynamic, and so low that this model never overflows: after a skipped step, different steps would be compared."""
 
-SMALL_BUCKETS = {
-    "reduce_bucket_size": 5_000,
-    "allgather_bucket_size": 5_000,
-}
+SMALL_BUCKETS = {"reduce_bucket_size": 5_000, "allgather_bucket_size": 5_000}
 SMALL_BUCKETS_3 = {
     "reduce_bucket_size": 5_000,
     "stage3_prefetch_bucket_size": 5_000,
@@ -417,11 +413,7 @@ def write_recipe(path: Path, cell: Cell, *, recipes: Path, training: str | None 
     recipe["optimizer"] = copy.deepcopy(OPTIMIZERS[cell.optimizer])
     if torch_adam is not None and cell.optimizer == "adamw":
         recipe["optimizer"]["params"]["torch_adam"] = torch_adam
-    recipe |= {
-        "train_batch_size": GLOBAL_BATCH,
-        "scheduler": SCHEDULER,
-        "gradient_clipping": CLIPPING[cell.optimizer],
-    }
+    recipe |= {"train_batch_size": GLOBAL_BATCH, "scheduler": SCHEDULER, "gradient_clipping": CLIPPING[cell.optimizer]}
     if cell.precision == "fp16":
         recipe["fp16"] = FP16
     if cell.option != "compile":  # PyTorch compiles DDP with buckets of at least 1 MiB

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from dsgpt.benchmarks import decoding
 from dsgpt.benchmarks.decoding import DecodingRow
 from dsgpt.benchmarks.frame import NANOGPT, contest, ratios, span
-from dsgpt.benchmarks.processes import shape_values, training_words
+from dsgpt.benchmarks.launch import shape_values, training_words
 from dsgpt.benchmarks.speed import DDP, ENGINE, HUGGING_FACE, OURS, PEERS, Defaults, Shape, StepSetup
 from dsgpt.common.errors import UserError
 from dsgpt.common.files import write_json_atomic

@@ -22,6 +22,7 @@ from dsgpt.benchmarks.frame import (
 from dsgpt.common.command_line import POSITIVE, choice, flag
 from dsgpt.common.errors import UserError
 from dsgpt.common.text import machine_words, table
+from dsgpt.model.config import PRESETS
 
 OURS, HUGGING_FACE = "dsgpt", "transformers"
 # The rows of the suite: what is generated, and the goals.
@@ -220,7 +221,7 @@ def _goal(goal: float | None, form: str, reached: float) -> str:
 
 
 SCHEMA_VERSION = "1.0"
-SIZES = ("demo", "tiny", "small", "medium", "large", "xl")
+SIZES = tuple(PRESETS)
 
 Result = dict[str, Any]
 

@@ -26,13 +26,14 @@ from dsgpt.benchmarks.faults import (
     first_error,
     seeded_kills,
 )
-from dsgpt.benchmarks.faults_runs import Missed, Runs, Training, read_record, send
+from dsgpt.benchmarks.faults_runs import Missed, Runs, Training, send
 from dsgpt.checkpoints import store
 from dsgpt.checkpoints.manifest import MANIFEST, parse_manifest, read_manifest
 from dsgpt.checkpoints.training_state import MOMENTS
 from dsgpt.common.errors import EXIT_INTERRUPTED, EXIT_NOT_SAVED, EXIT_STOPPED, EXIT_USER_ERROR, UserError
+from dsgpt.common.json_files import read_object
 from dsgpt.machine.launcher import ECHO_SEC
-from dsgpt.record.schema import STEPS_FILE
+from dsgpt.record.schema import RECORD_FILE, STEPS_FILE
 
 # Damage to the files of a killed run, and what ``--resume`` prints and does about it.
 
@@ -195,10 +196,7 @@ DISK_FAULTS = (
         spoil=fill_up,
     ),
     DiskFault(
-        what="a file system without a free byte",
-        policy="continue",
-        words="No space left on device",
-        spoil=fill_wholly,
+        what="a file system without a free byte", policy="continue", words="No space left on device", spoil=fill_wholly
     ),
     DiskFault(
         what="a folder that becomes read-only", policy="stop", words="Permission denied", spoil=forbid, small=False
@@ -481,7 +479,7 @@ def try_signal(runs: Runs, plan: SentSignal) -> Outcome:
             send([training.ranks(RUNS[plan.run].ranks)[rank]], plan.signal)
         code, launcher_sec, gone_sec = training.wait_until_gone()
         lines = _lines_of(training)
-    status = read_record(run_dir)["status"]
+    status = read_object(run_dir / RECORD_FILE)["status"]
     resumed = runs.resume(plan.run, run_dir)
     finished = finished_unaware(plan, code=code, status=status)
     wrong = all_wrong(
@@ -579,9 +577,7 @@ def _fault(kind: str, attempt: Callable[..., Outcome], plan: Any) -> Fault:
 
 
 RESTART = Fault(
-    kind="launch",
-    name=f"ddp: rank 1 killed after step 9 under torchrun --max-restarts {RESTARTS}",
-    attempt=try_restart,
+    kind="launch", name=f"ddp: rank 1 killed after step 9 under torchrun --max-restarts {RESTARTS}", attempt=try_restart
 )
 
 

@@ -1,7 +1,6 @@
 """Starts, watches, resumes and compares the runs of the fault campaign."""
 
 import contextlib
-import json
 import os
 import re
 import shutil
@@ -13,22 +12,16 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import psutil
 
 from dsgpt.benchmarks.cells import STRATEGIES, flags, prepare_corpus, write_recipe
-from dsgpt.benchmarks.faults import (
-    DROPOUT,
-    RUNS,
-    SAVE_EVERY,
-    STEPS,
-    first_error,
-)
+from dsgpt.benchmarks.faults import DROPOUT, RUNS, SAVE_EVERY, STEPS, first_error
 from dsgpt.benchmarks.launch import environment_for
 from dsgpt.checkpoints import store
 from dsgpt.common.files import write_json_atomic
+from dsgpt.common.json_files import read_object
 from dsgpt.machine.launcher import launcher_command
 from dsgpt.record.schema import COMPLETE_FILE, RECORD_FILE, STEPS_FILE, drop_steps_after, read_steps
 
@@ -72,9 +65,7 @@ class Training:
     def __enter__(self) -> "Training":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for process in self.everyone():
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
@@ -311,7 +302,7 @@ class Runs:
             if code:
                 raise Missed(f"{run} failed undisturbed, exit code {code}: {output[-1000:]}")
             steps = [line["step_time_sec"] for line in read_steps(run_dir / STEPS_FILE) if "loss" in line]
-            saves = [save["save_total_sec"] for save in read_record(run_dir)["saves"]]
+            saves = [save["save_total_sec"] for save in read_object(run_dir / RECORD_FILE)["saves"]]
             self._undisturbed[run] = Undisturbed(
                 run_dir=run_dir, step_sec=statistics.median_high(steps), save_sec=statistics.median_high(saves)
             )
@@ -324,7 +315,7 @@ class Runs:
         shutil.rmtree(store.checkpoints(run_dir)[0])
         store.name_newest_and_best(run_dir)
         drop_steps_after(run_dir / STEPS_FILE, STEPS - 1)
-        write_json_atomic(run_dir / RECORD_FILE, read_record(run_dir) | {"status": "running"})
+        write_json_atomic(run_dir / RECORD_FILE, read_object(run_dir / RECORD_FILE) | {"status": "running"})
         return run_dir
 
     def copied(self, run: str, name: str) -> Path:
@@ -357,7 +348,7 @@ class Runs:
         for place, value in expected.items():
             if found[place] != value:
                 return f"{place[1]} of step {place[0]} is {found[place]!r}, undisturbed {value!r}"
-        if read_record(run_dir)["status"] != "completed":
+        if read_object(run_dir / RECORD_FILE)["status"] != "completed":
             return "its record does not say that it is completed"
         return ""
 
@@ -371,12 +362,6 @@ def _figures(run_dir: Path) -> dict[tuple[int, str], Any]:
                 place = (line["step"], key)
                 found[place] = (found[place], line[key]) if place in found else line[key]
     return found
-
-
-def read_record(run_dir: Path) -> dict[str, Any]:
-    """``training_metrics.json``."""
-    record: dict[str, Any] = json.loads((run_dir / RECORD_FILE).read_text(encoding="utf-8"))
-    return record
 
 
 def resumed_from(output: str, *, taken: int) -> int:

@@ -23,6 +23,8 @@ from dsgpt.record.schema import finite
 
 # Which source files can change the record of a suite, of a sweep or of the demo.
 
+TRAINED = Path("checkpoint/demo-zero1")
+"""The run whose model some suites measure; the demo makes it."""
 SUITES = ("parity", "resume", "faults", "saving", "plan", "speed", "recipes", "decoding", "inference", "serving")
 DEMO, SWEEP = "demo", "sweep"
 _ROOMS = {"serving": ("inference/server",)}
@@ -56,7 +58,7 @@ def record_changes(record: Mapping[str, Any], name: str, *, repository: Path) ->
 # Reads records and writes their pages.
 
 Record = dict[str, Any]
-_MAX_BYTES = 256 << 20
+MAX_BYTES = 256 << 20
 T = TypeVar("T")
 
 
@@ -67,7 +69,7 @@ def make_page(suite: "type[Suite[Any, Any]]", record_file: Path, page: Path, *, 
         UserError: the file cannot be read as a record of the suite: a value is missing or of another type.
     """
     try:
-        record = read_object(record_file, max_bytes=_MAX_BYTES)
+        record = read_object(record_file, max_bytes=MAX_BYTES)
     except JsonError as error:
         raise UserError(
             f"--table-from {record_file}: cannot be read as a record of {suite.record_of}: {error}"

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from dsgpt.benchmarks.frame import Record, Suite, SuiteOptions, device_flag
+from dsgpt.benchmarks.frame import TRAINED, Record, Suite, SuiteOptions, device_flag
 from dsgpt.benchmarks.inference_turns import (
     COMMITTED,
     Engines,
@@ -218,7 +218,6 @@ def _spread(value: Spread) -> str:
 
 CONCURRENCY, REPEATS = (1, 2, 4, 8, 16), 3
 DEFAULT_ENGINES = (ONE, STATIC, CONTINUOUS)
-CHECKPOINT = Path("checkpoint/demo-zero1")
 VLLM_ENVIRONMENT = Path(".venv-vllm")
 
 
@@ -227,7 +226,7 @@ class InferenceOptions(SuiteOptions):
     """The command line."""
 
     checkpoint: Path = flag(
-        Path, "DIR", "run folder, checkpoint or portable folder (default: %(default)s)", default=CHECKPOINT
+        Path, "DIR", "run folder, checkpoint or portable folder (default: %(default)s)", default=TRAINED
     )
     concurrency: tuple[int, ...] = flag(
         value(

@@ -16,7 +16,7 @@ from typing import Any, Self, TypeVar
 
 from dsgpt.benchmarks.frame import span
 from dsgpt.benchmarks.inference_worker import ONE, VLLM, Answer, Arrival
-from dsgpt.benchmarks.processes import LineWorker, WorkerEnded
+from dsgpt.benchmarks.launch import LineWorker, WorkerEnded
 from dsgpt.common.errors import UserError
 from dsgpt.common.files import write_json_atomic
 from dsgpt.common.json_files import JsonError, read_as
@@ -348,12 +348,7 @@ class Engines:
             return None
         answers, peak = served
         return Turn(
-            engine=kind,
-            concurrency=concurrency,
-            repeat=repeat,
-            requests=requests,
-            answers=answers,
-            peak_bytes=peak,
+            engine=kind, concurrency=concurrency, repeat=repeat, requests=requests, answers=answers, peak_bytes=peak
         )
 
 

@@ -1,8 +1,9 @@
-"""Starts the ranks of a job and yields each cell as it ends; run as a module, it is one of these ranks.
+"""The processes that suites start: the ranks of a job, workers that answer lines, and trainings of the product.
 
-``python -m dsgpt.benchmarks.launch JOB`` runs under ``torchrun``, ``deepspeed`` or alone. A launch takes seconds, most
-of them imports, so one launch serves many cells. The ranks of a cell join a new process group, and nothing that one
-cell leaves behind reaches another. ``Start`` says how a cell's ranks start.
+A job yields each cell as it ends. ``python -m dsgpt.benchmarks.launch JOB`` is one of its ranks, under ``torchrun``,
+``deepspeed`` or alone. A launch takes seconds, most of them imports, so one launch serves many cells. The ranks of a
+cell join a new process group, and nothing that one cell leaves behind reaches another. ``Start`` says how a cell's
+ranks start.
 
 A cell names the function that its ranks call; see ``Assignment``.
 """
@@ -12,25 +13,32 @@ import contextlib
 import functools
 import gc
 import importlib
+import itertools
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Self
+
+import psutil
 
 from dsgpt.common.errors import UserError
 from dsgpt.common.files import write_atomic, write_json_atomic
+from dsgpt.common.json_files import clipped_text, read_object
 from dsgpt.config.options import parse_arguments
 from dsgpt.config.run_config import RunConfig, resolve
 from dsgpt.machine.launcher import exit_rank, launcher_command
 from dsgpt.machine.topology import free_port, read_topology
+from dsgpt.model.config import SHAPE_FLAGS, GPT2Config
+from dsgpt.record.schema import RECORD_FILE
 
 # The file that every rank of a cell writes at its end: a status, and what the rank measured.
 
@@ -81,7 +89,7 @@ its own jobs."""
 STUCK_SEC = 900
 """Seconds without the end of a cell after which a launch counts as stuck. A rank ends its own cell sooner."""
 LEAVE_SEC = 5
-"""Seconds between SIGTERM and SIGKILL for a launcher and its ranks."""
+"""Seconds between SIGTERM and SIGKILL for a launcher and its ranks, and for the processes of a training."""
 CALL_SEPARATOR = ":"
 PORT_FILE = "port"
 """File in a cell's folder with the port at which its ranks meet. It is the first file that rank 0 writes."""
@@ -422,6 +430,157 @@ def _run_cell(cell: Cell, rank: int) -> None:
 def exit_on_sigterm(_number: int, _frame: object) -> None:
     """Unwind, so that the children are killed."""
     raise SystemExit(128 + signal.SIGTERM)
+
+
+# Other processes that suites start: workers that answer lines, and trainings of the product.
+
+LONGEST_ANSWER_SEC, ENDING_SEC = 3600, 60
+"""For an answer of a process, and for its end; then it is killed."""
+MARK = "answer "
+"""Stands before each answer. Other lines of the output are those of libraries."""
+
+
+class WorkerEnded(UserError):
+    """A process ended instead of answering. The message has the last line that it printed, ``output`` has all."""
+
+    def __init__(self, code: int, output: str) -> None:
+        last = clipped_text(output.strip().split("\n")[-1], width=200) or "it printed nothing"
+        super().__init__(f"its process ended with {code}: {last}")
+        self.output = output
+
+
+class LineWorker:
+    """A process that waits, without using a core, until it is sent a line of JSON, and answers with one.
+
+    A context manager, which ends it. ``read`` raises ``WorkerEnded`` if it ended before.
+
+    Args:
+        module: what it runs, with the job's file as argument; an empty input must end it.
+        job: what it is to do. It also gets the key ``mark``: what must stand before each answer.
+        folder: new, for the job and what the process prints.
+        threads: its CPU threads; 0 for as many as the machine gives.
+        variables: further variables of its environment.
+        python: its interpreter.
+    """
+
+    def __init__(
+        self,
+        module: str,
+        job: Mapping[str, Any],
+        folder: Path,
+        *,
+        threads: int,
+        variables: Mapping[str, object] | None = None,
+        python: Path = Path(sys.executable),
+    ) -> None:
+        self._log = folder / "output.txt"
+        folder.mkdir(parents=True)
+        write_json_atomic(folder / "job.json", {**job, "mark": MARK})
+        environment = {key: value for key, value in os.environ.items() if not key.startswith(("DS_", "OMP_", "MKL_"))}
+        environment |= {key: str(value) for key, value in (variables or {}).items()}
+        with self._log.open("ab") as output:
+            self._process = subprocess.Popen(
+                [str(python), "-m", module, str(folder / "job.json")],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=output,
+                text=True,
+                env=environment | ({"OMP_NUM_THREADS": str(threads)} if threads else {}),
+            )
+
+    def send(self, question: object) -> None:
+        """Ask for an answer, which ``read`` returns."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # ``read`` says why it ended
+            self._process.stdin.write(json.dumps(question) + "\n")
+            self._process.stdin.flush()
+
+    def read(self) -> dict[str, Any]:
+        """The next answer, when it is there."""
+        assert self._process.stdout is not None
+        watch = threading.Timer(LONGEST_ANSWER_SEC, self._process.kill)
+        watch.start()
+        try:
+            for line in self._process.stdout:
+                if line.startswith(MARK):
+                    answer: dict[str, Any] = json.loads(line.removeprefix(MARK))
+                    return answer
+        finally:
+            watch.cancel()
+        raise WorkerEnded(self._process.wait(), self._log.read_text(encoding="utf-8", errors="replace"))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+        try:
+            self._process.wait(timeout=ENDING_SEC)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+@contextlib.contextmanager
+def own_group(
+    command: Sequence[str], output: BinaryIO, *, cwd: Path, device: str
+) -> Iterator["subprocess.Popen[bytes]"]:
+    """The running command; at the end of the context none of its processes is left.
+
+    ``torchrun`` gives each worker a session of its own, so they are found by their parents.
+    """
+    process = subprocess.Popen(
+        command,
+        cwd=cwd,
+        env=environment_for(device),
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            family = [psutil.Process(process.pid)]
+            with contextlib.suppress(psutil.NoSuchProcess):
+                family += family[0].children(recursive=True)
+            for one in family:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    one.terminate()
+            for one in psutil.wait_procs(family, timeout=LEAVE_SEC)[1]:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    one.kill()
+            process.wait()
+
+
+def training_words(values: Mapping[str, object]) -> list[str]:
+    """Flags of ``src/gpt2.py`` with their values; True is a switch."""
+    return list(
+        itertools.chain.from_iterable(
+            [f"--{name}"] if value is True else [f"--{name}", str(value)] for name, value in values.items()
+        )
+    )
+
+
+def shape_values(config: GPT2Config) -> dict[str, object]:
+    """The flags of the shape of a model, for ``training_words``."""
+    return {name.removeprefix("--"): getattr(config, field) for field, name in SHAPE_FLAGS.items()}
+
+
+def train(values: Mapping[str, object], *, repository: Path, what: str) -> dict[str, Any]:
+    """Train in a process of its own, in ``values["checkpoint_path"]``; return the record.
+
+    Raises:
+        UserError: it failed: ``what`` and the end of its errors.
+    """
+    command = [*launcher_command("python", 1), str(repository / "src" / "gpt2.py"), *training_words(values)]
+    done = subprocess.run(command, cwd=repository, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise UserError(f"{what} failed: {done.stderr.strip()[-1500:]}")
+    return read_object(Path(str(values["checkpoint_path"])) / RECORD_FILE)
 
 
 if __name__ == "__main__":

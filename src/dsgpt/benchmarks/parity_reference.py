@@ -314,13 +314,7 @@ class Comparison:
 
 
 def compare(
-    ranks: list[Facts],
-    folder: Path,
-    *,
-    reference: Facts,
-    reference_folder: Path,
-    bounds: Bounds,
-    replicas: str,
+    ranks: list[Facts], folder: Path, *, reference: Facts, reference_folder: Path, bounds: Bounds, replicas: str
 ) -> Comparison:
     """Compare the measurements of all ranks of a cell with those of the reference.
 

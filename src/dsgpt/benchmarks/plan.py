@@ -10,12 +10,13 @@ from typing import Any
 
 from dsgpt.benchmarks.cells import NARROW, Shape
 from dsgpt.benchmarks.frame import Record, Suite, SuiteOptions, only_flag, selected
-from dsgpt.benchmarks.processes import shape_values, training_words
+from dsgpt.benchmarks.launch import shape_values, training_words
 from dsgpt.common.command_line import COUNT, flag
 from dsgpt.common.errors import Problems
 from dsgpt.common.files import write_json_atomic
 from dsgpt.common.text import counted, machine_words, megabytes, table
 from dsgpt.config.recipe import merged, read_recipe
+from dsgpt.machine.launcher import LAUNCHERS
 from dsgpt.planner.setup import Setup
 
 # The cells of the suite: one strategy on one model each, as the product trains it and as the planner predicts it.
@@ -79,9 +80,7 @@ class PlanCell:
     @property
     def launcher(self) -> str:
         """The launcher that users start it with."""
-        if self.run_type == "baseline":
-            return "python"
-        return "deepspeed" if self.run_type == "optimized" else "torchrun"
+        return LAUNCHERS[self.run_type]
 
     @property
     def work(self) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from dsgpt.benchmarks.cells import prepare_demo
 from dsgpt.benchmarks.frame import Record, Suite, SuiteOptions, device_flag
-from dsgpt.benchmarks.processes import train
+from dsgpt.benchmarks.launch import train
 from dsgpt.common.command_line import choice, flag
 from dsgpt.common.files import write_json_atomic
 from dsgpt.common.text import machine_words, table
@@ -45,12 +45,7 @@ class Trial:
             "train_batch_size": self.batch,
             "optimizer": {
                 "type": "AdamW",
-                "params": {
-                    "lr": self.lr,
-                    "betas": [0.9, self.beta2],
-                    "eps": 1e-8,
-                    "weight_decay": self.weight_decay,
-                },
+                "params": {"lr": self.lr, "betas": [0.9, self.beta2], "eps": 1e-8, "weight_decay": self.weight_decay},
             },
             "scheduler": {
                 "type": "WarmupCosineLR",

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dsgpt.benchmarks.frame import DEMO, SUITES, SWEEP, record_changes
+from dsgpt.benchmarks.frame import DEMO, MAX_BYTES, SUITES, SWEEP, TRAINED, record_changes
 from dsgpt.benchmarks.inference import KEY, by_concurrency
+from dsgpt.benchmarks.inference_worker import ENGINES
 from dsgpt.common.errors import EXIT_DONE, Problems, UserError, did_you_mean, is_number
 from dsgpt.common.files import write_json_atomic
 from dsgpt.common.json_files import JsonError, read_object
@@ -25,8 +26,6 @@ from dsgpt.record.provenance import DIRTY, git_commit
 
 # The committed records: which command makes each of them, and which shows it.
 
-TRAINED = Path("checkpoint/demo-zero1")
-"""The run whose model some suites measure; the demo makes it."""
 TEXT = Path("data/python-stdlib/val.bin")
 """What that run was validated on."""
 REFERENCE = Path("checkpoint/reference/cpu-2-cores")
@@ -41,8 +40,6 @@ CHARTS = "overview,memory,scaling_scaling,scaling_efficiency,strategies_throughp
 SWEEPS = "sweep-*.json"
 """Committed sweeps, below ``REFERENCE``."""
 PLAN, INFERENCE = "plan.json", "inference.json"
-ENGINES = ("one", "static", "continuous", "vllm")
-"""Of the record of many requests; ``make vllm`` installs the last."""
 WITH_PEERS = ("speed", "decoding")
 """Suites that other implementations take part in."""
 RUN_FILES = ("training_metrics.json", "metrics.jsonl")
@@ -127,7 +124,6 @@ EXIT_OLD = 1
 """A source changed while its record was remade."""
 WITH_ENGINES = (DEMO, "inference")
 """Records that together have what the committed run says about engines."""
-_MAX_BYTES = 256 << 20
 
 Runner = Callable[[Sequence[str]], int]
 """Runs a command in the repository and returns its exit code."""
@@ -248,7 +244,7 @@ def _add_engines(repository: Path) -> None:
     committed, record = folder / TRAINED.name / RUN_FILES[0], folder / INFERENCE
     try:
         measured, run, many = (
-            read_object(file, max_bytes=_MAX_BYTES) for file in (repository / TRAINED / RUN_FILES[0], committed, record)
+            read_object(file, max_bytes=MAX_BYTES) for file in (repository / TRAINED / RUN_FILES[0], committed, record)
         )
     except JsonError as error:
         print(f"{committed.parent.name}: gets no figures of engines: {error}", flush=True)
@@ -284,7 +280,7 @@ def _why_old(record: CommittedRecord, repository: Path, folder: Path) -> str:
 def _contents(record: CommittedRecord, folder: Path) -> list[dict[str, Any]]:
     """Those of its files; empty if one is missing or cannot be read."""
     try:
-        return [read_object(folder / file, max_bytes=_MAX_BYTES) for file in record.records]
+        return [read_object(folder / file, max_bytes=MAX_BYTES) for file in record.records]
     except JsonError:
         return []
 

@@ -4,7 +4,6 @@ The cells of the resume suite: every strategy writes the checkpoint that it read
 Strategies, and the recipes behind their names, are those of the parity suite.
 """
 
-import json
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -25,6 +24,7 @@ from dsgpt.benchmarks.cells import (
 from dsgpt.benchmarks.frame import Record, Suite, SuiteOptions, work_facts
 from dsgpt.benchmarks.launch import IMPORTS, Assignment, RankEnd
 from dsgpt.common.command_line import COUNT, flag, switch
+from dsgpt.common.json_files import read_object
 from dsgpt.common.text import counted, machine_words, table
 from dsgpt.record.schema import RECORD_FILE, STEPS_FILE, read_steps
 
@@ -415,7 +415,7 @@ examples:
         validated = sorted(step for step in val if step >= saved)
         log = (run_dir / "train.log").read_text(encoding="utf-8").splitlines()
         (line,) = [line for line in log if line.startswith("resuming from")]
-        record = json.loads((run_dir / RECORD_FILE).read_text(encoding="utf-8"))
+        record = read_object(run_dir / RECORD_FILE)
         return {
             "changes": record["changed_at_resume"],
             "line": line.replace(f"{self.folder}/", ""),

@@ -5,7 +5,6 @@ both. The figures are those that a run records for every save. The last save of 
 sync in both modes.
 """
 
-import json
 import os
 import statistics
 import subprocess
@@ -19,8 +18,10 @@ from dsgpt.benchmarks.frame import Record, Suite, SuiteOptions, device_flag
 from dsgpt.common.command_line import POSITIVE, flag
 from dsgpt.common.errors import UserError
 from dsgpt.common.files import write_json_atomic
+from dsgpt.common.json_files import read_object
 from dsgpt.common.text import machine_words
 from dsgpt.config.options import SAVE_MODES
+from dsgpt.record.schema import RECORD_FILE
 
 
 def saving_page(record: Record, *, source: str) -> str:
@@ -162,7 +163,7 @@ def _run(values: dict[str, Any], run_dir: Path, *, mode: str, repository: Path) 
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     if done.returncode:
         raise UserError(f"a training with --save_mode {mode} failed: {done.stderr.strip()[-500:]}")
-    record = json.loads((run_dir / "training_metrics.json").read_text(encoding="utf-8"))
+    record = read_object(run_dir / RECORD_FILE)
     saves = record["saves"][:SAVES]
     return {
         "mode": mode,

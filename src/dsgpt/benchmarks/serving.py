@@ -19,13 +19,12 @@ from collections import Counter
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import httpx2
 import psutil
 
-from dsgpt.benchmarks.frame import Record, Suite, SuiteOptions, device_flag
+from dsgpt.benchmarks.frame import TRAINED, Record, Suite, SuiteOptions, device_flag
 from dsgpt.common.command_line import POSITIVE, flag
 from dsgpt.common.errors import UserError
 from dsgpt.common.json_files import clipped_text
@@ -76,9 +75,7 @@ class ServerProcess:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._done.set()
         self._sampler.join()
         if self._process.poll() is None:
@@ -298,7 +295,6 @@ def _percentiles(values: dict[str, float] | None) -> str:
 
 
 SCHEMA_VERSION = "1.0"
-CHECKPOINT = Path("checkpoint/demo-zero1")
 REQUESTS, TIMES, ROUNDS = 500, 4, 3
 BATCH, QUEUE = 8, 16
 SEED = 1
@@ -320,9 +316,7 @@ Round = dict[str, Any]
 class ServingOptions(SuiteOptions):
     """The command line."""
 
-    checkpoint: Path = flag(
-        Path, "DIR", "what to serve, as for src/serve.py (default: %(default)s)", default=CHECKPOINT
-    )
+    checkpoint: Path = flag(Path, "DIR", "what to serve, as for src/serve.py (default: %(default)s)", default=TRAINED)
     requests: int = flag(POSITIVE, "N", "requests of a round (default: %(default)s)", default=REQUESTS)
     times: int = flag(
         POSITIVE,

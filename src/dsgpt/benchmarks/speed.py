@@ -33,7 +33,7 @@ from dsgpt.benchmarks.frame import (
     span,
     span_words,
 )
-from dsgpt.benchmarks.processes import LineWorker, WorkerEnded, train, training_words
+from dsgpt.benchmarks.launch import LineWorker, WorkerEnded, train, training_words
 from dsgpt.common.command_line import POSITIVE, flag
 from dsgpt.common.errors import UserError
 from dsgpt.common.text import machine_words, table

@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 
 from dsgpt.benchmarks import frame
 from dsgpt.benchmarks.cells import prepare_demo
-from dsgpt.benchmarks.processes import own_group, training_words
+from dsgpt.benchmarks.launch import own_group, training_words
 from dsgpt.benchmarks.sweep_cells import (
     SUITES,
     Cell,
@@ -407,7 +407,7 @@ suites: {", ".join(SUITES)}"""
         fingerprint = {
             "suite": asdict(self._plan),
             "settings": [
-                *(options.model_size, options.steps, options.seq_length, options.device, options.profile_comm),
+                *(options.model_size, options.steps, options.seq_length, options.device, options.profile_comm)
             ],
             "seed": options.seed,
             "limit": options.limit,

@@ -10,6 +10,7 @@ from dsgpt.common.errors import Problems, UserError, did_you_mean
 from dsgpt.common.files import sha256_of
 from dsgpt.common.json_files import JsonError, clipped, read_object
 from dsgpt.config.options import parse_arguments
+from dsgpt.machine.launcher import LAUNCHERS
 from dsgpt.machine.topology import Topology
 from dsgpt.record.equal_work import Verdict, judge
 from dsgpt.record.suites import Kind, Turn, worked
@@ -37,8 +38,6 @@ EQUAL: dict[Kind, str] = {
     "precisions": "the same but for the precision",
 }
 """What is said of the work of a cell that may be compared."""
-LAUNCHERS = {"baseline": "python", "ddp": "torchrun", "fsdp": "torchrun", "optimized": "deepspeed"}
-"""The launcher of each run type, unless a cell names another."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -172,15 +172,8 @@ def _cells(sweep: Sweep) -> str:
     optional = [(name, form) for name, form in columns if any(form(cell) != UNKNOWN for cell in sweep.cells)]
     rows = []
     for cell in sweep.cells:
-        row = [
-            _text(cell.name),
-            f"{len(cell.done())} of {len(cell.turns)}",
-            _spread(cell.tokens_per_sec, WHOLE),
-        ]
-        row += [
-            _spread(cell.tokens_per_sec_per_device, WHOLE),
-            _spread(cell.peak_memory_bytes_rank0, megabytes),
-        ]
+        row = [_text(cell.name), f"{len(cell.done())} of {len(cell.turns)}", _spread(cell.tokens_per_sec, WHOLE)]
+        row += [_spread(cell.tokens_per_sec_per_device, WHOLE), _spread(cell.peak_memory_bytes_rank0, megabytes)]
         row += [_state(cell), _value(cell.sent_bytes_per_step, megabytes), _value(cell.final_loss, "{:.4f}".format)]
         rows.append([*row, *(form(cell) for _, form in optional)])
     return table([*header, *(name for name, _ in optional)], rows)

@@ -238,8 +238,7 @@ def latency_chart(runs: Sequence[Run], texts: Texts) -> Frame | str:
     style.number_axis(axes.xaxis, 6)
     style.number_axis(axes.yaxis, 6)
     axes.set(
-        xlabel="seconds to the last new token, batch 1 (less is better)",
-        ylabel="tokens per second (more is better)",
+        xlabel="seconds to the last new token, batch 1 (less is better)", ylabel="tokens per second (more is better)"
     )
     sns.despine(ax=axes)
     picture.legend(handles)

@@ -34,10 +34,7 @@ NO_EFFICIENCY = "no comparison has a speed-up"
 LOGARITHMIC_FROM = 4
 """From this ratio of the most to the fewest devices, axes are logarithmic: the ideal stays a straight line."""
 LEGEND_COLUMNS = 4
-KINDS = {
-    "same training": "the same training on all",
-    "weak scaling": "the global batch grows with them",
-}
+KINDS = {"same training": "the same training on all", "weak scaling": "the global batch grows with them"}
 """Kinds of comparisons that have a speed-up over devices, and what is said of them."""
 CAPTION = (
     "Speed-up: tokens per second over those of the baseline in the same repeat; median, and a line from the smallest "

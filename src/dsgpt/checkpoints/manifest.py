@@ -95,10 +95,7 @@ def parse_manifest(checkpoint: Path) -> Manifest:
 
 
 def read_manifest(
-    checkpoint: Path,
-    *,
-    only: Callable[[str], bool] = lambda _: True,
-    progress: Callable[[int], None] = lambda _: None,
+    checkpoint: Path, *, only: Callable[[str], bool] = lambda _: True, progress: Callable[[int], None] = lambda _: None
 ) -> Manifest:
     """The manifest, after the size and hash of every file that it names were verified.
 

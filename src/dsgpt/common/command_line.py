@@ -282,11 +282,7 @@ def require_flags(options: Any, problems: Problems) -> None:
 
 
 def read_options(
-    options: type[O],
-    words: Sequence[str] | None = None,
-    *,
-    elsewhere: Mapping[str, str] | None = None,
-    **parser: Any,
+    options: type[O], words: Sequence[str] | None = None, *, elsewhere: Mapping[str, str] | None = None, **parser: Any
 ) -> tuple[O, Problems]:
     """Read the command line of a script with one set of flags; return the options, and the mistakes found.
 

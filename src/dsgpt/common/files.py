@@ -13,7 +13,6 @@ import traceback
 from collections.abc import Callable
 from io import FileIO
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 # Helpers for files: atomic writes, hashes, links, and names that can be printed.
@@ -214,9 +213,7 @@ class Lock:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
 
 

@@ -49,10 +49,10 @@ def machine_words(hardware: Mapping[str, Any]) -> str:
     return f"{machine} ({instruction_words(hardware.get('instruction_sets'))})"
 
 
-def hardware_words(gpu: str | None, cpu: str | None, cores: int | None) -> str:
-    """``A100; EPYC 7763, 64 cores``, without what is unknown."""
+def hardware_words(gpu: object, cpu: object, cores: object) -> str:
+    """``A100; EPYC 7763, 64 cores``, without what is unknown; the record of a sweep may hold anything there."""
     processor = f"{cpu or 'CPU'}{f', {cores} cores' if cores else ''}" if cpu or cores else None
-    return "; ".join(filter(None, [gpu, processor]))
+    return "; ".join(map(str, filter(None, [gpu, processor])))
 
 
 def instruction_words(sets: object) -> str:

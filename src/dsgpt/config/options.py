@@ -217,10 +217,7 @@ class Options:
         POSITIVE, "N", "sequences per rank and forward pass; lower it when memory runs out", work=SPLITS
     )
     grad_accum_steps: int | None = flag(
-        POSITIVE,
-        "N",
-        "passes per optimizer step; alone it changes the micro batch, never the global one",
-        work=SPLITS,
+        POSITIVE, "N", "passes per optimizer step; alone it changes the micro batch, never the global one", work=SPLITS
     )
     enforce_global_batch_size: bool = switch(
         "if micro batch and accumulation do not give the global batch on this many ranks, lower the micro batch to one "

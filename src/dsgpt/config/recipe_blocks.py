@@ -468,7 +468,7 @@ class ZeroRecipe(Block):
     WORK: ClassVar = PLACES
     REFUSED: ClassVar = {  # ``_link_all_hp_params`` of stages 1 and 2 expects the parameters in their original order
         "round_robin_gradients": "DeepSpeed then loses track of where each parameter is and would save wrong "
-        "weights; leave it out",
+        "weights; leave it out"
     }
 
     stage: Annotated[int, Strict(), Field(ge=0, le=3), must_be("a whole number from 0 to 3"), EXECUTES] = 0

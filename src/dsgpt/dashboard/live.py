@@ -1,6 +1,5 @@
 """The page "Live": runs while they train. It follows them by itself, from their first step to their end."""
 
-import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from dsgpt.common.json_files import JsonError, parse_json
 from dsgpt.dashboard import reading, ui
 from dsgpt.dashboard.reading import Steps, Summary
 from dsgpt.dashboard.ui import Series
-from dsgpt.record.schema import LOG_FILE, Fields
+from dsgpt.record.schema import HARDWARE_FILE, LOG_FILE, Fields
 from dsgpt.training.status import Status
 
 AT_ONCE = 10
@@ -36,7 +35,6 @@ PANELS = (
     ("grad_norm", "gradient norm"),
 )
 """Columns of ``Steps``, and the titles of their pictures."""
-_HARDWARE = re.compile(r"hardware(-\d+)?\.jsonl")
 _SAMPLES_BYTES = 1 << 18
 """Of the end of a file of samples: their last minutes."""
 FIGURES = {
@@ -237,7 +235,7 @@ def recent_samples(run_dir: Path) -> list[tuple[float, str, dict[str, float | No
     samples = []
     for path in sorted(run_dir.glob("hardware*.jsonl")):
         machine = path.name.removeprefix("hardware").removesuffix(".jsonl")
-        if not _HARDWARE.fullmatch(path.name) or not is_regular_file(path):
+        if not HARDWARE_FILE.fullmatch(path.name) or not is_regular_file(path):
             continue
         try:
             lines = reading.end_of(path, _SAMPLES_BYTES).split(b"\n")

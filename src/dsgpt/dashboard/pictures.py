@@ -238,13 +238,7 @@ def _block(
         yield rectangle(left, top, wide, block.whole * scale, fill="none", edge=theme.edge, title=frame, dashed=True)
     away = block.place != "device"
     yield rectangle(
-        left,
-        begin,
-        wide,
-        tall,
-        fill=theme.background if away else fill,
-        edge=fill if away else "none",
-        title=title,
+        left, begin, wide, tall, fill=theme.background if away else fill, edge=fill if away else "none", title=title
     )
     words = memory(block.size) + (f", {'host' if block.place == 'host' else 'files'}" if away else "")
     if tall >= 15 and fits(words, wide - 6, size=12):

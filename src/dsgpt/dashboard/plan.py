@@ -16,7 +16,7 @@ from dsgpt.common.files import is_regular_file, is_utf8, link_between
 from dsgpt.common.text import REPOSITORY
 from dsgpt.config.options import PRECISIONS
 from dsgpt.dashboard import reading, ui
-from dsgpt.dashboard.split import CHOICES
+from dsgpt.dashboard.split import CHOICES, COUNTS
 from dsgpt.dashboard.ui import Table
 from dsgpt.model.config import PRESETS
 from dsgpt.planner import plan as planning
@@ -28,7 +28,6 @@ from dsgpt.planner.rates import CALIBRATION, read_calibration
 from dsgpt.planner.request import PlanRequest, fixed_setup, read_request
 from dsgpt.planner.search import Judged, best_of, recommendation_files, search
 
-_COUNTS = (1, 2, 4, 8, 16, 32, 64)
 _TOKENS = (1e7, 3e7, 1e8, 3e8, 1e9, 3e9, 1e10, 3e10, 1e11, 3e11)
 _BEST = "Search for the best"
 _SEARCHES = 16
@@ -153,7 +152,7 @@ def _options() -> PlanOptions:
     model = one.selectbox("Model size", sizes, index=sizes.index("small"), key="plan-model")
     default = next(place for place, each in enumerate(choices) if each.name == "a100-80gb")
     machine = two.selectbox("Machine", choices, index=default, key="plan-machine")
-    counts = [number for number in _COUNTS if machine.devices is None or number <= machine.devices]
+    counts = [number for number in COUNTS if machine.devices is None or number <= machine.devices]
     count = three.select_slider("Devices", counts, value=min(8, counts[-1]), key="plan-count") if counts[1:] else 1
     four, five, six = st.columns(3)
     strategies = {_BEST: None} | {choice.name: choice for choice in CHOICES}

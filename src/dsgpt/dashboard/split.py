@@ -17,14 +17,14 @@ from dsgpt.planner.hardware import gpus
 from dsgpt.planner.memory import Peak, worst_peak
 from dsgpt.planner.options import PlanOptions
 from dsgpt.planner.plan import usable_bytes
-from dsgpt.planner.request import fixed_setup, read_request
+from dsgpt.planner.request import RECIPES, fixed_setup, read_request
 from dsgpt.planner.setup import Setup
 from dsgpt.planner.step_time import bubble_fraction
 from dsgpt.planner.strategies import Placed, copied, placed_traffic, sent_bytes
 from dsgpt.planner.strategy import Copied
 
-RECIPES = Path("ds_configs")
-_RANKS = (1, 2, 4, 8, 16, 32, 64)
+COUNTS = (1, 2, 4, 8, 16, 32, 64)
+"""Numbers of ranks, or of GPUs, to choose from."""
 _MOST_DRAWN = 8
 
 
@@ -111,7 +111,7 @@ def _asked() -> tuple[Choice, dict[str, Any]]:
     one, two, three, four = st.columns(4)
     choice = one.selectbox("Strategy", CHOICES, index=3, format_func=lambda each: each.name, key="split-strategy")
     model = two.selectbox("Model size", list(PRESETS), index=list(PRESETS).index("small"), key="split-model")
-    ranks = three.select_slider("Ranks", _RANKS, value=4, key="split-ranks", help="Processes, one for each GPU.")
+    ranks = three.select_slider("Ranks", COUNTS, value=4, key="split-ranks", help="Processes, one for each GPU.")
     gpu = four.selectbox("GPU", list(gpus()), index=list(gpus()).index("a100-80gb"), key="split-gpu")
     with st.expander("Batch, length and precision"):
         five, six, seven, eight = st.columns(4)

@@ -427,12 +427,7 @@ def _open_moments(model: StoredModel) -> tuple[Moments, int | None]:
 
 
 def _write_deepspeed(
-    folder: Path,
-    model: StoredModel,
-    *,
-    moments: Moments,
-    optimizer_steps: int | None,
-    progress: Callable[[int], None],
+    folder: Path, model: StoredModel, *, moments: Moments, optimizer_steps: int | None, progress: Callable[[int], None]
 ) -> None:
     """Write DeepSpeed's layout into ``folder``.
 

@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, NoReturn
 
 import psutil
@@ -26,6 +26,8 @@ from dsgpt.machine.topology import free_port
 
 # Launchers (``deepspeed``, ``torchrun``): makes and recognises their commands, and watches the launcher of this rank.
 
+LAUNCHERS = {"baseline": "python", "ddp": "torchrun", "fsdp": "torchrun", "optimized": "deepspeed"}
+"""The launcher of each run type that users take."""
 _COMMANDS = {"deepspeed", "deepspeed.pt", "ds", "torchrun"}
 _MODULES = {
     "deepspeed.launcher.launch",
@@ -165,9 +167,7 @@ class Interruption:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         signal.set_wakeup_fd(self._wakeup_before)
         for number, handler in self._before.items():
             signal.signal(number, handler or signal.SIG_DFL)

@@ -121,11 +121,7 @@ def read_topology(environment: Mapping[str, str] = os.environ, *, local_rank_fla
         raise UserError(f"the variable RANK is {rank}, but WORLD_SIZE is {world_size}: {way_out}")
     local_world_size = _whole(environment, "LOCAL_WORLD_SIZE", _whole(environment, "LOCAL_SIZE", world_size))
     return Topology(
-        rank=rank,
-        local_rank=local_rank,
-        world_size=world_size,
-        local_world_size=local_world_size,
-        launcher=launcher,
+        rank=rank, local_rank=local_rank, world_size=world_size, local_world_size=local_world_size, launcher=launcher
     )
 
 

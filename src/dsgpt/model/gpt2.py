@@ -124,12 +124,7 @@ class GPT2(nn.Module):
         self.lm_head.weight = self.wte.weight
 
     def forward(
-        self,
-        ids: Tensor,
-        targets: Tensor | None = None,
-        *,
-        reduction: str = "mean",
-        first_position: int = 0,
+        self, ids: Tensor, targets: Tensor | None = None, *, reduction: str = "mean", first_position: int = 0
     ) -> Tensor:
         """Logits of shape (B, T, V) for ``ids`` of shape (B, T), or with ``targets`` (B, T) their loss in fp32.
 

@@ -19,6 +19,7 @@ from tqdm import tqdm
 
 from dsgpt.common.files import remove, write_json_atomic
 from dsgpt.common.text import counted
+from dsgpt.formats.tensor_files import DTYPES
 from dsgpt.machine.device import (
     bring_up,
     cuda_devices,
@@ -35,7 +36,6 @@ from dsgpt.planner.rates import SCHEMA_VERSION
 
 # The operations that are timed, each at shapes like those of a training step.
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 WIDTHS = {"cpu": (128, 256, 768), "cuda": (768, 1600)}
 """Widths of the linear layers."""
 TOKENS = {"cpu": 1024, "cuda": 16384}

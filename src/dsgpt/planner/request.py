@@ -410,9 +410,7 @@ def _machine(options: PlanOptions, problems: Problems, *, repository: Path) -> M
         if not options.measured:
             return machine
         steps = read_measured(
-            options.measured,
-            lambda devices: calibrated_machine(calibration, devices=devices),
-            repository=repository,
+            options.measured, lambda devices: calibrated_machine(calibration, devices=devices), repository=repository
         )
         return fit(steps).applied(machine)
     except UserError as error:

@@ -120,10 +120,7 @@ def _judge(
         if problems:
             continue
         batch = BatchPlan(
-            global_batch_size=total,
-            micro_batch_size=micro,
-            gradient_accumulation_steps=steps,
-            data_parallel_size=ranks,
+            global_batch_size=total, micro_batch_size=micro, gradient_accumulation_steps=steps, data_parallel_size=ranks
         )
         setup = request.setup(recipe, candidate.run_type, batch, activation_checkpointing=activation_checkpointing)
         plans.append(replace(plan_of(setup, request, prices), name=name))

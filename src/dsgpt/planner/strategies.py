@@ -484,9 +484,7 @@ class Flat(DeepSpeed):
             other = 2 * other + self.setup.low * self.stepped_elements(rank)
         return [
             Moment(
-                name=each.name,
-                blocks=each.blocks,
-                parts={**each.parts, "other": each.parts.get("other", 0) + other},
+                name=each.name, blocks=each.blocks, parts={**each.parts, "other": each.parts.get("other", 0) + other}
             )
             for each in moments
         ]

@@ -22,6 +22,8 @@ RECORD_FILE = "training_metrics.json"
 STEPS_FILE = "metrics.jsonl"
 COMPLETE_FILE = "RUN_COMPLETE.txt"
 LOG_FILE = "train.log"
+HARDWARE_FILE = re.compile(r"hardware(-\d+)?\.jsonl")
+"""``telemetry.monitor.hardware_file``."""
 PEAKS = ("max_cuda_mem_allocated_bytes_rank0", "max_cuda_mem_reserved_bytes_rank0", "peak_rss_bytes_rank0")
 """Keys of a segment, of an epoch and of the summary: bytes."""
 GENERATED_TOKENS = 100

@@ -16,12 +16,7 @@ HARDWARE, DEVICES, STRATEGY, INSTRUCTIONS = "hardware", "devices", "strategy", "
 NOTED = ("host", "launcher", "code", INSTRUCTIONS)
 """Entries of ``setup`` that may differ between segments whose times are compared; mentioned in the notes."""
 VERSIONS = {"python": "Python", "torch": "PyTorch", "deepspeed": "DeepSpeed", "cuda": "CUDA"}
-FIGURES = (
-    "train_time_sec",
-    "mean_tokens_per_sec_global",
-    "max_cuda_mem_allocated_bytes_rank0",
-    "peak_rss_bytes_rank0",
-)
+FIGURES = ("train_time_sec", "mean_tokens_per_sec_global", "max_cuda_mem_allocated_bytes_rank0", "peak_rss_bytes_rank0")
 """Keys of a segment."""
 
 

@@ -23,8 +23,6 @@ from dsgpt.model.gpt2 import initial_value
 
 # The initial value of every parameter, drawn from seed and name, or published.
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""The precision by the name that a configuration gives it."""
 InitialValues = Callable[[str, torch.Size], Tensor]
 """(canonical name, whole shape) to the whole initial value, fp32 on the CPU; the same on every rank."""
 

@@ -35,12 +35,12 @@ from torch.nn.parallel import DistributedDataParallel
 from dsgpt.checkpoints.training_state import Counters, ParamState, StateReader
 from dsgpt.config.run_config import RunConfig
 from dsgpt.data.loader import IGNORED_TARGET, Batch
+from dsgpt.formats.tensor_files import DTYPES
 from dsgpt.machine.device import named_range, sum_over_ranks
 from dsgpt.model.config import STATE_NAMES
 from dsgpt.model.gpt2 import GPT2
 from dsgpt.strategies.base import StateTensors, Strategy, optimizer_tensors, to_device
 from dsgpt.strategies.optimizer import (
-    DTYPES,
     LossScale,
     begin_state,
     build_optimizer,

@@ -20,16 +20,7 @@ from dsgpt.machine.console import Field, Progress, fitted
 from dsgpt.machine.device import HostGroup
 from dsgpt.machine.probe import LoadOfOthers
 from dsgpt.planner.rates import CALIBRATION, Calibration, Utilisation, read_calibration, utilisation
-from dsgpt.record.schema import (
-    RECORD_FILE,
-    STEPS_FILE,
-    RunRecord,
-    StepLog,
-    finite,
-    mean,
-    percentile,
-    read_steps,
-)
+from dsgpt.record.schema import RECORD_FILE, STEPS_FILE, RunRecord, StepLog, finite, mean, percentile, read_steps
 from dsgpt.telemetry.cost import TrainingPeaks, peak_bytes, traffic_line
 from dsgpt.telemetry.meter import (
     Figures,

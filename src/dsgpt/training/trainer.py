@@ -17,6 +17,7 @@ from dsgpt.common.files import write_atomic
 from dsgpt.common.text import next_line, script_words
 from dsgpt.config.run_config import RunConfig
 from dsgpt.data.loader import Batch, RankShare, WindowDataset, training_loader, validation_loader
+from dsgpt.formats.tensor_files import DTYPES
 from dsgpt.inference.generation import measure_latency
 from dsgpt.inference.model_files import build_model
 from dsgpt.machine.console import Progress, duration
@@ -24,7 +25,6 @@ from dsgpt.machine.device import HostGroup, barrier, gather_objects
 from dsgpt.machine.launcher import Interruption, own_command, stop_signals_blocked
 from dsgpt.record.schema import COMPLETE_FILE, RECORD_FILE
 from dsgpt.strategies.base import Strategy
-from dsgpt.strategies.optimizer import DTYPES
 from dsgpt.telemetry.cost import TrafficMeter
 from dsgpt.telemetry.meter import TimedBatches
 from dsgpt.telemetry.monitor import Monitor, gpu_use, hardware_file, open_gpus
@@ -175,9 +175,7 @@ class Measurements:
     ) -> None:
         self._config, self._device, self._journal, self._batches = config, device, journal, batches
         self._traffic = TrafficMeter(
-            lambda: strategy.state_tensors()._asdict(),
-            last_step=config.total_steps,
-            report=journal.traffic_measured,
+            lambda: strategy.state_tensors()._asdict(), last_step=config.total_steps, report=journal.traffic_measured
         )
         options = config.options
         self._waiting: dict[str, Callable[[], StepsProfile]] = {}

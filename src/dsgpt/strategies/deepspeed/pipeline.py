@@ -108,10 +108,7 @@ class StageModule(PipelineModule):  # type: ignore[misc]  # DeepSpeed ships no t
             else PipeModelDataParallelTopology(num_pp=sizes.pipeline, num_mp=sizes.tensor, num_dp=data)
         )
         super().__init__(
-            layers=self._layers(config),
-            topology=ranks,
-            loss_fn=loss,
-            partition_method=config.recipe.pipeline.partition,
+            layers=self._layers(config), topology=ranks, loss_fn=loss, partition_method=config.recipe.pipeline.partition
         )
         blocks = [f"blocks.{layer}" for layer in range(config.model.n_layer)]
         self._names = [_TIED, "wpe", *blocks, "ln_f", _TIED]

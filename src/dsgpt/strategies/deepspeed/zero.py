@@ -16,12 +16,13 @@ from torch import Tensor, nn
 
 from dsgpt.config.run_config import RunConfig
 from dsgpt.data.loader import IGNORED_TARGET, Batch
+from dsgpt.formats.tensor_files import DTYPES
 from dsgpt.machine.device import named_range, sum_over_ranks
 from dsgpt.model.gpt2 import GPT2, Attend, Attention, dense_attention
 from dsgpt.strategies.base import to_device
 from dsgpt.strategies.deepspeed.engine import DeepSpeedStrategy
 from dsgpt.strategies.deepspeed.setup import SwapSpace, engine_config, load_ops
-from dsgpt.strategies.optimizer import DTYPES, global_norm, initial_values, initialize_whole
+from dsgpt.strategies.optimizer import global_norm, initial_values, initialize_whole
 
 
 def spare_passes(optimizer: Any, *, single_rank: bool, engine: Any) -> None:
