@@ -336,7 +336,7 @@ def test_so_does_its_function_and_the_model_takes_them(deepspeed_folder, run):
 
 
 def test_the_universal_conversion_gives_the_moments(deepspeed_folder, tmp_path):
-    places = {"exported/demo-ds/global_step200": f"{deepspeed_folder}/as-deepspeed-zero3/global_step3"}
+    places = {"exported/demo-ds/global_step800": f"{deepspeed_folder}/as-deepspeed-zero3/global_step3"}
     words = page_flags("deepspeed.checkpoint.ds_to_universal", places | {"exported/demo-universal": str(tmp_path)})
     by_deepspeed("deepspeed.checkpoint.ds_to_universal", *words, "--num_extract_workers", 1, "--num_merge_workers", 1)
     moments = load_file(deepspeed_folder / "zero3" / LAST / "optimizer.safetensors")
