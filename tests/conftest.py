@@ -91,8 +91,11 @@ _prevented: list[str] = []
 
 
 def _skip_at_start(event: str, about: tuple[Any, ...]) -> None:
-    """Skip a test, or all that share its fixture, when it is about to start a Python. So no list of tests is needed."""
-    if event == "subprocess.Popen":
+    """Skip a test, or all that share its fixture, when it is about to start a Python. So no list of tests is needed.
+
+    While tests are collected, nothing is skipped: a module may ask there what the machine can do.
+    """
+    if event == "subprocess.Popen" and "PYTEST_CURRENT_TEST" in os.environ:
         program = Path(os.fsdecode(about[1][0])).name
         if program.startswith("python") or program in STARTERS:
             _prevented.append("starts another Python")

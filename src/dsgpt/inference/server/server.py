@@ -176,7 +176,8 @@ OWN_FILES = 128
 """Files that the process may open beside its connections."""
 HEAD_SEC = 10
 """Seconds from a connection, or from the first byte of a further request, to the end of the request's head."""
-PROBE_SEC = 1
+PROBE_SEC = 0.05, 1.0
+"""Seconds from the first interim response to the second, and at most between later ones: pauses double."""
 LOG_SEC = 60
 LENGTH = re.compile(rb"^content-length[ \t]*:([^\r\n]*)", re.IGNORECASE | re.MULTILINE)
 REFUSAL = b"HTTP/1.1 503 Service Unavailable\r\ncontent-length: 0\r\nretry-after: 1\r\nconnection: close\r\n\r\n"
@@ -271,17 +272,17 @@ class Connection(H11Protocol):
         """Answer a client that shuts its writing side behind its request: keep the connection until then."""
         self._shut = not self.waits and not self.cycle.more_body
         if self._shut and self.cycle.scope["http_version"] == "1.1":  # HTTP/1.0 has no interim responses
-            self._probe()
+            self._probe(PROBE_SEC[0])
         return self._shut
 
-    def _probe(self) -> None:
-        """Send an interim response as long as there is no other.
+    def _probe(self, pause: float) -> None:
+        """Send interim responses as long as there is no other, the next after ``pause`` seconds.
 
-        The system cannot tell a client that shut its writing side from one that is gone, until it sends to it.
+        The system cannot tell a client that shut its writing side from one that is gone, until it sends to it twice.
         """
         if not (self.waits or self.cycle.response_started or self.transport.is_closing()):
             self.transport.write(self.conn.send(h11.InformationalResponse(status_code=100, headers=[])) or b"")
-            self.loop.call_later(PROBE_SEC, self._probe)
+            self.loop.call_later(pause, self._probe, min(2 * pause, PROBE_SEC[1]))
 
     def _time_head(self, *, starts: bool) -> None:
         """End the timer of a request's head; start it anew if it ``starts``."""
