@@ -372,7 +372,7 @@ def test_the_record_contains_the_sidecars_without_size_and_time_of_files(again, 
 
 
 def test_the_next_line_is_a_dry_run_that_works(run, bytes_tokenizer: Path, tmp_path: Path, monkeypatch):
-    flags = ("--input", REPOSITORY / "docs", "--tokenizer", bytes_tokenizer, "--output_dir", "text")
+    flags = ("--input", REPOSITORY / "docs" / "training.md", "--tokenizer", bytes_tokenizer, "--output_dir", "text")
     done = run("preprocess.py", *flags, cwd=tmp_path)
     _, script, *words = shlex.split(done.stdout.splitlines()[-1].removeprefix("next: "))
     assert script == str(REPOSITORY / "src/gpt2.py")
