@@ -13,6 +13,7 @@ CARRIED = (
     "charts/.streamlit/*",
     "ds_configs/**/*.json",
     "ds_configs/*.md",
+    "launch/**/*",
 )
 
 
@@ -25,10 +26,10 @@ class BuildWithScripts(build_py):
         if self.editable_mode:
             return
         root = Path(__file__).resolve().parent
-        for path in sorted(path for pattern in CARRIED for path in root.glob(pattern)):
+        for path in sorted(path for pattern in CARRIED for path in root.glob(pattern) if path.is_file()):
             target = Path(self.build_lib, "dsgpt", "checkout", path.relative_to(root))
             target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(path, target)
+            shutil.copy(path, target)  # with its mode: some are started by name
 
 
 setup(cmdclass={"build_py": BuildWithScripts})

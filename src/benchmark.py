@@ -123,8 +123,8 @@ def _remake(options: RecordsOptions) -> int:
         for line in check_lines(REPOSITORY, only=options.only):
             print(line)
         return EXIT_DONE
-    found = [f"{name}={folder}" for name, folder in read_peers(options.peer).items()]
-    return remake_records(REPOSITORY, only=options.only, peers=found)
+    peers = [f"{name}={folder}" for name, folder in read_peers(options.peer).items()]
+    return remake_records(REPOSITORY, only=options.only, peers=peers)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Records, sweeps and committed records for tests of what reads them."""
 
+import functools
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -74,12 +75,15 @@ def record(**changes: Any) -> dict[str, Any]:
 
 def _changed(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     for path, value in changes.items():
-        *sections, key = path.split("__")
-        target = values
-        for section in sections:
-            target = target[section]
+        target, key = _place(values, path)
         target[key] = value
     return values
+
+
+def _place(values: dict[str, Any], path: str) -> tuple[dict[str, Any], str]:
+    """The object that ``section__key`` is in, and the key."""
+    *sections, key = path.split("__")
+    return functools.reduce(dict.__getitem__, sections, values), key
 
 
 def flat_record(**changes: Any) -> dict[str, Any]:
@@ -96,10 +100,7 @@ def flat_record(**changes: Any) -> dict[str, Any]:
 
 def without(values: dict[str, Any], path: str) -> dict[str, Any]:
     """The record less one key, ``section__key``."""
-    *sections, key = path.split("__")
-    target = values
-    for section in sections:
-        target = target[section]
+    target, key = _place(values, path)
     del target[key]
     return values
 
@@ -148,26 +149,14 @@ def spread(value: float) -> Spread:
 def cell(name: str, devices: int, *, state: State = State.DONE, footprint: Footprint | None = FOOTPRINT) -> SweepCell:
     """A cell with one turn."""
     done = state == State.DONE
-    turn = Turn(
-        cell=name,
-        repeat=1,
-        place=1,
-        state=state,
-        message=None if done else "CUDA out of memory",
-        seconds=5.0,
-        footprint=footprint if done else None,
-    )
+    message = None if done else "CUDA out of memory"
+    turn = Turn(cell=name, repeat=1, place=1, state=state, message=message, seconds=5.0,
+                footprint=footprint if done else None)  # fmt: skip
     speed = spread(1000.0 * devices) if done else None
     return SweepCell(
-        name=name,
-        devices=devices,
-        launcher="torchrun",
-        flags=[],
-        turns=[turn],
-        tokens_per_sec=speed,
-        sent_bytes_per_step=8e6 if done else None,
-        communication_share=spread(0.25) if done else None,
-    )
+        name=name, devices=devices, launcher="torchrun", flags=[], turns=[turn], tokens_per_sec=speed,
+        sent_bytes_per_step=8e6 if done else None, communication_share=spread(0.25) if done else None,
+    )  # fmt: skip
 
 
 def compared(name: str, speed_up: float | None, devices: int, *, same: bool = True) -> Compared:

@@ -91,7 +91,7 @@ def launches_fork() -> Iterator[None]:
     """Inside, the ranks of every launch of ``dsgpt.benchmarks`` fork here. They share what a launch's ranks import."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch, "launcher_command", lambda launcher, ranks: [launcher, str(ranks)])
-        patch.setattr(launch, "_process", _forked_launch)
+        patch.setattr(launch, "own_group", _forked_launch)
         yield
 
 
@@ -110,9 +110,9 @@ class _ForkedLaunch:
 
 
 @contextlib.contextmanager
-def _forked_launch(command: list[str], environment: dict[str, str], log: BinaryIO) -> Iterator[_ForkedLaunch]:
+def _forked_launch(command: list[str], log: BinaryIO, *, device: str) -> Iterator[_ForkedLaunch]:
     launcher, ranks, *_, job = command
-    count = None if launcher == "python" else int(ranks)
+    count, environment = None if launcher == "python" else int(ranks), environment_for(device)
     with _asked([WORKER, job], count, environment=environment, outputs=[log.name] * 2) as connection:
         yield _ForkedLaunch(connection)
 

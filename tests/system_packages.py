@@ -14,8 +14,16 @@ WITHOUT = {
     "g++": re.compile(r"(no|needs a|No working) C\+\+ compiler|InvalidCxxCompiler|needs g\+\+"),
     "libaio-dev": re.compile(r"no libaio|needs libaio-dev"),
     "chromium": re.compile(r"Chromium is missing"),
+    "slurm-wlm": re.compile(r"needs slurm-wlm"),
+    "munge": re.compile(r"needs munge"),
+    "openssh-server": re.compile(r"needs openssh-server"),
+    "pdsh": re.compile(r"needs .*\bpdsh\b"),
 }
 """Debian package to what a test says that fails without it, or that is skipped."""
+DAEMONS = {"slurm-wlm": "slurmctld", "munge": "munged"}
+"""Debian package to its daemon, which is on the PATH of root."""
+REMOTE = {"openssh-server": "sshd", "pdsh": "pdsh"}
+"""Debian package to its command: what DeepSpeed's launcher needs to reach other hosts."""
 
 
 def browser() -> str | None:
@@ -30,6 +38,7 @@ def missing() -> list[str]:
     """The packages that this machine lacks."""
     found = compiler()
     lacks = {"g++": not found, "libaio-dev": not found or libaio_problem(found), "chromium": not browser()}
+    lacks |= {package: not shutil.which(name) for package, name in (DAEMONS | REMOTE).items()}
     return [package for package in WITHOUT if lacks[package]]
 
 

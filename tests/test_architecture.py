@@ -66,18 +66,12 @@ def test_a_room_itself_imports_nothing():
         assert [type(node) for node in ast.parse(path.read_text(encoding="utf-8")).body] == [ast.Expr], path
 
 
-def test_the_common_room_needs_nothing_but_the_standard_library_and_pydantic():
-    """Pydantic takes 0.1 s to import, and DeepSpeed brings it along anyway."""
-    for path in (PACKAGE / "common").glob("*.py"):
-        outside = {name.split(".")[0] for name in imported(path)}
-        assert outside <= sys.stdlib_module_names | {"dsgpt", "pydantic"}
-
-
 FOUNDATIONS = {
-    "config": ("options", "recipe", "recipe_blocks"),
-    "machine": ("topology",),
+    "common": sorted(path.stem for path in (PACKAGE / "common").glob("*.py")),
+    "config": ["options", "recipe", "recipe_blocks"],
+    "machine": ["topology"],
 }
-"""Modules outside the common room that need no more than it does."""
+"""Pydantic takes 0.1 s to import, and DeepSpeed brings it along anyway."""
 
 
 @pytest.mark.parametrize("room", FOUNDATIONS)
@@ -94,19 +88,14 @@ def test_nothing_in_the_package_imports_a_script():
         assert not {name.split(".")[0] for name in imported(path)} & scripts
 
 
-def test_only_deepspeeds_strategies_import_it():
-    files = [*SOURCES.rglob("*.py"), *(REPOSITORY / "charts").glob("*.py"), *(REPOSITORY / "data_prep").glob("*.py")]
-    users = {path for path in files if any(name.split(".")[0] == "deepspeed" for name in imported(path))}
-    assert PACKAGE / "strategies" / "deepspeed" / "pipeline.py" in users
-    assert {path.parent for path in users} == {PACKAGE / "strategies" / "deepspeed"}
-
-
-def test_only_the_dashboard_imports_streamlit():
-    users = {
-        path for path in SOURCES.rglob("*.py") if any(name.split(".")[0] == "streamlit" for name in imported(path))
-    }
-    assert PACKAGE / "dashboard" / "ui.py" in users
-    assert all(PACKAGE / "dashboard" in path.parents for path in users)
+@pytest.mark.parametrize(
+    ("library", "folders"),
+    [("deepspeed", {"src/dsgpt/strategies/deepspeed"}), ("streamlit", {"src/dsgpt/dashboard", "charts"})],
+)
+def test_only_its_folder_imports_a_library(library, folders):
+    files = [path for top in ("src", "charts", "data_prep") for path in (REPOSITORY / top).rglob("*.py")]
+    users = {path for path in files if any(name.split(".")[0] == library for name in imported(path))}
+    assert {path.parent.relative_to(REPOSITORY).as_posix() for path in users} == folders
 
 
 def imported_by(*arguments: object, cwd: Path) -> set[str]:
@@ -132,25 +121,24 @@ LIGHT = {
 """Modules of each room that scripts import before they know what they have to do."""
 
 
-@pytest.mark.parametrize("room", LIGHT)
-def test_light_modules_import_neither_torch_nor_numpy(room, tmp_path):
-    found = imported_by("-c", "import " + ", ".join(f"dsgpt.{room}.{name}" for name in LIGHT[room]), cwd=tmp_path)
-    assert "dsgpt" in found
-    assert not found & {"torch", "deepspeed", "transformers", "numpy"}
-
-
-SCRIPTS = [
-    *("src/gpt2.py", "src/generate.py", "src/evaluate.py", "src/serve.py", "src/convert.py", "src/demo.py"),
-    *("src/benchmark.py", "src/plan.py", "charts/generate_charts.py", "charts/dashboard.py"),
-    *("data_prep/preprocess.py", "data_prep/preprocess_small.py", "data_prep/download_data.py"),
-]
-
-
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_help_starts_fast(script, tmp_path):
-    found = imported_by(REPOSITORY / script, "--help", cwd=tmp_path)
-    assert "dsgpt" in found
-    assert not found & {"torch", "deepspeed", "transformers"}
+@pytest.mark.parametrize(
+    ("modules", "slow"),
+    [
+        (["generate"], {"torch", "numpy", "pydantic"}),
+        (
+            ["benchmark", "plan", *(f"dsgpt.{room}.{name}" for room, names in LIGHT.items() for name in names)],
+            {"torch", "deepspeed", "transformers", "numpy"},
+        ),
+        (["dsgpt.data.download", "dsgpt.data.preparation"], {"torch", "transformers", "datasets", "pyarrow"}),
+    ],
+    ids=["generate", "the others", "preparation of text"],
+)
+def test_light_modules_import_nothing_slow(modules, slow):
+    code = "import importlib, sys\n"
+    code += f"for name in {modules}: print(name, importlib.import_module(name) and {slow} & sys.modules.keys())"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=SOURCES, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == [f"{name} set()" for name in modules]
 
 
 def test_baseline_trains_without_deepspeed(tmp_path):

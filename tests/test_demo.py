@@ -7,8 +7,10 @@ import os
 import shutil
 import signal
 import sys
+from itertools import chain, repeat
 from pathlib import Path
 from types import ModuleType
+from unittest.mock import DEFAULT, Mock
 
 import pytest
 from small_run import REPOSITORY
@@ -35,12 +37,24 @@ def demo(tmp_path: Path, corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> Mod
     return module
 
 
-def baseline(demo: ModuleType, *, steps: int) -> str:
+RUN = Path("checkpoint/demo-baseline")
+
+
+def words(demo: ModuleType, steps: int) -> list[str]:
+    """The command line of a baseline of so many steps."""
+    return demo.Demo(into=Path(), steps=steps, gpus=0).training("baseline", "baseline")
+
+
+def decided(demo: ModuleType, *, steps: int = 1) -> str:
+    """The flag that the demo chooses for it."""
+    return demo._resume_or_overwrite(words(demo, steps))
+
+
+def baseline(demo: ModuleType, *, steps: int = 1) -> str:
     """Train the baseline as the demo does; returns the flag that it chose."""
-    words = demo.Demo(into=Path(), steps=steps, gpus=0).training("baseline", "baseline")
-    decision = demo._resume_or_overwrite(words)
-    assert train([*words, decision]) == 0
-    record = json.loads(Path("checkpoint/demo-baseline/training_metrics.json").read_text())
+    decision = decided(demo, steps=steps)
+    assert train([*words(demo, steps), decision]) == 0
+    record = json.loads((RUN / "training_metrics.json").read_text())
     assert (record["status"], record["training_config"]["total_steps"]) == ("completed", steps)
     return decision
 
@@ -57,41 +71,48 @@ def test_the_same_steps_resume_and_others_start_again(demo, capsys, snapshot):
 
 
 def test_an_interrupted_run_is_resumed(demo, capsys):
-    baseline(demo, steps=1)
-    Path("checkpoint/demo-baseline/RUN_COMPLETE.txt").unlink()
+    baseline(demo)
+    (RUN / "RUN_COMPLETE.txt").unlink()
     capsys.readouterr()
-    assert baseline(demo, steps=1) == "--resume"
+    assert baseline(demo) == "--resume"
     assert "resuming from checkpoint/demo-baseline/step-00000001" in capsys.readouterr().out
 
 
 def test_another_recipe_or_text_starts_again(demo, capsys):
-    baseline(demo, steps=1)
+    baseline(demo)
     recipe = Path("ds_configs/sizes/demo.json")
     recipe.write_text(json.dumps(json.loads(recipe.read_text()) | {"gradient_clipping": 0.5}))
-    assert baseline(demo, steps=1) == "--overwrite"
+    assert baseline(demo) == "--overwrite"
     assert "  gradient clipping is 0.5 but " in capsys.readouterr().out
     data = Path("data/python-stdlib")
     for end in ("bin", "json"):
         shutil.copy(data / f"val.{end}", data / f"train.{end}")
-    assert baseline(demo, steps=1) == "--overwrite"
+    assert baseline(demo) == "--overwrite"
     assert "  train data is " in capsys.readouterr().out
 
 
 def test_what_overwriting_does_not_cure_is_left_to_the_run(demo, capsys):
-    folder = Path("checkpoint/demo-baseline")
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text('{"of": "somebody else"}')
-    words = demo.Demo(into=Path(), steps=1, gpus=0).training("baseline", "baseline")
-    assert demo._resume_or_overwrite(words) == "--resume"
-    assert capsys.readouterr() == ("", "")
-
-
-RUN = Path("checkpoint/demo-baseline")
+    """A folder of something else; other steps beside a tokenizer that is missing; and beside a damaged checkpoint."""
+    RUN.mkdir(parents=True)
+    (RUN / "config.json").write_text('{"of": "somebody else"}')
+    assert (decided(demo), capsys.readouterr()) == ("--resume", ("", ""))
+    shutil.rmtree(RUN)
+    baseline(demo)
+    sidecar, tokenizer = Path("data/python-stdlib/train.json"), {"name": "missing", "sha256": None}
+    whole = sidecar.read_text()
+    sidecar.write_text(json.dumps(json.loads(whole) | {"tokenizer": tokenizer}))
+    capsys.readouterr()
+    assert (decided(demo, steps=2), capsys.readouterr()) == ("--resume", ("", ""))
+    sidecar.write_text(whole)
+    assert decided(demo, steps=2) == "--overwrite"
+    (RUN / "RUN_COMPLETE.txt").unlink()
+    (RUN / "step-00000001" / "model.safetensors").write_bytes(b"")
+    assert decided(demo, steps=2) == "--resume"
 
 
 def test_checkpoints_that_were_moved_stop_the_demo(demo, capsys, monkeypatch, snapshot):
     """The user may move them back; --overwrite would remove the rest of the run."""
-    baseline(demo, steps=1)
+    baseline(demo)
     (RUN / "RUN_COMPLETE.txt").unlink()
     (RUN / "step-00000001").rename("elsewhere")
     capsys.readouterr()
@@ -103,43 +124,24 @@ def test_checkpoints_that_were_moved_stop_the_demo(demo, capsys, monkeypatch, sn
     output = capsys.readouterr()
     assert "bring them back" in output.err
     assert output.out.splitlines()[0] == snapshot
-    for steps in (2, 3):  # another length does not change this
-        words = demo.Demo(into=Path(), steps=steps, gpus=0).training("baseline", "baseline")
-        assert demo._resume_or_overwrite(words) == "--resume"
+    assert [decided(demo, steps=steps) for steps in (2, 3)] == ["--resume"] * 2  # another length does not change this
 
 
-def test_a_damaged_checkpoint_is_not_replaced(demo, capsys):
-    baseline(demo, steps=1)
-    (RUN / "RUN_COMPLETE.txt").unlink()
-    (RUN / "step-00000001" / "model.safetensors").write_bytes(b"")
-    words = demo.Demo(into=Path(), steps=2, gpus=0).training("baseline", "baseline")
-    assert demo._resume_or_overwrite(words) == "--resume"
-
-
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
-def test_a_temporary_error_is_not_another_run(demo, monkeypatch, number):
-    baseline(demo, steps=1)
-    failures = [OSError(number, os.strerror(number), "somewhere")]
+def test_a_temporary_error_is_not_another_run_and_a_signal_ends_the_demo(demo, monkeypatch):
+    baseline(demo)
     plan = preparation.plan_resume
-
-    def fail_once(*given, **named):
-        if failures:
-            raise failures.pop()
-        return plan(*given, **named)
-
-    monkeypatch.setattr(preparation, "plan_resume", fail_once)
-    words = demo.Demo(into=Path(), steps=1, gpus=0).training("baseline", "baseline")
-    assert demo._resume_or_overwrite(words) == "--resume"
-    assert not failures
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_during_the_check_ends_the_demo(demo, monkeypatch, number):
-    baseline(demo, steps=1)
-    monkeypatch.setattr(preparation, "plan_resume", lambda *given, **named: os.kill(os.getpid(), number))
-    words = demo.Demo(into=Path(), steps=1, gpus=0).training("baseline", "baseline")
-    with pytest.raises(KeyboardInterrupt):
-        demo._resume_or_overwrite(words)
+    for number in (errno.ENOSPC, errno.EIO):
+        effects = chain([OSError(number, os.strerror(number), "somewhere")], repeat(DEFAULT))
+        failing = Mock(wraps=plan, side_effect=effects)
+        monkeypatch.setattr(preparation, "plan_resume", failing)
+        assert decided(demo) == "--resume"
+        assert failing.called
+    for number in (signal.SIGINT, signal.SIGTERM):
+        monkeypatch.setattr(
+            preparation, "plan_resume", Mock(side_effect=lambda *_, number=number, **__: os.kill(os.getpid(), number))
+        )
+        with pytest.raises(KeyboardInterrupt):
+            decided(demo)
 
 
 def test_a_training_may_save_when_the_demo_is_terminated(demo, signals_of_a_script, monkeypatch):
@@ -153,30 +155,14 @@ def test_a_training_may_save_when_the_demo_is_terminated(demo, signals_of_a_scri
     assert Path("saved").read_text() == "saved\n"
 
 
-def test_another_fault_in_addition_is_not_another_run(demo, capsys):
-    """Other steps, and the tokenizer that the data's sidecar names is missing."""
-    baseline(demo, steps=1)
-    sidecar = Path("data/python-stdlib/train.json")
-    values = json.loads(sidecar.read_text())
-    sidecar.write_text(json.dumps(values | {"tokenizer": {"name": "tokenizer", "sha256": None}}))
-    shutil.rmtree("data/python-stdlib/tokenizer", ignore_errors=True)
-    capsys.readouterr()
-    words = demo.Demo(into=Path(), steps=2, gpus=0).training("baseline", "baseline")
-    assert demo._resume_or_overwrite(words) == "--resume"
-    assert capsys.readouterr() == ("", "")
-
-
 def test_further_strategies_have_the_demos_training(demo, monkeypatch):
     """ZeRO-3 has a recipe of its own, with the demo's training and the blocks of ``ds_configs/zero3.json``."""
     commands = []
     monkeypatch.setattr(demo, "_run", lambda command: commands.append(command) or 0)
     here = demo.Demo(into=Path(), steps=1, gpus=0, strategies=("ddp", "zero3"))
     titles = [title for title, _ in demo._steps(here)]
-    assert titles[3:6] == [
-        "train the same with ddp on 2 devices",
-        "train the same with zero3 on 2 devices",
-        "compare them",
-    ]
+    same = [f"train the same with {name} on 2 devices" for name in ("ddp", "zero3")]
+    assert titles[3:6] == [*same, "compare them"]
     for _, step in demo._steps(here)[3:6]:
         assert step(here) == 0
     ddp, zero3, charts = commands

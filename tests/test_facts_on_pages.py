@@ -12,6 +12,7 @@ import tomllib
 from dataclasses import fields
 from fnmatch import fnmatch
 
+import pytest
 from forked_ranks import run_script
 from small_run import REPOSITORY
 
@@ -94,9 +95,9 @@ RECORDS_PAGE = (REPOSITORY / "docs" / "records.md").read_text(encoding="utf-8")
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
 
-def keys_of_the_table(title: str) -> list[str]:
-    """What the first column of the first table under ``title`` has between backticks."""
-    part = RECORDS_PAGE.split(f"\n## {title}", 1)[1].split("\n## ", 1)[0]
+def keys_behind(words: str) -> list[str]:
+    """What the first column of the first table at or behind ``words`` has between backticks."""
+    part = RECORDS_PAGE[RECORDS_PAGE.index(words) :]
     rows = re.search(r"(?:^\|.*\n)+", part, flags=re.MULTILINE).group(0).splitlines()[2:]
     return [key for row in rows for key in re.findall(r"`([^`]+)`", row.split("|")[1])]
 
@@ -106,33 +107,26 @@ def test_the_keys_of_steps():
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     (steps,) = {tuple(line.keys() - {"interval"}) for line in lines if "loss" in line}
     (validations,) = {tuple(line) for line in lines if "val_loss" in line}
-    assert sorted(keys_of_the_table("Steps")) == sorted(steps)
+    assert sorted(keys_behind("\n## Steps")) == sorted(steps)
     assert f"A validation's line has {', '.join(f'`{key}`' for key in validations[:-1])} and `{validations[-1]}`." in (
         RECORDS_PAGE.replace("\n", " ")
     )
 
 
-def test_the_keys_of_intervals():
-    table = RECORDS_PAGE.split("| keys of `interval` |", 1)[1].split("\n\n", 1)[0]
-    listed = re.findall(r"`([^`]+)`", "\n".join(row.split("|")[1] for row in table.splitlines()[2:]))
-    assert sorted(listed) == sorted({*IntervalFigures.__annotations__, "mfu"})
-
-
-def test_the_keys_of_samples():
-    assert keys_of_the_table("GPUs") == ["uuid", *GpuSample.__dataclass_fields__]
+def test_the_keys_of_intervals_and_samples():
+    assert sorted(keys_behind("| keys of `interval` |")) == sorted({*IntervalFigures.__annotations__, "mfu"})
+    assert keys_behind("\n## GPUs") == ["uuid", *GpuSample.__dataclass_fields__]
 
 
 def test_the_keys_of_segments():
     known = {field.name for field in fields(Segment)}
-    listed = keys_of_the_table("Segments")
+    listed = keys_behind("\n## Segments")
     assert all(any(fnmatch(key, pattern) for pattern in listed) for key in known)
     assert all(any(fnmatch(key, pattern) for key in known) for pattern in listed)
 
 
 def test_the_parts_of_a_predicted_peak():
-    table = RECORDS_PAGE.split("| part | contents |", 1)[1].split("\n\n", 1)[0]
-    listed = re.findall(r"`([^`]+)`", "\n".join(row.split("|")[1] for row in table.splitlines()[2:]))
-    assert sorted(listed) == sorted(PARTS)
+    assert sorted(keys_behind("| part | contents |")) == sorted(PARTS)
     moments = RECORDS_PAGE.split("`moment` is the part of the step", 1)[1].split("`parts`", 1)[0]
     assert set(MOMENTS) == set(re.findall(r"`([^`]+)`", moments))
 
@@ -154,3 +148,23 @@ def test_the_hosted_workflow_runs_ci_with_every_version_that_works():
     versions = re.findall(r"^ +(3\.\d+)$", text, flags=re.MULTILINE)
     assert versions == ["3.13", "3.12", "3.11"]
     assert PROJECT["requires-python"] == ">=3.11,<3.14"
+
+
+@pytest.mark.parametrize("page", ["aws", "google-cloud"])
+def test_prices_of_the_pages_about_clouds_are_those_of_the_planner(page):
+    listed = json.loads((REPOSITORY / "src" / "dsgpt" / "planner" / "prices.json").read_text())["prices"]
+    prices = {(price["provider"], price["instance"]): price for price in listed}
+    provider = "AWS" if page == "aws" else "Google Cloud"
+    text = (REPOSITORY / "launch" / f"{page}.md").read_text()
+    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if re.search(r"\| \d{4}-\d\d-\d\d \|", line)]
+    assert len(rows) >= 5
+    for instance, gpus, *rest in rows:
+        price = prices[provider, instance]
+        money = [price["on_demand_usd_per_hour"], *([price["spot_usd_per_hour"]] if page == "google-cloud" else [])]
+        network = price["network_gbps"]
+        assert int(gpus.split()[0]) == price["gpus"]
+        assert rest == [
+            *("not known" if dollars is None else f"{dollars:.2f}" for dollars in money),
+            price["known_on"],
+            "not known" if network is None else f"{network:,} Gbit/s",
+        ], instance

@@ -18,6 +18,7 @@ from dsgpt.data.preparation import PrepareOptions
 from dsgpt.data.token_file import VerifyOptions
 from dsgpt.inference.commands import ConvertOptions, EvaluateRequest, GenerateRequest, ServeOptions
 from dsgpt.planner.options import PlanOptions
+from dsgpt.training.doctor import DoctorOptions
 
 PAGE = REPOSITORY / "docs" / "flags.md"
 BEGINNING = """\
@@ -58,6 +59,7 @@ def flags_page() -> str:
         "data_prep/download_data.py": DownloadOptions,
         "dsgpt data verify": VerifyOptions,
         TRAINING: Options,
+        "src/doctor.py": DoctorOptions,
         "src/plan.py": PlanOptions,
         "src/generate.py": GenerateRequest,
         "src/evaluate.py": EvaluateRequest,

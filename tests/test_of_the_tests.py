@@ -21,7 +21,7 @@ from small_run import REPOSITORY
 def test_a_file_stays_in_one_process():
     options = (REPOSITORY / "Makefile").read_text().split("-m pytest ", 1)[1].splitlines()[0].split()
     files = ["tests/common/test_dependencies.py", "tests/common/test_files.py", "tests/test_flags_page.py"]
-    command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", *options, *files]
+    command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "--without-processes", *options, *files]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
     processes = defaultdict(set)
     for process, file in re.findall(r"^\[(gw\d)\].* PASSED (\S+\.py)::", done.stdout, flags=re.MULTILINE):
@@ -85,7 +85,7 @@ def test_tests_that_start_any_python_are_skipped(tmp_path):
     assert "1 passed, 6 skipped" in printed, printed
 
 
-BRINGS = "as root: apt-get install g++ libaio-dev chromium"
+BRINGS = "as root: apt-get install g++ libaio-dev chromium slurm-wlm munge openssh-server pdsh"
 
 
 @pytest.fixture
@@ -132,11 +132,11 @@ def test_root_installs_with_one_update(bare, tmp_path, monkeypatch, capsys):
     assert system_packages.main() == 0
     assert (tmp_path / "called").read_text().splitlines() == [
         "-qq update",
-        "-qq install --yes --no-install-recommends g++ libaio-dev",
+        "-qq install --yes --no-install-recommends g++ libaio-dev slurm-wlm munge openssh-server pdsh",
     ]
     out, err = capsys.readouterr()
-    assert "not installed: apt-get install g++ libaio-dev\n" in out
-    assert "not installed: g++, libaio-dev; as root: apt-get install g++ libaio-dev" in err
+    assert "not installed: apt-get install g++ libaio-dev slurm-wlm munge openssh-server pdsh\n" in out
+    assert "not installed: g++, libaio-dev, slurm-wlm, munge, openssh-server, pdsh; as root: apt-get install g++" in err
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -190,8 +190,8 @@ def test_nothing_is_left_for_the_next(tmp_path):
 # Without a usable Python, `make` prints one line: what is wrong, which versions work and what to do.
 
 MAKE = shutil.which("make")
-INSTALLING = {"install", "demo", "check", "test", "test-long", "parity", "faults", "vllm", "records", "charts",
-              "dashboard", "screenshots"}  # fmt: skip
+INSTALLING = {"install", "demo", "check", "test", "test-hosts", "test-long", "parity", "faults", "vllm", "records",
+              "charts", "dashboard", "screenshots"}  # fmt: skip
 GOALS = ("demo", "vllm")
 """Each checks the interpreter in a recipe of its own; the others depend on that of ``demo``."""
 WORKING_VERSIONS = "3.11, 3.12 or 3.13"

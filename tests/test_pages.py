@@ -18,11 +18,7 @@ from dsgpt.machine.topology import Topology
 
 PACKAGE = REPOSITORY / "src" / "dsgpt"
 PAGES = sorted(
-    [
-        *REPOSITORY.glob("*.md"),
-        *(REPOSITORY / "docs").glob("*.md"),
-        REPOSITORY / "ds_configs" / "README.md",
-    ]
+    path for places in ("*.md", "docs/*.md", "launch/*.md", "ds_configs/README.md") for path in REPOSITORY.glob(places)
 )
 SCRIPTS = sorted(
     path.relative_to(REPOSITORY).as_posix()
@@ -150,26 +146,21 @@ TRAININGS = [
     if command.script == "src/gpt2.py"
 ]
 PROGRAMS = {"cd", "git", "make", "sh", "tmux", "python", "deepspeed", "torchrun", "ruff", "mypy", "pre-commit"}
+PROGRAMS |= {"aws", "gcloud", "ssh", "rm", "torchrun.sh"}
 """What commands of the pages start."""
 FLAGS_OF_OTHERS = {
     *("--quiet", "--num_gpus", "--nproc_per_node", "--shutdown-timeout", "--signals-to-handle", "--max-restarts"),
-    *("--signal", "--requeue", "--safe_serialization", "--inject_missing_state"),
+    *("--signal", "--requeue", "--nodes", "--gpus-per-node", "--array", "--export", "--nv"),
+    *("--safe_serialization", "--inject_missing_state"),
     *("--logdir", "--backend-store-uri", "--project"),
 }
 """Launchers', Slurm's, DeepSpeed's tools' and trackers'."""
 FILES_OF_OTHERS = {"zero_to_fp32.py", "ds_to_universal.py"}
 SIDECARS = {"train.json", "val.json"}
 GENERATED = {
-    *("parity.md", "resume.md", "faults.md", "saving.md", "speed.md", "recipe-search.md"),
-    *(
-        "serving-load.md",
-        "concurrency.md",
-        "decoding.md",
-        "planner.md",
-        "planner-published.md",
-        "sweep-scaling.md",
-        "sweep-strategies.md",
-    ),
+    *(f"{name}.md" for name in ("parity", "resume", "faults", "saving", "speed", "recipe-search", "serving-load")),
+    *(f"{name}.md" for name in ("concurrency", "decoding", "planner", "planner-published")),
+    *("sweep-scaling.md", "sweep-strategies.md"),
 }
 
 
@@ -261,13 +252,8 @@ def test_trainings_pass_every_check_of_a_dry_run(command: Command, data, tmp_pat
     problems.raise_if_any()
     numbers = [int(words[words.index(flag) + 1]) for flag in ("--num_gpus", "--nproc_per_node") if flag in words]
     ranks = 1 if launcher == "python" else (numbers or [4])[0]
-    options = replace(
-        options,
-        train_data_path=data / "train.bin",
-        val_data_path=data / "val.bin",
-        checkpoint_path=tmp_path / "run",
-        device="cpu",
-    )
+    files = {"train_data_path": data / "train.bin", "val_data_path": data / "val.bin"}
+    options = replace(options, **files, checkpoint_path=tmp_path / "run", device="cpu")
     topology = Topology(rank=0, local_rank=0, world_size=ranks, local_world_size=ranks, launcher=launcher)
     config = resolve(options, topology=topology, problems=problems)
     assert config.topology.world_size == ranks

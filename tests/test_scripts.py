@@ -18,7 +18,7 @@ from dsgpt.__main__ import COMMANDS
 from dsgpt.common.command_line import exit_code_of
 from dsgpt.common.errors import UserError
 from dsgpt.common.files import printable
-from dsgpt.config.options import Options, parse_arguments
+from dsgpt.config.options import Options, parse_arguments, path_or_address
 from dsgpt.training.command import train
 
 FOLDERS = ("src", "charts", "data_prep")
@@ -61,18 +61,6 @@ def test_all_scripts_are_known():
     for script in SCRIPTS:
         text = (REPOSITORY / script).read_text(encoding="utf-8")
         assert re.search(r"^    (run_script\(|prepare_output\(lose=True\))", text, flags=re.MULTILINE), script
-
-
-@pytest.mark.parametrize(
-    ("module", "slow"),
-    [("generate", {"torch", "numpy", "pydantic"}), ("benchmark", {"torch", "numpy"}), ("plan", {"torch", "numpy"})],
-)
-def test_a_script_imports_nothing_slow_before_it_knows_what_to_do(module, slow):
-    code = f"import sys, {module}; print(*sorted({slow} & sys.modules.keys()))"
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=REPOSITORY / "src", capture_output=True, text=True, check=True
-    )
-    assert done.stdout == "\n"
 
 
 FULL_DISK = "error: standard output: No space left on device: the output is incomplete\n"
@@ -169,7 +157,9 @@ def test_training_continues_and_its_log_is_complete(run_folder, tmp_path, sink):
 
 
 def test_every_path_of_training_must_be_utf8():
-    paths = [f"--{each.name}" for each in fields(Options) if each.metadata["argparse"].get("type") is Path]
+    paths = [
+        f"--{each.name}" for each in fields(Options) if each.metadata["argparse"].get("type") in (Path, path_or_address)
+    ]
     assert {*paths} >= {"--train_data_path", "--val_data_path", "--checkpoint_path", "--deepspeed_config"}
     _, problems = parse_arguments([word for flag in paths for word in (flag, f"{LATIN}/x")])
     with pytest.raises(UserError) as caught:
@@ -233,11 +223,7 @@ def test_what_an_output_cannot_encode_is_escaped():
     [
         (UserError("one", "two"), 2, "error: one\nerror: two\n"),
         (KeyboardInterrupt(), 130, "error: interrupted; nothing was written\n"),
-        (
-            OSError(28, "No space left on device", "a/b"),
-            2,
-            "error: a/b: No space left on device; nothing was written\n",
-        ),
+        (OSError(28, "No space left", "a/b"), 2, "error: a/b: No space left; nothing was written\n"),
     ],
     ids=["user", "interrupt", "disk"],
 )
@@ -277,23 +263,14 @@ def test_every_script_has_a_command(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "said"),
-    [
-        (["--version"], 0, "dsgpt 0."),
-        (["trian"], 2, "error: trian: is not a command of dsgpt (did you mean train?)"),
-        (["data"], 2, "; there is data prepare, data small, data download, data verify"),
-        (["data", "--help"], 0, "dsgpt data verify: read token files"),
-        (["train"], 2, "error: --run_type is missing"),
-        (["bench", "saving", "--help"], 0, "usage: dsgpt bench "),
-        (["records", "--check", "--only", "nothing"], 2, "error: --only"),
-        (["data", "verify", "nothing.bin"], 2, "error: nothing.bin: cannot be read"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_words_and_what_they_answer(words, code, said, tmp_path):
-    done = start(DSGPT, *words, cwd=tmp_path)
-    assert done.returncode == code
-    assert said in done.stdout + done.stderr
+    ("words", "answer"),
+    [("--version", "dsgpt 0."), ("data --help", "dsgpt data verify: read token files"),
+     ("bench saving --help", "usage: dsgpt bench ")],
+)  # fmt: skip
+def test_words_and_what_they_answer(words, answer, tmp_path):
+    """tests/goldens/refusals.txt has those that are refused."""
+    done = start(DSGPT, *words.split(), cwd=tmp_path)
+    assert (done.returncode, answer in done.stdout) == (0, True)
 
 
 @pytest.mark.parametrize(
@@ -316,21 +293,11 @@ def test_a_shell_completes(typed, offered, tmp_path):
     assert {word.strip() for word in answer.read_text().split("\v") if word} == offered
 
 
-def test_token_files_are_verified(tmp_path):
-    folder = write_inputs(tmp_path)
-    train, val = folder / "train.bin", folder / "val.bin"
-    done = start(DSGPT, "data", "verify", train, val, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert len(done.stdout.splitlines()) == 2
-    ids = bytearray(train.read_bytes())
-    ids[0] ^= 1
-    train.write_bytes(ids)
-    sidecar = json.loads(val.with_suffix(".json").read_text()) | {"vocab_size": 2}
-    val.with_suffix(".json").write_text(json.dumps(sidecar))
-    command = [sys.executable, "-m", "dsgpt", "data", "verify", train, val]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert re.fullmatch(rf"error: {train}: .*sha256.*\nerror: {val}: its largest id is .*\n", done.stderr), done.stderr
+def test_token_files_are_verified(run_folder, tmp_path):
+    """The goldens have those that are refused: one that changed, one with an id beyond its vocabulary."""
+    files = [run_folder / "train.bin", run_folder / "val.bin"]
+    done = start(DSGPT, "data", "verify", *files, cwd=tmp_path)
+    assert (done.returncode, [line.split(": ")[0] for line in done.stdout.splitlines()]) == (0, [*map(str, files)])
 
 
 def test_a_wheel_works_outside_the_checkout(tmp_path):
@@ -347,11 +314,8 @@ def test_a_wheel_works_outside_the_checkout(tmp_path):
     )
     folder = write_inputs(work)
     alone = {"PYTHONPATH": str(installed)}
-    where = subprocess.run(
-        [sys.executable, "-c", "import dsgpt; print(dsgpt.__file__)"],
-        cwd=work, env=os.environ | alone, capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    assert where.stdout.startswith(str(installed))
+    where = [sys.executable, "-c", "import dsgpt; print(dsgpt.__file__)"]
+    assert subprocess.check_output(where, cwd=work, env=os.environ | alone, text=True).startswith(str(installed))
     plan = ["plan", "--model_size", "tiny", "--gpus", "2", "--gpu", "t4", "--tokens", "1e6",
             "--deepspeed_config", "ds_configs/zero2.json"]  # fmt: skip
     subprocess.run([sys.executable, "-m", "dsgpt", *plan], cwd=work, env=os.environ | alone, check=True)

@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,15 @@ import pytest
 import small_run
 from forked_ranks import run_script
 from small_run import REPOSITORY, command_line
+from torch import Tensor
 
 from dsgpt.benchmarks.cells import Corpus
+from dsgpt.checkpoints.pieces import moment_key
+from dsgpt.checkpoints.training_state import StateReader
+from dsgpt.config.options import parse_arguments
+from dsgpt.config.run_config import RunConfig, resolve
 from dsgpt.machine.launcher import launcher_command
+from dsgpt.machine.topology import Topology, read_topology
 from dsgpt.training.command import train as train_here
 
 SCRIPT = str(REPOSITORY / "src" / "gpt2.py")
@@ -78,6 +85,12 @@ def train(
     )
 
 
+def resolved(words: Sequence[object], topology: Topology | None = None) -> RunConfig:
+    """The configuration of a run with the flags ``words``; by default of one process without a launcher."""
+    options, problems = parse_arguments([str(word) for word in words])
+    return resolve(options, topology=topology or read_topology({}), problems=problems)
+
+
 def finished(done: subprocess.CompletedProcess[str]) -> None:
     """Require that a training ended well, and show its output if not."""
     assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
@@ -126,6 +139,18 @@ def assert_same_training(reference: Path, other: Path, *, loss: float, norm: flo
     for one, two in zip(expected, actual, strict=True):
         assert (two["step"], two["val_tokens"]) == (one["step"], one["val_tokens"])
         assert abs(two["val_loss"] - one["val_loss"]) <= loss
+
+
+def weights_of(checkpoint: Path) -> dict[str, Tensor]:
+    """Every weight, whole, however many ranks wrote the checkpoint."""
+    reader = StateReader(checkpoint)
+    return {name: reader.read(name) for name in reader.shapes}
+
+
+def moments_of(checkpoint: Path) -> dict[str, Tensor]:
+    """Every moment, whole, as ``NAME.exp_avg``."""
+    stored = StateReader(checkpoint).stored_moments()
+    return {moment_key(name, key): value.read() for key, values in stored.items() for name, value in values.items()}
 
 
 # Trainings in this process, and what is in their folders.

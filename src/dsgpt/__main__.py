@@ -21,6 +21,7 @@ COMMANDS = {
     "data download": ("data_prep/download_data.py", "fetch a text set"),
     "data verify": ("dsgpt.data.token_file", "read token files, and compare them with what is noted beside them"),
     "train": ("src/gpt2.py", "train a model, or resume a training"),
+    "doctor": ("src/doctor.py", "whether this machine, or a cluster, is fit for a training"),
     "plan": ("src/plan.py", "memory, time and money of a training before it runs; the best setup"),
     "bench": ("src/benchmark.py", "proofs and measurements, such as: parity, resume, speed, run, compare"),
     "records": ("src/benchmark.py records", "remake the committed records of a checkout"),

@@ -2,13 +2,13 @@
 
 import json
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from small_run import REPOSITORY, command_line, write_inputs
 from stand_in_nanogpt import STAND_IN
-from suite_commands import benchmark
 
 from dsgpt.benchmarks import contenders
 from dsgpt.benchmarks.contenders import (
@@ -29,8 +29,7 @@ from dsgpt.benchmarks.decoding import (
     rows,
     verdict,
 )
-from dsgpt.benchmarks.frame import NANOGPT, span
-from dsgpt.common.errors import UserError
+from dsgpt.benchmarks.frame import NANOGPT, run_suite, span
 from dsgpt.inference.decoder import Decoder
 from dsgpt.model.config import PRESETS
 from dsgpt.training.command import train
@@ -74,12 +73,6 @@ def test_the_bytes_of_a_token_are_those_of_its_weights():
     assert bytes_read(half, quantize="int8") == size // 2 - matrices + 2 * scales
 
 
-def test_a_peer_with_another_model_is_refused(checkout):
-    (checkout / "model.py").write_text(STAND_IN.replace("block_size + 2", "block_size + 3"), encoding="utf-8")
-    with pytest.raises(UserError, match=r"^nanogpt has .* parameters instead of .*: is it another version"):
-        open_generator(NANOGPT, SMALL, draw_model(SMALL, CPU), checkout=checkout)
-
-
 @pytest.mark.parametrize(
     ("changes", "misses"),
     [
@@ -109,29 +102,30 @@ def run(tmp_path_factory):
     return folder
 
 
-def test_a_small_part_of_the_command(run, tmp_path):
-    record, page = tmp_path / "decoding.json", tmp_path / "decoding.md"
-    words = ["--model_size", "demo", "--only", "fp32-1", "--rounds", 1, "--output", record, "--page", page]
-    done = benchmark("decoding", *words, "--checkpoint", run / "run", "--data", run / "val.bin")
-    values = json.loads(record.read_text())
+def test_a_small_part_of_the_suite(run, tmp_path, capsys):
+    """Run in this process, which has imported transformers already."""
+    chosen = DecodingOptions(
+        model_size="demo", only=("fp32-1",), rounds=1, output=tmp_path / "decoding.json",
+        checkpoint=run / "run", data=run / "val.bin",
+    )  # fmt: skip
+    code = run_suite(Decoding, chosen, repository=REPOSITORY)
+    values, page = json.loads(chosen.output.read_text()), chosen.output.with_suffix(".md").read_text()
     losses = {name: each["loss"] for name, each in values["losses"]["weights"].items()}
     measured = json.loads((run / "run" / "training_metrics.json").read_text())["epochs"][-1]["val_loss_avg_global"]
     assert losses["fp32"] == pytest.approx(measured, rel=1e-6)
     assert len(set(losses.values())) == 3
     assert max(losses.values()) - min(losses.values()) < 0.01
-    assert f"| int8 | {losses['int8']:.5f} |" in page.read_text()
-    assert [each["key"] for each in values["results"]] == ["fp32-1"], done.stderr
-    assert "| demo, fp32, batch 1 |" in page.read_text()
-    assert done.returncode == bool(missed(values["results"][0]))
-    assert "fp32, batch 1: " in done.stdout
-    assert decoding_page(values, source="x").startswith("# How fast a model generates")
+    assert f"| int8 | {losses['int8']:.5f} |" in page
+    assert [each["key"] for each in values["results"]] == ["fp32-1"]
+    assert "| demo, fp32, batch 1 |" in page and page.startswith("# How fast a model generates")
+    assert code == bool(missed(values["results"][0]))
+    assert "fp32, batch 1: " in capsys.readouterr().out
 
 
 # Figures of `python src/benchmark.py decoding` from turns that are known, and what its contenders are asked for.
 
 
-EXACT = replace(rows("demo")[0], prompt_tokens=5, new_tokens=4)
-ROUNDED = replace(EXACT, precision="bf16", quantize="int8")
+ROUNDED = replace(SMALL, precision="bf16", quantize="int8")
 
 SECONDS = {OURS: (90.0, 1.0, 2.0, 4.0), HUGGING_FACE: (90.0, 3.0, 4.0, 4.0), NANOGPT: (90.0, 10.0, 10.0, 10.0)}
 """Of every turn, the warm-up first."""
@@ -155,8 +149,8 @@ def scripted(monkeypatch) -> tuple[list[str], set[int]]:
 
         return generate
 
-    def timed(read: tuple[torch.Tensor, torch.Tensor], device: torch.device) -> float:
-        sizes.add(read[0].nbytes)
+    def timed(read: partial[torch.Tensor], device: str) -> float:
+        sizes.add(read.args[0].nbytes)
         return next(floors)
 
     monkeypatch.setattr(contenders, "open_generator", opened)
@@ -165,10 +159,11 @@ def scripted(monkeypatch) -> tuple[list[str], set[int]]:
     return turns, sizes
 
 
-@pytest.mark.parametrize("work", [EXACT, ROUNDED])
-def test_a_row_has_the_figures_of_its_turns_without_the_warm_up(scripted, work):
+@pytest.mark.parametrize(("work", "checkout"), [(SMALL, "same"), (SMALL, "other"), (ROUNDED, "other")])
+def test_a_row_has_the_figures_of_its_turns_without_the_warm_up(scripted, work, checkout):
     turns, sizes = scripted
-    measured = measure_decoding(work, rounds=3, device=CPU, checkout=Path("other"))
+    measured = measure_decoding(work, rounds=3, device=CPU, checkout=Path(checkout))
+    assert measured["same_ids"] == (checkout == "same")
     rounds = [(OURS, HUGGING_FACE, NANOGPT), (HUGGING_FACE, NANOGPT, OURS), (NANOGPT, OURS, HUGGING_FACE)]
     assert turns == [OURS, HUGGING_FACE, NANOGPT, *(kind for order in rounds for kind in order)]
     assert {kind: each["values"] for kind, each in measured["seconds"].items()} == {
@@ -181,12 +176,7 @@ def test_a_row_has_the_figures_of_its_turns_without_the_warm_up(scripted, work):
     assert span([1.0, 6.0, 2.0]) == {"median": 2.0, "smallest": 1.0, "largest": 6.0, "values": [1.0, 6.0, 2.0]}
     assert measured["bytes_per_token"] == bytes_read(draw_model(work, CPU), quantize=work.quantize)
     assert [size / measured["bytes_per_token"] for size in sizes] == [pytest.approx(1, rel=0.01)]
-    assert (measured["ratio_goal"], measured["share_goal"]) == ((1.3, 0.7) if work == EXACT else (None, None))
-
-
-@pytest.mark.parametrize(("checkout", "same"), [("same", True), ("other", False)])
-def test_ids_are_compared(scripted, checkout, same):
-    assert measure_decoding(EXACT, rounds=1, device=CPU, checkout=Path(checkout))["same_ids"] == same
+    assert (measured["ratio_goal"], measured["share_goal"]) == ((1.3, 0.7) if work == SMALL else (None, None))
 
 
 def test_every_contender_gets_the_same_work_and_the_precision_of_the_row(monkeypatch, tmp_path):
@@ -228,8 +218,7 @@ def test_our_seconds_have_the_prompts_and_those_of_a_token_do_not(monkeypatch):
 
     monkeypatch.setattr(contenders, "generate_batch", scripted)
     monkeypatch.setattr(contenders.time, "perf_counter", lambda: now[0])
-    generate = open_generator(OURS, EXACT, draw_model(EXACT, CPU), checkout=None)
-    found = generate(torch.zeros((2, 5), dtype=torch.long))
+    found = open_generator(OURS, SMALL, draw_model(SMALL, CPU), checkout=None)(torch.zeros((2, 5), dtype=torch.long))
     monkeypatch.undo()
     assert (found.seconds, found.token_sec) == (8.0, 1.0)
     assert found.ids == [[0, 1, 2, 3], [10, 11, 12, 13]]

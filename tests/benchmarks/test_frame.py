@@ -12,14 +12,13 @@ from typing import Any, ClassVar
 import cpuinfo
 import pytest
 from git_repository import commit_all, commit_of, write
-from messages import without_paths
+from messages import without_paths, without_sources
 from small_run import REPOSITORY
 
 from dsgpt.benchmarks.frame import EXIT_FAILED, Record, Suite, SuiteOptions, make_page, run_suite
 from dsgpt.benchmarks.launch import identify_cpu_once
 from dsgpt.benchmarks.records import RECORDS
 from dsgpt.common.errors import UserError
-from dsgpt.record.provenance import without_sources
 
 # What the commands of all suites share: lines, record, page, commit, exit code.
 

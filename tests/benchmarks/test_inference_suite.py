@@ -39,17 +39,6 @@ from dsgpt.benchmarks.inference_turns import (
     speeds,
     turn_order,
 )
-from dsgpt.benchmarks.inference_worker import (
-    ONE,
-    STATIC,
-    Answer,
-    Arrival,
-    BatchEngine,
-    ContinuousEngine,
-    OwnModel,
-    VllmEngine,
-    open_engine,
-)
 from dsgpt.benchmarks.launch import LineWorker, WorkerEnded
 from dsgpt.charts.style import quiet_style
 from dsgpt.charts.sweeps import concurrency_chart
@@ -111,20 +100,17 @@ def measured(tmp_path_factory) -> tuple[int, Path, Path]:
     return run_suite(Inference, options, repository=REPOSITORY), folder / "out", checkpoint.parent
 
 
-def test_every_engine_generates_the_same_ids(measured):
+def test_every_engine_generates_the_same_ids_and_has_every_figure_in_record_and_page(measured):
     code, out, _ = measured
-    record = read_concurrency(out / "inference.json")
+    record, page = read_concurrency(out / "inference.json"), (out / "inference.md").read_text(encoding="utf-8")
     assert code == 0
+    assert page.count("\n| one |") == page.count("\n| continuous |") == 3  # two concurrencies, and the versions
+    assert "28 of 28 answers" in page
     assert [engine.name for engine in record.engines] == list(ENGINES)
+    assert record.engines[2].version.startswith("transformers ")
     for engine in record.engines:
         assert engine.same_ids == engine.answers == 2 * 2 * len(TRACE.requests)
         assert engine.differences == []
-    assert record.engines[2].version.startswith("transformers ")
-
-
-def test_every_figure_of_every_engine_is_measured(measured):
-    record = read_concurrency(measured[1] / "inference.json")
-    for engine in record.engines:
         assert list(engine.by_concurrency) == ["1", "3"]
         for load in engine.by_concurrency.values():
             assert load.requests == 2 * len(TRACE.requests)
@@ -137,12 +123,6 @@ def test_every_figure_of_every_engine_is_measured(measured):
     assert record.gap_sec == {"1": pytest.approx(2 * record.alone_sec), "3": pytest.approx(2 * record.alone_sec / 3)}
     offered = [load.offered_tokens_per_sec for load in record.engines[0].by_concurrency.values()]
     assert offered[1] == pytest.approx(3 * offered[0])
-
-
-def test_the_page_has_a_row_for_each_concurrency_and_every_engine_in_each_table(measured):
-    page = (measured[1] / "inference.md").read_text(encoding="utf-8")
-    assert page.count("\n| one |") == page.count("\n| continuous |") == 3  # two concurrencies, and the versions
-    assert "28 of 28 answers" in page
 
 
 def test_the_chart_has_a_line_for_each_engine(measured):
@@ -164,25 +144,23 @@ def test_the_record_of_the_run_keeps_its_keys(measured):
     run = json.loads((measured[2] / "training_metrics.json").read_text(encoding="utf-8"))
     assert run["run_id"] == "r"
     assert run["inference"]["latency_sec"] == 0.25
-    assert {slots: set(loads) for slots, loads in run["inference"]["by_concurrency"].items()} == {
-        "1": set(ENGINES),
-        "3": set(ENGINES),
-    }
+    loads = run["inference"]["by_concurrency"]
+    assert {slots: set(engines) for slots, engines in loads.items()} == {key: set(ENGINES) for key in ("1", "3")}
     record = json.loads((measured[1] / "inference.json").read_text(encoding="utf-8"))
-    assert run["inference"]["by_concurrency"]["3"]["static"] == record["engines"][1]["by_concurrency"]["3"]
+    assert loads["3"]["static"] == record["engines"][1]["by_concurrency"]["3"]
 
 
-def request(number: int, arrival: float, *, prompt: int = 1, new_tokens: int = 2) -> Arrival:
-    return Arrival(number=number, arrival=arrival, prompt=[number] * prompt, new_tokens=new_tokens)
+def request(number: int, arrival: float, *, prompt: int = 1, new_tokens: int = 2) -> worker.Arrival:
+    return worker.Arrival(number=number, arrival=arrival, prompt=[number] * prompt, new_tokens=new_tokens)
 
 
-def turn(*pairs: tuple[Arrival, Answer], peak: int | None = None) -> Turn:
+def turn(*pairs: tuple[worker.Arrival, worker.Answer], peak: int | None = None) -> Turn:
     requests, answers = zip(*pairs, strict=True)
     return Turn(engine="one", concurrency=1, repeat=1, requests=requests, answers=answers, peak_bytes=peak)
 
 
-def answer(number: int, started: float, *times: float, ids: list[int] | None = None) -> Answer:
-    return Answer(number=number, started=started, token_times=list(times), ids=ids or [5] * len(times))
+def answer(number: int, started: float, *times: float, ids: list[int] | None = None) -> worker.Answer:
+    return worker.Answer(number=number, started=started, token_times=list(times), ids=ids or [5] * len(times))
 
 
 def test_figures_of_answers_are_those_of_a_hand_made_case():
@@ -268,24 +246,21 @@ def test_a_batch_is_what_waits_when_the_batch_before_it_ends(scripted):
         *(request(0, 0.5, new_tokens=3), request(1, 1.0), request(2, 3.0, new_tokens=1)),
         *(request(3, 3.2), request(4, 9.0)),
     ]
-    answers = BatchEngine(scripted, largest=8).serve(requests, slots=2)
+    answers = worker.BatchEngine(scripted, largest=8).serve(requests, slots=2)
     assert scripted.batches == [[0], [1, 2], [3], [4]]
     assert [one.started for one in answers] == [0.5, 3.5, 3.5, 5.5, 9.0]
     assert [one.token_times for one in answers] == [[1.5, 2.5, 3.5], [4.5, 5.5], [4.5], [6.5, 7.5], [10.0, 11.0]]
     assert [one.ids for one in answers] == [[0, 0, 0], [1, 1], [2], [3, 3], [4, 4]]
 
 
-def test_one_at_a_time_has_no_batches(scripted):
-    answers = BatchEngine(scripted, largest=1).serve([request(0, 0.0), request(1, 0.0)], slots=8)
-    assert scripted.batches == [[0], [1]]
-    assert [one.started for one in answers] == [0.0, 2.0]
-
-
-def test_a_batch_never_outgrows_the_positions_of_the_model(scripted):
+def test_one_at_a_time_has_no_batches_and_no_batch_outgrows_the_positions_of_the_model(scripted):
     """Each fits alone, but the longest prompt and the most new tokens together do not."""
+    answers = worker.BatchEngine(scripted, largest=1).serve([request(0, 0.0), request(1, 0.0)], slots=8)
+    assert (scripted.batches, [one.started for one in answers]) == ([[0], [1]], [0.0, 2.0])
+    scripted.batches.clear()
     requests = [request(0, 0.0, prompt=8), request(1, 0.0, prompt=1, new_tokens=3), request(2, 0.0)]
     requests += [request(3, 20.0, new_tokens=8), request(4, 20.0, prompt=5)]
-    BatchEngine(scripted, largest=8).serve(requests, slots=8)
+    worker.BatchEngine(scripted, largest=8).serve(requests, slots=8)
     assert scripted.batches == [[0], [1, 2], [3], [4]]
 
 
@@ -317,10 +292,8 @@ def test_arrivals_are_poisson_and_prompts_do_not_begin_alike():
 
 
 def test_a_trace_that_the_model_cannot_answer_is_refused():
-    mistakes = Trace(seed=1, requests=[replace(TRACE.requests[0], prompt_tokens=40, new_tokens=9)]).mistakes(
-        positions=48
-    )
-    assert mistakes == [
+    long = replace(TRACE.requests[0], prompt_tokens=40, new_tokens=9)
+    assert Trace(seed=1, requests=[long]).mistakes(positions=48) == [
         "request 0 has 40 and 9 tokens, and the model reads at most 48: give a trace of shorter requests"
     ]
     assert Trace(seed=1, requests=[]).mistakes(positions=48) == ["has no requests"]
@@ -381,7 +354,7 @@ def test_vllm_is_asked_for_greedy_ids_and_never_for_more_than_the_slots(monkeypa
     stand_in = StandInVllm()
     for name, module in stand_in.modules().items():
         monkeypatch.setitem(sys.modules, name, module)
-    engine, before = VllmEngine(tmp_path, slots=4), time.perf_counter()
+    engine, before = worker.VllmEngine(tmp_path, slots=4), time.perf_counter()
     answers = engine.serve([request(number, 0.001 * number, new_tokens=4) for number in range(5)], slots=2)
     engine.close()
     assert stand_in.most_running == 2
@@ -474,7 +447,7 @@ def test_what_is_timed_is_warm_and_has_the_slots_of_its_turn():
 
 
 def test_margins_are_those_of_the_ids_after_the_prompt(tmp_path):
-    model, prompt = OwnModel(write_run(tmp_path), "cpu"), [3, 1, 4]
+    model, prompt = worker.OwnModel(write_run(tmp_path), "cpu"), [3, 1, 4]
     ids = [step[0] for step in model.generate([prompt], new_tokens=5)]
     with torch.inference_mode():
         for place, margin in enumerate(model.margins(prompt, ids)):
@@ -552,7 +525,7 @@ class ScriptedManager:
 def test_continuous_batching_gets_no_more_than_the_slots_and_waits_for_late_requests(monkeypatch):
     """A request that arrives later than the longest wait for an answer is no sign that the engine is stuck."""
     monkeypatch.setattr(worker, "LONGEST_WAIT_SEC", 0.02)
-    engine = ContinuousEngine.__new__(ContinuousEngine)
+    engine = worker.ContinuousEngine.__new__(worker.ContinuousEngine)
     engine._manager = manager = ScriptedManager()
     requests = [*(request(number, 0.0) for number in range(5)), request(5, 0.1), request(6, 0.1, new_tokens=3)]
     answers = {one.number: one for one in engine.serve(requests, slots=2)}
@@ -686,10 +659,10 @@ def test_a_worker_serves_each_turn_with_its_slots_and_reports_the_peak_of_the_tu
     assert [(len(one["answers"]), one["peak_bytes"]) for one in found] == [(2, 100), (2, 400)]
 
 
-@pytest.mark.parametrize(("kind", "largest"), [(ONE, 1), (STATIC, 4)])
+@pytest.mark.parametrize(("kind", "largest"), [(worker.ONE, 1), (worker.STATIC, 4)])
 def test_one_decodes_one_request_and_static_as_many_as_the_slots(monkeypatch, kind, largest):
     asked: list[Any] = []
     monkeypatch.setattr(worker, "OwnModel", lambda *words, **options: asked.append((*words, options)))
-    opened: Any = open_engine({"kind": kind, "slots": 4, "threads": 0, "checkpoint": "run", "device": "cpu"})
+    opened: Any = worker.open_engine({"kind": kind, "slots": 4, "threads": 0, "checkpoint": "run", "device": "cpu"})
     assert asked == [(Path("run"), "cpu", {"batch_size": largest})]
     assert opened._largest == largest

@@ -7,33 +7,15 @@ from dataclasses import fields, replace
 import pytest
 import torch
 from forked_ranks import launches_fork
+from messages import without_sources
 from small_run import REPOSITORY
-from suite_commands import REFERENCE, benchmark
+from suite_commands import REFERENCE
 
 from dsgpt.benchmarks import parity
 from dsgpt.benchmarks.cells import ACCUMULATED, EVERY, GLOBAL_BATCH, VALIDATION_WINDOWS, Cell, cut_validation
 from dsgpt.benchmarks.frame import EXIT_FAILED, record_head, run_suite
 from dsgpt.benchmarks.launch import Assignment, read_ranks
-from dsgpt.benchmarks.parity import (
-    BF16,
-    BF16_MANY,
-    BF16_PIPELINE,
-    BF16_SPLIT,
-    CPU,
-    CUDA,
-    FP32,
-    FP32_CONSTANT_RATE,
-    Bounds,
-    Parity,
-    ParityOptions,
-    Result,
-    Split,
-    bounds_of,
-    core,
-    refusal_expected,
-    whole_matrix,
-    work_of,
-)
+from dsgpt.benchmarks.parity import refusal_expected
 from dsgpt.benchmarks.parity_page import parity_page
 from dsgpt.benchmarks.parity_rank import BUGS, full_gradient, planted_cells
 from dsgpt.benchmarks.parity_reference import (
@@ -48,7 +30,7 @@ from dsgpt.benchmarks.parity_reference import (
 from dsgpt.config.recipe_blocks import SchedulerRecipe
 from dsgpt.data.loader import Batch
 from dsgpt.data.token_file import open_token_file
-from dsgpt.record.provenance import PARAGRAPH, without_sources
+from dsgpt.record.provenance import PARAGRAPH
 from dsgpt.strategies.optimizer import build_schedule
 
 # `python src/benchmark.py parity`: the command, its record and its page.
@@ -57,7 +39,7 @@ from dsgpt.strategies.optimizer import build_schedule
 @pytest.fixture
 def suite(tmp_path):
     """The suite in an empty folder, where it has run nothing."""
-    suite = Parity(ParityOptions(), REPOSITORY)
+    suite = parity.Parity(parity.ParityOptions(), REPOSITORY)
     suite.folder = tmp_path
     suite.begin()
     return suite
@@ -65,38 +47,41 @@ def suite(tmp_path):
 
 def page_of(suite, *results, **hardware):
     """The page of a record of ``results``, with changes of its block ``hardware``."""
-    record = record_head(Parity.schema_version, device="cpu") | {"seconds": 2.0} | suite.record(results)
+    record = record_head(parity.Parity.schema_version, device="cpu") | {"seconds": 2.0} | suite.record(results)
     return parity_page(record | {"hardware": record["hardware"] | hardware}, source="x.json")
 
 
-def test_a_run_writes_its_record_and_the_page_made_from_it(tmp_path):
-    done = benchmark("parity", "--core", "--only", "baseline", "--output", "out/record.json", cwd=tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "python starts 1 rank for 3 trainings" in done.stdout
-    assert "[  1/3] baseline, 1 rank, accumulation 1, adamw, fp32: passed" in done.stdout
-    assert "| baseline | 1 | 3 of 3 |" in done.stdout
-    record = json.loads((tmp_path / "out" / "record.json").read_text())
+def test_a_run_writes_its_record_and_the_page_made_from_it(tmp_path, capsys):
+    output = tmp_path / "out" / "record.json"
+    with launches_fork():
+        options = parity.ParityOptions(only=("baseline",), core=True, output=output)
+        assert run_suite(parity.Parity, options, repository=REPOSITORY) == 0
+    printed = capsys.readouterr().out
+    assert "python starts 1 rank for 3 trainings" in printed
+    assert "[  1/3] baseline, 1 rank, accumulation 1, adamw, fp32: passed" in printed
+    assert "| baseline | 1 | 3 of 3 |" in printed
+    record = json.loads(output.read_text())
     assert [cell["status"] for cell in record["cells"]] == ["passed"] * 3
     assert all(cell["measured"]["loss"]["difference"] >= 0 for cell in record["cells"])
     assert record["env"]["torch_version"]
     assert record["launches"][0]["seconds"] > 0
     page = (tmp_path / "out" / "record.md").read_text()
-    assert without_sources(page) == parity_page(record, source="out/record.json")
+    assert without_sources(page) == parity_page(record, source=output.as_posix())
     assert f"\n\n{PARAGRAPH}" in page
     assert "## Bytes per rank" in page
-    again = benchmark("parity", "--table-from", "out/record.json", "--page", "again.md", cwd=tmp_path)
-    assert again.returncode == 0
+    again = parity.ParityOptions(table_from=output, output=output, page=tmp_path / "again.md")
+    assert run_suite(parity.Parity, again, repository=REPOSITORY) == 0
     assert (tmp_path / "again.md").read_text() == page
 
 
 def test_a_failure_gives_the_exit_code_and_names_the_place(tmp_path, monkeypatch, capsys):
     """With bounds of 0 even the baseline fails, because it adds up its micro batches in another order."""
-    none = Bounds(loss=0, validation=0, norm=0, gradient=0, update=0, weights=0)
-    monkeypatch.setattr(parity, "BOUNDS", {"cpu": {FP32: none, BF16: none}})
+    none = parity.Bounds(loss=0, validation=0, norm=0, gradient=0, update=0, weights=0)
+    monkeypatch.setattr(parity, "BOUNDS", {"cpu": {parity.FP32: none, parity.BF16: none}})
     output = tmp_path / "record.json"
-    options = ParityOptions(only=("baseline",), core=True, output=output, keep=tmp_path / "kept")
+    options = parity.ParityOptions(only=("baseline",), core=True, output=output, keep=tmp_path / "kept")
     with launches_fork():
-        assert run_suite(Parity, options, repository=REPOSITORY) == EXIT_FAILED
+        assert run_suite(parity.Parity, options, repository=REPOSITORY) == EXIT_FAILED
     said = capsys.readouterr().out
     assert "unexpected result: baseline, 1 rank, accumulation 3, sgd, fp32" in said
     assert "accumulation 3, sgd, fp32: FAILED" in said
@@ -111,8 +96,8 @@ def test_the_committed_record_is_complete_and_has_no_unexpected_result():
     record = json.loads((REPOSITORY / REFERENCE / "parity.json").read_text(encoding="utf-8"))
     assert all(cell["as_expected"] for cell in record["cells"])
     recorded = {Cell(**{field.name: cell[field.name] for field in fields(Cell)}) for cell in record["cells"]}
-    assert record["schema_version"] == Parity.schema_version
-    assert recorded == {*whole_matrix(), *(bug.cell(name) for name, bug in BUGS.items())}
+    assert record["schema_version"] == parity.Parity.schema_version
+    assert recorded == {*parity.whole_matrix(), *(bug.cell(name) for name, bug in BUGS.items())}
 
 
 # What counts as success: a refusal where one is expected, and nowhere else.
@@ -142,8 +127,8 @@ def test_which_cells_are_refused(cell, device, expected):
 
 
 def test_nothing_in_the_core_is_refused():
-    assert not [cell.name for cell in core() if refusal_expected(cell, device="cpu")]
-    assert len(core()) <= 75
+    assert not [cell.name for cell in parity.core() if refusal_expected(cell, device="cpu")]
+    assert len(parity.core()) <= 75
 
 
 @pytest.mark.parametrize(
@@ -162,25 +147,25 @@ def test_nothing_in_the_core_is_refused():
 )
 def test_as_expected(status, refusal_expected, bug, content):
     cell = Cell(strategy="ddp", ranks=2, bug=bug)
-    result = Result(cell=cell, refusal_expected=refusal_expected, status=status, seconds=0.0)
+    result = parity.Result(cell=cell, refusal_expected=refusal_expected, status=status, seconds=0.0)
     assert result.as_expected == content
 
 
 def test_the_page_counts_refusals_and_names_unexpected_ones(suite):
     fp16 = Cell(strategy="zero1", ranks=2, precision="fp16")
     ends = [
-        Result(cell=TRAINED, status="passed", seconds=1.0),
-        Result(cell=fp16, refusal_expected=True, status="refused", seconds=1.0, message="needs a GPU"),
+        parity.Result(cell=TRAINED, status="passed", seconds=1.0),
+        parity.Result(cell=fp16, refusal_expected=True, status="refused", seconds=1.0, message="needs a GPU"),
     ]
     page = page_of(suite, *ends)
     assert "| zero1 | 2 | 1 of 2 (1 refused) |" in page
     assert "2 cells: 1 trained and compared with plain PyTorch, **all passed**;\n1 refused by the product" in page
     assert "## Failures" not in page
     ends += [
-        Result(cell=Cell(strategy="zero2", ranks=2), status="refused", seconds=1.0, message="no compiler"),
-        Result(cell=REFUSED, refusal_expected=True, status="passed", seconds=1.0),
-        Result(cell=Cell(strategy="ddp", ranks=2), status="failed", seconds=1.0),
-        Result(cell=Cell(strategy="fsdp", ranks=2), status="error", seconds=1.0, message="the launch ended"),
+        parity.Result(cell=Cell(strategy="zero2", ranks=2), status="refused", seconds=1.0, message="no compiler"),
+        parity.Result(cell=REFUSED, refusal_expected=True, status="passed", seconds=1.0),
+        parity.Result(cell=Cell(strategy="ddp", ranks=2), status="failed", seconds=1.0),
+        parity.Result(cell=Cell(strategy="fsdp", ranks=2), status="error", seconds=1.0, message="the launch ended"),
     ]
     page = page_of(suite, *ends)
     assert "6 cells: 3 trained and compared with plain PyTorch, **1 failed; 1 ended in an error**;\n2 refused" in page
@@ -218,48 +203,50 @@ def test_a_cell_without_a_reference_is_an_error(suite, monkeypatch):
 
 
 def test_changed_trainings_have_separate_references():
-    works = {work_of(cell) for cell in whole_matrix()}
+    works = {parity.work_of(cell) for cell in parity.whole_matrix()}
     assert {work.training for work in works} == {"", "unclipped", "unclipped sgd", "constant rate", "momentum"}
-    assert work_of(Cell(strategy="zero1-unclipped", ranks=2)) == work_of(Cell(strategy="ddp-unclipped", ranks=2))
+    assert parity.work_of(Cell(strategy="zero1-unclipped", ranks=2)) == parity.work_of(
+        Cell(strategy="ddp-unclipped", ranks=2)
+    )
 
 
 @pytest.mark.parametrize(
     ("strategy", "ranks", "accumulation", "split"),
     [
-        ("baseline", 1, 1, Split()),
-        ("baseline", 1, 3, Split(accumulation=3)),
-        ("ddp", 2, 3, Split(data_ranks=2, accumulation=3)),
-        ("zero0", 2, 3, Split(data_ranks=2, accumulation=3, low=ACCUMULATED)),
-        ("zero3", 2, 3, Split(data_ranks=2, accumulation=3, low=EVERY)),
-        ("zero3", 2, 1, Split(data_ranks=2, accumulation=1, low=ACCUMULATED)),  # the same computation
-        ("zero3", 1, 3, Split(accumulation=3)),
-        ("zero0", 1, 3, Split(accumulation=3, low=ACCUMULATED)),
-        ("zero1", 1, 3, Split(accumulation=3)),  # nothing is sent, so nothing is rounded for it
-        ("pipeline2-zero1", 4, 3, Split(data_ranks=2, accumulation=3, low=ACCUMULATED, whole_logits=True)),
-        ("pipeline2-tensor2-zero1", 8, 1, Split(data_ranks=2, low=ACCUMULATED, whole_logits=True)),
+        ("baseline", 1, 1, parity.Split()),
+        ("baseline", 1, 3, parity.Split(accumulation=3)),
+        ("ddp", 2, 3, parity.Split(data_ranks=2, accumulation=3)),
+        ("zero0", 2, 3, parity.Split(data_ranks=2, accumulation=3, low=ACCUMULATED)),
+        ("zero3", 2, 3, parity.Split(data_ranks=2, accumulation=3, low=EVERY)),
+        ("zero3", 2, 1, parity.Split(data_ranks=2, accumulation=1, low=ACCUMULATED)),  # the same computation
+        ("zero3", 1, 3, parity.Split(accumulation=3)),
+        ("zero0", 1, 3, parity.Split(accumulation=3, low=ACCUMULATED)),
+        ("zero1", 1, 3, parity.Split(accumulation=3)),  # nothing is sent, so nothing is rounded for it
+        ("pipeline2-zero1", 4, 3, parity.Split(data_ranks=2, accumulation=3, low=ACCUMULATED, whole_logits=True)),
+        ("pipeline2-tensor2-zero1", 8, 1, parity.Split(data_ranks=2, low=ACCUMULATED, whole_logits=True)),
     ],
 )
 def test_the_reference_of_low_precision_is_split_as_its_cells_are(strategy, ranks, accumulation, split):
     cell = Cell(strategy=strategy, ranks=ranks, accumulation=accumulation, precision="bf16")
-    assert work_of(cell).split == split
-    assert work_of(replace(cell, precision="fp32")).split == Split()
+    assert parity.work_of(cell).split == split
+    assert parity.work_of(replace(cell, precision="fp32")).split == parity.Split()
 
 
 @pytest.mark.parametrize(
     ("strategy", "ranks", "bf16", "fp32"),
     [
-        ("zero0", 2, BF16, FP32),
-        ("ddp", 4, BF16, FP32),
-        ("zero0", 4, BF16_MANY, FP32),
-        ("pipeline2-zero1", 4, BF16_PIPELINE, FP32),
-        ("pipeline2-tensor2-zero1", 8, BF16_SPLIT, FP32),
-        ("sequence2-zero3", 2, BF16_SPLIT, FP32),
-        ("zero1-constant-rate", 2, BF16, FP32_CONSTANT_RATE),
+        ("zero0", 2, parity.BF16, parity.FP32),
+        ("ddp", 4, parity.BF16, parity.FP32),
+        ("zero0", 4, parity.BF16_MANY, parity.FP32),
+        ("pipeline2-zero1", 4, parity.BF16_PIPELINE, parity.FP32),
+        ("pipeline2-tensor2-zero1", 8, parity.BF16_SPLIT, parity.FP32),
+        ("sequence2-zero3", 2, parity.BF16_SPLIT, parity.FP32),
+        ("zero1-constant-rate", 2, parity.BF16, parity.FP32_CONSTANT_RATE),
     ],
 )
 def test_which_bounds_a_cell_has(strategy, ranks, bf16, fp32):
     for precision, kind in (("bf16", bf16), ("fp32", fp32)):
-        assert bounds_of(Cell(strategy=strategy, ranks=ranks, precision=precision), "cpu") is CPU[kind]
+        assert parity.bounds_of(Cell(strategy=strategy, ranks=ranks, precision=precision), "cpu") is parity.CPU[kind]
 
 
 def test_the_reference_computes_the_schedule_of_the_product():
@@ -325,7 +312,7 @@ def training(tmp_path):
     return tmp_path, read_ranks(tmp_path / "reference", 1)[0], read_ranks(tmp_path / "cell", 2)
 
 
-def found(training, *, bounds=CPU[FP32], replicas="all"):
+def found(training, *, bounds=parity.CPU[parity.FP32], replicas="all"):
     folder, reference, ranks = training
     comparison = compare(
         ranks,
@@ -339,11 +326,13 @@ def found(training, *, bounds=CPU[FP32], replicas="all"):
 
 
 def test_equal_trainings_pass(training):
-    for bounds in (*CPU.values(), *CUDA.values()):
+    for bounds in (*parity.CPU.values(), *parity.CUDA.values()):
         assert found(training, bounds=bounds) == {}
 
 
-@pytest.mark.parametrize(("kind", "loss", "norm"), [(FP32, 5e-6, 2e-6), (BF16, 2.4e-3, 1.7e-2)], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("kind", "loss", "norm"), [(parity.FP32, 5e-6, 2e-6), (parity.BF16, 2.4e-3, 1.7e-2)], ids=["fp32", "bf16"]
+)
 def test_bounds_of_numbers(training, kind, loss, norm):
     folder, reference, ranks = training
     for key, fact, size in (("loss", "loss", loss), ("grad_norm", "gradient norm", 2.0 * norm)):
@@ -351,7 +340,7 @@ def test_bounds_of_numbers(training, kind, loss, norm):
             changed = copy.deepcopy(ranks)
             for rank in changed:
                 rank["steps"][1][key] -= size * factor
-            failures = found((folder, reference, changed), bounds=CPU[kind])
+            failures = found((folder, reference, changed), bounds=parity.CPU[kind])
             assert failures.keys() == ({fact} if caught else set())
     failure = failures["gradient norm"]
     actual = changed[0]["steps"][1]["grad_norm"]
@@ -431,26 +420,26 @@ def test_peers_of_a_data_rank_take_the_same_samples_or_none(training):
 @pytest.mark.parametrize(
     ("bounds", "kind", "name", "allowed"),
     [
-        *((FP32, kind, LAYER_NORM, 2e-6) for kind in KINDS),  # of every parameter separately, small biases too
-        (BF16, GRADIENT, MATRIX, 1e-6),
-        (BF16, GRADIENT, LAYER_NORM, 1e-6),
-        (BF16, GRADIENT, TIED, 1e-6),
-        (BF16, CHANGED, LAYER_NORM, 1e-6),
-        (BF16_MANY, GRADIENT, MATRIX, 1.6e-2),
-        (BF16_PIPELINE, GRADIENT, MATRIX, 1e-6),
-        (BF16_PIPELINE, GRADIENT, TIED, 9e-3),
-        (BF16_PIPELINE, CHANGED, MATRIX, 3.6e-5),
-        (BF16_PIPELINE, CHANGED, TIED, 4.8e-4),
-        (BF16_SPLIT, GRADIENT, MATRIX, 1.5e-2),
-        (BF16_SPLIT, GRADIENT, LAYER_NORM, 6e-2),
-        (BF16_SPLIT, CHANGED, LAYER_NORM, 4e-2),
+        *((parity.FP32, kind, LAYER_NORM, 2e-6) for kind in KINDS),  # of every parameter separately, small biases too
+        (parity.BF16, GRADIENT, MATRIX, 1e-6),
+        (parity.BF16, GRADIENT, LAYER_NORM, 1e-6),
+        (parity.BF16, GRADIENT, TIED, 1e-6),
+        (parity.BF16, CHANGED, LAYER_NORM, 1e-6),
+        (parity.BF16_MANY, GRADIENT, MATRIX, 1.6e-2),
+        (parity.BF16_PIPELINE, GRADIENT, MATRIX, 1e-6),
+        (parity.BF16_PIPELINE, GRADIENT, TIED, 9e-3),
+        (parity.BF16_PIPELINE, CHANGED, MATRIX, 3.6e-5),
+        (parity.BF16_PIPELINE, CHANGED, TIED, 4.8e-4),
+        (parity.BF16_SPLIT, GRADIENT, MATRIX, 1.5e-2),
+        (parity.BF16_SPLIT, GRADIENT, LAYER_NORM, 6e-2),
+        (parity.BF16_SPLIT, CHANGED, LAYER_NORM, 4e-2),
     ],
 )
 def test_a_tensor_is_bound_as_closely_as_its_arithmetic_allows(training, bounds, kind, name, allowed):
     for factor, caught in ((0.8, False), (1.2, True)):
         off = allowed * factor
         write_tensors(training[0] / "cell", lambda *of, off=off: of[2] * (1 + off * (of[:2] == (kind, name))))
-        failures = found(training, bounds=CPU[bounds])
+        failures = found(training, bounds=parity.CPU[bounds])
         assert failures.keys() == ({KINDS[kind]} if caught else set())
     assert failures[KINDS[kind]]["where"] == name
     assert failures[KINDS[kind]]["difference"] == pytest.approx(off, rel=0.1)

@@ -1,30 +1,35 @@
 """``python src/benchmark.py plan``: cells, measurements, bounds, page."""
 
+import contextlib
 import copy
+import io
 import json
 
 import pytest
-from suite_commands import benchmark
+from forked_ranks import launches_fork
+from messages import without_sources
+from small_run import REPOSITORY
 
-from dsgpt.benchmarks.plan import cells, choice_table, choices, failed, plan_page
+from dsgpt.benchmarks.frame import run_suite
+from dsgpt.benchmarks.plan import Plan, PlanOptions, cells, choice_table, choices, failed, plan_page
 from dsgpt.planner.memory import PARTS
-from dsgpt.record.provenance import without_sources
 
 ALONE, TOGETHER = "baseline-4x256-bf16-b1-a2", "zero2-4x256-bf16-b1-a2"
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """A run of two cells, one of them on two ranks, and its folder."""
+    """Exit code and output of a run of two cells, one of them on two ranks, and its folder."""
     folder = tmp_path_factory.mktemp("plan")
-    done = benchmark("plan", "--only", ALONE, TOGETHER, "--rounds", "1", "--output", "plan.json", cwd=folder)
-    return done, folder
+    options = PlanOptions(only=(ALONE, TOGETHER), rounds=1, output=folder / "plan.json")
+    with launches_fork(), contextlib.redirect_stdout(io.StringIO()) as printed:
+        code = run_suite(Plan, options, repository=REPOSITORY)
+    return code, printed.getvalue(), folder
 
 
 @pytest.fixture
 def record(finished):
-    _, folder = finished
-    return json.loads((folder / "plan.json").read_text())
+    return json.loads((finished[-1] / "plan.json").read_text())
 
 
 def test_the_cells_vary_what_a_plan_depends_on():
@@ -38,9 +43,9 @@ def test_the_cells_vary_what_a_plan_depends_on():
 
 
 def test_predictions_are_within_their_bounds(finished, record):
-    done, _ = finished
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "2 of 2 cells are within the goals" in done.stdout
+    code, printed, _ = finished
+    assert code == 0, printed
+    assert "2 of 2 cells are within the goals" in printed
     assert [cell["key"] for cell in record["cells"]] == [ALONE, TOGETHER]
     for cell in record["cells"]:
         assert [rank["rank"] for rank in cell["peak_memory"]] == list(range(cell["ranks"]))
@@ -70,9 +75,9 @@ def test_what_is_outside_the_bounds_is_named(record):
 
 
 def test_the_page_is_that_of_the_record(finished, record):
-    _, folder = finished
+    folder = finished[-1]
     page = (folder / "plan.md").read_text()
-    assert without_sources(page) == without_sources(plan_page(record, source="plan.json"))
+    assert without_sources(page) == without_sources(plan_page(record, source=(folder / "plan.json").as_posix()))
     assert page.count("| zero2 on 2 ranks, 4 x 256") == 5  # memory, parts, DeepSpeed's estimate, traffic, time
     assert "No cell of this record has a predicted time" in page
     times = copy.deepcopy(record)

@@ -6,36 +6,27 @@ from dataclasses import asdict
 import pytest
 from small_run import REPOSITORY
 
+from dsgpt.benchmarks import recipes
 from dsgpt.benchmarks import recipes as command
 from dsgpt.benchmarks.frame import run_suite
-from dsgpt.benchmarks.recipes import (
-    SEARCHES,
-    SEED,
-    SHIPPED_BEFORE,
-    Recipes,
-    RecipesOptions,
-    Search,
-    Trial,
-    other_seeds,
-)
 
 # `python src/benchmark.py recipes`: what it trains, how it chooses, its page, and the recipe that is shipped.
 
 
-@pytest.mark.parametrize("size", SEARCHES)
+@pytest.mark.parametrize("size", recipes.SEARCHES)
 def test_every_training_sees_the_same_tokens(size):
-    search = SEARCHES[size]
-    for trial in [SHIPPED_BEFORE, *search.grid()]:
+    search = recipes.SEARCHES[size]
+    for trial in [recipes.SHIPPED_BEFORE, *search.grid()]:
         assert search.steps(trial) * trial.batch * search.length == search.tokens
 
 
 def test_the_choice_is_made_on_one_seed_and_shown_on_others():
-    best = Trial(batch=8, lr=1e-3)
-    changed = SEARCHES["demo"].changes_of(best)
-    assert {trial.seed for trial in changed} == {SEED}
+    best = recipes.Trial(batch=8, lr=1e-3)
+    changed = recipes.SEARCHES["demo"].changes_of(best)
+    assert {trial.seed for trial in changed} == {recipes.SEED}
     assert len(set(changed) - {best}) == 5
-    assert SEED not in {trial.seed for trial in other_seeds(best)}
-    assert {trial.lr for trial in other_seeds(best)} == {1e-3}
+    assert recipes.SEED not in {trial.seed for trial in recipes.other_seeds(best)}
+    assert {trial.lr for trial in recipes.other_seeds(best)} == {1e-3}
 
 
 def test_a_rate_at_the_edge_is_not_chosen_and_the_best_change_is_repeated(tmp_path, monkeypatch, capsys):
@@ -44,21 +35,23 @@ def test_a_rate_at_the_edge_is_not_chosen_and_the_best_change_is_repeated(tmp_pa
 
     def pretend(_self, search, trial):
         trained.append(trial)
-        unstable = trial.lr > 4e-3 or (trial.lr == 4e-3 and trial.seed != SEED)
+        unstable = trial.lr > 4e-3 or (trial.lr == 4e-3 and trial.seed != recipes.SEED)
         loss = 9.0 if unstable else abs(trial.lr - 4e-3) * 100 + abs(trial.beta2 - 0.99)
         return {"size": search.size, **asdict(trial), "steps": 1, "val_loss": loss}
 
-    search = Search(size="demo", length=128, tokens=1024, batches=(8,), rates=(1e-3, 2e-3, 4e-3, 8e-3))
+    search = recipes.Search(size="demo", length=128, tokens=1024, batches=(8,), rates=(1e-3, 2e-3, 4e-3, 8e-3))
     monkeypatch.setattr(command, "SEARCHES", {"demo": search})
     monkeypatch.setattr(command, "prepare_demo", lambda _repository, folder: folder)
-    monkeypatch.setattr(Recipes, "_train", pretend)
+    monkeypatch.setattr(recipes.Recipes, "_train", pretend)
     record, page = tmp_path / "recipes.json", tmp_path / "recipes.md"
-    options = RecipesOptions(output=record, page=page, keep=None, size=(), device="cpu")
-    assert run_suite(Recipes, options, repository=REPOSITORY) == 0
-    best = Trial(batch=8, lr=2e-3, beta2=0.99)
-    assert set(trained[5:10]) == set(search.changes_of(Trial(batch=8, lr=2e-3)))  # side by side, in whatever order
-    assert set(trained[10:13]) == set(other_seeds(best))
-    assert set(trained[13:]) == set(other_seeds(SHIPPED_BEFORE))
+    options = recipes.RecipesOptions(output=record, page=page, keep=None, size=(), device="cpu")
+    assert run_suite(recipes.Recipes, options, repository=REPOSITORY) == 0
+    best = recipes.Trial(batch=8, lr=2e-3, beta2=0.99)
+    assert set(trained[5:10]) == set(
+        search.changes_of(recipes.Trial(batch=8, lr=2e-3))
+    )  # side by side, in whatever order
+    assert set(trained[10:13]) == set(recipes.other_seeds(best))
+    assert set(trained[13:]) == set(recipes.other_seeds(recipes.SHIPPED_BEFORE))
     stages = [trial["stage"] for trial in json.loads(record.read_text())["trials"]]
     assert stages == 5 * ["grid"] + 5 * ["change"] + 3 * ["seed"] + 3 * ["before"]
     assert "| 8 | 0.002 | 0.05 | 0.99 | 0.1 | 0.1 | 1 | **0.2000** |" in page.read_text()
@@ -68,11 +61,13 @@ def test_a_rate_at_the_edge_is_not_chosen_and_the_best_change_is_repeated(tmp_pa
 # The recipes of small models are those that the committed search chose.
 
 
-@pytest.mark.parametrize("size", SEARCHES)
+@pytest.mark.parametrize("size", recipes.SEARCHES)
 def test_the_shipped_recipe_is_the_one_that_was_chosen(size):
     record = json.loads((REPOSITORY / "checkpoint/reference/cpu-2-cores/recipes.json").read_text(encoding="utf-8"))
     trial = next(trial for trial in record["trials"] if trial["size"] == size and trial["stage"] == "seed")
-    chosen = Trial(**{key: trial[key] for key in asdict(Trial(batch=1, lr=1))}).recipe(steps=trial["steps"])
+    chosen = recipes.Trial(**{key: trial[key] for key in asdict(recipes.Trial(batch=1, lr=1))}).recipe(
+        steps=trial["steps"]
+    )
     shipped = json.loads((REPOSITORY / "ds_configs" / "sizes" / f"{size}.json").read_text(encoding="utf-8"))
     assert shipped.pop("zero_optimization")["stage"] == 1
     assert shipped == chosen

@@ -61,6 +61,7 @@ def test_saving_writes_its_record_and_page(tmp_path, monkeypatch):
     assert run_suite(Saving, options, repository=REPOSITORY) in {0, 1}  # the ratio of so small a model means nothing
     found = json.loads(options.output.read_text())
     assert [(run["mode"], len(run["saves"])) for run in found["runs"]] == [("sync", SAVES), ("async", SAVES)]
+    assert found["writers"].keys() == {"1", "2", "4"}
     for run in found["runs"]:
         for save in run["saves"]:
             assert (save["save_stall_sec"] == save["save_total_sec"]) == (run["mode"] == "sync")

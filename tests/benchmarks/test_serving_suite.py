@@ -18,30 +18,15 @@ from typing import Any
 import pytest
 from small_run import within
 
+from dsgpt.benchmarks import serving
 from dsgpt.benchmarks import serving as module
 from dsgpt.benchmarks.frame import record_head
-from dsgpt.benchmarks.serving import (
-    BATCH,
-    MAX_TOKENS,
-    MODEL,
-    PROMPTS,
-    QUEUE,
-    SEED,
-    Load,
-    Served,
-    ServerProcess,
-    Serving,
-    ServingOptions,
-    round_of,
-    serving_page,
-    summary_lines,
-)
 from dsgpt.common.errors import UserError
 
 # What the load test reports is wrong, from the figures of its rounds.
 
 FOLDER = Path("no-folder")
-OPTIONS = ServingOptions(
+OPTIONS = serving.ServingOptions(
     output=FOLDER, page=FOLDER, keep=None, checkpoint=FOLDER, requests=50, times=4, rounds=2, device="cpu"
 )
 
@@ -49,12 +34,11 @@ OPTIONS = ServingOptions(
 def a_round(number: int, *, answered: int, lost: int = 0, **changes: Any) -> dict[str, Any]:
     """Answered requests, which took up to 1 s after up to 100 s of refusals, and lost ones."""
     shares = random.Random(0).sample([(place + 1) / answered for place in range(answered)], answered)
-    requests = [{"answers": 1, "accepted_sec": each, "whole_sec": 100 * each, "refusals": 3} for each in shares]
-    requests += [{"answers": 0, "accepted_sec": 300.0, "whole_sec": 300.0, "refusals": 200}] * lost
-    counts = {"answered": answered, "answered_by_the_servers_count": answered, "peak_rss_bytes": 2_000_000}
-    counts |= dict.fromkeys(("answered_twice", "wrong_texts", "open_sequences"), 0)
-    times = {"round": number, "seconds": 50.0, "offered_per_sec": 20.0, "failures": {}}
-    return times | counts | {"requests": requests} | changes
+    requests = [served(f"{each}", accepted_sec=each, whole_sec=100 * each, refusals=3) for each in shares]
+    requests += [served("", answers=0, accepted_sec=300.0, whole_sec=300.0, refusals=200)] * lost
+    seen = {"answered_by_the_servers_count": answered, "peak_rss_bytes": 2_000_000, "open_sequences": 0}
+    times = {"round": number, "seconds": 50.0, "offered_per_sec": 20.0}
+    return serving.round_of(requests, alone=["", "b"], earlier=set()) | times | seen | changes
 
 
 @pytest.mark.parametrize(
@@ -74,35 +58,35 @@ def a_round(number: int, *, answered: int, lost: int = 0, **changes: Any) -> dic
     ],
 )
 def test_the_load_test_names_what_is_wrong(changes, failure):
-    command = Serving(replace(OPTIONS, requests=4), FOLDER)
+    command = serving.Serving(replace(OPTIONS, requests=4), FOLDER)
     command._exit_code, command._capacity = 0, 2.0
     rounds = [a_round(number, answered=4, seconds=2.0, offered_per_sec=40.0) for number in (1, 2)]
     record = record_head("1.0", device="cpu") | command.record([rounds[0], rounds[1] | changes])
     assert failure is None or any(line.startswith(failure) for line in command.failures(record))
     assert bool(command.failures(record)) == (failure is not None)
-    page = serving_page(record, source="load.json")
+    page = serving.serving_page(record, source="load.json")
     assert record["rounds"][0]["accepted_sec"] == {"p50": 0.5, "p95": 1.0, "p99": 1.0}
     in_texts = failure is None or any(word in failure for word in ("grew", "left", "only"))
     assert ("**Every request was answered once" in page) == in_texts
 
 
-def served(name: str, text: str = "b", **changes: Any) -> Served:
+def served(name: str, text: str = "b", **changes: Any) -> serving.Served:
     facts = {"prompt": 1, "answers": 1, "refusals": 0, "accepted_sec": 0.1, "whole_sec": 0.2}
-    return Served(**facts | {"name": name, "text": text} | changes)
+    return serving.Served(**facts | {"name": name, "text": text} | changes)
 
 
 def test_requests_of_a_round_are_counted():
     lost = served("", answers=0, failure="answered 504: late")
-    found = round_of([served("a"), served("b"), lost, lost], alone=["x", "b"], known={"z"})
+    found = serving.round_of([served("a"), served("b"), lost, lost], alone=["x", "b"], earlier={"z"})
     assert (found["answered"], found["answered_twice"], found["wrong_texts"]) == (2, 0, 0)
     assert found["failures"] == {"answered 504: late": 2}
     for twice in (served("a"), served("z"), served("c", answers=2)):  # of this round, of an earlier one, in one answer
-        assert round_of([served("a"), twice], alone=["x", "b"], known={"z"})["answered_twice"] == 1
-    assert round_of([served("a", "x")], alone=["x", "b"], known=set())["wrong_texts"] == 1
+        assert serving.round_of([served("a"), twice], alone=["x", "b"], earlier={"z"})["answered_twice"] == 1
+    assert serving.round_of([served("a", "x")], alone=["x", "b"], earlier=set())["wrong_texts"] == 1
 
 
 def test_arrivals_are_poisson_and_as_many_as_asked_for():
-    instants = Load("", MODEL, PROMPTS, max_tokens=1, seed=1).instants(4000, per_sec=50)
+    instants = serving.Load("", serving.MODEL, serving.PROMPTS, max_tokens=1, seed=1).instants(4000, per_sec=50)
     gaps = [later - earlier for earlier, later in pairwise([0.0, *instants])]
     assert sum(gaps) / 4000 == pytest.approx(1 / 50, rel=0.05)  # three standard errors of the mean
     assert sum(gap > 1 / 50 for gap in gaps) / 4000 == pytest.approx(math.exp(-1), abs=0.025)
@@ -146,7 +130,7 @@ def test_a_server_that_answers_with_errors_or_not_at_all_loses_requests():
         return 200 if number % 2 else 503, {}, {"id": f"{number}", "choices": [{"text": "b"}]}
 
     with answering(answer) as (url, _):
-        load = Load(url, MODEL, PROMPTS, max_tokens=1, seed=1)
+        load = serving.Load(url, serving.MODEL, serving.PROMPTS, max_tokens=1, seed=1)
         answered, _ = load.poisson([0.0, 0.0, 0.0, 0.05])
         with pytest.raises(UserError, match=r"^src/serve.py does not answer 1 of 2 requests: answered 503: "):
             load.steady(2, clients=1)
@@ -171,8 +155,8 @@ def test_a_client_reports_what_it_waited_and_what_it_got(monkeypatch):
 
     monkeypatch.setattr(module.asyncio, "sleep", noted)
     with answering(answers.__getitem__) as (url, asked):
-        (answer,), seconds = Load(url, MODEL, PROMPTS, max_tokens=3, seed=1).poisson([0.01])
-    assert asked == [{"model": MODEL, "max_tokens": 3, "temperature": 0, "prompt": PROMPTS[0]}] * 3
+        (answer,), seconds = serving.Load(url, serving.MODEL, serving.PROMPTS, max_tokens=3, seed=1).poisson([0.01])
+    assert asked == [{"model": serving.MODEL, "max_tokens": 3, "temperature": 0, "prompt": serving.PROMPTS[0]}] * 3
     assert (answer.answers, answer.name, answer.text, answer.refusals) == (2, "its name", "first", 2)
     arrival, first, second = waits
     assert arrival == 0.01
@@ -191,7 +175,7 @@ class ScriptedLoad:
         self.asked.append((*words, options))
         return self
 
-    def steady(self, requests: int, *, clients: int) -> tuple[list[Served], float]:
+    def steady(self, requests: int, *, clients: int) -> tuple[list[serving.Served], float]:
         self.asked.append((requests, clients))
         return self._served(requests), 10.0 * len(self.asked)
 
@@ -199,7 +183,7 @@ class ScriptedLoad:
         self.asked.append((requests, per_sec))
         return [2 * (number + 1) / per_sec for number in range(requests)]  # half as many a second as asked for
 
-    def poisson(self, instants: list[float]) -> tuple[list[Served], float]:
+    def poisson(self, instants: list[float]) -> tuple[list[serving.Served], float]:
         served, second = self._served(len(instants)), self.metrics["dsgpt_open_sequences"] > 0
         if second:
             served[1], served[2] = replace(served[1], name="5-1"), replace(served[2], text=served[3].text)
@@ -207,8 +191,8 @@ class ScriptedLoad:
         self.metrics["dsgpt_open_sequences"] += 1
         return served, 5.0
 
-    def _served(self, requests: int) -> list[Served]:
-        numbers = [(number, number % len(PROMPTS)) for number in range(requests)]
+    def _served(self, requests: int) -> list[serving.Served]:
+        numbers = [(number, number % len(serving.PROMPTS)) for number in range(requests)]
         return [
             served(f"{len(self.asked)}-{number}", f"of {prompt}", prompt=prompt, whole_sec=1.0)
             for number, prompt in numbers
@@ -224,14 +208,18 @@ def test_a_round_offers_several_times_the_capacity_and_counts_what_the_server_an
     clients, opened = ScriptedLoad(metrics), contextlib.nullcontext(server)
     monkeypatch.setattr(module, "ServerProcess", lambda *_, **options: started.append(options) or opened)
     monkeypatch.setattr(module, "Load", clients.opened)
-    command = Serving(OPTIONS, FOLDER)
+    command = serving.Serving(OPTIONS, FOLDER)
     command.folder = FOLDER
     first, second = command.results()
-    assert started == [{"batch": BATCH, "queue": QUEUE, "device": "cpu", "log": FOLDER / "server.txt"}]
-    places, steady, capacity = BATCH + QUEUE, 10 * BATCH, 10 * BATCH / 40  # the last of the steady ones takes 40 s
+    assert started == [{"batch": serving.BATCH, "queue": serving.QUEUE, "device": "cpu", "log": FOLDER / "server.txt"}]
+    places, steady, capacity = (
+        serving.BATCH + serving.QUEUE,
+        10 * serving.BATCH,
+        10 * serving.BATCH / 40,
+    )  # the last of the steady ones takes 40 s
     assert clients.asked == [
-        (server.url, MODEL, PROMPTS, {"max_tokens": MAX_TOKENS, "seed": SEED}),
-        *((len(PROMPTS), 1), (steady, places), (steady, places)),
+        (server.url, serving.MODEL, serving.PROMPTS, {"max_tokens": serving.MAX_TOKENS, "seed": serving.SEED}),
+        *((len(serving.PROMPTS), 1), (steady, places), (steady, places)),
         *((OPTIONS.requests, 4 * capacity), (OPTIONS.requests, 4 * capacity)),
     ]
     keys = ("answered", "answered_by_the_servers_count", "answered_twice", "wrong_texts", "open_sequences")
@@ -250,18 +238,18 @@ def test_a_round_offers_several_times_the_capacity_and_counts_what_the_server_an
 
 def test_the_page_has_the_figures_of_the_requests_that_were_answered():
     """A lost request has no latency: its waits are those of a client that gave up."""
-    command = Serving(replace(OPTIONS, requests=104), FOLDER)
+    command = serving.Serving(replace(OPTIONS, requests=104), FOLDER)
     command._capacity, command._exit_code = 5.0, None
     first = a_round(1, answered=100, lost=4, answered_twice=2, wrong_texts=3)
     rounds = [first, a_round(2, answered=100, lost=4, answered_by_the_servers_count=99)]
     record = record_head("1.0", device="cpu") | command.record(rounds)
     assert record["load"] == 4.0  # against the capacity, which is more than the rounds answered
     times = "0.50 / 0.95 / 0.99 s | 50.00 / 95.00 / 99.00 s | 2 MB |"
-    assert summary_lines(record)[-2:] == [
+    assert serving.summary_lines(record)[-2:] == [
         f"| 1 | 100 | 4 | 2 | 3 | 1100 | 50.0 | {times}",
         f"| 2 | 100 | 5 | 0 | 0 | 1100 | 50.0 | {times}",
     ]
-    page = serving_page(record, source="x.json")
+    page = serving.serving_page(record, source="x.json")
     assert "**9 requests were lost; 5 were answered twice or with another text.**" in page
     assert "it answers 5.0 requests a second" in page
     assert "That is at least 4.0\ntimes" in page
@@ -284,7 +272,7 @@ def test_the_memory_is_the_servers_and_its_peak_that_since_the_last_reading(tmp_
     (tmp_path / "src").mkdir()
     (tmp_path / "src" / "serve.py").write_text(SCRIPT, encoding="utf-8")
     monkeypatch.setattr(module, "SAMPLE_SEC", 0.002)
-    with ServerProcess(tmp_path, FOLDER, batch=1, queue=1, device="cpu", log=tmp_path / "log") as server:
+    with serving.ServerProcess(tmp_path, FOLDER, batch=1, queue=1, device="cpu", log=tmp_path / "log") as server:
         assert server.url == "http://127.0.0.1:9"
         within(lambda: 200 << 20 < server.peak_bytes() < 300 << 20)
         server._process.send_signal(signal.SIGUSR1)

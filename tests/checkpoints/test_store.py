@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -14,16 +13,19 @@ from safetensors.torch import load_file, save_file
 
 from dsgpt.checkpoints import store
 from dsgpt.checkpoints.manifest import Change, Epoch, RunState, parse_manifest, read_manifest, read_run_state
+from dsgpt.checkpoints.pieces import Box
 from dsgpt.checkpoints.store import find_checkpoint
 from dsgpt.checkpoints.training_state import (
     Counters,
     KeptState,
     LossScaleState,
     ParamState,
+    Shards,
     StateReader,
+    complete_state,
     load_random_state,
     save_random_state,
-    write_training_state,
+    write_shards,
 )
 from dsgpt.common.errors import UserError
 
@@ -284,9 +286,15 @@ def states(*, moments: tuple[str, ...] = ("exp_avg", "exp_avg_sq")) -> dict[str,
     }
 
 
+def whole(values: dict[str, ParamState]) -> Shards:
+    return Shards({name: [Box.whole(SHAPES[name])] for name in SHAPES}, iter(values.items()))
+
+
 def written(folder: Path, values: dict[str, ParamState]) -> Path:
     folder.mkdir()
-    assert write_training_state(folder, iter(values.items()), COUNTERS, shapes=SHAPES, writes=True) == []
+    part = write_shards(folder, whole(values), rank=0, ranks=1)
+    assert part.non_finite == []
+    complete_state(folder, [part], COUNTERS, shapes=SHAPES)
     return folder
 
 
@@ -309,13 +317,13 @@ def test_what_was_written_is_read(tmp_path, moments):
 
 def test_a_copy_is_of_its_moment_and_its_memory_is_used_again():
     kept, values = KeptState(), states()
-    kept.keep(iter(values.items()), keeps=True)
-    first = dict(kept.states())
+    kept.keep(whole(values))
+    first = dict(kept.shards().states)
     before = values["wte.weight"].weight.clone()
     values["wte.weight"].weight.zero_()
     assert first["wte.weight"].weight.equal(before)
-    kept.keep(iter(values.items()), keeps=True)
-    again = dict(kept.states())
+    kept.keep(whole(values))
+    again = dict(kept.shards().states)
     assert again["wte.weight"].weight.data_ptr() == first["wte.weight"].weight.data_ptr()
     assert not again["wte.weight"].weight.any()
 
@@ -323,9 +331,9 @@ def test_a_copy_is_of_its_moment_and_its_memory_is_used_again():
 def test_moments_that_appear_after_the_first_copy_are_kept_too():
     """A run may save before its first optimizer step, when there are none."""
     kept, later = KeptState(), states()
-    kept.keep(iter(states(moments=()).items()), keeps=True)
-    kept.keep(iter(later.items()), keeps=True)
-    for name, state in kept.states():
+    kept.keep(whole(states(moments=())))
+    kept.keep(whole(later))
+    for name, state in kept.shards().states:
         assert state.moments.keys() == {"exp_avg", "exp_avg_sq"}
         assert state.weight.equal(later[name].weight)
         assert all(value.equal(later[name].moments[key]) for key, value in state.moments.items())
@@ -342,29 +350,14 @@ def test_a_change_of_every_tensor_keeps_them_apart():
 def test_a_weight_that_is_not_finite_is_named(tmp_path):
     values = states()
     values["wpe.weight"].weight[1, 2] = float("nan")
-    assert write_training_state(tmp_path, iter(values.items()), COUNTERS, shapes=SHAPES, writes=True) == ["wpe.weight"]
-
-
-def test_a_rank_that_cannot_write_takes_part_to_the_end(tmp_path):
-    """The others gather each tensor together with it, and would otherwise wait for ever."""
-    gathered = []
-
-    def gather() -> Iterator[tuple[str, ParamState]]:
-        for name, state in states().items():
-            gathered.append(name)
-            yield name, state
-
-    (tmp_path / "model.safetensors").write_bytes(b"in the way")
-    with pytest.raises(FileExistsError):
-        write_training_state(tmp_path, gather(), COUNTERS, shapes=SHAPES, writes=True)
-    assert gathered == list(SHAPES)
+    assert write_shards(tmp_path, whole(values), rank=0, ranks=1).non_finite == ["wpe.weight"]
 
 
 def test_a_missing_tensor_is_an_error(tmp_path):
     missing = states()
     del missing["ln_f.bias"]
     with pytest.raises(ValueError, match=r"ln_f\.bias"):
-        write_training_state(tmp_path, iter(missing.items()), COUNTERS, shapes=SHAPES, writes=True)
+        write_shards(tmp_path, whole(missing), rank=0, ranks=1)
 
 
 def test_another_models_tensors_are_refused(tmp_path):

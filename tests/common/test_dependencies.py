@@ -10,7 +10,7 @@ from small_run import REPOSITORY
 
 from dsgpt.config.options import PACKAGES, TRACKERS
 
-NAMES = {"pynvml": "nvidia-ml-py", "prometheus_client": "prometheus-client"}
+NAMES = {"pynvml": "nvidia-ml-py", "prometheus_client": "prometheus-client", "yaml": "pyyaml"}
 """Packages that are installed under another name than they are imported."""
 OPTIONAL = {
     "eval": {"lm_eval"},

@@ -24,7 +24,7 @@ from dsgpt.common.json_files import (
     read_bytes,
     read_object,
 )
-from dsgpt.common.text import divisors, divisors_around, largest_divisor, machine_words, multiples_around
+from dsgpt.common.text import counted, divisors, divisors_around, largest_divisor, machine_words, multiples_around
 
 # Files are replaced whole or not at all.
 
@@ -138,20 +138,13 @@ def test_valid_values_are_typed():
 
 
 def test_only_regular_files_within_the_limit_are_read(tmp_path):
-    import os
-
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "large").write_bytes(b"x" * 11)
     (tmp_path / "list").write_bytes(b"[]")
-    for name, message in (
-        ("pipe", "not a regular file"),
-        ("missing", "No such file"),
-        ("large", "larger than 10 bytes"),
-    ):
+    messages = {"pipe": "not a regular file", "missing": "No such file", "large": "larger than 10 bytes"}
+    for name, message in (messages | {"": "Is a directory"}).items():
         with pytest.raises(JsonError, match=message):
             read_bytes(tmp_path / name, max_bytes=10)
-    with pytest.raises(JsonError, match="Is a directory"):
-        read_bytes(tmp_path)
     with pytest.raises(JsonError, match="object in braces"):
         read_object(tmp_path / "list")
 
@@ -211,6 +204,7 @@ def test_divisors_are_those_that_counting_finds(number):
 
 def test_neighbours_in_words():
     assert [divisors_around(12, wanted) for wanted in (5, 8, 13)] == ["4 or 6", "6 or 12", "12"]
+    assert [counted(number, "file") for number in (0, 1, 2000)] == ["0 files", "1 file", "2,000 files"]
     assert [multiples_around(number, 4) for number in (2, 5, 11)] == ["4", "4 or 8", "8 or 12"]
 
 

@@ -143,8 +143,11 @@ def test_where_offload_to_nvme_swaps(tmp_path, monkeypatch):
     monkeypatch.setattr(compatibility, "direct_io_problem", lambda folder: places.append(folder) or "")
     (tmp_path / "drive").mkdir()
     elsewhere = {"device": "nvme", "nvme_path": str(tmp_path / "drive" / "deep" / "below")}
-    asked(tmp_path, ranks=2, recipe={"zero_optimization": NVME | {"offload_param": elsewhere}})
+    config = asked(tmp_path, ranks=2, recipe={"zero_optimization": NVME | {"offload_param": elsewhere}})
     assert places == [tmp_path, tmp_path / "drive"]
+    folders = {"offload_optimizer": config.run_dir, "offload_param": Path(elsewhere["nvme_path"])}
+    assert nvme_paths(config.recipe, config.run_dir) == folders
+    assert config.strategy_name == "zero3-nvme"
 
 
 def test_low_precision_reduction_is_allowed_with_one_micro_batch_or_in_fp32(tmp_path):
@@ -312,20 +315,11 @@ def row(known: KnownBad) -> str:
 # The recipe
 
 
-def test_nvme_offload_swaps_into_the_run_folder_unless_the_recipe_names_another(here):
-    zero = {"stage": 3, "offload_optimizer": {"device": "nvme"}, "offload_param": {"device": "nvme", "nvme_path": "x"}}
-    write_recipe(here / "recipe.json", RECIPE, zero_optimization=zero)
-    config = resolved(here, run_type="optimized")
-    assert config.strategy_name == "zero3-nvme"
-    assert nvme_paths(config.recipe, config.run_dir) == {
-        "offload_optimizer": config.run_dir,
-        "offload_param": Path("x"),
-    }
-
-
-def test_offload_needs_a_compiler_unless_torch_steps(here, refused, monkeypatch):
+def test_compile_and_offload_unless_torch_steps_need_a_compiler(here, refused, monkeypatch):
     monkeypatch.setenv("PATH", str(here / "nothing"))
     monkeypatch.delenv("CXX", raising=False)
+    (line,) = refused(compile=True)
+    assert line.startswith("--compile needs a C++ compiler, and none was found")
     recipe = copy.deepcopy(RECIPE) | {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}
     write_recipe(here / "recipe.json", recipe)
     (line,) = refused(run_type="optimized")
@@ -333,13 +327,6 @@ def test_offload_needs_a_compiler_unless_torch_steps(here, refused, monkeypatch)
     recipe["optimizer"]["params"]["torch_adam"] = True
     write_recipe(here / "recipe.json", recipe)
     assert resolved(here, run_type="optimized").recipe.optimizer.torch_adam
-
-
-def test_compile_needs_a_compiler(here, refused, monkeypatch):
-    monkeypatch.setenv("PATH", str(here / "nothing"))
-    monkeypatch.delenv("CXX", raising=False)
-    (line,) = refused(compile=True)
-    assert line.startswith("--compile needs a C++ compiler, and none was found")
 
 
 # The flags

@@ -5,7 +5,6 @@ import json
 import re
 import shlex
 import shutil
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +16,6 @@ from small_run import REPOSITORY
 
 from dsgpt.charts.memory import draw_plan
 from dsgpt.charts.themes import DARK, LIGHT
-from dsgpt.common.errors import UserError
 from dsgpt.dashboard.generate import Answer, _opened, generate
 from dsgpt.dashboard.pictures import Line, holding_svg, holdings, step_lines, step_svg
 from dsgpt.dashboard.plan import (
@@ -29,18 +27,16 @@ from dsgpt.dashboard.plan import (
     planned,
     ways_table,
 )
-from dsgpt.dashboard.reading import inside
-from dsgpt.dashboard.split import CHOICES, Split, copied_rows, explanations, held_rows, sent_rows, split_of
+from dsgpt.dashboard.split import CHOICES, copied_rows, explanations, sent_rows, split_of
 from dsgpt.dashboard.ui import memory
-from dsgpt.inference import commands
 from dsgpt.inference.commands import GenerateRequest as Request
 from dsgpt.inference.commands import Sampling
-from dsgpt.inference.generation import Opened, Text, Writer, likeliest, open_model
+from dsgpt.inference.generation import Text, Writer, likeliest
 from dsgpt.inference.model_files import load
 from dsgpt.planner.hardware import read_prices
 from dsgpt.planner.memory import peak_memory
 from dsgpt.planner.options import PlanOptions, read_plan_options, words_of
-from dsgpt.planner.plan import dollars, duration, size, with_assumptions
+from dsgpt.planner.plan import Plan, dollars, duration, size, with_assumptions
 from dsgpt.planner.search import act, recommendation_files
 from dsgpt.planner.step_time import bubble_fraction
 from dsgpt.planner.strategies import model_state, step_traffic
@@ -49,14 +45,7 @@ from dsgpt.planner.strategies import model_state, step_traffic
 
 
 RECORD = REPOSITORY / "checkpoint" / "reference" / "cpu-2-cores" / "plan.json"
-ONE = PlanOptions(
-    model_size="medium",
-    run_type="optimized",
-    deepspeed_config=Path("ds_configs/zero2.json"),
-    gpu="a100-80gb",
-    gpus=8,
-    tokens=3e9,
-)
+ONE = PlanOptions(model_size="medium", strategy="zero2", gpu="a100-80gb", gpus=8, tokens=3e9)
 BEST = PlanOptions(model_size="small", gpu="l4", gpus=2, tokens=1e9, recommend=True, deadline=5 * 3600.0, budget=18.0)
 
 
@@ -95,14 +84,6 @@ def test_what_does_not_fit_is_the_loud_thing(tmp_path, open_page):
     assert page.error[0].value.startswith("### DOES NOT FIT\n")
 
 
-def test_one_setup_is_planned_from_any_folder_as_on_the_command_line(tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    done = planned(words_of(ONE), repository=REPOSITORY)
-    assert done.plan.setup.recipe.zero_stage == 2
-    monkeypatch.chdir(REPOSITORY)
-    assert with_assumptions(done.plan) == printed(words_of(ONE), capsys)
-
-
 def test_the_recommendation_is_what_the_command_writes(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     done = planned(words_of(BEST), repository=REPOSITORY)
@@ -129,19 +110,15 @@ def test_offers_of_both_kinds_have_their_dates():
     assert table["US dollars"] == sorted(table["US dollars"])
 
 
-def test_other_gpus_have_their_own_plan_or_a_reason():
+def test_other_gpus_have_their_own_plan_or_a_reason_and_parts_add_up():
     done = planned([*words_of(ONE), "--precision", "bf16"], repository=REPOSITORY)
     table = gpus_table(done, repository=REPOSITORY)
     same = table["GPU"].index("a100-80gb")
     assert table["training, hours"][same] == pytest.approx(done.plan.run.seconds / 3600, abs=0.005)
     assert "has no units for it" in table["fits"][table["GPU"].index("t4")]
-
-
-def test_parts_add_up():
-    done = planned(words_of(ONE), repository=REPOSITORY)
-    table = parts_table(done.plan.peak.parts, "GB", scale=1e-9)
-    assert sum(table["GB"]) == pytest.approx(done.plan.peak.total / 1e9)
-    assert sum(table["share"]) == pytest.approx(1)
+    parts = parts_table(done.plan.peak.parts, "GB", scale=1e-9)
+    assert sum(parts["GB"]) == pytest.approx(done.plan.peak.total / 1e9)
+    assert sum(parts["share"]) == pytest.approx(1)
 
 
 def test_a_measured_machine_is_planned_for_with_its_own_steps(tmp_path, capsys):
@@ -189,20 +166,15 @@ CHOSEN = {choice.name: choice for choice in CHOICES}
 POSSIBLE = [name for name in CHOSEN if name not in {"ZeRO++", "One device"}]
 
 
-def split(name: str, **flags) -> Split:
+def split(name: str, **flags) -> Plan:
     given = {"model_size": "small", "gpu": "a100-80gb", "gpus": 4, "global_batch_size": 32} | flags
     return split_of(CHOSEN[name], repository=REPOSITORY, **given)
 
 
-@pytest.mark.parametrize("size", ["small", "xl"])
 @pytest.mark.parametrize("name", POSSIBLE)
-def test_blocks_add_up_to_the_peak_of_the_headline(name, size):
+def test_blocks_add_up_to_the_peak_of_the_headline(name):
     """What a step holds at different moments is never added up."""
-    try:
-        found = split(name, model_size=size)
-    except UserError as error:
-        assert "does not divide the model's 25 heads" in str(error)
-        return
+    found = split(name)
     for each in holdings(found.setup, ranks=4):
         assert each.total("device") == peak_memory(found.setup, rank=each.rank, device="cuda").total
         state = model_state(found.setup, rank=each.rank)
@@ -317,17 +289,6 @@ def test_zero_without_data_ranks_is_not_said_to_divide():
     )
 
 
-def test_the_table_names_shares_and_places():
-    rows = held_rows(holdings(split("ZeRO-3, offload").setup, ranks=4))
-    assert {row["where"] for row in rows if row["kind"] == "master weights"} == {"host"}
-    assert {round(row["share"], 2) for row in rows if row["kind"] == "master weights"} == {0.25}
-
-
-def test_what_training_refuses_is_refused_in_its_words():
-    with pytest.raises(UserError, match=r"autotp_size 2 does not divide the model's 25 heads"):
-        split("Tensor parallel", model_size="xl")
-
-
 def test_the_page_shows_the_planners_figures(tmp_path, open_page):
     page = open_page("split", folder=tmp_path)
     expected = split("ZeRO-1", global_batch_size=None)
@@ -339,7 +300,9 @@ def test_the_page_shows_the_planners_figures(tmp_path, open_page):
     assert page.markdown[0].value.replace("\\", "").startswith("**pipeline2-tensor2-zero1**")
     page.selectbox(key="split-model").set_value("xl").run()
     assert not page.exception
-    assert "does not divide the model's 25 heads" in page.error[0].value.replace("\\", "")
+    assert "autotp_size 2 does not divide the model's 25 heads" in page.error[0].value.replace("\\", "").replace(
+        "`", ""
+    )
 
 
 # Try it: the text of the page is the text of `src/generate.py`, and nobody's request disturbs another's.
@@ -382,24 +345,17 @@ def test_text_and_ids_are_those_of_the_script(runs, changes):
     assert answer.tokens == len(expected.ids)
 
 
-def test_the_script_prints_the_same(runs, monkeypatch, capsys):
-    words = f"--checkpoint {runs}/one/step-00000001 --max_new_tokens 8 --seed 1 --device cpu --prompt".split()
-    monkeypatch.setattr(sys, "argv", ["generate.py", *words, PROMPT])
-    commands.generate()
-    assert capsys.readouterr().out == f"{told(runs).text}\n{commands.LINE}\n"
-
-
 @pytest.fixture
 def loaded(monkeypatch) -> list[Path]:
     """The checkpoints of the models that are opened during a test, which begins without one in memory."""
     opened: list[Path] = []
 
-    def note(request: Request) -> Opened:
+    def note(request: Request) -> Writer:
         opened.append(request.checkpoint)
-        return open_model(request)
+        return Writer(request)
 
     _opened.clear()
-    monkeypatch.setattr("dsgpt.inference.generation.open_model", note)
+    monkeypatch.setattr("dsgpt.inference.generation.Writer", note)
     return opened
 
 
@@ -429,7 +385,7 @@ def test_a_stop_keeps_the_text_so_far(runs):
 
 
 def test_the_likeliest_ids_are_those_of_the_model(runs):
-    opened = open_model(request_of(runs))
+    opened = Writer(request_of(runs))
     device = torch.device("cpu")
     plain = load(runs / "one", which="latest", device=device, precision="fp32").model
     tokenizer = opened.tokenizer
@@ -440,57 +396,41 @@ def test_the_likeliest_ids_are_those_of_the_model(runs):
     assert [each.id for _, each in found] == expected.indices.tolist()
     assert [each.probability for _, each in found] == pytest.approx(expected.values.tolist(), rel=1e-4)
     assert [each.drawn for _, each in found] == [1.0] + [0.0] * 9
-    drawn = likeliest(opened.decoder, ids, count=10, sampling=Sampling(temperature=1.0, top_k=2))
+    drawn = likeliest(opened.decoder(batch_size=1), ids, count=10, sampling=Sampling(temperature=1.0, top_k=2))
     assert sum(each.drawn for each in drawn) == pytest.approx(1)
     assert [each.drawn > 0 for each in drawn] == [True, True] + [False] * 8
     assert request_of(runs).sampling.top_k == 50
 
 
-def test_a_prompt_that_does_not_fit_is_refused_in_the_words_of_the_page(runs):
-    refused = told(runs, prompt="x " * 500).refused
-    assert refused.startswith("Prompt has ") and "shorten it" in refused
+@pytest.fixture
+def copied(runs, tmp_path) -> Path:
+    """A copy of the checkpoint, in a run ``one`` below ``tmp_path``."""
+    return shutil.copytree(runs / "one", tmp_path / "one") / "step-00000001"
 
 
-def test_a_damaged_checkpoint_is_named(runs, tmp_path):
-    copy = shutil.copytree(runs / "one" / "step-00000001", tmp_path / "one" / "step-00000001")
-    weights = bytearray((copy / "model.safetensors").read_bytes())
+def test_a_damaged_checkpoint_is_named(runs, copied, tmp_path):
+    weights = bytearray((copied / "model.safetensors").read_bytes())
     weights[-3] ^= 1
-    (copy / "model.safetensors").write_bytes(weights)
+    (copied / "model.safetensors").write_bytes(weights)
     refused = told(tmp_path).refused
     assert "model.safetensors" in refused and "\n" not in refused and "--checkpoint" not in refused
     assert told(runs).refused == ""
 
 
-def test_a_checkpoint_without_a_tokenizer_is_refused(runs, tmp_path):
-    copy = shutil.copytree(runs / "one" / "step-00000001", tmp_path / "one" / "step-00000001")
-    shutil.rmtree(copy / "tokenizer")
-    manifest = json.loads((copy / "manifest.json").read_text())
-    manifest["files"] = {name: facts for name, facts in manifest["files"].items() if not name.startswith("tokenizer/")}
-    (copy / "manifest.json").write_text(json.dumps(manifest))
-    assert "has no tokenizer, because its training data had none: cannot read text" in told(tmp_path).refused
-
-
-def test_another_version_of_a_checkpoint_is_loaded_anew(runs, tmp_path, loaded):
-    copy = shutil.copytree(runs / "one", tmp_path / "one") / "step-00000001"
+def test_another_version_of_a_checkpoint_is_loaded_anew(copied, tmp_path, loaded):
     told(tmp_path)
     told(tmp_path, seed=2)
-    assert loaded == [copy]
-    again = shutil.copy2(copy / "manifest.json", tmp_path / "another")  # of the same size and time
-    again.replace(copy / "manifest.json")
+    assert loaded == [copied]
+    again = shutil.copy2(copied / "manifest.json", tmp_path / "another")  # of the same size and time
+    again.replace(copied / "manifest.json")
     told(tmp_path)
-    assert loaded == [copy, copy]
+    assert loaded == [copied, copied]
 
 
-def test_only_checkpoints_inside_the_folder_are_offered(runs, tmp_path, open_page):
-    folder = tmp_path / "runs"
-    shutil.copytree(runs / "one", folder / "one")
-    (folder / "one" / "step-00000009").symlink_to(runs / "one" / "step-00000001")
-    page = open_page("generate", folder=folder)
+def test_only_checkpoints_inside_the_folder_are_offered(runs, copied, tmp_path, open_page):
+    copied.with_name("step-00000009").symlink_to(runs / "one" / "step-00000001")
+    page = open_page("generate", folder=tmp_path)
     assert page.selectbox(key="generate-first").options == ["one/step-00000001"]
-    assert inside(folder, "one/step-00000001") == folder / "one" / "step-00000001"
-    for name in ("../one", "one/step-00000009", "/etc", "one/step-00000007"):
-        with pytest.raises(UserError):
-            inside(folder, name)
 
 
 def test_the_page_generates_beside_each_other(runs, open_page):
@@ -506,4 +446,4 @@ def test_the_page_generates_beside_each_other(runs, open_page):
     assert "8 tokens in" in page.caption[0].value
     page.text_area(key="generate-prompt").set_value("x " * 500)
     page.button[0].click().run()
-    assert "shorten it" in page.error[0].value
+    assert page.error[0].value.startswith("Prompt has ") and "shorten it" in page.error[0].value

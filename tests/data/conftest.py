@@ -78,8 +78,28 @@ def prepared(run: Run, corpus: Path, tmp_path_factory: pytest.TempPathFactory) -
 def prepare_here(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """preprocess.py in this process, for tests of what it writes: this saves the libraries' start-up."""
 
-    def execute(*flags: object, cwd: Path) -> None:
+    def execute(*flags: object, cwd: Path, small: bool = False) -> None:
         monkeypatch.chdir(cwd)
-        command.main([str(flag) for flag in flags])
+        (command.main_small if small else command.main)([str(flag) for flag in flags])
 
     return execute
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    """A folder with nine documents."""
+    (folder := tmp_path / "text").mkdir()
+    for number in range(9):
+        (folder / f"{number}.txt").write_text(f"document {number}\nsome words\n" * 3)
+    return folder
+
+
+@pytest.fixture
+def again(prepare_here, text: Path, bytes_tokenizer: Path, tmp_path: Path) -> Callable[..., None]:
+    """Prepare ``text`` to ``out`` in the test's folder; returns a function that prepares it again."""
+
+    def prepare(*flags: object) -> None:
+        prepare_here("--input", text, "--tokenizer", bytes_tokenizer, "--output_dir", "out", *flags, cwd=tmp_path)
+
+    prepare()
+    return prepare

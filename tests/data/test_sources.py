@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -14,12 +15,9 @@ from prep_helpers import documents_of, errors, hashes
 from pyarrow import parquet
 from transformers import AutoTokenizer
 
-from dsgpt.common.command_line import exit_code_of
 from dsgpt.common.errors import UserError
 from dsgpt.data import download
-from dsgpt.data import preparation as command
-from dsgpt.data.download import KEPT
-from dsgpt.data.sources import HUB_SETS, STDLIB_NAME, HubSet, downloaded_source, join_articles, stdlib_source
+from dsgpt.data.sources import STDLIB_NAME, HubSet, downloaded_source, join_articles, stdlib_source
 from dsgpt.data.token_file import open_token_file
 
 # download_data.py: sets of the hub, replaced by local files; the embedded corpus; and no network.
@@ -123,21 +121,9 @@ def test_embedded_corpus_keeps_its_names(run, tmp_path: Path):
     assert "max_documents 3, not None" in line
 
 
-def test_webtext_says_that_it_is_openwebtext():
-    assert "never published" in HUB_SETS["webtext"].about
-    assert HUB_SETS["webtext"].source == HUB_SETS["openwebtext"].source
-
-
-def test_a_full_disk_is_an_error(capsys: pytest.CaptureFixture):
-    def full() -> None:
-        with Path("/dev/full").open("w") as file:
-            file.write("x")
-
-    assert exit_code_of(full, kept=KEPT) == 2
-    assert "No space left" in capsys.readouterr().err
-
-
 # preprocess.py with links, and with tokenizers that bring code or are invalid.
+
+TOKENIZER_FILES = {"tokenizer.json", "tokenizer_config.json"}
 
 
 @pytest.fixture
@@ -146,65 +132,67 @@ def tokenizer(bytes_tokenizer: Path, tmp_path: Path) -> Path:
     return shutil.copytree(bytes_tokenizer, tmp_path / "mine")
 
 
-@pytest.fixture
-def text(tmp_path: Path) -> Path:
-    folder = tmp_path / "text"
-    folder.mkdir()
-    for number in range(9):
-        (folder / f"{number}.txt").write_text(f"document {number}\nsome words\n" * 3)
-    return folder
-
-
-def refusal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *flags: object) -> str:
-    monkeypatch.chdir(tmp_path)
+def refusal(prepare: Callable[..., None], *flags: object, **more: Path) -> str:
     with pytest.raises(UserError) as caught:
-        command.main([str(flag) for flag in flags])
+        prepare(*flags, **more)
     (line,) = str(caught.value).splitlines()
     return line
 
 
-def cached(home: Path, name: str, folder: Path) -> None:
-    """Put ``folder`` into the hub library's cache, which consists of links, as the model ``name``."""
-    model = home / "hub" / f"models--{name.replace('/', '--')}"
-    commit = "0123456789abcdef0123456789abcdef01234567"
-    for path in folder.iterdir():
-        blob = model / "blobs" / path.name
-        blob.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(path, blob)
-        link = model / "snapshots" / commit / path.name
-        link.parent.mkdir(parents=True, exist_ok=True)
-        link.symlink_to(Path("../../blobs") / path.name)
-    (model / "refs").mkdir()
-    (model / "refs" / "main").write_text(commit)
+@pytest.fixture
+def cached(tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], str]:
+    """Put the tokenizer into the hub library's cache, which consists of links; returns the name that it has there."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+
+    def put() -> str:
+        model, commit = tmp_path / "hub" / "models--somebody--words", "0123456789abcdef0123456789abcdef01234567"
+        for folder in (snapshot := model / "snapshots" / commit, model / "refs"):
+            folder.mkdir(parents=True)
+        shutil.copytree(tokenizer, model / "blobs")
+        for path in tokenizer.iterdir():
+            (snapshot / path.name).symlink_to(Path("../../blobs") / path.name)
+        (model / "refs" / "main").write_text(commit)
+        return "somebody/words"
+
+    return put
+
+
+REFUSED = {
+    "code": "its tokenizer_config.json asks for its own code (auto_map)",
+    "files": "its tokenizer_config.json names other files to open (fast_tokenizer_files)",
+}
 
 
 @pytest.mark.parametrize("where", ["folder", "hub"])
-def test_a_tokenizers_code_is_refused(run, text, tokenizer, tmp_path, where):
-    marker = bring_code(tokenizer, marker=tmp_path / "ran")
-    cached(tmp_path / "home", "somebody/words", tokenizer)
-    given = tokenizer if where == "folder" else "somebody/words"
-    variables = {"HF_HOME": str(tmp_path / "home"), "HF_MODULES_CACHE": str(tmp_path / "modules")}
-    done = run("preprocess.py", "--input", text, "--tokenizer", given, cwd=tmp_path, code=2, **variables)
-    assert not marker.exists()
-    (line,) = errors(done)
-    assert line.startswith(f"error: --tokenizer {given}: its tokenizer_config.json asks for its own code (auto_map)")
-    assert "[y/N]" not in done.stdout + done.stderr
+@pytest.mark.parametrize("harm", REFUSED)
+def test_a_tokenizers_code_and_other_files_are_refused(
+    prepare_here, text, tokenizer, cached, tmp_path, capsys, harm, where
+):
+    if harm == "code":
+        bring_code(tokenizer, marker=tmp_path / "ran")
+    else:
+        settings = json.loads((tokenizer / "tokenizer_config.json").read_text())
+        named = {"fast_tokenizer_files": ["tokenizer.json", "tokenizer.4.0.0.json"]}
+        (tokenizer / "tokenizer_config.json").write_text(json.dumps(settings | named))
+        shutil.copy(tokenizer / "tokenizer.json", tokenizer / "tokenizer.4.0.0.json")
+    given = tokenizer if where == "folder" else cached()
+    line = refusal(prepare_here, "--input", text, "--tokenizer", given, cwd=tmp_path)
+    assert line.startswith(f"--tokenizer {given}: {REFUSED[harm]}")
+    assert not (tmp_path / "ran").exists()
+    assert "[y/N]" not in "".join(capsys.readouterr())
 
 
-def test_links_in_the_hubs_cache_are_followed(run, text, tokenizer, tmp_path):
+def test_links_in_the_hubs_cache_are_followed(prepare_here, text, tokenizer, cached, tmp_path):
     (tokenizer / "config.json").write_text('{"auto_map": {"AutoModel": "modeling.Model"}}')  # not the tokenizer's
-    cached(tmp_path / "home", "somebody/words", tokenizer)
-    variables = {"HF_HOME": str(tmp_path / "home")}
-    run("preprocess.py", "--input", text, "--tokenizer", "somebody/words", cwd=tmp_path, **variables)
-    sidecar = json.loads((tmp_path / "data" / "text" / "train.json").read_text())
-    assert sidecar["tokenizer"]["name"] == "somebody/words"
+    prepare_here("--input", text, "--tokenizer", cached(), cwd=tmp_path)
+    assert open_token_file(tmp_path / "data" / "text" / "train.bin").sidecar.tokenizer.name == "somebody/words"
 
 
 @pytest.mark.parametrize(("name", "harm"), MALFORMED, ids=lambda value: value[:40])
-def test_a_malformed_tokenizer_is_one_line_or_none(monkeypatch, text, tokenizer, tmp_path, name, harm):
+def test_a_malformed_tokenizer_is_one_line_or_none(prepare_here, text, tokenizer, tmp_path, name, harm):
     (tokenizer / name).write_text(harm, encoding="latin-1")
     try:
-        line = refusal(monkeypatch, tmp_path, "--input", text, "--tokenizer", tokenizer)
+        line = refusal(prepare_here, "--input", text, "--tokenizer", tokenizer, cwd=tmp_path)
     except pytest.fail.Exception:  # not refused: the library accepts it
         assert name in ("special_tokens_map.json", "added_tokens.json", "config.json")
     else:
@@ -212,11 +200,11 @@ def test_a_malformed_tokenizer_is_one_line_or_none(monkeypatch, text, tokenizer,
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "vocab.json"])
-def test_no_link_in_a_tokenizer_folder_is_followed(monkeypatch, text, tokenizer, tmp_path, name):
+def test_no_link_in_a_tokenizer_folder_is_followed(prepare_here, text, tokenizer, tmp_path, name):
     if (tokenizer / name).exists():
         (tokenizer / name).rename(tmp_path / "moved")
     (tokenizer / name).symlink_to(tmp_path / "moved")
-    line = refusal(monkeypatch, tmp_path, "--input", text, "--tokenizer", tokenizer)
+    line = refusal(prepare_here, "--input", text, "--tokenizer", tokenizer, cwd=tmp_path)
     assert line.startswith(f"--tokenizer {tokenizer}: its {name} is a link")
     assert "cp -rL" in line
 
@@ -225,28 +213,23 @@ def test_other_links_there_and_a_link_to_the_folder_are_allowed(prepare_here, te
     (tokenizer / "itself.json").symlink_to("itself.json")
     (tmp_path / "named").symlink_to(tokenizer)
     prepare_here("--input", text, "--tokenizer", tmp_path / "named", cwd=tmp_path)
-    assert sorted(path.name for path in (tmp_path / "data/text/tokenizer").iterdir()) == [
-        "tokenizer.json",
-        "tokenizer_config.json",
-    ]
+    assert {path.name for path in (tmp_path / "data/text/tokenizer").iterdir()} == TOKENIZER_FILES
 
 
-def test_links_in_the_input_are_left_out_and_named(prepare_here, text, bytes_tokenizer, tmp_path, capsys, snapshot):
-    prepare_here("--input", text, "--tokenizer", bytes_tokenizer, "--output_dir", "plain", cwd=tmp_path)
+def test_links_in_the_input_are_left_out_and_named(again, text, tmp_path, capsys, snapshot):
+    plain = hashes(tmp_path / "out")
     (tmp_path / "secret.txt").write_text("a secret\n")
     (tmp_path / "elsewhere").mkdir()
-    for name, target in (
-        ("b", "../elsewhere"), ("a.txt", "../secret.txt"), ("c.txt", "c.txt"), ("d.txt", "nowhere"), (".e", "nowhere")
-    ):  # fmt: skip
-        (text / name).symlink_to(target)
     (text / "0").mkdir()
-    (text / "0" / "deep.txt").symlink_to(tmp_path / "secret.txt")
+    for name, target in {"b": "../elsewhere", "a.txt": "../secret.txt", "c.txt": "c.txt", "d.txt": "nowhere",
+                         ".e": "nowhere", "0/deep.txt": tmp_path / "secret.txt"}.items():  # fmt: skip
+        (text / name).symlink_to(target)
     os.mkfifo(text / "pipe")
     capsys.readouterr()
-    prepare_here("--input", text, "--tokenizer", bytes_tokenizer, "--output_dir", "linked", cwd=tmp_path)
+    again("--overwrite")
     lines = capsys.readouterr().out.splitlines()
     assert [line for line in lines if line.startswith("left out")] == snapshot
-    assert hashes(tmp_path / "plain") == hashes(tmp_path / "linked")
+    assert hashes(tmp_path / "out") == plain
 
 
 def test_an_input_that_the_user_names_may_be_a_link(prepare_here, text, bytes_tokenizer, tmp_path, capsys):
@@ -255,59 +238,34 @@ def test_an_input_that_the_user_names_may_be_a_link(prepare_here, text, bytes_to
     flags = ["--input", "named", "one.txt", "--tokenizer", bytes_tokenizer, "--output_dir", "out"]
     prepare_here(*flags, cwd=tmp_path)
     assert "link" not in capsys.readouterr().out
-    counts = [json.loads((tmp_path / "out" / f"{split}.json").read_text())["documents"] for split in ("train", "val")]
-    assert sum(counts) == 10
+    assert sum(open_token_file(tmp_path / "out" / f"{split}.bin").sidecar.documents for split in ("train", "val")) == 10
 
 
 @pytest.mark.parametrize("name", [".tokenizer.partial", ".tokenizer.old", ".train.bin.partial", "train.json"])
-def test_nothing_is_written_through_a_link(prepare_here, text, bytes_tokenizer, tmp_path, name):
-    precious = tmp_path / "precious"
-    precious.mkdir()
+def test_nothing_is_written_through_a_link(again, tmp_path, name):
+    (precious := tmp_path / "precious").mkdir()
     (precious / "file").write_text("precious")
-    flags = ["--input", text, "--tokenizer", bytes_tokenizer, "--output_dir", "out"]
-    prepare_here(*flags, cwd=tmp_path)
     (tmp_path / "out" / name).unlink(missing_ok=True)
     (tmp_path / "out" / name).symlink_to(precious if "tokenizer" in name else precious / "file")
-    prepare_here(*flags, "--overwrite", cwd=tmp_path)
+    again("--overwrite")
     assert [(path.name, path.read_text()) for path in precious.iterdir()] == [("file", "precious")]
     left = {path.name for path in (tmp_path / "out").iterdir() if path.is_symlink() or path.name.startswith(".")}
     assert left == set()
 
 
-def test_a_prepared_tokenizer_that_is_a_link_is_refused(monkeypatch, prepare_here, text, bytes_tokenizer, tmp_path):
-    flags = ["--input", text, "--tokenizer", bytes_tokenizer, "--output_dir", "out"]
-    prepare_here(*flags, cwd=tmp_path)
-    (tmp_path / "out" / "tokenizer").rename(tmp_path / "moved")
-    (tmp_path / "out" / "tokenizer").symlink_to(tmp_path / "moved")
-    line = refusal(monkeypatch, tmp_path, *flags)
-    assert line.startswith("out/tokenizer: is a link")
-    prepare_here(*flags, "--overwrite", cwd=tmp_path)
-    assert not (tmp_path / "out" / "tokenizer").is_symlink()
-    assert sorted(path.name for path in (tmp_path / "moved").iterdir()) == ["tokenizer.json", "tokenizer_config.json"]
+def test_a_prepared_tokenizer_that_is_a_link_is_refused(again, tmp_path):
+    (folder := tmp_path / "out" / "tokenizer").rename(tmp_path / "moved")
+    folder.symlink_to(tmp_path / "moved")
+    assert refusal(again).startswith("out/tokenizer: is a link")
+    again("--overwrite")
+    assert not folder.is_symlink()
+    assert {path.name for path in (tmp_path / "moved").iterdir()} == TOKENIZER_FILES
 
 
 @pytest.mark.parametrize(("name", "harm"), [("tokenizer.json", "[]"), ("tokenizer_config.json", "{}")])
-def test_a_prepared_tokenizer_that_is_damaged_is_one_line(
-    monkeypatch, prepare_here, text, bytes_tokenizer, tmp_path, name, harm
-):
-    flags = ["--input", text, "--tokenizer", bytes_tokenizer, "--output_dir", "out"]
-    prepare_here(*flags, cwd=tmp_path)
+def test_a_prepared_tokenizer_that_is_damaged_is_one_line(again, tmp_path, name, harm):
     (tmp_path / "out" / "tokenizer" / name).write_text(harm)
-    assert refusal(monkeypatch, tmp_path, *flags).startswith("out/tokenizer")
-
-
-@pytest.mark.parametrize("where", ["folder", "hub"])
-def test_a_tokenizer_that_names_other_files_is_refused(monkeypatch, text, tokenizer, tmp_path, where):
-    settings = tokenizer / "tokenizer_config.json"
-    named = {"fast_tokenizer_files": ["tokenizer.json", "tokenizer.4.0.0.json"]}
-    settings.write_text(json.dumps(json.loads(settings.read_text()) | named))
-    shutil.copy(tokenizer / "tokenizer.json", tokenizer / "tokenizer.4.0.0.json")
-    cached(tmp_path / "home", "somebody/words", tokenizer)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "home" / "hub"))
-    given = tokenizer if where == "folder" else "somebody/words"
-    line = refusal(monkeypatch, tmp_path, "--input", text, "--tokenizer", given, "--output_dir", tmp_path / "out")
-    start = f"--tokenizer {given}: its tokenizer_config.json names other files to open (fast_tokenizer_files)"
-    assert line.startswith(start)
+    assert refusal(again).startswith("out/tokenizer")
 
 
 # The embedded corpus: real text, no tests, and the whole of it prepared in well under a minute.

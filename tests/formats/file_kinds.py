@@ -22,8 +22,8 @@ from dsgpt.benchmarks.sweep_cells import read_description
 from dsgpt.charts.comparison import comparison_markdown, console_summary
 from dsgpt.checkpoints import store
 from dsgpt.checkpoints.manifest import read_run_state, write_run_state
+from dsgpt.checkpoints.pieces import open_weights
 from dsgpt.checkpoints.store import find_checkpoint, open_model_files
-from dsgpt.checkpoints.training_state import open_weights
 from dsgpt.common.errors import Problems
 from dsgpt.common.json_files import JsonError
 from dsgpt.config.options import parse_arguments
@@ -49,55 +49,16 @@ from dsgpt.training.run_folder import EarlierRecord, plan_resume, read_earlier_r
 
 
 ODD_VALUES: list[Any] = [
-    None,
-    True,
-    False,
-    -1,
-    0,
-    1,
-    2**63,
-    10**30,
-    10**400,
-    1e308,
-    -0.5,
-    0.5,
-    "",
-    "a",
-    "1",
-    "../../outside",
-    "/etc/hostname",
-    "\0",
-    "\u202e\n",
-    "x" * 300,
-    "x" * 5000,
-    "\u00e9" * 200,
-    [],
-    {},
-    [[]],
-    [None],
-    {"": {}},
-    ["a", 1, None],
-    {"type": []},
-]
+    None, True, False, -1, 0, 1, 2**63, 10**30, 10**400, 1e308, -0.5, 0.5,
+    "", "a", "1", "../../outside", "/etc/hostname", "\0", "\u202e\n", "x" * 300, "x" * 5000, "\u00e9" * 200,
+    [], {}, [[]], [None], {"": {}}, ["a", 1, None], {"type": []},
+]  # fmt: skip
 RAW_TEXTS = [
-    b"",
-    b" ",
-    b"null",
-    b"[]",
-    b"{}",
-    b'"text"',
-    b"NaN",
-    b"[" * 200_000,
-    b'{"a":' * 5000 + b"1" + b"}" * 5000,
-    b"\xff\xfe{\0}\0",
-    b"\xef\xbb\xbf{}",
-    b'{"step": 1e999}',
-    b'["\\ud800"]',
+    b"", b" ", b"null", b"[]", b"{}", b'"text"', b"NaN", b"[" * 200_000, b'{"a":' * 5000 + b"1" + b"}" * 5000,
+    b"\xff\xfe{\0}\0", b"\xef\xbb\xbf{}", b'{"step": 1e999}', b'["\\ud800"]',
     b"\x80\x04}q\x00.",  # a pickle
-    b"9" * 10_000,
-    b"x" * 300,
-    b"\xff" * 190,
-]
+    b"9" * 10_000, b"x" * 300, b"\xff" * 190,
+]  # fmt: skip
 
 
 def mangle_bytes(data: bytes, chance: random.Random) -> bytes:

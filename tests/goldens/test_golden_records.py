@@ -1,9 +1,10 @@
-"""Pages and charts of the committed records are the committed ones; these and every ``--help`` import no torch.
+"""Pages, charts of the committed records and every ``--help`` are the committed ones, and import nothing slow.
 
-``pytest tests/goldens --snapshot-update`` writes the list of charts anew. ``make records`` makes the pages.
+``pytest tests/goldens --snapshot-update`` writes the help and the list of charts anew, ``make records`` the pages.
 """
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -29,7 +30,9 @@ PAGES = {
 }
 """Record to the command that makes its page, and the page."""
 NO_SUITE = {"dashboard"}
-HELP = [row.command.split() for row in read(Path(__file__).with_name("help.txt").read_text()) if isinstance(row, Row)]
+HELP = [part for part in read(Path(__file__).with_name("help.txt").read_text()) if isinstance(part, Row)]
+PARTS = ("src", "charts", "data_prep")
+SLOW = {"torch", "deepspeed", "transformers"}
 CHECK = ["src/benchmark.py", "records", "--check"]
 CHARTS = ["charts/generate_charts.py", "--format", "svg", "--output-dir"]
 
@@ -55,7 +58,7 @@ def test_a_page_is_made_from_its_record(record, tmp_path):
 
 
 def report(folder: str) -> None:
-    """Run the commands in a Python without torch; print each with its exit code and whether it imported torch."""
+    """Run the commands in a Python without torch; print each with its exit code and what it imported of ``SLOW``."""
     from matplotlib.figure import Figure
 
     Figure.savefig = lambda figure, file, **_: file.write(b"<svg/>")  # names and texts are compared, no pixels
@@ -63,9 +66,9 @@ def report(folder: str) -> None:
     inputs |= {"inference": ("inference.json",)}
     words = [word for flag, files in inputs.items() for file in files for word in (f"--{flag}", f"{REFERENCE}/{file}")]
     words += [word for name in ("baseline", "zero1") for word in ("--run", f"{name}={REFERENCE}/demo-{name}")]
-    for command in ([*CHARTS, folder, *words], CHECK, *HELP):
+    for command in ([*CHARTS, folder, *words], CHECK, *(row.command.split() for row in HELP)):
         done = run(command, cwd=REPOSITORY)
-        print(json.dumps([" ".join(command), done.code, "torch" in done.modules, done.out, done.err]))
+        print(json.dumps([" ".join(command), done.code, sorted(SLOW.intersection(done.modules)), done.out, done.err]))
 
 
 @pytest.fixture(scope="module")
@@ -78,10 +81,25 @@ def reported(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[list], Path
     return [json.loads(line) for line in done.stdout.splitlines()], folder
 
 
-def test_torch_is_not_imported(reported):
+def test_nothing_slow_is_imported(reported):
     commands, _ = reported
-    assert [command for command, code, torch, *_ in commands if code or torch] == []
+    assert [(command, slow) for command, code, slow, *_ in commands if code or slow] == []
     assert len(commands) == len(HELP) + 2
+
+
+def test_every_help_is_that_of_the_transcript(reported, request):
+    printed = {command: out for command, _, _, out, _ in reported[0]}
+    text = (Path(__file__).with_name("help.txt")).read_text(encoding="utf-8")
+    parts = [part if isinstance(part, str) else part.with_output(printed[part.command]).text for part in read(text)]
+    require_golden("help.txt", "\n\n".join(parts) + "\n", request)
+
+
+def test_the_help_of_every_command_is_there():
+    scripts = {path.relative_to(REPOSITORY).as_posix() for part in PARTS for path in (REPOSITORY / part).glob("*.py")}
+    helps = {row.command: row.output for row in HELP}
+    suites = re.search(r"\{(.*)\}", helps["src/benchmark.py --help"])[1].split(",")
+    commands = scripts | {f"src/benchmark.py {suite}" for suite in suites}
+    assert {f"{command} --help" for command in commands} == helps.keys()
 
 
 def test_the_charts_of_the_records(reported, request):

@@ -186,7 +186,9 @@ def contents(path: Path) -> Iterator[tuple[str, str]]:
     if path.suffix == ".safetensors":
         (length,) = struct.unpack("<Q", data[:8])
         for name, about in json.loads(data[8 : 8 + length]).items():
-            yield name, f"{about['dtype']} {about['shape']}" if "dtype" in about else str(about)
+            whole, *piece = re.split(r"\[.+\]", name)  # where a rank's piece lies depends on the strategy
+            shape = "a piece" if piece else about.get("shape")
+            yield "".join([whole, *piece]), f"{about['dtype']} {shape}" if "dtype" in about else str(about)
     elif path.parent.name == "tokenizer":
         yield "", "as in the data"
     elif path.suffix in {".json", ".jsonl"}:

@@ -108,8 +108,12 @@ class Row:
             wrote = [f"wrote {path.relative_to(here)}" for path in sorted(after - before)]
             wrote += [f"removed {path.relative_to(here)}" for path in sorted(before - after)]
             code = [f"[{done.code}]"] if done.code else []
-            text = "\n".join([(done.out + done.err).strip("\n"), *wrote, *code]).strip("\n")
-            text = text.replace(str(here), "HERE").replace(str(REPOSITORY), "REPOSITORY")
+            text = "\n".join([(done.out + done.err).strip("\n"), *wrote, *code])
+        return self.with_output(text.replace(str(here), "HERE"))
+
+    def with_output(self, text: str) -> "Row":
+        """The row with another output, without what differs between checkouts and Pythons."""
+        text = text.replace(str(REPOSITORY), "REPOSITORY").strip("\n")
         return replace(self, output=_CHOICES.sub("(choose from ...)", text))
 
 

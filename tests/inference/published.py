@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from small_run import REPOSITORY
 from transformers import GPT2Config as TheirConfig
 from transformers import GPT2LMHeadModel
 
@@ -167,9 +166,6 @@ def hub(models: dict[str, Path]) -> Iterator[tuple[str, list[str]]]:
 
 
 # Commands, called in this process because torch takes seconds to import, and what tests do to their input.
-
-
-CONVERT = REPOSITORY / "src" / "convert.py"
 
 
 def called(command: Callable[[], int | None], *words: object, stdin: str | bytes = b"") -> tuple[int, str, str]:

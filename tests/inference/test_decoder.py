@@ -19,7 +19,6 @@ from dsgpt.inference.generation import (
     generate,
     generate_batch,
     measure_latency,
-    open_model,
     probabilities,
     random_stream,
 )
@@ -229,10 +228,9 @@ def test_the_command_compiles_and_quantizes_when_it_is_told_to(checkpoint_with_t
 
 
 def test_a_model_that_is_kept_in_memory_is_compiled_and_quantized_too(checkpoint_with_tokenizer, asked):
-    kept = open_model(
-        Request(checkpoint=checkpoint_with_tokenizer, precision="bf16", quantize="int8", compile=True, device="cpu")
-    )
-    assert kept.decoder.step is not None
+    asked_for = {"checkpoint": checkpoint_with_tokenizer, "precision": "bf16", "quantize": "int8", "compile": True}
+    kept = Writer(Request(device="cpu", **asked_for))
+    assert kept.decoder(batch_size=1).step is not None
     assert set(asked["layers"]) == {"int8"}
 
 

@@ -17,11 +17,12 @@ from small_run import END_OF_TEXT, SEQUENCE, command_line, write_inputs, write_t
 
 from dsgpt.common.errors import UserError
 from dsgpt.common.files import sha256_of
+from dsgpt.formats.tokenizer_files import open_tokenizer
 from dsgpt.inference.commands import GenerateRequest as WriterRequest
 from dsgpt.inference.commands import evaluate as command
-from dsgpt.inference.evaluate import Prediction, predict, windows_of
+from dsgpt.inference.evaluate import Prediction, predict, read_text, windows_of
 from dsgpt.inference.generation import Writer
-from dsgpt.inference.model_files import export
+from dsgpt.inference.model_files import export, load
 from dsgpt.machine import console
 from dsgpt.machine.console import Console
 from dsgpt.model.config import GPT2Config
@@ -119,8 +120,6 @@ def test_bits_per_byte_count_the_bytes_of_the_text(folder, tmp_path):
     assert (found["tokens"], found["bytes"], found["stride"]) == (size, size, 4)
     assert found["windows"] == 1 + math.ceil((size - SEQUENCE) / 4)
     assert found["bits_per_byte"] == pytest.approx(found["loss"] / math.log(2))
-    from dsgpt.formats.tokenizer_files import open_tokenizer
-
     tokenizer = open_tokenizer(folder / "tokenizer", what="it")
     ids = [END_OF_TEXT, *tokenizer.encode(text), END_OF_TEXT, *tokenizer.encode("abc"), END_OF_TEXT]
     write_tokens(tmp_path / "ids.bin", np.array(ids))
@@ -131,9 +130,6 @@ def test_bits_per_byte_count_the_bytes_of_the_text(folder, tmp_path):
 
 def test_the_first_token_of_a_file_is_no_byte_and_the_name_of_a_special_token_is_text(folder, tmp_path):
     """As training encodes it."""
-    from dsgpt.formats.tokenizer_files import open_tokenizer
-    from dsgpt.inference.evaluate import read_text
-
     tokenizer = open_tokenizer(folder / "tokenizer", what="it")
     write_tokens(tmp_path / "ids.bin", np.array(tokenizer.encode("abcd")))
     found = figures(tmp_path, "--checkpoint", folder / "run", "--data", tmp_path / "ids.bin")
@@ -148,8 +144,6 @@ def test_the_first_token_of_a_file_is_no_byte_and_the_name_of_a_special_token_is
 
 
 def test_the_checkpoint_and_the_precision_are_those_that_were_asked_for(folder, tmp_path):
-    from dsgpt.inference.model_files import load
-
     run = tmp_path / "run"
     shutil.copytree(folder / "run", run)
     (run / "best").write_text("step-00000001")
@@ -222,10 +216,6 @@ metric_list:
 def test_the_harness_evaluates_the_exported_model(folder, tmp_path, monkeypatch):
     """A task of 6 questions in a local file: the harness chooses the answer that our own logits find likelier."""
     harness = pytest.importorskip("lm_eval.tasks")
-    import torch
-
-    from dsgpt.inference.model_files import load
-
     questions = ["one ", "two ", "red ", "x = ", "def ", "yes "]
     loaded = load(folder / "run", which="latest", device=torch.device("cpu"), precision="fp32")
     likelier = []

@@ -54,15 +54,6 @@ def test_the_published_function_is_computed(model_and_folder):
     assert largest_difference(our_model(loaded(folder), CONFIG), model) < 1e-5
 
 
-def test_import_and_export_is_the_identity(model_and_folder, tmp_path):
-    _, folder = model_and_folder
-    converted("--from", folder, "--to", "portable", tmp_path / "ours")
-    converted("--from", tmp_path / "ours", "--to", "hf", tmp_path / "back")
-    before, after = (load_file(where / "model.safetensors") for where in (folder, tmp_path / "back"))
-    assert before.keys() == after.keys()
-    assert all(torch.equal(before[name], after[name]) for name in before)
-
-
 def test_every_way_to_store_the_same(model_and_folder, tmp_path):
     model, folder = model_and_folder
     expected = loaded(folder)

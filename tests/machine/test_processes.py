@@ -12,6 +12,7 @@ import pytest
 import torch
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from forked_ranks import run_script
+from small_run import REPOSITORY
 
 from dsgpt.common.errors import UserError
 from dsgpt.machine import topology
@@ -27,10 +28,16 @@ def place(rank: int, world_size: int, **sizes: int) -> Topology:
     return process.split(ParallelSizes(**sizes))
 
 
-def test_without_a_split_every_rank_reads_its_own_data():
-    places = [place(rank, 4) for rank in range(4)]
-    assert [one.data_rank for one in places] == [0, 1, 2, 3]
-    assert {(one.data_parallel_size, one.stage, one.tensor_rank, one.sequence_rank) for one in places} == {(4, 0, 0, 0)}
+@pytest.mark.parametrize(
+    ("world", "sizes", "data_ranks", "sequence_ranks"),
+    [(4, {}, [0, 1, 2, 3], [0] * 4), (6, {"sequence": 3}, [0, 0, 0, 1, 1, 1], [0, 1, 2, 0, 1, 2])],
+    ids=["own data without a split", "sequence peers are neighbours with the same data"],
+)
+def test_ranks_without_stages_and_tensor_ranks(world, sizes, data_ranks, sequence_ranks):
+    places = [place(rank, world, **sizes) for rank in range(world)]
+    assert [one.data_rank for one in places] == data_ranks
+    assert [one.sequence_rank for one in places] == sequence_ranks
+    assert {(one.data_parallel_size, one.stage, one.tensor_rank) for one in places} == {(max(data_ranks) + 1, 0, 0)}
 
 
 @pytest.mark.parametrize("data", [1, 2, 3])
@@ -43,12 +50,6 @@ def test_layout_is_deepspeeds(pipeline, tensor, data):
         ours = place(rank, world, pipeline=pipeline, tensor=tensor)
         assert ours.data_parallel_size == data
         assert (ours.stage, ours.data_rank, ours.tensor_rank) == tuple(theirs.get_coord(rank))
-
-
-def test_sequence_peers_are_neighbours_with_the_same_data():
-    places = [place(rank, 6, sequence=3) for rank in range(6)]
-    assert [one.sequence_rank for one in places] == [0, 1, 2, 0, 1, 2]
-    assert [one.data_rank for one in places] == [0, 0, 0, 1, 1, 1]
 
 
 @pytest.mark.parametrize(
@@ -209,7 +210,6 @@ def test_the_end_of_each_process_up_to_the_launcher_is_noticed(tmp_path: Path, k
 # Every process that joined a group ends at once: an ordinary exit aborts about one in a hundred.
 
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 TRAINING, CELLS = "src/gpt2.py", "src/dsgpt/benchmarks/launch.py"
 CONTENDERS = "src/dsgpt/benchmarks/contenders.py"
 ENDED_BY = {

@@ -11,7 +11,7 @@ from small_run import REPOSITORY, command_line, write_inputs
 
 from dsgpt.benchmarks.plan import cells
 from dsgpt.benchmarks.plan_rank import TensorMemory
-from dsgpt.checkpoints.training_state import write_training_state
+from dsgpt.checkpoints.training_state import write_shards
 from dsgpt.config.options import RUN_TYPES, parse_arguments
 from dsgpt.config.run_config import resolve
 from dsgpt.machine.device import bring_up
@@ -24,7 +24,6 @@ from dsgpt.planner.setup import (
     FlatGroup,
     _balanced_bounds,
     fsdp_elements,
-    gathers_of,
     model_parameters,
     stage_parameters,
     total,
@@ -81,14 +80,6 @@ def test_layers_are_dealt_as_deepspeed_deals_them():
         assert blocks == [len(range(max(first, 2), min(end, items + 2))) for first, end in itertools.pairwise(bounds)]
 
 
-@pytest.mark.parametrize("partition", ["parameters", "uniform", "type:StageBlock"])
-def test_both_ends_of_a_pipeline_hold_the_embedding(partition):
-    first, last = stage_parameters(ODD, stages=2, partition=partition)
-    assert first[0] == last[0] == model_parameters(ODD)[0]
-    embedding = ODD.padded_vocab_size * ODD.n_embd
-    assert total(first) + total(last) == total(model_parameters(ODD)) + embedding
-
-
 def test_a_flat_group_is_padded_to_two_elements_per_rank():
     group = FlatGroup(sizes=(5, 4, 2), ranks=2)
     assert (group.padded, group.part) == (12, 6)
@@ -108,38 +99,10 @@ def test_pieces_of_one_parameter(setup):
 
 P = 64 * 8 + 16 * 8 + 2 * (12 * 64 + 13 * 8) + 16
 """Parameters of the tiny model."""
-EMBEDDING, DECAYED = 64 * 8, 64 * 8 + 16 * 8 + 2 * 12 * 64
-COUNTERS = 4 * (4 + 2 * 12)
-"""Bytes of Adam's counters, of each tensor one."""
-BLOCKS = 2 * (12 * 64 + 13 * 8)
+EMBEDDING = 64 * 8
 RESIDUAL = 2 * 4 * 8
 """Elements of the residual stream of a micro batch: 2 sequences of 4 tokens, width 8."""
 ALONE = {"run_type": "baseline", "world_size": 1}
-
-
-@pytest.mark.parametrize(
-    ("fields", "state"),
-    [
-        ({"run_type": "ddp"}, (4 * P, 4 * P, 8 * P + COUNTERS, 0)),
-        ({"run_type": "ddp", "precision": "bf16"}, (2 * P, 4 * P, 8 * P + COUNTERS, 4 * P)),
-        ({"name": "zero0", "precision": "bf16"}, (2 * P, 6 * P, 8 * P + COUNTERS, 4 * P)),
-        (ALONE | {"top": {"optimizer": {"type": "SGD", "params": {"lr": 1.0}}}}, (4 * P, 4 * P, 0, 0)),
-        ({"run_type": "fsdp", "precision": "bf16"}, (2 * P, 2 * P, 4 * P + COUNTERS, 0)),
-        ({"name": "zero1", "precision": "bf16"}, (2 * P, 6 * P, 4 * P + 8, 2 * P)),
-        ({"name": "zero2", "precision": "bf16"}, (2 * P, 2 * P, 4 * P + 8, 2 * P)),
-        # DeepSpeed adds up bf16 and fp16 gradients in an fp32 buffer of the rank's part, on the GPU
-        ({"name": "zero2_offload", "precision": "bf16"}, (2 * P, 4 * P, 4 * P, 2 * P)),
-    ],
-)
-def test_model_state(setup, fields, state):
-    found = largest_model_state(setup(**fields))
-    assert (found.parameters, found.gradients, found.optimizer, found.master) == state
-
-
-def test_gradients_of_zero_2_in_fp32_are_whole_parameters(setup):
-    """One may reach into the other rank's part. The flat copy of a group is counted, too."""
-    gradients = largest_model_state(setup("zero2")).gradients / 4
-    assert DECAYED // 2 + P // 2 <= gradients <= DECAYED // 2 + P // 2 + 4 * 8 * 8
 
 
 @pytest.mark.parametrize(
@@ -165,15 +128,6 @@ def test_offload_keeps_parameters_and_sums_of_low_precision_on_the_device(setup)
     assert model_state(setup("zero3_offload")).on_device == 0
 
 
-def test_zero_3_frees_between_forward_and_backward_pass(setup):
-    model, kept = PRESETS["small"], {"stage3_max_live_parameters": 10**9, "stage3_max_reuse_distance": 10**9}
-    at_once, never = (total(gathers_of(setup("zero3", model=model, zero=zero)).all) for zero in ({}, kept))
-    whole = total(model_parameters(model))
-    assert 2.2 * whole < at_once < 2.4 * whole  # twice, and the tied embedding a third time, of 0.31 of the model
-    assert never < whole  # DeepSpeed's defaults: all of it stays
-
-
-FSDP = {"run_type": "fsdp", "precision": "bf16"}
 WHOLE_BLOCKS = {"dsgpt": {"fsdp": {"reshard_after_forward": False, "reduce_dtype": "low"}}}
 THREE_STAGES = {"top": {"pipeline": {"stages": 3, "partition": "uniform"}}, "world_size": 3}
 
@@ -181,17 +135,10 @@ THREE_STAGES = {"top": {"pipeline": {"stages": 3, "partition": "uniform"}}, "wor
 @pytest.mark.parametrize(
     ("fields", "rank", "sent"),
     [
-        (ALONE, 0, 0),
         ({"run_type": "ddp", "precision": "bf16", "world_size": 4}, 0, 2 * 3 / 4 * 4 * P),
-        ({"name": "zero1"}, 0, 3 / 2 * 4 * P),
-        ({"name": "zero2", "precision": "bf16"}, 0, (2 * 3 + 1) / 2 * 2 * P),
         # reduced to the rank that steps, instead of an all-reduce
         ({"name": "zero2", "zero": {"use_multi_rank_bucket_allreduce": False}}, 0, 3 * 4 * P + 1 / 2 * 4 * P),
-        ({"name": "zero3"}, 0, 1 / 2 * 4 * (P + 3 * P)),
-        (FSDP, 0, 1 / 2 * (2 * (6 * BLOCKS + P - BLOCKS) + 4 * P)),
-        (FSDP | {"top": WHOLE_BLOCKS}, 0, 1 / 2 * (2 * P + 2 * P)),
-        # stages send to their neighbours, and the first and the last add up the embedding
-        ({"name": "pipeline"}, 0, 3 * 4 * RESIDUAL + 4 * EMBEDDING),
+        ({"run_type": "fsdp", "precision": "bf16", "top": WHOLE_BLOCKS}, 0, 1 / 2 * (2 * P + 2 * P)),
         ({"name": "pipeline"} | THREE_STAGES, 1, 2 * 3 * 4 * RESIDUAL),
     ],
 )
@@ -204,11 +151,6 @@ def test_buckets_that_are_reduced_whole(setup):
     traffic = {each.operation: each.payload_bytes for each in step_traffic(setup("zero3", zero=whole_buckets))}
     assert traffic["reduce_scatter"] == 3 * 4 * EMBEDDING
     assert traffic["all_reduce"] == 3 * 4 * (P - EMBEDDING)
-
-
-def test_zero_plus_plus_has_no_formula(setup):
-    with pytest.raises(ValueError, match="no formula predicts Zero"):
-        setup("zeropp")
 
 
 def test_activations_of_tensor_and_sequence_ranks(setup):
@@ -224,8 +166,6 @@ def test_activations_of_tensor_and_sequence_ranks(setup):
     "fields",
     [
         {"name": "zero1", "world_size": 4},
-        {"name": "zero3", "world_size": 4},
-        {"name": "tensor", "world_size": 8},
         {"name": "3d", "world_size": 8},
         {"name": "pipeline"} | THREE_STAGES,
     ],
@@ -235,13 +175,6 @@ def test_the_rank_with_most_and_the_one_that_sends_most(setup, fields):
     ranks = range(planned.world_size)
     assert largest_model_state(planned).total == max(model_state(planned, rank=rank).total for rank in ranks)
     assert most_sent_bytes(planned) == max(sent_bytes(planned, rank=rank) for rank in ranks)
-
-
-def test_3d_data_ranks_divide_a_stages_part(setup):
-    planned = setup("3d", precision="bf16", world_size=8)
-    state, elements = model_state(planned, rank=7), total(planned.parameters(7))
-    assert state.parameters == pytest.approx(2 * elements, abs=32)
-    assert state.master == pytest.approx(4 * elements / 2, abs=32)
 
 
 # Predicted peaks against a measured one, and what is derived from them. `tests/benchmarks/test_plan_suite.py`
@@ -288,8 +221,7 @@ def test_a_measured_peak_is_predicted(tmp_path, moment, changes):
         with measured("evaluation"):
             strategy.eval_step(batches)
         with measured("save"):
-            states, shapes = strategy.iter_state(), parameter_shapes(config.model)
-            write_training_state(tmp_path, states, strategy.counters(), shapes=shapes, writes=True)
+            write_shards(tmp_path, strategy.shards(), rank=0, ranks=1)
     predicted = peak_memory(setup_of(config), among=STEP if moment == "step" else {moment}).total
     assert (0.999 if moment == "step" else 0.99) <= predicted / memory.peak() <= 1.06
 
@@ -324,12 +256,6 @@ def test_every_strategy_has_a_peak_that_holds_its_state(setup, recipe, precision
         assert all(peak_memory(training, rank=other, device=device).total <= peak.total for other in range(8))
 
 
-def test_offloaded_state_is_on_a_cpu_but_not_on_a_gpu(setup):
-    training = setup("zero2_offload", model=MODEL)
-    here, there = (peak_memory(training, device=device).parts for device in ("cpu", "cuda"))
-    assert there["optimizer"] == there["master"] == 0 < here["optimizer"] == 2 * here["master"]
-
-
 def test_every_run_type_has_formulas_and_the_error_of_a_new_one_says_where_they_belong(setup):
     """Every training asks for its prediction: a strategy without formulas must not end in a KeyError."""
     for run_type in RUN_TYPES:
@@ -357,7 +283,7 @@ def test_offload_starts_with_one_copy_of_its_part_and_saves_whole_parameters(set
     elements, embedding = total(model_parameters(large)), 50304 * 2560
     peaks = {name: peak_memory(training, device="cuda", among={name}).total for name in MOMENTS if name != "forward"}
     assert peaks["start"] == pytest.approx((2 + 2 / 8) * elements, rel=1e-3)
-    assert peaks["save"] == pytest.approx(2 * elements + (2 + 12 + 7) * embedding, rel=1e-3)
+    assert peaks["save"] == pytest.approx(2 * elements + (2 + 12) * embedding + 12 * 1024 * 2560, rel=1e-3)
     assert peak_memory(training, device="cuda").total == max(peaks.values()) < 14.4e9
 
 

@@ -9,7 +9,7 @@ from planner_records import RATES, machine
 from dsgpt.model.config import PRESETS
 from dsgpt.planner.hardware import find_gpu
 from dsgpt.planner.rates import at_ranks, datasheet_machine
-from dsgpt.planner.setup import Setup, gathers_of, model_parameters, total
+from dsgpt.planner.setup import Setup, model_parameters, total
 from dsgpt.planner.step_time import (
     OpCounts,
     block_backward,
@@ -61,12 +61,6 @@ EACH_PASS = [(kind, number) for number in range(3) for kind in (FORWARD, BACKWAR
 def test_each_strategy_sends_at_its_places(setup, fields, what, rank, places):
     placed = placed_traffic(setup(**SMALL | fields), rank=rank)
     assert [(each.moment, each.micro_batch) for each in placed if each.traffic.what == what] == places
-
-
-def test_zero_3_gathers_every_large_parameter_before_its_first_use(setup):
-    gathers = gathers_of(setup("zero3", **SMALL))
-    assert {part.name for part in gathers.forward} == {part.name for part in gathers.all}
-    assert len(gathers.forward) < len(gathers.all)
 
 
 def megabytes(setup: Setup, what: str) -> tuple[int, int]:
@@ -441,14 +435,3 @@ def test_rates_between_measured_widths_rows_and_ranks():
     assert rates.matrix_at("fp32", width=1, rows=1) == 1e9
     assert rates.matrix_at("fp32", width=10_000, rows=10_000) == 8e9
     assert [at_ranks({2: 20.0, 8: 80.0}, ranks) for ranks in (1, 2, 3, 16)] == [20.0, 20.0, 80.0, 80.0]
-
-
-def test_a_datasheet_gives_an_assumed_range_around_a_share_of_its_peaks(setup):
-    gpu = datasheet_machine(find_gpu("h100-80gb"))
-    assert gpu.assumed
-    assert (
-        gpu.slowest.matrix["bf16"][1][1] < gpu.rates.matrix["bf16"][1][1] < gpu.fastest.matrix["bf16"][1][1] < 989.4e12
-    )
-    step = predict_step(setup(run_type="ddp", model=PRESETS["small"], seq_length=1024, precision="bf16"), gpu)
-    assert step.assumed
-    assert step.least < step.seconds < step.most

@@ -9,9 +9,8 @@ from chart_records import flat_record, record, step_lines, without, write_run
 from messages import without_paths
 
 from dsgpt.charts.comparison import comparison_markdown, console_summary
-from dsgpt.charts.runs import _warnings
 from dsgpt.common.errors import UserError
-from dsgpt.record.equal_work import judge, machine_line, machine_stamps, segment_stamps, setup_stamps
+from dsgpt.record.equal_work import judge, machine_line, setup_stamps
 from dsgpt.record.runs import Run, read_run, smoothed
 from dsgpt.record.work import Segment, over_time
 
@@ -30,11 +29,6 @@ def test_a_complete_record_is_read(tmp_path):
     assert [point.step for point in run.val_curve.points] == [10, 20, 30, 40]
     assert run.val_curve.points[-1].time == 100.0
     assert run.notes == ()
-
-
-def test_a_run_can_be_read_by_its_folder(tmp_path):
-    path = write_run(tmp_path, record())
-    assert read_run(tmp_path, name="a") == read_run(path, name="a")
 
 
 def test_without_step_log_epochs_end_at_their_steps_and_times(tmp_path):
@@ -249,7 +243,7 @@ def test_hardware_of_every_segment_counts(read, tmp_path, snapshot):
     """The hardware of the last segment alone is the same as the other run's."""
     moved = read(first=segment(1, 30, hardware=OTHER_CPU))
     plain = read_run(write_run(tmp_path / "a", record()), name="a")
-    assert [machine_stamps([moved]), machine_stamps([plain, moved])] == snapshot
+    assert [setup_stamps([moved]), setup_stamps([plain, moved])] == snapshot
     assert machine_line([plain, moved]).startswith("several machines or devices.")
 
 
@@ -285,9 +279,8 @@ def test_steps_without_a_record_are_stamped(tmp_path):
         "old": record(resumed_from="step-00000030"),
     }.items():
         run = read_run(write_run(tmp_path / name, values), name=name)
-        assert segment_stamps([run]) == [f"NOT RECORDED: how {name} executed its steps 1 to 30"]
+        assert setup_stamps([run]) == [f"NOT RECORDED: how {name} executed its steps 1 to 30"]
         assert run.machine == "not recorded to step 30, Fixture CPU, 2 cores from step 31"
-        assert machine_stamps([run]) == []
 
 
 def test_the_peak_memory_of_the_last_process_alone_is_unknown(tmp_path):
@@ -304,11 +297,11 @@ def test_zero_plus_plus_for_some_of_the_steps_is_another_training(read, snapshot
     assert judge([mixed, twice]).answer == "yes"
 
 
-def test_the_stamps_are_on_page_console_and_pictures(read, tmp_path):
+def test_the_stamps_are_on_page_and_console_and_among_those_of_pictures(read, tmp_path):
     run = read(strategy="zero2", train_time_sec=60.0, peak_rss_bytes_rank0=2**29)
     stamp = "SEGMENTS DIFFER: b: strategy zero1 to step 30, zero2 from step 31"
     assert stamp in console_summary([run])
-    assert stamp in _warnings([run])
+    assert stamp in setup_stamps([run])
     text = comparison_markdown([run])
     assert f"**{stamp}**" in text
     assert "| b | 1 to 30 | zero1 | 1 CPU device of 1 thread | Fixture CPU, 2 cores | 40.0 | 128 | 1.07 |" in text

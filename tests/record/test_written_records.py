@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from git_repository import commit_all, commit_of, git, write
 
-from dsgpt.record.provenance import SourceChanges, changes_since, git_commit, marked, without_sources
+from dsgpt.record.provenance import SourceChanges, changes_since, git_commit, marked
 from dsgpt.record.schema import RunRecord, StepLog, drop_steps_after, finite, mean, percentile, read_steps
 from dsgpt.training.journal import FileSink
 
@@ -83,17 +83,10 @@ def test_a_value_that_is_not_finite_is_unknown():
     assert finite(value) == {"a": [None, 1.0, [None]], "b": {"c": None}, "d": "nan", "e": 0, "f": None}
 
 
-@pytest.mark.parametrize(
-    ("fraction", "value"), [(0.0, 1.0), (0.2, 1.0), (0.21, 2.0), (0.5, 3.0), (0.95, 5.0), (1.0, 5.0)]
-)
-def test_percentile_by_nearest_rank(fraction, value):
-    assert percentile([5.0, 1.0, 4.0, 2.0, 3.0], fraction) == value
-
-
-def test_an_empty_list_has_no_mean():
-    assert mean([]) is None
-    assert percentile([], 0.5) is None
-    assert mean([1.0, 2.0]) == 1.5
+def test_percentiles_by_nearest_rank_and_means():
+    shares = {0.0: 1.0, 0.2: 1.0, 0.21: 2.0, 0.5: 3.0, 0.95: 5.0, 1.0: 5.0}
+    assert {share: percentile([5.0, 1.0, 4.0, 2.0, 3.0], share) for share in shares} == shares
+    assert (mean([]), percentile([], 0.5), mean([1.0, 2.0])) == (None, None, 1.5)
 
 
 def written(tmp_path: Path, *, inference: dict[str, Any] | None) -> dict[str, Any]:
@@ -106,19 +99,15 @@ def written(tmp_path: Path, *, inference: dict[str, Any] | None) -> dict[str, An
     return json.loads((tmp_path / "training_metrics.json").read_text())
 
 
-def test_both_generations_of_keys(tmp_path):
-    found = written(tmp_path, inference={"new_tokens": 100, "latency_sec": 0.5})
+@pytest.mark.parametrize(("new_tokens", "latency", "speed"), [(100, 0.5, 200.0), (99, None, None), (None, None, None)])
+def test_both_generations_of_keys(tmp_path, new_tokens, latency, speed):
+    """A latency of another length is unknown to older tools."""
+    found = written(tmp_path, inference={"new_tokens": new_tokens, "latency_sec": 0.5} if new_tokens else None)
     assert (found["schema_version"], found["run_id"], found["status"]) == ("2.1", "x", "completed")
     assert (found["train_time_per_epoch"], found["train_loss_per_epoch"]) == ([9.0], [2.0])
     assert found["val_loss_per_epoch"] == [None]
     assert found["train_throughput"] is None
-    assert (found["inference_latency"], found["inference_throughput"]) == (0.5, 200.0)
-
-
-@pytest.mark.parametrize("inference", [None, {"new_tokens": 99, "latency_sec": 0.5}])
-def test_latency_of_another_length_is_unknown_to_older_tools(tmp_path, inference):
-    found = written(tmp_path, inference=inference)
-    assert (found["inference_latency"], found["inference_throughput"]) == (None, None)
+    assert (found["inference_latency"], found["inference_throughput"]) == (latency, speed)
 
 
 def test_lines_that_a_full_disk_refused_are_written_later_and_whole(tmp_path):
@@ -291,8 +280,3 @@ def test_a_record_from_files_that_were_not_committed_is_never_up_to_date(reposit
     (repository / "src" / "new.py").unlink()
     assert changes(repository, dirty).line() == f"not known ({commit[:12]}: files that were not committed took part)"
     assert marked(None, SOURCES, repository=repository) is None
-
-
-def test_the_paragraph_about_sources_can_be_removed_from_a_page():
-    page = "# Title\n\nHead.\n\nSources: some,\nand more.\n\n## Table\n"
-    assert without_sources(page) == "# Title\n\nHead.\n\n## Table\n"

@@ -17,15 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from training_runs import roll_back
+from training_runs import resolved, roll_back
 
 from dsgpt.benchmarks.launch import rank_file
-from dsgpt.checkpoints.training_state import StateReader, write_training_state
+from dsgpt.checkpoints.training_state import StateReader, complete_state, write_shards
 from dsgpt.common.files import write_json_atomic
-from dsgpt.config.options import parse_arguments
-from dsgpt.config.run_config import RunConfig, resolve
+from dsgpt.config.run_config import RunConfig
 from dsgpt.formats.tensor_files import DTYPES
-from dsgpt.machine.device import barrier, bring_up, joined
+from dsgpt.machine.device import barrier, bring_up, gather_objects, joined
 from dsgpt.machine.topology import read_topology
 from dsgpt.model.gpt2 import initial_value, parameter_shapes
 from dsgpt.strategies.base import Strategy, build_strategy
@@ -38,8 +37,8 @@ STEPS = 2
 """Steps of an observed strategy; the first one already changes weights."""
 SAVED = 2
 """The step of a run's first checkpoint."""
-SMALL_FILE_BYTES = {"main": 60_000, "last": 4_000}
-"""``main``: less than the weights take, but more than any other file of the main rank. ``last``: less than a random
+SMALL_FILE_BYTES = {"main": 60_000, "last": 4_000, "beside": 60_000}
+"""``main``, ``beside``: less than a rank's weights take, but more than its other files. ``last``: less than a random
 state takes."""
 
 
@@ -76,16 +75,13 @@ def stepped(config: RunConfig, strategy: Strategy) -> dict[str, Any]:
 def saved_and_loaded(config: RunConfig, strategy: Strategy) -> dict[str, Any]:
     """The most that this rank holds in addition to its part while a checkpoint is written, and while it is loaded."""
     strategy.train_step(training_batches(config, first_step=0), 1)
-    folder, is_main = config.run_dir, config.topology.is_main
+    folder, place = config.run_dir, config.topology
     folder.mkdir(parents=True, exist_ok=True)
     with Held() as saving:
-        write_training_state(
-            folder,
-            strategy.iter_state(),
-            strategy.counters(),
-            shapes=parameter_shapes(config.model),
-            writes=is_main,
-        )
+        part = write_shards(folder, strategy.shards(), rank=place.rank, ranks=place.world_size)
+    parts = gather_objects(part)
+    if place.is_main:
+        complete_state(folder, parts, strategy.counters(), shapes=parameter_shapes(config.model))
     barrier()
     reader = StateReader(folder)
     with Held() as loading:
@@ -169,8 +165,7 @@ def _measure_while_built(held: Held) -> None:
 
 def observed_strategy(flags: list[str], *, then: Callable[[RunConfig, Strategy], dict[str, Any]]) -> dict[str, Any]:
     """Facts of a strategy while it is built and when it starts, and those that ``then`` observes."""
-    options, problems = parse_arguments(flags)
-    config = resolve(options, topology=read_topology(), problems=problems)
+    config = resolved(flags, read_topology())
     device = bring_up(config.device, local_rank=config.topology.local_rank, threads=1)
     topology = config.topology
     place = {"stage": topology.stage, "data": topology.data_rank, "sequence": topology.sequence_rank}
@@ -206,7 +201,7 @@ def full_disk(flags: list[str], *, of: str) -> dict[str, Any]:
 
     Args:
         flags: of ``src/gpt2.py``.
-        of: the ``main`` rank, which writes what it gathers from all, or the ``last``, which writes a random state.
+        of: the ``main`` rank, or the ``last``, when it writes its random state, or ``beside`` when it writes its part.
     """
     topology = read_topology()
     if topology.rank == (0 if of == "main" else topology.world_size - 1):
@@ -222,6 +217,7 @@ OBSERVATIONS: dict[str, Callable[[list[str]], dict[str, Any]]] = {
     "run": command_run,
     "full disk of main": partial(full_disk, of="main"),
     "full disk of last": partial(full_disk, of="last"),
+    "full disk of beside": partial(full_disk, of="beside"),
 }
 
 

@@ -14,13 +14,11 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from forked_ranks import run_script
 from small_run import RECIPE, command_line, write_data, write_recipe
 from torch import nn
-from training_runs import SHAPE, data_flags, finished, write_optimizer_recipe
+from training_runs import SHAPE, data_flags, finished, resolved, write_optimizer_recipe
 
-from dsgpt.config.options import parse_arguments
-from dsgpt.config.run_config import RunConfig, resolve
+from dsgpt.config.run_config import RunConfig
 from dsgpt.machine.topology import ParallelSizes, Topology, read_topology
 from dsgpt.strategies.deepspeed import state as tensor_layout
-from dsgpt.strategies.deepspeed import tensor as tensor_reduction
 from dsgpt.strategies.deepspeed import zero
 from dsgpt.strategies.deepspeed.zero import Zero
 
@@ -205,14 +203,14 @@ LAYOUTS = {"contiguous": torch.ones(3, 4), "transposed": torch.ones(4, 3).t()}
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_sums_of_any_layout(peers, layout):
-    ours = (tensor_reduction.ContiguousColumnParallel, tensor_reduction.ContiguousRowParallel)
+    ours = (zero.ContiguousColumnParallel, zero.ContiguousRowParallel)
     for total in sums(*ours, LAYOUTS[layout]):
         assert (total == PEERS).all()
 
 
 def test_deepspeeds_own_classes_lose_sums_that_are_not_contiguous(peers):
     """If this fails, DeepSpeed is fixed, and our classes can be removed."""
-    for total in sums(tensor_reduction._COLUMN, tensor_reduction._ROW, LAYOUTS["transposed"]):
+    for total in sums(zero._COLUMN, zero._ROW, LAYOUTS["transposed"]):
         assert (total == 1).all()
 
 
@@ -220,9 +218,9 @@ def test_deepspeeds_layers_use_our_classes(monkeypatch):
     for name in ("ColumnParallel", "RowParallel"):
         monkeypatch.setattr(layers, name, getattr(layers, name))  # put back afterwards
     for _ in range(2):
-        tensor_reduction.reduce_contiguous()
-        assert layers.ColumnParallel is tensor_reduction.ContiguousColumnParallel
-        assert layers.RowParallel is tensor_reduction.ContiguousRowParallel
+        zero.reduce_contiguous()
+        assert layers.ColumnParallel is zero.ContiguousColumnParallel
+        assert layers.RowParallel is zero.ContiguousRowParallel
 
 
 @pytest.mark.parametrize("name", [f"blocks.0.{name}" for name in tensor_layout.SPLIT])
@@ -245,9 +243,8 @@ def test_a_parameter_that_every_rank_holds_whole_is_not_joined():
 
 def config_of(folder, *, tensor: int) -> RunConfig:
     write_recipe(write_data(folder) / "recipe.json", RECIPE, tensor_parallel={"autotp_size": tensor})
-    options, problems = parse_arguments(command_line(folder, run_type="optimized"))
     topology = Topology(rank=0, local_rank=0, world_size=2, local_world_size=2, launcher="deepspeed")
-    config = resolve(options, topology=topology, problems=problems)
+    config = resolved(command_line(folder, run_type="optimized"), topology)
     return replace(config, topology=topology.split(ParallelSizes(tensor=tensor)))
 
 
@@ -266,13 +263,12 @@ def test_weights_that_are_still_being_gathered_are_left_out():
     strategy = object.__new__(Zero)
     strategy._topology = read_topology({})
     strategy._parameters = {}
-    for name, status in (("kept", ZeroParamStatus.AVAILABLE), ("coming", ZeroParamStatus.INFLIGHT)):
-        strategy._parameters[name] = nn.Parameter(torch.ones(3))
-        strategy._parameters[name].ds_shape, strategy._parameters[name].ds_status = torch.Size([3]), status
-    strategy._parameters["split"] = nn.Parameter(torch.empty(0))
-    strategy._parameters["split"].ds_shape, strategy._parameters["split"].ds_status = (
-        torch.Size([3]),
-        ZeroParamStatus.NOT_AVAILABLE,
-    )
+    for name, elements, status in (
+        ("kept", 3, ZeroParamStatus.AVAILABLE),
+        ("coming", 3, ZeroParamStatus.INFLIGHT),
+        ("split", 0, ZeroParamStatus.NOT_AVAILABLE),
+    ):
+        parameter = strategy._parameters[name] = nn.Parameter(torch.ones(elements))
+        parameter.ds_shape, parameter.ds_status = torch.Size([3]), status
     strategy._parameters["plain"] = nn.Parameter(torch.ones(3))
     assert [name for name, _ in strategy.replicated_weights()] == ["kept", "plain"]

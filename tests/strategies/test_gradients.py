@@ -2,16 +2,16 @@
 
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from small_run import command_line, write_data, write_inputs, write_recipe
 from step_counts import Counts
 from torch.utils._python_dispatch import TorchDispatchMode
+from training_runs import resolved
 
-from dsgpt.config.options import parse_arguments
-from dsgpt.config.run_config import RunConfig, resolve
-from dsgpt.machine.topology import read_topology
+from dsgpt.config.run_config import RunConfig
 from dsgpt.strategies.base import build_strategy
 from dsgpt.strategies.deepspeed.engine import take_norms_of_blocks
 from dsgpt.strategies.deepspeed.zero import _build_whole, spare_passes
@@ -143,8 +143,7 @@ class OnMeta(TorchDispatchMode):
 
 def test_no_fp32_copy_of_the_model_is_made_on_the_device(tmp_path):
     """``meta`` stands for a GPU. An fp32 copy there would be twice what ZeRO with offload needs of it later."""
-    options, problems = parse_arguments(command_line(write_inputs(tmp_path), precision="bf16"))
-    config = resolve(options, topology=read_topology(), problems=problems)
+    config = resolved(command_line(write_inputs(tmp_path), precision="bf16"))
     with OnMeta() as made:
         _build_whole(config, torch.device("meta"))
     assert made.seen == {torch.bfloat16}
@@ -158,30 +157,28 @@ ROWS = 320
 """Of the embedding: the vocabulary in multiples of 64."""
 
 
-def configured(folder: Path, *words: str) -> RunConfig:
-    write_data(folder)
-    recipe = write_recipe(folder / "recipe.json", train_batch_size=2 * BATCH)
-    shape = f"--num_layers {DEPTH} --num_heads 2 --embedding_size {WIDTH} --max_position_embeddings {POSITIONS}"
-    files = f"--train_data_path {folder}/train.bin --val_data_path {folder}/val.bin --checkpoint_path {folder}/run"
-    work = f"--deepspeed_config {recipe} --grad_accum_steps 2 --device cpu --run_type baseline"
-    options, problems = parse_arguments([*f"{shape} {files} {work}".split(), *words])
-    return resolve(options, topology=read_topology({}), problems=problems)
+def configured(folder: Path, **changes: Any) -> RunConfig:
+    write_recipe(write_data(folder) / "recipe.json", train_batch_size=2 * BATCH)
+    shape = {"num_layers": DEPTH, "embedding_size": WIDTH, "max_position_embeddings": POSITIONS}
+    return resolved(command_line(folder, **shape, grad_accum_steps=2, **changes))
 
 
 @pytest.fixture
 def second_step(tmp_path):
-    """A function that counts the second step of a run with more flags; the first one makes the optimizer's state."""
+    """A function that counts the second step of a run in a precision; the first one makes the optimizer's state."""
 
-    def count(*words: str) -> tuple[Counts, TorchStrategy]:
-        config = configured(tmp_path, *words)
+    def count(precision: str) -> Counts:
+        config = configured(tmp_path, precision=precision)
         strategy, batches = build_strategy(config, torch.device("cpu")), training_batches(config, first_step=0)
-        assert isinstance(strategy, TorchStrategy)
         strategy.train_step(batches, 1)
         with Counts() as counts:
             strategy.train_step(batches, 2)
-        return counts, strategy
+        return counts
 
     return count
+
+
+in_both = pytest.mark.parametrize("precision", ["fp32", "bf16"])
 
 
 def forward_flops() -> int:
@@ -191,10 +188,10 @@ def forward_flops() -> int:
     return blocks + 2 * tokens * WIDTH * VOCABULARY
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@in_both
 def test_no_product_is_computed_twice(second_step, precision):
     """Three products of the forward pass's size for each of two micro batches, and nothing else but attention."""
-    counts, _ = second_step("--precision", precision)
+    counts = second_step(precision)
     attention = 2 * 2 * BATCH * LENGTH * LENGTH * WIDTH * DEPTH
     products = counts.flops_of("mm", "addmm", "_addmm_activation", "bmm")
     assert products == 2 * 3 * forward_flops()
@@ -203,35 +200,34 @@ def test_no_product_is_computed_twice(second_step, precision):
 
 def test_the_loss_of_a_small_micro_batch_is_one_chunk(second_step):
     """Each further chunk would pass over the gradient of the whole head again."""
-    counts, _ = second_step("--precision", "fp32")
+    counts = second_step("fp32")
     assert counts.calls["_log_softmax"] == 2  # micro batches
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@in_both
 def test_the_optimizer_is_one_call_for_each_group(second_step, precision):
-    counts, _ = second_step("--precision", precision)
+    counts = second_step(precision)
     assert counts.calls["_fused_adamw_"] == 2
     assert not counts.calls["addcdiv_"] + counts.calls["_foreach_addcdiv_"]
 
 
 def test_weights_and_gradients_are_copied_as_lists(second_step):
     """In bf16, one call gathers the gradients of each micro batch, and one publishes the weights."""
-    counts, _ = second_step("--precision", "bf16")
+    counts = second_step("bf16")
     assert counts.calls["_foreach_copy_"] == 2
     assert counts.calls["_foreach_add_"] - counts.calls["_fused_adamw_"] == 1  # the optimizer counts its own steps
 
 
 def test_fp32_has_no_copy_of_the_embedding(second_step):
     """New tensors of the embedding's size: the gradients of its two uses and their sum, in each micro batch."""
-    counts, _ = second_step("--precision", "fp32")
+    counts = second_step("fp32")
     assert counts.new_of(ROWS * WIDTH) <= 2 * 3
 
 
-@pytest.mark.parametrize(("precision", "reads"), [("fp32", 2), ("bf16", 2)])
-def test_the_host_reads_one_value_of_a_micro_batch(second_step, precision, reads):
+@in_both
+def test_the_host_reads_one_value_of_a_micro_batch(second_step, precision):
     """On a CPU the factor of the loss; on a GPU, where it would wait, none (``linear_cross_entropy``)."""
-    counts, _ = second_step("--precision", precision)
-    assert counts.calls["_local_scalar_dense"] <= reads
+    assert second_step(precision).calls["_local_scalar_dense"] <= 2
 
 
 def test_a_compiled_model_has_no_graph_break(tmp_path, monkeypatch):

@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from forked_ranks import launches_fork
-from safetensors.torch import load_file
 from small_run import REPOSITORY
-from training_runs import data_flags, read_lines, roll_back
+from training_runs import data_flags, read_lines, roll_back, weights_of
 
 from dsgpt.benchmarks.cells import STRATEGIES, Cell, Corpus, write_recipe
 from dsgpt.benchmarks.launch import IMPORTS, Assignment, Launch, read_ranks, run_job
+from dsgpt.checkpoints.training_state import StateReader
 from dsgpt.common.errors import EXIT_NOT_SAVED
 from dsgpt.machine.probe import compiler, libaio_problem
 from dsgpt.training.command import train
@@ -103,14 +103,15 @@ def _changed(*names: str) -> Iterator[tuple[str, Observation]]:
 
 
 def _full_disks(*names: str, of: str) -> dict[str, Observation]:
-    flags, what = (*RUN, "--on_save_failure", "stop"), f"full disk of {of}"
+    """In ``of`` "beside" a thread of the last rank fails, while training continues."""
+    mode, what = "async" if of == "beside" else "sync", f"full disk of {of}"
+    flags = (*RUN, "--on_save_failure", "stop", "--save_mode", mode)
     return {f"{what} {name}": Observation(what=what, strategy=name, flags=flags) for name in names}
 
 
 SPLIT = ("tensor2-zero1", "sequence2-zero1", "pipeline2-zero1")
 NVME = () if NO_LIBAIO else ("zero3-nvme",)
-DEEP = ("zero3-offload", *NVME, "fsdp")
-START_FP32 = ("zero0", "zero1", "zero2-offload")
+START_FP32 = ("zero0", "zero2-offload")
 START_BF16 = ("zero0", "zero1", "zero3", *NVME, *SPLIT)
 SPLIT_STATE = ("zero1", "zero3", *NVME, "fsdp", "tensor2-zero1", "pipeline2-zero1")
 RESUMED = (*SPLIT, "zero2-offload", "zero3-offload", *NVME)
@@ -127,7 +128,7 @@ CELLS: dict[int, dict[str, Observation]] = {
     2: {
         **_starts(*START_FP32, flags=("--precision", "fp32")),
         **_starts(*START_BF16, flags=("--precision", "bf16")),
-        **_starts(*DEEP, flags=LAYERS),
+        **_starts("zero3-offload", flags=LAYERS),
         **_steps("zero3", *SPLIT),
         **_checkpoints(*SPLIT_STATE),
         **dict(_runs(*RESUMED)),
@@ -136,6 +137,7 @@ CELLS: dict[int, dict[str, Observation]] = {
         **dict(_changed(*CHANGED_STRATEGIES)),
         **_full_disks(*FULL_DISK, of="main"),
         **_full_disks(*FULL_DISK[:1], of="last"),
+        **_full_disks(*FULL_DISK[:1], of="beside"),
     },
     4: {**_steps(*SPLIT), **dict(_runs(SUMMED_BY_MANY))},
     8: {**_steps(THREE_D), **dict(_runs(THREE_D))},
@@ -240,7 +242,8 @@ def seen(request, tmp_path_factory, corpus):
 
 
 BUILT_IN_PARTS = [
-    *((Asked(2, f"start {name} {LAYERS[-1]}"), 2) for name in DEEP),
+    (Asked(2, f"start zero3-offload {LAYERS[-1]}"), 2),
+    *((Asked(2, f"checkpoint {name}"), 2) for name in (*NVME, "fsdp")),
     (Asked(2, "steps zero3"), 2),
     (Asked(2, "steps pipeline2-zero1"), 2),
     (Asked(4, "steps pipeline2-zero1"), 2),
@@ -248,6 +251,7 @@ BUILT_IN_PARTS = [
 ]
 START_CASES = [
     *(Asked(2, f"start {name} fp32") for name in START_FP32),
+    Asked(2, "checkpoint zero1"),
     *(Asked(2, f"start {name} bf16") for name in START_BF16),
     *(Asked(ranks, f"steps {name}") for ranks in (2, 4) for name in ("tensor2-zero1", "sequence2-zero1")),
     *(cell for cell, _ in BUILT_IN_PARTS),
@@ -370,7 +374,7 @@ def test_the_loss_is_the_mean_over_what_ranks_read(seen, cell):
 # Resumed runs are equal bit for bit, follow a new recipe if one is given, and stop on a full disk.
 
 
-LAST = Path("step-00000004") / "model.safetensors"
+LAST = "step-00000004"
 
 
 def steps(run: Path) -> list[tuple[int, float, float, float]]:
@@ -393,17 +397,19 @@ def test_a_killed_run_with_dropout_resumes_bit_for_bit(seen, cell):
     assert len(steps(straight)) == 4
     assert steps(end.run) == steps(straight)
     assert json.loads((end.run / "training_metrics.json").read_text())["resumed_from"] == "step-00000002"
-    assert (end.run / LAST).read_bytes() == (straight / LAST).read_bytes()
+    ours, theirs = (StateReader(run / LAST) for run in (end.run, straight))
+    for name in theirs.shapes:
+        assert all(one.equal(two) for one, two in zip(ours.state(name)[:3], theirs.state(name)[:3], strict=True)), name
     assert not list(end.run.glob("nvme-swap-*"))
 
 
 @pytest.mark.parametrize("cell", [Asked(2, f"checkpoint {name}") for name in SPLIT_STATE], ids=str)
 def test_no_rank_ever_holds_the_whole_state_of_training(seen, cell):
-    """It writes and reads parameter by parameter. While it reads, it also holds the new moments of its part."""
+    """It writes what it has, without a copy. While it reads, it holds a parameter, and the new moments of its part."""
     for facts in seen(cell).ranks:
         whole, largest = facts["whole"], facts["largest"]
         assert facts["moments"]
-        assert largest <= facts["most_while_saved"] <= 6 * largest < whole
+        assert facts["most_while_saved"] <= 10 < largest  # the lowest and the highest weight
         assert largest <= facts["most_while_loaded"] <= 2 * whole / cell.ranks + 6 * largest < 2 * whole
 
 
@@ -428,8 +434,8 @@ def test_a_resumed_run_uses_the_new_recipes_settings(seen, baselines, cell):
     """Betas, weight decay and clipping of the new recipe act under every strategy, as under plain PyTorch."""
     end = seen(cell)
     assert [facts["exit"] for facts in end.ranks] == [0, 0]
-    expected, other = (load_file(baselines[name] / LAST) for name in ("changed", "before"))
-    for name, value in load_file(end.run / LAST).items():
+    expected, other = (weights_of(baselines[name] / LAST) for name in ("changed", "before"))
+    for name, value in weights_of(end.run / LAST).items():
         off = torch.linalg.vector_norm(value - expected[name]) / torch.linalg.vector_norm(expected[name])
         assert off <= 1e-3, name
     for one, two in zip(steps(baselines["changed"]), steps(end.run), strict=True):
@@ -439,7 +445,10 @@ def test_a_resumed_run_uses_the_new_recipes_settings(seen, baselines, cell):
     )
 
 
-FULL = [*((f"full disk of main {name}", 0) for name in FULL_DISK), (f"full disk of last {FULL_DISK[0]}", 1)]
+FULL = [
+    *((f"full disk of main {name}", 0) for name in FULL_DISK),
+    *((f"full disk of {of} {FULL_DISK[0]}", 1) for of in ("last", "beside")),
+]
 
 
 @pytest.mark.parametrize(("cell", "who"), [(Asked(2, name), who) for name, who in FULL], ids=str)

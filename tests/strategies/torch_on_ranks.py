@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
+from training_runs import resolved
 
-from dsgpt.config.options import parse_arguments
 from dsgpt.config.recipe_blocks import ActivationCheckpointing, DdpRecipe, Fp16, FsdpRecipe, TorchStrategies
-from dsgpt.config.run_config import RunConfig, resolve
+from dsgpt.config.run_config import RunConfig
 from dsgpt.machine.device import gather_objects, joined
 from dsgpt.machine.launcher import exit_rank
 from dsgpt.machine.topology import Topology, read_topology
@@ -48,8 +48,7 @@ WAYS: dict[str, dict[str, dict[str, Any]]] = {
 
 
 def configured(run_type: str, flags: list[str], topology: Topology, *, precision: str = "fp32", **recipe) -> RunConfig:
-    options, problems = parse_arguments(["--run_type", run_type, *flags])
-    config = resolve(options, topology=topology, problems=problems)
+    config = resolved(["--run_type", run_type, *flags], topology)
     return replace(config, precision=precision, recipe=replace(config.recipe, **recipe))
 
 

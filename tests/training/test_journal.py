@@ -41,10 +41,8 @@ from dsgpt.training.trainer import Trainer
 
 @pytest.mark.parametrize("where", ["train_step", "save_checkpoint"])
 def test_a_killed_run_leaves_its_record(finished_run, tmp_path, monkeypatch, where):
-    if where == "train_step":
-        monkeypatch.setattr(Trainer, "fit", Killed.now)
-    else:
-        monkeypatch.setattr(checkpoint_module, "try_to_write", Killed.now)
+    owner, name = (Trainer, "fit") if where == "train_step" else (checkpoint_module, "try_to_write")
+    monkeypatch.setattr(owner, name, Killed.now)
     monkeypatch.setattr(Journal, "end_early", lambda self, status: None)  # as after a kill
     with pytest.raises(Killed):
         train_here(command_line(finished_run, **LONG, checkpoint_path=tmp_path / "run"))
@@ -77,12 +75,9 @@ def test_an_interrupt_keeps_the_steps(finished_run, tmp_path, monkeypatch):
     monkeypatch.setattr(Journal, "step_done", step_done)
     flags = LONG | {"save_every": 0, "eval_every": 0}
     assert train_here(command_line(finished_run, **flags, checkpoint_path=tmp_path / "run")) == 130
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == [1, 2, 3]
-    assert (read_record(tmp_path / "run")["status"], read_record(tmp_path / "run")["summary"]["optimizer_steps"]) == (
-        "interrupted",
-        3,
-    )
+    assert [line["step"] for line in read_lines(tmp_path / "run")] == [1, 2, 3]
+    found = read_record(tmp_path / "run")
+    assert (found["status"], found["summary"]["optimizer_steps"]) == ("interrupted", 3)
 
 
 def test_peak_memory_is_of_training(finished_run, tmp_path, monkeypatch):
@@ -137,20 +132,15 @@ def test_a_training_does_not_fail_over_its_inference_figure(finished_run, tmp_pa
 
 def test_the_log_is_durable_before_the_checkpoint_is_published(finished_run, tmp_path, monkeypatch):
     order: list[str] = []
-    noted(monkeypatch, journal.StepLog, "sync", order)
-    noted(monkeypatch, checkpoint_module.store, "publish", order)
+
+    def note(owner: Any, name: str) -> None:
+        original: Callable[..., Any] = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *args, **values: (order.append(name), original(*args, **values))[1])
+
+    note(journal.StepLog, "sync")
+    note(checkpoint_module.store, "publish")
     assert train_here(command_line(finished_run, checkpoint_path=tmp_path / "run")) == 0
     assert order == ["sync", "publish"]
-
-
-def noted(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, order: list[str]) -> None:
-    original: Callable[..., Any] = getattr(owner, name)
-
-    def call(*args: Any, **values: Any) -> Any:
-        order.append(name)
-        return original(*args, **values)
-
-    monkeypatch.setattr(owner, name, call)
 
 
 # The events that sinks receive from a run, and how it handles their write errors.
@@ -190,9 +180,11 @@ class Tracker(Sink):
 
 def test_a_tracker_is_one_more_sink(finished_run, tmp_path, monkeypatch):
     tracker = Tracker()
-    monkeypatch.setattr(
-        run_module, "open_sinks", lambda *args, **named: with_tracker(journal.open_sinks(*args, **named), tracker)
-    )
+
+    def opened(*args: Any, **named: Any) -> Sinks:
+        return Sinks([*journal.open_sinks(*args, **named)._sinks, tracker])
+
+    monkeypatch.setattr(run_module, "open_sinks", opened)
     assert train_here(command_line(finished_run, **LONG, checkpoint_path=tmp_path / "run")) == 0
     assert tracker.taken == 12
     assert [line["step"] for line in tracker.lines] == list(range(1, 13))
@@ -202,10 +194,6 @@ def test_a_tracker_is_one_more_sink(finished_run, tmp_path, monkeypatch):
     assert set(tracker.statuses[:-1]) == {"running"}
     assert (tracker.syncs, tracker.closed) == (4, True)
     assert read_record(tmp_path / "run")["summary"]["optimizer_steps"] == 12
-
-
-def with_tracker(usual: Sinks, tracker: Tracker) -> Sinks:
-    return Sinks([*usual._sinks, tracker])
 
 
 class Refusing(Sink):
@@ -357,9 +345,9 @@ def test_inference_fits_the_context(run):
     assert record["inference_throughput"] is None
 
 
-def test_inference_of_100_tokens_fills_the_flat_keys(corpus, tmp_path):
-    recipe = write_optimizer_recipe(tmp_path / "recipe.json")
-    finished(train(tmp_path / "run", corpus, recipe, "--max_train_steps", "1", "--max_position_embeddings", "116"))
+def test_inference_of_100_tokens_fills_the_flat_keys(finished_run, tmp_path):
+    flags = {"checkpoint_path": tmp_path / "run", "max_train_steps": 1, "seq_length": 16}
+    assert train_here(command_line(finished_run, **flags, max_position_embeddings=116)) == 0
     record = read_record(tmp_path / "run")
     assert record["inference"]["new_tokens"] == 100
     assert record["inference_latency"] == record["inference"]["latency_sec"]

@@ -9,12 +9,11 @@ from random import Random
 import pytest
 import torch
 from forked_ranks import run_script
-from training_runs import SHAPE, data_flags, finished, write_optimizer_recipe
+from training_runs import SHAPE, data_flags, finished, resolved, write_optimizer_recipe
 
 from dsgpt.common.errors import NonFiniteError
-from dsgpt.config.options import parse_arguments
 from dsgpt.config.recipe_blocks import Fp16, LossScaling, ZeroRecipe
-from dsgpt.config.run_config import RunConfig, resolve
+from dsgpt.config.run_config import RunConfig
 from dsgpt.machine.device import joined
 from dsgpt.machine.launcher import exit_rank
 from dsgpt.machine.topology import Topology, read_topology
@@ -31,8 +30,7 @@ SMALL_SGD = {"type": "SGD", "params": {"lr": 0.3}}
 def configured(corpus, tmp_path, *, precision: str, scaling: LossScaling = DYNAMIC) -> RunConfig:
     recipe = write_optimizer_recipe(tmp_path / "recipe.json")
     flags = ["--run_type", "baseline", *data_flags(corpus), *SHAPE, "--seq_length", "32", "--max_train_steps", "12"]
-    options, problems = parse_arguments([*flags, "--deepspeed_config", str(recipe), "--device", "cpu"])
-    config = resolve(options, topology=read_topology({}), problems=problems)
+    config = resolved([*flags, "--deepspeed_config", recipe, "--device", "cpu"])
     return replace(config, precision=precision, recipe=replace(config.recipe, fp16=Fp16(**asdict(scaling))))
 
 
@@ -138,8 +136,7 @@ def test_a_fixed_scale_that_always_overflows_ends_the_run():
 
 
 def of_stage(flags: list[str], topology: Topology, *, stage: int) -> RunConfig:
-    options, problems = parse_arguments(flags)
-    config = resolve(options, topology=topology, problems=problems)
+    config = resolved(flags, topology)
     raw = {**config.recipe.raw, "zero_optimization": {"stage": stage}}
     return replace(
         config, precision="fp16", recipe=replace(config.recipe, raw=raw, zero_optimization=ZeroRecipe(stage=stage))

@@ -13,7 +13,7 @@ import pytest
 from harmful_tokenizers import bring_code
 from messages import without_paths
 from small_run import command_line, write_inputs
-from training_runs import LONG, Killed, checkpoints, errors, read_record, resume, rewrite
+from training_runs import LONG, Killed, checkpoints, damage, errors, read_record, resume, rewrite
 
 from dsgpt.training import run, saving, trainer
 from dsgpt.training.command import train as train_here
@@ -75,12 +75,15 @@ def test_folders_of_similar_names_are_kept(finished_run, tmp_path, name):
 
 def test_links_are_removed_and_never_followed(finished_run, copied_run, tmp_path):
     copy, outside = copied_run, tmp_path / "outside"
-    shutil.move(copy / "step-00000003", outside)
-    (copy / "step-00000003").symlink_to(outside)
+    outside.mkdir()
+    for name in ("step-00000003", "train.log"):
+        (copy / name).rename(outside / name)
+        (copy / name).symlink_to(outside / name)
     (copy / "step-00000099").symlink_to(tmp_path / "nowhere")
     before = contents(outside)
     assert resume(copy, finished_run, resume=None, overwrite=True, max_train_steps=1) == 0
     assert [path.name for path in copy.glob("step-*")] == ["step-00000001"]
+    assert not (copy / "train.log").is_symlink()
     assert contents(outside) == before
 
 
@@ -134,13 +137,6 @@ def test_nothing_is_written_before_the_strategy_accepts(finished_run, tmp_path, 
     assert not (tmp_path / "run").exists()
 
 
-def test_the_tokenizer_that_made_the_data_is_kept(tmp_path):
-    folder = write_inputs(tmp_path)
-    assert train_here(command_line(folder)) == 0
-    kept = folder / "run" / "step-00000002" / "tokenizer"
-    assert (kept / "tokenizer.json").read_bytes() == (folder / "tokenizer" / "tokenizer.json").read_bytes()
-
-
 # `--resume` removes nothing of a run whose checkpoints are missing, and loads only what the manifest verifies.
 
 
@@ -174,13 +170,6 @@ def test_a_run_without_its_checkpoints_is_refused_and_kept(stopped, finished_run
     assert contents(stopped) == before
     assert resume(stopped, finished_run, resume=None, overwrite=True, max_train_steps=1) == 0
     assert checkpoints(stopped) == [1]
-
-
-def test_a_missing_newest_checkpoint_is_reported(stopped, finished_run, capsys, snapshot):
-    """The run repeats the steps since the newest one that exists."""
-    assert resume(stopped, finished_run) == 0
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if "latest names" in line]
-    assert without_paths(line, stopped) == snapshot
 
 
 def test_a_finished_run_without_its_checkpoints_is_refused_too(copied_run, finished_run, capsys):
@@ -233,10 +222,11 @@ def test_a_checkpoint_that_retention_was_removing_allows_no_fresh_start(stopped,
 
 @pytest.mark.parametrize(
     "name",
-    [b"\xff" * 190, b"x" * 300, b"step-00000009\0", b"../elsewhere", b""],
-    ids=["undecodable", "long", "null byte", "outside", "empty"],
+    [b"\xff" * 190, b"x" * 300, b"step-00000009\0", b"../elsewhere", b"", b"step-00000012\n"],
+    ids=["undecodable", "long", "null byte", "outside", "empty", "missing checkpoint"],
 )
-def test_a_damaged_latest_is_reported_and_ignored(stopped, finished_run, capsys, snapshot, name):
+def test_a_latest_that_names_no_checkpoint_is_reported_and_ignored(stopped, finished_run, capsys, snapshot, name):
+    """The run repeats the steps since the newest checkpoint that exists."""
     (stopped / "latest").write_bytes(name)
     assert resume(stopped, finished_run) == 0
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "latest names" in line]
@@ -276,13 +266,14 @@ def test_a_run_killed_before_its_first_step_starts_fresh(finished_run, tmp_path,
     assert "no checkpoint yet; starting fresh" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("lock", [True, False])
-def test_the_only_checkpoint_is_renamed_back_even_without_a_lock_file(stopped, finished_run, lock):
+@pytest.mark.parametrize("lost", ["", "older checkpoints", "older checkpoints, lock"])
+def test_a_checkpoint_that_was_being_replaced_is_renamed_back(stopped, finished_run, lost):
     """A copied run folder may lack the lock file: a defect once deleted the checkpoint that was being replaced."""
-    for step in (3, 6):
-        shutil.rmtree(stopped / f"step-{step:08d}")
     (stopped / "step-00000009").rename(stopped / ".partial-step-00000009.replaced")
-    if not lock:
+    shutil.copytree(stopped / "step-00000006", stopped / ".partial-step-00000009")
+    for step in (3, 6) if lost else ():
+        shutil.rmtree(stopped / f"step-{step:08d}")
+    if "lock" in lost:
         (stopped / ".lock").unlink()
     assert resume(stopped, finished_run) == 0
     assert read_record(stopped)["resumed_from"] == "step-00000009"
@@ -313,12 +304,18 @@ def forgetting(word: str) -> Callable[[dict], dict]:
     return lambda manifest: {"files": {name: at for name, at in manifest["files"].items() if word not in name}}
 
 
+def known(values: dict) -> dict:
+    """``values`` without the keys whose value is ``...``."""
+    return {key: at for key, at in values.items() if at is not ...}
+
+
 def epoch_with(**values: Any) -> Callable[[dict], dict]:
     """``...`` removes a key."""
-    return lambda state: {"epochs": [{key: at for key, at in (state["epochs"][0] | values).items() if at is not ...}]}
+    return lambda state: {"epochs": [known(state["epochs"][0] | values)]}
 
 
 MANIFEST: dict[str, Callable[[dict], dict]] = {
+    "lose_the_settings": lambda _: {"fixed": ...},
     "forget_all": lambda _: {"files": {}},
     "forget_the_moments": forgetting("optimizer"),  # the file exists and would be read, but could not be verified
     "forget_the_random_state": forgetting("random"),
@@ -337,27 +334,41 @@ STATE: dict[str, Callable[[dict], dict]] = {
     "take_another_step": lambda _: {"step": 8},
 }
 """Changes of ``run_state.json``, whose hash in the manifest is right."""
+FILES: dict[str, Callable[[Path], object]] = {
+    "lose_a_file": lambda checkpoint: (checkpoint / "optimizer.safetensors").unlink(),
+    "cut_a_file": lambda checkpoint: (checkpoint / "model.safetensors").write_bytes(b"..."),
+    "flip_a_bit": lambda checkpoint: damage(checkpoint / "optimizer.safetensors"),
+    "lose_the_manifest": lambda checkpoint: (checkpoint / "manifest.json").unlink(),
+    "nest_deeply": lambda checkpoint: (checkpoint / "manifest.json").write_text("[" * 200_000),
+    "garble_the_state": lambda checkpoint: rewrite(checkpoint, checkpoint / "run_state.json", b'{"step": 9}'),
+    "empty_the_random_state": lambda checkpoint: rewrite(
+        checkpoint, checkpoint / "random-00000.safetensors", b"\x02\0\0\0\0\0\0\0{}"
+    ),
+}
 
 
-def forge(checkpoint: Path, forgery: str) -> None:
-    file = checkpoint / ("manifest.json" if forgery in MANIFEST else "run_state.json")
-    if forgery == "nest_deeply":
-        (checkpoint / "manifest.json").write_text("[" * 200_000)
-    elif forgery == "empty_the_random_state":
-        rewrite(checkpoint, checkpoint / "random-00000.safetensors", b"\x02\0\0\0\0\0\0\0{}")
-    else:
-        values = json.loads(file.read_text())
-        data = json.dumps(values | (MANIFEST | STATE)[forgery](values))
-        file.write_text(data) if forgery in MANIFEST else rewrite(checkpoint, file, data.encode())
+def do_harm(checkpoint: Path, harm: str) -> None:
+    if harm in FILES:
+        FILES[harm](checkpoint)
+        return
+    file = checkpoint / ("manifest.json" if harm in MANIFEST else "run_state.json")
+    values = json.loads(file.read_text())
+    data = json.dumps(known(values | (MANIFEST | STATE)[harm](values)))
+    file.write_text(data) if harm in MANIFEST else rewrite(checkpoint, file, data.encode())
 
 
-@pytest.mark.parametrize("forgery", [*MANIFEST, *STATE, "nest_deeply", "empty_the_random_state"])
-def test_what_the_manifest_cannot_verify_is_not_loaded(stopped, finished_run, capsys, snapshot, forgery):
-    forge(stopped / "step-00000009", forgery)
+@pytest.mark.parametrize("harm", [*FILES, *MANIFEST, *STATE])
+def test_the_checkpoint_before_a_damaged_one_is_resumed(stopped, finished_run, capsys, snapshot, harm):
+    """What the manifest cannot verify is not loaded either."""
+    do_harm(stopped / "step-00000009", harm)
     assert resume(stopped, finished_run) == 0
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if "is refused" in line]
+    lines = capsys.readouterr().out.splitlines()
+    (line,) = [line for line in lines if "is refused" in line]
     assert without_paths(line, stopped) == snapshot
+    assert f"resuming from {stopped / 'step-00000006'}" in lines
     assert read_record(stopped)["resumed_from"] == "step-00000006"
+    assert (stopped / "step-00000009.damaged").is_dir()
+    assert checkpoints(stopped) == [3, 6, 9, 12]
 
 
 def test_a_damaged_record_is_reported_and_loses_the_earlier_saves(stopped, finished_run, capsys, snapshot):
@@ -396,6 +407,8 @@ def test_only_known_files_of_a_tokenizer_are_kept(folder):
     (folder / "tokenizer" / "deep").mkdir()
     (folder / "tokenizer" / "chat_template.jinja").write_text("{{ text }}")
     assert kept(folder) == {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
+    copy = folder / "run" / "step-00000001" / "tokenizer" / "tokenizer.json"
+    assert copy.read_bytes() == (folder / "tokenizer" / "tokenizer.json").read_bytes()
 
 
 @pytest.mark.parametrize("linked", ["tokenizer", "tokenizer/tokenizer.json", "tokenizer/vocab.json"])
@@ -441,16 +454,6 @@ def test_a_run_with_a_linked_checkpoint_is_not_resumed(finished_run, stopped, tm
     (line,) = errors(capsys)
     assert "step-00000009 is a link" in line
     assert checkpoints(stopped) == before
-
-
-def test_overwriting_replaces_links(finished_run, copied_run, tmp_path):
-    outside = tmp_path / "outside"
-    (copied_run / "train.log").rename(outside)
-    before = outside.read_bytes()
-    (copied_run / "train.log").symlink_to(outside)
-    assert resume(copied_run, finished_run, resume=None, overwrite=True, max_train_steps=1) == 0
-    assert outside.read_bytes() == before
-    assert not (copied_run / "train.log").is_symlink()
 
 
 @pytest.mark.parametrize("flags", [{}, {"dry_run": True}])

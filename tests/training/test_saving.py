@@ -58,19 +58,19 @@ def trained(finished_run: Path, run_dir: Path, **flags: Any) -> int:
 def test_a_checkpoint_is_of_its_step_however_late_it_is_written(finished_run, tmp_path, monkeypatch, capsys):
     """The one of step 3 is not written before step 5 was taken; the next save waits for it."""
     taken = threading.Event()
-    original_step, original_write = Journal.step_done, checkpoint.write_training_state
+    original_step, original_write = Journal.step_done, checkpoint.write_shards
 
     def step_done(self: Journal, *args: Any, step: int, **values: Any) -> None:
         original_step(self, *args, step=step, **values)
         if step == 5:
             taken.set()
 
-    def write(*args: Any, **values: Any) -> list[str]:
+    def write(*args: Any, **values: Any) -> Any:
         assert taken.wait(60)
         return original_write(*args, **values)
 
     monkeypatch.setattr(Journal, "step_done", step_done)
-    monkeypatch.setattr(checkpoint, "write_training_state", write)
+    monkeypatch.setattr(checkpoint, "write_shards", write)
     assert trained(finished_run, tmp_path / "run") == 0
     assert checkpoints(tmp_path / "run") == [3, 6, 9, 12]
     for step in (3, 6, 9, 12):
@@ -155,9 +155,9 @@ def test_memory_that_cannot_be_allocated_is_a_failed_save(finished_run, tmp_path
 
 def test_a_run_that_fails_completes_its_last_checkpoint(finished_run, tmp_path, monkeypatch):
     """A run that an error ends does not lose a checkpoint that is nearly written."""
-    original, failing = checkpoint.write_training_state, threading.Event()
+    original, failing = checkpoint.write_shards, threading.Event()
 
-    def write(*args: Any, **values: Any) -> list[str]:
+    def write(*args: Any, **values: Any) -> Any:
         assert failing.wait(60)
         return original(*args, **values)
 
@@ -166,7 +166,7 @@ def test_a_run_that_fails_completes_its_last_checkpoint(finished_run, tmp_path, 
             failing.set()
             raise RuntimeError("a fault")
 
-    monkeypatch.setattr(checkpoint, "write_training_state", write)
+    monkeypatch.setattr(checkpoint, "write_shards", write)
     monkeypatch.setattr(Journal, "step_done", step_done)
     with pytest.raises(RuntimeError, match="a fault"):
         trained(finished_run, tmp_path / "run")
@@ -175,19 +175,19 @@ def test_a_run_that_fails_completes_its_last_checkpoint(finished_run, tmp_path, 
 
 
 def test_a_run_that_fails_reports_an_earlier_failed_save(finished_run, tmp_path, monkeypatch, capsys):
-    def write(*args: Any, **values: Any) -> list[str]:
+    def write(*args: Any, **values: Any) -> Any:
         raise OSError(28, "No space left on device")
 
     def step_done(self: Journal, *args: Any, step: int, **values: Any) -> None:
         if step == 4:
             raise RuntimeError("a fault")
 
-    monkeypatch.setattr(checkpoint, "write_training_state", write)
+    monkeypatch.setattr(checkpoint, "write_shards", write)
     monkeypatch.setattr(Journal, "step_done", step_done)
     with pytest.raises(RuntimeError, match="a fault"):
         trained(finished_run, tmp_path / "run")
     assert (
-        "step      3/12  not saved: No space left on device; earlier checkpoints are untouched"
+        "step      3/12  not saved: rank 0: No space left on device; earlier checkpoints are untouched"
         in capsys.readouterr().out
     )
     assert read_record(tmp_path / "run")["summary"]["failed_saves"] == 1

@@ -12,11 +12,8 @@ from typing import Any, NamedTuple
 
 import pytest
 from small_run import command_line
-from training_runs import LONG, errors, read_record, resume, stop_after_9
+from training_runs import LONG, errors, read_record, resolved, resume, stop_after_9
 
-from dsgpt.config.options import parse_arguments
-from dsgpt.config.run_config import resolve
-from dsgpt.machine.topology import read_topology
 from dsgpt.training.command import train as train_here
 from dsgpt.training.trackers import COLUMNS, CsvTracker, Row, open_trackers, row_of
 
@@ -328,8 +325,7 @@ def test_links_are_refused(stopped, finished_run, tmp_path, capsys, name):
 
 
 def test_only_the_main_rank_tracks(finished_run, tmp_path):
-    options, problems = parse_arguments(command_line(finished_run, checkpoint_path=tmp_path, track="csv"))
-    config = resolve(options, topology=read_topology(), problems=problems)
+    config = resolved(command_line(finished_run, checkpoint_path=tmp_path, track="csv"))
     other = replace(config, topology=replace(config.topology, rank=1, world_size=2))
     assert not open_trackers(other, description={"run_id": "0"}, done=0)
     assert not list(tmp_path.iterdir())

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -58,14 +58,6 @@ TRAINING = {
     "optimizer": {"type": "AdamW", "params": {"lr": LR, "betas": [0.9, 0.95], "weight_decay": 0.1}},
     "gradient_clipping": 1.0,
 }
-
-
-class Trainer(Protocol):
-    """Takes optimizer steps."""
-
-    def step(self) -> Tensor:
-        """One step; returns its loss, which may still be on its way."""
-        ...
 
 
 class OwnTrainer:
@@ -108,6 +100,7 @@ class OwnTrainer:
         self._step = 0
 
     def step(self) -> Tensor:
+        """One step; returns its loss, which may still be on its way."""
         self._step += 1
         return self._strategy.train_step(self._batches, self._step).loss
 
@@ -270,23 +263,14 @@ def main() -> None:
         print(job["mark"] + json.dumps(values), flush=True)
 
     if "defaults" in job:
-        defaults = Defaults(**job["defaults"])
-        curve = train_nanogpt(
-            work,
-            defaults,
-            steps=job["steps"],
-            validate_every=job["validate_every"],
-            tokens=tokens,
-            val=Path(job["val"]),
-            windows=job["windows"],
-            peer=Path(job["peer"]),
-        )
-        answer({"curve": curve})
+        numbers = {key: job[key] for key in ("steps", "validate_every", "windows")}
+        files: dict[str, Any] = {"tokens": tokens, "val": Path(job["val"]), "peer": peer}
+        answer({"curve": train_nanogpt(work, Defaults(**job["defaults"]), **numbers, **files)})
         return
     if job["keeps_memory"]:
         keep_freed_memory()
     torch.manual_seed(0)
-    trainer: Trainer
+    trainer: PeerLoop | OwnTrainer
     if job["kind"] in PEERS:
         trainer = open_loop(job["kind"], work, tokens=tokens, peer=peer)
     else:
@@ -382,12 +366,16 @@ def _seconds(call: Callable[[], object], device: str) -> float:
     call()
     shortest, started = float("inf"), time.perf_counter()
     while time.perf_counter() - started < SECONDS:
-        begun = time.perf_counter()
-        call()
-        if device == "cuda":
-            torch.cuda.synchronize()
-        shortest = min(shortest, time.perf_counter() - begun)
+        shortest = min(shortest, _timed(call, device))
     return shortest
+
+
+def _timed(call: Callable[[], object], device: str) -> float:
+    started = time.perf_counter()
+    call()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - started
 
 
 # Generators, their rounds, and what rounded weights lose.
@@ -516,13 +504,13 @@ def measure_decoding(row: DecodingRow, *, rounds: int, device: torch.device, che
     # The product of a matrix of as many bytes and a vector is the fastest way here to read memory once. The matrix is
     # in huge pages, like those of our weights whose layout is PyTorch's.
     matrix = HugePages().copy(torch.ones((max(1, size // 4 // _COLUMNS), _COLUMNS), device=device))
-    read = (matrix, torch.ones(_COLUMNS, device=device))
+    read = partial(torch.mv, matrix, torch.ones(_COLUMNS, device=device))
     for generate in generators.values():
         generate(prompts)
     turns: dict[str, list[Any]] = contest(
         {
             **{kind: partial(generate, prompts) for kind, generate in generators.items()},
-            "floor": lambda: min(_timed(read, device) for _ in range(READS)),
+            "floor": lambda: min(_timed(read, device.type) for _ in range(READS)),
         },
         rounds=rounds,
     )
@@ -556,14 +544,6 @@ def bytes_read(model: GPT2, *, quantize: str = "none") -> int:
     return sum(
         weight.numel() + len(weight) * weight.element_size() if weight.dim() == 2 else weight.nbytes for weight in read
     )
-
-
-def _timed(read: tuple[Tensor, Tensor], device: torch.device) -> float:
-    started = time.perf_counter()
-    torch.mv(*read)
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - started
 
 
 if __name__ == "__main__":

@@ -6,19 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dsgpt.benchmarks.frame import (
-    NANOGPT,
-    Record,
-    Suite,
-    SuiteOptions,
-    device_flag,
-    judged,
-    only_flag,
-    peers_flag,
-    read_peers,
-    selected,
-    span_words,
-)
+from dsgpt.benchmarks import frame
 from dsgpt.common.command_line import POSITIVE, choice, flag
 from dsgpt.common.errors import UserError
 from dsgpt.common.text import machine_words, table
@@ -66,7 +54,7 @@ class DecodingRow:
 
     def contenders(self, *, nanogpt: bool) -> list[str]:
         """Who takes part. NanoGPT reads all tokens again for each new one, so it takes part at batch 1 only."""
-        return [OURS, HUGGING_FACE, *([NANOGPT] if nanogpt and self.batch_size == 1 else [])]
+        return [OURS, HUGGING_FACE, *([frame.NANOGPT] if nanogpt and self.batch_size == 1 else [])]
 
 
 def rows(model_size: str) -> list[DecodingRow]:
@@ -81,7 +69,7 @@ def rows(model_size: str) -> list[DecodingRow]:
 Figures = Mapping[str, Any]
 
 
-def decoding_page(record: Record, *, source: str) -> str:
+def decoding_page(record: frame.Record, *, source: str) -> str:
     """The page.
 
     Args:
@@ -120,7 +108,7 @@ Commit `{record["git_commit"]}`, {record["timestamp_utc"]}."""
     )
 
 
-def _huge_pages(record: Record) -> str:
+def _huge_pages(record: frame.Record) -> str:
     setting = record.get("huge_pages")
     if record["hardware"]["device"] != "cpu" or setting not in ("always", "madvise"):
         return "Nothing here asks for huge pages, or the system gives none."
@@ -131,7 +119,7 @@ def _huge_pages(record: Record) -> str:
     )
 
 
-def _losses(record: Record) -> list[str]:
+def _losses(record: frame.Record) -> list[str]:
     """The section about rounded weights, if they were measured."""
     losses = record["losses"]
     if losses is None:
@@ -154,7 +142,7 @@ def _losses(record: Record) -> list[str]:
     return [f"\n## What rounded weights lose\n\n{text}\n\n{table(header, rows)}"]
 
 
-def summary_lines(record: Record) -> list[str]:
+def summary_lines(record: frame.Record) -> list[str]:
     """One line for each result, for a console."""
     return [verdict(result) for result in record["results"]]
 
@@ -175,18 +163,20 @@ def verdict(result: Figures) -> str:
     """A result in one line."""
     ratios = ", ".join(_ratios(result))
     mark = ", NOT REACHED" if missed(result) else ""
-    return f"{result['title']}: {ratios}; {span_words(result['share'], '.0%')} of the memory's floor{mark}"
+    return f"{result['title']}: {ratios}; {frame.span_words(result['share'], '.0%')} of the memory's floor{mark}"
 
 
 def _ratios(result: Figures) -> list[str]:
     """``1.20 (1.18 to 1.23)x transformers``, for every peer."""
-    return [f"{span_words(ratio, '.2f')}x {name}{judged(ratio)}" for name, ratio in result["ratios"].items()]
+    return [
+        f"{frame.span_words(ratio, '.2f')}x {name}{frame.judged(ratio)}" for name, ratio in result["ratios"].items()
+    ]
 
 
-def _speed_table(record: Record) -> str:
+def _speed_table(record: frame.Record) -> str:
     rows = []
     for result in record["results"]:
-        times = "; ".join(f"{name} {span_words(seconds, '.2f')}" for name, seconds in result["seconds"].items())
+        times = "; ".join(f"{name} {frame.span_words(seconds, '.2f')}" for name, seconds in result["seconds"].items())
         ratios = "; ".join(_ratios(result))
         tokens = result["work"]["batch_size"] * result["work"]["new_tokens"]
         speed = tokens / result["seconds"][OURS]["median"]
@@ -195,7 +185,7 @@ def _speed_table(record: Record) -> str:
     return table(["work", "seconds", "ratio", "goal", "our tokens/s", "same ids"], rows)
 
 
-def _floor_table(record: Record) -> str:
+def _floor_table(record: frame.Record) -> str:
     rows = []
     for result in record["results"]:
         floor = result["floor_sec"]["median"]
@@ -205,8 +195,8 @@ def _floor_table(record: Record) -> str:
                 f"{result['bytes_per_token'] / 1e6:,.0f}",
                 f"{result['bytes_per_token'] / floor / 1e9:.1f}",
                 f"{floor * 1e3:.1f}",
-                span_words(result["token_sec"], ".1f", scale=1e3),
-                span_words(result["share"], ".0%"),
+                frame.span_words(result["token_sec"], ".1f", scale=1e3),
+                frame.span_words(result["share"], ".0%"),
                 _goal(result["share_goal"], ".0%", result["share"]["median"]),
             ]
         )
@@ -227,7 +217,7 @@ Result = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecodingOptions(SuiteOptions):
+class DecodingOptions(frame.SuiteOptions):
     """The command line."""
 
     model_size: str = flag(choice(SIZES), "SIZE", f"{', '.join(SIZES)} (default: %(default)s)", default="small")
@@ -236,12 +226,12 @@ class DecodingOptions(SuiteOptions):
         Path, "DIR", "a trained model: measures what weights in bf16 and in 8 bits lose (needs --data)"
     )
     data: Path | None = flag(Path, "FILE", "the token file that it predicts, such as the val.bin of its run")
-    peer: tuple[str, ...] = peers_flag("a checkout to compare with")
-    only: tuple[str, ...] = only_flag("KEY", "rows, by the beginnings of their keys")
-    device: str = device_flag("cpu or cuda")
+    peer: tuple[str, ...] = frame.peers_flag("a checkout to compare with")
+    only: tuple[str, ...] = frame.only_flag("KEY", "rows, by the beginnings of their keys")
+    device: str = frame.device_flag("cpu or cuda")
 
 
-class Decoding(Suite[DecodingOptions, Result]):
+class Decoding(frame.Suite[DecodingOptions, Result]):
     """Lets implementations continue the same prompts in turn."""
 
     name, record_of, schema_version, unit = "decoding", "decoding", SCHEMA_VERSION, "row"
@@ -258,11 +248,11 @@ examples:
   .venv/bin/python src/benchmark.py decoding --model_size demo --peer nanogpt=/tmp/nanoGPT"""
 
     def plan(self) -> int:
-        self._checkout = read_peers(self.options.peer, form=f"{NANOGPT}=FOLDER").get(NANOGPT)
+        self._checkout = frame.read_peers(self.options.peer, form=f"{frame.NANOGPT}=FOLDER").get(frame.NANOGPT)
         if (self.options.checkpoint is None) != (self.options.data is None):
             raise UserError("--checkpoint and --data belong together: a trained model, and the token file it predicts")
         every = {row.key: row for row in rows(self.options.model_size)}
-        self._rows = list(selected(every, self.options.only).values())
+        self._rows = list(frame.selected(every, self.options.only).values())
         return len(self._rows)
 
     def begin(self) -> None:
@@ -290,7 +280,7 @@ examples:
     def line(self, result: Result, *, count: str, left: str) -> str:
         return f"{count} {verdict(result)}{left}"
 
-    def record(self, results: Sequence[Result]) -> Record:
+    def record(self, results: Sequence[Result]) -> frame.Record:
         from dsgpt.machine.device import huge_page_setting  # noqa: PLC0415 - torch takes seconds
 
         return {
@@ -301,5 +291,5 @@ examples:
             "results": list(results),
         }
 
-    def failures(self, record: Record) -> list[str]:
+    def failures(self, record: frame.Record) -> list[str]:
         return [line for result in record["results"] for line in missed(result)]

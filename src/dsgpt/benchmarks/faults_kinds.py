@@ -29,7 +29,7 @@ from dsgpt.benchmarks.faults import (
 from dsgpt.benchmarks.faults_runs import Missed, Runs, Training, send
 from dsgpt.checkpoints import store
 from dsgpt.checkpoints.manifest import MANIFEST, parse_manifest, read_manifest
-from dsgpt.checkpoints.training_state import MOMENTS
+from dsgpt.checkpoints.pieces import MOMENTS, numbered
 from dsgpt.common.errors import EXIT_INTERRUPTED, EXIT_NOT_SAVED, EXIT_STOPPED, EXIT_USER_ERROR, UserError
 from dsgpt.common.json_files import read_object
 from dsgpt.machine.launcher import ECHO_SEC
@@ -38,19 +38,21 @@ from dsgpt.record.schema import RECORD_FILE, STEPS_FILE
 # Damage to the files of a killed run, and what ``--resume`` prints and does about it.
 
 DAMAGED_RUN = "zero1"
+WEIGHTS_OF_0, MOMENTS_OF_1 = numbered(store.WEIGHTS, 0, 2), numbered(MOMENTS, 1, 2)
+"""Files of its two ranks."""
 NEWEST = STEPS - SAVE_EVERY
 """Step of the newest checkpoint of a run that was rolled back; the one before it is ``SAVE_EVERY`` older."""
 
 
 def truncate(checkpoint: Path) -> None:
     """Leave half of the moments."""
-    file = checkpoint / MOMENTS
+    file = checkpoint / MOMENTS_OF_1
     os.truncate(file, file.stat().st_size // 2)
 
 
 def flip(checkpoint: Path) -> None:
     """Change one bit of the weights."""
-    file = checkpoint / store.WEIGHTS
+    file = checkpoint / WEIGHTS_OF_0
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
     file.write_bytes(data)
@@ -81,11 +83,11 @@ class Damage:
 
 
 BEFORE = NEWEST - SAVE_EVERY
-MISSING = f"{store.WEIGHTS}: is damaged: it is missing"
+MISSING = f"{WEIGHTS_OF_0}: is damaged: it is missing"
 DAMAGES = (
-    Damage(what="truncated shard", harm=truncate, resumed_from=BEFORE, words=f"{MOMENTS}: is damaged: it has"),
-    Damage(what="flipped bit", harm=flip, resumed_from=BEFORE, words=f"{store.WEIGHTS}: is damaged: its sha256"),
-    Damage(what="deleted shard", harm=lambda at: (at / store.WEIGHTS).unlink(), resumed_from=BEFORE, words=MISSING),
+    Damage(what="truncated shard", harm=truncate, resumed_from=BEFORE, words=f"{MOMENTS_OF_1}: is damaged: it has"),
+    Damage(what="flipped bit", harm=flip, resumed_from=BEFORE, words=f"{WEIGHTS_OF_0}: is damaged: its sha256"),
+    Damage(what="deleted shard", harm=lambda at: (at / WEIGHTS_OF_0).unlink(), resumed_from=BEFORE, words=MISSING),
     Damage(
         what="deleted manifest",
         harm=lambda at: (at / MANIFEST).unlink(),

@@ -84,14 +84,14 @@ class Training:
         if count == 1:
             return [self.launcher]
         named = {process.pid: _environment(process).get("RANK") for process in self.everyone()}
-        found = {}
+        by_rank = {}
         for process in psutil.process_iter():
             rank = named.get(process.pid)
             if rank is not None and named.get(process.ppid()) is None:  # children of a rank have its environment
-                found[int(rank)] = process
-        if sorted(found) != list(range(count)):
-            raise Missed(f"of {count} ranks, {sorted(found)} were found")
-        return [found[rank] for rank in range(count)]
+                by_rank[int(rank)] = process
+        if sorted(by_rank) != list(range(count)):
+            raise Missed(f"of {count} ranks, {sorted(by_rank)} were found")
+        return [by_rank[rank] for rank in range(count)]
 
     def steps(self) -> int:
         """The last step that the run has logged."""
@@ -342,12 +342,12 @@ class Runs:
 
     def difference(self, run: str, run_dir: Path) -> str:
         """Where ``run_dir`` differs from the undisturbed run; empty if both are the same to the last bit."""
-        expected, found = (_figures(folder) for folder in (self.undisturbed(run).run_dir, run_dir))
-        if found.keys() != expected.keys():
-            return f"it has other steps: {sorted(found.keys() ^ expected.keys())[:3]}"
+        expected, actual = (_figures(folder) for folder in (self.undisturbed(run).run_dir, run_dir))
+        if actual.keys() != expected.keys():
+            return f"it has other steps: {sorted(actual.keys() ^ expected.keys())[:3]}"
         for place, value in expected.items():
-            if found[place] != value:
-                return f"{place[1]} of step {place[0]} is {found[place]!r}, undisturbed {value!r}"
+            if actual[place] != value:
+                return f"{place[1]} of step {place[0]} is {actual[place]!r}, undisturbed {value!r}"
         if read_object(run_dir / RECORD_FILE)["status"] != "completed":
             return "its record does not say that it is completed"
         return ""
@@ -355,18 +355,18 @@ class Runs:
 
 def _figures(run_dir: Path) -> dict[tuple[int, str], Any]:
     """Every compared figure by step and name. A step that is logged twice gives a pair, which equals no figure."""
-    found: dict[tuple[int, str], Any] = {}
+    figures: dict[tuple[int, str], Any] = {}
     for line in read_steps(run_dir / STEPS_FILE):
         for key in COMPARED:
             if key in line:
                 place = (line["step"], key)
-                found[place] = (found[place], line[key]) if place in found else line[key]
-    return found
+                figures[place] = (figures[place], line[key]) if place in figures else line[key]
+    return figures
 
 
 def resumed_from(output: str, *, taken: int) -> int:
     """The step from which a run continued that printed ``output`` and had logged steps up to ``taken``."""
     if "holds a finished run" in output:
         return taken
-    found = re.search(r"resuming from \S*/step-(\d{8})", output)
-    return int(found[1]) if found else 0
+    match = re.search(r"resuming from \S*/step-(\d{8})", output)
+    return int(match[1]) if match else 0

@@ -207,15 +207,15 @@ class Suite(ABC, Generic[O, R]):
             UserError: there is nothing to run.
         """
 
-    def work_folder(self, held: ExitStack) -> Path:
-        """The folder that ``--keep`` names; without it, a temporary one that ``held`` removes.
+    def work_folder(self, resources: ExitStack) -> Path:
+        """The folder that ``--keep`` names; without it, a temporary one that ``resources`` removes.
 
         Raises:
             UserError: the folder to keep exists.
         """
         keep = self.options.keep
         if keep is None:
-            return Path(held.enter_context(tempfile.TemporaryDirectory(prefix=f"dsgpt-{self.name}-")))
+            return Path(resources.enter_context(tempfile.TemporaryDirectory(prefix=f"dsgpt-{self.name}-")))
         try:
             keep.mkdir(parents=True)
         except FileExistsError as error:
@@ -274,11 +274,11 @@ def run_suite(suite: type[Suite[O, R]], options: O, *, repository: Path) -> int:
     page = run.options.page or output.with_suffix(".md")
     total, started = run.plan(), time.perf_counter()
     load, results = LoadOfOthers(), list[R]()
-    with ExitStack() as held:
-        run.folder = run.work_folder(held)
+    with ExitStack() as resources:
+        run.folder = run.work_folder(resources)
         run.begin()
         progress = console.progress(total=total, what=suite.name, unit=suite.unit)
-        held.callback(progress.close)
+        resources.callback(progress.close)
         for result in run.results():
             results.append(result)
             progress.advance()
@@ -333,10 +333,10 @@ def selected(every: Mapping[str, T], only: Sequence[str]) -> dict[str, T]:
     Raises:
         UserError: it selects nothing.
     """
-    found = {key: each for key, each in every.items() if not only or key.startswith(tuple(only))}
-    if not found:
+    chosen = {key: each for key, each in every.items() if not only or key.startswith(tuple(only))}
+    if not chosen:
         raise UserError(f"--only {' '.join(only)}: selects nothing; there are {', '.join(every)}")
-    return found
+    return chosen
 
 
 def only_flag(metavar: str, what: str) -> Any:

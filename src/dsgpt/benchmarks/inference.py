@@ -360,9 +360,9 @@ examples:
             answers=len(answers),
             differences=differences(own, self._alone.ids, margins),
             by_concurrency={
-                str(slots): load_of(found)
+                str(slots): load_of(of_slots)
                 for slots in self.options.concurrency
-                if (found := [turn for turn in own if turn.concurrency == slots])
+                if (of_slots := [turn for turn in own if turn.concurrency == slots])
             },
             failure=self._engines.failures.get(name),
         )

@@ -270,9 +270,9 @@ class Engines:
         self.facts: dict[str, dict[str, Any]] = {}
         """Seconds that an engine took to load, and the version of its library; without those that never loaded."""
         variables = {"PYTHONPATH": str(PACKAGES), "HF_HUB_OFFLINE": "1"}
-        with ExitStack() as held:
+        with ExitStack() as resources:
             self._workers = {
-                kind: held.enter_context(
+                kind: resources.enter_context(
                     LineWorker(
                         "dsgpt.benchmarks.inference_worker",
                         {**job, "kind": kind},
@@ -287,7 +287,7 @@ class Engines:
             for kind in self._workers:
                 if loaded := self._try(kind, LineWorker.read):
                     self.facts[kind] = loaded
-            self._held = held.pop_all()
+            self._held = resources.pop_all()
 
     def __enter__(self) -> Self:
         return self

@@ -154,8 +154,8 @@ class OwnModel:
     def __init__(self, checkpoint: Path, device: str, *, batch_size: int = 1) -> None:
         import torch  # noqa: PLC0415 - not in vLLM's environment, as all that the following engines import
 
+        from dsgpt.checkpoints.pieces import open_weights  # noqa: PLC0415
         from dsgpt.checkpoints.store import find_checkpoint, open_model_files  # noqa: PLC0415
-        from dsgpt.checkpoints.training_state import open_weights  # noqa: PLC0415
         from dsgpt.inference.decoder import Decoder  # noqa: PLC0415
         from dsgpt.inference.model_files import build_model  # noqa: PLC0415
 
@@ -190,17 +190,6 @@ class OwnModel:
 # Engines of this project: one request at a time, or as many as wait, decoded together until the last ends.
 
 
-class Generator(Protocol):
-    """Greedy decoding; see ``OwnModel``."""
-
-    positions: int
-    """The most tokens of the longest prompt of a batch and its new ones."""
-
-    def generate(self, prompts: Sequence[Sequence[int]], *, new_tokens: int) -> Iterator[list[int]]:
-        """Yield the next id of every prompt, ``new_tokens`` times."""
-        ...
-
-
 class BatchEngine:
     """Answers the requests that wait together, and no other until all of these are answered.
 
@@ -209,7 +198,7 @@ class BatchEngine:
         largest: requests of a batch at most.
     """
 
-    def __init__(self, model: Generator, *, largest: int) -> None:
+    def __init__(self, model: OwnModel, *, largest: int) -> None:
         self._model, self._largest = model, largest
 
     def serve(self, requests: Sequence[Arrival], *, slots: int) -> list[Answer]:
@@ -430,8 +419,8 @@ def _peak_resident(process: int) -> int:
         status = Path(f"/proc/{process}/status").read_text(encoding="utf-8")
     except OSError:  # it has ended
         return 0
-    _, found, rest = status.partition("VmHWM:")
-    return int(rest.split()[0]) * 1024 if found else 0
+    _, peak_follows, rest = status.partition("VmHWM:")
+    return int(rest.split()[0]) * 1024 if peak_follows else 0
 
 
 if __name__ == "__main__":

@@ -184,7 +184,7 @@ def run_job(
     front = launcher_command(launch.launcher, launch.ranks)
     command = [*front, "--module" if launch.launcher == "deepspeed" else "-m", WORKER, str(job_file)]
     started = time.perf_counter()
-    with job_file.with_suffix(".log").open("wb") as log, _process(command, environment_for(device), log) as process:
+    with job_file.with_suffix(".log").open("wb") as log, own_group(command, log, device=device) as process:
         yield from _ends(process, launch, assignments, log=log, started=started)
     launch.seconds = time.perf_counter() - started
 
@@ -216,32 +216,8 @@ def _ends(
             return
         else:
             time.sleep(LAUNCH_POLL_SEC)
-    with contextlib.suppress(subprocess.TimeoutExpired):  # ``_process`` stops a launcher that does not exit
+    with contextlib.suppress(subprocess.TimeoutExpired):  # ``own_group`` stops a launcher that does not exit
         process.wait(timeout=STUCK_SEC)
-
-
-@contextlib.contextmanager
-def _process(command: list[str], environment: dict[str, str], log: BinaryIO) -> Iterator[subprocess.Popen[bytes]]:
-    """A launcher in a new session; at the end of the context it and its ranks are terminated, then killed.
-
-    DeepSpeed's launcher would leave its ranks behind.
-    """
-    process = subprocess.Popen(
-        command, env=environment, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True
-    )
-    try:
-        yield process
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGTERM)
-            deadline = time.monotonic() + LEAVE_SEC
-            with contextlib.suppress(ProcessLookupError):
-                while time.monotonic() < deadline:
-                    process.poll()
-                    os.killpg(process.pid, 0)
-                    time.sleep(LAUNCH_POLL_SEC)
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
 
 
 # A rank of a launch: starts child processes that run one rank of a cell each, and notices how they end.
@@ -440,6 +416,10 @@ MARK = "answer "
 """Stands before each answer. Other lines of the output are those of libraries."""
 
 
+def _environment_of_a_user() -> dict[str, str]:
+    return {key: value for key, value in os.environ.items() if not key.startswith(("DS_", "OMP_", "MKL_"))}
+
+
 class WorkerEnded(UserError):
     """A process ended instead of answering. The message has the last line that it printed, ``output`` has all."""
 
@@ -476,8 +456,7 @@ class LineWorker:
         self._log = folder / "output.txt"
         folder.mkdir(parents=True)
         write_json_atomic(folder / "job.json", {**job, "mark": MARK})
-        environment = {key: value for key, value in os.environ.items() if not key.startswith(("DS_", "OMP_", "MKL_"))}
-        environment |= {key: str(value) for key, value in (variables or {}).items()}
+        environment = _environment_of_a_user() | {key: str(value) for key, value in (variables or {}).items()}
         with self._log.open("ab") as output:
             self._process = subprocess.Popen(
                 [str(python), "-m", module, str(folder / "job.json")],
@@ -525,11 +504,12 @@ class LineWorker:
 
 @contextlib.contextmanager
 def own_group(
-    command: Sequence[str], output: BinaryIO, *, cwd: Path, device: str
+    command: Sequence[str], output: BinaryIO, *, cwd: Path | None = None, device: str
 ) -> Iterator["subprocess.Popen[bytes]"]:
-    """The running command; at the end of the context none of its processes is left.
+    """The running command; at the end of the context none of its processes is left: terminated, then killed.
 
-    ``torchrun`` gives each worker a session of its own, so they are found by their parents.
+    ``torchrun`` gives each worker a session of its own, and DeepSpeed's launcher leaves its ranks behind, so they are
+    found by their parents.
     """
     process = subprocess.Popen(
         command,
@@ -577,7 +557,9 @@ def train(values: Mapping[str, object], *, repository: Path, what: str) -> dict[
         UserError: it failed: ``what`` and the end of its errors.
     """
     command = [*launcher_command("python", 1), str(repository / "src" / "gpt2.py"), *training_words(values)]
-    done = subprocess.run(command, cwd=repository, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, cwd=repository, env=_environment_of_a_user(), capture_output=True, text=True, check=False
+    )
     if done.returncode:
         raise UserError(f"{what} failed: {done.stderr.strip()[-1500:]}")
     return read_object(Path(str(values["checkpoint_path"])) / RECORD_FILE)

@@ -125,10 +125,10 @@ def select(cells: Iterable[Cell], *, ranks: Iterable[int], only: Iterable[str], 
         problems: collects names and numbers that select nothing.
     """
     cells = list(cells)
-    known = {cell.strategy for cell in cells}
+    names = {cell.strategy for cell in cells}
     for name in only:
-        if name not in known:
-            meant = did_you_mean(name, known)
+        if name not in names:
+            meant = did_you_mean(name, names)
             problems.add(f"--only {name}: is not a strategy{meant}; known are {', '.join(STRATEGIES)}")
     chosen = [cell for cell in cells if (not ranks or cell.ranks in ranks) and (not only or cell.strategy in only)]
     if not chosen and not problems:

@@ -10,11 +10,7 @@ from dsgpt.common.text import machine_words, table
 
 WHY = """AdamW's first moment after one step gives the first gradient. SGD has no state. In its first step, the gradient
 that it steps on is put where Adam keeps that moment, so that the strategy's own code gathers it."""
-WHY_OF_1_0 = """In bf16 every product is rounded to 8 binary digits, and differently for another split of the batch. The
-gradients of LayerNorms are small sums that almost cancel and differ most, so they have a separate bound. The keys'
-biases have no gradient but rounding (softmax ignores what all keys share), and Adam makes full steps of that, so the
-weights are measured together in bf16."""
-WHY_OF_1_1 = """The learning rate is the one that every rank's optimizer steps with, in all its parameter groups, read
+_PRECISIONS = """The learning rate is the one that every rank's optimizer steps with, in all its parameter groups, read
 by PyTorch's hook. The reference computes the rate itself. Every rank validates as the training loop does, after half of
 the steps and after the last. The last batch is padded, so ranks and micro batches have unequal numbers of targets, some
 of them none. The reference takes the mean over all targets, one sequence after the other.
@@ -44,12 +40,12 @@ _UNSEEN_ON_CUDA = """* in 16-bit precisions, errors that change gradients, loss 
   rounding of every product, for example a sum in the wrong precision or a bias that decays (planted on CPUs only);"""
 
 
-def _why_of_1_1(device: str) -> str:
+def _precisions(device: str) -> str:
     """How far 16-bit trainings are from the reference depends on the device, and so does what cannot be seen."""
     on_cpu = device == "cpu"
     rounded = _ROUNDED_ON_CPU if on_cpu else _ROUNDED_ON_CUDA
     unseen = _UNSEEN.format(on_device=_UNSEEN_ON_CPU if on_cpu else _UNSEEN_ON_CUDA)
-    return f"{WHY_OF_1_1} {rounded}\n\n{unseen}"
+    return f"{_PRECISIONS} {rounded}\n\n{unseen}"
 
 
 def method(record: Record) -> str:
@@ -62,7 +58,7 @@ def method(record: Record) -> str:
         _work(record["work"]),
         _bounds(record),
         WHY,
-        WHY_OF_1_0 if record["schema_version"] == "1.0" else _why_of_1_1(record["hardware"]["device"]),
+        _precisions(record["hardware"]["device"]),
         _references(record),
         _launches(record),
         """Every cell is trained in its own processes, with a new process group. On GPUs each of them is a new Python.
@@ -89,53 +85,31 @@ they are scaled after the norm was read."""
 
 def _bounds(record: Record) -> str:
     """The table of bounds: a column for each kind of arithmetic; kinds with the same bounds share one."""
-    work, columns = record["work"], _columns(record["bounds"])
-    values = [bounds for _, bounds in columns]
-    rate = "equal" if record["schema_version"] == "1.0" else f"{RATE_BOUND:g}"
-    return table(["fact", *(name for name, _ in columns)], _bound_rows(values, rate=rate, steps=work["steps"]))
-
-
-def _bound_rows(values: list[dict[str, Any]], *, rate: str, steps: int) -> list[list[str]]:
-    return [
-        ["loss, every step", *(f"{one['loss']:g}" for one in values)],
-        ["validation loss, after half of the steps and all", *map(_validation, values)],
-        ["gradient norm, every step, relative", *(f"{one['norm']:g}" for one in values)],
-        ["learning rate, every step", *(rate for _ in values)],
-        ["first step's gradient, every parameter, relative L2", *map(_gradient, values)],
-        ["first update: weights after it, relative L2", *map(_update, values)],
-        [f"weights after {steps} steps, relative L2", *map(_weights, values)],
-        ["samples that the data ranks took, every step", *("equal" for _ in values)],
-        ["weights that ranks hold whole", *("equal bits" for _ in values)],
-    ]
-
-
-def _columns(bounds: dict[str, dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
-    found: list[tuple[str, dict[str, Any]]] = []
-    for name, one in bounds.items():
-        if found and found[-1][1] == one:
-            found[-1] = (f"{found[-1][0]}; {name}", one)
+    columns: list[tuple[str, dict[str, Any]]] = []
+    for name, one in record["bounds"].items():
+        if columns and columns[-1][1] == one:
+            columns[-1] = (f"{columns[-1][0]}; {name}", one)
         else:
-            found.append((name, one))
-    return found
-
-
-def _validation(bounds: dict[str, Any]) -> str:
-    return f"{bounds['validation']:g}" if "validation" in bounds else "not measured"
-
-
-def _gradient(bounds: dict[str, Any]) -> str:
-    special = {"LayerNorms": bounds["layer_norm_gradient"], "tied embedding": bounds.get("tied_gradient")}
-    return _with_special(bounds["gradient"], special)
-
-
-def _update(bounds: dict[str, Any]) -> str:
-    if "update" not in bounds:
-        return "not measured"
-    return f"{_with_special(bounds['update'], {'tied embedding': bounds['tied_update']})}, every parameter"
-
-
-def _weights(bounds: dict[str, Any]) -> str:
-    return f"{bounds['weights']:g}, {'all together' if bounds.get('weights_together') else 'every parameter'}"
+            columns.append((name, one))
+    rows: dict[str, Callable[[dict[str, Any]], str]] = {
+        "loss, every step": lambda one: f"{one['loss']:g}",
+        "validation loss, after half of the steps and all": lambda one: f"{one['validation']:g}",
+        "gradient norm, every step, relative": lambda one: f"{one['norm']:g}",
+        "learning rate, every step": lambda _: f"{RATE_BOUND:g}",
+        "first step's gradient, every parameter, relative L2": lambda one: _with_special(
+            one["gradient"], {"LayerNorms": one["layer_norm_gradient"], "tied embedding": one["tied_gradient"]}
+        ),
+        "first update: weights after it, relative L2": lambda one: (
+            f"{_with_special(one['update'], {'tied embedding': one['tied_update']})}, every parameter"
+        ),
+        f"weights after {record['work']['steps']} steps, relative L2": lambda one: (
+            f"{one['weights']:g}, every parameter"
+        ),
+        "samples that the data ranks took, every step": lambda _: "equal",
+        "weights that ranks hold whole": lambda _: "equal bits",
+    }
+    header = ["fact", *(name for name, _ in columns)]
+    return table(header, [[fact, *(words(one) for _, one in columns)] for fact, words in rows.items()])
 
 
 def _with_special(usual: float, special: dict[str, float | None]) -> str:
@@ -158,7 +132,7 @@ def _references(record: Record) -> str:
                 _reference_name(item),
                 f"{item['first_loss']:.4f}",
                 f"{item['last_loss']:.4f}",
-                f"{item['last_validation_loss']:.4f}" if "last_validation_loss" in item else "not measured",
+                f"{item['last_validation_loss']:.4f}",
                 f"{item['smallest_grad_norm']:.3f}",
                 item["clipping"] or "not clipped",
             ]
@@ -168,9 +142,9 @@ def _references(record: Record) -> str:
 
 
 def _reference_name(item: dict[str, Any]) -> str:
-    """The settings of a reference. Records before version 1.1 have one reference for all splits of the batch."""
+    """The settings of a reference."""
     words = [item["optimizer"], item["precision"], item["training"]]
-    if item["precision"] != "fp32" and "data_ranks" in item:
+    if item["precision"] != "fp32":
         words += [f"data ranks {item['data_ranks']}", f"accumulation {item['accumulation']}"]
         words.append(f"gradients rounded: {item['low']}" if item["low"] else "gradients not rounded")
     return ", ".join(filter(None, words))
@@ -274,16 +248,16 @@ def _verdict(cells: Cells) -> str:
 
 
 def _worst(cells: Cells, fact: str) -> str:
-    found = [cell["measured"][fact] for cell in cells if fact in cell["measured"]]
-    if not found:
+    measured = [cell["measured"][fact] for cell in cells if fact in cell["measured"]]
+    if not measured:
         return "not measured" if any(cell["measured"] for cell in cells) else "-"
-    values = [fact["difference"] for fact in found if "difference" in fact]
+    values = [fact["difference"] for fact in measured if "difference" in fact]
     return "not finite" if None in values else f"{max(values):.1e}"
 
 
 def _equal(cells: Cells, fact: str) -> str:
-    found = [cell["measured"][fact]["equal"] for cell in cells if fact in cell["measured"]]
-    return "equal" if found and all(found) else ("-" if not found else "**different**")
+    equal = [cell["measured"][fact]["equal"] for cell in cells if fact in cell["measured"]]
+    return "equal" if equal and all(equal) else ("-" if not equal else "**different**")
 
 
 def _bugs(bugs: Cells) -> str:

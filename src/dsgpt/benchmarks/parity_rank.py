@@ -19,19 +19,10 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from dsgpt.benchmarks import parity_reference as reference
 from dsgpt.benchmarks.cells import Cell
 from dsgpt.benchmarks.launch import config_of
 from dsgpt.benchmarks.parity import Split
-from dsgpt.benchmarks.parity_reference import (
-    CHANGED,
-    FIRST_CHANGE,
-    GRADIENT,
-    WEIGHT,
-    Measurement,
-    WatchedBatches,
-    train_reference,
-    validated_after,
-)
 from dsgpt.config.run_config import RunConfig
 from dsgpt.machine.device import barrier, bring_up, joined
 from dsgpt.machine.device import sum_over_ranks as summed_over_ranks
@@ -327,7 +318,7 @@ def train_reference_cell(flags: list[str], folder: Path, *, split: Mapping[str, 
         UserError: the product refuses the combination.
     """
     config, device = _resolved(flags)
-    train_reference(config, device, Split(**split)).write(folder, rank=0)
+    reference.train_reference(config, device, Split(**split)).write(folder, rank=0)
 
 
 def _resolved(flags: list[str]) -> tuple[RunConfig, torch.device]:
@@ -336,10 +327,10 @@ def _resolved(flags: list[str]) -> tuple[RunConfig, torch.device]:
     return config, bring_up(config.device, local_rank=config.topology.local_rank, threads=config.threads_per_device)
 
 
-def _measure(config: RunConfig, strategy: Strategy) -> Measurement:
+def _measure(config: RunConfig, strategy: Strategy) -> reference.Measurement:
     """Train from the first to the last step; every rank calls it, because parts of it are collective."""
-    measurement = Measurement(data_rank=config.topology.data_rank, strategy=config.strategy_name)
-    batches = WatchedBatches(training_batches(config, first_step=0))
+    measurement = reference.Measurement(data_rank=config.topology.data_rank, strategy=config.strategy_name)
+    batches = reference.WatchedBatches(training_batches(config, first_step=0))
     recipe, main = config.recipe, config.topology.is_main
     beta1 = recipe.optimizer.betas[0] if recipe.optimizer.type == "AdamW" else 0.0  # see ``watched_optimizers``
 
@@ -360,7 +351,7 @@ def _measure(config: RunConfig, strategy: Strategy) -> Measurement:
                         grad_norm=float(result.grad_norm),
                         clipping=recipe.gradient_clipping,
                     )
-                    measurement.tensor(GRADIENT, name, gradient)
+                    measurement.tensor(reference.GRADIENT, name, gradient)
         measurement.step(
             loss=float(result.loss),
             grad_norm=float(result.grad_norm),
@@ -369,17 +360,17 @@ def _measure(config: RunConfig, strategy: Strategy) -> Measurement:
             skipped=bool(result.skipped),
             samples=batches.take(),
         )
-        for name, state in strategy.iter_state() if step == FIRST_CHANGE else ():
+        for name, state in strategy.iter_state() if step == reference.FIRST_CHANGE else ():
             if main:
-                measurement.tensor(CHANGED, name, state.weight)
-        if step in validated_after(config.total_steps):  # as the training loop does
+                measurement.tensor(reference.CHANGED, name, state.weight)
+        if step in reference.validated_after(config.total_steps):  # as the training loop does
             loss, targets = validation_loss(config, strategy) or (math.nan, 0)
             measurement.validation(after_step=step, loss=loss, targets=targets)
     for name, value in strategy.replicated_weights():
         measurement.replica(name, value)
     for name, state in strategy.iter_state():
         if main:
-            measurement.tensor(WEIGHT, name, state.weight)
+            measurement.tensor(reference.WEIGHT, name, state.weight)
     return measurement
 
 

@@ -305,12 +305,12 @@ class Comparison:
 
     def require(self, fact: str, where: str, expected: Any, actual: Any) -> None:
         """Compare two values that must be equal; the first difference of a fact is kept."""
-        known = self.measured.setdefault(fact, {})
-        if expected != actual and known.get("equal", True):
-            known["equal"] = False
+        measured = self.measured.setdefault(fact, {})
+        if expected != actual and measured.get("equal", True):
+            measured["equal"] = False
             self._fail(fact, where, expected, actual)
         else:
-            known.setdefault("equal", True)
+            measured.setdefault("equal", True)
 
 
 def compare(
@@ -354,7 +354,7 @@ def compare(
 
 def _check_rates(comparison: Comparison, ranks: list[Facts], reference: list[Facts]) -> None:
     """The rate that a strategy reports, and those that every rank's optimizer stepped with, in all parameter groups."""
-    found = []
+    differences = []
     for index, expected in enumerate(reference):
         for number, rank in enumerate(ranks):
             if index >= len(rank["steps"]):
@@ -363,33 +363,33 @@ def _check_rates(comparison: Comparison, ranks: list[Facts], reference: list[Fac
             if not (step["used"] or step["skipped"]):
                 comparison.require("learning rate", f"step {index + 1}, used by rank {number}", "one", "none")
             for lr in [step["lr"], *step["used"]]:
-                found.append((abs(lr - expected["lr"]), f"step {index + 1}, rank {number}", expected["lr"], lr))
-    comparison.note("learning rate", found, RATE_BOUND)
+                differences.append((abs(lr - expected["lr"]), f"step {index + 1}, rank {number}", expected["lr"], lr))
+    comparison.note("learning rate", differences, RATE_BOUND)
 
 
 def _check_validation(comparison: Comparison, ranks: list[Facts], reference: list[Facts], bounds: Bounds) -> None:
     """Every rank's mean loss over all targets of the validation file, and their number."""
-    found = []
+    differences = []
     for number, rank in enumerate(ranks):
         comparison.require("validations", f"of rank {number}", len(reference), len(rank["validations"]))
         for expected, actual in zip(reference, rank["validations"], strict=False):
             where = f"step {expected['after_step']}, rank {number}"
             comparison.require("validation targets", where, expected["targets"], actual["targets"])
             difference = float("inf") if actual["loss"] is None else abs(actual["loss"] - expected["loss"])
-            found.append((difference, where, expected["loss"], actual["loss"]))
-    comparison.note("validation loss", found, bounds.validation)
+            differences.append((difference, where, expected["loss"], actual["loss"]))
+    comparison.note("validation loss", differences, bounds.validation)
 
 
 def _numbers(pairs: list[tuple[Facts, Facts]], key: str, *, relative: bool) -> list[tuple[float, str, Any, Any]]:
-    found = []
+    differences = []
     for step, (one, two) in enumerate(pairs, start=1):
         expected, actual = one[key], two[key]
         if actual is None:  # it was not finite
-            found.append((float("inf"), f"step {step}", expected, actual))
+            differences.append((float("inf"), f"step {step}", expected, actual))
             continue
         difference = abs(actual - expected) / (abs(expected) if relative else 1.0)
-        found.append((difference, f"step {step}", expected, actual))
-    return found
+        differences.append((difference, f"step {step}", expected, actual))
+    return differences
 
 
 def _tensors(expected: dict[str, Tensor], actual: dict[str, Tensor]) -> Iterator[tuple[float, str, float, float]]:
@@ -459,7 +459,7 @@ def _check_replicas(comparison: Comparison, ranks: list[Facts], replicas: str, *
             where = f"{name} of rank {number} beside rank {first}"
             comparison.require("replicated weights", where, expected, value)
         if replicas == "all":
-            held = len(names & rank["replicas"].keys())
-            comparison.require("replicated weights", f"number held by rank {number}", len(names), held)
+            on_rank = len(names & rank["replicas"].keys())
+            comparison.require("replicated weights", f"number held by rank {number}", len(names), on_rank)
     if replicas == "some" and len(ranks) > 1:
         comparison.require("replicated weights", "any held by two ranks", True, shared > 0)

@@ -12,10 +12,9 @@ from dsgpt.benchmarks.cells import NARROW, Shape
 from dsgpt.benchmarks.frame import Record, Suite, SuiteOptions, only_flag, selected
 from dsgpt.benchmarks.launch import shape_values, training_words
 from dsgpt.common.command_line import COUNT, flag
-from dsgpt.common.errors import Problems
 from dsgpt.common.files import write_json_atomic
 from dsgpt.common.text import counted, machine_words, megabytes, table
-from dsgpt.config.recipe import merged, read_recipe
+from dsgpt.config.recipe import merged, sound_recipe
 from dsgpt.machine.launcher import LAUNCHERS
 from dsgpt.planner.setup import Setup
 
@@ -107,14 +106,10 @@ class PlanCell:
 
     def setup(self, recipe: Path) -> Setup:
         """What the planner predicts from, with the recipe that ``write_recipe`` wrote."""
-        problems = Problems()
-        read = read_recipe(recipe, problems)
-        problems.raise_if_any()
-        assert read is not None
         return Setup(
             run_type=self.run_type,
             model=self.shape.config(self.length),
-            recipe=read,
+            recipe=sound_recipe(recipe),
             world_size=self.ranks,
             precision=self.precision,
             micro_batch_size=self.micro,
@@ -404,23 +399,23 @@ def line_of(result: Figures) -> str:
 
 def largest(result: Figures) -> Mapping[str, Any]:
     """The rank with the highest measured peak."""
-    found: Mapping[str, Any] = max(result["peak_memory"], key=lambda rank: rank["measured"])
-    return found
+    worst: Mapping[str, Any] = max(result["peak_memory"], key=lambda rank: rank["measured"])
+    return worst
 
 
 def failed(result: Figures) -> list[str]:
     """What of a cell is outside the bounds."""
     if result["status"] != "done":
         return [f"{result['title']}: {result['message']}"]
-    found = [
+    reasons = [
         f"{result['title']}: peak of rank {rank['rank']} is {_off(rank)}"
         for rank in result["peak_memory"]
         if not -MOST_UNDER <= rank["ratio"] - 1 <= MOST_OFF
     ]
     if not _exact(result["ring_bytes"]):
-        found.append(f"{result['title']}: sends {result['ring_bytes']}")
+        reasons.append(f"{result['title']}: sends {result['ring_bytes']}")
     state = result["model_state"]
-    return found + ([f"{result['title']}: model state {state}"] if state["measured"] != state["predicted"] else [])
+    return reasons + ([f"{result['title']}: model state {state}"] if state["measured"] != state["predicted"] else [])
 
 
 def _exact(sent: Mapping[str, Any]) -> bool:

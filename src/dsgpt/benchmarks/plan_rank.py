@@ -59,7 +59,7 @@ class PlanSuite:
         self._runner = CellRunner(folder, repository=repository, device="cpu")
         self._setups: dict[str, Setup] = {}
         self.calibration: Calibration | None = None
-        """Of this machine, from which times are predicted; None before it, and without rounds."""
+        """Of this machine, from which times are predicted; None before it, and without rounds or cells to fit to."""
         self.factors: Factors | None = None
         """What was fitted to measured times; None before that."""
         write_random_tokens(folder / "tokens", vocab_sizes=VOCABULARIES, count=TOKENS)
@@ -67,7 +67,7 @@ class PlanSuite:
     def run(self, cells: Sequence[PlanCell]) -> Iterator[CellResult]:
         """The result of each cell; all memory is measured before the first time is."""
         memory = {cell.key: end for cell, end in self._pass(cells, "memory")}
-        if self._rounds:
+        if self._rounds and any(cell.fit for cell in cells):
             seconds, file = min(CALIBRATION_SEC, CALIBRATION_SEC_OF_A_CELL * len(cells)), "calibration.json"
             calibrate(self._folder / file, seconds=seconds, devices=DEVICES)
             self.calibration = read_calibration(self._folder / file)
@@ -311,12 +311,12 @@ def _opened(
     config = config_of(flags)
     torch.manual_seed(config.options.seed)
     device = bring_up(config.device, local_rank=config.topology.local_rank, threads=config.threads_per_device)
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as resources:
         if config.run_type != "baseline":
-            held.enter_context(joined(config.topology, device))
-        held.enter_context(memory)
-        strategy = held.enter_context(contextlib.closing(build_strategy(config, device)))
-        batches = held.enter_context(contextlib.closing(training_batches(config, first_step=0)))
+            resources.enter_context(joined(config.topology, device))
+        resources.enter_context(memory)
+        strategy = resources.enter_context(contextlib.closing(build_strategy(config, device)))
+        batches = resources.enter_context(contextlib.closing(training_batches(config, first_step=0)))
         yield config.topology.rank, strategy, batches
         barrier()
 

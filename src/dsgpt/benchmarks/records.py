@@ -180,20 +180,20 @@ def remake_records(
 
 def _expected(records: Sequence[CommittedRecord], repository: Path) -> str:
     """How long it takes to make them, by the committed ones: ``about 14 min 02 s``."""
-    known = [seconds for record in records if (seconds := _seconds(record, repository / REFERENCE)) is not None]
-    if not known:
+    durations = [seconds for record in records if (seconds := _seconds(record, repository / REFERENCE)) is not None]
+    if not durations:
         return "nothing says how long it takes"
-    more = "" if len(known) == len(records) else f", and {len(records) - len(known)} that nothing says it of"
-    return f"about {duration(sum(known))}{more}"
+    more = "" if len(durations) == len(records) else f", and {len(records) - len(durations)} that nothing says it of"
+    return f"about {duration(sum(durations))}{more}"
 
 
 def _seconds(record: CommittedRecord, folder: Path) -> float | None:
     """What its making took; None if it does not say so, or cannot be read."""
-    found = list[Any]()
+    parts = list[Any]()
     for made in _contents(record, folder):
         summary = made.get("summary")  # of a run
-        found.append(summary.get("total_wall_time_sec") if isinstance(summary, dict) else made.get("seconds"))
-    return sum(found) if found and all(is_number(seconds) for seconds in found) else None
+        parts.append(summary.get("total_wall_time_sec") if isinstance(summary, dict) else made.get("seconds"))
+    return sum(parts) if parts and all(is_number(seconds) for seconds in parts) else None
 
 
 def _publish(records: Sequence[CommittedRecord], repository: Path, run: Runner) -> int:

@@ -154,7 +154,9 @@ Generated from `{source}` by
 * **{_passed(pairs)} of {len(pairs)} pairs**, drawn with seed {record["seed"]}: one strategy trains
   {work["saved"]} steps and saves, another one resumes with `--resume` for {work["steps"] - work["saved"]} more, on
   other ranks and with other accumulation. Every loss may differ by at most {record["bound"]:g} from that of an
-  undisturbed baseline, at every step and {_validations(work)}.
+  undisturbed baseline, at every step and in the validations after steps {work["saved"]} (before the target's first \
+step) to {work["steps"]}, every {work["validated_every"]}.
+  They are of {work["validation_windows"]} sequences, which leave the last batch padded.
 * **{_passed(rewritten)} of {len(rewritten)} rewritings**: every strategy loads the same checkpoint and writes it
   again. The two checkpoints must be equal, byte for byte, and the ranks must compute with the checkpoint's weights,
   rounded to the precision. Validation loss of the loaded weights, against the baseline's:
@@ -169,22 +171,12 @@ torch {env["torch_version"]}, DeepSpeed {env["deepspeed_version"]}. Commit `{rec
 {record["reference"]["last_loss"]:.3f}."""
 
 
-def _validations(work: dict[str, Any]) -> str:
-    if "validated_every" not in work:
-        return "in the last validation"
-    return (
-        f"in the validations after steps {work['saved']} (before the target's first step) to {work['steps']}, every "
-        f"{work['validated_every']}.\n"
-        f"  They are of {work['validation_windows']} sequences, which leave the last batch padded"
-    )
-
-
 def _rewritten_validation(record: Record) -> str:
-    """The largest difference by precision; records before version 1.1 have none."""
+    """The largest difference by precision."""
     parts = []
-    for precision, bound in record.get("rewritten_bounds", {}).items():
-        found = [one["measured"] for one in record["rewritten"] if one["precision"] == precision]
-        off = [measured["validation loss"] for measured in found if "validation loss" in measured]
+    for precision, bound in record["rewritten_bounds"].items():
+        measurements = [one["measured"] for one in record["rewritten"] if one["precision"] == precision]
+        off = [measured["validation loss"] for measured in measurements if measured]
         if off:
             parts.append(f"off by at most {max(off):.1e} in {precision} (allowed {bound:g})")
     return ", ".join(parts) or "not measured"
@@ -213,10 +205,10 @@ def _rewritten(record: Record) -> str:
     for one in record["rewritten"]:
         groups.setdefault(one["strategy"], {})[one["ranks"], one["precision"]] = STATUS_WORDS[one["status"]]
     places = sorted(
-        {place for found in groups.values() for place in found}, key=lambda place: (place[1] != "fp32", place)
+        {place for by_place in groups.values() for place in by_place}, key=lambda place: (place[1] != "fp32", place)
     )
     header = ["strategy", *(f"{counted(ranks, 'rank')}, {precision}" for ranks, precision in places)]
-    rows = [[strategy, *(found.get(place, "") for place in places)] for strategy, found in groups.items()]
+    rows = [[strategy, *(by_place.get(place, "") for place in places)] for strategy, by_place in groups.items()]
     return f"## Rewritings\n\n{table(header, rows)}"
 
 
@@ -400,16 +392,16 @@ examples:
 
     def _compare(self, run_dir: Path) -> dict[str, Any]:
         """The facts of the run, and its differences from the undisturbed baseline."""
-        import numpy as np  # noqa: PLC0415 - takes its time
-        from safetensors.numpy import load_file  # noqa: PLC0415
+        from torch.linalg import vector_norm  # noqa: PLC0415 - takes its time
+
+        from dsgpt.checkpoints.training_state import StateReader  # noqa: PLC0415
 
         undisturbed, saved, last = self._run_of(BASELINE), self.length.saved, self.length.steps
         expected, losses = read_losses(undisturbed, "loss"), read_losses(run_dir, "loss")
-        expected_weights, weights = (
-            load_file(folder / f"step-{last:08d}" / "model.safetensors") for folder in (undisturbed, run_dir)
-        )
+        expected_state, state = (StateReader(folder / f"step-{last:08d}") for folder in (undisturbed, run_dir))
         off = [
-            np.linalg.norm(weights[name] - value) / np.linalg.norm(value) for name, value in expected_weights.items()
+            float(vector_norm(state.read(name) - value) / vector_norm(value))
+            for name, value in ((name, expected_state.read(name)) for name in expected_state.shapes)
         ]
         expected_val, val = read_losses(undisturbed, "val_loss"), read_losses(run_dir, "val_loss")
         validated = sorted(step for step in val if step >= saved)
@@ -423,7 +415,7 @@ examples:
             "loss": max(abs(losses[step] - expected[step]) for step in range(saved + 1, last + 1)),
             "validated": validated,
             "validation loss": max(abs(val[step] - expected_val[step]) for step in validated),
-            "weights": float(max(off)),
+            "weights": max(off),
         }
 
     def line(self, result: Result, *, count: str, left: str) -> str:

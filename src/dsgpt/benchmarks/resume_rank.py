@@ -8,18 +8,18 @@ from pathlib import Path
 import torch
 
 from dsgpt.benchmarks.launch import config_of, write_end
-from dsgpt.checkpoints.training_state import COUNTERS, MOMENTS, StateReader, write_training_state
+from dsgpt.checkpoints import store
+from dsgpt.checkpoints.pieces import MOMENTS
+from dsgpt.checkpoints.training_state import COUNTERS, ParamState, StateReader, complete_state, write_shards
 from dsgpt.common.files import sha256_of
 from dsgpt.machine.console import logging_to_console
-from dsgpt.machine.device import barrier, bring_up, joined
+from dsgpt.machine.device import barrier, bring_up, gather_objects, joined
 from dsgpt.machine.launcher import Interruption
 from dsgpt.model.gpt2 import parameter_shapes
 from dsgpt.record.schema import COMPLETE_FILE
 from dsgpt.strategies.base import build_strategy
 from dsgpt.training.run import run
 from dsgpt.training.trainer import validation_loss
-
-STATE_FILES = ("model.safetensors", MOMENTS, COUNTERS)
 
 
 def train(flags: list[str], folder: Path, *, checkpoint: str = "") -> None:
@@ -56,14 +56,33 @@ def rewrite(flags: list[str], folder: Path, *, checkpoint: str) -> None:
         reader.require_shapes(shapes)
         with contextlib.closing(build_strategy(config, device)) as strategy:
             strategy.load_state(reader)
-            write_training_state(out, strategy.iter_state(), strategy.counters(), shapes=shapes, writes=main)
+            topology = config.topology
+            written = write_shards(out, strategy.shards(), rank=topology.rank, ranks=topology.world_size)
+            parts = gather_objects(written)
+            if main:
+                complete_state(out, parts, strategy.counters(), shapes=shapes)
             wrong = [  # what this rank holds whole must be the checkpoint's weights, rounded to the precision
                 name
                 for name, value in strategy.replicated_weights()
-                if not torch.equal(value.cpu(), reader.state(name).weight.to(value.dtype))
+                if not torch.equal(value.cpu(), reader.read(name).to(value.dtype))
             ]
+            wrong += [name for name, state in strategy.iter_state() if not _same(state, reader.state(name))]
             val_loss, _ = validation_loss(config, strategy) or (math.nan, 0)
             barrier()
-        same = {name: sha256_of(out / name) == sha256_of(Path(checkpoint) / name) for name in STATE_FILES if main}
+        same = {COUNTERS: sha256_of(out / COUNTERS) == sha256_of(Path(checkpoint) / COUNTERS)}
+        again = StateReader(out)
+        for file, moments in ((store.WEIGHTS, (None,)), (MOMENTS, ("exp_avg", "exp_avg_sq"))):
+            values = ((again.read(name, key), reader.read(name, key)) for name in shapes for key in moments)
+            same[file] = all(torch.equal(one, two) for one, two in values)
         write_end(folder, config.topology.rank, same=same, wrong=wrong, val_loss=val_loss)
         barrier()
+
+
+def _same(state: ParamState, expected: ParamState) -> bool:
+    """Whether gathered tensors are those of a checkpoint, bit for bit."""
+    return all(
+        torch.equal(one.cpu(), two)
+        for one, two in zip(
+            (state.weight, *state.moments.values()), (expected.weight, *expected.moments.values()), strict=True
+        )
+    )

@@ -3,25 +3,26 @@
 The same baseline training runs with ``--save_mode`` sync and async in turn, so that other load on the machine affects
 both. The figures are those that a run records for every save. The last save of a run does not count, because it is
 sync in both modes.
+
+Then processes of their own write the state of the same model together, each at a limited bandwidth, as ranks on several
+machines do. One processor and one disk could not show that the time of a save falls with the number of writers.
 """
 
-import os
-import statistics
-import subprocess
-import sys
+import multiprocessing
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from multiprocessing.queues import SimpleQueue
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any
 
-from dsgpt.benchmarks.frame import Record, Suite, SuiteOptions, device_flag
+from dsgpt.benchmarks.frame import Record, Suite, SuiteOptions, device_flag, span, span_words
+from dsgpt.benchmarks.launch import train
 from dsgpt.common.command_line import POSITIVE, flag
-from dsgpt.common.errors import UserError
 from dsgpt.common.files import write_json_atomic
-from dsgpt.common.json_files import read_object
-from dsgpt.common.text import machine_words
+from dsgpt.common.text import machine_words, table
 from dsgpt.config.options import SAVE_MODES
-from dsgpt.record.schema import RECORD_FILE
 
 
 def saving_page(record: Record, *, source: str) -> str:
@@ -33,6 +34,7 @@ def saving_page(record: Record, *, source: str) -> str:
     """
     hardware, work = record["hardware"], record["work"]
     size = record["figures"]["sync"]["bytes"]["median"] / 1e6
+    saves = max(len(run["saves"]) for run in record["runs"])
     head = f"""# How long training waits for a checkpoint
 
 Generated from `{source}` by
@@ -41,32 +43,40 @@ Generated from `{source}` by
 
 The model `{work["model_size"]}` with {record["parameters"]:,} parameters, whose checkpoint has {size:,.0f} MB, is
 trained {record["rounds"]} times with `--save_mode sync` and {record["rounds"]} times with `async`, in turn;
-{_counted(record)} saves of each run count. With async, training waits **{record["ratio"]:.0%}** of the time that it
+{saves} saves of each run count. With async, training waits **{record["ratio"]:.0%}** of the time that it
 waits with sync (medians; the goal is at most {record["ratio_bound"]:.0%}). An async save uses a core while training
 continues. If no core is free, the last column shows that.
 
 Machine: {machine_words(hardware)}; {hardware["device"]}. Commit `{record["git_commit"]}`, {record["timestamp_utc"]}."""
-    return "\n".join([head, "", "## Figures", "", *summary_lines(record), ""])
+    return "\n".join([head, "", "## Figures", "", *summary_lines(record), *_writers_words(record), ""])
+
+
+def _writers_words(record: Record) -> list[str]:
+    """The section about several writers; none if the record is from before they were measured."""
+    if "writers" not in record:
+        return []
+    rows = [[count, span_words(seconds, ".2f")] for count, seconds in record["writers"].items()]
+    return [
+        *("", "## Several writers", ""),
+        f"The state of the same model, written by processes slowed down to {MB_PER_SEC} MB/s each. The time is",
+        "that of the slowest, its hashes included.",
+        *("", *table(["processes", "until all have written, s (range)"], rows).splitlines()),
+    ]
 
 
 def summary_lines(record: Record) -> list[str]:
     """The table of both modes, for a console."""
-    lines = [
-        "| save mode | training waits, median (range) | until published, median (range) | a run's steps and saves |",
-        "|---|---|---|---|",
+    header = [
+        "save mode",
+        "training waits, s (range)",
+        "until published, s (range)",
+        "a run's steps and saves, s (range)",
     ]
-    for mode, figures in record["figures"].items():
-        cells = [_span(figures[key]) for key in ("save_stall_sec", "save_total_sec", "training_sec")]
-        lines.append(f"| {' | '.join([mode, *cells])} |")
-    return lines
-
-
-def _counted(record: Record) -> int:
-    return max(len(run["saves"]) for run in record["runs"])
-
-
-def _span(figures: dict[str, float]) -> str:
-    return f"{figures['median']:.3f} s ({figures['smallest']:.3f} to {figures['largest']:.3f})"
+    rows = [
+        [mode, *(span_words(figures[key], ".3f") for key in ("save_stall_sec", "save_total_sec", "training_sec"))]
+        for mode, figures in record["figures"].items()
+    ]
+    return table(header, rows).splitlines()
 
 
 SCHEMA_VERSION = "1.0"
@@ -85,6 +95,9 @@ WORK = {
     "keep_checkpoints": 2,
     "max_val_steps": 1,
 }
+
+MB_PER_SEC, WRITERS = 50, (1, 2, 4)
+"""The bandwidth of each process, and how many write together."""
 
 Run = dict[str, Any]
 
@@ -111,7 +124,7 @@ examples:
   .venv/bin/python src/benchmark.py saving --rounds 10"""
 
     def plan(self) -> int:
-        return len(list(_turns(self.options.rounds)))
+        return len(list(_turns(self.options.rounds))) + self.options.rounds * len(WRITERS)
 
     def begin(self) -> None:
         from dsgpt.benchmarks.cells import prepare_corpus  # noqa: PLC0415 - numpy takes its time
@@ -124,16 +137,31 @@ examples:
 
     def results(self) -> Iterator[Run]:
         for number, mode in _turns(self.options.rounds):
-            run_dir = self.folder / f"{number}-{mode}"
-            measured = _run(self._flags | {"save_mode": mode}, run_dir, mode=mode, repository=self.repository)
-            yield {"round": number, **measured}
+            values = self._flags | {"save_mode": mode, "checkpoint_path": self.folder / f"{number}-{mode}"}
+            record = train(values, repository=self.repository, what=f"a training with --save_mode {mode}")
+            saves = record["saves"][:SAVES]
+            yield {
+                "round": number,
+                "mode": mode,
+                "saves": saves,
+                "parameters": record["training_config"]["parameters"],
+                "training_sec": record["summary"]["train_time_sec"] + sum(save["save_stall_sec"] for save in saves),
+            }
+
+        for number in range(self.options.rounds):
+            for writers in WRITERS:
+                seconds = write_together(self.folder / f"{number}-{writers}", writers, preset=str(WORK["model_size"]))
+                yield {"round": number + 1, "writers": writers, "seconds": seconds}
 
     def line(self, result: Run, *, count: str, left: str) -> str:  # noqa: ARG002 - the rounds are its count
+        if "writers" in result:
+            return f"round {result['round']}, {result['writers']} processes: {result['seconds']:.2f} s until all wrote"
         stalls = ", ".join(f"{save['save_stall_sec']:.3f}" for save in result["saves"])
         return f"round {result['round']} of {self.options.rounds}, {result['mode']}: training waited {stalls} s"
 
     def record(self, results: Sequence[Run]) -> Record:
-        runs = [{key: value for key, value in run.items() if key != "round"} for run in results]
+        runs = [{key: value for key, value in run.items() if key != "round"} for run in results if "saves" in run]
+        times = [run for run in results if "writers" in run]
         figures = {mode: _figures([run for run in runs if run["mode"] == mode]) for mode in SAVE_MODES}
         return {
             "work": WORK,
@@ -141,6 +169,9 @@ examples:
             "rounds": self.options.rounds,
             "runs": runs,
             "figures": figures,
+            "writers": {
+                str(count): span([run["seconds"] for run in times if run["writers"] == count]) for count in WRITERS
+            },
             "ratio": figures["async"]["save_stall_sec"]["median"] / figures["sync"]["save_stall_sec"]["median"],
             "ratio_bound": RATIO_BOUND,
         }
@@ -156,28 +187,54 @@ def _turns(rounds: int) -> Iterator[tuple[int, str]]:
             yield number + 1, mode
 
 
-def _run(values: dict[str, Any], run_dir: Path, *, mode: str, repository: Path) -> Run:
-    words = [word for name, value in values.items() for word in (f"--{name}", str(value))]
-    command = [sys.executable, str(repository / "src" / "gpt2.py"), *words, "--checkpoint_path", str(run_dir)]
-    environment = {key: value for key, value in os.environ.items() if not key.startswith(("DS_", "OMP_"))}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    if done.returncode:
-        raise UserError(f"a training with --save_mode {mode} failed: {done.stderr.strip()[-500:]}")
-    record = read_object(run_dir / RECORD_FILE)
-    saves = record["saves"][:SAVES]
-    return {
-        "mode": mode,
-        "saves": saves,
-        "parameters": record["training_config"]["parameters"],
-        "training_sec": record["summary"]["train_time_sec"] + sum(save["save_stall_sec"] for save in saves),
-    }
-
-
-def _figures(runs: list[Run]) -> dict[str, dict[str, float]]:
+def _figures(runs: list[Run]) -> dict[str, dict[str, Any]]:
     saves = [save for run in runs for save in run["saves"]]
-    found = {key: [save[key] for save in saves] for key in ("save_stall_sec", "save_total_sec", "bytes")}
-    found["training_sec"] = [run["training_sec"] for run in runs]
-    return {
-        key: {"median": statistics.median(values), "smallest": min(values), "largest": max(values)}
-        for key, values in found.items()
-    }
+    of_saves = {key: span([save[key] for save in saves]) for key in ("save_stall_sec", "save_total_sec", "bytes")}
+    return of_saves | {"training_sec": span([run["training_sec"] for run in runs])}
+
+
+def write_together(folder: Path, writers: int, *, preset: str) -> float:
+    """Seconds until as many processes have written the state of a model of size ``preset`` together."""
+    folder.mkdir()
+    spawn = multiprocessing.get_context("spawn")
+    begin, ends = spawn.Barrier(writers), spawn.SimpleQueue()
+    values = {"writers": writers, "preset": preset, "begin": begin, "ends": ends}
+    processes = [spawn.Process(target=_write, args=(folder, rank), kwargs=values) for rank in range(writers)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    if failed := [process.exitcode for process in processes if process.exitcode]:
+        raise RuntimeError(f"a process that wrote a part of a state ended with code {failed[0]}")
+    return max(float(ends.get()) for _ in processes)
+
+
+def _write(folder: Path, rank: int, *, writers: int, preset: str, begin: Barrier, ends: "SimpleQueue[float]") -> None:
+    """One process of ``write_together``: it holds everything, as a rank of DDP does, and writes its share."""
+    import torch  # noqa: PLC0415 - takes seconds
+
+    from dsgpt.checkpoints import training_state  # noqa: PLC0415
+    from dsgpt.checkpoints.pieces import Box  # noqa: PLC0415
+    from dsgpt.formats.tensor_files import SafetensorsWriter  # noqa: PLC0415
+    from dsgpt.model.config import PRESETS  # noqa: PLC0415
+    from dsgpt.model.gpt2 import parameter_shapes  # noqa: PLC0415
+
+    put = SafetensorsWriter.put
+
+    def put_slowly(self: SafetensorsWriter, name: str, value: torch.Tensor) -> None:
+        """In at least the time that the limited bandwidth needs."""
+        started = time.perf_counter()
+        put(self, name, value)
+        time.sleep(max(0.0, value.nbytes / (MB_PER_SEC * 1e6) - (time.perf_counter() - started)))
+
+    SafetensorsWriter.put = put_slowly  # type: ignore[method-assign]
+    torch.set_num_threads(1)
+    shapes = parameter_shapes(PRESETS[preset])
+    states = [
+        (name, training_state.ParamState(*(torch.rand(shape) for _ in range(3)))) for name, shape in shapes.items()
+    ]
+    everything = training_state.Shards({name: [Box.whole(shape)] for name, shape in shapes.items()}, iter(states))
+    begin.wait()
+    started = time.perf_counter()
+    training_state.write_shards(folder, everything.share(rank, writers), rank=rank, ranks=writers)
+    ends.put(time.perf_counter() - started)

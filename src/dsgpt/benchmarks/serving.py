@@ -17,7 +17,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence, Set
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -61,13 +61,13 @@ class ServerProcess:
             self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=file, text=True)
         assert self._process.stdout is not None
         ready = select.select([self._process.stdout], [], [], START_SEC)[0]
-        found = re.search(r"http://\S+:\d+", self._process.stdout.readline()) if ready else None
-        if found is None:
+        address = re.search(r"http://\S+:\d+", self._process.stdout.readline()) if ready else None
+        if address is None:
             self._process.kill()
             self._process.communicate()
             printed = log.read_text(encoding="utf-8", errors="replace").strip() or "it printed nothing"
             raise UserError(f"src/serve.py did not start: {clipped_text(printed.splitlines()[-1], width=300)}")
-        self.url = found[0]
+        self.url = address[0]
         self._peak, self._done = 0, threading.Event()
         self._sampler = threading.Thread(target=self._sample, daemon=True)
         self._sampler.start()
@@ -102,8 +102,8 @@ class ServerProcess:
             text = httpx2.get(f"{self.url}/metrics").text
         except httpx2.HTTPError:
             return 0.0
-        found = re.search(rf"^{re.escape(line)} (\S+)$", text, flags=re.MULTILINE)
-        return float(found[1]) if found else 0.0
+        value = re.search(rf"^{re.escape(line)} (\S+)$", text, flags=re.MULTILINE)
+        return float(value[1]) if value else 0.0
 
     def _sample(self) -> None:
         process = psutil.Process(self._process.pid)
@@ -203,8 +203,8 @@ class Load:
                 break
             if answer.status_code != 429:
                 if answer.status_code == 200:
-                    found = answer.json()
-                    choices, name = found["choices"], found["id"]
+                    completion = answer.json()
+                    choices, name = completion["choices"], completion["id"]
                 failure = f"answered {answer.status_code}: {clipped_text(answer.text)}"
                 break
             refusals += 1
@@ -359,13 +359,13 @@ examples:
             steady, places = max(10 * BATCH, options.requests // 4), BATCH + QUEUE  # so that the batch is always full
             load.steady(steady, clients=places)  # reaches the memory of a full batch
             self._capacity = steady / load.steady(steady, clients=places)[1]
-            known: set[str] = set()
+            earlier: set[str] = set()
             for number in range(options.rounds):
                 before, _ = server.metric(ANSWERED), server.peak_bytes()
                 instants = load.instants(options.requests, per_sec=options.times * self._capacity)
                 requests, seconds = load.poisson(instants)
                 counted = max(0, int(server.metric(ANSWERED) - before))
-                yield round_of(requests, alone=alone, known=known) | {
+                yield round_of(requests, alone=alone, earlier=earlier) | {
                     "round": number + 1,
                     "answered_by_the_servers_count": counted,
                     "seconds": seconds,
@@ -373,7 +373,7 @@ examples:
                     "peak_rss_bytes": server.peak_bytes(),
                     "open_sequences": int(server.metric("dsgpt_open_sequences")),
                 }
-                known |= {one.name for one in requests}
+                earlier |= {one.name for one in requests}
             self._exit_code = server.stop()
 
     def line(self, result: Round, *, count: str, left: str) -> str:
@@ -391,7 +391,7 @@ examples:
             "max_tokens": MAX_TOKENS,
             "seed": SEED,
             "capacity_per_sec": self._capacity,
-            "rounds": [_round(result) for result in results],
+            "rounds": list(results),
             "load": min(result["offered_per_sec"] for result in results) / answered,
             "growth": last / first if first else None,
             "growth_bound": GROWTH_BOUND,
@@ -418,29 +418,25 @@ examples:
         return [f"FAILED: {line}" for line in failures]
 
 
-def round_of(requests: Sequence["Served"], *, alone: Sequence[str], known: Set[str]) -> Round:
+def round_of(requests: Sequence["Served"], *, alone: Sequence[str], earlier: Set[str]) -> Round:
     """What became of the requests of a round.
 
     Args:
         requests: all of them.
         alone: the right text of each prompt.
-        known: the names of answers of earlier rounds.
+        earlier: the names of answers of earlier rounds.
     """
     served = [one for one in requests if one.answers]
+
+    def percentiles(values: list[float]) -> dict[str, float | None] | None:
+        return {f"p{share}": percentile(values, share / 100) for share in (50, 95, 99)} if values else None
+
     return {
         "answered": len(served),
-        "answered_twice": sum(one.answers for one in served) - len({one.name for one in served} - known),
+        "answered_twice": sum(one.answers for one in served) - len({one.name for one in served} - earlier),
         "wrong_texts": sum(one.text != alone[one.prompt] for one in served),
         "failures": Counter(one.failure for one in requests if one.failure),
-        "requests": [asdict(one) for one in requests],
+        "refusals": sum(one.refusals for one in requests),
+        "accepted_sec": percentiles([one.accepted_sec for one in served]),
+        "whole_sec": percentiles([one.whole_sec for one in served]),
     }
-
-
-def _round(result: Round) -> Round:
-    """A round with percentiles of the answered requests in place of all requests."""
-    requests = [one for one in result["requests"] if one["answers"]]
-    summary = {key: value for key, value in result.items() if key != "requests"}
-    for key in ("accepted_sec", "whole_sec"):
-        values = [one[key] for one in requests]
-        summary[key] = {f"p{share}": percentile(values, share / 100) for share in (50, 95, 99)} if values else None
-    return summary | {"refusals": sum(one["refusals"] for one in result["requests"])}

@@ -16,23 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dsgpt.benchmarks import cells
-from dsgpt.benchmarks.frame import (
-    NANOGPT,
-    Record,
-    Suite,
-    SuiteOptions,
-    contest,
-    device_flag,
-    judged,
-    only_flag,
-    peers_flag,
-    ratios,
-    read_peers,
-    selected,
-    span,
-    span_words,
-)
+from dsgpt.benchmarks import cells, frame
 from dsgpt.benchmarks.launch import LineWorker, WorkerEnded, train, training_words
 from dsgpt.common.command_line import POSITIVE, flag
 from dsgpt.common.errors import UserError
@@ -46,7 +30,7 @@ from dsgpt.record.schema import STEPS_FILE, read_steps
 # What the suite measures: models, batches and precisions, and the contenders that take steps on them.
 
 OURS, ENGINE, DDP, HUGGING_FACE = "dsgpt", "dsgpt ZeRO-1", "dsgpt ddp", "hugging face"
-PEERS = (NANOGPT, HUGGING_FACE)
+PEERS = (frame.NANOGPT, HUGGING_FACE)
 KEPT = ", memory kept"
 """How the names of peers end that get this program's memory settings."""
 
@@ -156,40 +140,27 @@ def rows(device: str, *, threads: int, peers: Sequence[str]) -> list[Row]:
     """The comparisons on ``device`` with these peers; on a CPU for as many cores as ``threads``."""
     nanogpt, hugging_face = ([peer] * (peer in peers) for peer in PEERS)
     if device == "cuda":
-        every = [
-            _against_peers(_on_gpu(name, batch, compile=True), nanogpt, target=1.1)
+        on_gpu = StepSetup(shape=NARROW, batch=1, precision="bf16", compile=True, device="cuda", threads=0)
+        small, *larger = (
+            replace(on_gpu, shape=published(name, length=1024), batch=batch)
             for name, batch in (("small", 32), ("medium", 16), ("large", 8), ("xl", 4))
-        ]
-        every.insert(1, _engine(every[0].work))
-        every.append(_against_peers(_on_gpu("small", 16, compile=False), hugging_face, target=1.5))
+        )
+        every = [_against_peers(small, nanogpt, target=1.1), _engine(small)]
+        every += [_against_peers(work, nanogpt, target=1.1) for work in larger]
+        every.append(_against_peers(replace(small, batch=16, compile=False), hugging_face, target=1.5))
     else:
-        small = published("small", length=256)
-        of_two = [(shape, batch) for shape, batch in ((small, 4), (NARROW, 8))]
+        small = StepSetup(shape=published("small", length=256), batch=4, precision="bf16", threads=threads)
+        narrow = replace(small, shape=NARROW, batch=8)
         every = [
-            _against_peers(
-                StepSetup(shape=shape, batch=batch, precision=precision, threads=threads), peers, target=target
-            )
-            for shape, batch in of_two
+            _against_peers(replace(work, precision=precision), peers, target=target)
+            for work in (small, narrow)
             for precision, target in (("fp32", 1.15), ("bf16", 1.2))
         ]
-        every += [
-            _against_peers(
-                StepSetup(shape=shape, batch=batch, precision="bf16", compile=True, threads=threads),
-                nanogpt,
-                target=1.1,
-            )
-            for shape, batch in of_two
-        ]
-        every.append(_engine(StepSetup(shape=NARROW, batch=8, precision="fp32", threads=threads)))
-        every.append(_engine(StepSetup(shape=small, batch=4, precision="bf16", threads=threads)))
+        every += [_against_peers(replace(work, compile=True), nanogpt, target=1.1) for work in (small, narrow)]
+        every += [_engine(replace(narrow, precision="fp32")), _engine(small)]
         tiny = StepSetup(shape=published("tiny", length=256), batch=4, precision="fp32", threads=1)
         every += [_weak_scaling(tiny, kind, ranks=threads) for kind in (DDP, ENGINE) if threads > 1]
     return [row for row in every if len(row.entries) > 1]
-
-
-def _on_gpu(name: str, batch: int, *, compile: bool) -> StepSetup:
-    shape = published(name, length=1024)
-    return StepSetup(shape=shape, batch=batch, precision="bf16", compile=compile, device="cuda", threads=0)
 
 
 def _against_peers(work: StepSetup, peers: Sequence[str], *, target: float) -> Row:
@@ -253,8 +224,10 @@ class Team:
             raise UserError(f"{self.title}: ended: {error.output[-1500:]}") from error
 
 
-def _start(row: Row, entry: Entry, held: ExitStack, *, tokens: Path, folder: Path, peers: Mapping[str, Path]) -> Team:
-    """The ranks of a contender, which ``held`` ends."""
+def _start(
+    row: Row, entry: Entry, resources: ExitStack, *, tokens: Path, folder: Path, peers: Mapping[str, Path]
+) -> Team:
+    """The ranks of a contender, which ``resources`` ends."""
     peer = peers.get(entry.kind)
     job = {"kind": entry.kind, "keeps_memory": entry.keeps_memory, "work": asdict(row.work)}
     job |= {"tokens": str(tokens), "peer": peer and str(peer)}
@@ -262,15 +235,11 @@ def _start(row: Row, entry: Entry, held: ExitStack, *, tokens: Path, folder: Pat
     ranks = []
     for number in range(entry.ranks):
         rank = 0 if entry.apart else number
-        variables: dict[str, object] = {
-            "RANK": rank,
-            "LOCAL_RANK": rank,
-            "WORLD_SIZE": world_size,
-            "LOCAL_WORLD_SIZE": world_size,
-        }
+        variables: dict[str, object] = dict.fromkeys(("RANK", "LOCAL_RANK"), rank)
+        variables |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), world_size)
         variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port() if entry.apart else port}
         worker = LineWorker(CONTENDER, job, folder / f"rank-{number}", threads=row.work.threads, variables=variables)
-        ranks.append(held.enter_context(worker))
+        ranks.append(resources.enter_context(worker))
     return Team(title=f"{entry.name}, {row.title}", ranks=ranks)
 
 
@@ -280,9 +249,9 @@ def measure_row(row: Row, *, rounds: int, tokens: Path, folder: Path, peers: Map
     Raises:
         UserError: a contender failed.
     """
-    with ExitStack() as held:
+    with ExitStack() as resources:
         teams = {
-            entry.name: _start(row, entry, held, tokens=tokens, folder=folder / str(number), peers=peers)
+            entry.name: _start(row, entry, resources, tokens=tokens, folder=folder / str(number), peers=peers)
             for number, entry in enumerate(row.entries)
         }
         steps = {}
@@ -294,7 +263,7 @@ def measure_row(row: Row, *, rounds: int, tokens: Path, folder: Path, peers: Map
             teams[name].take(SETTLING_STEPS)
             return teams[name].take(steps[name])
 
-        answers = contest({name: partial(turn, name) for name in teams}, rounds=rounds)
+        answers = frame.contest({name: partial(turn, name) for name in teams}, rounds=rounds)
     speeds = {
         entry.name: [
             row.work.tokens * entry.ranks * steps[entry.name] / answer["seconds"] for answer in answers[entry.name]
@@ -312,7 +281,7 @@ def measure_row(row: Row, *, rounds: int, tokens: Path, folder: Path, peers: Map
                 "kind": entry.kind,
                 "ranks": entry.ranks,
                 "steps_per_turn": steps[entry.name],
-                "tokens_per_sec": span(speeds[entry.name]),
+                "tokens_per_sec": frame.span(speeds[entry.name]),
                 **{key: answers[entry.name][-1][key] for key in last},
             }
             for entry in row.entries
@@ -337,9 +306,9 @@ def _compared(row: Row, speeds: Mapping[str, Sequence[float]]) -> Result:
         names = [entry.name for entry in others if entry.keeps_memory == keeps_memory and not entry.apart]
         if names:
             best = max(names, key=lambda name: statistics.median(compared[name]))
-            result |= {best_key: best, ratio_key: ratios(compared[first.name], compared[best])}
+            result |= {best_key: best, ratio_key: frame.ratios(compared[first.name], compared[best])}
     if apart := next((entry.name for entry in others if entry.apart), None):
-        result["limit"] = ratios(compared[apart], compared[result["best_other"]])
+        result["limit"] = frame.ratios(compared[apart], compared[result["best_other"]])
     return result
 
 
@@ -352,14 +321,16 @@ def measure_memory(work: StepSetup, *, steps: int, tokens: Path, folder: Path, p
         UserError: a contender failed.
     """
     title = f"peak memory, {work.title}"
-    entries = tuple(Entry(name=kind, kind=kind) for kind in (OURS, NANOGPT, HUGGING_FACE) if kind != NANOGPT or peers)
+    entries = tuple(
+        Entry(name=kind, kind=kind) for kind in (OURS, frame.NANOGPT, HUGGING_FACE) if kind != frame.NANOGPT or peers
+    )
     row, peaks = Row(title=title, work=work, entries=entries, target=0), {}
     for entry in entries:
-        with ExitStack() as held:
+        with ExitStack() as resources:
             own = folder / entry.name.replace(" ", "-")
-            team = _start(row, entry, held, tokens=tokens, folder=own, peers=peers)
+            team = _start(row, entry, resources, tokens=tokens, folder=own, peers=peers)
             peaks[entry.name] = team.take(steps)["peak_bytes"]
-    other = NANOGPT if NANOGPT in peaks else HUGGING_FACE
+    other = frame.NANOGPT if frame.NANOGPT in peaks else HUGGING_FACE
     share = peaks[OURS] / peaks[other]
     return {"title": title, "work": asdict(work), "peak_bytes": peaks, "other": other, "share": share}
 
@@ -430,12 +401,12 @@ def seconds_to(curve: Curve, loss: float) -> float | None:
 def time_to_loss(curves: Mapping[str, Sequence[Curve]]) -> Result:
     """Our seconds to nanoGPT's last loss as a share of nanoGPT's, in each round, and where each ended."""
     shares = []
-    for ours, theirs in zip(curves[OURS], curves[NANOGPT], strict=True):
+    for ours, theirs in zip(curves[OURS], curves[frame.NANOGPT], strict=True):
         seconds, loss = theirs[-1]
         if (own_seconds := seconds_to(ours, loss)) is not None:
             shares.append(own_seconds / seconds)
     return {
-        "share": span(shares) if len(shares) == len(curves[OURS]) else None,
+        "share": frame.span(shares) if len(shares) == len(curves[OURS]) else None,
         "losses": {kind: [curve[-1][1] for curve in rounds] for kind, rounds in curves.items()},
         "curves": curves,
         "settings": asdict(NANOGPT_DEFAULTS),
@@ -447,7 +418,7 @@ def time_to_loss(curves: Mapping[str, Sequence[Curve]]) -> Result:
 Figures = Mapping[str, Any]
 
 
-def speed_page(record: Record, *, source: str) -> str:
+def speed_page(record: frame.Record, *, source: str) -> str:
     """The page.
 
     Args:
@@ -483,12 +454,12 @@ Checkouts: {peers}. Commit `{record["git_commit"]}`, {record["timestamp_utc"]}.{
     return "\n".join([head, *(f"\n## {title}\n\n{text}" for title, text in sections if text), ""])
 
 
-def summary_lines(record: Record) -> list[str]:
+def summary_lines(record: frame.Record) -> list[str]:
     """One line for each result, for a console, and what could not be measured."""
     return [*(verdict(result) for result in record["results"]), *filter(None, _missing(record).splitlines())]
 
 
-def _missing(record: Record) -> str:
+def _missing(record: frame.Record) -> str:
     """Rows without a peer whose checkout was not given; empty if all were, and for records that do not say it."""
     return "".join(
         f"\n\nWithout a checkout of {peer} (`--peer {peer}=FOLDER`) it is missing in: {'; '.join(titles)}."
@@ -524,46 +495,46 @@ def verdict(result: Figures) -> str:
 
 def _shown(result: Figures) -> str:
     if "seconds" in result:
-        return f"{span_words(result['seconds'], '.2f')} s (goal at most {result['target']:.1f} s)"
+        return f"{frame.span_words(result['seconds'], '.2f')} s (goal at most {result['target']:.1f} s)"
     if "peak_bytes" in result:
         peaks = ", ".join(f"{name} {size / 1e9:.2f} GB" for name, size in result["peak_bytes"].items())
         return f"{result['share']:.2f} of {result['other']} ({peaks}; goal at most {result['target']:.2f})"
     if "curves" in result:
         ends = ", ".join(f"{name} ends at {losses[0]:.3f}" for name, losses in result["losses"].items())
-        share = "never" if result["share"] is None else f"{span_words(result['share'], '.2f')} of its time"
+        share = "never" if result["share"] is None else f"{frame.span_words(result['share'], '.2f')} of its time"
         return f"{share} ({ends}; goal at most {result['target']:.2f})"
-    return f"{span_words(result['share'], '.2%')} (goal at most {result['target']:.0%})"
+    return f"{frame.span_words(result['share'], '.2%')} (goal at most {result['target']:.0%})"
 
 
 def _ratio(result: Figures, *, key: str = "ratio", other: str = "best_other") -> str:
-    return f"{span_words(result[key], '.2f')}x {result[other]}{judged(result[key])}"
+    return f"{frame.span_words(result[key], '.2f')}x {result[other]}{frame.judged(result[key])}"
 
 
-def _speed_table(record: Record) -> str:
+def _speed_table(record: frame.Record) -> str:
     compared = [result for result in record["results"] if "ratio" in result]
     rows = []
     for result in compared:
         if "ratio_with_memory_kept" in result:
             ratio = _ratio(result, key="ratio_with_memory_kept", other="best_with_memory_kept")
-            rows.append([f"{result['title']}, equal memory settings", _speeds(result, kept=True), ratio, "", ""])
+            rows.append([f"{result['title']}, equal memory settings", _speeds(result, memory_kept=True), ratio, "", ""])
     for result in compared:
         goal = f"{result['target']:.2f}{'' if reached(result) else ', **not reached**'}"
         waits = result["entries"][0]["synchronisations"]
         beside = "" if waits is None else f"{waits} synchronisations in a turn"
         if "limit" in result:
-            beside = f"{span_words(result['limit'], '.2f')}x without communication{judged(result['limit'])}"
-        rows.append([result["title"], _speeds(result, kept=False), _ratio(result), goal, beside])
+            beside = f"{frame.span_words(result['limit'], '.2f')}x without communication{frame.judged(result['limit'])}"
+        rows.append([result["title"], _speeds(result, memory_kept=False), _ratio(result), goal, beside])
     return table(["work", "tokens/s", "ratio", "goal", "beside it"], rows) if rows else ""
 
 
-def _speeds(result: Figures, *, kept: bool) -> str:
+def _speeds(result: Figures, *, memory_kept: bool) -> str:
     """Of the first contender, and of those with this setting of the memory."""
     ours, *others = result["entries"]
-    shown = [ours, *(entry for entry in others if entry["name"].endswith(KEPT) == kept)]
-    return "; ".join(f"{entry['name']} {span_words(entry['tokens_per_sec'], ',.0f')}" for entry in shown)
+    shown = [ours, *(entry for entry in others if entry["name"].endswith(KEPT) == memory_kept)]
+    return "; ".join(f"{entry['name']} {frame.span_words(entry['tokens_per_sec'], ',.0f')}" for entry in shown)
 
 
-def _limit_table(record: Record) -> str:
+def _limit_table(record: frame.Record) -> str:
     """The share of each step that its matrix products alone would take, at the speed that each has alone."""
     ceilings = {str(result["work"]): result for result in record["results"] if "products_sec" in result}
     rows = []
@@ -588,7 +559,7 @@ def _limit_table(record: Record) -> str:
     return table(header, rows) if rows else ""
 
 
-def _other_table(record: Record) -> str:
+def _other_table(record: frame.Record) -> str:
     others = [result for result in record["results"] if {"target", "failed"} & set(result) and "ratio" not in result]
     rows = [
         [result["title"], result.get("failed") or _shown(result), "yes" if reached(result) else "**no**"]
@@ -602,16 +573,16 @@ TOKENS = 2_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
-class SpeedOptions(SuiteOptions):
+class SpeedOptions(frame.SuiteOptions):
     """The command line."""
 
     rounds: int = flag(POSITIVE, "N", "turns of every trainer in a row (default: %(default)s)", default=5)
-    peer: tuple[str, ...] = peers_flag("checkouts to compare with")
-    only: tuple[str, ...] = only_flag("KEY", "rows, by the beginnings of their keys")
-    device: str = device_flag("cpu or cuda")
+    peer: tuple[str, ...] = frame.peers_flag("checkouts to compare with")
+    only: tuple[str, ...] = frame.only_flag("KEY", "rows, by the beginnings of their keys")
+    device: str = frame.device_flag("cpu or cuda")
 
 
-class Speed(Suite[SpeedOptions, Result]):
+class Speed(frame.Suite[SpeedOptions, Result]):
     """Lets trainers take turns, and measures what a run costs beside its steps."""
 
     name, record_of, schema_version, unit = "speed", "speeds", SCHEMA_VERSION, "row"
@@ -629,12 +600,12 @@ examples:
 
     def plan(self) -> int:
         """Choose the rows, limits and other measurements of this device."""
-        self._peers, device = read_peers(self.options.peer), self.options.device
+        self._peers, device = frame.read_peers(self.options.peer), self.options.device
         cores = len(os.sched_getaffinity(0))
         self._threads = 0 if device == "cuda" else cores
         present = [peer for peer in PEERS if peer == HUGGING_FACE or peer in self._peers]
         compared, every_row = (rows(device, threads=cores, peers=peers) for peers in (present, PEERS))
-        titles = {row.key: row.title for row in every_row if any(entry.kind == NANOGPT for entry in row.entries)}
+        titles = {row.key: row.title for row in every_row if any(entry.kind == frame.NANOGPT for entry in row.entries)}
         titles["time-to-loss"] = TIME_TO_LOSS
         only = self.options.only or ("",)
         missing = [title for key, title in titles.items() if key.startswith(only)]
@@ -646,7 +617,7 @@ examples:
         every |= {"memory": self._memory, "help": self._help}
         every |= {f"first-step-{kind}": partial(self._first_step, kind) for kind in FIRST_STEP_TARGET_SEC}
         every |= {"around": self._around} | ({"time-to-loss": self._time_to_loss} if self._peers else {})
-        self._measurements = selected(every, self.options.only)
+        self._measurements = frame.selected(every, self.options.only)
         return len(self._measurements)
 
     def begin(self) -> None:
@@ -686,7 +657,7 @@ examples:
             command = [sys.executable, "src/gpt2.py", "--help"]
             subprocess.run(command, cwd=self.repository, check=True, stdout=subprocess.DEVNULL)
             seconds.append(time.perf_counter() - started)
-        return {"title": "src/gpt2.py --help", "seconds": span(seconds), "target": HELP_TARGET_SEC}
+        return {"title": "src/gpt2.py --help", "seconds": frame.span(seconds), "target": HELP_TARGET_SEC}
 
     def _demo(self, run: str, **more: object) -> dict[str, object]:
         """The flags of a training of ``make demo``; its files are in the folder ``run``."""
@@ -728,7 +699,7 @@ examples:
                 raise UserError(f"{' '.join(command[:3])}: no first step: {''.join(lines)[-1500:]}")
             seconds.append(at_step)
         title = f"from launch to the end of the demo's first step, {kind}"
-        return {"title": title, "seconds": span(seconds[1:]), "target": FIRST_STEP_TARGET_SEC[kind]}
+        return {"title": title, "seconds": frame.span(seconds[1:]), "target": FIRST_STEP_TARGET_SEC[kind]}
 
     def _around(self) -> Result:
         """The share of a demo run that is not forward, backward and optimizer: data, metering, logging, journal.
@@ -745,8 +716,8 @@ examples:
             computing = after["step_time_sec"] - after["dataload_time_sec"]
             shares.append((between - computing) / between)
         title = "share of the time between two steps of the demo that is not the step"
-        step_sec = span([line["step_time_sec"] for line in steps])
-        return {"title": title, "share": span(shares), "target": AROUND_TARGET, "step_sec": step_sec}
+        step_sec = frame.span([line["step_time_sec"] for line in steps])
+        return {"title": title, "share": frame.span(shares), "target": AROUND_TARGET, "step_sec": step_sec}
 
     def _time_to_loss(self) -> Result:
         """Our time to the loss of nanoGPT's end, as a share of nanoGPT's, in turns; None if ours never reaches it."""
@@ -761,10 +732,10 @@ examples:
         ) as writer:
             writer.append(source.memmap()[first : end + 1])
         numbers = itertools.count()
-        curves = contest(
+        curves = frame.contest(
             {
                 OURS: lambda: self._own_curve(f"curve-{next(numbers)}"),
-                NANOGPT: lambda: self._nanogpt_curve(f"curve-{next(numbers)}"),
+                frame.NANOGPT: lambda: self._nanogpt_curve(f"curve-{next(numbers)}"),
             },
             rounds=LOSS_ROUNDS,
         )
@@ -790,7 +761,11 @@ examples:
         steps = DEMO_TOKENS // work.tokens
         job = {"work": asdict(work), "defaults": asdict(NANOGPT_DEFAULTS), "steps": steps}
         job |= {"validate_every": max(1, steps // VALIDATIONS), "windows": VALIDATION_WINDOWS}
-        files = {"tokens": self._data / "train.bin", "val": self.folder / LATER_WINDOWS, "peer": self._peers[NANOGPT]}
+        files = {
+            "tokens": self._data / "train.bin",
+            "val": self.folder / LATER_WINDOWS,
+            "peer": self._peers[frame.NANOGPT],
+        }
         job |= {name: str(path) for name, path in files.items()}
         try:
             with LineWorker(CONTENDER, job, self.folder / run, threads=self._threads) as worker:
@@ -806,15 +781,15 @@ examples:
     def line(self, result: Result, *, count: str, left: str) -> str:
         return f"{count} {verdict(result)}{left}"
 
-    def record(self, results: Sequence[Result]) -> Record:
+    def record(self, results: Sequence[Result]) -> frame.Record:
         commits = {}
         for name, folder in self._peers.items():
             command = ["git", "-C", str(folder), "rev-parse", "HEAD"]  # fails where it is no git repository
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             commits[name] = done.stdout.strip() or None
-        missing = {NANOGPT: self._without_nanogpt} if self._without_nanogpt else {}
+        missing = {frame.NANOGPT: self._without_nanogpt} if self._without_nanogpt else {}
         return {"rounds": self.options.rounds, "peers": commits, "missing": missing, "results": list(results)}
 
-    def failures(self, record: Record) -> list[str]:
+    def failures(self, record: frame.Record) -> list[str]:
         missed = [result for result in record["results"] if reached(result) is False]
         return [f"{result['title']}: the target was not reached" for result in missed]

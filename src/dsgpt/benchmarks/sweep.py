@@ -18,21 +18,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from dsgpt.benchmarks import frame
+from dsgpt.benchmarks import frame, sweep_cells
 from dsgpt.benchmarks.cells import prepare_demo
 from dsgpt.benchmarks.launch import own_group, training_words
-from dsgpt.benchmarks.sweep_cells import (
-    SUITES,
-    Cell,
-    ComparisonPlan,
-    built_in,
-    comparable,
-    judge_turns,
-    planned_work,
-    read_description,
-    require_equal_work,
-    value_of,
-)
 from dsgpt.benchmarks.sweep_page import summary_lines, sweep_page
 from dsgpt.common.command_line import COUNT, NUMBER, POSITIVE, Unfit, choice, flag, switch, value, whole
 from dsgpt.common.errors import EXIT_USER_ERROR, UserError, did_you_mean, is_number
@@ -132,14 +120,14 @@ Losses = Mapping[float, float]
 class PlannedTurn:
     """A cell's training in one repeat."""
 
-    cell: Cell
+    cell: sweep_cells.Cell
     repeat: int
     """From 1."""
     place: int
     """In the order of all turns, from 1."""
 
 
-def ordered_turns(cells: Sequence[Cell], *, repeats: int, seed: int) -> list[PlannedTurn]:
+def ordered_turns(cells: Sequence[sweep_cells.Cell], *, repeats: int, seed: int) -> list[PlannedTurn]:
     """Every cell once in each repeat, each repeat in an order of its own that ``seed`` draws.
 
     Load that comes and goes then meets all cells, and more repeats continue the same order.
@@ -190,7 +178,7 @@ def turn_of(planned: PlannedTurn, ending: Ending, folder: Path) -> Turn:
     )
 
 
-def cell_of(cell: Cell, turns: Sequence[Turn], *, price: float | None) -> SweepCell:
+def cell_of(cell: sweep_cells.Cell, turns: Sequence[Turn], *, price: float | None) -> SweepCell:
     """A cell with its turns and figures; ``price`` is of a device hour."""
     done = [turn for turn in turns if turn.state == State.DONE]
     first = done[0] if done else None
@@ -227,7 +215,7 @@ def spread(values: Sequence[float]) -> Spread | None:
 
 
 def compared(
-    plan: ComparisonPlan, base: SweepCell, cell: SweepCell, *, losses: Mapping[tuple[str, int], Losses]
+    plan: sweep_cells.ComparisonPlan, base: SweepCell, cell: SweepCell, *, losses: Mapping[tuple[str, int], Losses]
 ) -> Compared:
     """A cell of a comparison beside its baseline, judged by the records of their turns.
 
@@ -241,8 +229,8 @@ def compared(
     if not ours or not theirs:
         missing = cell.name if not ours else base.name
         return Compared(cell=cell.name, same_work=f"same work: unknown ({missing} has no result)", comparable=False)
-    verdict = judge_turns((turn.cell, turn) for turn in (*theirs.values(), *ours.values()))
-    if not comparable(verdict, plan.kind):
+    verdict = sweep_cells.judge_turns((turn.cell, turn) for turn in (*theirs.values(), *ours.values()))
+    if not sweep_cells.comparable(verdict, plan.kind):
         return Compared(cell=cell.name, same_work=verdict.line(), comparable=False)
     shared = [repeat for repeat in theirs if repeat in ours]
     speeds = [(ours[repeat].tokens_per_sec, theirs[repeat].tokens_per_sec) for repeat in shared]
@@ -283,8 +271,9 @@ def default_output(suite: str) -> Path:
 
 def _suite(word: str) -> str:
     """Reads the name of a suite, or the path of a description."""
-    if word not in SUITES and not word.endswith(".json"):
-        raise Unfit(f"must be one of {', '.join(SUITES)}, or a .json file, not {word}{did_you_mean(word, SUITES)}")
+    suites = sweep_cells.SUITES
+    if word not in suites and not word.endswith(".json"):
+        raise Unfit(f"must be one of {', '.join(suites)}, or a .json file, not {word}{did_you_mean(word, suites)}")
     return word
 
 
@@ -294,7 +283,7 @@ class SweepOptions(frame.SuiteOptions):
 
     keep: None = None  # its work stands beside the record
     output: Path = flag(Path, "RECORD", f"the record to write (default: {default_output('SUITE')})")
-    suite: str = flag(_suite, "SUITE", f"{', '.join(SUITES)}, or a description, a .json file")
+    suite: str = flag(_suite, "SUITE", f"{', '.join(sweep_cells.SUITES)}, or a description, a .json file")
     devices: tuple[int, ...] | None = flag(
         value(
             lambda text: tuple(int(word) if word.isdecimal() else 0 for word in text.split(",")),
@@ -355,23 +344,23 @@ examples:
   .venv/bin/python src/benchmark.py run --suite memory --devices 2 --repeats 1
   .venv/bin/python src/benchmark.py run --suite my-sweep.json --output checkpoint/sweep/mine/sweep.json
 
-suites: {", ".join(SUITES)}"""
+suites: {", ".join(sweep_cells.SUITES)}"""
 
     def __init__(self, options: SweepOptions, repository: Path) -> None:
         if options.suite is None:
-            raise UserError(f"--suite is missing: name {', '.join(SUITES)} or a .json file")
+            raise UserError(f"--suite is missing: name {', '.join(sweep_cells.SUITES)} or a .json file")
         super().__init__(replace(options, output=options.output or default_output(options.suite)), repository)
-        if options.suite in SUITES:
-            self._plan = built_in(options.suite, devices=options.devices or DEVICES)
+        if options.suite in sweep_cells.SUITES:
+            self._plan = sweep_cells.built_in(options.suite, devices=options.devices or DEVICES)
         else:
-            self._plan = read_description(Path(options.suite), devices=options.devices)
+            self._plan = sweep_cells.read_description(Path(options.suite), devices=options.devices)
         self._turns = ordered_turns(self._plan.cells, repeats=options.repeats, seed=options.seed)
         self._data: Path | None = None
 
     def plan(self) -> int:
         return len(self._turns)
 
-    def work_folder(self, held: ExitStack) -> Path:  # noqa: ARG002 - it stays
+    def work_folder(self, resources: ExitStack) -> Path:  # noqa: ARG002 - it stays
         """Beside the record, so that the next command finds the turns of this one."""
         return self.options.output.parent.resolve() / "work"
 
@@ -380,13 +369,15 @@ suites: {", ".join(SUITES)}"""
         fingerprint = self._fingerprint()
         self._require(fingerprint)
         cells = self._plan.cells
-        if any(value_of(cell.flags, TRAIN_DATA) is None for cell in cells):
+        if any(sweep_cells.value_of(cell.flags, TRAIN_DATA) is None for cell in cells):
             self._data = prepare_demo(self.repository, self.folder / "data")
         works = {
-            cell.name: planned_work(cell, self._flags(cell, self.folder / "planned"), repository=self.repository)
+            cell.name: sweep_cells.planned_work(
+                cell, self._flags(cell, self.folder / "planned"), repository=self.repository
+            )
             for cell in cells
         }
-        require_equal_work(self._plan, works)
+        sweep_cells.require_equal_work(self._plan, works)
         fingerprint["data"] = {
             name: [work[f"{part} data"] for part in PARTS] if work else None for name, work in works.items()
         }
@@ -402,7 +393,7 @@ suites: {", ".join(SUITES)}"""
         options = self.options
         head = frame.record_head(SCHEMA_VERSION, device=options.device)
         sources = "".join(sha256_of(file) for file in sorted(PACKAGE.rglob("*.py")))
-        named = {value_of(cell.flags, RECIPE) for cell in self._plan.cells} - {None}
+        named = {sweep_cells.value_of(cell.flags, RECIPE) for cell in self._plan.cells} - {None}
         recipes = {str(name): self.repository / str(name) for name in named}
         fingerprint = {
             "suite": asdict(self._plan),
@@ -487,7 +478,7 @@ suites: {", ".join(SUITES)}"""
         write_json_atomic(folder / RESULT_FILE, asdict(turn))
         return turn
 
-    def _flags(self, cell: Cell, run_dir: Path) -> list[str]:
+    def _flags(self, cell: sweep_cells.Cell, run_dir: Path) -> list[str]:
         """All flags of a cell's training; those of the cell come last, and count."""
         options = self.options
         values: dict[str, Any] = {

@@ -406,9 +406,11 @@ class _Reader:
         )
         flags = (*shared, *self._words(values, f"{where}.flags"))
         run_type = self._checked_flags(flags, where)
-        launcher, known = values.get("launcher", LAUNCHERS.get(run_type or "")), LAUNCHERS.values()
-        if launcher not in known and (run_type or "launcher" in values):
-            self._wrong(f"{where}.launcher must be one of {', '.join(dict.fromkeys(known))}, not {clipped(launcher)}")
+        launcher, launchers = values.get("launcher", LAUNCHERS.get(run_type or "")), LAUNCHERS.values()
+        if launcher not in launchers and (run_type or "launcher" in values):
+            self._wrong(
+                f"{where}.launcher must be one of {', '.join(dict.fromkeys(launchers))}, not {clipped(launcher)}"
+            )
         elif launcher == "python" and devices is not None and devices > 1:
             self._wrong(f"{where}: python starts one rank, not {devices}: use torchrun or deepspeed")
         if name is None or devices is None or launcher is None:

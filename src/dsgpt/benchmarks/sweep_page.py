@@ -16,20 +16,10 @@ from dsgpt.common.errors import EXIT_DONE, Problems, UserError, did_you_mean, is
 from dsgpt.common.json_files import JsonError, read_object
 from dsgpt.common.text import NO_DIFFERENCE, machine_words, megabytes, no_difference, table
 from dsgpt.machine.console import duration
+from dsgpt.record import suites
 from dsgpt.record.equal_work import Verdict, judge
 from dsgpt.record.runs import Run, read_run
 from dsgpt.record.schema import RECORD_FILE, STEPS_FILE, read_steps
-from dsgpt.record.suites import (
-    MAX_BYTES,
-    SWEEP_FILE,
-    Compared,
-    Comparison,
-    Spread,
-    Sweep,
-    SweepCell,
-    parse_sweep,
-    read_sweep,
-)
 from dsgpt.record.work import Worked
 
 CONFIDENCE, RESAMPLES, SEED = 0.95, 10_000, 1337
@@ -128,12 +118,12 @@ def summary_lines(record: Record) -> list[str]:
     return lines
 
 
-def _read(record: Record) -> Sweep:
+def _read(record: Record) -> suites.Sweep:
     """The record with its types checked; raises ``JsonError``, a ``ValueError``."""
-    return parse_sweep(json.dumps(record).encode())
+    return suites.parse_sweep(json.dumps(record).encode())
 
 
-def _head(sweep: Sweep, source: str) -> str:
+def _head(sweep: suites.Sweep, source: str) -> str:
     hardware = sweep.hardware
     return f"""# Sweep: {_text(sweep.suite)}
 
@@ -148,7 +138,7 @@ Machine: {_text(machine_words(hardware))}; {_text(str(hardware.get("device")))}.
 Commit `{sweep.git_commit}`, {sweep.timestamp_utc}."""
 
 
-def _training(sweep: Sweep) -> str:
+def _training(sweep: suites.Sweep) -> str:
     """A line about what the first cell trained; empty without the facts of one of its turns."""
     work = next((turn.work for cell in sweep.cells[:1] for turn in cell.done().values() if turn.work), {})
     if not all(is_number(work.get(name)) for name in _COUNTS):
@@ -160,10 +150,10 @@ def _training(sweep: Sweep) -> str:
     )
 
 
-def _cells(sweep: Sweep) -> str:
+def _cells(sweep: suites.Sweep) -> str:
     header = ["cell", "done", "tokens/s", "per device", "peak memory, rank 0 (MB)", "model state per rank (MB)"]
     header += ["sent per step (MB)", "final loss"]
-    columns: list[tuple[str, Callable[[SweepCell], str]]] = [
+    columns: list[tuple[str, Callable[[suites.SweepCell], str]]] = [
         ("communication share", lambda cell: _spread(cell.communication_share, "{:.1%}".format)),
         ("joules", lambda cell: _spread(cell.joules, WHOLE)),
         ("time to target (s)", lambda cell: _spread(cell.time_to_target_sec, "{:,.2f}".format)),
@@ -179,7 +169,7 @@ def _cells(sweep: Sweep) -> str:
     return table([*header, *(name for name, _ in optional)], rows)
 
 
-def _legend(sweep: Sweep) -> str:
+def _legend(sweep: suites.Sweep) -> str:
     lines = [
         "Tokens per second count training steps after the warm-up. Peak memory is what PyTorch allocated on a GPU, and "
         "the resident set of the process on a CPU. Model state is weights, gradients and optimizer, measured in a step."
@@ -200,7 +190,7 @@ def _legend(sweep: Sweep) -> str:
     return " ".join(lines)
 
 
-def _comparison(sweep: Sweep, comparison: Comparison) -> str:
+def _comparison(sweep: suites.Sweep, comparison: suites.Comparison) -> str:
     """The table of a comparison; losses are only compared between equal trainings."""
     base, with_loss = sweep.cell(comparison.baseline), comparison.kind == "same training"
     first = [_text(base.name), str(base.devices), "1.00x" if base.done() else UNKNOWN]
@@ -215,7 +205,7 @@ def _comparison(sweep: Sweep, comparison: Comparison) -> str:
     return "\n\n".join([LABELS[comparison.kind], table(header, [row[:columns] for row in rows])])
 
 
-def _compared(sweep: Sweep, comparison: Comparison, one: Compared) -> list[str]:
+def _compared(sweep: suites.Sweep, comparison: suites.Comparison, one: suites.Compared) -> list[str]:
     return [
         _text(one.cell),
         str(sweep.cell(one.cell).devices),
@@ -227,7 +217,7 @@ def _compared(sweep: Sweep, comparison: Comparison, one: Compared) -> list[str]:
     ]
 
 
-def _failures(sweep: Sweep) -> str:
+def _failures(sweep: suites.Sweep) -> str:
     rows = [
         [_text(cell.name), str(turn.repeat), turn.state, _text(turn.message or "")]
         for cell in sweep.cells
@@ -236,11 +226,11 @@ def _failures(sweep: Sweep) -> str:
     return table(["cell", "repeat", "state", "why"], rows) if rows else "None: every turn trained to its end."
 
 
-def _states(cell: SweepCell) -> str:
+def _states(cell: suites.SweepCell) -> str:
     return ", ".join(dict.fromkeys(turn.state for turn in cell.turns)) or "not run"
 
 
-def _state(cell: SweepCell) -> str:
+def _state(cell: suites.SweepCell) -> str:
     state = cell.model_state_bytes_by_rank
     if not state:
         return UNKNOWN
@@ -248,7 +238,7 @@ def _state(cell: SweepCell) -> str:
     return megabytes(most) if least == most else f"{megabytes(least)} to {megabytes(most)}"
 
 
-def _spread(value: Spread | None, form: Callable[[float], str]) -> str:
+def _spread(value: suites.Spread | None, form: Callable[[float], str]) -> str:
     if value is None:
         return UNKNOWN
     text = form(value.median)
@@ -332,7 +322,7 @@ class _Source:
     """A or B: a run, or a sweep and perhaps one cell of it."""
 
     path: Path
-    read: Run | Sweep
+    read: Run | suites.Sweep
     cell: str | None
 
 
@@ -346,12 +336,12 @@ def _source(word: str) -> _Source:
     path = Path(name)
     is_sweep = False
     if path.is_dir():
-        is_sweep = (path / SWEEP_FILE).exists() and not (path / RECORD_FILE).exists()
+        is_sweep = (path / suites.SWEEP_FILE).exists() and not (path / RECORD_FILE).exists()
     else:
         with contextlib.suppress(JsonError):  # reading it as a run says what is wrong
-            is_sweep = {"cells", "comparisons"} <= read_object(path, max_bytes=MAX_BYTES).keys()
+            is_sweep = {"cells", "comparisons"} <= read_object(path, max_bytes=suites.MAX_BYTES).keys()
     if is_sweep:
-        return _Source(path=path, read=read_sweep(path), cell=cell if mark else None)
+        return _Source(path=path, read=suites.read_sweep(path), cell=cell if mark else None)
     if mark:
         raise UserError(f"{word}: {path} is a run, which has no cells: leave out {CELL_MARK}{cell}")
     return _Source(path=path, read=read_run(path, name=name), cell=None)
@@ -394,13 +384,13 @@ def _pairs(a: _Source, b: _Source) -> Iterator[Pairs]:
         yield _of_known(label, by_repeat, of="repeats", verdict=verdict, machines=machines)
 
 
-def _named_cell(source: _Source) -> SweepCell:
+def _named_cell(source: _Source) -> suites.SweepCell:
     """The cell that the user named.
 
     Raises:
         UserError: the sweep does not have it.
     """
-    assert isinstance(source.read, Sweep) and source.cell is not None
+    assert isinstance(source.read, suites.Sweep) and source.cell is not None
     names = [cell.name for cell in source.read.cells]
     if source.cell not in names:
         hint = did_you_mean(source.cell, names) or f"; it has {', '.join(names)}"
@@ -421,13 +411,13 @@ def _of_known(
     Raises:
         UserError: there are fewer than two.
     """
-    known = [(one, other) for one, other in speeds if one and other and min(one, other) > 0]
-    if len(known) < 2:
+    measured = [(one, other) for one, other in speeds if one and other and min(one, other) > 0]
+    if len(measured) < 2:
         raise UserError(
-            f"{label}: {len(known)} {of} have a speed in both, and a comparison needs 2: "
+            f"{label}: {len(measured)} {of} have a speed in both, and a comparison needs 2: "
             + ("run more --repeats" if of == "repeats" else "the first three steps of a process are warm-up")
         )
-    a, b = ([pair[place] for pair in known] for place in (0, 1))
+    a, b = ([pair[place] for pair in measured] for place in (0, 1))
     return Pairs(label=label, a=a, b=b, of=of, verdict=verdict, machines=machines)
 
 

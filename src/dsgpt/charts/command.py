@@ -45,21 +45,9 @@ docs/charts.md says what each chart shows. Exit code 0: done; 2: a mistake in th
 """
 
 RUN_CHARTS = (
-    "training_time",
-    "throughput",
-    "inference_latency",
-    "inference_throughput",
-    "peak_memory",
-    "loss_vs_step",
-    "loss_vs_time",
-    "loss_vs_tokens",
-    "loss_vs_money",
-    "memory",
-    "communication",
-    "step_times",
-    "latency_vs_throughput",
-    "utilisation",
-    "overview",
+    *("training_time", "throughput", "inference_latency", "inference_throughput", "peak_memory"),
+    *("loss_vs_step", "loss_vs_time", "loss_vs_tokens", "loss_vs_money"),
+    *("memory", "communication", "step_times", "latency_vs_throughput", "utilisation", "overview"),
 )
 SWEEP_CHARTS = ("throughput", "scaling", "efficiency", "memory", "communication", "step_times", "money")
 """Their files begin with the name of the sweep and ``_``."""

@@ -1,5 +1,6 @@
 """The figures of all runs side by side: comparison.md, and the table on the console."""
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -65,10 +66,10 @@ ROWS = (
     THROUGHPUT_ROW,
     Quantity("final train loss (nats per token)", lambda run: run.final_train_loss, decimals(4), True),
     Quantity(
-        label="best train loss, lowest epoch mean",
-        value=lambda run: run.best_train_loss,
-        form=decimals(4),
-        lower_is_better=True,
+        "best train loss, lowest epoch mean",
+        lambda run: run.best_train_loss,
+        decimals(4),
+        True,
         several_epochs_only=True,
     ),
     Quantity("final validation loss (nats per token)", lambda run: run.final_val_loss, decimals(4), True),
@@ -90,19 +91,9 @@ SEGMENT_FIGURES: dict[str, tuple[str, Callable[[float], str]]] = {
 """Columns of the table of segments."""
 
 
-def improvement(base: float | None, other: float | None, *, lower_is_better: bool) -> float | None:
-    """Percent by which ``other`` is better than ``base``; None if either is unknown or ``base`` is 0."""
-    if base is None or other is None or base == 0:
-        return None
-    change = (other - base) / base * 100
-    return -change if lower_is_better else change
-
-
 def speed_up(base: Run, other: Run) -> float | None:
     """Training time of ``base`` divided by that of ``other``; None if either is unknown or 0."""
-    if base.train_time is None or not other.train_time or base.train_time == 0:
-        return None
-    return base.train_time / other.train_time
+    return base.train_time / other.train_time if base.train_time and other.train_time else None
 
 
 def comparison_markdown(runs: Sequence[Run], *, sources: str = "") -> str:
@@ -187,8 +178,11 @@ def _improvement_cell(row: Quantity, base: Run, other: Run) -> str:
     one, two = base.latency_range, other.latency_range
     if row.label.startswith("inference") and one and two and no_difference(*two, than=one):
         return NO_DIFFERENCE
-    percent = improvement(row.value(base), row.value(other), lower_is_better=row.lower_is_better)
-    return UNKNOWN if percent is None else f"{round(percent, 1) + 0.0:+.1f} %".replace("+0.0 %", "0.0 %")
+    before, after = row.value(base), row.value(other)
+    if not before or after is None:  # a percentage of 0 does not exist
+        return UNKNOWN
+    percent = (after - before) / before * (-100 if row.lower_is_better else 100)
+    return f"{round(percent, 1) + 0.0:+.1f} %".replace("+0.0 %", "0.0 %")
 
 
 def work_rows(runs: Sequence[Run]) -> list[list[str]]:
@@ -267,6 +261,4 @@ def _line(cells: Sequence[str]) -> str:
 
 def _escape(text: str) -> str:
     """Text with Markdown's special characters escaped, also for tables."""
-    for character in "\\|*_`<":
-        text = text.replace(character, f"\\{character}")
-    return text.replace("](", "]\\(").replace("\n", " ")
+    return re.sub(r"[\\|*_`<]|(?<=\])\(", r"\\\g<0>", text).replace("\n", " ")

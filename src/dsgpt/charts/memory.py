@@ -7,7 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import seaborn as sns
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
@@ -17,7 +17,7 @@ from dsgpt.charts.comparison import decimals, shorten
 from dsgpt.charts.style import Frame, Row, Texts
 from dsgpt.charts.themes import LIGHT
 from dsgpt.common.files import write_atomic
-from dsgpt.record.runs import OTHER, PARTS, quantile, read_objects
+from dsgpt.record.runs import OTHER, PARTS, read_objects
 from dsgpt.record.schema import Fields
 from dsgpt.record.suites import Measured
 
@@ -157,8 +157,8 @@ def step_times_chart(rows: Sequence[Measured], texts: Texts) -> Frame | str:
     unit, scale = ("seconds", 1.0) if longest >= 2 else ("milliseconds", 1000.0)
     for place, (row, values) in enumerate(zip(rows, times, strict=True)):
         if values:
-            shares = {"whislo": 0.05, "q1": 0.25, "med": 0.5, "q3": 0.75, "whishi": 0.95}
-            stats = {name: scale * quantile(values, share) for name, share in shares.items()}
+            quantiles = scale * np.quantile(values, [0.05, 0.25, 0.5, 0.75, 0.95])
+            stats = dict(zip(("whislo", "q1", "med", "q3", "whishi"), quantiles.tolist(), strict=True))
             look, line = style.look(row.group, count=len(rows)), {"color": ink, "linewidth": 1.1}
             drawn = axes.bxp(
                 [stats | {"fliers": [scale * values[0], scale * values[-1]]}],
@@ -285,7 +285,6 @@ def utilisation_chart(folders: Mapping[str, Path], texts: Texts) -> Frame | str:
         style.number_axis(panel.xaxis, 6)
         style.number_axis(panel.yaxis)
         panel.set_xlim(left=0)
-        sns.despine(ax=panel)
     axes[0].set(ylabel="% of time with a kernel", ylim=(0, 105))
     if powered:
         axes[1].set(ylabel="watts, all GPUs")

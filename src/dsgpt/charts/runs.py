@@ -6,7 +6,6 @@ from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
-import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.figure import SubFigure
 from matplotlib.lines import Line2D
@@ -174,7 +173,6 @@ def draw_losses(axes: Axes, runs: Sequence[Run], *, kind: str, axis: Axis) -> li
         ends.append(End(run.name, x[-1], y[-1]))
     axes.set(title=f"{kind.capitalize()} loss", xlabel=axis.label, ylabel=f"nats per token ({style.ZOOMED})")
     axes.ticklabel_format(axis="y", style="plain", useOffset=False)  # tick labels are the losses, without offset
-    sns.despine(ax=axes)
     if ends:
         axes.set_xlim(left=0)
         low, high = axes.get_ylim()
@@ -240,7 +238,6 @@ def latency_chart(runs: Sequence[Run], texts: Texts) -> Frame | str:
     axes.set(
         xlabel="seconds to the last new token, batch 1 (less is better)", ylabel="tokens per second (more is better)"
     )
-    sns.despine(ax=axes)
     picture.legend(handles)
     return picture
 
@@ -264,7 +261,8 @@ def charts_of_runs(runs: Sequence[Run], *, folders: Mapping[str, Path], price: f
     named = [replace(run, name=name) for run, name in zip(runs, short, strict=True)]
     if len(set(short)) < len(short):
         named = [*runs]
-    rows, texts = of_runs(named), Texts(_warnings(named), _footer(named))
+    warnings = [*work_stamps(judge(named)), *partial_stamps(named), *setup_stamps(named)]
+    rows, texts = of_runs(named), Texts(warnings, _footer(named))
     bars = {
         "training_time": [TRAINING_TIME],
         "throughput": [THROUGHPUT],
@@ -362,10 +360,6 @@ def _draw_loss_panels(body: SubFigure, runs: Sequence[Run], places: Sequence[tup
             label += f" ({kinds[0]} only)"
         handles.append(Line2D([], [], **style.look(index, count=len(runs)).line, label=label))
     body.legend(handles=handles, loc="outside lower left", ncols=COLUMNS, frameon=False, handlelength=4)
-
-
-def _warnings(runs: Sequence[Run]) -> list[str]:
-    return [*work_stamps(judge(runs)), *partial_stamps(runs), *setup_stamps(runs)]
 
 
 def _footer(runs: Sequence[Run]) -> str:

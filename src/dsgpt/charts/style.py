@@ -99,6 +99,8 @@ def quiet_style(theme: Theme) -> Iterator[None]:
                 "axes.edgecolor": theme.edge,
                 "axes.facecolor": theme.background,
                 "axes.labelcolor": theme.ink,
+                "axes.spines.right": False,
+                "axes.spines.top": False,
                 "axes.titleweight": "bold",
                 "figure.facecolor": theme.background,
                 "savefig.facecolor": theme.background,
@@ -238,16 +240,14 @@ class Row:
 def draw_rows(axes: Axes, rows: Sequence[Row], *, label_width: int = 30) -> None:
     """Draw the bars, the first on top. Titles are the caller's."""
     values = [row.value or 0.0 for row in rows]
-    places = [str(index) for index in range(len(rows))]
     looks = [look(index if row.group is None else row.group, count=len(rows)) for index, row in enumerate(rows)]
-    palette = [each.colour for each in looks]
-    sns.barplot(x=values, y=places, hue=places, palette=palette, saturation=1, width=BAR_WIDTH, legend=False, ax=axes)
+    bars = axes.barh(range(len(rows)), values, color=[each.colour for each in looks], height=BAR_WIDTH)
     top = max([*values, *(row.high or 0.0 for row in rows)]) or 1.0
-    for place, (container, row, each) in enumerate(zip(axes.containers, rows, looks, strict=True)):
+    for place, (bar, row, each) in enumerate(zip(bars, rows, looks, strict=True)):
         if row.value is None:
             note_inside(axes, row.label, x=top * 0.015, y=place)
             continue
-        container[0].set(hatch=each.hatch, hatchcolor=each.hatch_colour)
+        bar.set(hatch=each.hatch, hatchcolor=each.hatch_colour)
         end = row.value
         if row.low is not None and row.high is not None and row.low < row.high:
             axes.hlines(place, row.low, row.high, color=current().ink, lw=2.2)
@@ -274,4 +274,4 @@ def name_rows(axes: Axes, names: Sequence[str], *, label_width: int = 30) -> Non
     axes.set_ylim(len(names) - 0.5, -0.5)
     axes.set(ylabel="")
     axes.grid(visible=False, axis="y")
-    sns.despine(ax=axes, left=True)
+    axes.spines["left"].set_visible(False)

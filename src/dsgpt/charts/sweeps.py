@@ -122,7 +122,6 @@ def _draw_lines(
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.margins(x=0.12)
-    axes.spines[["top", "right"]].set_visible(False)
 
 
 def _captions(comparisons: Iterable[Comparison]) -> list[str]:
@@ -310,6 +309,5 @@ def concurrency_chart(record: Concurrency) -> Frame:
         xlabel="tokens per second of all requests (more is better)",
         ylabel="seconds from arrival to last token (less is better)",
     )
-    axes.spines[["top", "right"]].set_visible(False)
     picture.legend(handles, handlelength=3.5)
     return picture

@@ -1,7 +1,7 @@
 """Checkpoints of a run folder: each is complete or absent, and verified before anything in it is read.
 
     step-00000200/
-        model.safetensors            every weight whole, fp32, under its canonical name
+        model.safetensors            every weight whole, fp32, under its canonical name; of several ranks see ``pieces``
         model.json                   the shape of the model
         optimizer.safetensors        every moment of the optimizer; see ``training_state``
         training_state.json          the number of optimizer steps, and the loss scale
@@ -24,16 +24,19 @@ them has a validation loss, there is no best. Retention keeps the newest and the
 """
 
 import contextlib
+import errno
 import itertools
 import os
 import re
-from collections.abc import Callable, Container
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from dsgpt.checkpoints.manifest import (
     MANIFEST,
+    FileFacts,
     Manifest,
     RunState,
     parse_manifest,
@@ -63,6 +66,9 @@ VALIDATED_ON = ("validation data", "validation windows", SEQUENCE_LENGTH)
 """Keys of a manifest's ``fixed``: validation losses can be compared only where all of these are equal."""
 WEIGHTS = "model.safetensors"
 MODEL = "model.json"
+INDEX = "pieces.json"
+"""Only where several ranks wrote; see ``pieces``."""
+_PIECES_OF_WEIGHTS = re.compile(r"model-\d{5,}\.safetensors")
 TOKENIZER = "tokenizer"
 _NAME = r"step-(\d{8}|[1-9]\d{8,})"
 STEP_FOLDER = re.compile(_NAME)
@@ -92,7 +98,14 @@ def begin(run_dir: Path, step: int) -> Path:
     return folder
 
 
-def publish(run_dir: Path, folder: Path, *, state: RunState, about: dict[str, Any]) -> Path:
+def publish(
+    run_dir: Path,
+    folder: Path,
+    *,
+    state: RunState,
+    about: dict[str, Any],
+    written: Mapping[str, FileFacts] = MappingProxyType({}),
+) -> Path:
     """Turn the complete ``folder`` into a checkpoint; main rank only.
 
     Args:
@@ -100,12 +113,14 @@ def publish(run_dir: Path, folder: Path, *, state: RunState, about: dict[str, An
         folder: from ``begin``, every file of every rank in it.
         state: the progress of the run.
         about: strategy, topology, versions and the settings that a resumed run must match.
+        written: the files that ranks have made durable and hashed themselves, by name.
 
     Raises:
-        OSError: the file system refuses. Earlier checkpoints are unchanged.
+        OSError: the file system refuses, or shows a file of another rank otherwise than that rank wrote it. Earlier
+            checkpoints are unchanged.
     """
     write_run_state(folder, state)
-    _seal(folder, {**about, "step": state.step, "val_loss": state.val_loss})
+    _seal(folder, {**about, "step": state.step, "val_loss": state.val_loss}, written)
     final = run_dir / folder_name(state.step)
     set_aside(final, suffix=REPLACED)
     try:
@@ -153,11 +168,16 @@ def keep_newest(run_dir: Path, *, count: int) -> None:
     name_newest_and_best(run_dir)
 
 
-def _seal(folder: Path, about: dict[str, Any]) -> None:
+def _seal(folder: Path, about: dict[str, Any], written: Mapping[str, FileFacts]) -> None:
     """Make everything in ``folder`` durable, and write its manifest."""
+    for name, facts in written.items():
+        if (folder / name).stat().st_size != facts.size:
+            raise OSError(errno.EIO, "is not as large as the rank that wrote it says", str(folder / name))
     paths = sorted(path for path in folder.rglob("*") if link_between(folder, path) is None)
     files = {
-        path.relative_to(folder).as_posix(): {"size": path.stat().st_size, "sha256": _sync_and_hash(path)}
+        path.relative_to(folder).as_posix(): asdict(
+            written.get(path.name) or FileFacts(size=path.stat().st_size, sha256=_sync_and_hash(path))
+        )
         for path in paths
         if path.is_file() and (path.parent != folder / TOKENIZER or path.name in KNOWN_FILES)
     }
@@ -338,11 +358,6 @@ class ModelFiles:
         length = self.manifest.fixed.get(SEQUENCE_LENGTH)
         return length if isinstance(length, int) and 0 < length <= self.config.block_size else None
 
-    @property
-    def weights(self) -> Path:
-        """The safetensors file, canonical names."""
-        return self.checkpoint / WEIGHTS
-
 
 def open_model_files(checkpoint: Path, *, progress: Callable[[int], None] = lambda _: None) -> ModelFiles:
     """Verify weights, shape and tokenizer; files that only a resume needs are not read.
@@ -355,7 +370,7 @@ def open_model_files(checkpoint: Path, *, progress: Callable[[int], None] = lamb
         UserError: one of them is missing or damaged.
     """
     manifest = read_manifest(checkpoint, only=is_model_file, progress=progress)
-    require_files(checkpoint, manifest, (WEIGHTS, MODEL))
+    require_files(checkpoint, manifest, (INDEX if INDEX in manifest.files else WEIGHTS, MODEL))
     try:
         config = read_as(checkpoint / MODEL, GPT2Config)
     except JsonError as error:
@@ -380,4 +395,8 @@ def _tokenizer(checkpoint: Path, named: Container[str]) -> Path | None:
 
 def is_model_file(name: str) -> bool:
     """Whether a file of a checkpoint, by its name in the manifest, is needed to use the model."""
-    return name in (WEIGHTS, MODEL) or name.startswith(f"{TOKENIZER}/")
+    return (
+        name in (WEIGHTS, MODEL, INDEX)
+        or name.startswith(f"{TOKENIZER}/")
+        or _PIECES_OF_WEIGHTS.fullmatch(name) is not None
+    )

@@ -1,13 +1,12 @@
 """The state of training in a checkpoint: how it is written, read and verified.
 
-The state of training in a checkpoint, in one form for every strategy: whole tensors in fp32, by canonical name.
-
-    model.safetensors        every weight
+    model.safetensors        every weight, fp32, by canonical name
     optimizer.safetensors    every moment, as ``NAME.exp_avg``; absent before the first step, and if there are none
     training_state.json      what is not a tensor: ``Counters``
 
-A strategy gathers every tensor whole before it is written, and copies its own part when it loads, so that any strategy
-resumes from any other's checkpoint. Tensors are handled one at a time: memory use stays near the largest of them.
+That is what one rank writes. Of several ranks each writes pieces into files of its own; see ``pieces``. A strategy says
+which parts of which tensors a rank has, and nothing is gathered. A reader puts whole tensors, or the parts that a rank
+needs, together from the pieces. So any strategy resumes from any other's checkpoint.
 """
 
 import errno
@@ -16,6 +15,7 @@ import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -26,12 +26,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from dsgpt.checkpoints import store
+from dsgpt.checkpoints.manifest import FileFacts
+from dsgpt.checkpoints.pieces import MOMENTS, Box, Index, Pieces, cut, moment_key, numbered, read_index
 from dsgpt.common.errors import UserError
-from dsgpt.common.files import write_json_atomic
+from dsgpt.common.files import sha256_of, write_json_atomic
 from dsgpt.common.json_files import Count, JsonError, read_as
 from dsgpt.formats.tensor_files import SafetensorsWriter, StoredTensor, open_safetensors
 from dsgpt.model.config import STATE_NAMES
-from dsgpt.model.gpt2 import parameter_shapes
 
 # Writes files of a checkpoint. Every failure is an ``OSError`` that names the reason and the file.
 
@@ -101,7 +102,6 @@ def reason_of(error: OSError) -> str:
     return f"{error.filename}: {what}" if error.filename else what
 
 
-MOMENTS = "optimizer.safetensors"
 COUNTERS = "training_state.json"
 
 
@@ -126,6 +126,51 @@ class ParamState(NamedTuple):
         return ParamState(change(self.weight), **{name: change(value) for name, value in self.moments.items()})
 
 
+@dataclass(frozen=True)
+class Shards:
+    """The part of the state of training that one rank writes."""
+
+    boxes: dict[str, list[Box]]
+    """Where it lies in the whole tensors, by canonical name; names of which the rank writes nothing are left out."""
+    states: Iterator[tuple[str, ParamState]]
+    """Weights and moments, flat or not, one parameter at a time in any order; each is valid until the next one.
+
+    The elements are those of the boxes, end to end. No communication."""
+
+    def only(self, chosen: Callable[[str], bool]) -> "Shards":
+        """The part of the ``chosen`` parameters."""
+        boxes = {name: each for name, each in self.boxes.items() if chosen(name)}
+        return Shards(boxes, ((name, state) for name, state in self.states if name in boxes))
+
+    def share(self, rank: int, ranks: int, *, among: Callable[[str], bool] = lambda _: True) -> "Shards":
+        """What is left to ``rank`` of what ``ranks`` ranks hold alike: each writes as many elements, end to end.
+
+        Args:
+            rank: among these ranks.
+            ranks: how many they are.
+            among: whether they hold a parameter alike; of others this rank's part stays as it is.
+        """
+        if ranks == 1:
+            return self
+        sizes = {name: sum(box.numel for box in boxes) for name, boxes in self.boxes.items()}
+        total, before = sum(size for name, size in sizes.items() if among(name)), 0
+        ends: dict[str, tuple[int, int]] = {}
+        for name, size in sizes.items():
+            ends[name] = 0, size
+            if among(name):
+                first, last = total * rank // ranks - before, total * (rank + 1) // ranks - before
+                ends[name] = max(first, 0), min(last, size)
+                before += size
+        boxes = {name: cut(self.boxes[name], *ends[name]) for name in sizes if ends[name][0] < ends[name][1]}
+
+        def states() -> Iterator[tuple[str, ParamState]]:
+            for name, state in self.states:
+                if name in boxes:
+                    yield name, state.mapped(partial(_flat_range, ends[name]))
+
+        return Shards(boxes, states())
+
+
 @dataclass(frozen=True, kw_only=True)
 class LossScaleState:
     """The state of fp16's dynamic loss scale; see ``strategies.optimizer.LossScale``."""
@@ -146,28 +191,29 @@ class Counters:
     """Of fp16; None in other precisions."""
 
 
+def _flat_range(ends: tuple[int, int], value: Tensor) -> Tensor:
+    return value.reshape(-1)[slice(*ends)]
+
+
 class KeptState:
-    """A copy of the state of training at one step, in host memory of the main rank; written while training continues.
+    """A copy of what a rank writes of the state at one step, in host memory; written while training continues.
 
     The memory is kept for the next copy, because allocating it costs more than filling it.
     """
 
     def __init__(self) -> None:
+        self._boxes: dict[str, list[Box]] = {}
         self._states: dict[str, ParamState] = {}
 
-    def keep(self, states: Iterator[tuple[str, ParamState]], *, keeps: bool) -> None:
-        """Copy what ``states`` gathers if this rank ``keeps`` it, else only take part in gathering; collective."""
-        states = _gathered(states)
-        try:
-            for name, state in states:
-                if keeps:
-                    self._states[name] = _copied(state, into=self._states.get(name))
-        finally:
-            _take_part(states)
+    def keep(self, shards: Shards) -> None:
+        """Copy ``shards``."""
+        self._boxes = shards.boxes
+        for name, state in shards.states:
+            self._states[name] = _copied(state, into=self._states.get(name))
 
-    def states(self) -> Iterator[tuple[str, ParamState]]:
+    def shards(self) -> Shards:
         """The last copy."""
-        return iter(self._states.items())
+        return Shards(self._boxes, iter(self._states.items()))
 
 
 def _copied(state: ParamState, *, into: ParamState | None) -> ParamState:
@@ -180,112 +226,118 @@ def _copied(state: ParamState, *, into: ParamState | None) -> ParamState:
     return into
 
 
-def write_training_state(
-    folder: Path,
-    states: Iterator[tuple[str, ParamState]],
-    counters: Counters,
-    *,
-    shapes: Mapping[str, Sequence[int]],
-    writes: bool,
-) -> list[str]:
-    """Write the state of training into a checkpoint; collective.
+@dataclass(frozen=True, kw_only=True)
+class Written:
+    """What one rank wrote of the state of training."""
+
+    boxes: dict[str, list[Box]]
+    moments: list[str]
+    """The moments that it wrote of each parameter."""
+    files: dict[str, FileFacts]
+    """Its files, by name: durable, and hashed."""
+    non_finite: list[str]
+    """Weights of which it has an element that is NaN or infinite."""
+
+
+def write_shards(folder: Path, shards: Shards, *, rank: int, ranks: int) -> Written:
+    """Write a rank's part of the state of training into a checkpoint; no communication.
+
+    At most one tensor of the part is copied at a time, and none that is in host memory already.
 
     Args:
         folder: of the checkpoint.
-        states: ``iter_state`` of a strategy.
-        counters: as they are at this step.
-        shapes: every canonical name with its whole shape.
-        writes: whether this rank writes, or only takes part.
-
-    Returns:
-        Where this rank ``writes``, the names of weights that hold a NaN or infinity.
+        shards: of a strategy.
+        rank: this one.
+        ranks: all that write; a single one writes whole tensors.
 
     Raises:
-        OSError: the file system refuses. This rank has still taken part to the end, so no other rank waits for it.
-        GatheringError: a parameter could not be gathered.
+        OSError: the file system refuses.
+        ValueError: the tensors are not those of the boxes.
     """
-    non_finite, states = [], _gathered(states)
-    try:
-        if writes:
-            with ExitStack() as files:
-                weights = _announced(folder / store.WEIGHTS, shapes, files)
-                optimizer: SafetensorsWriter | None = None
-                for name, state in states:
-                    moments = state.moments
-                    if moments and optimizer is None:
-                        names = {_moment(each, key): shape for each, shape in shapes.items() for key in moments}
-                        optimizer = _announced(folder / MOMENTS, names, files)
-                    weights.put(name, state.weight.to("cpu"))
-                    if optimizer is not None:
-                        for key, value in moments.items():
-                            optimizer.put(_moment(name, key), value.to("cpu"))
-                    if not torch.isfinite(state.weight).all():
-                        non_finite.append(name)
-            write_json_atomic(folder / COUNTERS, asdict(counters))
-    finally:
-        _take_part(states)
-    return non_finite
+    boxes, non_finite, keys = shards.boxes, [], list[str]()
+    weights, moments = (folder / numbered(name, rank, ranks) for name in (store.WEIGHTS, MOMENTS))
+    pieces = {
+        name: {(name if ranks == 1 else box.key(name)): box for box in each} for name, each in shards.boxes.items()
+    }
+    with ExitStack() as files:
+        announced = {key: (box.shape, torch.float32) for each in pieces.values() for key, box in each.items()}
+        writer = files.enter_context(SafetensorsWriter(weights, announced))
+        optimizer: SafetensorsWriter | None = None
+        for name, state in shards.states:
+            if state.moments and optimizer is None:
+                keys = list(state.moments)
+                of_moments = {moment_key(piece, key): facts for piece, facts in announced.items() for key in keys}
+                optimizer = files.enter_context(SafetensorsWriter(moments, of_moments))
+            own = state.mapped(lambda value: value.to("cpu").reshape(-1))
+            if not torch.stack(torch.aminmax(own.weight)).isfinite().all():  # NaN is both; needs no second tensor
+                non_finite.append(name)
+            start = 0
+            for piece, box in pieces[name].items():
+                stop = start + box.numel
+                writer.put(piece, own.weight[start:stop].view(box.shape))
+                for key, value in own.moments.items():
+                    assert optimizer is not None  # every parameter has the same moments
+                    optimizer.put(moment_key(piece, key), value[start:stop].view(box.shape))
+                start = stop
+            if start != own.weight.numel():
+                raise ValueError(f"{name} has {own.weight.numel():,} elements, and its boxes have {start:,}")
+    written = [weights, moments] if optimizer is not None else [weights]
+    facts = {path.name: FileFacts(size=path.stat().st_size, sha256=sha256_of(path)) for path in written}
+    return Written(boxes=boxes, moments=keys, files=facts, non_finite=non_finite)
 
 
-def _announced(path: Path, shapes: Mapping[str, Sequence[int]], files: ExitStack) -> SafetensorsWriter:
-    """A new file of fp32 tensors; durable when ``files`` is closed."""
-    tensors = {name: (shape, torch.float32) for name, shape in shapes.items()}
-    return files.enter_context(SafetensorsWriter(path, tensors))
+def complete_state(
+    folder: Path, parts: Sequence[Written], counters: Counters, *, shapes: Mapping[str, Sequence[int]]
+) -> dict[str, FileFacts]:
+    """Check that the ``parts`` of all ranks are the state of training, and add what is not in them; main rank only.
+
+    Args:
+        folder: of the checkpoint.
+        parts: by rank.
+        counters: as they are at this step.
+        shapes: every canonical name with its whole shape.
+
+    Returns:
+        The files of all parts.
+
+    Raises:
+        OSError: the file system refuses.
+        ValueError: an element of the state is in no part, or in two.
+    """
+    moments = {tuple(part.moments) for part in parts if part.boxes}
+    if len(moments) != 1:
+        raise ValueError(f"the ranks wrote different moments: {sorted(moments)}")
+    index = Index.of([part.boxes for part in parts], moments=list(*moments), shapes=shapes)
+    write_json_atomic(folder / COUNTERS, asdict(counters))
+    if len(parts) > 1:
+        index.write(folder)
+    return {name: facts for part in parts for name, facts in part.files.items()}
 
 
-class GatheringError(RuntimeError):
-    """A parameter could not be gathered. Other ranks may wait in any collective, so no rank can continue."""
-
-
-def _gathered(states: Iterator[tuple[str, ParamState]]) -> Iterator[tuple[str, ParamState]]:
-    """``states``, with its own errors as ``GatheringError``; errors of the code that consumes it stay as they are."""
-    try:
-        yield from states
-    except Exception as error:
-        raise GatheringError(f"the state of training could not be gathered: {error}") from error
-
-
-def _take_part(states: Iterator[tuple[str, ParamState]]) -> None:
-    """Gather with the other ranks to the end, even after an error on this rank."""
-    for _ in states:
-        pass
-
-
-def _moment(name: str, key: str) -> str:
-    return f"{name}.{key}"
-
-
-class StateReader:
+class StateReader(Pieces):
     """The state of training in a checkpoint; a tensor is read when it is asked for."""
 
     def __init__(self, checkpoint: Path) -> None:
-        """Read the headers of the files.
+        """Read the index of the tensors.
 
         Raises:
             UserError: they are not those of a checkpoint of this version.
         """
-        self.checkpoint = checkpoint
         path = checkpoint / COUNTERS
         try:
             self.counters = read_as(path, Counters)
         except JsonError as error:
             raise UserError(f"{path}: is not a training state of this version ({error})") from error
-        self._weights = open_safetensors(checkpoint / store.WEIGHTS)
-        moments = checkpoint / MOMENTS
-        self._moments = open_safetensors(moments) if moments.exists() else {}
-        self._keys = [key for key in STATE_NAMES if any(name.endswith(f".{key}") for name in self._moments)]
-        expected = {_moment(name, key) for name in self._weights for key in self._keys}
-        if self._moments.keys() != expected:
-            raise UserError(f"{moments}: its tensors are not those of the weights in {checkpoint / store.WEIGHTS}")
+        super().__init__(checkpoint, read_index(checkpoint))
 
     @property
     def has_moments(self) -> bool:
         """Whether there are moments: the optimizer has stepped, and keeps some."""
-        return bool(self._keys)
+        return bool(self.index.moments)
 
     def stored_moments(self) -> dict[str, dict[str, StoredTensor]]:
         """Every moment, by its name such as ``exp_avg``, then by canonical name; none is read yet."""
-        return {key: {name: self._moments[_moment(name, key)] for name in self._weights} for key in self._keys}
+        return {key: self.stored(key) for key in self.index.moments}
 
     def require_shapes(self, shapes: Mapping[str, Sequence[int]]) -> None:
         """Compare the tensors with a model's.
@@ -293,33 +345,13 @@ class StateReader:
         Raises:
             UserError: they are another model's.
         """
-        wanted = {name: tuple(shape) for name, shape in shapes.items()}
-        stored = {name: tensor.shape for name, tensor in self._weights.items()}
-        moments = {_moment(name, key): shape for name, shape in wanted.items() for key in self._keys}
-        if stored != wanted or any(self._moments[name].shape != shape for name, shape in moments.items()):
+        if self.shapes != {name: tuple(shape) for name, shape in shapes.items()}:
             raise UserError(f"{self.checkpoint}: its tensors are not those of this model")
 
-    def state(self, name: str) -> ParamState:
-        """One parameter's weight and moments, whole, on the CPU."""
-        moments = {key: _fp32(self._moments[_moment(name, key)]) for key in self._keys}
-        return ParamState(_fp32(self._weights[name]), **moments)
-
-
-def _fp32(stored: StoredTensor) -> Tensor:
-    return stored.read().float()
-
-
-def open_weights(files: store.ModelFiles) -> dict[str, StoredTensor]:
-    """Every weight by canonical name, in the model's order; none is read yet.
-
-    Raises:
-        UserError: they are not those of the checkpoint's model.
-    """
-    tensors, shapes = open_safetensors(files.weights), parameter_shapes(files.config)
-    same = {name: tensor.shape for name, tensor in tensors.items()} == {name: tuple(s) for name, s in shapes.items()}
-    if not same or any(tensor.dtype is None for tensor in tensors.values()):
-        raise UserError(f"{files.weights}: its tensors are not those of {files.checkpoint / store.MODEL}")
-    return {name: tensors[name] for name in shapes}
+    def state(self, name: str, boxes: Sequence[Box] | None = None) -> ParamState:
+        """One parameter's weight and moments on the CPU: whole, or the elements of ``boxes``, flat and end to end."""
+        moments = {key: self.read(name, key, boxes=boxes) for key in self.index.moments}
+        return ParamState(self.read(name, boxes=boxes), **moments)
 
 
 # The random state of every rank, so that a resumed run draws the same dropout masks as an uninterrupted one.

@@ -14,6 +14,7 @@ EXIT_USER_ERROR = 2
 EXIT_NON_FINITE = 3
 EXIT_NOT_SAVED = 4
 EXIT_OUT_OF_MEMORY = 5
+EXIT_LOST_RANK = 6
 EXIT_STOPPED = 75
 """The run was asked to stop, and saved a checkpoint first: ``--resume`` continues it and loses no step. The number is
 ``EX_TEMPFAIL`` of sysexits.h: a scheduler may repeat the command."""
@@ -54,6 +55,20 @@ class OutOfMemory(RuntimeError):
     """The memory of a device ran out; the message says what fits. Exit code 5."""
 
     exit_code = EXIT_OUT_OF_MEMORY
+
+
+class LostRank(RuntimeError):
+    """Another rank died, failed or hangs, and this one cannot go on; the message names it. Exit code 6.
+
+    ``refused``: it refused to start, for a reason that the user can correct; exit code 2.
+    """
+
+    speaks = True
+    """Whether this rank prints it."""
+
+    def __init__(self, message: str, *, refused: bool = False) -> None:
+        super().__init__(message)
+        self.exit_code = EXIT_USER_ERROR if refused else EXIT_LOST_RANK
 
 
 class Interrupted(KeyboardInterrupt):

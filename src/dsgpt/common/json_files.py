@@ -10,6 +10,8 @@ import json
 import math
 import re
 import sys
+from collections.abc import Callable
+from functools import cache
 from itertools import accumulate
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -38,8 +40,8 @@ _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _SHOWN = 3
 """How many faults of one file the error message shows."""
 T = TypeVar("T")
-_ADAPTERS: dict[type, TypeAdapter[Any]] = {}
-"""pydantic's validators, by the type that they validate: each takes a millisecond to build."""
+_adapter: Callable[[type], TypeAdapter[Any]] = cache(TypeAdapter)
+"""pydantic's validator of a type. Each takes a millisecond to build."""
 
 
 class JsonError(ValueError):
@@ -131,22 +133,13 @@ def read_bytes(path: Path, *, max_bytes: int = MAX_BYTES) -> bytes:
     return data.removeprefix(codecs.BOM_UTF8)
 
 
-def read_json(path: Path, *, max_bytes: int = MAX_BYTES) -> Any:
-    """Any JSON value in a file.
-
-    Raises:
-        JsonError: the file cannot be read, or does not contain JSON within the limits.
-    """
-    return parse_json(read_bytes(path, max_bytes=max_bytes))
-
-
 def read_object(path: Path, *, max_bytes: int = MAX_BYTES) -> dict[str, Any]:
     """A JSON object in a file, its values unchecked.
 
     Raises:
-        JsonError: as ``read_json``, or the value is not an object.
+        JsonError: the file cannot be read, does not contain JSON within the limits, or its value is not an object.
     """
-    value = read_json(path, max_bytes=max_bytes)
+    value = parse_json(read_bytes(path, max_bytes=max_bytes))
     if not isinstance(value, dict):
         raise JsonError("it must hold an object in braces")
     return value
@@ -162,7 +155,7 @@ def read_as(path: Path, kind: type[T], *, unknown_keys: bool = False, max_bytes:
         max_bytes: larger files are refused.
 
     Raises:
-        JsonError: as ``read_json``; or a value is missing or of another type. The message names the first faults.
+        JsonError: as ``read_object``; or a value is missing or of another type. The message names the first faults.
     """
     return parse_as(read_bytes(path, max_bytes=max_bytes), kind, unknown_keys=unknown_keys)
 
@@ -171,16 +164,10 @@ def parse_as(data: bytes, kind: type[T], *, unknown_keys: bool = False) -> T:
     """As ``read_as``, for the contents of a file."""
     parse_json(data)  # pydantic's own parser accepts NaN, and keeps the last of two equal keys
     try:
-        return _adapter(kind).validate_json(data, strict=True, extra="ignore" if unknown_keys else "forbid")
+        value: T = _adapter(kind).validate_json(data, strict=True, extra="ignore" if unknown_keys else "forbid")
     except ValidationError as error:
         raise JsonError(_in_one_line(error)) from error
-
-
-def _adapter(kind: type[T]) -> TypeAdapter[T]:
-    if kind not in _ADAPTERS:
-        _ADAPTERS[kind] = TypeAdapter(kind)
-    adapter: TypeAdapter[T] = _ADAPTERS[kind]
-    return adapter
+    return value
 
 
 def _in_one_line(error: ValidationError) -> str:

@@ -229,10 +229,8 @@ def _check_nvme(request: RunRequest, problems: Problems) -> None:
 
 def nvme_paths(recipe: Recipe, run_dir: Path) -> dict[str, Path]:
     """The folder in which each block of ``zero_optimization`` swaps: ``run_dir`` if the JSON does not name one."""
-    zero = recipe.zero_optimization
-    given = {"offload_optimizer": zero.offload_optimizer.nvme_path, "offload_param": zero.offload_param.nvme_path}
-    blocks = {name: path for name, path in given.items() if name in recipe.nvme_blocks}
-    return {name: run_dir if path is None else Path(path) for name, path in blocks.items()}
+    given = {name: getattr(recipe.zero_optimization, name).nvme_path for name in recipe.nvme_blocks}
+    return {name: run_dir if path is None else Path(path) for name, path in given.items()}
 
 
 def _locked_bytes(request: RunRequest, model: GPT2Config) -> int:

@@ -59,13 +59,12 @@ def read_init_from(options: Options, *, run_dir: Path, problems: Problems, quiet
     if not is_utf8(options.init_from):
         problems.add(f"--init_from {undecodable(options.init_from)}")
         return None
+    source = None
     try:
         source = _recorded(options, options.init_from, run_dir)
-        if source is None:
-            source = _open_weights(options.init_from, problems, quiet=quiet)
+        source = source or _open_weights(options.init_from, problems, quiet=quiet)
     except UserError as error:
         problems.add(*error.problems)
-        return None
     if source is None:
         return None
     given = shape_overrides(options)
@@ -181,8 +180,12 @@ def read_inputs(options: Options, topology: Topology, problems: Problems) -> Inp
     )
 
 
-def _open(path: Path | None, problems: Problems) -> TokenFile | None:
+def _open(path: Path | str | None, problems: Problems) -> TokenFile | None:
     try:
+        if isinstance(path, str):
+            from dsgpt.data.remote import local_copy  # noqa: PLC0415 - most runs name a file
+
+            path = local_copy(path)
         return open_token_file(path) if path else None
     except TokenFileError as error:
         problems.add(str(error))

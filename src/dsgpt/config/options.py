@@ -15,60 +15,38 @@ from typing import Any, NamedTuple
 
 from dsgpt.common.command_line import COUNT, NUMBER, POSITIVE, choice, choices, flag, read_options, switch, value, whole
 from dsgpt.common.errors import Problems
+from dsgpt.machine.addresses import is_address
 from dsgpt.model.config import PRESETS, SHAPE_FLAGS
 
 # What equal work is: the facts that are compared, and what a flag or a key of the recipe can change.
 
 WORK_FACTS = (
-    "global batch",
-    "sequence length",
-    "train data",
-    "tokens in the train file",
-    "validation data",
-    "tokens in the validation file",
-    "validation windows",
-    "model n_layer",
-    "model n_head",
-    "model n_embd",
-    "model block_size",
-    "model vocab_size",
-    "model dropout",
-    "optimizer steps",
-    "tokens",
-    "precision",
+    *("global batch", "sequence length"),
+    *("train data", "tokens in the train file"),
+    *("validation data", "tokens in the validation file", "validation windows"),
+    *("model n_layer", "model n_head", "model n_embd", "model block_size", "model vocab_size", "model dropout"),
+    *("optimizer steps", "tokens", "precision"),
 )
 """Facts about the amount of work, in the order in which they are shown."""
 
 TRAINING_FACTS = (
-    "initial weights",
-    "optimizer type",
-    "optimizer settings",
-    "learning rate",
-    "scheduler",
-    "gradient clipping",
-    "loss scaling",
-    "quantized communication",
-    "seed",
-    "changed at resume",
+    *("initial weights", "optimizer type", "optimizer settings", "learning rate", "scheduler"),
+    *("gradient clipping", "loss scaling", "quantized communication", "seed", "changed at resume"),
 )
 """Facts that change the training, and not the amount of work."""
 
-LATER_FACTS = frozenset(
-    {
-        "tokens in the train file",
-        "tokens in the validation file",
-        "validation windows",
-        "optimizer settings",
-        "initial weights",
-        "loss scaling",
-        "quantized communication",
-        "changed at resume",
-    }
-)
-"""Facts that records of generation 2.1 may lack. They are not compared if no run recorded them."""
-
 RESUME_FACTS = frozenset({"quantized communication", "changed at resume"})
 """Those of ``LATER_FACTS`` that a resume may change. They are compared if a run was resumed."""
+
+LATER_FACTS = RESUME_FACTS | {
+    *("tokens in the train file", "tokens in the validation file", "validation windows"),
+    *("optimizer settings", "initial weights", "loss scaling"),
+}
+"""Facts that records of generation 2.1 may lack. They are not compared if no run recorded them."""
+
+
+SPOT_PROVIDERS = ("aws", "gcp", "azure")
+"""Those of ``dsgpt.machine.spot``."""
 
 
 class ChangesTraining:
@@ -119,6 +97,11 @@ _SIZES = "; ".join(
 _AFTER_WARM_UP = "in this many steps after the warm-up, which figures of speed leave out (default: 0)"
 
 
+def path_or_address(text: str) -> Path | str:
+    """A path of this machine, or an address such as ``s3://bucket/train.bin`` as it is."""
+    return text if is_address(text) else Path(text)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """The command line; None for a flag that was not given and has no constant default."""
@@ -132,15 +115,16 @@ class Options:
         needs=f"one of {', '.join(RUN_TYPES)}",
         work=EXECUTES,
     )
-    train_data_path: Path | None = flag(
-        Path,
+    train_data_path: Path | str | None = flag(
+        path_or_address,
         "BIN",
-        "token file to train on; data_prep/ makes it",
+        "token file to train on; data_prep/ makes it; each machine copies one at s3:// or gs:// into ~/.cache/dsgpt "
+        "(or DSGPT_CACHE) once",
         needs=TOKEN_FILE,
         work=ChangesTraining("train data", "tokens in the train file"),
     )
-    val_data_path: Path | None = flag(
-        Path,
+    val_data_path: Path | str | None = flag(
+        path_or_address,
         "BIN",
         "token file to validate on",
         needs=TOKEN_FILE,
@@ -347,9 +331,10 @@ class Options:
     save_mode: str = flag(
         choice(SAVE_MODES),
         "HOW",
-        "sync: training waits for each checkpoint; async: it waits only while rank 0 copies the state into memory of "
-        "its host (12 bytes per parameter with Adam, from the first save to the end), and continues while the copy is "
-        "written; the last checkpoint of a run or before a stop is written as with sync (default: %(default)s)",
+        "sync: training waits for each checkpoint; async: it waits only while every rank copies what it writes into "
+        "memory of its host (12 bytes per parameter with Adam for all ranks together, from the first save to the end), "
+        "and continues while the copies are written; the last checkpoint of a run or before a stop is written as with "
+        "sync (default: %(default)s)",
         default="sync",
         work=SAVES,
     )
@@ -358,6 +343,14 @@ class Options:
         "WHAT",
         "stop or continue when a checkpoint cannot be written: a full disk, for example (default: %(default)s)",
         default="stop",
+        work=SAVES,
+    )
+    save_to: str | None = flag(
+        str,
+        "PLACE",
+        "copy each checkpoint to a second place behind the first: a folder, or s3://BUCKET/RUN or gs://BUCKET/RUN (pip "
+        "install 'dsgpt[stores]'); training never waits for it, a failure is a warning, and --resume takes the newest "
+        "complete checkpoint of both",
         work=SAVES,
     )
 
@@ -405,6 +398,23 @@ class Options:
         "signal) or at a limit; RECORD is the path of training_metrics.json",
         default=(),
         work=ExecutionOnly("calls another program, from which the training reads nothing"),
+    )
+    stall_timeout: float = flag(
+        value(float, accepts=lambda seconds: 20 <= seconds < float("inf"), must_be="a number of at least 20"),
+        "SECONDS",
+        "if a step makes no progress for this long on several ranks, name the rank that the others wait for, and end "
+        "with exit code 6 (default: %(default)g)",
+        default=60.0,
+        work=ExecutionOnly("ends a run that stands still"),
+    )
+    spot_notice: str | None = flag(
+        value(
+            str, accepts=lambda word: word in SPOT_PROVIDERS or "/" in word, must_be="aws, gcp, azure or a path with /"
+        ),
+        "WHERE",
+        "save and stop with exit code 75 when the provider takes one of the machines back: aws, gcp or azure (their "
+        "metadata service is asked every 5 s), or the path of a file that something makes then",
+        work=RESUMES,
     )
 
     resume: bool = switch(

@@ -46,13 +46,8 @@ from dsgpt.machine.topology import ParallelSizes
 _MAX_BYTES = 1 << 20
 
 DEEPSPEED_KEYS = (
-    "zero_optimization",
-    "zero_allow_untested_optimizer",
-    "zero_force_ds_cpu_optimizer",
-    "wall_clock_breakdown",
-    "memory_breakdown",
-    "dump_state",
-    "aio",
+    *("zero_optimization", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer"),
+    *("wall_clock_breakdown", "memory_breakdown", "dump_state", "aio"),
 )
 """Keys that only DeepSpeed's engine uses. Other strategies ignore them.
 
@@ -81,13 +76,12 @@ class RecipeSettings(Block):
         "dataloader_drop_last": "the data order is the same under every strategy; leave it out",
         "elasticity": "DeepSpeed is removing it; resume with --resume instead",
         "compression_training": "DeepSpeed is removing it",
-        "curriculum_learning": "it changes which samples are seen; leave it out",
-        "data_efficiency": "it changes which samples are seen; leave it out",
         "communication_data_type": "another type rounds the gradients differently; leave it out",
-        "prescale_gradients": "it rounds the gradients differently; leave it out",
-        "gradient_predivide_factor": "it rounds the gradients differently; leave it out",
-        "comms_logger": "this version does not implement it; leave it out",
-        "flops_profiler": "this version does not implement it; leave it out",
+        **dict.fromkeys(("curriculum_learning", "data_efficiency"), "it changes which samples are seen; leave it out"),
+        **dict.fromkeys(
+            ("prescale_gradients", "gradient_predivide_factor"), "it rounds the gradients differently; leave it out"
+        ),
+        **dict.fromkeys(("comms_logger", "flops_profiler"), "this version does not implement it; leave it out"),
         "log_level": "this program decides what is printed; leave it out",
         "autotuning": "leave it out",
     }
@@ -150,9 +144,8 @@ class RecipeSettings(Block):
     @property
     def parallel(self) -> ParallelSizes:
         """How the JSON splits the model."""
-        return ParallelSizes(
-            tensor=self.tensor_parallel.autotp_size, pipeline=self.pipeline.stages, sequence=self.sequence_parallel_size
-        )
+        tensor, pipeline = self.tensor_parallel.autotp_size, self.pipeline.stages
+        return ParallelSizes(tensor=tensor, pipeline=pipeline, sequence=self.sequence_parallel_size)
 
     def parallel_of(self, run_type: str) -> ParallelSizes:
         """How a run of ``run_type`` splits the model: as the JSON says for ``optimized``, not at all for others."""
@@ -191,8 +184,7 @@ class RecipeSettings(Block):
     @property
     def nvme_blocks(self) -> tuple[str, ...]:
         """The blocks of ``zero_optimization`` that offload to nvme."""
-        places = {"offload_optimizer": self.offload_optimizer, "offload_param": self.offload_param}
-        return tuple(name for name, place in places.items() if place == "nvme")
+        return tuple(name for name in ("offload_optimizer", "offload_param") if getattr(self, name) == "nvme")
 
     @property
     def zero_plus_plus(self) -> bool:
@@ -222,6 +214,19 @@ class Recipe(RecipeSettings):
     def deepspeed_only(self) -> tuple[str, ...]:
         """Keys in the file that only DeepSpeed uses."""
         return tuple(key for key in self.raw if key in DEEPSPEED_KEYS + PARALLEL_KEYS)
+
+
+def sound_recipe(path: Path) -> Recipe:
+    """The recipe in a file without mistakes.
+
+    Raises:
+        UserError: it has some; a line each.
+    """
+    problems = Problems()
+    recipe = read_recipe(path, problems)
+    problems.raise_if_any()
+    assert recipe is not None
+    return recipe
 
 
 def read_recipe(path: Path, problems: Problems) -> Recipe | None:

@@ -17,7 +17,7 @@ from dsgpt.dashboard import reading, ui
 from dsgpt.inference.commands import GenerateRequest as Request
 
 if TYPE_CHECKING:
-    from dsgpt.inference.generation import Candidate, Opened
+    from dsgpt.inference.generation import Candidate, Writer
 
 
 MODELS = 2
@@ -193,18 +193,18 @@ def generate(answer: Answer, request: Request, *, show: Callable[[], None] = lam
     What ``show`` raises ends the text as it is. What is wrong with a request or checkpoint is noted in ``answer``, with
     the labels of the page instead of flags.
     """
-    from dsgpt.inference.generation import Writer, encode_prompt, likeliest  # noqa: PLC0415 - torch takes seconds
+    from dsgpt.inference.generation import encode_prompt, likeliest  # noqa: PLC0415 - torch takes seconds
 
     files: list[object] = []
     for path in (request.checkpoint / name for name in (MANIFEST, store.WEIGHTS, store.MODEL)):
         with suppress(OSError):  # opening the model says what is missing
             files += [path, reading.version_of(path)]
     try:
-        opened = _opened(files, request.precision, request.device, request.quantize, request.compile, _request=request)
-        writer = Writer(request, opened=opened)
-        ids = encode_prompt(answer.prompt, opened.tokenizer, opened.config)
-        for each in likeliest(opened.decoder, ids, count=CANDIDATES, sampling=request.sampling):
-            token = str(opened.tokenizer.decode([each.id])).replace(" ", "␣").replace("\n", "⏎").replace("\t", "⇥")
+        made = request.precision, request.device, request.quantize, request.compile
+        writer = _opened(files, *made, _request=request).asked(request)
+        ids = encode_prompt(answer.prompt, writer.tokenizer, writer.config)
+        for each in likeliest(writer.decoder(batch_size=1), ids, count=CANDIDATES, sampling=request.sampling):
+            token = str(writer.tokenizer.decode([each.id])).replace(" ", "␣").replace("\n", "⏎").replace("\t", "⇥")
             answer.likeliest.append((token, each))
         began = time.monotonic()
 
@@ -223,8 +223,10 @@ def generate(answer: Answer, request: Request, *, show: Callable[[], None] = lam
 
 
 @st.cache_resource(max_entries=MODELS, show_spinner=False)
-def _opened(files: list[object], *made: object, _request: Request) -> "Opened":  # noqa: ARG001 - they are the key
+def _opened(files: list[object], *made: object, _request: Request) -> "Writer":  # noqa: ARG001 - they are the key
     """The model of a request, opened once for every version of its ``files`` and every way in which it is ``made``."""
-    from dsgpt.inference.generation import open_model  # noqa: PLC0415 - torch takes seconds
+    from dsgpt.inference.generation import Writer  # noqa: PLC0415 - torch takes seconds
 
-    return open_model(_request)
+    writer = Writer(_request)
+    writer.decoder(batch_size=1)  # the requests share it
+    return writer

@@ -186,8 +186,8 @@ def _show_one(run: Watched) -> None:
 
 
 def _show_many(runs: Sequence[Watched]) -> None:
-    column = st.column_config
-    number = column.NumberColumn
+    number, formats = st.column_config.NumberColumn, {"step": "localized", "train loss": "%.4f", "val loss": "%.4f"}
+    formats |= {"tokens/s": "%.0f", "learning rate": "%.3e", "gradient norm": "%.3f"}
     rows = [
         {
             "run": each.label,
@@ -210,13 +210,8 @@ def _show_many(runs: Sequence[Watched]) -> None:
         hide_index=True,
         key="watched",
         column_config={
-            "progress": column.ProgressColumn(format="percent", min_value=0.0, max_value=1.0, width="small"),
-            "step": number(format="localized"),
-            "train loss": number(format="%.4f"),
-            "val loss": number(format="%.4f"),
-            "tokens/s": number(format="%.0f"),
-            "learning rate": number(format="%.3e"),
-            "gradient norm": number(format="%.3f"),
+            "progress": ui.progress_column("small"),
+            **{heading: number(format=form) for heading, form in formats.items()},
             "cores": number(format="%.2f", help="That rank 0's process keeps busy, on this machine."),
             "memory (GB)": number(format="%.2f", help="Resident, of rank 0's process, on this machine."),
         },

@@ -3,6 +3,7 @@
 import importlib
 from collections.abc import Sequence
 from hashlib import sha256
+from typing import Any
 
 import pyarrow as pa
 import streamlit as st
@@ -153,38 +154,34 @@ def _show_table(summaries: Sequence[Summary]) -> None:
                 "folder": each.name.rpartition("/")[0],
             }
         )
-    column = st.column_config
     st.dataframe(
-        pa.Table.from_pylist(rows, schema=_SCHEMA),
+        pa.Table.from_pylist(rows, schema=pa.schema({heading: kind for heading, (kind, _) in _COLUMNS.items()})),
         hide_index=True,
         key=key,
         on_select=choose,
         selection_mode="multi-row",
         selection_default={"selection": {"rows": [names.index(name) for name in chosen if name in names]}},
-        column_config={
-            "run": column.TextColumn(width=225, pinned=True),
-            "state": column.TextColumn(width=105),
-            "strategy": column.TextColumn(width=75),
-            "model": column.TextColumn(),
-            "devices": column.NumberColumn(format="%d", width=60),
-            "progress": column.ProgressColumn(format="percent", min_value=0.0, max_value=1.0, width=80),
-            "train loss": column.NumberColumn(format="%.4f", width=75, help="Of the last step, nats per token."),
-            "val loss": column.NumberColumn(format="%.4f", width=65, help="Of the last validation, nats per token."),
-            "tokens/s": column.NumberColumn(format="localized", width=75, help="Of all devices."),
-            "when": column.TextColumn(width=125, help="When its last process began, in UTC."),
-        },
+        column_config={heading: shown for heading, (_, shown) in _COLUMNS.items()},
         placeholder="",
         alt="Every run with its state, strategy, model, progress, losses and speed",
     )
 
 
-_TEXTS, _FIGURES = ("run", "state", "strategy", "model"), ("devices", "progress", "train loss", "val loss", "tokens/s")
-_SCHEMA = pa.schema(
-    dict.fromkeys(_TEXTS, pa.string())
-    | dict.fromkeys(_FIGURES, pa.float64())
-    | dict.fromkeys(("when", "folder"), pa.string())
-)
-"""Of the table, whose columns may be empty."""
+_Text, _Number = st.column_config.TextColumn, st.column_config.NumberColumn
+_COLUMNS: dict[str, tuple[pa.DataType, Any]] = {
+    "run": (pa.string(), _Text(width=225, pinned=True)),
+    "state": (pa.string(), _Text(width=105)),
+    "strategy": (pa.string(), _Text(width=75)),
+    "model": (pa.string(), _Text()),
+    "devices": (pa.float64(), _Number(format="%d", width=60)),
+    "progress": (pa.float64(), ui.progress_column(80)),
+    "train loss": (pa.float64(), _Number(format="%.4f", width=75, help="Of the last step, nats per token.")),
+    "val loss": (pa.float64(), _Number(format="%.4f", width=65, help="Of the last validation, nats per token.")),
+    "tokens/s": (pa.float64(), _Number(format="localized", width=75, help="Of all devices.")),
+    "when": (pa.string(), _Text(width=125, help="When its last process began, in UTC.")),
+    "folder": (pa.string(), _Text()),
+}
+"""Of the table: the kinds, because columns may be empty, and how they look."""
 
 
 def _show_favourites(summaries: Sequence[Summary]) -> None:

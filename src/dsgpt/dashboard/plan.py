@@ -22,10 +22,10 @@ from dsgpt.model.config import PRESETS
 from dsgpt.planner import plan as planning
 from dsgpt.planner.hardware import PRICES as TABLE
 from dsgpt.planner.hardware import gpus, read_prices
-from dsgpt.planner.options import HEADROOM, PlanOptions, read_plan_options, words_of
+from dsgpt.planner.options import CALIBRATION, HEADROOM, PlanOptions, read_plan_options, words_of
 from dsgpt.planner.plan import Plan
-from dsgpt.planner.rates import CALIBRATION, read_calibration
-from dsgpt.planner.request import PlanRequest, fixed_setup, read_request
+from dsgpt.planner.rates import read_calibration
+from dsgpt.planner.request import fixed_setup, read_request
 from dsgpt.planner.search import Judged, best_of, recommendation_files, search
 
 _TOKENS = (1e7, 3e7, 1e8, 3e8, 1e9, 3e9, 1e10, 3e10, 1e11, 3e11)
@@ -52,7 +52,6 @@ class MachineChoice:
 class Planned:
     """What ``src/plan.py`` predicts for a command line."""
 
-    request: PlanRequest
     plan: Plan
     """Of the setup that was asked for, or of the recommended one."""
     advice: tuple[str, ...] = ()
@@ -214,23 +213,21 @@ def planned(words: Sequence[str], *, repository: Path, version: int = 0) -> Plan
     """What ``src/plan.py`` does with these words, without writing anything.
 
     Args:
-        words: as on a command line. The path of a recipe begins at ``repository``.
+        words: as on a command line.
         repository: has the shipped recipes.
         version: of the calibration: another one gives another plan.
 
     Raises:
         UserError: it would refuse them, or nothing fits; every mistake, a line each.
     """
-    given, problems = read_plan_options(words)
-    recipe = given.deepspeed_config
-    options = replace(given, deepspeed_config=recipe and repository / recipe)
+    options, problems = read_plan_options(words)
     request = read_request(options, problems, repository=repository)
     prices = read_prices(options.prices or TABLE)
     if options.recommend:
         searched = search(request, prices, repository=repository)
-        return Planned(request=request, plan=best_of(searched, request), searched=tuple(searched))
+        return Planned(plan=best_of(searched, request), searched=tuple(searched))
     plan = planning.plan_of(fixed_setup(request, problems), request, prices)
-    return Planned(request=request, plan=plan, advice=tuple(planning.what_would_fit(plan)))
+    return Planned(plan=plan, advice=tuple(planning.what_would_fit(plan)))
 
 
 def _show_answer(plan: Plan) -> None:
@@ -272,7 +269,7 @@ def _show_answer(plan: Plan) -> None:
 
 def _show_recommended(done: Planned) -> None:
     st.header(f"Recommended: {ui.plain(done.plan.name)}")
-    files, folder = recommendation_files(done.plan), done.request.options.into
+    files, folder = recommendation_files(done.plan), done.plan.request.options.into
     st.write(
         f"Save the files in the folder `{folder}` of the repository. Then `sh {folder}/train.sh` starts the training."
     )
@@ -297,30 +294,23 @@ def _show_costs(done: Planned) -> None:
         name = ui.plain(done.plan.machine.name)
         st.write(f"No list price of {name} is known. Give your price above.")
         return
-    points = {
-        "offer": table["offer"],
-        "usd": table["US dollars"],
-        "least": table["at least"],
-        "most": table["at most"],
-        "price": table["price"],
-    }
     ui.figure(
         RANGES,
-        points=points,
+        points={name: table[name] for name in ("offer", "US dollars", "at least", "at most", "price")},
         numbers=table,
         title="Cost of the training, US dollars",
         alternative="For each offer a line from the least to the most that the training may cost, and the likely cost.",
         key="plan-offers",
     )
     dates = sorted(set(table["list price of"]))
-    notice = read_prices(done.request.options.prices or TABLE).notice
+    notice = read_prices(done.plan.request.options.prices or TABLE).notice
     st.caption(ui.plain(f"List prices of {' to '.join(dict.fromkeys((dates[0], dates[-1])))}. {notice}"))
 
 
-_COST = {"field": "usd", "type": "quantitative", "title": "US dollars", "scale": {"zero": True}}
+_COST = {"field": "US dollars", "type": "quantitative", "title": "US dollars", "scale": {"zero": True}}
 _OFFER = {"field": "offer", "type": "nominal", "title": None, "sort": None, "axis": {"labelLimit": 260}}
 _PRICE = {"field": "price", "type": "nominal", "legend": {"orient": "top", "title": None}}
-_RANGE = {"x": {**_COST, "field": "least"}, "x2": {"field": "most"}, "y": _OFFER, "color": {"field": "price"}}
+_RANGE = {"x": {**_COST, "field": "at least"}, "x2": {"field": "at most"}, "y": _OFFER, "color": {"field": "price"}}
 _LINE = {"type": "rule", "strokeWidth": 7, "opacity": 0.4, "strokeCap": "round"}
 _POINT = {"type": "point", "filled": True, "size": 90, "opacity": 1, "tooltip": {"content": "data"}}
 RANGES: dict[str, Any] = {
@@ -338,13 +328,13 @@ def offers_table(done: Planned) -> Table:
 
     List prices are those on demand and spot; a price of the user's own is the only one.
     """
-    plan, options = done.plan, done.request.options
+    plan, options = done.plan, done.plan.request.options
     if options.price_per_gpu_hour is not None:
         costs = [("yours", cost) for cost in plan.costs]
     else:
         costs = []
         for kind, spot in (("on demand", False), ("spot", True)):
-            again = replace(plan, request=replace(done.request, options=replace(options, spot=spot)))
+            again = replace(plan, request=replace(done.plan.request, options=replace(options, spot=spot)))
             costs += [(kind, cost) for cost in again.costs]
     return ui.columns(
         {
@@ -382,7 +372,7 @@ def ways_table(searched: Iterable[Judged]) -> Table:
 
 def gpus_table(done: Planned, *, repository: Path) -> Table:
     """The setup that was asked for on each GPU of the table: its plan, or why it is refused."""
-    options, rows = done.request.options, []
+    options, rows = done.plan.request.options, []
     prices = read_prices(options.prices or TABLE)
     for gpu in gpus():
         problems, other = Problems(), replace(options, gpu=gpu, instance=None, machine=None, measured=())

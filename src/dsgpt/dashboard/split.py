@@ -1,7 +1,6 @@
 """The page "How it is split": what each rank holds and sends, and why. All figures are the planner's."""
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -13,14 +12,13 @@ from dsgpt.config.options import PRECISIONS
 from dsgpt.dashboard import ui
 from dsgpt.dashboard.pictures import LINKS, Holding, holding_svg, holdings, operation_name, step_lines, step_svg, waits
 from dsgpt.model.config import PRESETS
-from dsgpt.planner.hardware import gpus
-from dsgpt.planner.memory import Peak, worst_peak
+from dsgpt.planner.hardware import PriceTable, gpus
 from dsgpt.planner.options import PlanOptions
-from dsgpt.planner.plan import usable_bytes
+from dsgpt.planner.plan import Plan, plan_of
 from dsgpt.planner.request import RECIPES, fixed_setup, read_request
 from dsgpt.planner.setup import Setup
 from dsgpt.planner.step_time import bubble_fraction
-from dsgpt.planner.strategies import Placed, copied, placed_traffic, sent_bytes
+from dsgpt.planner.strategies import Placed, copied, most_sent_bytes, placed_traffic
 from dsgpt.planner.strategy import Copied
 
 COUNTS = (1, 2, 4, 8, 16, 32, 64)
@@ -56,20 +54,8 @@ CHOICES = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Split:
-    """A setup, and how much of a device its fullest rank needs."""
-
-    setup: Setup
-    rank: int
-    """That needs the most memory."""
-    peak: Peak
-    usable_bytes: int
-    """Of a device, for tensors."""
-
-
-def split_of(choice: Choice, *, repository: Path, **flags: Any) -> Split:
-    """The strategy, resolved.
+def split_of(choice: Choice, *, repository: Path, **flags: Any) -> Plan:
+    """The plan of the strategy. Its time is not asked for, and has no price.
 
     Args:
         choice: the strategy.
@@ -83,9 +69,7 @@ def split_of(choice: Choice, *, repository: Path, **flags: Any) -> Split:
     options = PlanOptions(deepspeed_config=path, run_type=choice.run_type, tokens=1.0, **flags)
     problems = Problems()
     request = read_request(options, problems, repository=repository)
-    setup = fixed_setup(request, problems)
-    rank, peak = worst_peak(setup, device=request.machine.kind)
-    return Split(setup=setup, rank=rank, peak=peak, usable_bytes=usable_bytes(request.machine))
+    return plan_of(fixed_setup(request, problems), request, PriceTable(notice="", prices=[]))
 
 
 def show() -> None:
@@ -132,10 +116,9 @@ def _asked() -> tuple[Choice, dict[str, Any]]:
     }
 
 
-def _summary(split: Split) -> None:
+def _summary(split: Plan) -> None:
     setup, used = split.setup, split.peak.total / split.usable_bytes
     micro, batches, ranks = setup.micro_batch_size, setup.gradient_accumulation_steps, setup.data_parallel_size
-    most = max(sent_bytes(setup, rank=rank) for rank in setup.first_ranks)
     fits = f"{used:.0%} of what fits" if used <= 1 else f"does not fit: {used:.0%} of the room"
     work = f"micro batch {micro} x {batches} accumulated x {ranks} data ranks"
     name = ui.plain(setup.strategy_name)
@@ -144,12 +127,12 @@ def _summary(split: Split) -> None:
         [
             ("Sequences in a step", f"{micro * batches * ranks:,}", work),
             (f"Peak memory of rank {split.rank}", ui.memory(split.peak.total), fits),
-            ("Sent by a rank in a step", ui.memory(most), "if collectives are rings"),
+            ("Sent by a rank in a step", ui.memory(most_sent_bytes(setup)), "if collectives are rings"),
         ]
     )
 
 
-def _held(split: Split) -> None:
+def _held(split: Plan) -> None:
     st.header("Who holds what")
     st.caption(
         "True to scale in bytes. A filled box is what a rank holds at the moment of its peak, which is named below it. "
@@ -170,7 +153,7 @@ def _held(split: Split) -> None:
         ui.show_table(table, key="split-peak", name="Peak memory")
 
 
-def _sent(split: Split) -> None:
+def _sent(split: Plan) -> None:
     st.header("What is sent in a step")
     setup = split.setup
     st.caption(

@@ -220,6 +220,11 @@ def parts(category: str, value: str, *, unit: str, sort: str | None = None, **ax
     }
 
 
+def progress_column(width: Any) -> Any:
+    """A column of shares from 0 to 1; ``width`` is Streamlit's."""
+    return st.column_config.ProgressColumn(format="percent", min_value=0.0, max_value=1.0, width=width)
+
+
 def columns(rows: Iterable[Mapping[str, Any]]) -> dict[str, list[Any]]:
     """The values of every heading; the first row has all headings."""
     rows = [*rows]

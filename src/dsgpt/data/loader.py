@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, default_convert
 
 from dsgpt.data.token_file import SampleOrder, TokenFile, TokenFileError
 from dsgpt.machine.launcher import ignore_stop_signals
@@ -113,10 +113,6 @@ class _ValidationBatches:
             yield from self._share.of(batch).tolist()
 
 
-def _whole_batch(batch: object) -> object:
-    return batch
-
-
 def _loader(
     dataset: WindowDataset, batches: _TrainingBatches | _ValidationBatches, *, workers: int, pin_memory: bool
 ) -> DataLoader[Batch]:
@@ -125,7 +121,7 @@ def _loader(
     return DataLoader(
         dataset,
         batch_sampler=batches,
-        collate_fn=_whole_batch,
+        collate_fn=default_convert,
         num_workers=workers,
         pin_memory=pin_memory,
         timeout=WORKER_SEC if workers else 0,

@@ -40,6 +40,8 @@ class StoredTensor:
     """None if it is not fp64, fp32, fp16 or bf16: no weight has such a dtype."""
     read: Callable[[], Tensor]
     """Reads the tensor, to the CPU."""
+    read_slices: Callable[[tuple[slice, ...]], Tensor] | None = None
+    """Reads no more than a slice of every dimension; None if the file cannot."""
 
     @property
     def bytes(self) -> int:
@@ -60,7 +62,9 @@ def open_safetensors(path: Path) -> dict[str, StoredTensor]:
         for name in file.keys():  # noqa: SIM118 - not a mapping
             part, read = file.get_slice(name), partial(file.get_tensor, name)
             dtype = _DTYPE_NAMES.get(part.get_dtype())
-            tensors[name] = StoredTensor(shape=tuple(part.get_shape()), dtype=dtype, read=read)
+            tensors[name] = StoredTensor(
+                shape=tuple(part.get_shape()), dtype=dtype, read=read, read_slices=part.__getitem__
+            )
     except (OSError, SafetensorError) as error:
         raise UserError(f"{path}: is not a readable safetensors file ({clipped_text(str(error))})") from error
     return tensors

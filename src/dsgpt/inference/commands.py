@@ -43,12 +43,23 @@ QUANTIZATIONS = ("none", "int8")
 LARGEST_SEED = 2**63
 BATCH_SIZE = 8
 LINE = "-" * 80
+A_RUN = "a run folder such as checkpoint/demo-zero1"
+FORMS = ", ".join(EXPORT_FORMS)
+REPEATED: dict[str, Any] = {"default": (), "action": "append"}
 
 
 def listed(allowed: Sequence[str], text: str) -> Any:
     """A flag that accepts the ``allowed`` words, which the help lists; the first of them is the default."""
     metavar = "{" + ",".join(allowed) + "}"
     return flag(choice(allowed), metavar, f"{text} (default: %(default)s)", default=allowed[0])
+
+
+def _count(text: str, default: int, **more: Any) -> Any:
+    return flag(POSITIVE, "N", f"{text} (default: {default:,})", default=default, **more)
+
+
+def _share(metavar: str, text: str, default: float) -> Any:
+    return flag(NUMBER, metavar, f"{text} (default: %(default)g)", default=default)
 
 
 def which_checkpoint() -> Any:
@@ -88,38 +99,19 @@ class GenerateRequest:
     device: str = listed(DEVICES, "where to compute")
     stdin: str | None = flag(str, "-", "continue the text of the standard input", name="stdin", nargs="?")
     prompt: tuple[str, ...] = flag(
-        str,
-        "TEXT",
-        "text to continue; may be repeated (default: none, the start of a document)",
-        default=(),
-        action="append",
+        str, "TEXT", "text to continue; may be repeated (default: none, the start of a document)", **REPEATED
     )
     prompt_file: Path | None = flag(Path, "FILE", "text file to continue; - is the standard input")
-    max_new_tokens: int = flag(POSITIVE, "N", "tokens to add (default: %(default)s)", default=100)
-    num_samples: int = flag(POSITIVE, "N", "continuations of each prompt (default: %(default)s)", default=1)
+    max_new_tokens: int = _count("tokens to add", 100)
+    num_samples: int = _count("continuations of each prompt", 1)
     top_k: int = flag(POSITIVE, "K", "sample from the K likeliest (default: %(default)s)", default=50)
     seed: int = flag(COUNT, "N", "same seed, same text (default: %(default)s)", default=1337)
     batch_size: int | None = flag(POSITIVE, "N", f"texts that are generated together (default: {BATCH_SIZE})")
-    temperature: float = flag(NUMBER, "T", "0: always the likeliest token (default: %(default)g)", default=0.8)
-    top_p: float = flag(
-        NUMBER,
-        "P",
-        "sample from the fewest likeliest tokens whose probabilities reach this sum (default: %(default)g)",
-        default=1.0,
-    )
-    min_p: float = flag(
-        NUMBER,
-        "P",
-        "sample from tokens at least this share as probable as the likeliest (default: %(default)g)",
-        default=0.0,
-    )
-    repetition_penalty: float = flag(
-        NUMBER,
-        "X",
-        "above 1: tokens that are in the text already become less likely (default: %(default)g)",
-        default=1.0,
-    )
-    stop: tuple[str, ...] = flag(str, "TEXT", "end a text before this; may be repeated", default=(), action="append")
+    temperature: float = _share("T", "0: always the likeliest token", 0.8)
+    top_p: float = _share("P", "sample from the fewest likeliest tokens whose probabilities reach this sum", 1.0)
+    min_p: float = _share("P", "sample from tokens at least this share as probable as the likeliest", 0.0)
+    repetition_penalty: float = _share("X", "above 1: tokens that are in the text already become less likely", 1.0)
+    stop: tuple[str, ...] = flag(str, "TEXT", "end a text before this; may be repeated", **REPEATED)
     compile: bool = switch("compile the step of a token, for GPUs; on CPUs it is slower than without")
     stream: bool = switch("print each text while it is generated")
     interactive: bool = switch("continue each line that is typed; Ctrl-D ends, Ctrl-C ends a text")
@@ -130,15 +122,10 @@ class GenerateRequest:
         return Sampling(**{each.name: getattr(self, each.name) for each in fields(Sampling)})
 
     def check(self, problems: Problems) -> None:
-        """Note the values that make no sense."""
+        """Note what does not fit together, and values that the readers of the flags let pass."""
         if self.stream and self.batch_size is not None:
             problems.add("--stream writes one text at a time: leave --batch_size out")
-        for name in ("num_samples", "max_new_tokens", "top_k", "batch_size"):
-            if (given := getattr(self, name)) is not None and given < 1:
-                problems.add(f"--{name} must be at least 1, not {given}")
-        if not 0 <= self.temperature < float("inf"):
-            problems.add(f"--temperature must be a number of at least 0, not {self.temperature}")
-        if not 0 <= self.seed < LARGEST_SEED:
+        if self.seed >= LARGEST_SEED:
             problems.add(f"--seed must be a whole number from 0 to 2^63 - 1, not {self.seed}")
         if not 0 < self.top_p <= 1:
             problems.add(f"--top_p must be above 0 and at most 1, not {self.top_p:g}")
@@ -182,7 +169,7 @@ class EvaluateRequest:
     windows: int | None = flag(
         POSITIVE, "N", "predict the first N windows of --data, as a validation of training does (default: all)"
     )
-    batch_size: int = flag(POSITIVE, "N", "windows or examples at a time (default: %(default)s)", default=BATCH_SIZE)
+    batch_size: int = _count("windows or examples at a time", BATCH_SIZE)
     which: str = which_checkpoint()
     precision: str = listed(PRECISIONS, "of weights and arithmetic")
     quantize: str = listed(QUANTIZATIONS, "int8: weights in 8 bits, which lose a little")
@@ -238,7 +225,7 @@ def generate() -> None:
     from dsgpt.inference.generation import Writer  # noqa: PLC0415 - torch takes seconds; --help should not
 
     writer, show = Writer(request), partial(print, end="", flush=True)
-    note = f"note: a text ends where the model's context of {writer.context:,} tokens is full"
+    note = f"note: a text ends where the model's context of {writer.config.block_size:,} tokens is full"
     if request.interactive:
         _converse(writer, show, note)
         return
@@ -398,18 +385,10 @@ class ConvertOptions:
     """The command line."""
 
     source: Path = flag(
-        Path,
-        "DIR",
-        "run folder, one checkpoint in it, or a Hugging Face folder of a GPT-2",
-        name="--from",
-        needs="a run folder such as checkpoint/demo-zero1",
+        Path, "DIR", "run folder, one checkpoint in it, or a Hugging Face folder of a GPT-2", name="--from", needs=A_RUN
     )
     form: str = flag(
-        choice(EXPORT_FORMS),
-        "FORM",
-        "hf, portable or deepspeed, see above",
-        name="--to",
-        needs=f"one of {', '.join(EXPORT_FORMS)}",
+        choice(EXPORT_FORMS), "FORM", "hf, portable or deepspeed, see above", name="--to", needs=f"one of {FORMS}"
     )
     dtype: str = flag(
         choice(EXPORT_DTYPES),
@@ -478,15 +457,11 @@ class Key:
     """The most requests for completions in any 60 seconds; None for no limit."""
 
 
-def _number(text: str, default: int, **more: Any) -> Any:
-    return flag(POSITIVE, "N", f"{text} (default: {default:,})", default=default, **more)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Limits:
     """What a server accepts."""
 
-    batch: int = _number("sequences decoded together", 8, name="--max_batch")
+    batch: int = _count("sequences decoded together", 8, name="--max_batch")
     queue: int = flag(
         COUNT,
         "N",
@@ -497,9 +472,9 @@ class Limits:
     new_tokens: int | None = flag(
         POSITIVE, "N", "the most tokens of a completion (default: the model's context length)", name="--max_tokens"
     )
-    body_bytes: int = _number("the largest request", 262_144, name="--max_body_bytes")
-    request_sec: float = _number("seconds from a request to the end of its answer", 120, name="--request_timeout")
-    stall_sec: float = _number(
+    body_bytes: int = _count("the largest request", 262_144, name="--max_body_bytes")
+    request_sec: float = _count("seconds from a request to the end of its answer", 120, name="--request_timeout")
+    stall_sec: float = _count(
         "seconds in which a client sends its request, or takes a part of the answer", 20, name="--stall_timeout"
     )
 
@@ -512,7 +487,7 @@ class ServeOptions:
         Path,
         "DIR",
         "run folder, one checkpoint in it, a portable folder, or a Hugging Face folder of a GPT-2",
-        needs="a run folder such as checkpoint/demo-zero1",
+        needs=A_RUN,
     )
     which: str = which_checkpoint()
     device: str = listed(DEVICES, "where to compute")

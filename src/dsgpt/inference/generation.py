@@ -1,5 +1,6 @@
 """Ids in, ids out, and text in, text out: decoding, sampling, likely next ids, and the latency of generation."""
 
+import copy
 import hashlib
 import itertools
 import os
@@ -334,66 +335,46 @@ class Text:
         return self.prompt + self.added
 
 
-@dataclass(frozen=True, kw_only=True)
-class Opened:
-    """A model in memory, arranged for one text at a time.
-
-    Unless it is compiled, several texts may be generated with it at once: decoding does not change it.
-    """
-
-    tokenizer: "PreTrainedTokenizerBase"
-    ends: frozenset[int | None]
-    """Ids that end a text."""
-    config: GPT2Config
-    decoder: Decoder
-
-
-def open_model(request: Request) -> Opened:
-    """The model of the request's checkpoint.
-
-    Raises:
-        UserError: there is no usable checkpoint, no tokenizer in it, or the device cannot compute in the request's
-            precision.
-    """
-    writer = Writer(request)
-    decoder = writer.decoder(batch_size=1)
-    return Opened(tokenizer=writer.tokenizer, ends=writer.ends, config=decoder.config, decoder=decoder)
-
-
 class Writer:
     """A model that continues texts as a request says.
 
     Args:
         request: what is asked for.
-        opened: the model of its checkpoint, if it is in memory already.
 
     Raises:
-        UserError: numbers that make no sense, no usable checkpoint, or no tokenizer in it.
+        UserError: numbers that make no sense, no usable checkpoint, no tokenizer in it, or a device that cannot compute
+            in the request's precision.
     """
 
-    def __init__(self, request: Request, *, opened: Opened | None = None) -> None:
+    def __init__(self, request: Request) -> None:
         problems = Problems()
         request.check(problems)
         device = device_for(request.device, precision=request.precision, problems=problems)
         if request.compile and device.type == "cpu" and not (shutil.which("g++") or os.environ.get("CXX")):
             problems.add("--compile needs a C++ compiler: install g++, or leave it out")
         problems.raise_if_any()
+        loaded = load(request.checkpoint, which=request.which, device=device, precision=request.precision)
         self._request = request
-        self._model: GPT2 | None = None
+        self._model: GPT2 | None = loaded.model
         self._decoder: Decoder | None = None
-        if opened is None:
-            loaded = load(request.checkpoint, which=request.which, device=device, precision=request.precision)
-            self.tokenizer, self._model = loaded.needed_tokenizer(), loaded.model
-            self.ends = frozenset((self.tokenizer.eos_token_id, *loaded.stored.ends))
-            self._config = loaded.model.config
-        else:
-            self.tokenizer, self._decoder, self._config = opened.tokenizer, opened.decoder, opened.config
-            self.ends = opened.ends
+        self.tokenizer, self.config = loaded.needed_tokenizer(), loaded.model.config
+        self.ends = frozenset((self.tokenizer.eos_token_id, *loaded.stored.ends))
+        """Ids that end a text."""
 
-    @property
-    def context(self) -> int:
-        """Tokens that the model can read, prompt included."""
-        return self._config.block_size
+    def asked(self, request: Request) -> "Writer":
+        """The same model, once it is arranged, for another request of its checkpoint, device and precision.
+
+        Unless the model is compiled, several such writers may generate at once: decoding does not change it.
+
+        Raises:
+            UserError: numbers that make no sense.
+        """
+        problems = Problems()
+        request.check(problems)
+        problems.raise_if_any()
+        writer = copy.copy(self)
+        writer._request = request
+        return writer
 
     def decoder(self, *, batch_size: int) -> Decoder:
         """The model, which the first call arranges for batches of this size; weights are not kept twice."""
@@ -423,7 +404,7 @@ class Writer:
         problems, encoded = Problems(), []
         for prompt in prompts:
             try:
-                encoded.append(encode_prompt(prompt, self.tokenizer, self._config))
+                encoded.append(encode_prompt(prompt, self.tokenizer, self.config))
             except UserError as error:
                 problems.add(*error.problems)
         problems.raise_if_any()
@@ -445,7 +426,7 @@ class Writer:
     ) -> Iterator[Text]:
         """Generate the texts after the ``chosen`` prompts together, the first of which is text ``number`` of all."""
         request = self._request
-        limits = [min(request.max_new_tokens, self.context - len(ids)) for _, ids in chosen]
+        limits = [min(request.max_new_tokens, self.config.block_size - len(ids)) for _, ids in chosen]
         continuations = [Continuation(self.tokenizer, stop=request.stop, ends=self.ends) for _ in chosen]
         steps = generate_batch(
             decoder,

@@ -20,9 +20,10 @@ import torch
 from torch import Tensor
 
 from dsgpt.checkpoints import store
-from dsgpt.checkpoints.manifest import MANIFEST, Manifest, parse_manifest, read_manifest
+from dsgpt.checkpoints.manifest import MANIFEST, Manifest, parse_manifest, read_manifest, require_files
+from dsgpt.checkpoints.pieces import is_state_file, open_weights, state_files
 from dsgpt.checkpoints.store import find_checkpoint, is_hugging_face, is_model_file, open_model_files
-from dsgpt.checkpoints.training_state import COUNTERS, MOMENTS, StateReader, open_weights, save_pickled
+from dsgpt.checkpoints.training_state import COUNTERS, StateReader, save_pickled
 from dsgpt.common.errors import Problems, UserError
 from dsgpt.common.files import sha256_of, sync_directory, write_json_atomic
 from dsgpt.common.text import next_line, script_words
@@ -350,7 +351,9 @@ def _new_folder(out: Path) -> Iterator[Path]:
 def _write_hugging_face(folder: Path, model: StoredModel, *, dtype: str, progress: Callable[[int], None]) -> None:
     def laid_out(name: str, stored: StoredTensor) -> StoredTensor:
         shape = hugging_face_shape(name, stored.shape, model.config)
-        return replace(stored, shape=shape, read=lambda: hugging_face_value(name, stored.read(), model.config))
+        return replace(
+            stored, shape=shape, read=lambda: hugging_face_value(name, stored.read(), model.config), read_slices=None
+        )
 
     for path in model.tokenizer:
         shutil.copyfile(path, folder / path.name)
@@ -421,7 +424,8 @@ def _open_moments(model: StoredModel) -> tuple[Moments, int | None]:
     """
     if model.manifest is None or COUNTERS not in model.manifest.files:
         return {}, None
-    read_manifest(model.source, only=lambda name: name in (MOMENTS, COUNTERS))
+    read_manifest(model.source, only=lambda name: name == COUNTERS or is_state_file(name))
+    require_files(model.source, model.manifest, state_files(model.source))
     state = StateReader(model.source)
     return state.stored_moments(), state.counters.optimizer_steps
 
@@ -472,14 +476,9 @@ def _write_deepspeed(
     model_states = {
         "module": {name: views[name] for name in tensors} | {_HEAD: views[_EMBEDDING].clone()},
         "buffer_names": [_HEAD],
-        "optimizer": None,
         "param_shapes": [{name: torch.Size(tensors[name].shape) for name in names} for names in groups],
-        "frozen_param_shapes": {},
-        "shared_params": {},
-        "frozen_param_fragments": {},
-        "lr_scheduler": None,
-        "data_sampler": None,
-        "random_ltd": None,
+        **{name: {} for name in ("frozen_param_shapes", "shared_params", "frozen_param_fragments")},
+        **dict.fromkeys(("optimizer", "lr_scheduler", "data_sampler", "random_ltd")),
         "skipped_steps": 0 if optimizer_steps is None else step - optimizer_steps,
         "global_steps": step,
         "dp_world_size": 1,

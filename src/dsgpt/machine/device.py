@@ -33,8 +33,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
-from dsgpt.common.errors import UserError
 from dsgpt.common.text import counted
+from dsgpt.machine.peers import open_store
 from dsgpt.machine.probe import keep_freed_memory
 from dsgpt.machine.topology import Topology, free_port
 
@@ -225,16 +225,12 @@ def slow_precision(precision: str, *, device: str) -> str:
 
 
 _NOTHING = contextlib.nullcontext()
+_maker: ContextVar[Callable[[str], contextlib.AbstractContextManager[Any]]] = ContextVar(
+    "maker", default=lambda _name: _NOTHING
+)
 
 
-def _hidden(_name: str) -> contextlib.AbstractContextManager[None]:
-    return _NOTHING
-
-
-_maker: ContextVar[Callable[[str], contextlib.AbstractContextManager[None]]] = ContextVar("maker", default=_hidden)
-
-
-def named_range(name: str) -> contextlib.AbstractContextManager[None]:
+def named_range(name: str) -> contextlib.AbstractContextManager[Any]:
     """A context that appears under ``name`` in traces."""
     return _maker.get()(name)
 
@@ -242,7 +238,7 @@ def named_range(name: str) -> contextlib.AbstractContextManager[None]:
 @contextlib.contextmanager
 def ranges_shown(device: torch.device) -> Iterator[None]:
     """Inside, ranges appear in traces of PyTorch's profiler, and on a GPU as NVTX ranges."""
-    token = _maker.set(_with_nvtx if device.type == "cuda" else _recorded)
+    token = _maker.set(_with_nvtx if device.type == "cuda" else record_function)
     try:
         yield
     finally:
@@ -250,19 +246,9 @@ def ranges_shown(device: torch.device) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _recorded(name: str) -> Iterator[None]:
-    with record_function(name):
-        yield
-
-
-@contextlib.contextmanager
 def _with_nvtx(name: str) -> Iterator[None]:
-    torch.cuda.nvtx.range_push(name)  # type: ignore[no-untyped-call]  # torch's has no types
-    try:
-        with record_function(name):
-            yield
-    finally:
-        torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]  # torch's has no types
+    with torch.cuda.nvtx.range(name), record_function(name):
+        yield
 
 
 # The process group of all ranks. Without a group, every function acts as for a single rank.
@@ -272,12 +258,17 @@ TIMEOUT = timedelta(minutes=30)
 
 
 @contextlib.contextmanager
-def joined(topology: Topology, device: torch.device) -> Iterator[None]:
+def joined(topology: Topology, device: torch.device, *, store: "Store | None" = None) -> Iterator[None]:
     """Form the group of all ranks, over nccl on GPUs and gloo on CPU, and destroy it at the end.
 
     A process without a launcher forms a group of one rank, because DeepSpeed needs a group. It overwrites ``RANK``
     and related variables, which an earlier job may have left. After an error the group is not destroyed: that could
     wait for ranks that are gone.
+
+    Args:
+        topology: this rank's place.
+        device: of this rank.
+        store: at which all ranks have met; by default one is opened.
 
     Raises:
         UserError: the variables do not say where the ranks meet.
@@ -286,37 +277,21 @@ def joined(topology: Topology, device: torch.device) -> Iterator[None]:
         os.environ.update(
             RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port())
         )
-    if missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
-        raise UserError(f"not set: {', '.join(missing)}, where the ranks meet: start them with a launcher")
+    elif store is None:
+        store = open_store(topology)
+    if store is not None:
+        store.set_timeout(TIMEOUT)
     on_gpu = device.type == "cuda"
     dist.init_process_group(
         "nccl" if on_gpu else "gloo",
         rank=topology.rank,
         world_size=topology.world_size,
-        store=_store_of_a_restart(),
+        store=store,
         timeout=TIMEOUT,
         device_id=device if on_gpu else None,
     )
     yield
     dist.destroy_process_group()
-
-
-def _store_of_a_restart() -> "Store | None":
-    """The store of ranks that ``torchrun --max-restarts`` restarted on one machine; None if PyTorch's own can be used.
-
-    With ``--master_port`` PyTorch 2.13 keeps one store for all attempts, with the same keys
-    (``static_tcp_rendezvous.py``, ``_create_c10d_store``): restarted ranks would read the addresses of dead ones.
-    Launchers on several machines count attempts differently, and make a new store for each attempt.
-    """
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    of_the_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
-    if attempt == "0" or not of_the_launcher or os.environ.get("GROUP_WORLD_SIZE") != "1":
-        return None
-    # Both are documented as public; only the types do not mark them as exported.
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = dist.TCPStore(address, port, is_master=False, timeout=TIMEOUT)  # type: ignore[attr-defined]
-    own: Store = dist.PrefixStore(f"attempt-{attempt}", store)  # type: ignore[attr-defined]
-    return own
 
 
 class HostGroup:
@@ -333,6 +308,14 @@ class HostGroup:
         box = torch.tensor(value)
         dist.all_reduce(box, op=dist.ReduceOp.MAX, group=self._group)
         return int(box)
+
+    def objects(self, value: Any) -> list[Any]:
+        """Every rank's ``value``, in rank order, on every rank; they are pickled."""
+        if self._group is None:
+            return [value]
+        values: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(values, value, group=self._group)
+        return values
 
     def gathered(self, values: Sequence[float]) -> list[list[float]]:
         """Every rank's ``values``, in rank order, on every rank; equally many on each."""

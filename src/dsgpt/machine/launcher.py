@@ -53,6 +53,36 @@ def launcher_command(launcher: str, ranks: int, *flags: str) -> list[str]:
     return [command, count, str(ranks), "--master_port", str(free_port()), *quiet, *flags]
 
 
+JOB_LAUNCHERS = ("python", "deepspeed", "torchrun", "slurm", "kubernetes")
+"""What starts the ranks of a training that users launch, on one machine or on several."""
+
+
+def job_words(launcher: str, *, machines: int, devices: int, gpus: bool, launch: str = "launch") -> list[str]:
+    """The words of a shell to put before the flags of ``src/gpt2.py`` to start a training.
+
+    Args:
+        launcher: one of ``JOB_LAUNCHERS`` but ``kubernetes``, whose flags are in a file.
+        machines: how many take part.
+        devices: ranks of each of them.
+        gpus: whether a rank is a GPU; otherwise a share of the CPU.
+        launch: the folder with the scripts for several machines; ``src`` is beside it.
+    """
+    script = str(Path(launch).parent / "src" / "gpt2.py")
+    if launcher == "python":
+        return ["python", script]
+    if launcher == "slurm":
+        exported = [] if gpus else [f"RANKS_PER_NODE={devices}"]
+        exported += [] if launch == "launch" else [f"ROOT={Path(launch).parent}"]
+        ranks = [f"--gpus-per-node={devices}"] * gpus + [f"--export={','.join(['ALL', *exported])}"] * bool(exported)
+        return ["sbatch", f"--nodes={machines}", *ranks, f"{launch}/slurm/train.sbatch"]
+    if machines > 1 and launcher == "torchrun":
+        return ["env", f"NODES={machines}", f"DEVICES={devices}", f"{launch}/torchrun.sh"]
+    if machines > 1:
+        return [f"{launch}/run_hostfile.sh"]
+    count = ["--nproc_per_node"] if launcher == "torchrun" else ["--quiet", "--num_gpus"]
+    return [launcher, *count, str(devices), script]
+
+
 def starts_launcher(words: Sequence[str]) -> bool:
     """Whether a command line is a launcher's, called by name or as a module."""
     if any(Path(word).name in _COMMANDS for word in words[:2]):

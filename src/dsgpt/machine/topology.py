@@ -55,7 +55,7 @@ class Topology:
     local_world_size: int
     """Processes on this machine."""
     launcher: str
-    """``python`` (none), ``deepspeed``, ``torchrun``, or ``launcher`` for any other that sets ``RANK``."""
+    """``python`` (none), ``deepspeed``, ``torchrun``, ``slurm``, or ``launcher`` for any other that sets ``RANK``."""
     sizes: ParallelSizes = field(default=ParallelSizes())
     """How the model is split: comes from the recipe, not from the launcher."""
 
@@ -111,7 +111,10 @@ def read_topology(environment: Mapping[str, str] = os.environ, *, local_rank_fla
     if "TORCHELASTIC_RUN_ID" in environment:
         launcher = "torchrun"
     elif "RANK" in environment:
-        launcher = "deepspeed" if "CROSS_RANK" in environment or "LOCAL_SIZE" in environment else "launcher"
+        if "CROSS_RANK" in environment or "LOCAL_SIZE" in environment:
+            launcher = "deepspeed"
+        else:
+            launcher = "slurm" if "SLURM_PROCID" in environment else "launcher"
     else:
         launcher = "python"
     way_out = "start the ranks with a launcher, or unset the launcher's variables"

@@ -12,7 +12,7 @@ import re
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import Field
 
@@ -158,16 +158,16 @@ class Cost:
 
     offer: str
     """Provider and instance, or the user's own price."""
-    instances: int
+    instances: int = 1
     """How many are rented; whole ones, even if not all of their GPUs work."""
     usd_per_hour: float
     """Of all of them."""
     usd: float
     least: float
     most: float
-    known_on: str | None
+    known_on: str | None = None
     """The date of the price; None for the user's own."""
-    source: str | None
+    source: str | None = None
 
 
 def read_prices(path: Path = PRICES) -> PriceTable:
@@ -197,27 +197,13 @@ def find_instance(table: PriceTable, name: str) -> Price:
     return row
 
 
-def cost(
-    offer: str,
-    usd_per_hour: float,
-    *,
-    seconds: tuple[float, float, float],
-    instances: int = 1,
-    known_on: str | None = None,
-    source: str | None = None,
-) -> Cost:
-    """What a training costs on an offer; its ``seconds`` are the likely ones, the least and the most."""
+def cost(offer: str, usd_per_hour: float, *, seconds: tuple[float, float, float], **row: Any) -> Cost:
+    """What a training costs on an offer; its ``seconds`` are the likely ones, the least and the most.
+
+    ``row`` holds the other fields of ``Cost``, if the offer is a row of the table.
+    """
     usd, least, most = (usd_per_hour * each / SEC_PER_HOUR for each in seconds)
-    return Cost(
-        offer=offer,
-        instances=instances,
-        usd_per_hour=usd_per_hour,
-        usd=usd,
-        least=least,
-        most=most,
-        known_on=known_on,
-        source=source,
-    )
+    return Cost(offer=offer, usd_per_hour=usd_per_hour, usd=usd, least=least, most=most, **row)
 
 
 def costs(
@@ -247,6 +233,6 @@ def costs(
         if price.gpu != gpu or price.gpus < together or hourly is None or instance not in {None, price.instance}:
             continue
         name, instances = f"{price.provider} {price.instance}{', spot' if spot else ''}", math.ceil(gpus / price.gpus)
-        of_row = {"known_on": price.known_on, "source": price.source}
-        offers.append(cost(name, hourly * instances, seconds=seconds, instances=instances, **of_row))
+        row = {"instances": instances, "known_on": price.known_on, "source": price.source}
+        offers.append(cost(name, hourly * instances, seconds=seconds, **row))
     return sorted(offers, key=lambda cost: cost.usd)

@@ -74,7 +74,7 @@ def peak_memory(setup: Setup, *, rank: int = 0, device: str = "cpu", among: Coll
     strategy = strategy_of(setup)
     state, moments = strategy.model_state(rank), strategy.moments(rank, device)
     away = {} if device == "cpu" else state.off_device
-    kept = {  # all the time, as gradients are not
+    resident = {  # all the time, as gradients are not
         "weights": state.parameters - away.get("parameters", 0),
         "optimizer": state.optimizer - away.get("optimizer", 0),
         "master": state.master - away.get("master", 0),
@@ -83,7 +83,7 @@ def peak_memory(setup: Setup, *, rank: int = 0, device: str = "cpu", among: Coll
     start = Moment(name="start", parts={"other": strategy.start_bytes(rank, device)})
     save = Moment(name="save", parts={**evaluation.parts, "gathered": strategy.gathered_to_save()})
     peaks = [
-        Peak(moment=moment.name, parts=dict.fromkeys(PARTS, 0) | kept | _transient(setup, moment, rank, device))
+        Peak(moment=moment.name, parts=dict.fromkeys(PARTS, 0) | resident | _transient(setup, moment, rank, device))
         for moment in [start, *moments, save]
         if moment.name in among and (moment.name != "loss" or setup.computes_loss(rank))
     ]
@@ -101,32 +101,32 @@ def worst_peak(setup: Setup, *, device: str = "cpu", among: Collection[str] = MO
 
 def _transient(setup: Setup, moment: Moment, rank: int, device: str) -> dict[str, int]:
     """The parts of a moment besides model state."""
-    parts, stream, kept = dict(moment.parts), stream_bytes(setup), 0
+    parts, stream, activations = dict(moment.parts), stream_bytes(setup), 0
     if moment.name == "start":
         return parts | {"optimizer": 0}
     if setup.sizes.pipeline > 1:
-        kept += stream * (3 if setup.stage(rank) else 1)  # received activations, and gradients
+        activations += stream * (3 if setup.stage(rank) else 1)  # received activations, and gradients
         parts["logits"] = kept_logits_bytes(setup) if setup.computes_loss(rank) else 0
     if moment.name in {"step", "save"}:
-        return parts | {"activations": kept}
+        return parts | {"activations": activations}
     # what the forward pass keeps of each block, with ids and the embedding's output
     of_block = stream if setup.activation_checkpointing else block_bytes(setup)
     passed = stream + moment.blocks * of_block + 2 * _ID * setup.tokens
-    kept += passed * (setup.micro_batches_in_flight(rank) if moment.blocks else 1)
+    activations += passed * (setup.micro_batches_in_flight(rank) if moment.blocks else 1)
     if moment.name == "forward":
-        parts["activations"] = kept + block_gradient_bytes(setup)
+        parts["activations"] = activations + block_gradient_bytes(setup)
     elif moment.name == EVALUATION:
-        parts["activations"] = kept + 2 * stream
+        parts["activations"] = activations + 2 * stream
         computed = setup.computes_loss(rank)
         parts["logits"] = logits_bytes(setup, device=device, gradients=False) if computed else 0
     elif moment.name == "loss":
-        parts["activations"] = kept + 2 * stream  # the last LayerNorm's output and its gradient
+        parts["activations"] = activations + 2 * stream  # the last LayerNorm's output and its gradient
         parts["logits"] = logits_bytes(setup, device=device)
         parts["new_gradients"] = parts.get("new_gradients", 0) + head_gradient_bytes(setup, device=device)
     else:
         # of a block that is recomputed not its output; and that of the last block has been freed by then
         recomputed = block_bytes(setup) - 2 * stream if setup.activation_checkpointing else 0
-        parts["activations"] = kept + stream + recomputed + block_gradient_bytes(setup)
+        parts["activations"] = activations + stream + recomputed + block_gradient_bytes(setup)
     return parts
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from dsgpt.common.command_line import COUNT, NUMBER, POSITIVE, choice, flag, read_options, switch, ungrouped, value
 from dsgpt.common.errors import Problems
 from dsgpt.config.options import PRECISIONS, RUN_TYPES
+from dsgpt.machine.launcher import JOB_LAUNCHERS
 from dsgpt.model.config import PRESETS
-from dsgpt.planner.rates import CALIBRATION
 
 DESCRIPTION = """\
 Predict memory, time and cost of a training before it is paid for, and recommend a setup. Memory follows from formulas.
@@ -29,8 +29,12 @@ examples:
     .venv/bin/python src/plan.py --calibrate
     .venv/bin/python src/plan.py --model_size tiny --gpus 2 --deepspeed_config ds_configs/zero1.json --tokens 1e6"""
 
+CALIBRATION = Path("checkpoint") / "calibration.json"
+"""Where a calibration is written and looked for by default."""
 HEADROOM = 8.0
 """Percent of a device's memory that a plan leaves free: fragmentation, and what the formulas do not know."""
+SAVE_EVERY = 500
+"""Optimizer steps between checkpoints, without ``--save_every`` and ``--mtbf``."""
 STRATEGIES = (
     *("baseline", "ddp", "fsdp", "zero0", "zero1", "zero2", "zero2_offload", "zero3", "zero3_offload", "zero3_nvme"),
     *("zeropp", "tensor", "sequence", "pipeline", "3d"),
@@ -54,6 +58,13 @@ def _amount(example: str = "10e9") -> Callable[[str], float]:
         return float(ungrouped(word[:-1])) * scale if scale else float(ungrouped(word))
 
     return value(read, accepts=lambda amount: 0 < amount < 1e18, must_be=f"a number above 0, such as {example}")
+
+
+_time = value(
+    lambda word: float(word[:-1]) * _UNITS.get(word[-1:], 0),
+    accepts=lambda seconds: 0 < seconds < 1e12,
+    must_be="a time with its unit, such as 90m, 72h or 3d",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,8 +124,17 @@ class PlanOptions:
     eval_every: int = flag(COUNT, "N", "optimizer steps between validations (default: none)", default=0)
     val_tokens: float = flag(_amount(), "N", "tokens of a validation", default=0.0)
     save_every: int = flag(
-        COUNT, "N", "optimizer steps between checkpoints (default: %(default)s; 0: only at the end)", default=500
+        COUNT,
+        "N",
+        "optimizer steps between checkpoints (default: %(default)s; 0: only at the end)",
+        default=SAVE_EVERY,
     )
+    mtbf: float | None = flag(
+        _time,
+        "TIME",
+        "mean time between interruptions of the job, such as 8h: plan the best --save_every, and count what they cost",
+    )
+    """In seconds."""
     prices: Path | None = flag(Path, "JSON", "your price table, in the form of src/dsgpt/planner/prices.json")
     price_per_gpu_hour: float | None = flag(NUMBER, "USD", "instead of the price table")
     spot: bool = switch("spot prices of the table instead of those on demand")
@@ -123,18 +143,15 @@ class PlanOptions:
         "search strategies, micro batches, checkpointing and splits for the fastest that fits", group="recommendation"
     )
     budget: float | None = flag(NUMBER, "USD", "most that the training may cost")
-    deadline: float | None = flag(
-        value(
-            lambda word: float(word[:-1]) * _UNITS.get(word[-1:], 0),
-            accepts=lambda seconds: 0 < seconds < 1e12,
-            must_be="a time with its unit, such as 90m, 72h or 3d",
-        ),
-        "TIME",
-        "longest time: 90m, 72h or 3d",
-    )
+    deadline: float | None = flag(_time, "TIME", "longest time: 90m, 72h or 3d")
     """In seconds."""
     into: Path = flag(
         Path, "DIR", "folder of the recommended recipe and command (default: %(default)s)", default=Path("plan")
+    )
+    launcher: str | None = flag(
+        choice(JOB_LAUNCHERS),
+        "KIND",
+        f"what starts the ranks of the written command: {', '.join(JOB_LAUNCHERS)} (default: what suits it)",
     )
     train_data_path: Path = flag(
         Path,
@@ -177,7 +194,7 @@ def words_of(options: PlanOptions) -> list[str]:
         words.append(f"--{field.name}")
         if isinstance(value, tuple):
             words += map(str, value)
-        elif field.name == "deadline":
+        elif field.name in {"deadline", "mtbf"}:
             words.append(f"{value / 3600:.0f}h" if value % 3600 == 0 else f"{value!r}s")
         elif isinstance(value, float) and value.is_integer():  # as people write it
             words.append(str(int(value)))

@@ -70,14 +70,9 @@ def held_in_words(setup: Setup, rank: int) -> str:
 
 def place_of(setup: Setup, rank: int) -> Topology:
     """The stage, the shards and the data of ``rank``."""
-    return Topology(
-        rank=rank,
-        local_rank=0,
-        world_size=setup.world_size,
-        local_world_size=setup.world_size,
-        launcher="",
-        sizes=setup.sizes,
-    )
+    ranks = setup.world_size
+    whole = Topology(rank=rank, local_rank=0, world_size=ranks, local_world_size=ranks, launcher="")
+    return whole.split(setup.sizes)
 
 
 # The plan of one setup: its memory, the time of a step and of the training, and what that costs.
@@ -148,6 +143,7 @@ class Plan:
             eval_every=options.eval_every,
             val_tokens=options.val_tokens,
             save_every=options.save_every,
+            mtbf=options.mtbf,
         )
 
     @cached_property
@@ -176,21 +172,21 @@ class Plan:
     def notes(self) -> list[str]:
         """What to know before the figures are trusted, a line each."""
         options, scheduler = self.request.options, self.setup.recipe.scheduler
-        found, warm_up = [], scheduler.warmup_num_steps if scheduler else 0
+        lines, warm_up = [], scheduler.warmup_num_steps if scheduler else 0
         if options.gpu and (meant := MEANT.get(options.gpu.lower())):
-            found.append(f"--gpu {options.gpu} is taken as {meant}")
+            lines.append(f"--gpu {options.gpu} is taken as {meant}")
         if self.run.steps < 2 * warm_up:
-            found.append(
+            lines.append(
                 f"the training ends at step {self.run.steps:,}, and the recipe warms up for {warm_up:,} steps: lower "
                 "scheduler.params.warmup_num_steps, or train on more tokens"
             )
         today = datetime.datetime.now(tz=datetime.UTC).date()
         dates = sorted(cost.known_on for cost in self.costs if cost.known_on)
         if dates and (today - datetime.date.fromisoformat(dates[0])).days > _YEAR:
-            found.append(
+            lines.append(
                 f"list prices of {dates[0]} are over a year old: check their source, or give --price_per_gpu_hour"
             )
-        return found
+        return lines
 
     @property
     def fits(self) -> bool:
@@ -262,20 +258,20 @@ def what_would_fit(plan: Plan) -> list[str]:
 
 
 def _assumptions(plan: Plan) -> list[Assumption]:
-    found, request = [], plan.request
+    assumptions, request = [], plan.request
     if request.machines > 1:
         basis = request.network_basis or "assumed: give --network_gbps or --instance"
         seconds, turns = _tried(plan, ("network",), request.network_gbps, NETWORKS, _gbps)
         value = f"{_gbps(request.network_gbps)} ({basis})"
-        found.append(Assumption(what="network between machines", value=value, seconds=seconds, break_even=turns))
+        assumptions.append(Assumption(what="network between machines", value=value, seconds=seconds, break_even=turns))
     best = {each.name: each for each in sorted(plan.rivals, key=lambda each: -each.run.seconds)}
     plan = replace(plan, rivals=tuple(best.values()))
     for what, (fields, share, scale, unit) in ASSUMED.items() if plan.machine.assumed else ():
         form = partial(_number, scale=scale, unit=unit)
         seconds, turns = _tried(plan, fields, share.likely, (share.least, share.most), form)
         if turns or any(abs(each / plan.run.seconds - 1) >= LEAST_CHANGE for each in seconds.values()):
-            found.append(Assumption(what=what, value=form(share.likely), seconds=seconds, break_even=turns))
-    return found
+            assumptions.append(Assumption(what=what, value=form(share.likely), seconds=seconds, break_even=turns))
+    return assumptions
 
 
 def _tried(
@@ -373,6 +369,7 @@ def plan_lines(plan: Plan) -> list[str]:
         "",
         f"training: {run.steps:,} steps, {duration(run.seconds)} ({between(run.least, run.most, duration)})",
         *_rows(run.parts, duration),
+        *_saves_in_words(plan),
         "",
     ]
     if not plan.costs:
@@ -394,6 +391,18 @@ def plan_lines(plan: Plan) -> list[str]:
         )
     lines += [f"assumed: {assumption_in_words(each)}" for each in plan.assumptions]
     return lines + [f"note: {line}" for line in plan.notes]
+
+
+def _saves_in_words(plan: Plan) -> list[str]:
+    """How often to save, and what was assumed of interruptions, with ``--mtbf``."""
+    if plan.request.options.mtbf is None:
+        return []
+    run, between_saves = plan.run, plan.run.save_every * plan.step.seconds
+    return [
+        f"  --save_every {run.save_every}: {duration(between_saves)} between saves lose least if interruptions come at "
+        f"random every {duration(plan.request.options.mtbf)}; {run.parts['steps'] / run.seconds:.0%} of the time are "
+        f"steps that count; a restart takes {duration(run.restart)}, and the wait for another machine is not in it"
+    ]
 
 
 def needs_in_words(plan: Plan) -> str:
@@ -473,7 +482,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
             "seconds": step.seconds,
             "least_seconds": step.least,
             "most_seconds": step.most,
-            "assumed": step.assumed,
+            "assumed": plan.machine.assumed,
             "overlap": step.overlap,
             "hidden_communication_seconds": step.hidden,
             "parts": step.parts,
@@ -486,7 +495,8 @@ def plan_json(plan: Plan) -> dict[str, Any]:
             "least_seconds": run.least,
             "most_seconds": run.most,
             "parts": run.parts,
-        },
+        }
+        | ({} if plan.request.options.mtbf is None else {"save_every": run.save_every, "restart_seconds": run.restart}),
         "costs": [asdict(cost) for cost in plan.costs],
         "notes": plan.notes,
     }

@@ -22,9 +22,6 @@ from dsgpt.common.json_files import Finite, JsonError, Positive, clipped, parse_
 from dsgpt.model.config import GPT2Config
 from dsgpt.planner.hardware import Gpu, recognise
 
-CALIBRATION = Path("checkpoint") / "calibration.json"
-"""Where a calibration is written and looked for by default."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
@@ -74,8 +71,8 @@ class Rates:
 
         Operations that only move numbers are known in fp32 alone. A reduction to one rank sums as an all-reduce does.
         """
-        known = self.slowness.get("all_reduce" if operation == "reduce" else operation, {})
-        return known.get(precision, known.get("fp32", 1.0))
+        by_precision = self.slowness.get("all_reduce" if operation == "reduce" else operation, {})
+        return by_precision.get(precision, by_precision.get("fp32", 1.0))
 
     def in_precision(self, precision: str, *, slower: float) -> "Rates":
         """The rates with which computation in ``precision`` takes ``slower`` times as long."""
@@ -227,20 +224,20 @@ def read_calibration(path: Path) -> Calibration:
             data = json.dumps(record["calibration"]).encode()
         schema = parse_as(data, _Schema, unknown_keys=True).schema_version
         readable = schema.partition(".")[0] == SCHEMA_VERSION.partition(".")[0]
-        found = parse_as(data, Calibration, unknown_keys=True) if readable else None
+        calibration = parse_as(data, Calibration, unknown_keys=True) if readable else None
     except JsonError as error:
         raise UserError(
             f"--machine {path}: cannot be read as a calibration ({error}); write one with --calibrate"
         ) from error
-    if found is None:
+    if calibration is None:
         raise UserError(
             f"--machine {path}: has schema {schema}, but this program reads {SCHEMA_VERSION}: write it again with "
             "--calibrate"
         )
-    wrong = next(_impossible(asdict(found)), None)
+    wrong = next(_impossible(asdict(calibration)), None)
     if wrong:
         raise UserError(f"--machine {path}: {wrong}; write it again with --calibrate")
-    return found
+    return calibration
 
 
 def _impossible(calibration: dict[str, Any]) -> Iterator[str]:

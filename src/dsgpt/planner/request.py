@@ -12,15 +12,14 @@ from dsgpt.common.text import divisors, divisors_around, multiples_around
 from dsgpt.config.compatibility import RunRequest as Request
 from dsgpt.config.compatibility import check_accumulation, check_split
 from dsgpt.config.options import RUN_TYPES, Options, parse_arguments, shape_overrides
-from dsgpt.config.recipe import PARALLEL_KEYS, Recipe, merged, read_recipe, recipe_from
+from dsgpt.config.recipe import PARALLEL_KEYS, Recipe, merged, read_recipe, recipe_from, sound_recipe
 from dsgpt.config.run_config import BatchPlan, plan_batch, split_batch
 from dsgpt.machine.topology import Topology
 from dsgpt.model.config import GPT2_VOCAB_SIZE, PRESETS, GPT2Config, shape_problems
 from dsgpt.planner.hardware import PRICES as TABLE
 from dsgpt.planner.hardware import find_gpu, find_instance, read_prices
-from dsgpt.planner.options import PlanOptions
+from dsgpt.planner.options import CALIBRATION, SAVE_EVERY, PlanOptions
 from dsgpt.planner.rates import (
-    CALIBRATION,
     DEVICES_PER_MACHINE,
     NETWORK_BYTES_PER_SEC,
     Machine,
@@ -28,7 +27,7 @@ from dsgpt.planner.rates import (
     datasheet_machine,
     read_calibration,
 )
-from dsgpt.planner.setup import Setup
+from dsgpt.planner.setup import WORK, Setup
 from dsgpt.planner.step_time import MeasuredStep, fit
 from dsgpt.record.suites import MAX_BYTES, SweepCell, read_sweep
 
@@ -121,10 +120,10 @@ def read_measured(paths: tuple[Path, ...], machine_of: MachineOf, *, repository:
         except (KeyError, TypeError, AttributeError, OverflowError) as error:
             reason = f"{type(error).__name__}: {error}"
             raise UserError(f"--measured {path}: a cell is not as this program writes it ({reason})") from error
-        known = [step for step in steps if step and step.setup.precision in step.machine.precisions]
-        if not known:
+        usable = [step for step in steps if step and step.setup.precision in step.machine.precisions]
+        if not usable:
             raise UserError(f"--measured {path}: has no measured step of a setup that the planner knows")
-        measured += known
+        measured += usable
     return measured
 
 
@@ -134,11 +133,9 @@ def _of_sweep(cell: SweepCell, machine_of: MachineOf, *, repository: Path) -> Me
     if work is None or cell.tokens_per_sec is None:
         return None
     options, problems = parse_arguments(cell.flags)
-    assert options.deepspeed_config is not None
-    recipe = read_recipe(repository / options.deepspeed_config, problems)
-    run_type = options.run_type or ""
     problems.raise_if_any()
-    assert recipe is not None
+    assert options.deepspeed_config is not None
+    recipe, run_type = sound_recipe(repository / options.deepspeed_config), options.run_type or ""
     batch = plan_batch(
         int(work["global batch"]),
         options.micro_batch_size_per_gpu,
@@ -162,7 +159,6 @@ def _of_sweep(cell: SweepCell, machine_of: MachineOf, *, repository: Path) -> Me
         seq_length=int(work["sequence length"]),
         activation_checkpointing=options.activation_checkpointing,
     )
-
     tokens = int(work["global batch"]) * setup.seq_length
     return MeasuredStep(setup=setup, machine=machine_of(setup.world_size), seconds=tokens / cell.tokens_per_sec.median)
 
@@ -172,21 +168,15 @@ def _of_plan(result: Mapping[str, Any], machine_of: MachineOf, *, repository: Pa
     seconds = (result.get("step_seconds") or {}).get("measured")
     if not result.get("fit") or not seconds:
         return None
-    work, problems = result["work"], Problems()
-    shipped = read_recipe(repository / "ds_configs" / work["recipe"], problems)
-    problems.raise_if_any()
-    assert shipped is not None
+    work = result["work"]
+    shipped = sound_recipe(repository / "ds_configs" / work["recipe"])
     shape = {name: size for name, size in work["model"].items() if name != "name"}
     setup = Setup(
-        run_type=work["run_type"],
         model=GPT2Config(block_size=work["seq_length"], **shape),
         recipe=recipe_from(merged(shipped.raw, work["changes"]), shipped.path),
         world_size=result["ranks"],
-        precision=work["precision"],
-        micro_batch_size=work["micro_batch_size"],
-        gradient_accumulation_steps=work["gradient_accumulation_steps"],
-        seq_length=work["seq_length"],
         activation_checkpointing=work["activation_checkpointing"],
+        **{name: work[name] for name in WORK},
     )
     return MeasuredStep(setup=setup, machine=machine_of(setup.world_size), seconds=seconds)
 
@@ -256,20 +246,17 @@ class PlanRequest:
         Raises:
             UserError: the recipe has no formula.
         """
-        try:
-            return Setup(
-                run_type=run_type,
-                model=self.model,
-                recipe=recipe,
-                world_size=self.devices,
-                precision=self.precision,
-                micro_batch_size=batch.micro_batch_size,
-                gradient_accumulation_steps=batch.gradient_accumulation_steps,
-                seq_length=self.seq_length,
-                activation_checkpointing=activation_checkpointing,
-            )
-        except ValueError as error:
-            raise UserError(str(error)) from error
+        return Setup(
+            run_type=run_type,
+            model=self.model,
+            recipe=recipe,
+            world_size=self.devices,
+            precision=self.precision,
+            micro_batch_size=batch.micro_batch_size,
+            gradient_accumulation_steps=batch.gradient_accumulation_steps,
+            seq_length=self.seq_length,
+            activation_checkpointing=activation_checkpointing,
+        )
 
 
 def read_request(options: PlanOptions, problems: Problems, *, repository: Path) -> PlanRequest:
@@ -305,6 +292,8 @@ def read_request(options: PlanOptions, problems: Problems, *, repository: Path) 
     if options.picture is not None and options.picture.suffix not in {".svg", ".png"}:
         problems.add(f"--picture {options.picture} must end in .svg or .png")
     _check_machines(options, machine, problems)
+    if options.launcher == "python" and (options.gpus or 1) > 1:
+        problems.add(f"--launcher python starts one rank, not {options.gpus}: take deepspeed, torchrun or slurm")
     _check_ignored(options, problems)
     precision = _precision(options, recipe, machine, problems) if recipe and machine else None
     problems.raise_if_any()
@@ -445,17 +434,21 @@ def _check_machines(options: PlanOptions, machine: Machine | None, problems: Pro
 def _check_ignored(options: PlanOptions, problems: Problems) -> None:
     """Note flags that another flag makes meaningless: a plan must not look as if it had followed them."""
     limits = {"--budget": options.budget, "--deadline": options.deadline}
+    written = {"--launcher": options.launcher}
     searched = {"--run_type": options.run_type, "--activation_checkpointing": options.activation_checkpointing or None}
     described = {
         "--gpus_per_machine": options.gpus_per_machine,
         "--network_gbps": options.network_gbps,
         "--host_memory_gb": options.host_memory_gb,
     }
+    saved = {"--save_every": options.save_every if options.save_every != SAVE_EVERY else None}
     priced = {"--prices": options.prices, "--spot": options.spot or None}
     for flags, meaningless, why in (
         (limits, not options.recommend, "is a limit for --recommend: add it, or leave {flag} out"),
+        (written, not options.recommend, "is of the command that --recommend writes: add it, or leave {flag} out"),
         (searched, options.recommend, "is what --recommend searches: leave it out"),
         (described, options.gpu is None, "describes machines of --gpu, but a calibration has its own: leave it out"),
+        (saved, options.mtbf is not None, "is what --mtbf plans: leave one of them out"),
         (priced, options.price_per_gpu_hour is not None, "is replaced by --price_per_gpu_hour: leave one of them out"),
     ):
         for flag, value in flags.items():

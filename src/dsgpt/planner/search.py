@@ -5,9 +5,11 @@ from datasheets beside figures that other projects published.
 """
 
 import contextlib
+import hashlib
 import json
 import math
 import shlex
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,13 +18,14 @@ from typing import Any
 from dsgpt.common.errors import EXIT_DOES_NOT_FIT, EXIT_DONE, EXIT_USER_ERROR, Problems, UserError
 from dsgpt.common.files import json_text, write_atomic
 from dsgpt.common.json_files import Positive, read_as
-from dsgpt.common.text import divisors, next_line, script_words
+from dsgpt.common.text import IN_CHECKOUT, REPOSITORY, divisors, next_line, script_words
 from dsgpt.config.compatibility import check_accumulation, check_split
-from dsgpt.config.recipe import read_recipe, recipe_text
+from dsgpt.config.recipe import recipe_text, sound_recipe
 from dsgpt.config.run_config import LARGEST_BATCH, BatchPlan
+from dsgpt.machine.launcher import LAUNCHERS, job_words
 from dsgpt.model.config import GPT2_VOCAB_SIZE, GPT2Config
 from dsgpt.planner.hardware import PRICES, PriceTable, find_gpu, gpus, read_prices
-from dsgpt.planner.options import PlanOptions
+from dsgpt.planner.options import CALIBRATION, PlanOptions
 from dsgpt.planner.plan import (
     HOST_SHARE,
     Plan,
@@ -36,15 +39,15 @@ from dsgpt.planner.plan import (
     size,
     with_assumptions,
 )
-from dsgpt.planner.rates import ATTENTION, CALIBRATION, LINK, MATRIX, MEMORY, datasheet_machine
+from dsgpt.planner.rates import ATTENTION, LINK, MATRIX, MEMORY, datasheet_machine
 from dsgpt.planner.request import CandidateSetup, PlanRequest, candidate_setups, fixed_setup, read_request
-from dsgpt.planner.setup import Setup
+from dsgpt.planner.setup import WORK, Setup
 from dsgpt.planner.step_time import predict_step
 
 # The search: plans every candidate, and ranks those that fit into memory, budget and deadline.
 
 _SHARE = 1e-9
-RECIPE, COMMAND, PLAN = "recipe.json", "train.sh", "plan.json"
+RECIPE, COMMAND, PLAN, JOB = "recipe.json", "train.sh", "plan.json", "train.yaml"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,7 +224,7 @@ def recommendation_lines(judged: Sequence[Judged], best: Plan, written: Sequence
         lines += ["not within the limits:", *others, ""]
     command = next(path for path in written if path.name == COMMAND)
     lines.append(f"written: {', '.join(path.as_posix() for path in written)}")
-    return [*lines, next_line(["sh", command, "--dry_run"])]
+    return [*lines, next_line(["sh", command] if launcher_of(best) == "kubernetes" else ["sh", command, "--dry_run"])]
 
 
 def recommendation_json(judged: Sequence[Judged], best: Plan, written: Sequence[Path]) -> dict[str, Any]:
@@ -235,35 +238,36 @@ def recommendation_json(judged: Sequence[Judged], best: Plan, written: Sequence[
 
 
 def recommendation_files(best: Plan) -> dict[Path, bytes]:
-    """Recipe, command and plan, by their paths in the folder of ``--into``."""
-    recipe, command, plan = (best.request.options.into / name for name in (RECIPE, COMMAND, PLAN))
+    """Recipe, command and plan, by their paths in the folder of ``--into``; for Kubernetes also the job."""
+    into = best.request.options.into
+    recipe, plan = _planned_files(best).items()
+    files = dict([recipe, (into / COMMAND, command_text(best).encode()), plan])
+    return files | ({into / JOB: job_text(best).encode()} if launcher_of(best) == "kubernetes" else {})
+
+
+def _planned_files(best: Plan) -> dict[Path, bytes]:
+    into = best.request.options.into
     return {
-        recipe: recipe_text(best.setup.recipe.raw).encode(),
-        command: command_text(best, recipe).encode(),
-        plan: json_text(with_assumptions(best)).encode(),
+        into / RECIPE: recipe_text(best.setup.recipe.raw).encode(),
+        into / PLAN: json_text(with_assumptions(best)).encode(),
     }
 
 
-def command_text(best: Plan, recipe: Path) -> str:
-    """The script that starts the training from the root of the repository.
+def launcher_of(best: Plan) -> str:
+    """That of ``--launcher``; without it, what suits the strategy. Several machines are joined by torchrun."""
+    request, run_type = best.request, best.setup.run_type
+    if request.options.launcher is not None:
+        return request.options.launcher
+    several = request.machines > 1 and request.machine.kind == "cuda"
+    return "torchrun" if several and run_type != "baseline" else LAUNCHERS[run_type]
 
-    It prefers the environment that ``make demo`` creates there. What is given to it is added to the command:
-    ``sh plan/train.sh --dry_run``. Several machines are joined by torchrun.
-    """
-    request, options, run_type = best.request, best.request.options, best.setup.run_type
-    several, devices = request.machines > 1 and request.machine.kind == "cuda", request.devices
-    if run_type == "baseline":
-        launcher = ["python"]
-    elif several:
-        machines = ["--nnodes", str(request.machines), "--nproc_per_node", str(request.machine.devices)]
-        launcher = ["torchrun", *machines, "--rdzv_backend", "c10d", "--rdzv_endpoint", "$MASTER:29500"]
-    elif run_type == "optimized":
-        launcher = ["deepspeed", "--quiet", "--num_gpus", str(devices)]
-    else:
-        launcher = ["torchrun", "--nproc_per_node", str(devices)]
+
+def training_flags(best: Plan) -> list[str]:
+    """The flags of ``src/gpt2.py`` of the planned training."""
+    request, options = best.request, best.request.options
     flags = {
-        "--run_type": run_type,
-        "--deepspeed_config": recipe.as_posix(),
+        "--run_type": best.setup.run_type,
+        "--deepspeed_config": (options.into / RECIPE).as_posix(),
         "--train_data_path": options.train_data_path.as_posix(),
         "--val_data_path": options.val_data_path.as_posix(),
         "--checkpoint_path": f"checkpoint/{options.model_size}-{best.name.replace(', ', '-')}",
@@ -278,24 +282,84 @@ def command_text(best: Plan, recipe: Path) -> str:
         "--eval_every": options.eval_every or None,
         # global batches of a validation as it is planned; without it the whole file
         "--max_val_steps": math.ceil(options.val_tokens / best.tokens_per_step) if options.val_tokens else None,
-        "--save_every": options.save_every,
+        "--save_every": best.run.save_every,
         "--precision": None if options.precision == "auto" else options.precision,
         "--plan": (options.into / PLAN).as_posix(),
     }
-    words = [word for flag, value in flags.items() if value is not None for word in (flag, str(value))]
+    return [word for flag, value in flags.items() if value is not None for word in (flag, str(value))]
+
+
+def command_text(best: Plan) -> str:
+    """The script that starts the training from the root of the repository.
+
+    It prefers the environment that ``make demo`` creates there. What is given to it is added to the command:
+    ``sh plan/train.sh --dry_run``.
+    """
+    request, options, launcher = best.request, best.request.options, launcher_of(best)
+    if launcher == "kubernetes":
+        return f"#!/bin/sh\nexec kubectl create -f {shlex.quote((options.into / JOB).as_posix())}\n"
+    launch = "launch" if IN_CHECKOUT else str(REPOSITORY / "launch")
+    words = job_words(
+        launcher,
+        machines=request.machines,
+        devices=devices_per_machine(request),
+        gpus=request.machine.kind == "cuda",
+        launch=launch,
+    )
     missing = "is missing: download_data.py and preprocess.py of data_prep/ make it (--dataset names the text)"
     lines = [
         f"for file in {shlex.join([options.train_data_path.as_posix(), options.val_data_path.as_posix()])}; do",
         f'  [ -e "$file" ] || {{ echo "error: $file {missing}" >&2; exit {EXIT_USER_ERROR}; }}',
         "done",
-        'PATH="$PWD/.venv/bin:$PATH"',
-        f'exec {shlex.join([*launcher, "src/gpt2.py", *words])} "$@"',
+        'PATH="$PWD/.venv/bin:$PATH"'
+        if IN_CHECKOUT
+        else f'PATH={shlex.quote(str(Path(sys.executable).parent))}:"$PATH"',
+        f'exec {shlex.join([*words, *training_flags(best)])} "$@"',
     ]
-    if several:
+    if request.machines > 1 and launcher != "python":
         network = next(each for each in best.assumptions if each.what.startswith("network"))
         lines.insert(0, f"# Planned for a {assumption_in_words(network)}.")
-        lines.insert(0, "# Start it on every machine, with MASTER set to the address of one of them.")
-    return "\n".join(["#!/bin/sh", *lines]).replace("'$MASTER:29500'", '"$MASTER:29500"') + "\n"
+        if launcher == "torchrun":
+            lines.insert(0, "# Start it on every machine, with MASTER set to the address of one of them.")
+        if launcher == "deepspeed":
+            lines.insert(0, "# Start it on one machine; the file `hosts` names all (launch/hostfile.md).")
+    return "\n".join(["#!/bin/sh", *lines, ""])
+
+
+def devices_per_machine(request: PlanRequest) -> int:
+    """Ranks of each of its machines."""
+    return request.devices if request.machines == 1 else request.machine.devices
+
+
+def job_text(best: Plan) -> str:
+    """The ``TrainJob`` of the training: that of ``launch/kubernetes`` with its machines, devices and flags.
+
+    Recipe and plan come along in a ``ConfigMap``, which the job mounts where its flags name them.
+    """
+    import yaml  # noqa: PLC0415 - for Kubernetes alone
+
+    job: dict[str, Any] = yaml.safe_load((REPOSITORY / "launch" / "kubernetes" / "train.yaml").read_text("utf-8"))
+    flags, into = training_flags(best), best.request.options.into
+    files = {path.name: text.decode() for path, text in _planned_files(best).items()}
+    name = f"dsgpt-{hashlib.sha256(files[RECIPE].encode() + shlex.join(flags).encode()).hexdigest()[:8]}"
+    words = [f"{flag}={value}" for flag, value in zip(flags[::2], flags[1::2], strict=True)]
+    job["metadata"] = {"name": name}
+    job["spec"]["trainer"] |= {
+        "numNodes": best.request.machines,
+        "args": [*words, "--resume"],
+        "resourcesPerNode": {"limits": {"nvidia.com/gpu": devices_per_machine(best.request)}},
+    }
+    mount = {"name": "plan", "mountPath": f"/dsgpt/{into.as_posix()}"}
+    pod = {
+        "volumes": [{"name": "plan", "configMap": {"name": name}}],
+        "containers": [{"name": "node", "volumeMounts": [mount]}],
+    }
+    node = {"name": "node", "template": {"spec": {"template": {"spec": pod}}}}
+    patch = {"manager": "dsgpt.plan", "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": [node]}}}}
+    job["spec"]["runtimePatches"] = [patch]
+    plan = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": name}, "data": files}
+    text: str = yaml.safe_dump_all([plan, job], sort_keys=False, width=120)
+    return text
 
 
 # The page of ``--published``.
@@ -328,44 +392,22 @@ class Published:
     """Why the figure is not within the predicted range; None if it is."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Predicted:
-    """Tokens per second of a GPU."""
-
-    low: float
-    likely: float
-    high: float
-
-    def contains(self, figure: float) -> bool:
-        """Whether it is within the range."""
-        return self.low <= figure <= self.high
-
-
 def read_published() -> list[Published]:
     """The table."""
     return read_as(PUBLISHED, dict[str, list[Published]])["rows"]
 
 
-def predict(row: Published, *, repository: Path) -> Predicted:
-    """What the planner says of the setup of ``row``."""
-    problems = Problems()
-    recipe = read_recipe(repository / "ds_configs" / f"{row.recipe}.json", problems)
-    problems.raise_if_any()
-    assert recipe is not None
-    model = GPT2Config(**row.shape, block_size=row.seq_length, vocab_size=GPT2_VOCAB_SIZE)
+def predict(row: Published, *, repository: Path) -> tuple[float, float, float]:
+    """Tokens per second of a GPU in the setup of ``row``: at least, likely and at most."""
     setup = Setup(
-        run_type=row.run_type,
-        model=model,
-        recipe=recipe,
+        model=GPT2Config(**row.shape, block_size=row.seq_length, vocab_size=GPT2_VOCAB_SIZE),
+        recipe=sound_recipe(repository / "ds_configs" / f"{row.recipe}.json"),
         world_size=row.gpus,
-        precision=row.precision,
-        micro_batch_size=row.micro_batch_size,
-        gradient_accumulation_steps=row.gradient_accumulation_steps,
-        seq_length=row.seq_length,
+        **{name: getattr(row, name) for name in WORK},
     )
     step = predict_step(setup, datasheet_machine(find_gpu(row.gpu)))
     tokens = row.micro_batch_size * row.gradient_accumulation_steps * row.seq_length
-    return Predicted(low=tokens / step.most, likely=tokens / step.seconds, high=tokens / step.least)
+    return tokens / step.most, tokens / step.seconds, tokens / step.least
 
 
 _HEAD = """# The planner beside published figures
@@ -399,13 +441,13 @@ def published_page(*, repository: Path) -> str:
     """The page, as Markdown."""
     figures, remarks, inside = [], [], 0
     for number, row in enumerate(read_published(), 1):
-        predicted, figure = predict(row, repository=repository), row.tokens_per_sec_per_gpu
+        (low, likely, high), figure = predict(row, repository=repository), row.tokens_per_sec_per_gpu
         strategy = row.recipe if row.run_type == "optimized" else row.run_type
-        gpus, within = f"{row.gpus} x {row.gpu}", predicted.contains(figure)
+        gpus, within = f"{row.gpus} x {row.gpu}", low <= figure <= high
         work = f"{row.micro_batch_size} x {row.gradient_accumulation_steps}, {row.seq_length:,}"
         figures.append(
             f"| [{row.program}, {row.model}]({row.source}) | {gpus} | {strategy}, {row.precision}, {work} | "
-            f"{predicted.low / 1e3:,.1f}k to {predicted.high / 1e3:,.1f}k | {predicted.likely / 1e3:,.1f}k | "
+            f"{low / 1e3:,.1f}k to {high / 1e3:,.1f}k | {likely / 1e3:,.1f}k | "
             f"{figure / 1e3:,.1f}k | {'yes' if within else f'no: see row {number}'} |\n"
         )
         outside = "" if row.why_outside is None else f" **Outside the range:** {row.why_outside}"

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
 
+from dsgpt.common.errors import UserError
 from dsgpt.config.recipe import Recipe
 from dsgpt.config.recipe_blocks import ZeroRecipe
 from dsgpt.machine.topology import ParallelSizes
@@ -142,6 +143,10 @@ FULL = 4
 """Bytes of an fp32 number."""
 
 
+WORK = ("run_type", "precision", "micro_batch_size", "gradient_accumulation_steps", "seq_length")
+"""Fields of ``Setup`` that records of work have under the same names."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Setup:
     """One way to train one model, which ``run_config.resolve`` would accept."""
@@ -167,10 +172,10 @@ class Setup:
         """Refuse a recipe without a formula.
 
         Raises:
-            ValueError: Zero++, which runs only on GPUs and was never measured.
+            UserError: Zero++, which runs only on GPUs and was never measured.
         """
         if self.run_type == "optimized" and self.recipe.zero_plus_plus:
-            raise ValueError(f"{self.recipe.path}: no formula predicts Zero++: plan with ds_configs/zero3.json")
+            raise UserError(f"{self.recipe.path}: no formula predicts Zero++: plan with ds_configs/zero3.json")
 
     @cached_property
     def sizes(self) -> ParallelSizes:
@@ -266,9 +271,23 @@ class Setup:
         """Those of which ``rank`` holds all or a piece."""
         return self.stages[self.stage(rank)]
 
+    @cached_property
+    def _blocks_by_stage(self) -> list[int]:
+        return [sum(part.name.endswith(".ln_1.weight") for part in stage) for stage in self.stages]
+
     def blocks(self, rank: int) -> int:
         """Transformer blocks that ``rank`` computes."""
-        return sum(part.name.endswith(".ln_1.weight") for part in self.parameters(rank))
+        return self._blocks_by_stage[self.stage(rank)]
+
+    @cached_property
+    def _group_sizes_by_stage(self) -> list[list[tuple[int, ...]]]:
+        return [
+            [tuple(part.numel for part in group) for group in optimizer_groups(stage) if group] for stage in self.stages
+        ]
+
+    def group_sizes(self, rank: int) -> list[tuple[int, ...]]:
+        """Elements of the parameters of ``rank``, for each group of its optimizer that has some."""
+        return self._group_sizes_by_stage[self.stage(rank)]
 
     def micro_batches_in_flight(self, rank: int) -> int:
         """Micro batches whose activations ``rank`` has at a time: in a pipeline, one for each stage from its own on."""

@@ -185,8 +185,6 @@ class StepTime:
     """Seconds to validate on one micro batch."""
     overlap: str
     """What overlaps, in words."""
-    assumed: bool
-    """Whether the rates are assumed, not measured."""
 
     @property
     def seconds(self) -> float:
@@ -209,7 +207,6 @@ def predict_step(setup: Setup, machine: Machine) -> StepTime:
         hidden=likely.hidden,
         validation_micro_batch=likely.validation,
         overlap=overlap,
-        assumed=machine.assumed,
     )
 
 
@@ -316,9 +313,13 @@ class RunTime:
     steps: int
     """Optimizer steps."""
     parts: dict[str, float]
-    """``steps``, ``validation``, ``checkpoints`` and ``start``."""
+    """``steps``, ``validation``, ``checkpoints``, ``start``, and what ``interruptions`` are expected to cost."""
     least: float
     most: float
+    save_every: int
+    """Steps between checkpoints; 0: only at the end."""
+    restart: float
+    """Seconds of a start from a checkpoint."""
 
     @property
     def seconds(self) -> float:
@@ -335,6 +336,7 @@ def run_time(
     eval_every: int = 0,
     val_tokens: float = 0.0,
     save_every: int = 0,
+    mtbf: float | None = None,
 ) -> RunTime:
     """The time of a training.
 
@@ -346,6 +348,7 @@ def run_time(
         eval_every: steps between validations; there is one at the end in any case.
         val_tokens: of a validation; 0 leaves validations out.
         save_every: steps between checkpoints; there is one at the end in any case.
+        mtbf: mean seconds between interruptions, at random; then ``save_every`` is planned, not taken.
     """
     own_tokens = setup.data_parallel_size * setup.micro_batch_size * setup.seq_length
     steps = max(1, math.floor(tokens / (own_tokens * setup.gradient_accumulation_steps)))
@@ -354,20 +357,68 @@ def run_time(
     micro_batches = val_tokens / own_tokens + setup.sizes.pipeline - 1
     validation = validations * micro_batches * step.validation_micro_batch
     # weights and moments in fp32, written by one process
-    written = FULL * (1 + setup.moments) * total(model_parameters(setup.model)) * _times(steps, save_every)
-    parts = {
-        "steps": steps * step.seconds,
-        "validation": validation,
-        "checkpoints": written / machine.rates.disk,
-        "start": START_SEC,
-    }
-    least, most = (
-        steps * seconds + validation * seconds / step.seconds + written / rates.disk + START_SEC
-        for seconds, rates in ((step.least, machine.fastest), (step.most, machine.slowest))
-    )
+    checkpoint = FULL * (1 + setup.moments) * total(model_parameters(setup.model))
+    if mtbf is not None:
+        save_every = best_save_every(step.seconds + validation / steps, save=checkpoint / machine.rates.disk, mtbf=mtbf)
+        save_every = min(save_every, steps)
+    saves = _times(steps, save_every)
+
+    def seconds_of(step_seconds: float, rates: Rates) -> dict[str, float]:
+        parts = {
+            "steps": steps * step_seconds,
+            "validation": validation * step_seconds / step.seconds,
+            "checkpoints": saves * checkpoint / rates.disk,
+            "start": START_SEC,
+        }
+        if mtbf is not None:
+            restart = START_SEC + checkpoint / rates.disk
+            undisturbed = sum(parts.values()) - START_SEC
+            disturbed = with_interruptions(undisturbed, segment=undisturbed / saves, restart=restart, mtbf=mtbf)
+            parts["interruptions"] = disturbed - undisturbed
+        return {name: seconds for name, seconds in parts.items() if seconds}
+
     return RunTime(
-        steps=steps, parts={name: seconds for name, seconds in parts.items() if seconds}, least=least, most=most
+        steps=steps,
+        parts=seconds_of(step.seconds, machine.rates),
+        least=sum(seconds_of(step.least, machine.fastest).values()),
+        most=sum(seconds_of(step.most, machine.slowest).values()),
+        save_every=save_every,
+        restart=START_SEC + checkpoint / machine.rates.disk,
     )
+
+
+def best_save_every(step: float, *, save: float, mtbf: float) -> int:
+    """Steps between checkpoints that lose least, from Daly's estimate, which refines Young's ``sqrt(2 save mtbf)``.
+
+    Source: J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps", 2006.
+
+    Args:
+        step: seconds of a step, with its share of the validations.
+        save: seconds that a save takes of the training.
+        mtbf: mean seconds between interruptions.
+    """
+    share = math.sqrt(save / (2 * mtbf))
+    seconds = mtbf if share >= 1 else math.sqrt(2 * save * mtbf) * (1 + share / 3 + share**2 / 9) - save
+    return max(1, round(seconds / step))
+
+
+_MOST_EXPONENT = 100.0
+"""Of the expected time: a training of such segments never ends, and a larger one is no number."""
+
+
+def with_interruptions(seconds: float, *, segment: float, restart: float, mtbf: float) -> float:
+    """Expected seconds of a training if it is interrupted at random, also while it restarts.
+
+    Each interruption loses the work since the last checkpoint. Source: Daly, as above.
+
+    Args:
+        seconds: without interruptions, saves included.
+        segment: of these, from the end of a save to the end of the next one.
+        restart: from an interruption to the first step after it.
+        mtbf: mean seconds between interruptions.
+    """
+    grown = math.exp(min(restart / mtbf, _MOST_EXPONENT)) * math.expm1(min(segment / mtbf, _MOST_EXPONENT))
+    return mtbf * grown * seconds / segment
 
 
 def _times(steps: int, every: int) -> int:

@@ -124,21 +124,20 @@ class DeepSpeed(Planned):
 
     def groups(self, rank: int) -> list[FlatGroup]:
         """The flat buffers of its parameters, of which a rank of ZeRO-1 or 2 has a part."""
-        groups, ranks = optimizer_groups(self.setup.parameters(rank)), self.setup.zero_ranks
-        return [FlatGroup(sizes=tuple(part.numel for part in group), ranks=ranks) for group in groups if group]
+        return [FlatGroup(sizes=sizes, ranks=self.setup.zero_ranks) for sizes in self.setup.group_sizes(rank)]
 
     # Traffic.
 
     def traffic(self, rank: int) -> list[Traffic]:
         """Between ranks that share a copy of the model, and between those that hold the same parameters."""
-        found, sizes = [], self.setup.sizes
+        traffic, sizes = [], self.setup.sizes
         if sizes.tensor > 1:
-            found.append(self._tensor(rank))
+            traffic.append(self._tensor(rank))
         if sizes.sequence > 1:
-            found.append(self._sequence())
+            traffic.append(self._sequence())
         if sizes.pipeline > 1:
-            found += self._pipeline(rank)
-        return [*found, *self.zero_traffic(rank)]
+            traffic += self._pipeline(rank)
+        return [*traffic, *self.zero_traffic(rank)]
 
     def _activations(self) -> int:
         """Bytes of the residual stream that a rank holds, over a step's micro batches, (B, T, C) each: waBTC."""
@@ -201,17 +200,13 @@ class DeepSpeed(Planned):
         ZeRO-2: in every micro batch. Stages 1 and 2: then weights, wP. They all-reduce gradients, although a rank needs
         only its part, unless they reduce each piece of a bucket to the one rank that steps on it.
         """
-        ranks, size = self.setup.zero_ranks, self.reductions * self.gradient_width * self.elements(rank)
-        operation = "reduce" if self.reduces_to_owner else "all_reduce"
-        return [
-            Traffic(
-                what="gradients",
-                operation=operation,
-                group_size=ranks,
-                payload_bytes=size,
-                summed_width=self.gradient_width,
-            )
-        ]
+        return [self.reduced("reduce" if self.reduces_to_owner else "all_reduce", self.elements(rank))]
+
+    def reduced(self, operation: str, elements: int) -> Traffic:
+        """The gradients of so many elements, as often as a step reduces them."""
+        ranks, width = self.setup.zero_ranks, self.gradient_width
+        size = self.reductions * width * elements
+        return Traffic(what="gradients", operation=operation, group_size=ranks, payload_bytes=size, summed_width=width)
 
     @property
     def reduces_to_owner(self) -> bool:
@@ -239,7 +234,7 @@ class DeepSpeed(Planned):
 
     def gradient_places(self) -> dict[Place, int]:
         """Shares of the gradients at each place."""
-        return {(BEFORE_STEP, None): 1}
+        return self.each_pass(0, 1) if self.reduces_each_micro_batch else {(BEFORE_STEP, None): 1}
 
     # Copies to the host.
 
@@ -482,12 +477,7 @@ class Flat(DeepSpeed):
         other = self.setup.low * max(part.numel for part in self.setup.parameters(rank))
         if device == "cpu":
             other = 2 * other + self.setup.low * self.stepped_elements(rank)
-        return [
-            Moment(
-                name=each.name, blocks=each.blocks, parts={**each.parts, "other": each.parts.get("other", 0) + other}
-            )
-            for each in moments
-        ]
+        return [replace(each, parts={**each.parts, "other": each.parts.get("other", 0) + other}) for each in moments]
 
     def zero_traffic(self, rank: int) -> list[Traffic]:
         """Gradients, and then weights."""
@@ -497,8 +487,10 @@ class Flat(DeepSpeed):
 
     @property
     def reduces_to_owner(self) -> bool:
-        """As the recipe says."""
+        """As the recipe says; ``BF16_Optimizer`` never does it."""
         zero = self.setup.recipe.zero_optimization
+        if self.setup.uses_bf16_optimizer:
+            return False
         return zero.reduce_scatter and zero.contiguous_gradients and not zero.use_multi_rank_bucket_allreduce
 
 
@@ -527,14 +519,14 @@ class Zero1(Flat):
         flattened = stepped
         if setup.precision == "fp32" and not self.steps_on_host:
             flattened = max(stepped, self._with_flat_copy(rank))
-        found = [
+        moments = [
             *self.before_reduction(rank, earlier, bucket=bucket),
             Moment(name="reduction", parts=earlier | {"new_gradients": end, "buckets": bucket}),
             Moment(name="step", parts={"gradients": flattened}),
             Moment(name="step", parts={"gradients": stepped, "other": self.unfused(rank)}),
             Moment(name="evaluation", parts={"gradients": away}),
         ]
-        return self.with_offload_buffers(found, rank, device)
+        return self.with_offload_buffers(moments, rank, device)
 
     def gradient_places(self) -> dict[Place, int]:
         """In the last backward pass if they overlap with it."""
@@ -590,11 +582,6 @@ class Bf16Optimizer(Flat):
             Moment(name="evaluation", parts={"gradients": sums}),
         ]
 
-    @property
-    def reduces_to_owner(self) -> bool:
-        """Never."""
-        return False
-
     def copied_around_reductions(self) -> float:
         """A flat copy of the fp32 sums and back, 16; in between to bf16 and back, 2w + 8.
 
@@ -602,10 +589,10 @@ class Bf16Optimizer(Flat):
         later ones are added to it, 3w.
         """
         micro_batches, low = self.setup.gradient_accumulation_steps, self.setup.low
-        found = low * micro_batches + 3 * low * (micro_batches - 1) if micro_batches > 1 else 0
+        copied = low * micro_batches + 3 * low * (micro_batches - 1) if micro_batches > 1 else 0
         if self.setup.world_size > 1:
-            found += 4 * FULL + (2 * low + 2 * FULL if self.gradient_width == low else 0)
-        return found + self.divided_in_fp32()
+            copied += 4 * FULL + (2 * low + 2 * FULL if self.gradient_width == low else 0)
+        return copied + self.divided_in_fp32()
 
 
 class Zero2(Flat):
@@ -638,21 +625,17 @@ class Zero2(Flat):
         if self.steps_on_host:
             first, later = FULL * own if device == "cpu" else 0, stepped
         several, bucket = setup.gradient_accumulation_steps > 1, self.bucket_bytes(setup.low)
-        found = self.before_reduction(rank, {"gradients": later if several else first}, bucket=bucket)
+        moments = self.before_reduction(rank, {"gradients": later if several else first}, bucket=bucket)
         for number, fill in enumerate(self.bucket_fills(setup.parameters(rank))):
             now = {
                 "gradients": later if several or number or setup.low != FULL else first,
                 "new_gradients": 0 if fill.has_embedding else embedding,
                 "buckets": bucket + setup.low * fill.elements,
             }
-            found.append(Moment(name="reduction", blocks=fill.blocks, parts=now))
-        found.append(Moment(name="step", parts={"gradients": stepped}))
-        found.append(Moment(name="evaluation", parts={"gradients": away}))
-        return self.with_offload_buffers(found, rank, device)
-
-    def gradient_places(self) -> dict[Place, int]:
-        """In every backward pass."""
-        return self.each_pass(0, 1)
+            moments.append(Moment(name="reduction", blocks=fill.blocks, parts=now))
+        moments.append(Moment(name="step", parts={"gradients": stepped}))
+        moments.append(Moment(name="evaluation", parts={"gradients": away}))
+        return self.with_offload_buffers(moments, rank, device)
 
     def summed_in_host(self, rank: int) -> Iterator[tuple[int, int, int]]:
         """In fp32 whole parameters of which the rank has a part (``async_accumulate_grad_in_cpu_via_gpu``).
@@ -765,7 +748,7 @@ class Zero3(DeepSpeed):
         freed = embedding if [part.name for part in self.gathered.all].count(EMBEDDING) > 1 else 0
         buffers = freed + (whole if device == "cpu" else together)
         copies = 2 if device == "cpu" else 1
-        found = [
+        moments = [
             Moment(name="forward", blocks=layers, parts=base | {"gathered": whole + buffers}),
             Moment(name="loss", blocks=layers, parts=base | {"gathered": whole}),
             Moment(name="backward", blocks=layers, parts=base | {"gathered": whole, "new_gradients": embedding}),
@@ -776,8 +759,8 @@ class Zero3(DeepSpeed):
             buckets = base["buckets"] + copies * setup.low * fill.elements
             waits = 0 if fill.has_embedding else embedding
             parts = {"buckets": buckets, "new_gradients": waits, "gathered": min(whole, embedding)}
-            found.append(Moment(name="reduction", blocks=fill.blocks, parts=base | parts))
-        return found
+            moments.append(Moment(name="reduction", blocks=fill.blocks, parts=base | parts))
+        return moments
 
     def zero_traffic(self, rank: int) -> list[Traffic]:
         """In every micro batch weights for the forward and the backward pass, and gradients; persistent ones once.
@@ -791,19 +774,7 @@ class Zero3(DeepSpeed):
         alone = [part for part in setup.parameters(rank) if part.numel > limit]
         bucketed = total(part for part in setup.parameters(rank) if part.numel <= limit)
         reduced = {"reduce_scatter": setup.zero_ranks * self.pieces(alone), "all_reduce": bucketed}
-        return [
-            *self.gathers(rank),
-            *(
-                Traffic(
-                    what="gradients",
-                    operation=operation,
-                    group_size=setup.zero_ranks,
-                    payload_bytes=self.reductions * self.gradient_width * elements,
-                    summed_width=self.gradient_width,
-                )
-                for operation, elements in reduced.items()
-            ),
-        ]
+        return [*self.gathers(rank), *(self.reduced(operation, count) for operation, count in reduced.items())]
 
     def gathers(self, rank: int) -> list[Traffic]:
         """Of weights."""
@@ -821,10 +792,6 @@ class Zero3(DeepSpeed):
         """Elements of a rank's pieces of what the forward pass gathers, and the backward pass."""
         forward = self.pieces(self.gathered.forward)
         return forward, self.pieces(self.gathered.all) - forward
-
-    def gradient_places(self) -> dict[Place, int]:
-        """In every backward pass."""
-        return self.each_pass(0, 1)
 
     def copied(self, rank: int) -> Iterator[Copied]:
         """The rank's pieces of weights before every gather, too."""
@@ -898,8 +865,8 @@ def largest_model_state(setup: Setup) -> ModelState:
 
 def step_traffic(setup: Setup, *, rank: int = 0) -> list[Traffic]:
     """What ``rank`` sends in one optimizer step. Groups of one rank send nothing and are left out."""
-    found = strategy_of(setup).traffic(rank)
-    return [traffic for traffic in found if traffic.group_size > 1 and traffic.payload_bytes]
+    every = strategy_of(setup).traffic(rank)
+    return [traffic for traffic in every if traffic.group_size > 1 and traffic.payload_bytes]
 
 
 def sent_bytes(setup: Setup, *, rank: int = 0) -> int:
@@ -939,25 +906,25 @@ def passes(setup: Setup, *, rank: int = 0) -> list[Pass]:
     A pipeline's stage begins with as many forward passes as stages follow it, and then alternates.
     """
     ahead = setup.micro_batches_in_flight(rank)
-    found = [Pass(kind=FORWARD, micro_batch=number) for number in range(ahead)]
+    order = [Pass(kind=FORWARD, micro_batch=number) for number in range(ahead)]
     for number in range(setup.gradient_accumulation_steps):
-        found.append(Pass(kind=BACKWARD, micro_batch=number))
+        order.append(Pass(kind=BACKWARD, micro_batch=number))
         if number + ahead < setup.gradient_accumulation_steps:
-            found.append(Pass(kind=FORWARD, micro_batch=number + ahead))
-    return found
+            order.append(Pass(kind=FORWARD, micro_batch=number + ahead))
+    return order
 
 
 def placed_traffic(setup: Setup, *, rank: int = 0) -> list[Placed]:
     """What ``rank`` sends in one optimizer step, and where in it; the parts add up to ``step_traffic``."""
-    found, strategy = [], strategy_of(setup)
+    placed, strategy = [], strategy_of(setup)
     for traffic in step_traffic(setup, rank=rank):
         places = strategy.places(traffic, rank)
         whole = sum(places.values())
         for (moment, number), share in places.items():
             if share:
                 there = replace(traffic, payload_bytes=traffic.payload_bytes * share // whole)
-                found.append(Placed(moment=moment, micro_batch=number, traffic=there))
-    return found
+                placed.append(Placed(moment=moment, micro_batch=number, traffic=there))
+    return placed
 
 
 def copied(setup: Setup, *, rank: int = 0) -> list[Copied]:

@@ -150,7 +150,7 @@ class Planned:
 
     @property
     def gathers_to_save(self) -> bool:
-        """Whether a rank has only a part of a parameter or of its moments, and a checkpoint gathers it."""
+        """Whether a rank has only a part of a parameter or of its moments, and the inference figure gathers it."""
         return False
 
     @property
@@ -220,14 +220,13 @@ class Planned:
     # What follows from the above, for every strategy.
 
     def gathered_to_save(self) -> int:
-        """Bytes while a checkpoint is written: a parameter and its moments, whole, in fp32, and those of the next one.
+        """Bytes for the inference figure, after the last save: a parameter with its moments, in fp32, and the next.
 
-        Every rank gathers them on its device. The main rank looks for values that are not finite, with 7 bytes a
-        number.
+        Every rank gathers them on its device. A save itself gathers nothing.
         """
         sizes = [part.numel for part in model_parameters(self.setup.model)]
         each = FULL * (1 + self.setup.moments) if self.gathers_to_save else 0
-        return max(each * size + max(each * following, 7 * size) for size, following in pairwise([*sizes, 0]))
+        return max(each * (size + following) for size, following in pairwise([*sizes, 0]))
 
     def gradient_bytes(self, rank: int, *, kind: str) -> float:
         """Gradients added up, copied to buckets and back, and copies of gathered weights.

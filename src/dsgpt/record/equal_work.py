@@ -212,28 +212,21 @@ def _differences(fact: str, values: Sequence[Any]) -> Iterator[Difference]:
 
 def setup_stamps(runs: Sequence[Run]) -> list[str]:
     """All warnings about machines and setups."""
-    busy = [f"A BUSY MACHINE: {run.name}: {each.busy}" for run in runs for each in run.segments if each.busy]
-    return [*machine_stamps(runs), *segment_stamps(runs), *dict.fromkeys(busy)]
-
-
-def machine_stamps(runs: Sequence[Run]) -> list[str]:
-    """The warning that runs, or segments of a run, used different hardware."""
-    if len(_all(runs, HARDWARE)) < 2 and len(_all(runs, INSTRUCTIONS)) < 2:
-        return []
-    used = [f"{run.name}: {run.machine or 'not recorded'} ({instruction_words(run.instruction_sets)})" for run in runs]
-    return ["DIFFERENT HARDWARE: " + "; ".join(used)]
-
-
-def segment_stamps(runs: Sequence[Run]) -> list[str]:
-    """The warnings that segments of a run were executed in different or in unrecorded ways."""
     lines = []
+    if len(_all(runs, HARDWARE)) > 1 or len(_all(runs, INSTRUCTIONS)) > 1:
+        used = [
+            f"{each.name}: {each.machine or 'not recorded'} ({instruction_words(each.instruction_sets)})"
+            for each in runs
+        ]
+        lines.append("DIFFERENT HARDWARE: " + "; ".join(used))
     for run in runs:
         if changed := differences(run.segments, noted=False):
             lines.append(f"SEGMENTS DIFFER: {run.name}: " + "; ".join(changed))
         last = [each.last_step for each in run.segments if not each.setup]
         if last and last[0]:
             lines.append(f"NOT RECORDED: how {run.name} executed its steps 1 to {last[0]:,}")
-    return lines
+    busy = [f"A BUSY MACHINE: {run.name}: {each.busy}" for run in runs for each in run.segments if each.busy]
+    return [*lines, *dict.fromkeys(busy)]
 
 
 def _all(runs: Sequence[Run], what: str) -> list[str]:

@@ -9,8 +9,6 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from dsgpt.common.text import BUSY
-
 DIRTY = "-dirty"
 """Follows the commit of a record if files differed from that commit when it was made."""
 PARAGRAPH = "Sources: "
@@ -109,11 +107,6 @@ def git_commit(repository: Path = Path(__file__).parent, *, mark: str = DIRTY) -
 def marked(commit: str | None, sources: Sequence[str], *, repository: Path) -> str | None:
     """``commit``, followed by ``DIRTY`` if ``sources`` differ from it."""
     return f"{commit}{DIRTY}" if changes_since(commit, sources, repository=repository).changed else commit
-
-
-def without_sources(page: str) -> str:
-    """``page`` without what is written beside its text: the paragraphs about sources and about a busy machine."""
-    return "\n\n".join(part for part in page.split("\n\n") if not part.startswith((PARAGRAPH, BUSY)))
 
 
 class _UnknownError(Exception):

@@ -1,5 +1,6 @@
 """A training run as charts and dashboard read it: its record, its curves, its memory and step times."""
 
+import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, repeat, takewhile
@@ -16,7 +17,7 @@ from dsgpt.record.schema import (
     later_schema,
     mean,
     parse_lenient,
-    read_object,
+    read_fields,
 )
 from dsgpt.record.work import (
     DEVICES,
@@ -211,15 +212,7 @@ def quantiles(values: Sequence[float], *, count: int = QUANTILES) -> list[float]
     ordered = sorted(values)
     if len(ordered) <= count + 1:
         return ordered
-    return [quantile(ordered, index / count) for index in range(count + 1)]
-
-
-def quantile(ordered: Sequence[float], share: float) -> float:
-    """The value below which ``share`` (0 to 1) of the sorted values are, interpolated linearly (NumPy's default)."""
-    place = share * (len(ordered) - 1)
-    below = int(place)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
+    return [ordered[0], *statistics.quantiles(ordered, n=count, method="inclusive"), ordered[-1]]
 
 
 def parts_of_prediction(parts: Fields) -> dict[str, float] | None:
@@ -325,20 +318,17 @@ def read_record(path: Path, *, name: str, notes: list[str]) -> Fields:
         UserError: as ``read_run``.
     """
     try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError as error:
+        record = read_fields(path, wanted=f"a {RECORD_FILE}", notes=notes)
+    except UserError as error:
+        if not isinstance(error.__cause__, FileNotFoundError):
+            raise
         why = f"has the run {name!r} started?"
         if path.with_name(STEPS_FILE).exists():
             why = f"the run {name!r} was cut off before its first record: continue it with --resume"
         raise UserError(f"{path}: no such file; {why}") from error
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}: not a text file; give a {RECORD_FILE}") from error
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror})") from error
-    values = read_object(text, source=str(path), notes=notes)
-    if not {"schema_version", "training_config", "summary", "epochs", *FLAT_KEYS} & values.keys():
+    if not {"schema_version", "training_config", "summary", "epochs", *FLAT_KEYS} & {*record.names()}:
         raise UserError(f"{path}: holds none of a training record's keys; give a {RECORD_FILE}")
-    return Fields(values, notes=notes)
+    return record
 
 
 def run_of(record: Fields, *, name: str, log: Path | None, notes: list[str]) -> Run:

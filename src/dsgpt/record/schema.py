@@ -181,20 +181,15 @@ class RunRecord:
     inference: dict[str, Any] | None = None
     cost: dict[str, Any] | None = None
     plan: dict[str, Any] | None = None
+    second_copy: dict[str, Any] | None = None
+    """Of ``--save_to``; see ``checkpoints.second_copy``."""
 
     def as_dict(self) -> dict[str, Any]:
         """The record as it is now, ready for JSON: numbers that are not finite are None."""
         record = {
             "schema_version": SCHEMA_VERSION,
             **self.description,
-            "status": self.status,
-            "segments": self.segments,
-            "epochs": self.epochs,
-            "summary": self.summary,
-            "saves": self.saves,
-            "inference": self.inference,
-            "cost": self.cost,
-            "plan": self.plan,
+            **{name: value for name, value in vars(self).items() if name != "description"},
             **self.flat_keys(),
         }
         cleaned: dict[str, Any] = finite(record)
@@ -271,19 +266,28 @@ def _as_unicode(value: Any) -> Any:
     return printable(value) if isinstance(value, str) else value
 
 
-def read_object(text: str, *, source: str, notes: list[str]) -> Mapping[str, Any]:
-    """Parse ``text`` as a JSON object.
+def read_fields(path: Path, *, wanted: str, notes: list[str]) -> "Fields":
+    """The JSON object in a file.
+
+    Args:
+        path: the file.
+        wanted: the record that should have been given, for the message about a file that is not text.
+        notes: receives remarks on its values.
 
     Raises:
-        UserError: it is anything else; the message names ``source``.
+        UserError: the file cannot be read, or holds anything else; one line.
     """
     try:
-        value = parse_lenient(text, notes)
+        value = parse_lenient(path.read_text(encoding="utf-8"), notes)
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not a text file; give {wanted}") from error
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from error
     except ValueError as error:
-        raise UserError(f"{source}: not JSON ({error}); is the file complete?") from error
+        raise UserError(f"{path}: not JSON ({error}); is the file complete?") from error
     if not isinstance(value, dict):
-        raise UserError(f"{source}: holds a JSON {type(value).__name__}, not an object; give a training_metrics.json")
-    return value
+        raise UserError(f"{path}: holds a JSON {type(value).__name__}, not an object; give a training_metrics.json")
+    return Fields(value, notes=notes)
 
 
 class Fields:

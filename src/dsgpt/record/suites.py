@@ -16,7 +16,7 @@ from dsgpt.common.json_files import JsonError, Positive, clipped, parse_as, read
 from dsgpt.common.text import instruction_words
 from dsgpt.config.options import TRAINING_FACTS, WORK_FACTS
 from dsgpt.record.runs import Footprint, Run, parts_of_prediction
-from dsgpt.record.schema import Fields, later_schema, read_object
+from dsgpt.record.schema import Fields, later_schema, read_fields
 from dsgpt.record.work import Worked, machine
 
 SCHEMA_VERSION = "1.0"
@@ -439,13 +439,7 @@ def read_predictions(path: Path) -> Predictions:
     Raises:
         UserError: it cannot be read, or has no cells with predictions; one line.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}: not a text file; give a record of benchmark.py plan") from error
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror})") from error
-    record = Fields(read_object(text, source=str(path), notes=[]), notes=[])
+    record = read_fields(path, wanted="a record of benchmark.py plan", notes=[])
     rows = tuple(_row(cell) for cell in record.sections("cells"))
     if not any(row.footprint.predicted for row in rows):
         raise UserError(f"{path}: holds no predictions beside measurements; give a record of benchmark.py plan")

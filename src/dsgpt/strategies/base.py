@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from dsgpt.checkpoints.training_state import Counters, ParamState, StateReader
+from dsgpt.checkpoints.training_state import Counters, ParamState, Shards, StateReader
 from dsgpt.config.run_config import RunConfig
 from dsgpt.data.loader import Batch
 from dsgpt.telemetry.meter import StepResult
@@ -59,6 +59,10 @@ class Strategy(Protocol):
         """Every parameter under its canonical name (the baseline's), one at a time; valid until the next one."""
 
     @abstractmethod
+    def shards(self) -> Shards:
+        """What this rank writes of the state; those of all ranks are every element once. No communication."""
+
+    @abstractmethod
     def replicated_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every weight that this rank holds whole and computes with, under its canonical name; no communication.
 
@@ -80,7 +84,7 @@ class Strategy(Protocol):
     def load_state(self, reader: StateReader) -> None:
         """Continue from the state of a checkpoint, which any strategy on any number of ranks may have written.
 
-        Whole tensors are read one at a time, and each rank keeps its part. Settings such as betas and learning rate
+        Tensors are read one at a time, and of each only what this rank keeps. Settings such as betas and learning rate
         stay the recipe's. Call it before the first step.
         """
 
@@ -113,7 +117,7 @@ def build_strategy(config: RunConfig, device: torch.device) -> Strategy:
     elif sizes.pipeline > 1:
         module, name = "deepspeed.pipeline", "PipelineParallel"
     elif sizes.tensor > 1:
-        module, name = "deepspeed.tensor", "TensorParallel"
+        module, name = "deepspeed.zero", "TensorParallel"
     else:
         module, name = "deepspeed.zero", "SequenceParallel" if sizes.sequence > 1 else "Zero"
     strategy: Strategy = getattr(importlib.import_module(f"dsgpt.strategies.{module}"), name)(config, device)

@@ -32,7 +32,8 @@ from torch.distributed.tensor import DTensor
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from dsgpt.checkpoints.training_state import Counters, ParamState, StateReader
+from dsgpt.checkpoints.pieces import Box
+from dsgpt.checkpoints.training_state import Counters, ParamState, Shards, StateReader
 from dsgpt.config.run_config import RunConfig
 from dsgpt.data.loader import IGNORED_TARGET, Batch
 from dsgpt.formats.tensor_files import DTYPES
@@ -118,7 +119,7 @@ class TorchStrategy(Strategy):
         self.model = model
         self._weights = weights
         self._device = device
-        self._ranks = config.topology.world_size
+        self._rank, self._ranks = config.topology.rank, config.topology.world_size
         self._accumulation = config.batch.gradient_accumulation_steps
         self._clipping = recipe.gradient_clipping
         self._optimizer = build_optimizer(parameter_groups(weights.parameters, recipe.optimizer), recipe.optimizer)
@@ -201,18 +202,27 @@ class TorchStrategy(Strategy):
     def iter_state(self) -> Iterator[tuple[str, ParamState]]:
         """See ``Strategy``."""
         self._optimizer.zero_grad()  # gathered weights may need the memory of the last step's gradients
+        for name, state in self._held():
+            yield name, state.mapped(partial(self._whole, name))
+
+    def _held(self) -> Iterator[tuple[str, ParamState]]:
+        """What this rank holds of every parameter and of its moments."""
         for name, parameter in self._weights.parameters.items():
             moments = self._optimizer.state.get(parameter, {})
-            whole = {key: self._whole(name, moments[key]) for key in STATE_NAMES if key in moments}
-            yield name, ParamState(self._whole(name, parameter.detach()), **whole)
+            yield name, ParamState(parameter.detach(), **{key: moments[key] for key in STATE_NAMES if key in moments})
+
+    def shards(self) -> Shards:
+        """See ``Strategy``; every rank holds everything, and writes an equal share."""
+        boxes = {name: self._boxes(name) for name in self._weights.parameters}
+        return Shards(boxes, self._held()).share(self._rank, self._ranks)
 
     def _whole(self, name: str, part: Tensor) -> Tensor:  # noqa: ARG002 - for subclasses
         """The whole of the parameter ``name``, or of a moment of it, from each rank's ``part``; collective."""
         return part
 
-    def _part(self, whole: Tensor) -> Tensor:
-        """What this rank holds of a whole parameter, or of a moment of it."""
-        return whole
+    def _boxes(self, name: str) -> list[Box]:
+        """Where what this rank holds of the parameter ``name`` lies in it."""
+        return [Box.whole(self._weights.parameters[name].shape)]
 
     def replicated_weights(self) -> Iterator[tuple[str, Tensor]]:
         """See ``Strategy``."""
@@ -240,11 +250,11 @@ class TorchStrategy(Strategy):
         self._optimizer_steps = reader.counters.optimizer_steps
         self._scale.restore(reader.counters.loss_scale)
         for name, parameter in self._weights.parameters.items():
-            state = reader.state(name)
-            self._weights.replace(name, self._part(state.weight))
+            state = reader.state(name, self._boxes(name))
+            self._weights.replace(name, state.weight.view(parameter.shape))
             if reader.has_moments:
                 for key, moment in begin_state(self._optimizer, parameter, steps=self._optimizer_steps).items():
-                    moment.copy_(self._part(state.moments[key]))
+                    moment.copy_(state.moments[key].view(parameter.shape))
 
     def close(self) -> None:
         """See ``Strategy``; plain PyTorch writes no swap files."""
@@ -378,7 +388,6 @@ class Fsdp(TorchStrategy):
         self._fully_sharded: FSDPModule = model
         self._sharded = {name: _dtensor(parameter) for name, parameter in model.named_parameters()}
         self._reshard_after_forward = config.recipe.dsgpt.fsdp.reshard_after_forward
-        self._rank = config.topology.rank
 
     def _micro_batch(self, *, last: bool) -> contextlib.AbstractContextManager[None]:
         """Until the ``last`` micro batch, every rank sums whole gradients; then they are reduced to shards.
@@ -409,8 +418,15 @@ class Fsdp(TorchStrategy):
         mesh, cut = like.device_mesh, like.placements
         return DTensor.from_local(part, mesh, cut, shape=like.shape, stride=like.stride()).full_tensor()
 
-    def _part(self, whole: Tensor) -> Tensor:
-        return _own_rows(whole, self._rank, self._ranks)
+    def _boxes(self, name: str) -> list[Box]:
+        shape = self._sharded[name].shape
+        rows = _own_rows(torch.arange(shape[0]), self._rank, self._ranks).tolist()
+        return [Box((rows[0], *(0 for _ in shape[1:])), (len(rows), *shape[1:]))] if rows else []
+
+    def shards(self) -> Shards:
+        """See ``Strategy``; no two ranks hold the same."""
+        boxes = {name: self._boxes(name) for name in self._weights.parameters}
+        return Shards(boxes, self._held()).only(lambda name: boxes[name] != [])
 
     def replicated_weights(self) -> Iterator[tuple[str, Tensor]]:
         """See ``Strategy``: none, except on a single rank, whose shards are whole."""

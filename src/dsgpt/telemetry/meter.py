@@ -194,6 +194,8 @@ class StepMeter:
         self._steps_seen = 0
         self._thread = ThreadClock() if device.type == "cpu" else None  # a GPU computes beside its thread
         self._thread_at_start = math.nan
+        self.computing_sec = 0.0
+        """Seconds of the last step in which the thread did not sleep; 0 on a GPU, which computes beside its thread."""
         self._origin = self._step_started = self._clock.mark()
         self._started = time.perf_counter()
         self._earlier_wall_sec = 0.0
@@ -203,6 +205,8 @@ class StepMeter:
         """Of the steps that this process took."""
         self.interval = Figures()
         """Of the steps since the last line for the user, which starts it anew."""
+        self.own_losses: list[float] = []
+        """Of what this rank read in the steps of the last ``flush``."""
         self.last_own_loss: float = math.nan
         """Of what this rank read in the last step that ``flush`` returned."""
         self.last_loss: float | None = None
@@ -260,6 +264,7 @@ class StepMeter:
         """
         marks = self._step_started, self._clock.mark()
         computing_sec = math.nan if self._thread is None else self._thread.seconds() - self._thread_at_start
+        self.computing_sec = 0.0 if self._thread is None else computing_sec
         self._pending.append(_Pending(step, epoch, result, *marks, dataload_sec, computing_sec, watched))
 
     def flush(self, *, wait: bool = True) -> list[dict[str, Any]]:
@@ -275,8 +280,9 @@ class StepMeter:
                 self._pending = pending[position:]
                 break
             lines.append(self._line(item))
+        self.own_losses = [float(item.result.own_loss) for item in pending[: len(lines)]]
         if lines:
-            self.last_own_loss = float(pending[len(lines) - 1].result.own_loss)
+            self.last_own_loss = self.own_losses[-1]
         return lines
 
     def close(self) -> None:

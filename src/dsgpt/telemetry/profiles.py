@@ -129,15 +129,6 @@ class Event(NamedTuple):
     on_gpu: bool = False
 
 
-@dataclass
-class Calls:
-    """The collectives of one operation in the profiled steps."""
-
-    calls: int = 0
-    seconds: float = 0.0
-    """The sum over them; collectives may overlap."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class CommunicationTimes:
     """Times of one rank, summed over its profiled steps; in seconds."""
@@ -148,7 +139,8 @@ class CommunicationTimes:
     """In which at least one collective was on its way."""
     exposed_sec: float
     """The part of it for which the computation waited."""
-    operations: dict[str, Calls]
+    operations: dict[str, list[float]]
+    """The seconds of each collective, by operation; collectives may overlap."""
 
 
 def times_on_cpu(events: Iterable[Event], *, sleeping_sec: Sequence[float]) -> CommunicationTimes:
@@ -210,12 +202,10 @@ def kernel_operation(name: str) -> str | None:
     return OTHER if "ncclKernel" in name or "ncclDevKernel" in name else None
 
 
-def _by_operation(calls: Iterable[tuple[str, Span]]) -> dict[str, Calls]:
-    operations: dict[str, Calls] = {}
+def _by_operation(calls: Iterable[tuple[str, Span]]) -> dict[str, list[float]]:
+    operations: dict[str, list[float]] = {}
     for operation, span in calls:
-        entry = operations.setdefault(operation, Calls())
-        entry.calls += 1
-        entry.seconds += span.end - span.start
+        operations.setdefault(operation, []).append(span.end - span.start)
     return operations
 
 
@@ -304,15 +294,15 @@ def rank_figures(times: CommunicationTimes, traffic: Sequence[Traffic] | None) -
     """
     steps, hidden = times.steps, times.communication_sec - times.exposed_sec
     rows = []
-    for operation, calls in times.operations.items():
+    for operation, durations in times.operations.items():
         counted_as = {operation, *(_SERVED_BY_SEND_RECV if operation == SEND_RECV else ())}
         sent = None if traffic is None else [entry for entry in traffic if entry.operation in counted_as]
         ring = None if sent is None else sum(entry.ring_bytes for entry in sent)
-        seconds = calls.seconds / steps
+        seconds = sum(durations) / steps
         rows.append(
             {
                 "op": operation,
-                "calls": calls.calls / steps,
+                "calls": len(durations) / steps,
                 "payload_bytes": None if sent is None else sum(entry.payload_bytes for entry in sent),
                 "ring_bytes": ring,
                 "time_sec": seconds,

@@ -17,6 +17,7 @@ from dsgpt.common.errors import (
     EXIT_STOPPED,
     EXIT_USER_ERROR,
     Interrupted,
+    LostRank,
     NonFiniteError,
     OutOfMemory,
     SaveError,
@@ -35,7 +36,7 @@ PATIENCE_SEC = 10
 """Seconds other ranks wait before they print the error themselves. The launcher usually ends them first."""
 
 
-def train(arguments: Sequence[str]) -> int:
+def train(arguments: Sequence[str]) -> int:  # noqa: PLR0911 - one for each kind of end
     """Run ``src/gpt2.py`` with ``arguments``; returns the exit code."""
     _find_tools_beside_interpreter()
     speaks = True
@@ -50,6 +51,8 @@ def train(arguments: Sequence[str]) -> int:
         return _complain([line], EXIT_USER_ERROR, speaks=True)
     except UserError as error:
         return _complain(error.problems, EXIT_USER_ERROR, speaks=speaks)
+    except LostRank as error:
+        return complain_of(error)
     except (NonFiniteError, OutOfMemory, SaveError) as error:
         return _complain([str(error)], error.exit_code, speaks=speaks)
     except OSError as error:
@@ -78,7 +81,14 @@ def check(arguments: Sequence[str]) -> None:
 def _train(arguments: Sequence[str], interruption: Interruption, *, speaks: bool) -> None:
     options, problems = parse_arguments(arguments)
     topology = read_topology(local_rank_flag=options.local_rank)
-    config = resolve(options, topology=topology, problems=problems)
+    try:
+        config = resolve(options, topology=topology, problems=problems)
+    except UserError as error:
+        if topology.local_world_size < topology.world_size and not options.dry_run:
+            from dsgpt.machine.peers import tell_refusal  # noqa: PLC0415 - imports torch
+
+            tell_refusal(topology, error.problems)
+        raise
     from dsgpt.machine.console import logging_to_console  # noqa: PLC0415 - torch takes seconds; --help should not
     from dsgpt.training.budget import end_reported  # noqa: PLC0415
     from dsgpt.training.run import run  # noqa: PLC0415
@@ -93,6 +103,17 @@ def _find_tools_beside_interpreter() -> None:
     folders = os.environ.get("PATH", "").split(os.pathsep)
     if beside not in folders:
         os.environ["PATH"] = os.pathsep.join([beside, *folders])
+
+
+def complain_of(error: LostRank) -> int:
+    """Print who is at fault, if this rank is to, and tell torchrun; returns the exit code. Stacks have no prefix."""
+    first, *stacks = str(error).splitlines()
+    _tell_torchrun([first])
+    if error.speaks:
+        complain([first], error.exit_code)
+        with contextlib.suppress(OSError):  # of a terminal that is gone
+            print(*stacks, sep="\n", file=sys.stderr, flush=True)
+    return error.exit_code
 
 
 def _complain(lines: Sequence[str], code: int, *, speaks: bool) -> int:

@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import math
+import socket
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -17,9 +18,10 @@ from dsgpt.common.files import write_json_atomic
 from dsgpt.common.text import busy_words
 from dsgpt.config.run_config import RunConfig
 from dsgpt.machine.console import Field, Progress, fitted
-from dsgpt.machine.device import HostGroup
+from dsgpt.machine.device import HostGroup, gather_objects
 from dsgpt.machine.probe import LoadOfOthers
-from dsgpt.planner.rates import CALIBRATION, Calibration, Utilisation, read_calibration, utilisation
+from dsgpt.planner.options import CALIBRATION
+from dsgpt.planner.rates import Calibration, Utilisation, read_calibration, utilisation
 from dsgpt.record.schema import RECORD_FILE, STEPS_FILE, RunRecord, StepLog, finite, mean, percentile, read_steps
 from dsgpt.telemetry.cost import TrainingPeaks, peak_bytes, traffic_line
 from dsgpt.telemetry.meter import (
@@ -519,9 +521,23 @@ class Journal:
         if due and lines:
             lines[-1]["interval"] = self._speed.interval(self.meter)
         self._sinks.try_to_send("lines", lambda sink: sink.steps(lines, due=due))
-        require_finite(lines)
+        try:
+            require_finite(lines)
+        except NonFiniteError as error:
+            raise NonFiniteError(f"{error}{self._first_non_finite(lines)}") from error
         if self.budget.measured(lines):
             self.write()
+
+    def _first_non_finite(self, lines: list[dict[str, Any]]) -> str:
+        """Which rank's own loss was the first that is not finite; collective, as every rank has the same lines."""
+        own = next((place for place, loss in enumerate(self.meter.own_losses) if not math.isfinite(loss)), len(lines))
+        ranks: list[tuple[str, int]] = gather_objects((socket.gethostname(), own))
+        first = min(place for _, place in ranks)
+        at_fault = [rank for rank, (_, place) in enumerate(ranks) if place == first < len(lines)]
+        if len(at_fault) in {0, len(ranks)}:  # a gradient was the first, or the state that all ranks share
+            return ""
+        names = ", ".join(f"rank {rank} on {ranks[rank][0]}" for rank in at_fault)
+        return f"; {names} was the first to compute a loss that is not finite, in step {lines[first]['step']}"
 
     def traffic_measured(self, measured: dict[str, Any]) -> None:
         """Note the model state and the traffic of a step."""

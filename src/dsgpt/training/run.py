@@ -1,10 +1,15 @@
 """One run in one process, from its checks to the trainer."""
 
 import contextlib
+import functools
 import logging
 import os
 import re
+import socket
+import threading
+import time
 import traceback
+import uuid
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -14,22 +19,27 @@ import torch
 
 from dsgpt.checkpoints import store
 from dsgpt.checkpoints.manifest import RunState, read_run_state
+from dsgpt.checkpoints.second_copy import check_place, clear_place, fetch_newer
 from dsgpt.checkpoints.training_state import StateReader, load_random_state
-from dsgpt.common.errors import OutOfMemory, Problems, SaveError, UserError
+from dsgpt.common.errors import LostRank, OutOfMemory, Problems, SaveError, UserError
 from dsgpt.common.files import write_json_atomic
 from dsgpt.common.json_files import JsonError
 from dsgpt.common.text import divisors
 from dsgpt.config.run_config import RunConfig
 from dsgpt.machine.console import LogFile
-from dsgpt.machine.device import HostGroup, barrier, bring_up, from_main, joined
+from dsgpt.machine.device import HostGroup, barrier, bring_up, from_main, gather_objects, joined
 from dsgpt.machine.launcher import Interruption
+from dsgpt.machine.peers import SLOW_STEPS, Peers, Seen
+from dsgpt.machine.spot import SpotWatch
+from dsgpt.machine.topology import Topology
 from dsgpt.model.gpt2 import parameter_shapes
 from dsgpt.planner.memory import worst_peak
 from dsgpt.planner.setup import Setup
 from dsgpt.record.schema import LOG_FILE, RECORD_FILE, STEPS_FILE, drop_steps_after, later_schema
 from dsgpt.strategies.base import Strategy, build_strategy
 from dsgpt.telemetry.cost import peak_bytes
-from dsgpt.training.budget import TrainingPlan, read_plan
+from dsgpt.training.budget import TrainingPlan, notify, read_plan
+from dsgpt.training.command import complain_of
 from dsgpt.training.journal import Journal, open_sinks
 from dsgpt.training.run_description import (
     check_tokenizer,
@@ -102,13 +112,18 @@ def prepare(config: RunConfig, lock: RunLock) -> Prepared:
     Raises:
         UserError: lists the mistakes, one line each.
     """
-    problems, run_dir = Problems(), config.run_dir
+    problems, run_dir, save_to = Problems(), config.run_dir, config.options.save_to
+    fetched: list[str] = []
     if config.options.dry_run:
         refuse_if_locked(run_dir)
     elif is_guarded(run_dir) or store.replaced(run_dir):
         lock.take()
         if os.access(run_dir, os.W_OK):  # else ``holds_run_to_resume`` refuses it
             store.put_back(run_dir)
+    if save_to and config.options.resume and not config.options.dry_run and not store.was_overwritten(run_dir):
+        make_run_folder(run_dir)
+        lock.take()
+        fetched = fetch_newer(save_to, run_dir)
     resumes = holds_run_to_resume(config, problems)
     problems.add(*filter(None, [data_tokenizer(config.train)[1]]))
     problems.raise_if_any()
@@ -122,6 +137,9 @@ def prepare(config: RunConfig, lock: RunLock) -> Prepared:
     settings, start = settings_to_match(config, hashes=hashes), ResumePoint()
     if resumes:
         start = plan_resume(config, settings=settings, problems=problems)
+    if save_to:
+        begins = start.checkpoint is None and not config.options.overwrite and not store.was_overwritten(run_dir)
+        check_place(save_to, begins=begins, writes=not config.options.dry_run)
     earlier, doubt = _earlier_record(run_dir) if start.checkpoint else (EarlierRecord(), "")
     plan = read_plan(config, problems)
     unchecked = check_tokenizer(config, problems)
@@ -133,7 +151,7 @@ def prepare(config: RunConfig, lock: RunLock) -> Prepared:
         contents=contents(run_dir),
         earlier=earlier,
         plan=plan,
-        messages=(*filter(None, (unchecked, doubt)), *start.messages),
+        messages=(*filter(None, (unchecked, doubt)), *fetched, *start.messages),
     )
 
 
@@ -161,6 +179,8 @@ def open_run_folder(config: RunConfig, prepared: Prepared, *, lock: RunLock, log
             lock.take()
             if contents(run_dir) != prepared.contents:
                 raise UserError(f"--checkpoint_path {run_dir}: another process changed it: repeat the command")
+            if config.options.save_to and start.checkpoint is None:
+                clear_place(config.options.save_to)  # first: a resume must not bring back what was overwritten here
             clear_run_folder(run_dir, start)
             description = describe_run(
                 config,
@@ -180,7 +200,43 @@ def open_run_folder(config: RunConfig, prepared: Prepared, *, lock: RunLock, log
     problems = from_main(problems)
     if problems:
         raise UserError(*problems)
+    require_shared(run_dir, config.topology)
     return description
+
+
+LEAVE_SEC = 10.0
+"""Seconds for the record of a run that ends without its main thread."""
+SEEN_SEC = 10.0
+"""Seconds for what rank 0 writes to be seen by other machines; network file systems keep directories that long."""
+
+
+def require_shared(folder: Path, topology: Topology) -> None:
+    """Check that every machine sees what rank 0 writes in ``folder``; collective. One machine needs no check.
+
+    Raises:
+        UserError: on every rank, with a line for each machine that does not.
+    """
+    if topology.local_world_size == topology.world_size:
+        return
+    mark = folder / from_main(f".seen-by-all-{uuid.uuid4().hex}")
+    if topology.is_main:
+        mark.touch()
+    barrier()
+    problem = None
+    if topology.local_rank == 0:
+        deadline = time.monotonic() + SEEN_SEC
+        while not mark.exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        if not mark.exists():
+            problem = (
+                f"--checkpoint_path {folder}: {socket.gethostname()} does not see what rank 0 writes there: name a "
+                "folder that all machines share"
+            )
+    problems = [line for line in gather_objects(problem) if line]
+    if topology.is_main:
+        mark.unlink(missing_ok=True)
+    if problems:
+        raise UserError(*problems)
 
 
 # One run in one process: its checks, its device and process group, its strategy, and the trainer.
@@ -197,27 +253,55 @@ def run(config: RunConfig, interruption: Interruption) -> None:
         Interrupted: the run was asked to stop.
     """
     patience = PATIENCE_SEC if config.options.resume else 0
-    with LogFile() as log, RunLock(config.run_dir, patience_sec=patience) as lock:
-        prepared = prepare(config, lock) if config.topology.is_main else None
+    peers = Peers(config.topology, stall_timeout=config.options.stall_timeout)
+    with LogFile() as log, RunLock(config.run_dir, patience_sec=patience) as lock, peers:
+        if not config.options.dry_run:
+            peers.leave = functools.partial(_leave, config, None)
+            peers.join()
+        try:
+            prepared = prepare(config, lock) if config.topology.is_main else None
+        except UserError as error:
+            peers.refuse(error.problems)
+            raise
         for line in (*plan_lines(config), *(prepared.messages if prepared and config.options.dry_run else ())):
             logger.info(line)
         if config.options.dry_run:
             logger.info("dry run: everything checked, nothing started")
         else:
-            with out_of_memory_explained(config):
-                _train(config, prepared, interruption, lock=lock, log=log)
+            with peers.explained(), out_of_memory_explained(config):
+                _train(config, prepared, interruption, peers, lock=lock, log=log)
 
 
-def _train(config: RunConfig, own: Prepared | None, interruption: Interruption, *, lock: RunLock, log: LogFile) -> None:
+def _leave(config: RunConfig, journal: Journal | None, lost: LostRank) -> None:
+    """End the run without the main thread, which waits for another rank: its record, ``--on_event``, the error."""
+    if config.topology.is_main and journal is not None and journal.record.status == "running":
+        writes = threading.Thread(target=journal.end_early, args=["failed"], daemon=True)
+        writes.start()
+        writes.join(LEAVE_SEC)  # the disk may be what everything waits for
+        notify(config, "failed")
+    complain_of(lost)
+
+
+def _train(
+    config: RunConfig,
+    own: Prepared | None,
+    interruption: Interruption,
+    peers: Peers,
+    *,
+    lock: RunLock,
+    log: LogFile,
+) -> None:
     device = bring_up(config.device, local_rank=config.topology.local_rank, threads=config.threads_per_device)
-    with contextlib.nullcontext() if config.run_type == "baseline" else joined(config.topology, device):
+    alone = config.run_type == "baseline"
+    with contextlib.nullcontext() if alone else joined(config.topology, device, store=peers.store):
         prepared: Prepared = from_main(own)
         for line in prepared.messages:
             logger.info(line)
         if prepared.start.finished:
             return
         # Building may still fail on the recipe, so it comes before the run writes its first file.
-        with contextlib.closing(_build(config, prepared.start, device=device)) as strategy:
+        spot = SpotWatch(config.options.spot_notice, config.topology)
+        with spot, contextlib.closing(_build(config, prepared.start, device=device)) as strategy:
             ranks = HostGroup()
             description = open_run_folder(config, prepared, lock=lock, log=log)
             state = _load_checkpoint(config, prepared.start, strategy, device=device)
@@ -240,6 +324,8 @@ def _train(config: RunConfig, own: Prepared | None, interruption: Interruption, 
             )
             if state is not None:
                 journal.resume(state, steps_file, earlier=prepared.earlier)
+            peers.leave = functools.partial(_leave, config, journal)
+            peers.slow = _say_slow
             about = about_run(config, settings=prepared.settings, description=description) if description else {}
             Trainer(
                 config,
@@ -249,8 +335,16 @@ def _train(config: RunConfig, own: Prepared | None, interruption: Interruption, 
                 saver=Saver(config, device=device, strategy=strategy, journal=journal, about=about, ranks=ranks),
                 interruption=interruption,
                 ranks=ranks,
+                peers=peers,
                 done=done,
             ).run()
+
+
+def _say_slow(rank: int, seen: Seen, usual: float) -> None:
+    logger.warning(
+        f"rank {rank} on {seen.host} is slow: it computes and reads data for {seen.own_sec:.3g} s a step, its peers "
+        f"for {usual:.3g} s (medians of {SLOW_STEPS} steps)"
+    )
 
 
 def _build(config: RunConfig, start: ResumePoint, *, device: torch.device) -> Strategy:

@@ -17,7 +17,8 @@ from dsgpt.checkpoints.manifest import (
     require_files,
     require_resumable,
 )
-from dsgpt.checkpoints.training_state import COUNTERS, MOMENTS, StateReader, check_random_states
+from dsgpt.checkpoints.pieces import state_files
+from dsgpt.checkpoints.training_state import COUNTERS, StateReader, check_random_states
 from dsgpt.common.errors import Problems, UserError
 from dsgpt.common.files import is_regular_file, remove
 from dsgpt.common.json_files import Count, Finite, JsonError, Seconds, clipped, clipped_text, read_as, read_object
@@ -276,15 +277,14 @@ def _require_whole(checkpoint: Path, config: RunConfig) -> None:
     """
     manifest = read_manifest(checkpoint)
     require_resumable(checkpoint, manifest)
-    moments = [MOMENTS] if (checkpoint / MOMENTS).exists() else []
-    require_files(checkpoint, manifest, (store.WEIGHTS, store.MODEL, COUNTERS, STATE_FILE, *moments))
+    require_files(checkpoint, manifest, (*state_files(checkpoint), store.MODEL, COUNTERS, STATE_FILE))
     state = read_run_state(checkpoint)
     if (checkpoint.name, manifest.step) != (store.folder_name(state.step), state.step):
         raise UserError(
             f"{checkpoint}: its {STATE_FILE} is of step {state.step} and its manifest of step {manifest.step}: a "
             "file or the folder was renamed"
         )
-    StateReader(checkpoint)
+    StateReader(checkpoint).check()
     if _has_same_ranks(config, manifest):
         check_random_states(checkpoint, named=manifest.files, ranks=config.topology.world_size, device=config.device)
 

@@ -1,7 +1,8 @@
 """Saves a run's checkpoints, while training waits or beside it.
 
-A checkpoint has the state of training, the random states and the tokenizer. After each part the ranks exchange whether
-they succeeded. If one fails, all fail with its reason, and no rank waits for a failed one.
+A checkpoint has the state of training, the random states and the tokenizer. Every rank writes its part of the state,
+and hashes it; the main rank adds the rest and publishes. After each part the ranks exchange whether they succeeded. If
+one fails, all fail with its reason, and no rank waits for a failed one.
 """
 
 import contextlib
@@ -18,21 +19,24 @@ import torch
 
 from dsgpt.checkpoints import store
 from dsgpt.checkpoints.manifest import RunState, parse_manifest
+from dsgpt.checkpoints.second_copy import SecondCopy
 from dsgpt.checkpoints.training_state import (
     Counters,
-    GatheringError,
     KeptState,
+    Shards,
+    Written,
+    complete_state,
     reason_of,
     require_room,
     save_random_state,
     try_to_write,
-    write_training_state,
+    write_shards,
 )
 from dsgpt.common.errors import NonFiniteError, SaveError, UserError
 from dsgpt.common.files import print_traceback, remove, write_json_atomic
 from dsgpt.config.run_config import RunConfig
 from dsgpt.formats.tokenizer_files import copy_tokenizer
-from dsgpt.machine.device import HostGroup, from_main, gather_objects
+from dsgpt.machine.device import HostGroup, from_main
 from dsgpt.model.gpt2 import parameter_shapes
 from dsgpt.strategies.base import Strategy
 from dsgpt.training.journal import Journal, place
@@ -41,6 +45,8 @@ from dsgpt.training.run_description import data_tokenizer
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
+COPY_SEC = 60.0
+"""Seconds that a run which stops early waits for ``--save_to``: a reclaimed machine has 30 to 120 s in all."""
 _CONTINUES = "the run continues (--on_save_failure continue)"
 
 
@@ -62,29 +68,41 @@ class Contents:
         with contextlib.suppress(OSError):
             remove(self.folder)
 
-    def refuse_non_finite(self, names: list[str]) -> None:
+    def write(self, shards: Shards) -> Written:
+        """Add this rank's part of the state of training.
+
+        Raises:
+            OSError: the file system refuses.
+        """
+        topology = self.config.topology
+        return write_shards(self.folder, shards, rank=topology.rank, ranks=topology.world_size)
+
+    def refuse_non_finite(self, parts: list[Written]) -> None:
         """Refuse weights that the last update made NaN or infinite: no loss was computed with them yet."""
-        if names:
+        if names := list(dict.fromkeys(name for part in parts for name in part.non_finite)):
             raise NonFiniteError(
                 f"step {self.state.step}: {', '.join(names[:3])} became NaN or infinite: training stopped, and this "
                 "state is not saved; lower the learning rate or lengthen the warm-up"
             )
 
-    def complete(self) -> int:
-        """Add the remaining files, and publish; main rank only.
+    def complete(self, parts: list[Written]) -> int:
+        """Add the remaining files to the ``parts`` of all ranks, and publish; main rank only.
 
         Returns:
             The bytes of the checkpoint.
 
         Raises:
             OSError: the file system refuses.
+            ValueError: the parts are not the whole state.
         """
         config = self.config
+        shapes = parameter_shapes(config.model)
+        written = complete_state(self.folder, parts, self.counters, shapes=shapes)
         write_json_atomic(self.folder / store.MODEL, config.model.as_dict())
         tokenizer, _ = data_tokenizer(config.train)
         if tokenizer is not None:  # training itself needs none
             copy_tokenizer(tokenizer, self.folder / store.TOKENIZER)
-        final = store.publish(config.run_dir, self.folder, state=self.state, about=self.about)
+        final = store.publish(config.run_dir, self.folder, state=self.state, about=self.about, written=written)
         try:
             store.keep_newest(config.run_dir, count=config.options.keep_checkpoints)
         except OSError as error:
@@ -111,24 +129,25 @@ def about_run(config: RunConfig, *, settings: dict[str, Any], description: dict[
     }
 
 
-def _together(action: Callable[[], T]) -> T:
-    """Do ``action`` on this rank, and check that it succeeded on the others; collective.
+def _together(ranks: HostGroup, action: Callable[[], T]) -> list[T]:
+    """Do ``action`` on this rank, and check that it succeeded on the others; collective among ``ranks``.
+
+    Returns:
+        What it returned on each rank.
 
     Raises:
         SaveError: on every rank, with the reason of each that failed.
-        GatheringError: on this rank alone; the others may be waiting in another collective.
     """
-    reason = None
+    result, reason = None, None
     try:
         result = action()
-    except GatheringError:
-        raise
     except Exception as error:  # noqa: BLE001 - otherwise the other ranks would wait for this one
         reason = _reason(error)
-    failures = [f"rank {rank}: {reason}" for rank, reason in enumerate(gather_objects(reason)) if reason is not None]
+    ends = ranks.objects((result, reason))
+    failures = [f"rank {rank}: {reason}" for rank, (_, reason) in enumerate(ends) if reason is not None]
     if failures:
         raise SaveError("; ".join(failures))
-    return result
+    return [result for result, _ in ends]
 
 
 def _reason(error: BaseException) -> str:
@@ -151,7 +170,7 @@ def _removed_after_failure(contents: Contents) -> Iterator[None]:
 
 @dataclass(kw_only=True)
 class _InBackground:
-    """A save that a thread of the main rank writes while training continues. Times are those of ``perf_counter``."""
+    """A save that a thread of every rank writes while training continues. Times are those of ``perf_counter``."""
 
     step: int
     started: float
@@ -161,7 +180,6 @@ class _InBackground:
     size: int = 0
     error: SaveError | NonFiniteError | None = None
     thread: threading.Thread | None = None
-    """None on all ranks but the main one."""
 
 
 class Saver:
@@ -190,9 +208,15 @@ class Saver:
         self._strategy, self._journal = strategy, journal
         self._about, self._ranks = about, ranks
         self._is_main = config.topology.is_main
-        self._shapes = parameter_shapes(config.model)
+        self._beside = HostGroup() if config.options.save_mode == "async" else ranks
+        """For threads, beside which the ranks communicate in ``ranks``."""
         self._stops = config.options.on_save_failure == "stop"
         self._kept = KeptState()
+        self._second: SecondCopy | None = None
+        if self._is_main and config.options.save_to:
+            self._second = SecondCopy(
+                config.options.save_to, run_dir=config.run_dir, keep=config.options.keep_checkpoints
+            )
         self._begun: _InBackground | None = None
         """Set from the begin of a background save until it was waited for, on every rank."""
 
@@ -223,7 +247,7 @@ class Saver:
         except SaveError as error:
             self._failed(step, error, stops=needed or self._stops, then=_CONTINUES)
         self._journal.peaks.reset()  # what a save allocates is not for training
-        self._journal.write_saves()
+        self._write_saves()
 
     def _open(self, state: RunState) -> Contents:
         """Make the folder and write every rank's random state into it; collective."""
@@ -247,47 +271,39 @@ class Saver:
             counters=self._strategy.counters(),
         )
         with _removed_after_failure(contents):
-            _together(make_folder)
-            _together(lambda: try_to_write(folder, rank=rank))
-            _together(lambda: save_random_state(folder, rank=rank, device=self._device))
+            _together(self._ranks, make_folder)
+            _together(self._ranks, lambda: try_to_write(folder, rank=rank))
+            _together(self._ranks, lambda: save_random_state(folder, rank=rank, device=self._device))
         return contents
 
     def _write(self, contents: Contents) -> int:
-        """Write the state of training tensor by tensor, and publish; collective. Returns the main rank's bytes."""
-
-        def write() -> list[str]:
-            states = self._strategy.iter_state()
-            return write_training_state(
-                contents.folder, states, contents.counters, shapes=self._shapes, writes=self._is_main
-            )
-
-        contents.refuse_non_finite(from_main(_together(write)))
-        return _together(lambda: contents.complete() if self._is_main else 0)
+        """Write the state of training tensor by tensor, and publish; collective. Returns the checkpoint's bytes."""
+        parts = _together(self._ranks, lambda: contents.write(self._strategy.shards()))
+        contents.refuse_non_finite(parts)
+        return _together(self._ranks, lambda: contents.complete(parts) if self._is_main else 0)[0]
 
     def _begin(self, contents: Contents, *, started: float) -> None:
-        """Copy the state of training into the main rank's memory, and let a thread write it; collective."""
-        _together(lambda: self._kept.keep(self._strategy.iter_state(), keeps=self._is_main))
+        """Copy what every rank writes into its host's memory, and let a thread write it; collective."""
+        _together(self._ranks, lambda: self._kept.keep(self._strategy.shards()))
         begun = _InBackground(step=contents.state.step, started=started, ended=time.perf_counter())
 
         def write() -> None:
-            states = self._kept.states()
             try:
-                contents.refuse_non_finite(
-                    write_training_state(contents.folder, states, contents.counters, shapes=self._shapes, writes=True)
-                )
-                begun.size = contents.complete()
-            except NonFiniteError as error:
+                parts = _together(self._beside, lambda: contents.write(self._kept.shards()))
+                contents.refuse_non_finite(parts)
+                if self._is_main:
+                    begun.size = contents.complete(parts)
+            except (SaveError, NonFiniteError) as error:
                 begun.error = error
             except BaseException as error:  # noqa: BLE001 - ``_collect`` raises it on every rank
                 begun.error = SaveError(_reason(error))
-            if begun.error is not None:
+            if begun.error is not None and self._is_main:
                 contents.remove()
             begun.ended = time.perf_counter()
 
         self._begun = begun
-        if self._is_main:
-            begun.thread = threading.Thread(target=write, name="background")
-            begun.thread.start()
+        begun.thread = threading.Thread(target=write, name="background")
+        begun.thread.start()
         begun.stall_sec = time.perf_counter() - started
 
     def poll(self) -> None:
@@ -298,7 +314,8 @@ class Saver:
             NonFiniteError: as ``save``.
         """
         begun = self._begun
-        if begun is not None and self._ranks.largest(int(begun.thread is not None and not begun.thread.is_alive())):
+        ended = self._is_main and begun is not None and begun.thread is not None and not begun.thread.is_alive()
+        if begun is not None and self._ranks.largest(int(ended)):
             self._collect(begun)
 
     def _collect(self, begun: _InBackground, *, superseded: bool = False) -> None:
@@ -314,7 +331,7 @@ class Saver:
             self._failed(begun.step, begun.error, stops=self._stops and not superseded, then=then)
         else:
             self._note_begun(begun)
-            self._journal.write_saves()
+            self._write_saves()
 
     def _note_begun(self, begun: _InBackground) -> None:
         total = begun.ended - begun.started
@@ -324,6 +341,13 @@ class Saver:
         self._journal.saved(step=step, mode=mode, stall_sec=stall_sec, total_sec=total_sec, size=size)
         waited = f"; training waited {stall_sec:.2f} s for it" if mode == "async" else ""
         logger.info(f"{place(step, self._config.total_steps)}  saved in {total_sec:.1f} s{waited}")
+        if self._second:
+            self._second.push(self._config.run_dir / store.folder_name(step))
+
+    def _write_saves(self) -> None:
+        if self._second:
+            self._journal.record.second_copy = self._second.facts()
+        self._journal.write_saves()
 
     def _failed(self, step: int, error: SaveError, *, stops: bool, then: str) -> None:
         line = self._not_saved(step, error)
@@ -336,15 +360,27 @@ class Saver:
         return f"{place(step, self._config.total_steps)}  not saved: {error}; earlier checkpoints are untouched"
 
     def close(self) -> None:
-        """Wait for a save in the background when an error ends the run; not collective.
+        """Wait for a save in the background when an error ends the run, and briefly for its copy; not collective.
 
-        Its checkpoint is from before the error. A failure of the save is logged, and does not hide the error.
+        Its checkpoint is from before the error. The other ranks write their parts to the end, too, unless they were
+        killed. A failure of the save is logged, and does not hide the error.
         """
         begun = self._begun
-        if begun is None or begun.thread is None:
-            return
-        begun.thread.join()
-        if begun.error is None:
-            self._note_begun(begun)
-        else:
-            logger.warning(self._not_saved(begun.step, begun.error))
+        if begun is not None and begun.thread is not None:
+            begun.thread.join()
+            if begun.error is None:
+                self._note_begun(begun)
+            elif self._is_main:
+                logger.warning(self._not_saved(begun.step, begun.error))
+        if self._second:
+            self._second.wait(COPY_SEC)
+            self._journal.record.second_copy = self._second.facts()
+
+    def finish_copy(self) -> None:
+        """Wait until ``--save_to`` has the last checkpoint and the files of the complete run; not collective."""
+        if self._second:
+            logger.info(f"--save_to: copying the last checkpoint to {self._config.options.save_to}")
+            self._second.wait()
+            self._journal.record.second_copy = self._second.facts()
+            self._journal.write("completed")
+            self._second.copy_run_files()

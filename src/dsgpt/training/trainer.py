@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-from dsgpt.common.errors import Interrupted, UserError
+from dsgpt.common.errors import Interrupted, NonFiniteError, SaveError, UserError
 from dsgpt.common.files import write_atomic
 from dsgpt.common.text import next_line, script_words
 from dsgpt.config.run_config import RunConfig
@@ -23,6 +23,7 @@ from dsgpt.inference.model_files import build_model
 from dsgpt.machine.console import Progress, duration
 from dsgpt.machine.device import HostGroup, barrier, gather_objects
 from dsgpt.machine.launcher import Interruption, own_command, stop_signals_blocked
+from dsgpt.machine.peers import Peers
 from dsgpt.record.schema import COMPLETE_FILE, RECORD_FILE
 from dsgpt.strategies.base import Strategy
 from dsgpt.telemetry.cost import TrafficMeter
@@ -115,11 +116,12 @@ class Stopping:
         interruption: the requests to this rank.
         budget: its limits are requests, too.
         ranks: all ranks; each call of ``agreed`` exchanges one integer between them.
+        peers: hear of progress.
     """
 
-    def __init__(self, interruption: Interruption, budget: Budget, ranks: HostGroup) -> None:
+    def __init__(self, interruption: Interruption, budget: Budget, ranks: HostGroup, peers: Peers) -> None:
         self._interruption, self._budget = interruption, budget
-        self._ranks = ranks
+        self._ranks, self._peers = ranks, peers
         self._limit: str | None = None
 
     def agreed(self, *, steps_left: bool = True) -> bool:
@@ -131,6 +133,7 @@ class Stopping:
             steps_left: if not, no limit stops the run: it would only have to be started again to end.
         """
         self._budget.progress()
+        self._peers.move()
         if steps_left:
             self._limit = self._limit or self._budget.reached()
         return bool(self._ranks.largest(int((self._interruption.reason or self._limit) is not None)))
@@ -354,6 +357,7 @@ class Trainer:
         saver: writes checkpoints.
         interruption: requests to stop this rank.
         ranks: all ranks.
+        peers: hear of progress, and name a rank that stands still.
         done: optimizer steps of earlier processes.
     """
 
@@ -367,12 +371,13 @@ class Trainer:
         saver: Saver,
         interruption: Interruption,
         ranks: HostGroup,
+        peers: Peers,
         done: int,
     ) -> None:
         self._config, self._device, self._strategy = config, device, strategy
         self._journal, self._saver = journal, saver
         self._monitor, self._interruption = open_monitor(config, device), interruption
-        self._stopping = Stopping(interruption, journal.budget, ranks)
+        self._stopping, self._peers = Stopping(interruption, journal.budget, ranks, peers), peers
         self._done = done
 
     def run(self) -> None:
@@ -390,6 +395,8 @@ class Trainer:
                     self.fit()
                 self._complete()
             except BaseException as error:
+                if isinstance(error, Interrupted | NonFiniteError | SaveError):  # which all ranks raise
+                    self._peers.end()
                 self._saver.close()
                 self._journal.end_early("interrupted" if isinstance(error, KeyboardInterrupt) else "failed")
                 if isinstance(error, Interrupted) and error.together:
@@ -415,12 +422,16 @@ class Trainer:
             self._catch_up()
         for step in range(self._done + 1, config.total_steps + 1):
             epoch = (step - 1) // config.order.steps_per_epoch
+            self._peers.begin("step" if step > self._done + 1 else "compilation", step)
             journal.meter.start()
             with measured.watch(step):
                 result = self._strategy.train_step(batches, step)
+            self._peers.begin("record")  # a tracker's server may keep rank 0 waiting, and must not end the run
             waited, watched = batches.take_seconds(), measured.watched
             journal.step_done(step=step, epoch=epoch, result=result, dataload_sec=waited, watched=watched)
             measured.after(step)
+            self._peers.begin("agreement")
+            self._peers.worked(waited + journal.meter.computing_sec)
 
             stop = stopping.agreed() or not self._after_step(step)
             last = step == config.total_steps
@@ -428,6 +439,7 @@ class Trainer:
                 self._saver.poll()
             if stop or last or _due(step, config.options.save_every):
                 journal.flush()
+                self._peers.begin("save")
                 self._saver.save(step, needed=stop or last)
             if stop:
                 raise stopping.stop(f"after step {step}, which is saved")
@@ -459,6 +471,7 @@ class Trainer:
     def _validate(self, step: int) -> bool:
         """Measure the validation loss and note it; False where a request to stop ended it."""
         started = time.perf_counter()
+        self._peers.begin("validation")
         measured = validation_loss(self._config, self._strategy, stop=self._stopping.agreed)
         if measured is None:
             return False
@@ -468,6 +481,7 @@ class Trainer:
 
     def _complete(self) -> None:
         config, journal = self._config, self._journal
+        self._peers.begin("end")
         gpus = [figures for own in gather_objects(self._monitor.figures) for figures in own]
         tokens = journal.meter.process.steps * config.tokens_per_step
         journal.gpu_use = gpu_use(gpus, expected=config.topology.world_size, tokens=tokens)
@@ -481,6 +495,8 @@ class Trainer:
         if config.topology.is_main:
             mark_complete(config, journal.record.summary)
         barrier()
+        self._peers.end()
+        self._saver.finish_copy()
 
 
 def validation_loss(

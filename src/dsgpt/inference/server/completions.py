@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from prometheus_client import CollectorRegistry, Gauge, Histogram, ProcessCollector
 from prometheus_client import Counter as CounterOf
 from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 from starlette.types import Message, Receive, Scope, Send
 
 from dsgpt.common.json_files import clipped
@@ -32,8 +33,6 @@ from dsgpt.inference.server.requests import (
     read_body,
     read_prompts,
     read_request,
-    send_error,
-    send_json,
 )
 
 if TYPE_CHECKING:
@@ -277,7 +276,7 @@ class Completions:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request, and count how it ended."""
-        status, exchange = 500, _Exchange(send, stall_sec=self.limits.stall_sec)
+        status, exchange = 500, _Exchange(scope, receive, send, stall_sec=self.limits.stall_sec)
         key: Key | None = scope["key"]
         try:
             async with asyncio.timeout(self.limits.request_sec):
@@ -352,7 +351,7 @@ class Completions:
                         await exchange.send_event(answer.body([part], usage=False))
             if not request.stream:
                 whole = [choice.with_text(choice.text.text, echo=echo) for choice in choices]
-                await exchange.send_json(answer.body(whole, usage=True))
+                await exchange.send_whole(JSONResponse(answer.body(whole, usage=True)))
                 return
             if request.stream_options is not None and request.stream_options.include_usage:
                 await exchange.send_event(answer.body([], usage=True))
@@ -408,16 +407,17 @@ async def _hung_up(receive: Receive) -> None:
 class _Exchange:
     """Sends one answer. A stream begins with its first part, so that an earlier error still has a status."""
 
-    def __init__(self, send: Send, *, stall_sec: float) -> None:
-        self._send, self._stall_sec = send, stall_sec
+    def __init__(self, scope: Scope, receive: Receive, send: Send, *, stall_sec: float) -> None:
+        self._scope, self._receive, self._send, self._stall_sec = scope, receive, send, stall_sec
         self._started = self._streams = False
         self.began = time.perf_counter()
         """When the request arrived."""
         self.ended = False
         """Whether the last part of the answer was handed to the server, which then also reports a disconnection."""
 
-    async def send_json(self, body: Any) -> None:
-        await send_json(self._patiently, 200, body)
+    async def send_whole(self, answer: Response) -> None:
+        """Send an answer that is no stream."""
+        await answer(self._scope, self._receive, self._patiently)
 
     async def send_event(self, body: Any) -> None:
         """Send a part of a stream; None for its end."""
@@ -432,7 +432,7 @@ class _Exchange:
             if self._streams and not self.ended:
                 await self._event(json.dumps(error.body()), more=False)
             elif not self._started:
-                await send_error(self._patiently, error)
+                await self.send_whole(error.response())
 
     async def _event(self, data: str, *, more: bool) -> None:
         await self._patiently({"type": "http.response.body", "body": f"data: {data}\n\n".encode(), "more_body": more})
@@ -440,7 +440,7 @@ class _Exchange:
     async def _patiently(self, message: Message) -> None:
         """Send, or give up on a client that takes nothing."""
         self._started = True
-        self.ended = message["type"] == "http.response.body" and not message["more_body"]
+        self.ended = message["type"] == "http.response.body" and not message.get("more_body", False)
         try:
             async with asyncio.timeout(self._stall_sec):
                 await self._send(message)

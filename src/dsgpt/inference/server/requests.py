@@ -4,14 +4,13 @@ Errors have a status and a body in the form of OpenAI's.
 """
 
 import asyncio
-import json
 import random
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.requests import ClientDisconnect, Request
-from starlette.types import Send
+from starlette.responses import JSONResponse
 
 from dsgpt.common.errors import did_you_mean
 from dsgpt.common.json_files import JsonError, clipped, parse_json
@@ -58,6 +57,10 @@ class ApiError(Exception):
             kind = "rate_limit_error"
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
+    def response(self) -> JSONResponse:
+        """The whole response."""
+        return JSONResponse(self.body(), self.status, self.headers)
+
 
 class ClientGoneError(Exception):
     """The client hung up, so nobody reads an answer. Counted as status 499, as nginx does."""
@@ -95,20 +98,6 @@ async def read_body(request: Request, *, limits: Limits) -> bytes:
     except ClientDisconnect as error:
         raise ClientGoneError from error
     return bytes(body)
-
-
-async def send_json(send: Send, status: int, body: Any, headers: dict[str, str] | None = None) -> None:
-    """Send a whole response."""
-    data = json.dumps(body, ensure_ascii=False).encode()
-    fields = {"content-type": "application/json", "content-length": str(len(data)), **(headers or {})}
-    encoded = [(name.encode(), value.encode()) for name, value in fields.items()]
-    await send({"type": "http.response.start", "status": status, "headers": encoded})
-    await send({"type": "http.response.body", "body": data, "more_body": False})
-
-
-async def send_error(send: Send, error: ApiError) -> None:
-    """Send an error in OpenAI's form."""
-    await send_json(send, error.status, error.body(), error.headers)
 
 
 # How a sequence draws its tokens.

@@ -40,7 +40,7 @@ from dsgpt.common.errors import EXIT_DONE, EXIT_INTERRUPTED, UserError
 from dsgpt.inference.commands import Key, ServeOptions, is_loopback, keys_of
 from dsgpt.inference.server.completions import Completions, Gate, Metrics
 from dsgpt.inference.server.engine import Engine, Scorer, open_served
-from dsgpt.inference.server.requests import ApiError, send_error
+from dsgpt.inference.server.requests import ApiError
 from dsgpt.machine.console import print_line
 
 # The server's paths, and who may use them.
@@ -103,12 +103,11 @@ async def _refused(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     message = f"{request.method} {request.url.path[:80]}: {error.detail}"
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
-    body = ApiError(error.status_code, message, code=code).body()
-    return JSONResponse(body, status_code=error.status_code, headers=error.headers)
+    return ApiError(error.status_code, message, code=code, headers=dict(error.headers or {})).response()
 
 
 async def _failed(request: Request, error: Exception) -> Response:  # noqa: ARG001
-    return JSONResponse(ApiError(500, "an error of the server", code="internal_error").body(), status_code=500)
+    return ApiError(500, "an error of the server", code="internal_error").response()
 
 
 class Guard:
@@ -145,11 +144,11 @@ class Guard:
             same = [each for each in self._keys if hmac.compare_digest(secret.strip(b" "), each.secret.encode())]
             key = same[0] if same else None
         if fault := self._fault_of(scope["headers"]):
-            await send_error(send_named, fault)
+            await fault.response()(scope, receive, send_named)
         elif self._keys and path != "/health" and key is None:
             message = "the request needs the server's API key: Authorization: Bearer KEY"
             fault = ApiError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
-            await send_error(send_named, fault)
+            await fault.response()(scope, receive, send_named)
         else:
             await self._app({**scope, "path": path, "key": key}, receive, send_named)
 
@@ -296,7 +295,11 @@ class Connection(H11Protocol):
 
 
 class OnceAMinute(logging.Filter):
-    """Lets each message through once in ``LOG_SEC``; of a system without files for connections, without a traceback."""
+    """Lets each message through once in ``LOG_SEC``; of a system without files for connections, without a traceback.
+
+    Without files for connections, asyncio schedules many attempts to listen again. If the server ends before them, each
+    finds its socket closed and asyncio logs a traceback, which tells the operator nothing: it is dropped.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -307,6 +310,8 @@ class OnceAMinute(logging.Filter):
         error = record.exc_info[1] if record.exc_info else None
         if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
             record.msg, record.args, record.exc_info = f"cannot accept connections: {error.strerror}", (), None
+        elif isinstance(error, ValueError) and "._start_serving" in record.getMessage():
+            return False
         message, now = record.getMessage().partition("\n")[0] + repr(error), time.monotonic()
         self._shown = {key: shown for key, shown in self._shown.items() if now - shown < LOG_SEC}
         new = message not in self._shown

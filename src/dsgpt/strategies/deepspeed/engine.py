@@ -18,9 +18,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dsgpt.checkpoints.training_state import Counters, ParamState, StateReader
+from dsgpt.checkpoints.pieces import Box
+from dsgpt.checkpoints.training_state import Counters, ParamState, Shards, StateReader
 from dsgpt.config.run_config import RunConfig
 from dsgpt.data.loader import Batch
+from dsgpt.model.gpt2 import parameter_shapes
 from dsgpt.strategies.base import StateTensors, Strategy
 from dsgpt.strategies.deepspeed.setup import build_deepspeed_optimizer, import_deepspeed, repeat_counting
 from dsgpt.strategies.deepspeed.state import (
@@ -31,8 +33,8 @@ from dsgpt.strategies.deepspeed.state import (
     engine_tensors,
     is_split,
     join_parts,
+    part_boxes,
     step_on_weights,
-    take_part,
 )
 from dsgpt.strategies.optimizer import LossScale, block_norms, build_schedule, set_learning_rate
 from dsgpt.telemetry.meter import StepResult
@@ -73,6 +75,7 @@ class DeepSpeedStrategy(Strategy):
         self._deepspeed = import_deepspeed(device)
         self._device = device
         self._topology = config.topology
+        self._shapes = parameter_shapes(config.model)
         self._ranks = config.topology.data_parallel_size
         self._accumulation = config.batch.gradient_accumulation_steps
         self._stage = recipe.zero_stage
@@ -158,9 +161,22 @@ class DeepSpeedStrategy(Strategy):
         dist.all_gather(parts, part, group=self._tensor_group)
         return join_parts(name, parts)
 
-    def _part(self, name: str, whole: Tensor) -> Tensor:
-        """What this rank's data group holds of a whole parameter, or of a moment of it."""
-        return take_part(name, whole, rank=self._topology.tensor_rank, size=self._topology.sizes.tensor)
+    def _boxes(self, name: str) -> list[Box]:
+        """Where what this rank's data group holds of a parameter lies in it."""
+        return part_boxes(name, self._shapes[name], rank=self._topology.tensor_rank, size=self._topology.sizes.tensor)
+
+    def shards(self) -> Shards:
+        """See ``Strategy``; what several ranks hold alike, each writes an equal share of."""
+        place, sizes = self._topology, self._topology.sizes
+        own = self._state.shards(self._boxes).only(self._owns)
+        if self._stage == 0:  # of the data ranks and their sequence peers, each has everything
+            copies = place.data_parallel_size * sizes.sequence
+            own = own.share(place.data_rank * sizes.sequence + place.sequence_rank, copies)
+        return own.share(place.tensor_rank, sizes.tensor, among=lambda name: not is_split(name))
+
+    def _owns(self, name: str) -> bool:  # noqa: ARG002 - for subclasses
+        """Whether this rank, of all pipeline stages that hold the parameter ``name``, writes it."""
+        return True
 
     def replicated_weights(self) -> Iterator[tuple[str, Tensor]]:
         """See ``Strategy``; parameters that tensor ranks or ZeRO-3 split are left out.
@@ -188,7 +204,7 @@ class DeepSpeedStrategy(Strategy):
         """See ``Strategy``."""
         self._optimizer_steps = reader.counters.optimizer_steps
         self._scale.restore(reader.counters.loss_scale)
-        self._state.load(reader, part=self._part)
+        self._state.load(reader, part=self._boxes)
         repeat_counting(self._optimizer, steps=self._optimizer_steps)
 
     def close(self) -> None:

@@ -33,7 +33,7 @@ from dsgpt.strategies.base import StateTensors, to_device
 from dsgpt.strategies.deepspeed.engine import DeepSpeedStrategy
 from dsgpt.strategies.deepspeed.setup import engine_config
 from dsgpt.strategies.deepspeed.state import EngineState, is_split, take_part, tensors_of
-from dsgpt.strategies.deepspeed.tensor import split_block
+from dsgpt.strategies.deepspeed.zero import split_block
 from dsgpt.strategies.optimizer import initial_values, square_sum
 
 _TIED = "wte"
@@ -275,6 +275,9 @@ class PipelineParallel(DeepSpeedStrategy):
             value = torch.empty(self._module.shapes[name], device=self._device)
         dist.broadcast(value, grid.stage_to_global(owner), group=grid.get_pipe_parallel_group())
         return value
+
+    def _owns(self, name: str) -> bool:
+        return self._module.owner(name) == self._topology.stage
 
     def state_tensors(self) -> StateTensors:
         """See ``Strategy``; the engine keeps what it receives, and the last stage's logits until they are replaced."""

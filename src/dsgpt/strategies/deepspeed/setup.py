@@ -32,7 +32,6 @@ import shutil
 import socket
 import sys
 import warnings
-from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
@@ -140,19 +139,6 @@ def _processor() -> str:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
         facts = next((line for line in lines if line.startswith(("flags", "Features"))), facts)
     return f"{platform.machine()}-{hashlib.sha256(facts.encode()).hexdigest()[:8]}"
-
-
-@contextlib.contextmanager
-def _extensions_in(folder: Path) -> Iterator[None]:
-    before = os.environ.get(_ROOT)
-    os.environ[_ROOT] = str(folder)
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[_ROOT]
-        else:
-            os.environ[_ROOT] = before
 
 
 # What every DeepSpeed strategy needs before its engine exists: the library, its configuration, and the optimizer.

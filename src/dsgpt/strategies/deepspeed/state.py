@@ -29,7 +29,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dsgpt.checkpoints.training_state import ParamState, StateReader
+from dsgpt.checkpoints.pieces import Box, cut
+from dsgpt.checkpoints.training_state import ParamState, Shards, StateReader
 from dsgpt.model.config import STATE_NAMES
 from dsgpt.model.gpt2 import Attend
 from dsgpt.strategies.base import StateTensors, optimizer_tensors
@@ -66,6 +67,22 @@ def take_part(name: str, whole: Tensor, *, rank: int, size: int) -> Tensor:
     return torch.cat([matrix.chunk(size, dimension)[rank] for matrix in whole.chunk(fused)])
 
 
+def part_boxes(name: str, shape: Sequence[int], *, rank: int, size: int) -> list[Box]:
+    """Where the elements of ``take_part`` lie in the whole parameter, which has this ``shape``; flat and end to end."""
+    rule = _rule(name)
+    if rule is None or size == 1:
+        return [Box.whole(shape)]
+    fused, dimension = rule
+    boxes = []
+    for matrix in range(fused):
+        start, part = [0] * len(shape), [shape[0] // fused, *shape[1:]]
+        start[0] = matrix * part[0]
+        part[dimension] //= size
+        start[dimension] += rank * part[dimension]
+        boxes.append(Box(tuple(start), tuple(part)))
+    return boxes
+
+
 def join_parts(name: str, parts: Sequence[Tensor]) -> Tensor:
     """The whole of a split parameter from every rank's part, by rank: undoes ``take_part``.
 
@@ -99,8 +116,8 @@ def attend_with_own_dropout(attend: Attend, *, rank: int) -> Attend:
     return attend_with_own_dropout
 
 
-Part = Callable[[str, Tensor], Tensor]
-"""(canonical name, whole tensor) to the part of it that this rank and its data peers hold together."""
+Part = Callable[[str], list[Box]]
+"""Canonical name to the part of the parameter that this rank and its data peers hold together."""
 
 
 class EngineState(ABC):
@@ -131,6 +148,22 @@ class EngineState(ABC):
         for name in self._parameters:
             yield name, ParamState(self.value(name), **{key: self.value(name, key) for key in keys})
 
+    def shards(self, part: Part) -> Shards:
+        """What this rank holds, which in stage 0 is what all data ranks hold; no communication."""
+        keys, boxes = self.moment_names(), {}
+        for name in self._parameters:
+            if own := cut(part(name), *self._range(name)):
+                boxes[name] = own
+        return Shards(boxes, ((name, self._own(name, keys)) for name in boxes))
+
+    @abstractmethod
+    def _range(self, name: str) -> tuple[int, int]:
+        """The elements of its data peers' part of a parameter that this rank holds: the first, and that behind them."""
+
+    @abstractmethod
+    def _own(self, name: str, keys: Sequence[str]) -> ParamState:
+        """These elements, and those of the moments ``keys``; no communication."""
+
     @torch.no_grad()
     def load(self, reader: StateReader, *, part: Part) -> None:
         """Replace weights and moments with those of a checkpoint; each rank copies its own part, without communication.
@@ -144,9 +177,13 @@ class EngineState(ABC):
         if reader.has_moments:
             self._begin_moments(steps=reader.counters.optimizer_steps)
         for name, parameter in self._parameters.items():
-            state = reader.state(name).mapped(partial(part, name))
-            parameter.copy_(state.weight)
-            self._replace(parameter, state)
+            weight = reader.read(name, boxes=part(name))
+            parameter.copy_(weight.view(parameter.shape))
+            start, stop = self._range(name)
+            own = cut(part(name), start, stop)
+            if own:
+                moments = {key: reader.read(name, key, boxes=own) for key in reader.index.moments}
+                self._replace(name, ParamState(weight[start:stop], **moments))
 
     def _begin_moments(self, *, steps: int) -> None:
         """Give the torch optimizer the state that it has after ``steps`` steps, but with moments of zero."""
@@ -155,8 +192,8 @@ class EngineState(ABC):
                 begin_state(self._torch, parameter, steps=steps)
 
     @abstractmethod
-    def _replace(self, parameter: nn.Parameter, state: ParamState) -> None:
-        """Copy ``state`` into the fp32 weight and the moments of ``parameter``."""
+    def _replace(self, name: str, state: ParamState) -> None:
+        """Copy ``state``, this rank's elements, flat, into the fp32 weight and the moments of a parameter."""
 
 
 class WholeState(EngineState):
@@ -181,11 +218,17 @@ class WholeState(EngineState):
         moment: Tensor = self._torch.state[master][key]
         return moment
 
-    def _replace(self, parameter: nn.Parameter, state: ParamState) -> None:
-        master = self._masters[parameter]
-        master.copy_(state.weight)
+    def _range(self, name: str) -> tuple[int, int]:
+        return 0, self._parameters[name].numel()
+
+    def _own(self, name: str, keys: Sequence[str]) -> ParamState:
+        return ParamState(self.value(name), **{key: self.value(name, key) for key in keys})
+
+    def _replace(self, name: str, state: ParamState) -> None:
+        master = self._masters[self._parameters[name]]
+        master.copy_(state.weight.view(master.shape))
         for key in state_names(self._torch) if state.moments else ():
-            self._torch.state[master][key].copy_(state.moments[key])
+            self._torch.state[master][key].copy_(state.moments[key].view(master.shape))
 
 
 class PartitionedState(EngineState):
@@ -225,14 +268,25 @@ class PartitionedState(EngineState):
         super()._begin_moments(steps=steps)
         self._link_moments()
 
-    def _replace(self, parameter: nn.Parameter, state: ParamState) -> None:
-        fragment: Any = parameter._hp_mapping  # type: ignore[attr-defined]  # DeepSpeed's
-        if fragment is None:  # other data ranks hold all of the parameter
-            return
+    def _fragment(self, name: str) -> Any:
+        """What DeepSpeed knows of this rank's piece; None if other data ranks hold all of the parameter."""
+        return self._parameters[name]._hp_mapping  # type: ignore[attr-defined]  # DeepSpeed's
+
+    def _range(self, name: str) -> tuple[int, int]:
+        fragment = self._fragment(name)
+        if fragment is None:
+            return 0, 0
         piece = fragment.lp_fragment_address
+        return piece.start, piece.start + piece.numel
+
+    def _own(self, name: str, keys: Sequence[str]) -> ParamState:
+        piece = self._fragment(name).get_hp_fragment
+        return ParamState(piece().detach(), **{key: piece(key) for key in keys})
+
+    def _replace(self, name: str, state: ParamState) -> None:
+        fragment = self._fragment(name)
         for key in (None, *(fragment.optim_fragment or ())):
-            whole = state.moments[key] if key else state.weight
-            fragment.get_hp_fragment(key).copy_(whole.flatten().narrow(0, piece.start, piece.numel))
+            fragment.get_hp_fragment(key).copy_(state.moments[key] if key else state.weight)
 
 
 class ShardedState:
@@ -248,15 +302,40 @@ class ShardedState:
         self._names: dict[int, str] = {parameter.ds_id: name for name, parameter in parameters.items()}
 
     def iterate(self) -> Iterator[tuple[str, ParamState]]:
-        """See ``EngineState``; in the order of the sub-groups, so that each is read from the drive once."""
+        """See ``EngineState``."""
+        for parameter, parts in self._held():
+            yield self._names[parameter.ds_id], parts.mapped(partial(self._gathered, parameter))
+
+    def shards(self, part: Part) -> Shards:
+        """See ``EngineState``; the last elements of a rank's part may be padding, which is left out."""
+        parameters = {self._names[each.ds_id]: each for group in self._optimizer.fp16_groups for each in group}
+        own = {name: self._boxes(parameters[name], part) for name in self._names.values()}
+        boxes = {name: each for name, each in own.items() if each}
+        sizes = {name: sum(box.numel for box in each) for name, each in own.items()}
+
+        def states() -> Iterator[tuple[str, ParamState]]:
+            for parameter, parts in self._held():
+                name = self._names[parameter.ds_id]
+                if name in boxes:
+                    yield name, parts.mapped(partial(self._part_of, parameter, stop=sizes[name]))
+
+        return Shards(boxes, states())
+
+    def _boxes(self, parameter: Any, part: Part) -> list[Box]:
+        """Where this rank's part of ``parameter`` lies in it."""
+        optimizer = self._optimizer
+        rank, (_, _, length) = optimizer._get_param_partition_rank(parameter), optimizer.grad_position[parameter.ds_id]
+        return cut(part(self._names[parameter.ds_id]), rank * length, (rank + 1) * length)
+
+    def _held(self) -> Iterator[tuple[Any, ParamState]]:
+        """Every parameter, with the flat tensors of its sub-group; in their order, to read each from the drive once."""
         optimizer = self._optimizer
         for index, group in enumerate(optimizer.fp16_groups):
             with self._in_memory(index) as flat:
                 state = optimizer.optimizer.state.get(flat, {})
                 moments = {key: moment for key in STATE_NAMES if (moment := state.get(key)) is not None}
-                parts = ParamState(flat.detach(), **moments)
                 for parameter in group:
-                    yield self._names[parameter.ds_id], parts.mapped(partial(self._gathered, parameter))
+                    yield parameter, ParamState(flat.detach(), **moments)
 
     @contextmanager
     def _in_memory(self, index: int) -> Iterator[Tensor]:
@@ -275,9 +354,10 @@ class ShardedState:
         whole: Tensor = self._optimizer._fp32_state_allgather(parameter, self._part_of(parameter, flat))
         return whole
 
-    def _part_of(self, parameter: Any, flat: Tensor) -> Tensor:
+    def _part_of(self, parameter: Any, flat: Tensor, *, stop: int | None = None) -> Tensor:
+        """This rank's part of ``parameter`` in the tensor of its sub-group, up to its element ``stop``."""
         _, offset, length = self._optimizer.grad_position[parameter.ds_id]
-        return flat.narrow(0, offset, length)
+        return flat.narrow(0, offset, length)[:stop]
 
     @torch.no_grad()
     def load(self, reader: StateReader, *, part: Part) -> None:
@@ -292,21 +372,15 @@ class ShardedState:
             if reader.has_moments:
                 moments = begin_state(optimizer.optimizer, flat, steps=reader.counters.optimizer_steps)
             for parameter in group:
-                rank, name = optimizer._get_param_partition_rank(parameter), self._names[parameter.ds_id]
-                state = reader.state(name).mapped(partial(part, name))
-                _copy_part(state.weight, self._part_of(parameter, flat), rank=rank)
+                state = reader.state(self._names[parameter.ds_id], self._boxes(parameter, part))
+                stop = state.weight.numel()  # what is behind it is padding, and is not set
+                self._part_of(parameter, flat, stop=stop).copy_(state.weight)
                 for key, moment in moments.items():
-                    _copy_part(state.moments[key], self._part_of(parameter, moment), rank=rank)
+                    self._part_of(parameter, moment, stop=stop).copy_(state.moments[key])
             optimizer._reassign_or_swap_out_partitioned_parameters(index)
             if swapped:
                 optimizer._optimizer_states_and_gradient_swap_out(index)  # also moments that have no file yet
         optimizer.checkpoint_event_epilogue()  # gathers the parameters that every rank keeps whole
-
-
-def _copy_part(whole: Tensor, part: Tensor, *, rank: int) -> None:
-    """Fill ``part``, the flat part of ``rank``; its elements past the end of ``whole`` are padding and are not set."""
-    own = whole.flatten()[rank * part.numel() : (rank + 1) * part.numel()]
-    part[: own.numel()].copy_(own)
 
 
 def engine_tensors(optimizer: Any, parameters: Iterable[Tensor]) -> StateTensors:

@@ -1,0 +1,532 @@
+"""What each rank of a run does, known to the others: who is at fault when the run stands still or breaks.
+
+A thread of every rank notes once a second in the store of the process group where the rank's training is. Nothing is
+exchanged with the device or in the loop. If a rank makes no progress, or its neighbour gives no sign of life, it asks
+all ranks for their Python stacks and for how many collectives they have called. Then it names the rank that the others
+wait for. The same comparison is made by PyTorch's flight recorder, after the fact, and by ``monitored_barrier``.
+"""
+
+import contextlib
+import json
+import os
+import re
+import socket
+import statistics
+import sys
+import threading
+import time
+import traceback
+import uuid
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from datetime import timedelta
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from dsgpt.common.errors import EXIT_USER_ERROR, LostRank, SaveError, UserError
+from dsgpt.machine.topology import Topology
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+JOIN_SEC = 600.0
+"""Seconds in which every rank must arrive; starting a machine by hand takes a while."""
+LIMITS_SEC = {"validation": 600.0} | dict.fromkeys(("start", "compilation", "record", "save", "end"), 1800.0)
+"""Seconds without progress after which a phase other than a step counts as standing still.
+
+Rank 0 may hash data at the start. A validation makes progress with each batch. The first step of a process compiles."""
+TIMES_STEP = 3
+"""A step stands still at the earliest after this many times the median of recent steps."""
+BEAT_SEC = 1.0
+OBSERVED_SEC = 8.0
+"""Seconds for which ranks are observed before one is named; one that gives no sign of life in them is gone."""
+SLOW_STEPS, SLOW_TIMES, SLOW_SEC = 20, 1.5, 0.02
+"""A rank is slow if the median work of so many steps is so many times its peers', and so many seconds more."""
+FRAMES = 12
+"""Innermost calls of a stack that are shown."""
+BROKEN = re.compile(r"gloo|NCCL|nccl|Connection (closed|reset|refused)|Broken pipe|Socket closed|[Tt]imed out|c10d")
+"""In messages of errors that another rank may have caused."""
+_WAITING = re.compile(r"/torch/distributed/|/deepspeed/comm/|_engine_run_backward|/torch/cuda/")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seen:
+    """What is known of a rank."""
+
+    host: str
+    phase: str = "start"
+    step: int = 0
+    """The last one it began."""
+    moves: int = 0
+    """How often it made progress; equal on all ranks that are equally far."""
+    beat: int = 0
+    own_sec: float | None = None
+    """Median seconds of recent steps in which it computed or waited for data; None before there are enough."""
+    silent: bool = False
+    failed: str | None = None
+    """Its error."""
+    stack: tuple[str, ...] = ()
+    """Of its main thread, the innermost call last."""
+    collectives: Mapping[str, int] = field(default_factory=dict)
+    """How many it has called, by process group."""
+
+    @property
+    def where(self) -> str:
+        """``step 7``, or another phase."""
+        return (
+            f"step {self.step}"
+            if self.phase in {"step", "agreement", "compilation"}
+            else f"{self.phase} after step {self.step}"
+        )
+
+    @property
+    def waits(self) -> bool:
+        """Whether its innermost call waits for others, as far as its stack shows."""
+        return bool(self.stack) and _WAITING.search(self.stack[-1]) is not None
+
+
+def culprits(  # noqa: PLR0911 - one for each way to tell them apart
+    ranks: Mapping[int, Seen], *, pipeline: bool = False
+) -> tuple[list[int], str]:
+    """The ranks that the others wait for, and what they do; all ranks if nothing tells them apart.
+
+    Args:
+        ranks: all ranks.
+        pipeline: stages send to each other in the group of all ranks, so its calls cannot be compared.
+    """
+    alive = {rank: seen for rank, seen in ranks.items() if not seen.silent}
+    if failed := [rank for rank, seen in ranks.items() if seen.failed]:
+        return failed, "failed"
+    if silent := [rank for rank, seen in ranks.items() if seen.silent]:
+        return silent, "gives no sign of life: it died, was stopped, or its machine is cut off"
+    hangs = "hangs, and the others wait for it"
+    least = min(seen.moves for seen in alive.values())
+    behind = [rank for rank, seen in alive.items() if seen.moves == least]
+    if len(behind) < len(alive):
+        return behind, hangs
+    late: set[int] = set()
+    ahead: set[int] = set()
+    for group in {name for seen in alive.values() for name in seen.collectives} - ({"0"} if pipeline else set()):
+        calls = {rank: seen.collectives[group] for rank, seen in alive.items() if group in seen.collectives}
+        late |= {rank for rank, count in calls.items() if count < max(calls.values())}
+        ahead |= {rank for rank, count in calls.items() if count > min(calls.values())}
+    if late - ahead:  # who is ahead in one group and late in another waits itself
+        return sorted(late - ahead), hangs
+    busy = [rank for rank, seen in alive.items() if seen.stack and not seen.waits]
+    if 0 < len(busy) < len(alive):
+        return busy, hangs
+    places = Counter(seen.stack[-1:] for seen in alive.values())
+    usual, count = places.most_common(1)[0]
+    if len(places) > 1 and count > 1:
+        return [rank for rank, seen in alive.items() if seen.stack[-1:] != usual], "waits where the others do not"
+    return sorted(alive), "waits, and no rank is behind the others"
+
+
+def verdict(ranks: Mapping[int, Seen], *, seconds: float, pipeline: bool) -> str:
+    """Lines that name the culprits: host, rank, step, what is wrong, and Python stacks of two of them."""
+    named, what = culprits(ranks, pipeline=pipeline)
+    first = ranks[named[0]]
+    more = f" (and {len(named) - 1} more: ranks {', '.join(map(str, named[1:9]))})" if named[1:] else ""
+    lines = [
+        f"rank {named[0]} on {first.host}{more} {what}, in {first.where}"
+        + (f": {first.failed}" if first.failed else f"; seen after {seconds:.0f} s without progress")
+        + "; continue with --resume"
+    ]
+    shown: set[tuple[str, ...]] = set()
+    for rank in named:
+        stack = ranks[rank].stack
+        if stack and stack not in shown and len(shown) < 2:
+            lines += [f"rank {rank} on {ranks[rank].host}, innermost call last:", *(f"  {call}" for call in stack)]
+            shown.add(stack)
+    return "\n".join(lines)
+
+
+def slow_ranks(ranks: Mapping[int, Seen], *, stages: int = 1) -> dict[int, float]:
+    """Ranks whose own work takes much longer than their peers', with the median of those in seconds a step.
+
+    Args:
+        ranks: all ranks.
+        stages: of a pipeline; only ranks of one stage do the same work.
+    """
+    slow, size = {}, max(1, len(ranks) // stages)
+    for rank, seen in ranks.items():
+        others = [
+            other.own_sec
+            for peer, other in ranks.items()
+            if peer != rank and peer // size == rank // size and other.own_sec is not None
+        ]
+        usual = statistics.median(others) if others else None
+        if usual is not None and seen.own_sec is not None and seen.own_sec > max(SLOW_TIMES * usual, usual + SLOW_SEC):
+            slow[rank] = usual
+    return slow
+
+
+def open_store(topology: Topology) -> "Store":
+    """The store at which the ranks meet; rank 0 serves it unless the launcher does.
+
+    With ``--master_port`` on one machine, PyTorch 2.13 keeps one store for all attempts of ``torchrun --max-restarts``,
+    with the same keys (``static_tcp_rendezvous.py``): restarted ranks would read the addresses of dead ones. So these
+    get a prefix. Launchers on several machines make a new store for each attempt.
+
+    Raises:
+        UserError: the variables do not say where the ranks meet, or nobody answers there.
+    """
+    if missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
+        raise UserError(f"not set: {', '.join(missing)}, where the ranks meet: start them with a launcher")
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    of_the_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+    try:
+        # All of these are documented as public; only the types do not mark them as exported.
+        store: Store = dist.TCPStore(  # type: ignore[attr-defined]
+            address,
+            port,
+            is_master=topology.rank == 0 and not of_the_launcher,
+            timeout=timedelta(seconds=JOIN_SEC),
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
+    except dist.DistError as error:
+        if topology.rank == 0 and not of_the_launcher:
+            why = str(error).splitlines()[0]
+            raise UserError(f"cannot meet at {address}:{port} ({why}): give another MASTER_PORT") from error
+        raise UserError(
+            f"rank 0 did not answer at {address}:{port} within {JOIN_SEC:.0f} s: it did not start, or refused"
+        ) from error
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if attempt != "0" and of_the_launcher and os.environ.get("GROUP_WORLD_SIZE") == "1":
+        store = dist.PrefixStore(f"attempt-{attempt}", store)  # type: ignore[attr-defined]
+    return store
+
+
+def meet(store: "Store", topology: Topology) -> "Store":
+    """Wait until every rank is there.
+
+    Every rank brings a new word, and rank 0 answers each of them. So a store that torchrun keeps over attempts, which
+    has the keys of dead ranks, is no danger.
+
+    Returns:
+        The part of the store that belongs to this meeting; ``hosts`` in it has the host of every rank.
+
+    Raises:
+        UserError: one refused to start, or some did not arrive within ``JOIN_SEC``. Says which.
+    """
+    word, refused, end = uuid.uuid4().hex, _refused(), time.monotonic() + JOIN_SEC
+    store.set(f"here/{topology.rank}", f"{word} {socket.gethostname()}")
+    earlier: list[str] = json.loads(store.get("met")) if topology.is_main and store.check(["met"]) else []
+    arrived: dict[int, list[str]] = {}
+    while not store.check([f"go/{word}"]):
+        if store.check([refused]):
+            store.add("heard", 1)
+            raise UserError(*json.loads(store.get(refused)))
+        for rank in range(topology.world_size) if topology.is_main else ():
+            if rank not in arrived and store.check([f"here/{rank}"]):
+                said = store.get(f"here/{rank}").decode().split(" ", 1)
+                arrived |= {rank: said} if said[0] not in earlier else {}
+        if len(arrived) == topology.world_size:
+            words = [arrived[rank][0] for rank in range(topology.world_size)]
+            store.set(f"{word}/hosts", json.dumps([arrived[rank][1] for rank in range(topology.world_size)]))
+            store.set("met", json.dumps([*earlier, *words]))
+            for other in words:
+                store.set(f"go/{other}", word)
+        elif time.monotonic() > end:
+            missing = [str(rank) for rank in range(topology.world_size) if rank not in arrived]
+            ranks = f"ranks {', '.join(missing[:16])}" if topology.is_main else "some ranks"
+            lines = [f"{ranks} did not arrive within {JOIN_SEC:.0f} s: look at what their machines printed"]
+            store.set(refused, json.dumps(lines))
+        else:
+            time.sleep(0.1)
+    return dist.PrefixStore(store.get(f"go/{word}").decode(), store)  # type: ignore[attr-defined]
+
+
+def _refused() -> str:
+    """The key of a refusal before the ranks have met; a later attempt of torchrun is not refused for an earlier one."""
+    return f"refused-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+
+
+def tell_refusal(topology: Topology, lines: Sequence[str]) -> None:
+    """Tell the ranks of other machines why this one does not start; within seconds, and without an error of its own."""
+    global JOIN_SEC  # noqa: PLW0603 - a refusal must not wait for a rank 0 that is not there
+    JOIN_SEC = OBSERVED_SEC
+    where = f"rank {topology.rank} on {socket.gethostname()} refused: "
+    with contextlib.suppress(UserError, dist.DistError, RuntimeError, ValueError):
+        _refuse(open_store(topology), topology, [where + line for line in lines], key=_refused())
+
+
+def _refuse(store: "Store", topology: Topology, lines: Sequence[str], *, key: str = "refused") -> None:
+    if topology.local_world_size == topology.world_size:
+        return  # the launcher of one machine ends its ranks
+    store.compare_set(key, "", json.dumps(lines))
+    end = time.monotonic() + OBSERVED_SEC
+    heard = store.add("heard", 1)
+    while topology.is_main and heard < topology.world_size and time.monotonic() < end:
+        time.sleep(0.1)  # the store ends with rank 0
+        heard = store.add("heard", 0)
+
+
+class Peers:
+    """This rank's knowledge of the others. A context manager; inside, after ``join``, its thread compares them.
+
+    Args:
+        topology: this rank's place; a single rank has no peers, and all methods do nothing.
+        stall_timeout: seconds without progress after which a step stands still.
+    """
+
+    def __init__(self, topology: Topology, *, stall_timeout: float) -> None:
+        self._topology, self._stall_timeout = topology, stall_timeout
+        self.store: Store | None = None
+        """The store at which the ranks meet; None for a single rank."""
+        self.slow: Callable[[int, Seen, float], None] = lambda *_: None
+        """Called in the thread of rank 0 with a rank that is slow, and the usual seconds of work in a step."""
+        self.leave: Callable[[LostRank], None] = lambda _: None
+        """Called in the thread before it ends this process, because its main thread waits for a rank that is gone."""
+        self._own = Seen(host=socket.gethostname())
+        self._moved = time.monotonic()
+        self._steps: deque[float] = deque(maxlen=SLOW_STEPS)
+        self._work: deque[float] = deque(maxlen=SLOW_STEPS)
+        self._ended, self._broken, self._found = threading.Event(), threading.Event(), threading.Event()
+        self._lost: LostRank | None = None
+        self._next: tuple[int, float] = (-1, time.monotonic())
+        self._asked = self._said = ""
+        self._slow: set[int] = set()
+        self._main = threading.current_thread().ident
+        self._thread = threading.Thread(target=self._watch, name="peers", daemon=True)
+        self._guard = threading.Thread(target=self._watch_store, name="peers-store", daemon=True)
+        self._answered = time.monotonic()
+
+    def __enter__(self) -> "Peers":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._ended.set()
+        if self._thread.is_alive():
+            self._thread.join(OBSERVED_SEC)  # it may wait for a store that is gone
+
+    def join(self) -> None:
+        """Wait for all ranks, and begin to watch them.
+
+        Raises:
+            UserError: a rank does not come.
+        """
+        if self._topology.world_size > 1:
+            store = meet(open_store(self._topology), self._topology)
+            self._hosts: list[str] = json.loads(store.get("hosts"))
+            # A clone has a connection of its own. It is public; only the types lack it.
+            self.store, self._watched = store, store.clone()  # type: ignore[attr-defined]
+            self._watched.set_timeout(timedelta(seconds=OBSERVED_SEC))
+            self._moved = time.monotonic()
+            self._answered = self._moved
+            self._thread.start()
+            self._guard.start()
+
+    def refuse(self, lines: tuple[str, ...]) -> None:
+        """Tell the others why the run does not start; they end with the same lines."""
+        if self.store is not None:
+            self._ended.set()
+            with contextlib.suppress(dist.DistError, RuntimeError):
+                _refuse(self._watched, self._topology, lines)
+
+    def end(self) -> None:
+        """Watch no longer: this rank does not wait for the others any more, and they may leave before it."""
+        self._ended.set()
+
+    def begin(self, phase: str, step: int | None = None) -> None:
+        """Note that this rank enters a phase: ``step``, its end (``agreement``), or one of ``LIMITS_SEC``."""
+        now = time.monotonic()
+        if self._own.phase == "step":
+            self._steps.append(now - self._moved)
+        step = self._own.step if step is None else step
+        self._own = replace(self._own, phase=phase, step=step, moves=self._own.moves + 1)
+        self._moved = now
+
+    def move(self) -> None:
+        """Note progress in the phase."""
+        self._own = replace(self._own, moves=self._own.moves + 1)
+        self._moved = time.monotonic()
+
+    def worked(self, seconds: float) -> None:
+        """Note for how long this rank computed and waited for data in a step."""
+        self._work.append(seconds)
+        if len(self._work) == SLOW_STEPS:
+            self._own = replace(self._own, own_sec=statistics.median(self._work))
+
+    @property
+    def limit_sec(self) -> float:
+        """Seconds without progress after which this phase stands still."""
+        usual = statistics.median(self._steps) if self._steps else 0.0
+        return max(self._stall_timeout, LIMITS_SEC.get(self._own.phase, TIMES_STEP * usual))
+
+    @property
+    def idle_sec(self) -> float:
+        """Seconds since this rank last made progress."""
+        return time.monotonic() - self._moved
+
+    @contextlib.contextmanager
+    def explained(self) -> Iterator[None]:
+        """Raises ``LostRank`` for an error that another rank caused, and tells the others of an error of this one."""
+        try:
+            yield
+        except Exception as error:
+            if self.store is None or self._lost is not None:
+                raise
+            if isinstance(error, RuntimeError) and not isinstance(error, SaveError) and BROKEN.search(str(error)):
+                self._broken.set()
+                self._found.wait(3 * OBSERVED_SEC)
+                if self._lost is not None:
+                    raise self._lost from error
+            else:
+                calls = traceback.extract_tb(error.__traceback__)
+                fact: dict[str, Any] = {
+                    "failed": f"{type(error).__name__}: {error}".splitlines()[0],
+                    "stack": _calls(calls),
+                }
+                fact |= {"phase": self._own.phase, "step": self._own.step}
+                with contextlib.suppress(dist.DistError, RuntimeError):
+                    self._watched.set(f"failed/{self._topology.rank}", json.dumps(fact))
+            raise
+
+    # In the thread.
+
+    def _watch(self) -> None:
+        while not self._ended.wait(BEAT_SEC):
+            try:
+                self._beat()
+                if self._watched.check(["refused"]):
+                    self._watched.add("heard", 1)
+                    self._end(LostRank("\n".join(json.loads(self._watched.get("refused"))), refused=True))
+                elif self._watched.check(["verdict"]):
+                    self._end(LostRank(self._watched.get("verdict").decode()))
+                elif self._broken.is_set() or self.idle_sec > self.limit_sec - OBSERVED_SEC or self._neighbour_lost():
+                    self._observe()
+                elif self._topology.is_main and self._own.beat % 5 == 0:
+                    self._report_slow()
+            except RuntimeError as error:  # of the store
+                if not self._ended.wait(OBSERVED_SEC):  # else the run has ended
+                    self._lose_store(str(error).splitlines()[0][:120])
+                return
+
+    def _watch_store(self) -> None:
+        """Ends this process if the store does not answer: where its machine is cut off, the thread waits for hours."""
+        while not self._ended.wait(BEAT_SEC):
+            if time.monotonic() - self._answered > self._stall_timeout - OBSERVED_SEC:
+                self._lose_store(f"no answer for {self._stall_timeout - OBSERVED_SEC:.0f} s")
+                return
+
+    def _lose_store(self, why: str) -> None:
+        at = os.environ["MASTER_ADDR"]
+        words = f"rank 0 or its launcher, at {at}, does not answer any more, in {self._own.where} ({why})"
+        self._said = f"{words}: it died, or a machine is cut off; continue with --resume"
+        self._end(LostRank(self._said))
+
+    def _beat(self) -> None:
+        self._own = own = replace(self._own, beat=self._own.beat + 1)
+        known = {name: value for name, value in asdict(own).items() if name not in {"stack", "collectives"}}
+        self._watched.set(f"at/{self._topology.rank}", json.dumps(known))
+        self._watched.check(["hosts"])  # it waits for the answer, which ``set`` does not
+        self._answered = time.monotonic()
+        if self._watched.check(["ask"]) and (asked := self._watched.get("ask").decode()) != self._asked:
+            self._asked = asked
+            fact = {"stack": self._stack(), "collectives": _collectives()}
+            self._watched.set(f"stack/{self._topology.rank}", json.dumps(fact))
+
+    def _stack(self) -> list[str]:
+        assert self._main is not None
+        return _calls(traceback.extract_stack(sys._current_frames()[self._main]))
+
+    def _neighbour_lost(self) -> bool:
+        """Whether the next rank has given no sign of life for almost ``stall_timeout``."""
+        rank = (self._topology.rank + 1) % self._topology.world_size
+        beat = self._read(rank, "at").get("beat", 0)
+        if beat != self._next[0]:
+            self._next = (beat, time.monotonic())
+        return time.monotonic() - self._next[1] > self._stall_timeout - 2 * OBSERVED_SEC
+
+    def _read(self, rank: int, what: str) -> dict[str, Any]:
+        key = f"{what}/{rank}"
+        return dict(json.loads(self._watched.get(key))) if self._watched.check([key]) else {}
+
+    def _everyone(self) -> dict[int, Seen]:
+        ranks = {}
+        for rank in range(self._topology.world_size):
+            facts = (
+                {"host": self._hosts[rank]}
+                | self._read(rank, "at")
+                | self._read(rank, "stack")
+                | self._read(rank, "failed")
+            )
+            ranks[rank] = Seen(**facts | {"stack": tuple(facts.get("stack", ()))})
+        return ranks
+
+    def _observe(self) -> None:
+        """Look at all ranks for a while, then name those that the others wait for; stops if the run goes on."""
+        idle, moves, end = self.idle_sec, self._own.moves, time.monotonic() + OBSERVED_SEC
+        before = self._everyone()
+        self._watched.set("ask", f"{self._topology.rank} {time.time()}")
+        while True:
+            if self._ended.wait(BEAT_SEC) or self._own.moves != moves or self._watched.check(["verdict"]):
+                return
+            self._beat()
+            ranks = self._everyone()
+            failed = any(seen.failed for seen in ranks.values())
+            if time.monotonic() < end and not (failed and self._broken.is_set()):
+                continue
+            ranks = {
+                rank: replace(seen, silent=seen.beat == before[rank].beat and rank != self._topology.rank)
+                for rank, seen in ranks.items()
+            }
+            if failed or any(seen.silent for seen in ranks.values()) or self.idle_sec > self.limit_sec - BEAT_SEC:
+                break
+            if self._broken.is_set():
+                self._broken.clear()
+                self._found.set()  # without a name: the error is shown as it is
+            if self.idle_sec < self.limit_sec - 2 * OBSERVED_SEC:
+                return
+        own = self._own  # all ranks took the step before, so the last beat of one that is gone may be older
+        ranks = {
+            rank: replace(seen, phase=own.phase, step=own.step) if seen.silent else seen for rank, seen in ranks.items()
+        }
+        words = verdict(ranks, seconds=max(idle, self.idle_sec), pipeline=self._topology.sizes.pipeline > 1)
+        self._said = words
+        self._end(LostRank(self._watched.compare_set("verdict", "", words).decode()))
+
+    def _end(self, lost: LostRank) -> None:
+        """Let the main thread raise ``lost`` if it can; otherwise end this process."""
+        self._lost = lost
+        speaks = self._topology.local_rank == 0 if lost.exit_code == EXIT_USER_ERROR else self._topology.is_main
+        lost.speaks = speaks or str(lost) == self._said
+        self._found.set()
+        if self._broken.is_set():
+            self._linger()
+            self._ended.set()
+            return
+        self.leave(lost)
+        self._linger()
+        os._exit(lost.exit_code)
+
+    def _linger(self) -> None:
+        # The store may end with rank 0, and the others must read the verdict before the end of a rank disturbs them.
+        time.sleep((3 if self._topology.is_main else 1.5) * BEAT_SEC)
+
+    def _report_slow(self) -> None:
+        ranks = self._everyone()
+        for rank, usual in slow_ranks(ranks, stages=self._topology.sizes.pipeline).items():
+            if rank not in self._slow:
+                self._slow.add(rank)
+                self.slow(rank, ranks[rank], usual)
+
+
+def _calls(frames: traceback.StackSummary) -> list[str]:
+    return [f"{frame.filename}:{frame.lineno} in {frame.name}" for frame in frames[-FRAMES:]]
+
+
+def _collectives() -> dict[str, int]:
+    """How many collectives this rank has called, by the name of the process group."""
+    counts = {}
+    for group, name in list(dist.distributed_c10d._world.pg_names.items()):
+        with contextlib.suppress(RuntimeError):  # a backend without numbers
+            counts[str(name)] = group._get_sequence_number_for_group()  # type: ignore[attr-defined]
+    return counts

@@ -1,0 +1,151 @@
+"""Notices that a provider takes a spot instance back: they stop the run in order, as SIGTERM would.
+
+Every machine has a notice of its own, from the metadata service of its provider, or from whatever makes a file. The
+first rank of each machine asks. Formats: AWS "Spot Instance interruption notices", Google Cloud "Preemptible VM
+instances", Azure "Scheduled Events".
+"""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from dsgpt.common.errors import UserError
+from dsgpt.machine.device import gather_objects
+from dsgpt.machine.launcher import waiting_processes
+from dsgpt.machine.topology import Topology
+
+ADDRESS = "DSGPT_METADATA_ADDRESS"
+"""An environment variable: the address of a metadata service in another place than the provider's."""
+POLL_SEC = 5.0
+"""Seconds between two questions, as AWS recommends. Google and Azure give notice of 30 s, AWS of 120 s."""
+ANSWER_SEC = 2.0
+"""Seconds that a metadata service has for its answer: it is on the same machine, or beside it."""
+_open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open  # a proxy is another machine
+"""Opens an address without the proxies of the environment."""
+
+
+def _ask(address: str, headers: Mapping[str, str], method: str = "GET") -> str:
+    request = urllib.request.Request(address, headers=dict(headers), method=method)
+    with _open(request, timeout=ANSWER_SEC) as answer:
+        return str(answer.read(1 << 16), "utf-8", "replace")
+
+
+def _aws(service: str) -> str | None:
+    token = _ask(f"{service}/latest/api/token", {"X-aws-ec2-metadata-token-ttl-seconds": "60"}, "PUT")
+    try:
+        return _ask(f"{service}/latest/meta-data/spot/instance-action", {"X-aws-ec2-metadata-token": token})
+    except urllib.error.HTTPError as error:
+        if error.code == 404:  # no notice
+            return None
+        raise
+
+
+def _gcp(service: str) -> str | None:
+    answer = _ask(f"{service}/computeMetadata/v1/instance/preempted", {"Metadata-Flavor": "Google"})
+    return "preempted" if answer.strip() == "TRUE" else None
+
+
+def _azure(service: str) -> str | None:
+    answer = json.loads(_ask(f"{service}/metadata/scheduledevents?api-version=2020-07-01", {"Metadata": "true"}))
+    events = [event for event in answer["Events"] if event["EventType"] in {"Preempt", "Terminate"}]
+    return f"{events[0]['EventType']} at {events[0].get('NotBefore') or 'once'}" if events else None
+
+
+PROVIDERS: Mapping[str, tuple[str, Callable[[str], str | None]]] = {
+    "aws": ("http://169.254.169.254", _aws),
+    "gcp": ("http://metadata.google.internal", _gcp),
+    "azure": ("http://169.254.169.254", _azure),
+}
+"""Address of the metadata service, and what reads a notice from it."""
+
+
+def read_notice(source: str) -> str | None:
+    """What a provider, or the file ``source``, says; None if there is no notice.
+
+    Raises:
+        OSError: the provider's service does not answer.
+        ValueError: it answers with something else.
+    """
+    if source not in PROVIDERS:
+        return "it exists" if Path(source).exists() else None
+    address, read = PROVIDERS[source]
+    try:
+        return read(os.environ.get(ADDRESS, address))
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"an answer without {error}") from error
+
+
+class SpotWatch:
+    """A context manager: inside, a notice makes this machine's ranks, and so the run, stop in order.
+
+    Args:
+        source: a provider, a path, or None to ask nobody.
+        topology: says which rank asks.
+
+    Raises:
+        UserError: on entry, on every rank: a machine's provider does not answer, so that nobody would give notice; or
+            there is one already.
+    """
+
+    def __init__(self, source: str | None, topology: Topology) -> None:
+        self._source, self._topology = source, topology
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="spot", daemon=True)
+
+    def __enter__(self) -> "SpotWatch":
+        if self._source is None:
+            return self
+        problem: str | None = None
+        asks = self._topology.local_rank == 0
+        if asks:
+            where = f"--spot_notice {self._source}: on {socket.gethostname()}"
+            try:
+                if notice := read_notice(self._source):
+                    problem = f"{where} there is a notice already ({notice}): use another machine, or remove the file"
+            except (OSError, ValueError) as error:
+                problem = f"{where} the provider's service does not answer: {error}"
+        if problems := [line for line in gather_objects(problem) if line]:
+            raise UserError(*problems)
+        if asks:
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _watch(self) -> None:
+        assert self._source is not None  # the thread runs only with one
+        answers = True
+        while not self._end.wait(POLL_SEC):
+            try:
+                notice = read_notice(self._source)
+            except (OSError, ValueError) as error:
+                if answers:
+                    _say(f"warning: --spot_notice {self._source}: {error}; asked again every {POLL_SEC:g} s")
+                answers = False
+                continue
+            answers = True
+            if notice:
+                _say(f"--spot_notice {self._source}: {notice}: the run stops and saves")
+                os.kill(self._leaving(), signal.SIGTERM)
+                return
+
+    def _leaving(self) -> int:
+        """Who is told: this rank; under torchrun its agent, which would otherwise start the ranks here again."""
+        return waiting_processes()[-1].pid if self._topology.launcher == "torchrun" else os.getpid()
+
+
+def _say(line: str) -> None:
+    """Print on whichever machine it is: only rank 0 logs."""
+    with contextlib.suppress(OSError):  # the terminal is gone
+        print(line, file=sys.stderr, flush=True)

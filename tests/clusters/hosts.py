@@ -1,0 +1,164 @@
+"""Hosts of a cluster on this machine: network namespaces with addresses and host names of their own, behind a switch.
+
+Ranks of one host share a namespace. Between hosts everything goes over the switch, which is a bridge in a namespace of
+its own, so that nothing of this machine's network is changed.
+"""
+
+import ctypes
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from small_run import REPOSITORY
+from system_packages import REMOTE
+
+INTERFACE = "host0"
+"""The interface of every host."""
+RUNTIME = Path("/run/netns")
+NEW_NETWORK, NEW_NAMES = 0x40000000, 0x04000000
+"""``CLONE_NEWNET`` and ``CLONE_NEWUTS`` of Linux."""
+SSHD = """\
+Port 22
+ListenAddress {address}
+HostKey {folder}/key
+PidFile {folder}/{name}.pid
+AuthorizedKeysFile {folder}/key.pub
+StrictModes no
+UsePAM no
+PasswordAuthentication no
+SetEnv GLOO_SOCKET_IFNAME={interface} DS_ACCELERATOR=cpu
+"""
+SSH = """\
+#!/bin/sh
+exec {ssh} -i {folder}/key -o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null -o LogLevel=ERROR "$@"
+"""
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """Some hosts; the first is number 0."""
+
+    name: str
+    """Unique on this machine; that of a host is ``NAME-NUMBER``."""
+    count: int
+    names: Path = Path()
+    """What is ``/etc/hosts`` on every host."""
+
+    def host(self, number: int) -> str:
+        """The name of a host, which is its namespace's, too."""
+        return f"{self.name}-{number}"
+
+    def address(self, number: int) -> str:
+        """The address of a host."""
+        return f"10.77.0.{number + 1}"
+
+    def variables(self) -> dict[str, str]:
+        """Environment variables that a process on any host needs."""
+        kept = {key: value for key, value in os.environ.items() if not key.startswith("DSGPT_")}
+        return kept | {"GLOO_SOCKET_IFNAME": INTERFACE, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+
+    def start(
+        self, number: int, *words: object, log: Path, cwd: Path = REPOSITORY, variables: Mapping[str, str] | None = None
+    ) -> "subprocess.Popen[bytes]":
+        """Start a command on a host, in a session of its own; what it prints is appended to ``log``."""
+        named = f'hostname {self.host(number)} && mount --bind {self.names} /etc/hosts && exec "$@"'
+        inside = ["ip", "netns", "exec", self.host(number), "unshare", "--uts", "sh", "-c", named, "host"]
+        with log.open("ab") as file:
+            return subprocess.Popen(
+                [*inside, *map(str, words)], cwd=cwd, stdin=subprocess.DEVNULL, stdout=file, stderr=file,
+                env=self.variables() | dict(variables or {}), start_new_session=True,
+            )  # fmt: skip
+
+    def unplug(self, number: int) -> None:
+        """Cut a host off: what is sent to it is lost without an answer, as when its power fails."""
+        _ip("-n", self.host(number), "link", "set", INTERFACE, "down")
+
+    def plug(self, number: int) -> None:
+        """Connect a host again."""
+        _ip("-n", self.host(number), "link", "set", INTERFACE, "up")
+
+    @contextmanager
+    def reached_by_ssh(self, folder: Path) -> Iterator[dict[str, str]]:
+        """A real sshd on every host; gives the variables of a process that may log in to all of them."""
+        if lacking := [package for package, name in REMOTE.items() if not shutil.which(name)]:
+            pytest.skip(f"needs {', '.join(lacking)}")
+        Path("/run/sshd").mkdir(exist_ok=True)
+        folder.mkdir()
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / "key"], check=True)
+        daemons = []
+        for number in range(self.count):
+            own = folder / f"{number}.conf"
+            own.write_text(SSHD.format(address=self.address(number), folder=folder, name=number, interface=INTERFACE))
+            daemons.append(self.start(number, shutil.which("sshd"), "-D", "-e", "-f", own, log=folder / "log"))
+        wrapper = folder / "ssh"
+        wrapper.write_text(SSH.format(ssh=shutil.which("ssh"), folder=folder))
+        wrapper.chmod(0o755)
+        try:
+            yield {"PATH": f"{folder}:{os.environ['PATH']}"}
+        finally:
+            for daemon in daemons:
+                daemon.terminate()
+                daemon.wait(timeout=30)
+
+
+@contextmanager
+def made_hosts(count: int) -> Iterator[Hosts]:
+    """``count`` hosts behind one switch; skips the test where they cannot be made. All are removed at the end."""
+    if os.geteuid() != 0 or not shutil.which("ip"):
+        pytest.skip("only root, with iproute2, can make network namespaces")
+    folder = tempfile.TemporaryDirectory()
+    hosts = Hosts(f"dsgpt-{os.getpid()}-{secrets.token_hex(2)}", count, Path(folder.name) / "hosts")
+    lines = [f"{hosts.address(number)} {hosts.host(number)}" for number in range(count)]
+    hosts.names.write_text("\n".join(["127.0.0.1 localhost", *lines, ""]))
+    switch = f"{hosts.name}-switch"
+    made: list[str] = []
+    try:
+        for name in (switch, *map(hosts.host, range(count))):
+            done = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True, check=False)
+            if done.returncode != 0:
+                pytest.skip(f"this machine refuses network namespaces: {done.stderr.strip()}")
+            made.append(name)
+        _ip("-n", switch, "link", "add", "switch", "type", "bridge")
+        _ip("-n", switch, "link", "set", "switch", "up")
+        for number in range(count):
+            host, port = hosts.host(number), f"port{number}"
+            _ip("link", "add", port, "netns", switch, "type", "veth", "peer", "name", INTERFACE, "netns", host)
+            _ip("-n", switch, "link", "set", port, "master", "switch", "up")
+            _ip("-n", host, "address", "add", f"{hosts.address(number)}/24", "dev", INTERFACE)
+            for link in ("lo", INTERFACE):
+                _ip("-n", host, "link", "set", link, "up")
+        yield hosts
+    finally:
+        for name in made:
+            subprocess.run(["ip", "netns", "delete", name], check=False)
+        folder.cleanup()
+
+
+def _ip(*words: str) -> None:
+    done = subprocess.run(["ip", *words], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"ip {' '.join(words)}: {done.stderr}"
+
+
+def enter(name: str) -> None:
+    """Move this process, which must have one thread, to the host ``name``."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with (RUNTIME / name).open() as namespace:
+        if libc.setns(namespace.fileno(), NEW_NETWORK) or libc.unshare(NEW_NAMES):
+            raise OSError(ctypes.get_errno(), f"cannot enter {name}")
+    socket.sethostname(name)
+
+
+def be_rank_on(hosts: Hosts, *, per_host: int) -> None:
+    """Make this forked rank one of the ``per_host`` of its host."""
+    host, local = divmod(int(os.environ["RANK"]), per_host)
+    enter(hosts.host(host))
+    own = {"LOCAL_RANK": local, "LOCAL_WORLD_SIZE": per_host, "MASTER_ADDR": hosts.address(0)}
+    os.environ.update({key: str(value) for key, value in own.items()} | {"GLOO_SOCKET_IFNAME": INTERFACE})

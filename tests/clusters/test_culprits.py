@@ -1,0 +1,238 @@
+"""A rank that dies, hangs, fails or is cut off is named with its host and step, and the others leave."""
+
+import contextlib
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hosts import Hosts, made_hosts
+from small_run import command_line, within, write_data, write_recipe
+from training_runs import read_lines
+
+from dsgpt.common.errors import EXIT_LOST_RANK, EXIT_NON_FINITE, EXIT_USER_ERROR
+from dsgpt.machine.peers import SLOW_STEPS, Seen, culprits, slow_ranks, verdict
+from dsgpt.record.schema import STEPS_FILE
+
+RECV = "/torch/distributed/distributed_c10d.py:2800 in recv"
+
+
+def seen(moves: int = 5, **more: Any) -> Seen:
+    facts = {"host": "h", "phase": "step", "step": 3, "moves": moves, "stack": (RECV,)} | more
+    return Seen(**facts)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "pipeline", "named"),
+    [
+        ([seen(), seen(moves=4), seen()], False, [1]),
+        ([seen(), seen(moves=4), seen(silent=True)], False, [2]),
+        ([seen(failed="ValueError: x"), seen(silent=True)], False, [0]),
+        ([seen(collectives={"0": 8}), seen(collectives={"0": 7})], False, [1]),
+        # Rank 1 waits for 2 in group 1, and 0 waits for 1 in group 0.
+        (
+            [seen(collectives={"0": 8}), seen(collectives={"0": 7, "1": 3}), seen(collectives={"0": 7, "1": 2})],
+            False,
+            [2],
+        ),
+        ([seen(collectives={"0": 8}), seen(collectives={"0": 9}, stack=("data.py:1 in read",))], True, [1]),
+        ([seen(), seen(stack=("/torch/distributed/distributed_c10d.py:1 in barrier",)), seen()], False, [1]),
+        ([seen(), seen()], False, [0, 1]),
+    ],
+)
+def test_the_rank_that_the_others_wait_for_is_named(ranks, pipeline, named):
+    assert culprits(dict(enumerate(ranks)), pipeline=pipeline)[0] == named
+
+
+def test_a_verdict_has_host_rank_step_and_stack():
+    words = verdict({0: seen(), 1: seen(moves=4, host="b", stack=("data.py:7 in read",))}, seconds=60, pipeline=False)
+    assert words.startswith("rank 1 on b hangs, and the others wait for it, in step 3; seen after 60 s without")
+    assert words.endswith("rank 1 on b, innermost call last:\n  data.py:7 in read")
+
+
+def test_slow_is_a_rank_whose_work_takes_half_as_long_again_as_that_of_its_peers():
+    work = [0.2, 0.2, 0.31, 0.2]
+    assert slow_ranks({rank: seen(own_sec=sec) for rank, sec in enumerate(work)}) == {2: 0.2}
+    assert not slow_ranks({rank: seen(own_sec=sec) for rank, sec in enumerate([0.2, 0.29])})
+    assert not slow_ranks({rank: seen(own_sec=sec) for rank, sec in enumerate([0.2, 0.2, 0.5, 0.5])}, stages=2)
+    assert not slow_ranks({0: seen(own_sec=0.2), 1: seen()})
+
+
+FAULTY = """
+import os, signal, sys, time
+from dsgpt.machine import addresses, peers
+from dsgpt.machine.launcher import exit_rank
+from dsgpt.strategies import pytorch
+from dsgpt.training import trainer
+kind = sys.argv.pop(1)
+peers.OBSERVED_SEC, peers.JOIN_SEC = 3.0, 60.0
+begin, init = peers.Peers.__init__, None
+
+
+def patient(self, topology, *, stall_timeout):
+    begin(self, topology, stall_timeout=8.0 if kind != "default" else stall_timeout)
+
+
+peers.Peers.__init__ = patient
+train_step = pytorch.TorchStrategy.train_step
+
+
+def stand_still_here():
+    time.sleep(1000)
+
+
+def faulty(self, batches, step):
+    if os.environ["RANK"] == "1" and step == 4:
+        if kind == "hangs":
+            stand_still_here()
+        if kind == "dies":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if kind == "stops":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if kind == "fails":
+            raise ValueError("a bug of this rank")
+    if os.environ["RANK"] == "1" and kind == "slow":
+        end = time.monotonic() + 0.1
+        while time.monotonic() < end:
+            pass
+    if kind == "cut off":
+        time.sleep(0.2)
+    result = train_step(self, batches, step)
+    if os.environ["RANK"] == "1" and kind == "nan" and step == 4:
+        result.own_loss.fill_(float("nan"))
+    if kind == "nan" and step == 4:
+        result.loss.fill_(float("nan"))
+    return result
+
+
+def slow_write(self, name, source):
+    time.sleep(1.5 if kind == "copies" else 0)
+    write(self, name, source)
+
+
+write, addresses.Place.write = addresses.Place.write, slow_write
+pytorch.TorchStrategy.train_step = faulty
+from dsgpt.training.command import train
+if kind == "refuses" and os.environ["RANK"] == "1":
+    sys.argv += ["--threads_per_device", "0"]
+exit_rank(train(sys.argv[1:]))
+"""
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[Hosts]:
+    with made_hosts(2) as made:
+        yield made
+
+
+class Pair:
+    """A rank on each of two hosts, without a launcher that would end one for the other."""
+
+    def __init__(self, hosts: Hosts, folder: Path, kind: str, *, python: str, **flags: object) -> None:
+        self.hosts, self.run = hosts, folder / "run"
+        write_recipe(write_data(folder) / "recipe.json")
+        script = folder / "faulty.py"
+        script.write_text(FAULTY)
+        self.logs = [folder / f"{rank}.log" for rank in range(2)]
+        once = {"max_val_steps": 1, "no_inference": True, "max_train_steps": 4000, "save_every": 0} | flags
+        words = command_line(folder, run_type="ddp", checkpoint_path=self.run, steps_per_print=1, **once)
+        place = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+        place |= {"MASTER_ADDR": hosts.address(0), "MASTER_PORT": "29500"}
+        self.ranks = [
+            hosts.start(rank, python, script, kind, *words, log=log, variables=place | {"RANK": str(rank)})
+            for rank, log in enumerate(self.logs)
+        ]
+
+    def steps(self) -> int:
+        return (
+            max((line["step"] for line in read_lines(self.run)), default=0) if (self.run / STEPS_FILE).exists() else 0
+        )
+
+    def ends(self, *ranks: int, seconds: float = 120) -> list[int]:
+        return [self.ranks[rank].wait(timeout=seconds) for rank in ranks]
+
+    def printed(self, rank: int = 0) -> str:
+        return self.logs[rank].read_text()
+
+    def kill(self) -> None:
+        for rank in self.ranks:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(rank.pid, signal.SIGKILL)
+            rank.wait()
+
+
+@pytest.fixture
+def start(hosts, tmp_path):
+    started: list[Pair] = []
+
+    def begin(kind: str, **flags: object) -> Pair:
+        started.append(Pair(hosts, tmp_path, kind, python=sys.executable, **flags))
+        return started[-1]
+
+    yield begin
+    for pair in started:
+        pair.kill()
+
+
+LONG = pytest.mark.long
+
+
+@pytest.mark.parametrize("kind", ["hangs", *(pytest.param(kind, marks=LONG) for kind in ("dies", "stops", "fails"))])
+def test_a_rank_at_fault_is_named(start, kind):
+    pair = start(kind)
+    assert pair.ends(0) == [EXIT_LOST_RANK]
+    print(pair.printed(), pair.printed(1))
+    what = {"hangs": "hangs, and the others wait for it", "fails": "failed"}.get(kind, "gives no sign of life")
+    assert re.search(rf"^error: rank 1 on {pair.hosts.host(1)} {what}.* in step 4", pair.printed(), re.MULTILINE)
+    if kind == "hangs":
+        assert re.search(r"^  .*faulty.py:\d+ in stand_still_here$", pair.printed(), re.MULTILINE)
+        assert pair.ends(1) == [EXIT_LOST_RANK]
+    if kind == "fails":
+        assert "ValueError: a bug of this rank" in pair.printed()
+
+
+@LONG
+def test_a_host_that_is_cut_off_is_named(start):
+    pair = start("cut off")
+    within(lambda: pair.steps() > 3, seconds=120)
+    began = time.monotonic()
+    pair.hosts.unplug(1)
+    try:
+        assert pair.ends(0, 1) == [EXIT_LOST_RANK] * 2
+        print(time.monotonic() - began, pair.printed(), pair.printed(1))
+        assert re.search(rf"^error: rank 1 on {pair.hosts.host(1)} gives no sign", pair.printed(), re.MULTILINE)
+        assert "rank 0 or its launcher, at 10.77.0.1, does not answer any more" in pair.printed(1)
+    finally:
+        pair.hosts.plug(1)
+
+
+def test_nan_is_traced_to_the_rank_that_computed_it(start):
+    pair = start("nan")
+    assert pair.ends(0, 1) == [EXIT_NON_FINITE] * 2
+    assert f"rank 1 on {pair.hosts.host(1)} was the first to compute" in pair.printed()
+
+
+@LONG
+def test_a_slow_rank_is_named(start):
+    pair = start("slow", max_train_steps=6 * SLOW_STEPS)
+    assert pair.ends(0, 1) == [0, 0]
+    assert f"rank 1 on {pair.hosts.host(1)} is slow: it computes and reads data for 0.1" in pair.printed()
+
+
+@LONG
+def test_rank_0_is_not_disturbed_while_it_copies_what_is_done(start, tmp_path):
+    """The copy takes longer than a rank may give no sign of life, and rank 1 has left."""
+    pair = start("copies", max_train_steps=3, save_to=tmp_path / "second")
+    assert pair.ends(0, 1) == [0, 0]
+    assert (tmp_path / "second" / "step-00000003" / "manifest.json").exists()
+
+
+def test_a_refusal_on_one_host_ends_the_others_before_they_wait(start):
+    pair = start("refuses")
+    assert pair.ends(0, 1) == [EXIT_USER_ERROR] * 2
+    assert f"error: rank 1 on {pair.hosts.host(1)} refused: --threads_per_device" in pair.printed()

@@ -1,0 +1,110 @@
+"""Training across hosts with networks of their own: the losses are those of one host."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from forked_ranks import run_script
+from hosts import Hosts, made_hosts
+from small_run import REPOSITORY, command_line, write_data, write_recipe
+from training_runs import SCRIPT, read_lines
+
+STEPS = 4
+RANK = """
+import runpy
+import sys
+from hosts import Hosts, be_rank_on
+name, per_host, *words = sys.argv[1:]
+be_rank_on(Hosts(name, 0), per_host=int(per_host))
+sys.argv = words
+runpy.run_path(words[0], run_name="__main__")
+"""
+"""A forked rank that moves to its host before it becomes ``src/gpt2.py``."""
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[Hosts]:
+    with made_hosts(4) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the data, and the baseline on one host in ``baseline``."""
+    folder = write_data(tmp_path_factory.mktemp("hosts"))
+    (folder / "rank.py").write_text(RANK)
+    for name in ("zero1", "zero3", "pipeline", "3d"):
+        shipped = json.loads((REPOSITORY / "ds_configs" / f"{name}.json").read_text())
+        own = {key: shipped[key] for key in ("zero_optimization", "pipeline", "tensor_parallel") if key in shipped}
+        write_recipe(folder / f"{name}.json", **own)
+    done = run_script(SCRIPT, words(folder, "baseline", "zero1"), cwd=folder)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def words(folder: Path, name: str, recipe: str, run_type: str = "baseline", **more: object) -> list[str]:
+    """Flags of a run of a few steps in the folder ``name``."""
+    once = {"max_train_steps": STEPS, "max_val_steps": 1, "no_inference": True, "save_every": 0}
+    files = {"deepspeed_config": folder / f"{recipe}.json", "checkpoint_path": folder / name}
+    return command_line(folder, run_type=run_type, **once, **files, **more)
+
+
+def assert_losses_of_one_host(folder: Path, name: str) -> None:
+    one, several = (
+        {line["step"]: line["loss"] for line in read_lines(folder / run) if "loss" in line}
+        for run in ("baseline", name)
+    )
+    assert len(one) == STEPS
+    assert several == pytest.approx(one, abs=2e-4)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "run_type", "ranks", "per_host"),
+    [
+        ("zero1", "optimized", 2, 1),
+        ("zero3", "optimized", 2, 1),
+        ("zero1", "fsdp", 2, 1),
+        ("pipeline", "optimized", 4, 1),
+        ("3d", "optimized", 8, 2),
+    ],
+    ids=["zero1", "zero3", "fsdp", "pipeline", "3d"],
+)
+def test_strategies_compute_on_several_hosts_what_one_computes(hosts, trained, recipe, run_type, ranks, per_host):
+    """Ranks of neighbouring numbers share a host; the pipeline's stages and data ranks are on four."""
+    run = f"{recipe}-{run_type}"
+    flags = [hosts.name, per_host, SCRIPT, *words(trained, run, recipe, run_type)]
+    environment = hosts.variables() | {"PYTHONPATH": str(Path(__file__).parent)}
+    done = run_script(trained / "rank.py", flags, ranks=ranks, cwd=trained, environment=environment)
+    assert done.returncode == 0, done.stderr
+    assert_losses_of_one_host(trained, run)
+
+
+@pytest.mark.parametrize(
+    "launcher",
+    ["torchrun", pytest.param("no-ssh", marks=pytest.mark.long), pytest.param("ssh", marks=pytest.mark.long)],
+)
+def test_launchers_start_ranks_on_two_hosts(hosts, trained, tmp_path, launcher):
+    script = "torchrun.sh" if launcher == "torchrun" else "run_hostfile.sh"
+    hostfile, log = tmp_path / "hosts", tmp_path / "log"
+    hostfile.write_text("".join(f"{hosts.address(number)} slots=1\n" for number in range(2)))
+    shared = {"MASTER": hosts.address(0), "NODES": "2", "DEVICES": "1", "HOSTFILE": str(hostfile)}
+    run_type = "ddp" if launcher == "torchrun" else "optimized"
+    command = [REPOSITORY / "launch" / script, *words(trained, launcher, "zero1", run_type)]
+
+    def ends(numbers: range, **variables: str) -> None:
+        started = [
+            hosts.start(
+                number, *command, log=log,
+                variables=shared | variables | ({"NODE_RANK": str(number)} if launcher == "no-ssh" else {}),
+            )
+            for number in numbers
+        ]  # fmt: skip
+        assert [process.wait(timeout=240) for process in started] == [0] * len(numbers), log.read_text()
+
+    if launcher == "ssh":
+        with hosts.reached_by_ssh(tmp_path / "ssh") as variables:
+            ends(range(1), **variables)
+    else:
+        ends(range(2))
+    assert_losses_of_one_host(trained, launcher)

@@ -1,0 +1,135 @@
+"""``--spot_notice``: a run on a machine that is taken back saves and leaves; the provider is a stand-in."""
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from forked_ranks import run_script
+from small_run import command_line, within, write_data, write_recipe
+from training_runs import SCRIPT, read_lines
+
+from dsgpt.common.errors import EXIT_STOPPED, EXIT_USER_ERROR
+from dsgpt.config.options import SPOT_PROVIDERS
+from dsgpt.machine import spot
+from dsgpt.record.schema import STEPS_FILE
+
+AWS, AZURE = "/latest/meta-data/spot/instance-action", "/metadata/scheduledevents?api-version=2020-07-01"
+TOKEN, GCP = "/latest/api/token", "/computeMetadata/v1/instance/preempted"
+QUIET = {AZURE: {"Events": [{"EventType": "Reboot", "NotBefore": ""}]}, GCP: "FALSE"}
+NOTICES = {
+    AWS: {"action": "terminate", "time": "2026-01-01T00:02:00Z"},
+    AZURE: {"Events": [{"EventType": "Preempt", "NotBefore": "Mon, 19 Sep 2026 18:29:47 GMT"}]},
+    GCP: "TRUE",
+}
+
+
+class Service(ThreadingHTTPServer):
+    """Answers as the metadata services do, by their documentation; ``notice_after`` questions there is a notice."""
+
+    notice_after = 1_000_000
+    asked = 0
+    broken = False
+
+
+class Answer(BaseHTTPRequestHandler):
+    server: Service
+
+    def do_PUT(self):
+        self.respond("token" if self.path == TOKEN and self.headers["X-aws-ec2-metadata-token-ttl-seconds"] else None)
+
+    def do_GET(self):
+        allowed = {
+            AWS: self.headers["X-aws-ec2-metadata-token"] == "token",
+            AZURE: self.headers["Metadata"] == "true",
+            GCP: self.headers["Metadata-Flavor"] == "Google",
+        }
+        self.server.asked += 1
+        answers = NOTICES if self.server.asked > self.server.notice_after else QUIET
+        self.respond(answers.get(self.path) if allowed[self.path] else None, code=404 if allowed[self.path] else 403)
+
+    def respond(self, answer, *, code=404):
+        self.send_response(503 if self.server.broken else code if answer is None else 200)
+        self.end_headers()
+        self.wfile.write((answer if isinstance(answer, str) else json.dumps(answer)).encode())
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def service(monkeypatch) -> Iterator[Service]:
+    with Service(("127.0.0.1", 0), Answer) as server:
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
+        monkeypatch.setenv(spot.ADDRESS, f"http://127.0.0.1:{server.server_port}")
+        yield server
+        server.shutdown()
+
+
+@pytest.mark.parametrize("provider", SPOT_PROVIDERS)
+def test_a_notice_is_read_and_its_absence_too(service, provider):
+    assert spot.read_notice(provider) is None
+    service.notice_after = 0
+    assert any(word in spot.read_notice(provider) for word in ("terminate", "Preempt", "preempted"))
+    service.broken = True
+    with pytest.raises(OSError, match="503"):
+        spot.read_notice(provider)
+
+
+def test_the_providers_of_the_flag_are_those_that_are_asked():
+    assert tuple(spot.PROVIDERS) == SPOT_PROVIDERS
+
+
+SOON = """
+import sys
+from dsgpt.machine import spot
+from dsgpt.machine.launcher import exit_rank
+from dsgpt.training.command import train
+spot.POLL_SEC = 0.1
+exit_rank(train(sys.argv[1:]))
+"""
+"""``src/gpt2.py`` that asks more often."""
+
+
+def when_it_trains(run: Path, then: Callable[[], object]) -> None:
+    """Do something once a run has taken eight steps."""
+
+    def watch() -> None:
+        within(lambda: (run / STEPS_FILE).exists() and len(read_lines(run)) > 8, seconds=120)
+        then()
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+@pytest.mark.parametrize("source", ["aws", "file"])
+def test_a_run_saves_and_leaves(service, tmp_path, source):
+    """Two ranks of one machine; the first is given notice, and both leave after the same step."""
+    write_recipe(write_data(tmp_path) / "recipe.json")
+    script, notice, run = tmp_path / "soon.py", tmp_path / "notice", tmp_path / "run"
+    script.write_text(SOON)
+    flags = {"run_type": "ddp", "max_train_steps": 4000, "save_every": 4000, "no_inference": True, "max_val_steps": 1}
+    words = command_line(tmp_path, **flags, spot_notice="aws" if source == "aws" else notice)
+    when_it_trains(run, partial(setattr, service, "notice_after", 0) if source == "aws" else notice.touch)
+    done = run_script(script, words, ranks=2, cwd=tmp_path)
+    assert done.returncode == EXIT_STOPPED, done.stdout + done.stderr
+    assert f"--spot_notice {'aws' if source == 'aws' else notice}: " in done.stderr
+    steps = [line["step"] for line in read_lines(run) if "loss" in line]
+    assert 8 < steps[-1] < 4000
+    assert (run / f"step-{steps[-1]:08d}").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("source", "why"), [("gcp", "the provider's service does not answer"), ("./notice", "there is a notice already")]
+)
+def test_a_run_that_could_not_be_warned_or_already_is_does_not_begin(tmp_path, monkeypatch, source, why):
+    write_recipe(write_data(tmp_path) / "recipe.json")
+    (tmp_path / "notice").touch()
+    monkeypatch.setenv(spot.ADDRESS, "http://127.0.0.1:9")
+    done = run_script(SCRIPT, command_line(tmp_path, spot_notice=source), cwd=tmp_path)
+    assert done.returncode == EXIT_USER_ERROR
+    assert done.stderr.startswith(f"error: --spot_notice {source}: on ")
+    assert why in done.stderr
+    assert not (tmp_path / "run" / STEPS_FILE).exists()

@@ -1,0 +1,260 @@
+"""Second copies of checkpoints, and token files, in a folder, in memory, and in a server that stands in for S3."""
+
+import json
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from moto.server import ThreadedMotoServer
+from small_run import command_line, write_inputs
+from training_runs import LONG, assert_same_training, checkpoints, errors, read_record, resume
+
+from dsgpt.checkpoints import second_copy
+from dsgpt.checkpoints.second_copy import SecondCopy, checkpoints_at
+from dsgpt.common.errors import EXIT_USER_ERROR
+from dsgpt.machine.addresses import Place, open_place
+from dsgpt.training.command import train as train_here
+
+
+@pytest.fixture(scope="module")
+def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of an empty bucket of moto's S3 on 127.0.0.1."""
+    server, patch = ThreadedMotoServer(ip_address="127.0.0.1", port=0), pytest.MonkeyPatch()
+    server.start()
+    host, port = server.get_host_and_port()
+    patch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        patch.setenv(name, "stand-in")
+    patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    open_place("s3://runs", flag="").files.mkdir("runs")
+    yield "s3://runs"
+    patch.undo()
+    server.stop()
+
+
+@pytest.fixture(params=["folder", "memory", "s3"])
+def address(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """A place of this test alone."""
+    if request.param == "folder":
+        return str(tmp_path / "second")
+    return f"{request.getfixturevalue('s3') if request.param == 's3' else 'memory:/'}/{tmp_path.name}"
+
+
+def place_of(address: str) -> Place:
+    return open_place(address, flag="")
+
+
+def train(finished_run: Path, run_dir: Path, address: str, **flags: object) -> int:
+    values = LONG | {"checkpoint_path": run_dir, "save_to": address, "no_inference": True} | flags
+    return train_here(command_line(finished_run, **values))
+
+
+def steps_at(address: str) -> list[int]:
+    return sorted(int(name[5:]) for name in checkpoints_at(place_of(address)))
+
+
+def test_a_lost_run_folder_is_resumed_from_the_second_copy(finished_run, tmp_path, address, capsys):
+    run = tmp_path / "run"
+    assert train(finished_run, run, address) == 0
+    facts = read_record(run)["second_copy"]
+    assert facts.pop("last_copy_sec") > 0
+    assert facts.pop("copies") <= 4  # those that a newer one overtook are left out
+    size = sum(path.stat().st_size for path in (run / "step-00000012").rglob("*") if path.name != "manifest.json")
+    assert facts == {
+        "address": address, "step": 12, "behind_steps": 0, "failed_copies": 0, "last_copy_bytes": size,
+    }  # fmt: skip
+    place = place_of(address)
+    with place.files.open(place.path("training_metrics.json"), "rb") as file:
+        assert json.loads(file.read()) == read_record(run)
+    assert place.exists("RUN_COMPLETE.txt")
+
+    # As if the machine had been lost after step 12 was copied as far as its manifest, with step 9 whole.
+    if 9 not in steps_at(address):
+        for file in sorted(path for path in (run / "step-00000009").rglob("*") if path.is_file()):
+            with file.open("rb") as source:
+                place.write(f"step-00000009/{file.relative_to(run / 'step-00000009')}", source)
+    place.remove("step-00000012/manifest.json")
+    shutil.rmtree(run)
+    assert train(finished_run, run, address, resume=True) == 0
+    assert f"--save_to: step-00000009 was fetched from {address}" in capsys.readouterr().out
+    assert_same_training(finished_run / "run", run, loss=0.0, norm=0.0)
+    assert steps_at(address)[-1] == 12
+
+
+def test_of_both_the_newest_undamaged_checkpoint_is_taken(finished_run, stopped, tmp_path, capsys):
+    """The run folder has up to step 9, damaged; the second copy 9, and a damaged 12."""
+    copy = tmp_path / "second"
+    for step in (9, 12):
+        shutil.copytree(finished_run / "run" / f"step-{step:08d}", copy / f"step-{step:08d}")
+    for damaged in (copy / "step-00000012", stopped / "step-00000009"):
+        weights = damaged / "model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:-1] + b"?")
+    assert resume(stopped, finished_run, save_to=str(copy)) == 0
+    printed = capsys.readouterr().out
+    assert f"step-00000012 of {copy} is refused" in printed
+    assert f"resuming from {stopped / 'step-00000009'}" in printed
+    assert (stopped / "step-00000009.damaged").is_dir()
+    assert_same_training(finished_run / "run", stopped, loss=0.0, norm=0.0)
+
+
+def test_a_local_checkpoint_that_is_as_new_is_not_fetched(finished_run, stopped, tmp_path, capsys):
+    shutil.copytree(stopped / "step-00000009", tmp_path / "second" / "step-00000009")
+    assert resume(stopped, finished_run, save_to=str(tmp_path / "second")) == 0
+    assert "was fetched" not in capsys.readouterr().out
+
+
+def test_a_failed_copy_is_a_warning(finished_run, tmp_path, monkeypatch, capsys):
+    original, fails = Place.write, ["step-00000012/model.safetensors"]
+
+    def write(self: Place, name: str, source: object) -> None:
+        if name in fails:
+            raise PermissionError("the key has expired")
+        original(self, name, source)
+
+    monkeypatch.setattr(Place, "write", write)
+    assert train(finished_run, tmp_path / "run", str(tmp_path / "second"), save_every=6) == 0
+    said = capsys.readouterr().out
+    assert "--save_to: step-00000012 was not copied (the key has expired); the run continues" in said
+    facts = read_record(tmp_path / "run")["second_copy"]
+    assert (facts["step"], facts["behind_steps"], facts["failed_copies"]) == (6, 6, 1)
+    assert steps_at(str(tmp_path / "second")) == [6]
+
+
+def test_a_slow_store_neither_delays_training_nor_loses_what_it_copies(finished_run, tmp_path, monkeypatch):
+    """While step 3 is copied, the run ends and retention removes it from the run folder."""
+    first, goes_on, original = threading.Event(), threading.Event(), SecondCopy._copy
+
+    def copy(self: SecondCopy, name: str, files: dict[str, object]) -> int:
+        first.set()
+        assert goes_on.wait(60)
+        return original(self, name, files)
+
+    monkeypatch.setattr(SecondCopy, "_copy", copy)
+    run, second = tmp_path / "run", SecondCopy(str(tmp_path / "second"), run_dir=tmp_path / "run", keep=9)
+    shutil.copytree(finished_run / "run", run)
+    second.push(run / "step-00000003")
+    assert first.wait(60)
+    for step in (6, 9, 12):
+        second.push(run / f"step-{step:08d}")
+    assert second.facts()["behind_steps"] == 12
+    for step in (3, 6, 9, 12):
+        shutil.rmtree(run / f"step-{step:08d}")
+    goes_on.set()
+    second.wait()
+    assert steps_at(str(tmp_path / "second")) == [3, 12]
+    for step in (3, 12):
+        ours, theirs = (folder / f"step-{step:08d}" for folder in (tmp_path / "second", finished_run / "run"))
+        assert {path.name: path.read_bytes() for path in ours.iterdir()} == {
+            path.name: path.read_bytes() for path in theirs.iterdir()
+        }
+
+
+def test_old_copies_are_removed_unless_the_run_still_has_them(finished_run, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(finished_run / "run" / "step-00000003", run / "step-00000003")  # the best one, perhaps
+    second = SecondCopy(str(tmp_path / "second"), run_dir=run, keep=1)
+    for step in (3, 6, 9):
+        second.push(finished_run / "run" / f"step-{step:08d}")
+        while second.facts()["behind_steps"]:
+            pass
+    second.wait()
+    assert steps_at(str(tmp_path / "second")) == [3, 9]
+
+
+@pytest.mark.parametrize(
+    ("place", "flags", "says"),
+    [
+        ("{second}", {}, "holds step-00000012 of a run already: add --resume to continue it, --overwrite to delete it"),
+        ("nosuch://bucket/run", {}, "cannot be opened (Protocol not known: nosuch): pip install 'dsgpt[stores]'"),
+        ("{recipe}/second", {}, "cannot be written"),
+        ("{second}", {"resume": True, "checkpoint_path": "{stopped}"}, "step-00000012 is of another run than"),
+    ],
+    ids=["holds a run", "unknown store", "not writable", "another run"],
+)
+def test_an_unusable_place_is_refused(finished_run, stopped, tmp_path, capsys, place, flags, says):
+    other = tmp_path / "second" / "step-00000012"
+    shutil.copytree(finished_run / "run" / "step-00000012", other)
+    manifest = json.loads((other / "manifest.json").read_text())
+    (other / "manifest.json").write_text(json.dumps(manifest | {"run_id": "another"}))
+    names = {"second": tmp_path / "second", "recipe": finished_run / "recipe.json", "stopped": stopped}
+    flags = {name: str(value).format(**names) if name == "checkpoint_path" else value for name, value in flags.items()}
+    before = checkpoints(stopped)
+    run = flags.pop("checkpoint_path", tmp_path / "run")
+    assert train(finished_run, run, place.format(**names), **flags) == EXIT_USER_ERROR
+    (line,) = errors(capsys)
+    assert says in line
+    assert not (tmp_path / "run").exists()
+    assert checkpoints(stopped) == before
+
+
+def test_overwriting_removes_the_copies_of_the_run_before(finished_run, tmp_path):
+    shutil.copytree(finished_run / "run" / "step-00000012", tmp_path / "second" / "step-00000015")
+    assert train(finished_run, tmp_path / "run", str(tmp_path / "second"), overwrite=True, save_every=0) == 0
+    assert steps_at(str(tmp_path / "second")) == [12]
+
+
+def test_names_in_a_copied_manifest_stay_inside_the_checkpoint(finished_run, tmp_path):
+    copy = tmp_path / "second" / "step-00000012"
+    shutil.copytree(finished_run / "run" / "step-00000012", copy)
+    manifest = json.loads((copy / "manifest.json").read_text())
+    manifest["files"]["../../escaped"] = manifest["files"].pop("model.json")
+    (copy / "manifest.json").write_text(json.dumps(manifest))
+    (tmp_path / "second" / "escaped").write_bytes((copy / "model.json").read_bytes())
+    (line,) = second_copy.fetch_newer(str(tmp_path / "second"), tmp_path / "run")
+    assert "../../escaped is outside of the checkpoint" in line
+    assert not list(tmp_path.rglob("run/*"))
+
+
+# Token files at addresses.
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("DSGPT_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "data"
+
+
+def test_data_at_addresses_trains_the_same_and_is_copied_once(finished_run, tmp_path, s3, cache):
+    place, made = place_of(f"{s3}/{tmp_path.name}"), write_inputs(tmp_path / "made")
+    for path in (path for path in made.rglob("*") if path.is_file()):
+        with path.open("rb") as file:
+            place.write(path.relative_to(made).as_posix(), file)
+    data = {"train_data_path": f"{s3}/{tmp_path.name}/train.bin", "val_data_path": f"{s3}/{tmp_path.name}/val.bin"}
+    assert train_here(command_line(finished_run, **LONG | data | {"checkpoint_path": tmp_path / "run"})) == 0
+    assert_same_training(finished_run / "run", tmp_path / "run", loss=0.0, norm=0.0)
+    copies = sorted(cache.glob("*/*.bin"))
+    assert [path.name for path in sorted(copies, key=lambda path: path.name)] == ["train.bin", "val.bin"]
+    assert (tmp_path / "run" / "step-00000012" / "tokenizer" / "tokenizer.json").is_file()
+    stamps = [path.stat().st_mtime_ns for path in copies]
+    place.remove("train.bin")  # the copy is enough
+    changes = data | {"checkpoint_path": tmp_path / "other", "dry_run": True}
+    assert train_here(command_line(finished_run, **LONG | changes)) == 0
+    assert [path.stat().st_mtime_ns for path in sorted(cache.glob("*/*.bin"))] == stamps
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        ("train.bin", "its sidecar says"),
+        ("train.json", "train.json: is missing; copy it there with the .bin"),
+        ("store", "data nosuch://"),
+    ],
+)
+def test_data_at_an_address_is_checked(finished_run, tmp_path, cache, capsys, damage, says):
+    there = tmp_path / "there"
+    there.mkdir()
+    for name in ("train.bin", "train.json"):
+        shutil.copy(finished_run / name, there)
+    if damage == "train.bin":
+        ids = (there / "train.bin").read_bytes()
+        (there / "train.bin").write_bytes(ids[:-2] + b"\x07\x00")
+    elif damage == "train.json":
+        (there / "train.json").unlink()
+    address = f"{'nosuch' if damage == 'store' else 'file'}://{there}/train.bin"
+    run = {"train_data_path": address, "checkpoint_path": tmp_path / "run"}
+    assert train_here(command_line(finished_run, **LONG | run)) == EXIT_USER_ERROR
+    assert says in " ".join(errors(capsys))
+    assert not (tmp_path / "run").exists()
+    assert not list(cache.glob("*/*.bin"))
