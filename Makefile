@@ -2,7 +2,7 @@
 # make demo    text to two trained models to charts, on this machine
 # make check   style, types, and every test that starts no other process: about four minutes on two cores
 # make test    style, types and the whole test suite; as root on Debian, installs g++, libaio and Chromium for it
-# make test-hosts  the long tests: DeepSpeed's launcher across hosts, ranks that die, hang or are cut off
+# make test-slow  the tests marked long: more cells of the suites, faults, Slurm, ranks that die across hosts
 # make test-long  `make test`, long tests, a CPU without AVX512, a short demo, parity at 1 to 4 ranks, other Pythons
 # make size    how much code there is, beside what is allowed
 # make parity  every strategy against plain PyTorch, at 1 to 8 ranks on this machine
@@ -27,7 +27,7 @@ REFERENCE := checkpoint/reference
 VERSIONS := 3.11, 3.12 or 3.13
 OTHERS := 3.12 3.13
 
-.PHONY: help install size demo style check test test-hosts test-kernels test-long parity-to-4 test-pythons test-here parity faults vllm records charts dashboard screenshots
+.PHONY: help install size demo style check test test-slow test-kernels test-long parity-to-4 test-pythons test-here parity faults vllm records charts dashboard screenshots
 .DEFAULT_GOAL := help
 
 help:
@@ -95,11 +95,11 @@ test-kernels: $(BIN)/.installed-for-tests
 parity-to-4: $(BIN)/.installed
 	$(BIN)/python src/benchmark.py parity --ranks 1 2 4
 
-test-hosts: $(BIN)/.installed-for-tests
+test-slow: $(BIN)/.installed-for-tests
 	@$(BIN)/python tests/system_packages.py
 	$(pytest) -m long
 
-test-long: test test-hosts test-kernels
+test-long: test test-slow test-kernels
 	$(MAKE) --no-print-directory demo STEPS=20
 	$(MAKE) --no-print-directory parity-to-4
 	$(MAKE) --no-print-directory test-pythons
