@@ -80,7 +80,7 @@ def prepare_here(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
     def execute(*flags: object, cwd: Path, small: bool = False) -> None:
         monkeypatch.chdir(cwd)
-        (command.main_small if small else command.main)([str(flag) for flag in flags])
+        command.main([str(flag) for flag in flags], small=small)
 
     return execute
 

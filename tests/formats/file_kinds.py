@@ -30,12 +30,11 @@ from dsgpt.config.options import parse_arguments
 from dsgpt.config.run_config import RunConfig, resolve
 from dsgpt.data.preparation import Place
 from dsgpt.data.sources import SourceFile, downloaded_source, read_json_lines
-from dsgpt.formats.hugging_face import PretrainedWeights, published_shape, read_json, weight_files
+from dsgpt.formats.hugging_face import PretrainedWeights, weight_files
 from dsgpt.formats.tokenizer_files import end_of_text_id, token_ids
 from dsgpt.inference.model_files import build_model
 from dsgpt.machine.device import HostGroup
 from dsgpt.machine.topology import read_topology
-from dsgpt.model.config import GPT2Config
 from dsgpt.record.runs import read_run
 from dsgpt.record.schema import STEPS_FILE, drop_steps_after, read_steps
 from dsgpt.record.suites import read_sweep
@@ -278,11 +277,7 @@ def compare(folder: Path) -> None:
 
 def publish(folder: Path, *, name: str = "hf") -> None:
     """Open a Hugging Face folder as ``--init_from`` does."""
-    problems = Problems()
-    shape = published_shape(read_json(folder / name / "config.json"), place="config.json", problems=problems)
-    problems.raise_if_any()
-    weights = PretrainedWeights(folder / name, GPT2Config(**shape))
-    for tensor in weights.tensors().values():
+    for tensor in PretrainedWeights(folder / name).tensors().values():
         tensor.read()
 
 

@@ -135,11 +135,6 @@ class PrepareOptions:
     overwrite: bool = switch("replace what an earlier run with other options left there")
 
     @property
-    def suffix(self) -> str:
-        """Suffix of the names of the output files: ``_small`` if only the first documents are prepared."""
-        return "" if self.num_documents is None else "_small"
-
-    @property
     def validation_share(self) -> float:
         """``val_fraction`` or its default."""
         return _DEFAULT_VAL_FRACTION if self.val_fraction is None else self.val_fraction
@@ -158,19 +153,16 @@ class PrepareOptions:
         }
 
 
-def parse_options(argv: Sequence[str] | None = None, *, description: str, examples: str, small: bool) -> PrepareOptions:
-    """Read the command line.
-
-    Args:
-        argv: the words; by default those of this process.
-        description: of the script, for ``--help``.
-        examples: commands that ``--help`` ends with.
-        small: whether only the first ``--num_documents`` documents are prepared.
+def parse_options(argv: Sequence[str] | None = None, *, small: bool) -> PrepareOptions:
+    """Read the command line; by default that of this process.
 
     Raises:
         UserError: all of its mistakes, one line each.
     """
-    parser = Parser(description=description, epilog=f"examples:\n{examples}")
+    parser = Parser(
+        description=SMALL_DESCRIPTION if small else DESCRIPTION,
+        epilog=f"examples:\n{SMALL_EXAMPLES if small else EXAMPLES}",
+    )
     names = [field.name for field in fields(PrepareOptions) if small or field.name != "num_documents"]
     parser.add_flags(PrepareOptions, names=names)
     given, problems = parser.read(PrepareOptions, argv), parser.problems
@@ -250,6 +242,7 @@ class Place:
 
     folder: Path
     suffix: str
+    """Of the names of its files: ``_small`` if only the first documents are prepared."""
 
     def tokens(self, split: str) -> Path:
         """The token file of a split, for example ``train.bin``."""
@@ -343,14 +336,19 @@ _NAMED = 3
 """How many skipped links are named."""
 
 
-def prepare(options: PrepareOptions) -> None:
-    """Prepare what ``options`` ask for, unless it is prepared already, and print the result.
+def main(argv: Sequence[str] | None = None, *, small: bool = False) -> None:
+    """Prepare what the command line asks for, unless it is prepared already, and print the result.
+
+    Args:
+        argv: the words; by default those of this process.
+        small: whether the script is ``preprocess_small.py``.
 
     Raises:
-        UserError: the input or the output folder cannot be used.
+        UserError: mistakes of the command line; or the input or the output folder cannot be used.
     """
+    options = parse_options(argv, small=small)
     source = _source(options)
-    place = Place(folder=options.output_dir, suffix=options.suffix)
+    place = Place(folder=options.output_dir, suffix="_small" if small else "")
     place.folder.mkdir(parents=True, exist_ok=True)
     with Lock.of_folder(place.folder, follow_link=True) as lock:
         if not lock.take():
@@ -506,13 +504,3 @@ def _report(place: Place, heading: str) -> None:
     else:
         size = ["--deepspeed_config", recipes / "demo.json", "--model_size", "demo", "--seq_length", "128"]
     print(next_line(script_words("src/gpt2.py", *data, *size, "--dry_run")))
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Prepare what the command line of ``preprocess.py`` asks for."""
-    prepare(parse_options(argv, description=DESCRIPTION, examples=EXAMPLES, small=False))
-
-
-def main_small(argv: Sequence[str] | None = None) -> None:
-    """Prepare what the command line of ``preprocess_small.py`` asks for."""
-    prepare(parse_options(argv, description=SMALL_DESCRIPTION, examples=SMALL_EXAMPLES, small=True))

@@ -13,7 +13,7 @@ import platform
 import re
 import sysconfig
 import tokenize
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -366,43 +366,6 @@ HUB_SETS = {
         splits={"train": 9_672_101},
     ),
 }
-
-
-def hub_rows(hub_set: HubSet, split: str) -> tuple[Iterator[str], int | None]:
-    """The texts of the rows of one split, and their number if it is known.
-
-    Rows are streamed from the network; nothing is cached on disk, and no code of the set is run. A row without text
-    gives an empty text.
-
-    Raises:
-        UserError: the set cannot be reached or read; one line.
-    """
-    import datasets  # noqa: PLC0415 - takes seconds; --help should not
-
-    try:
-        rows = datasets.load_dataset(
-            hub_set.path, hub_set.config, data_files=hub_set.data_files, split=split, streaming=True
-        )
-    except (OSError, ValueError, RuntimeError) as error:
-        raise _unreadable(hub_set, error) from error
-    published = rows.info.splits[split].num_examples if rows.info.splits and split in rows.info.splits else None
-    return _texts(hub_set, rows), published or hub_set.splits[split] or None
-
-
-def _texts(hub_set: HubSet, rows: Iterable[Mapping[str, str | None]]) -> Iterator[str]:
-    try:
-        for row in rows:
-            yield row["text"] or ""
-    except OSError as error:
-        raise _unreadable(hub_set, error) from error
-
-
-def _unreadable(hub_set: HubSet, error: Exception) -> UserError:
-    reason = re.split(r"\.\s|\n", str(error).strip())[0]
-    return UserError(
-        f"{hub_set.source}: cannot be read from the hub ({reason}); try again, use python-stdlib, or give your own "
-        "files to preprocess.py --input"
-    )
 
 
 _TITLE = re.compile(r" = (?!= ).* = \n?", re.DOTALL)

@@ -74,7 +74,7 @@ class Sidecar:
     """Ids in the file, end-of-text ids included."""
     documents: Count | None
     vocab_size: Positive | None
-    """Every id in the file is below it. None only if there is no sidecar."""
+    """Every id in the file is below it. None only if there is no NAME.json, and uint16 was assumed."""
     eot_id: Count | None
     """The id that ends every document."""
     tokenizer: TokenizerFacts | None
@@ -127,8 +127,6 @@ class TokenFile:
 
     path: Path
     sidecar: Sidecar
-    inferred: bool
-    """True if there is no NAME.json and uint16 was assumed."""
     size_bytes: int
 
     @property
@@ -206,8 +204,7 @@ def open_token_file(path: Path) -> TokenFile:
     if not os.access(path, os.R_OK):
         raise TokenFileError(f"{path}: cannot be read (no permission)")
     beside = sidecar_path(path)
-    inferred = not os.path.lexists(beside)  # a broken link counts as present, and is an error
-    if inferred:
+    if not os.path.lexists(beside):  # a broken link counts as present, and is an error
         sidecar = Sidecar(
             dtype="uint16", tokens=size // 2, documents=None, vocab_size=None, eot_id=None, tokenizer=None, source=None,
             sha256=None,
@@ -233,7 +230,7 @@ def open_token_file(path: Path) -> TokenFile:
             f"{path}: holds {size // width:,} {sidecar.dtype} ids but {beside.name} says {sidecar.tokens:,}; one of "
             "them is from another preparation, make the data again"
         )
-    return TokenFile(path=path, sidecar=sidecar, inferred=inferred, size_bytes=size)
+    return TokenFile(path=path, sidecar=sidecar, size_bytes=size)
 
 
 class TokenFileWriter:
