@@ -4,10 +4,10 @@ import contextlib
 import itertools
 import json
 import re
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from tqdm import tqdm
 
@@ -20,6 +20,7 @@ from dsgpt.data.sources import (
     RAW_FOLDER,
     RECORD_NAME,
     STDLIB_NAME,
+    Document,
     HubSet,
     join_articles,
     raw_record,
@@ -30,6 +31,8 @@ from dsgpt.formats.tokenizer_files import require_hub
 # What this script has in common with those that prepare text.
 
 Bar: TypeAlias = "tqdm[Any]"
+S = TypeVar("S")
+"""A split, or None."""
 KEPT = "nothing was published; the same command starts again"
 """Ends the error line after an interruption, or if the disk is full."""
 
@@ -51,6 +54,14 @@ def progress(rows: Iterable[Any] | None = None, *, total: int | None, descriptio
     return tqdm(
         rows, total=total, desc=description, unit=unit, unit_scale=True, dynamic_ncols=True, leave=False, disable=None
     )
+
+
+def with_bar(documents: Iterable[tuple[S, Document]], *, total: int, description: str) -> Iterator[tuple[S, Document]]:
+    """The ``documents``, with a bar that counts the bytes of their files."""
+    with progress(total=total, description=description, unit="B") as bar:
+        for split, document in documents:
+            bar.update(document.source_bytes)
+            yield split, document
 
 
 # The command line.
@@ -85,23 +96,13 @@ class DownloadOptions:
     max_documents: int | None = flag(POSITIVE, "N", "keep only the first N documents of each split")
     overwrite: bool = switch("fetch again what is already there")
 
-    @property
-    def folder(self) -> Path:
-        """The ``raw`` folder."""
-        return (self.output_dir or Path("data") / self.name) / RAW_FOLDER
-
 
 def keep_stdlib(folder: Path, *, max_documents: int | None) -> None:
     """Write the standard library's documents, with their keys, to ``folder``."""
     source = stdlib_source()
-    with progress(total=source.total_bytes(), description="reading", unit="B") as bar:
-
-        def rows() -> Rows:
-            for _, document in source.documents():
-                bar.update(document.source_bytes)
-                yield {"key": document.key, "text": document.text}
-
-        keep(folder, {"documents": rows()}, name=STDLIB_NAME, source=source.description, max_documents=max_documents)
+    read = with_bar(source.documents(), total=source.total_bytes(), description="reading")
+    rows = ({"key": document.key, "text": document.text} for _, document in read)
+    keep(folder, {"documents": rows}, name=STDLIB_NAME, source=source.description, max_documents=max_documents)
 
 
 def keep_hub_set(folder: Path, hub_set: HubSet, *, name: str, max_documents: int | None) -> None:
@@ -184,7 +185,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         DownloadOptions, argv, description=DESCRIPTION + about, epilog=f"examples:\n{EXAMPLES}"
     )
     problems.raise_if_any()
-    folder, name, limit = options.folder, options.name, options.max_documents
+    name, limit = options.name, options.max_documents
+    folder = (options.output_dir or Path("data") / name) / RAW_FOLDER
     record = None if options.overwrite else raw_record(folder)
     if record is None and name == STDLIB_NAME:
         keep_stdlib(folder, max_documents=limit)

@@ -408,8 +408,10 @@ def own_source(inputs: Sequence[Path], *, text_key: str, output_dir: Path) -> So
     links = [key for path, key in below if path.is_symlink() and path not in inputs]
     files = [(path, key) for path, key in below if not path.is_symlink() or path in inputs]
     text = [(path, key) for path, key in files if not _is_binary(path) or path in inputs]
-    rows = {".jsonl": read_json_lines, ".parquet": read_parquet}
-    readers = {suffix: partial(read, text_key=text_key) for suffix, read in rows.items()}
+    readers = {
+        ".jsonl": partial(read_json_lines, text_key=text_key),
+        ".parquet": partial(read_parquet, text_key=text_key),
+    }
     return Source(
         description=", ".join(printable(path.name or path) for path in (root.resolve() for root in inputs)),
         files=tuple(
