@@ -1,33 +1,26 @@
 """Preparation: the whole, the small one, its split, again, and its command line."""
 
-import contextlib
 import hashlib
-import io
-import itertools
 import json
 import os
 import random
 import shlex
 import shutil
 import subprocess
-import sys
 import time
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pytest
-from prep_helpers import CORPUS, OUTPUTS, documents_of, errors, hashes
+from prep_helpers import CORPUS, OUTPUTS, documents_of, hashes
 from pyarrow import parquet
 from small_run import REPOSITORY, write_tokenizer
 from transformers import AutoTokenizer
 
 from dsgpt.common.errors import UserError
 from dsgpt.common.files import Lock
-from dsgpt.data import download
-from dsgpt.data.download import progress
 from dsgpt.data.preparation import parse_options
 from dsgpt.data.sources import Document, own_source
 from dsgpt.data.token_file import open_token_file
@@ -37,43 +30,25 @@ from dsgpt.training.command import check
 # preprocess.py: what is written, byte for byte, and what happens the second time, or when it is killed.
 
 
-def test_every_document_comes_back_byte_for_byte(prepared: Path):
-    train, val = (documents_of(prepared, split) for split in ("train", "val"))
-    assert train
-    assert val
-    assert sorted(text.encode() for text in train + val) == sorted(text.encode() for text in CORPUS.values())
-
-
-@pytest.mark.parametrize("split", ["train", "val"])
-def test_sidecar_describes_the_file(prepared: Path, split: str):
-    file = open_token_file(prepared / f"{split}.bin")
-    sidecar = file.sidecar
-    ids = np.memmap(file.path, dtype=np.uint16, mode="r")
-    assert not file.inferred
-    assert sidecar.dtype == "uint16"
-    assert sidecar.vocab_size <= 400
-    assert sidecar.tokens == len(ids)
-    assert ids.max() < sidecar.vocab_size
-    assert sidecar.documents == np.count_nonzero(ids == sidecar.eot_id)
-    assert sidecar.sha256 == hashlib.sha256(file.path.read_bytes()).hexdigest()
-    assert sidecar.source == "corpus"
-    tokenizer = (prepared / "tokenizer" / "tokenizer.json").read_bytes()
-    assert asdict(sidecar.tokenizer) == {"name": "tokenizer", "sha256": hashlib.sha256(tokenizer).hexdigest()}
-
-
-def test_tokenizer_is_a_hugging_face_folder(prepared: Path):
+def test_what_is_written(prepared: Path, corpus: Path):
+    """Every document, byte for byte; a description of each file; a folder of Hugging Face; nothing else."""
+    texts = [text for split in ("train", "val") for text in documents_of(prepared, split)]
+    assert sorted(text.encode() for text in texts) == sorted(text.encode() for text in CORPUS.values())
     tokenizer = AutoTokenizer.from_pretrained(prepared / "tokenizer")
-    assert tokenizer.eos_token == "<|endoftext|>"
-    assert tokenizer.eos_token_id == open_token_file(prepared / "train.bin").sidecar.eot_id
+    data = (prepared / "tokenizer" / "tokenizer.json").read_bytes()
+    for split in ("train", "val"):
+        sidecar = open_token_file(prepared / f"{split}.bin").sidecar
+        ids = np.memmap(prepared / f"{split}.bin", dtype=np.uint16, mode="r")
+        assert (sidecar.dtype, sidecar.tokens, sidecar.source) == ("uint16", len(ids), "corpus")
+        assert ids.max() < sidecar.vocab_size == len(tokenizer) <= 400
+        assert 0 < sidecar.documents == np.count_nonzero(ids == sidecar.eot_id)
+        assert sidecar.sha256 == hashlib.sha256(ids.tobytes()).hexdigest()
+        assert asdict(sidecar.tokenizer) == {"name": "tokenizer", "sha256": hashlib.sha256(data).hexdigest()}
+        assert (tokenizer.eos_token, tokenizer.eos_token_id) == ("<|endoftext|>", sidecar.eot_id)
     assert tokenizer.model_max_length == 1024
-    assert len(tokenizer) == open_token_file(prepared / "train.bin").sidecar.vocab_size
-
-
-def test_nothing_unfinished_or_private_is_left(prepared: Path, corpus: Path):
-    names = {path.name for path in prepared.iterdir()}
-    sidecars = {"train.json", "val.json", "preparation.json"}
-    assert names == {"train.bin", "val.bin", "tokenizer", *sidecars}
-    for path in [*prepared.glob("*.json"), *prepared.glob("tokenizer/*.json")]:
+    names = {"train.bin", "val.bin", "tokenizer", "train.json", "val.json", "preparation.json"}
+    assert {path.name for path in prepared.iterdir()} == names
+    for path in prepared.rglob("*.json"):
         assert str(corpus.parent) not in path.read_text(encoding="utf-8")
 
 
@@ -277,6 +252,7 @@ CHANGES = {
     "out/train.json": (None, OTHER),
     "out/tokenizer/tokenizer.json": (lambda data: b"{}", OTHER),
     "out/preparation.json": (lambda data: b'{"identity": 5}', RECORD),
+    "out/tokenizer/tokenizer_config.json": (lambda data: b"{}", "out/tokenizer: is damaged"),
     "text/0.txt": (lambda data: data + b"more\n", r"out: was prepared differently \(the input has changed\)"),
 }
 """What changes a file, None if it is removed, and the refusal."""
@@ -326,55 +302,6 @@ def test_the_next_line_is_a_dry_run_that_works(run, bytes_tokenizer: Path, tmp_p
     check(words)
 
 
-def test_without_network_the_tokenizer_says_what_to_do(run, tmp_path: Path):
-    (tmp_path / "a.txt").write_text("some text\n" * 9)
-    started = time.monotonic()
-    (line,) = errors(run("preprocess.py", "--input", "a.txt", cwd=tmp_path, code=2))
-    assert time.monotonic() - started < 30
-    assert "no network" in line
-    assert "--tokenizer train" in line
-
-
-# What the scripts print: progress bars on a terminal only, and numbers in words.
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def rows(total: int | None) -> Iterator[int]:
-    with progress(total=total, description="reading", unit=" rows") as bar:
-        for number in range(10):
-            bar.update(1)
-            yield number
-
-
-def test_no_bar_in_a_log(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(sys, "stderr", io.StringIO())
-    assert len(list(rows(10))) == 10
-    assert not sys.stderr.getvalue()
-
-
-@pytest.mark.parametrize("limit", [None, 1])
-@pytest.mark.parametrize("total", [10, 12, 9, None])
-def test_bar_ends_at_100_percent_also_when_a_limit_ends_it(monkeypatch: pytest.MonkeyPatch, total, limit):
-    monkeypatch.setattr(sys, "stderr", Terminal())
-    with contextlib.closing(rows(total)) as some:
-        list(itertools.islice(some, limit))
-    assert "reading: 100%" in sys.stderr.getvalue().splitlines()[-1]
-
-
-def test_bar_stays_where_an_error_ends_it(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(sys, "stderr", Terminal())
-    with pytest.raises(ValueError, match="torn"), progress(total=10, description="reading", unit="B") as bar:
-        bar.update(1)
-        raise ValueError("torn")
-    assert "100%" not in sys.stderr.getvalue()
-
-
 def test_an_empty_output_folder_is_the_default():
     """As of a shell variable that is not set. The path of an empty word would be the current folder."""
-    default = Path("data/python-stdlib")
-    assert parse_options(["--output_dir", ""], description="", examples="", small=False).output_dir == default
-    assert download.parse_options(["--output_dir", ""]).folder == default / "raw"
+    assert parse_options(["--output_dir", ""], small=False).output_dir == Path("data/python-stdlib")

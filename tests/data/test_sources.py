@@ -98,15 +98,20 @@ def test_wikitext_lines_become_articles():
     assert articles[1].startswith(" = 9 = \n A number")
 
 
-@pytest.mark.parametrize("name", ["tinystories", "webtext"])
-def test_without_network_one_line_in_seconds(run, tmp_path: Path, name: str):
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["download_data.py", "webtext"], ["the set webtext: no network", "python-stdlib", "preprocess.py --input"]),
+        (["preprocess.py", "--input", "a.txt"], ["no network", "--tokenizer train"]),
+    ],
+)
+def test_without_network_one_line_in_seconds(run, tmp_path: Path, words, said):
+    (tmp_path / "a.txt").write_text("some text\n" * 9)
     started = time.monotonic()
-    (line,) = errors(run("download_data.py", name, cwd=tmp_path, code=2))
+    (line,) = errors(run(*words, cwd=tmp_path, code=2))
     assert time.monotonic() - started < 20
-    assert f"the set {name}: no network" in line
-    assert "python-stdlib" in line
-    assert "preprocess.py --input" in line
-    assert not (tmp_path / "data").exists()
+    assert [part for part in said if part not in line] == []
+    assert not list(tmp_path.rglob("*.jsonl"))
 
 
 def test_embedded_corpus_keeps_its_names(run, tmp_path: Path):
@@ -157,27 +162,13 @@ def cached(tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     return put
 
 
-REFUSED = {
-    "code": "its tokenizer_config.json asks for its own code (auto_map)",
-    "files": "its tokenizer_config.json names other files to open (fast_tokenizer_files)",
-}
-
-
 @pytest.mark.parametrize("where", ["folder", "hub"])
-@pytest.mark.parametrize("harm", REFUSED)
-def test_a_tokenizers_code_and_other_files_are_refused(
-    prepare_here, text, tokenizer, cached, tmp_path, capsys, harm, where
-):
-    if harm == "code":
-        bring_code(tokenizer, marker=tmp_path / "ran")
-    else:
-        settings = json.loads((tokenizer / "tokenizer_config.json").read_text())
-        named = {"fast_tokenizer_files": ["tokenizer.json", "tokenizer.4.0.0.json"]}
-        (tokenizer / "tokenizer_config.json").write_text(json.dumps(settings | named))
-        shutil.copy(tokenizer / "tokenizer.json", tokenizer / "tokenizer.4.0.0.json")
+def test_a_tokenizers_code_is_refused(prepare_here, text, tokenizer, cached, tmp_path, capsys, where):
+    """``tests/formats`` has what else is refused."""
+    bring_code(tokenizer, marker=tmp_path / "ran")
     given = tokenizer if where == "folder" else cached()
     line = refusal(prepare_here, "--input", text, "--tokenizer", given, cwd=tmp_path)
-    assert line.startswith(f"--tokenizer {given}: {REFUSED[harm]}")
+    assert line.startswith(f"--tokenizer {given}: its tokenizer_config.json asks for its own code (auto_map)")
     assert not (tmp_path / "ran").exists()
     assert "[y/N]" not in "".join(capsys.readouterr())
 
@@ -262,12 +253,6 @@ def test_a_prepared_tokenizer_that_is_a_link_is_refused(again, tmp_path):
     assert {path.name for path in (tmp_path / "moved").iterdir()} == TOKENIZER_FILES
 
 
-@pytest.mark.parametrize(("name", "harm"), [("tokenizer.json", "[]"), ("tokenizer_config.json", "{}")])
-def test_a_prepared_tokenizer_that_is_damaged_is_one_line(again, tmp_path, name, harm):
-    (tmp_path / "out" / "tokenizer" / name).write_text(harm)
-    assert refusal(again).startswith("out/tokenizer")
-
-
 # The embedded corpus: real text, no tests, and the whole of it prepared in well under a minute.
 
 
@@ -311,13 +296,3 @@ def test_downloaded_documents_are_the_same_input(tmp_path: Path):
 
     download.keep_stdlib(raw, max_documents=50)
     assert downloaded_source(STDLIB_NAME, output_dir=tmp_path).fingerprint() != direct.fingerprint()
-
-
-def test_another_python_is_another_input(tmp_path: Path):
-    prints = set()
-    for text in ("x = 1\n", "x = 2\n"):
-        (tmp_path / "module.py").write_text(text)
-        prints.add(stdlib_source(root=tmp_path).fingerprint())
-    (tmp_path / "empty.py").write_text("")
-    prints.add(stdlib_source(root=tmp_path).fingerprint())
-    assert len(prints) == 2

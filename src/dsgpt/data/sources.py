@@ -199,16 +199,15 @@ _EXCLUDED_PREFIXES = (
 _TOPICS = "pydoc_data/topics.py"
 
 
-def stdlib_source(*, root: Path | None = None) -> Source:
+def stdlib_source() -> Source:
     """The standard library's text, one document per file, in the order of paths, without tests.
 
-    Args:
-        root: the library's folder; by default that of the base interpreter, not of the virtual environment.
+    It is in the folder of the base interpreter, not of the virtual environment.
 
     Raises:
         UserError: the folder has no sources (some distributions ship them compiled or zipped).
     """
-    root = root or Path(sysconfig.get_path("stdlib"))
+    root = Path(sysconfig.get_path("stdlib"))
     keyed = sorted((path.relative_to(root).as_posix(), path) for path in _walk(root))
     if not keyed:
         raise UserError(f"{root}: this Python comes without the sources of its library; use another Python, or --input")
