@@ -134,7 +134,6 @@ def help_for(command: Command) -> str:
 # What every page must hold.
 
 MAKEFILE = (REPOSITORY / "Makefile").read_text(encoding="utf-8")
-DOCS = [page for page in PAGES if page.parent.name == "docs"]
 PRESENT = [page for page in PAGES if page.name != "CHANGELOG.md"]
 """What they name exists now; the changelog also tells of the past."""
 COMMANDS = [command for page in PRESENT for command in (*commands_in_blocks(page), *commands_in_text(page))]
@@ -157,11 +156,6 @@ FLAGS_OF_OTHERS = {
 """Launchers', Slurm's, DeepSpeed's tools' and trackers'."""
 FILES_OF_OTHERS = {"zero_to_fp32.py", "ds_to_universal.py"}
 SIDECARS = {"train.json", "val.json"}
-GENERATED = {
-    *(f"{name}.md" for name in ("parity", "resume", "faults", "saving", "speed", "recipe-search", "serving-load")),
-    *(f"{name}.md" for name in ("concurrency", "decoding", "planner", "planner-published")),
-    *("sweep-scaling.md", "sweep-strategies.md"),
-}
 
 
 def each(pages: list[Path]) -> pytest.MarkDecorator:
@@ -295,15 +289,3 @@ def test_the_rows_of_a_table_have_as_many_cells_as_its_header(page):
         rows = table.splitlines()
         assert all(row.endswith("|") for row in rows), rows
         assert len({len(re.findall(r"(?<!\\)\|", row)) for row in rows}) == 1, rows
-
-
-def test_the_readme_is_a_landing_page():
-    assert len((REPOSITORY / "README.md").read_text(encoding="utf-8").splitlines()) <= 90
-    assert len(links_of(REPOSITORY / "README.md")) <= 12
-
-
-@each([page for page in DOCS if page.name not in {*GENERATED, "README.md"}])
-def test_a_page_has_one_title_and_is_worth_a_page(page):
-    lines = page.read_text(encoding="utf-8").splitlines()
-    assert sum(line.startswith("# ") for line in lines) == 1
-    assert len(lines) >= 30

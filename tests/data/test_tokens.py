@@ -1,6 +1,7 @@
 """Token files, the order of their windows, and the loader."""
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -194,22 +195,25 @@ def same(first: list[Batch], second: list[Batch]) -> bool:
     return all(torch.equal(a.inputs, b.inputs) and torch.equal(a.targets, b.targets) for a, b in pairs)
 
 
+def rows(batches: list[list[Batch]], *, steps: int) -> list[torch.Tensor]:
+    """The inputs, and the targets, of all ranks in the order of the windows: of a step, and in it of a rank."""
+    parts = [[torch.cat(tensors).view(steps, -1, LENGTH) for tensors in zip(*each, strict=True)] for each in batches]
+    return [torch.cat(ranks, dim=1).view(-1, LENGTH) for ranks in zip(*parts, strict=True)]
+
+
+def ids_of(windows: Iterable[int], *, shift: int = 0) -> torch.Tensor:
+    return torch.from_numpy(np.stack([IDS[start + shift :][:LENGTH] for start in np.array(windows) * LENGTH]))
+
+
 @pytest.mark.parametrize(("ranks", "micro"), [(1, 4), (1, 8), (2, 2), (4, 1), (4, 2)])
 def test_the_ranks_together_read_the_global_batch_exactly(dataset, ranks, micro):
     """At any number of ranks the same windows with their shifted targets, over the end of the first epoch."""
     batches = [training(dataset, 4, 8, part=share(rank, ranks, micro=micro)) for rank in range(ranks)]
-    count = 4 * 8 // ranks // micro
-    assert [len(each) for each in batches] == [count] * ranks
-    assert {(tensor.dtype, tensor.shape) for each in batches for batch in each for tensor in batch} == {
-        (torch.int64, (micro, LENGTH))
-    }
-    for step in range(4):
-        own = slice(step * count // 4, (step + 1) * count // 4)
-        inputs, targets = (torch.cat(parts) for parts in zip(*(b for each in batches for b in each[own]), strict=True))
-        for row, window in enumerate(ORDER.batches(4 + step, 5 + step)[0]):
-            start = window * LENGTH
-            assert inputs[row].tolist() == IDS[start : start + LENGTH].tolist()
-            assert targets[row].tolist() == IDS[start + 1 : start + LENGTH + 1].tolist()
+    assert [len(each) for each in batches] == [4 * 8 // ranks // micro] * ranks
+    assert {tensor.dtype for batch in batches[0] for tensor in batch} == {torch.int64}
+    inputs, targets = rows(batches, steps=4)
+    windows = ORDER.batches(4, 8).flatten()
+    assert torch.equal(inputs, ids_of(windows)) and torch.equal(targets, ids_of(windows, shift=1))
 
 
 @pytest.mark.parametrize("at_once", [1, 2, 64])
@@ -228,25 +232,12 @@ def test_worker_processes_change_nothing(dataset):
 @pytest.mark.parametrize("windows", [1, 7, 8, 9, 16, 21, WINDOWS])
 @pytest.mark.parametrize(("ranks", "micro"), [(1, 8), (1, 1), (2, 2), (4, 2)])
 def test_validation_covers_each_window_once_in_file_order(dataset, windows, ranks, micro):
-    per_rank = [validation(dataset, windows, part=share(rank, ranks, micro=micro)) for rank in range(ranks)]
     steps = -(-windows // 8)
-    accumulation = 8 // ranks // micro
-    assert [len(batches) for batches in per_rank] == [steps * accumulation] * ranks
-    rows = []
-    for step in range(steps):
-        for batches in per_rank:
-            mine = batches[step * accumulation : (step + 1) * accumulation]
-            rows += [
-                (i, t) for batch in mine for i, t in zip(batch.inputs.tolist(), batch.targets.tolist(), strict=True)
-            ]
-    for window, (inputs, targets) in enumerate(rows):
-        start = window * LENGTH
-        if window < windows:
-            assert inputs == IDS[start : start + LENGTH].tolist()
-            assert targets == IDS[start + 1 : start + LENGTH + 1].tolist()
-        else:
-            assert targets == [-100] * LENGTH
-            assert max(inputs) < 257
+    batches = [validation(dataset, windows, part=share(rank, ranks, micro=micro)) for rank in range(ranks)]
+    inputs, targets = rows(batches, steps=steps)
+    assert torch.equal(inputs[:windows], ids_of(range(windows)))
+    assert torch.equal(targets[:windows], ids_of(range(windows), shift=1))
+    assert len(targets) == 8 * steps and (targets[windows:] == -100).all()
 
 
 def test_an_id_beyond_the_vocabulary_names_file_and_id(tmp_path, snapshot):
