@@ -55,6 +55,7 @@ def test_every_module_is_in_a_room():
     assert {path.relative_to(PACKAGE).parts[0] for path in modules()} == set(ROOMS)
 
 
+SCRIPTS = {path.stem for folder in ("src", "charts", "data_prep") for path in (REPOSITORY / folder).glob("*.py")}
 FOUNDATIONS = {"common/*", "config/options", "config/recipe", "config/recipe_blocks", "machine/topology"}
 """They need nothing but the standard library and pydantic, which takes 0.1 s to import. DeepSpeed needs it anyway."""
 
@@ -63,6 +64,7 @@ FOUNDATIONS = {"common/*", "config/options", "config/recipe", "config/recipe_blo
 def test_imports_follow_the_floors(path):
     own = ROOMS.index(path.relative_to(PACKAGE).parts[0])
     for name in imported(path):
+        assert name.split(".")[0] not in SCRIPTS
         if name.startswith("dsgpt."):
             assert name.split(".")[1] in ROOMS[: own + 1], f"{ROOMS[own]} imports {name}"
     if any(path.match(f"dsgpt/{foundation}.py") for foundation in FOUNDATIONS):
@@ -75,13 +77,6 @@ FOUNDATIONS = {
     "machine": ["topology"],
 }
 """Pydantic takes 0.1 s to import, and DeepSpeed brings it along anyway."""
-
-
-def test_nothing_in_the_package_imports_a_script():
-    scripts = {path.stem for folder in ("src", "charts", "data_prep") for path in (REPOSITORY / folder).glob("*.py")}
-    assert {"gpt2", "generate", "generate_charts", "preprocess"} <= scripts
-    for path in modules():
-        assert not {name.split(".")[0] for name in imported(path)} & scripts
 
 
 @pytest.mark.parametrize(
@@ -160,12 +155,3 @@ def test_the_table_says_of_each_room_what_its_docstring_says():
     texts = [ast.get_docstring(ast.parse((PACKAGE / room / "__init__.py").read_text())) for room in ROOMS]
     contents = [" ".join(text.split("\n\n", 1)[0].split()).replace("``", "`") for text in texts]
     assert table == [f"| `{room}` | {text} |" for room, text in zip(ROOMS, contents, strict=True)]
-
-
-def test_the_way_of_a_run_names_modules_that_exist():
-    way = re.search(r"^    src/gpt2\.py\n((?:      .*\n)+)", PAGE, flags=re.MULTILINE).group(1)
-    modules = re.findall(r"(?:^ +|-> )([a-z_]+\.[a-z_]+)\b", way, flags=re.MULTILINE)
-    assert len(modules) >= 8
-    for module in modules:
-        place = PACKAGE.joinpath(*module.split("."))
-        assert place.with_suffix(".py").exists() or place.parent.with_suffix(".py").exists(), module

@@ -51,14 +51,12 @@ def test_set_with_its_own_split(run, prepare_here, hub_folder: Path, bytes_token
     assert texts(raw / "validation.jsonl") == VALIDATION
 
     flags = ["--dataset", "tinystories", "--tokenizer", bytes_tokenizer]
-    (line,) = errors(run("preprocess.py", *flags, "--val_fraction", 0.5, cwd=tmp_path, code=2))
-    assert "has its own validation split" in line
+    assert "has its own validation split" in refusal(prepare_here, *flags, "--val_fraction", 0.5, cwd=tmp_path)
     prepare_here(*flags, cwd=tmp_path)
-    assert documents_of(raw.parent, "train") == STORIES
-    assert documents_of(raw.parent, "val") == VALIDATION
-    run("preprocess_small.py", *flags, "--num_documents", 40, cwd=tmp_path)
-    assert documents_of(raw.parent, "train", "_small") == STORIES[:38]
-    assert documents_of(raw.parent, "val", "_small") == VALIDATION[:2]
+    prepare_here(*flags, "--num_documents", 40, cwd=tmp_path, small=True)
+    for split, documents, first in (("train", STORIES, 38), ("val", VALIDATION, 2)):
+        assert documents_of(raw.parent, split) == documents
+        assert documents_of(raw.parent, split, "_small") == documents[:first]
 
 
 def test_set_read_as_parquet_files_with_a_limit(hub_folder: Path, tmp_path: Path):
@@ -70,22 +68,17 @@ def test_set_read_as_parquet_files_with_a_limit(hub_folder: Path, tmp_path: Path
     assert not (tmp_path / "raw" / "train.jsonl").exists()
 
 
-def test_a_missing_set_is_an_error_of_one_line(tmp_path: Path):
-    (tmp_path / "empty").mkdir()
-    missing = HubSet(path=str(tmp_path / "empty"), about="", splits={"train": 0})
-    with pytest.raises(UserError, match="cannot be read from the hub") as caught:
-        download.keep_hub_set(tmp_path / "raw", missing, name="x", max_documents=None)
-    assert "\n" not in str(caught.value)
-    assert not list((tmp_path / "raw").iterdir())
-
-
-def test_an_interrupted_download_leaves_nothing(tmp_path: Path):
+def test_a_missing_set_and_an_interrupted_download_leave_nothing(tmp_path: Path):
     def rows():
         yield {"text": STORIES[0]}
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         download.keep(tmp_path / "raw", {"train": rows()}, name="x", source="x", max_documents=None)
+    (tmp_path / "empty").mkdir()
+    missing = HubSet(path=str(tmp_path / "empty"), about="", splits={"train": 0})
+    with pytest.raises(UserError, match=r"^[^\n]*: cannot be read from the hub[^\n]*$"):
+        download.keep_hub_set(tmp_path / "raw", missing, name="x", max_documents=None)
     assert not list((tmp_path / "raw").iterdir())
 
 
@@ -93,8 +86,7 @@ def test_wikitext_lines_become_articles():
     first = ["", " = Valkyria Chronicles III = \n", "", " A game . x = y \n", " = = Gameplay = = \n", "", " Turns . \n"]
     second = ["", "", " = 9 = \n", "", " A number . \n", " = not a title = \n", " More . \n", ""]
     articles = list(join_articles(first + second))
-    assert "".join(articles) == "".join(first + second)
-    assert len(articles) == 2
+    assert "".join(articles) == "".join(first + second) and len(articles) == 2
     assert articles[1].startswith(" = 9 = \n A number")
 
 

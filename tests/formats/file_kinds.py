@@ -1,5 +1,6 @@
 """Files of every kind that the product reads, and ways to mangle them."""
 
+import contextlib
 import copy
 import functools
 import hashlib
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from small_run import REPOSITORY, command_line
+from training_runs import resolved
 
 from dsgpt.benchmarks.sweep_cells import read_description
 from dsgpt.charts.comparison import comparison_markdown, console_summary
@@ -26,15 +28,13 @@ from dsgpt.checkpoints.pieces import open_weights
 from dsgpt.checkpoints.store import find_checkpoint, open_model_files
 from dsgpt.common.errors import Problems
 from dsgpt.common.json_files import JsonError
-from dsgpt.config.options import parse_arguments
-from dsgpt.config.run_config import RunConfig, resolve
+from dsgpt.config.run_config import RunConfig
 from dsgpt.data.preparation import Place
-from dsgpt.data.sources import SourceFile, downloaded_source, read_json_lines
+from dsgpt.data.sources import downloaded_source
 from dsgpt.formats.hugging_face import PretrainedWeights, weight_files
 from dsgpt.formats.tokenizer_files import end_of_text_id, token_ids
 from dsgpt.inference.model_files import build_model
 from dsgpt.machine.device import HostGroup
-from dsgpt.machine.topology import read_topology
 from dsgpt.record.runs import read_run
 from dsgpt.record.schema import STEPS_FILE, drop_steps_after, read_steps
 from dsgpt.record.suites import read_sweep
@@ -83,10 +83,14 @@ def mangle_json(data: bytes, chance: random.Random) -> bytes:
     return json.dumps(value).encode()
 
 
-def mangle_inside(data: bytes, chance: random.Random, *, keys: tuple[str, ...]) -> bytes:
-    """``data`` with one place below one of the top-level ``keys`` changed; still JSON."""
-    value = json.loads(data)
-    key = chance.choice(keys)
+def either(data: bytes, chance: random.Random) -> bytes:
+    """Mangle the JSON or the bytes."""
+    return mangle_json(data, chance) if chance.random() < 0.7 else mangle_bytes(data, chance)
+
+
+def history(data: bytes, chance: random.Random) -> bytes:
+    """Mangle what a run state says about finished epochs and resumes, which a resumed run continues; still JSON."""
+    value, key = json.loads(data), chance.choice(("epochs", "changes"))
     return json.dumps(value | {key: _changed(value[key], chance)}).encode()
 
 
@@ -140,7 +144,7 @@ def flip_bits(data: bytes, chance: random.Random) -> bytes:
 
 
 def mangle_torch(data: bytes, chance: random.Random) -> bytes:
-    """A file of ``torch.save``: a zip archive with a mangled pickle or byte order; before torch 1.6, only pickles."""
+    """A file of ``torch.save``: a zip archive with a mangled pickle; before torch 1.6, only pickles."""
     if chance.random() < 0.2:
         return mangle_bytes(data, chance)
     if not zipfile.is_zipfile(io.BytesIO(data)):
@@ -151,8 +155,6 @@ def mangle_torch(data: bytes, chance: random.Random) -> bytes:
             part = before.read(name)
             if name.endswith("/data.pkl"):
                 part = chance.choice((flip_bits, flip_bits, flip_bits, mangle_bytes))(part, chance)
-            if name.endswith("/byteorder") and chance.random() < 0.1:
-                part = chance.choice((b"big", b"odd", b"", b"\xff"))
             after.writestr(name, part)
     return mangled.getvalue()
 
@@ -165,16 +167,6 @@ RUN = {"num_layers": 1, "max_train_steps": 12, "save_every": 3, "keep_checkpoint
 """12 steps, with 5 in an epoch."""
 CPU = torch.device("cpu")
 Mangle = Callable[[bytes, random.Random], bytes]
-
-
-def either(data: bytes, chance: random.Random) -> bytes:
-    """Mangle the JSON or the bytes."""
-    return mangle_json(data, chance) if chance.random() < 0.7 else mangle_bytes(data, chance)
-
-
-def history(data: bytes, chance: random.Random) -> bytes:
-    """Mangle what a run state says about finished epochs and resumes, which a resumed run continues."""
-    return mangle_inside(data, chance, keys=("epochs", "changes"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,8 +200,7 @@ def resume(folder: Path) -> None:
 @functools.cache
 def _described(folder: Path) -> tuple[RunConfig, dict[str, str | None], dict[str, Any]]:
     """The resumed run's configuration, hashes and description. They depend on no file of the run, and git is slow."""
-    options, problems = parse_arguments(command_line(folder, **RUN, resume=True))
-    config = resolve(options, topology=read_topology({}), problems=problems)
+    config = resolved(command_line(folder, **RUN, resume=True))
     files = {"train": config.train.path, "val": config.val.path}
     hashes = {name: hashlib.sha256(file.read_bytes()).hexdigest() for name, file in files.items()}
     hashes["initial weights"] = None
@@ -226,13 +217,10 @@ def restore(folder: Path) -> None:
     drop_steps_after(lines, state.step)
     description = {**description, "run_id": start.run_id, CHANGES_KEY: list(start.changes)}
     sinks = open_sinks(config, done=state.step)
-    journal = Journal(
-        config, device=torch.device("cpu"), description=description, sinks=sinks, ranks=HostGroup(), done=state.step
-    )
-    try:
+    journal = Journal(config, device=CPU, description=description, sinks=sinks, ranks=HostGroup(), done=state.step)
+    earlier = None
+    with contextlib.suppress(JsonError):  # a resume reports it and continues without the record
         earlier = read_earlier_record(config.run_dir)
-    except JsonError:  # a resume reports it and continues without the record
-        earlier = None
     journal.resume(state, lines, earlier=earlier or EarlierRecord())
     journal.epoch_done(len(state.epochs))
     write_run_state(folder, journal.state(state.step))
@@ -287,17 +275,12 @@ def read_vocabulary(folder: Path) -> None:
     end_of_text_id(folder / "tokenizer")
 
 
-def downloaded(folder: Path) -> None:
-    """Open a downloaded set."""
+def prepared(folder: Path) -> None:
+    """Open a preparation, and read the documents of a downloaded set."""
+    Place(folder=folder, suffix="").complete()
     source = downloaded_source("set", output_dir=folder)
     if source is not None:
         list(source.documents())
-
-
-def json_lines(folder: Path) -> None:
-    """Read documents from JSON lines."""
-    file = folder / "raw" / "documents.jsonl"
-    list(read_json_lines(SourceFile(path=file, key="k", split=None, read=print), text_key="text", key_field="key"))
 
 
 def page(suite: str) -> Callable[[Path], None]:
@@ -354,11 +337,9 @@ KINDS = {
     },
     "vocabulary": Kind(file="tokenizer/tokenizer.json", read=read_vocabulary, count=60),
     "settings of a tokenizer": Kind(file="tokenizer/tokenizer_config.json", read=read_vocabulary, count=40),
-    "preparation": Kind(
-        file="preparation.json", read=lambda folder: Place(folder=folder, suffix="").complete(), count=50
-    ),
-    "download": Kind(file="raw/download.json", read=downloaded, count=60),
-    "documents": Kind(file="raw/documents.jsonl", read=json_lines, mangle=mangle_lines, count=60),
+    "preparation": Kind(file="preparation.json", read=prepared, count=50),
+    "download": Kind(file="raw/download.json", read=prepared, count=60),
+    "documents": Kind(file="raw/documents.jsonl", read=prepared, mangle=mangle_lines, count=60),
     **{f"record of {name}": Kind(file=f"{name}.json", read=page(name), count=20) for name in ("resume", "faults")},
     "record of saving": Kind(file="saving.json", read=page("saving"), count=40),
     "record of parity": Kind(file="parity.json", read=page("parity"), count=10),
@@ -380,25 +361,24 @@ def write_all(folder: Path, run: Path) -> None:
     state["changes"] = [{"step": 3, "name": "schedule", "before": None, "after": {"type": "WarmupLR"}}]
     (folder / NEWEST / "run_state.json").write_text(json.dumps(state))
     _match_manifests(folder / "run")
-    identity = {"--seed": 1, "input": "a", "tokenizer": None}
-    prepared = {"identity": identity, "tokenizer_sha256": "0" * 64, "splits": {}}
-    (folder / "preparation.json").write_text(json.dumps(prepared))
-    (folder / "parts").mkdir()
-    (folder / "parts" / "pytorch_model-1.bin").touch()
-    index = {"weight_map": {"wte.weight": "pytorch_model-1.bin", "wpe.weight": "pytorch_model-1.bin"}}
-    (folder / "parts" / "pytorch_model.bin.index.json").write_text(json.dumps(index))
-    (folder / "raw").mkdir()
-    size = {"documents": 2, "bytes": 60}
-    record = {"name": "set", "source": "a test", "max_documents": None, "files": {"documents.jsonl": size}}
-    (folder / "raw" / "download.json").write_text(json.dumps(record))
-    (folder / "raw" / "documents.jsonl").write_text('{"key": "a", "text": "one"}\n{"key": "b", "text": "two"}\n')
-    for name in ("parity", "resume", "faults", "saving"):
-        shutil.copyfile(REFERENCE / f"{name}.json", folder / f"{name}.json")
-    shutil.copyfile(REFERENCE / "sweep-scaling.json", folder / "sweep.json")
+    parts = {"weight_map": {"wte.weight": "pytorch_model-1.bin", "wpe.weight": "pytorch_model-1.bin"}}
     cells = [{"name": "one", "devices": 2, "launcher": "torchrun", "flags": ["--run_type", "ddp"]}]
     comparisons = [{"name": "all", "kind": "weak scaling", "baseline": "one", "cells": ["one"]}]
-    described = {"schema_version": "1.0", "flags": ["--seed", "1"], "cells": cells, "comparisons": comparisons}
-    (folder / "described.json").write_text(json.dumps(described))
+    identity, raw = {"--seed": 1, "input": "a", "tokenizer": None}, {"documents.jsonl": {"documents": 2, "bytes": 60}}
+    for name, value in {
+        "preparation.json": {"identity": identity, "tokenizer_sha256": "0" * 64, "splits": {}},
+        "parts/pytorch_model.bin.index.json": parts,
+        "raw/download.json": {"name": "set", "source": "a test", "max_documents": None, "files": raw},
+        "described.json": {
+            "schema_version": "1.0", "flags": ["--seed", "1"], "cells": cells, "comparisons": comparisons
+        },
+    }.items():  # fmt: skip
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(json.dumps(value))
+    (folder / "parts" / "pytorch_model-1.bin").touch()
+    (folder / "raw" / "documents.jsonl").write_text('{"key": "a", "text": "one"}\n{"key": "b", "text": "two"}\n')
+    for name in ("parity", "resume", "faults", "saving", "sweep-scaling"):
+        shutil.copyfile(REFERENCE / f"{name}.json", folder / f"{name.partition('-')[0]}.json")
 
 
 def write_pickled(folder: Path) -> None:
