@@ -6,13 +6,8 @@ from pathlib import Path
 
 CODE = """\
 from pathlib import Path
-from transformers import PreTrainedTokenizerFast
 
 Path({marker!r}).write_text("ran")
-
-
-class Planted(PreTrainedTokenizerFast):
-    pass
 """
 
 

@@ -51,10 +51,6 @@ def modules() -> list[Path]:
     return sorted(path for path in PACKAGE.rglob("*.py") if path.name != "__init__.py" and path.parent != PACKAGE)
 
 
-def test_every_module_is_in_a_room():
-    assert {path.relative_to(PACKAGE).parts[0] for path in modules()} == set(ROOMS)
-
-
 SCRIPTS = {path.stem for folder in ("src", "charts", "data_prep") for path in (REPOSITORY / folder).glob("*.py")}
 FOUNDATIONS = {"common/*", "config/options", "config/recipe", "config/recipe_blocks", "machine/topology"}
 """They need nothing but the standard library and pydantic, which takes 0.1 s to import. DeepSpeed needs it anyway."""

@@ -48,13 +48,6 @@ def test_tests_that_need_what_is_missing_are_left_out_except_in_ci(bare, tmp_pat
     assert ("2 tests left out; they need, " + BRINGS in done.stdout) == (not ci)
 
 
-@pytest.mark.parametrize(("ci", "code"), [("", 0), ("true", 1)])
-def test_who_may_not_install_is_told_the_command(bare, monkeypatch, capsys, ci, code):
-    monkeypatch.setenv("CI", ci)
-    assert system_packages.main() == code
-    assert BRINGS in capsys.readouterr().err
-
-
 # A forked script ends as one under a launcher does: else no test would see that it failed.
 
 

@@ -93,9 +93,7 @@ def test_a_kill_leaves_the_old_output_or_none(run, prepare_here, script_command,
     assert "already prepared" in run("preprocess.py", *flags, cwd=tmp_path).stdout
 
 
-def test_what_another_program_or_preparation_writes_stays(
-    prepare_here, text, bytes_tokenizer, tmp_path
-):
+def test_what_another_program_or_preparation_writes_stays(prepare_here, text, bytes_tokenizer, tmp_path):
     (out := tmp_path / "out").mkdir()
     (out / "train.bin").write_bytes(b"\1\0")
     flags = ["--input", text, "--tokenizer", bytes_tokenizer, "--output_dir", out]

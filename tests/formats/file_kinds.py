@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from harmful_tokenizers import seal
 from safetensors.torch import load_file
 from small_run import REPOSITORY, command_line
 from training_runs import resolved
@@ -33,7 +34,8 @@ from dsgpt.data.preparation import Place
 from dsgpt.data.sources import downloaded_source
 from dsgpt.formats.hugging_face import PretrainedWeights, weight_files
 from dsgpt.formats.tokenizer_files import end_of_text_id, token_ids
-from dsgpt.inference.model_files import build_model
+from dsgpt.inference.model_files import build_model, export
+from dsgpt.machine.console import Console
 from dsgpt.machine.device import HostGroup
 from dsgpt.record.runs import read_run
 from dsgpt.record.schema import STEPS_FILE, drop_steps_after, read_steps
@@ -169,7 +171,7 @@ CPU = torch.device("cpu")
 Mangle = Callable[[bytes, random.Random], bytes]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Kind:
     """One kind of file: where it lies, how it is mangled, and what reads it."""
 
@@ -186,9 +188,13 @@ def _train(folder: Path, **changes: object) -> int:
     return train(command_line(folder, **RUN | {"dry_run": True} | changes))
 
 
-def resume(folder: Path) -> None:
-    """Plan to resume the run, restore its state, and load its model for generation."""
-    _match_manifests(folder / "run")
+def resume(folder: Path, *, sealed: bool = True) -> None:
+    """Plan to resume the run, restore its state, and load its model for generation.
+
+    If ``sealed``, its manifests have the hashes of the files as they are, as from an attacker: else the hash finds all.
+    """
+    for checkpoint in (folder / "run").glob("step-*") if sealed else ():
+        seal(checkpoint)
     if _train(folder, resume=True) == 0:
         restore(folder)
     store.name_newest_and_best(folder / "run")
@@ -226,20 +232,6 @@ def restore(folder: Path) -> None:
     write_run_state(folder, journal.state(state.step))
     read_run_state(folder)
     journal.close()
-
-
-def _match_manifests(run_dir: Path) -> None:
-    """Write the hashes of the files as they are into the manifests, as an attacker would: else the hash finds all."""
-    for checkpoint in run_dir.glob("step-*"):
-        file = checkpoint / "manifest.json"
-        try:
-            manifest = json.loads(file.read_bytes())
-            for name in manifest["files"]:
-                data = (checkpoint / name).read_bytes()
-                manifest["files"][name] = {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-        except (ValueError, TypeError, KeyError, OSError, RecursionError, AttributeError):
-            continue  # the manifest itself is the mangled one
-        file.write_text(json.dumps(manifest))
 
 
 def plan(folder: Path) -> None:
@@ -307,46 +299,42 @@ def compare_sweeps(folder: Path) -> None:
 
 NEWEST = "run/step-00000009"
 KINDS = {
-    "recipe": Kind(file="recipe.json", read=plan, count=250),
-    "sidecar": Kind(file="train.json", read=plan, count=150),
-    "manifest": Kind(file=f"{NEWEST}/manifest.json", read=resume, count=200),
-    "run_state": Kind(file=f"{NEWEST}/run_state.json", read=resume, count=100),
-    "history in a run_state": Kind(file=f"{NEWEST}/run_state.json", read=resume, mangle=history),
-    "training_state": Kind(file=f"{NEWEST}/training_state.json", read=resume, count=50),
-    "model": Kind(file=f"{NEWEST}/model.json", read=resume, count=100),
-    "weights": Kind(file=f"{NEWEST}/model.safetensors", read=resume, mangle=mangle_safetensors),
-    "moments": Kind(file=f"{NEWEST}/optimizer.safetensors", read=resume, mangle=mangle_safetensors),
-    "random state": Kind(file=f"{NEWEST}/random-00000.safetensors", read=resume, mangle=mangle_safetensors, count=50),
-    "record of a run": Kind(file="run/training_metrics.json", read=resume),
-    "config of a run": Kind(file="run/config.json", read=resume, count=50),
-    "latest": Kind(file="run/latest", read=resume, mangle=mangle_bytes, count=30),
-    "lines": Kind(file="run/metrics.jsonl", read=restore_lines, mangle=mangle_lines, count=150),
-    "record in charts": Kind(file="run/training_metrics.json", read=compare, count=150),
-    "lines in charts": Kind(file="run/metrics.jsonl", read=compare, mangle=mangle_lines),
-    "published shape": Kind(file="hf/config.json", read=publish, count=60),
-    "best": Kind(file="run/best", read=resume, mangle=mangle_bytes, count=20),
-    "published index": Kind(
-        file="parts/pytorch_model.bin.index.json", read=lambda folder: weight_files(folder / "parts"), count=40
-    ),
-    "published weights": Kind(file="hf/model.safetensors", read=publish, mangle=mangle_safetensors, count=40),
+    "recipe": Kind("recipe.json", plan, count=250),
+    "sidecar": Kind("train.json", plan, count=150),
+    "manifest": Kind(f"{NEWEST}/manifest.json", functools.partial(resume, sealed=False), count=200),
+    "run_state": Kind(f"{NEWEST}/run_state.json", resume, count=100),
+    "history in a run_state": Kind(f"{NEWEST}/run_state.json", resume, mangle=history),
+    "training_state": Kind(f"{NEWEST}/training_state.json", resume, count=50),
+    "model": Kind(f"{NEWEST}/model.json", resume, count=100),
+    "weights": Kind(f"{NEWEST}/model.safetensors", resume, mangle=mangle_safetensors),
+    "moments": Kind(f"{NEWEST}/optimizer.safetensors", resume, mangle=mangle_safetensors),
+    "random state": Kind(f"{NEWEST}/random-00000.safetensors", resume, mangle=mangle_safetensors, count=50),
+    "record of a run": Kind("run/training_metrics.json", resume),
+    "config of a run": Kind("run/config.json", resume, count=50),
+    "latest": Kind("run/latest", resume, mangle=mangle_bytes, count=30),
+    "lines": Kind("run/metrics.jsonl", restore_lines, mangle=mangle_lines, count=150),
+    "record in charts": Kind("run/training_metrics.json", compare, count=150),
+    "lines in charts": Kind("run/metrics.jsonl", compare, mangle=mangle_lines),
+    "published shape": Kind("hf/config.json", publish, count=60),
+    "best": Kind("run/best", resume, mangle=mangle_bytes, count=20),
+    "published index": Kind("parts/pytorch_model.bin.index.json", lambda at: weight_files(at / "parts"), count=40),
+    "published weights": Kind("hf/model.safetensors", publish, mangle=mangle_safetensors, count=40),
     **{
-        f"{name} weights": Kind(
-            file=f"{name}/pytorch_model.bin", read=functools.partial(publish, name=name), mangle=mangle_torch, count=200
-        )
+        f"{name} weights": Kind(f"{name}/pytorch_model.bin", functools.partial(publish, name=name), mangle_torch, 200)
         for name in ("pickled", "old pickled")
     },
-    "vocabulary": Kind(file="tokenizer/tokenizer.json", read=read_vocabulary, count=60),
-    "settings of a tokenizer": Kind(file="tokenizer/tokenizer_config.json", read=read_vocabulary, count=40),
-    "preparation": Kind(file="preparation.json", read=prepared, count=50),
-    "download": Kind(file="raw/download.json", read=prepared, count=60),
-    "documents": Kind(file="raw/documents.jsonl", read=prepared, mangle=mangle_lines, count=60),
-    **{f"record of {name}": Kind(file=f"{name}.json", read=page(name), count=20) for name in ("resume", "faults")},
-    "record of saving": Kind(file="saving.json", read=page("saving"), count=40),
-    "record of parity": Kind(file="parity.json", read=page("parity"), count=10),
-    "record of a sweep": Kind(file="sweep.json", read=page("sweep"), count=30),
-    "sweep in charts": Kind(file="sweep.json", read=compare_sweeps, count=20),
+    "vocabulary": Kind("tokenizer/tokenizer.json", read_vocabulary, count=60),
+    "settings of a tokenizer": Kind("tokenizer/tokenizer_config.json", read_vocabulary, count=40),
+    "preparation": Kind("preparation.json", prepared, count=50),
+    "download": Kind("raw/download.json", prepared, count=60),
+    "documents": Kind("raw/documents.jsonl", prepared, mangle=mangle_lines, count=60),
+    **{f"record of {name}": Kind(f"{name}.json", page(name), count=20) for name in ("resume", "faults")},
+    "record of saving": Kind("saving.json", page("saving"), count=40),
+    "record of parity": Kind("parity.json", page("parity"), count=10),
+    "record of a sweep": Kind("sweep.json", page("sweep"), count=30),
+    "sweep in charts": Kind("sweep.json", compare_sweeps, count=20),
     "description of a sweep": Kind(
-        file="described.json", read=lambda folder: read_description(folder / "described.json", devices=None), count=60
+        "described.json", lambda at: read_description(at / "described.json", devices=None), count=60
     ),
 }
 
@@ -360,7 +348,7 @@ def write_all(folder: Path, run: Path) -> None:
     state = json.loads((folder / NEWEST / "run_state.json").read_text())
     state["changes"] = [{"step": 3, "name": "schedule", "before": None, "after": {"type": "WarmupLR"}}]
     (folder / NEWEST / "run_state.json").write_text(json.dumps(state))
-    _match_manifests(folder / "run")
+    seal(folder / NEWEST)
     parts = {"weight_map": {"wte.weight": "pytorch_model-1.bin", "wpe.weight": "pytorch_model-1.bin"}}
     cells = [{"name": "one", "devices": 2, "launcher": "torchrun", "flags": ["--run_type", "ddp"]}]
     comparisons = [{"name": "all", "kind": "weak scaling", "baseline": "one", "cells": ["one"]}]
@@ -379,12 +367,9 @@ def write_all(folder: Path, run: Path) -> None:
     (folder / "raw" / "documents.jsonl").write_text('{"key": "a", "text": "one"}\n{"key": "b", "text": "two"}\n')
     for name in ("parity", "resume", "faults", "saving", "sweep-scaling"):
         shutil.copyfile(REFERENCE / f"{name}.json", folder / f"{name.partition('-')[0]}.json")
-
-
-def write_pickled(folder: Path) -> None:
-    """Write the weights of ``folder / "hf"`` as pickles, too: of a zip archive, and of torch before 1.6."""
-    for name, zipped in (("pickled", True), ("old pickled", False)):
+    export(folder / "run", folder / "hf", form="hf", dtype="fp32", which="latest", console=Console(speaks=False))
+    weights = load_file(folder / "hf" / "model.safetensors")
+    for name, zipped in (("pickled", True), ("old pickled", False)):  # of a zip archive, and of torch before 1.6
         (folder / name).mkdir()
         shutil.copyfile(folder / "hf" / "config.json", folder / name / "config.json")
-        weights = load_file(folder / "hf" / "model.safetensors")
         torch.save(weights, folder / name / "pytorch_model.bin", _use_new_zipfile_serialization=zipped)

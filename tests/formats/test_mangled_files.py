@@ -6,12 +6,10 @@ import shutil
 import time
 
 import pytest
-from file_kinds import KINDS, RUN, write_all, write_pickled
+from file_kinds import KINDS, RUN, write_all
 from small_run import command_line, write_data, write_recipe, write_tokenizer
 
 from dsgpt.common.errors import UserError
-from dsgpt.inference.model_files import export
-from dsgpt.machine.console import Console
 from dsgpt.training.command import train
 
 SEED = 8
@@ -29,10 +27,8 @@ def whole(tmp_path_factory):
     write_data(made)
     write_recipe(made / "recipe.json")
     assert train(command_line(made, **RUN)) == 0
-    write_all(folder, made)
     write_tokenizer(folder / "tokenizer")
-    export(folder / "run", folder / "hf", form="hf", dtype="fp32", which="latest", console=Console(speaks=False))
-    write_pickled(folder)
+    write_all(folder, made)
     return folder
 
 
