@@ -15,11 +15,9 @@ import pytest
 from forked_ranks import run_script
 from small_run import REPOSITORY
 
-from dsgpt.benchmarks.plan import MOMENTS
 from dsgpt.benchmarks.records import RECORDS, show_words
 from dsgpt.checkpoints.manifest import Segment
 from dsgpt.common import errors
-from dsgpt.planner.memory import PARTS
 from dsgpt.telemetry.meter import IntervalFigures
 from dsgpt.telemetry.monitor import GpuSample
 
@@ -105,12 +103,6 @@ def test_the_keys_of_segments():
     listed = keys_behind("\n## Segments")
     assert all(any(fnmatch(key, pattern) for pattern in listed) for key in known)
     assert all(any(fnmatch(key, pattern) for key in known) for pattern in listed)
-
-
-def test_the_parts_of_a_predicted_peak():
-    assert sorted(keys_behind("| part | contents |")) == sorted(PARTS)
-    moments = RECORDS_PAGE.split("`moment` is the part of the step", 1)[1].split("`parts`", 1)[0]
-    assert set(MOMENTS) == set(re.findall(r"`([^`]+)`", moments))
 
 
 def test_the_exit_codes():

@@ -6,10 +6,7 @@ import subprocess
 from pathlib import Path
 
 import numpy as np
-from small_run import REPOSITORY
 from transformers import AutoTokenizer
-
-SCRIPTS = REPOSITORY / "data_prep"
 
 OUTPUTS = ["train.bin", "val.bin", "tokenizer/tokenizer.json", "tokenizer/tokenizer_config.json", "preparation.json"]
 

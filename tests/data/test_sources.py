@@ -274,8 +274,7 @@ def test_downloaded_documents_are_the_same_input(tmp_path: Path):
     raw = tmp_path / "raw"
     download.keep_stdlib(raw, max_documents=None)
     direct, kept = stdlib_source(), downloaded_source(STDLIB_NAME, output_dir=tmp_path)
-    assert kept.fingerprint() == direct.fingerprint()
-    assert kept.description == direct.description
+    assert (kept.fingerprint(), kept.description) == (direct.fingerprint(), direct.description)
     filled = [(document.key, document.text) for _, document in direct.documents() if document.text.strip()]
     assert [(document.key, document.text) for _, document in kept.documents()] == filled
 

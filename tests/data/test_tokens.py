@@ -19,7 +19,6 @@ from dsgpt.data.token_file import (
     open_token_file,
     shuffled,
     sidecar_path,
-    window_count,
 )
 
 # The token file: what is written, that nanoGPT can read it, and which files are refused.
@@ -85,17 +84,12 @@ def test_keys_of_later_versions_are_ignored(tmp_path):
 # The order of samples: a permutation, a pure function of seed and position, the same at any number of ranks.
 
 
-SIZES = sorted(
-    {1, 2, 3, 5, 7, 97, 1009, *(2**k for k in range(1, 13)), *(4**k + d for k in range(1, 7) for d in (-1, 1))}
-)
-
-
 def epoch_of(order: SampleOrder, epoch: int) -> list[int]:
     steps = range(epoch * order.steps_per_epoch, (epoch + 1) * order.steps_per_epoch)
     return order.batches(steps.start, steps.stop).flatten().tolist()
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 7, 97, 1009, *(4**k + d for k in range(1, 7) for d in (-1, 0, 1))])
 def test_permutation_of_any_size(size):
     for key in ("a", "b"):
         found = shuffled(np.arange(size), size=size, key=key)
@@ -135,13 +129,6 @@ def test_many_steps_at_once_are_the_same_and_may_cross_epochs():
     order = SampleOrder(windows=23, global_batch_size=4, seed=1)  # 5 steps an epoch
     epochs = [shuffled(np.arange(20), size=23, key=f"dsgpt order 1 {epoch}").reshape(5, 4) for epoch in range(4)]
     assert order.batches(3, 18).tolist() == np.concatenate(epochs)[3:18].tolist()
-
-
-@pytest.mark.parametrize(
-    ("tokens", "length", "windows"), [(0, 4, 0), (1, 4, 0), (4, 4, 0), (5, 4, 1), (8, 4, 1), (9, 4, 2), (2, 1, 1)]
-)
-def test_a_window_needs_its_last_target(tokens, length, windows):
-    assert window_count(tokens, length) == windows
 
 
 # Micro batches: the right windows, their shifted targets, and nothing read twice or left out.
