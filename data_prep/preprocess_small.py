@@ -1,8 +1,10 @@
 """Turn the first documents of a text into small token files; see --help."""
 
+from functools import partial
+
 from dsgpt.common.command_line import run_script
 from dsgpt.data.download import KEPT
-from dsgpt.data.preparation import main_small
+from dsgpt.data.preparation import main
 
 if __name__ == "__main__":
-    run_script(main_small, kept=KEPT)
+    run_script(partial(main, small=True), kept=KEPT)

@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from dsgpt.benchmarks.sweep_cells import STRATEGIES
 from dsgpt.common.command_line import POSITIVE, Terminated, complain, flag, read_options, run_script
@@ -149,26 +148,24 @@ def _prepare(demo: Demo) -> int:
 
 
 def _train(name: str, demo: Demo) -> int:
-    """Train with one strategy; those of ``TRAINED`` take the demo's recipe as it is."""
+    """Train with one strategy; those of ``TRAINED`` take the demo's recipe as it is.
+
+    Others take theirs of ``ds_configs/``, with the settings of the demo's recipe that decide the training.
+    """
     how = STRATEGIES[name]
     recipe = None
     if how.run_type == "optimized" and name not in TRAINED:
         recipe = demo.into / "checkpoint" / "demo-recipes" / f"{name}.json"
         recipe.parent.mkdir(parents=True, exist_ok=True)
-        write_json_atomic(recipe, strategy_recipe(how.recipe))
+        ours, theirs = (
+            json.loads((REPOSITORY / "ds_configs" / f"{file}.json").read_text()) for file in ("sizes/demo", how.recipe)
+        )
+        decides = {key: ours[key] for key in TRAINING_KEYS if key in ours}
+        others = {key: value for key, value in theirs.items() if key not in TRAINING_KEYS}
+        write_json_atomic(recipe, others | decides)
     words = demo.training(how.run_type, name, recipe=recipe)
     launcher = launcher_command(LAUNCHERS[how.run_type], demo.devices)
     return _run([*launcher, TRAIN, *words, _resume_or_overwrite(words)])
-
-
-def strategy_recipe(name: str) -> dict[str, Any]:
-    """``ds_configs/NAME.json`` with the settings of the demo's recipe that decide the training."""
-    ours, theirs = (
-        json.loads((REPOSITORY / "ds_configs" / f"{file}.json").read_text()) for file in ("sizes/demo", name)
-    )
-    return {key: value for key, value in theirs.items() if key not in TRAINING_KEYS} | {
-        key: ours[key] for key in TRAINING_KEYS if key in ours
-    }
 
 
 def _compare(demo: Demo) -> int:

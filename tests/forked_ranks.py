@@ -9,7 +9,6 @@ import atexit
 import contextlib
 import gc
 import importlib
-import io
 import json
 import os
 import runpy
@@ -255,11 +254,7 @@ def be_script(
             else:
                 end = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
             os.dup2(end, descriptor)
-        buffering = 0 if environment.get("PYTHONUNBUFFERED") else -1
-        sys.stdout, sys.stderr = (
-            io.TextIOWrapper(os.fdopen(number, "wb", buffering, closefd=False), write_through=not buffering)
-            for number in (1, 2)
-        )
+        sys.stdout, sys.stderr = (os.fdopen(number, "w", closefd=False) for number in (1, 2))
         os.environ.clear()
         os.environ.update(environment)
         os.chdir(cwd)

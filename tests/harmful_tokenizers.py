@@ -6,13 +6,8 @@ from pathlib import Path
 
 CODE = """\
 from pathlib import Path
-from transformers import PreTrainedTokenizerFast
 
 Path({marker!r}).write_text("ran")
-
-
-class Planted(PreTrainedTokenizerFast):
-    pass
 """
 
 
@@ -42,30 +37,23 @@ def seal(checkpoint: Path) -> None:
 
 
 DEEP = "[" * 100_000 + "]" * 100_000
+_FAST = '{"tokenizer_class": "PreTrainedTokenizerFast", '
 MALFORMED = [
     ("tokenizer_config.json", "{"),
     ("tokenizer_config.json", "[]"),
-    ("tokenizer_config.json", "5"),
     ("tokenizer_config.json", DEEP),
     ("tokenizer_config.json", '{"tokenizer_class": 5}'),
-    ("tokenizer_config.json", '{"auto_map": null}'),
     ("tokenizer_config.json", '{"tokenizer_class": "GPT2Tokenizer", "eos_token": {"no": "content"}}'),
-    ("tokenizer_config.json", '{"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": ["a"]}'),
-    ("tokenizer_config.json", '{"tokenizer_class": "PreTrainedTokenizerFast", "added_tokens_decoder": [1]}'),
-    (
-        "tokenizer_config.json",
-        '{"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": "x", "eos_token": 7}',
-    ),
-    ("tokenizer_config.json", '{"fast_tokenizer_files": 3}'),
+    ("tokenizer_config.json", _FAST + '"eos_token": ["a"]}'),
+    ("tokenizer_config.json", _FAST + '"added_tokens_decoder": [1]}'),
+    ("tokenizer_config.json", _FAST + '"model_max_length": "x", "eos_token": 7}'),
     ("tokenizer.json", ""),
-    ("tokenizer.json", "[]"),
     ("tokenizer.json", "{}"),
     ("tokenizer.json", DEEP),
     ("tokenizer.json", '{"model": {"type": "BPE", "vocab": [], "merges": 5}}'),
     ("tokenizer.json", "\xff"),
     ("special_tokens_map.json", "[[[]]]"),
     ("added_tokens.json", '"text"'),
-    ("config.json", "[1]"),
     ("config.json", '{"model_type": ["gpt2"]}'),
 ]
 """Files of a tokenizer folder and what somebody may have put into them."""

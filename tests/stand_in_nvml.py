@@ -1,5 +1,7 @@
 """Stands in for ``pynvml`` where there is no driver: two GPUs whose figures a test sets. Only the functions in use."""
 
+from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,11 +22,22 @@ class StandInNvml(SimpleNamespace):
         self.open = 0
         self.samples = 0
         self.reasons = 0x1
+        answers: dict[str, tuple[str, Callable[[int], Any]]] = {
+            "UtilizationRates": ("utilisation", lambda gpu: SimpleNamespace(gpu=50 + gpu, memory=10)),
+            "MemoryInfo": ("memory", lambda gpu: SimpleNamespace(total=80_000, free=70_000 - gpu, used=10_000 + gpu)),
+            "PowerUsage": ("power", lambda _: 200_000 + 100_000 * (self.samples % 2)),
+            "Temperature": ("temperature", lambda gpu: 60 + gpu),
+            "CurrentClocksEventReasons": ("reasons", lambda _: self.reasons),
+            "TotalEnergyConsumption": ("energy", lambda _: 1_000_000 + 3_000 * self.samples),
+        }
+        for name, (what, value) in answers.items():
+            setattr(self, f"nvmlDeviceGet{name}", partial(self._answer, what, value))
 
-    def _answer(self, name: str, value: Any) -> Any:
+    def _answer(self, name: str, value: Callable[[int], Any], handle: int, *_: int) -> Any:
+        self.samples += name == "utilisation"
         if name in self.unsupported or not self.open:
             raise NVMLError(name)
-        return value
+        return value(handle)
 
     def nvmlInit(self) -> None:
         if not self.driver:
@@ -39,24 +52,5 @@ class StandInNvml(SimpleNamespace):
             raise NVMLError(uuid)
         return int(uuid[-1])
 
-    def nvmlDeviceGetUtilizationRates(self, handle: int) -> Any:
-        self.samples += 1
-        return self._answer("utilisation", SimpleNamespace(gpu=50 + handle, memory=10))
-
-    def nvmlDeviceGetMemoryInfo(self, handle: int) -> Any:
-        return self._answer("memory", SimpleNamespace(total=80_000, free=70_000 - handle, used=10_000 + handle))
-
-    def nvmlDeviceGetPowerUsage(self, handle: int) -> int:
-        return self._answer("power", 200_000 + 100_000 * (self.samples % 2))
-
-    def nvmlDeviceGetTemperature(self, handle: int, sensor: int) -> int:
-        return self._answer("temperature", 60 + handle)
-
     def nvmlDeviceGetClockInfo(self, handle: int, kind: int) -> int:
-        return self._answer("clock", {NVML_CLOCK_SM: 1500, NVML_CLOCK_MEM: 2600}[kind])
-
-    def nvmlDeviceGetCurrentClocksEventReasons(self, handle: int) -> int:
-        return self._answer("reasons", self.reasons)
-
-    def nvmlDeviceGetTotalEnergyConsumption(self, handle: int) -> int:
-        return self._answer("energy", 1_000_000 + 3_000 * self.samples)
+        return self._answer("clock", lambda _: {NVML_CLOCK_SM: 1500, NVML_CLOCK_MEM: 2600}[kind], handle)

@@ -18,8 +18,6 @@ class Counts(TorchDispatchMode):
         self.calls: Counter[str] = Counter()
         """Calls of each operation, by its name without overload, such as ``mm``."""
         self._new: Counter[int] = Counter()
-        self.bytes_new = 0
-        """Bytes of all tensors that operations allocated."""
 
     def __enter__(self) -> "Counts":
         self._flops.__enter__()
@@ -38,13 +36,7 @@ class Counts(TorchDispatchMode):
         for value in tree_leaves(found):
             if isinstance(value, Tensor) and _storage(value) not in before:
                 self._new[value.numel()] += 1
-                self.bytes_new += value.numel() * value.element_size()
         return found
-
-    @property
-    def flops(self) -> int:
-        """Of matrix products and attention, as torch's counter knows them."""
-        return self._flops.get_total_flops()
 
     def flops_of(self, *operations: str) -> int:
         """Of these operations of ``aten``."""

@@ -8,7 +8,6 @@ import os
 import re
 import shlex
 import subprocess
-import tomllib
 from dataclasses import fields
 from fnmatch import fnmatch
 
@@ -16,11 +15,9 @@ import pytest
 from forked_ranks import run_script
 from small_run import REPOSITORY
 
-from dsgpt.benchmarks.plan import MOMENTS
 from dsgpt.benchmarks.records import RECORDS, show_words
 from dsgpt.checkpoints.manifest import Segment
 from dsgpt.common import errors
-from dsgpt.planner.memory import PARTS
 from dsgpt.telemetry.meter import IntervalFigures
 from dsgpt.telemetry.monitor import GpuSample
 
@@ -28,31 +25,15 @@ README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
 IMAGES = REPOSITORY / "docs" / "images"
 COMPARISON = (IMAGES / "comparison.md").read_text(encoding="utf-8")
 """``tests/goldens/test_golden_records.py`` holds it to the records."""
-WITHOUT_PIXELS = """
-import runpy
-import sys
-from matplotlib.figure import Figure
-Figure.savefig = lambda figure, file, **_: file.write(b"<svg/>")
-sys.argv.pop(0)
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
 
 
-def test_make_charts_writes_the_committed_pictures_and_remaking_the_records_too(tmp_path):
-    """Their names, not their bytes: another machine may have another version of the library that sets letters."""
+def test_make_charts_draws_what_remaking_the_records_draws():
     words = ["make", "--dry-run", "--no-print-directory", "--old-file", ".venv/bin/.installed", "charts"]
     found = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
     done = subprocess.run(words, cwd=REPOSITORY, env=found, check=True, capture_output=True, text=True)
     pages, everything = (shlex.split(line)[1:] for line in done.stdout.splitlines())
     assert sorted(show_words(RECORDS["demo"], REPOSITORY)) == sorted(pages)
     assert everything[everything.index("--output-dir") + 1] == "charts/reference" and "--only" not in everything
-    pages[pages.index("--output-dir") + 1] = str(tmp_path / "charts")
-    (tmp_path / "script.py").write_text(WITHOUT_PIXELS)
-    drawn = run_script(tmp_path / "script.py", pages, cwd=REPOSITORY)
-    assert drawn.returncode == 0, drawn.stderr
-    assert {path.name for path in (tmp_path / "charts").iterdir()} == {
-        path.name for path in IMAGES.iterdir() if path.is_file()
-    }
 
 
 def test_every_result_is_a_row_of_the_comparison():
@@ -92,7 +73,6 @@ def test_the_sweep_is_that_of_its_page():
 # Pages that list keys, exit codes or versions.
 
 RECORDS_PAGE = (REPOSITORY / "docs" / "records.md").read_text(encoding="utf-8")
-PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
 
 def keys_behind(words: str) -> list[str]:
@@ -125,29 +105,10 @@ def test_the_keys_of_segments():
     assert all(any(fnmatch(key, pattern) for key in known) for pattern in listed)
 
 
-def test_the_parts_of_a_predicted_peak():
-    assert sorted(keys_behind("| part | contents |")) == sorted(PARTS)
-    moments = RECORDS_PAGE.split("`moment` is the part of the step", 1)[1].split("`parts`", 1)[0]
-    assert set(MOMENTS) == set(re.findall(r"`([^`]+)`", moments))
-
-
 def test_the_exit_codes():
     page = (REPOSITORY / "docs" / "exit-codes.md").read_text(encoding="utf-8")
     codes = {value for name, value in vars(errors).items() if name.startswith("EXIT_")}
     assert {int(code) for code in re.findall(r"^\| (\d+) \|", page, flags=re.MULTILINE)} == codes | {1}
-
-
-def test_the_newest_version_of_the_changelog_is_the_packages():
-    text = (REPOSITORY / "CHANGELOG.md").read_text(encoding="utf-8")
-    assert re.findall(r"^## \[(.*?)\] - \d{4}-\d\d-\d\d$", text, flags=re.MULTILINE)[0] == PROJECT["version"]
-
-
-def test_the_hosted_workflow_runs_ci_with_every_version_that_works():
-    text = (REPOSITORY / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8")
-    assert re.findall(r"^ +- run: (.*)$", text, flags=re.MULTILINE) == [".ci/run"]
-    versions = re.findall(r"^ +(3\.\d+)$", text, flags=re.MULTILINE)
-    assert versions == ["3.13", "3.12", "3.11"]
-    assert PROJECT["requires-python"] == ">=3.11,<3.14"
 
 
 @pytest.mark.parametrize("page", ["aws", "google-cloud"])
@@ -161,10 +122,6 @@ def test_prices_of_the_pages_about_clouds_are_those_of_the_planner(page):
     for instance, gpus, *rest in rows:
         price = prices[provider, instance]
         money = [price["on_demand_usd_per_hour"], *([price["spot_usd_per_hour"]] if page == "google-cloud" else [])]
-        network = price["network_gbps"]
-        assert int(gpus.split()[0]) == price["gpus"]
-        assert rest == [
-            *("not known" if dollars is None else f"{dollars:.2f}" for dollars in money),
-            price["known_on"],
-            "not known" if network is None else f"{network:,} Gbit/s",
-        ], instance
+        shown = ["not known" if dollars is None else f"{dollars:.2f}" for dollars in money]
+        network = "not known" if price["network_gbps"] is None else f"{price['network_gbps']:,} Gbit/s"
+        assert [int(gpus.split()[0]), *rest] == [price["gpus"], *shown, price["known_on"], network], instance

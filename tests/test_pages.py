@@ -1,11 +1,12 @@
 """The pages tell the truth: every command, flag, link and path that they name exists."""
 
 import functools
+import itertools
 import re
 import shlex
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from small_run import REPOSITORY, random_ids, write_tokens
@@ -41,23 +42,15 @@ def text_of(page: Path) -> str:
     return _BLOCK.sub("", page.read_text(encoding="utf-8"))
 
 
-@dataclass(frozen=True)
-class Command:
+class Command(NamedTuple):
     """One command of a page."""
 
     page: str
-    line: str
+    words: list[str]
+    """Without comments and without the variables set before it."""
 
     def __str__(self) -> str:
         return f"{self.page}: {shlex.join(self.words)}"
-
-    @property
-    def words(self) -> list[str]:
-        """Its words without comments and without the variables set before it."""
-        words = shlex.split(self.line, comments=True)
-        while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
-            words.pop(0)
-        return words
 
     @property
     def script(self) -> str | None:
@@ -67,53 +60,31 @@ class Command:
     @property
     def script_words(self) -> list[str]:
         """The words behind the script."""
-        words = self.words
-        return words[words.index(self.script) + 1 :] if self.script else []
+        return self.words[self.words.index(self.script) + 1 :] if self.script else []
 
 
 def commands_in_blocks(page: Path) -> list[Command]:
     """Every command line of the page's ``bash`` blocks."""
-    found = []
-    for language, block in _BLOCK.findall(page.read_text(encoding="utf-8")):
-        if language == "bash":
-            lines = block.replace("\\\n", " ").splitlines()
-            found += [Command(name_of(page), line) for line in lines if shlex.split(line, comments=True)]
-    return found
+    blocks = [block for language, block in _BLOCK.findall(page.read_text(encoding="utf-8")) if language == "bash"]
+    lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    return [command_of(page, line) for line in lines if shlex.split(line, comments=True)]
 
 
 def commands_in_text(page: Path) -> list[Command]:
     """Every command between backticks in the page's text."""
     inline = [" ".join(code.split()) for code in _INLINE.findall(text_of(page))]
-    return [Command(name_of(page), code) for code in inline if _PROGRAM.match(code) and "..." not in code]
+    return [command_of(page, code) for code in inline if _PROGRAM.match(code) and "..." not in code]
 
 
-def flags_in_text(page: Path) -> set[str]:
-    """Every ``--flag`` between backticks in the page's text."""
-    return {flag for code in _INLINE.findall(text_of(page)) for flag in re.findall(r"(?<![\w-])--[a-z][\w-]*", code)}
-
-
-def paths_in_text(page: Path) -> set[tuple[str, str]]:
-    """Every path of a source, a JSON file or a page between backticks, and the name behind it (``x.py: name``)."""
-    return set(re.findall(r"`([\w./-]+\.(?:py|json|md))(?:: (\w+))?`", text_of(page)))
+def command_of(page: Path, line: str) -> Command:
+    words = itertools.dropwhile(re.compile(r"[A-Z_]+=.*").fullmatch, shlex.split(line, comments=True))
+    return Command(name_of(page), list(words))
 
 
 def links_of(page: Path) -> list[str]:
     """The targets of the page's links into the repository, and its pictures."""
     found = re.findall(r"\]\(([^)\s]+)\)|\b(?:src|srcset)=\"([^\"]+)\"", text_of(page))
     return sorted({link for pair in found for link in pair if link and "://" not in link})
-
-
-def anchors_of(page: Path) -> set[str]:
-    """The names under which hosted pages offer their headings to links."""
-    headings = re.findall(r"^#+ (.*)$", text_of(page), flags=re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
-
-
-def files_called(path: str) -> list[Path]:
-    """The files that a page may mean by ``path``: from the root, or below one of the folders that pages speak of."""
-    folders = ("", "src", "src/dsgpt", "docs", "ds_configs", "tests")
-    direct = [REPOSITORY / folder / path for folder in folders]
-    return [file for file in direct if file.exists()] or sorted(PACKAGE.rglob(path))
 
 
 @functools.cache
@@ -125,16 +96,9 @@ def help_of(script: str, *command: str) -> str:
     return found[1]
 
 
-def help_for(command: Command) -> str:
-    """The help that has the flags of ``command``; each suite of ``benchmark.py`` has its own."""
-    suites = command.script_words[:1] if command.script == "src/benchmark.py" else []
-    return help_of(command.script or "", *(word for word in suites if not word.startswith("-")))
-
-
 # What every page must hold.
 
 MAKEFILE = (REPOSITORY / "Makefile").read_text(encoding="utf-8")
-DOCS = [page for page in PAGES if page.parent.name == "docs"]
 PRESENT = [page for page in PAGES if page.name != "CHANGELOG.md"]
 """What they name exists now; the changelog also tells of the past."""
 COMMANDS = [command for page in PRESENT for command in (*commands_in_blocks(page), *commands_in_text(page))]
@@ -157,11 +121,6 @@ FLAGS_OF_OTHERS = {
 """Launchers', Slurm's, DeepSpeed's tools' and trackers'."""
 FILES_OF_OTHERS = {"zero_to_fp32.py", "ds_to_universal.py"}
 SIDECARS = {"train.json", "val.json"}
-GENERATED = {
-    *(f"{name}.md" for name in ("parity", "resume", "faults", "saving", "speed", "recipe-search", "serving-load")),
-    *(f"{name}.md" for name in ("concurrency", "decoding", "planner", "planner-published")),
-    *("sweep-scaling.md", "sweep-strategies.md"),
-}
 
 
 def each(pages: list[Path]) -> pytest.MarkDecorator:
@@ -187,7 +146,9 @@ def test_links_lead_somewhere(page):
         path, _, anchor = link.partition("#")
         target = (page.parent / path).resolve() if path else page
         assert target.exists(), link
-        assert not anchor or anchor in anchors_of(target), link
+        headings = re.findall(r"^#+ (.*)$", text_of(target), flags=re.MULTILINE) if anchor else []
+        anchors = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+        assert not anchor or anchor in anchors, link
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=str)
@@ -201,7 +162,8 @@ def test_commands_name_programs_scripts_files_and_flags_that_exist(command: Comm
         if re.fullmatch(r"(?:src|charts|data_prep|ds_configs|tests)/[\w./-]+\.\w+", word):
             assert (REPOSITORY / word).exists(), word
     if command.script:
-        known = help_for(command)
+        suites = command.script_words[:1] if command.script == "src/benchmark.py" else []
+        known = help_of(command.script, *(word for word in suites if not word.startswith("-")))
         for word in command.script_words:
             if word.startswith("--"):
                 flag = word.split("=")[0]
@@ -236,16 +198,10 @@ def data(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.fixture
-def at_the_root(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.chdir(REPOSITORY)
-    yield
-
-
 @pytest.mark.parametrize("command", TRAININGS, ids=str)
-@pytest.mark.usefixtures("at_the_root")
-def test_trainings_pass_every_check_of_a_dry_run(command: Command, data, tmp_path):
+def test_trainings_pass_every_check_of_a_dry_run(command: Command, data, tmp_path, monkeypatch):
     """With other data and on the CPU; everything else is as the command says."""
+    monkeypatch.chdir(REPOSITORY)
     words = command.words
     launcher = Path(words[0]).name
     options, problems = parse_arguments(command.script_words)
@@ -260,50 +216,28 @@ def test_trainings_pass_every_check_of_a_dry_run(command: Command, data, tmp_pat
     assert config.total_steps == options.max_train_steps
 
 
-KNOWN_FLAGS = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", HELP))
+FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
+KNOWN_FLAGS = set(FLAG.findall(HELP))
 """The flags of all scripts."""
 
 
 @each(PRESENT)
 def test_flags_in_sentences_exist(page):
     tested = {"--without-processes", "--snapshot-update"} if page.name == "CONTRIBUTING.md" else set()
-    assert flags_in_text(page) - KNOWN_FLAGS <= FLAGS_OF_OTHERS | tested
-
-
-def is_written(name: str) -> bool:
-    """Whether a source of the package names the file ``name``, as one that it writes or reads."""
-    return any(f'"{name}"' in path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py"))
+    named = {flag for code in _INLINE.findall(text_of(page)) for flag in FLAG.findall(code)}
+    assert named - KNOWN_FLAGS <= FLAGS_OF_OTHERS | tested
 
 
 @each(PRESENT)
 def test_paths_in_sentences_exist(page):
-    missing = []
-    for path, name in sorted(paths_in_text(page)):
-        files = files_called(path)
+    missing, sources = [], "".join(path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py"))
+    for path, name in sorted(set(re.findall(r"`([\w./-]+\.(?:py|json|md))(?:: (\w+))?`", text_of(page)))):
+        direct = [REPOSITORY / folder / path for folder in ("", "src", "src/dsgpt", "docs", "ds_configs", "tests")]
+        files = [file for file in direct if file.exists()] or sorted(PACKAGE.rglob(path))
         if files and name:
             pattern = rf"^\s*(?:(?:def|class) {name}\b|{name}\b.*=)"
             if not any(re.search(pattern, file.read_text(encoding="utf-8"), flags=re.MULTILINE) for file in files):
                 missing.append(f"{path}: {name}")
-        elif not (files or path in FILES_OF_OTHERS | SIDECARS or is_written(path)):
+        elif not (files or path in FILES_OF_OTHERS | SIDECARS or f'"{path}"' in sources):  # it writes or reads it
             missing.append(path)
     assert not missing
-
-
-@each(PAGES)
-def test_the_rows_of_a_table_have_as_many_cells_as_its_header(page):
-    for table in re.findall(r"(?:^\|.*\n)+", text_of(page), flags=re.MULTILINE):
-        rows = table.splitlines()
-        assert all(row.endswith("|") for row in rows), rows
-        assert len({len(re.findall(r"(?<!\\)\|", row)) for row in rows}) == 1, rows
-
-
-def test_the_readme_is_a_landing_page():
-    assert len((REPOSITORY / "README.md").read_text(encoding="utf-8").splitlines()) <= 90
-    assert len(links_of(REPOSITORY / "README.md")) <= 12
-
-
-@each([page for page in DOCS if page.name not in {*GENERATED, "README.md"}])
-def test_a_page_has_one_title_and_is_worth_a_page(page):
-    lines = page.read_text(encoding="utf-8").splitlines()
-    assert sum(line.startswith("# ") for line in lines) == 1
-    assert len(lines) >= 30

@@ -2,22 +2,21 @@
 
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
 from forked_ranks import NO_READER, run_script
-from small_run import REPOSITORY, VOCABULARY, command_line, write_inputs
+from small_run import REPOSITORY, command_line, write_inputs
 
 from dsgpt.__main__ import COMMANDS
 from dsgpt.common.command_line import exit_code_of
 from dsgpt.common.errors import UserError
-from dsgpt.common.files import printable
 from dsgpt.config.options import Options, parse_arguments, path_or_address
 from dsgpt.training.command import train
 
@@ -33,12 +32,10 @@ LATIN = os.fsdecode(b"caf\xe9")
 SHOWN = r"caf\xe9"
 
 
-def start(script: str | Path, *words: object, cwd: Path, unbuffered: bool = False, **outputs: str):
+def start(script: str | Path, *words: object, cwd: Path, **outputs: str):
     """Run a script whose output refuses what it cannot encode, as most outputs do."""
-    environment = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"}
-    environment |= {"COLUMNS": "120"} | ({"PYTHONUNBUFFERED": "1"} if unbuffered else {})
     path = script if script == DSGPT else REPOSITORY / script
-    return run_script(path, words, cwd=cwd, environment=environment, **outputs)
+    return run_script(path, words, cwd=cwd, environment=os.environ | {"COLUMNS": "120"}, **outputs)
 
 
 @pytest.fixture(scope="module")
@@ -47,20 +44,6 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = write_inputs(tmp_path_factory.mktemp("scripts"))
     assert train(command_line(folder)) == 0
     return folder
-
-
-def write_texts(folder: Path) -> Path:
-    folder.mkdir(parents=True)
-    for number in range(12):
-        (folder / f"{number}.txt").write_text("a text of a few words\n" * (number + 3))
-    return folder
-
-
-def test_all_scripts_are_known():
-    assert {"src/gpt2.py", "src/demo.py", "charts/generate_charts.py", "data_prep/preprocess.py"} <= set(SCRIPTS)
-    for script in SCRIPTS:
-        text = (REPOSITORY / script).read_text(encoding="utf-8")
-        assert re.search(r"^    (run_script\(|prepare_output\(lose=True\))", text, flags=re.MULTILINE), script
 
 
 FULL_DISK = "error: standard output: No space left on device: the output is incomplete\n"
@@ -77,23 +60,17 @@ def test_an_output_that_is_closed_or_full_ends_a_script(script, tmp_path):
 def test_python_adds_no_message_when_it_exits(tmp_path):
     """A forked script ends without the interpreter's own exit."""
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"}
-    line = f"{sys.executable} {REPOSITORY}/src/plan.py --help"
-    reader, writer = os.pipe()
-    os.close(reader)
-    for redirection, code, message in ((f">&{writer}", 141, ""), (">/dev/full", 2, FULL_DISK)):
-        command = ["bash", "-c", f"{line} {redirection}"]
-        done = subprocess.run(
-            command, cwd=tmp_path, env=environment, pass_fds=[writer], capture_output=True, text=True, check=False
-        )
+    words = [sys.executable, REPOSITORY / "src" / "plan.py", "--help"]
+    for output, code, message in (("| true; exit ${PIPESTATUS[0]}", 141, ""), (">/dev/full", 2, FULL_DISK)):
+        line = ["bash", "-c", f'"$@" {output}', "-", *words]
+        done = subprocess.run(line, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
         assert (done.returncode, done.stderr) == (code, message)
-    os.close(writer)
 
 
-@pytest.mark.parametrize("unbuffered", [False, True])
-def test_generate_ends_when_its_output_is_closed(run_folder, tmp_path, unbuffered):
+def test_generate_ends_when_its_output_is_closed(run_folder, tmp_path):
     """Also in the middle of its work: a million samples are asked for."""
     words = ["--checkpoint", run_folder / "run", "--prompt", "a", "--max_new_tokens", 2, "--num_samples", 10**6]
-    done = start("src/generate.py", *words, cwd=tmp_path, stdout=NO_READER, unbuffered=unbuffered)
+    done = start("src/generate.py", *words, cwd=tmp_path, stdout=NO_READER)
     assert (done.returncode, done.stderr) == (141, "")
 
 
@@ -130,14 +107,11 @@ def test_a_signal_leaves_no_partial_folder(run_folder, tmp_path, monkeypatch, sc
     assert [*(tmp_path / "out").iterdir(), *(tmp_path / "temporary").iterdir()] == []
 
 
-@pytest.mark.parametrize("closed", [False, True])
-def test_charts_of_a_run_under_any_name_are_written_although_the_output_is_closed(run_folder, tmp_path, closed):
+def test_charts_of_a_run_under_any_name_are_written(run_folder, tmp_path):
     shutil.copytree(run_folder / "run", tmp_path / LATIN)
     words = ["--run", f"a={LATIN}", "--output-dir", f"{LATIN}/charts", "--only", "training_time"]
-    outputs = {"stdout": NO_READER, "unbuffered": True} if closed else {}
-    done = start("charts/generate_charts.py", *words, cwd=tmp_path, **outputs)
-    assert (done.returncode, done.stderr) == (141 if closed else 0, "")
-    assert f"{SHOWN}/charts" in done.stdout or closed
+    done = start("charts/generate_charts.py", *words, cwd=tmp_path)
+    assert (done.returncode, done.stderr, f"{SHOWN}/charts" in done.stdout) == (0, "", True)
     assert (tmp_path / LATIN / "charts" / "comparison.md").exists()
 
 
@@ -168,40 +142,35 @@ def test_every_path_of_training_must_be_utf8():
     assert named == [f"{flag} {SHOWN}/x" for flag in paths]
 
 
-@pytest.mark.parametrize("there", [True, False])
 @pytest.mark.parametrize(
     ("script", "flags"),
     [
-        ("src/gpt2.py", ["--init_from", "{}"]),
-        ("src/generate.py", ["--checkpoint", "{}"]),
-        ("src/convert.py", ["--to", "hf", "--from", "{}", "out"]),
-        ("src/convert.py", ["--to", "hf", "--from", "run", "{}"]),
-        ("src/benchmark.py", ["parity", "--keep", "{}"]),
-        ("src/benchmark.py", ["faults", "--table-from", "{}"]),
-        ("data_prep/preprocess.py", ["--output_dir", "{}"]),
-        ("data_prep/preprocess.py", ["--tokenizer", "{}"]),
-        ("data_prep/download_data.py", ["--output_dir", "{}"]),
+        ("src/gpt2.py", ["--init_from", LATIN]),
+        ("src/generate.py", ["--checkpoint", LATIN]),
+        ("src/convert.py", ["--to", "hf", "--from", LATIN, "out"]),
+        ("src/convert.py", ["--to", "hf", "--from", "run", LATIN]),
+        ("src/benchmark.py", ["parity", "--keep", LATIN]),
+        ("data_prep/preprocess.py", ["--output_dir", LATIN]),
+        ("data_prep/preprocess.py", ["--tokenizer", LATIN]),
+        ("data_prep/download_data.py", ["--output_dir", LATIN]),
     ],
-    ids=lambda value: value if isinstance(value, str) else value[-2],
 )
-def test_a_path_that_libraries_cannot_open_is_refused(script, flags, there, tmp_path):
-    if there:
-        (tmp_path / LATIN).mkdir()
-    done = start(script, *(flag.format(LATIN) for flag in flags), cwd=tmp_path)
-    assert done.returncode == 2
+def test_a_path_that_libraries_cannot_open_is_refused(script, flags, tmp_path):
+    (tmp_path / LATIN).mkdir()
+    done = start(script, *flags, cwd=tmp_path)
     lines = done.stderr.splitlines()
-    assert all(line.startswith("error: ") for line in lines), done.stderr
+    assert done.returncode == 2 and all(line.startswith("error: ") for line in lines), done.stderr
     (line,) = [line for line in lines if "UTF-8" in line]
     reason = "the libraries that read tokenizers and weights cannot open such a path: rename it"
     assert f" {SHOWN}: is not valid UTF-8, and {reason}" in line
-    assert [path.name for path in tmp_path.iterdir()] == ([LATIN] if there else [])
+    assert [path.name for path in tmp_path.iterdir()] == [LATIN]
 
 
 def test_text_under_any_name_is_prepared_although_the_output_is_closed(run_folder, tmp_path):
     """A folder, a single file and JSON lines; a second call finds the result; every JSON file is valid Unicode."""
-    texts = write_texts(tmp_path / LATIN)
+    (texts := tmp_path / LATIN).mkdir()
     (texts / f"{LATIN}.txt").write_text("under another name\n" * 9)
-    (texts / f"{LATIN}.jsonl").write_text(json.dumps({"text": "a line " * 9}) + "\n")
+    (texts / f"{LATIN}.jsonl").write_text(f"{json.dumps({'text': 'a line ' * 9})}\n" * 9)
     words = ["--input", texts, texts / f"{LATIN}.txt", "--tokenizer", run_folder / "tokenizer", "--output_dir", "out"]
     first = start("data_prep/preprocess.py", *words, cwd=tmp_path, stdout=NO_READER)
     assert (first.returncode, first.stderr) == (141, "")
@@ -209,46 +178,27 @@ def test_text_under_any_name_is_prepared_although_the_output_is_closed(run_folde
     assert (second.returncode, second.stderr, second.stdout[:17]) == (0, "", "already prepared:")
     for path in (tmp_path / "out").glob("*.json"):
         json.dumps(json.loads(path.read_bytes()), ensure_ascii=False).encode()
-    sidecar = json.loads((tmp_path / "out" / "train.json").read_bytes())
-    assert (sidecar["source"], sidecar["vocab_size"]) == (f"{SHOWN}, {SHOWN}.txt", VOCABULARY)
+    assert json.loads((tmp_path / "out" / "train.json").read_bytes())["source"] == f"{SHOWN}, {SHOWN}.txt"
 
 
-def test_what_an_output_cannot_encode_is_escaped():
-    assert printable(f"{LATIN}/é€.txt") == rf"{SHOWN}/é€.txt"
-    assert printable("\ud83d") == r"\ud83d"
+def failing(error: BaseException) -> Callable[[], None]:
+    def main() -> None:
+        raise error
+
+    return main
 
 
-@pytest.mark.parametrize(
-    ("error", "code", "output"),
-    [
+def test_mistakes_of_the_user_are_lines_and_other_errors_are_raised(capsys):
+    for error, code, output in (
         (UserError("one", "two"), 2, "error: one\nerror: two\n"),
         (KeyboardInterrupt(), 130, "error: interrupted; nothing was written\n"),
         (OSError(28, "No space left", "a/b"), 2, "error: a/b: No space left; nothing was written\n"),
-    ],
-    ids=["user", "interrupt", "disk"],
-)
-def test_mistakes_of_the_user_are_lines(error, code, output, capsys):
-    def main() -> None:
-        raise error
-
-    assert exit_code_of(main, kept="nothing was written") == code
-    assert capsys.readouterr() == ("", output)
-
-
-@pytest.mark.parametrize(
-    "error", [ConnectionResetError(104, "reset"), BrokenPipeError(32, "of another pipe"), KeyError("x")]
-)
-def test_other_errors_are_raised(error):
-    def main() -> None:
-        raise error
-
-    with pytest.raises(type(error)):
-        exit_code_of(main)
-
-
-def test_a_path_that_a_library_refused_is_an_error(capsys):
-    assert exit_code_of(lambda: LATIN.encode() and None) == 2
-    assert capsys.readouterr().err.startswith(rf"error: {SHOWN}: is not valid UTF-8, ")
+    ):
+        assert exit_code_of(failing(error), kept="nothing was written") == code
+        assert capsys.readouterr() == ("", output)
+    for other in (ConnectionResetError(104, "reset"), BrokenPipeError(32, "of another pipe"), KeyError("x")):
+        with pytest.raises(type(other)):
+            exit_code_of(failing(other))
 
 
 # The command ``dsgpt``: in a checkout, completed by a shell, and under a launcher from an installed wheel.
@@ -260,17 +210,8 @@ def test_every_script_has_a_command(tmp_path):
     assert {target.split()[0] for target, _ in COMMANDS.values()} >= set(SCRIPTS)
     lines = start(DSGPT, cwd=tmp_path).stdout.splitlines()
     assert [line[2:17].strip() for line in lines[4 : 4 + len(COMMANDS)]] == list(COMMANDS)
-
-
-@pytest.mark.parametrize(
-    ("words", "answer"),
-    [("--version", "dsgpt 0."), ("data --help", "dsgpt data verify: read token files"),
-     ("bench saving --help", "usage: dsgpt bench ")],
-)  # fmt: skip
-def test_words_and_what_they_answer(words, answer, tmp_path):
-    """tests/goldens/refusals.txt has those that are refused."""
-    done = start(DSGPT, *words.split(), cwd=tmp_path)
-    assert (done.returncode, answer in done.stdout) == (0, True)
+    for words, answer in (("--version", "dsgpt 0."), ("bench saving --help", "usage: dsgpt bench ")):
+        assert start(DSGPT, *words.split(), cwd=tmp_path).stdout.startswith(answer)
 
 
 @pytest.mark.parametrize(
@@ -279,9 +220,7 @@ def test_words_and_what_they_answer(words, answer, tmp_path):
         ("dsgpt da", {"data", "dashboard"}),
         ("dsgpt data ver", {"verify"}),
         ("dsgpt train --max_t", {"--max_train_steps"}),
-        ("dsgpt data prepare --num", set()),
         ("dsgpt data small --num", {"--num_documents"}),
-        ("dsgpt bench sav", {"saving"}),
     ],
 )
 def test_a_shell_completes(typed, offered, tmp_path):
@@ -291,13 +230,6 @@ def test_a_shell_completes(typed, offered, tmp_path):
     line = f"exec 8>{answer} 9>/dev/null; exec {sys.executable} -m dsgpt"
     subprocess.run(["bash", "-c", line], cwd=tmp_path, env=os.environ | asked, check=True)
     assert {word.strip() for word in answer.read_text().split("\v") if word} == offered
-
-
-def test_token_files_are_verified(run_folder, tmp_path):
-    """The goldens have those that are refused: one that changed, one with an id beyond its vocabulary."""
-    files = [run_folder / "train.bin", run_folder / "val.bin"]
-    done = start(DSGPT, "data", "verify", *files, cwd=tmp_path)
-    assert (done.returncode, [line.split(": ")[0] for line in done.stdout.splitlines()]) == (0, [*map(str, files)])
 
 
 def test_a_wheel_works_outside_the_checkout(tmp_path):
@@ -316,9 +248,6 @@ def test_a_wheel_works_outside_the_checkout(tmp_path):
     alone = {"PYTHONPATH": str(installed)}
     where = [sys.executable, "-c", "import dsgpt; print(dsgpt.__file__)"]
     assert subprocess.check_output(where, cwd=work, env=os.environ | alone, text=True).startswith(str(installed))
-    plan = ["plan", "--model_size", "tiny", "--gpus", "2", "--gpu", "t4", "--tokens", "1e6",
-            "--deepspeed_config", "ds_configs/zero2.json"]  # fmt: skip
-    subprocess.run([sys.executable, "-m", "dsgpt", *plan], cwd=work, env=os.environ | alone, check=True)
     flags = ["--train_data_path", folder / "train.bin", "--val_data_path", folder / "val.bin", "--seq_length", 8,
              "--num_layers", 1, "--num_heads", 1, "--embedding_size", 8, "--max_train_steps", 1, "--no_inference",
              "--global_batch_size", 2, "--micro_batch_size_per_gpu", 1, "--device", "cpu"]  # fmt: skip

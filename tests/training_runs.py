@@ -1,6 +1,5 @@
 """Start small real trainings and read what they leave behind."""
 
-import hashlib
 import json
 import os
 import shutil
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 import small_run
 from forked_ranks import run_script
+from harmful_tokenizers import seal
 from small_run import REPOSITORY, command_line
 from torch import Tensor
 
@@ -176,10 +176,7 @@ def checkpoints(run_dir: Path) -> list[int]:
 def rewrite(checkpoint: Path, file: Path, data: bytes) -> None:
     """Replace a file of a checkpoint, and its size and hash in the manifest."""
     file.write_bytes(data)
-    manifest = json.loads((checkpoint / "manifest.json").read_text())
-    facts = {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-    manifest["files"][file.relative_to(checkpoint).as_posix()] = facts
-    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+    seal(checkpoint)
 
 
 def stop_after_9(run_dir: Path) -> Path:

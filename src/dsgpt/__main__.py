@@ -33,6 +33,20 @@ COMMANDS = {
     "export": ("src/convert.py", "write weights for other programs"),
 }
 """Command -> the script or module that it runs, perhaps with a first word, and what it does."""
+HELP = """\
+usage: dsgpt COMMAND [FLAGS]
+
+Train GPT-2-class models from scratch with DeepSpeed, and compare parallel strategies on equal work.
+
+{commands}
+
+flags: dsgpt train --help, and so on; dsgpt --version
+examples:
+  dsgpt demo --steps 100
+  dsgpt plan --recommend --model_size small --gpu a100-80gb --gpus 4 --tokens 10B
+  deepspeed --num_gpus 4 --module dsgpt train --run_type optimized ...
+completion of flags in bash: pip install argcomplete; eval "$(register-python-argcomplete dsgpt)"
+"""
 
 
 def main() -> int:
@@ -42,7 +56,9 @@ def main() -> int:
     ranks = [word for word in sys.argv[1:2] if word.startswith("--local_rank=")]  # DeepSpeed's launcher puts it first
     words = sys.argv[1 + len(ranks) :] + ranks
     if not words or words[0] in ("-h", "--help", "help"):
-        print(_help())
+        width = max(map(len, COMMANDS))
+        lines = (f"  {command:{width}}  {text}" for command, (_, text) in COMMANDS.items())
+        print(HELP.format(commands="\n".join(lines)), end="")
         return EXIT_DONE
     if words[0] in ("-V", "--version"):
         print(f"dsgpt {importlib.metadata.version('dsgpt')}")
@@ -69,27 +85,6 @@ def _run(command: str, words: Sequence[str]) -> None:
         runpy.run_path(str(REPOSITORY / target), run_name="__main__")
     else:
         runpy.run_module(target, run_name="__main__")
-
-
-def _help() -> str:
-    width = max(map(len, COMMANDS))
-    lines = (f"  {command:{width}}  {text}" for command, (_, text) in COMMANDS.items())
-    return "\n".join(
-        [
-            "usage: dsgpt COMMAND [FLAGS]",
-            "",
-            "Train GPT-2-class models from scratch with DeepSpeed, and compare parallel strategies on equal work.",
-            "",
-            *lines,
-            "",
-            "flags: dsgpt train --help, and so on; dsgpt --version",
-            "examples:",
-            "  dsgpt demo --steps 100",
-            "  dsgpt plan --recommend --model_size small --gpu a100-80gb --gpus 4 --tokens 10B",
-            "  deepspeed --num_gpus 4 --module dsgpt train --run_type optimized ...",
-            'completion of flags in bash: pip install argcomplete; eval "$(register-python-argcomplete dsgpt)"',
-        ]
-    )
 
 
 def _complete() -> int:

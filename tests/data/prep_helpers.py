@@ -6,12 +6,9 @@ import subprocess
 from pathlib import Path
 
 import numpy as np
-from small_run import REPOSITORY
 from transformers import AutoTokenizer
 
-SCRIPTS = REPOSITORY / "data_prep"
-
-OUTPUTS = ["train.bin", "val.bin", "tokenizer/tokenizer.json", "tokenizer/tokenizer_config.json"]
+OUTPUTS = ["train.bin", "val.bin", "tokenizer/tokenizer.json", "tokenizer/tokenizer_config.json", "preparation.json"]
 
 
 LINES = "the quick brown fox jumps over the lazy dog\nand the dog sleeps on, as the dog always does\n"

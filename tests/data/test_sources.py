@@ -51,14 +51,12 @@ def test_set_with_its_own_split(run, prepare_here, hub_folder: Path, bytes_token
     assert texts(raw / "validation.jsonl") == VALIDATION
 
     flags = ["--dataset", "tinystories", "--tokenizer", bytes_tokenizer]
-    (line,) = errors(run("preprocess.py", *flags, "--val_fraction", 0.5, cwd=tmp_path, code=2))
-    assert "has its own validation split" in line
+    assert "has its own validation split" in refusal(prepare_here, *flags, "--val_fraction", 0.5, cwd=tmp_path)
     prepare_here(*flags, cwd=tmp_path)
-    assert documents_of(raw.parent, "train") == STORIES
-    assert documents_of(raw.parent, "val") == VALIDATION
-    run("preprocess_small.py", *flags, "--num_documents", 40, cwd=tmp_path)
-    assert documents_of(raw.parent, "train", "_small") == STORIES[:38]
-    assert documents_of(raw.parent, "val", "_small") == VALIDATION[:2]
+    prepare_here(*flags, "--num_documents", 40, cwd=tmp_path, small=True)
+    for split, documents, first in (("train", STORIES, 38), ("val", VALIDATION, 2)):
+        assert documents_of(raw.parent, split) == documents
+        assert documents_of(raw.parent, split, "_small") == documents[:first]
 
 
 def test_set_read_as_parquet_files_with_a_limit(hub_folder: Path, tmp_path: Path):
@@ -70,22 +68,17 @@ def test_set_read_as_parquet_files_with_a_limit(hub_folder: Path, tmp_path: Path
     assert not (tmp_path / "raw" / "train.jsonl").exists()
 
 
-def test_a_missing_set_is_an_error_of_one_line(tmp_path: Path):
-    (tmp_path / "empty").mkdir()
-    missing = HubSet(path=str(tmp_path / "empty"), about="", splits={"train": 0})
-    with pytest.raises(UserError, match="cannot be read from the hub") as caught:
-        download.keep_hub_set(tmp_path / "raw", missing, name="x", max_documents=None)
-    assert "\n" not in str(caught.value)
-    assert not list((tmp_path / "raw").iterdir())
-
-
-def test_an_interrupted_download_leaves_nothing(tmp_path: Path):
+def test_a_missing_set_and_an_interrupted_download_leave_nothing(tmp_path: Path):
     def rows():
         yield {"text": STORIES[0]}
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         download.keep(tmp_path / "raw", {"train": rows()}, name="x", source="x", max_documents=None)
+    (tmp_path / "empty").mkdir()
+    missing = HubSet(path=str(tmp_path / "empty"), about="", splits={"train": 0})
+    with pytest.raises(UserError, match=r"^[^\n]*: cannot be read from the hub[^\n]*$"):
+        download.keep_hub_set(tmp_path / "raw", missing, name="x", max_documents=None)
     assert not list((tmp_path / "raw").iterdir())
 
 
@@ -93,30 +86,32 @@ def test_wikitext_lines_become_articles():
     first = ["", " = Valkyria Chronicles III = \n", "", " A game . x = y \n", " = = Gameplay = = \n", "", " Turns . \n"]
     second = ["", "", " = 9 = \n", "", " A number . \n", " = not a title = \n", " More . \n", ""]
     articles = list(join_articles(first + second))
-    assert "".join(articles) == "".join(first + second)
-    assert len(articles) == 2
+    assert "".join(articles) == "".join(first + second) and len(articles) == 2
     assert articles[1].startswith(" = 9 = \n A number")
 
 
-@pytest.mark.parametrize("name", ["tinystories", "webtext"])
-def test_without_network_one_line_in_seconds(run, tmp_path: Path, name: str):
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["download_data.py", "webtext"], ["the set webtext: no network", "python-stdlib", "preprocess.py --input"]),
+        (["preprocess.py", "--input", "a.txt"], ["no network", "--tokenizer train"]),
+    ],
+)
+def test_without_network_one_line_in_seconds(run, tmp_path: Path, words, said):
+    (tmp_path / "a.txt").write_text("some text\n" * 9)
     started = time.monotonic()
-    (line,) = errors(run("download_data.py", name, cwd=tmp_path, code=2))
+    (line,) = errors(run(*words, cwd=tmp_path, code=2))
     assert time.monotonic() - started < 20
-    assert f"the set {name}: no network" in line
-    assert "python-stdlib" in line
-    assert "preprocess.py --input" in line
-    assert not (tmp_path / "data").exists()
+    assert [part for part in said if part not in line] == []
+    assert not list(tmp_path.rglob("*.jsonl"))
 
 
 def test_embedded_corpus_keeps_its_names(run, tmp_path: Path):
-    out = run("download_data.py", "--max_documents", 3, cwd=tmp_path).stdout
-    assert "3 documents" in out
-    raw = tmp_path / "data" / "python-stdlib" / "raw"
-    rows = [json.loads(line) for line in (raw / "documents.jsonl").read_bytes().splitlines()]
-    assert [row["key"] for row in rows] == sorted(row["key"] for row in rows)
-    assert rows[0]["text"]
-    assert "3 documents" in run("download_data.py", "--max_documents", 3, cwd=tmp_path).stdout
+    for _ in range(2):
+        assert "3 documents" in run("download_data.py", "--max_documents", 3, cwd=tmp_path).stdout
+    rows = (tmp_path / "data" / "python-stdlib" / "raw" / "documents.jsonl").read_bytes().splitlines()
+    keys = [json.loads(row)["key"] for row in rows]
+    assert len(keys) == 3 and keys == sorted(keys)
     (line,) = errors(run("download_data.py", cwd=tmp_path, code=2))
     assert "max_documents 3, not None" in line
 
@@ -157,27 +152,13 @@ def cached(tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     return put
 
 
-REFUSED = {
-    "code": "its tokenizer_config.json asks for its own code (auto_map)",
-    "files": "its tokenizer_config.json names other files to open (fast_tokenizer_files)",
-}
-
-
 @pytest.mark.parametrize("where", ["folder", "hub"])
-@pytest.mark.parametrize("harm", REFUSED)
-def test_a_tokenizers_code_and_other_files_are_refused(
-    prepare_here, text, tokenizer, cached, tmp_path, capsys, harm, where
-):
-    if harm == "code":
-        bring_code(tokenizer, marker=tmp_path / "ran")
-    else:
-        settings = json.loads((tokenizer / "tokenizer_config.json").read_text())
-        named = {"fast_tokenizer_files": ["tokenizer.json", "tokenizer.4.0.0.json"]}
-        (tokenizer / "tokenizer_config.json").write_text(json.dumps(settings | named))
-        shutil.copy(tokenizer / "tokenizer.json", tokenizer / "tokenizer.4.0.0.json")
+def test_a_tokenizers_code_is_refused(prepare_here, text, tokenizer, cached, tmp_path, capsys, where):
+    """``tests/formats`` has what else is refused."""
+    bring_code(tokenizer, marker=tmp_path / "ran")
     given = tokenizer if where == "folder" else cached()
     line = refusal(prepare_here, "--input", text, "--tokenizer", given, cwd=tmp_path)
-    assert line.startswith(f"--tokenizer {given}: {REFUSED[harm]}")
+    assert line.startswith(f"--tokenizer {given}: its tokenizer_config.json asks for its own code (auto_map)")
     assert not (tmp_path / "ran").exists()
     assert "[y/N]" not in "".join(capsys.readouterr())
 
@@ -262,26 +243,17 @@ def test_a_prepared_tokenizer_that_is_a_link_is_refused(again, tmp_path):
     assert {path.name for path in (tmp_path / "moved").iterdir()} == TOKENIZER_FILES
 
 
-@pytest.mark.parametrize(("name", "harm"), [("tokenizer.json", "[]"), ("tokenizer_config.json", "{}")])
-def test_a_prepared_tokenizer_that_is_damaged_is_one_line(again, tmp_path, name, harm):
-    (tmp_path / "out" / "tokenizer" / name).write_text(harm)
-    assert refusal(again).startswith("out/tokenizer")
-
-
 # The embedded corpus: real text, no tests, and the whole of it prepared in well under a minute.
 
 
 def test_contents():
     documents = [document for _, document in stdlib_source().documents()]
-    keys = [document.key for document in documents]
-    assert len(set(keys)) == len(keys)
-    parts = {part for key in keys for part in key.split("/")[:-1]}
-    assert not parts & {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "_bundled"}
-    assert {"argparse.py", "json/decoder.py", "pydoc_data/topics/assert.txt"} <= set(keys)
-    assert not any(key.startswith(("_sysconfigdata", "config-")) for key in keys)
-    topic = next(document.text for document in documents if document.key == "pydoc_data/topics/assert.txt")
-    assert topic.startswith('The "assert" statement\n')
-    assert 6e6 < sum(len(document.text.encode()) for document in documents) < 20e6
+    texts = {document.key: document.text for document in documents}
+    assert len(texts) == len(documents) and {"argparse.py", "json/decoder.py"} <= texts.keys()
+    assert not {part for key in texts for part in key.split("/")[:-1]} & {"test", "tests", "site-packages"}
+    assert not any(key.startswith(("_sysconfigdata", "config-")) for key in texts)
+    assert texts["pydoc_data/topics/assert.txt"].startswith('The "assert" statement\n')
+    assert 6e6 < sum(len(text.encode()) for text in texts.values()) < 20e6
 
 
 def test_the_default_command_prepares_it(run, tmp_path: Path):
@@ -289,35 +261,22 @@ def test_the_default_command_prepares_it(run, tmp_path: Path):
     assert not done.stderr, "no progress bars in a log"
     folder = tmp_path / "data" / "python-stdlib"
     train, val = (open_token_file(folder / f"{split}.bin") for split in ("train", "val"))
-    assert (train.sidecar.vocab_size, train.sidecar.dtype) == (8192, "uint16")
+    assert train.sidecar.vocab_size == 8192 and train.tokens > 1_500_000
     assert 0.02 < val.sidecar.documents / (train.sidecar.documents + val.sidecar.documents) < 0.09
-    assert train.tokens > 1_500_000
     ids = np.memmap(val.path, dtype=np.uint16, mode="r")
     text = AutoTokenizer.from_pretrained(folder / "tokenizer").decode(ids.tolist())
-    originals = {document.text for _, document in stdlib_source().documents()}
     decoded = text.split("<|endoftext|>")[:-1]
     assert len(decoded) == val.sidecar.documents
-    assert set(decoded) <= originals
+    assert set(decoded) <= {document.text for _, document in stdlib_source().documents()}
 
 
 def test_downloaded_documents_are_the_same_input(tmp_path: Path):
     raw = tmp_path / "raw"
     download.keep_stdlib(raw, max_documents=None)
     direct, kept = stdlib_source(), downloaded_source(STDLIB_NAME, output_dir=tmp_path)
-    assert kept.fingerprint() == direct.fingerprint()
-    assert kept.description == direct.description
+    assert (kept.fingerprint(), kept.description) == (direct.fingerprint(), direct.description)
     filled = [(document.key, document.text) for _, document in direct.documents() if document.text.strip()]
     assert [(document.key, document.text) for _, document in kept.documents()] == filled
 
     download.keep_stdlib(raw, max_documents=50)
     assert downloaded_source(STDLIB_NAME, output_dir=tmp_path).fingerprint() != direct.fingerprint()
-
-
-def test_another_python_is_another_input(tmp_path: Path):
-    prints = set()
-    for text in ("x = 1\n", "x = 2\n"):
-        (tmp_path / "module.py").write_text(text)
-        prints.add(stdlib_source(root=tmp_path).fingerprint())
-    (tmp_path / "empty.py").write_text("")
-    prints.add(stdlib_source(root=tmp_path).fingerprint())
-    assert len(prints) == 2

@@ -1,5 +1,6 @@
 """Files of every kind that the product reads, and ways to mangle them."""
 
+import contextlib
 import copy
 import functools
 import hashlib
@@ -15,8 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from harmful_tokenizers import seal
 from safetensors.torch import load_file
 from small_run import REPOSITORY, command_line
+from training_runs import resolved
 
 from dsgpt.benchmarks.sweep_cells import read_description
 from dsgpt.charts.comparison import comparison_markdown, console_summary
@@ -26,16 +29,14 @@ from dsgpt.checkpoints.pieces import open_weights
 from dsgpt.checkpoints.store import find_checkpoint, open_model_files
 from dsgpt.common.errors import Problems
 from dsgpt.common.json_files import JsonError
-from dsgpt.config.options import parse_arguments
-from dsgpt.config.run_config import RunConfig, resolve
+from dsgpt.config.run_config import RunConfig
 from dsgpt.data.preparation import Place
-from dsgpt.data.sources import SourceFile, downloaded_source, read_json_lines
-from dsgpt.formats.hugging_face import PretrainedWeights, published_shape, read_json, weight_files
+from dsgpt.data.sources import downloaded_source
+from dsgpt.formats.hugging_face import PretrainedWeights, weight_files
 from dsgpt.formats.tokenizer_files import end_of_text_id, token_ids
-from dsgpt.inference.model_files import build_model
+from dsgpt.inference.model_files import build_model, export
+from dsgpt.machine.console import Console
 from dsgpt.machine.device import HostGroup
-from dsgpt.machine.topology import read_topology
-from dsgpt.model.config import GPT2Config
 from dsgpt.record.runs import read_run
 from dsgpt.record.schema import STEPS_FILE, drop_steps_after, read_steps
 from dsgpt.record.suites import read_sweep
@@ -84,10 +85,14 @@ def mangle_json(data: bytes, chance: random.Random) -> bytes:
     return json.dumps(value).encode()
 
 
-def mangle_inside(data: bytes, chance: random.Random, *, keys: tuple[str, ...]) -> bytes:
-    """``data`` with one place below one of the top-level ``keys`` changed; still JSON."""
-    value = json.loads(data)
-    key = chance.choice(keys)
+def either(data: bytes, chance: random.Random) -> bytes:
+    """Mangle the JSON or the bytes."""
+    return mangle_json(data, chance) if chance.random() < 0.7 else mangle_bytes(data, chance)
+
+
+def history(data: bytes, chance: random.Random) -> bytes:
+    """Mangle what a run state says about finished epochs and resumes, which a resumed run continues; still JSON."""
+    value, key = json.loads(data), chance.choice(("epochs", "changes"))
     return json.dumps(value | {key: _changed(value[key], chance)}).encode()
 
 
@@ -141,7 +146,7 @@ def flip_bits(data: bytes, chance: random.Random) -> bytes:
 
 
 def mangle_torch(data: bytes, chance: random.Random) -> bytes:
-    """A file of ``torch.save``: a zip archive with a mangled pickle or byte order; before torch 1.6, only pickles."""
+    """A file of ``torch.save``: a zip archive with a mangled pickle; before torch 1.6, only pickles."""
     if chance.random() < 0.2:
         return mangle_bytes(data, chance)
     if not zipfile.is_zipfile(io.BytesIO(data)):
@@ -152,8 +157,6 @@ def mangle_torch(data: bytes, chance: random.Random) -> bytes:
             part = before.read(name)
             if name.endswith("/data.pkl"):
                 part = chance.choice((flip_bits, flip_bits, flip_bits, mangle_bytes))(part, chance)
-            if name.endswith("/byteorder") and chance.random() < 0.1:
-                part = chance.choice((b"big", b"odd", b"", b"\xff"))
             after.writestr(name, part)
     return mangled.getvalue()
 
@@ -168,17 +171,7 @@ CPU = torch.device("cpu")
 Mangle = Callable[[bytes, random.Random], bytes]
 
 
-def either(data: bytes, chance: random.Random) -> bytes:
-    """Mangle the JSON or the bytes."""
-    return mangle_json(data, chance) if chance.random() < 0.7 else mangle_bytes(data, chance)
-
-
-def history(data: bytes, chance: random.Random) -> bytes:
-    """Mangle what a run state says about finished epochs and resumes, which a resumed run continues."""
-    return mangle_inside(data, chance, keys=("epochs", "changes"))
-
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Kind:
     """One kind of file: where it lies, how it is mangled, and what reads it."""
 
@@ -195,9 +188,13 @@ def _train(folder: Path, **changes: object) -> int:
     return train(command_line(folder, **RUN | {"dry_run": True} | changes))
 
 
-def resume(folder: Path) -> None:
-    """Plan to resume the run, restore its state, and load its model for generation."""
-    _match_manifests(folder / "run")
+def resume(folder: Path, *, sealed: bool = True) -> None:
+    """Plan to resume the run, restore its state, and load its model for generation.
+
+    If ``sealed``, its manifests have the hashes of the files as they are, as from an attacker: else the hash finds all.
+    """
+    for checkpoint in (folder / "run").glob("step-*") if sealed else ():
+        seal(checkpoint)
     if _train(folder, resume=True) == 0:
         restore(folder)
     store.name_newest_and_best(folder / "run")
@@ -209,8 +206,7 @@ def resume(folder: Path) -> None:
 @functools.cache
 def _described(folder: Path) -> tuple[RunConfig, dict[str, str | None], dict[str, Any]]:
     """The resumed run's configuration, hashes and description. They depend on no file of the run, and git is slow."""
-    options, problems = parse_arguments(command_line(folder, **RUN, resume=True))
-    config = resolve(options, topology=read_topology({}), problems=problems)
+    config = resolved(command_line(folder, **RUN, resume=True))
     files = {"train": config.train.path, "val": config.val.path}
     hashes = {name: hashlib.sha256(file.read_bytes()).hexdigest() for name, file in files.items()}
     hashes["initial weights"] = None
@@ -227,32 +223,15 @@ def restore(folder: Path) -> None:
     drop_steps_after(lines, state.step)
     description = {**description, "run_id": start.run_id, CHANGES_KEY: list(start.changes)}
     sinks = open_sinks(config, done=state.step)
-    journal = Journal(
-        config, device=torch.device("cpu"), description=description, sinks=sinks, ranks=HostGroup(), done=state.step
-    )
-    try:
+    journal = Journal(config, device=CPU, description=description, sinks=sinks, ranks=HostGroup(), done=state.step)
+    earlier = None
+    with contextlib.suppress(JsonError):  # a resume reports it and continues without the record
         earlier = read_earlier_record(config.run_dir)
-    except JsonError:  # a resume reports it and continues without the record
-        earlier = None
     journal.resume(state, lines, earlier=earlier or EarlierRecord())
     journal.epoch_done(len(state.epochs))
     write_run_state(folder, journal.state(state.step))
     read_run_state(folder)
     journal.close()
-
-
-def _match_manifests(run_dir: Path) -> None:
-    """Write the hashes of the files as they are into the manifests, as an attacker would: else the hash finds all."""
-    for checkpoint in run_dir.glob("step-*"):
-        file = checkpoint / "manifest.json"
-        try:
-            manifest = json.loads(file.read_bytes())
-            for name in manifest["files"]:
-                data = (checkpoint / name).read_bytes()
-                manifest["files"][name] = {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-        except (ValueError, TypeError, KeyError, OSError, RecursionError, AttributeError):
-            continue  # the manifest itself is the mangled one
-        file.write_text(json.dumps(manifest))
 
 
 def plan(folder: Path) -> None:
@@ -278,11 +257,7 @@ def compare(folder: Path) -> None:
 
 def publish(folder: Path, *, name: str = "hf") -> None:
     """Open a Hugging Face folder as ``--init_from`` does."""
-    problems = Problems()
-    shape = published_shape(read_json(folder / name / "config.json"), place="config.json", problems=problems)
-    problems.raise_if_any()
-    weights = PretrainedWeights(folder / name, GPT2Config(**shape))
-    for tensor in weights.tensors().values():
+    for tensor in PretrainedWeights(folder / name).tensors().values():
         tensor.read()
 
 
@@ -292,17 +267,12 @@ def read_vocabulary(folder: Path) -> None:
     end_of_text_id(folder / "tokenizer")
 
 
-def downloaded(folder: Path) -> None:
-    """Open a downloaded set."""
+def prepared(folder: Path) -> None:
+    """Open a preparation, and read the documents of a downloaded set."""
+    Place(folder=folder, suffix="").complete()
     source = downloaded_source("set", output_dir=folder)
     if source is not None:
         list(source.documents())
-
-
-def json_lines(folder: Path) -> None:
-    """Read documents from JSON lines."""
-    file = folder / "raw" / "documents.jsonl"
-    list(read_json_lines(SourceFile(path=file, key="k", split=None, read=print), text_key="text", key_field="key"))
 
 
 def page(suite: str) -> Callable[[Path], None]:
@@ -329,48 +299,42 @@ def compare_sweeps(folder: Path) -> None:
 
 NEWEST = "run/step-00000009"
 KINDS = {
-    "recipe": Kind(file="recipe.json", read=plan, count=250),
-    "sidecar": Kind(file="train.json", read=plan, count=150),
-    "manifest": Kind(file=f"{NEWEST}/manifest.json", read=resume, count=200),
-    "run_state": Kind(file=f"{NEWEST}/run_state.json", read=resume, count=100),
-    "history in a run_state": Kind(file=f"{NEWEST}/run_state.json", read=resume, mangle=history),
-    "training_state": Kind(file=f"{NEWEST}/training_state.json", read=resume, count=50),
-    "model": Kind(file=f"{NEWEST}/model.json", read=resume, count=100),
-    "weights": Kind(file=f"{NEWEST}/model.safetensors", read=resume, mangle=mangle_safetensors),
-    "moments": Kind(file=f"{NEWEST}/optimizer.safetensors", read=resume, mangle=mangle_safetensors),
-    "random state": Kind(file=f"{NEWEST}/random-00000.safetensors", read=resume, mangle=mangle_safetensors, count=50),
-    "record of a run": Kind(file="run/training_metrics.json", read=resume),
-    "config of a run": Kind(file="run/config.json", read=resume, count=50),
-    "latest": Kind(file="run/latest", read=resume, mangle=mangle_bytes, count=30),
-    "lines": Kind(file="run/metrics.jsonl", read=restore_lines, mangle=mangle_lines, count=150),
-    "record in charts": Kind(file="run/training_metrics.json", read=compare, count=150),
-    "lines in charts": Kind(file="run/metrics.jsonl", read=compare, mangle=mangle_lines),
-    "published shape": Kind(file="hf/config.json", read=publish, count=60),
-    "best": Kind(file="run/best", read=resume, mangle=mangle_bytes, count=20),
-    "published index": Kind(
-        file="parts/pytorch_model.bin.index.json", read=lambda folder: weight_files(folder / "parts"), count=40
-    ),
-    "published weights": Kind(file="hf/model.safetensors", read=publish, mangle=mangle_safetensors, count=40),
+    "recipe": Kind("recipe.json", plan, count=250),
+    "sidecar": Kind("train.json", plan, count=150),
+    "manifest": Kind(f"{NEWEST}/manifest.json", functools.partial(resume, sealed=False), count=200),
+    "run_state": Kind(f"{NEWEST}/run_state.json", resume, count=100),
+    "history in a run_state": Kind(f"{NEWEST}/run_state.json", resume, mangle=history),
+    "training_state": Kind(f"{NEWEST}/training_state.json", resume, count=50),
+    "model": Kind(f"{NEWEST}/model.json", resume, count=100),
+    "weights": Kind(f"{NEWEST}/model.safetensors", resume, mangle=mangle_safetensors),
+    "moments": Kind(f"{NEWEST}/optimizer.safetensors", resume, mangle=mangle_safetensors),
+    "random state": Kind(f"{NEWEST}/random-00000.safetensors", resume, mangle=mangle_safetensors, count=50),
+    "record of a run": Kind("run/training_metrics.json", resume),
+    "config of a run": Kind("run/config.json", resume, count=50),
+    "latest": Kind("run/latest", resume, mangle=mangle_bytes, count=30),
+    "lines": Kind("run/metrics.jsonl", restore_lines, mangle=mangle_lines, count=150),
+    "record in charts": Kind("run/training_metrics.json", compare, count=150),
+    "lines in charts": Kind("run/metrics.jsonl", compare, mangle=mangle_lines),
+    "published shape": Kind("hf/config.json", publish, count=60),
+    "best": Kind("run/best", resume, mangle=mangle_bytes, count=20),
+    "published index": Kind("parts/pytorch_model.bin.index.json", lambda at: weight_files(at / "parts"), count=40),
+    "published weights": Kind("hf/model.safetensors", publish, mangle=mangle_safetensors, count=40),
     **{
-        f"{name} weights": Kind(
-            file=f"{name}/pytorch_model.bin", read=functools.partial(publish, name=name), mangle=mangle_torch, count=200
-        )
+        f"{name} weights": Kind(f"{name}/pytorch_model.bin", functools.partial(publish, name=name), mangle_torch, 200)
         for name in ("pickled", "old pickled")
     },
-    "vocabulary": Kind(file="tokenizer/tokenizer.json", read=read_vocabulary, count=60),
-    "settings of a tokenizer": Kind(file="tokenizer/tokenizer_config.json", read=read_vocabulary, count=40),
-    "preparation": Kind(
-        file="preparation.json", read=lambda folder: Place(folder=folder, suffix="").complete(), count=50
-    ),
-    "download": Kind(file="raw/download.json", read=downloaded, count=60),
-    "documents": Kind(file="raw/documents.jsonl", read=json_lines, mangle=mangle_lines, count=60),
-    **{f"record of {name}": Kind(file=f"{name}.json", read=page(name), count=20) for name in ("resume", "faults")},
-    "record of saving": Kind(file="saving.json", read=page("saving"), count=40),
-    "record of parity": Kind(file="parity.json", read=page("parity"), count=10),
-    "record of a sweep": Kind(file="sweep.json", read=page("sweep"), count=30),
-    "sweep in charts": Kind(file="sweep.json", read=compare_sweeps, count=20),
+    "vocabulary": Kind("tokenizer/tokenizer.json", read_vocabulary, count=60),
+    "settings of a tokenizer": Kind("tokenizer/tokenizer_config.json", read_vocabulary, count=40),
+    "preparation": Kind("preparation.json", prepared, count=50),
+    "download": Kind("raw/download.json", prepared, count=60),
+    "documents": Kind("raw/documents.jsonl", prepared, mangle=mangle_lines, count=60),
+    **{f"record of {name}": Kind(f"{name}.json", page(name), count=20) for name in ("resume", "faults")},
+    "record of saving": Kind("saving.json", page("saving"), count=40),
+    "record of parity": Kind("parity.json", page("parity"), count=10),
+    "record of a sweep": Kind("sweep.json", page("sweep"), count=30),
+    "sweep in charts": Kind("sweep.json", compare_sweeps, count=20),
     "description of a sweep": Kind(
-        file="described.json", read=lambda folder: read_description(folder / "described.json", devices=None), count=60
+        "described.json", lambda at: read_description(at / "described.json", devices=None), count=60
     ),
 }
 
@@ -384,32 +348,28 @@ def write_all(folder: Path, run: Path) -> None:
     state = json.loads((folder / NEWEST / "run_state.json").read_text())
     state["changes"] = [{"step": 3, "name": "schedule", "before": None, "after": {"type": "WarmupLR"}}]
     (folder / NEWEST / "run_state.json").write_text(json.dumps(state))
-    _match_manifests(folder / "run")
-    identity = {"--seed": 1, "input": "a", "tokenizer": None}
-    prepared = {"identity": identity, "tokenizer_sha256": "0" * 64, "splits": {}}
-    (folder / "preparation.json").write_text(json.dumps(prepared))
-    (folder / "parts").mkdir()
-    (folder / "parts" / "pytorch_model-1.bin").touch()
-    index = {"weight_map": {"wte.weight": "pytorch_model-1.bin", "wpe.weight": "pytorch_model-1.bin"}}
-    (folder / "parts" / "pytorch_model.bin.index.json").write_text(json.dumps(index))
-    (folder / "raw").mkdir()
-    size = {"documents": 2, "bytes": 60}
-    record = {"name": "set", "source": "a test", "max_documents": None, "files": {"documents.jsonl": size}}
-    (folder / "raw" / "download.json").write_text(json.dumps(record))
-    (folder / "raw" / "documents.jsonl").write_text('{"key": "a", "text": "one"}\n{"key": "b", "text": "two"}\n')
-    for name in ("parity", "resume", "faults", "saving"):
-        shutil.copyfile(REFERENCE / f"{name}.json", folder / f"{name}.json")
-    shutil.copyfile(REFERENCE / "sweep-scaling.json", folder / "sweep.json")
+    seal(folder / NEWEST)
+    parts = {"weight_map": {"wte.weight": "pytorch_model-1.bin", "wpe.weight": "pytorch_model-1.bin"}}
     cells = [{"name": "one", "devices": 2, "launcher": "torchrun", "flags": ["--run_type", "ddp"]}]
     comparisons = [{"name": "all", "kind": "weak scaling", "baseline": "one", "cells": ["one"]}]
-    described = {"schema_version": "1.0", "flags": ["--seed", "1"], "cells": cells, "comparisons": comparisons}
-    (folder / "described.json").write_text(json.dumps(described))
-
-
-def write_pickled(folder: Path) -> None:
-    """Write the weights of ``folder / "hf"`` as pickles, too: of a zip archive, and of torch before 1.6."""
-    for name, zipped in (("pickled", True), ("old pickled", False)):
+    identity, raw = {"--seed": 1, "input": "a", "tokenizer": None}, {"documents.jsonl": {"documents": 2, "bytes": 60}}
+    for name, value in {
+        "preparation.json": {"identity": identity, "tokenizer_sha256": "0" * 64, "splits": {}},
+        "parts/pytorch_model.bin.index.json": parts,
+        "raw/download.json": {"name": "set", "source": "a test", "max_documents": None, "files": raw},
+        "described.json": {
+            "schema_version": "1.0", "flags": ["--seed", "1"], "cells": cells, "comparisons": comparisons
+        },
+    }.items():  # fmt: skip
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(json.dumps(value))
+    (folder / "parts" / "pytorch_model-1.bin").touch()
+    (folder / "raw" / "documents.jsonl").write_text('{"key": "a", "text": "one"}\n{"key": "b", "text": "two"}\n')
+    for name in ("parity", "resume", "faults", "saving", "sweep-scaling"):
+        shutil.copyfile(REFERENCE / f"{name}.json", folder / f"{name.partition('-')[0]}.json")
+    export(folder / "run", folder / "hf", form="hf", dtype="fp32", which="latest", console=Console(speaks=False))
+    weights = load_file(folder / "hf" / "model.safetensors")
+    for name, zipped in (("pickled", True), ("old pickled", False)):  # of a zip archive, and of torch before 1.6
         (folder / name).mkdir()
         shutil.copyfile(folder / "hf" / "config.json", folder / name / "config.json")
-        weights = load_file(folder / "hf" / "model.safetensors")
         torch.save(weights, folder / name / "pytorch_model.bin", _use_new_zipfile_serialization=zipped)

@@ -7,16 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 from small_run import VOCABULARY, write_tokenizer
-from tokenizers import Tokenizer, models
 from transformers import GPT2Config as HuggingFaceConfig
 from transformers import GPT2LMHeadModel
 
 from dsgpt.common.errors import UserError
 from dsgpt.formats.hugging_face import to_hugging_face
-from dsgpt.formats.tensor_files import open_pickled, write_safetensors
-from dsgpt.formats.tokenizer_files import copy_tokenizer, fault_of, open_tokenizer
+from dsgpt.formats.tokenizer_files import fault_of, open_tokenizer
 from dsgpt.model.config import GPT2Config
-from dsgpt.model.gpt2 import GPT2, initialize
+from dsgpt.model.gpt2 import GPT2
 
 # With the same weights the model is transformers' GPT-2: logits, loss and the gradient of every parameter.
 
@@ -54,11 +52,7 @@ def batch(shape: dict[str, int], *, length: int) -> tuple[torch.Tensor, torch.Te
     return ids[:, :-1], ids[:, 1:]
 
 
-CASES = [(shape, length) for shape in SHAPES for length in sorted({1, 5, shape["block_size"]})]
-CASES = [(shape, length) for shape, length in CASES if length <= shape["block_size"]]
-
-
-@pytest.mark.parametrize(("shape", "length"), CASES)
+@pytest.mark.parametrize(("shape", "length"), [*((SHAPES[0], n) for n in (1, 5, 24)), (SHAPES[1], 7), (SHAPES[2], 1)])
 def test_logits_loss_and_every_gradient(shape, length):
     ours, theirs = pair(shape)
     inputs, targets = batch(shape, length=length)
@@ -82,32 +76,6 @@ def test_logits_loss_and_every_gradient(shape, length):
         torch.testing.assert_close(gradients[name], gradient, atol=1e-5, rtol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
 
 
-def test_ignored_targets_count_in_no_loss():
-    ours, _ = pair(SHAPES[0])
-    inputs, targets = batch(SHAPES[0], length=6)
-    few = targets.clone()
-    few[1:] = -100
-    torch.testing.assert_close(ours(inputs, few), ours(inputs[:1], targets[:1]))
-    summed = ours(inputs, few, reduction="sum")
-    torch.testing.assert_close(summed, ours(inputs[:1], targets[:1]) * 6)
-
-
-def test_initial_model_carries_over_too():
-    config = GPT2Config(**SHAPES[0])
-    ours, theirs = pair(SHAPES[0])
-    initialize(ours, config=config, seed=3)
-    theirs.load_state_dict(dict(to_hugging_face(ours.named_parameters(), config)), strict=False)
-    inputs, _ = batch(SHAPES[0], length=9)
-    torch.testing.assert_close(ours(inputs), theirs(inputs).logits, atol=1e-5, rtol=1e-5)
-
-
-def test_a_tensor_that_is_no_weight_is_not_left_out_of_a_file(tmp_path):
-    torch.save({"weight": torch.zeros(2), "ids": torch.zeros(2, dtype=torch.int64)}, tmp_path / "model.bin")
-    with pytest.raises(ValueError, match="ids: no weight has the dtype of this tensor"):
-        write_safetensors(tmp_path / "model.safetensors", open_pickled(tmp_path / "model.bin"))
-    assert not (tmp_path / "model.safetensors").exists()
-
-
 # Opening a tokenizer reads regular files of known names in its folder, whatever its settings name.
 
 
@@ -115,13 +83,6 @@ def test_a_tensor_that_is_no_weight_is_not_left_out_of_a_file(tmp_path):
 def folder(tmp_path: Path) -> Path:
     write_tokenizer(tmp_path / "mine")
     return tmp_path / "mine"
-
-
-@pytest.fixture
-def other(tmp_path: Path) -> Path:
-    """A vocabulary outside the folder."""
-    Tokenizer(models.WordLevel(vocab={"<unk>": 0, "stolen": 1}, unk_token="<unk>")).save(str(tmp_path / "other.json"))
-    return tmp_path / "other.json"
 
 
 def set_keys(file: Path, **values: object) -> None:
@@ -137,36 +98,30 @@ def refusal(folder: Path) -> str:
     return line
 
 
-@pytest.mark.parametrize("linked", [False, True])
-def test_another_version_of_the_vocabulary_is_refused(folder, other, snapshot, linked):
-    set_keys(folder / "tokenizer_config.json", fast_tokenizer_files=["tokenizer.json", "tokenizer.4.0.0.json"])
-    version = folder / "tokenizer.4.0.0.json"
-    version.symlink_to(other) if linked else shutil.copy(other, version)
-    assert refusal(folder) == snapshot
-
-
 @pytest.mark.parametrize(
     ("file", "key", "value", "named"),
     [
-        *(("special_tokens_map", key, "FILE", key) for key in ("tokenizer_file", "vocab_file", "vocab")),
-        *(("tokenizer_config", key, "FILE", key) for key in ("vocab_file", "vocab", "merges", "gguf_file")),
-        ("tokenizer_config", "init_inputs", ["FILE"], "init_inputs"),
-        ("tokenizer_config", "sp_model_kwargs", {"model_file": "FILE"}, "model_file"),
+        *(("special_tokens_map", key, "/gone/a.json", key) for key in ("tokenizer_file", "vocab_file", "vocab")),
+        *(("tokenizer_config", key, "/gone/a.json", key) for key in ("vocab_file", "vocab", "merges", "gguf_file")),
+        ("tokenizer_config", "fast_tokenizer_files", ["tokenizer.json", "/gone/a.json"], "fast_tokenizer_files"),
+        ("tokenizer_config", "init_inputs", ["/gone/a.json"], "init_inputs"),
+        ("tokenizer_config", "sp_model_kwargs", {"model_file": "/gone/a.json"}, "model_file"),
         ("config", "configuration_files", ["config.4.0.0.json"], "configuration_files"),
     ],
 )
-def test_a_file_that_an_entry_names_is_refused(folder, other, file, key, value, named):
-    set_keys(folder / f"{file}.json", **{key: json.loads(json.dumps(value).replace("FILE", str(other)))})
+def test_a_file_that_an_entry_names_is_refused(folder, file, key, value, named):
+    set_keys(folder / f"{file}.json", **{key: value})
     shutil.copy(folder / f"{file}.json", folder / f"{file}.4.0.0.json")
     assert f"its {file}.json names other files to open ({named})" in refusal(folder)
 
 
-def test_entries_that_the_library_writes_or_ignores_are_allowed(folder, other):
+def test_entries_that_the_library_writes_or_ignores_are_allowed(folder):
     """Settings of earlier versions contain paths of the author's machine, which the library does not open."""
     set_keys(
         folder / "tokenizer_config.json",
-        tokenizer_file=str(other), special_tokens_map_file="/gone/map.json", vocab_file=None, init_inputs=[],
-    )  # fmt: skip
+        **{"tokenizer_file": "/gone/a.json", "special_tokens_map_file": "/gone/b.json", "vocab_file": None},
+        init_inputs=[],
+    )
     tokenizer = open_tokenizer(folder, what="here")
     assert len(tokenizer) == VOCABULARY and tokenizer.name_or_path == str(folder)
 
@@ -178,19 +133,7 @@ def test_files_of_unknown_names_are_not_opened(folder, tmp_path):
     (folder / "additional_chat_templates").mkdir()
     (folder / "additional_chat_templates" / "mine.jinja").symlink_to(secret)
     assert not open_tokenizer(folder, what="here").chat_template
-
-
-def test_an_error_names_the_folder(folder):
     (folder / "tokenizer.json").unlink()
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(UserError, match=r"^here: is not a readable tokenizer folder") as caught:
         open_tokenizer(folder, what="here")
-    (line,) = caught.value.problems
-    assert line.startswith("here: is not a readable tokenizer folder") and "/tokenizer-" not in line
-
-
-def test_a_copy_opens_as_the_original_does(folder, tmp_path):
-    copy_tokenizer(folder, tmp_path / "copy")
-    original, copy = (open_tokenizer(path, what="here") for path in (folder, tmp_path / "copy"))
-    assert copy.get_vocab() == original.get_vocab()
-    original.save_pretrained(tmp_path / "saved")
-    assert str(tmp_path) not in (tmp_path / "saved" / "tokenizer_config.json").read_text()
+    assert "/tokenizer-" not in str(caught.value), "it names the copy"

@@ -1,23 +1,20 @@
 """No file that somebody else wrote causes a traceback: it is refused with one-line errors, or it is read."""
 
 import random
+import re
 import shutil
 import time
-from pathlib import Path
 
 import pytest
-from file_kinds import KINDS, RUN, write_all, write_pickled
+from file_kinds import KINDS, RUN, write_all
 from small_run import command_line, write_data, write_recipe, write_tokenizer
 
 from dsgpt.common.errors import UserError
-from dsgpt.inference.model_files import export
-from dsgpt.machine.console import Console
 from dsgpt.training.command import train
 
 SEED = 8
 FEW = 20
 """Files of each kind with ``--without-processes``, as other Pythons are tested."""
-LONGEST_LINE = 4000
 LONGEST_SEC = 20
 """A hundred times what any of them takes. Quadratic work would take minutes."""
 
@@ -29,33 +26,9 @@ def whole(tmp_path_factory):
     write_data(made)
     write_recipe(made / "recipe.json")
     assert train(command_line(made, **RUN)) == 0
-    write_all(folder, made)
     write_tokenizer(folder / "tokenizer")
-    export(folder / "run", folder / "hf", form="hf", dtype="fp32", which="latest", console=Console(speaks=False))
-    write_pickled(folder)
+    write_all(folder, made)
     return folder
-
-
-def restore(folder: Path, good: Path) -> None:
-    """Make ``folder``, a copy of ``good``, the same again. What has its size and time of change is left as it is."""
-    for path in sorted(folder.rglob("*"), reverse=True):
-        if not (good / path.relative_to(folder)).exists():
-            path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink()
-    for path in sorted(good.rglob("*")):
-        copy = folder / path.relative_to(good)
-        if path.is_dir():
-            copy.mkdir(exist_ok=True)
-        elif not copy.exists() or facts(copy) != facts(path):
-            shutil.copy2(path, copy)
-
-
-def facts(path: Path) -> tuple[int, int]:
-    found = path.stat()
-    return found.st_size, found.st_mtime_ns
-
-
-def test_there_are_two_thousand_files():
-    assert sum(kind.count for kind in KINDS.values()) >= 2000
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -63,9 +36,7 @@ def test_a_mangled_file_is_refused_in_one_line_or_read(request, whole, tmp_path,
     kind = KINDS[name]
     folder = tmp_path / "copy"
     shutil.copytree(whole, folder)
-    monkeypatch.setattr(
-        "os.fsync", lambda descriptor: None
-    )  # what is read survives no power cut: it takes half the time
+    monkeypatch.setattr("os.fsync", lambda descriptor: None)  # it takes half the time
     kind.read(folder)  # as it is, it is good
     assert "error:" not in capsys.readouterr().err
     good = (folder / kind.file).read_bytes()
@@ -83,10 +54,10 @@ def test_a_mangled_file_is_refused_in_one_line_or_read(request, whole, tmp_path,
             lines = [f"error: {line}" for line in error.problems]
         except BaseException as error:
             raise AssertionError(f"file {number} of seed {SEED}: {data[:2000]!r}") from error
-        assert all(line.startswith("error: ") and len(line) < LONGEST_LINE for line in lines), (number, lines)
-        assert not any("\n" in line for line in lines), (number, lines)
+        assert all(re.fullmatch(r"error: .{,4000}", line) for line in lines), (number, lines)
         assert time.monotonic() - started < LONGEST_SEC, number
         refused += bool(lines)
         if kind.file.startswith("run/"):  # reading changes other files of the run
-            restore(folder / "run", whole / "run")
+            shutil.rmtree(folder / "run")
+            shutil.copytree(whole / "run", folder / "run")
     assert refused or kind.file.endswith(("metrics.jsonl", "config.json", "latest", "best", "training_metrics.json"))

@@ -29,7 +29,6 @@ PAGES = {
     "sweep-strategies": ("run", "sweep-strategies"),
 }
 """Record to the command that makes its page, and the page."""
-NO_SUITE = {"dashboard"}
 HELP = [part for part in read(Path(__file__).with_name("help.txt").read_text()) if isinstance(part, Row)]
 PARTS = ("src", "charts", "data_prep")
 SLOW = {"torch", "deepspeed", "transformers"}
@@ -40,11 +39,6 @@ CHARTS = ["charts/generate_charts.py", "--format", "svg", "--output-dir"]
 def without_sources(page: Path) -> list[str]:
     """The paragraphs of a page but the one that says which sources have changed since."""
     return [part for part in page.read_text(encoding="utf-8").split("\n\n") if not part.startswith("Sources: ")]
-
-
-def test_every_record_has_a_page():
-    records = {path.stem for path in (REPOSITORY / REFERENCE).glob("*.json")}
-    assert records - NO_SUITE == PAGES.keys()
 
 
 @pytest.mark.parametrize("record", PAGES)

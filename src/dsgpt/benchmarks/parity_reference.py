@@ -161,7 +161,7 @@ def train_reference(config: RunConfig, device: torch.device, split: Split) -> Me
         for group in optimizer.param_groups:
             group["lr"] = lr
         tokens, length = config.train.memmap(), config.seq_length
-        windows = [tokens[i * length : i * length + length + 1] for i in config.order.batch(step - 1)]
+        windows = [tokens[i * length : i * length + length + 1] for i in config.order.batches(step - 1, step)[0]]
         ids = torch.from_numpy(np.stack(windows).astype(np.int64))  # (B, T + 1)
         inputs, targets = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()  # (B, T) each
         loss, gradients = _loss_and_gradients(config, model, inputs.to(device), targets.to(device), split)

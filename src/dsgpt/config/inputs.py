@@ -59,13 +59,10 @@ def read_init_from(options: Options, *, run_dir: Path, problems: Problems, quiet
     if not is_utf8(options.init_from):
         problems.add(f"--init_from {undecodable(options.init_from)}")
         return None
-    source = None
     try:
-        source = _recorded(options, options.init_from, run_dir)
-        source = source or _open_weights(options.init_from, problems, quiet=quiet)
+        source = _recorded(options, options.init_from, run_dir) or _open_weights(options.init_from, quiet=quiet)
     except UserError as error:
         problems.add(*error.problems)
-    if source is None:
         return None
     given = shape_overrides(options)
     for field, flag in SHAPE_FLAGS.items():
@@ -84,8 +81,8 @@ def read_init_from(options: Options, *, run_dir: Path, problems: Problems, quiet
     return source
 
 
-def _open_weights(given: str, problems: Problems, *, quiet: bool) -> InitFrom | None:
-    from dsgpt.formats.hugging_face import published_shape, read_json  # noqa: PLC0415 - as above
+def _open_weights(given: str, *, quiet: bool) -> InitFrom:
+    from dsgpt.formats.hugging_face import published_shape  # noqa: PLC0415 - as above
 
     folder = model_folder(given, weights=False, quiet=quiet)
     if (folder / "manifest.json").exists() or (folder / "metrics.jsonl").exists():
@@ -93,8 +90,7 @@ def _open_weights(given: str, problems: Problems, *, quiet: bool) -> InitFrom | 
             f"--init_from {given}: is a run or a checkpoint: make a Hugging Face folder of it first "
             f"(.venv/bin/python src/convert.py --from {given} --to hf OUT)"
         )
-    shape = published_shape(read_json(folder / "config.json"), place=str(folder / "config.json"), problems=problems)
-    return InitFrom(given=given, shape=shape) if shape else None
+    return InitFrom(given=given, shape=published_shape(folder / "config.json"))
 
 
 def _recorded(options: Options, given: str, run_dir: Path) -> InitFrom | None:
@@ -223,7 +219,7 @@ def check_vocabulary(inputs: Inputs, problems: Problems, notices: list[str]) -> 
     for file in (train, val):
         if file is None or model is None:
             continue
-        if file.inferred:
+        if file.sidecar.vocab_size is None:
             notices.append(f"{file.path}: has no {file.path.stem}.json beside it; read as uint16 ids")
         fits = file.sidecar.vocab_size is not None and file.sidecar.vocab_size <= model.vocab_size
         if fits or not inputs.topology.is_main:

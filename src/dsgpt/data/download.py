@@ -3,11 +3,11 @@
 import contextlib
 import itertools
 import json
-import sys
+import re
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from tqdm import tqdm
 
@@ -20,8 +20,8 @@ from dsgpt.data.sources import (
     RAW_FOLDER,
     RECORD_NAME,
     STDLIB_NAME,
+    Document,
     HubSet,
-    hub_rows,
     join_articles,
     raw_record,
     stdlib_source,
@@ -30,8 +30,9 @@ from dsgpt.formats.tokenizer_files import require_hub
 
 # What this script has in common with those that prepare text.
 
-Bar: TypeAlias = "tqdm[NoReturn]"
-"""A progress bar that the caller updates; it does not wrap an iterable."""
+Bar: TypeAlias = "tqdm[Any]"
+S = TypeVar("S")
+"""A split, or None."""
 KEPT = "nothing was published; the same command starts again"
 """Ends the error line after an interruption, or if the disk is full."""
 
@@ -41,27 +42,26 @@ def folder_if_named(word: str) -> Path | None:
     return Path(word) if word else None
 
 
-@contextlib.contextmanager
-def progress(*, total: int | None, description: str, unit: str) -> Iterator[Bar]:
-    """A progress bar with an estimate of the time left; nothing is shown if standard error is not a terminal.
-
-    If the work ends early without an error (a limit was reached, documents were empty), the bar ends at 100 %.
+def progress(rows: Iterable[Any] | None = None, *, total: int | None, description: str, unit: str) -> Bar:
+    """A progress bar with an estimate of the time left; none if standard error is not a terminal. Its end removes it.
 
     Args:
+        rows: what the bar counts when it is iterated over; None if the caller updates it.
         total: amount of work, in bytes (``unit`` "B") or other units; None if unknown.
         description: what is being done, in a word or two.
         unit: the unit of ``total``.
     """
-    with tqdm(
-        total=total, desc=description, unit=unit, unit_scale=True, mininterval=0.2, maxinterval=0.4,
-        dynamic_ncols=True, disable=not sys.stderr.isatty(),
-    ) as bar:  # fmt: skip
-        try:
-            yield bar
-        except GeneratorExit:  # the reader of the rows stopped early
-            bar.total = bar.n
-            raise
-        bar.total = bar.n
+    return tqdm(
+        rows, total=total, desc=description, unit=unit, unit_scale=True, dynamic_ncols=True, leave=False, disable=None
+    )
+
+
+def with_bar(documents: Iterable[tuple[S, Document]], *, total: int, description: str) -> Iterator[tuple[S, Document]]:
+    """The ``documents``, with a bar that counts the bytes of their files."""
+    with progress(total=total, description=description, unit="B") as bar:
+        for split, document in documents:
+            bar.update(document.source_bytes)
+            yield split, document
 
 
 # The command line.
@@ -96,37 +96,13 @@ class DownloadOptions:
     max_documents: int | None = flag(POSITIVE, "N", "keep only the first N documents of each split")
     overwrite: bool = switch("fetch again what is already there")
 
-    @property
-    def folder(self) -> Path:
-        """The ``raw`` folder."""
-        return (self.output_dir or Path("data") / self.name) / RAW_FOLDER
-
-
-def parse_options(argv: Sequence[str] | None) -> DownloadOptions:
-    """Read the command line.
-
-    Raises:
-        UserError: all of its mistakes, one line each.
-    """
-    about = "\n".join(f"  {name:14} {text}" for name, text in SETS.items())
-    options, problems = read_options(
-        DownloadOptions, argv, description=DESCRIPTION + about, epilog=f"examples:\n{EXAMPLES}"
-    )
-    problems.raise_if_any()
-    return options
-
 
 def keep_stdlib(folder: Path, *, max_documents: int | None) -> None:
     """Write the standard library's documents, with their keys, to ``folder``."""
     source = stdlib_source()
-    with progress(total=source.total_bytes(), description="reading", unit="B") as bar:
-
-        def rows() -> Rows:
-            for _, document in source.documents():
-                bar.update(document.source_bytes)
-                yield {"key": document.key, "text": document.text}
-
-        keep(folder, {"documents": rows()}, name=STDLIB_NAME, source=source.description, max_documents=max_documents)
+    read = with_bar(source.documents(), total=source.total_bytes(), description="reading")
+    rows = ({"key": document.key, "text": document.text} for _, document in read)
+    keep(folder, {"documents": rows}, name=STDLIB_NAME, source=source.description, max_documents=max_documents)
 
 
 def keep_hub_set(folder: Path, hub_set: HubSet, *, name: str, max_documents: int | None) -> None:
@@ -141,19 +117,30 @@ def keep_hub_set(folder: Path, hub_set: HubSet, *, name: str, max_documents: int
 
 
 def _hub_rows(hub_set: HubSet, split: str, max_documents: int | None) -> Rows:
-    texts, total = hub_rows(hub_set, split)
-    if max_documents is not None and not hub_set.articles:
-        total = min(total or max_documents, max_documents)
-    with progress(total=total, description=split, unit=" rows") as bar:
-        shown = _shown(texts, bar)
-        for text in join_articles(shown) if hub_set.articles else shown:
+    """The documents of one split, streamed from the network: nothing is cached on disk, and no code of the set is run.
+
+    Raises:
+        UserError: the set cannot be reached or read; one line.
+    """
+    import datasets  # noqa: PLC0415 - takes seconds; --help should not
+
+    try:
+        rows = datasets.load_dataset(
+            hub_set.path, hub_set.config, data_files=hub_set.data_files, split=split, streaming=True
+        )
+        published = rows.info.splits[split].num_examples if rows.info.splits and split in rows.info.splits else None
+        total = published or hub_set.splits[split] or None
+        if max_documents is not None and not hub_set.articles:
+            total = min(total or max_documents, max_documents)
+        texts = (row["text"] or "" for row in progress(rows, total=total, description=split, unit=" rows"))
+        for text in join_articles(texts) if hub_set.articles else texts:
             yield {"text": text}
-
-
-def _shown(texts: Iterable[str], bar: Bar) -> Iterator[str]:
-    for text in texts:
-        bar.update(1)
-        yield text
+    except (OSError, ValueError, RuntimeError) as error:
+        reason = re.split(r"\.\s|\n", str(error).strip())[0]
+        raise UserError(
+            f"{hub_set.source}: cannot be read from the hub ({reason}); try again, use python-stdlib, or give your own "
+            "files to preprocess.py --input"
+        ) from error
 
 
 def keep(folder: Path, rows: dict[str, Rows], *, name: str, source: str, max_documents: int | None) -> None:
@@ -190,10 +177,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Download what the command line asks for, unless it is there already, and print what is there.
 
     Raises:
-        UserError: the set cannot be read; or the folder has another one, or one with another ``--max_documents``.
+        UserError: mistakes of the command line, one line each; the set cannot be read; or the folder has another one,
+            or one with another ``--max_documents``.
     """
-    options = parse_options(argv)
-    folder, name, limit = options.folder, options.name, options.max_documents
+    about = "\n".join(f"  {name:14} {text}" for name, text in SETS.items())
+    options, problems = read_options(
+        DownloadOptions, argv, description=DESCRIPTION + about, epilog=f"examples:\n{EXAMPLES}"
+    )
+    problems.raise_if_any()
+    name, limit = options.name, options.max_documents
+    folder = (options.output_dir or Path("data") / name) / RAW_FOLDER
     record = None if options.overwrite else raw_record(folder)
     if record is None and name == STDLIB_NAME:
         keep_stdlib(folder, max_documents=limit)

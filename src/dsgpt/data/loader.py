@@ -81,46 +81,35 @@ class WindowDataset(Dataset[Batch]):
         return Batch(inputs=ids[:, :-1].contiguous(), targets=targets)
 
 
-class _TrainingBatches:
-    """The micro batches of the steps from ``first_step`` up to but not including ``last_step``, as lists of windows."""
-
-    def __init__(self, order: SampleOrder, share: RankShare, *, first_step: int, last_step: int) -> None:
-        self._order, self._share = order, share
-        self._steps = range(first_step, last_step)
-
-    def __len__(self) -> int:
-        return len(self._steps) * self._share.gradient_accumulation_steps
-
-    def __iter__(self) -> Iterator[list[int]]:
-        for first in self._steps[::STEPS_AT_ONCE]:
-            for batch in self._order.batches(first, min(first + STEPS_AT_ONCE, self._steps.stop)):
-                yield from self._share.of(batch).tolist()
+def training_windows(order: SampleOrder, share: RankShare, steps: range) -> Iterator[list[int]]:
+    """The windows of each micro batch of ``steps`` (from 0). The windows before a resumed run's step are not read."""
+    for first in steps[::STEPS_AT_ONCE]:
+        for batch in order.batches(first, min(first + STEPS_AT_ONCE, steps.stop)):
+            yield from share.of(batch).tolist()
 
 
-class _ValidationBatches:
-    """The micro batches of the validation windows in file order, the last global batch padded."""
-
-    def __init__(self, windows: int, share: RankShare, *, global_batch_size: int) -> None:
-        self._windows, self._share, self._global_batch_size = windows, share, global_batch_size
-
-    def __len__(self) -> int:
-        return -(-self._windows // self._global_batch_size) * self._share.gradient_accumulation_steps
-
-    def __iter__(self) -> Iterator[list[int]]:
-        for first in range(0, self._windows, self._global_batch_size):
-            batch = np.arange(first, first + self._global_batch_size)
-            batch[batch >= self._windows] = PADDING_WINDOW
-            yield from self._share.of(batch).tolist()
+def validation_windows(windows: int, share: RankShare, *, global_batch_size: int) -> Iterator[list[int]]:
+    """The first ``windows`` windows of each micro batch in file order, the last global batch padded."""
+    for first in range(0, windows, global_batch_size):
+        batch = np.arange(first, first + global_batch_size)
+        batch[batch >= windows] = PADDING_WINDOW
+        yield from share.of(batch).tolist()
 
 
-def _loader(
-    dataset: WindowDataset, batches: _TrainingBatches | _ValidationBatches, *, workers: int, pin_memory: bool
+def micro_batches(
+    dataset: WindowDataset, windows: Iterator[list[int]], *, workers: int, pin_memory: bool
 ) -> DataLoader[Batch]:
+    """The micro batches of ``windows``, in their order; it can be iterated over once.
+
+    With 0 ``workers`` the rank reads them itself, as it must in validation. A worker would be forked in the middle of
+    the run, while threads of collectives are running. If one of them holds a lock of Python at that moment, the worker
+    waits for the lock forever, and the rank waits for the worker.
+    """
     # The dataset returns a whole micro batch, so there is nothing to collate. With its own generator, the loader
     # draws no seed from the default generator, whose state belongs to dropout and is restored at a resume.
     return DataLoader(
         dataset,
-        batch_sampler=batches,
+        batch_sampler=windows,
         collate_fn=default_convert,
         num_workers=workers,
         pin_memory=pin_memory,
@@ -128,34 +117,3 @@ def _loader(
         worker_init_fn=ignore_stop_signals,
         generator=torch.Generator(),
     )
-
-
-def training_loader(
-    dataset: WindowDataset,
-    order: SampleOrder,
-    share: RankShare,
-    *,
-    first_step: int,
-    last_step: int,
-    workers: int,
-    pin_memory: bool,
-) -> DataLoader[Batch]:
-    """Micro batches of steps ``first_step`` (from 0) up to but not including ``last_step``.
-
-    A resumed run starts at its step directly: the windows before it are not read.
-    """
-    batches = _TrainingBatches(order, share, first_step=first_step, last_step=last_step)
-    return _loader(dataset, batches, workers=workers, pin_memory=pin_memory)
-
-
-def validation_loader(
-    dataset: WindowDataset, windows: int, share: RankShare, *, global_batch_size: int, pin_memory: bool
-) -> DataLoader[Batch]:
-    """Micro batches of the first ``windows`` validation windows, ``global_batch_size`` of them per validation step.
-
-    The rank reads them itself. A worker would be forked in the middle of the run, while threads of collectives are
-    running. If one of them holds a lock of Python at that moment, the worker waits for the lock forever, and the rank
-    waits for the worker.
-    """
-    batches = _ValidationBatches(windows, share, global_batch_size=global_batch_size)
-    return _loader(dataset, batches, workers=0, pin_memory=pin_memory)

@@ -1,17 +1,17 @@
 """From a source to train.bin, val.bin and tokenizer/: ``preprocess.py`` and ``preprocess_small.py``."""
 
 import contextlib
-import dataclasses
 import hashlib
 import os
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from dsgpt.common.command_line import Parser, choice, flag, switch, value, whole
-from dsgpt.common.errors import Problems, UserError
+from dsgpt.common.errors import UserError
 from dsgpt.common.files import (
     PRINTABLE,
     Lock,
@@ -26,7 +26,7 @@ from dsgpt.common.files import (
 )
 from dsgpt.common.json_files import JsonError, Sha256, read_as
 from dsgpt.common.text import REPOSITORY, counted, next_line, script_words
-from dsgpt.data.download import Bar, folder_if_named, progress
+from dsgpt.data.download import folder_if_named, progress, with_bar
 from dsgpt.data.sources import HUB_SETS, STDLIB_NAME, Source, downloaded_source, own_source, stdlib_source
 from dsgpt.data.token_file import TokenFileWriter, TokenizerFacts, open_token_file
 from dsgpt.data.vocabulary import (
@@ -42,7 +42,7 @@ from dsgpt.data.vocabulary import (
     save_trained,
     train_tokenizer,
 )
-from dsgpt.formats.tokenizer_files import fault_of
+from dsgpt.formats.tokenizer_files import TOKENIZER, fault_of
 from dsgpt.machine.console import duration
 
 # The command lines.
@@ -76,6 +76,8 @@ TOKENS_FOR_SMALL = 100_000_000
 DATASETS = (STDLIB_NAME, *HUB_SETS)
 _DEFAULT_VOCAB_SIZE = 8192
 _DEFAULT_VAL_FRACTION = 0.05
+_DECIDING = ("text_key", "tokenizer", "vocab_size", "val_fraction", "seed", "num_documents")
+"""The options that decide the output's bytes, beside the input."""
 Identity: TypeAlias = dict[str, str | int | float | None]
 """Options and hashes of inputs, by name."""
 
@@ -134,43 +136,25 @@ class PrepareOptions:
     """Of the small files; None for all documents."""
     overwrite: bool = switch("replace what an earlier run with other options left there")
 
-    @property
-    def suffix(self) -> str:
-        """Suffix of the names of the output files: ``_small`` if only the first documents are prepared."""
-        return "" if self.num_documents is None else "_small"
-
-    @property
-    def validation_share(self) -> float:
-        """``val_fraction`` or its default."""
-        return _DEFAULT_VAL_FRACTION if self.val_fraction is None else self.val_fraction
-
     def identity(self) -> Identity:
         """The options that decide the output's bytes. If they and the input are the same, so is the output."""
         return {
             "--input" if self.dataset is None else "--dataset": self.dataset
             or ", ".join(printable(path.resolve().name) for path in self.inputs),
-            "--text_key": self.text_key,
-            "--tokenizer": self.tokenizer,
-            "--vocab_size": self.vocab_size,
-            "--val_fraction": self.val_fraction,
-            "--seed": self.seed,
-            "--num_documents": self.num_documents,
+            **{f"--{name}": getattr(self, name) for name in _DECIDING},
         }
 
 
-def parse_options(argv: Sequence[str] | None = None, *, description: str, examples: str, small: bool) -> PrepareOptions:
-    """Read the command line.
-
-    Args:
-        argv: the words; by default those of this process.
-        description: of the script, for ``--help``.
-        examples: commands that ``--help`` ends with.
-        small: whether only the first ``--num_documents`` documents are prepared.
+def parse_options(argv: Sequence[str] | None = None, *, small: bool) -> PrepareOptions:
+    """Read the command line; by default that of this process.
 
     Raises:
         UserError: all of its mistakes, one line each.
     """
-    parser = Parser(description=description, epilog=f"examples:\n{examples}")
+    parser = Parser(
+        description=SMALL_DESCRIPTION if small else DESCRIPTION,
+        epilog=f"examples:\n{SMALL_EXAMPLES if small else EXAMPLES}",
+    )
     names = [field.name for field in fields(PrepareOptions) if small or field.name != "num_documents"]
     parser.add_flags(PrepareOptions, names=names)
     given, problems = parser.read(PrepareOptions, argv), parser.problems
@@ -189,8 +173,18 @@ def parse_options(argv: Sequence[str] | None = None, *, description: str, exampl
         text_key=given.text_key or "text",
         tokenizer=tokenizer,
         vocab_size=given.vocab_size or (_DEFAULT_VOCAB_SIZE if tokenizer == TRAIN else None),
-        output_dir=_output_dir(given, dataset, problems),
+        output_dir=given.output_dir or Path("data") / (dataset or given.inputs[0].resolve().stem),
     )
+    if given.output_dir is None and len(given.inputs) > 1:
+        problems.add("--output_dir: is missing; several inputs have no common name, say where the output goes")
+    if given.output_dir is None and not is_utf8(options.output_dir):
+        problems.add(f"{undecodable(options.output_dir)}, or name another --output_dir")
+    resolved = options.output_dir.resolve()
+    if any(path.resolve() == resolved for path in given.inputs):
+        problems.add(f"--output_dir {options.output_dir}: is the input itself; name another folder")
+    nearest = next(path for path in (resolved, *resolved.parents) if path.exists())
+    if not nearest.is_dir():
+        problems.add(f"--output_dir {options.output_dir}: {nearest} is a file, not a folder")
     if small and given.num_documents is None and not problems.mention("--num_documents"):
         problems.add("--num_documents: is missing; say how many documents, for example --num_documents 100")
     if not is_utf8(tokenizer):
@@ -202,21 +196,6 @@ def parse_options(argv: Sequence[str] | None = None, *, description: str, exampl
         problems.add(f"--tokenizer {tokenizer}: there is no such folder; it should hold a tokenizer.json")
     problems.raise_if_any()
     return options
-
-
-def _output_dir(given: PrepareOptions, dataset: str | None, problems: Problems) -> Path:
-    if given.output_dir is None and len(given.inputs) > 1:
-        problems.add("--output_dir: is missing; several inputs have no common name, say where the output goes")
-    output_dir: Path = given.output_dir or Path("data") / (dataset or given.inputs[0].resolve().stem)
-    if given.output_dir is None and not is_utf8(output_dir):
-        problems.add(f"{undecodable(output_dir)}, or name another --output_dir")
-    resolved = output_dir.resolve()
-    if any(path.resolve() == resolved for path in given.inputs):
-        problems.add(f"--output_dir {output_dir}: is the input itself; name another folder")
-    nearest = next(path for path in (resolved, *resolved.parents) if path.exists())
-    if not nearest.is_dir():
-        problems.add(f"--output_dir {output_dir}: {nearest} is a file, not a folder")
-    return output_dir
 
 
 # What an earlier preparation wrote, and whether it is unchanged.
@@ -250,6 +229,7 @@ class Place:
 
     folder: Path
     suffix: str
+    """Of the names of its files: ``_small`` if only the first documents are prepared."""
 
     def tokens(self, split: str) -> Path:
         """The token file of a split, for example ``train.bin``."""
@@ -271,11 +251,6 @@ class Place:
         return self.folder / TOKENIZER_FOLDER
 
     @property
-    def vocabulary(self) -> Path:
-        """The tokenizer's file, whose hash identifies it."""
-        return self.tokenizer / "tokenizer.json"
-
-    @property
     def staged_tokenizer(self) -> Path:
         """Temporary name of the tokenizer folder, until all files are complete."""
         return self.folder / f".{TOKENIZER_FOLDER}.partial"
@@ -286,7 +261,7 @@ class Place:
         Raises:
             UserError: the file is not a record.
         """
-        if not all(path.exists() for path in (self.record, self.vocabulary, *map(self.tokens, SPLITS))):
+        if not all(path.exists() for path in (self.record, self.tokenizer / TOKENIZER, *map(self.tokens, SPLITS))):
             return None
         try:
             return read_as(self.record, Preparation, unknown_keys=True)
@@ -322,11 +297,10 @@ def already_prepared(place: Place, identity: Identity) -> bool:
             f"{place.folder}: was prepared differently ({'; '.join(changes)}); replace it with --overwrite or choose "
             "another --output_dir"
         )
-    others = [] if sha256_of(place.vocabulary) == record.tokenizer_sha256 else [place.vocabulary]
-    for split, file in files.items():
-        prepared = record.splits.get(split)
-        if prepared is None or prepared.sha256 != file.sidecar.sha256:
-            others.append(file.path)
+    noted = {split: prepared.sha256 for split, prepared in record.splits.items()}
+    others = [file.path for split, file in files.items() if noted.get(split) != file.sidecar.sha256]
+    if sha256_of(vocabulary := place.tokenizer / TOKENIZER) != record.tokenizer_sha256:
+        others.insert(0, vocabulary)
     if others:
         raise UserError(f"{others[0]}: is not the file that {place.record.name} describes; replace it with --overwrite")
     for file in files.values():
@@ -343,14 +317,19 @@ _NAMED = 3
 """How many skipped links are named."""
 
 
-def prepare(options: PrepareOptions) -> None:
-    """Prepare what ``options`` ask for, unless it is prepared already, and print the result.
+def main(argv: Sequence[str] | None = None, *, small: bool = False) -> None:
+    """Prepare what the command line asks for, unless it is prepared already, and print the result.
+
+    Args:
+        argv: the words; by default those of this process.
+        small: whether the script is ``preprocess_small.py``.
 
     Raises:
-        UserError: the input or the output folder cannot be used.
+        UserError: mistakes of the command line; or the input or the output folder cannot be used.
     """
+    options = parse_options(argv, small=small)
     source = _source(options)
-    place = Place(folder=options.output_dir, suffix=options.suffix)
+    place = Place(folder=options.output_dir, suffix="_small" if small else "")
     place.folder.mkdir(parents=True, exist_ok=True)
     with Lock.of_folder(place.folder, follow_link=True) as lock:
         if not lock.take():
@@ -415,7 +394,7 @@ def _source(options: PrepareOptions) -> Source:
 
 
 def _divided(options: PrepareOptions, source: Source) -> Divided:
-    return divide(source.documents(), val_fraction=options.validation_share, seed=options.seed)
+    return divide(source.documents(), val_fraction=options.val_fraction or _DEFAULT_VAL_FRACTION, seed=options.seed)
 
 
 def _vocabulary(options: PrepareOptions, source: Source, place: Place, identity: Identity) -> Vocabulary:
@@ -429,40 +408,30 @@ def _vocabulary(options: PrepareOptions, source: Source, place: Place, identity:
         return open_vocabulary(place.tokenizer)
     if options.vocab_size is None:  # an existing tokenizer has its own
         save_loaded(options.tokenizer, place.staged_tokenizer)
-        return open_vocabulary(place.staged_tokenizer)
-    with progress(total=source.total_bytes(), description="training the tokenizer", unit="B") as bar:
-        tokenizer = train_tokenizer(_train_texts(_divided(options, source), bar), vocab_size=options.vocab_size)
-    if tokenizer.get_vocab_size() < options.vocab_size:
-        print(f"the text yields only {tokenizer.get_vocab_size():,} of the {options.vocab_size:,} ids asked for")
-    save_trained(tokenizer, place.staged_tokenizer)
+    else:
+        read = with_bar(_divided(options, source), total=source.total_bytes(), description="training the tokenizer")
+        texts = (document.text for split, document in read if split == "train")
+        tokenizer = train_tokenizer(texts, vocab_size=options.vocab_size)
+        if tokenizer.get_vocab_size() < options.vocab_size:
+            print(f"the text yields only {tokenizer.get_vocab_size():,} of the {options.vocab_size:,} ids asked for")
+        save_trained(tokenizer, place.staged_tokenizer)
     return open_vocabulary(place.staged_tokenizer)
-
-
-def _train_texts(divided: Divided, bar: Bar) -> Iterator[str]:
-    for split, document in divided:
-        bar.update(document.source_bytes)
-        if split == "train":
-            yield document.text
 
 
 def _write(options: PrepareOptions, source: Source, place: Place, vocabulary: Vocabulary, identity: Identity) -> None:
     divided = _divided(options, source)
     total, unit = source.total_bytes(), "B"
     if options.num_documents is not None:
-        divided = first_documents(divided, count=options.num_documents, val_fraction=options.validation_share)
+        share = options.val_fraction or _DEFAULT_VAL_FRACTION
+        divided = first_documents(divided, count=options.num_documents, val_fraction=share)
         total, unit = options.num_documents, " documents"
     name = TOKENIZER_FOLDER if options.tokenizer == TRAIN or Path(options.tokenizer).is_dir() else options.tokenizer
     about = TokenizerFacts(name=name, sha256=vocabulary.sha256)
     with contextlib.ExitStack() as stack:
+        open_writer = partial(TokenFileWriter, vocab_size=vocabulary.size, eot_id=vocabulary.eot_id, tokenizer=about)
         writers = {
-            split: TokenFileWriter(
-                place.tokens(split), vocab_size=vocabulary.size, eot_id=vocabulary.eot_id, tokenizer=about,
-                source=source.description,
-            )
-            for split in SPLITS
-        }  # fmt: skip
-        for writer in writers.values():
-            stack.callback(writer.abandon)
+            split: stack.enter_context(open_writer(place.tokens(split), source=source.description)) for split in SPLITS
+        }
         with progress(total=total, description="encoding", unit=unit) as bar:
             for split, source_bytes, ids in encode(vocabulary, divided):
                 writers[split].append(ids)
@@ -470,18 +439,17 @@ def _write(options: PrepareOptions, source: Source, place: Place, vocabulary: Vo
         for split, writer in writers.items():
             if not writer.tokens:
                 raise UserError(f"the {split} split has no document; give more documents or change --val_fraction")
-        stack.pop_all()
-    # All files get their final names. The record is removed first and written last: it never describes a mixture.
-    place.record.unlink(missing_ok=True)
-    if vocabulary.folder != place.tokenizer:
-        retired = place.folder / f".{TOKENIZER_FOLDER}.old"
-        remove(retired)
-        if os.path.lexists(place.tokenizer):
-            place.tokenizer.rename(retired)
-        vocabulary.folder.rename(place.tokenizer)
-        remove(retired)
-    sidecars = {split: dataclasses.asdict(writer.close()) for split, writer in writers.items()}
+        # All files get their final names. The record is removed first and written last: it never describes a mixture.
+        place.record.unlink(missing_ok=True)
+        if vocabulary.folder != place.tokenizer:
+            retired = place.folder / f".{TOKENIZER_FOLDER}.old"
+            remove(retired)
+            if os.path.lexists(place.tokenizer):
+                place.tokenizer.rename(retired)
+            vocabulary.folder.rename(place.tokenizer)
+            remove(retired)
     sync_directory(place.folder)
+    sidecars = {split: asdict(open_token_file(place.tokens(split)).sidecar) for split in SPLITS}
     splits = {split: {key: each[key] for key in each if key not in _STAMP} for split, each in sidecars.items()}
     write_json_atomic(place.record, {"identity": identity, "tokenizer_sha256": vocabulary.sha256, "splits": splits})
 
@@ -506,13 +474,3 @@ def _report(place: Place, heading: str) -> None:
     else:
         size = ["--deepspeed_config", recipes / "demo.json", "--model_size", "demo", "--seq_length", "128"]
     print(next_line(script_words("src/gpt2.py", *data, *size, "--dry_run")))
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Prepare what the command line of ``preprocess.py`` asks for."""
-    prepare(parse_options(argv, description=DESCRIPTION, examples=EXAMPLES, small=False))
-
-
-def main_small(argv: Sequence[str] | None = None) -> None:
-    """Prepare what the command line of ``preprocess_small.py`` asks for."""
-    prepare(parse_options(argv, description=SMALL_DESCRIPTION, examples=SMALL_EXAMPLES, small=True))

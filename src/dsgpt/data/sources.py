@@ -13,7 +13,7 @@ import platform
 import re
 import sysconfig
 import tokenize
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -199,16 +199,15 @@ _EXCLUDED_PREFIXES = (
 _TOPICS = "pydoc_data/topics.py"
 
 
-def stdlib_source(*, root: Path | None = None) -> Source:
+def stdlib_source() -> Source:
     """The standard library's text, one document per file, in the order of paths, without tests.
 
-    Args:
-        root: the library's folder; by default that of the base interpreter, not of the virtual environment.
+    It is in the folder of the base interpreter, not of the virtual environment.
 
     Raises:
         UserError: the folder has no sources (some distributions ship them compiled or zipped).
     """
-    root = root or Path(sysconfig.get_path("stdlib"))
+    root = Path(sysconfig.get_path("stdlib"))
     keyed = sorted((path.relative_to(root).as_posix(), path) for path in _walk(root))
     if not keyed:
         raise UserError(f"{root}: this Python comes without the sources of its library; use another Python, or --input")
@@ -368,43 +367,6 @@ HUB_SETS = {
 }
 
 
-def hub_rows(hub_set: HubSet, split: str) -> tuple[Iterator[str], int | None]:
-    """The texts of the rows of one split, and their number if it is known.
-
-    Rows are streamed from the network; nothing is cached on disk, and no code of the set is run. A row without text
-    gives an empty text.
-
-    Raises:
-        UserError: the set cannot be reached or read; one line.
-    """
-    import datasets  # noqa: PLC0415 - takes seconds; --help should not
-
-    try:
-        rows = datasets.load_dataset(
-            hub_set.path, hub_set.config, data_files=hub_set.data_files, split=split, streaming=True
-        )
-    except (OSError, ValueError, RuntimeError) as error:
-        raise _unreadable(hub_set, error) from error
-    published = rows.info.splits[split].num_examples if rows.info.splits and split in rows.info.splits else None
-    return _texts(hub_set, rows), published or hub_set.splits[split] or None
-
-
-def _texts(hub_set: HubSet, rows: Iterable[Mapping[str, str | None]]) -> Iterator[str]:
-    try:
-        for row in rows:
-            yield row["text"] or ""
-    except OSError as error:
-        raise _unreadable(hub_set, error) from error
-
-
-def _unreadable(hub_set: HubSet, error: Exception) -> UserError:
-    reason = re.split(r"\.\s|\n", str(error).strip())[0]
-    return UserError(
-        f"{hub_set.source}: cannot be read from the hub ({reason}); try again, use python-stdlib, or give your own "
-        "files to preprocess.py --input"
-    )
-
-
 _TITLE = re.compile(r" = (?!= ).* = \n?", re.DOTALL)
 """`` = Title = ``, and not `` = = Section = = ``."""
 
@@ -445,8 +407,10 @@ def own_source(inputs: Sequence[Path], *, text_key: str, output_dir: Path) -> So
     links = [key for path, key in below if path.is_symlink() and path not in inputs]
     files = [(path, key) for path, key in below if not path.is_symlink() or path in inputs]
     text = [(path, key) for path, key in files if not _is_binary(path) or path in inputs]
-    rows = {".jsonl": read_json_lines, ".parquet": read_parquet}
-    readers = {suffix: partial(read, text_key=text_key) for suffix, read in rows.items()}
+    readers = {
+        ".jsonl": partial(read_json_lines, text_key=text_key),
+        ".parquet": partial(read_parquet, text_key=text_key),
+    }
     return Source(
         description=", ".join(printable(path.name or path) for path in (root.resolve() for root in inputs)),
         files=tuple(

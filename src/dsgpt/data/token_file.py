@@ -33,7 +33,6 @@ DTYPES: dict[DtypeName, str] = {"uint16": "<u2", "uint32": "<u4"}
 """What numpy calls the little-endian types."""
 WIDTHS: dict[DtypeName, int] = {"uint16": 2, "uint32": 4}
 """Bytes of an id."""
-Nanoseconds = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 
 
 class TokenFileError(UserError):
@@ -74,7 +73,7 @@ class Sidecar:
     """Ids in the file, end-of-text ids included."""
     documents: Count | None
     vocab_size: Positive | None
-    """Every id in the file is below it. None only if there is no sidecar."""
+    """Every id in the file is below it. None only if there is no NAME.json, and uint16 was assumed."""
     eot_id: Count | None
     """The id that ends every document."""
     tokenizer: TokenizerFacts | None
@@ -84,13 +83,8 @@ class Sidecar:
     """Of the .bin."""
     size: Count | None = None
     """Size of the .bin in bytes when ``sha256`` was computed; None in sidecars of earlier versions and other tools."""
-    mtime_ns: Nanoseconds | None = None
+    mtime_ns: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     """Time of the last change of the .bin when ``sha256`` was computed, in nanoseconds since 1970."""
-
-    @property
-    def stamp(self) -> Stamp | None:
-        """Stamp of the .bin when ``sha256`` was computed; None if the sidecar does not have it."""
-        return None if self.size is None or self.mtime_ns is None else Stamp(self.size, self.mtime_ns)
 
 
 def sidecar_path(path: Path) -> Path:
@@ -127,8 +121,6 @@ class TokenFile:
 
     path: Path
     sidecar: Sidecar
-    inferred: bool
-    """True if there is no NAME.json and uint16 was assumed."""
     size_bytes: int
 
     @property
@@ -152,10 +144,10 @@ class TokenFile:
 
         Also empty if the sidecar has no sha256. A change is not seen if the time of change was set back.
         """
-        noted, name = self.sidecar.stamp, self.path.name
+        noted, name = (self.sidecar.size, self.sidecar.mtime_ns), self.path.name
         if self.sidecar.sha256 is None or noted == Stamp.of(self.path):
             return ""
-        if noted is None:
+        if None in noted:
             return f"{sidecar_path(self.path).name} does not say when {name} was written"
         return f"{name} changed on disk since it was prepared (or was copied)"
 
@@ -178,7 +170,7 @@ class TokenFile:
                 f"{self.path}: its sha256 is {computed}, its sidecar says {claimed}: the file changed; bring the "
                 "original back, or make it again with `.venv/bin/python data_prep/preprocess.py --overwrite`"
             )
-        if claimed and before != self.sidecar.stamp:
+        if claimed and before != (self.sidecar.size, self.sidecar.mtime_ns):
             note_stamp(sidecar_path(self.path), before, sha256=claimed)
         return computed
 
@@ -206,8 +198,7 @@ def open_token_file(path: Path) -> TokenFile:
     if not os.access(path, os.R_OK):
         raise TokenFileError(f"{path}: cannot be read (no permission)")
     beside = sidecar_path(path)
-    inferred = not os.path.lexists(beside)  # a broken link counts as present, and is an error
-    if inferred:
+    if not os.path.lexists(beside):  # a broken link counts as present, and is an error
         sidecar = Sidecar(
             dtype="uint16", tokens=size // 2, documents=None, vocab_size=None, eot_id=None, tokenizer=None, source=None,
             sha256=None,
@@ -233,13 +224,13 @@ def open_token_file(path: Path) -> TokenFile:
             f"{path}: holds {size // width:,} {sidecar.dtype} ids but {beside.name} says {sidecar.tokens:,}; one of "
             "them is from another preparation, make the data again"
         )
-    return TokenFile(path=path, sidecar=sidecar, inferred=inferred, size_bytes=size)
+    return TokenFile(path=path, sidecar=sidecar, size_bytes=size)
 
 
 class TokenFileWriter:
-    """Writes NAME.bin under a temporary name; ``close`` renames it and writes its sidecar. A context manager.
+    """Writes NAME.bin under a temporary name; the end of the ``with`` block renames it and writes its sidecar.
 
-    An exception inside the ``with`` block leaves neither file.
+    Both are durable then. An exception inside the block leaves neither file.
     """
 
     def __init__(
@@ -247,20 +238,15 @@ class TokenFileWriter:
     ) -> None:
         self._path = path
         self._partial = path.with_name(f".{path.name}.partial")
-        self._about: dict[str, Any] = {"eot_id": eot_id, "tokenizer": tokenizer, "source": source}
-        self._vocab_size = vocab_size
-        self._dtype: DtypeName = "uint16" if vocab_size <= 1 << 16 else "uint32"
-        self._tokens = 0
+        self._about: dict[str, Any] = {"vocab_size": vocab_size, "eot_id": eot_id, "tokenizer": tokenizer}
+        self._about |= {"source": source, "dtype": "uint16" if vocab_size <= 1 << 16 else "uint32"}
+        self.tokens = 0
+        """Ids written so far."""
         self._documents = 0
         self._digest = hashlib.sha256()
         path.parent.mkdir(parents=True, exist_ok=True)
         self._partial.unlink(missing_ok=True)
         self._file = self._partial.open("xb")  # "x" never writes through a link of that name
-
-    @property
-    def tokens(self) -> int:
-        """Ids written so far."""
-        return self._tokens
 
     def append(self, ids: "list[int] | NDArray[np.integer]") -> None:
         """Append one document, ``ids`` of shape (n,), and the end-of-text id.
@@ -271,51 +257,34 @@ class TokenFileWriter:
         import numpy as np  # noqa: PLC0415
 
         document = np.asarray(ids, dtype=np.int64)
-        if document.size and not 0 <= int(document.min()) <= int(document.max()) < self._vocab_size:
+        if document.size and not 0 <= int(document.min()) <= int(document.max()) < self._about["vocab_size"]:
             raise TokenFileError(
                 f"{self._path}: document {self._documents} has ids from {document.min()} to {document.max()}, outside "
-                f"the vocabulary of {self._vocab_size:,}"
+                f"the vocabulary of {self._about['vocab_size']:,}"
             )
-        data = np.append(document, self._about["eot_id"]).astype(DTYPES[self._dtype]).tobytes()
+        data = np.append(document, self._about["eot_id"]).astype(DTYPES[self._about["dtype"]]).tobytes()
         self._file.write(data)
         self._digest.update(data)
-        self._tokens += document.size + 1
+        self.tokens += document.size + 1
         self._documents += 1
-
-    def close(self) -> Sidecar:
-        """Give the file its name and write its sidecar; both are durable on return."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
-        # An old sidecar would contradict the new .bin, so it is removed first.
-        sidecar_path(self._path).unlink(missing_ok=True)
-        self._partial.replace(self._path)
-        sync_directory(self._path.parent)
-        sidecar = Sidecar(
-            dtype=self._dtype,
-            tokens=self._tokens,
-            documents=self._documents,
-            vocab_size=self._vocab_size,
-            sha256=self._digest.hexdigest(),
-            **self._about,
-            **Stamp.of(self._path)._asdict(),
-        )
-        write_json_atomic(sidecar_path(self._path), asdict(sidecar))
-        return sidecar
-
-    def abandon(self) -> None:
-        """Remove what was written."""
-        self._file.close()
-        self._partial.unlink(missing_ok=True)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            self.close()
-        else:
-            self.abandon()
+        with self._file:
+            if kind is not None:
+                self._partial.unlink(missing_ok=True)
+                return
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        # An old sidecar would contradict the new .bin, so it is removed first.
+        sidecar_path(self._path).unlink(missing_ok=True)
+        self._partial.replace(self._path)
+        sync_directory(self._path.parent)
+        about = self._about | Stamp.of(self._path)._asdict()
+        sidecar = Sidecar(tokens=self.tokens, documents=self._documents, sha256=self._digest.hexdigest(), **about)
+        write_json_atomic(sidecar_path(self._path), asdict(sidecar))
 
 
 # The order of the training windows: a pure function of (seed, position), the same at any number of ranks.
@@ -346,14 +315,10 @@ class SampleOrder:
         """Whole global batches in one epoch; the remaining ``windows % global_batch_size`` windows are dropped."""
         return self.windows // self.global_batch_size
 
-    def batch(self, step: int) -> "NDArray[np.int64]":
-        """The windows of optimizer step ``step`` (from 0 over the whole run), shape (global_batch_size,), int64."""
-        windows: NDArray[np.int64] = self.batches(step, step + 1)[0]
-        return windows
-
     def batches(self, first: int, end: int) -> "NDArray[np.int64]":
         """The windows of the steps from ``first`` up to but not including ``end``, (steps, global_batch_size), int64.
 
+        Steps are counted from 0 over the whole run.
         Many steps take little longer than one: most of the time is that of calling numpy.
         """
         import numpy as np  # noqa: PLC0415 - takes a sixth of the time of --help

@@ -17,9 +17,9 @@ from dsgpt.common.errors import UserError
 from dsgpt.common.files import PRINTABLE, remove
 from dsgpt.data.sources import Document
 from dsgpt.formats.tokenizer_files import (
-    SETTINGS,
     TOKENIZER,
     RefusedTokenizerError,
+    end_of_text_id,
     fault_of,
     open_tokenizer,
     reason_of,
@@ -246,14 +246,12 @@ def open_vocabulary(folder: Path) -> Vocabulary:
         raise UserError(f"{folder}: {fault}; or make it again with --overwrite")
     path = folder / TOKENIZER
     try:
-        settings = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
         tokenizer = Tokenizer.from_file(str(path))
-        eos = settings["eos_token"]
-        eot_id = tokenizer.token_to_id(eos if isinstance(eos, str) else eos["content"])
+        eot_id = end_of_text_id(folder)
     except Exception as error:  # the tokenizers library raises plain Exception
         raise UserError(f"{folder}: is damaged ({reason_of(error)}); make it again with --overwrite") from error
     if eot_id is None:
-        raise UserError(f"{folder}: is damaged (it has no token {eos!r}); make it again with --overwrite")
+        raise UserError(f"{folder}: is damaged (it has no end-of-text token); make it again with --overwrite")
     tokenizer.encode_special_tokens = True  # the library's name for encoding them as ordinary text
     tokenizer.no_truncation()
     tokenizer.no_padding()

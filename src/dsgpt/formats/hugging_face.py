@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsgpt.common.errors import Problems, UserError
+from dsgpt.common.errors import UserError
 from dsgpt.common.files import sha256_of
 from dsgpt.common.json_files import JsonError, clipped, clipped_text, read_object
 from dsgpt.formats.tensor_files import StoredTensor, open_pickled, open_safetensors
@@ -122,17 +122,15 @@ def hugging_face_config(config: GPT2Config, *, dtype: str, end_of_text: int | No
     }
 
 
-def published_shape(values: dict[str, Any], *, place: str, problems: Problems) -> dict[str, int] | None:
-    """The shape in a ``config.json``, as fields of a ``GPT2Config`` without dropout; None if it is not a GPT-2.
+def published_shape(place: Path) -> dict[str, int]:
+    """The shape in a ``config.json``, as fields of a ``GPT2Config`` without dropout.
 
-    Args:
-        values: the contents of the file.
-        place: the file, for messages.
-        problems: receives a line for every setting that makes it another model.
+    Raises:
+        UserError: it cannot be read, or is not that of a GPT-2; a line for every setting that makes it another model.
     """
+    values = read_json(place)
     if values.get("model_type") != "gpt2":
-        problems.add(f"{place}: model_type is {clipped(values.get('model_type'))}: only gpt2 can be loaded")
-        return None
+        raise UserError(f"{place}: model_type is {clipped(values.get('model_type'))}: only gpt2 can be loaded")
     faults = [
         f"{place}: {key} is {clipped(values[key])}, in GPT-2 it is {expected!r}: the weights would mean something else "
         "here"
@@ -150,8 +148,9 @@ def published_shape(values: dict[str, Any], *, place: str, problems: Problems) -
         faults.append(f"{place}: n_head {shape['n_head']} does not divide n_embd {shape['n_embd']}")
     if not faults and values.get("n_inner") not in (None, 4 * shape["n_embd"]):
         faults.append(f"{place}: n_inner is {clipped(values['n_inner'])}, in GPT-2 it is four times n_embd")
-    problems.add(*faults)
-    return None if faults else shape
+    if faults:
+        raise UserError(*faults)
+    return shape
 
 
 # Published weights in a Hugging Face folder, read one tensor at a time.
@@ -187,13 +186,7 @@ class PretrainedWeights:
     """
 
     def __init__(self, folder: Path, config: GPT2Config | None = None) -> None:
-        if config is None:
-            problems, place = Problems(), folder / "config.json"
-            shape = published_shape(read_json(place), place=str(place), problems=problems)
-            problems.raise_if_any()
-            assert shape is not None  # ``published_shape`` returns None only where it reports a problem
-            config = GPT2Config(**shape)
-        self.config = config
+        self.config = config = config or GPT2Config(**published_shape(folder / "config.json"))
         self.files = weight_files(folder)
         reader = open_safetensors if self.files[0].suffix == ".safetensors" else open_pickled
         self._stored: dict[str, StoredTensor] = {}

@@ -13,6 +13,7 @@ import tempfile
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +31,7 @@ SETTINGS = "tokenizer_config.json"
 SPECIAL_TOKENS = "special_tokens_map.json"
 CONFIG = "config.json"
 """The configuration of the model in the same folder. It decides the tokenizer's class if ``SETTINGS`` does not."""
-FILES = (
+KNOWN_FILES = (
     TOKENIZER,
     SETTINGS,
     SPECIAL_TOKENS,
@@ -42,9 +43,9 @@ FILES = (
     "spiece.model",
     "sentencepiece.bpe.model",
     "chat_template.jinja",
+    CONFIG,
 )
-"""Transformers 5 writes the first two and the last; earlier versions wrote the others."""
-KNOWN_FILES = (*FILES, CONFIG)
+"""Transformers 5 writes the first two and the template; earlier versions wrote the others."""
 COPY_LINKS = "links are not followed there: replace them by copies (cp -rL FOLDER COPY)"
 _HONOURED = {SETTINGS: None, CONFIG: ("AutoConfig", "AutoTokenizer")}
 """Entries of ``auto_map`` in each file that transformers would follow when it opens a tokenizer; None: all entries."""
@@ -331,61 +332,51 @@ def model_folder(given: str, *, weights: bool, quiet: bool = False) -> Path:
         raise UserError(f"--init_from {given}: is not a folder: give a folder, or a name on the Hugging Face hub")
     from dsgpt.formats.hugging_face import WEIGHT_FILES, index_file, parts_of  # noqa: PLC0415 - imports torch
 
-    model = _HubModel(given, quiet=quiet)
-    config = model.file("config.json")
+    if quiet:
+        from huggingface_hub.utils.tqdm import disable_progress_bars  # noqa: PLC0415 - as in _hub_file
+
+        disable_progress_bars()
+    offline = None
+    try:
+        require_hub(f"--init_from {given}", cure="fetch it on a machine with a network, and give its folder")
+    except UserError as error:
+        offline = error  # the model may be in the hub library's cache
+    fetch = partial(_hub_file, given, local=offline is not None)
+    config = fetch("config.json")
     if config is None:
-        raise model.offline or UserError(f"--init_from {given}: has no config.json on the hub")
-    model.revision = config.parent.name  # the commit
-    for name in ("tokenizer.json", "vocab.json"):
-        model.file(name)
+        raise offline or UserError(f"--init_from {given}: has no config.json on the hub")
+    fetch = partial(fetch, revision=config.parent.name)  # the commit
+    for name in (TOKENIZER, "vocab.json"):
+        fetch(name)
     if weights:
         for name in WEIGHT_FILES:
-            if model.file(name):
+            if fetch(name):
                 break
-            index = model.file(index_file(name))
-            if index and all(model.file(part) for part in parts_of(index)):
+            index = fetch(index_file(name))
+            if index and all(fetch(part) for part in parts_of(index)):
                 break
         else:
-            raise model.offline or UserError(
-                f"--init_from {given}: has neither {' nor '.join(WEIGHT_FILES)} on the hub"
-            )
+            raise offline or UserError(f"--init_from {given}: has neither {' nor '.join(WEIGHT_FILES)} on the hub")
     return config.parent
 
 
-class _HubModel:
-    """A model on the hub, or in the hub library's cache if the hub does not answer."""
+def _hub_file(model: str, name: str, *, local: bool, revision: str | None = None) -> Path | None:
+    """A file of a model on the hub, fetched if it is not in the cache; None if the model has no file of that name.
 
-    def __init__(self, name: str, *, quiet: bool) -> None:
-        from huggingface_hub.utils.tqdm import disable_progress_bars  # noqa: PLC0415 - only a model on the hub needs it
+    Raises:
+        UserError: the hub has no such model, or does not answer any more.
+    """
+    from huggingface_hub import errors, hf_hub_download  # noqa: PLC0415 - only a model on the hub needs it
 
-        if quiet:
-            disable_progress_bars()
-        self._name = name
-        self.revision: str | None = None
-        self.offline: UserError | None = None
-        """Why the hub does not answer."""
-        try:
-            require_hub(f"--init_from {name}", cure="fetch it on a machine with a network, and give its folder")
-        except UserError as error:
-            self.offline = error
-
-    def file(self, name: str) -> Path | None:
-        """A file of the model, fetched if it is not in the cache; None if the model has no file of that name.
-
-        Raises:
-            UserError: the hub has no such model, or does not answer any more.
-        """
-        from huggingface_hub import errors, hf_hub_download  # noqa: PLC0415
-
-        local, what = self.offline is not None, f"--init_from {self._name}"
-        try:
-            return Path(hf_hub_download(self._name, name, revision=self.revision, local_files_only=local))
-        except (errors.RepositoryNotFoundError, errors.HFValidationError) as error:
-            raise UserError(f"{what}: is neither a folder here nor a readable model on the hub") from error
-        except (errors.EntryNotFoundError, OSError) as error:
-            stopped = isinstance(error, errors.LocalEntryNotFoundError)
-            if isinstance(error, errors.EntryNotFoundError) and (local or not stopped):
-                return None
-            failed = "the hub stopped answering" if stopped else "could not be fetched"
-            reason = str(error).strip().partition("\n")[0]
-            raise UserError(f"{what}: {failed} ({reason}): try again, or give a folder") from error
+    what = f"--init_from {model}"
+    try:
+        return Path(hf_hub_download(model, name, revision=revision, local_files_only=local))
+    except (errors.RepositoryNotFoundError, errors.HFValidationError) as error:
+        raise UserError(f"{what}: is neither a folder here nor a readable model on the hub") from error
+    except (errors.EntryNotFoundError, OSError) as error:
+        stopped = isinstance(error, errors.LocalEntryNotFoundError)
+        if isinstance(error, errors.EntryNotFoundError) and (local or not stopped):
+            return None
+        failed = "the hub stopped answering" if stopped else "could not be fetched"
+        reason = str(error).strip().partition("\n")[0]
+        raise UserError(f"{what}: {failed} ({reason}): try again, or give a folder") from error

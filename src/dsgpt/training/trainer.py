@@ -16,7 +16,7 @@ from dsgpt.common.errors import Interrupted, NonFiniteError, SaveError, UserErro
 from dsgpt.common.files import write_atomic
 from dsgpt.common.text import next_line, script_words
 from dsgpt.config.run_config import RunConfig
-from dsgpt.data.loader import Batch, RankShare, WindowDataset, training_loader, validation_loader
+from dsgpt.data.loader import Batch, RankShare, WindowDataset, micro_batches, training_windows, validation_windows
 from dsgpt.formats.tensor_files import DTYPES
 from dsgpt.inference.generation import measure_latency
 from dsgpt.inference.model_files import build_model
@@ -70,31 +70,17 @@ class Batches:
 def training_batches(config: RunConfig, *, first_step: int) -> Batches:
     """This rank's micro batches from optimizer step ``first_step`` (the first is 0) to the end of the run."""
     dataset = WindowDataset(config.train, seq_length=config.seq_length, vocab_size=config.model.vocab_size)
-    return Batches(
-        training_loader(
-            dataset,
-            config.order,
-            _share(config),
-            first_step=first_step,
-            last_step=config.total_steps,
-            workers=config.options.num_workers,
-            pin_memory=config.device == "cuda",
-        )
-    )
+    windows = training_windows(config.order, _share(config), range(first_step, config.total_steps))
+    pin_memory = config.device == "cuda"
+    return Batches(micro_batches(dataset, windows, workers=config.options.num_workers, pin_memory=pin_memory))
 
 
 def validation_batches(config: RunConfig) -> Batches:
     """This rank's micro batches of one validation."""
     dataset = WindowDataset(config.val, seq_length=config.seq_length, vocab_size=config.model.vocab_size)
-    return Batches(
-        validation_loader(
-            dataset,
-            config.val_windows,
-            _share(config),
-            global_batch_size=config.batch.global_batch_size,
-            pin_memory=config.device == "cuda",
-        )
-    )
+    size = config.batch.global_batch_size
+    windows = validation_windows(config.val_windows, _share(config), global_batch_size=size)
+    return Batches(micro_batches(dataset, windows, workers=0, pin_memory=config.device == "cuda"))
 
 
 def _share(config: RunConfig) -> RankShare:
