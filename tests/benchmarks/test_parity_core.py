@@ -40,13 +40,21 @@ def result_of(request, tmp_path_factory):
     coming.close()
 
 
-# Every strategy trains the same model as plain PyTorch, on the fewest ranks that split anything.
+# Every strategy trains the same model as plain PyTorch, on the fewest ranks that split anything, and keeps and sends as
+# many bytes as the formulas say.
+
+
+WITHIN = 0.05
 
 
 @pytest.mark.parametrize("cell", core(), ids=lambda cell: cell.name)
 def test_same_training_as_plain_pytorch(result_of, cell):
     result = result_of(cell)
     assert result.status == "passed", result.message or "\n".join(map(failure_words, result.failures))
+    assert set(result.bytes_per_rank) == {"parameters", "gradients", "optimizer", "master", "sent"}
+    for name, size in result.bytes_per_rank.items():
+        assert size["measured"] is not None, name
+        assert abs(size["measured"] - size["formula"]) <= WITHIN * size["measured"], f"{name}: {size}"
 
 
 def test_the_core_contains_every_strategy():
@@ -54,10 +62,6 @@ def test_the_core_contains_every_strategy():
     unclipped = {strategy.name for strategy in STRATEGIES.values() if strategy.training == "unclipped sgd"}
     assert {cell.strategy for cell in core()} == whole | unclipped
     assert set(core()) <= set(whole_matrix())
-
-
-def test_the_matrix_has_no_cell_twice():
-    assert len(set(whole_matrix())) == len(whole_matrix())
 
 
 # The suite can fail: it reports every bug that is planted in a strategy, by the facts that must show it.
@@ -91,11 +95,7 @@ FACTS = {
 """For each bug the facts that must be reported, and the first place where each is out of bounds; None for any."""
 
 
-def test_every_bug_is_planted():
-    assert FACTS.keys() == BUGS.keys()
-
-
-@pytest.mark.parametrize("cell", [bug.cell(name) for name, bug in BUGS.items()], ids=lambda cell: cell.bug)
+@pytest.mark.parametrize("cell", [bug.cell for bug in BUGS.values()], ids=lambda cell: cell.bug)
 def test_the_bug_is_caught(result_of, cell):
     result = result_of(cell)
     assert result.status == "failed", result.message or result.measured
@@ -104,18 +104,3 @@ def test_the_bug_is_caught(result_of, cell):
         assert fact in found
         assert where in (None, found[fact])
     assert "samples" not in found
-
-
-# Bytes of model state and traffic, measured in every training of the core, are what the formulas say.
-
-
-WITHIN = 0.05
-
-
-@pytest.mark.parametrize("cell", core(), ids=lambda cell: cell.name)
-def test_bytes_are_what_the_formulas_say(result_of, cell):
-    found = result_of(cell).bytes_per_rank
-    assert set(found) == {"parameters", "gradients", "optimizer", "master", "sent"}
-    for name, size in found.items():
-        assert size["measured"] is not None, name
-        assert abs(size["measured"] - size["formula"]) <= WITHIN * size["measured"], f"{name}: {size}"

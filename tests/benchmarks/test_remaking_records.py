@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from git_repository import commit_all, commit_of, git, write
 from small_run import REPOSITORY
-from suite_commands import benchmark
 from test_architecture import ROOMS
 
 from dsgpt.benchmarks.frame import SUITES, SWEEP, record_sources
@@ -54,7 +53,6 @@ class Commands:
         self.shown: list[str] = []
         self.words: dict[str, list[str]] = {}
         self.exit_codes: dict[str, int] = {}
-        self.interrupted: str = ""
 
     def __call__(self, words: Sequence[str]) -> int:
         script, *rest = words
@@ -64,8 +62,6 @@ class Commands:
         if script == "charts/generate_charts.py" or "--table-from" in rest:
             self.shown.append(name)
             return 0
-        if name == self.interrupted:
-            raise KeyboardInterrupt
         self.made.append(name)
         self.words[name] = list(words)
         files = [f"demo/checkpoint/{file}" for file in DEMO_FILES] if name == "demo" else [f"{name}.json"]
@@ -109,48 +105,27 @@ def change(repository: Path, *names: str) -> None:
     commit_all(repository)
 
 
-def test_a_suites_sources_are_those_of_training_and_its_own_without_modules_that_show_records(repository):
-    assert names(repository, "parity") == [
-        "ds_configs/zero1.json",
-        "src/dsgpt/benchmarks/cells.py",
-        "src/dsgpt/benchmarks/frame.py",
-        "src/dsgpt/benchmarks/parity.py",
-        LOADER,
-        "src/gpt2.py",
-    ]
+def test_the_sources_of_a_record_are_every_room_that_it_measures(repository):
+    """Not modules that only show records, other suites, or pages."""
     assert names(repository, "demo") == ["ds_configs/zero1.json", "src/demo.py", LOADER, "src/gpt2.py"]
-
-
-def test_the_sources_of_this_repository_are_found():
-    found = set(names(REPOSITORY, "parity"))
-    wanted = ("parity", "parity_rank", "parity_reference")
-    assert {f"src/dsgpt/benchmarks/{name}.py" for name in wanted} <= found
-    assert {"src/gpt2.py", "data_prep/preprocess.py", "ds_configs/3d.json", "src/dsgpt/training/trainer.py"} <= found
+    found = {suite: set(names(REPOSITORY, suite)) for suite in (*SUITES, SWEEP, "demo")}
+    rooms = {f"src/dsgpt/{room}" for room in ROOMS if room not in {"charts", "dashboard"}}
+    for suite in (*SUITES, SWEEP):
+        assert rooms <= {name.rpartition("/")[0] for name in found[suite]}
+    wanted = {f"src/dsgpt/benchmarks/{name}.py" for name in ("parity", "parity_rank", "parity_reference")}
+    assert {*wanted, "src/gpt2.py", "data_prep/preprocess.py", "ds_configs/3d.json"} <= found["parity"]
     shown = ("/charts/", "_page.py", "/benchmarks/resume")
-    assert not [name for name in found if any(part in name for part in shown)]
-
-
-@pytest.mark.parametrize("suite", (*SUITES, SWEEP))
-def test_a_suite_is_made_from_every_room_but_charts_and_dashboard(suite):
-    folders = {f"src/dsgpt/{room}" for room in ROOMS if room not in {"charts", "dashboard"}}
-    assert folders <= {name.rpartition("/")[0] for name in names(REPOSITORY, suite)}
-
-
-def test_a_record_that_is_not_known_to_be_up_to_date_is_remade(repository, commands):
-    record = committed(repository, git_commit="f" * 40)
-    (line,) = check_lines(repository, only=["parity"])
-    assert line == "parity: not known (ffffffffffff: this clone does not have that commit)"
-    record.write_text("{")
-    assert list(check_lines(repository, only=["parity"])) == ["parity: there is no readable record"]
-    assert remake_records(repository, only=["parity"], run=commands) == 0
-    assert list(check_lines(repository, only=["parity"])) == ["parity: up to date"]
+    assert not [name for name in found["parity"] if any(part in name for part in shown)]
+    server = {"src/serve.py", "src/dsgpt/inference/server/engine.py"}
+    assert server <= found["serving"]
+    assert not server & (found["parity"] | found["demo"] | found["inference"])
+    assert "src/dsgpt/benchmarks/trace.json" in found["inference"]
 
 
 @pytest.mark.parametrize(
     ("changed", "only", "refused"),
     [
         (LOADER, "parity", True),
-        ("src/dsgpt/data/new.py", "parity", True),
         ("src/dsgpt/charts/runs.py", "parity", False),
         ("src/dsgpt/charts/runs.py", "demo", True),  # a run marks its commit for any file
         (".git", "parity", True),
@@ -166,120 +141,70 @@ def test_records_are_not_remade_from_sources_that_are_not_committed(repository, 
     assert commands.made == ([] if refused else [only])
 
 
-def test_records_are_remade_once_and_then_skipped_but_their_pages_are_made_again(repository, commands, capsys):
-    assert list(check_lines(repository))[1] == "parity: there is no readable record"
-    assert remake_records(repository, run=commands) == 0
-    assert commands.made == commands.shown == NAMES
-    assert all((repository / REFERENCE / file).exists() for file in DEMO_FILES)
-    assert {line.partition(": ")[2] for line in check_lines(repository)} == {"up to date"}
-    assert "[2/13] parity: remaking it, because there is no readable record" in capsys.readouterr().out
-    assert remake_records(repository, run=commands) == 0
-    assert commands.made == NAMES
-    assert commands.shown == 2 * NAMES
-    assert "[2/13] parity: made from the present sources, skipped" in capsys.readouterr().out
-
-
-def test_a_change_makes_the_records_old_that_depend_on_the_file(repository, commands):
-    remake_records(repository, run=commands)
-    commit = commit_of(repository)
-    change(repository, "src/dsgpt/benchmarks/faults.py")
-    lines = dict(line.split(": ", 1) for line in check_lines(repository))
-    assert [name for name, line in lines.items() if line != "up to date"] == ["faults"]
-    assert lines["faults"] == f"1 of 6 sources changed since {commit[:12]}"
-    change(repository, "src/demo.py")
-    commands.made.clear()
-    assert remake_records(repository, run=commands) == 0
-    assert commands.made == ["demo", "faults"]
-
-
-def test_an_interrupted_remake_continues_with_the_interrupted_record(repository, commands):
-    commands.interrupted = "resume"
-    with pytest.raises(KeyboardInterrupt):
-        remake_records(repository, run=commands)
-    assert not (repository / REFERENCE).exists()  # a changed file would make the commit of the next record dirty
-    commands.interrupted = ""
-    assert remake_records(repository, run=commands) == 0
-    assert commands.made == NAMES
-
-
-def test_a_remake_says_how_long_it_will_take_by_the_committed_records(repository, commands, capsys):
-    remake_records(repository, only=["saving"], run=commands)
-    assert "to remake: saving; nothing says how long it takes" in capsys.readouterr().out
-    remake_records(repository, only=["plan", "speed"], run=commands)
-    change(repository, LOADER)
-    capsys.readouterr()
-    remake_records(repository, only=["faults", "saving", "plan", "speed"], run=commands)
-    shown = capsys.readouterr().out
-    assert "to remake: faults, saving, plan, speed; about 3 min 00 s, and 1 that nothing says it of" in shown
-    assert "[2/4] saving: remade, " in shown
-    assert " since the start; about 2 min 00 s for the others" in shown
-
-
-def test_pages_and_charts_are_made_when_all_records_are_replaced(repository, commands):
-    """The charts of the demo are of the plan and the sweeps, too."""
+def test_records_are_remade_if_a_source_has_changed_and_their_pages_always(repository, commands, capsys):
+    """Pages are made when all records are replaced. A demo that was interrupted starts again: nothing is resumed."""
 
     def run(words):
         if words[0] == "charts/generate_charts.py":
             assert all((repository / REFERENCE / file).exists() for one in RECORDS.values() for file in one.records)
         return commands(words)
 
+    (left := repository / WORK / "demo" / "checkpoint" / "demo-zero1" / "step-00000050").mkdir(parents=True)
+    record = committed(repository, git_commit="f" * 40)
+    assert list(check_lines(repository))[:2] == [
+        "demo: there is no readable record",
+        "parity: not known (ffffffffffff: this clone does not have that commit)",
+    ]
+    record.write_text("{")
     assert remake_records(repository, run=run) == 0
-    assert commands.shown == NAMES
+    assert not left.exists()
+    assert commands.made == commands.shown == NAMES
+    assert all((repository / REFERENCE / file).exists() for file in DEMO_FILES)
+    assert {line.partition(": ")[2] for line in check_lines(repository)} == {"up to date"}
+    said = capsys.readouterr().out
+    assert "; nothing says how long it takes\n" in said
+    assert "[2/13] parity: remaking it, because there is no readable record" in said
+    commit = commit_of(repository)
+    change(repository, "src/dsgpt/benchmarks/faults.py")
+    change(repository, "src/demo.py")
+    assert f"faults: 1 of 6 sources changed since {commit[:12]}" in check_lines(repository)
+    assert remake_records(repository, run=commands) == 0
+    assert commands.made == [*NAMES, "demo", "faults"]
+    assert commands.shown == 2 * NAMES
+    said = capsys.readouterr().out
+    assert "to remake: demo, faults; about 3 min 00 s\n" in said
+    assert "[2/13] parity: made from the present sources, skipped" in said
 
 
-def test_peers_are_those_of_suites_with_peers(repository, commands):
-    remake_records(repository, only=["plan", "speed", "decoding"], peers=["nanogpt=/there"], run=commands)
-    for name in ("speed", "decoding"):
-        assert commands.words[name][-2:] == ["--peer", "nanogpt=/there"]
-    assert "--peer" not in commands.words["plan"]
-
-
-def test_the_demo_trains_the_model_that_suites_need(repository, commands):
-    remake_records(repository, only=["inference"], run=commands)
+def test_commands_get_the_peers_and_the_model_that_they_need(repository, commands):
     (repository / TRAINED).rmdir()
-    remake_records(repository, only=["plan", "serving"], run=commands)
-    assert commands.made == ["inference", "plan", "demo", "serving"]
+    only = ["plan", "speed", "decoding", "serving"]
+    remake_records(repository, only=only, peers=["nanogpt=/there"], run=commands)
+    assert commands.made == ["plan", "speed", "demo", "decoding", "demo", "serving"]
+    assert [name for name in only if "--peer" in commands.words[name]] == ["speed", "decoding"]
+    assert commands.words["speed"][-2:] == ["--peer", "nanogpt=/there"]
     assert commands.words["demo"] == ["src/demo.py"]  # where users find it
     assert commands.words["serving"][2:4] == ["--checkpoint", "checkpoint/demo-zero1"]
 
 
-def test_a_change_of_the_server_makes_only_its_record_old():
-    server = {"src/serve.py", "src/dsgpt/inference/server/engine.py"}
-    assert server <= set(names(REPOSITORY, "serving"))
-    assert not server & {*names(REPOSITORY, "parity"), *names(REPOSITORY, "demo"), *names(REPOSITORY, "inference")}
-    assert "src/dsgpt/benchmarks/trace.json" in names(REPOSITORY, "inference")
-
-
 @pytest.mark.parametrize(
-    ("loss", "checkpoint", "added"),
-    [(4.25, TRAINED, True), (4.2500001, TRAINED, False), (4.25, Path("other"), False), (None, TRAINED, False)],
+    ("loss", "checkpoint", "added"), [(4.25, TRAINED, True), (4.2500001, TRAINED, False), (4.25, Path("other"), False)]
 )
 def test_the_committed_run_gets_the_figures_of_engines_that_answered_with_the_same_training(
     repository, commands, capsys, loss, checkpoint, added
 ):
     losses = {"final_train_loss": 3.5, "final_val_loss": 4.25}
-    if loss:
-        measured = {"summary": losses | {"final_val_loss": loss}}
-        (repository / TRAINED / "training_metrics.json").write_text(json.dumps(measured))
+    measured = {"summary": losses | {"final_val_loss": loss}}
+    (repository / TRAINED / "training_metrics.json").write_text(json.dumps(measured))
     own, figures = {"latency_sec": 1.0}, {"1": {"one": {"tokens_per_sec": 9.0}}}
     engines = [{"name": "one", "by_concurrency": {"1": {"tokens_per_sec": 9.0}}}]
     committed(repository, DEMO_FILES[0])
     run = committed(repository, DEMO_FILES[2], summary=losses, inference=own)
     committed(repository, "inference.json", checkpoint=checkpoint.as_posix(), engines=engines)
-    remake_records(repository, only=["parity"], run=commands)
-    assert json.loads(run.read_text())["inference"] == own  # neither record was asked for
     remake_records(repository, only=["inference"], run=commands)
     assert json.loads(run.read_text())["inference"] == (own | {"by_concurrency": figures} if added else own)
     assert json.loads(run.read_text())["git_commit"] == commit_of(repository)
     assert ("gets no figures of engines" in capsys.readouterr().out) != added
-
-
-def test_an_interrupted_demo_starts_again(repository, commands):
-    """A resumed run would be the record of two processes."""
-    left = repository / WORK / "demo" / "checkpoint" / "demo-zero1" / "step-00000050"
-    left.mkdir(parents=True)
-    remake_records(repository, only=["demo"], run=commands)
-    assert not left.exists()
 
 
 def test_the_committed_records_stay_as_they_are_until_all_are_remade(repository, commands, capsys):
@@ -294,8 +219,7 @@ def test_the_committed_records_stay_as_they_are_until_all_are_remade(repository,
     assert "[2/13] parity: failed with exit code 1; the committed records stay" in capsys.readouterr().out
     commands.exit_codes.clear()
     assert remake_records(repository, run=commands) == 0
-    assert commands.made == ["demo", *NAMES[1:2], *NAMES[1:]]  # the demo is kept, the suite that failed is not
-    assert "[1/13] demo: remade before, skipped" in capsys.readouterr().out
+    assert commands.made == ["demo", "parity", *NAMES[1:]]  # the demo is kept, the suite that failed is not
     assert {line.partition(": ")[2] for line in check_lines(repository)} == {"up to date"}
 
 
@@ -307,25 +231,11 @@ def test_a_record_whose_sources_changed_while_it_was_made_is_not_published(repos
     assert remake_records(repository, only=["saving"], run=run) == 1
     assert not (repository / REFERENCE).exists()
     assert "saving: not replaced, because 1 of 6 sources changed since" in capsys.readouterr().out
-
-
-def test_only_the_named_records_are_remade(repository, commands):
-    assert remake_records(repository, only=["saving", "resume"], run=commands) == 0
-    assert commands.made == ["resume", "saving"]
     assert [line.partition(":")[0] for line in check_lines(repository, only=["saving"])] == ["saving"]
-    with pytest.raises(UserError, match=r"--only savings: is not a record \(did you mean saving\?\); known are demo, "):
-        remake_records(repository, only=["savings"], run=commands)
 
 
 def test_the_committed_records_and_their_scripts_exist():
     for record in RECORDS.values():
         assert all((REPOSITORY / REFERENCE / file).is_file() for file in record.files.values())
         assert set(record.records) <= set(record.files.values())
-        assert (REPOSITORY / record.make[0]).is_file()
-        assert (REPOSITORY / record.show[0]).is_file()
-
-
-def test_the_command_lists_every_record():
-    done = benchmark("records", "--check")
-    assert done.returncode == 0, done.stderr
-    assert [line.partition(":")[0] for line in done.stdout.splitlines()] == list(RECORDS)
+        assert all((REPOSITORY / command[0]).is_file() for command in (record.make, record.show))

@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
-from dsgpt.benchmarks.launch import Assignment, Launch, RankEnd, read_ranks, run_job
+from dsgpt.benchmarks.launch import Assignment, Launch, RankEnd, read_ranks, run_job, training_words
 from dsgpt.common.errors import UserError
 from dsgpt.common.files import write_json_atomic
 from dsgpt.common.text import counted
@@ -429,7 +429,7 @@ def write_recipe(path: Path, cell: Cell, *, recipes: Path, training: str | None 
 
 def flags(cell: Cell, *, recipe: Path, corpus: Corpus, run_dir: Path, device: str, steps: int = STEPS) -> list[str]:
     """The flags of ``src/gpt2.py`` that train this cell for ``steps`` optimizer steps."""
-    values = {
+    values: dict[str, object] = {
         "run_type": STRATEGIES[cell.strategy].run_type,
         "train_data_path": corpus.train,
         "val_data_path": corpus.val,
@@ -442,10 +442,7 @@ def flags(cell: Cell, *, recipe: Path, corpus: Corpus, run_dir: Path, device: st
         "precision": cell.precision,
         "device": device,
     }
-    words = [word for name, value in values.items() for word in (f"--{name}", str(value))]
-    if cell.option:
-        words.append(f"--{cell.option.replace(' ', '_')}")
-    return words
+    return training_words(values | ({cell.option.replace(" ", "_"): True} if cell.option else {}))
 
 
 # Runs cells in a folder: text, recipes and flags for each, then one launch for many of them.

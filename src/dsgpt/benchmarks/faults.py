@@ -6,9 +6,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from dsgpt.benchmarks.cells import Cell, by
-from dsgpt.benchmarks.frame import Record, Suite, SuiteOptions, work_facts
+from dsgpt.benchmarks.frame import Record, Suite, SuiteOptions, made_from, section, troubles, work_facts
 from dsgpt.common.command_line import COUNT, flag, switch
-from dsgpt.common.text import machine_words, table
 from dsgpt.config.options import SAVE_MODES
 
 STEPS, SAVE_EVERY = 24, 4
@@ -95,13 +94,15 @@ def core_kills() -> list[Kill]:
 
 # How one fault of the campaign ended.
 
+KINDS = ("kill", "request", "damage", "disk", "launch")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
     """How one fault ended."""
 
     kind: str = ""
-    """``kill``, ``request``, ``damage``, ``disk`` or ``launch``; ``try_faults`` sets it, the name and the seconds."""
+    """One of ``KINDS``; ``try_faults`` sets it, the name and the seconds."""
     name: str = ""
     """What was done to which run."""
     wrong: str = ""
@@ -140,15 +141,48 @@ def faults_page(record: Record, *, source: str) -> str:
         record: as ``dsgpt.benchmarks.faults`` makes it.
         source: the record's path, for the reader.
     """
-    troubles = [
-        f"* {fault['name']}: {STATUS_WORDS[fault['status']]}: {fault['wrong'] or fault['not_run']}"
-        for fault in record["faults"]
-        if fault["status"] != "passed"
+    work, faults = record["work"], record["faults"]
+    runs = "\n".join(
+        f"* `{name}`: {run['executed_by']}, accumulation {run['accumulation']}" for name, run in work["runs"].items()
+    )
+    head = f"""# A run that was stopped resumes to the same result
+
+{_summary(record)}
+
+Recovered means four things. `--resume` with the same command ended with exit code 0. Every loss, gradient norm,
+learning rate and validation loss equals that of an undisturbed run to the last bit, with dropout {work["dropout"]}. No
+step is missing or logged twice. No process of the launch was left.
+
+{runs}
+
+Each takes {work["steps"]} steps of {work["global_batch_size"]} sequences of {work["seq_len"]} tokens and saves every
+{work["save_every"]}.
+
+{made_from(record, source=source, name="faults")}"""
+    kinds = {kind: [fault for fault in faults if fault["kind"] == kind] for kind in KINDS}
+    others = [*kinds["damage"], *kinds["disk"], *kinds["launch"]]
+    parts = [
+        head,
+        _kills(kinds["kill"], seed=record["seed"]),
+        section(
+            "Signals",
+            ["signal", "exit code", "all ended after", "steps lost", "what the run printed", "passed"],
+            [_row(fault, "exit_code", "gone_sec", "steps_lost") for fault in kinds["request"]],
+            text="""Each signal is sent after step 6, between two saves, and the run is then resumed. The signal that is
+sent twice goes to a run with steps of more than a second, which is not resumed. The exit code is the launcher's; a
+`baseline` has no launcher, so it is the run's.""",
+        ),
+        section(
+            "Damaged files, file systems that refuse writes, launches",
+            ["fault", "exit code", "resumed from step", "what the run printed", "recovered"],
+            [_row(fault, "exit_code", "resumed_from") for fault in others],
+            text="""Damage is done to the newest checkpoint, or beside it, of a run that is as a kill before its last
+step leaves it. The command of the run whose worker `torchrun` restarts has `--resume`. Of the two runs on one folder,
+`--overwrite` is refused and `--resume` waits.""",
+        ),
+        troubles(faults, STATUS_WORDS),
     ]
-    parts = [_head(record, source), _kills(record), _signals(record), _others(record)]
-    if troubles:
-        parts.append("## Failed or not run\n\n" + "\n".join(troubles))
-    return "\n\n".join(part for part in parts if part) + "\n"
+    return "\n\n".join(filter(None, parts)) + "\n"
 
 
 def summary_lines(record: Record) -> list[str]:
@@ -156,15 +190,11 @@ def summary_lines(record: Record) -> list[str]:
     return [line.strip() for line in _summary(record).splitlines()]
 
 
-def _of(record: Record, *kinds: str) -> list[dict[str, Any]]:
-    return [fault for fault in record["faults"] if fault["kind"] in kinds]
-
-
 def _summary(record: Record) -> str:
     ran = [fault for fault in record["faults"] if fault["status"] != "not run"]
     left_out = len(record["faults"]) - len(ran)
     rest = f" This machine could not run {left_out} more." if left_out else ""
-    kills = _of(record, "kill")
+    kills = [fault for fault in record["faults"] if fault["kind"] == "kill"]
     lines = [f"* **{_passed(ran)} of {len(ran)} faults** ended as they should.{rest}"]
     facts = [kill["measured"] for kill in kills if kill["measured"]]
     if facts:
@@ -187,108 +217,30 @@ def _passed(faults: list[dict[str, Any]]) -> int:
     return sum(fault["status"] == "passed" for fault in faults)
 
 
-def _head(record: Record, source: str) -> str:
-    hardware, env, work = record["hardware"], record["env"], record["work"]
-    runs = "\n".join(
-        f"* `{name}`: {run['executed_by']}, accumulation {run['accumulation']}" for name, run in work["runs"].items()
-    )
-    return f"""# A run that was stopped resumes to the same result
-
-Generated from `{source}` by
-`.venv/bin/python src/benchmark.py faults --table-from {source} --page docs/faults.md`; `make faults`
-runs the campaign on your machine.
-
-{_summary(record)}
-
-Recovered means four things. `--resume` with the same command ended with exit code 0. Every loss, gradient norm,
-learning rate and validation loss equals that of an undisturbed run to the last bit, with dropout {work["dropout"]}. No
-step is missing or logged twice. No process of the launch was left.
-
-{runs}
-
-Each takes {work["steps"]} steps of {work["global_batch_size"]} sequences of {work["seq_len"]} tokens and saves every
-{work["save_every"]}. Machine: {machine_words(hardware)}; {hardware["device"]}. Python
-{env["python_version"]}, torch {env["torch_version"]}, DeepSpeed {env["deepspeed_version"]}. Commit
-`{record["git_commit"]}`, {record["timestamp_utc"]}. It took {record["seconds"] / 60:.0f} minutes."""
-
-
-def _kills(record: Record) -> str:
-    kills = _of(record, "kill")
-    if not kills:
-        return ""
+def _kills(kills: list[dict[str, Any]], *, seed: int) -> str:
     header = ["run", "`kill -9` of", "aimed at", "interrupted a save", "`--save_mode`", "steps taken", "resumed from"]
     header += ["lost", "allowed", "exit code", "launcher ended after", "all ended after", "recovered"]
-    keys = ("save_mode", "steps_taken", "resumed_from", "steps_lost", "steps_allowed", "exit_code")
-    rows = [
-        [
-            *(facts["run"], facts["victim"], facts["aimed_at"], "yes" if facts["save_cut_off"] else ""),
-            *(facts[key] for key in keys),
-            *(f"{facts[key]:.1f} s" for key in ("launcher_sec", "gone_sec")),
-            STATUS_WORDS[kill["status"]],
-        ]
-        for kill in kills
-        if (facts := kill["measured"])
-    ]
-    return f"""## Kills
-
-Instants are drawn with seed {record["seed"]}. Half of them are aimed at steps, half at a save, for which the kill may
-come too late. All kinds of victims take turns. Lost steps were done and had to be repeated. Allowed are the steps
+    keys = ["run", "victim", "aimed_at", "save_cut_off", "save_mode", "steps_taken", "resumed_from", "steps_lost"]
+    keys += ["steps_allowed", "exit_code", "launcher_sec", "gone_sec"]
+    ran = [kill for kill in kills if kill["measured"]]
+    rows = [[*(_figure(kill, key) for key in keys), STATUS_WORDS[kill["status"]]] for kill in ran]
+    text = f"""Instants are drawn with seed {seed}. Half of them are aimed at steps, half at a save, for which the kill
+may come too late. All kinds of victims take turns. Lost steps were done and had to be repeated. Allowed are the steps
 between two saves, and those done while the last save was being written. If only the launcher is killed, the ranks
-finish their step, save and exit. The exit code is what the launcher's parent sees: -9 if the launcher was killed.
-
-{table(header, rows)}"""
-
-
-def _signals(record: Record) -> str:
-    signals = _of(record, "request")
-    if not signals:
-        return ""
-    header = ["signal", "exit code", "all ended after", "steps lost", "what the run printed", "passed"]
-    rows = [
-        [
-            fault["name"],
-            fault["measured"].get("exit_code"),
-            f"{fault['measured']['gone_sec']:.1f} s" if fault["measured"] else None,
-            fault["measured"].get("steps_lost"),
-            _printed(fault),
-            STATUS_WORDS[fault["status"]],
-        ]
-        for fault in signals
-    ]
-    return f"""## Signals
-
-Each signal is sent after step 6, between two saves, and the run is then resumed. The signal that is sent twice goes to
-a run with steps of more than a second, which is not resumed. The exit code is the launcher's; a `baseline` has no
-launcher, so it is the run's.
-
-{table(header, rows)}"""
+finish their step, save and exit. The exit code is what the launcher's parent sees: -9 if the launcher was killed."""
+    return section("Kills", header, rows, text=text)
 
 
-def _others(record: Record) -> str:
-    header = ["fault", "exit code", "resumed from step", "what the run printed", "recovered"]
-    rows = [
-        [
-            fault["name"],
-            fault["measured"].get("exit_code"),
-            fault["measured"].get("resumed_from"),
-            _printed(fault),
-            STATUS_WORDS[fault["status"]],
-        ]
-        for fault in _of(record, "damage", "disk", "launch")
-    ]
-    if not rows:
-        return ""
-    return f"""## Damaged files, file systems that refuse writes, launches
-
-Damage is done to the newest checkpoint, or beside it, of a run that is as a kill before its last step leaves it. The
-command of the run whose worker `torchrun` restarts has `--resume`. Of the two runs on one folder, `--overwrite` is
-refused and `--resume` waits.
-
-{table(header, rows)}"""
+def _row(fault: dict[str, Any], *keys: str) -> list[Any]:
+    printed = "<br>".join(f"`{' '.join(line.split())}`" for line in fault["said"])
+    return [fault["name"], *(_figure(fault, key) for key in keys), printed, STATUS_WORDS[fault["status"]]]
 
 
-def _printed(fault: dict[str, Any]) -> str:
-    return "<br>".join(f"`{' '.join(line.split())}`" for line in fault["said"])
+def _figure(fault: dict[str, Any], key: str) -> Any:
+    value = fault["measured"].get(key)
+    if isinstance(value, bool):
+        return "yes" if value else ""
+    return f"{value:.1f} s" if key.endswith("_sec") and value is not None else value
 
 
 SCHEMA_VERSION = "1.0"

@@ -7,7 +7,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -396,8 +396,8 @@ def try_two_runs(runs: Runs) -> Outcome:
             first.launcher.send_signal(signal.SIGCONT)
             code, waited = first.wait(), third.wait()
     difference = runs.difference(run, run_dir)
-    lines = [*second.output().splitlines()[-1:], *(line for line in third.output().splitlines() if "waiting" in line)]
-    lines += [line for line in third.output().splitlines() if "nothing to do" in line]
+    found = (line for words in ("waiting", "nothing to do") for line in third.output().splitlines() if words in line)
+    lines = [*second.output().splitlines()[-1:], *found]
     wrong = all_wrong(
         (refused != EXIT_USER_ERROR, f"--overwrite ended with exit code {refused} instead of {EXIT_USER_ERROR}"),
         ("another process is training in this folder" not in second.output(), "--overwrite printed no reason"),
@@ -483,7 +483,8 @@ def try_signal(runs: Runs, plan: SentSignal) -> Outcome:
         lines = _lines_of(training)
     status = read_object(run_dir / RECORD_FILE)["status"]
     resumed = runs.resume(plan.run, run_dir)
-    finished = finished_unaware(plan, code=code, status=status)
+    # A run may end before it notices that its launcher is gone: then nothing was left to stop or to save.
+    finished = plan.to == "the launcher" and code == -plan.signal and status == "completed"
     wrong = all_wrong(
         (code == 0, "the launcher ended with exit code 0"),
         (plan.run == "baseline" and code != EXIT_STOPPED, f"exit code {code} instead of {EXIT_STOPPED}"),
@@ -502,17 +503,6 @@ def try_signal(runs: Runs, plan: SentSignal) -> Outcome:
         "status": status,
     }
     return Outcome(wrong=wrong, measured=measured, said=lines)
-
-
-def finished_unaware(plan: SentSignal, *, code: int, status: str) -> bool:
-    """Whether the run ended before it noticed that its launcher was gone: then nothing was left to stop or to save.
-
-    Args:
-        plan: what was sent.
-        code: the launcher's exit code; negative if the signal itself ended it.
-        status: that of the run's record.
-    """
-    return plan.to == "the launcher" and code == -plan.signal and status == "completed"
 
 
 def _try_twice(runs: Runs, plan: SentSignal) -> Outcome:
@@ -557,15 +547,11 @@ class Fault:
 
 def all_faults(*, kills: int, seed: int) -> list[Fault]:
     """All faults of the campaign, among them ``kills`` kills drawn with ``seed``."""
-    kinds: tuple[tuple[str, Callable[..., Outcome], Sequence[Any]], ...] = (
-        ("kill", try_kill, seeded_kills(kills, seed=seed)),
-        ("request", try_signal, SIGNALS),
-        ("damage", try_damage, DAMAGES),
-        ("disk", try_disk_fault, DISK_FAULTS),
-    )
-    planned = [_fault(kind, attempt, plan) for kind, attempt, plans in kinds for plan in plans]
-    two_runs = Fault(kind="launch", name="baseline: two more runs started on its folder", attempt=try_two_runs)
-    return [*planned, RESTART, two_runs]
+    planned = [_fault("kill", try_kill, plan) for plan in seeded_kills(kills, seed=seed)]
+    planned += [_fault("request", try_signal, plan) for plan in SIGNALS]
+    planned += [_fault("damage", try_damage, plan) for plan in DAMAGES]
+    planned += [_fault("disk", try_disk_fault, plan) for plan in DISK_FAULTS]
+    return [*planned, RESTART, TWO_RUNS]
 
 
 def core_faults() -> list[Fault]:
@@ -578,9 +564,9 @@ def _fault(kind: str, attempt: Callable[..., Outcome], plan: Any) -> Fault:
     return Fault(kind=kind, name=plan.name, attempt=partial(attempt, plan=plan))
 
 
-RESTART = Fault(
-    kind="launch", name=f"ddp: rank 1 killed after step 9 under torchrun --max-restarts {RESTARTS}", attempt=try_restart
-)
+RESTART_NAME = f"ddp: rank 1 killed after step 9 under torchrun --max-restarts {RESTARTS}"
+RESTART = Fault(kind="launch", name=RESTART_NAME, attempt=try_restart)
+TWO_RUNS = Fault(kind="launch", name="baseline: two more runs started on its folder", attempt=try_two_runs)
 
 
 def try_faults(runs: Runs, faults: list[Fault]) -> Iterator[Outcome]:
@@ -589,10 +575,8 @@ def try_faults(runs: Runs, faults: list[Fault]) -> Iterator[Outcome]:
         started = time.perf_counter()
         try:
             outcome = fault.attempt(runs)
-        except Missed as error:
-            outcome = Outcome(wrong=str(error))
         except Exception as error:  # noqa: BLE001 - an unexpected error must not end the campaign
-            outcome = Outcome(wrong=f"{type(error).__name__}: {error}")
+            outcome = Outcome(wrong=str(error) if isinstance(error, Missed) else f"{type(error).__name__}: {error}")
         seconds = time.perf_counter() - started
         said = tuple(runs.without_folders(line) for line in outcome.said)
         yield replace(outcome, kind=fault.kind, name=fault.name, seconds=seconds, said=said)

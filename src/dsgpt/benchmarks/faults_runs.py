@@ -215,7 +215,6 @@ class Resumed:
     """The last step that the run had logged before."""
     wrong: str
     """How it differs from the undisturbed run; empty if it does not."""
-    seconds: float
 
     @property
     def steps_lost(self) -> int:
@@ -328,17 +327,11 @@ class Runs:
         Raises:
             Missed: it did not end.
         """
-        taken, started = last_step(run_dir), time.perf_counter()
+        taken = last_step(run_dir)
         code, output = self.train(run, run_dir, "--resume")
         failure = f"--resume ended with exit code {code}: {first_error(output)}"
         wrong = failure if code else self.difference(run, run_dir)
-        return Resumed(
-            output=output,
-            taken=taken,
-            resumed_from=resumed_from(output, taken=taken),
-            wrong=wrong,
-            seconds=time.perf_counter() - started,
-        )
+        return Resumed(output=output, taken=taken, resumed_from=resumed_from(output, taken=taken), wrong=wrong)
 
     def difference(self, run: str, run_dir: Path) -> str:
         """Where ``run_dir`` differs from the undisturbed run; empty if both are the same to the last bit."""

@@ -15,7 +15,7 @@ from dsgpt.common.command_line import choice, flag
 from dsgpt.common.errors import EXIT_DONE, UserError
 from dsgpt.common.files import write_atomic, write_json_atomic
 from dsgpt.common.json_files import JsonError, clipped_text, read_object
-from dsgpt.common.text import BUSY, NO_DIFFERENCE, busy_words, next_line, no_difference
+from dsgpt.common.text import BUSY, NO_DIFFERENCE, busy_words, machine_words, next_line, no_difference, table
 from dsgpt.machine.console import Console
 from dsgpt.machine.probe import LoadOfOthers
 from dsgpt.record.provenance import SourceChanges, changes_since, git_commit, marked, training_sources
@@ -99,6 +99,45 @@ def write_page(page: Path, text: str, *, record: Record, name: str, repository: 
     busy = f"\n\n{BUSY}{words}.**" if (words := busy_words(record)) else ""
     page.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(page, f"{head}{busy}\n\n{sources}{heading}{rest}\n".encode())
+
+
+def made_from(record: Record, *, source: str, name: str, page: str = "") -> str:
+    """The paragraphs of a page that say how it is made, and when and on which machine its record was.
+
+    Args:
+        record: with its head.
+        source: its path, for the reader.
+        name: that of the suite.
+        page: the name of its page, if that is another.
+    """
+    hardware, env = record["hardware"], record["env"]
+    return f"""Generated from `{source}` by
+`.venv/bin/python src/benchmark.py {name} --table-from {source} --page docs/{page or name}.md`;
+`.venv/bin/python src/benchmark.py {name}` measures it on your machine.
+
+Machine: {machine_words(hardware)}; {hardware["device"]}.
+Python {env["python_version"]}, torch {env["torch_version"]}, DeepSpeed {env["deepspeed_version"]}.
+Commit `{record["git_commit"]}`, {record["timestamp_utc"]}. It took {record["seconds"] / 60:.0f} minutes."""
+
+
+def section(title: str, header: Sequence[object], rows: Sequence[Sequence[object]], *, text: str = "") -> str:
+    """The section of a page with a table below ``text``; empty if the table has no rows."""
+    return "\n\n".join(filter(None, [f"## {title}", text, table(header, rows)])) if rows else ""
+
+
+def troubles(results: Sequence[Mapping[str, Any]], words: Mapping[str, str]) -> str:
+    """The section of a page about what did not pass; empty if all passed.
+
+    Args:
+        results: each with name, status and the reason: ``message``, or ``wrong`` or ``not_run``.
+        words: for every status.
+    """
+    lines = [
+        f"* {one['name']}: {words[one['status']]}: {one.get('message') or one.get('wrong') or one.get('not_run')}"
+        for one in results
+        if one["status"] != "passed"
+    ]
+    return "\n".join(["## Not passed\n", *lines]) if lines else ""
 
 
 def judged(ratio: Mapping[str, Any] | None) -> str:

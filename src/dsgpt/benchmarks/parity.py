@@ -15,7 +15,7 @@ if every product had been rounded once more.
 
 On a GPU nothing was measured yet. The bounds of 16-bit precisions there allow for a different rounding of every
 product, in the first step too. A sum in another precision, or a bias that decays, is within them
-(``parity_rank.Bug.visible_on``).
+(``parity_rank.planted_cells``).
 """
 
 import itertools
@@ -448,7 +448,7 @@ strategies: {", ".join(STRATEGIES)}"""
             status="failed" if comparison.failures else "passed",
             measured=comparison.measured,
             failures=comparison.failures,
-            bytes_per_rank=end.ranks[0].get("bytes_per_rank", {}),
+            bytes_per_rank=end.ranks[0]["bytes_per_rank"],
         )
 
     def line(self, result: Result, *, count: str, left: str) -> str:
@@ -478,13 +478,9 @@ strategies: {", ".join(STRATEGIES)}"""
 
 def _verdict(result: Result) -> str:
     """How the cell ended, in capitals if that is not as expected."""
-    if result.cell.bug:
-        return "caught" if result.status == "failed" else f"NOT CAUGHT ({result.status})"
-    if result.refusal_expected and result.status != "refused":
-        return f"NOT REFUSED ({result.status})"
-    if result.status == "refused" and not result.refusal_expected:
-        return "REFUSED, though it should train"
-    return {"passed": "passed", "failed": "FAILED", "refused": "refused", "error": "ERROR"}[result.status]
+    if result.as_expected:
+        return "caught" if result.cell.bug else result.status
+    return f"{result.status.upper()}, which is not expected"
 
 
 def _reference_facts(work: Work, end: CellEnd) -> dict[str, Any]:
@@ -514,10 +510,10 @@ def _clipping(work: Work) -> float:
 def _cell_facts(result: Result) -> dict[str, Any]:
     from dsgpt.benchmarks.parity_rank import BUGS  # noqa: PLC0415 - torch takes seconds
 
-    bug = {"bug_description": BUGS[result.cell.bug].description} if result.cell.bug else {}
+    bug = result.cell.bug
     return {
         **asdict(result.cell),
-        **bug,
+        **({"bug_description": (BUGS[bug].function.__doc__ or "").removesuffix(".")} if bug else {}),
         "status": result.status,
         "refusal_expected": result.refusal_expected,
         "as_expected": result.as_expected,

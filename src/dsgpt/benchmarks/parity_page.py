@@ -1,163 +1,45 @@
 """Makes ``docs/parity.md`` from a record of the suite. Every figure on the page comes from the record."""
 
-from collections.abc import Callable, Iterable
+import textwrap
+from collections.abc import Iterable
 from dataclasses import fields
 from typing import Any
 
-from dsgpt.benchmarks.cells import RATE_BOUND, Cell
-from dsgpt.benchmarks.frame import Record
-from dsgpt.common.text import machine_words, table
+from dsgpt.benchmarks.cells import Cell
+from dsgpt.benchmarks.frame import Record, made_from, section
+from dsgpt.common.text import table
 
-WHY = """AdamW's first moment after one step gives the first gradient. SGD has no state. In its first step, the gradient
-that it steps on is put where Adam keeps that moment, so that the strategy's own code gathers it."""
-_PRECISIONS = """The learning rate is the one that every rank's optimizer steps with, in all its parameter groups, read
-by PyTorch's hook. The reference computes the rate itself. Every rank validates as the training loop does, after half of
-the steps and after the last. The last batch is padded, so ranks and micro batches have unequal numbers of targets, some
-of them none. The reference takes the mean over all targets, one sequence after the other.
-
-In bf16 every product is rounded to 8 binary digits, and differently for another split of the batch. So the reference
-takes the micro batches of the training that it is compared with. It rounds gradients between ranks where the strategy
-is known to do so: ZeRO 0 and 1 once per step, 2 and 3 every micro batch; DDP, FSDP and sequence ranks never."""
-_ROUNDED_ON_CPU = """First gradient and first update are then equal in six digits. There are three exceptions with wider
-bounds: tensor and sequence parallelism round other products, a pipeline rounds the tied embedding's gradient
-differently, and more than two ranks add up in an undefined order."""
-_ROUNDED_ON_CUDA = """Kernels of GPUs add up in other orders, and the effect was not measured yet: the bounds of 16-bit
-precisions allow for a different rounding of every product."""
-_UNSEEN = """These bounds cannot detect the following:
-
-* errors in the keys' biases, which are left out of the weights: softmax ignores what all keys share, so their gradient
-  is only rounding, of which Adam makes full steps;
-{on_device}
-* errors that need more steps than these trainings take.
-
-The reference takes token files and the order of samples from the product, which tests them separately. Of the
-schedules, the cosine and the constant rate are compared with the reference's own formula. `WarmupLR` and
-`WarmupDecayLR` have tests against given values (`tests/strategies`)."""
-_UNSEEN_ON_CPU = """* in bf16, errors that change loss or weights after the first update by less than one more rounding
-  of every product;
-* under tensor and sequence parallelism in bf16, a sum in the wrong precision;"""
-_UNSEEN_ON_CUDA = """* in 16-bit precisions, errors that change gradients, loss or weights by less than one more
-  rounding of every product, for example a sum in the wrong precision or a bias that decays (planted on CPUs only);"""
+KEYS = ("optimizer", "precision", "training", "data_ranks", "accumulation", "low", "whole_logits")
+FIGURES = ("first_loss", "last_loss", "last_validation_loss", "smallest_grad_norm")
+LAUNCH = ("launcher", "ranks", "cells", "start_seconds", "seconds")
+"""Fields of references and launches that the page shows."""
 
 
-def _precisions(device: str) -> str:
-    """How far 16-bit trainings are from the reference depends on the device, and so does what cannot be seen."""
-    on_cpu = device == "cpu"
-    rounded = _ROUNDED_ON_CPU if on_cpu else _ROUNDED_ON_CUDA
-    unseen = _UNSEEN.format(on_device=_UNSEEN_ON_CPU if on_cpu else _UNSEEN_ON_CUDA)
-    return f"{_PRECISIONS} {rounded}\n\n{unseen}"
-
-
-def method(record: Record) -> str:
-    """``## How it is measured`` and all below it.
-
-    Args:
-        record: as ``dsgpt.benchmarks.parity`` makes it.
-    """
+def _method(record: Record) -> str:
+    """What was trained, the bounds, the references and the launches."""
+    work, model, bounds = record["work"], record["work"]["model"], record["bounds"]
+    references = [
+        [*(item[key] for key in KEYS), *(f"{item[key]:.4f}" for key in FIGURES), item["clipping"] or "never"]
+        for item in record["references"]
+    ]
     parts = [
-        _work(record["work"]),
-        _bounds(record),
-        WHY,
-        _precisions(record["hardware"]["device"]),
-        _references(record),
-        _launches(record),
-        """Every cell is trained in its own processes, with a new process group. On GPUs each of them is a new Python.
-On a CPU they are forked after the imports. On 2 ranks, each rank is forked from a Python of its own; on more ranks, all
-are forked from one. So differences between Pythons, such as the order of sets, are tested only on 2 ranks and on
-GPUs.""",
+        f"""## How it is measured
+
+Every training takes {work["steps"]} optimizer steps of {work["global_batch_size"]} sequences of {work["seq_len"]}
+tokens, under a model of {model["num_layers"]} layers, {model["num_heads"]} heads and width {model["embedding_size"]}.
+[What is compared how, and what the bounds cannot detect](parity-method.md) is the same for all records. Bounds, by the
+kind of arithmetic; empty where no other bound than that of its kind applies:""",
+        table(["", *map(_words, next(iter(bounds.values())))], [[name, *one.values()] for name, one in bounds.items()]),
+        "References:",
+        table([*map(_words, (*KEYS, *FIGURES)), "clipped at"], references),
+        "Launches:",
+        table([*map(_words, LAUNCH)], [[item[key] for key in LAUNCH] for item in record["launches"]]),
     ]
     return "\n\n".join(parts)
 
 
-def _work(work: dict[str, Any]) -> str:
-    shape = work["model"]
-    return f"""## How it is measured
-
-Every training takes {work["steps"]} optimizer steps of {work["global_batch_size"]} sequences of
-{work["seq_len"]} tokens of real text, in real processes started by `deepspeed`, `torchrun` or `python`, through the
-code behind `src/gpt2.py` and the shipped recipes. The model has {shape["num_layers"]} layers, {shape["num_heads"]}
-heads and width {shape["embedding_size"]}; buckets and thresholds are so small that it fills several. Warm-up is 2
-steps, dropout 0. The reference is one process of plain PyTorch (`src/dsgpt/benchmarks/parity_reference.py`): the model,
-`torch.optim`, `clip_grad_norm_` and, in fp32, the whole global batch at once. It uses no code of the strategies. If
-gradients have a wrong scale, the loss shows it under SGD but not under AdamW. SGD without clipping shows it even if
-they are scaled after the norm was read."""
-
-
-def _bounds(record: Record) -> str:
-    """The table of bounds: a column for each kind of arithmetic; kinds with the same bounds share one."""
-    columns: list[tuple[str, dict[str, Any]]] = []
-    for name, one in record["bounds"].items():
-        if columns and columns[-1][1] == one:
-            columns[-1] = (f"{columns[-1][0]}; {name}", one)
-        else:
-            columns.append((name, one))
-    rows: dict[str, Callable[[dict[str, Any]], str]] = {
-        "loss, every step": lambda one: f"{one['loss']:g}",
-        "validation loss, after half of the steps and all": lambda one: f"{one['validation']:g}",
-        "gradient norm, every step, relative": lambda one: f"{one['norm']:g}",
-        "learning rate, every step": lambda _: f"{RATE_BOUND:g}",
-        "first step's gradient, every parameter, relative L2": lambda one: _with_special(
-            one["gradient"], {"LayerNorms": one["layer_norm_gradient"], "tied embedding": one["tied_gradient"]}
-        ),
-        "first update: weights after it, relative L2": lambda one: (
-            f"{_with_special(one['update'], {'tied embedding': one['tied_update']})}, every parameter"
-        ),
-        f"weights after {record['work']['steps']} steps, relative L2": lambda one: (
-            f"{one['weights']:g}, every parameter"
-        ),
-        "samples that the data ranks took, every step": lambda _: "equal",
-        "weights that ranks hold whole": lambda _: "equal bits",
-    }
-    header = ["fact", *(name for name, _ in columns)]
-    return table(header, [[fact, *(words(one) for _, one in columns)] for fact, words in rows.items()])
-
-
-def _with_special(usual: float, special: dict[str, float | None]) -> str:
-    others = [f"{name} {value:g}" for name, value in special.items() if value not in {None, usual}]
-    return "; ".join([f"{usual:g}", *others])
-
-
-def _references(record: Record) -> str:
-    return table(
-        [
-            "reference",
-            "loss, first step",
-            "loss, last step",
-            "validation, last",
-            "smallest gradient norm",
-            "clipped at",
-        ],
-        [
-            [
-                _reference_name(item),
-                f"{item['first_loss']:.4f}",
-                f"{item['last_loss']:.4f}",
-                f"{item['last_validation_loss']:.4f}",
-                f"{item['smallest_grad_norm']:.3f}",
-                item["clipping"] or "not clipped",
-            ]
-            for item in record["references"]
-        ],
-    )
-
-
-def _reference_name(item: dict[str, Any]) -> str:
-    """The settings of a reference."""
-    words = [item["optimizer"], item["precision"], item["training"]]
-    if item["precision"] != "fp32":
-        words += [f"data ranks {item['data_ranks']}", f"accumulation {item['accumulation']}"]
-        words.append(f"gradients rounded: {item['low']}" if item["low"] else "gradients not rounded")
-    return ", ".join(filter(None, words))
-
-
-def _launches(record: Record) -> str:
-    return table(
-        ["launcher", "ranks", "cells", "seconds until the ranks work", "seconds in all"],
-        [
-            [item["launcher"], item["ranks"], item["cells"], item["start_seconds"], item["seconds"]]
-            for item in record["launches"]
-        ],
-    )
+def _words(name: str) -> str:
+    return name.replace("_", " ")
 
 
 FACTS = ("loss", "validation loss", "gradient norm", "first gradient", "first update", "weights")
@@ -185,8 +67,7 @@ def parity_page(record: Record, *, source: str) -> str:
         _refusals(cells),
         _bytes_per_rank(cells),
         _troubles(record),
-        method(record),
-        _all_cells(cells),
+        _method(record),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
@@ -201,35 +82,23 @@ def summary_lines(record: Record) -> list[str]:
 
 def _head(record: Record, cells: Cells, bugs: Cells, source: str) -> str:
     count = {status: sum(cell["status"] == status for cell in cells) for status in STATUS_WORDS}
+    failed = f"{count['failed']} failed" if count["failed"] else "all passed"
+    outcome = f"{failed}; {count['error']} ended in an error" if count["error"] else failed
     wrongly = sum(cell["status"] == "refused" and not cell["as_expected"] for cell in cells) or "none"
-    hardware, env = record["hardware"], record["env"]
     return f"""# Every strategy trains the same model
 
-Generated from `{source}` by
-`.venv/bin/python src/benchmark.py parity --table-from {source} --page docs/parity.md`;
-`make parity` runs the whole suite on your machine.
-
-{len(cells)} cells: {count["passed"] + count["failed"]} trained and compared with plain PyTorch, {_outcome(count)};
+{len(cells)} cells: {count["passed"] + count["failed"]} trained and compared with plain PyTorch, **{outcome}**;
 {count["refused"]} refused by the product before they started (for reasons below), {wrongly} of them unexpectedly. Of
 {len(bugs)} bugs planted in the strategies, the suite reported {sum(cell["status"] == "failed" for cell in bugs)}.
 
-Machine: {machine_words(hardware)}; {hardware["device"]}.
-Python {env["python_version"]}, torch {env["torch_version"]}, DeepSpeed {env["deepspeed_version"]}.
-Commit `{record["git_commit"]}`, {record["timestamp_utc"]}. The suite took {record["seconds"] / 60:.0f} minutes."""
-
-
-def _outcome(count: dict[str, int]) -> str:
-    """``**all passed**``, or how many failed, and how many ended in an error before anything could be compared."""
-    failed = f"{count['failed']} failed" if count["failed"] else ("all passed" if count["passed"] else "none passed")
-    errors = f"; {count['error']} ended in an error" if count["error"] else ""
-    return f"**{failed}{errors}**"
+{made_from(record, source=source, name="parity")}"""
 
 
 def _strategies(cells: Cells) -> str:
     header = ["strategy", "ranks", "passed", *(f"{fact}, fp32" for fact in FACTS)]
     header += [*(f"{fact}, bf16" for fact in LOW_FACTS), "samples", "replicas"]
     rows = []
-    for (strategy, ranks), group in _grouped(cells, lambda cell: (cell["strategy"], cell["ranks"])):
+    for (strategy, ranks), group in _grouped(cells, "strategy", "ranks"):
         ran = [cell for cell in group if cell["status"] != "refused"]
         fp32 = [cell for cell in ran if cell["precision"] == "fp32"]
         bf16 = [cell for cell in ran if cell["precision"] == "bf16"]
@@ -237,7 +106,7 @@ def _strategies(cells: Cells) -> str:
         rows.append(
             [strategy, ranks, _verdict(group), *worst, _equal(ran, "samples"), _equal(ran, "replicated weights")]
         )
-    return f"## Strategies\n\n{table(header, rows)}"
+    return section("Strategies", header, rows)
 
 
 def _verdict(cells: Cells) -> str:
@@ -261,80 +130,51 @@ def _equal(cells: Cells, fact: str) -> str:
 
 
 def _bugs(bugs: Cells) -> str:
-    if not bugs:
-        return ""
     rows = []
     for cell in bugs:
         where = f"{cell['strategy']}, {cell['ranks']} ranks, {cell['optimizer']}, {cell['precision']}"
         caught = "; ".join(map(failure_words, cell["failures"][:2])) or STATUS_WORDS[cell["status"]]
         rows.append([cell["bug_description"], where, "yes" if cell["status"] == "failed" else "**NO**", caught])
-    return f"## Planted bugs\n\n{table(['bug', 'planted in', 'caught', 'by (first two facts)'], rows)}"
+    return section("Planted bugs", ["bug", "planted in", "caught", "by (first two facts)"], rows)
 
 
 def failure_words(failure: dict[str, Any]) -> str:
     """``gradient norm at step 1: 5.1 instead of 2.5 (off by 1.0e+00, allowed 0.0001)``."""
-    expected, actual = (_value(failure[key]) for key in ("expected", "actual"))
+    expected, actual = (
+        f"{value:.6g}" if isinstance(value, float) else textwrap.shorten(str(value), 80, placeholder="...")
+        for value in (failure["expected"], failure["actual"])
+    )
     text = f"{failure['fact']} at {failure['where']}: {actual} instead of {expected}"
     if "bound" not in failure:
         return text
-    difference = failure["difference"]
-    off = "not finite" if difference is None else f"{difference:.1e}"
+    off = "not finite" if failure["difference"] is None else f"{failure['difference']:.1e}"
     return f"{text} (off by {off}, allowed {failure['bound']:g})"
 
 
-def _value(value: Any) -> str:
-    if isinstance(value, float):
-        return f"{value:.6g}"
-    text = str(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
-
-
 def _refusals(cells: Cells) -> str:
-    refused = [cell for cell in cells if cell["status"] == "refused"]
-    if not refused:
-        return ""
     rows = []
-    for message, group in _grouped(refused, lambda cell: cell["message"]):
-        names = dict.fromkeys(f"{cell['strategy']} {_setting(cell)}".strip() for cell in group)
-        rows.append([", ".join(names), "<br>".join(message.splitlines())])
-    return f"## Refused\n\nNone of these was started.\n\n{table(['what', 'message'], rows)}"
+    for (message,), group in _grouped([cell for cell in cells if cell["status"] == "refused"], "message"):
+        settings = (cell["option"] or cell["precision"].replace("fp32", "").replace("bf16", "") for cell in group)
+        names = [f"{cell['strategy']} {setting}".strip() for cell, setting in zip(group, settings, strict=True)]
+        rows.append([", ".join(dict.fromkeys(names)), "<br>".join(message.splitlines())])
+    return section("Refused", ["what", "message"], rows, text="None of these was started.")
 
 
 def _bytes_per_rank(cells: Cells) -> str:
     """Bytes of the AdamW training with the most accumulation; the last column is over all trainings of the row."""
     rows = []
-    for (strategy, ranks, precision), group in _grouped(
-        [cell for cell in cells if cell.get("cost")], lambda cell: (cell["strategy"], cell["ranks"], cell["precision"])
-    ):
+    for row, group in _grouped([cell for cell in cells if cell["cost"]], "strategy", "ranks", "precision"):
         shown = max(group, key=lambda cell: (cell["optimizer"] == "adamw", not cell["option"], cell["accumulation"]))
         sizes = [shown["cost"][name]["measured"] for name in BYTES]
-        off = max(_off(size) for cell in group for size in cell["cost"].values())
-        rows.append([strategy, ranks, precision, shown["accumulation"], *map(_bytes, sizes), f"{off:.1%}"])
-    if not rows:
-        return ""
+        every = [size for cell in group for size in cell["cost"].values() if None not in size.values()]
+        off = max(abs(size["formula"] - size["measured"]) / max(size["measured"], 1) for size in every)
+        sizes = ["unknown" if size is None else f"{size:,}" for size in sizes]
+        rows.append([*row, shown["accumulation"], *sizes, f"{off:.1%}"])
+    text = """Measured bytes of model state, of the rank that holds most, and bytes sent per optimizer step, of the rank
+that sends most. The last column is the largest difference from the formulas of `src/dsgpt/planner`, over all trainings
+of the row."""
     header = ["strategy", "ranks", "precision", "acc.", *BYTES, "formulas off by"]
-    return f"""## Bytes per rank
-
-Measured bytes of model state, of the rank that holds most, and bytes sent per optimizer step, of the rank that sends
-most. The last column is the largest difference from the formulas of `src/dsgpt/planner`, over all trainings of the
-row.
-
-{table(header, rows)}"""
-
-
-def _off(size: dict[str, int | None]) -> float:
-    measured, formula = size["measured"], size["formula"]
-    if measured is None or formula is None:
-        return float("inf")
-    return abs(formula - measured) / measured if measured else float(formula > 0)
-
-
-def _bytes(size: int | None) -> str:
-    return "unknown" if size is None else f"{size:,}"
-
-
-def _setting(cell: dict[str, Any]) -> str:
-    return cell["option"] or (cell["precision"] if cell["precision"] == "fp16" else "")
+    return section("Bytes per rank", header, rows, text=text)
 
 
 def _troubles(record: Record) -> str:
@@ -355,27 +195,8 @@ def cell_name(cell: dict[str, Any]) -> str:
     return Cell(**{field.name: cell[field.name] for field in fields(Cell)}).name
 
 
-def _all_cells(cells: Cells) -> str:
-    header = ["strategy", "ranks", "acc.", "optimizer", "precision", "option", "result", *FACTS, "s"]
-    rows = [
-        [
-            cell["strategy"],
-            cell["ranks"],
-            cell["accumulation"],
-            cell["optimizer"],
-            cell["precision"],
-            cell["option"],
-            STATUS_WORDS[cell["status"]],
-            *(_worst([cell], fact) for fact in FACTS),
-            f"{cell['seconds']:.1f}",
-        ]
-        for cell in cells
-    ]
-    return f"## Every training\n\nThe largest difference of each fact.\n\n{table(header, rows)}"
-
-
-def _grouped(cells: Cells, key: Callable[[dict[str, Any]], Any]) -> Iterable[tuple[Any, Cells]]:
-    groups: dict[Any, Cells] = {}
+def _grouped(cells: Cells, *keys: str) -> Iterable[tuple[tuple[Any, ...], Cells]]:
+    groups: dict[tuple[Any, ...], Cells] = {}
     for cell in cells:
-        groups.setdefault(key(cell), []).append(cell)
+        groups.setdefault(tuple(cell[key] for key in keys), []).append(cell)
     return groups.items()

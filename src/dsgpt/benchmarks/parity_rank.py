@@ -53,19 +53,9 @@ class Bug:
     attribute: str
     """What it replaces in ``owner``."""
     function: Callable[..., Any]
-    """The replacement. It gets the original first, then the original's arguments."""
-    strategy: str
-    optimizer: str
-    precision: str
-
-    @property
-    def description(self) -> str:
-        """What is wrong."""
-        return (self.function.__doc__ or "").removesuffix(".")
-
-    def visible_on(self, device: str) -> bool:
-        """Whether the bounds of ``device`` detect it: those of bf16 on a GPU are wider than its effect."""
-        return device == "cpu" or self.precision == "fp32"
+    """The replacement. It gets the original first, then the original's arguments. Its docstring says what is wrong."""
+    cell: Cell
+    """The cell that must fail."""
 
     def planted(self) -> contextlib.AbstractContextManager[Any]:
         """A context in which the bug is planted."""
@@ -73,34 +63,23 @@ class Bug:
         replacement = functools.wraps(original)(lambda *given, **named: self.function(original, *given, **named))
         return mock.patch.object(self.owner, self.attribute, replacement)
 
-    def cell(self, name: str) -> Cell:
-        """The cell that must fail."""
-        return Cell(strategy=self.strategy, ranks=RANKS, optimizer=self.optimizer, precision=self.precision, bug=name)
-
 
 BUGS: dict[str, Bug] = {}
 """By name: the function ``sum_over_ranks`` is the bug ``sum-over-ranks``."""
 
 
 def planted_cells(device: str) -> list[Cell]:
-    """The cells that must fail on ``device``, ``cpu`` or ``cuda``."""
-    return [bug.cell(name) for name, bug in BUGS.items() if bug.visible_on(device)]
+    """The cells that must fail on ``device``, ``cpu`` or ``cuda``, where bounds of bf16 are wider than their effect."""
+    return [bug.cell for bug in BUGS.values() if device == "cpu" or bug.cell.precision == "fp32"]
 
 
-def bug_of(
-    owner: Any, attribute: str, *, strategy: str, optimizer: str = "adamw", precision: str = "fp32"
-) -> Callable[[Callable[..., Any]], None]:
-    """A decorator for the replacement of ``owner.attribute``: adds it to ``BUGS``. Its docstring says what is wrong."""
+def bug_of(owner: Any, attribute: str, **cell: str) -> Callable[[Callable[..., Any]], None]:
+    """A decorator for the replacement of ``owner.attribute``: adds it to ``BUGS``, planted in ``cell``."""
 
     def add(function: Callable[..., Any]) -> None:
-        BUGS[function.__name__.replace("_", "-")] = Bug(
-            owner=owner,
-            attribute=attribute,
-            function=function,
-            strategy=strategy,
-            optimizer=optimizer,
-            precision=precision,
-        )
+        name = function.__name__.replace("_", "-")
+        where = Cell(**cell, ranks=RANKS, bug=name)  # type: ignore[arg-type]
+        BUGS[name] = Bug(owner=owner, attribute=attribute, function=function, cell=where)
 
     return add
 
@@ -335,7 +314,7 @@ def _measure(config: RunConfig, strategy: Strategy) -> reference.Measurement:
     beta1 = recipe.optimizer.betas[0] if recipe.optimizer.type == "AdamW" else 0.0  # see ``watched_optimizers``
 
     def note_bytes(cost: dict[str, Any]) -> None:
-        measurement.bytes_per_rank = compared_bytes(cost, config)
+        measurement.bytes_per_rank(compared_bytes(cost, config))
 
     meter = TrafficMeter(lambda: strategy.state_tensors()._asdict(), last_step=config.total_steps, report=note_bytes)
     for step in range(1, config.total_steps + 1):

@@ -13,7 +13,6 @@ own, which rounds as the strategies do.
 
 import hashlib
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -54,14 +53,12 @@ class Measurement:
     """Collects measurements step by step; ``write`` writes them at the end."""
 
     def __init__(self, *, data_rank: int, strategy: str) -> None:
-        self._facts = {"data_rank": data_rank, "strategy": strategy}
         self._steps: list[dict[str, Any]] = []
         self._validations: list[dict[str, Any]] = []
+        self._replicas: dict[str, tuple[str, float]] = {}
+        self._facts: dict[str, Any] = {"data_rank": data_rank, "strategy": strategy, "bytes_per_rank": {}}
+        self._facts |= {"steps": self._steps, "validations": self._validations, "replicas": self._replicas}
         self._tensors: dict[str, Tensor] = {}
-        self.replicas: dict[str, tuple[str, float]] = {}
-        """Of each weight that this rank holds whole a hash, to compare with other ranks', and a norm, to show."""
-        self.bytes_per_rank: dict[str, Any] = {}
-        """Of a step: see ``parity_rank.compared_bytes``."""
 
     def step(
         self, *, loss: float, grad_norm: float, lr: float, used: list[float], skipped: bool, samples: list[str]
@@ -88,18 +85,19 @@ class Measurement:
         self._tensors[kind + name] = value.detach().to("cpu", torch.float32, copy=True)
 
     def replica(self, name: str, value: Tensor) -> None:
-        """Note a weight that this rank holds whole."""
+        """Note a weight that this rank holds whole: a hash, to compare with other ranks', and a norm, to show."""
         value = value.detach().cpu().contiguous()
-        self.replicas[name] = (digest(value), float(torch.linalg.vector_norm(value.double())))
+        self._replicas[name] = (digest(value), float(torch.linalg.vector_norm(value.double())))
+
+    def bytes_per_rank(self, sizes: dict[str, Any]) -> None:
+        """Note the bytes of a step; see ``parity_rank.compared_bytes``."""
+        self._facts["bytes_per_rank"] = sizes
 
     def write(self, folder: Path, *, rank: int) -> None:
         """Write the rank's file, and beside it the tensors, if any were noted."""
         if self._tensors:
             save_file({name: value.contiguous() for name, value in self._tensors.items()}, folder / STATE_FILE)
-        facts = {**self._facts, "steps": self._steps, "validations": self._validations, "replicas": self.replicas}
-        if self.bytes_per_rank:
-            facts["bytes_per_rank"] = self.bytes_per_rank
-        write_end(folder, rank, **finite(facts))
+        write_end(folder, rank, **finite(self._facts))
 
 
 def digest(value: Tensor) -> str:
@@ -269,8 +267,27 @@ def _optimizer(config: RunConfig, weights: dict[str, Tensor]) -> torch.optim.Opt
 
 Facts = dict[str, Any]
 """A part of a rank's file, as ``Measurement`` writes it."""
-Difference = tuple[float, str, Any, Any]
-"""Size, where, expected and actual value."""
+Place = tuple[str, Any, Any]
+"""Where, expected and actual value: numbers, of which the actual one is None if it was not finite, or tensors."""
+
+
+def _absolute(expected: float, actual: float) -> float:
+    return abs(actual - expected)
+
+
+def _relative(expected: float, actual: float) -> float:
+    return abs(actual - expected) / abs(expected)
+
+
+def _relative_l2(expected: Tensor, actual: Tensor) -> float:
+    if actual.shape != expected.shape:
+        return math.inf
+    size, distance = _norm(expected), _norm(actual.double() - expected.double())
+    return distance / size if size else distance
+
+
+def _norm(value: Tensor) -> float:
+    return float(torch.linalg.vector_norm(value.double()))
 
 
 @dataclass(kw_only=True)
@@ -282,21 +299,31 @@ class Comparison:
     failures: list[Facts] = field(default_factory=list)
     """Facts out of bounds, each with the first place where it is, and both values."""
 
-    def note(self, fact: str, differences: list[Difference], bound: float | Callable[[str], float]) -> None:
+    def note(
+        self,
+        fact: str,
+        places: Iterable[Place],
+        bound: float | Callable[[str], float],
+        *,
+        distance: Callable[[Any, Any], float] = _absolute,
+    ) -> None:
         """Compare one fact's differences with its bound; a difference that is not a number fails.
 
         Args:
             fact: its name.
-            differences: in the order of their places.
+            places: in their order.
             bound: one number, or a function from a place to a number.
+            distance: of two values.
         """
+        differences = [(math.inf if two is None else distance(one, two), where, one, two) for where, one, two in places]
         if not differences:
             return
         largest = max(differences, key=lambda entry: entry[0])
         self.measured.setdefault(fact, {}).update(difference=largest[0], where=largest[1])
-        for difference, where, expected, actual in differences:
+        for difference, where, *values in differences:
             allowed = bound(where) if callable(bound) else bound
             if not difference <= allowed:
+                expected, actual = (_norm(one) if isinstance(one, Tensor) else one for one in values)
                 self._fail(fact, where, expected, actual, difference=difference, bound=allowed)
                 return
 
@@ -307,10 +334,8 @@ class Comparison:
         """Compare two values that must be equal; the first difference of a fact is kept."""
         measured = self.measured.setdefault(fact, {})
         if expected != actual and measured.get("equal", True):
-            measured["equal"] = False
             self._fail(fact, where, expected, actual)
-        else:
-            measured.setdefault("equal", True)
+        measured["equal"] = measured.get("equal", True) and expected == actual
 
 
 def compare(
@@ -329,137 +354,97 @@ def compare(
     comparison = Comparison()
     ours, theirs = ranks[0]["steps"], reference["steps"]
     comparison.require("steps", "in all", len(theirs), len(ours))
-    pairs = list(zip(theirs, ours, strict=False))
-    for step, (one, two) in enumerate(pairs, start=1):
-        comparison.require("skipped", f"step {step}", one["skipped"], two["skipped"])
+    pairs = {f"step {number}": pair for number, pair in enumerate(zip(theirs, ours, strict=False), start=1)}
+    for step, (one, two) in pairs.items():
+        comparison.require("skipped", step, one["skipped"], two["skipped"])
     _check_rates(comparison, ranks, theirs)
-    comparison.note("loss", _numbers(pairs, "loss", relative=False), bounds.loss)
-    comparison.note("gradient norm", _numbers(pairs, "grad_norm", relative=True), bounds.norm)
+    losses, norms = (
+        [(step, one[key], two[key]) for step, (one, two) in pairs.items()] for key in ("loss", "grad_norm")
+    )
+    comparison.note("loss", losses, bounds.loss)
+    comparison.note("gradient norm", norms, bounds.norm, distance=_relative)
     _check_validation(comparison, ranks, reference["validations"], bounds)
     _check_samples(comparison, ranks, theirs)
-    _check_ranks_agree(comparison, ranks)
+    for number, rank in enumerate(ranks[1:], start=1):
+        for index, (one, two) in enumerate(zip(ours, rank["steps"], strict=False), start=1):
+            for key in ("loss", "grad_norm", "lr", "skipped"):
+                comparison.require("reports of all ranks", f"step {index}, {key} of rank {number}", one[key], two[key])
     for fact, kind, bound in (
         ("first gradient", GRADIENT, bounds.for_gradient),
         ("first update", CHANGED, bounds.for_update),
         ("weights", WEIGHT, bounds.weights),
     ):
-        expected, actual = read_tensors(reference_folder, kind), read_tensors(folder, kind)
+        expected, actual = (_seen(read_tensors(where, kind), kind) for where in (reference_folder, folder))
         comparison.require(fact, "names", sorted(expected), sorted(actual))
-        if kind != GRADIENT:
-            expected, actual = _seen(expected), _seen(actual)
-        comparison.note(fact, list(_tensors(expected, actual)), bound)
+        places = [(name, value, actual[name]) for name, value in expected.items() if name in actual]
+        comparison.note(fact, places, bound, distance=_relative_l2)
     _check_replicas(comparison, ranks, replicas, names=set(expected))
     return comparison
 
 
 def _check_rates(comparison: Comparison, ranks: list[Facts], reference: list[Facts]) -> None:
     """The rate that a strategy reports, and those that every rank's optimizer stepped with, in all parameter groups."""
-    differences = []
+    places = []
     for index, expected in enumerate(reference):
         for number, rank in enumerate(ranks):
-            if index >= len(rank["steps"]):
-                continue
-            step = rank["steps"][index]
-            if not (step["used"] or step["skipped"]):
-                comparison.require("learning rate", f"step {index + 1}, used by rank {number}", "one", "none")
-            for lr in [step["lr"], *step["used"]]:
-                differences.append((abs(lr - expected["lr"]), f"step {index + 1}, rank {number}", expected["lr"], lr))
-    comparison.note("learning rate", differences, RATE_BOUND)
+            for step in rank["steps"][index : index + 1]:
+                if not (step["used"] or step["skipped"]):
+                    comparison.require("learning rate", f"step {index + 1}, used by rank {number}", "one", "none")
+                rates = [step["lr"], *step["used"]]
+                places += [(f"step {index + 1}, rank {number}", expected["lr"], lr) for lr in rates]
+    comparison.note("learning rate", places, RATE_BOUND)
 
 
 def _check_validation(comparison: Comparison, ranks: list[Facts], reference: list[Facts], bounds: Bounds) -> None:
     """Every rank's mean loss over all targets of the validation file, and their number."""
-    differences = []
+    places = []
     for number, rank in enumerate(ranks):
         comparison.require("validations", f"of rank {number}", len(reference), len(rank["validations"]))
         for expected, actual in zip(reference, rank["validations"], strict=False):
             where = f"step {expected['after_step']}, rank {number}"
             comparison.require("validation targets", where, expected["targets"], actual["targets"])
-            difference = float("inf") if actual["loss"] is None else abs(actual["loss"] - expected["loss"])
-            differences.append((difference, where, expected["loss"], actual["loss"]))
-    comparison.note("validation loss", differences, bounds.validation)
+            places.append((where, expected["loss"], actual["loss"]))
+    comparison.note("validation loss", places, bounds.validation)
 
 
-def _numbers(pairs: list[tuple[Facts, Facts]], key: str, *, relative: bool) -> list[tuple[float, str, Any, Any]]:
-    differences = []
-    for step, (one, two) in enumerate(pairs, start=1):
-        expected, actual = one[key], two[key]
-        if actual is None:  # it was not finite
-            differences.append((float("inf"), f"step {step}", expected, actual))
-            continue
-        difference = abs(actual - expected) / (abs(expected) if relative else 1.0)
-        differences.append((difference, f"step {step}", expected, actual))
-    return differences
-
-
-def _tensors(expected: dict[str, Tensor], actual: dict[str, Tensor]) -> Iterator[tuple[float, str, float, float]]:
-    """Relative L2 distance per parameter, and both norms."""
-    for name, one in expected.items():
-        two = actual.get(name)
-        if two is None:
-            continue  # the comparison of names reports it
-        size, other = (float(torch.linalg.vector_norm(value.double())) for value in (one, two))
-        if two.shape != one.shape:
-            yield float("inf"), f"{name}, shape {tuple(two.shape)} instead of {tuple(one.shape)}", size, other
-            continue
-        distance = float(torch.linalg.vector_norm(two.double() - one.double()))
-        yield (distance / size if size else distance), name, size, other
-
-
-def _seen(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+def _seen(tensors: dict[str, Tensor], kind: str) -> dict[str, Tensor]:
     """The part of every weight that affects the loss: all but the keys' biases, the middle third of ``(3C,)``.
 
     Softmax ignores what all keys share, so the gradient of these biases is only rounding error. Adam takes full steps
     along it, so these biases end at arbitrary values in every precision.
     """
-    return {name: _without_keys(value) if name.endswith("attn.qkv.bias") else value for name, value in weights.items()}
-
-
-def _without_keys(bias: Tensor) -> Tensor:
-    queries, _, values = bias.tensor_split(3)
-    return torch.cat([queries, values])
+    if kind == GRADIENT:
+        return tensors
+    biases = {name: value.tensor_split(3) for name, value in tensors.items() if name.endswith("attn.qkv.bias")}
+    return tensors | {name: torch.cat([queries, values]) for name, (queries, _, values) in biases.items()}
 
 
 def _check_samples(comparison: Comparison, ranks: list[Facts], reference: list[Facts]) -> None:
     """Together the data ranks read each of the reference's samples once; peers of one data rank read the same."""
-    shares: dict[int, list[tuple[int, Facts]]] = {}
-    for number, rank in enumerate(ranks):
-        shares.setdefault(rank["data_rank"], []).append((number, rank))
     for index, step in enumerate(reference):
-        together: Counter[str] = Counter()
-        for data_rank, peers in shares.items():
-            taken = [(number, rank["steps"][index]["samples"]) for number, rank in peers if len(rank["steps"]) > index]
-            taken = [(number, samples) for number, samples in taken if samples]  # middle stages of a pipeline read none
-            for number, samples in taken[1:]:
-                where = f"step {index + 1}, rank {number} beside rank {taken[0][0]} of data rank {data_rank}"
-                comparison.require("samples", where, taken[0][1], samples)
-            together.update(taken[0][1] if taken else [])
-        comparison.require("samples", f"step {index + 1}", step["samples"], sorted(together.elements()))
-
-
-def _check_ranks_agree(comparison: Comparison, ranks: list[Facts]) -> None:
-    """Every rank reports the same loss, norm, learning rate and skipped steps."""
-    for number, rank in enumerate(ranks[1:], start=1):
-        for index, (one, two) in enumerate(zip(ranks[0]["steps"], rank["steps"], strict=False), start=1):
-            for key in ("loss", "grad_norm", "lr", "skipped"):
-                comparison.require("reports of all ranks", f"step {index}, {key} of rank {number}", one[key], two[key])
+        readers: dict[int, tuple[int, list[str]]] = {}  # by data rank: the first rank that reads, and its samples
+        for number, rank in enumerate(ranks):
+            samples = rank["steps"][index]["samples"] if len(rank["steps"]) > index else []
+            if not samples:  # middle stages of a pipeline read none
+                continue
+            first, same = readers.setdefault(rank["data_rank"], (number, samples))
+            where = f"step {index + 1}, rank {number} beside rank {first} of data rank {rank['data_rank']}"
+            comparison.require("samples", where, same, samples)
+        together = sorted(sample for _, samples in readers.values() for sample in samples)
+        comparison.require("samples", f"step {index + 1}", step["samples"], together)
 
 
 def _check_replicas(comparison: Comparison, ranks: list[Facts], replicas: str, *, names: set[str]) -> None:
     """Ranks that hold a weight whole hold the same bits, and every rank holds as many as its strategy says."""
     holders: dict[str, tuple[int, list[Any]]] = {}
-    shared = 0
     for number, rank in enumerate(ranks):
         for name, value in rank["replicas"].items():
-            if name not in holders:
-                holders[name] = (number, value)
-                continue
-            first, expected = holders[name]
-            shared += 1
+            first, expected = holders.setdefault(name, (number, value))
             where = f"{name} of rank {number} beside rank {first}"
             comparison.require("replicated weights", where, expected, value)
         if replicas == "all":
             on_rank = len(names & rank["replicas"].keys())
             comparison.require("replicated weights", f"number held by rank {number}", len(names), on_rank)
     if replicas == "some" and len(ranks) > 1:
-        comparison.require("replicated weights", "any held by two ranks", True, shared > 0)
+        shared = sum(len(rank["replicas"]) for rank in ranks) > len(holders)
+        comparison.require("replicated weights", "any held by two ranks", True, shared)

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from dsgpt.benchmarks.cells import NARROW, Shape
-from dsgpt.benchmarks.frame import Record, Suite, SuiteOptions, only_flag, selected
+from dsgpt.benchmarks.frame import Record, Suite, SuiteOptions, made_from, only_flag, section, selected
 from dsgpt.benchmarks.launch import shape_values, training_words
 from dsgpt.common.command_line import COUNT, flag
 from dsgpt.common.files import write_json_atomic
-from dsgpt.common.text import counted, machine_words, megabytes, table
+from dsgpt.common.text import counted, megabytes
 from dsgpt.config.recipe import merged, sound_recipe
 from dsgpt.machine.launcher import LAUNCHERS
 from dsgpt.planner.setup import Setup
@@ -140,196 +140,64 @@ class PlanCell:
         return training_words(values | ({"activation_checkpointing": True} if self.checkpointing else {}))
 
 
-def _zero(stage: int, shape: Shape, precision: str, micro: int, **more: Any) -> PlanCell:
-    changes = {"zero_optimization": {"reduce_bucket_size": BUCKET}} if stage else {}
-    recipe = f"zero{stage}.json"
-    return PlanCell(
-        **{"strategy": f"zero{stage}", "recipe": recipe, "changes": changes} | more,
-        shape=shape,
-        precision=precision,
-        micro=micro,
-    )
-
-
-def _torch(name: str, shape: Shape, precision: str, micro: int, **more: Any) -> PlanCell:
-    return PlanCell(
-        strategy=name,
-        run_type=name,
-        ranks=1 if name == "baseline" else 2,
-        shape=shape,
-        precision=precision,
-        micro=micro,
-        **more,
-    )
-
-
-def _split(name: str, shape: Shape, precision: str, micro: int, **more: Any) -> PlanCell:
-    """Two ranks that share a copy of the model."""
-    changes = {"zero_optimization": {"reduce_bucket_size": BUCKET}}
-    settings: dict[str, Any] = {"strategy": name, "recipe": f"{name}.json", "copy": 2, "changes": changes}
-    return PlanCell(**settings | more, shape=shape, precision=precision, micro=micro)
-
-
-def _cells() -> Iterator[PlanCell]:
-    yield _torch("baseline", NARROW, "fp32", 8)
-    yield _torch("baseline", NARROW, "bf16", 4)
-    yield _torch("baseline", NARROW, "fp32", 8, checkpointing=True)
-    yield _torch("baseline", NARROW, "bf16", 1, accumulation=2)
-    yield _torch("baseline", TINY, "bf16", 4)
-    yield _torch("baseline", TINY, "fp32", 2, checkpointing=True)
-    yield _torch("baseline", WIDE, "fp32", 1)
-    yield _torch("ddp", NARROW, "fp32", 4)
-    yield _torch("ddp", NARROW, "bf16", 1, accumulation=2)
-    yield _torch("ddp", WIDE, "bf16", 2)
-    yield _torch("fsdp", NARROW, "fp32", 4)
-    yield _torch("fsdp", NARROW, "bf16", 4)
-    yield _torch("fsdp", WIDE, "fp32", 1, accumulation=2)
-    yield _torch("fsdp", TINY, "bf16", 2, checkpointing=True)
-    yield _zero(0, NARROW, "fp32", 4)
-    yield _zero(0, WIDE, "bf16", 1, accumulation=2)
-    yield _zero(1, NARROW, "fp32", 4, ranks=1)
-    yield _zero(1, NARROW, "fp32", 4)
-    yield _zero(1, NARROW, "bf16", 4)
-    yield _zero(1, TINY, "bf16", 2, accumulation=2)
-    yield _zero(2, NARROW, "fp32", 4)
-    yield _zero(2, NARROW, "bf16", 1, accumulation=2)
-    yield _zero(2, WIDE, "fp32", 1, changes={}, note="bucket as shipped")
-    yield _zero(3, NARROW, "fp32", 4)
-    yield _zero(3, NARROW, "bf16", 1)
-    yield _zero(3, WIDE, "fp32", 2, checkpointing=True)
-    yield _split("tensor", NARROW, "fp32", 4)
-    yield _split("tensor", WIDE, "bf16", 2)
-    yield _split("sequence", NARROW, "fp32", 4)
-    yield _split("sequence", WIDE, "bf16", 2)
-    yield _split("pipeline", NARROW, "fp32", 4, accumulation=4)
-    yield _split("pipeline", WIDE, "bf16", 1, accumulation=4)
-    yield _zero(2, NARROW, "fp32", 4, strategy="zero2-offload", recipe="zero2_offload.json")
-    yield _zero(3, NARROW, "bf16", 2, strategy="zero3-offload", recipe="zero3_offload.json")
+def _cell(strategy: str, shape: Shape, precision: str, micro: int, **more: Any) -> PlanCell:
+    """With the shipped recipe of that name. Tensor, sequence and pipeline ranks share a copy of the model."""
+    settings: dict[str, Any] = {"copy": 2 if strategy in {"tensor", "sequence", "pipeline"} else 1}
+    if strategy in LAUNCHERS:
+        settings |= {"run_type": strategy, "ranks": 1 if strategy == "baseline" else 2}
+    else:
+        settings["recipe"] = f"{strategy.replace('-', '_')}.json"
+        settings["changes"] = {"zero_optimization": {"reduce_bucket_size": BUCKET}} if strategy != "zero0" else {}
+    return PlanCell(**settings | more, strategy=strategy, shape=shape, precision=precision, micro=micro)
 
 
 def cells() -> list[PlanCell]:
     """All cells, in the order of the page. Every second one may be fitted to."""
-    return [replace(cell, fit=number % 2 == 0) for number, cell in enumerate(_cells())]
+    every = (
+        _cell("baseline", NARROW, "fp32", 8),
+        _cell("baseline", NARROW, "bf16", 4),
+        _cell("baseline", NARROW, "fp32", 8, checkpointing=True),
+        _cell("baseline", NARROW, "bf16", 1, accumulation=2),
+        _cell("baseline", TINY, "bf16", 4),
+        _cell("baseline", TINY, "fp32", 2, checkpointing=True),
+        _cell("baseline", WIDE, "fp32", 1),
+        _cell("ddp", NARROW, "fp32", 4),
+        _cell("ddp", NARROW, "bf16", 1, accumulation=2),
+        _cell("ddp", WIDE, "bf16", 2),
+        _cell("fsdp", NARROW, "fp32", 4),
+        _cell("fsdp", NARROW, "bf16", 4),
+        _cell("fsdp", WIDE, "fp32", 1, accumulation=2),
+        _cell("fsdp", TINY, "bf16", 2, checkpointing=True),
+        _cell("zero0", NARROW, "fp32", 4),
+        _cell("zero0", WIDE, "bf16", 1, accumulation=2),
+        _cell("zero1", NARROW, "fp32", 4, ranks=1),
+        _cell("zero1", NARROW, "fp32", 4),
+        _cell("zero1", NARROW, "bf16", 4),
+        _cell("zero1", TINY, "bf16", 2, accumulation=2),
+        _cell("zero2", NARROW, "fp32", 4),
+        _cell("zero2", NARROW, "bf16", 1, accumulation=2),
+        _cell("zero2", WIDE, "fp32", 1, changes={}, note="bucket as shipped"),
+        _cell("zero3", NARROW, "fp32", 4),
+        _cell("zero3", NARROW, "bf16", 1),
+        _cell("zero3", WIDE, "fp32", 2, checkpointing=True),
+        _cell("tensor", NARROW, "fp32", 4),
+        _cell("tensor", WIDE, "bf16", 2),
+        _cell("sequence", NARROW, "fp32", 4),
+        _cell("sequence", WIDE, "bf16", 2),
+        _cell("pipeline", NARROW, "fp32", 4, accumulation=4),
+        _cell("pipeline", WIDE, "bf16", 1, accumulation=4),
+        _cell("zero2-offload", NARROW, "fp32", 4),
+        _cell("zero3-offload", NARROW, "bf16", 2),
+    )
+    return [replace(cell, fit=number % 2 == 0) for number, cell in enumerate(every)]
 
 
 Figures = Mapping[str, Any]
 
-# Which setup the planner would choose among cells of the same work, beside the one that was the fastest.
-
 LEAST = 3
-"""Cells that make a choice."""
+"""Cells of the same work from which the planner would choose."""
 MOST_SLOWER = 0.05
-"""Goal: the chosen setup is at most this much slower than the fastest."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Choice:
-    """The cells of one work."""
-
-    work: str
-    cells: int
-    chosen: Figures
-    """With the shortest predicted step."""
-    fastest: Figures
-    """With the shortest measured step."""
-
-    @property
-    def slower(self) -> float:
-        """The share by which the chosen setup took longer than the fastest."""
-        share: float = self.chosen["step_seconds"]["measured"] / self.fastest["step_seconds"]["measured"] - 1
-        return share
-
-
-def choices(measured: Sequence[Figures]) -> Iterator[Choice]:
-    """A choice for all cells that train the same model with the same global batch."""
-    by_work = defaultdict(list)
-    for result in measured:
-        work, times = result["work"], result["step_seconds"]
-        if times["measured"] is not None and times["predicted"] is not None:
-            sequences = f"{work['global_batch_size']} sequences of {work['seq_length']}"
-            words = [work["model"]["name"], work["precision"], sequences]
-            by_work[", ".join(words + ["checkpointing"] * work["activation_checkpointing"])].append(result)
-    for name, results in by_work.items():
-        if len(results) >= LEAST:
-            chosen, fastest = (
-                min(results, key=lambda result: float(result["step_seconds"][kind]))
-                for kind in ("predicted", "measured")
-            )
-            yield Choice(work=name, cells=len(results), chosen=chosen, fastest=fastest)
-
-
-def choice_table(measured: Sequence[Figures]) -> str:
-    """The choices as a table; empty if there is none."""
-    rows = [
-        [
-            choice.work,
-            str(choice.cells),
-            *(
-                f"{one['title'].partition(',')[0]}: {one['step_seconds']['measured']:.3f} s"
-                for one in (choice.chosen, choice.fastest)
-            ),
-            f"{choice.slower:.1%}" if choice.slower <= MOST_SLOWER else f"**{choice.slower:.1%}**",
-        ]
-        for choice in choices(measured)
-    ]
-    if not rows:
-        return ""
-    head = (
-        "Cells that do the same work: the one with the shortest predicted step, and the one with the shortest measured "
-        f"step. Both times are measured. Goal: at most {MOST_SLOWER:.0%} slower.\n\n"
-    )
-    return head + table(["work", "setups", "predicted to be the fastest", "the fastest", "slower by"], rows)
-
-
-METHOD = (
-    (
-        "The model",
-        """A prediction is the largest of the moments of a step after the first. At each, what exists is added up:
-
-* with ZeRO-3, **the end of the forward pass**: gathered weights, which exist twice while they are taken apart;
-* **the loss**: all kept activations, the logits of a chunk of tokens, and the gradient of the head, which the fused
-  loss computes at once;
-* **the backward pass**: at its beginning the kept activations and the gradient of a block's widest layer;
-* **the reduction of gradients**. At the end those of all blocks and of the embedding's lookup, which is dense. With
-  ZeRO-2 and 3 and with FSDP earlier, from a copy, whenever a bucket is full or a block is done;
-* **the optimizer's step**: gradients and their copies, as `planner/memory.py` describes for each strategy.
-
-Model state comes from `planner/strategies.py`, which is exact. What a block keeps is counted in units of the residual
-stream, u = tokens x width x bytes of a number. The attention's half has 1 for the output of its LayerNorm, 3 for
-queries, keys and values, 1 for its output, 1 for the residual sum after it. The MLP's half has 1 for the output of its
-LayerNorm, 4 for the inner layer before GELU and 4 after, 1 for the block's output. That is **16u**, besides 4 bytes of
-statistics per token and head, and per token and LayerNorm. Korthikanti et al. (arXiv 2205.05198, section 4.1) have 34
-where this has 16, and a term that is quadratic in the tokens. The 34 are bytes per element in 16-bit precision: 16
-numbers of 2 bytes, the same as here, and 1 byte each for two dropout masks, which do not exist without dropout. The
-quadratic term is that of the attention's scores, their softmax and its mask, of which the fused attention keeps only
-one number per token and head.
-
-With T tensor ranks the inner parts of attention and MLP, 12 of the 16, are divided by T. With sequence ranks the tokens
-are divided, and the attention's output is kept before and after the all-to-all, 1u more. A pipeline stage keeps the
-activations of as many micro batches as stages follow it, and its own. With activation checkpointing a block keeps
-1u, and one block at a time is computed again.
-
-DeepSpeed allocates its reduce bucket at its full size before the first gradient comes. A run gives it the recipe's
-`reduce_bucket_size`, at most the number of the model's parameters, and the prediction has the same number.""",
-    ),
-    (
-        "The measurement",
-        """Every cell is a training by the product's own code, in real processes. `4 x 256` is a model of 4 blocks of
-width 256, and B the sequences of a micro batch. The third step is recorded with `torch.profiler`, which notes every
-allocation and release of a tensor from before the strategy is built; the peak is the largest sum within the step.
-Memory that gloo frees in its own threads is invisible to the profiler, so each rank waits 10 ms after each collective
-and frees it itself. On a CPU, offloaded state is in the same memory as everything else, and the prediction for a CPU
-counts it; on a GPU it does not. PyTorch's `MemTracker` is a second witness in cells of one process and one micro batch;
-it is told of the model state, and follows other tensors from the dispatcher. Step times are measured in other
-processes, without a profiler, in rounds in which all cells take turns.
-
-No GPU took part. For one, the same tensors as here are assumed, and fused attention that keeps what the CPU's does.
-Chunks of the loss have 256 instead of 32 million logits, with the softmax over a whole chunk. The allocator's rounding
-and fragmentation, CUDA's context (about 0.5 GB), cuBLAS's workspaces and NCCL's buffers are not in the prediction.""",
-    ),
-)
-
-
+"""Goal: the setup that it would choose is at most this much slower than the fastest."""
 MOST_OFF = 0.10
 """Goal: a predicted peak is at most this share away from the measured one."""
 MOST_UNDER = 0.03
@@ -354,47 +222,32 @@ def plan_page(record: Record, *, source: str) -> str:
         record: as ``dsgpt.benchmarks.plan`` makes it.
         source: the record's path, for the reader.
     """
-    hardware, env = record["hardware"], record["env"]
     measured = [result for result in record["cells"] if result["status"] == "done"]
     head = f"""# What the planner predicts, and what is measured
 
-Generated from `{source}` by
-`.venv/bin/python src/benchmark.py plan --table-from {source} --page docs/planner.md`;
-`.venv/bin/python src/benchmark.py plan` measures it on your machine.
-
 {_verdict(measured)}
 
-Machine: {machine_words(hardware)}; torch {env["torch_version"]}, DeepSpeed
-{env["deepspeed_version"]}. Commit `{record["git_commit"]}`, {record["timestamp_utc"]}."""
-    sections = [
-        *METHOD,
-        ("Peak memory, predicted and measured", _memory_table(measured)),
-        ("What the peaks consist of", _parts_table(measured)),
-        ("DeepSpeed's estimator", _estimates(measured)),
-        ("Bytes sent in a step", _traffic_table(measured)),
-        ("Step time", _time_table(measured) + _fit(record)),
-        ("The choice", choice_table(measured)),
-        ("Cells that failed", "\n".join(f"* {why}" for result in record["cells"] for why in failed(result))),
+[How memory is predicted, and how it was measured](planner-method.md).
+
+{made_from(record, source=source, name="plan", page="planner")}"""
+    troubles = [f"* {why}" for result in record["cells"] for why in failed(result)]
+    parts = [
+        head,
+        _memory(measured),
+        _parts(measured),
+        _estimates(measured),
+        _traffic(measured),
+        _times(measured, record["factors"]),
+        _choices(measured),
+        "\n".join(["## Cells that failed\n", *troubles]) if troubles else "",
     ]
-    return "\n".join([head, *(f"\n## {title}\n\n{text}" for title, text in sections if text), ""])
+    return "\n\n".join(filter(None, parts)) + "\n"
 
 
 def summary_lines(record: Record) -> list[str]:
     """The verdict, for a console."""
     measured = [result for result in record["cells"] if result["status"] == "done"]
     return _verdict(measured).splitlines()
-
-
-def line_of(result: Figures) -> str:
-    """A cell in one line."""
-    if result["status"] != "done":
-        return f"{result['title']}: {result['status'].upper()}: {result['message'].splitlines()[0]}"
-    worst = largest(result)
-    predicted, measured = worst["predicted"]["total"], worst["measured"]
-    mark = ", OUTSIDE" if failed(result) else ""
-    return (
-        f"{result['title']}: peak {measured / 1e6:,.1f} MB, predicted {predicted / 1e6:,.1f} MB ({_off(worst)}){mark}"
-    )
 
 
 def largest(result: Figures) -> Mapping[str, Any]:
@@ -445,7 +298,7 @@ and bytes of model state and bytes sent exact. Median distance {middle:.1%}; low
 ({high["title"]}, rank {over["rank"]}). Bytes sent are exact in {exact} of {len(measured)} cells."""
 
 
-def _memory_table(measured: Sequence[Figures]) -> str:
+def _memory(measured: Sequence[Figures]) -> str:
     rows = []
     for result in measured:
         worst = largest(result)
@@ -456,100 +309,100 @@ def _memory_table(measured: Sequence[Figures]) -> str:
                 megabytes(worst["predicted"]["total"]),
                 megabytes(worst["measured"]),
                 _off(worst),
-                ", ".join(_off(rank) for rank in result["peak_memory"] if rank is not worst) or None,
+                ", ".join(_off(rank) for rank in result["peak_memory"] if rank is not worst),
                 None if witness is None else f"{megabytes(witness)} ({witness / worst['measured'] - 1:+.1%})",
                 MOMENTS[worst["predicted"]["moment"]],
             ]
         )
     header = ["cell", "predicted, MB", "measured, MB", "off", "other ranks", "MemTracker, MB", "predicted at"]
-    return table(header, rows)
+    return section("Peak memory, predicted and measured", header, rows)
 
 
-def _parts_table(measured: Sequence[Figures]) -> str:
-    parts = list(measured[0]["peak_memory"][0]["predicted"]["parts"]) if measured else []
-    used = [part for part in parts if any(largest(result)["predicted"]["parts"][part] for result in measured)]
-    rows = []
-    for result in measured:
-        sizes = [largest(result)["predicted"]["parts"][part] for part in used]
-        rows.append([result["title"], *(megabytes(size) if size else None for size in sizes)])
-    return "MB of the predicted peak; [records.md](records.md#predicted-memory) says what each part is.\n\n" + table(
-        ["cell", *(part.replace("_", " ") for part in used)], rows
-    )
+def _parts(measured: Sequence[Figures]) -> str:
+    parts = {result["title"]: largest(result)["predicted"]["parts"] for result in measured}
+    used = [name for name in next(iter(parts.values()), {}) if any(sizes[name] for sizes in parts.values())]
+    rows = [
+        [title, *(megabytes(sizes[name]) if sizes[name] else None for name in used)] for title, sizes in parts.items()
+    ]
+    text = "MB of the predicted peak; [records.md](records.md#predicted-memory) says what each part is."
+    header = ["cell", *(name.replace("_", " ") for name in used)]
+    return section("What the peaks consist of", header, rows, text=text)
 
 
 def _estimates(measured: Sequence[Figures]) -> str:
-    rows = []
-    for result in measured:
-        estimate, worst = result["estimate_bytes"], largest(result)
-        if estimate is not None:
-            off = estimate / worst["measured"] - 1
-            rows.append([result["title"], megabytes(estimate), f"{off:+.0%}", _off(worst)])
-    if not rows:
-        return ""
+    rows = [
+        [result["title"], megabytes(estimate), f"{estimate / worst['measured'] - 1:+.0%}", _off(worst)]
+        for result in measured
+        if (estimate := result["estimate_bytes"]) is not None and (worst := largest(result))
+    ]
     text = """`estimate_zero2_model_states_mem_needs` and its counterpart for stage 3 know the number of parameters and
-of ranks. They leave out activations, logits and buckets, and count fp32 models as if they were trained in fp16.
+of ranks. They leave out activations, logits and buckets, and count fp32 models as if they were trained in fp16."""
+    header = ["cell", "DeepSpeed's estimate, MB", "off the measured peak", "this planner"]
+    return section("DeepSpeed's estimator", header, rows, text=text)
 
-"""
-    return text + table(["cell", "DeepSpeed's estimate, MB", "off the measured peak", "this planner"], rows)
 
-
-def _traffic_table(measured: Sequence[Figures]) -> str:
+def _traffic(measured: Sequence[Figures]) -> str:
     rows = []
     for result in measured:
         sent = result["ring_bytes"]
         most = "**not known**" if sent["measured"] is None else f"**{megabytes(max(sent['measured']))}**"
         if result["ranks"] > 1:
             rows.append([result["title"], megabytes(max(sent["predicted"])), "the same" if _exact(sent) else most])
-    if not rows:
-        return ""
     text = f"""Of the rank that sends most, if collectives are rings. The formulas leave out losses, norms and counters,
-at most {LEFT_OUT_BYTES} bytes a step.
-
-"""
-    return text + table(["cell", "predicted, MB of a rank", "measured"], rows)
+at most {LEFT_OUT_BYTES} bytes a step."""
+    return section("Bytes sent in a step", ["cell", "predicted, MB of a rank", "measured"], rows, text=text)
 
 
-def _time_table(measured: Sequence[Figures]) -> str:
-    rows = []
+def _times(measured: Sequence[Figures], factors: Mapping[str, Any] | None) -> str:
+    """Step times, and how far predictions are off where nothing was fitted; without rounds there are none."""
+    rows, off = [], []
     for result in measured:
         times = result["step_seconds"]
         if times["measured"] is None:
             continue
-        predicted = times["predicted"]
-        off = None if predicted is None else f"{predicted / times['measured'] - 1:+.0%}"
-        fit = "fitted" if result["fit"] else "tested"
-        rows.append([result["title"], f"{times['measured']:.3f}", predicted and f"{predicted:.3f}", off, fit])
-    if not rows:
-        return ""
-    return f"{_time_verdict(measured)}{table(['cell', 'measured, s', 'predicted, s', 'off', 'used as'], rows)}"
+        row = [result["title"], f"{times['measured']:.3f}", None, None, "fitted" if result["fit"] else "tested"]
+        if times["predicted"] is not None:
+            distance = times["predicted"] / times["measured"] - 1
+            row[2:4] = f"{times['predicted']:.3f}", f"{distance:+.0%}"
+            off += [] if result["fit"] else [abs(distance)]
+        rows.append(row)
+    text = "Medians, each rank with one thread."
+    if off:
+        text += (
+            f" Of the {len(off)} cells that nothing was fitted to, the median error is {statistics.median(off):.0%} "
+            f"(goal {MEDIAN_OFF_TIME:.0%}), the largest {max(off):.0%} (goal {MOST_OFF_TIME:.0%})."
+        )
+    if factors:
+        compute = ", ".join(f"{factor:.2f} in {precision}" for precision, factor in factors["compute"].items())
+        text += (
+            f" Fitted to {factors['steps']} cells: computation takes {compute} times as long as the calibrated rates "
+            f"say, communication {factors['communication']:.2f} times. Calibration and factors are in the record."
+        )
+    return section("Step time", ["cell", "measured, s", "predicted, s", "off", "used as"], rows, text=text)
 
 
-def _fit(record: Record) -> str:
-    """The factors that were fitted; empty without predictions."""
-    factors = record["factors"]
-    if factors is None:
-        return ""
-    compute = ", ".join(f"{factor:.2f} in {precision}" for precision, factor in factors["compute"].items())
-    return (
-        f"\n\nFitted to {factors['steps']} cells: computation takes {compute} times as long as the calibrated rates "
-        f"say, communication {factors['communication']:.2f} times. Calibration and factors are in the record."
-    )
-
-
-def _time_verdict(measured: Sequence[Figures]) -> str:
-    """The errors of predicted step times of the cells that nothing was fitted to; empty without predictions."""
-    off = [
-        abs(times["predicted"] / times["measured"] - 1)
-        for result in measured
-        if not result["fit"] and (times := result["step_seconds"])["predicted"] and times["measured"]
-    ]
-    if not off:
-        return "Medians, each rank with one thread. No cell of this record has a predicted time.\n\n"
-    return (
-        f"Medians, each rank with one thread. Of the {len(off)} cells that nothing was fitted to, the median error is "
-        f"{statistics.median(off):.0%} (goal {MEDIAN_OFF_TIME:.0%}), the largest {max(off):.0%} "
-        f"(goal {MOST_OFF_TIME:.0%}).\n\n"
-    )
+def _choices(measured: Sequence[Figures]) -> str:
+    """Of the cells with the same model and global batch: what the planner would choose, and what was the fastest."""
+    by_work = defaultdict(list)
+    for result in measured:
+        work, times = result["work"], result["step_seconds"]
+        if times["measured"] is not None and times["predicted"] is not None:
+            sequences = f"{work['global_batch_size']} sequences of {work['seq_length']}"
+            words = [work["model"]["name"], work["precision"], sequences]
+            by_work[", ".join(words + ["checkpointing"] * work["activation_checkpointing"])].append(result)
+    rows = []
+    for name, results in by_work.items():
+        if len(results) >= LEAST:
+            two = [min(results, key=lambda one: float(one["step_seconds"][kind])) for kind in ("predicted", "measured")]
+            chosen, fastest = (one["step_seconds"]["measured"] for one in two)
+            slower = f"{chosen / fastest - 1:.1%}"
+            slower = slower if chosen / fastest - 1 <= MOST_SLOWER else f"**{slower}**"
+            setups = (f"{one['title'].partition(',')[0]}: {one['step_seconds']['measured']:.3f} s" for one in two)
+            rows.append([name, len(results), *setups, slower])
+    text = f"""Cells that do the same work: the one with the shortest predicted step, and the one with the shortest
+measured step. Both times are measured. Goal: at most {MOST_SLOWER:.0%} slower."""
+    header = ["work", "setups", "predicted to be the fastest", "the fastest", "slower by"]
+    return section("The choice", header, rows, text=text)
 
 
 # The suite.
@@ -604,7 +457,12 @@ examples:
         return self._suite.run(self._cells)
 
     def line(self, result: Result, *, count: str, left: str) -> str:
-        return f"{count} {line_of(result)}{left}"
+        if result["status"] != "done":
+            return f"{count} {result['title']}: {result['status'].upper()}: {result['message'].splitlines()[0]}{left}"
+        worst = largest(result)
+        predicted, measured = worst["predicted"]["total"], worst["measured"]
+        peak = f"peak {measured / 1e6:,.1f} MB, predicted {predicted / 1e6:,.1f} MB ({_off(worst)})"
+        return f"{count} {result['title']}: {peak}{', OUTSIDE' if failed(result) else ''}{left}"
 
     def record(self, results: Sequence[Result]) -> Record:
         return {

@@ -124,11 +124,13 @@ class PlanSuite:
         head |= {"fit": cell.fit, "work": cell.work, "status": end.status, "message": end.message}
         if end.status != "done":
             return head
-        setup = self._setups[cell.key]
+        setup, cost = self._setups[cell.key], end.ranks[0]["cost"]
+        state, traffic = cost["model_state_bytes_per_rank"], cost["communication_per_step"]
+        sent = [sent_bytes(setup, rank=rank) for rank in range(setup.world_size)]
         return head | {
             "peak_memory": [_of_rank(setup, rank, facts) for rank, facts in enumerate(end.ranks)],
-            "model_state": _state(setup, end.ranks[0]["cost"]),
-            "ring_bytes": _sent(setup, end.ranks[0]["cost"]),
+            "model_state": {"measured": state["total"], "predicted": model_state(setup, rank=state["rank"]).total},
+            "ring_bytes": {"measured": traffic and traffic["ring_bytes_by_rank"], "predicted": sent},
             "estimate_bytes": end.ranks[0].get("estimate_bytes"),
             "step_seconds": {
                 "rounds": [list(seconds) for seconds in rounds],
@@ -153,19 +155,6 @@ def _of_rank(setup: Setup, rank: int, facts: dict[str, Any]) -> dict[str, Any]:
         "predicted": predicted.as_dict(),
         "ratio": predicted.total / facts["peak_bytes"],
     }
-
-
-def _state(setup: Setup, cost: dict[str, Any]) -> dict[str, Any]:
-    """Bytes of model state of the rank that holds most."""
-    measured = cost["model_state_bytes_per_rank"]
-    return {"measured": measured["total"], "predicted": model_state(setup, rank=measured["rank"]).total}
-
-
-def _sent(setup: Setup, cost: dict[str, Any]) -> dict[str, Any]:
-    """Bytes that every rank sends in a step."""
-    traffic = cost["communication_per_step"]
-    predicted = [sent_bytes(setup, rank=rank) for rank in range(setup.world_size)]
-    return {"measured": None if traffic is None else traffic["ring_bytes_by_rank"], "predicted": predicted}
 
 
 def _estimate(setup: Setup) -> dict[str, Any] | None:

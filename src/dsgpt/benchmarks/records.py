@@ -6,6 +6,7 @@ ones, and their pages are made again. After an interruption, records that were r
 interrupted starts again.
 """
 
+import itertools
 import shutil
 import subprocess
 import sys
@@ -180,20 +181,11 @@ def remake_records(
 
 def _expected(records: Sequence[CommittedRecord], repository: Path) -> str:
     """How long it takes to make them, by the committed ones: ``about 14 min 02 s``."""
-    durations = [seconds for record in records if (seconds := _seconds(record, repository / REFERENCE)) is not None]
-    if not durations:
+    contents = [made for record in records for made in _contents(record, repository / REFERENCE) or [{}]]
+    seconds = [made.get("summary", {}).get("total_wall_time_sec", made.get("seconds")) for made in contents]
+    if not all(is_number(each) for each in seconds):
         return "nothing says how long it takes"
-    more = "" if len(durations) == len(records) else f", and {len(records) - len(durations)} that nothing says it of"
-    return f"about {duration(sum(durations))}{more}"
-
-
-def _seconds(record: CommittedRecord, folder: Path) -> float | None:
-    """What its making took; None if it does not say so, or cannot be read."""
-    parts = list[Any]()
-    for made in _contents(record, folder):
-        summary = made.get("summary")  # of a run
-        parts.append(summary.get("total_wall_time_sec") if isinstance(summary, dict) else made.get("seconds"))
-    return sum(parts) if parts and all(is_number(seconds) for seconds in parts) else None
+    return f"about {duration(sum(seconds))}"
 
 
 def _publish(records: Sequence[CommittedRecord], repository: Path, run: Runner) -> int:
@@ -220,12 +212,9 @@ def show_words(record: CommittedRecord, repository: Path) -> tuple[str, ...]:
     if record.name != DEMO:
         return record.show
     sweeps = sorted((repository / REFERENCE).glob(SWEEPS))
-    words = [word for sweep in sweeps for word in ("--sweep", f"{REFERENCE}/{sweep.name}")]
-    if (repository / REFERENCE / PLAN).is_file():
-        words += ["--plan", f"{REFERENCE}/{PLAN}"]
-    if (repository / REFERENCE / INFERENCE).is_file():
-        words += ["--inference", f"{REFERENCE}/{INFERENCE}"]
-    return (*record.show, *words)
+    shown = [("--sweep", sweep.name) for sweep in sweeps] + [("--plan", PLAN), ("--inference", INFERENCE)]
+    there = [(name, f"{REFERENCE}/{file}") for name, file in shown if (repository / REFERENCE / file).is_file()]
+    return (*record.show, *itertools.chain.from_iterable(there))
 
 
 def _copy(files: Mapping[str, str], source: Path, target: Path) -> None:

@@ -21,11 +21,11 @@ from dsgpt.benchmarks.cells import (
     by,
     executed_by,
 )
-from dsgpt.benchmarks.frame import Record, Suite, SuiteOptions, work_facts
+from dsgpt.benchmarks.frame import Record, Suite, SuiteOptions, made_from, section, troubles, work_facts
 from dsgpt.benchmarks.launch import IMPORTS, Assignment, RankEnd
 from dsgpt.common.command_line import COUNT, flag, switch
 from dsgpt.common.json_files import read_object
-from dsgpt.common.text import counted, machine_words, table
+from dsgpt.common.text import counted
 from dsgpt.record.schema import RECORD_FILE, STEPS_FILE, read_steps
 
 PAIRS, SEED = 30, 4
@@ -125,50 +125,33 @@ def resume_page(record: Record, *, source: str) -> str:
         record: as ``dsgpt.benchmarks.resume`` makes it.
         source: the record's path, for the reader.
     """
-    results = [*record["pairs"], *record["rewritten"]]
-    troubles = [
-        f"* {one['name']}: {STATUS_WORDS[one['status']]}: {one['message']}"
-        for one in results
-        if one["status"] != "passed"
-    ]
-    parts = [_head(record, source), _pairs(record), _rewritten(record)]
-    if troubles:
-        parts.append("## Not passed\n\n" + "\n".join(troubles))
-    return "\n\n".join(parts) + "\n"
+    work, pairs, rewritten = record["work"], record["pairs"], record["rewritten"]
+    passed = [sum(one["status"] == "passed" for one in results) for results in (pairs, rewritten)]
+    head = f"""# Any strategy resumes the run of any other
 
-
-def summary_lines(record: Record) -> list[str]:
-    """The table of pairs, for a console."""
-    return _pairs(record).removeprefix("## ").splitlines()
-
-
-def _head(record: Record, source: str) -> str:
-    hardware, env, work = record["hardware"], record["env"], record["work"]
-    pairs, rewritten = record["pairs"], record["rewritten"]
-    return f"""# Any strategy resumes the run of any other
-
-Generated from `{source}` by
-`.venv/bin/python src/benchmark.py resume --table-from {source} --page docs/resume.md`;
-`.venv/bin/python src/benchmark.py resume` runs it on your machine.
-
-* **{_passed(pairs)} of {len(pairs)} pairs**, drawn with seed {record["seed"]}: one strategy trains
+* **{passed[0]} of {len(pairs)} pairs**, drawn with seed {record["seed"]}: one strategy trains
   {work["saved"]} steps and saves, another one resumes with `--resume` for {work["steps"] - work["saved"]} more, on
   other ranks and with other accumulation. Every loss may differ by at most {record["bound"]:g} from that of an
   undisturbed baseline, at every step and in the validations after steps {work["saved"]} (before the target's first \
 step) to {work["steps"]}, every {work["validated_every"]}.
   They are of {work["validation_windows"]} sequences, which leave the last batch padded.
-* **{_passed(rewritten)} of {len(rewritten)} rewritings**: every strategy loads the same checkpoint and writes it
+* **{passed[1]} of {len(rewritten)} rewritings**: every strategy loads the same checkpoint and writes it
   again. The two checkpoints must be equal, byte for byte, and the ranks must compute with the checkpoint's weights,
   rounded to the precision. Validation loss of the loaded weights, against the baseline's:
   {_rewritten_validation(record)}.
 
-Machine: {machine_words(hardware)}; {hardware["device"]}. Python {env["python_version"]},
-torch {env["torch_version"]}, DeepSpeed {env["deepspeed_version"]}. Commit `{record["git_commit"]}`,
-{record["timestamp_utc"]}. It took {record["seconds"] / 60:.0f} minutes. Work: {work["global_batch_size"]} sequences of
-{work["seq_len"]} tokens per step, {work["model"]["num_layers"]} layers of width
-{work["model"]["embedding_size"]}, fp32, AdamW, dropout 0; the loss falls from
-{record["reference"]["first_loss"]:.3f} to
-{record["reference"]["last_loss"]:.3f}."""
+Work: {work["global_batch_size"]} sequences of {work["seq_len"]} tokens per step, {work["model"]["num_layers"]} layers
+of width {work["model"]["embedding_size"]}, fp32, AdamW, dropout 0; the loss falls from
+{record["reference"]["first_loss"]:.3f} to {record["reference"]["last_loss"]:.3f}.
+
+{made_from(record, source=source, name="resume")}"""
+    parts = [head, _pairs(record), _rewritten(record), troubles([*pairs, *rewritten], STATUS_WORDS)]
+    return "\n\n".join(filter(None, parts)) + "\n"
+
+
+def summary_lines(record: Record) -> list[str]:
+    """The table of pairs, for a console."""
+    return _pairs(record).removeprefix("## ").splitlines()
 
 
 def _rewritten_validation(record: Record) -> str:
@@ -182,10 +165,6 @@ def _rewritten_validation(record: Record) -> str:
     return ", ".join(parts) or "not measured"
 
 
-def _passed(results: list[dict[str, Any]]) -> int:
-    return sum(result["status"] == "passed" for result in results)
-
-
 def _pairs(record: Record) -> str:
     header = ["from", "to", "largest loss difference", "validation loss", "weights, relative", "equal"]
     rows = []
@@ -197,7 +176,7 @@ def _pairs(record: Record) -> str:
         facts = [pair["measured"].get(fact) for fact in ("loss", "validation loss", "weights")]
         figures = ["-" if fact is None else f"{fact:.1e}" for fact in facts]
         rows.append([*runs, *figures, STATUS_WORDS[pair["status"]]])
-    return f"## Pairs\n\n{table(header, rows)}"
+    return section("Pairs", header, rows)
 
 
 def _rewritten(record: Record) -> str:
@@ -209,7 +188,7 @@ def _rewritten(record: Record) -> str:
     )
     header = ["strategy", *(f"{counted(ranks, 'rank')}, {precision}" for ranks, precision in places)]
     rows = [[strategy, *(by_place.get(place, "") for place in places)] for strategy, by_place in groups.items()]
-    return f"## Rewritings\n\n{table(header, rows)}"
+    return section("Rewritings", header, rows)
 
 
 # The suite: source runs first, then resumes and rewritings, one launch for each number of ranks.

@@ -17,11 +17,10 @@ from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any
 
-from dsgpt.benchmarks.frame import Record, Suite, SuiteOptions, device_flag, span, span_words
+from dsgpt.benchmarks.frame import Record, Suite, SuiteOptions, device_flag, made_from, section, span, span_words
 from dsgpt.benchmarks.launch import train
 from dsgpt.common.command_line import POSITIVE, flag
 from dsgpt.common.files import write_json_atomic
-from dsgpt.common.text import machine_words, table
 from dsgpt.config.options import SAVE_MODES
 
 
@@ -32,51 +31,40 @@ def saving_page(record: Record, *, source: str) -> str:
         record: as ``dsgpt.benchmarks.saving`` makes it.
         source: the record's path, for the reader.
     """
-    hardware, work = record["hardware"], record["work"]
     size = record["figures"]["sync"]["bytes"]["median"] / 1e6
     saves = max(len(run["saves"]) for run in record["runs"])
     head = f"""# How long training waits for a checkpoint
 
-Generated from `{source}` by
-`.venv/bin/python src/benchmark.py saving --table-from {source} --page docs/saving.md`;
-`.venv/bin/python src/benchmark.py saving` measures it on your machine.
-
-The model `{work["model_size"]}` with {record["parameters"]:,} parameters, whose checkpoint has {size:,.0f} MB, is
-trained {record["rounds"]} times with `--save_mode sync` and {record["rounds"]} times with `async`, in turn;
-{saves} saves of each run count. With async, training waits **{record["ratio"]:.0%}** of the time that it
+The model `{record["work"]["model_size"]}` with {record["parameters"]:,} parameters, whose checkpoint has
+{size:,.0f} MB, is trained {record["rounds"]} times with `--save_mode sync` and {record["rounds"]} times with `async`,
+in turn; {saves} saves of each run count. With async, training waits **{record["ratio"]:.0%}** of the time that it
 waits with sync (medians; the goal is at most {record["ratio_bound"]:.0%}). An async save uses a core while training
 continues. If no core is free, the last column shows that.
 
-Machine: {machine_words(hardware)}; {hardware["device"]}. Commit `{record["git_commit"]}`, {record["timestamp_utc"]}."""
-    return "\n".join([head, "", "## Figures", "", *summary_lines(record), *_writers_words(record), ""])
+{made_from(record, source=source, name="saving")}"""
+    writers = section(
+        "Several writers",
+        ["processes", "until all have written, s (range)"],
+        [[count, span_words(seconds, ".2f")] for count, seconds in record.get("writers", {}).items()],
+        text=f"""The state of the same model, written by processes slowed down to {MB_PER_SEC} MB/s each. The time is
+that of the slowest, its hashes included.""",
+    )
+    return "\n\n".join(filter(None, [head, _modes(record), writers])) + "\n"
 
 
-def _writers_words(record: Record) -> list[str]:
-    """The section about several writers; none if the record is from before they were measured."""
-    if "writers" not in record:
-        return []
-    rows = [[count, span_words(seconds, ".2f")] for count, seconds in record["writers"].items()]
-    return [
-        *("", "## Several writers", ""),
-        f"The state of the same model, written by processes slowed down to {MB_PER_SEC} MB/s each. The time is",
-        "that of the slowest, its hashes included.",
-        *("", *table(["processes", "until all have written, s (range)"], rows).splitlines()),
-    ]
+def _modes(record: Record) -> str:
+    keys = {
+        "save_stall_sec": "training waits, s (range)",
+        "save_total_sec": "until published, s (range)",
+        "training_sec": "a run's steps and saves, s (range)",
+    }
+    rows = [[mode, *(span_words(figures[key], ".3f") for key in keys)] for mode, figures in record["figures"].items()]
+    return section("Figures", ["save mode", *keys.values()], rows)
 
 
 def summary_lines(record: Record) -> list[str]:
     """The table of both modes, for a console."""
-    header = [
-        "save mode",
-        "training waits, s (range)",
-        "until published, s (range)",
-        "a run's steps and saves, s (range)",
-    ]
-    rows = [
-        [mode, *(span_words(figures[key], ".3f") for key in ("save_stall_sec", "save_total_sec", "training_sec"))]
-        for mode, figures in record["figures"].items()
-    ]
-    return table(header, rows).splitlines()
+    return _modes(record).removeprefix("## Figures\n\n").splitlines()
 
 
 SCHEMA_VERSION = "1.0"
