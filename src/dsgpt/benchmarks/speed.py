@@ -25,6 +25,7 @@ from dsgpt.data.token_file import TokenFileWriter, open_token_file
 from dsgpt.machine.launcher import launcher_command
 from dsgpt.machine.topology import free_port
 from dsgpt.model.config import PRESETS, GPT2Config
+from dsgpt.record.provenance import git_commit
 from dsgpt.record.schema import STEPS_FILE, read_steps
 
 # What the suite measures: models, batches and precisions, and the contenders that take steps on them.
@@ -53,15 +54,9 @@ class Shape(cells.Shape):
 def published(name: str, *, length: int, vocab_size: int | None = None) -> Shape:
     """A preset of ``src/gpt2.py`` as a ``Shape``, with another vocabulary if given."""
     preset = PRESETS[name]
-    return Shape(
-        name=name,
-        n_layer=preset.n_layer,
-        n_head=preset.n_head,
-        n_embd=preset.n_embd,
-        vocab_size=vocab_size or preset.vocab_size,
-        length=length,
-        positions=preset.block_size,
-    )
+    dimensions = {key: getattr(preset, key) for key in ("n_layer", "n_head", "n_embd")}
+    vocabulary, positions = vocab_size or preset.vocab_size, preset.block_size
+    return Shape(name=name, **dimensions, vocab_size=vocabulary, length=length, positions=positions)
 
 
 NARROW = Shape(**asdict(cells.NARROW), length=256)
@@ -222,7 +217,7 @@ def _compared(row: Row, speeds: Mapping[str, Sequence[float]]) -> Result:
 #
 # The demo's recipe against nanoGPT's settings for a model of its size: both train the same shape on the demo's text for
 # the demo's number of tokens, in fp32, each with its own batch, learning rate and schedule. The loss to reach is the
-# one that nanoGPT has at the end of the same round. Only training counts, not validation. Validation uses windows that
+# one that nanoGPT has at its end. Only training counts, not validation. Validation uses windows that
 # no search of settings has seen.
 
 HELP_TARGET_SEC, AROUND_TARGET = 0.3, 0.01
@@ -273,9 +268,8 @@ def speed_page(record: frame.Record, *, source: str) -> str:
         record: as ``dsgpt.benchmarks.speed`` makes it.
         source: the record's path, for the reader.
     """
-    hardware = record["hardware"]
+    hardware, env = record["hardware"], record["env"]
     peers = ", ".join(f"{name} at `{commit}`" for name, commit in record["peers"].items()) or "none"
-    env = record["env"]
     software = f"torch {env['torch_version']}, transformers {env['transformers_version']}"
     head = f"""# How fast a step is
 
@@ -388,21 +382,12 @@ def _limit_table(record: frame.Record) -> str:
     rows = []
     for result in record["results"]:
         ceiling = ceilings.get(str({**result.get("work", {}), "compile": False}))
-        if "ratio" not in result or ceiling is None:
-            continue
-        ours = result["entries"][0]
-        step = result["work"]["batch"] * result["work"]["shape"]["length"] / ours["tokens_per_sec"]["median"]
-        flops = result["flops_per_token"] * ours["tokens_per_sec"]["median"]
-        rows.append(
-            [
-                result["title"],
-                ours["name"],
-                f"{step:.3f}",
-                f"{ceiling['products_sec']:.3f}",
-                f"{ceiling['products_sec'] / step:.0%}",
-                f"{flops / 1e9:,.0f}",
-            ]
-        )
+        if "ratio" in result and ceiling is not None:
+            ours, work, least = result["entries"][0], result["work"], ceiling["products_sec"]
+            speed = ours["tokens_per_sec"]["median"]
+            step, flops = work["batch"] * work["shape"]["length"] / speed, result["flops_per_token"] * speed
+            figures = [f"{step:.3f}", f"{least:.3f}", f"{least / step:.0%}", f"{flops / 1e9:,.0f}"]
+            rows.append([result["title"], ours["name"], *figures])
     header = ["work", "trainer", "step, s", "its matrix products alone, s", "share", "GFLOP/s"]
     return table(header, rows) if rows else ""
 
@@ -638,13 +623,8 @@ examples:
         """Our time to the loss of nanoGPT's end, as a share of nanoGPT's; None if ours never reaches it."""
         source = open_token_file(self._data / "val.bin")
         first, end = (windows * LENGTH for windows in (SEARCHED_WINDOWS, SEARCHED_WINDOWS + VALIDATION_WINDOWS))
-        with TokenFileWriter(
-            self.folder / LATER_WINDOWS,
-            vocab_size=source.sidecar.vocab_size or DEMO_VOCABULARY,
-            eot_id=source.sidecar.eot_id or 0,
-            tokenizer=None,
-            source="windows of val.bin",
-        ) as writer:
+        ids = {"vocab_size": source.sidecar.vocab_size or DEMO_VOCABULARY, "eot_id": source.sidecar.eot_id or 0}
+        with TokenFileWriter(self.folder / LATER_WINDOWS, **ids, tokenizer=None, source="windows of val.bin") as writer:
             writer.append(source.memmap()[first : end + 1])
         ours, theirs = self._own_curve(), self._nanogpt_curve()
         seconds, loss = theirs[-1]
@@ -695,11 +675,7 @@ examples:
         return f"{count} {verdict(result)}{left}"
 
     def record(self, results: Sequence[Result]) -> frame.Record:
-        commits = {}
-        for name, folder in self._peers.items():
-            command = ["git", "-C", str(folder), "rev-parse", "HEAD"]  # fails where it is no git repository
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-            commits[name] = done.stdout.strip() or None
+        commits = {name: git_commit(folder, mark="") for name, folder in self._peers.items()}
         missing = {frame.NANOGPT: self._without_nanogpt} if self._without_nanogpt else {}
         return {"rounds": self.options.rounds, "peers": commits, "missing": missing, "results": list(results)}
 
