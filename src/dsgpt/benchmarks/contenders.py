@@ -162,7 +162,7 @@ class PeerLoop:
             group["lr"] = lr
         inputs, targets = (part.to(self._device, non_blocking=True) for part in next(self._batches))
         with torch.autocast(self._device, self._precision, enabled=self._precision != torch.float32):
-            loss = self._loss(inputs, targets)
+            loss: Tensor = self._loss(inputs, targets)
         torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(self._model.parameters(), 1.0)
         self._optimizer.step()
@@ -430,20 +430,15 @@ def open_generator(kind: str, row: DecodingRow, model: GPT2, *, checkout: Path |
         peer.load_state_dict(weights)
     peer = peer.to(device=model.wte.weight.device, dtype=model.wte.weight.dtype).eval()
 
+    options: dict[str, Any] = {"max_new_tokens": row.new_tokens, "do_sample": False, "eos_token_id": None}
+
     @torch.inference_mode()
     def generate(prompts: Tensor) -> Continued:
         started = time.perf_counter()
         if kind == NANOGPT:
             ids = peer.generate(prompts, row.new_tokens, top_k=1)
         else:
-            ids = peer.generate(
-                prompts,
-                attention_mask=torch.ones_like(prompts),
-                max_new_tokens=row.new_tokens,
-                do_sample=False,
-                eos_token_id=None,
-                pad_token_id=0,
-            )
+            ids = peer.generate(prompts, attention_mask=torch.ones_like(prompts), pad_token_id=0, **options)
         new = ids[:, prompts.shape[1] :].tolist()  # waits for the device
         return Continued(ids=new, seconds=time.perf_counter() - started, token_sec=None)
 
@@ -453,15 +448,11 @@ def open_generator(kind: str, row: DecodingRow, model: GPT2, *, checkout: Path |
 def _generate(decoder: Decoder, new_tokens: int, prompts: Tensor) -> Continued:
     """Our continuation of ``prompts``."""
     started = time.perf_counter()
-    times, steps = [], []
-    for ids in generate_batch(decoder, prompts.tolist(), new_tokens=new_tokens):
-        times.append(time.perf_counter())
-        steps.append(ids)
-    return Continued(
-        ids=[list(ids) for ids in zip(*steps, strict=True)],
-        seconds=times[-1] - started,
-        token_sec=(times[-1] - times[0]) / (len(times) - 1),
-    )
+    steps = [(time.perf_counter(), ids) for ids in generate_batch(decoder, prompts.tolist(), new_tokens=new_tokens)]
+    times, rows = zip(*steps, strict=True)
+    ids = [list(column) for column in zip(*rows, strict=True)]
+    token_sec = (times[-1] - times[0]) / (len(times) - 1)
+    return Continued(ids=ids, seconds=times[-1] - started, token_sec=token_sec)
 
 
 def measure_decoding(row: DecodingRow, *, rounds: int, device: torch.device, checkout: Path | None) -> dict[str, Any]:
@@ -483,13 +474,9 @@ def measure_decoding(row: DecodingRow, *, rounds: int, device: torch.device, che
     read = partial(torch.mv, matrix, torch.ones(_COLUMNS, device=device))
     for generate in generators.values():
         generate(prompts)
-    turns: dict[str, list[Any]] = contest(
-        {
-            **{kind: partial(generate, prompts) for kind, generate in generators.items()},
-            "floor": lambda: min(_timed(read, device.type) for _ in range(READS)),
-        },
-        rounds=rounds,
-    )
+    calls: dict[str, Callable[[], Any]] = {kind: partial(generate, prompts) for kind, generate in generators.items()}
+    calls["floor"] = lambda: min(_timed(read, device.type) for _ in range(READS))
+    turns = contest(calls, rounds=rounds)
     seconds = {kind: [each.seconds for each in turns[kind]] for kind in kinds}
     token_sec = [each.token_sec for each in turns[decoding.OURS]]
     return {
