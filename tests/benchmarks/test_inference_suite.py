@@ -32,8 +32,6 @@ from dsgpt.benchmarks.inference_turns import (
     make_trace,
     percentiles,
     read_trace,
-    same_answers,
-    speeds,
     turn_order,
 )
 from dsgpt.benchmarks.launch import LineWorker, WorkerEnded
@@ -168,11 +166,8 @@ def test_figures_of_answers_are_those_of_a_hand_made_case():
 
 
 def test_percentiles_are_values_that_were_measured():
-    hundred = [float(value) for value in range(100, 0, -1)]
-    assert percentiles(hundred) == Percentiles(p50=50, p95=95, p99=99)
-    assert speeds(hundred) == Percentiles(p50=51, p95=6, p99=2)  # 50, 95 and 99 of the 100 are at least that
-    assert percentiles([7.0]) == speeds([7.0]) == Percentiles(p50=7, p95=7, p99=7)
-    assert percentiles([]) is None
+    assert percentiles([float(value) for value in range(100, 0, -1)]) == Percentiles(p50=50, p95=95, p99=99)
+    assert percentiles([7.0]) == Percentiles(p50=7, p95=7, p99=7)
 
 
 def test_a_difference_is_counted_and_shown():
@@ -182,8 +177,7 @@ def test_a_difference_is_counted_and_shown():
         (request(2, 0.0), answer(2, 0.0, 1.0, ids=[5])),
     )
     reference, margins = {0: [5, 6], 1: [5, 6], 2: [5, 6]}, {1: [1.0, 1e-7], 2: [1.0, 0.5]}
-    assert same_answers([own, own], reference) == 2
-    found = differences([own, own], reference, margins)
+    found = differences([*own.answers, *own.answers], reference, margins)
     assert [(one.request, one.position, one.ours, one.theirs, one.margin, one.answers) for one in found] == [
         (1, 1, 6, 9, 1e-7, 2),
         (2, 1, 6, -1, 0.5, 2),

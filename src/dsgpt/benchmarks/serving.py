@@ -346,13 +346,9 @@ examples:
 
     def results(self) -> Iterator[Round]:
         options = self.options
+        log = self.folder / "server.txt"
         with ServerProcess(
-            self.repository,
-            options.checkpoint,
-            batch=BATCH,
-            queue=QUEUE,
-            device=options.device,
-            log=self.folder / "server.txt",
+            self.repository, options.checkpoint, batch=BATCH, queue=QUEUE, device=options.device, log=log
         ) as server:
             load = Load(server.url, MODEL, PROMPTS, max_tokens=MAX_TOKENS, seed=SEED)
             alone = [one.text for one in load.steady(len(PROMPTS), clients=1)[0]]

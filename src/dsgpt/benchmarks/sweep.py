@@ -245,14 +245,10 @@ def compared(
     if plan.kind != "same training":
         return one
     pairs = [(losses.get((cell.name, repeat), {}), losses.get((base.name, repeat), {})) for repeat in shared]
-    final = (cell.final_loss, base.final_loss)
     same_steps = all(mine and mine.keys() == others.keys() for mine, others in pairs)
     distances = [abs(mine[step] - others[step]) for mine, others in pairs for step in mine] if same_steps else []
-    return replace(
-        one,
-        loss_difference=None if final[0] is None or final[1] is None else final[0] - final[1],
-        largest_loss_difference=max(distances, default=None),
-    )
+    final = None if cell.final_loss is None or base.final_loss is None else cell.final_loss - base.final_loss
+    return replace(one, loss_difference=final, largest_loss_difference=max(distances, default=None))
 
 
 # The suite.
@@ -371,12 +367,10 @@ suites: {", ".join(sweep_cells.SUITES)}"""
         cells = self._plan.cells
         if any(sweep_cells.value_of(cell.flags, TRAIN_DATA) is None for cell in cells):
             self._data = prepare_demo(self.repository, self.folder / "data")
-        works = {
-            cell.name: sweep_cells.planned_work(
-                cell, self._flags(cell, self.folder / "planned"), repository=self.repository
-            )
-            for cell in cells
-        }
+        works = {}
+        for cell in cells:
+            flags = self._flags(cell, self.folder / "planned")
+            works[cell.name] = sweep_cells.planned_work(cell, flags, repository=self.repository)
         sweep_cells.require_equal_work(self._plan, works)
         fingerprint["data"] = {
             name: [work[f"{part} data"] for part in PARTS] if work else None for name, work in works.items()
@@ -397,9 +391,7 @@ suites: {", ".join(sweep_cells.SUITES)}"""
         recipes = {str(name): self.repository / str(name) for name in named}
         fingerprint = {
             "suite": asdict(self._plan),
-            "settings": [
-                *(options.model_size, options.steps, options.seq_length, options.device, options.profile_comm)
-            ],
+            "settings": [options.model_size, options.steps, options.seq_length, options.device, options.profile_comm],
             "seed": options.seed,
             "limit": options.limit,
             "recipes": {name: sha256_of(file) if file.is_file() else "" for name, file in sorted(recipes.items())},
@@ -465,13 +457,9 @@ suites: {", ".join(sweep_cells.SUITES)}"""
         run_dir = folder / RUN
         folder.mkdir(parents=True)
         script = str(self.repository / "src" / "gpt2.py")
-        ending = train(
-            [*launcher_command(cell.launcher, cell.devices), script, *self._flags(cell, run_dir)],
-            log=folder / "log.txt",
-            limit_sec=self.options.limit,
-            cwd=self.repository,
-            device=self.options.device,
-        )
+        command = [*launcher_command(cell.launcher, cell.devices), script, *self._flags(cell, run_dir)]
+        limit, device = self.options.limit, self.options.device
+        ending = train(command, log=folder / "log.txt", limit_sec=limit, cwd=self.repository, device=device)
         turn = turn_of(planned, ending, run_dir)
         for checkpoint in run_dir.glob("step-*"):
             shutil.rmtree(checkpoint)  # twelve bytes per parameter, which nothing here reads
@@ -510,15 +498,10 @@ suites: {", ".join(sweep_cells.SUITES)}"""
         losses = {
             (planned.cell.name, planned.repeat): self._training_curve(planned).at_steps() for planned in self._turns
         }
-        comparisons = [
-            Comparison(
-                name=plan.name,
-                kind=plan.kind,
-                baseline=plan.baseline,
-                cells=[compared(plan, cells[plan.baseline], cells[name], losses=losses) for name in plan.cells],
-            )
-            for plan in self._plan.comparisons
-        ]
+        comparisons = []
+        for plan in self._plan.comparisons:
+            beside = [compared(plan, cells[plan.baseline], cells[name], losses=losses) for name in plan.cells]
+            comparisons.append(Comparison(name=plan.name, kind=plan.kind, baseline=plan.baseline, cells=beside))
         return {
             "suite": self._plan.name,
             "seed": options.seed,

@@ -55,18 +55,13 @@ def speed_difference(a: Sequence[float], b: Sequence[float], *, block: int = 1, 
     fewer than ten pairs it is that of Student's t test of the logarithms, if that is wider.
 
     Args:
-        a: speeds of A, above 0.
+        a: speeds of A, at least two, above 0.
         b: those of B, pair by pair.
         block: pairs that are drawn together, because what slows one may slow its neighbours; 1 for independent pairs.
         seed: of the resamples.
-
-    Raises:
-        ValueError: fewer than two pairs, or unequal numbers of speeds.
     """
     import numpy as np  # noqa: PLC0415 - takes its time
 
-    if len(a) != len(b) or len(a) < 2:
-        raise ValueError(f"{len(a)} and {len(b)} speeds are not two pairs or more")
     logs = np.log(np.asarray(b, dtype=np.float64)) - np.log(np.asarray(a, dtype=np.float64))
     pairs, draws = len(logs), math.ceil(len(logs) / block)
     random = np.random.default_rng(seed)
@@ -334,10 +329,8 @@ def _source(word: str) -> _Source:
     """
     name, mark, cell = word.partition(CELL_MARK)
     path = Path(name)
-    is_sweep = False
-    if path.is_dir():
-        is_sweep = (path / suites.SWEEP_FILE).exists() and not (path / RECORD_FILE).exists()
-    else:
+    is_sweep = path.is_dir() and (path / suites.SWEEP_FILE).exists() and not (path / RECORD_FILE).exists()
+    if not path.is_dir():
         with contextlib.suppress(JsonError):  # reading it as a run says what is wrong
             is_sweep = {"cells", "comparisons"} <= read_object(path, max_bytes=suites.MAX_BYTES).keys()
     if is_sweep:
@@ -371,7 +364,7 @@ def _pairs(a: _Source, b: _Source) -> Iterator[Pairs]:
     if a.cell is None:
         cells = [(cell, named[cell.name]) for cell in one.cells if cell.name in named]
     else:
-        cells = [(_named_cell(a), _named_cell(b))]
+        cells = [(_named_cell(a, one), _named_cell(b, other))]
     if not cells:
         raise UserError(f"{a.path} and {b.path} have no cell of the same name: name one of each with {CELL_MARK}CELL")
     for cell, beside in cells:
@@ -384,18 +377,17 @@ def _pairs(a: _Source, b: _Source) -> Iterator[Pairs]:
         yield _of_known(label, by_repeat, of="repeats", verdict=verdict, machines=machines)
 
 
-def _named_cell(source: _Source) -> suites.SweepCell:
+def _named_cell(source: _Source, sweep: suites.Sweep) -> suites.SweepCell:
     """The cell that the user named.
 
     Raises:
         UserError: the sweep does not have it.
     """
-    assert isinstance(source.read, suites.Sweep) and source.cell is not None
-    names = [cell.name for cell in source.read.cells]
-    if source.cell not in names:
-        hint = did_you_mean(source.cell, names) or f"; it has {', '.join(names)}"
-        raise UserError(f"{source.path}: has no cell {source.cell!r}{hint}")
-    return source.read.cell(source.cell)
+    cells = {cell.name: cell for cell in sweep.cells}
+    if (name := source.cell or "") not in cells:
+        hint = did_you_mean(name, cells) or f"; it has {', '.join(cells)}"
+        raise UserError(f"{source.path}: has no cell {name!r}{hint}")
+    return cells[name]
 
 
 def _of_known(
