@@ -87,9 +87,9 @@ class OwnTrainer:
             "max_train_steps": 1_000_000,
             "precision": work.precision,
             "device": work.device,
+            **({"threads_per_device": work.threads} if work.device == "cpu" else {}),
+            **({"compile": True} if work.compile else {}),
         }
-        values |= {"threads_per_device": work.threads} if work.device == "cpu" else {}
-        values |= {"compile": True} if work.compile else {}
         options, problems = parse_arguments(training_words(values))
         config = resolve(options, topology=topology, problems=problems)
         self._held = contextlib.ExitStack()
@@ -329,7 +329,9 @@ def products_sec(work: StepSetup) -> float:
     if work.threads:
         torch.set_num_threads(work.threads)
     dtype, device, rows, total = DTYPES[work.precision], work.device, work.tokens, 0.0
-    for outputs, inputs, count in work.shape.products():
+    wide, blocks = work.shape.n_embd, work.shape.n_layer
+    of_a_block = [(3 * wide, wide), (wide, wide), (4 * wide, wide), (wide, 4 * wide)]
+    for outputs, inputs, count in [*((*shape, blocks) for shape in of_a_block), (work.shape.vocab_size, wide, 1)]:
         x, w = torch.randn(rows, inputs, device=device).to(dtype), torch.randn(outputs, inputs, device=device).to(dtype)
         y = torch.randn(rows, outputs, device=device).to(dtype)
         for left, right in ((x, w.T), (y, w), (y.T, x)):

@@ -267,8 +267,7 @@ examples:
         from dsgpt.checkpoints.store import find_checkpoint, open_model_files  # noqa: PLC0415 - torch
 
         options, problems = self.options, Problems()
-        python = _python_of(options.vllm)
-        if VLLM in options.engines and not python.exists():
+        if VLLM in options.engines and not _python_of(options.vllm).exists():
             problems.add(
                 f"--vllm {options.vllm}: has no Python with vLLM: run `make vllm`, or leave vllm out of --engines"
             )
@@ -307,8 +306,7 @@ examples:
         self.console.say(f"engines {names}; {requests} requests a turn, {len(self._turns)} turns")
 
     def results(self) -> Iterator[Turn]:
-        python = _python_of(self.options.vllm)
-        with Engines(self._kinds, self._job, self.folder, vllm_python=python) as self._engines:
+        with Engines(self._kinds, self._job, self.folder, vllm_python=_python_of(self.options.vllm)) as self._engines:
             self._alone = self._engines.alone(self._trace, vocab_size=self._model.vocab_size)
             self._engines.warm_up(self._arrivals(1, gap=0.0), slots=max(self.options.concurrency))
             turns: list[Turn] = []
@@ -385,11 +383,10 @@ examples:
             UserError: a process trains in the run's folder.
         """
         checkpoint = self.options.checkpoint  # a run folder, or a checkpoint in one
-        for file in (checkpoint / RECORD_FILE, checkpoint.absolute().parent / RECORD_FILE):
-            if file.is_file():
-                write_by_concurrency(file, record)
-                print(f"{KEY} in {file}")
-                return
+        files = [folder / RECORD_FILE for folder in (checkpoint, checkpoint.absolute().parent)]
+        if file := next(filter(Path.is_file, files), None):
+            write_by_concurrency(file, record)
+            print(f"{KEY} in {file}")
 
 
 def _python_of(environment: Path) -> Path:

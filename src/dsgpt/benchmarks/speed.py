@@ -44,12 +44,6 @@ class Shape(cells.Shape):
     positions: int = 1024
     """Of which the first ``length`` are used."""
 
-    def products(self) -> list[tuple[int, int, int]]:
-        """The matrix products of a forward pass: outputs and inputs of a token, and how many there are."""
-        wide, blocks = self.n_embd, self.n_layer
-        of_blocks = [(3 * wide, wide), (wide, wide), (4 * wide, wide), (wide, 4 * wide)]
-        return [*((*product, blocks) for product in of_blocks), (self.vocab_size, wide, 1)]
-
 
 def published(name: str, *, length: int, vocab_size: int | None = None) -> Shape:
     """A preset of ``src/gpt2.py`` as a ``Shape``, with another vocabulary if given."""
@@ -110,15 +104,13 @@ class Entry:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """A comparison: the first entry against the best of the others, interleaved."""
+    """A comparison of tokens per second and rank: the first entry against the best of the others, interleaved."""
 
     title: str
     work: StepSetup
     entries: tuple[Entry, ...]
     target: float
     """The ratio that the first entry should reach."""
-    per_rank: bool = False
-    """Compare tokens per second and rank, not in all: weak scaling."""
 
     @property
     def key(self) -> str:
@@ -174,7 +166,7 @@ def _weak_scaling(work: StepSetup, kind: str, *, ranks: int) -> Row:
         Entry(name="1 rank", kind=kind),
         Entry(name=f"{ranks} apart", kind=kind, ranks=ranks, apart=True),
     )
-    return Row(title=title, work=work, entries=entries, target=0.95, per_rank=True)
+    return Row(title=title, work=work, entries=entries, target=0.95)
 
 
 # Interleaved rounds: every contender of a row takes a few steps in turn, again and again.
@@ -194,10 +186,7 @@ Result = dict[str, Any]
 
 def _compared(row: Row, speeds: Mapping[str, Sequence[float]]) -> Result:
     """The first entry's speed divided by that of the fastest other, round by round; and the limit of weak scaling."""
-    compared = {
-        entry.name: [speed / (entry.ranks if row.per_rank else 1) for speed in speeds[entry.name]]
-        for entry in row.entries
-    }
+    compared = {entry.name: [speed / entry.ranks for speed in speeds[entry.name]] for entry in row.entries}
     first, *others = row.entries
     result: Result = {"target": row.target}
     for best_key, ratio_key, keeps_memory in (
@@ -247,12 +236,10 @@ Curve = Sequence[tuple[float, float]]
 
 def seconds_to(curve: Curve, loss: float) -> float | None:
     """The seconds at which a curve first is at ``loss`` or below, on a line between two validations; None if never."""
-    earlier, above = 0.0, math.inf
-    for seconds, value in curve:
+    for (earlier, above), (seconds, value) in itertools.pairwise([(0.0, math.inf), *curve]):
         if value <= loss:
             share = 1.0 if math.isinf(above) else (above - loss) / (above - value)
             return earlier + share * (seconds - earlier)
-        earlier, above = seconds, value
     return None
 
 
@@ -393,11 +380,11 @@ def _limit_table(record: frame.Record) -> str:
 
 
 def _other_table(record: frame.Record) -> str:
-    others = [result for result in record["results"] if {"target", "failed"} & set(result) and "ratio" not in result]
-    rows = [
-        [result["title"], result.get("failed") or _shown(result), "yes" if reached(result) else "**no**"]
-        for result in others
-    ]
+    rows = []
+    for result in record["results"]:
+        if "ratio" not in result and {"target", "failed"} & set(result):
+            shown = result.get("failed") or _shown(result)
+            rows.append([result["title"], shown, "yes" if reached(result) else "**no**"])
     return table(["what", "measured", "reached"], rows) if rows else ""
 
 
@@ -444,7 +431,7 @@ examples:
         missing = [title for key, title in titles.items() if key.startswith(only)]
         self._without_nanogpt = [] if self._peers else missing
         every: dict[str, Callable[[], Result]] = {row.key: partial(self._row, row) for row in compared}
-        for work in dict.fromkeys(replace(row.work, compile=False) for row in compared if not row.per_rank):
+        for work in dict.fromkeys(replace(row.work, compile=False) for row in compared if row.entries[0].ranks == 1):
             key = f"{work.shape.name.replace(' ', '')}-{work.precision}-{work.tokens}"
             every[f"ceiling-{key}"] = partial(self._ceilings, work, title=f"ceilings, ceiling-{key}")
         every |= {"memory": self._memory, "help": self._help}
@@ -546,9 +533,8 @@ examples:
         row, peaks = Row(title=f"peak memory, {work.title}", work=work, entries=entries, target=MEMORY_TARGET), {}
         for entry in entries:
             with ExitStack() as resources:
-                peaks[entry.name] = self._start(row, entry, self.folder / "memory", resources)(MEMORY_STEPS)[
-                    "peak_bytes"
-                ]
+                take = self._start(row, entry, self.folder / "memory", resources)
+                peaks[entry.name] = take(MEMORY_STEPS)["peak_bytes"]
         other = kinds[1]
         measured = {"title": row.title, "work": asdict(work), "peak_bytes": peaks, "other": other}
         return measured | {"share": peaks[OURS] / peaks[other], "target": row.target}

@@ -160,14 +160,13 @@ def turn_of(planned: PlannedTurn, ending: Ending, folder: Path) -> Turn:
     except (UserError, JsonError) as error:
         return replace(turn, state=State.FAILED, message=f"its record cannot be read: {error}")
     by_rank = record.section("cost").section("model_state_bytes_per_rank").raw("total_by_rank")
+    known = isinstance(by_rank, list) and all(map(is_number, by_rank))
     return replace(
         turn,
         train_time_sec=run.train_time,
         tokens_per_sec=run.tokens_per_sec,
         peak_memory_bytes_rank0=run.host_memory if run.gpu_memory is None else run.gpu_memory,
-        model_state_bytes_by_rank=list(map(float, by_rank))
-        if isinstance(by_rank, list) and all(map(is_number, by_rank))
-        else None,
+        model_state_bytes_by_rank=list(map(float, by_rank)) if known else None,
         sent_bytes_per_step=run.sent_bytes_per_step,
         communication_share=run.communication_share,
         joules=record.section("summary").section("gpu_use").number("energy_joules"),
@@ -186,6 +185,7 @@ def cell_of(cell: sweep_cells.Cell, turns: Sequence[Turn], *, price: float | Non
     def over(figure: Callable[[Turn], float | None], *, scale: float = 1.0) -> Spread | None:
         return spread([value * scale for turn in done if (value := figure(turn)) is not None])
 
+    device_sec = cell.devices * (price or 0.0) / SEC_PER_HOUR
     # Of a target, the turns that reached it would be only those that were lucky.
     all_reached = all(turn.time_to_target_sec is not None for turn in done)
     return SweepCell(
@@ -203,9 +203,7 @@ def cell_of(cell: sweep_cells.Cell, turns: Sequence[Turn], *, price: float | Non
         joules=over(lambda turn: turn.joules),
         final_loss=first.final_loss if first else None,
         time_to_target_sec=over(lambda turn: turn.time_to_target_sec) if all_reached else None,
-        cost=None
-        if price is None
-        else over(lambda turn: turn.train_time_sec, scale=cell.devices * price / SEC_PER_HOUR),
+        cost=over(lambda turn: turn.train_time_sec, scale=device_sec) if price is not None else None,
     )
 
 

@@ -233,17 +233,11 @@ def planned_work(cell: Cell, flags: Sequence[str], *, repository: Path) -> Facts
     from dsgpt.training.run_description import describe_run  # noqa: PLC0415
 
     options, problems = parse_arguments(flags)
-    options = replace(
-        options,
-        **{
-            name: repository / path
-            for name in ("train_data_path", "val_data_path", "deepspeed_config", "checkpoint_path")
-            if (path := getattr(options, name)) is not None
-        },
-    )
-    topology = Topology(
-        rank=0, local_rank=0, world_size=cell.devices, local_world_size=cell.devices, launcher=cell.launcher
-    )
+    files = ("train_data_path", "val_data_path", "deepspeed_config", "checkpoint_path")
+    given = {name: getattr(options, name) for name in files}
+    options = replace(options, **{name: repository / path for name, path in given.items() if path is not None})
+    size = cell.devices
+    topology = Topology(rank=0, local_rank=0, world_size=size, local_world_size=size, launcher=cell.launcher)
     try:
         config = resolve(options, topology=topology, problems=problems)
     except UserError:
@@ -294,8 +288,7 @@ def judge_turns(turns: Iterable[tuple[str, Turn]]) -> Verdict:
     """Whether turns, each under the name of what it belongs to, did the same work; equal ones are named once."""
     distinct: list[Worked] = []
     for name, turn in turns:
-        one = worked(turn, name=name)
-        if one not in distinct:
+        if (one := worked(turn, name=name)) not in distinct:
             distinct.append(one)
     return judge(distinct)
 
@@ -360,9 +353,9 @@ def read_description(file: Path, *, devices: Sequence[int] | None) -> SweepPlan:
     folders: dict[str, str] = {}
     for number, one in enumerate(described.cells):
         flags = (*described.flags, *one.flags)
-        mistakes += (f"cells.{number}{line}" for line in _mistakes(one, flags))
         launcher = one.launcher or LAUNCHERS.get(value_of(flags, "--run_type") or "", "")
         cells.append(Cell(name=one.name, devices=one.devices, launcher=launcher, flags=flags))
+        mistakes += (f"cells.{number}{line}" for line in _mistakes(cells[-1]))
         if other := folders.get(cells[-1].folder):
             mistakes.append(f"cells: {one.name!r} and {other!r} need names that differ in a letter")
         folders[cells[-1].folder] = one.name
@@ -381,20 +374,19 @@ def read_description(file: Path, *, devices: Sequence[int] | None) -> SweepPlan:
     return suite if devices is None else _only_on(suite, devices, file=file)
 
 
-def _mistakes(cell: _DescribedCell, flags: Sequence[str]) -> Iterator[str]:
+def _mistakes(cell: Cell) -> Iterator[str]:
     """What is wrong with a cell, each behind its place in it."""
     if not (cell.name.strip() and cell.name.isprintable()):
         yield f".name must be a text that can be printed, not {clipped(cell.name)}"
-    given = {word.partition("=")[0] for word in flags}
+    given = {word.partition("=")[0] for word in cell.flags}
     yield from (f".flags: {flag} is set by the sweep: leave it out" for flag in _OWN if flag in given)
     try:
-        parse_arguments(flags)[1].raise_if_any()
+        parse_arguments(cell.flags)[1].raise_if_any()
     except UserError as error:
         yield from (f".flags: {line}" for line in error.problems)
-    if value_of(flags, "--run_type") is None:
+    if value_of(cell.flags, "--run_type") is None:
         yield f".flags: --run_type is missing: name one of {', '.join(LAUNCHERS)}"
-    launcher = cell.launcher or LAUNCHERS.get(value_of(flags, "--run_type") or "")
-    if launcher == "python" and cell.devices > 1:
+    if cell.launcher == "python" and cell.devices > 1:
         yield f": python starts one rank, not {cell.devices}: use torchrun or deepspeed"
 
 
