@@ -114,20 +114,6 @@ def test_a_real_sweep_from_description_to_page(tmp_path, capsys):
     assert not list(tmp_path.glob("out/work/turns/*/*/run/step-*"))
 
 
-class Trainings:
-    """Stands for the launched trainings: endings by cell, and an interruption before the n-th."""
-
-    def __init__(self, endings: dict[str, Ending], *, interrupt_at: int | None = None) -> None:
-        self._endings, self._interrupt_at = endings, interrupt_at
-        self.begun: list[str] = []
-
-    def __call__(self, words, *, log: Path, **more):
-        self.begun.append(log.parent.name)
-        if len(self.begun) == self._interrupt_at:
-            raise KeyboardInterrupt
-        return self._endings[log.parent.name]
-
-
 @pytest.fixture
 def three(tmp_path: Path) -> Path:
     return write_description(tmp_path, [cell("a"), cell("b"), cell("c")])
@@ -143,8 +129,21 @@ ENDINGS = {
 }
 
 
+class Trainings:
+    """Stands for the launched trainings, which end as ``ENDINGS`` says, and for an interruption before the n-th."""
+
+    def __init__(self, *, interrupt_at: int | None = None) -> None:
+        self._interrupt_at, self.begun = interrupt_at, list[str]()
+
+    def __call__(self, words, *, log: Path, **more):
+        self.begun.append(log.parent.name)
+        if len(self.begun) == self._interrupt_at:
+            raise KeyboardInterrupt
+        return ENDINGS[log.parent.name]
+
+
 def test_an_interrupted_sweep_repeats_only_the_turn_that_was_interrupted(three, tmp_path, monkeypatch):
-    whole, cut, rest = Trainings(ENDINGS), Trainings(ENDINGS, interrupt_at=5), Trainings(ENDINGS)
+    whole, cut, rest = Trainings(), Trainings(interrupt_at=5), Trainings()
     monkeypatch.setattr(command, "train", whole)
     assert run_suite(SweepSuite, options(tmp_path / "whole", three), repository=REPOSITORY) == 0
     monkeypatch.setattr(command, "train", cut)
@@ -160,7 +159,7 @@ def test_an_interrupted_sweep_repeats_only_the_turn_that_was_interrupted(three, 
 
 
 def test_turns_with_other_settings_recipes_data_or_sources_are_refused(three, tmp_path, monkeypatch):
-    monkeypatch.setattr(command, "train", Trainings(ENDINGS))
+    monkeypatch.setattr(command, "train", Trainings())
     assert run_suite(SweepSuite, options(tmp_path, three), repository=REPOSITORY) == 0
 
     def refused(what: str, **changes: Any) -> None:
@@ -183,7 +182,7 @@ def test_turns_with_other_settings_recipes_data_or_sources_are_refused(three, tm
 
 
 def test_failures_are_results_with_the_reason_on_the_page(three, tmp_path, monkeypatch, snapshot, capsys):
-    monkeypatch.setattr(command, "train", Trainings(ENDINGS))
+    monkeypatch.setattr(command, "train", Trainings())
     assert run_suite(SweepSuite, options(tmp_path, three, repeats=1), repository=REPOSITORY) == 0
     page = (tmp_path / "out" / "sweep.md").read_text()
     assert page.split("## Cells")[1] == snapshot
@@ -200,22 +199,13 @@ def test_a_training_beyond_its_limit_is_ended_with_all_its_processes(tmp_path):
 
 
 def test_a_sweep_that_is_terminated_ends_its_training_first(tmp_path, signals_of_a_script):
-    log, over = tmp_path / "log.txt", threading.Event()
-
-    def terminate_when_it_runs() -> None:
-        while not over.wait(0.05):
-            if log.exists() and log.read_text().endswith("\n"):
-                os.kill(os.getpid(), signal.SIGTERM)
-                return
-
-    stop = threading.Thread(target=terminate_when_it_runs)
+    log, stop = tmp_path / "log.txt", threading.Timer(3, os.kill, (os.getpid(), signal.SIGTERM))
     stop.start()
     try:
         with pytest.raises(Terminated):
             train(GROUPS, log=log, limit_sec=60, cwd=tmp_path, device="cpu")
     finally:  # also if the test is skipped where no process may start
-        over.set()
-        stop.join()
+        stop.cancel()
     assert has_ended(int(log.read_text()))
 
 

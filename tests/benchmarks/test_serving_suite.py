@@ -198,12 +198,11 @@ def test_the_page_counts_what_is_wrong():
     suite = serving.Serving(replace(OPTIONS, requests=104), FOLDER)
     suite._capacity, suite._exit_code = 5.0, None
     first = a_round(1, answered=100, lost=4, answered_twice=2, wrong_texts=3)
-    rounds = [first, a_round(2, answered=100, lost=4, answered_by_the_servers_count=99)]
-    record = record_head("1.0", device="cpu") | suite.record(rounds)
+    record = suite.record([first, a_round(2, answered=100, lost=4, answered_by_the_servers_count=99)])
     assert record["load"] == 4.0  # against the capacity, which is more than the rounds answered
     times = "0.50 / 0.95 / 0.99 s | 50.00 / 95.00 / 99.00 s | 2 MB |"
     assert serving.summary_lines(record)[-1] == f"| 2 | 100 | 5 | 0 | 0 | 1100 | 50.0 | {times}"
-    page = serving.serving_page(record, source="x.json")
+    page = serving.serving_page(record_head("1.0", device="cpu") | record, source="x.json")
     assert "**9 requests were lost; 5 were answered twice or with another text.**" in page
 
 

@@ -16,7 +16,7 @@ from dsgpt.benchmarks.records import REFERENCE
 from dsgpt.benchmarks.sweep import SweepSuite, cell_of, ordered_turns
 from dsgpt.benchmarks.sweep_page import block_length, compare, speed_difference
 from dsgpt.common.errors import UserError
-from dsgpt.record.suites import State, Sweep, read_sweep
+from dsgpt.record.suites import State, read_sweep
 from dsgpt.training.command import train
 
 # What a sweep trains and in which order, and which suites are refused before anything runs.
@@ -138,35 +138,16 @@ FAILED = {"state": State.FAILED, "message": "exit code 1: KeyError"}
 
 def write_sweep(file: Path, speeds: dict[str, list[float | None]], *, cpu: str = "a CPU", **more) -> Path:
     """A record of cells with these speeds by repeat; None is a turn that failed."""
-    cells = [
-        cell_of(
-            sweep_cells.Cell(name=name, devices=1, launcher="python", flags=()),
-            [
-                made_up(name, repeat, speed=speed, **(FAILED if speed is None else {}), **more)
-                for repeat, speed in enumerate(values, start=1)
-            ],
-            price=None,
-        )
-        for name, values in speeds.items()
-    ]
-    sweep = Sweep(
-        schema_version="1.0",
-        timestamp_utc="2026-11-22T10:00:00+00:00",
-        git_commit="abc",
-        env={},
-        hardware={"gpu_name": None, "cpu_name": cpu, "cpu_count": 2},
-        suite="mine",
-        seed=1,
-        repeats=4,
-        limit_sec=9,
-        target_loss=None,
-        price_per_device_hour=None,
-        seconds=9,
-        cells=cells,
-        comparisons=[],
-    )
+    cells = []
+    for name, values in speeds.items():
+        facts = [{"speed": speed, **(FAILED if speed is None else {}), **more} for speed in values]
+        turns = [made_up(name, repeat, **each) for repeat, each in enumerate(facts, start=1)]
+        planned = sweep_cells.Cell(name=name, devices=1, launcher="python", flags=())
+        cells.append(asdict(cell_of(planned, turns, price=None)))
+    record = json.loads((REPOSITORY / REFERENCE / "sweep-scaling.json").read_text(encoding="utf-8"))
+    hardware = {"gpu_name": None, "cpu_name": cpu, "cpu_count": 2}
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(asdict(sweep)))
+    file.write_text(json.dumps(record | {"hardware": hardware, "cells": cells, "comparisons": []}))
     return file
 
 
