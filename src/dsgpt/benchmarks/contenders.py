@@ -326,8 +326,7 @@ def products_sec(work: StepSetup) -> float:
     A backward pass multiplies twice for each product of the forward pass: for the gradient of the inputs, and for that
     of the weights.
     """
-    if work.threads:
-        torch.set_num_threads(work.threads)
+    torch.set_num_threads(work.threads or torch.get_num_threads())
     dtype, device, rows, total = DTYPES[work.precision], work.device, work.tokens, 0.0
     wide, blocks = work.shape.n_embd, work.shape.n_layer
     of_a_block = [(3 * wide, wide), (wide, wide), (4 * wide, wide), (wide, 4 * wide)]

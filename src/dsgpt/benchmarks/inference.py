@@ -293,8 +293,7 @@ examples:
 
         options = self.options
         exported = self.folder / "exported"
-        quiet = Console(speaks=False)
-        export(options.checkpoint, exported, form="hf", dtype="fp32", which="latest", console=quiet)
+        export(options.checkpoint, exported, form="hf", dtype="fp32", which="latest", console=Console(speaks=False))
         self._job = {
             "checkpoint": str(options.checkpoint.resolve()),
             "exported": str(exported.resolve()),
