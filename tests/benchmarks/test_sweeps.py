@@ -2,42 +2,27 @@
 
 import json
 import math
-from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 import pytest
 from small_run import REPOSITORY, command_line, random_ids, write_inputs, write_tokens
-from suite_commands import benchmark
 from test_running_sweeps import WORK, cell, made_up, options, write_description
 
 from dsgpt.benchmarks import sweep_cells
 from dsgpt.benchmarks.frame import run_suite
-from dsgpt.benchmarks.records import REFERENCE, SWEEPS
+from dsgpt.benchmarks.records import REFERENCE
 from dsgpt.benchmarks.sweep import SweepSuite, cell_of, ordered_turns
 from dsgpt.benchmarks.sweep_page import block_length, compare, speed_difference
 from dsgpt.common.errors import UserError
-from dsgpt.record.suites import State, Sweep, read_sweep
+from dsgpt.record.suites import State, read_sweep
 from dsgpt.training.command import train
 
 # What a sweep trains and in which order, and which suites are refused before anything runs.
 
 
 CELLS = [sweep_cells.Cell(name=name, devices=1, launcher="python", flags=()) for name in "abcdef"]
-
-
-def test_names_and_launchers_of_a_description_are_words(tmp_path):
-    """``tests/goldens/refusals.txt`` has the other mistakes of a description."""
-    file = write_description(tmp_path, [cell("f\x1b[2J", run_type="ddp", launcher=["torchrun"])])
-    with pytest.raises(UserError) as refused:
-        sweep_cells.read_description(file, devices=None)
-    assert [line.partition("mine.json: ")[2] for line in refused.value.problems] == [
-        "cells.0.name must be a text that can be printed, not 'f\\x1b[2J'",
-        "cells.0.launcher must be one of python, torchrun, deepspeed, not ['torchrun']",
-    ]
-    with pytest.raises(UserError, match=r"nowhere.json: cannot be read as a description of a sweep: No such file"):
-        sweep_cells.read_description(Path("nowhere.json"), devices=None)
 
 
 def test_a_description_on_some_devices_keeps_its_baseline(tmp_path):
@@ -47,19 +32,15 @@ def test_a_description_on_some_devices_keeps_its_baseline(tmp_path):
         sweep_cells.read_description(file, devices=(2,))
 
 
-def test_every_repeat_has_all_cells_in_an_order_of_its_own():
+def test_every_repeat_has_all_cells_in_an_order_that_the_seed_alone_draws_and_more_repeats_continue_it():
     turns = ordered_turns(CELLS, repeats=4, seed=3)
     orders = [[turn.cell.name for turn in turns if turn.repeat == repeat] for repeat in (1, 2, 3, 4)]
     assert [turn.repeat for turn in turns] == sorted(turn.repeat for turn in turns)
     assert [turn.place for turn in turns] == list(range(1, 25))
-    assert all(Counter(order) == Counter("abcdef") for order in orders)
+    assert all(sorted(order) == list("abcdef") for order in orders)
     assert len({tuple(order) for order in orders}) == 4
-
-
-def test_the_seed_alone_draws_the_order_and_more_repeats_continue_it():
-    turns = ordered_turns(CELLS, repeats=3, seed=3)
     assert ordered_turns(CELLS, repeats=5, seed=3)[: len(turns)] == turns
-    assert ordered_turns(CELLS, repeats=3, seed=4) != turns
+    assert ordered_turns(CELLS, repeats=4, seed=4) != turns
 
 
 @pytest.fixture(scope="module")
@@ -72,33 +53,24 @@ def data(tmp_path_factory) -> list[str]:
     return [*words, "--model_size", "demo", "--seq_length", "16", "--max_train_steps", "4", "--device", "cpu"]
 
 
-def works_of(suite, data, tmp_path):
-    return {
+@pytest.mark.parametrize("name", sweep_cells.SUITES)
+def test_the_built_in_suites_compare_equal_work(name, data, tmp_path):
+    suite = sweep_cells.built_in(name, devices=(1, 2, 8))
+    assert len({one.folder for one in suite.cells}) == len(suite.cells)
+    works = {
         one.name: sweep_cells.planned_work(
             one, [*data, *one.flags, "--checkpoint_path", str(tmp_path / "run")], repository=REPOSITORY
         )
         for one in suite.cells
     }
-
-
-@pytest.mark.parametrize("name", sweep_cells.SUITES)
-def test_the_built_in_suites_compare_equal_work(name, data, tmp_path):
-    suite = sweep_cells.built_in(name, devices=(1, 2, 8))
-    assert len({one.folder for one in suite.cells}) == len(suite.cells)
-    works = works_of(suite, data, tmp_path)
     assert [name for name, work in works.items() if work is None] == []
     sweep_cells.require_equal_work(suite, works)
-    compared = {name for plan in suite.comparisons for name in (plan.baseline, *plan.cells)}
-    assert compared == works.keys()
-
-
-def test_weak_scaling_keeps_the_batch_of_a_device_and_is_not_called_the_same_training(data, tmp_path):
-    suite = sweep_cells.built_in("scaling", devices=(1, 2, 4))
-    strong, weak = suite.comparisons
-    works = works_of(suite, data, tmp_path)
-    assert {works[name]["global batch"] for name in strong.cells} == {sweep_cells.BATCH}
-    assert {works[name]["global batch"] / suite.cell(name).devices for name in weak.cells} == {sweep_cells.BATCH}
-    assert (strong.kind, weak.kind) == ("same training", "weak scaling")
+    assert {one for plan in suite.comparisons for one in (plan.baseline, *plan.cells)} == works.keys()
+    if name == "scaling":  # weak scaling keeps the batch of a device, and is not called the same training
+        strong, weak = suite.comparisons
+        assert {works[one]["global batch"] for one in strong.cells} == {sweep_cells.BATCH}
+        assert {works[one]["global batch"] / suite.cell(one).devices for one in weak.cells} == {sweep_cells.BATCH}
+        assert (strong.kind, weak.kind) == ("same training", "weak scaling")
 
 
 def test_a_cell_with_another_batch_is_refused_before_anything_runs(tmp_path, snapshot):
@@ -113,23 +85,6 @@ def test_a_cell_with_another_batch_is_refused_before_anything_runs(tmp_path, sna
 
 
 # `python src/benchmark.py compare`: the interval on made-up numbers with known answers, and the exit codes.
-
-
-SPEEDS = [1000.0, 1010.0, 990.0, 1005.0]
-
-
-def test_a_constant_ratio_has_no_spread():
-    found = speed_difference(SPEEDS, [0.9 * speed for speed in SPEEDS])
-    assert (found.change, found.low, found.high) == pytest.approx((-0.1, -0.1, -0.1))
-    assert (found.verdict, found.pairs) == ("slower", 4)
-
-
-def test_pairing_removes_the_noise_that_both_share():
-    """Speeds differ twofold between repeats, and B is 2% faster in each: only pairs can show it."""
-    noise = [1.0, 0.5, 0.8, 0.6, 0.9]
-    a, b = [1000 * share for share in noise], [1020 * share for share in noise]
-    assert speed_difference(a, b).verdict == "faster"
-    assert speed_difference(a, sorted(b)).verdict == "no difference"
 
 
 def test_the_interval_of_three_pairs_is_that_of_students_t_test():
@@ -153,7 +108,7 @@ def test_the_interval_of_many_pairs_is_that_of_the_normal_distribution():
     assert math.log1p(found.high) == pytest.approx(mean + half, abs=0.002)
 
 
-@pytest.mark.parametrize(("pairs", "most"), [(2, 20), (3, 20), (5, 20), (12, 30)])
+@pytest.mark.parametrize(("pairs", "most"), [(3, 20), (12, 30)])
 def test_equal_programs_are_rarely_called_different(pairs, most):
     """Of 200 comparisons of equal programs 10 are expected, of 12 pairs by the percentile interval 16.
 
@@ -178,46 +133,21 @@ def test_blocks_widen_the_interval_of_steps_that_depend_on_their_neighbours():
     assert [block_length(steps) for steps in (1, 27, 1000)] == [1, 3, 10]
 
 
-@pytest.mark.parametrize(("a", "b"), [([1.0], [1.0]), ([1.0, 2.0], [1.0])])
-def test_fewer_than_two_pairs_are_refused(a, b):
-    with pytest.raises(ValueError, match="are not two pairs or more"):
-        speed_difference(a, b)
-
-
 FAILED = {"state": State.FAILED, "message": "exit code 1: KeyError"}
 
 
 def write_sweep(file: Path, speeds: dict[str, list[float | None]], *, cpu: str = "a CPU", **more) -> Path:
     """A record of cells with these speeds by repeat; None is a turn that failed."""
-    cells = [
-        cell_of(
-            sweep_cells.Cell(name=name, devices=1, launcher="python", flags=()),
-            [
-                made_up(name, repeat, speed=speed, **(FAILED if speed is None else {}), **more)
-                for repeat, speed in enumerate(values, start=1)
-            ],
-            price=None,
-        )
-        for name, values in speeds.items()
-    ]
-    sweep = Sweep(
-        schema_version="1.0",
-        timestamp_utc="2026-11-22T10:00:00+00:00",
-        git_commit="abc",
-        env={},
-        hardware={"gpu_name": None, "cpu_name": cpu, "cpu_count": 2},
-        suite="mine",
-        seed=1,
-        repeats=4,
-        limit_sec=9,
-        target_loss=None,
-        price_per_device_hour=None,
-        seconds=9,
-        cells=cells,
-        comparisons=[],
-    )
+    cells = []
+    for name, values in speeds.items():
+        facts = [{"speed": speed, **(FAILED if speed is None else {}), **more} for speed in values]
+        turns = [made_up(name, repeat, **each) for repeat, each in enumerate(facts, start=1)]
+        planned = sweep_cells.Cell(name=name, devices=1, launcher="python", flags=())
+        cells.append(asdict(cell_of(planned, turns, price=None)))
+    record = json.loads((REPOSITORY / REFERENCE / "sweep-scaling.json").read_text(encoding="utf-8"))
+    hardware = {"gpu_name": None, "cpu_name": cpu, "cpu_count": 2}
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(asdict(sweep)))
+    file.write_text(json.dumps(record | {"hardware": hardware, "cells": cells, "comparisons": []}))
     return file
 
 
@@ -232,29 +162,22 @@ def a(tmp_path):
 
 def test_sweeps_are_compared_cell_by_cell_and_one_slower_cell_gives_the_exit_code(a, tmp_path, capsys, snapshot):
     same = write_sweep(tmp_path / "same" / "sweep.json", {"two": works(2000), "one": works(1100), "new": works(9)})
-    write_sweep(tmp_path / "b" / "sweep.json", {"one": works(1100), "two": works(1800)})
+    slower = write_sweep(tmp_path / "b" / "sweep.json", {"one": works(1100), "two": works(1800)})
     code = compare(str(a.parent), str(same.parent), allow_unequal=False)
     assert (code, capsys.readouterr().out) == (0, snapshot(name="not slower"))
-    done = benchmark("compare", "a/sweep.json", "b/sweep.json", cwd=tmp_path)
-    assert (done.returncode, done.stdout) == (1, snapshot(name="slower"))
+    code = compare(str(a), str(slower), allow_unequal=False)
+    assert (code, capsys.readouterr().out) == (1, snapshot(name="slower"))
 
 
-def test_cells_of_sweeps_are_named_behind_the_path(a, capsys):
+def test_cells_are_named_behind_the_path_and_repeats_that_failed_in_one_are_left_out(a, tmp_path, capsys):
     assert compare(f"{a}#two", f"{a}#one", allow_unequal=False) == 1
     assert capsys.readouterr().out == (
         "A = two, B = one: B is 50.0% slower than A, 95% interval -50.0% to -50.0% of its speed, 4 repeats\n"
     )
-    assert compare(f"{a}#one", f"{a}#two", allow_unequal=False) == 0
-
-
-def test_repeats_that_failed_in_one_are_left_out(a, tmp_path):
     b = write_sweep(tmp_path / "b.json", {"one": [900, None, 720, 630]})
     assert compare(f"{a}#one", f"{b}#one", allow_unequal=False) == 1
-    assert compare(f"{b}#one", f"{a}#one", allow_unequal=False) == 0
     b = write_sweep(tmp_path / "b.json", {"one": [900, None, None, None]})
-    with pytest.raises(
-        UserError, match=r"1 repeats have a speed in both, and a comparison needs 2: run more --repeats"
-    ):
+    with pytest.raises(UserError, match=r"1 repeats have a speed in both, and a comparison needs 2: run more --rep"):
         compare(f"{a}#one", f"{b}#one", allow_unequal=False)
 
 
@@ -279,17 +202,10 @@ def test_other_work_is_said_first_and_must_be_allowed(a, tmp_path, capsys):
 
 
 def test_what_cannot_be_paired_is_refused(a, tmp_path):
-    run = tmp_path / "run"
-    run.mkdir()
-    (run / "training_metrics.json").write_text('{"schema_version": "2.1"}')
     other = write_sweep(tmp_path / "other.json", {"three": works(1)})
     for one, two, why in (
-        (a, run, r"is a run and .* a sweep: compare two of a kind"),
         (f"{a}#on", f"{a}#one", r"has no cell 'on' \(did you mean one\?\)"),
-        (f"{a}#one", a, r"name a cell of it too"),
         (a, other, r"have no cell of the same name"),
-        (f"{run}#one", a, r"is a run, which has no cells: leave out #one"),
-        (run, run, r"metrics.jsonl: cannot be read"),
     ):
         with pytest.raises(UserError, match=why):
             compare(str(one), str(two), allow_unequal=False)
@@ -322,15 +238,8 @@ def test_runs_are_paired_by_step_after_the_warm_up(tmp_path, capsys):
 # The committed sweeps: every comparison in them is of equal work.
 
 
-COMMITTED = sorted((REPOSITORY / REFERENCE).glob(SWEEPS))
-
-
-def test_there_are_two():
-    assert [path.name for path in COMMITTED] == ["sweep-scaling.json", "sweep-strategies.json"]
-
-
-@pytest.mark.parametrize("path", COMMITTED, ids=lambda path: path.stem)
-def test_every_cell_was_trained_and_compared(path):
-    sweep = read_sweep(path)
+@pytest.mark.parametrize("name", ["sweep-scaling", "sweep-strategies"])
+def test_every_cell_was_trained_and_compared(name):
+    sweep = read_sweep(REPOSITORY / REFERENCE / f"{name}.json")
     assert all(len(cell.done()) == sweep.repeats == 3 for cell in sweep.cells)
     assert sweep.comparisons and all(one.comparable for plan in sweep.comparisons for one in plan.cells)

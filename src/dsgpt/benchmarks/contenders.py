@@ -16,6 +16,7 @@ input is a number of steps; the answer is a line of JSON. An empty input ends th
 import contextlib
 import importlib.util
 import json
+import math
 import sys
 import time
 import warnings
@@ -34,7 +35,7 @@ from dsgpt.benchmarks import decoding
 from dsgpt.benchmarks.decoding import DecodingRow
 from dsgpt.benchmarks.frame import NANOGPT, contest, ratios, span
 from dsgpt.benchmarks.launch import shape_values, training_words
-from dsgpt.benchmarks.speed import DDP, ENGINE, HUGGING_FACE, OURS, PEERS, Defaults, Shape, StepSetup
+from dsgpt.benchmarks.speed import DDP, ENGINE, HUGGING_FACE, NANOGPT_DEFAULTS, OURS, PEERS, Shape, StepSetup
 from dsgpt.common.errors import UserError
 from dsgpt.common.files import write_json_atomic
 from dsgpt.data.token_file import open_token_file
@@ -86,9 +87,9 @@ class OwnTrainer:
             "max_train_steps": 1_000_000,
             "precision": work.precision,
             "device": work.device,
+            **({"threads_per_device": work.threads} if work.device == "cpu" else {}),
+            **({"compile": True} if work.compile else {}),
         }
-        values |= {"threads_per_device": work.threads} if work.device == "cpu" else {}
-        values |= {"compile": True} if work.compile else {}
         options, problems = parse_arguments(training_words(values))
         config = resolve(options, topology=topology, problems=problems)
         self._held = contextlib.ExitStack()
@@ -106,21 +107,54 @@ class OwnTrainer:
 
 
 class PeerLoop:
-    """A peer's training loop."""
+    """The loop of a peer in this process.
+
+    Args:
+        kind: ``NANOGPT`` or ``HUGGING_FACE``.
+        work: what a step does.
+        tokens: the token file.
+        peer: the checkout of nanoGPT.
+        betas: of AdamW.
+        weight_decay: of AdamW.
+
+    Raises:
+        UserError: the peer has another model.
+    """
 
     def __init__(
         self,
+        kind: str,
         work: StepSetup,
-        tokens: Path,
         *,
-        loss: Callable[[Tensor, Tensor], Tensor],
-        model: nn.Module,
-        optimizer: Any,
+        tokens: Path,
+        peer: Path | None,
+        betas: tuple[float, float] = (0.9, 0.95),
+        weight_decay: float = 0.1,
     ) -> None:
-        self._model, self._loss, self._optimizer = model, loss, optimizer
+        torch.set_num_threads(work.threads or torch.get_num_threads())
         self._batches, self._device, self._length = _random_windows(work, tokens), work.device, work.shape.length
-        self._precision = DTYPES[work.precision]
-        model.train()
+        self._precision, self._kind = DTYPES[work.precision], kind
+        self._model: Any
+        self._optimizer: Any
+        if kind == NANOGPT:
+            assert peer is not None
+            self._model = nanogpt_model(work.model, peer).to(work.device)
+            with contextlib.redirect_stdout(None):
+                self._optimizer = self._model.configure_optimizers(weight_decay, LR, betas, work.device)
+        else:
+            self._model = hugging_face_model(work.model, use_cache=False).to(work.device)
+            check_size(HUGGING_FACE, self._model, work.model.parameter_count())
+            weights = list(self._model.parameters())
+            matrices = {"params": [each for each in weights if each.dim() > 1], "weight_decay": weight_decay}
+            vectors = {"params": [each for each in weights if each.dim() == 1], "weight_decay": 0.0}
+            self._optimizer = torch.optim.AdamW([matrices, vectors], lr=LR, betas=betas, fused=True)
+        self._forward = torch.compile(self._model) if work.compile else self._model
+        self._model.train()
+
+    def _loss(self, inputs: Tensor, targets: Tensor) -> Any:
+        if self._kind == NANOGPT:
+            return self._forward(inputs, targets)[1]
+        return self._forward(input_ids=inputs, labels=targets, shift_labels=targets).loss
 
     def step(self, *, lr: float = LR) -> Tensor:
         """One step at the learning rate ``lr``."""
@@ -128,7 +162,7 @@ class PeerLoop:
             group["lr"] = lr
         inputs, targets = (part.to(self._device, non_blocking=True) for part in next(self._batches))
         with torch.autocast(self._device, self._precision, enabled=self._precision != torch.float32):
-            loss = self._loss(inputs, targets)
+            loss: Tensor = self._loss(inputs, targets)
         torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(self._model.parameters(), 1.0)
         self._optimizer.step()
@@ -161,53 +195,6 @@ def _random_windows(work: StepSetup, tokens: Path) -> Iterator[tuple[Tensor, Ten
         starts = torch.randint(len(ids) - length, (work.batch,), generator=generator).tolist()
         inputs, targets = _windows(ids, starts, length)
         yield (inputs.pin_memory(), targets.pin_memory()) if work.device == "cuda" else (inputs, targets)
-
-
-def open_loop(
-    kind: str,
-    work: StepSetup,
-    *,
-    tokens: Path,
-    peer: Path | None,
-    betas: tuple[float, float] = (0.9, 0.95),
-    weight_decay: float = 0.1,
-) -> PeerLoop:
-    """The loop of the peer ``kind`` in this process.
-
-    Args:
-        kind: ``NANOGPT`` or ``HUGGING_FACE``.
-        work: what a step does.
-        tokens: the token file.
-        peer: the checkout of nanoGPT.
-        betas: of AdamW.
-        weight_decay: of AdamW.
-
-    Raises:
-        UserError: the peer has another model.
-    """
-    torch.set_num_threads(work.threads or torch.get_num_threads())
-    model: Any
-    optimizer: Any
-    if kind == NANOGPT:
-        assert peer is not None
-        model = nanogpt_model(work.model, peer).to(work.device)
-        with contextlib.redirect_stdout(None):
-            optimizer = model.configure_optimizers(weight_decay, LR, betas, work.device)
-    else:
-        model = hugging_face_model(work.model, use_cache=False).to(work.device)
-        check_size(HUGGING_FACE, model, work.model.parameter_count())
-        matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
-        vectors = [parameter for parameter in model.parameters() if parameter.dim() == 1]
-        groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-        optimizer = torch.optim.AdamW(groups, lr=LR, betas=betas, fused=True)
-    forward = torch.compile(model) if work.compile else model
-
-    def loss(inputs: Tensor, targets: Tensor) -> Any:
-        if kind == NANOGPT:
-            return forward(inputs, targets)[1]
-        return forward(input_ids=inputs, labels=targets, shift_labels=targets).loss
-
-    return PeerLoop(work, tokens, loss=loss, model=model, optimizer=optimizer)
 
 
 def nanogpt_model(config: GPT2Config, checkout: Path) -> Any:
@@ -262,17 +249,15 @@ def main() -> None:
     def answer(values: Mapping[str, Any]) -> None:
         print(job["mark"] + json.dumps(values), flush=True)
 
-    if "defaults" in job:
-        numbers = {key: job[key] for key in ("steps", "validate_every", "windows")}
-        files: dict[str, Any] = {"tokens": tokens, "val": Path(job["val"]), "peer": peer}
-        answer({"curve": train_nanogpt(work, Defaults(**job["defaults"]), **numbers, **files)})
+    if "schedule" in job:
+        answer({"curve": train_nanogpt(work, **job["schedule"], tokens=tokens, val=Path(job["val"]), peer=peer)})
         return
     if job["keeps_memory"]:
         keep_freed_memory()
     torch.manual_seed(0)
     trainer: PeerLoop | OwnTrainer
     if job["kind"] in PEERS:
-        trainer = open_loop(job["kind"], work, tokens=tokens, peer=peer)
+        trainer = PeerLoop(job["kind"], work, tokens=tokens, peer=peer)
     else:
         trainer = OwnTrainer(job["kind"], work, tokens=tokens, folder=job_file.parent)
     for line in sys.stdin:
@@ -303,25 +288,26 @@ def synchronisations(device: str) -> Iterator[list[str]]:
     waits += [str(warning.message) for warning in caught if "synchronizing CUDA operation" in str(warning.message)]
 
 
+def nanogpt_rate(step: int, *, steps: int) -> float:
+    """The learning rate of nanoGPT in ``step``; the first is 0. A cosine to a tenth follows the warm-up."""
+    lr, warm_up = NANOGPT_DEFAULTS["lr"], NANOGPT_DEFAULTS["warm_up_steps"]
+    if step < warm_up:
+        return lr * (step + 1) / (warm_up + 1)
+    done = (step - warm_up) / max(1, steps - warm_up)
+    return lr * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * done)))
+
+
 def train_nanogpt(
-    work: StepSetup,
-    defaults: Defaults,
-    *,
-    steps: int,
-    validate_every: int,
-    tokens: Path,
-    val: Path,
-    windows: int,
-    peer: Path,
+    work: StepSetup, *, steps: int, validate_every: int, windows: int, tokens: Path, val: Path, peer: Path
 ) -> list[tuple[float, float]]:
     """Train nanoGPT with its own settings; returns training seconds so far and validation loss at each validation."""
     torch.manual_seed(1337)
-    betas = (0.9, defaults.beta2)
-    loop = open_loop(NANOGPT, work, tokens=tokens, peer=peer, betas=betas, weight_decay=defaults.weight_decay)
+    betas, weight_decay = (0.9, NANOGPT_DEFAULTS["beta2"]), NANOGPT_DEFAULTS["weight_decay"]
+    loop = PeerLoop(NANOGPT, work, tokens=tokens, peer=peer, betas=betas, weight_decay=weight_decay)
     curve, seconds = [], 0.0
     for step in range(steps):
         started = time.perf_counter()
-        loop.step(lr=defaults.rate(step, steps=steps)).item()
+        loop.step(lr=nanogpt_rate(step, steps=steps)).item()
         seconds += time.perf_counter() - started
         if (step + 1) % validate_every == 0 or step + 1 == steps:
             curve.append((seconds, loop.validate(val, windows=windows)))
@@ -332,33 +318,24 @@ def train_nanogpt(
 
 SECONDS = 0.4
 """Time spent on each product."""
-COPIED_BYTES = 512 << 20
-"""Of a copy that fits into no cache."""
 
 
-def measure_ceilings(work: StepSetup) -> dict[str, Any]:
-    """FLOP/s of every matrix product of a step, alone, and the seconds that all of a step's products take at that rate.
+def products_sec(work: StepSetup) -> float:
+    """The seconds that all matrix products of a step take, each at the speed that it has alone.
 
     A backward pass multiplies twice for each product of the forward pass: for the gradient of the inputs, and for that
     of the weights.
     """
-    if work.threads:
-        torch.set_num_threads(work.threads)
-    dtype, device, rows = DTYPES[work.precision], work.device, work.tokens
-    measured, total = [], 0.0
-    for name, (outputs, inputs, count) in work.shape.products().items():
+    torch.set_num_threads(work.threads or torch.get_num_threads())
+    dtype, device, rows, total = DTYPES[work.precision], work.device, work.tokens, 0.0
+    wide, blocks = work.shape.n_embd, work.shape.n_layer
+    of_a_block = [(3 * wide, wide), (wide, wide), (4 * wide, wide), (wide, 4 * wide)]
+    for outputs, inputs, count in [*((*shape, blocks) for shape in of_a_block), (work.shape.vocab_size, wide, 1)]:
         x, w = torch.randn(rows, inputs, device=device).to(dtype), torch.randn(outputs, inputs, device=device).to(dtype)
         y = torch.randn(rows, outputs, device=device).to(dtype)
-        flops = 2.0 * rows * inputs * outputs
-        for purpose, left, right in (("forward", x, w.T), ("inputs", y, w), ("weights", y.T, x)):
-            out = left @ right
-            seconds = _seconds(partial(torch.mm, left, right, out=out), device)
-            total += seconds * count
-            measured.append({"product": name, "gradient": purpose, "flops_per_sec": flops / seconds, "count": count})
-    source = torch.ones(COPIED_BYTES // 4, device=device)
-    target = torch.empty_like(source)
-    copied = 2 * COPIED_BYTES / _seconds(lambda: target.copy_(source), device)  # read and written
-    return {"products": measured, "products_sec": total, "copy_bytes_per_sec": copied}
+        for left, right in ((x, w.T), (y, w), (y.T, x)):
+            total += count * _seconds(partial(torch.mm, left, right, out=left @ right), device)
+    return total
 
 
 def _seconds(call: Callable[[], object], device: str) -> float:
@@ -454,20 +431,15 @@ def open_generator(kind: str, row: DecodingRow, model: GPT2, *, checkout: Path |
         peer.load_state_dict(weights)
     peer = peer.to(device=model.wte.weight.device, dtype=model.wte.weight.dtype).eval()
 
+    options: dict[str, Any] = {"max_new_tokens": row.new_tokens, "do_sample": False, "eos_token_id": None}
+
     @torch.inference_mode()
     def generate(prompts: Tensor) -> Continued:
         started = time.perf_counter()
         if kind == NANOGPT:
             ids = peer.generate(prompts, row.new_tokens, top_k=1)
         else:
-            ids = peer.generate(
-                prompts,
-                attention_mask=torch.ones_like(prompts),
-                max_new_tokens=row.new_tokens,
-                do_sample=False,
-                eos_token_id=None,
-                pad_token_id=0,
-            )
+            ids = peer.generate(prompts, attention_mask=torch.ones_like(prompts), pad_token_id=0, **options)
         new = ids[:, prompts.shape[1] :].tolist()  # waits for the device
         return Continued(ids=new, seconds=time.perf_counter() - started, token_sec=None)
 
@@ -477,15 +449,11 @@ def open_generator(kind: str, row: DecodingRow, model: GPT2, *, checkout: Path |
 def _generate(decoder: Decoder, new_tokens: int, prompts: Tensor) -> Continued:
     """Our continuation of ``prompts``."""
     started = time.perf_counter()
-    times, steps = [], []
-    for ids in generate_batch(decoder, prompts.tolist(), new_tokens=new_tokens):
-        times.append(time.perf_counter())
-        steps.append(ids)
-    return Continued(
-        ids=[list(ids) for ids in zip(*steps, strict=True)],
-        seconds=times[-1] - started,
-        token_sec=(times[-1] - times[0]) / (len(times) - 1),
-    )
+    steps = [(time.perf_counter(), ids) for ids in generate_batch(decoder, prompts.tolist(), new_tokens=new_tokens)]
+    times, rows = zip(*steps, strict=True)
+    ids = [list(column) for column in zip(*rows, strict=True)]
+    token_sec = (times[-1] - times[0]) / (len(times) - 1)
+    return Continued(ids=ids, seconds=times[-1] - started, token_sec=token_sec)
 
 
 def measure_decoding(row: DecodingRow, *, rounds: int, device: torch.device, checkout: Path | None) -> dict[str, Any]:
@@ -507,13 +475,9 @@ def measure_decoding(row: DecodingRow, *, rounds: int, device: torch.device, che
     read = partial(torch.mv, matrix, torch.ones(_COLUMNS, device=device))
     for generate in generators.values():
         generate(prompts)
-    turns: dict[str, list[Any]] = contest(
-        {
-            **{kind: partial(generate, prompts) for kind, generate in generators.items()},
-            "floor": lambda: min(_timed(read, device.type) for _ in range(READS)),
-        },
-        rounds=rounds,
-    )
+    calls: dict[str, Callable[[], Any]] = {kind: partial(generate, prompts) for kind, generate in generators.items()}
+    calls["floor"] = lambda: min(_timed(read, device.type) for _ in range(READS))
+    turns = contest(calls, rounds=rounds)
     seconds = {kind: [each.seconds for each in turns[kind]] for kind in kinds}
     token_sec = [each.token_sec for each in turns[decoding.OURS]]
     return {

@@ -97,15 +97,12 @@ int8 rows compare our weights in 8 bits with the peers' in bf16.
 Machine: {machine_words(hardware)}; {hardware["device"]}.
 torch {env["torch_version"]}, transformers {env["transformers_version"]}.
 Commit `{record["git_commit"]}`, {record["timestamp_utc"]}."""
-    return "\n".join(
-        [
-            head,
-            f"\n## Seconds of {work['new_tokens']} tokens\n\n{_speed_table(record)}",
-            f"\n## Distance to the memory's floor\n\n{_floor_table(record)}",
-            *_losses(record),
-            "",
-        ]
-    )
+    sections = [
+        (f"Seconds of {work['new_tokens']} tokens", _speed_table(record)),
+        ("Distance to the memory's floor", _floor_table(record)),
+        *([("What rounded weights lose", _losses(record["losses"]))] if record["losses"] else []),
+    ]
+    return "\n".join([head, *(f"\n## {title}\n\n{text}" for title, text in sections), ""])
 
 
 def _huge_pages(record: frame.Record) -> str:
@@ -119,19 +116,11 @@ def _huge_pages(record: frame.Record) -> str:
     )
 
 
-def _losses(record: frame.Record) -> list[str]:
-    """The section about rounded weights, if they were measured."""
-    losses = record["losses"]
-    if losses is None:
-        return []
-    weights = losses["weights"]
+def _losses(losses: Figures) -> str:
+    """What rounded weights lose, in a table."""
+    weights, exact = losses["weights"], losses["weights"]["fp32"]["perplexity"]
     rows = [
-        [
-            name,
-            f"{each['loss']:.5f}",
-            f"{each['perplexity']:.3f}",
-            f"{each['perplexity'] / weights['fp32']['perplexity'] - 1:+.3%}",
-        ]
+        [name, f"{each['loss']:.5f}", f"{each['perplexity']:.3f}", f"{each['perplexity'] / exact - 1:+.3%}"]
         for name, each in weights.items()
     ]
     text = (
@@ -139,7 +128,7 @@ def _losses(record: frame.Record) -> list[str]:
         "int8 the weights of layers and head are rounded, and the arithmetic is bf16."
     )
     header = ["weights", "loss, nats per token", "perplexity", "against fp32"]
-    return [f"\n## What rounded weights lose\n\n{text}\n\n{table(header, rows)}"]
+    return f"{text}\n\n{table(header, rows)}"
 
 
 def summary_lines(record: frame.Record) -> list[str]:
@@ -177,29 +166,20 @@ def _speed_table(record: frame.Record) -> str:
     rows = []
     for result in record["results"]:
         times = "; ".join(f"{name} {frame.span_words(seconds, '.2f')}" for name, seconds in result["seconds"].items())
-        ratios = "; ".join(_ratios(result))
         tokens = result["work"]["batch_size"] * result["work"]["new_tokens"]
-        speed = tokens / result["seconds"][OURS]["median"]
+        speed, same = f"{tokens / result['seconds'][OURS]['median']:,.0f}", "yes" if result["same_ids"] else "no"
         goal = _goal(result["ratio_goal"], ".2f", result["ratios"][HUGGING_FACE]["median"])
-        rows.append([result["title"], times, ratios, goal, f"{speed:,.0f}", "yes" if result["same_ids"] else "no"])
+        rows.append([result["title"], times, "; ".join(_ratios(result)), goal, speed, same])
     return table(["work", "seconds", "ratio", "goal", "our tokens/s", "same ids"], rows)
 
 
 def _floor_table(record: frame.Record) -> str:
     rows = []
     for result in record["results"]:
-        floor = result["floor_sec"]["median"]
-        rows.append(
-            [
-                result["title"],
-                f"{result['bytes_per_token'] / 1e6:,.0f}",
-                f"{result['bytes_per_token'] / floor / 1e9:.1f}",
-                f"{floor * 1e3:.1f}",
-                frame.span_words(result["token_sec"], ".1f", scale=1e3),
-                frame.span_words(result["share"], ".0%"),
-                _goal(result["share_goal"], ".0%", result["share"]["median"]),
-            ]
-        )
+        floor, size = result["floor_sec"]["median"], result["bytes_per_token"]
+        token, share = frame.span_words(result["token_sec"], ".1f", scale=1e3), frame.span_words(result["share"], ".0%")
+        figures = [f"{size / 1e6:,.0f}", f"{size / floor / 1e9:.1f}", f"{floor * 1e3:.1f}", token, share]
+        rows.append([result["title"], *figures, _goal(result["share_goal"], ".0%", result["share"]["median"])])
     return table(["work", "MB per token", "GB/s", "floor, ms", "token, ms", "share", "goal"], rows)
 
 

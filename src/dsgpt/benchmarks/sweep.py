@@ -160,14 +160,13 @@ def turn_of(planned: PlannedTurn, ending: Ending, folder: Path) -> Turn:
     except (UserError, JsonError) as error:
         return replace(turn, state=State.FAILED, message=f"its record cannot be read: {error}")
     by_rank = record.section("cost").section("model_state_bytes_per_rank").raw("total_by_rank")
+    known = isinstance(by_rank, list) and all(map(is_number, by_rank))
     return replace(
         turn,
         train_time_sec=run.train_time,
         tokens_per_sec=run.tokens_per_sec,
         peak_memory_bytes_rank0=run.host_memory if run.gpu_memory is None else run.gpu_memory,
-        model_state_bytes_by_rank=list(map(float, by_rank))
-        if isinstance(by_rank, list) and all(map(is_number, by_rank))
-        else None,
+        model_state_bytes_by_rank=list(map(float, by_rank)) if known else None,
         sent_bytes_per_step=run.sent_bytes_per_step,
         communication_share=run.communication_share,
         joules=record.section("summary").section("gpu_use").number("energy_joules"),
@@ -186,6 +185,7 @@ def cell_of(cell: sweep_cells.Cell, turns: Sequence[Turn], *, price: float | Non
     def over(figure: Callable[[Turn], float | None], *, scale: float = 1.0) -> Spread | None:
         return spread([value * scale for turn in done if (value := figure(turn)) is not None])
 
+    device_sec = cell.devices * (price or 0.0) / SEC_PER_HOUR
     # Of a target, the turns that reached it would be only those that were lucky.
     all_reached = all(turn.time_to_target_sec is not None for turn in done)
     return SweepCell(
@@ -203,9 +203,7 @@ def cell_of(cell: sweep_cells.Cell, turns: Sequence[Turn], *, price: float | Non
         joules=over(lambda turn: turn.joules),
         final_loss=first.final_loss if first else None,
         time_to_target_sec=over(lambda turn: turn.time_to_target_sec) if all_reached else None,
-        cost=None
-        if price is None
-        else over(lambda turn: turn.train_time_sec, scale=cell.devices * price / SEC_PER_HOUR),
+        cost=over(lambda turn: turn.train_time_sec, scale=device_sec) if price is not None else None,
     )
 
 
@@ -245,14 +243,10 @@ def compared(
     if plan.kind != "same training":
         return one
     pairs = [(losses.get((cell.name, repeat), {}), losses.get((base.name, repeat), {})) for repeat in shared]
-    final = (cell.final_loss, base.final_loss)
     same_steps = all(mine and mine.keys() == others.keys() for mine, others in pairs)
     distances = [abs(mine[step] - others[step]) for mine, others in pairs for step in mine] if same_steps else []
-    return replace(
-        one,
-        loss_difference=None if final[0] is None or final[1] is None else final[0] - final[1],
-        largest_loss_difference=max(distances, default=None),
-    )
+    final = None if cell.final_loss is None or base.final_loss is None else cell.final_loss - base.final_loss
+    return replace(one, loss_difference=final, largest_loss_difference=max(distances, default=None))
 
 
 # The suite.
@@ -371,12 +365,10 @@ suites: {", ".join(sweep_cells.SUITES)}"""
         cells = self._plan.cells
         if any(sweep_cells.value_of(cell.flags, TRAIN_DATA) is None for cell in cells):
             self._data = prepare_demo(self.repository, self.folder / "data")
-        works = {
-            cell.name: sweep_cells.planned_work(
-                cell, self._flags(cell, self.folder / "planned"), repository=self.repository
-            )
-            for cell in cells
-        }
+        works = {}
+        for cell in cells:
+            flags = self._flags(cell, self.folder / "planned")
+            works[cell.name] = sweep_cells.planned_work(cell, flags, repository=self.repository)
         sweep_cells.require_equal_work(self._plan, works)
         fingerprint["data"] = {
             name: [work[f"{part} data"] for part in PARTS] if work else None for name, work in works.items()
@@ -397,9 +389,7 @@ suites: {", ".join(sweep_cells.SUITES)}"""
         recipes = {str(name): self.repository / str(name) for name in named}
         fingerprint = {
             "suite": asdict(self._plan),
-            "settings": [
-                *(options.model_size, options.steps, options.seq_length, options.device, options.profile_comm)
-            ],
+            "settings": [options.model_size, options.steps, options.seq_length, options.device, options.profile_comm],
             "seed": options.seed,
             "limit": options.limit,
             "recipes": {name: sha256_of(file) if file.is_file() else "" for name, file in sorted(recipes.items())},
@@ -465,13 +455,9 @@ suites: {", ".join(sweep_cells.SUITES)}"""
         run_dir = folder / RUN
         folder.mkdir(parents=True)
         script = str(self.repository / "src" / "gpt2.py")
-        ending = train(
-            [*launcher_command(cell.launcher, cell.devices), script, *self._flags(cell, run_dir)],
-            log=folder / "log.txt",
-            limit_sec=self.options.limit,
-            cwd=self.repository,
-            device=self.options.device,
-        )
+        command = [*launcher_command(cell.launcher, cell.devices), script, *self._flags(cell, run_dir)]
+        limit, device = self.options.limit, self.options.device
+        ending = train(command, log=folder / "log.txt", limit_sec=limit, cwd=self.repository, device=device)
         turn = turn_of(planned, ending, run_dir)
         for checkpoint in run_dir.glob("step-*"):
             shutil.rmtree(checkpoint)  # twelve bytes per parameter, which nothing here reads
@@ -510,15 +496,10 @@ suites: {", ".join(sweep_cells.SUITES)}"""
         losses = {
             (planned.cell.name, planned.repeat): self._training_curve(planned).at_steps() for planned in self._turns
         }
-        comparisons = [
-            Comparison(
-                name=plan.name,
-                kind=plan.kind,
-                baseline=plan.baseline,
-                cells=[compared(plan, cells[plan.baseline], cells[name], losses=losses) for name in plan.cells],
-            )
-            for plan in self._plan.comparisons
-        ]
+        comparisons = []
+        for plan in self._plan.comparisons:
+            beside = [compared(plan, cells[plan.baseline], cells[name], losses=losses) for name in plan.cells]
+            comparisons.append(Comparison(name=plan.name, kind=plan.kind, baseline=plan.baseline, cells=beside))
         return {
             "suite": self._plan.name,
             "seed": options.seed,

@@ -1,14 +1,16 @@
 """What a sweep trains and compares, read from a file or built in, and judged before anything runs."""
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
 
 from dsgpt.common.errors import Problems, UserError, did_you_mean
 from dsgpt.common.files import sha256_of
-from dsgpt.common.json_files import JsonError, clipped, read_object
+from dsgpt.common.json_files import JsonError, Positive, clipped, read_as
 from dsgpt.config.options import parse_arguments
 from dsgpt.machine.launcher import LAUNCHERS
 from dsgpt.machine.topology import Topology
@@ -231,17 +233,11 @@ def planned_work(cell: Cell, flags: Sequence[str], *, repository: Path) -> Facts
     from dsgpt.training.run_description import describe_run  # noqa: PLC0415
 
     options, problems = parse_arguments(flags)
-    options = replace(
-        options,
-        **{
-            name: repository / path
-            for name in ("train_data_path", "val_data_path", "deepspeed_config", "checkpoint_path")
-            if (path := getattr(options, name)) is not None
-        },
-    )
-    topology = Topology(
-        rank=0, local_rank=0, world_size=cell.devices, local_world_size=cell.devices, launcher=cell.launcher
-    )
+    files = ("train_data_path", "val_data_path", "deepspeed_config", "checkpoint_path")
+    given = {name: getattr(options, name) for name in files}
+    options = replace(options, **{name: repository / path for name, path in given.items() if path is not None})
+    size = cell.devices
+    topology = Topology(rank=0, local_rank=0, world_size=size, local_world_size=size, launcher=cell.launcher)
     try:
         config = resolve(options, topology=topology, problems=problems)
     except UserError:
@@ -292,8 +288,7 @@ def judge_turns(turns: Iterable[tuple[str, Turn]]) -> Verdict:
     """Whether turns, each under the name of what it belongs to, did the same work; equal ones are named once."""
     distinct: list[Worked] = []
     for name, turn in turns:
-        one = worked(turn, name=name)
-        if one not in distinct:
+        if (one := worked(turn, name=name)) not in distinct:
             distinct.append(one)
     return judge(distinct)
 
@@ -305,15 +300,38 @@ def comparable(verdict: Verdict, kind: Kind) -> bool:
     return all(fact.startswith(MAY_DIFFER[kind]) for fact in facts)
 
 
-# Reads a suite from a file: cells from lists of flags, and what to compare. All mistakes are reported together.
+# Reads a suite from a file: cells from lists of flags, and what to compare.
 
-SCHEMA_VERSION = "1.0"
-_KINDS: tuple[Kind, ...] = get_args(Kind)
-_KEYS = ("schema_version", "flags", "cells", "comparisons")
-_CELL_KEYS = ("name", "devices", "flags", "launcher")
-_COMPARISON_KEYS = ("name", "kind", "baseline", "cells")
 _OWN = ("--checkpoint_path", "--device", "--resume", "--overwrite", "--dry_run")
 """Flags that the sweep sets itself."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _DescribedCell:
+    name: str
+    devices: Positive = 1
+    flags: tuple[str, ...] = ()
+    launcher: Literal["python", "torchrun", "deepspeed"] | None = None
+    """By default that of the run type."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _DescribedComparison:
+    baseline: str
+    name: str | None = None
+    kind: Kind = "same training"
+    cells: tuple[str, ...] | None = None
+    """All by default."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Description:
+    schema_version: Literal["1.0"]
+    cells: Annotated[tuple[_DescribedCell, ...], Field(min_length=1)]
+    flags: tuple[str, ...] = ()
+    """Of every cell."""
+    comparisons: Annotated[tuple[_DescribedComparison, ...], Field(min_length=1)] | None = None
+    """By default all cells with the first."""
 
 
 def read_description(file: Path, *, devices: Sequence[int] | None) -> SweepPlan:
@@ -324,16 +342,52 @@ def read_description(file: Path, *, devices: Sequence[int] | None) -> SweepPlan:
         devices: keep only cells on these numbers of devices; None for all.
 
     Raises:
-        UserError: with every mistake in the file, a line each.
+        UserError: the file cannot be read as a description, or has mistakes: then a line for each.
     """
     try:
-        values = read_object(file)
+        described = read_as(file, _Description)
     except JsonError as error:
         raise UserError(f"--suite {file}: cannot be read as a description of a sweep: {error}") from error
-    reader = _Reader(file)
-    suite = reader.suite(values)
-    reader.problems.raise_if_any()
+    mistakes: list[str] = []
+    cells: list[Cell] = []
+    folders: dict[str, str] = {}
+    for number, one in enumerate(described.cells):
+        flags = (*described.flags, *one.flags)
+        launcher = one.launcher or LAUNCHERS.get(value_of(flags, "--run_type") or "", "")
+        cells.append(Cell(name=one.name, devices=one.devices, launcher=launcher, flags=flags))
+        mistakes += (f"cells.{number}{line}" for line in _mistakes(cells[-1]))
+        if other := folders.get(cells[-1].folder):
+            mistakes.append(f"cells: {one.name!r} and {other!r} need names that differ in a letter")
+        folders[cells[-1].folder] = one.name
+    names = [cell.name for cell in cells]
+    plans = []
+    for number, plan in enumerate(described.comparisons or [_DescribedComparison(name="all", baseline=names[0])]):
+        others = names if plan.cells is None else plan.cells
+        unknown = dict.fromkeys(name for name in (plan.baseline, *others) if name not in names)
+        mistakes += (f"comparisons.{number}: {clipped(one)} is no cell{did_you_mean(one, names)}" for one in unknown)
+        compared = tuple(name for name in others if name != plan.baseline)
+        name = plan.name or f"comparisons.{number}"
+        plans.append(ComparisonPlan(name=name, kind=plan.kind, baseline=plan.baseline, cells=compared))
+    if mistakes:
+        raise UserError(*(f"--suite {file}: {line}" for line in mistakes))
+    suite = SweepPlan(name=file.stem, cells=tuple(cells), comparisons=tuple(plans))
     return suite if devices is None else _only_on(suite, devices, file=file)
+
+
+def _mistakes(cell: Cell) -> Iterator[str]:
+    """What is wrong with a cell, each behind its place in it."""
+    if not (cell.name.strip() and cell.name.isprintable()):
+        yield f".name must be a text that can be printed, not {clipped(cell.name)}"
+    given = {word.partition("=")[0] for word in cell.flags}
+    yield from (f".flags: {flag} is set by the sweep: leave it out" for flag in _OWN if flag in given)
+    try:
+        parse_arguments(cell.flags)[1].raise_if_any()
+    except UserError as error:
+        yield from (f".flags: {line}" for line in error.problems)
+    if value_of(cell.flags, "--run_type") is None:
+        yield f".flags: --run_type is missing: name one of {', '.join(LAUNCHERS)}"
+    if cell.launcher == "python" and cell.devices > 1:
+        yield f": python starts one rank, not {cell.devices}: use torchrun or deepspeed"
 
 
 def _only_on(suite: SweepPlan, devices: Sequence[int], *, file: Path) -> SweepPlan:
@@ -353,129 +407,3 @@ def _only_on(suite: SweepPlan, devices: Sequence[int], *, file: Path) -> SweepPl
         replace(one, cells=tuple(name for name in one.cells if name in names)) for one in suite.comparisons
     )
     return SweepPlan(name=suite.name, cells=cells, comparisons=comparisons)
-
-
-def _are_texts(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(word, str) for word in value)
-
-
-class _Reader:
-    """Checks the values of a file, and notes every mistake. Values without a mistake are as their types say."""
-
-    def __init__(self, file: Path) -> None:
-        self._file = file
-        self.problems = Problems()
-
-    def suite(self, values: Mapping[str, Any]) -> SweepPlan:
-        """What the values describe, without their wrong parts."""
-        self._known_keys(values, _KEYS, where="the description")
-        self._take(values, "schema_version", must_be=f'"{SCHEMA_VERSION}"', fits=lambda value: value == SCHEMA_VERSION)
-        shared = self._words(values, "flags")
-        given = enumerate(self._objects(values, "cells"))
-        cells = [cell for number, one in given if (cell := self._cell(one, f"cells.{number}", shared))]
-        folders: dict[str, str] = {}
-        for cell in cells:
-            if cell.folder in folders:
-                self._wrong(f"cells: {cell.name!r} and {folders[cell.folder]!r} need names that differ in a letter")
-            folders[cell.folder] = cell.name
-        names = [cell.name for cell in cells]
-        if "comparisons" in values:
-            listed = enumerate(self._objects(values, "comparisons"))
-            read = [self._comparison(one, f"comparisons.{number}", names) for number, one in listed]
-        else:
-            others = tuple(names[1:])
-            read = [
-                ComparisonPlan(name="all", kind="same training", baseline=first, cells=others) for first in names[:1]
-            ]
-        return SweepPlan(name=self._file.stem, cells=tuple(cells), comparisons=tuple(one for one in read if one))
-
-    def _cell(self, values: Mapping[str, Any], where: str, shared: Sequence[str]) -> Cell | None:
-        self._known_keys(values, _CELL_KEYS, where=where)
-        name = self._take(
-            values,
-            f"{where}.name",
-            must_be="a text that can be printed",
-            fits=lambda value: isinstance(value, str) and value.strip() and value.isprintable(),
-        )
-        devices = self._take(
-            values,
-            f"{where}.devices",
-            must_be="a whole number of at least 1",
-            fits=lambda value: type(value) is int and value >= 1,
-            default=1,
-        )
-        flags = (*shared, *self._words(values, f"{where}.flags"))
-        run_type = self._checked_flags(flags, where)
-        launcher, launchers = values.get("launcher", LAUNCHERS.get(run_type or "")), LAUNCHERS.values()
-        if launcher not in launchers and (run_type or "launcher" in values):
-            self._wrong(
-                f"{where}.launcher must be one of {', '.join(dict.fromkeys(launchers))}, not {clipped(launcher)}"
-            )
-        elif launcher == "python" and devices is not None and devices > 1:
-            self._wrong(f"{where}: python starts one rank, not {devices}: use torchrun or deepspeed")
-        if name is None or devices is None or launcher is None:
-            return None
-        return Cell(name=name, devices=devices, launcher=str(launcher), flags=flags)
-
-    def _checked_flags(self, flags: Sequence[str], where: str) -> str | None:
-        """Note mistakes in flags of ``src/gpt2.py``; return the run type."""
-        for flag in _OWN:
-            if any(word.partition("=")[0] == flag for word in flags):
-                self._wrong(f"{where}.flags: {flag} is set by the sweep: leave it out")
-        try:
-            _, problems = parse_arguments(flags)
-            problems.raise_if_any()
-        except UserError as error:
-            for line in error.problems:
-                self._wrong(f"{where}.flags: {line}")
-        run_type = value_of(flags, "--run_type")
-        if run_type is None:
-            self._wrong(f"{where}.flags: --run_type is missing: name one of {', '.join(LAUNCHERS)}")
-        return run_type
-
-    def _comparison(self, values: Mapping[str, Any], where: str, names: Sequence[str]) -> ComparisonPlan | None:
-        self._known_keys(values, _COMPARISON_KEYS, where=where)
-        must_be, baseline = f"one of {', '.join(_KINDS)}", values.get("baseline")
-        kind = self._take(
-            values, f"{where}.kind", must_be=must_be, fits=lambda value: value in _KINDS, default=_KINDS[0]
-        )
-        others = names if values.get("cells") is None else self._words(values, f"{where}.cells")
-        for name in (baseline, *others):
-            if name not in names:
-                hint = did_you_mean(name, names) if isinstance(name, str) else ""
-                self._wrong(f"{where}: {clipped(name)} is no cell{hint}")
-        if kind is None or not isinstance(baseline, str) or baseline not in names:
-            return None
-        cells = tuple(name for name in others if name != baseline)
-        return ComparisonPlan(name=str(values.get("name", where)), kind=kind, baseline=baseline, cells=cells)
-
-    def _words(self, values: Mapping[str, Any], place: str) -> list[str]:
-        words = self._take(values, place, must_be="a list of texts", fits=_are_texts, default=[])
-        return list(words or [])
-
-    def _objects(self, values: Mapping[str, Any], key: str) -> list[Mapping[str, Any]]:
-        objects = self._take(
-            values,
-            key,
-            must_be="a list of at least one object",
-            fits=lambda value: isinstance(value, list) and value and all(isinstance(one, dict) for one in value),
-        )
-        return list(objects or [])
-
-    def _take(
-        self, values: Mapping[str, Any], place: str, *, must_be: str, fits: Callable[[Any], Any], default: Any = None
-    ) -> Any:
-        """The value at ``place``, whose last word is its key; None after a mistake."""
-        value = values.get(place.rpartition(".")[2], default)
-        if fits(value):
-            return value
-        self._wrong(f"{place} must be {must_be}, not {clipped(value)}")
-        return None
-
-    def _known_keys(self, values: Mapping[str, Any], known: Sequence[str], *, where: str) -> None:
-        for key in values:
-            if key not in known:
-                self._wrong(f"{where} has no key {clipped(key)}{did_you_mean(key, known)}")
-
-    def _wrong(self, line: str) -> None:
-        self.problems.add(f"--suite {self._file}: {line}")

@@ -6,7 +6,7 @@ A and B are two runs, paired by step, or two sweeps or cells of sweeps, paired b
 import contextlib
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,7 +37,6 @@ class SpeedDifference:
     low: float
     high: float
     """The ends of the interval with ``CONFIDENCE``."""
-    pairs: int
 
     @property
     def verdict(self) -> str:
@@ -55,18 +54,13 @@ def speed_difference(a: Sequence[float], b: Sequence[float], *, block: int = 1, 
     fewer than ten pairs it is that of Student's t test of the logarithms, if that is wider.
 
     Args:
-        a: speeds of A, above 0.
+        a: speeds of A, at least two, above 0.
         b: those of B, pair by pair.
         block: pairs that are drawn together, because what slows one may slow its neighbours; 1 for independent pairs.
         seed: of the resamples.
-
-    Raises:
-        ValueError: fewer than two pairs, or unequal numbers of speeds.
     """
     import numpy as np  # noqa: PLC0415 - takes its time
 
-    if len(a) != len(b) or len(a) < 2:
-        raise ValueError(f"{len(a)} and {len(b)} speeds are not two pairs or more")
     logs = np.log(np.asarray(b, dtype=np.float64)) - np.log(np.asarray(a, dtype=np.float64))
     pairs, draws = len(logs), math.ceil(len(logs) / block)
     random = np.random.default_rng(seed)
@@ -78,7 +72,7 @@ def speed_difference(a: Sequence[float], b: Sequence[float], *, block: int = 1, 
     if pairs - 1 <= len(STUDENT_T):
         half = STUDENT_T[pairs - 2] * float(logs.std(ddof=1)) / math.sqrt(pairs)
         low, high = min(low, mean - half), max(high, mean + half)
-    return SpeedDifference(change=math.expm1(mean), low=math.expm1(low), high=math.expm1(high), pairs=pairs)
+    return SpeedDifference(change=math.expm1(mean), low=math.expm1(low), high=math.expm1(high))
 
 
 def block_length(steps: int) -> int:
@@ -90,7 +84,6 @@ def block_length(steps: int) -> int:
 
 UNKNOWN = "unknown"
 WHOLE = "{:,.0f}".format
-_EMPTY = ""
 _COUNTS = ("model n_layer", "model n_embd", "optimizer steps", "global batch", "sequence length")
 
 
@@ -142,7 +135,7 @@ def _training(sweep: suites.Sweep) -> str:
     """A line about what the first cell trained; empty without the facts of one of its turns."""
     work = next((turn.work for cell in sweep.cells[:1] for turn in cell.done().values() if turn.work), {})
     if not all(is_number(work.get(name)) for name in _COUNTS):
-        return _EMPTY
+        return ""
     blocks, width, steps, batch, tokens = (f"{work[name]:,.0f}" for name in _COUNTS)
     return (
         f"The cell {_text(sweep.cells[0].name)} trains a GPT-2 with {blocks} blocks of width {width}\n"
@@ -200,7 +193,7 @@ def _comparison(sweep: suites.Sweep, comparison: suites.Comparison) -> str:
         if any(one.largest_loss_difference is not None for one in comparison.cells):  # older records lack it
             header.append("largest difference, all steps")
     columns = len(header)
-    rows = [first + [_EMPTY] * (columns - len(first))]
+    rows = [first + [""] * (columns - len(first))]
     rows += [_compared(sweep, comparison, one) for one in comparison.cells]
     return "\n\n".join([LABELS[comparison.kind], table(header, [row[:columns] for row in rows])])
 
@@ -267,9 +260,8 @@ class Pairs:
     """Speeds of A and B, pair by pair, and what they did."""
 
     label: str
-    a: list[float]
-    b: list[float]
-    """Tokens per second."""
+    speeds: list[tuple[float, float]]
+    """Tokens per second, of the pairs in which both are known."""
     of: str
     """What a pair is: ``repeats`` or ``steps``."""
     verdict: Verdict
@@ -296,6 +288,10 @@ def compare(one: str, other: str, *, allow_unequal: bool) -> int:
             problems.add(*error.problems)
     problems.raise_if_any()
     every = list(_pairs(*sources))
+    for pairs in every:
+        if (count := len(pairs.speeds)) < 2:
+            hint = "the first three steps of a process are warm-up" if pairs.of == "steps" else "run more --repeats"
+            raise UserError(f"{pairs.label}: {count} {pairs.of} have a speed in both, and a comparison needs 2: {hint}")
     unequal = {pairs.label: pairs.verdict.line() for pairs in every if not comparable(pairs.verdict, "same training")}
     if unequal and not allow_unequal:
         hint = "give --allow_unequal to compare their tokens per second nevertheless"
@@ -306,13 +302,13 @@ def compare(one: str, other: str, *, allow_unequal: bool) -> int:
             print(f"{pairs.label}: NOT EQUAL WORK: {unequal[pairs.label]}")
         if pairs.machines[0] != pairs.machines[1]:
             print(f"{pairs.label}: other machines: A ran on {pairs.machines[0]}, B on {pairs.machines[1]}")
-        block = 1 if pairs.of == "repeats" else block_length(len(pairs.a))
-        difference = speed_difference(pairs.a, pairs.b, block=block)
+        block = 1 if pairs.of == "repeats" else block_length(len(pairs.speeds))
+        difference = speed_difference(*zip(*pairs.speeds, strict=True), block=block)
         change = f"B is {abs(difference.change):.1%} {difference.verdict} than A"
         if difference.verdict == NO_DIFFERENCE:
             change = f"A and B: {NO_DIFFERENCE}"
         interval = f"{CONFIDENCE:.0%} interval {difference.low:+.1%} to {difference.high:+.1%} of its speed"
-        print(f"{pairs.label}: {change}, {interval}, {difference.pairs} {pairs.of}")
+        print(f"{pairs.label}: {change}, {interval}, {len(pairs.speeds)} {pairs.of}")
         slower |= difference.verdict == "slower"
     return EXIT_FAILED if slower else EXIT_DONE
 
@@ -334,10 +330,8 @@ def _source(word: str) -> _Source:
     """
     name, mark, cell = word.partition(CELL_MARK)
     path = Path(name)
-    is_sweep = False
-    if path.is_dir():
-        is_sweep = (path / suites.SWEEP_FILE).exists() and not (path / RECORD_FILE).exists()
-    else:
+    is_sweep = path.is_dir() and (path / suites.SWEEP_FILE).exists() and not (path / RECORD_FILE).exists()
+    if not path.is_dir():
         with contextlib.suppress(JsonError):  # reading it as a run says what is wrong
             is_sweep = {"cells", "comparisons"} <= read_object(path, max_bytes=suites.MAX_BYTES).keys()
     if is_sweep:
@@ -359,7 +353,7 @@ def _pairs(a: _Source, b: _Source) -> Iterator[Pairs]:
         speeds = [(ours[step], theirs[step]) for step in sorted(ours.keys() & theirs.keys())]
         verdict = judge([Worked("A", one.work, one.resumed), Worked("B", other.work, other.resumed)])
         label, machines = f"A = {a.path}, B = {b.path}", (one.machine, other.machine)
-        yield _of_known(label, speeds, of="steps", verdict=verdict, machines=machines)
+        yield Pairs(label=label, speeds=_known(speeds), of="steps", verdict=verdict, machines=machines)
         return
     if isinstance(one, Run) or isinstance(other, Run):
         run, sweep = (a, b) if isinstance(one, Run) else (b, a)
@@ -368,57 +362,37 @@ def _pairs(a: _Source, b: _Source) -> Iterator[Pairs]:
         without = a if a.cell is None else b
         raise UserError(f"{without.path}: name a cell of it too, as {without.path}{CELL_MARK}CELL")
     named = {cell.name: cell for cell in other.cells}
-    if a.cell is None:
-        cells = [(cell, named[cell.name]) for cell in one.cells if cell.name in named]
-    else:
-        cells = [(_named_cell(a), _named_cell(b))]
+    cells = [(cell, named[cell.name]) for cell in one.cells if cell.name in named]
+    if a.cell is not None:
+        cells = [(_named_cell(a, one), _named_cell(b, other))]
     if not cells:
         raise UserError(f"{a.path} and {b.path} have no cell of the same name: name one of each with {CELL_MARK}CELL")
     for cell, beside in cells:
         label = cell.name if cell.name == beside.name else f"A = {cell.name}, B = {beside.name}"
         turns = {"A": cell.done(), "B": beside.done()}
         both = [repeat for repeat in turns["A"] if repeat in turns["B"]]
-        by_repeat = [tuple(done[repeat].tokens_per_sec for done in turns.values()) for repeat in both]
+        speeds = _known((turns["A"][each].tokens_per_sec, turns["B"][each].tokens_per_sec) for each in both)
         verdict = judge_turns((name, done[repeat]) for name, done in turns.items() for repeat in both)
         machines = (machine_words(one.hardware), machine_words(other.hardware))
-        yield _of_known(label, by_repeat, of="repeats", verdict=verdict, machines=machines)
+        yield Pairs(label=label, speeds=speeds, of="repeats", verdict=verdict, machines=machines)
 
 
-def _named_cell(source: _Source) -> suites.SweepCell:
+def _named_cell(source: _Source, sweep: suites.Sweep) -> suites.SweepCell:
     """The cell that the user named.
 
     Raises:
         UserError: the sweep does not have it.
     """
-    assert isinstance(source.read, suites.Sweep) and source.cell is not None
-    names = [cell.name for cell in source.read.cells]
-    if source.cell not in names:
-        hint = did_you_mean(source.cell, names) or f"; it has {', '.join(names)}"
-        raise UserError(f"{source.path}: has no cell {source.cell!r}{hint}")
-    return source.read.cell(source.cell)
+    cells = {cell.name: cell for cell in sweep.cells}
+    if (name := source.cell or "") not in cells:
+        hint = did_you_mean(name, cells) or f"; it has {', '.join(cells)}"
+        raise UserError(f"{source.path}: has no cell {name!r}{hint}")
+    return cells[name]
 
 
-def _of_known(
-    label: str,
-    speeds: Sequence[tuple[float | None, ...]],
-    *,
-    of: str,
-    verdict: Verdict,
-    machines: tuple[str | None, str | None],
-) -> Pairs:
-    """The pairs whose speeds are both known.
-
-    Raises:
-        UserError: there are fewer than two.
-    """
-    measured = [(one, other) for one, other in speeds if one and other and min(one, other) > 0]
-    if len(measured) < 2:
-        raise UserError(
-            f"{label}: {len(measured)} {of} have a speed in both, and a comparison needs 2: "
-            + ("run more --repeats" if of == "repeats" else "the first three steps of a process are warm-up")
-        )
-    a, b = ([pair[place] for pair in measured] for place in (0, 1))
-    return Pairs(label=label, a=a, b=b, of=of, verdict=verdict, machines=machines)
+def _known(speeds: Iterable[tuple[float | None, float | None]]) -> list[tuple[float, float]]:
+    """The pairs whose speeds are both known."""
+    return [(one, other) for one, other in speeds if one and other and min(one, other) > 0]
 
 
 def _step_speeds(path: Path) -> Mapping[int, float]:
