@@ -200,6 +200,7 @@ def test_a_run_of_one_process_has_one_segment_with_its_figures(run):
     record = read_record(run)
     (segment,) = record["segments"]
     assert (segment["first_step"], segment["last_step"]) == (1, record["summary"]["optimizer_steps"])
+    assert segment["peak_rss_bytes_rank0"] > 10_000_000
     assert segment["train_time_sec"] == pytest.approx(record["summary"]["train_time_sec"])
     for key in ("mean_tokens_per_sec_global", "peak_rss_bytes_rank0"):
         assert segment[key] == record["summary"][key]
