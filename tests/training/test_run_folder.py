@@ -29,17 +29,18 @@ def contents(folder: Path) -> dict[str, bytes]:
 FOREIGN = ("config.json", "latest", "train.log", "RUN_COMPLETE.txt", "training_metrics.json", "hardware-12.jsonl")
 
 
-@pytest.mark.parametrize("name", [*FOREIGN, "metrics.jsonl"])
+@pytest.mark.parametrize("name", [*FOREIGN, "metrics.jsonl", "trackers"])
 def test_foreign_files_are_refused_and_kept(finished_run, tmp_path, capsys, name):
     """Another program's log of its steps proves nothing, either."""
     folder = tmp_path / "theirs"
-    folder.mkdir()
-    (folder / name).write_text('{"step": 1, "loss": 2.5, "architectures": ["Llama"]}\n')
+    file = folder / name / "notes.txt" if name == "trackers" else folder / name
+    file.parent.mkdir(parents=True)
+    file.write_text('{"step": 1, "loss": 2.5, "architectures": ["Llama"]}\n')
     for flag in ("resume", "overwrite"):
         assert train_here(command_line(finished_run, checkpoint_path=folder, **{flag: True})) == 2
         (line,) = errors(capsys)
         assert f"holds a {name} that this program did not write: name another folder" in line
-    assert [path.name for path in folder.iterdir()] == [name]
+    assert [path for path in folder.rglob("*") if path.is_file()] == [file]
 
 
 def test_a_run_of_which_only_the_steps_are_left_is_ours(copied_run, finished_run):
@@ -58,8 +59,9 @@ def test_files_and_folders_of_similar_names_are_kept(finished_run, tmp_path):
         file.write_text("mine")
     (folder / "notes.txt").write_text("mine")
     flags = {"checkpoint_path": folder, "max_train_steps": 1}
-    assert train_here(command_line(finished_run, **flags)) == 0
+    assert train_here(command_line(finished_run, **flags, track="csv")) == 0
     assert train_here(command_line(finished_run, **flags | {"max_train_steps": 2}, overwrite=True)) == 0
+    assert not (folder / "trackers").exists()
     assert [file.read_text() for file in (*theirs, folder / "notes.txt")] == ["mine"] * 5
     assert [path.name for path in folder.glob("step-????????")] == ["step-00000002"]
 
@@ -384,16 +386,23 @@ def test_a_tokenizer_that_brings_code_is_refused_at_the_start(folder, capsys):
     assert not (folder / "ran").exists()
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "training_metrics.json", "latest", "step-00000009"])
+LINKED = ("metrics.jsonl", "training_metrics.json", "latest", "step-00000009", "trackers", "trackers/mlflow.db")
+
+
+@pytest.mark.parametrize("name", LINKED)
 def test_a_run_with_a_link_is_not_resumed(finished_run, stopped, tmp_path, capsys, name):
     """With a linked checkpoint it would resume from an older one, or start fresh if there is none."""
-    (stopped / name).rename(tmp_path / "outside")
-    (stopped / name).symlink_to(tmp_path / "outside")
+    place, outside = stopped / name, tmp_path / "outside"
+    if "mlflow" in name:
+        place.parent.mkdir()
+        (place.parent / "run_ids.json").write_text("{}")
+    place.rename(outside) if place.exists() else outside.mkdir()
+    place.symlink_to(outside)
     before = contents(tmp_path)
-    assert resume(stopped, finished_run) == 2
+    assert resume(stopped, finished_run, track="csv") == 2
     (line,) = errors(capsys)
-    assert f"{name} is a link" in line
-    assert (contents(tmp_path), (stopped / name).is_symlink()) == (before, True)
+    assert f"{name} is a link, and links inside a run folder are not followed" in line
+    assert (contents(tmp_path), place.is_symlink()) == (before, True)
 
 
 def test_a_run_folder_may_itself_be_named_through_a_link(finished_run, stopped, tmp_path):
