@@ -12,8 +12,7 @@ from messages import without_paths
 from small_run import RECIPE, command_line, random_ids, write_data, write_recipe, write_tokens
 from training_runs import Killed, checkpoints, errors, read_lines, read_record, resume
 
-from dsgpt.checkpoints import store
-from dsgpt.checkpoints.manifest import Change, parse_manifest, read_run_state
+from dsgpt.checkpoints.manifest import Change, read_run_state
 from dsgpt.checkpoints.store import find_checkpoint
 from dsgpt.common.errors import UserError
 from dsgpt.data import token_file
@@ -252,16 +251,11 @@ def harder(easy: Path, run_dir: Path, **changes: Any) -> list[str]:
     return command_line(easy, **FLAGS | resumes | {"allow_changed": "data"} | changes)
 
 
-def validations(run_dir: Path) -> list[tuple[int, float]]:
-    return [(line["step"], line["val_loss"]) for line in read_lines(run_dir, "val_loss")]
-
-
 def test_the_best_is_chosen_on_the_new_set(easy, run_dir, capsys):
-    old = [loss for step, loss in validations(run_dir) if step <= 6]
+    old = [line["val_loss"] for line in read_lines(run_dir, "val_loss") if line["step"] <= 6]
     assert train_here(harder(easy, run_dir, keep_checkpoints=2)) == 0
-    new = validations(run_dir)[len(old) :]
-    assert [step for step, _ in new] == [6, 8, 10, 12], "the loss of step 6 was one of the old set"
-    losses = dict(new)
+    losses = {line["step"]: line["val_loss"] for line in read_lines(run_dir, "val_loss")[len(old) :]}
+    assert list(losses) == [6, 8, 10, 12], "the loss of step 6 was one of the old set"
     assert min(losses.values()) > max(old)
     summary = read_record(run_dir)["summary"]
     assert summary["best_val_loss"] == min(losses.values())
@@ -290,31 +284,3 @@ def test_before_the_first_validation_nothing_is_the_best(easy, run_dir, monkeypa
     (run_dir / "best").write_text("step-00000006\n")  # as an earlier version named it across the sets
     with pytest.raises(UserError, match=r"step-00000006, which was validated on other data than the newest"):
         find_checkpoint(run_dir, which="best", flag="--from")
-
-
-def test_the_best_starts_anew_again_back_on_the_first_set(easy, run_dir, monkeypatch):
-    """Checkpoints and the record agree: earlier losses on the first set count in neither."""
-    validated = Journal.validated
-
-    def killed_after_step_8(journal: Journal, **values: Any) -> None:
-        (Killed.now if values["step"] > 8 else validated)(journal, **values)
-
-    monkeypatch.setattr(Journal, "validated", killed_after_step_8)
-    with pytest.raises(Killed):
-        train_here(harder(easy, run_dir))
-    monkeypatch.undo()
-    lowest = run_dir / "step-00000002" / "manifest.json"
-    lowest.write_text(json.dumps(json.loads(lowest.read_text()) | {"val_loss": 1e-3}))
-    assert train_here(harder(easy, run_dir, val_data_path=easy / "val.bin")) == 0
-    best = find_checkpoint(run_dir, which="best", flag="--from")
-    assert best.name in {"step-00000010", "step-00000012"}
-    assert parse_manifest(best).val_loss == min(dict(validations(run_dir)[-2:]).values())
-    assert read_record(run_dir)["summary"]["best_val_loss"] <= parse_manifest(best).val_loss
-
-
-def test_the_same_set_keeps_its_best(easy, run_dir):
-    before = dict(validations(run_dir))
-    assert set(store.VALIDATED_ON) <= parse_manifest(run_dir / "step-00000006").fixed.keys()
-    assert train_here(harder(easy, run_dir, val_data_path=easy / "val.bin", allow_changed="recipe")) == 0
-    assert dict(validations(run_dir)) == before
-    assert read_record(run_dir)["summary"]["best_val_loss"] == min(before.values())

@@ -31,8 +31,7 @@ from training_runs import (
     write_optimizer_recipe,
 )
 
-from dsgpt.common.errors import EXIT_NON_FINITE, EXIT_OUT_OF_MEMORY, EXIT_STOPPED, EXIT_USER_ERROR, UserError
-from dsgpt.config.options import parse_arguments
+from dsgpt.common.errors import EXIT_NON_FINITE, EXIT_OUT_OF_MEMORY, EXIT_STOPPED, EXIT_USER_ERROR
 from dsgpt.dashboard.reading import recorded_of
 from dsgpt.machine.device import describe_hardware
 from dsgpt.planner.options import CALIBRATION
@@ -231,13 +230,6 @@ def reached(self):
         and len(calls) > 3 else None
 Budget.reached = reached
 """
-LIMIT_AFTER_ALL_STEPS = """
-complete = Trainer._complete
-def reached(self):
-    Budget.reached = lambda self: "--max_hours 3"
-    return complete(self)
-Trainer._complete = reached
-"""
 NO_MEMORY = """
 os.environ["TORCHELASTIC_ERROR_FILE"] = "error.json"  # as torchrun names one; its summary ends with what is in it
 def fails(*args, **named):
@@ -296,12 +288,6 @@ def test_every_rank_stops_at_the_limit_that_one_of_them_sees(sabotaged, tmp_path
     assert (done.returncode, events[2:]) == (0, ["done"])
 
 
-def test_no_limit_stops_a_run_whose_steps_are_all_done(sabotaged, tmp_path):
-    done, events = sabotaged(LIMIT_AFTER_ALL_STEPS, no_inference=None)
-    assert (done.returncode, events) == (0, ["done"]), done.stderr
-    assert read_record(tmp_path / "run")["status"] == "completed"
-
-
 def test_money_counts_over_all_processes_of_a_run(sabotaged, tmp_path):
     _, events = sabotaged(LIMIT_ON_THE_LAST_RANK, price_per_gpu_hour=3600)  # a dollar a second
     first = read_record(tmp_path / "run")["plan"]["spent_usd"]
@@ -314,21 +300,16 @@ def test_money_counts_over_all_processes_of_a_run(sabotaged, tmp_path):
     assert read_record(tmp_path / "run")["plan"]["spent_usd"] > first
 
 
-def test_the_command_hears_of_stalls_and_of_nan(sabotaged, tmp_path):
+def test_the_command_hears_of_stalls_and_of_nan_and_may_fail(sabotaged, tmp_path):
     done, events = sabotaged(STALL)
     assert done.returncode == 0, done.stderr
     assert (set(events), events[-1]) == ({"stalled", "done"}, "done")
     recipe = write_recipe(tmp_path / "nan.json", optimizer={"type": "SGD", "params": {"lr": 1e30}})
     done, events = sabotaged("", overwrite=True, deepspeed_config=recipe)
     assert (done.returncode, events[-1]) == (EXIT_NON_FINITE, "nan")
-
-
-def test_a_command_that_fails_is_one_line(sabotaged):
-    done, _ = sabotaged("", on_event="false")
+    done, _ = sabotaged("", overwrite=True, on_event="false")
     assert done.returncode == 0
     assert len([line for line in (done.stdout + done.stderr).splitlines() if "--on_event done: " in line]) == 1
-    with pytest.raises(UserError, match="--on_event must be a command that exists, not no-such x"):
-        parse_arguments(["--on_event", "no-such x"])[1].raise_if_any()
 
 
 def test_memory_that_runs_out_is_one_line(sabotaged, tmp_path):
@@ -370,18 +351,9 @@ def test_memory_that_runs_out_outside_of_torchs_allocator_is_one_line_too(
 
 
 def test_the_plan_is_held_against_the_steps(sabotaged, tmp_path):
-    plan = {
-        "strategy": "baseline",
-        "model": {"parameters": 10_960},
-        "machine": {"devices": 1},
-        "seq_length": 16,
-        "micro_batch_size": 8,
-        "gradient_accumulation_steps": 1,
-        "data_parallel_size": 1,
-        "step": {"seconds": 1e-9},
-        "training": {"steps": 60, "seconds": 3600.0},
-        "costs": [{"usd_per_hour": 2.0}],
-    }
+    plan = {"strategy": "baseline", "model": {"parameters": 10_960}, "machine": {"devices": 1}, "seq_length": 16}
+    plan |= {"micro_batch_size": 8, "gradient_accumulation_steps": 1, "data_parallel_size": 1}
+    plan |= {"training": {"steps": 60, "seconds": 3600.0}, "step": {"seconds": 1e-9}, "costs": [{"usd_per_hour": 2.0}]}
     (tmp_path / "plan.json").write_text(json.dumps(plan))
     done, _ = sabotaged("", plan=tmp_path / "plan.json", max_train_steps=30)
     assert "% slower than planned: 30 min 0" in done.stdout
@@ -391,11 +363,6 @@ def test_the_plan_is_held_against_the_steps(sabotaged, tmp_path):
     assert block["seconds"] > block["planned_seconds"] == 1800
     shown = recorded_of(tmp_path, "run").plan  # of the dashboard's page Live
     assert re.fullmatch(r"\d+% slower than planned, \$\S+ spent, \$1.00 expected instead of \$1.00", shown)
-    (tmp_path / "plan.json").write_text(json.dumps(plan | {"strategy": "zero2", "precision": "bf16", "seq_length": 32}))
-    done, _ = sabotaged("", plan=tmp_path / "plan.json", overwrite=True)
-    assert done.returncode == EXIT_USER_ERROR
-    others = "strategy zero2, not baseline; precision bf16, not fp32; sequence length 32, not 16"
-    assert f"was made for {others}: plan this training" in done.stderr
 
 
 def test_the_next_line_resumes_the_run_and_then_evaluates_it(sabotaged, tmp_path):
@@ -404,14 +371,11 @@ def test_the_next_line_resumes_the_run_and_then_evaluates_it(sabotaged, tmp_path
     words = next_words(done.stdout)
     assert words[0] == sys.executable
     assert words[-1] == "--resume"
-    script = str(REPOSITORY / "src" / "gpt2.py")
-    done = run_script(script, words[2:], cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    done = run_script(REPOSITORY / "src" / "gpt2.py", words[2:], cwd=tmp_path)
+    finished(done)
     words = next_words(done.stdout)
     assert words[1] == str(REPOSITORY / "src" / "evaluate.py")
-    done = run_script(words[1], words[2:], cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert (tmp_path / "a run").is_dir()
+    finished(run_script(words[1], words[2:], cwd=tmp_path))
 
 
 def next_words(output: str) -> list[str]:
