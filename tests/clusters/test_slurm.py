@@ -8,7 +8,7 @@ from forked_ranks import run_script
 from small_run import REPOSITORY, command_line, within, write_data, write_recipe
 from training_runs import read_lines
 
-STEPS = 120
+STEPS = 80
 SLOW = {"num_layers": 6, "num_heads": 4, "embedding_size": 192}
 """A step of some 30 ms, so that there is time to send a signal."""
 
@@ -21,7 +21,13 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def words(folder: Path, run: str) -> list[str]:
-    flags = {"run_type": "ddp", "max_train_steps": STEPS, "save_every": 5, "checkpoint_path": folder / run}
+    flags = {
+        "run_type": "ddp",
+        "max_train_steps": STEPS,
+        "save_every": 5,
+        "checkpoint_path": folder / run,
+        "threads_per_device": 1,
+    }
     return command_line(folder, **SLOW, **flags, no_inference=True, max_val_steps=1)
 
 
@@ -42,7 +48,7 @@ def undisturbed(here: Path) -> dict[int, float]:
 
 def test_a_signalled_job_saves_is_requeued_and_resumes(slurm, here, undisturbed):
     job = slurm.submit(*words(here, "signalled"))
-    wait_for_step(here / "signalled", 10)
+    wait_for_step(here / "signalled", 5)
     slurm("scancel", "--signal=USR1", job)
     slurm.wait_for(job, "COMPLETED")
     log = (slurm.folder / f"{job}-4294967294.log").read_text()
@@ -58,7 +64,7 @@ def test_a_signalled_job_saves_is_requeued_and_resumes(slurm, here, undisturbed)
 @pytest.mark.long
 def test_a_job_whose_node_goes_down_resumes_when_it_is_back(slurm, here, undisturbed):
     job = slurm.submit(*words(here, "down"))
-    wait_for_step(here / "down", 10)
+    wait_for_step(here / "down", 5)
     slurm("scontrol", "update", "nodename=n2", "state=down", "reason=test")
     slurm.wait_for(job, "PENDING")
     slurm("scontrol", "update", "nodename=n2", "state=resume")

@@ -42,13 +42,6 @@ def test_foreign_files_are_refused_and_kept(finished_run, tmp_path, capsys, name
     assert [path for path in folder.rglob("*") if path.is_file()] == [file]
 
 
-def test_a_run_of_which_only_the_steps_are_left_is_ours(copied_run, finished_run):
-    for path in copied_run.iterdir():
-        if path.name != "metrics.jsonl":
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
-    assert resume(copied_run, finished_run, resume=None, overwrite=True, max_train_steps=1) == 0
-
-
 def test_files_and_folders_of_similar_names_are_kept(finished_run, tmp_path):
     folder = tmp_path / "run"
     names = ("step-7", "step-0000000012", "step-00000007.bak", ".partial-step-3")

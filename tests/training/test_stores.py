@@ -182,12 +182,6 @@ def test_an_unusable_place_is_refused(finished_run, stopped, tmp_path, capsys, p
     assert checkpoints(stopped) == before
 
 
-def test_overwriting_removes_the_copies_of_the_run_before(finished_run, tmp_path):
-    shutil.copytree(finished_run / "run" / "step-00000012", tmp_path / "second" / "step-00000015")
-    assert train(finished_run, tmp_path / "run", str(tmp_path / "second"), overwrite=True, save_every=0) == 0
-    assert steps_at(str(tmp_path / "second")) == [12]
-
-
 def test_names_in_a_copied_manifest_stay_inside_the_checkpoint(finished_run, tmp_path):
     copy = tmp_path / "second" / "step-00000012"
     shutil.copytree(finished_run / "run" / "step-00000012", copy)
