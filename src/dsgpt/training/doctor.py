@@ -91,10 +91,6 @@ class Finding:
     stops: bool = True
     """Whether it would stop or spoil a training; otherwise it is a remark."""
 
-    def line(self) -> str:
-        """For a console."""
-        return f"{'finding' if self.stops else 'remark'}: {self.where}: {self.what}: {self.cure}"
-
 
 Facts = dict[str, Any]
 """What one machine says of itself; JSON."""
@@ -119,22 +115,19 @@ def main() -> int:
         shown = {"machines": machines, "links": links, "findings": [asdict(each) for each in findings]}
         print(json_text(shown | {"seconds": round(seconds, 2)}), end="")
     else:
-        for line in (*map(_machine_line, machines), *map(_link_line, links), *(each.line() for each in findings)):
-            print(line)
+        for facts in machines:
+            gpus, versions = facts["gpus"], facts["versions"]
+            devices = f"{len(gpus)} x {gpus[0]['name']}" if gpus else f"{facts['cpus']} CPUs"
+            about = f"Python {versions['python_version']}, torch {versions['torch_version']}"
+            print(f"{facts['host']}: {devices}, {about}")
+        for link in links:
+            speed, latency = link["bytes_per_sec"] * 8 / 1e9, link["latency_sec"] * 1e6
+            print(f"{link['from']} to {link['to']}: {speed:.2f} Gbit/s, {latency:.0f} us")
+        for each in findings:
+            print(f"{'finding' if each.stops else 'remark'}: {each.where}: {each.what}: {each.cure}")
         stopping = sum(each.stops for each in findings)
         print(f"{counted(len(machines), 'machine')}, {counted(stopping, 'finding')}, {seconds:.1f} s")
     return EXIT_FINDINGS if any(each.stops for each in findings) else EXIT_DONE
-
-
-def _machine_line(facts: Facts) -> str:
-    gpus, versions = facts["gpus"], facts["versions"]
-    devices = f"{len(gpus)} x {gpus[0]['name']}" if gpus else f"{facts['cpus']} CPUs"
-    return f"{facts['host']}: {devices}, Python {versions['python_version']}, torch {versions['torch_version']}"
-
-
-def _link_line(link: Facts) -> str:
-    speed, latency = link["bytes_per_sec"] * 8 / 1e9, link["latency_sec"] * 1e6
-    return f"{link['from']} to {link['to']}: {speed:.2f} Gbit/s, {latency:.0f} us"
 
 
 # One machine.
