@@ -35,11 +35,8 @@ from dsgpt.telemetry.profiles import (
     STEP_RANGE,
     Event,
     Span,
-    common,
     communication_table,
     kernel_operation,
-    length,
-    merged,
     rank_figures,
     times_on_cpu,
     times_on_gpu,
@@ -348,14 +345,6 @@ def test_the_first_rank_of_each_machine_samples_its_gpus():
 
 def event(name: str, start: float, end: float, *, on_gpu: bool = False) -> Event:
     return Event(name, Span(start, end), on_gpu)
-
-
-def test_spans_count_time_once():
-    spans = [Span(4, 6), Span(0, 2), Span(1, 3), Span(7, 7)]
-    assert merged(spans) == [(0, 3), (4, 6)]
-    assert length(spans) == 5
-    assert common(spans, [Span(2, 5), Span(5.5, 9)]) == [(2, 3), (4, 5), (5.5, 6)]
-    assert common(spans, []) == merged([]) == []
 
 
 def test_a_collective_lasts_until_gloo_has_ended_it_and_hides_where_the_thread_computes():

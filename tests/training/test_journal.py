@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -28,7 +29,7 @@ from dsgpt.training import run as run_module
 from dsgpt.training import saving as checkpoint_module
 from dsgpt.training import trainer as completion
 from dsgpt.training.command import train as train_here
-from dsgpt.training.journal import Line, Sink, Sinks
+from dsgpt.training.journal import Sink, Sinks
 from dsgpt.training.saving import Saver
 
 # The record of a run while it trains, and after it ended early.
@@ -76,74 +77,33 @@ def test_a_training_does_not_fail_over_its_inference_figure(finished_run, tmp_pa
 # The events that sinks receive from a run, and how it handles their write errors.
 
 
-class Tracker(Sink):
-    """A sink that remembers all that it receives."""
-
-    def __init__(self) -> None:
-        self.calls: list[str] = []
-        self.lines: list[Line] = []
-        self.validations: list[Line] = []
-        self.records: list[tuple[str, float | None]] = []
-
-    def step_taken(self) -> None:
-        self.calls.append("step_taken")
-
-    def steps(self, lines: list[Line], *, due: bool) -> None:
-        self.lines += lines
-
-    def validation(self, line: Line, *, seconds: float) -> None:
-        self.validations.append(line)
-
-    def traffic(self, measured: dict[str, Any]) -> None:
-        self.calls.append(f"traffic of {measured['measured_step']}")
-
-    def record(self, record: RunRecord) -> None:
-        self.records.append((record.status, record.summary.get("final_val_loss")))
-
-    def sync(self) -> None:
-        self.calls.append("sync")
-
-    def close(self) -> None:
-        self.calls.append("close")
-
-
 def test_a_tracker_is_one_more_sink(finished_run, tmp_path, monkeypatch):
-    tracker = Tracker()
-
-    def opened(*args: Any, **named: Any) -> Sinks:
-        return Sinks([*journal.open_sinks(*args, **named)._sinks, tracker])
-
-    publish = checkpoint_module.store.publish
+    tracker, records = Mock(spec=[*vars(Sink), "publish"]), []
+    tracker.record.side_effect = lambda now: records.append((now.status, now.summary.get("final_val_loss")))
+    open_sinks, publish = journal.open_sinks, checkpoint_module.store.publish
 
     def published(*args: Any, **named: Any) -> Any:
-        tracker.calls.append("publish")
+        tracker.publish()
         return publish(*args, **named)
 
     monkeypatch.setattr(checkpoint_module.store, "publish", published)
+    opened = lambda *args, **named: Sinks([*open_sinks(*args, **named)._sinks, tracker])  # noqa: E731
     monkeypatch.setattr(run_module, "open_sinks", opened)
     assert train_here(command_line(finished_run, **LONG, checkpoint_path=tmp_path / "run")) == 0
-    three = ["step_taken"] * 3
-    assert tracker.calls == [
-        *(*three[1:], "traffic of 3", "step_taken", "sync", "publish"),
-        *(*three, "sync", "publish") * 3,
-        "close",
-    ]
-    assert [line["step"] for line in tracker.lines] == list(range(1, 13))
-    assert [line["step"] for line in tracker.validations] == [4, 5, 8, 10, 12]
-    *running, last = tracker.records
-    assert last == ("completed", tracker.validations[-1]["val_loss"])
-    assert {("running", line["val_loss"]) for line in tracker.validations} <= set(running), "each is in it at once"
+    calls = [name for name, *_ in tracker.mock_calls if name not in {"steps", "validation", "record"}]
+    three, saved = ["step_taken"] * 3, ["sync", "publish"]
+    assert calls == [*three[1:], "traffic", "step_taken", *saved, *(three + saved) * 3, "close"]
+    lines = [line["step"] for call in tracker.steps.call_args_list for line in call.args[0]]
+    assert lines == list(range(1, 13))
+    validations = [call.args[0] for call in tracker.validation.call_args_list]
+    assert [line["step"] for line in validations] == [4, 5, 8, 10, 12]
+    *running, last = records
+    assert last == ("completed", validations[-1]["val_loss"])
+    assert {("running", line["val_loss"]) for line in validations} <= set(running), "each is in it at once"
     assert {status for status, _ in running} == {"running"}
 
 
-class Refusing(Sink):
-    """A sink whose disk is full while ``full``."""
-
-    full = True
-
-    def steps(self, lines: list[Line], *, due: bool) -> None:
-        if self.full:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "lines")
+FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "lines")
 
 
 def one_step(sink: Sink) -> None:
@@ -151,32 +111,32 @@ def one_step(sink: Sink) -> None:
 
 
 def test_a_write_error_is_reported_once_until_the_file_can_be_written(caplog, snapshot):
-    sink = Refusing()
+    sink = Mock(spec=Sink)
     several = Sinks([sink], stops=False)
 
-    def send(what: str, event: Callable[[Sink], None]) -> int:
+    def send(what: str, event: Callable[[Sink], None], error: OSError | None = FULL) -> int:
         caplog.clear()
+        sink.steps.side_effect = error
         several.try_to_send(what, event)
         return len(caplog.messages)
 
     assert send("lines", one_step) == 1
     assert send("record", lambda one: one.record(RunRecord(description={}))) == 0  # succeeds, and is another file
     assert send("lines", one_step) == 0
-    sink.full = False
-    assert send("lines", one_step) == 0
-    sink.full = True
+    assert send("lines", one_step, error=None) == 0
     assert send("lines", one_step) == 1
     assert caplog.messages == snapshot
 
 
 def test_a_write_error_stops_the_run_unless_it_may_continue():
+    refusing, tracker = Mock(spec=Sink), Mock(spec=Sink)
+    refusing.steps.side_effect = FULL
     with pytest.raises(OSError, match="No space left"):
-        Sinks([Refusing()], stops=True).try_to_send("lines", one_step)
+        Sinks([refusing], stops=True).try_to_send("lines", one_step)
     with pytest.raises(OSError, match="No space left"):
-        Sinks([Refusing()], stops=False).send(one_step)
-    tracker = Tracker()
-    Sinks([Refusing(), tracker]).send_if_possible(one_step)
-    assert tracker.lines == [{"step": 1}]
+        Sinks([refusing], stops=False).send(one_step)
+    Sinks([refusing, tracker]).send_if_possible(one_step)
+    tracker.steps.assert_called_once_with([{"step": 1}], due=False)
 
 
 # The values in the files of a run are right; `tests/goldens/test_runs.py` has their keys and lines.
