@@ -9,7 +9,7 @@ from small_run import REPOSITORY, command_line, within, write_data, write_recipe
 from training_runs import read_lines
 
 STEPS = 80
-SLOW = {"num_layers": 6, "num_heads": 4, "embedding_size": 192}
+SLOW = {"num_layers": 6, "num_heads": 4, "embedding_size": 192, "threads_per_device": 1}
 """A step of some 30 ms, so that there is time to send a signal."""
 
 
@@ -21,13 +21,7 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def words(folder: Path, run: str) -> list[str]:
-    flags = {
-        "run_type": "ddp",
-        "max_train_steps": STEPS,
-        "save_every": 5,
-        "checkpoint_path": folder / run,
-        "threads_per_device": 1,
-    }
+    flags = {"run_type": "ddp", "max_train_steps": STEPS, "save_every": 20, "checkpoint_path": folder / run}
     return command_line(folder, **SLOW, **flags, no_inference=True, max_val_steps=1)
 
 
