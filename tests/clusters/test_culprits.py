@@ -15,7 +15,7 @@ from small_run import command_line, within, write_data, write_recipe
 from training_runs import read_lines
 
 from dsgpt.common.errors import EXIT_LOST_RANK, EXIT_NON_FINITE, EXIT_USER_ERROR
-from dsgpt.machine.peers import SLOW_STEPS, Seen, culprits, slow_ranks, verdict
+from dsgpt.machine.peers import SLOW_STEPS, Seen, culprits, slow_ranks
 from dsgpt.record.schema import STEPS_FILE
 
 RECV = "/torch/distributed/distributed_c10d.py:2800 in recv"
@@ -26,32 +26,25 @@ def seen(moves: int = 5, **more: Any) -> Seen:
     return Seen(**facts)
 
 
+IN_PIPELINE = [seen(collectives={"0": 8}), seen(collectives={"0": 9}, stack=("data.py:1 in read",))]
+
+
 @pytest.mark.parametrize(
-    ("ranks", "pipeline", "named"),
+    ("named", "ranks"),
     [
-        ([seen(), seen(moves=4), seen()], False, [1]),
-        ([seen(), seen(moves=4), seen(silent=True)], False, [2]),
-        ([seen(failed="ValueError: x"), seen(silent=True)], False, [0]),
-        ([seen(collectives={"0": 8}), seen(collectives={"0": 7})], False, [1]),
+        ([1], [seen(), seen(moves=4), seen()]),
+        ([2], [seen(), seen(moves=4), seen(silent=True)]),
+        ([0], [seen(failed="ValueError: x"), seen(silent=True)]),
+        ([1], [seen(collectives={"0": 8}), seen(collectives={"0": 7})]),
         # Rank 1 waits for 2 in group 1, and 0 waits for 1 in group 0.
-        (
-            [seen(collectives={"0": 8}), seen(collectives={"0": 7, "1": 3}), seen(collectives={"0": 7, "1": 2})],
-            False,
-            [2],
-        ),
-        ([seen(collectives={"0": 8}), seen(collectives={"0": 9}, stack=("data.py:1 in read",))], True, [1]),
-        ([seen(), seen(stack=("/torch/distributed/distributed_c10d.py:1 in barrier",)), seen()], False, [1]),
-        ([seen(), seen()], False, [0, 1]),
+        ([2], [seen(collectives=each) for each in ({"0": 8}, {"0": 7, "1": 3}, {"0": 7, "1": 2})]),
+        ([1], IN_PIPELINE),
+        ([1], [seen(), seen(stack=("/torch/distributed/distributed_c10d.py:1 in barrier",)), seen()]),
+        ([0, 1], [seen(), seen()]),
     ],
 )
-def test_the_rank_that_the_others_wait_for_is_named(ranks, pipeline, named):
-    assert culprits(dict(enumerate(ranks)), pipeline=pipeline)[0] == named
-
-
-def test_a_verdict_has_host_rank_step_and_stack():
-    words = verdict({0: seen(), 1: seen(moves=4, host="b", stack=("data.py:7 in read",))}, seconds=60, pipeline=False)
-    assert words.startswith("rank 1 on b hangs, and the others wait for it, in step 3; seen after 60 s without")
-    assert words.endswith("rank 1 on b, innermost call last:\n  data.py:7 in read")
+def test_the_rank_that_the_others_wait_for_is_named(named, ranks):
+    assert culprits(dict(enumerate(ranks)), pipeline=ranks is IN_PIPELINE)[0] == named
 
 
 def test_slow_is_a_rank_whose_work_takes_half_as_long_again_as_that_of_its_peers():

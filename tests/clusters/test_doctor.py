@@ -137,10 +137,3 @@ def test_machines_that_share_nothing_are_told_so_and_nothing_is_left(tmp_path):
     assert all(link["bytes_per_sec"] > 1e6 and 0 < link["latency_sec"] < 1 for link in examined["links"])
     assert abs(examined["machines"][1]["clock_offset_sec"]) < 1
     assert [*(one / "runs").iterdir(), *(other / "runs").iterdir()] == []
-
-
-def test_machines_that_share_a_folder_are_healthy_together(tmp_path):
-    words = ["--checkpoint_path", str(tmp_path / "runs"), "--json"]
-    done = together(tmp_path, words, words)
-    found = [finding["what"] for finding in json.loads(done.stdout)["findings"]]
-    assert not [what for what in found if "shared" in what or "differ" in what]
