@@ -13,7 +13,7 @@ SHARED = {"benchmarks": "result_of", "strategies": "seen"}
 ONE_PROCESS = SHARED | {"dashboard/browser": "visit"}
 """As ``SHARED``, and folders whose tests share a process that is no launcher."""
 SLOW_FIRST = [
-    *("benchmarks", "strategies", "training", "inference", "goldens", "dashboard/browser"),
+    *("clusters", "benchmarks", "strategies", "training", "inference", "goldens", "dashboard/browser"),
     *(".", "formats", "data", "charts", "record"),
 ]
 """Folders whose tests start first, so that no process still runs long after the others."""

@@ -1,7 +1,6 @@
 """Start small real trainings and read what they leave behind."""
 
 import json
-import os
 import shutil
 import subprocess
 from collections.abc import Sequence
@@ -20,7 +19,6 @@ from dsgpt.checkpoints.pieces import moment_key
 from dsgpt.checkpoints.training_state import StateReader
 from dsgpt.config.options import parse_arguments
 from dsgpt.config.run_config import RunConfig, resolve
-from dsgpt.machine.launcher import launcher_command
 from dsgpt.machine.topology import Topology, read_topology
 from dsgpt.training.command import train as train_here
 
@@ -58,10 +56,9 @@ def train(
     recipe: Path,
     *flags: str,
     ranks: int | None = None,
-    by: str | None = None,
     run_type: str | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """Train a small model to its end in processes of their own, which are forked if ``by`` names no launcher.
+    """Train a small model to its end in processes of their own, which are forked.
 
     Args:
         run_dir: the run folder.
@@ -69,20 +66,12 @@ def train(
         recipe: the JSON.
         flags: in addition to those for data, shape, sequence length 32 and the CPU.
         ranks: processes; None for a baseline.
-        by: ``deepspeed``, ``torchrun``, or ``python`` for one rank in a new Python.
         run_type: by default ``optimized``, and ``baseline`` without ``ranks``.
     """
     run_type = run_type or ("baseline" if ranks is None else "optimized")
     words = ["--run_type", run_type, *data_flags(corpus), *SHAPE, "--seq_length", "32", "--device", "cpu"]
     words += ["--deepspeed_config", str(recipe), "--checkpoint_path", str(run_dir), *flags]
-    if by is None:
-        return run_script(SCRIPT, words, ranks=ranks, cwd=run_dir.parent)
-    command = [*launcher_command(by, ranks or 1), SCRIPT, *words]
-    # Some machines set DS_ACCELERATOR or thread counts; a run must not depend on them.
-    environment = {key: value for key, value in os.environ.items() if not key.startswith(("DS_", "OMP_"))}
-    return subprocess.run(
-        command, capture_output=True, text=True, env=environment, cwd=run_dir.parent, check=False, timeout=600
-    )
+    return run_script(SCRIPT, words, ranks=ranks, cwd=run_dir.parent)
 
 
 def resolved(words: Sequence[object], topology: Topology | None = None) -> RunConfig:

@@ -1,6 +1,5 @@
 """What starts a training on several machines: the files of ``launch``, and the command that a plan writes for each."""
 
-import os
 import socket
 import subprocess
 import sys
@@ -13,9 +12,8 @@ import yaml
 from forked_ranks import run_script
 from kubeflow_trainer_api import models
 from small_run import REPOSITORY, command_line, write_data, write_recipe
-from training_runs import SCRIPT
 
-from dsgpt.machine.topology import free_port
+from dsgpt.common.errors import EXIT_USER_ERROR
 
 LAUNCH = REPOSITORY / "launch"
 BESIDE = Path(sys.executable).parent
@@ -35,13 +33,12 @@ def planned(folder: Path, *words: str) -> tuple[Path, str]:
         ("deepspeed", "exec launch/run_hostfile.sh --run_type "),
         ("torchrun", "exec env NODES=2 DEVICES=8 launch/torchrun.sh --run_type "),
         ("slurm", "exec sbatch --nodes=2 --gpus-per-node=8 launch/slurm/train.sbatch --run_type "),
-        ("kubernetes", "exec kubectl create -f plan/train.yaml"),
     ],
 )
 def test_a_plan_writes_the_command_of_the_launcher(tmp_path, launcher, starts):
     folder, line = planned(tmp_path, "--launcher", launcher)
     assert line.startswith(starts)
-    assert (folder / "train.yaml").exists() == (launcher == "kubernetes")
+    assert not (folder / "train.yaml").exists()
 
 
 def documents(path: Path) -> list[dict[str, Any]]:
@@ -65,7 +62,8 @@ def test_the_files_for_kubernetes_are_valid(name):
 
 
 def test_a_job_has_its_recipe_and_plan_where_its_flags_name_them(tmp_path):
-    folder, _ = planned(tmp_path, "--launcher", "kubernetes")
+    folder, line = planned(tmp_path, "--launcher", "kubernetes")
+    assert line.startswith("exec kubectl create -f plan/train.yaml")
     plan, job = documents(folder / "train.yaml")
     for document in (plan, job):
         checked(document)
@@ -86,32 +84,23 @@ def test_scripts_and_image_have_no_known_mistakes():
         assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.fixture(scope="module")
-def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = write_data(tmp_path_factory.mktemp("machines"))
-    write_recipe(folder / "recipe.json")
-    return folder
+APART = """
+import os, sys
+from dsgpt.machine.launcher import exit_rank
+from dsgpt.training import command, run
+os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+run.SEEN_SEC = command.PATIENCE_SEC = 0.1
+exit_rank(command.train([*sys.argv[1:], "--checkpoint_path", f"of-{os.environ['RANK']}"]))
+"""
+"""``src/gpt2.py`` of a rank that is alone on its machine."""
 
 
-def test_machines_that_do_not_share_the_run_folder_are_refused_before_the_first_step(here, tmp_path):
+def test_machines_that_do_not_share_the_run_folder_are_refused_before_the_first_step(tmp_path):
     """Each of the two has a folder of its own under the same path, which differs here by its link."""
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
-    shared |= {"LOCAL_WORLD_SIZE": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    machines = [
-        subprocess.Popen(
-            [sys.executable, SCRIPT, *command_line(here, run_type="ddp", checkpoint_path=tmp_path / f"of-{rank}")],
-            env=os.environ | shared | {"RANK": str(rank)}, stderr=subprocess.PIPE, text=True,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    printed = [machine.communicate(timeout=120)[1] for machine in machines]
-    assert [machine.returncode for machine in machines] == [2, 2]
-    assert f"{socket.gethostname()} does not see what rank 0 writes there" in printed[0]
+    write_recipe(write_data(tmp_path) / "recipe.json")
+    (tmp_path / "apart.py").write_text(APART)
+    words = command_line(tmp_path, run_type="ddp", checkpoint_path=None)
+    done = run_script(tmp_path / "apart.py", words, ranks=2, cwd=tmp_path)
+    assert done.returncode == EXIT_USER_ERROR
+    assert f"{socket.gethostname()} does not see what rank 0 writes there" in done.stderr
     assert not (tmp_path / "of-0" / "step-00000002").exists()
-
-
-def test_a_dry_run_under_slurm(slurm, here):
-    job = slurm.submit(*command_line(here, run_type="ddp", checkpoint_path=here / "dry"), "--dry_run")
-    slurm.wait_for(job, "COMPLETED")
-    assert "dry run: everything checked, nothing started" in (slurm.folder / f"{job}-4294967294.log").read_text()
-    assert not (here / "dry").exists()

@@ -8,8 +8,8 @@ from forked_ranks import run_script
 from small_run import REPOSITORY, command_line, within, write_data, write_recipe
 from training_runs import read_lines
 
-STEPS = 160
-SLOW = {"num_layers": 6, "num_heads": 4, "embedding_size": 192}
+STEPS = 80
+SLOW = {"num_layers": 6, "num_heads": 4, "embedding_size": 192, "threads_per_device": 1}
 """A step of some 30 ms, so that there is time to send a signal."""
 
 
@@ -21,7 +21,7 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def words(folder: Path, run: str) -> list[str]:
-    flags = {"run_type": "ddp", "max_train_steps": STEPS, "save_every": 40, "checkpoint_path": folder / run}
+    flags = {"run_type": "ddp", "max_train_steps": STEPS, "save_every": 20, "checkpoint_path": folder / run}
     return command_line(folder, **SLOW, **flags, no_inference=True, max_val_steps=1)
 
 
@@ -42,7 +42,7 @@ def undisturbed(here: Path) -> dict[int, float]:
 
 def test_a_signalled_job_saves_is_requeued_and_resumes(slurm, here, undisturbed):
     job = slurm.submit(*words(here, "signalled"))
-    wait_for_step(here / "signalled", 50)
+    wait_for_step(here / "signalled", 5)
     slurm("scancel", "--signal=USR1", job)
     slurm.wait_for(job, "COMPLETED")
     log = (slurm.folder / f"{job}-4294967294.log").read_text()
@@ -55,9 +55,10 @@ def test_a_signalled_job_saves_is_requeued_and_resumes(slurm, here, undisturbed)
     assert [*(here / "signalled").glob(".seen-by-all-*")] == []
 
 
+@pytest.mark.long
 def test_a_job_whose_node_goes_down_resumes_when_it_is_back(slurm, here, undisturbed):
     job = slurm.submit(*words(here, "down"))
-    wait_for_step(here / "down", 50)
+    wait_for_step(here / "down", 5)
     slurm("scontrol", "update", "nodename=n2", "state=down", "reason=test")
     slurm.wait_for(job, "PENDING")
     slurm("scontrol", "update", "nodename=n2", "state=resume")
@@ -65,13 +66,13 @@ def test_a_job_whose_node_goes_down_resumes_when_it_is_back(slurm, here, undistu
     assert losses(here / "down") == undisturbed
 
 
-def test_an_array_trains_with_the_flags_of_each_line(slurm, here):
-    lines = [" ".join([f"--checkpoint_path {here}/array-{seed}", f"--seed {seed}"]) for seed in (1, 2)]
-    (here / "sweep.txt").write_text("\n".join(lines) + "\n")
-    flags = command_line(here, max_train_steps=4, checkpoint_path=None, run_type="ddp", no_inference=True)
-    variables = {"SWEEP": str(here / "sweep.txt")}
-    job = slurm.submit(*flags, options=("--array=0-1",), variables=variables)
+def test_each_task_of_an_array_has_the_flags_of_its_line(slurm, here):
+    (here / "sweep.txt").write_text("".join(f"--checkpoint_path {here}/of-{task}\n" for task in range(2)))
+    words, variables = command_line(here, checkpoint_path=None, run_type="ddp"), {"SWEEP": str(here / "sweep.txt")}
+    job = slurm.submit(*words, "--dry_run", options=("--array=0-1",), variables=variables)
     slurm.wait_for(job, "COMPLETED")
-    one, two = (losses(here / f"array-{seed}") for seed in (1, 2))
-    assert len(one) == len(two) == 4
-    assert one != two
+    for task in range(2):
+        log = (slurm.folder / f"{job}-{task}.log").read_text()
+        assert f"run folder  {here}/of-{task}\n" in log
+        assert "dry run: everything checked, nothing started" in log
+        assert not (here / f"of-{task}").exists()

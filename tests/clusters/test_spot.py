@@ -79,10 +79,6 @@ def test_a_notice_is_read_and_its_absence_too(service, provider):
         spot.read_notice(provider)
 
 
-def test_the_providers_of_the_flag_are_those_that_are_asked():
-    assert tuple(spot.PROVIDERS) == SPOT_PROVIDERS
-
-
 SOON = """
 import sys
 from dsgpt.machine import spot

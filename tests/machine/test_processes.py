@@ -222,7 +222,6 @@ ENDED_BY = {
     "tests/machine/test_processes.py": "tests/machine/test_processes.py",
     "tests/strategies/strategy_worker.py": CELLS,
     "tests/strategies/torch_on_ranks.py": "tests/strategies/torch_on_ranks.py",
-    "tests/telemetry/test_measured.py": "tests/telemetry/test_measured.py",
     "tests/training/test_loss_scaling.py": "tests/training/test_loss_scaling.py",
 }
 """For each file that joins a group, the file whose last line the process reaches."""

@@ -23,44 +23,15 @@ from dsgpt.strategies.pytorch import Baseline
 from dsgpt.training.trainer import training_batches
 
 CPU = torch.device("cpu")
-DYNAMIC = LossScaling()
+FLAGS = [*SHAPE, "--seq_length", "32", "--device", "cpu"]
 SMALL_SGD = {"type": "SGD", "params": {"lr": 0.3}}
 
 
-def configured(corpus, tmp_path, *, precision: str, scaling: LossScaling = DYNAMIC) -> RunConfig:
-    recipe = write_optimizer_recipe(tmp_path / "recipe.json")
-    flags = ["--run_type", "baseline", *data_flags(corpus), *SHAPE, "--seq_length", "32", "--max_train_steps", "12"]
-    config = resolved([*flags, "--deepspeed_config", recipe, "--device", "cpu"])
-    return replace(config, precision=precision, recipe=replace(config.recipe, fp16=Fp16(**asdict(scaling))))
-
-
-def losses(config: RunConfig) -> list[float]:
-    strategy = Baseline(config, CPU)
-    batches = training_batches(config, first_step=0)
-    results = [strategy.train_step(batches, step) for step in range(1, 13)]
-    assert not any(bool(result.skipped) for result in results)
-    return [float(result.loss) for result in results]
-
-
-def test_fp16_trains_what_fp32_trains(corpus, tmp_path):
-    exact = losses(configured(corpus, tmp_path, precision="fp32"))
-    scaled = losses(configured(corpus, tmp_path, precision="fp16"))
-    assert scaled == pytest.approx(exact, abs=1e-2)
-    assert scaled[-1] < scaled[0] - 0.2
-    assert scaled != exact
-
-
-def test_a_fixed_scale_stays(corpus, tmp_path):
-    scaling = LossScaling(loss_scale=128.0, loss_scale_window=2)
-    strategy = Baseline(configured(corpus, tmp_path, precision="fp16", scaling=scaling), CPU)
-    batches = training_batches(configured(corpus, tmp_path, precision="fp16"), first_step=0)
-    for step in range(1, 9):
-        strategy.train_step(batches, step)
-    assert strategy._scale.factor == 128.0
-
-
 def test_an_overflow_skips_the_step_and_lowers_the_scale(corpus, tmp_path):
-    config = configured(corpus, tmp_path, precision="fp16", scaling=LossScaling(initial_scale_power=32, hysteresis=1))
+    recipe = write_optimizer_recipe(tmp_path / "recipe.json")
+    config = resolved([*data_flags(corpus), *FLAGS, "--run_type", "baseline", "--deepspeed_config", recipe])
+    fp16 = Fp16(**asdict(LossScaling(initial_scale_power=32, hysteresis=1)))
+    config = replace(config, precision="fp16", recipe=replace(config.recipe, fp16=fp16))
     strategy = Baseline(config, CPU)
     before = {name: state.weight.clone() for name, state in strategy.iter_state()}
     batches = itertools.cycle(training_batches(config, first_step=0))
@@ -98,27 +69,20 @@ def test_the_scale_moves_as_deepspeeds_does(hysteresis, consecutive, monkeypatch
         assert resumed.state() == ours.state()
 
 
-def test_an_overflow_at_the_smallest_scale_ends_the_run():
-    scale = LossScale(LossScaling(initial_scale_power=0, hysteresis=1))
-    with pytest.raises(NonFiniteError, match="smallest loss scale, 1"):
-        scale.update(overflow=True)
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_every_stage_scales_as_the_baseline_does(corpus, tmp_path, ranks):
+def test_every_stage_scales_as_the_baseline_does(corpus, tmp_path):
     """SGD without clipping shows a gradient of the wrong scale at once; the window of 3 doubles the scale on the way.
 
     The block is not enabled, because a CPU refuses it; ``main`` turns it on.
     """
     scaling = {"enabled": False, "initial_scale_power": 8, "loss_scale_window": 3}
     recipe = write_optimizer_recipe(tmp_path / "recipe.json", optimizer=SMALL_SGD, clipping=0, fp16=scaling)
-    words = [*data_flags(corpus), *SHAPE, "--seq_length", "32", "--device", "cpu", "--deepspeed_config", recipe]
-    done = run_script(
-        __file__, [*words, "--micro_batch_size_per_gpu", 2, "--enforce_global_batch_size", 12], ranks=ranks
-    )
+    words = [*data_flags(corpus), *FLAGS, "--deepspeed_config", recipe, "--micro_batch_size_per_gpu", 2]
+    done = run_script(__file__, [*words, "--enforce_global_batch_size", 12], ranks=2)
     finished(done)
     runs = json.loads(done.stdout.splitlines()[-1])
-    expected = runs.pop("baseline")
+    expected, exact = runs.pop("baseline"), runs.pop("fp32")
+    assert [loss for loss, *_ in expected] == pytest.approx([loss for loss, *_ in exact], abs=1e-2)
+    assert expected != exact
     assert not any(skipped for _, _, skipped in expected)
     assert expected[-1][0] < expected[0][0] - 0.1
     for name, actual in runs.items():
@@ -127,12 +91,15 @@ def test_every_stage_scales_as_the_baseline_does(corpus, tmp_path, ranks):
             assert two[1] == pytest.approx(one[1], rel=5e-3), f"{name}, step {step}"
 
 
-def test_a_fixed_scale_that_always_overflows_ends_the_run():
-    scale = LossScale(LossScaling(loss_scale=2.0**20))
+def test_a_scale_that_cannot_be_lowered_ends_the_run():
+    dynamic, fixed = LossScale(LossScaling(initial_scale_power=0, hysteresis=1)), LossScale(LossScaling(loss_scale=9.0))
+    with pytest.raises(NonFiniteError, match="smallest loss scale, 1"):
+        dynamic.update(overflow=True)
     for _ in range(MOST_SKIPS - 1):
-        scale.update(overflow=True)
+        fixed.update(overflow=True)
     with pytest.raises(NonFiniteError, match="fixed loss scale"):
-        scale.update(overflow=True)
+        fixed.update(overflow=True)
+    assert fixed.factor == 9.0
 
 
 def of_stage(flags: list[str], topology: Topology, *, stage: int) -> RunConfig:
@@ -166,6 +133,8 @@ def main() -> None:
     flags, steps, topology = sys.argv[1:-1], int(sys.argv[-1]), read_topology()
     alone = of_stage(["--run_type", "baseline", *flags], read_topology({}), stage=0)
     runs = {"baseline": trained(alone, Baseline(alone, CPU), steps)}
+    exact = replace(alone, precision="fp32")
+    runs["fp32"] = trained(exact, Baseline(exact, CPU), steps)
     with joined(topology, CPU):
         for stage in range(4):
             config = of_stage(["--run_type", "optimized", *flags], topology, stage=stage)

@@ -40,10 +40,7 @@ class DeviceClock:
 
     def reached(self, mark: Mark) -> bool:
         """Whether the device has passed ``mark``; does not wait."""
-        if isinstance(mark, float):
-            return True
-        passed: bool = mark.query()  # type: ignore[no-untyped-call]  # torch's has no types
-        return passed
+        return isinstance(mark, float) or bool(mark.query())  # type: ignore[no-untyped-call]  # torch's has no types
 
     def seconds_between(self, first: Mark, second: Mark) -> float:
         """Seconds from one mark to another; waits until the device has passed the second."""
@@ -52,8 +49,7 @@ class DeviceClock:
             return second - first
         assert not isinstance(second, float)
         second.synchronize()
-        milliseconds: float = first.elapsed_time(second)
-        return milliseconds / 1000
+        return float(first.elapsed_time(second)) / 1000
 
 
 class ThreadClock:

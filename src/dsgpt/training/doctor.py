@@ -23,7 +23,7 @@ from dsgpt.common.errors import EXIT_DONE, Problems, UserError
 from dsgpt.common.files import json_text
 from dsgpt.common.text import counted
 from dsgpt.config.compatibility import KNOWN_BAD, TESTED
-from dsgpt.config.recipe import Recipe, read_recipe
+from dsgpt.config.recipe import read_recipe
 from dsgpt.data.token_file import TokenFileError, open_token_file
 from dsgpt.machine.topology import Topology, read_topology
 from dsgpt.model.config import PRESETS
@@ -80,7 +80,7 @@ class DoctorOptions:
     json: bool = switch("print JSON instead of lines")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Finding:
     """Something that is not as it should be."""
 
@@ -90,10 +90,6 @@ class Finding:
     cure: str
     stops: bool = True
     """Whether it would stop or spoil a training; otherwise it is a remark."""
-
-    def line(self) -> str:
-        """For a console."""
-        return f"{'finding' if self.stops else 'remark'}: {self.where}: {self.what}: {self.cure}"
 
 
 Facts = dict[str, Any]
@@ -119,22 +115,19 @@ def main() -> int:
         shown = {"machines": machines, "links": links, "findings": [asdict(each) for each in findings]}
         print(json_text(shown | {"seconds": round(seconds, 2)}), end="")
     else:
-        for line in (*map(_machine_line, machines), *map(_link_line, links), *(each.line() for each in findings)):
-            print(line)
+        for facts in machines:
+            gpus, versions = facts["gpus"], facts["versions"]
+            devices = f"{len(gpus)} x {gpus[0]['name']}" if gpus else f"{facts['cpus']} CPUs"
+            about = f"Python {versions['python_version']}, torch {versions['torch_version']}"
+            print(f"{facts['host']}: {devices}, {about}")
+        for link in links:
+            speed, latency = link["bytes_per_sec"] * 8 / 1e9, link["latency_sec"] * 1e6
+            print(f"{link['from']} to {link['to']}: {speed:.2f} Gbit/s, {latency:.0f} us")
+        for each in findings:
+            print(f"{'finding' if each.stops else 'remark'}: {each.where}: {each.what}: {each.cure}")
         stopping = sum(each.stops for each in findings)
         print(f"{counted(len(machines), 'machine')}, {counted(stopping, 'finding')}, {seconds:.1f} s")
     return EXIT_FINDINGS if any(each.stops for each in findings) else EXIT_DONE
-
-
-def _machine_line(facts: Facts) -> str:
-    gpus, versions = facts["gpus"], facts["versions"]
-    devices = f"{len(gpus)} x {gpus[0]['name']}" if gpus else f"{facts['cpus']} CPUs"
-    return f"{facts['host']}: {devices}, Python {versions['python_version']}, torch {versions['torch_version']}"
-
-
-def _link_line(link: Facts) -> str:
-    speed, latency = link["bytes_per_sec"] * 8 / 1e9, link["latency_sec"] * 1e6
-    return f"{link['from']} to {link['to']}: {speed:.2f} Gbit/s, {latency:.0f} us"
 
 
 # One machine.
@@ -164,7 +157,11 @@ def machine_facts(options: DoctorOptions) -> Facts:
         "cuda_toolkit": has_cuda_toolkit(),
         "libaio": libaio_problem(command) if command else "finds no compiler",
         "port_taken": _is_taken(DEFAULT_PORT) if "MASTER_PORT" not in os.environ else False,
-        "data": [_data_facts(path, verify=options.verify_data) for path in _data_paths(options)],
+        "data": [
+            _data_facts(path, verify=options.verify_data)
+            for path in (options.train_data_path, options.val_data_path)
+            if path
+        ],
     }
 
 
@@ -176,10 +173,6 @@ def _is_taken(port: int) -> bool:
         except OSError:
             return True
     return False
-
-
-def _data_paths(options: DoctorOptions) -> list[Path]:
-    return [path for path in (options.train_data_path, options.val_data_path) if path]
 
 
 def _data_facts(path: Path, *, verify: bool) -> Facts:
@@ -206,84 +199,63 @@ def _gpus() -> list[Facts]:
             kinds = (pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC)
             errors = pynvml.nvmlDeviceGetTotalEccErrors(gpu, *kinds)
         memory = pynvml.nvmlDeviceGetMemoryInfo(gpu)
-        gpus.append(
-            {
-                "name": pynvml.nvmlDeviceGetName(gpu),
-                "driver": driver,
-                "memory_bytes": memory.total,
-                "used_bytes": memory.used,
-                "uncorrected_errors": errors,
-            }
-        )
+        facts = {"name": pynvml.nvmlDeviceGetName(gpu), "driver": driver, "uncorrected_errors": errors}
+        gpus.append(facts | {"memory_bytes": memory.total, "used_bytes": memory.used})
     return gpus
 
 
-def findings_of_machine(facts: Facts, options: DoctorOptions) -> Iterator[Finding]:
+def findings_of_machine(facts: Facts, options: DoctorOptions) -> Iterator[Finding]:  # noqa: PLR0912 - one for each
     """What is wrong with one machine."""
     host = facts["host"]
     parameters = PRESETS[options.model_size].parameter_count()
     needed = BYTES_PER_PARAMETER * parameters * (options.keep_checkpoints + 1)  # one is written before one is removed
     if not facts["writable"]:
-        yield Finding(where=host, what=f"{options.checkpoint_path} cannot be written", cure="name a folder that can")
+        yield Finding(host, f"{options.checkpoint_path} cannot be written", "name a folder that can")
     if facts["free_bytes"] < needed:
         free = f"{facts['free_bytes'] / 1e9:.1f} GB are free at {options.checkpoint_path}"
         what = f"{free}, and checkpoints take {needed / 1e9:.1f} GB"
-        yield Finding(where=host, what=what, cure="free space, or lower --keep_checkpoints")
+        yield Finding(host, what, "free space, or lower --keep_checkpoints")
     shared = facts["shared_memory_bytes"]
     if shared is not None and shared < SHARED_MEMORY_BYTES:
         what = f"/dev/shm has {shared / 1e6:.0f} MB free, NCCL and data workers need more"
-        yield Finding(where=host, what=what, cure="give the container more (docker run --shm-size=8g)")
+        yield Finding(host, what, "give the container more (docker run --shm-size=8g)")
     if facts["open_files"] < OPEN_FILES:
         what = f"a process may open {facts['open_files']} files"
-        yield Finding(where=host, what=what, cure=f"raise the limit: ulimit -n {OPEN_FILES}")
+        yield Finding(host, what, f"raise the limit: ulimit -n {OPEN_FILES}")
+    for problem in filter(None, (data["problem"] for data in facts["data"])):
+        yield Finding(host, problem, "prepare it here, or mount the folder that has it")
     if facts["port_taken"]:
         what = f"port {DEFAULT_PORT}, at which launchers let ranks meet, is in use"
-        yield Finding(where=host, what=what, cure="end what uses it, or name another (--master_port)", stops=False)
+        yield Finding(host, what, "end what uses it, or name another (--master_port)", stops=False)
     for number, gpu in enumerate(facts["gpus"]):
         if gpu["uncorrected_errors"]:
             what = f"GPU {number} has {gpu['uncorrected_errors']} uncorrected memory errors since the driver started"
-            yield Finding(
-                where=host, what=what, cure="reset it (nvidia-smi --gpu-reset), and replace it if they return"
-            )
+            yield Finding(host, what, "reset it (nvidia-smi --gpu-reset), and replace it if they return")
         if gpu["used_bytes"] > gpu["memory_bytes"] / 10:
             what = f"GPU {number} has {gpu['used_bytes'] / 1e9:.1f} GB in use"
-            yield Finding(where=host, what=what, cure="nvidia-smi names the processes: end them, or use other GPUs")
-    for data in facts["data"]:
-        if data["problem"]:
-            yield Finding(where=host, what=data["problem"], cure="prepare it here, or mount the folder that has it")
+            yield Finding(host, what, "nvidia-smi names the processes: end them, or use other GPUs")
     problems = Problems()
     recipe = read_recipe(options.deepspeed_config, problems) if options.deepspeed_config else None
     problems.raise_if_any()
-    yield from _of_deepspeed(facts, recipe)
-    if recipe is not None and recipe.offload_optimizer != "none":
-        yield from _of_offload(facts, options, recipe)
-
-
-def _of_deepspeed(facts: Facts, recipe: Recipe | None) -> Iterator[Finding]:
-    """Faults of the installed release of DeepSpeed; those of other ZeRO stages than the recipe's are left out."""
     installed = facts["versions"]["deepspeed_version"]
     for fault in KNOWN_BAD if installed else ():
-        if recipe is not None and recipe.zero_stage not in fault.stages:
-            continue
-        if SpecifierSet(fault.releases).contains(installed, prereleases=True):
+        concerns = recipe is None or recipe.zero_stage in fault.stages
+        if concerns and SpecifierSet(fault.releases).contains(installed, prereleases=True):
             stages = ", ".join(map(str, fault.stages))
             when = " with ".join(filter(None, [f"ZeRO {stages}", fault.needs, fault.precision.replace("any", "")]))
             what = f"DeepSpeed {installed} trains wrong ({when}): {fault.effect}"
-            yield Finding(where=facts["host"], what=what, cure=f"install {TESTED} (make install)")
-
-
-def _of_offload(facts: Facts, options: DoctorOptions, recipe: Recipe) -> Iterator[Finding]:
-    """What DeepSpeed would compile for the recipe's offload, and cannot."""
-    host, on_gpu = facts["host"], bool(facts["gpus"])
-    needs = {
+            yield Finding(host, what, f"install {TESTED} (make install)")
+    if recipe is None or recipe.offload_optimizer == "none":
+        return
+    needs = {  # what DeepSpeed would compile
         "a C++ compiler": (facts["compiler"], "install one (Debian: apt-get install g++)"),
         "ninja": (facts["ninja"], "install it (pip install ninja)"),
-        "the CUDA toolkit": (facts["cuda_toolkit"] or not on_gpu, "install it: a driver does not bring nvcc"),
+        "the CUDA toolkit": (facts["cuda_toolkit"] or not facts["gpus"], "install it: a driver does not bring nvcc"),
         "asynchronous I/O": (not recipe.nvme_blocks or not facts["libaio"], str(facts["libaio"])),
     }
     for what, (has, cure) in needs.items():
         if not has:
-            yield Finding(where=host, what=f"{options.deepspeed_config} offloads, which needs {what}", cure=cure)
+            yield Finding(host, f"{options.deepspeed_config} offloads, which needs {what}", cure)
 
 
 # All machines.
@@ -291,25 +263,22 @@ def _of_offload(facts: Facts, options: DoctorOptions, recipe: Recipe) -> Iterato
 
 def findings_of_cluster(machines: Sequence[Facts]) -> Iterator[Finding]:
     """What differs between machines and must not."""
-    for what, values in (
-        *((name, [facts["versions"][name] for facts in machines]) for name in machines[0]["versions"]),
-        ("GPUs", [[(gpu["name"], gpu["driver"]) for gpu in facts["gpus"]] for facts in machines]),
-    ):
+    compared = {name: [facts["versions"][name] for facts in machines] for name in machines[0]["versions"]}
+    compared["GPUs"] = [[(gpu["name"], gpu["driver"]) for gpu in facts["gpus"]] for facts in machines]
+    for what, values in compared.items():
         if any(value != values[0] for value in values):
             shown = "; ".join(f"{facts['host']} {value}" for facts, value in zip(machines, values, strict=True))
             cure = "install the same everywhere (make install)" if what != "GPUs" else "use machines of one kind"
-            yield Finding(where="all", what=f"{what} differ: {shown}", cure=cure)
+            yield Finding("all", f"{what} differ: {shown}", cure)
     for number in range(len(machines[0]["data"])):
         hashes = {facts["data"][number]["sha256"] for facts in machines if not facts["data"][number]["problem"]}
         if len(hashes) > 1:
             path = machines[0]["data"][number]["path"]
-            yield Finding(
-                where="all", what=f"{path} is not the same file on every machine", cure="copy one of them to all"
-            )
+            yield Finding("all", f"{path} is not the same file on every machine", "copy one of them to all")
     for facts in machines[1:]:
         if abs(offset := facts.get("clock_offset_sec", 0.0)) > CLOCK_SEC:
             what = f"its clock is {offset:+.1f} s off that of {machines[0]['host']}"
-            yield Finding(where=facts["host"], what=what, cure="synchronise it (chrony, ntp)")
+            yield Finding(facts["host"], what, "synchronise it (chrony, ntp)")
 
 
 def findings_of_links(links: Sequence[Facts]) -> Iterator[Finding]:
@@ -319,7 +288,7 @@ def findings_of_links(links: Sequence[Facts]) -> Iterator[Finding]:
         usual = speeds[len(speeds) // 2]
         if len(links) > 2 and link["bytes_per_sec"] < SLOW_LINK * usual:
             what = f"{link['bytes_per_sec'] * 8 / 1e9:.2f} Gbit/s to {link['to']}, others have {usual * 8 / 1e9:.2f}"
-            yield Finding(where=link["from"], what=what, cure="examine its cable, its interface and its place")
+            yield Finding(link["from"], what, "examine its cable, its interface and its place")
 
 
 def _examine_together(options: DoctorOptions, topology: Topology) -> tuple[list[Facts], list[Finding], list[Facts]]:
@@ -432,7 +401,7 @@ def _shared_folder(folder: Path, topology: Topology, leaders: Sequence[int], hos
     if leads:
         (folder / f"{token}-{topology.rank}").unlink(missing_ok=True)
     cure = "mount one folder on all machines, and name it with --checkpoint_path"
-    return [Finding(where=host, what=what, cure=cure) for host, what in problems if what]
+    return [Finding(host, what, cure) for host, what in problems if what]
 
 
 def _links(topology: Topology, leaders: Sequence[int], hosts: Sequence[str], *, all_pairs: bool) -> list[Facts]:

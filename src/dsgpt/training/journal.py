@@ -331,27 +331,29 @@ class Segments:
         segments = [asdict(segment) for segment in self.all]
         if not covers(self.all, first_step=1, last_step=self.all[-1].last_step):
             segments.append({})
-        top = {key: _common(self._description[key], segments, key) for key in ("git_commit", "host")}
-        blocks = {
-            block: {key: _common(value, segments, block, key) for key, value in self._description[block].items()}
-            for block in ("env", "hardware")
-        }
+        described = self._description
         config = {
-            key: _common(value, segments, key) if key in segments[0].keys() - NEVER_CHANGES else value
-            for key, value in self._description["training_config"].items()
+            key: _common(value, [segment.get(key) for segment in segments])
+            for key, value in described["training_config"].items()
+            if key in segments[0].keys() - NEVER_CHANGES
         }
-        return {**self._description, **top, **blocks, "training_config": config}
+        return {
+            **described,
+            **{key: _common(described[key], [each.get(key) for each in segments]) for key in ("git_commit", "host")},
+            **{
+                block: {
+                    key: _common(value, [segment.get(block, {}).get(key) for segment in segments])
+                    for key, value in described[block].items()
+                }
+                for block in ("env", "hardware")
+            },
+            "training_config": described["training_config"] | config,
+        }
 
 
-def _common(value: Any, segments: list[dict[str, Any]], *place: str) -> Any:
-    """``value``, that of the last segment, if all segments have it at ``place``, else None."""
-    *blocks, key = place
-    for segment in segments:
-        for block in blocks:
-            segment = segment.get(block, {})  # noqa: PLW2901 - the place is inside it
-        if segment.get(key) != value:
-            return None
-    return value
+def _common(value: Any, values: list[Any]) -> Any:
+    """``value``, that of the last segment, if all segments have it, else None."""
+    return value if all(other == value for other in values) else None
 
 
 # The speed of a run for its lines and its record: throughput, its share of the hardware's peak, ranks that wait.

@@ -58,8 +58,8 @@ from dsgpt.training.run_folder import (
     ResumePoint,
     clear_run_folder,
     contents,
-    holds_own_config,
     holds_run_to_resume,
+    is_ours,
     make_run_folder,
     plan_resume,
     read_earlier_record,
@@ -189,7 +189,7 @@ def open_run_folder(config: RunConfig, prepared: Prepared, *, lock: RunLock, log
                 changes=start.changes,
                 run_id=start.run_id,
             )
-            if not holds_own_config(run_dir):  # a resumed run keeps its own
+            if not is_ours(run_dir / CONFIG_FILE):  # a resumed run keeps its own
                 options = {name: str(at) if isinstance(at, Path) else at for name, at in asdict(config.options).items()}
                 repeated = ("command_line", "git_commit", "env", "data", "training_config", "deepspeed_config")
                 written = {"options": options, **{name: description[name] for name in repeated}}

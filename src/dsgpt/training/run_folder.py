@@ -413,11 +413,6 @@ def clear_run_folder(run_dir: Path, start: ResumePoint) -> None:
         store.name_newest_and_best(run_dir)
 
 
-def holds_own_config(run_dir: Path) -> bool:
-    """Whether the ``config.json`` in the folder was written by a run of this program."""
-    return _is_ours(run_dir / CONFIG_FILE)
-
-
 def _existing(run_dir: Path) -> list[Path]:
     """Everything in ``run_dir`` that is named like a file or folder of a run, links included."""
     return _files(run_dir) + [path for name in _OWN_FOLDERS for path in _folders(run_dir, name)]
@@ -457,7 +452,7 @@ def is_tracker_folder(path: Path) -> bool:
 def _proof(run_dir: Path) -> Path | None:
     """The first file or folder that only a run of this program writes; None if there is none."""
     named = [run_dir / RECORD_FILE, run_dir / CONFIG_FILE]
-    own = [path for path in named if _is_ours(path)]
+    own = [path for path in named if is_ours(path)]
     steps = run_dir / STEPS_FILE
     first: dict[str, Any] = next(read_steps(steps), {}) if is_regular_file(steps) else {}
     if any(first.keys() >= keys for keys in _OWN_LINES):
@@ -467,7 +462,8 @@ def _proof(run_dir: Path) -> Path | None:
     return own[0] if own else None
 
 
-def _is_ours(path: Path) -> bool:
+def is_ours(path: Path) -> bool:
+    """Whether a record or a ``config.json`` was written by a run of this program."""
     try:
         return is_regular_file(path) and read_object(path, max_bytes=MAX_RECORD_BYTES).keys() >= _OWN_KEYS[path.name]
     except JsonError:
