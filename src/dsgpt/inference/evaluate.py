@@ -9,10 +9,10 @@ import itertools
 import math
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -87,31 +87,31 @@ def _predicted(request: Request, *, device: torch.device, console: Console) -> R
             f"{source}: its largest id is {largest}, but the model was trained with a "
             f"vocabulary of {model.config.vocab_size}: use data of the model's own tokenizer"
         )
-    count = len(windows_of(len(text.ids) - 1, length=length, stride=stride))
-    progress = console.progress(total=count, what="evaluating", unit="window", lines=True)
-    result = predict(
-        model, text.ids, length=length, stride=stride, batch_size=request.batch_size, progress=progress.advance
-    )
+    tokens = len(text.ids) - 1
+    windows = windows_of(tokens, length=length, stride=stride)
+    progress = console.progress(total=len(windows), what="evaluating", unit="window", lines=True)
+    nats = predict(model, text.ids, windows=windows, batch_size=request.batch_size, progress=progress.advance)
     progress.close()
-    if not math.isfinite(result.loss):
-        raise UserError(f"{source}: the loss is {result.loss}, though the model's weights are finite: it is unusable")
+    loss = nats / tokens
+    if not math.isfinite(loss):
+        raise UserError(f"{source}: the loss is {loss}, though the model's weights are finite: it is unusable")
     validation: Record | None = None  # how the training validated exactly these weights, if it did so on the same file
     if manifest and manifest.val_loss is not None and text.sha256 is not None:
         fixed = manifest.fixed
-        data, windows, validated = (fixed.get(name) for name in VALIDATED_ON)
-        if data == text.sha256 and isinstance(windows, int) and isinstance(validated, int):
-            validation = {"loss": manifest.val_loss, "windows": windows, "seq_length": validated}
+        data, count, validated = (fixed.get(name) for name in VALIDATED_ON)
+        if data == text.sha256 and isinstance(count, int) and isinstance(validated, int):
+            validation = {"loss": manifest.val_loss, "windows": count, "seq_length": validated}
             validation |= {"precision": fixed.get("precision")}
     return {
         "data": str(source),
-        "tokens": result.tokens,
+        "tokens": tokens,
         "bytes": text.bytes,
-        "windows": result.windows,
+        "windows": len(windows),
         "seq_length": length,
         "stride": stride,
-        "loss": result.loss,
-        "perplexity": result.perplexity,
-        "bits_per_byte": result.bits_per_byte(text.bytes) if text.bytes else None,
+        "loss": loss,
+        "perplexity": math.exp(loss) if loss < 700 else math.inf,  # a larger one has no floating-point number
+        "bits_per_byte": nats / math.log(2) / text.bytes if text.bytes else None,
         "same_tokenizer": text.same_tokenizer,
         "validation": validation,
     }
@@ -120,32 +120,7 @@ def _predicted(request: Request, *, device: torch.device, console: Console) -> R
 # Every id of a text, predicted once.
 
 
-@dataclass(frozen=True, kw_only=True)
-class Prediction:
-    """How well a text was predicted."""
-
-    nats: float
-    """The sum of the cross-entropies of all tokens."""
-    tokens: int
-    windows: int
-
-    @property
-    def loss(self) -> float:
-        """Nats per token."""
-        return self.nats / self.tokens
-
-    @property
-    def perplexity(self) -> float:
-        """The exponential of the loss; infinite where that has no floating-point number."""
-        return math.exp(self.loss) if self.loss < 700 else math.inf
-
-    def bits_per_byte(self, size: int) -> float:
-        """Bits per byte of the text, which compares models with different tokenizers."""
-        return self.nats / math.log(2) / size
-
-
-@dataclass(frozen=True)
-class Window:
+class Window(NamedTuple):
     """A part of the ids that the model reads at once."""
 
     start: int
@@ -167,27 +142,18 @@ def windows_of(targets: int, *, length: int, stride: int) -> list[Window]:
 
 @torch.inference_mode()
 def predict(
-    model: GPT2,
-    ids: Sequence[int] | Tensor,
-    *,
-    length: int,
-    stride: int,
-    batch_size: int,
-    progress: Callable[[int], None] = lambda _: None,
-) -> Prediction:
-    """Predict every id but the first.
+    model: GPT2, ids: Tensor, *, windows: list[Window], batch_size: int, progress: Callable[[int], None]
+) -> float:
+    """The sum of the cross-entropies of all ids but the first, in nats.
 
     Args:
         model: in evaluation mode.
         ids: at least two; (n,), on the CPU.
-        length: ids of a window; at most the model's positions.
-        stride: ids from one window to the next; at most ``length``.
+        windows: of ``windows_of``, at most as long as the model's positions.
         batch_size: windows that are computed together.
         progress: gets the number of windows since its last call.
     """
-    ids, device = torch.as_tensor(ids), model.wte.weight.device
-    windows = windows_of(len(ids) - 1, length=length, stride=stride)
-    nats = 0.0
+    device, nats = model.wte.weight.device, 0.0
     same_length = (list(group) for _, group in itertools.groupby(windows, key=lambda each: each.end - each.start))
     for batch in (group[at : at + batch_size] for group in same_length for at in range(0, len(group), batch_size)):
         inputs = torch.stack([ids[window.start : window.end] for window in batch]).long()  # (B, T)
@@ -196,7 +162,7 @@ def predict(
             row[: len(row) - window.counted] = IGNORED_TARGET
         nats += float(model(inputs.to(device), targets.to(device), reduction="sum"))
         progress(len(batch))
-    return Prediction(nats=nats, tokens=len(ids) - 1, windows=len(windows))
+    return nats
 
 
 # The ids that an evaluation predicts, and the bytes of the text that they stand for.

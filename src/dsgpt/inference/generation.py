@@ -9,7 +9,7 @@ import statistics
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,6 +47,18 @@ def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
     return shares
 
 
+def draw(shares: Tensor, numbers: Sequence[float]) -> Tensor:
+    """The ids, (B,), at which the running sum of each row of ``shares``, (B, V), passes its number in [0, 1).
+
+    In fp64 and in the order of ids, so that another batch, which rounds logits differently, draws the same.
+    """
+    sums = shares.double().cumsum(dim=1)  # (B, V)
+    total = sums[:, -1:]
+    drawn = torch.tensor(numbers, dtype=torch.float64, device=sums.device)[:, None] * total  # (B, 1)
+    below = torch.nextafter(total, torch.zeros_like(total))  # a product that rounds up to the sum has no id
+    return torch.searchsorted(sums, torch.minimum(drawn, below), right=True)[:, 0]
+
+
 class Chooser:
     """Chooses the next id of every sequence of a batch.
 
@@ -54,25 +66,14 @@ class Chooser:
         sampling: how.
         prompts: the ids that each sequence starts with.
         generators: the random stream of each sequence, on the CPU, so that devices draw alike.
-        vocab_size: ids, V.
-        device: of the logits.
     """
 
     def __init__(
-        self,
-        sampling: Sampling,
-        *,
-        prompts: Sequence[Sequence[int]],
-        generators: Sequence[torch.Generator],
-        vocab_size: int,
-        device: torch.device,
+        self, sampling: Sampling, *, prompts: Sequence[Sequence[int]], generators: Sequence[torch.Generator] = ()
     ) -> None:
-        self._sampling, self._generators = sampling, generators
+        self._sampling, self._prompts, self._generators = sampling, prompts, generators
         self._seen: Tensor | None = None
-        if sampling.repetition_penalty != 1:
-            self._seen = torch.zeros((len(prompts), vocab_size), dtype=torch.bool, device=device)
-            for row, prompt in zip(self._seen, prompts, strict=True):
-                row[torch.tensor(prompt, device=device)] = True
+        """Which ids each sequence has, (B, V); None until logits show how many there are, or without a penalty."""
 
     def choose(self, logits: Tensor) -> Tensor:
         """The next ids, (B,), from ``logits``, (B, V) in fp32; V for a row that has a NaN."""
@@ -80,14 +81,9 @@ class Chooser:
         if self._sampling.temperature == 0:
             largest = logits.max(dim=1)  # the first of equal ones; argmax takes three times as long on CPUs
             ids = largest.indices.masked_fill(largest.values.isnan(), logits.shape[1])
-        else:  # where the number of each stream falls in the running sum of the probabilities
-            numbers = [torch.rand(1, dtype=torch.float64, generator=generator) for generator in self._generators]
-            # In fp64 and in the order of ids, so that another batch, which rounds logits differently, draws the same.
-            sums = probabilities(logits, self._sampling).double().cumsum(dim=1)  # (B, V)
-            total = sums[:, -1:]
-            drawn = torch.stack(numbers).to(logits.device) * total  # (B, 1)
-            below = torch.nextafter(total, torch.zeros_like(total))  # a product that rounds up to the sum has no id
-            ids = torch.searchsorted(sums, torch.minimum(drawn, below), right=True)[:, 0]
+        else:
+            numbers = [float(torch.rand(1, dtype=torch.float64, generator=each)) for each in self._generators]
+            ids = draw(probabilities(logits, self._sampling), numbers)
         if self._seen is not None:
             self._seen.scatter_(1, ids[:, None].clamp(max=logits.shape[1] - 1), True)
         return ids
@@ -100,9 +96,13 @@ class Chooser:
         return probabilities(logits, self._sampling)
 
     def _penalized(self, logits: Tensor) -> Tensor:
-        if self._seen is None:
-            return logits
         penalty = self._sampling.repetition_penalty
+        if penalty == 1:
+            return logits
+        if self._seen is None:
+            self._seen = torch.zeros_like(logits, dtype=torch.bool)
+            for row, prompt in zip(self._seen, self._prompts, strict=True):
+                row[torch.tensor(prompt, device=row.device)] = True
         return torch.where(self._seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 
@@ -139,13 +139,7 @@ def generate_batch(
         UserError: no id can be drawn, because logits are not finite.
     """
     sequences = decoder.begin(prompts, new_tokens=new_tokens)
-    chooser = Chooser(
-        sampling,
-        prompts=prompts,
-        generators=generators,
-        vocab_size=decoder.config.vocab_size,
-        device=decoder.embedding.device,
-    )
+    chooser = Chooser(sampling, prompts=prompts, generators=generators)
     logits = sequences.read_prompts()
     for left in reversed(range(new_tokens)):
         ids = chooser.choose(logits)
@@ -170,8 +164,7 @@ def generate(decoder: Decoder, prompt: Sequence[int], *, new_tokens: int) -> Ite
 # Which ids are likeliest to follow a text, as the model says and as sampling draws them.
 
 
-@dataclass(frozen=True, kw_only=True)
-class Candidate:
+class Candidate(NamedTuple):
     """An id that may follow."""
 
     id: int
@@ -188,15 +181,9 @@ def likeliest(decoder: Decoder, ids: Sequence[int], *, count: int, sampling: Sam
         ValueError: there are no ``ids``, or they leave no position for one more.
     """
     logits = decoder.begin([ids], new_tokens=1).read_prompts()  # (1, V)
-    chooser = Chooser(
-        sampling, prompts=[ids], generators=(), vocab_size=decoder.config.vocab_size, device=logits.device
-    )
-    shares, drawn = logits.softmax(dim=1)[0], chooser.distribution(logits)[0]  # (V,)
-    chosen = shares.topk(min(count, len(shares)))
-    return [
-        Candidate(id=int(each), probability=float(value), drawn=float(drawn[each]))
-        for each, value in zip(chosen.indices.tolist(), chosen.values.tolist(), strict=True)
-    ]
+    shares, drawn = logits.softmax(dim=1)[0], Chooser(sampling, prompts=[ids]).distribution(logits)[0]  # (V,)
+    values, chosen = shares.topk(min(count, len(shares)))
+    return list(map(Candidate, chosen.tolist(), values.tolist(), drawn[chosen].tolist()))
 
 
 MAX_PROMPT_TOKENS = 16

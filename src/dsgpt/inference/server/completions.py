@@ -25,10 +25,9 @@ from dsgpt.inference.generation import INCOMPLETE, Continuation
 from dsgpt.inference.server.engine import Engine, Scorer, ServedModel
 from dsgpt.inference.server.requests import (
     ApiError,
-    ClientGoneError,
     CompletionRequest,
+    GoneError,
     Prompt,
-    SlowReaderError,
     new_tokens_of,
     read_body,
     read_prompts,
@@ -228,26 +227,20 @@ def add_logprobs(
     ids = before + choice.text.ids
     scores: list[Any] = [None] * (first == 0) + scorer.score(ids, first=max(first, 1), top=top)
     length = len(choice.text.text) + (len(choice.prompt.text) if echo else 0)
-    offsets = [len(str(tokenizer.decode(ids[first:end])).rstrip(INCOMPLETE)) for end in range(first, len(ids))]
-    shown = [place for place, offset in enumerate(offsets) if offset < length]  # the others are behind a stop sequence
+    offsets = (len(str(tokenizer.decode(ids[first:end])).rstrip(INCOMPLETE)) for end in range(first, len(ids)))
+    rows = [row for row in zip(ids[first:], offsets, scores, strict=True) if row[1] < length]  # not behind a stop text
 
     def name_of(token: int) -> str:
         """Its text; a token that is a part of a character is ``token_id:N``, as in vLLM."""
         text = str(tokenizer.decode([token]))
         return f"token_id:{token}" if INCOMPLETE in text else text
 
+    best = [score and {name_of(one): log for one, log in [*score[1], (token, score[0])]} for token, _, score in rows]
     choice.logprobs = {
-        "tokens": [name_of(ids[first + place]) for place in shown],
-        "token_logprobs": [None if scores[place] is None else scores[place][0] for place in shown],
-        "top_logprobs": [
-            None
-            if scores[place] is None
-            else {name_of(token): value for token, value in [*scores[place][1], (ids[first + place], scores[place][0])]}
-            for place in shown
-        ]
-        if top
-        else None,
-        "text_offset": [offsets[place] for place in shown],
+        "tokens": [name_of(token) for token, _, _ in rows],
+        "token_logprobs": [score and score[0] for _, _, score in rows],
+        "top_logprobs": best if top else None,
+        "text_offset": [offset for _, offset, _ in rows],
     }
 
 
@@ -294,7 +287,7 @@ class Completions:
         except ApiError as error:
             status = error.status
             await exchange.fail(error)
-        except (ClientGoneError, SlowReaderError) as error:
+        except GoneError as error:
             status = error.status
         finally:
             self.metrics.requests.labels(status).inc()
@@ -318,7 +311,7 @@ class Completions:
             try:
                 await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
                 if not work.done() and not exchange.ended:
-                    raise ClientGoneError
+                    raise GoneError(499)
                 await work
             finally:
                 for task in (work, gone):
@@ -428,7 +421,7 @@ class _Exchange:
 
     async def fail(self, error: ApiError) -> None:
         """Send the error: as the response, or as the last event of a stream that has begun."""
-        with contextlib.suppress(SlowReaderError):
+        with contextlib.suppress(GoneError):
             if self._streams and not self.ended:
                 await self._event(json.dumps(error.body()), more=False)
             elif not self._started:
@@ -445,4 +438,4 @@ class _Exchange:
             async with asyncio.timeout(self._stall_sec):
                 await self._send(message)
         except TimeoutError as error:
-            raise SlowReaderError from error
+            raise GoneError(408) from error

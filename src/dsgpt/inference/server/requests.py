@@ -62,16 +62,16 @@ class ApiError(Exception):
         return JSONResponse(self.body(), self.status, self.headers)
 
 
-class ClientGoneError(Exception):
-    """The client hung up, so nobody reads an answer. Counted as status 499, as nginx does."""
+class GoneError(Exception):
+    """Nobody reads the answer; the connection is closed.
 
-    status = 499
+    Args:
+        status: that it is counted as: 499 if the client hung up, as in nginx, 408 if it took nothing in time.
+    """
 
-
-class SlowReaderError(Exception):
-    """The client did not take its answer in time. Counted as status 408; the connection is closed."""
-
-    status = 408
+    def __init__(self, status: int) -> None:
+        super().__init__(status)
+        self.status = status
 
 
 async def read_body(request: Request, *, limits: Limits) -> bytes:
@@ -79,7 +79,7 @@ async def read_body(request: Request, *, limits: Limits) -> bytes:
 
     Raises:
         ApiError: it is not JSON by its type, too large, or does not arrive in time.
-        ClientGoneError: the client hung up before its end.
+        GoneError: the client hung up before its end.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":  # a web page of another site can send other types to this machine without asking
@@ -96,14 +96,11 @@ async def read_body(request: Request, *, limits: Limits) -> bytes:
         message = f"the body did not arrive within {limits.stall_sec:g} s"
         raise ApiError(408, message, code="request_timeout", headers={"connection": "close"}) from error
     except ClientDisconnect as error:
-        raise ClientGoneError from error
+        raise GoneError(499) from error
     return bytes(body)
 
 
 # How a sequence draws its tokens.
-
-BITS = 32
-"""Of a random number. A double holds it times a sum of probabilities, and stays below that sum."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,18 +110,9 @@ class Drawing(Sampling):
     seed: str | None = None
     """Sequences of one seed draw the same numbers; None for numbers that nobody can repeat."""
 
-    @property
-    def sorts(self) -> bool:
-        """Whether tokens must be sorted by their probability."""
-        return bool(self.top_k) or self.top_p < 1 or self.min_p > 0
-
     def number(self, position: int) -> float:
         """The random number for the token at ``position`` of the sequence, in [0, 1)."""
-        source = _RANDOM if self.seed is None else random.Random(f"{self.seed}/{position}")
-        return source.getrandbits(BITS) / (1 << BITS)
-
-
-_RANDOM = random.Random()
+        return random.random() if self.seed is None else random.Random(f"{self.seed}/{position}").random()
 
 
 # Requests for completions: what OpenAI's interface allows, checked field by field.
@@ -217,6 +205,8 @@ SHAPES = {
     "stop": f"stop must be a text of 1 to {LONGEST_STOP} characters, or a list of at most {MOST_STOPS} of them",
 }
 """What fields may be that have several types; pydantic says it for each type by itself."""
+UNSUPPORTED = ("suffix", "frequency_penalty", "presence_penalty", "logit_bias")
+"""Fields that would silently be ignored otherwise, as would a ``best_of`` that is not ``n``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,6 +216,10 @@ class Prompt:
     ids: Ids
     """At least one."""
     text: str
+
+
+def _wrong(param: str, message: str, code: str = "invalid_value") -> ApiError:
+    return ApiError(400, message, param=param, code=code)
 
 
 def read_request(data: bytes) -> CompletionRequest:
@@ -241,14 +235,13 @@ def read_request(data: bytes) -> CompletionRequest:
     if not isinstance(values, dict):
         raise ApiError(400, "the body must be a JSON object", code="invalid_json")
     nested = values.get("stream_options")
-    for fields, kind, within in ((values, CompletionRequest, None), (nested, StreamOptions, "stream_options")):
+    for fields, kind, within in ((values, CompletionRequest, ""), (nested, StreamOptions, "stream_options.")):
         # pydantic would collect all unknown keys, of which a body has room for thousands
         names = fields if isinstance(fields, dict) else {}
-        unknown = next((key for key in names if key not in kind.model_fields), None)
-        if unknown is not None:
-            name = f"{within}.{unknown[:80]}" if within else unknown[:80]
+        for unknown in (key for key in names if key not in kind.model_fields):
+            name = f"{within}{unknown[:80]}"
             message = f"{name} is not a known field{did_you_mean(unknown, kind.model_fields)}"
-            raise ApiError(400, message, param=within or name, code="unknown_parameter")
+            raise _wrong(within.rstrip(".") or name, message, "unknown_parameter")
     try:
         request = CompletionRequest.model_validate(values)
     except ValidationError as error:
@@ -256,23 +249,16 @@ def read_request(data: bytes) -> CompletionRequest:
         first = min(faults, key=lambda fault: fault["type"].endswith("_type"))  # a value of the right type says more
         param = str(first["loc"][0])
         if first["type"] == "missing":
-            raise ApiError(400, f"{param} is missing", param=param, code="missing_required_parameter") from error
+            raise _wrong(param, f"{param} is missing", "missing_required_parameter") from error
         message = SHAPES.get(param) or f"{param}: {first['msg']}, not {clipped(first['input'])}"
-        code = "invalid_type" if first["type"].endswith("_type") else "invalid_value"
-        raise ApiError(400, message, param=param, code=code) from error
-    unsupported = {  # what would silently be ignored otherwise
-        "best_of": request.best_of not in (None, request.n or 1),
-        "suffix": bool(request.suffix),
-        "frequency_penalty": bool(request.frequency_penalty),
-        "presence_penalty": bool(request.presence_penalty),
-        "logit_bias": bool(request.logit_bias),
-    }
-    for name in (name for name, given in unsupported.items() if given):
-        raise ApiError(400, f"{name} is not supported here: leave it out", param=name, code="unsupported_parameter")
+        raise _wrong(param, message, "invalid_type" if first["type"].endswith("_type") else "invalid_value") from error
+    unsupported = [name for name in UNSUPPORTED if getattr(request, name)]
+    for name in ["best_of"] * (request.best_of not in (None, request.n or 1)) + unsupported:
+        raise _wrong(name, f"{name} is not supported here: leave it out", "unsupported_parameter")
     if request.stream_options is not None and not request.stream:
-        raise ApiError(400, "stream_options needs stream", param="stream_options", code="invalid_value")
+        raise _wrong("stream_options", "stream_options needs stream")
     if request.max_tokens == 0 and not request.echo:
-        raise ApiError(400, "max_tokens must be at least 1, or 0 with echo", param="max_tokens", code="invalid_value")
+        raise _wrong("max_tokens", "max_tokens must be at least 1, or 0 with echo")
     return request
 
 
@@ -295,7 +281,7 @@ def read_prompts(
     if isinstance(given, str) or (given and isinstance(given[0], int)):
         given = [given]
     if not given:
-        raise ApiError(400, "prompt is an empty list", param="prompt", code="invalid_value")
+        raise _wrong("prompt", "prompt is an empty list")
     prompts = []
     for prompt in given:
         if isinstance(prompt, str):
@@ -304,15 +290,14 @@ def read_prompts(
             if len(head) < len(text):
                 if len(ids) > 2 * positions:  # the whole may take a second
                     message = f"This model's maximum context length is {positions} tokens, and the prompt is far longer"
-                    raise ApiError(400, f"{message}: shorten it", param="prompt", code="context_length_exceeded")
+                    raise _wrong("prompt", f"{message}: shorten it", "context_length_exceeded")
                 ids = _encoded(text, tokenizer)
         else:
             ids = prompt
             _check_ids(ids, "prompt", vocabulary)
             text = str(tokenizer.decode(ids)) if len(ids) <= positions else ""
         if not ids and tokenizer.eos_token_id is None:
-            message = "prompt is empty, and this tokenizer has no end-of-text token to start from"
-            raise ApiError(400, message, param="prompt", code="invalid_value")
+            raise _wrong("prompt", "prompt is empty, and this tokenizer has no end-of-text token to start from")
         ids = ids or [tokenizer.eos_token_id]
         _check_ids(ids, "prompt", vocabulary)
         prompts.append(Prompt(ids=ids, text=text))
@@ -323,15 +308,13 @@ def _encoded(text: str, tokenizer: "PreTrainedTokenizerBase") -> Ids:
     try:
         return list(tokenizer.encode(text, add_special_tokens=False))
     except Exception as error:  # the tokenizers library raises nothing more specific
-        message = f"the tokenizer cannot encode the prompt ({reason_of(error)})"
-        raise ApiError(400, message, param="prompt", code="invalid_value") from error
+        raise _wrong("prompt", f"the tokenizer cannot encode the prompt ({reason_of(error)})") from error
 
 
 def _check_ids(ids: Ids, param: str, vocabulary: int) -> None:
     if ids and (min(ids) < 0 or max(ids) >= vocabulary):
         wrong = clipped(min(ids) if min(ids) < 0 else max(ids))
-        message = f"{param} has the token id {wrong}, and the model knows 0 to {vocabulary - 1}"
-        raise ApiError(400, message, param=param, code="invalid_value")
+        raise _wrong(param, f"{param} has the token id {wrong}, and the model knows 0 to {vocabulary - 1}")
 
 
 def new_tokens_of(request: CompletionRequest, prompts: list[Prompt], *, positions: int, limits: Limits) -> int:
@@ -344,12 +327,13 @@ def new_tokens_of(request: CompletionRequest, prompts: list[Prompt], *, position
     asked = request.max_tokens
     wanted = DEFAULT_NEW_TOKENS if asked is None else asked
     if longest + (wanted if asked is not None else 1) > positions:
-        message = (
+        raise _wrong(
+            "prompt",
             f"This model's maximum context length is {positions} tokens, and the request has {longest} tokens in its "
-            f"prompt and {wanted} for the completion: shorten the prompt or lower max_tokens"
+            f"prompt and {wanted} for the completion: shorten the prompt or lower max_tokens",
+            "context_length_exceeded",
         )
-        raise ApiError(400, message, param="prompt", code="context_length_exceeded")
     most = positions if limits.new_tokens is None else limits.new_tokens
     if asked is not None and asked > most:
-        raise ApiError(400, f"max_tokens must be at most {most} here", param="max_tokens", code="invalid_value")
+        raise _wrong("max_tokens", f"max_tokens must be at most {most} here")
     return min(wanted, positions - longest, most)
