@@ -1,14 +1,25 @@
 """The decoder: beside the training model, compiled, in 8 bits, and how long it takes; and what is sampled from it."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from published import VOCABULARY, random_model, random_prompts, save_published
+from published import VOCABULARY, random_model, random_prompts
 from test_generate import script
+from transformers import (
+    GPT2Config as TheirConfig,
+)
+from transformers import (
+    GPT2LMHeadModel,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from dsgpt.common.errors import UserError
+from dsgpt.formats.hugging_face import hugging_face_config, to_hugging_face
 from dsgpt.inference import decoder as module
 from dsgpt.inference import generation
 from dsgpt.inference.commands import Sampling
@@ -66,21 +77,21 @@ def test_logits_that_are_nan_draw_nothing():
             list(generate_batch(Decoder(model), [PROMPT], new_tokens=2, **how, generators=[random_stream(1, 0)]))
 
 
-@pytest.fixture(scope="module")
-def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_published(random_model(64), tmp_path_factory.mktemp("published") / "model")
+def as_published(model: GPT2, dtype: torch.dtype = torch.float32) -> GPT2LMHeadModel:
+    """The model of transformers with the same weights."""
+    theirs = GPT2LMHeadModel(TheirConfig(**hugging_face_config(model.config, dtype="fp32", end_of_text=None)))
+    theirs.load_state_dict(dict(to_hugging_face(model.named_parameters(), model.config)), strict=False)
+    return theirs.to(dtype).eval()
 
 
 def batched(decoder: Decoder, prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
     return [list(ids) for ids in zip(*generate_batch(decoder, prompts, new_tokens=new_tokens), strict=True)]
 
 
-def test_greedy_ids_are_those_of_transformers(published):
+def test_greedy_ids_are_those_of_transformers():
     """20 prompts of 1 to 40 ids, fp32, alone and in one batch."""
-    from transformers import GPT2LMHeadModel
-
-    peer = GPT2LMHeadModel.from_pretrained(published).eval()
     model, prompts = random_model(64), random_prompts(20, longest=40)
+    peer = as_published(model)
     alone, together = Decoder(model), Decoder(model, batch_size=20)
     found = batched(together, prompts, 20)
     for prompt, ids in zip(prompts, found, strict=True):
@@ -94,17 +105,15 @@ def test_greedy_ids_are_those_of_transformers(published):
 
 
 @pytest.mark.parametrize("instructions", ["of this CPU", "none"])
-def test_low_precision_is_that_of_transformers(published, monkeypatch, instructions):
+def test_low_precision_is_that_of_transformers(monkeypatch, instructions):
     """In bf16 both round at other places: logits agree as far as they agree with fp32.
 
     Without instructions for bf16, the prompts are many rows, which are multiplied in fp32.
     """
-    from transformers import GPT2LMHeadModel
-
     if instructions == "none":
         for question in ("multiplies", "packs"):
             monkeypatch.setattr(module, question, lambda dtype: dtype == torch.float32)
-    peer = GPT2LMHeadModel.from_pretrained(published, dtype=torch.bfloat16).eval()
+    peer = as_published(random_model(64), torch.bfloat16)
     ids = torch.tensor([PROMPT * 2, [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]])
     sequences = Decoder(random_model(64).to(torch.bfloat16), batch_size=2).begin(ids.tolist(), new_tokens=1)
     with torch.inference_mode():
@@ -270,8 +279,6 @@ def random_logits(rows: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_the_distribution_is_that_of_transformers(settings):
-    from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
-
     warpers = {
         "temperature": TemperatureLogitsWarper,
         "top_k": TopKLogitsWarper,
@@ -288,8 +295,6 @@ def test_the_distribution_is_that_of_transformers(settings):
 
 def test_repetitions_are_penalized_as_in_transformers():
     """Ids of the prompt and of the text so far, the latter after they were chosen."""
-    from transformers import RepetitionPenaltyLogitsProcessor
-
     prompts = [[1, 2, 3], [9]]
     chooser = Chooser(Sampling(repetition_penalty=1.5), prompts=prompts)
     logits, texts = random_logits(2), [list(prompt) for prompt in prompts]

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from harmful_tokenizers import bring_code, seal
 from published import called, publish
 from small_run import END_OF_TEXT, REPOSITORY, command_line, write_inputs
@@ -18,9 +17,8 @@ from dsgpt.common.errors import UserError
 from dsgpt.inference.commands import GenerateRequest as Request
 from dsgpt.inference.commands import generate, serve
 from dsgpt.inference.generation import Writer
-from dsgpt.inference.model_files import export, load
+from dsgpt.inference.model_files import export
 from dsgpt.inference.server.engine import open_served
-from dsgpt.machine import device as cpu_kernels
 from dsgpt.machine.console import Console
 from dsgpt.training.command import train
 
@@ -170,16 +168,6 @@ def test_every_end_in_a_list_of_the_generation_config_ends_a_text(run_dir, tmp_p
     assert line.startswith("RUN/generation_config.json: cannot be read as settings of a generation (")
 
 
-def test_precision(run_dir, monkeypatch, capsys):
-    """It is said once that bf16 is slow where the CPU has no instructions for it, as is pretended here."""
-    monkeypatch.setattr(cpu_kernels, "multiplies", lambda dtype: False)
-    loaded = load(run_dir, which="latest", device=torch.device("cpu"), precision="bf16")
-    assert {parameter.dtype for parameter in loaded.model.parameters()} == {torch.bfloat16}
-    assert texts(run_dir, precision="bf16", temperature=0)[0].startswith("def ma")
-    assert capsys.readouterr().err.count("note: bf16 is slow on this CPU") == 1
-    assert refusal(run_dir, precision="fp16") == ["--precision fp16 needs a GPU: use fp32 or bf16 on a CPU"]
-
-
 def test_prompts_that_a_tokenizer_or_a_model_does_not_know(checkpoint, tmp_path, snapshot):
     publish(tmp_path / "hf", vocab_size=60)
     for path in (checkpoint / "tokenizer").iterdir():
@@ -228,10 +216,3 @@ def test_code_that_a_configuration_beside_asks_for_is_refused(checkpoint, tmp_pa
     (line,) = refusal(checkpoint)
     assert line.startswith("RUN/tokenizer: its config.json asks for its own code (auto_map)")
     assert not marker.exists()
-
-
-def test_no_link_in_a_tokenizer_is_followed(checkpoint, tmp_path):
-    (checkpoint / "tokenizer" / "vocab.json").symlink_to("/etc/hostname")
-    (line,) = refusal(checkpoint)
-    assert line.startswith("RUN/tokenizer: its vocab.json is a link")
-    assert "cp -rL" in line
