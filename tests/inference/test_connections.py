@@ -143,15 +143,6 @@ def test_clients_that_shut_their_writing_side_are_answered():
         assert slow.gone == 0
 
 
-def test_a_client_that_is_gone_is_noticed():
-    slow = Slow()
-    with listening(slow) as port:
-        client = connect(port, GET)
-        within(lambda: slow.asked == 1)
-        client.close()
-        within(lambda: slow.gone == 1)
-
-
 @pytest.mark.parametrize("answered", [False, True])
 def test_a_body_that_is_no_http_logs_no_traceback(caplog, answered: bool):
     """It arrives before the application, which does not wait for it, has answered, or afterwards."""
@@ -194,18 +185,15 @@ def test_unclear_heads_are_refused():
 
 
 ASKED = [
-    ("/v1/models", f"Bearer {KEY}", 200),
     ("/v1/models/", f"bearer {KEY}", 200),
     ("/v1/models", f"BEARER   {KEY}", 200),
     ("/v1/models/m", f"Bearer {KEY}", 200),
     ("/v1/models/gpt-4", f"Bearer {KEY}", 404),
     ("/v1/nothing", f"Bearer {KEY}", 404),
     ("/v1/completions/", f"Bearer {KEY}", 405),  # not redirected
-    ("/v1/models", f"Bearer {KEY[:-1]}", 401),
     ("/v1/models", f"Bearer {KEY}0", 401),
     ("/v1/models", f"Basic {KEY}", 401),
     ("/v1/models", KEY, 401),
-    ("/v1/models", "Bearer", 401),
     ("/v1/completions", "", 401),
     ("/metrics", "", 401),
     ("/health/", "", 200),

@@ -4,19 +4,9 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from published import VOCABULARY, random_model, random_prompts
 from test_generate import script
-from transformers import (
-    GPT2Config as TheirConfig,
-)
-from transformers import (
-    GPT2LMHeadModel,
-    MinPLogitsWarper,
-    RepetitionPenaltyLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
 
 from dsgpt.common.errors import UserError
 from dsgpt.formats.hugging_face import hugging_face_config, to_hugging_face
@@ -77,9 +67,11 @@ def test_logits_that_are_nan_draw_nothing():
             list(generate_batch(Decoder(model), [PROMPT], new_tokens=2, **how, generators=[random_stream(1, 0)]))
 
 
-def as_published(model: GPT2, dtype: torch.dtype = torch.float32) -> GPT2LMHeadModel:
+def as_published(model: GPT2, dtype: torch.dtype = torch.float32) -> transformers.GPT2LMHeadModel:
     """The model of transformers with the same weights."""
-    theirs = GPT2LMHeadModel(TheirConfig(**hugging_face_config(model.config, dtype="fp32", end_of_text=None)))
+    theirs = transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(**hugging_face_config(model.config, dtype="fp32", end_of_text=None))
+    )
     theirs.load_state_dict(dict(to_hugging_face(model.named_parameters(), model.config)), strict=False)
     return theirs.to(dtype).eval()
 
@@ -180,12 +172,11 @@ def test_the_command_compiles_and_quantizes_when_it_is_told_to(checkpoint_with_t
 
 def test_no_weight_is_off_by_more_than_half_a_step():
     """A step is a 127th of the largest weight of the same output; an output without weights stays one."""
-    weight = torch.randn(5, 40, generator=torch.Generator().manual_seed(0)) * torch.tensor(
-        [[1], [1e-3], [100], [1], [0]]
+    weight = (
+        torch.randn(5, 40, generator=torch.Generator().manual_seed(0)) * torch.tensor([1, 1e-3, 100, 1, 0])[:, None]
     )
     values, scales = to_int8(weight)
-    assert values.dtype == torch.int8
-    assert (values.abs().amax(dim=1)[:4] == 127).all()
+    assert (values.dtype, values.abs().amax(dim=1).tolist()) == (torch.int8, [127, 127, 127, 127, 0])
     steps = weight.abs().amax(dim=1, keepdim=True) / 127
     assert ((values * scales[:, None] - weight).abs() <= steps / 2 * 1.0001).all()
 
@@ -280,10 +271,10 @@ def random_logits(rows: int) -> torch.Tensor:
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_the_distribution_is_that_of_transformers(settings):
     warpers = {
-        "temperature": TemperatureLogitsWarper,
-        "top_k": TopKLogitsWarper,
-        "top_p": TopPLogitsWarper,
-        "min_p": MinPLogitsWarper,
+        "temperature": transformers.TemperatureLogitsWarper,
+        "top_k": transformers.TopKLogitsWarper,
+        "top_p": transformers.TopPLogitsWarper,
+        "min_p": transformers.MinPLogitsWarper,
     }
     logits = random_logits(50)
     expected = logits.double()
@@ -301,7 +292,7 @@ def test_repetitions_are_penalized_as_in_transformers():
     logits[1] -= 12  # all of them negative
     for _ in range(20):
         expected = [
-            int(RepetitionPenaltyLogitsProcessor(1.5)(torch.tensor([text]), row[None]).argmax())
+            int(transformers.RepetitionPenaltyLogitsProcessor(1.5)(torch.tensor([text]), row[None]).argmax())
             for text, row in zip(texts, logits, strict=True)
         ]
         found = chooser.choose(logits).tolist()
@@ -309,13 +300,6 @@ def test_repetitions_are_penalized_as_in_transformers():
         for text, following in zip(texts, found, strict=True):
             text.append(following)
     assert len(set(texts[0])) > 6
-
-
-def draws(settings: dict, count: int) -> torch.Tensor:
-    """How often each id was drawn, (V,), from the same logits with ``count`` streams."""
-    generators = [random_stream(1, number) for number in range(count)]
-    chooser = Chooser(Sampling(**settings), prompts=[[0]] * count, generators=generators)
-    return torch.bincount(chooser.choose(random_logits(1).expand(count, -1)), minlength=VOCABULARY)
 
 
 @pytest.mark.parametrize("settings", SETTINGS[:5], ids=str)
@@ -327,7 +311,10 @@ def test_draws_follow_the_distribution(settings):
     """
     count = 20_000
     expected = probabilities(random_logits(1), Sampling(**settings))[0].double() * count
-    found = draws(settings, count).double()
+    streams = [random_stream(1, number) for number in range(count)]
+    chooser = Chooser(Sampling(**settings), prompts=[[0]] * count, generators=streams)
+    drawn = chooser.choose(random_logits(1).expand(count, -1))
+    found = torch.bincount(drawn, minlength=VOCABULARY).double()
     assert found[expected == 0].sum() == 0
     often = expected >= 5
     pairs = [*zip(found[often], expected[often], strict=True)]

@@ -76,14 +76,9 @@ def test_every_way_to_store_the_same(model_and_folder, tmp_path):
         assert all(torch.equal(found[key], expected[key]) for key in expected), name
     hashes = {name: PretrainedWeights(way, CONFIG).sha256() for name, way in ways.items()}
     assert len(set(hashes.values())) == len(hashes)
-
-
-def test_lower_precision_is_read_as_it_is(model_and_folder, tmp_path):
-    _, folder = model_and_folder
-    published(vocab_size=VOCABULARY).to(torch.bfloat16).save_pretrained(tmp_path)
-    rounded = {name: value.to(torch.bfloat16).float() for name, value in loaded(folder).items()}
-    found = loaded(tmp_path)
-    assert all(torch.equal(found[name], rounded[name]) and found[name].dtype == torch.float32 for name in rounded)
+    published(vocab_size=VOCABULARY).to(torch.bfloat16).save_pretrained(tmp_path / "low")
+    found = loaded(tmp_path / "low")  # read as it is
+    assert all(torch.equal(found[name], expected[name].bfloat16().float()) for name in expected)
 
 
 def test_a_pickle_that_would_run_code_is_refused(tmp_path):
@@ -167,10 +162,7 @@ def test_training_starts_from_published_weights_and_resumes_without_them(folder,
     expected = loaded(folder / "hf")
     assert all(torch.equal(saved[name], expected[name]) for name in expected)
     source = record(folder)["training_config"]["init_from"]
-    assert source == {
-        "source": str(folder / "hf"),
-        "sha256": PretrainedWeights(folder / "hf", CONFIG).sha256(),
-    }
+    assert source == {"source": f"{folder}/hf", "sha256": PretrainedWeights(folder / "hf", CONFIG).sha256()}
     assert record(folder)["training_config"]["model_size"] == "hf"
     longer = {"max_train_steps": 4, "resume": True, "allow_changed": "recipe"}
     without = mistakes(folder, capsys, **longer, init_from=None, num_layers=2, num_heads=2, embedding_size=32,
@@ -183,21 +175,18 @@ def test_training_starts_from_published_weights_and_resumes_without_them(folder,
     assert mistakes(folder, capsys, checkpoint_path=folder / "other") == snapshot
 
 
-def test_another_vocabulary_is_refused(folder, capsys, snapshot):
+def test_another_vocabulary_is_refused_and_a_missing_one_is_reported(folder, capsys, snapshot):
     tokenizer = json.loads((folder / "hf" / "tokenizer.json").read_text())
     vocabulary = tokenizer["model"]["vocab"]
     vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
     (folder / "hf" / "tokenizer.json").write_text(json.dumps(tokenizer))
     assert mistakes(folder, capsys) == snapshot
-    publish(folder / "hf", vocab_size=60)
-    assert mistakes(folder, capsys) == snapshot
-
-
-def test_a_missing_vocabulary_is_reported(folder, capsys, snapshot):
     (folder / "hf" / "tokenizer.json").unlink()
     assert train(flags(folder, max_train_steps=1)) == 0
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("--init_from: ")]
     assert without_paths(line, folder) == snapshot
+    publish(folder / "hf", vocab_size=60)
+    assert mistakes(folder, capsys, checkpoint_path=folder / "other") == snapshot
 
 
 # `--init_from` a name on the hub: fetched once, used from the cache after that, and refused in one line.

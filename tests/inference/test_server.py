@@ -477,7 +477,7 @@ def test_nothing_is_lost_mixed_up_or_answered_twice(server: Server, monkeypatch)
 def test_signals(run_dir: Path, tmp_path: Path, number: signal.Signals, logprobs: int | None, code: int, last: str):
     """An answer that its client does not read would keep the server for the twenty seconds of the default."""
     with serving(run_dir, tmp_path) as server:
-        answer = asking(server, body(n=PLACES, max_tokens=100, stream=True, logprobs=logprobs))
+        answer = asking(server, body(n=PLACES, max_tokens=40, stream=True, logprobs=logprobs))
         answer.recv(100)
         server.process.send_signal(number)
         if logprobs is None:
