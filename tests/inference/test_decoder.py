@@ -172,9 +172,8 @@ def test_the_command_compiles_and_quantizes_when_it_is_told_to(checkpoint_with_t
 
 def test_no_weight_is_off_by_more_than_half_a_step():
     """A step is a 127th of the largest weight of the same output; an output without weights stays one."""
-    weight = (
-        torch.randn(5, 40, generator=torch.Generator().manual_seed(0)) * torch.tensor([1, 1e-3, 100, 1, 0])[:, None]
-    )
+    sizes = torch.tensor([1, 1e-3, 100, 1, 0])[:, None]
+    weight = torch.randn(5, 40, generator=torch.Generator().manual_seed(0)) * sizes
     values, scales = to_int8(weight)
     assert (values.dtype, values.abs().amax(dim=1).tolist()) == (torch.int8, [127, 127, 127, 127, 0])
     steps = weight.abs().amax(dim=1, keepdim=True) / 127

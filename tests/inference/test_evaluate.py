@@ -229,4 +229,4 @@ def test_every_token_is_predicted_once_from_what_its_window_has_before_it(model,
     windows, done = windows_of(59, length=length, stride=stride), []
     found = predict(model, IDS, windows=windows, batch_size=batch_size, progress=done.append)
     assert (found, sum(done)) == (pytest.approx(nats, rel=1e-5), len(windows))
-    assert sum(window.counted for window in windows) == 59
+    assert sum(counted for _, _, counted in windows) == 59

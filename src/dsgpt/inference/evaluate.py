@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -24,9 +24,11 @@ from dsgpt.common.files import sha256_of, write_json_atomic
 from dsgpt.data.loader import IGNORED_TARGET
 from dsgpt.data.token_file import TokenFile, open_token_file
 from dsgpt.formats.tensor_files import DTYPES
-from dsgpt.formats.tokenizer_files import TOKENIZER, other_meaning, reason_of, token_ids
+from dsgpt.formats.tokenizer_files import TOKENIZER, other_meaning, token_ids
 from dsgpt.inference.commands import EvaluateRequest as Request
+from dsgpt.inference.commands import text_of
 from dsgpt.inference.decoder import round_to_int8
+from dsgpt.inference.generation import decoded, encoded
 from dsgpt.inference.model_files import Loaded, device_for, export, load
 from dsgpt.machine.console import Console
 from dsgpt.model.gpt2 import GPT2
@@ -120,14 +122,9 @@ def _predicted(request: Request, *, device: torch.device, console: Console) -> R
 # Every id of a text, predicted once.
 
 
-class Window(NamedTuple):
-    """A part of the ids that the model reads at once."""
-
-    start: int
-    end: int
-    """The model reads ids ``start`` to ``end``, the latter excluded, and predicts each one's successor."""
-    counted: int
-    """How many predictions count: the last ones."""
+Window = tuple[int, int, int]
+"""A part of the ids that the model reads at once: its first id, the id behind its last one, and how many of the
+predictions of its ids' successors count, the last ones."""
 
 
 def windows_of(targets: int, *, length: int, stride: int) -> list[Window]:
@@ -136,7 +133,7 @@ def windows_of(targets: int, *, length: int, stride: int) -> list[Window]:
     end = 0
     while end < targets:
         before, end = end, min(targets, end + stride if windows else length)
-        windows.append(Window(max(0, end - length), end, end - before))
+        windows.append((max(0, end - length), end, end - before))
     return windows
 
 
@@ -154,12 +151,12 @@ def predict(
         progress: gets the number of windows since its last call.
     """
     device, nats = model.wte.weight.device, 0.0
-    same_length = (list(group) for _, group in itertools.groupby(windows, key=lambda each: each.end - each.start))
+    same_length = (list(group) for _, group in itertools.groupby(windows, key=lambda each: each[1] - each[0]))
     for batch in (group[at : at + batch_size] for group in same_length for at in range(0, len(group), batch_size)):
-        inputs = torch.stack([ids[window.start : window.end] for window in batch]).long()  # (B, T)
-        targets = torch.stack([ids[window.start + 1 : window.end + 1] for window in batch]).long()
-        for row, window in zip(targets, batch, strict=True):
-            row[: len(row) - window.counted] = IGNORED_TARGET
+        inputs = torch.stack([ids[start:end] for start, end, _ in batch]).long()  # (B, T)
+        targets = torch.stack([ids[start + 1 : end + 1] for start, end, _ in batch]).long()
+        for row, (_, _, counted) in zip(targets, batch, strict=True):
+            row[: len(row) - counted] = IGNORED_TARGET
         nats += float(model(inputs.to(device), targets.to(device), reduction="sum"))
         progress(len(batch))
     return nats
@@ -188,22 +185,14 @@ def read_text(path: Path, tokenizer: "PreTrainedTokenizerBase") -> Evaluated:
     Raises:
         UserError: it cannot be read, is no text, or has too few tokens.
     """
-    try:
-        text = path.read_bytes().decode("utf-8")
-    except OSError as error:
-        raise UserError(f"--text {path}: cannot be read ({error.strerror})") from error
-    except UnicodeDecodeError as error:
-        raise UserError(f"--text {path}: is not valid UTF-8 text") from error
-    try:
-        # a text that names an end-of-text token is encoded as for training: the name is ordinary text
-        ids: list[int] = tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
-    except Exception as error:  # the tokenizers library raises nothing more specific
-        raise UserError(f"--text {path}: the tokenizer cannot encode it ({reason_of(error)})") from error
+    text = text_of(path, f"--text {path}")
+    # a text that names an end-of-text token is encoded as for training: the name is ordinary text
+    ids = encoded(text, tokenizer, what=f"--text {path}", split_special_tokens=True)
     size = len(text.encode())
     if tokenizer.eos_token_id is not None:
         ids = [tokenizer.eos_token_id, *ids]
     elif ids:
-        size -= len(_decoded(tokenizer, torch.tensor(ids[:1])))
+        size -= len(decoded(ids[:1], tokenizer).encode())
     if len(ids) < 2 or not size:
         raise UserError(f"--text {path}: has no token to predict")
     return Evaluated(ids=torch.tensor(ids), bytes=size)
@@ -229,7 +218,7 @@ def read_data(path: Path, loaded: Loaded, *, most: int | None) -> Evaluated:
     if tokenizer is not None:  # without ends of documents
         end = -1 if tokenizer.eos_token_id is None else tokenizer.eos_token_id
         documents = ids[1:].tensor_split((ids[1:] == end).nonzero()[:, 0])
-        size = sum(len(_decoded(tokenizer, part[part != end])) for part in documents)
+        size = sum(len(decoded(part[part != end].tolist(), tokenizer).encode()) for part in documents)
     return Evaluated(ids=ids, bytes=size or None, sha256=file.sidecar.sha256, same_tokenizer=same)
 
 
@@ -259,10 +248,6 @@ def _check_tokenizer(file: TokenFile, folder: Path | None) -> bool | None:
         f"--data {file.path}: was made with another tokenizer than that of the model, {difference}: prepare the text "
         f"with the model's (data_prep/preprocess.py --tokenizer {folder})"
     )
-
-
-def _decoded(tokenizer: "PreTrainedTokenizerBase", ids: Tensor) -> bytes:
-    return str(tokenizer.decode(ids.tolist(), clean_up_tokenization_spaces=False)).encode()
 
 
 # The tasks of lm-evaluation-harness, on a model exported for transformers.

@@ -31,7 +31,9 @@ if TYPE_CHECKING:
 
 
 def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
-    """The distribution of the next id, (B, V), from ``logits``, (B, V) in fp32; the temperature must be above 0."""
+    """The distribution of the next id, (B, V), from ``logits``, (B, V) in fp32."""
+    if sampling.temperature == 0:
+        return torch.nn.functional.one_hot(logits.argmax(dim=1), logits.shape[1]).float()
     logits = (logits - logits.amax(dim=1, keepdim=True)) / sampling.temperature  # at most 0, so nothing overflows
     count = min(sampling.top_k or logits.shape[1], logits.shape[1])
     if count < logits.shape[1] or sampling.top_p < 1:
@@ -90,10 +92,7 @@ class Chooser:
 
     def distribution(self, logits: Tensor) -> Tensor:
         """The probabilities, (B, V), with which ``choose`` would draw from ``logits``."""
-        logits = self._penalized(logits)
-        if self._sampling.temperature == 0:
-            return torch.nn.functional.one_hot(logits.argmax(dim=1), logits.shape[1]).float()
-        return probabilities(logits, self._sampling)
+        return probabilities(self._penalized(logits), self._sampling)
 
     def _penalized(self, logits: Tensor) -> Tensor:
         penalty = self._sampling.repetition_penalty
@@ -238,8 +237,6 @@ def measure_latency(model: GPT2, ids: Tensor) -> dict[str, Any] | None:
 
 # Text in, text out, with the model and tokenizer of a checkpoint.
 
-CONTEXT = "context"
-INTERRUPTED = "interrupted"
 INCOMPLETE = "\ufffd"
 """What a tokenizer decodes bytes to that are not a whole character yet."""
 
@@ -290,15 +287,12 @@ class Continuation:
 
     def _extend(self, *, whole: bool) -> None:
         """Decode the ids that have no text yet; with ``whole``, only if they end with a whole character."""
-        before = self._decode(self.ids[self._from : self._decoded])
-        after = self._decode(self.ids[self._from :])
+        before = decoded(self.ids[self._from : self._decoded], self._tokenizer)
+        after = decoded(self.ids[self._from :], self._tokenizer)
         if whole and after.endswith(INCOMPLETE):
             return
         self.text += after[len(before) :]
         self._from, self._decoded = self._decoded, len(self.ids)
-
-    def _decode(self, ids: list[int]) -> str:
-        return str(self._tokenizer.decode(ids, clean_up_tokenization_spaces=False))
 
     def _cut_at_stop(self) -> None:
         """End the text before the first ``stop`` text in it."""
@@ -435,9 +429,26 @@ class Writer:
         for (prompt, _), continuation, limit in zip(chosen, continuations, limits, strict=True):
             continuation.finish()
             show(continuation.news(last=True))
-            full = CONTEXT if limit < request.max_new_tokens else "length"
-            ended = continuation.ended or (full if count >= limit else INTERRUPTED)
+            full = "context" if limit < request.max_new_tokens else "length"
+            ended = continuation.ended or (full if count >= limit else "interrupted")
             yield Text(prompt=prompt, added=continuation.text, ended=ended, ids=tuple(continuation.ids))
+
+
+def encoded(text: str, tokenizer: "PreTrainedTokenizerBase", *, what: str, **words: bool) -> list[int]:
+    """The ids of ``text``, which is called ``what`` in messages, without special tokens around them.
+
+    Raises:
+        UserError: the tokenizer cannot encode it.
+    """
+    try:
+        return list(tokenizer.encode(text, add_special_tokens=False, **words))
+    except Exception as error:  # the tokenizers library raises nothing more specific
+        raise UserError(f"{what}: the tokenizer cannot encode it ({reason_of(error)})") from error
+
+
+def decoded(ids: list[int], tokenizer: "PreTrainedTokenizerBase") -> str:
+    """The text of ``ids``, as it is."""
+    return str(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
 
 
 def encode_prompt(prompt: str, tokenizer: "PreTrainedTokenizerBase", config: GPT2Config) -> list[int]:
@@ -450,10 +461,7 @@ def encode_prompt(prompt: str, tokenizer: "PreTrainedTokenizerBase", config: GPT
         prompt.encode()
     except UnicodeEncodeError as error:
         raise UserError("--prompt is not valid UTF-8 text") from error
-    try:
-        ids: list[int] = tokenizer.encode(prompt, add_special_tokens=False)
-    except Exception as error:  # the tokenizers library raises nothing more specific
-        raise UserError(f"--prompt {prompt!r}: the tokenizer cannot encode it ({reason_of(error)})") from error
+    ids = encoded(prompt, tokenizer, what=f"--prompt {prompt!r}")
     if not ids and tokenizer.eos_token_id is None:
         raise UserError("--prompt is empty, and this tokenizer has no end-of-text token to start from: give a prompt")
     ids = ids or [tokenizer.eos_token_id]

@@ -18,10 +18,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from dsgpt.common.errors import Problems, UserError
 from dsgpt.formats.tokenizer_files import open_tokenizer
@@ -67,12 +66,7 @@ class Sampler:
         self._states = [request.state for request in requests_in_batch if request.has_new_token]
         return arg_storage
 
-    def __call__(
-        self,
-        input_ids: torch.Tensor,  # noqa: ARG002 - the manager gives three arguments
-        scores: torch.Tensor,
-        logits_processor_args: torch.Tensor,  # noqa: ARG002
-    ) -> torch.Tensor:
+    def __call__(self, _ids: torch.Tensor, scores: torch.Tensor, _arguments: torch.Tensor) -> torch.Tensor:
         """Draw a token for each row of ``scores`` (sequences, vocabulary), and return scores with it as the largest."""
         alike: dict[Drawing, list[tuple[int, float]]] = {}
         """By how they are drawn: rows, and the random number of each."""
@@ -92,10 +86,8 @@ class Sampler:
 
 # Copies of a model that share its weights, one for each thread that computes with it.
 
-M = TypeVar("M", bound=nn.Module)
 
-
-def twin_of(model: M) -> M:
+def twin_of(model: "GPT2LMHeadModel") -> "GPT2LMHeadModel":
     """A copy of ``model`` with the same tensors and a configuration of its own.
 
     During a forward pass of the paged engine, transformers 5.23 keeps ``is_causal = False`` in the configuration. With

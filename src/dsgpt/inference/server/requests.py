@@ -5,7 +5,7 @@ Errors have a status and a body in the form of OpenAI's.
 
 import asyncio
 import random
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -26,29 +26,24 @@ if TYPE_CHECKING:
 NOT_FINITE = "its logits are not finite"
 
 
+@dataclass(eq=False)
 class ApiError(Exception):
-    """A request that is refused or failed.
+    """A request that is refused or failed."""
 
-    Args:
-        status: of HTTP.
-        message: one line: what is wrong, and what to do.
-        param: the field of the request at fault.
-        code: a word that programs can compare.
-        headers: of the response.
-    """
+    status: int
+    """Of HTTP."""
+    message: str
+    """One line: what is wrong, and what to do."""
+    _: KW_ONLY
+    param: str | None = None
+    """The field of the request at fault."""
+    code: str | None = None
+    """A word that programs can compare."""
+    headers: dict[str, str] = field(default_factory=dict)
+    """Of the response."""
 
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        param: str | None = None,
-        code: str | None = None,
-        headers: dict[str, str] | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.status, self.message, self.param, self.code = status, message, param, code
-        self.headers = headers or {}
+    def __str__(self) -> str:
+        return self.message
 
     def body(self) -> dict[str, Any]:
         """The body of the response."""
@@ -62,16 +57,12 @@ class ApiError(Exception):
         return JSONResponse(self.body(), self.status, self.headers)
 
 
+@dataclass(eq=False)
 class GoneError(Exception):
-    """Nobody reads the answer; the connection is closed.
+    """Nobody reads the answer; the connection is closed."""
 
-    Args:
-        status: that it is counted as: 499 if the client hung up, as in nginx, 408 if it took nothing in time.
-    """
-
-    def __init__(self, status: int) -> None:
-        super().__init__(status)
-        self.status = status
+    status: int
+    """That it is counted as: 499 if the client hung up, as in nginx, 408 if it took nothing in time."""
 
 
 async def read_body(request: Request, *, limits: Limits) -> bytes:
@@ -142,27 +133,25 @@ class StreamOptions(BaseModel):
 
 
 class CompletionRequest(BaseModel):
-    """The body of ``POST /v1/completions``. A field that is null has its default."""
+    """The body of ``POST /v1/completions``, in which a field that is null was left out."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
     model: str
-    prompt: (
-        str | Annotated[list[str], Field(fail_fast=True)] | Ids | Annotated[list[Ids], Field(fail_fast=True)] | None
-    ) = None
+    prompt: str | Annotated[list[str], Field(fail_fast=True)] | Ids | Annotated[list[Ids], Field(fail_fast=True)] = ""
     max_tokens: Annotated[Whole, Field(ge=0)] | None = None
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    top_k: Annotated[Whole, Field(ge=-1)] | None = None
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
+    top_p: Annotated[float, Field(ge=0, le=1)] = 1.0
+    top_k: Annotated[Whole, Field(ge=-1)] = 0
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
     seed: Whole | None = None
-    n: Annotated[Whole, Field(ge=1)] | None = None
-    stop: Stop | Annotated[list[Stop], Field(max_length=MOST_STOPS, fail_fast=True)] | None = None
-    stop_token_ids: Annotated[Ids, Field(max_length=MOST_STOP_IDS)] | None = None
-    ignore_eos: bool | None = None
+    n: Annotated[Whole, Field(ge=1)] = 1
+    stop: Stop | Annotated[list[Stop], Field(max_length=MOST_STOPS, fail_fast=True)] = []
+    stop_token_ids: Annotated[Ids, Field(max_length=MOST_STOP_IDS)] = []
+    ignore_eos: bool = False
     logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
-    echo: bool | None = None
-    stream: bool | None = None
+    echo: bool = False
+    stream: bool = False
     stream_options: StreamOptions | None = None
     user: str | None = None
     best_of: Whole | None = None
@@ -172,32 +161,27 @@ class CompletionRequest(BaseModel):
     logit_bias: dict[str, Any] | None = None
 
     @property
-    def prompts(self) -> int:
-        """How many prompts it has."""
-        several = isinstance(self.prompt, list) and bool(self.prompt) and not isinstance(self.prompt[0], int)
-        return len(self.prompt) if several and self.prompt is not None else 1
+    def prompts(self) -> list[Any]:
+        """Its prompts, as texts or lists of ids."""
+        given: Any = self.prompt
+        return [given] if isinstance(given, str) or (given and isinstance(given[0], int)) else given
 
     def drawing(self, index: int) -> Drawing:
         """How the choice ``index`` draws its tokens."""
-        temperature = 1.0 if self.temperature is None else self.temperature
-        if temperature < COLDEST or self.top_p == 0:
+        if self.temperature < COLDEST or self.top_p == 0:
             return Drawing()
-        return Drawing(
-            temperature=temperature,
-            top_k=max(self.top_k or 0, 0),
-            top_p=1.0 if self.top_p is None else self.top_p,
-            min_p=self.min_p or 0.0,
-            seed=None if self.seed is None else f"{self.seed}/{index}",
-        )
+        how = {"temperature": self.temperature, "top_p": self.top_p, "min_p": self.min_p}
+        seed = None if self.seed is None else f"{self.seed}/{index}"
+        return Drawing(**how, top_k=max(self.top_k, 0), seed=seed)
 
     @property
     def stops(self) -> list[str]:
         """Texts before which a completion ends."""
-        return [self.stop] if isinstance(self.stop, str) else self.stop or []
+        return [self.stop] if isinstance(self.stop, str) else self.stop
 
     def ends(self, end_of_text: frozenset[int]) -> frozenset[int]:
         """Tokens that end a completion and are no part of its text."""
-        return frozenset(self.stop_token_ids or []) | (frozenset() if self.ignore_eos else end_of_text)
+        return frozenset(self.stop_token_ids) | (frozenset() if self.ignore_eos else end_of_text)
 
 
 SHAPES = {
@@ -243,7 +227,7 @@ def read_request(data: bytes) -> CompletionRequest:
             message = f"{name} is not a known field{did_you_mean(unknown, kind.model_fields)}"
             raise _wrong(within.rstrip(".") or name, message, "unknown_parameter")
     try:
-        request = CompletionRequest.model_validate(values)
+        request = CompletionRequest.model_validate({key: each for key, each in values.items() if each is not None})
     except ValidationError as error:
         faults = error.errors(include_url=False, include_context=False)
         first = min(faults, key=lambda fault: fault["type"].endswith("_type"))  # a value of the right type says more
@@ -253,7 +237,7 @@ def read_request(data: bytes) -> CompletionRequest:
         message = SHAPES.get(param) or f"{param}: {first['msg']}, not {clipped(first['input'])}"
         raise _wrong(param, message, "invalid_type" if first["type"].endswith("_type") else "invalid_value") from error
     unsupported = [name for name in UNSUPPORTED if getattr(request, name)]
-    for name in ["best_of"] * (request.best_of not in (None, request.n or 1)) + unsupported:
+    for name in ["best_of"] * (request.best_of not in (None, request.n)) + unsupported:
         raise _wrong(name, f"{name} is not supported here: leave it out", "unsupported_parameter")
     if request.stream_options is not None and not request.stream:
         raise _wrong("stream_options", "stream_options needs stream")
@@ -276,14 +260,11 @@ def read_prompts(
     Raises:
         ApiError: one is empty where it must not be, or it or ``stop_token_ids`` has ids that the model does not know.
     """
-    _check_ids(request.stop_token_ids or [], "stop_token_ids", vocabulary)
-    given: Any = request.prompt if request.prompt is not None else ""
-    if isinstance(given, str) or (given and isinstance(given[0], int)):
-        given = [given]
-    if not given:
+    _check_ids(request.stop_token_ids, "stop_token_ids", vocabulary)
+    if not request.prompts:
         raise _wrong("prompt", "prompt is an empty list")
     prompts = []
-    for prompt in given:
+    for prompt in request.prompts:
         if isinstance(prompt, str):
             text, head = prompt, prompt[: LONG_TOKEN * positions]
             ids = _encoded(head, tokenizer)
