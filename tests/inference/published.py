@@ -14,12 +14,10 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from transformers import GPT2Config as TheirConfig
 from transformers import GPT2LMHeadModel
 
 from dsgpt.common.command_line import exit_code_of
-from dsgpt.formats.hugging_face import hugging_face_config, to_hugging_face
 from dsgpt.inference.commands import convert
 from dsgpt.model.config import GPT2Config
 from dsgpt.model.gpt2 import GPT2
@@ -45,16 +43,6 @@ def random_prompts(count: int, *, longest: int) -> list[list[int]]:
     generator = torch.Generator().manual_seed(3)
     lengths = torch.randint(1, longest + 1, (count,), generator=generator).tolist()
     return [torch.randint(0, VOCABULARY, (length,), generator=generator).tolist() for length in lengths]
-
-
-def save_published(model: GPT2, folder: Path) -> Path:
-    """The model as transformers would save it, without a tokenizer."""
-    folder.mkdir()
-    config = hugging_face_config(model.config, dtype="fp32", end_of_text=None)
-    (folder / "config.json").write_text(json.dumps(config))
-    weights = to_hugging_face(model.named_parameters(), model.config)
-    save_file({name: value.detach().contiguous() for name, value in weights}, folder / "model.safetensors")
-    return folder
 
 
 # Small random models as Hugging Face's own library publishes them, and a pickle that no model may be.
@@ -198,10 +186,3 @@ def refusal(*words: object) -> list[str]:
 def config_of(checkpoint: Path) -> GPT2Config:
     """The shape in ``model.json``."""
     return GPT2Config(**json.loads((checkpoint / "model.json").read_text()))
-
-
-def damage(file: Path) -> None:
-    """Flip one bit."""
-    data = bytearray(file.read_bytes())
-    data[-3] ^= 1
-    file.write_bytes(data)

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import threading
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,90 +13,38 @@ import httpx2
 import openai
 import pytest
 import torch
-from harmful_tokenizers import bring_code, seal
 from small_run import END_OF_TEXT, write_tokenizer
 
 from dsgpt.common.errors import UserError
 from dsgpt.formats.tokenizer_files import open_tokenizer
 from dsgpt.inference.commands import Key, Limits, ServeOptions, keys_of
 from dsgpt.inference.generation import Continuation
-from dsgpt.inference.server.completions import SMALL_BODY, Answer, Choice, Completions, Gate, Metrics, add_logprobs
+from dsgpt.inference.server.completions import SMALL_BODY, Answer, Choice, Completions, Gate, Metrics
 from dsgpt.inference.server.engine import Engine, Sampler, Scorer, Sequence, open_served
-from dsgpt.inference.server.requests import ApiError, Drawing, Prompt, new_tokens_of, read_prompts, read_request
-from dsgpt.inference.server.server import http_config, make_app, serve
+from dsgpt.inference.server.requests import ApiError, CompletionRequest, Drawing, Prompt, new_tokens_of, read_request
+from dsgpt.inference.server.server import http_config, make_app
 
 MODEL, POSITIONS = "tiny", 128
 KEY = "0123456789abcdef"
 LIMITS = Limits(batch=2, queue=2, new_tokens=None, body_bytes=1000, request_sec=60, stall_sec=60)
 
-# What a server needs before it starts; it is not open to others without a key.
-
-
-def refusal(checkpoint: Path, **changes: Any) -> str:
-    flags = {"which": "latest", "model_name": None, "host": "127.0.0.1", "port": 0, "api_key_file": None}
-    with pytest.raises(UserError) as caught:
-        serve(ServeOptions(**{"checkpoint": checkpoint, "device": "cpu", "limits": LIMITS} | flags | changes))
-    (line,) = caught.value.problems
-    assert "\n" not in line
-    return line
-
-
-def test_without_a_key_no_other_machine_is_answered(tmp_path, monkeypatch):
-    monkeypatch.delenv("DSGPT_API_KEY", raising=False)
-    for host in ("::", "192.0.2.1"):  # ``tests/goldens/refusals.txt`` has 0.0.0.0, and keys that are none
-        assert refusal(tmp_path, host=host) == (
-            f"--host {host}: other machines can reach it, so requests need a key: put one into DSGPT_API_KEY or a file "
-            "for --api_key_file, or use --host 127.0.0.1"
-        )
+# What a server needs before it starts; ``tests/goldens/refusals.txt`` has the keys, addresses and models that are none.
 
 
 def test_a_file_of_keys_that_others_may_write_is_refused(tmp_path, capsys):
-    file = _key(tmp_path)
+    file = tmp_path / "key"
+    file.write_text(f"ann {KEY}\n\nbob {KEY}X 60\n")
     for mode in (0o600, 0o444, 0o640, 0o620, 0o606):
         file.chmod(mode)
         if mode & 0o022:
-            assert refusal(tmp_path, api_key_file=file).endswith(f"so choose the keys: chmod go-w {file}")
+            with pytest.raises(UserError, match=f"so choose the keys: chmod go-w {file}$"):
+                keys_of(ServeOptions(checkpoint=tmp_path, api_key_file=file))
         else:
-            (key,) = keys_of(ServeOptions(checkpoint=tmp_path, api_key_file=file))
-            assert key == Key(name="DSGPT_API_KEY", secret=KEY)
+            keys = keys_of(ServeOptions(checkpoint=tmp_path, api_key_file=file))
+            assert keys == [Key(name="ann", secret=KEY), Key(name="bob", secret=f"{KEY}X", per_minute=60)]
+            assert KEY not in repr(keys)
         warned = f"warning: --api_key_file {file}: other users may read the keys: chmod go-r {file}\n"
         assert capsys.readouterr().err == (warned if mode in (0o444, 0o640) else "")
-
-
-@pytest.mark.parametrize(
-    ("lines", "problems"),
-    [
-        (["ann 0123456789abcdef", "", "bob 0123456789abcdeX 60"], []),
-        ([KEY, KEY], ["line 1: write NAME KEY", "line 2: write NAME KEY"]),
-        ([f"ann/bob {KEY}"], ["key: write NAME KEY"]),
-        (["", " "], ["a key has at least 16 ASCII characters"]),
-    ],
-)
-def test_every_bad_line_of_a_file_of_keys_is_named(tmp_path, lines, problems):
-    (tmp_path / "key").write_text("\n".join(lines) + "\n")
-    (tmp_path / "key").chmod(0o600)
-    options = ServeOptions(checkpoint=tmp_path, api_key_file=tmp_path / "key")
-    if problems:
-        with pytest.raises(UserError) as caught:
-            keys_of(options)
-        assert len(caught.value.problems) == len(problems)
-        for line, expected in zip(caught.value.problems, problems, strict=True):
-            assert expected in line and not any(word in line for word in ("short", KEY))
-    else:
-        assert [(key.name, key.per_minute) for key in keys_of(options)] == [("ann", None), ("bob", 60)]
-        assert KEY not in repr(keys_of(options))
-
-
-def test_what_cannot_be_served_is_refused_in_one_line(tmp_path):
-    assert refusal(tmp_path).startswith(f"--checkpoint {tmp_path}: holds no checkpoint; ")
-    assert refusal(tmp_path, host="no.such.host.invalid").startswith("--host no.such.host.invalid: is not an address")
-    assert "cannot be opened" in refusal(tmp_path, host="192.0.2.1", api_key_file=_key(tmp_path))
-
-
-def _key(folder: Path) -> Path:
-    (folder / "key").write_text(f"{KEY}\n")
-    (folder / "key").chmod(0o600)
-    return folder / "key"
 
 
 def test_a_connection_is_kept_longer_than_clients_and_load_balancers_keep_it():
@@ -105,59 +53,25 @@ def test_a_connection_is_kept_longer_than_clients_and_load_balancers_keep_it():
     assert http_config(None, connections=1).timeout_keep_alive > max(*clients, 60)
 
 
-def test_code_of_a_tokenizer_never_runs(checkpoint, tmp_path):
-    marker = bring_code(checkpoint / "tokenizer", marker=tmp_path / "ran")
-    seal(checkpoint)
-    assert "asks for its own code (auto_map), which is never run" in refusal(checkpoint)
-    assert not marker.exists()
-
-
 # Requests, and how much of them is computed.
 
 
-def body(**fields: Any) -> bytes:
-    return json.dumps({"model": MODEL} | fields).encode()
-
-
-def test_the_servers_own_limit_of_tokens():
+def test_the_servers_own_limit_of_tokens_and_what_ends_a_completion():
     """A request may ask for as many; one that does not say how many gets no more."""
-    limits = Limits(batch=1, queue=1, new_tokens=10, body_bytes=1, request_sec=1, stall_sec=1)
 
-    def allowed(max_tokens: int | None, limits: Limits, prompt_tokens: int = 1) -> int:
-        request, prompts = read_request(body(max_tokens=max_tokens)), [Prompt(ids=[0] * prompt_tokens, text="")]
-        return new_tokens_of(request, prompts, positions=POSITIONS, limits=limits)
+    def asked(**fields: Any) -> CompletionRequest:
+        return read_request(json.dumps({"model": MODEL} | fields).encode())
 
-    assert (allowed(10, limits), allowed(None, limits), allowed(None, limits, POSITIONS - 3)) == (10, 10, 3)
-    assert (allowed(11, replace(limits, new_tokens=None)), allowed(None, replace(limits, new_tokens=None))) == (11, 16)
-    with pytest.raises(ApiError, match=r"^max_tokens must be at most 10 here$") as caught:
-        allowed(11, limits)
-    assert (caught.value.status, caught.value.param) == (400, "max_tokens")
+    def allowed(max_tokens: int | None, limit: int | None, prompt_tokens: int = 1) -> int:
+        prompts, limits = [Prompt(ids=[0] * prompt_tokens, text="")], replace(LIMITS, new_tokens=limit)
+        return new_tokens_of(asked(max_tokens=max_tokens), prompts, positions=POSITIONS, limits=limits)
 
-
-@dataclass
-class Counting:
-    """Stands for a tokenizer; its tokens have ``width`` characters, and it knows how many it was given."""
-
-    width: int
-    given: int = 0
-    eos_token_id = 0
-
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        self.given += len(text)
-        return [0] * (len(text) // self.width)
-
-
-@pytest.mark.parametrize(("width", "refused"), [(1, True), (7, True), (20, False)])
-def test_of_a_text_that_is_far_too_long_only_the_beginning_is_encoded(width, refused):
-    tokenizer, text = Counting(width), "x" * 18 * POSITIONS
-    request = read_request(body(prompt=text))
-    if refused:
-        with pytest.raises(ApiError, match="far longer: shorten it"):
-            read_prompts(request, tokenizer, vocabulary=1, positions=POSITIONS)
-        assert tokenizer.given == 16 * POSITIONS
-    else:
-        (prompt,) = read_prompts(request, tokenizer, vocabulary=1, positions=POSITIONS)
-        assert (len(prompt.ids), prompt.text) == (18 * POSITIONS // width, text)
+    assert (allowed(10, 10), allowed(None, 10), allowed(None, 10, POSITIONS - 3)) == (10, 10, 3)
+    assert (allowed(11, None), allowed(None, None)) == (11, 16)
+    with pytest.raises(ApiError, match=r"^max_tokens must be at most 10 here$"):
+        allowed(11, 10)
+    fields = ({}, {"ignore_eos": True}, {"stop_token_ids": [5]}, {"stop_token_ids": [256], "ignore_eos": True})
+    assert [asked(**each).ends(frozenset({256})) for each in fields] == [{256}, set(), {5, 256}, {256}]
 
 
 # A completion's text, tokens and end follow from its ids alone, however many of them arrive at a time.
@@ -192,141 +106,70 @@ def answered(
     return choice, pieces, usage["completion_tokens"]
 
 
-@pytest.mark.parametrize("at_a_time", [1, 2, 3, 100])
 @pytest.mark.parametrize(
     ("text", "end", "stops", "whole", "reason", "tokens"),
     [
-        ("one two", False, (), "one two", "length", 7),
         ("one two", True, (), "one two", "stop", 8),
         ("one two", True, ("e t",), "on", "stop", 5),
         ("one two", False, ("wo", "o"), "", "stop", 1),
         ("one tw", False, ("two",), "one tw", "length", 6),
         ("日本語", False, ("本",), "日", "stop", 6),
-        ("a日", True, ("never",), "a日", "stop", 5),
-        ("one two three", False, (" two",), "one", "stop", 7),
         ("one two three", False, ("three", "two"), "one ", "stop", 7),
         ("xab", False, ("b", "ab"), "x", "stop", 3),
         ("one t", False, (" two",), "one t", "length", 5),
         ("oneone two", False, ("one t",), "one", "stop", 8),
     ],
 )
-def test_text_reason_and_usage_are_those_of_the_ids(tokenizer, at_a_time, text, end, stops, whole, reason, tokens):
+def test_text_reason_and_usage_are_those_of_the_ids(tokenizer, text, end, stops, whole, reason, tokens):
     """End-of-text counts as a token and is no text; what arrives behind a stop sequence does not count."""
     ids = [*tokenizer.encode(text), *([END_OF_TEXT] if end else [])]
-    choice, pieces, counted = answered(tokenizer, ids, at_a_time=at_a_time, stops=stops)
-    assert (choice.text.text, "".join(pieces), choice.finish_reason, counted) == (whole, whole, reason, tokens)
-    assert all(whole.startswith("".join(pieces[:end])) for end in range(len(pieces)))
+    for at_a_time in (1, 2, 3, 100):
+        choice, pieces, counted = answered(tokenizer, ids, at_a_time=at_a_time, stops=stops)
+        assert (choice.text.text, "".join(pieces), choice.finish_reason, counted) == (whole, whole, reason, tokens)
+        assert all(whole.startswith("".join(pieces[:end])) for end in range(len(pieces)))
 
 
-@pytest.mark.parametrize(
-    ("texts", "shown"),
-    [
+def test_a_character_is_shown_when_it_is_whole(tokenizer):
+    """Half a one at the end is marked, and bytes that are no character do not stop the text."""
+    for texts, shown in (
         ([("aé日b", 7)], ["a", "", "é", "", "", "日", "b"]),
         ([("a日", 3)], ["a", "", "\ufffd"]),
         ([("日", 1), ("abc", 3)], ["", "\ufffda", "b", "c"]),
-    ],
-)
-def test_a_character_is_shown_when_it_is_whole(tokenizer, texts, shown):
-    """Half a one at the end is marked, and bytes that are no character do not stop the text."""
-    ids = [token for text, count in texts for token in tokenizer.encode(text)[:count]]
-    choice, pieces, _ = answered(tokenizer, ids, at_a_time=1)
-    assert (pieces, choice.text.text) == (shown, "".join(shown))
-
-
-class CountingScorer:
-    """Scores the token at place i with -i, and names two others."""
-
-    def __init__(self, others: list[int]) -> None:
-        self._others = others
-
-    def score(self, ids, *, first, top):
-        best = [(token, -0.5 - number) for number, token in enumerate(self._others)][:top]
-        return [(-float(place), best) for place in range(first, len(ids))]
-
-
-@pytest.mark.parametrize("at_a_time", [1, 100])
-def test_log_probabilities_stand_beside_their_tokens(tokenizer, at_a_time):
-    choice, _, _ = answered(tokenizer, tokenizer.encode("xé y"), at_a_time=at_a_time, stops=(" y",))
-    scorer, half = CountingScorer(tokenizer.encode("vw")), [f"token_id:{token}" for token in tokenizer.encode("é")]
-    add_logprobs(choice, top=2, echo=True, scorer=scorer, tokenizer=tokenizer)
-    assert choice.logprobs == {
-        "tokens": ["a", "b", "x", *half],
-        "token_logprobs": [None, -1, -2, -3, -4],
-        "top_logprobs": [
-            None,
-            *({"v": -0.5, "w": -1.5, name: -1.0 - place} for place, name in enumerate(["b", "x", *half])),
-        ],
-        "text_offset": [0, 1, 2, 3, 3],
-    }
-    add_logprobs(choice, top=0, echo=False, scorer=scorer, tokenizer=tokenizer)
-    assert choice.logprobs == {
-        "tokens": ["x", *half],
-        "token_logprobs": [-2, -3, -4],
-        "top_logprobs": None,
-        "text_offset": [0, 1, 1],
-    }
+    ):
+        ids = [token for text, count in texts for token in tokenizer.encode(text)[:count]]
+        choice, pieces, _ = answered(tokenizer, ids, at_a_time=1)
+        assert (pieces, choice.text.text) == (shown, "".join(shown))
 
 
 # Tokens are drawn as the request says, repeatably with a seed; logits that are not finite end one request alone.
 
 
-def drawn(rows: list[list[float]], settings: list[Drawing]) -> tuple[list[int], list[str]]:
-    """The token of each row of logits, each of another position, and the rows that failed."""
-    failed: list[str] = []
-    sampler = Sampler(failed.append)
+SHARES = torch.tensor([0.1, 0.4, 0.2, 0.3]).log()
+WAYS = [
+    (Drawing(temperature=1.0), {0, 1, 2, 3}),
+    (Drawing(temperature=1.0, seed="0"), {0, 1, 2, 3}),  # each at another position
+    (Drawing(temperature=1.0, top_k=2), {1, 3}),
+    (Drawing(temperature=1.0, top_k=3, top_p=0.75), {1, 3}),  # of the three that are left, the first two hold 0.78
+    (Drawing(temperature=1.0, min_p=0.45), {1, 2, 3}),
+    (Drawing(temperature=1e-4), {1}),
+    (Drawing(), {1}),
+]
+
+
+def test_only_the_allowed_tokens_are_drawn():
+    """By 400 sequences of each setting, in turns, beside one with bad logits. ``test_decoder.py`` has the shares."""
+    settings, failed = [drawing for drawing, _ in WAYS] * 400, []
     states = [
-        SimpleNamespace(
-            request_id=f"{row}", initial_tokens=[0] * row, generated_tokens=[], logit_processor_kwargs={"sampling": one}
-        )
-        for row, one in enumerate(settings)
+        SimpleNamespace(request_id=row, initial_tokens=[0] * row, generated_tokens=[], logit_processor_kwargs=each)
+        for row, each in enumerate({"sampling": drawing} for drawing in [*settings, settings[0]])
     ]
-    sampler.prepare_tensor_args(
-        [SimpleNamespace(state=state, has_new_token=True) for state in states], torch.empty(0, 1)
-    )
-    return sampler(torch.empty(0), torch.tensor(rows), torch.empty(0, 1)).argmax(-1).tolist(), failed
-
-
-SHARES = torch.tensor([0.1, 0.4, 0.2, 0.3]).log().tolist()
-
-
-@pytest.mark.parametrize(
-    ("settings", "tokens"),
-    [
-        ({}, {0, 1, 2, 3}),
-        ({"seed": "0"}, {0, 1, 2, 3}),  # each at another position
-        ({"top_k": 2}, {1, 3}),
-        ({"top_k": 1}, {1}),
-        ({"top_k": 9}, {0, 1, 2, 3}),
-        ({"top_p": 0.65}, {1, 3}),
-        ({"top_p": 0.75}, {1, 2, 3}),
-        ({"top_p": 1e-6}, {1}),
-        ({"top_k": 3, "top_p": 0.75}, {1, 3}),  # of the three that are left, the first two hold 0.78
-        ({"min_p": 0.45}, {1, 2, 3}),
-        ({"min_p": 1.0}, {1}),
-        ({"temperature": 1e-4}, {1}),
-    ],
-)
-def test_only_the_allowed_tokens_are_drawn(settings, tokens):
-    """By 400 sequences, beside a greedy one and one with bad logits; no temperature overflows."""
-    beside = [Drawing(), *[Drawing(**{"temperature": 1.0} | settings)] * 400, Drawing(temperature=1.0)]
-    for logits, expected in ((SHARES, tokens), ([38e37 * logit / 10 for logit in SHARES], {1})):
-        found, failed = drawn([logits] * 401 + [[torch.nan] * 4], beside)
-        assert (found[0], set(found[1:-1]), failed) == (1, expected, ["401"])
-
-
-def test_shares_of_drawn_tokens_are_the_models():
-    for more in ({}, {"top_k": 4}):
-        tokens, _ = drawn([SHARES] * 4000, [Drawing(temperature=1.0, seed="7", **more)] * 4000)
-        shares = torch.tensor(tokens).bincount() / 4000
-        assert shares.tolist() == pytest.approx(torch.tensor(SHARES).exp().tolist(), abs=0.03)
-
-
-def test_ends_of_a_completion():
-    def ends(**fields: Any) -> frozenset[int]:
-        return read_request(body(**fields)).ends(frozenset({256}))
-
-    assert (ends(), ends(ignore_eos=True), ends(stop_token_ids=[5])) == ({256}, set(), {5, 256})
-    assert ends(stop_token_ids=[256], ignore_eos=True) == {256}
+    sampler = Sampler(failed.append)
+    sampler.prepare_tensor_args([SimpleNamespace(state=state, has_new_token=True) for state in states], None)
+    for logits, expected in ((SHARES, [tokens for _, tokens in WAYS]), (SHARES * 38e36, [{1}] * len(WAYS))):
+        scores = torch.stack([logits] * len(settings) + [torch.full((4,), torch.nan)])
+        drawn = sampler(None, scores, None).argmax(-1).tolist()[:-1]
+        assert [set(drawn[way :: len(WAYS)]) for way in range(len(WAYS))] == expected
+    assert failed == [len(settings)] * 2
 
 
 def served(checkpoint: Path, *, limits: Limits = LIMITS, scale: float = 1.0) -> Completions:
@@ -401,16 +244,11 @@ def test_one_of_several_keys_has_at_most_half_of_the_places():
             gate.places(1, key=ann).__enter__()
         with gate.places(2, key=bob), pytest.raises(ApiError, match="the server is busy: 5 of 5 places are taken"):
             gate.places(1, key=bob).__enter__()
-    with Gate(LIMITS, Metrics()).places(4, key=ann):
-        pass
-
-
-def test_refused_clients_are_told_to_wait_longer_when_sequences_take_longer():
-    gate, waits = Gate(LIMITS, Metrics()), []
+    gate, waits = Gate(LIMITS, Metrics()), []  # refused clients are told to wait longer when sequences take longer
     for seconds in (0.01, 5.0, 500.0):
         for _ in range(100):
             gate.took(seconds)
-        with gate.places(4), pytest.raises(ApiError) as caught, gate.places(1):
+        with gate.places(4, key=ann), pytest.raises(ApiError) as caught, gate.places(1):
             pass
         waits.append(int(caught.value.headers["retry-after"]))
     assert waits == [1, 10, 60]

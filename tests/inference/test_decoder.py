@@ -1,28 +1,27 @@
 """The decoder: beside the training model, compiled, in 8 bits, and how long it takes; and what is sampled from it."""
 
-from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from published import VOCABULARY, random_model, random_prompts, save_published
+import transformers
+from published import VOCABULARY, random_model, random_prompts
 from test_generate import script
 
 from dsgpt.common.errors import UserError
+from dsgpt.formats.hugging_face import hugging_face_config, to_hugging_face
 from dsgpt.inference import decoder as module
-from dsgpt.inference import generation as latency
-from dsgpt.inference.commands import GenerateRequest as Request
+from dsgpt.inference import generation
 from dsgpt.inference.commands import Sampling
-from dsgpt.inference.decoder import Decoder, Linear, Packed, Transposed, _Step, round_to_int8, to_int8
+from dsgpt.inference.decoder import Decoder, _Step, round_to_int8, to_int8
 from dsgpt.inference.generation import (
     Chooser,
-    Writer,
     generate,
     generate_batch,
     measure_latency,
     probabilities,
     random_stream,
 )
-from dsgpt.machine.device import HugePages, packs
 from dsgpt.model.config import GPT2Config
 from dsgpt.model.gpt2 import GPT2, Block, initialize
 
@@ -59,41 +58,32 @@ def test_padding_changes_no_logits():
         torch.testing.assert_close(torch.stack([logits[row] for logits in rows]), whole, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("penalty", [1.0, 1.3])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_logits_that_are_nan_draw_nothing(temperature, penalty):
+def test_logits_that_are_nan_draw_nothing():
     model = random_model()
     torch.nn.init.constant_(model.ln_f.weight, 3e38)  # finite, but a product with it is not
-    sampling = Sampling(temperature=temperature, repetition_penalty=penalty)
-    with pytest.raises(UserError, match="the model's logits are NaN"):
-        list(
-            generate_batch(Decoder(model), [PROMPT], new_tokens=2, sampling=sampling, generators=[random_stream(1, 0)])
-        )
+    for temperature, penalty in ((0.0, 1.0), (0.0, 1.3), (1.0, 1.0), (1.0, 1.3)):
+        how = {"sampling": Sampling(temperature=temperature, repetition_penalty=penalty)}
+        with pytest.raises(UserError, match="the model's logits are NaN"):
+            list(generate_batch(Decoder(model), [PROMPT], new_tokens=2, **how, generators=[random_stream(1, 0)]))
 
 
-@torch.inference_mode()
-def uncached_greedy(model: GPT2, prompt: list[int], new_tokens: int) -> list[int]:
-    ids = torch.tensor([prompt])
-    for _ in range(new_tokens):
-        ids = torch.cat([ids, model(ids)[:, -1].argmax(dim=-1, keepdim=True)], dim=1)
-    return ids[0, len(prompt) :].tolist()
-
-
-@pytest.fixture(scope="module")
-def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_published(random_model(64), tmp_path_factory.mktemp("published") / "model")
+def as_published(model: GPT2, dtype: torch.dtype = torch.float32) -> transformers.GPT2LMHeadModel:
+    """The model of transformers with the same weights."""
+    theirs = transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(**hugging_face_config(model.config, dtype="fp32", end_of_text=None))
+    )
+    theirs.load_state_dict(dict(to_hugging_face(model.named_parameters(), model.config)), strict=False)
+    return theirs.to(dtype).eval()
 
 
 def batched(decoder: Decoder, prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
     return [list(ids) for ids in zip(*generate_batch(decoder, prompts, new_tokens=new_tokens), strict=True)]
 
 
-def test_greedy_ids_are_those_of_transformers(published):
+def test_greedy_ids_are_those_of_transformers():
     """20 prompts of 1 to 40 ids, fp32, alone and in one batch."""
-    from transformers import GPT2LMHeadModel
-
-    peer = GPT2LMHeadModel.from_pretrained(published).eval()
     model, prompts = random_model(64), random_prompts(20, longest=40)
+    peer = as_published(model)
     alone, together = Decoder(model), Decoder(model, batch_size=20)
     found = batched(together, prompts, 20)
     for prompt, ids in zip(prompts, found, strict=True):
@@ -107,17 +97,15 @@ def test_greedy_ids_are_those_of_transformers(published):
 
 
 @pytest.mark.parametrize("instructions", ["of this CPU", "none"])
-def test_low_precision_is_that_of_transformers(published, monkeypatch, instructions):
+def test_low_precision_is_that_of_transformers(monkeypatch, instructions):
     """In bf16 both round at other places: logits agree as far as they agree with fp32.
 
     Without instructions for bf16, the prompts are many rows, which are multiplied in fp32.
     """
-    from transformers import GPT2LMHeadModel
-
     if instructions == "none":
         for question in ("multiplies", "packs"):
             monkeypatch.setattr(module, question, lambda dtype: dtype == torch.float32)
-    peer = GPT2LMHeadModel.from_pretrained(published, dtype=torch.bfloat16).eval()
+    peer = as_published(random_model(64), torch.bfloat16)
     ids = torch.tensor([PROMPT * 2, [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]])
     sequences = Decoder(random_model(64).to(torch.bfloat16), batch_size=2).begin(ids.tolist(), new_tokens=1)
     with torch.inference_mode():
@@ -127,41 +115,10 @@ def test_low_precision_is_that_of_transformers(published, monkeypatch, instructi
     assert rounding < 0.02 * exact.abs().max()
 
 
-def test_a_long_sequence_may_reach_the_end_before_the_others():
-    """The others continue as alone: padding takes no positions of the model."""
-    long, short = [7] * 22, [5, 3]
-    found = batched(Decoder(MODEL, batch_size=2), [long, short], 12)
-    assert found[0][:2] == uncached_greedy(MODEL, long, 2)
-    assert found[1] == uncached_greedy(MODEL, short, 12)
-
-
 @pytest.mark.parametrize(("prompt", "new_tokens"), [([], 1), (PROMPT, 20), ([1] * 25, 1)])
 def test_more_tokens_than_positions_are_refused(prompt, new_tokens):
     with pytest.raises(ValueError, match="do not fit into 24 positions"):
         list(generate(Decoder(MODEL), prompt, new_tokens=new_tokens))
-
-
-BF16 = Packed if packs(torch.bfloat16) else Linear
-
-
-@pytest.mark.parametrize(
-    ("mkl", "onednn", "kinds"),
-    [
-        (True, {torch.float32}, [Transposed, Packed, Linear, Linear]),  # x86 without AVX512
-        (True, {torch.float32, torch.bfloat16}, [Transposed, Packed, Packed, Linear]),
-        (False, set(), [Linear, Linear, Linear, Linear]),  # ARM
-        (None, None, [Transposed, Packed, BF16, Linear]),  # this CPU, with PyTorch as it is installed
-    ],
-)
-def test_layers_are_packed_where_that_works_and_is_faster(monkeypatch, mkl, onednn, kinds):
-    """Answers of other CPUs are pretended; layers are then chosen, but not arranged."""
-    if onednn is not None:
-        monkeypatch.setattr(torch._C, "has_mkl", mkl)
-        monkeypatch.setattr(module, "packs", lambda dtype: dtype in onednn)
-        monkeypatch.setattr(Packed, "__init__", lambda self, *_, **__: None)
-    weight, memory = torch.randn(8, 4), HugePages()
-    cases = [(weight, 1), (weight, 2), (weight.bfloat16(), 1), (weight.double(), 2)]
-    assert [type(module.fast_linear(each, None, rows=rows, memory=memory)) for each, rows in cases] == kinds
 
 
 # The compiled step gives the logits of the step without a compiler, and is what `--compile` asks for.
@@ -188,62 +145,26 @@ def test_logits_are_those_without_a_compiler():
     assert (found[0][0] - found[0][1]).abs().max() > 0.5 * found[0].abs().max()
 
 
-@pytest.fixture
-def asked(monkeypatch) -> dict[str, list[str]]:
-    """The quantization of every linear layer that is arranged, and of every step that would be compiled.
+def test_the_command_compiles_and_quantizes_when_it_is_told_to(checkpoint_with_tokenizer, monkeypatch):
+    """The decoder is noted and built without the compiler, which takes half a minute."""
+    made, words = [], ["--checkpoint", checkpoint_with_tokenizer, "--prompt", "ab", "--max_new_tokens", 3]
 
-    The step itself stands for what the compiler makes of it, which takes half a minute.
-    """
-    found: dict[str, list[str]] = {"layers": [], "steps": []}
-    arranged = module.fast_linear
+    def noted(model: GPT2, **options: Any) -> Decoder:
+        made.append(options)
+        return Decoder(model, **options | {"compiled": False})
 
-    def noted(weight, bias, **options):
-        found["layers"].append(options["quantize"])
-        return arranged(weight, bias, **options)
-
-    def uncompiled(model, *, quantize):
-        step = _Step(model, quantize=quantize).eval().requires_grad_(False)
-
-        def call(*inputs):
-            found["steps"].append(quantize)
-            return step(*inputs)
-
-        return call
-
-    monkeypatch.setattr(module, "fast_linear", noted)
-    monkeypatch.setattr(module, "compiled_step", uncompiled)
+    monkeypatch.setattr(generation, "Decoder", noted)
     monkeypatch.setenv("CXX", "a compiler that nobody calls")
-    return found
-
-
-@pytest.mark.parametrize("quantize", ["none", "int8"])
-def test_the_command_compiles_and_quantizes_when_it_is_told_to(checkpoint_with_tokenizer, asked, quantize):
-    """Three new tokens: the prompt's pass and two steps."""
-    words = ["--checkpoint", checkpoint_with_tokenizer, "--prompt", "ab", "--max_new_tokens", 3]
-    words += ["--precision", "bf16", "--quantize", quantize]
-    for flags, steps in (((), 0), (("--compile",), 2)):
+    for flags in ([], ["--precision", "bf16", "--quantize", "int8", "--compile", "--num_samples", 2]):
         code, _, err = script(*words, *flags)
-        assert (code, asked["steps"]) == (0, [quantize] * steps), err
-        assert set(asked["layers"]) == {quantize}
-
-
-def test_a_model_that_is_kept_in_memory_is_compiled_and_quantized_too(checkpoint_with_tokenizer, asked):
-    asked_for = {"checkpoint": checkpoint_with_tokenizer, "precision": "bf16", "quantize": "int8", "compile": True}
-    kept = Writer(Request(device="cpu", **asked_for))
-    assert kept.decoder(batch_size=1).step is not None
-    assert set(asked["layers"]) == {"int8"}
-
-
-def test_what_the_flags_need_is_said(checkpoint_with_tokenizer, monkeypatch):
-    monkeypatch.delenv("CXX", raising=False)
-    monkeypatch.setenv("PATH", "")
-    request = Request(checkpoint=checkpoint_with_tokenizer, quantize="int8", compile=True, device="cpu")
-    with pytest.raises(UserError) as caught:
-        Writer(request)
-    assert list(caught.value.problems) == [
-        "--quantize int8 is faster only in 16 bits: add --precision bf16",
-        "--compile needs a C++ compiler: install g++, or leave it out",
+        assert code == 0, err
+    assert made == [
+        {"batch_size": 1, "quantize": "none", "compiled": False},
+        {"batch_size": 2, "quantize": "int8", "compiled": True},
     ]
+    monkeypatch.delenv("CXX")
+    monkeypatch.setenv("PATH", "")
+    assert script(*words, "--compile")[2] == "error: --compile needs a C++ compiler: install g++, or leave it out\n"
 
 
 # Weights in 8 bits: how far they are off, and that evaluation predicts with the weights that generation has.
@@ -251,28 +172,12 @@ def test_what_the_flags_need_is_said(checkpoint_with_tokenizer, monkeypatch):
 
 def test_no_weight_is_off_by_more_than_half_a_step():
     """A step is a 127th of the largest weight of the same output; an output without weights stays one."""
-    weight = torch.randn(5, 40, generator=torch.Generator().manual_seed(0)) * torch.tensor(
-        [[1], [1e-3], [100], [1], [0]]
-    )
+    sizes = torch.tensor([1, 1e-3, 100, 1, 0])[:, None]
+    weight = torch.randn(5, 40, generator=torch.Generator().manual_seed(0)) * sizes
     values, scales = to_int8(weight)
-    assert values.dtype == torch.int8
-    assert (values.abs().amax(dim=1)[:4] == 127).all()
+    assert (values.dtype, values.abs().amax(dim=1).tolist()) == (torch.int8, [127, 127, 127, 127, 0])
     steps = weight.abs().amax(dim=1, keepdim=True) / 127
     assert ((values * scales[:, None] - weight).abs() <= steps / 2 * 1.0001).all()
-
-
-@torch.inference_mode()
-@pytest.mark.parametrize(("rows", "length"), [(1, 5), (3, 4), (2, 20)])
-def test_evaluation_has_the_weights_of_generation(rows, length):
-    """The logits in 8 bits are those of the rounded model within the rounding of bf16, which is finer than 8 bits."""
-    ids = torch.tensor([row * 9 for row in random_prompts(rows, longest=1)])[:, :1].repeat(1, length)
-    model, exact = random_model().to(torch.bfloat16), random_model()
-    round_to_int8(exact)
-    sequences = Decoder(model, batch_size=rows, quantize="int8").begin(ids[:, :-1].tolist(), new_tokens=1)
-    sequences.read_prompts()
-    found, expected, unrounded = sequences.append(ids[:, -1]), exact(ids)[:, -1], random_model()(ids)[:, -1]
-    assert (found - expected).abs().max() < 0.02 * expected.abs().max()
-    assert (unrounded - expected).abs().max() > 0.002 * expected.abs().max()
 
 
 def without_biases() -> GPT2:
@@ -288,12 +193,14 @@ def without_biases() -> GPT2:
 @pytest.mark.parametrize("rows", [1, 128])
 @pytest.mark.parametrize("engine", ["decoder", "compiled step"])
 def test_every_weight_of_the_head_and_of_the_layers_is_the_rounded_one(engine, rows):
-    """Exactly: products with rows of the identity, few or many at a time, are the weights that the engine reads.
+    """So evaluation has the weights of generation; bounds on logits would not see one layer that is not rounded.
 
-    The bounds on logits above would not see a single layer that is not rounded.
+    Exactly: products with rows of the identity, few or many at a time, are the weights that the engine reads.
     """
     model, rounded = without_biases(), without_biases()
     round_to_int8(rounded)
+    assert torch.equal(rounded.wte.weight, model.wte.weight)  # the embedding of ids is not rounded
+    assert not torch.equal(rounded.lm_head.weight, model.lm_head.weight)
     step = _Step(model, quantize="int8") if engine == "compiled step" else Decoder(model, quantize="int8")
     blocks = [block for block in rounded.blocks if isinstance(block, Block)]
     pairs = [(step.head, rounded.lm_head.weight[: rounded.config.vocab_size])]
@@ -307,26 +214,19 @@ def test_every_weight_of_the_head_and_of_the_layers_is_the_rounded_one(engine, r
         assert torch.equal(torch.cat([product(part) for part in identity]).T, weight)
 
 
-def test_the_embedding_of_ids_is_not_rounded():
-    model, before = random_model(), random_model()
-    round_to_int8(model)
-    assert torch.equal(model.wte.weight, before.wte.weight)
-    assert not torch.equal(model.lm_head.weight, before.lm_head.weight)
-    assert not torch.equal(model.blocks[0].mlp.fc.weight, before.blocks[0].mlp.fc.weight)
-
-
 # How the time of generation is measured at the end of a run.
 
 
 @pytest.mark.parametrize(
     ("positions", "prompt_tokens", "new_tokens"),
-    [(2, 1, 1), (24, 12, 12), (40, 16, 24), (116, 16, 100), (200, 16, 100)],
+    [(2, 1, 1), (24, 12, 12), (200, 16, 100)],
 )
 def test_latency_counts_what_it_generated(positions, prompt_tokens, new_tokens):
     found = measure_latency(random_model(positions), torch.arange(64) % VOCABULARY)
     assert (found["prompt_tokens"], found["new_tokens"]) == (prompt_tokens, new_tokens)
     assert 0 < found["latency_min_sec"] <= found["latency_sec"] <= found["latency_max_sec"]
     assert found["tokens_per_sec"] == pytest.approx(new_tokens / found["latency_sec"])
+    assert measure_latency(random_model(1), torch.arange(64)) is None  # no position after a prompt
 
 
 @pytest.mark.parametrize(
@@ -343,16 +243,12 @@ def test_slow_models_repeat_less_and_generate_fewer_tokens(monkeypatch, first_se
             first[0] = 0.0
             yield 0
 
-    monkeypatch.setattr(latency, "generate", slowly)
-    monkeypatch.setattr(latency.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(generation, "generate", slowly)
+    monkeypatch.setattr(generation.time, "perf_counter", lambda: now[0])
     found = measure_latency(random_model(200), torch.arange(64) % VOCABULARY)
     assert (found["new_tokens"], found["repetitions"]) == (new_tokens, repetitions)
     assert found["latency_sec"] == pytest.approx(new_tokens * token_sec)
-    assert now[0] <= max(latency.TOTAL_SEC, 3 * token_sec)
-
-
-def test_one_position_has_no_latency():
-    assert measure_latency(random_model(1), torch.arange(64)) is None
+    assert now[0] <= max(generation.TOTAL_SEC, 3 * token_sec)
 
 
 # Sampling draws from the distribution that transformers defines, with a random stream for every text.
@@ -373,13 +269,11 @@ def random_logits(rows: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_the_distribution_is_that_of_transformers(settings):
-    from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
-
     warpers = {
-        "temperature": TemperatureLogitsWarper,
-        "top_k": TopKLogitsWarper,
-        "top_p": TopPLogitsWarper,
-        "min_p": MinPLogitsWarper,
+        "temperature": transformers.TemperatureLogitsWarper,
+        "top_k": transformers.TopKLogitsWarper,
+        "top_p": transformers.TopPLogitsWarper,
+        "min_p": transformers.MinPLogitsWarper,
     }
     logits = random_logits(50)
     expected = logits.double()
@@ -391,18 +285,13 @@ def test_the_distribution_is_that_of_transformers(settings):
 
 def test_repetitions_are_penalized_as_in_transformers():
     """Ids of the prompt and of the text so far, the latter after they were chosen."""
-    from transformers import RepetitionPenaltyLogitsProcessor
-
     prompts = [[1, 2, 3], [9]]
-    chooser = Chooser(
-        Sampling(repetition_penalty=1.5), prompts=prompts, generators=(), vocab_size=VOCABULARY,
-        device=torch.device("cpu"),
-    )  # fmt: skip
+    chooser = Chooser(Sampling(repetition_penalty=1.5), prompts=prompts)
     logits, texts = random_logits(2), [list(prompt) for prompt in prompts]
     logits[1] -= 12  # all of them negative
     for _ in range(20):
         expected = [
-            int(RepetitionPenaltyLogitsProcessor(1.5)(torch.tensor([text]), row[None]).argmax())
+            int(transformers.RepetitionPenaltyLogitsProcessor(1.5)(torch.tensor([text]), row[None]).argmax())
             for text, row in zip(texts, logits, strict=True)
         ]
         found = chooser.choose(logits).tolist()
@@ -410,16 +299,6 @@ def test_repetitions_are_penalized_as_in_transformers():
         for text, following in zip(texts, found, strict=True):
             text.append(following)
     assert len(set(texts[0])) > 6
-
-
-def draws(settings: dict, count: int) -> torch.Tensor:
-    """How often each id was drawn, (V,), from the same logits with ``count`` streams."""
-    generators = [random_stream(1, number) for number in range(count)]
-    chooser = Chooser(
-        Sampling(**settings), prompts=[[0]] * count, generators=generators, vocab_size=VOCABULARY,
-        device=torch.device("cpu"),
-    )  # fmt: skip
-    return torch.bincount(chooser.choose(random_logits(1).expand(count, -1)), minlength=VOCABULARY)
 
 
 @pytest.mark.parametrize("settings", SETTINGS[:5], ids=str)
@@ -431,7 +310,10 @@ def test_draws_follow_the_distribution(settings):
     """
     count = 20_000
     expected = probabilities(random_logits(1), Sampling(**settings))[0].double() * count
-    found = draws(settings, count).double()
+    streams = [random_stream(1, number) for number in range(count)]
+    chooser = Chooser(Sampling(**settings), prompts=[[0]] * count, generators=streams)
+    drawn = chooser.choose(random_logits(1).expand(count, -1))
+    found = torch.bincount(drawn, minlength=VOCABULARY).double()
     assert found[expected == 0].sum() == 0
     often = expected >= 5
     pairs = [*zip(found[often], expected[often], strict=True)]
@@ -440,26 +322,6 @@ def test_draws_follow_the_distribution(settings):
     statistic = sum((f - e) ** 2 / e for f, e in pairs)
     freedom = len(pairs) - 1
     assert statistic < freedom + 5 * (2 * freedom) ** 0.5
-
-
-def sampled(batch_size: int, *, seed: int = 1) -> list[list[int]]:
-    """Sampled ids after 12 prompts of mixed length, in batches of ``batch_size``."""
-    prompts, decoder, found = random_prompts(12, longest=8), Decoder(MODEL, batch_size=batch_size), []
-    for first in range(0, 12, batch_size):
-        batch = prompts[first : first + batch_size]
-        generators = [random_stream(seed, first + row) for row in range(len(batch))]
-        steps = generate_batch(
-            decoder, batch, new_tokens=16, sampling=Sampling(temperature=1.0, top_k=50), generators=generators
-        )
-        found += [list(ids) for ids in zip(*steps, strict=True)]
-    return found
-
-
-def test_the_seed_decides_the_ids_at_any_batch_size():
-    alone = sampled(1)
-    assert sampled(5) == alone
-    assert sampled(12) == alone
-    assert sampled(12, seed=2) != alone
 
 
 def test_padded_ids_are_never_sampled():

@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 import shutil
 import sys
 from functools import partial
@@ -15,15 +14,11 @@ from published import called
 from safetensors.torch import load_file, save_file
 from small_run import END_OF_TEXT, SEQUENCE, command_line, write_inputs, write_tokens
 
-from dsgpt.common.errors import UserError
 from dsgpt.common.files import sha256_of
 from dsgpt.formats.tokenizer_files import open_tokenizer
-from dsgpt.inference.commands import GenerateRequest as WriterRequest
 from dsgpt.inference.commands import evaluate as command
-from dsgpt.inference.evaluate import Prediction, predict, read_text, windows_of
-from dsgpt.inference.generation import Writer
+from dsgpt.inference.evaluate import predict, read_text, windows_of
 from dsgpt.inference.model_files import export, load
-from dsgpt.machine import console
 from dsgpt.machine.console import Console
 from dsgpt.model.config import GPT2Config
 from dsgpt.model.gpt2 import GPT2, initialize
@@ -50,35 +45,23 @@ def figures(tmp_path: Path, *words: object) -> dict:
     return json.loads((tmp_path / "record.json").read_text())
 
 
-def test_the_loss_is_that_of_the_runs_validation(folder, tmp_path):
-    found = figures(tmp_path, "--checkpoint", folder / "run", "--data", folder / "val.bin")
-    record = json.loads((folder / "run" / "training_metrics.json").read_text())
-    assert found["loss"] == pytest.approx(record["epochs"][-1]["val_loss_avg_global"], rel=1e-6)
-    assert found["perplexity"] == pytest.approx(math.exp(found["loss"]))
-    assert (found["tokens"], found["windows"], found["seq_length"]) == (160, 10, SEQUENCE)
-
-
-def test_as_many_windows_as_the_training_validated_on_have_its_loss(tmp_path):
+def test_as_many_and_as_long_windows_as_the_training_validated_on_have_its_loss(tmp_path):
+    """The model could read more, but its later positions never learned anything."""
     folder = write_inputs(tmp_path)
-    assert train(command_line(folder, max_val_steps=1, save_every=2)) == 0
+    longer = {"seq_length": SEQUENCE, "max_position_embeddings": 2 * SEQUENCE, "max_val_steps": 1}
+    assert train(command_line(folder, save_every=2, **longer)) == 0
     asked = "--checkpoint", folder / "run", "--data", folder / "val.bin"
     found = figures(tmp_path, *asked, "--windows", 8)
     own = json.loads((folder / "run" / "training_metrics.json").read_text())["epochs"][-1]["val_loss_avg_global"]
-    assert (found["tokens"], found["windows"]) == (8 * SEQUENCE, 8)
+    assert (found["tokens"], found["windows"], found["seq_length"]) == (8 * SEQUENCE, 8, SEQUENCE)
     assert found["loss"] == pytest.approx(own, rel=1e-6)
-    assert abs(figures(tmp_path, *asked)["loss"] - own) > 1e-4
+    assert found["perplexity"] == pytest.approx(math.exp(own))
+    for other in ([], ["--seq_length", 2 * SEQUENCE, "--windows", 4]):
+        assert abs(figures(tmp_path, *asked, *other)["loss"] - own) > 1e-5
     assert evaluate(*asked)[1].splitlines()[-2] == (
         f"validation      {own:.4f} by the training itself, in fp32, on the first 8 windows of 16: the same with "
         "--windows 8"
     )
-
-
-@pytest.mark.parametrize(("every", "lines"), [(0, 2), (3600, 0)])
-def test_without_a_terminal_lines_tell_the_progress(folder, monkeypatch, every, lines):
-    monkeypatch.setattr(console, "LINE_SEC", every)
-    code, _, err = evaluate("--checkpoint", folder / "run", "--data", folder / "val.bin", "--batch_size", 5)
-    assert code == 0
-    assert re.findall(r"^evaluating: (50|100)%, .* left$", err, flags=re.MULTILINE) == ["50", "100"][:lines]
 
 
 def test_data_of_another_tokenizer_is_refused(folder, tmp_path):
@@ -99,18 +82,6 @@ def test_data_of_another_tokenizer_is_refused(folder, tmp_path):
     assert "not compared" in evaluate("--checkpoint", folder / "run", "--data", folder / "val.bin")[1]
 
 
-def test_windows_are_as_long_as_in_training(tmp_path):
-    """The model could read more, but its later positions never learned anything."""
-    folder = write_inputs(tmp_path)
-    assert train(command_line(folder, seq_length=SEQUENCE, max_position_embeddings=2 * SEQUENCE, save_every=2)) == 0
-    asked = "--checkpoint", folder / "run", "--data", folder / "val.bin"
-    found, longer = figures(tmp_path, *asked), figures(tmp_path, *asked, "--seq_length", 2 * SEQUENCE)
-    record = json.loads((folder / "run" / "training_metrics.json").read_text())
-    assert (found["seq_length"], longer["seq_length"]) == (SEQUENCE, 2 * SEQUENCE)
-    assert found["loss"] == pytest.approx(record["epochs"][-1]["val_loss_avg_global"], rel=1e-6)
-    assert abs(longer["loss"] - found["loss"]) > 1e-5
-
-
 def test_bits_per_byte_count_the_bytes_of_the_text(folder, tmp_path):
     """As a text, and as ids with ends of documents, which are predicted but are no bytes."""
     text = "naïve 日本\n" * 9
@@ -127,20 +98,15 @@ def test_bits_per_byte_count_the_bytes_of_the_text(folder, tmp_path):
     assert (found["tokens"], found["bytes"]) == (size + 5, size + 3)
     assert found["bits_per_byte"] == pytest.approx(found["loss"] * (size + 5) / (size + 3) / math.log(2))
 
-
-def test_the_first_token_of_a_file_is_no_byte_and_the_name_of_a_special_token_is_text(folder, tmp_path):
-    """As training encodes it."""
-    tokenizer = open_tokenizer(folder / "tokenizer", what="it")
     write_tokens(tmp_path / "ids.bin", np.array(tokenizer.encode("abcd")))
     found = figures(tmp_path, "--checkpoint", folder / "run", "--data", tmp_path / "ids.bin")
-    assert (found["tokens"], found["bytes"]) == (3, 3)
-    (tmp_path / "text.txt").write_text("a<|endoftext|>b")
-    assert read_text(tmp_path / "text.txt", tokenizer).ids.tolist()[1:] == [
-        token for letter in "a<|endoftext|>b" for token in tokenizer.encode(letter)
-    ]
+    assert (found["tokens"], found["bytes"]) == (3, 3)  # nothing predicts the first token
+    (tmp_path / "text.txt").write_text("a<|endoftext|>b")  # the name of a special token is text, as in training
+    letters = [token for letter in "a<|endoftext|>b" for token in tokenizer.encode(letter)]
+    assert read_text(tmp_path / "text.txt", tokenizer).ids.tolist() == [END_OF_TEXT, *letters]
     tokenizer.eos_token = None
-    alone = read_text(tmp_path / "text.txt", tokenizer)  # nothing predicts its first token
-    assert (len(alone.ids), alone.bytes) == (15, 14)
+    alone = read_text(tmp_path / "text.txt", tokenizer)
+    assert (alone.ids.tolist(), alone.bytes) == (letters, 14)
 
 
 def test_the_checkpoint_and_the_precision_are_those_that_were_asked_for(folder, tmp_path):
@@ -155,39 +121,28 @@ def test_the_checkpoint_and_the_precision_are_those_that_were_asked_for(folder, 
     quantized = figures(tmp_path, "--checkpoint", run, "--precision", "bf16", "--quantize", "int8", *data)["loss"]
     assert quantized == pytest.approx(rounded, rel=1e-2)
     assert quantized not in (exact, rounded)
-    assert not load(run, which="latest", device=torch.device("cpu"), precision="fp32").model.training
     (run / "step-00000002" / "model.safetensors").unlink()
     assert evaluate("--checkpoint", run, "--which", "best", *data)[0] == 0
     assert evaluate("--checkpoint", run, *data)[0] == 2
-    line = "error: --quantize is for --data and --text: the harness reads the model unquantized\n"
-    assert evaluate("--checkpoint", run, "--tasks", "piqa", "--quantize", "int8")[::2] == (2, line)
 
 
-def test_folders_of_hugging_face_give_the_same_figures(folder, tmp_path):
+def test_folders_of_hugging_face_give_the_same_figures_and_weights_that_are_not_finite_none(folder, tmp_path):
     export(folder / "run", tmp_path / "hf", form="hf", dtype="fp32", which="latest", console=Console(speaks=False))
     of_run = figures(tmp_path, "--checkpoint", folder / "run", "--data", folder / "val.bin", "--seq_length", 8)
     of_export = figures(tmp_path, "--checkpoint", tmp_path / "hf", "--data", folder / "val.bin", "--seq_length", 8)
     assert of_export["loss"] == of_run["loss"]
     assert of_run["windows"] == 20
+    weights = load_file(tmp_path / "hf" / "model.safetensors")
+    for value, why in ((math.nan, "ln_f.weight holds"), (3e38, "though")):  # the weights, or what is computed with them
+        bad = {f"transformer.ln_f.{name}": torch.full((16,), value) for name in ("weight", "bias")}
+        save_file(weights | bad, tmp_path / "hf" / "model.safetensors")
+        code, _, err = evaluate("--checkpoint", tmp_path / "hf", "--data", folder / "val.bin")
+        assert (code, err.count("\n"), why in err) == (2, 1, True)
+    save_file(weights, tmp_path / "hf" / "model.safetensors")
     for file in (tmp_path / "hf").glob("*token*"):
         file.unlink()
     code, out, _ = evaluate("--checkpoint", tmp_path / "hf", "--data", folder / "val.bin")
-    assert code == 0
-    assert "bits per byte   unknown: the model has no tokenizer" in out
-
-
-@pytest.mark.parametrize(("value", "why"), [(math.nan, "ln_f.weight holds"), (3e38, "though")])
-def test_a_model_that_is_not_finite_is_refused(folder, tmp_path, value, why):
-    """Its weights, or what it computes with them."""
-    export(folder / "run", tmp_path / "hf", form="hf", dtype="fp32", which="latest", console=Console(speaks=False))
-    weights = load_file(tmp_path / "hf" / "model.safetensors")
-    weights |= {f"transformer.ln_f.{name}": torch.full((16,), value) for name in ("weight", "bias")}
-    save_file(weights, tmp_path / "hf" / "model.safetensors")
-    code, _, err = evaluate("--checkpoint", tmp_path / "hf", "--data", folder / "val.bin")
-    assert (code, err.count("\n")) == (2, 1)
-    assert why in err
-    with pytest.raises(UserError, match=why):
-        list(Writer(WriterRequest(checkpoint=tmp_path / "hf", temperature=1, device="cpu")).texts(["a"]))
+    assert (code, "bits per byte   unknown: the model has no tokenizer" in out) == (0, True)
 
 
 def test_without_the_harness_its_tasks_are_refused(folder, monkeypatch):
@@ -260,21 +215,6 @@ def model() -> GPT2:
 IDS = torch.randint(0, 40, (60,), generator=torch.Generator().manual_seed(2))
 
 
-@pytest.mark.parametrize(
-    ("targets", "length", "stride", "expected"),
-    [
-        (48, 16, 16, [(0, 16, 16), (16, 32, 16), (32, 48, 16)]),
-        (20, 16, 16, [(0, 16, 16), (4, 20, 4)]),
-        (20, 16, 3, [(0, 16, 16), (3, 19, 3), (4, 20, 1)]),
-        (5, 16, 4, [(0, 5, 5)]),
-    ],
-)
-def test_windows(targets, length, stride, expected):
-    windows = windows_of(targets, length=length, stride=stride)
-    assert [(window.start, window.end, window.counted) for window in windows] == expected
-    assert sum(window.counted for window in windows) == targets
-
-
 @torch.inference_mode()
 @pytest.mark.parametrize("batch_size", [1, 4])
 @pytest.mark.parametrize(("length", "stride"), [(16, 16), (16, 5), (8, 1)])
@@ -286,13 +226,7 @@ def test_every_token_is_predicted_once_from_what_its_window_has_before_it(model,
             end = min(len(IDS) - 1, end + (stride if end else length))
         before = IDS[max(0, end - length) : target]
         nats -= float(model(before[None])[0, -1].log_softmax(dim=0)[IDS[target]])
-    found = predict(model, IDS, length=length, stride=stride, batch_size=batch_size)
-    assert (found.tokens, found.windows) == (59, len(windows_of(59, length=length, stride=stride)))
-    assert found.nats == pytest.approx(nats, rel=1e-5)
-
-
-def test_the_figures_of_a_prediction():
-    even = Prediction(nats=100 * math.log(4), tokens=100, windows=1)  # two bits for each token
-    assert even.perplexity == pytest.approx(4)
-    assert even.bits_per_byte(50) == pytest.approx(4)
-    assert Prediction(nats=1e6, tokens=10, windows=1).perplexity == math.inf
+    windows, done = windows_of(59, length=length, stride=stride), []
+    found = predict(model, IDS, windows=windows, batch_size=batch_size, progress=done.append)
+    assert (found, sum(done)) == (pytest.approx(nats, rel=1e-5), len(windows))
+    assert sum(counted for _, _, counted in windows) == 59

@@ -1,6 +1,7 @@
 """``src/generate.py`` generates text from a real run, or refuses with the reason."""
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -8,18 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from harmful_tokenizers import bring_code, seal
 from published import called, publish
-from small_run import END_OF_TEXT, REPOSITORY, command_line, write_inputs, write_tokenizer
+from small_run import END_OF_TEXT, REPOSITORY, command_line, write_inputs
 
 from dsgpt.common.errors import UserError
 from dsgpt.inference.commands import GenerateRequest as Request
-from dsgpt.inference.commands import generate as command
+from dsgpt.inference.commands import generate, serve
 from dsgpt.inference.generation import Writer
-from dsgpt.inference.model_files import export, load
+from dsgpt.inference.model_files import export
 from dsgpt.inference.server.engine import open_served
-from dsgpt.machine import device as cpu_kernels
 from dsgpt.machine.console import Console
 from dsgpt.training.command import train
 
@@ -59,19 +58,6 @@ def test_the_command_continues_the_prompt(run_dir):
     assert rest == ""
 
 
-def test_the_seed_decides_the_text(run_dir):
-    assert texts(run_dir, num_samples=2) == texts(run_dir, num_samples=2)
-    assert texts(run_dir, seed=1) != texts(run_dir, seed=2)
-    assert texts(run_dir, seed=1, temperature=0) == texts(run_dir, seed=2, temperature=1e-30)
-
-
-def test_a_checkpoint_may_be_named_itself(run_dir):
-    newest, older = sorted(run_dir.glob("step-*"), reverse=True)
-    assert (newest.name, older.name) == ("step-00000002", "step-00000001")
-    assert texts(newest) == texts(run_dir)
-    assert texts(older)
-
-
 def test_a_text_ends_where_the_context_is_full(run_dir, tmp_path):
     """The prompt keeps its place; the command says why the text is short."""
     writer = Writer(Request(checkpoint=run_dir, max_new_tokens=12, temperature=0, device="cpu"))
@@ -89,6 +75,8 @@ def test_the_batch_size_changes_no_text(run_dir):
     assert len(set(drawn(1))) == 9  # an empty prompt starts a document
     assert [text[:1] for text in drawn(1)[:6]] == ["d", "d", "d", "x", "x", "x"]
     assert drawn(1) == drawn(4) == drawn(9)
+    assert texts(run_dir, seed=1) != texts(run_dir, seed=2)
+    assert texts(run_dir, seed=1, temperature=0) == texts(run_dir, seed=2, temperature=1e-30)
 
 
 def test_a_text_is_shown_while_it_is_generated(run_dir):
@@ -98,15 +86,9 @@ def test_a_text_is_shown_while_it_is_generated(run_dir):
     assert "".join(pieces) == "".join(found)
     assert len([piece for piece in pieces if piece]) > 4
     assert found == texts(run_dir, num_samples=2)
-
-
-def test_an_interrupted_text_is_kept(run_dir):
-    """Ctrl-C after three tokens: what there is comes out, and the texts that would follow do not."""
-    pieces: list[str] = []
-    writer = Writer(Request(checkpoint=run_dir, num_samples=3, device="cpu"))
+    pieces.clear()  # of a text that Ctrl-C ends what there is comes out, and the texts that would follow do not
     (text,) = writer.texts(["ab"], show=pieces.append, stopped=lambda: len(pieces) >= 4)
-    assert text.ended == "interrupted"
-    assert str(text) == "".join(pieces)
+    assert (text.ended, str(text)) == ("interrupted", "".join(pieces))
     assert len(text.added) > 1
 
 
@@ -126,21 +108,14 @@ def test_ctrl_c_ends_the_command_in_order(run_dir, tmp_path):
 
 
 def script(*words: object, stdin: str | bytes = b"") -> tuple[int, str, str]:
-    return called(command, *words, "--device", "cpu", stdin=stdin)
+    return called(generate, *words, "--device", "cpu", stdin=stdin)
 
 
 def test_prompts_come_from_files_and_the_standard_input(run_dir, tmp_path):
     (tmp_path / "prompt.txt").write_text("two\nlines\n")
-    flags = ["--checkpoint", run_dir, "--max_new_tokens", 2]
-    for words, stdin in (
-        (["--prompt_file", tmp_path / "prompt.txt"], ""),
-        (["--prompt_file", "-"], "two\nlines\n"),
-        (["-"], "two\nlines"),
-    ):
-        code, out, err = script(*flags, *words, stdin=stdin)
-        assert (code, err) == (0, "")
-        assert out.startswith("two\nlines")
-        assert out.count("-" * 80) == 1
+    for words in (["--prompt_file", tmp_path / "prompt.txt"], ["--prompt_file", "-"], ["-"]):
+        code, out, err = script("--checkpoint", run_dir, "--max_new_tokens", 2, *words, stdin="two\nlines\n")
+        assert (code, err, out.startswith("two\nlines"), out.count("-" * 80)) == (0, "", True, 1)
 
 
 def test_a_prompt_must_be_text(run_dir):
@@ -164,12 +139,6 @@ def test_a_folder_of_hugging_face_and_a_portable_folder_give_the_same_text(run_d
     for form in ("hf", "portable"):
         export(run_dir, tmp_path / form, form=form, dtype="fp32", which="latest", console=Console(speaks=False))
         assert texts(tmp_path / form, num_samples=2) == texts(run_dir, num_samples=2)
-    assert refusal(tmp_path / "hf", which="best") == [
-        "--checkpoint RUN: is a Hugging Face folder; --which best needs a run folder"
-    ]
-    for file in (tmp_path / "hf").glob("*token*"):
-        file.unlink()
-    assert refusal(tmp_path / "hf") == ["RUN: has no tokenizer: cannot read text"]
 
 
 def test_every_end_in_a_list_of_the_generation_config_ends_a_text(run_dir, tmp_path):
@@ -184,51 +153,41 @@ def test_every_end_in_a_list_of_the_generation_config_ends_a_text(run_dir, tmp_p
         assert (cut.ids, cut.ended) == (whole.ids[: whole.ids.index(whole.ids[3])], "end of text")
     of_server = open_served(tmp_path / "one", which="latest", name=None, device_kind="cpu").end_of_text
     assert of_server == {END_OF_TEXT, whole.ids[3]}
-    settings.write_text('{"eos_token_id": [1, "a"]}')
-    (line,) = refusal(tmp_path / "one")
-    assert line.startswith("RUN/generation_config.json: cannot be read as settings of a generation (")
 
 
-def test_precision(run_dir, monkeypatch, capsys):
-    """It is said once that bf16 is slow where the CPU has no instructions for it, as is pretended here."""
-    monkeypatch.setattr(cpu_kernels, "multiplies", lambda dtype: False)
-    loaded = load(run_dir, which="latest", device=torch.device("cpu"), precision="bf16")
-    assert {parameter.dtype for parameter in loaded.model.parameters()} == {torch.bfloat16}
-    assert texts(run_dir, precision="bf16", temperature=0)[0].startswith("def ma")
-    assert capsys.readouterr().err.count("note: bf16 is slow on this CPU") == 1
-    assert refusal(run_dir, precision="fp16") == ["--precision fp16 needs a GPU: use fp32 or bf16 on a CPU"]
-
-
-def test_a_prompt_outside_the_models_vocabulary(tmp_path, snapshot):
+def test_prompts_that_a_tokenizer_or_a_model_does_not_know(checkpoint, tmp_path, snapshot):
     publish(tmp_path / "hf", vocab_size=60)
-    write_tokenizer(tmp_path / "tokenizer")
-    (tmp_path / "tokenizer" / "tokenizer.json").rename(tmp_path / "hf" / "tokenizer.json")
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}
-    (tmp_path / "hf" / "tokenizer_config.json").write_text(json.dumps(settings))
-    assert refusal(tmp_path / "hf", prompt="~") == snapshot
-    assert refusal(tmp_path / "hf", prompt="") == snapshot
-
-
-def test_a_tokenizer_without_an_end_of_text(checkpoint, snapshot):
+    for path in (checkpoint / "tokenizer").iterdir():
+        shutil.copy(path, tmp_path / "hf")
+    assert [refusal(tmp_path / "hf", prompt=prompt) for prompt in ("~", "")] == snapshot
     (checkpoint / "tokenizer" / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
-    seal(checkpoint)
+    seal(checkpoint)  # without an end of text
     assert refusal(checkpoint, prompt="") == snapshot
     assert texts(checkpoint, prompt="def")
+    file = checkpoint / "tokenizer" / "tokenizer.json"  # a vocabulary of one word, and no token for the others
+    model = {"type": "WordLevel", "vocab": {"word": 0}, "unk_token": "[UNK]"}
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"model": model, "pre_tokenizer": None, "decoder": None}))
+    seal(checkpoint)
+    (line,) = refusal(checkpoint, prompt="def")
+    assert line.startswith("--prompt 'def': the tokenizer cannot encode it (WordLevel error: Missing")
 
 
 # A checkpoint whose tokenizer brings code or is damaged is refused in one line, and its code never runs.
 
 
-def test_code_is_refused_even_if_the_user_agrees_to_it(checkpoint, tmp_path):
+@pytest.mark.parametrize("command", [generate, serve])
+def test_code_is_refused_even_if_the_user_agrees_to_it(checkpoint, tmp_path, command):
     marker = bring_code(checkpoint / "tokenizer", marker=tmp_path / "ran")
     seal(checkpoint)
-    code, out, err = script("--checkpoint", checkpoint, "--prompt", "def", stdin="y\n" * 9)
-    assert not marker.exists(), "the tokenizer's code ran"
-    assert (code, out) == (2, "")
-    assert err == (
-        f"error: {checkpoint}/tokenizer: its tokenizer_config.json asks for its own code (auto_map), which is "
-        "never run: use a tokenizer of the `tokenizers` library (a tokenizer.json), without auto_map\n"
+    words = ["--checkpoint", checkpoint, *(["--prompt", "def"] if command is generate else ["--port", 0])]
+    assert called(command, *words, "--device", "cpu", stdin="y\n" * 9) == (
+        2,
+        "",
+        f"error: {'--checkpoint ' * (command is serve)}{checkpoint}/tokenizer: its tokenizer_config.json asks for its "
+        "own code (auto_map), which is never run: use a tokenizer of the `tokenizers` library (a tokenizer.json), "
+        "without auto_map\n",
     )
+    assert not marker.exists(), "the tokenizer's code ran"
 
 
 @pytest.mark.parametrize("kind", ["AutoConfig", "AutoTokenizer"])
@@ -244,20 +203,3 @@ def test_code_that_a_configuration_beside_asks_for_is_refused(checkpoint, tmp_pa
     (line,) = refusal(checkpoint)
     assert line.startswith("RUN/tokenizer: its config.json asks for its own code (auto_map)")
     assert not marker.exists()
-
-
-def test_a_prompt_that_the_tokenizer_cannot_encode_is_one_line(checkpoint):
-    """A vocabulary of one word, and no token for the others."""
-    file = checkpoint / "tokenizer" / "tokenizer.json"
-    model = {"type": "WordLevel", "vocab": {"word": 0}, "unk_token": "[UNK]"}
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"model": model, "pre_tokenizer": None, "decoder": None}))
-    seal(checkpoint)
-    (line,) = refusal(checkpoint, prompt="def")
-    assert line.startswith("--prompt 'def': the tokenizer cannot encode it (WordLevel error: Missing")
-
-
-def test_no_link_in_a_tokenizer_is_followed(checkpoint, tmp_path):
-    (checkpoint / "tokenizer" / "vocab.json").symlink_to("/etc/hostname")
-    (line,) = refusal(checkpoint)
-    assert line.startswith("RUN/tokenizer: its vocab.json is a link")
-    assert "cp -rL" in line

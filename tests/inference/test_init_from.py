@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 import torch
 from forked_ranks import run_script
-from harmful_tokenizers import DEEP, bring_code, seal
+from harmful_tokenizers import bring_code, seal
 from messages import without_paths
 from published import RunsCode, converted, hub, largest_difference, our_model, publish, published, refusal
 from safetensors.torch import load_file, save_file
 from small_run import REPOSITORY, VOCABULARY, command_line, write_inputs, write_tokenizer
+from training_runs import finished
 from transformers import GPT2Model
 
 from dsgpt.common.errors import UserError
@@ -75,14 +76,9 @@ def test_every_way_to_store_the_same(model_and_folder, tmp_path):
         assert all(torch.equal(found[key], expected[key]) for key in expected), name
     hashes = {name: PretrainedWeights(way, CONFIG).sha256() for name, way in ways.items()}
     assert len(set(hashes.values())) == len(hashes)
-
-
-def test_lower_precision_is_read_as_it_is(model_and_folder, tmp_path):
-    _, folder = model_and_folder
-    published(vocab_size=VOCABULARY).to(torch.bfloat16).save_pretrained(tmp_path)
-    rounded = {name: value.to(torch.bfloat16).float() for name, value in loaded(folder).items()}
-    found = loaded(tmp_path)
-    assert all(torch.equal(found[name], rounded[name]) and found[name].dtype == torch.float32 for name in rounded)
+    published(vocab_size=VOCABULARY).to(torch.bfloat16).save_pretrained(tmp_path / "low")
+    found = loaded(tmp_path / "low")  # read as it is
+    assert all(torch.equal(found[name], expected[name].bfloat16().float()) for name in expected)
 
 
 def test_a_pickle_that_would_run_code_is_refused(tmp_path):
@@ -106,17 +102,17 @@ def test_other_weights_are_refused(model_and_folder, tmp_path, snapshot):
     _, folder = model_and_folder
     weights = {name: value.contiguous() for name, value in load_file(folder / "model.safetensors").items()}
 
-    def refusal(changed: dict[str, torch.Tensor]) -> list[str]:
-        save_file(changed, tmp_path / "model.safetensors")
-        return [line.removeprefix("HF/model.safetensors: ") for line in refused(tmp_path)]
-
     name = "transformer.h.1.mlp.c_fc.bias"
-    assert refusal({key: value for key, value in weights.items() if key != name}) == snapshot(name="missing")
-    assert refusal(weights | {"score.weight": torch.ones(2)}) == snapshot(name="unknown")
-    assert refusal(weights | {name: torch.ones(7)}) == snapshot(name="shape")
-    assert refusal(weights | {name: torch.ones(128, dtype=torch.int8)}) == snapshot(name="type")
-    assert refusal(weights | {"lm_head.weight": torch.ones(VOCABULARY, 32)}) == snapshot(name="untied head")
-    assert refusal(weights | {"wpe.weight": torch.ones(64, 32)}) == snapshot(name="with and without the prefix")
+    for case, changed in {
+        "missing": {key: value for key, value in weights.items() if key != name},
+        "unknown": weights | {"score.weight": torch.ones(2)},
+        "shape": weights | {name: torch.ones(7)},
+        "type": weights | {name: torch.ones(128, dtype=torch.int8)},
+        "untied head": weights | {"lm_head.weight": torch.ones(VOCABULARY, 32)},
+        "with and without the prefix": weights | {"wpe.weight": torch.ones(64, 32)},
+    }.items():
+        save_file(changed, tmp_path / "model.safetensors")
+        assert [line.removeprefix("HF/model.safetensors: ") for line in refused(tmp_path)] == snapshot(name=case)
     (tmp_path / "model.safetensors").unlink()
     for part in ("one.safetensors", "two.safetensors"):
         save_file(weights, tmp_path / part)
@@ -160,16 +156,13 @@ def record(folder: Path, name: str = "run") -> dict[str, Any]:
 
 
 def test_training_starts_from_published_weights_and_resumes_without_them(folder, capsys, snapshot):
-    assert train(flags(folder, max_train_steps=2, save_every=1)) == 0
+    assert train(flags(folder, max_train_steps=2, save_every=1, num_layers=2)) == 0  # as the shape says
     # The schedule's first steps have learning rate 0: the weights are still the published ones.
     saved = load_file(folder / "run" / "step-00000001" / "model.safetensors")
     expected = loaded(folder / "hf")
     assert all(torch.equal(saved[name], expected[name]) for name in expected)
     source = record(folder)["training_config"]["init_from"]
-    assert source == {
-        "source": str(folder / "hf"),
-        "sha256": PretrainedWeights(folder / "hf", CONFIG).sha256(),
-    }
+    assert source == {"source": f"{folder}/hf", "sha256": PretrainedWeights(folder / "hf", CONFIG).sha256()}
     assert record(folder)["training_config"]["model_size"] == "hf"
     longer = {"max_train_steps": 4, "resume": True, "allow_changed": "recipe"}
     without = mistakes(folder, capsys, **longer, init_from=None, num_layers=2, num_heads=2, embedding_size=32,
@@ -182,83 +175,48 @@ def test_training_starts_from_published_weights_and_resumes_without_them(folder,
     assert mistakes(folder, capsys, checkpoint_path=folder / "other") == snapshot
 
 
-def test_flags_that_agree_with_the_shape_are_allowed(folder):
-    """``tests/goldens/refusals.txt`` has those that contradict it, and other models."""
-    assert train(flags(folder, dry_run=True, num_layers=2, dropout=0.1)) == 0
-
-
-def test_another_vocabulary_is_refused(folder, capsys, snapshot):
+def test_another_vocabulary_is_refused_and_a_missing_one_is_reported(folder, capsys, snapshot):
     tokenizer = json.loads((folder / "hf" / "tokenizer.json").read_text())
     vocabulary = tokenizer["model"]["vocab"]
     vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
     (folder / "hf" / "tokenizer.json").write_text(json.dumps(tokenizer))
     assert mistakes(folder, capsys) == snapshot
-    publish(folder / "hf", vocab_size=60)
-    assert mistakes(folder, capsys) == snapshot
-
-
-def test_a_missing_vocabulary_is_reported(folder, capsys, snapshot):
     (folder / "hf" / "tokenizer.json").unlink()
     assert train(flags(folder, max_train_steps=1)) == 0
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("--init_from: ")]
     assert without_paths(line, folder) == snapshot
-
-
-def test_an_exported_run_is_a_published_model(folder):
-    assert train(flags(folder, max_train_steps=1)) == 0
-    converted("--from", folder / "run", "--to", "hf", folder / "exported")
-    assert train(flags(folder, init_from=folder / "exported", checkpoint_path=folder / "next", max_train_steps=1)) == 0
-    ends = [load_file(next((folder / run).glob("step-*/model.safetensors"))) for run in ("run", "next")]
-    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
+    publish(folder / "hf", vocab_size=60)
+    assert mistakes(folder, capsys, checkpoint_path=folder / "other") == snapshot
 
 
 # `--init_from` a name on the hub: fetched once, used from the cache after that, and refused in one line.
 
 
-@pytest.fixture
-def hub_folder(tmp_path: Path) -> Path:
-    """Data with its tokenizer, a recipe, and what a hub holds of ``gpt2`` and ``somebody/parts``."""
-    write_inputs(tmp_path)
-    model = publish(tmp_path / "hub" / "gpt2", vocab_size=VOCABULARY)
-    write_tokenizer(tmp_path / "hub" / "tokenizer")
-    (tmp_path / "hub" / "tokenizer" / "tokenizer.json").rename(tmp_path / "hub" / "gpt2" / "tokenizer.json")
-    model.save_pretrained(tmp_path / "hub" / "parts", max_shard_size="20kB")
-    return tmp_path
+def train_from_hub(folder: Path, endpoint: str, name: str, **more: Any) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"HF_ENDPOINT": endpoint, "HF_HOME": str(folder / "cache"), "HF_HUB_OFFLINE": "0"}
+    words = flags(folder, init_from=name, max_train_steps=1, overwrite=True, **more)
+    return run_script(REPOSITORY / "src" / "gpt2.py", words, environment=environment, cwd=folder)
 
 
-def train_from_hub(hub_folder: Path, endpoint: str, name: str, **more: Any) -> subprocess.CompletedProcess[str]:
-    shape = ("num_layers", "num_heads", "embedding_size", "max_position_embeddings")
-    flags = dict.fromkeys(shape) | {"init_from": name, "seq_length": 16, "max_train_steps": 1, "overwrite": True}
-    environment = os.environ | {"HF_ENDPOINT": endpoint, "HF_HOME": str(hub_folder / "cache"), "HF_HUB_OFFLINE": "0"}
-    words = command_line(hub_folder, **flags | more)
-    return run_script(REPOSITORY / "src" / "gpt2.py", words, environment=environment, cwd=hub_folder)
-
-
-def test_a_name_is_fetched_once(hub_folder):
-    with hub({"gpt2": hub_folder / "hub" / "gpt2", "somebody/parts": hub_folder / "hub" / "parts"}) as (
-        endpoint,
-        asked,
-    ):
-        done = train_from_hub(hub_folder, endpoint, "gpt2")
-        assert done.returncode == 0, done.stderr
+def test_a_name_is_fetched_once(folder):
+    published(vocab_size=VOCABULARY).save_pretrained(folder / "parts", max_shard_size="20kB")
+    with hub({"gpt2": folder / "hf", "somebody/parts": folder / "parts"}) as (endpoint, asked):
+        finished(train_from_hub(folder, endpoint, "gpt2"))
         fetched = [line.rpartition("/")[2] for line in asked if line.startswith("GET") and "/resolve/" in line]
-        assert sorted(fetched) == ["config.json", "model.safetensors", "tokenizer.json"]
-        done = train_from_hub(hub_folder, endpoint, "somebody/parts", dry_run=True)
-        assert done.returncode == 0, done.stderr
-        done = train_from_hub(hub_folder, endpoint, "nobody/nothing", dry_run=True)
-        assert (done.returncode, done.stderr) == (
-            2,
-            "error: --init_from nobody/nothing: is neither a folder here nor a readable model on the hub\n",
-        )
-    done = train_from_hub(hub_folder, endpoint, "gpt2")  # the hub is gone, the cache is not
-    assert done.returncode == 0, done.stderr
+        assert {"config.json", "model.safetensors", "tokenizer.json"} <= {*fetched} and len({*fetched}) == len(fetched)
+        finished(train_from_hub(folder, endpoint, "somebody/parts", dry_run=True))
+        done = train_from_hub(folder, endpoint, "nobody/nothing", dry_run=True)
+        line = "error: --init_from nobody/nothing: is neither a folder here nor a readable model on the hub\n"
+        assert (done.returncode, done.stderr) == (2, line)
+    done = train_from_hub(folder, endpoint, "gpt2")  # the hub is gone, the cache is not
+    finished(done)
     assert "start       from the weights of gpt2" in done.stdout
 
 
-def test_no_network_is_one_line(hub_folder):
+def test_no_network_is_one_line(folder):
     endpoint = f"http://127.0.0.1:{free_port()}"
     started = time.monotonic()
-    done = train_from_hub(hub_folder, endpoint, "gpt2")
+    done = train_from_hub(folder, endpoint, "gpt2")
     assert time.monotonic() - started < 60, "a library retried"
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith(f"error: --init_from gpt2: no network, {endpoint} does not answer (")
@@ -273,24 +231,19 @@ def names(folder: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("form", ["hf", "portable", "deepspeed"])
-def test_code_is_not_exported(checkpoint, tmp_path, form):
+def test_only_known_files_are_exported_and_no_code(checkpoint, tmp_path, form):
+    for name in ("helper.py", "notes.txt"):
+        (checkpoint / "tokenizer" / name).write_text("")
+    seal(checkpoint)
+    converted("--from", checkpoint, "--to", form, tmp_path / "known")
+    found = {Path(name).name for name in names(tmp_path / "known")}
+    assert {"tokenizer.json", "tokenizer_config.json"} <= found and not {"helper.py", "notes.txt"} & found
     bring_code(checkpoint / "tokenizer", marker=tmp_path / "ran")
     seal(checkpoint)
     said = converted("--from", checkpoint, "--to", form, tmp_path / "out")
     assert f"tokenizer   left out: {checkpoint}/tokenizer: its tokenizer_config.json asks for its own code" in said
     assert not [name for name in names(tmp_path / "out") if name.endswith(".py") or "tokenizer" in name]
     assert not (tmp_path / "ran").exists()
-
-
-@pytest.mark.parametrize("form", ["hf", "portable"])
-def test_only_known_files_are_exported(checkpoint, tmp_path, form):
-    (checkpoint / "tokenizer" / "helper.py").write_text("")
-    (checkpoint / "tokenizer" / "notes.txt").write_text("")
-    seal(checkpoint)
-    converted("--from", checkpoint, "--to", form, tmp_path / "out")
-    folder = tmp_path / "out" / ("" if form == "hf" else "tokenizer")
-    assert {"tokenizer.json", "tokenizer_config.json"} <= names(folder)
-    assert not {"helper.py", "notes.txt"} & names(folder)
 
 
 def test_a_file_that_the_manifest_does_not_name_is_refused(checkpoint, tmp_path):
@@ -314,22 +267,3 @@ def test_the_harmful_tokenizer_of_a_published_folder_is_left_out(tmp_path, harm)
     said = converted("--from", folder, "--to", "portable", tmp_path / "out")
     assert f"tokenizer   left out: {folder}: its " in said
     assert names(tmp_path / "out") == {"manifest.json", "model.json", "model.safetensors"}
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        DEEP,
-        '{"model": {"vocab": {"<|endoftext|>": "0"}}}',
-        '{"model": {"vocab": {}}, "added_tokens": [{"content": "<|endoftext|>", "id": []}]}',
-        '{"model": {"vocab": [["<|endoftext|>"]]}}',
-        '{"model": {"vocab": {}}, "added_tokens": [{"content": ["a"], "id": 1}]}',
-    ],
-    ids=lambda value: value[:40],
-)
-def test_a_vocabulary_of_wrong_types_is_one_line(checkpoint, tmp_path, text):
-    (checkpoint / "tokenizer" / "tokenizer.json").write_text(text)
-    seal(checkpoint)
-    (line,) = refusal("--from", checkpoint, "--to", "hf", tmp_path / "out")
-    assert "tokenizer.json: is not a readable vocabulary (" in line
-    assert json.loads((checkpoint / "manifest.json").read_text())["step"] == 1

@@ -40,9 +40,9 @@ if TYPE_CHECKING:
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 QUANTIZATIONS = ("none", "int8")
-LARGEST_SEED = 2**63
 BATCH_SIZE = 8
 LINE = "-" * 80
+A_MODEL = "run folder, one checkpoint in it, portable folder, or Hugging Face folder"
 A_RUN = "a run folder such as checkpoint/demo-zero1"
 FORMS = ", ".join(EXPORT_FORMS)
 REPEATED: dict[str, Any] = {"default": (), "action": "append"}
@@ -54,8 +54,8 @@ def listed(allowed: Sequence[str], text: str) -> Any:
     return flag(choice(allowed), metavar, f"{text} (default: %(default)s)", default=allowed[0])
 
 
-def _count(text: str, default: int, **more: Any) -> Any:
-    return flag(POSITIVE, "N", f"{text} (default: {default:,})", default=default, **more)
+def _count(text: str, default: int | None = None, **more: Any) -> Any:
+    return flag(POSITIVE, "N", f"{text} (default: {default:,})" if default else text, default=default, **more)
 
 
 def _share(metavar: str, text: str, default: float) -> Any:
@@ -87,12 +87,7 @@ class Sampling:
 class GenerateRequest:
     """The options of a generation; each is the flag of its name."""
 
-    checkpoint: Path = flag(
-        Path,
-        "DIR",
-        "run folder, one checkpoint in it, portable folder, or Hugging Face folder of a GPT-2",
-        required=True,
-    )
+    checkpoint: Path = flag(Path, "DIR", f"{A_MODEL} of a GPT-2", required=True)
     which: str = which_checkpoint()
     precision: str = listed(PRECISIONS, "of weights and arithmetic")
     quantize: str = listed(QUANTIZATIONS, "int8: weights in 8 bits, which lose a little, with --precision bf16")
@@ -106,7 +101,7 @@ class GenerateRequest:
     num_samples: int = _count("continuations of each prompt", 1)
     top_k: int = flag(POSITIVE, "K", "sample from the K likeliest (default: %(default)s)", default=50)
     seed: int = flag(COUNT, "N", "same seed, same text (default: %(default)s)", default=1337)
-    batch_size: int | None = flag(POSITIVE, "N", f"texts that are generated together (default: {BATCH_SIZE})")
+    batch_size: int | None = _count(f"texts that are generated together (default: {BATCH_SIZE})")
     temperature: float = _share("T", "0: always the likeliest token", 0.8)
     top_p: float = _share("P", "sample from the fewest likeliest tokens whose probabilities reach this sum", 1.0)
     min_p: float = _share("P", "sample from tokens at least this share as probable as the likeliest", 0.0)
@@ -125,7 +120,7 @@ class GenerateRequest:
         """Note what does not fit together, and values that the readers of the flags let pass."""
         if self.stream and self.batch_size is not None:
             problems.add("--stream writes one text at a time: leave --batch_size out")
-        if self.seed >= LARGEST_SEED:
+        if self.seed >= 2**63:
             problems.add(f"--seed must be a whole number from 0 to 2^63 - 1, not {self.seed}")
         if not 0 < self.top_p <= 1:
             problems.add(f"--top_p must be above 0 and at most 1, not {self.top_p:g}")
@@ -143,9 +138,7 @@ class GenerateRequest:
 class EvaluateRequest:
     """The options of an evaluation; each is the flag of its name."""
 
-    checkpoint: Path = flag(
-        Path, "DIR", "run folder, one checkpoint in it, portable folder, or Hugging Face folder", required=True
-    )
+    checkpoint: Path = flag(Path, "DIR", A_MODEL, required=True)
     data: Path | None = flag(Path, "BIN", "token file to predict")
     text: Path | None = flag(Path, "FILE", "text file to predict")
     include_path: Path | None = flag(Path, "DIR", "folder with tasks of your own, for --tasks")
@@ -156,18 +149,16 @@ class EvaluateRequest:
         "tasks of lm-evaluation-harness, with commas between them",
         default=(),
     )
-    limit: int | None = flag(POSITIVE, "N", "most examples of each task (default: all)")
-    seq_length: int | None = flag(
-        POSITIVE, "N", "tokens of a window (default: as in training; of Hugging Face's models the context)"
+    limit: int | None = _count("most examples of each task (default: all)")
+    seq_length: int | None = _count(
+        "tokens of a window (default: as in training; of Hugging Face's models the context)"
     )
-    stride: int | None = flag(
-        POSITIVE,
-        "N",
+    stride: int | None = _count(
         "tokens from one window to the next; a shorter stride gives each token more before it, and takes longer "
-        "(default: those of a window)",
+        "(default: those of a window)"
     )
-    windows: int | None = flag(
-        POSITIVE, "N", "predict the first N windows of --data, as a validation of training does (default: all)"
+    windows: int | None = _count(
+        "predict the first N windows of --data, as a validation of training does (default: all)"
     )
     batch_size: int = _count("windows or examples at a time", BATCH_SIZE)
     which: str = which_checkpoint()
@@ -251,13 +242,24 @@ def _prompts(request: GenerateRequest, problems: Problems) -> list[str]:
         file = None if str(request.prompt_file) == "-" else request.prompt_file
         what = f"--prompt_file {file}" if file else "standard input"
         try:
-            data = file.read_bytes() if file else sys.stdin.buffer.read()
-            prompts.append(data.decode("utf-8").removesuffix("\n"))
-        except OSError as error:
-            problems.add(f"{what}: cannot be read ({error.strerror})")
-        except UnicodeDecodeError:
-            problems.add(f"{what}: is not valid UTF-8 text")
+            prompts.append(text_of(file, what).removesuffix("\n"))
+        except UserError as error:
+            problems.add(*error.problems)
     return prompts or [""]
+
+
+def text_of(file: Path | None, what: str) -> str:
+    """The text in ``file``, or on the standard input.
+
+    Raises:
+        UserError: it cannot be read, or is not UTF-8; ``what`` says which it was.
+    """
+    try:
+        return (file.read_bytes() if file else sys.stdin.buffer.read()).decode("utf-8")
+    except OSError as error:
+        raise UserError(f"{what}: cannot be read ({error.strerror})") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{what}: is not valid UTF-8 text") from error
 
 
 def _converse(writer: "Writer", show: Callable[[str], None], note: str) -> None:
@@ -469,8 +471,8 @@ class Limits:
         default=64,
         name="--max_queue",
     )
-    new_tokens: int | None = flag(
-        POSITIVE, "N", "the most tokens of a completion (default: the model's context length)", name="--max_tokens"
+    new_tokens: int | None = _count(
+        "the most tokens of a completion (default: the model's context length)", name="--max_tokens"
     )
     body_bytes: int = _count("the largest request", 262_144, name="--max_body_bytes")
     request_sec: float = _count("seconds from a request to the end of its answer", 120, name="--request_timeout")

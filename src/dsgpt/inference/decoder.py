@@ -103,17 +103,13 @@ class Packed(Linear):
     These are the operators that ``torch.compile`` replaces linear layers by; they work without a compiler, too.
     """
 
-    _no_scalars: tuple[float, ...] = ()
-
     def __init__(self, weight: Tensor, bias: Tensor | None, *, rows: int) -> None:
         """Copy ``weight`` into the layout for ``rows`` rows; other numbers of rows are computed, too."""
         super().__init__(torch.ops.mkldnn._reorder_linear_weight(weight, rows), bias)
 
     def product(self, x: Tensor, activation: str = "none", algorithm: str = "") -> Tensor:
         """See ``Linear``; with an ``activation`` of oneDNN's."""
-        out: Tensor = torch.ops.mkldnn._linear_pointwise(
-            x, self._weight, self._bias, activation, self._no_scalars, algorithm
-        )
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, activation, (), algorithm)
         return out
 
     def gelu(self, x: Tensor) -> Tensor:
@@ -193,11 +189,7 @@ class _Int8(nn.Module):
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
         values, scales = to_int8(weight.detach())
-        self.values: Tensor
-        self.scales: Tensor
-        self.register_buffer("values", values)
-        self.register_buffer("scales", scales.to(weight.dtype))
-        self.bias = bias
+        self.values, self.scales, self.bias = nn.Buffer(values), nn.Buffer(scales.to(weight.dtype)), bias
 
     def forward(self, x: Tensor) -> Tensor:
         """(N, in) to (N, out)."""

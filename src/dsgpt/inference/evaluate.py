@@ -9,7 +9,7 @@ import itertools
 import math
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,9 +24,11 @@ from dsgpt.common.files import sha256_of, write_json_atomic
 from dsgpt.data.loader import IGNORED_TARGET
 from dsgpt.data.token_file import TokenFile, open_token_file
 from dsgpt.formats.tensor_files import DTYPES
-from dsgpt.formats.tokenizer_files import TOKENIZER, other_meaning, reason_of, token_ids
+from dsgpt.formats.tokenizer_files import TOKENIZER, other_meaning, token_ids
 from dsgpt.inference.commands import EvaluateRequest as Request
+from dsgpt.inference.commands import text_of
 from dsgpt.inference.decoder import round_to_int8
+from dsgpt.inference.generation import decoded, encoded
 from dsgpt.inference.model_files import Loaded, device_for, export, load
 from dsgpt.machine.console import Console
 from dsgpt.model.gpt2 import GPT2
@@ -87,31 +89,31 @@ def _predicted(request: Request, *, device: torch.device, console: Console) -> R
             f"{source}: its largest id is {largest}, but the model was trained with a "
             f"vocabulary of {model.config.vocab_size}: use data of the model's own tokenizer"
         )
-    count = len(windows_of(len(text.ids) - 1, length=length, stride=stride))
-    progress = console.progress(total=count, what="evaluating", unit="window", lines=True)
-    result = predict(
-        model, text.ids, length=length, stride=stride, batch_size=request.batch_size, progress=progress.advance
-    )
+    tokens = len(text.ids) - 1
+    windows = windows_of(tokens, length=length, stride=stride)
+    progress = console.progress(total=len(windows), what="evaluating", unit="window", lines=True)
+    nats = predict(model, text.ids, windows=windows, batch_size=request.batch_size, progress=progress.advance)
     progress.close()
-    if not math.isfinite(result.loss):
-        raise UserError(f"{source}: the loss is {result.loss}, though the model's weights are finite: it is unusable")
+    loss = nats / tokens
+    if not math.isfinite(loss):
+        raise UserError(f"{source}: the loss is {loss}, though the model's weights are finite: it is unusable")
     validation: Record | None = None  # how the training validated exactly these weights, if it did so on the same file
     if manifest and manifest.val_loss is not None and text.sha256 is not None:
         fixed = manifest.fixed
-        data, windows, validated = (fixed.get(name) for name in VALIDATED_ON)
-        if data == text.sha256 and isinstance(windows, int) and isinstance(validated, int):
-            validation = {"loss": manifest.val_loss, "windows": windows, "seq_length": validated}
+        data, count, validated = (fixed.get(name) for name in VALIDATED_ON)
+        if data == text.sha256 and isinstance(count, int) and isinstance(validated, int):
+            validation = {"loss": manifest.val_loss, "windows": count, "seq_length": validated}
             validation |= {"precision": fixed.get("precision")}
     return {
         "data": str(source),
-        "tokens": result.tokens,
+        "tokens": tokens,
         "bytes": text.bytes,
-        "windows": result.windows,
+        "windows": len(windows),
         "seq_length": length,
         "stride": stride,
-        "loss": result.loss,
-        "perplexity": result.perplexity,
-        "bits_per_byte": result.bits_per_byte(text.bytes) if text.bytes else None,
+        "loss": loss,
+        "perplexity": math.exp(loss) if loss < 700 else math.inf,  # a larger one has no floating-point number
+        "bits_per_byte": nats / math.log(2) / text.bytes if text.bytes else None,
         "same_tokenizer": text.same_tokenizer,
         "validation": validation,
     }
@@ -120,39 +122,9 @@ def _predicted(request: Request, *, device: torch.device, console: Console) -> R
 # Every id of a text, predicted once.
 
 
-@dataclass(frozen=True, kw_only=True)
-class Prediction:
-    """How well a text was predicted."""
-
-    nats: float
-    """The sum of the cross-entropies of all tokens."""
-    tokens: int
-    windows: int
-
-    @property
-    def loss(self) -> float:
-        """Nats per token."""
-        return self.nats / self.tokens
-
-    @property
-    def perplexity(self) -> float:
-        """The exponential of the loss; infinite where that has no floating-point number."""
-        return math.exp(self.loss) if self.loss < 700 else math.inf
-
-    def bits_per_byte(self, size: int) -> float:
-        """Bits per byte of the text, which compares models with different tokenizers."""
-        return self.nats / math.log(2) / size
-
-
-@dataclass(frozen=True)
-class Window:
-    """A part of the ids that the model reads at once."""
-
-    start: int
-    end: int
-    """The model reads ids ``start`` to ``end``, the latter excluded, and predicts each one's successor."""
-    counted: int
-    """How many predictions count: the last ones."""
+Window = tuple[int, int, int]
+"""A part of the ids that the model reads at once: its first id, the id behind its last one, and how many of the
+predictions of its ids' successors count, the last ones."""
 
 
 def windows_of(targets: int, *, length: int, stride: int) -> list[Window]:
@@ -161,42 +133,33 @@ def windows_of(targets: int, *, length: int, stride: int) -> list[Window]:
     end = 0
     while end < targets:
         before, end = end, min(targets, end + stride if windows else length)
-        windows.append(Window(max(0, end - length), end, end - before))
+        windows.append((max(0, end - length), end, end - before))
     return windows
 
 
 @torch.inference_mode()
 def predict(
-    model: GPT2,
-    ids: Sequence[int] | Tensor,
-    *,
-    length: int,
-    stride: int,
-    batch_size: int,
-    progress: Callable[[int], None] = lambda _: None,
-) -> Prediction:
-    """Predict every id but the first.
+    model: GPT2, ids: Tensor, *, windows: list[Window], batch_size: int, progress: Callable[[int], None]
+) -> float:
+    """The sum of the cross-entropies of all ids but the first, in nats.
 
     Args:
         model: in evaluation mode.
         ids: at least two; (n,), on the CPU.
-        length: ids of a window; at most the model's positions.
-        stride: ids from one window to the next; at most ``length``.
+        windows: of ``windows_of``, at most as long as the model's positions.
         batch_size: windows that are computed together.
         progress: gets the number of windows since its last call.
     """
-    ids, device = torch.as_tensor(ids), model.wte.weight.device
-    windows = windows_of(len(ids) - 1, length=length, stride=stride)
-    nats = 0.0
-    same_length = (list(group) for _, group in itertools.groupby(windows, key=lambda each: each.end - each.start))
+    device, nats = model.wte.weight.device, 0.0
+    same_length = (list(group) for _, group in itertools.groupby(windows, key=lambda each: each[1] - each[0]))
     for batch in (group[at : at + batch_size] for group in same_length for at in range(0, len(group), batch_size)):
-        inputs = torch.stack([ids[window.start : window.end] for window in batch]).long()  # (B, T)
-        targets = torch.stack([ids[window.start + 1 : window.end + 1] for window in batch]).long()
-        for row, window in zip(targets, batch, strict=True):
-            row[: len(row) - window.counted] = IGNORED_TARGET
+        inputs = torch.stack([ids[start:end] for start, end, _ in batch]).long()  # (B, T)
+        targets = torch.stack([ids[start + 1 : end + 1] for start, end, _ in batch]).long()
+        for row, (_, _, counted) in zip(targets, batch, strict=True):
+            row[: len(row) - counted] = IGNORED_TARGET
         nats += float(model(inputs.to(device), targets.to(device), reduction="sum"))
         progress(len(batch))
-    return Prediction(nats=nats, tokens=len(ids) - 1, windows=len(windows))
+    return nats
 
 
 # The ids that an evaluation predicts, and the bytes of the text that they stand for.
@@ -222,22 +185,14 @@ def read_text(path: Path, tokenizer: "PreTrainedTokenizerBase") -> Evaluated:
     Raises:
         UserError: it cannot be read, is no text, or has too few tokens.
     """
-    try:
-        text = path.read_bytes().decode("utf-8")
-    except OSError as error:
-        raise UserError(f"--text {path}: cannot be read ({error.strerror})") from error
-    except UnicodeDecodeError as error:
-        raise UserError(f"--text {path}: is not valid UTF-8 text") from error
-    try:
-        # a text that names an end-of-text token is encoded as for training: the name is ordinary text
-        ids: list[int] = tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
-    except Exception as error:  # the tokenizers library raises nothing more specific
-        raise UserError(f"--text {path}: the tokenizer cannot encode it ({reason_of(error)})") from error
+    text = text_of(path, f"--text {path}")
+    # a text that names an end-of-text token is encoded as for training: the name is ordinary text
+    ids = encoded(text, tokenizer, what=f"--text {path}", split_special_tokens=True)
     size = len(text.encode())
     if tokenizer.eos_token_id is not None:
         ids = [tokenizer.eos_token_id, *ids]
     elif ids:
-        size -= len(_decoded(tokenizer, torch.tensor(ids[:1])))
+        size -= len(decoded(ids[:1], tokenizer).encode())
     if len(ids) < 2 or not size:
         raise UserError(f"--text {path}: has no token to predict")
     return Evaluated(ids=torch.tensor(ids), bytes=size)
@@ -263,7 +218,7 @@ def read_data(path: Path, loaded: Loaded, *, most: int | None) -> Evaluated:
     if tokenizer is not None:  # without ends of documents
         end = -1 if tokenizer.eos_token_id is None else tokenizer.eos_token_id
         documents = ids[1:].tensor_split((ids[1:] == end).nonzero()[:, 0])
-        size = sum(len(_decoded(tokenizer, part[part != end])) for part in documents)
+        size = sum(len(decoded(part[part != end].tolist(), tokenizer).encode()) for part in documents)
     return Evaluated(ids=ids, bytes=size or None, sha256=file.sidecar.sha256, same_tokenizer=same)
 
 
@@ -293,10 +248,6 @@ def _check_tokenizer(file: TokenFile, folder: Path | None) -> bool | None:
         f"--data {file.path}: was made with another tokenizer than that of the model, {difference}: prepare the text "
         f"with the model's (data_prep/preprocess.py --tokenizer {folder})"
     )
-
-
-def _decoded(tokenizer: "PreTrainedTokenizerBase", ids: Tensor) -> bytes:
-    return str(tokenizer.decode(ids.tolist(), clean_up_tokenization_spaces=False)).encode()
 
 
 # The tasks of lm-evaluation-harness, on a model exported for transformers.

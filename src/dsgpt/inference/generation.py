@@ -9,7 +9,7 @@ import statistics
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,7 +31,9 @@ if TYPE_CHECKING:
 
 
 def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
-    """The distribution of the next id, (B, V), from ``logits``, (B, V) in fp32; the temperature must be above 0."""
+    """The distribution of the next id, (B, V), from ``logits``, (B, V) in fp32."""
+    if sampling.temperature == 0:
+        return torch.nn.functional.one_hot(logits.argmax(dim=1), logits.shape[1]).float()
     logits = (logits - logits.amax(dim=1, keepdim=True)) / sampling.temperature  # at most 0, so nothing overflows
     count = min(sampling.top_k or logits.shape[1], logits.shape[1])
     if count < logits.shape[1] or sampling.top_p < 1:
@@ -47,6 +49,18 @@ def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
     return shares
 
 
+def draw(shares: Tensor, numbers: Sequence[float]) -> Tensor:
+    """The ids, (B,), at which the running sum of each row of ``shares``, (B, V), passes its number in [0, 1).
+
+    In fp64 and in the order of ids, so that another batch, which rounds logits differently, draws the same.
+    """
+    sums = shares.double().cumsum(dim=1)  # (B, V)
+    total = sums[:, -1:]
+    drawn = torch.tensor(numbers, dtype=torch.float64, device=sums.device)[:, None] * total  # (B, 1)
+    below = torch.nextafter(total, torch.zeros_like(total))  # a product that rounds up to the sum has no id
+    return torch.searchsorted(sums, torch.minimum(drawn, below), right=True)[:, 0]
+
+
 class Chooser:
     """Chooses the next id of every sequence of a batch.
 
@@ -54,25 +68,14 @@ class Chooser:
         sampling: how.
         prompts: the ids that each sequence starts with.
         generators: the random stream of each sequence, on the CPU, so that devices draw alike.
-        vocab_size: ids, V.
-        device: of the logits.
     """
 
     def __init__(
-        self,
-        sampling: Sampling,
-        *,
-        prompts: Sequence[Sequence[int]],
-        generators: Sequence[torch.Generator],
-        vocab_size: int,
-        device: torch.device,
+        self, sampling: Sampling, *, prompts: Sequence[Sequence[int]], generators: Sequence[torch.Generator] = ()
     ) -> None:
-        self._sampling, self._generators = sampling, generators
+        self._sampling, self._prompts, self._generators = sampling, prompts, generators
         self._seen: Tensor | None = None
-        if sampling.repetition_penalty != 1:
-            self._seen = torch.zeros((len(prompts), vocab_size), dtype=torch.bool, device=device)
-            for row, prompt in zip(self._seen, prompts, strict=True):
-                row[torch.tensor(prompt, device=device)] = True
+        """Which ids each sequence has, (B, V); None until logits show how many there are, or without a penalty."""
 
     def choose(self, logits: Tensor) -> Tensor:
         """The next ids, (B,), from ``logits``, (B, V) in fp32; V for a row that has a NaN."""
@@ -80,29 +83,25 @@ class Chooser:
         if self._sampling.temperature == 0:
             largest = logits.max(dim=1)  # the first of equal ones; argmax takes three times as long on CPUs
             ids = largest.indices.masked_fill(largest.values.isnan(), logits.shape[1])
-        else:  # where the number of each stream falls in the running sum of the probabilities
-            numbers = [torch.rand(1, dtype=torch.float64, generator=generator) for generator in self._generators]
-            # In fp64 and in the order of ids, so that another batch, which rounds logits differently, draws the same.
-            sums = probabilities(logits, self._sampling).double().cumsum(dim=1)  # (B, V)
-            total = sums[:, -1:]
-            drawn = torch.stack(numbers).to(logits.device) * total  # (B, 1)
-            below = torch.nextafter(total, torch.zeros_like(total))  # a product that rounds up to the sum has no id
-            ids = torch.searchsorted(sums, torch.minimum(drawn, below), right=True)[:, 0]
+        else:
+            numbers = [float(torch.rand(1, dtype=torch.float64, generator=each)) for each in self._generators]
+            ids = draw(probabilities(logits, self._sampling), numbers)
         if self._seen is not None:
             self._seen.scatter_(1, ids[:, None].clamp(max=logits.shape[1] - 1), True)
         return ids
 
     def distribution(self, logits: Tensor) -> Tensor:
         """The probabilities, (B, V), with which ``choose`` would draw from ``logits``."""
-        logits = self._penalized(logits)
-        if self._sampling.temperature == 0:
-            return torch.nn.functional.one_hot(logits.argmax(dim=1), logits.shape[1]).float()
-        return probabilities(logits, self._sampling)
+        return probabilities(self._penalized(logits), self._sampling)
 
     def _penalized(self, logits: Tensor) -> Tensor:
-        if self._seen is None:
-            return logits
         penalty = self._sampling.repetition_penalty
+        if penalty == 1:
+            return logits
+        if self._seen is None:
+            self._seen = torch.zeros_like(logits, dtype=torch.bool)
+            for row, prompt in zip(self._seen, self._prompts, strict=True):
+                row[torch.tensor(prompt, device=row.device)] = True
         return torch.where(self._seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 
@@ -139,13 +138,7 @@ def generate_batch(
         UserError: no id can be drawn, because logits are not finite.
     """
     sequences = decoder.begin(prompts, new_tokens=new_tokens)
-    chooser = Chooser(
-        sampling,
-        prompts=prompts,
-        generators=generators,
-        vocab_size=decoder.config.vocab_size,
-        device=decoder.embedding.device,
-    )
+    chooser = Chooser(sampling, prompts=prompts, generators=generators)
     logits = sequences.read_prompts()
     for left in reversed(range(new_tokens)):
         ids = chooser.choose(logits)
@@ -170,8 +163,7 @@ def generate(decoder: Decoder, prompt: Sequence[int], *, new_tokens: int) -> Ite
 # Which ids are likeliest to follow a text, as the model says and as sampling draws them.
 
 
-@dataclass(frozen=True, kw_only=True)
-class Candidate:
+class Candidate(NamedTuple):
     """An id that may follow."""
 
     id: int
@@ -188,15 +180,9 @@ def likeliest(decoder: Decoder, ids: Sequence[int], *, count: int, sampling: Sam
         ValueError: there are no ``ids``, or they leave no position for one more.
     """
     logits = decoder.begin([ids], new_tokens=1).read_prompts()  # (1, V)
-    chooser = Chooser(
-        sampling, prompts=[ids], generators=(), vocab_size=decoder.config.vocab_size, device=logits.device
-    )
-    shares, drawn = logits.softmax(dim=1)[0], chooser.distribution(logits)[0]  # (V,)
-    chosen = shares.topk(min(count, len(shares)))
-    return [
-        Candidate(id=int(each), probability=float(value), drawn=float(drawn[each]))
-        for each, value in zip(chosen.indices.tolist(), chosen.values.tolist(), strict=True)
-    ]
+    shares, drawn = logits.softmax(dim=1)[0], Chooser(sampling, prompts=[ids]).distribution(logits)[0]  # (V,)
+    values, chosen = shares.topk(min(count, len(shares)))
+    return list(map(Candidate, chosen.tolist(), values.tolist(), drawn[chosen].tolist()))
 
 
 MAX_PROMPT_TOKENS = 16
@@ -251,8 +237,6 @@ def measure_latency(model: GPT2, ids: Tensor) -> dict[str, Any] | None:
 
 # Text in, text out, with the model and tokenizer of a checkpoint.
 
-CONTEXT = "context"
-INTERRUPTED = "interrupted"
 INCOMPLETE = "\ufffd"
 """What a tokenizer decodes bytes to that are not a whole character yet."""
 
@@ -303,15 +287,12 @@ class Continuation:
 
     def _extend(self, *, whole: bool) -> None:
         """Decode the ids that have no text yet; with ``whole``, only if they end with a whole character."""
-        before = self._decode(self.ids[self._from : self._decoded])
-        after = self._decode(self.ids[self._from :])
+        before = decoded(self.ids[self._from : self._decoded], self._tokenizer)
+        after = decoded(self.ids[self._from :], self._tokenizer)
         if whole and after.endswith(INCOMPLETE):
             return
         self.text += after[len(before) :]
         self._from, self._decoded = self._decoded, len(self.ids)
-
-    def _decode(self, ids: list[int]) -> str:
-        return str(self._tokenizer.decode(ids, clean_up_tokenization_spaces=False))
 
     def _cut_at_stop(self) -> None:
         """End the text before the first ``stop`` text in it."""
@@ -448,9 +429,26 @@ class Writer:
         for (prompt, _), continuation, limit in zip(chosen, continuations, limits, strict=True):
             continuation.finish()
             show(continuation.news(last=True))
-            full = CONTEXT if limit < request.max_new_tokens else "length"
-            ended = continuation.ended or (full if count >= limit else INTERRUPTED)
+            full = "context" if limit < request.max_new_tokens else "length"
+            ended = continuation.ended or (full if count >= limit else "interrupted")
             yield Text(prompt=prompt, added=continuation.text, ended=ended, ids=tuple(continuation.ids))
+
+
+def encoded(text: str, tokenizer: "PreTrainedTokenizerBase", *, what: str, **words: bool) -> list[int]:
+    """The ids of ``text``, which is called ``what`` in messages, without special tokens around them.
+
+    Raises:
+        UserError: the tokenizer cannot encode it.
+    """
+    try:
+        return list(tokenizer.encode(text, add_special_tokens=False, **words))
+    except Exception as error:  # the tokenizers library raises nothing more specific
+        raise UserError(f"{what}: the tokenizer cannot encode it ({reason_of(error)})") from error
+
+
+def decoded(ids: list[int], tokenizer: "PreTrainedTokenizerBase") -> str:
+    """The text of ``ids``, as it is."""
+    return str(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
 
 
 def encode_prompt(prompt: str, tokenizer: "PreTrainedTokenizerBase", config: GPT2Config) -> list[int]:
@@ -463,10 +461,7 @@ def encode_prompt(prompt: str, tokenizer: "PreTrainedTokenizerBase", config: GPT
         prompt.encode()
     except UnicodeEncodeError as error:
         raise UserError("--prompt is not valid UTF-8 text") from error
-    try:
-        ids: list[int] = tokenizer.encode(prompt, add_special_tokens=False)
-    except Exception as error:  # the tokenizers library raises nothing more specific
-        raise UserError(f"--prompt {prompt!r}: the tokenizer cannot encode it ({reason_of(error)})") from error
+    ids = encoded(prompt, tokenizer, what=f"--prompt {prompt!r}")
     if not ids and tokenizer.eos_token_id is None:
         raise UserError("--prompt is empty, and this tokenizer has no end-of-text token to start from: give a prompt")
     ids = ids or [tokenizer.eos_token_id]

@@ -8,7 +8,7 @@ import contextlib
 import os
 import shutil
 import sys
-import tempfile
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -328,14 +328,12 @@ def _new_folder(out: Path) -> Iterator[Path]:
     target = out.resolve()
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        folder = Path(tempfile.mkdtemp(prefix=f".{target.name}-", suffix=".partial", dir=target.parent))
+        folder = target.with_name(f".{target.name}-{uuid.uuid4().hex}.partial")
+        folder.mkdir()
     except OSError as error:
         raise UserError(f"{out}: cannot be made ({error.strerror}): name another folder") from error
     try:
         yield folder
-        umask = os.umask(0)
-        os.umask(umask)
-        folder.chmod(0o777 & ~umask)  # mkdtemp's is private
         sync_directory(folder)
         folder.rename(target)  # replaces an empty folder
         sync_directory(target.parent)
@@ -366,9 +364,8 @@ def _write_hugging_face(folder: Path, model: StoredModel, *, dtype: str, progres
     tensors = {hugging_face_name(name): laid_out(name, tensor) for name, tensor in model.tensors.items()}
     write_safetensors(folder / "model.safetensors", tensors, metadata={"format": "pt"}, progress=progress)
     write_json_atomic(folder / "config.json", hugging_face_config(model.config, dtype=dtype, end_of_text=end_of_text))
-    ends = list(model.ends) if len(model.ends) > 1 else end_of_text
-    generation = {"_from_model_config": True, "bos_token_id": end_of_text, "eos_token_id": ends}
-    write_json_atomic(folder / "generation_config.json", generation)
+    ends = {"bos_token_id": end_of_text, "eos_token_id": list(model.ends) if len(model.ends) > 1 else end_of_text}
+    write_json_atomic(folder / "generation_config.json", {"_from_model_config": True, **ends})
 
 
 def _write_portable(folder: Path, model: StoredModel, *, dtype: str, progress: Callable[[int], None]) -> None:
@@ -467,12 +464,10 @@ def _write_deepspeed(
     slices: list[dict[str, SimpleNamespace]] = [{}, {}]
     """The position of each parameter in its flat group: the two attributes of DeepSpeed's ``fragment_address``."""
     for master, names, places in zip(masters, groups, slices, strict=True):
-        start = 0
-        for name in names:
-            numel = torch.Size(tensors[name].shape).numel()
-            places[name] = SimpleNamespace(numel=numel, start=start)
-            views[name] = master.narrow(0, start, numel).view(tensors[name].shape)
-            start += numel
+        sizes = [torch.Size(tensors[name].shape).numel() for name in names]
+        for name, part in zip(names, torch.split(master, sizes), strict=True):
+            places[name] = SimpleNamespace(numel=part.numel(), start=part.storage_offset())
+            views[name] = part.view(tensors[name].shape)
     model_states = {
         "module": {name: views[name] for name in tensors} | {_HEAD: views[_EMBEDDING].clone()},
         "buffer_names": [_HEAD],

@@ -22,13 +22,12 @@ from starlette.types import Message, Receive, Scope, Send
 from dsgpt.common.json_files import clipped
 from dsgpt.inference.commands import Key, Limits
 from dsgpt.inference.generation import INCOMPLETE, Continuation
-from dsgpt.inference.server.engine import Engine, Scorer, ServedModel
+from dsgpt.inference.server.engine import Engine, Scorer, Sequence, ServedModel
 from dsgpt.inference.server.requests import (
     ApiError,
-    ClientGoneError,
     CompletionRequest,
+    GoneError,
     Prompt,
-    SlowReaderError,
     new_tokens_of,
     read_body,
     read_prompts,
@@ -37,8 +36,6 @@ from dsgpt.inference.server.requests import (
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-    from dsgpt.inference.server.engine import Sequence
 
 
 # What ``/metrics`` tells Prometheus. No figure has a text of a request in it.
@@ -52,19 +49,12 @@ class Metrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
-        self.requests = CounterOf(
-            "dsgpt_requests",
-            "Requests for completions that ended, by status; 499: the client hung up",
-            ["status"],
-            registry=self.registry,
-        )
-        self.of_keys = CounterOf(
-            "dsgpt_key_requests",
-            "Requests for completions by the name of their key",
-            ["key", "status"],
-            registry=self.registry,
-        )
-        self.tokens = CounterOf("dsgpt_tokens", "Tokens read and written", ["kind"], registry=self.registry)
+        counter = partial(CounterOf, registry=self.registry)
+        ended = "Requests for completions that ended, by status; 499: the client hung up"
+        self.requests = counter("dsgpt_requests", ended, ["status"])
+        of_key = "Requests for completions by the name of their key"
+        self.of_keys = counter("dsgpt_key_requests", of_key, ["key", "status"])
+        self.tokens = counter("dsgpt_tokens", "Tokens read and written", ["kind"])
         self.open = Gauge("dsgpt_open_sequences", "Sequences that are decoded or wait", registry=self.registry)
         self.seconds, self.first_token, self.queue = (
             Histogram(f"dsgpt_{name}_seconds", text, buckets=SECONDS, registry=self.registry)
@@ -161,7 +151,7 @@ class Choice:
 
     index: int
     prompt: Prompt
-    sequence: "Sequence | None"
+    sequence: Sequence | None
     """What decodes it; None if no token is asked for."""
     text: Continuation
     finish_reason: str | None = None
@@ -228,26 +218,20 @@ def add_logprobs(
     ids = before + choice.text.ids
     scores: list[Any] = [None] * (first == 0) + scorer.score(ids, first=max(first, 1), top=top)
     length = len(choice.text.text) + (len(choice.prompt.text) if echo else 0)
-    offsets = [len(str(tokenizer.decode(ids[first:end])).rstrip(INCOMPLETE)) for end in range(first, len(ids))]
-    shown = [place for place, offset in enumerate(offsets) if offset < length]  # the others are behind a stop sequence
+    offsets = (len(str(tokenizer.decode(ids[first:end])).rstrip(INCOMPLETE)) for end in range(first, len(ids)))
+    rows = [row for row in zip(ids[first:], offsets, scores, strict=True) if row[1] < length]  # not behind a stop text
 
     def name_of(token: int) -> str:
         """Its text; a token that is a part of a character is ``token_id:N``, as in vLLM."""
         text = str(tokenizer.decode([token]))
         return f"token_id:{token}" if INCOMPLETE in text else text
 
+    best = [score and {name_of(one): log for one, log in [*score[1], (token, score[0])]} for token, _, score in rows]
     choice.logprobs = {
-        "tokens": [name_of(ids[first + place]) for place in shown],
-        "token_logprobs": [None if scores[place] is None else scores[place][0] for place in shown],
-        "top_logprobs": [
-            None
-            if scores[place] is None
-            else {name_of(token): value for token, value in [*scores[place][1], (ids[first + place], scores[place][0])]}
-            for place in shown
-        ]
-        if top
-        else None,
-        "text_offset": [offsets[place] for place in shown],
+        "tokens": [name_of(token) for token, _, _ in rows],
+        "token_logprobs": [score and score[0] for _, _, score in rows],
+        "top_logprobs": best if top else None,
+        "text_offset": [offset for _, offset, _ in rows],
     }
 
 
@@ -283,18 +267,14 @@ class Completions:
                 await self._answer(Request(scope, receive), exchange)
             status = 200
         except TimeoutError:
-            error = ApiError(
-                504,
-                f"the answer took longer than {self.limits.request_sec:g} s: ask for fewer tokens, or later",
-                code="timeout",
-                headers={"x-should-retry": "false"},
-            )
+            message = f"the answer took longer than {self.limits.request_sec:g} s: ask for fewer tokens, or later"
+            error = ApiError(504, message, code="timeout", headers={"x-should-retry": "false"})
             status = error.status
             await exchange.fail(error)
         except ApiError as error:
             status = error.status
             await exchange.fail(error)
-        except (ClientGoneError, SlowReaderError) as error:
+        except GoneError as error:
             status = error.status
         finally:
             self.metrics.requests.labels(status).inc()
@@ -312,13 +292,14 @@ class Completions:
         if request.model != self.served.name:
             message = f"the model {request.model[:80]!r} does not exist here: use {self.served.name!r}"
             raise ApiError(404, message, param="model", code="model_not_found")
-        with self.gate.places(request.prompts * (request.n or 1), key=key, prompts=request.prompts):
+        prompts = max(1, len(request.prompts))
+        with self.gate.places(prompts * request.n, key=key, prompts=prompts):
             work = asyncio.create_task(self._complete(request, exchange, read))
             gone = asyncio.create_task(_hung_up(http.receive))
             try:
                 await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
                 if not work.done() and not exchange.ended:
-                    raise ClientGoneError
+                    raise GoneError(499)
                 await work
             finally:
                 for task in (work, gone):
@@ -329,7 +310,7 @@ class Completions:
         self, request: CompletionRequest, exchange: "_Exchange", read: Callable[..., Awaitable[Any]]
     ) -> None:
         """Decode the completions and send them; at the end those that are not finished are cancelled."""
-        served, changed, echo = self.served, asyncio.Event(), bool(request.echo)
+        served, changed, echo = self.served, asyncio.Event(), request.echo
         choices: list[Choice] = []
         encode = partial(read_prompts, vocabulary=served.vocabulary, positions=served.positions)
         prompts: list[Prompt] = await read(encode, request, served.tokenizer)
@@ -337,7 +318,7 @@ class Completions:
         ends, answer = request.ends(served.end_of_text), Answer(served.name, choices, prompts)
         submit = partial(self.engine.submit, new_tokens=new_tokens, ends=ends, changed=changed)
         try:
-            for prompt in (prompt for prompt in prompts for _ in range(request.n or 1)):
+            for prompt in (prompt for prompt in prompts for _ in range(request.n)):
                 index = len(choices)
                 sequence = submit(prompt.ids, sampling=request.drawing(index)) if new_tokens else None
                 text = Continuation(served.tokenizer, stop=request.stops, ends=ends)
@@ -355,7 +336,7 @@ class Completions:
                 return
             if request.stream_options is not None and request.stream_options.include_usage:
                 await exchange.send_event(answer.body([], usage=True))
-            await exchange.send_event(None)
+            await exchange.send_event(None, more=False)
         finally:
             for choice in choices:
                 if choice.sequence is not None:
@@ -392,7 +373,7 @@ class Completions:
                 if request.logprobs is None:
                     yield choice, text
                 elif choice.finish_reason:
-                    top, echo, tokenizer = request.logprobs, bool(request.echo), self.served.tokenizer
+                    top, echo, tokenizer = request.logprobs, request.echo, self.served.tokenizer
                     score = partial(add_logprobs, choice, top=top, echo=echo, scorer=self.scorer, tokenizer=tokenizer)
                     await asyncio.get_running_loop().run_in_executor(self.scorer.thread, score)
                     yield choice, choice.text.text
@@ -419,23 +400,21 @@ class _Exchange:
         """Send an answer that is no stream."""
         await answer(self._scope, self._receive, self._patiently)
 
-    async def send_event(self, body: Any) -> None:
-        """Send a part of a stream; None for its end."""
+    async def send_event(self, body: Any, *, more: bool = True) -> None:
+        """Send a part of a stream; its end, which is None or an error, without ``more``."""
         if not self._streams:
             self._streams = True
             await self._patiently({"type": "http.response.start", "status": 200, "headers": STREAM})
-        await self._event("[DONE]" if body is None else json.dumps(body, ensure_ascii=False), more=body is not None)
+        data = f"data: {'[DONE]' if body is None else json.dumps(body, ensure_ascii=False)}\n\n"
+        await self._patiently({"type": "http.response.body", "body": data.encode(), "more_body": more})
 
     async def fail(self, error: ApiError) -> None:
         """Send the error: as the response, or as the last event of a stream that has begun."""
-        with contextlib.suppress(SlowReaderError):
+        with contextlib.suppress(GoneError):
             if self._streams and not self.ended:
-                await self._event(json.dumps(error.body()), more=False)
+                await self.send_event(error.body(), more=False)
             elif not self._started:
                 await self.send_whole(error.response())
-
-    async def _event(self, data: str, *, more: bool) -> None:
-        await self._patiently({"type": "http.response.body", "body": f"data: {data}\n\n".encode(), "more_body": more})
 
     async def _patiently(self, message: Message) -> None:
         """Send, or give up on a client that takes nothing."""
@@ -445,4 +424,4 @@ class _Exchange:
             async with asyncio.timeout(self._stall_sec):
                 await self._send(message)
         except TimeoutError as error:
-            raise SlowReaderError from error
+            raise GoneError(408) from error

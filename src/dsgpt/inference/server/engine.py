@@ -15,20 +15,19 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
-from dsgpt.common.errors import UserError
+from dsgpt.common.errors import Problems, UserError
 from dsgpt.formats.tokenizer_files import open_tokenizer
-from dsgpt.inference.model_files import open_model, write_model
+from dsgpt.inference.generation import draw, probabilities
+from dsgpt.inference.model_files import device_for, open_model, write_model
 from dsgpt.inference.server.requests import NOT_FINITE, ApiError, Drawing
 from dsgpt.machine.console import Console
-from dsgpt.machine.device import cuda_devices
 
 if TYPE_CHECKING:
     from transformers import GPT2LMHeadModel, PreTrainedTokenizerBase
@@ -67,60 +66,28 @@ class Sampler:
         self._states = [request.state for request in requests_in_batch if request.has_new_token]
         return arg_storage
 
-    def __call__(
-        self,
-        input_ids: torch.Tensor,  # noqa: ARG002 - the manager gives three arguments
-        scores: torch.Tensor,
-        logits_processor_args: torch.Tensor,  # noqa: ARG002
-    ) -> torch.Tensor:
+    def __call__(self, _ids: torch.Tensor, scores: torch.Tensor, _arguments: torch.Tensor) -> torch.Tensor:
         """Draw a token for each row of ``scores`` (sequences, vocabulary), and return scores with it as the largest."""
-        rows: dict[bool, list[int]] = {False: [], True: []}
+        alike: dict[Drawing, list[tuple[int, float]]] = {}
+        """By how they are drawn: rows, and the random number of each."""
         finite = scores.amax(dim=-1).isfinite().tolist()  # NaN, too, is its row's largest
         for row, state in enumerate(self._states):
-            sampling: Drawing = state.logit_processor_kwargs["sampling"]
+            drawing: Drawing = state.logit_processor_kwargs["sampling"]
             if not finite[row]:
                 self._fail(state.request_id)
-            elif sampling.temperature > 0:
-                rows[sampling.sorts].append(row)
-        for sorts, drawn in rows.items():  # whether one sequence is sorted does not change what another one draws
-            if drawn:
-                scores[drawn, self._draw(scores[drawn], drawn, sorts=sorts)] = torch.inf
+            elif drawing.temperature > 0:
+                number = drawing.number(len(state.initial_tokens) + len(state.generated_tokens))
+                alike.setdefault(replace(drawing, seed=None), []).append((row, number))
+        for drawing, drawn in alike.items():
+            rows, numbers = zip(*drawn, strict=True)
+            scores[rows, draw(probabilities(scores[rows, :], drawing), numbers)] = torch.inf
         return scores
-
-    def _draw(self, scores: torch.Tensor, rows: list[int], *, sorts: bool) -> torch.Tensor:
-        """The ids of one drawn token for each row of ``scores`` (R, V)."""
-        states = [self._states[row] for row in rows]
-        settings: list[Drawing] = [state.logit_processor_kwargs["sampling"] for state in states]
-
-        def column(values: list[Any]) -> torch.Tensor:
-            return torch.tensor(values, dtype=torch.float64, device=scores.device)[:, None]  # (R, 1)
-
-        logits = scores - scores.amax(dim=-1, keepdim=True)  # at most 0: no temperature makes one overflow
-        logits = logits / column([one.temperature for one in settings])
-        ids = None
-        if sorts:
-            logits, ids = logits.sort(dim=-1, descending=True, stable=True)
-        shares = logits.softmax(dim=-1)  # (R, V)
-        if sorts:
-            vocabulary = scores.shape[-1]
-            places = torch.arange(vocabulary, device=scores.device)
-            shares = shares.where(places < column([one.top_k or vocabulary for one in settings]), 0)
-            likelier = shares.cumsum(dim=-1) - shares
-            shares = shares.where(likelier < column([one.top_p for one in settings]) * shares.sum(-1, keepdim=True), 0)
-            shares = shares.where(shares >= column([one.min_p for one in settings]) * shares[:, :1], 0)
-        sums = shares.cumsum(dim=-1)
-        lengths = [len(state.initial_tokens) + len(state.generated_tokens) for state in states]
-        numbers = [one.number(length) for one, length in zip(settings, lengths, strict=True)]
-        chosen = torch.searchsorted(sums, column(numbers) * sums[:, -1:], right=True)  # (R, 1)
-        return (chosen if ids is None else ids.gather(1, chosen))[:, 0]
 
 
 # Copies of a model that share its weights, one for each thread that computes with it.
 
-M = TypeVar("M", bound=nn.Module)
 
-
-def twin_of(model: M) -> M:
+def twin_of(model: "GPT2LMHeadModel") -> "GPT2LMHeadModel":
     """A copy of ``model`` with the same tensors and a configuration of its own.
 
     During a forward pass of the paged engine, transformers 5.23 keeps ``is_causal = False`` in the configuration. With
@@ -163,9 +130,9 @@ def open_served(source: Path, *, which: str, name: str | None, device_kind: str)
     Raises:
         UserError: there is no usable model, it has no tokenizer, or there is no such device.
     """
-    gpus = cuda_devices()
-    if device_kind == "cuda" and not gpus:
-        raise UserError("--device cuda: PyTorch sees no NVIDIA GPU here; use --device cpu")
+    problems = Problems()
+    device = device_for(device_kind, precision="fp32", problems=problems)
+    problems.raise_if_any()
     model = open_model(source, which=which, flag="--checkpoint")
     if model.refused:
         raise UserError(f"--checkpoint {model.refused}")
@@ -185,7 +152,7 @@ def open_served(source: Path, *, which: str, name: str | None, device_kind: str)
     ends = {tokenizer.eos_token_id, *model.ends} - {None}
     return ServedModel(
         name=name or source.resolve().name,
-        model=loaded.to("cuda" if gpus and device_kind != "cpu" else "cpu").eval(),
+        model=loaded.to(device).eval(),
         tokenizer=tokenizer,
         positions=model.config.block_size,
         vocabulary=model.config.vocab_size,

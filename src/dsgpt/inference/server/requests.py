@@ -5,7 +5,7 @@ Errors have a status and a body in the form of OpenAI's.
 
 import asyncio
 import random
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -26,29 +26,24 @@ if TYPE_CHECKING:
 NOT_FINITE = "its logits are not finite"
 
 
+@dataclass(eq=False)
 class ApiError(Exception):
-    """A request that is refused or failed.
+    """A request that is refused or failed."""
 
-    Args:
-        status: of HTTP.
-        message: one line: what is wrong, and what to do.
-        param: the field of the request at fault.
-        code: a word that programs can compare.
-        headers: of the response.
-    """
+    status: int
+    """Of HTTP."""
+    message: str
+    """One line: what is wrong, and what to do."""
+    _: KW_ONLY
+    param: str | None = None
+    """The field of the request at fault."""
+    code: str | None = None
+    """A word that programs can compare."""
+    headers: dict[str, str] = field(default_factory=dict)
+    """Of the response."""
 
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        param: str | None = None,
-        code: str | None = None,
-        headers: dict[str, str] | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.status, self.message, self.param, self.code = status, message, param, code
-        self.headers = headers or {}
+    def __str__(self) -> str:
+        return self.message
 
     def body(self) -> dict[str, Any]:
         """The body of the response."""
@@ -62,16 +57,12 @@ class ApiError(Exception):
         return JSONResponse(self.body(), self.status, self.headers)
 
 
-class ClientGoneError(Exception):
-    """The client hung up, so nobody reads an answer. Counted as status 499, as nginx does."""
+@dataclass(eq=False)
+class GoneError(Exception):
+    """Nobody reads the answer; the connection is closed."""
 
-    status = 499
-
-
-class SlowReaderError(Exception):
-    """The client did not take its answer in time. Counted as status 408; the connection is closed."""
-
-    status = 408
+    status: int
+    """That it is counted as: 499 if the client hung up, as in nginx, 408 if it took nothing in time."""
 
 
 async def read_body(request: Request, *, limits: Limits) -> bytes:
@@ -79,7 +70,7 @@ async def read_body(request: Request, *, limits: Limits) -> bytes:
 
     Raises:
         ApiError: it is not JSON by its type, too large, or does not arrive in time.
-        ClientGoneError: the client hung up before its end.
+        GoneError: the client hung up before its end.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":  # a web page of another site can send other types to this machine without asking
@@ -96,14 +87,11 @@ async def read_body(request: Request, *, limits: Limits) -> bytes:
         message = f"the body did not arrive within {limits.stall_sec:g} s"
         raise ApiError(408, message, code="request_timeout", headers={"connection": "close"}) from error
     except ClientDisconnect as error:
-        raise ClientGoneError from error
+        raise GoneError(499) from error
     return bytes(body)
 
 
 # How a sequence draws its tokens.
-
-BITS = 32
-"""Of a random number. A double holds it times a sum of probabilities, and stays below that sum."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,18 +101,9 @@ class Drawing(Sampling):
     seed: str | None = None
     """Sequences of one seed draw the same numbers; None for numbers that nobody can repeat."""
 
-    @property
-    def sorts(self) -> bool:
-        """Whether tokens must be sorted by their probability."""
-        return bool(self.top_k) or self.top_p < 1 or self.min_p > 0
-
     def number(self, position: int) -> float:
         """The random number for the token at ``position`` of the sequence, in [0, 1)."""
-        source = _RANDOM if self.seed is None else random.Random(f"{self.seed}/{position}")
-        return source.getrandbits(BITS) / (1 << BITS)
-
-
-_RANDOM = random.Random()
+        return random.random() if self.seed is None else random.Random(f"{self.seed}/{position}").random()
 
 
 # Requests for completions: what OpenAI's interface allows, checked field by field.
@@ -154,27 +133,25 @@ class StreamOptions(BaseModel):
 
 
 class CompletionRequest(BaseModel):
-    """The body of ``POST /v1/completions``. A field that is null has its default."""
+    """The body of ``POST /v1/completions``, in which a field that is null was left out."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
     model: str
-    prompt: (
-        str | Annotated[list[str], Field(fail_fast=True)] | Ids | Annotated[list[Ids], Field(fail_fast=True)] | None
-    ) = None
+    prompt: str | Annotated[list[str], Field(fail_fast=True)] | Ids | Annotated[list[Ids], Field(fail_fast=True)] = ""
     max_tokens: Annotated[Whole, Field(ge=0)] | None = None
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    top_k: Annotated[Whole, Field(ge=-1)] | None = None
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
+    top_p: Annotated[float, Field(ge=0, le=1)] = 1.0
+    top_k: Annotated[Whole, Field(ge=-1)] = 0
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
     seed: Whole | None = None
-    n: Annotated[Whole, Field(ge=1)] | None = None
-    stop: Stop | Annotated[list[Stop], Field(max_length=MOST_STOPS, fail_fast=True)] | None = None
-    stop_token_ids: Annotated[Ids, Field(max_length=MOST_STOP_IDS)] | None = None
-    ignore_eos: bool | None = None
+    n: Annotated[Whole, Field(ge=1)] = 1
+    stop: Stop | Annotated[list[Stop], Field(max_length=MOST_STOPS, fail_fast=True)] = []
+    stop_token_ids: Annotated[Ids, Field(max_length=MOST_STOP_IDS)] = []
+    ignore_eos: bool = False
     logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
-    echo: bool | None = None
-    stream: bool | None = None
+    echo: bool = False
+    stream: bool = False
     stream_options: StreamOptions | None = None
     user: str | None = None
     best_of: Whole | None = None
@@ -184,32 +161,27 @@ class CompletionRequest(BaseModel):
     logit_bias: dict[str, Any] | None = None
 
     @property
-    def prompts(self) -> int:
-        """How many prompts it has."""
-        several = isinstance(self.prompt, list) and bool(self.prompt) and not isinstance(self.prompt[0], int)
-        return len(self.prompt) if several and self.prompt is not None else 1
+    def prompts(self) -> list[Any]:
+        """Its prompts, as texts or lists of ids."""
+        given: Any = self.prompt
+        return [given] if isinstance(given, str) or (given and isinstance(given[0], int)) else given
 
     def drawing(self, index: int) -> Drawing:
         """How the choice ``index`` draws its tokens."""
-        temperature = 1.0 if self.temperature is None else self.temperature
-        if temperature < COLDEST or self.top_p == 0:
+        if self.temperature < COLDEST or self.top_p == 0:
             return Drawing()
-        return Drawing(
-            temperature=temperature,
-            top_k=max(self.top_k or 0, 0),
-            top_p=1.0 if self.top_p is None else self.top_p,
-            min_p=self.min_p or 0.0,
-            seed=None if self.seed is None else f"{self.seed}/{index}",
-        )
+        how = {"temperature": self.temperature, "top_p": self.top_p, "min_p": self.min_p}
+        seed = None if self.seed is None else f"{self.seed}/{index}"
+        return Drawing(**how, top_k=max(self.top_k, 0), seed=seed)
 
     @property
     def stops(self) -> list[str]:
         """Texts before which a completion ends."""
-        return [self.stop] if isinstance(self.stop, str) else self.stop or []
+        return [self.stop] if isinstance(self.stop, str) else self.stop
 
     def ends(self, end_of_text: frozenset[int]) -> frozenset[int]:
         """Tokens that end a completion and are no part of its text."""
-        return frozenset(self.stop_token_ids or []) | (frozenset() if self.ignore_eos else end_of_text)
+        return frozenset(self.stop_token_ids) | (frozenset() if self.ignore_eos else end_of_text)
 
 
 SHAPES = {
@@ -217,6 +189,8 @@ SHAPES = {
     "stop": f"stop must be a text of 1 to {LONGEST_STOP} characters, or a list of at most {MOST_STOPS} of them",
 }
 """What fields may be that have several types; pydantic says it for each type by itself."""
+UNSUPPORTED = ("suffix", "frequency_penalty", "presence_penalty", "logit_bias")
+"""Fields that would silently be ignored otherwise, as would a ``best_of`` that is not ``n``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,6 +200,10 @@ class Prompt:
     ids: Ids
     """At least one."""
     text: str
+
+
+def _wrong(param: str, message: str, code: str = "invalid_value") -> ApiError:
+    return ApiError(400, message, param=param, code=code)
 
 
 def read_request(data: bytes) -> CompletionRequest:
@@ -241,38 +219,30 @@ def read_request(data: bytes) -> CompletionRequest:
     if not isinstance(values, dict):
         raise ApiError(400, "the body must be a JSON object", code="invalid_json")
     nested = values.get("stream_options")
-    for fields, kind, within in ((values, CompletionRequest, None), (nested, StreamOptions, "stream_options")):
+    for fields, kind, within in ((values, CompletionRequest, ""), (nested, StreamOptions, "stream_options.")):
         # pydantic would collect all unknown keys, of which a body has room for thousands
         names = fields if isinstance(fields, dict) else {}
-        unknown = next((key for key in names if key not in kind.model_fields), None)
-        if unknown is not None:
-            name = f"{within}.{unknown[:80]}" if within else unknown[:80]
+        for unknown in (key for key in names if key not in kind.model_fields):
+            name = f"{within}{unknown[:80]}"
             message = f"{name} is not a known field{did_you_mean(unknown, kind.model_fields)}"
-            raise ApiError(400, message, param=within or name, code="unknown_parameter")
+            raise _wrong(within.rstrip(".") or name, message, "unknown_parameter")
     try:
-        request = CompletionRequest.model_validate(values)
+        request = CompletionRequest.model_validate({key: each for key, each in values.items() if each is not None})
     except ValidationError as error:
         faults = error.errors(include_url=False, include_context=False)
         first = min(faults, key=lambda fault: fault["type"].endswith("_type"))  # a value of the right type says more
         param = str(first["loc"][0])
         if first["type"] == "missing":
-            raise ApiError(400, f"{param} is missing", param=param, code="missing_required_parameter") from error
+            raise _wrong(param, f"{param} is missing", "missing_required_parameter") from error
         message = SHAPES.get(param) or f"{param}: {first['msg']}, not {clipped(first['input'])}"
-        code = "invalid_type" if first["type"].endswith("_type") else "invalid_value"
-        raise ApiError(400, message, param=param, code=code) from error
-    unsupported = {  # what would silently be ignored otherwise
-        "best_of": request.best_of not in (None, request.n or 1),
-        "suffix": bool(request.suffix),
-        "frequency_penalty": bool(request.frequency_penalty),
-        "presence_penalty": bool(request.presence_penalty),
-        "logit_bias": bool(request.logit_bias),
-    }
-    for name in (name for name, given in unsupported.items() if given):
-        raise ApiError(400, f"{name} is not supported here: leave it out", param=name, code="unsupported_parameter")
+        raise _wrong(param, message, "invalid_type" if first["type"].endswith("_type") else "invalid_value") from error
+    unsupported = [name for name in UNSUPPORTED if getattr(request, name)]
+    for name in ["best_of"] * (request.best_of not in (None, request.n)) + unsupported:
+        raise _wrong(name, f"{name} is not supported here: leave it out", "unsupported_parameter")
     if request.stream_options is not None and not request.stream:
-        raise ApiError(400, "stream_options needs stream", param="stream_options", code="invalid_value")
+        raise _wrong("stream_options", "stream_options needs stream")
     if request.max_tokens == 0 and not request.echo:
-        raise ApiError(400, "max_tokens must be at least 1, or 0 with echo", param="max_tokens", code="invalid_value")
+        raise _wrong("max_tokens", "max_tokens must be at least 1, or 0 with echo")
     return request
 
 
@@ -290,29 +260,25 @@ def read_prompts(
     Raises:
         ApiError: one is empty where it must not be, or it or ``stop_token_ids`` has ids that the model does not know.
     """
-    _check_ids(request.stop_token_ids or [], "stop_token_ids", vocabulary)
-    given: Any = request.prompt if request.prompt is not None else ""
-    if isinstance(given, str) or (given and isinstance(given[0], int)):
-        given = [given]
-    if not given:
-        raise ApiError(400, "prompt is an empty list", param="prompt", code="invalid_value")
+    _check_ids(request.stop_token_ids, "stop_token_ids", vocabulary)
+    if not request.prompts:
+        raise _wrong("prompt", "prompt is an empty list")
     prompts = []
-    for prompt in given:
+    for prompt in request.prompts:
         if isinstance(prompt, str):
             text, head = prompt, prompt[: LONG_TOKEN * positions]
             ids = _encoded(head, tokenizer)
             if len(head) < len(text):
                 if len(ids) > 2 * positions:  # the whole may take a second
                     message = f"This model's maximum context length is {positions} tokens, and the prompt is far longer"
-                    raise ApiError(400, f"{message}: shorten it", param="prompt", code="context_length_exceeded")
+                    raise _wrong("prompt", f"{message}: shorten it", "context_length_exceeded")
                 ids = _encoded(text, tokenizer)
         else:
             ids = prompt
             _check_ids(ids, "prompt", vocabulary)
             text = str(tokenizer.decode(ids)) if len(ids) <= positions else ""
         if not ids and tokenizer.eos_token_id is None:
-            message = "prompt is empty, and this tokenizer has no end-of-text token to start from"
-            raise ApiError(400, message, param="prompt", code="invalid_value")
+            raise _wrong("prompt", "prompt is empty, and this tokenizer has no end-of-text token to start from")
         ids = ids or [tokenizer.eos_token_id]
         _check_ids(ids, "prompt", vocabulary)
         prompts.append(Prompt(ids=ids, text=text))
@@ -323,15 +289,13 @@ def _encoded(text: str, tokenizer: "PreTrainedTokenizerBase") -> Ids:
     try:
         return list(tokenizer.encode(text, add_special_tokens=False))
     except Exception as error:  # the tokenizers library raises nothing more specific
-        message = f"the tokenizer cannot encode the prompt ({reason_of(error)})"
-        raise ApiError(400, message, param="prompt", code="invalid_value") from error
+        raise _wrong("prompt", f"the tokenizer cannot encode the prompt ({reason_of(error)})") from error
 
 
 def _check_ids(ids: Ids, param: str, vocabulary: int) -> None:
     if ids and (min(ids) < 0 or max(ids) >= vocabulary):
         wrong = clipped(min(ids) if min(ids) < 0 else max(ids))
-        message = f"{param} has the token id {wrong}, and the model knows 0 to {vocabulary - 1}"
-        raise ApiError(400, message, param=param, code="invalid_value")
+        raise _wrong(param, f"{param} has the token id {wrong}, and the model knows 0 to {vocabulary - 1}")
 
 
 def new_tokens_of(request: CompletionRequest, prompts: list[Prompt], *, positions: int, limits: Limits) -> int:
@@ -344,12 +308,13 @@ def new_tokens_of(request: CompletionRequest, prompts: list[Prompt], *, position
     asked = request.max_tokens
     wanted = DEFAULT_NEW_TOKENS if asked is None else asked
     if longest + (wanted if asked is not None else 1) > positions:
-        message = (
+        raise _wrong(
+            "prompt",
             f"This model's maximum context length is {positions} tokens, and the request has {longest} tokens in its "
-            f"prompt and {wanted} for the completion: shorten the prompt or lower max_tokens"
+            f"prompt and {wanted} for the completion: shorten the prompt or lower max_tokens",
+            "context_length_exceeded",
         )
-        raise ApiError(400, message, param="prompt", code="context_length_exceeded")
     most = positions if limits.new_tokens is None else limits.new_tokens
     if asked is not None and asked > most:
-        raise ApiError(400, f"max_tokens must be at most {most} here", param="max_tokens", code="invalid_value")
+        raise _wrong("max_tokens", f"max_tokens must be at most {most} here")
     return min(wanted, positions - longest, most)
