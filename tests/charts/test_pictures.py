@@ -297,7 +297,8 @@ def test_efficiency_is_the_speed_up_per_device():
 
 def test_other_work_and_failures_are_marked_and_have_no_bar():
     cells = [cell("baseline on 1 device", 1), cell("ddp on 2 devices", 2), cell("big", 2, state=State.OUT_OF_MEMORY)]
-    others = [compared("ddp on 2 devices", None, 2, same=False), compared("big", None, 2)]
+    other_work = "same work: no (global batch 8 vs 16)"
+    others = [compared("ddp on 2 devices", None, 2, same_work=other_work), compared("big", None, 2)]
     others.append(compared("fsdp on 2 devices", 1.5, 2))
     found = sweep(
         [*cells, cell("fsdp on 2 devices", 2)],
