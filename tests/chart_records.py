@@ -43,6 +43,7 @@ def record(**changes: Any) -> dict[str, Any]:
             "model": dict(MODEL), "seq_len": 32, "global_batch_size": 8, "lr": 0.001, "optimizer": "AdamW",
             "scheduler": {"type": "WarmupCosineLR", "params": {"warmup_num_steps": 4}}, "gradient_clipping": 1.0,
             "precision": "fp32", "strategy": "baseline", "seed": 7, "run_type": "baseline", "val_windows": 16,
+            "loss_scaling": {"type": "none"},
             "optimizer_params": {"type": "AdamW", "lr": 0.001, "betas": [0.9, 0.95], "momentum": None,
                                  "torch_adam": False},
         },

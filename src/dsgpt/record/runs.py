@@ -21,14 +21,12 @@ from dsgpt.record.schema import (
 )
 from dsgpt.record.work import (
     DEVICES,
-    EXECUTED_BY,
     HARDWARE,
     INSTRUCTIONS,
     STRATEGY,
     Segment,
     Worked,
     differences,
-    only_last_process_recorded,
     read_segments,
     read_work,
     setup_over_time,
@@ -365,17 +363,16 @@ def run_of(record: Fields, *, name: str, log: Path | None, notes: list[str]) -> 
         "gpu_memory_reserved": summary.number("max_cuda_mem_reserved_bytes_rank0"),
         "host_memory": summary.number("peak_rss_bytes_rank0"),
     }
-    if only_last_process_recorded(record):
-        notes.append("peak memory was recorded of the last process alone: treated as unknown")
-        peaks = dict.fromkeys(peaks)
     resumed = record.raw("resumed_from") is not None
     if resumed:
         notes.append(f"resumed from {str(record.raw('resumed_from'))[:80]}")
     segments = read_segments(record)
-    moves, other_sets = _changes_at_resume(record)
-    notes.extend([*moves, *differences(segments, noted=True), *other_sets])
-    if other_sets:
-        val_losses = []  # those of earlier epochs may be of the other set
+    notes.extend(differences(segments, noted=True))
+    for change in record.sections("changed_at_resume"):
+        if (what := change.text("name")) in {"validation data", "validation windows"}:
+            step = str(change.raw("step"))[:80]
+            notes.append(f"validation losses are of two sets: the {what} changed after step {step}")
+            val_losses = []  # those of earlier epochs may be of the other set
     return Run(
         name=name,
         schema=FLAT_SCHEMA if older else str(record.raw("schema_version"))[:20],
@@ -409,21 +406,6 @@ def run_of(record: Fields, *, name: str, log: Path | None, notes: list[str]) -> 
         val_curve=val_curve,
         notes=tuple(dict.fromkeys(notes)),
     )
-
-
-def _changes_at_resume(record: Fields) -> tuple[list[str], list[str]]:
-    """Notes on changes of strategy or ranks, from records without segments, and on changes of the validation set."""
-    changes = record.raw("changed_at_resume")
-    moves, other_sets = [], []
-    for change in changes if isinstance(changes, list) else ():
-        if isinstance(change, dict):
-            what = change.get("name")
-            after, step, before = (str(change.get(key))[:80] for key in ("after", "step", "before"))
-            if what == EXECUTED_BY and not record.sections("segments"):
-                moves.append(f"times are of two strategies: {after} after step {step}, {before} before")
-            if what in ("validation data", "validation windows"):  # losses before and after cannot be compared
-                other_sets.append(f"validation losses are of two sets: the {what} changed after step {step}")
-    return moves, other_sets
 
 
 def _inference(record: Fields, *, notes: list[str]) -> dict[str, Any]:
