@@ -155,7 +155,7 @@ def test_losses_against_steps_and_time_are_the_recorded_ones(read, seconds, unit
     for axis, last in ((drawing.STEPS, 40), (drawing.time_axis([run]), seconds)):
         axes = Figure().subplots()
         (end,) = drawing.draw_losses(axes, [run], kind="validation", axis=axis)
-        assert (end.x * axis.scale, end.y) == (pytest.approx(last), run.val_curve.points[-1].loss)
+        assert (end[1] / axis.scale(run), end[2]) == (pytest.approx(last), run.val_curve.points[-1].loss)
         assert "does not start at 0" in axes.get_ylabel()
 
 
@@ -361,11 +361,10 @@ def test_losses_by_tokens_and_by_money(tmp_path):
     run = read_run(write_run(tmp_path, record(hardware__world_size=4), lines=step_lines()), name="a")
     axis, axes = drawing.token_axis([run]), Figure().subplots()
     (end,) = drawing.draw_losses(axes, [run], kind="validation", axis=axis)
-    assert (axis.label, end.x) == ("thousands of tokens", 256 * 40 / 1000)
-    unknown = drawing.in_money(replace(run, device_count=None), 9.0)
-    runs = [drawing.in_money(run, 9.0), unknown]
-    (end,) = drawing.draw_losses(axes, runs, kind="train", axis=drawing.time_axis([]))
-    assert end.x == pytest.approx(100 * 4 * 9 / 3600)
+    assert (axis.label, end[1]) == ("thousands of tokens", pytest.approx(256 * 40 / 1000))
+    runs = [run, replace(run, device_count=None)]
+    (end,) = drawing.draw_losses(axes, runs, kind="train", axis=drawing.money_axis(9.0))
+    assert end[1] == pytest.approx(100 * 4 * 9 / 3600)
 
 
 def gpu(uuid: str, utilisation: float, watts: float | None) -> dict:

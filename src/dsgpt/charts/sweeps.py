@@ -1,6 +1,7 @@
 """The charts of suites: of the comparisons in a sweep, and of many requests at once."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -153,21 +154,13 @@ def efficiency_rows(sweep: Sweep, comparison: Comparison) -> list[Row]:
     base, groups, rows = sweep.cell(comparison.baseline).devices, groups_of(sweep), []
     for one in comparison.cells:
         cell = sweep.cell(one.cell)
-        if one.efficiency is None or one.speed_up is None:
-            why = failure(cell) or ("no speed" if one.comparable else "not comparable")
-            rows.append(Row(name=one.cell, value=None, label=why))
-            continue
-        group, per_device = groups[strategy_of(one.cell)], 100 * base / cell.devices
-        rows.append(
-            Row(
-                name=one.cell,
-                value=100 * one.efficiency,
-                label=f"{one.efficiency:.0%} ({one.speed_up.median:.2f}x)",
-                low=one.speed_up.smallest * per_device,
-                high=one.speed_up.largest * per_device,
-                group=group,
-            )
-        )
+        label = failure(cell) or ("no speed" if one.comparable else "not comparable")
+        row = Row(name=one.cell, value=None, label=label, group=groups[strategy_of(one.cell)])
+        if one.efficiency is not None and one.speed_up is not None:
+            ends = [100 * base / cell.devices * end for end in (one.speed_up.smallest, one.speed_up.largest)]
+            label = f"{one.efficiency:.0%} ({one.speed_up.median:.2f}x)"
+            row = replace(row, value=100 * one.efficiency, label=label, low=ends[0], high=ends[1])
+        rows.append(row)
     return rows
 
 
@@ -247,13 +240,11 @@ def _cells_chart(
     """A bar for each cell, or ``absent`` if no cell has the value."""
     groups, rows = groups_of(sweep), []
     for cell in sweep.cells:
-        spread = value(cell)
-        if spread is None:
-            rows.append(Row(name=cell.name, value=None, label=failure(cell) or NOT_RECORDED))
-            continue
-        label, group = form(spread.median), groups[strategy_of(cell.name)]
-        ends = {"low": spread.smallest, "high": spread.largest}
-        rows.append(Row(name=cell.name, value=spread.median, label=label, group=group, **ends))
+        row = Row(name=cell.name, value=None, label=failure(cell) or NOT_RECORDED, group=groups[strategy_of(cell.name)])
+        if spread := value(cell):
+            label = form(spread.median)
+            row = replace(row, value=spread.median, label=label, low=spread.smallest, high=spread.largest)
+        rows.append(row)
     if all(row.value is None for row in rows):
         return absent
     picture = texts.frame(title, SPREAD, warnings=warnings, height=1.0 + 0.4 * len(rows))
