@@ -26,27 +26,21 @@ from dsgpt.training.run_description import data_hash, describe_run, initial_weig
 # Records for the tests, made up and written where a test asks: no measurement of anything.
 
 
-MODEL = {"n_layer": 2, "n_head": 2, "n_embd": 64, "block_size": 32, "vocab_size": 256, "dropout": 0.0}
-
-
 def record(**changes: Any) -> dict[str, Any]:
     """A complete record of generation 2.1; ``changes`` are ``section__key=value``, or ``key=value`` at the top."""
     values: dict[str, Any] = {
-        "schema_version": "2.1", "run_id": "fixture", "status": "completed", "resumed_from": None,
-        "host": "fixture-host",
-        "hardware": {
-            "device": "cpu", "gpu_name": None, "world_size": 1, "cpu_name": "Fixture CPU", "cpu_count": 2,
-            "threads_per_device": 1,
-        },
+        "schema_version": "2.1", "status": "completed", "resumed_from": None, "host": "fixture-host",
+        "hardware": {"device": "cpu", "gpu_name": None, "world_size": 1, "cpu_name": "Fixture CPU", "cpu_count": 2,
+                     "threads_per_device": 1},
         "data": {"train_path": "t.bin", "train_sha256": "a" * 64, "val_path": "v.bin", "val_sha256": "b" * 64},
         "training_config": {
-            "model": dict(MODEL), "seq_len": 32, "global_batch_size": 8, "lr": 0.001, "optimizer": "AdamW",
+            "model": {"n_layer": 2, "n_head": 2, "n_embd": 64, "block_size": 32, "vocab_size": 256, "dropout": 0.0},
+            "seq_len": 32, "global_batch_size": 8, "lr": 0.001, "optimizer": "AdamW",
             "scheduler": {"type": "WarmupCosineLR", "params": {"warmup_num_steps": 4}}, "gradient_clipping": 1.0,
             "precision": "fp32", "strategy": "baseline", "seed": 7, "run_type": "baseline", "val_windows": 16,
             "loss_scaling": {"type": "none"},
             "optimizer_params": {"type": "AdamW", "lr": 0.001, "betas": [0.9, 0.95], "momentum": None,
-                                 "torch_adam": False},
-        },
+                                 "torch_adam": False}},
         "epochs": [
             {"epoch_idx": place, "optimizer_steps": 20, "tokens_processed_global": 5120,
              "train_loss_avg_global": train, "val_loss_avg_global": val}
@@ -55,8 +49,7 @@ def record(**changes: Any) -> dict[str, Any]:
         "summary": {
             "train_time_sec": 100.0, "optimizer_steps": 40, "tokens_processed_global": 10240, "final_train_loss": 3.5,
             "final_val_loss": 3.25, "best_val_loss": 3.25, "mean_tokens_per_sec_global": 102.4,
-            "peak_rss_bytes_rank0": 2**30,
-        },
+            "peak_rss_bytes_rank0": 2**30},
         "inference": {"prompt_tokens": 16, "new_tokens": 16, "latency_sec": 0.5, "tokens_per_sec": 32.0},
         **flat_record(train_time_per_epoch=[50.0, 50.0], train_throughput=102.4, inference_latency=None,
                       inference_throughput=32.0),

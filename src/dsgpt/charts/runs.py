@@ -31,14 +31,18 @@ class Bars:
     quantity: Quantity
     scale: float = 1.0
     """Units of the quantity per unit of the axis."""
+    caption: str = ""
 
 
 TRAINING_TIME = Bars("Training time", "seconds of training steps", comparison.TIME_ROW)
 THROUGHPUT = Bars("Training throughput", "tokens per second, all devices", comparison.THROUGHPUT_ROW)
-LATENCY = Bars("Inference latency", "seconds, batch 1", comparison.LATENCY_ROW)
-INFERENCE = Bars("Inference throughput", "tokens per second, batch 1", comparison.INFERENCE_ROW)
-GPU_MEMORY = Bars("Peak GPU memory", "GB allocated on rank 0's GPU", comparison.GPU_MEMORY_ROW, scale=1e9)
-HOST_MEMORY = Bars("Peak host memory", "GB resident (RSS) in rank 0's process", comparison.HOST_MEMORY_ROW, scale=1e9)
+LATENCY = Bars("Inference latency", "seconds, batch 1", comparison.LATENCY_ROW, 1.0, INFERENCE_NOISE)
+INFERENCE = Bars("Inference throughput", "tokens per second, batch 1", comparison.INFERENCE_ROW, 1.0, INFERENCE_NOISE)
+OF_RANK_0 = "Rank 0 only. GPU memory and host memory (RSS) are different quantities and never share a panel."
+GPU_MEMORY = Bars("Peak GPU memory", "GB allocated on rank 0's GPU", comparison.GPU_MEMORY_ROW, 1e9, OF_RANK_0)
+HOST_MEMORY = Bars(
+    "Peak host memory", "GB resident (RSS) in rank 0's process", comparison.HOST_MEMORY_ROW, 1e9, OF_RANK_0
+)
 
 
 def memory_bars(runs: Sequence[Run]) -> list[Bars]:
@@ -366,19 +370,15 @@ def _speed_ups(runs: Sequence[Run]) -> str:
 
 def _caption_of_bars(bars: Bars, runs: Sequence[Run]) -> str:
     if bars is TRAINING_TIME:
-        what = "Evaluation and saving are not included."
-        if any(run.schema == FLAT_SCHEMA for run in runs):
-            what = "Older records do not say what their times include."
-        return f"{what} {_speed_ups(runs)}"
-    if bars is LATENCY:
-        counts = {run.new_tokens for run in runs if run.new_tokens is not None}
-        what = f"Seconds to generate {counts.pop():.0f} tokens from one prompt. " if len(counts) == 1 else ""
-        return what + INFERENCE_NOISE
-    if bars is INFERENCE:
-        return INFERENCE_NOISE
-    if bars in memory_bars(runs):
-        return "Rank 0 only. GPU memory and host memory (RSS) are different quantities and never share a panel."
-    return ""
+        older = any(run.schema == FLAT_SCHEMA for run in runs)
+        what = (
+            "Older records do not say what their times include" if older else "Evaluation and saving are not included"
+        )
+        return f"{what}. {_speed_ups(runs)}"
+    counts = {run.new_tokens for run in runs if run.new_tokens is not None}
+    if bars is LATENCY and len(counts) == 1:
+        return f"Seconds to generate {counts.pop():.0f} tokens from one prompt. {bars.caption}"
+    return bars.caption
 
 
 def _caption_of_curves(runs: Sequence[Run]) -> str:

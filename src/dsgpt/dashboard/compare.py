@@ -442,8 +442,6 @@ def mean_run(group: Sequence[Run]) -> Run:
 
 def aligned(group: Sequence[Steps]) -> list[Steps]:
     """Each with the steps and the validations that all have."""
-    if len(group) == 1:
-        return [*group]
     train, validation = (
         reduce(np.intersect1d, [getattr(each, part)["step"] for each in group]) for part in ("train", "validation")
     )
@@ -457,8 +455,6 @@ def _at(steps: Values, columns: Mapping[str, Values]) -> dict[str, Values]:
 
 def mean_steps(group: Sequence[Steps]) -> Steps:
     """The mean of every column of aligned steps."""
-    if len(group) == 1:
-        return group[0]
     train = {name: np.mean([each.train[name] for each in group], axis=0) for name in group[0].train}
     validation = {name: np.mean([each.validation[name] for each in group], axis=0) for name in group[0].validation}
     return replace(group[0], train=train, validation=validation)

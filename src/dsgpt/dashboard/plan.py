@@ -80,7 +80,7 @@ def show() -> None:
                 st.warning(ui.plain(line))
             st.error(f"### DOES NOT FIT\n{ui.plain(planning.needs_in_words(done.plan))}")
     st.header("The same on a command line")
-    st.code(command_line(options), language=None, wrap_lines=True)
+    st.code(shlex.join([".venv/bin/python", "src/plan.py", *words_of(options)]), language=None, wrap_lines=True)
 
 
 def _show_plan(done: Planned) -> None:
@@ -198,11 +198,6 @@ def _options() -> PlanOptions:
             host = "Host memory of a machine, GB"
             flags["host_memory_gb"] = ui.ask_number(one, host, 1.0, 1e6, key="plan-host", empty="twice the GPUs'")
     return PlanOptions(**flags)
-
-
-def command_line(options: PlanOptions) -> str:
-    """The command that prints the same plan."""
-    return shlex.join([".venv/bin/python", "src/plan.py", *words_of(options)])
 
 
 # The plan.

@@ -5,7 +5,7 @@ Everything is read once for all sessions; of what grows, only what was appended.
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 from pyarrow import compute as pc
 from pyarrow import json as arrow_json
 
-from dsgpt.charts.comparison import speed_up
 from dsgpt.common.errors import UserError, is_number
 from dsgpt.common.files import is_regular_file, is_utf8, link_between, printable
 from dsgpt.dashboard.server import parse
@@ -397,18 +396,13 @@ def _moment(text: str | None) -> datetime | None:
 
 def with_steps(run: Run, steps: Steps) -> Run:
     """``run`` with the losses of its steps, as the charts' judgement of equal losses takes them."""
-    train, validation = steps.train, steps.validation
-    return replace(
-        run,
-        train_curve=_curve(train, train["loss"]) or run.train_curve,
-        val_curve=_curve(validation, validation["val_loss"]) or run.val_curve,
-    )
-
-
-def _curve(columns: Mapping[str, Values], losses: Values) -> Curve | None:
-    recorded = ~np.isnan(losses)
-    by_step = dict(zip(columns["step"][recorded].tolist(), losses[recorded].tolist(), strict=True))
-    return Curve(by_step=by_step) if by_step else None
+    curves = [run.train_curve, run.val_curve]
+    for place, losses, at in ((0, "loss", steps.train), (1, "val_loss", steps.validation)):
+        known = ~np.isnan(at[losses])
+        if known.any():
+            by_step = dict(zip(at["step"][known].tolist(), at[losses][known].tolist(), strict=True))
+            curves[place] = Curve(by_step=by_step)
+    return replace(run, train_curve=curves[0], val_curve=curves[1])
 
 
 def seconds_left(steps: Steps, total_steps: float | None) -> float | None:
@@ -583,11 +577,6 @@ class Answer:
     """The run on the fewest devices; of several, the slowest."""
     runs: tuple[Run, ...]
     """All of them, the fastest first."""
-
-    @property
-    def speed_up(self) -> float | None:
-        """Of the fastest, over the baseline."""
-        return speed_up(self.baseline, self.fastest)
 
     @property
     def cheapest(self) -> Run | None:

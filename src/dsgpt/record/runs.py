@@ -360,11 +360,7 @@ def run_of(record: Fields, *, name: str, log: Path | None, notes: list[str]) -> 
     if not val_curve.points:
         val_curve = epoch_curve(val_losses, steps=steps, times=times, tokens=tokens)
 
-    peaks: dict[str, Any] = {
-        "gpu_memory": summary.number("max_cuda_mem_allocated_bytes_rank0"),
-        "gpu_memory_reserved": summary.number("max_cuda_mem_reserved_bytes_rank0"),
-        "host_memory": summary.number("peak_rss_bytes_rank0"),
-    }
+    gpu, host = summary.number("max_cuda_mem_allocated_bytes_rank0"), summary.number("peak_rss_bytes_rank0")
     resumed = record.raw("resumed_from") is not None
     if resumed:
         notes.append(f"resumed from {str(record.raw('resumed_from'))[:80]}")
@@ -400,8 +396,10 @@ def run_of(record: Fields, *, name: str, log: Path | None, notes: list[str]) -> 
         final_val_loss=first(summary.number("final_val_loss"), *val_losses[-1:]),
         best_val_loss=first(summary.number("best_val_loss"), _lowest(val_losses)),
         **_inference(record, notes=notes),
-        **peaks,
-        footprint=_footprint(record, gpu=peaks["gpu_memory"], host=peaks["host_memory"], step_times=step_times),
+        gpu_memory=gpu,
+        gpu_memory_reserved=summary.number("max_cuda_mem_reserved_bytes_rank0"),
+        host_memory=host,
+        footprint=_footprint(record, gpu=gpu, host=host, step_times=step_times),
         sent_bytes_per_step=record.section("cost").section("communication_per_step").number("ring_bytes_per_rank"),
         communication_share=summary.number("communication_share"),
         train_curve=train_curve,
