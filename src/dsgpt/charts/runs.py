@@ -370,11 +370,10 @@ def _speed_ups(runs: Sequence[Run]) -> str:
 
 def _caption_of_bars(bars: Bars, runs: Sequence[Run]) -> str:
     if bars is TRAINING_TIME:
-        older = any(run.schema == FLAT_SCHEMA for run in runs)
-        what = (
-            "Older records do not say what their times include" if older else "Evaluation and saving are not included"
-        )
-        return f"{what}. {_speed_ups(runs)}"
+        what = "Evaluation and saving are not included."
+        if any(run.schema == FLAT_SCHEMA for run in runs):
+            what = "Older records do not say what their times include."
+        return f"{what} {_speed_ups(runs)}"
     counts = {run.new_tokens for run in runs if run.new_tokens is not None}
     if bars is LATENCY and len(counts) == 1:
         return f"Seconds to generate {counts.pop():.0f} tokens from one prompt. {bars.caption}"

@@ -403,9 +403,7 @@ def by_seed(runs: Sequence[Run]) -> list[list[Run]]:
     """The runs in their order; those of the same work and setup but for the seed are one group."""
 
     def setups(run: Run) -> set[frozenset[tuple[str, str | None]]]:
-        return {
-            frozenset((key, value) for key, value in each.setup.items() if key not in NOTED) for each in run.segments
-        }
+        return {frozenset(item for item in each.setup.items() if item[0] not in NOTED) for each in run.segments}
 
     def alike(one: Run, other: Run) -> bool:
         seed, other_seed = one.work["seed"], other.work["seed"]

@@ -286,8 +286,7 @@ def _show_costs(done: Planned) -> None:
     st.header("Clouds side by side")
     table = offers_table(done)
     if not table:
-        name = ui.plain(done.plan.machine.name)
-        st.write(f"No list price of {name} is known. Give your price above.")
+        st.write(f"No list price of {ui.plain(done.plan.machine.name)} is known. Give your price above.")
         return
     ui.figure(
         RANGES,

@@ -121,8 +121,7 @@ def _summary(split: Plan) -> None:
     micro, batches, ranks = setup.micro_batch_size, setup.gradient_accumulation_steps, setup.data_parallel_size
     fits = f"{used:.0%} of what fits" if used <= 1 else f"does not fit: {used:.0%} of the room"
     work = f"micro batch {micro} x {batches} accumulated x {ranks} data ranks"
-    name = ui.plain(setup.strategy_name)
-    st.markdown(f"**{name}** in {setup.precision}, {setup.seq_length:,} tokens a sequence")
+    st.markdown(f"**{ui.plain(setup.strategy_name)}** in {setup.precision}, {setup.seq_length:,} tokens a sequence")
     ui.show_metrics(
         [
             ("Sequences in a step", f"{micro * batches * ranks:,}", work),

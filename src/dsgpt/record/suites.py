@@ -428,7 +428,7 @@ def read_predictions(path: Path) -> Predictions:
         UserError: it cannot be read, or has no cells with predictions; one line.
     """
     record = read_fields(path, wanted="a record of benchmark.py plan", notes=[])
-    rows = tuple(_row(cell) for cell in record.sections("cells"))
+    rows = tuple(map(_row, record.sections("cells")))
     if not any(row.footprint.predicted for row in rows):
         raise UserError(f"{path}: holds no predictions beside measurements; give a record of benchmark.py plan")
     date = (record.text("timestamp_utc") or "")[:10] or "without a date"

@@ -2,7 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import groupby, pairwise
+from operator import itemgetter
 from typing import Any
 
 from dsgpt.common.text import busy_words, counted, hardware_words
@@ -122,10 +123,8 @@ def devices(hardware: Fields) -> str | None:
 
 def over_time(segments: Sequence[Segment], values: Sequence[str | None]) -> str | None:
     """A value per segment in words: "ddp", or "zero2 to step 200, ddp from step 201"; None if no value is known."""
-    pieces: list[tuple[str | None, int]] = []
-    for value, segment in zip(values, segments, strict=True):
-        if not pieces or pieces[-1][0] != value:
-            pieces.append((value, segment.first_step))
+    same = groupby(zip(values, segments, strict=True), key=itemgetter(0))
+    pieces: list[tuple[str | None, int]] = [(value, next(group)[1].first_step) for value, group in same]
     if len(pieces) == 1:
         return pieces[0][0]
     earlier = [
