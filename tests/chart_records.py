@@ -26,54 +26,34 @@ from dsgpt.training.run_description import data_hash, describe_run, initial_weig
 # Records for the tests, made up and written where a test asks: no measurement of anything.
 
 
-MODEL = {"n_layer": 2, "n_head": 2, "n_embd": 64, "block_size": 32, "vocab_size": 256, "dropout": 0.0}
-
-
 def record(**changes: Any) -> dict[str, Any]:
     """A complete record of generation 2.1; ``changes`` are ``section__key=value``, or ``key=value`` at the top."""
     values: dict[str, Any] = {
-        "schema_version": "2.1",
-        "run_id": "fixture",
-        "status": "completed",
-        "resumed_from": None,
-        "host": "fixture-host",
-        "hardware": {
-            "device": "cpu", "gpu_name": None, "gpu_count_visible": 0, "world_size": 1, "cpu_name": "Fixture CPU",
-            "cpu_count": 2, "threads_per_device": 1,
-        },
+        "schema_version": "2.1", "status": "completed", "resumed_from": None, "host": "fixture-host",
+        "hardware": {"device": "cpu", "gpu_name": None, "world_size": 1, "cpu_name": "Fixture CPU", "cpu_count": 2,
+                     "threads_per_device": 1},
         "data": {"train_path": "t.bin", "train_sha256": "a" * 64, "val_path": "v.bin", "val_sha256": "b" * 64},
         "training_config": {
-            "model": dict(MODEL), "seq_len": 32, "global_batch_size": 8, "lr": 0.001, "optimizer": "AdamW",
+            "model": {"n_layer": 2, "n_head": 2, "n_embd": 64, "block_size": 32, "vocab_size": 256, "dropout": 0.0},
+            "seq_len": 32, "global_batch_size": 8, "lr": 0.001, "optimizer": "AdamW",
             "scheduler": {"type": "WarmupCosineLR", "params": {"warmup_num_steps": 4}}, "gradient_clipping": 1.0,
-            "precision": "fp32", "strategy": "baseline", "seed": 7, "run_type": "baseline",
+            "precision": "fp32", "strategy": "baseline", "seed": 7, "run_type": "baseline", "val_windows": 16,
+            "loss_scaling": {"type": "none"},
             "optimizer_params": {"type": "AdamW", "lr": 0.001, "betas": [0.9, 0.95], "momentum": None,
-                                 "torch_adam": False},
-            "val_windows": 16,
-        },
+                                 "torch_adam": False}},
         "epochs": [
-            {"epoch_idx": 0, "optimizer_steps": 20, "tokens_processed_global": 5120, "train_loss_avg_global": 4.5,
-             "val_loss_avg_global": 4.0},
-            {"epoch_idx": 1, "optimizer_steps": 20, "tokens_processed_global": 5120, "train_loss_avg_global": 3.5,
-             "val_loss_avg_global": 3.25},
+            {"epoch_idx": place, "optimizer_steps": 20, "tokens_processed_global": 5120,
+             "train_loss_avg_global": train, "val_loss_avg_global": val}
+            for place, (train, val) in enumerate(((4.5, 4.0), (3.5, 3.25)))
         ],
         "summary": {
-            "total_wall_time_sec": 130.0, "train_time_sec": 100.0, "optimizer_steps": 40,
-            "tokens_processed_global": 10240, "final_train_loss": 3.5, "final_val_loss": 3.25, "best_val_loss": 3.25,
-            "mean_tokens_per_sec_global": 102.4, "peak_rss_bytes_rank0": 2**30,
-            "max_cuda_mem_allocated_bytes_rank0": None, "max_cuda_mem_reserved_bytes_rank0": None,
-        },
+            "train_time_sec": 100.0, "optimizer_steps": 40, "tokens_processed_global": 10240, "final_train_loss": 3.5,
+            "final_val_loss": 3.25, "best_val_loss": 3.25, "mean_tokens_per_sec_global": 102.4,
+            "peak_rss_bytes_rank0": 2**30},
         "inference": {"prompt_tokens": 16, "new_tokens": 16, "latency_sec": 0.5, "tokens_per_sec": 32.0},
-        "train_time_per_epoch": [50.0, 50.0],
-        "train_loss_per_epoch": [4.5, 3.5],
-        "val_loss_per_epoch": [4.0, 3.25],
-        "train_throughput": 102.4,
-        "inference_latency": None,
-        "inference_throughput": 32.0,
+        **flat_record(train_time_per_epoch=[50.0, 50.0], train_throughput=102.4, inference_latency=None,
+                      inference_throughput=32.0),
     }  # fmt: skip
-    return _changed(values, changes)
-
-
-def _changed(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     for path, value in changes.items():
         target, key = _place(values, path)
         target[key] = value
@@ -89,13 +69,9 @@ def _place(values: dict[str, Any], path: str) -> tuple[dict[str, Any], str]:
 def flat_record(**changes: Any) -> dict[str, Any]:
     """A record of the older generation: the flat keys alone."""
     return {
-        "train_time_per_epoch": [60.0, 40.0],
-        "train_loss_per_epoch": [4.5, 3.5],
-        "val_loss_per_epoch": [4.0, 3.25],
-        "train_throughput": 1000.0,
-        "inference_latency": 2.0,
-        "inference_throughput": 50.0,
-    } | changes
+        "train_time_per_epoch": [60.0, 40.0], "train_loss_per_epoch": [4.5, 3.5], "val_loss_per_epoch": [4.0, 3.25],
+        "train_throughput": 1000.0, "inference_latency": 2.0, "inference_throughput": 50.0,
+    } | changes  # fmt: skip
 
 
 def without(values: dict[str, Any], path: str) -> dict[str, Any]:
@@ -117,14 +93,15 @@ def step_lines(*, steps: int = 40, every: int = 10, seconds: float = 2.5, shift:
     return lines
 
 
-def write_run(folder: Path, values: dict[str, Any], *, lines: list[dict[str, Any]] | None = None) -> Path:
-    """Write a run folder; returns the path of its training_metrics.json."""
+def write_run(
+    folder: Path, values: Any, *, lines: Sequence[dict[str, Any]] | None = None, name: str = "training_metrics.json"
+) -> Path:
+    """Write a run folder; returns the path of its record, which is called ``name``."""
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "training_metrics.json"
-    path.write_text(json.dumps(values))
+    (folder / name).write_text(json.dumps(values))
     if lines is not None:
         (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return path
+    return folder / name
 
 
 # Records of sweeps for the tests, with made-up figures: no measurement of anything.
@@ -159,32 +136,20 @@ def cell(name: str, devices: int, *, state: State = State.DONE, footprint: Footp
     )  # fmt: skip
 
 
-def compared(name: str, speed_up: float | None, devices: int, *, same: bool = True) -> Compared:
+def compared(name: str, speed_up: float | None, devices: int, *, same_work: str = "same work: yes") -> Compared:
     """A cell beside a baseline on one device."""
-    return Compared(
-        cell=name,
-        same_work="same work: yes" if same else "same work: no (global batch 8 vs 16)",
-        comparable=same and speed_up is not None,
-        speed_up=None if speed_up is None else spread(speed_up),
-        efficiency=None if speed_up is None else speed_up / devices,
-    )
+    if speed_up is None:
+        return Compared(cell=name, same_work=same_work, comparable=False)
+    efficiency = speed_up / devices
+    return Compared(cell=name, same_work=same_work, comparable=True, speed_up=spread(speed_up), efficiency=efficiency)
 
 
 def sweep(cells: Sequence[SweepCell], comparisons: Sequence[Comparison], **changes: Any) -> Sweep:
     values: dict[str, Any] = {
-        "schema_version": "1.0",
-        "timestamp_utc": "2026-03-04T05:06:07+00:00",
-        "git_commit": None,
-        "env": {},
-        "hardware": {"device": "cpu", "cpu_name": "Fixture CPU", "cpu_count": 2},
-        "suite": "scaling",
-        "seed": 1,
-        "repeats": 3,
-        "limit_sec": 900,
-        "target_loss": None,
-        "price_per_device_hour": None,
-        "seconds": 60.0,
-    }
+        "schema_version": "1.0", "timestamp_utc": "2026-03-04T05:06:07+00:00", "git_commit": None, "env": {},
+        "hardware": {"device": "cpu", "cpu_name": "Fixture CPU", "cpu_count": 2}, "suite": "scaling", "seed": 1,
+        "repeats": 3, "limit_sec": 900, "target_loss": None, "price_per_device_hour": None, "seconds": 60.0,
+    }  # fmt: skip
     return Sweep(**values | changes, cells=list(cells), comparisons=list(comparisons))
 
 
@@ -202,16 +167,10 @@ def scaling(speeds: Mapping[str, Mapping[int, float]], *, weak: bool = False) ->
 
 
 def write_sweep(folder: Path, record: Sweep) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "sweep.json"
-    path.write_text(json.dumps(asdict(record)))
-    return path
+    return write_run(folder, asdict(record), name="sweep.json")
 
 
 # Records that the program writes of runs that were resolved here and not trained.
-
-
-WITHOUT_SHAPE = {"num_layers": None, "num_heads": None, "embedding_size": None, "max_position_embeddings": None}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,35 +187,23 @@ class Asked:
     """Changes the resolved run, for settings that this machine refuses."""
     changes: Sequence[dict[str, Any]] = ()
     """At resumes."""
-    recipe_name: str = "recipe.json"
-    indent: int | None = None
-    """Of the recipe's text."""
-
-
-def recipe_of(asked: Asked) -> dict[str, Any]:
-    """``RECIPE`` with what was asked for."""
-    recipe = json.loads(json.dumps(RECIPE))
-    for place, value in asked.recipe.items():
-        *blocks, key = place.split(".")
-        block = recipe
-        for name in blocks:
-            block = block.setdefault(name, {})
-        block[key] = value
-    return recipe
 
 
 def resolved(folder: Path, asked: Asked) -> RunConfig:
     """The run that the program resolves from ``asked``."""
-    path = write_data(folder) / asked.recipe_name
-    path.write_text(json.dumps(recipe_of(asked), indent=asked.indent))
-    problems = Problems()
+    given = json.loads(json.dumps(RECIPE))
+    for place, value in asked.recipe.items():
+        *blocks, key = place.split(".")
+        functools.reduce(lambda block, name: block.setdefault(name, {}), blocks, given)[key] = value
+    path = write_data(folder) / "recipe.json"
+    path.write_text(json.dumps(given))
+    flags = {"precision": "fp32", "deepspeed_config": path} | asked.flags
+    options, problems = parse_arguments(command_line(folder, **flags))
+    recipe = read_recipe(path, problems)
     if asked.elsewhere:
-        recipe = read_recipe(path, problems)
         path.write_text(json.dumps(RECIPE))
     ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(asked.ranks), "LOCAL_WORLD_SIZE": str(asked.ranks)}
-    flags = {"precision": "fp32", "deepspeed_config": path} | asked.flags
-    options, found = parse_arguments(command_line(folder, **flags))
-    config = resolve(options, topology=read_topology(ranks if asked.ranks > 1 else {}), problems=found)
+    config = resolve(options, topology=read_topology(ranks if asked.ranks > 1 else {}), problems=problems)
     problems.raise_if_any()
     return asked.adapt(replace(config, recipe=recipe) if asked.elsewhere else config)
 
@@ -267,25 +214,21 @@ def run_of(folder: Path, asked: Asked, *, name: str = "run", change: Callable[[d
     ``change`` edits the record before it is read, in place.
     """
     config, problems = resolved(folder, asked), Problems()
-    files = {"train": config.train, "val": config.val}
-    hashes: dict[str, str | None] = {
-        key: data_hash(file, verify=False, problems=problems) for key, file in files.items()
-    }
-    hashes["initial weights"] = initial_weights_hash(config)
+    hashes = {"initial weights": initial_weights_hash(config)}
+    for key, file in {"train": config.train, "val": config.val}.items():
+        hashes[key] = data_hash(file, verify=False, problems=problems)
     description = describe_run(config, hashes=hashes, resumed_from=None, changes=asked.changes, run_id=None)
     config.run_dir.mkdir(parents=True)
     sinks = open_sinks(config, done=0)
     journal = Journal(config, device=torch.device("cpu"), description=description, sinks=sinks, ranks=HostGroup())
+    one = torch.tensor(1.0)
+    result = StepResult(loss=one, own_loss=one, grad_norm=one, lr=0.1, skipped=torch.tensor(False))
     for step in range(1, config.total_steps + 1):
-        number = torch.tensor(1.0)
-        result = StepResult(loss=number, own_loss=number, grad_norm=number, lr=0.1, skipped=torch.tensor(False))
         journal.meter.start()
         journal.step_done(step=step, epoch=0, result=result, dataload_sec=0.0, watched=False)
     journal.flush()
     journal.write("completed")
     journal.close()
-    path = config.run_dir / "training_metrics.json"
-    record = json.loads(path.read_text())
+    record = json.loads((config.run_dir / "training_metrics.json").read_text())
     change(record)
-    path.write_text(json.dumps(record))
-    return read_run(path, name=name)
+    return read_run(write_run(config.run_dir, record), name=name)

@@ -109,8 +109,9 @@ LIGHT = {
             {"torch", "deepspeed", "transformers", "numpy"},
         ),
         (["dsgpt.data.download", "dsgpt.data.preparation"], {"torch", "transformers", "datasets", "pyarrow"}),
+        ([f"dsgpt.dashboard.{name}" for name in ("overview", "compare", "live")], {"torch", "matplotlib", "seaborn"}),
     ],
-    ids=["generate", "the others", "preparation of text"],
+    ids=["generate", "the others", "preparation of text", "pages of runs"],
 )
 def test_light_modules_import_nothing_slow(modules, slow):
     code = "import importlib, sys\n"

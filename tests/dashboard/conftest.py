@@ -10,25 +10,19 @@ from streamlit.testing.v1 import AppTest
 
 from dsgpt.dashboard.reading import contents
 
-SECONDS = {"baseline": 100.0, "zero1": 60.0}
-
-
-def write_pair(folder: Path) -> None:
-    """Two finished runs of the same work: zero1 takes 60% of the baseline's time on two devices."""
-    for name, devices in (("baseline", 1), ("zero1", 2)):
-        values = record(training_config__strategy=name, hardware__world_size=devices)
-        values["training_config"]["total_steps"] = 40
-        values["summary"]["train_time_sec"] = SECONDS[name]
-        values["timestamp_utc"] = "2026-11-22T10:00:00+00:00"
-        shift = 0.0 if name == "baseline" else 1e-6
-        write_run(folder / name, values, lines=step_lines(seconds=SECONDS[name] / 40, shift=shift))
-
 
 @pytest.fixture
 def runs(tmp_path: Path) -> Path:
-    """The folder of runs; a test may add to it."""
+    """A folder, to which a test may add, with two finished runs of the same work.
+
+    zero1 takes 60% of the baseline's time on two devices.
+    """
     folder = tmp_path / "runs"
-    write_pair(folder)
+    for name, devices, seconds, shift in (("baseline", 1, 100.0, 0.0), ("zero1", 2, 60.0, 1e-6)):
+        values = record(training_config__strategy=name, hardware__world_size=devices, summary__train_time_sec=seconds)
+        values["training_config"]["total_steps"] = 40
+        values["timestamp_utc"] = "2026-11-22T10:00:00+00:00"
+        write_run(folder / name, values, lines=step_lines(seconds=seconds / 40, shift=shift))
     return folder
 
 

@@ -17,23 +17,13 @@ from small_run import REPOSITORY
 from dsgpt.charts.memory import draw_plan
 from dsgpt.charts.themes import DARK, LIGHT
 from dsgpt.dashboard.generate import Answer, _opened, generate
-from dsgpt.dashboard.pictures import Line, holding_svg, holdings, step_lines, step_svg
-from dsgpt.dashboard.plan import (
-    command_line,
-    gpus_table,
-    machines,
-    offers_table,
-    parts_table,
-    planned,
-    ways_table,
-)
+from dsgpt.dashboard.pictures import holding_svg, holdings, step_lines, step_svg
+from dsgpt.dashboard.plan import gpus_table, machines, offers_table, planned, ways_table
 from dsgpt.dashboard.split import CHOICES, copied_rows, explanations, sent_rows, split_of
 from dsgpt.dashboard.ui import memory
 from dsgpt.inference.commands import GenerateRequest as Request
-from dsgpt.inference.commands import Sampling
-from dsgpt.inference.generation import Text, Writer, likeliest
+from dsgpt.inference.generation import Text, Writer
 from dsgpt.inference.model_files import load
-from dsgpt.planner.hardware import read_prices
 from dsgpt.planner.memory import peak_memory
 from dsgpt.planner.options import PlanOptions, read_plan_options, words_of
 from dsgpt.planner.plan import Plan, dollars, duration, size, with_assumptions
@@ -56,32 +46,11 @@ def printed(words: list[str], capsys: pytest.CaptureFixture[str]) -> dict:
     return json.loads(capsys.readouterr().out)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        ONE,
-        BEST,
-        PlanOptions(
-            machine=RECORD, measured=(RECORD,), gpus=2, tokens=1e7, activation_checkpointing=True, save_every=0
-        ),
-        PlanOptions(gpu="t4", tokens=12345.5, deadline=5400.0, recommend=True, spot=True, network_gbps=12.5),
-    ],
-)
-def test_the_command_says_what_the_page_asked_for(options):
-    found, problems = read_plan_options(words_of(options))
-    assert not problems
-    assert found == options
-    assert shlex.split(command_line(options)) == [".venv/bin/python", "src/plan.py", *words_of(options)]
-
-
-def test_what_does_not_fit_is_the_loud_thing(tmp_path, open_page):
-    page = open_page("plan", folder=tmp_path)
-    assert not page.error
-    page.selectbox(key="plan-model").set_value("xl").run()
-    page.select_slider(key="plan-count").set_value(1).run()
-    page.number_input(key="plan-micro").set_value(32).run()
-    assert not page.metric
-    assert page.error[0].value.startswith("### DOES NOT FIT\n")
+def test_the_command_says_what_the_page_asked_for():
+    measured = PlanOptions(machine=RECORD, measured=(RECORD,), gpus=2, tokens=1e7, activation_checkpointing=True)
+    cheap = PlanOptions(gpu="t4", tokens=12345.5, deadline=5400.0, recommend=True, spot=True, network_gbps=12.5)
+    for options in (ONE, BEST, measured, cheap):
+        assert read_plan_options(words_of(options))[0] == options
 
 
 def test_the_recommendation_is_what_the_command_writes(tmp_path, capsys, monkeypatch):
@@ -98,48 +67,36 @@ def test_the_recommendation_is_what_the_command_writes(tmp_path, capsys, monkeyp
     assert ways["why not"] == [""] * len(told["ranked"]) + [each["reason"] for each in told["refused"]]
 
 
-def test_offers_of_both_kinds_have_their_dates():
-    done = planned(words_of(replace(ONE, gpu="a100-40gb")), repository=REPOSITORY)
-    spot = planned(words_of(replace(ONE, gpu="a100-40gb", spot=True)), repository=REPOSITORY)
-    table = offers_table(done)
-    for kind, same in (("on demand", done), ("spot", spot)):
-        found = [usd for usd, each in zip(table["US dollars"], table["price"], strict=True) if each == kind]
-        assert found == pytest.approx([cost.usd for cost in same.plan.costs], abs=0.005)
-        assert found
-    assert set(table["list price of"]) <= {price.known_on for price in read_prices().prices}
-    assert table["US dollars"] == sorted(table["US dollars"])
+def test_offers_are_of_both_kinds_and_the_cheapest_is_first():
+    done, spot = (
+        planned(words_of(replace(ONE, gpu="a100-40gb", spot=spot)), repository=REPOSITORY) for spot in (False, True)
+    )
+    expected = sorted(cost.usd for each in (done, spot) for cost in each.plan.costs)
+    assert offers_table(done)["US dollars"] == pytest.approx(expected, abs=0.005) and done.plan.costs != spot.plan.costs
 
 
-def test_other_gpus_have_their_own_plan_or_a_reason_and_parts_add_up():
+def test_other_gpus_have_their_own_plan_or_a_reason():
     done = planned([*words_of(ONE), "--precision", "bf16"], repository=REPOSITORY)
     table = gpus_table(done, repository=REPOSITORY)
     same = table["GPU"].index("a100-80gb")
     assert table["training, hours"][same] == pytest.approx(done.plan.run.seconds / 3600, abs=0.005)
     assert "has no units for it" in table["fits"][table["GPU"].index("t4")]
-    parts = parts_table(done.plan.peak.parts, "GB", scale=1e-9)
-    assert sum(parts["GB"]) == pytest.approx(done.plan.peak.total / 1e9)
-    assert sum(parts["share"]) == pytest.approx(1)
 
 
 def test_a_measured_machine_is_planned_for_with_its_own_steps(tmp_path, capsys):
     place = tmp_path / "reference" / "mine" / "plan.json"
     place.parent.mkdir(parents=True)
     shutil.copy(RECORD, place)
-    (measured, *table), broken = machines(tmp_path)
-    assert not broken and measured.devices == 2 and {each.devices for each in table} == {None}
+    (tmp_path / "calibration.json").write_text("{", encoding="utf-8")
+    (measured, *table), (broken,) = machines(tmp_path)  # the broken one hides nothing else
+    assert "calibration.json" in broken and measured.devices == 2 and {each.devices for each in table} == {None}
     options = PlanOptions(**dict(measured.flags), model_size="tiny", gpus=2, tokens=1e7)
     done = planned(words_of(options), repository=REPOSITORY)
     assert not done.plan.machine.assumed and "fitted to measured steps" in done.plan.machine.basis
     assert with_assumptions(done.plan) == printed(words_of(options), capsys)
 
 
-def test_a_broken_calibration_hides_nothing_else(tmp_path):
-    (tmp_path / "calibration.json").write_text("{", encoding="utf-8")
-    choices, (problem,) = machines(tmp_path)
-    assert {"t4", "h100-80gb"} <= {each.name for each in choices} and "calibration.json" in problem
-
-
-def test_the_page_shows_the_figures_of_its_own_command(tmp_path, capsys, open_page):
+def test_the_page_shows_the_figures_of_its_own_command_or_loudly_that_it_does_not_fit(tmp_path, capsys, open_page):
     page = open_page("plan", folder=tmp_path)
     page.select_slider(key="plan-tokens").set_value(3e9).run()
     (command,) = [code.value for code in page.code if "src/plan.py" in code.value]
@@ -153,10 +110,11 @@ def test_the_page_shows_the_figures_of_its_own_command(tmp_path, capsys, open_pa
         "Training": duration(told["training"]["seconds"]),
         "Cost": dollars(told["costs"][0]["usd"]),
     }
-    assert "Not measured" in page.info[0].value
-    page.selectbox(key="plan-strategy").set_value("ZeRO++").run()
-    assert not page.exception
-    assert "no formula predicts Zero" in page.error[0].value
+    assert "Not measured" in page.info[0].value and not page.error
+    page.selectbox(key="plan-model").set_value("xl").run()
+    page.select_slider(key="plan-count").set_value(1).run()
+    page.number_input(key="plan-micro").set_value(32).run()
+    assert not page.metric and page.error[0].value.startswith("### DOES NOT FIT\n")
 
 
 # How it is split: the figures are the planner's, and the pictures are true to them.
@@ -197,19 +155,6 @@ def test_the_shards_of_all_ranks_make_up_the_whole():
         assert ends[-1][1] == pytest.approx(1, abs=0.01)
 
 
-def test_ddp_and_the_ends_of_zero_hold_what_the_words_say():
-    assert not any(block.is_shard for each in holdings(split("DDP").setup, ranks=4) for block in each.blocks)
-    shards = {
-        block.kind
-        for block in holdings(split("ZeRO-2", global_batch_size=64).setup, ranks=1)[0].blocks
-        if block.is_shard
-    }
-    assert shards == {"gradients", "optimizer state", "master weights"}
-    away = {block.kind: block.place for block in holdings(split("ZeRO-3, NVMe").setup, ranks=1)[0].blocks}
-    assert away["optimizer state"] == away["weights"] == "files"
-    assert away["activations"] == "device"
-
-
 @pytest.mark.parametrize("name", POSSIBLE)
 def test_every_block_is_drawn_to_scale_with_its_bytes(name):
     setup = split(name).setup
@@ -227,10 +172,6 @@ def test_every_block_is_drawn_to_scale_with_its_bytes(name):
         assert height == pytest.approx(max(1.0, block.size * largest[1] / largest[0]), abs=0.02)
 
 
-def sent_in(lines: list[Line]) -> int:
-    return sum(bar.lane in {"weights", "gradients", "activations"} for line in lines for bar in line.bars)
-
-
 @pytest.mark.parametrize("name", POSSIBLE)
 def test_every_operation_is_in_the_picture_and_in_the_table(name):
     setup = split(name).setup
@@ -238,29 +179,19 @@ def test_every_operation_is_in_the_picture_and_in_the_table(name):
     planned = sum(traffic.payload_bytes for rank in setup.first_ranks for traffic in step_traffic(setup, rank=rank))
     assert sum(row["payload per step, bytes"] for row in rows) == planned
     lines = step_lines(setup)
-    assert sent_in(lines) == sum(row["times"] for row in rows)
+    lanes = [bar.lane for line in lines for bar in line.bars if bar.lane != "computes"]
+    assert len(lanes) == sum(row["times"] for row in (*rows, *copied_rows(setup)))
     titles = [title.text for title in ET.fromstring(step_svg(lines, DARK)).iter("{http://www.w3.org/2000/svg}title")]
     for row in rows:
         words = f"{row['operation']}, {memory(row['payload, bytes'])}, among {row['among']}: "
         assert any(title and title.startswith(words) for title in titles)
 
 
-def test_what_offload_copies_is_in_the_picture_and_in_the_table():
-    setup = split("ZeRO-3, NVMe", gpus=2).setup
-    rows, (line,) = copied_rows(setup), step_lines(setup)
-    assert {(row["what"], row["between"]) for row in rows} == {
-        ("gradients", "from device to host"),
-        ("gradients", "from host to device"),
-        ("weights", "from host to device"),
-        ("weights", "from files to host"),
-        ("optimizer state", "from files to host"),
-        ("optimizer state", "from host to files"),
-    }
-    assert sum(bar.lane in {"host", "files"} for bar in line.bars) == sum(row["times"] for row in rows)
-    state = sum(row["bytes per step"] for row in rows if row["what"] == "optimizer state")
-    held = model_state(setup)
-    assert state == pytest.approx(2 * (held.optimizer + held.master), rel=1e-3)
-    assert not copied_rows(split("ZeRO-3").setup)
+def test_offload_copies_the_optimizer_state_to_files_and_back():
+    rows, held = copied_rows(split("ZeRO-3, NVMe", gpus=2).setup), model_state(split("ZeRO-3, NVMe", gpus=2).setup)
+    state = [row for row in rows if row["what"] == "optimizer state"]
+    assert {row["between"] for row in state} == {"from files to host", "from host to files"}
+    assert sum(row["bytes per step"] for row in state) == pytest.approx(2 * (held.optimizer + held.master), rel=1e-3)
 
 
 def test_many_micro_batches_are_drawn_as_one_gap():
@@ -282,27 +213,15 @@ def test_the_drawn_pipeline_has_the_planned_bubble():
     assert f"{bubble_fraction(2, batches):.0%}" in told
 
 
-def test_zero_without_data_ranks_is_not_said_to_divide():
-    assert "ZeRO-1 has nothing to divide" in dict(explanations(split("3D: pipeline and tensor").setup))
-    assert "ZeRO-1: the optimizer state is a shard" in dict(
-        explanations(split("3D: pipeline and tensor", gpus=8).setup)
-    )
-
-
 def test_the_page_shows_the_planners_figures(tmp_path, open_page):
     page = open_page("split", folder=tmp_path)
-    expected = split("ZeRO-1", global_batch_size=None)
     shown = {metric.label: metric.value for metric in page.metric}
     assert page.markdown[0].value.startswith("**zero1** in bf16")
-    assert shown["Peak memory of rank 0"] == memory(expected.peak.total)
+    assert shown["Peak memory of rank 0"] == memory(split("ZeRO-1", global_batch_size=None).peak.total)
     page.selectbox(key="split-strategy").set_value(CHOSEN["3D: pipeline and tensor"]).run()
-    assert not page.exception
-    assert page.markdown[0].value.replace("\\", "").startswith("**pipeline2-tensor2-zero1**")
+    assert any("ZeRO-1 has nothing to divide" in each.value for each in page.markdown)
     page.selectbox(key="split-model").set_value("xl").run()
-    assert not page.exception
-    assert "autotp_size 2 does not divide the model's 25 heads" in page.error[0].value.replace("\\", "").replace(
-        "`", ""
-    )
+    assert not page.exception and "does not divide the model's 25 heads" in page.error[0].value
 
 
 # Try it: the text of the page is the text of `src/generate.py`, and nobody's request disturbs another's.
@@ -385,21 +304,16 @@ def test_a_stop_keeps_the_text_so_far(runs):
 
 
 def test_the_likeliest_ids_are_those_of_the_model(runs):
-    opened = Writer(request_of(runs))
-    device = torch.device("cpu")
-    plain = load(runs / "one", which="latest", device=device, precision="fp32").model
-    tokenizer = opened.tokenizer
-    ids = tokenizer.encode(PROMPT, add_special_tokens=False)
+    model = load(runs / "one", which="latest", device=torch.device("cpu"), precision="fp32").model
+    ids = Writer(request_of(runs)).tokenizer.encode(PROMPT, add_special_tokens=False)
     with torch.inference_mode():
-        expected = plain(torch.tensor([ids]))[0, -1, : plain.config.vocab_size].float().softmax(dim=0).topk(10)
-    found = told(runs, temperature=0.0).likeliest
-    assert [each.id for _, each in found] == expected.indices.tolist()
-    assert [each.probability for _, each in found] == pytest.approx(expected.values.tolist(), rel=1e-4)
-    assert [each.drawn for _, each in found] == [1.0] + [0.0] * 9
-    drawn = likeliest(opened.decoder(batch_size=1), ids, count=10, sampling=Sampling(temperature=1.0, top_k=2))
-    assert sum(each.drawn for each in drawn) == pytest.approx(1)
-    assert [each.drawn > 0 for each in drawn] == [True, True] + [False] * 8
-    assert request_of(runs).sampling.top_k == 50
+        expected = model(torch.tensor([ids]))[0, -1, : model.config.vocab_size].float().softmax(dim=0).topk(10)
+    found = [each for _, each in told(runs, temperature=1.0, top_k=2).likeliest]
+    assert [each.id for each in found] == expected.indices.tolist()
+    assert [each.probability for each in found] == pytest.approx(expected.values.tolist(), rel=1e-4)
+    two = expected.values[:2] / expected.values[:2].sum()
+    assert [each.drawn for each in found] == pytest.approx([*two.tolist(), *[0.0] * 8], rel=1e-4)
+    assert [each.drawn for _, each in told(runs, temperature=0.0).likeliest] == [1.0] + [0.0] * 9
 
 
 @pytest.fixture
@@ -433,17 +347,8 @@ def test_only_checkpoints_inside_the_folder_are_offered(runs, copied, tmp_path, 
     assert page.selectbox(key="generate-first").options == ["one/step-00000001"]
 
 
-def test_the_page_generates_beside_each_other(runs, open_page):
+def test_a_prompt_that_is_too_long_is_refused_in_the_words_of_the_page(runs, open_page):
     page = open_page("generate")
-    page.text_area(key="generate-prompt").set_value(PROMPT)
-    page.number_input(key="generate-tokens").set_value(8)
-    page.number_input(key="generate-seed").set_value(1)
-    page.selectbox(key="generate-second").set_value("one/step-00000001")
-    page.button[0].click().run()
-    assert not page.exception
-    expected = str(written(runs))
-    assert [code.value for code in page.code] == [expected, expected]
-    assert "8 tokens in" in page.caption[0].value
     page.text_area(key="generate-prompt").set_value("x " * 500)
     page.button[0].click().run()
     assert page.error[0].value.startswith("Prompt has ") and "shorten it" in page.error[0].value

@@ -2,10 +2,9 @@
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -114,9 +113,8 @@ def _draw_stacks(axes: Axes, rows: Sequence[Measured], *, unit: str, size: float
 
 def _bar(row: Measured, value: float | None, unit: float, form: Callable[[float], str]) -> Row:
     """A bar of ``value`` in ``unit``, or what the record lacks."""
-    if value is None:
-        return Row(name=row.name, value=None, label=row.lacking)
-    return Row(name=row.name, value=value / unit, label=form(value / unit), group=row.group)
+    scaled = None if value is None else value / unit
+    return Row(name=row.name, value=scaled, label=row.lacking if scaled is None else form(scaled), group=row.group)
 
 
 def _look(name: str, *, hatched: bool) -> dict[str, Any]:
@@ -221,8 +219,7 @@ GPUS = (
 )
 
 
-@dataclass(frozen=True)
-class Sample:
+class Sample(NamedTuple):
     """All GPUs of a run in one second."""
 
     time: float

@@ -1,6 +1,6 @@
 """The charts of runs: their figures as bars, their losses as curves, their inference, and the overview."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -15,7 +15,7 @@ from dsgpt.charts.comparison import INFERENCE_NOISE, Quantity, shorten, speed_up
 from dsgpt.charts.memory import communication_chart, memory_chart, step_times_chart, utilisation_chart
 from dsgpt.charts.style import Chart, Frame, Row, Texts
 from dsgpt.record.equal_work import inference_stamps, judge, machine_line, partial_stamps, setup_stamps, work_stamps
-from dsgpt.record.runs import FLAT_SCHEMA, TOO_SHORT, Curve, Point, Run, smoothed, window_of
+from dsgpt.record.runs import FLAT_SCHEMA, TOO_SHORT, Curve, Run, smoothed, window_of
 from dsgpt.record.suites import NOT_RECORDED, of_runs
 
 # Bar panels: one measured quantity of every run.
@@ -31,14 +31,18 @@ class Bars:
     quantity: Quantity
     scale: float = 1.0
     """Units of the quantity per unit of the axis."""
+    caption: str = ""
 
 
 TRAINING_TIME = Bars("Training time", "seconds of training steps", comparison.TIME_ROW)
 THROUGHPUT = Bars("Training throughput", "tokens per second, all devices", comparison.THROUGHPUT_ROW)
-LATENCY = Bars("Inference latency", "seconds, batch 1", comparison.LATENCY_ROW)
-INFERENCE = Bars("Inference throughput", "tokens per second, batch 1", comparison.INFERENCE_ROW)
-GPU_MEMORY = Bars("Peak GPU memory", "GB allocated on rank 0's GPU", comparison.GPU_MEMORY_ROW, scale=1e9)
-HOST_MEMORY = Bars("Peak host memory", "GB resident (RSS) in rank 0's process", comparison.HOST_MEMORY_ROW, scale=1e9)
+LATENCY = Bars("Inference latency", "seconds, batch 1", comparison.LATENCY_ROW, 1.0, INFERENCE_NOISE)
+INFERENCE = Bars("Inference throughput", "tokens per second, batch 1", comparison.INFERENCE_ROW, 1.0, INFERENCE_NOISE)
+OF_RANK_0 = "Rank 0 only. GPU memory and host memory (RSS) are different quantities and never share a panel."
+GPU_MEMORY = Bars("Peak GPU memory", "GB allocated on rank 0's GPU", comparison.GPU_MEMORY_ROW, 1e9, OF_RANK_0)
+HOST_MEMORY = Bars(
+    "Peak host memory", "GB resident (RSS) in rank 0's process", comparison.HOST_MEMORY_ROW, 1e9, OF_RANK_0
+)
 
 
 def memory_bars(runs: Sequence[Run]) -> list[Bars]:
@@ -54,11 +58,10 @@ def draw_bars(axes: Axes, bars: Bars, runs: Sequence[Run], *, label_width: int =
     rows = []
     for run in runs:
         value = bars.quantity.value(run)
-        if value is None:
-            why = TOO_SHORT if bars is THROUGHPUT and run.too_short_to_time else NOT_RECORDED
-            rows.append(Row(name=run.name, value=None, label=why))
-        else:
-            rows.append(Row(name=run.name, value=value / bars.scale, label=bars.quantity.form(value)))
+        label = TOO_SHORT if bars is THROUGHPUT and run.too_short_to_time else NOT_RECORDED
+        if value is not None:
+            value, label = value / bars.scale, bars.quantity.form(value)
+        rows.append(Row(name=run.name, value=value, label=label))
     style.draw_rows(axes, rows, label_width=label_width)
     better = "less" if bars.quantity.lower_is_better else "more"
     axes.set(title=bars.title, xlabel=f"{bars.axis}\n({better} is better)")
@@ -83,8 +86,8 @@ class Axis:
     """The title of a picture drawn on it."""
     missing: str
     """What a run did not record if it cannot be drawn on this axis."""
-    scale: float = 1.0
-    """Units of the field per unit of the axis."""
+    scale: Callable[[Run], float | None] = lambda _: 1.0
+    """Units of the axis per unit of the field; None if the run cannot be drawn on it."""
 
 
 STEPS = Axis("step", "optimizer steps", "Loss by optimizer step", "steps not recorded")
@@ -96,64 +99,62 @@ def curve_of(run: Run, kind: str) -> Curve:
     return run.train_curve if kind == "train" else run.val_curve
 
 
+def places(run: Run, kind: str, axis: Axis) -> list[tuple[float, float]]:
+    """Where the points of a curve are on ``axis``, and their losses; without those whose place was not recorded."""
+    scale = axis.scale(run)
+    points = [(getattr(point, axis.coordinate), point.loss) for point in curve_of(run, kind).points]
+    return [(place * scale, loss) for place, loss in points if scale is not None and place is not None]
+
+
 def step_axis(runs: Sequence[Run]) -> Axis:
     """Optimizer steps, or epochs if no run recorded steps."""
-    points = _points(runs)
-    return EPOCHS if points and all(point.step is None for point in points) else STEPS
+    known = any(places(run, kind, STEPS) for run in runs for kind in LOSS_KINDS)
+    return STEPS if known or not any(curve_of(run, kind).points for run in runs for kind in LOSS_KINDS) else EPOCHS
 
 
-def _points(runs: Sequence[Run]) -> list[Point]:
-    return [point for run in runs for kind in LOSS_KINDS for point in curve_of(run, kind).points]
+def _most(runs: Sequence[Run], coordinate: str) -> float:
+    points = [point for run in runs for kind in LOSS_KINDS for point in curve_of(run, kind).points]
+    return max((getattr(point, coordinate) or 0.0 for point in points), default=0.0)
 
 
 def time_axis(runs: Sequence[Run]) -> Axis:
     """Training time, in the largest unit that is at most a third of the longest run."""
-    longest = max((point.time or 0 for point in _points(runs)), default=0)
     units = (("hours", 3600), ("minutes", 60))
-    unit, size = next((each for each in units if longest >= 3 * each[1]), ("s", 1))
-    return Axis("time", f"training time ({unit})", "Loss by training time", "times not recorded", size)
+    unit, size = next((each for each in units if _most(runs, "time") >= 3 * each[1]), ("s", 1))
+    label = f"training time ({unit})"
+    return Axis("time", label, "Loss by training time", "times not recorded", lambda _: 1 / size)
 
 
 def token_axis(runs: Sequence[Run]) -> Axis:
     """Tokens trained on, in the largest unit of which the longest run has at least one."""
-    most = max((point.tokens or 0 for point in _points(runs)), default=0)
     units = (("billions of tokens", 1e9), ("millions of tokens", 1e6), ("thousands of tokens", 1e3))
-    unit, count = next((each for each in units if most >= each[1]), ("tokens", 1.0))
-    return Axis("tokens", unit, "Loss by tokens", "tokens not recorded", count)
+    unit, count = next((each for each in units if _most(runs, "tokens") >= each[1]), ("tokens", 1.0))
+    return Axis("tokens", unit, "Loss by tokens", "tokens not recorded", lambda _: 1 / count)
 
 
-def in_money(run: Run, price: float) -> Run:
-    """The run with the money that its devices cost in place of the time of each point; ``price`` of a device hour."""
-    per_second = None if run.device_count is None else run.device_count * price / 3600
+def money_axis(price: float) -> Axis:
+    """What the devices of a run cost, at ``price`` for a device hour."""
+    label = f"cost of all devices, at {price:g} for a device hour"
 
-    def priced(point: Point) -> Point:
-        cost = None if point.time is None or per_second is None else point.time * per_second
-        return point._replace(time=cost)
+    def per_second(run: Run) -> float | None:
+        return None if run.device_count is None else run.device_count * price / 3600
 
-    curves = [replace(curve, points=tuple(map(priced, curve.points))) for curve in (run.train_curve, run.val_curve)]
-    return replace(run, train_curve=curves[0], val_curve=curves[1])
+    return Axis("time", label, "Loss by money", "times or devices not recorded", per_second)
 
 
-@dataclass(frozen=True)
-class End:
-    """The end of a curve, in the units of its panel."""
-
-    name: str
-    x: float
-    y: float
+End = tuple[str, float, float]
+"""The name of a run, and the end of its curve in the units of its panel."""
 
 
 def draw_losses(axes: Axes, runs: Sequence[Run], *, kind: str, axis: Axis) -> list[End]:
     """Draw the "train" or "validation" curves of all runs that have one, and return their ends."""
     ends = []
     for index, run in enumerate(runs):
-        look, curve = style.look(index, count=len(runs)), curve_of(run, kind)
-        points = placeable(curve, axis)
+        look, points = style.look(index, count=len(runs)), places(run, kind, axis)
         if not points:
             continue
-        x = [getattr(point, axis.coordinate) / axis.scale for point in points]
-        y = [point.loss for point in points]
-        window = window_of(len(curve.points))
+        x, y = [place for place, _ in points], [loss for _, loss in points]
+        window = window_of(len(curve_of(run, kind).points))
         if window > 1:  # every step, under every mean
             axes.plot(x, y, color=look.colour, alpha=max(0.07, 0.3 / len(runs)), lw=0.5, zorder=1.5)
             y = smoothed(y, window=window)
@@ -170,7 +171,7 @@ def draw_losses(axes: Axes, runs: Sequence[Run], *, kind: str, axis: Axis) -> li
             clip_on=False,  # the marker of the last step is whole
             zorder=2 + index / len(runs),
         )
-        ends.append(End(run.name, x[-1], y[-1]))
+        ends.append((run.name, x[-1], y[-1]))
     axes.set(title=f"{kind.capitalize()} loss", xlabel=axis.label, ylabel=f"nats per token ({style.ZOOMED})")
     axes.ticklabel_format(axis="y", style="plain", useOffset=False)  # tick labels are the losses, without offset
     if ends:
@@ -190,14 +191,8 @@ def draw_losses(axes: Axes, runs: Sequence[Run], *, kind: str, axis: Axis) -> li
 def ends_can_be_labelled(axes: Axes, ends: Sequence[End]) -> bool:
     """Whether names at the ends of the curves would overlap neither each other nor a curve."""
     low, high = axes.get_ylim()
-    losses = sorted(end.y for end in ends)
-    apart = all(b - a > 0.08 * (high - low) for a, b in pairwise(losses))
-    return apart and min(end.x for end in ends) > 0.97 * max(end.x for end in ends) if ends else False
-
-
-def placeable(curve: Curve, axis: Axis) -> list[Point]:
-    """The points whose coordinate on ``axis`` was recorded."""
-    return [point for point in curve.points if getattr(point, axis.coordinate) is not None]
+    apart = all(b - a > 0.08 * (high - low) for a, b in pairwise(sorted(y for _, _, y in ends)))
+    return apart and min(x for _, x, _ in ends) > 0.97 * max(x for _, x, _ in ends) if ends else False
 
 
 # Inference: latency against throughput.
@@ -276,9 +271,7 @@ def charts_of_runs(runs: Sequence[Run], *, folders: Mapping[str, Path], price: f
     charts |= {name: partial(_loss_picture, named, texts, axis=axis) for name, axis in axes.items()}
     charts["loss_vs_money"] = lambda: "give --price, of a device hour"
     if price is not None:
-        label = f"cost of all devices, at {price:g} for a device hour"
-        axis = Axis("time", label, "Loss by money", "times or devices not recorded")
-        charts["loss_vs_money"] = partial(_loss_picture, [in_money(run, price) for run in named], texts, axis=axis)
+        charts["loss_vs_money"] = partial(_loss_picture, named, texts, axis=money_axis(price))
     return charts | {
         "memory": partial(memory_chart, rows, texts),
         "communication": partial(communication_chart, rows, texts),
@@ -307,7 +300,7 @@ def _bars_picture(runs: Sequence[Run], texts: Texts, *, panels: Sequence[Bars]) 
 
 
 def _loss_picture(runs: Sequence[Run], texts: Texts, *, axis: Axis) -> Frame | str:
-    if not any(placeable(curve_of(run, kind), axis) for run in runs for kind in LOSS_KINDS):
+    if not any(places(run, kind, axis) for run in runs for kind in LOSS_KINDS):
         return f"no run recorded losses with their {axis.coordinate.removesuffix('s')}s"
     height = 4.0 + style.legend_height(len(runs))
     picture = texts.frame(axis.picture, _caption_of_curves(runs), width=9.6, height=height)
@@ -339,26 +332,23 @@ def _overview(runs: Sequence[Run], texts: Texts) -> Frame:
     return picture
 
 
-def _draw_loss_panels(body: SubFigure, runs: Sequence[Run], places: Sequence[tuple[str, Axis]]) -> None:
+def _draw_loss_panels(body: SubFigure, runs: Sequence[Run], drawn: Sequence[tuple[str, Axis]]) -> None:
     """Draw two loss panels. Names are at the ends of the curves if both panels have room, else in a legend."""
     panels = list(body.subplots(1, COLUMNS))
-    ends = [draw_losses(axes, runs, kind=kind, axis=axis) for axes, (kind, axis) in zip(panels, places, strict=True)]
-    drawn = list(zip(panels, ends, strict=True))
-    if all(len(of_panel) == len(runs) and ends_can_be_labelled(axes, of_panel) for axes, of_panel in drawn):
-        for axes, of_panel in drawn:
-            for end in of_panel:
-                label, away = f"{shorten(end.name, 18)}\n{end.y:.3f}", {"xytext": (7, 0), "textcoords": "offset points"}
-                axes.annotate(label, (end.x, end.y), **away, va="center", fontsize=9)
+    ends = [draw_losses(axes, runs, kind=kind, axis=axis) for axes, (kind, axis) in zip(panels, drawn, strict=True)]
+    both = list(zip(panels, ends, strict=True))
+    if all(len(of_panel) == len(runs) and ends_can_be_labelled(axes, of_panel) for axes, of_panel in both):
+        for axes, of_panel in both:
+            for name, x, y in of_panel:
+                away = {"xytext": (7, 0), "textcoords": "offset points"}
+                axes.annotate(f"{shorten(name, 18)}\n{y:.3f}", (x, y), **away, va="center", fontsize=9)
         return
-    handles, (_, axis) = [], places[0]
+    handles, (_, axis) = [], drawn[0]
     for index, run in enumerate(runs):
-        kinds = [kind for kind in LOSS_KINDS if placeable(curve_of(run, kind), axis)]
-        label = shorten(run.name, 34)
-        if not kinds:
-            label += f" ({axis.missing})"
-        elif len(kinds) == 1:
-            label += f" ({kinds[0]} only)"
-        handles.append(Line2D([], [], **style.look(index, count=len(runs)).line, label=label))
+        kinds = [kind for kind in LOSS_KINDS if places(run, kind, axis)]
+        lacking = f" ({axis.missing})" if not kinds else f" ({kinds[0]} only)" if len(kinds) == 1 else ""
+        look = style.look(index, count=len(runs)).line
+        handles.append(Line2D([], [], **look, label=shorten(run.name, 34) + lacking))
     body.legend(handles=handles, loc="outside lower left", ncols=COLUMNS, frameon=False, handlelength=4)
 
 
@@ -384,15 +374,10 @@ def _caption_of_bars(bars: Bars, runs: Sequence[Run]) -> str:
         if any(run.schema == FLAT_SCHEMA for run in runs):
             what = "Older records do not say what their times include."
         return f"{what} {_speed_ups(runs)}"
-    if bars is LATENCY:
-        counts = {run.new_tokens for run in runs if run.new_tokens is not None}
-        what = f"Seconds to generate {counts.pop():.0f} tokens from one prompt. " if len(counts) == 1 else ""
-        return what + INFERENCE_NOISE
-    if bars is INFERENCE:
-        return INFERENCE_NOISE
-    if bars in memory_bars(runs):
-        return "Rank 0 only. GPU memory and host memory (RSS) are different quantities and never share a panel."
-    return ""
+    counts = {run.new_tokens for run in runs if run.new_tokens is not None}
+    if bars is LATENCY and len(counts) == 1:
+        return f"Seconds to generate {counts.pop():.0f} tokens from one prompt. {bars.caption}"
+    return bars.caption
 
 
 def _caption_of_curves(runs: Sequence[Run]) -> str:

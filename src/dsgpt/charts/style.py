@@ -52,7 +52,7 @@ class Look:
     colour: tuple[float, float, float]
     hatch: str
     hatch_colour: str
-    """Dark on light bars, light on dark bars."""
+    """Dark on light bars; light on dark bars of a light theme."""
     marker: str
     dashes: tuple[int, tuple[float, ...]]
     width: float
@@ -78,7 +78,7 @@ def look(index: int, *, count: int) -> Look:
     return Look(
         colour=colour,
         hatch=_HATCHES[index % len(_HATCHES)],
-        hatch_colour=theme.dark_hatch if brightness > 0.6 else theme.light_hatch,
+        hatch_colour=theme.ink if theme is LIGHT and brightness > 0.6 else theme.background,
         marker=_MARKERS[index % len(_MARKERS)],
         dashes=_DASHES[index % len(_DASHES)],
         width=1.3 + 2.2 * earlier if count > 1 else 1.8,
@@ -94,28 +94,17 @@ def quiet_style(theme: Theme) -> Iterator[None]:
         mpl.rcdefaults()
         mpl.use("Agg")
         sns.set_theme(context="notebook", style="whitegrid", font="DejaVu Sans", font_scale=0.85)
-        mpl.rcParams.update(
-            {
-                "axes.edgecolor": theme.edge,
-                "axes.facecolor": theme.background,
-                "axes.labelcolor": theme.ink,
-                "axes.spines.right": False,
-                "axes.spines.top": False,
-                "axes.titleweight": "bold",
-                "figure.facecolor": theme.background,
-                "savefig.facecolor": theme.background,
-                "grid.color": theme.grid,
-                "hatch.linewidth": 1.1,
-                "patch.edgecolor": theme.background,
-                "svg.hashsalt": "dsgpt",  # ids of parts of an SVG would be random
-                "text.color": theme.ink,
-                "text.parse_math": False,  # a run may be called $a$
-                "xtick.color": theme.edge,
-                "xtick.labelcolor": theme.ink,
-                "ytick.color": theme.edge,
-                "ytick.labelcolor": theme.ink,
-            }
-        )
+        colours: dict[str, tuple[Any, ...]] = {
+            "background": ("axes.facecolor", "figure.facecolor", "patch.edgecolor", "savefig.facecolor"),
+            "edge": ("axes.edgecolor", "xtick.color", "ytick.color"),
+            "ink": ("axes.labelcolor", "text.color", "xtick.labelcolor", "ytick.labelcolor"),
+            "grid": ("grid.color",),
+        }
+        mpl.rcParams.update({name: getattr(theme, colour) for colour, names in colours.items() for name in names})
+        mpl.rcParams.update({"axes.spines.right": False, "axes.spines.top": False, "axes.titleweight": "bold"})
+        mpl.rcParams["hatch.linewidth"] = 1.1
+        mpl.rcParams["svg.hashsalt"] = "dsgpt"  # ids of parts of an SVG would be random
+        mpl.rcParams["text.parse_math"] = False  # a run may be called $a$
         try:
             yield
         finally:

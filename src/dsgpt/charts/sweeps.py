@@ -1,6 +1,7 @@
 """The charts of suites: of the comparisons in a sweep, and of many requests at once."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -20,7 +21,6 @@ from dsgpt.record.suites import (
     Concurrency,
     Spread,
     Sweep,
-    SweepCell,
     failure,
     groups_of,
     of_cells,
@@ -153,21 +153,13 @@ def efficiency_rows(sweep: Sweep, comparison: Comparison) -> list[Row]:
     base, groups, rows = sweep.cell(comparison.baseline).devices, groups_of(sweep), []
     for one in comparison.cells:
         cell = sweep.cell(one.cell)
-        if one.efficiency is None or one.speed_up is None:
-            why = failure(cell) or ("no speed" if one.comparable else "not comparable")
-            rows.append(Row(name=one.cell, value=None, label=why))
-            continue
-        group, per_device = groups[strategy_of(one.cell)], 100 * base / cell.devices
-        rows.append(
-            Row(
-                name=one.cell,
-                value=100 * one.efficiency,
-                label=f"{one.efficiency:.0%} ({one.speed_up.median:.2f}x)",
-                low=one.speed_up.smallest * per_device,
-                high=one.speed_up.largest * per_device,
-                group=group,
-            )
-        )
+        label = failure(cell) or ("no speed" if one.comparable else "not comparable")
+        row = Row(name=one.cell, value=None, label=label, group=groups[strategy_of(one.cell)])
+        if one.efficiency is not None and one.speed_up is not None:
+            ends = [100 * base / cell.devices * end for end in (one.speed_up.smallest, one.speed_up.largest)]
+            label = f"{one.efficiency:.0%} ({one.speed_up.median:.2f}x)"
+            row = replace(row, value=100 * one.efficiency, label=label, low=ends[0], high=ends[1])
+        rows.append(row)
     return rows
 
 
@@ -178,34 +170,18 @@ def charts_of_sweep(sweep: Sweep, *, name: str) -> dict[str, Chart]:
     """Every chart by its name, which begins with the name of the sweep."""
     rows, texts = of_cells(sweep), Texts(sweep_stamps(sweep), sweep_footer(sweep, name=name))
     unequal = [f"NOT EQUAL WORK: {tokens}"] if (tokens := sweep.unequal_tokens()) else []
+    marked = replace(texts, warnings=[*texts.warnings, *unequal])
+    speed = ("Training throughput", "tokens per second, all devices (more is better)", "no cell has a throughput")
+    paid = f"of all devices' training time, at {sweep.price_per_device_hour or 0:g} for a device hour (less is better)"
+    cost = ("Cost of the training", paid, "the sweep had no --price")
     charts: dict[str, Chart] = {
-        "throughput": partial(
-            _cells_chart,
-            sweep,
-            texts,
-            lambda cell: cell.tokens_per_sec,
-            decimals(0),
-            absent="no cell has a throughput",
-            title="Training throughput",
-            axis="tokens per second, all devices (more is better)",
-        ),
+        "throughput": partial(_cells_chart, sweep, texts, "tokens_per_sec", decimals(0), speed),
         "scaling": partial(scaling_chart, sweep, texts),
         "efficiency": partial(efficiency_chart, sweep, texts),
         "memory": partial(memory_chart, rows, texts),
         "communication": partial(communication_chart, rows, texts),
         "step_times": partial(step_times_chart, rows, texts),
-        "money": partial(
-            _cells_chart,
-            sweep,
-            texts,
-            lambda cell: cell.cost,
-            "{:,.4g}".format,
-            absent="the sweep had no --price",
-            title="Cost of the training",
-            axis=f"of all devices' training time, at {sweep.price_per_device_hour or 0:g} for a device hour "
-            "(less is better)",
-            warnings=unequal,
-        ),
+        "money": partial(_cells_chart, sweep, marked, "cost", "{:,.4g}".format, cost),
     }
     return {f"{name}_{chart}": draw for chart, draw in charts.items()}
 
@@ -234,29 +210,23 @@ def sweep_footer(sweep: Sweep, *, name: str) -> str:
 
 
 def _cells_chart(
-    sweep: Sweep,
-    texts: Texts,
-    value: Callable[[SweepCell], Spread | None],
-    form: Callable[[float], str],
-    *,
-    absent: str,
-    title: str,
-    axis: str,
-    warnings: Sequence[str] = (),
+    sweep: Sweep, texts: Texts, figure: str, form: Callable[[float], str], words: tuple[str, str, str]
 ) -> Frame | str:
-    """A bar for each cell, or ``absent`` if no cell has the value."""
+    """A bar for each cell, as long as its ``figure``, a field of ``SweepCell``.
+
+    ``words`` are the title, the axis, and what is said if no cell has the figure.
+    """
+    title, axis, absent = words
     groups, rows = groups_of(sweep), []
     for cell in sweep.cells:
-        spread = value(cell)
-        if spread is None:
-            rows.append(Row(name=cell.name, value=None, label=failure(cell) or NOT_RECORDED))
-            continue
-        label, group = form(spread.median), groups[strategy_of(cell.name)]
-        ends = {"low": spread.smallest, "high": spread.largest}
-        rows.append(Row(name=cell.name, value=spread.median, label=label, group=group, **ends))
+        row = Row(name=cell.name, value=None, label=failure(cell) or NOT_RECORDED, group=groups[strategy_of(cell.name)])
+        if spread := getattr(cell, figure):
+            label = form(spread.median)
+            row = replace(row, value=spread.median, label=label, low=spread.smallest, high=spread.largest)
+        rows.append(row)
     if all(row.value is None for row in rows):
         return absent
-    picture = texts.frame(title, SPREAD, warnings=warnings, height=1.0 + 0.4 * len(rows))
+    picture = texts.frame(title, SPREAD, height=1.0 + 0.4 * len(rows))
     axes = picture.body.subplots()
     draw_rows(axes, rows)
     axes.set(xlabel=axis)

@@ -18,9 +18,6 @@ class Theme:
     """Of axes."""
     warning: str
     """Behind warnings."""
-    light_hatch: str
-    """Of the hatches on dark bars; on light bars they are ``dark_hatch``."""
-    dark_hatch: str
     palette: tuple[str, ...]
     """Of runs, in an order that alternates dark and light. All differ in brightness or from blue to orange, which the
     common kinds of colour blindness keep apart."""
@@ -34,8 +31,6 @@ LIGHT = Theme(
     grid="#e6e6e6",
     edge="#bbbbbb",
     warning="#fff1d6",
-    light_hatch="#ffffff",
-    dark_hatch="#222222",
     palette=("#0173b2", "#de8f05", "#029e73", "#cc78bc", "#d55e00", "#6b6b6b", "#56b4e9", "#a5683a"),
 )
 DARK = Theme(
@@ -46,8 +41,6 @@ DARK = Theme(
     grid="#272e38",
     edge="#59636e",
     warning="#4b3713",
-    light_hatch="#0d1117",
-    dark_hatch="#0d1117",
     palette=("#3f9bdc", "#eba225", "#1fb58a", "#d992cb", "#f0743a", "#a7aeb8", "#8fd0f7", "#c48a5c"),
 )
 THEMES = {theme.name: theme for theme in (LIGHT, DARK)}

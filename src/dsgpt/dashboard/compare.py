@@ -403,9 +403,7 @@ def by_seed(runs: Sequence[Run]) -> list[list[Run]]:
     """The runs in their order; those of the same work and setup but for the seed are one group."""
 
     def setups(run: Run) -> set[frozenset[tuple[str, str | None]]]:
-        return {
-            frozenset((key, value) for key, value in each.setup.items() if key not in NOTED) for each in run.segments
-        }
+        return {frozenset(item for item in each.setup.items() if item[0] not in NOTED) for each in run.segments}
 
     def alike(one: Run, other: Run) -> bool:
         seed, other_seed = one.work["seed"], other.work["seed"]
@@ -442,8 +440,6 @@ def mean_run(group: Sequence[Run]) -> Run:
 
 def aligned(group: Sequence[Steps]) -> list[Steps]:
     """Each with the steps and the validations that all have."""
-    if len(group) == 1:
-        return [*group]
     train, validation = (
         reduce(np.intersect1d, [getattr(each, part)["step"] for each in group]) for part in ("train", "validation")
     )
@@ -457,8 +453,6 @@ def _at(steps: Values, columns: Mapping[str, Values]) -> dict[str, Values]:
 
 def mean_steps(group: Sequence[Steps]) -> Steps:
     """The mean of every column of aligned steps."""
-    if len(group) == 1:
-        return group[0]
     train = {name: np.mean([each.train[name] for each in group], axis=0) for name in group[0].train}
     validation = {name: np.mean([each.validation[name] for each in group], axis=0) for name in group[0].validation}
     return replace(group[0], train=train, validation=validation)

@@ -87,7 +87,7 @@ def show() -> None:
         with column:
             shown = _Shown(answer)
             if asked is not None:
-                shown.caption("Loading the model.")
+                shown.speed.caption("Loading the model.")
                 generate(answer, asked[number][2], show=shown.update)
             shown.finish(number)
     stop.empty()
@@ -115,21 +115,19 @@ def _asked(folder: Path, names: list[str]) -> list[tuple[str, str, Request]] | N
 def _sampling() -> dict[str, Any]:
     """How ids are drawn: the flags of ``src/generate.py`` and its defaults."""
     one, two, three = st.columns(3)
-    tokens = one.number_input("New tokens", 1, 4096, Request.max_new_tokens, key="generate-tokens")
-    warm = "0 always takes the likeliest token."
+    flags: dict[str, Any] = {}
+    flags["max_new_tokens"] = one.number_input("New tokens", 1, 4096, Request.max_new_tokens, key="generate-tokens")
+    warm, penalty = "0 always takes the likeliest token.", Request.repetition_penalty
     temperature = two.slider("Temperature", 0.0, 2.0, Request.temperature, 0.05, key="generate-temperature", help=warm)
-    seed = three.number_input("Seed", 0, (1 << 53) - 1, Request.seed, key="generate-seed")
+    flags["seed"] = three.number_input("Seed", 0, (1 << 53) - 1, Request.seed, key="generate-seed")
     with st.expander("More about sampling"):
         four, five, six = st.columns(3)
-        top_k = four.number_input("Top k", 1, 1 << 20, Request.top_k, key="generate-top-k")
-        top_p = five.slider("Top p", 0.01, 1.0, Request.top_p, 0.01, key="generate-top-p")
-        min_p = six.slider("Min p", 0.0, 0.99, Request.min_p, 0.01, key="generate-min-p")
-        penalty = four.number_input(
-            "Repetition penalty", 0.1, 10.0, Request.repetition_penalty, 0.1, key="generate-penalty"
-        )
+        flags["top_k"] = four.number_input("Top k", 1, 1 << 20, Request.top_k, key="generate-top-k")
+        flags["top_p"] = five.slider("Top p", 0.01, 1.0, Request.top_p, 0.01, key="generate-top-p")
+        flags["min_p"] = six.slider("Min p", 0.0, 0.99, Request.min_p, 0.01, key="generate-min-p")
+        penalty = four.number_input("Repetition penalty", 0.1, 10.0, penalty, 0.1, key="generate-penalty")
         stop = five.text_input("Stop text", key="generate-stop-text", help="The text ends before it.")
-    flags = {"max_new_tokens": tokens, "temperature": temperature, "seed": seed, "top_k": top_k, "top_p": top_p}
-    return flags | {"min_p": min_p, "repetition_penalty": penalty, "stop": (stop,) if stop else ()}
+    return flags | {"temperature": temperature, "repetition_penalty": penalty, "stop": (stop,) if stop else ()}
 
 
 class _Shown:
@@ -138,11 +136,7 @@ class _Shown:
     def __init__(self, answer: Answer) -> None:
         self._answer, self._updated = answer, 0.0
         ui.heading(answer.name, level=2)
-        self._text, self._speed = st.empty(), st.empty()
-
-    def caption(self, text: str) -> None:
-        """Show a line below the text."""
-        self._speed.caption(text)
+        self._text, self.speed = st.empty(), st.empty()
 
     def update(self) -> None:
         """Show the text so far; a press of a button ends the script here."""
@@ -155,28 +149,28 @@ class _Shown:
         """Show the whole text, how it ended, and what the model found likeliest; ``number`` is the answer's."""
         answer, rate = self._answer, self._answer.tokens_per_sec or 0.0
         if answer.refused:
-            self._speed.error(ui.plain(answer.refused))
+            self.speed.error(ui.plain(answer.refused))
         elif not answer.text:
-            self.caption("Not begun.")
+            self.speed.caption("Not begun.")
         else:
             speed = f"{answer.tokens} tokens in {answer.seconds:.1f} s, {rate:,.0f} tokens/s"
             self._draw(f"{speed}. {_ENDED[answer.ended]}")
             if not answer.likeliest:
                 return
-            tokens = [token for token, _ in answer.likeliest]
-            shares = [100 * each.probability for _, each in answer.likeliest]
+            table = ui.columns(
+                {
+                    "token": token,
+                    "id": each.id,
+                    "probability, %": 100 * each.probability,
+                    "drawn with these settings, %": 100 * each.drawn,
+                }
+                for token, each in answer.likeliest
+            )
+            names = [f"{rank}. {token}" for rank, token in enumerate(table["token"], start=1)]
             ui.figure(
                 ui.parts("token", "probability", unit="probability, %"),
-                points={
-                    "token": [f"{rank}. {token}" for rank, token in enumerate(tokens, start=1)],
-                    "probability": shares,
-                },
-                numbers={
-                    "token": tokens,
-                    "id": [each.id for _, each in answer.likeliest],
-                    "probability, %": shares,
-                    "drawn with these settings, %": [100 * each.drawn for _, each in answer.likeliest],
-                },
+                points={"token": names, "probability": table["probability, %"]},
+                numbers=table,
                 title="Likeliest first tokens after the prompt, %",
                 alternative="A bar for each of the ten likeliest tokens, the likeliest on top.",
                 key=f"generate-likeliest-{number}",
@@ -184,7 +178,7 @@ class _Shown:
 
     def _draw(self, measured: str) -> None:
         self._text.code(self._answer.text, language=None, wrap_lines=True)
-        self.caption(measured)
+        self.speed.caption(measured)
 
 
 def generate(answer: Answer, request: Request, *, show: Callable[[], None] = lambda: None) -> None:

@@ -77,8 +77,7 @@ class Watched:
     def throughput(self) -> float | None:
         """Median tokens per second of the last steps."""
         recent = self.steps.train["tokens_per_sec"][-20:] if self.steps else np.array([])
-        recent = recent[~np.isnan(recent)]
-        return float(np.median(recent)) if len(recent) else None
+        return None if np.isnan(recent).all() else float(np.nanmedian(recent))
 
 
 def show() -> None:

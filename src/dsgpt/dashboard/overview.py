@@ -10,6 +10,7 @@ import streamlit as st
 from streamlit.delta_generator import DeltaGenerator
 from streamlit.navigation.page import Page
 
+from dsgpt.charts.comparison import speed_up
 from dsgpt.charts.themes import DARK, LIGHT
 from dsgpt.common.errors import UserError
 from dsgpt.common.files import printable
@@ -89,7 +90,7 @@ def _show_fastest(answer: Answer, columns: Sequence[DeltaGenerator]) -> None:
     else:
         columns[0].caption(
             f"{seconds(fastest.train_time)} instead of {seconds(baseline.train_time)}: "
-            f"**{written(answer.speed_up, '{:.2f}x')}** the speed of the baseline"
+            f"**{written(speed_up(baseline, fastest), '{:.2f}x')}** the speed of the baseline"
         )
     columns[1].metric("Cheapest of equal work", short[cheapest.name] if cheapest else UNKNOWN)
     if cheapest:

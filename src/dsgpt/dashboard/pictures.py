@@ -87,8 +87,7 @@ def _blocks(setup: Setup, rank: int, peak: Peak) -> Iterator[Block]:
         "master weights": FULL if state.master else 0,
     }
     recipe, parts = setup.recipe, dict(peak.parts)
-    swapped = {"parameters": recipe.offload_param, "optimizer": recipe.offload_optimizer}
-    swapped["master"] = recipe.offload_optimizer
+    swapped = {"parameters": recipe.offload_param} | dict.fromkeys(("optimizer", "master"), recipe.offload_optimizer)
     for kind, (part, field) in _STATE.items():
         state_bytes, away = getattr(state, field), state.off_device.get(field, 0)
         here = parts.pop(part) if away < state_bytes else 0

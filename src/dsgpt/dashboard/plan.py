@@ -80,7 +80,7 @@ def show() -> None:
                 st.warning(ui.plain(line))
             st.error(f"### DOES NOT FIT\n{ui.plain(planning.needs_in_words(done.plan))}")
     st.header("The same on a command line")
-    st.code(command_line(options), language=None, wrap_lines=True)
+    st.code(shlex.join([".venv/bin/python", "src/plan.py", *words_of(options)]), language=None, wrap_lines=True)
 
 
 def _show_plan(done: Planned) -> None:
@@ -200,11 +200,6 @@ def _options() -> PlanOptions:
     return PlanOptions(**flags)
 
 
-def command_line(options: PlanOptions) -> str:
-    """The command that prints the same plan."""
-    return shlex.join([".venv/bin/python", "src/plan.py", *words_of(options)])
-
-
 # The plan.
 
 
@@ -291,8 +286,7 @@ def _show_costs(done: Planned) -> None:
     st.header("Clouds side by side")
     table = offers_table(done)
     if not table:
-        name = ui.plain(done.plan.machine.name)
-        st.write(f"No list price of {name} is known. Give your price above.")
+        st.write(f"No list price of {ui.plain(done.plan.machine.name)} is known. Give your price above.")
         return
     ui.figure(
         RANGES,
@@ -366,7 +360,7 @@ def ways_table(searched: Iterable[Judged]) -> Table:
         plan = judged.plan if judged.fits else None
         batch, peak = (plan.setup.micro_batch_size, plan.peak.total) if plan else (None, None)
         row = {"way": judged.name, "micro batch": batch, "peak, bytes": peak}
-        rows.append(row | _time(plan) | _price(plan) | {"why not": judged.reason})
+        rows.append(row | _figures(plan) | {"why not": judged.reason})
     return ui.columns(rows)
 
 
@@ -385,23 +379,20 @@ def gpus_table(done: Planned, *, repository: Path) -> Table:
             fits = error.problems[0]
         if fits != "yes":
             plan = None
-        least, most = (_hours(plan.run.least), _hours(plan.run.most)) if plan else (None, None)
-        row = {"GPU": gpu, "precision": plan.setup.precision if plan else None, "fits": fits, **_time(plan)}
-        row |= {"at least, hours": least, "at most, hours": most, **_price(plan)}
+        ends = (plan.run.least, plan.run.most) if plan else ()
+        least, most = (round(end / 3600, 2) for end in ends) if ends else (None, None)
+        row = {"GPU": gpu, "precision": plan.setup.precision if plan else None, "fits": fits, **_figures(plan)}
+        row |= {"at least, hours": least, "at most, hours": most}
         rows.append(row | {"offer": plan.costs[0].offer if plan and plan.costs else ""})
     return ui.columns(rows)
 
 
-def _time(plan: Plan | None) -> dict[str, Any]:
-    rate, hours = (round(plan.tokens_per_sec(plan.step.seconds)), _hours(plan.run.seconds)) if plan else (None, None)
-    return {"tokens/s": rate, "training, hours": hours}
-
-
-def _price(plan: Plan | None) -> dict[str, Any]:
+def _figures(plan: Plan | None) -> dict[str, Any]:
+    """Speed, time and cost; of a way that is out of reach None."""
     cost = plan.costs[0] if plan and plan.costs else None
-    usd, date = (round(cost.usd, 2), cost.known_on or "your own") if cost else (None, "")
-    return {"US dollars": usd, "list price of": date}
-
-
-def _hours(seconds: float) -> float:
-    return round(seconds / 3600, 2)
+    return {
+        "tokens/s": round(plan.tokens_per_sec(plan.step.seconds)) if plan else None,
+        "training, hours": round(plan.run.seconds / 3600, 2) if plan else None,
+        "US dollars": round(cost.usd, 2) if cost else None,
+        "list price of": (cost.known_on or "your own") if cost else "",
+    }

@@ -5,8 +5,8 @@ Everything is read once for all sessions; of what grows, only what was appended.
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import streamlit as st
+from numpy.typing import NDArray
 from pyarrow import compute as pc
 from pyarrow import json as arrow_json
 
-from dsgpt.charts.comparison import speed_up
 from dsgpt.common.errors import UserError, is_number
 from dsgpt.common.files import is_regular_file, is_utf8, link_between, printable
 from dsgpt.dashboard.server import parse
@@ -136,6 +136,7 @@ VALIDATION = ("step", "val_loss", "tokens", "train_time_sec")
 """Keys of the line of a validation. It has no ``tokens``: they are those of the step before it."""
 INTERVALS = ("step", "mfu", "data_wait_share", "slowest_rank_lag_sec")
 """Keys of ``interval``, of the steps that have it."""
+_KINDS = {"train": TRAIN, "validation": VALIDATION, "intervals": INTERVALS}
 _COUNTED = ("loss", "val_loss", "tokens", "skipped", "warm_up", "interval")
 """Keys that mean something else when they are missing than when they are null."""
 _SCHEMA = pa.schema(
@@ -168,26 +169,6 @@ class Steps:
         return int(self.train["step"][-1]) if len(self.train["step"]) else 0
 
 
-class _Columns:
-    """Growing columns. What was returned stays as it was when more rows are added."""
-
-    def __init__(self, names: tuple[str, ...]) -> None:
-        self._names, self._parts = names, [np.empty((len(names), 0))]
-
-    def add(self, rows: Values) -> None:
-        """Add rows, shape (names, rows)."""
-        self._parts.append(rows)
-
-    def view(self) -> dict[str, Values]:
-        """The columns with ascending steps; of a step that was written twice, the last row."""
-        rows = np.concatenate(self._parts, axis=1)
-        self._parts = [rows]
-        if not (np.diff(rows[0]) > 0).all():
-            _, backwards = np.unique(rows[0][::-1], return_index=True)
-            rows = rows[:, rows.shape[1] - 1 - backwards]
-        return dict(zip(self._names, rows, strict=True))
-
-
 class StepReader:
     """Reads a ``metrics.jsonl`` once, and later only what was appended. Threads may share it.
 
@@ -203,7 +184,7 @@ class StepReader:
 
     def _begin(self) -> None:
         self._offset, self._rest, self._seam, self._damaged, self._tokens = 0, b"", b"", 0, np.nan
-        self._train, self._validation, self._intervals = _Columns(TRAIN), _Columns(VALIDATION), _Columns(INTERVALS)
+        self._rows = {kind: np.empty((len(names), 0)) for kind, names in _KINDS.items()}
         self._now: Steps | None = None
 
     def read(self) -> Steps:
@@ -225,9 +206,7 @@ class StepReader:
                 self._take(part)
             self._offset = file.tell()
             self._now = Steps(
-                train=self._train.view(),
-                validation=self._validation.view(),
-                intervals=self._intervals.view(),
+                **{kind: dict(zip(names, _ascending(self._rows[kind]), strict=True)) for kind, names in _KINDS.items()},
                 damaged=self._damaged,
             )
             return self._now
@@ -235,46 +214,30 @@ class StepReader:
     def _take(self, part: bytes) -> None:
         whole, newline, rest = (self._rest + part).rpartition(b"\n")
         self._rest = rest[:_LONGEST_LINE]
-        if len(whole) >= _LEAST_BYTES and (table := _parsed(whole + newline)) is not None:
-            self._add_table(table)
-            return
-        for line in whole.split(b"\n"):
-            if not line.strip():
-                continue
-            entry = _entry(line) if len(line) < _LONGEST_LINE else None
-            if entry is None:
-                self._damaged += 1
-            else:
-                self._add(entry)
-
-    def _add_table(self, table: pa.Table) -> None:
-        """What ``_add`` adds of each line, at once."""
-        columns = {name: table[name].cast(pa.float64(), safe=False).to_numpy() for name in {*TRAIN, *VALIDATION}}
-        trains = np.flatnonzero(~np.isnan(columns["loss"]))
-        validations = np.flatnonzero(~np.isnan(columns["val_loss"]))
+        read = _parsed(whole + newline) if len(whole) >= _LEAST_BYTES else None
+        if read is None:
+            lines = [line for line in whole.split(b"\n") if line.strip()]
+            entries = [entry for line in lines if len(line) < _LONGEST_LINE and (entry := _entry(line))]
+            self._damaged += len(lines) - len(entries)
+            read = _columns(entries)
+        columns, found = read
+        trains, validations = found["train"], found["validation"]
         own, tokens = columns["tokens"], np.append(columns["tokens"][trains], self._tokens)
         before = tokens[np.searchsorted(trains, validations, side="right") - 1]
-        self._train.add(np.stack([columns[name][trains] for name in TRAIN]))
-        columns["tokens"] = np.full_like(own, np.nan)
-        columns["tokens"][validations] = np.where(np.isnan(own[validations]), before, own[validations])
-        self._validation.add(np.stack([columns[name][validations] for name in VALIDATION]))
         self._tokens = tokens[len(trains) - 1]
-        interval = table["interval"].combine_chunks()
-        measured = np.flatnonzero(interval.is_valid().to_numpy(zero_copy_only=False) & ~np.isnan(columns["loss"]))
-        columns |= {name: interval.field(name).to_numpy(zero_copy_only=False) for name in INTERVALS[1:]}
-        self._intervals.add(np.stack([columns[name][measured] for name in INTERVALS]))
+        for kind, places in found.items():
+            rows = np.stack([columns[name][places] for name in _KINDS[kind]])
+            if kind == "validation":
+                rows[VALIDATION.index("tokens")] = np.where(np.isnan(own[places]), before, own[places])
+            self._rows[kind] = np.concatenate([self._rows[kind], rows], axis=1)
 
-    def _add(self, entry: dict[str, Any]) -> None:
-        if "loss" in entry:
-            row = _row(entry, TRAIN)
-            self._tokens = float(row[TRAIN.index("tokens"), 0])
-            self._train.add(row)
-            interval = entry.get("interval")
-            if isinstance(interval, dict):
-                figures = {name: value for name, value in interval.items() if is_number(value) and is_figure(value)}
-                self._intervals.add(_row({**figures, "step": entry["step"]}, INTERVALS))
-        if "val_loss" in entry:
-            self._validation.add(_row({"tokens": self._tokens, **entry}, VALIDATION))
+
+def _ascending(rows: Values) -> Values:
+    """The rows, shape (names, rows), with ascending steps; of a step that was written twice, the last row."""
+    if (np.diff(rows[0]) > 0).all():
+        return rows
+    _, backwards = np.unique(rows[0][::-1], return_index=True)
+    return rows[:, rows.shape[1] - 1 - backwards]
 
 
 def _entry(line: bytes) -> dict[str, Any] | None:
@@ -284,14 +247,25 @@ def _entry(line: bytes) -> dict[str, Any] | None:
     return entry if whole else None
 
 
-def _row(entry: dict[str, Any], names: tuple[str, ...]) -> Values:
-    """The values of a line, whose numbers ``step_entry`` has checked, shape (names, 1)."""
-    values = (entry.get(name) for name in names)
-    return np.array([[np.nan if value is None else float(value)] for value in values])
+_Read = tuple[dict[str, Values], dict[str, NDArray[np.intp]]]
+"""The columns of lines, and the places of those of each kind."""
 
 
-def _parsed(lines: bytes) -> pa.Table | None:
-    """Lines as a table, twenty times as fast as one by one; None if ``_entry`` might take one of them otherwise.
+def _columns(entries: Sequence[dict[str, Any]]) -> _Read:
+    """What lines hold, whose numbers ``step_entry`` has checked."""
+    columns = {name: np.array([entry.get(name) for entry in entries], float) for name in {*TRAIN, *VALIDATION}}
+    intervals = [entry["interval"] if isinstance(entry.get("interval"), dict) else None for entry in entries]
+    for name in INTERVALS[1:]:
+        values = ((interval or {}).get(name) for interval in intervals)
+        columns[name] = np.array([value if is_number(value) and is_figure(value) else None for value in values], float)
+    train = np.array(["loss" in entry for entry in entries], bool)
+    found = {"train": train, "validation": np.array(["val_loss" in entry for entry in entries], bool)}
+    found["intervals"] = train & np.array([interval is not None for interval in intervals], bool)
+    return columns, {kind: np.flatnonzero(places) for kind, places in found.items()}
+
+
+def _parsed(lines: bytes) -> _Read | None:
+    """The same, twenty times as fast as one by one; None if ``_entry`` might take one of them otherwise.
 
     Arrow checks neither text nor line breaks, takes null for a missing key, and bounds nothing. It refuses a key that
     stands twice, and a value of another type than its column's.
@@ -315,7 +289,14 @@ def _parsed(lines: bytes) -> pa.Table | None:
     flat = table.flatten()
     sizes = (np.abs(column.to_numpy()) for column in flat.columns if pa.types.is_floating(column.type))
     fits = not any(((size > LARGEST) | ((size > 0) & (size < 1 / LARGEST))).any() for size in sizes)
-    return table if fits and not any(pa.types.is_nested(each.type) for each in flat.schema) else None
+    if not fits or any(pa.types.is_nested(each.type) for each in flat.schema):
+        return None
+    columns = {name: table[name].cast(pa.float64(), safe=False).to_numpy() for name in {*TRAIN, *VALIDATION}}
+    columns |= {name: flat[f"interval.{name}"].to_numpy() for name in INTERVALS[1:]}
+    train = ~np.isnan(columns["loss"])
+    found = {"train": train, "validation": ~np.isnan(columns["val_loss"])}
+    found["intervals"] = train & table["interval"].is_valid().to_numpy()
+    return columns, {kind: np.flatnonzero(places) for kind, places in found.items()}
 
 
 def end_of(path: Path, most: int) -> bytes:
@@ -415,28 +396,13 @@ def _moment(text: str | None) -> datetime | None:
 
 def with_steps(run: Run, steps: Steps) -> Run:
     """``run`` with the losses of its steps, as the charts' judgement of equal losses takes them."""
-    train, validation = steps.train, steps.validation
-    return replace(
-        run,
-        train_curve=_curve(train, train["loss"]) or run.train_curve,
-        val_curve=_curve(validation, validation["val_loss"]) or run.val_curve,
-    )
-
-
-@dataclass(frozen=True)
-class _StepLosses(Curve):
-    """Losses by step alone: a ``Point`` for each of 100,000 steps would take half a second."""
-
-    losses: dict[float, float] = field(default_factory=dict)
-
-    def at_steps(self) -> dict[float, float]:
-        return self.losses
-
-
-def _curve(columns: Mapping[str, Values], losses: Values) -> Curve | None:
-    recorded = ~np.isnan(losses)
-    by_step = dict(zip(columns["step"][recorded].tolist(), losses[recorded].tolist(), strict=True))
-    return _StepLosses(losses=by_step) if by_step else None
+    curves = [run.train_curve, run.val_curve]
+    for place, losses, at in ((0, "loss", steps.train), (1, "val_loss", steps.validation)):
+        known = ~np.isnan(at[losses])
+        if known.any():
+            by_step = dict(zip(at["step"][known].tolist(), at[losses][known].tolist(), strict=True))
+            curves[place] = Curve(by_step=by_step)
+    return replace(run, train_curve=curves[0], val_curve=curves[1])
 
 
 def seconds_left(steps: Steps, total_steps: float | None) -> float | None:
@@ -611,11 +577,6 @@ class Answer:
     """The run on the fewest devices; of several, the slowest."""
     runs: tuple[Run, ...]
     """All of them, the fastest first."""
-
-    @property
-    def speed_up(self) -> float | None:
-        """Of the fastest, over the baseline."""
-        return speed_up(self.baseline, self.fastest)
 
     @property
     def cheapest(self) -> Run | None:

@@ -121,8 +121,7 @@ def _summary(split: Plan) -> None:
     micro, batches, ranks = setup.micro_batch_size, setup.gradient_accumulation_steps, setup.data_parallel_size
     fits = f"{used:.0%} of what fits" if used <= 1 else f"does not fit: {used:.0%} of the room"
     work = f"micro batch {micro} x {batches} accumulated x {ranks} data ranks"
-    name = ui.plain(setup.strategy_name)
-    st.markdown(f"**{name}** in {setup.precision}, {setup.seq_length:,} tokens a sequence")
+    st.markdown(f"**{ui.plain(setup.strategy_name)}** in {setup.precision}, {setup.seq_length:,} tokens a sequence")
     ui.show_metrics(
         [
             ("Sequences in a step", f"{micro * batches * ranks:,}", work),
@@ -262,114 +261,43 @@ def _when(moved: Placed | Copied) -> str:
 
 # The sentences that explain a setup: what is divided, what is sent for that, and what it costs.
 
-_DDP = (
-    "DDP: everything is whole",
-    "Every rank holds all weights, gradients and optimizer state. Gradients are averaged once per step, during the "
-    "backward pass of the last micro batch. More ranks save time, but no memory.",
-)
-_FSDP = (
-    "FSDP: everything is a shard",
-    "Each rank holds one part of the weights, gradients and optimizer state. A block's weights are gathered before it "
-    "computes and freed after it. Gradients are reduced to the rank that steps on them. This sends more than DDP and "
-    "holds the least.",
-)
-_ZERO = {
-    0: (
-        "ZeRO-0: everything is whole",
-        "DeepSpeed's data parallelism. Every rank holds all of the state, and gradients are averaged once per step, "
-        "after the last backward pass.",
-    ),
-    1: (
-        "ZeRO-1: the optimizer state is a shard",
-        "Each rank keeps the optimizer state of one part of the model and steps only on that part. After the step "
-        "every rank gathers the new weights of the others. It sends about as much as DDP, because an all-reduce is a "
-        "reduce and a gather.",
-    ),
-    2: (
-        "ZeRO-2: gradients are a shard as well",
-        "After each backward pass a rank keeps only the gradients of its own part. So they are sent in every micro "
-        "batch, not once per step: accumulation makes ZeRO-2 send more than ZeRO-1.",
-    ),
-    3: (
-        "ZeRO-3: the weights are a shard as well",
-        "No rank holds the model. A layer's weights are gathered before its forward and its backward pass, and freed "
-        "after each, in every micro batch. Parameters below `stage3_param_persistence_threshold` stay whole: sending "
-        "them would take longer than it saves.",
-    ),
-}
-_RECOMPUTATION = (
-    "Activation checkpointing",
-    "A forward pass keeps only the input of each block. The backward pass computes the block once more. It costs a "
-    "third of the computing and saves most of the activations.",
-)
+_PARTS = Path(__file__).with_name("split.md").read_text(encoding="utf-8").split("\n## ")[1:]
+SENTENCES = {heading: " ".join(text.split()) for heading, _, text in (part.partition("\n") for part in _PARTS)}
+"""Of ``split.md``, by heading."""
 
 
 def explanations(setup: Setup) -> Iterator[tuple[str, str]]:
     """A heading and its sentences for each way in which this setup divides the work, in Markdown."""
+    recipe, sizes, parts = setup.recipe, setup.sizes, list[str]()
     micro, batches, copies = setup.micro_batch_size, setup.gradient_accumulation_steps, setup.data_parallel_size
+    facts: dict[str, Any] = {"micro": micro, "batches": batches, "es": "es" * (batches != 1), "copies": copies}
+    facts |= {"readers": "copies of the model" if sizes.ranks_per_copy > 1 else "ranks", "of_rank": micro * batches}
+    facts |= {"of_step": micro * batches * copies, "stage": recipe.zero_stage, "tensor": sizes.tensor}
+    facts |= {
+        "sequence": sizes.sequence,
+        "pipeline": sizes.pipeline,
+        "bubble": bubble_fraction(sizes.pipeline, batches),
+    }
+    facts["moved"] = "The optimizer state lies"
+    if recipe.offload_param != "none":
+        facts["moved"] = "The optimizer state and, between their uses, the weights lie"
+    on_drive = recipe.offload_optimizer == "nvme"
+    facts["away"] = "files on a local drive" if on_drive else "the memory of the host"
     if setup.world_size == 1:
-        yield (
-            "One device",
-            f"One rank holds everything and sends nothing. It computes {batches} micro batch{'es' * (batches != 1)} of "
-            f"{micro} sequences, adds up their gradients, and steps once.",
-        )
+        parts.append("One device")
     elif copies > 1 or setup.run_type != "optimized":
-        yield (
-            "Data parallel",
-            f"{copies} {'copies of the model' if setup.sizes.ranks_per_copy > 1 else 'ranks'} read different "
-            f"sequences: {micro * batches} each, {micro * batches * copies} in a step. Every rank must step with the "
-            "average of all gradients, so gradients are sent in every step. The number of ranks does not change the "
-            "global batch, so the training stays the same.",
-        )
+        parts.append("Data parallel")
     if setup.run_type == "ddp":
-        yield _DDP
+        parts.append("DDP:")
     elif setup.run_type == "fsdp":
-        yield _FSDP
+        parts.append("FSDP:")
     elif setup.run_type == "optimized":
-        stage = setup.recipe.zero_stage
-        nothing = (
-            f"ZeRO-{stage} has nothing to divide",
-            "ZeRO divides state among ranks that hold the same parameters. Here no two ranks do, so each keeps all of "
-            "the state of its own parameters. With more ranks it would be divided.",
-        )
-        yield _ZERO[stage] if setup.zero_ranks > 1 else nothing
-        yield from _of_deepspeed(setup)
+        parts.append(f"ZeRO-{recipe.zero_stage}:" if setup.zero_ranks > 1 else "ZeRO-{stage}")
+        offloads = (recipe.offload_optimizer, recipe.offload_param) != ("none", "none")
+        ways = {"Offload": offloads, "Tensor": sizes.tensor > 1, "Sequence": sizes.sequence > 1}
+        parts += [way for way, is_used in (ways | {"Pipeline": sizes.pipeline > 1}).items() if is_used]
     if setup.activation_checkpointing:
-        yield _RECOMPUTATION
-
-
-def _of_deepspeed(setup: Setup) -> Iterator[tuple[str, str]]:
-    """Offload, and the ways to split the model."""
-    recipe, sizes, batches = setup.recipe, setup.sizes, setup.gradient_accumulation_steps
-    if recipe.offload_optimizer != "none" or recipe.offload_param != "none":
-        state = "The optimizer state lies"
-        if recipe.offload_param != "none":
-            state = "The optimizer state and, between their uses, the weights lie"
-        where = "files on a local drive" if recipe.offload_optimizer == "nvme" else "the memory of the host"
-        yield (
-            "Offload",
-            f"{state} in {where}. The CPU steps. Gradients go to the host and new weights come back in every step, "
-            "over the link between device and host, which is far slower than the device's memory.",
-        )
-    if sizes.tensor > 1:
-        yield (
-            "Tensor parallel",
-            f"{sizes.tensor} neighbouring ranks hold a part of every matrix and compute the same sequences. They sum "
-            "activations twice per block in the forward pass and twice in the backward pass, and wait for each sum. "
-            "So tensor ranks belong on one machine. Embeddings and LayerNorms stay whole.",
-        )
-    if sizes.sequence > 1:
-        yield (
-            "Sequence parallel (Ulysses)",
-            f"{sizes.sequence} ranks hold all weights and read different positions of the same sequences. For "
-            "attention they exchange positions for heads, four all-to-alls per block in each direction. Activations "
-            "of a rank are a part; ZeRO divides the state over these ranks too.",
-        )
-    if sizes.pipeline > 1:
-        yield (
-            "Pipeline parallel (1F1B)",
-            f"{sizes.pipeline} stages hold different layers. A micro batch passes through all of them; only one "
-            f"residual stream goes from stage to stage. With {batches} micro batches a stage waits for "
-            f"{bubble_fraction(sizes.pipeline, batches):.0%} of the time that the passes take: the bubble, "
-            "(p - 1) / (m + p - 1). The first and the last stage both hold the tied embedding and sum its gradients.",
-        )
+        parts.append("Activation")
+    for heading, sentences in SENTENCES.items():
+        if heading.startswith(tuple(parts)):
+            yield heading.format(**facts), sentences.format(**facts)

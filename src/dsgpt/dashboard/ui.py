@@ -141,8 +141,7 @@ def show_metrics(metrics: Sequence[tuple[str, str, str]]) -> None:
 
 def download(label: str, data: str | bytes, *, file: str, key: str, **more: Any) -> None:
     """Offer ``data`` as a file; ``more`` is for ``st.download_button``."""
-    icon = ":material/download:"
-    st.download_button(label, data, file_name=file, key=key, on_click="ignore", icon=icon, **more)
+    st.download_button(label, data, file_name=file, key=key, on_click="ignore", icon=":material/download:", **more)
 
 
 _FRAME = '<div class="drawing" role="group" tabindex="0" aria-label="Picture" style="overflow-x:auto"></div>'

@@ -1,6 +1,6 @@
 """Whether runs did the same work, and whether they ran on the same machine."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -181,7 +181,7 @@ def equal_loss_line(baseline: Run, other: Run) -> str:
     return f"equal loss: {answer} ({pair}: {measured}; tolerance {tolerance:g} nats per token{doubt})"
 
 
-def largest_gap(a: dict[float, float], b: dict[float, float]) -> tuple[float | None, float | None]:
+def largest_gap(a: Mapping[float, float], b: Mapping[float, float]) -> tuple[float | None, float | None]:
     """Largest absolute difference over the steps that both have, and its step; (None, None) if they share no step."""
     common = a.keys() & b.keys()
     if not common:

@@ -1,7 +1,7 @@
 """A training run as charts and dashboard read it: its record, its curves, its memory and step times."""
 
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, repeat, takewhile
 from pathlib import Path
@@ -21,14 +21,12 @@ from dsgpt.record.schema import (
 )
 from dsgpt.record.work import (
     DEVICES,
-    EXECUTED_BY,
     HARDWARE,
     INSTRUCTIONS,
     STRATEGY,
     Segment,
     Worked,
     differences,
-    only_last_process_recorded,
     read_segments,
     read_work,
     setup_over_time,
@@ -62,10 +60,12 @@ class Curve:
     points: tuple[Point, ...] = ()
     per_epoch: bool = False
     """True if each point is the mean of an epoch, because steps were not recorded."""
+    by_step: Mapping[float, float] | None = None
+    """Losses of steps without their points: those of 100,000 steps would take half a second."""
 
-    def at_steps(self) -> dict[float, float]:
+    def at_steps(self) -> Mapping[float, float]:
         """Loss by optimizer step, for the points whose step is known."""
-        return {point.step: point.loss for point in self.points if point.step is not None}
+        return self.by_step or {point.step: point.loss for point in self.points if point.step is not None}
 
 
 def read_step_curves(path: Path, notes: list[str]) -> tuple[Curve, Curve, list[float]]:
@@ -360,22 +360,17 @@ def run_of(record: Fields, *, name: str, log: Path | None, notes: list[str]) -> 
     if not val_curve.points:
         val_curve = epoch_curve(val_losses, steps=steps, times=times, tokens=tokens)
 
-    peaks: dict[str, Any] = {
-        "gpu_memory": summary.number("max_cuda_mem_allocated_bytes_rank0"),
-        "gpu_memory_reserved": summary.number("max_cuda_mem_reserved_bytes_rank0"),
-        "host_memory": summary.number("peak_rss_bytes_rank0"),
-    }
-    if only_last_process_recorded(record):
-        notes.append("peak memory was recorded of the last process alone: treated as unknown")
-        peaks = dict.fromkeys(peaks)
+    gpu, host = summary.number("max_cuda_mem_allocated_bytes_rank0"), summary.number("peak_rss_bytes_rank0")
     resumed = record.raw("resumed_from") is not None
     if resumed:
         notes.append(f"resumed from {str(record.raw('resumed_from'))[:80]}")
     segments = read_segments(record)
-    moves, other_sets = _changes_at_resume(record)
-    notes.extend([*moves, *differences(segments, noted=True), *other_sets])
-    if other_sets:
-        val_losses = []  # those of earlier epochs may be of the other set
+    notes.extend(differences(segments, noted=True))
+    for change in record.sections("changed_at_resume"):
+        if (what := change.text("name")) in {"validation data", "validation windows"}:
+            step = str(change.raw("step"))[:80]
+            notes.append(f"validation losses are of two sets: the {what} changed after step {step}")
+            val_losses = []  # those of earlier epochs may be of the other set
     return Run(
         name=name,
         schema=FLAT_SCHEMA if older else str(record.raw("schema_version"))[:20],
@@ -401,29 +396,16 @@ def run_of(record: Fields, *, name: str, log: Path | None, notes: list[str]) -> 
         final_val_loss=first(summary.number("final_val_loss"), *val_losses[-1:]),
         best_val_loss=first(summary.number("best_val_loss"), _lowest(val_losses)),
         **_inference(record, notes=notes),
-        **peaks,
-        footprint=_footprint(record, gpu=peaks["gpu_memory"], host=peaks["host_memory"], step_times=step_times),
+        gpu_memory=gpu,
+        gpu_memory_reserved=summary.number("max_cuda_mem_reserved_bytes_rank0"),
+        host_memory=host,
+        footprint=_footprint(record, gpu=gpu, host=host, step_times=step_times),
         sent_bytes_per_step=record.section("cost").section("communication_per_step").number("ring_bytes_per_rank"),
         communication_share=summary.number("communication_share"),
         train_curve=train_curve,
         val_curve=val_curve,
         notes=tuple(dict.fromkeys(notes)),
     )
-
-
-def _changes_at_resume(record: Fields) -> tuple[list[str], list[str]]:
-    """Notes on changes of strategy or ranks, from records without segments, and on changes of the validation set."""
-    changes = record.raw("changed_at_resume")
-    moves, other_sets = [], []
-    for change in changes if isinstance(changes, list) else ():
-        if isinstance(change, dict):
-            what = change.get("name")
-            after, step, before = (str(change.get(key))[:80] for key in ("after", "step", "before"))
-            if what == EXECUTED_BY and not record.sections("segments"):
-                moves.append(f"times are of two strategies: {after} after step {step}, {before} before")
-            if what in ("validation data", "validation windows"):  # losses before and after cannot be compared
-                other_sets.append(f"validation losses are of two sets: the {what} changed after step {step}")
-    return moves, other_sets
 
 
 def _inference(record: Fields, *, notes: list[str]) -> dict[str, Any]:

@@ -10,11 +10,12 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from dsgpt.common.errors import UserError, is_number
-from dsgpt.common.files import append_to, printable, write_atomic
+from dsgpt.common.files import append_to, write_atomic
 from dsgpt.common.json_files import JsonError, check_depth, clipped_text, parse_json
 
 SCHEMA_VERSION = "2.1"
@@ -229,41 +230,28 @@ def is_figure(value: float) -> bool:
 def parse_lenient(text: str, notes: list[str]) -> Any:
     """Parse JSON. NaN, infinities and overflows become None, and one line in ``notes``.
 
-    Half of a surrogate pair, which an escape can write and UTF-8 cannot, is spelt out.
+    Half of a surrogate pair, which an escape can write and UTF-8 cannot, becomes a question mark.
 
     Raises:
         ValueError: the text is not JSON, or is nested too deeply.
     """
     refused: list[str] = []
 
-    def parse_number(token: str) -> float | None:
-        value = float(token)
-        if math.isfinite(value):
-            return value
-        refused.append(token)
-        return None
-
-    def parse_integer(token: str) -> int | None:
-        if len(token) <= 300:
-            return int(token)
+    def number(kind: type[int] | type[float], token: str) -> float | None:
+        if math.isfinite(float(token)):
+            return kind(token)
         refused.append(token)
         return None
 
     check_depth(text.encode("utf-8", errors="replace"))
-    value = json.loads(text, parse_constant=refused.append, parse_float=parse_number, parse_int=parse_integer)
+    value = json.loads(
+        text, parse_constant=refused.append, parse_float=partial(number, float), parse_int=partial(number, int)
+    )
     if _SURROGATE.search(text):
-        value = _as_unicode(value)
+        value = json.loads(json.dumps(value, ensure_ascii=False).encode(errors="replace"))
     if refused:
         notes.append(f"{len(refused)} value(s) not finite ({refused[0][:12]}): treated as unknown")
     return value
-
-
-def _as_unicode(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {printable(key): _as_unicode(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_as_unicode(inner) for inner in value]
-    return printable(value) if isinstance(value, str) else value
 
 
 def read_fields(path: Path, *, wanted: str, notes: list[str]) -> "Fields":

@@ -375,13 +375,7 @@ class Measured:
 def of_runs(runs: Sequence[Run]) -> list[Measured]:
     """Of each run."""
     return [
-        Measured(
-            name=run.name,
-            footprint=run.footprint,
-            group=index,
-            sent_bytes_per_step=run.sent_bytes_per_step,
-            communication_share=run.communication_share,
-        )
+        Measured(run.name, run.footprint, NOT_RECORDED, index, run.sent_bytes_per_step, run.communication_share)
         for index, run in enumerate(runs)
     ]
 
@@ -392,16 +386,10 @@ def of_cells(sweep: Sweep) -> list[Measured]:
     for cell in sweep.cells:
         footprints = [turn.footprint for turn in cell.done().values() if turn.footprint is not None]
         times = sorted(time for each in footprints for time in each.step_times_sec or ())
-        rows.append(
-            Measured(
-                name=cell.name,
-                footprint=replace(footprints[0], step_times_sec=times or None) if footprints else Footprint(),
-                lacking=failure(cell) or NOT_RECORDED,
-                group=groups[strategy_of(cell.name)],
-                sent_bytes_per_step=cell.sent_bytes_per_step,
-                communication_share=cell.communication_share.median if cell.communication_share else None,
-            )
-        )
+        footprint = replace(footprints[0], step_times_sec=times or None) if footprints else Footprint()
+        lacking, group = failure(cell) or NOT_RECORDED, groups[strategy_of(cell.name)]
+        share = cell.communication_share.median if cell.communication_share else None
+        rows.append(Measured(cell.name, footprint, lacking, group, cell.sent_bytes_per_step, share))
     return rows
 
 
@@ -440,7 +428,7 @@ def read_predictions(path: Path) -> Predictions:
         UserError: it cannot be read, or has no cells with predictions; one line.
     """
     record = read_fields(path, wanted="a record of benchmark.py plan", notes=[])
-    rows = tuple(_row(cell) for cell in record.sections("cells"))
+    rows = tuple(map(_row, record.sections("cells")))
     if not any(row.footprint.predicted for row in rows):
         raise UserError(f"{path}: holds no predictions beside measurements; give a record of benchmark.py plan")
     date = (record.text("timestamp_utc") or "")[:10] or "without a date"

@@ -1,9 +1,9 @@
 """The segments of a run, and the facts of its work."""
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import groupby, pairwise
+from operator import itemgetter
 from typing import Any
 
 from dsgpt.common.text import busy_words, counted, hardware_words
@@ -52,8 +52,7 @@ class Segment:
 def read_segments(record: Fields) -> tuple[Segment, ...]:
     """The segments that executed steps, in order; the last one if none did.
 
-    Earlier steps without a record are one more segment, the first. A record of a version without
-    segments has one segment, that of its last process.
+    Earlier steps without a record are one more segment, the first. A record without segments has one, of all steps.
     """
     recorded = []
     for section in record.sections("segments"):
@@ -62,20 +61,13 @@ def read_segments(record: Fields) -> tuple[Segment, ...]:
             figures = {name: section.number(name) for name in FIGURES}
             busy = busy_words({"cpu_share_of_others": section.number("cpu_share_of_others")})
             setup = _setup(section, section)
-            recorded.append(Segment(int(first), int(last), setup, figures, busy, quantized(section, None)))
+            recorded.append(Segment(int(first), int(last), setup, figures, busy, quantized(section)))
     segments = [each for each in recorded if each.last_step and each.last_step >= each.first_step] or recorded[-1:]
-    if not segments:  # an older record: only how its last process executed its steps
-        resumed = re.fullmatch(r"step-(\d{1,12})", record.text("resumed_from") or "")
-        setup = _setup(record, record.section("training_config"))
-        segments = [Segment(int(resumed[1]) + 1 if resumed else 1, None, setup)]
+    if not segments:
+        segments = [Segment(1, None, _setup(record, record.section("training_config")))]
     if segments[0].first_step > 1:
         segments.insert(0, Segment(1, segments[0].first_step - 1))
     return tuple(segments)
-
-
-def only_last_process_recorded(record: Fields) -> bool:
-    """Whether the run was resumed by a version that only recorded the last process."""
-    return record.raw("resumed_from") is not None and not record.sections("segments")
 
 
 def _setup(place: Fields, config: Fields) -> dict[str, str | None]:
@@ -100,24 +92,12 @@ def _yes_or_no(value: object) -> str | None:
     return {True: "yes", False: "no"}.get(value) if isinstance(value, bool) else None
 
 
-def quantized(config: Fields, given: Mapping[str, Any] | None) -> str | None:
-    """What Zero++ quantized: ``none``, ``weights``, ``gradients`` or both; None if unknown.
-
-    Args:
-        config: has the answer in current records.
-        given: the recipe, which has it for earlier records.
-    """
-    asked = (given or {}).get("zero_optimization")
-    names = []
-    for what in ("weights", "gradients"):
-        value = config.raw(f"quantized_{what}")
-        if value is None and given is not None:
-            wanted = isinstance(asked, dict) and asked.get(f"zero_quantized_{what}") is True
-            value = wanted and config.text("run_type") == "optimized"
-        if not isinstance(value, bool):
-            return None
-        names += [what] * value
-    return " and ".join(names) or "none"
+def quantized(config: Fields) -> str | None:
+    """What Zero++ quantized: ``none``, ``weights``, ``gradients`` or both; None if unknown."""
+    asked = {what: config.raw(f"quantized_{what}") for what in ("weights", "gradients")}
+    if not all(isinstance(value, bool) for value in asked.values()):
+        return None
+    return " and ".join(what for what, value in asked.items() if value) or "none"
 
 
 def machine(record: Fields) -> str | None:
@@ -143,10 +123,8 @@ def devices(hardware: Fields) -> str | None:
 
 def over_time(segments: Sequence[Segment], values: Sequence[str | None]) -> str | None:
     """A value per segment in words: "ddp", or "zero2 to step 200, ddp from step 201"; None if no value is known."""
-    pieces: list[tuple[str | None, int]] = []
-    for value, segment in zip(values, segments, strict=True):
-        if not pieces or pieces[-1][0] != value:
-            pieces.append((value, segment.first_step))
+    same = groupby(zip(values, segments, strict=True), key=itemgetter(0))
+    pieces: list[tuple[str | None, int]] = [(value, next(group)[1].first_step) for value, group in same]
     if len(pieces) == 1:
         return pieces[0][0]
     earlier = [
@@ -209,9 +187,8 @@ def read_work(record: Fields, *, steps: float | None, tokens: float | None) -> d
     scheduler = config.raw("scheduler")
     if isinstance(scheduler, dict) and "total_num_steps" in scheduler and _ends_with_the_run(scheduler):
         scheduler = {**scheduler, "total_num_steps": config.number("total_steps")}
-    loss_scaling = config.raw("loss_scaling")
-    if not config.has("loss_scaling") and precision in {"fp32", "bf16"}:
-        loss_scaling = {"type": "none"}  # versions that did not record it scaled only in fp16
+    segments = read_segments(record)
+    by_segment = [segment.quantized for segment in segments]
     facts = {
         "global batch": config.number("global_batch_size"),
         "sequence length": config.number("seq_len"),
@@ -230,8 +207,8 @@ def read_work(record: Fields, *, steps: float | None, tokens: float | None) -> d
         "learning rate": config.number("lr"),
         "scheduler": scheduler,
         "gradient clipping": config.number("gradient_clipping"),
-        "loss scaling": loss_scaling,
-        "quantized communication": _quantized(record),
+        "loss scaling": config.raw("loss_scaling"),
+        "quantized communication": None if None in by_segment else over_time(segments, by_segment),
         "seed": None if seed is None else str(seed),
         "changed at resume": _changes(record, config),
     }
@@ -240,18 +217,6 @@ def read_work(record: Fields, *, steps: float | None, tokens: float | None) -> d
 
 def _ends_with_the_run(scheduler: dict[str, Any]) -> bool:
     return scheduler.get("type") in ENDS_WITH_THE_RUN and scheduler.get("total_num_steps") is None
-
-
-def _quantized(record: Fields) -> str | None:
-    """What Zero++ quantized for communication, which may change at a resume."""
-    if record.sections("segments"):
-        segments = read_segments(record)
-        by_segment = [segment.quantized for segment in segments]
-        return None if None in by_segment else over_time(segments, by_segment)
-    if only_last_process_recorded(record):
-        return None
-    given = record.section("deepspeed_config").raw("given")
-    return quantized(record.section("training_config"), given if isinstance(given, dict) else None)
 
 
 def _changes(record: Fields, config: Fields) -> Any:

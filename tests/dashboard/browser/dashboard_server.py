@@ -8,7 +8,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,16 +54,12 @@ class Server:
     def wait(self) -> None:
         """Wait until it answers."""
         end = time.monotonic() + START_SEC
-        while not self._answers():
+        while True:
+            with suppress(urllib.error.URLError), urllib.request.urlopen(f"{self.url}/_stcore/health") as answer:
+                assert answer.status == 200
+                return
             assert self.process.poll() is None and time.monotonic() < end, self.log.read_text()
             time.sleep(0.02)
-
-    def _answers(self) -> bool:
-        try:
-            with urllib.request.urlopen(f"{self.url}/_stcore/health", timeout=START_SEC) as answer:
-                return answer.status == 200
-        except urllib.error.URLError:
-            return False
 
 
 @contextmanager
