@@ -32,7 +32,7 @@ TASK = {"SLURM_GPUS_PER_TASK": "1", "SLURM_NTASKS": "16", "SLURM_PROCID": "11"}
     ("gpus", "environment", "fits"),
     [
         (8, {}, True),
-        (1, {}, False),
+        (4, {}, False),
         (1, TASK, True),
         (1, TASK | {"SLURM_GPUS_PER_TASK": "2"}, False),
         (1, TASK | {"SLURM_NTASKS": "2", "SLURM_PROCID": "1"}, False),
