@@ -436,14 +436,8 @@ class Fsdp(TorchStrategy):
 
     def state_tensors(self) -> StateTensors:
         """See ``Strategy``; the optimizer changes the fp32 shards that are gathered."""
-        shards = list(self._weights.parameters.values())
-        return StateTensors(
-            parameters=[shard.detach() for shard in shards],
-            gradients=[shard.grad for shard in shards if shard.grad is not None],
-            optimizer=optimizer_tensors(self._optimizer),
-            master=[],
-            buffers=[],
-        )
+        state = super().state_tensors()
+        return state._replace(parameters=state.master, master=[])
 
 
 class ShardedWeights(MasterWeights):

@@ -98,8 +98,7 @@ class DeepSpeedStrategy(Strategy):
         )
         take_norms_of_blocks(self._optimizer)
         step_on_weights(self._optimizer)
-        kinds: dict[int, type[WholeState | PartitionedState | ShardedState]]
-        kinds = {0: WholeState, 1: PartitionedState, 2: PartitionedState, 3: ShardedState}
+        kinds = WholeState, PartitionedState, PartitionedState, ShardedState
         self._state = kinds[self._stage](self._optimizer, self._parameters)
 
     def train_step(self, batches: Iterator[Batch], step: int) -> StepResult:

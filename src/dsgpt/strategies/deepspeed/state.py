@@ -22,7 +22,6 @@ every tensor alive in the process.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -84,15 +83,8 @@ def part_boxes(name: str, shape: Sequence[int], *, rank: int, size: int) -> list
 
 
 def join_parts(name: str, parts: Sequence[Tensor]) -> Tensor:
-    """The whole of a split parameter from every rank's part, by rank: undoes ``take_part``.
-
-    Raises:
-        ValueError: the parameter is not split.
-    """
-    rule = _rule(name)
-    if rule is None:
-        raise ValueError(f"{name} is not split over tensor ranks: take any rank's copy")
-    fused, dimension = rule
+    """The whole of a split parameter from every rank's part, by rank: undoes ``take_part``."""
+    fused, dimension = _rule(name) or (1, 0)
     matrices = zip(*(part.chunk(fused) for part in parts), strict=True)
     return torch.cat([torch.cat(pieces, dimension) for pieces in matrices])
 
@@ -331,23 +323,16 @@ class ShardedState:
         """Every parameter, with the flat tensors of its sub-group; in their order, to read each from the drive once."""
         optimizer = self._optimizer
         for index, group in enumerate(optimizer.fp16_groups):
-            with self._in_memory(index) as flat:
-                state = optimizer.optimizer.state.get(flat, {})
-                moments = {key: moment for key in STATE_NAMES if (moment := state.get(key)) is not None}
-                for parameter in group:
-                    yield parameter, ParamState(flat.detach(), **moments)
-
-    @contextmanager
-    def _in_memory(self, index: int) -> Iterator[Tensor]:
-        """The flat fp32 part that this rank has of sub-group ``index``, in memory together with its moments."""
-        swapped = self._optimizer._swappable_optimizer_subgroup(index)
-        if swapped:
-            self._optimizer._optimizer_states_and_gradient_swap_in(index)
-        try:
-            yield self._optimizer.fp32_partitioned_groups_flat[index]
-        finally:
+            swapped = optimizer._swappable_optimizer_subgroup(index)
             if swapped:
-                self._optimizer._release_swap_buffers(index)
+                optimizer._optimizer_states_and_gradient_swap_in(index)
+            flat = optimizer.fp32_partitioned_groups_flat[index]
+            state = optimizer.optimizer.state.get(flat, {})
+            moments = {key: moment for key in STATE_NAMES if (moment := state.get(key)) is not None}
+            for parameter in group:
+                yield parameter, ParamState(flat.detach(), **moments)
+            if swapped:
+                optimizer._release_swap_buffers(index)
 
     def _gathered(self, parameter: Any, flat: Tensor) -> Tensor:
         """The whole of ``parameter`` from the part of it in each rank's ``flat``; collective."""
