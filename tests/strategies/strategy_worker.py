@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from training_runs import resolved, roll_back
 
 from dsgpt.benchmarks.launch import rank_file
+from dsgpt.benchmarks.parity_rank import whole_state
 from dsgpt.checkpoints.training_state import StateReader, complete_state, write_shards
 from dsgpt.common.files import write_json_atomic
 from dsgpt.config.recipe_blocks import DdpRecipe, Fp16, FsdpRecipe, TorchStrategies
@@ -50,7 +51,7 @@ def started(config: RunConfig, strategy: Strategy) -> dict[str, Any]:
         name: initial_value(name, shape, config=config.model, seed=config.options.seed).to(DTYPES[config.precision])
         for name, shape in parameter_shapes(config.model).items()
     }
-    state = {name: value.weight.clone() for name, value in strategy.iter_state()}
+    state = {name: value.weight for name, value in whole_state(config, strategy).items()}
     return {
         "missing": sorted(expected.keys() ^ state.keys()),
         "wrong": [name for name, value in state.items() if not torch.equal(value, expected[name].float())],
@@ -233,7 +234,9 @@ def trained(config: RunConfig, device: torch.device) -> dict[str, Any]:
             result = strategy.train_step(batches, step)
         steps.append((float(result.loss), None if result.skipped else float(result.grad_norm)))
         if step == 1:
-            moments = {name: state.exp_avg.clone() for name, state in strategy.iter_state() if not result.skipped}
+            alone = config.run_type == "baseline"  # in a group of others
+            states = dict(strategy.shards().states) if alone else whole_state(config, strategy)
+            moments = {name: state.exp_avg.clone() for name, state in states.items() if not result.skipped}
     traffic = {entry.operation: (entry.calls, entry.payload_bytes) for entry in sent.traffic}
     return {"steps": steps, "moments": moments, "traffic": traffic, "scale": strategy._scale.factor}
 

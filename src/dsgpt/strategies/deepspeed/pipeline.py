@@ -23,7 +23,6 @@ from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from dsgpt.checkpoints.training_state import ParamState
 from dsgpt.config.run_config import RunConfig
 from dsgpt.data.loader import IGNORED_TARGET, Batch
 from dsgpt.machine.device import named_range, sum_over_ranks
@@ -32,7 +31,7 @@ from dsgpt.model.gpt2 import Block, parameter_shapes
 from dsgpt.strategies.base import StateTensors, to_device
 from dsgpt.strategies.deepspeed.engine import DeepSpeedStrategy
 from dsgpt.strategies.deepspeed.setup import engine_config
-from dsgpt.strategies.deepspeed.state import EngineState, is_split, take_part, tensors_of
+from dsgpt.strategies.deepspeed.state import is_split, take_part, tensors_of
 from dsgpt.strategies.deepspeed.zero import split_block
 from dsgpt.strategies.optimizer import initial_values, square_sum
 
@@ -162,8 +161,6 @@ class StageModule(PipelineModule):  # type: ignore[misc]  # DeepSpeed ships no t
 class PipelineParallel(DeepSpeedStrategy):
     """One DeepSpeed pipeline engine per rank, which holds one stage, or its part of one."""
 
-    _state: EngineState
-
     def __init__(self, config: RunConfig, device: torch.device) -> None:
         super().__init__(config, device)
 
@@ -173,7 +170,6 @@ class PipelineParallel(DeepSpeedStrategy):
             self._module = StageModule(config, self._loss)
             self._parameters = self._module.canonical_parameters()
             self._start(self._module, config, ds_config=engine_config(config))
-        self._tensor_group = self._engine.grid.get_slice_parallel_group()
         self._mend_schedule()
 
     def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
@@ -249,22 +245,6 @@ class PipelineParallel(DeepSpeedStrategy):
             sums[1] = sum((batch.targets != IGNORED_TARGET).sum() for batch in drawn)
         loss_sum, tokens = sum_over_ranks(sums)
         return loss_sum, tokens
-
-    def iter_state(self) -> Iterator[tuple[str, ParamState]]:
-        """See ``Strategy``; what a stage holds is sent to all others, one tensor at a time."""
-        keys = self._state.moment_names()
-        for name in self._shapes:
-            yield name, ParamState(self._whole(name), **{key: self._whole(name, key) for key in keys})
-
-    def _whole(self, name: str, key: str | None = None) -> Tensor:
-        """The weight ``name``, or its moment ``key``, whole and in fp32, from the stage that owns it."""
-        owner, grid = self._module.owner(name), self._engine.grid
-        if owner == self._topology.stage:
-            value = self._joined(name, self._state.value(name, key))
-        else:
-            value = torch.empty(self._shapes[name], device=self._device)
-        dist.broadcast(value, grid.stage_to_global(owner), group=grid.get_pipe_parallel_group())
-        return value
 
     def _owns(self, name: str) -> bool:
         return self._module.owner(name) == self._topology.stage
