@@ -71,9 +71,9 @@ class OnMeta(TorchDispatchMode):
         return made
 
 
-@pytest.mark.parametrize(("tensor", "seen"), [(1, {torch.bfloat16}), (2, set())])
+@pytest.mark.parametrize(("tensor", "precisions"), [(1, {torch.bfloat16}), (2, set())])
 def test_no_fp32_copy_of_the_model_is_made_on_the_device_and_none_where_tensor_ranks_will_split_it(
-    tmp_path, tensor, seen
+    tmp_path, tensor, precisions
 ):
     """An fp32 copy would be twice what ZeRO with offload needs of a GPU later; a whole model might not fit on it."""
     topology = Topology(rank=0, local_rank=0, world_size=2, local_world_size=2, launcher="deepspeed")
@@ -81,7 +81,7 @@ def test_no_fp32_copy_of_the_model_is_made_on_the_device_and_none_where_tensor_r
     config = replace(config, topology=topology.split(ParallelSizes(tensor=tensor)))
     with OnMeta() as made:
         zero._build_whole(config, torch.device("meta"))
-    assert made.seen == seen
+    assert made.seen == precisions
 
 
 # What an optimizer step computes and allocates, counted: speed that is lost by accident shows here, on any machine.
