@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dsgpt.checkpoints import store
 from dsgpt.checkpoints.manifest import RunState
-from dsgpt.checkpoints.pieces import Box, cut, read_index, why_not_whole
+from dsgpt.checkpoints.pieces import Box, cut, read_index
 from dsgpt.checkpoints.training_state import Counters, ParamState, Shards, StateReader, complete_state, write_shards
 from dsgpt.common.errors import UserError
 from dsgpt.strategies.deepspeed.state import SPLIT, is_split, join_parts, part_boxes, take_part
@@ -195,12 +195,6 @@ def test_a_file_with_other_pieces_than_the_index_says_is_refused(tmp_path, harm)
         save_file({key: value.flatten() for key, value in load_file(file).items()}, file)
     with pytest.raises(UserError, match=r"model-00001\.safetensors: its tensors are not those"):
         StateReader(one).check()
-
-
-def test_cells_between_edges_are_enough_to_find_a_gap():
-    rows = [Box((0, 0), (2, 3)), Box((2, 0), (1, 2))]
-    assert why_not_whole((3, 3), rows) == "no piece has some of its elements"
-    assert why_not_whole((3, 3), [*rows, Box((2, 2), (1, 1))]) == ""
 
 
 @pytest.mark.parametrize("harm", ["shorter", "missing"])

@@ -1,7 +1,6 @@
 """Checkpoints: the store, the state of a training, and links that are not followed."""
 
 import json
-import os
 import shutil
 from dataclasses import fields
 from pathlib import Path
@@ -23,8 +22,6 @@ from dsgpt.checkpoints.training_state import (
     Shards,
     StateReader,
     complete_state,
-    load_random_state,
-    save_random_state,
     write_shards,
 )
 from dsgpt.common.errors import UserError
@@ -95,51 +92,12 @@ def test_an_unfinished_save_is_not_a_checkpoint_and_does_not_stop_the_next(tmp_p
     assert not (saved(tmp_path, 6) / "half").exists()
 
 
-@pytest.mark.parametrize("harm", ["flip", "cut", "lose"])
+@pytest.mark.parametrize("harm", [lambda file: file.write_bytes(b"Weights"), Path.unlink], ids=["flip", "lose"])
 def test_damage_is_named(tmp_path, harm):
     checkpoint = saved(tmp_path, 5)
-    file = checkpoint / "deep" / "weights.bin"
-    if harm == "flip":
-        file.write_bytes(b"Weights")
-    elif harm == "cut":
-        file.write_bytes(b"weight")
-    else:
-        file.unlink()
+    harm(checkpoint / "deep" / "weights.bin")
     with pytest.raises(UserError, match=r"deep/weights\.bin: is damaged"):
         read_manifest(checkpoint)
-
-
-@pytest.mark.parametrize(
-    "text", ["", "{", "[]", "{}", '{"files": []}', '{"files": {}}', '{"files": {"a": 5}}', '{"files": {"a": {}}}']
-)
-def test_unreadable_manifests_are_refused(tmp_path, text):
-    checkpoint = saved(tmp_path, 5)
-    (checkpoint / "manifest.json").write_text(text)
-    (checkpoint / "a").write_text("")
-    with pytest.raises(UserError, match=r"manifest\.json: is not a readable manifest"):
-        read_manifest(checkpoint)
-
-
-def test_random_streams_continue(tmp_path):
-    torch.manual_seed(3)
-    save_random_state(tmp_path, rank=2, device=torch.device("cpu"))
-    drawn = torch.rand(5)
-    torch.manual_seed(4)
-    load_random_state(tmp_path, rank=2, device=torch.device("cpu"))
-    assert torch.equal(torch.rand(5), drawn)
-
-
-def test_read_only_files_are_saved(tmp_path, monkeypatch):
-    """Root may write what is read-only, so opening for writing is refused here."""
-    original = Path.open
-
-    def read_only(self: Path, mode: str = "r", *args: Any, **values: Any) -> Any:
-        if self.name == "weights.bin" and "+" in mode:
-            raise PermissionError(self)
-        return original(self, mode, *args, **values)
-
-    monkeypatch.setattr(Path, "open", read_only)
-    assert saved(tmp_path, 5).is_dir()
 
 
 def test_subfolders_are_durable(tmp_path, monkeypatch):
@@ -182,59 +140,38 @@ def test_a_kill_while_removing_leaves_no_partial_checkpoint(tmp_path, monkeypatc
     assert [path.name for path in tmp_path.glob("step-*")] == ["step-00000006"]
 
 
-def test_a_kill_while_a_step_is_saved_again_loses_neither(tmp_path, monkeypatch):
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
+def test_a_second_save_of_a_step_that_is_killed_or_fails_keeps_the_first(tmp_path, monkeypatch, error):
     saved(tmp_path, 5)
-    rename = Path.rename
+    rename, ends = Path.rename, [error]
 
-    def killed(path: Path, target: Path) -> Path:
-        if target.name == "step-00000005":
-            raise KeyboardInterrupt
+    def ended(path: Path, target: Path) -> Path:
+        if target.name == "step-00000005" and ends:
+            raise ends.pop()
         return rename(path, target)
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(Path, "rename", killed)
+    monkeypatch.setattr(Path, "rename", ended)
+    with pytest.raises(error):
         saved(tmp_path, 5, data=b"others")
-    assert store.checkpoints(tmp_path) == []
-    store.put_back(tmp_path)
+    if error is KeyboardInterrupt:
+        assert store.checkpoints(tmp_path) == []
+        store.put_back(tmp_path)
     assert (tmp_path / "step-00000005" / "deep" / "weights.bin").read_bytes() == b"weights"
     read_manifest(tmp_path / "step-00000005")
-
-
-def test_a_failed_second_save_of_a_step_keeps_the_first(tmp_path, monkeypatch):
-    saved(tmp_path, 5)
-    rename, refusals = Path.rename, [OSError(5, "Input/output error")]
-
-    def refused(path: Path, target: Path) -> Path:
-        if target.name == "step-00000005" and refusals:
-            raise refusals.pop()
-        return rename(path, target)
-
-    monkeypatch.setattr(Path, "rename", refused)
-    with pytest.raises(OSError, match="Input/output error"):
-        saved(tmp_path, 5, data=b"others")
-    assert (tmp_path / "step-00000005" / "deep" / "weights.bin").read_bytes() == b"weights"
 
 
 def test_a_removed_checkpoint_is_not_renamed_back(tmp_path):
     """``--overwrite`` renames a run's checkpoints before it removes them; a kill in between must not leave them."""
     store.set_aside(saved(tmp_path, 5))
+    (tmp_path / ".partial-step-00000006.replaced").symlink_to(tmp_path)  # nor a link
     store.put_back(tmp_path)
-    assert store.candidates(tmp_path) == []
+    assert list(tmp_path.glob("step-*")) == []
 
 
 def test_steps_of_any_number_are_in_order(tmp_path):
     for step in (99_999_999, 100_000_000, 5):
         saved(tmp_path, step, keep=9)
     assert [int(path.name[5:]) for path in store.candidates(tmp_path)] == [100_000_000, 99_999_999, 5]
-
-
-@pytest.mark.parametrize("loss", ['"low"', "[1]", "{}"])
-def test_a_loss_that_is_not_a_number_makes_no_best_checkpoint(tmp_path, loss):
-    checkpoint = saved(tmp_path, 5)
-    text = (checkpoint / "manifest.json").read_text()
-    (checkpoint / "manifest.json").write_text(text.replace('"val_loss": null', f'"val_loss": {loss}'))
-    assert loss in (checkpoint / "manifest.json").read_text()
-    assert store.name_newest_and_best(tmp_path) is None
 
 
 def test_old_checkpoints_are_removed_even_if_latest_cannot_be_written(tmp_path, monkeypatch):
@@ -250,24 +187,18 @@ def test_old_checkpoints_are_removed_even_if_latest_cannot_be_written(tmp_path, 
     assert [path.name for path in store.checkpoints(tmp_path)] == ["step-00000006"]
 
 
-def validated(run_dir: Path, step: int, loss: float | None, *, on: str, keep: int = 9) -> None:
-    fixed = {"validation data": on, "validation windows": 3, "sequence length": 16}
-    saved(run_dir, step, keep=keep, best_val_loss=loss, last_val_loss=loss, last_val_step=step, fixed=fixed)
-
-
 def test_losses_on_other_validation_data_are_not_compared(tmp_path):
-    validated(tmp_path, 1, 0.5, on="old")
-    validated(tmp_path, 2, 3.0, on="new")
-    validated(tmp_path, 3, 4.0, on="new")
-    assert (tmp_path / "best").read_text() == "step-00000002\n"
-
-
-def test_without_a_loss_on_the_newest_validation_set_there_is_no_best(tmp_path):
-    validated(tmp_path, 1, 0.5, on="old")
-    assert (tmp_path / "best").read_text() == "step-00000001\n"
-    validated(tmp_path, 2, None, on="new", keep=1)
-    assert not (tmp_path / "best").exists()
-    assert [path.name for path in store.checkpoints(tmp_path)] == ["step-00000002"]
+    """Without a loss on the newest validation set there is no best."""
+    for step, loss, data, best in (
+        (1, 0.5, "old", 1),
+        (2, 3.0, "new", 2),
+        (3, 4.0, "new", 2),
+        (4, None, "newest", None),
+    ):
+        fixed = {"validation data": data, "validation windows": 3, "sequence length": 16}
+        saved(tmp_path, step, keep=9, best_val_loss=loss, last_val_loss=loss, last_val_step=step, fixed=fixed)
+        named = [path.read_text() for path in tmp_path.glob("best")]
+        assert named == ([f"step-{best:08}\n"] if best else [])
 
 
 # The state of training in files: whole tensors in any order; unexpected ones are refused.
@@ -316,48 +247,26 @@ def test_what_was_written_is_read(tmp_path, moments):
 
 
 def test_a_copy_is_of_its_moment_and_its_memory_is_used_again():
+    """A run may save before its first optimizer step, when there are no moments."""
     kept, values = KeptState(), states()
+    kept.keep(whole(states(moments=())))
     kept.keep(whole(values))
     first = dict(kept.shards().states)
     before = values["wte.weight"].weight.clone()
     values["wte.weight"].weight.zero_()
     assert first["wte.weight"].weight.equal(before)
+    for name, state in first.items():
+        assert all(state.moments[key].equal(value) for key, value in values[name].moments.items())
     kept.keep(whole(values))
     again = dict(kept.shards().states)
     assert again["wte.weight"].weight.data_ptr() == first["wte.weight"].weight.data_ptr()
     assert not again["wte.weight"].weight.any()
 
 
-def test_moments_that_appear_after_the_first_copy_are_kept_too():
-    """A run may save before its first optimizer step, when there are none."""
-    kept, later = KeptState(), states()
-    kept.keep(whole(states(moments=())))
-    kept.keep(whole(later))
-    for name, state in kept.shards().states:
-        assert state.moments.keys() == {"exp_avg", "exp_avg_sq"}
-        assert state.weight.equal(later[name].weight)
-        assert all(value.equal(later[name].moments[key]) for key, value in state.moments.items())
-
-
-def test_a_change_of_every_tensor_keeps_them_apart():
-    for state in (*states().values(), *states(moments=("momentum_buffer",)).values(), *states(moments=()).values()):
-        doubled = state.mapped(lambda value: 2 * value)
-        assert doubled.weight.equal(2 * state.weight)
-        assert doubled.moments.keys() == state.moments.keys()
-        assert all(value.equal(2 * state.moments[key]) for key, value in doubled.moments.items())
-
-
 def test_a_weight_that_is_not_finite_is_named(tmp_path):
     values = states()
     values["wpe.weight"].weight[1, 2] = float("nan")
     assert write_shards(tmp_path, whole(values), rank=0, ranks=1).non_finite == ["wpe.weight"]
-
-
-def test_a_missing_tensor_is_an_error(tmp_path):
-    missing = states()
-    del missing["ln_f.bias"]
-    with pytest.raises(ValueError, match=r"ln_f\.bias"):
-        write_shards(tmp_path, whole(missing), rank=0, ranks=1)
 
 
 def test_another_models_tensors_are_refused(tmp_path):
@@ -374,17 +283,6 @@ def test_moments_of_other_weights_are_refused(tmp_path):
     del moments["wpe.weight.exp_avg"]
     save_file(moments, folder / "optimizer.safetensors")
     with pytest.raises(UserError, match="not those of the weights"):
-        StateReader(folder)
-
-
-@pytest.mark.parametrize("text", ["", "[]", '{"steps": 1}', '{"optimizer_steps": 1, "more": 2}', None])
-def test_counters_of_another_version_are_refused(tmp_path, text):
-    folder = written(tmp_path / "step", states())
-    if text is None:
-        (folder / "training_state.json").unlink()
-    else:
-        (folder / "training_state.json").write_text(text)
-    with pytest.raises(UserError, match="not a training state of this version"):
         StateReader(folder)
 
 
@@ -448,12 +346,6 @@ def test_best_is_not_read_through_a_link(tmp_path):
     (tmp_path / "best").symlink_to(tmp_path / "moved")
     with pytest.raises(UserError, match="does not say which of its checkpoints is the best"):
         find_checkpoint(tmp_path, which="best", flag="--checkpoint")
-
-
-def test_a_link_is_not_renamed_back(tmp_path):
-    (tmp_path / ".partial-step-00000005.replaced").symlink_to(tmp_path)
-    store.put_back(tmp_path)
-    assert not os.path.lexists(tmp_path / "step-00000005")
 
 
 def test_a_linked_latest_is_replaced_and_not_written_through(tmp_path):

@@ -5,14 +5,12 @@ import fcntl
 import json
 import os
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from unittest.mock import ANY
 
 import pytest
 
-from dsgpt.common.command_line import POSITIVE, choice, flag, part, read_options, require_flags, value
-from dsgpt.common.errors import Problems, UserError
+from dsgpt.common.command_line import flag, read_options
 from dsgpt.common.files import Lock, NoLocksError, write_atomic, write_json_atomic
 from dsgpt.common.json_files import (
     MAX_DEPTH,
@@ -24,26 +22,20 @@ from dsgpt.common.json_files import (
     read_bytes,
     read_object,
 )
-from dsgpt.common.text import counted, divisors, divisors_around, largest_divisor, machine_words, multiples_around
+from dsgpt.common.text import divisors, largest_divisor
 
 # Files are replaced whole or not at all.
 
 
-def test_replacing_leaves_one_file(tmp_path):
+@pytest.mark.parametrize("value", [float("nan"), {"a": [float("inf")]}, {"a": object()}])
+def test_a_file_is_replaced_whole_or_stays_if_the_value_is_not_json(tmp_path, value):
     path = tmp_path / "a.json"
     write_atomic(path, b"old")
-    write_json_atomic(path, {"new": [1, None]})
-    assert json.loads(path.read_text()) == {"new": [1, None]}
-    assert list(tmp_path.iterdir()) == [path]
-
-
-@pytest.mark.parametrize("value", [float("nan"), {"a": [float("inf")]}, {"a": object()}])
-def test_a_value_that_is_not_json_leaves_the_old_file(tmp_path, value):
-    path = tmp_path / "a.json"
-    path.write_text("old")
     with pytest.raises((ValueError, TypeError)):
         write_json_atomic(path, value)
     assert path.read_text() == "old"
+    write_json_atomic(path, {"new": [1, None]})
+    assert json.loads(path.read_text()) == {"new": [1, None]}
     assert list(tmp_path.iterdir()) == [path]
 
 
@@ -68,16 +60,12 @@ class Shape:
     ("data", "message"),
     [
         (b"", "Expecting value"),
-        (b"{", "Expecting property name"),
         (b"[" * 200_000, f"nested more than {MAX_DEPTH} deep"),
-        (b'{"a":' * 200_000, f"nested more than {MAX_DEPTH} deep"),
         (b"NaN", "NaN is not a JSON number"),
-        (b"-Infinity", "-Infinity is not a JSON number"),
         (b"[1e999]", "1e999 is too large"),
         (b"9" * 5000, "a whole number in it has more than 4,300 digits"),
         (b'"\xff"', "not UTF-8 text (byte 1)"),
         ("{}".encode("utf-16"), "it is UTF-16 text, not UTF-8"),
-        ("{}".encode("utf-16-le"), "it is UTF-16-LE text, not UTF-8"),
         (b'{"a": 1, "a": 2}', 'the key "a" is given twice'),
         (b'["\\ud800"]', "half of a surrogate pair"),
     ],
@@ -110,7 +98,6 @@ def test_brackets_in_strings_are_not_nesting():
     ("data", "message"),
     [
         (b"[]", "Input should be an object, not []"),
-        (b"{}", "layers: Field required"),
         (b'{"layers": 0}', "layers: Input should be greater than or equal to 1, not 0"),
         (b'{"layers": true}', "layers: Input should be a valid integer, not True"),
         (b'{"layers": "1"}', "layers: Input should be a valid integer, not '1'"),
@@ -202,82 +189,16 @@ def test_divisors_are_those_that_counting_finds(number):
     assert largest_divisor(number, at_most=8) == max(d for d in expected if d <= 8)
 
 
-def test_neighbours_in_words():
-    assert [divisors_around(12, wanted) for wanted in (5, 8, 13)] == ["4 or 6", "6 or 12", "12"]
-    assert [counted(number, "file") for number in (0, 1, 2000)] == ["0 files", "1 file", "2,000 files"]
-    assert [multiples_around(number, 4) for number in (2, 5, 11)] == ["4", "4 or 8", "8 or 12"]
-
-
-# The command line of every script: all mistakes are noted, and words are read as argparse reads them.
+# The words of a command line are read as argparse reads them; ``tests/goldens/refusals.txt`` has the mistakes.
 
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    place: str | None = flag(str, "PLACE", "where", name="place", nargs="?")
     text: str | None = flag(str, "TEXT", "what")
-    share: float | None = flag(value(float, accepts=lambda share: share < 1, must_be="a share"), "X", "how much")
     many: tuple[str, ...] = flag(str, "X", "several", default=(), nargs="+")
-    kind: str = flag(choice(("one", "two")), "KIND", "which", default="one", name="--sort", needs="a kind")
-
-
-def read(*words: str) -> tuple[Asked, Problems]:
-    return read_options(Asked, words, elsewhere={"--size": "give --share"}, description="For a test.")
 
 
 @pytest.mark.parametrize("word", ["-", "-1", "-0.5", "- a text", "--a text", "x"])
 def test_words_that_argparse_reads_as_values(word):
-    options, problems = read("--text", word)
-    assert (options, bool(problems)) == (Asked(text=word), False)
-
-
-def test_all_mistakes_are_noted_and_a_wrong_value_is_the_default(snapshot):
-    words = ["here", "--text", "-x", "--many", "--sort", "tow", "--share", "1", "--texts=a", "--size", "3", "--zzz"]
-    options, problems = read(*words, "--text")
-    assert options == Asked(place="here")
-    with pytest.raises(UserError) as caught:
-        problems.raise_if_any()
-    assert list(caught.value.problems) == snapshot
-
-
-def test_values_are_those_of_the_fields():
-    assert read("--many", "a", "b", "--sort", "two", "--share", "0.5") == (
-        Asked(many=("a", "b"), kind="two", share=0.5),
-        ANY,
-    )
-
-
-@pytest.mark.parametrize(
-    ("words", "mistake"),
-    [((), "--sort is missing: give a kind"), (("--sort", "tow"), "--sort must be one of one, two, not tow")],
-)
-def test_a_missing_flag_is_noted_unless_it_was_wrong(words, mistake):
-    _, problems = read(*words)
-    require_flags(replace(Asked(), kind=None), problems)
-    with pytest.raises(UserError) as caught:
-        problems.raise_if_any()
-    assert [line.partition(" (did")[0] for line in caught.value.problems] == [mistake]
-
-
-def test_a_part_of_the_options_has_its_flags_and_a_required_flag_must_be_there():
-    @dataclass(frozen=True, kw_only=True)
-    class Whole:
-        must: int = flag(POSITIVE, "N", "needed", required=True)
-        asked: Asked = part(Asked)
-
-    with pytest.raises(UserError, match="the following arguments are required: --must; see --help"):
-        read_options(Whole, [], description="For a test.")
-    options, _ = read_options(Whole, ["--must", "1_000", "--text", "a"], description="For a test.")
-    assert options == Whole(must=1000, asked=Asked(text="a"))
-
-
-@pytest.mark.parametrize(
-    ("hardware", "machine"),
-    [
-        ({"gpu_name": "A100", "cpu_name": "EPYC 7763", "cpu_count": 64}, "A100; EPYC 7763, 64 cores"),
-        ({"gpu_name": None, "cpu_name": None, "cpu_count": 2}, "CPU, 2 cores"),
-        ({"gpu_name": 5, "cpu_name": "EPYC"}, "5; EPYC"),  # of a record that another program wrote
-        ({}, "not recorded"),
-    ],
-)
-def test_a_machine_in_words(hardware, machine):
-    assert machine_words(hardware) == f"{machine} (instruction sets: not recorded)"
+    options, problems = read_options(Asked, ["--text", word, "--many", "a", "b"], description="For a test.")
+    assert (options, bool(problems)) == (Asked(text=word, many=("a", "b")), False)

@@ -3,7 +3,6 @@
 import errno
 import os
 import re
-import resource
 import shlex
 import stat
 import subprocess
@@ -19,8 +18,8 @@ import torch
 from messages import without_paths
 
 from dsgpt.machine import device, probe
-from dsgpt.machine.device import CHUNK_BYTES, HUGE_PAGE_BYTES, HugePages, multiplies, packs, slow_precision
-from dsgpt.machine.probe import LoadOfOthers, compiler, direct_io_problem, keep_freed_memory, libaio_problem, may_lock
+from dsgpt.machine.device import CHUNK_BYTES, HUGE_PAGE_BYTES, HugePages, multiplies, packs
+from dsgpt.machine.probe import LoadOfOthers, compiler, direct_io_problem, keep_freed_memory, libaio_problem
 from dsgpt.machine.topology import Topology
 
 # Whether each process of a machine has a GPU. The tests need none.
@@ -34,13 +33,11 @@ TASK = {"SLURM_GPUS_PER_TASK": "1", "SLURM_NTASKS": "16", "SLURM_PROCID": "11"}
     [
         (8, {}, True),
         (4, {}, False),
-        (1, {}, False),
         (1, TASK, True),
-        (2, TASK, False),
         (1, TASK | {"SLURM_GPUS_PER_TASK": "2"}, False),
         (1, TASK | {"SLURM_NTASKS": "2", "SLURM_PROCID": "1"}, False),
     ],
-    ids=["enough", "too few", "one", "one per task", "two seen", "two per task", "a launcher inside each task"],
+    ids=["enough", "too few", "one per task", "two per task", "a launcher inside each task"],
 )
 def test_each_process_needs_a_gpu(monkeypatch, snapshot, gpus, environment, fits):
     monkeypatch.setattr(device, "cuda_devices", lambda: gpus)
@@ -54,10 +51,8 @@ def test_each_process_needs_a_gpu(monkeypatch, snapshot, gpus, environment, fits
     ("flags", "sets"),
     [
         ("fpu sse2 avx2 avx512f avx512_bf16 amx_bf16 amx_tile", "AVX2, AVX512, AVX512 bf16, AMX, AMX bf16"),
-        ("fpu sse2 avx2", "AVX2"),
         ("fp asimd sve i8mm bf16", "NEON, SVE, bf16, i8mm"),
         ("fpu sse2", "none that matters"),
-        (None, None),
     ],
 )
 def test_instruction_sets_are_those_of_the_kernels_flags(flags, sets):
@@ -89,12 +84,6 @@ def test_weights_are_arranged_where_the_answer_is_yes(dtype):
             torch.ops.mkldnn._reorder_linear_weight(weight, 3)
 
 
-def test_only_bf16_on_a_cpu_without_its_instructions_is_called_slow():
-    asked = [(precision, kind) for precision in ("fp32", "bf16") for kind in ("cpu", "cuda")]
-    slow = [] if multiplies(torch.bfloat16) else [("bf16", "cpu")]
-    assert [(precision, kind) for precision, kind in asked if slow_precision(precision, device=kind)] == slow
-
-
 # Freed memory stays with the process: large tensors that come again cause few page faults.
 
 
@@ -115,15 +104,13 @@ print(kept, statistics.median_low([faults() for _ in range(9)]))
 """The median of nine rounds: a small allocation between two large ones can make one round take new pages."""
 
 
-def run(mode: str) -> list[str]:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
-    done = subprocess.run([sys.executable, "-c", PROGRAM, mode], env=kept, capture_output=True, text=True, check=True)
-    return done.stdout.split()
-
-
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the settings are those of glibc")
 def test_tensors_that_come_again_cause_few_page_faults():
-    (_, without), (kept, with_it) = run("leave"), run("keep")
+    own = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
+    (_, without), (kept, with_it) = (
+        subprocess.check_output([sys.executable, "-c", PROGRAM, mode], env=own, text=True).split()
+        for mode in ("leave", "keep")
+    )
     assert kept == "True"
     assert int(with_it) < int(without) / 4
 
@@ -149,7 +136,7 @@ def flags_of(address: int) -> str:
     raise ValueError(f"nothing is at {address:x}")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
 def test_copies_are_contiguous_equal_and_apart_also_when_their_owner_is_gone(dtype):
     rows = [7, 3, 2000, 5] if dtype != torch.float32 else [7, 3, 2000, CHUNK_BYTES // 301 // 4 + 1, 5]
     memory, weights = HugePages(), [torch.randn(count, 301).mul(50).to(dtype) for count in rows]
@@ -169,34 +156,22 @@ def test_the_system_is_asked_for_huge_pages_from_a_boundary_on():
     copy = HugePages().copy(torch.ones(HUGE_PAGE_BYTES))
     assert copy.data_ptr() % HUGE_PAGE_BYTES == 0
     assert ("hg" in flags_of(copy.data_ptr()).split()) == SYSTEM.is_dir()
-
-
-@pytest.mark.parametrize(
-    ("text", "setting"),
-    [("always [madvise] never\n", "madvise"), ("[always] madvise never\n", "always"), (None, None)],
-)
-def test_the_setting_of_the_system(tmp_path, monkeypatch, text, setting):
-    monkeypatch.setattr("dsgpt.machine.device.SETTING", tmp_path / "enabled")
-    if text:
-        (tmp_path / "enabled").write_text(text)
-    assert device.huge_page_setting() == setting
+    assert device.huge_page_setting() in ({"always", "madvise", "never"} if SYSTEM.is_dir() else {None})
 
 
 # Whose CPU time counts as that of others. Other programs may use this machine meanwhile.
 
 
 BURN = "import time\nwhile time.process_time() < 1: pass"
-BEHIND_A_SHELL = ["sh", "-c", '"$@"; true', "sh"]
-"""Its child ends before it does."""
 ORPHANED = ["sh", "-c", '"$@" & echo $!', "sh"]
 """Its child belongs to nobody of ours, as a program of another user would."""
 
 
-@pytest.mark.parametrize("shell", [[], BEHIND_A_SHELL], ids=["child", "grandchild"])
-def test_own_children_are_not_others_while_they_live_and_afterwards(shell):
+def test_own_children_are_not_others_while_they_live_and_afterwards():
+    """Here a grandchild, which ends before the shell between them."""
     found = LoadOfOthers()
     before = found.own_seconds()
-    command = [*shell, sys.executable, "-c", f"{BURN}\nprint(flush=True)\ninput()"]
+    command = ["sh", "-c", '"$@"; true', "sh", sys.executable, "-c", f"{BURN}\nprint(flush=True)\ninput()"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
         child.stdout.readline()
         assert found.own_seconds() - before >= 0.95
@@ -216,28 +191,17 @@ def test_another_program_is(monkeypatch):
     assert share * seconds * len(psutil.Process().cpu_affinity()) >= 0.5
 
 
-def refuses(*_: object, **__: object) -> None:
-    raise psutil.AccessDenied
-
-
 @pytest.mark.parametrize(
-    ("owner", "name"),
-    [(psutil.Process, "children"), (psutil.Process, "cpu_affinity"), (Path, "read_text"), (os, "getloadavg")],
+    ("owner", "name"), [(psutil.Process, "children"), (psutil.Process, "cpu_affinity"), (Path, "read_text")]
 )
 def test_what_the_system_hides_is_unknown(monkeypatch, owner, name):
-    """Linux with hidepid, macOS, a masked /proc: nothing ends a training."""
-    monkeypatch.setattr(probe, "SHORTEST_SEC", 0.0)
+    """Linux with hidepid, macOS, a masked /proc: nothing ends a training. A short measurement judges nothing."""
     before = LoadOfOthers()
-    if name == "cpu_affinity":
-        monkeypatch.delattr(owner, name)
-    else:
-        monkeypatch.setattr(owner, name, refuses if owner is psutil.Process else Mock(side_effect=OSError))
+    assert before.figures()["cpu_share_of_others"] is None
+    monkeypatch.setattr(probe, "SHORTEST_SEC", 0.0)
+    monkeypatch.setattr(owner, name, Mock(side_effect=psutil.AccessDenied if owner is psutil.Process else OSError))
     assert LoadOfOthers().figures()["cpu_share_of_others"] is None
     before.figures()
-
-
-def test_a_short_measurement_judges_nothing():
-    assert LoadOfOthers().figures()["cpu_share_of_others"] is None
 
 
 # The probes name each thing that offload needs and the machine lacks.
@@ -257,11 +221,8 @@ def test_the_compiler_is_the_one_that_pytorch_would_call(tmp_path, monkeypatch):
     for name in ("clang++", "g++", "c++"):
         found = a_compiler(tmp_path / name, "exit 0")
         assert compiler() == (found,)
-    other = a_compiler(tmp_path / "mine", "exit 0")
-    monkeypatch.setenv("CXX", "mine")
-    assert compiler() == (other,)
-    monkeypatch.setenv("CXX", "mine g++ '-isystem /with blanks'")
-    assert compiler() == (other, "g++", "-isystem /with blanks")
+    monkeypatch.setenv("CXX", "g++ '-isystem /with blanks'")
+    assert compiler() == (str(tmp_path / "g++"), "-isystem /with blanks")
     monkeypatch.setenv("CXX", "nobodys g++")
     assert compiler() == ()
 
@@ -328,10 +289,6 @@ def test_direct_io(tmp_path, monkeypatch, snapshot):
     monkeypatch.setattr(os, "open", without_direct_io)
     assert without_paths(direct_io_problem(tmp_path), tmp_path) == snapshot
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="this system has no /proc")
-def test_a_folder_that_cannot_be_written():
     assert direct_io_problem(Path("/proc")).startswith("files in /proc cannot be written")
 
 
@@ -353,8 +310,3 @@ print(answers)
 """
     done = subprocess.run([sys.executable, "-c", once], capture_output=True, text=True, check=False)
     assert done.stdout == "[True, True, False, False, False]\n", done.stderr
-
-
-def test_no_limit(monkeypatch):
-    monkeypatch.setattr(probe.resource, "getrlimit", lambda _: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    assert may_lock(2**62)

@@ -10,6 +10,7 @@ import resource
 import signal
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,15 +21,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from training_runs import resolved, roll_back
 
 from dsgpt.benchmarks.launch import rank_file
+from dsgpt.benchmarks.parity_rank import whole_state
 from dsgpt.checkpoints.training_state import StateReader, complete_state, write_shards
 from dsgpt.common.files import write_json_atomic
+from dsgpt.config.recipe_blocks import DdpRecipe, Fp16, FsdpRecipe, TorchStrategies
 from dsgpt.config.run_config import RunConfig
 from dsgpt.formats.tensor_files import DTYPES
 from dsgpt.machine.device import barrier, bring_up, gather_objects, joined
 from dsgpt.machine.topology import read_topology
 from dsgpt.model.gpt2 import initial_value, parameter_shapes
 from dsgpt.strategies.base import Strategy, build_strategy
-from dsgpt.telemetry.cost import state_bytes
+from dsgpt.telemetry.cost import Communication, state_bytes
 from dsgpt.training import command
 from dsgpt.training.run import dropout_seed
 from dsgpt.training.trainer import training_batches
@@ -48,7 +51,7 @@ def started(config: RunConfig, strategy: Strategy) -> dict[str, Any]:
         name: initial_value(name, shape, config=config.model, seed=config.options.seed).to(DTYPES[config.precision])
         for name, shape in parameter_shapes(config.model).items()
     }
-    state = {name: value.weight.clone() for name, value in strategy.iter_state()}
+    state = {name: value.weight for name, value in whole_state(config, strategy).items()}
     return {
         "missing": sorted(expected.keys() ^ state.keys()),
         "wrong": [name for name, value in state.items() if not torch.equal(value, expected[name].float())],
@@ -186,6 +189,58 @@ def observed_strategy(flags: list[str], *, then: Callable[[RunConfig, Strategy],
     return facts
 
 
+FP16 = Fp16(initial_scale_power=12)
+OVERFLOWS = Fp16(initial_scale_power=22, hysteresis=1)
+FINE = TorchStrategies(ddp=DdpRecipe(bucket_cap_mb=0.01), fsdp=FsdpRecipe(reduce_dtype="low"))
+
+
+def torch_strategy(flags: list[str]) -> dict[str, Any]:
+    """What DDP or FSDP computes in fp16, beside the baseline, and in other ways that the parity suite does not have.
+
+    The command line refuses fp16 on a CPU, where it is slow; the configuration is changed after the check. The baseline
+    takes the same micro batches one after the other that the ranks take in parallel: only the order of sums differs.
+    """
+    topology = read_topology()
+
+    def way(*more: str, precision: str = "fp32", compiled: bool = False, **recipe: Any) -> RunConfig:
+        config = resolved([*flags, *more], read_topology({}) if more else topology)
+        changed = replace(config.recipe, **{"dsgpt": TorchStrategies()} | recipe)
+        return replace(config, precision=precision, recipe=changed, options=replace(config.options, compile=compiled))
+
+    device = bring_up("cpu", local_rank=topology.local_rank, threads=1)
+    alone = ("--run_type", "baseline", "--grad_accum_steps", "6")
+    with joined(topology, device):
+        ways = {
+            "baseline": way(*alone, precision="fp16", fp16=FP16),
+            "fp16": way(precision="fp16", fp16=FP16),
+            "overflowing": way(precision="fp16", fp16=OVERFLOWS),
+            "fp32": way(),
+            "compiled": way(compiled=True, dsgpt=FINE),
+            "bf16": way(precision="bf16"),
+            "fine": way(precision="bf16", dsgpt=FINE),
+        }
+        facts = {name: trained(config, device) for name, config in ways.items()}
+    first, second = (facts[name].pop("moments") for name in ("baseline", "fp16"))
+    off = max(float((second[name] - value).norm() / value.norm()) for name, value in first.items())
+    return {name: fact | {"moments": None} for name, fact in facts.items()} | {"gradient": off}
+
+
+def trained(config: RunConfig, device: torch.device) -> dict[str, Any]:
+    """Five steps: loss, and norm or None for an overflow; the first Adam moments; the last reductions and scale."""
+    strategy: Any = build_strategy(config, device)
+    batches, steps, moments = training_batches(config, first_step=0), [], {}
+    for step in range(1, 6):
+        with Communication() as sent:
+            result = strategy.train_step(batches, step)
+        steps.append((float(result.loss), None if result.skipped else float(result.grad_norm)))
+        if step == 1:
+            alone = config.run_type == "baseline"  # in a group of others
+            states = dict(strategy.shards().states) if alone else whole_state(config, strategy)
+            moments = {name: state.exp_avg.clone() for name, state in states.items() if not result.skipped}
+    traffic = {entry.operation: (entry.calls, entry.payload_bytes) for entry in sent.traffic}
+    return {"steps": steps, "moments": moments, "traffic": traffic, "scale": strategy._scale.factor}
+
+
 def command_run(flags: list[str]) -> dict[str, Any]:
     """Run ``src/gpt2.py`` with ``flags``. Copy a new run in the state that a kill after its first save would leave."""
     command.PATIENCE_SEC = 0
@@ -214,6 +269,7 @@ OBSERVATIONS: dict[str, Callable[[list[str]], dict[str, Any]]] = {
     "start": partial(observed_strategy, then=lambda *_: {}),
     "steps": partial(observed_strategy, then=stepped),
     "checkpoint": partial(observed_strategy, then=saved_and_loaded),
+    "torch": torch_strategy,
     "run": command_run,
     "full disk of main": partial(full_disk, of="main"),
     "full disk of last": partial(full_disk, of="last"),

@@ -33,15 +33,15 @@ def test_an_overflow_skips_the_step_and_lowers_the_scale(corpus, tmp_path):
     fp16 = Fp16(**asdict(LossScaling(initial_scale_power=32, hysteresis=1)))
     config = replace(config, precision="fp16", recipe=replace(config.recipe, fp16=fp16))
     strategy = Baseline(config, CPU)
-    before = {name: state.weight.clone() for name, state in strategy.iter_state()}
+    before = {name: state.weight.clone() for name, state in strategy.shards().states}
     batches = itertools.cycle(training_batches(config, first_step=0))
     result = strategy.train_step(batches, 5)
     assert bool(result.skipped)
     assert strategy._scale.factor == 2.0**31
-    assert all(torch.equal(state.weight, before[name]) for name, state in strategy.iter_state())
+    assert all(torch.equal(state.weight, before[name]) for name, state in strategy.shards().states)
     while bool(strategy.train_step(batches, 5).skipped):
         assert strategy._scale.factor > 1
-    assert any(not torch.equal(state.weight, before[name]) for name, state in strategy.iter_state())
+    assert any(not torch.equal(state.weight, before[name]) for name, state in strategy.shards().states)
 
 
 @pytest.mark.parametrize("hysteresis", [1, 2, 3])

@@ -7,6 +7,8 @@ to find the bug by its effect on the training.
 import contextlib
 import functools
 import math
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,10 +25,11 @@ from dsgpt.benchmarks import parity_reference as reference
 from dsgpt.benchmarks.cells import Cell
 from dsgpt.benchmarks.launch import config_of
 from dsgpt.benchmarks.parity import Split
+from dsgpt.checkpoints.training_state import ParamState, Shards, StateReader, complete_state, write_shards
 from dsgpt.config.run_config import RunConfig
-from dsgpt.machine.device import barrier, bring_up, joined
+from dsgpt.machine.device import barrier, bring_up, from_main, gather_objects, joined
 from dsgpt.machine.device import sum_over_ranks as summed_over_ranks
-from dsgpt.model.gpt2 import GPT2
+from dsgpt.model.gpt2 import GPT2, parameter_shapes
 from dsgpt.model.linear_cross_entropy import CHUNKS
 from dsgpt.planner.strategies import largest_model_state, most_sent_bytes
 from dsgpt.strategies import optimizer as optimization
@@ -223,8 +226,8 @@ def watched_optimizers(*, sgd_gradients: bool) -> Iterator[set[float]]:
 
     Args:
         sgd_gradients: whether SGD keeps the gradient that it steps on where Adam keeps its moments, until the end of
-            the context. SGD has no state that a strategy would gather. With the gradient in that place,
-            ``Strategy.iter_state`` gathers it, as it gathers Adam's first moment with a beta1 of 0.
+            the context. SGD has no state that a strategy would write. With the gradient in that place,
+            ``whole_state`` has it, as it has Adam's first moment with a beta1 of 0.
     """
     rates = set[float]()
     states: list[Any] = []
@@ -321,8 +324,7 @@ def _measure(config: RunConfig, strategy: Strategy) -> reference.Measurement:
         with watched_optimizers(sgd_gradients=step == 1) as used:
             with meter.watch(step):
                 result = strategy.train_step(batches, step)
-            # Gathering is collective, so every rank walks through the state; the main rank notes it.
-            for name, state in strategy.iter_state() if step == 1 else ():
+            for name, state in whole_state(config, strategy).items() if step == 1 else ():
                 if main and state.exp_avg is not None:
                     gradient = full_gradient(
                         state.exp_avg.float(),
@@ -339,7 +341,7 @@ def _measure(config: RunConfig, strategy: Strategy) -> reference.Measurement:
             skipped=bool(result.skipped),
             samples=batches.take(),
         )
-        for name, state in strategy.iter_state() if step == reference.FIRST_CHANGE else ():
+        for name, state in whole_state(config, strategy).items() if step == reference.FIRST_CHANGE else ():
             if main:
                 measurement.tensor(reference.CHANGED, name, state.weight)
         if step in reference.validated_after(config.total_steps):  # as the training loop does
@@ -347,10 +349,31 @@ def _measure(config: RunConfig, strategy: Strategy) -> reference.Measurement:
             measurement.validation(after_step=step, loss=loss, targets=targets)
     for name, value in strategy.replicated_weights():
         measurement.replica(name, value)
-    for name, state in strategy.iter_state():
+    for name, state in whole_state(config, strategy).items():
         if main:
             measurement.tensor(reference.WEIGHT, name, state.weight)
     return measurement
+
+
+def whole_state(config: RunConfig, strategy: Strategy) -> dict[str, ParamState]:
+    """Every weight, whole, with its moments, by canonical name, on every rank of one machine; collective.
+
+    It is written as a checkpoint is, and read: no strategy can gather it.
+    """
+    place, shapes = config.topology, parameter_shapes(config.model)
+    folder = Path(from_main(tempfile.mkdtemp() if place.is_main else ""))
+    own = strategy.shards()
+    in_fp32 = Shards(own.boxes, ((name, state.mapped(Tensor.float)) for name, state in own.states))
+    parts = gather_objects(write_shards(folder, in_fp32, rank=place.rank, ranks=place.world_size))
+    if place.is_main:
+        complete_state(folder, parts, strategy.counters(), shapes=shapes)
+    barrier()
+    reader = StateReader(folder)
+    states = {name: reader.state(name) for name in shapes}
+    barrier()
+    if place.is_main:
+        shutil.rmtree(folder)
+    return states
 
 
 def compared_bytes(measured: dict[str, Any], config: RunConfig) -> dict[str, dict[str, int | None]]:

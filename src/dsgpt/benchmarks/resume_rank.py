@@ -10,7 +10,7 @@ import torch
 from dsgpt.benchmarks.launch import config_of, write_end
 from dsgpt.checkpoints import store
 from dsgpt.checkpoints.pieces import MOMENTS
-from dsgpt.checkpoints.training_state import COUNTERS, ParamState, StateReader, complete_state, write_shards
+from dsgpt.checkpoints.training_state import COUNTERS, StateReader, complete_state, write_shards
 from dsgpt.common.files import sha256_of
 from dsgpt.machine.console import logging_to_console
 from dsgpt.machine.device import barrier, bring_up, gather_objects, joined
@@ -66,7 +66,6 @@ def rewrite(flags: list[str], folder: Path, *, checkpoint: str) -> None:
                 for name, value in strategy.replicated_weights()
                 if not torch.equal(value.cpu(), reader.read(name).to(value.dtype))
             ]
-            wrong += [name for name, state in strategy.iter_state() if not _same(state, reader.state(name))]
             val_loss, _ = validation_loss(config, strategy) or (math.nan, 0)
             barrier()
         same = {COUNTERS: sha256_of(out / COUNTERS) == sha256_of(Path(checkpoint) / COUNTERS)}
@@ -76,13 +75,3 @@ def rewrite(flags: list[str], folder: Path, *, checkpoint: str) -> None:
             same[file] = all(torch.equal(one, two) for one, two in values)
         write_end(folder, config.topology.rank, same=same, wrong=wrong, val_loss=val_loss)
         barrier()
-
-
-def _same(state: ParamState, expected: ParamState) -> bool:
-    """Whether gathered tensors are those of a checkpoint, bit for bit."""
-    return all(
-        torch.equal(one.cpu(), two)
-        for one, two in zip(
-            (state.weight, *state.moments.values()), (expected.weight, *expected.moments.values()), strict=True
-        )
-    )

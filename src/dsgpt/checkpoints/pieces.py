@@ -9,7 +9,6 @@ rank, is cut into boxes: the end of a row, whole rows, the beginning of a row. A
 a part of a piece as a slice.
 """
 
-import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 import torch
+from pydantic import TypeAdapter
 from torch import Tensor
 
 from dsgpt.checkpoints import store
@@ -184,11 +184,7 @@ class Index:
 
     def write(self, folder: Path) -> None:
         """Add the index to a checkpoint."""
-        tensors = {name: {"shape": tensor.shape, "pieces": tensor.pieces} for name, tensor in self.tensors.items()}
-        head = {"version": self.version, "writers": self.writers, "moments": self.moments}
-        write_atomic(
-            folder / store.INDEX, json.dumps(head | {"tensors": tensors}, separators=(",", ":")).encode() + b"\n"
-        )
+        write_atomic(folder / store.INDEX, TypeAdapter(Index).dump_json(self) + b"\n")
 
 
 def numbered(name: str, writer: int, writers: int) -> str:

@@ -21,8 +21,7 @@ from typing import Annotated, Any, NamedTuple
 
 import torch
 from pydantic import Field
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor
 
 from dsgpt.checkpoints import store
@@ -368,12 +367,9 @@ def save_random_state(folder: Path, *, rank: int, device: torch.device) -> None:
         state["cuda"] = torch.cuda.get_rng_state(device)
     path = _file(folder, rank)
     try:
-        save_file(state, path)
-    except SafetensorError as error:
+        path.write_bytes(save(state))
+    except OSError as error:
         raise _as_os_error(error, path) from error
-    umask = os.umask(0)
-    os.umask(umask)
-    path.chmod(0o666 & ~umask)  # as any other new file; the library makes it private
 
 
 def load_random_state(folder: Path, *, rank: int, device: torch.device) -> None:

@@ -10,6 +10,7 @@ import json
 import math
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable
 from functools import cache
 from itertools import accumulate
@@ -105,11 +106,8 @@ def _finite(word: str) -> float:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     values = dict(pairs)
     if len(values) < len(pairs):
-        seen: set[str] = set()
-        for key, _ in pairs:
-            if key in seen:
-                raise JsonError(f'the key "{key[:80]}" is given twice: keep one of them')
-            seen.add(key)
+        key, _ = Counter(key for key, _ in pairs).most_common(1)[0]
+        raise JsonError(f'the key "{key[:80]}" is given twice: keep one of them')
     return values
 
 

@@ -138,12 +138,8 @@ def instruction_sets(flags: str | None) -> str | None:
 def _of_the_cpu(entry: str) -> str | None:
     """An entry of the first CPU in ``/proc/cpuinfo``."""
     cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text(encoding="utf-8").splitlines():
-            name, _, value = line.partition(":")
-            if name.strip() == entry:
-                return value.strip()
-    return None
+    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
+    return next((line.partition(":")[2].strip() for line in lines if line.partition(":")[0].strip() == entry), None)
 
 
 SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -303,19 +299,11 @@ class HostGroup:
 
     def largest(self, value: int) -> int:
         """The largest ``value`` of any rank, on every rank."""
-        if self._group is None:
-            return value
-        box = torch.tensor(value)
-        dist.all_reduce(box, op=dist.ReduceOp.MAX, group=self._group)
-        return int(box)
+        return max(int(values[0]) for values in self.gathered([value]))
 
     def objects(self, value: Any) -> list[Any]:
         """Every rank's ``value``, in rank order, on every rank; they are pickled."""
-        if self._group is None:
-            return [value]
-        values: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(values, value, group=self._group)
-        return values
+        return [value] if self._group is None else gather_objects(value, self._group)
 
     def gathered(self, values: Sequence[float]) -> list[list[float]]:
         """Every rank's ``values``, in rank order, on every rank; equally many on each."""
@@ -340,12 +328,12 @@ def sum_over_ranks(value: Tensor) -> Tensor:
     return value
 
 
-def gather_objects(value: Any) -> list[Any]:
+def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Every rank's ``value``, in rank order, on every rank. For small values only: they are pickled."""
     if not dist.is_initialized():
         return [value]
     values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
+    dist.all_gather_object(values, value, group=group)
     return values
 
 

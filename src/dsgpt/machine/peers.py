@@ -21,7 +21,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -76,11 +75,8 @@ class Seen:
     @property
     def where(self) -> str:
         """``step 7``, or another phase."""
-        return (
-            f"step {self.step}"
-            if self.phase in {"step", "agreement", "compilation"}
-            else f"{self.phase} after step {self.step}"
-        )
+        of_a_step = self.phase in {"step", "agreement", "compilation"}
+        return f"step {self.step}" if of_a_step else f"{self.phase} after step {self.step}"
 
     @property
     def waits(self) -> bool:
@@ -299,9 +295,7 @@ class Peers:
     def __enter__(self) -> "Peers":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._ended.set()
         if self._thread.is_alive():
             self._thread.join(OBSERVED_SEC)  # it may wait for a store that is gone
@@ -379,12 +373,9 @@ class Peers:
                 if self._lost is not None:
                     raise self._lost from error
             else:
-                calls = traceback.extract_tb(error.__traceback__)
-                fact: dict[str, Any] = {
-                    "failed": f"{type(error).__name__}: {error}".splitlines()[0],
-                    "stack": _calls(calls),
-                }
-                fact |= {"phase": self._own.phase, "step": self._own.step}
+                what, own = f"{type(error).__name__}: {error}".splitlines()[0], self._own
+                stack = _calls(traceback.extract_tb(error.__traceback__))
+                fact = {"failed": what, "stack": stack, "phase": own.phase, "step": own.step}
                 with contextlib.suppress(dist.DistError, RuntimeError):
                     self._watched.set(f"failed/{self._topology.rank}", json.dumps(fact))
             raise
@@ -452,12 +443,9 @@ class Peers:
     def _everyone(self) -> dict[int, Seen]:
         ranks = {}
         for rank in range(self._topology.world_size):
-            facts = (
-                {"host": self._hosts[rank]}
-                | self._read(rank, "at")
-                | self._read(rank, "stack")
-                | self._read(rank, "failed")
-            )
+            facts: dict[str, Any] = {"host": self._hosts[rank]}
+            for what in ("at", "stack", "failed"):
+                facts |= self._read(rank, what)
             ranks[rank] = Seen(**facts | {"stack": tuple(facts.get("stack", ()))})
         return ranks
 

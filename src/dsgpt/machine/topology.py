@@ -164,16 +164,9 @@ def _first_port_of_connections() -> int:
 
 _RING_FACTORS = {
     "all_reduce": (2, 1),
-    "all_gather": (1, 1),
-    "reduce_scatter": (1, 1),
-    "all_to_all": (1, 1),
-    "gather": (1, 1),
-    "scatter": (1, 1),
-    "broadcast": (1, 0),
-    "reduce": (1, 0),
-    "send": (1, 0),
-    "recv": (0, 0),
-    "barrier": (0, 0),
+    **dict.fromkeys(("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter"), (1, 1)),
+    **dict.fromkeys(("broadcast", "reduce", "send"), (1, 0)),
+    **dict.fromkeys(("recv", "barrier"), (0, 0)),
 }
 """(a, b) of the factor a (n - b) / n among n ranks."""
 

@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from dsgpt.checkpoints.training_state import Counters, ParamState, Shards, StateReader
+from dsgpt.checkpoints.training_state import Counters, Shards, StateReader
 from dsgpt.config.run_config import RunConfig
 from dsgpt.data.loader import Batch
 from dsgpt.telemetry.meter import StepResult
@@ -55,12 +55,11 @@ class Strategy(Protocol):
         """Sum of losses (nats) and number of targets over one validation step of all ranks; both 0-dim float64."""
 
     @abstractmethod
-    def iter_state(self) -> Iterator[tuple[str, ParamState]]:
-        """Every parameter under its canonical name (the baseline's), one at a time; valid until the next one."""
-
-    @abstractmethod
     def shards(self) -> Shards:
-        """What this rank writes of the state; those of all ranks are every element once. No communication."""
+        """What this rank writes of the state, under canonical names (the baseline's); no communication.
+
+        Those of all ranks are every element once.
+        """
 
     @abstractmethod
     def replicated_weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -78,7 +77,7 @@ class Strategy(Protocol):
 
     @abstractmethod
     def counters(self) -> Counters:
-        """The rest of the state besides the tensors of ``iter_state``; no communication."""
+        """The rest of the state besides the tensors of ``shards``; no communication."""
 
     @abstractmethod
     def load_state(self, reader: StateReader) -> None:
@@ -88,9 +87,8 @@ class Strategy(Protocol):
         stay the recipe's. Call it before the first step.
         """
 
-    @abstractmethod
     def close(self) -> None:
-        """Remove the files that this rank swapped to. Not collective: it may be called after an error."""
+        """Remove the files that this rank swapped to, if any. Not collective: it may be called after an error."""
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:

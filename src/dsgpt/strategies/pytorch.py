@@ -39,7 +39,7 @@ from dsgpt.data.loader import IGNORED_TARGET, Batch
 from dsgpt.formats.tensor_files import DTYPES
 from dsgpt.machine.device import named_range, sum_over_ranks
 from dsgpt.model.config import STATE_NAMES
-from dsgpt.model.gpt2 import GPT2
+from dsgpt.model.gpt2 import GPT2, parameter_shapes
 from dsgpt.strategies.base import StateTensors, Strategy, optimizer_tensors, to_device
 from dsgpt.strategies.optimizer import (
     LossScale,
@@ -73,22 +73,15 @@ class MasterWeights:
         """Add the gradients of a backward pass to those of ``parameters``; call it after every backward pass."""
         if not self.separate:
             return
-        begun: tuple[list[Tensor], list[Tensor]] = [], []
-        continued: tuple[list[Tensor], list[Tensor]] = [], []
-        for name, low in self._low.items():
-            if low.grad is None:
-                continue
-            master = self.parameters[name]
-            sums, parts = begun if master.grad is None else continued
-            if master.grad is None:
-                master.grad = torch.empty_like(master)
-            sums.append(master.grad)
-            parts.append(low.grad)
+        parts = {name: low.grad for name, low in self._low.items() if low.grad is not None}
+        masters = [self.parameters[name] for name in parts]
+        begins = any(master.grad is None for master in masters)  # all or none: each has a gradient in every pass
+        for master in masters:
+            master.grad = torch.empty_like(master) if begins else master.grad
+        if sums := [master.grad for master in masters if master.grad is not None]:
+            (torch._foreach_copy_ if begins else torch._foreach_add_)(sums, list(parts.values()))
+        for low in self._low.values():
             low.grad = None
-        if begun[0]:
-            torch._foreach_copy_(*begun)
-        if continued[0]:
-            torch._foreach_add_(*continued)
 
     @torch.no_grad()
     def publish(self) -> None:
@@ -199,12 +192,6 @@ class TorchStrategy(Strategy):
         loss_sum, tokens = self._sum_over_ranks(sums)
         return loss_sum, tokens
 
-    def iter_state(self) -> Iterator[tuple[str, ParamState]]:
-        """See ``Strategy``."""
-        self._optimizer.zero_grad()  # gathered weights may need the memory of the last step's gradients
-        for name, state in self._held():
-            yield name, state.mapped(partial(self._whole, name))
-
     def _held(self) -> Iterator[tuple[str, ParamState]]:
         """What this rank holds of every parameter and of its moments."""
         for name, parameter in self._weights.parameters.items():
@@ -215,10 +202,6 @@ class TorchStrategy(Strategy):
         """See ``Strategy``; every rank holds everything, and writes an equal share."""
         boxes = {name: self._boxes(name) for name in self._weights.parameters}
         return Shards(boxes, self._held()).share(self._rank, self._ranks)
-
-    def _whole(self, name: str, part: Tensor) -> Tensor:  # noqa: ARG002 - for subclasses
-        """The whole of the parameter ``name``, or of a moment of it, from each rank's ``part``; collective."""
-        return part
 
     def _boxes(self, name: str) -> list[Box]:
         """Where what this rank holds of the parameter ``name`` lies in it."""
@@ -255,9 +238,6 @@ class TorchStrategy(Strategy):
             if reader.has_moments:
                 for key, moment in begin_state(self._optimizer, parameter, steps=self._optimizer_steps).items():
                     moment.copy_(state.moments[key].view(parameter.shape))
-
-    def close(self) -> None:
-        """See ``Strategy``; plain PyTorch writes no swap files."""
 
 
 def compile_blocks(model: GPT2) -> None:
@@ -386,7 +366,7 @@ class Fsdp(TorchStrategy):
         super().__init__(config, device, model=model, weights=ShardedWeights(model))
         assert isinstance(model, FSDPModule)  # ``fully_shard`` gives a module this class too
         self._fully_sharded: FSDPModule = model
-        self._sharded = {name: _dtensor(parameter) for name, parameter in model.named_parameters()}
+        self._shapes = parameter_shapes(config.model)
         self._reshard_after_forward = config.recipe.dsgpt.fsdp.reshard_after_forward
 
     def _micro_batch(self, *, last: bool) -> contextlib.AbstractContextManager[None]:
@@ -413,13 +393,8 @@ class Fsdp(TorchStrategy):
                 module.reshard()  # in training, the backward pass does it
         return sums
 
-    def _whole(self, name: str, part: Tensor) -> Tensor:
-        like = self._sharded[name]
-        mesh, cut = like.device_mesh, like.placements
-        return DTensor.from_local(part, mesh, cut, shape=like.shape, stride=like.stride()).full_tensor()
-
     def _boxes(self, name: str) -> list[Box]:
-        shape = self._sharded[name].shape
+        shape = self._shapes[name]
         rows = _own_rows(torch.arange(shape[0]), self._rank, self._ranks).tolist()
         return [Box((rows[0], *(0 for _ in shape[1:])), (len(rows), *shape[1:]))] if rows else []
 
@@ -436,14 +411,8 @@ class Fsdp(TorchStrategy):
 
     def state_tensors(self) -> StateTensors:
         """See ``Strategy``; the optimizer changes the fp32 shards that are gathered."""
-        shards = list(self._weights.parameters.values())
-        return StateTensors(
-            parameters=[shard.detach() for shard in shards],
-            gradients=[shard.grad for shard in shards if shard.grad is not None],
-            optimizer=optimizer_tensors(self._optimizer),
-            master=[],
-            buffers=[],
-        )
+        state = super().state_tensors()
+        return state._replace(parameters=state.master, master=[])
 
 
 class ShardedWeights(MasterWeights):

@@ -12,6 +12,8 @@ import torch
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
+from dsgpt.checkpoints.store import folder_name
+from dsgpt.checkpoints.training_state import StateReader
 from dsgpt.common.errors import Interrupted, NonFiniteError, SaveError, UserError
 from dsgpt.common.files import write_atomic
 from dsgpt.common.text import next_line, script_words
@@ -257,10 +259,8 @@ def gpus_to_sample(ranks: list[tuple[str, int, str]], *, rank: int) -> tuple[lis
 # The end of a run: the inference speed of the trained model, and the file that says that the run is complete.
 
 
-def measure_inference(
-    config: RunConfig, strategy: Strategy, *, device: torch.device, interruption: Interruption
-) -> dict[str, Any] | None:
-    """Time generation with the trained model, on the main rank while the others continue; collective.
+def measure_inference(config: RunConfig, *, device: torch.device, interruption: Interruption) -> dict[str, Any] | None:
+    """Time generation with the weights of the last checkpoint, on the main rank while the others continue.
 
     Every strategy is measured with the same plain model. A request to stop ends the measurement at once, because an
     incomplete measurement is not saved.
@@ -269,14 +269,16 @@ def measure_inference(
         The ``inference`` block of the record; None on other ranks, and where it was not measured: the run was asked to
         stop, the model has a single position, or this machine cannot generate with it. Then a line says why.
     """
-    weights = {}
-    for name, parameter in strategy.iter_state():
-        if config.topology.is_main:
-            weights[name] = parameter.weight.to("cpu", copy=True).contiguous()
+    checkpoint = config.run_dir / folder_name(config.total_steps)
     if not config.topology.is_main or interruption.reason:
+        return None
+    if not checkpoint.exists():
+        logger.info("inference   not measured: the last checkpoint was not saved")
         return None
     measured = None
     try:
+        reader = StateReader(checkpoint)
+        weights = {name: reader.read(name) for name in reader.shapes}
         with interruption.patience(False):
             model = build_model(config.model, weights, device=device, dtype=DTYPES[config.precision])
             ids = torch.from_numpy(config.val.memmap()[: config.model.block_size].astype("int64")).to(device)
@@ -472,9 +474,7 @@ class Trainer:
         tokens = journal.meter.process.steps * config.tokens_per_step
         journal.gpu_use = gpu_use(gpus, expected=config.topology.world_size, tokens=tokens)
         if not config.options.no_inference:
-            journal.record.inference = measure_inference(
-                config, self._strategy, device=self._device, interruption=self._interruption
-            )
+            journal.record.inference = measure_inference(config, device=self._device, interruption=self._interruption)
         if self._stopping.agreed(steps_left=False):
             raise self._stopping.stop("when all steps were done and saved, before the end of the run")
         journal.write("completed")

@@ -11,15 +11,13 @@ they are the same as under the baseline. DeepSpeed shards, reduces, clips and st
 
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from dsgpt.checkpoints.pieces import Box
-from dsgpt.checkpoints.training_state import Counters, ParamState, Shards, StateReader
+from dsgpt.checkpoints.training_state import Counters, Shards, StateReader
 from dsgpt.config.run_config import RunConfig
 from dsgpt.data.loader import Batch
 from dsgpt.model.gpt2 import parameter_shapes
@@ -32,7 +30,6 @@ from dsgpt.strategies.deepspeed.state import (
     WholeState,
     engine_tensors,
     is_split,
-    join_parts,
     part_boxes,
     step_on_weights,
 )
@@ -67,8 +64,6 @@ class DeepSpeedStrategy(Strategy):
     _state: EngineState | ShardedState
     _parameters: dict[str, nn.Parameter]
     """This rank's parameters, or its parts of them, by canonical name."""
-    _tensor_group: dist.ProcessGroup
-    """The ranks that share this rank's layers; set only under tensor parallelism."""
 
     def __init__(self, config: RunConfig, device: torch.device) -> None:
         recipe = config.recipe
@@ -98,8 +93,7 @@ class DeepSpeedStrategy(Strategy):
         )
         take_norms_of_blocks(self._optimizer)
         step_on_weights(self._optimizer)
-        kinds: dict[int, type[WholeState | PartitionedState | ShardedState]]
-        kinds = {0: WholeState, 1: PartitionedState, 2: PartitionedState, 3: ShardedState}
+        kinds = WholeState, PartitionedState, PartitionedState, ShardedState
         self._state = kinds[self._stage](self._optimizer, self._parameters)
 
     def train_step(self, batches: Iterator[Batch], step: int) -> StepResult:
@@ -147,20 +141,6 @@ class DeepSpeedStrategy(Strategy):
         """The norm that DeepSpeed clipped by, or ``own`` where DeepSpeed reports none; 0-dim fp32."""
         return torch.as_tensor(self._engine.get_global_grad_norm() if own is None else own).float()
 
-    def iter_state(self) -> Iterator[tuple[str, ParamState]]:
-        """See ``Strategy``; a parameter that is split over data ranks and tensor ranks is gathered from both."""
-        for name, state in self._state.iterate():
-            yield name, state.mapped(partial(self._joined, name))
-
-    def _joined(self, name: str, part: Tensor) -> Tensor:
-        """The parameter ``name``, or a moment of it, from the parts of all tensor ranks; collective among them."""
-        if self._topology.sizes.tensor == 1 or not is_split(name):
-            return part
-        part = part.contiguous()
-        parts = [torch.empty_like(part) for _ in range(self._topology.sizes.tensor)]
-        dist.all_gather(parts, part, group=self._tensor_group)
-        return join_parts(name, parts)
-
     def _boxes(self, name: str) -> list[Box]:
         """Where what this rank's data group holds of a parameter lies in it."""
         return part_boxes(name, self._shapes[name], rank=self._topology.tensor_rank, size=self._topology.sizes.tensor)
@@ -206,6 +186,3 @@ class DeepSpeedStrategy(Strategy):
         self._scale.restore(reader.counters.loss_scale)
         self._state.load(reader, part=self._boxes)
         repeat_counting(self._optimizer, steps=self._optimizer_steps)
-
-    def close(self) -> None:
-        """See ``Strategy``; an engine keeps everything in memory."""

@@ -19,11 +19,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
-from deepspeed.runtime.pipe.topology import PipeDataParallelTopology, PipeModelDataParallelTopology
+from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from dsgpt.checkpoints.training_state import ParamState
 from dsgpt.config.run_config import RunConfig
 from dsgpt.data.loader import IGNORED_TARGET, Batch
 from dsgpt.machine.device import named_range, sum_over_ranks
@@ -32,7 +31,7 @@ from dsgpt.model.gpt2 import Block, parameter_shapes
 from dsgpt.strategies.base import StateTensors, to_device
 from dsgpt.strategies.deepspeed.engine import DeepSpeedStrategy
 from dsgpt.strategies.deepspeed.setup import engine_config
-from dsgpt.strategies.deepspeed.state import EngineState, is_split, take_part, tensors_of
+from dsgpt.strategies.deepspeed.state import is_split, take_part, tensors_of
 from dsgpt.strategies.deepspeed.zero import split_block
 from dsgpt.strategies.optimizer import initial_values, square_sum
 
@@ -101,25 +100,19 @@ class StageModule(PipelineModule):  # type: ignore[misc]  # DeepSpeed ships no t
 
     def __init__(self, config: RunConfig, loss: Loss) -> None:
         sizes, data = config.topology.sizes, config.topology.data_parallel_size
-        # Both lay the ranks out as ``Topology`` says: by stage, then data, then tensor.
-        ranks = (
-            PipeDataParallelTopology(num_pp=sizes.pipeline, num_dp=data)
-            if sizes.tensor == 1
-            else PipeModelDataParallelTopology(num_pp=sizes.pipeline, num_mp=sizes.tensor, num_dp=data)
-        )
+        # Lays the ranks out as ``Topology`` says: by stage, then data, then tensor.
+        ranks = PipeModelDataParallelTopology(num_pp=sizes.pipeline, num_mp=sizes.tensor, num_dp=data)
         super().__init__(
             layers=self._layers(config), topology=ranks, loss_fn=loss, partition_method=config.recipe.pipeline.partition
         )
         blocks = [f"blocks.{layer}" for layer in range(config.model.n_layer)]
         self._names = [_TIED, "wpe", *blocks, "ln_f", _TIED]
-
-        self.shapes = parameter_shapes(config.model)
-        """Canonical name to shape of every parameter of the whole model."""
+        shapes = parameter_shapes(config.model)
         rank, size = self._grid.get_slice_parallel_rank(), self._grid.get_slice_parallel_world_size()
         values = initial_values(config)
         with torch.no_grad():
             for name, parameter in self.canonical_parameters().items():
-                parameter.copy_(take_part(name, values(name, self.shapes[name]), rank=rank, size=size))
+                parameter.copy_(take_part(name, values(name, shapes[name]), rank=rank, size=size))
 
     def _layers(self, config: RunConfig) -> list[LayerSpec]:
         model = config.model
@@ -168,8 +161,6 @@ class StageModule(PipelineModule):  # type: ignore[misc]  # DeepSpeed ships no t
 class PipelineParallel(DeepSpeedStrategy):
     """One DeepSpeed pipeline engine per rank, which holds one stage, or its part of one."""
 
-    _state: EngineState
-
     def __init__(self, config: RunConfig, device: torch.device) -> None:
         super().__init__(config, device)
 
@@ -179,7 +170,6 @@ class PipelineParallel(DeepSpeedStrategy):
             self._module = StageModule(config, self._loss)
             self._parameters = self._module.canonical_parameters()
             self._start(self._module, config, ds_config=engine_config(config))
-        self._tensor_group = self._engine.grid.get_slice_parallel_group()
         self._mend_schedule()
 
     def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
@@ -196,12 +186,8 @@ class PipelineParallel(DeepSpeedStrategy):
             instructions[schedule.OptimizerStep] = self._clip_and_step
         if self._scale.enabled:
             instructions[schedule.ReduceTiedGrads] = self._sum_tied_gradients
-        named = {
-            "forward": schedule.ForwardPass,
-            "backward": schedule.BackwardPass,
-            "optimizer": schedule.OptimizerStep,
-        }
-        for name, kind in named.items():
+        steps = schedule.ForwardPass, schedule.BackwardPass, schedule.OptimizerStep
+        for name, kind in zip(("forward", "backward", "optimizer"), steps, strict=True):
             instructions[kind] = _in_range(name, instructions[kind])
         self._engine._INSTRUCTION_MAP = instructions
 
@@ -259,22 +245,6 @@ class PipelineParallel(DeepSpeedStrategy):
             sums[1] = sum((batch.targets != IGNORED_TARGET).sum() for batch in drawn)
         loss_sum, tokens = sum_over_ranks(sums)
         return loss_sum, tokens
-
-    def iter_state(self) -> Iterator[tuple[str, ParamState]]:
-        """See ``Strategy``; what a stage holds is sent to all others, one tensor at a time."""
-        keys = self._state.moment_names()
-        for name in self._module.shapes:
-            yield name, ParamState(self._whole(name), **{key: self._whole(name, key) for key in keys})
-
-    def _whole(self, name: str, key: str | None = None) -> Tensor:
-        """The weight ``name``, or its moment ``key``, whole and in fp32, from the stage that owns it."""
-        owner, grid = self._module.owner(name), self._engine.grid
-        if owner == self._topology.stage:
-            value = self._joined(name, self._state.value(name, key))
-        else:
-            value = torch.empty(self._module.shapes[name], device=self._device)
-        dist.broadcast(value, grid.stage_to_global(owner), group=grid.get_pipe_parallel_group())
-        return value
 
     def _owns(self, name: str) -> bool:
         return self._module.owner(name) == self._topology.stage

@@ -328,21 +328,13 @@ def _make(folder: Path) -> Lock:
     folder.parent.mkdir(parents=True, exist_ok=True)
     hidden = folder.with_name(f".{folder.name}")
     hidden.mkdir()
-    lock = None
-    try:
-        lock = Lock.of_folder(hidden)
+    with contextlib.ExitStack() as undo:
+        undo.callback(hidden.rmdir)
+        lock = undo.enter_context(Lock.of_folder(hidden))
         lock.take(shared=True, wait=True)
         hidden.rename(folder)
-    except OSError:
-        if lock is not None:
-            lock.release()
-        with contextlib.suppress(OSError):
-            hidden.rmdir()
-        raise
+        undo.pop_all()
     return lock
-
-
-# DeepSpeed's own estimates of the memory of model state, to compare with ``dsgpt.planner``.
 
 
 def estimated_bytes(*, stage: int, elements: int, largest: int, ranks: int, offload: bool) -> int:

@@ -22,7 +22,6 @@ every tensor alive in the process.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -83,20 +82,6 @@ def part_boxes(name: str, shape: Sequence[int], *, rank: int, size: int) -> list
     return boxes
 
 
-def join_parts(name: str, parts: Sequence[Tensor]) -> Tensor:
-    """The whole of a split parameter from every rank's part, by rank: undoes ``take_part``.
-
-    Raises:
-        ValueError: the parameter is not split.
-    """
-    rule = _rule(name)
-    if rule is None:
-        raise ValueError(f"{name} is not split over tensor ranks: take any rank's copy")
-    fused, dimension = rule
-    matrices = zip(*(part.chunk(fused) for part in parts), strict=True)
-    return torch.cat([torch.cat(pieces, dimension) for pieces in matrices])
-
-
 def attend_with_own_dropout(attend: Attend, *, rank: int) -> Attend:
     """``attend`` with dropout masks that differ between tensor ranks, although their random streams are the same.
 
@@ -123,8 +108,6 @@ Part = Callable[[str], list[Box]]
 class EngineState(ABC):
     """The weights and moments that the data ranks of an engine at stage 0, 1 or 2 hold together.
 
-    Methods are collective among these ranks.
-
     Args:
         optimizer: the torch optimizer, which DeepSpeed's may wrap.
         parameters: of this rank, by canonical name.
@@ -137,16 +120,6 @@ class EngineState(ABC):
     def moment_names(self) -> list[str]:
         """Those of ``STATE_NAMES`` that the optimizer has; call it before reading any of them."""
         return [key for key in STATE_NAMES if any(key in state for state in self._torch.state.values())]
-
-    @abstractmethod
-    def value(self, name: str, key: str | None = None) -> Tensor:
-        """The weight ``name``, or its moment ``key``, in fp32; collective among the data ranks."""
-
-    def iterate(self) -> Iterator[tuple[str, ParamState]]:
-        """Every parameter of this rank by canonical name, gathered from the data ranks, one at a time."""
-        keys = self.moment_names()
-        for name in self._parameters:
-            yield name, ParamState(self.value(name), **{key: self.value(name, key) for key in keys})
 
     def shards(self, part: Part) -> Shards:
         """What this rank holds, which in stage 0 is what all data ranks hold; no communication."""
@@ -210,19 +183,12 @@ class WholeState(EngineState):
         for low_group, high_group in zip(*groups, strict=True):
             self._masters.update(zip(low_group, high_group, strict=True))
 
-    def value(self, name: str, key: str | None = None) -> Tensor:
-        """See ``EngineState``; nothing is communicated."""
-        master = self._masters[self._parameters[name]]
-        if key is None:
-            return master.detach()
-        moment: Tensor = self._torch.state[master][key]
-        return moment
-
     def _range(self, name: str) -> tuple[int, int]:
         return 0, self._parameters[name].numel()
 
     def _own(self, name: str, keys: Sequence[str]) -> ParamState:
-        return ParamState(self.value(name), **{key: self.value(name, key) for key in keys})
+        master = self._masters[self._parameters[name]]
+        return ParamState(master.detach(), **{key: self._torch.state[master][key] for key in keys})
 
     def _replace(self, name: str, state: ParamState) -> None:
         master = self._masters[self._parameters[name]]
@@ -255,14 +221,6 @@ class PartitionedState(EngineState):
         """
         self._optimizer._hp_optimizer_states_linked = False
         self._optimizer._lazy_init_hp_params_optimizer_state()
-
-    def value(self, name: str, key: str | None = None) -> Tensor:
-        """See ``EngineState``."""
-        from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state  # noqa: PLC0415
-
-        parameter = self._parameters[name]
-        whole: Tensor = safe_get_full_optimizer_state(parameter, key) if key else safe_get_full_fp32_param(parameter)
-        return whole
 
     def _begin_moments(self, *, steps: int) -> None:
         super()._begin_moments(steps=steps)
@@ -301,11 +259,6 @@ class ShardedState:
         self._optimizer = optimizer
         self._names: dict[int, str] = {parameter.ds_id: name for name, parameter in parameters.items()}
 
-    def iterate(self) -> Iterator[tuple[str, ParamState]]:
-        """See ``EngineState``."""
-        for parameter, parts in self._held():
-            yield self._names[parameter.ds_id], parts.mapped(partial(self._gathered, parameter))
-
     def shards(self, part: Part) -> Shards:
         """See ``EngineState``; the last elements of a rank's part may be padding, which is left out."""
         parameters = {self._names[each.ds_id]: each for group in self._optimizer.fp16_groups for each in group}
@@ -331,28 +284,16 @@ class ShardedState:
         """Every parameter, with the flat tensors of its sub-group; in their order, to read each from the drive once."""
         optimizer = self._optimizer
         for index, group in enumerate(optimizer.fp16_groups):
-            with self._in_memory(index) as flat:
-                state = optimizer.optimizer.state.get(flat, {})
-                moments = {key: moment for key in STATE_NAMES if (moment := state.get(key)) is not None}
-                for parameter in group:
-                    yield parameter, ParamState(flat.detach(), **moments)
-
-    @contextmanager
-    def _in_memory(self, index: int) -> Iterator[Tensor]:
-        """The flat fp32 part that this rank has of sub-group ``index``, in memory together with its moments."""
-        swapped = self._optimizer._swappable_optimizer_subgroup(index)
-        if swapped:
-            self._optimizer._optimizer_states_and_gradient_swap_in(index)
-        try:
-            yield self._optimizer.fp32_partitioned_groups_flat[index]
-        finally:
+            swapped = optimizer._swappable_optimizer_subgroup(index)
             if swapped:
-                self._optimizer._release_swap_buffers(index)
-
-    def _gathered(self, parameter: Any, flat: Tensor) -> Tensor:
-        """The whole of ``parameter`` from the part of it in each rank's ``flat``; collective."""
-        whole: Tensor = self._optimizer._fp32_state_allgather(parameter, self._part_of(parameter, flat))
-        return whole
+                optimizer._optimizer_states_and_gradient_swap_in(index)
+            flat = optimizer.fp32_partitioned_groups_flat[index]
+            state = optimizer.optimizer.state.get(flat, {})
+            moments = {key: moment for key in STATE_NAMES if (moment := state.get(key)) is not None}
+            for parameter in group:
+                yield parameter, ParamState(flat.detach(), **moments)
+            if swapped:
+                optimizer._release_swap_buffers(index)
 
     def _part_of(self, parameter: Any, flat: Tensor, *, stop: int | None = None) -> Tensor:
         """This rank's part of ``parameter`` in the tensor of its sub-group, up to its element ``stop``."""
