@@ -315,7 +315,7 @@ def test_sums_and_all_to_alls_of_a_block_start_anew_in_recomputation(setup, name
     for again, each in ((False, plain), (True, checkpointed)):
         found = setup(name, activation_checkpointing=again)
         traffic = next(traffic for traffic in step_traffic(found) if traffic.what == "activations")
-        assert strategy_of(found).calls(traffic, 0) == 3 * LAYERS * each
+        assert traffic.calls == 3 * LAYERS * each
 
 
 def test_what_a_gpu_hides(setup):

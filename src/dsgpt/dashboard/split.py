@@ -223,7 +223,7 @@ def sent_rows(setup: Setup) -> list[dict[str, Any]]:
                 "payload, bytes": traffic.payload_bytes,
                 "payload per step, bytes": sum(each.traffic.payload_bytes for each in same),
                 "sent by a rank per step, bytes": sum(each.traffic.ring_bytes for each in same),
-                "meanwhile": waits(setup, same[0]),
+                "meanwhile": waits(same[0]),
             }
             rows.append({**of_stage, "when": _when(same[0]), **row})
     return rows

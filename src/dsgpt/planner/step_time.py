@@ -239,13 +239,14 @@ def _rank(setup: Setup, rates: Rates, machine: Machine, rank: int, hooks: Hooks)
     for traffic in step_traffic(setup, rank=rank):
         precision = "fp32" if traffic.summed_width == FULL else setup.precision
         rate = bus_rate(setup, rates, traffic, devices=machine.devices)
-        begun = strategy.calls(traffic, rank) * at_ranks(rates.collective_sec, traffic.group_size)
+        begun = traffic.calls * at_ranks(rates.collective_sec, traffic.group_size)
         sending = rates.slowness_of(traffic.operation, precision) * traffic.ring_bytes / rate + begun
         if traffic.what == "activations":
             of_activations += sending / micro_batches
             continue
-        hides = machine.kind != "cpu" and strategy.can_overlap(traffic)  # a CPU computes with the core that sends
-        behind = strategy.hidden(traffic, sending, forward=forward, backward=backward) if hides else 0.0
+        passing = traffic.behind[0] * forward + traffic.behind[1] * backward
+        # a CPU computes with the core that sends
+        behind = min(traffic.hidden * sending, passing) if machine.kind != "cpu" else 0.0
         hidden += behind
         once += sending - behind
     parts = {name: micro_batches * each for name, each in seconds.items()}

@@ -149,22 +149,31 @@ class DeepSpeed(Planned):
 
         Recomputing a block repeats the forward pass without its last sum, which nothing in the block needs.
         """
-        sums = 5 if self.setup.activation_checkpointing else 4
+        setup, again = self.setup, int(self.setup.activation_checkpointing)
+        sums = (4 + again) * setup.blocks(rank)
         return Traffic(
             what="activations",
             operation="all_reduce",
-            group_size=self.setup.sizes.tensor,
-            payload_bytes=sums * self.setup.blocks(rank) * self._activations(),
-            summed_width=self.setup.low,
+            group_size=setup.sizes.tensor,
+            payload_bytes=sums * self._activations(),
+            summed_width=setup.low,
             axis="tensor",
+            calls=sums * setup.gradient_accumulation_steps,
+            passes=(2, 2 + again),
         )
 
     def _sequence(self) -> Traffic:
         """Per block one all-to-all each of queries, keys, values and the result, and the same for their gradients."""
-        passes, ranks = 3 if self.setup.activation_checkpointing else 2, self.setup.sizes.sequence
-        size = 4 * passes * self.setup.model.n_layer * self._activations()
+        setup, again = self.setup, int(self.setup.activation_checkpointing)
+        exchanges = 4 * (2 + again) * setup.model.n_layer
         return Traffic(
-            what="activations", operation="all_to_all", group_size=ranks, payload_bytes=size, axis="sequence"
+            what="activations",
+            operation="all_to_all",
+            group_size=setup.sizes.sequence,
+            payload_bytes=exchanges * self._activations(),
+            axis="sequence",
+            calls=exchanges * setup.gradient_accumulation_steps,
+            passes=(1, 1 + again),
         )
 
     def _pipeline(self, rank: int) -> Iterator[Traffic]:
@@ -173,26 +182,35 @@ class DeepSpeed(Planned):
         Each tensor peer sends its part of the residual stream. The peers gather what they receive, and before the
         backward pass what they sent.
         """
-        sizes = self.setup.sizes
-        has_next, has_previous = self._neighbours(rank)
-        stream = self._activations()
-        sent = (has_next + has_previous) * stream // sizes.tensor
-        again = (2 * has_next + has_previous) * stream
-        yield Traffic(what="activations", operation="send", group_size=2, payload_bytes=sent, axis="pipeline")
+        setup, stage, stream = self.setup, self.setup.stage(rank), self._activations()
+        has_next, has_previous = int(stage < setup.sizes.pipeline - 1), int(stage > 0)
         yield Traffic(
-            what="activations", operation="all_gather", group_size=sizes.tensor, payload_bytes=again, axis="tensor"
+            what="activations",
+            operation="send",
+            group_size=2,
+            payload_bytes=(has_next + has_previous) * stream // setup.sizes.tensor,
+            axis="pipeline",
+            calls=2 * setup.gradient_accumulation_steps,
+            passes=(has_next, has_previous),
+        )
+        yield replace(
+            self._tensor(rank),
+            operation="all_gather",
+            payload_bytes=(2 * has_next + has_previous) * stream,
+            summed_width=FULL,
+            passes=(has_previous, 2 * has_next),
         )
         if self.embedding(rank):
-            size = FULL * self.setup.model.padded_vocab_size * self.setup.model.n_embd
-            ranks = sum(bool(self.embedding(each)) for each in self.setup.first_ranks)  # the first and the last stage
+            ranks = sum(bool(self.embedding(each)) for each in setup.first_ranks)  # the first and the last stage
             yield Traffic(
-                what="gradients", operation="all_reduce", group_size=ranks, payload_bytes=size, axis="pipeline"
+                what="gradients",
+                operation="all_reduce",
+                group_size=ranks,
+                payload_bytes=FULL * setup.model.padded_vocab_size * setup.model.n_embd,
+                axis="pipeline",
+                calls=1,
+                once={(BEFORE_STEP, None): 1},
             )
-
-    def _neighbours(self, rank: int) -> tuple[int, int]:
-        """1 or 0: whether a stage follows that of ``rank``, and whether one precedes it."""
-        stage = self.setup.stage(rank)
-        return int(stage < self.setup.sizes.pipeline - 1), int(stage > 0)
 
     def zero_traffic(self, rank: int) -> list[Traffic]:
         """Between the ranks that hold the same parameters. ZeRO-0 and 1: gradients once per step, wP.
@@ -203,38 +221,45 @@ class DeepSpeed(Planned):
         return [self.reduced("reduce" if self.reduces_to_owner else "all_reduce", self.elements(rank))]
 
     def reduced(self, operation: str, elements: int) -> Traffic:
-        """The gradients of so many elements, as often as a step reduces them."""
-        ranks, width = self.setup.zero_ranks, self.gradient_width
+        """The gradients of so many elements, as often as a step reduces them.
+
+        The calls follow from the recipe's bucket: a smaller one that holds all gradients sends no more messages.
+        """
+        zero, width = self.setup.recipe.zero_optimization, self.gradient_width
         size = self.reductions * width * elements
-        return Traffic(what="gradients", operation=operation, group_size=ranks, payload_bytes=size, summed_width=width)
+        return Traffic(
+            what="gradients",
+            operation=operation,
+            group_size=self.setup.zero_ranks,
+            payload_bytes=size,
+            summed_width=width,
+            calls=self.reductions + math.ceil(size / (width * zero.reduce_bucket_size)),
+            passes=(0, int(self.reduces_each_micro_batch)),
+            once={} if self.reduces_each_micro_batch else {self.reduction_place: 1},
+            behind=self.behind,
+            hidden=self.hidden if zero.stage else 0,
+        )
+
+    @property
+    def behind(self) -> tuple[float, float]:
+        """The backward passes in which gradients are reduced."""
+        return 0, self.reductions
+
+    @property
+    def hidden(self) -> float:
+        """With ``overlap_comm`` all pieces but the embedding's."""
+        layers, overlaps = self.setup.model.n_layer, self.setup.recipe.zero_optimization.overlap_comm
+        return layers / (layers + 1) if overlaps else 0
+
+    @property
+    def reduction_place(self) -> Place:
+        """Where gradients are reduced once in a step."""
+        return BEFORE_STEP, None
 
     @property
     def reduces_to_owner(self) -> bool:
         """Whether each piece of a bucket is reduced to the one rank that steps on it."""
         return False
-
-    def places(self, traffic: Traffic, rank: int) -> dict[Place, int]:
-        """The share of ``traffic`` at each place of the step; recomputation belongs to the backward pass."""
-        again, (has_next, has_previous) = int(self.setup.activation_checkpointing), self._neighbours(rank)
-        if traffic.what == "weights":
-            return self.weight_places()
-        if traffic.what == "gradients":
-            return {(BEFORE_STEP, None): 1} if traffic.axis == "pipeline" else self.gradient_places()
-        if traffic.axis == "pipeline":
-            return self.each_pass(has_next, has_previous)
-        if traffic.axis == "sequence":
-            return self.each_pass(1, 1 + again)
-        if traffic.operation == "all_gather":  # of what a stage receives, and again of what it sent
-            return self.each_pass(has_previous, 2 * has_next)
-        return self.each_pass(2, 2 + again)
-
-    def weight_places(self) -> dict[Place, int]:
-        """Elements of weights that are gathered at each place, or their shares."""
-        return {(AFTER_STEP, None): 1}
-
-    def gradient_places(self) -> dict[Place, int]:
-        """Shares of the gradients at each place."""
-        return self.each_pass(0, 1) if self.reduces_each_micro_batch else {(BEFORE_STEP, None): 1}
 
     # Copies to the host.
 
@@ -242,12 +267,12 @@ class DeepSpeed(Planned):
         """Gradients to the host; new weights back; moments and master weights from files and back."""
         if not self.steps_on_host:
             return
-        setup, own, last = self.setup, self.stepped_elements(rank), self.setup.gradient_accumulation_steps - 1
+        setup, own = self.setup, self.stepped_elements(rank)
         gradients = partial(Copied, what="gradients", link="host")
         for number, out, back in self.summed_in_host(rank):
             yield gradients(moment=BACKWARD, micro_batch=number, to_device=True, size=back)
             yield gradients(moment=BACKWARD, micro_batch=number, to_device=False, size=out)
-        moment, micro_batch = (BACKWARD, last) if setup.recipe.zero_stage > 1 else (BEFORE_STEP, None)
+        moment, micro_batch = self.last_backward if setup.recipe.zero_stage > 1 else (BEFORE_STEP, None)
         yield gradients(moment=moment, micro_batch=micro_batch, to_device=False, size=FULL * own)
         if setup.recipe.offload_optimizer == "nvme":
             state = partial(Copied, moment=DURING_STEP, micro_batch=None, what="optimizer state", link="files")
@@ -271,35 +296,6 @@ class DeepSpeed(Planned):
         if zero.stage == 3:
             return "weights and gradients overlap with computation (overlap_comm)"
         return "gradients overlap with the backward pass (overlap_comm); weights do not"
-
-    def can_overlap(self, traffic: Traffic) -> bool:
-        """With ``overlap_comm``: gradients of stages 1 to 3, and weights of stage 3."""
-        zero = self.setup.recipe.zero_optimization
-        if not zero.overlap_comm or traffic.axis != "data":
-            return False
-        return zero.stage == 3 or (zero.stage in {1, 2} and traffic.what == "gradients")
-
-    def hidden(self, traffic: Traffic, seconds: float, *, forward: float, backward: float) -> float:  # noqa: ARG002
-        """Behind the backward passes in which gradients are reduced."""
-        layers = self.setup.model.n_layer
-        return min(seconds * (layers / (layers + 1)), backward * self.reductions)  # one piece is the embedding's
-
-    def calls(self, traffic: Traffic, rank: int) -> int:
-        """With the recipe's bucket: a smaller one that holds all gradients sends no more messages."""
-        setup, blocks, again = self.setup, self.setup.blocks(rank), self.setup.activation_checkpointing
-        if traffic.what == "activations":
-            each = {"tensor": (4 + again) * blocks, "sequence": (8 + 4 * again) * blocks, "pipeline": 2}[traffic.axis]
-            return each * setup.gradient_accumulation_steps
-        if traffic.axis == "pipeline":
-            return 1
-        if traffic.what == "weights":
-            return self.weight_calls()
-        bucket = self.gradient_width * setup.recipe.zero_optimization.reduce_bucket_size
-        return self.reductions + math.ceil(traffic.payload_bytes / bucket)
-
-    def weight_calls(self) -> int:
-        """Collective operations that gather weights, in a step."""
-        return 2
 
     def divided(self) -> int:
         """Gradients are divided by the ranks: 2w."""
@@ -481,8 +477,14 @@ class Flat(DeepSpeed):
 
     def zero_traffic(self, rank: int) -> list[Traffic]:
         """Gradients, and then weights."""
-        size, ranks = self.setup.low * self.padded_elements(rank), self.setup.zero_ranks
-        weights = Traffic(what="weights", operation="all_gather", group_size=ranks, payload_bytes=size)
+        weights = Traffic(
+            what="weights",
+            operation="all_gather",
+            group_size=self.setup.zero_ranks,
+            payload_bytes=self.setup.low * self.padded_elements(rank),
+            calls=2,
+            once={(AFTER_STEP, None): 1},
+        )
         return [*super().zero_traffic(rank), weights]
 
     @property
@@ -528,11 +530,10 @@ class Zero1(Flat):
         ]
         return self.with_offload_buffers(moments, rank, device)
 
-    def gradient_places(self) -> dict[Place, int]:
+    @property
+    def reduction_place(self) -> Place:
         """In the last backward pass if they overlap with it."""
-        last = self.setup.gradient_accumulation_steps - 1
-        overlaps = self.setup.recipe.zero_optimization.overlap_comm
-        return {(BACKWARD, last) if overlaps else (BEFORE_STEP, None): 1}
+        return self.last_backward if self.setup.recipe.zero_optimization.overlap_comm else (BEFORE_STEP, None)
 
     def copied_around_reductions(self) -> float:
         """To the bucket and back, 4w, unless a rank is alone; the own part in fp32 made flat, 8/n."""
@@ -777,16 +778,22 @@ class Zero3(DeepSpeed):
         return [*self.gathers(rank), *(self.reduced(operation, count) for operation, count in reduced.items())]
 
     def gathers(self, rank: int) -> list[Traffic]:
-        """Of weights."""
-        ranks = self.setup.zero_ranks
-        elements = self.reductions * self.pieces(self.gathered.all) + self.pieces(self.persistent(rank))
-        size = self.setup.low * ranks * elements
-        return [Traffic(what="weights", operation="all_gather", group_size=ranks, payload_bytes=size)]
-
-    def weight_places(self) -> dict[Place, int]:
-        """Where they are gathered, and what persists after the step."""
-        forward, backward = self._pieces_of_passes()
-        return self.each_pass(forward, backward) | {(AFTER_STEP, None): self.pieces(self.persistent(0))}
+        """Of weights: each call has two parameters, weight and bias of a layer. What persists follows the step."""
+        setup, ranks, passes = self.setup, self.setup.zero_ranks, self._pieces_of_passes()
+        persistent = self.pieces(self.persistent(rank))
+        return [
+            Traffic(
+                what="weights",
+                operation="all_gather",
+                group_size=ranks,
+                payload_bytes=setup.low * ranks * (self.reductions * sum(passes) + persistent),
+                calls=self.reductions * len(self.gathered.all) // 2 + 1,
+                passes=passes,
+                once={(AFTER_STEP, None): persistent},
+                behind=self.behind,
+                hidden=self.hidden,
+            )
+        ]
 
     def _pieces_of_passes(self) -> tuple[int, int]:
         """Elements of a rank's pieces of what the forward pass gathers, and the backward pass."""
@@ -812,14 +819,10 @@ class Zero3(DeepSpeed):
         whole = FULL * self.stepped_elements(rank)
         yield from ((number, whole, whole) for number in range(self.reductions))
 
-    def hidden(self, traffic: Traffic, seconds: float, *, forward: float, backward: float) -> float:  # noqa: ARG002
-        """Behind half of the computation."""
-        layers = self.setup.model.n_layer
-        return min(seconds * (layers / (layers + 1)), (forward + backward) * self.reductions / 2)
-
-    def weight_calls(self) -> int:
-        """Each gather has two parameters: weight and bias of a layer."""
-        return self.reductions * len(self.gathered.all) // 2 + 1
+    @property
+    def behind(self) -> tuple[float, float]:
+        """Half of the computation."""
+        return self.reductions / 2, self.reductions / 2
 
     @property
     def hook_operations(self) -> int:
@@ -916,9 +919,9 @@ def passes(setup: Setup, *, rank: int = 0) -> list[Pass]:
 
 def placed_traffic(setup: Setup, *, rank: int = 0) -> list[Placed]:
     """What ``rank`` sends in one optimizer step, and where in it; the parts add up to ``step_traffic``."""
-    placed, strategy = [], strategy_of(setup)
+    placed = []
     for traffic in step_traffic(setup, rank=rank):
-        places = strategy.places(traffic, rank)
+        places = traffic.places(setup.gradient_accumulation_steps)
         whole = sum(places.values())
         for (moment, number), share in places.items():
             if share:
