@@ -52,7 +52,7 @@ BEST = PlanOptions(model_size="small", gpu="l4", gpus=2, tokens=1e9, recommend=T
 def printed(words: list[str], capsys: pytest.CaptureFixture[str]) -> dict:
     """What ``src/plan.py`` prints with ``--json``."""
     options, problems = read_plan_options([*words, "--json"])
-    assert act(options, problems, repository=REPOSITORY, draw=draw_plan) == 0
+    assert act(options, problems, draw=draw_plan) == 0
     return json.loads(capsys.readouterr().out)
 
 
@@ -86,7 +86,7 @@ def test_what_does_not_fit_is_the_loud_thing(tmp_path, open_page):
 
 def test_the_recommendation_is_what_the_command_writes(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    done = planned(words_of(BEST), repository=REPOSITORY)
+    done = planned(words_of(BEST))
     told = printed(words_of(BEST), capsys)
     assert told["recommended"] == {"name": done.plan.name, "plan": with_assumptions(done.plan)}
     files = recommendation_files(done.plan)
@@ -99,8 +99,8 @@ def test_the_recommendation_is_what_the_command_writes(tmp_path, capsys, monkeyp
 
 
 def test_offers_of_both_kinds_have_their_dates():
-    done = planned(words_of(replace(ONE, gpu="a100-40gb")), repository=REPOSITORY)
-    spot = planned(words_of(replace(ONE, gpu="a100-40gb", spot=True)), repository=REPOSITORY)
+    done = planned(words_of(replace(ONE, gpu="a100-40gb")))
+    spot = planned(words_of(replace(ONE, gpu="a100-40gb", spot=True)))
     table = offers_table(done)
     for kind, same in (("on demand", done), ("spot", spot)):
         found = [usd for usd, each in zip(table["US dollars"], table["price"], strict=True) if each == kind]
@@ -111,8 +111,8 @@ def test_offers_of_both_kinds_have_their_dates():
 
 
 def test_other_gpus_have_their_own_plan_or_a_reason_and_parts_add_up():
-    done = planned([*words_of(ONE), "--precision", "bf16"], repository=REPOSITORY)
-    table = gpus_table(done, repository=REPOSITORY)
+    done = planned([*words_of(ONE), "--precision", "bf16"])
+    table = gpus_table(done)
     same = table["GPU"].index("a100-80gb")
     assert table["training, hours"][same] == pytest.approx(done.plan.run.seconds / 3600, abs=0.005)
     assert "has no units for it" in table["fits"][table["GPU"].index("t4")]
@@ -128,7 +128,7 @@ def test_a_measured_machine_is_planned_for_with_its_own_steps(tmp_path, capsys):
     (measured, *table), broken = machines(tmp_path)
     assert not broken and measured.devices == 2 and {each.devices for each in table} == {None}
     options = PlanOptions(**dict(measured.flags), model_size="tiny", gpus=2, tokens=1e7)
-    done = planned(words_of(options), repository=REPOSITORY)
+    done = planned(words_of(options))
     assert not done.plan.machine.assumed and "fitted to measured steps" in done.plan.machine.basis
     assert with_assumptions(done.plan) == printed(words_of(options), capsys)
 

@@ -191,7 +191,7 @@ def test_the_page_is_that_of_the_code():
 
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: f"{row.program} {row.model} {row.gpus} x {row.gpu}")
 def test_a_range_contains_the_figure_or_the_row_says_why_not(row: Published):
-    low, likely, high = predict(row, repository=REPOSITORY)
+    low, likely, high = predict(row)
     assert low < likely < high < 3 * low  # a wider range would say nothing
     assert (low <= row.tokens_per_sec_per_gpu <= high) == (row.why_outside is None)
     assert row.source.startswith("https://")
@@ -223,7 +223,7 @@ def measured(path, record=None):
     if record is not None:
         path.write_text(json.dumps(record))
     machine_of = partial(calibrated_machine, parse_as(json.dumps(RECORD).encode(), Calibration))
-    return read_measured((path,), lambda devices: machine_of(devices=devices), repository=REPOSITORY)
+    return read_measured((path,), lambda devices: machine_of(devices=devices))
 
 
 def test_cells_of_a_plan_suite_and_of_a_sweep_are_the_setups_that_ran(tmp_path):
@@ -321,17 +321,17 @@ SHAPE = f"--num_layers 4 --num_heads 4 --embedding_size 32 --max_position_embedd
 
 
 def request_of(line: str) -> PlanRequest:
-    return read_request(*read_plan_options(line.split()), repository=REPOSITORY)
+    return read_request(*read_plan_options(line.split()))
 
 
 def searched(line: str) -> list[Judged]:
-    return search(request_of(line), read_prices(), repository=REPOSITORY)
+    return search(request_of(line), read_prices())
 
 
 def everything(request: PlanRequest) -> dict[str, list[Plan]]:
     """The plans of every candidate, with and without checkpointing, at every micro batch, that fit into memory."""
     fitting: dict[str, list[Plan]] = {}
-    candidates = candidate_setups(request.devices, together=8, repository=REPOSITORY)
+    candidates = candidate_setups(request.devices, together=8)
     for candidate, checkpointing in product(candidates, (False, True)):
         total = request.options.global_batch_size
         recipe = candidate.recipe(request.recipe, Path("recipe.json"), train_batch_size=total)
@@ -407,7 +407,7 @@ def test_every_way_is_ranked_or_has_a_reason(plan):
     assert "does not fit: needs" in reasons["ddp"]
     assert any("longer than the deadline of 40.0 h" in reason for reason in reasons.values())
     assert any("more than the budget of $110" in reason for reason in reasons.values())
-    assert len(reasons) + len(out["ranked"]) == 2 * len(list(candidate_setups(4, together=8, repository=REPOSITORY)))
+    assert len(reasons) + len(out["ranked"]) == 2 * len(list(candidate_setups(4, together=8)))
     for each in out["ranked"]:
         assert each["plan"]["training"]["seconds"] <= 40 * 3600
         assert each["plan"]["costs"][0]["usd"] <= 110
@@ -509,10 +509,10 @@ def test_the_written_command_names_text_that_is_missing_before_it_launches(data,
 
 
 def test_tensor_peers_are_never_on_two_machines():
-    names = {each.name for each in candidate_setups(24, together=8, repository=REPOSITORY)}
+    names = {each.name for each in candidate_setups(24, together=8)}
     assert {"tensor2-zero1", "tensor8-zero1", "sequence4-zero1", "pipeline3-tensor8-zero1", "pipeline6-zero1"} <= names
     assert not [name for name in names if "tensor3" in name or "tensor6" in name or "sequence3" in name]
-    assert "tensor3-zero1" in {each.name for each in candidate_setups(6, together=8, repository=REPOSITORY)}
+    assert "tensor3-zero1" in {each.name for each in candidate_setups(6, together=8)}
 
 
 def test_the_page_compares_a_plan_with_a_run_by_keys_that_both_have(data):

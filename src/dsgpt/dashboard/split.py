@@ -68,7 +68,7 @@ def split_of(choice: Choice, *, repository: Path, **flags: Any) -> Plan:
     path = repository / RECIPES / choice.recipe
     options = PlanOptions(deepspeed_config=path, run_type=choice.run_type, tokens=1.0, **flags)
     problems = Problems()
-    request = read_request(options, problems, repository=repository)
+    request = read_request(options, problems)
     return plan_of(fixed_setup(request, problems), request, PriceTable(notice="", prices=[]))
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from dsgpt.common.errors import Problems, UserError
 from dsgpt.common.json_files import JsonError, read_object
-from dsgpt.common.text import divisors, divisors_around, multiples_around
+from dsgpt.common.text import REPOSITORY, divisors, divisors_around, multiples_around
 from dsgpt.config.compatibility import RunRequest as Request
 from dsgpt.config.compatibility import check_accumulation, check_split
 from dsgpt.config.options import RUN_TYPES, Options, parse_arguments, shape_overrides
@@ -58,40 +58,38 @@ class CandidateSetup:
         return recipe_from(others | self.blocks | more, path)
 
 
-def candidate_setups(devices: int, *, together: int, repository: Path) -> Iterator[CandidateSetup]:
+def candidate_setups(devices: int, *, together: int) -> Iterator[CandidateSetup]:
     """Every way to train on ``devices``, the simplest first.
 
     Args:
         devices: GPUs of the training.
         together: GPUs of one machine; tensor and sequence peers are on the same one, so on several machines their
             number divides it.
-        repository: has the shipped recipes.
     """
     for run_type in ("baseline",) if devices == 1 else ("ddp", "fsdp"):
-        yield CandidateSetup(name=run_type, run_type=run_type, blocks=_blocks(repository, "zero0"))
+        yield CandidateSetup(name=run_type, run_type=run_type, blocks=_blocks("zero0"))
     for recipe in _DATA_PARALLEL[4:] if devices == 1 else _DATA_PARALLEL:
-        blocks = _blocks(repository, recipe)
+        blocks = _blocks(recipe)
         yield CandidateSetup(name=recipe.replace("_", "-"), run_type="optimized", blocks=blocks)
     on_one_machine = [size for size in divisors(devices) if devices <= together or together % size == 0]
-    for size in on_one_machine[1:]:
-        blocks = _blocks(repository, "tensor") | {"tensor_parallel": {"autotp_size": size}}
-        yield CandidateSetup(name=f"tensor{size}-zero1", run_type="optimized", blocks=blocks)
-    for size in on_one_machine[1:]:
-        blocks = _blocks(repository, "sequence") | {"sequence_parallel_size": size}
-        yield CandidateSetup(name=f"sequence{size}-zero1", run_type="optimized", blocks=blocks)
+    for kind in ("tensor", "sequence"):
+        for size in on_one_machine[1:]:
+            split = {"tensor_parallel": {"autotp_size": size}} if kind == "tensor" else {"sequence_parallel_size": size}
+            blocks = _blocks(kind) | split
+            yield CandidateSetup(name=f"{kind}{size}-zero1", run_type="optimized", blocks=blocks)
     for stages in divisors(devices)[1:]:
         for tensor in on_one_machine:
             if devices // stages % tensor == 0:
-                blocks = _blocks(repository, "pipeline")
+                blocks = _blocks("pipeline")
                 blocks["pipeline"] = blocks["pipeline"] | {"stages": stages}
                 blocks |= {"tensor_parallel": {"autotp_size": tensor}} if tensor > 1 else {}
                 name = f"pipeline{stages}-" + (f"tensor{tensor}-" if tensor > 1 else "") + "zero1"
                 yield CandidateSetup(name=name, run_type="optimized", blocks=blocks)
 
 
-def _blocks(repository: Path, name: str) -> dict[str, Any]:
+def _blocks(name: str) -> dict[str, Any]:
     """What the shipped recipe ``name`` says about the strategy."""
-    raw = json.loads((repository / RECIPES / f"{name}.json").read_text(encoding="utf-8"))
+    raw = json.loads((REPOSITORY / RECIPES / f"{name}.json").read_text(encoding="utf-8"))
     return {key: raw[key] for key in ("zero_optimization", *PARALLEL_KEYS) if key in raw}
 
 
@@ -101,7 +99,7 @@ MachineOf = Callable[[int], Machine]
 """The machine with this many devices at work."""
 
 
-def read_measured(paths: tuple[Path, ...], machine_of: MachineOf, *, repository: Path) -> list[MeasuredStep]:
+def read_measured(paths: tuple[Path, ...], machine_of: MachineOf) -> list[MeasuredStep]:
     """The measured steps of every record.
 
     Raises:
@@ -112,9 +110,9 @@ def read_measured(paths: tuple[Path, ...], machine_of: MachineOf, *, repository:
         try:
             record = read_object(path, max_bytes=MAX_BYTES)
             if "comparisons" in record:
-                steps = [_of_sweep(cell, machine_of, repository=repository) for cell in read_sweep(path).cells]
+                steps = [_of_sweep(cell, machine_of) for cell in read_sweep(path).cells]
             else:
-                steps = [_of_plan(cell, machine_of, repository=repository) for cell in record.get("cells", [])]
+                steps = [_of_plan(cell, machine_of) for cell in record.get("cells", [])]
         except JsonError as error:
             raise UserError(f"--measured {path}: cannot be read as a record: {error}") from error
         except (KeyError, TypeError, AttributeError, OverflowError) as error:
@@ -127,7 +125,7 @@ def read_measured(paths: tuple[Path, ...], machine_of: MachineOf, *, repository:
     return measured
 
 
-def _of_sweep(cell: SweepCell, machine_of: MachineOf, *, repository: Path) -> MeasuredStep | None:
+def _of_sweep(cell: SweepCell, machine_of: MachineOf) -> MeasuredStep | None:
     """The step of a cell of a sweep; None if no turn of it is done."""
     work = next((turn.work for turn in cell.done().values() if turn.work), None)
     if work is None or cell.tokens_per_sec is None:
@@ -135,7 +133,7 @@ def _of_sweep(cell: SweepCell, machine_of: MachineOf, *, repository: Path) -> Me
     options, problems = parse_arguments(cell.flags)
     problems.raise_if_any()
     assert options.deepspeed_config is not None
-    recipe, run_type = sound_recipe(repository / options.deepspeed_config), options.run_type or ""
+    recipe, run_type = sound_recipe(REPOSITORY / options.deepspeed_config), options.run_type or ""
     batch = plan_batch(
         int(work["global batch"]),
         options.micro_batch_size_per_gpu,
@@ -163,13 +161,13 @@ def _of_sweep(cell: SweepCell, machine_of: MachineOf, *, repository: Path) -> Me
     return MeasuredStep(setup=setup, machine=machine_of(setup.world_size), seconds=tokens / cell.tokens_per_sec.median)
 
 
-def _of_plan(result: Mapping[str, Any], machine_of: MachineOf, *, repository: Path) -> MeasuredStep | None:
+def _of_plan(result: Mapping[str, Any], machine_of: MachineOf) -> MeasuredStep | None:
     """The step of a cell of ``benchmark.py plan``; None if it was not measured, or only tests a fit."""
     seconds = (result.get("step_seconds") or {}).get("measured")
     if not result.get("fit") or not seconds:
         return None
     work = result["work"]
-    shipped = sound_recipe(repository / "ds_configs" / work["recipe"])
+    shipped = sound_recipe(REPOSITORY / "ds_configs" / work["recipe"])
     shape = {name: size for name, size in work["model"].items() if name != "name"}
     setup = Setup(
         model=GPT2Config(block_size=work["seq_length"], **shape),
@@ -259,13 +257,12 @@ class PlanRequest:
         )
 
 
-def read_request(options: PlanOptions, problems: Problems, *, repository: Path) -> PlanRequest:
+def read_request(options: PlanOptions, problems: Problems) -> PlanRequest:
     """Read what the flags name.
 
     Args:
         options: the flags.
         problems: the mistakes found so far.
-        repository: has the recipes of the sizes.
 
     Raises:
         UserError: with every mistake, a line each.
@@ -278,8 +275,8 @@ def read_request(options: PlanOptions, problems: Problems, *, repository: Path) 
         options = replace(options, run_type=run_type)
     options, network_basis = _with_instance(options, problems)
     model = _model(options, problems)
-    machine = _machine(options, problems, repository=repository)
-    recipe = _recipe(options, problems, repository=repository)
+    machine = _machine(options, problems)
+    recipe = _recipe(options, problems)
     if model is not None and (options.seq_length or 0) > model.block_size:
         problems.add(
             f"--seq_length {options.seq_length} is longer than the model's {model.block_size} positions: lower it, or "
@@ -297,10 +294,7 @@ def read_request(options: PlanOptions, problems: Problems, *, repository: Path) 
     _check_ignored(options, problems)
     precision = _precision(options, recipe, machine, problems) if recipe and machine else None
     problems.raise_if_any()
-    assert model is not None
-    assert machine is not None
-    assert recipe is not None
-    assert precision is not None
+    assert model and machine and recipe and precision  # each is None only if a problem says why
     devices = options.gpus or (1 if machine.kind == "cuda" and options.gpu else machine.devices)
     return PlanRequest(
         options=options,
@@ -364,19 +358,19 @@ def _model(options: PlanOptions, problems: Problems) -> GPT2Config | None:
     return None if mistakes else GPT2Config(**shape)
 
 
-def _recipe(options: PlanOptions, problems: Problems, *, repository: Path) -> Recipe | None:
+def _recipe(options: PlanOptions, problems: Problems) -> Recipe | None:
     if options.deepspeed_config is not None:
         return read_recipe(options.deepspeed_config, problems)
-    path = repository / SIZES / f"{options.model_size}.json"
+    path = REPOSITORY / SIZES / f"{options.model_size}.json"
     recipe = read_recipe(path, problems)
     if recipe and options.strategy:
         name = "zero0" if options.strategy in RUN_TYPES else options.strategy
-        strategy = CandidateSetup(name=name, run_type="optimized", blocks=_blocks(repository, name))
+        strategy = CandidateSetup(name=name, run_type="optimized", blocks=_blocks(name))
         return strategy.recipe(recipe, RECIPES / f"{options.strategy}.json", train_batch_size=recipe.train_batch_size)
     return replace(recipe, path=SIZES / path.name) if recipe else None
 
 
-def _machine(options: PlanOptions, problems: Problems, *, repository: Path) -> Machine | None:
+def _machine(options: PlanOptions, problems: Problems) -> Machine | None:
     if options.gpu is not None and options.machine is not None:
         problems.add("--gpu and --machine are two machines: give one of them")
     if options.gpu is None and problems.mention("--instance"):
@@ -398,9 +392,7 @@ def _machine(options: PlanOptions, problems: Problems, *, repository: Path) -> M
         machine = calibrated_machine(calibration, devices=options.gpus)
         if not options.measured:
             return machine
-        steps = read_measured(
-            options.measured, lambda devices: calibrated_machine(calibration, devices=devices), repository=repository
-        )
+        steps = read_measured(options.measured, lambda devices: calibrated_machine(calibration, devices=devices))
         return fit(steps).applied(machine)
     except UserError as error:
         problems.add(*(f"--gpu: {line}" if options.gpu else line for line in error.problems))

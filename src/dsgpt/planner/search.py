@@ -69,7 +69,7 @@ class Judged:
         return not self.reason
 
 
-def search(request: PlanRequest, prices: PriceTable, *, repository: Path) -> list[Judged]:
+def search(request: PlanRequest, prices: PriceTable) -> list[Judged]:
     """Every candidate, judged: first those within all limits, the fastest first, then the others.
 
     All micro batches are planned, because those that fit are no range: the smallest may need more memory than a larger
@@ -79,7 +79,7 @@ def search(request: PlanRequest, prices: PriceTable, *, repository: Path) -> lis
     """
     judged = [
         _judge(request, prices, candidate, activation_checkpointing=checkpointing)
-        for candidate in candidate_setups(request.devices, together=request.machine.devices, repository=repository)
+        for candidate in candidate_setups(request.devices, together=request.machine.devices)
         for checkpointing in (False, True)
     ]
     # equally fast ones stay in order, the simpler first
@@ -397,11 +397,11 @@ def read_published() -> list[Published]:
     return read_as(PUBLISHED, dict[str, list[Published]])["rows"]
 
 
-def predict(row: Published, *, repository: Path) -> tuple[float, float, float]:
+def predict(row: Published) -> tuple[float, float, float]:
     """Tokens per second of a GPU in the setup of ``row``: at least, likely and at most."""
     setup = Setup(
         model=GPT2Config(**row.shape, block_size=row.seq_length, vocab_size=GPT2_VOCAB_SIZE),
-        recipe=sound_recipe(repository / "ds_configs" / f"{row.recipe}.json"),
+        recipe=sound_recipe(REPOSITORY / "ds_configs" / f"{row.recipe}.json"),
         world_size=row.gpus,
         **{name: getattr(row, name) for name in WORK},
     )
@@ -410,38 +410,11 @@ def predict(row: Published, *, repository: Path) -> tuple[float, float, float]:
     return tokens / step.most, tokens / step.seconds, tokens / step.least
 
 
-_HEAD = """# The planner beside published figures
-
-`src/plan.py` predicts times on GPUs from datasheets and assumed shares of their peaks. **This project
-measured none of them: the machine of the committed records has no GPU.** Other programs published what
-they reached. They are not this program: llm.c is CUDA with fused kernels; llm-foundry and nanoGPT are
-PyTorch with their own attention, precision or compiler; GPT2-Optimization, of which this project is a
-successor, is DeepSpeed with attention in separate operations. A range that contains their figures makes
-the assumptions plausible. It does not prove them.
-
-Tokens per second of one GPU. The setup is the one here that is most like theirs, with micro batch x
-accumulation and tokens of a sequence.
-
-| program, model | GPUs | setup here | predicted | likely | published | within |
-|---|---|---|---:|---:|---:|---|
-"""
-_ASSUMED = """
-## What is assumed
-
-| share of | at least | likely | at most |
-|---|---:|---:|---:|
-"""
-_END = """
-`.venv/bin/python src/plan.py --calibrate` replaces them by measured rates of your machine: see
-[planning](planning.md).
-"""
-
-
-def published_page(*, repository: Path) -> str:
+def published_page() -> str:
     """The page, as Markdown."""
     figures, remarks, inside = [], [], 0
     for number, row in enumerate(read_published(), 1):
-        (low, likely, high), figure = predict(row, repository=repository), row.tokens_per_sec_per_gpu
+        (low, likely, high), figure = predict(row), row.tokens_per_sec_per_gpu
         strategy = row.recipe if row.run_type == "optimized" else row.run_type
         gpus, within = f"{row.gpus} x {row.gpu}", low <= figure <= high
         work = f"{row.micro_batch_size} x {row.gradient_accumulation_steps}, {row.seq_length:,}"
@@ -453,7 +426,6 @@ def published_page(*, repository: Path) -> str:
         outside = "" if row.why_outside is None else f" **Outside the range:** {row.why_outside}"
         remarks.append(f"{number}. {row.program}, {row.model}, {gpus}: {row.published_as}.{outside}\n")
         inside += within
-    within_range = f"\n{inside} of {len(figures)} figures are within their range. Where the figures come from:\n\n"
     shares = {
         "dense matrix peak": MATRIX,
         "matrix peak, by attention": ATTENTION,
@@ -463,19 +435,20 @@ def published_page(*, repository: Path) -> str:
     assumed = [
         f"| {name} | {each.least:.0%} | {each.likely:.0%} | {each.most:.0%} |\n" for name, each in shares.items()
     ]
-    return "".join([_HEAD, *figures, within_range, *remarks, _ASSUMED, *assumed, _END])
+    parts = {"figures": "".join(figures), "remarks": "".join(remarks), "shares": "".join(assumed)}
+    template = PUBLISHED.with_suffix(".txt").read_text(encoding="utf-8")
+    return template.format(inside=inside, rows=len(figures), **parts)
 
 
 # The command.
 
 
-def act(options: PlanOptions, problems: Problems, *, repository: Path, draw: Callable[[Plan, Path], None]) -> int:
+def act(options: PlanOptions, problems: Problems, *, draw: Callable[[Plan, Path], None]) -> int:
     """Calibrate, plan one setup, recommend one, or write the page of published figures; return the exit code.
 
     Args:
         options: the flags.
         problems: the mistakes in them that were found so far.
-        repository: has the recipes.
         draw: draws the picture of a plan to a file, for ``--picture``.
 
     Raises:
@@ -495,15 +468,15 @@ def act(options: PlanOptions, problems: Problems, *, repository: Path, draw: Cal
         return EXIT_DONE
     if options.published is not None:
         problems.raise_if_any()
-        page = published_page(repository=repository).encode()
+        page = published_page().encode()
         with _writing("--published", options.published):
             write_atomic(options.published, page)
         print(options.published)
         return EXIT_DONE
-    request = read_request(options, problems, repository=repository)
+    request = read_request(options, problems)
     answer: dict[str, Any] | list[str]
     if options.recommend:
-        judged = search(request, read_prices(options.prices or PRICES), repository=repository)
+        judged = search(request, read_prices(options.prices or PRICES))
         plan = best_of(judged, request)
         files = recommendation_files(plan)
         with _writing("--into", options.into):

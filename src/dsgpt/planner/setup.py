@@ -271,13 +271,9 @@ class Setup:
         """Those of which ``rank`` holds all or a piece."""
         return self.stages[self.stage(rank)]
 
-    @cached_property
-    def _blocks_by_stage(self) -> list[int]:
-        return [sum(part.name.endswith(".ln_1.weight") for part in stage) for stage in self.stages]
-
     def blocks(self, rank: int) -> int:
         """Transformer blocks that ``rank`` computes."""
-        return self._blocks_by_stage[self.stage(rank)]
+        return sum(part.name.endswith(".ln_1.weight") for part in self.parameters(rank))
 
     @cached_property
     def _group_sizes_by_stage(self) -> list[list[tuple[int, ...]]]:

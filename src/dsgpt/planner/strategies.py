@@ -36,6 +36,7 @@ from dsgpt.planner.strategy import (
     Moment,
     Place,
     Planned,
+    Shares,
     Traffic,
     embedding_bytes,
 )
@@ -130,87 +131,54 @@ class DeepSpeed(Planned):
 
     def traffic(self, rank: int) -> list[Traffic]:
         """Between ranks that share a copy of the model, and between those that hold the same parameters."""
-        traffic, sizes = [], self.setup.sizes
-        if sizes.tensor > 1:
-            traffic.append(self._tensor(rank))
-        if sizes.sequence > 1:
-            traffic.append(self._sequence())
-        if sizes.pipeline > 1:
-            traffic += self._pipeline(rank)
-        return [*traffic, *self.zero_traffic(rank)]
+        return [*self._inside_a_copy(rank), *self.zero_traffic(rank)]
 
-    def _activations(self) -> int:
-        """Bytes of the residual stream that a rank holds, over a step's micro batches, (B, T, C) each: waBTC."""
-        setup = self.setup
-        return setup.low * setup.gradient_accumulation_steps * setup.tokens * setup.model.n_embd
+    def _inside_a_copy(self, rank: int) -> Iterator[Traffic]:
+        """Between tensor, sequence and pipeline ranks.
 
-    def _tensor(self, rank: int) -> Traffic:
-        """Two sums of the residual stream per block in the forward pass, and two in the backward pass.
-
-        Recomputing a block repeats the forward pass without its last sum, which nothing in the block needs.
+        Tensor ranks sum the residual stream twice per block in the forward pass, and twice in the backward pass.
+        Recomputing a block repeats the forward pass without its last sum, which nothing in the block needs. Sequence
+        ranks have per block one all-to-all each of queries, keys, values and the result, and the same for their
+        gradients. A stage sends the residual stream to the next one, and its gradient to the previous one: each tensor
+        peer its part. The peers gather what they receive, and before the backward pass what they sent. The first and
+        the last stage sum the embedding's gradient, in fp32.
         """
-        setup, again = self.setup, int(self.setup.activation_checkpointing)
-        sums = (4 + again) * setup.blocks(rank)
-        return Traffic(
-            what="activations",
-            operation="all_reduce",
-            group_size=setup.sizes.tensor,
-            payload_bytes=sums * self._activations(),
-            summed_width=setup.low,
-            axis="tensor",
-            calls=sums * setup.gradient_accumulation_steps,
-            passes=(2, 2 + again),
-        )
-
-    def _sequence(self) -> Traffic:
-        """Per block one all-to-all each of queries, keys, values and the result, and the same for their gradients."""
-        setup, again = self.setup, int(self.setup.activation_checkpointing)
-        exchanges = 4 * (2 + again) * setup.model.n_layer
-        return Traffic(
-            what="activations",
-            operation="all_to_all",
-            group_size=setup.sizes.sequence,
-            payload_bytes=exchanges * self._activations(),
-            axis="sequence",
-            calls=exchanges * setup.gradient_accumulation_steps,
-            passes=(1, 1 + again),
-        )
-
-    def _pipeline(self, rank: int) -> Iterator[Traffic]:
-        """The residual stream to the next stage, its gradient to the previous one; the embedding's gradient, in fp32.
-
-        Each tensor peer sends its part of the residual stream. The peers gather what they receive, and before the
-        backward pass what they sent.
-        """
-        setup, stage, stream = self.setup, self.setup.stage(rank), self._activations()
-        has_next, has_previous = int(stage < setup.sizes.pipeline - 1), int(stage > 0)
-        yield Traffic(
-            what="activations",
-            operation="send",
-            group_size=2,
-            payload_bytes=(has_next + has_previous) * stream // setup.sizes.tensor,
-            axis="pipeline",
-            calls=2 * setup.gradient_accumulation_steps,
-            passes=(has_next, has_previous),
-        )
-        yield replace(
-            self._tensor(rank),
-            operation="all_gather",
-            payload_bytes=(2 * has_next + has_previous) * stream,
-            summed_width=FULL,
-            passes=(has_previous, 2 * has_next),
-        )
+        setup, sizes, stage = self.setup, self.setup.sizes, self.setup.stage(rank)
+        again, following, preceding = int(setup.activation_checkpointing), stage < sizes.pipeline - 1, stage > 0
+        sums, exchanges = (4 + again) * setup.blocks(rank), (8 + 4 * again) * setup.model.n_layer
+        tensor = partial(self._streams, axis="tensor", ranks=sizes.tensor, calls=sums)
+        yield tensor("all_reduce", count=sums, width=setup.low, passes=(2, 2 + again))
+        sequence = partial(self._streams, axis="sequence", ranks=sizes.sequence, calls=exchanges)
+        yield sequence("all_to_all", count=exchanges, passes=(1, 1 + again))
+        pipeline = partial(self._streams, axis="pipeline", ranks=2, calls=2)
+        yield pipeline("send", count=(following + preceding) / sizes.tensor, passes=(following, preceding))
+        yield tensor("all_gather", count=2 * following + preceding, passes=(preceding, 2 * following))
         if self.embedding(rank):
-            ranks = sum(bool(self.embedding(each)) for each in setup.first_ranks)  # the first and the last stage
             yield Traffic(
                 what="gradients",
                 operation="all_reduce",
-                group_size=ranks,
+                group_size=sum(bool(self.embedding(each)) for each in setup.first_ranks),
                 payload_bytes=FULL * setup.model.padded_vocab_size * setup.model.n_embd,
                 axis="pipeline",
                 calls=1,
                 once={(BEFORE_STEP, None): 1},
             )
+
+    def _streams(
+        self, operation: str, *, axis: str, ranks: int, count: float, calls: int, passes: Shares, width: int = FULL
+    ) -> Traffic:
+        """So many residual streams of a rank, (B, T, C), wBTC bytes each, and calls in every micro batch."""
+        setup, micro_batches = self.setup, self.setup.gradient_accumulation_steps
+        return Traffic(
+            what="activations",
+            operation=operation,
+            group_size=ranks,
+            payload_bytes=round(count * setup.low * setup.tokens * setup.model.n_embd * micro_batches),
+            summed_width=width,
+            axis=axis,
+            calls=calls * micro_batches,
+            passes=passes,
+        )
 
     def zero_traffic(self, rank: int) -> list[Traffic]:
         """Between the ranks that hold the same parameters. ZeRO-0 and 1: gradients once per step, wP.
@@ -843,14 +811,8 @@ _ZERO: dict[int, type[Planned]] = {0: Zero0, 1: Zero1, 2: Zero2, 3: Zero3}
 
 
 def strategy_of(setup: Setup) -> Planned:
-    """The formulas of the setup's strategy.
-
-    Raises:
-        ValueError: no class has formulas for its run type.
-    """
+    """The formulas of the setup's strategy. A new run type needs a class here."""
     if setup.run_type != "optimized":
-        if setup.run_type not in _PYTORCH:
-            raise ValueError(f"run type {setup.run_type}: has no formulas: add a class to planner/strategies.py")
         return _PYTORCH[setup.run_type](setup)
     return Bf16Optimizer(setup) if setup.uses_bf16_optimizer else _ZERO[setup.recipe.zero_stage](setup)
 

@@ -28,6 +28,8 @@ FORWARD, BACKWARD = "forward", "backward"
 BEFORE_STEP, DURING_STEP, AFTER_STEP = "before the step", "during the step", "after the step"
 Place = tuple[str, int | None]
 """A moment of the step and its micro batch; no micro batch outside of the passes."""
+Shares = tuple[int, int]
+"""Of a traffic, in the forward and in the backward pass of every micro batch."""
 MIB = 1 << 20
 _UNFUSED_ADAM = 20
 """Numbers that PyTorch's AdamW reads and writes for each weight in nine operations, as it does in pipelines."""
@@ -89,7 +91,7 @@ class Traffic:
     """Which ranks take part: those of ``data``, or of a ``tensor``, ``sequence`` or ``pipeline`` group."""
     calls: int
     """Collective operations in a step that send it."""
-    passes: tuple[int, int] = (0, 0)
+    passes: Shares = (0, 0)
     """Its shares in the forward and in the backward pass of every micro batch."""
     once: Mapping[Place, int] = field(default_factory=dict)
     """Its shares at single places, in addition."""
