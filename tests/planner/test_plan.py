@@ -20,12 +20,12 @@ from dsgpt.common.json_files import parse_as
 from dsgpt.common.text import divisors
 from dsgpt.config.compatibility import check_split
 from dsgpt.config.options import parse_arguments
-from dsgpt.config.run_config import BatchPlan, resolve
+from dsgpt.config.run_config import resolve
 from dsgpt.machine.topology import Topology
 from dsgpt.planner.hardware import gpus, read_prices
 from dsgpt.planner.options import read_plan_options
 from dsgpt.planner.plan import Plan, held_in_words, plan_of
-from dsgpt.planner.rates import Calibration, calibrated_machine
+from dsgpt.planner.rates import Calibration
 from dsgpt.planner.request import PlanRequest, candidate_setups, fixed_setup, read_measured, read_request
 from dsgpt.planner.search import (
     Judged,
@@ -217,8 +217,7 @@ def measured(path, record=None):
     """The steps of ``record``, which is written to ``path`` first."""
     if record is not None:
         path.write_text(json.dumps(record))
-    machine_of = partial(calibrated_machine, parse_as(json.dumps(RECORD).encode(), Calibration))
-    return read_measured((path,), lambda devices: machine_of(devices=devices))
+    return read_measured((path,), parse_as(json.dumps(RECORD).encode(), Calibration))
 
 
 def test_cells_of_a_plan_suite_and_of_a_sweep_are_the_setups_that_ran(tmp_path):
@@ -329,13 +328,8 @@ def everything(request: PlanRequest) -> dict[str, list[Plan]]:
         if problems or total % ranks:
             continue
         for micro in divisors(total // ranks):
-            batch = BatchPlan(
-                global_batch_size=total,
-                micro_batch_size=micro,
-                gradient_accumulation_steps=total // ranks // micro,
-                data_parallel_size=ranks,
-            )
-            setup = request.setup(recipe, candidate.run_type, batch, activation_checkpointing=checkpointing)
+            steps = total // ranks // micro
+            setup = request.setup(recipe, candidate.run_type, micro, steps, activation_checkpointing=checkpointing)
             plan = plan_of(setup, request, read_prices())
             if plan.fits:
                 fitting.setdefault(candidate.name + ", checkpointing" * checkpointing, []).append(plan)

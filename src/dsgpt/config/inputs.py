@@ -59,12 +59,12 @@ def read_init_from(options: Options, *, run_dir: Path, problems: Problems, quiet
     if not is_utf8(options.init_from):
         problems.add(f"--init_from {undecodable(options.init_from)}")
         return None
-    source = None
+    name = options.init_from
     try:
-        source = _recorded(options, options.init_from, run_dir)
-        source = source or _open_weights(options.init_from, problems, quiet=quiet)
+        source = _recorded(options, name, run_dir) or _open_weights(name, problems, quiet=quiet)
     except UserError as error:
         problems.add(*error.problems)
+        return None
     if source is None:
         return None
     given = shape_overrides(options)
@@ -125,12 +125,12 @@ class Inputs:
     options: Options
     topology: Topology
     """From the launcher's variables; its ``sizes`` are not set yet."""
-    run_dir: Path
+    run_dir: Path = Path()
     recipe: Recipe | None
     """Without its wrong entries."""
-    train: TokenFile | None
-    val: TokenFile | None
-    init_from: InitFrom | None
+    train: TokenFile | None = None
+    val: TokenFile | None = None
+    init_from: InitFrom | None = None
     model: GPT2Config | None
     seq_length: int | None
     """Tokens per sequence."""

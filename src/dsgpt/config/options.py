@@ -466,13 +466,7 @@ def parse_arguments(arguments: Sequence[str]) -> tuple[Options, Problems]:
 
 # The packages of the experiment trackers that ``--track`` may name.
 
-PACKAGES = {
-    "tensorboard": ("tensorboard",),
-    "wandb": ("wandb",),
-    "mlflow": ("mlflow", "sqlalchemy", "alembic"),
-    "trackio": ("trackio",),
-    "csv": (),
-}
+PACKAGES = {name: (name,) for name in TRACKERS} | {"mlflow": ("mlflow", "sqlalchemy", "alembic"), "csv": ()}
 """What each tracker imports. The extra of ``pyproject.toml`` with the tracker's name installs it."""
 
 

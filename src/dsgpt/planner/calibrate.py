@@ -280,7 +280,7 @@ def _measure_rank(rank: int, queue: Any, kind: str, devices: int, seconds: float
     device = bring_up(kind, local_rank=rank, threads=THREADS[kind])
     with joined(topology, device), torch.enable_grad():
         clock = Clock(device, seconds=seconds)
-        ceilings: dict[str, Any] = {"devices": devices, "bus_bytes_per_sec": None, "all_reduce_sec": None}
+        ceilings: dict[str, Any] = {"devices": devices}
         hidden = rank > 0 or not sys.stderr.isatty()
         bar = tqdm(operations_of(kind, devices=devices), f"calibrating {counted(devices, 'device')}", disable=hidden)
         for operation, arguments in bar:
@@ -290,11 +290,10 @@ def _measure_rank(rank: int, queue: Any, kind: str, devices: int, seconds: float
             figures = gather_objects(operation(clock, *arguments))
             place = ceilings
             for key in keys[:-1]:
-                place[key] = place.get(key) or {}
-                place = place[key]
+                place = place.setdefault(key, {})
             place[keys[-1]] = max(figures) if keys[0] in {"operation_sec", "all_reduce_sec"} else min(figures)
         if rank == 0:
-            queue.put(ceilings)
+            queue.put({"bus_bytes_per_sec": None, "all_reduce_sec": None} | ceilings)
     exit_rank(0)
 
 
@@ -350,8 +349,7 @@ def disk_bytes_per_sec(folder: Path) -> float:
     try:
         begun = time.perf_counter()
         with path.open("xb") as file:
-            for _ in range(_DISK_BYTES >> 20):
-                file.write(block)
+            file.writelines(itertools.repeat(block, _DISK_BYTES >> 20))
             file.flush()
             os.fsync(file.fileno())
         return _DISK_BYTES / (time.perf_counter() - begun)

@@ -173,14 +173,14 @@ class Cost:
     source: str | None = None
 
 
-def read_prices(path: Path = PRICES) -> PriceTable:
-    """Read a price table.
+def read_prices(path: Path | None = None) -> PriceTable:
+    """Read a price table; without ``path`` the package's.
 
     Raises:
         UserError: it is missing or not a table; one line.
     """
     try:
-        return read_as(path, PriceTable)
+        return read_as(path or PRICES, PriceTable)
     except JsonError as error:
         raise UserError(
             f"--prices {path}: cannot be read as a price table ({error}); src/dsgpt/planner/prices.json is one"

@@ -320,6 +320,7 @@ def _seconds_at(plan: Plan, fields: Sequence[str], times: float) -> float:
 
 SCHEMA_VERSION = "1.1"
 _OFFERS = 3
+_SHOWN = ("precision", "seq_length", "micro_batch_size", "gradient_accumulation_steps", "data_parallel_size")
 
 
 def plan_lines(plan: Plan) -> list[str]:
@@ -440,11 +441,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "model": setup.model.as_dict() | {"parameters": setup.model.parameter_count()},
         "machine": {"name": plan.machine.name, "devices": setup.world_size, "rates": plan.machine.basis}
         | {"network_gbps": plan.request.network_gbps if several else None},
-        "precision": setup.precision,
-        "seq_length": setup.seq_length,
-        "micro_batch_size": setup.micro_batch_size,
-        "gradient_accumulation_steps": setup.gradient_accumulation_steps,
-        "data_parallel_size": setup.data_parallel_size,
+        **{name: getattr(setup, name) for name in _SHOWN},
         "parallel_sizes": asdict(setup.sizes),
         "activation_checkpointing": setup.activation_checkpointing,
         "memory": {

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-from pydantic import AfterValidator, Field
+from pydantic import Field
 
 from dsgpt.common.errors import UserError
 from dsgpt.common.json_files import Finite, JsonError, Positive, parse_as, parse_json, read_bytes
@@ -161,12 +161,6 @@ class _Schema:
     schema_version: str
 
 
-def _printable(name: str) -> str:
-    if not name.isprintable():
-        raise ValueError("cannot be printed")
-    return name
-
-
 @dataclass(frozen=True, kw_only=True)
 class Ceilings:
     """What each device did while ``devices`` processes measured at the same time; of the slowest process."""
@@ -207,8 +201,8 @@ class Calibration:
 
     schema_version: str
     timestamp_utc: str
-    machine: Annotated[str, AfterValidator(_printable)]
-    """Its processor or GPU, and how many devices."""
+    machine: Annotated[str, Field(pattern=r"^[^\p{C}\p{Zl}\p{Zp}]*$")]
+    """Its processor or GPU, and how many devices; in characters that can be printed."""
     hardware: dict[str, Any]
     env: dict[str, Any]
     threads_per_device: int | None
@@ -239,18 +233,16 @@ def read_calibration(path: Path) -> Calibration:
         if isinstance(record, dict) and isinstance(record.get("calibration"), dict):
             data = json.dumps(record["calibration"]).encode()
         schema = parse_as(data, _Schema, unknown_keys=True).schema_version
-        readable = schema.partition(".")[0] == SCHEMA_VERSION.partition(".")[0]
-        calibration = parse_as(data, Calibration, unknown_keys=True) if readable else None
+        if schema.partition(".")[0] != SCHEMA_VERSION.partition(".")[0]:
+            raise UserError(
+                f"--machine {path}: has schema {schema}, but this program reads {SCHEMA_VERSION}: write it again with "
+                "--calibrate"
+            )
+        return parse_as(data, Calibration, unknown_keys=True)
     except JsonError as error:
         raise UserError(
             f"--machine {path}: cannot be read as a calibration ({error}); write one with --calibrate"
         ) from error
-    if calibration is None:
-        raise UserError(
-            f"--machine {path}: has schema {schema}, but this program reads {SCHEMA_VERSION}: write it again with "
-            "--calibrate"
-        )
-    return calibration
 
 
 def matrix_ceiling(calibration: Calibration, hardware: Mapping[str, Any], precision: str) -> float | None:

@@ -1,8 +1,9 @@
 """From the flags of ``src/plan.py`` to the training that is planned, the candidates of a search, and measured steps."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +14,15 @@ from dsgpt.config.compatibility import RunRequest as Request
 from dsgpt.config.compatibility import check_accumulation, check_split
 from dsgpt.config.options import RUN_TYPES, Options, parse_arguments, shape_overrides
 from dsgpt.config.recipe import PARALLEL_KEYS, Recipe, merged, read_recipe, recipe_from, sound_recipe
-from dsgpt.config.run_config import BatchPlan, plan_batch, split_batch
+from dsgpt.config.run_config import plan_batch, split_batch
 from dsgpt.machine.topology import Topology
 from dsgpt.model.config import GPT2_VOCAB_SIZE, PRESETS, GPT2Config, shape_problems
-from dsgpt.planner.hardware import PRICES as TABLE
 from dsgpt.planner.hardware import find_gpu, find_instance, read_prices
-from dsgpt.planner.options import CALIBRATION, SAVE_EVERY, PlanOptions
+from dsgpt.planner.options import CALIBRATION, PlanOptions
 from dsgpt.planner.rates import (
     DEVICES_PER_MACHINE,
     NETWORK_BYTES_PER_SEC,
+    Calibration,
     Machine,
     calibrated_machine,
     datasheet_machine,
@@ -95,38 +96,39 @@ def _blocks(name: str) -> dict[str, Any]:
 
 # ``--measured``: steps in the records of sweeps and of ``benchmark.py plan``, to which rates are fitted.
 
-MachineOf = Callable[[int], Machine]
-"""The machine with this many devices at work."""
 
-
-def read_measured(paths: tuple[Path, ...], machine_of: MachineOf) -> list[MeasuredStep]:
+def read_measured(paths: tuple[Path, ...], calibration: Calibration) -> list[MeasuredStep]:
     """The measured steps of every record.
 
     Raises:
         UserError: a record cannot be read, or has no step that can be fitted; one line.
     """
-    measured = []
+    measured, machine_of = [], partial(calibrated_machine, calibration)
     for path in paths:
         try:
             record = read_object(path, max_bytes=MAX_BYTES)
             if "comparisons" in record:
-                steps = [_of_sweep(cell, machine_of) for cell in read_sweep(path).cells]
+                found = [_of_sweep(cell) for cell in read_sweep(path).cells]
             else:
-                steps = [_of_plan(cell, machine_of) for cell in record.get("cells", [])]
+                found = [_of_plan(cell) for cell in record.get("cells", [])]
         except JsonError as error:
             raise UserError(f"--measured {path}: cannot be read as a record: {error}") from error
         except (KeyError, TypeError, AttributeError, OverflowError) as error:
             reason = f"{type(error).__name__}: {error}"
             raise UserError(f"--measured {path}: a cell is not as this program writes it ({reason})") from error
-        usable = [step for step in steps if step and step.setup.precision in step.machine.precisions]
+        steps = [
+            MeasuredStep(setup=setup, machine=machine_of(devices=setup.world_size), seconds=seconds)
+            for setup, seconds in filter(None, found)
+        ]
+        usable = [step for step in steps if step.setup.precision in step.machine.precisions]
         if not usable:
             raise UserError(f"--measured {path}: has no measured step of a setup that the planner knows")
         measured += usable
     return measured
 
 
-def _of_sweep(cell: SweepCell, machine_of: MachineOf) -> MeasuredStep | None:
-    """The step of a cell of a sweep; None if no turn of it is done."""
+def _of_sweep(cell: SweepCell) -> tuple[Setup, float] | None:
+    """A cell of a sweep and the seconds of its step; None if no turn of it is done."""
     work = next((turn.work for turn in cell.done().values() if turn.work), None)
     if work is None or cell.tokens_per_sec is None:
         return None
@@ -158,11 +160,11 @@ def _of_sweep(cell: SweepCell, machine_of: MachineOf) -> MeasuredStep | None:
         activation_checkpointing=options.activation_checkpointing,
     )
     tokens = int(work["global batch"]) * setup.seq_length
-    return MeasuredStep(setup=setup, machine=machine_of(setup.world_size), seconds=tokens / cell.tokens_per_sec.median)
+    return setup, tokens / cell.tokens_per_sec.median
 
 
-def _of_plan(result: Mapping[str, Any], machine_of: MachineOf) -> MeasuredStep | None:
-    """The step of a cell of ``benchmark.py plan``; None if it was not measured, or only tests a fit."""
+def _of_plan(result: Mapping[str, Any]) -> tuple[Setup, float] | None:
+    """A cell of ``benchmark.py plan`` and the seconds of its step; None if it was not measured, or only tests a fit."""
     seconds = (result.get("step_seconds") or {}).get("measured")
     if not result.get("fit") or not seconds:
         return None
@@ -176,7 +178,7 @@ def _of_plan(result: Mapping[str, Any], machine_of: MachineOf) -> MeasuredStep |
         activation_checkpointing=work["activation_checkpointing"],
         **{name: work[name] for name in WORK},
     )
-    return MeasuredStep(setup=setup, machine=machine_of(setup.world_size), seconds=seconds)
+    return setup, seconds
 
 
 # From the flags of ``src/plan.py`` to the training that is planned; every mistake in them is collected.
@@ -215,22 +217,14 @@ class PlanRequest:
 
     def training(self, recipe: Recipe, run_type: str, *, problems: Problems) -> Request:
         """The request as training's own checks take it."""
-        options = Options(
-            run_type=run_type,
-            global_batch_size=self.options.global_batch_size,
-            micro_batch_size_per_gpu=self.options.micro_batch_size_per_gpu,
-            grad_accum_steps=self.options.grad_accum_steps,
-        )
+        batch = ("global_batch_size", "micro_batch_size_per_gpu", "grad_accum_steps")
+        options = Options(run_type=run_type, **{name: getattr(self.options, name) for name in batch})
         return Request(
             options=options,
             topology=Topology(
                 rank=0, local_rank=0, world_size=self.devices, local_world_size=self.devices, launcher="deepspeed"
             ),
-            run_dir=Path(),
             recipe=recipe,
-            train=None,
-            val=None,
-            init_from=None,
             model=self.model,
             seq_length=self.seq_length,
             device=self.machine.kind,
@@ -238,7 +232,7 @@ class PlanRequest:
             mistakes=problems.copy(),
         )
 
-    def setup(self, recipe: Recipe, run_type: str, batch: BatchPlan, *, activation_checkpointing: bool) -> Setup:
+    def setup(self, recipe: Recipe, run_type: str, micro: int, steps: int, *, activation_checkpointing: bool) -> Setup:
         """The training that formulas take.
 
         Raises:
@@ -250,8 +244,8 @@ class PlanRequest:
             recipe=recipe,
             world_size=self.devices,
             precision=self.precision,
-            micro_batch_size=batch.micro_batch_size,
-            gradient_accumulation_steps=batch.gradient_accumulation_steps,
+            micro_batch_size=micro,
+            gradient_accumulation_steps=steps,
             seq_length=self.seq_length,
             activation_checkpointing=activation_checkpointing,
         )
@@ -268,9 +262,9 @@ def read_request(options: PlanOptions, problems: Problems) -> PlanRequest:
         UserError: with every mistake, a line each.
     """
     if options.strategy is not None:
-        given = {"--run_type": options.run_type, "--deepspeed_config": options.deepspeed_config}
-        for flag in [flag for flag, value in {**given, "--recommend": options.recommend}.items() if value]:
-            problems.add(f"{flag} and --strategy both name what is trained: leave one of them out")
+        for name in ("run_type", "deepspeed_config", "recommend"):
+            if getattr(options, name):
+                problems.add(f"--{name} and --strategy both name what is trained: leave one of them out")
         run_type = options.strategy if options.strategy in RUN_TYPES and not options.recommend else None
         options = replace(options, run_type=run_type)
     options, network_basis = _with_instance(options, problems)
@@ -313,11 +307,11 @@ def _with_instance(options: PlanOptions, problems: Problems) -> tuple[PlanOption
     basis = "as given" if options.network_gbps else ""
     if options.instance is None:
         return options, basis
-    given = {"--gpu": options.gpu, "--machine": options.machine, "--gpus_per_machine": options.gpus_per_machine}
-    for flag in [flag for flag, value in given.items() if value is not None]:
-        problems.add(f"{flag} is what --instance names: leave one of them out")
+    for name in ("gpu", "machine", "gpus_per_machine"):
+        if getattr(options, name) is not None:
+            problems.add(f"--{name} is what --instance names: leave one of them out")
     try:
-        row = find_instance(read_prices(options.prices or TABLE), options.instance)
+        row = find_instance(read_prices(options.prices), options.instance)
     except UserError as error:
         problems.add(*error.problems)
         return options, basis
@@ -348,7 +342,8 @@ def fixed_setup(request: PlanRequest, problems: Problems) -> Setup:
     problems.raise_if_any()
     assert batch is not None
     checkpointing = request.options.activation_checkpointing or request.recipe.activation_checkpointing is not None
-    return request.setup(request.recipe, request.run_type, batch, activation_checkpointing=checkpointing)
+    micro, steps = batch.micro_batch_size, batch.gradient_accumulation_steps
+    return request.setup(request.recipe, request.run_type, micro, steps, activation_checkpointing=checkpointing)
 
 
 def _model(options: PlanOptions, problems: Problems) -> GPT2Config | None:
@@ -390,10 +385,7 @@ def _machine(options: PlanOptions, problems: Problems) -> Machine | None:
             return None
         calibration = read_calibration(path)
         machine = calibrated_machine(calibration, devices=options.gpus)
-        if not options.measured:
-            return machine
-        steps = read_measured(options.measured, lambda devices: calibrated_machine(calibration, devices=devices))
-        return fit(steps).applied(machine)
+        return fit(read_measured(options.measured, calibration)).applied(machine) if options.measured else machine
     except UserError as error:
         problems.add(*(f"--gpu: {line}" if options.gpu else line for line in error.problems))
         return None
@@ -425,24 +417,17 @@ def _check_machines(options: PlanOptions, machine: Machine | None, problems: Pro
 
 def _check_ignored(options: PlanOptions, problems: Problems) -> None:
     """Note flags that another flag makes meaningless: a plan must not look as if it had followed them."""
-    limits = {"--budget": options.budget, "--deadline": options.deadline}
-    written = {"--launcher": options.launcher}
-    searched = {"--run_type": options.run_type, "--activation_checkpointing": options.activation_checkpointing or None}
-    described = {
-        "--gpus_per_machine": options.gpus_per_machine,
-        "--network_gbps": options.network_gbps,
-        "--host_memory_gb": options.host_memory_gb,
-    }
-    saved = {"--save_every": options.save_every if options.save_every != SAVE_EVERY else None}
-    priced = {"--prices": options.prices, "--spot": options.spot or None}
-    for flags, meaningless, why in (
-        (limits, not options.recommend, "is a limit for --recommend: add it, or leave {flag} out"),
-        (written, not options.recommend, "is of the command that --recommend writes: add it, or leave {flag} out"),
-        (searched, options.recommend, "is what --recommend searches: leave it out"),
-        (described, options.gpu is None, "describes machines of --gpu, but a calibration has its own: leave it out"),
-        (saved, options.mtbf is not None, "is what --mtbf plans: leave one of them out"),
-        (priced, options.price_per_gpu_hour is not None, "is replaced by --price_per_gpu_hour: leave one of them out"),
+    limit, written = "is a limit for --recommend: add it", "is of the command that --recommend writes: add it"
+    replaced = "is replaced by --price_per_gpu_hour: leave one of them out"
+    described = "describes machines of --gpu, but a calibration has its own: leave it out"
+    for names, meaningless, why in (
+        (("budget", "deadline"), not options.recommend, limit + ", or leave {flag} out"),
+        (("launcher",), not options.recommend, written + ", or leave {flag} out"),
+        (("run_type", "activation_checkpointing"), options.recommend, "is what --recommend searches: leave it out"),
+        (("gpus_per_machine", "network_gbps", "host_memory_gb"), options.gpu is None, described),
+        (("save_every",), options.mtbf is not None, "is what --mtbf plans: leave one of them out"),
+        (("prices", "spot"), options.price_per_gpu_hour is not None, replaced),
     ):
-        for flag, value in flags.items():
-            if meaningless and value is not None:
-                problems.add(f"{flag} {why.format(flag=flag)}")
+        for name in names if meaningless else ():
+            if getattr(options, name) != getattr(PlanOptions, name):
+                problems.add(f"--{name} {why.format(flag=f'--{name}')}")

@@ -21,10 +21,10 @@ from dsgpt.common.json_files import Positive, read_as
 from dsgpt.common.text import IN_CHECKOUT, REPOSITORY, divisors, next_line, script_words
 from dsgpt.config.compatibility import check_accumulation, check_split
 from dsgpt.config.recipe import recipe_text, sound_recipe
-from dsgpt.config.run_config import LARGEST_BATCH, BatchPlan
+from dsgpt.config.run_config import plan_batch
 from dsgpt.machine.launcher import LAUNCHERS, job_words
 from dsgpt.model.config import GPT2_VOCAB_SIZE, GPT2Config
-from dsgpt.planner.hardware import PRICES, PriceTable, find_gpu, gpus, read_prices
+from dsgpt.planner.hardware import PriceTable, find_gpu, gpus, read_prices
 from dsgpt.planner.options import CALIBRATION, PlanOptions
 from dsgpt.planner.plan import (
     HOST_SHARE,
@@ -97,24 +97,20 @@ def _judge(
     options, path, problems = request.options, request.options.into / RECIPE, Problems()
     name = f"{candidate.name}, checkpointing" if activation_checkpointing else candidate.name
     more: dict[str, Any] = {"activation_checkpointing": {}} if activation_checkpointing else {}
-    total = options.global_batch_size or request.recipe.train_batch_size or 0
-    plain = candidate.recipe(request.recipe, path, train_batch_size=total or None, **more)
+    total = options.global_batch_size or request.recipe.train_batch_size
+    plain = candidate.recipe(request.recipe, path, train_batch_size=total, **more)
     training = request.training(plain, candidate.run_type, problems=problems)
     check_split(training, problems)
     ranks = request.devices // plain.parallel_of(candidate.run_type).ranks_per_copy
-    if not total:
-        problems.add("the global batch is not given: set train_batch_size in the recipe or --global_batch_size")
-    elif total > LARGEST_BATCH:
-        problems.add(f"the global batch of {total:,} is too large: at most {LARGEST_BATCH:,}")
-    elif not problems and total % ranks:
-        problems.add(f"the global batch of {total} is not divisible by {ranks} data ranks")
+    if not problems:
+        plan_batch(total, None, None, ranks=ranks, enforce_global=False, problems=problems, notices=[])
     try:
         problems.raise_if_any()
     except UserError as error:  # its first line, without the name of the file that is not written yet
         return Judged(name=name, reason=error.problems[0].removeprefix(f"{path}: "))
-    plans = []
-    for micro in divisors(total // ranks):
-        steps = total // ranks // micro
+    plans, share = [], (total or 0) // ranks
+    for micro in divisors(share):
+        steps = share // micro
         if options.micro_batch_size_per_gpu not in {None, micro} or options.grad_accum_steps not in {None, steps}:
             continue
         sizes = {"train_micro_batch_size_per_gpu": micro, "gradient_accumulation_steps": steps}
@@ -122,14 +118,12 @@ def _judge(
         check_accumulation(training, steps, problems)
         if problems:
             continue
-        batch = BatchPlan(
-            global_batch_size=total, micro_batch_size=micro, gradient_accumulation_steps=steps, data_parallel_size=ranks
+        setup = request.setup(
+            recipe, candidate.run_type, micro, steps, activation_checkpointing=activation_checkpointing
         )
-        setup = request.setup(recipe, candidate.run_type, batch, activation_checkpointing=activation_checkpointing)
         plans.append(replace(plan_of(setup, request, prices), name=name))
     if not plans:
-        reason = f"no micro batch as asked for divides the {total // ranks} sequences of a rank"
-        return Judged(name=name, reason=reason)
+        return Judged(name=name, reason=f"no micro batch as asked for divides the {share} sequences of a rank")
     fitting = tuple(plan for plan in plans if plan.fits)
     if not fitting:
         least = min(plans, key=lambda plan: plan.peak.total)
@@ -476,7 +470,7 @@ def act(options: PlanOptions, problems: Problems, *, draw: Callable[[Plan, Path]
     request = read_request(options, problems)
     answer: dict[str, Any] | list[str]
     if options.recommend:
-        judged = search(request, read_prices(options.prices or PRICES))
+        judged = search(request, read_prices(options.prices))
         plan = best_of(judged, request)
         files = recommendation_files(plan)
         with _writing("--into", options.into):
@@ -486,7 +480,7 @@ def act(options: PlanOptions, problems: Problems, *, draw: Callable[[Plan, Path]
         answered = recommendation_json if options.json else recommendation_lines
         answer = answered(judged, plan, list(files))
     else:
-        prices = read_prices(options.prices or PRICES)
+        prices = read_prices(options.prices)
         plan = plan_of(fixed_setup(request, problems), request, prices)
         answer = with_assumptions(plan) if options.json else plan_lines(plan)
     if options.picture is not None:

@@ -271,9 +271,13 @@ class Setup:
         """Those of which ``rank`` holds all or a piece."""
         return self.stages[self.stage(rank)]
 
+    @cached_property
+    def _blocks_by_stage(self) -> list[int]:
+        return [sum(part.name.endswith(".ln_1.weight") for part in stage) for stage in self.stages]
+
     def blocks(self, rank: int) -> int:
         """Transformer blocks that ``rank`` computes."""
-        return sum(part.name.endswith(".ln_1.weight") for part in self.parameters(rank))
+        return self._blocks_by_stage[self.stage(rank)]
 
     @cached_property
     def _group_sizes_by_stage(self) -> list[list[tuple[int, ...]]]:
@@ -394,16 +398,14 @@ def _gathers(model: GPT2Config, zero: ZeroRecipe, *, recompute: bool) -> "Gather
         nothing = [_NOTHING, _NOTHING]
         backward = [_NOTHING, *nothing, back, *again, fc, ln_2, *nothing, proj, qkv, ln_1, *backward]
     forward, backward = [*forward, tail, head], [_NOTHING, head, tail, *backward, _NOTHING, positions, head]
-    return Gathers(model, zero, forward, backward)
+    return Gathers(model, zero, [*forward, *backward], forward=len(forward))
 
 
 class Gathers:
     """What one forward and backward pass gathers."""
 
-    def __init__(
-        self, model: GPT2Config, zero: ZeroRecipe, forward: Sequence[Layer], backward: Sequence[Layer]
-    ) -> None:
-        order = self._order = [*forward, *backward]
+    def __init__(self, model: GPT2Config, zero: ZeroRecipe, order: Sequence[Layer], *, forward: int) -> None:
+        self._order = order
         self._persistent = {part.name for part in persistent(zero, model_parameters(model))}
         self._zero = zero
         self._queue = deque((part, step) for step, layer in enumerate(order) for part in layer)
@@ -418,7 +420,7 @@ class Gathers:
         """Those of the forward pass, in which some are gathered ahead for the backward pass."""
         for step, layer in enumerate(order):
             self._use(step, layer)
-            if step + 1 == len(forward):
+            if step + 1 == forward:
                 self.forward = list(self.all)
 
     def _use(self, step: int, layer: Layer) -> None:

@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any, ClassVar
 
 from dsgpt.planner.setup import (
     EMBEDDING,
@@ -60,6 +61,8 @@ class DeepSpeed(Planned):
     """What all stages of ZeRO have in common."""
 
     operations_per_tensor = 8
+    searches_extremes: ClassVar[bool] = False
+    """Whether it looks for the least and the largest gradient."""
 
     @property
     def steps_on_host(self) -> bool:
@@ -186,7 +189,7 @@ class DeepSpeed(Planned):
         ZeRO-2: in every micro batch. Stages 1 and 2: then weights, wP. They all-reduce gradients, although a rank needs
         only its part, unless they reduce each piece of a bucket to the one rank that steps on it.
         """
-        return [self.reduced("reduce" if self.reduces_to_owner else "all_reduce", self.elements(rank))]
+        return [self.reduced("all_reduce", self.elements(rank))]
 
     def reduced(self, operation: str, elements: int) -> Traffic:
         """The gradients of so many elements, as often as a step reduces them.
@@ -204,30 +207,24 @@ class DeepSpeed(Planned):
             calls=self.reductions + math.ceil(size / (width * zero.reduce_bucket_size)),
             passes=(0, int(self.reduces_each_micro_batch)),
             once={} if self.reduces_each_micro_batch else {self.reduction_place: 1},
-            behind=self.behind,
-            hidden=self.hidden if zero.stage else 0,
+            **self.overlap,
         )
 
     @property
-    def behind(self) -> tuple[float, float]:
-        """The backward passes in which gradients are reduced."""
-        return 0, self.reductions
+    def overlap(self) -> dict[str, Any]:
+        """With ``overlap_comm``, all pieces but the embedding's hide behind the backward passes that reduce gradients.
 
-    @property
-    def hidden(self) -> float:
-        """With ``overlap_comm`` all pieces but the embedding's."""
-        layers, overlaps = self.setup.model.n_layer, self.setup.recipe.zero_optimization.overlap_comm
-        return layers / (layers + 1) if overlaps else 0
+        At stage 3 they hide behind half of the computation.
+        """
+        zero, layers, count = self.setup.recipe.zero_optimization, self.setup.model.n_layer, self.reductions
+        if not zero.overlap_comm or not zero.stage:
+            return {}
+        return {"behind": (count / 2, count / 2) if zero.stage == 3 else (0, count), "hidden": layers / (layers + 1)}
 
     @property
     def reduction_place(self) -> Place:
         """Where gradients are reduced once in a step."""
         return BEFORE_STEP, None
-
-    @property
-    def reduces_to_owner(self) -> bool:
-        """Whether each piece of a bucket is reduced to the one rank that steps on it."""
-        return False
 
     # Copies to the host.
 
@@ -277,12 +274,15 @@ class DeepSpeed(Planned):
         return self.divided() if self.gradient_width == FULL else 0
 
     def low_arithmetic_bytes(self, rank: int) -> int:
-        """The division of gradients by the ranks."""
-        return 0 if self.gradient_width == FULL else self.elements(rank) * self.divided()
+        """The division of gradients by the ranks, and the search for extremes, 2w."""
+        low = self.gradient_width != FULL
+        return self.elements(rank) * (self.divided() + 2 * self.setup.low * self.searches_extremes) if low else 0
 
 
 class Zero0(DeepSpeed):
     """Every rank has the whole model state of its part of the model."""
+
+    searches_extremes = True
 
     def model_state(self, rank: int) -> ModelState:
         """As DDP in fp32. In bf16 and fp16 DeepSpeed has gradients in both precisions: wP + 4P."""
@@ -311,13 +311,12 @@ class Zero0(DeepSpeed):
         largest = max(part.numel for part in setup.parameters(rank))
         cast = FULL * largest if several and separate and device == "cpu" else 0
         end = 2 * embedding if several and not separate else new + embedding
-        state = self.model_state(rank)
         return [
             *self.before_reduction(rank, {"gradients": earlier}),
             Moment(name="reduction", parts={"gradients": earlier, "new_gradients": end}),
             Moment(name="step", parts={"gradients": earlier, "new_gradients": new, "other": cast}),
             Moment(name="step", parts={"gradients": new, "buckets": flat}),
-            Moment(name="step", parts={"gradients": state.gradients, "other": self.unfused(rank)}),
+            Moment(name="step", parts={"gradients": self.model_state(rank).gradients, "other": self.unfused(rank)}),
             Moment(name="evaluation", parts={}),
         ]
 
@@ -331,12 +330,6 @@ class Zero0(DeepSpeed):
         rounded = low + FULL if self.setup.gradient_accumulation_steps > 1 else 0
         mixed = 0 if self.setup.precision == "fp32" else rounded + low + FULL
         return 4 * low + self.divided_in_fp32() + mixed
-
-    def low_arithmetic_bytes(self, rank: int) -> int:
-        """Also looks for the least and the largest gradient, 2w."""
-        if self.gradient_width == FULL:
-            return 0
-        return self.elements(rank) * (self.divided() + 2 * self.setup.low)
 
 
 class Flat(DeepSpeed):
@@ -445,6 +438,7 @@ class Flat(DeepSpeed):
 
     def zero_traffic(self, rank: int) -> list[Traffic]:
         """Gradients, and then weights."""
+        operation = "reduce" if self.reduces_to_owner else "all_reduce"
         weights = Traffic(
             what="weights",
             operation="all_gather",
@@ -453,11 +447,14 @@ class Flat(DeepSpeed):
             calls=2,
             once={(AFTER_STEP, None): 1},
         )
-        return [*super().zero_traffic(rank), weights]
+        return [self.reduced(operation, self.elements(rank)), weights]
 
     @property
     def reduces_to_owner(self) -> bool:
-        """As the recipe says; ``BF16_Optimizer`` never does it."""
+        """Whether each piece of a bucket is reduced to the one rank that steps on it.
+
+        As the recipe says; ``BF16_Optimizer`` never does it.
+        """
         zero = self.setup.recipe.zero_optimization
         if self.setup.uses_bf16_optimizer:
             return False
@@ -758,8 +755,7 @@ class Zero3(DeepSpeed):
                 calls=self.reductions * len(self.gathered.all) // 2 + 1,
                 passes=passes,
                 once={(AFTER_STEP, None): persistent},
-                behind=self.behind,
-                hidden=self.hidden,
+                **self.overlap,
             )
         ]
 
@@ -786,11 +782,6 @@ class Zero3(DeepSpeed):
         """
         whole = FULL * self.stepped_elements(rank)
         yield from ((number, whole, whole) for number in range(self.reductions))
-
-    @property
-    def behind(self) -> tuple[float, float]:
-        """Half of the computation."""
-        return self.reductions / 2, self.reductions / 2
 
     @property
     def hook_operations(self) -> int:

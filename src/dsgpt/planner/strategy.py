@@ -189,9 +189,9 @@ class Planned:
         """The moments of a step, in a step after the first, and that of an evaluation."""
         raise NotImplementedError
 
-    def traffic(self, rank: int) -> list[Traffic]:
+    def traffic(self, rank: int) -> list[Traffic]:  # noqa: ARG002 - of all strategies
         """What ``rank`` sends in one optimizer step; groups of one rank may be among it."""
-        raise NotImplementedError
+        return []
 
     @property
     def last_backward(self) -> Place:
@@ -306,10 +306,6 @@ class Baseline(Planned):
             Moment(name="evaluation", parts={}),
         ]
 
-    def traffic(self, rank: int) -> list[Traffic]:  # noqa: ARG002 - of all strategies
-        """Nothing."""
-        return []
-
 
 class Ddp(Baseline):
     """Every rank has the whole model state."""
@@ -420,8 +416,7 @@ class Fsdp(Planned):
         embedding = embedding_bytes(setup)
         away = recipe.cpu_offload and device == "cuda"
         shards, root_shard = (0, 0) if away else (FULL * blocks // ranks, FULL * root // ranks)
-        kept = layers if not recipe.reshard_after_forward else 1
-        flight = 0 if not recipe.reshard_after_forward else (1 + copies) * block
+        kept, flight = (1, (1 + copies) * block) if recipe.reshard_after_forward else (layers, 0)
         gathered = setup.low * (root + kept * block)
         backward = {
             "gradients": (width * (blocks - block + root) if several else 0) + FULL * block // ranks,
@@ -458,7 +453,7 @@ class Fsdp(Planned):
         width = FULL if recipe.reduce_dtype == "fp32" else setup.low
         blocks, root = self._sharded()
         gathers = 2 * micro_batches if recipe.reshard_after_forward else 1
-        passes = (blocks, blocks) if recipe.reshard_after_forward else (0, 0)
+        passes, first = ((blocks, blocks), root) if recipe.reshard_after_forward else ((0, 0), blocks + root)
         hidden = layers / (layers + 1)  # one of the pieces is the embedding's
         return [
             Traffic(
@@ -468,7 +463,7 @@ class Fsdp(Planned):
                 payload_bytes=setup.low * (gathers * blocks + root) * ranks,
                 calls=gathers * layers + 1,
                 passes=passes,
-                once={(FORWARD, 0): root if recipe.reshard_after_forward else blocks + root},
+                once={(FORWARD, 0): first},
                 behind=(micro_batches / 2, micro_batches / 2),
                 hidden=hidden,
             ),
