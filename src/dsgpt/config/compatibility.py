@@ -129,11 +129,9 @@ def compatibility_notices(request: RunRequest) -> list[str]:
     """Lines to print about keys of the recipe that are allowed but ignored or untested."""
     recipe, stage = request.recipe, request.recipe.zero_stage
     if request.options.run_type != "optimized":
-        ignored, keys = (
-            f"{request.options.run_type} ignores the keys of {recipe.path}",
-            ", ".join(recipe.deepspeed_only),
-        )
-        return [f"{ignored} that only DeepSpeed uses: {keys}"] if keys else []
+        keys = ", ".join(recipe.deepspeed_only)
+        line = f"{request.options.run_type} ignores the keys of {recipe.path} that only DeepSpeed uses: {keys}"
+        return [line] if keys else []
     if request.device == "cuda" and stage and recipe.zero_optimization.overlap_comm:
         return [
             f"{recipe.path}: overlap_comm is true, which no parity run on GPUs has covered (DeepSpeed's issues 5545, "

@@ -11,7 +11,7 @@ from dsgpt.common.errors import Problems, UserError
 from dsgpt.common.json_files import JsonError, read_object
 from dsgpt.common.text import REPOSITORY, divisors, divisors_around, multiples_around
 from dsgpt.config.compatibility import RunRequest as Request
-from dsgpt.config.compatibility import check_accumulation, check_split
+from dsgpt.config.compatibility import check_split
 from dsgpt.config.options import RUN_TYPES, Options, parse_arguments, shape_overrides
 from dsgpt.config.recipe import PARALLEL_KEYS, Recipe, merged, read_recipe, recipe_from, sound_recipe
 from dsgpt.config.run_config import plan_batch, split_batch
@@ -337,8 +337,6 @@ def fixed_setup(request: PlanRequest, problems: Problems) -> Setup:
     training = request.training(request.recipe, request.run_type, problems=problems)
     check_split(training, problems)
     batch = split_batch(training, problems, [])
-    if batch is not None:
-        check_accumulation(training, batch.gradient_accumulation_steps, problems)
     problems.raise_if_any()
     assert batch is not None
     checkpointing = request.options.activation_checkpointing or request.recipe.activation_checkpointing is not None

@@ -477,8 +477,7 @@ def act(options: PlanOptions, problems: Problems, *, draw: Callable[[Plan, Path]
             options.into.mkdir(parents=True, exist_ok=True)
             for path, content in files.items():
                 write_atomic(path, content)
-        answered = recommendation_json if options.json else recommendation_lines
-        answer = answered(judged, plan, list(files))
+        answer = (recommendation_json if options.json else recommendation_lines)(judged, plan, list(files))
     else:
         prices = read_prices(options.prices)
         plan = plan_of(fixed_setup(request, problems), request, prices)

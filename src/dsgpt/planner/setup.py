@@ -227,9 +227,8 @@ class Setup:
     @property
     def moments(self) -> int:
         """Numbers that the optimizer keeps per weight: Adam's two moments, or the momentum of SGD."""
-        if self.recipe.optimizer.type == "AdamW":
-            return 2
-        return int(self.recipe.optimizer.momentum > 0)
+        optimizer = self.recipe.optimizer
+        return 2 if optimizer.type == "AdamW" else int(optimizer.momentum > 0)
 
     @property
     def uses_deepspeed_adam(self) -> bool:
