@@ -10,15 +10,13 @@ from dsgpt.planner.options import read_plan_options
 if TYPE_CHECKING:
     from dsgpt.planner.plan import Plan
 
-REPOSITORY = Path(__file__).resolve().parent.parent
-
 
 def main() -> int:
     """Read the flags, and calibrate, plan or recommend."""
     options, problems = read_plan_options(sys.argv[1:])
     from dsgpt.planner.search import act  # noqa: PLC0415 - --help needs none of it
 
-    return act(options, problems, repository=REPOSITORY, draw=_draw)
+    return act(options, problems, draw=_draw)
 
 
 def _draw(plan: "Plan", path: Path) -> None:

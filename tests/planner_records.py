@@ -2,7 +2,8 @@
 
 from dataclasses import replace
 
-from dsgpt.planner.rates import Machine, Rates
+from dsgpt.planner.hardware import find_gpu
+from dsgpt.planner.rates import Machine, Rates, datasheet_machine
 
 # The record of a calibration of two devices, with made-up rates.
 
@@ -15,8 +16,7 @@ RECORD = {
     "hardware": {"device": "cpu"},
     "env": {},
     "threads_per_device": 1,
-    "memory_bytes_per_device": 8_000_000_000,
-    "host_bytes_per_device": 8_000_000_000,
+    **dict.fromkeys(("memory_bytes_per_device", "host_bytes_per_device"), 8_000_000_000),
     "seconds": 60.0,
     "disk_bytes_per_sec": 1e9,
     "ceilings": [
@@ -49,26 +49,17 @@ RATES = Rates(
     kernel_sec=0.0,
     bus={1: 1e6},
     collective_sec={1: 0.0},
-    network=1e5,
-    host_link=1e4,
-    host_memory=1e3,
-    disk=1e6,
+    **{"network": 1e5, "host_link": 1e4, "host_memory": 1e3, "disk": 1e6},
 )
 
 
 def machine(kind: str = "cpu", *, devices: int = 8, **changes: object) -> Machine:
     """The machine, with other rates where ``changes`` names them."""
     rates = replace(RATES, **changes)
-    return Machine(
-        name="round",
+    return replace(
+        datasheet_machine(find_gpu("l4"), devices=devices),
         kind=kind,
-        devices=devices,
-        memory_bytes=10**9,
-        host_bytes=10**9,
-        precisions=("fp32", "bf16"),
         rates=rates,
         slowest=rates.scaled(compute=2, communication=2),
         fastest=rates.scaled(compute=0.5, communication=0.5),
-        assumed=False,
-        basis="round numbers",
     )

@@ -5,9 +5,9 @@ from typing import Any
 
 from small_run import REPOSITORY, command_line
 
-from dsgpt.common.errors import Problems, UserError
+from dsgpt.common.errors import UserError
 from dsgpt.config.options import parse_arguments
-from dsgpt.config.recipe import Recipe, read_recipe
+from dsgpt.config.recipe import sound_recipe
 from dsgpt.config.run_config import RunConfig, resolve
 from dsgpt.machine.topology import read_topology
 
@@ -18,22 +18,12 @@ SHIPPED = sorted((REPOSITORY / "ds_configs").glob("*.json"))
 
 
 def problems_of(path: Path) -> list[str]:
-    problems = Problems()
-    read_recipe(path, problems)
     try:
-        problems.raise_if_any()
+        sound_recipe(path)
     except UserError as error:
         assert not any("\n" in line for line in error.problems)
         return [line.removeprefix("--deepspeed_config ").removeprefix(f"{path}: ") for line in error.problems]
     return []
-
-
-def understood(path: Path) -> Recipe:
-    problems = Problems()
-    recipe = read_recipe(path, problems)
-    problems.raise_if_any()
-    assert recipe is not None
-    return recipe
 
 
 # Resolves a request without training it.

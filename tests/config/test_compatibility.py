@@ -9,11 +9,9 @@ import re
 import sys
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
-from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
-from messages import without_paths
 from recipe_files import resolved
 from small_run import RECIPE, REPOSITORY, TOKENS, command_line, random_ids, write_data, write_recipe, write_tokens
 
@@ -22,7 +20,6 @@ from dsgpt.config import compatibility
 from dsgpt.config import options as trackers
 from dsgpt.config.compatibility import ALLOW, KNOWN_BAD, TESTED, KnownBad, nvme_paths
 from dsgpt.config.options import parse_arguments
-from dsgpt.config.recipe_blocks import ZeroRecipe
 from dsgpt.config.run_config import RunConfig, resolve
 from dsgpt.machine import device
 from dsgpt.machine.topology import Topology
@@ -44,25 +41,6 @@ def asked(folder, *, ranks: int, recipe: dict, **flags) -> RunConfig:
 
 NVME = {"stage": 3, "offload_optimizer": {"device": "nvme"}, "offload_param": {"device": "nvme"}}
 SMALL_BUCKET = {"reduce_bucket_size": 500}
-QUANTIZED = {"stage": 3, "zero_quantized_weights": True}
-REFUSED = {
-    "offload with a split model": {
-        "ranks": 2,
-        "recipe": {
-            "tensor_parallel": {"autotp_size": 2},
-            "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
-        },
-    },
-    "offload to nvme with a split model": {
-        "ranks": 2,
-        "recipe": {"sequence_parallel_size": 2, "zero_optimization": NVME},
-    },
-    "Zero++ with offload": {
-        "ranks": 2,
-        "recipe": {"zero_optimization": QUANTIZED | {"offload_param": {"device": "cpu"}}},
-    },
-}
-"""What the goldens do not ask for, because the machine decides, too."""
 
 
 SUITABLE = {
@@ -79,15 +57,6 @@ def pretend(monkeypatch: pytest.MonkeyPatch, **answers: object) -> None:
     """Replace the probes of the machine by those of a suitable one, and some of them by ``answers``."""
     for name, value in (SUITABLE | answers).items():
         monkeypatch.setattr(compatibility, name, lambda *given, value=value: value)
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_refused(tmp_path, monkeypatch, snapshot, case):
-    pretend(monkeypatch)
-    with pytest.raises(UserError) as caught:
-        asked(tmp_path, **REFUSED[case])
-    assert all(len(line) < 300 for line in caught.value.problems)
-    assert [without_paths(line, tmp_path) for line in caught.value.problems] == snapshot
 
 
 NO_NVME = {
@@ -132,8 +101,12 @@ def test_how_much_memory_offload_to_nvme_locks(tmp_path, monkeypatch, changes, p
     sizes = []
     pretend(monkeypatch)
     monkeypatch.setattr(compatibility, "may_lock", lambda size: not sizes.append(size))
-    asked(tmp_path, ranks=2, recipe={"zero_optimization": NVME | changes}, precision=precision)
+    config = asked(tmp_path, ranks=2, recipe={"zero_optimization": NVME | changes}, precision=precision)
     assert sizes == [locked]
+    block = config.recipe.zero_optimization.offload_optimizer
+    if block.device == "nvme":
+        given = engine_config(config)["zero_optimization"]["offload_optimizer"]["buffer_count"]
+        assert given == block.swap_buffers == (12 if block.pipeline_read else 4)
 
 
 def test_where_offload_to_nvme_swaps(tmp_path, monkeypatch):
@@ -150,81 +123,38 @@ def test_where_offload_to_nvme_swaps(tmp_path, monkeypatch):
     assert config.strategy_name == "zero3-nvme"
 
 
+@pytest.mark.parametrize(("kind", "lines"), [("cuda", 1), ("cpu", 0)])
+def test_overlap_is_off_unless_asked_for_and_noted_on_gpus(tmp_path, monkeypatch, kind, lines):
+    """DeepSpeed's own default is true at stage 3. Races appear only on GPUs."""
+    monkeypatch.setattr(device, "cuda_devices", lambda: 2)
+    flags = {"ranks": 2, "device": kind, "precision": "fp32"}
+    config = asked(tmp_path, recipe=stage(3), **flags)
+    assert engine_config(config)["zero_optimization"]["overlap_comm"] is False
+    chosen = asked(tmp_path, recipe=stage(3, overlap_comm=True), **flags)
+    assert engine_config(chosen)["zero_optimization"]["overlap_comm"] is True
+    noted = [line for line in chosen.notices if line not in config.notices]
+    assert len(noted) == lines
+    assert all("`.venv/bin/python src/benchmark.py parity --device cuda --only zero3`" in line for line in noted)
+
+
 def test_low_precision_reduction_is_allowed_with_one_micro_batch_or_in_fp32(tmp_path):
     low = {"dsgpt": {"fsdp": {"reduce_dtype": "low"}}}
     asked(tmp_path, ranks=2, recipe=low, run_type="fsdp", precision="bf16", grad_accum_steps=1)
     asked(tmp_path, ranks=2, recipe=low, run_type="fsdp", precision="fp32", grad_accum_steps=2)
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_overlap_is_off_unless_asked_for(tmp_path, stage):
-    """DeepSpeed's own default is true at stage 3."""
-    config = asked(tmp_path, ranks=2, recipe={"zero_optimization": {"stage": stage}})
-    assert engine_config(config)["zero_optimization"]["overlap_comm"] is False
-    chosen = asked(tmp_path, ranks=2, recipe={"zero_optimization": {"stage": stage, "overlap_comm": True}})
-    assert engine_config(chosen)["zero_optimization"]["overlap_comm"] is True
-    assert chosen.notices == config.notices  # races appear only on GPUs
-
-
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("number", [1, 2, 3])
 @pytest.mark.parametrize(("given", "larger"), [({}, True), ({"reduce_bucket_size": 5e7}, True), (SMALL_BUCKET, False)])
-def test_the_bucket_is_no_larger_than_the_model(tmp_path, stage, given, larger):
+def test_the_bucket_is_no_larger_than_the_model(tmp_path, number, given, larger):
     """DeepSpeed allocates all of it: 2 GB in fp32 at its default. The record repeats what the engine got."""
-    config = asked(tmp_path, ranks=2, recipe={"zero_optimization": {"stage": stage, **given}})
+    config = asked(tmp_path, ranks=2, recipe=stage(number, **given))
     size = total(model_parameters(config.model)) if larger else SMALL_BUCKET["reduce_bucket_size"]
     assert engine_config(config)["zero_optimization"]["reduce_bucket_size"] == size
     assert setup_of(config).reduce_bucket_size == size
     hashes = {"train": None, "val": None, "initial weights": None}
     record = describe_run(config, hashes=hashes, resumed_from=None, changes=[], run_id=None)["deepspeed_config"]
-    assert record["given"]["zero_optimization"] == {"stage": stage, **given}
+    assert record["given"]["zero_optimization"] == {"stage": number, **given}
     assert record["resolved"]["zero_optimization"]["reduce_bucket_size"] == size
-
-
-@pytest.mark.parametrize(("device", "overlap", "lines"), [("cuda", True, 1), ("cuda", False, 0), ("cpu", True, 0)])
-def test_overlap_on_gpus_is_noted_with_the_parity_command(device, overlap, lines):
-    zero = {"stage": 3, "overlap_comm": overlap}
-    recipe = SimpleNamespace(path="mine.json", zero_stage=3, zero_optimization=ZeroRecipe(**zero))
-    notices = compatibility.compatibility_notices(
-        SimpleNamespace(options=SimpleNamespace(run_type="optimized"), recipe=recipe, device=device)
-    )
-    assert len(notices) == lines
-    for line in notices:
-        assert line.startswith("mine.json: overlap_comm is true, which no parity run on GPUs has covered")
-        assert "`.venv/bin/python src/benchmark.py parity --device cuda --only zero3`" in line
-
-
-def test_deepspeed_gets_the_counted_number_of_buffers(tmp_path, monkeypatch):
-    pretend(monkeypatch)
-    for keys, count in (({}, 4), ({"pipeline_write": True}, 12), ({"pipeline_read": True, "buffer_count": 8}, 8)):
-        zero = NVME | {"offload_optimizer": {"device": "nvme", **keys}}
-        config = asked(tmp_path, ranks=2, recipe={"zero_optimization": zero})
-        assert engine_config(config)["zero_optimization"]["offload_optimizer"]["buffer_count"] == count
-
-
-@pytest.mark.parametrize("run_type", ["ddp", "fsdp"])
-def test_torch_strategies_ignore_deepspeeds_split_and_note_it(tmp_path, run_type):
-    config = asked(tmp_path, ranks=2, recipe={"tensor_parallel": {"autotp_size": 2}}, run_type=run_type)
-    assert config.topology.data_parallel_size == 2
-    keys = "zero_optimization, tensor_parallel"
-    recipe = tmp_path / "recipe.json"
-    assert f"{run_type} ignores the keys of {recipe} that only DeepSpeed uses: {keys}" in config.notices
-
-
-@pytest.mark.parametrize(
-    ("recipe", "name", "data_ranks"),
-    [
-        ({}, "zero1", 4),
-        ({"tensor_parallel": {"autotp_size": 2}}, "tensor2-zero1", 2),
-        ({"pipeline": {"stages": 2}}, "pipeline2-zero1", 2),
-        ({"sequence_parallel_size": 2}, "sequence2-zero1", 2),
-        ({"pipeline": {"stages": 2}, "tensor_parallel": {"autotp_size": 2}}, "pipeline2-tensor2-zero1", 1),
-    ],
-)
-def test_the_remaining_ranks_are_data_parallel(tmp_path, recipe, name, data_ranks):
-    config = asked(tmp_path, ranks=4, recipe=recipe)
-    assert config.strategy_name == name
-    assert config.batch.data_parallel_size == data_ranks
-    assert config.batch.micro_batch_size * config.batch.gradient_accumulation_steps * data_ranks == 8
 
 
 # Releases of DeepSpeed that train wrong are refused where they do, unless the user insists. Versions are pretended.
@@ -332,13 +262,6 @@ def test_compile_and_offload_unless_torch_steps_need_a_compiler(here, refused, m
 # The flags
 
 
-def test_run_folder_that_cannot_be_written(refused):
-    """Not even root can create a folder in /proc."""
-    (line,) = refused(checkpoint_path="/proc/runs/a")
-    assert line.startswith("--checkpoint_path /proc/runs/a: ")
-    assert line.endswith(": name another folder")
-
-
 NO_PATH = {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": 5}}
 
 
@@ -381,13 +304,6 @@ def test_a_folder_of_the_name_of_a_package_is_no_package(here, refused, monkeypa
 # Unusable token files are refused before a model is built and before anything is written.
 
 
-def test_ids_beyond_gpt2s_vocabulary_without_a_sidecar(here, refused, snapshot):
-    ids = random_ids(TOKENS)
-    ids[5] = 60_000
-    write_tokens(here / "train.bin", ids).with_suffix(".json").unlink()
-    assert refused() == snapshot
-
-
 @pytest.mark.parametrize("workers", [0, 1])
 def test_ids_that_contradict_the_sidecar_are_found_while_reading(here, capsys, workers):
     ids = random_ids(TOKENS)
@@ -398,16 +314,3 @@ def test_ids_that_contradict_the_sidecar_are_found_while_reading(here, capsys, w
     assert lines == [f"error: {here}/train.bin: holds id 300, but the model's vocabulary ends at 256"]
     assert json.loads((here / "run" / "training_metrics.json").read_text())["status"] == "failed"
     assert not (here / "run" / "RUN_COMPLETE.txt").exists()
-
-
-def test_verify_data_finds_ids_that_contradict_the_sidecar(here, refused, snapshot):
-    ids = random_ids(TOKENS)
-    ids[-1] = 300
-    write_tokens(here / "val.bin", ids)
-    assert refused(verify_data=True) == snapshot
-
-
-def test_mixed_tokenizers(here, refused, snapshot):
-    write_tokens(here / "train.bin", random_ids(TOKENS), tokenizer={"name": "a", "sha256": "1" * 64})
-    write_tokens(here / "val.bin", random_ids(TOKENS), tokenizer={"name": "a", "sha256": "2" * 64})
-    assert refused() == snapshot

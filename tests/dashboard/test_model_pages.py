@@ -42,7 +42,7 @@ BEST = PlanOptions(model_size="small", gpu="l4", gpus=2, tokens=1e9, recommend=T
 def printed(words: list[str], capsys: pytest.CaptureFixture[str]) -> dict:
     """What ``src/plan.py`` prints with ``--json``."""
     options, problems = read_plan_options([*words, "--json"])
-    assert act(options, problems, repository=REPOSITORY, draw=draw_plan) == 0
+    assert act(options, problems, draw=draw_plan) == 0
     return json.loads(capsys.readouterr().out)
 
 
@@ -55,7 +55,7 @@ def test_the_command_says_what_the_page_asked_for():
 
 def test_the_recommendation_is_what_the_command_writes(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    done = planned(words_of(BEST), repository=REPOSITORY)
+    done = planned(words_of(BEST))
     told = printed(words_of(BEST), capsys)
     assert told["recommended"] == {"name": done.plan.name, "plan": with_assumptions(done.plan)}
     files = recommendation_files(done.plan)
@@ -68,16 +68,14 @@ def test_the_recommendation_is_what_the_command_writes(tmp_path, capsys, monkeyp
 
 
 def test_offers_are_of_both_kinds_and_the_cheapest_is_first():
-    done, spot = (
-        planned(words_of(replace(ONE, gpu="a100-40gb", spot=spot)), repository=REPOSITORY) for spot in (False, True)
-    )
+    done, spot = (planned(words_of(replace(ONE, gpu="a100-40gb", spot=spot))) for spot in (False, True))
     expected = sorted(cost.usd for each in (done, spot) for cost in each.plan.costs)
     assert offers_table(done)["US dollars"] == pytest.approx(expected, abs=0.005) and done.plan.costs != spot.plan.costs
 
 
 def test_other_gpus_have_their_own_plan_or_a_reason():
-    done = planned([*words_of(ONE), "--precision", "bf16"], repository=REPOSITORY)
-    table = gpus_table(done, repository=REPOSITORY)
+    done = planned([*words_of(ONE), "--precision", "bf16"])
+    table = gpus_table(done)
     same = table["GPU"].index("a100-80gb")
     assert table["training, hours"][same] == pytest.approx(done.plan.run.seconds / 3600, abs=0.005)
     assert "has no units for it" in table["fits"][table["GPU"].index("t4")]
@@ -91,7 +89,7 @@ def test_a_measured_machine_is_planned_for_with_its_own_steps(tmp_path, capsys):
     (measured, *table), (broken,) = machines(tmp_path)  # the broken one hides nothing else
     assert "calibration.json" in broken and measured.devices == 2 and {each.devices for each in table} == {None}
     options = PlanOptions(**dict(measured.flags), model_size="tiny", gpus=2, tokens=1e7)
-    done = planned(words_of(options), repository=REPOSITORY)
+    done = planned(words_of(options))
     assert not done.plan.machine.assumed and "fitted to measured steps" in done.plan.machine.basis
     assert with_assumptions(done.plan) == printed(words_of(options), capsys)
 

@@ -57,7 +57,7 @@ def plan(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest
 
     def run(line: str, *, code: int = 0) -> str:
         def main() -> int:
-            return act(*read_plan_options(line.split()), repository=REPOSITORY, draw=draw_plan)
+            return act(*read_plan_options(line.split()), draw=draw_plan)
 
         assert exit_code_of(main) == code
         assert code != 2 or not list(tmp_path.iterdir()), "a refused request wrote something"

@@ -129,10 +129,9 @@ def compatibility_notices(request: RunRequest) -> list[str]:
     """Lines to print about keys of the recipe that are allowed but ignored or untested."""
     recipe, stage = request.recipe, request.recipe.zero_stage
     if request.options.run_type != "optimized":
-        if not recipe.deepspeed_only:
-            return []
         keys = ", ".join(recipe.deepspeed_only)
-        return [f"{request.options.run_type} ignores the keys of {recipe.path} that only DeepSpeed uses: {keys}"]
+        line = f"{request.options.run_type} ignores the keys of {recipe.path} that only DeepSpeed uses: {keys}"
+        return [line] if keys else []
     if request.device == "cuda" and stage and recipe.zero_optimization.overlap_comm:
         return [
             f"{recipe.path}: overlap_comm is true, which no parity run on GPUs has covered (DeepSpeed's issues 5545, "
@@ -294,9 +293,7 @@ class KnownBad(NamedTuple):
 
 
 KNOWN_BAD = (
-    KnownBad(
-        ">=0.17.6,<0.18.3", "issues/7718", "gradients are wrong: their norm is a third to a half", stages=(2,)
-    ),
+    KnownBad(">=0.17.6,<0.18.3", "issues/7718", "gradients are wrong: their norm is a third to a half", stages=(2,)),
     KnownBad(
         "<0.18.3", "issues/7773", "gradients of micro batches are summed, not averaged",
         needs="accumulation in a pipeline",
@@ -314,9 +311,7 @@ KNOWN_BAD = (
         "<0.19.0", "pull/7965", "buffers are used again before their reduction is done: wrong gradients or NaN",
         stages=(1, 2), needs="overlap_comm on GPUs",
     ),
-    KnownBad(
-        "==0.18.9", "no thread", "the first step ends in the error 'Output 0 of Split is a view'", stages=(1, 2)
-    ),
+    KnownBad("==0.18.9", "no thread", "the first step ends in the error 'Output 0 of Split is a view'", stages=(1, 2)),
 )  # fmt: skip
 
 

@@ -121,12 +121,12 @@ class Inputs:
     options: Options
     topology: Topology
     """From the launcher's variables; its ``sizes`` are not set yet."""
-    run_dir: Path
+    run_dir: Path = Path()
     recipe: Recipe | None
     """Without its wrong entries."""
-    train: TokenFile | None
-    val: TokenFile | None
-    init_from: InitFrom | None
+    train: TokenFile | None = None
+    val: TokenFile | None = None
+    init_from: InitFrom | None = None
     model: GPT2Config | None
     seq_length: int | None
     """Tokens per sequence."""

@@ -9,6 +9,7 @@ import shlex
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -97,6 +98,10 @@ _SIZES = "; ".join(
 _AFTER_WARM_UP = "in this many steps after the warm-up, which figures of speed leave out (default: 0)"
 
 
+positive, count = partial(flag, POSITIVE, "N"), partial(flag, COUNT, "N")
+"""The fields of flags that take a whole number, of at least 1 or 0."""
+
+
 def path_or_address(text: str) -> Path | str:
     """A path of this machine, or an address such as ``s3://bucket/train.bin`` as it is."""
     return text if is_address(text) else Path(text)
@@ -140,9 +145,7 @@ class Options:
         needs="a recipe, for example ds_configs/zero1.json",
         work=NAMES,
     )
-    seed: int = flag(
-        COUNT,
-        "N",
+    seed: int = count(
         "sets initial weights, data order and dropout (default: %(default)s)",
         default=1337,
         work=ChangesTraining("seed"),
@@ -164,22 +167,13 @@ class Options:
         "vocabulary",
         work=ChangesTraining("initial weights"),
     )
-    num_layers: int | None = flag(POSITIVE, "N", "transformer blocks", work=ChangesTraining("model n_layer"))
-    num_heads: int | None = flag(
-        POSITIVE, "N", "attention heads; must divide the width", work=ChangesTraining("model n_head")
+    num_layers: int | None = positive("transformer blocks", work=ChangesTraining("model n_layer"))
+    num_heads: int | None = positive("attention heads; must divide the width", work=ChangesTraining("model n_head"))
+    embedding_size: int | None = positive("width of the residual stream", work=ChangesTraining("model n_embd"))
+    max_position_embeddings: int | None = positive(
+        "longest sequence the model can read (default: the preset's)", work=ChangesTraining("model block_size")
     )
-    embedding_size: int | None = flag(
-        POSITIVE, "N", "width of the residual stream", work=ChangesTraining("model n_embd")
-    )
-    max_position_embeddings: int | None = flag(
-        POSITIVE,
-        "N",
-        "longest sequence the model can read (default: the preset's)",
-        work=ChangesTraining("model block_size"),
-    )
-    vocab_size: int | None = flag(
-        POSITIVE,
-        "N",
+    vocab_size: int | None = positive(
         "ids it can read and predict (default: the tokenizer's, from the data's sidecar)",
         work=ChangesTraining("model vocab_size"),
     )
@@ -190,18 +184,16 @@ class Options:
         work=ChangesTraining("model dropout"),
     )
 
-    global_batch_size: int | None = flag(
-        POSITIVE,
-        "N",
+    global_batch_size: int | None = positive(
         "sequences per optimizer step over all ranks (default: the JSON's train_batch_size)",
         group="batch (global = micro x accumulation x ranks; two fix the third)",
         work=ChangesTraining("global batch"),
     )
-    micro_batch_size_per_gpu: int | None = flag(
-        POSITIVE, "N", "sequences per rank and forward pass; lower it when memory runs out", work=SPLITS
+    micro_batch_size_per_gpu: int | None = positive(
+        "sequences per rank and forward pass; lower it when memory runs out", work=SPLITS
     )
-    grad_accum_steps: int | None = flag(
-        POSITIVE, "N", "passes per optimizer step; alone it changes the micro batch, never the global one", work=SPLITS
+    grad_accum_steps: int | None = positive(
+        "passes per optimizer step; alone it changes the micro batch, never the global one", work=SPLITS
     )
     enforce_global_batch_size: bool = switch(
         "if micro batch and accumulation do not give the global batch on this many ranks, lower the micro batch to one "
@@ -209,41 +201,29 @@ class Options:
         work=SPLITS,
     )
 
-    seq_length: int | None = flag(
-        POSITIVE,
-        "N",
+    seq_length: int | None = positive(
         "tokens per sequence (default: all positions of the model)",
         group="length and intervals (in optimizer steps)",
         work=ChangesTraining("sequence length"),
     )
-    epochs: int | None = flag(
-        POSITIVE,
-        "N",
+    epochs: int | None = positive(
         "passes over the training data (default: 1, or as many as --max_train_steps needs)",
         work=ChangesTraining("optimizer steps", "scheduler"),
     )
-    max_train_steps: int | None = flag(
-        POSITIVE,
-        "N",
+    max_train_steps: int | None = positive(
         "optimizer steps in the whole run; ends it earlier than --epochs would",
         work=ChangesTraining("optimizer steps", "scheduler"),
     )
-    eval_every: int = flag(
-        COUNT,
-        "N",
+    eval_every: int = count(
         "validate every N steps besides every epoch's end (default: %(default)s, epochs only)",
         default=0,
         work=ExecutionOnly("changes how often a run validates, which changes no weight"),
     )
-    max_val_steps: int | None = flag(
-        POSITIVE,
-        "N",
+    max_val_steps: int | None = positive(
         "validate on the first N global batches only (default: all of the file)",
         work=ChangesTraining("validation windows"),
     )
-    steps_per_print: int | None = flag(
-        POSITIVE, "N", "print a line every N steps (default: the JSON's, else 10)", work=PRINTS
-    )
+    steps_per_print: int | None = positive("print a line every N steps (default: the JSON's, else 10)", work=PRINTS)
     no_inference: bool = switch(
         "do not time generation after the last step, for up to 10 s",
         work=ExecutionOnly("leaves out a measurement after the last step"),
@@ -265,12 +245,10 @@ class Options:
         default="auto",
         work=ChangesTraining("precision"),
     )
-    threads_per_device: int | None = flag(
-        POSITIVE, "N", "CPU threads of each process; on CPU they are the device (default: 1 on CPU)", work=EXECUTES
+    threads_per_device: int | None = positive(
+        "CPU threads of each process; on CPU they are the device (default: 1 on CPU)", work=EXECUTES
     )
-    num_workers: int = flag(
-        COUNT,
-        "N",
+    num_workers: int = count(
         "processes that read training data beside each rank (default: %(default)s, the rank reads itself)",
         default=0,
         work=ExecutionOnly("reads the same windows in the same order with other processes"),
@@ -312,17 +290,13 @@ class Options:
         work=ExecutionOnly("computes the same activations, with the same dropout masks, a second time"),
     )
 
-    save_every: int = flag(
-        COUNT,
-        "N",
+    save_every: int = count(
         "save every N steps besides the end; 0 for the end only (default: %(default)s)",
         default=500,
         group="checkpoints",
         work=SAVES,
     )
-    keep_checkpoints: int = flag(
-        POSITIVE,
-        "N",
+    keep_checkpoints: int = positive(
         "keep the newest N checkpoints, and the one with the lowest validation loss among those saved right after a "
         "validation (default: %(default)s)",
         default=2,
@@ -492,13 +466,7 @@ def parse_arguments(arguments: Sequence[str]) -> tuple[Options, Problems]:
 
 # The packages of the experiment trackers that ``--track`` may name.
 
-PACKAGES = {
-    "tensorboard": ("tensorboard",),
-    "wandb": ("wandb",),
-    "mlflow": ("mlflow", "sqlalchemy", "alembic"),
-    "trackio": ("trackio",),
-    "csv": (),
-}
+PACKAGES = {name: (name,) for name in TRACKERS} | {"mlflow": ("mlflow", "sqlalchemy", "alembic"), "csv": ()}
 """What each tracker imports. The extra of ``pyproject.toml`` with the tracker's name installs it."""
 
 

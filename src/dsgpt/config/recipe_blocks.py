@@ -1,4 +1,4 @@
-"""The blocks of a recipe, the keys of each, and the messages about wrong values.
+"""The keys of a recipe, block by block, and the messages about wrong values.
 
 The blocks of a recipe: which keys of DeepSpeed's JSON each may hold, and what they mean (DeepSpeed 0.19.8's schema). A
 field has the name and the default of DeepSpeed's key, except in ``dsgpt``, which DeepSpeed does not have. Keys that
@@ -8,7 +8,7 @@ are not fields are refused.
 import contextlib
 import re
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import fields
+from dataclasses import asdict, fields
 from types import NoneType
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
@@ -29,9 +29,10 @@ from pydantic.dataclasses import dataclass
 
 from dsgpt.common.errors import MOST_KEYS, did_you_mean
 from dsgpt.common.json_files import clipped, clipped_text
-from dsgpt.config.options import EXECUTES, PLACES, PRINTS, SWAPS
+from dsgpt.config.options import EXECUTES, PLACES, PRINTS, SPLITS, SWAPS
 from dsgpt.config.options import ChangesTraining as Changes
 from dsgpt.config.options import ExecutionOnly as Only
+from dsgpt.machine.topology import ParallelSizes
 
 # Types of the values in a recipe, and the messages about wrong values. pydantic finds all mistakes at once.
 
@@ -560,3 +561,142 @@ class AioRecipe(Block):
     intra_op_parallelism: Elements = 1
     single_submit: Flag = False
     overlap_events: Flag = True
+
+
+# The recipe as a whole.
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecipeSettings(Block):
+    """The contents of a recipe. A field has the name of DeepSpeed's key; its default applies if the key is absent."""
+
+    REFUSED: ClassVar = {
+        "amp": "use a bf16 or fp16 block",
+        "torch_autocast": "use a bf16 or fp16 block, which has the same meaning under every strategy",
+        "data_types": "gradients are always accumulated in fp32, so that strategies can be compared; leave it out",
+        "gradient_allreduce_op": "a sum over ranks would make the gradient depend on their number; leave it out",
+        "managed_gradient_accumulation": "accumulation follows gradient_accumulation_steps; leave it out",
+        "sparse_gradients": "GPT-2's tied embedding has dense gradients; leave it out",
+        "dataloader_drop_last": "the data order is the same under every strategy; leave it out",
+        "elasticity": "DeepSpeed is removing it; resume with --resume instead",
+        "compression_training": "DeepSpeed is removing it",
+        "communication_data_type": "another type rounds the gradients differently; leave it out",
+        **dict.fromkeys(("curriculum_learning", "data_efficiency"), "it changes which samples are seen; leave it out"),
+        **dict.fromkeys(
+            ("prescale_gradients", "gradient_predivide_factor"), "it rounds the gradients differently; leave it out"
+        ),
+        **dict.fromkeys(("comms_logger", "flops_profiler"), "this version does not implement it; leave it out"),
+        "log_level": "this program decides what is printed; leave it out",
+        "autotuning": "leave it out",
+    }
+    """Keys that would let strategies do different work, or that are not implemented here."""
+    MISSING: ClassVar = {"optimizer": '; for example {"type": "AdamW", "params": {"lr": 0.0006}}'}
+
+    train_batch_size: Annotated[Positive | None, Changes("global batch")] = None
+    train_micro_batch_size_per_gpu: Annotated[Positive | None, SPLITS] = None
+    gradient_accumulation_steps: Annotated[Positive | None, SPLITS] = None
+    steps_per_print: Annotated[Positive | None, PRINTS] = None
+    optimizer: OptimizerRecipe
+    scheduler: Annotated[SchedulerRecipe | None, no_null] = None
+    gradient_clipping: Annotated[Number, Changes("gradient clipping")] = 1.0
+    """Largest global gradient norm; 0 for no clipping. The default is that of DeepSpeed since 0.19.3."""
+    bf16: Annotated[Bf16 | None, no_null] = None
+    fp16: Annotated[Fp16 | None, no_null] = None
+    activation_checkpointing: Annotated[ActivationCheckpointing | None, no_null] = None
+    dsgpt: TorchStrategies = TorchStrategies()
+    zero_optimization: ZeroRecipe = ZeroRecipe()
+    zero_allow_untested_optimizer: Annotated[Flag, Only("true in every run, whatever the recipe says")] = False
+    zero_force_ds_cpu_optimizer: Annotated[Flag, Only("chooses whose code computes the same optimizer")] = True
+    wall_clock_breakdown: Annotated[Flag, PRINTS] = False
+    memory_breakdown: Annotated[Flag, PRINTS] = False
+    dump_state: Annotated[Flag, PRINTS] = False
+    aio: Annotated[AioRecipe | None, no_null] = None
+    tensor_parallel: TensorParallelRecipe = TensorParallelRecipe()
+    pipeline: PipelineRecipe = PipelineRecipe()
+    sequence_parallel_size: Annotated[Positive, EXECUTES] = 1
+
+    @field_validator("fp16")
+    @classmethod
+    def _one_precision(cls, fp16: Fp16 | None, info: ValidationInfo) -> Fp16 | None:
+        bf16 = info.data.get("bf16")
+        if fp16 and fp16.enabled and bf16 and bf16.enabled:
+            raise ValueError("and bf16 are both enabled; keep one")
+        return fp16
+
+    @field_validator("aio")
+    @classmethod
+    def _swaps_files(cls, aio: AioRecipe | None, info: ValidationInfo) -> AioRecipe | None:
+        zero = info.data.get("zero_optimization")
+        if aio and zero and "nvme" not in {zero.offload_optimizer.device, zero.offload_param.device}:
+            raise ValueError("has no effect without offload to nvme: leave it out")
+        return aio
+
+    @property
+    def precision(self) -> str | None:
+        """``fp32``, ``bf16``, ``fp16``, or None if the file does not set it."""
+        blocks = {"bf16": self.bf16, "fp16": self.fp16}
+        enabled = [name for name, block in blocks.items() if block and block.enabled]
+        return enabled[0] if enabled else ("fp32" if any(blocks.values()) else None)
+
+    @property
+    def loss_scaling(self) -> LossScaling:
+        """The settings of the ``fp16`` block, or their defaults."""
+        rules = asdict(self.fp16 or Fp16())
+        del rules["enabled"]
+        return LossScaling(**rules)
+
+    @property
+    def parallel(self) -> ParallelSizes:
+        """How the JSON splits the model."""
+        tensor, pipeline = self.tensor_parallel.autotp_size, self.pipeline.stages
+        return ParallelSizes(tensor=tensor, pipeline=pipeline, sequence=self.sequence_parallel_size)
+
+    def parallel_of(self, run_type: str) -> ParallelSizes:
+        """How a run of ``run_type`` splits the model: as the JSON says for ``optimized``, not at all for others."""
+        return self.parallel if run_type == "optimized" else ParallelSizes()
+
+    def strategy_name(self, run_type: str) -> str:
+        """What executes it, in one word: ``baseline``, ``fsdp``, ``zero2-offload``, ``tensor2-zero1`` ..."""
+        if run_type != "optimized":
+            return run_type
+        split = {name: getattr(self.parallel, name) for name in ("pipeline", "sequence", "tensor")}
+        devices = {self.offload_optimizer, self.offload_param}
+        place = ["nvme"] if "nvme" in devices else ["offload"] if "cpu" in devices else []
+        names = [f"{name}{size}" for name, size in split.items() if size > 1]
+        return "-".join([*names, f"zero{self.zero_stage}", *place])
+
+    @property
+    def zero_stage(self) -> int:
+        """0 to 3."""
+        return self.zero_optimization.stage
+
+    @property
+    def offload_optimizer(self) -> str:
+        """``none``, ``cpu`` or ``nvme``."""
+        return self.zero_optimization.offload_optimizer.device
+
+    @property
+    def offload_param(self) -> str:
+        """``none``, ``cpu`` or ``nvme``."""
+        return self.zero_optimization.offload_param.device
+
+    @property
+    def offloads(self) -> bool:
+        """Whether optimizer or parameters are kept off the device."""
+        return (self.offload_optimizer, self.offload_param) != ("none", "none")
+
+    @property
+    def nvme_blocks(self) -> tuple[str, ...]:
+        """The blocks of ``zero_optimization`` that offload to nvme."""
+        return tuple(name for name in ("offload_optimizer", "offload_param") if getattr(self, name) == "nvme")
+
+    @property
+    def zero_plus_plus(self) -> bool:
+        """Whether Zero++ changes how stage 3 moves parameters or gradients."""
+        zero = self.zero_optimization
+        return zero.zero_hpz_partition_size > 1 or zero.zero_quantized_weights or zero.zero_quantized_gradients
+
+    @property
+    def uses_deepspeed_adam(self) -> bool:
+        """Whether DeepSpeed's CPU Adam updates the weights (offload only). A C++ compiler builds it at first use."""
+        return self.offload_optimizer != "none" and self.optimizer.type == "AdamW" and not self.optimizer.torch_adam

@@ -135,8 +135,7 @@ def resolve(options: Options, *, topology: Topology, problems: Problems) -> RunC
             allowed = check_version(request, batch.gradient_accumulation_steps, problems, notices)
     length = _plan_length(inputs, batch, problems=problems, notices=notices)
     problems.raise_if_any()
-    assert request is not None  # each of these is None only if a problem says why
-    assert length is not None
+    assert request and length  # each is None only if a problem says why
     recipe, init_from = request.recipe, inputs.init_from
     if init_from and inputs.model and init_from.sha256 is None:
         init_from.weights(inputs.model, quiet=not topology.is_main)

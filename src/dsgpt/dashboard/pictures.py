@@ -15,7 +15,7 @@ from dsgpt.dashboard.ui import memory
 from dsgpt.planner.memory import Peak, peak_memory
 from dsgpt.planner.plan import held_in_words, place_of
 from dsgpt.planner.setup import FULL, Setup, model_parameters, total
-from dsgpt.planner.strategies import Pass, Placed, copied, model_state, passes, placed_traffic, strategy_of
+from dsgpt.planner.strategies import Pass, Placed, copied, model_state, passes, placed_traffic
 from dsgpt.planner.strategy import AFTER_STEP, BACKWARD, BEFORE_STEP, DURING_STEP, FORWARD, Place, Traffic
 
 # Who holds what: the bytes of every rank, whole or as a shard, and where they are.
@@ -364,7 +364,7 @@ def _bars(setup: Setup, rank: int, placed: Sequence[tuple[Pass, float, float]], 
         size, among = memory(sent.traffic.payload_bytes), f"{sent.traffic.group_size} {sent.traffic.axis} ranks"
         label = f"{operation_name(sent.traffic)} {size}"
         title = f"{operation_name(sent.traffic)}, {size}, among {among}: this rank sends "
-        title += f"{memory(sent.traffic.ring_bytes)}; {waits(setup, sent)}"
+        title += f"{memory(sent.traffic.ring_bytes)}; {waits(sent)}"
         sends[sent.moment, sent.micro_batch].append((sent.traffic.what, label, title))
     for copy in copied(setup, rank=rank):
         title = f"copies {copy.what}, {memory(copy.size)}, {LINKS[copy.link, copy.to_device]}"
@@ -405,11 +405,11 @@ def _beside(moves: Sequence[_Move], start: float, end: float) -> Iterator[Bar]:
             yield Bar(lane=lane, label=label, title=title, start=begin, end=stop)
 
 
-def waits(setup: Setup, placed: Placed) -> str:
+def waits(placed: Placed) -> str:
     """Whether the rank computes meanwhile."""
     if placed.moment in {BEFORE_STEP, AFTER_STEP}:
         return "nothing is computed meanwhile"
-    if strategy_of(setup).can_overlap(placed.traffic):
+    if placed.traffic.hidden:
         return "a GPU computes meanwhile"
     return "the layers wait for it in turn"
 

@@ -13,7 +13,6 @@ import streamlit as st
 
 from dsgpt.common.errors import Problems, UserError
 from dsgpt.common.files import is_regular_file, is_utf8, link_between
-from dsgpt.common.text import REPOSITORY
 from dsgpt.config.options import PRECISIONS
 from dsgpt.dashboard import reading, ui
 from dsgpt.dashboard.split import CHOICES, COUNTS
@@ -68,7 +67,7 @@ def show() -> None:
     try:
         calibration = options.machine
         version = calibration.stat().st_mtime_ns if calibration and calibration.exists() else 0
-        done = planned(words_of(options), repository=REPOSITORY, version=version)
+        done = planned(words_of(options), version=version)
     except UserError as error:
         st.error(ui.refusal(error))
     else:
@@ -110,7 +109,7 @@ def _show_plan(done: Planned) -> None:
         with st.expander("The same setup on every GPU of the table"):
             st.caption("Times are likely ones at assumed rates; costs are those of the cheapest offer.")
             if st.toggle("Plan them all", key="plan-others"):
-                table = gpus_table(done, repository=REPOSITORY)
+                table = gpus_table(done)
                 ui.show_table(table, key="plan-gpus", name="The same setup on every GPU")
 
 
@@ -204,22 +203,21 @@ def _options() -> PlanOptions:
 
 
 @st.cache_resource(max_entries=_SEARCHES, show_spinner="Planning")
-def planned(words: Sequence[str], *, repository: Path, version: int = 0) -> Planned:  # noqa: ARG001 - part of the key
+def planned(words: Sequence[str], *, version: int = 0) -> Planned:  # noqa: ARG001 - part of the key
     """What ``src/plan.py`` does with these words, without writing anything.
 
     Args:
         words: as on a command line.
-        repository: has the shipped recipes.
         version: of the calibration: another one gives another plan.
 
     Raises:
         UserError: it would refuse them, or nothing fits; every mistake, a line each.
     """
     options, problems = read_plan_options(words)
-    request = read_request(options, problems, repository=repository)
+    request = read_request(options, problems)
     prices = read_prices(options.prices or TABLE)
     if options.recommend:
-        searched = search(request, prices, repository=repository)
+        searched = search(request, prices)
         return Planned(plan=best_of(searched, request), searched=tuple(searched))
     plan = planning.plan_of(fixed_setup(request, problems), request, prices)
     return Planned(plan=plan, advice=tuple(planning.what_would_fit(plan)))
@@ -364,7 +362,7 @@ def ways_table(searched: Iterable[Judged]) -> Table:
     return ui.columns(rows)
 
 
-def gpus_table(done: Planned, *, repository: Path) -> Table:
+def gpus_table(done: Planned) -> Table:
     """The setup that was asked for on each GPU of the table: its plan, or why it is refused."""
     options, rows = done.plan.request.options, []
     prices = read_prices(options.prices or TABLE)
@@ -372,7 +370,7 @@ def gpus_table(done: Planned, *, repository: Path) -> Table:
         problems, other = Problems(), replace(options, gpu=gpu, instance=None, machine=None, measured=())
         plan: Plan | None = None
         try:
-            request = read_request(other, problems, repository=repository)
+            request = read_request(other, problems)
             plan = planning.plan_of(fixed_setup(request, problems), request, prices)
             fits = "yes" if plan.fits else "no"
         except UserError as error:

@@ -68,7 +68,7 @@ def split_of(choice: Choice, *, repository: Path, **flags: Any) -> Plan:
     path = repository / RECIPES / choice.recipe
     options = PlanOptions(deepspeed_config=path, run_type=choice.run_type, tokens=1.0, **flags)
     problems = Problems()
-    request = read_request(options, problems, repository=repository)
+    request = read_request(options, problems)
     return plan_of(fixed_setup(request, problems), request, PriceTable(notice="", prices=[]))
 
 
@@ -222,7 +222,7 @@ def sent_rows(setup: Setup) -> list[dict[str, Any]]:
                 "payload, bytes": traffic.payload_bytes,
                 "payload per step, bytes": sum(each.traffic.payload_bytes for each in same),
                 "sent by a rank per step, bytes": sum(each.traffic.ring_bytes for each in same),
-                "meanwhile": waits(setup, same[0]),
+                "meanwhile": waits(same[0]),
             }
             rows.append({**of_stage, "when": _when(same[0]), **row})
     return rows

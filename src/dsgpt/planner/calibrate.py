@@ -232,11 +232,6 @@ def _random(clock: Clock, precision: str, *shape: int) -> Tensor:
 
 # Processes that measure at the same time, one for each device, as the ranks of a training would work.
 
-Report = Callable[[str], None]
-"""Gets the name of each operation when it was timed."""
-_POLL_SEC = 0.1
-
-
 THREADS = {"cpu": 1, "cuda": None}
 """CPU threads of a process."""
 
@@ -260,53 +255,45 @@ def operations_of(kind: str, *, devices: int) -> list[tuple[Callable[..., float]
     return operations
 
 
-def measure_ceilings(kind: str, *, devices: int, seconds: float, report: Report) -> dict[str, Any]:
+def measure_ceilings(kind: str, *, devices: int, seconds: float) -> dict[str, Any]:
     """The fields of ``dsgpt.planner.rates.Ceilings``, of ``devices`` processes that measure together.
 
     Args:
         kind: ``cpu`` or ``cuda``.
         devices: how many.
         seconds: to spend on each operation.
-        report: called in this process after each operation.
     """
     queue: Any = mp.get_context("spawn").SimpleQueue()
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
-    running: Any = start_processes(  # type: ignore[no-untyped-call]  # torch's has no types
-        _measure_rank, args=(queue, kind, devices, seconds), nprocs=devices, join=False, start_method="spawn"
+    start_processes(  # type: ignore[no-untyped-call]  # torch's has no types
+        _measure_rank, args=(queue, kind, devices, seconds), nprocs=devices, start_method="spawn"
     )
-    ceilings: dict[str, Any] = {}
-    ended = False
-    while not ended:
-        ended = running.join(timeout=_POLL_SEC)
-        while not queue.empty():
-            name, result = queue.get()
-            report(name)
-            ceilings = result or ceilings
+    ceilings: dict[str, Any] = queue.get()
     return ceilings
 
 
 def _measure_rank(rank: int, queue: Any, kind: str, devices: int, seconds: float) -> NoReturn:
-    """The process of a rank: time every operation; rank 0 reports, and at the end sends the slowest rank's figures."""
+    """The process of a rank: time every operation. Rank 0 shows how far it is, and sends the slowest rank's figures."""
     topology = Topology(
         rank=rank, local_rank=rank, world_size=devices, local_world_size=devices, launcher="calibration"
     )
     device = bring_up(kind, local_rank=rank, threads=THREADS[kind])
     with joined(topology, device), torch.enable_grad():
         clock = Clock(device, seconds=seconds)
-        ceilings: dict[str, Any] = {"devices": devices, "bus_bytes_per_sec": None, "all_reduce_sec": None}
-        for operation, arguments in operations_of(kind, devices=devices):
+        ceilings: dict[str, Any] = {"devices": devices}
+        hidden = rank > 0 or not sys.stderr.isatty()
+        bar = tqdm(operations_of(kind, devices=devices), f"calibrating {counted(devices, 'device')}", disable=hidden)
+        for operation, arguments in bar:
             dist.barrier()
+            bar.set_postfix_str(operation.__name__.removesuffix("_per_sec").replace("_", " "))
             keys = [operation.__name__, *map(str, arguments)]
             figures = gather_objects(operation(clock, *arguments))
             place = ceilings
             for key in keys[:-1]:
-                place[key] = place.get(key) or {}
-                place = place[key]
+                place = place.setdefault(key, {})
             place[keys[-1]] = max(figures) if keys[0] in {"operation_sec", "all_reduce_sec"} else min(figures)
-            if rank == 0:
-                queue.put((keys[0], {}))
         if rank == 0:
-            queue.put(("", ceilings))
+            queue.put({"bus_bytes_per_sec": None, "all_reduce_sec": None} | ceilings)
     exit_rank(0)
 
 
@@ -335,16 +322,8 @@ def calibrate(path: Path, *, seconds: float, devices: int | None = None) -> dict
     steps = [operations_of(kind, devices=count) for count in counts]
     each = max(_LEAST_SEC, (seconds - _START_SEC * len(counts)) / sum(map(len, steps)) / 1.6)  # warm-up and data
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tqdm(total=sum(map(len, steps)) + 1, desc="calibrating", disable=not sys.stderr.isatty()) as bar:
-
-        def report(name: str) -> None:
-            if name:
-                bar.set_postfix_str(name.removesuffix("_per_sec").replace("_", " "))
-                bar.update()
-
-        disk = disk_bytes_per_sec(path.parent)
-        report("disk")
-        ceilings = [measure_ceilings(kind, devices=count, seconds=each, report=report) for count in counts]
+    disk = disk_bytes_per_sec(path.parent)
+    ceilings = [measure_ceilings(kind, devices=count, seconds=each) for count in counts]
     host = int(str(hardware["memory_bytes"])) // most
     machine = f"{hardware['cpu_name']}, {counted(most, 'device')} of 1 core"
     record = {
@@ -370,8 +349,7 @@ def disk_bytes_per_sec(folder: Path) -> float:
     try:
         begun = time.perf_counter()
         with path.open("xb") as file:
-            for _ in range(_DISK_BYTES >> 20):
-                file.write(block)
+            file.writelines(itertools.repeat(block, _DISK_BYTES >> 20))
             file.flush()
             os.fsync(file.fileno())
         return _DISK_BYTES / (time.perf_counter() - begun)

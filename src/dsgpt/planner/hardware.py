@@ -7,7 +7,6 @@ The price table, ``prices.json``: list prices of cloud instances as known on a d
 here asks a provider: users check the prices, or give their own.
 """
 
-import math
 import re
 from dataclasses import dataclass
 from functools import cache
@@ -143,6 +142,10 @@ class Price:
     """When the page said so, or was read if it has no date."""
     network_source: str | None = None
 
+    def usd_per_hour(self, *, spot: bool) -> float | None:
+        """Of the whole instance; None where no list price is known."""
+        return self.spot_usd_per_hour if spot else self.on_demand_usd_per_hour
+
 
 @dataclass(frozen=True, kw_only=True)
 class PriceTable:
@@ -170,14 +173,14 @@ class Cost:
     source: str | None = None
 
 
-def read_prices(path: Path = PRICES) -> PriceTable:
-    """Read a price table.
+def read_prices(path: Path | None = None) -> PriceTable:
+    """Read a price table; without ``path`` the package's.
 
     Raises:
         UserError: it is missing or not a table; one line.
     """
     try:
-        return read_as(path, PriceTable)
+        return read_as(path or PRICES, PriceTable)
     except JsonError as error:
         raise UserError(
             f"--prices {path}: cannot be read as a price table ({error}); src/dsgpt/planner/prices.json is one"
@@ -204,35 +207,3 @@ def cost(offer: str, usd_per_hour: float, *, seconds: tuple[float, float, float]
     """
     usd, least, most = (usd_per_hour * each / SEC_PER_HOUR for each in seconds)
     return Cost(offer=offer, usd_per_hour=usd_per_hour, usd=usd, least=least, most=most, **row)
-
-
-def costs(
-    table: PriceTable,
-    *,
-    gpu: str,
-    gpus: int,
-    together: int,
-    spot: bool,
-    seconds: tuple[float, float, float],
-    instance: str | None = None,
-) -> list[Cost]:
-    """What every offer with this GPU costs, the cheapest first. Billed by the second, for whole instances.
-
-    Args:
-        table: the prices.
-        gpu: its key in ``hardware.json``.
-        gpus: how many the training uses.
-        together: how many of them are in one machine; smaller instances are no offer.
-        spot: take spot prices, of the offers that have one.
-        seconds: of the training: the likely ones, the least and the most.
-        instance: the only one that is an offer; None for all.
-    """
-    offers = []
-    for price in table.prices:
-        hourly = price.spot_usd_per_hour if spot else price.on_demand_usd_per_hour
-        if price.gpu != gpu or price.gpus < together or hourly is None or instance not in {None, price.instance}:
-            continue
-        name, instances = f"{price.provider} {price.instance}{', spot' if spot else ''}", math.ceil(gpus / price.gpus)
-        row = {"instances": instances, "known_on": price.known_on, "source": price.source}
-        offers.append(cost(name, hourly * instances, seconds=seconds, **row))
-    return sorted(offers, key=lambda cost: cost.usd)

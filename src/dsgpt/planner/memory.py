@@ -29,16 +29,8 @@ MOMENTS = ("start", *STEP, "save", EVALUATION)
 
 
 PARTS = (
-    "weights",
-    "master",
-    "optimizer",
-    "gradients",
-    "new_gradients",
-    "gathered",
-    "buckets",
-    "activations",
-    "logits",
-    "other",
+    *("weights", "master", "optimizer", "gradients", "new_gradients"),
+    *("gathered", "buckets", "activations", "logits", "other"),
 )
 """What a peak is made of; ``docs/records.md`` describes each."""
 

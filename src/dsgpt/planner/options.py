@@ -4,9 +4,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from dsgpt.common.command_line import COUNT, NUMBER, POSITIVE, choice, flag, read_options, switch, ungrouped, value
+from dsgpt.common.command_line import NUMBER, choice, flag, read_options, switch, ungrouped, value
 from dsgpt.common.errors import Problems
-from dsgpt.config.options import PRECISIONS, RUN_TYPES
+from dsgpt.config.options import PRECISIONS, RUN_TYPES, count, positive
 from dsgpt.machine.launcher import JOB_LAUNCHERS
 from dsgpt.model.config import PRESETS
 
@@ -74,12 +74,12 @@ class PlanOptions:
     model_size: str = flag(
         choice(tuple(PRESETS)), "SIZE", f"{', '.join(PRESETS)} (small)", default="small", group="what is trained"
     )
-    num_layers: int | None = flag(POSITIVE, "N", "blocks, instead of the size's")
-    num_heads: int | None = flag(POSITIVE, "N", "attention heads, instead of the size's")
-    embedding_size: int | None = flag(POSITIVE, "N", "width, instead of the size's")
-    max_position_embeddings: int | None = flag(POSITIVE, "N", "positions, instead of the size's")
-    vocab_size: int | None = flag(POSITIVE, "N", "ids (default: 50,257)")
-    seq_length: int | None = flag(POSITIVE, "N", "tokens per sequence (default: the model's positions)")
+    num_layers: int | None = positive("blocks, instead of the size's")
+    num_heads: int | None = positive("attention heads, instead of the size's")
+    embedding_size: int | None = positive("width, instead of the size's")
+    max_position_embeddings: int | None = positive("positions, instead of the size's")
+    vocab_size: int | None = positive("ids (default: 50,257)")
+    seq_length: int | None = positive("tokens per sequence (default: the model's positions)")
     run_type: str | None = flag(choice(RUN_TYPES), "TYPE", f"{', '.join(RUN_TYPES)} (default: optimized)")
     deepspeed_config: Path | None = flag(Path, "JSON", "the recipe (default: the size's, in ds_configs/sizes)")
     strategy: str | None = flag(
@@ -89,18 +89,16 @@ class PlanOptions:
         choice(PRECISIONS), "P", f"{', '.join(PRECISIONS)} (default: auto, as the machine trains)", default="auto"
     )
     activation_checkpointing: bool = switch("recompute each block in the backward pass")
-    global_batch_size: int | None = flag(POSITIVE, "N", "sequences of an optimizer step (default: the recipe's)")
-    micro_batch_size_per_gpu: int | None = flag(
-        POSITIVE, "N", "sequences of a forward pass (default: as src/gpt2.py, up to 8)"
-    )
-    grad_accum_steps: int | None = flag(POSITIVE, "N", "micro batches of an optimizer step")
+    global_batch_size: int | None = positive("sequences of an optimizer step (default: the recipe's)")
+    micro_batch_size_per_gpu: int | None = positive("sequences of a forward pass (default: as src/gpt2.py, up to 8)")
+    grad_accum_steps: int | None = positive("micro batches of an optimizer step")
 
     gpu: str | None = flag(
         str, "GPU", "a GPU of the table: t4, v100-16gb, a10g, l4, a100-80gb, h100-80gb, h200, ...", group="on what"
     )
     instance: str | None = flag(str, "NAME", "an instance of the price table: its GPU, number, network and price")
-    gpus: int | None = flag(POSITIVE, "N", "how many devices (default: 1; of a calibration: all that it measured)")
-    gpus_per_machine: int | None = flag(POSITIVE, "N", "GPUs of one machine (default: 8)")
+    gpus: int | None = positive("how many devices (default: 1; of a calibration: all that it measured)")
+    gpus_per_machine: int | None = positive("GPUs of one machine (default: 8)")
     network_gbps: float | None = flag(_amount("100"), "X", "Gbit/s between machines (100)")
     host_memory_gb: float | None = flag(
         _amount("512"), "X", "memory of a machine for offload (default: twice that of its GPUs)"
@@ -121,13 +119,10 @@ class PlanOptions:
     tokens: float | None = flag(
         _amount(), "N", "tokens of the whole training, such as 10e9 or 10B", group="how long, and for how much"
     )
-    eval_every: int = flag(COUNT, "N", "optimizer steps between validations (default: none)", default=0)
+    eval_every: int = count("optimizer steps between validations (default: none)", default=0)
     val_tokens: float = flag(_amount(), "N", "tokens of a validation", default=0.0)
-    save_every: int = flag(
-        COUNT,
-        "N",
-        "optimizer steps between checkpoints (default: %(default)s; 0: only at the end)",
-        default=SAVE_EVERY,
+    save_every: int = count(
+        "optimizer steps between checkpoints (default: %(default)s; 0: only at the end)", default=SAVE_EVERY
     )
     mtbf: float | None = flag(
         _time,

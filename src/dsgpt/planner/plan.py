@@ -9,9 +9,8 @@ from typing import Any
 
 from dsgpt.common.text import divisors
 from dsgpt.machine.topology import Topology
-from dsgpt.planner.hardware import MEANT, Cost, PriceTable, cost, costs, gpus
+from dsgpt.planner.hardware import MEANT, Cost, PriceTable, cost, gpus
 from dsgpt.planner.memory import Peak, worst_peak
-from dsgpt.planner.options import HEADROOM
 from dsgpt.planner.rates import ASSUMED, Machine, Utilisation, changed
 from dsgpt.planner.request import PlanRequest
 from dsgpt.planner.setup import Setup
@@ -134,34 +133,26 @@ class Plan:
     @cached_property
     def run(self) -> RunTime:
         """The whole training."""
-        options = self.request.options
-        return run_time(
-            self.setup,
-            self.machine,
-            self.step,
-            tokens=options.tokens or 0.0,
-            eval_every=options.eval_every,
-            val_tokens=options.val_tokens,
-            save_every=options.save_every,
-            mtbf=options.mtbf,
-        )
+        return run_time(self.setup, self.machine, self.step, self.request.options)
 
     @cached_property
     def costs(self) -> list[Cost]:
-        """The cheapest first; empty if no price is known."""
-        options, gpus = self.request.options, self.setup.world_size
+        """The cheapest first; empty if no price is known. Billed by the second, for whole instances.
+
+        GPUs that are in one machine need an instance with as many.
+        """
+        options, gpus, spot = self.request.options, self.setup.world_size, self.request.options.spot
         seconds = (self.run.seconds, self.run.least, self.run.most)
         if options.price_per_gpu_hour is not None:
             return [cost("your price", options.price_per_gpu_hour * gpus, seconds=seconds)]
-        return costs(
-            self.prices,
-            gpu=self.machine.name,
-            gpus=gpus,
-            together=min(gpus, self.machine.devices),
-            spot=options.spot,
-            instance=options.instance,
-            seconds=seconds,
-        )
+        offers = []
+        for price in self.prices.prices:
+            hourly, wanted = price.usd_per_hour(spot=spot), options.instance in {None, price.instance}
+            if hourly and wanted and price.gpu == self.machine.name and price.gpus >= min(gpus, self.machine.devices):
+                name, instances = f"{price.provider} {price.instance}{', spot' if spot else ''}", -(-gpus // price.gpus)
+                row = {"instances": instances, "known_on": price.known_on, "source": price.source}
+                offers.append(cost(name, hourly * instances, seconds=seconds, **row))
+        return sorted(offers, key=lambda offer: offer.usd)
 
     @cached_property
     def assumptions(self) -> list[Assumption]:
@@ -209,21 +200,16 @@ class Plan:
     @property
     def mfu(self) -> float | None:
         """Model FLOPs utilisation at the likely time; None without a datasheet's peak."""
-        gpu = gpus().get(self.machine.name)
-        peak = gpu.peak(self.setup.precision) if gpu else None
-        flops = self.setup.model.flops_per_token(self.setup.seq_length)
-        used = Utilisation(flops_per_token=flops, devices=self.setup.world_size, peak=peak)
+        setup, gpu = self.setup, gpus().get(self.machine.name)
+        flops, peak = setup.model.flops_per_token(setup.seq_length), gpu.peak(setup.precision) if gpu else None
+        used = Utilisation(flops_per_token=flops, devices=setup.world_size, peak=peak)
         return used.mfu(self.tokens_per_sec(self.step.seconds))
-
-
-def usable_bytes(machine: Machine, *, headroom: float = HEADROOM) -> int:
-    """Bytes of a device that tensors can fill, if ``headroom`` percent of its memory are left free."""
-    return max(0, int((1 - headroom / 100) * machine.memory_bytes) - FIXED_BYTES[machine.kind])
 
 
 def plan_of(setup: Setup, request: PlanRequest, prices: PriceTable) -> Plan:
     """The plan of ``setup``."""
-    rank, peak = worst_peak(setup, device=request.machine.kind)
+    machine, headroom = request.machine, request.options.headroom
+    rank, peak = worst_peak(setup, device=machine.kind)
     state, recipe = model_state(setup, rank=rank), setup.recipe
     files = {"optimizer", "master"} if recipe.offload_optimizer == "nvme" else set()
     files |= {"parameters"} if recipe.offload_param == "nvme" else set()
@@ -233,7 +219,7 @@ def plan_of(setup: Setup, request: PlanRequest, prices: PriceTable) -> Plan:
         prices=prices,
         rank=rank,
         peak=peak,
-        usable_bytes=usable_bytes(request.machine, headroom=request.options.headroom),
+        usable_bytes=max(0, int((1 - headroom / 100) * machine.memory_bytes) - FIXED_BYTES[machine.kind]),
         host_bytes=sum(size for name, size in state.off_device.items() if name not in files),
     )
 
@@ -334,6 +320,7 @@ def _seconds_at(plan: Plan, fields: Sequence[str], times: float) -> float:
 
 SCHEMA_VERSION = "1.1"
 _OFFERS = 3
+_SHOWN = ("precision", "seq_length", "micro_batch_size", "gradient_accumulation_steps", "data_parallel_size")
 
 
 def plan_lines(plan: Plan) -> list[str]:
@@ -454,11 +441,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "model": setup.model.as_dict() | {"parameters": setup.model.parameter_count()},
         "machine": {"name": plan.machine.name, "devices": setup.world_size, "rates": plan.machine.basis}
         | {"network_gbps": plan.request.network_gbps if several else None},
-        "precision": setup.precision,
-        "seq_length": setup.seq_length,
-        "micro_batch_size": setup.micro_batch_size,
-        "gradient_accumulation_steps": setup.gradient_accumulation_steps,
-        "data_parallel_size": setup.data_parallel_size,
+        **{name: getattr(setup, name) for name in _SHOWN},
         "parallel_sizes": asdict(setup.sizes),
         "activation_checkpointing": setup.activation_checkpointing,
         "memory": {

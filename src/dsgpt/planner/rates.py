@@ -9,18 +9,19 @@ what follows from them against published figures.
 import json
 import math
 import operator
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from pydantic import Field
 
 from dsgpt.common.errors import UserError
-from dsgpt.common.json_files import Finite, JsonError, Positive, clipped, parse_as, parse_json, read_bytes
+from dsgpt.common.json_files import Finite, JsonError, Positive, parse_as, parse_json, read_bytes
 from dsgpt.model.config import GPT2Config
 from dsgpt.planner.hardware import Gpu, recognise
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,15 +112,9 @@ def interpolated(known: Mapping[int, float], place: float) -> float:
     return float(slow * (fast / slow) ** min(1.0, max(0.0, share)))
 
 
-def at_ranks(known: Mapping[int, float], ranks: int) -> float:
+def at_ranks(known: Mapping[int, T], ranks: int) -> T:
     """The value for the fewest known ranks that are not fewer than ``ranks``, else for the most."""
-    return known[nearest_ranks(known, ranks)]
-
-
-def nearest_ranks(known: Iterable[int], ranks: int) -> int:
-    """The fewest known ranks that are not fewer than ``ranks``, else the most."""
-    numbers = sorted(known)
-    return next((number for number in numbers if number >= ranks), numbers[-1])
+    return known[min((number for number in known if number >= ranks), default=max(known))]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,8 +144,11 @@ class Machine:
 # ``calibration.json``: what a machine was measured to do, and its rates for predictions.
 
 SCHEMA_VERSION = "2.0"
-_PRECISION, _SIZE = re.compile("fp32|bf16|fp16"), re.compile("[1-9][0-9]{0,8}")
-_OPERATION = re.compile("all_reduce|reduce_scatter|all_gather|all_to_all|send")
+Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Precision = Annotated[str, Field(pattern=r"^(fp32|bf16|fp16)$")]
+Operation = Annotated[str, Field(pattern=r"^(all_reduce|reduce_scatter|all_gather|all_to_all|send)$")]
+Size = Annotated[int, Field(ge=1, lt=10**9)]
+BySize = Annotated[dict[Size, Annotated[dict[Size, Rate], Field(min_length=1)]], Field(min_length=1)]
 ALLOWANCE = 1.25
 """How much longer, or shorter, a step may take than measured rates say: a roofline leaves out caches, memory
 allocation and how processes disturb each other."""
@@ -168,21 +166,33 @@ class Ceilings:
     """What each device did while ``devices`` processes measured at the same time; of the slowest process."""
 
     devices: Positive
-    matrix_flops_per_sec: dict[str, dict[str, dict[str, Finite]]]
+    matrix_flops_per_sec: Annotated[dict[Precision, BySize], Field(min_length=1)]
     """By precision, width and rows, of a linear layer's forward and backward pass."""
-    attention_flops_per_sec: dict[str, dict[str, dict[str, Finite]]]
+    attention_flops_per_sec: dict[Precision, BySize]
     """By precision, head size and length."""
-    elementwise_bytes_per_sec: dict[str, Finite]
-    logits_per_sec: dict[str, Finite]
-    triad_bytes_per_sec: Finite
+    elementwise_bytes_per_sec: dict[Precision, Rate]
+    logits_per_sec: dict[Precision, Rate]
+    triad_bytes_per_sec: Rate
     """``a = b + s * c`` on arrays that fit into no cache."""
-    operation_sec: Finite
+    operation_sec: Rate
     """Of an operation on 16 numbers, in a forward or backward pass."""
-    bus_bytes_per_sec: dict[str, dict[str, Finite]] | None
+    bus_bytes_per_sec: dict[Operation, dict[Precision, Rate]] | None
     """Ring bytes, by collective operation and precision; None for one device."""
-    all_reduce_sec: Finite | None
+    all_reduce_sec: Rate | None
     """Of one number."""
-    host_link_bytes_per_sec: Finite
+    host_link_bytes_per_sec: Rate
+
+    def __post_init__(self) -> None:
+        """Refuse rates that a prediction would miss.
+
+        Raises:
+            ValueError: one line.
+        """
+        for name in ("attention_flops_per_sec", "elementwise_bytes_per_sec", "logits_per_sec"):
+            if getattr(self, name).keys() != self.matrix_flops_per_sec.keys():
+                raise ValueError(f"{name}: has other precisions than matrix_flops_per_sec")
+        if self.bus_bytes_per_sec and "fp32" not in self.bus_bytes_per_sec.get("all_reduce", {}):
+            raise ValueError("bus_bytes_per_sec: has no all_reduce of fp32")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,8 +201,8 @@ class Calibration:
 
     schema_version: str
     timestamp_utc: str
-    machine: str
-    """Its processor or GPU, and how many devices."""
+    machine: Annotated[str, Field(pattern=r"^[^\p{C}\p{Zl}\p{Zp}]*$")]
+    """Its processor or GPU, and how many devices; in characters that can be printed."""
     hardware: dict[str, Any]
     env: dict[str, Any]
     threads_per_device: int | None
@@ -201,7 +211,7 @@ class Calibration:
     host_bytes_per_device: Positive
     seconds: Finite
     """That it took."""
-    disk_bytes_per_sec: Finite
+    disk_bytes_per_sec: Rate
     ceilings: Annotated[list[Ceilings], Field(min_length=1)]
     """By number of devices."""
 
@@ -223,53 +233,16 @@ def read_calibration(path: Path) -> Calibration:
         if isinstance(record, dict) and isinstance(record.get("calibration"), dict):
             data = json.dumps(record["calibration"]).encode()
         schema = parse_as(data, _Schema, unknown_keys=True).schema_version
-        readable = schema.partition(".")[0] == SCHEMA_VERSION.partition(".")[0]
-        calibration = parse_as(data, Calibration, unknown_keys=True) if readable else None
+        if schema.partition(".")[0] != SCHEMA_VERSION.partition(".")[0]:
+            raise UserError(
+                f"--machine {path}: has schema {schema}, but this program reads {SCHEMA_VERSION}: write it again with "
+                "--calibrate"
+            )
+        return parse_as(data, Calibration, unknown_keys=True)
     except JsonError as error:
         raise UserError(
             f"--machine {path}: cannot be read as a calibration ({error}); write one with --calibrate"
         ) from error
-    if calibration is None:
-        raise UserError(
-            f"--machine {path}: has schema {schema}, but this program reads {SCHEMA_VERSION}: write it again with "
-            "--calibrate"
-        )
-    wrong = next(_impossible(asdict(calibration)), None)
-    if wrong:
-        raise UserError(f"--machine {path}: {wrong}; write it again with --calibrate")
-    return calibration
-
-
-def _impossible(calibration: dict[str, Any]) -> Iterator[str]:
-    """Rates with which a prediction would be wrong or end in an error."""
-    if not calibration["machine"].isprintable():
-        yield "its machine has a name that cannot be printed"
-    if calibration["disk_bytes_per_sec"] <= 0:
-        yield "disk_bytes_per_sec must be above 0"
-    for number, ceilings in enumerate(calibration["ceilings"]):
-        place, precisions = f"ceilings.{number}", set(ceilings["matrix_flops_per_sec"])
-        for name in ("attention_flops_per_sec", "elementwise_bytes_per_sec", "logits_per_sec"):
-            if set(ceilings[name]) != precisions:
-                yield f"{place}.{name}: has other precisions than matrix_flops_per_sec"
-        if ceilings["bus_bytes_per_sec"] and "fp32" not in ceilings["bus_bytes_per_sec"].get("all_reduce", {}):
-            yield f"{place}.bus_bytes_per_sec: has no all_reduce of fp32"
-        for name, value in ceilings.items():
-            keys = (_OPERATION, _PRECISION) if name == "bus_bytes_per_sec" else (_PRECISION, _SIZE, _SIZE)
-            yield from _impossible_rates(value, f"{place}.{name}", keys=keys)
-
-
-def _impossible_rates(value: Any, place: str, *, keys: Sequence[re.Pattern[str]]) -> Iterator[str]:
-    """The same inside a part of the file, whose keys at each depth match the pattern of that depth."""
-    if not isinstance(value, dict):
-        if value is not None and value <= 0:
-            yield f"{place} must be above 0, not {value:g}"
-        return
-    if not value:
-        yield f"{place}: has no rate"
-    for name, part in value.items():
-        if not keys[0].fullmatch(name):
-            yield f"{place}: has the key {clipped(name)}"
-        yield from _impossible_rates(part, f"{place}.{name}", keys=keys[1:])
 
 
 def matrix_ceiling(calibration: Calibration, hardware: Mapping[str, Any], precision: str) -> float | None:
@@ -285,7 +258,7 @@ def matrix_ceiling(calibration: Calibration, hardware: Mapping[str, Any], precis
     if not same or calibration.kind != "cpu" or ranks is None or threads != calibration.threads_per_device:
         return None
     by_devices = {each.devices: each for each in calibration.ceilings}
-    by_width = by_devices[nearest_ranks(by_devices, ranks)].matrix_flops_per_sec.get(precision, {})
+    by_width = at_ranks(by_devices, ranks).matrix_flops_per_sec.get(precision, {})
     return max((rate for by_rows in by_width.values() for rate in by_rows.values()), default=None)
 
 
@@ -298,7 +271,7 @@ def calibrated_machine(calibration: Calibration, *, devices: int | None = None) 
     """
     by_devices = {each.devices: each for each in calibration.ceilings}
     most = max(by_devices)
-    chosen = by_devices[nearest_ranks(by_devices, devices or most)]
+    chosen = at_ranks(by_devices, devices or most)
     rates = _rates(calibration, chosen)
     return Machine(
         name=calibration.machine,
@@ -318,21 +291,13 @@ def calibrated_machine(calibration: Calibration, *, devices: int | None = None) 
     )
 
 
-def _by_number(rates: Mapping[str, Any]) -> dict[Any, Any]:
-    """The same with numbers as keys, below the precisions."""
-    return {
-        int(key) if key.isdecimal() else key: _by_number(rate) if isinstance(rate, Mapping) else rate
-        for key, rate in rates.items()
-    }
-
-
 def _rates(calibration: Calibration, ceilings: Ceilings) -> Rates:
     several = {each.devices: each for each in calibration.ceilings if each.bus_bytes_per_sec and each.all_reduce_sec}
     bus = {number: (each.bus_bytes_per_sec or {})["all_reduce"]["fp32"] for number, each in several.items()}
     most = several[max(several)].bus_bytes_per_sec or {} if several else {}
     return Rates(
-        matrix=_by_number(ceilings.matrix_flops_per_sec),
-        attention=_by_number(ceilings.attention_flops_per_sec),
+        matrix=ceilings.matrix_flops_per_sec,
+        attention=ceilings.attention_flops_per_sec,
         elementwise=ceilings.elementwise_bytes_per_sec,
         logits=ceilings.logits_per_sec,
         memory=ceilings.triad_bytes_per_sec,

@@ -1,27 +1,28 @@
 """From the flags of ``src/plan.py`` to the training that is planned, the candidates of a search, and measured steps."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from dsgpt.common.errors import Problems, UserError
 from dsgpt.common.json_files import JsonError, read_object
-from dsgpt.common.text import divisors, divisors_around, multiples_around
+from dsgpt.common.text import REPOSITORY, divisors, divisors_around, multiples_around
 from dsgpt.config.compatibility import RunRequest as Request
-from dsgpt.config.compatibility import check_accumulation, check_split
+from dsgpt.config.compatibility import check_split
 from dsgpt.config.options import RUN_TYPES, Options, parse_arguments, shape_overrides
 from dsgpt.config.recipe import PARALLEL_KEYS, Recipe, merged, read_recipe, recipe_from, sound_recipe
-from dsgpt.config.run_config import BatchPlan, plan_batch, split_batch
+from dsgpt.config.run_config import plan_batch, split_batch
 from dsgpt.machine.topology import Topology
 from dsgpt.model.config import GPT2_VOCAB_SIZE, PRESETS, GPT2Config, shape_problems
-from dsgpt.planner.hardware import PRICES as TABLE
 from dsgpt.planner.hardware import find_gpu, find_instance, read_prices
-from dsgpt.planner.options import CALIBRATION, SAVE_EVERY, PlanOptions
+from dsgpt.planner.options import CALIBRATION, PlanOptions
 from dsgpt.planner.rates import (
     DEVICES_PER_MACHINE,
     NETWORK_BYTES_PER_SEC,
+    Calibration,
     Machine,
     calibrated_machine,
     datasheet_machine,
@@ -58,84 +59,83 @@ class CandidateSetup:
         return recipe_from(others | self.blocks | more, path)
 
 
-def candidate_setups(devices: int, *, together: int, repository: Path) -> Iterator[CandidateSetup]:
+def candidate_setups(devices: int, *, together: int) -> Iterator[CandidateSetup]:
     """Every way to train on ``devices``, the simplest first.
 
     Args:
         devices: GPUs of the training.
         together: GPUs of one machine; tensor and sequence peers are on the same one, so on several machines their
             number divides it.
-        repository: has the shipped recipes.
     """
     for run_type in ("baseline",) if devices == 1 else ("ddp", "fsdp"):
-        yield CandidateSetup(name=run_type, run_type=run_type, blocks=_blocks(repository, "zero0"))
+        yield CandidateSetup(name=run_type, run_type=run_type, blocks=_blocks("zero0"))
     for recipe in _DATA_PARALLEL[4:] if devices == 1 else _DATA_PARALLEL:
-        blocks = _blocks(repository, recipe)
+        blocks = _blocks(recipe)
         yield CandidateSetup(name=recipe.replace("_", "-"), run_type="optimized", blocks=blocks)
     on_one_machine = [size for size in divisors(devices) if devices <= together or together % size == 0]
-    for size in on_one_machine[1:]:
-        blocks = _blocks(repository, "tensor") | {"tensor_parallel": {"autotp_size": size}}
-        yield CandidateSetup(name=f"tensor{size}-zero1", run_type="optimized", blocks=blocks)
-    for size in on_one_machine[1:]:
-        blocks = _blocks(repository, "sequence") | {"sequence_parallel_size": size}
-        yield CandidateSetup(name=f"sequence{size}-zero1", run_type="optimized", blocks=blocks)
+    for kind in ("tensor", "sequence"):
+        for size in on_one_machine[1:]:
+            split = {"tensor_parallel": {"autotp_size": size}} if kind == "tensor" else {"sequence_parallel_size": size}
+            blocks = _blocks(kind) | split
+            yield CandidateSetup(name=f"{kind}{size}-zero1", run_type="optimized", blocks=blocks)
     for stages in divisors(devices)[1:]:
         for tensor in on_one_machine:
             if devices // stages % tensor == 0:
-                blocks = _blocks(repository, "pipeline")
+                blocks = _blocks("pipeline")
                 blocks["pipeline"] = blocks["pipeline"] | {"stages": stages}
                 blocks |= {"tensor_parallel": {"autotp_size": tensor}} if tensor > 1 else {}
                 name = f"pipeline{stages}-" + (f"tensor{tensor}-" if tensor > 1 else "") + "zero1"
                 yield CandidateSetup(name=name, run_type="optimized", blocks=blocks)
 
 
-def _blocks(repository: Path, name: str) -> dict[str, Any]:
+def _blocks(name: str) -> dict[str, Any]:
     """What the shipped recipe ``name`` says about the strategy."""
-    raw = json.loads((repository / RECIPES / f"{name}.json").read_text(encoding="utf-8"))
+    raw = json.loads((REPOSITORY / RECIPES / f"{name}.json").read_text(encoding="utf-8"))
     return {key: raw[key] for key in ("zero_optimization", *PARALLEL_KEYS) if key in raw}
 
 
 # ``--measured``: steps in the records of sweeps and of ``benchmark.py plan``, to which rates are fitted.
 
-MachineOf = Callable[[int], Machine]
-"""The machine with this many devices at work."""
 
-
-def read_measured(paths: tuple[Path, ...], machine_of: MachineOf, *, repository: Path) -> list[MeasuredStep]:
+def read_measured(paths: tuple[Path, ...], calibration: Calibration) -> list[MeasuredStep]:
     """The measured steps of every record.
 
     Raises:
         UserError: a record cannot be read, or has no step that can be fitted; one line.
     """
-    measured = []
+    measured, machine_of = [], partial(calibrated_machine, calibration)
     for path in paths:
         try:
             record = read_object(path, max_bytes=MAX_BYTES)
             if "comparisons" in record:
-                steps = [_of_sweep(cell, machine_of, repository=repository) for cell in read_sweep(path).cells]
+                found = [_of_sweep(cell) for cell in read_sweep(path).cells]
             else:
-                steps = [_of_plan(cell, machine_of, repository=repository) for cell in record.get("cells", [])]
+                found = [_of_plan(cell) for cell in record.get("cells", [])]
         except JsonError as error:
             raise UserError(f"--measured {path}: cannot be read as a record: {error}") from error
         except (KeyError, TypeError, AttributeError, OverflowError) as error:
             reason = f"{type(error).__name__}: {error}"
             raise UserError(f"--measured {path}: a cell is not as this program writes it ({reason})") from error
-        usable = [step for step in steps if step and step.setup.precision in step.machine.precisions]
+        steps = [
+            MeasuredStep(setup=setup, machine=machine_of(devices=setup.world_size), seconds=seconds)
+            for setup, seconds in filter(None, found)
+        ]
+        usable = [step for step in steps if step.setup.precision in step.machine.precisions]
         if not usable:
             raise UserError(f"--measured {path}: has no measured step of a setup that the planner knows")
         measured += usable
     return measured
 
 
-def _of_sweep(cell: SweepCell, machine_of: MachineOf, *, repository: Path) -> MeasuredStep | None:
-    """The step of a cell of a sweep; None if no turn of it is done."""
+def _of_sweep(cell: SweepCell) -> tuple[Setup, float] | None:
+    """A cell of a sweep and the seconds of its step; None if no turn of it is done."""
     work = next((turn.work for turn in cell.done().values() if turn.work), None)
     if work is None or cell.tokens_per_sec is None:
         return None
     options, problems = parse_arguments(cell.flags)
     problems.raise_if_any()
     assert options.deepspeed_config is not None
-    recipe, run_type = sound_recipe(repository / options.deepspeed_config), options.run_type or ""
+    recipe, run_type = sound_recipe(REPOSITORY / options.deepspeed_config), options.run_type or ""
     batch = plan_batch(
         int(work["global batch"]),
         options.micro_batch_size_per_gpu,
@@ -160,16 +160,16 @@ def _of_sweep(cell: SweepCell, machine_of: MachineOf, *, repository: Path) -> Me
         activation_checkpointing=options.activation_checkpointing,
     )
     tokens = int(work["global batch"]) * setup.seq_length
-    return MeasuredStep(setup=setup, machine=machine_of(setup.world_size), seconds=tokens / cell.tokens_per_sec.median)
+    return setup, tokens / cell.tokens_per_sec.median
 
 
-def _of_plan(result: Mapping[str, Any], machine_of: MachineOf, *, repository: Path) -> MeasuredStep | None:
-    """The step of a cell of ``benchmark.py plan``; None if it was not measured, or only tests a fit."""
+def _of_plan(result: Mapping[str, Any]) -> tuple[Setup, float] | None:
+    """A cell of ``benchmark.py plan`` and the seconds of its step; None if it was not measured, or only tests a fit."""
     seconds = (result.get("step_seconds") or {}).get("measured")
     if not result.get("fit") or not seconds:
         return None
     work = result["work"]
-    shipped = sound_recipe(repository / "ds_configs" / work["recipe"])
+    shipped = sound_recipe(REPOSITORY / "ds_configs" / work["recipe"])
     shape = {name: size for name, size in work["model"].items() if name != "name"}
     setup = Setup(
         model=GPT2Config(block_size=work["seq_length"], **shape),
@@ -178,7 +178,7 @@ def _of_plan(result: Mapping[str, Any], machine_of: MachineOf, *, repository: Pa
         activation_checkpointing=work["activation_checkpointing"],
         **{name: work[name] for name in WORK},
     )
-    return MeasuredStep(setup=setup, machine=machine_of(setup.world_size), seconds=seconds)
+    return setup, seconds
 
 
 # From the flags of ``src/plan.py`` to the training that is planned; every mistake in them is collected.
@@ -217,22 +217,14 @@ class PlanRequest:
 
     def training(self, recipe: Recipe, run_type: str, *, problems: Problems) -> Request:
         """The request as training's own checks take it."""
-        options = Options(
-            run_type=run_type,
-            global_batch_size=self.options.global_batch_size,
-            micro_batch_size_per_gpu=self.options.micro_batch_size_per_gpu,
-            grad_accum_steps=self.options.grad_accum_steps,
-        )
+        batch = ("global_batch_size", "micro_batch_size_per_gpu", "grad_accum_steps")
+        options = Options(run_type=run_type, **{name: getattr(self.options, name) for name in batch})
         return Request(
             options=options,
             topology=Topology(
                 rank=0, local_rank=0, world_size=self.devices, local_world_size=self.devices, launcher="deepspeed"
             ),
-            run_dir=Path(),
             recipe=recipe,
-            train=None,
-            val=None,
-            init_from=None,
             model=self.model,
             seq_length=self.seq_length,
             device=self.machine.kind,
@@ -240,7 +232,7 @@ class PlanRequest:
             mistakes=problems.copy(),
         )
 
-    def setup(self, recipe: Recipe, run_type: str, batch: BatchPlan, *, activation_checkpointing: bool) -> Setup:
+    def setup(self, recipe: Recipe, run_type: str, micro: int, steps: int, *, activation_checkpointing: bool) -> Setup:
         """The training that formulas take.
 
         Raises:
@@ -252,34 +244,33 @@ class PlanRequest:
             recipe=recipe,
             world_size=self.devices,
             precision=self.precision,
-            micro_batch_size=batch.micro_batch_size,
-            gradient_accumulation_steps=batch.gradient_accumulation_steps,
+            micro_batch_size=micro,
+            gradient_accumulation_steps=steps,
             seq_length=self.seq_length,
             activation_checkpointing=activation_checkpointing,
         )
 
 
-def read_request(options: PlanOptions, problems: Problems, *, repository: Path) -> PlanRequest:
+def read_request(options: PlanOptions, problems: Problems) -> PlanRequest:
     """Read what the flags name.
 
     Args:
         options: the flags.
         problems: the mistakes found so far.
-        repository: has the recipes of the sizes.
 
     Raises:
         UserError: with every mistake, a line each.
     """
     if options.strategy is not None:
-        given = {"--run_type": options.run_type, "--deepspeed_config": options.deepspeed_config}
-        for flag in [flag for flag, value in {**given, "--recommend": options.recommend}.items() if value]:
-            problems.add(f"{flag} and --strategy both name what is trained: leave one of them out")
+        for name in ("run_type", "deepspeed_config", "recommend"):
+            if getattr(options, name):
+                problems.add(f"--{name} and --strategy both name what is trained: leave one of them out")
         run_type = options.strategy if options.strategy in RUN_TYPES and not options.recommend else None
         options = replace(options, run_type=run_type)
     options, network_basis = _with_instance(options, problems)
     model = _model(options, problems)
-    machine = _machine(options, problems, repository=repository)
-    recipe = _recipe(options, problems, repository=repository)
+    machine = _machine(options, problems)
+    recipe = _recipe(options, problems)
     if model is not None and (options.seq_length or 0) > model.block_size:
         problems.add(
             f"--seq_length {options.seq_length} is longer than the model's {model.block_size} positions: lower it, or "
@@ -297,10 +288,7 @@ def read_request(options: PlanOptions, problems: Problems, *, repository: Path) 
     _check_ignored(options, problems)
     precision = _precision(options, recipe, machine, problems) if recipe and machine else None
     problems.raise_if_any()
-    assert model is not None
-    assert machine is not None
-    assert recipe is not None
-    assert precision is not None
+    assert model and machine and recipe and precision  # each is None only if a problem says why
     devices = options.gpus or (1 if machine.kind == "cuda" and options.gpu else machine.devices)
     return PlanRequest(
         options=options,
@@ -319,11 +307,11 @@ def _with_instance(options: PlanOptions, problems: Problems) -> tuple[PlanOption
     basis = "as given" if options.network_gbps else ""
     if options.instance is None:
         return options, basis
-    given = {"--gpu": options.gpu, "--machine": options.machine, "--gpus_per_machine": options.gpus_per_machine}
-    for flag in [flag for flag, value in given.items() if value is not None]:
-        problems.add(f"{flag} is what --instance names: leave one of them out")
+    for name in ("gpu", "machine", "gpus_per_machine"):
+        if getattr(options, name) is not None:
+            problems.add(f"--{name} is what --instance names: leave one of them out")
     try:
-        row = find_instance(read_prices(options.prices or TABLE), options.instance)
+        row = find_instance(read_prices(options.prices), options.instance)
     except UserError as error:
         problems.add(*error.problems)
         return options, basis
@@ -349,12 +337,11 @@ def fixed_setup(request: PlanRequest, problems: Problems) -> Setup:
     training = request.training(request.recipe, request.run_type, problems=problems)
     check_split(training, problems)
     batch = split_batch(training, problems, [])
-    if batch is not None:
-        check_accumulation(training, batch.gradient_accumulation_steps, problems)
     problems.raise_if_any()
     assert batch is not None
     checkpointing = request.options.activation_checkpointing or request.recipe.activation_checkpointing is not None
-    return request.setup(request.recipe, request.run_type, batch, activation_checkpointing=checkpointing)
+    micro, steps = batch.micro_batch_size, batch.gradient_accumulation_steps
+    return request.setup(request.recipe, request.run_type, micro, steps, activation_checkpointing=checkpointing)
 
 
 def _model(options: PlanOptions, problems: Problems) -> GPT2Config | None:
@@ -364,19 +351,19 @@ def _model(options: PlanOptions, problems: Problems) -> GPT2Config | None:
     return None if mistakes else GPT2Config(**shape)
 
 
-def _recipe(options: PlanOptions, problems: Problems, *, repository: Path) -> Recipe | None:
+def _recipe(options: PlanOptions, problems: Problems) -> Recipe | None:
     if options.deepspeed_config is not None:
         return read_recipe(options.deepspeed_config, problems)
-    path = repository / SIZES / f"{options.model_size}.json"
+    path = REPOSITORY / SIZES / f"{options.model_size}.json"
     recipe = read_recipe(path, problems)
     if recipe and options.strategy:
         name = "zero0" if options.strategy in RUN_TYPES else options.strategy
-        strategy = CandidateSetup(name=name, run_type="optimized", blocks=_blocks(repository, name))
+        strategy = CandidateSetup(name=name, run_type="optimized", blocks=_blocks(name))
         return strategy.recipe(recipe, RECIPES / f"{options.strategy}.json", train_batch_size=recipe.train_batch_size)
     return replace(recipe, path=SIZES / path.name) if recipe else None
 
 
-def _machine(options: PlanOptions, problems: Problems, *, repository: Path) -> Machine | None:
+def _machine(options: PlanOptions, problems: Problems) -> Machine | None:
     if options.gpu is not None and options.machine is not None:
         problems.add("--gpu and --machine are two machines: give one of them")
     if options.gpu is None and problems.mention("--instance"):
@@ -396,12 +383,7 @@ def _machine(options: PlanOptions, problems: Problems, *, repository: Path) -> M
             return None
         calibration = read_calibration(path)
         machine = calibrated_machine(calibration, devices=options.gpus)
-        if not options.measured:
-            return machine
-        steps = read_measured(
-            options.measured, lambda devices: calibrated_machine(calibration, devices=devices), repository=repository
-        )
-        return fit(steps).applied(machine)
+        return fit(read_measured(options.measured, calibration)).applied(machine) if options.measured else machine
     except UserError as error:
         problems.add(*(f"--gpu: {line}" if options.gpu else line for line in error.problems))
         return None
@@ -433,24 +415,17 @@ def _check_machines(options: PlanOptions, machine: Machine | None, problems: Pro
 
 def _check_ignored(options: PlanOptions, problems: Problems) -> None:
     """Note flags that another flag makes meaningless: a plan must not look as if it had followed them."""
-    limits = {"--budget": options.budget, "--deadline": options.deadline}
-    written = {"--launcher": options.launcher}
-    searched = {"--run_type": options.run_type, "--activation_checkpointing": options.activation_checkpointing or None}
-    described = {
-        "--gpus_per_machine": options.gpus_per_machine,
-        "--network_gbps": options.network_gbps,
-        "--host_memory_gb": options.host_memory_gb,
-    }
-    saved = {"--save_every": options.save_every if options.save_every != SAVE_EVERY else None}
-    priced = {"--prices": options.prices, "--spot": options.spot or None}
-    for flags, meaningless, why in (
-        (limits, not options.recommend, "is a limit for --recommend: add it, or leave {flag} out"),
-        (written, not options.recommend, "is of the command that --recommend writes: add it, or leave {flag} out"),
-        (searched, options.recommend, "is what --recommend searches: leave it out"),
-        (described, options.gpu is None, "describes machines of --gpu, but a calibration has its own: leave it out"),
-        (saved, options.mtbf is not None, "is what --mtbf plans: leave one of them out"),
-        (priced, options.price_per_gpu_hour is not None, "is replaced by --price_per_gpu_hour: leave one of them out"),
+    limit, written = "is a limit for --recommend: add it", "is of the command that --recommend writes: add it"
+    replaced = "is replaced by --price_per_gpu_hour: leave one of them out"
+    described = "describes machines of --gpu, but a calibration has its own: leave it out"
+    for names, meaningless, why in (
+        (("budget", "deadline"), not options.recommend, limit + ", or leave {flag} out"),
+        (("launcher",), not options.recommend, written + ", or leave {flag} out"),
+        (("run_type", "activation_checkpointing"), options.recommend, "is what --recommend searches: leave it out"),
+        (("gpus_per_machine", "network_gbps", "host_memory_gb"), options.gpu is None, described),
+        (("save_every",), options.mtbf is not None, "is what --mtbf plans: leave one of them out"),
+        (("prices", "spot"), options.price_per_gpu_hour is not None, replaced),
     ):
-        for flag, value in flags.items():
-            if meaningless and value is not None:
-                problems.add(f"{flag} {why.format(flag=flag)}")
+        for name in names if meaningless else ():
+            if getattr(options, name) != getattr(PlanOptions, name):
+                problems.add(f"--{name} {why.format(flag=f'--{name}')}")

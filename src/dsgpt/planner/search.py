@@ -21,10 +21,10 @@ from dsgpt.common.json_files import Positive, read_as
 from dsgpt.common.text import IN_CHECKOUT, REPOSITORY, divisors, next_line, script_words
 from dsgpt.config.compatibility import check_accumulation, check_split
 from dsgpt.config.recipe import recipe_text, sound_recipe
-from dsgpt.config.run_config import LARGEST_BATCH, BatchPlan
+from dsgpt.config.run_config import plan_batch
 from dsgpt.machine.launcher import LAUNCHERS, job_words
 from dsgpt.model.config import GPT2_VOCAB_SIZE, GPT2Config
-from dsgpt.planner.hardware import PRICES, PriceTable, find_gpu, gpus, read_prices
+from dsgpt.planner.hardware import PriceTable, find_gpu, gpus, read_prices
 from dsgpt.planner.options import CALIBRATION, PlanOptions
 from dsgpt.planner.plan import (
     HOST_SHARE,
@@ -69,7 +69,7 @@ class Judged:
         return not self.reason
 
 
-def search(request: PlanRequest, prices: PriceTable, *, repository: Path) -> list[Judged]:
+def search(request: PlanRequest, prices: PriceTable) -> list[Judged]:
     """Every candidate, judged: first those within all limits, the fastest first, then the others.
 
     All micro batches are planned, because those that fit are no range: the smallest may need more memory than a larger
@@ -79,7 +79,7 @@ def search(request: PlanRequest, prices: PriceTable, *, repository: Path) -> lis
     """
     judged = [
         _judge(request, prices, candidate, activation_checkpointing=checkpointing)
-        for candidate in candidate_setups(request.devices, together=request.machine.devices, repository=repository)
+        for candidate in candidate_setups(request.devices, together=request.machine.devices)
         for checkpointing in (False, True)
     ]
     # equally fast ones stay in order, the simpler first
@@ -97,24 +97,20 @@ def _judge(
     options, path, problems = request.options, request.options.into / RECIPE, Problems()
     name = f"{candidate.name}, checkpointing" if activation_checkpointing else candidate.name
     more: dict[str, Any] = {"activation_checkpointing": {}} if activation_checkpointing else {}
-    total = options.global_batch_size or request.recipe.train_batch_size or 0
-    plain = candidate.recipe(request.recipe, path, train_batch_size=total or None, **more)
+    total = options.global_batch_size or request.recipe.train_batch_size
+    plain = candidate.recipe(request.recipe, path, train_batch_size=total, **more)
     training = request.training(plain, candidate.run_type, problems=problems)
     check_split(training, problems)
     ranks = request.devices // plain.parallel_of(candidate.run_type).ranks_per_copy
-    if not total:
-        problems.add("the global batch is not given: set train_batch_size in the recipe or --global_batch_size")
-    elif total > LARGEST_BATCH:
-        problems.add(f"the global batch of {total:,} is too large: at most {LARGEST_BATCH:,}")
-    elif not problems and total % ranks:
-        problems.add(f"the global batch of {total} is not divisible by {ranks} data ranks")
+    if not problems:
+        plan_batch(total, None, None, ranks=ranks, enforce_global=False, problems=problems, notices=[])
     try:
         problems.raise_if_any()
     except UserError as error:  # its first line, without the name of the file that is not written yet
         return Judged(name=name, reason=error.problems[0].removeprefix(f"{path}: "))
-    plans = []
-    for micro in divisors(total // ranks):
-        steps = total // ranks // micro
+    plans, share = [], (total or 0) // ranks
+    for micro in divisors(share):
+        steps = share // micro
         if options.micro_batch_size_per_gpu not in {None, micro} or options.grad_accum_steps not in {None, steps}:
             continue
         sizes = {"train_micro_batch_size_per_gpu": micro, "gradient_accumulation_steps": steps}
@@ -122,14 +118,12 @@ def _judge(
         check_accumulation(training, steps, problems)
         if problems:
             continue
-        batch = BatchPlan(
-            global_batch_size=total, micro_batch_size=micro, gradient_accumulation_steps=steps, data_parallel_size=ranks
+        setup = request.setup(
+            recipe, candidate.run_type, micro, steps, activation_checkpointing=activation_checkpointing
         )
-        setup = request.setup(recipe, candidate.run_type, batch, activation_checkpointing=activation_checkpointing)
         plans.append(replace(plan_of(setup, request, prices), name=name))
     if not plans:
-        reason = f"no micro batch as asked for divides the {total // ranks} sequences of a rank"
-        return Judged(name=name, reason=reason)
+        return Judged(name=name, reason=f"no micro batch as asked for divides the {share} sequences of a rank")
     fitting = tuple(plan for plan in plans if plan.fits)
     if not fitting:
         least = min(plans, key=lambda plan: plan.peak.total)
@@ -397,11 +391,11 @@ def read_published() -> list[Published]:
     return read_as(PUBLISHED, dict[str, list[Published]])["rows"]
 
 
-def predict(row: Published, *, repository: Path) -> tuple[float, float, float]:
+def predict(row: Published) -> tuple[float, float, float]:
     """Tokens per second of a GPU in the setup of ``row``: at least, likely and at most."""
     setup = Setup(
         model=GPT2Config(**row.shape, block_size=row.seq_length, vocab_size=GPT2_VOCAB_SIZE),
-        recipe=sound_recipe(repository / "ds_configs" / f"{row.recipe}.json"),
+        recipe=sound_recipe(REPOSITORY / "ds_configs" / f"{row.recipe}.json"),
         world_size=row.gpus,
         **{name: getattr(row, name) for name in WORK},
     )
@@ -410,38 +404,11 @@ def predict(row: Published, *, repository: Path) -> tuple[float, float, float]:
     return tokens / step.most, tokens / step.seconds, tokens / step.least
 
 
-_HEAD = """# The planner beside published figures
-
-`src/plan.py` predicts times on GPUs from datasheets and assumed shares of their peaks. **This project
-measured none of them: the machine of the committed records has no GPU.** Other programs published what
-they reached. They are not this program: llm.c is CUDA with fused kernels; llm-foundry and nanoGPT are
-PyTorch with their own attention, precision or compiler; GPT2-Optimization, of which this project is a
-successor, is DeepSpeed with attention in separate operations. A range that contains their figures makes
-the assumptions plausible. It does not prove them.
-
-Tokens per second of one GPU. The setup is the one here that is most like theirs, with micro batch x
-accumulation and tokens of a sequence.
-
-| program, model | GPUs | setup here | predicted | likely | published | within |
-|---|---|---|---:|---:|---:|---|
-"""
-_ASSUMED = """
-## What is assumed
-
-| share of | at least | likely | at most |
-|---|---:|---:|---:|
-"""
-_END = """
-`.venv/bin/python src/plan.py --calibrate` replaces them by measured rates of your machine: see
-[planning](planning.md).
-"""
-
-
-def published_page(*, repository: Path) -> str:
+def published_page() -> str:
     """The page, as Markdown."""
     figures, remarks, inside = [], [], 0
     for number, row in enumerate(read_published(), 1):
-        (low, likely, high), figure = predict(row, repository=repository), row.tokens_per_sec_per_gpu
+        (low, likely, high), figure = predict(row), row.tokens_per_sec_per_gpu
         strategy = row.recipe if row.run_type == "optimized" else row.run_type
         gpus, within = f"{row.gpus} x {row.gpu}", low <= figure <= high
         work = f"{row.micro_batch_size} x {row.gradient_accumulation_steps}, {row.seq_length:,}"
@@ -453,7 +420,6 @@ def published_page(*, repository: Path) -> str:
         outside = "" if row.why_outside is None else f" **Outside the range:** {row.why_outside}"
         remarks.append(f"{number}. {row.program}, {row.model}, {gpus}: {row.published_as}.{outside}\n")
         inside += within
-    within_range = f"\n{inside} of {len(figures)} figures are within their range. Where the figures come from:\n\n"
     shares = {
         "dense matrix peak": MATRIX,
         "matrix peak, by attention": ATTENTION,
@@ -463,19 +429,20 @@ def published_page(*, repository: Path) -> str:
     assumed = [
         f"| {name} | {each.least:.0%} | {each.likely:.0%} | {each.most:.0%} |\n" for name, each in shares.items()
     ]
-    return "".join([_HEAD, *figures, within_range, *remarks, _ASSUMED, *assumed, _END])
+    parts = {"figures": "".join(figures), "remarks": "".join(remarks), "shares": "".join(assumed)}
+    template = PUBLISHED.with_suffix(".txt").read_text(encoding="utf-8")
+    return template.format(inside=inside, rows=len(figures), **parts)
 
 
 # The command.
 
 
-def act(options: PlanOptions, problems: Problems, *, repository: Path, draw: Callable[[Plan, Path], None]) -> int:
+def act(options: PlanOptions, problems: Problems, *, draw: Callable[[Plan, Path], None]) -> int:
     """Calibrate, plan one setup, recommend one, or write the page of published figures; return the exit code.
 
     Args:
         options: the flags.
         problems: the mistakes in them that were found so far.
-        repository: has the recipes.
         draw: draws the picture of a plan to a file, for ``--picture``.
 
     Raises:
@@ -495,25 +462,24 @@ def act(options: PlanOptions, problems: Problems, *, repository: Path, draw: Cal
         return EXIT_DONE
     if options.published is not None:
         problems.raise_if_any()
-        page = published_page(repository=repository).encode()
+        page = published_page().encode()
         with _writing("--published", options.published):
             write_atomic(options.published, page)
         print(options.published)
         return EXIT_DONE
-    request = read_request(options, problems, repository=repository)
+    request = read_request(options, problems)
     answer: dict[str, Any] | list[str]
     if options.recommend:
-        judged = search(request, read_prices(options.prices or PRICES), repository=repository)
+        judged = search(request, read_prices(options.prices))
         plan = best_of(judged, request)
         files = recommendation_files(plan)
         with _writing("--into", options.into):
             options.into.mkdir(parents=True, exist_ok=True)
             for path, content in files.items():
                 write_atomic(path, content)
-        answered = recommendation_json if options.json else recommendation_lines
-        answer = answered(judged, plan, list(files))
+        answer = (recommendation_json if options.json else recommendation_lines)(judged, plan, list(files))
     else:
-        prices = read_prices(options.prices or PRICES)
+        prices = read_prices(options.prices)
         plan = plan_of(fixed_setup(request, problems), request, prices)
         answer = with_assumptions(plan) if options.json else plan_lines(plan)
     if options.picture is not None:

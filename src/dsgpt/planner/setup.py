@@ -227,9 +227,8 @@ class Setup:
     @property
     def moments(self) -> int:
         """Numbers that the optimizer keeps per weight: Adam's two moments, or the momentum of SGD."""
-        if self.recipe.optimizer.type == "AdamW":
-            return 2
-        return int(self.recipe.optimizer.momentum > 0)
+        optimizer = self.recipe.optimizer
+        return 2 if optimizer.type == "AdamW" else int(optimizer.momentum > 0)
 
     @property
     def uses_deepspeed_adam(self) -> bool:
@@ -398,16 +397,14 @@ def _gathers(model: GPT2Config, zero: ZeroRecipe, *, recompute: bool) -> "Gather
         nothing = [_NOTHING, _NOTHING]
         backward = [_NOTHING, *nothing, back, *again, fc, ln_2, *nothing, proj, qkv, ln_1, *backward]
     forward, backward = [*forward, tail, head], [_NOTHING, head, tail, *backward, _NOTHING, positions, head]
-    return Gathers(model, zero, forward, backward)
+    return Gathers(model, zero, [*forward, *backward], forward=len(forward))
 
 
 class Gathers:
     """What one forward and backward pass gathers."""
 
-    def __init__(
-        self, model: GPT2Config, zero: ZeroRecipe, forward: Sequence[Layer], backward: Sequence[Layer]
-    ) -> None:
-        order = self._order = [*forward, *backward]
+    def __init__(self, model: GPT2Config, zero: ZeroRecipe, order: Sequence[Layer], *, forward: int) -> None:
+        self._order = order
         self._persistent = {part.name for part in persistent(zero, model_parameters(model))}
         self._zero = zero
         self._queue = deque((part, step) for step, layer in enumerate(order) for part in layer)
@@ -422,7 +419,7 @@ class Gathers:
         """Those of the forward pass, in which some are gathered ahead for the backward pass."""
         for step, layer in enumerate(order):
             self._use(step, layer)
-            if step + 1 == len(forward):
+            if step + 1 == forward:
                 self.forward = list(self.all)
 
     def _use(self, step: int, layer: Layer) -> None:

@@ -24,6 +24,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from dsgpt.planner.memory import CHUNK, stream_bytes
+from dsgpt.planner.options import PlanOptions
 from dsgpt.planner.rates import Machine, Rates, at_ranks
 from dsgpt.planner.setup import FULL, Setup, model_parameters, total
 from dsgpt.planner.strategies import copied, step_traffic, strategy_of
@@ -239,13 +240,14 @@ def _rank(setup: Setup, rates: Rates, machine: Machine, rank: int, hooks: Hooks)
     for traffic in step_traffic(setup, rank=rank):
         precision = "fp32" if traffic.summed_width == FULL else setup.precision
         rate = bus_rate(setup, rates, traffic, devices=machine.devices)
-        begun = strategy.calls(traffic, rank) * at_ranks(rates.collective_sec, traffic.group_size)
+        begun = traffic.calls * at_ranks(rates.collective_sec, traffic.group_size)
         sending = rates.slowness_of(traffic.operation, precision) * traffic.ring_bytes / rate + begun
         if traffic.what == "activations":
             of_activations += sending / micro_batches
             continue
-        hides = machine.kind != "cpu" and strategy.can_overlap(traffic)  # a CPU computes with the core that sends
-        behind = strategy.hidden(traffic, sending, forward=forward, backward=backward) if hides else 0.0
+        passing = traffic.behind[0] * forward + traffic.behind[1] * backward
+        # a CPU computes with the core that sends
+        behind = min(traffic.hidden * sending, passing) if machine.kind != "cpu" else 0.0
         hidden += behind
         once += sending - behind
     parts = {name: micro_batches * each for name, each in seconds.items()}
@@ -327,34 +329,22 @@ class RunTime:
         return sum(self.parts.values())
 
 
-def run_time(
-    setup: Setup,
-    machine: Machine,
-    step: StepTime,
-    *,
-    tokens: float,
-    eval_every: int = 0,
-    val_tokens: float = 0.0,
-    save_every: int = 0,
-    mtbf: float | None = None,
-) -> RunTime:
+def run_time(setup: Setup, machine: Machine, step: StepTime, options: PlanOptions) -> RunTime:
     """The time of a training.
 
     Args:
         setup: that is trained.
         machine: on which it is.
         step: how long its steps take.
-        tokens: of the whole training.
-        eval_every: steps between validations; there is one at the end in any case.
-        val_tokens: of a validation; 0 leaves validations out.
-        save_every: steps between checkpoints; there is one at the end in any case.
-        mtbf: mean seconds between interruptions, at random; then ``save_every`` is planned, not taken.
+        options: how many tokens, and how often it validates and saves, which it does at the end in any case. With
+            ``mtbf`` the interval of saves is planned, not taken.
     """
     own_tokens = setup.data_parallel_size * setup.micro_batch_size * setup.seq_length
-    steps = max(1, math.floor(tokens / (own_tokens * setup.gradient_accumulation_steps)))
-    validations = _times(steps, eval_every) if val_tokens else 0
+    mtbf, save_every = options.mtbf, options.save_every
+    steps = max(1, math.floor((options.tokens or 0) / (own_tokens * setup.gradient_accumulation_steps)))
+    validations = _times(steps, options.eval_every) if options.val_tokens else 0
     # micro batches that a rank validates on, the bubble of a pipeline included
-    micro_batches = val_tokens / own_tokens + setup.sizes.pipeline - 1
+    micro_batches = options.val_tokens / own_tokens + setup.sizes.pipeline - 1
     validation = validations * micro_batches * step.validation_micro_batch
     # weights and moments in fp32, written by one process
     checkpoint = FULL * (1 + setup.moments) * total(model_parameters(setup.model))
@@ -465,10 +455,7 @@ class Factors:
 
     def applied(self, machine: Machine) -> Machine:
         """``machine`` with these factors; its range becomes the spread of the fit."""
-        rates = machine.rates
-        for precision, factor in self.compute.items():
-            rates = rates.in_precision(precision, slower=factor)
-        rates = rates.scaled(compute=1, communication=self.communication)
+        rates = _slowed(machine.rates, {**self.compute, _SENT: self.communication})
         wide = 1 + max(_LEAST_SPREAD, self.spread)
         return replace(
             machine,
@@ -484,6 +471,13 @@ class Factors:
         )
 
 
+def _slowed(rates: Rates, factors: Mapping[str, float]) -> Rates:
+    """The rates with which computation in each precision, and communication, take so many times as long."""
+    for precision in factors.keys() - {_SENT}:
+        rates = rates.in_precision(precision, slower=factors[precision])
+    return rates.scaled(compute=1, communication=factors[_SENT])
+
+
 def fit(steps: Sequence[MeasuredStep]) -> Factors:
     """The factors with which predictions are nearest to ``steps``, of which there is at least one.
 
@@ -496,7 +490,9 @@ def fit(steps: Sequence[MeasuredStep]) -> Factors:
     for index, (seconds, terms) in enumerate(measured):
         others = _nearest(names, measured[:index] + measured[index + 1 :])
         spread = max(spread, abs(_sum(terms, others) / seconds - 1))
-    return replace(_factors(_nearest(names, measured)), spread=spread, steps=len(steps))
+    factors = _nearest(names, measured)
+    sent = factors.pop(_SENT)
+    return Factors(compute=factors, communication=sent, spread=spread, steps=len(steps))
 
 
 def _nearest(names: Sequence[str], steps: Sequence[tuple[float, Mapping[str, float]]]) -> dict[str, float]:
@@ -517,16 +513,11 @@ def _nearest(names: Sequence[str], steps: Sequence[tuple[float, Mapping[str, flo
     return factors
 
 
-def _factors(by_name: Mapping[str, float]) -> Factors:
-    compute = {name: factor for name, factor in by_name.items() if name != _SENT}
-    return Factors(compute=compute, communication=by_name[_SENT], spread=0.0, steps=0)
-
-
 def _terms(step: MeasuredStep, names: Sequence[str]) -> dict[str, float]:
     """The seconds of ``step`` that grow with each factor; under the empty name those that grow with none."""
     ones = dict.fromkeys(names, 1.0)
     once, *twice = (
-        predict_step(step.setup, _factors(factors).applied(step.machine)).seconds
+        predict_step(step.setup, replace(step.machine, rates=_slowed(step.machine.rates, factors))).seconds
         for factors in (ones, *(ones | {name: 2.0} for name in names))
     )
     terms = {name: seconds - once for name, seconds in zip(names, twice, strict=True)}

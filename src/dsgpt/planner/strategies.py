@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any, ClassVar
 
 from dsgpt.planner.setup import (
     EMBEDDING,
@@ -36,6 +37,7 @@ from dsgpt.planner.strategy import (
     Moment,
     Place,
     Planned,
+    Shares,
     Traffic,
     embedding_bytes,
 )
@@ -59,6 +61,8 @@ class DeepSpeed(Planned):
     """What all stages of ZeRO have in common."""
 
     operations_per_tensor = 8
+    searches_extremes: ClassVar[bool] = False
+    """Whether it looks for the least and the largest gradient."""
 
     @property
     def steps_on_host(self) -> bool:
@@ -130,69 +134,54 @@ class DeepSpeed(Planned):
 
     def traffic(self, rank: int) -> list[Traffic]:
         """Between ranks that share a copy of the model, and between those that hold the same parameters."""
-        traffic, sizes = [], self.setup.sizes
-        if sizes.tensor > 1:
-            traffic.append(self._tensor(rank))
-        if sizes.sequence > 1:
-            traffic.append(self._sequence())
-        if sizes.pipeline > 1:
-            traffic += self._pipeline(rank)
-        return [*traffic, *self.zero_traffic(rank)]
+        return [*self._inside_a_copy(rank), *self.zero_traffic(rank)]
 
-    def _activations(self) -> int:
-        """Bytes of the residual stream that a rank holds, over a step's micro batches, (B, T, C) each: waBTC."""
-        setup = self.setup
-        return setup.low * setup.gradient_accumulation_steps * setup.tokens * setup.model.n_embd
+    def _inside_a_copy(self, rank: int) -> Iterator[Traffic]:
+        """Between tensor, sequence and pipeline ranks.
 
-    def _tensor(self, rank: int) -> Traffic:
-        """Two sums of the residual stream per block in the forward pass, and two in the backward pass.
-
-        Recomputing a block repeats the forward pass without its last sum, which nothing in the block needs.
+        Tensor ranks sum the residual stream twice per block in the forward pass, and twice in the backward pass.
+        Recomputing a block repeats the forward pass without its last sum, which nothing in the block needs. Sequence
+        ranks have per block one all-to-all each of queries, keys, values and the result, and the same for their
+        gradients. A stage sends the residual stream to the next one, and its gradient to the previous one: each tensor
+        peer its part. The peers gather what they receive, and before the backward pass what they sent. The first and
+        the last stage sum the embedding's gradient, in fp32.
         """
-        sums = 5 if self.setup.activation_checkpointing else 4
-        return Traffic(
-            what="activations",
-            operation="all_reduce",
-            group_size=self.setup.sizes.tensor,
-            payload_bytes=sums * self.setup.blocks(rank) * self._activations(),
-            summed_width=self.setup.low,
-            axis="tensor",
-        )
-
-    def _sequence(self) -> Traffic:
-        """Per block one all-to-all each of queries, keys, values and the result, and the same for their gradients."""
-        passes, ranks = 3 if self.setup.activation_checkpointing else 2, self.setup.sizes.sequence
-        size = 4 * passes * self.setup.model.n_layer * self._activations()
-        return Traffic(
-            what="activations", operation="all_to_all", group_size=ranks, payload_bytes=size, axis="sequence"
-        )
-
-    def _pipeline(self, rank: int) -> Iterator[Traffic]:
-        """The residual stream to the next stage, its gradient to the previous one; the embedding's gradient, in fp32.
-
-        Each tensor peer sends its part of the residual stream. The peers gather what they receive, and before the
-        backward pass what they sent.
-        """
-        sizes = self.setup.sizes
-        has_next, has_previous = self._neighbours(rank)
-        stream = self._activations()
-        sent = (has_next + has_previous) * stream // sizes.tensor
-        again = (2 * has_next + has_previous) * stream
-        yield Traffic(what="activations", operation="send", group_size=2, payload_bytes=sent, axis="pipeline")
-        yield Traffic(
-            what="activations", operation="all_gather", group_size=sizes.tensor, payload_bytes=again, axis="tensor"
-        )
+        setup, sizes, stage = self.setup, self.setup.sizes, self.setup.stage(rank)
+        again, following, preceding = int(setup.activation_checkpointing), stage < sizes.pipeline - 1, stage > 0
+        sums, exchanges = (4 + again) * setup.blocks(rank), (8 + 4 * again) * setup.model.n_layer
+        tensor = partial(self._streams, axis="tensor", ranks=sizes.tensor, calls=sums)
+        yield tensor("all_reduce", count=sums, width=setup.low, passes=(2, 2 + again))
+        sequence = partial(self._streams, axis="sequence", ranks=sizes.sequence, calls=exchanges)
+        yield sequence("all_to_all", count=exchanges, passes=(1, 1 + again))
+        pipeline = partial(self._streams, axis="pipeline", ranks=2, calls=2)
+        yield pipeline("send", count=(following + preceding) / sizes.tensor, passes=(following, preceding))
+        yield tensor("all_gather", count=2 * following + preceding, passes=(preceding, 2 * following))
         if self.embedding(rank):
-            size = FULL * self.setup.model.padded_vocab_size * self.setup.model.n_embd
-            ranks = sum(bool(self.embedding(each)) for each in self.setup.first_ranks)  # the first and the last stage
             yield Traffic(
-                what="gradients", operation="all_reduce", group_size=ranks, payload_bytes=size, axis="pipeline"
+                what="gradients",
+                operation="all_reduce",
+                group_size=sum(bool(self.embedding(each)) for each in setup.first_ranks),
+                payload_bytes=FULL * setup.model.padded_vocab_size * setup.model.n_embd,
+                axis="pipeline",
+                calls=1,
+                once={(BEFORE_STEP, None): 1},
             )
 
-    def _neighbours(self, rank: int) -> tuple[int, int]:
-        """1 or 0: whether a stage follows that of ``rank``, and whether one precedes it."""
-        stage = self.setup.stage(rank)
-        return int(stage < self.setup.sizes.pipeline - 1), int(stage > 0)
+    def _streams(
+        self, operation: str, *, axis: str, ranks: int, count: float, calls: int, passes: Shares, width: int = FULL
+    ) -> Traffic:
+        """So many residual streams of a rank, (B, T, C), wBTC bytes each, and calls in every micro batch."""
+        setup, micro_batches = self.setup, self.setup.gradient_accumulation_steps
+        return Traffic(
+            what="activations",
+            operation=operation,
+            group_size=ranks,
+            payload_bytes=round(count * setup.low * setup.tokens * setup.model.n_embd * micro_batches),
+            summed_width=width,
+            axis=axis,
+            calls=calls * micro_batches,
+            passes=passes,
+        )
 
     def zero_traffic(self, rank: int) -> list[Traffic]:
         """Between the ranks that hold the same parameters. ZeRO-0 and 1: gradients once per step, wP.
@@ -200,41 +189,42 @@ class DeepSpeed(Planned):
         ZeRO-2: in every micro batch. Stages 1 and 2: then weights, wP. They all-reduce gradients, although a rank needs
         only its part, unless they reduce each piece of a bucket to the one rank that steps on it.
         """
-        return [self.reduced("reduce" if self.reduces_to_owner else "all_reduce", self.elements(rank))]
+        return [self.reduced("all_reduce", self.elements(rank))]
 
     def reduced(self, operation: str, elements: int) -> Traffic:
-        """The gradients of so many elements, as often as a step reduces them."""
-        ranks, width = self.setup.zero_ranks, self.gradient_width
+        """The gradients of so many elements, as often as a step reduces them.
+
+        The calls follow from the recipe's bucket: a smaller one that holds all gradients sends no more messages.
+        """
+        zero, width = self.setup.recipe.zero_optimization, self.gradient_width
         size = self.reductions * width * elements
-        return Traffic(what="gradients", operation=operation, group_size=ranks, payload_bytes=size, summed_width=width)
+        return Traffic(
+            what="gradients",
+            operation=operation,
+            group_size=self.setup.zero_ranks,
+            payload_bytes=size,
+            summed_width=width,
+            calls=self.reductions + math.ceil(size / (width * zero.reduce_bucket_size)),
+            passes=(0, int(self.reduces_each_micro_batch)),
+            once={} if self.reduces_each_micro_batch else {self.reduction_place: 1},
+            **self.overlap,
+        )
 
     @property
-    def reduces_to_owner(self) -> bool:
-        """Whether each piece of a bucket is reduced to the one rank that steps on it."""
-        return False
+    def overlap(self) -> dict[str, Any]:
+        """With ``overlap_comm``, all pieces but the embedding's hide behind the backward passes that reduce gradients.
 
-    def places(self, traffic: Traffic, rank: int) -> dict[Place, int]:
-        """The share of ``traffic`` at each place of the step; recomputation belongs to the backward pass."""
-        again, (has_next, has_previous) = int(self.setup.activation_checkpointing), self._neighbours(rank)
-        if traffic.what == "weights":
-            return self.weight_places()
-        if traffic.what == "gradients":
-            return {(BEFORE_STEP, None): 1} if traffic.axis == "pipeline" else self.gradient_places()
-        if traffic.axis == "pipeline":
-            return self.each_pass(has_next, has_previous)
-        if traffic.axis == "sequence":
-            return self.each_pass(1, 1 + again)
-        if traffic.operation == "all_gather":  # of what a stage receives, and again of what it sent
-            return self.each_pass(has_previous, 2 * has_next)
-        return self.each_pass(2, 2 + again)
+        At stage 3 they hide behind half of the computation.
+        """
+        zero, layers, count = self.setup.recipe.zero_optimization, self.setup.model.n_layer, self.reductions
+        if not zero.overlap_comm or not zero.stage:
+            return {}
+        return {"behind": (count / 2, count / 2) if zero.stage == 3 else (0, count), "hidden": layers / (layers + 1)}
 
-    def weight_places(self) -> dict[Place, int]:
-        """Elements of weights that are gathered at each place, or their shares."""
-        return {(AFTER_STEP, None): 1}
-
-    def gradient_places(self) -> dict[Place, int]:
-        """Shares of the gradients at each place."""
-        return self.each_pass(0, 1) if self.reduces_each_micro_batch else {(BEFORE_STEP, None): 1}
+    @property
+    def reduction_place(self) -> Place:
+        """Where gradients are reduced once in a step."""
+        return BEFORE_STEP, None
 
     # Copies to the host.
 
@@ -242,12 +232,12 @@ class DeepSpeed(Planned):
         """Gradients to the host; new weights back; moments and master weights from files and back."""
         if not self.steps_on_host:
             return
-        setup, own, last = self.setup, self.stepped_elements(rank), self.setup.gradient_accumulation_steps - 1
+        setup, own = self.setup, self.stepped_elements(rank)
         gradients = partial(Copied, what="gradients", link="host")
         for number, out, back in self.summed_in_host(rank):
             yield gradients(moment=BACKWARD, micro_batch=number, to_device=True, size=back)
             yield gradients(moment=BACKWARD, micro_batch=number, to_device=False, size=out)
-        moment, micro_batch = (BACKWARD, last) if setup.recipe.zero_stage > 1 else (BEFORE_STEP, None)
+        moment, micro_batch = self.last_backward if setup.recipe.zero_stage > 1 else (BEFORE_STEP, None)
         yield gradients(moment=moment, micro_batch=micro_batch, to_device=False, size=FULL * own)
         if setup.recipe.offload_optimizer == "nvme":
             state = partial(Copied, moment=DURING_STEP, micro_batch=None, what="optimizer state", link="files")
@@ -272,35 +262,6 @@ class DeepSpeed(Planned):
             return "weights and gradients overlap with computation (overlap_comm)"
         return "gradients overlap with the backward pass (overlap_comm); weights do not"
 
-    def can_overlap(self, traffic: Traffic) -> bool:
-        """With ``overlap_comm``: gradients of stages 1 to 3, and weights of stage 3."""
-        zero = self.setup.recipe.zero_optimization
-        if not zero.overlap_comm or traffic.axis != "data":
-            return False
-        return zero.stage == 3 or (zero.stage in {1, 2} and traffic.what == "gradients")
-
-    def hidden(self, traffic: Traffic, seconds: float, *, forward: float, backward: float) -> float:  # noqa: ARG002
-        """Behind the backward passes in which gradients are reduced."""
-        layers = self.setup.model.n_layer
-        return min(seconds * (layers / (layers + 1)), backward * self.reductions)  # one piece is the embedding's
-
-    def calls(self, traffic: Traffic, rank: int) -> int:
-        """With the recipe's bucket: a smaller one that holds all gradients sends no more messages."""
-        setup, blocks, again = self.setup, self.setup.blocks(rank), self.setup.activation_checkpointing
-        if traffic.what == "activations":
-            each = {"tensor": (4 + again) * blocks, "sequence": (8 + 4 * again) * blocks, "pipeline": 2}[traffic.axis]
-            return each * setup.gradient_accumulation_steps
-        if traffic.axis == "pipeline":
-            return 1
-        if traffic.what == "weights":
-            return self.weight_calls()
-        bucket = self.gradient_width * setup.recipe.zero_optimization.reduce_bucket_size
-        return self.reductions + math.ceil(traffic.payload_bytes / bucket)
-
-    def weight_calls(self) -> int:
-        """Collective operations that gather weights, in a step."""
-        return 2
-
     def divided(self) -> int:
         """Gradients are divided by the ranks: 2w."""
         reducing = self.setup.world_size if self.setup.uses_bf16_optimizer else self.setup.zero_ranks
@@ -313,12 +274,15 @@ class DeepSpeed(Planned):
         return self.divided() if self.gradient_width == FULL else 0
 
     def low_arithmetic_bytes(self, rank: int) -> int:
-        """The division of gradients by the ranks."""
-        return 0 if self.gradient_width == FULL else self.elements(rank) * self.divided()
+        """The division of gradients by the ranks, and the search for extremes, 2w."""
+        low = self.gradient_width != FULL
+        return self.elements(rank) * (self.divided() + 2 * self.setup.low * self.searches_extremes) if low else 0
 
 
 class Zero0(DeepSpeed):
     """Every rank has the whole model state of its part of the model."""
+
+    searches_extremes = True
 
     def model_state(self, rank: int) -> ModelState:
         """As DDP in fp32. In bf16 and fp16 DeepSpeed has gradients in both precisions: wP + 4P."""
@@ -347,13 +311,12 @@ class Zero0(DeepSpeed):
         largest = max(part.numel for part in setup.parameters(rank))
         cast = FULL * largest if several and separate and device == "cpu" else 0
         end = 2 * embedding if several and not separate else new + embedding
-        state = self.model_state(rank)
         return [
             *self.before_reduction(rank, {"gradients": earlier}),
             Moment(name="reduction", parts={"gradients": earlier, "new_gradients": end}),
             Moment(name="step", parts={"gradients": earlier, "new_gradients": new, "other": cast}),
             Moment(name="step", parts={"gradients": new, "buckets": flat}),
-            Moment(name="step", parts={"gradients": state.gradients, "other": self.unfused(rank)}),
+            Moment(name="step", parts={"gradients": self.model_state(rank).gradients, "other": self.unfused(rank)}),
             Moment(name="evaluation", parts={}),
         ]
 
@@ -367,12 +330,6 @@ class Zero0(DeepSpeed):
         rounded = low + FULL if self.setup.gradient_accumulation_steps > 1 else 0
         mixed = 0 if self.setup.precision == "fp32" else rounded + low + FULL
         return 4 * low + self.divided_in_fp32() + mixed
-
-    def low_arithmetic_bytes(self, rank: int) -> int:
-        """Also looks for the least and the largest gradient, 2w."""
-        if self.gradient_width == FULL:
-            return 0
-        return self.elements(rank) * (self.divided() + 2 * self.setup.low)
 
 
 class Flat(DeepSpeed):
@@ -481,13 +438,23 @@ class Flat(DeepSpeed):
 
     def zero_traffic(self, rank: int) -> list[Traffic]:
         """Gradients, and then weights."""
-        size, ranks = self.setup.low * self.padded_elements(rank), self.setup.zero_ranks
-        weights = Traffic(what="weights", operation="all_gather", group_size=ranks, payload_bytes=size)
-        return [*super().zero_traffic(rank), weights]
+        operation = "reduce" if self.reduces_to_owner else "all_reduce"
+        weights = Traffic(
+            what="weights",
+            operation="all_gather",
+            group_size=self.setup.zero_ranks,
+            payload_bytes=self.setup.low * self.padded_elements(rank),
+            calls=2,
+            once={(AFTER_STEP, None): 1},
+        )
+        return [self.reduced(operation, self.elements(rank)), weights]
 
     @property
     def reduces_to_owner(self) -> bool:
-        """As the recipe says; ``BF16_Optimizer`` never does it."""
+        """Whether each piece of a bucket is reduced to the one rank that steps on it.
+
+        As the recipe says; ``BF16_Optimizer`` never does it.
+        """
         zero = self.setup.recipe.zero_optimization
         if self.setup.uses_bf16_optimizer:
             return False
@@ -528,11 +495,10 @@ class Zero1(Flat):
         ]
         return self.with_offload_buffers(moments, rank, device)
 
-    def gradient_places(self) -> dict[Place, int]:
+    @property
+    def reduction_place(self) -> Place:
         """In the last backward pass if they overlap with it."""
-        last = self.setup.gradient_accumulation_steps - 1
-        overlaps = self.setup.recipe.zero_optimization.overlap_comm
-        return {(BACKWARD, last) if overlaps else (BEFORE_STEP, None): 1}
+        return self.last_backward if self.setup.recipe.zero_optimization.overlap_comm else (BEFORE_STEP, None)
 
     def copied_around_reductions(self) -> float:
         """To the bucket and back, 4w, unless a rank is alone; the own part in fp32 made flat, 8/n."""
@@ -777,16 +743,21 @@ class Zero3(DeepSpeed):
         return [*self.gathers(rank), *(self.reduced(operation, count) for operation, count in reduced.items())]
 
     def gathers(self, rank: int) -> list[Traffic]:
-        """Of weights."""
-        ranks = self.setup.zero_ranks
-        elements = self.reductions * self.pieces(self.gathered.all) + self.pieces(self.persistent(rank))
-        size = self.setup.low * ranks * elements
-        return [Traffic(what="weights", operation="all_gather", group_size=ranks, payload_bytes=size)]
-
-    def weight_places(self) -> dict[Place, int]:
-        """Where they are gathered, and what persists after the step."""
-        forward, backward = self._pieces_of_passes()
-        return self.each_pass(forward, backward) | {(AFTER_STEP, None): self.pieces(self.persistent(0))}
+        """Of weights: each call has two parameters, weight and bias of a layer. What persists follows the step."""
+        setup, ranks, passes = self.setup, self.setup.zero_ranks, self._pieces_of_passes()
+        persistent = self.pieces(self.persistent(rank))
+        return [
+            Traffic(
+                what="weights",
+                operation="all_gather",
+                group_size=ranks,
+                payload_bytes=setup.low * ranks * (self.reductions * sum(passes) + persistent),
+                calls=self.reductions * len(self.gathered.all) // 2 + 1,
+                passes=passes,
+                once={(AFTER_STEP, None): persistent},
+                **self.overlap,
+            )
+        ]
 
     def _pieces_of_passes(self) -> tuple[int, int]:
         """Elements of a rank's pieces of what the forward pass gathers, and the backward pass."""
@@ -812,15 +783,6 @@ class Zero3(DeepSpeed):
         whole = FULL * self.stepped_elements(rank)
         yield from ((number, whole, whole) for number in range(self.reductions))
 
-    def hidden(self, traffic: Traffic, seconds: float, *, forward: float, backward: float) -> float:  # noqa: ARG002
-        """Behind half of the computation."""
-        layers = self.setup.model.n_layer
-        return min(seconds * (layers / (layers + 1)), (forward + backward) * self.reductions / 2)
-
-    def weight_calls(self) -> int:
-        """Each gather has two parameters: weight and bias of a layer."""
-        return self.reductions * len(self.gathered.all) // 2 + 1
-
     @property
     def hook_operations(self) -> int:
         """Of its hooks, in a micro batch."""
@@ -840,14 +802,8 @@ _ZERO: dict[int, type[Planned]] = {0: Zero0, 1: Zero1, 2: Zero2, 3: Zero3}
 
 
 def strategy_of(setup: Setup) -> Planned:
-    """The formulas of the setup's strategy.
-
-    Raises:
-        ValueError: no class has formulas for its run type.
-    """
+    """The formulas of the setup's strategy. A new run type needs a class here."""
     if setup.run_type != "optimized":
-        if setup.run_type not in _PYTORCH:
-            raise ValueError(f"run type {setup.run_type}: has no formulas: add a class to planner/strategies.py")
         return _PYTORCH[setup.run_type](setup)
     return Bf16Optimizer(setup) if setup.uses_bf16_optimizer else _ZERO[setup.recipe.zero_stage](setup)
 
@@ -916,9 +872,9 @@ def passes(setup: Setup, *, rank: int = 0) -> list[Pass]:
 
 def placed_traffic(setup: Setup, *, rank: int = 0) -> list[Placed]:
     """What ``rank`` sends in one optimizer step, and where in it; the parts add up to ``step_traffic``."""
-    placed, strategy = [], strategy_of(setup)
+    placed = []
     for traffic in step_traffic(setup, rank=rank):
-        places = strategy.places(traffic, rank)
+        places = traffic.places(setup.gradient_accumulation_steps)
         whole = sum(places.values())
         for (moment, number), share in places.items():
             if share:

@@ -28,6 +28,8 @@ FORWARD, BACKWARD = "forward", "backward"
 BEFORE_STEP, DURING_STEP, AFTER_STEP = "before the step", "during the step", "after the step"
 Place = tuple[str, int | None]
 """A moment of the step and its micro batch; no micro batch outside of the passes."""
+Shares = tuple[int, int]
+"""Of a traffic, in the forward and in the backward pass of every micro batch."""
 MIB = 1 << 20
 _UNFUSED_ADAM = 20
 """Numbers that PyTorch's AdamW reads and writes for each weight in nine operations, as it does in pipelines."""
@@ -87,11 +89,28 @@ class Traffic:
     """Bytes of a number of a sum: summing 16-bit numbers may take longer than sending them."""
     axis: str = "data"
     """Which ranks take part: those of ``data``, or of a ``tensor``, ``sequence`` or ``pipeline`` group."""
+    calls: int
+    """Collective operations in a step that send it."""
+    passes: Shares = (0, 0)
+    """Its shares in the forward and in the backward pass of every micro batch."""
+    once: Mapping[Place, int] = field(default_factory=dict)
+    """Its shares at single places, in addition."""
+    behind: tuple[float, float] = (0, 0)
+    """Behind how many forward and backward passes of a micro batch a GPU sends it."""
+    hidden: float = 0.0
+    """The share of its time that these passes hide, if they take long enough."""
 
     @property
     def ring_bytes(self) -> int:
         """Bytes that the rank sends if the collectives are rings."""
         return round(self.payload_bytes * ring_factor(self.operation, self.group_size))
+
+    def places(self, micro_batches: int) -> dict[Place, int]:
+        """Its share at each place of a step of so many micro batches."""
+        shares: dict[Place, int] = {}
+        for number in range(micro_batches):
+            shares[FORWARD, number], shares[BACKWARD, number] = self.passes
+        return shares | {place: share + shares.get(place, 0) for place, share in self.once.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,36 +189,18 @@ class Planned:
         """The moments of a step, in a step after the first, and that of an evaluation."""
         raise NotImplementedError
 
-    def traffic(self, rank: int) -> list[Traffic]:
+    def traffic(self, rank: int) -> list[Traffic]:  # noqa: ARG002 - of all strategies
         """What ``rank`` sends in one optimizer step; groups of one rank may be among it."""
-        raise NotImplementedError
+        return []
 
-    def places(self, traffic: Traffic, rank: int) -> dict[Place, int]:  # noqa: ARG002 - of all strategies
-        """The share of ``traffic`` at each place of the step: gradients in the last backward pass."""
-        return {(BACKWARD, self.setup.gradient_accumulation_steps - 1): 1}
+    @property
+    def last_backward(self) -> Place:
+        """The last backward pass of the step."""
+        return BACKWARD, self.setup.gradient_accumulation_steps - 1
 
     def copied(self, rank: int) -> Iterable[Copied]:  # noqa: ARG002 - of all strategies
         """What offload makes ``rank`` copy in one optimizer step."""
         return ()
-
-    def can_overlap(self, traffic: Traffic) -> bool:  # noqa: ARG002 - of all strategies
-        """Whether ``traffic`` is sent while the device computes, on a device that can do both: GPUs."""
-        return True
-
-    def hidden(self, traffic: Traffic, seconds: float, *, forward: float, backward: float) -> float:
-        """Those of the ``seconds`` of ``traffic`` that computation hides, if it ``can_overlap``.
-
-        Args:
-            traffic: what is sent.
-            seconds: that all of it takes.
-            forward: seconds that the rank computes in the forward pass of a micro batch.
-            backward: the same for the backward pass.
-        """
-        raise NotImplementedError
-
-    def calls(self, traffic: Traffic, rank: int) -> int:
-        """Collective operations in a step that send ``traffic``."""
-        raise NotImplementedError
 
     def elements(self, rank: int) -> int:
         """P: those of the parameters of ``rank``."""
@@ -267,12 +268,6 @@ class Planned:
         counts = self.setup.recipe.optimizer.type == "AdamW" and not self.setup.uses_deepspeed_adam
         return self.setup.moments * FULL * elements + (FULL * tensors if counts else 0)
 
-    def each_pass(self, forward: int, backward: int) -> dict[Place, int]:
-        """These shares in the passes of every micro batch."""
-        shares = {FORWARD: forward, BACKWARD: backward}
-        numbers = range(self.setup.gradient_accumulation_steps)
-        return {(kind, number): share for number in numbers for kind, share in shares.items()}
-
 
 class Baseline(Planned):
     """Plain PyTorch on one device."""
@@ -311,10 +306,6 @@ class Baseline(Planned):
             Moment(name="evaluation", parts={}),
         ]
 
-    def traffic(self, rank: int) -> list[Traffic]:  # noqa: ARG002 - of all strategies
-        """Nothing."""
-        return []
-
 
 class Ddp(Baseline):
     """Every rank has the whole model state."""
@@ -352,18 +343,21 @@ class Ddp(Baseline):
         ]
 
     def traffic(self, rank: int) -> list[Traffic]:  # noqa: ARG002 - all ranks have the same
-        """All gradients once per step, in fp32: 4P."""
-        size, ranks = FULL * self.elements(0), self.setup.world_size
-        return [Traffic(what="gradients", operation="all_reduce", group_size=ranks, payload_bytes=size)]
-
-    def hidden(self, traffic: Traffic, seconds: float, *, forward: float, backward: float) -> float:  # noqa: ARG002
-        """All but the gradients of the embedding, which come last."""
-        model = self.setup.model
-        return min(seconds * (1 - model.padded_vocab_size * model.n_embd / self.elements(0)), backward)
-
-    def calls(self, traffic: Traffic, rank: int) -> int:  # noqa: ARG002 - all ranks have the same
-        """A bucket each."""
-        return math.ceil(traffic.payload_bytes / (self.setup.recipe.dsgpt.ddp.bucket_cap_mb * MIB))
+        """All gradients once per step, in fp32: 4P. A call for each bucket; those of the embedding come last."""
+        setup, size = self.setup, FULL * self.elements(0)
+        embedding = setup.model.padded_vocab_size * setup.model.n_embd
+        return [
+            Traffic(
+                what="gradients",
+                operation="all_reduce",
+                group_size=setup.world_size,
+                payload_bytes=size,
+                calls=math.ceil(size / (setup.recipe.dsgpt.ddp.bucket_cap_mb * MIB)),
+                once={self.last_backward: 1},
+                behind=(0, 1),
+                hidden=1 - embedding / self.elements(0),
+            )
+        ]
 
     def copied_around_reductions(self) -> float:
         """Into the bucket, 2w; divided by the ranks in fp32, 8."""
@@ -422,8 +416,7 @@ class Fsdp(Planned):
         embedding = embedding_bytes(setup)
         away = recipe.cpu_offload and device == "cuda"
         shards, root_shard = (0, 0) if away else (FULL * blocks // ranks, FULL * root // ranks)
-        kept = layers if not recipe.reshard_after_forward else 1
-        flight = 0 if not recipe.reshard_after_forward else (1 + copies) * block
+        kept, flight = (1, (1 + copies) * block) if recipe.reshard_after_forward else (layers, 0)
         gathered = setup.low * (root + kept * block)
         backward = {
             "gradients": (width * (blocks - block + root) if several else 0) + FULL * block // ranks,
@@ -452,19 +445,38 @@ class Fsdp(Planned):
 
         Weights are sent in the precision of the computation. The root stays gathered for the step, and so do the blocks
         if ``reshard_after_forward`` is off. Activation checkpointing adds no third gather, because a block is
-        recomputed while its weights are gathered for its backward pass.
+        recomputed while its weights are gathered for its backward pass. Each block has a call, and the root. The
+        weights of the next block and the gradients of the previous one hide behind the computation of a block.
         """
-        setup, ranks = self.setup, self.setup.world_size
-        width = FULL if setup.recipe.dsgpt.fsdp.reduce_dtype == "fp32" else setup.low
-        weights, gradients = setup.low * sum(self._gathers().values()), width * sum(self._sharded())
+        setup, ranks, layers = self.setup, self.setup.world_size, self.setup.model.n_layer
+        micro_batches, recipe = setup.gradient_accumulation_steps, setup.recipe.dsgpt.fsdp
+        width = FULL if recipe.reduce_dtype == "fp32" else setup.low
+        blocks, root = self._sharded()
+        gathers = 2 * micro_batches if recipe.reshard_after_forward else 1
+        passes, first = ((blocks, blocks), root) if recipe.reshard_after_forward else ((0, 0), blocks + root)
+        hidden = layers / (layers + 1)  # one of the pieces is the embedding's
         return [
-            Traffic(what="weights", operation="all_gather", group_size=ranks, payload_bytes=weights * ranks),
+            Traffic(
+                what="weights",
+                operation="all_gather",
+                group_size=ranks,
+                payload_bytes=setup.low * (gathers * blocks + root) * ranks,
+                calls=gathers * layers + 1,
+                passes=passes,
+                once={(FORWARD, 0): first},
+                behind=(micro_batches / 2, micro_batches / 2),
+                hidden=hidden,
+            ),
             Traffic(
                 what="gradients",
                 operation="reduce_scatter",
                 group_size=ranks,
-                payload_bytes=gradients * ranks,
+                payload_bytes=width * (blocks + root) * ranks,
                 summed_width=width,
+                calls=layers + 1,
+                once={self.last_backward: 1},
+                behind=(0, 1),
+                hidden=hidden,
             ),
         ]
 
@@ -472,36 +484,17 @@ class Fsdp(Planned):
         """Of weights."""
         return self.traffic(rank)[:1]
 
-    def places(self, traffic: Traffic, rank: int) -> dict[Place, int]:
-        """Weights wherever they are gathered."""
-        return self._gathers() if traffic.what == "weights" else super().places(traffic, rank)
-
-    def _gathers(self) -> dict[Place, int]:
-        """Blocks in every pass if they are resharded after the forward pass, else once; the rest in the first pass."""
-        blocks, root = self._sharded()
-        first: dict[Place, int] = {(FORWARD, 0): blocks + root}
-        return self.each_pass(blocks, blocks) | first if self.setup.recipe.dsgpt.fsdp.reshard_after_forward else first
-
     def copied(self, rank: int) -> Iterator[Copied]:
         """The rank's shards to the device whenever weights are gathered, in fp32; gradients to the host once."""
         if not self.steps_on_host:
             return
-        for (moment, number), elements in self._gathers().items():
+        weights, _ = self.traffic(rank)
+        for (moment, number), elements in weights.places(self.setup.gradient_accumulation_steps).items():
             size = FULL * elements
             yield Copied(moment=moment, micro_batch=number, what="weights", link="host", to_device=True, size=size)
-        size, last = FULL * self.stepped_elements(rank), self.setup.gradient_accumulation_steps - 1
-        yield Copied(moment=BACKWARD, micro_batch=last, what="gradients", link="host", to_device=False, size=size)
-
-    def hidden(self, traffic: Traffic, seconds: float, *, forward: float, backward: float) -> float:
-        """The weights of the next block and the gradients of the previous one, behind the computation of a block."""
-        layers, passes = self.setup.model.n_layer, self.setup.gradient_accumulation_steps
-        computing = (forward + backward) * passes / 2 if traffic.what == "weights" else backward
-        return min(seconds * (layers / (layers + 1)), computing)  # one of the pieces is the embedding's
-
-    def calls(self, traffic: Traffic, rank: int) -> int:
-        """One for each block at a time, and one for the root."""
-        reshards = self.setup.recipe.dsgpt.fsdp.reshard_after_forward and traffic.what == "weights"
-        return (2 * self.setup.gradient_accumulation_steps if reshards else 1) * self.setup.blocks(rank) + 1
+        moment, last = self.last_backward
+        size = FULL * self.stepped_elements(rank)
+        yield Copied(moment=moment, micro_batch=last, what="gradients", link="host", to_device=False, size=size)
 
     def stepped_elements(self, rank: int) -> int:
         """Its shards."""
