@@ -16,11 +16,13 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 SHORT = 6
 """Lines of a function that may be too small for a name."""
+CLUSTERS = {"src": 2_500, "tests": 1_500}
+"""Lines that several machines may add (Slurm, lost nodes, sharded checkpoints), and a file per 150 of them."""
 LIMITS = {
-    "src: code lines": 30_000,
-    "src: files": 150,
-    "tests: code lines": 17_200,
-    "tests: files": 115,
+    "src: code lines": 30_000 + CLUSTERS["src"],
+    "src: files": 150 + CLUSTERS["src"] // 150,
+    "tests: code lines": 17_200 + CLUSTERS["tests"],
+    "tests: files": 115 + CLUSTERS["tests"] // 150,
     "folders directly under src/dsgpt": 16,
     "folders under src/dsgpt, inner ones too": 20,
     f"functions of at most {SHORT} lines whose name stands exactly once more in src": 120,
