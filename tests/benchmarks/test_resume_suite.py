@@ -84,17 +84,28 @@ LENGTH = Length(steps=8)
 """Enough to notice state that is lost: the tests below lose some. The record has 20 steps."""
 
 
+EVERY_TIME = ("ddp", "fsdp", "zero1", "zero3", "tensor2-zero1", "pipeline2-zero1")
+"""Strategies that ``make test`` rewrites; ``make test-slow`` does all."""
+
+
+def rewritten(cell):
+    quick = cell.strategy in EVERY_TIME and cell.ranks == 2 and cell.precision == "fp32"
+    return pytest.param(cell, marks=[] if quick else [pytest.mark.long], id=f"{by(cell)}, {cell.precision}")
+
+
 @pytest.fixture(scope="module")
-def results(tmp_path_factory):
-    """How the core ended, by name: one run for all tests."""
+def results(request, tmp_path_factory):
+    """How the selected cells and pairs of the core ended, by name: one run for all tests."""
+    chosen = [item.callspec.params for item in request.session.items if "results" in getattr(item, "fixturenames", ())]
     suite = Resume(ResumeOptions(), REPOSITORY)
     suite.folder, suite.length = tmp_path_factory.mktemp("resume"), LENGTH
+    cells, pairs = ([each[name] for each in chosen if name in each] for name in ("cell", "pair"))
     with launches_fork():
         suite.begin()
-        return {result.name: result for result in suite.run(core_rewritten(), core_pairs())}
+        return {result.name: result for result in suite.run(cells, pairs)}
 
 
-@pytest.mark.parametrize("cell", core_rewritten(), ids=lambda cell: f"{by(cell)}, {cell.precision}")
+@pytest.mark.parametrize("cell", [rewritten(cell) for cell in core_rewritten()])
 def test_writes_what_it_read(results, cell):
     result = results[f"{by(cell)}, {cell.precision}, writes what it read"]
     assert result.status == "passed", result.message
