@@ -38,6 +38,11 @@ class Counts(TorchDispatchMode):
                 self._new[value.numel()] += 1
         return found
 
+    @property
+    def flops(self) -> int:
+        """Of matrix products and attention, as torch's counter knows them."""
+        return self._flops.get_total_flops()
+
     def flops_of(self, *operations: str) -> int:
         """Of these operations of ``aten``."""
         by_operation = self._flops.get_flop_counts()["Global"]

@@ -63,7 +63,7 @@ def test_the_first_failure_is_the_exit_code_and_ends_the_other_ranks(tmp_path):
 # Without a usable Python, `make` prints one line: what is wrong, which versions work and what to do.
 
 MAKE = shutil.which("make")
-INSTALLING = {"install", "demo", "check", "test", "test-hosts", "test-long", "parity", "faults", "vllm", "records",
+INSTALLING = {"install", "demo", "check", "test", "test-slow", "test-long", "parity", "faults", "vllm", "records",
               "charts", "dashboard", "screenshots"}  # fmt: skip
 WORKING_VERSIONS = "3.11, 3.12 or 3.13"
 
