@@ -12,10 +12,10 @@ from torch import Tensor
 
 from dsgpt.checkpoints import store
 from dsgpt.checkpoints.manifest import RunState
-from dsgpt.checkpoints.pieces import Box, cut, read_index
+from dsgpt.checkpoints.pieces import Box, cut, read_index, why_not_whole
 from dsgpt.checkpoints.training_state import Counters, ParamState, Shards, StateReader, complete_state, write_shards
 from dsgpt.common.errors import UserError
-from dsgpt.strategies.deepspeed.state import SPLIT, is_split, join_parts, part_boxes, take_part
+from dsgpt.strategies.deepspeed.state import SPLIT, is_split, part_boxes, take_part
 
 SHAPES = {"wte.weight": (7, 4), "blocks.0.attn.qkv.weight": (12, 4), "blocks.0.mlp.proj.weight": (4, 8)}
 SHAPES |= {"ln_f.bias": (5,)}
@@ -107,10 +107,10 @@ def test_boxes_of_a_flat_range_are_its_elements():
 def test_boxes_of_a_tensor_rank_are_its_part(size):
     for name in SPLIT:
         whole = torch.arange(96 * 4).view(96, 4) if name.endswith("weight") else torch.arange(96)
-        parts = [take_part(f"blocks.0.{name}", whole, rank=rank, size=size) for rank in range(size)]
-        assert join_parts(f"blocks.0.{name}", parts).equal(whole)
-        for rank, part in enumerate(parts):
-            boxes = part_boxes(f"blocks.0.{name}", whole.shape, rank=rank, size=size)
+        every = [part_boxes(f"blocks.0.{name}", whole.shape, rank=rank, size=size) for rank in range(size)]
+        assert why_not_whole(whole.shape, [box for boxes in every for box in boxes]) == ""
+        for rank, boxes in enumerate(every):
+            part = take_part(f"blocks.0.{name}", whole, rank=rank, size=size)
             assert torch.cat([whole[box.slices(Box.whole(whole.shape))].flatten() for box in boxes]).equal(
                 part.flatten()
             )
