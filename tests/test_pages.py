@@ -140,6 +140,12 @@ def test_the_readme_and_the_index_lead_to_every_page():
     assert {page.resolve() for page in PAGES} - linked == {REPOSITORY / "README.md"}
 
 
+def test_the_readme_is_a_landing_page():
+    text = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 90
+    assert len(re.findall(r"\]\(|\bsrc(?:set)?=", text)) <= 12
+
+
 @each(PAGES)
 def test_links_lead_somewhere(page):
     for link in links_of(page):

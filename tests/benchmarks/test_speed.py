@@ -36,8 +36,13 @@ def suite(tmp_path, monkeypatch):
     return suite
 
 
-def test_weak_scaling_compares_tokens_of_a_rank(suite):
-    row = next(row for row in speed.rows("cpu", threads=2, peers=()) if row.key == "weak-scaling-1-to-2-cores-tiny-ddp")
+@pytest.mark.parametrize("kind", [speed.DDP, pytest.param(speed.ENGINE, marks=pytest.mark.long)])
+def test_weak_scaling_compares_tokens_of_a_rank(suite, kind):
+    (row,) = [
+        row
+        for row in speed.rows("cpu", threads=2, peers=())
+        if row.title.startswith("weak scaling") and row.entries[0].kind == kind
+    ]
     found = suite._row(replace(row, work=WORK))
     (two,), (one,), (apart,) = (entry["tokens_per_sec"]["values"] for entry in found["entries"])
     assert found["ratio"]["median"] == pytest.approx(two / one / 2)

@@ -1,5 +1,6 @@
 """The command of the charts, and comparison.md."""
 
+import json
 import subprocess
 import sys
 from difflib import ndiff
@@ -9,13 +10,16 @@ from chart_records import flat_record, record, scaling, step_lines, write_run, w
 from messages import without_paths
 from small_run import REPOSITORY
 
+from dsgpt.benchmarks.records import REFERENCE
 from dsgpt.charts import command
 from dsgpt.charts.comparison import comparison_markdown, console_summary
 from dsgpt.charts.themes import DARK
 from dsgpt.common.command_line import exit_code_of
+from dsgpt.common.errors import UserError
 from dsgpt.dashboard.reading import recorded_of
 from dsgpt.record.provenance import PARAGRAPH
 from dsgpt.record.runs import read_run
+from dsgpt.record.suites import read_concurrency, read_sweep
 from dsgpt.training.run import _earlier_record
 
 # The command: what it writes, which mistakes it reports, and what it does not import.
@@ -141,6 +145,14 @@ def test_every_reader_says_that_a_record_is_of_a_later_schema(tmp_path, version,
         _earlier_record(folder)[1],
     ):
         assert (line in said) == later
+
+
+@pytest.mark.parametrize(("read", "name"), [(read_sweep, "sweep-scaling"), (read_concurrency, "inference")])
+def test_a_suites_record_of_a_later_schema_is_refused(tmp_path, read, name):
+    known, file = json.loads((REPOSITORY / REFERENCE / f"{name}.json").read_text()), tmp_path / "record.json"
+    file.write_text(json.dumps(known | {"schema_version": "9.0"}))
+    with pytest.raises(UserError, match=rf"^{file}: has schema 9\.0, and this program knows [^\n]*$"):
+        read(file)
 
 
 def test_every_other_run_is_compared_with_the_first(compared):

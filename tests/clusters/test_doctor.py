@@ -1,6 +1,7 @@
 """``dsgpt doctor``: this machine, two that are not fit together, and every finding by made-up facts."""
 
 import json
+import socket
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 from forked_ranks import run_script
 from small_run import REPOSITORY, write_data
 
+from dsgpt.training import doctor
 from dsgpt.training.doctor import (
     DoctorOptions,
     findings_of_cluster,
@@ -67,6 +69,16 @@ def test_each_finding_of_a_machine(options, change, what):
     assert finding.where == "a"
     assert what in finding.what
     assert finding.cure
+
+
+def test_a_port_in_use_is_seen(monkeypatch):
+    monkeypatch.delenv("MASTER_PORT", raising=False)
+    with socket.socket() as one:
+        one.bind(("", 0))
+        one.listen()
+        monkeypatch.setattr(doctor, "DEFAULT_PORT", one.getsockname()[1])
+        assert doctor.machine_facts(OPTIONS)["port_taken"]
+    assert not doctor.machine_facts(OPTIONS)["port_taken"]
 
 
 @pytest.mark.parametrize(
@@ -137,3 +149,11 @@ def test_machines_that_share_nothing_are_told_so_and_nothing_is_left(tmp_path):
     assert all(link["bytes_per_sec"] > 1e6 and 0 < link["latency_sec"] < 1 for link in examined["links"])
     assert abs(examined["machines"][1]["clock_offset_sec"]) < 1
     assert [*(one / "runs").iterdir(), *(other / "runs").iterdir()] == []
+
+
+@pytest.mark.long
+def test_machines_that_share_a_folder_and_data_are_healthy_together(tmp_path):
+    data = write_data(tmp_path / "data") / "train.bin"
+    words = ["--checkpoint_path", str(tmp_path / "runs"), "--train_data_path", str(data), "--json"]
+    found = [finding["what"] for finding in json.loads(together(tmp_path, words, words).stdout)["findings"]]
+    assert not [what for what in found if "shared" in what or "differ" in what or "same file" in what]

@@ -66,13 +66,16 @@ def test_a_job_whose_node_goes_down_resumes_when_it_is_back(slurm, here, undistu
     assert losses(here / "down") == undisturbed
 
 
-def test_each_task_of_an_array_has_the_flags_of_its_line(slurm, here):
-    (here / "sweep.txt").write_text("".join(f"--checkpoint_path {here}/of-{task}\n" for task in range(2)))
+@pytest.mark.parametrize("trains", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_each_task_of_an_array_has_the_flags_of_its_line(slurm, here, trains):
+    runs = [here / f"{'trained' if trains else 'of'}-{task}" for task in range(2)]
+    (here / "sweep.txt").write_text("".join(f"--checkpoint_path {run}\n" for run in runs))
     words, variables = command_line(here, checkpoint_path=None, run_type="ddp"), {"SWEEP": str(here / "sweep.txt")}
-    job = slurm.submit(*words, "--dry_run", options=("--array=0-1",), variables=variables)
+    flags = [] if trains else ["--dry_run"]
+    job = slurm.submit(*words, *flags, options=("--array=0-1",), variables=variables)
     slurm.wait_for(job, "COMPLETED")
-    for task in range(2):
+    for task, run in enumerate(runs):
         log = (slurm.folder / f"{job}-{task}.log").read_text()
-        assert f"run folder  {here}/of-{task}\n" in log
-        assert "dry run: everything checked, nothing started" in log
-        assert not (here / f"of-{task}").exists()
+        assert f"run folder  {run}\n" in log
+        assert ("dry run: everything checked, nothing started" in log) is not trains
+        assert (run / "RUN_COMPLETE.txt").exists() == run.exists() == trains

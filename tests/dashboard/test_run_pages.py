@@ -13,6 +13,7 @@ from chart_records import record, step_lines, write_run
 from pandas import DataFrame
 from streamlit.testing.v1 import AppTest
 
+from dsgpt.charts.themes import DARK, LIGHT
 from dsgpt.common.errors import UserError
 from dsgpt.common.files import Lock
 from dsgpt.dashboard.reading import (
@@ -190,6 +191,14 @@ def test_the_server_listens_here_alone_and_reports_nothing():
     settings = tomllib.loads((ROOT / "charts" / ".streamlit" / "config.toml").read_text())
     assert settings["server"]["address"] == "127.0.0.1" and settings["server"]["enableXsrfProtection"] is True
     assert settings["browser"]["gatherUsageStats"] is False
+
+
+def test_the_colours_are_those_of_the_charts():
+    settings = tomllib.loads((ROOT / "charts" / ".streamlit" / "config.toml").read_text())
+    for theme in (LIGHT, DARK):
+        given = settings["theme"][theme.name]
+        assert given["chartCategoricalColors"] == list(theme.palette)
+        assert (given["backgroundColor"], given["textColor"]) == (theme.background, theme.ink)
 
 
 def test_a_spreadsheet_computes_no_cell_of_a_table():

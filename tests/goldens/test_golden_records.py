@@ -41,6 +41,11 @@ def without_sources(page: Path) -> list[str]:
     return [part for part in page.read_text(encoding="utf-8").split("\n\n") if not part.startswith("Sources: ")]
 
 
+def test_every_record_has_a_page():
+    """That of the dashboard is of no suite: ``tests/dashboard/browser`` has its page."""
+    assert {path.stem for path in (REPOSITORY / REFERENCE).glob("*.json")} == PAGES.keys() | {"dashboard"}
+
+
 @pytest.mark.parametrize("record", PAGES)
 def test_a_page_is_made_from_its_record(record, tmp_path):
     command, page = PAGES[record]

@@ -138,6 +138,9 @@ def test_folders_of_hugging_face_give_the_same_figures_and_weights_that_are_not_
         save_file(weights | bad, tmp_path / "hf" / "model.safetensors")
         code, _, err = evaluate("--checkpoint", tmp_path / "hf", "--data", folder / "val.bin")
         assert (code, err.count("\n"), why in err) == (2, 1, True)
+    save_file(weights | {"transformer.ln_f.weight": torch.full((16,), 1e6)}, tmp_path / "hf" / "model.safetensors")
+    code, out, _ = evaluate("--checkpoint", tmp_path / "hf", "--data", folder / "val.bin")
+    assert (code, "perplexity      infinite\n" in out) == (0, True)
     save_file(weights, tmp_path / "hf" / "model.safetensors")
     for file in (tmp_path / "hf").glob("*token*"):
         file.unlink()

@@ -203,3 +203,10 @@ def test_code_that_a_configuration_beside_asks_for_is_refused(checkpoint, tmp_pa
     (line,) = refusal(checkpoint)
     assert line.startswith("RUN/tokenizer: its config.json asks for its own code (auto_map)")
     assert not marker.exists()
+
+
+@pytest.mark.parametrize("target", ["/etc/hostname", "gone"])
+def test_no_link_in_a_tokenizer_is_followed(checkpoint, target):
+    (checkpoint / "tokenizer" / "vocab.json").symlink_to(target)
+    (line,) = refusal(checkpoint)
+    assert line.startswith("RUN/tokenizer: its vocab.json is a link, and links are not followed there")

@@ -12,7 +12,7 @@ from planner_records import RECORD, machine
 
 from dsgpt.common.json_files import parse_as
 from dsgpt.model.config import PRESETS
-from dsgpt.planner.hardware import gpus, read_prices, recognise
+from dsgpt.planner.hardware import PRICES, gpus, read_prices, recognise
 from dsgpt.planner.options import PlanOptions
 from dsgpt.planner.rates import Calibration, read_calibration, utilisation
 from dsgpt.planner.setup import Setup, model_parameters, total
@@ -132,6 +132,19 @@ def test_cost_of_whole_instances(plan):
     assert [each["usd"] for each in two.values()] == sorted(each["usd"] for each in two.values())
     listed = {f"{price.provider} {price.instance}, spot" for price in read_prices().prices if price.spot_usd_per_hour}
     assert set() < offers("a100-40gb", "--spot").keys() <= listed
+
+
+@pytest.mark.parametrize("way", ["--gpu t4", "--instance g4dn.metal", "--gpu t4 --recommend"])
+def test_the_users_price_table_replaces_ours(plan, calibration, way):
+    table = json.loads(PRICES.read_text())
+    (row,) = [row for row in table["prices"] if row["instance"] == "g4dn.metal"]
+    (own := calibration.with_name("own.json")).write_text(
+        json.dumps(table | {"prices": [row | {"on_demand_usd_per_hour": 5.0}]})
+    )
+    line = f"--model_size small --gpus 8 --micro_batch_size_per_gpu 1 --tokens 1e9 --precision fp16 {way}"
+    found = json.loads(plan(f"{line} --prices {own} --json"))
+    (cost,) = (found["ranked"][0]["plan"] if "ranked" in found else found)["costs"]
+    assert (cost["offer"], cost["usd_per_hour"]) == ("AWS g4dn.metal", 5.0)
 
 
 def test_every_row_of_the_table_is_dated_sourced_and_of_a_known_gpu():

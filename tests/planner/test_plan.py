@@ -462,14 +462,15 @@ def test_training_accepts_every_recipe_that_could_be_recommended(data, devices):
         assert config.model == setup.model
 
 
-def test_the_written_command_passes_a_dry_run_and_names_text_that_is_missing(data, tmp_path):
-    """``test_training_accepts_every_recipe_that_could_be_recommended`` has the commands of several ranks."""
-    _, command, _ = written(recommended(data, 1)["baseline"])
+@pytest.mark.parametrize(("devices", "name"), [(1, "baseline"), pytest.param(2, "zero1", marks=pytest.mark.long)])
+def test_the_written_command_passes_a_dry_run_and_names_text_that_is_missing(data, devices, name):
+    """The command of several devices starts the deepspeed launcher."""
+    _, command, _ = written(recommended(data, devices)[name])
     run = partial(subprocess.run, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     done = run(["sh", command, "--dry_run"])
     assert done.returncode == 0, done.stderr[-2000:]
     assert "dry run: everything checked, nothing started" in done.stdout
-    assert "strategy    baseline " in done.stdout
+    assert f"strategy    {name} " in done.stdout
     done = run(["sh"], input=command.read_text().replace("val.bin", "absent.bin"))
     assert done.returncode == EXIT_USER_ERROR
     (line,) = done.stderr.splitlines()

@@ -12,7 +12,7 @@ from messages import without_paths
 from small_run import RECIPE, command_line, random_ids, write_data, write_recipe, write_tokens
 from training_runs import Killed, checkpoints, errors, read_lines, read_record, resume
 
-from dsgpt.checkpoints.manifest import Change, read_run_state
+from dsgpt.checkpoints.manifest import Change, parse_manifest, read_run_state
 from dsgpt.checkpoints.store import find_checkpoint
 from dsgpt.common.errors import UserError
 from dsgpt.data import token_file
@@ -274,3 +274,18 @@ def test_before_the_first_validation_nothing_is_the_best(easy, run_dir, monkeypa
     (run_dir / "best").write_text("step-00000006\n")  # as an earlier version named it across the sets
     with pytest.raises(UserError, match=r"step-00000006, which was validated on other data than the newest"):
         find_checkpoint(run_dir, which="best", flag="--from")
+
+
+def test_the_best_starts_anew_again_back_on_the_first_set(easy, run_dir, monkeypatch):
+    """Checkpoints and the record agree: earlier losses on the first set count in neither."""
+    before = read_lines(run_dir, "val_loss")[:3]
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(Journal, "validated", Killed.now)
+        train_here(harder(easy, run_dir, eval_every=9))
+    lowest = run_dir / "step-00000002" / "manifest.json"
+    lowest.write_text(json.dumps(json.loads(lowest.read_text()) | {"val_loss": 1e-3}))
+    assert train_here(harder(easy, run_dir, val_data_path=easy / "val.bin")) == 0
+    best = find_checkpoint(run_dir, which="best", flag="--from")
+    assert best.name > "step-00000008"
+    losses = [line["val_loss"] for line in read_lines(run_dir, "val_loss")[len(before) :]]
+    assert read_record(run_dir)["summary"]["best_val_loss"] == min(losses) <= parse_manifest(best).val_loss

@@ -39,6 +39,7 @@ from dsgpt.record.schema import RECORD_FILE
 from dsgpt.strategies.pytorch import Baseline
 from dsgpt.telemetry.monitor import Monitor, open_gpus
 from dsgpt.training import trainer
+from dsgpt.training.budget import Budget
 from dsgpt.training.command import train as train_here
 from dsgpt.training.journal import Journal
 
@@ -279,6 +280,18 @@ def test_every_rank_stops_at_the_limit_that_one_of_them_sees(sabotaged, tmp_path
     assert (done.returncode, events[1:]) == (EXIT_STOPPED, ["preempted"]), done.stderr
     done, events = sabotaged("", 2, resume=True)
     assert (done.returncode, events[2:]) == (0, ["done"])
+
+
+def test_no_limit_stops_a_run_whose_steps_are_all_done(finished_run, tmp_path, monkeypatch):
+    complete = trainer.Trainer._complete
+
+    def limited(self: trainer.Trainer) -> None:
+        monkeypatch.setattr(Budget, "reached", lambda _: "--max_hours 3")
+        complete(self)
+
+    monkeypatch.setattr(trainer.Trainer, "_complete", limited)
+    assert train_here(command_line(finished_run, checkpoint_path=tmp_path / "run")) == 0
+    assert read_record(tmp_path / "run")["status"] == "completed"
 
 
 def test_money_counts_over_all_processes_of_a_run(sabotaged, tmp_path):

@@ -218,14 +218,17 @@ def test_data_workers_do_not_change_the_training(finished_run, tmp_path):
 
 
 @pytest.mark.long
-def test_a_mistake_is_printed_once(finished_run, tmp_path):
+@pytest.mark.parametrize(("launcher", "code"), [("deepspeed", 2), ("torchrun", 1)])
+def test_a_mistake_is_printed_once(finished_run, tmp_path, launcher, code):
     flags = {"run_type": "optimized", "epochs": 0, "deepspeed_config": tmp_path / "missing.json"}
-    command = [*launcher_command("deepspeed", 2), SCRIPT, *command_line(finished_run, **flags)]
+    command = [*launcher_command(launcher, 2), SCRIPT, *command_line(finished_run, **flags)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
-    assert done.returncode == 2
+    assert done.returncode == code
     one, other = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert one == "error: --epochs must be a whole number of at least 1, not 0"
     assert "missing.json: cannot be read" in other
+    if launcher == "torchrun":  # its summary ends with our lines and a rule
+        assert "missing.json: cannot be read" in done.stderr.splitlines()[-2]
     assert "gpt2.py" not in done.stderr.split("error: --epochs")[0].rpartition("Traceback")[2]
 
 

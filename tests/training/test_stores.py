@@ -99,6 +99,18 @@ def test_of_both_the_newest_undamaged_checkpoint_is_taken(finished_run, stopped,
     assert_same_training(finished_run / "run", stopped, loss=0.0, norm=0.0)
 
 
+def test_a_local_checkpoint_that_is_as_new_is_not_fetched(finished_run, stopped, tmp_path, capsys):
+    shutil.copytree(stopped / "step-00000009", tmp_path / "second" / "step-00000009")
+    assert resume(stopped, finished_run, save_to=str(tmp_path / "second")) == 0
+    assert "was fetched" not in capsys.readouterr().out
+
+
+def test_overwriting_removes_the_copies_of_the_run_before(finished_run, tmp_path):
+    shutil.copytree(finished_run / "run" / "step-00000012", tmp_path / "second" / "step-00000015")
+    assert train(finished_run, tmp_path / "run", str(tmp_path / "second"), overwrite=True, save_every=0) == 0
+    assert steps_at(str(tmp_path / "second")) == [12]
+
+
 def test_a_failed_copy_is_a_warning(finished_run, tmp_path, monkeypatch, capsys):
     original, fails = Place.write, ["step-00000012/model.safetensors"]
 

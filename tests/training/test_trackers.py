@@ -6,16 +6,16 @@ import os
 import struct
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 from small_run import command_line
-from training_runs import LONG, read_record, resume, stop_after_9
+from training_runs import LONG, read_record, resolved, resume, stop_after_9
 
 from dsgpt.training.command import train as train_here
-from dsgpt.training.trackers import CsvTracker, Row, row_of
+from dsgpt.training.trackers import CsvTracker, Row, open_trackers, row_of
 
 # What each tracker stored, read with its own reader where it has one.
 
@@ -272,3 +272,11 @@ def test_a_tracker_that_cannot_be_opened_does_not_stop_the_run(stopped, finished
 def test_a_table_begun_at_a_resume_has_the_earlier_steps(stopped, finished_run):
     assert resume(stopped, finished_run, track="csv") == 0
     assert [step for step, _ in READERS["csv"](stopped / "trackers").metrics["loss"]] == list(range(1, 13))
+
+
+def test_only_the_main_rank_tracks(finished_run, tmp_path):
+    config = resolved(command_line(finished_run, checkpoint_path=tmp_path, track="csv"))
+    other = replace(config, topology=replace(config.topology, rank=1, world_size=2))
+    assert not open_trackers(other, description={"run_id": "0"}, done=0)
+    assert not list(tmp_path.iterdir())
+    assert len(open_trackers(config, description={"run_id": "0"}, done=0)) == 1

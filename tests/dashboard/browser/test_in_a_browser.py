@@ -203,11 +203,13 @@ def status(server: Server, path: str, headers: dict[str, str], *fields: tuple[st
         (["lab.example"], ["https://lab.example"], True),
         (["localhost:PORT"], ["http://localhost:1234"], False),  # another port's page
         (["localhost:PORT"], ["http://127.0.0.1:PORT"], False),
+        (["localhost:PORT"], ["http://LOCALHOST:PORT"], False),
         (["127.0.0.1:PORT"], ["http://evil.example"], False),
         (["127.0.0.1:PORT"], ["null"], False),
         (["127.0.0.1:PORT"], ["http://127.0.0.1:PORT", "http://evil.example"], False),
         (["evil.example:PORT"], [], False),  # a name that was made to resolve to 127.0.0.1
         (["evil.example:PORT"], ["http://evil.example:PORT"], False),
+        (["127.0.0.1.evil.example"], [], False),
         (["[::1]evil.example"], [], False),
         (["localhost:80@evil.example"], [], False),
         (["10.0.0.7:PORT"], [], False),
