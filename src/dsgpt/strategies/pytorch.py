@@ -73,15 +73,19 @@ class MasterWeights:
         """Add the gradients of a backward pass to those of ``parameters``; call it after every backward pass."""
         if not self.separate:
             return
-        parts = {name: low.grad for name, low in self._low.items() if low.grad is not None}
-        masters = [self.parameters[name] for name in parts]
-        begins = any(master.grad is None for master in masters)  # all or none: each has a gradient in every pass
-        for master in masters:
-            master.grad = torch.empty_like(master) if begins else master.grad
-        if sums := [master.grad for master in masters if master.grad is not None]:
-            (torch._foreach_copy_ if begins else torch._foreach_add_)(sums, list(parts.values()))
-        for low in self._low.values():
-            low.grad = None
+        begun: list[tuple[Tensor, Tensor]] = []
+        continued: list[tuple[Tensor, Tensor]] = []
+        for name, low in self._low.items():
+            if low.grad is not None:
+                master = self.parameters[name]
+                kind = begun if master.grad is None else continued
+                master.grad = torch.empty_like(master) if master.grad is None else master.grad
+                kind.append((master.grad, low.grad))
+                low.grad = None
+        for add, pairs in ((torch._foreach_copy_, begun), (torch._foreach_add_, continued)):
+            if pairs:
+                sums, parts = zip(*pairs, strict=True)
+                add(sums, parts)
 
     @torch.no_grad()
     def publish(self) -> None:

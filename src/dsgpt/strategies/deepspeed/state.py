@@ -287,13 +287,15 @@ class ShardedState:
             swapped = optimizer._swappable_optimizer_subgroup(index)
             if swapped:
                 optimizer._optimizer_states_and_gradient_swap_in(index)
-            flat = optimizer.fp32_partitioned_groups_flat[index]
-            state = optimizer.optimizer.state.get(flat, {})
-            moments = {key: moment for key in STATE_NAMES if (moment := state.get(key)) is not None}
-            for parameter in group:
-                yield parameter, ParamState(flat.detach(), **moments)
-            if swapped:
-                optimizer._release_swap_buffers(index)
+            try:
+                flat = optimizer.fp32_partitioned_groups_flat[index]
+                state = optimizer.optimizer.state.get(flat, {})
+                moments = {key: moment for key in STATE_NAMES if (moment := state.get(key)) is not None}
+                for parameter in group:
+                    yield parameter, ParamState(flat.detach(), **moments)
+            finally:  # also where a save fails and the run goes on
+                if swapped:
+                    optimizer._release_swap_buffers(index)
 
     def _part_of(self, parameter: Any, flat: Tensor, *, stop: int | None = None) -> Tensor:
         """This rank's part of ``parameter`` in the tensor of its sub-group, up to its element ``stop``."""
