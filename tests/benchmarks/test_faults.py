@@ -76,7 +76,14 @@ def runs(tmp_path_factory):
     return ForkedRuns(tmp_path_factory.mktemp("faults"), repository=REPOSITORY)
 
 
-@pytest.mark.parametrize("fault", kinds.core_faults(), ids=lambda fault: fault.name)
+def marks(fault):
+    """Left to ``make test-slow``: two whole launches each, 20 s."""
+    return [pytest.mark.long] if fault.name.startswith(("pipeline2: the launcher", "ddp: rank 1 killed")) else []
+
+
+@pytest.mark.parametrize(
+    "fault", [pytest.param(fault, marks=marks(fault), id=fault.name) for fault in kinds.core_faults()]
+)
 def test_the_run_recovers(runs, fault):
     (outcome,) = kinds.try_faults(runs, [fault])
     assert outcome.status == "passed", outcome.wrong

@@ -196,6 +196,7 @@ def test_a_host_that_is_cut_off_is_named(start):
         pair.hosts.plug(1)
 
 
+@LONG
 def test_nan_is_traced_to_the_rank_that_computed_it(start):
     pair = start("nan")
     assert pair.ends(0, 1) == [EXIT_NON_FINITE] * 2
