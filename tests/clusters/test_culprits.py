@@ -15,32 +15,32 @@ from small_run import command_line, within, write_data, write_recipe
 from training_runs import read_lines
 
 from dsgpt.common.errors import EXIT_LOST_RANK, EXIT_NON_FINITE, EXIT_USER_ERROR
-from dsgpt.machine.peers import SLOW_STEPS, Seen, culprits, slow_ranks
+from dsgpt.machine.peers import SLOW_STEPS, RankStatus, culprits, slow_ranks
 from dsgpt.record.schema import STEPS_FILE
 
 RECV = "/torch/distributed/distributed_c10d.py:2800 in recv"
 
 
-def seen(moves: int = 5, **more: Any) -> Seen:
-    facts = {"host": "h", "phase": "step", "step": 3, "moves": moves, "stack": (RECV,)} | more
-    return Seen(**facts)
+def status(progress_count: int = 5, **more: Any) -> RankStatus:
+    facts = {"host": "h", "phase": "step", "step": 3, "progress_count": progress_count, "stack": (RECV,)} | more
+    return RankStatus(**facts)
 
 
-IN_PIPELINE = [seen(collectives={"0": 8}), seen(collectives={"0": 9}, stack=("data.py:1 in read",))]
+IN_PIPELINE = [status(collectives={"0": 8}), status(collectives={"0": 9}, stack=("data.py:1 in read",))]
 
 
 @pytest.mark.parametrize(
     ("named", "ranks"),
     [
-        ([1], [seen(), seen(moves=4), seen()]),
-        ([2], [seen(), seen(moves=4), seen(silent=True)]),
-        ([0], [seen(failed="ValueError: x"), seen(silent=True)]),
-        ([1], [seen(collectives={"0": 8}), seen(collectives={"0": 7})]),
+        ([1], [status(), status(progress_count=4), status()]),
+        ([2], [status(), status(progress_count=4), status(silent=True)]),
+        ([0], [status(failed="ValueError: x"), status(silent=True)]),
+        ([1], [status(collectives={"0": 8}), status(collectives={"0": 7})]),
         # Rank 1 waits for 2 in group 1, and 0 waits for 1 in group 0.
-        ([2], [seen(collectives=each) for each in ({"0": 8}, {"0": 7, "1": 3}, {"0": 7, "1": 2})]),
+        ([2], [status(collectives=each) for each in ({"0": 8}, {"0": 7, "1": 3}, {"0": 7, "1": 2})]),
         ([1], IN_PIPELINE),
-        ([1], [seen(), seen(stack=("/torch/distributed/distributed_c10d.py:1 in barrier",)), seen()]),
-        ([0, 1], [seen(), seen()]),
+        ([1], [status(), status(stack=("/torch/distributed/distributed_c10d.py:1 in barrier",)), status()]),
+        ([0, 1], [status(), status()]),
     ],
 )
 def test_the_rank_that_the_others_wait_for_is_named(named, ranks):
@@ -49,10 +49,10 @@ def test_the_rank_that_the_others_wait_for_is_named(named, ranks):
 
 def test_slow_is_a_rank_whose_work_takes_half_as_long_again_as_that_of_its_peers():
     work = [0.2, 0.2, 0.31, 0.2]
-    assert slow_ranks({rank: seen(own_sec=sec) for rank, sec in enumerate(work)}) == {2: 0.2}
-    assert not slow_ranks({rank: seen(own_sec=sec) for rank, sec in enumerate([0.2, 0.29])})
-    assert not slow_ranks({rank: seen(own_sec=sec) for rank, sec in enumerate([0.2, 0.2, 0.5, 0.5])}, stages=2)
-    assert not slow_ranks({0: seen(own_sec=0.2), 1: seen()})
+    assert slow_ranks({rank: status(own_sec=sec) for rank, sec in enumerate(work)}) == {2: 0.2}
+    assert not slow_ranks({rank: status(own_sec=sec) for rank, sec in enumerate([0.2, 0.29])})
+    assert not slow_ranks({rank: status(own_sec=sec) for rank, sec in enumerate([0.2, 0.2, 0.5, 0.5])}, stages=2)
+    assert not slow_ranks({0: status(own_sec=0.2), 1: status()})
 
 
 FAULTY = """

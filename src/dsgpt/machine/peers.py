@@ -1,9 +1,9 @@
-"""What each rank of a run does, known to the others: who is at fault when the run stands still or breaks.
+"""Finds ranks that died, hang or are slow, and names them with host, step and Python stack.
 
-A thread of every rank notes once a second in the store of the process group where the rank's training is. Nothing is
-exchanged with the device or in the loop. If a rank makes no progress, or its neighbour gives no sign of life, it asks
-all ranks for their Python stacks and for how many collectives they have called. Then it names the rank that the others
-wait for. The same comparison is made by PyTorch's flight recorder, after the fact, and by ``monitored_barrier``.
+A thread in every rank writes the rank's phase and step to the process group's store once a second. The device and the
+loop exchange nothing for it. If a rank makes no progress, or its neighbour's thread stops writing, it asks all ranks
+for their Python stacks and their numbers of collective calls. Then it names the rank that the others wait for.
+PyTorch's flight recorder compares the same facts after a run, and ``monitored_barrier`` at one collective.
 """
 
 import contextlib
@@ -52,25 +52,27 @@ _WAITING = re.compile(r"/torch/distributed/|/deepspeed/comm/|_engine_run_backwar
 
 
 @dataclass(frozen=True, kw_only=True)
-class Seen:
-    """What is known of a rank."""
+class RankStatus:
+    """Phase, step and health of one rank, as the ranks read them from the store."""
 
     host: str
     phase: str = "start"
     step: int = 0
-    """The last one it began."""
-    moves: int = 0
-    """How often it made progress; equal on all ranks that are equally far."""
+    """The last step that the rank began."""
+    progress_count: int = 0
+    """Number of times the rank noted progress; equal on all ranks that are equally far."""
     beat: int = 0
+    """Number of times the rank's thread wrote to the store."""
     own_sec: float | None = None
-    """Median seconds of recent steps in which it computed or waited for data; None before there are enough."""
+    """Median seconds per step of computing and waiting for data; None before enough steps."""
     silent: bool = False
+    """Whether its thread stopped writing to the store."""
     failed: str | None = None
-    """Its error."""
+    """The error that the rank raised."""
     stack: tuple[str, ...] = ()
-    """Of its main thread, the innermost call last."""
+    """Python stack of its main thread, the innermost call last."""
     collectives: Mapping[str, int] = field(default_factory=dict)
-    """How many it has called, by process group."""
+    """Number of collectives called, by process group."""
 
     @property
     def where(self) -> str:
@@ -85,7 +87,7 @@ class Seen:
 
 
 def culprits(  # noqa: PLR0911 - one for each way to tell them apart
-    ranks: Mapping[int, Seen], *, pipeline: bool = False
+    ranks: Mapping[int, RankStatus], *, pipeline: bool = False
 ) -> tuple[list[int], str]:
     """The ranks that the others wait for, and what they do; all ranks if nothing tells them apart.
 
@@ -93,35 +95,35 @@ def culprits(  # noqa: PLR0911 - one for each way to tell them apart
         ranks: all ranks.
         pipeline: stages send to each other in the group of all ranks, so its calls cannot be compared.
     """
-    alive = {rank: seen for rank, seen in ranks.items() if not seen.silent}
-    if failed := [rank for rank, seen in ranks.items() if seen.failed]:
+    alive = {rank: status for rank, status in ranks.items() if not status.silent}
+    if failed := [rank for rank, status in ranks.items() if status.failed]:
         return failed, "failed"
-    if silent := [rank for rank, seen in ranks.items() if seen.silent]:
+    if silent := [rank for rank, status in ranks.items() if status.silent]:
         return silent, "gives no sign of life: it died, was stopped, or its machine is cut off"
     hangs = "hangs, and the others wait for it"
-    least = min(seen.moves for seen in alive.values())
-    behind = [rank for rank, seen in alive.items() if seen.moves == least]
+    least = min(status.progress_count for status in alive.values())
+    behind = [rank for rank, status in alive.items() if status.progress_count == least]
     if len(behind) < len(alive):
         return behind, hangs
     late: set[int] = set()
     ahead: set[int] = set()
-    for group in {name for seen in alive.values() for name in seen.collectives} - ({"0"} if pipeline else set()):
-        calls = {rank: seen.collectives[group] for rank, seen in alive.items() if group in seen.collectives}
+    for group in {name for status in alive.values() for name in status.collectives} - ({"0"} if pipeline else set()):
+        calls = {rank: status.collectives[group] for rank, status in alive.items() if group in status.collectives}
         late |= {rank for rank, count in calls.items() if count < max(calls.values())}
         ahead |= {rank for rank, count in calls.items() if count > min(calls.values())}
     if late - ahead:  # who is ahead in one group and late in another waits itself
         return sorted(late - ahead), hangs
-    busy = [rank for rank, seen in alive.items() if seen.stack and not seen.waits]
+    busy = [rank for rank, status in alive.items() if status.stack and not status.waits]
     if 0 < len(busy) < len(alive):
         return busy, hangs
-    places = Counter(seen.stack[-1:] for seen in alive.values())
+    places = Counter(status.stack[-1:] for status in alive.values())
     usual, count = places.most_common(1)[0]
     if len(places) > 1 and count > 1:
-        return [rank for rank, seen in alive.items() if seen.stack[-1:] != usual], "waits where the others do not"
+        return [rank for rank, status in alive.items() if status.stack[-1:] != usual], "waits where the others do not"
     return sorted(alive), "waits, and no rank is behind the others"
 
 
-def verdict(ranks: Mapping[int, Seen], *, seconds: float, pipeline: bool) -> str:
+def verdict(ranks: Mapping[int, RankStatus], *, seconds: float, pipeline: bool) -> str:
     """Lines that name the culprits: host, rank, step, what is wrong, and Python stacks of two of them."""
     named, what = culprits(ranks, pipeline=pipeline)
     first = ranks[named[0]]
@@ -140,7 +142,7 @@ def verdict(ranks: Mapping[int, Seen], *, seconds: float, pipeline: bool) -> str
     return "\n".join(lines)
 
 
-def slow_ranks(ranks: Mapping[int, Seen], *, stages: int = 1) -> dict[int, float]:
+def slow_ranks(ranks: Mapping[int, RankStatus], *, stages: int = 1) -> dict[int, float]:
     """Ranks whose own work takes much longer than their peers', with the median of those in seconds a step.
 
     Args:
@@ -148,14 +150,18 @@ def slow_ranks(ranks: Mapping[int, Seen], *, stages: int = 1) -> dict[int, float
         stages: of a pipeline; only ranks of one stage do the same work.
     """
     slow, size = {}, max(1, len(ranks) // stages)
-    for rank, seen in ranks.items():
+    for rank, status in ranks.items():
         others = [
             other.own_sec
             for peer, other in ranks.items()
             if peer != rank and peer // size == rank // size and other.own_sec is not None
         ]
         usual = statistics.median(others) if others else None
-        if usual is not None and seen.own_sec is not None and seen.own_sec > max(SLOW_TIMES * usual, usual + SLOW_SEC):
+        if (
+            usual is not None
+            and status.own_sec is not None
+            and status.own_sec > max(SLOW_TIMES * usual, usual + SLOW_SEC)
+        ):
             slow[rank] = usual
     return slow
 
@@ -263,7 +269,9 @@ def _refuse(store: "Store", topology: Topology, lines: Sequence[str], *, key: st
 
 
 class Peers:
-    """This rank's knowledge of the others. A context manager; inside, after ``join``, its thread compares them.
+    """Writes this rank's status to the store and watches the other ranks, in a thread that ``join`` starts.
+
+    A context manager; its end stops the thread.
 
     Args:
         topology: this rank's place; a single rank has no peers, and all methods do nothing.
@@ -274,23 +282,23 @@ class Peers:
         self._topology, self._stall_timeout = topology, stall_timeout
         self.store: Store | None = None
         """The store at which the ranks meet; None for a single rank."""
-        self.slow: Callable[[int, Seen, float], None] = lambda *_: None
-        """Called in the thread of rank 0 with a rank that is slow, and the usual seconds of work in a step."""
-        self.leave: Callable[[LostRank], None] = lambda _: None
-        """Called in the thread before it ends this process, because its main thread waits for a rank that is gone."""
-        self._own = Seen(host=socket.gethostname())
-        self._moved = time.monotonic()
+        self.on_slow_rank: Callable[[int, RankStatus, float], None] = lambda *_: None
+        """Called in rank 0's thread with a slow rank, its status, and its peers' median seconds of work per step."""
+        self.on_lost_rank: Callable[[LostRank], None] = lambda _: None
+        """Called in the watch thread before it ends this process, whose main thread is blocked by a lost rank."""
+        self._own = RankStatus(host=socket.gethostname())
+        self._progress_at = time.monotonic()
         self._steps: deque[float] = deque(maxlen=SLOW_STEPS)
         self._work: deque[float] = deque(maxlen=SLOW_STEPS)
-        self._ended, self._broken, self._found = threading.Event(), threading.Event(), threading.Event()
+        self._ended, self._broken, self._observed = threading.Event(), threading.Event(), threading.Event()
         self._lost: LostRank | None = None
-        self._next: tuple[int, float] = (-1, time.monotonic())
-        self._asked = self._said = ""
-        self._slow: set[int] = set()
+        self._next_beat: tuple[int, float] = (-1, time.monotonic())
+        self._answered_request = self._own_verdict = ""
+        self._slow_reported: set[int] = set()
         self._main = threading.current_thread().ident
         self._thread = threading.Thread(target=self._watch, name="peers", daemon=True)
         self._guard = threading.Thread(target=self._watch_store, name="peers-store", daemon=True)
-        self._answered = time.monotonic()
+        self._store_answered_at = time.monotonic()
 
     def __enter__(self) -> "Peers":
         return self
@@ -312,35 +320,35 @@ class Peers:
             # A clone has a connection of its own. It is public; only the types lack it.
             self.store, self._watched = store, store.clone()  # type: ignore[attr-defined]
             self._watched.set_timeout(timedelta(seconds=OBSERVED_SEC))
-            self._moved = time.monotonic()
-            self._answered = self._moved
+            self._progress_at = time.monotonic()
+            self._store_answered_at = self._progress_at
             self._thread.start()
             self._guard.start()
 
     def refuse(self, lines: tuple[str, ...]) -> None:
-        """Tell the others why the run does not start; they end with the same lines."""
+        """Make the other ranks end with ``lines``, the reason why this rank does not start."""
         if self.store is not None:
             self._ended.set()
             with contextlib.suppress(dist.DistError, RuntimeError):
                 _refuse(self._watched, self._topology, lines)
 
     def end(self) -> None:
-        """Watch no longer: this rank does not wait for the others any more, and they may leave before it."""
+        """Stop watching: this rank no longer waits for the others, which may end before it."""
         self._ended.set()
 
     def begin(self, phase: str, step: int | None = None) -> None:
         """Note that this rank enters a phase: ``step``, its end (``agreement``), or one of ``LIMITS_SEC``."""
         now = time.monotonic()
         if self._own.phase == "step":
-            self._steps.append(now - self._moved)
+            self._steps.append(now - self._progress_at)
         step = self._own.step if step is None else step
-        self._own = replace(self._own, phase=phase, step=step, moves=self._own.moves + 1)
-        self._moved = now
+        self._own = replace(self._own, phase=phase, step=step, progress_count=self._own.progress_count + 1)
+        self._progress_at = now
 
-    def move(self) -> None:
+    def note_progress(self) -> None:
         """Note progress in the phase."""
-        self._own = replace(self._own, moves=self._own.moves + 1)
-        self._moved = time.monotonic()
+        self._own = replace(self._own, progress_count=self._own.progress_count + 1)
+        self._progress_at = time.monotonic()
 
     def worked(self, seconds: float) -> None:
         """Note for how long this rank computed and waited for data in a step."""
@@ -357,7 +365,7 @@ class Peers:
     @property
     def idle_sec(self) -> float:
         """Seconds since this rank last made progress."""
-        return time.monotonic() - self._moved
+        return time.monotonic() - self._progress_at
 
     @contextlib.contextmanager
     def explained(self) -> Iterator[None]:
@@ -369,7 +377,7 @@ class Peers:
                 raise
             if isinstance(error, RuntimeError) and not isinstance(error, SaveError) and BROKEN.search(str(error)):
                 self._broken.set()
-                self._found.wait(3 * OBSERVED_SEC)
+                self._observed.wait(3 * OBSERVED_SEC)
                 if self._lost is not None:
                     raise self._lost from error
             else:
@@ -403,24 +411,24 @@ class Peers:
     def _watch_store(self) -> None:
         """Ends this process if the store does not answer: where its machine is cut off, the thread waits for hours."""
         while not self._ended.wait(BEAT_SEC):
-            if time.monotonic() - self._answered > self._stall_timeout - OBSERVED_SEC:
+            if time.monotonic() - self._store_answered_at > self._stall_timeout - OBSERVED_SEC:
                 self._lose_store(f"no answer for {self._stall_timeout - OBSERVED_SEC:.0f} s")
                 return
 
     def _lose_store(self, why: str) -> None:
         at = os.environ["MASTER_ADDR"]
         words = f"rank 0 or its launcher, at {at}, does not answer any more, in {self._own.where} ({why})"
-        self._said = f"{words}: it died, or a machine is cut off; continue with --resume"
-        self._end(LostRank(self._said))
+        self._own_verdict = f"{words}: it died, or a machine is cut off; continue with --resume"
+        self._end(LostRank(self._own_verdict))
 
     def _beat(self) -> None:
         self._own = own = replace(self._own, beat=self._own.beat + 1)
         known = {name: value for name, value in asdict(own).items() if name not in {"stack", "collectives"}}
         self._watched.set(f"at/{self._topology.rank}", json.dumps(known))
         self._watched.check(["hosts"])  # it waits for the answer, which ``set`` does not
-        self._answered = time.monotonic()
-        if self._watched.check(["ask"]) and (asked := self._watched.get("ask").decode()) != self._asked:
-            self._asked = asked
+        self._store_answered_at = time.monotonic()
+        if self._watched.check(["ask"]) and (asked := self._watched.get("ask").decode()) != self._answered_request:
+            self._answered_request = asked
             fact = {"stack": self._stack(), "collectives": _collectives()}
             self._watched.set(f"stack/{self._topology.rank}", json.dumps(fact))
 
@@ -432,66 +440,71 @@ class Peers:
         """Whether the next rank has given no sign of life for almost ``stall_timeout``."""
         rank = (self._topology.rank + 1) % self._topology.world_size
         beat = self._read(rank, "at").get("beat", 0)
-        if beat != self._next[0]:
-            self._next = (beat, time.monotonic())
-        return time.monotonic() - self._next[1] > self._stall_timeout - 2 * OBSERVED_SEC
+        if beat != self._next_beat[0]:
+            self._next_beat = (beat, time.monotonic())
+        return time.monotonic() - self._next_beat[1] > self._stall_timeout - 2 * OBSERVED_SEC
 
     def _read(self, rank: int, what: str) -> dict[str, Any]:
         key = f"{what}/{rank}"
         return dict(json.loads(self._watched.get(key))) if self._watched.check([key]) else {}
 
-    def _everyone(self) -> dict[int, Seen]:
+    def _all_statuses(self) -> dict[int, RankStatus]:
         ranks = {}
         for rank in range(self._topology.world_size):
             facts: dict[str, Any] = {"host": self._hosts[rank]}
             for what in ("at", "stack", "failed"):
                 facts |= self._read(rank, what)
-            ranks[rank] = Seen(**facts | {"stack": tuple(facts.get("stack", ()))})
+            ranks[rank] = RankStatus(**facts | {"stack": tuple(facts.get("stack", ()))})
         return ranks
 
     def _observe(self) -> None:
         """Look at all ranks for a while, then name those that the others wait for; stops if the run goes on."""
-        idle, moves, end = self.idle_sec, self._own.moves, time.monotonic() + OBSERVED_SEC
-        before = self._everyone()
+        idle, progress_count, end = self.idle_sec, self._own.progress_count, time.monotonic() + OBSERVED_SEC
+        before = self._all_statuses()
         self._watched.set("ask", f"{self._topology.rank} {time.time()}")
         while True:
-            if self._ended.wait(BEAT_SEC) or self._own.moves != moves or self._watched.check(["verdict"]):
+            if (
+                self._ended.wait(BEAT_SEC)
+                or self._own.progress_count != progress_count
+                or self._watched.check(["verdict"])
+            ):
                 return
             self._beat()
-            ranks = self._everyone()
-            failed = any(seen.failed for seen in ranks.values())
+            ranks = self._all_statuses()
+            failed = any(status.failed for status in ranks.values())
             if time.monotonic() < end and not (failed and self._broken.is_set()):
                 continue
             ranks = {
-                rank: replace(seen, silent=seen.beat == before[rank].beat and rank != self._topology.rank)
-                for rank, seen in ranks.items()
+                rank: replace(status, silent=status.beat == before[rank].beat and rank != self._topology.rank)
+                for rank, status in ranks.items()
             }
-            if failed or any(seen.silent for seen in ranks.values()) or self.idle_sec > self.limit_sec - BEAT_SEC:
+            if failed or any(status.silent for status in ranks.values()) or self.idle_sec > self.limit_sec - BEAT_SEC:
                 break
             if self._broken.is_set():
                 self._broken.clear()
-                self._found.set()  # without a name: the error is shown as it is
+                self._observed.set()  # without a name: the error is shown as it is
             if self.idle_sec < self.limit_sec - 2 * OBSERVED_SEC:
                 return
         own = self._own  # all ranks took the step before, so the last beat of one that is gone may be older
         ranks = {
-            rank: replace(seen, phase=own.phase, step=own.step) if seen.silent else seen for rank, seen in ranks.items()
+            rank: replace(status, phase=own.phase, step=own.step) if status.silent else status
+            for rank, status in ranks.items()
         }
         words = verdict(ranks, seconds=max(idle, self.idle_sec), pipeline=self._topology.sizes.pipeline > 1)
-        self._said = words
+        self._own_verdict = words
         self._end(LostRank(self._watched.compare_set("verdict", "", words).decode()))
 
     def _end(self, lost: LostRank) -> None:
         """Let the main thread raise ``lost`` if it can; otherwise end this process."""
         self._lost = lost
         speaks = self._topology.local_rank == 0 if lost.exit_code == EXIT_USER_ERROR else self._topology.is_main
-        lost.speaks = speaks or str(lost) == self._said
-        self._found.set()
+        lost.speaks = speaks or str(lost) == self._own_verdict
+        self._observed.set()
         if self._broken.is_set():
             self._linger()
             self._ended.set()
             return
-        self.leave(lost)
+        self.on_lost_rank(lost)
         self._linger()
         os._exit(lost.exit_code)
 
@@ -500,11 +513,11 @@ class Peers:
         time.sleep((3 if self._topology.is_main else 1.5) * BEAT_SEC)
 
     def _report_slow(self) -> None:
-        ranks = self._everyone()
+        ranks = self._all_statuses()
         for rank, usual in slow_ranks(ranks, stages=self._topology.sizes.pipeline).items():
-            if rank not in self._slow:
-                self._slow.add(rank)
-                self.slow(rank, ranks[rank], usual)
+            if rank not in self._slow_reported:
+                self._slow_reported.add(rank)
+                self.on_slow_rank(rank, ranks[rank], usual)
 
 
 def _calls(frames: traceback.StackSummary) -> list[str]:

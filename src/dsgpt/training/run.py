@@ -29,7 +29,7 @@ from dsgpt.config.run_config import RunConfig
 from dsgpt.machine.console import LogFile
 from dsgpt.machine.device import HostGroup, barrier, bring_up, from_main, gather_objects, joined
 from dsgpt.machine.launcher import Interruption
-from dsgpt.machine.peers import SLOW_STEPS, Peers, Seen
+from dsgpt.machine.peers import SLOW_STEPS, Peers, RankStatus
 from dsgpt.machine.spot import SpotWatch
 from dsgpt.machine.topology import Topology
 from dsgpt.model.gpt2 import parameter_shapes
@@ -256,7 +256,7 @@ def run(config: RunConfig, interruption: Interruption) -> None:
     peers = Peers(config.topology, stall_timeout=config.options.stall_timeout)
     with LogFile() as log, RunLock(config.run_dir, patience_sec=patience) as lock, peers:
         if not config.options.dry_run:
-            peers.leave = functools.partial(_leave, config, None)
+            peers.on_lost_rank = functools.partial(_end_after_lost_rank, config, None)
             peers.join()
         try:
             prepared = prepare(config, lock) if config.topology.is_main else None
@@ -272,8 +272,11 @@ def run(config: RunConfig, interruption: Interruption) -> None:
                 _train(config, prepared, interruption, peers, lock=lock, log=log)
 
 
-def _leave(config: RunConfig, journal: Journal | None, lost: LostRank) -> None:
-    """End the run without the main thread, which waits for another rank: its record, ``--on_event``, the error."""
+def _end_after_lost_rank(config: RunConfig, journal: Journal | None, lost: LostRank) -> None:
+    """Called by the watch thread when the main thread is blocked by a lost rank.
+
+    Writes the record, runs `--on_event` and prints the error.
+    """
     if config.topology.is_main and journal is not None and journal.record.status == "running":
         writes = threading.Thread(target=journal.end_early, args=["failed"], daemon=True)
         writes.start()
@@ -324,8 +327,8 @@ def _train(
             )
             if state is not None:
                 journal.resume(state, steps_file, earlier=prepared.earlier)
-            peers.leave = functools.partial(_leave, config, journal)
-            peers.slow = _say_slow
+            peers.on_lost_rank = functools.partial(_end_after_lost_rank, config, journal)
+            peers.on_slow_rank = _warn_of_slow_rank
             about = about_run(config, settings=prepared.settings, description=description) if description else {}
             Trainer(
                 config,
@@ -340,10 +343,10 @@ def _train(
             ).run()
 
 
-def _say_slow(rank: int, seen: Seen, usual: float) -> None:
+def _warn_of_slow_rank(rank: int, status: RankStatus, usual: float) -> None:
     logger.warning(
-        f"rank {rank} on {seen.host} is slow: it computes and reads data for {seen.own_sec:.3g} s a step, its peers "
-        f"for {usual:.3g} s (medians of {SLOW_STEPS} steps)"
+        f"rank {rank} on {status.host} is slow: it computes and reads data for {status.own_sec:.3g} s a step, its "
+        f"peers for {usual:.3g} s (medians of {SLOW_STEPS} steps)"
     )
 
 

@@ -121,7 +121,7 @@ class Stopping:
             steps_left: if not, no limit stops the run: it would only have to be started again to end.
         """
         self._budget.progress()
-        self._peers.move()
+        self._peers.note_progress()
         if steps_left:
             self._limit = self._limit or self._budget.reached()
         return bool(self._ranks.largest(int((self._interruption.reason or self._limit) is not None)))
