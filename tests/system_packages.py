@@ -8,6 +8,7 @@ import sys
 from functools import cache
 from pathlib import Path
 
+from dsgpt.benchmarks.hosts import REMOTE
 from dsgpt.machine.probe import compiler, libaio_problem
 
 WITHOUT = {
@@ -18,12 +19,15 @@ WITHOUT = {
     "munge": re.compile(r"needs munge"),
     "openssh-server": re.compile(r"needs openssh-server"),
     "pdsh": re.compile(r"needs .*\bpdsh\b"),
+    "iptables": re.compile(r"need iptables"),
+    "bindfs": re.compile(r"needs bindfs"),
+    "faketime": re.compile(r"needs faketime"),
 }
 """Debian package to what a test says that fails without it, or that is skipped."""
 DAEMONS = {"slurm-wlm": "slurmctld", "munge": "munged"}
 """Debian package to its daemon, which is on the PATH of root."""
-REMOTE = {"openssh-server": "sshd", "pdsh": "pdsh"}
-"""Debian package to its command: what DeepSpeed's launcher needs to reach other hosts."""
+FAULTS = {name: name for name in ("iptables", "bindfs", "faketime")}
+"""Debian package to its command: what disturbs the hosts of a test."""
 
 
 def browser() -> str | None:
@@ -38,7 +42,7 @@ def missing() -> list[str]:
     """The packages that this machine lacks."""
     found = compiler()
     lacks = {"g++": not found, "libaio-dev": not found or libaio_problem(found), "chromium": not browser()}
-    lacks |= {package: not shutil.which(name) for package, name in (DAEMONS | REMOTE).items()}
+    lacks |= {package: not shutil.which(name) for package, name in (DAEMONS | REMOTE | FAULTS).items()}
     return [package for package in WITHOUT if lacks[package]]
 
 

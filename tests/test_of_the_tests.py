@@ -15,7 +15,7 @@ from small_run import REPOSITORY
 # Tests that are left out because the system lacks a package.
 
 
-BRINGS = "as root: apt-get install g++ libaio-dev chromium slurm-wlm munge openssh-server pdsh"
+BRINGS = "as root: apt-get install g++ libaio-dev chromium slurm-wlm munge openssh-server pdsh iptables bindfs faketime"
 
 
 @pytest.fixture

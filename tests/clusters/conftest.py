@@ -1,4 +1,4 @@
-"""A real Slurm of two nodes on this machine."""
+"""Hosts with networks of their own, and a real Slurm of two nodes, on this machine."""
 
 import os
 import re
@@ -12,6 +12,7 @@ import pytest
 from small_run import REPOSITORY, within
 from system_packages import DAEMONS
 
+from dsgpt.benchmarks.hosts import Hosts, NoHosts, made_hosts
 from dsgpt.machine.topology import free_port
 
 CONFIGURATION = """\
@@ -76,6 +77,16 @@ class Slurm:
     def wait_for(self, job: str, state: str, *, seconds: float = 120) -> None:
         """Wait until a job, or every task of an array, is in a state."""
         within(lambda: self.states(job) == {state}, seconds=seconds)
+
+
+@pytest.fixture(scope="module")
+def hosts(request: pytest.FixtureRequest) -> Iterator[Hosts]:
+    """As many hosts as ``HOSTS`` of the module says; skips its tests where none can be made."""
+    try:
+        with made_hosts(request.module.HOSTS) as made:
+            yield made
+    except NoHosts as error:
+        pytest.skip(str(error))
 
 
 @pytest.fixture(scope="session")

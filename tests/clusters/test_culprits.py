@@ -5,19 +5,19 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hosts import Hosts, made_hosts
 from small_run import command_line, within, write_data, write_recipe
 from training_runs import read_lines
 
+from dsgpt.benchmarks.hosts import Hosts
 from dsgpt.common.errors import EXIT_LOST_RANK, EXIT_NON_FINITE, EXIT_USER_ERROR
 from dsgpt.machine.peers import SLOW_STEPS, RankStatus, culprits, slow_ranks
 from dsgpt.record.schema import STEPS_FILE
 
+HOSTS = 2
 RECV = "/torch/distributed/distributed_c10d.py:2800 in recv"
 
 
@@ -111,12 +111,6 @@ if kind == "refuses" and os.environ["RANK"] == "1":
     sys.argv += ["--threads_per_device", "0"]
 exit_rank(train(sys.argv[1:]))
 """
-
-
-@pytest.fixture(scope="module")
-def hosts() -> Iterator[Hosts]:
-    with made_hosts(2) as made:
-        yield made
 
 
 class Pair:

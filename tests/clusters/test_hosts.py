@@ -1,32 +1,30 @@
 """Training across hosts with networks of their own: the losses are those of one host."""
 
+import contextlib
 import json
-from collections.abc import Iterator
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from forked_ranks import run_script
-from hosts import Hosts, made_hosts
 from small_run import REPOSITORY, command_line, write_data, write_recipe
 from training_runs import SCRIPT, read_lines
 
-STEPS = 4
+from dsgpt.benchmarks.hosts import enter
+
+HOSTS, STEPS = 4, 4
 RANK = """
 import runpy
 import sys
-from hosts import Hosts, be_rank_on
+from dsgpt.benchmarks.hosts import Hosts, be_rank_on
 name, per_host, *words = sys.argv[1:]
 be_rank_on(Hosts(name, 0), per_host=int(per_host))
 sys.argv = words
 runpy.run_path(words[0], run_name="__main__")
 """
 """A forked rank that moves to its host before it becomes ``src/gpt2.py``."""
-
-
-@pytest.fixture(scope="module")
-def hosts() -> Iterator[Hosts]:
-    with made_hosts(4) as made:
-        yield made
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +72,7 @@ def test_strategies_compute_on_several_hosts_what_one_computes(hosts, trained, r
     """Ranks of neighbouring numbers share a host; the pipeline's stages and data ranks are on four."""
     run = f"{recipe}-{run_type}"
     flags = [hosts.name, per_host, SCRIPT, *words(trained, run, recipe, run_type)]
-    environment = hosts.variables() | {"PYTHONPATH": str(Path(__file__).parent)}
+    environment = hosts.variables()
     done = run_script(trained / "rank.py", flags, ranks=ranks, cwd=trained, environment=environment)
     assert done.returncode == 0, done.stderr
     assert_losses_of_one_host(trained, run)
@@ -108,3 +106,34 @@ def test_launchers_start_ranks_on_two_hosts(hosts, trained, tmp_path, launcher):
     else:
         ends(range(2))
     assert_losses_of_one_host(trained, launcher)
+
+
+def test_a_link_is_as_slow_and_as_lossy_as_asked(hosts):
+    def socket_on(number: int) -> socket.socket:
+        enter(hosts.host(number))  # moves this thread alone; the socket stays there
+        made = socket.socket(type=socket.SOCK_DGRAM)
+        made.bind((hosts.address(number), 5000))
+        made.settimeout(1)
+        return made
+
+    def arrive(sender: int, *, count: int, size: int) -> list[float]:
+        """When the first packet is sent, and when each that is not lost arrives at the other end."""
+        times = [time.monotonic()]
+        for _ in range(count):
+            ends[sender].sendto(bytes(size), (hosts.address(1 - sender), 5000))
+        with contextlib.suppress(TimeoutError):
+            while True:
+                ends[1 - sender].recv(size)
+                times.append(time.monotonic())
+        return times
+
+    with ThreadPoolExecutor(1) as first, ThreadPoolExecutor(1) as second:
+        ends = [thread.submit(socket_on, number).result() for number, thread in enumerate((first, second))]
+    assert hosts.shape(1, mbit=4) == {"mbit": "tc tbf"}
+    for sender in range(2):
+        times = arrive(sender, count=400, size=1000)
+        assert 100 < len(times) < 16 + 1.1 * 500 * (times[-1] - times[0])  # 16 kB at once, then 500 kB a second
+    assert hosts.shape(1, loss=0.5) == {"loss": "iptables statistic"}
+    assert 60 < len(arrive(0, count=200, size=10)) < 140
+    assert hosts.shape(1) == {}
+    assert len(arrive(0, count=200, size=10)) == 201

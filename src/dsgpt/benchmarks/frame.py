@@ -30,7 +30,7 @@ DEMO, SWEEP = "demo", "sweep"
 _ROOMS = {"serving": ("inference/server",)}
 """What some suites measure besides training."""
 _FILES = {"inference": "src/dsgpt/benchmarks/trace.json", "serving": "src/serve.py"}
-_SHARED = {"contenders.py": ("speed", "decoding")}
+_SHARED = {"contenders.py": ("speed", "decoding"), "hosts.py": ("clusters",)}
 """Modules of some suites."""
 _ONLY_READ_RECORDS = ("*_page.py", "records.py")
 """Modules of the suites that make pages and tables from an existing record, or that start the commands of records."""

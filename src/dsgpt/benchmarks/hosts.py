@@ -1,7 +1,7 @@
 """Hosts of a cluster on this machine: network namespaces with addresses and host names of their own, behind a switch.
 
 Ranks of one host share a namespace. Between hosts everything goes over the switch, which is a bridge in a namespace of
-its own, so that nothing of this machine's network is changed.
+its own, so that nothing of this machine's network is changed. Only root can make them, on Linux with iproute2.
 """
 
 import ctypes
@@ -16,15 +16,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import pytest
-from small_run import REPOSITORY
-from system_packages import REMOTE
-
 INTERFACE = "host0"
 """The interface of every host."""
+REPOSITORY = Path(__file__).resolve().parents[3]
 RUNTIME = Path("/run/netns")
 NEW_NETWORK, NEW_NAMES = 0x40000000, 0x04000000
 """``CLONE_NEWNET`` and ``CLONE_NEWUTS`` of Linux."""
+REMOTE = {"openssh-server": "sshd", "pdsh": "pdsh"}
+"""Debian package to its command: what DeepSpeed's launcher needs to reach other hosts."""
 SSHD = """\
 Port 22
 ListenAddress {address}
@@ -40,6 +39,10 @@ SSH = """\
 #!/bin/sh
 exec {ssh} -i {folder}/key -o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null -o LogLevel=ERROR "$@"
 """
+
+
+class NoHosts(RuntimeError):
+    """This machine or this user cannot make hosts, or do to them what was asked; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -77,19 +80,68 @@ class Hosts:
                 env=self.variables() | dict(variables or {}), start_new_session=True,
             )  # fmt: skip
 
+    def processes(self, number: int) -> list[int]:
+        """The ids of the processes on a host."""
+        return [int(word) for word in run("ip", "netns", "pids", self.host(number)).split()]
+
     def unplug(self, number: int) -> None:
         """Cut a host off: what is sent to it is lost without an answer, as when its power fails."""
-        _ip("-n", self.host(number), "link", "set", INTERFACE, "down")
+        run("ip", "-n", self.host(number), "link", "set", INTERFACE, "down")
 
     def plug(self, number: int) -> None:
         """Connect a host again."""
-        _ip("-n", self.host(number), "link", "set", INTERFACE, "up")
+        run("ip", "-n", self.host(number), "link", "set", INTERFACE, "up")
+
+    def shape(
+        self, number: int, *, mbit: float | None = None, loss: float = 0.0, delay_ms: float = 0.0
+    ) -> dict[str, str]:
+        """Make the link between a host and the switch slow, in both directions, or lossy; another call changes it.
+
+        Args:
+            number: of the host.
+            mbit: Megabits a second; None for no limit.
+            loss: the share of packets that do not arrive at the host.
+            delay_ms: added to the time that a packet takes.
+
+        Returns:
+            What does it, by the name of the argument: ``{"mbit": "tc tbf", "loss": "iptables statistic"}``.
+
+        Raises:
+            NoHosts: this machine lacks what it needs: iptables for losses, netem in the kernel for delays.
+        """
+        host, used = self.host(number), {}
+        for namespace, link in ((host, INTERFACE), (f"{self.name}-switch", f"port{number}")):
+            tc = ["tc", "-n", namespace, "qdisc"]
+            subprocess.run([*tc, "delete", "dev", link, "root"], capture_output=True, check=False)  # there may be none
+            place = ["root", "handle", "1:"]
+            if delay_ms:
+                run(*tc, "add", "dev", link, *place, "netem", "delay", f"{delay_ms}ms")
+                place, used["delay_ms"] = ["parent", "1:"], "tc netem"
+            if mbit:
+                burst = max(16_000, int(mbit * 125))  # bytes of 1 ms, and at least ten packets
+                limits = ["rate", f"{mbit}mbit", "burst", str(burst), "latency", "400ms"]
+                run(*tc, "add", "dev", link, *place, "tbf", *limits)
+                used["mbit"] = "tc tbf"
+        iptables = ["ip", "netns", "exec", host, "iptables", "--wait"]
+        if loss and not shutil.which("iptables"):
+            raise NoHosts("lost packets need iptables")
+        if shutil.which("iptables"):
+            run(*iptables, "--flush")
+        if loss:
+            chance = ["statistic", "--mode", "random", "--probability", loss]
+            run(*iptables, "--append", "INPUT", "--in-interface", INTERFACE, "--match", *chance, "--jump", "DROP")
+            used["loss"] = "iptables statistic"
+        return used
 
     @contextmanager
     def reached_by_ssh(self, folder: Path) -> Iterator[dict[str, str]]:
-        """A real sshd on every host; gives the variables of a process that may log in to all of them."""
+        """A real sshd on every host; gives the variables of a process that may log in to all of them.
+
+        Raises:
+            NoHosts: there is no sshd, or no pdsh.
+        """
         if lacking := [package for package, name in REMOTE.items() if not shutil.which(name)]:
-            pytest.skip(f"needs {', '.join(lacking)}")
+            raise NoHosts(f"needs {', '.join(lacking)}")
         Path("/run/sshd").mkdir(exist_ok=True)
         folder.mkdir()
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / "key"], check=True)
@@ -111,9 +163,13 @@ class Hosts:
 
 @contextmanager
 def made_hosts(count: int) -> Iterator[Hosts]:
-    """``count`` hosts behind one switch; skips the test where they cannot be made. All are removed at the end."""
+    """``count`` hosts behind one switch. At the end all are removed.
+
+    Raises:
+        NoHosts: they cannot be made.
+    """
     if os.geteuid() != 0 or not shutil.which("ip"):
-        pytest.skip("only root, with iproute2, can make network namespaces")
+        raise NoHosts("only root, with iproute2, can make network namespaces")
     folder = tempfile.TemporaryDirectory()
     hosts = Hosts(f"dsgpt-{os.getpid()}-{secrets.token_hex(2)}", count, Path(folder.name) / "hosts")
     lines = [f"{hosts.address(number)} {hosts.host(number)}" for number in range(count)]
@@ -122,19 +178,18 @@ def made_hosts(count: int) -> Iterator[Hosts]:
     made: list[str] = []
     try:
         for name in (switch, *map(hosts.host, range(count))):
-            done = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True, check=False)
-            if done.returncode != 0:
-                pytest.skip(f"this machine refuses network namespaces: {done.stderr.strip()}")
+            run("ip", "netns", "add", name)
             made.append(name)
-        _ip("-n", switch, "link", "add", "switch", "type", "bridge")
-        _ip("-n", switch, "link", "set", "switch", "up")
+        run("ip", "-n", switch, "link", "add", "switch", "type", "bridge")
+        run("ip", "-n", switch, "link", "set", "switch", "up")
         for number in range(count):
             host, port = hosts.host(number), f"port{number}"
-            _ip("link", "add", port, "netns", switch, "type", "veth", "peer", "name", INTERFACE, "netns", host)
-            _ip("-n", switch, "link", "set", port, "master", "switch", "up")
-            _ip("-n", host, "address", "add", f"{hosts.address(number)}/24", "dev", INTERFACE)
+            ends = ["netns", switch, "type", "veth", "peer", "name", INTERFACE, "netns", host]
+            run("ip", "link", "add", port, *ends)
+            run("ip", "-n", switch, "link", "set", port, "master", "switch", "up")
+            run("ip", "-n", host, "address", "add", f"{hosts.address(number)}/24", "dev", INTERFACE)
             for link in ("lo", INTERFACE):
-                _ip("-n", host, "link", "set", link, "up")
+                run("ip", "-n", host, "link", "set", link, "up")
         yield hosts
     finally:
         for name in made:
@@ -142,9 +197,16 @@ def made_hosts(count: int) -> Iterator[Hosts]:
         folder.cleanup()
 
 
-def _ip(*words: str) -> None:
-    done = subprocess.run(["ip", *words], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, f"ip {' '.join(words)}: {done.stderr}"
+def run(*words: object) -> str:
+    """What a command prints.
+
+    Raises:
+        NoHosts: it failed.
+    """
+    done = subprocess.run([*map(str, words)], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise NoHosts(f"this machine refuses `{' '.join(map(str, words))}`: {done.stderr.strip()}")
+    return done.stdout
 
 
 def enter(name: str) -> None:
