@@ -370,6 +370,25 @@ def test_a_collective_lasts_until_gloo_has_ended_it_and_hides_where_the_thread_c
     assert times.operations == {"all_reduce": [5, 1], "reduce_scatter": [3]}
 
 
+def test_collectives_that_wait_for_a_thread_of_gloo_last_until_it_has_ended_them():
+    """Two threads take up three sums, the last one long after its operator; the gather is shorter than its operator."""
+    events = [
+        event(STEP_RANGE, 0, 20),
+        event("c10d::allreduce_", 1, 1.1),
+        event("c10d::allreduce_", 1.2, 1.3),
+        event("c10d::allreduce_", 1.4, 1.5),
+        event("gloo:all_reduce", 1.6, 5),
+        event("gloo:all_reduce", 1.7, 6),
+        event("c10d::_allgather_base_", 5.5, 5.6),
+        event("gloo:all_reduce", 5.7, 9),
+        event("gloo:all_gather", 6.1, 7),
+        event("gloo:barrier", 12, 13),
+    ]
+    times = times_on_cpu(events, sleeping_sec=[20.0])
+    assert times.operations == {"all_reduce": [4, pytest.approx(4.8), pytest.approx(7.6)], "all_gather": [1.5]}
+    assert times.exposed_sec == 8
+
+
 def test_on_a_gpu_communication_is_exposed_where_nothing_else_runs():
     events = [
         event(STEP_RANGE, 0, 10),

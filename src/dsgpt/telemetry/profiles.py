@@ -16,7 +16,7 @@ import re
 import statistics
 import time
 from abc import ABC, abstractmethod
-from bisect import bisect_right
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,7 +103,7 @@ def common(one: Iterable[Span], other: Iterable[Span]) -> list[Span]:
     return both[::-1]
 
 
-STEP_RANGE = "dsgpt profiled step"
+STEP_RANGE, GLOO = "dsgpt profiled step", "gloo:"
 SEND_RECV = "send_recv"
 """The operation of NCCL's kernels that serve sends, receives, all-to-alls, gathers and scatters."""
 OTHER = "other"
@@ -150,7 +150,7 @@ def times_on_cpu(events: Iterable[Event], *, sleeping_sec: Sequence[float]) -> C
         events: of the profiled steps; what happens between them is left out.
         sleeping_sec: of each step, the seconds in which the training thread slept and did not wait for data.
     """
-    ours = [event for event in events if event.name.startswith((STEP_RANGE, "c10d::", "gloo:"))]
+    ours = [event for event in events if event.name.startswith((STEP_RANGE, "c10d::", GLOO))]
     ours.sort(key=lambda event: event.span)
     steps = [event.span for event in ours if event.name == STEP_RANGE]
     calls = _calls([event for event in ours if _is_in(steps, event)])
@@ -166,16 +166,30 @@ def times_on_cpu(events: Iterable[Event], *, sleeping_sec: Sequence[float]) -> C
 
 
 def _calls(events: Sequence[Event]) -> list[tuple[str, Span]]:
-    """The operation and the span of every collective; the events are sorted."""
-    operators = [(event, name) for event in events if (name := operation_of(event.name))]
-    starts = [event.span.start for event, _ in operators]
-    ends = [event.span.end for event, _ in operators]
+    """The operation and the span of every collective; the events are sorted.
+
+    A thread of gloo takes up a collective when earlier ones let it, often after the operator has returned. So the
+    events of gloo belong to the operators of their kind in order; those that remain are further parts of the last one.
+    """
+    operators: list[tuple[Event, str]] = []
+    ends: list[float] = []
+    waiting: defaultdict[str, deque[int]] = defaultdict(deque)
     for event in events:
-        if event.name.startswith("gloo:"):
-            caller = bisect_right(starts, event.span.start) - 1
-            if caller >= 0 and event.span.start <= operators[caller][0].span.end:
-                ends[caller] = max(ends[caller], event.span.end)
+        if name := operation_of(event.name):
+            waiting[_kind(name)].append(len(operators))
+            operators.append((event, name))
+            ends.append(event.span.end)
+        elif event.name.startswith(GLOO) and operators:
+            queue = waiting[_kind(event.name.removeprefix(GLOO))]
+            own = queue.popleft() if queue else -1
+            if own >= 0 or event.span.start <= ends[-1]:
+                ends[own] = max(ends[own], event.span.end)
     return [(name, Span(event.span.start, end)) for (event, name), end in zip(operators, ends, strict=True)]
+
+
+def _kind(operation: str) -> str:
+    """What an operator and the events of gloo that execute it have in common: sums are scattered by an all-reduce."""
+    return operation.replace("reduce_scatter", "all_reduce")
 
 
 def times_on_gpu(events: Iterable[Event]) -> CommunicationTimes:
