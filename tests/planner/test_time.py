@@ -17,6 +17,7 @@ from dsgpt.planner.step_time import (
     bus_rate,
     head_and_loss,
     predict_step,
+    start_sec,
 )
 from dsgpt.planner.strategies import copied, passes, placed_traffic, step_traffic, strategy_of
 from dsgpt.planner.strategy import AFTER_STEP, BACKWARD, BEFORE_STEP, FORWARD
@@ -308,6 +309,20 @@ def test_rings_over_several_machines_pass_their_network_once(setup):
     # four stages of 4 ranks: the second and the third, 7 and 8
     deep = {"model": replace(setup().model, n_layer=4), "top": {"pipeline": {"stages": 4, "partition": "uniform"}}}
     assert rates("pipeline", world_size=16, **deep)["pipeline"] == 1e5 / 4
+
+
+def test_a_sum_over_machines_starts_with_two_passes_of_their_network(setup):
+    """Each rank gets it from a ring of machines; a gather needs half of the passes, and one machine none."""
+
+    def seconds(name: str = "zero1", *, ranks: int, devices: int, **fields) -> dict[str, float]:
+        found, late = setup(name, world_size=ranks, **fields), replace(RATES, network_sec=1.0)
+        return {each.operation: start_sec(found, late, each, devices=devices) for each in step_traffic(found)}
+
+    sums = [seconds(run_type="ddp", ranks=16, devices=devices)["all_reduce"] for devices in (16, 8, 4, 1)]
+    assert sums == pytest.approx([0, 2, 6, 30])
+    assert seconds(ranks=16, devices=4)["all_gather"] == pytest.approx(3)
+    deep = {"model": replace(setup().model, n_layer=4), "top": {"pipeline": {"stages": 4, "partition": "uniform"}}}
+    assert seconds("pipeline", ranks=4, devices=1, **deep)["send"] == pytest.approx(1)
 
 
 def test_rates_between_measured_widths_rows_and_ranks():

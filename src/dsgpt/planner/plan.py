@@ -245,10 +245,10 @@ def what_would_fit(plan: Plan) -> list[str]:
 
 def _assumptions(plan: Plan) -> list[Assumption]:
     assumptions, request = [], plan.request
-    if request.machines > 1:
+    if request.machines > 1 and (gbps := request.machine.network_gbps):
         basis = request.network_basis or "assumed: give --network_gbps or --instance"
-        seconds, turns = _tried(plan, ("network",), request.network_gbps, NETWORKS, _gbps)
-        value = f"{_gbps(request.network_gbps)} ({basis})"
+        seconds, turns = _tried(plan, ("network",), gbps, NETWORKS, _gbps)
+        value = f"{_gbps(gbps)} ({basis})"
         assumptions.append(Assumption(what="network between machines", value=value, seconds=seconds, break_even=turns))
     best = {each.name: each for each in sorted(plan.rivals, key=lambda each: -each.run.seconds)}
     plan = replace(plan, rivals=tuple(best.values()))
@@ -440,7 +440,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "run_type": setup.run_type,
         "model": setup.model.as_dict() | {"parameters": setup.model.parameter_count()},
         "machine": {"name": plan.machine.name, "devices": setup.world_size, "rates": plan.machine.basis}
-        | {"network_gbps": plan.request.network_gbps if several else None},
+        | {"network_gbps": plan.machine.network_gbps if several else None},
         **{name: getattr(setup, name) for name in _SHOWN},
         "parallel_sizes": asdict(setup.sizes),
         "activation_checkpointing": setup.activation_checkpointing,

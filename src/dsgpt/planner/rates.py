@@ -50,6 +50,8 @@ class Rates:
     operation and precision; empty where they were not measured."""
     network: float
     """Bytes per second between two machines, in one direction, all links of a machine together."""
+    network_sec: float = 0.0
+    """Seconds of a small message between two machines."""
     host_link: float
     """Bytes per second between the device and its host, in one direction."""
     host_memory: float
@@ -92,6 +94,8 @@ class Rates:
             kernel_sec=self.kernel_sec * compute,
             bus=changed(self.bus, lambda rate: rate / communication),
             collective_sec=changed(self.collective_sec, lambda seconds: seconds * communication),
+            network=self.network / communication,
+            network_sec=self.network_sec * communication,
         )
 
 
@@ -139,6 +143,10 @@ class Machine:
     """Whether the rates are assumed shares of a datasheet's peaks."""
     basis: str
     """Where the rates come from, in a sentence."""
+    network_gbps: float | None = None
+    """Gbit/s between two machines; None if nobody measured or stated them."""
+    network_basis: str = ""
+    """Where these come from; empty if they are stated or assumed."""
 
 
 # ``calibration.json``: what a machine was measured to do, and its rates for predictions.
@@ -196,6 +204,20 @@ class Ceilings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Network:
+    """Between machines, as ``doctor.py --machine`` measured it with all of them at once; of the slowest link."""
+
+    timestamp_utc: str
+    machines: Positive
+    transport: str
+    """What carried the messages."""
+    bytes_per_sec: Rate
+    """From all ranks of a machine to those of another, while as many come from a third."""
+    latency_sec: Rate
+    """Of a small message."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Calibration:
     """The file."""
 
@@ -214,6 +236,7 @@ class Calibration:
     disk_bytes_per_sec: Rate
     ceilings: Annotated[list[Ceilings], Field(min_length=1)]
     """By number of devices."""
+    network: Network | None = None
 
     @property
     def kind(self) -> str:
@@ -262,17 +285,30 @@ def matrix_ceiling(calibration: Calibration, hardware: Mapping[str, Any], precis
     return max((rate for by_rows in by_width.values() for rate in by_rows.values()), default=None)
 
 
-def calibrated_machine(calibration: Calibration, *, devices: int | None = None) -> Machine:
+def calibrated_machine(
+    calibration: Calibration, *, devices: int | None = None, network: float | None = None
+) -> Machine:
     """The machine that was measured.
 
     Args:
         calibration: its file.
         devices: how many of its devices work at the same time; None for all that were measured.
+        network: bytes per second between two such machines, in one direction, instead of what was measured; as of a
+            datasheet, an assumed share of them is reached.
     """
     by_devices = {each.devices: each for each in calibration.ceilings}
     most = max(by_devices)
     chosen = at_ranks(by_devices, devices or most)
-    rates = _rates(calibration, chosen)
+    rates, found = _rates(calibration, chosen), calibration.network
+    slowest = rates.scaled(compute=ALLOWANCE, communication=ALLOWANCE)
+    fastest = rates.scaled(compute=1 / ALLOWANCE, communication=1 / ALLOWANCE)
+    if network is not None:
+        rates, slowest, fastest = (
+            replace(each, network=share * network)
+            for each, share in ((rates, LINK.likely), (slowest, LINK.least), (fastest, LINK.most))
+        )
+    elif found is not None:
+        network = found.bytes_per_sec
     return Machine(
         name=calibration.machine,
         kind=calibration.kind,
@@ -281,13 +317,15 @@ def calibrated_machine(calibration: Calibration, *, devices: int | None = None) 
         host_bytes=calibration.host_bytes_per_device,
         precisions=tuple(chosen.matrix_flops_per_sec),
         rates=rates,
-        slowest=rates.scaled(compute=ALLOWANCE, communication=ALLOWANCE),
-        fastest=rates.scaled(compute=1 / ALLOWANCE, communication=1 / ALLOWANCE),
+        slowest=slowest,
+        fastest=fastest,
         assumed=False,
         basis=(
             f"measured on {calibration.timestamp_utc[:10]} with {chosen.devices} of {most} "
             f"device{'s' * (most != 1)} at work; the range allows {ALLOWANCE - 1:.0%} for what a roofline leaves out"
         ),
+        network_gbps=network and network * 8 / 1e9,
+        network_basis=f"measured on {found.timestamp_utc[:10]} with {found.transport}" if found else "",
     )
 
 
@@ -306,7 +344,10 @@ def _rates(calibration: Calibration, ceilings: Ceilings) -> Rates:
         collective_sec={number: each.all_reduce_sec or 0.0 for number, each in several.items()}
         or {1: ceilings.operation_sec},
         slowness=changed(most, lambda rate: most["all_reduce"]["fp32"] / rate),
-        network=min(bus.values(), default=ceilings.triad_bytes_per_sec),
+        network=calibration.network.bytes_per_sec
+        if calibration.network
+        else min(bus.values(), default=ceilings.triad_bytes_per_sec),
+        network_sec=calibration.network.latency_sec if calibration.network else 0.0,
         host_link=ceilings.host_link_bytes_per_sec,
         host_memory=ceilings.triad_bytes_per_sec,
         disk=calibration.disk_bytes_per_sec,
@@ -387,6 +428,7 @@ def datasheet_machine(
             f"assumed: {MATRIX.least:.0%} to {MATRIX.most:.0%} of the datasheet's matrix peak, {MEMORY.least:.0%} to "
             f"{MEMORY.most:.0%} of its memory bandwidth, {LINK.least:.0%} to {LINK.most:.0%} of its link; not measured"
         ),
+        network_gbps=network * 8 / 1e9,
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from dsgpt.common.errors import Problems, UserError
 from dsgpt.common.json_files import JsonError, read_object
-from dsgpt.common.text import REPOSITORY, divisors, divisors_around, multiples_around
+from dsgpt.common.text import REPOSITORY, counted, divisors, divisors_around, multiples_around
 from dsgpt.config.compatibility import RunRequest as Request
 from dsgpt.config.compatibility import check_split
 from dsgpt.config.options import RUN_TYPES, Options, parse_arguments, shape_overrides
@@ -201,11 +201,6 @@ class PlanRequest:
     """Where the speed between machines comes from; empty if it is assumed."""
 
     @property
-    def network_gbps(self) -> float:
-        """Gbit/s between two machines."""
-        return self.options.network_gbps or NETWORK_BYTES_PER_SEC * 8 / 1e9
-
-    @property
     def machines(self) -> int:
         """How many the devices are in."""
         return -(-self.devices // self.machine.devices)
@@ -298,7 +293,7 @@ def read_request(options: PlanOptions, problems: Problems) -> PlanRequest:
         devices=devices,
         precision=precision,
         seq_length=options.seq_length or model.block_size,
-        network_basis=network_basis,
+        network_basis=network_basis or machine.network_basis,
     )
 
 
@@ -368,21 +363,26 @@ def _machine(options: PlanOptions, problems: Problems) -> Machine | None:
         problems.add("--gpu and --machine are two machines: give one of them")
     if options.gpu is None and problems.mention("--instance"):
         return None
+    network = None if options.network_gbps is None else options.network_gbps * 1e9 / 8
     try:
         if options.gpu is not None:
             if options.measured:
                 problems.add("--measured fits the rates of a calibration: leave out --gpu, or --measured")
             together = options.gpus_per_machine or DEVICES_PER_MACHINE
             host, used = options.host_memory_gb, min(together, options.gpus or 1)
-            network = NETWORK_BYTES_PER_SEC if options.network_gbps is None else options.network_gbps * 1e9 / 8
             host_bytes = None if host is None else int(host * 1e9 / used)
-            return datasheet_machine(find_gpu(options.gpu), devices=together, host_bytes=host_bytes, network=network)
+            return datasheet_machine(
+                find_gpu(options.gpu),
+                devices=together,
+                host_bytes=host_bytes,
+                network=network or NETWORK_BYTES_PER_SEC,
+            )
         path = options.machine or CALIBRATION
         if options.machine is None and not path.exists():
             problems.add("--gpu is missing: name a GPU such as a100-80gb, or measure this machine with --calibrate")
             return None
         calibration = read_calibration(path)
-        machine = calibrated_machine(calibration, devices=options.gpus)
+        machine = calibrated_machine(calibration, devices=options.gpus, network=network)
         return fit(read_measured(options.measured, calibration)).applied(machine) if options.measured else machine
     except UserError as error:
         problems.add(*(f"--gpu: {line}" if options.gpu else line for line in error.problems))
@@ -399,17 +399,22 @@ def _precision(options: PlanOptions, recipe: Recipe, machine: Machine, problems:
 
 
 def _check_machines(options: PlanOptions, machine: Machine | None, problems: Problems) -> None:
-    """Launchers start equally many ranks on every machine; nothing is known beyond the devices of a calibration."""
-    if options.gpu is None and machine is not None and (options.gpus or 1) > machine.devices:
-        problems.add(
-            f"--gpus {options.gpus}: the calibration measured {machine.devices} device{'s' * (machine.devices != 1)}: "
-            "take no more, or name other GPUs with --gpu"
-        )
+    """Launchers start equally many ranks on every machine; several that were calibrated need a known network."""
+    if options.gpu is None and machine is None:
+        return
+    calibrated = machine if options.gpu is None else None
     devices, together = options.gpus or 1, options.gpus_per_machine or DEVICES_PER_MACHINE
-    if options.gpu is not None and devices > together and devices % together:
+    together = calibrated.devices if calibrated else together
+    if calibrated and devices > together and calibrated.network_gbps is None:
+        problems.add(
+            f"--gpus {devices}: the calibration measured {counted(together, 'device')} of one machine: take no more, "
+            "or give --network_gbps, or measure the network between several (doctor.py --machine), or take --gpu"
+        )
+    elif devices > together and devices % together:
+        instead = "" if calibrated else f", or --gpus_per_machine {divisors_around(devices, together)}"
         problems.add(
             f"--gpus {devices}: are not whole machines of {together} GPUs: take --gpus "
-            f"{multiples_around(devices, together)}, or --gpus_per_machine {divisors_around(devices, together)}"
+            f"{multiples_around(devices, together)}{instead}"
         )
 
 
@@ -422,7 +427,7 @@ def _check_ignored(options: PlanOptions, problems: Problems) -> None:
         (("budget", "deadline"), not options.recommend, limit + ", or leave {flag} out"),
         (("launcher",), not options.recommend, written + ", or leave {flag} out"),
         (("run_type", "activation_checkpointing"), options.recommend, "is what --recommend searches: leave it out"),
-        (("gpus_per_machine", "network_gbps", "host_memory_gb"), options.gpu is None, described),
+        (("gpus_per_machine", "host_memory_gb"), options.gpu is None, described),
         (("save_every",), options.mtbf is not None, "is what --mtbf plans: leave one of them out"),
         (("prices", "spot"), options.price_per_gpu_hour is not None, replaced),
     ):

@@ -252,8 +252,7 @@ def launcher_of(best: Plan) -> str:
     request, run_type = best.request, best.setup.run_type
     if request.options.launcher is not None:
         return request.options.launcher
-    several = request.machines > 1 and request.machine.kind == "cuda"
-    return "torchrun" if several and run_type != "baseline" else LAUNCHERS[run_type]
+    return "torchrun" if request.machines > 1 and run_type != "baseline" else LAUNCHERS[run_type]
 
 
 def training_flags(best: Plan) -> list[str]:

@@ -23,6 +23,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
+from dsgpt.machine.topology import ring_factor
 from dsgpt.planner.memory import CHUNK, stream_bytes
 from dsgpt.planner.options import PlanOptions
 from dsgpt.planner.rates import Machine, Rates, at_ranks
@@ -140,22 +141,46 @@ def head_and_loss(setup: Setup, *, kind: str) -> OpCounts:
 # What it sends, and the time of all that.
 
 
+def _stride(setup: Setup, traffic: Traffic) -> int:
+    """From a rank of the group to the next."""
+    sizes = setup.sizes
+    return {"data": sizes.tensor, "sequence": sizes.tensor, "tensor": 1}.get(
+        traffic.axis, setup.world_size // sizes.pipeline
+    )
+
+
+def machines_of(setup: Setup, traffic: Traffic, *, devices: int) -> int:
+    """How many machines the ranks of a group are on, at most.
+
+    Machines take the ranks in turn. Stages follow each other, so on several machines some neighbours, and the first and
+    the last stage, are on two of them, and all stages wait for those.
+    """
+    ranks = _stride(setup, traffic) * traffic.group_size
+    if setup.world_size <= devices or (traffic.axis != "pipeline" and devices % ranks == 0):
+        return 1
+    return 2 if traffic.axis == "pipeline" else min(traffic.group_size, max(2, -(-ranks // devices)))
+
+
 def bus_rate(setup: Setup, rates: Rates, traffic: Traffic, *, devices: int) -> float:
     """Bytes that a rank sends per second in this group.
 
-    A ring over several machines passes their network once for each group that has ranks on the same machines. Machines
-    take the ranks in turn. Stages follow each other, so on several machines some neighbours, and the first and the last
-    stage, are on two of them, and all stages wait for those.
+    A ring over several machines passes their network once for each group that has ranks on the same machines.
     """
-    sizes = setup.sizes
-    stride = {"data": sizes.tensor, "sequence": sizes.tensor, "tensor": 1}.get(
-        traffic.axis, setup.world_size // sizes.pipeline
-    )
     inside = at_ranks(rates.bus, traffic.group_size)
-    shared = traffic.axis != "pipeline" and devices % (stride * traffic.group_size) == 0
-    if shared or setup.world_size <= devices:
+    if machines_of(setup, traffic, devices=devices) == 1:
         return inside
-    return min(inside, rates.network / min(stride, devices))
+    return min(inside, rates.network / min(_stride(setup, traffic), devices))
+
+
+def start_sec(setup: Setup, rates: Rates, traffic: Traffic, *, devices: int) -> float:
+    """Seconds that each operation in this group takes in addition, however little it sends.
+
+    In a ring over m machines a message passes the network m - 1 times, and as often again if it is a sum that all get.
+    A stage sends to the next one.
+    """
+    machines = machines_of(setup, traffic, devices=devices)
+    passes = machines - 1 if traffic.axis == "pipeline" else machines * ring_factor(traffic.operation, machines)
+    return at_ranks(rates.collective_sec, traffic.group_size) + passes * rates.network_sec
 
 
 _ASSUMED_OPERATION_SEC = 4e-6
@@ -240,7 +265,7 @@ def _rank(setup: Setup, rates: Rates, machine: Machine, rank: int, hooks: Hooks)
     for traffic in step_traffic(setup, rank=rank):
         precision = "fp32" if traffic.summed_width == FULL else setup.precision
         rate = bus_rate(setup, rates, traffic, devices=machine.devices)
-        begun = traffic.calls * at_ranks(rates.collective_sec, traffic.group_size)
+        begun = traffic.calls * start_sec(setup, rates, traffic, devices=machine.devices)
         sending = rates.slowness_of(traffic.operation, precision) * traffic.ring_bytes / rate + begun
         if traffic.what == "activations":
             of_activations += sending / micro_batches
