@@ -1,7 +1,6 @@
 """What the suites share: their command, their records and their pages."""
 
 import importlib.util
-import itertools
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -10,11 +9,9 @@ from typing import Any
 
 import pytest
 from git_repository import commit_all, commit_of, write
-from messages import without_sources
 from small_run import REPOSITORY
 
 from dsgpt.benchmarks.frame import Record, Suite, SuiteOptions, run_suite
-from dsgpt.benchmarks.records import RECORDS
 from dsgpt.common.errors import UserError
 
 # What the commands of all suites share: lines, record, page, commit, exit code.
@@ -94,14 +91,3 @@ def test_every_option_of_a_suite_has_a_flag_with_a_default(words, monkeypatch):
     assert suite is BENCHMARK.SUITES["decoding" if "--peers" in words else words[0]]
     assert isinstance(options, suite.flags)
     assert len(words) == 1 or options.rounds == 7
-
-
-SHOWN = [record for record in RECORDS.values() if "--table-from" in record.show]
-
-
-@pytest.mark.parametrize("record", SHOWN, ids=lambda record: record.name)
-def test_the_committed_page_is_made_from_the_committed_record(record):
-    words = dict(itertools.pairwise(record.show))
-    source, page = words["--table-from"], (REPOSITORY / words["--page"]).read_text(encoding="utf-8")
-    values = json.loads((REPOSITORY / source).read_text(encoding="utf-8"))
-    assert without_sources(page) == without_sources(BENCHMARK.SUITES[record.show[1]].page(values, source=source))
