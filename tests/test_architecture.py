@@ -178,6 +178,13 @@ def test_the_table_says_of_each_room_what_its_docstring_says():
     assert table == [f"| `{room}` | {text} |" for room, text in zip(ROOMS, contents, strict=True)]
 
 
+def test_the_way_of_a_run_names_modules_that_exist():
+    way = re.search(r"^    src/gpt2\.py\n((?:      .*\n)+)", PAGE, flags=re.MULTILINE)[1]
+    names = re.findall(r"(?:^ +|-> )([a-z_]+\.[a-z_]+)\b", way, flags=re.MULTILINE)
+    assert len(names) >= 8
+    assert [name for name in names if not (PACKAGE / name.replace(".", "/")).with_suffix(".py").exists()] == []
+
+
 # The six answers that are asked most; tests/test_pages.py checks that every path of the page exists.
 
 WALKS = {
