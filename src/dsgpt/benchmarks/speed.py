@@ -204,10 +204,10 @@ def _compared(row: Row, speeds: Mapping[str, Sequence[float]]) -> Result:
 
 # The time until a training reaches a loss, and what is around the steps.
 #
-# The demo's recipe against nanoGPT's settings for a model of its size: both train the same shape on the demo's text for
-# the demo's number of tokens, in fp32, each with its own batch, learning rate and schedule. The loss to reach is the
-# one that nanoGPT has at its end. Only training counts, not validation. Validation uses windows that
-# no search of settings has seen.
+# The demo's recipe against nanoGPT's settings for a model of its size. Both train the same shape in fp32, on the demo's
+# text, for the demo's number of tokens. Each has its own batch, learning rate and schedule. The loss to reach is the
+# one that nanoGPT has at its end. Only training counts, not validation. Validation uses windows that no search of
+# settings has seen.
 
 HELP_TARGET_SEC, AROUND_TARGET = 0.3, 0.01
 FIRST_STEP_TARGET_SEC = {"baseline": 6.0, "zero1": 12.0}

@@ -163,8 +163,7 @@ class Options:
         str,
         "MODEL",
         "start from published GPT-2 weights: a Hugging Face folder (src/convert.py converts a run to one), or a name "
-        "on the hub, such as gpt2, gpt2-medium or distilgpt2; they set the shape, and the data must use their "
-        "vocabulary",
+        "on the hub, such as gpt2 or distilgpt2. They set the shape. The data must use their vocabulary",
         work=ChangesTraining("initial weights"),
     )
     num_layers: int | None = positive("transformer blocks", work=ChangesTraining("model n_layer"))

@@ -400,8 +400,8 @@ def own_source(inputs: Sequence[Path], *, text_key: str, output_dir: Path) -> So
     """The files among ``inputs``, and every visible file in the folders among them, sorted within each folder.
 
     ``.jsonl`` and ``.parquet`` files contain one document per row; any other file is one document of text. Inside
-    folders three things are left out: files with a zero byte near their start, which are binary (git's rule);
-    ``output_dir``, which contains the output of earlier runs; and links, which may lead to private files.
+    folders three things are left out. Files with a zero byte near their start are binary (git's rule). ``output_dir``
+    contains the output of earlier runs. Links may lead to private files.
     """
     below = [pair for root in inputs for pair in _files_of(root, output_dir)]
     links = [key for path, key in below if path.is_symlink() and path not in inputs]

@@ -266,8 +266,8 @@ def measure_inference(config: RunConfig, *, device: torch.device, interruption: 
     incomplete measurement is not saved.
 
     Returns:
-        The ``inference`` block of the record; None on other ranks, and where it was not measured: the run was asked to
-        stop, the model has a single position, or this machine cannot generate with it. Then a line says why.
+        The ``inference`` block of the record; None on other ranks, and where it was not measured. Then a line says
+        why: the run was asked to stop, the model has a single position, or this machine cannot generate with it.
     """
     checkpoint = config.run_dir / folder_name(config.total_steps)
     if not config.topology.is_main or interruption.reason:
