@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import system_packages
 from forked_ranks import run_script
 from small_run import REPOSITORY
 
@@ -21,21 +20,11 @@ BRINGS = (
 )
 
 
-@pytest.fixture
-def bare(tmp_path, monkeypatch):
-    """No command is found; ``apt-get`` is a stand-in that notes its words, where a test puts it into the folder."""
-    (folder := tmp_path / "bin").mkdir()
-    for name, value in {"PATH": folder, "PLAYWRIGHT_BROWSERS_PATH": folder}.items():
-        monkeypatch.setenv(name, str(value))
-    for name in ("CXX", "CI"):
-        monkeypatch.delenv(name, raising=False)
-    system_packages.missing.cache_clear()
-    yield folder
-    system_packages.missing.cache_clear()
-
-
-@pytest.mark.parametrize(("ci", "counts"), [("", "1 failed, 1 passed, 3 skipped"), ("true", "4 failed, 1 passed in")])
-def test_tests_that_need_what_is_missing_are_left_out_except_in_ci(bare, tmp_path, ci, counts):
+@pytest.mark.parametrize(
+    ("ci", "counts"), [("", "1 failed, 1 passed, 3 skipped"), ("true", "4 failed, 1 passed in")], ids=["here", "ci"]
+)
+def test_tests_that_need_what_is_missing_are_left_out_except_in_ci(tmp_path, ci, counts):
+    """Where no command is found."""
     (tmp_path / "test_some.py").write_text(
         "import pytest\n"
         "def test_compiles(): assert not 'optimizer offload finds no C++ compiler: install one'\n"
@@ -47,7 +36,8 @@ def test_tests_that_need_what_is_missing_are_left_out_except_in_ci(bare, tmp_pat
     shutil.copy(REPOSITORY / "tests" / "conftest.py", tmp_path)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", "/dev/null", "--rootdir", tmp_path]
     command += ["-o", f"pythonpath={REPOSITORY / 'tests'}", tmp_path / "test_some.py"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | {"CI": ci})
+    bare = {"PATH": str(tmp_path), "PLAYWRIGHT_BROWSERS_PATH": str(tmp_path), "CXX": "", "CI": ci}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | bare)
     assert counts in done.stdout, done.stdout + done.stderr
     assert ("2 tests left out; they need, " + BRINGS in done.stdout) == (not ci)
 
