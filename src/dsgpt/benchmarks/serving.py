@@ -19,9 +19,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
-import httpx2
 import psutil
 
 from dsgpt.benchmarks.frame import TRAINED, Record, Suite, SuiteOptions, device_flag
@@ -30,6 +29,9 @@ from dsgpt.common.errors import UserError
 from dsgpt.common.json_files import clipped_text
 from dsgpt.common.text import machine_words, table
 from dsgpt.record.schema import percentile
+
+if TYPE_CHECKING:
+    import httpx2
 
 # A server in a process of its own, and its memory.
 
@@ -98,6 +100,8 @@ class ServerProcess:
 
     def metric(self, line: str) -> float:
         """A figure of ``/metrics``; 0 if it has none yet, or if the server does not answer."""
+        import httpx2  # noqa: PLC0415 - no --help needs it
+
         try:
             text = httpx2.get(f"{self.url}/metrics").text
         except httpx2.HTTPError:
@@ -176,6 +180,8 @@ class Load:
         return list(itertools.accumulate(self._random.expovariate(per_sec) for _ in range(requests)))
 
     async def _all(self, instants: Sequence[float], *, clients: int) -> tuple[list[Served], float]:
+        import httpx2  # noqa: PLC0415
+
         places, started = asyncio.Semaphore(clients), time.perf_counter()
         limits = httpx2.Limits(max_connections=None, max_keepalive_connections=100)
         async with httpx2.AsyncClient(base_url=self._url, timeout=TIMEOUT_SEC, limits=limits) as client:
@@ -188,8 +194,10 @@ class Load:
             served = await asyncio.gather(*(one(number, instant) for number, instant in enumerate(instants)))
         return list(served), time.perf_counter() - started
 
-    async def _until_answered(self, client: httpx2.AsyncClient, number: int, *, begun: float) -> Served:
+    async def _until_answered(self, client: "httpx2.AsyncClient", number: int, *, begun: float) -> Served:
         """Ask, and as often as the server refuses, wait as long as it says and ask again."""
+        import httpx2  # noqa: PLC0415
+
         prompt, asked = number % len(self._prompts), begun
         body = {**self._body, "prompt": self._prompts[prompt]}
         choices: list[dict[str, str]] = []

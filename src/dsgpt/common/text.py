@@ -35,7 +35,7 @@ def busy_words(figures: Mapping[str, Any]) -> str:
     """That others used the CPUs during a measurement; empty if they did not, or if it was not recorded.
 
     Args:
-        figures: with the keys of ``runtime.load.LoadOfOthers.figures``.
+        figures: with the keys of ``machine.load.LoadOfOthers.figures``.
     """
     share = figures.get("cpu_share_of_others")
     if not isinstance(share, float) or share < BUSY_FROM:

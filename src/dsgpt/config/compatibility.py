@@ -10,8 +10,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NamedTuple
 
-from packaging.specifiers import SpecifierSet
-
 from dsgpt.common.errors import Problems
 from dsgpt.common.text import divisors_around, multiples_around
 from dsgpt.config.inputs import Inputs
@@ -337,6 +335,8 @@ def check_version(request: RunRequest, accumulation: int, problems: Problems, no
     if installed == TESTED:
         return ()
     notices.append(f"DeepSpeed {installed} is installed; this program is tested with {TESTED} (requirements.txt)")
+    from packaging.specifiers import SpecifierSet  # noqa: PLC0415 - few have another release
+
     holds = {
         "": True,
         "accumulation in a pipeline": request.sizes.pipeline > 1 and accumulation > 1,

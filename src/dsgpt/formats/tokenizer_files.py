@@ -8,10 +8,7 @@ import json
 import os
 import re
 import shutil
-import ssl
 import tempfile
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -298,6 +295,10 @@ def require_hub(what: str, *, cure: str) -> None:
     Raises:
         UserError: it does not answer, or the environment forbids network access.
     """
+    import ssl  # noqa: PLC0415 - --help needs no network
+    import urllib.error  # noqa: PLC0415
+    import urllib.request  # noqa: PLC0415
+
     for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"):
         if os.environ.get(name, "").upper() in ("1", "ON", "YES", "TRUE"):
             raise UserError(f"{what}: needs the Hugging Face hub, but {name} is set; {cure}")

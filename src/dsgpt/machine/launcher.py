@@ -17,12 +17,13 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
-
-import psutil
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from dsgpt.common.errors import EXIT_INTERRUPTED, EXIT_STOPPED, Interrupted
 from dsgpt.machine.topology import free_port
+
+if TYPE_CHECKING:
+    import psutil
 
 # Launchers (``deepspeed``, ``torchrun``): makes and recognises their commands, and watches the launcher of this rank.
 
@@ -114,8 +115,10 @@ class Launcher:
         return os.getppid() != self._parent or any(_has_ended(process) for process in self._processes)
 
 
-def waiting_processes() -> list[psutil.Process]:
+def waiting_processes() -> "list[psutil.Process]":
     """This process's parent, its parent, and so on to the topmost process that is a launcher; at least the first."""
+    import psutil  # noqa: PLC0415 - --help needs none of it
+
     parents: list[psutil.Process] = []
     with contextlib.suppress(psutil.Error):  # a parent that ended just now, or that this user may not see
         parents = psutil.Process().parents()
@@ -123,15 +126,19 @@ def waiting_processes() -> list[psutil.Process]:
     return parents[: max([0, *launchers]) + 1]
 
 
-def _words(process: psutil.Process) -> list[str]:
+def _words(process: "psutil.Process") -> list[str]:
+    import psutil  # noqa: PLC0415
+
     try:
         return process.cmdline()
     except psutil.Error:  # it has ended, or belongs to another user
         return []
 
 
-def _has_ended(process: psutil.Process) -> bool:
+def _has_ended(process: "psutil.Process") -> bool:
     """Whether a process is gone, or is a zombie: it has ended, but its parent has not read its exit code."""
+    import psutil  # noqa: PLC0415
+
     try:
         return not process.is_running() or process.status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
     except psutil.NoSuchProcess:

@@ -19,7 +19,7 @@ from dsgpt.common.text import busy_words
 from dsgpt.config.run_config import RunConfig
 from dsgpt.machine.console import Field, Progress, fitted
 from dsgpt.machine.device import HostGroup, gather_objects
-from dsgpt.machine.probe import LoadOfOthers
+from dsgpt.machine.load import LoadOfOthers
 from dsgpt.planner.options import CALIBRATION
 from dsgpt.planner.rates import Calibration, Utilisation, read_calibration, utilisation
 from dsgpt.record.schema import RECORD_FILE, STEPS_FILE, RunRecord, StepLog, finite, mean, percentile, read_steps
