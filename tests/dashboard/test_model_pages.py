@@ -24,12 +24,12 @@ from dsgpt.dashboard.ui import memory
 from dsgpt.inference.commands import GenerateRequest as Request
 from dsgpt.inference.generation import Text, Writer
 from dsgpt.inference.model_files import load
+from dsgpt.planner.formulas import model_state, step_traffic
 from dsgpt.planner.memory import peak_memory
 from dsgpt.planner.options import PlanOptions, read_plan_options, words_of
 from dsgpt.planner.plan import Plan, dollars, duration, size, with_assumptions
 from dsgpt.planner.search import act, recommendation_files
 from dsgpt.planner.step_time import bubble_fraction
-from dsgpt.planner.strategies import model_state, step_traffic
 
 # Plan and cost: every figure is what `src/plan.py` prints for the command that the page shows.
 

@@ -31,7 +31,7 @@ from dsgpt.machine.device import barrier, bring_up, from_main, gather_objects, j
 from dsgpt.machine.device import sum_over_ranks as summed_over_ranks
 from dsgpt.model.gpt2 import GPT2, parameter_shapes
 from dsgpt.model.linear_cross_entropy import CHUNKS
-from dsgpt.planner.strategies import largest_model_state, most_sent_bytes
+from dsgpt.planner.formulas import largest_model_state, most_sent_bytes
 from dsgpt.strategies import optimizer as optimization
 from dsgpt.strategies import pytorch as torch_strategies
 from dsgpt.strategies.base import Strategy, build_strategy, to_device

@@ -12,11 +12,11 @@ from html import escape
 
 from dsgpt.charts.themes import Theme, contrast
 from dsgpt.dashboard.ui import memory
+from dsgpt.planner.formulas import Pass, Placed, copied, model_state, passes, placed_traffic
 from dsgpt.planner.memory import Peak, peak_memory
 from dsgpt.planner.plan import held_in_words, place_of
+from dsgpt.planner.pytorch_formulas import AFTER_STEP, BACKWARD, BEFORE_STEP, DURING_STEP, FORWARD, Place, Traffic
 from dsgpt.planner.setup import FULL, Setup, model_parameters, total
-from dsgpt.planner.strategies import Pass, Placed, copied, model_state, passes, placed_traffic
-from dsgpt.planner.strategy import AFTER_STEP, BACKWARD, BEFORE_STEP, DURING_STEP, FORWARD, Place, Traffic
 
 # Who holds what: the bytes of every rank, whole or as a shard, and where they are.
 

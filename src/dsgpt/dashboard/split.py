@@ -12,14 +12,14 @@ from dsgpt.config.options import PRECISIONS
 from dsgpt.dashboard import ui
 from dsgpt.dashboard.pictures import LINKS, Holding, holding_svg, holdings, operation_name, step_lines, step_svg, waits
 from dsgpt.model.config import PRESETS
+from dsgpt.planner.formulas import Placed, copied, most_sent_bytes, placed_traffic
 from dsgpt.planner.hardware import PriceTable, gpus
 from dsgpt.planner.options import PlanOptions
 from dsgpt.planner.plan import Plan, plan_of
+from dsgpt.planner.pytorch_formulas import Copied
 from dsgpt.planner.request import RECIPES, fixed_setup, read_request
 from dsgpt.planner.setup import Setup
 from dsgpt.planner.step_time import bubble_fraction
-from dsgpt.planner.strategies import Placed, copied, most_sent_bytes, placed_traffic
-from dsgpt.planner.strategy import Copied
 
 COUNTS = (1, 2, 4, 8, 16, 32, 64)
 """Numbers of ranks, or of GPUs, to choose from."""

@@ -2,7 +2,7 @@
 
 A step has moments at which memory can be highest: the loss, the beginning and the end of the backward pass, the
 reduction of gradients, the optimizer's step. The peak of a step is the largest of them, in a step after the first. A
-training also starts, saves and evaluates. ``dsgpt.planner.strategy`` says what exists then besides model state and
+training also starts, saves and evaluates. ``dsgpt.planner.formulas`` says what exists then besides model state and
 activations.
 
 Activations are what a forward pass keeps, what the loss needs, what a backward pass adds. For a block without dropout,
@@ -17,9 +17,9 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
+from dsgpt.planner.formulas import strategy_of
+from dsgpt.planner.pytorch_formulas import Moment
 from dsgpt.planner.setup import FULL, Setup
-from dsgpt.planner.strategies import strategy_of
-from dsgpt.planner.strategy import Moment
 
 STEP = ("forward", "loss", "backward", "reduction", "step")
 """The moments of a training step."""

@@ -9,13 +9,13 @@ from typing import Any
 
 from dsgpt.common.text import divisors
 from dsgpt.machine.topology import Topology
+from dsgpt.planner.formulas import model_state
 from dsgpt.planner.hardware import MEANT, Cost, PriceTable, cost, gpus
 from dsgpt.planner.memory import Peak, worst_peak
 from dsgpt.planner.rates import ASSUMED, Machine, Utilisation, changed
 from dsgpt.planner.request import PlanRequest
 from dsgpt.planner.setup import Setup
 from dsgpt.planner.step_time import RunTime, StepTime, predict_step, run_time
-from dsgpt.planner.strategies import model_state
 
 # Figures of a plan in words: bytes, times, money, and the name of a setup.
 

@@ -23,12 +23,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
+from dsgpt.planner.formulas import copied, step_traffic, strategy_of
 from dsgpt.planner.memory import CHUNK, stream_bytes
 from dsgpt.planner.options import PlanOptions
+from dsgpt.planner.pytorch_formulas import Traffic
 from dsgpt.planner.rates import Machine, Rates, at_ranks
 from dsgpt.planner.setup import FULL, Setup, model_parameters, total
-from dsgpt.planner.strategies import copied, step_traffic, strategy_of
-from dsgpt.planner.strategy import Traffic
 
 # What a rank computes in a micro batch: FLOPs, bytes and operations of a block, of the head and of the embedding.
 # Letters: M tokens of a micro batch on a rank, T tokens of a sequence, C width, V vocabulary, t tensor ranks, w bytes
