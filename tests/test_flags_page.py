@@ -9,7 +9,7 @@ from dataclasses import fields
 import pytest
 from small_run import REPOSITORY
 
-from dsgpt.charts.command import ChartsOptions
+from dsgpt.charts.generate import ChartsOptions
 from dsgpt.common.command_line import Parser
 from dsgpt.config.options import ChangesTraining, Options
 from dsgpt.dashboard.server import DashboardOptions

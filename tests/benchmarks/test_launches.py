@@ -16,7 +16,7 @@ import pytest
 from small_run import REPOSITORY, command_line, write_data, write_recipe
 
 from dsgpt.benchmarks import launch as launching
-from dsgpt.benchmarks.launch import Assignment, Launch, Start, environment_for, read_ranks, run_job
+from dsgpt.benchmarks.launch import Assignment, CellStart, Launch, environment_for, read_ranks, run_job
 
 START_A_JOB = """
 import json, sys
@@ -112,7 +112,7 @@ def test_ranks_end_with_the_first_that_fails(assignment, worker, tmp_path):
     failing = replace(assignment("one fails", run_type="ddp"), call=call, arguments={})
     cells = [failing, assignment("done", run_type="ddp")]
     launch = Launch(launcher="torchrun", ranks=2, cells=2)
-    finished = list(run_job(launch, cells, job_file=tmp_path / "job.json", device="cpu", start=Start.SPAWN))
+    finished = list(run_job(launch, cells, job_file=tmp_path / "job.json", device="cpu", start=CellStart.SPAWN))
     assert [index for index, _ in finished] == [0, 1]
     failed, waiting, *done = ends(*cells, ranks=2)
     assert (failed["status"], failed["message"]) == ("error", "RuntimeError: this rank fails")

@@ -17,7 +17,7 @@ from small_run import REPOSITORY
 from dsgpt.charts.memory import draw_plan
 from dsgpt.charts.themes import DARK, LIGHT
 from dsgpt.dashboard.generate import Answer, _opened, generate
-from dsgpt.dashboard.pictures import holding_svg, holdings, step_lines, step_svg
+from dsgpt.dashboard.pictures import state_by_rank, state_svg, step_lines, step_svg
 from dsgpt.dashboard.plan import gpus_table, machines, offers_table, planned, ways_table
 from dsgpt.dashboard.split import CHOICES, copied_rows, explanations, sent_rows, split_of
 from dsgpt.dashboard.ui import memory
@@ -131,19 +131,19 @@ def split(name: str, **flags) -> Plan:
 def test_blocks_add_up_to_the_peak_of_the_headline(name):
     """What a step holds at different moments is never added up."""
     found = split(name)
-    for each in holdings(found.setup, ranks=4):
+    for each in state_by_rank(found.setup, ranks=4):
         assert each.total("device") == peak_memory(found.setup, rank=each.rank, device="cuda").total
         state = model_state(found.setup, rank=each.rank)
         assert each.total("host", "files") == sum(state.off_device.values())
         for block in each.blocks:
             assert 0 <= block.start <= block.start + block.size / block.whole <= 1.0001
-    headline = max(each.total("device") for each in holdings(found.setup, ranks=4))
+    headline = max(each.total("device") for each in state_by_rank(found.setup, ranks=4))
     assert headline == found.peak.total
 
 
 def test_the_shards_of_all_ranks_make_up_the_whole():
     for name in ("ZeRO-1", "ZeRO-3", "FSDP", "3D: pipeline and tensor"):
-        blocks = [each.blocks for each in holdings(split(name).setup, ranks=4)]
+        blocks = [each.blocks for each in state_by_rank(split(name).setup, ranks=4)]
         optimizer = [block for own in blocks for block in own if block.kind == "optimizer state"]
         assert all(block.is_shard for block in optimizer), name
         covered = sum(block.size for block in optimizer) / optimizer[0].whole
@@ -156,13 +156,13 @@ def test_the_shards_of_all_ranks_make_up_the_whole():
 @pytest.mark.parametrize("name", POSSIBLE)
 def test_every_block_is_drawn_to_scale_with_its_bytes(name):
     setup = split(name).setup
-    held = holdings(setup, ranks=8)
+    states = state_by_rank(setup, ranks=8)
     boxes = {}
-    for shape in ET.fromstring(holding_svg(held, ranks=4, theme=LIGHT)).iter("{http://www.w3.org/2000/svg}rect"):
+    for shape in ET.fromstring(state_svg(states, ranks=4, theme=LIGHT)).iter("{http://www.w3.org/2000/svg}rect"):
         title = shape.findtext("{http://www.w3.org/2000/svg}title")
         if re.match(r"rank \d", title or ""):
             boxes[title] = float(shape.get("height", 0))
-    blocks = [(each.rank, block) for each in held for block in each.blocks]
+    blocks = [(each.rank, block) for each in states for block in each.blocks]
     assert len(boxes) == len(blocks)
     largest = max((block.size, height) for (_, block), height in zip(blocks, boxes.values(), strict=True))
     for (rank, block), (title, height) in zip(blocks, boxes.items(), strict=True):
@@ -186,10 +186,11 @@ def test_every_operation_is_in_the_picture_and_in_the_table(name):
 
 
 def test_offload_copies_the_optimizer_state_to_files_and_back():
-    rows, held = copied_rows(split("ZeRO-3, NVMe", gpus=2).setup), model_state(split("ZeRO-3, NVMe", gpus=2).setup)
+    setup = split("ZeRO-3, NVMe", gpus=2).setup
+    rows, sizes = copied_rows(setup), model_state(setup)
     state = [row for row in rows if row["what"] == "optimizer state"]
     assert {row["between"] for row in state} == {"from files to host", "from host to files"}
-    assert sum(row["bytes per step"] for row in state) == pytest.approx(2 * (held.optimizer + held.master), rel=1e-3)
+    assert sum(row["bytes per step"] for row in state) == pytest.approx(2 * (sizes.optimizer + sizes.master), rel=1e-3)
 
 
 def test_many_micro_batches_are_drawn_as_one_gap():

@@ -92,12 +92,12 @@ class OwnTrainer:
         }
         options, problems = parse_arguments(training_words(values))
         config = resolve(options, topology=topology, problems=problems)
-        self._held = contextlib.ExitStack()
+        self._resources = contextlib.ExitStack()
         device = bring_up(config.device, local_rank=topology.local_rank, threads=config.threads_per_device)
         if kind != OURS:
-            self._held.enter_context(joined(topology, device))
-        self._strategy = self._held.enter_context(contextlib.closing(build_strategy(config, device)))
-        self._batches = self._held.enter_context(contextlib.closing(training_batches(config, first_step=0)))
+            self._resources.enter_context(joined(topology, device))
+        self._strategy = self._resources.enter_context(contextlib.closing(build_strategy(config, device)))
+        self._batches = self._resources.enter_context(contextlib.closing(training_batches(config, first_step=0)))
         self._step = 0
 
     def step(self) -> Tensor:

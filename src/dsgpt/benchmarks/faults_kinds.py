@@ -396,8 +396,8 @@ def try_two_runs(runs: Runs) -> Outcome:
             first.launcher.send_signal(signal.SIGCONT)
             code, waited = first.wait(), third.wait()
     difference = runs.difference(run, run_dir)
-    found = (line for words in ("waiting", "nothing to do") for line in third.output().splitlines() if words in line)
-    lines = [*second.output().splitlines()[-1:], *found]
+    printed = (line for words in ("waiting", "nothing to do") for line in third.output().splitlines() if words in line)
+    lines = [*second.output().splitlines()[-1:], *printed]
     wrong = all_wrong(
         (refused != EXIT_USER_ERROR, f"--overwrite ended with exit code {refused} instead of {EXIT_USER_ERROR}"),
         ("another process is training in this folder" not in second.output(), "--overwrite printed no reason"),

@@ -262,13 +262,13 @@ class Engines:
             for kind in self._workers:
                 if loaded := self._try(kind, LineWorker.read):
                     self.facts[kind] = loaded
-            self._held = resources.pop_all()
+            self._resources = resources.pop_all()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._held.close()
+        self._resources.close()
 
     def _try(self, kind: str, act: Callable[[LineWorker], T]) -> T | None:
         """What ``act`` gives for the engine; None if it fails, and if it failed before."""

@@ -2,7 +2,7 @@
 
 A job yields each cell as it ends. ``python -m dsgpt.benchmarks.launch JOB`` is one of its ranks, under ``torchrun``,
 ``deepspeed`` or alone. A launch takes seconds, most of them imports, so one launch serves many cells. The ranks of a
-cell join a new process group, and nothing that one cell leaves behind reaches another. ``Start`` says how a cell's
+cell join a new process group, and nothing that one cell leaves behind reaches another. ``CellStart`` says how a cell's
 ranks start.
 
 A cell names the function that its ranks call; see ``Assignment``.
@@ -95,7 +95,7 @@ PORT_FILE = "port"
 """File in a cell's folder with the port at which its ranks meet. It is the first file that rank 0 writes."""
 
 
-class Start(StrEnum):
+class CellStart(StrEnum):
     """How the ranks of a cell start."""
 
     FORK_ALL = "fork all"
@@ -152,7 +152,7 @@ def run_job(
     *,
     job_file: Path,
     device: str,
-    start: Start | None = None,
+    start: CellStart | None = None,
     imports: Sequence[str] | None = None,
 ) -> Iterator[tuple[int, float]]:
     """Run ``assignments`` one after the other; yield index and seconds of each when all its ranks have ended.
@@ -170,7 +170,7 @@ def run_job(
         imports: modules to import once for all forked cells, besides those of the calls; by default what the launcher's
             own strategies need.
     """
-    usual = Start.SPAWN if device != "cpu" else Start.FORK_OWN if launch.ranks == 2 else Start.FORK_ALL
+    usual = CellStart.SPAWN if device != "cpu" else CellStart.FORK_OWN if launch.ranks == 2 else CellStart.FORK_ALL
     modules = [*(IMPORTS[launch.launcher] if imports is None else imports)]
     modules += [one.call.split(CALL_SEPARATOR)[0] for one in assignments]
     job = {
@@ -277,7 +277,7 @@ def main(arguments: list[str]) -> int:
         exit_rank(0)
     alive = Alive(runner=job["runner"])
     for index, (cell, variables) in enumerate(_with_variables(job, job_file, alive)):
-        module = None if job["start"] != Start.SPAWN else [job["worker"], str(job_file), "--cell", str(index)]
+        module = None if job["start"] != CellStart.SPAWN else [job["worker"], str(job_file), "--cell", str(index)]
         _run_children(cell, variables, module, ranks=topology.world_size, alive=alive)
     finished = job_file.with_suffix(".finished")
     if topology.rank == 0:
@@ -294,14 +294,14 @@ def _with_variables(
     shared = {key: value for key, value in os.environ.items() if not key.startswith(OF_A_RANK)}
     own = {key: value for key, value in os.environ.items() if key not in shared and key != AGENT_STORE}
     by_rank = {topology.rank: own}
-    if job["start"] == Start.FORK_ALL:
+    if job["start"] == CellStart.FORK_ALL:
         files = [job_file.with_suffix(f".variables-{rank}") for rank in range(topology.world_size)]
         write_json_atomic(files[topology.rank], own)
         by_rank = {}
         for rank, file in enumerate(files if topology.rank == 0 else []):
             alive.wait_for(file)
             by_rank[rank] = json.loads(file.read_text(encoding="utf-8"))
-    if by_rank and job["start"] != Start.SPAWN:
+    if by_rank and job["start"] != CellStart.SPAWN:
         for module in job["imports"]:
             importlib.import_module(module)
         if "deepspeed" in job["imports"]:

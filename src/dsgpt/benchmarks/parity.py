@@ -176,8 +176,8 @@ class Split:
         return replace(self, low=low)
 
 
-class Work(NamedTuple):
-    """What is computed; cells that agree in this have the same reference."""
+class ReferenceKey(NamedTuple):
+    """Settings that decide the result. Cells with equal keys share one reference training."""
 
     optimizer: str
     precision: str
@@ -187,8 +187,8 @@ class Work(NamedTuple):
     """In a low precision the cell's; in fp32 the whole global batch at once."""
 
 
-def work_of(cell: Cell) -> Work:
-    """What the cell must compute."""
+def reference_key(cell: Cell) -> ReferenceKey:
+    """Key of the reference training that the cell is compared with."""
     strategy = STRATEGIES[cell.strategy]
     split = Split()
     if cell.precision != "fp32":
@@ -199,7 +199,7 @@ def work_of(cell: Cell) -> Work:
             low=strategy.low if cell.ranks > 1 or strategy.low_alone else "",
             whole_logits=strategy.recipe in PIPELINES,
         ).simplest()
-    return Work(cell.optimizer, cell.precision, strategy.training, split)
+    return ReferenceKey(cell.optimizer, cell.precision, strategy.training, split)
 
 
 # How far a training may be from its reference.
@@ -277,13 +277,13 @@ BOUNDS = {"cpu": CPU, "cuda": CUDA}
 
 def bounds_of(cell: Cell, device: str) -> Bounds:
     """How far the cell may be from its reference on ``device``, ``cpu`` or ``cuda``."""
-    strategy, work = STRATEGIES[cell.strategy], work_of(cell)
+    strategy, key = STRATEGIES[cell.strategy], reference_key(cell)
     kind = cell.precision
-    if kind == FP32 and work.training == CONSTANT_RATE:
+    if kind == FP32 and key.training == CONSTANT_RATE:
         kind = FP32_CONSTANT_RATE
     elif kind == BF16 and strategy.model_ranks > 1 and strategy.recipe != "pipeline.json":
         kind = BF16_SPLIT
-    elif kind == BF16 and work.split.data_ranks > 2 and work.split.low:
+    elif kind == BF16 and key.split.data_ranks > 2 and key.split.low:
         kind = BF16_MANY
     elif kind == BF16 and strategy.model_ranks > 1:
         kind = BF16_PIPELINE
@@ -373,8 +373,8 @@ strategies: {", ".join(STRATEGIES)}"""
 
     def begin(self) -> None:
         self._runner = CellRunner(self.folder, repository=self.repository, device=self.options.device, steps=self.steps)
-        self._references: dict[Work, CellEnd] = {}
-        self._without_reference: dict[Work, str] = {}
+        self._references: dict[ReferenceKey, CellEnd] = {}
+        self._without_reference: dict[ReferenceKey, str] = {}
 
     def results(self) -> Iterator[Result]:
         self.console.say(f"{len(self._cells)} trainings; the text and the references come first")
@@ -388,14 +388,14 @@ strategies: {", ".join(STRATEGIES)}"""
         """
         order = list(STRATEGIES)
         cells = sorted(cells, key=lambda cell: order.index(cell.strategy))
-        works = sorted({work_of(cell) for cell in cells})
-        for work, end in self._runner.run(works, place=lambda _: (1, "python"), assign=self.reference):
+        keys = sorted({reference_key(cell) for cell in cells})
+        for key, end in self._runner.run(keys, place=lambda _: (1, "python"), assign=self.reference):
             if end.status != "done":  # if the product refuses it, it refuses its cells for the same reason
-                self._without_reference[work] = end.message
-            elif (smallest := _smallest_norm(end)) <= _clipping(work) and work.optimizer == "sgd":
-                self._without_reference[work] = f"it is not clipped at every step, a gradient norm is {smallest:g}"
+                self._without_reference[key] = end.message
+            elif (smallest := _smallest_norm(end)) <= _clipping(key) and key.optimizer == "sgd":
+                self._without_reference[key] = f"it is not clipped at every step, a gradient norm is {smallest:g}"
             else:
-                self._references[work] = end
+                self._references[key] = end
         ends = self._runner.run(
             cells,
             place=lambda cell: (cell.ranks, STRATEGIES[cell.strategy].launcher),
@@ -407,17 +407,17 @@ strategies: {", ".join(STRATEGIES)}"""
         for cell, end in ends:
             yield self._judge(cell, end)
 
-    def reference(self, work: Work) -> Assignment:
-        """What trains the reference of ``work``."""
-        cell = Cell(strategy="baseline", ranks=1, accumulation=1, optimizer=work.optimizer, precision=work.precision)
-        split = asdict(work.split)
-        words = ["reference", work.training, *map(str, split.values())]
+    def reference(self, key: ReferenceKey) -> Assignment:
+        """Assignment that trains the reference of ``key``."""
+        cell = Cell(strategy="baseline", ranks=1, accumulation=1, optimizer=key.optimizer, precision=key.precision)
+        split = asdict(key.split)
+        words = ["reference", key.training, *map(str, split.values())]
         prefix = "".join(f"{word.replace(' ', '-')}_" for word in words if word)
         return self._runner.assignment(
             cell,
             call=f"{RANK}train_reference_cell",
             name=f"{prefix}{cell.folder}",
-            training=work.training,
+            training=key.training,
             arguments={"split": split},
         )
 
@@ -430,10 +430,10 @@ strategies: {", ".join(STRATEGIES)}"""
         )
         if end.status != "done":
             return result
-        work = work_of(cell)
-        reference = self._references.get(work)
+        key = reference_key(cell)
+        reference = self._references.get(key)
         if reference is None:
-            why = f"cannot be compared, because its reference failed: {self._without_reference[work]}"
+            why = f"cannot be compared, because its reference failed: {self._without_reference[key]}"
             return replace(result, status="error", message=why)
         comparison = compare(
             end.ranks,
@@ -461,7 +461,7 @@ strategies: {", ".join(STRATEGIES)}"""
         return {
             "work": {"steps": STEPS, **work_facts(self.options.device), "validation_windows": VALIDATION_WINDOWS},
             "bounds": {name: asdict(bounds) for name, bounds in BOUNDS[self.options.device].items()},
-            "references": [_reference_facts(work, end) for work, end in references],
+            "references": [_reference_facts(key, end) for key, end in references],
             "launches": [
                 {name: round(value, 1) if isinstance(value, float) else value for name, value in asdict(launch).items()}
                 for launch in self._runner.launches
@@ -483,17 +483,17 @@ def _verdict(result: Result) -> str:
     return f"{result.status.upper()}, which is not expected"
 
 
-def _reference_facts(work: Work, end: CellEnd) -> dict[str, Any]:
+def _reference_facts(key: ReferenceKey, end: CellEnd) -> dict[str, Any]:
     """Losses and norms of a reference training, for the record."""
     steps = end.ranks[0]["steps"]
     return {
-        **{key: value for key, value in work._asdict().items() if key != "split"},
-        **asdict(work.split),
+        **{name: value for name, value in key._asdict().items() if name != "split"},
+        **asdict(key.split),
         "first_loss": steps[0]["loss"],
         "last_loss": steps[-1]["loss"],
         "smallest_grad_norm": _smallest_norm(end),
         "last_validation_loss": end.ranks[0]["validations"][-1]["loss"],
-        "clipping": _clipping(work),
+        "clipping": _clipping(key),
     }
 
 
@@ -502,8 +502,8 @@ def _smallest_norm(end: CellEnd) -> float:
     return min(norms)
 
 
-def _clipping(work: Work) -> float:
-    clipping: float = TRAININGS[work.training].get("gradient_clipping", CLIPPING[work.optimizer])
+def _clipping(key: ReferenceKey) -> float:
+    clipping: float = TRAININGS[key.training].get("gradient_clipping", CLIPPING[key.optimizer])
     return clipping
 
 

@@ -191,16 +191,16 @@ class TensorMemory:
         self._profiler = torch.profiler.profile(
             activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=False
         )
-        self._held = contextlib.ExitStack()
+        self._resources = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
-        self._held.enter_context(_released_here())
+        self._resources.enter_context(_released_here())
         self._profiler.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._profiler.stop()
-        self._held.close()
+        self._resources.close()
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:

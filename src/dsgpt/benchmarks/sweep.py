@@ -160,13 +160,13 @@ def turn_of(planned: PlannedTurn, ending: Ending, folder: Path) -> Turn:
     except (UserError, JsonError) as error:
         return replace(turn, state=State.FAILED, message=f"its record cannot be read: {error}")
     by_rank = record.section("cost").section("model_state_bytes_per_rank").raw("total_by_rank")
-    known = isinstance(by_rank, list) and all(map(is_number, by_rank))
+    has_sizes = isinstance(by_rank, list) and all(map(is_number, by_rank))
     return replace(
         turn,
         train_time_sec=run.train_time,
         tokens_per_sec=run.tokens_per_sec,
         peak_memory_bytes_rank0=run.host_memory if run.gpu_memory is None else run.gpu_memory,
-        model_state_bytes_by_rank=list(map(float, by_rank)) if known else None,
+        model_state_bytes_by_rank=list(map(float, by_rank)) if has_sizes else None,
         sent_bytes_per_step=run.sent_bytes_per_step,
         communication_share=run.communication_share,
         joules=record.section("summary").section("gpu_use").number("energy_joules"),

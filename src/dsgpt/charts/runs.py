@@ -108,8 +108,8 @@ def places(run: Run, kind: str, axis: Axis) -> list[tuple[float, float]]:
 
 def step_axis(runs: Sequence[Run]) -> Axis:
     """Optimizer steps, or epochs if no run recorded steps."""
-    known = any(places(run, kind, STEPS) for run in runs for kind in LOSS_KINDS)
-    return STEPS if known or not any(curve_of(run, kind).points for run in runs for kind in LOSS_KINDS) else EPOCHS
+    has_steps = any(places(run, kind, STEPS) for run in runs for kind in LOSS_KINDS)
+    return STEPS if has_steps or not any(curve_of(run, kind).points for run in runs for kind in LOSS_KINDS) else EPOCHS
 
 
 def _most(runs: Sequence[Run], coordinate: str) -> float:

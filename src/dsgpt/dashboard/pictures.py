@@ -37,7 +37,7 @@ _WHOLE = 0.99
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """What a rank holds of one kind."""
+    """Memory of one kind on one rank."""
 
     kind: str
     """One of ``KINDS``."""
@@ -57,25 +57,28 @@ class Block:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Holding:
-    """All that one rank holds."""
+class RankState:
+    """Peak memory of one rank."""
 
     rank: int
     words: str
-    """Its layers, shards and data, and the moment of its peak."""
+    """Sentence with the rank's layers, shards and data, and the moment of its peak."""
     blocks: tuple[Block, ...]
 
     def total(self, *places: str) -> int:
-        """Bytes in these places."""
+        """Sum of bytes in these places."""
         return sum(block.size for block in self.blocks if block.place in places)
 
 
-def holdings(setup: Setup, *, ranks: int) -> list[Holding]:
-    """What each of the first ``ranks`` ranks, with a GPU each, holds at its peak; on the device that adds up to it."""
+def state_by_rank(setup: Setup, *, ranks: int) -> list[RankState]:
+    """Peak memory of each of the first ``ranks`` ranks, with a GPU each.
+
+    The blocks on the device add up to the peak.
+    """
     peaks = [peak_memory(setup, rank=rank, device="cuda") for rank in range(min(ranks, setup.world_size))]
     words = [f"{held_in_words(setup, rank)}, peak: {peak.moment}" for rank, peak in enumerate(peaks)]
     blocks = [tuple(_blocks(setup, rank, peak)) for rank, peak in enumerate(peaks)]
-    return [Holding(rank=rank, words=words[rank], blocks=blocks[rank]) for rank in range(len(peaks))]
+    return [RankState(rank=rank, words=words[rank], blocks=blocks[rank]) for rank in range(len(peaks))]
 
 
 def _blocks(setup: Setup, rank: int, peak: Peak) -> Iterator[Block]:
@@ -164,7 +167,7 @@ def ink_on(fill: str, theme: Theme) -> str:
     return max((theme.ink, theme.background), key=lambda colour: contrast(colour, fill))
 
 
-# The picture of who holds what: a column for each rank, true to scale in bytes, with what each shard leaves out.
+# The picture of memory: a column for each rank, true to scale in bytes. Dashed frames show sizes without the split.
 
 _LEFT, _TOP, _WIDE, _SPACE, _TALL, _BETWEEN, _LINE = 4, 34, 806, 10, 380, 10, 17
 _WIDEST, _NARROWEST = 150.0, 90.0
@@ -172,24 +175,24 @@ _WIDEST, _NARROWEST = 150.0, 90.0
 _PLACES = {"device": "on the device", "host": "in host memory", "files": "in files"}
 
 
-def holding_svg(held: Sequence[Holding], *, ranks: int, theme: Theme) -> str:
+def state_svg(states: Sequence[RankState], *, ranks: int, theme: Theme) -> str:
     """Ranks as columns. A filled box is what the rank holds; a dashed one is what it would hold without the split.
 
     Args:
-        held: the ranks that are drawn.
-        ranks: how many there are.
-        theme: of the page.
+        states: the ranks that are drawn.
+        ranks: number of ranks of the setup.
+        theme: the theme of the page.
     """
-    kinds = [kind for kind in KINDS if any(block.kind == kind for each in held for block in each.blocks)]
-    most = {kind: max(block.whole for each in held for block in each.blocks if block.kind == kind) for kind in kinds}
+    kinds = [kind for kind in KINDS if any(block.kind == kind for each in states for block in each.blocks)]
+    most = {kind: max(block.whole for each in states for block in each.blocks if block.kind == kind) for kind in kinds}
     scale = (_TALL - _BETWEEN * (len(kinds) - 1)) / sum(most.values())
     body, end = [], float(_LEFT)
     for kind in kinds:
         body.append(rectangle(end, 6, 12, 12, fill=colour_of(kind, theme), title=kind))
         body.append(text(end + 17, 17, kind))
         end += 17 + 7.2 * len(kind) + 22
-    column = min(_WIDEST, max(_NARROWEST, _WIDE / len(held) - _SPACE))
-    for number, each in enumerate(held):
+    column = min(_WIDEST, max(_NARROWEST, _WIDE / len(states) - _SPACE))
+    for number, each in enumerate(states):
         left, top = _LEFT + number * (column + _SPACE), float(_TOP + _LINE)
         middle, bottom = left + column / 2, top + _TALL + _LINE
         body.append(text(middle, top - 7, f"rank {each.rank}", anchor="middle"))
@@ -202,11 +205,11 @@ def holding_svg(held: Sequence[Holding], *, ranks: int, theme: Theme) -> str:
         body.append(text(middle, bottom, memory(each.total("device")), anchor="middle", size=15))
         for line, words in enumerate(_words(each), start=1):
             body.append(text(middle, bottom + line * _LINE, words, anchor="middle", fill=theme.quiet, size=12))
-    lines = max(len(_words(each)) for each in held)
-    width = max(_LEFT + len(held) * (column + _SPACE), end)
+    lines = max(len(_words(each)) for each in states)
+    width = max(_LEFT + len(states) * (column + _SPACE), end)
     height = _TOP + _LINE + _TALL + (lines + 2) * _LINE
-    if ranks > len(held):
-        words = f"Ranks {len(held)} to {ranks - 1} are not drawn; they hold their own shards in the same way."
+    if ranks > len(states):
+        words = f"Ranks {len(states)} to {ranks - 1} are not drawn; they hold their own shards in the same way."
         body.append(text(_LEFT, height, words, fill=theme.quiet))
         height += _LINE
         width = max(width, 520)
@@ -220,7 +223,7 @@ def colour_of(kind: str, theme: Theme) -> str:
 
 
 def _block(
-    each: Holding, block: Block, place: tuple[float, float, float], *, scale: float, theme: Theme
+    each: RankState, block: Block, place: tuple[float, float, float], *, scale: float, theme: Theme
 ) -> Iterator[str]:
     """The whole as a dashed frame, the rank's part in it, and its size if there is room for it.
 
@@ -245,7 +248,7 @@ def _block(
         yield text(left + wide / 2, begin + tall / 2 + 4, words, anchor="middle", fill=ink, size=12)
 
 
-def _words(each: Holding) -> list[str]:
+def _words(each: RankState) -> list[str]:
     """What is not on the device, then the rank's layers, shards and data, a line each, short enough for a column."""
     away = {"in host": each.total("host"), "in files": each.total("files")}
     return [*(f"+ {memory(count)} {where}" for where, count in away.items() if count), *each.words.split(", ")]

@@ -220,12 +220,12 @@ class StepReader:
             entries = [entry for line in lines if len(line) < _LONGEST_LINE and (entry := _entry(line))]
             self._damaged += len(lines) - len(entries)
             read = _columns(entries)
-        columns, found = read
-        trains, validations = found["train"], found["validation"]
+        columns, rows_of = read
+        trains, validations = rows_of["train"], rows_of["validation"]
         own, tokens = columns["tokens"], np.append(columns["tokens"][trains], self._tokens)
         before = tokens[np.searchsorted(trains, validations, side="right") - 1]
         self._tokens = tokens[len(trains) - 1]
-        for kind, places in found.items():
+        for kind, places in rows_of.items():
             rows = np.stack([columns[name][places] for name in _KINDS[kind]])
             if kind == "validation":
                 rows[VALIDATION.index("tokens")] = np.where(np.isnan(own[places]), before, own[places])
@@ -259,9 +259,9 @@ def _columns(entries: Sequence[dict[str, Any]]) -> _Read:
         values = ((interval or {}).get(name) for interval in intervals)
         columns[name] = np.array([value if is_number(value) and is_figure(value) else None for value in values], float)
     train = np.array(["loss" in entry for entry in entries], bool)
-    found = {"train": train, "validation": np.array(["val_loss" in entry for entry in entries], bool)}
-    found["intervals"] = train & np.array([interval is not None for interval in intervals], bool)
-    return columns, {kind: np.flatnonzero(places) for kind, places in found.items()}
+    is_kind = {"train": train, "validation": np.array(["val_loss" in entry for entry in entries], bool)}
+    is_kind["intervals"] = train & np.array([interval is not None for interval in intervals], bool)
+    return columns, {kind: np.flatnonzero(places) for kind, places in is_kind.items()}
 
 
 def _parsed(lines: bytes) -> _Read | None:
@@ -294,9 +294,9 @@ def _parsed(lines: bytes) -> _Read | None:
     columns = {name: table[name].cast(pa.float64(), safe=False).to_numpy() for name in {*TRAIN, *VALIDATION}}
     columns |= {name: flat[f"interval.{name}"].to_numpy() for name in INTERVALS[1:]}
     train = ~np.isnan(columns["loss"])
-    found = {"train": train, "validation": ~np.isnan(columns["val_loss"])}
-    found["intervals"] = train & table["interval"].is_valid().to_numpy()
-    return columns, {kind: np.flatnonzero(places) for kind, places in found.items()}
+    is_kind = {"train": train, "validation": ~np.isnan(columns["val_loss"])}
+    is_kind["intervals"] = train & table["interval"].is_valid().to_numpy()
+    return columns, {kind: np.flatnonzero(places) for kind, places in is_kind.items()}
 
 
 def end_of(path: Path, most: int) -> bytes:
@@ -398,9 +398,9 @@ def with_steps(run: Run, steps: Steps) -> Run:
     """``run`` with the losses of its steps, as the charts' judgement of equal losses takes them."""
     curves = [run.train_curve, run.val_curve]
     for place, losses, at in ((0, "loss", steps.train), (1, "val_loss", steps.validation)):
-        known = ~np.isnan(at[losses])
-        if known.any():
-            by_step = dict(zip(at["step"][known].tolist(), at[losses][known].tolist(), strict=True))
+        has_loss = ~np.isnan(at[losses])
+        if has_loss.any():
+            by_step = dict(zip(at["step"][has_loss].tolist(), at[losses][has_loss].tolist(), strict=True))
             curves[place] = Curve(by_step=by_step)
     return replace(run, train_curve=curves[0], val_curve=curves[1])
 

@@ -10,7 +10,16 @@ from dsgpt.common.errors import Problems, UserError
 from dsgpt.common.text import REPOSITORY
 from dsgpt.config.options import PRECISIONS
 from dsgpt.dashboard import ui
-from dsgpt.dashboard.pictures import LINKS, Holding, holding_svg, holdings, operation_name, step_lines, step_svg, waits
+from dsgpt.dashboard.pictures import (
+    LINKS,
+    RankState,
+    operation_name,
+    state_by_rank,
+    state_svg,
+    step_lines,
+    step_svg,
+    waits,
+)
 from dsgpt.model.config import PRESETS
 from dsgpt.planner.formulas import Placed, copied, most_sent_bytes, placed_traffic
 from dsgpt.planner.hardware import PriceTable, gpus
@@ -85,7 +94,7 @@ def show() -> None:
     _summary(split)
     for heading, sentences in explanations(split.setup):
         st.markdown(f"**{heading}.** {sentences}")
-    _held(split)
+    _memory_by_rank(split)
     _sent(split)
     _recipe(choice)
 
@@ -131,7 +140,7 @@ def _summary(split: Plan) -> None:
     )
 
 
-def _held(split: Plan) -> None:
+def _memory_by_rank(split: Plan) -> None:
     st.header("Who holds what")
     st.caption(
         "True to scale in bytes. A filled box is what a rank holds at the moment of its peak, which is named below it. "
@@ -140,10 +149,10 @@ def _held(split: Plan) -> None:
         "and gathered weights are temporary."
     )
     setup = split.setup
-    svg = holding_svg(holdings(setup, ranks=_MOST_DRAWN), ranks=setup.world_size, theme=ui.page_theme())
+    svg = state_svg(state_by_rank(setup, ranks=_MOST_DRAWN), ranks=setup.world_size, theme=ui.page_theme())
     ui.drawing(svg, key="split-held-picture", name=f"who-holds-what-{setup.strategy_name}")
     with st.expander("Numbers: what each rank holds"):
-        rows = held_rows(holdings(setup, ranks=setup.world_size))
+        rows = state_rows(state_by_rank(setup, ranks=setup.world_size))
         ui.show_table(ui.columns(rows), key="split-held", name="What each rank holds")
     with st.expander(f"Numbers: the peak of rank {split.rank}"):
         st.caption(f"The moment with the most memory is: {split.peak.moment}. `src/plan.py` prints the same.")
@@ -188,7 +197,7 @@ def _recipe(choice: Choice) -> None:
 # The tables below the pictures.
 
 
-def held_rows(held: Iterable[Holding]) -> list[dict[str, Any]]:
+def state_rows(states: Iterable[RankState]) -> list[dict[str, Any]]:
     """The figures of the picture of who holds what, a row for each block."""
     return [
         {
@@ -200,7 +209,7 @@ def held_rows(held: Iterable[Holding]) -> list[dict[str, Any]]:
             "share": block.size / block.whole,
             "where": block.place,
         }
-        for each in held
+        for each in states
         for block in each.blocks
     ]
 

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from dsgpt.common.errors import Problems, UserError
 from dsgpt.formats.tokenizer_files import reason_of
-from dsgpt.inference.commands import BATCH_SIZE, Sampling
-from dsgpt.inference.commands import GenerateRequest as Request
+from dsgpt.inference.commands import BATCH_SIZE, GenerateRequest, Sampling
 from dsgpt.inference.decoder import Decoder
 from dsgpt.inference.model_files import device_for, load
 from dsgpt.model.config import GPT2Config
@@ -327,7 +326,7 @@ class Writer:
             in the request's precision.
     """
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: GenerateRequest) -> None:
         problems = Problems()
         request.check(problems)
         device = device_for(request.device, precision=request.precision, problems=problems)
@@ -342,7 +341,7 @@ class Writer:
         self.ends = frozenset((self.tokenizer.eos_token_id, *loaded.stored.ends))
         """Ids that end a text."""
 
-    def asked(self, request: Request) -> "Writer":
+    def asked(self, request: GenerateRequest) -> "Writer":
         """The same model, once it is arranged, for another request of its checkpoint, device and precision.
 
         Unless the model is compiled, several such writers may generate at once: decoding does not change it.

@@ -423,8 +423,8 @@ class Peers:
 
     def _beat(self) -> None:
         self._own = own = replace(self._own, beat=self._own.beat + 1)
-        known = {name: value for name, value in asdict(own).items() if name not in {"stack", "collectives"}}
-        self._watched.set(f"at/{self._topology.rank}", json.dumps(known))
+        shared = {name: value for name, value in asdict(own).items() if name not in {"stack", "collectives"}}
+        self._watched.set(f"at/{self._topology.rank}", json.dumps(shared))
         self._watched.check(["hosts"])  # it waits for the answer, which ``set`` does not
         self._store_answered_at = time.monotonic()
         if self._watched.check(["ask"]) and (asked := self._watched.get("ask").decode()) != self._answered_request:

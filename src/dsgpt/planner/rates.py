@@ -102,9 +102,9 @@ def changed(rates: Any, change: Callable[[float], float]) -> Any:
     return change(rates)
 
 
-def interpolated(known: Mapping[int, float], place: float) -> float:
-    """The value at ``place`` between the nearest known ones, on a scale of powers; at the ends the nearest."""
-    points = sorted(known.items())
+def interpolated(values: Mapping[int, float], place: float) -> float:
+    """The value at ``place``, interpolated on a logarithmic scale; outside of the keys, that of the nearest key."""
+    points = sorted(values.items())
     below = [point for point in points if point[0] <= place] or points[:1]
     above = [point for point in points if point[0] >= place] or points[-1:]
     (low, slow), (high, fast) = below[-1], above[0]
@@ -112,9 +112,9 @@ def interpolated(known: Mapping[int, float], place: float) -> float:
     return float(slow * (fast / slow) ** min(1.0, max(0.0, share)))
 
 
-def at_ranks(known: Mapping[int, T], ranks: int) -> T:
-    """The value for the fewest known ranks that are not fewer than ``ranks``, else for the most."""
-    return known[min((number for number in known if number >= ranks), default=max(known))]
+def at_ranks(by_ranks: Mapping[int, T], ranks: int) -> T:
+    """The value of the smallest key that is at least ``ranks``, or else of the largest key."""
+    return by_ranks[min((number for number in by_ranks if number >= ranks), default=max(by_ranks))]
 
 
 @dataclass(frozen=True, kw_only=True)

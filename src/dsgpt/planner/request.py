@@ -10,8 +10,7 @@ from typing import Any
 from dsgpt.common.errors import Problems, UserError
 from dsgpt.common.json_files import JsonError, read_object
 from dsgpt.common.text import REPOSITORY, divisors, divisors_around, multiples_around
-from dsgpt.config.compatibility import RunRequest as Request
-from dsgpt.config.compatibility import check_split
+from dsgpt.config.compatibility import RunRequest, check_split
 from dsgpt.config.options import RUN_TYPES, Options, parse_arguments, shape_overrides
 from dsgpt.config.recipe import PARALLEL_KEYS, Recipe, merged, read_recipe, recipe_from, sound_recipe
 from dsgpt.config.run_config import plan_batch, split_batch
@@ -108,9 +107,9 @@ def read_measured(paths: tuple[Path, ...], calibration: Calibration) -> list[Mea
         try:
             record = read_object(path, max_bytes=MAX_BYTES)
             if "comparisons" in record:
-                found = [_of_sweep(cell) for cell in read_sweep(path).cells]
+                setups = [_of_sweep(cell) for cell in read_sweep(path).cells]
             else:
-                found = [_of_plan(cell) for cell in record.get("cells", [])]
+                setups = [_of_plan(cell) for cell in record.get("cells", [])]
         except JsonError as error:
             raise UserError(f"--measured {path}: cannot be read as a record: {error}") from error
         except (KeyError, TypeError, AttributeError, OverflowError) as error:
@@ -118,7 +117,7 @@ def read_measured(paths: tuple[Path, ...], calibration: Calibration) -> list[Mea
             raise UserError(f"--measured {path}: a cell is not as this program writes it ({reason})") from error
         steps = [
             MeasuredStep(setup=setup, machine=machine_of(devices=setup.world_size), seconds=seconds)
-            for setup, seconds in filter(None, found)
+            for setup, seconds in filter(None, setups)
         ]
         usable = [step for step in steps if step.setup.precision in step.machine.precisions]
         if not usable:
@@ -215,11 +214,11 @@ class PlanRequest:
         """As given, or ``optimized``."""
         return self.options.run_type or "optimized"
 
-    def training(self, recipe: Recipe, run_type: str, *, problems: Problems) -> Request:
+    def training(self, recipe: Recipe, run_type: str, *, problems: Problems) -> RunRequest:
         """The request as training's own checks take it."""
         batch = ("global_batch_size", "micro_batch_size_per_gpu", "grad_accum_steps")
         options = Options(run_type=run_type, **{name: getattr(self.options, name) for name in batch})
-        return Request(
+        return RunRequest(
             options=options,
             topology=Topology(
                 rank=0, local_rank=0, world_size=self.devices, local_world_size=self.devices, launcher="deepspeed"

@@ -267,7 +267,7 @@ class ShardedState:
         sizes = {name: sum(box.numel for box in each) for name, each in own.items()}
 
         def states() -> Iterator[tuple[str, ParamState]]:
-            for parameter, parts in self._held():
+            for parameter, parts in self._param_states():
                 name = self._names[parameter.ds_id]
                 if name in boxes:
                     yield name, parts.mapped(partial(self._part_of, parameter, stop=sizes[name]))
@@ -280,7 +280,7 @@ class ShardedState:
         rank, (_, _, length) = optimizer._get_param_partition_rank(parameter), optimizer.grad_position[parameter.ds_id]
         return cut(part(self._names[parameter.ds_id]), rank * length, (rank + 1) * length)
 
-    def _held(self) -> Iterator[tuple[Any, ParamState]]:
+    def _param_states(self) -> Iterator[tuple[Any, ParamState]]:
         """Every parameter, with the flat tensors of its sub-group; in their order, to read each from the drive once."""
         optimizer = self._optimizer
         for index, group in enumerate(optimizer.fp16_groups):
