@@ -16,7 +16,7 @@ import pytest
 from small_run import REPOSITORY, command_line, write_data, write_recipe
 
 from dsgpt.benchmarks import launch as launching
-from dsgpt.benchmarks.launch import Assignment, CellStart, Launch, environment_for, read_ranks, run_job
+from dsgpt.benchmarks.launch import Assignment, CellStart, Launch, child_environment, read_ranks, run_job
 
 START_A_JOB = """
 import json, sys
@@ -144,11 +144,12 @@ def test_a_launcher_around_the_suite_does_not_reach_its_ranks(monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "TORCHELASTIC_RUN_ID", "SLURM_PROCID", "DS_SKIP"):
         monkeypatch.setenv(name, "7")
     monkeypatch.setenv("KEPT", "7")
-    ours = environment_for("cpu")
+    ours = child_environment("cpu")
     assert ours["KEPT"] == "7"
     assert (ours["OMP_NUM_THREADS"], ours["DS_ACCELERATOR"]) == ("1", "cpu")
     assert "7" not in {value for name, value in ours.items() if name.startswith(("DS_", *launching.ELSEWHERE))}
     assert not {"RANK", "WORLD_SIZE"} & ours.keys()
+    assert not {"RANK", "OMP_NUM_THREADS", "DS_ACCELERATOR"} & child_environment().keys()
 
 
 def test_the_ranks_of_a_killed_suite_exit(assignment, tmp_path):

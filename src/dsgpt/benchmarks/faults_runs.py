@@ -18,7 +18,7 @@ import psutil
 
 from dsgpt.benchmarks.cells import STRATEGIES, flags, prepare_corpus, write_recipe
 from dsgpt.benchmarks.faults import DROPOUT, RUNS, SAVE_EVERY, STEPS, first_error
-from dsgpt.benchmarks.launch import environment_for
+from dsgpt.benchmarks.launch import child_environment
 from dsgpt.checkpoints import store
 from dsgpt.common.files import write_json_atomic
 from dsgpt.common.json_files import read_object
@@ -54,7 +54,7 @@ class Training:
         with log.open("ab") as file, default_sighup():
             self.launcher = psutil.Popen(
                 list(command),
-                env=environment_for("cpu") | {MARK: self._mark},
+                env=child_environment("cpu") | {MARK: self._mark},
                 cwd=run_dir.parent,
                 stdin=subprocess.DEVNULL,
                 stdout=file,

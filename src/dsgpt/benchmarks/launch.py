@@ -83,7 +83,7 @@ IMPORTS = {
 }
 """Modules that take seconds to import and would otherwise be imported in every cell. The optimizers of torch need its
 compiler."""
-ELSEWHERE = ("DS_", "OMP_", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "SLURM_", "OMPI_", "PMI_")
+ELSEWHERE = ("DS_", "OMP_", "MKL_", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "SLURM_", "OMPI_", "PMI_")
 """Prefixes of variables that a launcher around the suite (a pod's, ``srun``) sets for its own ranks, or a machine for
 its own jobs."""
 STUCK_SEC = 900
@@ -133,17 +133,18 @@ class Launch:
     """From the launcher's start to the first rank ready for work: imports, mostly."""
 
 
-def environment_for(device: str) -> dict[str, str]:
-    """This process's variables without those that would make its ranks part of other jobs.
+def child_environment(device: str | None = None) -> dict[str, str]:
+    """This process's variables, without those that would make a child part of another job.
 
-    On a CPU, a variable keeps DeepSpeed's launcher from looking for GPUs. Every rank has one thread.
+    With ``device``, for ranks of one thread; on a CPU, a variable keeps DeepSpeed's launcher from looking for GPUs.
     """
     ours = {
         key: value
         for key, value in os.environ.items()
         if not key.startswith(ELSEWHERE) and key not in {"RANK", "WORLD_SIZE"}
     }
-    return ours | {"OMP_NUM_THREADS": "1"} | ({"DS_ACCELERATOR": "cpu"} if device == "cpu" else {})
+    ranks = {"OMP_NUM_THREADS": "1"} if device else {}
+    return ours | ranks | ({"DS_ACCELERATOR": "cpu"} if device == "cpu" else {})
 
 
 def run_job(
@@ -416,10 +417,6 @@ MARK = "answer "
 """Stands before each answer. Other lines of the output are those of libraries."""
 
 
-def _environment_of_a_user() -> dict[str, str]:
-    return {key: value for key, value in os.environ.items() if not key.startswith(("DS_", "OMP_", "MKL_"))}
-
-
 class WorkerEnded(UserError):
     """A process ended instead of answering. The message has the last line that it printed, ``output`` has all."""
 
@@ -456,7 +453,7 @@ class LineWorker:
         self._log = folder / "output.txt"
         folder.mkdir(parents=True)
         write_json_atomic(folder / "job.json", {**job, "mark": MARK})
-        environment = _environment_of_a_user() | {key: str(value) for key, value in (variables or {}).items()}
+        own_variables = child_environment() | {key: str(value) for key, value in (variables or {}).items()}
         with self._log.open("ab") as output:
             self._process = subprocess.Popen(
                 [str(python), "-m", module, str(folder / "job.json")],
@@ -464,7 +461,7 @@ class LineWorker:
                 stdout=subprocess.PIPE,
                 stderr=output,
                 text=True,
-                env=environment | ({"OMP_NUM_THREADS": str(threads)} if threads else {}),
+                env=own_variables | ({"OMP_NUM_THREADS": str(threads)} if threads else {}),
             )
 
     def send(self, question: object) -> None:
@@ -514,7 +511,7 @@ def own_group(
     process = subprocess.Popen(
         command,
         cwd=cwd,
-        env=environment_for(device),
+        env=child_environment(device),
         stdout=output,
         stderr=subprocess.STDOUT,
         stdin=subprocess.DEVNULL,
@@ -557,9 +554,7 @@ def train(values: Mapping[str, object], *, repository: Path, what: str) -> dict[
         UserError: it failed: ``what`` and the end of its errors.
     """
     command = [*launcher_command("python", 1), str(repository / "src" / "gpt2.py"), *training_words(values)]
-    done = subprocess.run(
-        command, cwd=repository, env=_environment_of_a_user(), capture_output=True, text=True, check=False
-    )
+    done = subprocess.run(command, cwd=repository, env=child_environment(), capture_output=True, text=True, check=False)
     if done.returncode:
         raise UserError(f"{what} failed: {done.stderr.strip()[-1500:]}")
     return read_object(Path(str(values["checkpoint_path"])) / RECORD_FILE)
