@@ -16,12 +16,12 @@ from small_run import REPOSITORY
 
 from dsgpt.charts.memory import draw_plan
 from dsgpt.charts.themes import DARK, LIGHT
+from dsgpt.common.text import byte_size
 from dsgpt.dashboard.generate import Answer, _opened, generate
 from dsgpt.dashboard.pictures import state_by_rank, state_svg, step_lines, step_svg
 from dsgpt.dashboard.plan import gpus_table, machines, offers_table, planned, ways_table
 from dsgpt.dashboard.split import CHOICES, copied_rows, explanations, sent_rows, split_of
-from dsgpt.dashboard.ui import memory
-from dsgpt.inference.commands import GenerateRequest as Request
+from dsgpt.inference.commands import GenerateRequest
 from dsgpt.inference.generation import Text, Writer
 from dsgpt.inference.model_files import load
 from dsgpt.planner.formulas import model_state, step_traffic
@@ -166,7 +166,7 @@ def test_every_block_is_drawn_to_scale_with_its_bytes(name):
     assert len(boxes) == len(blocks)
     largest = max((block.size, height) for (_, block), height in zip(blocks, boxes.values(), strict=True))
     for (rank, block), (title, height) in zip(blocks, boxes.items(), strict=True):
-        assert title.startswith(f"rank {rank}, {block.kind}: {memory(block.size)}")
+        assert title.startswith(f"rank {rank}, {block.kind}: {byte_size(block.size)}")
         assert height == pytest.approx(max(1.0, block.size * largest[1] / largest[0]), abs=0.02)
 
 
@@ -181,7 +181,7 @@ def test_every_operation_is_in_the_picture_and_in_the_table(name):
     assert len(lanes) == sum(row["times"] for row in (*rows, *copied_rows(setup)))
     titles = [title.text for title in ET.fromstring(step_svg(lines, DARK)).iter("{http://www.w3.org/2000/svg}title")]
     for row in rows:
-        words = f"{row['operation']}, {memory(row['payload, bytes'])}, among {row['among']}: "
+        words = f"{row['operation']}, {byte_size(row['payload, bytes'])}, among {row['among']}: "
         assert any(title and title.startswith(words) for title in titles)
 
 
@@ -216,7 +216,7 @@ def test_the_page_shows_the_planners_figures(tmp_path, open_page):
     page = open_page("split", folder=tmp_path)
     shown = {metric.label: metric.value for metric in page.metric}
     assert page.markdown[0].value.startswith("**zero1** in bf16")
-    assert shown["Peak memory of rank 0"] == memory(split("ZeRO-1", global_batch_size=None).peak.total)
+    assert shown["Peak memory of rank 0"] == byte_size(split("ZeRO-1", global_batch_size=None).peak.total)
     page.selectbox(key="split-strategy").set_value(CHOSEN["3D: pipeline and tensor"]).run()
     assert any("ZeRO-1 has nothing to divide" in each.value for each in page.markdown)
     page.selectbox(key="split-model").set_value("xl").run()
@@ -237,9 +237,9 @@ def runs(checkpoint_with_tokenizer: Path, tmp_path_factory: pytest.TempPathFacto
     return folder
 
 
-def request_of(runs: Path, **changes) -> Request:
+def request_of(runs: Path, **changes) -> GenerateRequest:
     given = {"max_new_tokens": 8, "seed": 1, "device": "cpu"} | changes
-    return Request(checkpoint=runs / "one" / "step-00000001", **given)
+    return GenerateRequest(checkpoint=runs / "one" / "step-00000001", **given)
 
 
 def told(runs: Path, *, prompt: str = PROMPT, **changes) -> Answer:
@@ -268,7 +268,7 @@ def loaded(monkeypatch) -> list[Path]:
     """The checkpoints of the models that are opened during a test, which begins without one in memory."""
     opened: list[Path] = []
 
-    def note(request: Request) -> Writer:
+    def note(request: GenerateRequest) -> Writer:
         opened.append(request.checkpoint)
         return Writer(request)
 

@@ -23,8 +23,8 @@ from dsgpt.common.command_line import COUNT, POSITIVE, choices, flag, switch, va
 from dsgpt.common.errors import Problems, UserError
 from dsgpt.common.files import sha256_of, write_json_atomic
 from dsgpt.common.json_files import JsonError, parse_as, read_object
-from dsgpt.common.text import machine_words, table
-from dsgpt.machine.console import Console, duration
+from dsgpt.common.text import duration, machine_words, table
+from dsgpt.machine.console import Console
 from dsgpt.record.schema import RECORD_FILE
 from dsgpt.record.suites import SCHEMA_VERSION, TITLES, Concurrency, Engine, Percentiles, Spread
 from dsgpt.training.status import RunLock

@@ -22,7 +22,7 @@ from dsgpt.benchmarks.inference_worker import ENGINES
 from dsgpt.common.errors import EXIT_DONE, Problems, UserError, did_you_mean, is_number
 from dsgpt.common.files import write_json_atomic
 from dsgpt.common.json_files import JsonError, read_object
-from dsgpt.machine.console import duration
+from dsgpt.common.text import duration
 from dsgpt.record.provenance import DIRTY, git_commit
 
 # The committed records: which command makes each of them, and which shows it.

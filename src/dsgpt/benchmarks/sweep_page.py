@@ -14,8 +14,7 @@ from dsgpt.benchmarks.frame import EXIT_FAILED, Record, judged
 from dsgpt.benchmarks.sweep_cells import EQUAL, LABELS, comparable, judge_turns
 from dsgpt.common.errors import EXIT_DONE, Problems, UserError, did_you_mean, is_number
 from dsgpt.common.json_files import JsonError, read_object
-from dsgpt.common.text import NO_DIFFERENCE, machine_words, megabytes, no_difference, table
-from dsgpt.machine.console import duration
+from dsgpt.common.text import NO_DIFFERENCE, UNKNOWN, duration, machine_words, megabytes, no_difference, table
 from dsgpt.record import suites
 from dsgpt.record.equal_work import Verdict, judge
 from dsgpt.record.runs import Run, read_run
@@ -82,7 +81,6 @@ def block_length(steps: int) -> int:
 
 # The page.
 
-UNKNOWN = "unknown"
 WHOLE = "{:,.0f}".format
 _COUNTS = ("model n_layer", "model n_embd", "optimizer steps", "global batch", "sequence length")
 

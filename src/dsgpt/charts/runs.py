@@ -6,6 +6,7 @@ from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import SubFigure
 from matplotlib.lines import Line2D
@@ -157,7 +158,7 @@ def draw_losses(axes: Axes, runs: Sequence[Run], *, kind: str, axis: Axis) -> li
         window = window_of(len(curve_of(run, kind).points))
         if window > 1:  # every step, under every mean
             axes.plot(x, y, color=look.colour, alpha=max(0.07, 0.3 / len(runs)), lw=0.5, zorder=1.5)
-            y = smoothed(y, window=window)
+            y = smoothed(np.array(y), window=window).tolist()
         apart = max(1, len(x) // 8)  # about eight markers per curve, at different places for each run
         few = len(x) <= 12
         axes.plot(

@@ -1,4 +1,4 @@
-"""What consoles, tables and pages say in the same words everywhere."""
+"""Words that consoles, tables and pages share: figures with units, the machine, tables, the next command."""
 
 import math
 import shlex
@@ -86,7 +86,44 @@ def next_line(words: Sequence[object]) -> str:
     return f"next: {shlex.join(map(str, short))}"
 
 
-# Counts, sizes, and tables in Markdown.
+# Counts, durations, sizes, money, and tables in Markdown.
+
+UNKNOWN = "unknown"
+
+
+def duration(seconds: float | None, *, exact: bool = False) -> str:
+    """``3 min 05 s``, ``2 h 07 min`` or ``3 d 04 h``; shorter ones are ``0.4 s`` and ``42 s``.
+
+    With ``exact``, those below 100 s have three digits: ``85 ms``, ``1.24 s``, ``75.7 s``.
+    """
+    if seconds is None:
+        return UNKNOWN
+    if exact and seconds < 99.95:
+        return f"{seconds * 1000:.3g} ms" if seconds < 0.9995 else f"{seconds:.3g} s"
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    for large, small, unit, part in (("d", "h", 86_400, 3600), ("h", "min", 3600, 60), ("min", "s", 60, 1)):
+        if whole >= unit:
+            return f"{whole // unit} {large} {whole % unit // part:02d} {small}"
+    return f"{whole} s"
+
+
+def byte_size(count: float | None) -> str:
+    """Bytes as ``3.4 GB``: decimal units, as on the datasheets of GPUs."""
+    if count is None:
+        return UNKNOWN
+    for name, unit in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= unit:
+            return f"{count / unit:.3g} {name}" if count < 999.5 * unit else f"{count / unit:,.0f} {name}"
+    return f"{count:.0f} B"
+
+
+def dollars(amount: float | None) -> str:
+    """``$17.69``; less than ten cents with three digits that count, ``$0.0123``."""
+    if amount is None:
+        return UNKNOWN
+    return f"${amount:,.2f}" if not amount or amount >= 0.1 else f"${amount:.3g}"
 
 
 def counted(number: float, noun: str) -> str:

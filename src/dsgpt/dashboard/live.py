@@ -12,9 +12,11 @@ import streamlit as st
 from dsgpt.common.errors import UserError
 from dsgpt.common.files import is_regular_file, printable
 from dsgpt.common.json_files import JsonError, parse_json
+from dsgpt.common.text import byte_size
 from dsgpt.dashboard import reading, ui
 from dsgpt.dashboard.reading import Steps, Summary
 from dsgpt.dashboard.ui import Series
+from dsgpt.record.runs import smoothed
 from dsgpt.record.schema import HARDWARE_FILE, LOG_FILE, Fields
 from dsgpt.training.status import Status
 
@@ -130,7 +132,7 @@ def _look(folder: Path, chosen: Sequence[str], window: int, expected: int) -> No
             series = []
             for run in runs:
                 if run.steps is not None and len(run.steps.train["step"]):
-                    values = ui.smoothed(run.steps.train[column], window=1 if column == "lr" else window)
+                    values = smoothed(run.steps.train[column], window=1 if column == "lr" else window)
                     series.append(Series(name=run.label, x=run.steps.train["step"], y=values))
             with place:
                 _show_curves(series, names, x="optimizer steps", y=title, key=column, level=2)
@@ -180,7 +182,7 @@ def _show_one(run: Watched) -> None:
     places[3].metric("Learning rate", ui.written(run.last("lr"), "{:.3g}"))
     places[4].metric("Gradient norm", ui.written(run.last("grad_norm"), "{:.3g}"))
     if run.memory_bytes is not None:
-        places[5].metric("Rank 0", ui.memory(run.memory_bytes), help="Resident memory of its process.")
+        places[5].metric("Rank 0", byte_size(run.memory_bytes), help="Resident memory of its process.")
         places[5].caption("" if run.cores is None else f"{run.cores:.2f} cores busy")
 
 

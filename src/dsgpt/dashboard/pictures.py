@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from html import escape
 
 from dsgpt.charts.themes import Theme, contrast
-from dsgpt.dashboard.ui import memory
+from dsgpt.common.text import byte_size
 from dsgpt.planner.formulas import Pass, Placed, copied, model_state, passes, placed_traffic
 from dsgpt.planner.memory import Peak, peak_memory
 from dsgpt.planner.plan import held_in_words, place_of
@@ -202,7 +202,7 @@ def state_svg(states: Sequence[RankState], *, ranks: int, theme: Theme) -> str:
                 narrow = column / len(blocks)
                 body += _block(each, block, (left + index * narrow, top, narrow), scale=scale, theme=theme)
             top += whole * scale + _BETWEEN
-        body.append(text(middle, bottom, memory(each.total("device")), anchor="middle", size=15))
+        body.append(text(middle, bottom, byte_size(each.total("device")), anchor="middle", size=15))
         for line, words in enumerate(_words(each), start=1):
             body.append(text(middle, bottom + line * _LINE, words, anchor="middle", fill=theme.quiet, size=12))
     lines = max(len(_words(each)) for each in states)
@@ -233,16 +233,16 @@ def _block(
     fill, tall = colour_of(block.kind, theme), max(block.size * scale, 1.0)
     begin = top + block.start * block.whole * scale
     where = _PLACES[block.place]
-    part = f"{block.size / block.whole:.0%} of {memory(block.whole)}" if block.is_shard else "whole"
-    title = f"rank {each.rank}, {block.kind}: {memory(block.size)}, {part}, {where}"
+    part = f"{block.size / block.whole:.0%} of {byte_size(block.whole)}" if block.is_shard else "whole"
+    title = f"rank {each.rank}, {block.kind}: {byte_size(block.size)}, {part}, {where}"
     if block.is_shard:
-        frame = f"{block.kind}: {memory(block.whole)} without a split"
+        frame = f"{block.kind}: {byte_size(block.whole)} without a split"
         yield rectangle(left, top, wide, block.whole * scale, fill="none", edge=theme.edge, title=frame, dashed=True)
     away = block.place != "device"
     yield rectangle(
         left, begin, wide, tall, fill=theme.background if away else fill, edge=fill if away else "none", title=title
     )
-    words = memory(block.size) + (f", {'host' if block.place == 'host' else 'files'}" if away else "")
+    words = byte_size(block.size) + (f", {'host' if block.place == 'host' else 'files'}" if away else "")
     if tall >= 15 and fits(words, wide - 6, size=12):
         ink = theme.ink if away else ink_on(fill, theme)
         yield text(left + wide / 2, begin + tall / 2 + 4, words, anchor="middle", fill=ink, size=12)
@@ -251,7 +251,7 @@ def _block(
 def _words(each: RankState) -> list[str]:
     """What is not on the device, then the rank's layers, shards and data, a line each, short enough for a column."""
     away = {"in host": each.total("host"), "in files": each.total("files")}
-    return [*(f"+ {memory(count)} {where}" for where, count in away.items() if count), *each.words.split(", ")]
+    return [*(f"+ {byte_size(count)} {where}" for where, count in away.items() if count), *each.words.split(", ")]
 
 
 _SENT, _STEP = 1.4, 1.0
@@ -364,14 +364,14 @@ def _bars(setup: Setup, rank: int, placed: Sequence[tuple[Pass, float, float]], 
     sends, copies = defaultdict[Place, list[_Move]](list), defaultdict[Place, list[_Move]](list)
     traffic = placed_traffic(setup, rank=rank)
     for sent in sorted(traffic, key=lambda sent: _ORDER.get(sent.traffic.operation, 1)):
-        size, among = memory(sent.traffic.payload_bytes), f"{sent.traffic.group_size} {sent.traffic.axis} ranks"
-        label = f"{operation_name(sent.traffic)} {size}"
-        title = f"{operation_name(sent.traffic)}, {size}, among {among}: this rank sends "
-        title += f"{memory(sent.traffic.ring_bytes)}; {waits(sent)}"
+        payload, among = byte_size(sent.traffic.payload_bytes), f"{sent.traffic.group_size} {sent.traffic.axis} ranks"
+        label = f"{operation_name(sent.traffic)} {payload}"
+        title = f"{operation_name(sent.traffic)}, {payload}, among {among}: this rank sends "
+        title += f"{byte_size(sent.traffic.ring_bytes)}; {waits(sent)}"
         sends[sent.moment, sent.micro_batch].append((sent.traffic.what, label, title))
     for copy in copied(setup, rank=rank):
-        title = f"copies {copy.what}, {memory(copy.size)}, {LINKS[copy.link, copy.to_device]}"
-        copies[copy.moment, copy.micro_batch].append((copy.link, f"copies {copy.what} {memory(copy.size)}", title))
+        title = f"copies {copy.what}, {byte_size(copy.size)}, {LINKS[copy.link, copy.to_device]}"
+        copies[copy.moment, copy.micro_batch].append((copy.link, f"copies {copy.what} {byte_size(copy.size)}", title))
     last = setup.gradient_accumulation_steps - 1
     for each, start, end in placed:
         label, title = f"{each.kind} {each.micro_batch}", f"{each.kind} pass of micro batch {each.micro_batch}"

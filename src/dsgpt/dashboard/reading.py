@@ -20,8 +20,9 @@ from pyarrow import json as arrow_json
 
 from dsgpt.common.errors import UserError, is_number
 from dsgpt.common.files import is_regular_file, is_utf8, link_between, printable
+from dsgpt.common.text import dollars
 from dsgpt.dashboard.server import parse
-from dsgpt.dashboard.ui import Values, money
+from dsgpt.dashboard.ui import Values
 from dsgpt.model.config import PRESETS
 from dsgpt.record.equal_work import judge
 from dsgpt.record.runs import Curve, Run, first, read_record, run_of
@@ -467,8 +468,8 @@ def _recorded(path: Path, version: Version, name: str) -> Recorded:  # noqa: ARG
     run = run_of(record, name=name, log=None, notes=notes)
     ratio, spent, usd = (plan.number(key) for key in ("step_vs_plan", "spent_usd", "usd"))
     pace = f"{abs(ratio - 1):.0%} {'slower' if ratio > 1 else 'faster'} than planned" if ratio else ""
-    paid = f"{money(spent)} spent" if spent is not None else ""
-    expected = f"{money(usd)} expected instead of {money(plan.number('planned_usd'))}" if usd else ""
+    paid = f"{dollars(spent)} spent" if spent is not None else ""
+    expected = f"{dollars(usd)} expected instead of {dollars(plan.number('planned_usd'))}" if usd else ""
     return Recorded(
         run=run,
         problem=run.later_schema and f"{path}: {run.later_schema}",

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, TypeVar
 import streamlit as st
 
 from dsgpt.common.errors import Problems, UserError
-from dsgpt.common.text import REPOSITORY
+from dsgpt.common.text import REPOSITORY, byte_size
 from dsgpt.config.options import PRECISIONS
 from dsgpt.dashboard import ui
 from dsgpt.dashboard.pictures import (
@@ -134,8 +134,8 @@ def _summary(split: Plan) -> None:
     ui.show_metrics(
         [
             ("Sequences in a step", f"{micro * batches * ranks:,}", work),
-            (f"Peak memory of rank {split.rank}", ui.memory(split.peak.total), fits),
-            ("Sent by a rank in a step", ui.memory(most_sent_bytes(setup)), "if collectives are rings"),
+            (f"Peak memory of rank {split.rank}", byte_size(split.peak.total), fits),
+            ("Sent by a rank in a step", byte_size(most_sent_bytes(setup)), "if collectives are rings"),
         ]
     )
 

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from html import escape
 from itertools import pairwise
 from typing import Any
@@ -20,45 +21,19 @@ from streamlit.delta_generator import DeltaGenerator
 from dsgpt.charts.themes import LIGHT, THEMES, Theme
 from dsgpt.common.errors import UserError
 from dsgpt.common.files import printable
-from dsgpt.common.text import REPOSITORY
+from dsgpt.common.text import REPOSITORY, UNKNOWN, duration
 
-UNKNOWN = "unknown"
 Values = NDArray[np.float64]
 Table = Mapping[str, Sequence[Any]]
 """Columns by their heading, all of one length. A heading names the unit."""
 
 
+seconds = partial(duration, exact=True)
+
+
 def written(value: float | None, form: str) -> str:
     """A figure in a ``form`` of ``str.format``, such as ``{:.2f}x``."""
     return UNKNOWN if value is None else form.format(value)
-
-
-def seconds(value: float | None) -> str:
-    """``85 ms``, ``1.24 s``, ``75.7 s``, ``3 min 05 s``, ``2 h 07 min`` or ``3 d 04 h``."""
-    if value is None:
-        return UNKNOWN
-    if value < 99.95:
-        return f"{value * 1000:.3g} ms" if value < 0.9995 else f"{value:.3g} s"
-    whole = round(value)
-    for large, small, size, part in (("d", "h", 86_400, 3600), ("h", "min", 3600, 60), ("min", "s", 60, 1)):
-        if whole >= size:
-            return f"{whole // size} {large} {whole % size // part:02d} {small}"
-    return f"{whole} s"
-
-
-def memory(value: float | None) -> str:
-    """``3.4 GB``: decimal units, as on the datasheets of GPUs."""
-    if value is None:
-        return UNKNOWN
-    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if value >= size:
-            return f"{value / size:.3g} {unit}" if value < 999.5 * size else f"{value / size:,.0f} {unit}"
-    return f"{value:.0f} B"
-
-
-def money(value: float | None) -> str:
-    """``$17.69``; less than ten cents with three digits that count, ``$0.0123``."""
-    return written(value, "${:,.2f}" if not value or value >= 0.1 else "${:.3g}")
 
 
 _SPECIAL = re.compile(r"[\\`*_{}\[\]()<>#+\-.!|~$^=&]|:(?=[\w:])|(?<=:material)/")
@@ -276,20 +251,6 @@ class Series:
     low: Values | None = None
     """The least of the curves whose mean this is; None if it is one curve."""
     high: Values | None = None
-
-
-def smoothed(values: Values, *, window: int) -> Values:
-    """The mean of each value and the ``window - 1`` before it, shape (n,); NaN counts as missing."""
-    if window <= 1 or len(values) == 0:
-        return values
-    valid = ~np.isnan(values)
-    sums = np.concatenate([[0.0], np.cumsum(np.where(valid, values, 0.0))])
-    counts = np.concatenate([[0], np.cumsum(valid)])
-    ends = np.arange(1, len(values) + 1)
-    starts = np.maximum(ends - window, 0)
-    amount = counts[ends] - counts[starts]
-    with np.errstate(invalid="ignore", divide="ignore"):
-        return np.where(amount > 0, (sums[ends] - sums[starts]) / amount, np.nan)
 
 
 def thinned(values: Values, *, points: int = POINTS) -> NDArray[np.intp]:

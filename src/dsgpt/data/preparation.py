@@ -25,7 +25,7 @@ from dsgpt.common.files import (
     write_json_atomic,
 )
 from dsgpt.common.json_files import JsonError, Sha256, read_as
-from dsgpt.common.text import REPOSITORY, counted, next_line, script_words
+from dsgpt.common.text import REPOSITORY, counted, duration, next_line, script_words
 from dsgpt.data.download import folder_if_named, progress, with_bar
 from dsgpt.data.sources import HUB_SETS, STDLIB_NAME, Source, downloaded_source, own_source, stdlib_source
 from dsgpt.data.token_file import TokenFileWriter, TokenizerFacts, open_token_file
@@ -43,7 +43,6 @@ from dsgpt.data.vocabulary import (
     train_tokenizer,
 )
 from dsgpt.formats.tokenizer_files import TOKENIZER, fault_of
-from dsgpt.machine.console import duration
 
 # The command lines.
 

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Self
 from tqdm import tqdm
 
 from dsgpt.common.files import PRINTABLE, append_to
+from dsgpt.common.text import duration
 
 # One line of a terminal that shows how a run is doing, fitted to the terminal's width.
 
@@ -99,18 +100,6 @@ LINE_SEC = 30.0
 """Seconds between two lines about progress where there is no terminal."""
 _LIVE = "live"
 """The attribute of log records that the console does not print."""
-
-
-def duration(seconds: float) -> str:
-    """``0.4 s``, ``42 s``, ``3 min 05 s`` or ``2 h 07 min``."""
-    if seconds < 10:
-        return f"{seconds:.1f} s"
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02d} s"
-    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
 
 
 def print_line(line: str = "") -> None:

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, repeat, takewhile
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from dsgpt.common.errors import UserError
 from dsgpt.record.schema import (
@@ -31,6 +31,12 @@ from dsgpt.record.work import (
     read_work,
     setup_over_time,
 )
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Values = NDArray[np.float64]
 
 # Loss curves: from metrics.jsonl if there is one, otherwise one point at the end of each epoch.
 
@@ -124,10 +130,20 @@ def epoch_curve(
     return Curve(tuple(points), per_epoch=True)
 
 
-def smoothed(values: Sequence[float], *, window: int) -> list[float]:
-    """Mean of each value with the ``window - 1`` before it (fewer at the start)."""
-    sums = [0.0, *accumulate(values)]
-    return [(sums[i + 1] - sums[max(0, i + 1 - window)]) / min(window, i + 1) for i in range(len(values))]
+def smoothed(values: "Values", *, window: int) -> "Values":
+    """Mean of each value and the ``window - 1`` before it, shape (n,); NaN counts as missing."""
+    if window <= 1 or len(values) == 0:
+        return values
+    import numpy as np  # noqa: PLC0415 - takes a sixth of the time of --help
+
+    valid = ~np.isnan(values)
+    sums = np.concatenate([[0.0], np.cumsum(np.where(valid, values, 0.0))])
+    counts = np.concatenate([[0], np.cumsum(valid)])
+    ends = np.arange(1, len(values) + 1)
+    starts = np.maximum(ends - window, 0)
+    amount = counts[ends] - counts[starts]
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return np.where(amount > 0, (sums[ends] - sums[starts]) / amount, np.nan)
 
 
 def window_of(points: int) -> int:

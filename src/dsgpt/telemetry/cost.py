@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dsgpt.common.text import byte_size
 from dsgpt.machine.device import gather_objects
 from dsgpt.machine.topology import ring_factor
 from dsgpt.record.schema import PEAKS
@@ -329,16 +330,9 @@ class TrafficMeter:
 def traffic_line(measured: dict[str, Any]) -> str:
     """The ``cost`` block in one line."""
     state, traffic = measured["model_state_bytes_per_rank"], measured["communication_per_step"]
-    parts = ", ".join(f"{name} {_size(state[name])}" for name in MODEL_STATE if state[name] != 0)
-    sent = "unknown" if traffic is None else _size(traffic["ring_bytes_per_rank"])
-    return f"cost: model state of a rank {_size(state['total'])} ({parts}); sent per step {sent}"
-
-
-def _size(size: int | None) -> str:
-    if size is None:
-        return "unknown"
-    unit, name = next((pair for pair in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")) if size >= pair[0]), (1, "B"))
-    return f"{size / unit:.3g} {name}"
+    parts = ", ".join(f"{name} {byte_size(state[name])}" for name in MODEL_STATE if state[name] != 0)
+    sent = byte_size(None if traffic is None else traffic["ring_bytes_per_rank"])
+    return f"cost: model state of a rank {byte_size(state['total'])} ({parts}); sent per step {sent}"
 
 
 KnownStateBytes = Mapping[str, dict[str, int] | None]

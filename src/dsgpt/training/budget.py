@@ -16,8 +16,8 @@ from pydantic import Field
 
 from dsgpt.common.errors import Interrupted, NonFiniteError, Problems
 from dsgpt.common.json_files import JsonError, Positive, read_as
+from dsgpt.common.text import duration
 from dsgpt.config.run_config import RunConfig
-from dsgpt.machine.console import duration
 from dsgpt.planner.hardware import SEC_PER_HOUR, Dollars
 from dsgpt.record.schema import RECORD_FILE
 from dsgpt.training.run_folder import EarlierRecord
