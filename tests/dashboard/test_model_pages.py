@@ -16,7 +16,7 @@ from small_run import REPOSITORY
 
 from dsgpt.charts.memory import draw_plan
 from dsgpt.charts.themes import DARK, LIGHT
-from dsgpt.common.text import byte_size
+from dsgpt.common.text import byte_size, dollars, estimate
 from dsgpt.dashboard.generate import Answer, _opened, generate
 from dsgpt.dashboard.pictures import state_by_rank, state_svg, step_lines, step_svg
 from dsgpt.dashboard.plan import gpus_table, machines, offers_table, planned, ways_table
@@ -27,7 +27,7 @@ from dsgpt.inference.model_files import load
 from dsgpt.planner.formulas import model_state, step_traffic
 from dsgpt.planner.memory import peak_memory
 from dsgpt.planner.options import PlanOptions, read_plan_options, words_of
-from dsgpt.planner.plan import Plan, dollars, duration, size, with_assumptions
+from dsgpt.planner.plan import Plan, size, with_assumptions
 from dsgpt.planner.search import act, recommendation_files
 from dsgpt.planner.step_time import bubble_fraction
 
@@ -105,7 +105,7 @@ def test_the_page_shows_the_figures_of_its_own_command_or_loudly_that_it_does_no
     assert shown == {
         "Memory of a device": size(told["memory"]["bytes"]),
         "Tokens/s": f"{told['step']['tokens_per_sec']:,.0f}",
-        "Training": duration(told["training"]["seconds"]),
+        "Training": estimate(told["training"]["seconds"]),
         "Cost": dollars(told["costs"][0]["usd"]),
     }
     assert "Not measured" in page.info[0].value and not page.error

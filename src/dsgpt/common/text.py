@@ -92,7 +92,7 @@ UNKNOWN = "unknown"
 
 
 def duration(seconds: float | None, *, exact: bool = False) -> str:
-    """``3 min 05 s``, ``2 h 07 min`` or ``3 d 04 h``; shorter ones are ``0.4 s`` and ``42 s``.
+    """A measured duration: ``3 min 05 s``, ``2 h 07 min`` or ``3 d 04 h``; shorter ones are ``0.4 s`` and ``42 s``.
 
     With ``exact``, those below 100 s have three digits: ``85 ms``, ``1.24 s``, ``75.7 s``.
     """
@@ -109,21 +109,31 @@ def duration(seconds: float | None, *, exact: bool = False) -> str:
     return f"{whole} s"
 
 
-def byte_size(count: float | None) -> str:
-    """Bytes as ``3.4 GB``: decimal units, as on the datasheets of GPUs."""
+def estimate(seconds: float) -> str:
+    """A predicted duration: ``1.3 ms``, ``2.4 s``, ``5.0 min``, ``7.1 h``, ``3.2 days``."""
+    for limit, unit, name in ((1, 1e-3, "ms"), (120, 1, "s"), (7200, 60, "min"), (172_800, 3600, "h")):
+        if seconds < limit:
+            return f"{seconds / unit:,.1f} {name}"
+    return f"{seconds / 86_400:,.1f} days"
+
+
+def byte_size(count: float | None, *, form: str = ".3g") -> str:
+    """Bytes as ``3.4 GB``, in a ``form`` of numbers: decimal units, as on the datasheets of GPUs."""
     if count is None:
         return UNKNOWN
     for name, unit in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if count >= unit:
-            return f"{count / unit:.3g} {name}" if count < 999.5 * unit else f"{count / unit:,.0f} {name}"
+            return f"{count / unit:{form}} {name}" if count < 999.5 * unit else f"{count / unit:,.0f} {name}"
     return f"{count:.0f} B"
 
 
 def dollars(amount: float | None) -> str:
-    """``$17.69``; less than ten cents with three digits that count, ``$0.0123``."""
+    """``$17.69``; ``$1,235`` without cents from 100 on; ``$0.0123`` with three digits below ten cents."""
     if amount is None:
         return UNKNOWN
-    return f"${amount:,.2f}" if not amount or amount >= 0.1 else f"${amount:.3g}"
+    if amount and amount < 0.1:
+        return f"${amount:.3g}"
+    return f"${amount:,.0f}" if amount >= 100 else f"${amount:,.2f}"
 
 
 def counted(number: float, noun: str) -> str:

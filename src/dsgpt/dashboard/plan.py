@@ -13,6 +13,7 @@ import streamlit as st
 
 from dsgpt.common.errors import Problems, UserError
 from dsgpt.common.files import is_regular_file, is_utf8, link_between
+from dsgpt.common.text import dollars, estimate
 from dsgpt.config.options import PRECISIONS
 from dsgpt.dashboard import reading, ui
 from dsgpt.dashboard.split import CHOICES, COUNTS
@@ -230,15 +231,15 @@ def _show_answer(plan: Plan) -> None:
     rate, slow, fast = map(plan.tokens_per_sec, (plan.step.seconds, plan.step.most, plan.step.least))
     price, offer = "unknown", "no list price: give yours"
     if cost:
-        price = planning.dollars(cost.usd)
-        least_to_most = planning.between(cost.least, cost.most, planning.dollars)
+        price = dollars(cost.usd)
+        least_to_most = planning.between(cost.least, cost.most, dollars)
         offer = f"{least_to_most} on {cost.offer}, price of {cost.known_on or 'yours'}"
-    span = planning.between(plan.run.least, plan.run.most, planning.duration)
+    span = planning.between(plan.run.least, plan.run.most, estimate)
     ui.show_metrics(
         [
             ("Memory of a device", planning.size(plan.peak.total), fits),
             ("Tokens/s", f"{rate:,.0f}", planning.between(slow, fast, "{:,.0f}".format)),
-            ("Training", planning.duration(plan.run.seconds), span),
+            ("Training", estimate(plan.run.seconds), span),
             ("Cost", price, offer),
         ]
     )

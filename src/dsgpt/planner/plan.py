@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
-from dsgpt.common.text import divisors
+from dsgpt.common.text import byte_size, divisors, dollars, estimate
 from dsgpt.machine.topology import Topology
 from dsgpt.planner.formulas import model_state
 from dsgpt.planner.hardware import MEANT, Cost, PriceTable, cost, gpus
@@ -22,22 +22,7 @@ from dsgpt.planner.step_time import RunTime, StepTime, predict_step, run_time
 GB = 10**9
 
 
-def size(count: float) -> str:
-    """``12.3 GB`` of 10^9 bytes, as datasheets count; small ones in MB."""
-    return f"{count / GB:,.1f} GB" if count >= GB / 10 else f"{count / 1e6:,.1f} MB"
-
-
-def duration(seconds: float) -> str:
-    """``1.3 ms``, ``2.4 s``, ``5.0 min``, ``7.1 h``, ``3.2 days``."""
-    for limit, unit, name in ((1, 1e-3, "ms"), (120, 1, "s"), (7200, 60, "min"), (172_800, 3600, "h")):
-        if seconds < limit:
-            return f"{seconds / unit:,.1f} {name}"
-    return f"{seconds / 86400:,.1f} days"
-
-
-def dollars(amount: float) -> str:
-    """``$12.34``; without cents from 100 on."""
-    return f"${amount:,.0f}" if amount >= 100 else f"${amount:,.2f}"
+size = partial(byte_size, form=",.1f")
 
 
 def priced(cost: Cost) -> str:
@@ -347,15 +332,15 @@ def plan_lines(plan: Plan) -> list[str]:
     step, run = plan.step, plan.run
     rate, slow, fast = map(plan.tokens_per_sec, (step.seconds, step.most, step.least))
     mfu = "" if plan.mfu is None else f", MFU {plan.mfu:.0%}"
-    hidden = f"; another {duration(step.hidden)} of communication is hidden" if step.hidden else ""
+    hidden = f"; another {estimate(step.hidden)} of communication is hidden" if step.hidden else ""
     lines += [
-        f"step: {duration(step.seconds)} ({between(step.least, step.most, duration)}), {rate:,.0f} tokens/s "
+        f"step: {estimate(step.seconds)} ({between(step.least, step.most, estimate)}), {rate:,.0f} tokens/s "
         f"({between(slow, fast, '{:,.0f}'.format)}){mfu}",
-        *_rows(step.parts, duration),
+        *_rows(step.parts, estimate),
         f"  overlap: {step.overlap}{hidden}",
         "",
-        f"training: {run.steps:,} steps, {duration(run.seconds)} ({between(run.least, run.most, duration)})",
-        *_rows(run.parts, duration),
+        f"training: {run.steps:,} steps, {estimate(run.seconds)} ({between(run.least, run.most, estimate)})",
+        *_rows(run.parts, estimate),
         *_saves_in_words(plan),
         "",
     ]
@@ -386,9 +371,9 @@ def _saves_in_words(plan: Plan) -> list[str]:
         return []
     run, between_saves = plan.run, plan.run.save_every * plan.step.seconds
     return [
-        f"  --save_every {run.save_every}: {duration(between_saves)} between saves lose least if interruptions come at "
-        f"random every {duration(plan.request.options.mtbf)}; {run.parts['steps'] / run.seconds:.0%} of the time are "
-        f"steps that count; a restart takes {duration(run.restart)}, and the wait for another machine is not in it"
+        f"  --save_every {run.save_every}: {estimate(between_saves)} between saves lose least if interruptions come at "
+        f"random every {estimate(plan.request.options.mtbf)}; {run.parts['steps'] / run.seconds:.0%} of the time are "
+        f"steps that count; a restart takes {estimate(run.restart)}, and the wait for another machine is not in it"
     ]
 
 
@@ -413,7 +398,7 @@ def usable_in_words(plan: Plan) -> str:
 
 def assumption_in_words(assumption: Assumption) -> str:
     """What is assumed, the training's time if it were otherwise, and where another way wins."""
-    times = ", ".join(f"{duration(seconds)} at {value}" for value, seconds in assumption.seconds.items())
+    times = ", ".join(f"{estimate(seconds)} at {value}" for value, seconds in assumption.seconds.items())
     return "; ".join([f"{assumption.what} {assumption.value}: training {times}", *assumption.break_even])
 
 

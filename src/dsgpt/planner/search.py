@@ -18,7 +18,7 @@ from typing import Any
 from dsgpt.common.errors import EXIT_DOES_NOT_FIT, EXIT_DONE, EXIT_USER_ERROR, Problems, UserError
 from dsgpt.common.files import json_text, write_atomic
 from dsgpt.common.json_files import Positive, read_as
-from dsgpt.common.text import IN_CHECKOUT, REPOSITORY, divisors, next_line, script_words
+from dsgpt.common.text import IN_CHECKOUT, REPOSITORY, divisors, dollars, estimate, next_line, script_words
 from dsgpt.config.compatibility import check_accumulation, check_split
 from dsgpt.config.recipe import recipe_text, sound_recipe
 from dsgpt.config.run_config import plan_batch
@@ -30,8 +30,6 @@ from dsgpt.planner.plan import (
     HOST_SHARE,
     Plan,
     assumption_in_words,
-    dollars,
-    duration,
     plan_json,
     plan_lines,
     plan_of,
@@ -149,7 +147,7 @@ def _missing_memory(least: Plan) -> str:
 def _exceeded(best: Plan, options: PlanOptions) -> str:
     """Which limit a plan exceeds; empty if none."""
     if options.deadline is not None and best.run.seconds > options.deadline:
-        return f"takes {duration(best.run.seconds)}, longer than the deadline of {duration(options.deadline)}"
+        return f"takes {estimate(best.run.seconds)}, longer than the deadline of {estimate(options.deadline)}"
     if options.budget is not None and not best.costs:
         return no_price(options.spot)
     if options.budget is not None and best.costs[0].usd > options.budget:
@@ -182,7 +180,7 @@ def best_of(judged: Sequence[Judged], request: PlanRequest) -> Plan:
         cost = f" and costs {priced(fastest.costs[0])}" if fastest.costs else ""
         raise UserError(
             f"no setup on {where} is within the limits: the fastest, {fastest.name}, takes "
-            f"{duration(fastest.run.seconds)}{cost}: allow that, take more or faster GPUs, or fewer --tokens"
+            f"{estimate(fastest.run.seconds)}{cost}: allow that, take more or faster GPUs, or fewer --tokens"
         )
     on_device = [plan for plan in plans if plan.host_bytes == 0] or plans
     least = min(on_device, key=lambda plan: plan.peak.total)
@@ -208,7 +206,7 @@ def recommendation_lines(judged: Sequence[Judged], best: Plan, written: Sequence
             cost = f"  {priced(plan.costs[0]):>21}" if plan.costs else ""
             fitting.append(
                 f"  {each.name:<{width}}  micro batch {plan.setup.micro_batch_size:>3}  {size(plan.peak.total):>9}  "
-                f"{plan.tokens_per_sec(plan.step.seconds):>11,.0f} tokens/s  {duration(plan.run.seconds):>10}{cost}"
+                f"{plan.tokens_per_sec(plan.step.seconds):>11,.0f} tokens/s  {estimate(plan.run.seconds):>10}{cost}"
             )
         else:
             others.append(f"  {each.name:<{width}}  {each.reason}")
