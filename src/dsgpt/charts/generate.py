@@ -284,7 +284,7 @@ def write_charts(
     if inputs.runs:
         committed = [run for run in inputs.runs if paths[run.name].resolve().is_relative_to(COMMITTED)]
         commits = dict.fromkeys(segment.setup.get("code") for run in committed for segment in run.segments)
-        sources = [*training_sources(), "src/demo.py"]
+        sources = [*training_sources(measured=("demo.py",)), "src/demo.py"]
         changes = [changes_since(commit, sources, repository=REPOSITORY).paragraph() for commit in commits]
         page = comparison_markdown(inputs.runs, sources="\n\n".join(changes))
         files["comparison.md"] = page.encode(errors=PRINTABLE)

@@ -17,7 +17,7 @@ _COMMIT = re.compile(r"[0-9a-f]{40}([0-9a-f]{24})?")
 _DIGITS, _NAMES = 12, 5
 """How much of a commit, and how many files, a text shows."""
 _TRAINING = ("src/gpt2.py", "data_prep/preprocess.py", "ds_configs/*.json", "requirements.txt", "src/dsgpt/*.py")
-_AROUND = ("benchmarks", "charts", "dashboard", "inference/server")
+_AROUND = ("benchmarks", "charts", "dashboard", "demo.py", "inference/server")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +56,7 @@ class SourceChanges:
 
 
 def training_sources(*, measured: Collection[str] = ()) -> list[str]:
-    """Pathspecs of what makes text, recipes and trainings, and of the rooms ``measured`` besides.
+    """Pathspecs of the files that make text, recipes and trainings, and of ``measured``: rooms or files of ``_AROUND``.
 
     The ``*`` of a pathspec matches ``/``, too.
     """
