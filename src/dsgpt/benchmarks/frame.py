@@ -166,18 +166,22 @@ def span_words(figures: Mapping[str, Any], form: str, *, scale: float = 1.0) -> 
     return f"{median} ({smallest} to {largest})"
 
 
-def contest(entries: Mapping[str, Callable[[], T]], *, rounds: int) -> dict[str, list[T]]:
-    """What every entry gives in each round.
+def turns(names: Sequence[str], *, rounds: int) -> Iterator[tuple[int, str]]:
+    """Yields the number of the round, from 1, and the name of each turn.
 
-    The entries take turns, and another one is the first in each round: a machine that becomes slower favours none.
+    Another name is the first in each round: a machine that becomes slower favours none.
     """
-    names = list(entries)
-    given: dict[str, list[T]] = {name: [] for name in names}
     for number in range(rounds):
         first = number % len(names)
-        for name in names[first:] + names[:first]:
-            given[name].append(entries[name]())
-    return given
+        yield from ((number + 1, name) for name in (*names[first:], *names[:first]))
+
+
+def contest(entries: Mapping[str, Callable[[], T]], *, rounds: int) -> dict[str, list[T]]:
+    """The results of every entry, one per round; the entries take turns."""
+    results: dict[str, list[T]] = {name: [] for name in entries}
+    for _, name in turns(list(entries), rounds=rounds):
+        results[name].append(entries[name]())
+    return results
 
 
 # What a suite declares, and what its command does: run it, show its progress, write its record and its page.

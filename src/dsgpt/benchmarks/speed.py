@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from dsgpt.benchmarks import cells, frame
-from dsgpt.benchmarks.launch import LineWorker, WorkerEnded, train, training_words
+from dsgpt.benchmarks.launch import LineWorker, WorkerEnded, child_environment, train, training_words
 from dsgpt.common.command_line import POSITIVE, flag
 from dsgpt.common.errors import UserError
 from dsgpt.common.text import machine_words, table
@@ -567,7 +567,7 @@ examples:
     def _first_step(self, kind: str) -> Result:
         """Seconds from the launch to the end of the first step; one run before is not counted."""
         launcher, run_type = ("python", "baseline") if kind == "baseline" else ("deepspeed", "optimized")
-        environment = dict(os.environ) | ({"DS_ACCELERATOR": "cpu"} if self.options.device == "cpu" else {})
+        environment = child_environment() | ({"DS_ACCELERATOR": "cpu"} if self.options.device == "cpu" else {})
         seconds = []
         for number in range(FIRST_STEP_ROUNDS + 1):
             values = self._demo(f"first-{kind}/{number}", run_type=run_type, max_train_steps=1, max_val_steps=1)
