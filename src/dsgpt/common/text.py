@@ -28,14 +28,14 @@ def no_difference(smallest: float, largest: float, *, than: tuple[float, float] 
 
 
 BUSY = "**A busy machine: "
-"""How the paragraph of a page begins that says so."""
+"""Beginning of the paragraph of a page that reports a busy machine."""
 
 
 def busy_words(figures: Mapping[str, Any]) -> str:
-    """That others used the CPUs during a measurement; empty if they did not, or if it was not recorded.
+    """Words that report other processes on the CPUs during a measurement; empty if there were none, or none recorded.
 
     Args:
-        figures: with the keys of ``runtime.load.LoadOfOthers.figures``.
+        figures: with the keys of ``machine.probe.LoadOfOthers.figures``.
     """
     share = figures.get("cpu_share_of_others")
     if not isinstance(share, float) or share < BUSY_FROM:

@@ -37,7 +37,7 @@ TRAINING_FACTS = (
 """Facts that change the training, and not the amount of work."""
 
 RESUME_FACTS = frozenset({"quantized communication", "changed at resume"})
-"""Those of ``LATER_FACTS`` that a resume may change. They are compared if a run was resumed."""
+"""Members of ``LATER_FACTS`` that a resume may change. They are compared if a run was resumed."""
 
 LATER_FACTS = RESUME_FACTS | {
     *("tokens in the train file", "tokens in the validation file", "validation windows"),
@@ -47,18 +47,18 @@ LATER_FACTS = RESUME_FACTS | {
 
 
 SPOT_PROVIDERS = ("aws", "gcp", "azure")
-"""Those of ``dsgpt.machine.spot``."""
+"""Providers whose notices ``dsgpt.machine.spot`` reads."""
 
 
 class ChangesTraining:
-    """Of a flag or key: it changes the training. At least one of ``facts`` then differs."""
+    """Marks a flag or key that changes the training. At least one of ``facts`` then differs."""
 
     def __init__(self, *facts: str) -> None:
         self.facts = facts
 
 
 class ExecutionOnly(NamedTuple):
-    """Of a flag or key that may differ between runs that did the same work.
+    """Marks a flag or key that may differ between runs that did the same work.
 
     With dropout, another split over ranks or micro batches draws other masks. The work is the same; charts judge the
     losses separately (``equal loss``).
@@ -467,7 +467,7 @@ def parse_arguments(arguments: Sequence[str]) -> tuple[Options, Problems]:
 # The packages of the experiment trackers that ``--track`` may name.
 
 PACKAGES = {name: (name,) for name in TRACKERS} | {"mlflow": ("mlflow", "sqlalchemy", "alembic"), "csv": ()}
-"""What each tracker imports. The extra of ``pyproject.toml`` with the tracker's name installs it."""
+"""Packages that each tracker imports. The extra of ``pyproject.toml`` with the tracker's name installs them."""
 
 
 def check_trackers(options: Options, problems: Problems) -> None:

@@ -90,7 +90,7 @@ class RunConfig(Inputs, LengthPlan):
 
     @property
     def strategy_name(self) -> str:
-        """What executes the recipe, in one word: ``baseline``, ``fsdp``, ``zero2-offload``, ``tensor2-zero1`` ..."""
+        """Name of the strategy, one word: ``baseline``, ``fsdp``, ``zero2-offload``, ``tensor2-zero1`` ..."""
         return self.recipe.strategy_name(self.run_type)
 
     @property

@@ -1,4 +1,4 @@
-"""What this machine has: compilers, asynchronous I/O, direct I/O, locked memory, free CPUs.
+"""Properties of this machine: compilers, asynchronous I/O, direct I/O, locked memory, free CPUs.
 
 What offload needs from a machine besides Python: compilers, asynchronous I/O, direct I/O, locked memory. Each probe
 tries on a small scale what DeepSpeed would do later, and returns what is missing. DeepSpeed itself would fail during a
@@ -119,7 +119,8 @@ def may_lock(size: int) -> bool:
 # How busy other processes keep the CPUs while something is measured.
 
 SHORTEST_SEC = 20.0
-"""The share of a shorter time is unknown: the system counts in ticks of 10 ms, and what has just ended matters."""
+"""Below this duration the share is recorded as null: the kernel counts CPU time in ticks of 10 ms, and processes that
+just ended distort it."""
 _USER, _NICE, _SYSTEM, _STEAL = 1, 2, 3, 8
 """Columns of ``/proc/stat`` (proc_stat(5)). Interrupts are left out: they may be ours."""
 _HIDDEN = (AttributeError, OSError, psutil.Error)
@@ -143,7 +144,7 @@ class LoadOfOthers:
             self._counted = self.busy_seconds(), self.own_seconds()
 
     def figures(self) -> dict[str, float | None]:
-        """For a record: processes that ran or waited in the minute before, and the share of the CPUs since then.
+        """Figures for a record: processes that ran or waited in the minute before, and others' share of the CPUs since.
 
         None for what the system hides.
         """

@@ -68,7 +68,7 @@ PROVIDERS: Mapping[str, tuple[str, Callable[[str], str | None]]] = {
 
 
 def read_notice(source: str) -> str | None:
-    """What a provider, or the file ``source``, says; None if there is no notice.
+    """The notice of a provider, or of the file ``source``; None if there is no notice.
 
     Raises:
         OSError: the provider's service does not answer.
@@ -137,11 +137,11 @@ class SpotWatch:
             answers = True
             if notice:
                 _say(f"--spot_notice {self._source}: {notice}: the run stops and saves")
-                os.kill(self._leaving(), signal.SIGTERM)
+                os.kill(self._signalled_process(), signal.SIGTERM)
                 return
 
-    def _leaving(self) -> int:
-        """Who is told: this rank; under torchrun its agent, which would otherwise start the ranks here again."""
+    def _signalled_process(self) -> int:
+        """Process that gets the signal: this rank, or under torchrun its agent, which would otherwise restart ranks."""
         return waiting_processes()[-1].pid if self._topology.launcher == "torchrun" else os.getpid()
 
 
