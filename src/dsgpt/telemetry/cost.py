@@ -1,4 +1,4 @@
-"""What a step costs a rank: memory, and the traffic that it sends.
+"""Memory and traffic of a rank in a step.
 
 The peak of the process; the bytes of model state that a rank holds in an optimizer step, by device; the collectives,
 sends and receives of the step, in calls and bytes. State and traffic are what ``planner`` predicts. They are measured
@@ -173,7 +173,7 @@ def operation_of(operator: str) -> str | None:
 
 @dataclass
 class Traffic:
-    """All operations of one kind in one group."""
+    """Operations of one kind in one group, added up."""
 
     operation: str
     """A name that ``ring_factor`` knows."""
@@ -204,7 +204,7 @@ class Communication(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
 
     @property
     def traffic(self) -> list[Traffic]:
-        """What was counted, in the order in which each kind appeared first."""
+        """Traffic counted so far, in the order in which each kind appeared first."""
         return list(self._traffic.values())
 
     def __torch_dispatch__(
@@ -338,7 +338,7 @@ def traffic_line(measured: dict[str, Any]) -> str:
 KnownStateBytes = Mapping[str, dict[str, int] | None]
 """``StateBytes``, with None for gradients that no optimizer stepped on."""
 RankTraffic = tuple[KnownStateBytes, list[Traffic], set[str]]
-"""What one rank measured: its model state, its traffic, and operators that could not be counted."""
+"""Measurements of one rank: model state, traffic, and operators that could not be counted."""
 
 
 def traffic_record(step: int, ranks: list[RankTraffic]) -> dict[str, Any]:
