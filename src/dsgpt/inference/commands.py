@@ -69,7 +69,7 @@ def which_checkpoint() -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How the next id is drawn. Each of these narrows what the ones before it left."""
+    """Settings of the draw of the next id. Each of these narrows what the ones before it left."""
 
     repetition_penalty: float = 1.0
     """Divides positive logits of ids that the text already has, and multiplies negative ones (Keskar et al. 2019)."""
@@ -113,7 +113,7 @@ class GenerateRequest:
 
     @property
     def sampling(self) -> Sampling:
-        """How the next id is drawn."""
+        """Settings of the draw of the next id."""
         return Sampling(**{each.name: getattr(self, each.name) for each in fields(Sampling)})
 
     def check(self, problems: Problems) -> None:
@@ -436,7 +436,7 @@ def convert(words: Sequence[str] | None = None) -> None:
 # ``src/serve.py``: what it can be asked for, its limits, its keys, and the packages that it needs.
 
 PACKAGES = ("starlette", "uvicorn", "h11", "prometheus_client")
-"""What serving imports. The extra ``serve`` of ``pyproject.toml`` installs it."""
+"""Packages that serving imports. The extra ``serve`` of ``pyproject.toml`` installs them."""
 API_KEY = "DSGPT_API_KEY"
 """The environment variable that may hold the key."""
 SHORTEST_KEY = 16
@@ -453,7 +453,7 @@ class Key:
     """An API key."""
 
     name: str
-    """In metrics and messages, which never have the key."""
+    """Name in metrics and messages, which never have the key."""
     secret: str = field(repr=False)
     per_minute: int | None = None
     """The most requests for completions in any 60 seconds; None for no limit."""
@@ -461,7 +461,7 @@ class Key:
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What a server accepts."""
+    """Limits of what a server accepts."""
 
     batch: int = _count("sequences decoded together", 8, name="--max_batch")
     queue: int = flag(

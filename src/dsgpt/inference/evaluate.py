@@ -1,4 +1,4 @@
-"""How well a model predicts text: perplexity, and the tasks of lm-evaluation-harness; the record of an evaluation.
+"""Evaluation of a model: perplexity, the tasks of lm-evaluation-harness, and the record of both.
 
 Perplexity over windows that may overlap. Of overlapping windows only the tokens that no earlier window predicted
 count, so each token counts once, with at least ``length - stride`` tokens before it
@@ -173,7 +173,7 @@ class Evaluated:
     bytes: int | None
     """Size of the predicted text in UTF-8, without ends of documents; None if the model has no tokenizer."""
     sha256: str | None = None
-    """Of a token file, as its sidecar says."""
+    """SHA-256 of a token file, from its sidecar."""
     same_tokenizer: bool | None = True
     """Whether an id means the same to the model; None if that is unknown."""
 

@@ -74,7 +74,7 @@ class Chooser:
     ) -> None:
         self._sampling, self._prompts, self._generators = sampling, prompts, generators
         self._seen: Tensor | None = None
-        """Which ids each sequence has, (B, V); None until logits show how many there are, or without a penalty."""
+        """Whether each sequence has each id, (B, V); None until logits give the number of ids, or without a penalty."""
 
     def choose(self, logits: Tensor) -> Tensor:
         """The next ids, (B,), from ``logits``, (B, V) in fp32; V for a row that has a NaN."""
@@ -237,7 +237,7 @@ def measure_latency(model: GPT2, ids: Tensor) -> dict[str, Any] | None:
 # Text in, text out, with the model and tokenizer of a checkpoint.
 
 INCOMPLETE = "\ufffd"
-"""What a tokenizer decodes bytes to that are not a whole character yet."""
+"""Text that a tokenizer decodes from bytes that are not a whole character yet."""
 
 
 class Continuation:
@@ -251,7 +251,7 @@ class Continuation:
         """The ids that are decoded again, because decoders look back, and the first id without text."""
         self._shown = 0
         self.ids: list[int] = []
-        """That were added, without the one that ended the text."""
+        """Ids that were added, without the one that ended the text."""
         self.text = ""
         self.ended = ""
         """Why the text ended: ``end of text``, or ``stop``; empty before."""
@@ -309,7 +309,7 @@ class Text:
     ended: str
     """``end of text``, ``stop``, ``length`` (of the request), ``context`` (the model's), or ``interrupted``."""
     ids: tuple[int, ...]
-    """That were generated, without an end-of-text id; after ``stop``, some have no text in ``added``."""
+    """Generated ids without an end-of-text id; after ``stop``, some have no text in ``added``."""
 
     def __str__(self) -> str:
         return self.prompt + self.added

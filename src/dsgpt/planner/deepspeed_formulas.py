@@ -334,7 +334,7 @@ class Flat(DeepSpeed):
 
     @property
     def distinct_ranks(self) -> range:
-        """All ranks but tensor peers in fp32, where ranks hold unequal numbers of whole gradients."""
+        """Every rank but tensor peers in fp32, where ranks hold unequal numbers of whole gradients."""
         setup = self.setup
         return range(0, setup.world_size, setup.sizes.tensor) if setup.precision == "fp32" else setup.first_ranks
 
@@ -596,7 +596,7 @@ class Zero2(Flat):
         return self.with_offload_buffers(moments, rank, device)
 
     def summed_in_host(self, rank: int) -> Iterator[tuple[int, int, int]]:
-        """In fp32, the whole parameters that overlap the rank's part (``async_accumulate_grad_in_cpu_via_gpu``).
+        """Yields copies in fp32: of whole parameters that overlap the part (``async_accumulate_grad_in_cpu_via_gpu``).
 
         In bf16 and fp16 it adds up on the device.
         """

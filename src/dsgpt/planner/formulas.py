@@ -64,7 +64,7 @@ class Placed:
     moment: str
     """``forward``, ``backward``, ``before the step`` or ``after the step``."""
     micro_batch: int | None
-    """None outside of passes."""
+    """Number of the micro batch; None outside of passes."""
     traffic: Traffic
     """The traffic, with the payload of this place."""
 

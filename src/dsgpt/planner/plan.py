@@ -36,7 +36,7 @@ def between(low: float, high: float, form: Callable[[float], str]) -> str:
 
 
 def held_in_words(setup: Setup, rank: int) -> str:
-    """What ``rank`` has: its stage's layers, its shard of matrices, its positions and its data."""
+    """Parts of the training on ``rank``: its stage's layers, its shard of matrices, its positions and its data."""
     place, words = place_of(setup, rank), ["all layers"]
     if setup.sizes.pipeline > 1:
         names = [part.name.split(".") for part in setup.parameters(rank)]
@@ -62,33 +62,33 @@ def place_of(setup: Setup, rank: int) -> Topology:
 # The plan of one setup: its memory, the time of a step and of the training, and what that costs.
 
 FIXED_BYTES = {"cuda": 600_000_000, "cpu": 700_000_000}
-"""Of a device that no tensor can fill: CUDA's context and NCCL's buffers; the process without tensors."""
+"""Bytes of a device that no tensor can fill: CUDA's context and NCCL's buffers; the process without tensors."""
 NETWORKS = (25.0, 50.0, 100.0, 200.0, 400.0, 800.0, 1600.0, 3200.0)
 """Gbit/s between machines at which a plan is tried."""
 LEAST_CHANGE = 0.1
-"""Of the training's time: assumptions that move it by less are not named."""
+"""Least share of the training's time by which an assumption must move it to be named."""
 _HALVINGS = 8
 _YEAR = 365
 HOST_SHARE = 0.8
-"""Of a host's memory, offload can fill this share, beside processes, data and the cache of its files."""
+"""Share of a host's memory that offload can fill, beside processes, data and the cache of its files."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Assumption:
-    """Something nobody measured that the time of a training depends on."""
+    """A rate or limit that nobody measured and on which the time of a training depends."""
 
     what: str
     value: str
-    """That is assumed, with its unit and where it comes from."""
+    """The assumed value, with unit and source."""
     seconds: dict[str, float]
-    """Of the training, if it were another value."""
+    """Seconds of the training at other values."""
     break_even: list[str]
-    """At which value another way becomes the fastest."""
+    """Values at which another setup becomes the fastest."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What is predicted of one setup."""
+    """Predictions for one setup."""
 
     request: PlanRequest
     setup: Setup
@@ -97,32 +97,32 @@ class Plan:
     """The rank that needs most memory."""
     peak: Peak
     usable_bytes: int
-    """Of a device, for tensors."""
+    """Bytes of a device that tensors can fill."""
     host_bytes: int
-    """Of model state that a rank keeps in the memory of its host."""
+    """Bytes of model state that a rank keeps in the memory of its host."""
     name: str = ""
-    """Of its way, in a search."""
+    """Name of the setup in a search."""
     rivals: tuple["Plan", ...] = ()
     """Every plan of the search that fits, if this one is recommended."""
 
     @property
     def machine(self) -> Machine:
-        """That it is planned for."""
+        """The machine the plan is for."""
         return self.request.machine
 
     @cached_property
     def step(self) -> StepTime:
-        """Computed when it is asked for: a search needs it only of setups that fit."""
+        """The time of a step, computed on first use: a search needs it only of setups that fit."""
         return predict_step(self.setup, self.machine)
 
     @cached_property
     def run(self) -> RunTime:
-        """The whole training."""
+        """The time of the whole training."""
         return run_time(self.setup, self.machine, self.step, self.request.options)
 
     @cached_property
     def costs(self) -> list[Cost]:
-        """The cheapest first; empty if no price is known. Billed by the second, for whole instances.
+        """Offers and their costs, the cheapest first; empty without a price. Billed by the second, for whole instances.
 
         GPUs that are in one machine need an instance with as many.
         """
@@ -141,12 +141,12 @@ class Plan:
 
     @cached_property
     def assumptions(self) -> list[Assumption]:
-        """Those that move the training by ``LEAST_CHANGE``, or with which another way is the fastest."""
+        """Assumptions that move the training by ``LEAST_CHANGE``, or with which another setup is the fastest."""
         return _assumptions(self)
 
     @property
     def notes(self) -> list[str]:
-        """What to know before the figures are trusted, a line each."""
+        """Warnings about the figures, a line each."""
         options, scheduler = self.request.options, self.setup.recipe.scheduler
         lines, warm_up = [], scheduler.warmup_num_steps if scheduler else 0
         if options.gpu and (meant := MEANT.get(options.gpu.lower())):
@@ -293,7 +293,7 @@ _gbps = partial(_number, scale=1, unit=" Gbit/s")
 
 
 def _seconds_at(plan: Plan, fields: Sequence[str], times: float) -> float:
-    """Of the training with these rates multiplied."""
+    """Seconds of the training with these rates multiplied."""
     multiplied = {name: changed(getattr(plan.machine.rates, name), lambda rate: rate * times) for name in fields}
     rates = replace(plan.machine.rates, **multiplied)
     # only the likely time is asked for
@@ -366,7 +366,7 @@ def plan_lines(plan: Plan) -> list[str]:
 
 
 def _saves_in_words(plan: Plan) -> list[str]:
-    """How often to save, and what was assumed of interruptions, with ``--mtbf``."""
+    """Lines about the best interval between saves, with ``--mtbf``, and what was assumed of interruptions."""
     if plan.request.options.mtbf is None:
         return []
     run, between_saves = plan.run, plan.run.save_every * plan.step.seconds
@@ -387,7 +387,7 @@ def needs_in_words(plan: Plan) -> str:
 
 
 def usable_in_words(plan: Plan) -> str:
-    """How much of a device tensors can fill, and why not all of it."""
+    """Words for the memory of a device that tensors can fill, and for the rest."""
     machine = plan.machine
     what = "CUDA's context and NCCL's buffers" if machine.kind == "cuda" else "the process"
     return (
@@ -397,7 +397,7 @@ def usable_in_words(plan: Plan) -> str:
 
 
 def assumption_in_words(assumption: Assumption) -> str:
-    """What is assumed, the training's time if it were otherwise, and where another way wins."""
+    """Words for the assumed value, the training's time at other values, and the values at which another setup wins."""
     times = ", ".join(f"{estimate(seconds)} at {value}" for value, seconds in assumption.seconds.items())
     return "; ".join([f"{assumption.what} {assumption.value}: training {times}", *assumption.break_even])
 

@@ -66,7 +66,7 @@ class Moment:
     """A moment of a training at which memory can be highest."""
 
     name: str
-    """One of ``memory.MOMENTS``."""
+    """Name of the moment, one of ``memory.MOMENTS``."""
     blocks: int = 0
     """Number of blocks that have activations."""
     parts: Mapping[str, int]
@@ -75,7 +75,7 @@ class Moment:
 
 @dataclass(frozen=True, kw_only=True)
 class Traffic:
-    """All operations of one kind of one rank in one optimizer step; ``dsgpt.telemetry.cost`` measures them."""
+    """Operations of one kind of one rank in one optimizer step; ``dsgpt.telemetry.cost`` measures them."""
 
     what: str
     """``gradients`` (of weights), ``weights``, or ``activations`` and their gradients."""
@@ -84,7 +84,7 @@ class Traffic:
     group_size: int
     """Number of ranks that take part."""
     payload_bytes: int
-    """As ``dsgpt.machine.topology`` defines it."""
+    """Bytes of the buffer, as ``dsgpt.machine.topology`` defines them."""
     summed_width: int = FULL
     """Bytes per summed number: summing 16-bit numbers may take longer than sending them."""
     axis: str = "data"

@@ -1,4 +1,4 @@
-"""From the flags of ``src/plan.py`` to the training that is planned, the candidates of a search, and measured steps."""
+"""Reads the flags of ``src/plan.py``: the training that is planned, the candidates of a search, and measured steps."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -47,10 +47,10 @@ class CandidateSetup:
     """A strategy, without the batch."""
 
     name: str
-    """As records name strategies, with a remark where two differ in a detail."""
+    """Name of the strategy as in records, with a remark where two differ in a detail."""
     run_type: str
     blocks: dict[str, Any]
-    """What it needs in the recipe."""
+    """Blocks that it needs in the recipe."""
 
     def recipe(self, base: Recipe, path: Path, **more: Any) -> Recipe:
         """``base`` with this strategy, and ``more`` keys, as the file ``path``."""
@@ -88,7 +88,7 @@ def candidate_setups(devices: int, *, together: int) -> Iterator[CandidateSetup]
 
 
 def _blocks(name: str) -> dict[str, Any]:
-    """What the shipped recipe ``name`` says about the strategy."""
+    """Blocks of the shipped recipe ``name`` that belong to the strategy."""
     raw = json.loads((REPOSITORY / RECIPES / f"{name}.json").read_text(encoding="utf-8"))
     return {key: raw[key] for key in ("zero_optimization", *PARALLEL_KEYS) if key in raw}
 
@@ -187,7 +187,7 @@ SIZES = Path("ds_configs") / "sizes"
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRequest:
-    """What is to be planned, checked as far as it does not depend on the batch's split."""
+    """The training to plan, checked as far as the checks do not need the batch's split."""
 
     options: PlanOptions
     model: GPT2Config
@@ -197,7 +197,7 @@ class PlanRequest:
     precision: str
     seq_length: int
     network_basis: str
-    """Where the speed between machines comes from; empty if it is assumed."""
+    """Source of the speed between machines; empty if it is assumed."""
 
     @property
     def network_gbps(self) -> float:
@@ -206,12 +206,12 @@ class PlanRequest:
 
     @property
     def machines(self) -> int:
-        """How many the devices are in."""
+        """Number of machines."""
         return -(-self.devices // self.machine.devices)
 
     @property
     def run_type(self) -> str:
-        """As given, or ``optimized``."""
+        """Run type of the flag, or ``optimized``."""
         return self.options.run_type or "optimized"
 
     def training(self, recipe: Recipe, run_type: str, *, problems: Problems) -> RunRequest:

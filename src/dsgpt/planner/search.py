@@ -1,4 +1,4 @@
-"""What ``src/plan.py`` does after its flags are read.
+"""Executes ``src/plan.py`` after its flags are read: a plan, a search, or the published figures.
 
 ``--recommend`` searches all setups for the best one. ``--published`` writes ``docs/planner-published.md``: predictions
 from datasheets beside figures that other projects published.
@@ -145,7 +145,7 @@ def _missing_memory(least: Plan) -> str:
 
 
 def _exceeded(best: Plan, options: PlanOptions) -> str:
-    """Which limit a plan exceeds; empty if none."""
+    """The limit that a plan exceeds; empty if there is none."""
     if options.deadline is not None and best.run.seconds > options.deadline:
         return f"takes {estimate(best.run.seconds)}, longer than the deadline of {estimate(options.deadline)}"
     if options.budget is not None and not best.costs:
@@ -246,7 +246,7 @@ def _planned_files(best: Plan) -> dict[Path, bytes]:
 
 
 def launcher_of(best: Plan) -> str:
-    """That of ``--launcher``; without it, what suits the strategy. Several machines are joined by torchrun."""
+    """The launcher of ``--launcher``, or the one that suits the strategy; torchrun joins several machines."""
     request, run_type = best.request, best.setup.run_type
     if request.options.launcher is not None:
         return request.options.launcher
@@ -378,7 +378,7 @@ class Published:
     gradient_accumulation_steps: Positive
     tokens_per_sec_per_gpu: Positive
     published_as: str
-    """What was published, from which the figure follows."""
+    """The published statement from which the figure follows."""
     source: str
     why_outside: str | None
     """Why the figure is not within the predicted range; None if it is."""

@@ -40,7 +40,7 @@ _FORWARD_KERNELS, _BACKWARD_KERNELS = 14, 26
 
 @dataclass(frozen=True, kw_only=True)
 class OpCounts:
-    """What a device does; the parts run one after another."""
+    """Operations of a device; the parts run one after another."""
 
     matrix_flops: float = 0.0
     matrix_bytes: float = 0.0
@@ -163,7 +163,7 @@ _ASSUMED_OPERATION_SEC = 4e-6
 
 
 class Hooks(Enum):
-    """How much of the time of ZeRO-3's hooks a step on GPUs takes, which nobody measured."""
+    """Share of the time of ZeRO-3's hooks that a step on GPUs takes, which nobody measured."""
 
     HIDDEN = "the GPU always has enough to do"
     BESIDE = "the host runs ahead of the GPU until it is the slower one: a step takes the longer time of the two"
@@ -185,7 +185,7 @@ class StepTime:
     validation_micro_batch: float
     """Seconds to validate on one micro batch."""
     overlap: str
-    """What overlaps, in words."""
+    """Words for the communication that overlaps."""
 
     @property
     def seconds(self) -> float:
@@ -296,7 +296,7 @@ def _micro_batch(setup: Setup, rank: int, *, kind: str) -> dict[str, OpCounts]:
 
 
 def _host_seconds(setup: Setup, machine: Machine) -> float:
-    """Of ZeRO-3's hooks in a step, on the host of a GPU."""
+    """Seconds of ZeRO-3's hooks in a step, on the host of a GPU."""
     if machine.kind == "cpu":
         return 0.0
     return strategy_of(setup).hook_operations * setup.gradient_accumulation_steps * _ASSUMED_OPERATION_SEC
@@ -393,7 +393,7 @@ def best_save_every(step: float, *, save: float, mtbf: float) -> int:
 
 
 _MOST_EXPONENT = 100.0
-"""Of the expected time: a training of such segments never ends, and a larger one is no number."""
+"""Largest exponent of the expected time: beyond it a training never ends, and the result is no number."""
 
 
 def with_interruptions(seconds: float, *, segment: float, restart: float, mtbf: float) -> float:
@@ -412,7 +412,7 @@ def with_interruptions(seconds: float, *, segment: float, restart: float, mtbf: 
 
 
 def _times(steps: int, every: int) -> int:
-    """How often something happens that is done every so many steps, and after the last one in any case."""
+    """Number of times that something happens every ``every`` steps, and after the last one in any case."""
     return math.ceil(steps / every) if every else 1
 
 
@@ -421,9 +421,9 @@ def _times(steps: int, every: int) -> int:
 # The factors say how much longer a step takes. They are few, so that they hold for setups that were never measured.
 
 _LEAST_SHARE = 0.05
-"""Of a step: a step says nothing about what takes less of it."""
+"""Least share of a step: a measured step says nothing about parts that take less."""
 _BOUNDS = (0.2, 5.0)
-"""Of factors: beyond them the machine is not the one that was calibrated."""
+"""Bounds of factors: beyond them the machine is not the one that was calibrated."""
 _LEAST_SPREAD = 0.05
 _ROUNDS = 30
 _FARTHEST = 0.5
@@ -442,10 +442,10 @@ class MeasuredStep:
 
 @dataclass(frozen=True, kw_only=True)
 class Factors:
-    """How many times as long as its rates say a machine takes."""
+    """Measured time divided by the time that the machine's rates predict."""
 
     compute: Mapping[str, float]
-    """By precision."""
+    """Factors by precision."""
     communication: float
     spread: float
     """The largest share by which a measured step is missed by the factors of all others: what to expect of a setup that

@@ -208,7 +208,7 @@ class TorchStrategy(Strategy):
         return Shards(boxes, self._param_states()).share(self._rank, self._ranks)
 
     def _boxes(self, name: str) -> list[Box]:
-        """Where what this rank holds of the parameter ``name`` lies in it."""
+        """Boxes of this rank's part of the parameter ``name``, in the whole."""
         return [Box.whole(self._weights.parameters[name].shape)]
 
     def replicated_weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -284,7 +284,7 @@ class Ddp(TorchStrategy):
         self._batch_shape = (config.batch.micro_batch_size, config.seq_length)
         pairs = zip(model.parameters(), weights.parameters.values(), strict=True)
         self._masters: dict[Tensor, nn.Parameter] = dict(pairs) if weights.separate else {}
-        """From each low-precision parameter of the model to its master."""
+        """Master weights by the low-precision parameters of the model."""
         self._buckets: list[Tensor] = []
         if config.options.compile:
             # With ``optimize_ddp`` PyTorch would cut each block's graph at the ends of buckets, and fails on buckets
