@@ -23,11 +23,11 @@ from dsgpt.record.suites import TITLES, Comparison, Sweep, read_concurrency, rea
 from dsgpt.record.work import NOTED
 
 MOST_RUNS = 8
-"""As many colours has the palette."""
+"""Most runs in a comparison; the palette has as many colours."""
 ROOM = 1.2
-"""For the value behind the longest bar."""
+"""Length of the axis in units of the longest bar, with room for the value behind it."""
 LEAST_DIFFERENCE = 1e-8
-"""Where a difference is drawn that is exactly 0: a logarithmic axis has no 0. It is below fp32's rounding of a loss."""
+"""Place of a difference that is exactly 0: a logarithmic axis has no 0. It is below fp32's rounding of a loss."""
 
 
 def show() -> None:
@@ -145,9 +145,9 @@ class Measure(NamedTuple):
     """A figure of a run."""
 
     title: str
-    """With its unit."""
+    """Title of the measure, with its unit."""
     value: Callable[[Run, Run], float | None]
-    """Of the baseline and the run."""
+    """The value, from the baseline and the run."""
     form: Callable[[float], str]
     compares: bool = False
     """Whether it is a ratio to the baseline, which only equal work allows."""
@@ -160,7 +160,7 @@ def efficiency(base: Run, run: Run) -> float | None:
 
 
 def _memory(base: Run, run: Run) -> float | None:
-    """Of one kind for all: on GPUs what PyTorch allocated, otherwise the resident memory of rank 0."""
+    """Peak memory in GB, of the same kind for all runs: allocated by PyTorch on GPUs, otherwise resident in rank 0."""
     size = run.gpu_memory if base.gpu_memory is not None else run.host_memory
     return None if size is None else size / 1e9
 

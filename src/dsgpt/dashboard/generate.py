@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 MODELS = 2
-"""That stay in memory, over all sessions."""
+"""Number of models that stay in memory, over all sessions."""
 CANDIDATES = 10
 STOPPED = "stopped"
 _ANSWERS = "generate-answers"
@@ -31,7 +31,7 @@ _BETWEEN_SEC = 0.05
 _ALIKE = ("prompt", "checkpoint", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "precision")
 _LABELS = {name: name.replace("_", " ").capitalize() for name in _ALIKE}
 _LABELS |= {"max_new_tokens": "New tokens", "stop": "Stop text"}
-"""Of the page, by flag of ``src/generate.py``."""
+"""Labels of the page, by flag of ``src/generate.py``."""
 _ENDED = {
     STOPPED: "Not finished.",
     "end of text": "The model ended the text.",
@@ -51,12 +51,12 @@ class Answer:
     text: str = ""
     """Prompt included."""
     ids: tuple[int, ...] = ()
-    """That were generated; known at the end."""
+    """Generated ids; known at the end."""
     ended: str = STOPPED
     """Why, as ``dsgpt.inference.generation.Text`` says; ``stopped`` until it ends by itself."""
     tokens: int = 0
     seconds: float = 0.0
-    """From the prompt to the last token, without loading the model."""
+    """Seconds from the prompt to the last token, without loading the model."""
     refused: str = ""
     """Why there is no text."""
     likeliest: list[tuple[str, "Candidate"]] = field(default_factory=list)
@@ -64,7 +64,7 @@ class Answer:
 
     @property
     def tokens_per_sec(self) -> float | None:
-        """None before the first token."""
+        """New tokens per second, the time of the prompt included; None before the first token."""
         return self.tokens / self.seconds if self.tokens and self.seconds else None
 
 
@@ -113,7 +113,7 @@ def _asked(folder: Path, names: list[str]) -> list[tuple[str, str, GenerateReque
 
 
 def _sampling() -> dict[str, Any]:
-    """How ids are drawn: the flags of ``src/generate.py`` and its defaults."""
+    """Values of the flags of ``src/generate.py`` for the draw, from the page."""
     one, two, three = st.columns(3)
     flags: dict[str, Any] = {}
     flags["max_new_tokens"] = one.number_input(

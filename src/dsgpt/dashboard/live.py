@@ -23,13 +23,13 @@ from dsgpt.training.status import Status
 AT_ONCE = 10
 """Runs that are watched together."""
 POINTS = 400
-"""Of a curve; fewer where many runs are watched, so that the page costs the same."""
+"""Points of a curve; fewer where many runs are watched, so that the page costs the same."""
 SHORTEST_PAUSE, PAUSE_OF_A_RUN = 2.0, 1.0
 """Seconds between two looks at the files: the first at least, the second for each run under watch."""
 PROCESSES = "processes"
-"""In the session's state: rank 0's process of each run, which counts its time since the last look."""
+"""Key in the session's state: rank 0's process of each run, which counts its time since the last look."""
 LOG_LINES, LOG_BYTES = 20, 1 << 14
-"""Of the end of a log, at most."""
+"""Most lines, and bytes, of the end of a log."""
 PANELS = (
     ("loss", "training loss (nats per token)"),
     ("tokens_per_sec", "throughput (tokens/s)"),
@@ -38,7 +38,7 @@ PANELS = (
 )
 """Columns of ``Steps``, and the titles of their pictures."""
 _SAMPLES_BYTES = 1 << 18
-"""Of the end of a file of samples: their last minutes."""
+"""Bytes of the end of a file of samples: their last minutes."""
 FIGURES = {
     "utilisation": ("utilisation (%)", 100.0),
     "memory_used_bytes": ("memory (GB)", 1e-9),
@@ -56,9 +56,9 @@ class Watched:
     label: str
     summary: Summary
     steps: Steps | None
-    """None before the first."""
+    """Steps of the run; None before the first."""
     cores: float | None
-    """That rank 0's process kept busy since the last look; None on another machine."""
+    """Cores that rank 0's process kept busy since the last look; None on another machine."""
     memory_bytes: float | None
     """Resident, of the same process."""
 

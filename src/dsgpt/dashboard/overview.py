@@ -29,7 +29,7 @@ SYMBOLS = {
     Status.UNKNOWN: "?",
 }
 FAVOURITES = "favourites"
-"""In the session's state: names of runs, in the order in which they were chosen."""
+"""Key in the session's state: names of runs, in the order in which they were chosen."""
 PRICE = "price"
 FIRST_RUN = """\
 make demo                                  # two small trainings of the same work, in about five minutes
@@ -183,7 +183,7 @@ _COLUMNS: dict[str, tuple[pa.DataType, Any]] = {
     "when": (pa.string(), _Text(width=125, help="When its last process began, in UTC.")),
     "folder": (pa.string(), _Text()),
 }
-"""Of the table: the kinds, because columns may be empty, and how they look."""
+"""Columns of the table: their types, because columns may be empty, and their look."""
 
 
 def _show_favourites(summaries: Sequence[Summary]) -> None:

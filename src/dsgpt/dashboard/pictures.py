@@ -30,9 +30,9 @@ _STATE = {
 _PASSING = {"activations": {"activations", "logits"}, "new gradients": {"gradients", "new_gradients"}}
 """Kinds that exist for a while, with their parts of a peak. All other parts are ``temporary``."""
 KINDS = (*_STATE, *_PASSING, "temporary")
-"""What a rank holds at its peak, as pictures stack it; temporary are buckets and gathered weights."""
+"""Kinds of memory at a rank's peak, as pictures stack them; temporary are buckets and gathered weights."""
 _WHOLE = 0.99
-"""Of the bytes without a split: what holds at least this share is whole, because shards have padding."""
+"""Least share of the bytes without a split from which a part counts as whole, because shards have padding."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,13 +40,13 @@ class Block:
     """Memory of one kind on one rank."""
 
     kind: str
-    """One of ``KINDS``."""
+    """Kind of memory, one of ``KINDS``."""
     size: int
     """Bytes."""
     whole: int
     """Bytes of this kind on a rank that holds all of the model; at least ``size``."""
     start: float
-    """Where the shard begins, as a share of ``whole``."""
+    """Beginning of the shard, as a share of ``whole``."""
     place: str
     """``device``, ``host`` or ``files``."""
 
@@ -109,7 +109,7 @@ def _blocks(setup: Setup, rank: int, peak: Peak) -> Iterator[Block]:
 
 
 def _start(setup: Setup, rank: int, size: int, width: int) -> float:
-    """Where the rank's part begins in the whole model: its stage, then its tensor shard, then its ZeRO shard."""
+    """Beginning of the rank's part in the whole model, as a share: its stage, its tensor shard, its ZeRO shard."""
     place, sizes = place_of(setup, rank), setup.sizes
     stages = [total(stage) for stage in setup.stages]
     before, stage = sum(stages[: place.stage]), stages[place.stage]
@@ -171,7 +171,7 @@ def ink_on(fill: str, theme: Theme) -> str:
 
 _LEFT, _TOP, _WIDE, _SPACE, _TALL, _BETWEEN, _LINE = 4, 34, 806, 10, 380, 10, 17
 _WIDEST, _NARROWEST = 150.0, 90.0
-"""Of a column."""
+"""Width of a column."""
 _PLACES = {"device": "on the device", "host": "in host memory", "files": "in files"}
 
 
@@ -249,7 +249,7 @@ def _block(
 
 
 def _words(each: RankState) -> list[str]:
-    """What is not on the device, then the rank's layers, shards and data, a line each, short enough for a column."""
+    """Lines below a column: memory outside of the device, then the rank's layers, shards and data."""
     away = {"in host": each.total("host"), "in files": each.total("files")}
     return [*(f"+ {byte_size(count)} {where}" for where, count in away.items() if count), *each.words.split(", ")]
 
@@ -275,7 +275,7 @@ LINKS = {
     ("files", False): "from host to files",
 }
 _ORDER = {"all_gather": 0, "send": 2}
-"""Of activations in a pass: a stage gathers what it received first, and sends its result last."""
+"""Order of activations in a pass: a stage gathers what it received first, and sends its result last."""
 _LEFT_OUT = "left out"
 """Kind of the pass that stands for micro batches that are not drawn."""
 _Move = tuple[str, str, str]
@@ -360,7 +360,7 @@ def _pipelined(orders: Sequence[Sequence[Pass]], lengths: dict[str, float]) -> l
 
 
 def _bars(setup: Setup, rank: int, placed: Sequence[tuple[Pass, float, float]], time: float) -> Iterator[Bar]:
-    """What ``rank`` does in passes with these starts and ends, and in the step, which all stages begin at ``time``."""
+    """Bars of ``rank``: its passes at these starts and ends, and its step, which all stages begin at ``time``."""
     sends, copies = defaultdict[Place, list[_Move]](list), defaultdict[Place, list[_Move]](list)
     traffic = placed_traffic(setup, rank=rank)
     for sent in sorted(traffic, key=lambda sent: _ORDER.get(sent.traffic.operation, 1)):
@@ -399,7 +399,7 @@ def _bars(setup: Setup, rank: int, placed: Sequence[tuple[Pass, float, float]], 
 
 
 def _beside(moves: Sequence[_Move], start: float, end: float) -> Iterator[Bar]:
-    """Those of a lane share the time evenly, one after the other."""
+    """Bars between ``start`` and ``end``; those of a lane share the time evenly, one after the other."""
     for lane in LANES:
         here = [move for move in moves if move[0] == lane]
         width = (end - start) / max(1, len(here))

@@ -42,7 +42,7 @@ class MachineChoice:
     flags: dict[str, Any]
     """Fields of ``PlanOptions`` that name it."""
     devices: int | None = None
-    """That were measured; None for a GPU of the table, of which there are as many as wanted."""
+    """Devices that were measured; None for a GPU of the table, of which there are as many as wanted."""
 
     def __str__(self) -> str:
         return self.name if self.devices is None else f"{self.name}: measured"
@@ -50,12 +50,12 @@ class MachineChoice:
 
 @dataclass(frozen=True, kw_only=True)
 class Planned:
-    """What ``src/plan.py`` predicts for a command line."""
+    """The answer of ``src/plan.py`` to a command line."""
 
     plan: Plan
-    """Of the setup that was asked for, or of the recommended one."""
+    """Plan of the setup that was asked for, or of the recommended one."""
     advice: tuple[str, ...] = ()
-    """What would fit, if the plan does not."""
+    """Setups that would fit, if the plan does not."""
     searched: tuple[Judged, ...] = ()
     """Every way that was searched; empty if one setup was asked for."""
 
@@ -205,7 +205,7 @@ def _options() -> PlanOptions:
 
 @st.cache_resource(max_entries=_SEARCHES, show_spinner="Planning")
 def planned(words: Sequence[str], *, version: int = 0) -> Planned:  # noqa: ARG001 - part of the key
-    """What ``src/plan.py`` does with these words, without writing anything.
+    """The answer of ``src/plan.py`` to these words; nothing is written.
 
     Args:
         words: as on a command line.
@@ -317,7 +317,7 @@ RANGES: dict[str, Any] = {
 
 
 def offers_table(done: Planned) -> Table:
-    """What the training costs on each offer, with the date and the source of its price; the cheapest first.
+    """Cost of the training on each offer, with the date and the source of its price; the cheapest first.
 
     List prices are those on demand and spot; a price of the user's own is the only one.
     """
@@ -346,7 +346,7 @@ def offers_table(done: Planned) -> Table:
 
 
 def parts_table(amounts: Mapping[str, float], unit: str, *, scale: float = 1.0) -> Table:
-    """What a figure is made of, each part times ``scale``, in ``unit``; parts that are 0 are left out."""
+    """Parts of a figure, each times ``scale``, in ``unit``; parts that are 0 are left out."""
     shown = {name.replace("_", " "): scale * value for name, value in amounts.items() if value}
     whole = sum(shown.values())
     return {"part": list(shown), unit: list(shown.values()), "share": [value / whole for value in shown.values()]}

@@ -215,7 +215,7 @@ def state_rows(states: Iterable[RankState]) -> list[dict[str, Any]]:
 
 
 def sent_rows(setup: Setup) -> list[dict[str, Any]]:
-    """What a rank of each pipeline stage sends in a step, a row for each kind of operation at each place.
+    """Traffic of a rank of each pipeline stage in a step, a row for each kind of operation at each place.
 
     Micro batches that send the same are one row.
     """
@@ -238,7 +238,7 @@ def sent_rows(setup: Setup) -> list[dict[str, Any]]:
 
 
 def copied_rows(setup: Setup) -> list[dict[str, Any]]:
-    """What offload copies in a step, a row for each kind at each place."""
+    """Copies of offload in a step, a row for each kind at each place."""
     return [
         {
             "when": _when(same[0]),
@@ -256,7 +256,7 @@ Moved = TypeVar("Moved", Placed, Copied)
 
 
 def _alike(moved: Iterable[Moved], *fields: str) -> Iterable[list[Moved]]:
-    """Those of one moment whose ``fields`` are equal, together, in the order of the first of each."""
+    """Groups with equal ``fields`` at one moment, in the order of the first of each."""
     groups: dict[tuple[Any, ...], list[Moved]] = {}
     for each in moved:
         about: Any = each.traffic if isinstance(each, Placed) else each
@@ -272,7 +272,7 @@ def _when(moved: Placed | Copied) -> str:
 
 _PARTS = Path(__file__).with_name("split.md").read_text(encoding="utf-8").split("\n## ")[1:]
 SENTENCES = {heading: " ".join(text.split()) for heading, _, text in (part.partition("\n") for part in _PARTS)}
-"""Of ``split.md``, by heading."""
+"""Texts of ``split.md``, by heading."""
 
 
 def explanations(setup: Setup) -> Iterator[tuple[str, str]]:

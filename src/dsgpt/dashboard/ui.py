@@ -1,4 +1,4 @@
-"""How pages show what they have: figures with their units, foreign text, tables, curves, pictures and their numbers."""
+"""Elements of all pages: figures with their units, foreign text, tables, curves, pictures and their numbers."""
 
 import csv
 import io
@@ -42,7 +42,7 @@ _REPLACED = re.compile(
     r"|(?<!\S)(?:<->|->|<-|--|>=|<=|~=)(?!\S))",
     re.IGNORECASE,
 )
-"""What Streamlit replaces by icons, emoji, typographic signs and links even behind a backslash, but not in code.
+"""Text that Streamlit replaces by icons, emoji, typographic signs and links even behind a backslash, but not in code.
 
 Two digits between colons are of a time: no emoji is called so.
 """
@@ -120,7 +120,7 @@ def download(label: str, data: str | bytes, *, file: str, key: str, **more: Any)
 
 
 _FRAME = '<div class="drawing" role="group" tabindex="0" aria-label="Picture" style="overflow-x:auto"></div>'
-"""On a narrow page the picture is scrolled sideways."""
+"""Frame in which a picture is scrolled sideways on a narrow page."""
 _SHOW = """
 export default function({ parentElement, data }) {
   parentElement.querySelector(".drawing").innerHTML = data.svg;
@@ -226,19 +226,19 @@ def as_csv(table: Table) -> bytes:
 # Curves of runs: their points, and the picture of them in Vega-Lite.
 
 POINTS = 1200
-"""Of a curve in a picture: about one for each pixel of its width."""
+"""Points of a curve in a picture: about one for each pixel of its width."""
 HEIGHT = 300
-"""Of a picture without its legend, in pixels."""
+"""Height of a picture without its legend, in pixels."""
 ROW_HEIGHT, LINE_HEIGHT = 7, 15
-"""Of a legend: what a name adds to its lines, and a line, in pixels."""
+"""Pixels of a legend: for each name, and for each of its lines."""
 LINE = 42
 """Letters of a line of a legend: so many are seen on a phone."""
 _BREAK = re.compile(rf".{{1,{LINE}}}$|.{{1,{LINE - 1}}}[-_/. ]|.{{1,{LINE}}}")
 """A line of a long name: up to a sign that parts its words, if there is one."""
 NUMBERS = {"labelExpr": "abs(datum.value) < 1 ? format(datum.value, '.6~g') : format(datum.value, '~s')"}
-"""Of an axis: 12k, but 0.002 in place of 2m, which reads as minutes or millions."""
+"""Format of an axis: 12k, but 0.002 in place of 2m, which reads as minutes or millions."""
 DASHES = [[1, 0], [6, 3], [2, 2], [8, 3, 2, 3], [4, 2, 1, 2], [10, 4], [1, 3], [6, 2, 2, 2]]
-"""Beside the colours, for the colour-blind and for grey print."""
+"""Dashes beside the colours, for the colour-blind and for grey print."""
 
 
 @dataclass(frozen=True, kw_only=True)
