@@ -387,7 +387,7 @@ def measure_losses(checkpoint: Path, data: Path, *, device: str) -> dict[str, An
 
 @dataclass(frozen=True, kw_only=True)
 class Continued:
-    """What a contender generated."""
+    """Ids that a contender generated, and its times."""
 
     ids: list[list[int]]
     seconds: float
@@ -396,7 +396,7 @@ class Continued:
 
 
 Generator = Callable[[Tensor], Continued]
-"""From prompts (B, T) to what follows them."""
+"""Maps prompts (B, T) to their continuations."""
 
 
 def draw_model(row: DecodingRow, device: torch.device) -> GPT2:

@@ -36,7 +36,7 @@ LIMIT_SEC = 300
 
 
 class Missed(RuntimeError):
-    """What the suite waited for did not happen."""
+    """An event that the suite waited for did not happen."""
 
 
 class Training:
@@ -152,7 +152,7 @@ class Training:
             raise Missed(f"it did not end within {LIMIT_SEC} s: {self.output()[-500:]}") from error
 
     def output(self) -> str:
-        """What the launcher and its ranks printed."""
+        """Output of the launcher and its ranks."""
         return self._log.read_bytes()[self._log_start :].decode(errors="replace").strip()
 
 
@@ -214,7 +214,7 @@ class Resumed:
     taken: int
     """The last step that the run had logged before."""
     wrong: str
-    """How it differs from the undisturbed run; empty if it does not."""
+    """Difference from the undisturbed run; empty if there is none."""
 
     @property
     def steps_lost(self) -> int:
@@ -334,7 +334,7 @@ class Runs:
         return Resumed(output=output, taken=taken, resumed_from=resumed_from(output, taken=taken), wrong=wrong)
 
     def difference(self, run: str, run_dir: Path) -> str:
-        """Where ``run_dir`` differs from the undisturbed run; empty if both are the same to the last bit."""
+        """Difference of ``run_dir`` from the undisturbed run; empty if both are the same to the last bit."""
         expected, actual = (_figures(folder) for folder in (self.undisturbed(run).run_dir, run_dir))
         if actual.keys() != expected.keys():
             return f"it has other steps: {sorted(actual.keys() ^ expected.keys())[:3]}"

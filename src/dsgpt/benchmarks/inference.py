@@ -32,7 +32,7 @@ from dsgpt.training.status import RunLock
 # What engines took for many requests, as it stands in the record of the run whose model answered.
 
 KEY = "by_concurrency"
-"""Of the run's ``inference`` block."""
+"""Key in the run's ``inference`` block."""
 
 
 def by_concurrency(record: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -136,7 +136,7 @@ def _overview(result: Concurrency) -> str:
 
 
 def _details(result: Concurrency, slots: str) -> str:
-    """All percentiles at one concurrency."""
+    """Tables of all percentiles at one concurrency."""
     columns = ["first token, ms", "per token, ms", "latency, ms", "in the queue, ms", "tokens/s of a request"]
     rows = []
     for engine in result.engines:
@@ -347,7 +347,7 @@ examples:
         return f"{count} repeat {result.repeat}, {result.concurrency} at once, {result.engine}: {speed}{left}"
 
     def record(self, results: Sequence[Turn]) -> Record:  # noqa: ARG002 - measured with the engines
-        """The record as ``reports.concurrency`` reads it."""
+        """The record as ``dsgpt.record.suites.read_concurrency`` reads it."""
         options, trace = self.options, self._trace
         return {
             "checkpoint": options.checkpoint.as_posix(),
@@ -389,7 +389,7 @@ examples:
 
 
 def _python_of(environment: Path) -> Path:
-    """Its interpreter; absolute, but not resolved: the link itself tells Python the environment."""
+    """Interpreter of an environment; absolute, but not resolved: the link itself tells Python the environment."""
     return environment.absolute() / "bin" / "python"
 
 

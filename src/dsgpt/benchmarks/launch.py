@@ -96,7 +96,7 @@ PORT_FILE = "port"
 
 
 class CellStart(StrEnum):
-    """How the ranks of a cell start."""
+    """Ways to start the ranks of a cell."""
 
     FORK_ALL = "fork all"
     """Rank 0 of the launch imports, then forks all ranks of each cell: much faster where ranks outnumber cores."""
@@ -128,9 +128,9 @@ class Launch:
     ranks: int
     cells: int
     seconds: float = 0.0
-    """From the launcher's start to its end."""
+    """Seconds from the launcher's start to its end."""
     start_seconds: float | None = None
-    """From the launcher's start to the first rank ready for work: imports, mostly."""
+    """Seconds from the launcher's start to the first rank ready for work: imports, mostly."""
 
 
 def child_environment(device: str | None = None) -> dict[str, str]:
@@ -229,7 +229,7 @@ PATIENCE_SEC = 15
 """Seconds that a rank may continue after another one failed. A rank that runs longer only waits for the failed one."""
 POLL_SEC = 0.02
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
-"""With this variable ranks meet in torchrun's own store, which serves one process group, not many."""
+"""Variable with which ranks meet in torchrun's own store, which serves one process group, not many."""
 OF_A_RANK = (*ELSEWHERE, "RANK", "WORLD_SIZE", "CROSS_")
 """Prefixes of the variables that a launcher sets for a rank."""
 
@@ -412,7 +412,7 @@ def exit_on_sigterm(_number: int, _frame: object) -> None:
 # Other processes that suites start: workers that answer lines, and trainings of the product.
 
 LONGEST_ANSWER_SEC, ENDING_SEC = 3600, 60
-"""For an answer of a process, and for its end; then it is killed."""
+"""Longest wait for an answer of a process, and for its end; then it is killed."""
 MARK = "answer "
 """Stands before each answer. Other lines of the output are those of libraries."""
 

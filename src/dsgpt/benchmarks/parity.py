@@ -149,14 +149,14 @@ PIPELINES = ("pipeline.json", "3d.json")
 
 @dataclass(frozen=True, kw_only=True, order=True)
 class Split:
-    """How one training splits the global batch; the reference does the same in one process."""
+    """Split of the global batch in a training; the reference computes the same split in one process."""
 
     data_ranks: int = 1
     """Each takes an equal, contiguous part of the global batch."""
     accumulation: int = 1
     """Micro batches, equal and contiguous parts of a data rank's share."""
     low: str = ""
-    """Where gradients are rounded to the low precision between ranks: ``ACCUMULATED``, ``EVERY``, or empty for nowhere:
+    """Gradients rounded to the low precision between ranks: ``ACCUMULATED``, ``EVERY``, or empty for none: then
     gradients are fp32 from the end of a micro batch's backward pass on."""
 
     whole_logits: bool = False
@@ -184,7 +184,7 @@ class ReferenceKey(NamedTuple):
     training: str
     """A key of ``TRAININGS``."""
     split: Split = Split()
-    """In a low precision the cell's; in fp32 the whole global batch at once."""
+    """Split of the global batch: the cell's in a low precision; in fp32 the whole batch at once."""
 
 
 def reference_key(cell: Cell) -> ReferenceKey:
@@ -214,19 +214,19 @@ class Bounds:
     validation: float
     """Nats per token, at every validation."""
     norm: float
-    """Of the gradient's norm, relative, at every step."""
+    """Bound on the gradient's norm at every step, relative."""
     gradient: float
-    """Of the first step's gradient: relative distance, for every parameter."""
+    """Bound on the first step's gradient: relative distance, for every parameter."""
     layer_norm_gradient: float | None = None
     """The same for weights and biases of LayerNorms; None if ``gradient`` applies to them."""
     update: float
-    """Of the weights after the first step that changes them: relative distance, for every parameter."""
+    """Bound on the weights after the first step that changes them: relative distance, for every parameter."""
     weights: float
-    """Of the weights after the last step: relative distance, for every parameter."""
+    """Bound on the weights after the last step: relative distance, for every parameter."""
     tied_gradient: float | None = None
-    """Of the first step's gradient of the tied embedding; None if ``gradient`` applies to it."""
+    """Bound on the first step's gradient of the tied embedding; None if ``gradient`` applies to it."""
     tied_update: float | None = None
-    """Of the tied embedding after the first step that changes it; None if ``update`` applies to it."""
+    """Bound on the tied embedding after the first step that changes it; None if ``update`` applies to it."""
 
     def for_gradient(self, name: str) -> float:
         """The bound of one parameter's first gradient, by its canonical name."""
@@ -276,7 +276,7 @@ BOUNDS = {"cpu": CPU, "cuda": CUDA}
 
 
 def bounds_of(cell: Cell, device: str) -> Bounds:
-    """How far the cell may be from its reference on ``device``, ``cpu`` or ``cuda``."""
+    """Bounds on the difference between the cell and its reference on ``device``, ``cpu`` or ``cuda``."""
     strategy, key = STRATEGIES[cell.strategy], reference_key(cell)
     kind = cell.precision
     if kind == FP32 and key.training == CONSTANT_RATE:
@@ -311,7 +311,7 @@ class ParityOptions(SuiteOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """How one cell ended."""
+    """Result of one cell."""
 
     cell: Cell
     refusal_expected: bool = False
@@ -328,7 +328,7 @@ class Result:
 
     @property
     def as_expected(self) -> bool:
-        """For a planted bug, whether the cell failed; for any other cell, whether it passed or was rightly refused."""
+        """Whether the cell passed or was rightly refused; for a planted bug, whether it failed."""
         if self.cell.bug:
             return self.status == "failed"
         return self.status == ("refused" if self.refusal_expected else "passed")
@@ -477,7 +477,7 @@ strategies: {", ".join(STRATEGIES)}"""
 
 
 def _verdict(result: Result) -> str:
-    """How the cell ended, in capitals if that is not as expected."""
+    """Word for the cell's end, in capitals if it is not as expected."""
     if result.as_expected:
         return "caught" if result.cell.bug else result.status
     return f"{result.status.upper()}, which is not expected"

@@ -30,7 +30,7 @@ from dsgpt.training.trainer import training_batches
 # calibration, fitted to a part of the cells.
 
 DEVICES = 2
-"""Of the machine; the cells have one or two ranks."""
+"""Devices of the machine; the cells have one or two ranks."""
 TOKENS = 200_000
 STEPS = 3
 """Timed steps of a cell in a round."""
@@ -59,9 +59,10 @@ class PlanSuite:
         self._runner = CellRunner(folder, repository=repository, device="cpu")
         self._setups: dict[str, Setup] = {}
         self.calibration: Calibration | None = None
-        """Of this machine, from which times are predicted; None before it, and without rounds or cells to fit to."""
+        """Calibration of this machine, from which times are predicted; None before it, and without rounds or cells to
+        fit to."""
         self.factors: Factors | None = None
-        """What was fitted to measured times; None before that."""
+        """Factors fitted to measured times; None before that."""
         write_random_tokens(folder / "tokens", vocab_sizes=VOCABULARIES, count=TOKENS)
 
     def run(self, cells: Sequence[PlanCell]) -> Iterator[CellResult]:
@@ -177,7 +178,7 @@ def _estimate(setup: Setup) -> dict[str, Any] | None:
 _STEP = "the measured step"
 _ALLOCATION = "[memory]"
 RELEASE_SEC = 0.01
-"""How long a rank waits after each collective; see ``_released_here``."""
+"""Seconds that a rank waits after each collective; see ``_released_here``."""
 
 
 class TensorMemory:

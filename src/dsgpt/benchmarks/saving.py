@@ -203,7 +203,7 @@ def _write(folder: Path, rank: int, *, writers: int, preset: str, begin: Barrier
     put = SafetensorsWriter.put
 
     def put_slowly(self: SafetensorsWriter, name: str, value: torch.Tensor) -> None:
-        """In at least the time that the limited bandwidth needs."""
+        """Write a tensor in at least the time that the limited bandwidth needs."""
         started = time.perf_counter()
         put(self, name, value)
         time.sleep(max(0.0, value.nbytes / (MB_PER_SEC * 1e6) - (time.perf_counter() - started)))

@@ -64,7 +64,7 @@ class RecordsOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class NoOptions:
-    """Without a command there are no flags."""
+    """The empty flags of a command line without a command."""
 
 
 OPTIONS: dict[str, type[Any]] = {

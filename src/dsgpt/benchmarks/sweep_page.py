@@ -30,7 +30,7 @@ STUDENT_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306)
 
 @dataclass(frozen=True, kw_only=True)
 class SpeedDifference:
-    """How much faster B is than A, as a share of A's speed; negative if it is slower."""
+    """Speed of B minus that of A, as a share of A's; negative if B is slower."""
 
     change: float
     low: float
@@ -261,9 +261,9 @@ class Pairs:
     speeds: list[tuple[float, float]]
     """Tokens per second, of the pairs in which both are known."""
     of: str
-    """What a pair is: ``repeats`` or ``steps``."""
+    """Kind of the pairs: ``repeats`` or ``steps``."""
     verdict: Verdict
-    """On the work."""
+    """Verdict on the work."""
     machines: tuple[str | None, str | None]
 
 
@@ -340,7 +340,7 @@ def _source(word: str) -> _Source:
 
 
 def _pairs(a: _Source, b: _Source) -> Iterator[Pairs]:
-    """What is compared: two runs, two named cells, or all cells that two sweeps share.
+    """Pairs to compare: two runs, two named cells, or all cells that two sweeps share.
 
     Raises:
         UserError: they cannot be paired.
