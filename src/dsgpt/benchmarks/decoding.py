@@ -218,8 +218,8 @@ class Decoding(frame.Suite[DecodingOptions, Result]):
     flags, page, summary = DecodingOptions, staticmethod(decoding_page), staticmethod(summary_lines)
     description = """\
 decoding: let this program, transformers and nanoGPT continue the same prompts in turn, with one text and with eight, in
-fp32 and bf16, and compare their seconds; measure how far the time of a token is from that of reading the weights. Exit
-code 0: every goal was reached, and in fp32 every id is that of transformers; 1: otherwise."""
+fp32 and bf16, and compare their seconds. Then measure how far the time of a token is from that of reading the weights.
+Exit code 0: every goal was reached, and in fp32 every id is that of transformers; 1: otherwise."""
     examples = """\
 examples:
   .venv/bin/python src/benchmark.py decoding

@@ -249,10 +249,10 @@ class Inference(Suite[InferenceOptions, Turn]):
     flags, page, summary = InferenceOptions, staticmethod(inference_page), staticmethod(summary_lines)
     description = """\
 inference: let engines answer the same requests, which arrive at random instants, with 1, 2, 4, 8 and 16 of them at
-once: this project one at a time and in static batches, transformers' continuous batching, and vLLM. Compare time to the
-first token, time per token, latency, queue time, throughput and memory, and every token. The run of the checkpoint gets
-the figures, too. Exit code 0: all engines generated the same tokens; 1: otherwise, and if one
-failed, without which the others go on."""
+once. The engines: this project one at a time and in static batches, transformers' continuous batching, and vLLM.
+Compare time to the first token, time per token, latency, queue time, throughput and memory, and every token. The
+figures are also added to the run of the checkpoint. If an engine fails, the others go on. Exit code 0: all engines
+generated the same tokens; 1: otherwise, and if one failed."""
     examples = """\
 examples:
   .venv/bin/python src/benchmark.py inference --checkpoint checkpoint/demo-zero1

@@ -340,9 +340,9 @@ class Parity(Suite[ParityOptions, Result]):
     name, record_of, schema_version, unit = "parity", "the parity suite", SCHEMA_VERSION, "training"
     flags, page, summary = ParityOptions, staticmethod(parity_page), staticmethod(summary_lines)
     description = """\
-parity: train the same small model under every strategy, at 1, 2, 4 and 8 ranks, with and without accumulation, with
-AdamW and SGD, in fp32 and bf16, and compare every step with plain PyTorch; then plant known bugs and show that each one
-is caught. Exit code 0: all are equal and all bugs were caught; 1: otherwise."""
+parity: train the same small model under every strategy, and compare every step with plain PyTorch. The cells: 1, 2, 4
+and 8 ranks, with and without accumulation, AdamW and SGD, fp32 and bf16. Then plant known bugs, each of which must be
+caught. Exit code 0: all are equal and all bugs were caught; 1: otherwise."""
     examples = f"""\
 examples:
   .venv/bin/python src/benchmark.py parity

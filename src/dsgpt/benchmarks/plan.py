@@ -428,9 +428,10 @@ class Plan(Suite[PlanOptions, Result]):
     flags, page, summary = PlanOptions, staticmethod(plan_page), staticmethod(summary_lines)
     description = """\
 plan: predict the peak memory, the bytes sent and the step time of small trainings under every strategy, then measure
-them: the most memory of tensors in a step on every rank, PyTorch's MemTracker as a second witness, DeepSpeed's own
-estimator beside it, and step times in rounds without a profiler. Takes about 6 minutes on 2 cores. Exit code 0: every
-predicted peak is at most 10% over and 3% under the measured one, and the bytes sent are exact; 1: otherwise."""
+them. Peak memory is that of tensors in a step, on every rank. PyTorch's MemTracker measures it, too, and DeepSpeed's
+estimator is shown beside it. Step times are measured in rounds without a profiler. Takes about 6 minutes on 2 cores.
+Exit code 0: every predicted peak is at most 10% over and 3% under the measured one, and the bytes sent are exact; 1:
+otherwise."""
     examples = """\
 examples:
   .venv/bin/python src/benchmark.py plan

@@ -408,8 +408,9 @@ class Speed(frame.Suite[SpeedOptions, Result]):
     flags, page, summary = SpeedOptions, staticmethod(speed_page), staticmethod(summary_lines)
     description = """\
 speed: let this program, nanoGPT and Hugging Face's GPT-2 train in turn with the same shapes, precision, threads and
-tokens, and compare their tokens per second; compare DeepSpeed's engine with the plain loop, and several devices with
-one; measure peak memory, start-up, and what this machine can do. Exit code 0: every goal was reached; 1: otherwise."""
+tokens, and compare their tokens per second. Then compare DeepSpeed's engine with the plain loop, and several devices
+with one. Measure peak memory, start-up, and the peak rates of this machine. Exit code 0: every goal was reached; 1:
+otherwise."""
     examples = """\
 examples:
   git clone https://github.com/karpathy/nanoGPT /tmp/nanoGPT

@@ -162,9 +162,8 @@ class Options:
     init_from: str | None = flag(
         str,
         "MODEL",
-        "start from published GPT-2 weights: a Hugging Face folder (src/convert.py converts a run to one), or a name "
-        "on the hub, such as gpt2, gpt2-medium or distilgpt2; they set the shape, and the data must use their "
-        "vocabulary",
+        "start from published GPT-2 weights, which set the shape: a Hugging Face folder (src/convert.py converts a run "
+        "to one), or a name on the hub, such as gpt2, gpt2-medium or distilgpt2. The data must use their vocabulary",
         work=ChangesTraining("initial weights"),
     )
     num_layers: int | None = positive("transformer blocks", work=ChangesTraining("model n_layer"))
@@ -193,11 +192,12 @@ class Options:
         "sequences per rank and forward pass; lower it when memory runs out", work=SPLITS
     )
     grad_accum_steps: int | None = positive(
-        "passes per optimizer step; alone it changes the micro batch, never the global one", work=SPLITS
+        "micro batches per optimizer step; if it is given alone, the micro batch size changes and the global batch "
+        "does not",
+        work=SPLITS,
     )
     enforce_global_batch_size: bool = switch(
-        "if micro batch and accumulation do not give the global batch on this many ranks, lower the micro batch to one "
-        "that does instead of failing",
+        "lower the micro batch size if micro batch x accumulation x ranks is not the global batch; default: fail",
         work=SPLITS,
     )
 
@@ -305,10 +305,9 @@ class Options:
     save_mode: str = flag(
         choice(SAVE_MODES),
         "HOW",
-        "sync: training waits for each checkpoint; async: it waits only while every rank copies what it writes into "
-        "memory of its host (12 bytes per parameter with Adam for all ranks together, from the first save to the end), "
-        "and continues while the copies are written; the last checkpoint of a run or before a stop is written as with "
-        "sync (default: %(default)s)",
+        "sync: training waits for each checkpoint. async: training waits only until every rank has copied its part to "
+        "host memory (12 bytes per parameter with Adam, summed over all ranks). The files are written in the "
+        "background. The last checkpoint, and the one before a stop, are written as with sync (default: %(default)s)",
         default="sync",
         work=SAVES,
     )
@@ -322,9 +321,9 @@ class Options:
     save_to: str | None = flag(
         str,
         "PLACE",
-        "copy each checkpoint to a second place behind the first: a folder, or s3://BUCKET/RUN or gs://BUCKET/RUN (pip "
-        "install 'dsgpt[stores]'); training never waits for it, a failure is a warning, and --resume takes the newest "
-        "complete checkpoint of both",
+        "copy each checkpoint to a second place: a folder, or s3://BUCKET/RUN or gs://BUCKET/RUN (pip install "
+        "'dsgpt[stores]'). Training never waits for the copy, and its failure is a warning. --resume takes the newest "
+        "complete checkpoint of both places",
         work=SAVES,
     )
 
@@ -386,8 +385,8 @@ class Options:
             str, accepts=lambda word: word in SPOT_PROVIDERS or "/" in word, must_be="aws, gcp, azure or a path with /"
         ),
         "WHERE",
-        "save and stop with exit code 75 when the provider takes one of the machines back: aws, gcp or azure (their "
-        "metadata service is asked every 5 s), or the path of a file that something makes then",
+        "save and stop with exit code 75 when the provider takes one of the machines back: aws, gcp or azure, whose "
+        "metadata service is asked every 5 s. Or the path of a file: the run stops when the file exists",
         work=RESUMES,
     )
 

@@ -356,14 +356,14 @@ CONVERT_DESCRIPTION = """\
 Write the model of a run, whichever strategy trained it, into a new folder. Needs no GPU, no network and no more memory
 than its largest tensor; the run is only read.
 
-  hf         what Hugging Face's libraries load: model.safetensors, config.json, generation_config.json and, if the
-             training data had one, the tokenizer; the vocabulary's padding is cut off
+  hf         for Hugging Face's libraries: model.safetensors, config.json, generation_config.json and, if the training
+             data had one, the tokenizer. The vocabulary's padding is cut off
   portable   the same weights under this project's own names: model.safetensors, model.json, tokenizer/ and a manifest
-             with their hashes; generate.py takes it as --checkpoint. Weights alone: training cannot be resumed from it
+             with their hashes. generate.py takes it as --checkpoint. Training cannot be resumed from weights alone
   deepspeed  a checkpoint folder as DeepSpeed's ZeRO-2 saves it on one rank, for DeepSpeed's own zero_to_fp32.py and
-             ds_to_universal.py: weights in fp32, and the optimizer's moments if there are any. Everything else
-             (learning rate, loss scale, random state) is left out. The files are pickles, as DeepSpeed needs them;
-             this program writes but never reads them"""
+             ds_to_universal.py. It has weights in fp32, and the optimizer's moments if there are any. Learning rate,
+             loss scale and random state are left out. The files are pickles, as DeepSpeed needs them; this program
+             writes but never reads them"""
 
 CONVERT_EXAMPLES = """\
 examples:
