@@ -237,7 +237,7 @@ def by(cell: Cell) -> str:
 
 
 def executed_by(cell: Cell) -> str:
-    """The same in the product's words, which do not name settings of PyTorch's strategies: ``fsdp on 4 ranks``."""
+    """Strategy and ranks in the product's words, without settings of PyTorch's strategies: ``fsdp on 4 ranks``."""
     strategy = STRATEGIES[cell.strategy]
     name = cell.strategy if strategy.run_type == "optimized" else strategy.run_type
     return f"{name} on {counted(cell.ranks, 'rank')}"
@@ -529,7 +529,7 @@ class CellRunner:
         started: Callable[[Launch], None] | None = None,
         imports: Sequence[str] | None = None,
     ) -> Iterator[tuple[S, CellEnd]]:
-        """Run ``subjects``, those with the same place in one launch; yield each with how it ended, also the lost ones.
+        """Run ``subjects``, those with the same place in one launch; yield each with its end, also the lost ones.
 
         Args:
             subjects: what to run, in any order; those of one place stay in it.

@@ -414,7 +414,7 @@ def exit_on_sigterm(_number: int, _frame: object) -> None:
 LONGEST_ANSWER_SEC, ENDING_SEC = 3600, 60
 """Longest wait for an answer of a process, and for its end; then it is killed."""
 MARK = "answer "
-"""Stands before each answer. Other lines of the output are those of libraries."""
+"""Prefix of each answer. Other lines of the output are those of libraries."""
 
 
 class WorkerEnded(UserError):

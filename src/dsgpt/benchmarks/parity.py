@@ -218,7 +218,7 @@ class Bounds:
     gradient: float
     """Bound on the first step's gradient: relative distance, for every parameter."""
     layer_norm_gradient: float | None = None
-    """The same for weights and biases of LayerNorms; None if ``gradient`` applies to them."""
+    """Bound on the gradients of weights and biases of LayerNorms; None if ``gradient`` applies to them."""
     update: float
     """Bound on the weights after the first step that changes them: relative distance, for every parameter."""
     weights: float

@@ -83,7 +83,7 @@ class Search:
         return [Trial(batch=batch, lr=lr) for batch in self.batches for lr in self.rates]
 
     def changes_of(self, good: Trial) -> list[Trial]:
-        """A good one of the grid, with one other setting each."""
+        """Trials of ``good``, one of the grid, each with one other setting."""
         changed = [replace(good, warm_up=share) for share in (0.02, 0.1)]
         changed += [replace(good, beta2=0.99), replace(good, floor=0.01), replace(good, weight_decay=0.01)]
         return changed if self.changes else []

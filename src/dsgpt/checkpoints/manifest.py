@@ -317,7 +317,7 @@ class RunState:
         return self.last_val_loss if self.last_val_step == self.step else None
 
     def without_validations(self) -> Self:
-        """The same without validation losses, for a run whose validation set changes here."""
+        """This state without validation losses, for a run whose validation set changes here."""
         return replace(self, best_val_loss=None, last_val_loss=None, last_val_step=None)
 
 

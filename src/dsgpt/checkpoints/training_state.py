@@ -121,7 +121,7 @@ class ParamState(NamedTuple):
         return {name: value for name in STATE_NAMES if (value := getattr(self, name)) is not None}
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> "ParamState":
-        """The same with ``change`` applied to every tensor: the weight first, then the moments by ``STATE_NAMES``."""
+        """This state with ``change`` applied to every tensor: the weight first, then the moments by ``STATE_NAMES``."""
         return ParamState(change(self.weight), **{name: change(value) for name, value in self.moments.items()})
 
 

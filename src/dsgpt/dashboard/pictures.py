@@ -290,7 +290,7 @@ class Bar:
     """``computes``, ``weights``, ``gradients`` or ``activations``, which are sent, ``host`` or ``files``."""
     label: str
     title: str
-    """The same in a sentence, with bytes and ranks."""
+    """The label as a sentence, with bytes and ranks."""
     start: float
     end: float
 

@@ -232,7 +232,7 @@ HEIGHT = 300
 ROW_HEIGHT, LINE_HEIGHT = 7, 15
 """Pixels of a legend: for each name, and for each of its lines."""
 LINE = 42
-"""Letters of a line of a legend: so many are seen on a phone."""
+"""Letters of a line of a legend: a phone shows as many."""
 _BREAK = re.compile(rf".{{1,{LINE}}}$|.{{1,{LINE - 1}}}[-_/. ]|.{{1,{LINE}}}")
 """A line of a long name: up to a sign that parts its words, if there is one."""
 NUMBERS = {"labelExpr": "abs(datum.value) < 1 ? format(datum.value, '.6~g') : format(datum.value, '~s')"}

@@ -342,7 +342,7 @@ class Writer:
         """Ids that end a text."""
 
     def asked(self, request: GenerateRequest) -> "Writer":
-        """The same model, once it is arranged, for another request of its checkpoint, device and precision.
+        """This model, once it is arranged, for another request of its checkpoint, device and precision.
 
         Unless the model is compiled, several such writers may generate at once: decoding does not change it.
 

@@ -60,7 +60,7 @@ class Topology:
     """Sizes of the model's splits; they come from the recipe, not from the launcher."""
 
     def split(self, sizes: ParallelSizes) -> "Topology":
-        """The same processes with the model split by ``sizes``, whose product divides ``world_size``."""
+        """This topology with the model split by ``sizes``, whose product divides ``world_size``."""
         return replace(self, sizes=sizes)
 
     @property

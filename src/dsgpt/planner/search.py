@@ -59,7 +59,7 @@ class Judged:
     fitting: tuple[Plan, ...] = ()
     """The plans of every micro batch that fits into memory."""
     reason: str
-    """Why it is not recommended; empty if it is within all limits."""
+    """Reason not to recommend the plan; empty if it is within all limits."""
 
     @property
     def fits(self) -> bool:
@@ -220,7 +220,7 @@ def recommendation_lines(judged: Sequence[Judged], best: Plan, written: Sequence
 
 
 def recommendation_json(judged: Sequence[Judged], best: Plan, written: Sequence[Path]) -> dict[str, Any]:
-    """The same as JSON."""
+    """The recommendation as JSON."""
     return {
         "recommended": {"name": best.name, "plan": with_assumptions(best)},
         "ranked": [{"name": each.name, "plan": plan_json(each.plan)} for each in judged if each.fits and each.plan],

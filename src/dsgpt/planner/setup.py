@@ -372,7 +372,7 @@ def gathers_of(setup: Setup) -> "Gathers":
 
 @lru_cache(maxsize=16)
 def _gathers(model: GPT2Config, zero: ZeroRecipe, *, recompute: bool) -> "Gathers":
-    """The same for every micro batch size and number of ranks.
+    """Parameters that ZeRO-3 gathers, which are equal for every micro batch size and number of ranks.
 
     The modules of a forward and a backward pass are in the order in which they begin; the head is the embedding again.
 

@@ -54,7 +54,7 @@ class OpCounts:
         return OpCounts(**{name: value + vars(other)[name] for name, value in vars(self).items()})
 
     def times(self, count: float) -> "OpCounts":
-        """The same work again and again."""
+        """Counts of ``count`` repetitions."""
         return OpCounts(**{name: value * count for name, value in vars(self).items()})
 
     def seconds(self, rates: Rates, setup: Setup) -> float:
@@ -472,7 +472,7 @@ class Factors:
 
 
 def _slowed(rates: Rates, factors: Mapping[str, float]) -> Rates:
-    """The rates with which computation in each precision, and communication, take so many times as long."""
+    """Rates that make computation in each precision, and communication, slower by these factors."""
     for precision in factors.keys() - {_SENT}:
         rates = rates.in_precision(precision, slower=factors[precision])
     return rates.scaled(compute=1, communication=factors[_SENT])

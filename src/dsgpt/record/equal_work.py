@@ -16,7 +16,7 @@ MODEL_FACTS = frozenset(fact for fact in WORK_FACTS if fact.startswith("model ")
 LOSS_TOLERANCE = {"fp32": 0.02}
 """Largest difference at which fp32 losses count as equal, nats per token: rounding differences grow over many steps."""
 LOSS_TOLERANCE_OTHERWISE = 0.05
-"""The same in 16-bit precisions, or if the precision is unknown."""
+"""Tolerance in 16-bit precisions, or if the precision is unknown."""
 
 
 @dataclass(frozen=True)

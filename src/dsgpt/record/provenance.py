@@ -27,7 +27,7 @@ class SourceChanges:
     commit: str = ""
     """First digits of the commit."""
     unknown: str = ""
-    """Why it is not known what happened; empty if it is known."""
+    """Reason why the changes are not known; empty if they are."""
     changed: Sequence[str] = ()
     """Files that differ, are gone or are new, sorted."""
     total: int = 0
@@ -44,7 +44,7 @@ class SourceChanges:
         return f"{len(self.changed)} of {self.total} sources changed since {self.commit}" if self.changed else ""
 
     def paragraph(self) -> str:
-        """The same for the page of the record."""
+        """Paragraph about the sources, for the page of the record."""
         if self.unknown or self.moved:
             return f"{PARAGRAPH}{self.line()}."
         made = f"{PARAGRAPH}the record was made at commit `{self.commit}`"

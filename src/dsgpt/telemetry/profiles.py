@@ -77,7 +77,7 @@ class Span(NamedTuple):
 
 
 def merged(spans: Iterable[Span]) -> list[Span]:
-    """The same time as spans that do not touch, in order."""
+    """Spans of the same total time that do not touch, in order."""
     apart: list[Span] = []
     for span in sorted(spans):
         if apart and span.start <= apart[-1].end:

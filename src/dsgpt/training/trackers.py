@@ -41,7 +41,7 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class TrackedRun:
-    """The run, as a tracker is told when it is opened."""
+    """Facts about the run that a tracker gets when it is opened."""
 
     run_dir: Path
     folder: Path
