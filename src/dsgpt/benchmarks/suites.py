@@ -91,7 +91,9 @@ def parser_of(what: str) -> Parser:
 
 def main() -> int:
     """Read the flags, run the command, and return its exit code."""
-    words = _without_peers(sys.argv[1:])
+    words = sys.argv[1:]
+    if words[:1] == ["inference"] and PEERS in words:  # one request at a time, beside other programs
+        words = ["decoding", *(word for word in words[1:] if word != PEERS)]
     what = words[0] if words and words[0] in COMMANDS else ""
     parser = parser_of(what)
     options = parser.read(OPTIONS.get(what, NoOptions), words)
@@ -103,13 +105,6 @@ def main() -> int:
     from dsgpt.benchmarks.sweep_page import compare  # noqa: PLC0415 - stands here alone
 
     return compare(options.a, options.b, allow_unequal=options.allow_unequal)
-
-
-def _without_peers(words: list[str]) -> list[str]:
-    """The words, where ``inference --peers`` is ``decoding``: one request at a time, beside other programs."""
-    if words[:1] != ["inference"] or PEERS not in words:
-        return words
-    return ["decoding", *(word for word in words[1:] if word != PEERS)]
 
 
 def _remake(options: RecordsOptions) -> int:

@@ -5,9 +5,9 @@ checkpoint is verified against the manifest before it is read. Files that the ma
 """
 
 from collections.abc import Callable, Collection
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Annotated, Any, Self
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field
 
@@ -315,10 +315,6 @@ class RunState:
     def val_loss(self) -> float | None:
         """The validation loss of exactly these weights; None where no validation ran at this step."""
         return self.last_val_loss if self.last_val_step == self.step else None
-
-    def without_validations(self) -> Self:
-        """This state without validation losses, for a run whose validation set changes here."""
-        return replace(self, best_val_loss=None, last_val_loss=None, last_val_step=None)
 
 
 def write_run_state(checkpoint: Path, state: RunState) -> None:

@@ -137,12 +137,10 @@ class SpotWatch:
             answers = True
             if notice:
                 _say(f"--spot_notice {self._source}: {notice}: the run stops and saves")
-                os.kill(self._signalled_process(), signal.SIGTERM)
+                # under torchrun the signal goes to its agent, which would otherwise restart the ranks
+                process = waiting_processes()[-1].pid if self._topology.launcher == "torchrun" else os.getpid()
+                os.kill(process, signal.SIGTERM)
                 return
-
-    def _signalled_process(self) -> int:
-        """Process that gets the signal: this rank, or under torchrun its agent, which would otherwise restart ranks."""
-        return waiting_processes()[-1].pid if self._topology.launcher == "torchrun" else os.getpid()
 
 
 def _say(line: str) -> None:

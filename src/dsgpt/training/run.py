@@ -384,7 +384,9 @@ def _load_checkpoint(
         load_random_state(start.checkpoint, rank=config.topology.rank, device=device)
     else:
         torch.manual_seed(dropout_seed(config, step=state.step))
-    return state.without_validations() if start.validates_anew else state
+    if start.validates_anew:  # losses on another validation set are not comparable
+        return replace(state, best_val_loss=None, last_val_loss=None, last_val_step=None)
+    return state
 
 
 # Out of memory in one line: when, how much, what was predicted, and the next setting that fits.
