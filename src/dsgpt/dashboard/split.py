@@ -9,17 +9,7 @@ import streamlit as st
 from dsgpt.common.errors import Problems, UserError
 from dsgpt.common.text import REPOSITORY, byte_size
 from dsgpt.config.options import PRECISIONS
-from dsgpt.dashboard import ui
-from dsgpt.dashboard.pictures import (
-    LINKS,
-    RankState,
-    operation_name,
-    state_by_rank,
-    state_svg,
-    step_lines,
-    step_svg,
-    waits,
-)
+from dsgpt.dashboard import pictures, ui
 from dsgpt.model.config import PRESETS
 from dsgpt.planner.formulas import Placed, copied, most_sent_bytes, placed_traffic
 from dsgpt.planner.hardware import PriceTable, gpus
@@ -149,10 +139,11 @@ def _memory_by_rank(split: Plan) -> None:
         "and gathered weights are temporary."
     )
     setup = split.setup
-    svg = state_svg(state_by_rank(setup, ranks=_MOST_DRAWN), ranks=setup.world_size, theme=ui.page_theme())
+    states = pictures.state_by_rank(setup, ranks=_MOST_DRAWN)
+    svg = pictures.state_svg(states, ranks=setup.world_size, theme=ui.page_theme())
     ui.drawing(svg, key="split-held-picture", name=f"who-holds-what-{setup.strategy_name}")
     with st.expander("Numbers: what each rank holds"):
-        rows = state_rows(state_by_rank(setup, ranks=setup.world_size))
+        rows = state_rows(pictures.state_by_rank(setup, ranks=setup.world_size))
         ui.show_table(ui.columns(rows), key="split-held", name="What each rank holds")
     with st.expander(f"Numbers: the peak of rank {split.rank}"):
         st.caption(f"The moment with the most memory is: {split.peak.moment}. `src/plan.py` prints the same.")
@@ -169,7 +160,7 @@ def _sent(split: Plan) -> None:
         "lies below a pass is sent during it, layer by layer. Point at a box for its sentence."
     )
     try:
-        svg = step_svg(step_lines(setup), ui.page_theme())
+        svg = pictures.step_svg(pictures.step_lines(setup), ui.page_theme())
     except ValueError as error:
         st.info(ui.plain(str(error)))
     else:
@@ -197,7 +188,7 @@ def _recipe(choice: Choice) -> None:
 # The tables below the pictures.
 
 
-def state_rows(states: Iterable[RankState]) -> list[dict[str, Any]]:
+def state_rows(states: Iterable[pictures.RankState]) -> list[dict[str, Any]]:
     """The figures of the picture of who holds what, a row for each block."""
     return [
         {
@@ -225,13 +216,13 @@ def sent_rows(setup: Setup) -> list[dict[str, Any]]:
         for same in _alike(placed_traffic(setup, rank=rank), "what", "operation", "axis", "payload_bytes"):
             traffic = same[0].traffic
             row = {
-                "operation": operation_name(traffic),
+                "operation": pictures.operation_name(traffic),
                 "among": f"{traffic.group_size} {traffic.axis} ranks",
                 "times": len(same),
                 "payload, bytes": traffic.payload_bytes,
                 "payload per step, bytes": sum(each.traffic.payload_bytes for each in same),
                 "sent by a rank per step, bytes": sum(each.traffic.ring_bytes for each in same),
-                "meanwhile": waits(same[0]),
+                "meanwhile": pictures.waits(same[0]),
             }
             rows.append({**of_stage, "when": _when(same[0]), **row})
     return rows
@@ -243,7 +234,7 @@ def copied_rows(setup: Setup) -> list[dict[str, Any]]:
         {
             "when": _when(same[0]),
             "what": same[0].what,
-            "between": LINKS[same[0].link, same[0].to_device],
+            "between": pictures.LINKS[same[0].link, same[0].to_device],
             "times": len(same),
             "bytes": same[0].size,
             "bytes per step": sum(each.size for each in same),
