@@ -192,7 +192,7 @@ WALKS = {
         "strategies/pytorch.py": r"^class \w+\(TorchStrategy\)",
         "strategies/base.py": r"^def build_strategy\(",
         "config/compatibility.py": r"problems\.add\(",
-        "planner/strategies.py": r"^class \w+\(Planned\)",
+        "planner/deepspeed_formulas.py": r"^class \w+\(Planned\)",
     },
     "change the loss": {"model/linear_cross_entropy.py": r"^def linear_cross_entropy\("},
     "add a figure to the record": {
@@ -203,10 +203,10 @@ WALKS = {
     "add a chart": {
         "charts/runs.py": r"^def charts_of_runs\(",
         "charts/sweeps.py": r"^def \w+\(",
-        "charts/command.py": r"^RUN_CHARTS = ",
+        "charts/generate.py": r"^RUN_CHARTS = ",
     },
     "add a GPU": {"planner/hardware.json": r'"title": ".*datasheet"'},
-    "add a suite": {"src/benchmark.py": r"^SUITES\b"},
+    "add a suite": {"benchmarks/suites.py": r"^SUITES\b"},
 }
 """The files that the page names, and what a reader finds in each."""
 ANSWERS = dict(re.findall(r"^\| ([^|]+) \| ([^|]+) \|$", PAGE.split("asked most:", 1)[1], flags=re.MULTILINE)[1:7])
@@ -227,7 +227,7 @@ def test_an_answer_leads_to_its_place(question):
 @pytest.mark.parametrize(
     ("room", "begins", "file", "one"),
     [("strategies", r"class (\w+)(?<!Strategy)\((?:\w+Strategy|Zero)\):", "dsgpt/strategies/base.py", "Zero"),
-     ("benchmarks", r"class (\w+)\((?:frame\.)?Suite\[", "benchmark.py", "Parity")],
+     ("benchmarks", r"class (\w+)\((?:frame\.)?Suite\[", "dsgpt/benchmarks/suites.py", "Parity")],
 )  # fmt: skip
 def test_every_strategy_and_suite_is_named_where_it_is_chosen(room, begins, file, one):
     texts = [path.read_text(encoding="utf-8") for path in (PACKAGE / room).rglob("*.py")]

@@ -26,7 +26,7 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 
 from dsgpt.charts import runs as drawing
-from dsgpt.charts.command import Inputs, charts_of
+from dsgpt.charts.generate import Inputs, charts_of
 from dsgpt.charts.memory import communication_chart, memory_chart, read_samples, step_times_chart, utilisation_chart
 from dsgpt.charts.style import Frame, Texts, look, quiet_style
 from dsgpt.charts.sweeps import charts_of_sweep, efficiency_rows, scaling_chart

@@ -98,7 +98,7 @@ def test_headroom_decides_what_fits_and_is_printed(plan):
     line += " --strategy fsdp --activation_checkpointing"
     memory = json.loads(plan(f"{line} --json"))["memory"]
     assert memory["usable_bytes"] == 0.92 * 16e9 - 0.6e9 > memory["bytes"]
-    assert "12.2 GB is 16.0 GB less 20% headroom (--headroom) and 0.6 GB of" in plan(f"{line} --headroom 20", code=1)
+    assert "12.2 GB is 16.0 GB less 20% headroom (--headroom) and 600.0 MB of" in plan(f"{line} --headroom 20", code=1)
     full = json.loads(plan(f"{line} --headroom 20 --json", code=1))
     assert (full["memory"]["fits"], full["step"], full["training"], full["costs"]) == (False, None, None, [])
 

@@ -7,7 +7,9 @@ import pytest
 from planner_records import RATES, machine
 
 from dsgpt.model.config import PRESETS
+from dsgpt.planner.formulas import copied, passes, placed_traffic, step_traffic, strategy_of
 from dsgpt.planner.hardware import find_gpu
+from dsgpt.planner.pytorch_formulas import AFTER_STEP, BACKWARD, BEFORE_STEP, FORWARD
 from dsgpt.planner.rates import at_ranks, datasheet_machine
 from dsgpt.planner.setup import Setup, model_parameters, total
 from dsgpt.planner.step_time import (
@@ -19,8 +21,6 @@ from dsgpt.planner.step_time import (
     predict_step,
     start_sec,
 )
-from dsgpt.planner.strategies import copied, passes, placed_traffic, step_traffic, strategy_of
-from dsgpt.planner.strategy import AFTER_STEP, BACKWARD, BEFORE_STEP, FORWARD
 
 # The order of a step: every byte of the planned traffic has its place, and pipelines run as DeepSpeed's do.
 

@@ -17,7 +17,7 @@ from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any
 
-from dsgpt.benchmarks.frame import Record, Suite, SuiteOptions, device_flag, made_from, section, span, span_words
+from dsgpt.benchmarks.frame import Record, Suite, SuiteOptions, device_flag, made_from, section, span, span_words, turns
 from dsgpt.benchmarks.launch import train
 from dsgpt.common.command_line import POSITIVE, flag
 from dsgpt.common.files import write_json_atomic
@@ -112,7 +112,7 @@ examples:
   .venv/bin/python src/benchmark.py saving --rounds 10"""
 
     def plan(self) -> int:
-        return len(list(_turns(self.options.rounds))) + self.options.rounds * len(WRITERS)
+        return self.options.rounds * (len(SAVE_MODES) + len(WRITERS))
 
     def begin(self) -> None:
         from dsgpt.benchmarks.cells import prepare_corpus  # noqa: PLC0415 - numpy takes its time
@@ -124,7 +124,7 @@ examples:
         self._flags = {"run_type": "baseline", "device": self.options.device, **data, **WORK}
 
     def results(self) -> Iterator[Run]:
-        for number, mode in _turns(self.options.rounds):
+        for number, mode in turns(SAVE_MODES, rounds=self.options.rounds):
             values = self._flags | {"save_mode": mode, "checkpoint_path": self.folder / f"{number}-{mode}"}
             record = train(values, repository=self.repository, what=f"a training with --save_mode {mode}")
             saves = record["saves"][:SAVES]
@@ -168,13 +168,6 @@ examples:
         return [] if record["ratio"] <= RATIO_BOUND else ["async waits longer than the bound allows"]
 
 
-def _turns(rounds: int) -> Iterator[tuple[int, str]]:
-    """Both modes in every round; they take turns at being the first."""
-    for number in range(rounds):
-        for mode in SAVE_MODES if number % 2 == 0 else SAVE_MODES[::-1]:
-            yield number + 1, mode
-
-
 def _figures(runs: list[Run]) -> dict[str, dict[str, Any]]:
     saves = [save for run in runs for save in run["saves"]]
     of_saves = {key: span([save[key] for save in saves]) for key in ("save_stall_sec", "save_total_sec", "bytes")}
@@ -210,7 +203,7 @@ def _write(folder: Path, rank: int, *, writers: int, preset: str, begin: Barrier
     put = SafetensorsWriter.put
 
     def put_slowly(self: SafetensorsWriter, name: str, value: torch.Tensor) -> None:
-        """In at least the time that the limited bandwidth needs."""
+        """Write a tensor in at least the time that the limited bandwidth needs."""
         started = time.perf_counter()
         put(self, name, value)
         time.sleep(max(0.0, value.nbytes / (MB_PER_SEC * 1e6) - (time.perf_counter() - started)))

@@ -126,7 +126,7 @@ MOST_ATTEMPTS = 200
 
 @dataclass(frozen=True, kw_only=True)
 class Served:
-    """What became of one request."""
+    """Result of one request."""
 
     prompt: int
     """Index of its prompt."""
@@ -136,11 +136,11 @@ class Served:
     """The server's name of the answer; empty without one."""
     text: str
     refusals: int
-    """How often it was refused with 429."""
+    """Number of refusals with 429."""
     accepted_sec: float
-    """From the attempt that was accepted to its answer."""
+    """Seconds from the attempt that was accepted to its answer."""
     whole_sec: float
-    """From the instant of the first attempt to the answer."""
+    """Seconds from the first attempt to the answer."""
     failure: str | None = None
     """Why there is no answer, one line."""
 
@@ -300,7 +300,7 @@ SCHEMA_VERSION = "1.0"
 BATCH, QUEUE = 8, 16
 SEED = 1
 MAX_TOKENS = 32
-"""Of a completion."""
+"""Most tokens of a completion."""
 GROWTH_BOUND = 1.02
 """Bound on the peak memory of the last round, divided by that of the first."""
 PROMPTS = tuple(
@@ -416,7 +416,7 @@ examples:
 
 
 def round_of(requests: Sequence["Served"], *, alone: Sequence[str], earlier: Set[str]) -> Round:
-    """What became of the requests of a round.
+    """Figures of the requests of a round.
 
     Args:
         requests: all of them.

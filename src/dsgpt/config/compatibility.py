@@ -1,4 +1,4 @@
-"""What cannot be combined, and which releases of DeepSpeed are refused.
+"""Combinations that are refused, and the releases of DeepSpeed that are.
 
 Which options, recipes, models and machines are compatible. A refusal gives the reason and the nearest valid value. All
 checks run before a process group or a model exists.
@@ -31,7 +31,7 @@ class RunRequest(Inputs):
 
     @property
     def sizes(self) -> ParallelSizes:
-        """How this run splits the model."""
+        """Tensor, sequence and pipeline sizes of this run."""
         return self.recipe.parallel_of(self.options.run_type or "")
 
     @property
@@ -279,12 +279,12 @@ class KnownBad(NamedTuple):
     """A fault of some releases. A run is affected if all that is named here is true of it."""
 
     releases: str
-    """Of DeepSpeed, as pip writes them."""
+    """Releases of DeepSpeed, in pip's notation."""
     thread: str
-    """On GitHub, below DeepSpeed's repository; or ``no thread``, for what this project saw itself."""
+    """Thread below DeepSpeed's repository on GitHub; ``no thread`` for an observation of this project."""
     effect: str
     stages: tuple[int, ...] = (0, 1, 2, 3)
-    """Of ZeRO."""
+    """Stages of ZeRO that are affected."""
     precision: str = "any"
     needs: str = ""
     """``accumulation in a pipeline``, ``overlap_comm on GPUs`` or ``several ranks``."""

@@ -93,7 +93,7 @@ def fault_of(folder: Path, *, named: bool = False) -> UserError | None:
 
 
 def _fault_of_files(settings: dict[str, Path]) -> UserError | None:
-    """As ``fault_of``, for the contents of the files of ``_READ``, given by name."""
+    """The same as ``fault_of``, for the contents of the files of ``_READ``, given by name."""
     for name, path in settings.items():
         try:  # parsed as transformers does: of equal keys the last counts, so that one is checked
             values = json.loads(read_bytes(path))
@@ -195,7 +195,7 @@ def _open(source: Path | str, **settings: Any) -> "PreTrainedTokenizerBase":
 
 
 def _fault_on_hub(name: str, *, fetch: bool) -> UserError | None:
-    """As ``fault_of`` for a name on the hub. Links in the hub library's cache are the library's own."""
+    """The same as ``fault_of``, for a name on the hub. Links in the hub library's cache are the library's own."""
     from transformers.utils.hub import cached_file  # noqa: PLC0415 - as above
 
     files: dict[str, Path] = {}

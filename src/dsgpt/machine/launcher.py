@@ -55,7 +55,7 @@ def launcher_command(launcher: str, ranks: int, *flags: str) -> list[str]:
 
 
 JOB_LAUNCHERS = ("python", "deepspeed", "torchrun", "slurm", "kubernetes")
-"""What starts the ranks of a training that users launch, on one machine or on several."""
+"""Starters of the ranks of a user's training, on one machine or on several."""
 
 
 def job_words(launcher: str, *, machines: int, devices: int, gpus: bool, launch: str = "launch") -> list[str]:
@@ -162,7 +162,9 @@ def exit_rank(code: int) -> NoReturn:
 
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
-"""In this order, from: schedulers and launchers; Slurm and spot instances; the keyboard; a closed terminal."""
+"""Signals that stop a run, sent by, in this order: schedulers and launchers; Slurm and spot instances; the keyboard;
+a closed terminal.
+"""
 ECHO_SEC = {True: 2.0, False: 0.2}
 """Seconds after the first signal in which further signals count as the same request, with a launcher (True) and without
 one (False). A launcher forwards signals that its ranks already got from the terminal or the batch system."""
@@ -291,7 +293,7 @@ def _leave_at_once(why: str, code: int) -> NoReturn:
 
 @contextlib.contextmanager
 def stop_signals_blocked() -> Iterator[None]:
-    """Inside, this thread receives none of ``SIGNALS``, and a process forked here starts with them blocked.
+    """Block ``SIGNALS`` in this thread, and in processes forked here, inside the context.
 
     Otherwise a data worker that gets a signal before it calls ``ignore_stop_signals`` would run the rank's handlers.
     """

@@ -10,7 +10,8 @@ import psutil
 from dsgpt.machine.launcher import waiting_processes
 
 SHORTEST_SEC = 20.0
-"""The share of a shorter time is unknown: the system counts in ticks of 10 ms, and what has just ended matters."""
+"""Below this duration the share is recorded as null: the kernel counts CPU time in ticks of 10 ms, and processes that
+just ended distort it."""
 _USER, _NICE, _SYSTEM, _STEAL = 1, 2, 3, 8
 """Columns of ``/proc/stat`` (proc_stat(5)). Interrupts are left out: they may be ours."""
 _HIDDEN = (AttributeError, OSError, psutil.Error)
@@ -34,7 +35,7 @@ class LoadOfOthers:
             self._counted = self.busy_seconds(), self.own_seconds()
 
     def figures(self) -> dict[str, float | None]:
-        """For a record: processes that ran or waited in the minute before, and the share of the CPUs since then.
+        """Figures for a record: processes that ran or waited in the minute before, and others' share of the CPUs since.
 
         None for what the system hides.
         """

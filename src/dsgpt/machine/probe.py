@@ -1,4 +1,4 @@
-"""What this machine has: compilers, asynchronous I/O, direct I/O, locked memory.
+"""Properties of this machine: compilers, asynchronous I/O, direct I/O, locked memory.
 
 What offload needs from a machine besides Python: compilers, asynchronous I/O, direct I/O, locked memory. Each probe
 tries on a small scale what DeepSpeed would do later, and returns what is missing. DeepSpeed itself would fail during a

@@ -1,4 +1,4 @@
-"""From the flags of ``src/plan.py`` to the training that is planned, the candidates of a search, and measured steps."""
+"""Reads the flags of ``src/plan.py``: the training that is planned, the candidates of a search, and measured steps."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -10,8 +10,7 @@ from typing import Any
 from dsgpt.common.errors import Problems, UserError
 from dsgpt.common.json_files import JsonError, read_object
 from dsgpt.common.text import REPOSITORY, counted, divisors, divisors_around, multiples_around
-from dsgpt.config.compatibility import RunRequest as Request
-from dsgpt.config.compatibility import check_split
+from dsgpt.config.compatibility import RunRequest, check_split
 from dsgpt.config.options import RUN_TYPES, Options, parse_arguments, shape_overrides
 from dsgpt.config.recipe import PARALLEL_KEYS, Recipe, merged, read_recipe, recipe_from, sound_recipe
 from dsgpt.config.run_config import plan_batch, split_batch
@@ -48,10 +47,10 @@ class CandidateSetup:
     """A strategy, without the batch."""
 
     name: str
-    """As records name strategies, with a remark where two differ in a detail."""
+    """Name of the strategy as in records, with a remark where two differ in a detail."""
     run_type: str
     blocks: dict[str, Any]
-    """What it needs in the recipe."""
+    """Blocks that it needs in the recipe."""
 
     def recipe(self, base: Recipe, path: Path, **more: Any) -> Recipe:
         """``base`` with this strategy, and ``more`` keys, as the file ``path``."""
@@ -89,7 +88,7 @@ def candidate_setups(devices: int, *, together: int) -> Iterator[CandidateSetup]
 
 
 def _blocks(name: str) -> dict[str, Any]:
-    """What the shipped recipe ``name`` says about the strategy."""
+    """Blocks of the shipped recipe ``name`` that belong to the strategy."""
     raw = json.loads((REPOSITORY / RECIPES / f"{name}.json").read_text(encoding="utf-8"))
     return {key: raw[key] for key in ("zero_optimization", *PARALLEL_KEYS) if key in raw}
 
@@ -108,9 +107,9 @@ def read_measured(paths: tuple[Path, ...], calibration: Calibration) -> list[Mea
         try:
             record = read_object(path, max_bytes=MAX_BYTES)
             if "comparisons" in record:
-                found = [_of_sweep(cell) for cell in read_sweep(path).cells]
+                setups = [_of_sweep(cell) for cell in read_sweep(path).cells]
             else:
-                found = [_of_plan(cell) for cell in record.get("cells", [])]
+                setups = [_of_plan(cell) for cell in record.get("cells", [])]
         except JsonError as error:
             raise UserError(f"--measured {path}: cannot be read as a record: {error}") from error
         except (KeyError, TypeError, AttributeError, OverflowError) as error:
@@ -118,7 +117,7 @@ def read_measured(paths: tuple[Path, ...], calibration: Calibration) -> list[Mea
             raise UserError(f"--measured {path}: a cell is not as this program writes it ({reason})") from error
         steps = [
             MeasuredStep(setup=setup, machine=machine_of(devices=setup.world_size), seconds=seconds)
-            for setup, seconds in filter(None, found)
+            for setup, seconds in filter(None, setups)
         ]
         usable = [step for step in steps if step.setup.precision in step.machine.precisions]
         if not usable:
@@ -188,7 +187,7 @@ SIZES = Path("ds_configs") / "sizes"
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRequest:
-    """What is to be planned, checked as far as it does not depend on the batch's split."""
+    """The training to plan, checked as far as the checks do not need the batch's split."""
 
     options: PlanOptions
     model: GPT2Config
@@ -198,23 +197,23 @@ class PlanRequest:
     precision: str
     seq_length: int
     network_basis: str
-    """Where the speed between machines comes from; empty if it is assumed."""
+    """Source of the speed between machines; empty if it is assumed."""
 
     @property
     def machines(self) -> int:
-        """How many the devices are in."""
+        """Number of machines."""
         return -(-self.devices // self.machine.devices)
 
     @property
     def run_type(self) -> str:
-        """As given, or ``optimized``."""
+        """Run type of the flag, or ``optimized``."""
         return self.options.run_type or "optimized"
 
-    def training(self, recipe: Recipe, run_type: str, *, problems: Problems) -> Request:
+    def training(self, recipe: Recipe, run_type: str, *, problems: Problems) -> RunRequest:
         """The request as training's own checks take it."""
         batch = ("global_batch_size", "micro_batch_size_per_gpu", "grad_accum_steps")
         options = Options(run_type=run_type, **{name: getattr(self.options, name) for name in batch})
-        return Request(
+        return RunRequest(
             options=options,
             topology=Topology(
                 rank=0, local_rank=0, world_size=self.devices, local_world_size=self.devices, launcher="deepspeed"

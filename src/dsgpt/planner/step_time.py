@@ -24,12 +24,12 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from dsgpt.machine.topology import ring_factor
+from dsgpt.planner.formulas import copied, step_traffic, strategy_of
 from dsgpt.planner.memory import CHUNK, stream_bytes
 from dsgpt.planner.options import PlanOptions
+from dsgpt.planner.pytorch_formulas import Traffic
 from dsgpt.planner.rates import Machine, Rates, at_ranks
 from dsgpt.planner.setup import FULL, Setup, model_parameters, total
-from dsgpt.planner.strategies import copied, step_traffic, strategy_of
-from dsgpt.planner.strategy import Traffic
 
 # What a rank computes in a micro batch: FLOPs, bytes and operations of a block, of the head and of the embedding.
 # Letters: M tokens of a micro batch on a rank, T tokens of a sequence, C width, V vocabulary, t tensor ranks, w bytes
@@ -41,7 +41,7 @@ _FORWARD_KERNELS, _BACKWARD_KERNELS = 14, 26
 
 @dataclass(frozen=True, kw_only=True)
 class OpCounts:
-    """What a device does; the parts run one after another."""
+    """Operations of a device; the parts run one after another."""
 
     matrix_flops: float = 0.0
     matrix_bytes: float = 0.0
@@ -55,7 +55,7 @@ class OpCounts:
         return OpCounts(**{name: value + vars(other)[name] for name, value in vars(self).items()})
 
     def times(self, count: float) -> "OpCounts":
-        """The same work again and again."""
+        """Counts of ``count`` repetitions."""
         return OpCounts(**{name: value * count for name, value in vars(self).items()})
 
     def seconds(self, rates: Rates, setup: Setup) -> float:
@@ -188,7 +188,7 @@ _ASSUMED_OPERATION_SEC = 4e-6
 
 
 class Hooks(Enum):
-    """How much of the time of ZeRO-3's hooks a step on GPUs takes, which nobody measured."""
+    """Share of the time of ZeRO-3's hooks that a step on GPUs takes, which nobody measured."""
 
     HIDDEN = "the GPU always has enough to do"
     BESIDE = "the host runs ahead of the GPU until it is the slower one: a step takes the longer time of the two"
@@ -210,7 +210,7 @@ class StepTime:
     validation_micro_batch: float
     """Seconds to validate on one micro batch."""
     overlap: str
-    """What overlaps, in words."""
+    """Words for the communication that overlaps."""
 
     @property
     def seconds(self) -> float:
@@ -321,7 +321,7 @@ def _micro_batch(setup: Setup, rank: int, *, kind: str) -> dict[str, OpCounts]:
 
 
 def _host_seconds(setup: Setup, machine: Machine) -> float:
-    """Of ZeRO-3's hooks in a step, on the host of a GPU."""
+    """Seconds of ZeRO-3's hooks in a step, on the host of a GPU."""
     if machine.kind == "cpu":
         return 0.0
     return strategy_of(setup).hook_operations * setup.gradient_accumulation_steps * _ASSUMED_OPERATION_SEC
@@ -418,7 +418,7 @@ def best_save_every(step: float, *, save: float, mtbf: float) -> int:
 
 
 _MOST_EXPONENT = 100.0
-"""Of the expected time: a training of such segments never ends, and a larger one is no number."""
+"""Largest exponent of the expected time: beyond it a training never ends, and the result is no number."""
 
 
 def with_interruptions(seconds: float, *, segment: float, restart: float, mtbf: float) -> float:
@@ -437,7 +437,7 @@ def with_interruptions(seconds: float, *, segment: float, restart: float, mtbf: 
 
 
 def _times(steps: int, every: int) -> int:
-    """How often something happens that is done every so many steps, and after the last one in any case."""
+    """Number of times that something happens every ``every`` steps, and after the last one in any case."""
     return math.ceil(steps / every) if every else 1
 
 
@@ -446,9 +446,9 @@ def _times(steps: int, every: int) -> int:
 # The factors say how much longer a step takes. They are few, so that they hold for setups that were never measured.
 
 _LEAST_SHARE = 0.05
-"""Of a step: a step says nothing about what takes less of it."""
+"""Least share of a step: a measured step says nothing about parts that take less."""
 _BOUNDS = (0.2, 5.0)
-"""Of factors: beyond them the machine is not the one that was calibrated."""
+"""Bounds of factors: beyond them the machine is not the one that was calibrated."""
 _LEAST_SPREAD = 0.05
 _ROUNDS = 30
 _FARTHEST = 0.5
@@ -467,10 +467,10 @@ class MeasuredStep:
 
 @dataclass(frozen=True, kw_only=True)
 class Factors:
-    """How many times as long as its rates say a machine takes."""
+    """Measured time divided by the time that the machine's rates predict."""
 
     compute: Mapping[str, float]
-    """By precision."""
+    """Factors by precision."""
     communication: float
     spread: float
     """The largest share by which a measured step is missed by the factors of all others: what to expect of a setup that
@@ -497,7 +497,7 @@ class Factors:
 
 
 def _slowed(rates: Rates, factors: Mapping[str, float]) -> Rates:
-    """The rates with which computation in each precision, and communication, take so many times as long."""
+    """Rates that make computation in each precision, and communication, slower by these factors."""
     for precision in factors.keys() - {_SENT}:
         rates = rates.in_precision(precision, slower=factors[precision])
     return rates.scaled(compute=1, communication=factors[_SENT])

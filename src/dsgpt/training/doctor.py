@@ -46,7 +46,7 @@ examples:
   srun --nodes=2 --ntasks-per-node=8 --gpu-bind=none launch/slurm/rank.sh .venv/bin/python src/doctor.py"""
 EXIT_FINDINGS = 1
 DEFAULT_PORT = 29500
-"""Of torchrun, DeepSpeed's launcher and the scripts in ``launch/``."""
+"""Port of torchrun, DeepSpeed's launcher and the scripts in ``launch/``."""
 MEETING_SEC = 60
 """Seconds for all ranks to come."""
 SEEN_SEC = 5.0
@@ -65,7 +65,7 @@ LEAST_GBPS = 1.0
 NCCL, TCP = "NCCL", "gloo over TCP"
 SHARED_MEMORY_BYTES, OPEN_FILES = 1 << 30, 4096
 BYTES_PER_PARAMETER = 12
-"""Of a checkpoint: weight and two moments in fp32."""
+"""Bytes per parameter in a checkpoint: weight and two moments in fp32."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +103,7 @@ class Finding:
 
 
 Facts = dict[str, Any]
-"""What one machine says of itself; JSON."""
+"""Facts about one machine, as JSON."""
 
 
 def main() -> int:
@@ -161,7 +161,7 @@ def main() -> int:
 
 
 def machine_facts(options: DoctorOptions) -> Facts:
-    """What can be known of this machine without the others."""
+    """Facts that a machine finds without the others."""
     from dsgpt.machine.device import cuda_devices, software_versions  # noqa: PLC0415 - torch takes seconds
     from dsgpt.machine.probe import compiler, has_cuda_toolkit, libaio_problem  # noqa: PLC0415
 
@@ -232,7 +232,7 @@ def _gpus() -> list[Facts]:
 
 
 def findings_of_machine(facts: Facts, options: DoctorOptions) -> Iterator[Finding]:  # noqa: PLR0912 - one for each
-    """What is wrong with one machine."""
+    """Yields the faults of one machine."""
     host = facts["host"]
     parameters = PRESETS[options.model_size].parameter_count()
     needed = BYTES_PER_PARAMETER * parameters * (options.keep_checkpoints + 1)  # one is written before one is removed
@@ -289,7 +289,7 @@ def findings_of_machine(facts: Facts, options: DoctorOptions) -> Iterator[Findin
 
 
 def findings_of_cluster(machines: Sequence[Facts]) -> Iterator[Finding]:
-    """What differs between machines and must not."""
+    """Yields the differences between machines that must not be."""
     compared = {name: [facts["versions"][name] for facts in machines] for name in machines[0]["versions"]}
     compared["GPUs"] = [[(gpu["name"], gpu["driver"]) for gpu in facts["gpus"]] for facts in machines]
     for what, values in compared.items():
@@ -359,7 +359,7 @@ def _examine_together(options: DoctorOptions, topology: Topology) -> tuple[list[
 
 
 def _meet(topology: Topology, *, on_gpu: bool) -> "TCPStore":
-    """Where the ranks exchange what they found, and whether each has a GPU of its own; waits for all of them."""
+    """The store in which the ranks exchange their facts, and whether each has a GPU of its own; waits for all."""
     from torch._C._distributed_c10d import TCPStore  # noqa: PLC0415 - torch takes seconds
 
     address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")

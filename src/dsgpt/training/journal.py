@@ -1,4 +1,4 @@
-"""What is written down about a run: its figures, its speed, its segments, its record, and the sinks of all of it."""
+"""The journal of a run: its figures, its speed, its segments, its record, and the sinks of all of it."""
 
 import contextlib
 import logging
@@ -295,7 +295,7 @@ class Segments:
         self._load = LoadOfOthers(ranks=bool(several)) if description else None
         self._earlier: list[Segment] = []
         self.all: list[Segment] = []
-        """As of the last ``note``."""
+        """All segments, as of the last ``note``."""
 
     def resume(self, state: RunState) -> None:
         """Continue the segments of a checkpoint. Old checkpoints have none: segments of their steps stay unknown."""
@@ -531,7 +531,7 @@ class Journal:
             self.write()
 
     def _first_non_finite(self, lines: list[dict[str, Any]]) -> str:
-        """Which rank's own loss was the first that is not finite; collective, as every rank has the same lines."""
+        """The rank whose own loss was the first that is not finite; collective, as every rank has the same lines."""
         own = next((place for place, loss in enumerate(self.meter.own_losses) if not math.isfinite(loss)), len(lines))
         ranks: list[tuple[str, int]] = gather_objects((socket.gethostname(), own))
         first = min(place for _, place in ranks)

@@ -142,7 +142,7 @@ class DeepSpeedStrategy(Strategy):
         return torch.as_tensor(self._engine.get_global_grad_norm() if own is None else own).float()
 
     def _boxes(self, name: str) -> list[Box]:
-        """Where what this rank's data group holds of a parameter lies in it."""
+        """Boxes, in the whole parameter, of the part that this rank's data group holds."""
         return part_boxes(name, self._shapes[name], rank=self._topology.tensor_rank, size=self._topology.sizes.tensor)
 
     def shards(self) -> Shards:

@@ -203,7 +203,7 @@ class Zero(DeepSpeedStrategy):
         return sum_over_ranks(loss_sum / (self._accumulation * self._ranks * self._copies)), own_loss, norm
 
     def _micro_batch_loss(self, batch: Batch) -> Tensor:
-        """What this rank adds to the mean loss of its micro batch: all of it, unless the rank reads only a part."""
+        """This rank's summand of the mean loss of its micro batch: all of it, unless the rank reads only a part."""
         loss: Tensor = self._engine(batch.inputs, batch.targets)
         return loss
 
@@ -323,7 +323,7 @@ def ulysses_attention(group: dist.ProcessGroup) -> Attend:
 
 
 def _attend_by_position(q: Tensor, k: Tensor, v: Tensor, dropout: float, causal: bool) -> Tensor:
-    """All positions of this rank's heads: (B, T, nh of this rank, hs) each."""
+    """Attention of this rank's heads over all positions: (B, T, nh of this rank, hs) each."""
     q, k, v = (part.transpose(1, 2) for part in (q, k, v))
     return dense_attention(q, k, v, dropout, causal).transpose(1, 2)
 
@@ -409,7 +409,7 @@ class ColumnParallelLinear(_PartOfLinear):
 
 
 class RowParallelLinear(_PartOfLinear):
-    """All outputs of a ``Linear``, from the parts of its input that the peers hold."""
+    """A ``Linear`` whose outputs are whole, from the parts of its input that the peers hold."""
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, T, in_features) of this peer to (B, T, out_features), equal on all peers."""
