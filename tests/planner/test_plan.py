@@ -25,7 +25,7 @@ from dsgpt.machine.topology import Topology
 from dsgpt.planner.hardware import gpus, read_prices
 from dsgpt.planner.options import read_plan_options
 from dsgpt.planner.plan import Plan, held_in_words, plan_of
-from dsgpt.planner.published import Published, published_page, read_published
+from dsgpt.planner.published import Published, projections_page, published_page, read_published
 from dsgpt.planner.rates import Calibration
 from dsgpt.planner.request import PlanRequest, candidate_setups, fixed_setup, read_measured, read_request
 from dsgpt.planner.search import Judged, recommendation_files, search
@@ -175,6 +175,12 @@ def test_the_page_is_that_of_the_code():
     """After a change of the model of time: ``python src/plan.py --published docs/planner-published.md``."""
     page = (REPOSITORY / "docs" / "planner-published.md").read_text(encoding="utf-8")
     assert page == published_page()
+
+
+def test_the_page_of_projections_is_that_of_the_code_and_of_the_records():
+    """After a change: ``python src/plan.py --projections docs/projections.md``."""
+    page = (REPOSITORY / "docs" / "projections.md").read_text(encoding="utf-8")
+    assert page == projections_page()
 
 
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: f"{row.program} {row.model} {row.gpus} x {row.gpu}")

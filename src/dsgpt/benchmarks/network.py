@@ -160,10 +160,10 @@ class Network(Suite[NetworkOptions, Result]):
     name, record_of, schema_version, unit = "network", "trainings on several hosts", SCHEMA_VERSION, "training"
     flags, page, summary = NetworkOptions, staticmethod(network_page), staticmethod(summary_lines)
     description = """\
-network: train on 2 and 4 hosts, which are network namespaces of this machine with links of their own, and compare with
-the same ranks on one host; then train over slow links, and compare the share of a step that waits for communication
-with the planner's. Needs root. Takes about 20 minutes on 2 cores. Exit code 0: every strategy computes on several hosts
-what it computes on one; 1: otherwise."""
+network: train on 2 and 4 hosts, and compare with the same ranks on one host. Then train over slow links, and compare
+the share of a step that waits for communication with the planner's. The hosts are network namespaces of this machine
+with links of their own, so it needs root. Takes about 20 minutes on 2 cores. Exit code 0: every strategy
+computes on several hosts what it computes on one; 1: otherwise."""
     examples = """\
 examples:
   .venv/bin/python src/benchmark.py network
