@@ -18,6 +18,7 @@ from dsgpt.benchmarks.decoding import Decoding
 from dsgpt.benchmarks.faults import Faults
 from dsgpt.benchmarks.frame import Suite, SuiteOptions, only_flag, peers_flag, read_peers, run_suite
 from dsgpt.benchmarks.inference import PEERS, Inference
+from dsgpt.benchmarks.network import Network
 from dsgpt.benchmarks.parity import Parity
 from dsgpt.benchmarks.plan import Plan
 from dsgpt.benchmarks.recipes import Recipes
@@ -31,7 +32,8 @@ from dsgpt.common.command_line import Parser, run_script, switch
 from dsgpt.common.errors import EXIT_DONE
 
 SUITES: dict[str, type[Suite[Any, Any]]] = {
-    suite.name: suite for suite in (Parity, Resume, Faults, Saving, Speed, Decoding, Inference, Serving, Plan, Recipes)
+    suite.name: suite
+    for suite in (Parity, Resume, Faults, Saving, Network, Speed, Decoding, Inference, Serving, Plan, Recipes)
 } | {"run": SweepSuite}
 COMMANDS = (*SUITES, "compare", "records")
 REPOSITORY = Path(__file__).resolve().parent.parent

@@ -25,17 +25,10 @@ from dsgpt.machine.topology import Topology
 from dsgpt.planner.hardware import gpus, read_prices
 from dsgpt.planner.options import read_plan_options
 from dsgpt.planner.plan import Plan, held_in_words, plan_of
+from dsgpt.planner.published import Published, published_page, read_published
 from dsgpt.planner.rates import Calibration
 from dsgpt.planner.request import PlanRequest, candidate_setups, fixed_setup, read_measured, read_request
-from dsgpt.planner.search import (
-    Judged,
-    Published,
-    predict,
-    published_page,
-    read_published,
-    recommendation_files,
-    search,
-)
+from dsgpt.planner.search import Judged, recommendation_files, search
 from dsgpt.planner.step_time import fit, predict_step
 
 # One setup planned, and mistakes in what is asked for.
@@ -186,7 +179,7 @@ def test_the_page_is_that_of_the_code():
 
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: f"{row.program} {row.model} {row.gpus} x {row.gpu}")
 def test_a_range_contains_the_figure_or_the_row_says_why_not(row: Published):
-    low, likely, high = predict(row)
+    low, likely, high = row.tokens_per_sec(row.gpus)
     assert low < likely < high < 3 * low  # a wider range would say nothing
     assert (low <= row.tokens_per_sec_per_gpu <= high) == (row.why_outside is None)
     assert row.source.startswith("https://")

@@ -342,7 +342,7 @@ def cut_validation(corpus: Corpus, *, windows: int, length: int) -> Corpus:
     return Corpus(train=corpus.train, val=path)
 
 
-def write_random_tokens(folder: Path, *, vocab_sizes: Sequence[int], count: int) -> None:
+def write_random_tokens(folder: Path, *, vocab_sizes: Iterable[int], count: int) -> None:
     """Files ``V.bin`` of ``count`` ids below V, all equally likely, so that a batch uses as many rows as it can."""
     import numpy as np  # noqa: PLC0415 - takes its time
 

@@ -25,7 +25,10 @@ from dsgpt.record.schema import finite
 
 TRAINED = Path("checkpoint/demo-zero1")
 """The run whose model some suites measure; the demo makes it."""
-SUITES = ("parity", "resume", "faults", "saving", "plan", "speed", "recipes", "decoding", "inference", "serving")
+SUITES = (
+    *("parity", "resume", "faults", "saving", "network", "plan", "speed", "recipes"),
+    *("decoding", "inference", "serving"),
+)
 DEMO, SWEEP = "demo", "sweep"
 _ROOMS = {"serving": ("inference/server",)}
 """What some suites measure besides training."""

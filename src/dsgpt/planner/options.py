@@ -161,6 +161,7 @@ class PlanOptions:
     json: bool = switch("print JSON instead of a table", group="output")
     picture: Path | None = flag(Path, "FILE", "draw who holds what on which rank, as .svg or .png")
     published: Path | None = flag(Path, "MD", "plan nothing; write the page of predictions beside published figures")
+    projections: Path | None = flag(Path, "MD", "plan nothing; write the page of predictions for up to 1,024 GPUs")
 
     calibrate: bool = switch(
         f"measure this machine, and write {CALIBRATION.as_posix()} (or --machine)", group="calibration"

@@ -1,7 +1,6 @@
 """What ``src/plan.py`` does after its flags are read.
 
-``--recommend`` searches all setups for the best one. ``--published`` writes ``docs/planner-published.md``: predictions
-from datasheets beside figures that other projects published.
+``--recommend`` searches all setups for the best one.
 """
 
 import contextlib
@@ -17,14 +16,12 @@ from typing import Any
 
 from dsgpt.common.errors import EXIT_DOES_NOT_FIT, EXIT_DONE, EXIT_USER_ERROR, Problems, UserError
 from dsgpt.common.files import json_text, write_atomic
-from dsgpt.common.json_files import Positive, read_as
 from dsgpt.common.text import IN_CHECKOUT, REPOSITORY, divisors, next_line, script_words
 from dsgpt.config.compatibility import check_accumulation, check_split
-from dsgpt.config.recipe import recipe_text, sound_recipe
+from dsgpt.config.recipe import recipe_text
 from dsgpt.config.run_config import plan_batch
 from dsgpt.machine.launcher import LAUNCHERS, job_words
-from dsgpt.model.config import GPT2_VOCAB_SIZE, GPT2Config
-from dsgpt.planner.hardware import PriceTable, find_gpu, gpus, read_prices
+from dsgpt.planner.hardware import PriceTable, gpus, read_prices
 from dsgpt.planner.options import CALIBRATION, PlanOptions
 from dsgpt.planner.plan import (
     HOST_SHARE,
@@ -39,10 +36,8 @@ from dsgpt.planner.plan import (
     size,
     with_assumptions,
 )
-from dsgpt.planner.rates import ATTENTION, LINK, MATRIX, MEMORY, datasheet_machine
+from dsgpt.planner.published import projections_page, published_page
 from dsgpt.planner.request import CandidateSetup, PlanRequest, candidate_setups, fixed_setup, read_request
-from dsgpt.planner.setup import WORK, Setup
-from dsgpt.planner.step_time import predict_step
 
 # The search: plans every candidate, and ranks those that fit into memory, budget and deadline.
 
@@ -356,89 +351,11 @@ def job_text(best: Plan) -> str:
     return text
 
 
-# The page of ``--published``.
-
-PUBLISHED = Path(__file__).with_name("published.json")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Published:
-    """One figure, and the setup here that is most like the one that reached it."""
-
-    program: str
-    model: str
-    shape: dict[str, Positive]
-    """Layers, heads and width."""
-    gpu: str
-    gpus: Positive
-    run_type: str
-    recipe: str
-    """A recipe of ``ds_configs``, without its batch."""
-    precision: str
-    seq_length: Positive
-    micro_batch_size: Positive
-    gradient_accumulation_steps: Positive
-    tokens_per_sec_per_gpu: Positive
-    published_as: str
-    """What was published, from which the figure follows."""
-    source: str
-    why_outside: str | None
-    """Why the figure is not within the predicted range; None if it is."""
-
-
-def read_published() -> list[Published]:
-    """The table."""
-    return read_as(PUBLISHED, dict[str, list[Published]])["rows"]
-
-
-def predict(row: Published) -> tuple[float, float, float]:
-    """Tokens per second of a GPU in the setup of ``row``: at least, likely and at most."""
-    setup = Setup(
-        model=GPT2Config(**row.shape, block_size=row.seq_length, vocab_size=GPT2_VOCAB_SIZE),
-        recipe=sound_recipe(REPOSITORY / "ds_configs" / f"{row.recipe}.json"),
-        world_size=row.gpus,
-        **{name: getattr(row, name) for name in WORK},
-    )
-    step = predict_step(setup, datasheet_machine(find_gpu(row.gpu)))
-    tokens = row.micro_batch_size * row.gradient_accumulation_steps * row.seq_length
-    return tokens / step.most, tokens / step.seconds, tokens / step.least
-
-
-def published_page() -> str:
-    """The page, as Markdown."""
-    figures, remarks, inside = [], [], 0
-    for number, row in enumerate(read_published(), 1):
-        (low, likely, high), figure = predict(row), row.tokens_per_sec_per_gpu
-        strategy = row.recipe if row.run_type == "optimized" else row.run_type
-        gpus, within = f"{row.gpus} x {row.gpu}", low <= figure <= high
-        work = f"{row.micro_batch_size} x {row.gradient_accumulation_steps}, {row.seq_length:,}"
-        figures.append(
-            f"| [{row.program}, {row.model}]({row.source}) | {gpus} | {strategy}, {row.precision}, {work} | "
-            f"{low / 1e3:,.1f}k to {high / 1e3:,.1f}k | {likely / 1e3:,.1f}k | "
-            f"{figure / 1e3:,.1f}k | {'yes' if within else f'no: see row {number}'} |\n"
-        )
-        outside = "" if row.why_outside is None else f" **Outside the range:** {row.why_outside}"
-        remarks.append(f"{number}. {row.program}, {row.model}, {gpus}: {row.published_as}.{outside}\n")
-        inside += within
-    shares = {
-        "dense matrix peak": MATRIX,
-        "matrix peak, by attention": ATTENTION,
-        "memory bandwidth": MEMORY,
-        "link bandwidth": LINK,
-    }
-    assumed = [
-        f"| {name} | {each.least:.0%} | {each.likely:.0%} | {each.most:.0%} |\n" for name, each in shares.items()
-    ]
-    parts = {"figures": "".join(figures), "remarks": "".join(remarks), "shares": "".join(assumed)}
-    template = PUBLISHED.with_suffix(".txt").read_text(encoding="utf-8")
-    return template.format(inside=inside, rows=len(figures), **parts)
-
-
 # The command.
 
 
 def act(options: PlanOptions, problems: Problems, *, draw: Callable[[Plan, Path], None]) -> int:
-    """Calibrate, plan one setup, recommend one, or write the page of published figures; return the exit code.
+    """Calibrate, plan one setup, recommend one, or write a page of the documentation; return the exit code.
 
     Args:
         options: the flags.
@@ -460,13 +377,17 @@ def act(options: PlanOptions, problems: Problems, *, draw: Callable[[Plan, Path]
         print(path)
         print(next_line(script_words("src/plan.py", "--machine", path, "--model_size", "tiny", "--tokens", "1e6")))
         return EXIT_DONE
-    if options.published is not None:
-        problems.raise_if_any()
-        page = published_page().encode()
-        with _writing("--published", options.published):
-            write_atomic(options.published, page)
-        print(options.published)
-        return EXIT_DONE
+    for flag, path, page in (
+        ("--published", options.published, published_page),
+        ("--projections", options.projections, projections_page),
+    ):
+        if path is not None:
+            problems.raise_if_any()
+            text = page().encode()
+            with _writing(flag, path):
+                write_atomic(path, text)
+            print(path)
+            return EXIT_DONE
     request = read_request(options, problems)
     answer: dict[str, Any] | list[str]
     if options.recommend:

@@ -1,0 +1,335 @@
+"""``benchmark.py network``: training across hosts that have networks of their own.
+
+Every strategy must compute on two and on four hosts what it computes on one; the scripts of ``launch/`` start it there.
+Then the share of a step that waits for communication, over links of several speeds, stands beside the share that the
+planner predicts. The hosts are network namespaces of this machine (``dsgpt.benchmarks.hosts``).
+"""
+
+import contextlib
+import itertools
+import os
+import signal
+import statistics
+import subprocess
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from dsgpt.benchmarks.cells import Cell, CellRunner, write_random_tokens
+from dsgpt.benchmarks.frame import (
+    Record,
+    Suite,
+    SuiteOptions,
+    made_from,
+    only_flag,
+    section,
+    selected,
+    span,
+    span_words,
+    troubles,
+    work_facts,
+)
+from dsgpt.benchmarks.hosts import Hosts, NoHosts, made_hosts
+from dsgpt.benchmarks.launch import IMPORTS, Assignment, training_words
+from dsgpt.benchmarks.plan import cells as plan_cells
+from dsgpt.common.command_line import POSITIVE, flag
+from dsgpt.common.errors import UserError
+from dsgpt.common.json_files import read_object
+from dsgpt.planner.rates import Calibration, calibrated_machine, read_calibration
+from dsgpt.planner.setup import Setup
+from dsgpt.planner.step_time import Factors, MeasuredStep, fit, predict_step
+
+# What is trained.
+
+HOSTS = (2, 4)
+TORCHRUN, NO_SSH, SSH = "torchrun", "deepspeed without ssh", "deepspeed over ssh"
+STRATEGIES = {
+    "ddp": (4, TORCHRUN),
+    "fsdp": (4, TORCHRUN),
+    "zero1": (4, NO_SSH),
+    "zero3": (4, SSH),
+    "pipeline2-zero1": (4, SSH),
+    "pipeline2-tensor2-zero1": (8, NO_SSH),
+}
+"""What is compared: the ranks of each, and what starts them."""
+BOUND = 2e-4
+"""On each difference: sums in another order are within it."""
+OVER_LINKS = {f"link-{name}": f"{name}-4x256-fp32-b4" for name in ("ddp", "fsdp", "zero1", "zero3")}
+"""Cells of the suite ``plan`` on two ranks, here one on each of two hosts."""
+RANKS = 2
+MBITS = (80, 320, 1280, 5120)
+"""Megabits a second of a host's link, in each direction."""
+PROFILED = 2
+FLAGS = {"max_train_steps": 6, "profile_comm": PROFILED, "max_val_steps": 1, "no_inference": True, "save_every": 0}
+"""Of a training over links."""
+CALIBRATION_SEC, LIMIT_SEC = 40.0, 300.0
+TOKENS = 200_000
+
+
+# The page.
+
+
+def network_page(record: Record, *, source: str) -> str:
+    """The page.
+
+    Args:
+        record: as ``dsgpt.benchmarks.network`` makes it.
+        source: the record's path, for the reader.
+    """
+    spread = [
+        [
+            *(one[key] for key in ("strategy", "ranks", "hosts", "started_by")),
+            *("none" if off is None else f"{off:.1e}" if off else "0" for off in one["differences"].values()),
+        ]
+        for one in record["trainings"]
+        if one["differences"]
+    ]
+    points = [
+        [
+            point["strategy"],
+            f"{point['mbit']:,}",
+            f"{point['predicted_share']:.1%}",
+            span_words(point["share"], ".1%"),
+            f"{point['off'] * 100:+.1f}",
+            f"{point['predicted_step_sec']:.2f}",
+            span_words(point["step_sec"], ".2f"),
+        ]
+        for point in record["points"]
+    ]
+    in_hosts = """The largest difference from the same ranks on one host, which the same launcher started: of the
+losses of all steps in nats per token, of the gradient norms and of each weight tensor at the end relative.
+`launch/torchrun.sh` and `launch/run_hostfile.sh` start the ranks, over a real sshd where it says so."""
+    on_links = f"""A host's link passes so many megabits a second in each direction ({record["shaped_by"]}). One rank of
+{record["linked_work"]} is on each of two hosts. The share is that of `--profile_comm`: of a step, what the training
+thread waits for communication, in {PROFILED} steps of {record["turns"]} trainings; medians, with the range. The planner
+knows a calibration of this machine and the speed of the links. Its rates were fitted to the same trainings over links
+without limits, and to none of these points."""
+    words = {"error": "**ERROR**", "failed": "**FAILED**", "refused": "refused"}
+    header = ["strategy", "link, Mbit/s", "predicted share", "measured share", "off, points", "predicted step, s"]
+    parts = [
+        "\n".join(["# Training across hosts\n", *summary_lines(record)]),
+        made_from(record, source=source, name="network"),
+        section(
+            "The same training on several hosts",
+            ["strategy", "ranks", "hosts", "started by", "loss", "gradient norm", "weights"],
+            spread,
+            text=in_hosts,
+        ),
+        section("Waiting for slow links", [*header, "measured step, s"], points, text=on_links),
+        troubles([*record["trainings"], *record["over_links"]], words),
+    ]
+    return "\n\n".join(filter(None, parts)) + "\n"
+
+
+def summary_lines(record: Record) -> list[str]:
+    """The verdict."""
+    spread, off = record["trainings"], [abs(point["off"]) for point in record["points"]]
+    good = sum(one["status"] == "passed" for one in spread)
+    lines = [
+        f"{good} of {len(spread)} trainings on several hosts compute what one host computes: losses, gradient norms",
+        f"and last weights within {record['bound']:g}.",
+    ]
+    if off:
+        lines += [
+            f"The share of a step that waits for slow links is predicted within {statistics.median(off):.1%} of a step",
+            f"in the median of {len(off)} points, and within {max(off):.1%} in all.",
+        ]
+    return lines
+
+
+# The suite.
+
+SCHEMA_VERSION = "1.0"
+Result = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class NetworkOptions(SuiteOptions):
+    """The command line."""
+
+    turns: int = flag(POSITIVE, "N", "trainings of each strategy over each link (default: %(default)s)", default=3)
+    only: tuple[str, ...] = only_flag("NAME", "strategies, and link-ddp and so on, by the beginnings of their names")
+
+
+class Network(Suite[NetworkOptions, Result]):
+    """Trains on several hosts, then over slow links."""
+
+    name, record_of, schema_version, unit = "network", "trainings on several hosts", SCHEMA_VERSION, "training"
+    flags, page, summary = NetworkOptions, staticmethod(network_page), staticmethod(summary_lines)
+    description = """\
+network: train on 2 and 4 hosts, which are network namespaces of this machine with links of their own, and compare with
+the same ranks on one host; then train over slow links, and compare the share of a step that waits for communication
+with the planner's. Needs root. Takes about 20 minutes on 2 cores. Exit code 0: every strategy computes on several hosts
+what it computes on one; 1: otherwise."""
+    examples = """\
+examples:
+  .venv/bin/python src/benchmark.py network
+  .venv/bin/python src/benchmark.py network --only zero3 link-zero3"""
+
+    def plan(self) -> int:
+        chosen = selected({name: name for name in (*STRATEGIES, *OVER_LINKS)}, self.options.only)
+        cells = {cell.key: cell for cell in plan_cells()}
+        self._spread = [name for name in chosen if name in STRATEGIES]
+        self._linked = [cells[OVER_LINKS[name]] for name in chosen if name in OVER_LINKS]
+        return len(self._spread) * len(HOSTS) + len(self._linked) * self.options.turns * (1 + len(MBITS))
+
+    def begin(self) -> None:
+        self._calibration: Calibration | None = None
+        self._setups = dict[str, Setup]()
+        self._runner = CellRunner(self.folder, repository=self.repository, device="cpu")
+        write_random_tokens(self.folder, vocab_sizes={cell.shape.vocab_size for cell in self._linked}, count=TOKENS)
+
+    def results(self) -> Iterator[Result]:
+        try:
+            with made_hosts(max(HOSTS)) as hosts:
+                for strategy in self._spread:
+                    alone = self._launch(strategy, hosts, count=1)
+                    for count in HOSTS:
+                        yield self._compared(strategy, count, alone, self._launch(strategy, hosts, count=count))
+                if self._linked:
+                    yield from self._over_links(hosts)
+        except NoHosts as error:
+            raise UserError(f"the suite network needs hosts: {error}") from error
+
+    def _launch(self, strategy: str, hosts: Hosts, *, count: int) -> tuple[Path, str]:
+        """Train with the scripts of ``launch/`` on the first hosts; the run folder, and what failed or nothing."""
+        ranks, started_by = STRATEGIES[strategy]
+        cell, more = Cell(strategy=strategy, ranks=ranks, accumulation=1), ("--no_inference", "--save_every", "0")
+        assignment = self._runner.assignment(cell, call="", name=f"{strategy}-{count}", more=more)
+        folder, each = Path(assignment.folder), ranks // count
+        lines = [f"{hosts.address(number)} slots={each}\n" for number in range(count)]
+        (folder / "hosts").write_text("".join(lines))
+        shared = {"MASTER": hosts.address(0), "NODES": str(count), "DEVICES": str(each), "HOSTFILE": f"{folder}/hosts"}
+        script = "torchrun.sh" if started_by == TORCHRUN else "run_hostfile.sh"
+        command = [self.repository / "launch" / script, *assignment.flags]
+        with contextlib.ExitStack() as running:
+            if started_by == SSH:
+                shared |= running.enter_context(hosts.reached_by_ssh(folder / "ssh"))
+            processes = []
+            for number in range(1 if started_by == SSH else count):
+                own = {"NODE_RANK": str(number)} if started_by == NO_SSH else {}
+                processes.append(hosts.start(number, *command, log=folder / "log", variables=shared | own))
+                running.callback(_end, processes[-1])
+            codes = [process.wait(timeout=LIMIT_SEC) for process in processes]
+        last = (folder / "log").read_text(encoding="utf-8", errors="replace").strip().splitlines()[-3:]
+        return folder / "run", f"exit codes {codes}: {' / '.join(last)}" if any(codes) else ""
+
+    def _compared(self, strategy: str, count: int, alone: tuple[Path, str], spread: tuple[Path, str]) -> Result:
+        from dsgpt.benchmarks.network_rank import differences  # noqa: PLC0415 - torch takes seconds
+
+        (reference, message), (run, other) = alone, spread
+        message = message or other
+        off = {} if message else differences(run, reference)
+        wrong = [f"{what} is off by {value:.1e}" for what, value in off.items() if value and not value <= BOUND]
+        ranks, started_by = STRATEGIES[strategy]
+        return {
+            "name": f"{strategy} on {count} hosts",
+            "strategy": strategy,
+            "ranks": ranks,
+            "hosts": count,
+            "started_by": started_by,
+            "status": "error" if message else "failed" if wrong else "passed",
+            "message": message or "; ".join(wrong),
+            "differences": off,
+        }
+
+    def _over_links(self, hosts: Hosts) -> Iterator[Result]:
+        """Strategies and links take turns, so that a machine that becomes slower favours none."""
+        from dsgpt.planner.calibrate import calibrate  # noqa: PLC0415 - torch takes seconds
+        from dsgpt.telemetry.profiles import COMMUNICATION_FILE  # noqa: PLC0415
+
+        file, cells = self.folder / "calibration.json", {cell.key: cell for cell in self._linked}
+        self.console.say("measuring this machine, for the planner")
+        calibrate(file, seconds=CALIBRATION_SEC, devices=RANKS)
+        self._calibration = read_calibration(file)
+
+        def assignment(one: tuple[int, int | None, str]) -> Assignment:
+            turn, mbit, key = one
+            folder = self.folder / f"{key}-{mbit}-{turn}"
+            folder.mkdir()
+            recipe = cells[key].write_recipe(folder / "recipe.json", recipes=self.repository / "ds_configs")
+            self._setups[cells[key].strategy] = cells[key].setup(recipe)
+            flags = cells[key].flags(recipe=recipe, tokens=self.folder, folder=folder)
+            arguments = {"hosts": hosts.name, "count": RANKS, "mbit": mbit}
+            call = "dsgpt.benchmarks.network_rank:train"
+            return Assignment(
+                folder=str(folder), flags=[*flags, *training_words(FLAGS)], call=call, arguments=arguments
+            )
+
+        every = list(itertools.product(range(1, self.options.turns + 1), (None, *MBITS), cells))
+        imports = [*IMPORTS["torchrun"], *IMPORTS["deepspeed"]]
+        for (turn, mbit, key), end in self._runner.run(
+            every, place=lambda _one: (RANKS, "torchrun"), assign=assignment, imports=imports
+        ):
+            strategy, run = cells[key].strategy, end.folder / "run"
+            result = {"name": f"{strategy}, {mbit or 'no'} Mbit/s, turn {turn}", "strategy": strategy, "mbit": mbit}
+            result |= {"status": end.status, "message": end.message}
+            if end.status == "done":
+                profiled, shaped = read_object(run / COMMUNICATION_FILE), end.ranks[0]["shaped"].get("mbit")
+                seconds = statistics.fmean(rank["step_time_sec"] for rank in profiled["ranks"])
+                result |= {"status": "passed", "share": profiled["exposed_share"], "step_sec": seconds}
+                result |= {"shaped_by": shaped}
+            yield result
+
+    def line(self, result: Result, *, count: str, left: str) -> str:
+        found = [f"{what} off by {value:.1e}" for what, value in result.get("differences", {}).items() if value]
+        found += [f"waits {result['share']:.1%} of a step"] if "share" in result else []
+        return f"{count} {result['name']}: {', '.join([result['status'], *found])}{left} {result['message']}".rstrip()
+
+    def record(self, results: Sequence[Result]) -> Record:
+        linked, by_link = (
+            [one for one in results if "mbit" in one],
+            defaultdict[tuple[str, int | None], list[Result]](list),
+        )
+        for one in linked:
+            if "share" in one:
+                by_link[one["strategy"], one["mbit"]].append(one)
+        factors, points = self._predicted(by_link)
+        return {
+            "bound": BOUND,
+            "work": work_facts("cpu"),
+            "turns": self.options.turns,
+            "linked_work": self._linked[0].title.partition(", ")[2] if self._linked else None,
+            "shaped_by": next((one["shaped_by"] for one in linked if one.get("shaped_by")), None),
+            "calibration": self._calibration and asdict(self._calibration),
+            "factors": factors and asdict(factors),
+            "trainings": [one for one in results if "mbit" not in one],
+            "over_links": linked,
+            "points": points,
+        }
+
+    def _predicted(
+        self, by_link: Mapping[tuple[str, int | None], Sequence[Result]]
+    ) -> tuple[Factors | None, list[dict[str, Any]]]:
+        """What was fitted to the trainings without limits, and every other link of every strategy, predicted."""
+        seconds = {key: span([one["step_sec"] for one in turns]) for key, turns in by_link.items()}
+        free = {strategy: each["median"] for (strategy, mbit), each in seconds.items() if mbit is None}
+        if self._calibration is None or not free:
+            return None, []
+        machine = calibrated_machine(self._calibration, devices=RANKS)
+        factors = fit(
+            [MeasuredStep(setup=self._setups[name], machine=machine, seconds=each) for name, each in free.items()]
+        )
+        fitted, points = factors.applied(machine), []
+        for (strategy, mbit), turns in by_link.items():
+            if mbit is None:
+                continue
+            rates = replace(fitted.rates, network=mbit * 1e6 / 8)
+            step = predict_step(self._setups[strategy], replace(fitted, devices=1, rates=rates))
+            share, predicted = span([one["share"] for one in turns]), step.parts["communication"] / step.seconds
+            point = {"strategy": strategy, "mbit": mbit, "predicted_share": predicted, "share": share}
+            point |= {"off": predicted - share["median"], "predicted_step_sec": step.seconds}
+            points.append(point | {"step_sec": seconds[strategy, mbit]})
+        return factors, points
+
+    def failures(self, record: Record) -> list[str]:
+        return [one["name"] for one in (*record["trainings"], *record["over_links"]) if one["status"] != "passed"]
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    """End a launcher and its ranks, if they still run."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()

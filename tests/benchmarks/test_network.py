@@ -1,0 +1,49 @@
+"""``python src/benchmark.py network``: training across hosts, and over slow links."""
+
+import contextlib
+import io
+import json
+
+import pytest
+from forked_ranks import launches_fork
+from small_run import REPOSITORY
+
+from dsgpt.benchmarks import network
+from dsgpt.benchmarks.frame import run_suite
+from dsgpt.benchmarks.network import Network, NetworkOptions, network_page
+from dsgpt.planner import calibrate
+
+PLAN = REPOSITORY / "checkpoint" / "reference" / "cpu-2-cores" / "plan.json"
+
+
+def run(folder, *only):
+    """The record, exit code and output of a part of the suite."""
+    options = NetworkOptions(only=only, turns=1, output=folder / "network.json")
+    with launches_fork(), contextlib.redirect_stdout(io.StringIO()) as printed:
+        code = run_suite(Network, options, repository=REPOSITORY)
+    return json.loads(options.output.read_text()), code, printed.getvalue()
+
+
+def test_a_step_waits_for_a_slow_link_as_predicted(tmp_path, monkeypatch):
+    """The calibration is a committed one; the wait for 160 Mbit/s is the same on any processor."""
+    monkeypatch.setattr(calibrate, "calibrate", lambda path, **_: path.write_bytes(PLAN.read_bytes()))
+    monkeypatch.setattr(network, "MBITS", (160,))
+    record, code, printed = run(tmp_path, "link-zero1")
+    assert code == 0, printed
+    free, slow = record["over_links"]
+    assert (free["shaped_by"], slow["shaped_by"]) == (None, "tc tbf")
+    (point,) = record["points"]
+    passing = 1.5 * 4 * 5_311_488 * 8 / 160e6  # gradients both ways at once, then half of the weights
+    for share, step in ((slow["share"], slow["step_sec"]), (point["predicted_share"], point["predicted_step_sec"])):
+        assert 0.8 * passing < share * step < 2 * passing  # ZeRO-1 hides nothing behind what the machine computes
+    assert point["share"]["median"] == slow["share"]
+    assert "| zero1 | 160 | " in network_page(record, source="network.json")
+
+
+@pytest.mark.long
+def test_a_strategy_computes_on_several_hosts_what_one_computes(tmp_path):
+    record, code, printed = run(tmp_path, "zero1")
+    assert code == 0, printed
+    assert [one["hosts"] for one in record["trainings"]] == [2, 4]
+    for one in record["trainings"]:
+        assert one["differences"].keys() == {"loss", "gradient norm", "weights"}
