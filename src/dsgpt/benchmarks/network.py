@@ -62,9 +62,9 @@ RANKS = 2
 MBITS = (80, 320, 1280, 5120)
 """Megabits a second of a host's link, in each direction."""
 PROFILED = 2
-FLAGS = {"max_train_steps": 6, "profile_comm": PROFILED, "max_val_steps": 1, "no_inference": True, "save_every": 0}
+FLAGS = {"max_train_steps": 5, "profile_comm": PROFILED, "max_val_steps": 1, "no_inference": True, "save_every": 0}
 """Of a training over links."""
-CALIBRATION_SEC, LIMIT_SEC = 40.0, 300.0
+CALIBRATION_SEC, LIMIT_SEC = 20.0, 300.0
 TOKENS = 200_000
 
 
