@@ -17,6 +17,7 @@ from dsgpt.planner.step_time import (
     bus_rate,
     head_and_loss,
     predict_step,
+    sending_sec,
 )
 from dsgpt.planner.strategies import copied, passes, placed_traffic, step_traffic, strategy_of
 from dsgpt.planner.strategy import AFTER_STEP, BACKWARD, BEFORE_STEP, FORWARD
@@ -308,6 +309,22 @@ def test_rings_over_several_machines_pass_their_network_once(setup):
     # four stages of 4 ranks: the second and the third, 7 and 8
     deep = {"model": replace(setup().model, n_layer=4), "top": {"pipeline": {"stages": 4, "partition": "uniform"}}}
     assert rates("pipeline", world_size=16, **deep)["pipeline"] == 1e5 / 4
+
+
+def test_a_slow_network_passes_what_is_sent_however_slow_an_operation_is_inside_a_machine(setup):
+    """Inside a machine a scatter takes 5 times as long as its ring bytes, a gather 11 times; the network is at 1e5."""
+    rates = replace(RATES, slowness={"reduce_scatter": {"fp32": 5.0}, "all_gather": {"fp32": 11.0}})
+    sent = {each.operation: each for each in step_traffic(setup(run_type="fsdp", world_size=2))}
+    scatter, gather = sent["reduce_scatter"].ring_bytes, sent["all_gather"].ring_bytes
+
+    def seconds(operation: str, rate: float, kind: str) -> float:
+        return sending_sec(sent[operation], rates, precision="fp32", rate=rate, kind=kind)
+
+    assert seconds("all_gather", 1e6, "cpu") == pytest.approx(11 * gather / 1e6)
+    assert seconds("all_gather", 1e5, "cpu") == pytest.approx(11 * gather / 1e6 + gather / 1e5)
+    assert seconds("reduce_scatter", 1e5, "cpu") == pytest.approx(5 * scatter / 1e6 + 2 * scatter / 1e5)
+    assert seconds("all_gather", 1e5, "cuda") == pytest.approx(11 * gather / 1e6)
+    assert seconds("reduce_scatter", 1e5, "cuda") == pytest.approx(scatter / 1e5)
 
 
 def test_rates_between_measured_widths_rows_and_ranks():
