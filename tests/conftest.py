@@ -13,7 +13,7 @@ import pytest
 from forked_ranks import start_server
 from scheduling import SHARED, folder_of, pytest_collection_modifyitems, pytest_xdist_make_scheduler  # noqa: F401
 from small_run import REPOSITORY, command_line, write_inputs
-from system_packages import command, lacking
+from system_packages import MAY_LACK, command, lacking
 
 from dsgpt.benchmarks.cells import Corpus, prepare_corpus
 from dsgpt.common.command_line import raise_on_signals
@@ -104,8 +104,13 @@ def _skip_at_start(event: str, about: tuple[Any, ...]) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Report a test as skipped that lost the skip, in a thread or because something caught it, or lacks a package."""
+    """Report a test as skipped that lost the skip, in a thread or because something caught it, or lacks a package.
+
+    Under ``CI=true`` a test that is left out has failed.
+    """
     report = yield
+    if report.skipped and os.environ.get("CI") == "true" and not MAY_LACK.search(report.longreprtext):
+        report.outcome, report.longrepr = "failed", f"under CI=true no test may be left out: {report.longreprtext}"
     reason = _prevented[-1] if _prevented else ""
     if report.failed and os.environ.get("CI") != "true" and (package := lacking(report.longreprtext)):
         reason = f"needs {package}"

@@ -27,7 +27,7 @@ from typing import Any, BinaryIO, NoReturn
 import pytest
 
 from dsgpt.benchmarks import launch
-from dsgpt.benchmarks.launch import ELSEWHERE, IMPORTS, WORKER, environment_for, identify_cpu_once
+from dsgpt.benchmarks.launch import ELSEWHERE, IMPORTS, WORKER, child_environment, identify_cpu_once
 from dsgpt.machine.launcher import exit_rank
 from dsgpt.machine.topology import free_port
 
@@ -111,7 +111,7 @@ class _ForkedLaunch:
 @contextlib.contextmanager
 def _forked_launch(command: list[str], log: BinaryIO, *, device: str) -> Iterator[_ForkedLaunch]:
     launcher, ranks, *_, job = command
-    count, environment = None if launcher == "python" else int(ranks), environment_for(device)
+    count, environment = None if launcher == "python" else int(ranks), child_environment(device)
     with _asked([WORKER, job], count, environment=environment, outputs=[log.name] * 2) as connection:
         yield _ForkedLaunch(connection)
 
@@ -145,7 +145,7 @@ def start_server() -> None:
         [sys.executable, __file__, f"{folder.name}/socket"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        env=environment_for("cpu"),
+        env=child_environment("cpu"),
     )
     assert server.stdout and server.stdout.readline(), "the process that forks ranks did not start"
     os.environ[ADDRESS] = f"{folder.name}/socket"

@@ -22,12 +22,15 @@ WITHOUT = {
     "iptables": re.compile(r"need iptables"),
     "bindfs": re.compile(r"needs bindfs"),
     "faketime": re.compile(r"needs faketime"),
+    "iproute2": re.compile(r"needs iproute2"),
 }
 """Debian package to what a test says that fails without it, or that is skipped."""
 DAEMONS = {"slurm-wlm": "slurmctld", "munge": "munged"}
 """Debian package to its daemon, which is on the PATH of root."""
-FAULTS = {name: name for name in ("iptables", "bindfs", "faketime")}
-"""Debian package to its command: what disturbs the hosts of a test."""
+FAULTS = {"iproute2": "ip"} | {name: name for name in ("iptables", "bindfs", "faketime")}
+"""Debian package to its command: what makes the hosts of a test, and disturbs them."""
+MAY_LACK = re.compile(r"Skipped: (starts |this (kernel|system) )")
+"""Reasons to leave out a test under ``CI=true``, too: ``--without-processes``, and what only another kernel has."""
 
 
 def browser() -> str | None:

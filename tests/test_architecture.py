@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import itertools
 import re
 import subprocess
 import sys
@@ -64,15 +65,13 @@ def test_imports_follow_the_floors(path):
         if name.startswith("dsgpt."):
             assert name.split(".")[1] in ROOMS[: own + 1], f"{ROOMS[own]} imports {name}"
     if any(path.match(f"dsgpt/{foundation}.py") for foundation in FOUNDATIONS):
-        assert {name.split(".")[0] for name in imported(path)} <= sys.stdlib_module_names | {"dsgpt", "pydantic"}
+        outside = {name.split(".")[0] for name in imported(path)} - sys.stdlib_module_names
+        assert outside <= {"dsgpt", "pydantic"}, path
 
 
-FOUNDATIONS = {
-    "common": sorted(path.stem for path in (PACKAGE / "common").glob("*.py")),
-    "config": ["options", "recipe", "recipe_blocks"],
-    "machine": ["topology"],
-}
-"""Pydantic takes 0.1 s to import, and DeepSpeed brings it along anyway."""
+def test_a_room_itself_imports_nothing():
+    for path in PACKAGE.rglob("__init__.py"):
+        assert [type(node) for node in ast.parse(path.read_text(encoding="utf-8")).body] == [ast.Expr], path
 
 
 @pytest.mark.parametrize(
@@ -85,29 +84,54 @@ def test_only_its_folder_imports_a_library(library, folders):
     assert {path.parent.relative_to(REPOSITORY).as_posix() for path in users} == folders
 
 
-LIGHT = {
-    "common": sorted(path.stem for path in (PACKAGE / "common").glob("[a-z]*.py")),
-    "config": ["options", "recipe", "run_config"],
-    "data": ["token_file"],
-    "formats": ["tokenizer_files"],
-    "inference": ["commands"],
-    "machine": ["launcher", "probe", "topology"],
-    "model": ["config"],
-    "planner": ["hardware", "memory", "rates", "step_time"],
-    "record": sorted(path.stem for path in (PACKAGE / "record").glob("[a-z]*.py")),
-    "training": ["status"],
+BRING_TORCH = {"torch", "deepspeed", "transformers", "lm_eval", "safetensors.torch"}
+TORCH = {
+    "benchmarks": "contenders faults_kinds parity_rank parity_reference plan_rank resume_rank",
+    "checkpoints": "pieces training_state",
+    "data": "loader",
+    "formats": "hugging_face tensor_files",
+    "inference": "decoder evaluate generation model_files server.completions server.engine server.server",
+    "machine": "device peers spot",
+    "model": "gpt2 linear_cross_entropy",
+    "planner": "calibrate",
+    "strategies": "base optimizer pytorch deepspeed.engine deepspeed.pipeline deepspeed.setup deepspeed.state "
+    "deepspeed.zero",
+    "telemetry": "cost meter profiles",
+    "training": "budget journal run run_description run_folder saving trackers trainer",
 }
-"""Modules of each room that scripts import before they know what they have to do."""
+"""The files of each room whose import imports torch. Everything else can be used without waiting for it."""
+
+
+def imported_at_once(path: Path) -> set[str]:
+    """What the import of a file imports: not what stands in functions, and not what only a type checker reads."""
+    names, nodes = set(), [*ast.parse(path.read_text(encoding="utf-8")).body]
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+        elif isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            nodes += node.orelse
+        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            nodes += ast.iter_child_nodes(node)
+    return {part for name in names for part in itertools.accumulate(name.split("."), "{}.{}".format)}
+
+
+def test_torch_is_imported_only_behind_the_wall():
+    names = {".".join(path.relative_to(SOURCES).with_suffix("").parts): imported_at_once(path) for path in modules()}
+    found, behind = BRING_TORCH, set[str]()
+    while found:
+        behind |= found
+        found = {module for module, used in names.items() if used & behind} - behind
+    assert behind - BRING_TORCH == {f"dsgpt.{room}.{name}" for room, files in TORCH.items() for name in files.split()}
+    assert {*ROOMS} - {name.split(".")[1] for name in names.keys() - behind} == {"strategies"}
 
 
 @pytest.mark.parametrize(
     ("modules", "slow"),
     [
         (["generate"], {"torch", "numpy", "pydantic"}),
-        (
-            ["benchmark", "plan", *(f"dsgpt.{room}.{name}" for room, names in LIGHT.items() for name in names)],
-            {"torch", "deepspeed", "transformers", "numpy"},
-        ),
+        (["benchmark", "plan", "dsgpt.config.run_config", "dsgpt.record.runs"], {"torch", "numpy", "transformers"}),
         (["dsgpt.data.download", "dsgpt.data.preparation"], {"torch", "transformers", "datasets", "pyarrow"}),
         ([f"dsgpt.dashboard.{name}" for name in ("overview", "compare", "live")], {"torch", "matplotlib", "seaborn"}),
     ],
@@ -152,3 +176,61 @@ def test_the_table_says_of_each_room_what_its_docstring_says():
     texts = [ast.get_docstring(ast.parse((PACKAGE / room / "__init__.py").read_text())) for room in ROOMS]
     contents = [" ".join(text.split("\n\n", 1)[0].split()).replace("``", "`") for text in texts]
     assert table == [f"| `{room}` | {text} |" for room, text in zip(ROOMS, contents, strict=True)]
+
+
+def test_the_way_of_a_run_names_modules_that_exist():
+    way = re.search(r"^    src/gpt2\.py\n((?:      .*\n)+)", PAGE, flags=re.MULTILINE)[1]
+    names = re.findall(r"(?:^ +|-> )([a-z_]+\.[a-z_]+)\b", way, flags=re.MULTILINE)
+    assert len(names) >= 8
+    assert [name for name in names if not (PACKAGE / name.replace(".", "/")).with_suffix(".py").exists()] == []
+
+
+# The six answers that are asked most; tests/test_pages.py checks that every path of the page exists.
+
+WALKS = {
+    "add a strategy": {
+        "strategies/pytorch.py": r"^class \w+\(TorchStrategy\)",
+        "strategies/base.py": r"^def build_strategy\(",
+        "config/compatibility.py": r"problems\.add\(",
+        "planner/deepspeed_formulas.py": r"^class \w+\(Planned\)",
+    },
+    "change the loss": {"model/linear_cross_entropy.py": r"^def linear_cross_entropy\("},
+    "add a figure to the record": {
+        "training/journal.py": r"^class Journal\b",
+        "record/schema.py": r"^SCHEMA_VERSION = ",
+        "record/runs.py": r"^class Run\b",
+    },
+    "add a chart": {
+        "charts/runs.py": r"^def charts_of_runs\(",
+        "charts/sweeps.py": r"^def \w+\(",
+        "charts/generate.py": r"^RUN_CHARTS = ",
+    },
+    "add a GPU": {"planner/hardware.json": r'"title": ".*datasheet"'},
+    "add a suite": {"benchmarks/suites.py": r"^SUITES\b"},
+}
+"""The files that the page names, and what a reader finds in each."""
+ANSWERS = dict(re.findall(r"^\| ([^|]+) \| ([^|]+) \|$", PAGE.split("asked most:", 1)[1], flags=re.MULTILINE)[1:7])
+
+
+def test_the_page_answers_six_questions():
+    assert list(ANSWERS) == list(WALKS)
+
+
+@pytest.mark.parametrize("question", WALKS)
+def test_an_answer_leads_to_its_place(question):
+    for file, words in WALKS[question].items():
+        assert f"`{file}" in ANSWERS[question], file
+        place = PACKAGE / file if (PACKAGE / file).exists() else REPOSITORY / file
+        assert re.search(words, place.read_text(encoding="utf-8"), flags=re.MULTILINE), file
+
+
+@pytest.mark.parametrize(
+    ("room", "begins", "file", "one"),
+    [("strategies", r"class (\w+)(?<!Strategy)\((?:\w+Strategy|Zero)\):", "dsgpt/strategies/base.py", "Zero"),
+     ("benchmarks", r"class (\w+)\((?:frame\.)?Suite\[", "dsgpt/benchmarks/suites.py", "Parity")],
+)  # fmt: skip
+def test_every_strategy_and_suite_is_named_where_it_is_chosen(room, begins, file, one):
+    texts = [path.read_text(encoding="utf-8") for path in (PACKAGE / room).rglob("*.py")]
+    classes = {name for text in texts for name in re.findall(f"^{begins}", text, flags=re.MULTILINE)}
+    assert one in classes
+    assert classes - set(re.findall(r"\w+", (SOURCES / file).read_text(encoding="utf-8"))) == set()

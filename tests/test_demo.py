@@ -1,7 +1,6 @@
 """``make demo`` again, with other steps, text or recipe: it resumes, or starts again and prints why."""
 
 import errno
-import importlib
 import json
 import os
 import shutil
@@ -13,6 +12,7 @@ from unittest.mock import DEFAULT, Mock
 import pytest
 from small_run import REPOSITORY
 
+import dsgpt.demo
 from dsgpt.benchmarks.cells import Corpus
 from dsgpt.common.command_line import Terminated
 from dsgpt.training import run as preparation
@@ -21,9 +21,8 @@ from dsgpt.training.command import train
 
 @pytest.fixture
 def demo(tmp_path: Path, corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """``src/demo.py``, with a small text in its data folder and a smaller model."""
-    monkeypatch.syspath_prepend(REPOSITORY / "src")
-    module = importlib.import_module("demo")
+    """``dsgpt.demo``, with a small text in its data folder and a smaller model."""
+    module = dsgpt.demo
     shutil.copytree(corpus.train.parent, tmp_path / "data" / "python-stdlib")
     monkeypatch.chdir(tmp_path)
     shutil.copytree(REPOSITORY / "ds_configs", tmp_path / "ds_configs")

@@ -72,6 +72,13 @@ def test_the_sweep_is_that_of_its_page():
 
 # Pages that list keys, exit codes or versions.
 
+
+def test_the_newest_version_of_the_changelog_is_the_packages():
+    changelog, project = ((REPOSITORY / name).read_text() for name in ("CHANGELOG.md", "pyproject.toml"))
+    newest = re.search(r"^## \[(.*?)\] - \d{4}-\d\d-\d\d$", changelog, flags=re.MULTILINE)
+    assert f'\nversion = "{newest[1]}"\n' in project
+
+
 RECORDS_PAGE = (REPOSITORY / "docs" / "records.md").read_text(encoding="utf-8")
 
 

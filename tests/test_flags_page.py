@@ -3,19 +3,20 @@
 ``pytest tests/test_flags_page.py --snapshot-update`` writes the page anew.
 """
 
-import runpy
 from dataclasses import fields
 
 import pytest
 from small_run import REPOSITORY
 
-from dsgpt.charts.command import ChartsOptions
+from dsgpt.benchmarks.suites import COMMANDS, parser_of
+from dsgpt.charts.generate import ChartsOptions
 from dsgpt.common.command_line import Parser
 from dsgpt.config.options import ChangesTraining, Options
 from dsgpt.dashboard.server import DashboardOptions
 from dsgpt.data.download import DownloadOptions
 from dsgpt.data.preparation import PrepareOptions
 from dsgpt.data.token_file import VerifyOptions
+from dsgpt.demo import Demo
 from dsgpt.inference.commands import ConvertOptions, EvaluateRequest, GenerateRequest, ServeOptions
 from dsgpt.planner.options import PlanOptions
 from dsgpt.training.doctor import DoctorOptions
@@ -53,7 +54,6 @@ def _section(command: str, parser: Parser) -> str:
 
 
 def flags_page() -> str:
-    benchmark, demo = (runpy.run_path(f"{REPOSITORY}/src/{name}.py") for name in ("benchmark", "demo"))
     commands = {
         "data_prep/preprocess.py, preprocess_small.py": PrepareOptions,
         "data_prep/download_data.py": DownloadOptions,
@@ -67,10 +67,10 @@ def flags_page() -> str:
         "src/convert.py": ConvertOptions,
         "charts/generate_charts.py": ChartsOptions,
         "charts/dashboard.py": DashboardOptions,
-        "src/demo.py": demo["Demo"],
+        "src/demo.py": Demo,
     }
     parsers = {command: _parser(options) for command, options in commands.items()}
-    parsers |= {f"src/benchmark.py {what}": benchmark["parser_of"](what) for what in benchmark["COMMANDS"]}
+    parsers |= {f"src/benchmark.py {what}": parser_of(what) for what in COMMANDS}
     return "\n".join([BEGINNING, *(_section(command, parser) for command, parser in parsers.items())])
 
 

@@ -8,42 +8,36 @@ import sys
 from pathlib import Path
 
 import pytest
-import system_packages
 from forked_ranks import run_script
 from small_run import REPOSITORY
 
 # Tests that are left out because the system lacks a package.
 
 
-BRINGS = "as root: apt-get install g++ libaio-dev chromium slurm-wlm munge openssh-server pdsh iptables bindfs faketime"
+BRINGS = (
+    "as root: apt-get install g++ libaio-dev chromium slurm-wlm munge openssh-server pdsh iptables bindfs faketime"
+    " iproute2"
+)
 
 
-@pytest.fixture
-def bare(tmp_path, monkeypatch):
-    """No command is found; ``apt-get`` is a stand-in that notes its words, where a test puts it into the folder."""
-    (folder := tmp_path / "bin").mkdir()
-    for name, value in {"PATH": folder, "PLAYWRIGHT_BROWSERS_PATH": folder}.items():
-        monkeypatch.setenv(name, str(value))
-    for name in ("CXX", "CI"):
-        monkeypatch.delenv(name, raising=False)
-    system_packages.missing.cache_clear()
-    yield folder
-    system_packages.missing.cache_clear()
-
-
-@pytest.mark.parametrize(("ci", "counts"), [("", "1 failed, 1 passed, 2 skipped"), ("true", "2 failed, 1 passed")])
-def test_tests_that_need_what_is_missing_are_left_out_except_in_ci(bare, tmp_path, ci, counts):
+@pytest.mark.parametrize(
+    ("ci", "counts"), [("", "1 failed, 1 passed, 3 skipped"), ("true", "4 failed, 1 passed in")], ids=["here", "ci"]
+)
+def test_tests_that_need_what_is_missing_are_left_out_except_in_ci(tmp_path, ci, counts):
+    """Where no command is found."""
     (tmp_path / "test_some.py").write_text(
         "import pytest\n"
         "def test_compiles(): assert not 'optimizer offload finds no C++ compiler: install one'\n"
         "def test_swaps(): pytest.skip('needs libaio-dev')\n"
+        "def test_host(): pytest.skip('only root can make network namespaces')\n"
         "def test_else(): assert not 'another reason'\n"
         "def test_fine(): pass\n"
     )
     shutil.copy(REPOSITORY / "tests" / "conftest.py", tmp_path)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", "/dev/null", "--rootdir", tmp_path]
     command += ["-o", f"pythonpath={REPOSITORY / 'tests'}", tmp_path / "test_some.py"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | {"CI": ci})
+    bare = {"PATH": str(tmp_path), "PLAYWRIGHT_BROWSERS_PATH": str(tmp_path), "CXX": "", "CI": ci}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | bare)
     assert counts in done.stdout, done.stdout + done.stderr
     assert ("2 tests left out; they need, " + BRINGS in done.stdout) == (not ci)
 
@@ -118,10 +112,29 @@ def test_make_refuses_in_one_line(clone, tmp_path, goal, python, error):
     assert sorted(path.name for path in clone.iterdir()) == ["Makefile", "pyproject.toml", "requirements.txt"]
 
 
-def test_the_makefile_names_the_versions_of_the_package():
-    text = (REPOSITORY / "pyproject.toml").read_text()
-    assert 'requires-python = ">=3.11,<3.14"' in text
+def test_package_makefile_and_workflow_name_the_same_versions():
+    assert 'requires-python = ">=3.11,<3.14"' in (REPOSITORY / "pyproject.toml").read_text()
     assert f"VERSIONS := {WORKING_VERSIONS}\n" in (REPOSITORY / "Makefile").read_text()
+    workflow = (REPOSITORY / ".github" / "workflows" / "ci.yml").read_text()
+    assert re.findall(r"^ +(3\.\d+)$", workflow, flags=re.MULTILINE) == ["3.13", "3.12", "3.11"]
+    assert re.findall(r"- run: (\S+)", workflow) == [".ci/run"]
+
+
+@pytest.mark.parametrize(("ci", "code"), [("", 0), ("true", 2)])
+def test_other_pythons_are_found_and_only_ci_fails_without_one(clone, tmp_path, ci, code):
+    """In PATH or among pyenv's versions. A command that has the name but runs no Python is none."""
+    (shim := tmp_path / "bin" / "python3.12").parent.mkdir()
+    shim.write_text("#!/bin/sh\nexit 127\n")
+    shim.chmod(0o755)
+    (pyenv := tmp_path / "pyenv" / "versions" / "3.13.7" / "bin").mkdir(parents=True)
+    interpreter(pyenv / "python", version=(3, 13))
+    variables = {"PATH": f"{shim.parent}:/usr/bin:/bin", "PYENV_ROOT": str(tmp_path / "pyenv"), "CI": ci}
+    command = [MAKE, "--dry-run", "--keep-going", "test-pythons"]  # make still runs lines that start another make
+    done = subprocess.run(command, cwd=clone, env=variables, capture_output=True, text=True, check=False)
+    assert done.returncode == code, done.stderr
+    assert "Python 3.12 is not installed" in (done.stderr if ci else done.stdout)
+    assert ".venv-3.13/bin/python src/demo.py --steps 6 --into .venv-3.13/demo" in done.stdout
+    assert ".venv-3.12/bin" not in done.stdout
 
 
 def test_help_is_the_default_and_every_goal_checks_the_interpreter_first(clone):

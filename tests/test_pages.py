@@ -157,6 +157,13 @@ def test_links_lead_somewhere(page):
         assert not anchor or anchor in anchors, link
 
 
+@each(PAGES)
+def test_the_rows_of_a_table_have_as_many_cells_as_its_header(page):
+    for table in re.findall(r"(?:^\|.*\n)+", text_of(page), flags=re.MULTILINE):
+        cells = {(row[-1], len(re.findall(r"(?<!\\)\|", row))) for row in table.splitlines()}
+        assert len(cells) == 1 and cells.pop()[0] == "|", table
+
+
 @pytest.mark.parametrize("command", COMMANDS, ids=str)
 def test_commands_name_programs_scripts_files_and_flags_that_exist(command: Command):
     words = command.words

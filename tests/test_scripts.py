@@ -2,10 +2,12 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
+import tarfile
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
@@ -232,18 +234,33 @@ def test_a_shell_completes(typed, offered, tmp_path):
     assert {word.strip() for word in answer.read_text().split("\v") if word} == offered
 
 
-def test_a_wheel_works_outside_the_checkout(tmp_path):
+CARRIED = re.compile(r"(src|charts)/\w+\.py|(data_prep|ds_configs|launch|charts/\.streamlit)/.*")
+"""What a wheel has besides the package; a source distribution also has ``OF_SOURCES``."""
+OF_SOURCES = {"CHANGELOG.md", "LICENSE", "README.md", "pyproject.toml", "requirements.txt", "setup.py"}
+
+
+def test_a_wheel_of_a_source_distribution_works_outside_the_checkout(tmp_path):
     """Scripts and recipes come along; DeepSpeed's launcher starts the command as a module."""
     copy, wheels, installed, work = (tmp_path / name for name in ("copy", "wheels", "installed", "work"))
-    for name in subprocess.check_output(["git", "ls-files", "-z"], cwd=REPOSITORY, text=True).split("\0"):
-        if name and not name.startswith(("checkpoint/", "docs/", "tests/")) and (REPOSITORY / name).exists():
+    listed = subprocess.check_output(["git", "ls-files", "-z"], cwd=REPOSITORY, text=True).split("\0")
+    tracked = {name for name in listed if name and (REPOSITORY / name).exists()}
+    for name in tracked:
+        if not name.startswith(("checkpoint/", "docs/", "tests/")):
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(REPOSITORY / name, copy / name)
+            shutil.copy(REPOSITORY / name, copy / name)
+    build = f"from setuptools import build_meta; build_meta.build_sdist({str(wheels)!r})"
+    subprocess.run([sys.executable, "-c", build], cwd=copy, check=True, capture_output=True)
+    (sources,) = wheels.glob("*.tar.gz")
+    with tarfile.open(sources) as archive:
+        assert {name.partition("/")[2] for name in archive.getnames()} >= OF_SOURCES
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
-    subprocess.run([*pip, "wheel", "--no-build-isolation", "--no-deps", "--wheel-dir", wheels, copy], check=True)
+    subprocess.run([*pip, "wheel", "--no-build-isolation", "--no-deps", "--wheel-dir", wheels, sources], check=True)
     subprocess.run(
         [*pip, "install", "--no-compile", "--no-deps", "--target", installed, *wheels.glob("*.whl")], check=True
     )
+    checkout = installed / "dsgpt" / "checkout"
+    carried = {path.relative_to(checkout).as_posix() for path in checkout.rglob("*") if path.is_file()}
+    assert carried == {name for name in tracked if CARRIED.fullmatch(name)}
     folder = write_inputs(work)
     alone = {"PYTHONPATH": str(installed)}
     where = [sys.executable, "-c", "import dsgpt; print(dsgpt.__file__)"]

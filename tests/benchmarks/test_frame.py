@@ -1,7 +1,5 @@
 """What the suites share: their command, their records and their pages."""
 
-import importlib.util
-import itertools
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -10,11 +8,9 @@ from typing import Any
 
 import pytest
 from git_repository import commit_all, commit_of, write
-from messages import without_sources
-from small_run import REPOSITORY
 
+from dsgpt.benchmarks import suites
 from dsgpt.benchmarks.frame import Record, Suite, SuiteOptions, run_suite
-from dsgpt.benchmarks.records import RECORDS
 from dsgpt.common.errors import UserError
 
 # What the commands of all suites share: lines, record, page, commit, exit code.
@@ -77,31 +73,14 @@ def test_record_and_page_say_which_sources_changed_and_when(tmp_path):
 # `src/benchmark.py` has a flag for every option of every suite.
 
 
-SCRIPT = REPOSITORY / "src" / "benchmark.py"
-SPECIFICATION = importlib.util.spec_from_file_location("benchmark", SCRIPT)
-BENCHMARK = importlib.util.module_from_spec(SPECIFICATION)
-SPECIFICATION.loader.exec_module(BENCHMARK)
-
-
-@pytest.mark.parametrize("words", [[name] for name in BENCHMARK.SUITES] + [["inference", "--rounds", "7", "--peers"]])
+@pytest.mark.parametrize("words", [[name] for name in suites.SUITES] + [["inference", "--rounds", "7", "--peers"]])
 def test_every_option_of_a_suite_has_a_flag_with_a_default(words, monkeypatch):
     """``inference --peers`` is ``decoding``."""
     made = []
-    monkeypatch.setattr(sys, "argv", [str(SCRIPT), *words])
-    monkeypatch.setattr(BENCHMARK, "run_suite", lambda suite, options, **_: made.append((suite, options)) or 0)
-    assert BENCHMARK.main() == 0
+    monkeypatch.setattr(sys, "argv", ["benchmark.py", *words])
+    monkeypatch.setattr(suites, "run_suite", lambda suite, options, **_: made.append((suite, options)) or 0)
+    assert suites.main() == 0
     ((suite, options),) = made
-    assert suite is BENCHMARK.SUITES["decoding" if "--peers" in words else words[0]]
+    assert suite is suites.SUITES["decoding" if "--peers" in words else words[0]]
     assert isinstance(options, suite.flags)
     assert len(words) == 1 or options.rounds == 7
-
-
-SHOWN = [record for record in RECORDS.values() if "--table-from" in record.show]
-
-
-@pytest.mark.parametrize("record", SHOWN, ids=lambda record: record.name)
-def test_the_committed_page_is_made_from_the_committed_record(record):
-    words = dict(itertools.pairwise(record.show))
-    source, page = words["--table-from"], (REPOSITORY / words["--page"]).read_text(encoding="utf-8")
-    values = json.loads((REPOSITORY / source).read_text(encoding="utf-8"))
-    assert without_sources(page) == without_sources(BENCHMARK.SUITES[record.show[1]].page(values, source=source))

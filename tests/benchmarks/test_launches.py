@@ -16,7 +16,7 @@ import pytest
 from small_run import REPOSITORY, command_line, write_data, write_recipe
 
 from dsgpt.benchmarks import launch as launching
-from dsgpt.benchmarks.launch import Assignment, Launch, Start, environment_for, read_ranks, run_job
+from dsgpt.benchmarks.launch import Assignment, CellStart, Launch, child_environment, read_ranks, run_job
 
 START_A_JOB = """
 import json, sys
@@ -112,7 +112,7 @@ def test_ranks_end_with_the_first_that_fails(assignment, worker, tmp_path):
     failing = replace(assignment("one fails", run_type="ddp"), call=call, arguments={})
     cells = [failing, assignment("done", run_type="ddp")]
     launch = Launch(launcher="torchrun", ranks=2, cells=2)
-    finished = list(run_job(launch, cells, job_file=tmp_path / "job.json", device="cpu", start=Start.SPAWN))
+    finished = list(run_job(launch, cells, job_file=tmp_path / "job.json", device="cpu", start=CellStart.SPAWN))
     assert [index for index, _ in finished] == [0, 1]
     failed, waiting, *done = ends(*cells, ranks=2)
     assert (failed["status"], failed["message"]) == ("error", "RuntimeError: this rank fails")
@@ -144,11 +144,12 @@ def test_a_launcher_around_the_suite_does_not_reach_its_ranks(monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "TORCHELASTIC_RUN_ID", "SLURM_PROCID", "DS_SKIP"):
         monkeypatch.setenv(name, "7")
     monkeypatch.setenv("KEPT", "7")
-    ours = environment_for("cpu")
+    ours = child_environment("cpu")
     assert ours["KEPT"] == "7"
     assert (ours["OMP_NUM_THREADS"], ours["DS_ACCELERATOR"]) == ("1", "cpu")
     assert "7" not in {value for name, value in ours.items() if name.startswith(("DS_", *launching.ELSEWHERE))}
     assert not {"RANK", "WORLD_SIZE"} & ours.keys()
+    assert not {"RANK", "OMP_NUM_THREADS", "DS_ACCELERATOR"} & child_environment().keys()
 
 
 def test_the_ranks_of_a_killed_suite_exit(assignment, tmp_path):

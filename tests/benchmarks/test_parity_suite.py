@@ -103,7 +103,7 @@ def test_the_page_counts_refusals_and_names_unexpected_ends(suite):
 
 def test_a_cell_without_its_reference_is_an_error(suite):
     cell = Cell(strategy="baseline", ranks=1)
-    suite._without_reference[parity.work_of(cell)] = "it was refused"
+    suite._without_reference[parity.reference_key(cell)] = "it was refused"
     result = suite._judge(cell, CellEnd(folder=suite.folder, ranks=[], status="done"))
     assert (result.status, result.as_expected) == ("error", False)
     assert result.message == "cannot be compared, because its reference failed: it was refused"

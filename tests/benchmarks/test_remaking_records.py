@@ -16,10 +16,11 @@ from dsgpt.benchmarks.frame import SUITES, SWEEP, record_sources
 from dsgpt.benchmarks.records import RECORDS, REFERENCE, TRAINED, WORK, check_lines, remake_records
 from dsgpt.common.errors import UserError
 
-LOADER = "src/dsgpt/data/loader.py"
+DEMO, LOADER = "src/dsgpt/demo.py", "src/dsgpt/data/loader.py"
 FILES = (
     "src/gpt2.py",
     "src/demo.py",
+    DEMO,
     LOADER,
     "src/dsgpt/charts/runs.py",
     "src/dsgpt/benchmarks/cells.py",
@@ -107,7 +108,7 @@ def change(repository: Path, *names: str) -> None:
 
 def test_the_sources_of_a_record_are_every_room_that_it_measures(repository):
     """Not modules that only show records, other suites, or pages."""
-    assert names(repository, "demo") == ["ds_configs/zero1.json", "src/demo.py", LOADER, "src/gpt2.py"]
+    assert names(repository, "demo") == ["ds_configs/zero1.json", "src/demo.py", LOADER, DEMO, "src/gpt2.py"]
     found = {suite: set(names(REPOSITORY, suite)) for suite in (*SUITES, SWEEP, "demo")}
     rooms = {f"src/dsgpt/{room}" for room in ROOMS if room not in {"charts", "dashboard"}}
     for suite in (*SUITES, SWEEP):
@@ -118,6 +119,7 @@ def test_the_sources_of_a_record_are_every_room_that_it_measures(repository):
     assert not [name for name in found["parity"] if any(part in name for part in shown)]
     server = {"src/serve.py", "src/dsgpt/inference/server/engine.py"}
     assert server <= found["serving"]
+    assert DEMO not in found["parity"] | found["sweep"]
     assert not server & (found["parity"] | found["demo"] | found["inference"])
     assert "src/dsgpt/benchmarks/trace.json" in found["inference"]
 

@@ -11,7 +11,7 @@ from messages import without_paths
 from small_run import REPOSITORY
 
 from dsgpt.benchmarks.records import REFERENCE
-from dsgpt.charts import command
+from dsgpt.charts import generate
 from dsgpt.charts.comparison import comparison_markdown, console_summary
 from dsgpt.charts.themes import DARK
 from dsgpt.common.command_line import exit_code_of
@@ -30,7 +30,7 @@ SCRIPT = REPOSITORY / "charts" / "generate_charts.py"
 
 def main(arguments: list[str]) -> int:
     """The exit code of the command, after its error lines."""
-    return exit_code_of(lambda: command.main(arguments))
+    return exit_code_of(lambda: generate.main(arguments))
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ import itertools
 import json
 from dataclasses import replace
 
+import matplotlib as mpl
 import numpy as np
 import pytest
 from chart_records import (
@@ -25,11 +26,11 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 
 from dsgpt.charts import runs as drawing
-from dsgpt.charts.command import Inputs, charts_of
+from dsgpt.charts.generate import Inputs, charts_of
 from dsgpt.charts.memory import communication_chart, memory_chart, read_samples, step_times_chart, utilisation_chart
 from dsgpt.charts.style import Frame, Texts, look, quiet_style
 from dsgpt.charts.sweeps import charts_of_sweep, efficiency_rows, scaling_chart
-from dsgpt.charts.themes import LIGHT
+from dsgpt.charts.themes import DARK, LIGHT, THEMES, contrast
 from dsgpt.common.errors import UserError
 from dsgpt.record.runs import Footprint, read_run, window_of
 from dsgpt.record.suites import Comparison, Measured, State, of_cells, of_runs, read_predictions, read_sweep
@@ -433,3 +434,16 @@ def test_a_record_that_contradicts_itself_is_refused_in_a_line(what, tmp_path):
     with pytest.raises(UserError, match=r"cannot be read as the record of a sweep: [^\n]+$") as refused:
         read_sweep(path)
     assert str(refused.value).isprintable()
+
+
+@pytest.mark.parametrize("theme", THEMES.values(), ids=THEMES)
+def test_texts_and_colours_stand_out_and_drawing_leaves_the_readers_settings_alone(theme):
+    """WCAG 2.2: 4.5 for text, 3 for what is drawn. Light orange and pink bars have hatches and figures besides."""
+    assert contrast("#000000", "#ffffff") == pytest.approx(21)
+    assert contrast(theme.ink, theme.background) > 12 and contrast(theme.quiet, theme.background) > 4.5
+    assert min(contrast(colour, theme.background) for colour in theme.palette) > (3 if theme is DARK else 2.2)
+    with mpl.rc_context({"lines.linewidth": 7.5}):
+        before = dict(mpl.rcParams)
+        with quiet_style(theme):
+            assert mpl.rcParams["lines.linewidth"] != 7.5
+        assert dict(mpl.rcParams) == before

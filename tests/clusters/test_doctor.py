@@ -97,7 +97,7 @@ def test_each_finding_between_machines(change, what):
 
 def test_a_link_that_is_much_slower_than_the_others_is_a_finding():
     links = [{"from": one, "to": "b", "bytes_per_sec": speed} for one, speed in (("a", 9e9), ("c", 4e9), ("d", 1e10))]
-    (finding,) = findings_of_links(links)
+    (finding,) = findings_of_links(links, None)
     assert (finding.where, finding.what) == ("c", "32.00 Gbit/s to b, others have 72.00")
 
 

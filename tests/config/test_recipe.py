@@ -27,9 +27,9 @@ from dsgpt.config.recipe_blocks import (
     ZeroRecipe,
 )
 from dsgpt.model.config import PRESETS, GPT2Config
+from dsgpt.planner.formulas import largest_model_state, most_sent_bytes
+from dsgpt.planner.pytorch_formulas import ModelState
 from dsgpt.planner.setup import Setup, gathers_of, model_parameters, total
-from dsgpt.planner.strategies import largest_model_state, most_sent_bytes
-from dsgpt.planner.strategy import ModelState
 from dsgpt.strategies.deepspeed.setup import engine_config
 
 FOLDER = REPOSITORY / "ds_configs"

@@ -16,20 +16,20 @@ from small_run import REPOSITORY
 
 from dsgpt.charts.memory import draw_plan
 from dsgpt.charts.themes import DARK, LIGHT
+from dsgpt.common.text import byte_size, dollars, estimate
 from dsgpt.dashboard.generate import Answer, _opened, generate
-from dsgpt.dashboard.pictures import holding_svg, holdings, step_lines, step_svg
+from dsgpt.dashboard.pictures import state_by_rank, state_svg, step_lines, step_svg
 from dsgpt.dashboard.plan import gpus_table, machines, offers_table, planned, ways_table
 from dsgpt.dashboard.split import CHOICES, copied_rows, explanations, sent_rows, split_of
-from dsgpt.dashboard.ui import memory
-from dsgpt.inference.commands import GenerateRequest as Request
+from dsgpt.inference.commands import GenerateRequest
 from dsgpt.inference.generation import Text, Writer
 from dsgpt.inference.model_files import load
+from dsgpt.planner.formulas import model_state, step_traffic
 from dsgpt.planner.memory import peak_memory
 from dsgpt.planner.options import PlanOptions, read_plan_options, words_of
-from dsgpt.planner.plan import Plan, dollars, duration, size, with_assumptions
+from dsgpt.planner.plan import Plan, size, with_assumptions
 from dsgpt.planner.search import act, recommendation_files
 from dsgpt.planner.step_time import bubble_fraction
-from dsgpt.planner.strategies import model_state, step_traffic
 
 # Plan and cost: every figure is what `src/plan.py` prints for the command that the page shows.
 
@@ -105,7 +105,7 @@ def test_the_page_shows_the_figures_of_its_own_command_or_loudly_that_it_does_no
     assert shown == {
         "Memory of a device": size(told["memory"]["bytes"]),
         "Tokens/s": f"{told['step']['tokens_per_sec']:,.0f}",
-        "Training": duration(told["training"]["seconds"]),
+        "Training": estimate(told["training"]["seconds"]),
         "Cost": dollars(told["costs"][0]["usd"]),
     }
     assert "Not measured" in page.info[0].value and not page.error
@@ -131,19 +131,19 @@ def split(name: str, **flags) -> Plan:
 def test_blocks_add_up_to_the_peak_of_the_headline(name):
     """What a step holds at different moments is never added up."""
     found = split(name)
-    for each in holdings(found.setup, ranks=4):
+    for each in state_by_rank(found.setup, ranks=4):
         assert each.total("device") == peak_memory(found.setup, rank=each.rank, device="cuda").total
         state = model_state(found.setup, rank=each.rank)
         assert each.total("host", "files") == sum(state.off_device.values())
         for block in each.blocks:
             assert 0 <= block.start <= block.start + block.size / block.whole <= 1.0001
-    headline = max(each.total("device") for each in holdings(found.setup, ranks=4))
+    headline = max(each.total("device") for each in state_by_rank(found.setup, ranks=4))
     assert headline == found.peak.total
 
 
 def test_the_shards_of_all_ranks_make_up_the_whole():
     for name in ("ZeRO-1", "ZeRO-3", "FSDP", "3D: pipeline and tensor"):
-        blocks = [each.blocks for each in holdings(split(name).setup, ranks=4)]
+        blocks = [each.blocks for each in state_by_rank(split(name).setup, ranks=4)]
         optimizer = [block for own in blocks for block in own if block.kind == "optimizer state"]
         assert all(block.is_shard for block in optimizer), name
         covered = sum(block.size for block in optimizer) / optimizer[0].whole
@@ -156,17 +156,17 @@ def test_the_shards_of_all_ranks_make_up_the_whole():
 @pytest.mark.parametrize("name", POSSIBLE)
 def test_every_block_is_drawn_to_scale_with_its_bytes(name):
     setup = split(name).setup
-    held = holdings(setup, ranks=8)
+    states = state_by_rank(setup, ranks=8)
     boxes = {}
-    for shape in ET.fromstring(holding_svg(held, ranks=4, theme=LIGHT)).iter("{http://www.w3.org/2000/svg}rect"):
+    for shape in ET.fromstring(state_svg(states, ranks=4, theme=LIGHT)).iter("{http://www.w3.org/2000/svg}rect"):
         title = shape.findtext("{http://www.w3.org/2000/svg}title")
         if re.match(r"rank \d", title or ""):
             boxes[title] = float(shape.get("height", 0))
-    blocks = [(each.rank, block) for each in held for block in each.blocks]
+    blocks = [(each.rank, block) for each in states for block in each.blocks]
     assert len(boxes) == len(blocks)
     largest = max((block.size, height) for (_, block), height in zip(blocks, boxes.values(), strict=True))
     for (rank, block), (title, height) in zip(blocks, boxes.items(), strict=True):
-        assert title.startswith(f"rank {rank}, {block.kind}: {memory(block.size)}")
+        assert title.startswith(f"rank {rank}, {block.kind}: {byte_size(block.size)}")
         assert height == pytest.approx(max(1.0, block.size * largest[1] / largest[0]), abs=0.02)
 
 
@@ -181,15 +181,16 @@ def test_every_operation_is_in_the_picture_and_in_the_table(name):
     assert len(lanes) == sum(row["times"] for row in (*rows, *copied_rows(setup)))
     titles = [title.text for title in ET.fromstring(step_svg(lines, DARK)).iter("{http://www.w3.org/2000/svg}title")]
     for row in rows:
-        words = f"{row['operation']}, {memory(row['payload, bytes'])}, among {row['among']}: "
+        words = f"{row['operation']}, {byte_size(row['payload, bytes'])}, among {row['among']}: "
         assert any(title and title.startswith(words) for title in titles)
 
 
 def test_offload_copies_the_optimizer_state_to_files_and_back():
-    rows, held = copied_rows(split("ZeRO-3, NVMe", gpus=2).setup), model_state(split("ZeRO-3, NVMe", gpus=2).setup)
+    setup = split("ZeRO-3, NVMe", gpus=2).setup
+    rows, sizes = copied_rows(setup), model_state(setup)
     state = [row for row in rows if row["what"] == "optimizer state"]
     assert {row["between"] for row in state} == {"from files to host", "from host to files"}
-    assert sum(row["bytes per step"] for row in state) == pytest.approx(2 * (held.optimizer + held.master), rel=1e-3)
+    assert sum(row["bytes per step"] for row in state) == pytest.approx(2 * (sizes.optimizer + sizes.master), rel=1e-3)
 
 
 def test_many_micro_batches_are_drawn_as_one_gap():
@@ -215,7 +216,7 @@ def test_the_page_shows_the_planners_figures(tmp_path, open_page):
     page = open_page("split", folder=tmp_path)
     shown = {metric.label: metric.value for metric in page.metric}
     assert page.markdown[0].value.startswith("**zero1** in bf16")
-    assert shown["Peak memory of rank 0"] == memory(split("ZeRO-1", global_batch_size=None).peak.total)
+    assert shown["Peak memory of rank 0"] == byte_size(split("ZeRO-1", global_batch_size=None).peak.total)
     page.selectbox(key="split-strategy").set_value(CHOSEN["3D: pipeline and tensor"]).run()
     assert any("ZeRO-1 has nothing to divide" in each.value for each in page.markdown)
     page.selectbox(key="split-model").set_value("xl").run()
@@ -236,9 +237,9 @@ def runs(checkpoint_with_tokenizer: Path, tmp_path_factory: pytest.TempPathFacto
     return folder
 
 
-def request_of(runs: Path, **changes) -> Request:
+def request_of(runs: Path, **changes) -> GenerateRequest:
     given = {"max_new_tokens": 8, "seed": 1, "device": "cpu"} | changes
-    return Request(checkpoint=runs / "one" / "step-00000001", **given)
+    return GenerateRequest(checkpoint=runs / "one" / "step-00000001", **given)
 
 
 def told(runs: Path, *, prompt: str = PROMPT, **changes) -> Answer:
@@ -267,7 +268,7 @@ def loaded(monkeypatch) -> list[Path]:
     """The checkpoints of the models that are opened during a test, which begins without one in memory."""
     opened: list[Path] = []
 
-    def note(request: Request) -> Writer:
+    def note(request: GenerateRequest) -> Writer:
         opened.append(request.checkpoint)
         return Writer(request)
 

@@ -24,9 +24,9 @@ from dsgpt.dashboard.reading import (
     model_name,
     own_file,
 )
-from dsgpt.dashboard.ui import as_csv, smoothed, thinned
+from dsgpt.dashboard.ui import as_csv, thinned
 from dsgpt.model.config import PRESETS
-from dsgpt.record.runs import read_step_curves
+from dsgpt.record.runs import read_step_curves, smoothed
 from dsgpt.record.schema import Fields
 from dsgpt.training.status import SILENT_SEC, Signs, Status, status_of
 

@@ -12,23 +12,12 @@ from pathlib import Path
 import pytest
 from transcripts import REPOSITORY, Row, read, require_golden, run
 
+from dsgpt.__main__ import COMMANDS
+from dsgpt.benchmarks.records import RECORDS, REFERENCE
+
 pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
-REFERENCE = Path("checkpoint/reference/cpu-2-cores")
-PAGES = {
-    "parity": ("parity", "parity"),
-    "resume": ("resume", "resume"),
-    "faults": ("faults", "faults"),
-    "saving": ("saving", "saving"),
-    "speed": ("speed", "speed"),
-    "decoding": ("decoding", "decoding"),
-    "inference": ("inference", "concurrency"),
-    "serving": ("serving", "serving-load"),
-    "plan": ("plan", "planner"),
-    "recipes": ("recipes", "recipe-search"),
-    "sweep-scaling": ("run", "sweep-scaling"),
-    "sweep-strategies": ("run", "sweep-strategies"),
-}
-"""Record to the command that makes its page, and the page."""
+SHOWN = {name: record.show for name, record in RECORDS.items() if "--table-from" in record.show}
+"""Record to the command that makes its page."""
 HELP = [part for part in read(Path(__file__).with_name("help.txt").read_text()) if isinstance(part, Row)]
 PARTS = ("src", "charts", "data_prep")
 SLOW = {"torch", "deepspeed", "transformers"}
@@ -43,17 +32,15 @@ def without_sources(page: Path) -> list[str]:
 
 def test_every_record_has_a_page():
     """That of the dashboard is of no suite: ``tests/dashboard/browser`` has its page."""
-    assert {path.stem for path in (REPOSITORY / REFERENCE).glob("*.json")} == PAGES.keys() | {"dashboard"}
+    assert {path.stem for path in (REPOSITORY / REFERENCE).glob("*.json")} == SHOWN.keys() | {"dashboard"}
 
 
-@pytest.mark.parametrize("record", PAGES)
+@pytest.mark.parametrize("record", SHOWN)
 def test_a_page_is_made_from_its_record(record, tmp_path):
-    command, page = PAGES[record]
-    made = tmp_path / "page.md"
-    words = ["src/benchmark.py", command, "--table-from", f"{REFERENCE}/{record}.json", "--page", str(made)]
-    done = run(words, cwd=REPOSITORY)
+    made, page = tmp_path / "page.md", SHOWN[record][-1]
+    done = run([*SHOWN[record][:-1], str(made)], cwd=REPOSITORY)
     assert done.code == 0, done.err
-    assert without_sources(made) == without_sources(REPOSITORY / "docs" / f"{page}.md")
+    assert without_sources(made) == without_sources(REPOSITORY / page)
 
 
 def report(folder: str) -> None:
@@ -98,6 +85,9 @@ def test_the_help_of_every_command_is_there():
     helps = {row.command: row.output for row in HELP}
     suites = re.search(r"\{(.*)\}", helps["src/benchmark.py --help"])[1].split(",")
     commands = scripts | {f"src/benchmark.py {suite}" for suite in suites}
+    groups = {command.split()[0] for command in COMMANDS if " " in command}
+    modules = {command for command, (target, _) in COMMANDS.items() if ".py" not in target}
+    commands |= {"dsgpt", *(f"dsgpt {name}" for name in groups | modules)}
     assert {f"{command} --help" for command in commands} == helps.keys()
 
 

@@ -50,7 +50,8 @@ class Done:
 
 
 def run(words: list[str], *, cwd: Path, variables: Mapping[str, str] | None = None) -> Done:
-    """Run a script of the repository in a fork of this process, in which what earlier commands imported is there."""
+    """Run ``dsgpt`` or a script of the repository in a fork, in which what earlier commands imported is there."""
+    script = "dsgpt.__main__" if words[0] == "dsgpt" else str(REPOSITORY / words[0])
     variables = {key: os.environ[key] for key in ("PATH", "HOME") if key in os.environ} | VARIABLES | (variables or {})
     with tempfile.TemporaryDirectory() as folder:
         out, err, imported = (Path(folder, name) for name in ("out", "err", "imported"))
@@ -58,7 +59,7 @@ def run(words: list[str], *, cwd: Path, variables: Mapping[str, str] | None = No
         if not child:
             _report_modules(imported)
             signal.alarm(LIMIT_SEC)
-            be_script([str(REPOSITORY / words[0]), *words[1:]], cwd=cwd, environment=variables, outputs=(out, err))
+            be_script([script, *words[1:]], cwd=cwd, environment=variables, outputs=(out, err))
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         modules = imported.read_text().split() if imported.exists() else []
         done = Done(code, *(path.read_text(encoding="utf-8", errors="replace") for path in (out, err)), modules)

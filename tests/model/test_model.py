@@ -230,6 +230,11 @@ def test_no_counting_target_and_no_tokens_are_as_in_torch():
     assert math.isnan(linear_cross_entropy(x, weight, none, vocab_size=VOCABULARY, reduction="mean").item())
 
 
+def test_a_loss_far_beyond_exp_is_finite():
+    x, weight, targets = torch.full((2, 1), 1000.0), torch.tensor([[1.0], [-1.0]]), torch.tensor([1, 0])
+    assert linear_cross_entropy(x, weight, targets, vocab_size=2, reduction="sum").item() == 2000.0
+
+
 def test_a_second_backward_pass_is_refused():
     x, weight, targets = drawn(torch.float32)
     loss = linear_cross_entropy(x, weight, targets, vocab_size=VOCABULARY, reduction="mean")

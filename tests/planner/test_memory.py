@@ -19,18 +19,18 @@ from dsgpt.machine.topology import read_topology
 from dsgpt.model import linear_cross_entropy
 from dsgpt.model.config import PRESETS, GPT2Config, decays
 from dsgpt.model.gpt2 import parameter_shapes
+from dsgpt.planner.formulas import (
+    largest_model_state,
+    model_state,
+    most_sent_bytes,
+    sent_bytes,
+)
 from dsgpt.planner.memory import CACHED, CHUNK, MOMENTS, PARTS, STEP, peak_memory, worst_peak
 from dsgpt.planner.setup import (
     _balanced_bounds,
     model_parameters,
     stage_parameters,
     total,
-)
-from dsgpt.planner.strategies import (
-    largest_model_state,
-    model_state,
-    most_sent_bytes,
-    sent_bytes,
 )
 from dsgpt.strategies.base import build_strategy
 from dsgpt.strategies.deepspeed.state import is_split

@@ -91,7 +91,7 @@ def test_headroom_decides_what_fits_and_is_printed(plan):
     line += " --strategy fsdp --activation_checkpointing"
     memory = json.loads(plan(f"{line} --json"))["memory"]
     assert memory["usable_bytes"] == 0.92 * 16e9 - 0.6e9 > memory["bytes"]
-    assert "12.2 GB is 16.0 GB less 20% headroom (--headroom) and 0.6 GB of" in plan(f"{line} --headroom 20", code=1)
+    assert "12.2 GB is 16.0 GB less 20% headroom (--headroom) and 600.0 MB of" in plan(f"{line} --headroom 20", code=1)
     full = json.loads(plan(f"{line} --headroom 20 --json", code=1))
     assert (full["memory"]["fits"], full["step"], full["training"], full["costs"]) == (False, None, None, [])
 
@@ -289,9 +289,31 @@ def test_a_calibration_without_possible_rates_is_refused(refused, calibration, c
 
 def test_a_calibration_of_an_older_schema_or_of_fewer_devices_is_refused(refused, calibration):
     line = f"--machine {calibration} --gpus 4 --model_size tiny --tokens 1e6"
-    assert refused(line)[0].startswith("--gpus 4: the calibration measured 2 devices:")
+    assert refused(line)[0].startswith("--gpus 4: the calibration measured 2 devices of one machine:")
     calibration.write_text(json.dumps(RECORD | {"schema_version": "1.0"}))
     assert "has schema 1.0, but this program reads 2.0: write it again with --calibrate" in refused(line)[0]
+
+
+def test_calibrated_machines_are_several_once_their_network_is_known(plan, refused, calibration):
+    line = f"--machine {calibration} --gpus 4 --run_type ddp --model_size tiny --tokens 1e6 --json"
+
+    def planned(more: str = "", **network: object) -> tuple[float, float]:
+        measured = {"timestamp_utc": "2026-11-26", "machines": 2, "transport": "gloo", "latency_sec": 1e-9} | network
+        calibration.write_text(json.dumps(RECORD | ({"network": measured} if network else {})))
+        found = json.loads(plan(f"{line} {more}"))
+        return found["machine"]["network_gbps"], found["step"]["parts"]["communication"]
+
+    assert "measure the network between several (doctor.py --machine)" in refused(line)[0]
+    assert "are not whole machines of 2 GPUs" in refused(f"{line.replace('4', '3')} --network_gbps 1")[0]
+    (gbps, fast), (_, slow), (_, late) = (
+        planned(bytes_per_sec=1e7), planned(bytes_per_sec=5e6), planned(bytes_per_sec=1e7, latency_sec=1e-3)
+    )  # fmt: skip
+    assert gbps == pytest.approx(0.08)
+    assert slow - fast == pytest.approx(fast, rel=0.05)
+    assert late > fast
+    stated = planned("--network_gbps 0.04", bytes_per_sec=1e9)
+    assert stated == pytest.approx(planned("--network_gbps 0.04"))  # the latency stays the measured one
+    assert stated[1] == pytest.approx(slow / 0.65, rel=0.05)
 
 
 # The search for the best setup.

@@ -7,7 +7,9 @@ import pytest
 from planner_records import RATES, machine
 
 from dsgpt.model.config import PRESETS
+from dsgpt.planner.formulas import copied, passes, placed_traffic, step_traffic, strategy_of
 from dsgpt.planner.hardware import find_gpu
+from dsgpt.planner.pytorch_formulas import AFTER_STEP, BACKWARD, BEFORE_STEP, FORWARD
 from dsgpt.planner.rates import at_ranks, datasheet_machine
 from dsgpt.planner.setup import Setup, model_parameters, total
 from dsgpt.planner.step_time import (
@@ -18,9 +20,8 @@ from dsgpt.planner.step_time import (
     head_and_loss,
     predict_step,
     sending_sec,
+    start_sec,
 )
-from dsgpt.planner.strategies import copied, passes, placed_traffic, step_traffic, strategy_of
-from dsgpt.planner.strategy import AFTER_STEP, BACKWARD, BEFORE_STEP, FORWARD
 
 # The order of a step: every byte of the planned traffic has its place, and pipelines run as DeepSpeed's do.
 
@@ -325,6 +326,20 @@ def test_a_slow_network_passes_what_is_sent_however_slow_an_operation_is_inside_
     assert seconds("reduce_scatter", 1e5, "cpu") == pytest.approx(5 * scatter / 1e6 + 2 * scatter / 1e5)
     assert seconds("all_gather", 1e5, "cuda") == pytest.approx(11 * gather / 1e6)
     assert seconds("reduce_scatter", 1e5, "cuda") == pytest.approx(scatter / 1e5)
+
+
+def test_a_sum_over_machines_starts_with_two_passes_of_their_network(setup):
+    """Each rank gets it from a ring of machines; a gather needs half of the passes, and one machine none."""
+
+    def seconds(name: str = "zero1", *, ranks: int, devices: int, **fields) -> dict[str, float]:
+        found, late = setup(name, world_size=ranks, **fields), replace(RATES, network_sec=1.0)
+        return {each.operation: start_sec(found, late, each, devices=devices) for each in step_traffic(found)}
+
+    sums = [seconds(run_type="ddp", ranks=16, devices=devices)["all_reduce"] for devices in (16, 8, 4, 1)]
+    assert sums == pytest.approx([0, 2, 6, 30])
+    assert seconds(ranks=16, devices=4)["all_gather"] == pytest.approx(3)
+    deep = {"model": replace(setup().model, n_layer=4), "top": {"pipeline": {"stages": 4, "partition": "uniform"}}}
+    assert seconds("pipeline", ranks=4, devices=1, **deep)["send"] == pytest.approx(1)
 
 
 def test_rates_between_measured_widths_rows_and_ranks():

@@ -16,7 +16,7 @@ from small_run import within
 from stand_in_nvml import StandInNvml
 
 from dsgpt.common.errors import NonFiniteError
-from dsgpt.machine.console import duration
+from dsgpt.common.text import duration
 from dsgpt.telemetry.cost import Traffic
 from dsgpt.telemetry.meter import (
     Figures,

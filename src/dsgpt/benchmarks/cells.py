@@ -23,7 +23,7 @@ from dsgpt.machine.launcher import LAUNCHERS
 from dsgpt.model.config import GPT2Config
 
 ACCUMULATED, EVERY = "accumulated", "every micro batch"
-"""Where a strategy rounds gradients to the low precision between ranks: the sums of all micro batches once per step, or
+"""Gradients that a strategy rounds to the low precision between ranks: the sums of all micro batches once per step, or
 those of every micro batch."""
 
 
@@ -35,21 +35,21 @@ class TestedStrategy:
     """A strategy under test: how it is started, with which recipe, on how many ranks."""
 
     name: str
-    """As ``RunConfig.strategy_name`` has it, with a suffix where a setting of the recipe is varied."""
+    """Name as in ``RunConfig.strategy_name``, with a suffix where a setting of the recipe is varied."""
     run_type: str
     recipe: str
     """The shipped recipe that it starts from, a file of ``ds_configs/``."""
     ranks: tuple[int, ...]
     changes: dict[str, Any] = field(default_factory=dict)
-    """What to change in the recipe, block by block; None removes a key."""
+    """Changes of the recipe, block by block; None removes a key."""
     training: str = ""
     """A key of ``TRAININGS``: changes of the recipe that are also made for its reference."""
     replicas: str = "all"
-    """How much every rank holds whole: ``all`` weights, ``some``, or ``none``."""
+    """Weights that every rank holds whole: ``all``, ``some``, or ``none``."""
     model_ranks: int = 1
     """Ranks that share a micro batch: each computes a part of the model, or a part of every sequence."""
     low: str = ""
-    """Where its gradients are rounded to the low precision between ranks: ``ACCUMULATED``, ``EVERY``, or empty."""
+    """Gradients rounded to the low precision between ranks: ``ACCUMULATED``, ``EVERY``, or empty for none."""
     low_alone: bool = True
     """Whether a single rank, which sends nothing, rounds them all the same."""
     whole: bool = True
@@ -193,7 +193,7 @@ STRATEGIES = {
     strategy.name: strategy
     for strategy in (*_TORCH, *_DATA_PARALLEL, *_SPLIT, *_REFUSED, *_OTHER_TRAININGS, *_OTHER_SETTINGS)
 }
-"""By name, in the order in which the suite runs and shows them."""
+"""Strategies by name, in the order in which the suite runs and shows them."""
 
 
 # A cell: one strategy on a number of ranks under one setting. Every suite except ``saving`` launches cells.
@@ -237,7 +237,7 @@ def by(cell: Cell) -> str:
 
 
 def executed_by(cell: Cell) -> str:
-    """The same in the product's words, which do not name settings of PyTorch's strategies: ``fsdp on 4 ranks``."""
+    """Strategy and ranks in the product's words, without settings of PyTorch's strategies: ``fsdp on 4 ranks``."""
     strategy = STRATEGIES[cell.strategy]
     name = cell.strategy if strategy.run_type == "optimized" else strategy.run_type
     return f"{name} on {counted(cell.ranks, 'rank')}"
@@ -384,7 +384,8 @@ SMALL_BUCKETS_3 = {
     "stage3_max_reuse_distance": 20_000,
     "sub_group_size": 20_000,
 }
-"""In parameters. At the usual sizes this model would fit into one bucket, and ZeRO-3 would shard nothing."""
+"""Bucket sizes in parameters. At the usual sizes this model would fit into one bucket, and ZeRO-3 would shard
+nothing."""
 
 
 def shape(device: str) -> dict[str, int]:
@@ -450,7 +451,7 @@ def flags(cell: Cell, *, recipe: Path, corpus: Corpus, run_dir: Path, device: st
 
 @dataclass(frozen=True, kw_only=True)
 class CellEnd:
-    """How all ranks of one assignment ended."""
+    """Common end of all ranks of one assignment."""
 
     folder: Path
     ranks: list[RankEnd]
@@ -463,7 +464,7 @@ class CellEnd:
 
 
 S = TypeVar("S")
-"""What a suite runs: a cell, or what it makes of one."""
+"""Type of what a suite runs: a cell, or a description that it makes of one."""
 
 
 class CellRunner:
@@ -479,7 +480,7 @@ class CellRunner:
     def __init__(self, folder: Path, *, repository: Path, device: str, steps: int = STEPS) -> None:
         self.folder, self.device, self._repository, self._steps = folder, device, repository, steps
         self.launches: list[Launch] = []
-        """Those that the record lists."""
+        """Launches, for the record."""
 
     @cached_property
     def corpus(self) -> Corpus:
@@ -528,7 +529,7 @@ class CellRunner:
         started: Callable[[Launch], None] | None = None,
         imports: Sequence[str] | None = None,
     ) -> Iterator[tuple[S, CellEnd]]:
-        """Run ``subjects``, those with the same place in one launch; yield each with how it ended, also the lost ones.
+        """Run ``subjects``, those with the same place in one launch; yield each with its end, also the lost ones.
 
         Args:
             subjects: what to run, in any order; those of one place stay in it.
@@ -555,7 +556,7 @@ class CellRunner:
                 yield subject, CellEnd(folder=Path(assignment.folder), ranks=[], status="error", message=message)
 
     def _end_of(self, folder: Path, ranks: int, seconds: float) -> CellEnd:
-        """How a cell ended: as its first rank that failed; others fail after it because they lost a peer."""
+        """End of a cell: that of its first rank that failed; others fail after it because they lost a peer."""
         ends = read_ranks(folder, ranks)
         failures = [end for end in ends if end["status"] != "done"]
         if not failures:

@@ -92,12 +92,12 @@ class OwnTrainer:
         }
         options, problems = parse_arguments(training_words(values))
         config = resolve(options, topology=topology, problems=problems)
-        self._held = contextlib.ExitStack()
+        self._resources = contextlib.ExitStack()
         device = bring_up(config.device, local_rank=topology.local_rank, threads=config.threads_per_device)
         if kind != OURS:
-            self._held.enter_context(joined(topology, device))
-        self._strategy = self._held.enter_context(contextlib.closing(build_strategy(config, device)))
-        self._batches = self._held.enter_context(contextlib.closing(training_batches(config, first_step=0)))
+            self._resources.enter_context(joined(topology, device))
+        self._strategy = self._resources.enter_context(contextlib.closing(build_strategy(config, device)))
+        self._batches = self._resources.enter_context(contextlib.closing(training_batches(config, first_step=0)))
         self._step = 0
 
     def step(self) -> Tensor:
@@ -387,7 +387,7 @@ def measure_losses(checkpoint: Path, data: Path, *, device: str) -> dict[str, An
 
 @dataclass(frozen=True, kw_only=True)
 class Continued:
-    """What a contender generated."""
+    """Ids that a contender generated, and its times."""
 
     ids: list[list[int]]
     seconds: float
@@ -396,7 +396,7 @@ class Continued:
 
 
 Generator = Callable[[Tensor], Continued]
-"""From prompts (B, T) to what follows them."""
+"""Maps prompts (B, T) to their continuations."""
 
 
 def draw_model(row: DecodingRow, device: torch.device) -> GPT2:

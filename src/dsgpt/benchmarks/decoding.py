@@ -16,7 +16,7 @@ OURS, HUGGING_FACE = "dsgpt", "transformers"
 # The rows of the suite: what is generated, and the goals.
 
 RATIO_GOAL = 1.3
-"""How many times as fast as transformers."""
+"""Goal: speed, as a multiple of that of transformers."""
 SHARE_GOAL = 0.7
 """The time of reading the weights once, as a share of the time of a token."""
 
@@ -35,12 +35,12 @@ class DecodingRow:
 
     @property
     def key(self) -> str:
-        """Its name for ``--only``."""
+        """Name for ``--only``."""
         return f"{self._weights}-{self.batch_size}"
 
     @property
     def title(self) -> str:
-        """Its name on the page."""
+        """Title on the page."""
         return f"{self.model_size}, {self._weights}, batch {self.batch_size}"
 
     @property
@@ -53,7 +53,7 @@ class DecodingRow:
         return self.quantize == "none"
 
     def contenders(self, *, nanogpt: bool) -> list[str]:
-        """Who takes part. NanoGPT reads all tokens again for each new one, so it takes part at batch 1 only."""
+        """Names of the contenders. NanoGPT reads all tokens again for each new, so it is compared at batch 1 only."""
         return [OURS, HUGGING_FACE, *([frame.NANOGPT] if nanogpt and self.batch_size == 1 else [])]
 
 
@@ -117,7 +117,7 @@ def _huge_pages(record: frame.Record) -> str:
 
 
 def _losses(losses: Figures) -> str:
-    """What rounded weights lose, in a table."""
+    """A table of the loss that rounded weights cost."""
     weights, exact = losses["weights"], losses["weights"]["fp32"]["perplexity"]
     rows = [
         [name, f"{each['loss']:.5f}", f"{each['perplexity']:.3f}", f"{each['perplexity'] / exact - 1:+.3%}"]
@@ -218,8 +218,8 @@ class Decoding(frame.Suite[DecodingOptions, Result]):
     flags, page, summary = DecodingOptions, staticmethod(decoding_page), staticmethod(summary_lines)
     description = """\
 decoding: let this program, transformers and nanoGPT continue the same prompts in turn, with one text and with eight, in
-fp32 and bf16, and compare their seconds; measure how far the time of a token is from that of reading the weights. Exit
-code 0: every goal was reached, and in fp32 every id is that of transformers; 1: otherwise."""
+fp32 and bf16, and compare their seconds. Then measure how far the time of a token is from that of reading the weights.
+Exit code 0: every goal was reached, and in fp32 every id is that of transformers; 1: otherwise."""
     examples = """\
 examples:
   .venv/bin/python src/benchmark.py decoding

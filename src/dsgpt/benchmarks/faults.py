@@ -15,7 +15,7 @@ STEPS, SAVE_EVERY = 24, 4
 # Which process of which run is killed, and when; all of it follows from a seed.
 
 DROPOUT = 0.1
-"""Not 0, so that a random stream that was not restored shows in the losses."""
+"""Share of dropout, not 0, so that a random stream that was not restored shows in the losses."""
 KILLS, SEED = 40, 4
 RUNS = {
     "baseline": Cell(strategy="baseline", ranks=1, accumulation=1),
@@ -36,16 +36,16 @@ class Kill:
     run: str
     """A key of ``RUNS``."""
     victim: str
-    """One of ``VICTIMS``; a baseline is one process and has no launcher."""
+    """Process that is killed, one of ``VICTIMS``; a baseline is one process and has no launcher."""
     rank: int
-    """Which rank, if the victim is one rank."""
+    """Number of the rank, if the victim is one rank."""
     moment: str
-    """One of ``MOMENTS``: while steps run, or while a checkpoint is written."""
+    """Moment, one of ``MOMENTS``: while steps run, or while a checkpoint is written."""
     step: int
     """The kill comes after this step; or while its checkpoint is written, and then it is a multiple of
     ``SAVE_EVERY``."""
     fraction: float
-    """How far into the next step, or into the save, 0 to 1."""
+    """Position in the next step, or in the save, 0 to 1."""
     save_mode: str
 
     @property
@@ -99,12 +99,12 @@ KINDS = ("kill", "request", "damage", "disk", "launch")
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """How one fault ended."""
+    """Result of one fault."""
 
     kind: str = ""
-    """One of ``KINDS``; ``try_faults`` sets it, the name and the seconds."""
+    """Kind of fault, one of ``KINDS``; ``try_faults`` sets it, the name and the seconds."""
     name: str = ""
-    """What was done to which run."""
+    """Description of the fault and the run."""
     wrong: str = ""
     """Every check that failed, in words; empty if all passed."""
     not_run: str = ""
@@ -112,7 +112,7 @@ class Outcome:
     seconds: float = 0.0
     measured: dict[str, Any] = field(default_factory=dict)
     said: tuple[str, ...] = ()
-    """What the run printed about the fault; in the end without the paths of this machine."""
+    """Lines that the run printed about the fault; in the end without the paths of this machine."""
 
     @property
     def status(self) -> str:

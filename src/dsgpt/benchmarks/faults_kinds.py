@@ -74,7 +74,7 @@ class Damage:
     resumed_from: int
     """The step that the run must resume from."""
     words: str = "resuming from"
-    """What the run must print."""
+    """Words that the run must print."""
 
     @property
     def name(self) -> str:
@@ -127,7 +127,7 @@ def try_damage(runs: Runs, plan: Damage) -> Outcome:
 
 DISK_RUN = "baseline"
 FITTING = 2.5
-"""How many checkpoints fit on the small file system."""
+"""Size of the small file system, in checkpoints."""
 AS_A_USER = ("setpriv", "--bounding-set=-dac_override,-dac_read_search,-fowner")
 """Prefix of a command that root starts: drops the capabilities that override permissions."""
 BALLAST = "ballast"
@@ -141,17 +141,17 @@ class NotAllowed(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class DiskFault:
-    """How a file system refuses writes, and the run's policy for it."""
+    """A way in which a file system refuses writes, and the run's policy for it."""
 
     what: str
     policy: str
     """The value of ``--on_save_failure``."""
     words: str
-    """What the run must print."""
+    """Words that the run must print."""
     not_words: str = "\0"
-    """What it must not print, because it belongs to a different error."""
+    """Words that it must not print, because they belong to a different error."""
     spoil: Callable[[Training], None] | None = None
-    """What to do to the file system while the run trains."""
+    """Damages the file system while the run trains."""
     small: bool = True
     """Whether the run folder is a separate, small file system."""
 
@@ -396,8 +396,8 @@ def try_two_runs(runs: Runs) -> Outcome:
             first.launcher.send_signal(signal.SIGCONT)
             code, waited = first.wait(), third.wait()
     difference = runs.difference(run, run_dir)
-    found = (line for words in ("waiting", "nothing to do") for line in third.output().splitlines() if words in line)
-    lines = [*second.output().splitlines()[-1:], *found]
+    printed = (line for words in ("waiting", "nothing to do") for line in third.output().splitlines() if words in line)
+    lines = [*second.output().splitlines()[-1:], *printed]
     wrong = all_wrong(
         (refused != EXIT_USER_ERROR, f"--overwrite ended with exit code {refused} instead of {EXIT_USER_ERROR}"),
         ("another process is training in this folder" not in second.output(), "--overwrite printed no reason"),
@@ -526,7 +526,7 @@ def _try_twice(runs: Runs, plan: SentSignal) -> Outcome:
 
 
 def _lines_of(training: Training) -> tuple[str, ...]:
-    """What the run printed about the signal, without the lines of launchers."""
+    """Lines that the run printed about the signal, without the lines of launchers."""
     printed = (re.sub(r"^.*\r", "", line).strip() for line in training.output().splitlines())
     words = ("stopped by", "the run stops after this step", "ended at once")
     return tuple(dict.fromkeys(line for line in printed if any(word in line for word in words)))
@@ -541,12 +541,12 @@ class Fault:
 
     kind: str
     name: str
-    """What is done to which run."""
+    """Description of the fault and the run."""
     attempt: Callable[[Runs], Outcome]
 
 
 def all_faults(*, kills: int, seed: int) -> list[Fault]:
-    """All faults of the campaign, among them ``kills`` kills drawn with ``seed``."""
+    """Every fault of the campaign, among them ``kills`` kills drawn with ``seed``."""
     planned = [_fault("kill", try_kill, plan) for plan in seeded_kills(kills, seed=seed)]
     planned += [_fault("request", try_signal, plan) for plan in SIGNALS]
     planned += [_fault("damage", try_damage, plan) for plan in DAMAGES]

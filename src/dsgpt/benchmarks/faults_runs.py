@@ -18,7 +18,7 @@ import psutil
 
 from dsgpt.benchmarks.cells import STRATEGIES, flags, prepare_corpus, write_recipe
 from dsgpt.benchmarks.faults import DROPOUT, RUNS, SAVE_EVERY, STEPS, first_error
-from dsgpt.benchmarks.launch import environment_for
+from dsgpt.benchmarks.launch import child_environment
 from dsgpt.checkpoints import store
 from dsgpt.common.files import write_json_atomic
 from dsgpt.common.json_files import read_object
@@ -36,7 +36,7 @@ LIMIT_SEC = 300
 
 
 class Missed(RuntimeError):
-    """What the suite waited for did not happen."""
+    """An event that the suite waited for did not happen."""
 
 
 class Training:
@@ -54,7 +54,7 @@ class Training:
         with log.open("ab") as file, default_sighup():
             self.launcher = psutil.Popen(
                 list(command),
-                env=environment_for("cpu") | {MARK: self._mark},
+                env=child_environment("cpu") | {MARK: self._mark},
                 cwd=run_dir.parent,
                 stdin=subprocess.DEVNULL,
                 stdout=file,
@@ -152,7 +152,7 @@ class Training:
             raise Missed(f"it did not end within {LIMIT_SEC} s: {self.output()[-500:]}") from error
 
     def output(self) -> str:
-        """What the launcher and its ranks printed."""
+        """Output of the launcher and its ranks."""
         return self._log.read_bytes()[self._log_start :].decode(errors="replace").strip()
 
 
@@ -214,7 +214,7 @@ class Resumed:
     taken: int
     """The last step that the run had logged before."""
     wrong: str
-    """How it differs from the undisturbed run; empty if it does not."""
+    """Difference from the undisturbed run; empty if there is none."""
 
     @property
     def steps_lost(self) -> int:
@@ -334,7 +334,7 @@ class Runs:
         return Resumed(output=output, taken=taken, resumed_from=resumed_from(output, taken=taken), wrong=wrong)
 
     def difference(self, run: str, run_dir: Path) -> str:
-        """Where ``run_dir`` differs from the undisturbed run; empty if both are the same to the last bit."""
+        """Difference of ``run_dir`` from the undisturbed run; empty if both are the same to the last bit."""
         expected, actual = (_figures(folder) for folder in (self.undisturbed(run).run_dir, run_dir))
         if actual.keys() != expected.keys():
             return f"it has other steps: {sorted(actual.keys() ^ expected.keys())[:3]}"

@@ -1,4 +1,4 @@
-"""What all suites share: their flags, their command, their records and pages."""
+"""The frame of all suites: their flags, their command, their records and pages."""
 
 import statistics
 import tempfile
@@ -17,7 +17,7 @@ from dsgpt.common.files import write_atomic, write_json_atomic
 from dsgpt.common.json_files import JsonError, clipped_text, read_object
 from dsgpt.common.text import BUSY, NO_DIFFERENCE, busy_words, machine_words, next_line, no_difference, table
 from dsgpt.machine.console import Console
-from dsgpt.machine.probe import LoadOfOthers
+from dsgpt.machine.load import LoadOfOthers
 from dsgpt.record.provenance import SourceChanges, changes_since, git_commit, marked, training_sources
 from dsgpt.record.schema import finite
 
@@ -31,7 +31,7 @@ SUITES = (
 )
 DEMO, SWEEP = "demo", "sweep"
 _ROOMS = {"serving": ("inference/server",)}
-"""What some suites measure besides training."""
+"""Rooms that some suites measure besides training."""
 _FILES = {"inference": "src/dsgpt/benchmarks/trace.json", "serving": "src/serve.py"}
 _SHARED = {"contenders.py": ("speed", "decoding"), "hosts.py": ("clusters",)}
 """Modules of some suites."""
@@ -42,7 +42,7 @@ _ONLY_READ_RECORDS = ("*_page.py", "records.py")
 def record_sources(name: str) -> list[str]:
     """Pathspecs of the files whose change can change the record ``name``, one of ``SUITES``, ``DEMO`` or ``SWEEP``."""
     if name == DEMO:
-        return [*training_sources(), "src/demo.py"]
+        return [*training_sources(measured=("demo.py",)), "src/demo.py"]
     others = [suite for suite in (*SUITES, SWEEP) if suite != name]
     shared = [path for path, suites in _SHARED.items() if name not in suites]
     left_out = [
@@ -54,7 +54,7 @@ def record_sources(name: str) -> list[str]:
 
 
 def record_changes(record: Mapping[str, Any], name: str, *, repository: Path) -> SourceChanges:
-    """What happened to the sources of ``record``, the content of the record ``name``, since it was made."""
+    """Changes of the sources of ``record``, the content of the record ``name``, since it was made."""
     return changes_since(record.get("git_commit"), record_sources(name), repository=repository)
 
 
@@ -169,18 +169,22 @@ def span_words(figures: Mapping[str, Any], form: str, *, scale: float = 1.0) -> 
     return f"{median} ({smallest} to {largest})"
 
 
-def contest(entries: Mapping[str, Callable[[], T]], *, rounds: int) -> dict[str, list[T]]:
-    """What every entry gives in each round.
+def turns(names: Sequence[str], *, rounds: int) -> Iterator[tuple[int, str]]:
+    """Yields the number of the round, from 1, and the name of each turn.
 
-    The entries take turns, and another one is the first in each round: a machine that becomes slower favours none.
+    Another name is the first in each round: a machine that becomes slower favours none.
     """
-    names = list(entries)
-    given: dict[str, list[T]] = {name: [] for name in names}
     for number in range(rounds):
         first = number % len(names)
-        for name in names[first:] + names[:first]:
-            given[name].append(entries[name]())
-    return given
+        yield from ((number + 1, name) for name in (*names[first:], *names[:first]))
+
+
+def contest(entries: Mapping[str, Callable[[], T]], *, rounds: int) -> dict[str, list[T]]:
+    """The results of every entry, one per round; the entries take turns."""
+    results: dict[str, list[T]] = {name: [] for name in entries}
+    for _, name in turns(list(entries), rounds=rounds):
+        results[name].append(entries[name]())
+    return results
 
 
 # What a suite declares, and what its command does: run it, show its progress, write its record and its page.
@@ -216,19 +220,19 @@ class Suite(ABC, Generic[O, R]):
     """
 
     name: ClassVar[str]
-    """Of the command, and in ``record_sources``."""
+    """Name of the command, and in ``record_sources``."""
     record_of: ClassVar[str]
-    """What its record is a record of, for messages."""
+    """Subject of the record, for messages."""
     schema_version: ClassVar[str]
-    """Of its record."""
+    """Schema of the record."""
     unit: ClassVar[str]
-    """What one result is, in the progress bar."""
+    """Name of one result, in the progress bar."""
     count_width: ClassVar[int] = 3
     """Width, in columns, of the number of results so far."""
     flags: ClassVar[type[SuiteOptions]]
     """The dataclass of its options."""
     description: ClassVar[str]
-    """What it does, what it costs and what its exit codes mean."""
+    """Text of the help: the measurement, its cost and its exit codes."""
     examples: ClassVar[str]
     """The end of its help."""
     page: ClassVar[Callable[..., str]]
@@ -239,7 +243,7 @@ class Suite(ABC, Generic[O, R]):
     def __init__(self, options: O, repository: Path) -> None:
         self.options, self.repository, self.console = options, repository, Console(speaks=True)
         self.folder = Path()
-        """Where to work; ``run_suite`` sets it before ``begin``."""
+        """Folder to work in; ``run_suite`` sets it before ``begin``."""
 
     @abstractmethod
     def plan(self) -> int:
@@ -281,10 +285,10 @@ class Suite(ABC, Generic[O, R]):
 
     @abstractmethod
     def record(self, results: Sequence[R]) -> Record:
-        """What the record has after its head and ``seconds``, the time of the run."""
+        """The record after its head and ``seconds``, the time of the run."""
 
     def failures(self, record: Record) -> list[str]:  # noqa: ARG002 - a suite may only measure
-        """What failed; the exit code is 0 only if this is empty."""
+        """Failures; the exit code is 0 only if this is empty."""
         return []
 
     def closing_lines(self, failures: Sequence[str]) -> list[str]:  # noqa: ARG002 - some suites name them
@@ -292,7 +296,7 @@ class Suite(ABC, Generic[O, R]):
         return []
 
     def finish(self, record: Record) -> None:
-        """What follows when record and page are written and shown."""
+        """Called when record and page are written and shown."""
 
 
 def run_suite(suite: type[Suite[O, R]], options: O, *, repository: Path) -> int:
@@ -370,7 +374,7 @@ NANOGPT = "nanogpt"
 
 
 def selected(every: Mapping[str, T], only: Sequence[str]) -> dict[str, T]:
-    """What ``--only`` selects by the beginnings of keys: all if it is empty.
+    """Members of ``every`` whose keys begin with a word of ``only``; all if ``only`` is empty.
 
     Raises:
         UserError: it selects nothing.

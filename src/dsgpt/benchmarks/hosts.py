@@ -168,8 +168,10 @@ def made_hosts(count: int) -> Iterator[Hosts]:
     Raises:
         NoHosts: they cannot be made.
     """
-    if os.geteuid() != 0 or not shutil.which("ip"):
-        raise NoHosts("only root, with iproute2, can make network namespaces")
+    if os.geteuid() != 0:
+        raise NoHosts("only root can make network namespaces")
+    if not shutil.which("ip"):
+        raise NoHosts("needs iproute2, to make network namespaces")
     folder = tempfile.TemporaryDirectory()
     hosts = Hosts(f"dsgpt-{os.getpid()}-{secrets.token_hex(2)}", count, Path(folder.name) / "hosts")
     lines = [f"{hosts.address(number)} {hosts.host(number)}" for number in range(count)]

@@ -23,8 +23,8 @@ from dsgpt.common.command_line import COUNT, POSITIVE, choices, flag, switch, va
 from dsgpt.common.errors import Problems, UserError
 from dsgpt.common.files import sha256_of, write_json_atomic
 from dsgpt.common.json_files import JsonError, parse_as, read_object
-from dsgpt.common.text import machine_words, table
-from dsgpt.machine.console import Console, duration
+from dsgpt.common.text import duration, machine_words, table
+from dsgpt.machine.console import Console
 from dsgpt.record.schema import RECORD_FILE
 from dsgpt.record.suites import SCHEMA_VERSION, TITLES, Concurrency, Engine, Percentiles, Spread
 from dsgpt.training.status import RunLock
@@ -32,7 +32,7 @@ from dsgpt.training.status import RunLock
 # What engines took for many requests, as it stands in the record of the run whose model answered.
 
 KEY = "by_concurrency"
-"""Of the run's ``inference`` block."""
+"""Key in the run's ``inference`` block."""
 
 
 def by_concurrency(record: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -136,7 +136,7 @@ def _overview(result: Concurrency) -> str:
 
 
 def _details(result: Concurrency, slots: str) -> str:
-    """All percentiles at one concurrency."""
+    """Tables of all percentiles at one concurrency."""
     columns = ["first token, ms", "per token, ms", "latency, ms", "in the queue, ms", "tokens/s of a request"]
     rows = []
     for engine in result.engines:
@@ -249,10 +249,10 @@ class Inference(Suite[InferenceOptions, Turn]):
     flags, page, summary = InferenceOptions, staticmethod(inference_page), staticmethod(summary_lines)
     description = """\
 inference: let engines answer the same requests, which arrive at random instants, with 1, 2, 4, 8 and 16 of them at
-once: this project one at a time and in static batches, transformers' continuous batching, and vLLM. Compare time to the
-first token, time per token, latency, queue time, throughput and memory, and every token. The run of the checkpoint gets
-the figures, too. Exit code 0: all engines generated the same tokens; 1: otherwise, and if one
-failed, without which the others go on."""
+once. The engines: this project one at a time and in static batches, transformers' continuous batching, and vLLM.
+Compare time to the first token, time per token, latency, queue time, throughput and memory, and every token. The
+figures are also added to the run of the checkpoint. If an engine fails, the others go on. Exit code 0: all engines
+generated the same tokens; 1: otherwise, and if one failed."""
     examples = """\
 examples:
   .venv/bin/python src/benchmark.py inference --checkpoint checkpoint/demo-zero1
@@ -347,7 +347,7 @@ examples:
         return f"{count} repeat {result.repeat}, {result.concurrency} at once, {result.engine}: {speed}{left}"
 
     def record(self, results: Sequence[Turn]) -> Record:  # noqa: ARG002 - measured with the engines
-        """The record as ``reports.concurrency`` reads it."""
+        """The record as ``dsgpt.record.suites.read_concurrency`` reads it."""
         options, trace = self.options, self._trace
         return {
             "checkpoint": options.checkpoint.as_posix(),
@@ -389,7 +389,7 @@ examples:
 
 
 def _python_of(environment: Path) -> Path:
-    """Its interpreter; absolute, but not resolved: the link itself tells Python the environment."""
+    """Interpreter of an environment; absolute, but not resolved: the link itself tells Python the environment."""
     return environment.absolute() / "bin" / "python"
 
 

@@ -33,7 +33,8 @@ PROMPT_TOKENS = (8, 32, 128)
 """Smallest, median and largest."""
 NEW_TOKENS = (8, 40, 100)
 _SIGMA = 0.8
-"""Of the logarithm of a length: a few requests are several times as long as most, as in logs of real services."""
+"""Deviation of the logarithm of a length: a few requests are several times as long as most, as in logs of real
+services."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +52,7 @@ class Trace:
     """Requests in the order in which they arrive."""
 
     seed: int
-    """Also of the prompts' ids, which depend on the model's vocabulary and are not in the file."""
+    """Seed of the trace, and of the prompts' ids, which depend on the model's vocabulary and are not in the file."""
     requests: list[Traced]
 
     def mistakes(self, *, positions: int) -> list[str]:
@@ -129,10 +130,10 @@ class Turn:
     engine: str
     concurrency: int
     repeat: int
-    """From 1."""
+    """Number of the repeat, from 1."""
     requests: Sequence[Arrival]
     answers: Sequence[Answer]
-    """In the order of ``requests``."""
+    """Answers in the order of ``requests``."""
     peak_bytes: int | None
 
     @property
@@ -151,7 +152,7 @@ class Turn:
 
 
 def percentiles(values: list[float]) -> Percentiles:
-    """What these shares of ``values``, at least one, do not exceed."""
+    """Percentiles of ``values``, which has at least one."""
     return Percentiles(**{key: percentile(values, share) or 0.0 for key, share in SHARES.items()})
 
 
@@ -180,7 +181,7 @@ def load_of(turns: Sequence[Turn]) -> Load:
 def differences(
     answers: Iterable[Answer], reference: Mapping[int, list[int]], margins: Mapping[int, Sequence[float]]
 ) -> list[Difference]:
-    """Where answers leave ``reference``: each place and id once, with the number of answers.
+    """Places where answers leave ``reference``: each place and id once, with the number of answers.
 
     Args:
         answers: of an engine.
@@ -209,7 +210,8 @@ def differences(
 # All engines of a run: their processes, the arrivals that they share, and the order of their turns.
 
 UTILISATION = 0.5
-"""Of each slot, if every request took as long as it takes alone. At 1 the queue of a single slot would grow forever."""
+"""Share of the time that each slot works, if every request took as long as it takes alone. At 1 the queue of a single
+slot would grow forever."""
 WARM_UP_REQUESTS = 8
 PACKAGES = Path(__file__).resolve().parents[2]
 """The folder that ``dsgpt`` is in: vLLM's environment does not have it installed."""
@@ -221,9 +223,9 @@ class Alone:
     """The trace, answered by this project one request at a time, without a queue."""
 
     ids: Mapping[int, list[int]]
-    """By request."""
+    """Ids of each answer, by request."""
     mean_sec: float
-    """Of a request."""
+    """Mean seconds of a request."""
 
 
 class Engines:
@@ -262,16 +264,16 @@ class Engines:
             for kind in self._workers:
                 if loaded := self._try(kind, LineWorker.read):
                     self.facts[kind] = loaded
-            self._held = resources.pop_all()
+            self._resources = resources.pop_all()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._held.close()
+        self._resources.close()
 
     def _try(self, kind: str, act: Callable[[LineWorker], T]) -> T | None:
-        """What ``act`` gives for the engine; None if it fails, and if it failed before."""
+        """The result of ``act`` for the engine; None if it fails, and if it failed before."""
         if kind in self.failures:
             return None
         try:
@@ -304,7 +306,7 @@ class Engines:
         return Alone(ids={answer.number: answer.ids for answer in served[0]}, mean_sec=seconds / len(served[0]))
 
     def margins(self, requests: Sequence[Arrival], alone: Alone) -> dict[int, list[float]]:
-        """By request, by how much the likeliest id leads at each new token, for this project's model."""
+        """Lead of the likeliest id at each new token, for this project's model, by request."""
         if not requests:
             return {}
         texts = [{"prompt": request.prompt, "ids": alone.ids[request.number]} for request in requests]

@@ -27,7 +27,7 @@ class Arrival:
     """One request of a turn. All its new tokens are generated: an end of text does not end it."""
 
     number: int
-    """In the trace, from 0."""
+    """Index in the trace, from 0."""
     arrival: float
     """Seconds from the beginning of the turn."""
     prompt: list[int]
@@ -40,9 +40,9 @@ class Answer:
 
     number: int
     started: float
-    """When the engine began to work on it; until then it was in a queue."""
+    """Time at which the engine began to work on it; until then it was in a queue."""
     token_times: list[float]
-    """When each new token was there."""
+    """Time of each new token."""
     ids: list[int]
     """The new tokens."""
 
@@ -55,7 +55,7 @@ class Answer:
 # which the answer reached the process that asked, as for the other engines.
 
 CACHE_GIB = 1
-"""Of keys and values on a CPU; far more than the slots need."""
+"""GiB of keys and values on a CPU; far more than the slots need."""
 
 
 class VllmEngine:
@@ -168,7 +168,7 @@ class OwnModel:
         return generate_batch(decoder, prompts, new_tokens=new_tokens)
 
     def margins(self, prompt: Sequence[int], ids: Sequence[int]) -> list[float]:
-        """By how much the likeliest id's logit exceeds the second's, at each of ``ids``, which continue ``prompt``."""
+        """Logit of the likeliest id minus that of the second, at each of ``ids``, which continue ``prompt``."""
         import torch  # noqa: PLC0415
 
         with torch.inference_mode():
@@ -228,9 +228,9 @@ class BatchEngine:
 # Continuous batching as transformers does it: a new request joins the batch between two tokens of the others.
 
 PAGE_TOKENS = 32
-"""Of the key-value cache. With pages as long as most requests, half of the cache would be empty."""
+"""Tokens of a page of the key-value cache. With pages as long as most requests, half of the cache would be empty."""
 LONGEST_WAIT_SEC = 600.0
-"""For the next answer while requests are running; then the engine counts as stuck."""
+"""Longest wait for the next answer while requests are running; then the engine counts as stuck."""
 
 
 class ContinuousEngine:

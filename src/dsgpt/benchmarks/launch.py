@@ -2,7 +2,7 @@
 
 A job yields each cell as it ends. ``python -m dsgpt.benchmarks.launch JOB`` is one of its ranks, under ``torchrun``,
 ``deepspeed`` or alone. A launch takes seconds, most of them imports, so one launch serves many cells. The ranks of a
-cell join a new process group, and nothing that one cell leaves behind reaches another. ``Start`` says how a cell's
+cell join a new process group, and nothing that one cell leaves behind reaches another. ``CellStart`` says how a cell's
 ranks start.
 
 A cell names the function that its ranks call; see ``Assignment``.
@@ -83,7 +83,7 @@ IMPORTS = {
 }
 """Modules that take seconds to import and would otherwise be imported in every cell. The optimizers of torch need its
 compiler."""
-ELSEWHERE = ("DS_", "OMP_", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "SLURM_", "OMPI_", "PMI_")
+ELSEWHERE = ("DS_", "OMP_", "MKL_", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "SLURM_", "OMPI_", "PMI_")
 """Prefixes of variables that a launcher around the suite (a pod's, ``srun``) sets for its own ranks, or a machine for
 its own jobs."""
 STUCK_SEC = 900
@@ -95,8 +95,8 @@ PORT_FILE = "port"
 """File in a cell's folder with the port at which its ranks meet. It is the first file that rank 0 writes."""
 
 
-class Start(StrEnum):
-    """How the ranks of a cell start."""
+class CellStart(StrEnum):
+    """Ways to start the ranks of a cell."""
 
     FORK_ALL = "fork all"
     """Rank 0 of the launch imports, then forks all ranks of each cell: much faster where ranks outnumber cores."""
@@ -128,22 +128,23 @@ class Launch:
     ranks: int
     cells: int
     seconds: float = 0.0
-    """From the launcher's start to its end."""
+    """Seconds from the launcher's start to its end."""
     start_seconds: float | None = None
-    """From the launcher's start to the first rank ready for work: imports, mostly."""
+    """Seconds from the launcher's start to the first rank ready for work: imports, mostly."""
 
 
-def environment_for(device: str) -> dict[str, str]:
-    """This process's variables without those that would make its ranks part of other jobs.
+def child_environment(device: str | None = None) -> dict[str, str]:
+    """This process's variables, without those that would make a child part of another job.
 
-    On a CPU, a variable keeps DeepSpeed's launcher from looking for GPUs. Every rank has one thread.
+    With ``device``, for ranks of one thread; on a CPU, a variable keeps DeepSpeed's launcher from looking for GPUs.
     """
     ours = {
         key: value
         for key, value in os.environ.items()
         if not key.startswith(ELSEWHERE) and key not in {"RANK", "WORLD_SIZE"}
     }
-    return ours | {"OMP_NUM_THREADS": "1"} | ({"DS_ACCELERATOR": "cpu"} if device == "cpu" else {})
+    ranks = {"OMP_NUM_THREADS": "1"} if device else {}
+    return ours | ranks | ({"DS_ACCELERATOR": "cpu"} if device == "cpu" else {})
 
 
 def run_job(
@@ -152,7 +153,7 @@ def run_job(
     *,
     job_file: Path,
     device: str,
-    start: Start | None = None,
+    start: CellStart | None = None,
     imports: Sequence[str] | None = None,
 ) -> Iterator[tuple[int, float]]:
     """Run ``assignments`` one after the other; yield index and seconds of each when all its ranks have ended.
@@ -170,7 +171,7 @@ def run_job(
         imports: modules to import once for all forked cells, besides those of the calls; by default what the launcher's
             own strategies need.
     """
-    usual = Start.SPAWN if device != "cpu" else Start.FORK_OWN if launch.ranks == 2 else Start.FORK_ALL
+    usual = CellStart.SPAWN if device != "cpu" else CellStart.FORK_OWN if launch.ranks == 2 else CellStart.FORK_ALL
     modules = [*(IMPORTS[launch.launcher] if imports is None else imports)]
     modules += [one.call.split(CALL_SEPARATOR)[0] for one in assignments]
     job = {
@@ -228,7 +229,7 @@ PATIENCE_SEC = 15
 """Seconds that a rank may continue after another one failed. A rank that runs longer only waits for the failed one."""
 POLL_SEC = 0.02
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
-"""With this variable ranks meet in torchrun's own store, which serves one process group, not many."""
+"""Variable with which ranks meet in torchrun's own store, which serves one process group, not many."""
 OF_A_RANK = (*ELSEWHERE, "RANK", "WORLD_SIZE", "CROSS_")
 """Prefixes of the variables that a launcher sets for a rank."""
 
@@ -277,7 +278,7 @@ def main(arguments: list[str]) -> int:
         exit_rank(0)
     alive = Alive(runner=job["runner"])
     for index, (cell, variables) in enumerate(_with_variables(job, job_file, alive)):
-        module = None if job["start"] != Start.SPAWN else [job["worker"], str(job_file), "--cell", str(index)]
+        module = None if job["start"] != CellStart.SPAWN else [job["worker"], str(job_file), "--cell", str(index)]
         _run_children(cell, variables, module, ranks=topology.world_size, alive=alive)
     finished = job_file.with_suffix(".finished")
     if topology.rank == 0:
@@ -294,14 +295,14 @@ def _with_variables(
     shared = {key: value for key, value in os.environ.items() if not key.startswith(OF_A_RANK)}
     own = {key: value for key, value in os.environ.items() if key not in shared and key != AGENT_STORE}
     by_rank = {topology.rank: own}
-    if job["start"] == Start.FORK_ALL:
+    if job["start"] == CellStart.FORK_ALL:
         files = [job_file.with_suffix(f".variables-{rank}") for rank in range(topology.world_size)]
         write_json_atomic(files[topology.rank], own)
         by_rank = {}
         for rank, file in enumerate(files if topology.rank == 0 else []):
             alive.wait_for(file)
             by_rank[rank] = json.loads(file.read_text(encoding="utf-8"))
-    if by_rank and job["start"] != Start.SPAWN:
+    if by_rank and job["start"] != CellStart.SPAWN:
         for module in job["imports"]:
             importlib.import_module(module)
         if "deepspeed" in job["imports"]:
@@ -411,13 +412,9 @@ def exit_on_sigterm(_number: int, _frame: object) -> None:
 # Other processes that suites start: workers that answer lines, and trainings of the product.
 
 LONGEST_ANSWER_SEC, ENDING_SEC = 3600, 60
-"""For an answer of a process, and for its end; then it is killed."""
+"""Longest wait for an answer of a process, and for its end; then it is killed."""
 MARK = "answer "
-"""Stands before each answer. Other lines of the output are those of libraries."""
-
-
-def _environment_of_a_user() -> dict[str, str]:
-    return {key: value for key, value in os.environ.items() if not key.startswith(("DS_", "OMP_", "MKL_"))}
+"""Prefix of each answer. Other lines of the output are those of libraries."""
 
 
 class WorkerEnded(UserError):
@@ -456,7 +453,7 @@ class LineWorker:
         self._log = folder / "output.txt"
         folder.mkdir(parents=True)
         write_json_atomic(folder / "job.json", {**job, "mark": MARK})
-        environment = _environment_of_a_user() | {key: str(value) for key, value in (variables or {}).items()}
+        own_variables = child_environment() | {key: str(value) for key, value in (variables or {}).items()}
         with self._log.open("ab") as output:
             self._process = subprocess.Popen(
                 [str(python), "-m", module, str(folder / "job.json")],
@@ -464,7 +461,7 @@ class LineWorker:
                 stdout=subprocess.PIPE,
                 stderr=output,
                 text=True,
-                env=environment | ({"OMP_NUM_THREADS": str(threads)} if threads else {}),
+                env=own_variables | ({"OMP_NUM_THREADS": str(threads)} if threads else {}),
             )
 
     def send(self, question: object) -> None:
@@ -514,7 +511,7 @@ def own_group(
     process = subprocess.Popen(
         command,
         cwd=cwd,
-        env=environment_for(device),
+        env=child_environment(device),
         stdout=output,
         stderr=subprocess.STDOUT,
         stdin=subprocess.DEVNULL,
@@ -557,9 +554,7 @@ def train(values: Mapping[str, object], *, repository: Path, what: str) -> dict[
         UserError: it failed: ``what`` and the end of its errors.
     """
     command = [*launcher_command("python", 1), str(repository / "src" / "gpt2.py"), *training_words(values)]
-    done = subprocess.run(
-        command, cwd=repository, env=_environment_of_a_user(), capture_output=True, text=True, check=False
-    )
+    done = subprocess.run(command, cwd=repository, env=child_environment(), capture_output=True, text=True, check=False)
     if done.returncode:
         raise UserError(f"{what} failed: {done.stderr.strip()[-1500:]}")
     return read_object(Path(str(values["checkpoint_path"])) / RECORD_FILE)

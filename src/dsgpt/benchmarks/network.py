@@ -105,9 +105,8 @@ losses of all steps in nats per token, of the gradient norms and of each weight 
 {record["linked_work"]} is on each of two hosts. The share is that of `--profile_comm`: of a step, what the training
 thread waits for communication, in {PROFILED} steps of {record["turns"]} trainings; medians, with the range. The planner
 knows a calibration of this machine and the nominal speed of the links. One factor of computation and one of
-communication inside a machine are from the same trainings over links without limits; none is from these points. Of a
-nominal speed, headers and queues leave less: TCP carries about 5 to 15% less in an all-reduce, and less still where
-both directions are not busy all the time."""
+communication inside a machine are from the same trainings over links without limits; none is from these points.
+Headers and queues leave less than the nominal speed, and least where traffic pauses. The planner does not know that."""
     words = {"error": "**ERROR**", "failed": "**FAILED**", "refused": "refused"}
     header = ["strategy", "link, Mbit/s", "predicted share", "measured share", "off, points", "predicted step, s"]
     parts = [

@@ -149,14 +149,14 @@ PIPELINES = ("pipeline.json", "3d.json")
 
 @dataclass(frozen=True, kw_only=True, order=True)
 class Split:
-    """How one training splits the global batch; the reference does the same in one process."""
+    """Split of the global batch in a training; the reference computes the same split in one process."""
 
     data_ranks: int = 1
     """Each takes an equal, contiguous part of the global batch."""
     accumulation: int = 1
     """Micro batches, equal and contiguous parts of a data rank's share."""
     low: str = ""
-    """Where gradients are rounded to the low precision between ranks: ``ACCUMULATED``, ``EVERY``, or empty for nowhere:
+    """Gradients rounded to the low precision between ranks: ``ACCUMULATED``, ``EVERY``, or empty for none: then
     gradients are fp32 from the end of a micro batch's backward pass on."""
 
     whole_logits: bool = False
@@ -176,19 +176,19 @@ class Split:
         return replace(self, low=low)
 
 
-class Work(NamedTuple):
-    """What is computed; cells that agree in this have the same reference."""
+class ReferenceKey(NamedTuple):
+    """Settings that decide the result. Cells with equal keys share one reference training."""
 
     optimizer: str
     precision: str
     training: str
     """A key of ``TRAININGS``."""
     split: Split = Split()
-    """In a low precision the cell's; in fp32 the whole global batch at once."""
+    """Split of the global batch: the cell's in a low precision; in fp32 the whole batch at once."""
 
 
-def work_of(cell: Cell) -> Work:
-    """What the cell must compute."""
+def reference_key(cell: Cell) -> ReferenceKey:
+    """Key of the reference training that the cell is compared with."""
     strategy = STRATEGIES[cell.strategy]
     split = Split()
     if cell.precision != "fp32":
@@ -199,7 +199,7 @@ def work_of(cell: Cell) -> Work:
             low=strategy.low if cell.ranks > 1 or strategy.low_alone else "",
             whole_logits=strategy.recipe in PIPELINES,
         ).simplest()
-    return Work(cell.optimizer, cell.precision, strategy.training, split)
+    return ReferenceKey(cell.optimizer, cell.precision, strategy.training, split)
 
 
 # How far a training may be from its reference.
@@ -214,19 +214,19 @@ class Bounds:
     validation: float
     """Nats per token, at every validation."""
     norm: float
-    """Of the gradient's norm, relative, at every step."""
+    """Bound on the gradient's norm at every step, relative."""
     gradient: float
-    """Of the first step's gradient: relative distance, for every parameter."""
+    """Bound on the first step's gradient: relative distance, for every parameter."""
     layer_norm_gradient: float | None = None
-    """The same for weights and biases of LayerNorms; None if ``gradient`` applies to them."""
+    """Bound on the gradients of weights and biases of LayerNorms; None if ``gradient`` applies to them."""
     update: float
-    """Of the weights after the first step that changes them: relative distance, for every parameter."""
+    """Bound on the weights after the first step that changes them: relative distance, for every parameter."""
     weights: float
-    """Of the weights after the last step: relative distance, for every parameter."""
+    """Bound on the weights after the last step: relative distance, for every parameter."""
     tied_gradient: float | None = None
-    """Of the first step's gradient of the tied embedding; None if ``gradient`` applies to it."""
+    """Bound on the first step's gradient of the tied embedding; None if ``gradient`` applies to it."""
     tied_update: float | None = None
-    """Of the tied embedding after the first step that changes it; None if ``update`` applies to it."""
+    """Bound on the tied embedding after the first step that changes it; None if ``update`` applies to it."""
 
     def for_gradient(self, name: str) -> float:
         """The bound of one parameter's first gradient, by its canonical name."""
@@ -276,14 +276,14 @@ BOUNDS = {"cpu": CPU, "cuda": CUDA}
 
 
 def bounds_of(cell: Cell, device: str) -> Bounds:
-    """How far the cell may be from its reference on ``device``, ``cpu`` or ``cuda``."""
-    strategy, work = STRATEGIES[cell.strategy], work_of(cell)
+    """Bounds on the difference between the cell and its reference on ``device``, ``cpu`` or ``cuda``."""
+    strategy, key = STRATEGIES[cell.strategy], reference_key(cell)
     kind = cell.precision
-    if kind == FP32 and work.training == CONSTANT_RATE:
+    if kind == FP32 and key.training == CONSTANT_RATE:
         kind = FP32_CONSTANT_RATE
     elif kind == BF16 and strategy.model_ranks > 1 and strategy.recipe != "pipeline.json":
         kind = BF16_SPLIT
-    elif kind == BF16 and work.split.data_ranks > 2 and work.split.low:
+    elif kind == BF16 and key.split.data_ranks > 2 and key.split.low:
         kind = BF16_MANY
     elif kind == BF16 and strategy.model_ranks > 1:
         kind = BF16_PIPELINE
@@ -311,7 +311,7 @@ class ParityOptions(SuiteOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """How one cell ended."""
+    """Result of one cell."""
 
     cell: Cell
     refusal_expected: bool = False
@@ -328,7 +328,7 @@ class Result:
 
     @property
     def as_expected(self) -> bool:
-        """For a planted bug, whether the cell failed; for any other cell, whether it passed or was rightly refused."""
+        """Whether the cell passed or was rightly refused; for a planted bug, whether it failed."""
         if self.cell.bug:
             return self.status == "failed"
         return self.status == ("refused" if self.refusal_expected else "passed")
@@ -340,9 +340,9 @@ class Parity(Suite[ParityOptions, Result]):
     name, record_of, schema_version, unit = "parity", "the parity suite", SCHEMA_VERSION, "training"
     flags, page, summary = ParityOptions, staticmethod(parity_page), staticmethod(summary_lines)
     description = """\
-parity: train the same small model under every strategy, at 1, 2, 4 and 8 ranks, with and without accumulation, with
-AdamW and SGD, in fp32 and bf16, and compare every step with plain PyTorch; then plant known bugs and show that each one
-is caught. Exit code 0: all are equal and all bugs were caught; 1: otherwise."""
+parity: train the same small model under every strategy, and compare every step with plain PyTorch. The cells: 1, 2, 4
+and 8 ranks, with and without accumulation, AdamW and SGD, fp32 and bf16. Then plant known bugs, each of which must be
+caught. Exit code 0: all are equal and all bugs were caught; 1: otherwise."""
     examples = f"""\
 examples:
   .venv/bin/python src/benchmark.py parity
@@ -373,8 +373,8 @@ strategies: {", ".join(STRATEGIES)}"""
 
     def begin(self) -> None:
         self._runner = CellRunner(self.folder, repository=self.repository, device=self.options.device, steps=self.steps)
-        self._references: dict[Work, CellEnd] = {}
-        self._without_reference: dict[Work, str] = {}
+        self._references: dict[ReferenceKey, CellEnd] = {}
+        self._without_reference: dict[ReferenceKey, str] = {}
 
     def results(self) -> Iterator[Result]:
         self.console.say(f"{len(self._cells)} trainings; the text and the references come first")
@@ -388,14 +388,14 @@ strategies: {", ".join(STRATEGIES)}"""
         """
         order = list(STRATEGIES)
         cells = sorted(cells, key=lambda cell: order.index(cell.strategy))
-        works = sorted({work_of(cell) for cell in cells})
-        for work, end in self._runner.run(works, place=lambda _: (1, "python"), assign=self.reference):
+        keys = sorted({reference_key(cell) for cell in cells})
+        for key, end in self._runner.run(keys, place=lambda _: (1, "python"), assign=self.reference):
             if end.status != "done":  # if the product refuses it, it refuses its cells for the same reason
-                self._without_reference[work] = end.message
-            elif (smallest := _smallest_norm(end)) <= _clipping(work) and work.optimizer == "sgd":
-                self._without_reference[work] = f"it is not clipped at every step, a gradient norm is {smallest:g}"
+                self._without_reference[key] = end.message
+            elif (smallest := _smallest_norm(end)) <= _clipping(key) and key.optimizer == "sgd":
+                self._without_reference[key] = f"it is not clipped at every step, a gradient norm is {smallest:g}"
             else:
-                self._references[work] = end
+                self._references[key] = end
         ends = self._runner.run(
             cells,
             place=lambda cell: (cell.ranks, STRATEGIES[cell.strategy].launcher),
@@ -407,17 +407,17 @@ strategies: {", ".join(STRATEGIES)}"""
         for cell, end in ends:
             yield self._judge(cell, end)
 
-    def reference(self, work: Work) -> Assignment:
-        """What trains the reference of ``work``."""
-        cell = Cell(strategy="baseline", ranks=1, accumulation=1, optimizer=work.optimizer, precision=work.precision)
-        split = asdict(work.split)
-        words = ["reference", work.training, *map(str, split.values())]
+    def reference(self, key: ReferenceKey) -> Assignment:
+        """Assignment that trains the reference of ``key``."""
+        cell = Cell(strategy="baseline", ranks=1, accumulation=1, optimizer=key.optimizer, precision=key.precision)
+        split = asdict(key.split)
+        words = ["reference", key.training, *map(str, split.values())]
         prefix = "".join(f"{word.replace(' ', '-')}_" for word in words if word)
         return self._runner.assignment(
             cell,
             call=f"{RANK}train_reference_cell",
             name=f"{prefix}{cell.folder}",
-            training=work.training,
+            training=key.training,
             arguments={"split": split},
         )
 
@@ -430,10 +430,10 @@ strategies: {", ".join(STRATEGIES)}"""
         )
         if end.status != "done":
             return result
-        work = work_of(cell)
-        reference = self._references.get(work)
+        key = reference_key(cell)
+        reference = self._references.get(key)
         if reference is None:
-            why = f"cannot be compared, because its reference failed: {self._without_reference[work]}"
+            why = f"cannot be compared, because its reference failed: {self._without_reference[key]}"
             return replace(result, status="error", message=why)
         comparison = compare(
             end.ranks,
@@ -461,7 +461,7 @@ strategies: {", ".join(STRATEGIES)}"""
         return {
             "work": {"steps": STEPS, **work_facts(self.options.device), "validation_windows": VALIDATION_WINDOWS},
             "bounds": {name: asdict(bounds) for name, bounds in BOUNDS[self.options.device].items()},
-            "references": [_reference_facts(work, end) for work, end in references],
+            "references": [_reference_facts(key, end) for key, end in references],
             "launches": [
                 {name: round(value, 1) if isinstance(value, float) else value for name, value in asdict(launch).items()}
                 for launch in self._runner.launches
@@ -477,23 +477,23 @@ strategies: {", ".join(STRATEGIES)}"""
 
 
 def _verdict(result: Result) -> str:
-    """How the cell ended, in capitals if that is not as expected."""
+    """Word for the cell's end, in capitals if it is not as expected."""
     if result.as_expected:
         return "caught" if result.cell.bug else result.status
     return f"{result.status.upper()}, which is not expected"
 
 
-def _reference_facts(work: Work, end: CellEnd) -> dict[str, Any]:
+def _reference_facts(key: ReferenceKey, end: CellEnd) -> dict[str, Any]:
     """Losses and norms of a reference training, for the record."""
     steps = end.ranks[0]["steps"]
     return {
-        **{key: value for key, value in work._asdict().items() if key != "split"},
-        **asdict(work.split),
+        **{name: value for name, value in key._asdict().items() if name != "split"},
+        **asdict(key.split),
         "first_loss": steps[0]["loss"],
         "last_loss": steps[-1]["loss"],
         "smallest_grad_norm": _smallest_norm(end),
         "last_validation_loss": end.ranks[0]["validations"][-1]["loss"],
-        "clipping": _clipping(work),
+        "clipping": _clipping(key),
     }
 
 
@@ -502,8 +502,8 @@ def _smallest_norm(end: CellEnd) -> float:
     return min(norms)
 
 
-def _clipping(work: Work) -> float:
-    clipping: float = TRAININGS[work.training].get("gradient_clipping", CLIPPING[work.optimizer])
+def _clipping(key: ReferenceKey) -> float:
+    clipping: float = TRAININGS[key.training].get("gradient_clipping", CLIPPING[key.optimizer])
     return clipping
 
 

@@ -16,7 +16,7 @@ LAUNCH = ("launcher", "ranks", "cells", "start_seconds", "seconds")
 
 
 def _method(record: Record) -> str:
-    """What was trained, the bounds, the references and the launches."""
+    """Sections on the trainings, the bounds, the references and the launches."""
     work, model, bounds = record["work"], record["work"]["model"], record["bounds"]
     references = [
         [*(item[key] for key in KEYS), *(f"{item[key]:.4f}" for key in FIGURES), item["clipping"] or "never"]
@@ -110,7 +110,7 @@ def _strategies(cells: Cells) -> str:
 
 
 def _verdict(cells: Cells) -> str:
-    """How many passed, of how many; bold if one is not as expected."""
+    """Number of cells that passed, of how many; bold if one is not as expected."""
     passed, refused = (sum(cell["status"] == status for cell in cells) for status in ("passed", "refused"))
     words = f"{passed} of {len(cells)}" + (f" ({refused} refused)" if refused else "")
     return words if all(cell["as_expected"] for cell in cells) else f"**{words}**"

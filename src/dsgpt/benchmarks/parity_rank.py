@@ -31,7 +31,7 @@ from dsgpt.machine.device import barrier, bring_up, from_main, gather_objects, j
 from dsgpt.machine.device import sum_over_ranks as summed_over_ranks
 from dsgpt.model.gpt2 import GPT2, parameter_shapes
 from dsgpt.model.linear_cross_entropy import CHUNKS
-from dsgpt.planner.strategies import largest_model_state, most_sent_bytes
+from dsgpt.planner.formulas import largest_model_state, most_sent_bytes
 from dsgpt.strategies import optimizer as optimization
 from dsgpt.strategies import pytorch as torch_strategies
 from dsgpt.strategies.base import Strategy, build_strategy, to_device
@@ -54,7 +54,7 @@ class Bug:
 
     owner: Any
     attribute: str
-    """What it replaces in ``owner``."""
+    """Name of the attribute of ``owner`` that it replaces."""
     function: Callable[..., Any]
     """The replacement. It gets the original first, then the original's arguments. Its docstring says what is wrong."""
     cell: Cell
@@ -68,7 +68,7 @@ class Bug:
 
 
 BUGS: dict[str, Bug] = {}
-"""By name: the function ``sum_over_ranks`` is the bug ``sum-over-ranks``."""
+"""Bugs by name: the function ``sum_over_ranks`` is the bug ``sum-over-ranks``."""
 
 
 def planted_cells(device: str) -> list[Cell]:
@@ -214,7 +214,7 @@ def large_epsilon(build: Any, groups: Any, recipe: Any) -> torch.optim.Optimizer
 # What optimizers step with, and the gradient of the first step.
 
 PLACES = ("exp_avg", "exp_avg_sq")
-"""Where Adam keeps its moments. DeepSpeed links both or none."""
+"""Attributes in which Adam keeps its moments. DeepSpeed links both or none."""
 
 
 @contextlib.contextmanager
@@ -267,8 +267,8 @@ def full_gradient(exp_avg: Tensor, *, beta1: float, grad_norm: float, clipping: 
 SENT = "sent"
 """A category besides those of ``MODEL_STATE``: the bytes that the busiest rank sends in a step."""
 LOGITS_AT_ONCE = 12_000
-"""Of the loss: 40 tokens with the suite's vocabulary of 300, so that every micro batch has several chunks, as in large
-models."""
+"""Logits of a chunk of the loss: 40 tokens with the suite's vocabulary of 300, so that every micro batch has several
+chunks, as in large models."""
 
 
 def train_cell(flags: list[str], folder: Path, *, bug: str) -> None:

@@ -268,7 +268,7 @@ def _optimizer(config: RunConfig, weights: dict[str, Tensor]) -> torch.optim.Opt
 Facts = dict[str, Any]
 """A part of a rank's file, as ``Measurement`` writes it."""
 Place = tuple[str, Any, Any]
-"""Where, expected and actual value: numbers, of which the actual one is None if it was not finite, or tensors."""
+"""Place, expected and actual value: numbers, of which the actual one is None if it was not finite, or tensors."""
 
 
 def _absolute(expected: float, actual: float) -> float:
@@ -295,7 +295,7 @@ class Comparison:
     """The result of comparing one cell."""
 
     measured: dict[str, Facts] = field(default_factory=dict)
-    """By fact: its largest difference and where that was."""
+    """Largest difference of each fact, and its place."""
     failures: list[Facts] = field(default_factory=list)
     """Facts out of bounds, each with the first place where it is, and both values."""
 

@@ -1,4 +1,4 @@
-"""``benchmark.py plan``: the planner's predictions, held against measurements."""
+"""``benchmark.py plan``: compares the planner's predictions with measurements."""
 
 import json
 import statistics
@@ -50,7 +50,7 @@ class PlanCell:
     length: int = 256
     """Tokens of a sequence."""
     changes: Mapping[str, Any] = field(default_factory=dict)
-    """Of the recipe."""
+    """Changes of the recipe."""
     note: str = ""
     fit: bool = False
     """Whether models of time may be fitted to the cell; the others only test them."""
@@ -83,7 +83,7 @@ class PlanCell:
 
     @property
     def work(self) -> dict[str, Any]:
-        """What is trained, for the record."""
+        """Description of the training, for the record."""
         return {
             "model": asdict(self.shape),
             "seq_length": self.length,
@@ -105,7 +105,7 @@ class PlanCell:
         return path
 
     def setup(self, recipe: Path) -> Setup:
-        """What the planner predicts from, with the recipe that ``write_recipe`` wrote."""
+        """The planner's setup, with the recipe that ``write_recipe`` wrote."""
         return Setup(
             run_type=self.run_type,
             model=self.shape.config(self.length),
@@ -141,7 +141,7 @@ class PlanCell:
 
 
 def _cell(strategy: str, shape: Shape, precision: str, micro: int, **more: Any) -> PlanCell:
-    """With the shipped recipe of that name. Tensor, sequence and pipeline ranks share a copy of the model."""
+    """A cell with the shipped recipe of that name. Tensor, sequence and pipeline ranks share a copy of the model."""
     settings: dict[str, Any] = {"copy": 2 if strategy in {"tensor", "sequence", "pipeline"} else 1}
     if strategy in LAUNCHERS:
         settings |= {"run_type": strategy, "ranks": 1 if strategy == "baseline" else 2}
@@ -152,7 +152,7 @@ def _cell(strategy: str, shape: Shape, precision: str, micro: int, **more: Any) 
 
 
 def cells() -> list[PlanCell]:
-    """All cells, in the order of the page. Every second one may be fitted to."""
+    """Every cell, in the order of the page. Every second one may be fitted to."""
     every = (
         _cell("baseline", NARROW, "fp32", 8),
         _cell("baseline", NARROW, "bf16", 4),
@@ -203,7 +203,7 @@ MOST_OFF = 0.10
 MOST_UNDER = 0.03
 """Goal: it is at most this share below it, because a plan that is too low runs out of memory."""
 LEFT_OUT_BYTES = 64
-"""What a rank sends of losses, norms and counters in a step at most, which the formulas leave out."""
+"""Most bytes of losses, norms and counters that a rank sends in a step, which the formulas leave out."""
 MOST_OFF_TIME, MEDIAN_OFF_TIME = 0.30, 0.15
 """Goals for predicted step times, where there are some."""
 MOMENTS = {
@@ -257,7 +257,7 @@ def largest(result: Figures) -> Mapping[str, Any]:
 
 
 def failed(result: Figures) -> list[str]:
-    """What of a cell is outside the bounds."""
+    """Figures of a cell that are outside of the bounds."""
     if result["status"] != "done":
         return [f"{result['title']}: {result['message']}"]
     reasons = [
@@ -382,7 +382,7 @@ def _times(measured: Sequence[Figures], factors: Mapping[str, Any] | None) -> st
 
 
 def _choices(measured: Sequence[Figures]) -> str:
-    """Of the cells with the same model and global batch: what the planner would choose, and what was the fastest."""
+    """A table of the planner's choice and of the fastest, among cells with the same model and global batch."""
     by_work = defaultdict(list)
     for result in measured:
         work, times = result["work"], result["step_seconds"]
@@ -428,9 +428,10 @@ class Plan(Suite[PlanOptions, Result]):
     flags, page, summary = PlanOptions, staticmethod(plan_page), staticmethod(summary_lines)
     description = """\
 plan: predict the peak memory, the bytes sent and the step time of small trainings under every strategy, then measure
-them: the most memory of tensors in a step on every rank, PyTorch's MemTracker as a second witness, DeepSpeed's own
-estimator beside it, and step times in rounds without a profiler. Takes about 6 minutes on 2 cores. Exit code 0: every
-predicted peak is at most 10% over and 3% under the measured one, and the bytes sent are exact; 1: otherwise."""
+them. Peak memory is that of tensors in a step, on every rank. PyTorch's MemTracker measures it, too, and DeepSpeed's
+estimator is shown beside it. Step times are measured in rounds without a profiler. Takes about 6 minutes on 2 cores.
+Exit code 0: every predicted peak is at most 10% over and 3% under the measured one, and the bytes sent are exact; 1:
+otherwise."""
     examples = """\
 examples:
   .venv/bin/python src/benchmark.py plan

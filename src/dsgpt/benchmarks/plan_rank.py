@@ -17,11 +17,11 @@ from dsgpt.benchmarks.plan import VOCABULARIES, PlanCell
 from dsgpt.data.loader import Batch
 from dsgpt.machine.device import barrier, bring_up, joined
 from dsgpt.planner.calibrate import calibrate
+from dsgpt.planner.formulas import model_state, sent_bytes
 from dsgpt.planner.memory import STEP, peak_memory
 from dsgpt.planner.rates import Calibration, calibrated_machine, read_calibration
 from dsgpt.planner.setup import Setup, model_parameters, total
 from dsgpt.planner.step_time import Factors, MeasuredStep, StepTime, fit, predict_step
-from dsgpt.planner.strategies import model_state, sent_bytes
 from dsgpt.strategies.base import Strategy, build_strategy
 from dsgpt.telemetry.cost import TrafficMeter
 from dsgpt.training.trainer import training_batches
@@ -30,7 +30,7 @@ from dsgpt.training.trainer import training_batches
 # calibration, fitted to a part of the cells.
 
 DEVICES = 2
-"""Of the machine; the cells have one or two ranks."""
+"""Devices of the machine; the cells have one or two ranks."""
 TOKENS = 200_000
 STEPS = 3
 """Timed steps of a cell in a round."""
@@ -59,9 +59,10 @@ class PlanSuite:
         self._runner = CellRunner(folder, repository=repository, device="cpu")
         self._setups: dict[str, Setup] = {}
         self.calibration: Calibration | None = None
-        """Of this machine, from which times are predicted; None before it, and without rounds or cells to fit to."""
+        """Calibration of this machine, from which times are predicted; None before it, and without rounds or cells to
+        fit to."""
         self.factors: Factors | None = None
-        """What was fitted to measured times; None before that."""
+        """Factors fitted to measured times; None before that."""
         write_random_tokens(folder / "tokens", vocab_sizes=VOCABULARIES, count=TOKENS)
 
     def run(self, cells: Sequence[PlanCell]) -> Iterator[CellResult]:
@@ -177,7 +178,7 @@ def _estimate(setup: Setup) -> dict[str, Any] | None:
 _STEP = "the measured step"
 _ALLOCATION = "[memory]"
 RELEASE_SEC = 0.01
-"""How long a rank waits after each collective; see ``_released_here``."""
+"""Seconds that a rank waits after each collective; see ``_released_here``."""
 
 
 class TensorMemory:
@@ -191,16 +192,16 @@ class TensorMemory:
         self._profiler = torch.profiler.profile(
             activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=False
         )
-        self._held = contextlib.ExitStack()
+        self._resources = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
-        self._held.enter_context(_released_here())
+        self._resources.enter_context(_released_here())
         self._profiler.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._profiler.stop()
-        self._held.close()
+        self._resources.close()
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:

@@ -60,19 +60,19 @@ class Trial:
         }
 
     def name(self) -> str:
-        """For a folder and a console line."""
+        """Name for a folder and a console line."""
         return "-".join(f"{key}{value:g}" for key, value in asdict(self).items())
 
 
 @dataclass(frozen=True, kw_only=True)
 class Search:
-    """What is searched for a model size."""
+    """The search for a model size."""
 
     size: str
     length: int
     """Tokens of a sequence."""
     tokens: int
-    """Of every training, whatever its batch."""
+    """Tokens of every training, whatever its batch."""
     batches: Sequence[int]
     rates: Sequence[float]
     changes: bool = True
@@ -83,7 +83,7 @@ class Search:
         return [Trial(batch=batch, lr=lr) for batch in self.batches for lr in self.rates]
 
     def changes_of(self, good: Trial) -> list[Trial]:
-        """A good one of the grid, with one other setting each."""
+        """Trials of ``good``, one of the grid, each with one other setting."""
         changed = [replace(good, warm_up=share) for share in (0.02, 0.1)]
         changed += [replace(good, beta2=0.99), replace(good, floor=0.01), replace(good, weight_decay=0.01)]
         return changed if self.changes else []
@@ -98,7 +98,7 @@ SEARCHES = {
     "tiny": Search(size="tiny", length=128, tokens=819_200, batches=(8,), rates=(1e-3, 2e-3, 4e-3), changes=False),
 }
 SHIPPED_BEFORE = Trial(batch=32, lr=6e-4, warm_up=0.25)
-"""What ``ds_configs/zero1.json`` does in 200 steps, as the demo did."""
+"""The trial of ``ds_configs/zero1.json`` in 200 steps, as the demo had it before."""
 
 
 def other_seeds(best: Trial) -> list[Trial]:

@@ -22,13 +22,13 @@ from dsgpt.benchmarks.inference_worker import ENGINES
 from dsgpt.common.errors import EXIT_DONE, Problems, UserError, did_you_mean, is_number
 from dsgpt.common.files import write_json_atomic
 from dsgpt.common.json_files import JsonError, read_object
-from dsgpt.machine.console import duration
+from dsgpt.common.text import duration
 from dsgpt.record.provenance import DIRTY, git_commit
 
 # The committed records: which command makes each of them, and which shows it.
 
 TEXT = Path("data/python-stdlib/val.bin")
-"""What that run was validated on."""
+"""Text that that run was validated on."""
 REFERENCE = Path("checkpoint/reference/cpu-2-cores")
 """Folder of the committed records, relative to the repository."""
 WORK = Path("checkpoint/records/work")
@@ -52,9 +52,9 @@ class CommittedRecord:
 
     name: str
     suite: str
-    """What it is called in ``dsgpt.benchmarks.frame``."""
+    """Name in ``dsgpt.benchmarks.frame``."""
     records: tuple[str, ...]
-    """Those of ``files`` that name the commit that they were made at."""
+    """Members of ``files`` that name the commit that they were made at."""
     files: Mapping[str, str]
     """Maps paths below ``WORK`` to the paths of the same files below ``READY`` and ``REFERENCE``."""
     make: tuple[str, ...]
@@ -118,7 +118,7 @@ _OTHERWISE = {
 _SWEEPS = (_sweep("strategies", "2", 24), _sweep("scaling", "1,2", 16))
 _MADE = (_demo(), *(_OTHERWISE.get(name) or _suite(name) for name in SUITES), *_SWEEPS)
 RECORDS = {record.name: record for record in _MADE}
-"""By name, in the order in which they are remade."""
+"""Records by name, in the order in which they are remade."""
 
 
 EXIT_OLD = 1
@@ -180,7 +180,7 @@ def remake_records(
 
 
 def _expected(records: Sequence[CommittedRecord], repository: Path) -> str:
-    """How long it takes to make them, by the committed ones: ``about 14 min 02 s``."""
+    """Words for the time that remaking takes, by the committed records: ``about 14 min 02 s``."""
     contents = [made for record in records for made in _contents(record, repository / REFERENCE) or [{}]]
     seconds = [made.get("summary", {}).get("total_wall_time_sec", made.get("seconds")) for made in contents]
     if not all(is_number(each) for each in seconds):
@@ -267,7 +267,7 @@ def _why_old(record: CommittedRecord, repository: Path, folder: Path) -> str:
 
 
 def _contents(record: CommittedRecord, folder: Path) -> list[dict[str, Any]]:
-    """Those of its files; empty if one is missing or cannot be read."""
+    """Contents of its files; empty if one is missing or cannot be read."""
     try:
         return [read_object(folder / file, max_bytes=MAX_BYTES) for file in record.records]
     except JsonError:

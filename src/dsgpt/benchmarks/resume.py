@@ -230,7 +230,7 @@ Subject = Pair | Cell
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """How one pair, or one rewriting, ended."""
+    """Result of one pair, or of one rewriting."""
 
     subject: Subject
     status: str
@@ -238,7 +238,7 @@ class Result:
     seconds: float = 0.0
     measured: dict[str, Any] = field(default_factory=dict)
     message: str = ""
-    """What failed, or the message of a refusal or an error."""
+    """The failure, or the message of a refusal or an error."""
 
     @property
     def name(self) -> str:
@@ -261,7 +261,7 @@ class Resume(Suite[ResumeOptions, Result]):
     """Lets every strategy write what it read, and pairs of strategies share a run."""
 
     length = WHOLE
-    """Of every training."""
+    """Steps of every training."""
     name, record_of, schema_version, unit = "resume", "the resume suite", SCHEMA_VERSION, "result"
     flags, page, summary = ResumeOptions, staticmethod(resume_page), staticmethod(summary_lines)
     description = """\
@@ -328,7 +328,7 @@ examples:
         return self._assignment(cell, "train", f"source_{cell.folder}", more)
 
     def _continued(self, subject: Subject) -> Assignment:
-        """What loads the checkpoint of a source: to resume its run, or to write it again."""
+        """Assignment that loads the checkpoint of a source: to resume its run, or to write it again."""
         if isinstance(subject, Cell):
             cell, source, call, name = subject, BASELINE, "rewrite", f"rewritten_{subject.folder}"
             more: Sequence[str] = ()
@@ -358,7 +358,7 @@ examples:
         return Result(subject=subject, status=status, seconds=end.seconds, measured=measured, message=message)
 
     def _compare_rewritten(self, cell: Cell, ranks: list[RankEnd]) -> tuple[dict[str, Any], str]:
-        """Which files are equal and how far the validation loss is off; and what is wrong, empty if nothing is."""
+        """Files that are equal and the difference of the validation loss; and the mistake, empty if there is none."""
         facts: dict[str, bool] = dict(ranks[0]["same"])
         facts["weights that a rank computes with"] = not any(end["wrong"] for end in ranks)
         wrong = [name for name, good in facts.items() if not good]

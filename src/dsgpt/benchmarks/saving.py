@@ -17,7 +17,7 @@ from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from dsgpt.benchmarks.frame import Record, Suite, SuiteOptions, device_flag, made_from, section, span, span_words
+from dsgpt.benchmarks.frame import Record, Suite, SuiteOptions, device_flag, made_from, section, span, span_words, turns
 from dsgpt.benchmarks.launch import train
 from dsgpt.common.command_line import POSITIVE, flag
 from dsgpt.common.files import write_json_atomic
@@ -116,7 +116,7 @@ examples:
   .venv/bin/python src/benchmark.py saving --rounds 10"""
 
     def plan(self) -> int:
-        return len(list(_turns(self.options.rounds))) + self.options.rounds * len(WRITERS)
+        return self.options.rounds * (len(SAVE_MODES) + len(WRITERS))
 
     def begin(self) -> None:
         from dsgpt.benchmarks.cells import prepare_corpus  # noqa: PLC0415 - numpy takes its time
@@ -128,7 +128,7 @@ examples:
         self._flags = {"run_type": "baseline", "device": self.options.device, **data, **WORK}
 
     def results(self) -> Iterator[Run]:
-        for number, mode in _turns(self.options.rounds):
+        for number, mode in turns(SAVE_MODES, rounds=self.options.rounds):
             values = self._flags | {"save_mode": mode, "checkpoint_path": self.folder / f"{number}-{mode}"}
             record = train(values, repository=self.repository, what=f"a training with --save_mode {mode}")
             saves = record["saves"][:SAVES]
@@ -170,13 +170,6 @@ examples:
 
     def failures(self, record: Record) -> list[str]:
         return [] if record["ratio"] <= RATIO_BOUND else ["async waits longer than the bound allows"]
-
-
-def _turns(rounds: int) -> Iterator[tuple[int, str]]:
-    """Both modes in every round; they take turns at being the first."""
-    for number in range(rounds):
-        for mode in SAVE_MODES if number % 2 == 0 else SAVE_MODES[::-1]:
-            yield number + 1, mode
 
 
 def _figures(runs: list[Run]) -> dict[str, dict[str, Any]]:

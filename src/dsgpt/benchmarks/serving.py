@@ -19,9 +19,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
-import httpx2
 import psutil
 
 from dsgpt.benchmarks.frame import TRAINED, Record, Suite, SuiteOptions, device_flag
@@ -30,6 +29,9 @@ from dsgpt.common.errors import UserError
 from dsgpt.common.json_files import clipped_text
 from dsgpt.common.text import machine_words, table
 from dsgpt.record.schema import percentile
+
+if TYPE_CHECKING:
+    import httpx2
 
 # A server in a process of its own, and its memory.
 
@@ -98,6 +100,8 @@ class ServerProcess:
 
     def metric(self, line: str) -> float:
         """A figure of ``/metrics``; 0 if it has none yet, or if the server does not answer."""
+        import httpx2  # noqa: PLC0415 - no --help needs it
+
         try:
             text = httpx2.get(f"{self.url}/metrics").text
         except httpx2.HTTPError:
@@ -122,7 +126,7 @@ MOST_ATTEMPTS = 200
 
 @dataclass(frozen=True, kw_only=True)
 class Served:
-    """What became of one request."""
+    """Result of one request."""
 
     prompt: int
     """Index of its prompt."""
@@ -132,11 +136,11 @@ class Served:
     """The server's name of the answer; empty without one."""
     text: str
     refusals: int
-    """How often it was refused with 429."""
+    """Number of refusals with 429."""
     accepted_sec: float
-    """From the attempt that was accepted to its answer."""
+    """Seconds from the attempt that was accepted to its answer."""
     whole_sec: float
-    """From the instant of the first attempt to the answer."""
+    """Seconds from the first attempt to the answer."""
     failure: str | None = None
     """Why there is no answer, one line."""
 
@@ -176,6 +180,8 @@ class Load:
         return list(itertools.accumulate(self._random.expovariate(per_sec) for _ in range(requests)))
 
     async def _all(self, instants: Sequence[float], *, clients: int) -> tuple[list[Served], float]:
+        import httpx2  # noqa: PLC0415
+
         places, started = asyncio.Semaphore(clients), time.perf_counter()
         limits = httpx2.Limits(max_connections=None, max_keepalive_connections=100)
         async with httpx2.AsyncClient(base_url=self._url, timeout=TIMEOUT_SEC, limits=limits) as client:
@@ -188,8 +194,10 @@ class Load:
             served = await asyncio.gather(*(one(number, instant) for number, instant in enumerate(instants)))
         return list(served), time.perf_counter() - started
 
-    async def _until_answered(self, client: httpx2.AsyncClient, number: int, *, begun: float) -> Served:
+    async def _until_answered(self, client: "httpx2.AsyncClient", number: int, *, begun: float) -> Served:
         """Ask, and as often as the server refuses, wait as long as it says and ask again."""
+        import httpx2  # noqa: PLC0415
+
         prompt, asked = number % len(self._prompts), begun
         body = {**self._body, "prompt": self._prompts[prompt]}
         choices: list[dict[str, str]] = []
@@ -292,7 +300,7 @@ SCHEMA_VERSION = "1.0"
 BATCH, QUEUE = 8, 16
 SEED = 1
 MAX_TOKENS = 32
-"""Of a completion."""
+"""Most tokens of a completion."""
 GROWTH_BOUND = 1.02
 """Bound on the peak memory of the last round, divided by that of the first."""
 PROMPTS = tuple(
@@ -408,7 +416,7 @@ examples:
 
 
 def round_of(requests: Sequence["Served"], *, alone: Sequence[str], earlier: Set[str]) -> Round:
-    """What became of the requests of a round.
+    """Figures of the requests of a round.
 
     Args:
         requests: all of them.

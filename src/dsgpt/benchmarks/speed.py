@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from dsgpt.benchmarks import cells, frame
-from dsgpt.benchmarks.launch import LineWorker, WorkerEnded, train, training_words
+from dsgpt.benchmarks.launch import LineWorker, WorkerEnded, child_environment, train, training_words
 from dsgpt.common.command_line import POSITIVE, flag
 from dsgpt.common.errors import UserError
 from dsgpt.common.text import machine_words, table
@@ -33,7 +33,7 @@ from dsgpt.record.schema import STEPS_FILE, read_steps
 OURS, ENGINE, DDP, HUGGING_FACE = "dsgpt", "dsgpt ZeRO-1", "dsgpt ddp", "hugging face"
 PEERS = (frame.NANOGPT, HUGGING_FACE)
 KEPT = ", memory kept"
-"""How the names of peers end that get this program's memory settings."""
+"""Suffix of a peer's name when it runs with dsgpt's memory settings."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,7 @@ class Shape(cells.Shape):
 
     length: int
     positions: int = 1024
-    """Of which the first ``length`` are used."""
+    """Positions of the model, of which the first ``length`` are used."""
 
 
 def published(name: str, *, length: int, vocab_size: int | None = None) -> Shape:
@@ -58,7 +58,7 @@ NARROW = Shape(**asdict(cells.NARROW), length=256)
 
 @dataclass(frozen=True, kw_only=True)
 class StepSetup:
-    """What one process of a contender does in a step."""
+    """The step that one process of a contender takes."""
 
     shape: Shape
     batch: int
@@ -114,7 +114,7 @@ class Row:
 
     @property
     def key(self) -> str:
-        """Its name for ``--only``."""
+        """Name for ``--only``."""
         return "-".join(re.findall(r"[^\W_]+", self.title.lower()))
 
 
@@ -175,7 +175,7 @@ CONTENDER = "dsgpt.benchmarks.contenders"
 """The module that every rank of a contender runs."""
 WARM_UP_STEPS = 3
 SETTLING_STEPS = 1
-"""Before every turn, not counted: while a process waits, caches and even its pages may go to others."""
+"""Steps before every turn, not counted: while a process waits, caches and even its pages may go to others."""
 SHORTEST_TURN_SEC = 1.5
 """A turn has as many steps as take this long, so that starting and ending it does not count."""
 MEMORY_STEPS = 2
@@ -204,30 +204,30 @@ def _compared(row: Row, speeds: Mapping[str, Sequence[float]]) -> Result:
 
 # The time until a training reaches a loss, and what is around the steps.
 #
-# The demo's recipe against nanoGPT's settings for a model of its size: both train the same shape on the demo's text for
-# the demo's number of tokens, in fp32, each with its own batch, learning rate and schedule. The loss to reach is the
-# one that nanoGPT has at its end. Only training counts, not validation. Validation uses windows that
-# no search of settings has seen.
+# The demo's recipe against nanoGPT's settings for a model of its size. Both train the same shape in fp32, on the demo's
+# text, for the demo's number of tokens. Each has its own batch, learning rate and schedule. The loss to reach is the
+# one that nanoGPT has at its end. Only training counts, not validation. Validation uses windows that no search of
+# settings has seen.
 
 HELP_TARGET_SEC, AROUND_TARGET = 0.3, 0.01
 FIRST_STEP_TARGET_SEC = {"baseline": 6.0, "zero1": 12.0}
 FIRST_STEP_ROUNDS, OVERHEAD_STEPS = 3, 12
 LENGTH, DEMO_TOKENS, DEMO_VOCABULARY = 128, 819_200, 8192
-"""As in ``make demo``."""
+"""Length, tokens and vocabulary of ``make demo``."""
 RECIPE = "ds_configs/sizes/demo.json"
-"""The demo's."""
+"""Recipe of the demo."""
 SEARCHED_WINDOWS, VALIDATION_WINDOWS = 640, 480
-"""Of the validation file: those at its beginning, which ``benchmark.py recipes`` uses, and those after them."""
+"""Windows of the validation file: those at its beginning, which ``benchmark.py recipes`` uses, and those after them."""
 LATER_WINDOWS = "later-windows.bin"
-"""The token file of the latter."""
+"""Token file of the later windows."""
 VALIDATIONS = 40
-"""Of a training, evenly spaced."""
+"""Validations of a training, evenly spaced."""
 TIME_TO_LOSS_TARGET = 0.6
 TIME_TO_LOSS = "the demo's recipe: time to the loss of nanoGPT's settings"
 
 
 NANOGPT_DEFAULTS = {"batch": 12, "lr": 1e-3, "beta2": 0.99, "weight_decay": 0.1, "warm_up_steps": 100}
-"""How nanoGPT trains a small model if nobody tells it otherwise: README of nanoGPT, the small model for a CPU, and
+"""nanoGPT's settings for a small model without other instructions: README of nanoGPT, the small model for a CPU, and
 config/train_shakespeare_char.py, which it changes. Its warm-up is meant for 2,000 steps or more."""
 
 Curve = Sequence[tuple[float, float]]
@@ -357,7 +357,7 @@ def _speed_table(record: frame.Record) -> str:
 
 
 def _speeds(result: Figures, *, memory_kept: bool) -> str:
-    """Of the first contender, and of those with this setting of the memory."""
+    """Words for the speeds of the first contender, and of those with this setting of the memory."""
     ours, *others = result["entries"]
     shown = [ours, *(entry for entry in others if entry["name"].endswith(KEPT) == memory_kept)]
     return "; ".join(f"{entry['name']} {frame.span_words(entry['tokens_per_sec'], ',.0f')}" for entry in shown)
@@ -409,8 +409,9 @@ class Speed(frame.Suite[SpeedOptions, Result]):
     flags, page, summary = SpeedOptions, staticmethod(speed_page), staticmethod(summary_lines)
     description = """\
 speed: let this program, nanoGPT and Hugging Face's GPT-2 train in turn with the same shapes, precision, threads and
-tokens, and compare their tokens per second; compare DeepSpeed's engine with the plain loop, and several devices with
-one; measure peak memory, start-up, and what this machine can do. Exit code 0: every goal was reached; 1: otherwise."""
+tokens, and compare their tokens per second. Then compare DeepSpeed's engine with the plain loop, and several devices
+with one. Measure peak memory, start-up, and the peak rates of this machine. Exit code 0: every goal was reached; 1:
+otherwise."""
     examples = """\
 examples:
   git clone https://github.com/karpathy/nanoGPT /tmp/nanoGPT
@@ -567,7 +568,7 @@ examples:
     def _first_step(self, kind: str) -> Result:
         """Seconds from the launch to the end of the first step; one run before is not counted."""
         launcher, run_type = ("python", "baseline") if kind == "baseline" else ("deepspeed", "optimized")
-        environment = dict(os.environ) | ({"DS_ACCELERATOR": "cpu"} if self.options.device == "cpu" else {})
+        environment = child_environment() | ({"DS_ACCELERATOR": "cpu"} if self.options.device == "cpu" else {})
         seconds = []
         for number in range(FIRST_STEP_ROUNDS + 1):
             values = self._demo(f"first-{kind}/{number}", run_type=run_type, max_train_steps=1, max_val_steps=1)

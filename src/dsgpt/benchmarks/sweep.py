@@ -40,14 +40,14 @@ _OUT_OF_MEMORY = re.compile(
     r"out of memory|OutOfMemoryError|\bMemoryError\b|can't allocate memory|annot allocate memory"
 )
 _EXIT_CODE = re.compile(r"^\s*exitcode\s*:\s*(-?\d+)", flags=re.MULTILINE)
-"""In the report of ``torchrun``, which itself ends with 1 after every failure."""
+"""Matches the exit code in the report of ``torchrun``, which itself ends with 1 after every failure."""
 _ERROR = re.compile(r"^(?:\[\w+\]:)?error: (.*)$")
 _EXCEPTION = re.compile(r"^(?:\[\w+\]:)?(?:\w+\.)*\w*(?:Error|Exception|Interrupt)\b")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ending:
-    """How a training ended."""
+    """End of a training."""
 
     state: State
     message: str | None
@@ -84,7 +84,7 @@ def train(command: Sequence[str], *, log: Path, limit_sec: float, cwd: Path, dev
 
 
 def ended_with(code: int, text: str) -> tuple[State, str | None]:
-    """What the exit code of the command and the end of its output say, and the line that says best why.
+    """State of a training by its exit code and the end of its output, and the line of the output that explains it.
 
     That is a line about memory, this program's error, an exception, or the last; None if the training is done.
     """
@@ -122,9 +122,9 @@ class PlannedTurn:
 
     cell: sweep_cells.Cell
     repeat: int
-    """From 1."""
+    """Number of the repeat, from 1."""
     place: int
-    """In the order of all turns, from 1."""
+    """Place in the order of all turns, from 1."""
 
 
 def ordered_turns(cells: Sequence[sweep_cells.Cell], *, repeats: int, seed: int) -> list[PlannedTurn]:
@@ -160,13 +160,13 @@ def turn_of(planned: PlannedTurn, ending: Ending, folder: Path) -> Turn:
     except (UserError, JsonError) as error:
         return replace(turn, state=State.FAILED, message=f"its record cannot be read: {error}")
     by_rank = record.section("cost").section("model_state_bytes_per_rank").raw("total_by_rank")
-    known = isinstance(by_rank, list) and all(map(is_number, by_rank))
+    has_sizes = isinstance(by_rank, list) and all(map(is_number, by_rank))
     return replace(
         turn,
         train_time_sec=run.train_time,
         tokens_per_sec=run.tokens_per_sec,
         peak_memory_bytes_rank0=run.host_memory if run.gpu_memory is None else run.gpu_memory,
-        model_state_bytes_by_rank=list(map(float, by_rank)) if known else None,
+        model_state_bytes_by_rank=list(map(float, by_rank)) if has_sizes else None,
         sent_bytes_per_step=run.sent_bytes_per_step,
         communication_share=run.communication_share,
         joules=record.section("summary").section("gpu_use").number("energy_joules"),
@@ -355,7 +355,7 @@ suites: {", ".join(sweep_cells.SUITES)}"""
         return len(self._turns)
 
     def work_folder(self, resources: ExitStack) -> Path:  # noqa: ARG002 - it stays
-        """Beside the record, so that the next command finds the turns of this one."""
+        """Folder beside the record, so that the next command finds the turns of this one."""
         return self.options.output.parent.resolve() / "work"
 
     def begin(self) -> None:
@@ -381,7 +381,7 @@ suites: {", ".join(sweep_cells.SUITES)}"""
             self.console.say(f"{done} of {count} turns have results from before; {count - done} left")
 
     def _fingerprint(self) -> dict[str, Any]:
-        """What must be equal for turns of two commands to be one sweep. More repeats may be added."""
+        """Facts that must be equal for turns of two commands to be one sweep. More repeats may be added."""
         options = self.options
         head = frame.record_head(SCHEMA_VERSION, device=options.device)
         sources = "".join(sha256_of(file) for file in sorted(PACKAGE.rglob("*.py")))
@@ -465,7 +465,7 @@ suites: {", ".join(sweep_cells.SUITES)}"""
         return turn
 
     def _flags(self, cell: sweep_cells.Cell, run_dir: Path) -> list[str]:
-        """All flags of a cell's training; those of the cell come last, and count."""
+        """Every flag of a cell's training; those of the cell come last, and count."""
         options = self.options
         values: dict[str, Any] = {
             "model_size": options.model_size,

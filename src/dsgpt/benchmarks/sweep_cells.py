@@ -1,4 +1,4 @@
-"""What a sweep trains and compares, read from a file or built in, and judged before anything runs."""
+"""The description of a sweep: cells and comparisons, read from a file or built in, and judged before anything runs."""
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -39,7 +39,7 @@ EQUAL: dict[Kind, str] = {
     "weak scaling": "the same per device",
     "precisions": "the same but for the precision",
 }
-"""What is said of the work of a cell that may be compared."""
+"""Words for the work of a cell that may be compared."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ class Cell:
     devices: int
     launcher: str
     flags: tuple[str, ...]
-    """Of ``src/gpt2.py``, without data, length and run folder, which are the sweep's."""
+    """Flags of ``src/gpt2.py``, without data, length and run folder, which are the sweep's."""
 
     @property
     def folder(self) -> str:
@@ -71,7 +71,7 @@ class ComparisonPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class SweepPlan:
-    """What a sweep trains."""
+    """Trainings and comparisons of a sweep."""
 
     name: str
     cells: tuple[Cell, ...]
@@ -106,7 +106,7 @@ CHECKPOINTED = ("--activation_checkpointing",)
 
 @dataclass(frozen=True, kw_only=True)
 class _Strategy:
-    """How a strategy is started."""
+    """Run type, recipe and devices of a strategy."""
 
     run_type: str
     recipe: str
@@ -216,11 +216,11 @@ def built_in(name: str, *, devices: Sequence[int]) -> SweepPlan:
 # Whether cells that are compared will do the same work: judged before anything runs, by the facts of a record.
 
 Facts = Mapping[str, Any]
-"""Of the work of a training, by the names of ``dsgpt.config.options``."""
+"""Facts of the work of a training, by the names of ``dsgpt.config.options``."""
 
 
 def planned_work(cell: Cell, flags: Sequence[str], *, repository: Path) -> Facts | None:
-    """What a cell would compute; None if this program would refuse it, which the sweep then records.
+    """Work of a cell; None if this program would refuse it, which the sweep then records.
 
     Args:
         cell: where it runs.
@@ -312,7 +312,7 @@ class _DescribedCell:
     devices: Positive = 1
     flags: tuple[str, ...] = ()
     launcher: Literal["python", "torchrun", "deepspeed"] | None = None
-    """By default that of the run type."""
+    """Launcher; by default that of the run type."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -321,7 +321,7 @@ class _DescribedComparison:
     name: str | None = None
     kind: Kind = "same training"
     cells: tuple[str, ...] | None = None
-    """All by default."""
+    """Names of the compared cells; by default all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -329,9 +329,9 @@ class _Description:
     schema_version: Literal["1.0"]
     cells: Annotated[tuple[_DescribedCell, ...], Field(min_length=1)]
     flags: tuple[str, ...] = ()
-    """Of every cell."""
+    """Flags of every cell."""
     comparisons: Annotated[tuple[_DescribedComparison, ...], Field(min_length=1)] | None = None
-    """By default all cells with the first."""
+    """Comparisons; by default all cells with the first."""
 
 
 def read_description(file: Path, *, devices: Sequence[int] | None) -> SweepPlan:
@@ -375,7 +375,7 @@ def read_description(file: Path, *, devices: Sequence[int] | None) -> SweepPlan:
 
 
 def _mistakes(cell: Cell) -> Iterator[str]:
-    """What is wrong with a cell, each behind its place in it."""
+    """Yields the mistakes of a cell, each behind its place in it."""
     if not (cell.name.strip() and cell.name.isprintable()):
         yield f".name must be a text that can be printed, not {clipped(cell.name)}"
     given = {word.partition("=")[0] for word in cell.flags}

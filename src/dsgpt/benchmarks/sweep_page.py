@@ -14,8 +14,7 @@ from dsgpt.benchmarks.frame import EXIT_FAILED, Record, judged
 from dsgpt.benchmarks.sweep_cells import EQUAL, LABELS, comparable, judge_turns
 from dsgpt.common.errors import EXIT_DONE, Problems, UserError, did_you_mean, is_number
 from dsgpt.common.json_files import JsonError, read_object
-from dsgpt.common.text import NO_DIFFERENCE, machine_words, megabytes, no_difference, table
-from dsgpt.machine.console import duration
+from dsgpt.common.text import NO_DIFFERENCE, UNKNOWN, duration, machine_words, megabytes, no_difference, table
 from dsgpt.record import suites
 from dsgpt.record.equal_work import Verdict, judge
 from dsgpt.record.runs import Run, read_run
@@ -31,7 +30,7 @@ STUDENT_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306)
 
 @dataclass(frozen=True, kw_only=True)
 class SpeedDifference:
-    """How much faster B is than A, as a share of A's speed; negative if it is slower."""
+    """Speed of B minus that of A, as a share of A's; negative if B is slower."""
 
     change: float
     low: float
@@ -82,7 +81,6 @@ def block_length(steps: int) -> int:
 
 # The page.
 
-UNKNOWN = "unknown"
 WHOLE = "{:,.0f}".format
 _COUNTS = ("model n_layer", "model n_embd", "optimizer steps", "global batch", "sequence length")
 
@@ -263,9 +261,9 @@ class Pairs:
     speeds: list[tuple[float, float]]
     """Tokens per second, of the pairs in which both are known."""
     of: str
-    """What a pair is: ``repeats`` or ``steps``."""
+    """Kind of the pairs: ``repeats`` or ``steps``."""
     verdict: Verdict
-    """On the work."""
+    """Verdict on the work."""
     machines: tuple[str | None, str | None]
 
 
@@ -342,7 +340,7 @@ def _source(word: str) -> _Source:
 
 
 def _pairs(a: _Source, b: _Source) -> Iterator[Pairs]:
-    """What is compared: two runs, two named cells, or all cells that two sweeps share.
+    """Pairs to compare: two runs, two named cells, or all cells that two sweeps share.
 
     Raises:
         UserError: they cannot be paired.

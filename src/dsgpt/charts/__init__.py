@@ -1,1 +1,1 @@
-"""From records to tables and pictures, equal work checked."""
+"""Tables and pictures of records, with equal work checked."""

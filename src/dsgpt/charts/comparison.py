@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dsgpt.common.text import NO_DIFFERENCE, no_difference
+from dsgpt.common.text import NO_DIFFERENCE, UNKNOWN, no_difference
 from dsgpt.record.equal_work import (
     compared_facts,
     equal_loss_line,
@@ -19,7 +19,6 @@ from dsgpt.record.equal_work import (
 from dsgpt.record.runs import TOO_SHORT, Run
 from dsgpt.record.work import DEVICES, HARDWARE, STRATEGY
 
-UNKNOWN = "unknown"
 SIGN_CONVENTION = (
     "Improvements are percentages of the first run's value; **positive is better**: less time, latency, loss and"
     " memory, more tokens per second. Unknown is what was not recorded or cannot be compared; it is never taken as 0."

@@ -187,7 +187,7 @@ def step_times_chart(rows: Sequence[Measured], texts: Texts) -> Frame | str:
 
 
 def communication_chart(rows: Sequence[Measured], texts: Texts) -> Frame | str:
-    """What a step sends, and the share of its time that this takes where it was measured."""
+    """A chart of the bytes sent in a step, and of the share of its time that this takes, where it was measured."""
     sent = [_bar(row, row.sent_bytes_per_step, 1e6, lambda sent: f"{sent:,.1f}" if sent else "nothing") for row in rows]
     shares = [_bar(row, row.communication_share, 0.01, "{:.1f}%".format) for row in rows]
     panels = {
@@ -220,14 +220,14 @@ GPUS = (
 
 
 class Sample(NamedTuple):
-    """All GPUs of a run in one second."""
+    """Figures of all GPUs of a run in one second."""
 
     time: float
     """Seconds since the first sample, without pauses."""
     utilisation: tuple[float, ...]
-    """Of each GPU, from 0 to 1."""
+    """Utilisation of each GPU, from 0 to 1."""
     power: tuple[float, ...]
-    """In watts."""
+    """Power of each GPU, in watts."""
 
 
 def read_samples(folder: Path) -> list[Sample]:
@@ -297,7 +297,7 @@ def utilisation_chart(folders: Mapping[str, Path], texts: Texts) -> Frame | str:
 MOST_RANKS = 16
 """More ranks are not drawn: they hold the same as others."""
 _LEAST_SHARE = 0.005
-"""Of a bar: smaller parts are not drawn."""
+"""Least share of a bar: smaller parts are not drawn."""
 
 
 def draw_plan(plan: "Plan", path: Path) -> None:

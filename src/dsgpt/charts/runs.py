@@ -6,6 +6,7 @@ from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import SubFigure
 from matplotlib.lines import Line2D
@@ -27,7 +28,7 @@ class Bars:
 
     title: str
     axis: str
-    """What the axis shows, unit included."""
+    """Label of the axis, unit included."""
     quantity: Quantity
     scale: float = 1.0
     """Units of the quantity per unit of the axis."""
@@ -85,7 +86,7 @@ class Axis:
     picture: str
     """The title of a picture drawn on it."""
     missing: str
-    """What a run did not record if it cannot be drawn on this axis."""
+    """Words for a run that cannot be drawn on this axis, because its record lacks something."""
     scale: Callable[[Run], float | None] = lambda _: 1.0
     """Units of the axis per unit of the field; None if the run cannot be drawn on it."""
 
@@ -100,7 +101,7 @@ def curve_of(run: Run, kind: str) -> Curve:
 
 
 def places(run: Run, kind: str, axis: Axis) -> list[tuple[float, float]]:
-    """Where the points of a curve are on ``axis``, and their losses; without those whose place was not recorded."""
+    """Coordinates on ``axis`` and losses of the points of a curve, without points whose coordinate was not recorded."""
     scale = axis.scale(run)
     points = [(getattr(point, axis.coordinate), point.loss) for point in curve_of(run, kind).points]
     return [(place * scale, loss) for place, loss in points if scale is not None and place is not None]
@@ -108,8 +109,8 @@ def places(run: Run, kind: str, axis: Axis) -> list[tuple[float, float]]:
 
 def step_axis(runs: Sequence[Run]) -> Axis:
     """Optimizer steps, or epochs if no run recorded steps."""
-    known = any(places(run, kind, STEPS) for run in runs for kind in LOSS_KINDS)
-    return STEPS if known or not any(curve_of(run, kind).points for run in runs for kind in LOSS_KINDS) else EPOCHS
+    has_steps = any(places(run, kind, STEPS) for run in runs for kind in LOSS_KINDS)
+    return STEPS if has_steps or not any(curve_of(run, kind).points for run in runs for kind in LOSS_KINDS) else EPOCHS
 
 
 def _most(runs: Sequence[Run], coordinate: str) -> float:
@@ -133,7 +134,7 @@ def token_axis(runs: Sequence[Run]) -> Axis:
 
 
 def money_axis(price: float) -> Axis:
-    """What the devices of a run cost, at ``price`` for a device hour."""
+    """The axis of the cost of a run's devices, at ``price`` for a device hour."""
     label = f"cost of all devices, at {price:g} for a device hour"
 
     def per_second(run: Run) -> float | None:
@@ -157,7 +158,7 @@ def draw_losses(axes: Axes, runs: Sequence[Run], *, kind: str, axis: Axis) -> li
         window = window_of(len(curve_of(run, kind).points))
         if window > 1:  # every step, under every mean
             axes.plot(x, y, color=look.colour, alpha=max(0.07, 0.3 / len(runs)), lw=0.5, zorder=1.5)
-            y = smoothed(y, window=window)
+            y = smoothed(np.array(y), window=window).tolist()
         apart = max(1, len(x) // 8)  # about eight markers per curve, at different places for each run
         few = len(x) <= 12
         axes.plot(
@@ -241,7 +242,7 @@ def latency_chart(runs: Sequence[Run], texts: Texts) -> Frame | str:
 
 
 COLUMNS = 2
-"""Of panels in the overview: more would be too small on a page."""
+"""Columns of panels in the overview: more would be too small on a page."""
 
 
 def charts_of_runs(runs: Sequence[Run], *, folders: Mapping[str, Path], price: float | None = None) -> dict[str, Chart]:

@@ -29,7 +29,7 @@ from dsgpt.charts.themes import LIGHT, Theme
 DOTS_PER_INCH = 150
 ZOOMED = "axis does not start at 0"
 BAR_WIDTH = 0.62
-"""Of the distance between two rows."""
+"""Width of a bar, as a share of the distance between two rows."""
 _NO_METADATA: dict[str, dict[str, None]] = {"png": {"Software": None}, "svg": {"Creator": None, "Date": None}}
 STAMP_LINE_INCHES, CAPTION_LINE_INCHES = 0.175, 0.165
 _CLIP_ID = re.compile(rb"\bp[0-9a-f]{10}\b")
@@ -47,7 +47,7 @@ def current() -> Theme:
 
 @dataclass(frozen=True)
 class Look:
-    """How one run is drawn in every picture."""
+    """Colour, marker and line of one run in every picture."""
 
     colour: tuple[float, float, float]
     hatch: str
@@ -58,7 +58,7 @@ class Look:
     width: float
     """Line width in points. Later runs are thinner, so that curves that coincide are all visible."""
     marker_size: float
-    """In points. Smaller for later runs, so that points that coincide are all visible."""
+    """Size in points. Smaller for later runs, so that points that coincide are all visible."""
 
     @property
     def line(self) -> dict[str, Any]:
@@ -133,10 +133,10 @@ Chart = Callable[[], Frame | str]
 
 @dataclass(frozen=True)
 class Texts:
-    """What all charts of the same records say around their panels."""
+    """Words that all charts of the same records have around their panels."""
 
     warnings: Sequence[str] = ()
-    """In a box above the panels."""
+    """Warnings, in a box above the panels."""
     footer: str = ""
     """The last caption below them: the records, the machine and the date."""
 
@@ -217,7 +217,7 @@ class Row:
 
     name: str
     value: float | None
-    """None draws ``label`` as a remark, without a bar."""
+    """Length of the bar; None draws ``label`` as a remark, without a bar."""
     label: str
     low: float | None = None
     high: float | None = None

@@ -32,7 +32,7 @@ from dsgpt.record.suites import (
 NO_SCALING = "no strategy trained on several numbers of devices"
 NO_EFFICIENCY = "no comparison has a speed-up"
 LOGARITHMIC_FROM = 4
-"""From this ratio of the most to the fewest devices, axes are logarithmic: the ideal stays a straight line."""
+"""Ratio of the most to the fewest devices from which axes are logarithmic: the ideal stays a straight line."""
 LEGEND_COLUMNS = 4
 KINDS = {"same training": "the same training on all", "weak scaling": "the global batch grows with them"}
 """Kinds of comparisons that have a speed-up over devices, and what is said of them."""

@@ -10,17 +10,17 @@ class Theme:
     name: str
     background: str
     ink: str
-    """Of text."""
+    """Colour of text."""
     quiet: str
-    """Of captions and remarks."""
+    """Colour of captions and remarks."""
     grid: str
     edge: str
-    """Of axes."""
+    """Colour of axes."""
     warning: str
-    """Behind warnings."""
+    """Colour behind warnings."""
     palette: tuple[str, ...]
-    """Of runs, in an order that alternates dark and light. All differ in brightness or from blue to orange, which the
-    common kinds of colour blindness keep apart."""
+    """Colours of runs, in an order that alternates dark and light. All differ in brightness or from blue to orange,
+    which the common kinds of colour blindness keep apart."""
 
 
 LIGHT = Theme(
@@ -44,7 +44,7 @@ DARK = Theme(
     palette=("#3f9bdc", "#eba225", "#1fb58a", "#d992cb", "#f0743a", "#a7aeb8", "#8fd0f7", "#c48a5c"),
 )
 THEMES = {theme.name: theme for theme in (LIGHT, DARK)}
-"""By name; the background of the dark one is that of GitHub's dark pages."""
+"""Themes by name; the background of the dark one is that of GitHub's dark pages."""
 
 
 def contrast(one: str, other: str) -> float:

@@ -1,13 +1,13 @@
-"""What a checkpoint says of itself: its files, the progress of its run, and the processes that trained it.
+"""The manifest of a checkpoint: files with hashes, progress of the run, processes that trained it.
 
 ``manifest.json``: the settings that made a checkpoint, and the size and sha256 of every file in it. A file of a
 checkpoint is verified against the manifest before it is read. Files that the manifest does not name are never read.
 """
 
 from collections.abc import Callable, Collection
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Annotated, Any, Self
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field
 
@@ -57,7 +57,7 @@ class Manifest:
     """The contents of ``manifest.json``; a folder of weights alone lacks the fields that only a resume needs."""
 
     files: Annotated[dict[Annotated[str, AfterValidator(_inside)], FileFacts], Field(min_length=1)]
-    """By path inside the checkpoint, with forward slashes."""
+    """Size and hash of each file, by path inside the checkpoint, with forward slashes."""
     step: Count | None = None
     val_loss: Finite | None = None
     """The validation loss of exactly these weights; None where no validation ran at this step."""
@@ -173,7 +173,7 @@ class Segment:
     last_step: Count
     """``first_step - 1`` if it took no steps."""
     timestamp_utc: str
-    """When it began."""
+    """Time at which the process began."""
     resumed_from: str | None
     """The name of the checkpoint; None at the start of a run."""
     command_line: str
@@ -181,7 +181,7 @@ class Segment:
     env: dict[str, str | None]
     """Versions of the software."""
     host: str
-    """Of rank 0."""
+    """Host of rank 0."""
     hardware: dict[str, str | int | float | None]
     """The machine, ranks, threads and launcher."""
     run_type: str
@@ -212,7 +212,7 @@ class Segment:
     load_average_before: Seconds | None = None
     """Processes of rank 0's machine that ran or waited, in the minute before it began."""
     cpu_share_of_others: Seconds | None = None
-    """Of the CPUs of rank 0's machine, the share that processes outside of the run used meanwhile."""
+    """Share of the CPUs of rank 0's machine that processes outside of the run used meanwhile."""
 
 
 def covers(segments: list[Segment], *, first_step: int, last_step: int) -> bool:
@@ -276,9 +276,9 @@ class Change:
     """A change at a resume: of a setting, with ``--allow_changed``, or of strategy, ranks or device."""
 
     step: Count
-    """Of the checkpoint."""
+    """Step of the checkpoint."""
     name: str
-    """One of ``settings_to_match``, or ``executed by``."""
+    """Name of the setting: one of ``settings_to_match``, or ``executed by``."""
     before: Any
     after: Any
 
@@ -307,7 +307,7 @@ class RunState:
     failed_saves: Count = 0
     """Checkpoints that could not be written so far."""
     changes: list[Change] = field(default_factory=list)
-    """All changes at resumes so far."""
+    """Every change at a resume so far."""
     segments: list[Segment] = field(default_factory=list)
     """The processes of the run so far; empty in checkpoints from before segments were recorded."""
 
@@ -315,10 +315,6 @@ class RunState:
     def val_loss(self) -> float | None:
         """The validation loss of exactly these weights; None where no validation ran at this step."""
         return self.last_val_loss if self.last_val_step == self.step else None
-
-    def without_validations(self) -> Self:
-        """The same without validation losses, for a run whose validation set changes here."""
-        return replace(self, best_val_loss=None, last_val_loss=None, last_val_step=None)
 
 
 def write_run_state(checkpoint: Path, state: RunState) -> None:

@@ -1,4 +1,4 @@
-"""Where the pieces of a sharded checkpoint lie in the whole tensors, and in which files.
+"""The index of a sharded checkpoint: the place of every piece in the whole tensors, and its file.
 
 A checkpoint that one rank wrote has whole tensors in ``model.safetensors`` and ``optimizer.safetensors``: version 1.
 Several ranks write version 2: each its own pieces, in ``model-00000.safetensors``, ``optimizer-00000.safetensors`` and
@@ -43,7 +43,7 @@ class Box(NamedTuple):
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> "Box":
-        """All of a tensor of ``shape``."""
+        """The box that covers a whole tensor of ``shape``."""
         return cls((0,) * len(shape), tuple(shape))
 
     @property
@@ -53,11 +53,11 @@ class Box(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """Its elements."""
+        """Number of elements."""
         return math.prod(self.shape)
 
     def meet(self, other: "Box") -> "Box | None":
-        """What both have; None if that is nothing."""
+        """Intersection of the two boxes; None if it is empty."""
         start = tuple(map(max, zip(self.start, other.start, strict=True)))
         stop = tuple(map(min, zip(self.stop, other.stop, strict=True)))
         shape = tuple(after - before for before, after in zip(start, stop, strict=True))
@@ -102,7 +102,7 @@ def _cut(box: Box, start: int, stop: int) -> Iterator[Box]:
 
 
 def why_not_whole(shape: Sequence[int], boxes: Iterable[Box]) -> str:
-    """What keeps ``boxes`` from covering a tensor of ``shape`` exactly once; empty if they do.
+    """Reason why ``boxes`` do not cover a tensor of ``shape`` exactly once; empty if they do.
 
     Looks at one element of each cell between the edges of all boxes.
     """
@@ -143,11 +143,11 @@ class Index:
 
     version: Literal[2] = 2
     writers: Positive
-    """How many ranks wrote; writer i is rank i."""
+    """Number of ranks that wrote; writer i is rank i."""
     moments: list[str]
-    """Of every parameter, such as ``exp_avg``."""
+    """Names of the moments of every parameter, such as ``exp_avg``."""
     tensors: dict[str, CutTensor]
-    """By canonical name."""
+    """Shape and pieces of each tensor, by canonical name."""
 
     @classmethod
     def of(

@@ -67,7 +67,7 @@ VALIDATED_ON = ("validation data", "validation windows", SEQUENCE_LENGTH)
 WEIGHTS = "model.safetensors"
 MODEL = "model.json"
 INDEX = "pieces.json"
-"""Only where several ranks wrote; see ``pieces``."""
+"""Index of the pieces, which only several ranks write; see ``pieces``."""
 _PIECES_OF_WEIGHTS = re.compile(r"model-\d{5,}\.safetensors")
 TOKENIZER = "tokenizer"
 _NAME = r"step-(\d{8}|[1-9]\d{8,})"
@@ -86,7 +86,7 @@ def folder_name(step: int) -> str:
 
 
 def partial_folder(run_dir: Path, step: int) -> Path:
-    """Where the checkpoint of ``step`` is written before it is published."""
+    """Folder in which the checkpoint of ``step`` is written before it is published."""
     return run_dir / f".partial-{folder_name(step)}"
 
 
@@ -210,7 +210,7 @@ def _best(newest_first: list[Path]) -> Path | None:
 
 
 def comparable(newest_first: list[Path]) -> dict[Path, Manifest]:
-    """Those of ``newest_first``, newest first, since the validation set last changed.
+    """Manifests of the checkpoints, newest first, that were made since the validation set last changed.
 
     If a run returned to an earlier validation set, checkpoints from before the change do not count, as in
     ``best_val_loss``. Damaged ones are left out.
@@ -350,7 +350,7 @@ class ModelFiles:
     manifest: Manifest
     config: GPT2Config
     tokenizer: Path | None
-    """Its folder; None where the training data came without one."""
+    """Folder of the tokenizer; None where the training data has none."""
 
     @property
     def trained_length(self) -> int | None:

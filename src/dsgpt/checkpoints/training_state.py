@@ -117,11 +117,11 @@ class ParamState(NamedTuple):
 
     @property
     def moments(self) -> dict[str, Tensor]:
-        """Those of ``STATE_NAMES`` that are not None."""
+        """Moments that are not None, by the names of ``STATE_NAMES``."""
         return {name: value for name in STATE_NAMES if (value := getattr(self, name)) is not None}
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> "ParamState":
-        """The same with ``change`` applied to every tensor: the weight first, then the moments by ``STATE_NAMES``."""
+        """This state with ``change`` applied to every tensor: the weight first, then the moments by ``STATE_NAMES``."""
         return ParamState(change(self.weight), **{name: change(value) for name, value in self.moments.items()})
 
 
@@ -130,7 +130,8 @@ class Shards:
     """The part of the state of training that one rank writes."""
 
     boxes: dict[str, list[Box]]
-    """Where it lies in the whole tensors, by canonical name; names of which the rank writes nothing are left out."""
+    """Boxes of each part in the whole tensors, by canonical name; parameters of which the rank writes nothing are left
+    out."""
     states: Iterator[tuple[str, ParamState]]
     """Weights and moments, flat or not, one parameter at a time in any order; each is valid until the next one.
 
@@ -142,12 +143,12 @@ class Shards:
         return Shards(boxes, ((name, state) for name, state in self.states if name in boxes))
 
     def share(self, rank: int, ranks: int, *, among: Callable[[str], bool] = lambda _: True) -> "Shards":
-        """What is left to ``rank`` of what ``ranks`` ranks hold alike: each writes as many elements, end to end.
+        """The share that ``rank`` writes of a state that ``ranks`` ranks hold alike: equal element counts, end to end.
 
         Args:
-            rank: among these ranks.
-            ranks: how many they are.
-            among: whether they hold a parameter alike; of others this rank's part stays as it is.
+            rank: index of the rank among them.
+            ranks: number of ranks.
+            among: whether they hold a parameter alike; the share of other parameters is this rank's whole part.
         """
         if ranks == 1:
             return self
@@ -187,7 +188,7 @@ class Counters:
     optimizer_steps: Count
     """Steps that changed the weights; fewer than the run's where fp16 gradients overflowed."""
     loss_scale: LossScaleState | None = None
-    """Of fp16; None in other precisions."""
+    """Loss scale of fp16; None in other precisions."""
 
 
 def _flat_range(ends: tuple[int, int], value: Tensor) -> Tensor:
@@ -227,13 +228,13 @@ def _copied(state: ParamState, *, into: ParamState | None) -> ParamState:
 
 @dataclass(frozen=True, kw_only=True)
 class Written:
-    """What one rank wrote of the state of training."""
+    """Files and boxes that one rank wrote of the state of training."""
 
     boxes: dict[str, list[Box]]
     moments: list[str]
     """The moments that it wrote of each parameter."""
     files: dict[str, FileFacts]
-    """Its files, by name: durable, and hashed."""
+    """Size and hash of its files, by name; the files are durable."""
     non_finite: list[str]
     """Weights of which it has an element that is NaN or infinite."""
 

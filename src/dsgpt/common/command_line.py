@@ -156,7 +156,7 @@ def part(options: type) -> Any:
 
 
 def _name_of(field: "dataclasses.Field[Any]") -> str:
-    """Of a flag or a positional argument."""
+    """Name of a flag, or of a positional argument, from its field."""
     return field.metadata["name"] or f"--{field.name}"
 
 
@@ -230,7 +230,7 @@ class Parser(argparse.ArgumentParser):
         return _filled(options, values)
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
-        """What argparse calls for each word: the value, or None after noting the mistake."""
+        """The value of a word; None after noting the mistake. argparse calls this for each word."""
         try:
             return super()._get_value(action, arg_string)
         except Unfit as error:
@@ -257,7 +257,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def _shown(action: argparse.Action) -> str:
-    """As the user writes it, or as the help calls a positional argument."""
+    """The flag as the user writes it, or the name of a positional argument in the help."""
     return action.option_strings[0] if action.option_strings else str(action.metavar)
 
 

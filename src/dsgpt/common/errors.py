@@ -86,14 +86,14 @@ class Interrupted(KeyboardInterrupt):
 # Collects all mistakes, so that they are reported together.
 
 MOST_KEYS = 20
-"""How many unknown keys of one object are named: finding the nearest known key takes a millisecond for each."""
+"""Most unknown keys of one object that are named: the search for the nearest key takes a millisecond for each."""
 LONGEST_WORD = 80
-"""How many characters of a word are compared with known words: words in a file may be longer."""
+"""Characters of a word that are compared with known words: words in a file may be longer."""
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str:
+def did_you_mean(word: str, candidates: Iterable[str]) -> str:
     """`` (did you mean X?)`` with the nearest known word; empty if none is near."""
-    near = difflib.get_close_matches(word[:LONGEST_WORD], sorted(known), n=1, cutoff=0.6)
+    near = difflib.get_close_matches(word[:LONGEST_WORD], sorted(candidates), n=1, cutoff=0.6)
     return f" (did you mean {near[0]}?)" if near else ""
 
 

@@ -23,15 +23,15 @@ MAX_BYTES = 16 << 20
 """The largest file that is read by default: larger than any record, manifest or recipe. Vocabularies have
 their own limit."""
 MAX_DEPTH = 40
-"""How deep objects and arrays may be nested; dsgpt's files use at most 8 levels."""
+"""Deepest nesting of objects and arrays; dsgpt's files have at most 8 levels."""
 
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 Positive = Annotated[int, Field(ge=1, lt=2**63)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-"""As lower-case hex. pydantic matches the pattern in Rust, where ``$`` is only the end of the text: a final line break
-does not match."""
+"""SHA-256 as lower-case hex. pydantic matches the pattern in Rust, where ``$`` is only the end of the text: a final
+line break does not match."""
 
 _STRINGS = re.compile(rb'"(?:[^"\\]|\\.)*+"?', re.DOTALL)
 """The closing quote is optional: otherwise an unclosed string would make the search quadratic."""
@@ -39,7 +39,7 @@ _STEPS = bytes.maketrans(b"[{]}", b"\x01\x01\xff\xff")
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[{]}"))
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _SHOWN = 3
-"""How many faults of one file the error message shows."""
+"""Most faults of one file that the error message shows."""
 T = TypeVar("T")
 _adapter: Callable[[type], TypeAdapter[Any]] = cache(TypeAdapter)
 """pydantic's validator of a type. Each takes a millisecond to build."""
@@ -159,7 +159,7 @@ def read_as(path: Path, kind: type[T], *, unknown_keys: bool = False, max_bytes:
 
 
 def parse_as(data: bytes, kind: type[T], *, unknown_keys: bool = False) -> T:
-    """As ``read_as``, for the contents of a file."""
+    """The same as ``read_as``, from the contents of a file."""
     parse_json(data)  # pydantic's own parser accepts NaN, and keeps the last of two equal keys
     try:
         value: T = _adapter(kind).validate_json(data, strict=True, extra="ignore" if unknown_keys else "forbid")

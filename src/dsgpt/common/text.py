@@ -1,4 +1,4 @@
-"""What consoles, tables and pages say in the same words everywhere."""
+"""Words that consoles, tables and pages share: figures with units, the machine, tables, the next command."""
 
 import math
 import shlex
@@ -28,14 +28,14 @@ def no_difference(smallest: float, largest: float, *, than: tuple[float, float] 
 
 
 BUSY = "**A busy machine: "
-"""How the paragraph of a page begins that says so."""
+"""Beginning of the paragraph of a page that reports a busy machine."""
 
 
 def busy_words(figures: Mapping[str, Any]) -> str:
-    """That others used the CPUs during a measurement; empty if they did not, or if it was not recorded.
+    """Words that report other processes on the CPUs during a measurement; empty if there were none, or none recorded.
 
     Args:
-        figures: with the keys of ``runtime.load.LoadOfOthers.figures``.
+        figures: with the keys of ``machine.load.LoadOfOthers.figures``.
     """
     share = figures.get("cpu_share_of_others")
     if not isinstance(share, float) or share < BUSY_FROM:
@@ -86,7 +86,54 @@ def next_line(words: Sequence[object]) -> str:
     return f"next: {shlex.join(map(str, short))}"
 
 
-# Counts, sizes, and tables in Markdown.
+# Counts, durations, sizes, money, and tables in Markdown.
+
+UNKNOWN = "unknown"
+
+
+def duration(seconds: float | None, *, exact: bool = False) -> str:
+    """A measured duration: ``3 min 05 s``, ``2 h 07 min`` or ``3 d 04 h``; shorter ones are ``0.4 s`` and ``42 s``.
+
+    With ``exact``, those below 100 s have three digits: ``85 ms``, ``1.24 s``, ``75.7 s``.
+    """
+    if seconds is None:
+        return UNKNOWN
+    if exact and seconds < 99.95:
+        return f"{seconds * 1000:.3g} ms" if seconds < 0.9995 else f"{seconds:.3g} s"
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    for large, small, unit, part in (("d", "h", 86_400, 3600), ("h", "min", 3600, 60), ("min", "s", 60, 1)):
+        if whole >= unit:
+            return f"{whole // unit} {large} {whole % unit // part:02d} {small}"
+    return f"{whole} s"
+
+
+def estimate(seconds: float) -> str:
+    """A predicted duration: ``1.3 ms``, ``2.4 s``, ``5.0 min``, ``7.1 h``, ``3.2 days``."""
+    for limit, unit, name in ((1, 1e-3, "ms"), (120, 1, "s"), (7200, 60, "min"), (172_800, 3600, "h")):
+        if seconds < limit:
+            return f"{seconds / unit:,.1f} {name}"
+    return f"{seconds / 86_400:,.1f} days"
+
+
+def byte_size(count: float | None, *, form: str = ".3g") -> str:
+    """Bytes as ``3.4 GB``, in a ``form`` of numbers: decimal units, as on the datasheets of GPUs."""
+    if count is None:
+        return UNKNOWN
+    for name, unit in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= unit:
+            return f"{count / unit:{form}} {name}" if count < 999.5 * unit else f"{count / unit:,.0f} {name}"
+    return f"{count:.0f} B"
+
+
+def dollars(amount: float | None) -> str:
+    """``$17.69``; ``$1,235`` without cents from 100 on; ``$0.0123`` with three digits below ten cents."""
+    if amount is None:
+        return UNKNOWN
+    if amount and amount < 0.1:
+        return f"${amount:.3g}"
+    return f"${amount:,.0f}" if amount >= 100 else f"${amount:,.2f}"
 
 
 def counted(number: float, noun: str) -> str:

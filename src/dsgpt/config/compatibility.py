@@ -1,4 +1,4 @@
-"""What cannot be combined, and which releases of DeepSpeed are refused.
+"""Combinations that are refused, and the releases of DeepSpeed that are.
 
 Which options, recipes, models and machines are compatible. A refusal gives the reason and the nearest valid value. All
 checks run before a process group or a model exists.
@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NamedTuple
-
-from packaging.specifiers import SpecifierSet
 
 from dsgpt.common.errors import Problems
 from dsgpt.common.text import divisors_around, multiples_around
@@ -33,7 +31,7 @@ class RunRequest(Inputs):
 
     @property
     def sizes(self) -> ParallelSizes:
-        """How this run splits the model."""
+        """Tensor, sequence and pipeline sizes of this run."""
         return self.recipe.parallel_of(self.options.run_type or "")
 
     @property
@@ -281,12 +279,12 @@ class KnownBad(NamedTuple):
     """A fault of some releases. A run is affected if all that is named here is true of it."""
 
     releases: str
-    """Of DeepSpeed, as pip writes them."""
+    """Releases of DeepSpeed, in pip's notation."""
     thread: str
-    """On GitHub, below DeepSpeed's repository; or ``no thread``, for what this project saw itself."""
+    """Thread below DeepSpeed's repository on GitHub; ``no thread`` for an observation of this project."""
     effect: str
     stages: tuple[int, ...] = (0, 1, 2, 3)
-    """Of ZeRO."""
+    """Stages of ZeRO that are affected."""
     precision: str = "any"
     needs: str = ""
     """``accumulation in a pipeline``, ``overlap_comm on GPUs`` or ``several ranks``."""
@@ -337,6 +335,8 @@ def check_version(request: RunRequest, accumulation: int, problems: Problems, no
     if installed == TESTED:
         return ()
     notices.append(f"DeepSpeed {installed} is installed; this program is tested with {TESTED} (requirements.txt)")
+    from packaging.specifiers import SpecifierSet  # noqa: PLC0415 - few have another release
+
     holds = {
         "": True,
         "accumulation in a pipeline": request.sizes.pipeline > 1 and accumulation > 1,

@@ -35,7 +35,7 @@ class InitFrom:
         return next(same, Path(self.given).name)
 
     def weights(self, config: GPT2Config, *, quiet: bool = False) -> "PretrainedWeights":
-        """Its weights, downloaded if necessary. Names and shapes are checked; values are not read yet.
+        """Pretrained weights, downloaded if necessary. Names and shapes are checked; values are not read yet.
 
         Raises:
             UserError: they cannot be fetched, or are not those of a GPT-2 of this shape.
@@ -120,10 +120,10 @@ class Inputs:
 
     options: Options
     topology: Topology
-    """From the launcher's variables; its ``sizes`` are not set yet."""
+    """Topology from the launcher's variables; its ``sizes`` are not set yet."""
     run_dir: Path = Path()
     recipe: Recipe | None
-    """Without its wrong entries."""
+    """The recipe without its wrong entries."""
     train: TokenFile | None = None
     val: TokenFile | None = None
     init_from: InitFrom | None = None

@@ -37,7 +37,7 @@ TRAINING_FACTS = (
 """Facts that change the training, and not the amount of work."""
 
 RESUME_FACTS = frozenset({"quantized communication", "changed at resume"})
-"""Those of ``LATER_FACTS`` that a resume may change. They are compared if a run was resumed."""
+"""Members of ``LATER_FACTS`` that a resume may change. They are compared if a run was resumed."""
 
 LATER_FACTS = RESUME_FACTS | {
     *("tokens in the train file", "tokens in the validation file", "validation windows"),
@@ -47,18 +47,18 @@ LATER_FACTS = RESUME_FACTS | {
 
 
 SPOT_PROVIDERS = ("aws", "gcp", "azure")
-"""Those of ``dsgpt.machine.spot``."""
+"""Providers whose notices ``dsgpt.machine.spot`` reads."""
 
 
 class ChangesTraining:
-    """Of a flag or key: it changes the training. At least one of ``facts`` then differs."""
+    """Marks a flag or key that changes the training. At least one of ``facts`` then differs."""
 
     def __init__(self, *facts: str) -> None:
         self.facts = facts
 
 
 class ExecutionOnly(NamedTuple):
-    """Of a flag or key that may differ between runs that did the same work.
+    """Marks a flag or key that may differ between runs that did the same work.
 
     With dropout, another split over ranks or micro batches draws other masks. The work is the same; charts judge the
     losses separately (``equal loss``).
@@ -163,8 +163,7 @@ class Options:
         str,
         "MODEL",
         "start from published GPT-2 weights: a Hugging Face folder (src/convert.py converts a run to one), or a name "
-        "on the hub, such as gpt2, gpt2-medium or distilgpt2; they set the shape, and the data must use their "
-        "vocabulary",
+        "on the hub, such as gpt2 or distilgpt2. They set the shape. The data must use their vocabulary",
         work=ChangesTraining("initial weights"),
     )
     num_layers: int | None = positive("transformer blocks", work=ChangesTraining("model n_layer"))
@@ -193,11 +192,12 @@ class Options:
         "sequences per rank and forward pass; lower it when memory runs out", work=SPLITS
     )
     grad_accum_steps: int | None = positive(
-        "passes per optimizer step; alone it changes the micro batch, never the global one", work=SPLITS
+        "micro batches per optimizer step; if it is given alone, the micro batch size changes and the global batch "
+        "does not",
+        work=SPLITS,
     )
     enforce_global_batch_size: bool = switch(
-        "if micro batch and accumulation do not give the global batch on this many ranks, lower the micro batch to one "
-        "that does instead of failing",
+        "lower the micro batch size if micro batch x accumulation x ranks is not the global batch; default: fail",
         work=SPLITS,
     )
 
@@ -305,10 +305,9 @@ class Options:
     save_mode: str = flag(
         choice(SAVE_MODES),
         "HOW",
-        "sync: training waits for each checkpoint; async: it waits only while every rank copies what it writes into "
-        "memory of its host (12 bytes per parameter with Adam for all ranks together, from the first save to the end), "
-        "and continues while the copies are written; the last checkpoint of a run or before a stop is written as with "
-        "sync (default: %(default)s)",
+        "sync: training waits for each checkpoint. async: training waits only until every rank has copied its part to "
+        "host memory (12 bytes per parameter with Adam, summed over all ranks). The files are written in the "
+        "background. The last checkpoint, and the one before a stop, are written as with sync (default: %(default)s)",
         default="sync",
         work=SAVES,
     )
@@ -322,9 +321,9 @@ class Options:
     save_to: str | None = flag(
         str,
         "PLACE",
-        "copy each checkpoint to a second place behind the first: a folder, or s3://BUCKET/RUN or gs://BUCKET/RUN (pip "
-        "install 'dsgpt[stores]'); training never waits for it, a failure is a warning, and --resume takes the newest "
-        "complete checkpoint of both",
+        "copy each checkpoint to a second place: a folder, or s3://BUCKET/RUN or gs://BUCKET/RUN (pip install "
+        "'dsgpt[stores]'). Training never waits for the copy, and its failure is a warning. --resume takes the newest "
+        "complete checkpoint of both places",
         work=SAVES,
     )
 
@@ -386,8 +385,8 @@ class Options:
             str, accepts=lambda word: word in SPOT_PROVIDERS or "/" in word, must_be="aws, gcp, azure or a path with /"
         ),
         "WHERE",
-        "save and stop with exit code 75 when the provider takes one of the machines back: aws, gcp or azure (their "
-        "metadata service is asked every 5 s), or the path of a file that something makes then",
+        "save and stop with exit code 75 when the provider takes one of the machines back: aws, gcp or azure, whose "
+        "metadata service is asked every 5 s. Or the path of a file: the run stops when the file exists",
         work=RESUMES,
     )
 
@@ -467,7 +466,7 @@ def parse_arguments(arguments: Sequence[str]) -> tuple[Options, Problems]:
 # The packages of the experiment trackers that ``--track`` may name.
 
 PACKAGES = {name: (name,) for name in TRACKERS} | {"mlflow": ("mlflow", "sqlalchemy", "alembic"), "csv": ()}
-"""What each tracker imports. The extra of ``pyproject.toml`` with the tracker's name installs it."""
+"""Packages that each tracker imports. The extra of ``pyproject.toml`` with the tracker's name installs them."""
 
 
 def check_trackers(options: Options, problems: Problems) -> None:

@@ -52,11 +52,11 @@ class Mistake(NamedTuple):
     place: tuple[int | str, ...]
     """The keys that lead to it."""
     text: str
-    """What is wrong. A message puts the place before it."""
+    """The mistake, without its place in the file, which a message puts first."""
 
 
 def mistakes_of(error: ValidationError) -> list[Mistake]:
-    """All mistakes that a validation found."""
+    """All mistakes of a validation."""
     return [
         Mistake(each["loc"], _MISSING if each["type"] == "missing" else each["msg"].removeprefix("Value error, "))
         for each in error.errors(include_url=False)
@@ -121,7 +121,7 @@ class Block:
     MISSING: ClassVar[Mapping[str, str]] = {}
     """Text that is added to the message about a missing required key."""
     WORK: ClassVar[Changes | Only | None] = None
-    """What its keys mean for equal work, unless a key says otherwise."""
+    """Meaning of the block's keys for equal work, unless a key has its own."""
 
     @model_validator(mode="wrap")
     @classmethod
@@ -233,7 +233,7 @@ class OptimizerRecipe(NamedBlock):
     momentum: Fraction = 0.0
     nesterov: Flag = False
     torch_adam: Annotated[Flag, Only("chooses whose code computes the same AdamW")] = False
-    """With optimizer offload: use torch's AdamW, which needs no compiler, instead of DeepSpeed's faster one."""
+    """Use torch's AdamW with optimizer offload. It needs no compiler; DeepSpeed's CPU Adam is faster."""
 
     @field_validator("nesterov")
     @classmethod
@@ -271,7 +271,7 @@ class SchedulerRecipe(NamedBlock):
 
 @dataclass(frozen=True, kw_only=True)
 class LossScaling(Block):
-    """How the loss is scaled so that fp16 gradients do not vanish."""
+    """Scaling of the loss, so that fp16 gradients do not vanish."""
 
     WORK: ClassVar = Changes("loss scaling")
     loss_scale: Number = 0.0
@@ -333,7 +333,7 @@ class PipelineRecipe(Block):
 
     stages: Annotated[Positive, EXECUTES] = 1
     partition: Annotated[str, EXECUTES] = "parameters"
-    """How layers are distributed over stages: ``parameters``, ``uniform``, or ``type:`` and a pattern."""
+    """Distribution of layers over stages: ``parameters``, ``uniform``, or ``type:`` and a pattern."""
 
     @field_validator("partition", mode="before")
     @classmethod
@@ -454,7 +454,7 @@ class OffloadParam(Block):
     WORK: ClassVar = PLACES
     device: _Place = "none"
     nvme_path: Annotated[Text | None, no_null, SWAPS] = None
-    """As in ``OffloadOptimizer``."""
+    """The same as in ``OffloadOptimizer``."""
     buffer_count: Annotated[Limit, SWAPS] = 5
     buffer_size: Annotated[Limit | None, no_null, SWAPS] = None
     """Elements of a buffer; None for the size of a rank's part of the largest parameter."""
@@ -647,16 +647,16 @@ class RecipeSettings(Block):
 
     @property
     def parallel(self) -> ParallelSizes:
-        """How the JSON splits the model."""
+        """Tensor, sequence and pipeline sizes in the JSON."""
         tensor, pipeline = self.tensor_parallel.autotp_size, self.pipeline.stages
         return ParallelSizes(tensor=tensor, pipeline=pipeline, sequence=self.sequence_parallel_size)
 
     def parallel_of(self, run_type: str) -> ParallelSizes:
-        """How a run of ``run_type`` splits the model: as the JSON says for ``optimized``, not at all for others."""
+        """Tensor, sequence and pipeline sizes of a run of ``run_type``: those of the JSON for ``optimized``, else 1."""
         return self.parallel if run_type == "optimized" else ParallelSizes()
 
     def strategy_name(self, run_type: str) -> str:
-        """What executes it, in one word: ``baseline``, ``fsdp``, ``zero2-offload``, ``tensor2-zero1`` ..."""
+        """Name of the strategy, one word: ``baseline``, ``fsdp``, ``zero2-offload``, ``tensor2-zero1`` ..."""
         if run_type != "optimized":
             return run_type
         split = {name: getattr(self.parallel, name) for name in ("pipeline", "sequence", "tensor")}

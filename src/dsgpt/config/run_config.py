@@ -9,8 +9,13 @@ from dataclasses import dataclass
 from dsgpt.common.command_line import require_flags
 from dsgpt.common.errors import Problems
 from dsgpt.common.text import divisors, divisors_around, largest_divisor, multiples_around
-from dsgpt.config.compatibility import RunRequest as Request
-from dsgpt.config.compatibility import check_accumulation, check_compatibility, check_version, compatibility_notices
+from dsgpt.config.compatibility import (
+    RunRequest,
+    check_accumulation,
+    check_compatibility,
+    check_version,
+    compatibility_notices,
+)
 from dsgpt.config.inputs import DEFAULT_MODEL_SIZE, Inputs, check_vocabulary, read_inputs
 from dsgpt.config.options import Options, check_trackers
 from dsgpt.config.recipe import PARALLEL_KEYS, Recipe
@@ -85,7 +90,7 @@ class RunConfig(Inputs, LengthPlan):
 
     @property
     def strategy_name(self) -> str:
-        """What executes the recipe, in one word: ``baseline``, ``fsdp``, ``zero2-offload``, ``tensor2-zero1`` ..."""
+        """Name of the strategy, one word: ``baseline``, ``fsdp``, ``zero2-offload``, ``tensor2-zero1`` ..."""
         return self.recipe.strategy_name(self.run_type)
 
     @property
@@ -125,7 +130,7 @@ def resolve(options: Options, *, topology: Topology, problems: Problems) -> RunC
         check_trackers(options, problems)
     inputs = read_inputs(options, topology, problems)
     check_vocabulary(inputs, problems, notices)
-    request = Request(**vars(inputs), mistakes=problems.copy()) if inputs.recipe else None
+    request = RunRequest(**vars(inputs), mistakes=problems.copy()) if inputs.recipe else None
     batch: BatchPlan | None = None
     allowed: tuple[str, ...] = ()
     if request is not None:
@@ -156,7 +161,7 @@ def resolve(options: Options, *, topology: Topology, problems: Problems) -> RunC
     return RunConfig(**vars(inputs) | vars(length) | resolved)
 
 
-def split_batch(request: Request, problems: Problems, notices: list[str]) -> BatchPlan | None:
+def split_batch(request: RunRequest, problems: Problems, notices: list[str]) -> BatchPlan | None:
     """The global batch over the ranks; ``problems`` and ``notices`` receive lines about it.
 
     A flag for the micro batch or for the accumulation drops the JSON's value of the other one. So a flag for one of

@@ -11,23 +11,23 @@ import streamlit as st
 
 from dsgpt.charts.comparison import ROWS, result_rows, speed_up, work_rows
 from dsgpt.common.errors import UserError
-from dsgpt.common.text import NO_DIFFERENCE, no_difference
+from dsgpt.common.text import NO_DIFFERENCE, UNKNOWN, byte_size, dollars, no_difference
 from dsgpt.dashboard import reading, ui
 from dsgpt.dashboard.overview import FAVOURITES, asked_price
 from dsgpt.dashboard.reading import Steps
 from dsgpt.dashboard.ui import Series, Table, Values
 from dsgpt.record import equal_work
 from dsgpt.record.equal_work import inference_stamps, judge
-from dsgpt.record.runs import Run, window_of
+from dsgpt.record.runs import Run, smoothed, window_of
 from dsgpt.record.suites import TITLES, Comparison, Sweep, read_concurrency, read_sweep, strategy_of
 from dsgpt.record.work import NOTED
 
 MOST_RUNS = 8
-"""As many colours has the palette."""
+"""Most runs in a comparison; the palette has as many colours."""
 ROOM = 1.2
-"""For the value behind the longest bar."""
+"""Length of the axis in units of the longest bar, with room for the value behind it."""
 LEAST_DIFFERENCE = 1e-8
-"""Where a difference is drawn that is exactly 0: a logarithmic axis has no 0. It is below fp32's rounding of a loss."""
+"""Place of a difference that is exactly 0: a logarithmic axis has no 0. It is below fp32's rounding of a loss."""
 
 
 def show() -> None:
@@ -145,9 +145,9 @@ class Measure(NamedTuple):
     """A figure of a run."""
 
     title: str
-    """With its unit."""
+    """Title of the measure, with its unit."""
     value: Callable[[Run, Run], float | None]
-    """Of the baseline and the run."""
+    """The value, from the baseline and the run."""
     form: Callable[[float], str]
     compares: bool = False
     """Whether it is a ratio to the baseline, which only equal work allows."""
@@ -160,7 +160,7 @@ def efficiency(base: Run, run: Run) -> float | None:
 
 
 def _memory(base: Run, run: Run) -> float | None:
-    """Of one kind for all: on GPUs what PyTorch allocated, otherwise the resident memory of rank 0."""
+    """Peak memory in GB, of the same kind for all runs: allocated by PyTorch on GPUs, otherwise resident in rank 0."""
     size = run.gpu_memory if base.gpu_memory is not None else run.host_memory
     return None if size is None else size / 1e9
 
@@ -170,7 +170,7 @@ MEASURES = {
     "throughput": Measure("tokens/s, all devices", lambda _, run: run.tokens_per_sec, "{:,.0f} tokens/s".format),
     "speed-up": Measure("speed-up in training time", speed_up, "{:.2f}x".format, compares=True),
     "efficiency": Measure("speed-up per device", efficiency, "{:.0%}".format, compares=True),
-    "memory": Measure("peak memory of rank 0 (GB)", _memory, lambda value: ui.memory(value * 1e9)),
+    "memory": Measure("peak memory of rank 0 (GB)", _memory, lambda value: byte_size(value * 1e9)),
     "latency": Measure("inference latency, batch 1 (s)", lambda _, run: run.inference_latency, ui.seconds),
 }
 
@@ -181,14 +181,14 @@ def _show_bars(runs: Sequence[Run]) -> float | None:
     price, measures = asked_price(right), MEASURES
     if price:
         measures = MEASURES | {
-            "money": Measure("cost of all devices ($)", lambda _, run: reading.cost(run, price), ui.money)
+            "money": Measure("cost of all devices ($)", lambda _, run: reading.cost(run, price), dollars)
         }
     name = left.segmented_control("Figure", list(measures), default="time", key="figure", required=True)
     measure = measures.get(name, measures["time"])
     marks = [judge([runs[0], run]).mark for run in runs[1:]] if measure.compares else []
     unequal = ", ".join(dict.fromkeys(mark for mark in marks if mark))
     names, values = [run.name for run in runs], [measure.value(runs[0], run) for run in runs]
-    shown = [ui.UNKNOWN if value is None else measure.form(value) for value in values]
+    shown = [UNKNOWN if value is None else measure.form(value) for value in values]
     ui.figure(
         bars(names, x=measure.title, values=values),
         points={"run": names, "value": values, "label": shown},
@@ -255,7 +255,7 @@ def _show_losses(runs: Sequence[Run], steps: Mapping[str, Sequence[Steps]], pric
         seeds = []
         for each in steps[run.name]:
             part = each.validation if validation else each.train
-            losses = part["val_loss"] if validation else ui.smoothed(part["loss"], window=window)
+            losses = part["val_loss"] if validation else smoothed(part["loss"], window=window)
             seeds.append(Series(name=run.name, x=part[column] * factor, y=losses))
         series.append(band(seeds, name=run.name))
     y = f"{kind} loss (nats per token)"

@@ -14,14 +14,14 @@ from dsgpt.checkpoints import store
 from dsgpt.checkpoints.manifest import MANIFEST
 from dsgpt.common.errors import UserError
 from dsgpt.dashboard import reading, ui
-from dsgpt.inference.commands import GenerateRequest as Request
+from dsgpt.inference.commands import GenerateRequest
 
 if TYPE_CHECKING:
     from dsgpt.inference.generation import Candidate, Writer
 
 
 MODELS = 2
-"""That stay in memory, over all sessions."""
+"""Number of models that stay in memory, over all sessions."""
 CANDIDATES = 10
 STOPPED = "stopped"
 _ANSWERS = "generate-answers"
@@ -31,7 +31,7 @@ _BETWEEN_SEC = 0.05
 _ALIKE = ("prompt", "checkpoint", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "precision")
 _LABELS = {name: name.replace("_", " ").capitalize() for name in _ALIKE}
 _LABELS |= {"max_new_tokens": "New tokens", "stop": "Stop text"}
-"""Of the page, by flag of ``src/generate.py``."""
+"""Labels of the page, by flag of ``src/generate.py``."""
 _ENDED = {
     STOPPED: "Not finished.",
     "end of text": "The model ended the text.",
@@ -51,12 +51,12 @@ class Answer:
     text: str = ""
     """Prompt included."""
     ids: tuple[int, ...] = ()
-    """That were generated; known at the end."""
+    """Generated ids; known at the end."""
     ended: str = STOPPED
     """Why, as ``dsgpt.inference.generation.Text`` says; ``stopped`` until it ends by itself."""
     tokens: int = 0
     seconds: float = 0.0
-    """From the prompt to the last token, without loading the model."""
+    """Seconds from the prompt to the last token, without loading the model."""
     refused: str = ""
     """Why there is no text."""
     likeliest: list[tuple[str, "Candidate"]] = field(default_factory=list)
@@ -64,7 +64,7 @@ class Answer:
 
     @property
     def tokens_per_sec(self) -> float | None:
-        """None before the first token."""
+        """New tokens per second, the time of the prompt included; None before the first token."""
         return self.tokens / self.seconds if self.tokens and self.seconds else None
 
 
@@ -93,7 +93,7 @@ def show() -> None:
     stop.empty()
 
 
-def _asked(folder: Path, names: list[str]) -> list[tuple[str, str, Request]] | None:
+def _asked(folder: Path, names: list[str]) -> list[tuple[str, str, GenerateRequest]] | None:
     """Name, prompt and request of each text, if the button was pressed."""
     with st.form("generate-form"):
         one, two = st.columns(2)
@@ -106,25 +106,29 @@ def _asked(folder: Path, names: list[str]) -> list[tuple[str, str, Request]] | N
         return None
     chosen = [first] if second == _NONE else [first, second]
     try:
-        return [(name, prompt, Request(checkpoint=reading.inside(folder, name), **flags)) for name in chosen]
+        return [(name, prompt, GenerateRequest(checkpoint=reading.inside(folder, name), **flags)) for name in chosen]
     except UserError as error:
         st.error(ui.plain(str(error)))
         return None
 
 
 def _sampling() -> dict[str, Any]:
-    """How ids are drawn: the flags of ``src/generate.py`` and its defaults."""
+    """Values of the flags of ``src/generate.py`` for the draw, from the page."""
     one, two, three = st.columns(3)
     flags: dict[str, Any] = {}
-    flags["max_new_tokens"] = one.number_input("New tokens", 1, 4096, Request.max_new_tokens, key="generate-tokens")
-    warm, penalty = "0 always takes the likeliest token.", Request.repetition_penalty
-    temperature = two.slider("Temperature", 0.0, 2.0, Request.temperature, 0.05, key="generate-temperature", help=warm)
-    flags["seed"] = three.number_input("Seed", 0, (1 << 53) - 1, Request.seed, key="generate-seed")
+    flags["max_new_tokens"] = one.number_input(
+        "New tokens", 1, 4096, GenerateRequest.max_new_tokens, key="generate-tokens"
+    )
+    warm, penalty = "0 always takes the likeliest token.", GenerateRequest.repetition_penalty
+    temperature = two.slider(
+        "Temperature", 0.0, 2.0, GenerateRequest.temperature, 0.05, key="generate-temperature", help=warm
+    )
+    flags["seed"] = three.number_input("Seed", 0, (1 << 53) - 1, GenerateRequest.seed, key="generate-seed")
     with st.expander("More about sampling"):
         four, five, six = st.columns(3)
-        flags["top_k"] = four.number_input("Top k", 1, 1 << 20, Request.top_k, key="generate-top-k")
-        flags["top_p"] = five.slider("Top p", 0.01, 1.0, Request.top_p, 0.01, key="generate-top-p")
-        flags["min_p"] = six.slider("Min p", 0.0, 0.99, Request.min_p, 0.01, key="generate-min-p")
+        flags["top_k"] = four.number_input("Top k", 1, 1 << 20, GenerateRequest.top_k, key="generate-top-k")
+        flags["top_p"] = five.slider("Top p", 0.01, 1.0, GenerateRequest.top_p, 0.01, key="generate-top-p")
+        flags["min_p"] = six.slider("Min p", 0.0, 0.99, GenerateRequest.min_p, 0.01, key="generate-min-p")
         penalty = four.number_input("Repetition penalty", 0.1, 10.0, penalty, 0.1, key="generate-penalty")
         stop = five.text_input("Stop text", key="generate-stop-text", help="The text ends before it.")
     return flags | {"temperature": temperature, "repetition_penalty": penalty, "stop": (stop,) if stop else ()}
@@ -181,7 +185,7 @@ class _Shown:
         self.speed.caption(measured)
 
 
-def generate(answer: Answer, request: Request, *, show: Callable[[], None] = lambda: None) -> None:
+def generate(answer: Answer, request: GenerateRequest, *, show: Callable[[], None] = lambda: None) -> None:
     """Generate the text of ``answer`` as ``src/generate.py`` does; ``show`` is called after every token.
 
     What ``show`` raises ends the text as it is. What is wrong with a request or checkpoint is noted in ``answer``, with
@@ -217,7 +221,7 @@ def generate(answer: Answer, request: Request, *, show: Callable[[], None] = lam
 
 
 @st.cache_resource(max_entries=MODELS, show_spinner=False)
-def _opened(files: list[object], *made: object, _request: Request) -> "Writer":  # noqa: ARG001 - they are the key
+def _opened(files: list[object], *made: object, _request: GenerateRequest) -> "Writer":  # noqa: ARG001 - they are the key
     """The model of a request, opened once for every version of its ``files`` and every way in which it is ``made``."""
     from dsgpt.inference.generation import Writer  # noqa: PLC0415 - torch takes seconds
 

@@ -12,22 +12,24 @@ import streamlit as st
 from dsgpt.common.errors import UserError
 from dsgpt.common.files import is_regular_file, printable
 from dsgpt.common.json_files import JsonError, parse_json
+from dsgpt.common.text import byte_size
 from dsgpt.dashboard import reading, ui
 from dsgpt.dashboard.reading import Steps, Summary
 from dsgpt.dashboard.ui import Series
+from dsgpt.record.runs import smoothed
 from dsgpt.record.schema import HARDWARE_FILE, LOG_FILE, Fields
 from dsgpt.training.status import Status
 
 AT_ONCE = 10
 """Runs that are watched together."""
 POINTS = 400
-"""Of a curve; fewer where many runs are watched, so that the page costs the same."""
+"""Points of a curve; fewer where many runs are watched, so that the page costs the same."""
 SHORTEST_PAUSE, PAUSE_OF_A_RUN = 2.0, 1.0
 """Seconds between two looks at the files: the first at least, the second for each run under watch."""
 PROCESSES = "processes"
-"""In the session's state: rank 0's process of each run, which counts its time since the last look."""
+"""Key in the session's state: rank 0's process of each run, which counts its time since the last look."""
 LOG_LINES, LOG_BYTES = 20, 1 << 14
-"""Of the end of a log, at most."""
+"""Most lines, and bytes, of the end of a log."""
 PANELS = (
     ("loss", "training loss (nats per token)"),
     ("tokens_per_sec", "throughput (tokens/s)"),
@@ -36,7 +38,7 @@ PANELS = (
 )
 """Columns of ``Steps``, and the titles of their pictures."""
 _SAMPLES_BYTES = 1 << 18
-"""Of the end of a file of samples: their last minutes."""
+"""Bytes of the end of a file of samples: their last minutes."""
 FIGURES = {
     "utilisation": ("utilisation (%)", 100.0),
     "memory_used_bytes": ("memory (GB)", 1e-9),
@@ -54,9 +56,9 @@ class Watched:
     label: str
     summary: Summary
     steps: Steps | None
-    """None before the first."""
+    """Steps of the run; None before the first."""
     cores: float | None
-    """That rank 0's process kept busy since the last look; None on another machine."""
+    """Cores that rank 0's process kept busy since the last look; None on another machine."""
     memory_bytes: float | None
     """Resident, of the same process."""
 
@@ -130,7 +132,7 @@ def _look(folder: Path, chosen: Sequence[str], window: int, expected: int) -> No
             series = []
             for run in runs:
                 if run.steps is not None and len(run.steps.train["step"]):
-                    values = ui.smoothed(run.steps.train[column], window=1 if column == "lr" else window)
+                    values = smoothed(run.steps.train[column], window=1 if column == "lr" else window)
                     series.append(Series(name=run.label, x=run.steps.train["step"], y=values))
             with place:
                 _show_curves(series, names, x="optimizer steps", y=title, key=column, level=2)
@@ -180,7 +182,7 @@ def _show_one(run: Watched) -> None:
     places[3].metric("Learning rate", ui.written(run.last("lr"), "{:.3g}"))
     places[4].metric("Gradient norm", ui.written(run.last("grad_norm"), "{:.3g}"))
     if run.memory_bytes is not None:
-        places[5].metric("Rank 0", ui.memory(run.memory_bytes), help="Resident memory of its process.")
+        places[5].metric("Rank 0", byte_size(run.memory_bytes), help="Resident memory of its process.")
         places[5].caption("" if run.cores is None else f"{run.cores:.2f} cores busy")
 
 

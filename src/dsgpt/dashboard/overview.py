@@ -14,9 +14,10 @@ from dsgpt.charts.comparison import speed_up
 from dsgpt.charts.themes import DARK, LIGHT
 from dsgpt.common.errors import UserError
 from dsgpt.common.files import printable
+from dsgpt.common.text import UNKNOWN, dollars
 from dsgpt.dashboard import reading, ui
 from dsgpt.dashboard.reading import Answer, Summary
-from dsgpt.dashboard.ui import UNKNOWN, money, plain, seconds, written
+from dsgpt.dashboard.ui import plain, written
 from dsgpt.training.status import Status
 
 SYMBOLS = {
@@ -28,7 +29,7 @@ SYMBOLS = {
     Status.UNKNOWN: "?",
 }
 FAVOURITES = "favourites"
-"""In the session's state: names of runs, in the order in which they were chosen."""
+"""Key in the session's state: names of runs, in the order in which they were chosen."""
 PRICE = "price"
 FIRST_RUN = """\
 make demo                                  # two small trainings of the same work, in about five minutes
@@ -86,17 +87,17 @@ def _show_fastest(answer: Answer, columns: Sequence[DeltaGenerator]) -> None:
         f"{plain(baseline.name)}, the slowest on the fewest devices.",
     )
     if fastest is baseline:
-        columns[0].caption(f"{seconds(fastest.train_time)}. It is the baseline: no other run is faster.")
+        columns[0].caption(f"{ui.seconds(fastest.train_time)}. It is the baseline: no other run is faster.")
     else:
         columns[0].caption(
-            f"{seconds(fastest.train_time)} instead of {seconds(baseline.train_time)}: "
+            f"{ui.seconds(fastest.train_time)} instead of {ui.seconds(baseline.train_time)}: "
             f"**{written(speed_up(baseline, fastest), '{:.2f}x')}** the speed of the baseline"
         )
     columns[1].metric("Cheapest of equal work", short[cheapest.name] if cheapest else UNKNOWN)
     if cheapest:
         spent = reading.cost(cheapest, st.session_state.get(PRICE))
-        amount = f"{seconds(reading.device_seconds(cheapest))} of device time"
-        columns[1].caption(amount if spent is None else f"{amount}: **{plain(money(spent))}**")
+        amount = f"{ui.seconds(reading.device_seconds(cheapest))} of device time"
+        columns[1].caption(amount if spent is None else f"{amount}: **{plain(dollars(spent))}**")
 
 
 def asked_price(place: DeltaGenerator) -> float | None:
@@ -182,7 +183,7 @@ _COLUMNS: dict[str, tuple[pa.DataType, Any]] = {
     "when": (pa.string(), _Text(width=125, help="When its last process began, in UTC.")),
     "folder": (pa.string(), _Text()),
 }
-"""Of the table: the kinds, because columns may be empty, and how they look."""
+"""Columns of the table: their types, because columns may be empty, and their look."""
 
 
 def _show_favourites(summaries: Sequence[Summary]) -> None:

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from html import escape
 
 from dsgpt.charts.themes import Theme, contrast
-from dsgpt.dashboard.ui import memory
+from dsgpt.common.text import byte_size
+from dsgpt.planner.formulas import Pass, Placed, copied, model_state, passes, placed_traffic
 from dsgpt.planner.memory import Peak, peak_memory
 from dsgpt.planner.plan import held_in_words, place_of
+from dsgpt.planner.pytorch_formulas import AFTER_STEP, BACKWARD, BEFORE_STEP, DURING_STEP, FORWARD, Place, Traffic
 from dsgpt.planner.setup import FULL, Setup, model_parameters, total
-from dsgpt.planner.strategies import Pass, Placed, copied, model_state, passes, placed_traffic
-from dsgpt.planner.strategy import AFTER_STEP, BACKWARD, BEFORE_STEP, DURING_STEP, FORWARD, Place, Traffic
 
 # Who holds what: the bytes of every rank, whole or as a shard, and where they are.
 
@@ -30,23 +30,23 @@ _STATE = {
 _PASSING = {"activations": {"activations", "logits"}, "new gradients": {"gradients", "new_gradients"}}
 """Kinds that exist for a while, with their parts of a peak. All other parts are ``temporary``."""
 KINDS = (*_STATE, *_PASSING, "temporary")
-"""What a rank holds at its peak, as pictures stack it; temporary are buckets and gathered weights."""
+"""Kinds of memory at a rank's peak, as pictures stack them; temporary are buckets and gathered weights."""
 _WHOLE = 0.99
-"""Of the bytes without a split: what holds at least this share is whole, because shards have padding."""
+"""Least share of the bytes without a split from which a part counts as whole, because shards have padding."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """What a rank holds of one kind."""
+    """Memory of one kind on one rank."""
 
     kind: str
-    """One of ``KINDS``."""
+    """Kind of memory, one of ``KINDS``."""
     size: int
     """Bytes."""
     whole: int
     """Bytes of this kind on a rank that holds all of the model; at least ``size``."""
     start: float
-    """Where the shard begins, as a share of ``whole``."""
+    """Beginning of the shard, as a share of ``whole``."""
     place: str
     """``device``, ``host`` or ``files``."""
 
@@ -57,25 +57,28 @@ class Block:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Holding:
-    """All that one rank holds."""
+class RankState:
+    """Peak memory of one rank."""
 
     rank: int
     words: str
-    """Its layers, shards and data, and the moment of its peak."""
+    """Sentence with the rank's layers, shards and data, and the moment of its peak."""
     blocks: tuple[Block, ...]
 
     def total(self, *places: str) -> int:
-        """Bytes in these places."""
+        """Sum of bytes in these places."""
         return sum(block.size for block in self.blocks if block.place in places)
 
 
-def holdings(setup: Setup, *, ranks: int) -> list[Holding]:
-    """What each of the first ``ranks`` ranks, with a GPU each, holds at its peak; on the device that adds up to it."""
+def state_by_rank(setup: Setup, *, ranks: int) -> list[RankState]:
+    """Peak memory of each of the first ``ranks`` ranks, with a GPU each.
+
+    The blocks on the device add up to the peak.
+    """
     peaks = [peak_memory(setup, rank=rank, device="cuda") for rank in range(min(ranks, setup.world_size))]
     words = [f"{held_in_words(setup, rank)}, peak: {peak.moment}" for rank, peak in enumerate(peaks)]
     blocks = [tuple(_blocks(setup, rank, peak)) for rank, peak in enumerate(peaks)]
-    return [Holding(rank=rank, words=words[rank], blocks=blocks[rank]) for rank in range(len(peaks))]
+    return [RankState(rank=rank, words=words[rank], blocks=blocks[rank]) for rank in range(len(peaks))]
 
 
 def _blocks(setup: Setup, rank: int, peak: Peak) -> Iterator[Block]:
@@ -106,7 +109,7 @@ def _blocks(setup: Setup, rank: int, peak: Peak) -> Iterator[Block]:
 
 
 def _start(setup: Setup, rank: int, size: int, width: int) -> float:
-    """Where the rank's part begins in the whole model: its stage, then its tensor shard, then its ZeRO shard."""
+    """Beginning of the rank's part in the whole model, as a share: its stage, its tensor shard, its ZeRO shard."""
     place, sizes = place_of(setup, rank), setup.sizes
     stages = [total(stage) for stage in setup.stages]
     before, stage = sum(stages[: place.stage]), stages[place.stage]
@@ -164,32 +167,32 @@ def ink_on(fill: str, theme: Theme) -> str:
     return max((theme.ink, theme.background), key=lambda colour: contrast(colour, fill))
 
 
-# The picture of who holds what: a column for each rank, true to scale in bytes, with what each shard leaves out.
+# The picture of memory: a column for each rank, true to scale in bytes. Dashed frames show sizes without the split.
 
 _LEFT, _TOP, _WIDE, _SPACE, _TALL, _BETWEEN, _LINE = 4, 34, 806, 10, 380, 10, 17
 _WIDEST, _NARROWEST = 150.0, 90.0
-"""Of a column."""
+"""Width of a column."""
 _PLACES = {"device": "on the device", "host": "in host memory", "files": "in files"}
 
 
-def holding_svg(held: Sequence[Holding], *, ranks: int, theme: Theme) -> str:
+def state_svg(states: Sequence[RankState], *, ranks: int, theme: Theme) -> str:
     """Ranks as columns. A filled box is what the rank holds; a dashed one is what it would hold without the split.
 
     Args:
-        held: the ranks that are drawn.
-        ranks: how many there are.
-        theme: of the page.
+        states: the ranks that are drawn.
+        ranks: number of ranks of the setup.
+        theme: the theme of the page.
     """
-    kinds = [kind for kind in KINDS if any(block.kind == kind for each in held for block in each.blocks)]
-    most = {kind: max(block.whole for each in held for block in each.blocks if block.kind == kind) for kind in kinds}
+    kinds = [kind for kind in KINDS if any(block.kind == kind for each in states for block in each.blocks)]
+    most = {kind: max(block.whole for each in states for block in each.blocks if block.kind == kind) for kind in kinds}
     scale = (_TALL - _BETWEEN * (len(kinds) - 1)) / sum(most.values())
     body, end = [], float(_LEFT)
     for kind in kinds:
         body.append(rectangle(end, 6, 12, 12, fill=colour_of(kind, theme), title=kind))
         body.append(text(end + 17, 17, kind))
         end += 17 + 7.2 * len(kind) + 22
-    column = min(_WIDEST, max(_NARROWEST, _WIDE / len(held) - _SPACE))
-    for number, each in enumerate(held):
+    column = min(_WIDEST, max(_NARROWEST, _WIDE / len(states) - _SPACE))
+    for number, each in enumerate(states):
         left, top = _LEFT + number * (column + _SPACE), float(_TOP + _LINE)
         middle, bottom = left + column / 2, top + _TALL + _LINE
         body.append(text(middle, top - 7, f"rank {each.rank}", anchor="middle"))
@@ -199,14 +202,14 @@ def holding_svg(held: Sequence[Holding], *, ranks: int, theme: Theme) -> str:
                 narrow = column / len(blocks)
                 body += _block(each, block, (left + index * narrow, top, narrow), scale=scale, theme=theme)
             top += whole * scale + _BETWEEN
-        body.append(text(middle, bottom, memory(each.total("device")), anchor="middle", size=15))
+        body.append(text(middle, bottom, byte_size(each.total("device")), anchor="middle", size=15))
         for line, words in enumerate(_words(each), start=1):
             body.append(text(middle, bottom + line * _LINE, words, anchor="middle", fill=theme.quiet, size=12))
-    lines = max(len(_words(each)) for each in held)
-    width = max(_LEFT + len(held) * (column + _SPACE), end)
+    lines = max(len(_words(each)) for each in states)
+    width = max(_LEFT + len(states) * (column + _SPACE), end)
     height = _TOP + _LINE + _TALL + (lines + 2) * _LINE
-    if ranks > len(held):
-        words = f"Ranks {len(held)} to {ranks - 1} are not drawn; they hold their own shards in the same way."
+    if ranks > len(states):
+        words = f"Ranks {len(states)} to {ranks - 1} are not drawn; they hold their own shards in the same way."
         body.append(text(_LEFT, height, words, fill=theme.quiet))
         height += _LINE
         width = max(width, 520)
@@ -220,7 +223,7 @@ def colour_of(kind: str, theme: Theme) -> str:
 
 
 def _block(
-    each: Holding, block: Block, place: tuple[float, float, float], *, scale: float, theme: Theme
+    each: RankState, block: Block, place: tuple[float, float, float], *, scale: float, theme: Theme
 ) -> Iterator[str]:
     """The whole as a dashed frame, the rank's part in it, and its size if there is room for it.
 
@@ -230,25 +233,25 @@ def _block(
     fill, tall = colour_of(block.kind, theme), max(block.size * scale, 1.0)
     begin = top + block.start * block.whole * scale
     where = _PLACES[block.place]
-    part = f"{block.size / block.whole:.0%} of {memory(block.whole)}" if block.is_shard else "whole"
-    title = f"rank {each.rank}, {block.kind}: {memory(block.size)}, {part}, {where}"
+    part = f"{block.size / block.whole:.0%} of {byte_size(block.whole)}" if block.is_shard else "whole"
+    title = f"rank {each.rank}, {block.kind}: {byte_size(block.size)}, {part}, {where}"
     if block.is_shard:
-        frame = f"{block.kind}: {memory(block.whole)} without a split"
+        frame = f"{block.kind}: {byte_size(block.whole)} without a split"
         yield rectangle(left, top, wide, block.whole * scale, fill="none", edge=theme.edge, title=frame, dashed=True)
     away = block.place != "device"
     yield rectangle(
         left, begin, wide, tall, fill=theme.background if away else fill, edge=fill if away else "none", title=title
     )
-    words = memory(block.size) + (f", {'host' if block.place == 'host' else 'files'}" if away else "")
+    words = byte_size(block.size) + (f", {'host' if block.place == 'host' else 'files'}" if away else "")
     if tall >= 15 and fits(words, wide - 6, size=12):
         ink = theme.ink if away else ink_on(fill, theme)
         yield text(left + wide / 2, begin + tall / 2 + 4, words, anchor="middle", fill=ink, size=12)
 
 
-def _words(each: Holding) -> list[str]:
-    """What is not on the device, then the rank's layers, shards and data, a line each, short enough for a column."""
+def _words(each: RankState) -> list[str]:
+    """Lines below a column: memory outside of the device, then the rank's layers, shards and data."""
     away = {"in host": each.total("host"), "in files": each.total("files")}
-    return [*(f"+ {memory(count)} {where}" for where, count in away.items() if count), *each.words.split(", ")]
+    return [*(f"+ {byte_size(count)} {where}" for where, count in away.items() if count), *each.words.split(", ")]
 
 
 _SENT, _STEP = 1.4, 1.0
@@ -272,7 +275,7 @@ LINKS = {
     ("files", False): "from host to files",
 }
 _ORDER = {"all_gather": 0, "send": 2}
-"""Of activations in a pass: a stage gathers what it received first, and sends its result last."""
+"""Order of activations in a pass: a stage gathers what it received first, and sends its result last."""
 _LEFT_OUT = "left out"
 """Kind of the pass that stands for micro batches that are not drawn."""
 _Move = tuple[str, str, str]
@@ -287,7 +290,7 @@ class Bar:
     """``computes``, ``weights``, ``gradients`` or ``activations``, which are sent, ``host`` or ``files``."""
     label: str
     title: str
-    """The same in a sentence, with bytes and ranks."""
+    """The label as a sentence, with bytes and ranks."""
     start: float
     end: float
 
@@ -357,18 +360,18 @@ def _pipelined(orders: Sequence[Sequence[Pass]], lengths: dict[str, float]) -> l
 
 
 def _bars(setup: Setup, rank: int, placed: Sequence[tuple[Pass, float, float]], time: float) -> Iterator[Bar]:
-    """What ``rank`` does in passes with these starts and ends, and in the step, which all stages begin at ``time``."""
+    """Bars of ``rank``: its passes at these starts and ends, and its step, which all stages begin at ``time``."""
     sends, copies = defaultdict[Place, list[_Move]](list), defaultdict[Place, list[_Move]](list)
     traffic = placed_traffic(setup, rank=rank)
     for sent in sorted(traffic, key=lambda sent: _ORDER.get(sent.traffic.operation, 1)):
-        size, among = memory(sent.traffic.payload_bytes), f"{sent.traffic.group_size} {sent.traffic.axis} ranks"
-        label = f"{operation_name(sent.traffic)} {size}"
-        title = f"{operation_name(sent.traffic)}, {size}, among {among}: this rank sends "
-        title += f"{memory(sent.traffic.ring_bytes)}; {waits(sent)}"
+        payload, among = byte_size(sent.traffic.payload_bytes), f"{sent.traffic.group_size} {sent.traffic.axis} ranks"
+        label = f"{operation_name(sent.traffic)} {payload}"
+        title = f"{operation_name(sent.traffic)}, {payload}, among {among}: this rank sends "
+        title += f"{byte_size(sent.traffic.ring_bytes)}; {waits(sent)}"
         sends[sent.moment, sent.micro_batch].append((sent.traffic.what, label, title))
     for copy in copied(setup, rank=rank):
-        title = f"copies {copy.what}, {memory(copy.size)}, {LINKS[copy.link, copy.to_device]}"
-        copies[copy.moment, copy.micro_batch].append((copy.link, f"copies {copy.what} {memory(copy.size)}", title))
+        title = f"copies {copy.what}, {byte_size(copy.size)}, {LINKS[copy.link, copy.to_device]}"
+        copies[copy.moment, copy.micro_batch].append((copy.link, f"copies {copy.what} {byte_size(copy.size)}", title))
     last = setup.gradient_accumulation_steps - 1
     for each, start, end in placed:
         label, title = f"{each.kind} {each.micro_batch}", f"{each.kind} pass of micro batch {each.micro_batch}"
@@ -396,7 +399,7 @@ def _bars(setup: Setup, rank: int, placed: Sequence[tuple[Pass, float, float]], 
 
 
 def _beside(moves: Sequence[_Move], start: float, end: float) -> Iterator[Bar]:
-    """Those of a lane share the time evenly, one after the other."""
+    """Bars between ``start`` and ``end``; those of a lane share the time evenly, one after the other."""
     for lane in LANES:
         here = [move for move in moves if move[0] == lane]
         width = (end - start) / max(1, len(here))

@@ -13,6 +13,7 @@ import streamlit as st
 
 from dsgpt.common.errors import Problems, UserError
 from dsgpt.common.files import is_regular_file, is_utf8, link_between
+from dsgpt.common.text import dollars, estimate
 from dsgpt.config.options import PRECISIONS
 from dsgpt.dashboard import reading, ui
 from dsgpt.dashboard.split import CHOICES, COUNTS
@@ -41,7 +42,7 @@ class MachineChoice:
     flags: dict[str, Any]
     """Fields of ``PlanOptions`` that name it."""
     devices: int | None = None
-    """That were measured; None for a GPU of the table, of which there are as many as wanted."""
+    """Devices that were measured; None for a GPU of the table, of which there are as many as wanted."""
 
     def __str__(self) -> str:
         return self.name if self.devices is None else f"{self.name}: measured"
@@ -49,12 +50,12 @@ class MachineChoice:
 
 @dataclass(frozen=True, kw_only=True)
 class Planned:
-    """What ``src/plan.py`` predicts for a command line."""
+    """The answer of ``src/plan.py`` to a command line."""
 
     plan: Plan
-    """Of the setup that was asked for, or of the recommended one."""
+    """Plan of the setup that was asked for, or of the recommended one."""
     advice: tuple[str, ...] = ()
-    """What would fit, if the plan does not."""
+    """Setups that would fit, if the plan does not."""
     searched: tuple[Judged, ...] = ()
     """Every way that was searched; empty if one setup was asked for."""
 
@@ -204,7 +205,7 @@ def _options() -> PlanOptions:
 
 @st.cache_resource(max_entries=_SEARCHES, show_spinner="Planning")
 def planned(words: Sequence[str], *, version: int = 0) -> Planned:  # noqa: ARG001 - part of the key
-    """What ``src/plan.py`` does with these words, without writing anything.
+    """The answer of ``src/plan.py`` to these words; nothing is written.
 
     Args:
         words: as on a command line.
@@ -230,15 +231,15 @@ def _show_answer(plan: Plan) -> None:
     rate, slow, fast = map(plan.tokens_per_sec, (plan.step.seconds, plan.step.most, plan.step.least))
     price, offer = "unknown", "no list price: give yours"
     if cost:
-        price = planning.dollars(cost.usd)
-        least_to_most = planning.between(cost.least, cost.most, planning.dollars)
+        price = dollars(cost.usd)
+        least_to_most = planning.between(cost.least, cost.most, dollars)
         offer = f"{least_to_most} on {cost.offer}, price of {cost.known_on or 'yours'}"
-    span = planning.between(plan.run.least, plan.run.most, planning.duration)
+    span = planning.between(plan.run.least, plan.run.most, estimate)
     ui.show_metrics(
         [
             ("Memory of a device", planning.size(plan.peak.total), fits),
             ("Tokens/s", f"{rate:,.0f}", planning.between(slow, fast, "{:,.0f}".format)),
-            ("Training", planning.duration(plan.run.seconds), span),
+            ("Training", estimate(plan.run.seconds), span),
             ("Cost", price, offer),
         ]
     )
@@ -316,7 +317,7 @@ RANGES: dict[str, Any] = {
 
 
 def offers_table(done: Planned) -> Table:
-    """What the training costs on each offer, with the date and the source of its price; the cheapest first.
+    """Cost of the training on each offer, with the date and the source of its price; the cheapest first.
 
     List prices are those on demand and spot; a price of the user's own is the only one.
     """
@@ -345,7 +346,7 @@ def offers_table(done: Planned) -> Table:
 
 
 def parts_table(amounts: Mapping[str, float], unit: str, *, scale: float = 1.0) -> Table:
-    """What a figure is made of, each part times ``scale``, in ``unit``; parts that are 0 are left out."""
+    """Parts of a figure, each times ``scale``, in ``unit``; parts that are 0 are left out."""
     shown = {name.replace("_", " "): scale * value for name, value in amounts.items() if value}
     whole = sum(shown.values())
     return {"part": list(shown), unit: list(shown.values()), "share": [value / whole for value in shown.values()]}

@@ -1,4 +1,4 @@
-"""What the pages read in a folder of runs: what lies there, each run in a few figures, and the steps of a run.
+"""Reads a folder of runs for the pages: its contents, each run in a few figures, and the steps of a run.
 
 Everything is read once for all sessions; of what grows, only what was appended.
 """
@@ -20,8 +20,9 @@ from pyarrow import json as arrow_json
 
 from dsgpt.common.errors import UserError, is_number
 from dsgpt.common.files import is_regular_file, is_utf8, link_between, printable
+from dsgpt.common.text import dollars
 from dsgpt.dashboard.server import parse
-from dsgpt.dashboard.ui import Values, money
+from dsgpt.dashboard.ui import Values
 from dsgpt.model.config import PRESETS
 from dsgpt.record.equal_work import judge
 from dsgpt.record.runs import Curve, Run, first, read_record, run_of
@@ -73,7 +74,7 @@ def current_folder() -> Path:
 
 @st.cache_resource(ttl=1.0, max_entries=8, show_spinner=False)
 def contents(folder: Path) -> Contents:
-    """What lies in ``folder``, at most a second old; nothing if it does not exist.
+    """Contents of ``folder``, at most a second old; empty if it does not exist.
 
     Checkpoints, hidden folders and links are left out.
     """
@@ -154,10 +155,10 @@ _SEAM_BYTES = 256
 
 @dataclass(frozen=True, kw_only=True)
 class Steps:
-    """What was read so far. A value that a line lacks is NaN; later lines do not change these columns."""
+    """Steps read so far. A value that a line lacks is NaN; later lines do not change these columns."""
 
     train: dict[str, Values]
-    """By ``TRAIN``, ascending steps."""
+    """Columns by the names of ``TRAIN``, steps ascending."""
     validation: dict[str, Values]
     intervals: dict[str, Values]
     damaged: int
@@ -220,12 +221,12 @@ class StepReader:
             entries = [entry for line in lines if len(line) < _LONGEST_LINE and (entry := _entry(line))]
             self._damaged += len(lines) - len(entries)
             read = _columns(entries)
-        columns, found = read
-        trains, validations = found["train"], found["validation"]
+        columns, rows_of = read
+        trains, validations = rows_of["train"], rows_of["validation"]
         own, tokens = columns["tokens"], np.append(columns["tokens"][trains], self._tokens)
         before = tokens[np.searchsorted(trains, validations, side="right") - 1]
         self._tokens = tokens[len(trains) - 1]
-        for kind, places in found.items():
+        for kind, places in rows_of.items():
             rows = np.stack([columns[name][places] for name in _KINDS[kind]])
             if kind == "validation":
                 rows[VALIDATION.index("tokens")] = np.where(np.isnan(own[places]), before, own[places])
@@ -248,27 +249,28 @@ def _entry(line: bytes) -> dict[str, Any] | None:
 
 
 _Read = tuple[dict[str, Values], dict[str, NDArray[np.intp]]]
-"""The columns of lines, and the places of those of each kind."""
+"""Columns of lines, and the rows of each kind of line."""
 
 
 def _columns(entries: Sequence[dict[str, Any]]) -> _Read:
-    """What lines hold, whose numbers ``step_entry`` has checked."""
+    """Columns and rows of lines whose numbers ``step_entry`` has checked."""
     columns = {name: np.array([entry.get(name) for entry in entries], float) for name in {*TRAIN, *VALIDATION}}
     intervals = [entry["interval"] if isinstance(entry.get("interval"), dict) else None for entry in entries]
     for name in INTERVALS[1:]:
         values = ((interval or {}).get(name) for interval in intervals)
         columns[name] = np.array([value if is_number(value) and is_figure(value) else None for value in values], float)
     train = np.array(["loss" in entry for entry in entries], bool)
-    found = {"train": train, "validation": np.array(["val_loss" in entry for entry in entries], bool)}
-    found["intervals"] = train & np.array([interval is not None for interval in intervals], bool)
-    return columns, {kind: np.flatnonzero(places) for kind, places in found.items()}
+    is_kind = {"train": train, "validation": np.array(["val_loss" in entry for entry in entries], bool)}
+    is_kind["intervals"] = train & np.array([interval is not None for interval in intervals], bool)
+    return columns, {kind: np.flatnonzero(places) for kind, places in is_kind.items()}
 
 
 def _parsed(lines: bytes) -> _Read | None:
-    """The same, twenty times as fast as one by one; None if ``_entry`` might take one of them otherwise.
+    """Parse whole lines with Arrow, about 20 times as fast as ``_entry``.
 
-    Arrow checks neither text nor line breaks, takes null for a missing key, and bounds nothing. It refuses a key that
-    stands twice, and a value of another type than its column's.
+    Returns None if the result could differ; the caller then parses line by line. Arrow checks neither text nor line
+    breaks, takes null for a missing key, and bounds nothing. It refuses a key that stands twice, and a value of another
+    type than its column's.
     """
     letters = np.frombuffer(lines, np.uint8)
     ends = np.flatnonzero(letters == ord("\n"))
@@ -294,9 +296,9 @@ def _parsed(lines: bytes) -> _Read | None:
     columns = {name: table[name].cast(pa.float64(), safe=False).to_numpy() for name in {*TRAIN, *VALIDATION}}
     columns |= {name: flat[f"interval.{name}"].to_numpy() for name in INTERVALS[1:]}
     train = ~np.isnan(columns["loss"])
-    found = {"train": train, "validation": ~np.isnan(columns["val_loss"])}
-    found["intervals"] = train & table["interval"].is_valid().to_numpy()
-    return columns, {kind: np.flatnonzero(places) for kind, places in found.items()}
+    is_kind = {"train": train, "validation": ~np.isnan(columns["val_loss"])}
+    is_kind["intervals"] = train & table["interval"].is_valid().to_numpy()
+    return columns, {kind: np.flatnonzero(places) for kind, places in is_kind.items()}
 
 
 def end_of(path: Path, most: int) -> bytes:
@@ -313,19 +315,19 @@ def end_of(path: Path, most: int) -> bytes:
 # What the pages say about a run in a few figures: its state, its progress, its loss.
 
 RECENT_STEPS = 200
-"""From which the time that a run still needs is estimated."""
+"""Number of steps from which the remaining time of a run is estimated."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recorded:
-    """What the record of a run says, or why it cannot be read."""
+    """The record of a run, or the reason why it cannot be read."""
 
     run: Run | None = None
-    """Without the losses of steps."""
+    """The run without the losses of steps."""
     problem: str = ""
     """Why there is no ``run``, or why its figures are in doubt; one line."""
     status: str | None = "running"
-    """As recorded."""
+    """Status in the record."""
     host: str | None = None
     model: str | None = None
     """The name of its size or its shape, and how many parameters it has."""
@@ -344,7 +346,7 @@ class Summary:
     reason: str
     """Why ``status`` is believed."""
     problem: str
-    """What is damaged or in doubt; empty if nothing is."""
+    """Damage or doubt in the run's files; empty if there is none."""
     recorded: Recorded
     signs: Signs
     step: float | None
@@ -361,7 +363,7 @@ class Summary:
 
 
 _SHAPE = ("n_layer", "n_head", "n_embd", "block_size")
-"""Without the vocabulary, which the data decide, and the dropout, which belongs to training."""
+"""Fields of the shape without the vocabulary, which the data decide, and the dropout, which belongs to training."""
 
 
 def model_name(config: Fields) -> str | None:
@@ -398,9 +400,9 @@ def with_steps(run: Run, steps: Steps) -> Run:
     """``run`` with the losses of its steps, as the charts' judgement of equal losses takes them."""
     curves = [run.train_curve, run.val_curve]
     for place, losses, at in ((0, "loss", steps.train), (1, "val_loss", steps.validation)):
-        known = ~np.isnan(at[losses])
-        if known.any():
-            by_step = dict(zip(at["step"][known].tolist(), at[losses][known].tolist(), strict=True))
+        has_loss = ~np.isnan(at[losses])
+        if has_loss.any():
+            by_step = dict(zip(at["step"][has_loss].tolist(), at[losses][has_loss].tolist(), strict=True))
             curves[place] = Curve(by_step=by_step)
     return replace(run, train_curve=curves[0], val_curve=curves[1])
 
@@ -418,7 +420,7 @@ def seconds_left(steps: Steps, total_steps: float | None) -> float | None:
 
 
 def in_order(summaries: Sequence[Summary]) -> list[Summary]:
-    """Those of this machine first; of these, running first, then the newest."""
+    """Summaries of this machine first; of these, running first, then the newest."""
 
     def place(each: Summary) -> tuple[bool, bool, float, str]:
         started = each.recorded.started
@@ -429,7 +431,7 @@ def in_order(summaries: Sequence[Summary]) -> list[Summary]:
 
 
 def own(summaries: Sequence[Summary]) -> list[Summary]:
-    """Those of this machine, in order; all if none is."""
+    """Summaries of this machine, in order; all if none is."""
     ordered = in_order(summaries)
     return [each for each in ordered if not is_reference(each.name)] or ordered
 
@@ -467,8 +469,8 @@ def _recorded(path: Path, version: Version, name: str) -> Recorded:  # noqa: ARG
     run = run_of(record, name=name, log=None, notes=notes)
     ratio, spent, usd = (plan.number(key) for key in ("step_vs_plan", "spent_usd", "usd"))
     pace = f"{abs(ratio - 1):.0%} {'slower' if ratio > 1 else 'faster'} than planned" if ratio else ""
-    paid = f"{money(spent)} spent" if spent is not None else ""
-    expected = f"{money(usd)} expected instead of {money(plan.number('planned_usd'))}" if usd else ""
+    paid = f"{dollars(spent)} spent" if spent is not None else ""
+    expected = f"{dollars(usd)} expected instead of {dollars(plan.number('planned_usd'))}" if usd else ""
     return Recorded(
         run=run,
         problem=run.later_schema and f"{path}: {run.later_schema}",
@@ -504,7 +506,7 @@ def _step_reader(path: Path, device: int, inode: int) -> StepReader:  # noqa: AR
 
 
 def recorded_of(folder: Path, name: str) -> Recorded:
-    """What the record of the run ``name`` below ``folder`` says now."""
+    """The present record of the run ``name`` below ``folder``."""
     try:
         run_dir = inside(folder, name)
         path = own_file(run_dir, RECORD_FILE)
@@ -576,7 +578,7 @@ class Answer:
     baseline: Run
     """The run on the fewest devices; of several, the slowest."""
     runs: tuple[Run, ...]
-    """All of them, the fastest first."""
+    """All runs of equal work, the fastest first."""
 
     @property
     def cheapest(self) -> Run | None:
@@ -615,6 +617,6 @@ def device_seconds(run: Run) -> float | None:
 
 
 def cost(run: Run, price: float | None) -> float | None:
-    """Of the training time of all devices, at ``price`` for a device hour."""
+    """Cost of the training time of all devices, at ``price`` for a device hour."""
     seconds = device_seconds(run)
     return None if seconds is None or price is None else seconds / 3600 * price

@@ -42,7 +42,7 @@ Exit code 0: stopped; 2: a mistake in the command line, or Streamlit is not inst
 """
 SCRIPT = REPOSITORY / "charts" / "dashboard.py"
 HOST_NAME = "[A-Za-z0-9._-]+"
-"""Of a machine, as browsers write it."""
+"""Pattern of a machine's name, as browsers write it."""
 
 
 @dataclass(frozen=True, kw_only=True)

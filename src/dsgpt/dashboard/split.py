@@ -7,19 +7,18 @@ from typing import Any, NamedTuple, TypeVar
 import streamlit as st
 
 from dsgpt.common.errors import Problems, UserError
-from dsgpt.common.text import REPOSITORY
+from dsgpt.common.text import REPOSITORY, byte_size
 from dsgpt.config.options import PRECISIONS
-from dsgpt.dashboard import ui
-from dsgpt.dashboard.pictures import LINKS, Holding, holding_svg, holdings, operation_name, step_lines, step_svg, waits
+from dsgpt.dashboard import pictures, ui
 from dsgpt.model.config import PRESETS
+from dsgpt.planner.formulas import Placed, copied, most_sent_bytes, placed_traffic
 from dsgpt.planner.hardware import PriceTable, gpus
 from dsgpt.planner.options import PlanOptions
 from dsgpt.planner.plan import Plan, plan_of
+from dsgpt.planner.pytorch_formulas import Copied
 from dsgpt.planner.request import RECIPES, fixed_setup, read_request
 from dsgpt.planner.setup import Setup
 from dsgpt.planner.step_time import bubble_fraction
-from dsgpt.planner.strategies import Placed, copied, most_sent_bytes, placed_traffic
-from dsgpt.planner.strategy import Copied
 
 COUNTS = (1, 2, 4, 8, 16, 32, 64)
 """Numbers of ranks, or of GPUs, to choose from."""
@@ -85,7 +84,7 @@ def show() -> None:
     _summary(split)
     for heading, sentences in explanations(split.setup):
         st.markdown(f"**{heading}.** {sentences}")
-    _held(split)
+    _memory_by_rank(split)
     _sent(split)
     _recipe(choice)
 
@@ -125,13 +124,13 @@ def _summary(split: Plan) -> None:
     ui.show_metrics(
         [
             ("Sequences in a step", f"{micro * batches * ranks:,}", work),
-            (f"Peak memory of rank {split.rank}", ui.memory(split.peak.total), fits),
-            ("Sent by a rank in a step", ui.memory(most_sent_bytes(setup)), "if collectives are rings"),
+            (f"Peak memory of rank {split.rank}", byte_size(split.peak.total), fits),
+            ("Sent by a rank in a step", byte_size(most_sent_bytes(setup)), "if collectives are rings"),
         ]
     )
 
 
-def _held(split: Plan) -> None:
+def _memory_by_rank(split: Plan) -> None:
     st.header("Who holds what")
     st.caption(
         "True to scale in bytes. A filled box is what a rank holds at the moment of its peak, which is named below it. "
@@ -140,10 +139,11 @@ def _held(split: Plan) -> None:
         "and gathered weights are temporary."
     )
     setup = split.setup
-    svg = holding_svg(holdings(setup, ranks=_MOST_DRAWN), ranks=setup.world_size, theme=ui.page_theme())
+    states = pictures.state_by_rank(setup, ranks=_MOST_DRAWN)
+    svg = pictures.state_svg(states, ranks=setup.world_size, theme=ui.page_theme())
     ui.drawing(svg, key="split-held-picture", name=f"who-holds-what-{setup.strategy_name}")
     with st.expander("Numbers: what each rank holds"):
-        rows = held_rows(holdings(setup, ranks=setup.world_size))
+        rows = state_rows(pictures.state_by_rank(setup, ranks=setup.world_size))
         ui.show_table(ui.columns(rows), key="split-held", name="What each rank holds")
     with st.expander(f"Numbers: the peak of rank {split.rank}"):
         st.caption(f"The moment with the most memory is: {split.peak.moment}. `src/plan.py` prints the same.")
@@ -160,7 +160,7 @@ def _sent(split: Plan) -> None:
         "lies below a pass is sent during it, layer by layer. Point at a box for its sentence."
     )
     try:
-        svg = step_svg(step_lines(setup), ui.page_theme())
+        svg = pictures.step_svg(pictures.step_lines(setup), ui.page_theme())
     except ValueError as error:
         st.info(ui.plain(str(error)))
     else:
@@ -188,7 +188,7 @@ def _recipe(choice: Choice) -> None:
 # The tables below the pictures.
 
 
-def held_rows(held: Iterable[Holding]) -> list[dict[str, Any]]:
+def state_rows(states: Iterable[pictures.RankState]) -> list[dict[str, Any]]:
     """The figures of the picture of who holds what, a row for each block."""
     return [
         {
@@ -200,13 +200,13 @@ def held_rows(held: Iterable[Holding]) -> list[dict[str, Any]]:
             "share": block.size / block.whole,
             "where": block.place,
         }
-        for each in held
+        for each in states
         for block in each.blocks
     ]
 
 
 def sent_rows(setup: Setup) -> list[dict[str, Any]]:
-    """What a rank of each pipeline stage sends in a step, a row for each kind of operation at each place.
+    """Traffic of a rank of each pipeline stage in a step, a row for each kind of operation at each place.
 
     Micro batches that send the same are one row.
     """
@@ -216,25 +216,25 @@ def sent_rows(setup: Setup) -> list[dict[str, Any]]:
         for same in _alike(placed_traffic(setup, rank=rank), "what", "operation", "axis", "payload_bytes"):
             traffic = same[0].traffic
             row = {
-                "operation": operation_name(traffic),
+                "operation": pictures.operation_name(traffic),
                 "among": f"{traffic.group_size} {traffic.axis} ranks",
                 "times": len(same),
                 "payload, bytes": traffic.payload_bytes,
                 "payload per step, bytes": sum(each.traffic.payload_bytes for each in same),
                 "sent by a rank per step, bytes": sum(each.traffic.ring_bytes for each in same),
-                "meanwhile": waits(same[0]),
+                "meanwhile": pictures.waits(same[0]),
             }
             rows.append({**of_stage, "when": _when(same[0]), **row})
     return rows
 
 
 def copied_rows(setup: Setup) -> list[dict[str, Any]]:
-    """What offload copies in a step, a row for each kind at each place."""
+    """Copies of offload in a step, a row for each kind at each place."""
     return [
         {
             "when": _when(same[0]),
             "what": same[0].what,
-            "between": LINKS[same[0].link, same[0].to_device],
+            "between": pictures.LINKS[same[0].link, same[0].to_device],
             "times": len(same),
             "bytes": same[0].size,
             "bytes per step": sum(each.size for each in same),
@@ -247,7 +247,7 @@ Moved = TypeVar("Moved", Placed, Copied)
 
 
 def _alike(moved: Iterable[Moved], *fields: str) -> Iterable[list[Moved]]:
-    """Those of one moment whose ``fields`` are equal, together, in the order of the first of each."""
+    """Groups with equal ``fields`` at one moment, in the order of the first of each."""
     groups: dict[tuple[Any, ...], list[Moved]] = {}
     for each in moved:
         about: Any = each.traffic if isinstance(each, Placed) else each
@@ -263,7 +263,7 @@ def _when(moved: Placed | Copied) -> str:
 
 _PARTS = Path(__file__).with_name("split.md").read_text(encoding="utf-8").split("\n## ")[1:]
 SENTENCES = {heading: " ".join(text.split()) for heading, _, text in (part.partition("\n") for part in _PARTS)}
-"""Of ``split.md``, by heading."""
+"""Texts of ``split.md``, by heading."""
 
 
 def explanations(setup: Setup) -> Iterator[tuple[str, str]]:

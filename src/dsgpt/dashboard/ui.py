@@ -1,4 +1,4 @@
-"""How pages show what they have: figures with their units, foreign text, tables, curves, pictures and their numbers."""
+"""Elements of all pages: figures with their units, foreign text, tables, curves, pictures and their numbers."""
 
 import csv
 import io
@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from html import escape
 from itertools import pairwise
 from typing import Any
@@ -20,45 +21,19 @@ from streamlit.delta_generator import DeltaGenerator
 from dsgpt.charts.themes import LIGHT, THEMES, Theme
 from dsgpt.common.errors import UserError
 from dsgpt.common.files import printable
-from dsgpt.common.text import REPOSITORY
+from dsgpt.common.text import REPOSITORY, UNKNOWN, duration
 
-UNKNOWN = "unknown"
 Values = NDArray[np.float64]
 Table = Mapping[str, Sequence[Any]]
 """Columns by their heading, all of one length. A heading names the unit."""
 
 
+seconds = partial(duration, exact=True)
+
+
 def written(value: float | None, form: str) -> str:
     """A figure in a ``form`` of ``str.format``, such as ``{:.2f}x``."""
     return UNKNOWN if value is None else form.format(value)
-
-
-def seconds(value: float | None) -> str:
-    """``85 ms``, ``1.24 s``, ``75.7 s``, ``3 min 05 s``, ``2 h 07 min`` or ``3 d 04 h``."""
-    if value is None:
-        return UNKNOWN
-    if value < 99.95:
-        return f"{value * 1000:.3g} ms" if value < 0.9995 else f"{value:.3g} s"
-    whole = round(value)
-    for large, small, size, part in (("d", "h", 86_400, 3600), ("h", "min", 3600, 60), ("min", "s", 60, 1)):
-        if whole >= size:
-            return f"{whole // size} {large} {whole % size // part:02d} {small}"
-    return f"{whole} s"
-
-
-def memory(value: float | None) -> str:
-    """``3.4 GB``: decimal units, as on the datasheets of GPUs."""
-    if value is None:
-        return UNKNOWN
-    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if value >= size:
-            return f"{value / size:.3g} {unit}" if value < 999.5 * size else f"{value / size:,.0f} {unit}"
-    return f"{value:.0f} B"
-
-
-def money(value: float | None) -> str:
-    """``$17.69``; less than ten cents with three digits that count, ``$0.0123``."""
-    return written(value, "${:,.2f}" if not value or value >= 0.1 else "${:.3g}")
 
 
 _SPECIAL = re.compile(r"[\\`*_{}\[\]()<>#+\-.!|~$^=&]|:(?=[\w:])|(?<=:material)/")
@@ -67,7 +42,7 @@ _REPLACED = re.compile(
     r"|(?<!\S)(?:<->|->|<-|--|>=|<=|~=)(?!\S))",
     re.IGNORECASE,
 )
-"""What Streamlit replaces by icons, emoji, typographic signs and links even behind a backslash, but not in code.
+"""Text that Streamlit replaces by icons, emoji, typographic signs and links even behind a backslash, but not in code.
 
 Two digits between colons are of a time: no emoji is called so.
 """
@@ -145,7 +120,7 @@ def download(label: str, data: str | bytes, *, file: str, key: str, **more: Any)
 
 
 _FRAME = '<div class="drawing" role="group" tabindex="0" aria-label="Picture" style="overflow-x:auto"></div>'
-"""On a narrow page the picture is scrolled sideways."""
+"""Frame in which a picture is scrolled sideways on a narrow page."""
 _SHOW = """
 export default function({ parentElement, data }) {
   parentElement.querySelector(".drawing").innerHTML = data.svg;
@@ -251,19 +226,19 @@ def as_csv(table: Table) -> bytes:
 # Curves of runs: their points, and the picture of them in Vega-Lite.
 
 POINTS = 1200
-"""Of a curve in a picture: about one for each pixel of its width."""
+"""Points of a curve in a picture: about one for each pixel of its width."""
 HEIGHT = 300
-"""Of a picture without its legend, in pixels."""
+"""Height of a picture without its legend, in pixels."""
 ROW_HEIGHT, LINE_HEIGHT = 7, 15
-"""Of a legend: what a name adds to its lines, and a line, in pixels."""
+"""Pixels of a legend: for each name, and for each of its lines."""
 LINE = 42
-"""Letters of a line of a legend: so many are seen on a phone."""
+"""Letters of a line of a legend: a phone shows as many."""
 _BREAK = re.compile(rf".{{1,{LINE}}}$|.{{1,{LINE - 1}}}[-_/. ]|.{{1,{LINE}}}")
 """A line of a long name: up to a sign that parts its words, if there is one."""
 NUMBERS = {"labelExpr": "abs(datum.value) < 1 ? format(datum.value, '.6~g') : format(datum.value, '~s')"}
-"""Of an axis: 12k, but 0.002 in place of 2m, which reads as minutes or millions."""
+"""Format of an axis: 12k, but 0.002 in place of 2m, which reads as minutes or millions."""
 DASHES = [[1, 0], [6, 3], [2, 2], [8, 3, 2, 3], [4, 2, 1, 2], [10, 4], [1, 3], [6, 2, 2, 2]]
-"""Beside the colours, for the colour-blind and for grey print."""
+"""Dashes beside the colours, for the colour-blind and for grey print."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -276,20 +251,6 @@ class Series:
     low: Values | None = None
     """The least of the curves whose mean this is; None if it is one curve."""
     high: Values | None = None
-
-
-def smoothed(values: Values, *, window: int) -> Values:
-    """The mean of each value and the ``window - 1`` before it, shape (n,); NaN counts as missing."""
-    if window <= 1 or len(values) == 0:
-        return values
-    valid = ~np.isnan(values)
-    sums = np.concatenate([[0.0], np.cumsum(np.where(valid, values, 0.0))])
-    counts = np.concatenate([[0], np.cumsum(valid)])
-    ends = np.arange(1, len(values) + 1)
-    starts = np.maximum(ends - window, 0)
-    amount = counts[ends] - counts[starts]
-    with np.errstate(invalid="ignore", divide="ignore"):
-        return np.where(amount > 0, (sums[ends] - sums[starts]) / amount, np.nan)
 
 
 def thinned(values: Values, *, points: int = POINTS) -> NDArray[np.intp]:

@@ -67,9 +67,9 @@ def with_bar(documents: Iterable[tuple[S, Document]], *, total: int, description
 # The command line.
 
 DESCRIPTION = """\
-Fetch a text set and keep its documents in data/NAME/raw/: one JSON object {"text": ...} per line, in documents.jsonl,
-or in train.jsonl and validation.jsonl if the set has its own split. preprocess.py --dataset NAME reads them. All
-but the first come from the Hugging Face hub, without an account; no code of a set is ever run.
+Fetch a text set and keep its documents in data/NAME/raw/. The file is documents.jsonl, or train.jsonl and
+validation.jsonl if the set has its own split. Each line is a JSON object {"text": ...}. preprocess.py --dataset NAME
+reads them. All but the first come from the Hugging Face hub, without an account. No code of a set is ever run.
 
 sets:
 """

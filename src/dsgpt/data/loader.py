@@ -1,4 +1,4 @@
-"""From a token file to micro batches: the windows of one data-parallel rank, in the order of the run."""
+"""The data loader: micro batches of one data-parallel rank, windows of a token file in the order of the run."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from dsgpt.data.token_file import SampleOrder, TokenFile, TokenFileError
 from dsgpt.machine.launcher import ignore_stop_signals
 
 PADDING_WINDOW = -1
-"""Not a window: pads the last validation batch, so that every rank has the same number of micro batches."""
+"""Index that pads the last validation batch, so that every rank has the same number of micro batches; not a window."""
 IGNORED_TARGET = -100
 """A target that counts neither in the loss nor in the tokens: torch's cross-entropy ignores it by default."""
 
@@ -31,12 +31,12 @@ class Batch(NamedTuple):
     inputs: Tensor
     """(micro_batch_size, seq_length), int64."""
     targets: Tensor
-    """Same shape; the ids that follow ``inputs``. -100 where a target does not count."""
+    """Ids that follow ``inputs``, same shape; -100 where a target does not count."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankShare:
-    """Which part of every global batch one data-parallel rank reads."""
+    """Part of every global batch that one data-parallel rank reads."""
 
     micro_batch_size: int
     gradient_accumulation_steps: int

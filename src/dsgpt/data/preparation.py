@@ -1,4 +1,4 @@
-"""From a source to train.bin, val.bin and tokenizer/: ``preprocess.py`` and ``preprocess_small.py``."""
+"""Makes train.bin, val.bin and tokenizer/ from a source, for ``preprocess.py`` and ``preprocess_small.py``."""
 
 import contextlib
 import hashlib
@@ -25,7 +25,7 @@ from dsgpt.common.files import (
     write_json_atomic,
 )
 from dsgpt.common.json_files import JsonError, Sha256, read_as
-from dsgpt.common.text import REPOSITORY, counted, next_line, script_words
+from dsgpt.common.text import REPOSITORY, counted, duration, next_line, script_words
 from dsgpt.data.download import folder_if_named, progress, with_bar
 from dsgpt.data.sources import HUB_SETS, STDLIB_NAME, Source, downloaded_source, own_source, stdlib_source
 from dsgpt.data.token_file import TokenFileWriter, TokenizerFacts, open_token_file
@@ -43,7 +43,6 @@ from dsgpt.data.vocabulary import (
     train_tokenizer,
 )
 from dsgpt.formats.tokenizer_files import TOKENIZER, fault_of
-from dsgpt.machine.console import duration
 
 # The command lines.
 
@@ -92,7 +91,7 @@ class PrepareOptions:
         f"a set by name: {', '.join(DATASETS)} (default {STDLIB_NAME}, which needs no download; the others need "
         "`.venv/bin/python data_prep/download_data.py NAME` first)",
     )
-    """None if ``inputs`` are the user's own files."""
+    """Name of a set; None if ``inputs`` are the user's own files."""
     inputs: tuple[Path, ...] = flag(
         Path,
         "PATH",
@@ -115,7 +114,7 @@ class PrepareOptions:
         f"ids of a trained tokenizer, <|endoftext|> included (default {_DEFAULT_VOCAB_SIZE}, at least "
         f"{SMALLEST_VOCABULARY}); above 65,536 token files take 4 bytes an id, not 2",
     )
-    """None for an existing tokenizer."""
+    """Ids of a new tokenizer; None for an existing one."""
     val_fraction: float | None = flag(
         value(float, accepts=lambda share: 0 < share < 1, must_be="a number above 0 and below 1, such as 0.05"),
         "F",
@@ -133,7 +132,7 @@ class PrepareOptions:
     num_documents: int | None = flag(
         whole(low=2), "N", "how many documents, training and validation together (at least 2)"
     )
-    """Of the small files; None for all documents."""
+    """Number of documents of the small files; None for all documents."""
     overwrite: bool = switch("replace what an earlier run with other options left there")
 
     def identity(self) -> Identity:
@@ -219,7 +218,7 @@ class Preparation:
     identity: dict[str, Any]
     """Options and hashes of the input: the same identity gives the same output."""
     tokenizer_sha256: Sha256
-    """Of ``tokenizer/tokenizer.json``."""
+    """SHA-256 of ``tokenizer/tokenizer.json``."""
     splits: dict[str, PreparedSplit]
 
 
@@ -229,7 +228,7 @@ class Place:
 
     folder: Path
     suffix: str
-    """Of the names of its files: ``_small`` if only the first documents are prepared."""
+    """Ending of the names of its files: ``_small`` if only the first documents are prepared."""
 
     def tokens(self, split: str) -> Path:
         """The token file of a split, for example ``train.bin``."""
@@ -314,7 +313,7 @@ def already_prepared(place: Place, identity: Identity) -> bool:
 # From a source to train.bin, val.bin and tokenizer/, which get their names only when all are complete.
 
 _NAMED = 3
-"""How many skipped links are named."""
+"""Most skipped links that are named."""
 
 
 def main(argv: Sequence[str] | None = None, *, small: bool = False) -> None:
@@ -367,7 +366,7 @@ def _fingerprint(tokenizer: str) -> str | None:
 
 
 def _source(options: PrepareOptions) -> Source:
-    """What the options name; what is left out of the user's own files is printed."""
+    """The source that the options name. Prints which of the user's own files are left out."""
     dataset, output_dir = options.dataset, options.output_dir
     if dataset is not None:
         source = downloaded_source(dataset, output_dir=output_dir)

@@ -1,4 +1,4 @@
-"""Where text comes from: files, downloaded sets, sets of the hub, the standard library.
+"""Sources of text: files, downloaded sets, sets of the hub, the standard library.
 
 The corpus ``python-stdlib``: the sources and language documentation that ship with this Python. Every machine has this
 text without a download: about 12 MB with CPython from python.org, pyenv or conda. It is somewhat less where a
@@ -33,8 +33,8 @@ class Document:
     """One text. Its token ids end with the end-of-text id."""
 
     key: str
-    """Its name inside the source (relative path, or file and row). It decides the split, so it is the same on every
-    machine."""
+    """Name of the document inside the source (relative path, or file and row). It decides the split, so it is the same
+    on every machine."""
     text: str
     source_bytes: int
     """Bytes of the source file that this document accounts for, for progress in bytes."""
@@ -46,7 +46,7 @@ class SourceFile:
 
     path: Path
     key: str
-    """Its name inside the source, with forward slashes."""
+    """Name of the file inside the source, with forward slashes."""
     split: str | None
     """``train`` or ``val`` if the set has its own split; None if documents are divided by hash."""
     read: Callable[["SourceFile"], Iterator[Document]]
@@ -55,7 +55,7 @@ class SourceFile:
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """All input of one preparation."""
+    """The whole input of one preparation."""
 
     description: str
     """Origin of the text, for the token file's sidecar."""
@@ -313,7 +313,7 @@ def downloaded_source(name: str, *, output_dir: Path) -> Source | None:
 
 @dataclass(frozen=True, kw_only=True)
 class HubSet:
-    """Where a set lives and what it is."""
+    """Address and contents of a set on the hub."""
 
     path: str
     """Name on the hub (or ``parquet``, which reads ``data_files``)."""
@@ -400,8 +400,8 @@ def own_source(inputs: Sequence[Path], *, text_key: str, output_dir: Path) -> So
     """The files among ``inputs``, and every visible file in the folders among them, sorted within each folder.
 
     ``.jsonl`` and ``.parquet`` files contain one document per row; any other file is one document of text. Inside
-    folders three things are left out: files with a zero byte near their start, which are binary (git's rule);
-    ``output_dir``, which contains the output of earlier runs; and links, which may lead to private files.
+    folders three things are left out. Files with a zero byte near their start are binary (git's rule). ``output_dir``
+    contains the output of earlier runs. Links may lead to private files.
     """
     below = [pair for root in inputs for pair in _files_of(root, output_dir)]
     links = [key for path, key in below if path.is_symlink() and path not in inputs]

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 DtypeName = Literal["uint16", "uint32"]
 DTYPES: dict[DtypeName, str] = {"uint16": "<u2", "uint32": "<u4"}
-"""What numpy calls the little-endian types."""
+"""numpy's names of the little-endian types."""
 WIDTHS: dict[DtypeName, int] = {"uint16": 2, "uint32": 4}
 """Bytes of an id."""
 
@@ -61,7 +61,7 @@ class TokenizerFacts:
     name: str | None = None
     """Name on the hub, or of the folder beside the file."""
     sha256: Sha256 | None = None
-    """Of its ``tokenizer.json``."""
+    """SHA-256 of the tokenizer's ``tokenizer.json``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,9 +78,9 @@ class Sidecar:
     """The id that ends every document."""
     tokenizer: TokenizerFacts | None
     source: str | None
-    """Where the text came from, in words."""
+    """Origin of the text, in words."""
     sha256: Sha256 | None
-    """Of the .bin."""
+    """SHA-256 of the .bin file."""
     size: Count | None = None
     """Size of the .bin in bytes when ``sha256`` was computed; None in sidecars of earlier versions and other tools."""
     mtime_ns: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
@@ -335,7 +335,7 @@ class SampleOrder:
 
 
 def shuffled(positions: "NDArray[np.integer]", *, size: int, key: str) -> "NDArray[np.int64]":
-    """Where a keyed permutation of ``range(size)`` sends each of ``positions``; int64, same shape.
+    """Images of ``positions`` under a keyed permutation of ``range(size)``; int64, same shape.
 
     A balanced Feistel network over the next power of four, repeated until the value is below ``size`` (Black and
     Rogaway 2002, "Ciphers with arbitrary finite domains", the cycle-walking cipher). It needs no table, so the cost per

@@ -137,7 +137,7 @@ def pieces(text: str, *, characters: int) -> Iterator[str]:
 
 END_OF_TEXT = "<|endoftext|>"
 SMALLEST_VOCABULARY = 257
-"""All 256 bytes and the end-of-text token."""
+"""Smallest number of ids: all 256 bytes and the end-of-text token."""
 _GPT2_CONTEXT = 1024
 _PIECE_CHARACTERS = 1 << 18
 _BATCH_CHARACTERS = 1 << 22
@@ -154,7 +154,7 @@ class Vocabulary:
     """One more than the largest id."""
     eot_id: int
     sha256: str
-    """Of the folder's tokenizer.json, as lower-case hex."""
+    """SHA-256 of the folder's tokenizer.json, as lower-case hex."""
 
 
 def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> Tokenizer:

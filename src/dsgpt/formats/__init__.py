@@ -1,1 +1,1 @@
-"""What other projects write: Hugging Face checkpoints, safetensors, tokenizers, hub folders."""
+"""Formats of other projects: Hugging Face checkpoints, safetensors, tokenizers, hub folders."""

@@ -44,7 +44,7 @@ _SHAPE_KEYS = {
     "n_positions": "block_size",
     "vocab_size": "vocab_size",
 }
-"""From the names in config.json to the fields of ``GPT2Config``."""
+"""Fields of ``GPT2Config`` by the names in config.json."""
 _DROPOUTS = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
 _ARCHITECTURE = {
     "activation_function": "gelu_new",

@@ -25,7 +25,7 @@ from dsgpt.common.json_files import clipped_text
 from dsgpt.formats.tokenizer_files import reason_of
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""By their names in flags."""
+"""Types of numbers by their names in flags."""
 _DTYPE_NAMES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _NAMES_OF_DTYPES = {dtype: name for name, dtype in _DTYPE_NAMES.items()}
 _ALIGNMENT = 8
@@ -37,7 +37,7 @@ class StoredTensor:
 
     shape: tuple[int, ...]
     dtype: torch.dtype | None
-    """None if it is not fp64, fp32, fp16 or bf16: no weight has such a dtype."""
+    """Type of the numbers; None if it is not fp64, fp32, fp16 or bf16: no weight has such a type."""
     read: Callable[[], Tensor]
     """Reads the tensor, to the CPU."""
     read_slices: Callable[[tuple[slice, ...]], Tensor] | None = None

@@ -8,10 +8,7 @@ import json
 import os
 import re
 import shutil
-import ssl
 import tempfile
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -96,7 +93,7 @@ def fault_of(folder: Path, *, named: bool = False) -> UserError | None:
 
 
 def _fault_of_files(settings: dict[str, Path]) -> UserError | None:
-    """As ``fault_of``, for the contents of the files of ``_READ``, given by name."""
+    """The same as ``fault_of``, for the contents of the files of ``_READ``, given by name."""
     for name, path in settings.items():
         try:  # parsed as transformers does: of equal keys the last counts, so that one is checked
             values = json.loads(read_bytes(path))
@@ -198,7 +195,7 @@ def _open(source: Path | str, **settings: Any) -> "PreTrainedTokenizerBase":
 
 
 def _fault_on_hub(name: str, *, fetch: bool) -> UserError | None:
-    """As ``fault_of`` for a name on the hub. Links in the hub library's cache are the library's own."""
+    """The same as ``fault_of``, for a name on the hub. Links in the hub library's cache are the library's own."""
     from transformers.utils.hub import cached_file  # noqa: PLC0415 - as above
 
     files: dict[str, Path] = {}
@@ -298,6 +295,10 @@ def require_hub(what: str, *, cure: str) -> None:
     Raises:
         UserError: it does not answer, or the environment forbids network access.
     """
+    import ssl  # noqa: PLC0415 - --help needs no network
+    import urllib.error  # noqa: PLC0415
+    import urllib.request  # noqa: PLC0415
+
     for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"):
         if os.environ.get(name, "").upper() in ("1", "ON", "YES", "TRUE"):
             raise UserError(f"{what}: needs the Hugging Face hub, but {name} is set; {cure}")

@@ -69,7 +69,7 @@ def which_checkpoint() -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How the next id is drawn. Each of these narrows what the ones before it left."""
+    """Settings of the draw of the next id. Each of these narrows what the ones before it left."""
 
     repetition_penalty: float = 1.0
     """Divides positive logits of ids that the text already has, and multiplies negative ones (Keskar et al. 2019)."""
@@ -113,7 +113,7 @@ class GenerateRequest:
 
     @property
     def sampling(self) -> Sampling:
-        """How the next id is drawn."""
+        """Settings of the draw of the next id."""
         return Sampling(**{each.name: getattr(self, each.name) for each in fields(Sampling)})
 
     def check(self, problems: Problems) -> None:
@@ -356,14 +356,14 @@ CONVERT_DESCRIPTION = """\
 Write the model of a run, whichever strategy trained it, into a new folder. Needs no GPU, no network and no more memory
 than its largest tensor; the run is only read.
 
-  hf         what Hugging Face's libraries load: model.safetensors, config.json, generation_config.json and, if the
-             training data had one, the tokenizer; the vocabulary's padding is cut off
+  hf         for Hugging Face's libraries: model.safetensors, config.json, generation_config.json and, if the training
+             data had one, the tokenizer. The vocabulary's padding is cut off
   portable   the same weights under this project's own names: model.safetensors, model.json, tokenizer/ and a manifest
-             with their hashes; generate.py takes it as --checkpoint. Weights alone: training cannot be resumed from it
+             with their hashes. generate.py takes it as --checkpoint. Training cannot be resumed from weights alone
   deepspeed  a checkpoint folder as DeepSpeed's ZeRO-2 saves it on one rank, for DeepSpeed's own zero_to_fp32.py and
-             ds_to_universal.py: weights in fp32, and the optimizer's moments if there are any. Everything else
-             (learning rate, loss scale, random state) is left out. The files are pickles, as DeepSpeed needs them;
-             this program writes but never reads them"""
+             ds_to_universal.py. It has weights in fp32, and the optimizer's moments if there are any. Learning rate,
+             loss scale and random state are left out. The files are pickles, as DeepSpeed needs them; this program
+             writes but never reads them"""
 
 CONVERT_EXAMPLES = """\
 examples:
@@ -436,7 +436,7 @@ def convert(words: Sequence[str] | None = None) -> None:
 # ``src/serve.py``: what it can be asked for, its limits, its keys, and the packages that it needs.
 
 PACKAGES = ("starlette", "uvicorn", "h11", "prometheus_client")
-"""What serving imports. The extra ``serve`` of ``pyproject.toml`` installs it."""
+"""Packages that serving imports. The extra ``serve`` of ``pyproject.toml`` installs them."""
 API_KEY = "DSGPT_API_KEY"
 """The environment variable that may hold the key."""
 SHORTEST_KEY = 16
@@ -453,7 +453,7 @@ class Key:
     """An API key."""
 
     name: str
-    """In metrics and messages, which never have the key."""
+    """Name in metrics and messages, which never have the key."""
     secret: str = field(repr=False)
     per_minute: int | None = None
     """The most requests for completions in any 60 seconds; None for no limit."""
@@ -461,7 +461,7 @@ class Key:
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What a server accepts."""
+    """Limits of what a server accepts."""
 
     batch: int = _count("sequences decoded together", 8, name="--max_batch")
     queue: int = flag(

@@ -343,7 +343,7 @@ class Sequences:
         if decoder.step:
             torch._dynamo.mark_static_address(self._cache)  # a CUDA graph may change it
         self._mask: Tensor | None = None
-        """What is added to the scores of the cache's positions, (B, 1, 1, P): -inf for padding; None without it."""
+        """Added to the scores of the cache's positions, (B, 1, 1, P): -inf for padding; None without padding."""
         if any(padding):
             unused = torch.arange(capacity, device=self._device) < self._padding  # (B, P)
             mask = torch.zeros(unused.shape, dtype=embedding.dtype, device=self._device)

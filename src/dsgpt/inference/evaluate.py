@@ -1,4 +1,4 @@
-"""How well a model predicts text: perplexity, and the tasks of lm-evaluation-harness; the record of an evaluation.
+"""Evaluation of a model: perplexity, the tasks of lm-evaluation-harness, and the record of both.
 
 Perplexity over windows that may overlap. Of overlapping windows only the tokens that no earlier window predicted
 count, so each token counts once, with at least ``length - stride`` tokens before it
@@ -25,8 +25,7 @@ from dsgpt.data.loader import IGNORED_TARGET
 from dsgpt.data.token_file import TokenFile, open_token_file
 from dsgpt.formats.tensor_files import DTYPES
 from dsgpt.formats.tokenizer_files import TOKENIZER, other_meaning, token_ids
-from dsgpt.inference.commands import EvaluateRequest as Request
-from dsgpt.inference.commands import text_of
+from dsgpt.inference.commands import EvaluateRequest, text_of
 from dsgpt.inference.decoder import round_to_int8
 from dsgpt.inference.generation import decoded, encoded
 from dsgpt.inference.model_files import Loaded, device_for, export, load
@@ -40,7 +39,7 @@ if TYPE_CHECKING:
 Record = dict[str, Any]
 
 
-def evaluate(request: Request, *, console: Console) -> Record:
+def evaluate(request: EvaluateRequest, *, console: Console) -> Record:
     """Evaluate, write the record if one is asked for, and return it.
 
     Raises:
@@ -64,7 +63,7 @@ def evaluate(request: Request, *, console: Console) -> Record:
     return record
 
 
-def _predicted(request: Request, *, device: torch.device, console: Console) -> Record:
+def _predicted(request: EvaluateRequest, *, device: torch.device, console: Console) -> Record:
     """Perplexity and bits per byte, as keys of the record."""
     loaded = load(request.checkpoint, which=request.which, device=device, precision=request.precision)
     model, manifest = loaded.model, loaded.stored.manifest
@@ -174,7 +173,7 @@ class Evaluated:
     bytes: int | None
     """Size of the predicted text in UTF-8, without ends of documents; None if the model has no tokenizer."""
     sha256: str | None = None
-    """Of a token file, as its sidecar says."""
+    """SHA-256 of a token file, from its sidecar."""
     same_tokenizer: bool | None = True
     """Whether an id means the same to the model; None if that is unknown."""
 
@@ -253,7 +252,7 @@ def _check_tokenizer(file: TokenFile, folder: Path | None) -> bool | None:
 # The tasks of lm-evaluation-harness, on a model exported for transformers.
 
 
-def evaluate_tasks(request: Request, *, device: str) -> dict[str, dict[str, float]]:
+def evaluate_tasks(request: EvaluateRequest, *, device: str) -> dict[str, dict[str, float]]:
     """Let the harness evaluate the model, which is exported first if it is not in a Hugging Face folder.
 
     Returns:

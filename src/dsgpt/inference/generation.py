@@ -16,8 +16,7 @@ from torch import Tensor
 
 from dsgpt.common.errors import Problems, UserError
 from dsgpt.formats.tokenizer_files import reason_of
-from dsgpt.inference.commands import BATCH_SIZE, Sampling
-from dsgpt.inference.commands import GenerateRequest as Request
+from dsgpt.inference.commands import BATCH_SIZE, GenerateRequest, Sampling
 from dsgpt.inference.decoder import Decoder
 from dsgpt.inference.model_files import device_for, load
 from dsgpt.model.config import GPT2Config
@@ -75,7 +74,7 @@ class Chooser:
     ) -> None:
         self._sampling, self._prompts, self._generators = sampling, prompts, generators
         self._seen: Tensor | None = None
-        """Which ids each sequence has, (B, V); None until logits show how many there are, or without a penalty."""
+        """Whether each sequence has each id, (B, V); None until logits give the number of ids, or without a penalty."""
 
     def choose(self, logits: Tensor) -> Tensor:
         """The next ids, (B,), from ``logits``, (B, V) in fp32; V for a row that has a NaN."""
@@ -238,7 +237,7 @@ def measure_latency(model: GPT2, ids: Tensor) -> dict[str, Any] | None:
 # Text in, text out, with the model and tokenizer of a checkpoint.
 
 INCOMPLETE = "\ufffd"
-"""What a tokenizer decodes bytes to that are not a whole character yet."""
+"""Text that a tokenizer decodes from bytes that are not a whole character yet."""
 
 
 class Continuation:
@@ -252,7 +251,7 @@ class Continuation:
         """The ids that are decoded again, because decoders look back, and the first id without text."""
         self._shown = 0
         self.ids: list[int] = []
-        """That were added, without the one that ended the text."""
+        """Ids that were added, without the one that ended the text."""
         self.text = ""
         self.ended = ""
         """Why the text ended: ``end of text``, or ``stop``; empty before."""
@@ -310,7 +309,7 @@ class Text:
     ended: str
     """``end of text``, ``stop``, ``length`` (of the request), ``context`` (the model's), or ``interrupted``."""
     ids: tuple[int, ...]
-    """That were generated, without an end-of-text id; after ``stop``, some have no text in ``added``."""
+    """Generated ids without an end-of-text id; after ``stop``, some have no text in ``added``."""
 
     def __str__(self) -> str:
         return self.prompt + self.added
@@ -327,7 +326,7 @@ class Writer:
             in the request's precision.
     """
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: GenerateRequest) -> None:
         problems = Problems()
         request.check(problems)
         device = device_for(request.device, precision=request.precision, problems=problems)
@@ -342,8 +341,8 @@ class Writer:
         self.ends = frozenset((self.tokenizer.eos_token_id, *loaded.stored.ends))
         """Ids that end a text."""
 
-    def asked(self, request: Request) -> "Writer":
-        """The same model, once it is arranged, for another request of its checkpoint, device and precision.
+    def asked(self, request: GenerateRequest) -> "Writer":
+        """This model, once it is arranged, for another request of its checkpoint, device and precision.
 
         Unless the model is compiled, several such writers may generate at once: decoding does not change it.
 

@@ -62,19 +62,19 @@ class StoredModel:
     """The checkpoint, the portable folder or the Hugging Face folder."""
     config: GPT2Config
     tensors: dict[str, StoredTensor]
-    """By canonical name."""
+    """Tensors by canonical name."""
     folder: Path | None
-    """Of its tokenizer; None where there is none."""
+    """Folder of the tokenizer; None if there is none."""
     refused: str = ""
     """Why its tokenizer must not be used; empty where it may."""
     ends: tuple[int, ...] = ()
     """Ids that end a text, besides the tokenizer's own."""
     manifest: Manifest | None = None
-    """Of its checkpoint or portable folder; None for a Hugging Face folder."""
+    """Manifest of the checkpoint or portable folder; None for a Hugging Face folder."""
     trained_length: int | None = None
     """Tokens of the sequences that it was trained on: later positions never learned anything. None if unknown."""
     published: PretrainedWeights | None = None
-    """Of a Hugging Face folder."""
+    """Weights of a Hugging Face folder; None for other folders."""
 
     @property
     def tokenizer(self) -> list[Path]:
@@ -408,7 +408,7 @@ _EMBEDDING, _HEAD = "wte.weight", "lm_head.weight"
 ``shared_params``, but then its script gives both names the same memory, which ``--safe_serialization`` refuses."""
 
 Moments = Mapping[str, Mapping[str, StoredTensor]]
-"""By the name of the moment, such as ``exp_avg``, then by canonical name."""
+"""Tensors by the name of the moment, such as ``exp_avg``, then by canonical name."""
 
 
 def _open_moments(model: StoredModel) -> tuple[Moments, int | None]:
@@ -448,7 +448,7 @@ def _write_deepspeed(
     inner.mkdir()
 
     def flat(values: Mapping[str, StoredTensor], names: list[str]) -> Tensor:
-        """All flat and end to end, mapped from a deleted file: at most one tensor of them is in memory at a time."""
+        """All tensors flat and end to end, mapped from a deleted file: at most one of them is in memory at a time."""
         with (scratch := inner / "flat").open("xb") as file:
             for name in names:
                 file.write(values[name].read().contiguous().reshape(-1).view(torch.uint8).numpy().data)

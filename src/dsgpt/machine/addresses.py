@@ -64,10 +64,10 @@ class Place:
         """The names in ``folder``, without it; empty if it does not exist."""
         self.files.invalidate_cache()
         try:
-            found = self.files.ls(self.path(folder), detail=False)
+            paths = self.files.ls(self.path(folder), detail=False)
         except FileNotFoundError:
             return []
-        return sorted(path.rstrip("/").rpartition("/")[2] for path in found)
+        return sorted(path.rstrip("/").rpartition("/")[2] for path in paths)
 
     def exists(self, name: str) -> bool:
         """Whether the file ``name`` is there."""

@@ -1,4 +1,4 @@
-"""Where the lines of a run go: standard output, ``train.log``, and one live line on a terminal.
+"""Output of a run: standard output, ``train.log``, and one live line on a terminal.
 
 Every module logs to ``logging.getLogger(__name__)``, below the logger ``dsgpt``. Rank 0 adds handlers to it; the other
 ranks disable it. Lines have no prefix; their level only serves filters. Progress bars are shown only on a terminal.
@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Self
 from tqdm import tqdm
 
 from dsgpt.common.files import PRINTABLE, append_to
+from dsgpt.common.text import duration
 
 # One line of a terminal that shows how a run is doing, fitted to the terminal's width.
 
@@ -29,7 +30,7 @@ class Field(NamedTuple):
 
     text: str
     rank: int
-    """Of its importance: in a narrow terminal the highest ranks are left out first."""
+    """Importance: in a narrow terminal the fields with the highest ranks are left out first."""
 
 
 def fitted(fields: Sequence[Field], width: int) -> str:
@@ -101,18 +102,6 @@ _LIVE = "live"
 """The attribute of log records that the console does not print."""
 
 
-def duration(seconds: float) -> str:
-    """``0.4 s``, ``42 s``, ``3 min 05 s`` or ``2 h 07 min``."""
-    if seconds < 10:
-        return f"{seconds:.1f} s"
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02d} s"
-    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
-
-
 def print_line(line: str = "") -> None:
     """Print one line to standard output, above a progress bar if one is shown.
 
@@ -133,7 +122,7 @@ class _ConsoleHandler(logging.Handler):
 
 @contextlib.contextmanager
 def logging_to_console(*, speaks: bool) -> Iterator[None]:
-    """Inside, print what this package logs at level INFO or above.
+    """Print what this package logs at level INFO or above, inside the context.
 
     Args:
         speaks: whether this rank prints and logs at all; the other ranks are silent.
@@ -229,11 +218,12 @@ class Progress:
             named |= {"desc": what, "unit": unit, "dynamic_ncols": True, "leave": False, "position": position}
         self._bar = tqdm(**named) if text is None else LiveBar(text=partial(text, self), **named)
         self.log_only = {_LIVE: text is not None and shown and sys.stdout.isatty()}
-        """For ``extra`` of a logger: the line is in the log file, and a live line on a terminal replaces it there."""
+        """Values for a logger's ``extra``: the line is only in the log file, because a live line on a terminal replaces
+        it."""
 
     @property
     def done(self) -> int:
-        """How many units are done."""
+        """Number of units that are done."""
         return self._done
 
     def advance(self, count: int = 1) -> None:

@@ -45,7 +45,7 @@ INSTRUCTION_SETS = {
     **{"avx2": "AVX2", "avx512f": "AVX512", "avx512_bf16": "AVX512 bf16", "amx_tile": "AMX", "amx_bf16": "AMX bf16"},
     **{"asimd": "NEON", "sve": "SVE", "bf16": "bf16", "i8mm": "i8mm"},
 }
-"""What decides how fast a CPU multiplies matrices, on x86 and on ARM, by the flag of Linux."""
+"""Instruction sets that decide how fast a CPU multiplies matrices, on x86 and on ARM, by the flag of Linux."""
 
 
 def cuda_devices() -> int:
@@ -128,7 +128,7 @@ def _version(package: str) -> str | None:
 
 
 def instruction_sets(flags: str | None) -> str | None:
-    """Those of ``INSTRUCTION_SETS`` that a CPU with these flags of the kernel has; None where there are no flags."""
+    """Members of ``INSTRUCTION_SETS`` that a CPU with these flags of the kernel has; None where there are no flags."""
     if flags is None:
         return None
     names = [name for flag, name in INSTRUCTION_SETS.items() if flag in flags.split()]
@@ -145,7 +145,7 @@ def _of_the_cpu(entry: str) -> str | None:
 SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 HUGE_PAGE_BYTES = 2 << 20
 CHUNK_BYTES = 64 << 20
-"""What is asked for at a time; the system gives memory when it is written."""
+"""Bytes reserved at a time; the kernel commits a page at its first write."""
 _BETWEEN = 64
 """Tensors start at multiples of it, as PyTorch's own do."""
 
@@ -171,7 +171,7 @@ class HugePages:
 
 
 def huge_page_setting() -> str | None:
-    """Who gets huge pages here: ``always``, ``madvise`` (those who ask) or ``never``; None if the system has none."""
+    """Processes that get huge pages here: ``always``, ``madvise`` (those that ask) or ``never``; None if unknown."""
     if not SETTING.is_file():
         return None
     chosen = re.search(r"\[(\w+)\]", SETTING.read_text(encoding="utf-8"))
@@ -179,7 +179,7 @@ def huge_page_setting() -> str | None:
 
 
 def _room_for(size: int) -> Tensor:
-    """At least ``size`` zeros, from a boundary of huge pages to another."""
+    """A tensor of at least ``size`` zeros, from one boundary of huge pages to another."""
     size = -(-size // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
     memory = mmap.mmap(-1, size + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError):  # a kernel that was built without huge pages: ordinary pages do
@@ -233,7 +233,7 @@ def named_range(name: str) -> contextlib.AbstractContextManager[Any]:
 
 @contextlib.contextmanager
 def ranges_shown(device: torch.device) -> Iterator[None]:
-    """Inside, ranges appear in traces of PyTorch's profiler, and on a GPU as NVTX ranges."""
+    """Show ranges in traces of PyTorch's profiler, and on a GPU as NVTX ranges, inside the context."""
     token = _maker.set(_with_nvtx if device.type == "cuda" else record_function)
     try:
         yield
@@ -250,7 +250,7 @@ def _with_nvtx(name: str) -> Iterator[None]:
 # The process group of all ranks. Without a group, every function acts as for a single rank.
 
 TIMEOUT = timedelta(minutes=30)
-"""How long a rank waits for the others: rank 0 may be hashing data or writing a checkpoint."""
+"""Longest time that a rank waits for the others: rank 0 may be hashing data or writing a checkpoint."""
 
 
 @contextlib.contextmanager

@@ -17,12 +17,13 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
-
-import psutil
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from dsgpt.common.errors import EXIT_INTERRUPTED, EXIT_STOPPED, Interrupted
 from dsgpt.machine.topology import free_port
+
+if TYPE_CHECKING:
+    import psutil
 
 # Launchers (``deepspeed``, ``torchrun``): makes and recognises their commands, and watches the launcher of this rank.
 
@@ -54,7 +55,7 @@ def launcher_command(launcher: str, ranks: int, *flags: str) -> list[str]:
 
 
 JOB_LAUNCHERS = ("python", "deepspeed", "torchrun", "slurm", "kubernetes")
-"""What starts the ranks of a training that users launch, on one machine or on several."""
+"""Starters of the ranks of a user's training, on one machine or on several."""
 
 
 def job_words(launcher: str, *, machines: int, devices: int, gpus: bool, launch: str = "launch") -> list[str]:
@@ -114,8 +115,10 @@ class Launcher:
         return os.getppid() != self._parent or any(_has_ended(process) for process in self._processes)
 
 
-def waiting_processes() -> list[psutil.Process]:
+def waiting_processes() -> "list[psutil.Process]":
     """This process's parent, its parent, and so on to the topmost process that is a launcher; at least the first."""
+    import psutil  # noqa: PLC0415 - --help needs none of it
+
     parents: list[psutil.Process] = []
     with contextlib.suppress(psutil.Error):  # a parent that ended just now, or that this user may not see
         parents = psutil.Process().parents()
@@ -123,15 +126,19 @@ def waiting_processes() -> list[psutil.Process]:
     return parents[: max([0, *launchers]) + 1]
 
 
-def _words(process: psutil.Process) -> list[str]:
+def _words(process: "psutil.Process") -> list[str]:
+    import psutil  # noqa: PLC0415
+
     try:
         return process.cmdline()
     except psutil.Error:  # it has ended, or belongs to another user
         return []
 
 
-def _has_ended(process: psutil.Process) -> bool:
+def _has_ended(process: "psutil.Process") -> bool:
     """Whether a process is gone, or is a zombie: it has ended, but its parent has not read its exit code."""
+    import psutil  # noqa: PLC0415
+
     try:
         return not process.is_running() or process.status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
     except psutil.NoSuchProcess:
@@ -155,7 +162,9 @@ def exit_rank(code: int) -> NoReturn:
 
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
-"""In this order, from: schedulers and launchers; Slurm and spot instances; the keyboard; a closed terminal."""
+"""Signals that stop a run, sent by, in this order: schedulers and launchers; Slurm and spot instances; the keyboard;
+a closed terminal.
+"""
 ECHO_SEC = {True: 2.0, False: 0.2}
 """Seconds after the first signal in which further signals count as the same request, with a launcher (True) and without
 one (False). A launcher forwards signals that its ranks already got from the terminal or the batch system."""
@@ -284,7 +293,7 @@ def _leave_at_once(why: str, code: int) -> NoReturn:
 
 @contextlib.contextmanager
 def stop_signals_blocked() -> Iterator[None]:
-    """Inside, this thread receives none of ``SIGNALS``, and a process forked here starts with them blocked.
+    """Block ``SIGNALS`` in this thread, and in processes forked here, inside the context.
 
     Otherwise a data worker that gets a signal before it calls ``ignore_stop_signals`` would run the rank's handlers.
     """

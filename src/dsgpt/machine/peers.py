@@ -47,7 +47,7 @@ SLOW_STEPS, SLOW_TIMES, SLOW_SEC = 20, 1.5, 0.02
 FRAMES = 12
 """Innermost calls of a stack that are shown."""
 BROKEN = re.compile(r"gloo|NCCL|nccl|Connection (closed|reset|refused)|Broken pipe|Socket closed|[Tt]imed out|c10d")
-"""In messages of errors that another rank may have caused."""
+"""Matches messages of errors that another rank may have caused."""
 _WAITING = re.compile(r"/torch/distributed/|/deepspeed/comm/|_engine_run_backward|/torch/cuda/")
 
 
@@ -423,8 +423,8 @@ class Peers:
 
     def _beat(self) -> None:
         self._own = own = replace(self._own, beat=self._own.beat + 1)
-        known = {name: value for name, value in asdict(own).items() if name not in {"stack", "collectives"}}
-        self._watched.set(f"at/{self._topology.rank}", json.dumps(known))
+        shared = {name: value for name, value in asdict(own).items() if name not in {"stack", "collectives"}}
+        self._watched.set(f"at/{self._topology.rank}", json.dumps(shared))
         self._watched.check(["hosts"])  # it waits for the answer, which ``set`` does not
         self._store_answered_at = time.monotonic()
         if self._watched.check(["ask"]) and (asked := self._watched.get("ask").decode()) != self._answered_request:
@@ -525,7 +525,7 @@ def _calls(frames: traceback.StackSummary) -> list[str]:
 
 
 def _collectives() -> dict[str, int]:
-    """How many collectives this rank has called, by the name of the process group."""
+    """Number of collectives that this rank has called, by the name of the process group."""
     counts = {}
     for group, name in list(dist.distributed_c10d._world.pg_names.items()):
         with contextlib.suppress(RuntimeError):  # a backend without numbers

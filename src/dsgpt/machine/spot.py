@@ -68,7 +68,7 @@ PROVIDERS: Mapping[str, tuple[str, Callable[[str], str | None]]] = {
 
 
 def read_notice(source: str) -> str | None:
-    """What a provider, or the file ``source``, says; None if there is no notice.
+    """The notice of a provider, or of the file ``source``; None if there is no notice.
 
     Raises:
         OSError: the provider's service does not answer.
@@ -137,12 +137,10 @@ class SpotWatch:
             answers = True
             if notice:
                 _say(f"--spot_notice {self._source}: {notice}: the run stops and saves")
-                os.kill(self._leaving(), signal.SIGTERM)
+                # under torchrun the signal goes to its agent, which would otherwise restart the ranks
+                process = waiting_processes()[-1].pid if self._topology.launcher == "torchrun" else os.getpid()
+                os.kill(process, signal.SIGTERM)
                 return
-
-    def _leaving(self) -> int:
-        """Who is told: this rank; under torchrun its agent, which would otherwise start the ranks here again."""
-        return waiting_processes()[-1].pid if self._topology.launcher == "torchrun" else os.getpid()
 
 
 def _say(line: str) -> None:

@@ -17,7 +17,7 @@ _FIRST_PORT_OF_MOST_SYSTEMS = 32_768
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelSizes:
-    """How many ranks share one copy of the model, in each way of splitting it. Copies are data parallel."""
+    """Ranks that share one copy of the model, for each way of splitting it. Copies are data parallel."""
 
     tensor: int = 1
     """Ranks that hold a shard of every matrix."""
@@ -57,10 +57,10 @@ class Topology:
     launcher: str
     """``python`` (none), ``deepspeed``, ``torchrun``, ``slurm``, or ``launcher`` for any other that sets ``RANK``."""
     sizes: ParallelSizes = field(default=ParallelSizes())
-    """How the model is split: comes from the recipe, not from the launcher."""
+    """Sizes of the model's splits; they come from the recipe, not from the launcher."""
 
     def split(self, sizes: ParallelSizes) -> "Topology":
-        """The same processes with the model split by ``sizes``, whose product divides ``world_size``."""
+        """This topology with the model split by ``sizes``, whose product divides ``world_size``."""
         return replace(self, sizes=sizes)
 
     @property

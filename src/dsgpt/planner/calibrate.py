@@ -39,19 +39,19 @@ from dsgpt.planner.rates import SCHEMA_VERSION
 WIDTHS = {"cpu": (128, 256, 768), "cuda": (768, 1600)}
 """Widths of the linear layers."""
 TOKENS = {"cpu": 1024, "cuda": 16384}
-"""Of a micro batch."""
+"""Tokens of a micro batch."""
 ROWS = {"cpu": (128, 256, 1024), "cuda": (1024, 4096, 16384)}
 """Tokens of micro batches for which matrix products are timed."""
 WEIGHT_BYTES = {"cpu": 32 << 20, "cuda": 256 << 20}
-"""Of the weights that matrix products take turns with: as in a model, a core's own caches do not hold them."""
+"""Bytes of the weights that matrix products take turns with: as in a model, a core's own caches do not hold them."""
 ELEMENTS = {"cpu": 16 << 20, "cuda": 128 << 20}
-"""Of an array that fits into no cache."""
+"""Elements of an array that fits into no cache."""
 SENT_BYTES = {"cpu": 16 << 20, "cuda": 256 << 20}
 VOCABULARY = 50_257
 HEAD_SIZES, LENGTHS = {"cpu": (32, 64), "cuda": (64,)}, {"cpu": (128, 256, 512), "cuda": (1024,)}
 _SMALL = 50
 _PIECES = 8
-"""Of the calls of a collective operation: each is timed for itself."""
+"""Parts of the calls of a collective operation, each timed for itself."""
 
 
 class Clock:
@@ -80,7 +80,7 @@ class Clock:
         return sorted(times)[len(times) // 4]
 
     def seconds_together(self, call: Callable[[], object]) -> float:
-        """As ``seconds`` for a collective operation, in pieces: every rank calls it equally often."""
+        """Seconds of a collective operation, measured in parts: every rank calls it equally often."""
         call()
         self._wait()
         begun = time.perf_counter()
@@ -176,7 +176,7 @@ def triad_bytes_per_sec(clock: Clock) -> float:
 
 
 def operation_sec(clock: Clock) -> float:
-    """One of many operations on 16 numbers, of a forward pass and of its backward pass."""
+    """Seconds of one of many operations on 16 numbers, over a forward pass and its backward pass."""
     x = torch.ones(4, 4, device=clock.device, requires_grad=True)
 
     def many() -> None:

@@ -32,21 +32,21 @@ class Peaks:
     """Dense FLOP/s that the datasheet promises for each number format; None where the hardware has no units for it."""
 
     fp32: Positive
-    """Without tensor cores: what PyTorch uses for fp32 unless TF32 is allowed."""
+    """Peak without tensor cores: PyTorch computes fp32 so, unless TF32 is allowed."""
     tf32: Positive | None
     fp16: Positive | None
-    """With fp32 accumulation."""
+    """Peak with fp32 accumulation."""
     bf16: Positive | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Interconnect:
-    """What connects the GPUs of a machine."""
+    """Links between the GPUs of a machine."""
 
     kind: str
     """The generation of NVLink or PCIe."""
     bytes_per_sec: Positive
-    """Of one GPU in one direction: half of the figure that datasheets print."""
+    """Bandwidth of one GPU in one direction: half of the figure that datasheets print."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,11 +62,11 @@ class Gpu:
     """One GPU of the table."""
 
     key: str
-    """Its name on command lines."""
+    """Name on command lines."""
     reported_names: list[str]
     """Regular expressions of the names that drivers report for it."""
     memory_bytes: Positive
-    """As the datasheet says, in GB of 10^9 bytes. Devices report up to 8% more."""
+    """Memory by the datasheet, in GB of 10^9 bytes. Devices report up to 8% more."""
     peak_flops: Peaks
     memory_bytes_per_sec: Positive
     interconnect: Interconnect
@@ -125,12 +125,12 @@ class Price:
     provider: str
     instance: str
     gpu: str
-    """Its key in ``hardware.json``."""
+    """Key of the GPU in ``hardware.json``."""
     gpus: Positive
     on_demand_usd_per_hour: Dollars
-    """Of the whole instance."""
+    """Price of the whole instance."""
     spot_usd_per_hour: Dollars | None
-    """None where no list price is known."""
+    """Price of the whole instance; None where no list price is known."""
     region: str
     known_on: str
     """The date on which this was a list price."""
@@ -139,11 +139,11 @@ class Price:
     network_gbps: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     """Gbit/s between two of them; None where no page was read."""
     network_known_on: str | None = None
-    """When the page said so, or was read if it has no date."""
+    """Date of the page that says so, or the day on which it was read if it has no date."""
     network_source: str | None = None
 
     def usd_per_hour(self, *, spot: bool) -> float | None:
-        """Of the whole instance; None where no list price is known."""
+        """Price of the whole instance; None where no list price is known."""
         return self.spot_usd_per_hour if spot else self.on_demand_usd_per_hour
 
 
@@ -157,14 +157,14 @@ class PriceTable:
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """What a training costs on one offer."""
+    """Cost of a training on one offer."""
 
     offer: str
     """Provider and instance, or the user's own price."""
     instances: int = 1
-    """How many are rented; whole ones, even if not all of their GPUs work."""
+    """Number of instances that are rented; whole ones, even if not all of their GPUs work."""
     usd_per_hour: float
-    """Of all of them."""
+    """Price of all of them."""
     usd: float
     least: float
     most: float
@@ -201,7 +201,7 @@ def find_instance(table: PriceTable, name: str) -> Price:
 
 
 def cost(offer: str, usd_per_hour: float, *, seconds: tuple[float, float, float], **row: Any) -> Cost:
-    """What a training costs on an offer; its ``seconds`` are the likely ones, the least and the most.
+    """Cost of a training on an offer; its ``seconds`` are the likely ones, the least and the most.
 
     ``row`` holds the other fields of ``Cost``, if the offer is a row of the table.
     """

@@ -2,7 +2,7 @@
 
 A step has moments at which memory can be highest: the loss, the beginning and the end of the backward pass, the
 reduction of gradients, the optimizer's step. The peak of a step is the largest of them, in a step after the first. A
-training also starts, saves and evaluates. ``dsgpt.planner.strategy`` says what exists then besides model state and
+training also starts, saves and evaluates. ``dsgpt.planner.formulas`` says what exists then besides model state and
 activations.
 
 Activations are what a forward pass keeps, what the loss needs, what a backward pass adds. For a block without dropout,
@@ -17,22 +17,22 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
+from dsgpt.planner.formulas import strategy_of
+from dsgpt.planner.pytorch_formulas import Moment
 from dsgpt.planner.setup import FULL, Setup
-from dsgpt.planner.strategies import strategy_of
-from dsgpt.planner.strategy import Moment
 
 STEP = ("forward", "loss", "backward", "reduction", "step")
 """The moments of a training step."""
 EVALUATION = "evaluation"
 MOMENTS = ("start", *STEP, "save", EVALUATION)
-"""Those of a training."""
+"""Moments of a training."""
 
 
 PARTS = (
     *("weights", "master", "optimizer", "gradients", "new_gradients"),
     *("gathered", "buckets", "activations", "logits", "other"),
 )
-"""What a peak is made of; ``docs/records.md`` describes each."""
+"""Parts of a peak; ``docs/records.md`` describes each."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,17 +40,17 @@ class Peak:
     """The moment with the most memory."""
 
     moment: str
-    """One of ``MOMENTS``."""
+    """Name of the moment, one of ``MOMENTS``."""
     parts: dict[str, int]
     """Bytes of each of ``PARTS``."""
 
     @property
     def total(self) -> int:
-        """All parts."""
+        """Sum of all parts."""
         return sum(self.parts.values())
 
     def as_dict(self) -> dict[str, Any]:
-        """As records hold it."""
+        """The peak as records have it."""
         return {"moment": self.moment, "parts": self.parts, "total": self.total}
 
 
@@ -140,7 +140,7 @@ def stream_bytes(setup: Setup) -> int:
 
 
 def block_bytes(setup: Setup) -> int:
-    """What the forward pass of a block keeps, its output included."""
+    """Bytes that the forward pass of a block keeps, its output included."""
     stream, tensor = stream_bytes(setup), setup.sizes.tensor
     split = 12 + (1 if setup.sizes.sequence > 1 else 0)  # the output before all-to-all; other copies replace theirs
     statistics = FULL * setup.tokens * (2 * _MOMENTS + setup.model.n_head // tensor)  # the softmax has one per head

@@ -30,7 +30,7 @@ examples:
     .venv/bin/python src/plan.py --model_size tiny --gpus 2 --deepspeed_config ds_configs/zero1.json --tokens 1e6"""
 
 CALIBRATION = Path("checkpoint") / "calibration.json"
-"""Where a calibration is written and looked for by default."""
+"""Default path of a calibration, written and read."""
 HEADROOM = 8.0
 """Percent of a device's memory that a plan leaves free: fragmentation, and what the formulas do not know."""
 SAVE_EVERY = 500
@@ -39,7 +39,7 @@ STRATEGIES = (
     *("baseline", "ddp", "fsdp", "zero0", "zero1", "zero2", "zero2_offload", "zero3", "zero3_offload", "zero3_nvme"),
     *("zeropp", "tensor", "sequence", "pipeline", "3d"),
 )
-"""Of ``--strategy``: run types of plain PyTorch, and recipes of ``ds_configs``."""
+"""Values of ``--strategy``: run types of plain PyTorch, and recipes of ``ds_configs``."""
 _COUNTS = {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _ELSEWHERE = {
@@ -129,7 +129,7 @@ class PlanOptions:
         "TIME",
         "mean time between interruptions of the job, such as 8h: plan the best --save_every, and count what they cost",
     )
-    """In seconds."""
+    """Mean seconds between interruptions."""
     prices: Path | None = flag(Path, "JSON", "your price table, in the form of src/dsgpt/planner/prices.json")
     price_per_gpu_hour: float | None = flag(NUMBER, "USD", "instead of the price table")
     spot: bool = switch("spot prices of the table instead of those on demand")
@@ -139,7 +139,7 @@ class PlanOptions:
     )
     budget: float | None = flag(NUMBER, "USD", "most that the training may cost")
     deadline: float | None = flag(_time, "TIME", "longest time: 90m, 72h or 3d")
-    """In seconds."""
+    """Longest training, in seconds."""
     into: Path = flag(
         Path, "DIR", "folder of the recommended recipe and command (default: %(default)s)", default=Path("plan")
     )

@@ -7,37 +7,22 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
-from dsgpt.common.text import divisors
+from dsgpt.common.text import byte_size, divisors, dollars, estimate
 from dsgpt.machine.topology import Topology
+from dsgpt.planner.formulas import model_state
 from dsgpt.planner.hardware import MEANT, Cost, PriceTable, cost, gpus
 from dsgpt.planner.memory import Peak, worst_peak
 from dsgpt.planner.rates import ASSUMED, Machine, Utilisation, changed
 from dsgpt.planner.request import PlanRequest
 from dsgpt.planner.setup import Setup
 from dsgpt.planner.step_time import RunTime, StepTime, predict_step, run_time
-from dsgpt.planner.strategies import model_state
 
 # Figures of a plan in words: bytes, times, money, and the name of a setup.
 
 GB = 10**9
 
 
-def size(count: float) -> str:
-    """``12.3 GB`` of 10^9 bytes, as datasheets count; small ones in MB."""
-    return f"{count / GB:,.1f} GB" if count >= GB / 10 else f"{count / 1e6:,.1f} MB"
-
-
-def duration(seconds: float) -> str:
-    """``1.3 ms``, ``2.4 s``, ``5.0 min``, ``7.1 h``, ``3.2 days``."""
-    for limit, unit, name in ((1, 1e-3, "ms"), (120, 1, "s"), (7200, 60, "min"), (172_800, 3600, "h")):
-        if seconds < limit:
-            return f"{seconds / unit:,.1f} {name}"
-    return f"{seconds / 86400:,.1f} days"
-
-
-def dollars(amount: float) -> str:
-    """``$12.34``; without cents from 100 on."""
-    return f"${amount:,.0f}" if amount >= 100 else f"${amount:,.2f}"
+size = partial(byte_size, form=",.1f")
 
 
 def priced(cost: Cost) -> str:
@@ -51,7 +36,7 @@ def between(low: float, high: float, form: Callable[[float], str]) -> str:
 
 
 def held_in_words(setup: Setup, rank: int) -> str:
-    """What ``rank`` has: its stage's layers, its shard of matrices, its positions and its data."""
+    """Parts of the training on ``rank``: its stage's layers, its shard of matrices, its positions and its data."""
     place, words = place_of(setup, rank), ["all layers"]
     if setup.sizes.pipeline > 1:
         names = [part.name.split(".") for part in setup.parameters(rank)]
@@ -77,33 +62,33 @@ def place_of(setup: Setup, rank: int) -> Topology:
 # The plan of one setup: its memory, the time of a step and of the training, and what that costs.
 
 FIXED_BYTES = {"cuda": 600_000_000, "cpu": 700_000_000}
-"""Of a device that no tensor can fill: CUDA's context and NCCL's buffers; the process without tensors."""
+"""Bytes of a device that no tensor can fill: CUDA's context and NCCL's buffers; the process without tensors."""
 NETWORKS = (25.0, 50.0, 100.0, 200.0, 400.0, 800.0, 1600.0, 3200.0)
 """Gbit/s between machines at which a plan is tried."""
 LEAST_CHANGE = 0.1
-"""Of the training's time: assumptions that move it by less are not named."""
+"""Least share of the training's time by which an assumption must move it to be named."""
 _HALVINGS = 8
 _YEAR = 365
 HOST_SHARE = 0.8
-"""Of a host's memory, offload can fill this share, beside processes, data and the cache of its files."""
+"""Share of a host's memory that offload can fill, beside processes, data and the cache of its files."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Assumption:
-    """Something nobody measured that the time of a training depends on."""
+    """A rate or limit that nobody measured and on which the time of a training depends."""
 
     what: str
     value: str
-    """That is assumed, with its unit and where it comes from."""
+    """The assumed value, with unit and source."""
     seconds: dict[str, float]
-    """Of the training, if it were another value."""
+    """Seconds of the training at other values."""
     break_even: list[str]
-    """At which value another way becomes the fastest."""
+    """Values at which another setup becomes the fastest."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What is predicted of one setup."""
+    """Predictions for one setup."""
 
     request: PlanRequest
     setup: Setup
@@ -112,32 +97,32 @@ class Plan:
     """The rank that needs most memory."""
     peak: Peak
     usable_bytes: int
-    """Of a device, for tensors."""
+    """Bytes of a device that tensors can fill."""
     host_bytes: int
-    """Of model state that a rank keeps in the memory of its host."""
+    """Bytes of model state that a rank keeps in the memory of its host."""
     name: str = ""
-    """Of its way, in a search."""
+    """Name of the setup in a search."""
     rivals: tuple["Plan", ...] = ()
     """Every plan of the search that fits, if this one is recommended."""
 
     @property
     def machine(self) -> Machine:
-        """That it is planned for."""
+        """The machine the plan is for."""
         return self.request.machine
 
     @cached_property
     def step(self) -> StepTime:
-        """Computed when it is asked for: a search needs it only of setups that fit."""
+        """The time of a step, computed on first use: a search needs it only of setups that fit."""
         return predict_step(self.setup, self.machine)
 
     @cached_property
     def run(self) -> RunTime:
-        """The whole training."""
+        """The time of the whole training."""
         return run_time(self.setup, self.machine, self.step, self.request.options)
 
     @cached_property
     def costs(self) -> list[Cost]:
-        """The cheapest first; empty if no price is known. Billed by the second, for whole instances.
+        """Offers and their costs, the cheapest first; empty without a price. Billed by the second, for whole instances.
 
         GPUs that are in one machine need an instance with as many.
         """
@@ -156,12 +141,12 @@ class Plan:
 
     @cached_property
     def assumptions(self) -> list[Assumption]:
-        """Those that move the training by ``LEAST_CHANGE``, or with which another way is the fastest."""
+        """Assumptions that move the training by ``LEAST_CHANGE``, or with which another setup is the fastest."""
         return _assumptions(self)
 
     @property
     def notes(self) -> list[str]:
-        """What to know before the figures are trusted, a line each."""
+        """Warnings about the figures, a line each."""
         options, scheduler = self.request.options, self.setup.recipe.scheduler
         lines, warm_up = [], scheduler.warmup_num_steps if scheduler else 0
         if options.gpu and (meant := MEANT.get(options.gpu.lower())):
@@ -245,10 +230,10 @@ def what_would_fit(plan: Plan) -> list[str]:
 
 def _assumptions(plan: Plan) -> list[Assumption]:
     assumptions, request = [], plan.request
-    if request.machines > 1:
+    if request.machines > 1 and (gbps := request.machine.network_gbps):
         basis = request.network_basis or "assumed: give --network_gbps or --instance"
-        seconds, turns = _tried(plan, ("network",), request.network_gbps, NETWORKS, _gbps)
-        value = f"{_gbps(request.network_gbps)} ({basis})"
+        seconds, turns = _tried(plan, ("network",), gbps, NETWORKS, _gbps)
+        value = f"{_gbps(gbps)} ({basis})"
         assumptions.append(Assumption(what="network between machines", value=value, seconds=seconds, break_even=turns))
     best = {each.name: each for each in sorted(plan.rivals, key=lambda each: -each.run.seconds)}
     plan = replace(plan, rivals=tuple(best.values()))
@@ -308,7 +293,7 @@ _gbps = partial(_number, scale=1, unit=" Gbit/s")
 
 
 def _seconds_at(plan: Plan, fields: Sequence[str], times: float) -> float:
-    """Of the training with these rates multiplied."""
+    """Seconds of the training with these rates multiplied."""
     multiplied = {name: changed(getattr(plan.machine.rates, name), lambda rate: rate * times) for name in fields}
     rates = replace(plan.machine.rates, **multiplied)
     # only the likely time is asked for
@@ -347,15 +332,15 @@ def plan_lines(plan: Plan) -> list[str]:
     step, run = plan.step, plan.run
     rate, slow, fast = map(plan.tokens_per_sec, (step.seconds, step.most, step.least))
     mfu = "" if plan.mfu is None else f", MFU {plan.mfu:.0%}"
-    hidden = f"; another {duration(step.hidden)} of communication is hidden" if step.hidden else ""
+    hidden = f"; another {estimate(step.hidden)} of communication is hidden" if step.hidden else ""
     lines += [
-        f"step: {duration(step.seconds)} ({between(step.least, step.most, duration)}), {rate:,.0f} tokens/s "
+        f"step: {estimate(step.seconds)} ({between(step.least, step.most, estimate)}), {rate:,.0f} tokens/s "
         f"({between(slow, fast, '{:,.0f}'.format)}){mfu}",
-        *_rows(step.parts, duration),
+        *_rows(step.parts, estimate),
         f"  overlap: {step.overlap}{hidden}",
         "",
-        f"training: {run.steps:,} steps, {duration(run.seconds)} ({between(run.least, run.most, duration)})",
-        *_rows(run.parts, duration),
+        f"training: {run.steps:,} steps, {estimate(run.seconds)} ({between(run.least, run.most, estimate)})",
+        *_rows(run.parts, estimate),
         *_saves_in_words(plan),
         "",
     ]
@@ -381,14 +366,14 @@ def plan_lines(plan: Plan) -> list[str]:
 
 
 def _saves_in_words(plan: Plan) -> list[str]:
-    """How often to save, and what was assumed of interruptions, with ``--mtbf``."""
+    """Lines about the best interval between saves, with ``--mtbf``, and what was assumed of interruptions."""
     if plan.request.options.mtbf is None:
         return []
     run, between_saves = plan.run, plan.run.save_every * plan.step.seconds
     return [
-        f"  --save_every {run.save_every}: {duration(between_saves)} between saves lose least if interruptions come at "
-        f"random every {duration(plan.request.options.mtbf)}; {run.parts['steps'] / run.seconds:.0%} of the time are "
-        f"steps that count; a restart takes {duration(run.restart)}, and the wait for another machine is not in it"
+        f"  --save_every {run.save_every}: {estimate(between_saves)} between saves lose least if interruptions come at "
+        f"random every {estimate(plan.request.options.mtbf)}; {run.parts['steps'] / run.seconds:.0%} of the time are "
+        f"steps that count; a restart takes {estimate(run.restart)}, and the wait for another machine is not in it"
     ]
 
 
@@ -402,7 +387,7 @@ def needs_in_words(plan: Plan) -> str:
 
 
 def usable_in_words(plan: Plan) -> str:
-    """How much of a device tensors can fill, and why not all of it."""
+    """Words for the memory of a device that tensors can fill, and for the rest."""
     machine = plan.machine
     what = "CUDA's context and NCCL's buffers" if machine.kind == "cuda" else "the process"
     return (
@@ -412,8 +397,8 @@ def usable_in_words(plan: Plan) -> str:
 
 
 def assumption_in_words(assumption: Assumption) -> str:
-    """What is assumed, the training's time if it were otherwise, and where another way wins."""
-    times = ", ".join(f"{duration(seconds)} at {value}" for value, seconds in assumption.seconds.items())
+    """Words for the assumed value, the training's time at other values, and the values at which another setup wins."""
+    times = ", ".join(f"{estimate(seconds)} at {value}" for value, seconds in assumption.seconds.items())
     return "; ".join([f"{assumption.what} {assumption.value}: training {times}", *assumption.break_even])
 
 
@@ -440,7 +425,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "run_type": setup.run_type,
         "model": setup.model.as_dict() | {"parameters": setup.model.parameter_count()},
         "machine": {"name": plan.machine.name, "devices": setup.world_size, "rates": plan.machine.basis}
-        | {"network_gbps": plan.request.network_gbps if several else None},
+        | {"network_gbps": plan.machine.network_gbps if several else None},
         **{name: getattr(setup, name) for name in _SHOWN},
         "parallel_sizes": asdict(setup.sizes),
         "activation_checkpointing": setup.activation_checkpointing,

@@ -62,7 +62,7 @@ class Published(TabledSetup):
     gpus: Positive
     tokens_per_sec_per_gpu: Positive
     published_as: str
-    """What was published, from which the figure follows."""
+    """The published statement from which the figure follows."""
     source: str
     why_outside: str | None
     """Why the figure is not within the predicted range; None if it is."""

@@ -1,4 +1,4 @@
-"""How fast a machine computes, reads and sends: measured, or assumed from its datasheet.
+"""The rates at which a machine computes, reads and sends: measured, or assumed from its datasheet.
 
 Predictions of time divide by the rates of a machine. The rates of a GPU that nobody measured are shares of its
 datasheet's peaks, assumed as ranges. A share is the likely one between the least and the most that a tuned PyTorch
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """What one device does while every device of its machine works."""
+    """Rates of one device while every device of its machine works."""
 
     matrix: Mapping[str, Mapping[int, Mapping[int, float]]]
     """FLOP/s of the matrix products of a block, by precision, the model's width and the rows: tokens of a micro batch.
@@ -46,10 +46,12 @@ class Rates:
     collective_sec: Mapping[int, float]
     """Seconds of a collective operation without data, by the number of its ranks."""
     slowness: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    """How many times as long as an all-reduce of fp32 numbers other operations take for as many ring bytes, by
-    operation and precision; empty where they were not measured."""
+    """Time of other operations for as many ring bytes, in units of an all-reduce of fp32 numbers, by operation and
+    precision; empty where they were not measured."""
     network: float
     """Bytes per second between two machines, in one direction, all links of a machine together."""
+    network_sec: float = 0.0
+    """Seconds of a small message between two machines."""
     host_link: float
     """Bytes per second between the device and its host, in one direction."""
     host_memory: float
@@ -68,7 +70,7 @@ class Rates:
         return interpolated({size: interpolated(rates, length) for size, rates in by_head_size.items()}, head_size)
 
     def slowness_of(self, operation: str, precision: str) -> float:
-        """How many times as long as an all-reduce in fp32 takes for as many ring bytes.
+        """Time of an operation for as many ring bytes, in units of an all-reduce in fp32.
 
         Operations that only move numbers are known in fp32 alone. A reduction to one rank sums as an all-reduce does.
         """
@@ -92,6 +94,8 @@ class Rates:
             kernel_sec=self.kernel_sec * compute,
             bus=changed(self.bus, lambda rate: rate / communication),
             collective_sec=changed(self.collective_sec, lambda seconds: seconds * communication),
+            network=self.network / communication,
+            network_sec=self.network_sec * communication,
         )
 
 
@@ -102,9 +106,9 @@ def changed(rates: Any, change: Callable[[float], float]) -> Any:
     return change(rates)
 
 
-def interpolated(known: Mapping[int, float], place: float) -> float:
-    """The value at ``place`` between the nearest known ones, on a scale of powers; at the ends the nearest."""
-    points = sorted(known.items())
+def interpolated(values: Mapping[int, float], place: float) -> float:
+    """The value at ``place``, interpolated on a logarithmic scale; outside of the keys, that of the nearest key."""
+    points = sorted(values.items())
     below = [point for point in points if point[0] <= place] or points[:1]
     above = [point for point in points if point[0] >= place] or points[-1:]
     (low, slow), (high, fast) = below[-1], above[0]
@@ -112,9 +116,9 @@ def interpolated(known: Mapping[int, float], place: float) -> float:
     return float(slow * (fast / slow) ** min(1.0, max(0.0, share)))
 
 
-def at_ranks(known: Mapping[int, T], ranks: int) -> T:
-    """The value for the fewest known ranks that are not fewer than ``ranks``, else for the most."""
-    return known[min((number for number in known if number >= ranks), default=max(known))]
+def at_ranks(by_ranks: Mapping[int, T], ranks: int) -> T:
+    """The value of the smallest key that is at least ``ranks``, or else of the largest key."""
+    return by_ranks[min((number for number in by_ranks if number >= ranks), default=max(by_ranks))]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,20 +129,24 @@ class Machine:
     kind: str
     """``cpu`` or ``cuda``."""
     devices: int
-    """Of one machine."""
+    """Number of devices of one machine."""
     memory_bytes: int
-    """Of one device."""
+    """Memory of one device."""
     host_bytes: int
     """Memory of the host, for each device; on a CPU it is the device's own."""
     precisions: tuple[str, ...]
-    """That the devices have units for, and that were measured."""
+    """Precisions that the devices support and for which rates are known."""
     rates: Rates
     slowest: Rates
     fastest: Rates
     assumed: bool
     """Whether the rates are assumed shares of a datasheet's peaks."""
     basis: str
-    """Where the rates come from, in a sentence."""
+    """Source of the rates, in a sentence."""
+    network_gbps: float | None = None
+    """Gbit/s between two machines; None if nobody measured or stated them."""
+    network_basis: str = ""
+    """Where these come from; empty if they are stated or assumed."""
 
 
 # ``calibration.json``: what a machine was measured to do, and its rates for predictions.
@@ -150,36 +158,36 @@ Operation = Annotated[str, Field(pattern=r"^(all_reduce|reduce_scatter|all_gathe
 Size = Annotated[int, Field(ge=1, lt=10**9)]
 BySize = Annotated[dict[Size, Annotated[dict[Size, Rate], Field(min_length=1)]], Field(min_length=1)]
 ALLOWANCE = 1.25
-"""How much longer, or shorter, a step may take than measured rates say: a roofline leaves out caches, memory
+"""Factor by which a step may take longer, or shorter, than measured rates say: a roofline leaves out caches, memory
 allocation and how processes disturb each other."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Schema:
-    """What files of every schema have."""
+    """Fields of the files of every schema."""
 
     schema_version: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ceilings:
-    """What each device did while ``devices`` processes measured at the same time; of the slowest process."""
+    """Rates of the slowest device while ``devices`` processes measured at the same time."""
 
     devices: Positive
     matrix_flops_per_sec: Annotated[dict[Precision, BySize], Field(min_length=1)]
-    """By precision, width and rows, of a linear layer's forward and backward pass."""
+    """FLOP/s of a linear layer's forward and backward pass, by precision, width and rows."""
     attention_flops_per_sec: dict[Precision, BySize]
-    """By precision, head size and length."""
+    """FLOP/s by precision, head size and length."""
     elementwise_bytes_per_sec: dict[Precision, Rate]
     logits_per_sec: dict[Precision, Rate]
     triad_bytes_per_sec: Rate
     """``a = b + s * c`` on arrays that fit into no cache."""
     operation_sec: Rate
-    """Of an operation on 16 numbers, in a forward or backward pass."""
+    """Seconds of an operation on 16 numbers, in a forward or backward pass."""
     bus_bytes_per_sec: dict[Operation, dict[Precision, Rate]] | None
     """Ring bytes, by collective operation and precision; None for one device."""
     all_reduce_sec: Rate | None
-    """Of one number."""
+    """Seconds of the all-reduce of one number."""
     host_link_bytes_per_sec: Rate
 
     def __post_init__(self) -> None:
@@ -196,13 +204,27 @@ class Ceilings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Network:
+    """Between machines, as ``doctor.py --machine`` measured it with all of them at once; of the slowest link."""
+
+    timestamp_utc: str
+    machines: Positive
+    transport: str
+    """What carried the messages."""
+    bytes_per_sec: Rate
+    """From all ranks of a machine to those of another, while as many come from a third."""
+    latency_sec: Rate
+    """Of a small message."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Calibration:
     """The file."""
 
     schema_version: str
     timestamp_utc: str
     machine: Annotated[str, Field(pattern=r"^[^\p{C}\p{Zl}\p{Zp}]*$")]
-    """Its processor or GPU, and how many devices; in characters that can be printed."""
+    """Processor or GPU, and number of devices; in characters that can be printed."""
     hardware: dict[str, Any]
     env: dict[str, Any]
     threads_per_device: int | None
@@ -210,10 +232,11 @@ class Calibration:
     memory_bytes_per_device: Positive
     host_bytes_per_device: Positive
     seconds: Finite
-    """That it took."""
+    """Duration of the calibration, in seconds."""
     disk_bytes_per_sec: Rate
     ceilings: Annotated[list[Ceilings], Field(min_length=1)]
-    """By number of devices."""
+    """Rates by the number of devices."""
+    network: Network | None = None
 
     @property
     def kind(self) -> str:
@@ -262,17 +285,30 @@ def matrix_ceiling(calibration: Calibration, hardware: Mapping[str, Any], precis
     return max((rate for by_rows in by_width.values() for rate in by_rows.values()), default=None)
 
 
-def calibrated_machine(calibration: Calibration, *, devices: int | None = None) -> Machine:
+def calibrated_machine(
+    calibration: Calibration, *, devices: int | None = None, network: float | None = None
+) -> Machine:
     """The machine that was measured.
 
     Args:
         calibration: its file.
         devices: how many of its devices work at the same time; None for all that were measured.
+        network: bytes per second between two such machines, in one direction, instead of what was measured; as of a
+            datasheet, an assumed share of them is reached.
     """
     by_devices = {each.devices: each for each in calibration.ceilings}
     most = max(by_devices)
     chosen = at_ranks(by_devices, devices or most)
-    rates = _rates(calibration, chosen)
+    rates, found = _rates(calibration, chosen), calibration.network
+    slowest = rates.scaled(compute=ALLOWANCE, communication=ALLOWANCE)
+    fastest = rates.scaled(compute=1 / ALLOWANCE, communication=1 / ALLOWANCE)
+    if network is not None:
+        rates, slowest, fastest = (
+            replace(each, network=share * network)
+            for each, share in ((rates, LINK.likely), (slowest, LINK.least), (fastest, LINK.most))
+        )
+    elif found is not None:
+        network = found.bytes_per_sec
     return Machine(
         name=calibration.machine,
         kind=calibration.kind,
@@ -281,13 +317,15 @@ def calibrated_machine(calibration: Calibration, *, devices: int | None = None) 
         host_bytes=calibration.host_bytes_per_device,
         precisions=tuple(chosen.matrix_flops_per_sec),
         rates=rates,
-        slowest=rates.scaled(compute=ALLOWANCE, communication=ALLOWANCE),
-        fastest=rates.scaled(compute=1 / ALLOWANCE, communication=1 / ALLOWANCE),
+        slowest=slowest,
+        fastest=fastest,
         assumed=False,
         basis=(
             f"measured on {calibration.timestamp_utc[:10]} with {chosen.devices} of {most} "
             f"device{'s' * (most != 1)} at work; the range allows {ALLOWANCE - 1:.0%} for what a roofline leaves out"
         ),
+        network_gbps=network and network * 8 / 1e9,
+        network_basis=f"measured on {found.timestamp_utc[:10]} with {found.transport}" if found else "",
     )
 
 
@@ -306,7 +344,10 @@ def _rates(calibration: Calibration, ceilings: Ceilings) -> Rates:
         collective_sec={number: each.all_reduce_sec or 0.0 for number, each in several.items()}
         or {1: ceilings.operation_sec},
         slowness=changed(most, lambda rate: most["all_reduce"]["fp32"] / rate),
-        network=min(bus.values(), default=ceilings.triad_bytes_per_sec),
+        network=calibration.network.bytes_per_sec
+        if calibration.network
+        else min(bus.values(), default=ceilings.triad_bytes_per_sec),
+        network_sec=calibration.network.latency_sec if calibration.network else 0.0,
         host_link=ceilings.host_link_bytes_per_sec,
         host_memory=ceilings.triad_bytes_per_sec,
         disk=calibration.disk_bytes_per_sec,
@@ -320,7 +361,7 @@ NETWORK_BYTES_PER_SEC = 12_500_000_000
 
 @dataclass(frozen=True)
 class Share:
-    """Of a peak: at least, likely, at most."""
+    """Assumed shares of a peak."""
 
     least: float
     likely: float
@@ -334,7 +375,7 @@ LINK = Share(0.40, 0.65, 0.85)
 HOST_LINK_BYTES_PER_SEC = Share(8e9, 16e9, 25e9)
 """PCIe 3.0 x16 to 4.0 x16; GPUs of a machine often share a switch."""
 HOST_MEMORY_BYTES_PER_SEC = Share(8e9, 16e9, 32e9)
-"""Of the process of each GPU; a host's memory bandwidth is divided by its GPUs."""
+"""Bandwidth of the process of each GPU; a host's memory bandwidth is divided by its GPUs."""
 HOST_SHARE = 2
 """Assumed memory of a host, in units of that of its GPUs; cloud instances have from 1.5 to 4."""
 DISK_BYTES_PER_SEC = Share(0.3e9, 1e9, 2e9)
@@ -352,9 +393,10 @@ ASSUMED = {
     "start of an operation": (("kernel_sec",), KERNEL_SEC, 1e6, " \N{MICRO SIGN}s"),
     "start of a collective operation": (("collective_sec",), COLLECTIVE_SEC, 1e6, " \N{MICRO SIGN}s"),
 }
-"""What is assumed: the fields of ``Rates``, the values, and their scale and unit for people."""
+"""Assumptions: the fields of ``Rates``, the values, and their scale and unit for people."""
 BYTES_PER_LOGIT = {"fp32": 24, "bf16": 20, "fp16": 28}
-"""What the steps of softmax and gradient read and write: logits, log-probabilities in fp32, their exponentials."""
+"""Bytes per logit that softmax and its gradient read and write: logits, log-probabilities in fp32, their
+exponentials."""
 
 
 def datasheet_machine(
@@ -387,6 +429,7 @@ def datasheet_machine(
             f"assumed: {MATRIX.least:.0%} to {MATRIX.most:.0%} of the datasheet's matrix peak, {MEMORY.least:.0%} to "
             f"{MEMORY.most:.0%} of its memory bandwidth, {LINK.least:.0%} to {LINK.most:.0%} of its link; not measured"
         ),
+        network_gbps=network * 8 / 1e9,
     )
 
 
@@ -419,7 +462,7 @@ class Utilisation:
 
     flops_per_token: int
     devices: int | None
-    """None where they changed during the run."""
+    """Number of devices; None if it changed during the run."""
     peak: float | None
     """Dense FLOP/s of one device; None on a CPU that was not calibrated, and on a GPU that the table lacks."""
 

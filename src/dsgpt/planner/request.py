@@ -1,4 +1,4 @@
-"""From the flags of ``src/plan.py`` to the training that is planned, the candidates of a search, and measured steps."""
+"""Reads the flags of ``src/plan.py``: the training that is planned, the candidates of a search, and measured steps."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -9,9 +9,8 @@ from typing import Any
 
 from dsgpt.common.errors import Problems, UserError
 from dsgpt.common.json_files import JsonError, read_object
-from dsgpt.common.text import REPOSITORY, divisors, divisors_around, multiples_around
-from dsgpt.config.compatibility import RunRequest as Request
-from dsgpt.config.compatibility import check_split
+from dsgpt.common.text import REPOSITORY, counted, divisors, divisors_around, multiples_around
+from dsgpt.config.compatibility import RunRequest, check_split
 from dsgpt.config.options import RUN_TYPES, Options, parse_arguments, shape_overrides
 from dsgpt.config.recipe import PARALLEL_KEYS, Recipe, merged, read_recipe, recipe_from, sound_recipe
 from dsgpt.config.run_config import plan_batch, split_batch
@@ -48,10 +47,10 @@ class CandidateSetup:
     """A strategy, without the batch."""
 
     name: str
-    """As records name strategies, with a remark where two differ in a detail."""
+    """Name of the strategy as in records, with a remark where two differ in a detail."""
     run_type: str
     blocks: dict[str, Any]
-    """What it needs in the recipe."""
+    """Blocks that it needs in the recipe."""
 
     def recipe(self, base: Recipe, path: Path, **more: Any) -> Recipe:
         """``base`` with this strategy, and ``more`` keys, as the file ``path``."""
@@ -89,7 +88,7 @@ def candidate_setups(devices: int, *, together: int) -> Iterator[CandidateSetup]
 
 
 def _blocks(name: str) -> dict[str, Any]:
-    """What the shipped recipe ``name`` says about the strategy."""
+    """Blocks of the shipped recipe ``name`` that belong to the strategy."""
     raw = json.loads((REPOSITORY / RECIPES / f"{name}.json").read_text(encoding="utf-8"))
     return {key: raw[key] for key in ("zero_optimization", *PARALLEL_KEYS) if key in raw}
 
@@ -108,9 +107,9 @@ def read_measured(paths: tuple[Path, ...], calibration: Calibration) -> list[Mea
         try:
             record = read_object(path, max_bytes=MAX_BYTES)
             if "comparisons" in record:
-                found = [_of_sweep(cell) for cell in read_sweep(path).cells]
+                setups = [_of_sweep(cell) for cell in read_sweep(path).cells]
             else:
-                found = [_of_plan(cell) for cell in record.get("cells", [])]
+                setups = [_of_plan(cell) for cell in record.get("cells", [])]
         except JsonError as error:
             raise UserError(f"--measured {path}: cannot be read as a record: {error}") from error
         except (KeyError, TypeError, AttributeError, OverflowError) as error:
@@ -118,7 +117,7 @@ def read_measured(paths: tuple[Path, ...], calibration: Calibration) -> list[Mea
             raise UserError(f"--measured {path}: a cell is not as this program writes it ({reason})") from error
         steps = [
             MeasuredStep(setup=setup, machine=machine_of(devices=setup.world_size), seconds=seconds)
-            for setup, seconds in filter(None, found)
+            for setup, seconds in filter(None, setups)
         ]
         usable = [step for step in steps if step.setup.precision in step.machine.precisions]
         if not usable:
@@ -188,7 +187,7 @@ SIZES = Path("ds_configs") / "sizes"
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRequest:
-    """What is to be planned, checked as far as it does not depend on the batch's split."""
+    """The training to plan, checked as far as the checks do not need the batch's split."""
 
     options: PlanOptions
     model: GPT2Config
@@ -198,28 +197,23 @@ class PlanRequest:
     precision: str
     seq_length: int
     network_basis: str
-    """Where the speed between machines comes from; empty if it is assumed."""
-
-    @property
-    def network_gbps(self) -> float:
-        """Gbit/s between two machines."""
-        return self.options.network_gbps or NETWORK_BYTES_PER_SEC * 8 / 1e9
+    """Source of the speed between machines; empty if it is assumed."""
 
     @property
     def machines(self) -> int:
-        """How many the devices are in."""
+        """Number of machines."""
         return -(-self.devices // self.machine.devices)
 
     @property
     def run_type(self) -> str:
-        """As given, or ``optimized``."""
+        """Run type of the flag, or ``optimized``."""
         return self.options.run_type or "optimized"
 
-    def training(self, recipe: Recipe, run_type: str, *, problems: Problems) -> Request:
+    def training(self, recipe: Recipe, run_type: str, *, problems: Problems) -> RunRequest:
         """The request as training's own checks take it."""
         batch = ("global_batch_size", "micro_batch_size_per_gpu", "grad_accum_steps")
         options = Options(run_type=run_type, **{name: getattr(self.options, name) for name in batch})
-        return Request(
+        return RunRequest(
             options=options,
             topology=Topology(
                 rank=0, local_rank=0, world_size=self.devices, local_world_size=self.devices, launcher="deepspeed"
@@ -298,7 +292,7 @@ def read_request(options: PlanOptions, problems: Problems) -> PlanRequest:
         devices=devices,
         precision=precision,
         seq_length=options.seq_length or model.block_size,
-        network_basis=network_basis,
+        network_basis=network_basis or machine.network_basis,
     )
 
 
@@ -368,21 +362,26 @@ def _machine(options: PlanOptions, problems: Problems) -> Machine | None:
         problems.add("--gpu and --machine are two machines: give one of them")
     if options.gpu is None and problems.mention("--instance"):
         return None
+    network = None if options.network_gbps is None else options.network_gbps * 1e9 / 8
     try:
         if options.gpu is not None:
             if options.measured:
                 problems.add("--measured fits the rates of a calibration: leave out --gpu, or --measured")
             together = options.gpus_per_machine or DEVICES_PER_MACHINE
             host, used = options.host_memory_gb, min(together, options.gpus or 1)
-            network = NETWORK_BYTES_PER_SEC if options.network_gbps is None else options.network_gbps * 1e9 / 8
             host_bytes = None if host is None else int(host * 1e9 / used)
-            return datasheet_machine(find_gpu(options.gpu), devices=together, host_bytes=host_bytes, network=network)
+            return datasheet_machine(
+                find_gpu(options.gpu),
+                devices=together,
+                host_bytes=host_bytes,
+                network=network or NETWORK_BYTES_PER_SEC,
+            )
         path = options.machine or CALIBRATION
         if options.machine is None and not path.exists():
             problems.add("--gpu is missing: name a GPU such as a100-80gb, or measure this machine with --calibrate")
             return None
         calibration = read_calibration(path)
-        machine = calibrated_machine(calibration, devices=options.gpus)
+        machine = calibrated_machine(calibration, devices=options.gpus, network=network)
         return fit(read_measured(options.measured, calibration)).applied(machine) if options.measured else machine
     except UserError as error:
         problems.add(*(f"--gpu: {line}" if options.gpu else line for line in error.problems))
@@ -399,17 +398,22 @@ def _precision(options: PlanOptions, recipe: Recipe, machine: Machine, problems:
 
 
 def _check_machines(options: PlanOptions, machine: Machine | None, problems: Problems) -> None:
-    """Launchers start equally many ranks on every machine; nothing is known beyond the devices of a calibration."""
-    if options.gpu is None and machine is not None and (options.gpus or 1) > machine.devices:
-        problems.add(
-            f"--gpus {options.gpus}: the calibration measured {machine.devices} device{'s' * (machine.devices != 1)}: "
-            "take no more, or name other GPUs with --gpu"
-        )
+    """Launchers start equally many ranks on every machine; several that were calibrated need a known network."""
+    if options.gpu is None and machine is None:
+        return
+    calibrated = machine if options.gpu is None else None
     devices, together = options.gpus or 1, options.gpus_per_machine or DEVICES_PER_MACHINE
-    if options.gpu is not None and devices > together and devices % together:
+    together = calibrated.devices if calibrated else together
+    if calibrated and devices > together and calibrated.network_gbps is None:
+        problems.add(
+            f"--gpus {devices}: the calibration measured {counted(together, 'device')} of one machine: take no more, "
+            "or give --network_gbps, or measure the network between several (doctor.py --machine), or take --gpu"
+        )
+    elif devices > together and devices % together:
+        instead = "" if calibrated else f", or --gpus_per_machine {divisors_around(devices, together)}"
         problems.add(
             f"--gpus {devices}: are not whole machines of {together} GPUs: take --gpus "
-            f"{multiples_around(devices, together)}, or --gpus_per_machine {divisors_around(devices, together)}"
+            f"{multiples_around(devices, together)}{instead}"
         )
 
 
@@ -422,7 +426,7 @@ def _check_ignored(options: PlanOptions, problems: Problems) -> None:
         (("budget", "deadline"), not options.recommend, limit + ", or leave {flag} out"),
         (("launcher",), not options.recommend, written + ", or leave {flag} out"),
         (("run_type", "activation_checkpointing"), options.recommend, "is what --recommend searches: leave it out"),
-        (("gpus_per_machine", "network_gbps", "host_memory_gb"), options.gpu is None, described),
+        (("gpus_per_machine", "host_memory_gb"), options.gpu is None, described),
         (("save_every",), options.mtbf is not None, "is what --mtbf plans: leave one of them out"),
         (("prices", "spot"), options.price_per_gpu_hour is not None, replaced),
     ):

@@ -1,4 +1,4 @@
-"""What ``src/plan.py`` does after its flags are read.
+"""Executes ``src/plan.py`` after its flags are read: a plan, a search, or the published figures.
 
 ``--recommend`` searches all setups for the best one.
 """
@@ -16,7 +16,7 @@ from typing import Any
 
 from dsgpt.common.errors import EXIT_DOES_NOT_FIT, EXIT_DONE, EXIT_USER_ERROR, Problems, UserError
 from dsgpt.common.files import json_text, write_atomic
-from dsgpt.common.text import IN_CHECKOUT, REPOSITORY, divisors, next_line, script_words
+from dsgpt.common.text import IN_CHECKOUT, REPOSITORY, divisors, dollars, estimate, next_line, script_words
 from dsgpt.config.compatibility import check_accumulation, check_split
 from dsgpt.config.recipe import recipe_text
 from dsgpt.config.run_config import plan_batch
@@ -27,8 +27,6 @@ from dsgpt.planner.plan import (
     HOST_SHARE,
     Plan,
     assumption_in_words,
-    dollars,
-    duration,
     plan_json,
     plan_lines,
     plan_of,
@@ -56,7 +54,7 @@ class Judged:
     fitting: tuple[Plan, ...] = ()
     """The plans of every micro batch that fits into memory."""
     reason: str
-    """Why it is not recommended; empty if it is within all limits."""
+    """Reason not to recommend the plan; empty if it is within all limits."""
 
     @property
     def fits(self) -> bool:
@@ -142,9 +140,9 @@ def _missing_memory(least: Plan) -> str:
 
 
 def _exceeded(best: Plan, options: PlanOptions) -> str:
-    """Which limit a plan exceeds; empty if none."""
+    """The limit that a plan exceeds; empty if there is none."""
     if options.deadline is not None and best.run.seconds > options.deadline:
-        return f"takes {duration(best.run.seconds)}, longer than the deadline of {duration(options.deadline)}"
+        return f"takes {estimate(best.run.seconds)}, longer than the deadline of {estimate(options.deadline)}"
     if options.budget is not None and not best.costs:
         return no_price(options.spot)
     if options.budget is not None and best.costs[0].usd > options.budget:
@@ -177,7 +175,7 @@ def best_of(judged: Sequence[Judged], request: PlanRequest) -> Plan:
         cost = f" and costs {priced(fastest.costs[0])}" if fastest.costs else ""
         raise UserError(
             f"no setup on {where} is within the limits: the fastest, {fastest.name}, takes "
-            f"{duration(fastest.run.seconds)}{cost}: allow that, take more or faster GPUs, or fewer --tokens"
+            f"{estimate(fastest.run.seconds)}{cost}: allow that, take more or faster GPUs, or fewer --tokens"
         )
     on_device = [plan for plan in plans if plan.host_bytes == 0] or plans
     least = min(on_device, key=lambda plan: plan.peak.total)
@@ -203,7 +201,7 @@ def recommendation_lines(judged: Sequence[Judged], best: Plan, written: Sequence
             cost = f"  {priced(plan.costs[0]):>21}" if plan.costs else ""
             fitting.append(
                 f"  {each.name:<{width}}  micro batch {plan.setup.micro_batch_size:>3}  {size(plan.peak.total):>9}  "
-                f"{plan.tokens_per_sec(plan.step.seconds):>11,.0f} tokens/s  {duration(plan.run.seconds):>10}{cost}"
+                f"{plan.tokens_per_sec(plan.step.seconds):>11,.0f} tokens/s  {estimate(plan.run.seconds):>10}{cost}"
             )
         else:
             others.append(f"  {each.name:<{width}}  {each.reason}")
@@ -217,7 +215,7 @@ def recommendation_lines(judged: Sequence[Judged], best: Plan, written: Sequence
 
 
 def recommendation_json(judged: Sequence[Judged], best: Plan, written: Sequence[Path]) -> dict[str, Any]:
-    """The same as JSON."""
+    """The recommendation as JSON."""
     return {
         "recommended": {"name": best.name, "plan": with_assumptions(best)},
         "ranked": [{"name": each.name, "plan": plan_json(each.plan)} for each in judged if each.fits and each.plan],
@@ -243,12 +241,11 @@ def _planned_files(best: Plan) -> dict[Path, bytes]:
 
 
 def launcher_of(best: Plan) -> str:
-    """That of ``--launcher``; without it, what suits the strategy. Several machines are joined by torchrun."""
+    """The launcher of ``--launcher``, or the one that suits the strategy; torchrun joins several machines."""
     request, run_type = best.request, best.setup.run_type
     if request.options.launcher is not None:
         return request.options.launcher
-    several = request.machines > 1 and request.machine.kind == "cuda"
-    return "torchrun" if several and run_type != "baseline" else LAUNCHERS[run_type]
+    return "torchrun" if request.machines > 1 and run_type != "baseline" else LAUNCHERS[run_type]
 
 
 def training_flags(best: Plan) -> list[str]:

@@ -76,7 +76,7 @@ def total(parameters: Iterable[ParameterSize]) -> int:
 
 
 def optimizer_groups(parameters: Sequence[ParameterSize]) -> list[list[ParameterSize]]:
-    """Those with and those without weight decay, each in the model's order, as the optimizer gets them."""
+    """Parameters with and without weight decay, each in the model's order, as the optimizer gets them."""
     return [[part for part in parameters if part.decays], [part for part in parameters if not part.decays]]
 
 
@@ -179,12 +179,12 @@ class Setup:
 
     @cached_property
     def sizes(self) -> ParallelSizes:
-        """How the model is split."""
+        """Tensor, sequence and pipeline sizes."""
         return self.recipe.parallel_of(self.run_type)
 
     @property
     def strategy_name(self) -> str:
-        """As the record names it."""
+        """Name of the strategy, as in records."""
         return self.recipe.strategy_name(self.run_type)
 
     @property
@@ -267,7 +267,7 @@ class Setup:
         return self.stage(rank) == self.sizes.pipeline - 1
 
     def parameters(self, rank: int) -> list[ParameterSize]:
-        """Those of which ``rank`` holds all or a piece."""
+        """Parameters of which ``rank`` holds all or a piece."""
         return self.stages[self.stage(rank)]
 
     @cached_property
@@ -302,7 +302,7 @@ def fsdp_elements(parameters: Iterable[ParameterSize], ranks: int) -> int:
 
 
 def persistent(zero: ZeroRecipe, parameters: Iterable[ParameterSize]) -> list[ParameterSize]:
-    """Those of ``parameters`` that ZeRO-3 keeps whole on every rank, because they are small."""
+    """Members of ``parameters`` that ZeRO-3 keeps whole on every rank, because they are small."""
     each, together = zero.stage3_param_persistence_threshold, zero.stage3_model_persistence_threshold
     small: list[ParameterSize] = []
     elements = 0
@@ -366,13 +366,13 @@ _NOTHING: Layer = ()
 
 
 def gathers_of(setup: Setup) -> "Gathers":
-    """What ZeRO-3 gathers in a micro batch."""
+    """Parameters that ZeRO-3 gathers in a micro batch."""
     return _gathers(setup.model, setup.recipe.zero_optimization, recompute=setup.activation_checkpointing)
 
 
 @lru_cache(maxsize=16)
 def _gathers(model: GPT2Config, zero: ZeroRecipe, *, recompute: bool) -> "Gathers":
-    """The same for every micro batch size and number of ranks.
+    """Parameters that ZeRO-3 gathers, which are equal for every micro batch size and number of ranks.
 
     The modules of a forward and a backward pass are in the order in which they begin; the head is the embedding again.
 
@@ -401,7 +401,7 @@ def _gathers(model: GPT2Config, zero: ZeroRecipe, *, recompute: bool) -> "Gather
 
 
 class Gathers:
-    """What one forward and backward pass gathers."""
+    """Parameters that one forward and backward pass gathers."""
 
     def __init__(self, model: GPT2Config, zero: ZeroRecipe, order: Sequence[Layer], *, forward: int) -> None:
         self._order = order
@@ -416,7 +416,7 @@ class Gathers:
         self.all: list[ParameterSize] = []
         """Each parameter as often as it is gathered."""
         self.forward: list[ParameterSize] = []
-        """Those of the forward pass, in which some are gathered ahead for the backward pass."""
+        """Parameters gathered in the forward pass, some of them ahead for the backward pass."""
         for step, layer in enumerate(order):
             self._use(step, layer)
             if step + 1 == forward:

@@ -23,12 +23,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
+from dsgpt.machine.topology import ring_factor
+from dsgpt.planner.formulas import copied, step_traffic, strategy_of
 from dsgpt.planner.memory import CHUNK, stream_bytes
 from dsgpt.planner.options import PlanOptions
+from dsgpt.planner.pytorch_formulas import Traffic
 from dsgpt.planner.rates import Machine, Rates, at_ranks
 from dsgpt.planner.setup import FULL, Setup, model_parameters, total
-from dsgpt.planner.strategies import copied, step_traffic, strategy_of
-from dsgpt.planner.strategy import Traffic
 
 # What a rank computes in a micro batch: FLOPs, bytes and operations of a block, of the head and of the embedding.
 # Letters: M tokens of a micro batch on a rank, T tokens of a sequence, C width, V vocabulary, t tensor ranks, w bytes
@@ -40,7 +41,7 @@ _FORWARD_KERNELS, _BACKWARD_KERNELS = 14, 26
 
 @dataclass(frozen=True, kw_only=True)
 class OpCounts:
-    """What a device does; the parts run one after another."""
+    """Operations of a device; the parts run one after another."""
 
     matrix_flops: float = 0.0
     matrix_bytes: float = 0.0
@@ -54,7 +55,7 @@ class OpCounts:
         return OpCounts(**{name: value + vars(other)[name] for name, value in vars(self).items()})
 
     def times(self, count: float) -> "OpCounts":
-        """The same work again and again."""
+        """Counts of ``count`` repetitions."""
         return OpCounts(**{name: value * count for name, value in vars(self).items()})
 
     def seconds(self, rates: Rates, setup: Setup) -> float:
@@ -140,30 +141,54 @@ def head_and_loss(setup: Setup, *, kind: str) -> OpCounts:
 # What it sends, and the time of all that.
 
 
+def _stride(setup: Setup, traffic: Traffic) -> int:
+    """From a rank of the group to the next."""
+    sizes = setup.sizes
+    return {"data": sizes.tensor, "sequence": sizes.tensor, "tensor": 1}.get(
+        traffic.axis, setup.world_size // sizes.pipeline
+    )
+
+
+def machines_of(setup: Setup, traffic: Traffic, *, devices: int) -> int:
+    """How many machines the ranks of a group are on, at most.
+
+    Machines take the ranks in turn. Stages follow each other, so on several machines some neighbours, and the first and
+    the last stage, are on two of them, and all stages wait for those.
+    """
+    ranks = _stride(setup, traffic) * traffic.group_size
+    if setup.world_size <= devices or (traffic.axis != "pipeline" and devices % ranks == 0):
+        return 1
+    return 2 if traffic.axis == "pipeline" else min(traffic.group_size, max(2, -(-ranks // devices)))
+
+
 def bus_rate(setup: Setup, rates: Rates, traffic: Traffic, *, devices: int) -> float:
     """Bytes that a rank sends per second in this group.
 
-    A ring over several machines passes their network once for each group that has ranks on the same machines. Machines
-    take the ranks in turn. Stages follow each other, so on several machines some neighbours, and the first and the last
-    stage, are on two of them, and all stages wait for those.
+    A ring over several machines passes their network once for each group that has ranks on the same machines.
     """
-    sizes = setup.sizes
-    stride = {"data": sizes.tensor, "sequence": sizes.tensor, "tensor": 1}.get(
-        traffic.axis, setup.world_size // sizes.pipeline
-    )
     inside = at_ranks(rates.bus, traffic.group_size)
-    shared = traffic.axis != "pipeline" and devices % (stride * traffic.group_size) == 0
-    if shared or setup.world_size <= devices:
+    if machines_of(setup, traffic, devices=devices) == 1:
         return inside
-    return min(inside, rates.network / min(stride, devices))
+    return min(inside, rates.network / min(_stride(setup, traffic), devices))
+
+
+def start_sec(setup: Setup, rates: Rates, traffic: Traffic, *, devices: int) -> float:
+    """Seconds that each operation in this group takes in addition, however little it sends.
+
+    In a ring over m machines a message passes the network m - 1 times, and as often again if it is a sum that all get.
+    A stage sends to the next one.
+    """
+    machines = machines_of(setup, traffic, devices=devices)
+    passes = machines - 1 if traffic.axis == "pipeline" else machines * ring_factor(traffic.operation, machines)
+    return at_ranks(rates.collective_sec, traffic.group_size) + passes * rates.network_sec
 
 
 def sending_sec(traffic: Traffic, rates: Rates, *, precision: str, rate: float, kind: str) -> float:
     """Seconds to send it, inside a machine or over a slower network.
 
     The network does not wait because an operation is slow inside a machine. A GPU sends while the network passes what
-    came before; gloo, which connects CPUs, sums a piece when it has passed. It reduces and scatters by an all-reduce, so
-    that the network passes twice what a ring would send. ``dsgpt.benchmarks.network`` measures it.
+    came before; gloo, which connects CPUs, sums a piece when it has passed. It reduces and scatters by an all-reduce:
+    the network passes twice what a ring would send. ``dsgpt.benchmarks.network`` measures it.
 
     Args:
         traffic: in a step.
@@ -187,7 +212,7 @@ _ASSUMED_OPERATION_SEC = 4e-6
 
 
 class Hooks(Enum):
-    """How much of the time of ZeRO-3's hooks a step on GPUs takes, which nobody measured."""
+    """Share of the time of ZeRO-3's hooks that a step on GPUs takes, which nobody measured."""
 
     HIDDEN = "the GPU always has enough to do"
     BESIDE = "the host runs ahead of the GPU until it is the slower one: a step takes the longer time of the two"
@@ -209,7 +234,7 @@ class StepTime:
     validation_micro_batch: float
     """Seconds to validate on one micro batch."""
     overlap: str
-    """What overlaps, in words."""
+    """Words for the communication that overlaps."""
 
     @property
     def seconds(self) -> float:
@@ -264,7 +289,7 @@ def _rank(setup: Setup, rates: Rates, machine: Machine, rank: int, hooks: Hooks)
     for traffic in step_traffic(setup, rank=rank):
         precision = "fp32" if traffic.summed_width == FULL else setup.precision
         rate = bus_rate(setup, rates, traffic, devices=machine.devices)
-        begun = traffic.calls * at_ranks(rates.collective_sec, traffic.group_size)
+        begun = traffic.calls * start_sec(setup, rates, traffic, devices=machine.devices)
         sending = sending_sec(traffic, rates, precision=precision, rate=rate, kind=machine.kind) + begun
         if traffic.what == "activations":
             of_activations += sending / micro_batches
@@ -320,7 +345,7 @@ def _micro_batch(setup: Setup, rank: int, *, kind: str) -> dict[str, OpCounts]:
 
 
 def _host_seconds(setup: Setup, machine: Machine) -> float:
-    """Of ZeRO-3's hooks in a step, on the host of a GPU."""
+    """Seconds of ZeRO-3's hooks in a step, on the host of a GPU."""
     if machine.kind == "cpu":
         return 0.0
     return strategy_of(setup).hook_operations * setup.gradient_accumulation_steps * _ASSUMED_OPERATION_SEC
@@ -417,7 +442,7 @@ def best_save_every(step: float, *, save: float, mtbf: float) -> int:
 
 
 _MOST_EXPONENT = 100.0
-"""Of the expected time: a training of such segments never ends, and a larger one is no number."""
+"""Largest exponent of the expected time: beyond it a training never ends, and the result is no number."""
 
 
 def with_interruptions(seconds: float, *, segment: float, restart: float, mtbf: float) -> float:
@@ -436,7 +461,7 @@ def with_interruptions(seconds: float, *, segment: float, restart: float, mtbf: 
 
 
 def _times(steps: int, every: int) -> int:
-    """How often something happens that is done every so many steps, and after the last one in any case."""
+    """Number of times that something happens every ``every`` steps, and after the last one in any case."""
     return math.ceil(steps / every) if every else 1
 
 
@@ -445,9 +470,9 @@ def _times(steps: int, every: int) -> int:
 # The factors say how much longer a step takes. They are few, so that they hold for setups that were never measured.
 
 _LEAST_SHARE = 0.05
-"""Of a step: a step says nothing about what takes less of it."""
+"""Least share of a step: a measured step says nothing about parts that take less."""
 _BOUNDS = (0.2, 5.0)
-"""Of factors: beyond them the machine is not the one that was calibrated."""
+"""Bounds of factors: beyond them the machine is not the one that was calibrated."""
 _LEAST_SPREAD = 0.05
 _ROUNDS = 30
 _FARTHEST = 0.5
@@ -466,10 +491,10 @@ class MeasuredStep:
 
 @dataclass(frozen=True, kw_only=True)
 class Factors:
-    """How many times as long as its rates say a machine takes."""
+    """Measured time divided by the time that the machine's rates predict."""
 
     compute: Mapping[str, float]
-    """By precision."""
+    """Factors by precision."""
     communication: float
     spread: float
     """The largest share by which a measured step is missed by the factors of all others: what to expect of a setup that
@@ -496,7 +521,7 @@ class Factors:
 
 
 def _slowed(rates: Rates, factors: Mapping[str, float]) -> Rates:
-    """The rates with which computation in each precision, and communication, take so many times as long."""
+    """Rates that make computation in each precision, and communication, slower by these factors."""
     for precision in factors.keys() - {_SENT}:
         rates = rates.in_precision(precision, slower=factors[precision])
     return rates.scaled(compute=1, communication=factors[_SENT])

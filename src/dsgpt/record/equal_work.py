@@ -16,7 +16,7 @@ MODEL_FACTS = frozenset(fact for fact in WORK_FACTS if fact.startswith("model ")
 LOSS_TOLERANCE = {"fp32": 0.02}
 """Largest difference at which fp32 losses count as equal, nats per token: rounding differences grow over many steps."""
 LOSS_TOLERANCE_OTHERWISE = 0.05
-"""The same in 16-bit precisions, or if the precision is unknown."""
+"""Tolerance in 16-bit precisions, or if the precision is unknown."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Difference:
     values: tuple[Any, ...]
 
     def text(self, names: Sequence[str]) -> str:
-        """For example "global batch 32 vs 128"; with more than two runs, each further value names its runs."""
+        """The difference as ``global batch 32 vs 128``; with more than two runs, each further value names its runs."""
         labels = [show(value) for value in self.values]
         if len(set(labels)) < len({repr(value) for value in self.values}):
             labels = [repr(value) for value in self.values]
@@ -47,7 +47,7 @@ class Verdict:
     names: tuple[str, ...]
     differences: tuple[Difference, ...]
     unknown: dict[str, tuple[str, ...]]
-    """By run, the facts that it did not record and that are not known to differ."""
+    """Facts that a run did not record and that are not known to differ, by run."""
     facts: int
     """Number of facts compared."""
 
@@ -69,11 +69,11 @@ class Verdict:
         return "NOT THE SAME TRAINING" if same_amount else "NOT EQUAL WORK"
 
     def differences_text(self) -> str:
-        """What differs, work before recipe; empty if nothing is known to differ."""
+        """Differences in words, work before recipe; empty if none is known."""
         return "; ".join(difference.text(self.names) for difference in self.differences)
 
     def unknown_text(self) -> str:
-        """What was not recorded, by run; empty if everything was."""
+        """Facts that were not recorded, by run, in words; empty if there are none."""
         lines = []
         for name, facts in self.unknown.items():
             whole_model = set(facts) >= MODEL_FACTS
@@ -211,7 +211,7 @@ def _differences(fact: str, values: Sequence[Any]) -> Iterator[Difference]:
 
 
 def setup_stamps(runs: Sequence[Run]) -> list[str]:
-    """All warnings about machines and setups."""
+    """Warnings about different machines and setups."""
     lines = []
     if len(_all(runs, HARDWARE)) > 1 or len(_all(runs, INSTRUCTIONS)) > 1:
         used = [
@@ -230,7 +230,7 @@ def setup_stamps(runs: Sequence[Run]) -> list[str]:
 
 
 def _all(runs: Sequence[Run], what: str) -> list[str]:
-    """All hardware, or instruction sets, that were recorded, each once."""
+    """Hardware, or instruction sets, that were recorded, each once."""
     return list(dict.fromkeys(value for run in runs for each in run.segments if (value := each.setup.get(what))))
 
 

@@ -15,19 +15,19 @@ PARAGRAPH = "Sources: "
 """The beginning of a page's paragraph about the sources of its record."""
 _COMMIT = re.compile(r"[0-9a-f]{40}([0-9a-f]{24})?")
 _DIGITS, _NAMES = 12, 5
-"""How much of a commit, and how many files, a text shows."""
+"""Digits of a commit, and number of files, that a text shows."""
 _TRAINING = ("src/gpt2.py", "data_prep/preprocess.py", "ds_configs/*.json", "requirements.txt", "src/dsgpt/*.py")
-_AROUND = ("benchmarks", "charts", "dashboard", "inference/server")
+_AROUND = ("benchmarks", "charts", "dashboard", "demo.py", "inference/server")
 
 
 @dataclass(frozen=True, kw_only=True)
 class SourceChanges:
-    """What happened to the sources of a record since its commit."""
+    """Changes of the sources of a record since its commit."""
 
     commit: str = ""
-    """Its first digits."""
+    """First digits of the commit."""
     unknown: str = ""
-    """Why it is not known what happened; empty if it is known."""
+    """Reason why the changes are not known; empty if they are."""
     changed: Sequence[str] = ()
     """Files that differ, are gone or are new, sorted."""
     total: int = 0
@@ -44,7 +44,7 @@ class SourceChanges:
         return f"{len(self.changed)} of {self.total} sources changed since {self.commit}" if self.changed else ""
 
     def paragraph(self) -> str:
-        """The same for the page of the record."""
+        """Paragraph about the sources, for the page of the record."""
         if self.unknown or self.moved:
             return f"{PARAGRAPH}{self.line()}."
         made = f"{PARAGRAPH}the record was made at commit `{self.commit}`"
@@ -56,7 +56,7 @@ class SourceChanges:
 
 
 def training_sources(*, measured: Collection[str] = ()) -> list[str]:
-    """Pathspecs of what makes text, recipes and trainings, and of the rooms ``measured`` besides.
+    """Pathspecs of the files that make text, recipes and trainings, and of ``measured``: rooms or files of ``_AROUND``.
 
     The ``*`` of a pathspec matches ``/``, too.
     """
@@ -64,7 +64,7 @@ def training_sources(*, measured: Collection[str] = ()) -> list[str]:
 
 
 def changes_since(commit: object, sources: Sequence[str], *, repository: Path) -> SourceChanges:
-    """What happened to ``sources`` since ``commit``.
+    """Changes of ``sources`` since ``commit``.
 
     Args:
         commit: what a record has as its ``git_commit``.
@@ -114,12 +114,12 @@ class _UnknownError(Exception):
 
 
 def _names(repository: Path, command: str, *words: str) -> list[str]:
-    """What a command of git prints with ``-z``."""
+    """Fields of the output of a git command with ``-z``."""
     return _git(repository, command, "-z", *words).split("\0")[:-1]
 
 
 def _git(repository: Path, *words: str) -> str:
-    """What git prints; it takes no locks.
+    """Output of a git command, which takes no locks.
 
     Raises:
         _UnknownError: it fails, or cannot be started.

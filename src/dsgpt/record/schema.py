@@ -41,7 +41,7 @@ _NUMBERS = {
 
 
 def later_schema(version: object, ours: str = SCHEMA_VERSION) -> str:
-    """What is wrong with a record of schema ``version``; empty for ``ours``, an earlier one and None."""
+    """Warning about a record of schema ``version``; empty for ``ours``, an earlier one and None."""
     numbers = re.fullmatch(r"(\d{1,4})\.(\d{1,4})", str(version))
     if version is None or (numbers and [int(part) for part in numbers.groups()] <= [*map(int, ours.split("."))]):
         return ""
@@ -183,7 +183,7 @@ class RunRecord:
     cost: dict[str, Any] | None = None
     plan: dict[str, Any] | None = None
     second_copy: dict[str, Any] | None = None
-    """Of ``--save_to``; see ``checkpoints.second_copy``."""
+    """Figures of ``--save_to``; see ``checkpoints.second_copy``."""
 
     def as_dict(self) -> dict[str, Any]:
         """The record as it is now, ready for JSON: numbers that are not finite are None."""
@@ -212,7 +212,7 @@ class RunRecord:
 
 
 FLAT_KEYS = tuple(RunRecord(description={}).flat_keys())
-"""Those of the first generation."""
+"""Keys of the first generation of records."""
 
 
 # Values of a record that any program may have written: missing, wrong or infinite ones are None.

@@ -20,19 +20,19 @@ from dsgpt.record.schema import Fields, later_schema, read_fields
 from dsgpt.record.work import Worked, machine
 
 SCHEMA_VERSION = "1.0"
-"""Of ``sweep.json`` and of ``inference.json``."""
+"""Schema of ``sweep.json`` and of ``inference.json``."""
 SWEEP_FILE = "sweep.json"
 MAX_BYTES = 64 << 20
 Kind = Literal["same training", "weak scaling", "precisions"]
-"""What the cells of a comparison share. Only ``same training`` is equal work."""
+"""Facts that the cells of a comparison share. Only ``same training`` is equal work."""
 
 
 class State(StrEnum):
-    """How a turn ended."""
+    """Outcomes of a turn."""
 
     DONE = "done"
     REFUSED = "refused"
-    """By a check of this program, before training."""
+    """Refused by a check of this program, before training."""
     OUT_OF_MEMORY = "out of memory"
     TIMED_OUT = "timed out"
     FAILED = "failed"
@@ -46,7 +46,7 @@ class Spread:
     smallest: float
     largest: float
     values: list[float]
-    """By repeat, without the turns that do not have the figure."""
+    """Values by repeat, without the turns that lack the figure."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,14 +55,14 @@ class Turn:
 
     cell: str
     repeat: Positive
-    """From 1; turns of one repeat ran near each other."""
+    """Number of the repeat, from 1; turns of one repeat ran near each other."""
     place: int
-    """In the order in which all turns ran, from 1."""
+    """Place in the order in which all turns ran, from 1."""
     state: State
     message: str | None
     """Why it is not ``done``: the last line of its log that names an error."""
     seconds: float
-    """From the start of the launcher to its end."""
+    """Seconds from the start of the launcher to its end."""
     train_time_sec: float | None = None
     tokens_per_sec: float | None = None
     """Over all devices; training steps after the warm-up."""
@@ -71,11 +71,12 @@ class Turn:
     model_state_bytes_by_rank: list[float] | None = None
     """Weights, gradients and optimizer of every rank."""
     sent_bytes_per_step: float | None = None
-    """By the rank that sends most, as rings."""
+    """Bytes per step of the rank that sends most, as rings."""
     communication_share: float | None = None
-    """Of a step, in which it waits for communication; mean over the ranks. None unless the training measured it."""
+    """Share of a step in which it waits for communication; mean over the ranks. None unless the training measured
+    it."""
     joules: float | None = None
-    """Of all GPUs while the run trained."""
+    """Energy of all GPUs while the run trained."""
     final_loss: float | None = None
     """Training loss of the last step, nats per token."""
     final_val_loss: float | None = None
@@ -83,7 +84,7 @@ class Turn:
     """Seconds of training steps until a step had the target loss or less."""
     footprint: Footprint | None = None
     work: dict[str, Any] | None = None
-    """What was computed, by the facts of ``dsgpt.config.options``."""
+    """Facts of the work, by the names of ``dsgpt.config.options``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,9 +95,9 @@ class SweepCell:
     devices: Positive
     launcher: str
     flags: list[str]
-    """Of ``src/gpt2.py``, as the suite has them."""
+    """Flags for ``src/gpt2.py``, as the suite has them."""
     turns: list[Turn]
-    """By repeat."""
+    """Turns by repeat."""
     tokens_per_sec: Spread | None = None
     tokens_per_sec_per_device: Spread | None = None
     peak_memory_bytes_rank0: Spread | None = None
@@ -105,11 +106,11 @@ class SweepCell:
     communication_share: Spread | None = None
     joules: Spread | None = None
     final_loss: float | None = None
-    """Of the first turn that is done: all turns compute the same."""
+    """Final loss of the first turn that is done: all turns compute the same."""
     time_to_target_sec: Spread | None = None
-    """None if a turn that is done did not reach the target."""
+    """Seconds until the target loss; None if a turn that is done did not reach it."""
     cost: Spread | None = None
-    """Of the training time of all devices, in the unit of the price."""
+    """Cost of the training time of all devices, in the unit of the price."""
 
     @property
     def failures(self) -> list[Turn]:
@@ -165,11 +166,11 @@ class Sweep:
     """Draws the order of the turns."""
     repeats: int
     limit_sec: float
-    """Of a turn."""
+    """Time limit of a turn."""
     target_loss: float | None
     price_per_device_hour: float | None
     seconds: float
-    """Of all turns."""
+    """Seconds that all turns took."""
     cells: list[SweepCell]
     comparisons: list[Comparison]
 
@@ -178,7 +179,7 @@ class Sweep:
         return next(cell for cell in self.cells if cell.name == name)
 
     def unequal_tokens(self) -> str:
-        """That some cells trained on more tokens than others, which cost more; empty if none did."""
+        """Warning that some cells trained on more tokens than others, which cost more; empty if none did."""
         works = [work for cell in self.cells for turn in cell.done().values() if (work := turn.work)]
         tokens = sorted({count for work in works if is_number(count := work.get("tokens"))})
         if len(tokens) < 2:
@@ -236,12 +237,12 @@ TITLES = {
     "continuous": "transformers, continuous batching",
     "vllm": "vLLM",
 }
-"""Of engines, by name."""
+"""Titles of engines, by name."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Percentiles:
-    """What half, 95% and 99% of the requests do not exceed; of speeds, what they reach at least (nearest rank)."""
+    """Values that half, 95% and 99% of the requests do not exceed; of speeds, that they reach (nearest rank)."""
 
     p50: float
     p95: float
@@ -253,19 +254,19 @@ class Load:
     """An engine at one concurrency. Percentiles are of the requests of all repeats."""
 
     requests: int
-    """Of all repeats."""
+    """Number of requests in all repeats."""
     offered_tokens_per_sec: float | None
     """New tokens that were asked for, divided by the time in which their requests arrived; None of one request."""
     tokens_per_sec: Spread
     """New tokens, divided by the time from the first arrival to the last token; a value for each repeat."""
     ttft_sec: Percentiles
-    """From the arrival of a request to its first token."""
+    """Seconds from the arrival of a request to its first token."""
     time_per_token_sec: Percentiles | None
-    """Between two tokens of a request in the mean, after its first; None if no request has two."""
+    """Mean seconds between two tokens of a request, after its first; None if no request has two."""
     latency_sec: Percentiles
-    """From the arrival of a request to its last token."""
+    """Seconds from the arrival of a request to its last token."""
     queue_sec: Percentiles
-    """From the arrival of a request until the engine began to work on it."""
+    """Seconds from the arrival of a request until the engine began to work on it."""
     request_tokens_per_sec: Percentiles
     """New tokens of a request, divided by its latency."""
     peak_memory_bytes: int | None
@@ -278,13 +279,13 @@ class Difference:
 
     request: int
     position: int
-    """Of the first new token that differs, from 0."""
+    """Index of the first new token that differs, from 0."""
     ours: int
     theirs: int
     margin: float
-    """By how much the logit of our id exceeds that of the second likeliest: near 0, rounding decides."""
+    """Logit of our id minus that of the second likeliest: near 0, rounding decides."""
     answers: int
-    """How many answers to this request differ there in this way."""
+    """Number of answers to this request that differ there in this way."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -293,7 +294,7 @@ class Engine:
 
     name: str
     version: str | None
-    """Of its library; None for this project's own."""
+    """Version of its library; None for this project's own."""
     load_sec: float | None
     """Seconds until it could answer; None if it never could."""
     same_ids: int
@@ -301,7 +302,7 @@ class Engine:
     answers: int
     differences: list[Difference]
     by_concurrency: dict[str, Load]
-    """By the number of requests that are worked on at once; without those of which it finished no turn."""
+    """Loads by the number of requests at once; without those of which the engine finished no turn."""
     failure: str | None = None
     """Why it stopped answering, one line; None if it did not. Its later turns were left out."""
 
@@ -319,13 +320,13 @@ class Concurrency:
     model: dict[str, Any]
     """The shape."""
     threads: int | None
-    """Of every engine; None on a GPU."""
+    """CPU threads of every engine; None on a GPU."""
     trace_sha256: str
     seed: int
-    """Of the trace."""
+    """Seed of the trace."""
     requests: int
     prompt_tokens: int
-    """Of all requests."""
+    """Tokens of the prompts of all requests."""
     new_tokens: int
     repeats: int
     alone_sec: float
@@ -363,17 +364,17 @@ class Measured:
     name: str
     footprint: Footprint
     lacking: str = NOT_RECORDED
-    """What is said in place of a figure that it does not have."""
+    """Words in place of a figure that is missing."""
     group: int = 0
     """Equal for the cells of one strategy, which look alike."""
     sent_bytes_per_step: float | None = None
-    """By the rank that sends most, as rings."""
+    """Bytes per step of the rank that sends most, as rings."""
     communication_share: float | None = None
-    """Of a step, in which it waits for communication."""
+    """Share of a step in which it waits for communication."""
 
 
 def of_runs(runs: Sequence[Run]) -> list[Measured]:
-    """Of each run."""
+    """Measurements of each run."""
     return [
         Measured(run.name, run.footprint, NOT_RECORDED, index, run.sent_bytes_per_step, run.communication_share)
         for index, run in enumerate(runs)
@@ -381,7 +382,7 @@ def of_runs(runs: Sequence[Run]) -> list[Measured]:
 
 
 def of_cells(sweep: Sweep) -> list[Measured]:
-    """Of each cell of a sweep: the memory of the first turn that is done, and the times of the steps of all turns."""
+    """Measurements of each cell of a sweep: memory of the first turn that is done, and step times of all turns."""
     groups, rows = groups_of(sweep), []
     for cell in sweep.cells:
         footprints = [turn.footprint for turn in cell.done().values() if turn.footprint is not None]
@@ -404,7 +405,7 @@ def groups_of(sweep: Sweep) -> dict[str, int]:
 
 
 def failure(cell: SweepCell) -> str:
-    """How its turns ended if none trained to its end; empty if one did."""
+    """Outcomes of its turns, if none trained to its end; empty if one did."""
     return "" if cell.done() else " and ".join(dict.fromkeys(turn.state for turn in cell.turns)) or "not run"
 
 
@@ -418,7 +419,7 @@ class Predictions:
     rows: tuple[Measured, ...]
     """A cell each; of its ranks, the one that needed most."""
     footer: str
-    """What the record is, in a line."""
+    """Source of the figures, in a line."""
 
 
 def read_predictions(path: Path) -> Predictions:

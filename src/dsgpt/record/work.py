@@ -25,9 +25,9 @@ class Worked:
     """The work of a run or of a turn, or that which is planned, as ``equal_work.judge`` takes it."""
 
     name: str
-    """For messages."""
+    """Name for messages."""
     work: Mapping[str, Any]
-    """What was computed, by fact; the facts are those of ``dsgpt.config.options``."""
+    """Values of the facts of ``dsgpt.config.options``, by fact."""
     resumed: bool = False
     """Whether the record names a checkpoint from which the run was resumed."""
 
@@ -38,15 +38,15 @@ class Segment:
 
     first_step: int
     last_step: int | None
-    """None if the record does not say."""
+    """The last step; None if the record does not say."""
     setup: Mapping[str, str | None] = field(default_factory=dict)
-    """How it executed them, by name; empty if nothing was recorded."""
+    """Strategy, devices and machine that executed them, by name; empty if nothing was recorded."""
     figures: Mapping[str, float | None] = field(default_factory=dict)
     """``FIGURES`` of this segment."""
     busy: str = ""
-    """That others used the CPUs meanwhile; empty if not."""
+    """Words that report other processes on the CPUs; empty if there were none."""
     quantized: str | None = None
-    """What Zero++ quantized, a fact of the work."""
+    """Communication that Zero++ quantized, a fact of the work."""
 
 
 def read_segments(record: Fields) -> tuple[Segment, ...]:
@@ -93,7 +93,7 @@ def _yes_or_no(value: object) -> str | None:
 
 
 def quantized(config: Fields) -> str | None:
-    """What Zero++ quantized: ``none``, ``weights``, ``gradients`` or both; None if unknown."""
+    """Communication that Zero++ quantized: ``none``, ``weights``, ``gradients`` or both; None if unknown."""
     asked = {what: config.raw(f"quantized_{what}") for what in ("weights", "gradients")}
     if not all(isinstance(value, bool) for value in asked.values()):
         return None
@@ -220,7 +220,7 @@ def _ends_with_the_run(scheduler: dict[str, Any]) -> bool:
 
 
 def _changes(record: Fields, config: Fields) -> Any:
-    """What changed with ``--allow_changed``, by name and step, without changes of strategy or ranks."""
+    """Changes that ``--allow_changed`` accepted, by name and step, without changes of strategy or ranks."""
     changes = record.raw("changed_at_resume")
     if not isinstance(changes, list):
         never_resumed = record.has("resumed_from") and record.raw("resumed_from") is None

@@ -29,7 +29,7 @@ class StateTensors(NamedTuple):
     parameters: list[Tensor]
     """Weights that the forward pass uses, as they are kept between steps."""
     gradients: list[Tensor]
-    """While the optimizer steps: the gradients that it steps on, and others that have not been freed."""
+    """Gradients while the optimizer steps: those that it steps on, and others that have not been freed."""
     optimizer: list[Tensor]
     """Moments and counters; see ``optimizer_tensors``."""
     master: list[Tensor]
@@ -56,9 +56,9 @@ class Strategy(Protocol):
 
     @abstractmethod
     def shards(self) -> Shards:
-        """What this rank writes of the state, under canonical names (the baseline's); no communication.
+        """The part of the state that this rank writes, under canonical names (the baseline's); no communication.
 
-        Those of all ranks are every element once.
+        The parts of all ranks contain every element once.
         """
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""What is the same under every strategy: initial weights, optimizer and its state, learning rate, loss scale.
+"""Parts that every strategy shares: initial weights, optimizer and its state, learning rate, loss scale.
 
 The learning rate is a pure function of the optimizer step, value for value what DeepSpeed's own schedulers give:
 DeepSpeed 0.19.8, ``deepspeed/runtime/lr_schedules.py``: WarmupLR, WarmupDecayLR, WarmupCosineLR. A scheduler there
@@ -83,7 +83,7 @@ def set_learning_rate(optimizer: Any, lr: float) -> None:
 
 
 def state_names(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
-    """Those of ``STATE_NAMES`` that ``optimizer`` keeps from its first step on."""
+    """Members of ``STATE_NAMES`` that ``optimizer`` keeps from its first step on."""
     if "betas" in optimizer.defaults:
         return STATE_NAMES[:2]
     return STATE_NAMES[2:] if optimizer.defaults.get("momentum") else ()
@@ -136,7 +136,7 @@ def block_norms(gradient: Tensor) -> Tensor:
 # The learning rate of a step.
 
 Schedule = Callable[[int], float]
-"""From the optimizer step (the first is 1) to the learning rate that it uses."""
+"""Maps the optimizer step (the first is 1) to its learning rate."""
 
 
 def build_schedule(recipe: SchedulerRecipe | None, *, base_lr: float, total_steps: int) -> Schedule:
@@ -159,9 +159,9 @@ def build_schedule(recipe: SchedulerRecipe | None, *, base_lr: float, total_step
 
 
 def _ratio(i: int, recipe: SchedulerRecipe, total: int) -> float:
-    """Where the rate is between its two ends at DeepSpeed's counter ``i``, which starts at 0; from 0 to 1.
+    """Position of the rate between its two ends at DeepSpeed's counter ``i``, which starts at 0; from 0 to 1.
 
-    Under WarmupCosineLR, the rate's ratio to that of the optimizer.
+    Under WarmupCosineLR, the rate divided by the optimizer's.
     """
     steps = max(2, recipe.warmup_num_steps)
     cosine = recipe.type == "WarmupCosineLR"
@@ -181,7 +181,7 @@ def _ratio(i: int, recipe: SchedulerRecipe, total: int) -> float:
 # Loss scaling for fp16, with the same rules under every strategy, so that all of them scale by the same factor.
 
 MOST_SKIPS = 100
-"""At a fixed scale, which cannot adapt, training stops after this many overflows in a row."""
+"""Overflows in a row after which training stops at a fixed scale, which cannot adapt."""
 
 
 class LossScale:
@@ -243,7 +243,7 @@ class LossScale:
         self._step += 1
 
     def state(self) -> LossScaleState | None:
-        """What a checkpoint keeps; None in a precision that needs no scaling."""
+        """State for a checkpoint; None in a precision that needs no scaling."""
         if not self.enabled:
             return None
         return LossScaleState(

@@ -196,8 +196,8 @@ class TorchStrategy(Strategy):
         loss_sum, tokens = self._sum_over_ranks(sums)
         return loss_sum, tokens
 
-    def _held(self) -> Iterator[tuple[str, ParamState]]:
-        """What this rank holds of every parameter and of its moments."""
+    def _param_states(self) -> Iterator[tuple[str, ParamState]]:
+        """Yields name, weights and moments of each parameter, as this rank holds them."""
         for name, parameter in self._weights.parameters.items():
             moments = self._optimizer.state.get(parameter, {})
             yield name, ParamState(parameter.detach(), **{key: moments[key] for key in STATE_NAMES if key in moments})
@@ -205,10 +205,10 @@ class TorchStrategy(Strategy):
     def shards(self) -> Shards:
         """See ``Strategy``; every rank holds everything, and writes an equal share."""
         boxes = {name: self._boxes(name) for name in self._weights.parameters}
-        return Shards(boxes, self._held()).share(self._rank, self._ranks)
+        return Shards(boxes, self._param_states()).share(self._rank, self._ranks)
 
     def _boxes(self, name: str) -> list[Box]:
-        """Where what this rank holds of the parameter ``name`` lies in it."""
+        """Boxes of this rank's part of the parameter ``name``, in the whole."""
         return [Box.whole(self._weights.parameters[name].shape)]
 
     def replicated_weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -284,7 +284,7 @@ class Ddp(TorchStrategy):
         self._batch_shape = (config.batch.micro_batch_size, config.seq_length)
         pairs = zip(model.parameters(), weights.parameters.values(), strict=True)
         self._masters: dict[Tensor, nn.Parameter] = dict(pairs) if weights.separate else {}
-        """From each low-precision parameter of the model to its master."""
+        """Master weights by the low-precision parameters of the model."""
         self._buckets: list[Tensor] = []
         if config.options.compile:
             # With ``optimize_ddp`` PyTorch would cut each block's graph at the ends of buckets, and fails on buckets
@@ -405,7 +405,7 @@ class Fsdp(TorchStrategy):
     def shards(self) -> Shards:
         """See ``Strategy``; no two ranks hold the same."""
         boxes = {name: self._boxes(name) for name in self._weights.parameters}
-        return Shards(boxes, self._held()).only(lambda name: boxes[name] != [])
+        return Shards(boxes, self._param_states()).only(lambda name: boxes[name] != [])
 
     def replicated_weights(self) -> Iterator[tuple[str, Tensor]]:
         """See ``Strategy``: none, except on a single rank, whose shards are whole."""

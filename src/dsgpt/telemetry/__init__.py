@@ -1,1 +1,1 @@
-"""What is measured while a run trains: time, memory, bytes sent."""
+"""Measurements while a run trains: time, memory, bytes sent."""

@@ -1,4 +1,4 @@
-"""What a step costs a rank: memory, and the traffic that it sends.
+"""Memory and traffic of a rank in a step.
 
 The peak of the process; the bytes of model state that a rank holds in an optimizer step, by device; the collectives,
 sends and receives of the step, in calls and bytes. State and traffic are what ``planner`` predicts. They are measured
@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dsgpt.common.text import byte_size
 from dsgpt.machine.device import gather_objects
 from dsgpt.machine.topology import ring_factor
 from dsgpt.record.schema import PEAKS
@@ -172,7 +173,7 @@ def operation_of(operator: str) -> str | None:
 
 @dataclass
 class Traffic:
-    """All operations of one kind in one group."""
+    """Operations of one kind in one group, added up."""
 
     operation: str
     """A name that ``ring_factor`` knows."""
@@ -203,7 +204,7 @@ class Communication(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
 
     @property
     def traffic(self) -> list[Traffic]:
-        """What was counted, in the order in which each kind appeared first."""
+        """Traffic counted so far, in the order in which each kind appeared first."""
         return list(self._traffic.values())
 
     def __torch_dispatch__(
@@ -329,22 +330,15 @@ class TrafficMeter:
 def traffic_line(measured: dict[str, Any]) -> str:
     """The ``cost`` block in one line."""
     state, traffic = measured["model_state_bytes_per_rank"], measured["communication_per_step"]
-    parts = ", ".join(f"{name} {_size(state[name])}" for name in MODEL_STATE if state[name] != 0)
-    sent = "unknown" if traffic is None else _size(traffic["ring_bytes_per_rank"])
-    return f"cost: model state of a rank {_size(state['total'])} ({parts}); sent per step {sent}"
-
-
-def _size(size: int | None) -> str:
-    if size is None:
-        return "unknown"
-    unit, name = next((pair for pair in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")) if size >= pair[0]), (1, "B"))
-    return f"{size / unit:.3g} {name}"
+    parts = ", ".join(f"{name} {byte_size(state[name])}" for name in MODEL_STATE if state[name] != 0)
+    sent = byte_size(None if traffic is None else traffic["ring_bytes_per_rank"])
+    return f"cost: model state of a rank {byte_size(state['total'])} ({parts}); sent per step {sent}"
 
 
 KnownStateBytes = Mapping[str, dict[str, int] | None]
 """``StateBytes``, with None for gradients that no optimizer stepped on."""
 RankTraffic = tuple[KnownStateBytes, list[Traffic], set[str]]
-"""What one rank measured: its model state, its traffic, and operators that could not be counted."""
+"""Measurements of one rank: model state, traffic, and operators that could not be counted."""
 
 
 def traffic_record(step: int, ranks: list[RankTraffic]) -> dict[str, Any]:

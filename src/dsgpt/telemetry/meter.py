@@ -148,11 +148,11 @@ class Figures:
 
     steps: int = 0
     loss_sum: float | None = 0.0
-    """None where lines of steps are missing."""
+    """Sum of losses; None where lines of steps are missing."""
     train_sec: float | None = 0.0
-    """Of all steps, warm-up included; None where lines of steps are missing."""
+    """Seconds of all steps, warm-up included; None where lines of steps are missing."""
     counted_tokens: int = 0
-    """Without warm-up, like the two lists."""
+    """Tokens without the warm-up, like the two lists."""
     step_secs: list[float] = field(default_factory=list)
     dataload_secs: list[float] = field(default_factory=list)
     computing_sec: float = field(default=0.0, compare=False)
@@ -198,13 +198,13 @@ class StepMeter:
         self.epoch = Figures()
         self.run = Figures()
         self.process = Figures()
-        """Of the steps that this process took."""
+        """Figures of the steps that this process took."""
         self.interval = Figures()
-        """Of the steps since the last line for the user, which starts it anew."""
+        """Figures of the steps since the last line for the user, which starts it anew."""
         self.own_losses: list[float] = []
-        """Of what this rank read in the steps of the last ``flush``."""
+        """Losses of the sequences that this rank read, in the steps of the last ``flush``."""
         self.last_own_loss: float = math.nan
-        """Of what this rank read in the last step that ``flush`` returned."""
+        """Loss of the sequences that this rank read in the last step that ``flush`` returned."""
         self.last_loss: float | None = None
 
     def resume(
@@ -336,7 +336,7 @@ def throughput(figures: Figures) -> float | None:
 
 
 class RankShare(NamedTuple):
-    """What one rank adds to the figures of an interval; NaN for what it does not know, so that it can be gathered."""
+    """Figures of one rank for an interval; NaN for unknown ones, so that they can be gathered."""
 
     data_wait_sec: float
     """Seconds in which it waited for data, in the steps that count."""
@@ -354,7 +354,7 @@ class RankTimes:
     step_sec: float = 0.0
     """Sum over the steps."""
     data_wait_sec: dict[int, float] = field(default_factory=lambda: defaultdict(float))
-    """By rank, like the next."""
+    """Seconds by rank, as in ``computing_sec``."""
     computing_sec: dict[int, float] = field(default_factory=lambda: defaultdict(float))
 
     def add(self, figures: Figures, ranks: Sequence[RankShare]) -> None:
@@ -366,7 +366,7 @@ class RankTimes:
             self.computing_sec[rank] += share.computing_sec
 
     def figures(self) -> "RankFigures":
-        """Which ranks the others waited for, and how long."""
+        """The ranks that the others waited for, and for how long."""
         slowest = lag = data_wait_rank = None
         if self.steps:
             data_wait_rank = max(self.data_wait_sec, key=self.data_wait_sec.__getitem__)
@@ -388,7 +388,7 @@ class RankFigures(TypedDict):
     data_wait_share: float | None
     """Seconds that a rank waited for data, as a share of the seconds of the steps: of the rank that waited longest."""
     data_wait_rank: int | None
-    """That rank; a step ends for all ranks when the last one has its data."""
+    """Rank that waited longest for data; a step ends for all ranks when the last one has its data."""
     slowest_rank: int | None
     """The rank that computed longest; None on GPUs, and for one rank."""
     slowest_rank_lag_sec: float | None
@@ -399,12 +399,12 @@ class IntervalFigures(RankFigures):
     """The figures of an interval; None where no step counts."""
 
     steps: int
-    """Warm-up included, which the other figures but ``largest_loss`` leave out."""
+    """Number of steps, warm-up included, which the other figures but ``largest_loss`` leave out."""
     tokens_per_sec: float | None
     step_time_p50_sec: float | None
     step_time_p95_sec: float | None
     largest_loss: float | None
-    """In the last step, of the rank whose part of the batch had the largest mean loss."""
+    """Mean loss of the last step on the rank with the largest one."""
 
 
 def interval_figures(figures: Figures, *, ranks: Sequence[RankShare]) -> IntervalFigures:

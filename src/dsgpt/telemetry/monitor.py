@@ -34,7 +34,7 @@ class GpuSample:
     utilisation: float | None
     """Share of the driver's last period in which a kernel ran. A single small kernel makes it 1: see ``mfu``."""
     memory_used_bytes: int | None
-    """Of all processes."""
+    """Bytes used by all processes."""
     power_watts: float | None
     temperature_celsius: int | None
     sm_clock_mhz: int | None
@@ -44,7 +44,7 @@ class GpuSample:
 
 
 class Gpus:
-    """Some GPUs of this machine.
+    """Reads NVML for some GPUs of this machine.
 
     Args:
         nvml: the module ``pynvml``, initialised.
@@ -58,11 +58,11 @@ class Gpus:
 
     @property
     def uuids(self) -> list[str]:
-        """Of the GPUs that are there."""
+        """UUIDs of the GPUs that exist."""
         return list(self._handles)
 
     def _ask(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """What NVML answers; None where the GPU or its driver cannot."""
+        """The answer of NVML; None where the GPU or its driver has none."""
         try:
             return function(*arguments)
         except self._nvml.NVMLError:
@@ -114,7 +114,7 @@ def open_gpus(uuids: Iterable[str]) -> Gpus | None:
 
 HARDWARE_FILE = "hardware.jsonl"
 _PATIENCE_SEC = 5.0
-"""How long the end of a run waits for the thread: a driver that hangs must not hold it up."""
+"""Longest time that the end of a run waits for the thread: a driver that hangs must not hold it up."""
 
 
 def hardware_file(node: int) -> str:
@@ -141,7 +141,7 @@ class _Series:
 
     @property
     def mean(self) -> float | None:
-        """None without a value."""
+        """Mean of the values; None without one."""
         return self.total / self.count if self.count else None
 
 
@@ -209,7 +209,7 @@ class Monitor:
         self._thread = threading.Thread(target=self._watch, name="GPU monitor", daemon=True)
         self._devices: dict[str, _Device] = {}
         self.figures: list[dict[str, Any]] = []
-        """Of each GPU, once the context is closed; none where nothing was sampled."""
+        """Figures of each GPU, once the context is closed; empty where nothing was sampled."""
 
     def __enter__(self) -> Self:
         if self._gpus is not None:

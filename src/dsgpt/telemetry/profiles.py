@@ -70,14 +70,14 @@ class StepsProfile(ABC):
 
 
 class Span(NamedTuple):
-    """From ``start`` to ``end``, in any unit."""
+    """The interval from ``start`` to ``end``, in any unit."""
 
     start: float
     end: float
 
 
 def merged(spans: Iterable[Span]) -> list[Span]:
-    """The same time as spans that do not touch, in order."""
+    """Spans of the same total time that do not touch, in order."""
     apart: list[Span] = []
     for span in sorted(spans):
         if apart and span.start <= apart[-1].end:
@@ -88,7 +88,7 @@ def merged(spans: Iterable[Span]) -> list[Span]:
 
 
 def length(spans: Iterable[Span]) -> float:
-    """How long at least one of them lasts."""
+    """Length of the union of the spans."""
     return sum(span.end - span.start for span in merged(spans))
 
 
@@ -121,11 +121,11 @@ _ON_GPU = {"kernel", "gpu_memcpy", "gpu_memset"}
 
 
 class Event(NamedTuple):
-    """What the profiler saw."""
+    """An operation in the profiler's trace."""
 
     name: str
     span: Span
-    """In seconds of the profiler's clock."""
+    """Start and end, in seconds of the profiler's clock."""
     on_gpu: bool = False
 
 
@@ -136,7 +136,7 @@ class CommunicationTimes:
     steps: int
     step_sec: float
     communication_sec: float
-    """In which at least one collective was on its way."""
+    """Seconds in which at least one collective was on its way."""
     exposed_sec: float
     """The part of it for which the computation waited."""
     operations: dict[str, list[float]]

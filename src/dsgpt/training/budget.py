@@ -1,4 +1,4 @@
-"""Time and money of a run, and the command that hears of its events."""
+"""Limits on time and cost of a run, and the ``--on_event`` command."""
 
 import contextlib
 import logging
@@ -16,8 +16,8 @@ from pydantic import Field
 
 from dsgpt.common.errors import Interrupted, NonFiniteError, Problems
 from dsgpt.common.json_files import JsonError, Positive, read_as
+from dsgpt.common.text import duration
 from dsgpt.config.run_config import RunConfig
-from dsgpt.machine.console import duration
 from dsgpt.planner.hardware import SEC_PER_HOUR, Dollars
 from dsgpt.record.schema import RECORD_FILE
 from dsgpt.training.run_folder import EarlierRecord
@@ -121,11 +121,11 @@ class Budget:
         self._began = self._recorded = time.monotonic() - (time.time() - psutil.Process().create_time())
         self._unmeasured_save_sec = 12 * config.model.parameter_count() / SLOW_DISK
         self.save_secs: list[float] = []
-        """Of this process."""
+        """Seconds of each save of this process."""
         self._times: deque[float] = deque(maxlen=10 * STEPS)
         self._said: float | None = None
         self.progressed: float | None = None
-        """When the run last took a step or validated a batch (``time.monotonic``); None before it began to."""
+        """Time at which the run last took a step or validated a batch (``time.monotonic``); None before it began to."""
         self.longest_sec = 0.0
         """The longest time between two of these moments."""
 

@@ -5,28 +5,31 @@ rank 0 compares all of them and prints. Nothing here trains; what it writes into
 """
 
 import contextlib
+import math
 import os
 import resource
 import shutil
 import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from packaging.specifiers import SpecifierSet
 
-from dsgpt.common.command_line import POSITIVE, choice, flag, read_options, switch
+from dsgpt.common.command_line import NUMBER, POSITIVE, choice, flag, read_options, switch
 from dsgpt.common.errors import EXIT_DONE, Problems, UserError
-from dsgpt.common.files import json_text
+from dsgpt.common.files import json_text, write_json_atomic
+from dsgpt.common.json_files import read_object
 from dsgpt.common.text import counted
 from dsgpt.config.compatibility import KNOWN_BAD, TESTED
 from dsgpt.config.recipe import read_recipe
 from dsgpt.data.token_file import TokenFileError, open_token_file
 from dsgpt.machine.topology import Topology, read_topology
 from dsgpt.model.config import PRESETS
+from dsgpt.planner.rates import Network, read_calibration
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -43,7 +46,7 @@ examples:
   srun --nodes=2 --ntasks-per-node=8 --gpu-bind=none launch/slurm/rank.sh .venv/bin/python src/doctor.py"""
 EXIT_FINDINGS = 1
 DEFAULT_PORT = 29500
-"""Of torchrun, DeepSpeed's launcher and the scripts in ``launch/``."""
+"""Port of torchrun, DeepSpeed's launcher and the scripts in ``launch/``."""
 MEETING_SEC = 60
 """Seconds for all ranks to come."""
 SEEN_SEC = 5.0
@@ -53,11 +56,16 @@ CLOCK_SEC = 1.0
 ROUNDS = 8
 """Rounds of the measurement of the network: each machine with those 1, 2, 4, ... places after it."""
 SENT_BYTES, PINGS = 32 << 20, 20
+TRIAL_BYTES, SENT_SEC = 1 << 20, 0.5
+"""On a slow network as much is sent as takes about so many seconds, by a trial with fewer bytes."""
 SLOW_LINK = 0.5
-"""A link is slow if it has less than this share of the median of all."""
+"""A link is slow if it has less than this share of the median of all; a network, if it has less of what was stated."""
+LEAST_GBPS = 1.0
+"""Of a network of which nothing was stated."""
+NCCL, TCP = "NCCL", "gloo over TCP"
 SHARED_MEMORY_BYTES, OPEN_FILES = 1 << 30, 4096
 BYTES_PER_PARAMETER = 12
-"""Of a checkpoint: weight and two moments in fp32."""
+"""Bytes per parameter in a checkpoint: weight and two moments in fp32."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +85,8 @@ class DoctorOptions:
     keep_checkpoints: int = flag(POSITIVE, "N", "checkpoints that the run keeps (default: %(default)s)", default=2)
     deepspeed_config: Path | None = flag(Path, "JSON", "the recipe: what offload needs is examined, too")
     all_pairs: bool = switch("measure the network between all pairs of machines, not only with some neighbours")
+    network_gbps: float | None = flag(NUMBER, "X", "Gbit/s that the network between the machines should have")
+    machine: Path | None = flag(Path, "JSON", "a calibration of plan.py, into which the measured network is written")
     json: bool = switch("print JSON instead of lines")
 
 
@@ -93,14 +103,22 @@ class Finding:
 
 
 Facts = dict[str, Any]
-"""What one machine says of itself; JSON."""
+"""Facts about one machine, as JSON."""
 
 
 def main() -> int:
     """Examine, print, and return the exit code."""
     options, problems = read_options(DoctorOptions, prog="doctor.py", description=DESCRIPTION, epilog=EXAMPLES)
-    problems.raise_if_any()
     topology, started = read_topology(), time.perf_counter()
+    if options.machine is not None and topology.is_main:
+        if topology.world_size == topology.local_world_size:
+            problems.add("--machine is for the network between machines: start this under a launcher, on all of them")
+        read_calibration(options.machine)
+        if "calibration" in read_object(options.machine):
+            problems.add(
+                f"--machine {options.machine}: is a record that holds a calibration: name a file of --calibrate"
+            )
+    problems.raise_if_any()
     if topology.world_size == 1:
         machines, between = [machine_facts(options)], list[Finding]()
         links: list[Facts] = []
@@ -109,7 +127,16 @@ def main() -> int:
     if not topology.is_main:
         return EXIT_DONE
     findings = [finding for facts in machines for finding in findings_of_machine(facts, options)]
-    findings += [*between, *findings_of_cluster(machines), *findings_of_links(links)]
+    findings += [*between, *findings_of_cluster(machines), *findings_of_links(links, options.network_gbps)]
+    if options.machine is not None:
+        network = Network(
+            timestamp_utc=datetime.now(UTC).isoformat(timespec="seconds"),
+            machines=len(machines),
+            transport=links[0]["transport"],
+            bytes_per_sec=min(link["bytes_per_sec"] for link in links),
+            latency_sec=max(link["latency_sec"] for link in links),
+        )
+        write_json_atomic(options.machine, read_object(options.machine) | {"network": asdict(network)})
     seconds = time.perf_counter() - started
     if options.json:
         shown = {"machines": machines, "links": links, "findings": [asdict(each) for each in findings]}
@@ -122,7 +149,7 @@ def main() -> int:
             print(f"{facts['host']}: {devices}, {about}")
         for link in links:
             speed, latency = link["bytes_per_sec"] * 8 / 1e9, link["latency_sec"] * 1e6
-            print(f"{link['from']} to {link['to']}: {speed:.2f} Gbit/s, {latency:.0f} us")
+            print(f"{link['from']} to {link['to']}: {speed:.2f} Gbit/s, {latency:.0f} us, with {link['transport']}")
         for each in findings:
             print(f"{'finding' if each.stops else 'remark'}: {each.where}: {each.what}: {each.cure}")
         stopping = sum(each.stops for each in findings)
@@ -134,7 +161,7 @@ def main() -> int:
 
 
 def machine_facts(options: DoctorOptions) -> Facts:
-    """What can be known of this machine without the others."""
+    """Facts that a machine finds without the others."""
     from dsgpt.machine.device import cuda_devices, software_versions  # noqa: PLC0415 - torch takes seconds
     from dsgpt.machine.probe import compiler, has_cuda_toolkit, libaio_problem  # noqa: PLC0415
 
@@ -205,7 +232,7 @@ def _gpus() -> list[Facts]:
 
 
 def findings_of_machine(facts: Facts, options: DoctorOptions) -> Iterator[Finding]:  # noqa: PLR0912 - one for each
-    """What is wrong with one machine."""
+    """Yields the faults of one machine."""
     host = facts["host"]
     parameters = PRESETS[options.model_size].parameter_count()
     needed = BYTES_PER_PARAMETER * parameters * (options.keep_checkpoints + 1)  # one is written before one is removed
@@ -262,7 +289,7 @@ def findings_of_machine(facts: Facts, options: DoctorOptions) -> Iterator[Findin
 
 
 def findings_of_cluster(machines: Sequence[Facts]) -> Iterator[Finding]:
-    """What differs between machines and must not."""
+    """Yields the differences between machines that must not be."""
     compared = {name: [facts["versions"][name] for facts in machines] for name in machines[0]["versions"]}
     compared["GPUs"] = [[(gpu["name"], gpu["driver"]) for gpu in facts["gpus"]] for facts in machines]
     for what, values in compared.items():
@@ -281,14 +308,20 @@ def findings_of_cluster(machines: Sequence[Facts]) -> Iterator[Finding]:
             yield Finding(facts["host"], what, "synchronise it (chrony, ntp)")
 
 
-def findings_of_links(links: Sequence[Facts]) -> Iterator[Finding]:
-    """Links that are much slower than the others."""
-    speeds = sorted(link["bytes_per_sec"] for link in links)
+def findings_of_links(links: Sequence[Facts], stated_gbps: float | None) -> Iterator[Finding]:
+    """Links that are much slower than the others, and a network that is slow as a whole."""
+    speeds = sorted(link["bytes_per_sec"] * 8 / 1e9 for link in links)
+    usual = speeds[len(speeds) // 2] if speeds else math.inf
     for link in links:
-        usual = speeds[len(speeds) // 2]
-        if len(links) > 2 and link["bytes_per_sec"] < SLOW_LINK * usual:
-            what = f"{link['bytes_per_sec'] * 8 / 1e9:.2f} Gbit/s to {link['to']}, others have {usual * 8 / 1e9:.2f}"
+        speed = link["bytes_per_sec"] * 8 / 1e9
+        if speed < SLOW_LINK * usual:
+            what = f"{speed:.2f} Gbit/s to {link['to']}, others have {usual:.2f}"
             yield Finding(link["from"], what, "examine its cable, its interface and its place")
+    if usual < (SLOW_LINK * stated_gbps if stated_gbps else LEAST_GBPS):
+        expected = f"{stated_gbps:g} were stated" if stated_gbps else f"the least of use is {LEAST_GBPS:g}"
+        what = f"the network has {usual:.2f} Gbit/s with {links[0]['transport']}, {expected}"
+        cure = "choose the fast interface (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME); NCCL_DEBUG=INFO shows NCCL's choice"
+        yield Finding("all", what, cure)
 
 
 def _examine_together(options: DoctorOptions, topology: Topology) -> tuple[list[Facts], list[Finding], list[Facts]]:
@@ -297,12 +330,22 @@ def _examine_together(options: DoctorOptions, topology: Topology) -> tuple[list[
     Raises:
         UserError: some ranks do not come; the line names them.
     """
-    import torch.distributed as dist  # noqa: PLC0415 - torch takes seconds
+    import torch  # noqa: PLC0415 - it takes seconds
+    import torch.distributed as dist  # noqa: PLC0415
     from torch._C._distributed_c10d import PrefixStore  # noqa: PLC0415
 
-    store = _meet(topology)
+    from dsgpt.machine.device import cuda_devices  # noqa: PLC0415
+
+    own_gpu = topology.local_rank < cuda_devices() and dist.is_nccl_available()
+    store = _meet(topology, on_gpu=own_gpu)
+    on_gpus = all(store.get(f"doctor/{rank}") == b"gpu" for rank in range(topology.world_size))
+    if on_gpus:
+        torch.cuda.set_device(topology.local_rank)
     dist.init_process_group(
-        "gloo", store=PrefixStore("doctor", store), rank=topology.rank, world_size=topology.world_size
+        "cpu:gloo,cuda:nccl" if on_gpus else "gloo",
+        store=PrefixStore("doctor", store),
+        rank=topology.rank,
+        world_size=topology.world_size,
     )
     leads = topology.local_rank == 0
     leaders = _gathered(topology.rank if leads else None)
@@ -310,13 +353,13 @@ def _examine_together(options: DoctorOptions, topology: Topology) -> tuple[list[
     offsets = _clock_offsets(topology, leaders)
     machines = [each | {"clock_offset_sec": offset} for each, offset in zip(facts, offsets, strict=True)]
     shared = _shared_folder(options.checkpoint_path, topology, leaders, [each["host"] for each in facts])
-    links = _links(topology, leaders, [each["host"] for each in facts], all_pairs=options.all_pairs)
+    links = _links(topology, [each["host"] for each in facts], all_pairs=options.all_pairs)
     dist.destroy_process_group()
     return machines, shared, links
 
 
-def _meet(topology: Topology) -> "TCPStore":
-    """Where the ranks exchange what they found; waits for all of them."""
+def _meet(topology: Topology, *, on_gpu: bool) -> "TCPStore":
+    """The store in which the ranks exchange their facts, and whether each has a GPU of its own; waits for all."""
     from torch._C._distributed_c10d import TCPStore  # noqa: PLC0415 - torch takes seconds
 
     address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
@@ -325,7 +368,7 @@ def _meet(topology: Topology) -> "TCPStore":
     wait, agent = timedelta(seconds=MEETING_SEC), os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     try:
         store = TCPStore(address, int(port), None, topology.is_main and not agent, wait, wait_for_workers=False)
-        store.set(f"doctor/{topology.rank}", socket.gethostname())
+        store.set(f"doctor/{topology.rank}", "gpu" if on_gpu else "cpu")
         names = [f"doctor/{rank}" for rank in range(topology.world_size)]
         deadline = time.monotonic() + MEETING_SEC
         while not store.check(names):
@@ -404,38 +447,78 @@ def _shared_folder(folder: Path, topology: Topology, leaders: Sequence[int], hos
     return [Finding(host, what, cure) for host, what in problems if what]
 
 
-def _links(topology: Topology, leaders: Sequence[int], hosts: Sequence[str], *, all_pairs: bool) -> list[Facts]:
-    """Bandwidth and latency from each machine to some others, all machines at once in each round."""
-    machines = len(leaders)
+def _links(topology: Topology, hosts: Sequence[str], *, all_pairs: bool) -> list[Facts]:
+    """Bandwidth and latency from each machine to some others; in each round all ranks of all machines send at once.
+
+    Ranks that are not in the order of their machines leave it to the first one of each.
+    """
+    import torch.distributed as dist  # noqa: PLC0415 - torch takes seconds
+
+    machines, transport = len(hosts), NCCL if "nccl" in str(dist.get_backend_config()) else TCP
+    places = _gathered((socket.gethostname(), topology.local_rank))
+    leaders = [rank for rank, (_, local) in enumerate(places) if local == 0]
+    width = len(places) // machines
+    if places != [(host, local) for host in hosts for local in range(width)]:
+        width = 1
+    crews = [range(leader, leader + width) for leader in leaders]
     distances = range(1, machines) if all_pairs else [2**power for power in range(ROUNDS) if 2**power < machines]
-    own: list[Facts] = []
-    place = leaders.index(topology.rank) if topology.rank in leaders else None
+    links = []
     for distance in distances:
-        if place is not None:
-            to, source = leaders[(place + distance) % machines], leaders[(place - distance) % machines]
-            seconds, latency = _exchange(to, source)
-            link = {"from": hosts[place], "to": hosts[leaders.index(to)]}
-            own.append(link | {"bytes_per_sec": SENT_BYTES / seconds, "latency_sec": latency})
-    return [link for links in _gathered(own if place is not None else None) for link in links]
+        ends: tuple[int, int] | None = None
+        for place, crew in enumerate(crews):
+            if topology.rank in crew:
+                there, back = crews[(place + distance) % machines], crews[place - distance]
+                ends = there[crew.index(topology.rank)], back[crew.index(topology.rank)]
+        figures = dict(enumerate(_gathered(_exchange(ends, on_gpu=transport == NCCL))))
+        for place, crew in enumerate(crews):
+            to = (place + distance) % machines
+            seconds = max(figures[rank]["received_sec"] for rank in crews[to])
+            if transport == NCCL:  # it ends sending and receiving together: a slow link shows at both of its ends
+                seconds = min(seconds, max(figures[rank]["received_sec"] for rank in crew))
+            link = {"from": hosts[place], "to": hosts[to], "transport": transport}
+            rate = width * figures[crew[0]]["bytes"] / seconds
+            latency = max(figures[rank]["latency_sec"] for rank in crews[to])
+            links.append(link | {"bytes_per_sec": rate, "latency_sec": latency})
+    return links
 
 
-def _exchange(to: int, source: int) -> tuple[float, float]:
-    """Seconds to send ``SENT_BYTES`` while as many come, and the seconds of a small message."""
+def _exchange(ends: tuple[int, int] | None, *, on_gpu: bool) -> dict[str, float]:
+    """Bytes that this rank gets from the second of ``ends`` while it sends as many to the first, and how long it takes.
+
+    Collective; a rank without ``ends`` only keeps time with the others.
+    """
     import torch  # noqa: PLC0415
 
-    small, large = torch.zeros(1), torch.zeros(SENT_BYTES // 4)
-    _swap(small, torch.empty_like(small), to, source)
-    times = [_swap(small, torch.empty_like(small), to, source) for _ in range(PINGS)]
-    seconds = min(_swap(large, torch.empty_like(large), to, source) for _ in range(2))
-    return seconds, sorted(times)[PINGS // 2]
+    device = "cuda" if on_gpu else "cpu"
+
+    def best(size: int, times: int) -> list[float]:
+        pair = torch.zeros(2, size // 4, device=device)
+        return sorted(_received_sec(pair[0], pair[1], ends) for _ in range(times))
+
+    best(4, 2)  # connects
+    latency = best(4, PINGS)[PINGS // 2]
+    trial = max(_gathered(best(TRIAL_BYTES, 1)[0]))
+    size = min(SENT_BYTES, max(TRIAL_BYTES, int(TRIAL_BYTES * SENT_SEC / max(trial, 1e-6)) // 4 * 4))
+    return {"bytes": size, "received_sec": best(size, 2)[0], "latency_sec": latency}
 
 
-def _swap(out: "Tensor", into: "Tensor", to: int, source: int) -> float:
-    """Seconds until this rank has sent one tensor and received another."""
+def _received_sec(out: "Tensor", into: "Tensor", ends: tuple[int, int] | None) -> float:
+    """Seconds from a common start until the second of ``ends`` has sent ``into``, while the first one is sent ``out``.
+
+    With NCCL, until both is done.
+    """
+    import torch  # noqa: PLC0415
     import torch.distributed as dist  # noqa: PLC0415
 
+    dist.all_reduce(torch.zeros(1))
+    if ends is None:
+        return 0.0
     started = time.perf_counter()
-    waits: Mapping[str, Any] = {"sent": dist.isend(out, to), "received": dist.irecv(into, source)}
-    for wait in waits.values():
-        wait.wait()
-    return time.perf_counter() - started
+    both = [dist.P2POp(dist.isend, out, ends[0]), dist.P2POp(dist.irecv, into, ends[1])]
+    works = dist.batch_isend_irecv(both)
+    works[-1].wait()
+    if out.is_cuda:
+        torch.cuda.synchronize()
+    seconds = time.perf_counter() - started
+    works[0].wait()
+    return seconds

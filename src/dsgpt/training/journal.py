@@ -1,4 +1,4 @@
-"""What is written down about a run: its figures, its speed, its segments, its record, and the sinks of all of it."""
+"""The journal of a run: its figures, its speed, its segments, its record, and the sinks of all of it."""
 
 import contextlib
 import logging
@@ -19,7 +19,7 @@ from dsgpt.common.text import busy_words
 from dsgpt.config.run_config import RunConfig
 from dsgpt.machine.console import Field, Progress, fitted
 from dsgpt.machine.device import HostGroup, gather_objects
-from dsgpt.machine.probe import LoadOfOthers
+from dsgpt.machine.load import LoadOfOthers
 from dsgpt.planner.options import CALIBRATION
 from dsgpt.planner.rates import Calibration, Utilisation, read_calibration, utilisation
 from dsgpt.record.schema import RECORD_FILE, STEPS_FILE, RunRecord, StepLog, finite, mean, percentile, read_steps
@@ -295,7 +295,7 @@ class Segments:
         self._load = LoadOfOthers(ranks=bool(several)) if description else None
         self._earlier: list[Segment] = []
         self.all: list[Segment] = []
-        """As of the last ``note``."""
+        """All segments, as of the last ``note``."""
 
     def resume(self, state: RunState) -> None:
         """Continue the segments of a checkpoint. Old checkpoints have none: segments of their steps stay unknown."""
@@ -531,7 +531,7 @@ class Journal:
             self.write()
 
     def _first_non_finite(self, lines: list[dict[str, Any]]) -> str:
-        """Which rank's own loss was the first that is not finite; collective, as every rank has the same lines."""
+        """The rank whose own loss was the first that is not finite; collective, as every rank has the same lines."""
         own = next((place for place, loss in enumerate(self.meter.own_losses) if not math.isfinite(loss)), len(lines))
         ranks: list[tuple[str, int]] = gather_objects((socket.gethostname(), own))
         first = min(place for _, place in ranks)

@@ -76,19 +76,19 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """What the main rank found; the other ranks receive it."""
+    """Results of the main rank's checks; the other ranks receive them."""
 
     start: ResumePoint
     hashes: dict[str, str | None]
     """sha256 of ``train`` and ``val``, and of the published ``initial weights``, None where there are none."""
     settings: dict[str, Any]
-    """Those that a resumed run must match."""
+    """Settings that a resumed run must match."""
     contents: list[str]
-    """What the run folder held."""
+    """Contents of the run folder before the run."""
     earlier: EarlierRecord
     """The record of the run to resume."""
     plan: TrainingPlan | None
-    """That of ``--plan``."""
+    """The plan of ``--plan``."""
     messages: tuple[str, ...]
     """Lines for the user."""
 
@@ -384,13 +384,15 @@ def _load_checkpoint(
         load_random_state(start.checkpoint, rank=config.topology.rank, device=device)
     else:
         torch.manual_seed(dropout_seed(config, step=state.step))
-    return state.without_validations() if start.validates_anew else state
+    if start.validates_anew:  # losses on another validation set are not comparable
+        return replace(state, best_val_loss=None, last_val_loss=None, last_val_step=None)
+    return state
 
 
 # Out of memory in one line: when, how much, what was predicted, and the next setting that fits.
 
 NO_MEMORY = re.compile(r"out of memory|CUBLAS_STATUS_ALLOC_FAILED|Failed to CUDA \w+ \d+ bytes")
-"""In messages of CUDA (``torch.AcceleratorError``), cuBLAS and NCCL (``DistBackendError``).
+"""Matches messages of CUDA (``torch.AcceleratorError``), cuBLAS and NCCL (``DistBackendError``).
 
 Only PyTorch's own allocator raises ``torch.OutOfMemoryError``."""
 MOMENTS = {

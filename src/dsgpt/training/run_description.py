@@ -1,4 +1,4 @@
-"""What a run is: its data, checked, and its settings.
+"""The description of a run: its data, checked, and its settings.
 
 The settings are printed on the console, repeated in the record, and compared when a run is resumed.
 """
@@ -22,9 +22,9 @@ from dsgpt.data.token_file import TokenFile, TokenFileError, sidecar_path
 from dsgpt.formats.tokenizer_files import fault_of, model_folder, other_meaning, token_ids
 from dsgpt.machine.console import Progress
 from dsgpt.machine.device import describe_hardware, software_versions
+from dsgpt.planner.formulas import largest_model_state, most_sent_bytes
 from dsgpt.planner.memory import STEP, peak_memory, worst_peak
 from dsgpt.planner.setup import Setup
-from dsgpt.planner.strategies import largest_model_state, most_sent_bytes
 from dsgpt.record.provenance import git_commit
 from dsgpt.strategies.deepspeed.setup import engine_config
 
@@ -39,7 +39,7 @@ CHANGEABLE = {
     "data": ("train data", "validation data", "validation windows"),
     "recipe": ("optimizer", "schedule", "gradient clipping", "loss scaling", "total steps"),
 }
-"""What ``--allow_changed`` may name, and which of ``settings_to_match`` may then differ.
+"""Names for ``--allow_changed``, and the members of ``settings_to_match`` that may then differ.
 
 Model, seed, sequence length and global batch never change, because they define the samples of a step, nor do the
 optimizer's type and the precision, because they define its state. Launcher, strategy, ranks, micro batch and

@@ -67,7 +67,7 @@ class EarlierRecord:
 
     schema_version: Any = None
     saves: list[Save] | None = None
-    """None in records of older versions, which lack the key."""
+    """Saves of the run; None in records of older versions, which lack the key."""
     summary: EarlierSummary = field(default_factory=EarlierSummary)
     plan: EarlierPlan | None = None
 
@@ -134,7 +134,7 @@ def named_by(path: Path) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class ResumePoint:
-    """How a run begins."""
+    """The point at which a run begins: a new run, or a checkpoint."""
 
     checkpoint: Path | None = None
     """The checkpoint to resume from; None for a fresh start."""
@@ -145,7 +145,7 @@ class ResumePoint:
     messages: tuple[str, ...] = ()
     """Lines for the user; none for an ordinary fresh start."""
     changes: tuple[dict[str, Any], ...] = ()
-    """What changed at this resume and at earlier ones, as in ``RunState``."""
+    """Changes at this resume and at earlier ones, as in ``RunState``."""
     run_id: str | None = None
     """The id of the resumed run."""
     validates_anew: bool = False
@@ -326,7 +326,7 @@ _FILES = (COMPLETE_FILE, store.LATEST, store.BEST, LOG_FILE, COMMUNICATION_FILE,
 A kill in between leaves no ``latest``, and no step lines without a record;
 ``why_nothing_was_saved`` says why this matters."""
 TRACKERS_FOLDER = "trackers"
-"""What experiment trackers store on this machine, and the ids of the run in each of them."""
+"""Folder of files that experiment trackers store on this machine, and of the run's ids in them."""
 IDS_FILE = "run_ids.json"
 """The run's id in each tracker, by the tracker's name. It also marks the folder as written by this program."""
 _OWN_FOLDERS = (store.STEP_FOLDER, store.PARTIAL_FOLDER, store.DAMAGED_FOLDER)
@@ -419,7 +419,7 @@ def _existing(run_dir: Path) -> list[Path]:
 
 
 def _files(run_dir: Path) -> list[Path]:
-    """What is named in ``run_dir`` like a file of a run, or like the folder of trackers or profiles, links included."""
+    """Paths in ``run_dir`` named like a file of a run, or like the folder of trackers or profiles, links included."""
     hardware = sorted(path for path in run_dir.iterdir() if HARDWARE_FILE.fullmatch(path.name))
     named = [run_dir / name for name in (TRACKERS_FOLDER, PROFILE_FOLDER, *_FILES) if os.path.lexists(run_dir / name)]
     return hardware + named

@@ -52,7 +52,7 @@ _CONTINUES = "the run continues (--on_save_failure continue)"
 
 @dataclass(frozen=True, kw_only=True)
 class Contents:
-    """What a checkpoint holds besides tensors, as it was when the save began."""
+    """Contents of a checkpoint besides tensors, as they were when the save began."""
 
     config: RunConfig
     folder: Path
@@ -209,7 +209,7 @@ class Saver:
         self._about, self._ranks = about, ranks
         self._is_main = config.topology.is_main
         self._beside = HostGroup() if config.options.save_mode == "async" else ranks
-        """For threads, beside which the ranks communicate in ``ranks``."""
+        """Group for threads, beside which the ranks communicate in ``ranks``."""
         self._stops = config.options.on_save_failure == "stop"
         self._kept = KeptState()
         self._second: SecondCopy | None = None

@@ -1,8 +1,8 @@
-"""What became of a run, and the lock of the process that trains it.
+"""The status of a run, and the lock of the process that trains it.
 
-What became of a run: its record's word, and whether a process still trains. The record of a run that was killed says
-``running`` forever. So a record is believed only while something lives: the process that holds the run's lock, or, for
-a run on another machine, files that still change.
+The status follows from the record, and from whether a process still trains. The record of a run that was killed says
+``running`` forever. So ``running`` is believed only while a process holds the run's lock, or, for a run on another
+machine, while its files still change.
 """
 
 import contextlib
@@ -115,7 +115,7 @@ SILENT_SEC = 600
 
 
 class Status(StrEnum):
-    """What became of a run."""
+    """Status of a run."""
 
     RUNNING = "running"
     FINISHED = "finished"
@@ -124,7 +124,7 @@ class Status(StrEnum):
     FAILED = "failed"
     """An error ended it."""
     ABANDONED = "abandoned"
-    """Its record says that it is running, and no process trains: it was killed, or its machine went down."""
+    """The record says that the run is running, and no process trains: it was killed, or its machine went down."""
     UNKNOWN = "unknown"
     """The record says nothing about it: those of the older generation."""
 
@@ -161,7 +161,7 @@ def signs_of_life(run_dir: Path) -> Signs:
 
 
 def status_of(recorded: str | None, *, host: str | None, signs: Signs) -> tuple[Status, str]:
-    """What became of a run, and why this is believed, in one line.
+    """Status of a run, and why this is believed, in one line.
 
     Args:
         recorded: the ``status`` of its record; ``running`` for a run that has no record yet.

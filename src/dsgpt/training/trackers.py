@@ -36,18 +36,18 @@ class Row(NamedTuple):
     step: int
     """Optimizer steps completed; the first is 1."""
     metrics: dict[str, float]
-    """By the keys of ``metrics.jsonl``, without those that are unknown; true is 1 and false is 0."""
+    """Values by the keys of ``metrics.jsonl``, without those that are unknown; true is 1 and false is 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrackedRun:
-    """The run, as a tracker is told when it is opened."""
+    """Facts about the run that a tracker gets when it is opened."""
 
     run_dir: Path
     folder: Path
-    """For what the tracker stores on this machine; absolute, because libraries keep it in variables."""
+    """Folder for files that the tracker stores on this machine; absolute, because libraries keep it in variables."""
     run_id: str
-    """That of the record."""
+    """Id of the run in the record."""
     settings: dict[str, Any]
     """The settings of the record, nested."""
     done: int
@@ -361,7 +361,7 @@ class TrackioTracker(Tracker):
 
 @contextlib.contextmanager
 def _offline() -> Iterator[None]:
-    """Inside, the hub is not asked for the user's name, which Trackio would do if there is a token."""
+    """Keep Trackio from asking the hub for the user's name, inside the context; it would do so if there is a token."""
     from huggingface_hub import constants  # noqa: PLC0415 - only where it is asked for
 
     before, constants.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE, True

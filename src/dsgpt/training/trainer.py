@@ -16,13 +16,13 @@ from dsgpt.checkpoints.store import folder_name
 from dsgpt.checkpoints.training_state import StateReader
 from dsgpt.common.errors import Interrupted, NonFiniteError, SaveError, UserError
 from dsgpt.common.files import write_atomic
-from dsgpt.common.text import next_line, script_words
+from dsgpt.common.text import duration, next_line, script_words
 from dsgpt.config.run_config import RunConfig
 from dsgpt.data.loader import Batch, RankShare, WindowDataset, micro_batches, training_windows, validation_windows
 from dsgpt.formats.tensor_files import DTYPES
 from dsgpt.inference.generation import measure_latency
 from dsgpt.inference.model_files import build_model
-from dsgpt.machine.console import Progress, duration
+from dsgpt.machine.console import Progress
 from dsgpt.machine.device import HostGroup, barrier, gather_objects
 from dsgpt.machine.launcher import Interruption, own_command, stop_signals_blocked
 from dsgpt.machine.peers import Peers
@@ -266,8 +266,8 @@ def measure_inference(config: RunConfig, *, device: torch.device, interruption: 
     incomplete measurement is not saved.
 
     Returns:
-        The ``inference`` block of the record; None on other ranks, and where it was not measured: the run was asked to
-        stop, the model has a single position, or this machine cannot generate with it. Then a line says why.
+        The ``inference`` block of the record; None on other ranks, and where it was not measured. Then a line says
+        why: the run was asked to stop, the model has a single position, or this machine cannot generate with it.
     """
     checkpoint = config.run_dir / folder_name(config.total_steps)
     if not config.topology.is_main or interruption.reason:

@@ -71,7 +71,7 @@ class Metrics:
 LONGEST_WAIT_SEC = 60
 MINUTE_SEC = 60
 _WEIGHT = 0.1
-"""Of the newest sequence in the mean time of a sequence."""
+"""Weight of the newest sequence in the mean time of a sequence."""
 
 
 class Gate:
@@ -152,7 +152,7 @@ class Choice:
     index: int
     prompt: Prompt
     sequence: Sequence | None
-    """What decodes it; None if no token is asked for."""
+    """The decoding of the completion; None if no token is asked for."""
     text: Continuation
     finish_reason: str | None = None
     logprobs: dict[str, Any] | None = None
@@ -181,7 +181,7 @@ class Choice:
 
 
 class Answer:
-    """What all parts of an answer share.
+    """Facts that all parts of an answer share.
 
     Args:
         model: its name.
@@ -222,7 +222,7 @@ def add_logprobs(
     rows = [row for row in zip(ids[first:], offsets, scores, strict=True) if row[1] < length]  # not behind a stop text
 
     def name_of(token: int) -> str:
-        """Its text; a token that is a part of a character is ``token_id:N``, as in vLLM."""
+        """Text of a token; a token that is a part of a character is ``token_id:N``, as in vLLM."""
         text = str(tokenizer.decode([token]))
         return f"token_id:{token}" if INCOMPLETE in text else text
 
@@ -255,7 +255,7 @@ class Completions:
     readers: tuple[ThreadPoolExecutor, ThreadPoolExecutor] = field(
         default_factory=lambda: (ThreadPoolExecutor(1, "reads"), ThreadPoolExecutor(1, "reads large ones"))
     )
-    """Where requests are read, small and large ones: one at a time each, because each keeps a core busy. A small one
+    """Threads that read requests, small and large ones: one at a time each, because each keeps a core busy. A small one
     does not wait for the large ones of others."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -392,7 +392,7 @@ class _Exchange:
         self._scope, self._receive, self._send, self._stall_sec = scope, receive, send, stall_sec
         self._started = self._streams = False
         self.began = time.perf_counter()
-        """When the request arrived."""
+        """Time at which the request arrived."""
         self.ended = False
         """Whether the last part of the answer was handed to the server, which then also reports a disconnection."""
 

@@ -69,7 +69,7 @@ class Sampler:
     def __call__(self, _ids: torch.Tensor, scores: torch.Tensor, _arguments: torch.Tensor) -> torch.Tensor:
         """Draw a token for each row of ``scores`` (sequences, vocabulary), and return scores with it as the largest."""
         alike: dict[Drawing, list[tuple[int, float]]] = {}
-        """By how they are drawn: rows, and the random number of each."""
+        """Rows, and the random number of each, by the settings of their draw."""
         finite = scores.amax(dim=-1).isfinite().tolist()  # NaN, too, is its row's largest
         for row, state in enumerate(self._states):
             drawing: Drawing = state.logit_processor_kwargs["sampling"]
@@ -106,7 +106,7 @@ class ServedModel:
     """A model and what belongs to it."""
 
     name: str
-    """In requests."""
+    """Name of the model in requests."""
     model: "GPT2LMHeadModel"
     tokenizer: "PreTrainedTokenizerBase"
     positions: int
@@ -115,7 +115,7 @@ class ServedModel:
     end_of_text: frozenset[int]
     """Ids that end a text: the tokenizer's, and those of the model's ``generation_config.json``."""
     created: int
-    """When its weights were written, in seconds since 1970."""
+    """Time at which its weights were written, in seconds since 1970."""
 
 
 def open_served(source: Path, *, which: str, name: str | None, device_kind: str) -> ServedModel:
@@ -318,7 +318,7 @@ class Scorer:
     def __init__(self, model: "GPT2LMHeadModel") -> None:
         self._model = twin_of(model)
         self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="scores")
-        """Where ``score`` is called, so that sequences that wait for it keep no other thread."""
+        """Thread that calls ``score``, so that sequences that wait for it keep no other thread."""
 
     def score(self, ids: list[int], *, first: int, top: int) -> list[tuple[float, list[tuple[int, float]]]]:
         """The natural log probability of each token from ``first`` on, given those before it, and the likeliest ones.

@@ -31,7 +31,7 @@ class ApiError(Exception):
     """A request that is refused or failed."""
 
     status: int
-    """Of HTTP."""
+    """Status of HTTP."""
     message: str
     """One line: what is wrong, and what to do."""
     _: KW_ONLY
@@ -40,7 +40,7 @@ class ApiError(Exception):
     code: str | None = None
     """A word that programs can compare."""
     headers: dict[str, str] = field(default_factory=dict)
-    """Of the response."""
+    """Headers of the response."""
 
     def __str__(self) -> str:
         return self.message
@@ -62,7 +62,7 @@ class GoneError(Exception):
     """Nobody reads the answer; the connection is closed."""
 
     status: int
-    """That it is counted as: 499 if the client hung up, as in nginx, 408 if it took nothing in time."""
+    """Status that is counted: 499 if the client hung up, as in nginx, 408 if it took nothing in time."""
 
 
 async def read_body(request: Request, *, limits: Limits) -> bytes:
@@ -96,7 +96,7 @@ async def read_body(request: Request, *, limits: Limits) -> bytes:
 
 @dataclass(frozen=True, kw_only=True)
 class Drawing(Sampling):
-    """How a sequence chooses its tokens; nothing is penalized."""
+    """Settings with which a sequence draws its tokens; nothing is penalized."""
 
     seed: str | None = None
     """Sequences of one seed draw the same numbers; None for numbers that nobody can repeat."""
@@ -162,12 +162,12 @@ class CompletionRequest(BaseModel):
 
     @property
     def prompts(self) -> list[Any]:
-        """Its prompts, as texts or lists of ids."""
+        """Prompts of the request, as texts or lists of ids."""
         given: Any = self.prompt
         return [given] if isinstance(given, str) or (given and isinstance(given[0], int)) else given
 
     def drawing(self, index: int) -> Drawing:
-        """How the choice ``index`` draws its tokens."""
+        """Settings with which the choice ``index`` draws its tokens."""
         if self.temperature < COLDEST or self.top_p == 0:
             return Drawing()
         how = {"temperature": self.temperature, "top_p": self.top_p, "min_p": self.min_p}
@@ -188,7 +188,7 @@ SHAPES = {
     "prompt": "prompt must be a text, a list of texts, a list of token ids, or a list of lists of token ids",
     "stop": f"stop must be a text of 1 to {LONGEST_STOP} characters, or a list of at most {MOST_STOPS} of them",
 }
-"""What fields may be that have several types; pydantic says it for each type by itself."""
+"""Messages for fields of several types, for which pydantic has a message for each type."""
 UNSUPPORTED = ("suffix", "frequency_penalty", "presence_penalty", "logit_bias")
 """Fields that would silently be ignored otherwise, as would a ``best_of`` that is not ``n``."""
 
@@ -198,7 +198,7 @@ class Prompt:
     """A prompt as the model reads it."""
 
     ids: Ids
-    """At least one."""
+    """A list of at least one id."""
     text: str
 
 
@@ -299,7 +299,7 @@ def _check_ids(ids: Ids, param: str, vocabulary: int) -> None:
 
 
 def new_tokens_of(request: CompletionRequest, prompts: list[Prompt], *, positions: int, limits: Limits) -> int:
-    """How many tokens a completion of the request may have.
+    """Most tokens that a completion of the request may have.
 
     Raises:
         ApiError: prompt and completion do not fit into the model's positions, or the limit is lower.

@@ -385,7 +385,7 @@ async def _serve(app: object, engine: Engine, listener: socket.socket, *, about:
 
 
 def http_config(app: object, *, connections: int) -> uvicorn.Config:
-    """How the application is served, on at most ``connections`` at a time."""
+    """Settings of uvicorn for at most ``connections`` connections at a time."""
     return uvicorn.Config(
         app,  # type: ignore[arg-type]
         http=Connection,

@@ -123,7 +123,7 @@ class DeepSpeedStrategy(Strategy):
     def _set_loss_scale(self) -> float:
         """Give DeepSpeed the loss scale of this step; return the factor by which the loss has to be multiplied here.
 
-        The scale is divided by the number of data ranks, so that fp16 gradients are as large as the baseline's:
+        The scale is divided by the number of data ranks, so that fp16 gradients are as large as the baseline's.
         DeepSpeed divides the loss of a micro batch by the accumulation steps alone, and averages over ranks later.
         Stage 0 unscales gradients but never scales the loss (``DeepSpeedEngine.backward`` does so only with a
         ``ZeROOptimizer``).
@@ -142,7 +142,7 @@ class DeepSpeedStrategy(Strategy):
         return torch.as_tensor(self._engine.get_global_grad_norm() if own is None else own).float()
 
     def _boxes(self, name: str) -> list[Box]:
-        """Where what this rank's data group holds of a parameter lies in it."""
+        """Boxes, in the whole parameter, of the part that this rank's data group holds."""
         return part_boxes(name, self._shapes[name], rank=self._topology.tensor_rank, size=self._topology.sizes.tensor)
 
     def shards(self) -> Shards:

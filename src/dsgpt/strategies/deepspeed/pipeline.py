@@ -39,7 +39,7 @@ _TIED = "wte"
 """Key of the embedding that the first and the last layer share, and its canonical name."""
 
 Loss = Callable[[Tensor, Tensor], Tensor]
-"""From logits (B, T, V) and targets (B, T) to a 0-dim loss."""
+"""Maps logits (B, T, V) and targets (B, T) to a 0-dim loss."""
 
 
 class PositionEmbedding(nn.Embedding):
@@ -139,7 +139,7 @@ class StageModule(PipelineModule):  # type: ignore[misc]  # DeepSpeed ships no t
 
     @torch.no_grad()
     def _synchronize_tied_weights(self) -> None:
-        """As in DeepSpeed, but without autograd, which would warn about the broadcast in every backward pass."""
+        """Broadcast the tied weights like DeepSpeed, but without autograd, which would warn in every backward pass."""
         super()._synchronize_tied_weights()
 
     def canonical_parameters(self) -> dict[str, nn.Parameter]:
@@ -217,7 +217,7 @@ class PipelineParallel(DeepSpeedStrategy):
         return squares.sqrt().float()
 
     def _sum_tied_gradients(self, _engine: Any) -> None:
-        """In fp16, sum the fp32 gradients of the tied embedding over its stages.
+        """Sum the fp32 gradients of the tied embedding over its stages, in fp16.
 
         DeepSpeed's ``_exec_reduce_tied_grads`` looks for them in ``grad``, but stage 1 has moved them to
         ``grad_accum``. So each stage would step on its own part, and the copies would drift apart.

@@ -1,4 +1,4 @@
-"""What every DeepSpeed strategy needs before its engine exists: configuration, optimizer, extensions and swap files.
+"""Preparation of every DeepSpeed engine: configuration, optimizer, extensions and swap files.
 
 DeepSpeed ships no types, so its objects are ``Any`` in this folder. Which optimizer ``deepspeed.initialize`` returns
 depends on stage and precision, and the classes share no interface. At stage 0 in fp32 it is the torch optimizer itself.

@@ -58,7 +58,7 @@ def is_split(name: str) -> bool:
 
 
 def take_part(name: str, whole: Tensor, *, rank: int, size: int) -> Tensor:
-    """What tensor rank ``rank`` of ``size`` holds of a ``whole`` parameter; all of it if it is not split."""
+    """The part of a ``whole`` parameter on tensor rank ``rank`` of ``size``; all of it if it is not split."""
     rule = _rule(name)
     if rule is None or size == 1:
         return whole
@@ -67,7 +67,7 @@ def take_part(name: str, whole: Tensor, *, rank: int, size: int) -> Tensor:
 
 
 def part_boxes(name: str, shape: Sequence[int], *, rank: int, size: int) -> list[Box]:
-    """Where the elements of ``take_part`` lie in the whole parameter, which has this ``shape``; flat and end to end."""
+    """Boxes of the elements of ``take_part`` in the whole parameter of this ``shape``; flat and end to end."""
     rule = _rule(name)
     if rule is None or size == 1:
         return [Box.whole(shape)]
@@ -118,11 +118,11 @@ class EngineState(ABC):
         self._parameters = parameters
 
     def moment_names(self) -> list[str]:
-        """Those of ``STATE_NAMES`` that the optimizer has; call it before reading any of them."""
+        """Members of ``STATE_NAMES`` that the optimizer has; call it before reading any of them."""
         return [key for key in STATE_NAMES if any(key in state for state in self._torch.state.values())]
 
     def shards(self, part: Part) -> Shards:
-        """What this rank holds, which in stage 0 is what all data ranks hold; no communication."""
+        """The part of the state that this rank holds, in stage 0 that of all data ranks; no communication."""
         keys, boxes = self.moment_names(), {}
         for name in self._parameters:
             if own := cut(part(name), *self._range(name)):
@@ -227,7 +227,7 @@ class PartitionedState(EngineState):
         self._link_moments()
 
     def _fragment(self, name: str) -> Any:
-        """What DeepSpeed knows of this rank's piece; None if other data ranks hold all of the parameter."""
+        """DeepSpeed's description of this rank's piece; None if other data ranks hold all of the parameter."""
         return self._parameters[name]._hp_mapping  # type: ignore[attr-defined]  # DeepSpeed's
 
     def _range(self, name: str) -> tuple[int, int]:
@@ -267,7 +267,7 @@ class ShardedState:
         sizes = {name: sum(box.numel for box in each) for name, each in own.items()}
 
         def states() -> Iterator[tuple[str, ParamState]]:
-            for parameter, parts in self._held():
+            for parameter, parts in self._param_states():
                 name = self._names[parameter.ds_id]
                 if name in boxes:
                     yield name, parts.mapped(partial(self._part_of, parameter, stop=sizes[name]))
@@ -275,12 +275,12 @@ class ShardedState:
         return Shards(boxes, states())
 
     def _boxes(self, parameter: Any, part: Part) -> list[Box]:
-        """Where this rank's part of ``parameter`` lies in it."""
+        """Boxes of this rank's part of ``parameter``, in the whole."""
         optimizer = self._optimizer
         rank, (_, _, length) = optimizer._get_param_partition_rank(parameter), optimizer.grad_position[parameter.ds_id]
         return cut(part(self._names[parameter.ds_id]), rank * length, (rank + 1) * length)
 
-    def _held(self) -> Iterator[tuple[Any, ParamState]]:
+    def _param_states(self) -> Iterator[tuple[Any, ParamState]]:
         """Every parameter, with the flat tensors of its sub-group; in their order, to read each from the drive once."""
         optimizer = self._optimizer
         for index, group in enumerate(optimizer.fp16_groups):

@@ -203,7 +203,7 @@ class Zero(DeepSpeedStrategy):
         return sum_over_ranks(loss_sum / (self._accumulation * self._ranks * self._copies)), own_loss, norm
 
     def _micro_batch_loss(self, batch: Batch) -> Tensor:
-        """What this rank adds to the mean loss of its micro batch: all of it, unless the rank reads only a part."""
+        """This rank's summand of the mean loss of its micro batch: all of it, unless the rank reads only a part."""
         loss: Tensor = self._engine(batch.inputs, batch.targets)
         return loss
 
@@ -285,8 +285,8 @@ class SequenceParallel(Zero):
     def _forget_model_parallelism(self) -> None:
         """Tell DeepSpeed's low-precision optimizers that every rank holds the whole model.
 
-        They treat sequence ranks as ranks with different parameters: ``BF16_Optimizer`` (stage 1) fails on a rank that
-        adds nothing to the norm, and ``CheckOverflow`` (stage 0) asks for a group of data ranks that does not exist.
+        They treat sequence ranks as ranks with different parameters. ``BF16_Optimizer`` (stage 1) fails on a rank that
+        adds nothing to the norm. ``CheckOverflow`` (stage 0) asks for a group of data ranks that does not exist.
         """
         for part in (self._optimizer, getattr(self._optimizer, "overflow_checker", None)):
             if part is not None and hasattr(part, "mpu"):
@@ -323,7 +323,7 @@ def ulysses_attention(group: dist.ProcessGroup) -> Attend:
 
 
 def _attend_by_position(q: Tensor, k: Tensor, v: Tensor, dropout: float, causal: bool) -> Tensor:
-    """All positions of this rank's heads: (B, T, nh of this rank, hs) each."""
+    """Attention of this rank's heads over all positions: (B, T, nh of this rank, hs) each."""
     q, k, v = (part.transpose(1, 2) for part in (q, k, v))
     return dense_attention(q, k, v, dropout, causal).transpose(1, 2)
 
@@ -409,7 +409,7 @@ class ColumnParallelLinear(_PartOfLinear):
 
 
 class RowParallelLinear(_PartOfLinear):
-    """All outputs of a ``Linear``, from the parts of its input that the peers hold."""
+    """A ``Linear`` whose outputs are whole, from the parts of its input that the peers hold."""
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, T, in_features) of this peer to (B, T, out_features), equal on all peers."""
@@ -420,11 +420,11 @@ class RowParallelLinear(_PartOfLinear):
 class TensorParallel(Zero):
     """One DeepSpeed engine per rank, each with its part of every layer.
 
-    The model is made whole in host memory, and only what a rank keeps is copied to its device: AutoTP
-    (``TensorParallel_Layer.move``) copies a rank's part of each matrix there and frees the whole one, and the engine
-    moves the rest after that (``_configure_distributed_model``). So a model may be larger than one device, but each
-    rank needs host memory for all of it while it starts. For a larger model use ``ds_configs/3d.json``, with which
-    each rank builds only its part.
+    The model is made whole in host memory, and only what a rank keeps is copied to its device. AutoTP
+    (``TensorParallel_Layer.move``) copies a rank's part of each matrix there and frees the whole one. The engine then
+    moves the rest (``_configure_distributed_model``). So a model may be larger than one device, but each rank needs
+    host memory for all of it while it starts. For a larger model use ``ds_configs/3d.json``, with which each rank
+    builds only its part.
     """
 
     def _spread(self, model: GPT2, config: RunConfig) -> Any:

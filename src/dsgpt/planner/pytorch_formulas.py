@@ -1,7 +1,7 @@
-"""What the planner predicts of a strategy: its model state, moments, traffic and copies, in one class each.
+"""Formulas for a strategy's model state, moments, traffic and copies: the contract, and PyTorch's strategies.
 
-``Planned`` is the contract. Here are the strategies of PyTorch as well; those of DeepSpeed are in
-``dsgpt.planner.strategies``, whose ``strategy_of`` chooses the class.
+``Planned`` is the contract. The classes of DeepSpeed's strategies are in ``dsgpt.planner.deepspeed_formulas``;
+``dsgpt.planner.formulas`` chooses the class of a setup.
 
 The formulas describe this package, PyTorch 2.13 and DeepSpeed 0.19.8. Their letters:
 
@@ -29,7 +29,7 @@ BEFORE_STEP, DURING_STEP, AFTER_STEP = "before the step", "during the step", "af
 Place = tuple[str, int | None]
 """A moment of the step and its micro batch; no micro batch outside of the passes."""
 Shares = tuple[int, int]
-"""Of a traffic, in the forward and in the backward pass of every micro batch."""
+"""Shares of a traffic: in the forward pass and in the backward pass of every micro batch."""
 MIB = 1 << 20
 _UNFUSED_ADAM = 20
 """Numbers that PyTorch's AdamW reads and writes for each weight in nine operations, as it does in pipelines."""
@@ -37,27 +37,27 @@ _UNFUSED_ADAM = 20
 
 @dataclass(frozen=True, kw_only=True)
 class ModelState:
-    """Bytes of one rank; ``dsgpt.telemetry.cost`` measures them."""
+    """Bytes of model state on one rank; ``dsgpt.telemetry.cost`` measures them."""
 
     parameters: int
     """The weights that the forward pass uses, as they are kept between steps."""
     gradients: int
-    """While the optimizer steps, after most communication buffers have been freed."""
+    """Gradients while the optimizer steps, after most communication buffers have been freed."""
     optimizer: int
     """Moments, and torch's counter of steps, 4 bytes for each tensor that its Adam steps on."""
     master: int
     """fp32 weights in addition to the parameters."""
     off_device: Mapping[str, int] = field(default_factory=dict)
-    """How much of each of the four is in host memory, or in files of the run, instead of on the device."""
+    """Bytes of each of the four in host memory, or in files of the run, instead of on the device."""
 
     @property
     def total(self) -> int:
-        """All four, wherever they are."""
+        """Sum of the four, on the device and off it."""
         return self.parameters + self.gradients + self.optimizer + self.master
 
     @property
     def on_device(self) -> int:
-        """What is on the device."""
+        """Bytes on the device."""
         return self.total - sum(self.off_device.values())
 
 
@@ -66,39 +66,39 @@ class Moment:
     """A moment of a training at which memory can be highest."""
 
     name: str
-    """One of ``memory.MOMENTS``."""
+    """Name of the moment, one of ``memory.MOMENTS``."""
     blocks: int = 0
-    """How many blocks have activations."""
+    """Number of blocks that have activations."""
     parts: Mapping[str, int]
-    """Bytes by the names of ``memory.PARTS``: what exists besides model state and activations."""
+    """Bytes besides model state and activations, by the names of ``memory.PARTS``."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Traffic:
-    """All operations of one kind of one rank in one optimizer step; ``dsgpt.telemetry.cost`` measures them."""
+    """Operations of one kind of one rank in one optimizer step; ``dsgpt.telemetry.cost`` measures them."""
 
     what: str
     """``gradients`` (of weights), ``weights``, or ``activations`` and their gradients."""
     operation: str
     """A name that ``ring_factor`` knows."""
     group_size: int
-    """Ranks that take part."""
+    """Number of ranks that take part."""
     payload_bytes: int
-    """As ``dsgpt.machine.topology`` defines it."""
+    """Bytes of the buffer, as ``dsgpt.machine.topology`` defines them."""
     summed_width: int = FULL
-    """Bytes of a number of a sum: summing 16-bit numbers may take longer than sending them."""
+    """Bytes per summed number: summing 16-bit numbers may take longer than sending them."""
     axis: str = "data"
-    """Which ranks take part: those of ``data``, or of a ``tensor``, ``sequence`` or ``pipeline`` group."""
+    """The group of ranks that takes part: ``data``, ``tensor``, ``sequence`` or ``pipeline``."""
     calls: int
-    """Collective operations in a step that send it."""
+    """Number of collective operations per step that send it."""
     passes: Shares = (0, 0)
-    """Its shares in the forward and in the backward pass of every micro batch."""
+    """Shares of the payload in the forward pass and in the backward pass of every micro batch."""
     once: Mapping[Place, int] = field(default_factory=dict)
-    """Its shares at single places, in addition."""
+    """Additional shares at single places of the step."""
     behind: tuple[float, float] = (0, 0)
-    """Behind how many forward and backward passes of a micro batch a GPU sends it."""
+    """Numbers of forward passes and of backward passes of a micro batch during which a GPU sends it."""
     hidden: float = 0.0
-    """The share of its time that these passes hide, if they take long enough."""
+    """Share of its time that these passes hide, if they take long enough."""
 
     @property
     def ring_bytes(self) -> int:
@@ -106,7 +106,7 @@ class Traffic:
         return round(self.payload_bytes * ring_factor(self.operation, self.group_size))
 
     def places(self, micro_batches: int) -> dict[Place, int]:
-        """Its share at each place of a step of so many micro batches."""
+        """Share of the payload at each place of a step of ``micro_batches``."""
         shares: dict[Place, int] = {}
         for number in range(micro_batches):
             shares[FORWARD, number], shares[BACKWARD, number] = self.passes
@@ -125,12 +125,12 @@ class Copied:
     link: str
     """``host``, or ``files`` of the host."""
     to_device: bool
-    """Whether it goes towards the device; otherwise away from it."""
+    """True for a copy to the device, False for a copy from it."""
     size: int
 
 
 def embedding_bytes(setup: Setup) -> int:
-    """wE: the gradient of the embedding, dense for the lookup too, in the precision of the activations."""
+    """Bytes of the embedding's gradient (wE), in the precision of the activations; the lookup's is dense, too."""
     return setup.low * setup.model.padded_vocab_size * setup.model.n_embd
 
 
@@ -141,25 +141,25 @@ class Planned:
     setup: Setup
 
     operations_per_tensor: ClassVar[int]
-    """For each parameter in a micro batch beside its products: hooks, casts, copies to buckets."""
+    """Operations per parameter and micro batch besides matrix products: hooks, casts, copies to buckets."""
     reduces_each_micro_batch: ClassVar[bool] = False
-    """Whether gradients are reduced in every backward pass; otherwise once in a step."""
+    """Whether gradients are reduced in every backward pass instead of once per step."""
     copies_to_buckets: ClassVar[bool] = False
-    """Whether it is counted on GPUs that every reduced gradient is read and written to a bucket, 2w."""
+    """Whether time on GPUs includes copying every reduced gradient to a bucket, 2w bytes per element."""
 
     @property
     def overlap_in_words(self) -> str:
-        """What the prediction hides behind computation on GPUs."""
+        """Sentence for the plan: which communication overlaps with computation on GPUs."""
         return "nothing overlaps"
 
     @property
     def hook_operations(self) -> int:
-        """Of ZeRO-3's hooks in a micro batch."""
+        """Python operations of ZeRO-3's hooks per micro batch; 0 for other strategies."""
         return 0
 
     @property
     def reductions(self) -> int:
-        """How often a step reduces each gradient."""
+        """Number of times that a step reduces each gradient."""
         return self.setup.gradient_accumulation_steps if self.reduces_each_micro_batch else 1
 
     @property
@@ -169,12 +169,12 @@ class Planned:
 
     @property
     def gathers_to_save(self) -> bool:
-        """Whether a rank has only a part of a parameter or of its moments, and the inference figure gathers it."""
+        """Whether a rank holds a part of a parameter or of its moments, so that the inference figure gathers it."""
         return False
 
     @property
     def distinct_ranks(self) -> range:
-        """The ranks of which one needs the most memory: the first of each stage, whose other ranks hold the same."""
+        """Ranks that may hold different sizes: the first of each stage, whose other ranks hold the same."""
         return self.setup.first_ranks
 
     def model_state(self, rank: int) -> ModelState:
@@ -182,15 +182,15 @@ class Planned:
         raise NotImplementedError
 
     def start_bytes(self, rank: int, device: str) -> int:  # noqa: ARG002 - of all strategies
-        """What exists besides weights and master weights while the optimizer is built."""
+        """Bytes besides weights and master weights while the optimizer is built."""
         return 0
 
     def moments(self, rank: int, device: str) -> list[Moment]:
-        """The moments of a step, in a step after the first, and that of an evaluation."""
+        """Memory moments of a step after the first, and of an evaluation."""
         raise NotImplementedError
 
     def traffic(self, rank: int) -> list[Traffic]:  # noqa: ARG002 - of all strategies
-        """What ``rank`` sends in one optimizer step; groups of one rank may be among it."""
+        """Traffic of ``rank`` in one optimizer step; groups of one rank may be among it."""
         return []
 
     @property
@@ -199,29 +199,29 @@ class Planned:
         return BACKWARD, self.setup.gradient_accumulation_steps - 1
 
     def copied(self, rank: int) -> Iterable[Copied]:  # noqa: ARG002 - of all strategies
-        """What offload makes ``rank`` copy in one optimizer step."""
+        """Copies between device and host of ``rank`` in one optimizer step, caused by offload."""
         return ()
 
     def elements(self, rank: int) -> int:
-        """P: those of the parameters of ``rank``."""
+        """Number of elements of the parameters of ``rank`` (P)."""
         return total(self.setup.parameters(rank))
 
     def stepped_elements(self, rank: int) -> int:
-        """Elements on which the optimizer of ``rank`` steps."""
+        """Number of elements that the optimizer of ``rank`` updates."""
         return self.elements(rank)
 
     def copied_around_reductions(self) -> float:
-        """Bytes per element that a CPU reads and writes around the reductions of a step."""
+        """Bytes per element that a CPU reads and writes in copies around the reductions of a step."""
         return 0
 
     def low_arithmetic_bytes(self, rank: int) -> int:  # noqa: ARG002 - of all strategies
-        """Arithmetic on gradients in 16-bit precision, which a CPU does at the rate of elementwise operations."""
+        """Bytes of gradients in 16-bit arithmetic, which a CPU executes at the rate of elementwise operations."""
         return 0
 
     # What follows from the above, for every strategy.
 
     def gathered_to_save(self) -> int:
-        """Bytes for the inference figure, after the last save: a parameter with its moments, in fp32, and the next.
+        """Bytes gathered for the inference figure after the last save: a parameter with moments, in fp32, and the next.
 
         Every rank gathers them on its device. A save itself gathers nothing.
         """
@@ -230,10 +230,11 @@ class Planned:
         return max(each * (size + following) for size, following in pairwise([*sizes, 0]))
 
     def gradient_bytes(self, rank: int, *, kind: str) -> float:
-        """Gradients added up, copied to buckets and back, and copies of gathered weights.
+        """Bytes read and written to accumulate gradients, copy them to buckets and back, and copy gathered weights.
 
-        In low precision every micro batch's gradients are added to a sum in fp32, w + 8; in fp32 those after the first
-        are, 12. On a CPU each gather of weights reads and writes the own part before, and all parts after it.
+        In low precision every micro batch's gradients are added to a sum in fp32, w + 8 bytes per element; in fp32
+        those after the first are, 12 bytes. On a CPU each gather reads and writes the rank's part before, and all parts
+        after.
         """
         setup = self.setup
         elements, micro_batches = self.elements(rank), setup.gradient_accumulation_steps
@@ -249,11 +250,11 @@ class Planned:
         return []
 
     def norm_bytes(self, rank: int) -> float:
-        """The norm reads every gradient, 4 bytes; clipping reads and writes it again, 8 bytes."""
+        """Bytes of the norm, which reads every gradient (4 per element), and of clipping, which rewrites it (8)."""
         return self.stepped_elements(rank) * (FULL + (2 * FULL if self.setup.recipe.gradient_clipping else 0))
 
     def optimizer_bytes(self, rank: int) -> float:
-        """The optimizer reads the gradient, reads and writes the weight and each moment: 28 bytes for Adam, fused.
+        """Bytes that the optimizer reads and writes: gradient, weight and each moment, 28 per element for fused Adam.
 
         In low precision it also writes the weight in that precision.
         """
@@ -264,7 +265,7 @@ class Planned:
         return self.stepped_elements(rank) * size
 
     def optimizer_state(self, elements: int, *, tensors: int) -> int:
-        """4m bytes per element, and Adam's counter for each tensor; DeepSpeed's CPU Adam counts in a Python number."""
+        """Bytes of moments, 4m per element, and of Adam's counter per tensor, which DeepSpeed's CPU Adam lacks."""
         counts = self.setup.recipe.optimizer.type == "AdamW" and not self.setup.uses_deepspeed_adam
         return self.setup.moments * FULL * elements + (FULL * tensors if counts else 0)
 
@@ -275,7 +276,7 @@ class Baseline(Planned):
     operations_per_tensor = 1
 
     def model_state(self, rank: int) -> ModelState:  # noqa: ARG002 - all ranks have the same
-        """Baseline and DDP: wP of parameters, 4P of gradients, 4mP of moments; 4P of master weights unless in fp32.
+        """Parameters wP, gradients 4P, moments 4mP, master weights 4P unless in fp32; DDP has the same.
 
         Gradients are summed in fp32.
         """
@@ -288,9 +289,9 @@ class Baseline(Planned):
         )
 
     def moments(self, rank: int, device: str) -> list[Moment]:  # noqa: ARG002 - all ranks have the same
-        """Sums in fp32 of several micro batches: 4P. A micro batch's gradients: wP, the embedding's twice for a moment.
+        """Gradients: 4P for fp32 sums of several micro batches, wP for those of one, the embedding's briefly twice.
 
-        In bf16 and fp16 they are added to the sums when all exist. On a CPU, adding casts each of them to fp32 first.
+        In bf16 and fp16 they are added to the sums when all exist. On a CPU each is cast to fp32 first.
         """
         setup, layers, elements = self.setup, self.setup.model.n_layer, self.elements(0)
         new, embedding, several = setup.low * elements, embedding_bytes(setup), setup.gradient_accumulation_steps > 1
@@ -314,11 +315,11 @@ class Ddp(Baseline):
 
     @property
     def overlap_in_words(self) -> str:
-        """The gradients, or the weights too."""
+        """Sentence for the plan: which communication overlaps with computation on GPUs."""
         return "gradients overlap with the backward pass of the last micro batch, except the embedding's"
 
     def moments(self, rank: int, device: str) -> list[Moment]:  # noqa: ARG002 - all ranks have the same
-        """Buckets for all gradients: wP, besides sums in fp32 of several micro batches: 4P.
+        """Buckets wP for all gradients, and 4P for fp32 sums of several micro batches.
 
         A bucket is reduced in fp32. Its copy replaces the sum of its gradients, if there is one, when it is complete.
         """
@@ -343,7 +344,7 @@ class Ddp(Baseline):
         ]
 
     def traffic(self, rank: int) -> list[Traffic]:  # noqa: ARG002 - all ranks have the same
-        """All gradients once per step, in fp32: 4P. A call for each bucket; those of the embedding come last."""
+        """One all-reduce of all gradients per step, in fp32 (4P), one call per bucket, the embedding's last."""
         setup, size = self.setup, FULL * self.elements(0)
         embedding = setup.model.padded_vocab_size * setup.model.n_embd
         return [
@@ -360,7 +361,7 @@ class Ddp(Baseline):
         ]
 
     def copied_around_reductions(self) -> float:
-        """Into the bucket, 2w; divided by the ranks in fp32, 8."""
+        """Bytes per element: 2w to copy into the bucket, 8 to divide by the ranks in fp32."""
         return 2 * self.setup.low + 2 * FULL
 
 
@@ -371,19 +372,19 @@ class Fsdp(Planned):
 
     @property
     def overlap_in_words(self) -> str:
-        """The gradients, or the weights too."""
+        """Sentence for the plan: which communication overlaps with computation on GPUs."""
         return "weights and gradients overlap with the computation of blocks"
 
     @property
     def gathers_to_save(self) -> bool:
-        """Always."""
+        """True: every rank holds a shard of each parameter."""
         return True
 
     def model_state(self, rank: int) -> ModelState:  # noqa: ARG002 - all ranks have the same
-        """4P/N of parameters, 4P/N of gradients, 4mP/N of moments.
+        """Parameters 4P/N, gradients 4P/N, moments 4mP/N.
 
-        Each parameter is padded to the same number of rows on every rank. The shards are fp32 in every precision: they
-        are parameters and master copy in one.
+        Each parameter is padded to the same number of rows on every rank. The shards are fp32 in every precision,
+        so there are no separate master weights.
         """
         optimizer = self.optimizer_state(self.stepped_elements(0), tensors=len(self.setup.parameters(0)))
         size = FULL * self.stepped_elements(0)
@@ -392,17 +393,17 @@ class Fsdp(Planned):
 
     @property
     def steps_on_host(self) -> bool:
-        """With its offload."""
+        """True with FSDP's ``cpu_offload``."""
         return self.setup.recipe.dsgpt.fsdp.cpu_offload
 
     def _sharded(self) -> tuple[int, int]:
-        """Elements of a rank's shards of all blocks, and of its shards of the root: embeddings and last LayerNorm."""
+        """Elements of a rank's shards: those of all blocks, and those of the root (embeddings and last LayerNorm)."""
         blocks = [part for part in self.setup.parameters(0) if part.name.startswith("blocks.")]
         sharded = fsdp_elements(blocks, self.setup.world_size)
         return sharded, self.stepped_elements(0) - sharded
 
     def moments(self, rank: int, device: str) -> list[Moment]:  # noqa: ARG002 - all ranks have the same
-        """The root's weights whole, those of a block and of the next one; whole gradients until the last micro batch.
+        """Whole weights of the root, of a block and of the next one; whole gradients until the last micro batch.
 
         A block's gradients are reduced from a buffer that is freed when those of the next block are reduced. On a CPU,
         gloo copies what it gathers and scatters.
@@ -441,10 +442,10 @@ class Fsdp(Planned):
         ]
 
     def traffic(self, rank: int) -> list[Traffic]:  # noqa: ARG002 - all ranks have the same
-        """A block's weights in every micro batch, for the forward and again for the backward pass; gradients once.
+        """All-gathers of weights, twice per block and micro batch, and one reduce-scatter of the gradients per step.
 
-        Weights are sent in the precision of the computation. The root stays gathered for the step, and so do the blocks
-        if ``reshard_after_forward`` is off. Activation checkpointing adds no third gather, because a block is
+        Weights are sent in the precision of the computation. The root stays gathered for the step, and so do the
+        blocks if ``reshard_after_forward`` is off. Activation checkpointing adds no third gather, because a block is
         recomputed while its weights are gathered for its backward pass. Each block has a call, and the root. The
         weights of the next block and the gradients of the previous one hide behind the computation of a block.
         """
@@ -481,11 +482,11 @@ class Fsdp(Planned):
         ]
 
     def gathers(self, rank: int) -> list[Traffic]:
-        """Of weights."""
+        """The all-gathers of weights."""
         return self.traffic(rank)[:1]
 
     def copied(self, rank: int) -> Iterator[Copied]:
-        """The rank's shards to the device whenever weights are gathered, in fp32; gradients to the host once."""
+        """Copies of fp32 shards to the device before every gather, and of the gradients to the host once per step."""
         if not self.steps_on_host:
             return
         weights, _ = self.traffic(rank)
@@ -497,9 +498,9 @@ class Fsdp(Planned):
         yield Copied(moment=moment, micro_batch=last, what="gradients", link="host", to_device=False, size=size)
 
     def stepped_elements(self, rank: int) -> int:
-        """Its shards."""
+        """Number of elements of the rank's shards."""
         return fsdp_elements(self.setup.parameters(rank), self.setup.world_size)
 
     def copied_around_reductions(self) -> float:
-        """Into the buffer of the reduce-scatter, w + 4; the own part divided, 8/n."""
+        """Bytes per element: w + 4 to copy into the reduce-scatter's buffer, 8/n to divide the rank's part."""
         return self.setup.low + FULL + 2 * FULL / self.setup.world_size

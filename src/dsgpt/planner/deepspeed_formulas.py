@@ -1,8 +1,6 @@
-"""The formulas of DeepSpeed's strategies, the choice of a setup's, and what its ranks hold, send and copy.
+"""Formulas for DeepSpeed's strategies: the stages of ZeRO, whose model tensor, sequence or pipeline ranks may split.
 
-At all stages of ZeRO the model may be split: among tensor, sequence and pipeline ranks. The passes of a step are in
-order, and traffic and copies stand at their places. A pipeline runs its micro batches as DeepSpeed's ``TrainSchedule``
-does: one forward pass, then one backward pass in turn (1F1B, Narayanan et al. 2021, arXiv 2104.04473, section 2.2).
+``dsgpt.planner.pytorch_formulas`` has the contract, the letters of the formulas and the strategies of PyTorch.
 """
 
 import math
@@ -11,28 +9,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
 
-from dsgpt.planner.setup import (
-    EMBEDDING,
-    FULL,
-    FlatGroup,
-    Gathers,
-    ParameterSize,
-    Setup,
-    gathers_of,
-    optimizer_groups,
-    persistent,
-    total,
-)
-from dsgpt.planner.strategy import (
+from dsgpt.planner.pytorch_formulas import (
     AFTER_STEP,
     BACKWARD,
     BEFORE_STEP,
     DURING_STEP,
     FORWARD,
-    Baseline,
     Copied,
-    Ddp,
-    Fsdp,
     ModelState,
     Moment,
     Place,
@@ -41,9 +24,20 @@ from dsgpt.planner.strategy import (
     Traffic,
     embedding_bytes,
 )
+from dsgpt.planner.setup import (
+    EMBEDDING,
+    FULL,
+    FlatGroup,
+    Gathers,
+    ParameterSize,
+    gathers_of,
+    optimizer_groups,
+    persistent,
+    total,
+)
 
 _AT_ONCE = 500_000_000
-"""Elements that DeepSpeed's engine reduces at a time where no stage of ZeRO does it (``MEMORY_OPT_ALLREDUCE_SIZE``)."""
+"""Elements that DeepSpeed's engine reduces per call where ZeRO does not reduce (``MEMORY_OPT_ALLREDUCE_SIZE``)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,46 +46,46 @@ class Fill:
 
     elements: int
     blocks: int
-    """How many blocks still have activations then."""
+    """Number of blocks that still have activations."""
     has_embedding: bool
     """Whether the bucket has the embedding's gradient; until it comes, the head's part of it waits outside."""
 
 
 class DeepSpeed(Planned):
-    """What all stages of ZeRO have in common."""
+    """Formulas that all stages of ZeRO share."""
 
     operations_per_tensor = 8
     searches_extremes: ClassVar[bool] = False
-    """Whether it looks for the least and the largest gradient."""
+    """Whether DeepSpeed searches for the least and the largest gradient."""
 
     @property
     def steps_on_host(self) -> bool:
-        """With offload of the optimizer to the host, or to its files."""
+        """True with ``offload_optimizer``, to host memory or to files."""
         return self.setup.recipe.offload_optimizer != "none"
 
     @property
     def gathers_to_save(self) -> bool:
-        """Unless a rank has everything."""
+        """True unless a rank holds the whole model state."""
         sizes = self.setup.sizes
         return self.setup.recipe.zero_stage > 0 or sizes.tensor > 1 or sizes.pipeline > 1
 
     @property
     def gradient_width(self) -> int:
-        """Bytes per gradient: sent in the precision of the activations, but with sequence ranks in fp32."""
+        """Bytes per gradient element when it is sent: w, but 4 with sequence parallelism."""
         return FULL if self.setup.sizes.sequence > 1 else self.setup.low
 
     # Memory.
 
     def bucket_bytes(self, width: int) -> int:
-        """The buffer for gradients to reduce, which has its full size all the time; two that overlap."""
+        """Bytes of the reduce buffer, which always has its full size; there are two with ``overlap_comm``."""
         if not self.setup.contiguous_gradients:
             return 0
         return width * self.setup.reduce_bucket_size * (2 if self.setup.recipe.zero_optimization.overlap_comm else 1)
 
     def bucket_fills(self, parameters: Sequence[ParameterSize]) -> Iterator[Fill]:
-        """The buckets of a backward pass. Gradients come in the reverse order of the parameters.
+        """Yields the buckets of a backward pass; gradients come in the reverse order of the parameters.
 
-        One that is larger than a bucket is reduced by itself.
+        A gradient that is larger than a bucket is reduced by itself.
         """
         limit, elements, last = self.setup.reduce_bucket_size, 0, parameters[-1]
         for part in reversed(parameters):
@@ -104,11 +98,11 @@ class DeepSpeed(Planned):
         yield Fill(elements=elements, blocks=0, has_embedding=last.name == EMBEDDING and last.numel <= limit)
 
     def embedding(self, rank: int) -> int:
-        """WE on ranks that have the embedding."""
+        """Bytes of the embedding's gradient (wE); 0 on ranks without the embedding."""
         return embedding_bytes(self.setup) if any(part.name == EMBEDDING for part in self.setup.parameters(rank)) else 0
 
     def before_reduction(self, rank: int, earlier: dict[str, int], *, bucket: int = 0) -> list[Moment]:
-        """The loss and the beginning of the backward pass, with what earlier micro batches left.
+        """Moments of the loss and of the backward pass's beginning, with bytes that ``earlier`` micro batches left.
 
         The bucket is allocated when the first gradient comes.
         """
@@ -121,30 +115,30 @@ class DeepSpeed(Planned):
         ]
 
     def unfused(self, rank: int) -> int:
-        """Two numbers per weight of a group while PyTorch's AdamW steps in several operations, as in pipelines."""
+        """Bytes of two temporary numbers per weight of a group, where PyTorch's AdamW is not fused: in pipelines."""
         if self.setup.sizes.pipeline == 1 or self.setup.recipe.optimizer.type != "AdamW":
             return 0
         return 2 * FULL * max(group.part for group in self.groups(rank))
 
     def groups(self, rank: int) -> list[FlatGroup]:
-        """The flat buffers of its parameters, of which a rank of ZeRO-1 or 2 has a part."""
+        """Flat buffers of the rank's parameters, of which a rank of ZeRO-1 or 2 owns a part."""
         return [FlatGroup(sizes=sizes, ranks=self.setup.zero_ranks) for sizes in self.setup.group_sizes(rank)]
 
     # Traffic.
 
     def traffic(self, rank: int) -> list[Traffic]:
-        """Between ranks that share a copy of the model, and between those that hold the same parameters."""
+        """Traffic between ranks that share a copy of the model, and between ranks that hold the same parameters."""
         return [*self._inside_a_copy(rank), *self.zero_traffic(rank)]
 
     def _inside_a_copy(self, rank: int) -> Iterator[Traffic]:
-        """Between tensor, sequence and pipeline ranks.
+        """Traffic between tensor, sequence and pipeline ranks.
 
         Tensor ranks sum the residual stream twice per block in the forward pass, and twice in the backward pass.
         Recomputing a block repeats the forward pass without its last sum, which nothing in the block needs. Sequence
         ranks have per block one all-to-all each of queries, keys, values and the result, and the same for their
-        gradients. A stage sends the residual stream to the next one, and its gradient to the previous one: each tensor
-        peer its part. The peers gather what they receive, and before the backward pass what they sent. The first and
-        the last stage sum the embedding's gradient, in fp32.
+        gradients. A stage sends the residual stream to the next stage, and its gradient to the previous one. Each
+        tensor rank sends its part. The receivers gather it, and the senders gather it before the backward pass. The
+        first and the last stage sum the embedding's gradient, in fp32.
         """
         setup, sizes, stage = self.setup, self.setup.sizes, self.setup.stage(rank)
         again, following, preceding = int(setup.activation_checkpointing), stage < sizes.pipeline - 1, stage > 0
@@ -170,7 +164,7 @@ class DeepSpeed(Planned):
     def _streams(
         self, operation: str, *, axis: str, ranks: int, count: float, calls: int, passes: Shares, width: int = FULL
     ) -> Traffic:
-        """So many residual streams of a rank, (B, T, C), wBTC bytes each, and calls in every micro batch."""
+        """Traffic of ``count`` residual streams (B, T, C), wBTC bytes each, in ``calls`` calls per micro batch."""
         setup, micro_batches = self.setup, self.setup.gradient_accumulation_steps
         return Traffic(
             what="activations",
@@ -184,17 +178,17 @@ class DeepSpeed(Planned):
         )
 
     def zero_traffic(self, rank: int) -> list[Traffic]:
-        """Between the ranks that hold the same parameters. ZeRO-0 and 1: gradients once per step, wP.
+        """Traffic between the ranks that hold the same parameters.
 
-        ZeRO-2: in every micro batch. Stages 1 and 2: then weights, wP. They all-reduce gradients, although a rank needs
-        only its part, unless they reduce each piece of a bucket to the one rank that steps on it.
+        ZeRO-0 and 1 send gradients once per step, wP, and ZeRO-2 in every micro batch. Stages 1 and 2 then send
+        weights, wP. They all-reduce gradients, unless each piece of a bucket is reduced to the rank that steps on it.
         """
         return [self.reduced("all_reduce", self.elements(rank))]
 
     def reduced(self, operation: str, elements: int) -> Traffic:
-        """The gradients of so many elements, as often as a step reduces them.
+        """Traffic of the gradients of ``elements``, for all reductions of a step.
 
-        The calls follow from the recipe's bucket: a smaller one that holds all gradients sends no more messages.
+        The number of calls follows from the recipe's bucket size.
         """
         zero, width = self.setup.recipe.zero_optimization, self.gradient_width
         size = self.reductions * width * elements
@@ -212,9 +206,10 @@ class DeepSpeed(Planned):
 
     @property
     def overlap(self) -> dict[str, Any]:
-        """With ``overlap_comm``, all pieces but the embedding's hide behind the backward passes that reduce gradients.
+        """Arguments ``behind`` and ``hidden`` of ``Traffic``; empty without ``overlap_comm``.
 
-        At stage 3 they hide behind half of the computation.
+        All pieces but the embedding's hide behind the backward passes that reduce gradients, at stage 3 behind half of
+        the computation.
         """
         zero, layers, count = self.setup.recipe.zero_optimization, self.setup.model.n_layer, self.reductions
         if not zero.overlap_comm or not zero.stage:
@@ -223,13 +218,13 @@ class DeepSpeed(Planned):
 
     @property
     def reduction_place(self) -> Place:
-        """Where gradients are reduced once in a step."""
+        """Place in the step at which gradients are reduced, if that is once per step."""
         return BEFORE_STEP, None
 
     # Copies to the host.
 
     def copied(self, rank: int) -> Iterator[Copied]:
-        """Gradients to the host; new weights back; moments and master weights from files and back."""
+        """Copies of gradients to the host, of new weights back, of moments and master weights from files and back."""
         if not self.steps_on_host:
             return
         setup, own = self.setup, self.stepped_elements(rank)
@@ -247,14 +242,14 @@ class DeepSpeed(Planned):
             yield Copied(moment=AFTER_STEP, micro_batch=None, what="weights", link="host", to_device=True, size=size)
 
     def summed_in_host(self, rank: int) -> Iterator[tuple[int, int, int]]:  # noqa: ARG002 - of all stages
-        """What adding up in the host costs in each micro batch: its number, bytes to the host, and bytes back."""
+        """Yields for each micro batch that accumulates in the host: its number, bytes to the host, bytes back."""
         yield from ()
 
     # Time.
 
     @property
     def overlap_in_words(self) -> str:
-        """What the prediction hides behind computation on GPUs."""
+        """Sentence for the plan: which communication overlaps with computation on GPUs."""
         zero = self.setup.recipe.zero_optimization
         if not zero.overlap_comm or not zero.stage:
             return "nothing overlaps"
@@ -263,18 +258,18 @@ class DeepSpeed(Planned):
         return "gradients overlap with the backward pass (overlap_comm); weights do not"
 
     def divided(self) -> int:
-        """Gradients are divided by the ranks: 2w."""
+        """Bytes per element to divide gradients by the number of ranks, 2w per reduction."""
         reducing = self.setup.world_size if self.setup.uses_bf16_optimizer else self.setup.zero_ranks
         if reducing == 1 and self.setup.recipe.zero_stage == 1:
             return 0
         return 2 * self.gradient_width * self.reductions
 
     def divided_in_fp32(self) -> int:
-        """The same, if it is not arithmetic in 16-bit precision."""
+        """``divided()`` if gradients are divided in fp32, otherwise 0."""
         return self.divided() if self.gradient_width == FULL else 0
 
     def low_arithmetic_bytes(self, rank: int) -> int:
-        """The division of gradients by the ranks, and the search for extremes, 2w."""
+        """Bytes of 16-bit arithmetic: dividing gradients by the ranks, and the search for extremes, 2w."""
         low = self.gradient_width != FULL
         return self.elements(rank) * (self.divided() + 2 * self.setup.low * self.searches_extremes) if low else 0
 
@@ -285,7 +280,7 @@ class Zero0(DeepSpeed):
     searches_extremes = True
 
     def model_state(self, rank: int) -> ModelState:
-        """As DDP in fp32. In bf16 and fp16 DeepSpeed has gradients in both precisions: wP + 4P."""
+        """The same as DDP in fp32. In bf16 and fp16 DeepSpeed has gradients in both precisions: wP + 4P."""
         elements, low, mixed = self.elements(rank), self.setup.low, self.setup.precision != "fp32"
         return ModelState(
             parameters=low * elements,
@@ -295,14 +290,14 @@ class Zero0(DeepSpeed):
         )
 
     def start_bytes(self, rank: int, device: str) -> int:  # noqa: ARG002 - of all strategies
-        """In bf16 and fp16 all of the model state, because DeepSpeed takes a step on gradients of zero."""
+        """Gradients and moments in bf16 and fp16, where DeepSpeed first steps on gradients of zero; 0 in fp32."""
         state = self.model_state(rank)
         return state.gradients + state.optimizer if self.setup.low != FULL else 0
 
     def moments(self, rank: int, device: str) -> list[Moment]:
-        """Gradients once: wP, and a flat copy of them to reduce. In bf16 and fp16 another one in fp32: 4P.
+        """Gradients wP and a flat copy of them to reduce; in bf16 and fp16 also an fp32 copy, 4P.
 
-        This package adds up micro batches in fp32 then, on a CPU with a cast of each gradient.
+        In bf16 and fp16 this package accumulates micro batches in fp32. On a CPU it casts each gradient first.
         """
         setup, elements, embedding = self.setup, self.elements(rank), self.embedding(rank)
         several, separate = setup.gradient_accumulation_steps > 1, setup.low != FULL
@@ -321,7 +316,7 @@ class Zero0(DeepSpeed):
         ]
 
     def copied_around_reductions(self) -> float:
-        """A flat copy, 2w, and back, 2w; in fp32 the division by the ranks.
+        """Bytes per element: 4w for a flat copy and back; in fp32 also the division by the ranks.
 
         In low precision the sum of several micro batches is rounded, w + 4, and every gradient is copied to fp32,
         w + 4.
@@ -333,13 +328,13 @@ class Zero0(DeepSpeed):
 
 
 class Flat(DeepSpeed):
-    """ZeRO-1 and 2: one flat buffer for each group of the optimizer, of which every rank has a part."""
+    """ZeRO-1 and 2: one flat buffer per group of the optimizer, of which every rank owns a part."""
 
     copies_to_buckets = True
 
     @property
     def distinct_ranks(self) -> range:
-        """In fp32 gradients are dealt unevenly, in whole parameters, to the ranks that share the same parameters."""
+        """Every rank but tensor peers in fp32, where ranks hold unequal numbers of whole gradients."""
         setup = self.setup
         return range(0, setup.world_size, setup.sizes.tensor) if setup.precision == "fp32" else setup.first_ranks
 
@@ -348,22 +343,22 @@ class Flat(DeepSpeed):
         return rank // self.setup.sizes.tensor % self.setup.zero_ranks
 
     def touched(self, rank: int) -> int:
-        """Elements of the parameters that lie in the rank's parts, counted whole even where only a piece does."""
+        """Elements of all parameters that overlap the rank's parts, each counted whole."""
         return sum(group.touched(self.part(rank)) for group in self.groups(rank))
 
     def stepped_elements(self, rank: int) -> int:
-        """Its parts."""
+        """Number of elements of the rank's parts."""
         return sum(group.part for group in self.groups(rank))
 
     def padded_elements(self, rank: int) -> int:
-        """All parts."""
+        """Number of elements of the parts of all ranks, padding included."""
         return sum(group.padded for group in self.groups(rank))
 
     def model_state(self, rank: int) -> ModelState:
-        """WP of parameters, 4mP/N of moments; 4P/N of master weights unless in fp32.
+        """Parameters wP, moments 4mP/N, master weights 4P/N unless in fp32.
 
-        With offload there are master weights in fp32, too (``step_on_weights``). In bf16 and fp16 only the copy of the
-        gradients that the host steps on is in the host.
+        With offload there are master weights in fp32 runs, too (``step_on_weights``). In bf16 and fp16 only the copy of
+        the gradients that the host steps on is in the host.
         """
         setup, groups, own = self.setup, self.groups(rank), self.stepped_elements(rank)
         mixed = setup.precision != "fp32"
@@ -379,12 +374,12 @@ class Flat(DeepSpeed):
         )
 
     def _own_gradients(self, rank: int) -> int:
-        """About 2 x 4P/N in fp32: the reduced gradients, and the flat copy that the optimizer steps on.
+        """Bytes of gradients without offload: 4P/N in bf16 and fp16, about twice that in fp32.
 
-        They are kept in one buffer of whole parameters: one that lies on the border of two ranks counts on both. The
-        optimizer steps on one group after the other, and makes a flat copy only of that group. A part within a single
-        parameter needs no copy. Without ``contiguous_gradients`` the group's own gradients are freed before its step.
-        In bf16 and fp16 the reduced gradients are a flat fp32 buffer from the start: 4P/N.
+        In bf16 and fp16 the reduced gradients are one flat fp32 buffer. In fp32 there are the reduced gradients and the
+        flat copy that the optimizer steps on. The former are whole parameters; one on the border of two ranks counts on
+        both. The optimizer steps on one group after the other, with a flat copy of that group alone. A part within a
+        single parameter needs no copy. Without ``contiguous_gradients`` a group's gradients are freed before its step.
         """
         groups, part = self.groups(rank), self.part(rank)
         if self.setup.precision != "fp32":
@@ -398,7 +393,7 @@ class Flat(DeepSpeed):
         return FULL * most
 
     def _with_flat_copy(self, rank: int) -> int:
-        """Gradients in fp32 when the flat copy of the largest group has been made, before its own are freed."""
+        """Bytes of gradients and of the flat copy of the largest group, in fp32, before the group's own are freed."""
         copies = (0 if group.is_one_piece(self.part(rank)) else group.part for group in self.groups(rank))
         return FULL * (self.touched(rank) + max(copies))
 
@@ -407,7 +402,7 @@ class Flat(DeepSpeed):
         raise NotImplementedError
 
     def start_bytes(self, rank: int, device: str) -> int:
-        """The rank's part of the weights, cloned, before it is cast to fp32 and moved to its place.
+        """Bytes of the cloned part of the weights that is cast to fp32, or of what exists later, if that is more.
 
         Later, if nothing is offloaded, gradients of zero. The weights are made flat in one more copy, on a GPU only if
         it has room for that (``flatten_on_accelerator`` of ``DeepSpeedZeroOptimizer``), but always by
@@ -422,13 +417,13 @@ class Flat(DeepSpeed):
         return other
 
     def stepped_gradients(self, rank: int, device: str) -> tuple[int, int]:
-        """Gradients on the device in the step, and those that the host keeps in the same memory after it."""
+        """Bytes of gradients in the step, and of those that stay after it because the host has the same memory."""
         state = self.model_state(rank)
         away = state.off_device.get("gradients", 0)  # in the host, which keeps the memory
         return (state.gradients, away) if device == "cpu" else (state.gradients - away, 0)
 
     def with_offload_buffers(self, moments: list[Moment], rank: int, device: str) -> list[Moment]:
-        """With offload, a buffer as large as the largest parameter; in the host one more, and for the new weights."""
+        """``moments``, with offload plus buffers for the largest parameter, and on a CPU for the new weights."""
         if not self.steps_on_host:
             return moments
         other = self.setup.low * max(part.numel for part in self.setup.parameters(rank))
@@ -437,7 +432,7 @@ class Flat(DeepSpeed):
         return [replace(each, parts={**each.parts, "other": each.parts.get("other", 0) + other}) for each in moments]
 
     def zero_traffic(self, rank: int) -> list[Traffic]:
-        """Gradients, and then weights."""
+        """The reduction of gradients, and the all-gather of the new weights."""
         operation = "reduce" if self.reduces_to_owner else "all_reduce"
         weights = Traffic(
             what="weights",
@@ -453,7 +448,7 @@ class Flat(DeepSpeed):
     def reduces_to_owner(self) -> bool:
         """Whether each piece of a bucket is reduced to the one rank that steps on it.
 
-        As the recipe says; ``BF16_Optimizer`` never does it.
+        It follows the recipe's ``reduce_scatter``. ``BF16_Optimizer`` never does it.
         """
         zero = self.setup.recipe.zero_optimization
         if self.setup.uses_bf16_optimizer:
@@ -465,19 +460,16 @@ class Zero1(Flat):
     """ZeRO-1 in fp32 and fp16, and with offload in bf16."""
 
     def offloaded_gradients(self, rank: int) -> int:
-        """4P/N in host memory, and whole gradients on the device, which are added up there.
+        """Bytes 4P/N in host memory, and in bf16 and fp16 the whole gradients on the device, 4P.
 
-        In fp32 those are freed before the step. In bf16 and fp16 nearly all of them, except those of the last buckets,
-        are freed only after it.
+        The whole gradients are accumulated on the device. In fp32 they are freed before the step. In bf16 and fp16
+        nearly all of them, except those of the last buckets, are freed only after it.
         """
         whole = self.padded_elements(rank) if self.setup.precision != "fp32" else 0
         return FULL * (self.stepped_elements(rank) + whole)
 
     def moments(self, rank: int, device: str) -> list[Moment]:
-        """Gradients of several micro batches: wP, in 16-bit precision in fp32.
-
-        At the end they go through the bucket.
-        """
+        """Gradients of several micro batches: 4P, in fp32 in every precision. At the end they go through the bucket."""
         setup, elements, embedding = self.setup, self.elements(rank), self.embedding(rank)
         several, bucket = setup.gradient_accumulation_steps > 1, self.bucket_bytes(FULL)
         earlier = {"gradients": FULL * elements if several else 0, "buckets": bucket if several else 0}
@@ -497,11 +489,11 @@ class Zero1(Flat):
 
     @property
     def reduction_place(self) -> Place:
-        """In the last backward pass if they overlap with it."""
+        """The last backward pass with ``overlap_comm``, otherwise before the step."""
         return self.last_backward if self.setup.recipe.zero_optimization.overlap_comm else (BEFORE_STEP, None)
 
     def copied_around_reductions(self) -> float:
-        """To the bucket and back, 4w, unless a rank is alone; the own part in fp32 made flat, 8/n."""
+        """Bytes per element: 4w to the bucket and back, unless a rank is alone; 8/n to make the fp32 part flat."""
         ranks = self.setup.zero_ranks
         return (4 * self.setup.low if ranks > 1 else 0) + self.divided_in_fp32() + 2 * FULL / ranks
 
@@ -510,7 +502,7 @@ class Bf16Optimizer(Flat):
     """ZeRO-1 in bf16 without offload: DeepSpeed's ``BF16_Optimizer``."""
 
     def model_state(self, rank: int) -> ModelState:
-        """All gradients twice, 2P + 4P; 4mP/N of moments, 4P/N of master weights.
+        """Gradients in bf16 and fp32, 2P + 4P; moments 4mP/N, master weights 4P/N.
 
         With ``immediate_grad_update`` each bf16 gradient is freed as soon as it is added to the fp32 one.
         """
@@ -528,7 +520,7 @@ class Bf16Optimizer(Flat):
         return bf16 is not None and bf16.immediate_grad_update
 
     def moments(self, rank: int, device: str) -> list[Moment]:  # noqa: ARG002 - of all strategies
-        """fp32 sums of all gradients, 4P, all the time. They are reduced from copies in fp32 and bf16.
+        """Permanent fp32 sums of all gradients, 4P, and the fp32 and bf16 copies from which they are reduced.
 
         Sequence ranks reduce them in fp32, which needs no copy in bf16.
         """
@@ -549,7 +541,7 @@ class Bf16Optimizer(Flat):
         ]
 
     def copied_around_reductions(self) -> float:
-        """A flat copy of the fp32 sums and back, 16; in between to bf16 and back, 2w + 8.
+        """Bytes per element: 16 for a flat copy of the fp32 sums and back, 2w + 8 for the cast to bf16 and back.
 
         Sequence ranks stay in fp32. With several micro batches the gradients in bf16 stay: each is set to zero, w, and
         later ones are added to it, 3w.
@@ -562,12 +554,12 @@ class Bf16Optimizer(Flat):
 
 
 class Zero2(Flat):
-    """A full bucket is reduced at once, into the sums of this rank's part."""
+    """ZeRO-2: a full bucket is reduced at once, into the sums of this rank's part."""
 
     reduces_each_micro_batch = True
 
     def offloaded_gradients(self, rank: int) -> int:
-        """4P/N in host memory, and their sum: in fp32 with several micro batches, of whole parameters.
+        """Bytes 4P/N in host memory, and the sum of micro batches: 4P/N, in fp32 of whole parameters.
 
         In bf16 and fp16 that sum is a flat buffer of the rank's part on the device
         (``_get_compact_grad_partition_buffer`` of ``DeepSpeedZeroOptimizer``); in fp32 it is in the host.
@@ -578,11 +570,11 @@ class Zero2(Flat):
         return FULL * (own + (self.touched(rank) if self.reductions > 1 else 0))
 
     def moments(self, rank: int, device: str) -> list[Moment]:
-        """Buckets are reduced from a flat copy.
+        """Buckets, which are reduced from a flat copy, and reduced gradients.
 
-        Of reduced gradients, ZeRO-2 keeps in fp32 whole parameters that the rank's part touches, in bf16 and fp16 the
-        part alone, in fp32. With offload the host has memory for a copy of them all the time, which on a CPU is in the
-        same memory; the sums are as large as in the step.
+        Reduced gradients are those of all parameters that overlap the rank's part, in an fp32 run, and the part alone,
+        in fp32, in bf16 and fp16 runs. With offload the host always has memory for a copy of them, on a CPU in the same
+        memory. The sums are as large as in the step.
         """
         setup, embedding = self.setup, self.embedding(rank)
         stepped, away = self.stepped_gradients(rank, device)
@@ -604,7 +596,7 @@ class Zero2(Flat):
         return self.with_offload_buffers(moments, rank, device)
 
     def summed_in_host(self, rank: int) -> Iterator[tuple[int, int, int]]:
-        """In fp32 whole parameters of which the rank has a part (``async_accumulate_grad_in_cpu_via_gpu``).
+        """Yields copies in fp32: of whole parameters that overlap the part (``async_accumulate_grad_in_cpu_via_gpu``).
 
         In bf16 and fp16 it adds up on the device.
         """
@@ -614,7 +606,7 @@ class Zero2(Flat):
                 yield number, whole, whole if number else 0
 
     def copied_around_reductions(self) -> float:
-        """To the bucket and from it to a flat copy, 4w; the own part added to its sum, (w + 8)/n."""
+        """Bytes per element: 4w to the bucket and to a flat copy; (w + 8)/n to add the rank's part to its sum."""
         low = self.setup.low
         each = 4 * low + (low + 2 * FULL) / self.setup.zero_ranks
         return self.reductions * each + self.divided_in_fp32()
@@ -626,7 +618,7 @@ Python. On a CPU nothing else runs."""
 
 
 class Zero3(DeepSpeed):
-    """Every rank has a piece of each parameter; weights are gathered for each layer."""
+    """ZeRO-3: every rank has a piece of each parameter; weights are gathered for each layer."""
 
     reduces_each_micro_batch = copies_to_buckets = True
 
@@ -653,25 +645,24 @@ class Zero3(DeepSpeed):
         return sum(-(-part.numel // ranks) for part in parameters)
 
     def persistent(self, rank: int) -> list[ParameterSize]:
-        """Parameters that every rank has whole, too."""
+        """Parameters that every rank holds whole, besides its pieces."""
         return persistent(self.setup.recipe.zero_optimization, self.setup.parameters(rank))
 
     @property
     def gathered(self) -> Gathers:
-        """What a micro batch gathers."""
+        """Parameters that a micro batch gathers, pass by pass."""
         return gathers_of(self.setup)
 
     def stepped_elements(self, rank: int) -> int:
-        """Its pieces."""
+        """Number of elements of the rank's pieces."""
         return self.pieces(self.setup.parameters(rank))
 
     def model_state(self, rank: int) -> ModelState:
-        """wP/N of parameters, up to 8P/N of gradients, 4mP/N of moments, 4P/N of master weights.
+        """Parameters wP/N, gradients up to 8P/N, moments 4mP/N, master weights 4P/N.
 
-        Parameters that persist are also held whole. There are two copies of the gradients. The optimizer steps on the
-        second: one sub-group's at a time, or with offload all.
-        With offload to NVMe, tensors that are large enough to be swapped are in files, which no measurement of memory
-        sees.
+        Parameters that persist are also held whole. There are two copies of the gradients. The second is for the
+        optimizer: of one sub-group at a time, with offload of all. With offload to NVMe, tensors that are large enough
+        to be swapped are in files, which no measurement of memory includes.
         """
         setup, ranks = self.setup, self.setup.zero_ranks
         own, sub_groups = self.stepped_elements(rank), self.sub_groups(rank)
@@ -688,20 +679,20 @@ class Zero3(DeepSpeed):
         return ModelState(**sizes, off_device={name: size for name, size in sizes.items() if name not in stays})
 
     def gathered_to_save(self) -> int:
-        """The embedding, too, from an evaluation."""
+        """Bytes of the base class, and the embedding, which an evaluation left gathered."""
         return super().gathered_to_save() + embedding_bytes(self.setup)
 
     def start_bytes(self, rank: int, device: str) -> int:  # noqa: ARG002 - of all strategies
-        """The embedding, whole, in fp32 and in the precision of the run (``zero.Init``)."""
+        """Bytes of the whole embedding in fp32 and in the run's precision (``zero.Init``)."""
         return (FULL + self.setup.low) * self.setup.model.largest_parameter()
 
     def moments(self, rank: int, device: str) -> list[Moment]:
-        """Gathered weights, a flat buffer of this rank's gradients, the bucket; in the step a second copy of those.
+        """Gathered weights, the flat buffer of the rank's gradients, and the bucket; in the step gradients twice.
 
         Weights that are gathered together stay in the buffer of their all-gather until the last of them has been used.
-        So they exist twice during the forward pass, and the embedding once more if it has been freed. On a CPU those
-        that are being gathered exist twice as well, because gloo copies them. A full bucket is reduced from a copy in
-        the order of the ranks, and gloo makes one more.
+        So they exist twice during the forward pass, and the embedding once more if it has been freed. On a CPU gloo
+        copies the weights that are being gathered, so these exist twice as well. A full bucket is reduced from a copy
+        in the order of the ranks, and gloo makes one more.
         """
         setup, layers, embedding = self.setup, self.setup.model.n_layer, embedding_bytes(self.setup)
         own, most = self.stepped_elements(rank), self.gathered.most_live
@@ -729,10 +720,10 @@ class Zero3(DeepSpeed):
         return moments
 
     def zero_traffic(self, rank: int) -> list[Traffic]:
-        """In every micro batch weights for the forward and the backward pass, and gradients; persistent ones once.
+        """Gathers of weights for both passes and reductions of gradients in every micro batch; persistent weights once.
 
-        About a x (2wP + wP) + w x what persists. Gradients are reduced each piece to its rank, or in a bucket by an
-        all-reduce.
+        About a x (2wP + wP) + w x persistent elements. Each piece of a gradient is reduced to its rank, or
+        a bucket is all-reduced.
         """
         setup, zero = self.setup, self.setup.recipe.zero_optimization
         in_buckets = zero.contiguous_gradients and not zero.reduce_scatter
@@ -743,7 +734,7 @@ class Zero3(DeepSpeed):
         return [*self.gathers(rank), *(self.reduced(operation, count) for operation, count in reduced.items())]
 
     def gathers(self, rank: int) -> list[Traffic]:
-        """Of weights: each call has two parameters, weight and bias of a layer. What persists follows the step."""
+        """All-gathers of weights, with weight and bias of a layer per call; persistent parameters after the step."""
         setup, ranks, passes = self.setup, self.setup.zero_ranks, self._pieces_of_passes()
         persistent = self.pieces(self.persistent(rank))
         return [
@@ -760,12 +751,12 @@ class Zero3(DeepSpeed):
         ]
 
     def _pieces_of_passes(self) -> tuple[int, int]:
-        """Elements of a rank's pieces of what the forward pass gathers, and the backward pass."""
+        """Elements of a rank's pieces that the forward pass gathers, and that the backward pass gathers."""
         forward = self.pieces(self.gathered.forward)
         return forward, self.pieces(self.gathered.all) - forward
 
     def copied(self, rank: int) -> Iterator[Copied]:
-        """The rank's pieces of weights before every gather, too."""
+        """Copies of the base class, and of the rank's pieces of weights before every gather."""
         yield from super().copied(rank)
         offload = self.setup.recipe.offload_param
         links = {"none": (), "cpu": ("host",), "nvme": ("files", "host")}[offload]
@@ -776,7 +767,7 @@ class Zero3(DeepSpeed):
                 yield from (weights(link=link, size=self.setup.low * elements) for link in links)
 
     def summed_in_host(self, rank: int) -> Iterator[tuple[int, int, int]]:
-        """fp32 sums of the rank's part, which go to the device and back.
+        """The fp32 sums of the rank's part, copied to the device and back.
 
         Even the first one, which only replaces the sum, comes back (``partition_grads``).
         """
@@ -785,104 +776,11 @@ class Zero3(DeepSpeed):
 
     @property
     def hook_operations(self) -> int:
-        """Of its hooks, in a micro batch."""
+        """Number of Python operations of its hooks per micro batch."""
         return _OPERATIONS_PER_PASS * (3 if self.setup.activation_checkpointing else 2) * len(self.setup.parameters(0))
 
     def copied_around_reductions(self) -> float:
-        """To the bucket, 2w; the own part added to its sum, (w + 8)/n."""
+        """Bytes per element: 2w to the bucket; (w + 8)/n to add the rank's part to its sum."""
         low = self.setup.low
         each = 2 * low + (low + 2 * FULL) / self.setup.zero_ranks
         return self.reductions * each + self.divided_in_fp32()
-
-
-# The choice, and what follows for the ranks of a setup.
-
-_PYTORCH: dict[str, type[Planned]] = {"baseline": Baseline, "ddp": Ddp, "fsdp": Fsdp}
-_ZERO: dict[int, type[Planned]] = {0: Zero0, 1: Zero1, 2: Zero2, 3: Zero3}
-
-
-def strategy_of(setup: Setup) -> Planned:
-    """The formulas of the setup's strategy. A new run type needs a class here."""
-    if setup.run_type != "optimized":
-        return _PYTORCH[setup.run_type](setup)
-    return Bf16Optimizer(setup) if setup.uses_bf16_optimizer else _ZERO[setup.recipe.zero_stage](setup)
-
-
-def model_state(setup: Setup, *, rank: int = 0) -> ModelState:
-    """The model state of ``rank``."""
-    return strategy_of(setup).model_state(rank)
-
-
-def largest_model_state(setup: Setup) -> ModelState:
-    """The model state of the rank that has the most."""
-    strategy = strategy_of(setup)
-    return max(map(strategy.model_state, strategy.distinct_ranks), key=lambda state: state.total)
-
-
-def step_traffic(setup: Setup, *, rank: int = 0) -> list[Traffic]:
-    """What ``rank`` sends in one optimizer step. Groups of one rank send nothing and are left out."""
-    every = strategy_of(setup).traffic(rank)
-    return [traffic for traffic in every if traffic.group_size > 1 and traffic.payload_bytes]
-
-
-def sent_bytes(setup: Setup, *, rank: int = 0) -> int:
-    """Bytes that ``rank`` sends in one optimizer step."""
-    return sum(traffic.ring_bytes for traffic in step_traffic(setup, rank=rank))
-
-
-def most_sent_bytes(setup: Setup) -> int:
-    """Bytes that the rank with the most traffic sends in one optimizer step."""
-    return max(sent_bytes(setup, rank=rank) for rank in setup.first_ranks)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Pass:
-    """The forward or the backward pass of one micro batch."""
-
-    kind: str
-    """``forward`` or ``backward``."""
-    micro_batch: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Placed:
-    """Traffic at its place in the step."""
-
-    moment: str
-    """``forward``, ``backward``, ``before the step`` or ``after the step``."""
-    micro_batch: int | None
-    """None outside of passes."""
-    traffic: Traffic
-    """With the payload of this place."""
-
-
-def passes(setup: Setup, *, rank: int = 0) -> list[Pass]:
-    """The passes of ``rank`` in one optimizer step, in order.
-
-    A pipeline's stage begins with as many forward passes as stages follow it, and then alternates.
-    """
-    ahead = setup.micro_batches_in_flight(rank)
-    order = [Pass(kind=FORWARD, micro_batch=number) for number in range(ahead)]
-    for number in range(setup.gradient_accumulation_steps):
-        order.append(Pass(kind=BACKWARD, micro_batch=number))
-        if number + ahead < setup.gradient_accumulation_steps:
-            order.append(Pass(kind=FORWARD, micro_batch=number + ahead))
-    return order
-
-
-def placed_traffic(setup: Setup, *, rank: int = 0) -> list[Placed]:
-    """What ``rank`` sends in one optimizer step, and where in it; the parts add up to ``step_traffic``."""
-    placed = []
-    for traffic in step_traffic(setup, rank=rank):
-        places = traffic.places(setup.gradient_accumulation_steps)
-        whole = sum(places.values())
-        for (moment, number), share in places.items():
-            if share:
-                there = replace(traffic, payload_bytes=traffic.payload_bytes * share // whole)
-                placed.append(Placed(moment=moment, micro_batch=number, traffic=there))
-    return placed
-
-
-def copied(setup: Setup, *, rank: int = 0) -> list[Copied]:
-    """What offload makes ``rank`` copy; nothing without offload."""
-    return [each for each in strategy_of(setup).copied(rank) if each.size]

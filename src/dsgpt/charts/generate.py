@@ -52,9 +52,9 @@ RUN_CHARTS = (
 SWEEP_CHARTS = ("throughput", "scaling", "efficiency", "memory", "communication", "step_times", "money")
 """Their files begin with the name of the sweep and ``_``."""
 PLAN_CHART = "plan_memory"
-"""Of the record of ``benchmark.py plan``."""
+"""Chart of the record of ``benchmark.py plan``."""
 INFERENCE_CHART = "latency_by_concurrency"
-"""Of the record of ``benchmark.py inference``."""
+"""Chart of the record of ``benchmark.py inference``."""
 FORMATS = ("png", "svg")
 BOTH = "both"
 COMMITTED = REPOSITORY / "checkpoint" / "reference"
@@ -70,7 +70,7 @@ class Inputs:
     runs: list[Run]
     """The first is the baseline."""
     sweeps: dict[str, Sweep]
-    """By the name with which their charts begin."""
+    """Sweeps by the name with which their charts begin."""
     predictions: Predictions | None
     """The record of ``benchmark.py plan``."""
     concurrency: Concurrency | None
@@ -284,7 +284,7 @@ def write_charts(
     if inputs.runs:
         committed = [run for run in inputs.runs if paths[run.name].resolve().is_relative_to(COMMITTED)]
         commits = dict.fromkeys(segment.setup.get("code") for run in committed for segment in run.segments)
-        sources = [*training_sources(), "src/demo.py"]
+        sources = [*training_sources(measured=("demo.py",)), "src/demo.py"]
         changes = [changes_since(commit, sources, repository=REPOSITORY).paragraph() for commit in commits]
         page = comparison_markdown(inputs.runs, sources="\n\n".join(changes))
         files["comparison.md"] = page.encode(errors=PRINTABLE)
