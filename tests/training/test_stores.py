@@ -1,4 +1,4 @@
-"""Second copies of checkpoints, and token files, in a folder, in memory, and in a server that stands in for S3."""
+"""Second copies of checkpoints, and token files: in a folder, in memory, in servers that stand in for S3 and Google."""
 
 import json
 import shutil
@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from forked_ranks import run_script
+from gcp_storage_emulator.server import create_server
 from moto.server import ThreadedMotoServer
 from small_run import command_line, write_inputs
 from training_runs import (
@@ -45,12 +46,24 @@ def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     server.stop()
 
 
-@pytest.fixture(params=["folder", "memory", "s3"])
+@pytest.fixture(scope="module")
+def gs() -> Iterator[str]:
+    """The address of an empty bucket of an emulator of Google's store on 127.0.0.1."""
+    server, patch = create_server("127.0.0.1", 0, in_memory=True, default_bucket="runs"), pytest.MonkeyPatch()
+    server.start()
+    patch.setenv("STORAGE_EMULATOR_HOST", f"http://127.0.0.1:{server._api._httpd.server_port}")
+    patch.setenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")  # which would ask Google what kind of bucket it is
+    yield "gs://runs"
+    patch.undo()
+    server.stop()
+
+
+@pytest.fixture(params=["folder", "memory", "s3", "gs"])
 def address(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """A place of this test alone."""
     if request.param == "folder":
         return str(tmp_path / "second")
-    return f"{request.getfixturevalue('s3') if request.param == 's3' else 'memory:/'}/{tmp_path.name}"
+    return f"{'memory:/' if request.param == 'memory' else request.getfixturevalue(request.param)}/{tmp_path.name}"
 
 
 def place_of(address: str) -> Place:
@@ -239,6 +252,13 @@ def test_an_unusable_place_is_refused(finished_run, stopped, tmp_path, capsys, p
     assert says in line
     assert not (tmp_path / "run").exists()
     assert checkpoints(stopped) == before
+
+
+def test_an_address_is_no_run_folder(finished_run, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert train_here(command_line(finished_run, checkpoint_path="s3://runs/mine")) == EXIT_USER_ERROR
+    assert "--checkpoint_path must be a folder of this machine (--save_to copies" in errors(capsys)[0]
+    assert not list(tmp_path.iterdir())
 
 
 def test_names_in_a_copied_manifest_stay_inside_the_checkpoint(finished_run, tmp_path):
