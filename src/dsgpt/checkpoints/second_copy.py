@@ -77,7 +77,7 @@ class SecondCopy:
         with self._changed:
             if self._next:
                 _close(self._next[1])
-            self._next, self._saved = (checkpoint.name, files), _step(checkpoint.name)
+            self._next, self._saved = (checkpoint.name, files), store.step_of(checkpoint.name)
             self._changed.notify_all()
 
     def facts(self) -> dict[str, Any]:
@@ -124,7 +124,7 @@ class SecondCopy:
             else:
                 with self._changed:
                     facts = self._facts
-                    facts |= {"step": _step(name), "copies": facts["copies"] + 1}
+                    facts |= {"step": store.step_of(name), "copies": facts["copies"] + 1}
                     facts |= {"last_copy_sec": time.monotonic() - started, "last_copy_bytes": size}
             finally:
                 _close(files)
@@ -160,17 +160,13 @@ def checkpoints_at(place: Place) -> list[str]:
     """The names of the complete checkpoints at ``place``, newest first."""
     named = [name for name in place.names() if store.STEP_FOLDER.fullmatch(name)]
     complete = [name for name in named if place.exists(f"{name}/{MANIFEST}")]
-    return sorted(complete, key=_step, reverse=True)
+    return sorted(complete, key=store.step_of, reverse=True)
 
 
 def _discard(place: Place, name: str) -> None:
     """Remove a checkpoint; after a kill in between it is not complete."""
     place.remove(f"{name}/{MANIFEST}")
     place.remove(name)
-
-
-def _step(name: str) -> int:
-    return int(name.removeprefix("step-"))
 
 
 def check_place(address: str, *, begins: bool, writes: bool) -> None:
@@ -225,11 +221,11 @@ def fetch_newer(address: str, run_dir: Path, *, damage: Callable[[str], str]) ->
     local = store.checkpoints(run_dir) if run_dir.is_dir() else []
     with store_errors(f"{FLAG} {address}: cannot be read"):
         present = checkpoints_at(place)
-        newest = next((_step(path.name) for path in local if not damage(path.name)), -1) if present else -1
+        newest = next((store.step_of(path.name) for path in local if not damage(path.name)), -1) if present else -1
         for name in present:
-            if _step(name) <= newest:
+            if store.step_of(name) <= newest:
                 break
-            folder = store.begin(run_dir, _step(name))
+            folder = store.begin(run_dir, store.step_of(name))
             try:
                 manifest = _fetch(place, name, folder)
             except (UserError, FileNotFoundError) as error:

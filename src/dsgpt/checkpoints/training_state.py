@@ -67,20 +67,6 @@ def _as_os_error(error: Exception, path: Path) -> Exception:
     return error
 
 
-def try_to_write(folder: Path, *, rank: int) -> None:
-    """Make and remove a file in ``folder``; every rank does so before the first collective of a save.
-
-    Raises:
-        OSError: no file can be made there.
-    """
-    probe = folder / f".probe-{rank:05d}"
-    with probe.open("wb") as file:
-        file.write(b"\0")
-        file.flush()
-        os.fsync(file.fileno())
-    probe.unlink()
-
-
 def require_room(folder: Path, needed: int) -> None:
     """Check that the file system has the ``needed`` bytes free.
 

@@ -30,7 +30,6 @@ from dsgpt.checkpoints.training_state import (
     reason_of,
     require_room,
     save_random_state,
-    try_to_write,
     write_shards,
 )
 from dsgpt.common.errors import NonFiniteError, SaveError, UserError
@@ -274,7 +273,6 @@ class Saver:
         )
         with _removed_after_failure(contents):
             _together(self._ranks, make_folder)
-            _together(self._ranks, lambda: try_to_write(folder, rank=rank))
             _together(self._ranks, lambda: save_random_state(folder, rank=rank, device=self._device))
         return contents
 
