@@ -120,8 +120,10 @@ def prepare(config: RunConfig, lock: RunLock, peers: Peers) -> Prepared:
 
     @functools.cache
     def damage(checkpoint: str) -> str:
-        own, *others = peers.share(checkpoint, functools.partial(damage_in, config))
-        return own or (damage_in(config, checkpoint) if any(others) else "")  # the others may not see the folder
+        found = peers.share(checkpoint, functools.partial(damage_in, config))
+        if len(found) > 1 and any(found):  # of a file that is damaged a rank may see another sign, or not the folder
+            return damage_in(config, checkpoint)
+        return found[0]
 
     if config.options.dry_run:
         refuse_if_locked(run_dir)
