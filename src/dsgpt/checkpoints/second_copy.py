@@ -13,6 +13,7 @@ import io
 import logging
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
@@ -76,7 +77,7 @@ class SecondCopy:
         with self._changed:
             if self._next:
                 _close(self._next[1])
-            self._next, self._saved = (checkpoint.name, files), _step(checkpoint.name)
+            self._next, self._saved = (checkpoint.name, files), store.step_of(checkpoint.name)
             self._changed.notify_all()
 
     def facts(self) -> dict[str, Any]:
@@ -123,7 +124,7 @@ class SecondCopy:
             else:
                 with self._changed:
                     facts = self._facts
-                    facts |= {"step": _step(name), "copies": facts["copies"] + 1}
+                    facts |= {"step": store.step_of(name), "copies": facts["copies"] + 1}
                     facts |= {"last_copy_sec": time.monotonic() - started, "last_copy_bytes": size}
             finally:
                 _close(files)
@@ -159,17 +160,13 @@ def checkpoints_at(place: Place) -> list[str]:
     """The names of the complete checkpoints at ``place``, newest first."""
     named = [name for name in place.names() if store.STEP_FOLDER.fullmatch(name)]
     complete = [name for name in named if place.exists(f"{name}/{MANIFEST}")]
-    return sorted(complete, key=_step, reverse=True)
+    return sorted(complete, key=store.step_of, reverse=True)
 
 
 def _discard(place: Place, name: str) -> None:
     """Remove a checkpoint; after a kill in between it is not complete."""
     place.remove(f"{name}/{MANIFEST}")
     place.remove(name)
-
-
-def _step(name: str) -> int:
-    return int(name.removeprefix("step-"))
 
 
 def check_place(address: str, *, begins: bool, writes: bool) -> None:
@@ -204,7 +201,7 @@ def clear_place(address: str) -> None:
             _discard(place, name)
 
 
-def fetch_newer(address: str, run_dir: Path) -> list[str]:
+def fetch_newer(address: str, run_dir: Path, *, damage: Callable[[str], str]) -> list[str]:
     """Bring the newest checkpoint of ``address`` into ``run_dir``, if it is newer than all undamaged ones there.
 
     A damaged one is left out, and the next older one is tried. Files of the run that the folder lacks come too.
@@ -212,6 +209,7 @@ def fetch_newer(address: str, run_dir: Path) -> list[str]:
     Args:
         address: as in ``SecondCopy``.
         run_dir: the run; it may not exist yet.
+        damage: what is wrong with a checkpoint there, by its name; empty if nothing is.
 
     Returns:
         Lines for the user.
@@ -223,11 +221,11 @@ def fetch_newer(address: str, run_dir: Path) -> list[str]:
     local = store.checkpoints(run_dir) if run_dir.is_dir() else []
     with store_errors(f"{FLAG} {address}: cannot be read"):
         present = checkpoints_at(place)
-        newest = next((_step(path.name) for path in local if _is_whole(path)), -1) if present else -1
+        newest = next((store.step_of(path.name) for path in local if not damage(path.name)), -1) if present else -1
         for name in present:
-            if _step(name) <= newest:
+            if store.step_of(name) <= newest:
                 break
-            folder = store.begin(run_dir, _step(name))
+            folder = store.begin(run_dir, store.step_of(name))
             try:
                 manifest = _fetch(place, name, folder)
             except (UserError, FileNotFoundError) as error:
@@ -251,16 +249,8 @@ def fetch_newer(address: str, run_dir: Path) -> list[str]:
     return lines
 
 
-def _is_whole(checkpoint: Path) -> bool:
-    try:
-        read_manifest(checkpoint)
-    except UserError:
-        return False
-    return True
-
-
 def _fetch(place: Place, name: str, folder: Path) -> Manifest:
-    """Copy a checkpoint into the empty ``folder``, and verify every file.
+    """Copy a checkpoint into the empty ``folder``, and verify every file as it comes.
 
     Raises:
         UserError: a file is damaged.
@@ -269,7 +259,8 @@ def _fetch(place: Place, name: str, folder: Path) -> Manifest:
     place.read_into(f"{name}/{MANIFEST}", folder / MANIFEST)
     manifest = parse_manifest(folder)  # refuses names that lead out of the folder
     with contextlib.closing(Progress(total=manifest.size, what=f"fetching {name}", unit="B", lines=True)) as progress:
-        for file_name in manifest.files:
+        for file_name, facts in manifest.files.items():
             (folder / file_name).parent.mkdir(parents=True, exist_ok=True)
-            place.read_into(f"{name}/{file_name}", folder / file_name, progress.advance)
-    return read_manifest(folder)
+            if place.read_into(f"{name}/{file_name}", folder / file_name, progress.advance) != facts.sha256:
+                read_manifest(folder, only=lambda each: each == file_name)  # noqa: B023 - says what is wrong
+    return manifest

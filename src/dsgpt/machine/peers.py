@@ -7,6 +7,7 @@ PyTorch's flight recorder compares the same facts after a run, and ``monitored_b
 """
 
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -295,6 +296,7 @@ class Peers:
         self._next_beat: tuple[int, float] = (-1, time.monotonic())
         self._answered_request = self._own_verdict = ""
         self._slow_reported: set[int] = set()
+        self._shared = 0
         self._main = threading.current_thread().ident
         self._thread = threading.Thread(target=self._watch, name="peers", daemon=True)
         self._guard = threading.Thread(target=self._watch_store, name="peers-store", daemon=True)
@@ -320,10 +322,39 @@ class Peers:
             # A clone has a connection of its own. It is public; only the types lack it.
             self.store, self._watched = store, store.clone()  # type: ignore[attr-defined]
             self._watched.set_timeout(timedelta(seconds=OBSERVED_SEC))
+            self.store.set_timeout(timedelta(seconds=LIMITS_SEC["start"]))
             self._progress_at = time.monotonic()
             self._store_answered_at = self._progress_at
             self._thread.start()
             self._guard.start()
+
+    def share(self, what: str, work: Callable[[str, int, int], str]) -> list[str]:
+        """Let every rank do its part of ``work``; rank 0 calls it before the process group exists.
+
+        Args:
+            what: the first argument of ``work``, not empty; the others are the rank, and how many ranks take part.
+            work: as the others give it to ``help``.
+
+        Returns:
+            What it returned on each rank; on this one alone if it has not joined any peers.
+        """
+        if self.store is None:
+            return [work(what, 0, 1)]
+        self._shared += 1
+        self.store.set(f"work/{self._shared}", what)
+        own, ranks = work(what, 0, self._topology.world_size), range(1, self._topology.world_size)
+        return [own, *(self.store.get(f"done/{self._shared}/{rank}").decode() for rank in ranks)]
+
+    def help(self, work: Callable[[str, int, int], str]) -> None:
+        """Do this rank's part of what rank 0 shares, until rank 0 calls this, too."""
+        if self.store is not None and self._topology.is_main:
+            self.store.set(f"work/{self._shared + 1}", "")
+        elif self.store is not None:
+            rank, ranks = self._topology.rank, self._topology.world_size
+            for number in itertools.count(1):
+                if not (what := self.store.get(f"work/{number}").decode()):
+                    return
+                self.store.set(f"done/{number}/{rank}", work(what, rank, ranks))
 
     def refuse(self, lines: tuple[str, ...]) -> None:
         """Make the other ranks end with ``lines``, the reason why this rank does not start."""

@@ -58,6 +58,7 @@ from dsgpt.training.run_folder import (
     ResumePoint,
     clear_run_folder,
     contents,
+    damage_in,
     holds_run_to_resume,
     is_ours,
     make_run_folder,
@@ -103,8 +104,10 @@ def _earlier_record(run_dir: Path) -> tuple[EarlierRecord, str]:
         return EarlierRecord(), f"{run_dir / RECORD_FILE} is damaged ({error}): its list of earlier saves is lost"
 
 
-def prepare(config: RunConfig, lock: RunLock) -> Prepared:
-    """Check what only one rank should read: the contents of the data, the run folder and its checkpoints.
+def prepare(config: RunConfig, lock: RunLock, peers: Peers) -> Prepared:
+    """Check what only one rank should read: the contents of the data and the run folder.
+
+    The other ranks help to verify its checkpoints; see ``_train``.
 
     Locks the run folder if a run was started in it before, and renames back a checkpoint that was being replaced. A
     dry run only checks the lock. The sidecar of a data file that was hashed may get a new stamp. Nothing else changes.
@@ -114,6 +117,14 @@ def prepare(config: RunConfig, lock: RunLock) -> Prepared:
     """
     problems, run_dir, save_to = Problems(), config.run_dir, config.options.save_to
     fetched: list[str] = []
+
+    @functools.cache
+    def damage(checkpoint: str) -> str:
+        found = peers.share(checkpoint, functools.partial(damage_in, config))
+        if len(found) > 1 and any(found):  # of a file that is damaged a rank may see another sign, or not the folder
+            return damage_in(config, checkpoint)
+        return found[0]
+
     if config.options.dry_run:
         refuse_if_locked(run_dir)
     elif is_guarded(run_dir) or store.replaced(run_dir):
@@ -123,7 +134,8 @@ def prepare(config: RunConfig, lock: RunLock) -> Prepared:
     if save_to and config.options.resume and not config.options.dry_run and not store.was_overwritten(run_dir):
         make_run_folder(run_dir)
         lock.take()
-        fetched = fetch_newer(save_to, run_dir)
+        fetched = fetch_newer(save_to, run_dir, damage=damage)
+        damage.cache_clear()  # a damaged checkpoint may have been replaced
     resumes = holds_run_to_resume(config, problems)
     problems.add(*filter(None, [data_tokenizer(config.train)[1]]))
     problems.raise_if_any()
@@ -136,7 +148,7 @@ def prepare(config: RunConfig, lock: RunLock) -> Prepared:
     hashes["initial weights"] = initial_weights_hash(config)
     settings, start = settings_to_match(config, hashes=hashes), ResumePoint()
     if resumes:
-        start = plan_resume(config, settings=settings, problems=problems)
+        start = plan_resume(config, settings=settings, problems=problems, damage=damage)
     if save_to:
         begins = start.checkpoint is None and not config.options.overwrite and not store.was_overwritten(run_dir)
         check_place(save_to, begins=begins, writes=not config.options.dry_run)
@@ -259,7 +271,7 @@ def run(config: RunConfig, interruption: Interruption) -> None:
             peers.on_lost_rank = functools.partial(_end_after_lost_rank, config, None)
             peers.join()
         try:
-            prepared = prepare(config, lock) if config.topology.is_main else None
+            prepared = prepare(config, lock, peers) if config.topology.is_main else None
         except UserError as error:
             peers.refuse(error.problems)
             raise
@@ -295,6 +307,7 @@ def _train(
     log: LogFile,
 ) -> None:
     device = bring_up(config.device, local_rank=config.topology.local_rank, threads=config.threads_per_device)
+    peers.help(functools.partial(damage_in, config))
     alone = config.run_type == "baseline"
     with contextlib.nullcontext() if alone else joined(config.topology, device, store=peers.store):
         prepared: Prepared = from_main(own)

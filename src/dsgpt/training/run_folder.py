@@ -3,7 +3,9 @@
 import contextlib
 import os
 import re
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +133,9 @@ def named_by(path: Path) -> str:
 
 # Chooses the checkpoint to resume from: the newest undamaged one, if this run matches its settings.
 
+_NUMBERED = re.compile(r"-(\d{5,})\.safetensors$")
+"""In the name of a file that one of several ranks wrote."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ResumePoint:
@@ -154,13 +159,16 @@ class ResumePoint:
     """Each rank does what the rank of the same number did in the checkpoint's run, and continues its random stream."""
 
 
-def plan_resume(config: RunConfig, *, settings: dict[str, Any], problems: Problems) -> ResumePoint:
+def plan_resume(
+    config: RunConfig, *, settings: dict[str, Any], problems: Problems, damage: Callable[[str], str] | None = None
+) -> ResumePoint:
     """Choose the checkpoint to resume from, and compare its settings with this run's; changes nothing.
 
     Args:
         config: the run.
         settings: those of this run that must match, from ``settings_to_match``.
         problems: receives those that do not match.
+        damage: what is wrong with a checkpoint, by its name; empty if nothing is. By default this process alone looks.
 
     Raises:
         UserError: all checkpoints are damaged, or there were checkpoints and all are missing.
@@ -171,7 +179,7 @@ def plan_resume(config: RunConfig, *, settings: dict[str, Any], problems: Proble
         finished = _plan_finished(config, settings=settings, problems=problems)
         if finished is not None:
             return finished
-    checkpoint, refused = _newest_whole(config)
+    checkpoint, refused = _newest_whole(config.run_dir, damage or partial(damage_in, config))
     if checkpoint is None:
         return ResumePoint(messages=(f"--resume: {why_nothing_was_saved(config.run_dir)}; starting fresh",))
     manifest, state = parse_manifest(checkpoint), read_run_state(checkpoint)
@@ -241,21 +249,17 @@ def _plan_finished(config: RunConfig, *, settings: dict[str, Any], problems: Pro
     )
 
 
-def _newest_whole(config: RunConfig) -> tuple[Path | None, list[tuple[Path, str]]]:
+def _newest_whole(run_dir: Path, damage: Callable[[str], str]) -> tuple[Path | None, list[tuple[Path, str]]]:
     """The newest undamaged checkpoint, and the newer ones with what is wrong with each.
 
     Raises:
         UserError: there are checkpoints, and all are damaged.
     """
     refused: list[tuple[Path, str]] = []
-    run_dir = config.run_dir
     for checkpoint in store.candidates(run_dir):
-        try:
-            _require_whole(checkpoint, config)
-        except UserError as error:
-            refused.append((checkpoint, str(error)))
-        else:
+        if not (reason := damage(checkpoint.name)):
             return checkpoint, refused
+        refused.append((checkpoint, reason))
     if refused:
         raise UserError(
             f"--resume: no checkpoint in {run_dir} is intact: restore one, or start again with --overwrite",
@@ -269,13 +273,28 @@ def _newest_whole(config: RunConfig) -> tuple[Path | None, list[tuple[Path, str]
     return None, refused
 
 
-def _require_whole(checkpoint: Path, config: RunConfig) -> None:
-    """Verify every file of a checkpoint that a resume reads.
+def damage_in(config: RunConfig, name: str, rank: int = 0, ranks: int = 1) -> str:
+    """What is wrong with a checkpoint that ``ranks`` verify together, as far as ``rank`` sees; empty if nothing is.
+
+    Each file is hashed by one of them: pieces and random states by the rank of their number, which will read them if
+    the ranks are as many as before; the others in turn.
+    """
+    try:
+        _require_whole(config.run_dir / name, config, rank, ranks)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def _require_whole(checkpoint: Path, config: RunConfig, rank: int, ranks: int) -> None:
+    """Verify the files of a checkpoint that a resume reads, as in ``damage_in``.
 
     Raises:
         UserError: a file is missing, damaged, not named in the manifest, or has unusable contents.
     """
-    manifest = read_manifest(checkpoint)
+    turns = {name: turn for turn, name in enumerate(parse_manifest(checkpoint).files)}
+    turns |= {name: int(number[1]) for name in turns if (number := _NUMBERED.search(name))}
+    manifest = read_manifest(checkpoint, only=lambda name: turns[name] % ranks == rank)
     require_resumable(checkpoint, manifest)
     require_files(checkpoint, manifest, (*state_files(checkpoint), store.MODEL, COUNTERS, STATE_FILE))
     state = read_run_state(checkpoint)
@@ -284,8 +303,8 @@ def _require_whole(checkpoint: Path, config: RunConfig) -> None:
             f"{checkpoint}: its {STATE_FILE} is of step {state.step} and its manifest of step {manifest.step}: a "
             "file or the folder was renamed"
         )
-    StateReader(checkpoint).check()
-    if _has_same_ranks(config, manifest):
+    StateReader(checkpoint).check(rank, ranks)
+    if rank == 0 and _has_same_ranks(config, manifest):
         check_random_states(checkpoint, named=manifest.files, ranks=config.topology.world_size, device=config.device)
 
 

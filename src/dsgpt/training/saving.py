@@ -7,6 +7,7 @@ one fails, all fail with its reason, and no rank waits for a failed one.
 
 import contextlib
 import copy
+import itertools
 import logging
 import threading
 import time
@@ -29,7 +30,6 @@ from dsgpt.checkpoints.training_state import (
     reason_of,
     require_room,
     save_random_state,
-    try_to_write,
     write_shards,
 )
 from dsgpt.common.errors import NonFiniteError, SaveError, UserError
@@ -68,22 +68,24 @@ class Contents:
         with contextlib.suppress(OSError):
             remove(self.folder)
 
-    def write(self, shards: Shards) -> Written:
-        """Add this rank's part of the state of training.
+    def write(self, shards: Callable[[], Shards], ranks: HostGroup) -> list[Written]:
+        """Add every rank's part of the state of training; collective among ``ranks``.
+
+        Returns:
+            All parts on the main rank; on another its own.
 
         Raises:
-            OSError: the file system refuses.
+            SaveError: on every rank, if one of them failed.
+            NonFiniteError: on every rank: the last update made weights NaN or infinite, and no loss shows it yet.
         """
-        topology = self.config.topology
-        return write_shards(self.folder, shards, rank=topology.rank, ranks=topology.world_size)
-
-    def refuse_non_finite(self, parts: list[Written]) -> None:
-        """Refuse weights that the last update made NaN or infinite: no loss was computed with them yet."""
-        if names := list(dict.fromkeys(name for part in parts for name in part.non_finite)):
+        place = self.config.topology
+        parts = _together(ranks, lambda: write_shards(self.folder, shards(), rank=place.rank, ranks=place.world_size))
+        if names := list(dict.fromkeys(itertools.chain(*ranks.objects(parts[0].non_finite)))):
             raise NonFiniteError(
                 f"step {self.state.step}: {', '.join(names[:3])} became NaN or infinite: training stopped, and this "
                 "state is not saved; lower the learning rate or lengthen the warm-up"
             )
+        return parts
 
     def complete(self, parts: list[Written]) -> int:
         """Add the remaining files to the ``parts`` of all ranks, and publish; main rank only.
@@ -133,7 +135,7 @@ def _together(ranks: HostGroup, action: Callable[[], T]) -> list[T]:
     """Do ``action`` on this rank, and check that it succeeded on the others; collective among ``ranks``.
 
     Returns:
-        What it returned on each rank.
+        What it returned on each rank, for the main rank; on another what it returned there.
 
     Raises:
         SaveError: on every rank, with the reason of each that failed.
@@ -143,11 +145,10 @@ def _together(ranks: HostGroup, action: Callable[[], T]) -> list[T]:
         result = action()
     except Exception as error:  # noqa: BLE001 - otherwise the other ranks would wait for this one
         reason = _reason(error)
-    ends = ranks.objects((result, reason))
-    failures = [f"rank {rank}: {reason}" for rank, (_, reason) in enumerate(ends) if reason is not None]
+    failures = [f"rank {rank}: {reason}" for rank, reason in enumerate(ranks.objects(reason)) if reason is not None]
     if failures:
         raise SaveError("; ".join(failures))
-    return [result for result, _ in ends]
+    return ranks.to_main(result)
 
 
 def _reason(error: BaseException) -> str:
@@ -272,14 +273,12 @@ class Saver:
         )
         with _removed_after_failure(contents):
             _together(self._ranks, make_folder)
-            _together(self._ranks, lambda: try_to_write(folder, rank=rank))
             _together(self._ranks, lambda: save_random_state(folder, rank=rank, device=self._device))
         return contents
 
     def _write(self, contents: Contents) -> int:
         """Write the state of training tensor by tensor, and publish; collective. Returns the checkpoint's bytes."""
-        parts = _together(self._ranks, lambda: contents.write(self._strategy.shards()))
-        contents.refuse_non_finite(parts)
+        parts = contents.write(self._strategy.shards, self._ranks)
         return _together(self._ranks, lambda: contents.complete(parts) if self._is_main else 0)[0]
 
     def _begin(self, contents: Contents, *, started: float) -> None:
@@ -289,8 +288,7 @@ class Saver:
 
         def write() -> None:
             try:
-                parts = _together(self._beside, lambda: contents.write(self._kept.shards()))
-                contents.refuse_non_finite(parts)
+                parts = contents.write(self._kept.shards, self._beside)
                 if self._is_main:
                     begun.size = contents.complete(parts)
             except (SaveError, NonFiniteError) as error:
