@@ -650,6 +650,7 @@ def _links(meeting: _Meeting, distances: Sequence[int]) -> list[Facts]:
         world_size=len(meeting.places),
         timeout=timedelta(seconds=ANSWER_SEC),
     )
+    dist.all_reduce(torch.zeros(1, device="cuda" if meeting.on_gpus else "cpu"))  # NCCL connects all ranks here
     hosts, machines = meeting.hosts, len(meeting.hosts)
     width = len(meeting.places) // machines
     if meeting.places != [(host, local) for host in hosts for local in range(width)]:
