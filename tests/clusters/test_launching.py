@@ -1,5 +1,6 @@
 """What starts a training on several machines: the files of ``launch``, and the command that a plan writes for each."""
 
+import json
 import socket
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import pytest
 import yaml
 from forked_ranks import run_script
 from kubeflow_trainer_api import models
-from small_run import REPOSITORY, command_line, write_data, write_recipe
+from small_run import REPOSITORY, TOKENS, command_line, random_ids, write_data, write_recipe, write_tokens
 
 from dsgpt.common.errors import EXIT_USER_ERROR
 
@@ -85,22 +86,51 @@ def test_scripts_and_image_have_no_known_mistakes():
 
 
 APART = """
-import os, sys
+import json, os, sys
 from dsgpt.machine.launcher import exit_rank
 from dsgpt.training import command, run
 os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
 run.SEEN_SEC = command.PATIENCE_SEC = 0.1
-exit_rank(command.train([*sys.argv[1:], "--checkpoint_path", f"of-{os.environ['RANK']}"]))
+exit_rank(command.train([*sys.argv[2:], *json.loads(sys.argv[1])[int(os.environ["RANK"])]]))
 """
-"""``src/gpt2.py`` of a rank that is alone on its machine."""
+"""``src/gpt2.py`` of a rank that is alone on its machine, with flags of its own."""
+
+
+def refused_apart(folder: Path, *flags: list[str]) -> str:
+    """What two ranks on machines of their own say when they refuse the run; each has flags of its own."""
+    write_recipe(write_data(folder) / "recipe.json")
+    (folder / "apart.py").write_text(APART)
+    words = [json.dumps(flags), *command_line(folder, run_type="ddp", checkpoint_path=None)]
+    done = run_script(folder / "apart.py", words, ranks=2, cwd=folder)
+    assert done.returncode == EXIT_USER_ERROR, done.stderr
+    return done.stderr
 
 
 def test_machines_that_do_not_share_the_run_folder_are_refused_before_the_first_step(tmp_path):
     """Each of the two has a folder of its own under the same path, which differs here by its link."""
-    write_recipe(write_data(tmp_path) / "recipe.json")
-    (tmp_path / "apart.py").write_text(APART)
-    words = command_line(tmp_path, run_type="ddp", checkpoint_path=None)
-    done = run_script(tmp_path / "apart.py", words, ranks=2, cwd=tmp_path)
-    assert done.returncode == EXIT_USER_ERROR
-    assert f"{socket.gethostname()} does not see what rank 0 writes there" in done.stderr
+    said = refused_apart(tmp_path, *(["--checkpoint_path", f"of-{rank}"] for rank in range(2)))
+    assert f"{socket.gethostname()} does not see what rank 0 writes there" in said
     assert not (tmp_path / "of-0" / "step-00000002").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "first"),
+    [
+        ("--deepspeed_config other/recipe.json", "the recipe's optimizer is "),
+        ("--seed 7", "--seed is '7', not '"),
+        ("--train_data_path other/train.bin", "sha256 of train is "),
+        ("--train_data_path bare/train.bin", "sha256 of train is "),
+    ],
+)
+def test_machines_that_were_not_given_the_same_are_refused_before_the_run_folder_is_made(tmp_path, flags, first):
+    """Other data are of equal length; without a sidecar they are read."""
+    write_recipe(tmp_path / "other" / "recipe.json", optimizer={"type": "AdamW", "params": {"lr": 0.5}})
+    for folder in ("other", "bare"):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        write_tokens(tmp_path / folder / "train.bin", random_ids(TOKENS, seed=2))
+    (tmp_path / "bare" / "train.json").unlink()
+    said = refused_apart(tmp_path, [], flags.split())
+    host = socket.gethostname()
+    assert f"error: {host} does not train what {host} does: {first}" in said
+    assert said.rstrip().endswith("start all machines with the same code, flags, recipe and data")
+    assert not (tmp_path / "checkpoint").exists()

@@ -167,8 +167,8 @@ def slow_ranks(ranks: Mapping[int, RankStatus], *, stages: int = 1) -> dict[int,
     return slow
 
 
-def open_store(topology: Topology) -> "Store":
-    """The store at which the ranks meet; rank 0 serves it unless the launcher does.
+def open_store(topology: Topology, *, seconds: float | None = None) -> "Store":
+    """The store at which the ranks meet; rank 0 serves it unless the launcher does. It waits ``seconds``, or JOIN_SEC.
 
     With ``--master_port`` on one machine, PyTorch 2.13 keeps one store for all attempts of ``torchrun --max-restarts``,
     with the same keys (``static_tcp_rendezvous.py``): restarted ranks would read the addresses of dead ones. So these
@@ -179,6 +179,7 @@ def open_store(topology: Topology) -> "Store":
     """
     if missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
         raise UserError(f"not set: {', '.join(missing)}, where the ranks meet: start them with a launcher")
+    limit = seconds or JOIN_SEC
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     of_the_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
     try:
@@ -187,7 +188,7 @@ def open_store(topology: Topology) -> "Store":
             address,
             port,
             is_master=topology.rank == 0 and not of_the_launcher,
-            timeout=timedelta(seconds=JOIN_SEC),
+            timeout=timedelta(seconds=limit),
             wait_for_workers=False,
             multi_tenant=True,
         )
@@ -196,7 +197,7 @@ def open_store(topology: Topology) -> "Store":
             why = str(error).splitlines()[0]
             raise UserError(f"cannot meet at {address}:{port} ({why}): give another MASTER_PORT") from error
         raise UserError(
-            f"rank 0 did not answer at {address}:{port} within {JOIN_SEC:.0f} s: it did not start, or refused"
+            f"rank 0 did not answer at {address}:{port} within {limit:.0f} s: it did not start, or refused"
         ) from error
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if attempt != "0" and of_the_launcher and os.environ.get("GROUP_WORLD_SIZE") == "1":

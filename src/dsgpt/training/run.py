@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import json
 import logging
 import os
 import re
@@ -13,7 +14,7 @@ import uuid
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -23,11 +24,11 @@ from dsgpt.checkpoints.second_copy import check_place, clear_place, fetch_newer
 from dsgpt.checkpoints.training_state import StateReader, load_random_state
 from dsgpt.common.errors import LostRank, OutOfMemory, Problems, SaveError, UserError
 from dsgpt.common.files import write_json_atomic
-from dsgpt.common.json_files import JsonError
+from dsgpt.common.json_files import JsonError, clipped
 from dsgpt.common.text import divisors
 from dsgpt.config.run_config import RunConfig
 from dsgpt.machine.console import LogFile
-from dsgpt.machine.device import HostGroup, barrier, bring_up, from_main, gather_objects, joined
+from dsgpt.machine.device import TIMEOUT, HostGroup, barrier, bring_up, from_main, gather_objects, joined
 from dsgpt.machine.launcher import Interruption
 from dsgpt.machine.peers import SLOW_STEPS, Peers, RankStatus
 from dsgpt.machine.spot import SpotWatch
@@ -43,9 +44,10 @@ from dsgpt.training.command import complain_of
 from dsgpt.training.journal import Journal, open_sinks
 from dsgpt.training.run_description import (
     check_tokenizer,
-    data_hash,
+    data_hashes,
     data_tokenizer,
     describe_run,
+    facts_to_match,
     initial_weights_hash,
     plan_lines,
     predicted_peak_memory,
@@ -69,6 +71,9 @@ from dsgpt.training.saving import Saver, about_run
 from dsgpt.training.status import PATIENCE_SEC, RunLock, is_guarded, refuse_if_locked
 from dsgpt.training.trackers import open_trackers
 from dsgpt.training.trainer import Trainer
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
 
 logger = logging.getLogger(__name__)
 
@@ -139,12 +144,7 @@ def prepare(config: RunConfig, lock: RunLock, peers: Peers) -> Prepared:
     resumes = holds_run_to_resume(config, problems)
     problems.add(*filter(None, [data_tokenizer(config.train)[1]]))
     problems.raise_if_any()
-    verify = config.options.verify_data
-    hashes = {
-        name: data_hash(file, verify=verify, problems=problems)
-        for name, file in (("train", config.train), ("val", config.val))
-    }
-    problems.raise_if_any()  # else a changed file is reported again, as different from the checkpoint's
+    hashes = data_hashes(config)
     hashes["initial weights"] = initial_weights_hash(config)
     settings, start = settings_to_match(config, hashes=hashes), ResumePoint()
     if resumes:
@@ -216,6 +216,36 @@ def open_run_folder(config: RunConfig, prepared: Prepared, *, lock: RunLock, log
     return description
 
 
+def require_same_work(config: RunConfig, prepared: Prepared | None, store: "Store") -> None:
+    """Compare what the first ranks of all machines were given, on rank 0. One machine needs no check.
+
+    Args:
+        config: of this rank.
+        prepared: of rank 0, else None.
+        store: at which the ranks have met.
+
+    Raises:
+        UserError: on rank 0, if a machine has other flags, another recipe, other data or other code; or this machine's
+            data are not what their sidecar says.
+    """
+    topology, own = config.topology, dict[str, str]()
+    if topology.local_world_size == topology.world_size:
+        return
+    if topology.local_rank == 0:
+        own = facts_to_match(config, hashes=prepared.hashes if prepared else data_hashes(config))
+    store.set(f"work/{topology.rank}", json.dumps([socket.gethostname(), own]))
+    for rank in range(1, topology.world_size) if topology.is_main else ():
+        store.wait([f"work/{rank}"], TIMEOUT)  # it may hash its data
+        host, facts = json.loads(store.get(f"work/{rank}"))
+        if facts and (differs := [name for name in own | facts if own.get(name) != facts.get(name)]):
+            first, more = differs[0], "".join(f", {name}" for name in differs[1:3])
+            raise UserError(
+                f"{host} does not train what {socket.gethostname()} does: {first} is {clipped(facts.get(first))}, not "
+                f"{clipped(own.get(first))}{more and f' (also differ: {more[2:]})'}: start all machines with the same "
+                "code, flags, recipe and data"
+            )
+
+
 LEAVE_SEC = 10.0
 """Seconds for the record of a run that ends without its main thread."""
 SEEN_SEC = 10.0
@@ -271,7 +301,13 @@ def run(config: RunConfig, interruption: Interruption) -> None:
             peers.on_lost_rank = functools.partial(_end_after_lost_rank, config, None)
             peers.join()
         try:
+<<<<<<< HEAD
             prepared = prepare(config, lock, peers) if config.topology.is_main else None
+=======
+            prepared = prepare(config, lock) if config.topology.is_main else None
+            if peers.store is not None:
+                require_same_work(config, prepared, peers.store)
+>>>>>>> 849d36c4e477d0c04815cd170ee39ca0219a91d4
         except UserError as error:
             peers.refuse(error.problems)
             raise
