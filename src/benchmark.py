@@ -1,12 +1,13 @@
 """Measure what strategies do, and remake the committed records of these measurements (``records``).
 
 ``parity`` shows that all strategies train the same model, ``resume`` that each resumes the run of any other, and
-``faults`` that no fault costs more than the steps since the last checkpoint. ``saving`` measures how long training
-waits for checkpoints, and ``speed`` how fast a step is beside other trainers. ``decoding`` measures how fast a model
-generates beside other implementations, and ``inference`` how engines answer many requests at once; ``serving`` asks a
-server for more than it can answer. ``recipes`` searches the settings of small models. ``run`` trains under many
-settings and writes what each costs. Every measurement is a command with its own flags, and writes a JSON record and a
-page of it. ``compare`` says whether one run or sweep is slower than another.
+``faults`` that no fault costs more than the steps since the last checkpoint; ``clusters`` shows the same for faults of
+hosts and networks. ``saving`` measures how long training waits for checkpoints, and ``speed`` how fast a step is beside
+other trainers. ``decoding`` measures how fast a model generates beside other implementations, and ``inference`` how
+engines answer many requests at once; ``serving`` asks a server for more than it can answer. ``recipes`` searches the
+settings of small models. ``run`` trains under many settings and writes what each costs. Every measurement is a command
+with its own flags, and writes a JSON record and a page of it. ``compare`` says whether one run or sweep is slower than
+another.
 """
 
 import sys
@@ -14,6 +15,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from dsgpt.benchmarks.clusters import Clusters
 from dsgpt.benchmarks.decoding import Decoding
 from dsgpt.benchmarks.faults import Faults
 from dsgpt.benchmarks.frame import Suite, SuiteOptions, only_flag, peers_flag, read_peers, run_suite
@@ -31,7 +33,8 @@ from dsgpt.common.command_line import Parser, run_script, switch
 from dsgpt.common.errors import EXIT_DONE
 
 SUITES: dict[str, type[Suite[Any, Any]]] = {
-    suite.name: suite for suite in (Parity, Resume, Faults, Saving, Speed, Decoding, Inference, Serving, Plan, Recipes)
+    suite.name: suite
+    for suite in (Parity, Resume, Faults, Clusters, Saving, Speed, Decoding, Inference, Serving, Plan, Recipes)
 } | {"run": SweepSuite}
 COMMANDS = (*SUITES, "compare", "records")
 REPOSITORY = Path(__file__).resolve().parent.parent
