@@ -301,13 +301,9 @@ def run(config: RunConfig, interruption: Interruption) -> None:
             peers.on_lost_rank = functools.partial(_end_after_lost_rank, config, None)
             peers.join()
         try:
-<<<<<<< HEAD
             prepared = prepare(config, lock, peers) if config.topology.is_main else None
-=======
-            prepared = prepare(config, lock) if config.topology.is_main else None
             if peers.store is not None:
                 require_same_work(config, prepared, peers.store)
->>>>>>> 849d36c4e477d0c04815cd170ee39ca0219a91d4
         except UserError as error:
             peers.refuse(error.problems)
             raise
