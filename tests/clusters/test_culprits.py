@@ -171,6 +171,7 @@ def test_a_rank_at_fault_is_named(start, kind):
     what = {"hangs": "hangs, and the others wait for it", "fails": "failed"}.get(kind, "gives no sign of life")
     assert re.search(rf"^error: rank 1 on {pair.hosts.host(1)} {what}.* in step 4", pair.printed(), re.MULTILINE)
     if kind == "hangs":
+        assert "rank 1 on " in (pair.run / "train-1.log").read_text().split("hangs, and the others wait for it")[0]
         assert re.search(r"^  .*faulty.py:\d+ in stand_still_here$", pair.printed(), re.MULTILINE)
         assert pair.ends(1) == [EXIT_LOST_RANK]
     if kind == "fails":

@@ -30,6 +30,8 @@ class UserError(ValueError):
     ``problems`` holds one line for each mistake: the file, value or flag at fault, what is allowed, and what to do.
     """
 
+    exit_code = EXIT_USER_ERROR
+
     def __init__(self, *problems: str) -> None:
         super().__init__("\n".join(problems))
         self.problems = problems
@@ -77,6 +79,8 @@ class Interrupted(KeyboardInterrupt):
     It is a ``KeyboardInterrupt`` because libraries do not catch those. ``together``: all ranks agreed to stop.
     ``limit``: because of ``--max_hours`` or ``--max_cost``.
     """
+
+    exit_code = EXIT_STOPPED
 
     def __init__(self, message: str, *, together: bool = False, limit: bool = False) -> None:
         super().__init__(message)

@@ -77,7 +77,7 @@ def job_words(launcher: str, *, machines: int, devices: int, gpus: bool, launch:
         ranks = [f"--gpus-per-node={devices}"] * gpus + [f"--export={','.join(['ALL', *exported])}"] * bool(exported)
         return ["sbatch", f"--nodes={machines}", *ranks, f"{launch}/slurm/train.sbatch"]
     if machines > 1 and launcher == "torchrun":
-        return ["env", f"NODES={machines}", f"DEVICES={devices}", f"{launch}/torchrun.sh"]
+        return ["env", f"DEVICES={devices}", f"{launch}/torchrun.sh"]
     if machines > 1:
         return [f"{launch}/run_hostfile.sh"]
     count = ["--nproc_per_node"] if launcher == "torchrun" else ["--quiet", "--num_gpus"]

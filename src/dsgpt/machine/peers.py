@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from dsgpt.common.errors import EXIT_USER_ERROR, LostRank, SaveError, UserError
+from dsgpt.common.errors import EXIT_DONE, EXIT_USER_ERROR, LostRank, SaveError, UserError
 from dsgpt.machine.topology import Topology
 
 if TYPE_CHECKING:
@@ -206,10 +206,10 @@ def open_store(topology: Topology, *, seconds: float | None = None) -> "Store":
 
 
 def meet(store: "Store", topology: Topology) -> "Store":
-    """Wait until every rank is there.
+    """Wait until every rank that was started is there, spares included.
 
-    Every rank brings a new word, and rank 0 answers each of them. So a store that torchrun keeps over attempts, which
-    has the keys of dead ranks, is no danger.
+    Every rank brings a new word and counts while it waits; rank 0 answers each rank whose count grows. So a store that
+    torchrun keeps over attempts, which has the words of dead ranks, is no danger.
 
     Returns:
         The part of the store that belongs to this meeting; ``hosts`` in it has the host of every rank.
@@ -217,57 +217,65 @@ def meet(store: "Store", topology: Topology) -> "Store":
     Raises:
         UserError: one refused to start, or some did not arrive within ``JOIN_SEC``. Says which.
     """
-    word, refused, end = uuid.uuid4().hex, _refused(), time.monotonic() + JOIN_SEC
+    word, end = uuid.uuid4().hex, time.monotonic() + JOIN_SEC
+    ranks = range(topology.started)
     store.set(f"here/{topology.rank}", f"{word} {socket.gethostname()}")
-    earlier: list[str] = json.loads(store.get("met")) if topology.is_main and store.check(["met"]) else []
+    counts: dict[str, int] = {}
     arrived: dict[int, list[str]] = {}
     while not store.check([f"go/{word}"]):
-        if store.check([refused]):
-            store.add("heard", 1)
-            raise UserError(*json.loads(store.get(refused)))
-        for rank in range(topology.world_size) if topology.is_main else ():
+        store.add(f"count/{word}", 1)
+        if lines := _hear_refusal(store, topology):
+            raise UserError(*lines)
+        for rank in ranks if topology.is_main else ():
             if rank not in arrived and store.check([f"here/{rank}"]):
                 said = store.get(f"here/{rank}").decode().split(" ", 1)
-                arrived |= {rank: said} if said[0] not in earlier else {}
-        if len(arrived) == topology.world_size:
-            words = [arrived[rank][0] for rank in range(topology.world_size)]
-            store.set(f"{word}/hosts", json.dumps([arrived[rank][1] for rank in range(topology.world_size)]))
-            store.set("met", json.dumps([*earlier, *words]))
-            for other in words:
-                store.set(f"go/{other}", word)
+                count = store.add(f"count/{said[0]}", 0)
+                if count > counts.setdefault(said[0], count):
+                    arrived[rank] = said
+        if len(arrived) == topology.started:
+            store.set(f"{word}/hosts", json.dumps([arrived[rank][1] for rank in ranks]))
+            for rank in ranks:
+                store.set(f"go/{arrived[rank][0]}", word)
         elif time.monotonic() > end:
-            missing = [str(rank) for rank in range(topology.world_size) if rank not in arrived]
-            ranks = f"ranks {', '.join(missing[:16])}" if topology.is_main else "some ranks"
-            lines = [f"{ranks} did not arrive within {JOIN_SEC:.0f} s: look at what their machines printed"]
-            store.set(refused, json.dumps(lines))
+            missing = [str(rank) for rank in ranks if rank not in arrived]
+            who = f"ranks {', '.join(missing[:16])}" if topology.is_main else "some ranks"
+            line = f"{who} did not arrive within {JOIN_SEC:.0f} s: look at what their machines printed"
+            store.set("refused", json.dumps([uuid.uuid4().hex, line]))
         else:
             time.sleep(0.1)
     return dist.PrefixStore(store.get(f"go/{word}").decode(), store)  # type: ignore[attr-defined]
 
 
-def _refused() -> str:
-    """The key of a refusal before the ranks have met; a later attempt of torchrun is not refused for an earlier one."""
-    return f"refused-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+def _hear_refusal(store: "Store", topology: Topology) -> list[str]:
+    """The lines of a refusal, and counts that this rank heard them; empty if there is none.
+
+    A store that the launcher keeps over attempts may have the refusal of an earlier one, which as many ranks have
+    heard as were started.
+    """
+    if not store.check(["refused"]):
+        return []
+    word, *lines = json.loads(store.get("refused"))
+    return lines if store.add(f"heard/{word}", 1) <= topology.started else []
 
 
 def tell_refusal(topology: Topology, lines: Sequence[str]) -> None:
-    """Tell the ranks of other machines why this one does not start; within seconds, and without an error of its own."""
-    global JOIN_SEC  # noqa: PLW0603 - a refusal must not wait for a rank 0 that is not there
-    JOIN_SEC = OBSERVED_SEC
+    """Tell the ranks of other machines why this one does not start, once rank 0 is there; raises nothing."""
     where = f"rank {topology.rank} on {socket.gethostname()} refused: "
     with contextlib.suppress(UserError, dist.DistError, RuntimeError, ValueError):
-        _refuse(open_store(topology), topology, [where + line for line in lines], key=_refused())
+        _refuse(open_store(topology), topology, [where + line for line in lines])
 
 
-def _refuse(store: "Store", topology: Topology, lines: Sequence[str], *, key: str = "refused") -> None:
+def _refuse(store: "Store", topology: Topology, lines: Sequence[str]) -> None:
     if topology.local_world_size == topology.world_size:
         return  # the launcher of one machine ends its ranks
-    store.compare_set(key, "", json.dumps(lines))
+    before = store.get("refused").decode() if store.check(["refused"]) else ""
+    if not _hear_refusal(store, topology):
+        store.compare_set("refused", before, json.dumps([uuid.uuid4().hex, *lines]))
+        _hear_refusal(store, topology)
+    key = f"heard/{json.loads(store.get('refused'))[0]}"
     end = time.monotonic() + OBSERVED_SEC
-    heard = store.add("heard", 1)
-    while topology.is_main and heard < topology.world_size and time.monotonic() < end:
+    while topology.is_main and store.add(key, 0) < topology.started and time.monotonic() < end:
         time.sleep(0.1)  # the store ends with rank 0
-        heard = store.add("heard", 0)
 
 
 class Peers:
@@ -306,10 +314,19 @@ class Peers:
     def __enter__(self) -> "Peers":
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         self._ended.set()
         if self._thread.is_alive():
             self._thread.join(OBSERVED_SEC)  # it may wait for a store that is gone
+        if self._topology.is_main and self._topology.spares and self.store is not None:
+            with contextlib.suppress(dist.DistError, RuntimeError):
+                self._release_spares(EXIT_DONE if error is None else getattr(error, "exit_code", 1))
+
+    def _release_spares(self, code: int) -> None:
+        self._watched.set("ended", str(code))
+        end = time.monotonic() + OBSERVED_SEC
+        while self._watched.add("released", 0) < self._topology.spares and time.monotonic() < end:
+            time.sleep(0.1)  # the store ends with rank 0
 
     def join(self) -> None:
         """Wait for all ranks, and begin to watch them.
@@ -317,7 +334,7 @@ class Peers:
         Raises:
             UserError: a rank does not come.
         """
-        if self._topology.world_size > 1:
+        if self._topology.started > 1:
             store = meet(open_store(self._topology), self._topology)
             self._hosts: list[str] = json.loads(store.get("hosts"))
             # A clone has a connection of its own. It is public; only the types lack it.
@@ -326,7 +343,8 @@ class Peers:
             self.store.set_timeout(timedelta(seconds=LIMITS_SEC["start"]))
             self._progress_at = time.monotonic()
             self._store_answered_at = self._progress_at
-            self._thread.start()
+            if not self._topology.is_spare:
+                self._thread.start()
             self._guard.start()
 
     def share(self, what: str, work: Callable[[str, int, int], str]) -> list[str]:
@@ -356,6 +374,31 @@ class Peers:
                 if not (what := self.store.get(f"work/{number}").decode()):
                     return
                 self.store.set(f"done/{number}/{rank}", work(what, rank, ranks))
+
+    def stand_by(self) -> None:
+        """Wait, as a spare, until the run has ended.
+
+        Raises:
+            LostRank: it did not end well. The exit code is that of the run, if rank 0 told it.
+        """
+        lost: LostRank | None = None
+        try:
+            while lost is None and not self._watched.check(["ended"]):
+                if lines := _hear_refusal(self._watched, self._topology):
+                    lost = LostRank("\n".join(lines), refused=True)
+                elif self._watched.check(["verdict"]):
+                    lost = LostRank(self._watched.get("verdict").decode())
+                self._store_answered_at = time.monotonic()
+                time.sleep(BEAT_SEC)
+            if lost is None and (code := int(self._watched.get("ended"))) != EXIT_DONE:
+                lost = LostRank(f"the run ended with exit code {code}")
+                lost.exit_code = code
+            self._watched.add("released", 1)
+        except RuntimeError as error:  # of the store
+            self._lose_store(str(error).splitlines()[0][:120])
+        if lost is not None:
+            lost.speaks = False
+            raise lost
 
     def refuse(self, lines: tuple[str, ...]) -> None:
         """Make the other ranks end with ``lines``, the reason why this rank does not start."""
@@ -426,9 +469,8 @@ class Peers:
         while not self._ended.wait(BEAT_SEC):
             try:
                 self._beat()
-                if self._watched.check(["refused"]):
-                    self._watched.add("heard", 1)
-                    self._end(LostRank("\n".join(json.loads(self._watched.get("refused"))), refused=True))
+                if lines := _hear_refusal(self._watched, self._topology):
+                    self._end(LostRank("\n".join(lines), refused=True))
                 elif self._watched.check(["verdict"]):
                     self._end(LostRank(self._watched.get("verdict").decode()))
                 elif self._broken.is_set() or self.idle_sec > self.limit_sec - OBSERVED_SEC or self._neighbour_lost():

@@ -13,6 +13,7 @@ import traceback
 import uuid
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,7 @@ from dsgpt.checkpoints.training_state import StateReader, load_random_state
 from dsgpt.common.errors import LostRank, OutOfMemory, Problems, SaveError, UserError
 from dsgpt.common.files import write_json_atomic
 from dsgpt.common.json_files import JsonError, clipped
-from dsgpt.common.text import divisors
+from dsgpt.common.text import counted, divisors
 from dsgpt.config.run_config import RunConfig
 from dsgpt.machine.console import LogFile
 from dsgpt.machine.device import TIMEOUT, HostGroup, barrier, bring_up, from_main, gather_objects, joined
@@ -36,7 +37,7 @@ from dsgpt.machine.topology import Topology
 from dsgpt.model.gpt2 import parameter_shapes
 from dsgpt.planner.memory import worst_peak
 from dsgpt.planner.setup import Setup
-from dsgpt.record.schema import LOG_FILE, RECORD_FILE, STEPS_FILE, drop_steps_after, later_schema
+from dsgpt.record.schema import RECORD_FILE, STEPS_FILE, drop_steps_after, later_schema, log_file
 from dsgpt.strategies.base import Strategy, build_strategy
 from dsgpt.telemetry.cost import peak_bytes
 from dsgpt.training.budget import TrainingPlan, notify, read_plan
@@ -153,7 +154,9 @@ def prepare(config: RunConfig, lock: RunLock, peers: Peers) -> Prepared:
         begins = start.checkpoint is None and not config.options.overwrite and not store.was_overwritten(run_dir)
         check_place(save_to, begins=begins, writes=not config.options.dry_run)
     earlier, doubt = _earlier_record(run_dir) if start.checkpoint else (EarlierRecord(), "")
-    plan = read_plan(config, problems)
+    plan, unlike = read_plan(config, problems), ""
+    if plan is not None and plan.machine.devices != config.topology.world_size:
+        unlike = f"plan        was made for {counted(plan.machine.devices, 'device')}: steps are not compared with it"
     unchecked = check_tokenizer(config, problems)
     problems.raise_if_any()
     return Prepared(
@@ -163,7 +166,7 @@ def prepare(config: RunConfig, lock: RunLock, peers: Peers) -> Prepared:
         contents=contents(run_dir),
         earlier=earlier,
         plan=plan,
-        messages=(*filter(None, (unchecked, doubt)), *fetched, *start.messages),
+        messages=(*filter(None, (unchecked, doubt, unlike)), *fetched, *start.messages),
     )
 
 
@@ -184,8 +187,8 @@ def open_run_folder(config: RunConfig, prepared: Prepared, *, lock: RunLock, log
     """
     description: dict[str, Any] = {}
     problems: tuple[str, ...] = ()
-    start, run_dir = prepared.start, config.run_dir
-    if config.topology.is_main:
+    start, run_dir, topology = prepared.start, config.run_dir, config.topology
+    if topology.is_main:
         try:
             make_run_folder(run_dir)
             lock.take()
@@ -206,13 +209,18 @@ def open_run_folder(config: RunConfig, prepared: Prepared, *, lock: RunLock, log
                 repeated = ("command_line", "git_commit", "env", "data", "training_config", "deepspeed_config")
                 written = {"options": options, **{name: description[name] for name in repeated}}
                 write_json_atomic(run_dir / CONFIG_FILE, written)
-            log.open(run_dir / LOG_FILE)
+            log.open(run_dir / log_file(0))
         except UserError as error:
             problems = error.problems
     problems = from_main(problems)
     if problems:
         raise UserError(*problems)
-    require_shared(run_dir, config.topology)
+    require_shared(run_dir, topology)
+    if topology.machine:
+        log.setFormatter(logging.Formatter(f"rank {topology.rank} on {socket.gethostname()}: %(message)s"))
+        log.open(run_dir / log_file(topology.machine))
+        from_step = f"from {start.checkpoint.name}" if start.checkpoint is not None else "from the beginning"
+        log.add(f"{datetime.now(UTC).isoformat(timespec='seconds')}: process {os.getpid()} trains {from_step}")
     return description
 
 
@@ -298,8 +306,11 @@ def run(config: RunConfig, interruption: Interruption) -> None:
     peers = Peers(config.topology, stall_timeout=config.options.stall_timeout)
     with LogFile() as log, RunLock(config.run_dir, patience_sec=patience) as lock, peers:
         if not config.options.dry_run:
-            peers.on_lost_rank = functools.partial(_end_after_lost_rank, config, None)
+            peers.on_lost_rank = functools.partial(_end_after_lost_rank, config, None, log)
             peers.join()
+            if config.topology.is_spare:
+                peers.stand_by()
+                return
         try:
             prepared = prepare(config, lock, peers) if config.topology.is_main else None
             if peers.store is not None:
@@ -316,7 +327,7 @@ def run(config: RunConfig, interruption: Interruption) -> None:
                 _train(config, prepared, interruption, peers, lock=lock, log=log)
 
 
-def _end_after_lost_rank(config: RunConfig, journal: Journal | None, lost: LostRank) -> None:
+def _end_after_lost_rank(config: RunConfig, journal: Journal | None, log: LogFile, lost: LostRank) -> None:
     """Called by the watch thread when the main thread is blocked by a lost rank.
 
     Writes the record, runs `--on_event` and prints the error.
@@ -326,6 +337,7 @@ def _end_after_lost_rank(config: RunConfig, journal: Journal | None, lost: LostR
         writes.start()
         writes.join(LEAVE_SEC)  # the disk may be what everything waits for
         notify(config, "failed")
+    log.add_error(lost)
     complain_of(lost)
 
 
@@ -372,7 +384,7 @@ def _train(
             )
             if state is not None:
                 journal.resume(state, steps_file, earlier=prepared.earlier)
-            peers.on_lost_rank = functools.partial(_end_after_lost_rank, config, journal)
+            peers.on_lost_rank = functools.partial(_end_after_lost_rank, config, journal, log)
             peers.on_slow_rank = _warn_of_slow_rank
             about = about_run(config, settings=prepared.settings, description=description) if description else {}
             Trainer(

@@ -26,7 +26,7 @@ from dsgpt.common.files import is_regular_file, remove
 from dsgpt.common.json_files import Count, Finite, JsonError, Seconds, clipped, clipped_text, read_as, read_object
 from dsgpt.common.text import counted
 from dsgpt.config.run_config import RunConfig
-from dsgpt.record.schema import COMPLETE_FILE, HARDWARE_FILE, LOG_FILE, RECORD_FILE, STEPS_FILE, read_steps
+from dsgpt.record.schema import COMPLETE_FILE, LOG_FILE, MACHINE_FILE, RECORD_FILE, STEPS_FILE, read_steps
 from dsgpt.telemetry.profiles import COMMUNICATION_FILE, PROFILE_FOLDER, is_profile_folder
 from dsgpt.training.run_description import CHANGEABLE, EXECUTED_BY
 
@@ -340,7 +340,7 @@ def _allowed(config: RunConfig) -> set[str]:
 CONFIG_FILE = "config.json"
 _FILES = (COMPLETE_FILE, store.LATEST, store.BEST, LOG_FILE, COMMUNICATION_FILE, STEPS_FILE, RECORD_FILE, CONFIG_FILE)
 """Files that a run writes next to its checkpoints, in the order of removal: those that identify a run go last.
-``hardware.jsonl`` and those of further machines go before them.
+``hardware.jsonl`` and the files of further machines go before them.
 
 A kill in between leaves no ``latest``, and no step lines without a record;
 ``why_nothing_was_saved`` says why this matters."""
@@ -439,9 +439,9 @@ def _existing(run_dir: Path) -> list[Path]:
 
 def _files(run_dir: Path) -> list[Path]:
     """Paths in ``run_dir`` named like a file of a run, or like the folder of trackers or profiles, links included."""
-    hardware = sorted(path for path in run_dir.iterdir() if HARDWARE_FILE.fullmatch(path.name))
+    of_machines = sorted(path for path in run_dir.iterdir() if MACHINE_FILE.fullmatch(path.name))
     named = [run_dir / name for name in (TRACKERS_FOLDER, PROFILE_FOLDER, *_FILES) if os.path.lexists(run_dir / name)]
-    return hardware + named
+    return of_machines + named
 
 
 def _folders(run_dir: Path, name: re.Pattern[str]) -> list[Path]:
@@ -453,7 +453,7 @@ def _folders(run_dir: Path, name: re.Pattern[str]) -> list[Path]:
 def _foreign(run_dir: Path, existing: list[Path]) -> Path | None:
     """A file or folder that a run would replace although no run wrote it; None if there is none."""
     for path in existing:
-        if (path.name in _FILES or HARDWARE_FILE.fullmatch(path.name)) and path.is_dir() and not path.is_symlink():
+        if (path.name in _FILES or MACHINE_FILE.fullmatch(path.name)) and path.is_dir() and not path.is_symlink():
             return path
         for name, is_ours in ((TRACKERS_FOLDER, is_tracker_folder), (PROFILE_FOLDER, is_profile_folder)):
             if path.name == name and not path.is_symlink() and not is_ours(path):
