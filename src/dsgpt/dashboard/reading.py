@@ -21,12 +21,13 @@ from pyarrow import json as arrow_json
 from dsgpt.common.errors import UserError, is_number
 from dsgpt.common.files import is_regular_file, is_utf8, link_between, printable
 from dsgpt.dashboard.server import parse
-from dsgpt.dashboard.ui import Values, money
+from dsgpt.dashboard.ui import Values, money, seconds
 from dsgpt.model.config import PRESETS
 from dsgpt.record.equal_work import judge
 from dsgpt.record.runs import Curve, Run, first, read_record, run_of
 from dsgpt.record.schema import LARGEST, RECORD_FILE, STEPS_FILE, Fields, is_figure, step_entry
 from dsgpt.record.suites import SWEEP_FILE
+from dsgpt.training.goodput import CAUSES
 from dsgpt.training.status import LOCK_FILE, Signs, Status, signs_of_life, status_of
 
 # What lies in the folder of runs, and the only way from a name to a path.
@@ -332,6 +333,12 @@ class Recorded:
     total_steps: float | None = None
     plan: str = ""
     """``18% slower than planned, $4.20 spent, $21.00 expected instead of $17.69``; empty without plan and price."""
+    goodput: float | None = None
+    """The share of the wall time that went into steps which were kept."""
+    lost: str = ""
+    """Where the rest of the time went: ``start 12 s, repeated 30 s``."""
+    behind_steps: float | None = None
+    """How far ``--save_to`` is behind the newest checkpoint."""
     started: datetime | None = None
 
 
@@ -465,6 +472,8 @@ def _recorded(path: Path, version: Version, name: str) -> Recorded:  # noqa: ARG
         return Recorded(problem=str(error), status=None)
     config, plan = record.section("training_config"), record.section("plan")
     run = run_of(record, name=name, log=None, notes=notes)
+    goodput, lost = record.section("goodput"), record.section("goodput").section("lost_sec")
+    causes = [(cause, value) for cause in CAUSES if (value := lost.number(cause))]
     ratio, spent, usd = (plan.number(key) for key in ("step_vs_plan", "spent_usd", "usd"))
     pace = f"{abs(ratio - 1):.0%} {'slower' if ratio > 1 else 'faster'} than planned" if ratio else ""
     paid = f"{money(spent)} spent" if spent is not None else ""
@@ -477,6 +486,9 @@ def _recorded(path: Path, version: Version, name: str) -> Recorded:  # noqa: ARG
         model=model_name(config),
         total_steps=config.number("total_steps"),
         plan=", ".join(filter(None, (pace, paid, expected))),
+        goodput=goodput.number("share"),
+        lost=", ".join(f"{cause} {seconds(value)}" for cause, value in causes),
+        behind_steps=record.section("second_copy").number("behind_steps"),
         started=_moment(record.text("timestamp_utc")),
     )
 

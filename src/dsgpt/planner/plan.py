@@ -356,7 +356,7 @@ def plan_lines(plan: Plan) -> list[str]:
         "",
         f"training: {run.steps:,} steps, {duration(run.seconds)} ({between(run.least, run.most, duration)})",
         *_rows(run.parts, duration),
-        *_saves_in_words(plan),
+        *saves_in_words(plan),
         "",
     ]
     if not plan.costs:
@@ -380,15 +380,15 @@ def plan_lines(plan: Plan) -> list[str]:
     return lines + [f"note: {line}" for line in plan.notes]
 
 
-def _saves_in_words(plan: Plan) -> list[str]:
+def saves_in_words(plan: Plan) -> list[str]:
     """How often to save, and what was assumed of interruptions, with ``--mtbf``."""
     if plan.request.options.mtbf is None:
         return []
     run, between_saves = plan.run, plan.run.save_every * plan.step.seconds
     return [
         f"  --save_every {run.save_every}: {duration(between_saves)} between saves lose least if interruptions come at "
-        f"random every {duration(plan.request.options.mtbf)}; {run.parts['steps'] / run.seconds:.0%} of the time are "
-        f"steps that count; a restart takes {duration(run.restart)}, and the wait for another machine is not in it"
+        f"random every {duration(plan.request.options.mtbf)}; goodput {run.goodput:.0%}, the share of the time in "
+        f"steps that are kept; a restart takes {duration(run.restart)}, and the wait for another machine is not in it"
     ]
 
 
@@ -479,7 +479,11 @@ def plan_json(plan: Plan) -> dict[str, Any]:
             "most_seconds": run.most,
             "parts": run.parts,
         }
-        | ({} if plan.request.options.mtbf is None else {"save_every": run.save_every, "restart_seconds": run.restart}),
+        | (
+            {}
+            if plan.request.options.mtbf is None
+            else {"save_every": run.save_every, "restart_seconds": run.restart, "goodput": run.goodput}
+        ),
         "costs": [asdict(cost) for cost in plan.costs],
         "notes": plan.notes,
     }

@@ -81,12 +81,16 @@ def check(arguments: Sequence[str]) -> None:
 def _train(arguments: Sequence[str], interruption: Interruption, *, speaks: bool) -> None:
     options, problems = parse_arguments(arguments)
     topology = read_topology(local_rank_flag=options.local_rank)
+    others_wait = topology.local_world_size < topology.world_size and not options.dry_run
+    if others_wait:
+        from dsgpt.machine.console import Progress  # noqa: PLC0415 - as below
+        from dsgpt.machine.peers import say_busy, tell_refusal  # noqa: PLC0415 - imports torch
+
+        Progress.heard = say_busy(topology)
     try:
         config = resolve(options, topology=topology, problems=problems)
     except UserError as error:
-        if topology.local_world_size < topology.world_size and not options.dry_run:
-            from dsgpt.machine.peers import tell_refusal  # noqa: PLC0415 - imports torch
-
+        if others_wait:
             tell_refusal(topology, error.problems)
         raise
     from dsgpt.machine.console import logging_to_console  # noqa: PLC0415 - torch takes seconds; --help should not

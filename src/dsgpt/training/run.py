@@ -26,7 +26,7 @@ from dsgpt.common.files import write_json_atomic
 from dsgpt.common.json_files import JsonError
 from dsgpt.common.text import divisors
 from dsgpt.config.run_config import RunConfig
-from dsgpt.machine.console import LogFile
+from dsgpt.machine.console import LogFile, Progress
 from dsgpt.machine.device import HostGroup, barrier, bring_up, from_main, gather_objects, joined
 from dsgpt.machine.launcher import Interruption
 from dsgpt.machine.peers import SLOW_STEPS, Peers, RankStatus
@@ -40,6 +40,7 @@ from dsgpt.strategies.base import Strategy, build_strategy
 from dsgpt.telemetry.cost import peak_bytes
 from dsgpt.training.budget import TrainingPlan, notify, read_plan
 from dsgpt.training.command import complain_of
+from dsgpt.training.goodput import Goodput
 from dsgpt.training.journal import Journal, open_sinks
 from dsgpt.training.run_description import (
     check_tokenizer,
@@ -89,6 +90,10 @@ class Prepared:
     """The record of the run to resume."""
     plan: TrainingPlan | None
     """That of ``--plan``."""
+    goodput: Goodput
+    """Of the earlier processes of the run."""
+    second_step: int | None
+    """Of the newest checkpoint that ``--save_to`` has of this run."""
     messages: tuple[str, ...]
     """Lines for the user."""
 
@@ -137,10 +142,18 @@ def prepare(config: RunConfig, lock: RunLock) -> Prepared:
     settings, start = settings_to_match(config, hashes=hashes), ResumePoint()
     if resumes:
         start = plan_resume(config, settings=settings, problems=problems)
+    second_step = None
     if save_to:
         begins = start.checkpoint is None and not config.options.overwrite and not store.was_overwritten(run_dir)
-        check_place(save_to, begins=begins, writes=not config.options.dry_run)
-    earlier, doubt = _earlier_record(run_dir) if start.checkpoint else (EarlierRecord(), "")
+        second_step = check_place(save_to, begins=begins, writes=not config.options.dry_run)
+    earlier, doubt = _earlier_record(run_dir) if resumes else (EarlierRecord(), "")
+    goodput = Goodput()
+    if resumes and (run_dir / RECORD_FILE).exists():
+        goodput = (earlier.goodput or Goodput.unknown()).after_loss(
+            run_dir / STEPS_FILE,
+            kept_step=read_run_state(start.checkpoint).step if start.checkpoint else 0,
+            wall_sec=earlier.summary.total_wall_time_sec,
+        )
     plan = read_plan(config, problems)
     unchecked = check_tokenizer(config, problems)
     problems.raise_if_any()
@@ -151,6 +164,8 @@ def prepare(config: RunConfig, lock: RunLock) -> Prepared:
         contents=contents(run_dir),
         earlier=earlier,
         plan=plan,
+        goodput=goodput,
+        second_step=second_step if start.checkpoint else None,
         messages=(*filter(None, (unchecked, doubt)), *fetched, *start.messages),
     )
 
@@ -258,6 +273,7 @@ def run(config: RunConfig, interruption: Interruption) -> None:
         if not config.options.dry_run:
             peers.on_lost_rank = functools.partial(_end_after_lost_rank, config, None)
             peers.join()
+            Progress.heard = peers.note_own_progress
         try:
             prepared = prepare(config, lock) if config.topology.is_main else None
         except UserError as error:
@@ -323,6 +339,7 @@ def _train(
                 sinks=open_sinks(config, done=done, trackers=trackers),
                 ranks=ranks,
                 plan=prepared.plan,
+                goodput=prepared.goodput,
                 done=done,
             )
             if state is not None:
@@ -335,7 +352,16 @@ def _train(
                 device=device,
                 strategy=strategy,
                 journal=journal,
-                saver=Saver(config, device=device, strategy=strategy, journal=journal, about=about, ranks=ranks),
+                saver=Saver(
+                    config,
+                    device=device,
+                    strategy=strategy,
+                    journal=journal,
+                    about=about,
+                    ranks=ranks,
+                    done=done,
+                    second_step=prepared.second_step,
+                ),
                 interruption=interruption,
                 ranks=ranks,
                 peers=peers,
