@@ -140,10 +140,11 @@ def test_who_copies_data_before_the_meeting_is_waited_for(monkeypatch):
         Topology(rank=r, local_rank=0, world_size=2, local_world_size=1, launcher="torchrun") for r in (0, 1)
     )
     refused: list[UserError] = []
+    store = peers.open_store(first)
 
     def arrive() -> None:
         try:
-            peers.meet(peers.open_store(first), first)
+            peers.meet(store, first)
         except UserError as error:
             refused.append(error)
 
@@ -186,6 +187,10 @@ class Endless:
         stand_still_here()
 
 
+def poison(module, args, out):
+    out.register_hook(lambda gradient: gradient * float("nan"))
+
+
 def faulty(self, batches, step):
     if os.environ["RANK"] == "1" and step == 4:
         if kind == "hangs":
@@ -194,6 +199,8 @@ def faulty(self, batches, step):
             os.kill(os.getpid(), signal.SIGKILL if kind == "dies" else signal.SIGSTOP)
         if kind == "fails":
             raise ValueError("a bug of this rank")
+        if kind == "gradient":
+            self.model.ln_f.register_forward_hook(poison)
     if os.environ["RANK"] == "1" and kind == "slow":
         end = time.monotonic() + 0.1
         while time.monotonic() < end:
@@ -303,10 +310,12 @@ def test_a_host_that_is_cut_off_is_named(start):
 
 
 @LONG
-def test_nan_is_traced_to_the_rank_that_computed_it(start):
-    pair = start("nan")
+@pytest.mark.parametrize(("kind", "what"), [("nan", "loss"), ("gradient", "gradient")])
+def test_nan_is_traced_to_the_rank_that_computed_it(start, kind, what):
+    pair = start(kind)
     assert pair.ends(0, 1) == [EXIT_NON_FINITE] * 2
-    assert f"rank 1 on {pair.hosts.host(1)} was the first to compute" in pair.printed()
+    first = f"rank 1 on {pair.hosts.host(1)} was the first to compute a {what} that is not finite, in step 4"
+    assert first in pair.printed()
 
 
 @LONG

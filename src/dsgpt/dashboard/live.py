@@ -188,7 +188,7 @@ def _show_one(run: Watched) -> None:
     if recorded.behind_steps is not None:
         facts.append(f"The second copy is {recorded.behind_steps:,.0f} steps behind.")
     if facts:
-        st.caption(ui.plain(" ".join(facts)))
+        st.caption(" ".join(facts))
 
 
 def _show_many(runs: Sequence[Watched]) -> None:
