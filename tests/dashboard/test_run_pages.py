@@ -161,8 +161,8 @@ def test_a_run_is_watched_from_its_start_until_it_is_killed(runs, open_page):
         values["second_copy"] = {"behind_steps": 40}
         write_run(run, values, lines=step_lines(steps=10))
         test.run()
-        assert "Goodput: 90.0% of the wall time are steps that are kept; start 12 s, repeated 1 min 40 s" in texts(test)
-        assert "The second copy is 40 steps behind" in texts(test)
+        said = "Goodput 90.0% of the wall time, in steps that are kept. Lost: start 12 s, repeated 1 min 40 s."
+        assert f"{said} The second copy is 40 steps behind." in texts(test)
         assert metrics(test)["Training loss"] == f"{step_lines(steps=10)[-2]['loss']:.4f}"
         assert "Rank 0" in metrics(test)
         with (run / "metrics.jsonl").open("a") as file:

@@ -81,21 +81,11 @@ def test_interruptions_are_counted_and_the_best_interval_of_saves_is_planned(pla
     young = math.sqrt(2 * one * 8 * 3600) / (calm["parts"]["steps"] / calm["steps"])
     assert rough["save_every"] == pytest.approx(young, rel=0.1)
     assert rough["goodput"] == rough["parts"]["steps"] / rough["seconds"]
+    two = json.loads(plan(f"{XL} {ZERO2} --json --gpus_per_machine 4"))["training"]
+    assert two["parts"]["checkpoints"] == pytest.approx(calm["parts"]["checkpoints"] / 2)  # both write at once
     said = plan(f"{XL} {ZERO2} --mtbf 8h")
     assert f"--save_every {rough['save_every']}: " in said
     assert f"goodput {rough['goodput']:.0%}, " in said
-
-
-def test_machines_write_a_checkpoint_together_and_rank_0_reads_it(plan):
-    """Four GPUs to a machine: both write at once. A restart hashes the whole checkpoint in one process."""
-    one, two = (
-        json.loads(plan(f"{XL} {ZERO2} --json --mtbf 8h --gpus_per_machine {count}"))["training"] for count in (8, 4)
-    )
-    first, second = (
-        each["parts"]["checkpoints"] / math.ceil(each["steps"] / each["save_every"]) for each in (one, two)
-    )
-    assert second == pytest.approx(first / 2)
-    assert two["restart_seconds"] == one["restart_seconds"]
 
 
 def test_a_setup_that_does_not_fit_says_what_would(plan):

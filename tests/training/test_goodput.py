@@ -3,6 +3,7 @@
 import json
 import signal
 import time
+from dataclasses import replace
 
 import pytest
 from forked_ranks import run_script
@@ -64,33 +65,23 @@ def test_every_second_of_three_processes_has_its_cause(tmp_path):
     assert 8 * 0.05 < goodput["kept_sec"] <= steps
 
 
-def before(tmp_path, *, seen_at: float) -> Goodput:
-    """Of a process that took steps 1 to 6 in a second each, and wrote its record after step 4."""
+@pytest.mark.parametrize("ago", [100.0, -3600.0], ids=["usual", "a clock that was set back"])
+def test_the_time_between_two_processes_is_that_from_the_last_sign_of_life(tmp_path, ago):
+    """The first took six steps of a second each from its third second on, and wrote its record after four of them."""
     lines = [{"step": step, "loss": 1.0, "step_time_sec": 1.0, "wall_time_sec": 2.0 + step} for step in range(1, 7)]
     (tmp_path / STEPS_FILE).write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     first = Goodput().begin(10.0).now(process_sec=14.0, kept_sec=4.0, lost_sec={"start": 8.0})
-    written = Goodput(**json.loads(json.dumps(vars(first) | {"seen_at": seen_at})))
-    return written.after_loss(tmp_path / STEPS_FILE, kept_step=3, wall_sec=6.0)
+    first = replace(first, seen_at=time.time() - ago).after_loss(tmp_path / STEPS_FILE, kept_step=3, wall_sec=6.0)
+    second = first.begin(20.0).now(process_sec=30.0, kept_sec=7.0, lost_sec={"start": 20.0, "data": 2.0})
+    assert (second.repeated_steps, second.lost_sec["repeated"], second.lost_sec["start"]) == (3, 3.0, 28.0)
+    gap = 100 - 2 - 20 if ago > 0 else None  # two steps came after the record
+    assert second.lost_sec["gaps"] == (pytest.approx(gap, abs=1) if gap else None)
+    assert second.wall_sec == (pytest.approx(14 + 2 + 78 + 30, abs=1) if gap else None)
+    assert second.lost_sec["other"] == (pytest.approx(14 + 2 + 30 - 7 - 3 - 28 - 2, abs=1) if gap else None)
+    assert (second.share is None) == (gap is None)
 
 
-def test_the_time_between_two_processes_is_that_from_the_last_sign_of_life(tmp_path):
-    now = time.time()
-    second = before(tmp_path, seen_at=now - 100).begin(20.0)
-    assert second.lost_sec["gaps"] == pytest.approx(100 - 2 - 20, abs=1)  # two steps came after the record
-    assert (second.lost_sec["repeated"], second.repeated_steps) == (3.0, 3)
-    ended = second.now(process_sec=30.0, kept_sec=7.0, lost_sec={"start": 20.0, "compilation": 1.0, "data": 2.0})
-    assert ended.wall_sec == pytest.approx(14 + 2 + 78 + 30, abs=1)
-    assert ended.lost_sec["start"] == 28.0
-    assert ended.lost_sec["other"] == pytest.approx(ended.wall_sec - 7 - 78 - 3 - 28 - 1 - 2, abs=1)
-
-
-@pytest.mark.parametrize("unknown", [True, False], ids=["a record of before", "a clock that was set back"])
-def test_what_is_unknown_is_null_and_nothing_is_negative(tmp_path, unknown):
-    """The second process begins an hour before the first one ended, or the first one recorded no goodput."""
-    first = Goodput.unknown() if unknown else before(tmp_path, seen_at=time.time() + 3600)
-    ended = first.begin(5.0).now(process_sec=10.0, kept_sec=4.0, lost_sec={"start": 5.0})
-    assert (ended.wall_sec, ended.share, ended.lost_sec["gaps"], ended.lost_sec["other"]) == (None, None, None, None)
-    assert ended.kept_sec == 4.0
-    assert ended.lost_sec["start"] == (None if unknown else 13.0)
-    again = ended.begin(1.0).now(process_sec=2.0, kept_sec=5.0, lost_sec={})
-    assert (again.wall_sec, again.share) == (None, None)
+def test_what_a_record_of_before_does_not_have_stays_unknown():
+    ended = Goodput.unknown().begin(5.0).now(process_sec=10.0, kept_sec=4.0, lost_sec={"start": 5.0})
+    assert {ended.wall_sec, ended.share, ended.repeated_steps, ended.starts, *ended.lost_sec.values()} == {None, 0.0}
+    assert (ended.kept_sec, ended.lost_sec["data"], ended.lost_sec["compilation"]) == (4.0, 0.0, 0.0)

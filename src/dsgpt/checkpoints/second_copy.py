@@ -42,25 +42,22 @@ class SecondCopy:
         address: a folder, or an address that fsspec opens.
         run_dir: the run.
         keep: checkpoints to keep there, besides those that the run folder still has.
-        step: of the newest checkpoint of this run that is there.
-        saved: step of the newest checkpoint in the run folder.
+        resumed: the checkpoint that the run continues from; it is copied first if only older ones are there.
     """
 
-    def __init__(
-        self, address: str, *, run_dir: Path, keep: int, step: int | None = None, saved: int | None = None
-    ) -> None:
+    def __init__(self, address: str, *, run_dir: Path, keep: int, resumed: Path | None = None) -> None:
         self._place, self._run_dir, self._keep = open_place(address, flag=FLAG), run_dir, keep
         self._facts: dict[str, Any] = {
             "address": address,
-            "step": step,
+            "step": None,
             "behind_steps": None,
             "copies": 0,
             "failed_copies": 0,
             "last_copy_sec": None,
             "last_copy_bytes": None,
         }
-        self._saved = saved
-        self._next: Path | None = None
+        self._next = self._resumed = resumed
+        self._saved: int | None = None
         self._copying: Path | None = None
         self._changed = threading.Condition()
         self._ends = False
@@ -117,6 +114,8 @@ class SecondCopy:
                 self._next = None
             started = time.monotonic()
             try:
+                if checkpoint is self._resumed and self._has(checkpoint):
+                    continue
                 size = self._copy(checkpoint)
             except Exception as error:  # noqa: BLE001 - stores raise errors of their packages; training must go on
                 self._failed(checkpoint.name, error)
@@ -125,7 +124,16 @@ class SecondCopy:
                     facts = self._facts
                     facts |= {"step": _step(checkpoint.name), "copies": facts["copies"] + 1}
                     facts |= {"last_copy_sec": time.monotonic() - started, "last_copy_bytes": size}
-            self._copying = None
+            finally:
+                self._copying = None
+
+    def _has(self, checkpoint: Path) -> bool:
+        """Whether ``checkpoint`` or a newer one is there; the newest one there is noted."""
+        newest = max(map(_step, checkpoints_at(self._place)), default=None)
+        with self._changed:
+            self._facts["step"] = newest
+            self._saved = max(self._saved or 0, _step(checkpoint.name))
+        return newest is not None and newest >= _step(checkpoint.name)
 
     def _copy(self, checkpoint: Path) -> int:
         """Write the files of the run and of a checkpoint, its manifest last; returns the checkpoint's bytes."""
@@ -164,8 +172,8 @@ def _step(name: str) -> int:
     return int(name.removeprefix("step-"))
 
 
-def check_place(address: str, *, begins: bool, writes: bool) -> int | None:
-    """Check that a run can save to ``address``; returns the step of the newest checkpoint there.
+def check_place(address: str, *, begins: bool, writes: bool) -> None:
+    """Check that a run can save to ``address``.
 
     Args:
         address: as in ``SecondCopy``.
@@ -186,7 +194,6 @@ def check_place(address: str, *, begins: bool, writes: bool) -> int | None:
         if writes:
             place.write(_TRIAL, io.BytesIO(b"\n"))
             place.remove(_TRIAL)
-    return _step(present[0]) if present else None
 
 
 def clear_place(address: str) -> None:

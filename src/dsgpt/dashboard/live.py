@@ -182,13 +182,7 @@ def _show_one(run: Watched) -> None:
     if run.memory_bytes is not None:
         places[5].metric("Rank 0", ui.memory(run.memory_bytes), help="Resident memory of its process.")
         places[5].caption("" if run.cores is None else f"{run.cores:.2f} cores busy")
-    recorded, facts = summary.recorded, []
-    if recorded.goodput is not None:
-        facts.append(f"Goodput: {recorded.goodput:.1%} of the wall time are steps that are kept; {recorded.lost}.")
-    if recorded.behind_steps is not None:
-        facts.append(f"The second copy is {recorded.behind_steps:,.0f} steps behind.")
-    if facts:
-        st.caption(" ".join(facts))
+    st.caption(summary.recorded.goodput_in_words)
 
 
 def _show_many(runs: Sequence[Watched]) -> None:

@@ -180,10 +180,7 @@ _COLUMNS: dict[str, tuple[pa.DataType, Any]] = {
     "train loss": (pa.float64(), _Number(format="%.4f", width=75, help="Of the last step, nats per token.")),
     "val loss": (pa.float64(), _Number(format="%.4f", width=65, help="Of the last validation, nats per token.")),
     "tokens/s": (pa.float64(), _Number(format="localized", width=75, help="Of all devices.")),
-    "goodput": (
-        pa.float64(),
-        _Number(format="percent", width=70, help="Share of the wall time in steps that are kept."),
-    ),
+    "goodput": (pa.float64(), _Number(format="percent", width=70, help="Wall time in steps that are kept.")),
     "when": (pa.string(), _Text(width=125, help="When its last process began, in UTC.")),
     "folder": (pa.string(), _Text()),
 }

@@ -335,10 +335,8 @@ class Recorded:
     """``18% slower than planned, $4.20 spent, $21.00 expected instead of $17.69``; empty without plan and price."""
     goodput: float | None = None
     """The share of the wall time that went into steps which were kept."""
-    lost: str = ""
-    """Where the rest of the time went: ``start 12 s, repeated 30 s``."""
-    behind_steps: float | None = None
-    """How far ``--save_to`` is behind the newest checkpoint."""
+    goodput_in_words: str = ""
+    """The same with the seconds of every loss, and how far ``--save_to`` is behind; empty where nothing is known."""
     started: datetime | None = None
 
 
@@ -472,8 +470,11 @@ def _recorded(path: Path, version: Version, name: str) -> Recorded:  # noqa: ARG
         return Recorded(problem=str(error), status=None)
     config, plan = record.section("training_config"), record.section("plan")
     run = run_of(record, name=name, log=None, notes=notes)
-    goodput, lost = record.section("goodput"), record.section("goodput").section("lost_sec")
-    causes = [(cause, value) for cause in CAUSES if (value := lost.number(cause))]
+    goodput, lost = record.section("goodput").number("share"), record.section("goodput").section("lost_sec")
+    causes = ", ".join(f"{cause} {seconds(value)}" for cause in CAUSES if (value := lost.number(cause)))
+    kept = f"Goodput {goodput:.1%} of the wall time, in steps that are kept. Lost: {causes}." if goodput else ""
+    behind = record.section("second_copy").number("behind_steps")
+    copied = "" if behind is None else f"The second copy is {behind:,.0f} steps behind."
     ratio, spent, usd = (plan.number(key) for key in ("step_vs_plan", "spent_usd", "usd"))
     pace = f"{abs(ratio - 1):.0%} {'slower' if ratio > 1 else 'faster'} than planned" if ratio else ""
     paid = f"{money(spent)} spent" if spent is not None else ""
@@ -486,9 +487,8 @@ def _recorded(path: Path, version: Version, name: str) -> Recorded:  # noqa: ARG
         model=model_name(config),
         total_steps=config.number("total_steps"),
         plan=", ".join(filter(None, (pace, paid, expected))),
-        goodput=goodput.number("share"),
-        lost=", ".join(f"{cause} {seconds(value)}" for cause, value in causes),
-        behind_steps=record.section("second_copy").number("behind_steps"),
+        goodput=goodput,
+        goodput_in_words=" ".join(filter(None, (kept, copied))),
         started=_moment(record.text("timestamp_utc")),
     )
 

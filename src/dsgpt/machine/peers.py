@@ -404,9 +404,11 @@ class Peers:
         return max(self._stall_timeout, LIMITS_SEC.get(status.phase, TIMES_STEP * usual))
 
     @property
-    def _own_limit_sec(self) -> float:
+    def _left_sec(self) -> float:
+        """Seconds until this rank stands still, or has waited long enough for one that may take longer."""
         count, patience = self._patience
-        return max(self.limit_sec(self._own), patience if count == self._own.progress_count else 0.0)
+        limit = max(self.limit_sec(self._own), patience if count == self._own.progress_count else 0.0)
+        return limit - self.idle_sec
 
     @property
     def idle_sec(self) -> float:
@@ -444,11 +446,7 @@ class Peers:
                     self._end(LostRank("\n".join(json.loads(self._watched.get("refused"))), refused=True))
                 elif self._watched.check(["verdict"]):
                     self._end(LostRank(self._watched.get("verdict").decode()))
-                elif (
-                    self._broken.is_set()
-                    or self.idle_sec > self._own_limit_sec - OBSERVED_SEC
-                    or self._neighbour_lost()
-                ):
+                elif self._broken.is_set() or self._left_sec < OBSERVED_SEC or self._neighbour_lost():
                     self._observe()
                 elif self._topology.is_main and self._beats % 5 == 0:
                     self._report_slow()
@@ -539,9 +537,9 @@ class Peers:
             if self._broken.is_set():
                 self._broken.clear()
                 self._observed.set()  # without a name: the error is shown as it is
-            if self.idle_sec > self._own_limit_sec - BEAT_SEC:
+            if self._left_sec < BEAT_SEC:
                 self._patience = (progress_count, self.idle_sec + min(left, self._stall_timeout))
-            if self.idle_sec < self._own_limit_sec - 2 * OBSERVED_SEC:
+            if self._left_sec > 2 * OBSERVED_SEC:
                 return
         own = self._own  # all ranks took the step before, so the last beat of one that is gone may be older
         ranks = {

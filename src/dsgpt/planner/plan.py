@@ -478,12 +478,9 @@ def plan_json(plan: Plan) -> dict[str, Any]:
             "least_seconds": run.least,
             "most_seconds": run.most,
             "parts": run.parts,
+            "goodput": run.goodput,
         }
-        | (
-            {}
-            if plan.request.options.mtbf is None
-            else {"save_every": run.save_every, "restart_seconds": run.restart, "goodput": run.goodput}
-        ),
+        | ({} if plan.request.options.mtbf is None else {"save_every": run.save_every, "restart_seconds": run.restart}),
         "costs": [asdict(cost) for cost in plan.costs],
         "notes": plan.notes,
     }

@@ -136,9 +136,8 @@ class Budget:
 
     def resume(self, earlier: EarlierRecord) -> None:
         """Add what earlier processes cost; where they had no price, their training at the price of this one."""
-        self._assumed_save_sec = max(
-            (save.save_total_sec for save in earlier.saves or ()), default=self._assumed_save_sec
-        )
+        if earlier.saves:
+            self._assumed_save_sec = max(save.save_total_sec for save in earlier.saves)
         spent = earlier.plan.spent_usd if earlier.plan else None
         self._earlier_usd = self._usd(earlier.summary.total_wall_time_sec) or 0.0 if spent is None else spent
 

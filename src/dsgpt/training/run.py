@@ -92,8 +92,6 @@ class Prepared:
     """That of ``--plan``."""
     goodput: Goodput
     """Of the earlier processes of the run."""
-    second_step: int | None
-    """Of the newest checkpoint that ``--save_to`` has of this run."""
     messages: tuple[str, ...]
     """Lines for the user."""
 
@@ -142,10 +140,9 @@ def prepare(config: RunConfig, lock: RunLock) -> Prepared:
     settings, start = settings_to_match(config, hashes=hashes), ResumePoint()
     if resumes:
         start = plan_resume(config, settings=settings, problems=problems)
-    second_step = None
     if save_to:
         begins = start.checkpoint is None and not config.options.overwrite and not store.was_overwritten(run_dir)
-        second_step = check_place(save_to, begins=begins, writes=not config.options.dry_run)
+        check_place(save_to, begins=begins, writes=not config.options.dry_run)
     earlier, doubt = _earlier_record(run_dir) if resumes else (EarlierRecord(), "")
     goodput = Goodput()
     if resumes and (run_dir / RECORD_FILE).exists():
@@ -165,7 +162,6 @@ def prepare(config: RunConfig, lock: RunLock) -> Prepared:
         earlier=earlier,
         plan=plan,
         goodput=goodput,
-        second_step=second_step if start.checkpoint else None,
         messages=(*filter(None, (unchecked, doubt)), *fetched, *start.messages),
     )
 
@@ -352,16 +348,7 @@ def _train(
                 device=device,
                 strategy=strategy,
                 journal=journal,
-                saver=Saver(
-                    config,
-                    device=device,
-                    strategy=strategy,
-                    journal=journal,
-                    about=about,
-                    ranks=ranks,
-                    done=done,
-                    second_step=prepared.second_step,
-                ),
+                saver=Saver(config, device=device, strategy=strategy, journal=journal, about=about, ranks=ranks),
                 interruption=interruption,
                 ranks=ranks,
                 peers=peers,

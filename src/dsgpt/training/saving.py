@@ -192,8 +192,6 @@ class Saver:
         journal: has the state of the run, and records each save.
         about: what the manifests say about the run; read only on the main rank.
         ranks: all ranks.
-        done: step of the checkpoint that the run continues from; 0 without one.
-        second_step: of the newest one that ``--save_to`` has.
     """
 
     def __init__(
@@ -205,8 +203,6 @@ class Saver:
         journal: Journal,
         about: dict[str, Any],
         ranks: HostGroup,
-        done: int,
-        second_step: int | None,
     ) -> None:
         self._config, self._device = config, device
         self._strategy, self._journal = strategy, journal
@@ -218,10 +214,9 @@ class Saver:
         self._kept = KeptState()
         self._second: SecondCopy | None = None
         if self._is_main and config.options.save_to:
-            place, keep = config.options.save_to, config.options.keep_checkpoints
-            self._second = SecondCopy(place, run_dir=config.run_dir, keep=keep, step=second_step, saved=done or None)
-            if done > (second_step or 0):
-                self._second.push(config.run_dir / store.folder_name(done))
+            place, keep, done = config.options.save_to, config.options.keep_checkpoints, journal.meter.run.steps
+            resumed = config.run_dir / store.folder_name(done) if done else None
+            self._second = SecondCopy(place, run_dir=config.run_dir, keep=keep, resumed=resumed)
         self._begun: _InBackground | None = None
         """Set from the begin of a background save until it was waited for, on every rank."""
 

@@ -390,13 +390,8 @@ class Trainer:
         source = self._config.options.spot_notice or ""
         notice_sec, save_sec = NOTICE_SEC.get(source, math.inf) - POLL_SEC, self._journal.budget.save_sec
         if source in NOTICE_SEC:
-            line = (
-                f"--spot_notice {source}: a notice leaves {notice_sec:.0f} s, and a save takes about {save_sec:.3g} s"
-            )
-            if save_sec < notice_sec:
-                logger.info(line)
-            else:
-                logger.warning(f"{line}: it may be cut off; a lower --save_every limits what is lost")
+            say = logger.info if save_sec < notice_sec else logger.warning
+            say(f"--spot_notice {source}: a notice leaves {notice_sec:.0f} s, and a save takes about {save_sec:.3g} s")
         with self._interruption.patience():
             try:
                 self._journal.write()

@@ -106,14 +106,8 @@ class DeepSpeedStrategy(Strategy):
         self._optimizer_steps += not overflow
         self._scale.update(overflow=overflow)
         model = self._engine.module
-        return StepResult(
-            loss=loss,
-            own_loss=own_loss,
-            grad_norm=norm,
-            lr=lr,
-            skipped=torch.tensor(overflow),
-            own_gradient=model.take_gradient_sum() if isinstance(model, GPT2) else None,  # a stage is none
-        )
+        own_gradient = model.take_gradient_sum() if isinstance(model, GPT2) else None  # a stage is none
+        return StepResult(loss, own_loss, norm, lr, torch.tensor(overflow), own_gradient)
 
     @abstractmethod
     def _execute(self, batches: Iterator[Batch], *, own_factor: float) -> tuple[Tensor, Tensor, Tensor]:
