@@ -456,9 +456,16 @@ class Peers:
                 return
 
     def _watch_store(self) -> None:
-        """Ends this process if the store does not answer: where its machine is cut off, the thread waits for hours."""
+        """Ends this process if the store does not answer: where its machine is cut off, the thread waits for hours.
+
+        Only time in which this process ran counts: one that was stopped for a while would accuse rank 0 as it wakes up.
+        """
+        answered, unanswered_sec, before = self._store_answered_at, 0.0, time.monotonic()
         while not self._ended.wait(BEAT_SEC):
-            if time.monotonic() - self._store_answered_at > self._stall_timeout - OBSERVED_SEC:
+            passed, before = time.monotonic() - before, time.monotonic()
+            unanswered_sec = unanswered_sec + min(passed, 2 * BEAT_SEC) if answered == self._store_answered_at else 0.0
+            answered = self._store_answered_at
+            if unanswered_sec > self._stall_timeout - OBSERVED_SEC:
                 self._lose_store(f"no answer for {self._stall_timeout - OBSERVED_SEC:.0f} s")
                 return
 
