@@ -70,6 +70,7 @@ def stepped(config: RunConfig, strategy: Strategy) -> dict[str, Any]:
     return {
         "held": held,
         "masks": masks.drawn,
+        "gradients": [None if result.own_gradient is None else float(result.own_gradient) for result in results],
         "losses": [(float(result.loss), float(result.own_loss)) for result in results],
         "replicas": replicas,
         "unchanged": [name for name, value in replicas.items() if value == before.get(name)],

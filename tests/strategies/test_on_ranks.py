@@ -5,6 +5,7 @@ The observations are made in ``strategy_worker.py``, with one launch for each nu
 
 import itertools
 import json
+import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -443,6 +444,8 @@ def test_the_loss_is_the_mean_over_what_ranks_read(seen, cell):
         for facts in ranks:
             place = facts["place"]["data"], facts["place"]["sequence"]
             assert facts["losses"][step][1] == pytest.approx(own[place], abs=1e-5)
+            assert math.isfinite(facts["gradients"][step] or 0.0)
+            assert (facts["gradients"][step] is None) == ("pipeline" in cell.name)
 
 
 # Resumed runs are equal bit for bit, follow a new recipe if one is given, and stop on a full disk.

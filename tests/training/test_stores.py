@@ -10,7 +10,7 @@ import pytest
 from forked_ranks import run_script
 from gcp_storage_emulator.server import create_server
 from moto.server import ThreadedMotoServer
-from small_run import command_line, write_inputs
+from small_run import command_line, within, write_inputs
 from training_runs import (
     LONG,
     SCRIPT,
@@ -23,11 +23,12 @@ from training_runs import (
     resume,
 )
 
-from dsgpt.checkpoints import second_copy
+from dsgpt.checkpoints import second_copy, store
 from dsgpt.checkpoints.second_copy import SecondCopy, checkpoints_at
 from dsgpt.common.errors import EXIT_USER_ERROR
 from dsgpt.machine.addresses import Place, open_place
 from dsgpt.training.command import train as train_here
+from dsgpt.training.saving import Saver
 
 
 @pytest.fixture(scope="module")
@@ -189,15 +190,17 @@ def test_a_failed_copy_is_a_warning(finished_run, tmp_path, monkeypatch, capsys)
 
 
 def test_a_slow_store_neither_delays_training_nor_loses_what_it_copies(finished_run, tmp_path, monkeypatch):
-    """While step 3 is copied, the run ends and retention removes it from the run folder."""
-    first, goes_on, original = threading.Event(), threading.Event(), SecondCopy._copy
+    """Retention leaves step 3 while it is copied, and 12, which is next. Files are opened one at a time."""
+    first, goes_on, original, opened = threading.Event(), threading.Event(), Place.write, []
 
-    def copy(self: SecondCopy, name: str, files: dict[str, object]) -> int:
+    def write(self: Place, name: str, source: object) -> None:
         first.set()
         assert goes_on.wait(60)
-        return original(self, name, files)
+        links = [path.resolve() for path in Path("/proc/self/fd").iterdir()]
+        opened.append(sum(run in path.parents for path in links))
+        original(self, name, source)
 
-    monkeypatch.setattr(SecondCopy, "_copy", copy)
+    monkeypatch.setattr(Place, "write", write)
     run, second = tmp_path / "run", SecondCopy(str(tmp_path / "second"), run_dir=tmp_path / "run", keep=9)
     shutil.copytree(finished_run / "run", run)
     second.push(run / "step-00000003")
@@ -205,16 +208,47 @@ def test_a_slow_store_neither_delays_training_nor_loses_what_it_copies(finished_
     for step in (6, 9, 12):
         second.push(run / f"step-{step:08d}")
     assert second.facts()["behind_steps"] == 12
-    for step in (3, 6, 9, 12):
-        shutil.rmtree(run / f"step-{step:08d}")
+    (run / "step-00000012").rename(run / "step-00000013")  # stands for a later one, which is the newest
+    second.push(run / "step-00000013")
+    store.keep_newest(run, count=1, needed=second.needed())
+    assert checkpoints(run) == [3, 13]
+    (run / "step-00000013").rename(run / "step-00000012")
+    second.push(run / "step-00000012")
     goes_on.set()
     second.wait()
+    assert set(opened) == {1}
+    store.keep_newest(run, count=1, needed=second.needed())
+    assert checkpoints(run) == [12]
     assert steps_at(str(tmp_path / "second")) == [3, 12]
     for step in (3, 12):
         ours, theirs = (folder / f"step-{step:08d}" for folder in (tmp_path / "second", finished_run / "run"))
         assert {path.name: path.read_bytes() for path in ours.iterdir()} == {
             path.name: path.read_bytes() for path in theirs.iterdir()
         }
+
+
+def test_how_far_the_copy_is_behind_is_recorded_when_it_ends_and_after_a_resume(
+    finished_run, stopped, tmp_path, monkeypatch
+):
+    """The place has step 3 of a run that resumes at 9 and saves at 12; nothing but the copies writes the record."""
+    shutil.copytree(stopped / "step-00000003", tmp_path / "second" / "step-00000003")
+    behind, original = [], SecondCopy.facts
+
+    def wait_for_copies(self: Saver) -> None:
+        within(lambda: not original(self._second)["behind_steps"])
+        poll(self)
+        behind.append(read_record(stopped)["second_copy"]["behind_steps"])
+
+    def slow_copy(self: SecondCopy, checkpoint: Path) -> int:
+        behind.append(original(self)["behind_steps"])
+        return copy(self, checkpoint)
+
+    poll, copy = Saver.poll, SecondCopy._copy
+    monkeypatch.setattr(Saver, "poll", wait_for_copies)
+    monkeypatch.setattr(SecondCopy, "_copy", slow_copy)
+    assert resume(stopped, finished_run, save_to=str(tmp_path / "second"), no_inference=True) == 0
+    assert behind == [6, 0, 0, 3]
+    assert read_record(stopped)["second_copy"]["behind_steps"] == 0
 
 
 def test_old_copies_are_removed_unless_the_run_still_has_them(finished_run, tmp_path):

@@ -150,8 +150,10 @@ def was_overwritten(run_dir: Path) -> bool:
     return any(run_dir.glob(f".partial-step-*{OVERWRITTEN}"))
 
 
-def keep_newest(run_dir: Path, *, count: int) -> None:
-    """Update ``latest`` and ``best``, and remove all checkpoints but the best and the ``count`` newest; main rank only.
+def keep_newest(run_dir: Path, *, count: int, needed: Container[Path] = ()) -> None:
+    """Update ``latest`` and ``best``, and remove all checkpoints but these, the ``count`` newest and those ``needed``.
+
+    Main rank only.
 
     Raises:
         OSError: the file system refuses.
@@ -161,7 +163,7 @@ def keep_newest(run_dir: Path, *, count: int) -> None:
     for link in linked(run_dir):
         remove(link)
     for old in newest_first[count:]:  # first, because what follows may need the space
-        if old != best:
+        if old != best and old not in needed:
             discard(old)
     for old in replaced(run_dir):
         remove(old)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from io import FileIO
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 from tqdm import tqdm
 
@@ -207,6 +207,9 @@ class Progress:
         lines: print a line on standard error every ``LINE_SEC`` seconds.
     """
 
+    heard: ClassVar[Callable[[], object]] = staticmethod(lambda: None)
+    """Called whenever any of them advances: the ranks that wait for this process are told."""
+
     def __init__(
         self,
         *,
@@ -239,6 +242,7 @@ class Progress:
 
     def advance(self, count: int = 1) -> None:
         """Note that ``count`` more are done."""
+        Progress.heard()
         self._done += count
         self._bar.update(count)
         if self._line and time.perf_counter() - self._said >= LINE_SEC:

@@ -215,6 +215,11 @@ class Interruption:
         os.close(self._read_end)
         os.close(self._write_end)
 
+    @property
+    def asked_sec(self) -> float:
+        """Seconds since the first request; 0 before any."""
+        return 0.0 if self._asked_at is None else time.monotonic() - self._asked_at
+
     @contextlib.contextmanager
     def patience(self, patient: bool = True) -> Iterator[None]:
         """A context in which a request only sets ``reason``.

@@ -37,18 +37,21 @@ JOIN_SEC = 600.0
 LIMITS_SEC = {"validation": 600.0} | dict.fromkeys(("start", "compilation", "record", "save", "end"), 1800.0)
 """Seconds without progress after which a phase other than a step counts as standing still.
 
-Rank 0 may hash data at the start. A validation makes progress with each batch. The first step of a process compiles."""
+Every byte that rank 0 hashes or fetches at the start is progress, and so is each batch of a validation. The first step
+of a process compiles."""
 TIMES_STEP = 3
 """A step stands still at the earliest after this many times the median of recent steps."""
-BEAT_SEC = 1.0
+BEAT_SEC, BUSY_SEC = 1.0, 10.0
 OBSERVED_SEC = 8.0
 """Seconds for which ranks are observed before one is named; one that gives no sign of life in them is gone."""
 SLOW_STEPS, SLOW_TIMES, SLOW_SEC = 20, 1.5, 0.02
 """A rank is slow if the median work of so many steps is so many times its peers', and so many seconds more."""
 FRAMES = 12
 """Innermost calls of a stack that are shown."""
-BROKEN = re.compile(r"gloo|NCCL|nccl|Connection (closed|reset|refused)|Broken pipe|Socket closed|[Tt]imed out|c10d")
-"""Matches messages of errors that another rank may have caused."""
+BROKEN = re.compile(
+    r"gloo|NCCL|nccl|Connection (closed|reset|refused)|Broken pipe|Socket closed|(?<!DataLoader )[Tt]imed out|c10d"
+)
+"""Matches messages of errors that another rank may have caused; a DataLoader waits for workers of this rank."""
 _WAITING = re.compile(r"/torch/distributed/|/deepspeed/comm/|_engine_run_backward|/torch/cuda/")
 
 
@@ -64,6 +67,8 @@ class RankStatus:
     """Number of times the rank noted progress; equal on all ranks that are equally far."""
     beat: int = 0
     """Number of times the rank's thread wrote to the store."""
+    idle_sec: float = 0.0
+    """Seconds without progress, when it last did."""
     own_sec: float | None = None
     """Median seconds per step of computing and waiting for data; None before enough steps."""
     silent: bool = False
@@ -222,6 +227,7 @@ def meet(store: "Store", topology: Topology) -> "Store":
     store.set(f"here/{topology.rank}", f"{word} {socket.gethostname()}")
     counts: dict[str, int] = {}
     arrived: dict[int, list[str]] = {}
+    busy = 0
     while not store.check([f"go/{word}"]):
         store.add(f"count/{word}", 1)
         if lines := _hear_refusal(store, topology):
@@ -236,6 +242,8 @@ def meet(store: "Store", topology: Topology) -> "Store":
             store.set(f"{word}/hosts", json.dumps([arrived[rank][1] for rank in ranks]))
             for rank in ranks:
                 store.set(f"go/{arrived[rank][0]}", word)
+        elif (count := store.add("busy", 0)) > busy:  # a rank that comes later copies data, and makes progress
+            busy, end = count, time.monotonic() + JOIN_SEC
         elif time.monotonic() > end:
             missing = [str(rank) for rank in ranks if rank not in arrived]
             who = f"ranks {', '.join(missing[:16])}" if topology.is_main else "some ranks"
@@ -278,6 +286,31 @@ def _refuse(store: "Store", topology: Topology, lines: Sequence[str]) -> None:
         time.sleep(0.1)  # the store ends with rank 0
 
 
+def say_busy(topology: Topology) -> Callable[[], object]:
+    """A function to call before the meeting whenever this rank makes progress with something long, such as a copy.
+
+    At most every ``BUSY_SEC`` it tells the ranks of other machines, which wait for this one as long as it does.
+    """
+    progressed = threading.Event()
+
+    def tell() -> None:
+        with contextlib.suppress(UserError, dist.DistError, RuntimeError):
+            store = open_store(topology)  # rank 0 serves it while this thread lives, which is until ``join`` opens it
+            while progressed.wait(JOIN_SEC):
+                store.add("busy", 1)
+                time.sleep(BUSY_SEC)
+                progressed.clear()
+
+    thread = threading.Thread(target=tell, name="busy", daemon=True)
+
+    def heard() -> None:
+        progressed.set()
+        if not thread.ident:
+            thread.start()
+
+    return heard
+
+
 class Peers:
     """Writes this rank's status to the store and watches the other ranks, in a thread that ``join`` starts.
 
@@ -296,13 +329,16 @@ class Peers:
         """Called in rank 0's thread with a slow rank, its status, and its peers' median seconds of work per step."""
         self.on_lost_rank: Callable[[LostRank], None] = lambda _: None
         """Called in the watch thread before it ends this process, whose main thread is blocked by a lost rank."""
-        self._own = RankStatus(host=socket.gethostname())
+        self._own = RankStatus(host=socket.gethostname())  # only the main thread changes it
+        self._beats = 0
         self._progress_at = time.monotonic()
         self._steps: deque[float] = deque(maxlen=SLOW_STEPS)
         self._work: deque[float] = deque(maxlen=SLOW_STEPS)
         self._ended, self._broken, self._observed = threading.Event(), threading.Event(), threading.Event()
         self._lost: LostRank | None = None
         self._next_beat: tuple[int, float] = (-1, time.monotonic())
+        self._patience = (-1, 0.0)
+        """The ``progress_count`` at which this rank waits for one that may take longer, and its seconds for that."""
         self._answered_request = self._own_verdict = ""
         self._slow_reported: set[int] = set()
         self._shared = 0
@@ -413,17 +449,23 @@ class Peers:
 
     def begin(self, phase: str, step: int | None = None) -> None:
         """Note that this rank enters a phase: ``step``, its end (``agreement``), or one of ``LIMITS_SEC``."""
-        now = time.monotonic()
-        if self._own.phase == "step":
-            self._steps.append(now - self._progress_at)
         step = self._own.step if step is None else step
         self._own = replace(self._own, phase=phase, step=step, progress_count=self._own.progress_count + 1)
-        self._progress_at = now
+        self._progress_at = time.monotonic()
 
     def note_progress(self) -> None:
-        """Note progress in the phase."""
+        """Note progress in the phase, which every rank makes."""
         self._own = replace(self._own, progress_count=self._own.progress_count + 1)
         self._progress_at = time.monotonic()
+
+    def note_own_progress(self) -> None:
+        """Note progress that this rank makes while the others wait, such as with a file that it hashes."""
+        self._progress_at = time.monotonic()
+
+    def note_step(self, seconds: float) -> None:
+        """Note that the device has finished a step, which took so many ``seconds``."""
+        self._steps.append(seconds)
+        self.note_progress()
 
     def worked(self, seconds: float) -> None:
         """Note for how long this rank computed and waited for data in a step."""
@@ -431,11 +473,17 @@ class Peers:
         if len(self._work) == SLOW_STEPS:
             self._own = replace(self._own, own_sec=statistics.median(self._work))
 
+    def limit_sec(self, status: RankStatus) -> float:
+        """Seconds without progress after which a rank stands still, by its phase."""
+        usual = statistics.median_low(self._steps) if self._steps else 0.0  # the first step compiles
+        return max(self._stall_timeout, LIMITS_SEC.get(status.phase, TIMES_STEP * usual))
+
     @property
-    def limit_sec(self) -> float:
-        """Seconds without progress after which this phase stands still."""
-        usual = statistics.median(self._steps) if self._steps else 0.0
-        return max(self._stall_timeout, LIMITS_SEC.get(self._own.phase, TIMES_STEP * usual))
+    def _left_sec(self) -> float:
+        """Seconds until this rank stands still, or has waited long enough for one that may take longer."""
+        count, patience = self._patience
+        limit = max(self.limit_sec(self._own), patience if count == self._own.progress_count else 0.0)
+        return limit - self.idle_sec
 
     @property
     def idle_sec(self) -> float:
@@ -455,12 +503,11 @@ class Peers:
                 self._observed.wait(3 * OBSERVED_SEC)
                 if self._lost is not None:
                     raise self._lost from error
-            else:
-                what, own = f"{type(error).__name__}: {error}".splitlines()[0], self._own
-                stack = _calls(traceback.extract_tb(error.__traceback__))
-                fact = {"failed": what, "stack": stack, "phase": own.phase, "step": own.step}
-                with contextlib.suppress(dist.DistError, RuntimeError):
-                    self._watched.set(f"failed/{self._topology.rank}", json.dumps(fact))
+            what, own = f"{type(error).__name__}: {error}".splitlines()[0], self._own
+            stack = _calls(traceback.extract_tb(error.__traceback__))
+            fact = {"failed": what, "stack": stack, "phase": own.phase, "step": own.step}
+            with contextlib.suppress(dist.DistError, RuntimeError):
+                self._watched.set(f"failed/{self._topology.rank}", json.dumps(fact))
             raise
 
     # In the thread.
@@ -473,9 +520,9 @@ class Peers:
                     self._end(LostRank("\n".join(lines), refused=True))
                 elif self._watched.check(["verdict"]):
                     self._end(LostRank(self._watched.get("verdict").decode()))
-                elif self._broken.is_set() or self.idle_sec > self.limit_sec - OBSERVED_SEC or self._neighbour_lost():
+                elif self._broken.is_set() or self._left_sec < OBSERVED_SEC or self._neighbour_lost():
                     self._observe()
-                elif self._topology.is_main and self._own.beat % 5 == 0:
+                elif self._topology.is_main and self._beats % 5 == 0:
                     self._report_slow()
             except RuntimeError as error:  # of the store
                 if not self._ended.wait(OBSERVED_SEC):  # else the run has ended
@@ -502,7 +549,8 @@ class Peers:
         self._end(LostRank(self._own_verdict))
 
     def _beat(self) -> None:
-        self._own = own = replace(self._own, beat=self._own.beat + 1)
+        self._beats += 1
+        own = replace(self._own, beat=self._beats, idle_sec=self.idle_sec)
         shared = {name: value for name, value in asdict(own).items() if name not in {"stack", "collectives"}}
         self._watched.set(f"at/{self._topology.rank}", json.dumps(shared))
         self._watched.check(["hosts"])  # it waits for the answer, which ``set`` does not
@@ -538,8 +586,12 @@ class Peers:
         return ranks
 
     def _observe(self) -> None:
-        """Look at all ranks for a while, then name those that the others wait for; stops if the run goes on."""
+        """Look at all ranks for a while, then name those that the others wait for; stops if the run goes on.
+
+        The limit is that of the rank that is waited for: rank 0 may write the record while the others are in a step.
+        """
         idle, progress_count, end = self.idle_sec, self._own.progress_count, time.monotonic() + OBSERVED_SEC
+        pipeline = self._topology.sizes.pipeline > 1
         before = self._all_statuses()
         self._watched.set("ask", f"{self._topology.rank} {time.time()}")
         while True:
@@ -558,19 +610,23 @@ class Peers:
                 rank: replace(status, silent=status.beat == before[rank].beat and rank != self._topology.rank)
                 for rank, status in ranks.items()
             }
-            if failed or any(status.silent for status in ranks.values()) or self.idle_sec > self.limit_sec - BEAT_SEC:
+            waited_for = [ranks[rank] for rank in culprits(ranks, pipeline=pipeline)[0]]
+            left = max(self.limit_sec(status) - status.idle_sec for status in waited_for)
+            if failed or any(status.silent for status in ranks.values()) or left < 2 * BEAT_SEC:
                 break
             if self._broken.is_set():
                 self._broken.clear()
                 self._observed.set()  # without a name: the error is shown as it is
-            if self.idle_sec < self.limit_sec - 2 * OBSERVED_SEC:
+            if self._left_sec < BEAT_SEC:
+                self._patience = (progress_count, self.idle_sec + min(left, self._stall_timeout))
+            if self._left_sec > 2 * OBSERVED_SEC:
                 return
         own = self._own  # all ranks took the step before, so the last beat of one that is gone may be older
         ranks = {
             rank: replace(status, phase=own.phase, step=own.step) if status.silent else status
             for rank, status in ranks.items()
         }
-        words = verdict(ranks, seconds=max(idle, self.idle_sec), pipeline=self._topology.sizes.pipeline > 1)
+        words = verdict(ranks, seconds=max(idle, self.idle_sec), pipeline=pipeline)
         self._own_verdict = words
         self._end(LostRank(self._watched.compare_set("verdict", "", words).decode()))
 

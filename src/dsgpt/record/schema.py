@@ -191,6 +191,8 @@ class RunRecord:
     plan: dict[str, Any] | None = None
     second_copy: dict[str, Any] | None = None
     """Figures of ``--save_to``; see ``checkpoints.second_copy``."""
+    goodput: dict[str, Any] | None = None
+    """See ``training.goodput``."""
 
     def as_dict(self) -> dict[str, Any]:
         """The record as it is now, ready for JSON: numbers that are not finite are None."""

@@ -83,12 +83,16 @@ def check(arguments: Sequence[str]) -> None:
 def _train(arguments: Sequence[str], interruption: Interruption, *, speaks: bool) -> int:
     options, problems = parse_arguments(arguments)
     topology = read_topology(local_rank_flag=options.local_rank)
+    others_wait = topology.local_world_size < topology.world_size and not options.dry_run
+    if others_wait:
+        from dsgpt.machine.console import Progress  # noqa: PLC0415 - as below
+        from dsgpt.machine.peers import say_busy, tell_refusal  # noqa: PLC0415 - imports torch
+
+        Progress.heard = say_busy(topology)
     try:
         config = resolve(options, topology=topology, problems=problems)
     except UserError as error:
-        if topology.local_world_size < topology.world_size and not options.dry_run:
-            from dsgpt.machine.peers import tell_refusal  # noqa: PLC0415 - imports torch
-
+        if others_wait:
             _tell_torchrun(error.problems)
             if topology.local_rank == 0:  # at once, because rank 0 may be long in coming
                 complain(error.problems, EXIT_USER_ERROR)

@@ -28,7 +28,7 @@ from dsgpt.common.files import write_json_atomic
 from dsgpt.common.json_files import JsonError, clipped
 from dsgpt.common.text import counted, divisors
 from dsgpt.config.run_config import RunConfig
-from dsgpt.machine.console import LogFile
+from dsgpt.machine.console import LogFile, Progress
 from dsgpt.machine.device import TIMEOUT, HostGroup, barrier, bring_up, from_main, gather_objects, joined
 from dsgpt.machine.launcher import Interruption
 from dsgpt.machine.peers import SLOW_STEPS, Peers, RankStatus
@@ -42,6 +42,7 @@ from dsgpt.strategies.base import Strategy, build_strategy
 from dsgpt.telemetry.cost import peak_bytes
 from dsgpt.training.budget import TrainingPlan, notify, read_plan
 from dsgpt.training.command import complain_of
+from dsgpt.training.goodput import Goodput
 from dsgpt.training.journal import Journal, open_sinks
 from dsgpt.training.run_description import (
     check_tokenizer,
@@ -96,6 +97,8 @@ class Prepared:
     """The record of the run to resume."""
     plan: TrainingPlan | None
     """The plan of ``--plan``."""
+    goodput: Goodput
+    """Goodput of the earlier processes of the run."""
     messages: tuple[str, ...]
     """Lines for the user."""
 
@@ -153,7 +156,14 @@ def prepare(config: RunConfig, lock: RunLock, peers: Peers) -> Prepared:
     if save_to:
         begins = start.checkpoint is None and not config.options.overwrite and not store.was_overwritten(run_dir)
         check_place(save_to, begins=begins, writes=not config.options.dry_run)
-    earlier, doubt = _earlier_record(run_dir) if start.checkpoint else (EarlierRecord(), "")
+    earlier, doubt = _earlier_record(run_dir) if resumes else (EarlierRecord(), "")
+    goodput = Goodput()
+    if resumes and (run_dir / RECORD_FILE).exists():
+        goodput = (earlier.goodput or Goodput.unknown()).after_loss(
+            run_dir / STEPS_FILE,
+            kept_step=read_run_state(start.checkpoint).step if start.checkpoint else 0,
+            wall_sec=earlier.summary.total_wall_time_sec,
+        )
     plan, unlike = read_plan(config, problems), ""
     if plan is not None and plan.machine.devices != config.topology.world_size:
         unlike = f"plan        was made for {counted(plan.machine.devices, 'device')}: steps are not compared with it"
@@ -166,6 +176,7 @@ def prepare(config: RunConfig, lock: RunLock, peers: Peers) -> Prepared:
         contents=contents(run_dir),
         earlier=earlier,
         plan=plan,
+        goodput=goodput,
         messages=(*filter(None, (unchecked, doubt, unlike)), *fetched, *start.messages),
     )
 
@@ -311,6 +322,7 @@ def run(config: RunConfig, interruption: Interruption) -> None:
             if config.topology.is_spare:
                 peers.stand_by()
                 return
+            Progress.heard = peers.note_own_progress
         try:
             prepared = prepare(config, lock, peers) if config.topology.is_main else None
             if peers.store is not None:
@@ -380,6 +392,7 @@ def _train(
                 sinks=open_sinks(config, done=done, trackers=trackers),
                 ranks=ranks,
                 plan=prepared.plan,
+                goodput=prepared.goodput,
                 done=done,
             )
             if state is not None:

@@ -28,6 +28,7 @@ from dsgpt.common.text import counted
 from dsgpt.config.run_config import RunConfig
 from dsgpt.record.schema import COMPLETE_FILE, LOG_FILE, MACHINE_FILE, RECORD_FILE, STEPS_FILE, read_steps
 from dsgpt.telemetry.profiles import COMMUNICATION_FILE, PROFILE_FOLDER, is_profile_folder
+from dsgpt.training.goodput import Goodput
 from dsgpt.training.run_description import CHANGEABLE, EXECUTED_BY
 
 # What an earlier process left in a run folder besides checkpoints: its record, its step lines, the file ``latest``.
@@ -72,6 +73,7 @@ class EarlierRecord:
     """Saves of the run; None in records of older versions, which lack the key."""
     summary: EarlierSummary = field(default_factory=EarlierSummary)
     plan: EarlierPlan | None = None
+    goodput: Goodput | None = None
 
 
 def read_earlier_record(run_dir: Path) -> EarlierRecord | None:

@@ -11,7 +11,7 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -45,8 +45,6 @@ from dsgpt.training.run_description import data_tokenizer
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-COPY_SEC = 60.0
-"""Seconds that a run which stops early waits for ``--save_to``: a reclaimed machine has 30 to 120 s in all."""
 _CONTINUES = "the run continues (--on_save_failure continue)"
 
 
@@ -61,6 +59,8 @@ class Contents:
     about: dict[str, Any]
     """The manifest's fields about the run; see ``about_run``."""
     counters: Counters
+    needed: Callable[[], Collection[Path]]
+    """Returns the checkpoints that retention must leave."""
 
     def remove(self) -> None:
         """Remove the attempt; main rank only."""
@@ -106,7 +106,7 @@ class Contents:
             copy_tokenizer(tokenizer, self.folder / store.TOKENIZER)
         final = store.publish(config.run_dir, self.folder, state=self.state, about=self.about, written=written)
         try:
-            store.keep_newest(config.run_dir, count=config.options.keep_checkpoints)
+            store.keep_newest(config.run_dir, count=config.options.keep_checkpoints, needed=self.needed())
         except OSError as error:
             logger.warning(f"{final.name} is saved, but the older ones could not be tidied up: {reason_of(error)}")
         return parse_manifest(final).size
@@ -215,9 +215,9 @@ class Saver:
         self._kept = KeptState()
         self._second: SecondCopy | None = None
         if self._is_main and config.options.save_to:
-            self._second = SecondCopy(
-                config.options.save_to, run_dir=config.run_dir, keep=config.options.keep_checkpoints
-            )
+            place, keep, done = config.options.save_to, config.options.keep_checkpoints, journal.meter.run.steps
+            resumed = config.run_dir / store.folder_name(done) if done else None
+            self._second = SecondCopy(place, run_dir=config.run_dir, keep=keep, resumed=resumed)
         self._begun: _InBackground | None = None
         """Set from the begin of a background save until it was waited for, on every rank."""
 
@@ -270,6 +270,7 @@ class Saver:
             state=copy.deepcopy(state),  # the run appends to its lists while a thread writes
             about=self._about,
             counters=self._strategy.counters(),
+            needed=self._second.needed if self._second else tuple,
         )
         with _removed_after_failure(contents):
             _together(self._ranks, make_folder)
@@ -305,12 +306,14 @@ class Saver:
         begun.stall_sec = time.perf_counter() - started
 
     def poll(self) -> None:
-        """Record the save in the background if it has ended; called after every step, collective.
+        """Record the save in the background, and the second copy, if they have ended; after every step, collective.
 
         Raises:
             SaveError: as ``save``.
             NonFiniteError: as ``save``.
         """
+        if self._second and self._second.facts() != self._journal.record.second_copy:  # a copy has ended
+            self._write_saves()
         begun = self._begun
         ended = self._is_main and begun is not None and begun.thread is not None and not begun.thread.is_alive()
         if begun is not None and self._ranks.largest(int(ended)):
@@ -357,8 +360,8 @@ class Saver:
         self._journal.failed_saves += 1
         return f"{place(step, self._config.total_steps)}  not saved: {error}; earlier checkpoints are untouched"
 
-    def close(self) -> None:
-        """Wait for a save in the background when an error ends the run, and briefly for its copy; not collective.
+    def close(self, *, copy_sec: float) -> None:
+        """Wait for a save in the background when an error ends the run, and ``copy_sec`` for its copy; not collective.
 
         Its checkpoint is from before the error. The other ranks write their parts to the end, too, unless they were
         killed. A failure of the save is logged, and does not hide the error.
@@ -371,7 +374,7 @@ class Saver:
             elif self._is_main:
                 logger.warning(self._not_saved(begun.step, begun.error))
         if self._second:
-            self._second.wait(COPY_SEC)
+            self._second.wait(copy_sec)
             self._journal.record.second_copy = self._second.facts()
 
     def finish_copy(self) -> None:
