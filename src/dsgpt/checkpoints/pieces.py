@@ -119,7 +119,7 @@ def why_not_whole(shape: Sequence[int], boxes: Sequence[Box]) -> str:
     places, edges = [], []
     for axis, length in enumerate(shape):
         ends = torch.cat([starts[:, axis], starts[:, axis] + sizes[:, axis], torch.tensor([0, length])])
-        different, place = ends.unique(return_inverse=True)
+        different, place = torch.unique(ends, return_inverse=True)
         places.append(place[:-2].view(2, -1))  # of each box: where it starts, and where it stops
         edges.append(len(different))
     counts = torch.zeros(edges, dtype=torch.int32)

@@ -377,16 +377,16 @@ def act(options: PlanOptions, problems: Problems, *, draw: Callable[[Plan, Path]
         print(path)
         print(next_line(script_words("src/plan.py", "--machine", path, "--model_size", "tiny", "--tokens", "1e6")))
         return EXIT_DONE
-    for flag, path, page in (
+    for flag, target, page in (
         ("--published", options.published, published_page),
         ("--projections", options.projections, projections_page),
     ):
-        if path is not None:
+        if target is not None:
             problems.raise_if_any()
             text = page().encode()
-            with _writing(flag, path):
-                write_atomic(path, text)
-            print(path)
+            with _writing(flag, target):
+                write_atomic(target, text)
+            print(target)
             return EXIT_DONE
     request = read_request(options, problems)
     answer: dict[str, Any] | list[str]

@@ -36,9 +36,9 @@ from dsgpt.config.recipe import Recipe, read_recipe
 from dsgpt.data.token_file import TokenFileError, open_token_file
 from dsgpt.machine.topology import Topology, read_topology
 from dsgpt.model.config import PRESETS, GPT2Config, shape_problems
+from dsgpt.planner.formulas import model_state
 from dsgpt.planner.rates import Network, read_calibration
 from dsgpt.planner.setup import FULL, Setup
-from dsgpt.planner.strategies import model_state
 from dsgpt.record.provenance import git_commit, sources_sha256
 
 if TYPE_CHECKING:
@@ -281,7 +281,8 @@ def _own_versions() -> Facts:
 
     own = {"dsgpt": sources_sha256()[:12], "dsgpt_commit": git_commit() or UNKNOWN}
     on_gpus = torch.version.cuda and dist.is_nccl_available()
-    return own | {"nccl": ".".join(map(str, torch.cuda.nccl.version())) if on_gpus else None}
+    nccl: Any = torch.cuda.nccl
+    return own | {"nccl": ".".join(map(str, nccl.version())) if on_gpus else None}
 
 
 def _gpus() -> list[Facts]:
@@ -407,7 +408,7 @@ def findings_of_machine(  # noqa: PLR0912 - one for each
     installed = (facts["versions"] or {}).get("deepspeed_version")
     for fault in KNOWN_BAD if installed else ():
         concerns = recipe is None or recipe.zero_stage in fault.stages
-        if concerns and SpecifierSet(fault.releases).contains(installed, prereleases=True):
+        if concerns and SpecifierSet(fault.releases).contains(str(installed), prereleases=True):
             stages = ", ".join(map(str, fault.stages))
             when = " with ".join(filter(None, [f"ZeRO {stages}", fault.needs, fault.precision.replace("any", "")]))
             what = f"DeepSpeed {installed} trains wrong ({when}): {fault.effect}"
