@@ -88,7 +88,8 @@ def plant(fault: Fault, folder: Path) -> None:
     here = int(socket.gethostname().rsplit("-", 1)[1])
     if fault.limit_sec == LIMIT_SEC:
         begin = peers.Peers.__init__
-        peers.OBSERVED_SEC, peers.JOIN_SEC, spot.POLL_SEC = 3.0, 30.0, 0.5
+        peers.OBSERVED_SEC, spot.POLL_SEC = 3.0, 0.5
+        peers.JOIN_SEC = 30.0 if fault.kind == "second fault" else 180.0
 
         def impatient(own: peers.Peers, topology: Topology, **_: float) -> None:
             begin(own, topology, stall_timeout=LIMIT_SEC)  # the flag takes no less than 20 s

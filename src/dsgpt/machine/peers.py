@@ -410,8 +410,14 @@ class Peers:
 
     def _watch_store(self) -> None:
         """Ends this process if the store does not answer: where its machine is cut off, the thread waits for hours."""
+        silent_sec, answered_at, before = 0.0, self._store_answered_at, time.monotonic()
         while not self._ended.wait(BEAT_SEC):
-            if time.monotonic() - self._store_answered_at > self._stall_timeout - OBSERVED_SEC:
+            now = time.monotonic()
+            silent_sec += min(now - before, 2 * BEAT_SEC)  # a process that was stopped or starved asked nothing
+            if self._store_answered_at != answered_at:
+                silent_sec, answered_at = 0.0, self._store_answered_at
+            before = now
+            if silent_sec > self._stall_timeout - OBSERVED_SEC:
                 self._lose_store(f"no answer for {self._stall_timeout - OBSERVED_SEC:.0f} s")
                 return
 
