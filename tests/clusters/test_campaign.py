@@ -8,8 +8,7 @@ import pytest
 from small_run import REPOSITORY
 
 from dsgpt.benchmarks import clusters, clusters_runs
-from dsgpt.benchmarks.clusters import KINDS, Outcome, drawn
-from dsgpt.benchmarks.frame import run_suite
+from dsgpt.benchmarks.clusters import KINDS, drawn
 from dsgpt.benchmarks.records import REFERENCE
 
 
