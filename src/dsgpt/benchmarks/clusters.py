@@ -5,7 +5,7 @@ import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from dsgpt.benchmarks.cells import Cell
@@ -45,6 +45,8 @@ PAUSE_SEC = 20
 """Seconds for which the shared folder does not answer."""
 LOST, SLOW_MBIT = 0.03, 8.0
 """The share of the packets to a host that are lost, and the rate of a slow link."""
+EVERY_SEC, STREAM_STEPS = 8.0, 200
+"""Mean seconds between the preemptions of one run, and its steps."""
 BOUND = 1e-4
 """On losses, gradient norms and weights: sums of other orders, where ranks were fewer for a while."""
 NAMED = 0.95
@@ -103,6 +105,8 @@ class Fault:
     second: int | None = None
     """The host that is killed ``delay`` after its rank was started again."""
     limit_sec: float = LIMIT_SEC
+    every_sec: float = 0.0
+    """Mean seconds between faults that strike again and again, at random; 0 if it strikes once."""
 
     @property
     def strikes(self) -> bool:
@@ -113,6 +117,8 @@ class Fault:
     def name(self) -> str:
         """The name in console lines and on the page."""
         what = f"{self.kind} ({self.how})" if self.how else self.kind
+        if self.every_sec:
+            return f"{self.index}: {what} every {self.every_sec:g} s, {self.strategy}, {self.launcher}"
         return f"{self.index}: {what} on host {self.host}, {self.strategy}, {self.launcher}, step {self.step}"
 
 
@@ -143,10 +149,13 @@ def drawn(index: int, *, seed: int) -> Fault:
 
 
 def campaign(count: int, *, seed: int) -> list[Fault]:
-    """``count`` faults, and one with the limit that users have."""
-    once = {"kind": "rank stopped", "how": "", "strategy": "zero1", "launcher": "ranks", "host": 1, "step": 9}
-    last = Fault(index=count, **once, delay=0.0, save_mode="sync", limit_sec=DEFAULT_LIMIT_SEC)  # type: ignore[arg-type]
-    return [*(drawn(index, seed=seed) for index in range(count)), last]
+    """``count`` faults, one with the limit that users have, and a run that is preempted again and again."""
+    usual = Fault(
+        index=count, kind="rank stopped", how="", strategy="zero1", launcher="ranks", host=1, step=9, delay=0.0,
+        save_mode="sync", limit_sec=DEFAULT_LIMIT_SEC,
+    )  # fmt: skip
+    stream = replace(usual, index=count + 1, kind="preemption", how="SIGTERM", step=0, every_sec=EVERY_SEC)
+    return [*(drawn(index, seed=seed) for index in range(count)), usual, stream]
 
 
 @dataclass(kw_only=True)
@@ -170,6 +179,8 @@ class Outcome:
     """Largest difference of a loss, gradient norm, rate or validation loss from the undisturbed run."""
     weight_difference: float | None = None
     """Largest difference of a weight."""
+    goodput: dict[str, Any] | None = None
+    """That of the run's record; see ``docs/records.md``."""
     seconds: float = 0.0
 
 
@@ -200,8 +211,8 @@ def clusters_page(record: Record, *, source: str) -> str:
         source: the record's path, for the reader.
     """
     work, every = record["work"], record["faults"]
-    faults = [fault for fault in every if fault["index"] < record["work"]["faults"]]
-    usual = [fault for fault in every if fault["index"] >= record["work"]["faults"]]
+    faults = [fault for fault in every if fault["index"] < work["faults"]]
+    usual = [fault for fault in every if fault["index"] >= work["faults"] and not fault["every_sec"]]
     kinds = {kind: [fault for fault in faults if fault["kind"] == kind] for kind in KINDS}
     head = f"""# Faults of hosts and networks
 
@@ -240,11 +251,25 @@ one host until the other is back.""",
             [[fault["name"], *_figures([fault])[1:]] for fault in usual],
             text=f"`--stall_timeout` is {DEFAULT_LIMIT_SEC:g} s.",
         ),
+        *(_goodput(fault) for fault in every if fault["goodput"]),
         _words("Not recovered", every, "wrong"),
         _words("Culprit not named", [fault | {"why": "nobody"} for fault in every if fault["named"] is False], "why"),
         _words("Not run", every, "not_run"),
     ]
     return "\n\n".join(filter(None, parts)) + "\n"
+
+
+def _goodput(fault: Row) -> str:
+    goodput = fault["goodput"]
+    seconds = {"steps that were kept": goodput["kept_sec"]} | goodput["lost_sec"]
+    return section(
+        "Goodput under a stream of preemptions",
+        ["seconds of", "s", "share"],
+        [[what, f"{each:.1f}", f"{each / goodput['wall_sec']:.0%}"] for what, each in seconds.items()],
+        text=f"""A run of {STREAM_STEPS} steps gets SIGTERM at random, every {fault["every_sec"]:g} s in the mean, and is
+started again at once: {fault["restarts"]} times. The record's `goodput` says where its
+{goodput["wall_sec"]:.0f} s went; {goodput["repeated_steps"]} steps were taken twice.""",
+    )
 
 
 def _words(title: str, faults: Sequence[Row], key: str) -> str:

@@ -7,6 +7,7 @@ import contextlib
 import gc
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -113,6 +114,10 @@ def plant(fault: Fault, folder: Path) -> None:
     trainer.Measurements.watch = watched  # type: ignore[method-assign,assignment]
     if fault.kind == "NaN":
         nn.LayerNorm.forward = poisoned  # type: ignore[method-assign,assignment]
+    number = len(list(folder.glob(mark(folder, 0).name.replace("0", "*")))) + 1
+    if here == fault.host and fault.every_sec:
+        delay = random.Random(f"{fault.index}/{number}").expovariate(1 / fault.every_sec)
+        threading.Timer(delay, strike, (fault, folder, number, poison)).start()
     if here == fault.second and mark(folder, 1).exists() and not mark(folder, 2).exists():
         threading.Timer(fault.delay, strike, (fault, folder, 2, poison)).start()
 

@@ -9,15 +9,17 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 from dsgpt.benchmarks.cells import SEQUENCE, VALIDATION_WINDOWS, cut_validation, flags, prepare_corpus, write_recipe
-from dsgpt.benchmarks.clusters import BOUND, KINDS, RUNS, Fault, Outcome
+from dsgpt.benchmarks.clusters import BOUND, DEFAULT_LIMIT_SEC, KINDS, RUNS, STREAM_STEPS, Fault, Outcome
 from dsgpt.benchmarks.clusters_rank import BALLAST, PLAN, SERVER, be_host, mark
 from dsgpt.benchmarks.faults import SAVE_EVERY, STEPS, all_wrong
 from dsgpt.benchmarks.faults_runs import Missed, figures
@@ -27,7 +29,7 @@ from dsgpt.checkpoints.store import folder_name
 from dsgpt.checkpoints.training_state import StateReader
 from dsgpt.common.files import write_atomic
 from dsgpt.common.json_files import read_object
-from dsgpt.record.schema import COMPLETE_FILE
+from dsgpt.record.schema import COMPLETE_FILE, RECORD_FILE
 
 PORT = "29500"
 """Where the ranks meet; every pair of hosts has ports of its own."""
@@ -191,17 +193,19 @@ class ClusterRuns:
     def _undisturbed_run(self, strategy: str) -> Path:
         with self._locks[strategy]:
             if strategy not in self._undisturbed:
-                quiet = {"kind": "", "how": "", "launcher": "ranks", "host": -1, "step": 0, "delay": 0.0}
-                fault = Fault(index=-1, strategy=strategy, save_mode="sync", **quiet)  # type: ignore[arg-type]
+                quiet: dict[str, Any] = dict.fromkeys(("kind", "how"), "") | {"host": -1, "step": 0, "delay": 0.0}
+                quiet |= {"launcher": "ranks"}
+                fault = Fault(index=-1, strategy=strategy, save_mode="sync", limit_sec=DEFAULT_LIMIT_SEC, **quiet)
                 self._undisturbed[strategy] = self._run(fault, Outcome())
             return self._undisturbed[strategy]
 
     def _run(self, fault: Fault, outcome: Outcome, expected: Path | None = None) -> Path:
         """One run from its begin to its end; notes in ``outcome`` what happened. Returns the run folder."""
-        folder = self._folder / f"{fault.index:03d}-{fault.strategy}"
+        folder = Path(tempfile.mkdtemp(prefix=f"{fault.index:03d}-{fault.strategy}-", dir=self._folder))
         run_dir = folder / "shared" / "run"
         recipe, cell = self._folder / f"{fault.strategy}.json", RUNS[fault.strategy]
-        words = flags(cell, recipe=recipe, corpus=self._corpus, run_dir=run_dir, device="cpu", steps=STEPS)
+        steps = STREAM_STEPS if fault.every_sec else STEPS
+        words = flags(cell, recipe=recipe, corpus=self._corpus, run_dir=run_dir, device="cpu", steps=steps)
         words += ["--save_every", str(SAVE_EVERY), "--save_mode", fault.save_mode, "--keep_checkpoints", "9"]
         words += ["--steps_per_print", "1", "--no_inference", "--resume"]
         with made_hosts(2) as hosts:
@@ -212,7 +216,9 @@ class ClusterRuns:
                 (folder / name).write_text(text, encoding="utf-8")
             with _shared_folder(fault, folder), Job(fault, hosts, folder, words, self._context) as job:
                 self._watch(job, outcome, complete=run_dir / COMPLETE_FILE)
-                if expected:
+                if fault.every_sec:
+                    outcome.goodput = read_object(run_dir / RECORD_FILE)["goodput"]
+                elif expected:
                     _judge(job, outcome, run_dir, expected)
         return run_dir
 
@@ -228,14 +234,15 @@ class ClusterRuns:
         for number in range(job.hosts.count):
             job.start(number)
         while True:
-            time.sleep(0.1)
+            time.sleep(0.2)
             struck, text, codes = job.struck(), job.printed(), job.codes()
             if struck:
                 _time(job, outcome, text, since=struck)
             ended = [number for number, code in codes.items() if code is not None]
             alone = min(alone, time.monotonic()) if 0 < len(ended) < len(codes) else float("inf")
             waited = time.monotonic() - alone
-            if self._stop.is_set() or time.monotonic() > end or outcome.restarts > RESTARTS:
+            too_often = outcome.restarts > RESTARTS and not fault.every_sec
+            if self._stop.is_set() or time.monotonic() > end or too_often:
                 raise Missed(f"not complete after {outcome.restarts} restarts: {text[-500:]}")
             if complete.exists():
                 if len(ended) == len(codes) or waited > PATIENCE_SEC:
