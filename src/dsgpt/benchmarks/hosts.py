@@ -47,13 +47,13 @@ class NoHosts(RuntimeError):
 
 @dataclass(frozen=True)
 class Hosts:
-    """Some hosts; the first is number 0."""
+    """Hosts in network namespaces; the first is number 0."""
 
     name: str
     """Unique on this machine; that of a host is ``NAME-NUMBER``."""
     count: int
     names: Path = Path()
-    """What is ``/etc/hosts`` on every host."""
+    """The file that is ``/etc/hosts`` on every host."""
 
     def host(self, number: int) -> str:
         """The name of a host, which is its namespace's, too."""
@@ -200,7 +200,7 @@ def made_hosts(count: int) -> Iterator[Hosts]:
 
 
 def run(*words: object) -> str:
-    """What a command prints.
+    """Output of a command.
 
     Raises:
         NoHosts: it failed.

@@ -142,7 +142,7 @@ def head_and_loss(setup: Setup, *, kind: str) -> OpCounts:
 
 
 def _stride(setup: Setup, traffic: Traffic) -> int:
-    """From a rank of the group to the next."""
+    """Distance between neighbouring ranks of the group."""
     sizes = setup.sizes
     return {"data": sizes.tensor, "sequence": sizes.tensor, "tensor": 1}.get(
         traffic.axis, setup.world_size // sizes.pipeline
@@ -150,7 +150,7 @@ def _stride(setup: Setup, traffic: Traffic) -> int:
 
 
 def machines_of(setup: Setup, traffic: Traffic, *, devices: int) -> int:
-    """How many machines the ranks of a group are on, at most.
+    """Most machines that the ranks of a group are on.
 
     Machines take the ranks in turn. Stages follow each other, so on several machines some neighbours, and the first and
     the last stage, are on two of them, and all stages wait for those.

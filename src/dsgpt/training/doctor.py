@@ -73,11 +73,11 @@ ROUNDS, ROUND_SEC = 8, 5
 """Rounds of the measurement of the network: each machine with those 1, 2, 4, ... places after it."""
 SENT_BYTES, PINGS = 32 << 20, 20
 TRIAL_BYTES, SENT_SEC = 1 << 20, 0.5
-"""On a slow network as much is sent as takes about so many seconds, by a trial with fewer bytes."""
+"""Bytes of a trial, and seconds for which a slow network sends: the trial's speed decides how much is sent."""
 SLOW_LINK = 0.5
 """A link is slow if it has less than this share of the median of all; a network, if it has less of what was stated."""
 LEAST_GBPS = 1.0
-"""Of a network of which nothing was stated."""
+"""Slowest sound network, in Gbit/s, if none was stated."""
 NCCL, TCP = "NCCL", "gloo over TCP"
 SHARED_MEMORY_BYTES, LOCKED_BYTES, OPEN_FILES, PROCESSES = 1 << 30, 1 << 30, 4096, 4096
 UNKNOWN = "unknown"
