@@ -18,6 +18,8 @@ class StandInNvml(SimpleNamespace):
 
     def __init__(self, *, driver: bool = True, unsupported: tuple[str, ...] = ()) -> None:
         super().__init__(NVMLError=NVMLError, NVML_TEMPERATURE_GPU=0, NVML_CLOCK_SM=1, NVML_CLOCK_MEM=2)
+        self.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, self.NVML_VOLATILE_ECC = 1, 0
+        self.NVML_PAGE_RETIREMENT_CAUSE_COUNT = 2
         self.driver, self.unsupported = driver, unsupported
         self.open = 0
         self.samples = 0
@@ -29,6 +31,12 @@ class StandInNvml(SimpleNamespace):
             "Temperature": ("temperature", lambda gpu: 60 + gpu),
             "CurrentClocksEventReasons": ("reasons", lambda _: self.reasons),
             "TotalEnergyConsumption": ("energy", lambda _: 1_000_000 + 3_000 * self.samples),
+            "Name": ("name", lambda _: "A100"),
+            "EccMode": ("ecc", lambda gpu: [1 - gpu, 1]),
+            "TotalEccErrors": ("errors", lambda gpu: 10 + gpu),
+            "RetiredPages": ("pages", lambda gpu: [0x1000] * (1 + gpu)),
+            "RetiredPagesPendingStatus": ("pending", lambda gpu: gpu),
+            "RemappedRows": ("rows", lambda gpu: (0, 3 + gpu, 0, 0)),
         }
         for name, (what, value) in answers.items():
             setattr(self, f"nvmlDeviceGet{name}", partial(self._answer, what, value))
@@ -43,6 +51,9 @@ class StandInNvml(SimpleNamespace):
         if not self.driver:
             raise NVMLError("no driver")
         self.open += 1
+
+    def nvmlSystemGetDriverVersion(self) -> str:
+        return "580"
 
     def nvmlShutdown(self) -> None:
         self.open -= 1

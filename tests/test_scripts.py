@@ -275,3 +275,8 @@ def test_a_wheel_of_a_source_distribution_works_outside_the_checkout(tmp_path):
         cwd=work, env=os.environ | alone | {"DS_ACCELERATOR": "cpu"}, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert (work / "run" / "RUN_COMPLETE.txt").exists(), trained.stdout + trained.stderr
+    plan = "plan --recommend --launcher deepspeed --gpu a100-80gb --gpus 16 --tokens 1e9 --train_data_path train.bin"
+    words = [sys.executable, "-m", "dsgpt", *plan.split(), "--val_data_path", "val.bin"]
+    subprocess.run(words, cwd=work, env=os.environ | alone, check=True)
+    started = subprocess.run(["sh", "plan/train.sh"], cwd=work, capture_output=True, text=True, check=False)
+    assert started.stderr.startswith("error: hosts: there is no such hostfile"), started.stderr

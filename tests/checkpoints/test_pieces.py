@@ -103,6 +103,59 @@ def test_boxes_of_a_flat_range_are_its_elements():
         assert torch.cat([torch.empty(0, dtype=torch.long), *parts]).equal(value.flatten()[start:stop])
 
 
+def cut_at_random(box: Box, drawn: random.Random) -> list[Box]:
+    """``box`` in two along a dimension, and so on."""
+    axis = drawn.randrange(len(box.shape))
+    if box.shape[axis] == 1 or drawn.random() < 0.2:
+        return [box]
+    first = drawn.randrange(1, box.shape[axis])
+    parts = []
+    for start, length in ((0, first), (first, box.shape[axis] - first)):
+        ends = [list(each) for each in box]
+        ends[0][axis] += start
+        ends[1][axis] = length
+        parts += cut_at_random(Box(*map(tuple, ends)), drawn)
+    return parts
+
+
+def test_any_boxes_of_any_writers_are_read_as_any_boxes(tmp_path):
+    drawn = random.Random(3)
+    for number in range(30):
+        shape, ranks = tuple(drawn.randint(1, 6) for _ in range(drawn.randint(1, 3))), drawn.randint(2, 9)
+        whole, value, folder = Box.whole(shape), torch.randn(shape), tmp_path / f"{number}"
+
+        def flat(boxes: list[Box], value: Tensor = value, whole: Box = whole) -> Tensor:
+            return torch.cat([value[box.slices(whole)].flatten() for box in boxes])
+
+        written: list[list[Box]] = [[] for _ in range(ranks)]
+        for box in cut_at_random(whole, drawn):
+            drawn.choice(written).append(box)
+        folder.mkdir()
+        shards = [Shards({"a": own}, iter([("a", ParamState(flat(own)))])) for own in written if own]
+        shards += [Shards({}, iter(()))] * (ranks - len(shards))
+        parts = [write_shards(folder, own, rank=rank, ranks=ranks) for rank, own in enumerate(shards)]
+        complete_state(folder, parts, Counters(optimizer_steps=0), shapes={"a": shape})
+        wanted = cut_at_random(whole, drawn)
+        assert StateReader(folder).read("a", boxes=wanted).equal(flat(wanted))
+        assert StateReader(folder).read("a").equal(value)
+
+
+def test_boxes_that_are_not_the_whole_are_noticed():
+    """Beside counts of every element."""
+    drawn, found = random.Random(4), set()
+    for _ in range(300):
+        shape = tuple(drawn.randint(1, 6) for _ in range(drawn.randint(1, 3)))
+        counts, boxes = torch.zeros(shape), cut_at_random(Box.whole(shape), drawn)
+        boxes += [drawn.choice(boxes)] * drawn.randint(0, 1)
+        del boxes[: drawn.randint(0, 1)]
+        for box in boxes:
+            counts[box.slices(Box.whole(shape))] += 1
+        twice, missing = "two pieces have the same elements", "no piece has some of its elements"
+        found.add(expected := twice if counts.max() > 1 else missing if counts.min() < 1 else "")
+        assert why_not_whole(shape, boxes) == expected
+    assert len(found) == 3
+
+
 @pytest.mark.parametrize("size", [2, 4])
 def test_boxes_of_a_tensor_rank_are_its_part(size):
     for name in SPLIT:

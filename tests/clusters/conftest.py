@@ -53,12 +53,13 @@ class Slurm:
 
     folder: Path
 
-    def __call__(self, *words: object, **variables: str) -> str:
+    def __call__(self, *words: object, cwd: Path | None = None, **variables: str) -> str:
         """What a command of Slurm prints."""
         # A training in this process may have left variables of its group; with its port no job could meet.
         environment = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
         environment |= {"SLURM_CONF": str(self.folder / "slurm.conf")} | variables
-        done = subprocess.run(list(map(str, words)), env=environment, capture_output=True, text=True, check=False)
+        command = list(map(str, words))
+        done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 

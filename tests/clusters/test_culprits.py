@@ -4,7 +4,11 @@ import contextlib
 import os
 import re
 import signal
+import socket
 import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +18,10 @@ from training_runs import read_lines
 
 from dsgpt.benchmarks.hosts import Hosts
 from dsgpt.common.errors import EXIT_LOST_RANK, EXIT_NON_FINITE, EXIT_USER_ERROR
-from dsgpt.machine.peers import SLOW_STEPS, RankStatus, culprits, slow_ranks
+from dsgpt.machine import peers
+from dsgpt.machine.console import Progress
+from dsgpt.machine.peers import SLOW_STEPS, Peers, RankStatus, culprits, slow_ranks
+from dsgpt.machine.topology import Topology, free_port
 from dsgpt.record.schema import STEPS_FILE
 
 HOSTS = 2
@@ -55,6 +62,80 @@ def test_slow_is_a_rank_whose_work_takes_half_as_long_again_as_that_of_its_peers
     assert not slow_ranks({0: status(own_sec=0.2), 1: status()})
 
 
+# Ranks of one process with a real store; they train nothing.
+
+STALL_SEC = 2.0
+
+
+def place(rank: int, **more: Any) -> Topology:
+    facts = {"local_rank": 0, "world_size": 2, "local_world_size": 1, "launcher": "torchrun"} | more
+    return Topology(rank=rank, **facts)
+
+
+@pytest.fixture
+def store(monkeypatch) -> Iterator[Any]:
+    """Rank 0 serves it; all times are short."""
+    times = {"BEAT_SEC": 0.1, "OBSERVED_SEC": 0.4, "BUSY_SEC": 0.2, "JOIN_SEC": 1.0, "LIMITS_SEC": {"record": 60.0}}
+    for name, value in times.items():
+        monkeypatch.setattr(peers, name, value)
+    monkeypatch.setattr(peers.os, "_exit", lambda _: None)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    return peers.open_store(place(0))
+
+
+@pytest.fixture
+def both(store) -> Iterator[tuple[list[Peers], list[str]]]:
+    """Both ranks after they have met, and what they are told when one of them stands still."""
+    ranks, told = [Peers(place(rank), stall_timeout=STALL_SEC) for rank in range(2)], []
+    with ranks[1], ranks[0], ThreadPoolExecutor() as pool:
+        for rank in ranks:
+            rank.on_lost_rank = lambda lost: told.append(str(lost))
+        list(pool.map(Peers.join, ranks))
+        yield ranks, told
+
+
+def test_the_limit_is_that_of_the_rank_that_is_waited_for(both):
+    """Rank 0 hashes a file at the start, then writes the record, each for longer than a step may take, and hangs."""
+    ranks, told = both
+    Progress.heard, bar = ranks[0].note_own_progress, Progress(total=99, what="hashing", unit="B", shown=False)
+    end = time.monotonic() + 1.5 * STALL_SEC
+    while time.monotonic() < end:
+        bar.advance()
+        time.sleep(0.1)
+    for rank in ranks:
+        rank.begin("record", 3)
+    ranks[1].begin("agreement")
+    time.sleep(1.5 * STALL_SEC)
+    assert not told
+    ranks[0].begin("agreement")
+    for rank in ranks:
+        rank.begin("step", 4)
+    ranks[1].begin("agreement")
+    within(lambda: told)
+    assert told[0].startswith(f"rank 0 on {socket.gethostname()} hangs, and the others wait for it, in step 4")
+
+
+@pytest.mark.parametrize("own", ["DataLoader timed out after 5 seconds", "[gloo/tcp] Timed out: no other is at fault"])
+def test_an_error_of_its_own_is_told_although_it_looks_like_that_of_another(both, own):
+    ranks, _ = both
+    with pytest.raises(RuntimeError, match="imed out"), ranks[1].explained():
+        raise RuntimeError(own)
+    assert ranks[0]._all_statuses()[1].failed == f"RuntimeError: {own}"
+
+
+def test_who_copies_data_before_the_meeting_is_waited_for(store):
+    heard, end = peers.say_busy(place(1)), time.monotonic() + 2.5
+    with ThreadPoolExecutor() as pool:
+        waits = pool.submit(peers.meet, store, place(0))
+        while time.monotonic() < end:
+            heard()
+            time.sleep(0.05)
+        assert not waits.done()
+        peers.meet(peers.open_store(place(1)), place(1))
+        waits.result()
+
+
 FAULTY = """
 import os, signal, sys, time
 from dsgpt.machine import addresses, peers
@@ -78,6 +159,16 @@ def stand_still_here():
     time.sleep(1000)
 
 
+class Endless:
+    # Stands for a result that a GPU never computes.
+    def __float__(self):
+        stand_still_here()
+
+
+def poison(module, args, out):
+    out.register_hook(lambda gradient: gradient * float("nan"))
+
+
 def faulty(self, batches, step):
     if os.environ["RANK"] == "1" and step == 4:
         if kind == "hangs":
@@ -86,6 +177,8 @@ def faulty(self, batches, step):
             os.kill(os.getpid(), signal.SIGKILL if kind == "dies" else signal.SIGSTOP)
         if kind == "fails":
             raise ValueError("a bug of this rank")
+        if kind == "gradient":
+            self.model.ln_f.register_forward_hook(poison)
     if os.environ["RANK"] == "1" and kind == "slow":
         end = time.monotonic() + 0.1
         while time.monotonic() < end:
@@ -93,6 +186,8 @@ def faulty(self, batches, step):
     if kind == "cut off":
         time.sleep(0.2)
     result = train_step(self, batches, step)
+    if kind == "device" and step == 4 and os.environ["RANK"] == "1":
+        result = result._replace(loss=Endless())
     if kind == "nan" and step == 4:
         for loss in (result.loss, result.own_loss)[: 1 + int(os.environ["RANK"])]:
             loss.fill_(float("nan"))
@@ -162,15 +257,18 @@ def start(hosts, tmp_path):
 
 
 LONG = pytest.mark.long
+OTHERS = ("dies", "stops", "fails", "device")
 
 
-@pytest.mark.parametrize("kind", ["hangs", *(pytest.param(kind, marks=LONG) for kind in ("dies", "stops", "fails"))])
+@pytest.mark.parametrize("kind", ["hangs", *(pytest.param(kind, marks=LONG) for kind in OTHERS)])
 def test_a_rank_at_fault_is_named(start, kind):
     pair = start(kind)
     assert pair.ends(0) == [EXIT_LOST_RANK]
-    what = {"hangs": "hangs, and the others wait for it", "fails": "failed"}.get(kind, "gives no sign of life")
+    hangs = "hangs, and the others wait for it"
+    what = {"hangs": hangs, "device": hangs, "fails": "failed"}.get(kind, "gives no sign of life")
     assert re.search(rf"^error: rank 1 on {pair.hosts.host(1)} {what}.* in step 4", pair.printed(), re.MULTILINE)
-    if kind == "hangs":
+    if what == hangs:
+        assert "rank 1 on " in (pair.run / "train-1.log").read_text().split("hangs, and the others wait for it")[0]
         assert re.search(r"^  .*faulty.py:\d+ in stand_still_here$", pair.printed(), re.MULTILINE)
         assert pair.ends(1) == [EXIT_LOST_RANK]
     if kind == "fails":
@@ -191,10 +289,12 @@ def test_a_host_that_is_cut_off_is_named(start):
 
 
 @LONG
-def test_nan_is_traced_to_the_rank_that_computed_it(start):
-    pair = start("nan")
+@pytest.mark.parametrize(("kind", "what"), [("nan", "loss"), ("gradient", "gradient")])
+def test_nan_is_traced_to_the_rank_that_computed_it(start, kind, what):
+    pair = start(kind)
     assert pair.ends(0, 1) == [EXIT_NON_FINITE] * 2
-    assert f"rank 1 on {pair.hosts.host(1)} was the first to compute" in pair.printed()
+    first = f"rank 1 on {pair.hosts.host(1)} was the first to compute a {what} that is not finite, in step 4"
+    assert first in pair.printed()
 
 
 @LONG

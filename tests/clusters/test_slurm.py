@@ -3,12 +3,18 @@
 import json
 from pathlib import Path
 
+import psutil
 import pytest
 from forked_ranks import run_script
+from planner_records import RECORD
 from small_run import REPOSITORY, command_line, within, write_data, write_recipe
 from training_runs import read_lines
 
 STEPS = 80
+PLAN = (
+    "--recommend --launcher slurm --machine calibration.json --train_data_path train.bin --val_data_path val.bin "
+    "--tokens 1e6 --num_layers 1 --num_heads 1 --embedding_size 8 --max_position_embeddings 16 --vocab_size 257"
+)
 SLOW = {"num_layers": 6, "num_heads": 4, "embedding_size": 192, "threads_per_device": 1}
 """A step of some 30 ms, so that there is time to send a signal."""
 
@@ -40,15 +46,26 @@ def undisturbed(here: Path) -> dict[int, float]:
     return losses(here / "undisturbed")
 
 
+def printed(slurm, job: str, node: int | None = None) -> str:
+    """What the script of a job printed so far, or the ranks of a node; the long number is that of no array."""
+    path = slurm.folder / f"{job}-4294967294{'' if node is None else f'-{node}'}.log"
+    return path.read_text() if path.exists() else ""
+
+
 def test_a_signalled_job_saves_is_requeued_and_resumes(slurm, here, undisturbed):
-    job = slurm.submit(*words(here, "signalled"))
+    """In a container, for which a script stands that has the words of Apptainer."""
+    container = here / "apptainer"
+    container.write_text('#!/bin/sh\necho "in $2: $RANK"\nshift 2\nexec "$@"\n')
+    container.chmod(0o755)
+    job = slurm.submit(*words(here, "signalled"), variables={"CONTAINER": f"{container} exec dsgpt.sif"})
     wait_for_step(here / "signalled", 5)
     slurm("scancel", "--signal=USR1", job)
     slurm.wait_for(job, "COMPLETED")
-    log = (slurm.folder / f"{job}-4294967294.log").read_text()
-    assert f"job {job}: saved; requeued" in log
-    assert f"job {job}, start 1: 2 nodes (n[1-2]) x 1 ranks" in log
-    assert "resuming from" in log
+    assert f"job {job}: saved; requeued" in printed(slurm, job)
+    assert f"job {job}, start 1: 2 nodes (n[1-2]) x 1 ranks" in printed(slurm, job)
+    assert "resuming from" in printed(slurm, job, 0)
+    assert [f"{node}: in dsgpt.sif: {node}" in printed(slurm, job, node) for node in range(2)] == [True, True]
+    assert "trains from step-" in (here / "signalled" / "train-1.log").read_text()
     assert losses(here / "signalled") == undisturbed
     record = json.loads((here / "signalled" / "training_metrics.json").read_text())
     assert record["hardware"]["launcher"] == "slurm"
@@ -66,16 +83,59 @@ def test_a_job_whose_node_goes_down_resumes_when_it_is_back(slurm, here, undistu
     assert losses(here / "down") == undisturbed
 
 
-@pytest.mark.parametrize("trains", [False, pytest.param(True, marks=pytest.mark.long)])
-def test_each_task_of_an_array_has_the_flags_of_its_line(slurm, here, trains):
-    runs = [here / f"{'trained' if trains else 'of'}-{task}" for task in range(2)]
-    (here / "sweep.txt").write_text("".join(f"--checkpoint_path {run}\n" for run in runs))
-    words, variables = command_line(here, checkpoint_path=None, run_type="ddp"), {"SWEEP": str(here / "sweep.txt")}
-    flags = [] if trains else ["--dry_run"]
-    job = slurm.submit(*words, *flags, options=("--array=0-1",), variables=variables)
+@pytest.mark.long
+def test_a_job_that_lost_a_rank_is_requeued(slurm, here, undisturbed):
+    job = slurm.submit(*words(here, "lost"))
+    wait_for_step(here / "lost", 25)
+    (rank,) = (
+        process
+        for process in psutil.process_iter(["cmdline"])
+        if str(here / "lost") in process.info["cmdline"] and process.environ().get("SLURM_PROCID") == "1"
+    )
+    rank.kill()
+    slurm.wait_for(job, "COMPLETED", seconds=300)
+    assert f"job {job}: lost a rank; requeued" in printed(slurm, job)
+    assert losses(here / "lost") == undisturbed
+
+
+@pytest.mark.long
+def test_a_job_that_reaches_a_limit_of_its_own_is_not_requeued(slurm, here):
+    job = slurm.submit(*words(here, "limited"), "--max_train_steps", "100000", "--max_hours", "0.01")
+    slurm.wait_for(job, "FAILED")
+    assert f"job {job}: saved at a limit of its own; not requeued" in printed(slurm, job)
+    assert "stopped by --max_hours 0.01 after step" in printed(slurm, job, 0)
+    assert [*REPOSITORY.glob(".dsgpt-limit-*")] == []
+
+
+@pytest.mark.long
+def test_a_job_whose_time_ends_saves_is_requeued_and_resumes(slurm, here):
+    """Slurm looks at times every half minute, and one minute is the shortest limit."""
+    job = slurm.submit(*words(here, "timed"), "--max_train_steps", "100000", options=("--time=1", "--signal=USR1@30"))
+    within(lambda: f"job {job}: saved; requeued" in printed(slurm, job), seconds=180)
+    within(lambda: "resuming from" in printed(slurm, job, 0), seconds=120)
+    slurm("scancel", "--full", job)
+
+
+def test_the_command_of_a_plan_does_a_dry_run(slurm, tmp_path):
+    for name in ("src", "launch", "ds_configs", ".venv"):
+        (tmp_path / name).symlink_to(REPOSITORY / name)
+    (write_data(tmp_path) / "calibration.json").write_text(json.dumps(RECORD))
+    assert run_script(REPOSITORY / "src" / "plan.py", PLAN.split(), cwd=tmp_path).returncode == 0
+    variables = {"SBATCH_OUTPUT": str(slurm.folder / "%j-4294967294.log"), "MASTER_ADDR": "127.0.0.1"}
+    job = slurm("sh", "plan/train.sh", "--dry_run", cwd=tmp_path, **variables).split()[-1]
     slurm.wait_for(job, "COMPLETED")
-    for task, run in enumerate(runs):
-        log = (slurm.folder / f"{job}-{task}.log").read_text()
-        assert f"run folder  {run}\n" in log
-        assert ("dry run: everything checked, nothing started" in log) is not trains
-        assert (run / "RUN_COMPLETE.txt").exists() == run.exists() == trains
+    assert "dry run: everything checked, nothing started" in printed(slurm, job, 0)
+
+
+@pytest.mark.long
+def test_each_task_of_an_array_has_the_flags_of_its_line(slurm, here):
+    """The folders' names have a space; the third task has no line."""
+    runs = [here / f"of {task}" for task in range(2)]
+    (here / "sweep.txt").write_text("".join(f'--checkpoint_path "{run}"\n' for run in runs))
+    words, variables = command_line(here, checkpoint_path=None, run_type="ddp"), {"SWEEP": str(here / "sweep.txt")}
+    job = slurm.submit(*words, options=("--array=0-2",), variables=variables)
+    within(lambda: slurm.states(job) == {"COMPLETED", "FAILED"}, seconds=120)
+    for run in runs:
+        assert (run / "RUN_COMPLETE.txt").exists()
+    refused = (slurm.folder / f"{job}-2.log").read_text()
+    assert f"error: {here / 'sweep.txt'} has no flags in line 3, for task 2" in refused

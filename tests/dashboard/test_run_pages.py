@@ -60,7 +60,7 @@ def test_the_overview_answers_first_and_tells_states_apart(runs, open_page):
         "killed": {"status": "running"},  # on another machine, and its files are new
         "stopped": {"status": "interrupted"},
         "broken": {"status": "failed"},
-        "alive": {"status": "running", "host": None, "training_config__total_steps": 400},
+        "alive": {"status": "running", "host": None, "training_config__total_steps": 400, "goodput": {"share": 0.75}},
     }.items():
         write_run(runs / name, record(**changes), lines=step_lines(steps=7))
     for name, text in {"half": '{"schema_version": "2.1", "sta', "foreign": '{"accuracy": 1}'}.items():
@@ -79,6 +79,7 @@ def test_the_overview_answers_first_and_tells_states_apart(runs, open_page):
         | {"stopped": "interrupted", "broken": "failed", "started": "abandoned"}
     )
     assert column(test, "run")[0] == "alive" and column(test, "progress")[0] == pytest.approx(7 / 400)
+    assert column(test, "goodput")[0] == 0.75
     figures = {"Runs": "10", "Running now": "2", "Fastest of equal work": "zero1"}
     figures["Cheapest of equal work"] = "baseline"  # two devices for 60% of the time
     assert metrics(test) == figures
@@ -156,8 +157,12 @@ def test_a_run_is_watched_from_its_start_until_it_is_killed(runs, open_page):
         assert "**new** is **running**" in texts(test)
         values = record(status="running", host=None)
         values["training_config"]["total_steps"] = 400
+        values["goodput"] = {"share": 0.9, "lost_sec": {"start": 12.0, "gaps": None, "repeated": 100.0, "data": 0.0}}
+        values["second_copy"] = {"behind_steps": 40}
         write_run(run, values, lines=step_lines(steps=10))
         test.run()
+        said = "Goodput 90.0% of the wall time, in steps that are kept. Lost: start 12 s, repeated 1 min 40 s."
+        assert f"{said} The second copy is 40 steps behind." in texts(test)
         assert metrics(test)["Training loss"] == f"{step_lines(steps=10)[-2]['loss']:.4f}"
         assert "Rank 0" in metrics(test)
         with (run / "metrics.jsonl").open("a") as file:

@@ -73,7 +73,12 @@ def test_interruptions_are_counted_and_the_best_interval_of_saves_is_planned(pla
     assert rough["restart_seconds"] == pytest.approx(60 + one)
     young = math.sqrt(2 * one * 8 * 3600) / (calm["parts"]["steps"] / calm["steps"])
     assert rough["save_every"] == pytest.approx(young, rel=0.1)
-    assert f"--save_every {rough['save_every']}: " in plan(f"{XL} {ZERO2} --mtbf 8h")
+    assert rough["goodput"] == rough["parts"]["steps"] / rough["seconds"]
+    two = json.loads(plan(f"{XL} {ZERO2} --json --gpus_per_machine 4"))["training"]
+    assert two["parts"]["checkpoints"] == pytest.approx(calm["parts"]["checkpoints"] / 2)  # both write at once
+    said = plan(f"{XL} {ZERO2} --mtbf 8h")
+    assert f"--save_every {rough['save_every']}: " in said
+    assert f"goodput {rough['goodput']:.0%}, " in said
 
 
 def test_a_setup_that_does_not_fit_says_what_would(plan):

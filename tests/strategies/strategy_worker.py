@@ -14,6 +14,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -22,12 +23,12 @@ from training_runs import resolved, roll_back
 
 from dsgpt.benchmarks.launch import rank_file
 from dsgpt.benchmarks.parity_rank import whole_state
-from dsgpt.checkpoints.training_state import StateReader, complete_state, write_shards
+from dsgpt.checkpoints.training_state import KeptState, StateReader, complete_state, write_shards
 from dsgpt.common.files import write_json_atomic
 from dsgpt.config.recipe_blocks import DdpRecipe, Fp16, FsdpRecipe, TorchStrategies
 from dsgpt.config.run_config import RunConfig
 from dsgpt.formats.tensor_files import DTYPES
-from dsgpt.machine.device import barrier, bring_up, gather_objects, joined
+from dsgpt.machine.device import HostGroup, barrier, bring_up, joined
 from dsgpt.machine.topology import read_topology
 from dsgpt.model.gpt2 import initial_value, parameter_shapes
 from dsgpt.strategies.base import Strategy, build_strategy
@@ -69,6 +70,7 @@ def stepped(config: RunConfig, strategy: Strategy) -> dict[str, Any]:
     return {
         "held": held,
         "masks": masks.drawn,
+        "gradients": [None if result.own_gradient is None else float(result.own_gradient) for result in results],
         "losses": [(float(result.loss), float(result.own_loss)) for result in results],
         "replicas": replicas,
         "unchanged": [name for name, value in replicas.items() if value == before.get(name)],
@@ -78,18 +80,43 @@ def stepped(config: RunConfig, strategy: Strategy) -> dict[str, Any]:
 def saved_and_loaded(config: RunConfig, strategy: Strategy) -> dict[str, Any]:
     """The most that this rank holds in addition to its part while a checkpoint is written, and while it is loaded."""
     strategy.train_step(training_batches(config, first_step=0), 1)
-    folder, place = config.run_dir, config.topology
-    folder.mkdir(parents=True, exist_ok=True)
+    folder, place, kept = config.run_dir, config.topology, KeptState()
+    on_gpu, kept_folder = (folder.with_name(f"{name}-{place.rank}") for name in ("gpu", "kept"))
+    for each in (folder, on_gpu, kept_folder):
+        each.mkdir(parents=True, exist_ok=True)
+    write = partial(write_shards, rank=place.rank, ranks=place.world_size)
     with Held() as saving:
-        part = write_shards(folder, strategy.shards(), rank=place.rank, ranks=place.world_size)
-    parts = gather_objects(part)
+        part = write(folder, strategy.shards())
+    with mock.patch.object(Tensor, "to", _from_gpu), Held() as saving_from_gpu:
+        write(on_gpu, strategy.shards())
+    with Held() as keeping:
+        kept.keep(strategy.shards())
+    with Held() as writing:
+        write(kept_folder, kept.shards())
+    sizes = [sum(box.numel for box in boxes) for boxes in part.boxes.values()]
+    parts = HostGroup().to_main(part)
     if place.is_main:
         complete_state(folder, parts, strategy.counters(), shapes=parameter_shapes(config.model))
     barrier()
     reader = StateReader(folder)
     with Held() as loading:
         strategy.load_state(reader)
-    return {"most_while_saved": saving.most, "most_while_loaded": loading.most, "moments": reader.has_moments}
+    return {
+        "parts": len(parts),
+        "own": sum(sizes),
+        "largest_own": max(sizes),
+        "most_while_saved": saving.most,
+        "most_while_saved_from_gpu": saving_from_gpu.most,
+        "most_while_kept": keeping.most,
+        "most_while_written": writing.most,
+        "most_while_loaded": loading.most,
+        "moments": reader.has_moments,
+    }
+
+
+def _from_gpu(value: Tensor, *where: Any, to: Callable = Tensor.to, **how: Any) -> Tensor:
+    """``Tensor.to``, except that ``to("cpu")`` copies: this CPU stands in for a GPU."""
+    return value.clone() if where == ("cpu",) else to(value, *where, **how)
 
 
 def digest(value: Tensor) -> str:

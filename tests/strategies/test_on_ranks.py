@@ -5,6 +5,7 @@ The observations are made in ``strategy_worker.py``, with one launch for each nu
 
 import itertools
 import json
+import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -443,6 +444,8 @@ def test_the_loss_is_the_mean_over_what_ranks_read(seen, cell):
         for facts in ranks:
             place = facts["place"]["data"], facts["place"]["sequence"]
             assert facts["losses"][step][1] == pytest.approx(own[place], abs=1e-5)
+            assert math.isfinite(facts["gradients"][step] or 0.0)
+            assert (facts["gradients"][step] is None) == ("pipeline" in cell.name)
 
 
 # Resumed runs are equal bit for bit, follow a new recipe if one is given, and stop on a full disk.
@@ -479,11 +482,17 @@ def test_a_killed_run_with_dropout_resumes_bit_for_bit(seen, cell):
 
 @pytest.mark.parametrize("cell", [Asked(2, f"checkpoint {name}") for name in SPLIT_STATE], ids=str)
 def test_no_rank_ever_holds_the_whole_state_of_training(seen, cell):
-    """It writes what it has, without a copy. While it reads, it holds a parameter, and the new moments of its part."""
-    for facts in seen(cell).ranks:
+    """It writes what it has, without a copy; from a GPU it copies one tensor at a time, and with async its part once.
+
+    While it reads, it holds a parameter, and the new moments of its part.
+    """
+    for rank, facts in enumerate(seen(cell).ranks):
         whole, largest = facts["whole"], facts["largest"]
         assert facts["moments"]
-        assert facts["most_while_saved"] <= 10 < largest  # the lowest and the highest weight
+        assert facts["parts"] == (1 if rank else cell.ranks)  # of the index, which is large with many ranks
+        assert max(facts["most_while_saved"], facts["most_while_written"]) <= 10  # the lowest and the highest weight
+        assert 100 < facts["largest_own"] <= facts["most_while_saved_from_gpu"] <= facts["largest_own"] + 10
+        assert 2.9 * facts["own"] < facts["most_while_kept"] <= 3 * facts["own"]  # without the last small ones
         assert largest <= facts["most_while_loaded"] <= 2 * whole / cell.ranks + 6 * largest < 2 * whole
 
 

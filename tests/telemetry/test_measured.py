@@ -258,6 +258,9 @@ def test_what_a_gpu_does_not_report_is_unknown(nvml):
     gpus = open_gpus(["GPU-0"])
     assert set(vars(gpus.sample("GPU-0")).values()) == {None}
     assert gpus.energy_joules("GPU-0") is None
+    nvml.unsupported += ("name", "ecc", "errors", "pages", "pending", "rows")
+    known = {name: value for name, value in gpus.health("GPU-0").items() if value}
+    assert known == {"driver": "580"}
 
 
 def test_without_a_driver_or_the_gpus_nothing_is_sampled(nvml, monkeypatch, tmp_path):

@@ -25,7 +25,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != ".lock"}
 
 
-FOREIGN = ("config.json", "latest", "train.log", "RUN_COMPLETE.txt", "training_metrics.json", "hardware-12.jsonl")
+FOREIGN = ("config.json", "latest", "train.log", "RUN_COMPLETE.txt", "training_metrics.json", "train-12.log")
 
 
 @pytest.mark.parametrize("name", [*FOREIGN, "metrics.jsonl", "trackers"])

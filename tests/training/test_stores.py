@@ -1,4 +1,4 @@
-"""Second copies of checkpoints, and token files, in a folder, in memory, and in a server that stands in for S3."""
+"""Second copies of checkpoints, and token files: in a folder, in memory, in servers that stand in for S3 and Google."""
 
 import json
 import shutil
@@ -7,15 +7,28 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from forked_ranks import run_script
+from gcp_storage_emulator.server import create_server
 from moto.server import ThreadedMotoServer
-from small_run import command_line, write_inputs
-from training_runs import LONG, assert_same_training, checkpoints, errors, read_record, resume
+from small_run import command_line, within, write_inputs
+from training_runs import (
+    LONG,
+    SCRIPT,
+    assert_same_training,
+    checkpoints,
+    damage,
+    errors,
+    finished,
+    read_record,
+    resume,
+)
 
-from dsgpt.checkpoints import second_copy
+from dsgpt.checkpoints import second_copy, store
 from dsgpt.checkpoints.second_copy import SecondCopy, checkpoints_at
 from dsgpt.common.errors import EXIT_USER_ERROR
 from dsgpt.machine.addresses import Place, open_place
 from dsgpt.training.command import train as train_here
+from dsgpt.training.saving import Saver
 
 
 @pytest.fixture(scope="module")
@@ -34,12 +47,24 @@ def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     server.stop()
 
 
-@pytest.fixture(params=["folder", "memory", "s3"])
+@pytest.fixture(scope="module")
+def gs() -> Iterator[str]:
+    """The address of an empty bucket of an emulator of Google's store on 127.0.0.1."""
+    server, patch = create_server("127.0.0.1", 0, in_memory=True, default_bucket="runs"), pytest.MonkeyPatch()
+    server.start()
+    patch.setenv("STORAGE_EMULATOR_HOST", f"http://127.0.0.1:{server._api._httpd.server_port}")
+    patch.setenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")  # which would ask Google what kind of bucket it is
+    yield "gs://runs"
+    patch.undo()
+    server.stop()
+
+
+@pytest.fixture(params=["folder", "memory", "s3", "gs"])
 def address(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """A place of this test alone."""
     if request.param == "folder":
         return str(tmp_path / "second")
-    return f"{request.getfixturevalue('s3') if request.param == 's3' else 'memory:/'}/{tmp_path.name}"
+    return f"{'memory:/' if request.param == 'memory' else request.getfixturevalue(request.param)}/{tmp_path.name}"
 
 
 def place_of(address: str) -> Place:
@@ -81,6 +106,42 @@ def test_a_lost_run_folder_is_resumed_from_the_second_copy(finished_run, tmp_pat
     assert f"--save_to: step-00000009 was fetched from {address}" in capsys.readouterr().out
     assert_same_training(finished_run / "run", run, loss=0.0, norm=0.0)
     assert steps_at(address)[-1] == 12
+
+
+NOTED = f"""
+import os, runpy
+from dsgpt.checkpoints import manifest
+sha256_of = manifest.sha256_of
+def noted(path, progress):
+    print(f"rank {{os.environ['RANK']}} hashes {{path.parent.name}}/{{path.name}}", flush=True)
+    return sha256_of(path, progress)
+manifest.sha256_of = noted
+runpy.run_path("{SCRIPT}", run_name="__main__")
+"""
+
+
+def test_pieces_come_back_from_a_store_and_each_rank_verifies_its_own(finished_run, tmp_path, s3):
+    """The folder has step 12 alone, of which a piece of rank 1 is damaged; the store has step 6."""
+    run, address, script = tmp_path / "run", f"{s3}/{tmp_path.name}", tmp_path / "noted.py"
+    script.write_text(NOTED)
+    flags = LONG | {"run_type": "ddp", "checkpoint_path": run, "save_to": address, "save_every": 6}
+    finished(run_script(script, command_line(finished_run, **flags), ranks=2))
+    assert steps_at(address) == [6, 12]
+    place_of(address).remove("step-00000012")
+    shutil.rmtree(run / "step-00000006")
+    (run / "RUN_COMPLETE.txt").unlink()
+    damage(run / "step-00000012" / "optimizer-00001.safetensors")
+    finished(done := run_script(script, command_line(finished_run, **flags, resume=True), ranks=2))
+    assert "step-00000012 is refused: " in done.stdout
+    assert f"--save_to: step-00000006 was fetched from {address}" in done.stdout
+    hashed = [line.split(" hashes ") for line in done.stdout.splitlines() if " hashes " in line]
+    others = ["model.json", "pieces.json", "run_state.json", "training_state.json"]
+    for rank in range(2):
+        own = {f"step-00000006/{kind}-0000{rank}.safetensors" for kind in ("model", "optimizer", "random")}
+        assert own <= {file for who, file in hashed if who == f"rank {rank}"}
+    for name in [*others, *(f"{kind}-0000{rank}.safetensors" for kind in ("model", "optimizer") for rank in (0, 1))]:
+        assert [file for _, file in hashed].count(f"step-00000006/{name}") == 1
+    assert_same_training(finished_run / "run", run, loss=2e-4, norm=1e-4)
 
 
 def test_of_both_the_newest_undamaged_checkpoint_is_taken(finished_run, stopped, tmp_path, capsys):
@@ -129,15 +190,17 @@ def test_a_failed_copy_is_a_warning(finished_run, tmp_path, monkeypatch, capsys)
 
 
 def test_a_slow_store_neither_delays_training_nor_loses_what_it_copies(finished_run, tmp_path, monkeypatch):
-    """While step 3 is copied, the run ends and retention removes it from the run folder."""
-    first, goes_on, original = threading.Event(), threading.Event(), SecondCopy._copy
+    """Retention leaves step 3 while it is copied, and 12, which is next. Files are opened one at a time."""
+    first, goes_on, original, opened = threading.Event(), threading.Event(), Place.write, []
 
-    def copy(self: SecondCopy, name: str, files: dict[str, object]) -> int:
+    def write(self: Place, name: str, source: object) -> None:
         first.set()
         assert goes_on.wait(60)
-        return original(self, name, files)
+        links = [path.resolve() for path in Path("/proc/self/fd").iterdir()]
+        opened.append(sum(run in path.parents for path in links))
+        original(self, name, source)
 
-    monkeypatch.setattr(SecondCopy, "_copy", copy)
+    monkeypatch.setattr(Place, "write", write)
     run, second = tmp_path / "run", SecondCopy(str(tmp_path / "second"), run_dir=tmp_path / "run", keep=9)
     shutil.copytree(finished_run / "run", run)
     second.push(run / "step-00000003")
@@ -145,16 +208,47 @@ def test_a_slow_store_neither_delays_training_nor_loses_what_it_copies(finished_
     for step in (6, 9, 12):
         second.push(run / f"step-{step:08d}")
     assert second.facts()["behind_steps"] == 12
-    for step in (3, 6, 9, 12):
-        shutil.rmtree(run / f"step-{step:08d}")
+    (run / "step-00000012").rename(run / "step-00000013")  # stands for a later one, which is the newest
+    second.push(run / "step-00000013")
+    store.keep_newest(run, count=1, needed=second.needed())
+    assert checkpoints(run) == [3, 13]
+    (run / "step-00000013").rename(run / "step-00000012")
+    second.push(run / "step-00000012")
     goes_on.set()
     second.wait()
+    assert set(opened) == {1}
+    store.keep_newest(run, count=1, needed=second.needed())
+    assert checkpoints(run) == [12]
     assert steps_at(str(tmp_path / "second")) == [3, 12]
     for step in (3, 12):
         ours, theirs = (folder / f"step-{step:08d}" for folder in (tmp_path / "second", finished_run / "run"))
         assert {path.name: path.read_bytes() for path in ours.iterdir()} == {
             path.name: path.read_bytes() for path in theirs.iterdir()
         }
+
+
+def test_how_far_the_copy_is_behind_is_recorded_when_it_ends_and_after_a_resume(
+    finished_run, stopped, tmp_path, monkeypatch
+):
+    """The place has step 3 of a run that resumes at 9 and saves at 12; nothing but the copies writes the record."""
+    shutil.copytree(stopped / "step-00000003", tmp_path / "second" / "step-00000003")
+    behind, original = [], SecondCopy.facts
+
+    def wait_for_copies(self: Saver) -> None:
+        within(lambda: not original(self._second)["behind_steps"])
+        poll(self)
+        behind.append(read_record(stopped)["second_copy"]["behind_steps"])
+
+    def slow_copy(self: SecondCopy, checkpoint: Path) -> int:
+        behind.append(original(self)["behind_steps"])
+        return copy(self, checkpoint)
+
+    poll, copy = Saver.poll, SecondCopy._copy
+    monkeypatch.setattr(Saver, "poll", wait_for_copies)
+    monkeypatch.setattr(SecondCopy, "_copy", slow_copy)
+    assert resume(stopped, finished_run, save_to=str(tmp_path / "second"), no_inference=True) == 0
+    assert behind == [6, 0, 0, 3]
+    assert read_record(stopped)["second_copy"]["behind_steps"] == 0
 
 
 def test_old_copies_are_removed_unless_the_run_still_has_them(finished_run, tmp_path):
@@ -194,6 +288,13 @@ def test_an_unusable_place_is_refused(finished_run, stopped, tmp_path, capsys, p
     assert checkpoints(stopped) == before
 
 
+def test_an_address_is_no_run_folder(finished_run, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert train_here(command_line(finished_run, checkpoint_path="s3://runs/mine")) == EXIT_USER_ERROR
+    assert "--checkpoint_path must be a folder of this machine (--save_to copies" in errors(capsys)[0]
+    assert not list(tmp_path.iterdir())
+
+
 def test_names_in_a_copied_manifest_stay_inside_the_checkpoint(finished_run, tmp_path):
     copy = tmp_path / "second" / "step-00000012"
     shutil.copytree(finished_run / "run" / "step-00000012", copy)
@@ -201,7 +302,7 @@ def test_names_in_a_copied_manifest_stay_inside_the_checkpoint(finished_run, tmp
     manifest["files"]["../../escaped"] = manifest["files"].pop("model.json")
     (copy / "manifest.json").write_text(json.dumps(manifest))
     (tmp_path / "second" / "escaped").write_bytes((copy / "model.json").read_bytes())
-    (line,) = second_copy.fetch_newer(str(tmp_path / "second"), tmp_path / "run")
+    (line,) = second_copy.fetch_newer(str(tmp_path / "second"), tmp_path / "run", damage=lambda _: "")
     assert "../../escaped is outside of the checkpoint" in line
     assert not list(tmp_path.rglob("run/*"))
 

@@ -335,7 +335,7 @@ class Runs:
 
     def difference(self, run: str, run_dir: Path) -> str:
         """Difference of ``run_dir`` from the undisturbed run; empty if both are the same to the last bit."""
-        expected, actual = (_figures(folder) for folder in (self.undisturbed(run).run_dir, run_dir))
+        expected, actual = (figures(folder) for folder in (self.undisturbed(run).run_dir, run_dir))
         if actual.keys() != expected.keys():
             return f"it has other steps: {sorted(actual.keys() ^ expected.keys())[:3]}"
         for place, value in expected.items():
@@ -346,7 +346,7 @@ class Runs:
         return ""
 
 
-def _figures(run_dir: Path) -> dict[tuple[int, str], Any]:
+def figures(run_dir: Path) -> dict[tuple[int, str], Any]:
     """Every compared figure by step and name. A step that is logged twice gives a pair, which equals no figure."""
     figures: dict[tuple[int, str], Any] = {}
     for line in read_steps(run_dir / STEPS_FILE):

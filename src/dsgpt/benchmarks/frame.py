@@ -26,7 +26,7 @@ from dsgpt.record.schema import finite
 TRAINED = Path("checkpoint/demo-zero1")
 """The run whose model some suites measure; the demo makes it."""
 SUITES = (
-    *("parity", "resume", "faults", "saving", "network", "plan", "speed", "recipes"),
+    *("parity", "resume", "faults", "clusters", "saving", "network", "plan", "speed", "recipes"),
     *("decoding", "inference", "serving"),
 )
 DEMO, SWEEP = "demo", "sweep"
@@ -35,6 +35,8 @@ _ROOMS = {"serving": ("inference/server",)}
 _FILES = {"inference": "src/dsgpt/benchmarks/trace.json", "serving": "src/serve.py"}
 _SHARED = {"contenders.py": ("speed", "decoding"), "hosts.py": ("clusters",)}
 """Modules of some suites."""
+_BUILDS_ON = {"clusters": "faults"}
+"""Suites that need the modules of another."""
 _ONLY_READ_RECORDS = ("*_page.py", "records.py")
 """Modules of the suites that make pages and tables from an existing record, or that start the commands of records."""
 
@@ -43,7 +45,7 @@ def record_sources(name: str) -> list[str]:
     """Pathspecs of the files whose change can change the record ``name``, one of ``SUITES``, ``DEMO`` or ``SWEEP``."""
     if name == DEMO:
         return [*training_sources(measured=("demo.py",)), "src/demo.py"]
-    others = [suite for suite in (*SUITES, SWEEP) if suite != name]
+    others = [suite for suite in (*SUITES, SWEEP) if suite not in {name, _BUILDS_ON.get(name)}]
     shared = [path for path, suites in _SHARED.items() if name not in suites]
     left_out = [
         f":(exclude)src/dsgpt/benchmarks/{path}"

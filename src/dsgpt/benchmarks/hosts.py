@@ -20,8 +20,8 @@ INTERFACE = "host0"
 """The interface of every host."""
 REPOSITORY = Path(__file__).resolve().parents[3]
 RUNTIME = Path("/run/netns")
-NEW_NETWORK, NEW_NAMES = 0x40000000, 0x04000000
-"""``CLONE_NEWNET`` and ``CLONE_NEWUTS`` of Linux."""
+NEW_NETWORK, NEW_NAMES, NEW_MOUNTS = 0x40000000, 0x04000000, 0x00020000
+"""``CLONE_NEWNET``, ``CLONE_NEWUTS`` and ``CLONE_NEWNS`` of Linux."""
 REMOTE = {"openssh-server": "sshd", "pdsh": "pdsh"}
 """Debian package to its command: what DeepSpeed's launcher needs to reach other hosts."""
 SSHD = """\
@@ -47,13 +47,13 @@ class NoHosts(RuntimeError):
 
 @dataclass(frozen=True)
 class Hosts:
-    """Some hosts; the first is number 0."""
+    """Hosts in network namespaces; the first is number 0."""
 
     name: str
     """Unique on this machine; that of a host is ``NAME-NUMBER``."""
     count: int
     names: Path = Path()
-    """What is ``/etc/hosts`` on every host."""
+    """The file that is ``/etc/hosts`` on every host."""
 
     def host(self, number: int) -> str:
         """The name of a host, which is its namespace's, too."""
@@ -200,7 +200,7 @@ def made_hosts(count: int) -> Iterator[Hosts]:
 
 
 def run(*words: object) -> str:
-    """What a command prints.
+    """Output of a command.
 
     Raises:
         NoHosts: it failed.
@@ -211,13 +211,21 @@ def run(*words: object) -> str:
     return done.stdout
 
 
-def enter(name: str) -> None:
-    """Move this process, which must have one thread, to the host ``name``."""
+def enter(name: str, names: Path | None = None) -> None:
+    """Move this process to the host ``name``, or if it has several threads, this thread.
+
+    Args:
+        name: of the host.
+        names: a file to be ``/etc/hosts`` there, as ``Hosts.names``; only for a process with one thread.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
     with (RUNTIME / name).open() as namespace:
-        if libc.setns(namespace.fileno(), NEW_NETWORK) or libc.unshare(NEW_NAMES):
+        if libc.setns(namespace.fileno(), NEW_NETWORK) or libc.unshare(NEW_NAMES | (NEW_MOUNTS if names else 0)):
             raise OSError(ctypes.get_errno(), f"cannot enter {name}")
     socket.sethostname(name)
+    if names:
+        run("mount", "--make-rprivate", "/")
+        run("mount", "--bind", names, "/etc/hosts")
 
 
 def be_rank_on(hosts: Hosts, *, per_host: int) -> None:

@@ -265,7 +265,11 @@ examples:
             every, place=lambda _one: (RANKS, "torchrun"), assign=assignment, imports=imports
         ):
             strategy, run = cells[key].strategy, end.folder / "run"
-            result = {"name": f"{strategy}, {mbit or 'no'} Mbit/s, turn {turn}", "strategy": strategy, "mbit": mbit}
+            result: Result = {
+                "name": f"{strategy}, {mbit or 'no'} Mbit/s, turn {turn}",
+                "strategy": strategy,
+                "mbit": mbit,
+            }
             result |= {"status": end.status, "message": end.message}
             if end.status == "done":
                 profiled, shaped = read_object(run / COMMUNICATION_FILE), end.ranks[0]["shaped"].get("mbit")

@@ -105,6 +105,7 @@ def _demo() -> CommittedRecord:
 
 
 _OTHERWISE = {
+    "clusters": _suite("clusters", page="clusters-campaign"),
     "plan": _suite("plan", page="planner"),
     "speed": _suite("speed", "--rounds", "3"),
     "recipes": _suite("recipes", page="recipe-search"),

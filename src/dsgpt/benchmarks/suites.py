@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from dsgpt.benchmarks.clusters import Clusters
 from dsgpt.benchmarks.decoding import Decoding
 from dsgpt.benchmarks.faults import Faults
 from dsgpt.benchmarks.frame import Suite, SuiteOptions, only_flag, peers_flag, read_peers, run_suite
@@ -28,7 +29,10 @@ from dsgpt.common.text import REPOSITORY
 
 SUITES: dict[str, type[Suite[Any, Any]]] = {
     suite.name: suite
-    for suite in (Parity, Resume, Faults, Saving, Network, Speed, Decoding, Inference, Serving, Plan, Recipes)
+    for suite in (
+        *(Parity, Resume, Faults, Clusters, Saving, Network, Speed),
+        *(Decoding, Inference, Serving, Plan, Recipes),
+    )
 } | {"run": SweepSuite}
 COMMANDS = (*SUITES, "compare", "records")
 DESCRIPTIONS = {

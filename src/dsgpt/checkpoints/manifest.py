@@ -4,6 +4,7 @@
 checkpoint is verified against the manifest before it is read. Files that the manifest does not name are never read.
 """
 
+import contextlib
 from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
@@ -14,6 +15,7 @@ from pydantic import AfterValidator, Field
 from dsgpt.common.errors import UserError
 from dsgpt.common.files import link_between, sha256_of, write_json_atomic
 from dsgpt.common.json_files import Count, Finite, JsonError, Positive, Seconds, Sha256, clipped, read_as
+from dsgpt.machine.console import Progress
 from dsgpt.record.schema import PEAKS
 
 MANIFEST = "manifest.json"
@@ -95,22 +97,26 @@ def parse_manifest(checkpoint: Path) -> Manifest:
 
 
 def read_manifest(
-    checkpoint: Path, *, only: Callable[[str], bool] = lambda _: True, progress: Callable[[int], None] = lambda _: None
+    checkpoint: Path, *, only: Callable[[str], bool] = lambda _: True, progress: Callable[[int], None] | None = None
 ) -> Manifest:
     """The manifest, after the size and hash of every file that it names were verified.
 
     Args:
         checkpoint: the folder.
         only: whether to verify a file, by its name in the manifest.
-        progress: called with the bytes read since its last call.
+        progress: called with the bytes read since its last call; None shows a bar.
 
     Raises:
         UserError: a file is missing, of another size, or damaged; the message names it.
     """
     manifest = parse_manifest(checkpoint)
-    for name, facts in manifest.files.items():
-        if only(name):
-            _verify(checkpoint, name, facts, progress)
+    sizes = sum(facts.size for name, facts in manifest.files.items() if only(name))
+    shown = None if progress is None else False
+    bar = Progress(total=sizes, what=f"verifying {checkpoint.name}", unit="B", shown=shown, lines=progress is None)
+    with contextlib.closing(bar):
+        for name, facts in manifest.files.items():
+            if only(name):
+                _verify(checkpoint, name, facts, progress or bar.advance)
     return manifest
 
 

@@ -9,16 +9,17 @@ rank, is cut into boxes: the end of a row, whole rows, the beginning of a row. A
 a part of a piece as a slice.
 """
 
+import itertools
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import torch
-from pydantic import TypeAdapter
+from pydantic import Field, TypeAdapter
 from torch import Tensor
 
 from dsgpt.checkpoints import store
@@ -101,40 +102,61 @@ def _cut(box: Box, start: int, stop: int) -> Iterator[Box]:
             start = end
 
 
-def why_not_whole(shape: Sequence[int], boxes: Iterable[Box]) -> str:
+def why_not_whole(shape: Sequence[int], boxes: Sequence[Box]) -> str:
     """Reason why ``boxes`` do not cover a tensor of ``shape`` exactly once; empty if they do.
 
-    Looks at one element of each cell between the edges of all boxes.
+    Counts how many boxes have each cell between the edges of all boxes. The corners of a box say how the count changes
+    there, and sums along every dimension give the counts.
     """
-    whole, boxes = Box.whole(shape), list(boxes)
-    if any(len(box.start) != len(shape) or box.meet(whole) != box for box in boxes):
+    dimensions = len(shape)
+    if any((len(box.start), len(box.shape)) != (dimensions, dimensions) for box in boxes):
         return "a piece is outside of it"
-    edges = [
-        sorted({0, whole.shape[axis], *(edge for box in boxes for edge in (box.start[axis], box.stop[axis]))})
-        for axis in range(len(shape))
-    ]
-    places = [{edge: index for index, edge in enumerate(each)} for each in edges]
-    covered = torch.zeros([len(each) - 1 for each in edges], dtype=torch.bool)
-    for box in boxes:
-        ends = zip(places, box.start, box.stop, strict=True)
-        cells = covered[tuple(slice(place[start], place[stop]) for place, start, stop in ends)]
-        if cells.any():
-            return "two pieces have the same elements"
-        cells.fill_(True)
-    return "" if covered.all() else "no piece has some of its elements"
+    starts, sizes = (
+        torch.tensor([box[part] for box in boxes], dtype=torch.long).view(-1, dimensions) for part in (0, 1)
+    )
+    if ((starts < 0) | (sizes < 1) | (starts >= torch.tensor(shape)) | (sizes > torch.tensor(shape) - starts)).any():
+        return "a piece is outside of it"
+    places, edges = [], []
+    for axis, length in enumerate(shape):
+        ends = torch.cat([starts[:, axis], starts[:, axis] + sizes[:, axis], torch.tensor([0, length])])
+        different, place = torch.unique(ends, return_inverse=True)
+        places.append(place[:-2].view(2, -1))  # of each box: where it starts, and where it stops
+        edges.append(len(different))
+    counts = torch.zeros(edges, dtype=torch.int32)
+    for corner in itertools.product((0, 1), repeat=dimensions):
+        where = tuple(place[end] for place, end in zip(places, corner, strict=True))
+        counts.index_put_(where, torch.tensor((-1) ** sum(corner), dtype=torch.int32), accumulate=True)
+    for axis in range(dimensions):
+        torch.cumsum(counts, axis, out=counts)
+    counts = counts[(slice(-1),) * dimensions]  # nothing is behind the last edges
+    if (counts > 1).any():
+        return "two pieces have the same elements"
+    return "" if counts.all() else "no piece has some of its elements"
 
 
 @dataclass(frozen=True, kw_only=True)
 class CutTensor:
     """A parameter whose pieces are in several files; its moments are cut alike."""
 
-    shape: tuple[Positive, ...]
+    shape: Annotated[tuple[Positive, ...], Field(min_length=1)]
     pieces: list[tuple[Count, tuple[Count, ...], tuple[Positive, ...]]]
     """The writer, and start and shape of the box."""
 
-    def boxes(self) -> Iterator[tuple[int, Box]]:
-        """The pieces, each with its writer."""
-        return ((writer, Box(start, shape)) for writer, start, shape in self.pieces)
+    @cached_property
+    def _ends(self) -> tuple[Tensor, Tensor]:
+        """Where the pieces start and stop, each (pieces, dimensions)."""
+        starts, sizes = (torch.tensor([piece[part] for piece in self.pieces]) for part in (1, 2))
+        return starts, starts + sizes
+
+    def meeting(self, box: Box) -> Iterator[tuple[int, Box, Box]]:
+        """What pieces have of ``box``: the writer, the piece, and the box that both have."""
+        starts, stops = self._ends
+        met = ((starts < torch.tensor(box.stop)) & (stops > torch.tensor(box.start))).all(1)
+        for number in met.nonzero().flatten().tolist():
+            writer, start, shape = self.pieces[number]
+            common = box.meet(piece := Box(start, shape))
+            assert common is not None
+            yield writer, piece, common
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,15 +193,15 @@ class Index:
     def fault(self) -> str:
         """Why the pieces do not make up the tensors; empty if they do."""
         for name, tensor in self.tensors.items():
-            if reason := why_not_whole(tensor.shape, (box for _, box in tensor.boxes())):
+            if reason := why_not_whole(tensor.shape, [Box(start, shape) for _, start, shape in tensor.pieces]):
                 return f"{name} is not whole: {reason}"
-            if any(writer >= self.writers for writer, _ in tensor.boxes()):
+            if any(writer >= self.writers for writer, *_ in tensor.pieces):
                 return f"{name} is not whole: a piece has no writer"
         return ""
 
     def files(self, stem: str) -> list[str]:
         """The names of the files that hold pieces, for example of ``model.safetensors``."""
-        writers = sorted({writer for tensor in self.tensors.values() for writer, _ in tensor.boxes()})
+        writers = sorted({writer for tensor in self.tensors.values() for writer, *_ in tensor.pieces})
         return [numbered(stem, writer, self.writers) for writer in writers]
 
     def write(self, folder: Path) -> None:
@@ -257,16 +279,16 @@ class Pieces:
             raise UserError(f"{self.checkpoint / file}: its tensors are not those that its checkpoint says")
         return stored
 
-    def check(self) -> None:
-        """Compare the names and shapes of all pieces in all files with the index.
+    def check(self, rank: int = 0, ranks: int = 1) -> None:
+        """Compare the names and shapes of pieces in their files with the index: of ``ranks``, each checks some files.
 
         Raises:
             UserError: they differ.
         """
         for name, tensor in self.index.tensors.items():
-            for moment in (None, *self.index.moments):
-                for writer, box in tensor.boxes():
-                    self._piece(name, moment, writer, box)
+            for writer, start, shape in tensor.pieces:
+                for moment in (None, *self.index.moments) if writer % ranks == rank else ():
+                    self._piece(name, moment, writer, Box(start, shape))
 
     def read(self, name: str, moment: str | None = None, *, boxes: Sequence[Box] | None = None) -> Tensor:
         """The weight ``name``, or a moment of it, in fp32 on the CPU.
@@ -281,19 +303,17 @@ class Pieces:
         """
         tensor = self.index.tensors[name]
         wanted = [Box.whole(tensor.shape)] if boxes is None else boxes
-        pieces = list(tensor.boxes())
-        if len(pieces) == len(wanted) == 1 and pieces[0][1] == wanted[0]:
-            value = self._piece(name, moment, *pieces[0]).read().float()
+        if len(tensor.pieces) == len(wanted) == 1 and tensor.pieces[0][1:] == wanted[0]:
+            value = self._piece(name, moment, tensor.pieces[0][0], wanted[0]).read().float()
         else:
             value, start = torch.empty(sum(box.numel for box in wanted)), 0
             for box in wanted:
                 part = value[start : start + box.numel].view(box.shape)
                 start += box.numel
-                for writer, piece in pieces:
-                    if common := box.meet(piece):
-                        read = self._piece(name, moment, writer, piece).read_slices
-                        assert read is not None  # it is in a safetensors file
-                        part[common.slices(box)] = read(common.slices(piece))
+                for writer, piece, common in tensor.meeting(box):
+                    read = self._piece(name, moment, writer, piece).read_slices
+                    assert read is not None  # it is in a safetensors file
+                    part[common.slices(box)] = read(common.slices(piece))
         return value.view(tensor.shape) if boxes is None else value.view(-1)
 
     def stored(self, moment: str | None = None) -> dict[str, StoredTensor]:

@@ -13,8 +13,9 @@ import io
 import logging
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from dsgpt.checkpoints import store
 from dsgpt.checkpoints.manifest import MANIFEST, Manifest, parse_manifest, read_manifest
@@ -36,15 +37,16 @@ class SecondCopy:
     """Copies each new checkpoint to an address, in a thread; training never waits for it. Main rank only.
 
     If a checkpoint is published while an earlier one is copied, it is the next; those in between are left out. A
-    failure is logged, and the next checkpoint is tried.
+    failure is logged, and the next checkpoint is tried. Files are opened one at a time.
 
     Args:
         address: a folder, or an address that fsspec opens.
         run_dir: the run.
         keep: checkpoints to keep there, besides those that the run folder still has.
+        resumed: the checkpoint that the run continues from; it is copied first if only older ones are there.
     """
 
-    def __init__(self, address: str, *, run_dir: Path, keep: int) -> None:
+    def __init__(self, address: str, *, run_dir: Path, keep: int, resumed: Path | None = None) -> None:
         self._place, self._run_dir, self._keep = open_place(address, flag=FLAG), run_dir, keep
         self._facts: dict[str, Any] = {
             "address": address,
@@ -55,34 +57,29 @@ class SecondCopy:
             "last_copy_sec": None,
             "last_copy_bytes": None,
         }
+        self._next = self._resumed = resumed
         self._saved: int | None = None
-        self._next: tuple[str, dict[str, IO[bytes]]] | None = None
+        self._copying: Path | None = None
         self._changed = threading.Condition()
         self._ends = False
         self._thread = threading.Thread(target=self._copy_all, name="second copy", daemon=True)
         self._thread.start()
 
     def push(self, checkpoint: Path) -> None:
-        """Copy ``checkpoint`` next. Its files are opened here: retention may remove it while it is copied."""
-        files: dict[str, IO[bytes]] = {}
-        try:
-            for name in parse_manifest(checkpoint).files:
-                files[name] = (checkpoint / name).open("rb")
-            files[MANIFEST] = (checkpoint / MANIFEST).open("rb")
-        except (OSError, UserError) as error:
-            _close(files)
-            self._failed(checkpoint.name, error)
-            return
+        """Copy ``checkpoint`` next."""
         with self._changed:
-            if self._next:
-                _close(self._next[1])
-            self._next, self._saved = (checkpoint.name, files), _step(checkpoint.name)
+            self._next, self._saved = checkpoint, store.step_of(checkpoint.name)
             self._changed.notify_all()
+
+    def needed(self) -> list[Path]:
+        """The checkpoints that retention must leave in the run folder, because they are not copied yet."""
+        with self._changed:
+            return [path for path in (self._copying, self._next) if path]
 
     def facts(self) -> dict[str, Any]:
         """The record's ``second_copy``: how far the copy is behind the newest checkpoint, and what copying took."""
         with self._changed:
-            behind = None if self._saved is None else self._saved - (self._facts["step"] or 0)
+            behind = None if self._saved is None else max(0, self._saved - (self._facts["step"] or 0))
             return {**self._facts, "behind_steps": behind}
 
     def wait(self, seconds: float | None = None) -> None:
@@ -114,35 +111,44 @@ class SecondCopy:
                 self._changed.wait_for(lambda: self._next or self._ends)
                 if not self._next:
                     return
-                (name, files), self._next = self._next, None
+                checkpoint = self._copying = self._next
+                self._next = None
             started = time.monotonic()
             try:
-                size = self._copy(name, files)
+                if checkpoint is self._resumed and self._has(checkpoint):
+                    continue
+                size = self._copy(checkpoint)
             except Exception as error:  # noqa: BLE001 - stores raise errors of their packages; training must go on
-                self._failed(name, error)
+                self._failed(checkpoint.name, error)
             else:
                 with self._changed:
                     facts = self._facts
-                    facts |= {"step": _step(name), "copies": facts["copies"] + 1}
+                    facts |= {"step": store.step_of(checkpoint.name), "copies": facts["copies"] + 1}
                     facts |= {"last_copy_sec": time.monotonic() - started, "last_copy_bytes": size}
             finally:
-                _close(files)
+                self._copying = None
 
-    def _copy(self, name: str, files: dict[str, IO[bytes]]) -> int:
+    def _has(self, checkpoint: Path) -> bool:
+        """Whether ``checkpoint`` or a newer one is there; the newest one there is noted."""
+        newest = max(map(store.step_of, checkpoints_at(self._place)), default=None)
+        with self._changed:
+            self._facts["step"] = newest
+            self._saved = max(self._saved or 0, store.step_of(checkpoint.name))
+        return newest is not None and newest >= store.step_of(checkpoint.name)
+
+    def _copy(self, checkpoint: Path) -> int:
         """Write the files of the run and of a checkpoint, its manifest last; returns the checkpoint's bytes."""
-        manifest = files.pop(MANIFEST)
+        name, manifest = checkpoint.name, parse_manifest(checkpoint)
         _discard(self._place, name)
         self._copy_run_files()
-        for file_name, file in files.items():
-            self._place.write(f"{name}/{file_name}", file)
-        size = sum(file.tell() for file in files.values())
-        with manifest:
-            self._place.write(f"{name}/{MANIFEST}", manifest)
+        for file_name in (*manifest.files, MANIFEST):
+            with (checkpoint / file_name).open("rb") as file:
+                self._place.write(f"{name}/{file_name}", file)
         kept = {path.name for path in store.checkpoints(self._run_dir)}
         for old in checkpoints_at(self._place)[self._keep :]:
             if old not in kept:
                 _discard(self._place, old)
-        return size
+        return manifest.size
 
     def _failed(self, name: str, error: Exception) -> None:
         self._facts["failed_copies"] += 1
@@ -150,26 +156,17 @@ class SecondCopy:
         logger.warning(f"{FLAG}: {name} was not copied ({reason}); the run continues, and the next one is tried")
 
 
-def _close(files: dict[str, IO[bytes]]) -> None:
-    for file in files.values():
-        file.close()
-
-
 def checkpoints_at(place: Place) -> list[str]:
     """The names of the complete checkpoints at ``place``, newest first."""
     named = [name for name in place.names() if store.STEP_FOLDER.fullmatch(name)]
     complete = [name for name in named if place.exists(f"{name}/{MANIFEST}")]
-    return sorted(complete, key=_step, reverse=True)
+    return sorted(complete, key=store.step_of, reverse=True)
 
 
 def _discard(place: Place, name: str) -> None:
     """Remove a checkpoint; after a kill in between it is not complete."""
     place.remove(f"{name}/{MANIFEST}")
     place.remove(name)
-
-
-def _step(name: str) -> int:
-    return int(name.removeprefix("step-"))
 
 
 def check_place(address: str, *, begins: bool, writes: bool) -> None:
@@ -204,7 +201,7 @@ def clear_place(address: str) -> None:
             _discard(place, name)
 
 
-def fetch_newer(address: str, run_dir: Path) -> list[str]:
+def fetch_newer(address: str, run_dir: Path, *, damage: Callable[[str], str]) -> list[str]:
     """Bring the newest checkpoint of ``address`` into ``run_dir``, if it is newer than all undamaged ones there.
 
     A damaged one is left out, and the next older one is tried. Files of the run that the folder lacks come too.
@@ -212,6 +209,7 @@ def fetch_newer(address: str, run_dir: Path) -> list[str]:
     Args:
         address: as in ``SecondCopy``.
         run_dir: the run; it may not exist yet.
+        damage: what is wrong with a checkpoint there, by its name; empty if nothing is.
 
     Returns:
         Lines for the user.
@@ -223,11 +221,11 @@ def fetch_newer(address: str, run_dir: Path) -> list[str]:
     local = store.checkpoints(run_dir) if run_dir.is_dir() else []
     with store_errors(f"{FLAG} {address}: cannot be read"):
         present = checkpoints_at(place)
-        newest = next((_step(path.name) for path in local if _is_whole(path)), -1) if present else -1
+        newest = next((store.step_of(path.name) for path in local if not damage(path.name)), -1) if present else -1
         for name in present:
-            if _step(name) <= newest:
+            if store.step_of(name) <= newest:
                 break
-            folder = store.begin(run_dir, _step(name))
+            folder = store.begin(run_dir, store.step_of(name))
             try:
                 manifest = _fetch(place, name, folder)
             except (UserError, FileNotFoundError) as error:
@@ -251,16 +249,8 @@ def fetch_newer(address: str, run_dir: Path) -> list[str]:
     return lines
 
 
-def _is_whole(checkpoint: Path) -> bool:
-    try:
-        read_manifest(checkpoint)
-    except UserError:
-        return False
-    return True
-
-
 def _fetch(place: Place, name: str, folder: Path) -> Manifest:
-    """Copy a checkpoint into the empty ``folder``, and verify every file.
+    """Copy a checkpoint into the empty ``folder``, and verify every file as it comes.
 
     Raises:
         UserError: a file is damaged.
@@ -269,7 +259,8 @@ def _fetch(place: Place, name: str, folder: Path) -> Manifest:
     place.read_into(f"{name}/{MANIFEST}", folder / MANIFEST)
     manifest = parse_manifest(folder)  # refuses names that lead out of the folder
     with contextlib.closing(Progress(total=manifest.size, what=f"fetching {name}", unit="B", lines=True)) as progress:
-        for file_name in manifest.files:
+        for file_name, facts in manifest.files.items():
             (folder / file_name).parent.mkdir(parents=True, exist_ok=True)
-            place.read_into(f"{name}/{file_name}", folder / file_name, progress.advance)
-    return read_manifest(folder)
+            if place.read_into(f"{name}/{file_name}", folder / file_name, progress.advance) != facts.sha256:
+                read_manifest(folder, only=lambda each: each == file_name)  # noqa: B023 - says what is wrong
+    return manifest

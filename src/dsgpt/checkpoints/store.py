@@ -150,8 +150,10 @@ def was_overwritten(run_dir: Path) -> bool:
     return any(run_dir.glob(f".partial-step-*{OVERWRITTEN}"))
 
 
-def keep_newest(run_dir: Path, *, count: int) -> None:
-    """Update ``latest`` and ``best``, and remove all checkpoints but the best and the ``count`` newest; main rank only.
+def keep_newest(run_dir: Path, *, count: int, needed: Container[Path] = ()) -> None:
+    """Update ``latest`` and ``best``, and remove all checkpoints but these, the ``count`` newest and those ``needed``.
+
+    Main rank only.
 
     Raises:
         OSError: the file system refuses.
@@ -161,7 +163,7 @@ def keep_newest(run_dir: Path, *, count: int) -> None:
     for link in linked(run_dir):
         remove(link)
     for old in newest_first[count:]:  # first, because what follows may need the space
-        if old != best:
+        if old != best and old not in needed:
             discard(old)
     for old in replaced(run_dir):
         remove(old)
@@ -205,7 +207,7 @@ def _best(newest_first: list[Path]) -> Path | None:
     ``newest_first`` is newest first.
     """
     losses = {checkpoint: manifest.val_loss for checkpoint, manifest in comparable(newest_first).items()}
-    validated = [(loss, _step_of(checkpoint), checkpoint) for checkpoint, loss in losses.items() if loss is not None]
+    validated = [(loss, step_of(each.name), each) for each, loss in losses.items() if loss is not None]
     return min(validated)[2] if validated else None
 
 
@@ -227,8 +229,9 @@ def comparable(newest_first: list[Path]) -> dict[Path, Manifest]:
     return {checkpoint: manifests[checkpoint] for checkpoint in same}
 
 
-def _step_of(checkpoint: Path) -> int:
-    return int(checkpoint.name.removeprefix("step-"))
+def step_of(name: str) -> int:
+    """200 for ``step-00000200``."""
+    return int(name.removeprefix("step-"))
 
 
 def set_aside(checkpoint: Path, *, suffix: str = REMOVED) -> Path | None:
@@ -274,7 +277,7 @@ def checkpoints(run_dir: Path) -> list[Path]:
 def candidates(run_dir: Path) -> list[Path]:
     """Every folder that is named like a checkpoint, newest first; some may be damaged or incomplete."""
     named = (path for path in run_dir.glob("step-*") if STEP_FOLDER.fullmatch(path.name) and path.is_dir())
-    return sorted((path for path in named if not path.is_symlink()), key=_step_of, reverse=True)
+    return sorted((path for path in named if not path.is_symlink()), key=lambda path: step_of(path.name), reverse=True)
 
 
 def linked(run_dir: Path) -> list[Path]:

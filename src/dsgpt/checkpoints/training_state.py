@@ -67,20 +67,6 @@ def _as_os_error(error: Exception, path: Path) -> Exception:
     return error
 
 
-def try_to_write(folder: Path, *, rank: int) -> None:
-    """Make and remove a file in ``folder``; every rank does so before the first collective of a save.
-
-    Raises:
-        OSError: no file can be made there.
-    """
-    probe = folder / f".probe-{rank:05d}"
-    with probe.open("wb") as file:
-        file.write(b"\0")
-        file.flush()
-        os.fsync(file.fileno())
-    probe.unlink()
-
-
 def require_room(folder: Path, needed: int) -> None:
     """Check that the file system has the ``needed`` bytes free.
 
@@ -268,22 +254,25 @@ def write_shards(folder: Path, shards: Shards, *, rank: int, ranks: int) -> Writ
                 keys = list(state.moments)
                 of_moments = {moment_key(piece, key): facts for piece, facts in announced.items() for key in keys}
                 optimizer = files.enter_context(SafetensorsWriter(moments, of_moments))
-            own = state.mapped(lambda value: value.to("cpu").reshape(-1))
-            if not torch.stack(torch.aminmax(own.weight)).isfinite().all():  # NaN is both; needs no second tensor
+            if not torch.stack(torch.aminmax(state.weight)).isfinite().all():  # NaN is both; needs no second tensor
                 non_finite.append(name)
-            start = 0
-            for piece, box in pieces[name].items():
-                stop = start + box.numel
-                writer.put(piece, own.weight[start:stop].view(box.shape))
-                for key, value in own.moments.items():
-                    assert optimizer is not None  # every parameter has the same moments
-                    optimizer.put(moment_key(piece, key), value[start:stop].view(box.shape))
-                start = stop
-            if start != own.weight.numel():
-                raise ValueError(f"{name} has {own.weight.numel():,} elements, and its boxes have {start:,}")
+            _put(writer, state.weight, pieces[name])
+            for key, moment in state.moments.items():
+                assert optimizer is not None  # every parameter has the same moments
+                _put(optimizer, moment, {moment_key(piece, key): box for piece, box in pieces[name].items()})
     written = [weights, moments] if optimizer is not None else [weights]
     facts = {path.name: FileFacts(size=path.stat().st_size, sha256=sha256_of(path)) for path in written}
     return Written(boxes=boxes, moments=keys, files=facts, non_finite=non_finite)
+
+
+def _put(writer: SafetensorsWriter, held: Tensor, pieces: Mapping[str, Box]) -> None:
+    """Write a tensor as ``pieces``. What it copies from a GPU is freed when this returns, before the next is copied."""
+    value, start = held.to("cpu").reshape(-1), 0
+    for key, box in pieces.items():
+        writer.put(key, value[start : start + box.numel].view(box.shape))
+        start += box.numel
+    if start != value.numel():
+        raise ValueError(f"a tensor has {value.numel():,} elements, and its boxes {', '.join(pieces)} have {start:,}")
 
 
 def complete_state(

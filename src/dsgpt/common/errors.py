@@ -30,6 +30,8 @@ class UserError(ValueError):
     ``problems`` holds one line for each mistake: the file, value or flag at fault, what is allowed, and what to do.
     """
 
+    exit_code = EXIT_USER_ERROR
+
     def __init__(self, *problems: str) -> None:
         super().__init__("\n".join(problems))
         self.problems = problems
@@ -75,12 +77,14 @@ class Interrupted(KeyboardInterrupt):
     """The run was asked to stop, by a signal or because its launcher ended; exit code 75.
 
     It is a ``KeyboardInterrupt`` because libraries do not catch those. ``together``: all ranks agreed to stop.
-    ``limit``: because of ``--max_hours`` or ``--max_cost``.
+    ``limit``: because of ``--max_hours`` or ``--max_cost``. ``asked_sec``: seconds since the request.
     """
 
-    def __init__(self, message: str, *, together: bool = False, limit: bool = False) -> None:
+    exit_code = EXIT_STOPPED
+
+    def __init__(self, message: str, *, together: bool = False, limit: bool = False, asked_sec: float = 0.0) -> None:
         super().__init__(message)
-        self.together, self.limit = together, limit
+        self.together, self.limit, self.asked_sec = together, limit, asked_sec
 
 
 # Collects all mistakes, so that they are reported together.

@@ -136,7 +136,14 @@ class Options:
         work=ChangesTraining("validation data", "tokens in the validation file"),
     )
     checkpoint_path: Path | None = flag(
-        Path, "DIR", "run folder for records and checkpoints (default: checkpoint/ and the run type)", work=NAMES
+        value(
+            path_or_address,
+            accepts=lambda place: isinstance(place, Path),
+            must_be="a folder of this machine (--save_to copies checkpoints to an address)",
+        ),
+        "DIR",
+        "run folder for records and checkpoints (default: checkpoint/ and the run type)",
+        work=NAMES,
     )
     deepspeed_config: Path | None = flag(
         Path,

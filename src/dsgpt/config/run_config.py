@@ -4,11 +4,11 @@ Flags override the JSON; the JSON overrides the defaults. The global batch is sp
 accumulation steps; the ranks never change its size.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dsgpt.common.command_line import require_flags
 from dsgpt.common.errors import Problems
-from dsgpt.common.text import divisors, divisors_around, largest_divisor, multiples_around
+from dsgpt.common.text import counted, divisors, divisors_around, in_words, largest_divisor, multiples_around
 from dsgpt.config.compatibility import (
     RunRequest,
     check_accumulation,
@@ -134,6 +134,7 @@ def resolve(options: Options, *, topology: Topology, problems: Problems) -> RunC
     batch: BatchPlan | None = None
     allowed: tuple[str, ...] = ()
     if request is not None:
+        request = replace(request, topology=training_ranks(request, problems, notices))
         check_compatibility(request, problems)
         notices += compatibility_notices(request)
         if batch := split_batch(request, problems, notices):
@@ -161,6 +162,40 @@ def resolve(options: Options, *, topology: Topology, problems: Problems) -> RunC
     return RunConfig(**vars(inputs) | vars(length) | resolved)
 
 
+def training_ranks(request: RunRequest, problems: Problems, notices: list[str]) -> Topology:
+    """The ranks that train. Of an elastic launch these are the most that split the global batch; the rest are spares.
+
+    Args:
+        request: the run, with all ranks that were started.
+        problems: receives a line if they would be on fewer machines than the launch allows.
+        notices: receives a line about the numbers of ranks that the run may have.
+    """
+    topology, total = request.topology, request.options.global_batch_size or request.recipe.train_batch_size
+    doubtful = request.is_doubtful("train_batch_size", *PARALLEL_KEYS)
+    if topology.machines is None or doubtful or not total or total > LARGEST_BATCH:
+        return topology
+    (fewest, most), here, copy = topology.machines, topology.local_world_size, request.sizes.ranks_per_copy
+
+    def most_of(ranks: int) -> int:
+        return copy * largest_divisor(total, at_most=ranks // copy) if ranks >= copy else ranks
+
+    used, enough = most_of(topology.world_size), (fewest - 1) * here + 1
+    if used < enough:
+        problems.add(
+            f"global batch {total} uses {used} of {topology.world_size} ranks, which are on fewer than {fewest} "
+            f"machines, and the launch asks for at least as many ({fewest}:{most}): take --global_batch_size "
+            f"{multiples_around(total, topology.world_size // copy)}, or ask for fewer machines"
+        )
+    numbers = {used, *(most_of(machines * here) for machines in range(fewest, most + 1))}
+    *more, least = sorted((number for number in numbers if number >= enough or number == used), reverse=True)
+    spares = topology.world_size - used
+    notices.append(
+        f"elastic: runs on {in_words(filter(None, [', '.join(map(str, more)), least]))} of its devices; "
+        f"now {used} train and {counted(spares, 'spare')} wait"
+    )
+    return replace(topology, world_size=used, spares=spares, local_world_size=min(here, used))
+
+
 def split_batch(request: RunRequest, problems: Problems, notices: list[str]) -> BatchPlan | None:
     """The global batch over the ranks; ``problems`` and ``notices`` receive lines about it.
 
@@ -182,7 +217,7 @@ def split_batch(request: RunRequest, problems: Problems, notices: list[str]) -> 
         micro,
         steps,
         ranks=1 if options.run_type == "baseline" else request.split_topology.data_parallel_size,
-        enforce_global=options.enforce_global_batch_size,
+        enforce_global=options.enforce_global_batch_size or request.topology.machines is not None,
         problems=problems,
         notices=notices,
     )
@@ -249,7 +284,7 @@ def plan_batch(
             return None
         chosen = largest_divisor(share, at_most=micro or max(1, share // (steps or 1)))
         notices.append(
-            f"--enforce_global_batch_size: kept the global batch of {total}; micro batch {micro or 'unset'} and "
+            f"the global batch of {total} is kept: micro batch {micro or 'unset'} and "
             f"accumulation {steps or 'unset'} became {chosen} and {share // chosen}"
         )
     return BatchPlan(

@@ -184,6 +184,7 @@ def _show_one(run: Watched) -> None:
     if run.memory_bytes is not None:
         places[5].metric("Rank 0", byte_size(run.memory_bytes), help="Resident memory of its process.")
         places[5].caption("" if run.cores is None else f"{run.cores:.2f} cores busy")
+    st.caption(summary.recorded.goodput_in_words)
 
 
 def _show_many(runs: Sequence[Watched]) -> None:

@@ -152,6 +152,7 @@ def _show_table(summaries: Sequence[Summary]) -> None:
                 "train loss": each.train_loss,
                 "val loss": each.val_loss,
                 "tokens/s": None if rate is None else round(rate),
+                "goodput": each.recorded.goodput,
                 "when": started.strftime("%Y-%m-%d %H:%M") if started else None,
                 "folder": each.name.rpartition("/")[0],
             }
@@ -180,6 +181,7 @@ _COLUMNS: dict[str, tuple[pa.DataType, Any]] = {
     "train loss": (pa.float64(), _Number(format="%.4f", width=75, help="Of the last step, nats per token.")),
     "val loss": (pa.float64(), _Number(format="%.4f", width=65, help="Of the last validation, nats per token.")),
     "tokens/s": (pa.float64(), _Number(format="localized", width=75, help="Of all devices.")),
+    "goodput": (pa.float64(), _Number(format="percent", width=70, help="Wall time in steps that are kept.")),
     "when": (pa.string(), _Text(width=125, help="When its last process began, in UTC.")),
     "folder": (pa.string(), _Text()),
 }

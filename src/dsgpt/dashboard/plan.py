@@ -170,7 +170,7 @@ def _options() -> PlanOptions:
         flags["recommend"] = True
         flags["budget"] = ui.ask_number(one, "Budget, US dollars", 1.0, 1e9, key="plan-budget", empty="no limit")
         hours = ui.ask_number(two, "Deadline, hours", 0.1, 1e6, key="plan-deadline", empty="no limit")
-        flags["deadline"] = None if hours is None else hours * 3600
+        flags["deadline"] = hours and hours * 3600
     else:
         recipe = Path(strategy.recipe).stem
         flags["strategy"] = recipe if strategy.run_type == "optimized" else strategy.run_type
@@ -183,12 +183,15 @@ def _options() -> PlanOptions:
         flags["precision"] = one.selectbox("Precision", PRECISIONS, key="plan-precision")
         share = "Headroom, percent of the memory"
         flags["headroom"] = three.number_input(share, 0.0, 90.0, HEADROOM, key="plan-headroom")
-        length = ui.ask_number(two, "Sequence, tokens", 1, 1 << 20, key="plan-length", empty="the model's")
-        flags["seq_length"] = length
-        flags["save_every"] = three.number_input("Steps between checkpoints", 0, 1 << 30, 500, key="plan-save")
+        flags["seq_length"] = ui.ask_number(two, "Sequence, tokens", 1, 1 << 20, key="plan-length", empty="the model's")
+        hours = ui.ask_number(one, "Hours between interruptions", 0.01, 1e6, key="plan-mtbf", empty="none")
+        flags["mtbf"] = hours and hours * 3600
+        if hours is None:
+            flags["save_every"] = three.number_input("Steps between checkpoints", 0, 1 << 30, 500, key="plan-save")
         yours = "Your price, US dollars per GPU and hour"
-        price = ui.ask_number(one, yours, 0.01, 1e4, key="plan-price", empty="list prices")
-        flags["price_per_gpu_hour"] = price
+        flags["price_per_gpu_hour"] = price = ui.ask_number(
+            one, yours, 0.01, 1e4, key="plan-price", empty="list prices"
+        )
         if price is None:
             flags["spot"] = two.toggle("Judge by spot prices", key="plan-spot")
         if machine.devices is None:
@@ -251,6 +254,8 @@ def _show_answer(plan: Plan) -> None:
         st.info(f"**Not measured.** {rates}", icon=":material/straighten:")
     else:
         st.success(f"**Measured.** {rates}", icon=":material/speed:")
+    for line in planning.saves_in_words(plan):
+        st.caption(ui.plain(line.strip()))
     for line in map(planning.assumption_in_words, plan.assumptions):
         st.caption(ui.plain(f"Assumed: {line}."))
     setup = plan.setup

@@ -20,7 +20,7 @@ from pyarrow import json as arrow_json
 
 from dsgpt.common.errors import UserError, is_number
 from dsgpt.common.files import is_regular_file, is_utf8, link_between, printable
-from dsgpt.common.text import dollars
+from dsgpt.common.text import dollars, duration
 from dsgpt.dashboard.server import parse
 from dsgpt.dashboard.ui import Values
 from dsgpt.model.config import PRESETS
@@ -28,6 +28,7 @@ from dsgpt.record.equal_work import judge
 from dsgpt.record.runs import Curve, Run, first, read_record, run_of
 from dsgpt.record.schema import LARGEST, RECORD_FILE, STEPS_FILE, Fields, is_figure, step_entry
 from dsgpt.record.suites import SWEEP_FILE
+from dsgpt.training.goodput import CAUSES
 from dsgpt.training.status import LOCK_FILE, Signs, Status, signs_of_life, status_of
 
 # What lies in the folder of runs, and the only way from a name to a path.
@@ -334,6 +335,10 @@ class Recorded:
     total_steps: float | None = None
     plan: str = ""
     """``18% slower than planned, $4.20 spent, $21.00 expected instead of $17.69``; empty without plan and price."""
+    goodput: float | None = None
+    """The share of the wall time that went into steps which were kept."""
+    goodput_in_words: str = ""
+    """The same with the seconds of every loss, and how far ``--save_to`` is behind; empty where nothing is known."""
     started: datetime | None = None
 
 
@@ -467,6 +472,11 @@ def _recorded(path: Path, version: Version, name: str) -> Recorded:  # noqa: ARG
         return Recorded(problem=str(error), status=None)
     config, plan = record.section("training_config"), record.section("plan")
     run = run_of(record, name=name, log=None, notes=notes)
+    goodput, lost = record.section("goodput").number("share"), record.section("goodput").section("lost_sec")
+    causes = ", ".join(f"{cause} {duration(value)}" for cause in CAUSES if (value := lost.number(cause)))
+    kept = f"Goodput {goodput:.1%} of the wall time, in steps that are kept. Lost: {causes}." if goodput else ""
+    behind = record.section("second_copy").number("behind_steps")
+    copied = "" if behind is None else f"The second copy is {behind:,.0f} steps behind."
     ratio, spent, usd = (plan.number(key) for key in ("step_vs_plan", "spent_usd", "usd"))
     pace = f"{abs(ratio - 1):.0%} {'slower' if ratio > 1 else 'faster'} than planned" if ratio else ""
     paid = f"{dollars(spent)} spent" if spent is not None else ""
@@ -479,6 +489,8 @@ def _recorded(path: Path, version: Version, name: str) -> Recorded:  # noqa: ARG
         model=model_name(config),
         total_steps=config.number("total_steps"),
         plan=", ".join(filter(None, (pace, paid, expected))),
+        goodput=goodput,
+        goodput_in_words=" ".join(filter(None, (kept, copied))),
         started=_moment(record.text("timestamp_utc")),
     )
 

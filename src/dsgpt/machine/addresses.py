@@ -5,6 +5,7 @@ keys in the environment, in the provider's files, and in the machine's role.
 """
 
 import contextlib
+import hashlib
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -53,12 +54,19 @@ class Place:
         with self.files.open(path, "wb", block_size=_BLOCK) as file:
             shutil.copyfileobj(source, file, _BLOCK)
 
-    def read_into(self, name: str, target: Path, progress: Callable[[int], object] = lambda _: None) -> None:
-        """Copy ``name`` into the new file ``target``; ``progress`` gets the bytes since its last call."""
+    def read_into(self, name: str, target: Path, progress: Callable[[int], object] = lambda _: None) -> str:
+        """Copy ``name`` into the new file ``target``; ``progress`` gets the bytes since its last call.
+
+        Returns:
+            The sha256 of what came.
+        """
+        digest = hashlib.sha256()
         with self.files.open(self.path(name), "rb", block_size=_BLOCK) as file, target.open("xb") as copy:
             while block := file.read(_BLOCK):
                 copy.write(block)
+                digest.update(block)
                 progress(len(block))
+        return digest.hexdigest()
 
     def names(self, folder: str = "") -> list[str]:
         """The names in ``folder``, without it; empty if it does not exist."""

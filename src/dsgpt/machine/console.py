@@ -8,11 +8,12 @@ import contextlib
 import logging
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from io import FileIO
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 from tqdm import tqdm
 
@@ -95,7 +96,6 @@ def make_room() -> int | None:
 
 _PACKAGE = logging.getLogger("dsgpt")
 _PACKAGE.addHandler(logging.NullHandler())
-_SILENT = logging.CRITICAL + 1
 LINE_SEC = 30.0
 """Seconds between two lines about progress where there is no terminal."""
 _LIVE = "live"
@@ -125,11 +125,11 @@ def logging_to_console(*, speaks: bool) -> Iterator[None]:
     """Print what this package logs at level INFO or above, inside the context.
 
     Args:
-        speaks: whether this rank prints and logs at all; the other ranks are silent.
+        speaks: whether this rank prints; the other ranks only log warnings, for the log of their machine.
     """
     handler = _ConsoleHandler() if speaks else logging.NullHandler()
     level, propagate = _PACKAGE.level, _PACKAGE.propagate
-    _PACKAGE.setLevel(logging.INFO if speaks else _SILENT)
+    _PACKAGE.setLevel(logging.INFO if speaks else logging.WARNING)
     _PACKAGE.propagate = False  # handlers that a library gave the root logger would print every line again
     _PACKAGE.addHandler(handler)
     try:
@@ -141,7 +141,7 @@ def logging_to_console(*, speaks: bool) -> Iterator[None]:
 
 
 class LogFile(logging.Handler):
-    """Copies log lines to a file that is opened later. A context: it receives what is logged inside."""
+    """Copies log lines to a file that is opened later. A context: it receives what is logged inside, and an error."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -171,9 +171,20 @@ class LogFile(logging.Handler):
         _PACKAGE.addHandler(self)
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        if error is not None and not isinstance(error, KeyboardInterrupt):  # rank 0 has logged those
+            self.add_error(error)
         _PACKAGE.removeHandler(self)
         self.close()
+
+    def add_error(self, error: BaseException) -> None:
+        """Write an error, one that is not this program's own with its traceback."""
+        own = hasattr(error, "exit_code")
+        self.add(f"error: {error}" if own else "".join(traceback.format_exception(error)).rstrip("\n"))
+
+    def add(self, line: str) -> None:
+        """Write a line that is not on the console."""
+        self.emit(logging.makeLogRecord({"msg": line}))
 
     def close(self) -> None:
         """Close the file."""
@@ -195,6 +206,9 @@ class Progress:
         text: if given, there is a live line instead of a bar: returns its text for a number of columns, from this.
         lines: print a line on standard error every ``LINE_SEC`` seconds.
     """
+
+    heard: ClassVar[Callable[[], object]] = staticmethod(lambda: None)
+    """Called whenever any of them advances: the ranks that wait for this process are told."""
 
     def __init__(
         self,
@@ -228,6 +242,7 @@ class Progress:
 
     def advance(self, count: int = 1) -> None:
         """Note that ``count`` more are done."""
+        Progress.heard()
         self._done += count
         self._bar.update(count)
         if self._line and time.perf_counter() - self._said >= LINE_SEC:

@@ -305,6 +305,14 @@ class HostGroup:
         """Every rank's ``value``, in rank order, on every rank; they are pickled."""
         return [value] if self._group is None else gather_objects(value, self._group)
 
+    def to_main(self, value: Any) -> list[Any]:
+        """Every rank's ``value``, in rank order, on rank 0; its own alone on another. They are pickled."""
+        if self._group is None:
+            return [value]
+        values = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+        dist.gather_object(value, values, group=self._group)
+        return values or [value]
+
     def gathered(self, values: Sequence[float]) -> list[list[float]]:
         """Every rank's ``values``, in rank order, on every rank; equally many on each."""
         if self._group is None:

@@ -77,7 +77,7 @@ def job_words(launcher: str, *, machines: int, devices: int, gpus: bool, launch:
         ranks = [f"--gpus-per-node={devices}"] * gpus + [f"--export={','.join(['ALL', *exported])}"] * bool(exported)
         return ["sbatch", f"--nodes={machines}", *ranks, f"{launch}/slurm/train.sbatch"]
     if machines > 1 and launcher == "torchrun":
-        return ["env", f"NODES={machines}", f"DEVICES={devices}", f"{launch}/torchrun.sh"]
+        return ["env", f"DEVICES={devices}", f"{launch}/torchrun.sh"]
     if machines > 1:
         return [f"{launch}/run_hostfile.sh"]
     count = ["--nproc_per_node"] if launcher == "torchrun" else ["--quiet", "--num_gpus"]
@@ -214,6 +214,11 @@ class Interruption:
         self._thread.join()
         os.close(self._read_end)
         os.close(self._write_end)
+
+    @property
+    def asked_sec(self) -> float:
+        """Seconds since the first request; 0 before any."""
+        return 0.0 if self._asked_at is None else time.monotonic() - self._asked_at
 
     @contextlib.contextmanager
     def patience(self, patient: bool = True) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""How busy other processes keep the CPUs while something is measured."""
+"""CPU time of other processes while something is measured."""
 
 import contextlib
 import os

@@ -7,6 +7,7 @@ PyTorch's flight recorder compares the same facts after a run, and ``monitored_b
 """
 
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -25,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from dsgpt.common.errors import EXIT_USER_ERROR, LostRank, SaveError, UserError
+from dsgpt.common.errors import EXIT_DONE, EXIT_USER_ERROR, LostRank, SaveError, UserError
 from dsgpt.machine.topology import Topology
 
 if TYPE_CHECKING:
@@ -36,18 +37,21 @@ JOIN_SEC = 600.0
 LIMITS_SEC = {"validation": 600.0} | dict.fromkeys(("start", "compilation", "record", "save", "end"), 1800.0)
 """Seconds without progress after which a phase other than a step counts as standing still.
 
-Rank 0 may hash data at the start. A validation makes progress with each batch. The first step of a process compiles."""
+Every byte that rank 0 hashes or fetches at the start is progress, and so is each batch of a validation. The first step
+of a process compiles."""
 TIMES_STEP = 3
 """A step stands still at the earliest after this many times the median of recent steps."""
-BEAT_SEC = 1.0
+BEAT_SEC, BUSY_SEC = 1.0, 10.0
 OBSERVED_SEC = 8.0
 """Seconds for which ranks are observed before one is named; one that gives no sign of life in them is gone."""
 SLOW_STEPS, SLOW_TIMES, SLOW_SEC = 20, 1.5, 0.02
 """A rank is slow if the median work of so many steps is so many times its peers', and so many seconds more."""
 FRAMES = 12
 """Innermost calls of a stack that are shown."""
-BROKEN = re.compile(r"gloo|NCCL|nccl|Connection (closed|reset|refused)|Broken pipe|Socket closed|[Tt]imed out|c10d")
-"""Matches messages of errors that another rank may have caused."""
+BROKEN = re.compile(
+    r"gloo|NCCL|nccl|Connection (closed|reset|refused)|Broken pipe|Socket closed|(?<!DataLoader )[Tt]imed out|c10d"
+)
+"""Matches messages of errors that another rank may have caused; a DataLoader waits for workers of this rank."""
 _WAITING = re.compile(r"/torch/distributed/|/deepspeed/comm/|_engine_run_backward|/torch/cuda/")
 
 
@@ -63,6 +67,8 @@ class RankStatus:
     """Number of times the rank noted progress; equal on all ranks that are equally far."""
     beat: int = 0
     """Number of times the rank's thread wrote to the store."""
+    idle_sec: float = 0.0
+    """Seconds without progress, when it last did."""
     own_sec: float | None = None
     """Median seconds per step of computing and waiting for data; None before enough steps."""
     silent: bool = False
@@ -166,8 +172,8 @@ def slow_ranks(ranks: Mapping[int, RankStatus], *, stages: int = 1) -> dict[int,
     return slow
 
 
-def open_store(topology: Topology) -> "Store":
-    """The store at which the ranks meet; rank 0 serves it unless the launcher does.
+def open_store(topology: Topology, *, seconds: float | None = None) -> "Store":
+    """The store at which the ranks meet; rank 0 serves it unless the launcher does. It waits ``seconds``, or JOIN_SEC.
 
     With ``--master_port`` on one machine, PyTorch 2.13 keeps one store for all attempts of ``torchrun --max-restarts``,
     with the same keys (``static_tcp_rendezvous.py``): restarted ranks would read the addresses of dead ones. So these
@@ -178,6 +184,7 @@ def open_store(topology: Topology) -> "Store":
     """
     if missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
         raise UserError(f"not set: {', '.join(missing)}, where the ranks meet: start them with a launcher")
+    limit = seconds or JOIN_SEC
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     of_the_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
     try:
@@ -186,7 +193,7 @@ def open_store(topology: Topology) -> "Store":
             address,
             port,
             is_master=topology.rank == 0 and not of_the_launcher,
-            timeout=timedelta(seconds=JOIN_SEC),
+            timeout=timedelta(seconds=limit),
             wait_for_workers=False,
             multi_tenant=True,
         )
@@ -195,7 +202,7 @@ def open_store(topology: Topology) -> "Store":
             why = str(error).splitlines()[0]
             raise UserError(f"cannot meet at {address}:{port} ({why}): give another MASTER_PORT") from error
         raise UserError(
-            f"rank 0 did not answer at {address}:{port} within {JOIN_SEC:.0f} s: it did not start, or refused"
+            f"rank 0 did not answer at {address}:{port} within {limit:.0f} s: it did not start, or refused"
         ) from error
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if attempt != "0" and of_the_launcher and os.environ.get("GROUP_WORLD_SIZE") == "1":
@@ -204,10 +211,10 @@ def open_store(topology: Topology) -> "Store":
 
 
 def meet(store: "Store", topology: Topology) -> "Store":
-    """Wait until every rank is there.
+    """Wait until every rank that was started is there, spares included.
 
-    Every rank brings a new word, and rank 0 answers each of them. So a store that torchrun keeps over attempts, which
-    has the keys of dead ranks, is no danger.
+    Every rank brings a new word and counts while it waits; rank 0 answers each rank whose count grows. So a store that
+    torchrun keeps over attempts, which has the words of dead ranks, is no danger.
 
     Returns:
         The part of the store that belongs to this meeting; ``hosts`` in it has the host of every rank.
@@ -215,57 +222,93 @@ def meet(store: "Store", topology: Topology) -> "Store":
     Raises:
         UserError: one refused to start, or some did not arrive within ``JOIN_SEC``. Says which.
     """
-    word, refused, end = uuid.uuid4().hex, _refused(), time.monotonic() + JOIN_SEC
+    word, end = uuid.uuid4().hex, time.monotonic() + JOIN_SEC
+    ranks = range(topology.started)
     store.set(f"here/{topology.rank}", f"{word} {socket.gethostname()}")
-    earlier: list[str] = json.loads(store.get("met")) if topology.is_main and store.check(["met"]) else []
+    counts: dict[str, int] = {}
     arrived: dict[int, list[str]] = {}
+    busy = 0
     while not store.check([f"go/{word}"]):
-        if store.check([refused]):
-            store.add("heard", 1)
-            raise UserError(*json.loads(store.get(refused)))
-        for rank in range(topology.world_size) if topology.is_main else ():
+        store.add(f"count/{word}", 1)
+        if lines := _hear_refusal(store, topology):
+            raise UserError(*lines)
+        for rank in ranks if topology.is_main else ():
             if rank not in arrived and store.check([f"here/{rank}"]):
                 said = store.get(f"here/{rank}").decode().split(" ", 1)
-                arrived |= {rank: said} if said[0] not in earlier else {}
-        if len(arrived) == topology.world_size:
-            words = [arrived[rank][0] for rank in range(topology.world_size)]
-            store.set(f"{word}/hosts", json.dumps([arrived[rank][1] for rank in range(topology.world_size)]))
-            store.set("met", json.dumps([*earlier, *words]))
-            for other in words:
-                store.set(f"go/{other}", word)
+                count = store.add(f"count/{said[0]}", 0)
+                if count > counts.setdefault(said[0], count):
+                    arrived[rank] = said
+        if len(arrived) == topology.started:
+            store.set(f"{word}/hosts", json.dumps([arrived[rank][1] for rank in ranks]))
+            for rank in ranks:
+                store.set(f"go/{arrived[rank][0]}", word)
+        elif (count := store.add("busy", 0)) > busy:  # a rank that comes later copies data, and makes progress
+            busy, end = count, time.monotonic() + JOIN_SEC
         elif time.monotonic() > end:
-            missing = [str(rank) for rank in range(topology.world_size) if rank not in arrived]
-            ranks = f"ranks {', '.join(missing[:16])}" if topology.is_main else "some ranks"
-            lines = [f"{ranks} did not arrive within {JOIN_SEC:.0f} s: look at what their machines printed"]
-            store.set(refused, json.dumps(lines))
+            missing = [str(rank) for rank in ranks if rank not in arrived]
+            who = f"ranks {', '.join(missing[:16])}" if topology.is_main else "some ranks"
+            line = f"{who} did not arrive within {JOIN_SEC:.0f} s: look at what their machines printed"
+            store.set("refused", json.dumps([uuid.uuid4().hex, line]))
         else:
             time.sleep(0.1)
     return dist.PrefixStore(store.get(f"go/{word}").decode(), store)  # type: ignore[attr-defined]
 
 
-def _refused() -> str:
-    """The key of a refusal before the ranks have met; a later attempt of torchrun is not refused for an earlier one."""
-    return f"refused-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+def _hear_refusal(store: "Store", topology: Topology) -> list[str]:
+    """The lines of a refusal, and counts that this rank heard them; empty if there is none.
+
+    A store that the launcher keeps over attempts may have the refusal of an earlier one, which as many ranks have
+    heard as were started.
+    """
+    if not store.check(["refused"]):
+        return []
+    word, *lines = json.loads(store.get("refused"))
+    return lines if store.add(f"heard/{word}", 1) <= topology.started else []
 
 
 def tell_refusal(topology: Topology, lines: Sequence[str]) -> None:
-    """Tell the ranks of other machines why this one does not start; within seconds, and without an error of its own."""
-    global JOIN_SEC  # noqa: PLW0603 - a refusal must not wait for a rank 0 that is not there
-    JOIN_SEC = OBSERVED_SEC
+    """Tell the ranks of other machines why this one does not start, once rank 0 is there; raises nothing."""
     where = f"rank {topology.rank} on {socket.gethostname()} refused: "
     with contextlib.suppress(UserError, dist.DistError, RuntimeError, ValueError):
-        _refuse(open_store(topology), topology, [where + line for line in lines], key=_refused())
+        _refuse(open_store(topology), topology, [where + line for line in lines])
 
 
-def _refuse(store: "Store", topology: Topology, lines: Sequence[str], *, key: str = "refused") -> None:
+def _refuse(store: "Store", topology: Topology, lines: Sequence[str]) -> None:
     if topology.local_world_size == topology.world_size:
         return  # the launcher of one machine ends its ranks
-    store.compare_set(key, "", json.dumps(lines))
+    before = store.get("refused").decode() if store.check(["refused"]) else ""
+    if not _hear_refusal(store, topology):
+        store.compare_set("refused", before, json.dumps([uuid.uuid4().hex, *lines]))
+        _hear_refusal(store, topology)
+    key = f"heard/{json.loads(store.get('refused'))[0]}"
     end = time.monotonic() + OBSERVED_SEC
-    heard = store.add("heard", 1)
-    while topology.is_main and heard < topology.world_size and time.monotonic() < end:
+    while topology.is_main and store.add(key, 0) < topology.started and time.monotonic() < end:
         time.sleep(0.1)  # the store ends with rank 0
-        heard = store.add("heard", 0)
+
+
+def say_busy(topology: Topology) -> Callable[[], object]:
+    """A function to call before the meeting whenever this rank makes progress with something long, such as a copy.
+
+    At most every ``BUSY_SEC`` it tells the ranks of other machines, which wait for this one as long as it does.
+    """
+    progressed = threading.Event()
+
+    def tell() -> None:
+        with contextlib.suppress(UserError, dist.DistError, RuntimeError):
+            store = open_store(topology)  # rank 0 serves it while this thread lives, which is until ``join`` opens it
+            while progressed.wait(JOIN_SEC):
+                store.add("busy", 1)
+                time.sleep(BUSY_SEC)
+                progressed.clear()
+
+    thread = threading.Thread(target=tell, name="busy", daemon=True)
+
+    def heard() -> None:
+        progressed.set()
+        if not thread.ident:
+            thread.start()
+
+    return heard
 
 
 class Peers:
@@ -286,15 +329,19 @@ class Peers:
         """Called in rank 0's thread with a slow rank, its status, and its peers' median seconds of work per step."""
         self.on_lost_rank: Callable[[LostRank], None] = lambda _: None
         """Called in the watch thread before it ends this process, whose main thread is blocked by a lost rank."""
-        self._own = RankStatus(host=socket.gethostname())
+        self._own = RankStatus(host=socket.gethostname())  # only the main thread changes it
+        self._beats = 0
         self._progress_at = time.monotonic()
         self._steps: deque[float] = deque(maxlen=SLOW_STEPS)
         self._work: deque[float] = deque(maxlen=SLOW_STEPS)
         self._ended, self._broken, self._observed = threading.Event(), threading.Event(), threading.Event()
         self._lost: LostRank | None = None
         self._next_beat: tuple[int, float] = (-1, time.monotonic())
+        self._patience = (-1, 0.0)
+        """The ``progress_count`` at which this rank waits for one that may take longer, and its seconds for that."""
         self._answered_request = self._own_verdict = ""
         self._slow_reported: set[int] = set()
+        self._shared = 0
         self._main = threading.current_thread().ident
         self._thread = threading.Thread(target=self._watch, name="peers", daemon=True)
         self._guard = threading.Thread(target=self._watch_store, name="peers-store", daemon=True)
@@ -303,10 +350,19 @@ class Peers:
     def __enter__(self) -> "Peers":
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         self._ended.set()
         if self._thread.is_alive():
             self._thread.join(OBSERVED_SEC)  # it may wait for a store that is gone
+        if self._topology.is_main and self._topology.spares and self.store is not None:
+            with contextlib.suppress(dist.DistError, RuntimeError):
+                self._release_spares(EXIT_DONE if error is None else getattr(error, "exit_code", 1))
+
+    def _release_spares(self, code: int) -> None:
+        self._watched.set("ended", str(code))
+        end = time.monotonic() + OBSERVED_SEC
+        while self._watched.add("released", 0) < self._topology.spares and time.monotonic() < end:
+            time.sleep(0.1)  # the store ends with rank 0
 
     def join(self) -> None:
         """Wait for all ranks, and begin to watch them.
@@ -314,16 +370,71 @@ class Peers:
         Raises:
             UserError: a rank does not come.
         """
-        if self._topology.world_size > 1:
+        if self._topology.started > 1:
             store = meet(open_store(self._topology), self._topology)
             self._hosts: list[str] = json.loads(store.get("hosts"))
             # A clone has a connection of its own. It is public; only the types lack it.
             self.store, self._watched = store, store.clone()  # type: ignore[attr-defined]
             self._watched.set_timeout(timedelta(seconds=OBSERVED_SEC))
+            self.store.set_timeout(timedelta(seconds=LIMITS_SEC["start"]))
             self._progress_at = time.monotonic()
             self._store_answered_at = self._progress_at
-            self._thread.start()
+            if not self._topology.is_spare:
+                self._thread.start()
             self._guard.start()
+
+    def share(self, what: str, work: Callable[[str, int, int], str]) -> list[str]:
+        """Let every rank do its part of ``work``; rank 0 calls it before the process group exists.
+
+        Args:
+            what: the first argument of ``work``, not empty; the others are the rank, and how many ranks take part.
+            work: as the others give it to ``help``.
+
+        Returns:
+            What it returned on each rank; on this one alone if it has not joined any peers.
+        """
+        if self.store is None:
+            return [work(what, 0, 1)]
+        self._shared += 1
+        self.store.set(f"work/{self._shared}", what)
+        own, ranks = work(what, 0, self._topology.world_size), range(1, self._topology.world_size)
+        return [own, *(self.store.get(f"done/{self._shared}/{rank}").decode() for rank in ranks)]
+
+    def help(self, work: Callable[[str, int, int], str]) -> None:
+        """Do this rank's part of what rank 0 shares, until rank 0 calls this, too."""
+        if self.store is not None and self._topology.is_main:
+            self.store.set(f"work/{self._shared + 1}", "")
+        elif self.store is not None:
+            rank, ranks = self._topology.rank, self._topology.world_size
+            for number in itertools.count(1):
+                if not (what := self.store.get(f"work/{number}").decode()):
+                    return
+                self.store.set(f"done/{number}/{rank}", work(what, rank, ranks))
+
+    def stand_by(self) -> None:
+        """Wait, as a spare, until the run has ended.
+
+        Raises:
+            LostRank: it did not end well. The exit code is that of the run, if rank 0 told it.
+        """
+        lost: LostRank | None = None
+        try:
+            while lost is None and not self._watched.check(["ended"]):
+                if lines := _hear_refusal(self._watched, self._topology):
+                    lost = LostRank("\n".join(lines), refused=True)
+                elif self._watched.check(["verdict"]):
+                    lost = LostRank(self._watched.get("verdict").decode())
+                self._store_answered_at = time.monotonic()
+                time.sleep(BEAT_SEC)
+            if lost is None and (code := int(self._watched.get("ended"))) != EXIT_DONE:
+                lost = LostRank(f"the run ended with exit code {code}")
+                lost.exit_code = code
+            self._watched.add("released", 1)
+        except RuntimeError as error:  # of the store
+            self._lose_store(str(error).splitlines()[0][:120])
+        if lost is not None:
+            lost.speaks = False
+            raise lost
 
     def refuse(self, lines: tuple[str, ...]) -> None:
         """Make the other ranks end with ``lines``, the reason why this rank does not start."""
@@ -338,17 +449,23 @@ class Peers:
 
     def begin(self, phase: str, step: int | None = None) -> None:
         """Note that this rank enters a phase: ``step``, its end (``agreement``), or one of ``LIMITS_SEC``."""
-        now = time.monotonic()
-        if self._own.phase == "step":
-            self._steps.append(now - self._progress_at)
         step = self._own.step if step is None else step
         self._own = replace(self._own, phase=phase, step=step, progress_count=self._own.progress_count + 1)
-        self._progress_at = now
+        self._progress_at = time.monotonic()
 
     def note_progress(self) -> None:
-        """Note progress in the phase."""
+        """Note progress in the phase, which every rank makes."""
         self._own = replace(self._own, progress_count=self._own.progress_count + 1)
         self._progress_at = time.monotonic()
+
+    def note_own_progress(self) -> None:
+        """Note progress that this rank makes while the others wait, such as with a file that it hashes."""
+        self._progress_at = time.monotonic()
+
+    def note_step(self, seconds: float) -> None:
+        """Note that the device has finished a step, which took so many ``seconds``."""
+        self._steps.append(seconds)
+        self.note_progress()
 
     def worked(self, seconds: float) -> None:
         """Note for how long this rank computed and waited for data in a step."""
@@ -356,11 +473,17 @@ class Peers:
         if len(self._work) == SLOW_STEPS:
             self._own = replace(self._own, own_sec=statistics.median(self._work))
 
+    def limit_sec(self, status: RankStatus) -> float:
+        """Seconds without progress after which a rank stands still, by its phase."""
+        usual = statistics.median_low(self._steps) if self._steps else 0.0  # the first step compiles
+        return max(self._stall_timeout, LIMITS_SEC.get(status.phase, TIMES_STEP * usual))
+
     @property
-    def limit_sec(self) -> float:
-        """Seconds without progress after which this phase stands still."""
-        usual = statistics.median(self._steps) if self._steps else 0.0
-        return max(self._stall_timeout, LIMITS_SEC.get(self._own.phase, TIMES_STEP * usual))
+    def _left_sec(self) -> float:
+        """Seconds until this rank stands still, or has waited long enough for one that may take longer."""
+        count, patience = self._patience
+        limit = max(self.limit_sec(self._own), patience if count == self._own.progress_count else 0.0)
+        return limit - self.idle_sec
 
     @property
     def idle_sec(self) -> float:
@@ -380,12 +503,11 @@ class Peers:
                 self._observed.wait(3 * OBSERVED_SEC)
                 if self._lost is not None:
                     raise self._lost from error
-            else:
-                what, own = f"{type(error).__name__}: {error}".splitlines()[0], self._own
-                stack = _calls(traceback.extract_tb(error.__traceback__))
-                fact = {"failed": what, "stack": stack, "phase": own.phase, "step": own.step}
-                with contextlib.suppress(dist.DistError, RuntimeError):
-                    self._watched.set(f"failed/{self._topology.rank}", json.dumps(fact))
+            what, own = f"{type(error).__name__}: {error}".splitlines()[0], self._own
+            stack = _calls(traceback.extract_tb(error.__traceback__))
+            fact = {"failed": what, "stack": stack, "phase": own.phase, "step": own.step}
+            with contextlib.suppress(dist.DistError, RuntimeError):
+                self._watched.set(f"failed/{self._topology.rank}", json.dumps(fact))
             raise
 
     # In the thread.
@@ -394,14 +516,13 @@ class Peers:
         while not self._ended.wait(BEAT_SEC):
             try:
                 self._beat()
-                if self._watched.check(["refused"]):
-                    self._watched.add("heard", 1)
-                    self._end(LostRank("\n".join(json.loads(self._watched.get("refused"))), refused=True))
+                if lines := _hear_refusal(self._watched, self._topology):
+                    self._end(LostRank("\n".join(lines), refused=True))
                 elif self._watched.check(["verdict"]):
                     self._end(LostRank(self._watched.get("verdict").decode()))
-                elif self._broken.is_set() or self.idle_sec > self.limit_sec - OBSERVED_SEC or self._neighbour_lost():
+                elif self._broken.is_set() or self._left_sec < OBSERVED_SEC or self._neighbour_lost():
                     self._observe()
-                elif self._topology.is_main and self._own.beat % 5 == 0:
+                elif self._topology.is_main and self._beats % 5 == 0:
                     self._report_slow()
             except RuntimeError as error:  # of the store
                 if not self._ended.wait(OBSERVED_SEC):  # else the run has ended
@@ -410,8 +531,14 @@ class Peers:
 
     def _watch_store(self) -> None:
         """Ends this process if the store does not answer: where its machine is cut off, the thread waits for hours."""
+        silent_sec, answered_at, before = 0.0, self._store_answered_at, time.monotonic()
         while not self._ended.wait(BEAT_SEC):
-            if time.monotonic() - self._store_answered_at > self._stall_timeout - OBSERVED_SEC:
+            now = time.monotonic()
+            silent_sec += min(now - before, 2 * BEAT_SEC)  # a process that was stopped or starved asked nothing
+            if self._store_answered_at != answered_at:
+                silent_sec, answered_at = 0.0, self._store_answered_at
+            before = now
+            if silent_sec > self._stall_timeout - OBSERVED_SEC:
                 self._lose_store(f"no answer for {self._stall_timeout - OBSERVED_SEC:.0f} s")
                 return
 
@@ -422,7 +549,8 @@ class Peers:
         self._end(LostRank(self._own_verdict))
 
     def _beat(self) -> None:
-        self._own = own = replace(self._own, beat=self._own.beat + 1)
+        self._beats += 1
+        own = replace(self._own, beat=self._beats, idle_sec=self.idle_sec)
         shared = {name: value for name, value in asdict(own).items() if name not in {"stack", "collectives"}}
         self._watched.set(f"at/{self._topology.rank}", json.dumps(shared))
         self._watched.check(["hosts"])  # it waits for the answer, which ``set`` does not
@@ -458,8 +586,12 @@ class Peers:
         return ranks
 
     def _observe(self) -> None:
-        """Look at all ranks for a while, then name those that the others wait for; stops if the run goes on."""
+        """Look at all ranks for a while, then name those that the others wait for; stops if the run goes on.
+
+        The limit is that of the rank that is waited for: rank 0 may write the record while the others are in a step.
+        """
         idle, progress_count, end = self.idle_sec, self._own.progress_count, time.monotonic() + OBSERVED_SEC
+        pipeline = self._topology.sizes.pipeline > 1
         before = self._all_statuses()
         self._watched.set("ask", f"{self._topology.rank} {time.time()}")
         while True:
@@ -478,19 +610,23 @@ class Peers:
                 rank: replace(status, silent=status.beat == before[rank].beat and rank != self._topology.rank)
                 for rank, status in ranks.items()
             }
-            if failed or any(status.silent for status in ranks.values()) or self.idle_sec > self.limit_sec - BEAT_SEC:
+            waited_for = [ranks[rank] for rank in culprits(ranks, pipeline=pipeline)[0]]
+            left = max(self.limit_sec(status) - status.idle_sec for status in waited_for)
+            if failed or any(status.silent for status in ranks.values()) or left < 2 * BEAT_SEC:
                 break
             if self._broken.is_set():
                 self._broken.clear()
                 self._observed.set()  # without a name: the error is shown as it is
-            if self.idle_sec < self.limit_sec - 2 * OBSERVED_SEC:
+            if self._left_sec < BEAT_SEC:
+                self._patience = (progress_count, self.idle_sec + min(left, self._stall_timeout))
+            if self._left_sec > 2 * OBSERVED_SEC:
                 return
         own = self._own  # all ranks took the step before, so the last beat of one that is gone may be older
         ranks = {
             rank: replace(status, phase=own.phase, step=own.step) if status.silent else status
             for rank, status in ranks.items()
         }
-        words = verdict(ranks, seconds=max(idle, self.idle_sec), pipeline=self._topology.sizes.pipeline > 1)
+        words = verdict(ranks, seconds=max(idle, self.idle_sec), pipeline=pipeline)
         self._own_verdict = words
         self._end(LostRank(self._watched.compare_set("verdict", "", words).decode()))
 

@@ -6,6 +6,7 @@ instances", Azure "Scheduled Events".
 """
 
 import contextlib
+import http.client
 import json
 import os
 import signal
@@ -15,6 +16,7 @@ import threading
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 from dsgpt.common.errors import UserError
@@ -25,41 +27,54 @@ from dsgpt.machine.topology import Topology
 ADDRESS = "DSGPT_METADATA_ADDRESS"
 """An environment variable: the address of a metadata service in another place than the provider's."""
 POLL_SEC = 5.0
-"""Seconds between two questions, as AWS recommends. Google and Azure give notice of 30 s, AWS of 120 s."""
-ANSWER_SEC = 2.0
-"""Seconds that a metadata service has for its answer: it is on the same machine, or beside it."""
+"""Seconds between two questions, as AWS recommends."""
+NOTICE_SEC = {"aws": 120.0, "gcp": 30.0, "azure": 30.0}
+"""Seconds from a notice to the end of the machine."""
+ANSWER_SEC, FIRST_ANSWER_SEC = 2.0, {"azure": 150.0}
+"""Seconds that a metadata service has for its answer: it is on the same machine, or beside it. Azure's may need two
+minutes for its first one."""
 _open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open  # a proxy is another machine
 """Opens an address without the proxies of the environment."""
 
 
-def _ask(address: str, headers: Mapping[str, str], method: str = "GET") -> str:
+Ask = Callable[..., str]
+"""``_ask`` with a time limit."""
+
+
+def _ask(address: str, headers: Mapping[str, str], method: str = "GET", *, seconds: float) -> str:
     request = urllib.request.Request(address, headers=dict(headers), method=method)
-    with _open(request, timeout=ANSWER_SEC) as answer:
-        return str(answer.read(1 << 16), "utf-8", "replace")
-
-
-def _aws(service: str) -> str | None:
-    token = _ask(f"{service}/latest/api/token", {"X-aws-ec2-metadata-token-ttl-seconds": "60"}, "PUT")
     try:
-        return _ask(f"{service}/latest/meta-data/spot/instance-action", {"X-aws-ec2-metadata-token": token})
+        with _open(request, timeout=seconds) as answer:
+            return str(answer.read(1 << 16), "utf-8", "replace")
+    except http.client.HTTPException as error:
+        raise OSError(f"{address}: no whole answer ({type(error).__name__})") from error
+
+
+def _aws(ask: Ask, service: str) -> str | None:
+    token = ask(f"{service}/latest/api/token", {"X-aws-ec2-metadata-token-ttl-seconds": "60"}, "PUT")
+    try:
+        return ask(f"{service}/latest/meta-data/spot/instance-action", {"X-aws-ec2-metadata-token": token})
     except urllib.error.HTTPError as error:
         if error.code == 404:  # no notice
             return None
         raise
 
 
-def _gcp(service: str) -> str | None:
-    answer = _ask(f"{service}/computeMetadata/v1/instance/preempted", {"Metadata-Flavor": "Google"})
+def _gcp(ask: Ask, service: str) -> str | None:
+    answer = ask(f"{service}/computeMetadata/v1/instance/preempted", {"Metadata-Flavor": "Google"})
     return "preempted" if answer.strip() == "TRUE" else None
 
 
-def _azure(service: str) -> str | None:
-    answer = json.loads(_ask(f"{service}/metadata/scheduledevents?api-version=2020-07-01", {"Metadata": "true"}))
-    events = [event for event in answer["Events"] if event["EventType"] in {"Preempt", "Terminate"}]
-    return f"{events[0]['EventType']} at {events[0].get('NotBefore') or 'once'}" if events else None
+def _azure(ask: Ask, service: str) -> str | None:
+    answer = json.loads(ask(f"{service}/metadata/scheduledevents?api-version=2020-07-01", {"Metadata": "true"}))
+    ends = [event for event in answer["Events"] if event["EventType"] in {"Preempt", "Terminate"}]
+    if ends:  # machines of one availability set or scale set hear of each other's
+        own = ask(f"{service}/metadata/instance/compute/name?api-version=2021-02-01&format=text", {"Metadata": "true"})
+        ends = [event for event in ends if own.strip().lower() in map(str.lower, event["Resources"])]
+    return f"{ends[0]['EventType']} at {ends[0].get('NotBefore') or 'once'}" if ends else None
 
 
-PROVIDERS: Mapping[str, tuple[str, Callable[[str], str | None]]] = {
+PROVIDERS: Mapping[str, tuple[str, Callable[[Ask, str], str | None]]] = {
     "aws": ("http://169.254.169.254", _aws),
     "gcp": ("http://metadata.google.internal", _gcp),
     "azure": ("http://169.254.169.254", _azure),
@@ -67,8 +82,8 @@ PROVIDERS: Mapping[str, tuple[str, Callable[[str], str | None]]] = {
 """Address of the metadata service, and what reads a notice from it."""
 
 
-def read_notice(source: str) -> str | None:
-    """The notice of a provider, or of the file ``source``; None if there is no notice.
+def read_notice(source: str, *, seconds: float = ANSWER_SEC) -> str | None:
+    """The notice of a provider, heard within ``seconds``, or of the file ``source``; None if there is no notice.
 
     Raises:
         OSError: the provider's service does not answer.
@@ -78,7 +93,7 @@ def read_notice(source: str) -> str | None:
         return "it exists" if Path(source).exists() else None
     address, read = PROVIDERS[source]
     try:
-        return read(os.environ.get(ADDRESS, address))
+        return read(partial(_ask, seconds=seconds), os.environ.get(ADDRESS, address))
     except (KeyError, TypeError) as error:
         raise ValueError(f"an answer without {error}") from error
 
@@ -108,7 +123,8 @@ class SpotWatch:
         if asks:
             where = f"--spot_notice {self._source}: on {socket.gethostname()}"
             try:
-                if notice := read_notice(self._source):
+                seconds = FIRST_ANSWER_SEC.get(self._source, ANSWER_SEC)
+                if notice := read_notice(self._source, seconds=seconds):
                     problem = f"{where} there is a notice already ({notice}): use another machine, or remove the file"
             except (OSError, ValueError) as error:
                 problem = f"{where} the provider's service does not answer: {error}"

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import random
+import re
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -51,13 +52,17 @@ class Topology:
     local_rank: int
     """Among the processes of this machine, from 0; the index of its GPU."""
     world_size: int
-    """Processes in the run; a process is a device: one GPU, or a share of the CPU."""
+    """Processes that train; a process is a device: one GPU, or a share of the CPU."""
     local_world_size: int
-    """Processes on this machine."""
+    """Processes on this machine that train; on all machines equally many, but for the last one if there are spares."""
     launcher: str
     """``python`` (none), ``deepspeed``, ``torchrun``, ``slurm``, or ``launcher`` for any other that sets ``RANK``."""
     sizes: ParallelSizes = field(default=ParallelSizes())
     """Sizes of the model's splits; they come from the recipe, not from the launcher."""
+    machines: tuple[int, int] | None = None
+    """The fewest and the most machines of an elastic launch; None if their number is fixed."""
+    spares: int = 0
+    """Processes of an elastic launch that wait, because only ``world_size`` of those started split the global batch."""
 
     def split(self, sizes: ParallelSizes) -> "Topology":
         """This topology with the model split by ``sizes``, whose product divides ``world_size``."""
@@ -93,13 +98,28 @@ class Topology:
         """Whether this is rank 0, which prints and writes the records."""
         return self.rank == 0
 
+    @property
+    def machine(self) -> int:
+        """Index of this process's machine; 0 is that of rank 0."""
+        return self.rank // self.local_world_size
+
+    @property
+    def is_spare(self) -> bool:
+        """Whether this process waits instead of training."""
+        return self.rank >= self.world_size
+
+    @property
+    def started(self) -> int:
+        """Processes of the launch, spares included."""
+        return self.world_size + self.spares
+
 
 def read_topology(environment: Mapping[str, str] = os.environ, *, local_rank_flag: int | None = None) -> Topology:
     """The topology from the launcher's variables; a single process if there is no launcher.
 
     Args:
         environment: the environment variables; ``RANK``, ``LOCAL_RANK``, ``WORLD_SIZE`` and ``LOCAL_WORLD_SIZE`` are
-            read, and those that tell launchers apart.
+            read, those that tell launchers apart, and torchrun's ``PET_NNODES``, which is ``MIN:MAX`` if it is elastic.
         local_rank_flag: ``--local_rank``, which older launchers pass instead of ``LOCAL_RANK``.
 
     Raises:
@@ -123,8 +143,14 @@ def read_topology(environment: Mapping[str, str] = os.environ, *, local_rank_fla
     if rank >= world_size:
         raise UserError(f"the variable RANK is {rank}, but WORLD_SIZE is {world_size}: {way_out}")
     local_world_size = _whole(environment, "LOCAL_WORLD_SIZE", _whole(environment, "LOCAL_SIZE", world_size))
+    elastic = re.fullmatch(r"(\d+):(\d+)", environment.get("PET_NNODES", ""))
     return Topology(
-        rank=rank, local_rank=local_rank, world_size=world_size, local_world_size=local_world_size, launcher=launcher
+        rank=rank,
+        local_rank=local_rank,
+        world_size=world_size,
+        local_world_size=local_world_size,
+        launcher=launcher,
+        machines=(int(elastic[1]), int(elastic[2])) if elastic and "RANK" in environment else None,
     )
 
 

@@ -122,6 +122,19 @@ class GPT2(nn.Module):
         self.ln_f = nn.LayerNorm(config.n_embd)
         self.lm_head = Head(config)
         self.lm_head.weight = self.wte.weight
+        self._gradient_sum: Tensor | None = None
+
+    def take_gradient_sum(self) -> Tensor | None:
+        """The sum of the gradients of the first block's input since the last call, 0-dim; None without any.
+
+        It is not finite if a gradient of this rank's activations was not, and ranks have not exchanged it.
+        """
+        taken, self._gradient_sum = self._gradient_sum, None
+        return taken
+
+    def _note_gradient(self, gradient: Tensor) -> None:
+        own = gradient.sum(dtype=torch.float32)
+        self._gradient_sum = own if self._gradient_sum is None else self._gradient_sum + own
 
     def forward(
         self, ids: Tensor, targets: Tensor | None = None, *, reduction: str = "mean", first_position: int = 0
@@ -133,6 +146,8 @@ class GPT2(nn.Module):
         """
         positions = torch.arange(first_position, first_position + ids.shape[1], device=ids.device)  # (T,)
         x = self.embedding_dropout(self.wte(ids) + self.wpe(positions))  # (B, T, C)
+        if self.training and x.requires_grad:
+            x.register_hook(self._note_gradient)
         for block in self.blocks:
             if self.activation_checkpointing and self.training:
                 x = checkpoint(block, x, use_reentrant=False)

@@ -341,7 +341,7 @@ def plan_lines(plan: Plan) -> list[str]:
         "",
         f"training: {run.steps:,} steps, {estimate(run.seconds)} ({between(run.least, run.most, estimate)})",
         *_rows(run.parts, estimate),
-        *_saves_in_words(plan),
+        *saves_in_words(plan),
         "",
     ]
     if not plan.costs:
@@ -365,15 +365,15 @@ def plan_lines(plan: Plan) -> list[str]:
     return lines + [f"note: {line}" for line in plan.notes]
 
 
-def _saves_in_words(plan: Plan) -> list[str]:
+def saves_in_words(plan: Plan) -> list[str]:
     """Lines about the best interval between saves, with ``--mtbf``, and what was assumed of interruptions."""
     if plan.request.options.mtbf is None:
         return []
     run, between_saves = plan.run, plan.run.save_every * plan.step.seconds
     return [
         f"  --save_every {run.save_every}: {estimate(between_saves)} between saves lose least if interruptions come at "
-        f"random every {estimate(plan.request.options.mtbf)}; {run.parts['steps'] / run.seconds:.0%} of the time are "
-        f"steps that count; a restart takes {estimate(run.restart)}, and the wait for another machine is not in it"
+        f"random every {estimate(plan.request.options.mtbf)}; goodput {run.goodput:.0%}, the share of the time in "
+        f"steps that are kept; a restart takes {estimate(run.restart)}, and the wait for another machine is not in it"
     ]
 
 
@@ -463,6 +463,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
             "least_seconds": run.least,
             "most_seconds": run.most,
             "parts": run.parts,
+            "goodput": run.goodput,
         }
         | ({} if plan.request.options.mtbf is None else {"save_every": run.save_every, "restart_seconds": run.restart}),
         "costs": [asdict(cost) for cost in plan.costs],

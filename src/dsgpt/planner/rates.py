@@ -146,7 +146,7 @@ class Machine:
     network_gbps: float | None = None
     """Gbit/s between two machines; None if nobody measured or stated them."""
     network_basis: str = ""
-    """Where these come from; empty if they are stated or assumed."""
+    """Source of this speed; empty if it is stated or assumed."""
 
 
 # ``calibration.json``: what a machine was measured to do, and its rates for predictions.
@@ -205,16 +205,16 @@ class Ceilings:
 
 @dataclass(frozen=True, kw_only=True)
 class Network:
-    """Between machines, as ``doctor.py --machine`` measured it with all of them at once; of the slowest link."""
+    """Speed of the slowest link between machines, as ``doctor.py --machine`` measured it with all of them at once."""
 
     timestamp_utc: str
     machines: Positive
     transport: str
-    """What carried the messages."""
+    """Library that carried the messages."""
     bytes_per_sec: Rate
-    """From all ranks of a machine to those of another, while as many come from a third."""
+    """Bytes per second from all ranks of a machine to those of another, while as many come from a third."""
     latency_sec: Rate
-    """Of a small message."""
+    """Seconds of a small message."""
 
 
 @dataclass(frozen=True, kw_only=True)

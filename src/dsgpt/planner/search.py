@@ -302,6 +302,8 @@ def command_text(best: Plan) -> str:
         else f'PATH={shlex.quote(str(Path(sys.executable).parent))}:"$PATH"',
         f'exec {shlex.join([*words, *training_flags(best)])} "$@"',
     ]
+    if request.machines > 1 and launcher == "torchrun":
+        lines.insert(-1, f'export NODES="${{NODES:-{request.machines}}}"')
     if request.machines > 1 and launcher != "python":
         network = next(each for each in best.assumptions if each.what.startswith("network"))
         lines.insert(0, f"# Planned for a {assumption_in_words(network)}.")
@@ -329,11 +331,12 @@ def job_text(best: Plan) -> str:
     files = {path.name: text.decode() for path, text in _planned_files(best).items()}
     name = f"dsgpt-{hashlib.sha256(files[RECIPE].encode() + shlex.join(flags).encode()).hexdigest()[:8]}"
     words = [f"{flag}={value}" for flag, value in zip(flags[::2], flags[1::2], strict=True)]
+    resource = "nvidia.com/gpu" if best.request.machine.kind == "cuda" else "cpu"  # as many ranks as a node has of it
     job["metadata"] = {"name": name}
     job["spec"]["trainer"] |= {
         "numNodes": best.request.machines,
         "args": [*words, "--resume"],
-        "resourcesPerNode": {"limits": {"nvidia.com/gpu": devices_per_machine(best.request)}},
+        "resourcesPerNode": {"limits": {resource: devices_per_machine(best.request)}},
     }
     mount = {"name": "plan", "mountPath": f"/dsgpt/{into.as_posix()}"}
     pod = {
@@ -374,16 +377,16 @@ def act(options: PlanOptions, problems: Problems, *, draw: Callable[[Plan, Path]
         print(path)
         print(next_line(script_words("src/plan.py", "--machine", path, "--model_size", "tiny", "--tokens", "1e6")))
         return EXIT_DONE
-    for flag, path, page in (
+    for flag, target, page in (
         ("--published", options.published, published_page),
         ("--projections", options.projections, projections_page),
     ):
-        if path is not None:
+        if target is not None:
             problems.raise_if_any()
             text = page().encode()
-            with _writing(flag, path):
-                write_atomic(path, text)
-            print(path)
+            with _writing(flag, target):
+                write_atomic(target, text)
+            print(target)
             return EXIT_DONE
     request = read_request(options, problems)
     answer: dict[str, Any] | list[str]

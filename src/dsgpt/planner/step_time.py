@@ -142,7 +142,7 @@ def head_and_loss(setup: Setup, *, kind: str) -> OpCounts:
 
 
 def _stride(setup: Setup, traffic: Traffic) -> int:
-    """From a rank of the group to the next."""
+    """Distance between neighbouring ranks of the group."""
     sizes = setup.sizes
     return {"data": sizes.tensor, "sequence": sizes.tensor, "tensor": 1}.get(
         traffic.axis, setup.world_size // sizes.pipeline
@@ -150,7 +150,7 @@ def _stride(setup: Setup, traffic: Traffic) -> int:
 
 
 def machines_of(setup: Setup, traffic: Traffic, *, devices: int) -> int:
-    """How many machines the ranks of a group are on, at most.
+    """Most machines that the ranks of a group are on.
 
     Machines take the ranks in turn. Stages follow each other, so on several machines some neighbours, and the first and
     the last stage, are on two of them, and all stages wait for those.
@@ -377,6 +377,11 @@ class RunTime:
         """The likely time."""
         return sum(self.parts.values())
 
+    @property
+    def goodput(self) -> float:
+        """The share of the likely time that goes into steps which are kept."""
+        return self.parts["steps"] / self.seconds
+
 
 def run_time(setup: Setup, machine: Machine, step: StepTime, options: PlanOptions) -> RunTime:
     """The time of a training.
@@ -395,10 +400,11 @@ def run_time(setup: Setup, machine: Machine, step: StepTime, options: PlanOption
     # micro batches that a rank validates on, the bubble of a pipeline included
     micro_batches = options.val_tokens / own_tokens + setup.sizes.pipeline - 1
     validation = validations * micro_batches * step.validation_micro_batch
-    # weights and moments in fp32, written by one process
+    # weights and moments in fp32; all machines write at once, each the parts of its ranks, and rank 0 reads everything
     checkpoint = FULL * (1 + setup.moments) * total(model_parameters(setup.model))
+    written = checkpoint / math.ceil(setup.world_size / machine.devices)
     if mtbf is not None:
-        save_every = best_save_every(step.seconds + validation / steps, save=checkpoint / machine.rates.disk, mtbf=mtbf)
+        save_every = best_save_every(step.seconds + validation / steps, save=written / machine.rates.disk, mtbf=mtbf)
         save_every = min(save_every, steps)
     saves = _times(steps, save_every)
 
@@ -406,7 +412,7 @@ def run_time(setup: Setup, machine: Machine, step: StepTime, options: PlanOption
         parts = {
             "steps": steps * step_seconds,
             "validation": validation * step_seconds / step.seconds,
-            "checkpoints": saves * checkpoint / rates.disk,
+            "checkpoints": saves * written / rates.disk,
             "start": START_SEC,
         }
         if mtbf is not None:

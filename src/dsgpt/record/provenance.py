@@ -3,6 +3,7 @@
 Imports no torch.
 """
 
+import hashlib
 import re
 import subprocess
 from collections.abc import Collection, Sequence
@@ -102,6 +103,14 @@ def git_commit(repository: Path = Path(__file__).parent, *, mark: str = DIRTY) -
         return _git(repository, "describe", "--always", "--abbrev=40", f"--dirty={mark}", "--exclude=*").strip()
     except _UnknownError:
         return None
+
+
+def sources_sha256(package: Path = Path(__file__).parents[1]) -> str:
+    """Of all Python files of this package: equal where the same code runs, whether git knows it or not."""
+    digest = hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        digest.update(f"{path.relative_to(package)} {path.stat().st_size}\n".encode() + path.read_bytes())
+    return digest.hexdigest()
 
 
 def marked(commit: str | None, sources: Sequence[str], *, repository: Path) -> str | None:

@@ -25,6 +25,8 @@ COMPLETE_FILE = "RUN_COMPLETE.txt"
 LOG_FILE = "train.log"
 HARDWARE_FILE = re.compile(r"hardware(-\d+)?\.jsonl")
 """``telemetry.monitor.hardware_file``."""
+MACHINE_FILE = re.compile(rf"{HARDWARE_FILE.pattern}|train-\d+\.log")
+"""The files of which each machine has one: ``log_file``, and those about hardware."""
 PEAKS = ("max_cuda_mem_allocated_bytes_rank0", "max_cuda_mem_reserved_bytes_rank0", "peak_rss_bytes_rank0")
 """Keys of a segment, of an epoch and of the summary: bytes."""
 GENERATED_TOKENS = 100
@@ -38,6 +40,11 @@ _NUMBERS = {
     *("dataload_time_sec", "train_time_sec", "wall_time_sec"),
 }
 """Keys whose values are numbers or null; the values of ``_FLAGS`` are true or false."""
+
+
+def log_file(machine: int) -> str:
+    """The name of a machine's log; ``machine`` 0 is that of rank 0."""
+    return LOG_FILE if machine == 0 else f"train-{machine}.log"
 
 
 def later_schema(version: object, ours: str = SCHEMA_VERSION) -> str:
@@ -184,6 +191,8 @@ class RunRecord:
     plan: dict[str, Any] | None = None
     second_copy: dict[str, Any] | None = None
     """Figures of ``--save_to``; see ``checkpoints.second_copy``."""
+    goodput: dict[str, Any] | None = None
+    """See ``training.goodput``."""
 
     def as_dict(self) -> dict[str, Any]:
         """The record as it is now, ready for JSON: numbers that are not finite are None."""

@@ -144,7 +144,7 @@ class TorchStrategy(Strategy):
             norm, overflow = self._clip_and_step()
         own_loss = loss_sum.clone()  # the sum is taken in place
         loss_mean = self._sum_over_ranks(loss_sum) / self._ranks
-        return StepResult(loss=loss_mean, own_loss=own_loss, grad_norm=norm, lr=lr, skipped=torch.tensor(overflow))
+        return StepResult(loss_mean, own_loss, norm, lr, torch.tensor(overflow), self.model.take_gradient_sum())
 
     def _clip_and_step(self) -> tuple[Tensor, bool]:
         """Step on the gradients; return their norm before clipping, and whether they overflowed instead."""

@@ -6,7 +6,7 @@ import os
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypedDict
 
@@ -101,6 +101,15 @@ class StepResult(NamedTuple):
     """The learning rate that this step used."""
     skipped: Tensor
     """0-dim bool: whether fp16 gradients overflowed, so that the weights did not change."""
+    own_gradient: Tensor | None = None
+    """0-dim fp32: not finite if a gradient of activations on this rank is not; None where the strategy has none."""
+
+    def own_non_finite(self) -> str:
+        """What of this rank alone is NaN or infinite: ``loss`` or ``gradient``; empty if nothing is."""
+        if not math.isfinite(self.own_loss):
+            return "loss"
+        overflowed = self.own_gradient is not None and not math.isfinite(self.own_gradient)
+        return "gradient" if overflowed and not self.skipped else ""
 
 
 class TimedBatches:
@@ -151,6 +160,8 @@ class Figures:
     """Sum of losses; None where lines of steps are missing."""
     train_sec: float | None = 0.0
     """Seconds of all steps, warm-up included; None where lines of steps are missing."""
+    data_sec: float = 0.0
+    """Seconds of all steps that were spent waiting for data."""
     counted_tokens: int = 0
     """Tokens without the warm-up, like the two lists."""
     step_secs: list[float] = field(default_factory=list)
@@ -161,6 +172,7 @@ class Figures:
     def add(self, line: dict[str, Any], *, tokens: int, computing_sec: float = 0.0) -> None:
         """Count one training line of ``metrics.jsonl``, a step of ``tokens`` targets."""
         self.steps += 1
+        self.data_sec += line["dataload_time_sec"]
         if self.loss_sum is not None and self.train_sec is not None:
             self.loss_sum += line["loss"]
             self.train_sec += line["step_time_sec"]
@@ -188,6 +200,8 @@ class StepMeter:
         self._tokens_per_step = tokens_per_step
         self._pending: list[_Pending] = []
         self._steps_seen = 0
+        self._first_secs: list[float] = []
+        """Seconds of the first step of each process, waits for data left out."""
         self._thread = ThreadClock() if device.type == "cpu" else None  # a GPU computes beside its thread
         self._thread_at_start = math.nan
         self.computing_sec = 0.0
@@ -201,17 +215,20 @@ class StepMeter:
         """Figures of the steps that this process took."""
         self.interval = Figures()
         """Figures of the steps since the last line for the user, which starts it anew."""
-        self.own_losses: list[float] = []
-        """Losses of the sequences that this rank read, in the steps of the last ``flush``."""
+        self.results: list[StepResult] = []
+        """The steps of the last ``flush``."""
         self.last_own_loss: float = math.nan
         """Loss of the sequences that this rank read in the last step that ``flush`` returned."""
         self.last_loss: float | None = None
+        self.on_step_read: Callable[[float], None] = lambda _: None
+        """Called with the seconds of each step that the device has finished and ``flush`` has read."""
 
     def resume(
         self,
         lines: Iterable[dict[str, Any]],
         *,
         done: int,
+        first_steps: Collection[int] = (),
         epoch_start: int,
         wall_sec: float | None = None,
         last_loss: float | None = None,
@@ -221,6 +238,7 @@ class StepMeter:
         Args:
             lines: those of ``metrics.jsonl`` up to step ``done``.
             done: optimizer steps taken.
+            first_steps: the first of each earlier process.
             epoch_start: how many of them belong to finished epochs.
             wall_sec: seconds of the run so far; None takes those of the last line.
             last_loss: loss of step ``done``; None takes that of the last step in ``lines``.
@@ -232,6 +250,8 @@ class StepMeter:
                 self.run.add(line, tokens=self._tokens_per_step)
                 self.last_loss = line["loss"]
                 counted.append(line["step"])
+                if line["step"] in first_steps:
+                    self._first_secs.append(line["step_time_sec"] - line["dataload_time_sec"])
                 if line["step"] > epoch_start:
                     self.epoch.add(line, tokens=self._tokens_per_step)
         self.run.expect(range(1, done + 1), counted)
@@ -246,6 +266,12 @@ class StepMeter:
     def process_wall_seconds(self) -> float:
         """Seconds since this process began its part of the run."""
         return time.perf_counter() - self._started
+
+    @property
+    def compilation_sec(self) -> float:
+        """Seconds by which the first step of each process exceeds the usual step; 0 before there is one."""
+        usual = statistics.median(self.run.step_secs or [math.inf])
+        return sum(max(0.0, seconds - usual) for seconds in self._first_secs)
 
     def start(self) -> None:
         """Mark the start of a step."""
@@ -276,9 +302,10 @@ class StepMeter:
                 self._pending = pending[position:]
                 break
             lines.append(self._line(item))
-        self.own_losses = [float(item.result.own_loss) for item in pending[: len(lines)]]
+            self.on_step_read(lines[-1]["step_time_sec"])
+        self.results = [item.result for item in pending[: len(lines)]]
         if lines:
-            self.last_own_loss = self.own_losses[-1]
+            self.last_own_loss = float(self.results[-1].own_loss)
         return lines
 
     def close(self) -> None:
@@ -304,6 +331,8 @@ class StepMeter:
             "train_time_sec": None if self.run.train_sec is None else self.run.train_sec + seconds,
             "wall_time_sec": self._earlier_wall_sec + self._clock.seconds_between(self._origin, item.ended),
         }
+        if self._steps_seen == 1:
+            self._first_secs.append(seconds - item.dataload_sec)
         self.last_loss = line["loss"]
         for figures in (self.epoch, self.run, self.process, self.interval):
             figures.add(line, tokens=self._tokens_per_step, computing_sec=item.computing_sec)

@@ -85,6 +85,27 @@ class Gpus:
             throttled=None if reasons is None else [name for bit, name in REASONS.items() if reasons & bit],
         )
 
+    def health(self, uuid: str) -> dict[str, Any]:
+        """What the driver knows of a GPU and its memory; None where it does not say."""
+        nvml, handle = self._nvml, self._handles[uuid]
+        memory = self._ask(nvml.nvmlDeviceGetMemoryInfo, handle)
+        ecc = self._ask(nvml.nvmlDeviceGetEccMode, handle)
+        kinds = (nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC)
+        causes = range(nvml.NVML_PAGE_RETIREMENT_CAUSE_COUNT)
+        retired = [page for cause in causes for page in self._ask(nvml.nvmlDeviceGetRetiredPages, handle, cause) or ()]
+        corrected, uncorrected, pending, failed = self._ask(nvml.nvmlDeviceGetRemappedRows, handle) or (0, 0, 0, 0)
+        return {
+            "name": self._ask(nvml.nvmlDeviceGetName, handle),
+            "driver": self._ask(nvml.nvmlSystemGetDriverVersion),
+            "memory_bytes": memory and memory.total,
+            "used_bytes": memory and memory.used,
+            "ecc": ecc and bool(ecc[0]),
+            "uncorrected_errors": self._ask(nvml.nvmlDeviceGetTotalEccErrors, handle, *kinds),
+            "replaced": len(retired) + corrected + uncorrected,
+            "repair_pending": bool(pending or self._ask(nvml.nvmlDeviceGetRetiredPagesPendingStatus, handle)),
+            "repair_failed": bool(failed),
+        }
+
     def energy_joules(self, uuid: str) -> float | None:
         """The counter of energy that the GPU used since its driver was loaded; GPUs before Volta have none."""
         millijoules = self._ask(self._nvml.nvmlDeviceGetTotalEnergyConsumption, self._handles[uuid])

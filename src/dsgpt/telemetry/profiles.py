@@ -188,7 +188,7 @@ def _calls(events: Sequence[Event]) -> list[tuple[str, Span]]:
 
 
 def _kind(operation: str) -> str:
-    """What an operator and the events of gloo that execute it have in common: sums are scattered by an all-reduce."""
+    """Common name of an operator and of the events of gloo that execute it: sums are scattered by an all-reduce."""
     return operation.replace("reduce_scatter", "all_reduce")
 
 

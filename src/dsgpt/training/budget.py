@@ -76,7 +76,10 @@ class TrainingPlan:
 
 
 def read_plan(config: RunConfig, problems: Problems) -> TrainingPlan | None:
-    """The plan of ``--plan``; None without one. Refuses the plan of another training, and a limit without a price."""
+    """The plan of ``--plan``; None without one. Refuses the plan of another training, and a limit without a price.
+
+    An elastic launch may have another number of devices than was planned.
+    """
     path, plan = config.options.plan, None
     if path is not None:
         try:
@@ -93,6 +96,8 @@ def read_plan(config: RunConfig, problems: Problems) -> TrainingPlan | None:
             "global batch": (sequences, config.batch.global_batch_size),
             "sequence length": (plan.seq_length, config.seq_length),
         }
+        if config.topology.machines is not None:
+            del planned_and_run["devices"]
         if other := [f"{name} {one}, not {two}" for name, (one, two) in planned_and_run.items() if one != two]:
             problems.add(f"--plan {path}: was made for {'; '.join(other)}: plan this training, or leave --plan out")
     if config.options.max_cost is not None and _usd_per_hour(config, plan) is None:
@@ -101,10 +106,12 @@ def read_plan(config: RunConfig, problems: Problems) -> TrainingPlan | None:
 
 
 def _usd_per_hour(config: RunConfig, plan: TrainingPlan | None) -> float | None:
-    """Dollars an hour of all machines of the run; None where no price was given."""
+    """Dollars an hour of all machines of the run, spares included; None where no price was given."""
     if config.options.price_per_gpu_hour is not None:
-        return config.options.price_per_gpu_hour * config.topology.world_size
-    return plan.costs[0].usd_per_hour if plan is not None and plan.costs else None
+        return config.options.price_per_gpu_hour * config.topology.started
+    if plan is None or not plan.costs:
+        return None
+    return plan.costs[0].usd_per_hour * config.topology.started / plan.machine.devices
 
 
 class Budget:
@@ -118,8 +125,9 @@ class Budget:
     def __init__(self, config: RunConfig, plan: TrainingPlan | None) -> None:
         self._options, self._plan, self._total_steps = config.options, plan, config.total_steps
         self._usd_per_hour, self._earlier_usd = _usd_per_hour(config, plan), 0.0
+        self._as_planned = plan is not None and plan.machine.devices == config.topology.world_size
         self._began = self._recorded = time.monotonic() - (time.time() - psutil.Process().create_time())
-        self._unmeasured_save_sec = 12 * config.model.parameter_count() / SLOW_DISK
+        self._assumed_save_sec = 12 * config.model.parameter_count() / SLOW_DISK
         self.save_secs: list[float] = []
         """Seconds of each save of this process."""
         self._times: deque[float] = deque(maxlen=10 * STEPS)
@@ -129,8 +137,15 @@ class Budget:
         self.longest_sec = 0.0
         """The longest time between two of these moments."""
 
+    @property
+    def process_sec(self) -> float:
+        """Seconds since this process started, its imports included."""
+        return max(0.0, time.monotonic() - self._began)
+
     def resume(self, earlier: EarlierRecord) -> None:
         """Add what earlier processes cost; where they had no price, their training at the price of this one."""
+        if earlier.saves:
+            self._assumed_save_sec = max(save.save_total_sec for save in earlier.saves)
         spent = earlier.plan.spent_usd if earlier.plan else None
         self._earlier_usd = self._usd(earlier.summary.total_wall_time_sec) or 0.0 if spent is None else spent
 
@@ -138,6 +153,11 @@ class Budget:
         if self._usd_per_hour is None or seconds is None:
             return None
         return seconds * self._usd_per_hour / SEC_PER_HOUR
+
+    @property
+    def save_sec(self) -> float:
+        """Seconds that a save takes: the longest so far."""
+        return max(self.save_secs, default=self._assumed_save_sec)
 
     def progress(self) -> None:
         """Note that the run has taken a step, or validated a batch."""
@@ -148,8 +168,8 @@ class Budget:
 
     def reached(self) -> str | None:
         """The limit that one more step and the save after it might exceed; None if there is time for both."""
-        ahead = self.longest_sec + max(self.save_secs, default=self._unmeasured_save_sec)
-        seconds = time.monotonic() - self._began + ahead
+        ahead = self.longest_sec + self.save_sec
+        seconds = self.process_sec + ahead
         hours, dollars = self._options.max_hours, self._options.max_cost
         if hours is not None and seconds > hours * SEC_PER_HOUR:
             return f"--max_hours {hours:g}"
@@ -181,9 +201,9 @@ class Budget:
         """The ``plan`` block of the record; None for a run without plan and price."""
         if self._plan is None and self._usd_per_hour is None:
             return None
-        spent = self._usd(time.monotonic() - self._began)
+        spent = self._usd(self.process_sec)
         planned = seconds = ratio = None
-        if self._plan is not None:
+        if self._plan is not None and self._as_planned:
             step, training = self._plan.step.seconds, self._plan.training
             planned = training.seconds * self._total_steps / training.steps
             if len(self._times) >= STEPS:
@@ -191,6 +211,7 @@ class Budget:
                 seconds = planned + self._total_steps * step * (ratio - 1)
         return {
             "path": str(self._options.plan) if self._plan else None,
+            "comparable": self._as_planned if self._plan else None,
             "usd_per_hour": self._usd_per_hour,
             "spent_usd": None if spent is None else self._earlier_usd + spent,
             "step_vs_plan": ratio,

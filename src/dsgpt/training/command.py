@@ -4,6 +4,7 @@ import contextlib
 import errno
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -26,9 +27,11 @@ from dsgpt.common.errors import (
 from dsgpt.config.options import parse_arguments
 from dsgpt.config.run_config import resolve
 from dsgpt.data.token_file import TokenFileError
-from dsgpt.machine.launcher import Interruption, Launcher
+from dsgpt.machine.launcher import Interruption, Launcher, waiting_processes
 from dsgpt.machine.topology import read_topology
 
+LIMIT_MARK = "DSGPT_LIMIT_MARK"
+"""An environment variable: a file to make if a limit of the user ends the run, which no script should start again."""
 WATCHED_LAUNCHERS = ("deepspeed", "torchrun")
 """Launchers whose exit stops the run. A process started from a shell may outlive the shell."""
 _DISK_IS_FULL = {errno.ENOSPC, errno.EDQUOT}
@@ -45,7 +48,7 @@ def train(arguments: Sequence[str]) -> int:  # noqa: PLR0911 - one for each kind
         speaks = topology.is_main
         launcher = Launcher() if topology.launcher in WATCHED_LAUNCHERS else None
         with Interruption(launcher, speaks=speaks) as interruption:
-            _train(arguments, interruption, speaks=speaks)
+            return _train(arguments, interruption, speaks=speaks)
     except TokenFileError as error:  # while reading; a data worker puts its traceback before the message
         line = str(error).rsplit("TokenFileError: ", 1)[-1].strip()
         return _complain([line], EXIT_USER_ERROR, speaks=True)
@@ -61,7 +64,6 @@ def train(arguments: Sequence[str]) -> int:  # noqa: PLR0911 - one for each kind
         return _complain([f"{error}: free space, then continue with --resume"], EXIT_NOT_SAVED, speaks=True)
     except KeyboardInterrupt as error:
         return _interrupted(error, speaks=speaks)
-    return EXIT_DONE
 
 
 def check(arguments: Sequence[str]) -> None:
@@ -78,16 +80,24 @@ def check(arguments: Sequence[str]) -> None:
         _train([*arguments, "--dry_run"], interruption, speaks=False)
 
 
-def _train(arguments: Sequence[str], interruption: Interruption, *, speaks: bool) -> None:
+def _train(arguments: Sequence[str], interruption: Interruption, *, speaks: bool) -> int:
     options, problems = parse_arguments(arguments)
     topology = read_topology(local_rank_flag=options.local_rank)
+    others_wait = topology.local_world_size < topology.world_size and not options.dry_run
+    if others_wait:
+        from dsgpt.machine.console import Progress  # noqa: PLC0415 - as below
+        from dsgpt.machine.peers import say_busy, tell_refusal  # noqa: PLC0415 - imports torch
+
+        Progress.heard = say_busy(topology)
     try:
         config = resolve(options, topology=topology, problems=problems)
     except UserError as error:
-        if topology.local_world_size < topology.world_size and not options.dry_run:
-            from dsgpt.machine.peers import tell_refusal  # noqa: PLC0415 - imports torch
-
+        if others_wait:
+            _tell_torchrun(error.problems)
+            if topology.local_rank == 0:  # at once, because rank 0 may be long in coming
+                complain(error.problems, EXIT_USER_ERROR)
             tell_refusal(topology, error.problems)
+            return EXIT_USER_ERROR
         raise
     from dsgpt.machine.console import logging_to_console  # noqa: PLC0415 - torch takes seconds; --help should not
     from dsgpt.training.budget import end_reported  # noqa: PLC0415
@@ -95,6 +105,7 @@ def _train(arguments: Sequence[str], interruption: Interruption, *, speaks: bool
 
     with logging_to_console(speaks=speaks), interruption.patience(), end_reported(config), interruption.patience(False):
         run(config, interruption)
+    return EXIT_DONE
 
 
 def _find_tools_beside_interpreter() -> None:
@@ -142,6 +153,10 @@ def _interrupted(error: KeyboardInterrupt, *, speaks: bool) -> int:
         return _complain(["interrupted; continue with --resume"], EXIT_INTERRUPTED, speaks=speaks)
     line = f"{error}; continue with --resume"
     _tell_torchrun([line])
+    if error.limit and speaks and (mark := os.environ.get(LIMIT_MARK)):
+        Path(mark).touch()
+    if error.limit and "TORCHELASTIC_RUN_ID" in os.environ and os.environ["LOCAL_RANK"] == "0":
+        os.kill(waiting_processes()[-1].pid, signal.SIGTERM)  # else it starts the ranks again, with the limit anew
     if speaks and not error.together:  # else the run has printed and logged it
         with contextlib.suppress(OSError):  # of a terminal that is gone
             print(line, file=sys.stderr, flush=True)

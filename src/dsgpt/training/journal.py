@@ -36,6 +36,7 @@ from dsgpt.telemetry.meter import (
 )
 from dsgpt.telemetry.profiles import COMMUNICATION_FILE, communication_table
 from dsgpt.training.budget import Budget, TrainingPlan
+from dsgpt.training.goodput import Goodput
 from dsgpt.training.run_description import CHANGES_KEY, predicted_peak_memory
 from dsgpt.training.run_folder import EarlierRecord
 
@@ -430,6 +431,7 @@ class Journal:
         sinks: receive what happens.
         ranks: all ranks.
         plan: what was predicted of this run.
+        goodput: of earlier processes.
         done: optimizer steps of earlier processes.
     """
 
@@ -442,6 +444,7 @@ class Journal:
         sinks: Sinks,
         ranks: HostGroup,
         plan: TrainingPlan | None = None,
+        goodput: Goodput | None = None,
         done: int = 0,
     ) -> None:
         self._config = config
@@ -452,11 +455,15 @@ class Journal:
         self._speed = Speed(config, description, ranks=ranks)
         self._segments = Segments(description, done=done)
         self._changes: list[dict[str, Any]] = description.get(CHANGES_KEY, [])
+        self.on_flush: Callable[[], None] = lambda: None
+        """Called when the steps were read from the device, before the sinks receive them."""
         self.failed_saves = 0
         """Checkpoints that could not be written."""
         self._communication_share: float | None = None
         self.gpu_use: dict[str, Any] | None = None
         """Figures of the GPUs that were sampled while this process trained."""
+        self._goodput = (goodput or Goodput()).begin(self.budget.process_sec)
+        self._lost_sec = {"start": self.budget.process_sec, "validation": 0.0, "saves": 0.0}
         self._predicted = predicted_peak_memory(config)
         self.record = RunRecord(description=description)
         self.last_val_loss: float | None = None
@@ -482,6 +489,7 @@ class Journal:
         self.meter.resume(
             lines,
             done=state.step,
+            first_steps={segment.first_step for segment in state.segments},
             epoch_start=sum(epoch.steps for epoch in state.epochs),
             wall_sec=state.wall_time_sec,
             last_loss=state.last_train_loss,
@@ -520,6 +528,7 @@ class Journal:
             NonFiniteError: one of them has a loss or gradient norm that is NaN or infinite.
         """
         lines = self.meter.flush()
+        self.on_flush()
         if due and lines:
             lines[-1]["interval"] = self._speed.interval(self.meter)
         self._sinks.try_to_send("lines", lambda sink: sink.steps(lines, due=due))
@@ -531,15 +540,17 @@ class Journal:
             self.write()
 
     def _first_non_finite(self, lines: list[dict[str, Any]]) -> str:
-        """The rank whose own loss was the first that is not finite; collective, as every rank has the same lines."""
-        own = next((place for place, loss in enumerate(self.meter.own_losses) if not math.isfinite(loss)), len(lines))
-        ranks: list[tuple[str, int]] = gather_objects((socket.gethostname(), own))
-        first = min(place for _, place in ranks)
-        at_fault = [rank for rank, (_, place) in enumerate(ranks) if place == first < len(lines)]
-        if len(at_fault) in {0, len(ranks)}:  # a gradient was the first, or the state that all ranks share
+        """The rank whose own loss or gradient was the first that is not finite; collective: all have the same lines."""
+        faults = ((place, what) for place, result in enumerate(self.meter.results) if (what := result.own_non_finite()))
+        ranks: list[tuple[str, tuple[int, str]]] = gather_objects(
+            (socket.gethostname(), next(faults, (len(lines), "")))
+        )
+        first, what = min(own for _, own in ranks)
+        at_fault = [rank for rank, (_, (place, _)) in enumerate(ranks) if place == first < len(lines)]
+        if len(at_fault) in {0, len(ranks)}:  # the state that all ranks share was the first
             return ""
         names = ", ".join(f"rank {rank} on {ranks[rank][0]}" for rank in at_fault)
-        return f"; {names} was the first to compute a loss that is not finite, in step {lines[first]['step']}"
+        return f"; {names} was the first to compute a {what} that is not finite, in step {lines[first]['step']}"
 
     def traffic_measured(self, measured: dict[str, Any]) -> None:
         """Note the model state and the traffic of a step."""
@@ -558,6 +569,7 @@ class Journal:
             NonFiniteError: it is NaN or infinite.
         """
         self.last_val_loss, self.last_val_step = val_loss, step
+        self._lost_sec["validation"] += seconds
         line = {
             "step": step,
             "val_loss": val_loss,
@@ -611,6 +623,7 @@ class Journal:
             size: bytes of its files.
         """
         self.budget.save_secs.append(total_sec)
+        self._lost_sec["saves"] += stall_sec
         seconds = {"save_stall_sec": stall_sec, "save_total_sec": total_sec}
         self.record.saves.append({"step": step, "mode": mode, **seconds, "bytes": size})
 
@@ -658,6 +671,13 @@ class Journal:
         self.record.status = status
         self.record.description = self._segments.common_description()
         self.record.plan = self.budget.block()
+        compilation, waited = self.meter.compilation_sec, run.data_sec
+        goodput = self._goodput.now(
+            process_sec=self.budget.process_sec,
+            kept_sec=None if run.train_sec is None else max(0.0, run.train_sec - compilation - waited),
+            lost_sec={**self._lost_sec, "compilation": compilation, "data": waited},
+        )
+        self.record.goodput = {"share": goodput.share, **asdict(goodput)}
         self.record.segments = [asdict(segment) for segment in self._segments.all]
         self.record.summary = {
             "total_wall_time_sec": self.meter.wall_seconds(),

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import json
 import logging
 import os
 import re
@@ -12,8 +13,9 @@ import traceback
 import uuid
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -23,11 +25,11 @@ from dsgpt.checkpoints.second_copy import check_place, clear_place, fetch_newer
 from dsgpt.checkpoints.training_state import StateReader, load_random_state
 from dsgpt.common.errors import LostRank, OutOfMemory, Problems, SaveError, UserError
 from dsgpt.common.files import write_json_atomic
-from dsgpt.common.json_files import JsonError
-from dsgpt.common.text import divisors
+from dsgpt.common.json_files import JsonError, clipped
+from dsgpt.common.text import counted, divisors
 from dsgpt.config.run_config import RunConfig
-from dsgpt.machine.console import LogFile
-from dsgpt.machine.device import HostGroup, barrier, bring_up, from_main, gather_objects, joined
+from dsgpt.machine.console import LogFile, Progress
+from dsgpt.machine.device import TIMEOUT, HostGroup, barrier, bring_up, from_main, gather_objects, joined
 from dsgpt.machine.launcher import Interruption
 from dsgpt.machine.peers import SLOW_STEPS, Peers, RankStatus
 from dsgpt.machine.spot import SpotWatch
@@ -35,17 +37,19 @@ from dsgpt.machine.topology import Topology
 from dsgpt.model.gpt2 import parameter_shapes
 from dsgpt.planner.memory import worst_peak
 from dsgpt.planner.setup import Setup
-from dsgpt.record.schema import LOG_FILE, RECORD_FILE, STEPS_FILE, drop_steps_after, later_schema
+from dsgpt.record.schema import RECORD_FILE, STEPS_FILE, drop_steps_after, later_schema, log_file
 from dsgpt.strategies.base import Strategy, build_strategy
 from dsgpt.telemetry.cost import peak_bytes
 from dsgpt.training.budget import TrainingPlan, notify, read_plan
 from dsgpt.training.command import complain_of
+from dsgpt.training.goodput import Goodput
 from dsgpt.training.journal import Journal, open_sinks
 from dsgpt.training.run_description import (
     check_tokenizer,
-    data_hash,
+    data_hashes,
     data_tokenizer,
     describe_run,
+    facts_to_match,
     initial_weights_hash,
     plan_lines,
     predicted_peak_memory,
@@ -58,6 +62,7 @@ from dsgpt.training.run_folder import (
     ResumePoint,
     clear_run_folder,
     contents,
+    damage_in,
     holds_run_to_resume,
     is_ours,
     make_run_folder,
@@ -68,6 +73,9 @@ from dsgpt.training.saving import Saver, about_run
 from dsgpt.training.status import PATIENCE_SEC, RunLock, is_guarded, refuse_if_locked
 from dsgpt.training.trackers import open_trackers
 from dsgpt.training.trainer import Trainer
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
 
 logger = logging.getLogger(__name__)
 
@@ -89,6 +97,8 @@ class Prepared:
     """The record of the run to resume."""
     plan: TrainingPlan | None
     """The plan of ``--plan``."""
+    goodput: Goodput
+    """Goodput of the earlier processes of the run."""
     messages: tuple[str, ...]
     """Lines for the user."""
 
@@ -103,8 +113,10 @@ def _earlier_record(run_dir: Path) -> tuple[EarlierRecord, str]:
         return EarlierRecord(), f"{run_dir / RECORD_FILE} is damaged ({error}): its list of earlier saves is lost"
 
 
-def prepare(config: RunConfig, lock: RunLock) -> Prepared:
-    """Check what only one rank should read: the contents of the data, the run folder and its checkpoints.
+def prepare(config: RunConfig, lock: RunLock, peers: Peers) -> Prepared:
+    """Check what only one rank should read: the contents of the data and the run folder.
+
+    The other ranks help to verify its checkpoints; see ``_train``.
 
     Locks the run folder if a run was started in it before, and renames back a checkpoint that was being replaced. A
     dry run only checks the lock. The sidecar of a data file that was hashed may get a new stamp. Nothing else changes.
@@ -114,6 +126,14 @@ def prepare(config: RunConfig, lock: RunLock) -> Prepared:
     """
     problems, run_dir, save_to = Problems(), config.run_dir, config.options.save_to
     fetched: list[str] = []
+
+    @functools.cache
+    def damage(checkpoint: str) -> str:
+        found = peers.share(checkpoint, functools.partial(damage_in, config))
+        if len(found) > 1 and any(found):  # of a file that is damaged a rank may see another sign, or not the folder
+            return damage_in(config, checkpoint)
+        return found[0]
+
     if config.options.dry_run:
         refuse_if_locked(run_dir)
     elif is_guarded(run_dir) or store.replaced(run_dir):
@@ -123,25 +143,30 @@ def prepare(config: RunConfig, lock: RunLock) -> Prepared:
     if save_to and config.options.resume and not config.options.dry_run and not store.was_overwritten(run_dir):
         make_run_folder(run_dir)
         lock.take()
-        fetched = fetch_newer(save_to, run_dir)
+        fetched = fetch_newer(save_to, run_dir, damage=damage)
+        damage.cache_clear()  # a damaged checkpoint may have been replaced
     resumes = holds_run_to_resume(config, problems)
     problems.add(*filter(None, [data_tokenizer(config.train)[1]]))
     problems.raise_if_any()
-    verify = config.options.verify_data
-    hashes = {
-        name: data_hash(file, verify=verify, problems=problems)
-        for name, file in (("train", config.train), ("val", config.val))
-    }
-    problems.raise_if_any()  # else a changed file is reported again, as different from the checkpoint's
+    hashes = data_hashes(config)
     hashes["initial weights"] = initial_weights_hash(config)
     settings, start = settings_to_match(config, hashes=hashes), ResumePoint()
     if resumes:
-        start = plan_resume(config, settings=settings, problems=problems)
+        start = plan_resume(config, settings=settings, problems=problems, damage=damage)
     if save_to:
         begins = start.checkpoint is None and not config.options.overwrite and not store.was_overwritten(run_dir)
         check_place(save_to, begins=begins, writes=not config.options.dry_run)
-    earlier, doubt = _earlier_record(run_dir) if start.checkpoint else (EarlierRecord(), "")
-    plan = read_plan(config, problems)
+    earlier, doubt = _earlier_record(run_dir) if resumes else (EarlierRecord(), "")
+    goodput = Goodput()
+    if resumes and (run_dir / RECORD_FILE).exists():
+        goodput = (earlier.goodput or Goodput.unknown()).after_loss(
+            run_dir / STEPS_FILE,
+            kept_step=read_run_state(start.checkpoint).step if start.checkpoint else 0,
+            wall_sec=earlier.summary.total_wall_time_sec,
+        )
+    plan, unlike = read_plan(config, problems), ""
+    if plan is not None and plan.machine.devices != config.topology.world_size:
+        unlike = f"plan        was made for {counted(plan.machine.devices, 'device')}: steps are not compared with it"
     unchecked = check_tokenizer(config, problems)
     problems.raise_if_any()
     return Prepared(
@@ -151,7 +176,8 @@ def prepare(config: RunConfig, lock: RunLock) -> Prepared:
         contents=contents(run_dir),
         earlier=earlier,
         plan=plan,
-        messages=(*filter(None, (unchecked, doubt)), *fetched, *start.messages),
+        goodput=goodput,
+        messages=(*filter(None, (unchecked, doubt, unlike)), *fetched, *start.messages),
     )
 
 
@@ -172,8 +198,8 @@ def open_run_folder(config: RunConfig, prepared: Prepared, *, lock: RunLock, log
     """
     description: dict[str, Any] = {}
     problems: tuple[str, ...] = ()
-    start, run_dir = prepared.start, config.run_dir
-    if config.topology.is_main:
+    start, run_dir, topology = prepared.start, config.run_dir, config.topology
+    if topology.is_main:
         try:
             make_run_folder(run_dir)
             lock.take()
@@ -194,14 +220,49 @@ def open_run_folder(config: RunConfig, prepared: Prepared, *, lock: RunLock, log
                 repeated = ("command_line", "git_commit", "env", "data", "training_config", "deepspeed_config")
                 written = {"options": options, **{name: description[name] for name in repeated}}
                 write_json_atomic(run_dir / CONFIG_FILE, written)
-            log.open(run_dir / LOG_FILE)
+            log.open(run_dir / log_file(0))
         except UserError as error:
             problems = error.problems
     problems = from_main(problems)
     if problems:
         raise UserError(*problems)
-    require_shared(run_dir, config.topology)
+    require_shared(run_dir, topology)
+    if topology.machine:
+        log.setFormatter(logging.Formatter(f"rank {topology.rank} on {socket.gethostname()}: %(message)s"))
+        log.open(run_dir / log_file(topology.machine))
+        from_step = f"from {start.checkpoint.name}" if start.checkpoint is not None else "from the beginning"
+        log.add(f"{datetime.now(UTC).isoformat(timespec='seconds')}: process {os.getpid()} trains {from_step}")
     return description
+
+
+def require_same_work(config: RunConfig, prepared: Prepared | None, store: "Store") -> None:
+    """Compare what the first ranks of all machines were given, on rank 0. One machine needs no check.
+
+    Args:
+        config: of this rank.
+        prepared: of rank 0, else None.
+        store: at which the ranks have met.
+
+    Raises:
+        UserError: on rank 0, if a machine has other flags, another recipe, other data or other code; or this machine's
+            data are not what their sidecar says.
+    """
+    topology, own = config.topology, dict[str, str]()
+    if topology.local_world_size == topology.world_size:
+        return
+    if topology.local_rank == 0:
+        own = facts_to_match(config, hashes=prepared.hashes if prepared else data_hashes(config))
+    store.set(f"work/{topology.rank}", json.dumps([socket.gethostname(), own]))
+    for rank in range(1, topology.world_size) if topology.is_main else ():
+        store.wait([f"work/{rank}"], TIMEOUT)  # it may hash its data
+        host, facts = json.loads(store.get(f"work/{rank}"))
+        if facts and (differs := [name for name in own | facts if own.get(name) != facts.get(name)]):
+            first, more = differs[0], "".join(f", {name}" for name in differs[1:3])
+            raise UserError(
+                f"{host} does not train what {socket.gethostname()} does: {first} is {clipped(facts.get(first))}, not "
+                f"{clipped(own.get(first))}{more and f' (also differ: {more[2:]})'}: start all machines with the same "
+                "code, flags, recipe and data"
+            )
 
 
 LEAVE_SEC = 10.0
@@ -256,10 +317,16 @@ def run(config: RunConfig, interruption: Interruption) -> None:
     peers = Peers(config.topology, stall_timeout=config.options.stall_timeout)
     with LogFile() as log, RunLock(config.run_dir, patience_sec=patience) as lock, peers:
         if not config.options.dry_run:
-            peers.on_lost_rank = functools.partial(_end_after_lost_rank, config, None)
+            peers.on_lost_rank = functools.partial(_end_after_lost_rank, config, None, log)
             peers.join()
+            if config.topology.is_spare:
+                peers.stand_by()
+                return
+            Progress.heard = peers.note_own_progress
         try:
-            prepared = prepare(config, lock) if config.topology.is_main else None
+            prepared = prepare(config, lock, peers) if config.topology.is_main else None
+            if peers.store is not None:
+                require_same_work(config, prepared, peers.store)
         except UserError as error:
             peers.refuse(error.problems)
             raise
@@ -272,7 +339,7 @@ def run(config: RunConfig, interruption: Interruption) -> None:
                 _train(config, prepared, interruption, peers, lock=lock, log=log)
 
 
-def _end_after_lost_rank(config: RunConfig, journal: Journal | None, lost: LostRank) -> None:
+def _end_after_lost_rank(config: RunConfig, journal: Journal | None, log: LogFile, lost: LostRank) -> None:
     """Called by the watch thread when the main thread is blocked by a lost rank.
 
     Writes the record, runs `--on_event` and prints the error.
@@ -282,6 +349,7 @@ def _end_after_lost_rank(config: RunConfig, journal: Journal | None, lost: LostR
         writes.start()
         writes.join(LEAVE_SEC)  # the disk may be what everything waits for
         notify(config, "failed")
+    log.add_error(lost)
     complain_of(lost)
 
 
@@ -295,6 +363,7 @@ def _train(
     log: LogFile,
 ) -> None:
     device = bring_up(config.device, local_rank=config.topology.local_rank, threads=config.threads_per_device)
+    peers.help(functools.partial(damage_in, config))
     alone = config.run_type == "baseline"
     with contextlib.nullcontext() if alone else joined(config.topology, device, store=peers.store):
         prepared: Prepared = from_main(own)
@@ -323,11 +392,12 @@ def _train(
                 sinks=open_sinks(config, done=done, trackers=trackers),
                 ranks=ranks,
                 plan=prepared.plan,
+                goodput=prepared.goodput,
                 done=done,
             )
             if state is not None:
                 journal.resume(state, steps_file, earlier=prepared.earlier)
-            peers.on_lost_rank = functools.partial(_end_after_lost_rank, config, journal)
+            peers.on_lost_rank = functools.partial(_end_after_lost_rank, config, journal, log)
             peers.on_slow_rank = _warn_of_slow_rank
             about = about_run(config, settings=prepared.settings, description=description) if description else {}
             Trainer(

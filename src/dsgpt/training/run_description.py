@@ -3,12 +3,13 @@
 The settings are printed on the console, repeated in the record, and compared when a run is resumed.
 """
 
+import json
 import logging
 import shlex
 import socket
 import sys
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -25,7 +26,7 @@ from dsgpt.machine.device import describe_hardware, software_versions
 from dsgpt.planner.formulas import largest_model_state, most_sent_bytes
 from dsgpt.planner.memory import STEP, peak_memory, worst_peak
 from dsgpt.planner.setup import Setup
-from dsgpt.record.provenance import git_commit
+from dsgpt.record.provenance import git_commit, sources_sha256
 from dsgpt.strategies.deepspeed.setup import engine_config
 
 logger = logging.getLogger(__name__)
@@ -111,6 +112,19 @@ def data_hash(file: TokenFile, *, verify: bool, problems: Problems) -> str | Non
     if verify and vocabulary is not None and (largest := file.largest_id()) >= vocabulary:
         problems.add(f"{file.path}: its largest id is {largest}, but its sidecar says a vocabulary of {vocabulary}")
     return computed
+
+
+def data_hashes(config: RunConfig) -> dict[str, str | None]:
+    """The sha256 of ``train`` and ``val``.
+
+    Raises:
+        UserError: a file is not what its sidecar says.
+    """
+    problems, verify = Problems(), config.options.verify_data
+    files = (("train", config.train), ("val", config.val))
+    hashes = {name: data_hash(file, verify=verify, problems=problems) for name, file in files}
+    problems.raise_if_any()  # else a changed file is reported again, as different from the checkpoint's
+    return hashes
 
 
 def initial_weights_hash(config: RunConfig) -> str | None:
@@ -331,6 +345,16 @@ def _training_config(config: RunConfig, hashes: dict[str, str | None]) -> dict[s
         "compile": options.compile,
         "activation_checkpointing": config.activation_checkpointing,
     }
+
+
+def facts_to_match(config: RunConfig, *, hashes: Mapping[str, str | None]) -> dict[str, str]:
+    """What all machines of a run must have alike, by the name that an error gives it. Paths may differ."""
+    flags = {f"--{name}": value for name, value in vars(config.options).items() if name != "local_rank"}
+    facts = {name: value for name, value in flags.items() if not isinstance(value, Path)}
+    facts |= {f"the recipe's {key}": value for key, value in config.recipe.raw.items()}
+    facts |= {f"sha256 of {name}": hashes[name] for name in ("train", "val")}
+    facts |= {"hash of dsgpt's code": sources_sha256()[:12], "precision": config.precision}
+    return {name: json.dumps(value, default=str, sort_keys=True) for name, value in facts.items()}
 
 
 def settings_to_match(config: RunConfig, *, hashes: dict[str, str | None]) -> dict[str, Any]:

@@ -3,7 +3,9 @@
 import contextlib
 import os
 import re
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +26,9 @@ from dsgpt.common.files import is_regular_file, remove
 from dsgpt.common.json_files import Count, Finite, JsonError, Seconds, clipped, clipped_text, read_as, read_object
 from dsgpt.common.text import counted
 from dsgpt.config.run_config import RunConfig
-from dsgpt.record.schema import COMPLETE_FILE, HARDWARE_FILE, LOG_FILE, RECORD_FILE, STEPS_FILE, read_steps
+from dsgpt.record.schema import COMPLETE_FILE, LOG_FILE, MACHINE_FILE, RECORD_FILE, STEPS_FILE, read_steps
 from dsgpt.telemetry.profiles import COMMUNICATION_FILE, PROFILE_FOLDER, is_profile_folder
+from dsgpt.training.goodput import Goodput
 from dsgpt.training.run_description import CHANGEABLE, EXECUTED_BY
 
 # What an earlier process left in a run folder besides checkpoints: its record, its step lines, the file ``latest``.
@@ -70,6 +73,7 @@ class EarlierRecord:
     """Saves of the run; None in records of older versions, which lack the key."""
     summary: EarlierSummary = field(default_factory=EarlierSummary)
     plan: EarlierPlan | None = None
+    goodput: Goodput | None = None
 
 
 def read_earlier_record(run_dir: Path) -> EarlierRecord | None:
@@ -131,6 +135,9 @@ def named_by(path: Path) -> str:
 
 # Chooses the checkpoint to resume from: the newest undamaged one, if this run matches its settings.
 
+_NUMBERED = re.compile(r"-(\d{5,})\.safetensors$")
+"""In the name of a file that one of several ranks wrote."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ResumePoint:
@@ -154,13 +161,16 @@ class ResumePoint:
     """Each rank does what the rank of the same number did in the checkpoint's run, and continues its random stream."""
 
 
-def plan_resume(config: RunConfig, *, settings: dict[str, Any], problems: Problems) -> ResumePoint:
+def plan_resume(
+    config: RunConfig, *, settings: dict[str, Any], problems: Problems, damage: Callable[[str], str] | None = None
+) -> ResumePoint:
     """Choose the checkpoint to resume from, and compare its settings with this run's; changes nothing.
 
     Args:
         config: the run.
         settings: those of this run that must match, from ``settings_to_match``.
         problems: receives those that do not match.
+        damage: what is wrong with a checkpoint, by its name; empty if nothing is. By default this process alone looks.
 
     Raises:
         UserError: all checkpoints are damaged, or there were checkpoints and all are missing.
@@ -171,7 +181,7 @@ def plan_resume(config: RunConfig, *, settings: dict[str, Any], problems: Proble
         finished = _plan_finished(config, settings=settings, problems=problems)
         if finished is not None:
             return finished
-    checkpoint, refused = _newest_whole(config)
+    checkpoint, refused = _newest_whole(config.run_dir, damage or partial(damage_in, config))
     if checkpoint is None:
         return ResumePoint(messages=(f"--resume: {why_nothing_was_saved(config.run_dir)}; starting fresh",))
     manifest, state = parse_manifest(checkpoint), read_run_state(checkpoint)
@@ -241,21 +251,17 @@ def _plan_finished(config: RunConfig, *, settings: dict[str, Any], problems: Pro
     )
 
 
-def _newest_whole(config: RunConfig) -> tuple[Path | None, list[tuple[Path, str]]]:
+def _newest_whole(run_dir: Path, damage: Callable[[str], str]) -> tuple[Path | None, list[tuple[Path, str]]]:
     """The newest undamaged checkpoint, and the newer ones with what is wrong with each.
 
     Raises:
         UserError: there are checkpoints, and all are damaged.
     """
     refused: list[tuple[Path, str]] = []
-    run_dir = config.run_dir
     for checkpoint in store.candidates(run_dir):
-        try:
-            _require_whole(checkpoint, config)
-        except UserError as error:
-            refused.append((checkpoint, str(error)))
-        else:
+        if not (reason := damage(checkpoint.name)):
             return checkpoint, refused
+        refused.append((checkpoint, reason))
     if refused:
         raise UserError(
             f"--resume: no checkpoint in {run_dir} is intact: restore one, or start again with --overwrite",
@@ -269,13 +275,28 @@ def _newest_whole(config: RunConfig) -> tuple[Path | None, list[tuple[Path, str]
     return None, refused
 
 
-def _require_whole(checkpoint: Path, config: RunConfig) -> None:
-    """Verify every file of a checkpoint that a resume reads.
+def damage_in(config: RunConfig, name: str, rank: int = 0, ranks: int = 1) -> str:
+    """What is wrong with a checkpoint that ``ranks`` verify together, as far as ``rank`` sees; empty if nothing is.
+
+    Each file is hashed by one of them: pieces and random states by the rank of their number, which will read them if
+    the ranks are as many as before; the others in turn.
+    """
+    try:
+        _require_whole(config.run_dir / name, config, rank, ranks)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def _require_whole(checkpoint: Path, config: RunConfig, rank: int, ranks: int) -> None:
+    """Verify the files of a checkpoint that a resume reads, as in ``damage_in``.
 
     Raises:
         UserError: a file is missing, damaged, not named in the manifest, or has unusable contents.
     """
-    manifest = read_manifest(checkpoint)
+    turns = {name: turn for turn, name in enumerate(parse_manifest(checkpoint).files)}
+    turns |= {name: int(number[1]) for name in turns if (number := _NUMBERED.search(name))}
+    manifest = read_manifest(checkpoint, only=lambda name: turns[name] % ranks == rank)
     require_resumable(checkpoint, manifest)
     require_files(checkpoint, manifest, (*state_files(checkpoint), store.MODEL, COUNTERS, STATE_FILE))
     state = read_run_state(checkpoint)
@@ -284,8 +305,8 @@ def _require_whole(checkpoint: Path, config: RunConfig) -> None:
             f"{checkpoint}: its {STATE_FILE} is of step {state.step} and its manifest of step {manifest.step}: a "
             "file or the folder was renamed"
         )
-    StateReader(checkpoint).check()
-    if _has_same_ranks(config, manifest):
+    StateReader(checkpoint).check(rank, ranks)
+    if rank == 0 and _has_same_ranks(config, manifest):
         check_random_states(checkpoint, named=manifest.files, ranks=config.topology.world_size, device=config.device)
 
 
@@ -321,7 +342,7 @@ def _allowed(config: RunConfig) -> set[str]:
 CONFIG_FILE = "config.json"
 _FILES = (COMPLETE_FILE, store.LATEST, store.BEST, LOG_FILE, COMMUNICATION_FILE, STEPS_FILE, RECORD_FILE, CONFIG_FILE)
 """Files that a run writes next to its checkpoints, in the order of removal: those that identify a run go last.
-``hardware.jsonl`` and those of further machines go before them.
+``hardware.jsonl`` and the files of further machines go before them.
 
 A kill in between leaves no ``latest``, and no step lines without a record;
 ``why_nothing_was_saved`` says why this matters."""
@@ -420,9 +441,9 @@ def _existing(run_dir: Path) -> list[Path]:
 
 def _files(run_dir: Path) -> list[Path]:
     """Paths in ``run_dir`` named like a file of a run, or like the folder of trackers or profiles, links included."""
-    hardware = sorted(path for path in run_dir.iterdir() if HARDWARE_FILE.fullmatch(path.name))
+    of_machines = sorted(path for path in run_dir.iterdir() if MACHINE_FILE.fullmatch(path.name))
     named = [run_dir / name for name in (TRACKERS_FOLDER, PROFILE_FOLDER, *_FILES) if os.path.lexists(run_dir / name)]
-    return hardware + named
+    return of_machines + named
 
 
 def _folders(run_dir: Path, name: re.Pattern[str]) -> list[Path]:
@@ -434,7 +455,7 @@ def _folders(run_dir: Path, name: re.Pattern[str]) -> list[Path]:
 def _foreign(run_dir: Path, existing: list[Path]) -> Path | None:
     """A file or folder that a run would replace although no run wrote it; None if there is none."""
     for path in existing:
-        if (path.name in _FILES or HARDWARE_FILE.fullmatch(path.name)) and path.is_dir() and not path.is_symlink():
+        if (path.name in _FILES or MACHINE_FILE.fullmatch(path.name)) and path.is_dir() and not path.is_symlink():
             return path
         for name, is_ours in ((TRACKERS_FOLDER, is_tracker_folder), (PROFILE_FOLDER, is_profile_folder)):
             if path.name == name and not path.is_symlink() and not is_ours(path):

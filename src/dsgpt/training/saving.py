@@ -7,10 +7,11 @@ one fails, all fail with its reason, and no rank waits for a failed one.
 
 import contextlib
 import copy
+import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,7 +30,6 @@ from dsgpt.checkpoints.training_state import (
     reason_of,
     require_room,
     save_random_state,
-    try_to_write,
     write_shards,
 )
 from dsgpt.common.errors import NonFiniteError, SaveError, UserError
@@ -45,8 +45,6 @@ from dsgpt.training.run_description import data_tokenizer
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-COPY_SEC = 60.0
-"""Seconds that a run which stops early waits for ``--save_to``: a reclaimed machine has 30 to 120 s in all."""
 _CONTINUES = "the run continues (--on_save_failure continue)"
 
 
@@ -61,6 +59,8 @@ class Contents:
     about: dict[str, Any]
     """The manifest's fields about the run; see ``about_run``."""
     counters: Counters
+    needed: Callable[[], Collection[Path]]
+    """Returns the checkpoints that retention must leave."""
 
     def remove(self) -> None:
         """Remove the attempt; main rank only."""
@@ -68,22 +68,24 @@ class Contents:
         with contextlib.suppress(OSError):
             remove(self.folder)
 
-    def write(self, shards: Shards) -> Written:
-        """Add this rank's part of the state of training.
+    def write(self, shards: Callable[[], Shards], ranks: HostGroup) -> list[Written]:
+        """Add every rank's part of the state of training; collective among ``ranks``.
+
+        Returns:
+            All parts on the main rank; on another its own.
 
         Raises:
-            OSError: the file system refuses.
+            SaveError: on every rank, if one of them failed.
+            NonFiniteError: on every rank: the last update made weights NaN or infinite, and no loss shows it yet.
         """
-        topology = self.config.topology
-        return write_shards(self.folder, shards, rank=topology.rank, ranks=topology.world_size)
-
-    def refuse_non_finite(self, parts: list[Written]) -> None:
-        """Refuse weights that the last update made NaN or infinite: no loss was computed with them yet."""
-        if names := list(dict.fromkeys(name for part in parts for name in part.non_finite)):
+        place = self.config.topology
+        parts = _together(ranks, lambda: write_shards(self.folder, shards(), rank=place.rank, ranks=place.world_size))
+        if names := list(dict.fromkeys(itertools.chain(*ranks.objects(parts[0].non_finite)))):
             raise NonFiniteError(
                 f"step {self.state.step}: {', '.join(names[:3])} became NaN or infinite: training stopped, and this "
                 "state is not saved; lower the learning rate or lengthen the warm-up"
             )
+        return parts
 
     def complete(self, parts: list[Written]) -> int:
         """Add the remaining files to the ``parts`` of all ranks, and publish; main rank only.
@@ -104,7 +106,7 @@ class Contents:
             copy_tokenizer(tokenizer, self.folder / store.TOKENIZER)
         final = store.publish(config.run_dir, self.folder, state=self.state, about=self.about, written=written)
         try:
-            store.keep_newest(config.run_dir, count=config.options.keep_checkpoints)
+            store.keep_newest(config.run_dir, count=config.options.keep_checkpoints, needed=self.needed())
         except OSError as error:
             logger.warning(f"{final.name} is saved, but the older ones could not be tidied up: {reason_of(error)}")
         return parse_manifest(final).size
@@ -133,7 +135,7 @@ def _together(ranks: HostGroup, action: Callable[[], T]) -> list[T]:
     """Do ``action`` on this rank, and check that it succeeded on the others; collective among ``ranks``.
 
     Returns:
-        What it returned on each rank.
+        What it returned on each rank, for the main rank; on another what it returned there.
 
     Raises:
         SaveError: on every rank, with the reason of each that failed.
@@ -143,11 +145,10 @@ def _together(ranks: HostGroup, action: Callable[[], T]) -> list[T]:
         result = action()
     except Exception as error:  # noqa: BLE001 - otherwise the other ranks would wait for this one
         reason = _reason(error)
-    ends = ranks.objects((result, reason))
-    failures = [f"rank {rank}: {reason}" for rank, (_, reason) in enumerate(ends) if reason is not None]
+    failures = [f"rank {rank}: {reason}" for rank, reason in enumerate(ranks.objects(reason)) if reason is not None]
     if failures:
         raise SaveError("; ".join(failures))
-    return [result for result, _ in ends]
+    return ranks.to_main(result)
 
 
 def _reason(error: BaseException) -> str:
@@ -214,9 +215,9 @@ class Saver:
         self._kept = KeptState()
         self._second: SecondCopy | None = None
         if self._is_main and config.options.save_to:
-            self._second = SecondCopy(
-                config.options.save_to, run_dir=config.run_dir, keep=config.options.keep_checkpoints
-            )
+            place, keep, done = config.options.save_to, config.options.keep_checkpoints, journal.meter.run.steps
+            resumed = config.run_dir / store.folder_name(done) if done else None
+            self._second = SecondCopy(place, run_dir=config.run_dir, keep=keep, resumed=resumed)
         self._begun: _InBackground | None = None
         """Set from the begin of a background save until it was waited for, on every rank."""
 
@@ -269,17 +270,16 @@ class Saver:
             state=copy.deepcopy(state),  # the run appends to its lists while a thread writes
             about=self._about,
             counters=self._strategy.counters(),
+            needed=self._second.needed if self._second else tuple,
         )
         with _removed_after_failure(contents):
             _together(self._ranks, make_folder)
-            _together(self._ranks, lambda: try_to_write(folder, rank=rank))
             _together(self._ranks, lambda: save_random_state(folder, rank=rank, device=self._device))
         return contents
 
     def _write(self, contents: Contents) -> int:
         """Write the state of training tensor by tensor, and publish; collective. Returns the checkpoint's bytes."""
-        parts = _together(self._ranks, lambda: contents.write(self._strategy.shards()))
-        contents.refuse_non_finite(parts)
+        parts = contents.write(self._strategy.shards, self._ranks)
         return _together(self._ranks, lambda: contents.complete(parts) if self._is_main else 0)[0]
 
     def _begin(self, contents: Contents, *, started: float) -> None:
@@ -289,8 +289,7 @@ class Saver:
 
         def write() -> None:
             try:
-                parts = _together(self._beside, lambda: contents.write(self._kept.shards()))
-                contents.refuse_non_finite(parts)
+                parts = contents.write(self._kept.shards, self._beside)
                 if self._is_main:
                     begun.size = contents.complete(parts)
             except (SaveError, NonFiniteError) as error:
@@ -307,12 +306,14 @@ class Saver:
         begun.stall_sec = time.perf_counter() - started
 
     def poll(self) -> None:
-        """Record the save in the background if it has ended; called after every step, collective.
+        """Record the save in the background, and the second copy, if they have ended; after every step, collective.
 
         Raises:
             SaveError: as ``save``.
             NonFiniteError: as ``save``.
         """
+        if self._second and self._second.facts() != self._journal.record.second_copy:  # a copy has ended
+            self._write_saves()
         begun = self._begun
         ended = self._is_main and begun is not None and begun.thread is not None and not begun.thread.is_alive()
         if begun is not None and self._ranks.largest(int(ended)):
@@ -359,8 +360,8 @@ class Saver:
         self._journal.failed_saves += 1
         return f"{place(step, self._config.total_steps)}  not saved: {error}; earlier checkpoints are untouched"
 
-    def close(self) -> None:
-        """Wait for a save in the background when an error ends the run, and briefly for its copy; not collective.
+    def close(self, *, copy_sec: float) -> None:
+        """Wait for a save in the background when an error ends the run, and ``copy_sec`` for its copy; not collective.
 
         Its checkpoint is from before the error. The other ranks write their parts to the end, too, unless they were
         killed. A failure of the save is logged, and does not hide the error.
@@ -373,7 +374,7 @@ class Saver:
             elif self._is_main:
                 logger.warning(self._not_saved(begun.step, begun.error))
         if self._second:
-            self._second.wait(COPY_SEC)
+            self._second.wait(copy_sec)
             self._journal.record.second_copy = self._second.facts()
 
     def finish_copy(self) -> None:

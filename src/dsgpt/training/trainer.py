@@ -1,7 +1,9 @@
 """The training loop, and what it needs."""
 
 import contextlib
+import functools
 import logging
+import math
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -26,6 +28,7 @@ from dsgpt.machine.console import Progress
 from dsgpt.machine.device import HostGroup, barrier, gather_objects
 from dsgpt.machine.launcher import Interruption, own_command, stop_signals_blocked
 from dsgpt.machine.peers import Peers
+from dsgpt.machine.spot import NOTICE_SEC, POLL_SEC
 from dsgpt.record.schema import COMPLETE_FILE, RECORD_FILE
 from dsgpt.strategies.base import Strategy
 from dsgpt.telemetry.cost import TrafficMeter
@@ -37,6 +40,9 @@ from dsgpt.training.journal import Journal
 from dsgpt.training.saving import Saver
 
 logger = logging.getLogger(__name__)
+
+COPY_SEC = 60.0
+"""Seconds that a run which stops early waits for ``--save_to``; fewer if its machine is taken back before."""
 
 # The micro batches of a run, for training and for validation.
 
@@ -136,12 +142,14 @@ class Stopping:
         Raises:
             UserError: ``idle``, because of a limit.
         """
-        reasons: list[tuple[str | None, str | None]] = gather_objects((self._interruption.reason, self._limit))
-        signal, limit = (next(filter(None, each), None) for each in zip(*reasons, strict=True))
+        own = self._interruption.reason, self._limit
+        reasons: list[tuple[tuple[str | None, str | None], float]] = gather_objects((own, self._interruption.asked_sec))
+        signal, limit = (next(filter(None, each), None) for each in zip(*(one for one, _ in reasons), strict=True))
         if idle and limit and not signal:
             raise UserError(f"{limit} leaves no time for a step and its save: raise it")
         reason = signal or limit or "a request"
-        return Interrupted(f"stopped by {reason} {where}", together=True, limit=reason == limit)
+        asked_sec = max(seconds for _, seconds in reasons)
+        return Interrupted(f"stopped by {reason} {where}", together=True, limit=reason == limit, asked_sec=asked_sec)
 
 
 # What is measured of the steps, and which rank samples which GPUs.
@@ -366,6 +374,9 @@ class Trainer:
         self._journal, self._saver = journal, saver
         self._monitor, self._interruption = open_monitor(config, device), interruption
         self._stopping, self._peers = Stopping(interruption, journal.budget, ranks, peers), peers
+        journal.meter.on_step_read = peers.note_step
+        # A tracker's server may keep rank 0 waiting, and must not end the run.
+        journal.on_flush = functools.partial(peers.begin, "record")
         self._done = done
 
     def run(self) -> None:
@@ -376,6 +387,11 @@ class Trainer:
             SaveError: a checkpoint could not be written.
             Interrupted: on every rank, if the run was asked to stop; every step that it took is saved.
         """
+        source = self._config.options.spot_notice or ""
+        notice_sec, save_sec = NOTICE_SEC.get(source, math.inf) - POLL_SEC, self._journal.budget.save_sec
+        if source in NOTICE_SEC:
+            say = logger.info if save_sec < notice_sec else logger.warning
+            say(f"--spot_notice {source}: a notice leaves {notice_sec:.0f} s, and a save takes about {save_sec:.3g} s")
         with self._interruption.patience():
             try:
                 self._journal.write()
@@ -385,7 +401,8 @@ class Trainer:
             except BaseException as error:
                 if isinstance(error, Interrupted | NonFiniteError | SaveError):  # which all ranks raise
                     self._peers.end()
-                self._saver.close()
+                asked_sec = error.asked_sec if isinstance(error, Interrupted) else 0.0
+                self._saver.close(copy_sec=max(0.0, min(COPY_SEC, notice_sec - asked_sec)))
                 self._journal.end_early("interrupted" if isinstance(error, KeyboardInterrupt) else "failed")
                 if isinstance(error, Interrupted) and error.together:
                     logger.info(f"{error}; continue with --resume")
@@ -414,9 +431,11 @@ class Trainer:
             journal.meter.start()
             with measured.watch(step):
                 result = self._strategy.train_step(batches, step)
-            self._peers.begin("record")  # a tracker's server may keep rank 0 waiting, and must not end the run
             waited, watched = batches.take_seconds(), measured.watched
             journal.step_done(step=step, epoch=epoch, result=result, dataload_sec=waited, watched=watched)
+            if step <= self._done + 2:  # the peers need to know early how long a step takes
+                journal.flush()
+            self._peers.begin("record")
             measured.after(step)
             self._peers.begin("agreement")
             self._peers.worked(waited + journal.meter.computing_sec)
@@ -464,6 +483,7 @@ class Trainer:
         if measured is None:
             return False
         val_loss, tokens = measured
+        self._peers.begin("record")
         self._journal.validated(step=step, val_loss=val_loss, tokens=tokens, seconds=time.perf_counter() - started)
         return True
 

@@ -20,7 +20,7 @@ from dsgpt.checkpoints.pieces import Box
 from dsgpt.checkpoints.training_state import Counters, Shards, StateReader
 from dsgpt.config.run_config import RunConfig
 from dsgpt.data.loader import Batch
-from dsgpt.model.gpt2 import parameter_shapes
+from dsgpt.model.gpt2 import GPT2, parameter_shapes
 from dsgpt.strategies.base import StateTensors, Strategy
 from dsgpt.strategies.deepspeed.setup import build_deepspeed_optimizer, import_deepspeed, repeat_counting
 from dsgpt.strategies.deepspeed.state import (
@@ -105,7 +105,9 @@ class DeepSpeedStrategy(Strategy):
         overflow = self._scale.enabled and not self._engine.was_step_applied()
         self._optimizer_steps += not overflow
         self._scale.update(overflow=overflow)
-        return StepResult(loss=loss, own_loss=own_loss, grad_norm=norm, lr=lr, skipped=torch.tensor(overflow))
+        model = self._engine.module
+        own_gradient = model.take_gradient_sum() if isinstance(model, GPT2) else None  # a stage is none
+        return StepResult(loss, own_loss, norm, lr, torch.tensor(overflow), own_gradient)
 
     @abstractmethod
     def _execute(self, batches: Iterator[Batch], *, own_factor: float) -> tuple[Tensor, Tensor, Tensor]:

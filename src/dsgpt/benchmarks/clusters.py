@@ -1,0 +1,419 @@
+"""``benchmark.py clusters``: seeded faults of hosts and networks, what each run must show, and the page."""
+
+import random
+import statistics
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from dsgpt.benchmarks.cells import Cell
+from dsgpt.benchmarks.faults import SAVE_EVERY, STEPS
+from dsgpt.benchmarks.frame import (
+    Record,
+    Suite,
+    SuiteOptions,
+    made_from,
+    only_flag,
+    record_head,
+    section,
+    selected,
+    work_facts,
+)
+from dsgpt.common.command_line import COUNT, NUMBER, flag, switch
+from dsgpt.common.errors import UserError
+from dsgpt.common.files import write_json_atomic
+from dsgpt.common.json_files import read_object
+from dsgpt.config.options import SAVE_MODES
+from dsgpt.record.schema import finite
+
+# Which fault meets which run, and when; all of it follows from a seed.
+
+FAULTS, SEED = 300, 24
+RUNS = {
+    name: Cell(strategy=name, ranks=2, accumulation=3 if name.startswith("pipeline") else 1)
+    for name in ("ddp", "fsdp", "zero1", "zero2", "zero3", "pipeline2-zero1", "tensor2-zero1")
+}
+"""The strategies, each on two hosts with one rank."""
+LAUNCHERS = {"ranks": 26, "torchrun": 8, "torchrun 1:2": 4, "torchrun.sh": 1, "run_hostfile.sh": 1}
+"""What starts the ranks, and how often of 40: each by itself, as ``srun`` does; torchrun's agent, forked, for two hosts
+or for one or two; the scripts of ``launch/``, of which the second is DeepSpeed's launcher without ssh."""
+LIMIT_SEC, DEFAULT_LIMIT_SEC = 10.0, 60.0
+"""``--stall_timeout`` of the campaign, and of its last fault."""
+PAUSE_SEC = 20
+"""Seconds for which the shared folder does not answer."""
+LOST, SLOW_MBIT = 0.03, 8.0
+"""The share of the packets to a host that are lost, and the rate of a slow link."""
+EVERY_SEC, STREAM_STEPS = 8.0, 200
+"""Mean seconds between the preemptions of one run, and its steps."""
+BOUND = 1e-4
+"""On losses, gradient norms and weights: sums of other orders, where ranks were fewer for a while."""
+NAMED = 0.95
+"""The least share of culprits that must be named."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """A kind of fault."""
+
+    named: str = ""
+    """What must be printed about the culprit, a regular expression with ``HOST`` and ``ADDRESS``; empty if the run goes
+    on, or stops because it was asked to, and accuses nobody."""
+    ends: bool = True
+    """Whether the run ends, and is started again."""
+    hows: tuple[str, ...] = ("",)
+    latest: float = 0.3
+    """How many seconds after the begin of the step, or of the rank that is struck again, it comes at the latest."""
+
+
+GONE = r"rank \d+ on HOST\b|at (HOST|ADDRESS), does not answer"
+KINDS = {
+    "host killed": Kind(named=GONE),
+    "link cut": Kind(named=GONE),
+    "link slow": Kind(ends=False),
+    "packets lost": Kind(ends=False),
+    "rank stopped": Kind(named=GONE),
+    "disk full": Kind(named="No space left on device"),
+    "clock off": Kind(ends=False, hows=("+1h", "-1h")),
+    "NaN": Kind(named=r"rank \d+ on HOST was the first to compute", latest=0.0),
+    "folder stands still": Kind(ends=False),
+    "preemption": Kind(hows=("spot notice", "SIGUSR1", "SIGTERM")),
+    "second fault": Kind(named=GONE, latest=2.0),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """One fault of the campaign."""
+
+    index: int
+    kind: str
+    """A key of ``KINDS``."""
+    how: str
+    strategy: str
+    """A key of ``RUNS``."""
+    launcher: str
+    """A key of ``LAUNCHERS``."""
+    host: int
+    """The number of the host that it strikes."""
+    step: int
+    """In which step."""
+    delay: float
+    """Seconds after the begin of that step."""
+    save_mode: str
+    second: int | None = None
+    """The host that is killed ``delay`` after its rank was started again."""
+    limit_sec: float = LIMIT_SEC
+    every_sec: float = 0.0
+    """Mean seconds between faults that strike again and again, at random; 0 if it strikes once."""
+
+    @property
+    def strikes(self) -> bool:
+        """Whether it begins in a step, and not before the run."""
+        return self.kind != "clock off"
+
+    @property
+    def name(self) -> str:
+        """The name in console lines and on the page."""
+        what = f"{self.kind} ({self.how})" if self.how else self.kind
+        if self.every_sec:
+            return f"{self.index}: {what} every {self.every_sec:g} s, {self.strategy}, {self.launcher}"
+        return f"{self.index}: {what} on host {self.host}, {self.strategy}, {self.launcher}, step {self.step}"
+
+
+def drawn(index: int, *, seed: int) -> Fault:
+    """The fault ``index`` of a campaign; the kinds take turns."""
+    chance, kind = random.Random(f"{seed}/{index}"), list(KINDS)[index % len(KINDS)]
+    launchers = dict(LAUNCHERS)
+    strategy = chance.choice(list(RUNS))
+    if strategy.startswith(("pipeline", "tensor")):  # their ranks cannot change
+        del launchers["torchrun 1:2"]
+    if strategy in {"ddp", "fsdp"}:
+        del launchers["run_hostfile.sh"]
+    if kind == "clock off":  # torchrun's agents compare their clocks, and one that is an hour off never joins
+        launchers = {name: weight for name, weight in launchers.items() if not name.startswith("torchrun")}
+    return Fault(
+        index=index,
+        kind=kind,
+        how=chance.choice(KINDS[kind].hows),
+        strategy=strategy,
+        launcher=chance.choices(list(launchers), list(launchers.values()))[0],
+        host=chance.randrange(2),
+        step=chance.randrange(2, STEPS - 4),
+        delay=round(KINDS[kind].latest * chance.random(), 3),
+        save_mode=chance.choice(SAVE_MODES),
+        second=chance.randrange(2) if kind == "second fault" else None,
+        limit_sec=DEFAULT_LIMIT_SEC if kind == "folder stands still" else LIMIT_SEC,
+    )
+
+
+def campaign(count: int, *, seed: int) -> list[Fault]:
+    """``count`` faults, one with the limit that users have, and a run that is preempted again and again."""
+    usual = Fault(
+        index=count, kind="rank stopped", how="", strategy="zero1", launcher="ranks", host=1, step=9, delay=0.0,
+        save_mode="sync", limit_sec=DEFAULT_LIMIT_SEC,
+    )  # fmt: skip
+    stream = replace(usual, index=count + 1, kind="preemption", how="SIGTERM", step=0, every_sec=EVERY_SEC)
+    return [*(drawn(index, seed=seed) for index in range(count)), usual, stream]
+
+
+@dataclass(kw_only=True)
+class Outcome:
+    """How one fault ended."""
+
+    wrong: str = ""
+    """Every check that failed, in words."""
+    not_run: str = ""
+    """Why this machine cannot cause it."""
+    named: bool | None = None
+    """Whether the culprit was named; None where nobody is at fault."""
+    detect_sec: float | None = None
+    """From the fault to the line that names the culprit."""
+    resume_sec: float | None = None
+    """From there, or from the fault, to the first step of the run that was started again."""
+    steps_lost: int = 0
+    """Steps that were taken again, in all."""
+    restarts: int = 0
+    loss_difference: float | None = None
+    """Largest difference of a loss, gradient norm, rate or validation loss from the undisturbed run."""
+    weight_difference: float | None = None
+    """Largest difference of a weight."""
+    goodput: dict[str, Any] | None = None
+    """That of the run's record; see ``docs/records.md``."""
+    seconds: float = 0.0
+
+
+# The page.
+
+WHAT = {
+    "host killed": "its link goes down and all its processes get SIGKILL, as when its power fails",
+    "link cut": "its link goes down; its processes live on",
+    "link slow": f"{SLOW_MBIT:g} Mbit/s in both directions, from that step to the end",
+    "packets lost": f"{LOST:.0%} of the packets to it, from that step to the end",
+    "rank stopped": "SIGSTOP",
+    "disk full": "the file system of the shared folder has no free byte, until the run is started again",
+    "clock off": "an hour ahead or behind, from the start",
+    "NaN": "its layers give NaN in that step",
+    "folder stands still": f"the FUSE process behind the shared folder is stopped for {PAUSE_SEC} s, and the limit is "
+    f"{DEFAULT_LIMIT_SEC:g} s",
+    "preemption": "a spot notice on the host, SIGUSR1 or SIGTERM to its rank",
+    "second fault": "a host is killed, and one of the two is killed again within 2 s of the restart",
+}
+Row = Mapping[str, Any]
+
+
+def clusters_page(record: Record, *, source: str) -> str:
+    """The page.
+
+    Args:
+        record: as ``Clusters.record`` makes it.
+        source: the record's path, for the reader.
+    """
+    work, every = record["work"], record["faults"]
+    faults = [fault for fault in every if fault["index"] < work["faults"]]
+    usual = [fault for fault in every if fault["index"] >= work["faults"] and not fault["every_sec"]]
+    kinds = {kind: [fault for fault in faults if fault["kind"] == kind] for kind in KINDS}
+    head = f"""# Faults of hosts and networks
+
+{_summary(record)}
+
+Each run trains {work["steps"]} steps on two hosts with one rank each and saves every {work["save_every"]}. A host is a
+network namespace with its own address and name. A fault strikes one host in a step that is drawn with seed
+{record["seed"]}. What ends is started again with `--resume`, on a repaired host. Recovered means that the run was
+complete; nothing before the last checkpoint was lost; each step is logged once; every loss and every weight is that
+of the undisturbed run within {BOUND:g}; and no rank was accused that was not at fault.
+
+The limit of `--stall_timeout` is lowered to {LIMIT_SEC:g} s, and each step takes 0.1 s more than it computes. Ranks
+fork from a process that has imported PyTorch and DeepSpeed, except under the scripts of `launch/` and with another
+clock.
+
+{made_from(record, source=source, name="clusters", page="clusters-campaign")}"""
+    parts = [
+        head,
+        section(
+            "By kind of fault",
+            ["fault", "what is done", "tried", "recovered", "named", "detected after", "resumed after", "steps lost"],
+            [[kind, WHAT[kind], *_figures(rows)] for kind, rows in kinds.items() if rows],
+            text="""Times are the median and the longest. Detected: from the fault to the line that names the culprit.
+Resumed: from there, or from the fault if nobody is at fault, to the first step of the run that was started again.""",
+        ),
+        section(
+            "By strategy and launcher",
+            ["strategy", *LAUNCHERS],
+            [[run, *(_recovered(faults, strategy=run, launcher=each) for each in LAUNCHERS)] for run in RUNS],
+            text="""Recovered of tried. `ranks`: each is started by itself, as `srun` does. `torchrun 1:2` continues on
+one host until the other is back.""",
+        ),
+        section(
+            "With the limit that users have",
+            ["fault", "recovered", "named", "detected after", "resumed after", "steps lost"],
+            [[fault["name"], *_figures([fault])[1:]] for fault in usual],
+            text=f"`--stall_timeout` is {DEFAULT_LIMIT_SEC:g} s.",
+        ),
+        *(_goodput(fault) for fault in every if fault["goodput"]),
+        _words("Not recovered", every, "wrong"),
+        _words("Culprit not named", [fault | {"why": "nobody"} for fault in every if fault["named"] is False], "why"),
+        _words("Not run", every, "not_run"),
+    ]
+    return "\n\n".join(filter(None, parts)) + "\n"
+
+
+def _goodput(fault: Row) -> str:
+    goodput = fault["goodput"]
+    seconds = {"steps that were kept": goodput["kept_sec"]} | goodput["lost_sec"]
+    return section(
+        "Goodput under a stream of preemptions",
+        ["seconds of", "s", "share"],
+        [[what, f"{each:.1f}", f"{each / goodput['wall_sec']:.0%}"] for what, each in seconds.items()],
+        text=f"""A run of {STREAM_STEPS} steps gets SIGTERM at random, every {fault["every_sec"]:g} s in the mean, and is
+started again at once: {fault["restarts"]} times. The record's `goodput` says where its
+{goodput["wall_sec"]:.0f} s went; {goodput["repeated_steps"]} steps were taken twice.""",
+    )
+
+
+def _words(title: str, faults: Sequence[Row], key: str) -> str:
+    lines = [f"* {fault['name']}: {fault[key].splitlines()[0]}" for fault in faults if fault[key]]
+    return "\n".join([f"## {title}\n", *lines]) if lines else ""
+
+
+def _ran(faults: Sequence[Row], **choice: str) -> list[Row]:
+    chosen = [fault for fault in faults if all(fault[key] == value for key, value in choice.items())]
+    return [fault for fault in chosen if not fault["not_run"]]
+
+
+def _recovered(faults: Sequence[Row], **choice: str) -> str:
+    ran = _ran(faults, **choice)
+    return f"{sum(not fault['wrong'] for fault in ran)} of {len(ran)}" if ran else ""
+
+
+def _figures(faults: Sequence[Row]) -> list[Any]:
+    """The columns from ``tried`` on."""
+    ran = _ran(faults)
+    guilty = [fault["named"] for fault in ran if fault["named"] is not None]
+    times = []
+    for key in ("detect_sec", "resume_sec"):
+        values = [fault[key] for fault in ran if fault[key] is not None]
+        times.append(f"{statistics.median(values):.1f} s, {max(values):.1f} s" if values else "")
+    named = f"{sum(guilty)} of {len(guilty)}" if guilty else ""
+    lost = max((fault["steps_lost"] for fault in ran), default=0)
+    return [len(ran), sum(not fault["wrong"] for fault in ran), named, *times, lost]
+
+
+def _summary(record: Record) -> str:
+    ran = _ran(record["faults"])
+    guilty = [fault["named"] for fault in ran if fault["named"] is not None]
+    left_out = len(record["faults"]) - len(ran)
+    lines = [
+        f"* **{_recovered(ran)} faults** were recovered."
+        + (f" This machine could not cause {left_out} more." if left_out else ""),
+        f"* The culprit was named in **{sum(guilty)} of {len(guilty)}** faults that have one.",
+    ]
+    differences = [fault["weight_difference"] for fault in ran if fault["weight_difference"] is not None]
+    if differences:
+        lines.append(
+            f"* The largest difference of a final weight from the undisturbed run's is {max(differences):.1g}."
+        )
+    return "\n".join(lines)
+
+
+def summary_lines(record: Record) -> list[str]:
+    """The figures of the page's summary, for a console."""
+    return _summary(record).splitlines()
+
+
+# The suite.
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterOptions(SuiteOptions):
+    """The command line."""
+
+    faults: int = flag(COUNT, "N", "how many faults (default: %(default)s)", default=FAULTS)
+    seed: int = flag(COUNT, "N", "seed that draws them (default: %(default)s)", default=SEED)
+    only: tuple[str, ...] = only_flag("KIND", "kinds of faults")
+    minutes: float = flag(NUMBER, "MIN", "begin no fault after this time (default: %(default)g)", default=40.0)
+    at_once: int = flag(
+        COUNT, "N", "runs at the same time; most of the time they wait (default: %(default)s)", default=4
+    )
+    again: bool = switch("repeat the faults of the record that were not recovered, too")
+
+
+class Clusters(Suite[ClusterOptions, tuple[Fault, Outcome]]):
+    """Disturbs runs on two hosts, and starts them again."""
+
+    name, record_of, schema_version, unit = "clusters", "the campaign of cluster faults", "1.0", "fault"
+    flags, page, summary = ClusterOptions, staticmethod(clusters_page), staticmethod(summary_lines)
+    description = """\
+clusters: train on two hosts, which are network namespaces, and kill hosts, cut and slow links, lose packets, stop
+ranks, fill disks, change clocks, compute NaN, stop the shared folder, preempt, and kill again while a run recovers; all
+drawn from a seed. Every run must end with the weights of an undisturbed one. A repeated command with the same --output
+continues the campaign. Needs root; iptables, bindfs and faketime. Exit code 0: all recovered, and at least 95% of the
+culprits were named; 1: otherwise."""
+    examples = """\
+examples:
+  .venv/bin/python src/benchmark.py clusters
+  .venv/bin/python src/benchmark.py clusters --faults 33 --seed 1 --minutes 10
+  .venv/bin/python src/benchmark.py clusters --only "link cut" --at_once 1"""
+
+    def plan(self) -> int:
+        options, output = self.options, self.options.output
+        chosen = selected(KINDS, options.only)
+        earlier: Record = {"seed": options.seed, "blocks": [], "faults": []}
+        earlier = read_object(output) if output.exists() else earlier
+        if earlier["seed"] != options.seed:
+            raise UserError(f"--output {output}: has faults of seed {earlier['seed']}: give that one, or another file")
+        self._blocks = earlier["blocks"]
+        self._earlier = [fault for fault in earlier["faults"] if not (options.again and fault["wrong"])]
+        done = {fault["index"] for fault in self._earlier}
+        every = campaign(options.faults, seed=options.seed)
+        self._faults = [fault for fault in every if fault.kind in chosen and fault.index not in done]
+        return len(self._faults)
+
+    def begin(self) -> None:
+        from dsgpt.benchmarks.clusters_runs import ClusterRuns  # noqa: PLC0415 - torch takes seconds
+
+        self._started, self._head = time.monotonic(), record_head(self.schema_version, device="cpu")
+        self._runs = ClusterRuns(self.folder, repository=self.repository)
+        self.console.say(f"{len(self._faults)} faults; {len(self._earlier)} are in {self.options.output} already")
+
+    def results(self) -> Iterator[tuple[Fault, Outcome]]:
+        options, waiting, ended = self.options, iter(self._faults), list[tuple[Fault, Outcome]]()
+        end = self._started + 60 * options.minutes
+        with ThreadPoolExecutor(options.at_once) as pool, self._runs:
+            running: dict[Future[Outcome], Fault] = {}
+            while True:
+                while len(running) < options.at_once and time.monotonic() < end and (fault := next(waiting, None)):
+                    running[pool.submit(self._runs.attempt, fault)] = fault
+                if not running:
+                    return
+                for future in wait(running, return_when=FIRST_COMPLETED).done:
+                    ended.append((running.pop(future), future.result()))
+                    options.output.parent.mkdir(parents=True, exist_ok=True)
+                    write_json_atomic(options.output, finite(self._head | self.record(ended)))
+                    yield ended[-1]
+
+    def line(self, result: tuple[Fault, Outcome], *, count: str, left: str) -> str:
+        fault, outcome = result
+        word = "FAILED" if outcome.wrong else "not run" if outcome.not_run else "recovered"
+        word += ", NOT NAMED" if outcome.named is False else ""
+        because = (outcome.wrong or outcome.not_run).splitlines()[:1]
+        return f"{count} {fault.name}: {word} ({outcome.seconds:.1f} s{left}){''.join(f': {one}' for one in because)}"
+
+    def record(self, results: Sequence[tuple[Fault, Outcome]]) -> Record:
+        seconds = round(time.monotonic() - self._started, 1)
+        block = {key: self._head[key] for key in ("git_commit", "timestamp_utc")}
+        blocks = [*self._blocks, block | {"seconds": seconds, "faults": len(results)}]
+        new = [asdict(fault) | {"name": fault.name} | asdict(outcome) for fault, outcome in results]
+        return {
+            "work": {"faults": self.options.faults, "steps": STEPS, "save_every": SAVE_EVERY} | work_facts("cpu"),
+            "seed": self.options.seed,
+            "seconds": sum(one["seconds"] for one in blocks),
+            "blocks": blocks,
+            "faults": sorted([*self._earlier, *new], key=lambda fault: fault["index"]),
+        }
+
+    def failures(self, record: Record) -> list[str]:
+        guilty = [fault["named"] for fault in record["faults"] if fault["named"] is not None]
+        unnamed = [f"{sum(guilty)} of {len(guilty)} named"] if sum(guilty) < NAMED * len(guilty) else []
+        return [fault["name"] for fault in record["faults"] if fault["wrong"]] + unnamed
