@@ -98,8 +98,8 @@ def network_page(record: Record, *, source: str) -> str:
         ]
         for point in record["points"]
     ]
-    in_hosts = """The largest difference from the same ranks on one host, which the same launcher started: of the
-losses of all steps in nats per token, of the gradient norms and of each weight tensor at the end relative.
+    in_hosts = """The largest differences from the same ranks on one host, which the same launcher started. Those of
+the losses of all steps are in nats per token. Those of gradient norms, and of each last weight tensor, are relative.
 `launch/torchrun.sh` and `launch/run_hostfile.sh` start the ranks, over a real sshd where it says so."""
     on_links = f"""A host's link passes so many megabits a second in each direction ({record["shaped_by"]}). One rank of
 {record["linked_work"]} is on each of two hosts. The share is that of `--profile_comm`: of a step, what the training
