@@ -222,13 +222,13 @@ def test_a_planned_run_goes_on_after_a_loss_and_with_more_after_a_return(request
         return [process.pid for process in (agent, *agent.children(recursive=True))]
 
     def train_on(ranks: int, *, steps: int) -> None:
-        within((run / "metrics.jsonl").exists, seconds=60)
+        within((run / "training_metrics.json").exists, seconds=240)
         within(
             lambda: (
                 read_record(run)["hardware"]["world_size"] == ranks
                 and max((line["step"] for line in read_lines(run)), default=0) >= steps
             ),
-            seconds=120,
+            seconds=240,
         )
 
     started = [start(0), start(1)]
@@ -241,7 +241,7 @@ def test_a_planned_run_goes_on_after_a_loss_and_with_more_after_a_return(request
         started[1] = start(1)
         train_on(2 * each, steps=15)
         (tmp_path / "returned").touch()
-        assert [one.result(timeout=120) for one in started] == [0, 0]
+        assert [one.result(timeout=240) for one in started] == [0, 0]
     finally:
         for process in (process for number in range(2) if not started[number].done() for process in processes(number)):
             os.kill(process, 9)

@@ -266,8 +266,8 @@ def _goodput(fault: Row) -> str:
         "Goodput under a stream of preemptions",
         ["seconds of", "s", "share"],
         [[what, f"{each:.1f}", f"{each / goodput['wall_sec']:.0%}"] for what, each in seconds.items()],
-        text=f"""A run of {STREAM_STEPS} steps gets SIGTERM at random, every {fault["every_sec"]:g} s in the mean, and is
-started again at once: {fault["restarts"]} times. The record's `goodput` says where its
+        text=f"""A run of {STREAM_STEPS} steps gets SIGTERM at random, every {fault["every_sec"]:g} s in the mean, and
+is started again at once: {fault["restarts"]} times. The record's `goodput` says where its
 {goodput["wall_sec"]:.0f} s went; {goodput["repeated_steps"]} steps were taken twice.""",
     )
 

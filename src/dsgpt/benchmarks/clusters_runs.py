@@ -108,7 +108,8 @@ class Job:
             variables |= {"RANK": str(number), "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
             variables |= {"MASTER_ADDR": master, "MASTER_PORT": PORT}
         else:
-            agent = [f"--nnodes={nodes}", "--nproc_per_node=1", f"--max-restarts={RESTARTS}", "--rdzv_backend=c10d"]
+            variables["PET_NNODES"] = nodes
+            agent = ["--nproc_per_node=1", f"--max-restarts={RESTARTS}", "--rdzv_backend=c10d"]
             agent += ["--rdzv_id=dsgpt", f"--rdzv_endpoint={master}:{PORT}", "--rdzv_conf=last_call_timeout=5"]
             agent += [f"--local-addr={hosts.address(number)}", "--shutdown-timeout=15"]
             agent += ["--signals-to-handle=SIGTERM,SIGINT,SIGUSR1"]
@@ -132,6 +133,8 @@ class Job:
             process.join()
         elif process:
             process.wait()
+            for shared in Path("/dev/shm").glob(f"*faketime_*_{process.pid}"):
+                shared.unlink()
 
     def codes(self) -> dict[int, int | None]:
         """By host, how what was started there ended; None while it runs."""

@@ -110,9 +110,8 @@ def _huge_pages(record: frame.Record) -> str:
     if record["hardware"]["device"] != "cpu" or setting not in ("always", "madvise"):
         return "Nothing here asks for huge pages, or the system gives none."
     return (
-        "The floor's matrix, and those of our weights that are copied in PyTorch's layout (fp32 with one text, int8),\n"
-        f"lie in huge pages, which this system gives by its setting `{setting}`. The peers' weights lie where PyTorch\n"
-        "puts them."
+        "The floor's matrix and our copies of weights in PyTorch's layout (fp32 with one text, int8) lie in huge\n"
+        f"pages. This system gives them by its setting `{setting}`. The peers' weights lie where PyTorch puts them."
     )
 
 

@@ -169,7 +169,7 @@ Each takes {work["steps"]} steps of {work["global_batch_size"]} sequences of {wo
             ["signal", "exit code", "all ended after", "steps lost", "what the run printed", "passed"],
             [_row(fault, "exit_code", "gone_sec", "steps_lost") for fault in kinds["request"]],
             text="""Each signal is sent after step 6, between two saves, and the run is then resumed. The signal that is
-sent twice goes to a run with steps of more than a second, which is not resumed. The exit code is the launcher's; a
+sent twice goes to a run with steps of more than a second. That run is not resumed. The exit code is the launcher's; a
 `baseline` has no launcher, so it is the run's.""",
         ),
         section(

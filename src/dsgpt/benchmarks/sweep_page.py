@@ -168,7 +168,7 @@ def _legend(sweep: suites.Sweep) -> str:
     if any(cell.communication_share for cell in sweep.cells):
         lines.append(
             "The communication share is the part of a step in which it waits for communication, the mean over the "
-            "ranks, measured in steps that no other figure counts."
+            "ranks. It is measured in steps that no other figure counts."
         )
     if sweep.target_loss is not None:
         lines.append(f"Time to target is the seconds of training until a step had a loss of {sweep.target_loss:g}.")

@@ -252,10 +252,10 @@ def require_same_work(config: RunConfig, prepared: Prepared | None, store: "Stor
         return
     if topology.local_rank == 0:
         own = facts_to_match(config, hashes=prepared.hashes if prepared else data_hashes(config))
-    store.set(f"work/{topology.rank}", json.dumps([socket.gethostname(), own]))
+    store.set(f"facts/{topology.rank}", json.dumps([socket.gethostname(), own]))
     for rank in range(1, topology.world_size) if topology.is_main else ():
-        store.wait([f"work/{rank}"], TIMEOUT)  # it may hash its data
-        host, facts = json.loads(store.get(f"work/{rank}"))
+        store.wait([f"facts/{rank}"], TIMEOUT)  # it may hash its data
+        host, facts = json.loads(store.get(f"facts/{rank}"))
         if facts and (differs := [name for name in own | facts if own.get(name) != facts.get(name)]):
             first, more = differs[0], "".join(f", {name}" for name in differs[1:3])
             raise UserError(
