@@ -37,8 +37,9 @@ RUNS = {
 }
 """The strategies, each on two hosts with one rank."""
 LAUNCHERS = {"ranks": 26, "torchrun": 8, "torchrun 1:2": 4, "torchrun.sh": 1, "run_hostfile.sh": 1}
-"""What starts the ranks, and how often of 40: each by itself, as ``srun`` does; torchrun's agent, forked, for two hosts
-or for one or two; the scripts of ``launch/``, of which the second is DeepSpeed's launcher without ssh."""
+"""Starters of the ranks, and their number of 40 faults. Ranks start each by itself, as ``srun`` starts them. Torchrun's
+agent is forked, for two hosts or for one or two. The last two are scripts of ``launch/``: ``run_hostfile.sh`` is
+DeepSpeed's launcher without ssh."""
 LIMIT_SEC, DEFAULT_LIMIT_SEC = 10.0, 60.0
 """``--stall_timeout`` of the campaign, and of its last fault."""
 PAUSE_SEC = 20
@@ -48,7 +49,7 @@ LOST, SLOW_MBIT = 0.03, 8.0
 EVERY_SEC, STREAM_STEPS = 8.0, 200
 """Mean seconds between the preemptions of one run, and its steps."""
 BOUND = 1e-4
-"""On losses, gradient norms and weights: sums of other orders, where ranks were fewer for a while."""
+"""Bound on losses, gradient norms and weights: sums have other orders where ranks were fewer for a while."""
 NAMED = 0.95
 """The least share of culprits that must be named."""
 
@@ -58,13 +59,13 @@ class Kind:
     """A kind of fault."""
 
     named: str = ""
-    """What must be printed about the culprit, a regular expression with ``HOST`` and ``ADDRESS``; empty if the run goes
-    on, or stops because it was asked to, and accuses nobody."""
+    """Regular expression with ``HOST`` and ``ADDRESS`` that the words about the culprit must match; empty if the run
+    goes on, or stops because it was asked to, and accuses nobody."""
     ends: bool = True
     """Whether the run ends, and is started again."""
     hows: tuple[str, ...] = ("",)
     latest: float = 0.3
-    """How many seconds after the begin of the step, or of the rank that is struck again, it comes at the latest."""
+    """Latest moment of the fault, in seconds after the begin of the step, or of the rank that is struck again."""
 
 
 GONE = r"rank \d+ on HOST\b|at (HOST|ADDRESS), does not answer"
@@ -98,7 +99,7 @@ class Fault:
     host: int
     """The number of the host that it strikes."""
     step: int
-    """In which step."""
+    """Step in which it strikes."""
     delay: float
     """Seconds after the begin of that step."""
     save_mode: str
@@ -160,7 +161,7 @@ def campaign(count: int, *, seed: int) -> list[Fault]:
 
 @dataclass(kw_only=True)
 class Outcome:
-    """How one fault ended."""
+    """Result of one fault."""
 
     wrong: str = ""
     """Every check that failed, in words."""
@@ -169,9 +170,9 @@ class Outcome:
     named: bool | None = None
     """Whether the culprit was named; None where nobody is at fault."""
     detect_sec: float | None = None
-    """From the fault to the line that names the culprit."""
+    """Seconds from the fault to the line that names the culprit."""
     resume_sec: float | None = None
-    """From there, or from the fault, to the first step of the run that was started again."""
+    """Seconds from that line, or from the fault, to the first step of the run that was started again."""
     steps_lost: int = 0
     """Steps that were taken again, in all."""
     restarts: int = 0
@@ -180,7 +181,7 @@ class Outcome:
     weight_difference: float | None = None
     """Largest difference of a weight."""
     goodput: dict[str, Any] | None = None
-    """That of the run's record; see ``docs/records.md``."""
+    """Goodput of the run's record; see ``docs/records.md``."""
     seconds: float = 0.0
 
 

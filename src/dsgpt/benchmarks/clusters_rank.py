@@ -1,4 +1,4 @@
-"""What runs on a host of ``benchmark.py clusters``: a rank or torchrun's agent, and the fault that is planted there.
+"""A process on a host of ``benchmark.py clusters``: a rank or torchrun's agent, and the fault that is planted there.
 
 The campaign forks most of them from a process that has imported torch and DeepSpeed. Launchers start the others.
 """

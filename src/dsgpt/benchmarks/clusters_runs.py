@@ -32,7 +32,7 @@ from dsgpt.common.json_files import read_object
 from dsgpt.record.schema import COMPLETE_FILE, RECORD_FILE
 
 PORT = "29500"
-"""Where the ranks meet; every pair of hosts has ports of its own."""
+"""Port at which the ranks meet; every pair of hosts has ports of its own."""
 SHIM = "import deepspeed, torch._dynamo\nfrom dsgpt.benchmarks.clusters_rank import main\nmain()\n"
 """Stands for ``src/gpt2.py`` beside copies of the scripts of ``launch/``. The limits are too low for slow imports."""
 SLEEP = "python/sitecustomize.py", "import select, time\ntime.sleep = lambda sec: select.select([], [], [], sec)\n"
@@ -71,7 +71,7 @@ class Job:
         self._log = folder / "console.log"
         self._processes: dict[int, BaseProcess | subprocess.Popen[bytes]] = {}
         self.resumes = 0
-        """How often it has continued, and taken a step."""
+        """Number of times that it has continued, and taken a step."""
         self.repaired = False
         """Whether the agent of the host that was struck was started again."""
 

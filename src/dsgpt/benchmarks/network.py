@@ -53,9 +53,9 @@ STRATEGIES = {
     "pipeline2-zero1": (4, SSH),
     "pipeline2-tensor2-zero1": (8, NO_SSH),
 }
-"""What is compared: the ranks of each, and what starts them."""
+"""Number of ranks of each strategy, and its launcher."""
 BOUND = 2e-4
-"""On each difference: sums in another order are within it."""
+"""Bound on each difference: sums in another order are within it."""
 OVER_LINKS = {f"link-{name}": f"{name}-4x256-fp32-b4" for name in ("ddp", "fsdp", "zero1", "zero3")}
 """Cells of the suite ``plan`` on two ranks, here one on each of two hosts."""
 RANKS = 2
@@ -63,7 +63,7 @@ MBITS = (80, 320, 1280, 5120)
 """Megabits a second of a host's link, in each direction."""
 PROFILED = 2
 FLAGS = {"max_train_steps": 5, "profile_comm": PROFILED, "max_val_steps": 1, "no_inference": True, "save_every": 0}
-"""Of a training over links."""
+"""Flags of a training over links."""
 CALIBRATION_SEC, LIMIT_SEC = 20.0, 300.0
 TOKENS = 200_000
 

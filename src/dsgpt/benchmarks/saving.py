@@ -182,7 +182,7 @@ class SlowFile:
     """A file whose process may write ``MB_PER_SEC`` to all its files, a block at a time: a token bucket."""
 
     _empty_until = 0.0
-    """When there are tokens again, for every file of the process."""
+    """Time at which there are tokens again, for every file of the process."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file

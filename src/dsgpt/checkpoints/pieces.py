@@ -144,12 +144,12 @@ class CutTensor:
 
     @cached_property
     def _ends(self) -> tuple[Tensor, Tensor]:
-        """Where the pieces start and stop, each (pieces, dimensions)."""
+        """Starts and stops of the pieces, each (pieces, dimensions)."""
         starts, sizes = (torch.tensor([piece[part] for piece in self.pieces]) for part in (1, 2))
         return starts, starts + sizes
 
     def meeting(self, box: Box) -> Iterator[tuple[int, Box, Box]]:
-        """What pieces have of ``box``: the writer, the piece, and the box that both have."""
+        """Yields each piece that overlaps ``box``: its writer, the piece, and the overlap."""
         starts, stops = self._ends
         met = ((starts < torch.tensor(box.stop)) & (stops > torch.tensor(box.start))).all(1)
         for number in met.nonzero().flatten().tolist():

@@ -41,7 +41,7 @@ class TabledSetup:
         return self.recipe if self.run_type == "optimized" else self.run_type
 
     def tokens_per_sec(self, gpus: int, *, network: float = NETWORK_BYTES_PER_SEC) -> tuple[float, float, float]:
-        """Of one of so many GPUs: at least, likely and at most; ``network`` is as for ``datasheet_machine``."""
+        """Tokens per second of one GPU: at least, likely and at most; ``network`` is as for ``datasheet_machine``."""
         setup = Setup(
             model=GPT2Config(**{"vocab_size": GPT2_VOCAB_SIZE} | self.shape, block_size=self.seq_length),
             recipe=sound_recipe(REPOSITORY / "ds_configs" / f"{self.recipe}.json"),
@@ -116,7 +116,7 @@ class Projected(TabledSetup):
 
     model: str
     network_gbps: Positive
-    """Of a machine of eight GPUs."""
+    """Network of a machine of eight GPUs."""
     global_batch_size: Positive | None
     """Sequences of a step, however many GPUs there are; None if every GPU takes the micro batches of the table."""
 
@@ -132,18 +132,18 @@ class Projected(TabledSetup):
 
 @dataclass(frozen=True, kw_only=True)
 class Scaling:
-    """What a GPU of a larger cluster reached, and one of a smaller cluster."""
+    """Published figures of a GPU in a larger cluster, and in a smaller one."""
 
     program: str
     gpus: tuple[Positive, Positive]
-    """Of the smaller and of the larger cluster."""
+    """GPUs of the smaller and of the larger cluster."""
     figures: tuple[Positive, Positive]
-    """Of a GPU of each, in any unit."""
+    """Figures of a GPU of each, in any unit."""
     published_as: str
     source: str
     """The address."""
     date: str
-    """Of the measurement, or of its publication."""
+    """Date of the measurement, or of its publication."""
     setup: Projected | None
     """The one here that is most like it; None if no formula here is."""
 

@@ -106,7 +106,7 @@ def git_commit(repository: Path = Path(__file__).parent, *, mark: str = DIRTY) -
 
 
 def sources_sha256(package: Path = Path(__file__).parents[1]) -> str:
-    """Of all Python files of this package: equal where the same code runs, whether git knows it or not."""
+    """Hash of all Python files of this package: equal where the same code runs, whether git knows it or not."""
     digest = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
         digest.update(f"{path.relative_to(package)} {path.stat().st_size}\n".encode() + path.read_bytes())

@@ -105,7 +105,7 @@ class StepResult(NamedTuple):
     """0-dim fp32: not finite if a gradient of activations on this rank is not; None where the strategy has none."""
 
     def own_non_finite(self) -> str:
-        """What of this rank alone is NaN or infinite: ``loss`` or ``gradient``; empty if nothing is."""
+        """Figure of this rank that is NaN or infinite: ``loss`` or ``gradient``; empty if none is."""
         if not math.isfinite(self.own_loss):
             return "loss"
         overflowed = self.own_gradient is not None and not math.isfinite(self.own_gradient)

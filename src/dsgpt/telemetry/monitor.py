@@ -86,7 +86,7 @@ class Gpus:
         )
 
     def health(self, uuid: str) -> dict[str, Any]:
-        """What the driver knows of a GPU and its memory; None where it does not say."""
+        """The driver's facts about a GPU and its memory; None where it has none."""
         nvml, handle = self._nvml, self._handles[uuid]
         memory = self._ask(nvml.nvmlDeviceGetMemoryInfo, handle)
         ecc = self._ask(nvml.nvmlDeviceGetEccMode, handle)

@@ -249,7 +249,7 @@ def machine_facts(options: DoctorOptions, recipe: Recipe | None) -> Facts:
 def _answers(
     probes: Mapping[str, tuple[object, Callable[[], Any]]], seconds: float
 ) -> tuple[dict[str, Any], list[str]]:
-    """What probes find, by their names, and a line for each that fails or does not answer in time. All run at once.
+    """Answers of probes, by name, and a line for each that fails or does not answer in time. All run at once.
 
     Args:
         probes: by name, what is asked, and how.
@@ -340,7 +340,7 @@ def _data_facts(path: Path, *, verify: bool = False) -> Facts:
 def needed_bytes(
     model: GPT2Config, recipe: Recipe | None, topology: Topology, *, keep_checkpoints: int, on_gpus: bool
 ) -> dict[str, int]:
-    """What a machine's folders must hold, by their names in its facts.
+    """Bytes that a machine's folders must have room for, by their names in its facts.
 
     Besides the checkpoints that are kept there are the best one and the one that is being written.
     """
@@ -497,7 +497,7 @@ def findings_of_links(links: Sequence[Facts], stated_gbps: float | None) -> Iter
 
 @dataclass(frozen=True, kw_only=True)
 class _Meeting:
-    """All ranks, which have come, and what the first ones of the machines exchange through the store."""
+    """Exchange of the ranks' facts through the store, between all ranks and between the first ranks of the machines."""
 
     store: "Store"
     rank: int

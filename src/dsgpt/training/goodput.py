@@ -14,7 +14,7 @@ from dsgpt.common.json_files import Count, Finite, Seconds
 from dsgpt.record.schema import read_steps
 
 CAUSES = ("start", "compilation", "data", "validation", "saves", "repeated", "gaps", "other")
-"""What took the seconds that no kept step did; ``docs/records.md`` explains each."""
+"""Causes of the seconds that no kept step took; ``docs/records.md`` explains each."""
 EARLY_SEC = 2.0
 """Seconds by which the start of a process may seem to be before the end of the one before: the system rounds it."""
 
@@ -26,7 +26,7 @@ class Goodput:
     wall_sec: Seconds | None = 0.0
     """Since the first process of the run started; None, like every figure, where it is unknown."""
     kept_sec: Seconds | None = 0.0
-    """Of the steps that led to the run's present state."""
+    """Seconds of the steps that led to the run's present state."""
     lost_sec: dict[str, Seconds | None] = field(default_factory=lambda: dict.fromkeys(CAUSES, 0.0))
     """The other seconds, by cause."""
     repeated_steps: Count | None = 0
@@ -34,16 +34,16 @@ class Goodput:
     starts: Count | None = 0
     """Processes, or the processes that one launcher started."""
     seen_at: Finite = 0.0
-    """When this was written, in seconds since 1970."""
+    """Time at which this was written, in seconds since 1970."""
 
     @classmethod
     def unknown(cls) -> Self:
-        """That of a run whose earlier processes did not record it."""
+        """The goodput of a run whose earlier processes did not record it."""
         return cls(wall_sec=None, lost_sec=dict.fromkeys(CAUSES), repeated_steps=None, starts=None)
 
     @property
     def share(self) -> float | None:
-        """Of the wall time, in kept steps."""
+        """Share of the wall time that kept steps took."""
         return self.kept_sec / self.wall_sec if self.wall_sec and self.kept_sec is not None else None
 
     def _lost(self, more: Mapping[str, float | None]) -> dict[str, Seconds | None]:

@@ -136,7 +136,7 @@ def named_by(path: Path) -> str:
 # Chooses the checkpoint to resume from: the newest undamaged one, if this run matches its settings.
 
 _NUMBERED = re.compile(r"-(\d{5,})\.safetensors$")
-"""In the name of a file that one of several ranks wrote."""
+"""Matches the name of a file that one of several ranks wrote."""
 
 
 @dataclass(frozen=True, kw_only=True)
