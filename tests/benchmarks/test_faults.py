@@ -76,9 +76,12 @@ def runs(tmp_path_factory):
     return ForkedRuns(tmp_path_factory.mktemp("faults"), repository=REPOSITORY)
 
 
+QUICK = ("zero1: all in the save", "ddp: SIGUSR1")
+"""A kill and a signal under a launcher. The others are left to ``make test-slow``: two whole launches each."""
+
+
 def marks(fault):
-    """Left to ``make test-slow``: two whole launches each, 20 s."""
-    return [pytest.mark.long] if fault.name.startswith(("pipeline2: the launcher", "ddp: rank 1 killed")) else []
+    return [] if fault.name.startswith(QUICK) else [pytest.mark.long]
 
 
 @pytest.mark.parametrize(

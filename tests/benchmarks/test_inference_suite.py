@@ -76,6 +76,7 @@ def run(tmp_path_factory) -> Path:
     return write_run(tmp_path_factory.mktemp("run"))
 
 
+@pytest.mark.long
 def test_every_engine_generates_the_same_ids_and_one_that_fails_is_shown_while_the_others_go_on(run, tmp_path, capsys):
     """A Python without vLLM stands for one whose vLLM does not start."""
     python = tmp_path / "environment" / "bin" / "python"
