@@ -221,9 +221,9 @@ def clusters_page(record: Record, *, source: str) -> str:
 
 Each run trains {work["steps"]} steps on two hosts with one rank each and saves every {work["save_every"]}. A host is a
 network namespace with its own address and name. A fault strikes one host in a step that is drawn with seed
-{record["seed"]}. What ends is started again with `--resume`, on a repaired host. Recovered means that the run was
-complete; nothing before the last checkpoint was lost; each step is logged once; every loss and every weight is that
-of the undisturbed run within {BOUND:g}; and no rank was accused that was not at fault.
+{record["seed"]}. What ends is started again with `--resume`, on a repaired host. Recovered means:
+the run was complete, and nothing before the last checkpoint was lost. Each step is logged once. No rank was accused
+that was not at fault. Every loss and every weight is that of the undisturbed run within {BOUND:g}.
 
 The limit of `--stall_timeout` is lowered to {LIMIT_SEC:g} s, and each step takes 0.1 s more than it computes. Ranks
 fork from a process that has imported PyTorch and DeepSpeed, except under the scripts of `launch/` and with another
@@ -346,8 +346,8 @@ class Clusters(Suite[ClusterOptions, tuple[Fault, Outcome]]):
     name, record_of, schema_version, unit = "clusters", "the campaign of cluster faults", "1.0", "fault"
     flags, page, summary = ClusterOptions, staticmethod(clusters_page), staticmethod(summary_lines)
     description = """\
-clusters: train on two hosts, which are network namespaces, and kill hosts, cut and slow links, lose packets, stop
-ranks, fill disks, change clocks, compute NaN, stop the shared folder, preempt, and kill again while a run recovers; all
+clusters: train on two hosts, which are network namespaces. Kill hosts, cut and slow links, lose packets, stop ranks,
+fill disks, change clocks, compute NaN, stop the shared folder, preempt, and kill again while a run recovers. All is
 drawn from a seed. Every run must end with the weights of an undisturbed one. A repeated command with the same --output
 continues the campaign. Needs root; iptables, bindfs and faketime. Exit code 0: all recovered, and at least 95% of the
 culprits were named; 1: otherwise."""
