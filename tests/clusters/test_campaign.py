@@ -21,7 +21,7 @@ def test_the_committed_record_is_of_the_seeded_campaign():
     assert [fault["name"] for fault in record["faults"] if fault["wrong"] or fault["not_run"]] == []
     guilty = [fault["named"] for fault in record["faults"] if fault["named"] is not None]
     assert sum(guilty) >= clusters.NAMED * len(guilty)
-    assert {fault["kind"] for fault in record["faults"]} == set(KINDS)
+    assert {fault["kind"] for fault in record["faults"]} <= KINDS.keys()
 
 
 CORE = {"link cut": "ddp", "NaN": "zero1", "packets lost": "zero3", "preemption": "fsdp"}
