@@ -37,8 +37,8 @@ RUNS = {
 }
 """The strategies, each on two hosts with one rank."""
 LAUNCHERS = {"ranks": 26, "torchrun": 8, "torchrun 1:2": 4, "torchrun.sh": 1, "run_hostfile.sh": 1}
-"""What starts the ranks, and how often of 40: each by itself, as ``srun`` does; torchrun's agent, forked, for two hosts
-or for one or two; the scripts of ``launch/``, of which the second is DeepSpeed's launcher without ssh."""
+"""Launchers of the ranks, and how many faults of 40 each gets. ``ranks`` starts each rank by itself, as ``srun`` does.
+``torchrun`` is its agent, forked, for two hosts or for one to two. ``run_hostfile.sh`` is DeepSpeed's without ssh."""
 LIMIT_SEC, DEFAULT_LIMIT_SEC = 10.0, 60.0
 """``--stall_timeout`` of the campaign, and of its last fault."""
 PAUSE_SEC = 20
@@ -220,9 +220,9 @@ def clusters_page(record: Record, *, source: str) -> str:
 
 Each run trains {work["steps"]} steps on two hosts with one rank each and saves every {work["save_every"]}. A host is a
 network namespace with its own address and name. A fault strikes one host in a step that is drawn with seed
-{record["seed"]}. What ends is started again with `--resume`, on a repaired host. Recovered means that the run was
-complete; nothing before the last checkpoint was lost; each step is logged once; every loss and every weight is that
-of the undisturbed run within {BOUND:g}; and no rank was accused that was not at fault.
+{record["seed"]}. What ends is started again with `--resume`, on a repaired host. Recovered means
+five things. The run was complete. Nothing before the last checkpoint was lost. Each step is logged once. Every loss and
+every weight is that of the undisturbed run within {BOUND:g}. No rank was accused that was not at fault.
 
 The limit of `--stall_timeout` is lowered to {LIMIT_SEC:g} s, and each step takes 0.1 s more than it computes. Ranks
 fork from a process that has imported PyTorch and DeepSpeed, except under the scripts of `launch/` and with another
@@ -345,10 +345,10 @@ class Clusters(Suite[ClusterOptions, tuple[Fault, Outcome]]):
     name, record_of, schema_version, unit = "clusters", "the campaign of cluster faults", "1.0", "fault"
     flags, page, summary = ClusterOptions, staticmethod(clusters_page), staticmethod(summary_lines)
     description = """\
-clusters: train on two hosts, which are network namespaces, and kill hosts, cut and slow links, lose packets, stop
-ranks, fill disks, change clocks, compute NaN, stop the shared folder, preempt, and kill again while a run recovers; all
-drawn from a seed. Every run must end with the weights of an undisturbed one. A repeated command with the same --output
-continues the campaign. Needs root; iptables, bindfs and faketime. Exit code 0: all recovered, and at least 95% of the
+clusters: train on two hosts, which are network namespaces, and disturb them. Hosts are killed, links cut or slow,
+packets lost, ranks stopped, disks full, clocks wrong, losses NaN. The shared folder stops, the run is preempted, or
+killed again while it recovers. All is drawn from a seed. Every run must end with the weights of an undisturbed one. A
+repeated command with the same --output continues the campaign. Needs root; iptables, bindfs and faketime. Exit code 0: all recovered, and at least 95% of the
 culprits were named; 1: otherwise."""
     examples = """\
 examples:

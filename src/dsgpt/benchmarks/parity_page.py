@@ -170,9 +170,9 @@ def _bytes_per_rank(cells: Cells) -> str:
         off = max(abs(size["formula"] - size["measured"]) / max(size["measured"], 1) for size in every)
         sizes = ["unknown" if size is None else f"{size:,}" for size in sizes]
         rows.append([*row, shown["accumulation"], *sizes, f"{off:.1%}"])
-    text = """Measured: the most bytes of model state on a rank, and the most bytes that a rank sends per optimizer step.
-The last column is the largest difference from the formulas of `src/dsgpt/planner`, over all trainings
-of the row."""
+    text = """Measured: the most bytes of model state on a rank, and the most bytes that a rank sends per optimizer
+step. The last column is the largest difference from the formulas of `src/dsgpt/planner`, over all
+trainings of the row."""
     header = ["strategy", "ranks", "precision", "acc.", *BYTES, "formulas off by"]
     return section("Bytes per rank", header, rows, text=text)
 
