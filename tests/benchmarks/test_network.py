@@ -34,8 +34,9 @@ def test_a_step_waits_for_a_slow_link_as_predicted(tmp_path, monkeypatch):
     assert (free["shaped_by"], slow["shaped_by"]) == (None, "tc tbf")
     (point,) = record["points"]
     passing = 1.5 * 4 * 5_311_488 * 8 / 160e6  # gradients both ways at once, then half of the weights
-    for share, step in ((slow["share"], slow["step_sec"]), (point["predicted_share"], point["predicted_step_sec"])):
-        assert 0.8 * passing < share * step < 2 * passing  # ZeRO-1 hides nothing behind what the machine computes
+    # ZeRO-1 hides nothing behind what the machine computes; other programs make the wait longer, never shorter
+    assert slow["share"] * slow["step_sec"] > 0.8 * passing
+    assert point["predicted_share"] * point["predicted_step_sec"] > passing
     assert point["share"]["median"] == slow["share"]
     assert "| zero1 | 160 | " in network_page(record, source="network.json")
 

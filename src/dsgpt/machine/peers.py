@@ -376,7 +376,7 @@ class Peers:
             # A clone has a connection of its own. It is public; only the types lack it.
             self.store, self._watched = store, store.clone()  # type: ignore[attr-defined]
             self._watched.set_timeout(timedelta(seconds=OBSERVED_SEC))
-            self.store.set_timeout(timedelta(seconds=LIMITS_SEC["start"]))
+            self.store.set_timeout(timedelta(days=1))  # rank 0 may fetch for long; the thread names one that hangs
             self._progress_at = time.monotonic()
             self._store_answered_at = self._progress_at
             if not self._topology.is_spare:
