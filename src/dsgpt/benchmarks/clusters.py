@@ -348,8 +348,8 @@ class Clusters(Suite[ClusterOptions, tuple[Fault, Outcome]]):
 clusters: train on two hosts, which are network namespaces, and disturb them. Hosts are killed, links cut or slow,
 packets lost, ranks stopped, disks full, clocks wrong, losses NaN. The shared folder stops, the run is preempted, or
 killed again while it recovers. All is drawn from a seed. Every run must end with the weights of an undisturbed one. A
-repeated command with the same --output continues the campaign. Needs root; iptables, bindfs and faketime. Exit code 0: all recovered, and at least 95% of the
-culprits were named; 1: otherwise."""
+repeated command with the same --output continues the campaign. Needs root; iptables, bindfs and faketime. Exit code
+0: all recovered, and at least 95% of the culprits were named; 1: otherwise."""
     examples = """\
 examples:
   .venv/bin/python src/benchmark.py clusters
