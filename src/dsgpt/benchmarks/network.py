@@ -106,7 +106,9 @@ the losses of all steps are in nats per token. Those of gradient norms, and of e
 thread waits for communication, in {PROFILED} steps of {record["turns"]} trainings; medians, with the range. The planner
 knows a calibration of this machine and the nominal speed of the links. One factor of computation and one of
 communication inside a machine are from the same trainings over links without limits; none is from these points.
-Headers and queues leave less than the nominal speed, and least where traffic pauses. The planner does not know that."""
+Headers and queues leave less than the nominal speed, and least where traffic pauses. The planner does not know that.
+That the time of a network is added, and not the longer one taken, was chosen on an earlier run of the same points.
+{record.get("remark", "")}""".rstrip()
     words = {"error": "**ERROR**", "failed": "**FAILED**", "refused": "refused"}
     header = ["strategy", "link, Mbit/s", "predicted share", "measured share", "off, points", "predicted step, s"]
     parts = [
