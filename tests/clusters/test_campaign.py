@@ -53,6 +53,7 @@ def test_a_part_of_the_campaign(part):
 def test_a_campaign_continues_where_it_was_interrupted(tmp_path, monkeypatch, capsys):
     class Runs(nullcontext):
         def __init__(self, _folder, *, repository):
+            super().__init__(self)
             assert repository == REPOSITORY
 
         def attempt(self, fault):

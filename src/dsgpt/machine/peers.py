@@ -407,6 +407,10 @@ class Peers:
         elif self.store is not None:
             rank, ranks = self._topology.rank, self._topology.world_size
             for number in itertools.count(1):
+                # A rank that reads from the store when rank 0 ends would print a C++ stack. With ``_lost``, the thread
+                # is about to end this process.
+                while self._lost is not None or not self.store.check([f"work/{number}"]):
+                    time.sleep(0.05)
                 if not (what := self.store.get(f"work/{number}").decode()):
                     return
                 self.store.set(f"done/{number}/{rank}", work(what, rank, ranks))
