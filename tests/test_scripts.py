@@ -134,7 +134,9 @@ def test_training_continues_and_its_log_is_complete(run_folder, tmp_path, sink):
 
 def test_every_path_of_training_must_be_utf8():
     paths = [
-        f"--{each.name}" for each in fields(Options) if each.metadata["argparse"].get("type") in (Path, path_or_address)
+        f"--{each.name}"
+        for each in fields(Options)
+        if each.metadata["argparse"].get("type") in (Path, path_or_address) or each.name == "checkpoint_path"
     ]
     assert {*paths} >= {"--train_data_path", "--val_data_path", "--checkpoint_path", "--deepspeed_config"}
     _, problems = parse_arguments([word for flag in paths for word in (flag, f"{LATIN}/x")])

@@ -190,6 +190,12 @@ class SlowFile:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._file, name)
 
+    def __enter__(self) -> "SlowFile":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
     def write(self, data: bytes | memoryview) -> None:
         """Write ``data`` as its tokens come."""
         for start in range(0, len(data), BLOCK):

@@ -146,7 +146,7 @@ class GPT2(nn.Module):
         """
         positions = torch.arange(first_position, first_position + ids.shape[1], device=ids.device)  # (T,)
         x = self.embedding_dropout(self.wte(ids) + self.wpe(positions))  # (B, T, C)
-        if self.training and x.requires_grad:
+        if self.training and x.requires_grad and not torch.compiler.is_compiling():  # a hook would break the graph
             x.register_hook(self._note_gradient)
         for block in self.blocks:
             if self.activation_checkpointing and self.training:
