@@ -171,10 +171,10 @@ def test_records_are_remade_if_a_source_has_changed_and_their_pages_always(repos
     change(repository, "src/demo.py")
     assert f"faults: 1 of 6 sources changed since {commit[:12]}" in check_lines(repository)
     assert remake_records(repository, run=commands) == 0
-    assert commands.made == [*NAMES, "demo", "faults"]
+    assert commands.made == [*NAMES, "demo", "faults", "clusters"]  # which builds on faults
     assert commands.shown == 2 * NAMES
     said = capsys.readouterr().out
-    assert "to remake: demo, faults; about 3 min 00 s\n" in said
+    assert "to remake: demo, faults, clusters; about 4 min 00 s\n" in said
     assert "[2/15] parity: made from the present sources, skipped" in said
 
 

@@ -205,7 +205,7 @@ def on_hosts(hosts, pool: ThreadPoolExecutor, folder: Path, flags: list[str]) ->
 
 @pytest.mark.parametrize(
     ("where", "recipe"),
-    [("agents", "recipe"), *(pytest.param("hosts", each, marks=pytest.mark.long) for each in ("zero3", "pipeline"))],
+    [("agents", "recipe"), *(pytest.param("hosts", each, marks=pytest.mark.long) for each in ("pipeline",))],
 )
 def test_a_planned_run_goes_on_after_a_loss_and_with_more_after_a_return(request, pool, here, tmp_path, where, recipe):
     """The recipe has micro batch and accumulation for two devices, as that of a plan has, and DDP has a plan."""
