@@ -205,7 +205,7 @@ def on_hosts(hosts, pool: ThreadPoolExecutor, folder: Path, flags: list[str]) ->
 
 @pytest.mark.parametrize(
     ("where", "recipe"),
-    [("agents", "recipe"), *(pytest.param("hosts", each, marks=pytest.mark.long) for each in ("pipeline",))],
+    [("agents", "recipe"), *(pytest.param("hosts", each, marks=pytest.mark.long) for each in ("zero3", "pipeline"))],
 )
 def test_a_planned_run_goes_on_after_a_loss_and_with_more_after_a_return(request, pool, here, tmp_path, where, recipe):
     """The recipe has micro batch and accumulation for two devices, as that of a plan has, and DDP has a plan."""
@@ -225,7 +225,7 @@ def test_a_planned_run_goes_on_after_a_loss_and_with_more_after_a_return(request
         within((run / "training_metrics.json").exists, seconds=240)
         within(
             lambda: (
-                read_record(run)["hardware"]["world_size"] == ranks
+                read_record(run)["segments"][-1]["hardware"]["world_size"] == ranks
                 and max((line["step"] for line in read_lines(run)), default=0) >= steps
             ),
             seconds=240,

@@ -53,7 +53,7 @@ def planned(folder: Path, *words: str, of: str = SIXTEEN) -> tuple[Path, str]:
     [
         ("deepspeed", "exec launch/run_hostfile.sh --run_type "),
         ("torchrun", "exec env DEVICES=8 launch/torchrun.sh --run_type "),
-        ("slurm", "exec sbatch --nodes=2 --gpus-per-node=8 launch/slurm/train.sbatch --run_type "),
+        ("slurm", "exec sbatch --nodes=2 --ntasks-per-node=8 --gpus-per-node=8 launch/slurm/train.sbatch --run_type "),
     ],
 )
 def test_a_plan_writes_the_command_of_the_launcher(tmp_path, launcher, starts):

@@ -1,6 +1,8 @@
 """``launch/slurm/train.sbatch`` under a real Slurm: it trains, saves when asked, is requeued and resumes."""
 
 import json
+import os
+import subprocess
 from pathlib import Path
 
 import psutil
@@ -13,7 +15,7 @@ from training_runs import read_lines
 STEPS = 80
 PLAN = (
     "--recommend --launcher slurm --machine calibration.json --train_data_path train.bin --val_data_path val.bin "
-    "--tokens 1e6 --num_layers 1 --num_heads 1 --embedding_size 8 --max_position_embeddings 16 --vocab_size 257"
+    "--tokens 1e6 --global_batch_size 8 --num_layers 1 --num_heads 1 --embedding_size 8 --max_position_embeddings 16 --vocab_size 257"
 )
 SLOW = {"num_layers": 6, "num_heads": 4, "embedding_size": 192, "threads_per_device": 1}
 """A step of some 30 ms, so that there is time to send a signal."""
@@ -125,6 +127,14 @@ def test_the_command_of_a_plan_does_a_dry_run(slurm, tmp_path):
     job = slurm("sh", "plan/train.sh", "--dry_run", cwd=tmp_path, **variables).split()[-1]
     slurm.wait_for(job, "COMPLETED")
     assert "dry run: everything checked, nothing started" in printed(slurm, job, 0)
+
+
+def test_a_job_that_would_use_one_of_its_gpus_is_refused(here):
+    script = REPOSITORY / "launch" / "slurm" / "train.sbatch"
+    environment = {"PATH": os.environ["PATH"], "SLURM_GPUS_ON_NODE": "8"}
+    done = subprocess.run(["bash", script], cwd=here, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "error: a node has 8 GPUs and would train on one: add --ntasks-per-node=8 to sbatch\n"
 
 
 @pytest.mark.long

@@ -72,10 +72,9 @@ def job_words(launcher: str, *, machines: int, devices: int, gpus: bool, launch:
     if launcher == "python":
         return ["python", script]
     if launcher == "slurm":
-        exported = [] if gpus else [f"RANKS_PER_NODE={devices}"]
-        exported += [] if launch == "launch" else [f"ROOT={Path(launch).parent}"]
-        ranks = [f"--gpus-per-node={devices}"] * gpus + [f"--export={','.join(['ALL', *exported])}"] * bool(exported)
-        return ["sbatch", f"--nodes={machines}", *ranks, f"{launch}/slurm/train.sbatch"]
+        given = [f"--ntasks-per-node={devices}", *[f"--gpus-per-node={devices}"] * gpus]
+        given += [] if launch == "launch" else [f"--export=ALL,ROOT={Path(launch).parent}"]
+        return ["sbatch", f"--nodes={machines}", *given, f"{launch}/slurm/train.sbatch"]
     if machines > 1 and launcher == "torchrun":
         return ["env", f"DEVICES={devices}", f"{launch}/torchrun.sh"]
     if machines > 1:
