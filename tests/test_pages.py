@@ -114,8 +114,8 @@ PROGRAMS |= {"aws", "gcloud", "ssh", "rm", "torchrun.sh"}
 """What commands of the pages start."""
 FLAGS_OF_OTHERS = {
     *("--quiet", "--num_gpus", "--nproc_per_node", "--shutdown-timeout", "--signals-to-handle", "--max-restarts"),
-    *("--signal", "--requeue", "--nodes", "--ntasks-per-node", "--gpus-per-node", "--array", "--export", "--nv", "--hostfile"),
-    *("--safe_serialization", "--inject_missing_state"),
+    *("--signal", "--requeue", "--nodes", "--gpus-per-node", "--array", "--export", "--nv", "--hostfile"),
+    *("--ntasks-per-node", "--safe_serialization", "--inject_missing_state"),
     *("--logdir", "--backend-store-uri", "--project"),
 }
 """Launchers', Slurm's, DeepSpeed's tools' and trackers'."""

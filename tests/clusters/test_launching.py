@@ -36,7 +36,8 @@ BESIDE = Path(sys.executable).parent
 
 SIXTEEN = "--model_size small --gpu a100-80gb --gpus 16"
 DATA = "--train_data_path train.bin --val_data_path val.bin --vocab_size 257 --max_position_embeddings 16"
-TWO = f"--gpu a100-80gb --gpus 2 --gpus_per_machine 1 --precision fp32 --num_layers 1 --num_heads 1 {DATA}"
+TWO = f"--gpu a100-80gb --gpus 2 --gpus_per_machine 1 --precision fp32 --global_batch_size 8 {DATA}"
+TWO += " --num_layers 1 --num_heads 1"
 """Two machines of one GPU each, and the data of the tests."""
 
 

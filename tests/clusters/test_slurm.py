@@ -15,7 +15,8 @@ from training_runs import read_lines
 STEPS = 80
 PLAN = (
     "--recommend --launcher slurm --machine calibration.json --train_data_path train.bin --val_data_path val.bin "
-    "--tokens 1e6 --global_batch_size 8 --num_layers 1 --num_heads 1 --embedding_size 8 --max_position_embeddings 16 --vocab_size 257"
+    "--tokens 1e6 --global_batch_size 8 --num_layers 1 --num_heads 1 --embedding_size 8 --max_position_embeddings 16 "
+    "--vocab_size 257"
 )
 SLOW = {"num_layers": 6, "num_heads": 4, "embedding_size": 192, "threads_per_device": 1}
 """A step of some 30 ms, so that there is time to send a signal."""
