@@ -75,7 +75,8 @@ def test_the_command_of_a_plan_for_two_machines_does_a_dry_run(tmp_path, launche
     command = ["sh", "plan/train.sh"]
     if launcher == "kubernetes":  # the container's, with the variables that Kubeflow gives
         trainer = documents(folder / "train.yaml")[1]["spec"]["trainer"]
-        command, variables = [*trainer["command"], *trainer["args"]], {"PET_NPROC_PER_NODE": "1", "PET_NNODES": "1:2"}
+        command, variables = [*trainer["command"], *trainer["args"]], {"PET_NPROC_PER_NODE": "1", "PET_NNODES": "1:1"}
+        variables |= {"PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": str(free_port()), "PET_NODE_RANK": "0"}
     environment = os.environ | variables | {"PATH": f"{BESIDE}:{os.environ['PATH']}"}
     done = subprocess.run(
         [*command, "--dry_run"], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
