@@ -315,7 +315,7 @@ def test_calibrated_machines_are_several_once_their_network_is_known(plan, refus
         return found["machine"]["network_gbps"], found["step"]["parts"]["communication"]
 
     assert "measure the network between several (doctor.py --machine)" in refused(line)[0]
-    assert "are not whole machines of 2 GPUs" in refused(f"{line.replace('4', '3')} --network_gbps 1")[0]
+    assert "are not whole machines of 2 GPUs" in refused(f"{line.replace('--gpus 4', '--gpus 3')} --network_gbps 1")[0]
     (gbps, fast), (_, slow), (_, late) = (
         planned(bytes_per_sec=1e7), planned(bytes_per_sec=5e6), planned(bytes_per_sec=1e7, latency_sec=1e-3)
     )  # fmt: skip
