@@ -81,6 +81,6 @@ def test_every_option_of_a_suite_has_a_flag_with_a_default(words, monkeypatch):
     monkeypatch.setattr(suites, "run_suite", lambda suite, options, **_: made.append((suite, options)) or 0)
     assert suites.main() == 0
     ((suite, options),) = made
-    assert suite is suites.SUITES["decoding" if "--peers" in words else words[0]]
+    assert suite is suites.suite_of("decoding" if "--peers" in words else words[0])
     assert isinstance(options, suite.flags)
     assert len(words) == 1 or options.rounds == 7

@@ -391,7 +391,3 @@ examples:
 def _python_of(environment: Path) -> Path:
     """Interpreter of an environment; absolute, but not resolved: the link itself tells Python the environment."""
     return environment.absolute() / "bin" / "python"
-
-
-PEERS = "--peers"
-"""Turns the command into that of ``decoding``."""
