@@ -24,19 +24,26 @@ def test_the_committed_record_is_of_the_seeded_campaign():
     assert {fault["kind"] for fault in record["faults"]} <= KINDS.keys()
 
 
-CORE = {"link cut": "ddp", "NaN": "zero1", "packets lost": "zero3", "preemption": "fsdp"}
+CORE = [
+    ("link cut", "ddp", "ranks"),
+    ("NaN", "tensor2-zero1", "ranks"),
+    ("NaN", "pipeline2-zero1", "ranks"),
+    ("packets lost", "zero3", "ranks"),
+    ("preemption", "fsdp", "torchrun 1:2"),
+]
+"""Kind, strategy and launcher."""
 
 
 @pytest.fixture(scope="module")
 def part(tmp_path_factory):
     """Faults of four kinds at once, for one of which torchrun's agents start the ranks again; and their outcomes."""
     faults = [
-        replace(drawn([*KINDS].index(kind), seed=1), strategy=strategy, launcher="ranks")
-        for kind, strategy in CORE.items()
+        replace(drawn([*KINDS].index(kind), seed=1), strategy=strategy, launcher=launcher)
+        for kind, strategy, launcher in CORE
     ]
-    faults[3] = replace(faults[3], launcher="torchrun 1:2")
+    faults[4] = replace(faults[4], how="spot notice")
     runs = clusters_runs.ClusterRuns(tmp_path_factory.mktemp("campaign"), repository=REPOSITORY)
-    with ThreadPoolExecutor(4) as pool, runs:
+    with ThreadPoolExecutor(5) as pool, runs:
         return runs, list(pool.map(runs.attempt, faults))
 
 
@@ -44,10 +51,10 @@ def test_a_part_of_the_campaign(part):
     _, outcomes = part
     if reasons := {outcome.not_run for outcome in outcomes} - {""}:
         pytest.skip("; ".join(reasons))
-    assert [outcome.wrong for outcome in outcomes] == [""] * 4
-    assert [outcome.named for outcome in outcomes] == [True, True, None, None]
+    assert [outcome.wrong for outcome in outcomes] == [""] * 5
+    assert [outcome.named for outcome in outcomes] == [True, True, True, None, None]
     assert outcomes[0].steps_lost > 0
-    assert outcomes[3].steps_lost == 0
+    assert outcomes[4].steps_lost == 0
 
 
 def test_a_campaign_continues_where_it_was_interrupted(tmp_path, monkeypatch, capsys):

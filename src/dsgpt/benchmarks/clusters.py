@@ -33,7 +33,7 @@ from dsgpt.record.schema import finite
 FAULTS, SEED = 300, 24
 RUNS = {
     name: Cell(strategy=name, ranks=2, accumulation=3 if name.startswith("pipeline") else 1)
-    for name in ("ddp", "fsdp", "zero1", "zero2", "zero3", "pipeline2-zero1", "tensor2-zero1")
+    for name in ("ddp", "fsdp", "zero1", "zero2", "zero3", "pipeline2-zero1", "tensor2-zero1", "sequence2-zero1")
 }
 """The strategies, each on two hosts with one rank."""
 LAUNCHERS = {"ranks": 26, "torchrun": 8, "torchrun 1:2": 4, "torchrun.sh": 1, "run_hostfile.sh": 1}
@@ -128,7 +128,7 @@ def drawn(index: int, *, seed: int) -> Fault:
     chance, kind = random.Random(f"{seed}/{index}"), list(KINDS)[index % len(KINDS)]
     launchers = dict(LAUNCHERS)
     strategy = chance.choice(list(RUNS))
-    if strategy.startswith(("pipeline", "tensor")):  # their ranks cannot change
+    if strategy.startswith(("pipeline", "tensor", "sequence")):  # their ranks cannot change
         del launchers["torchrun 1:2"]
     if strategy in {"ddp", "fsdp"}:
         del launchers["run_hostfile.sh"]

@@ -103,13 +103,22 @@ class StepResult(NamedTuple):
     """0-dim bool: whether fp16 gradients overflowed, so that the weights did not change."""
     own_gradient: Tensor | None = None
     """0-dim fp32: not finite if a gradient of activations on this rank is not; None where the strategy has none."""
+    own_exchange: Tensor | None = None
+    """0-dim fp32: which exchange of activations was the first that this rank gave something to that was not finite,
+    though all that it had received was; infinite if none was. None where ranks exchange no activations."""
 
-    def own_non_finite(self) -> str:
-        """Figure of this rank that is NaN or infinite: ``loss`` or ``gradient``; empty if none is."""
+    def own_non_finite(self) -> tuple[float, str]:
+        """What this rank has that is NaN or infinite, ``activation``, ``loss`` or ``gradient``, and in which exchange.
+
+        Empty if there is none; infinite if it exchanged none.
+        """
+        exchange = math.inf if self.own_exchange is None else float(self.own_exchange)
+        if exchange < math.inf:
+            return exchange, "activation"
         if not math.isfinite(self.own_loss):
-            return "loss"
+            return exchange, "loss"
         overflowed = self.own_gradient is not None and not math.isfinite(self.own_gradient)
-        return "gradient" if overflowed and not self.skipped else ""
+        return exchange, "gradient" if overflowed and not self.skipped else ""
 
 
 class TimedBatches:

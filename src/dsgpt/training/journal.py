@@ -540,17 +540,17 @@ class Journal:
             self.write()
 
     def _first_non_finite(self, lines: list[dict[str, Any]]) -> str:
-        """The rank whose own loss or gradient was the first that is not finite; collective: all have the same lines."""
-        faults = ((place, what) for place, result in enumerate(self.meter.results) if (what := result.own_non_finite()))
-        ranks: list[tuple[str, tuple[int, str]]] = gather_objects(
-            (socket.gethostname(), next(faults, (len(lines), "")))
-        )
-        first, what = min(own for _, own in ranks)
-        at_fault = [rank for rank, (_, (place, _)) in enumerate(ranks) if place == first < len(lines)]
-        if len(at_fault) in {0, len(ranks)}:  # the state that all ranks share was the first
+        """The rank whose own figures were the first that are not finite; collective: all have the same lines."""
+        own = ((place, *result.own_non_finite()) for place, result in enumerate(self.meter.results))
+        fault = next((fault for fault in own if fault[2]), (len(lines), math.inf, ""))
+        ranks: list[tuple[str, tuple[int, float, str]]] = gather_objects((socket.gethostname(), fault))
+        place, exchange, what = first = min(fault for _, fault in ranks)
+        at_fault = [rank for rank, (_, fault) in enumerate(ranks) if fault[:2] == first[:2]]
+        if not what or len(at_fault) == len(ranks):  # the state that all ranks share was the first
             return ""
         names = ", ".join(f"rank {rank} on {ranks[rank][0]}" for rank in at_fault)
-        return f"; {names} was the first to compute a {what} that is not finite, in step {lines[first]['step']}"
+        what = "an activation" if exchange < math.inf else f"a {what}"
+        return f"; {names} was the first to compute {what} that is not finite, in step {lines[place]['step']}"
 
     def traffic_measured(self, measured: dict[str, Any]) -> None:
         """Note the model state and the traffic of a step."""

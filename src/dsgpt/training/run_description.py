@@ -349,7 +349,8 @@ def _training_config(config: RunConfig, hashes: dict[str, str | None]) -> dict[s
 
 def facts_to_match(config: RunConfig, *, hashes: Mapping[str, str | None]) -> dict[str, str]:
     """What all machines of a run must have alike, by the name that an error gives it. Paths may differ."""
-    flags = {f"--{name}": value for name, value in vars(config.options).items() if name != "local_rank"}
+    own = {"local_rank", "spot_notice"}  # each machine waits for a notice of its own
+    flags = {f"--{name}": value for name, value in vars(config.options).items() if name not in own}
     facts = {name: value for name, value in flags.items() if not isinstance(value, Path)}
     facts |= {f"the recipe's {key}": value for key, value in config.recipe.raw.items()}
     facts |= {f"sha256 of {name}": hashes[name] for name in ("train", "val")}

@@ -54,6 +54,43 @@ def take_norms_of_blocks(optimizer: Any) -> None:
     optimizer.get_grad_norm_direct = norm_of_blocks
 
 
+class Exchanges:
+    """Finds the first tensor of a step that this rank gave to others and that was not finite, without waiting for it.
+
+    What it received before that must have been finite: otherwise another rank computed it. So the rank at fault is
+    known though all ranks of a model have the NaN at the end of the step.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._none = torch.full((), torch.inf, device=device)
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin a step."""
+        self._number, self._first, self._innocent = 0, self._none, self._none.isinf()
+
+    def give(self, *given: Tensor) -> None:
+        """Note what this rank gives to an exchange. Peers that share an exchange give to it in the same order."""
+        if torch.compiler.is_compiling():  # it would break the graph
+            return
+        self._number += 1
+        finite = torch.stack([_finite(one) for one in given]).all() | ~self._innocent
+        self._first = torch.where(finite, self._first, self._first.clamp(max=self._number))
+
+    def receive(self, received: Tensor) -> None:
+        """Note what this rank received from one that computes before it."""
+        self._innocent = self._innocent & _finite(received)
+
+    def first(self) -> Tensor:
+        """Number of the exchange that was the first, from 1; infinite if none was. 0-dim fp32."""
+        return self._first
+
+
+def _finite(activations: Tensor) -> Tensor:
+    """0-dim bool; by one sum, which reads them once."""
+    return torch.isfinite(activations.detach().sum(dtype=torch.float32))
+
+
 class DeepSpeedStrategy(Strategy):
     """One DeepSpeed engine per rank.
 
@@ -77,6 +114,7 @@ class DeepSpeedStrategy(Strategy):
         self._schedule = build_schedule(recipe.scheduler, base_lr=recipe.optimizer.lr, total_steps=config.total_steps)
         self._scale = LossScale(recipe.loss_scaling if config.precision == "fp16" else None)
         self._optimizer_steps = 0
+        self._exchanges = Exchanges(device)
 
     def _start(self, model: nn.Module, config: RunConfig, *, ds_config: dict[str, Any], groups: Any = None) -> None:
         """Make the engine around ``model``.
@@ -96,10 +134,17 @@ class DeepSpeedStrategy(Strategy):
         kinds = WholeState, PartitionedState, PartitionedState, ShardedState
         self._state = kinds[self._stage](self._optimizer, self._parameters)
 
+    def _watch_row_parallel(self, model: nn.Module) -> None:
+        """Note the activations that tensor peers are about to sum."""
+        for name, module in model.named_modules():
+            if name.endswith(".proj"):
+                module.register_forward_pre_hook(lambda _, given: self._exchanges.give(*given))
+
     def train_step(self, batches: Iterator[Batch], step: int) -> StepResult:
         """See ``Strategy``."""
         lr = self._schedule(step)
         set_learning_rate(self._optimizer, lr)
+        self._exchanges.begin()
         loss, own_loss, norm = self._execute(batches, own_factor=self._set_loss_scale())
         # DeepSpeed also skips fp32 steps whose gradients are not finite. Only fp16, which scales its loss, may skip.
         overflow = self._scale.enabled and not self._engine.was_step_applied()
@@ -107,7 +152,7 @@ class DeepSpeedStrategy(Strategy):
         self._scale.update(overflow=overflow)
         model = self._engine.module
         own_gradient = model.take_gradient_sum() if isinstance(model, GPT2) else None  # a stage is none
-        return StepResult(loss, own_loss, norm, lr, torch.tensor(overflow), own_gradient)
+        return StepResult(loss, own_loss, norm, lr, torch.tensor(overflow), own_gradient, self._exchanges.first())
 
     @abstractmethod
     def _execute(self, batches: Iterator[Batch], *, own_factor: float) -> tuple[Tensor, Tensor, Tensor]:

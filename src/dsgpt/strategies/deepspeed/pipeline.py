@@ -171,6 +171,7 @@ class PipelineParallel(DeepSpeedStrategy):
             self._parameters = self._module.canonical_parameters()
             self._start(self._module, config, ds_config=engine_config(config))
         self._mend_schedule()
+        self._watch_stages(tensor_peers=config.topology.sizes.tensor > 1)
 
     def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Loss of a micro batch, fp32: the mean in training; the sum in validation, where some targets do not count."""
@@ -190,6 +191,15 @@ class PipelineParallel(DeepSpeedStrategy):
         for name, kind in zip(("forward", "backward", "optimizer"), steps, strict=True):
             instructions[kind] = _in_range(name, instructions[kind])
         self._engine._INSTRUCTION_MAP = instructions
+
+    def _watch_stages(self, *, tensor_peers: bool) -> None:
+        """Note what this stage receives from the one before it, and what it gives to the one behind it."""
+        if not self._engine.is_first_stage():
+            self._module.register_forward_pre_hook(lambda _, received: self._exchanges.receive(*received))
+        if not self._engine.is_last_stage():  # which notes its loss in ``_execute``
+            self._module.register_forward_hook(lambda _module, _received, given: self._exchanges.give(given))
+        if tensor_peers:
+            self._watch_row_parallel(self._module)
 
     def _clip_and_step(self, engine: Any, **arguments: dict[str, Any] | None) -> None:
         """Clip by the norm of all stages, and let DeepSpeed step; its own clipping is switched off.
@@ -229,6 +239,8 @@ class PipelineParallel(DeepSpeedStrategy):
         """See ``DeepSpeedStrategy``; ``own_factor`` is 1, because fp16 is refused at stage 0."""
         loss = self._engine.train_batch(iter(self._draw(batches)))
         self._engine.timers("train_batch").reset()  # else it keeps two events per step for a report that is off
+        if self._engine.is_last_stage():
+            self._exchanges.give(self._engine.dp_group_loss)
         return loss, self._engine.dp_group_loss, self._gradient_norm(self._own_norm) / own_factor
 
     def _draw(self, batches: Iterator[Batch]) -> list[Batch]:

@@ -24,7 +24,7 @@ from dsgpt.formats.tensor_files import DTYPES
 from dsgpt.machine.device import named_range, sum_over_ranks
 from dsgpt.model.gpt2 import GPT2, Attend, Attention, Block, dense_attention
 from dsgpt.strategies.base import to_device
-from dsgpt.strategies.deepspeed.engine import DeepSpeedStrategy
+from dsgpt.strategies.deepspeed.engine import DeepSpeedStrategy, Exchanges
 from dsgpt.strategies.deepspeed.setup import SwapSpace, engine_config, load_ops
 from dsgpt.strategies.deepspeed.state import SPLIT, attend_with_own_dropout, is_split
 from dsgpt.strategies.optimizer import global_norm, initial_values, initialize_whole, square_sum
@@ -266,7 +266,7 @@ class SequenceParallel(Zero):
 
         # Not by DeepSpeed's ``mesh_param``: with it, gradients are reduced over data ranks alone.
         parallel_state_sp.initialize_sequence_parallel(config.topology.sizes.sequence)
-        attend = ulysses_attention(parallel_state_sp.get_sequence_parallel_group())
+        attend = ulysses_attention(parallel_state_sp.get_sequence_parallel_group(), self._exchanges)
         for module in model.modules():
             if isinstance(module, Attention):
                 module.attend = attend
@@ -303,18 +303,19 @@ class SequenceParallel(Zero):
         return loss_sum, (targets != IGNORED_TARGET).sum()
 
 
-def ulysses_attention(group: dist.ProcessGroup) -> Attend:
+def ulysses_attention(group: dist.ProcessGroup, exchanges: Exchanges) -> Attend:
     """Attention over positions of which each rank of ``group`` holds a slice, in the order of the ranks.
 
     Before attention, an all-to-all turns "some positions, all heads" into "all positions, some heads"; after it,
-    another all-to-all turns the result back. Queries, keys and values come as (B, nh, T of this rank, hs); the group's
-    size must divide nh.
+    another all-to-all turns the result back. ``exchanges`` notes what this rank gives to the first.
+    Queries, keys and values come as (B, nh, T of this rank, hs); the group's size must divide nh.
     """
     from deepspeed.sequence.layer import DistributedAttention  # noqa: PLC0415
 
     exchange = DistributedAttention(_attend_by_position, group, scatter_idx=2, gather_idx=1)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, dropout: float, causal: bool) -> Tensor:
+        exchanges.give(q, k, v)
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))  # (B, T of this rank, nh, hs)
         attended: Tensor = exchange(q, k, v, 0, None, dropout, causal)
         return attended.transpose(1, 2)
@@ -426,6 +427,11 @@ class TensorParallel(Zero):
     host memory for all of it while it starts. For a larger model use ``ds_configs/3d.json``, with which each rank
     builds only its part.
     """
+
+    def _build(self, config: RunConfig, device: torch.device) -> GPT2:
+        model = super()._build(config, device)
+        self._watch_row_parallel(model)
+        return model
 
     def _spread(self, model: GPT2, config: RunConfig) -> Any:
         from deepspeed.utils import groups  # noqa: PLC0415
