@@ -135,5 +135,9 @@ def test_a_link_is_as_slow_and_as_lossy_as_asked(hosts):
         assert 100 < len(times) < 16 + 1.1 * 500 * (times[-1] - times[0])  # 16 kB at once, then 500 kB a second
     assert hosts.shape(1, loss=0.5) == {"loss": "iptables statistic"}
     assert 60 < len(arrive(0, count=200, size=10)) < 140
+    assert hosts.shape(1, delay_ms=50) == {"delay_ms": "TUN relay"}
+    begins, arrives = arrive(1, count=1, size=10)
+    assert arrives - begins > 0.05
+    assert len(arrive(1, count=200, size=1000)) == 201
     assert hosts.shape(1) == {}
     assert len(arrive(0, count=200, size=10)) == 201

@@ -5,12 +5,18 @@ its own, so that nothing of this machine's network is changed. Only root can mak
 """
 
 import ctypes
+import fcntl
 import os
 import secrets
+import select
 import shutil
 import socket
+import struct
 import subprocess
+import sys
 import tempfile
+import time
+from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +24,11 @@ from pathlib import Path
 
 INTERFACE = "host0"
 """The interface of every host."""
+RELAY = "delay0"
+"""The interface of a host whose packets are held back; see ``relay``."""
+TUN_SET, TUN_FLAGS = 0x400454CA, 0x1001
+"""``TUNSETIFF`` of Linux, and ``IFF_TUN | IFF_NO_PI``: packets of IP without a header of their own."""
+READY_SEC = 10.0
 REPOSITORY = Path(__file__).resolve().parents[3]
 RUNTIME = Path("/run/netns")
 NEW_NETWORK, NEW_NAMES, NEW_MOUNTS = 0x40000000, 0x04000000, 0x00020000
@@ -101,27 +112,27 @@ class Hosts:
             number: of the host.
             mbit: Megabits a second; None for no limit.
             loss: the share of packets that do not arrive at the host.
-            delay_ms: added to the time that a packet takes.
+            delay_ms: added to the time that a packet from the host takes.
 
         Returns:
             What does it, by the name of the argument: ``{"mbit": "tc tbf", "loss": "iptables statistic"}``.
 
         Raises:
-            NoHosts: this machine lacks what it needs: iptables for losses, netem in the kernel for delays.
+            NoHosts: this machine lacks what it needs: iptables for losses, a TUN device for delays.
         """
         host, used = self.host(number), {}
         for namespace, link in ((host, INTERFACE), (f"{self.name}-switch", f"port{number}")):
             tc = ["tc", "-n", namespace, "qdisc"]
             subprocess.run([*tc, "delete", "dev", link, "root"], capture_output=True, check=False)  # there may be none
-            place = ["root", "handle", "1:"]
-            if delay_ms:
-                run(*tc, "add", "dev", link, *place, "netem", "delay", f"{delay_ms}ms")
-                place, used["delay_ms"] = ["parent", "1:"], "tc netem"
             if mbit:
                 burst = max(16_000, int(mbit * 125))  # bytes of 1 ms, and at least ten packets
                 limits = ["rate", f"{mbit}mbit", "burst", str(burst), "latency", "400ms"]
-                run(*tc, "add", "dev", link, *place, "tbf", *limits)
+                run(*tc, "add", "dev", link, "root", "tbf", *limits)
                 used["mbit"] = "tc tbf"
+        self._end_relay(number)
+        if delay_ms:
+            self._begin_relay(number, delay_ms)
+            used["delay_ms"] = "TUN relay"
         iptables = ["ip", "netns", "exec", host, "iptables", "--wait"]
         if loss and not shutil.which("iptables"):
             raise NoHosts("lost packets need iptables")
@@ -132,6 +143,21 @@ class Hosts:
             run(*iptables, "--append", "INPUT", "--in-interface", INTERFACE, "--match", *chance, "--jump", "DROP")
             used["loss"] = "iptables statistic"
         return used
+
+    def _begin_relay(self, number: int, delay_ms: float) -> None:
+        """Hold back the packets of a host; netem would, but few kernels of containers have it."""
+        words = [sys.executable, __file__, self.address(number), str(delay_ms / 1e3)]
+        relay = subprocess.Popen(["ip", "netns", "exec", self.host(number), *words], stderr=subprocess.PIPE, text=True)
+        end = time.monotonic() + READY_SEC
+        while RELAY not in run("ip", "-n", self.host(number), "route"):
+            if relay.poll() is not None or time.monotonic() > end:
+                relay.kill()
+                raise NoHosts(f"delays need a TUN device: {(relay.communicate()[1].strip().splitlines() or [''])[-1]}")
+            time.sleep(0.01)
+
+    def _end_relay(self, number: int) -> None:
+        """Without its interface, the relay ends by itself."""
+        subprocess.run(["ip", "-n", self.host(number), "link", "delete", RELAY], capture_output=True, check=False)
 
     @contextmanager
     def reached_by_ssh(self, folder: Path) -> Iterator[dict[str, str]]:
@@ -194,6 +220,8 @@ def made_hosts(count: int) -> Iterator[Hosts]:
                 run("ip", "-n", host, "link", "set", link, "up")
         yield hosts
     finally:
+        for number in range(count):
+            hosts._end_relay(number)
         for name in made:
             subprocess.run(["ip", "netns", "delete", name], check=False)
         folder.cleanup()
@@ -234,3 +262,38 @@ def be_rank_on(hosts: Hosts, *, per_host: int) -> None:
     enter(hosts.host(host))
     own = {"LOCAL_RANK": local, "LOCAL_WORLD_SIZE": per_host, "MASTER_ADDR": hosts.address(0)}
     os.environ.update({key: str(value) for key, value in own.items()} | {"GLOO_SOCKET_IFNAME": INTERFACE})
+
+
+def relay(address: str, delay_sec: float) -> None:
+    """Hold back what this host sends to others, until its interface ``RELAY`` is deleted.
+
+    A route leads the packets to others into a TUN device, from which they are read here. After the delay they are sent
+    over ``INTERFACE``, to which this socket is bound, so that the route does not lead them here again.
+
+    Args:
+        address: of this host.
+        delay_sec: of every packet.
+    """
+    others = ".".join([*address.split(".")[:3], "0/25"])  # the half that has all hosts: before the route of INTERFACE
+    held = deque[tuple[float, bytes]]()
+    with (
+        Path("/dev/net/tun").open("r+b", buffering=0) as tun,
+        socket.socket(socket.AF_INET, socket.SOCK_RAW, socket.IPPROTO_RAW) as out,
+    ):
+        fcntl.ioctl(tun, TUN_SET, struct.pack("16sH22x", RELAY.encode(), TUN_FLAGS))
+        out.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, INTERFACE.encode())
+        run("ip", "link", "set", RELAY, "txqueuelen", "10000", "up")
+        run("ip", "route", "add", others, "dev", RELAY, "src", address)
+        while True:
+            wait = max(0.0, held[0][0] - time.monotonic()) if held else None
+            if select.select([tun], [], [], wait)[0]:
+                packet = tun.read(65_536)
+                if packet[0] >> 4 == 4:  # the system announces itself by IPv6, too
+                    held.append((time.monotonic() + delay_sec, packet))
+            while held and held[0][0] <= time.monotonic():
+                packet = held.popleft()[1]
+                out.sendto(packet, (socket.inet_ntoa(packet[16:20]), 0))
+
+
+if __name__ == "__main__":
+    relay(sys.argv[1], float(sys.argv[2]))
