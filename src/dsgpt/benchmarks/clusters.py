@@ -104,7 +104,7 @@ class Fault:
     """Seconds after the begin of that step."""
     save_mode: str
     second: int | None = None
-    """The host that is killed ``delay`` after its rank was started again."""
+    """The host that is killed ``delay`` after its rank was started again; the first one is killed at once."""
     limit_sec: float = LIMIT_SEC
     every_sec: float = 0.0
     """Mean seconds between faults that strike again and again, at random; 0 if it strikes once."""

@@ -102,7 +102,7 @@ def plant(fault: Fault, folder: Path) -> None:
         time.sleep(PACE_SEC)
         poison.clear()
         if step == fault.step and here == fault.host and fault.strikes and not mark(folder, 1).exists():
-            if fault.delay:
+            if fault.delay and fault.second is None:
                 threading.Timer(fault.delay, strike, (fault, folder, 1, poison)).start()
             else:
                 strike(fault, folder, 1, poison)
