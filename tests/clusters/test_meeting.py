@@ -1,6 +1,10 @@
 """How ranks meet in a store that a launcher may keep over attempts, with what dead ranks left in it."""
 
 import json
+import signal
+import subprocess
+import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -64,3 +68,31 @@ def test_a_refusal_waits_for_a_rank_0_that_is_late(pool):
     with pytest.raises(UserError, match=r"refused: no GPU$"):
         meet(open_store(PLACES[0]), PLACES[0])
     within(told.done, seconds=10)
+
+
+SERVES = """
+import sys, time
+import torch.distributed as dist
+store = dist.TCPStore("127.0.0.1", int(sys.argv[1]), is_master=True, wait_for_workers=False)
+time.sleep(60)
+"""
+
+
+def test_a_rank_leaves_if_the_store_stops_answering_before_all_are_there(monkeypatch):
+    """As when rank 0's machine is cut off: the connection stays, and nothing comes."""
+    port, told = free_port(), []
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    monkeypatch.setattr(peers, "BEAT_SEC", 0.1)
+    monkeypatch.setattr(peers, "OBSERVED_SEC", 0.5)
+    monkeypatch.setattr(peers.os, "_exit", lambda _: None)
+    with subprocess.Popen([sys.executable, "-c", SERVES, str(port)]) as server:
+        waiting = peers.Peers(PLACES[1], stall_timeout=2.0)
+        waiting.on_lost_rank = lambda lost: told.append(str(lost))
+        threading.Thread(target=waiting.join, daemon=True).start()
+        within(waiting._guard.is_alive, seconds=30)
+        assert not told
+        server.send_signal(signal.SIGSTOP)
+        within(lambda: told, seconds=20)
+        server.kill()
+    assert told[0].startswith("rank 0 or its launcher, at 127.0.0.1, does not answer any more, in start")

@@ -210,8 +210,8 @@ def open_store(topology: Topology, *, seconds: float | None = None) -> "Store":
     return store
 
 
-def meet(store: "Store", topology: Topology) -> "Store":
-    """Wait until every rank that was started is there, spares included.
+def meet(store: "Store", topology: Topology, *, answered: Callable[[], None] = lambda: None) -> "Store":
+    """Wait until every rank that was started is there, spares included; calls ``answered`` when the store answers.
 
     Every rank brings a new word and counts while it waits; rank 0 answers each rank whose count grows. So a store that
     torchrun keeps over attempts, which has the words of dead ranks, is no danger.
@@ -229,6 +229,7 @@ def meet(store: "Store", topology: Topology) -> "Store":
     arrived: dict[int, list[str]] = {}
     busy = 0
     while not store.check([f"go/{word}"]):
+        answered()
         store.add(f"count/{word}", 1)
         if lines := _hear_refusal(store, topology):
             raise UserError(*lines)
@@ -371,17 +372,19 @@ class Peers:
             UserError: a rank does not come.
         """
         if self._topology.started > 1:
-            store = meet(open_store(self._topology), self._topology)
+            store = open_store(self._topology)
+            self._note_answer()
+            self._guard.start()
+            store = meet(store, self._topology, answered=self._note_answer)
             self._hosts: list[str] = json.loads(store.get("hosts"))
             # A clone has a connection of its own. It is public; only the types lack it.
             self.store, self._watched = store, store.clone()  # type: ignore[attr-defined]
             self._watched.set_timeout(timedelta(seconds=OBSERVED_SEC))
             self.store.set_timeout(timedelta(days=1))  # rank 0 may fetch for long; the thread names one that hangs
             self._progress_at = time.monotonic()
-            self._store_answered_at = self._progress_at
+            self._note_answer()
             if not self._topology.is_spare:
                 self._thread.start()
-            self._guard.start()
 
     def share(self, what: str, work: Callable[[str, int, int], str]) -> list[str]:
         """Let every rank do its part of ``work``; rank 0 calls it before the process group exists.
@@ -428,7 +431,7 @@ class Peers:
                     lost = LostRank("\n".join(lines), refused=True)
                 elif self._watched.check(["verdict"]):
                     lost = LostRank(self._watched.get("verdict").decode())
-                self._store_answered_at = time.monotonic()
+                self._note_answer()
                 time.sleep(BEAT_SEC)
             if lost is None and (code := int(self._watched.get("ended"))) != EXIT_DONE:
                 lost = LostRank(f"the run ended with exit code {code}")
@@ -546,6 +549,9 @@ class Peers:
                 self._lose_store(f"no answer for {self._stall_timeout - OBSERVED_SEC:.0f} s")
                 return
 
+    def _note_answer(self) -> None:
+        self._store_answered_at = time.monotonic()
+
     def _lose_store(self, why: str) -> None:
         at = os.environ["MASTER_ADDR"]
         words = f"rank 0 or its launcher, at {at}, does not answer any more, in {self._own.where} ({why})"
@@ -558,7 +564,7 @@ class Peers:
         shared = {name: value for name, value in asdict(own).items() if name not in {"stack", "collectives"}}
         self._watched.set(f"at/{self._topology.rank}", json.dumps(shared))
         self._watched.check(["hosts"])  # it waits for the answer, which ``set`` does not
-        self._store_answered_at = time.monotonic()
+        self._note_answer()
         if self._watched.check(["ask"]) and (asked := self._watched.get("ask").decode()) != self._answered_request:
             self._answered_request = asked
             fact = {"stack": self._stack(), "collectives": _collectives()}
