@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from dsgpt.checkpoints.manifest import Change, Epoch, RunState, Segment, covers, highest_peaks
+from dsgpt.checkpoints.manifest import Change, Epoch, Goodput, RunState, Segment, covers, highest_peaks
 from dsgpt.checkpoints.training_state import reason_of
 from dsgpt.common.errors import NonFiniteError, UserError
 from dsgpt.common.files import write_json_atomic
@@ -36,7 +36,6 @@ from dsgpt.telemetry.meter import (
 )
 from dsgpt.telemetry.profiles import COMMUNICATION_FILE, communication_table
 from dsgpt.training.budget import Budget, TrainingPlan
-from dsgpt.training.goodput import Goodput
 from dsgpt.training.run_description import CHANGES_KEY, predicted_peak_memory
 from dsgpt.training.run_folder import EarlierRecord
 
