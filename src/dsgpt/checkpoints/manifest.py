@@ -15,7 +15,7 @@ from pydantic import AfterValidator, Field
 
 from dsgpt.common.errors import UserError
 from dsgpt.common.files import link_between, sha256_of, write_json_atomic
-from dsgpt.common.json_files import Count, Finite, JsonError, Positive, Seconds, Sha256, clipped, read_as
+from dsgpt.common.json_files import Count, Finite, Positive, Seconds, Sha256, clipped, read_or_refuse
 from dsgpt.machine.console import Progress
 from dsgpt.record.schema import CAUSES, PEAKS, read_steps
 
@@ -90,9 +90,7 @@ def parse_manifest(checkpoint: Path) -> Manifest:
             raise UserError(f"{path}: {_A_LINK}")
         if not path.is_file():
             raise UserError(f"{path}: is missing: the checkpoint is incomplete")
-        return read_as(path, Manifest, unknown_keys=True)
-    except JsonError as error:
-        raise UserError(f"{path}: is not a readable manifest ({error})") from error
+        return read_or_refuse(path, Manifest, "a readable manifest", unknown_keys=True)
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from error
 
@@ -424,8 +422,4 @@ def read_run_state(checkpoint: Path) -> RunState:
     Raises:
         UserError: the file is not a run state of this version of the program.
     """
-    path = checkpoint / STATE_FILE
-    try:
-        return read_as(path, RunState)
-    except JsonError as error:
-        raise UserError(f"{path}: is not a run state of this version ({error})") from error
+    return read_or_refuse(checkpoint / STATE_FILE, RunState, "a run state of this version")
