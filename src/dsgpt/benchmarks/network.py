@@ -270,12 +270,8 @@ examples:
             every, place=lambda _one: (RANKS, "torchrun"), assign=assignment, imports=imports
         ):
             strategy, run = cells[key].strategy, end.folder / "run"
-            result: Result = {
-                "name": f"{strategy}, {mbit or 'no'} Mbit/s, turn {turn}",
-                "strategy": strategy,
-                "mbit": mbit,
-            }
-            result |= {"status": end.status, "message": end.message}
+            result: Result = {"name": f"{strategy}, {mbit or 'no'} Mbit/s, turn {turn}", "strategy": strategy}
+            result |= {"mbit": mbit, "status": end.status, "message": end.message}
             if end.status == "done":
                 profiled, shaped = read_object(run / COMMUNICATION_FILE), end.ranks[0]["shaped"].get("mbit")
                 seconds = statistics.fmean(rank["step_time_sec"] for rank in profiled["ranks"])
@@ -289,10 +285,8 @@ examples:
         return f"{count} {result['name']}: {', '.join([result['status'], *found])}{left} {result['message']}".rstrip()
 
     def record(self, results: Sequence[Result]) -> Record:
-        linked, by_link = (
-            [one for one in results if "mbit" in one],
-            defaultdict[tuple[str, int | None], list[Result]](list),
-        )
+        linked = [one for one in results if "mbit" in one]
+        by_link = defaultdict[tuple[str, int | None], list[Result]](list)
         for one in linked:
             if "share" in one:
                 by_link[one["strategy"], one["mbit"]].append(one)
