@@ -138,7 +138,8 @@ def test_who_copies_data_before_the_meeting_is_waited_for(store):
 
 FAULTY = """
 import os, signal, sys, time
-from dsgpt.machine import addresses, peers
+from dsgpt.data import remote
+from dsgpt.machine import peers
 from dsgpt.machine.launcher import exit_rank
 from dsgpt.strategies import pytorch
 from dsgpt.training import trainer
@@ -199,7 +200,7 @@ def slow_write(self, name, source):
     write(self, name, source)
 
 
-write, addresses.Place.write = addresses.Place.write, slow_write
+write, remote.Place.write = remote.Place.write, slow_write
 pytorch.TorchStrategy.train_step = faulty
 from dsgpt.training.command import train
 if kind == "refuses" and os.environ["RANK"] == "1":

@@ -110,15 +110,16 @@ def test_azure_tells_every_machine_of_a_scale_set_and_takes_its_time_at_first(se
 
 SOON = """
 import sys, time
-from dsgpt.machine import addresses, spot
+from dsgpt.data import remote
+from dsgpt.machine import spot
 from dsgpt.machine.launcher import exit_rank
 from dsgpt.training import trainer
 from dsgpt.training.command import train
 spot.POLL_SEC = trainer.POLL_SEC = 0.1
 trainer.NOTICE_SEC = dict.fromkeys(spot.NOTICE_SEC, 2.1)
 trainer.COPY_SEC = 3
-write = addresses.Place.write
-addresses.Place.write = lambda *args: time.sleep(120 * args[1].startswith("step-")) or write(*args)
+write = remote.Place.write
+remote.Place.write = lambda *args: time.sleep(120 * args[1].startswith("step-")) or write(*args)
 exit_rank(train(sys.argv[1:]))
 """
 """``src/gpt2.py`` that asks more often, with a slow store, and providers that give two seconds."""

@@ -17,11 +17,12 @@ import pytest
 import torch
 from messages import without_paths
 
-from dsgpt.machine import device, load, probe
+from dsgpt.machine import device, probe
 from dsgpt.machine.device import CHUNK_BYTES, HUGE_PAGE_BYTES, HugePages, multiplies, packs
-from dsgpt.machine.load import LoadOfOthers
 from dsgpt.machine.probe import compiler, direct_io_problem, keep_freed_memory, libaio_problem
 from dsgpt.machine.topology import Topology
+from dsgpt.telemetry import monitor
+from dsgpt.telemetry.monitor import LoadOfOthers
 
 # Whether each process of a machine has a GPU. The tests need none.
 
@@ -181,7 +182,7 @@ def test_own_children_are_not_others_while_they_live_and_afterwards():
 
 
 def test_another_program_is(monkeypatch):
-    monkeypatch.setattr(load, "SHORTEST_SEC", 0.0)
+    monkeypatch.setattr(monitor, "SHORTEST_SEC", 0.0)
     found = LoadOfOthers()
     own, busy, started = found.own_seconds(), found.busy_seconds(), time.monotonic()
     done = subprocess.run([*ORPHANED, sys.executable, "-c", BURN], check=True, stdout=subprocess.PIPE)
@@ -199,7 +200,7 @@ def test_what_the_system_hides_is_unknown(monkeypatch, owner, name):
     """Linux with hidepid, macOS, a masked /proc: nothing ends a training. A short measurement judges nothing."""
     before = LoadOfOthers()
     assert before.figures()["cpu_share_of_others"] is None
-    monkeypatch.setattr(load, "SHORTEST_SEC", 0.0)
+    monkeypatch.setattr(monitor, "SHORTEST_SEC", 0.0)
     monkeypatch.setattr(owner, name, Mock(side_effect=psutil.AccessDenied if owner is psutil.Process else OSError))
     assert LoadOfOthers().figures()["cpu_share_of_others"] is None
     before.figures()

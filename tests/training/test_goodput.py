@@ -10,8 +10,8 @@ from forked_ranks import run_script
 from small_run import command_line, write_data, write_recipe
 from training_runs import read_lines, read_record
 
-from dsgpt.record.schema import STEPS_FILE
-from dsgpt.training.goodput import CAUSES, Goodput
+from dsgpt.checkpoints.manifest import Goodput
+from dsgpt.record.schema import CAUSES, STEPS_FILE
 
 DYING = """
 import os, pathlib, signal, sys, time

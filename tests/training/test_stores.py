@@ -26,7 +26,7 @@ from training_runs import (
 from dsgpt.checkpoints import second_copy, store
 from dsgpt.checkpoints.second_copy import SecondCopy, checkpoints_at
 from dsgpt.common.errors import EXIT_USER_ERROR
-from dsgpt.machine.addresses import Place, open_place
+from dsgpt.data.remote import Place, open_place
 from dsgpt.training.command import train as train_here
 from dsgpt.training.saving import Saver
 

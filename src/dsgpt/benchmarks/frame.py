@@ -17,9 +17,9 @@ from dsgpt.common.files import write_atomic, write_json_atomic
 from dsgpt.common.json_files import JsonError, clipped_text, read_object
 from dsgpt.common.text import BUSY, NO_DIFFERENCE, busy_words, machine_words, next_line, no_difference, table
 from dsgpt.machine.console import Console
-from dsgpt.machine.load import LoadOfOthers
 from dsgpt.record.provenance import SourceChanges, changes_since, git_commit, marked, training_sources
 from dsgpt.record.schema import finite
+from dsgpt.telemetry.monitor import LoadOfOthers
 
 # Which source files can change the record of a suite, of a sweep or of the demo.
 

@@ -31,15 +31,20 @@ from dsgpt.benchmarks.frame import (
     troubles,
     work_facts,
 )
-from dsgpt.benchmarks.hosts import Hosts, NoHosts, made_hosts
-from dsgpt.benchmarks.launch import IMPORTS, Assignment, training_words
+from dsgpt.benchmarks.hosts import Hosts, NoHosts, be_rank_on, made_hosts
+from dsgpt.benchmarks.launch import IMPORTS, Assignment, config_of, training_words, write_end
 from dsgpt.benchmarks.plan import cells as plan_cells
+from dsgpt.checkpoints import store
 from dsgpt.common.command_line import POSITIVE, flag
 from dsgpt.common.errors import UserError
 from dsgpt.common.json_files import read_object
+from dsgpt.machine.console import logging_to_console
+from dsgpt.machine.launcher import Interruption
+from dsgpt.machine.topology import read_topology
 from dsgpt.planner.rates import Calibration, calibrated_machine, read_calibration
 from dsgpt.planner.setup import Setup
 from dsgpt.planner.step_time import predict_step
+from dsgpt.record.schema import STEPS_FILE, read_steps
 
 # What is trained.
 
@@ -220,8 +225,6 @@ examples:
         return folder / "run", f"exit codes {codes}: {' / '.join(last)}" if any(codes) else ""
 
     def _compared(self, strategy: str, count: int, alone: tuple[Path, str], spread: tuple[Path, str]) -> Result:
-        from dsgpt.benchmarks.network_rank import differences  # noqa: PLC0415 - torch takes seconds
-
         (reference, message), (run, other) = alone, spread
         message = message or other
         off = {} if message else differences(run, reference)
@@ -256,7 +259,7 @@ examples:
             self._setups[cells[key].strategy] = cells[key].setup(recipe)
             flags = cells[key].flags(recipe=recipe, tokens=self.folder, folder=folder)
             arguments = {"hosts": hosts.name, "count": RANKS, "mbit": mbit}
-            call = "dsgpt.benchmarks.network_rank:train"
+            call = "dsgpt.benchmarks.network:train"
             return Assignment(
                 folder=str(folder), flags=[*flags, *training_words(FLAGS)], call=call, arguments=arguments
             )
@@ -267,12 +270,8 @@ examples:
             every, place=lambda _one: (RANKS, "torchrun"), assign=assignment, imports=imports
         ):
             strategy, run = cells[key].strategy, end.folder / "run"
-            result: Result = {
-                "name": f"{strategy}, {mbit or 'no'} Mbit/s, turn {turn}",
-                "strategy": strategy,
-                "mbit": mbit,
-            }
-            result |= {"status": end.status, "message": end.message}
+            result: Result = {"name": f"{strategy}, {mbit or 'no'} Mbit/s, turn {turn}", "strategy": strategy}
+            result |= {"mbit": mbit, "status": end.status, "message": end.message}
             if end.status == "done":
                 profiled, shaped = read_object(run / COMMUNICATION_FILE), end.ranks[0]["shaped"].get("mbit")
                 seconds = statistics.fmean(rank["step_time_sec"] for rank in profiled["ranks"])
@@ -286,10 +285,8 @@ examples:
         return f"{count} {result['name']}: {', '.join([result['status'], *found])}{left} {result['message']}".rstrip()
 
     def record(self, results: Sequence[Result]) -> Record:
-        linked, by_link = (
-            [one for one in results if "mbit" in one],
-            defaultdict[tuple[str, int | None], list[Result]](list),
-        )
+        linked = [one for one in results if "mbit" in one]
+        by_link = defaultdict[tuple[str, int | None], list[Result]](list)
         for one in linked:
             if "share" in one:
                 by_link[one["strategy"], one["mbit"]].append(one)
@@ -339,3 +336,55 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+
+
+# One rank of one training, and what two trainings differ in.
+
+
+def train(flags: list[str], folder: Path, *, hosts: str, count: int, mbit: float | None = None) -> None:
+    """Train as ``src/gpt2.py`` does with ``flags``, after this forked rank moved to its host.
+
+    Args:
+        flags: of ``src/gpt2.py``.
+        folder: of the cell.
+        hosts: their name.
+        count: how many of them take equally many ranks.
+        mbit: of each host's link, in megabits a second; None for no limit.
+
+    Raises:
+        UserError: the product refuses the combination.
+    """
+    from dsgpt.training.run import run  # noqa: PLC0415 - torch takes seconds
+
+    those, topology = Hosts(hosts, count), read_topology()
+    shaped = [those.shape(number, mbit=mbit) for number in range(count if topology.is_main else 0)]
+    be_rank_on(those, per_host=topology.world_size // count)
+    config = config_of(flags)
+    main = config.topology.is_main
+    with logging_to_console(speaks=main), Interruption(speaks=main) as interruption:
+        run(config, interruption)
+    write_end(folder, config.topology.rank, shaped=next(iter(shaped), {}))
+
+
+def differences(run_dir: Path, other: Path) -> dict[str, float | None]:
+    """The largest difference of two runs' losses, in nats per token, and of gradient norms and last weights, relative.
+
+    That of norms is None if a run reports none.
+
+    Raises:
+        ValueError: they have other steps.
+    """
+    from torch.linalg import vector_norm  # noqa: PLC0415 - as above
+
+    from dsgpt.checkpoints.training_state import StateReader  # noqa: PLC0415
+
+    runs = [[line for line in read_steps(each / STEPS_FILE) if "loss" in line] for each in (run_dir, other)]
+    pairs = list(zip(*runs, strict=True))
+    norms = [(line["grad_norm"], reference["grad_norm"]) for line, reference in pairs]
+    state, expected = (StateReader(store.checkpoints(each)[0]) for each in (run_dir, other))
+    weights = [(state.read(name), expected.read(name)) for name in expected.shapes]
+    return {
+        "loss": max(abs(line["loss"] - reference["loss"]) for line, reference in pairs),
+        "gradient norm": None if None in norms[0] else max(abs(one / other - 1) for one, other in norms),
+        "weights": max(float(vector_norm(value - whole) / vector_norm(whole)) for value, whole in weights),
+    }

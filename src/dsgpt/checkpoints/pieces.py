@@ -26,7 +26,7 @@ from dsgpt.checkpoints import store
 from dsgpt.checkpoints.manifest import require_files
 from dsgpt.common.errors import UserError
 from dsgpt.common.files import write_atomic
-from dsgpt.common.json_files import Count, JsonError, Positive, read_as
+from dsgpt.common.json_files import Count, Positive, read_or_refuse
 from dsgpt.formats.tensor_files import StoredTensor, open_safetensors
 from dsgpt.model.config import STATE_NAMES
 from dsgpt.model.gpt2 import parameter_shapes
@@ -223,10 +223,7 @@ def read_index(checkpoint: Path) -> Index | None:
     path = checkpoint / store.INDEX
     if not path.exists():
         return None
-    try:
-        index = read_as(path, Index, max_bytes=_LARGEST_INDEX)
-    except JsonError as error:
-        raise UserError(f"{path}: is not an index of this version ({error})") from error
+    index = read_or_refuse(path, Index, "an index of this version", max_bytes=_LARGEST_INDEX)
     if fault := index.fault():
         raise UserError(f"{path}: {fault}")
     return index

@@ -21,7 +21,7 @@ from dsgpt.checkpoints import store
 from dsgpt.checkpoints.manifest import MANIFEST, Manifest, parse_manifest, read_manifest
 from dsgpt.common.errors import UserError
 from dsgpt.common.files import remove, sync_directory
-from dsgpt.machine.addresses import Place, open_place, store_errors
+from dsgpt.data.remote import Place, open_place, store_errors
 from dsgpt.machine.console import Progress
 from dsgpt.record.schema import COMPLETE_FILE, RECORD_FILE, STEPS_FILE
 

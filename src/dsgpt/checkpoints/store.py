@@ -54,7 +54,7 @@ from dsgpt.common.files import (
     write_atomic,
     write_json_atomic,
 )
-from dsgpt.common.json_files import JsonError, read_as, read_object
+from dsgpt.common.json_files import JsonError, read_object, read_or_refuse
 from dsgpt.formats.tokenizer_files import KNOWN_FILES, tokenizer_files
 from dsgpt.model.config import GPT2Config
 
@@ -374,10 +374,7 @@ def open_model_files(checkpoint: Path, *, progress: Callable[[int], None] = lamb
     """
     manifest = read_manifest(checkpoint, only=is_model_file, progress=progress)
     require_files(checkpoint, manifest, (INDEX if INDEX in manifest.files else WEIGHTS, MODEL))
-    try:
-        config = read_as(checkpoint / MODEL, GPT2Config)
-    except JsonError as error:
-        raise UserError(f"{checkpoint / MODEL}: is not the shape of a model ({error})") from error
+    config = read_or_refuse(checkpoint / MODEL, GPT2Config, "the shape of a model")
     tokenizer = _tokenizer(checkpoint, manifest.files)
     return ModelFiles(checkpoint=checkpoint, manifest=manifest, config=config, tokenizer=tokenizer)
 

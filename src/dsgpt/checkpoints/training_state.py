@@ -29,7 +29,7 @@ from dsgpt.checkpoints.manifest import FileFacts
 from dsgpt.checkpoints.pieces import MOMENTS, Box, Index, Pieces, cut, moment_key, numbered, read_index
 from dsgpt.common.errors import UserError
 from dsgpt.common.files import sha256_of, write_json_atomic
-from dsgpt.common.json_files import Count, JsonError, read_as
+from dsgpt.common.json_files import Count, read_or_refuse
 from dsgpt.formats.tensor_files import SafetensorsWriter, StoredTensor, open_safetensors
 from dsgpt.model.config import STATE_NAMES
 
@@ -312,11 +312,7 @@ class StateReader(Pieces):
         Raises:
             UserError: they are not those of a checkpoint of this version.
         """
-        path = checkpoint / COUNTERS
-        try:
-            self.counters = read_as(path, Counters)
-        except JsonError as error:
-            raise UserError(f"{path}: is not a training state of this version ({error})") from error
+        self.counters = read_or_refuse(checkpoint / COUNTERS, Counters, "a training state of this version")
         super().__init__(checkpoint, read_index(checkpoint))
 
     @property

@@ -19,6 +19,8 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import Field, TypeAdapter, ValidationError
 
+from dsgpt.common.errors import UserError
+
 MAX_BYTES = 16 << 20
 """The largest file that is read by default: larger than any record, manifest or recipe. Vocabularies have
 their own limit."""
@@ -156,6 +158,28 @@ def read_as(path: Path, kind: type[T], *, unknown_keys: bool = False, max_bytes:
         JsonError: as ``read_object``; or a value is missing or of another type. The message names the first faults.
     """
     return parse_as(read_bytes(path, max_bytes=max_bytes), kind, unknown_keys=unknown_keys)
+
+
+def read_or_refuse(
+    path: Path, kind: type[T], what: str, *, cure: str = "", refusal: type[UserError] = UserError, **reading: Any
+) -> T:
+    """The same as ``read_as``, of a file that a user can repair or replace.
+
+    Args:
+        path: the file.
+        kind: as for ``read_as``.
+        what: the file should be, such as ``the shape of a model``.
+        cure: ends the message, such as ``; make the data again``.
+        refusal: the error.
+        reading: further arguments of ``read_as``.
+
+    Raises:
+        UserError: of the type ``refusal``; the file is something else, or cannot be read.
+    """
+    try:
+        return read_as(path, kind, **reading)
+    except JsonError as error:
+        raise refusal(f"{path}: is not {what} ({error}){cure}") from error
 
 
 def parse_as(data: bytes, kind: type[T], *, unknown_keys: bool = False) -> T:

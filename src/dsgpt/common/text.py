@@ -35,7 +35,7 @@ def busy_words(figures: Mapping[str, Any]) -> str:
     """Words that report other processes on the CPUs during a measurement; empty if there were none, or none recorded.
 
     Args:
-        figures: with the keys of ``machine.load.LoadOfOthers.figures``.
+        figures: with the keys of ``telemetry.monitor.LoadOfOthers.figures``.
     """
     share = figures.get("cpu_share_of_others")
     if not isinstance(share, float) or share < BUSY_FROM:

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 from dsgpt.common.command_line import COUNT, NUMBER, POSITIVE, choice, choices, flag, read_options, switch, value, whole
 from dsgpt.common.errors import Problems
-from dsgpt.machine.addresses import is_address
 from dsgpt.model.config import PRESETS, SHAPE_FLAGS
 
 # What equal work is: the facts that are compared, and what a flag or a key of the recipe can change.
@@ -104,7 +103,7 @@ positive, count = partial(flag, POSITIVE, "N"), partial(flag, COUNT, "N")
 
 def path_or_address(text: str) -> Path | str:
     """A path of this machine, or an address such as ``s3://bucket/train.bin`` as it is."""
-    return text if is_address(text) else Path(text)
+    return text if "://" in text else Path(text)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,9 +26,8 @@ from dsgpt.dashboard.ui import Values
 from dsgpt.model.config import PRESETS
 from dsgpt.record.equal_work import judge
 from dsgpt.record.runs import Curve, Run, first, read_record, run_of
-from dsgpt.record.schema import LARGEST, RECORD_FILE, STEPS_FILE, Fields, is_figure, step_entry
+from dsgpt.record.schema import CAUSES, LARGEST, RECORD_FILE, STEPS_FILE, Fields, is_figure, step_entry
 from dsgpt.record.suites import SWEEP_FILE
-from dsgpt.training.goodput import CAUSES
 from dsgpt.training.status import LOCK_FILE, Signs, Status, signs_of_life, status_of
 
 # What lies in the folder of runs, and the only way from a name to a path.

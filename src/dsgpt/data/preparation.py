@@ -24,7 +24,7 @@ from dsgpt.common.files import (
     undecodable,
     write_json_atomic,
 )
-from dsgpt.common.json_files import JsonError, Sha256, read_as
+from dsgpt.common.json_files import Sha256, read_or_refuse
 from dsgpt.common.text import REPOSITORY, counted, duration, next_line, script_words
 from dsgpt.data.download import folder_if_named, progress, with_bar
 from dsgpt.data.sources import HUB_SETS, STDLIB_NAME, Source, downloaded_source, own_source, stdlib_source
@@ -262,13 +262,8 @@ class Place:
         """
         if not all(path.exists() for path in (self.record, self.tokenizer / TOKENIZER, *map(self.tokens, SPLITS))):
             return None
-        try:
-            return read_as(self.record, Preparation, unknown_keys=True)
-        except JsonError as error:
-            raise UserError(
-                f"{self.record}: is not the record of a preparation ({error}); remove it and prepare again with "
-                "--overwrite"
-            ) from error
+        cure = "; remove it and prepare again with --overwrite"
+        return read_or_refuse(self.record, Preparation, "the record of a preparation", cure=cure, unknown_keys=True)
 
 
 def already_prepared(place: Place, identity: Identity) -> bool:

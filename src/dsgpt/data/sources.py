@@ -21,7 +21,7 @@ from typing import Literal
 
 from dsgpt.common.errors import UserError
 from dsgpt.common.files import PRINTABLE, printable
-from dsgpt.common.json_files import Count, JsonError, Positive, read_as
+from dsgpt.common.json_files import Count, Positive, read_or_refuse
 
 # Documents and the files they come from. A source can be read repeatedly, and never holds all documents in memory.
 
@@ -281,10 +281,8 @@ def raw_record(folder: Path) -> RawRecord | None:
     path = folder / RECORD_NAME
     if not path.exists():
         return None
-    try:
-        record = read_as(path, RawRecord, unknown_keys=True)
-    except JsonError as error:
-        raise UserError(f"{path}: is not the record of a download ({error}); fetch again with --overwrite") from error
+    cure = "; fetch again with --overwrite"
+    record = read_or_refuse(path, RawRecord, "the record of a download", cure=cure, unknown_keys=True)
     missing = [file for file in record.files if not (folder / file).is_file()]
     if missing:
         raise UserError(f"{folder / missing[0]}: is missing, but {path.name} names it; fetch it again with --overwrite")

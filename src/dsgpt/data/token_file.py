@@ -20,7 +20,7 @@ from pydantic import Field
 from dsgpt.common.command_line import flag, read_options, run_script
 from dsgpt.common.errors import UserError
 from dsgpt.common.files import sha256_of, sync_directory, write_json_atomic
-from dsgpt.common.json_files import Count, JsonError, Positive, Sha256, read_as, read_object
+from dsgpt.common.json_files import Count, JsonError, Positive, Sha256, read_object, read_or_refuse
 
 if TYPE_CHECKING:
     import numpy as np
@@ -204,11 +204,9 @@ def open_token_file(path: Path) -> TokenFile:
             sha256=None,
         )  # fmt: skip
     else:
-        try:
-            sidecar = read_as(beside, Sidecar, unknown_keys=True)  # keys of other tools or later versions
-        except JsonError as error:
-            why = f"is not the sidecar of a token file ({error}); make the data again"
-            raise TokenFileError(f"{beside}: {why}") from error
+        what, cure = "the sidecar of a token file", "; make the data again"
+        # Other tools and later versions may write more keys.
+        sidecar = read_or_refuse(beside, Sidecar, what, cure=cure, refusal=TokenFileError, unknown_keys=True)
         if sidecar.vocab_size is None:
             raise TokenFileError(f"{beside}: vocab_size is null, not a positive whole number; make the data again")
         if sidecar.vocab_size > 1 << (8 * WIDTHS[sidecar.dtype]):

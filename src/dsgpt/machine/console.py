@@ -223,7 +223,9 @@ class Progress:
     ) -> None:
         if shown is None:
             shown = _PACKAGE.isEnabledFor(logging.INFO) and sys.stderr.isatty()
-        self._total, self._first, self._done = total, done, done
+        self.done = done
+        """Number of units that are done."""
+        self._total, self._first = total, done
         self._started = self._said = time.perf_counter()
         self._line = what if lines else ""
         named: dict[str, Any] = {"total": total, "initial": done, "disable": not shown}
@@ -235,26 +237,21 @@ class Progress:
         """Values for a logger's ``extra``: the line is only in the log file, because a live line on a terminal replaces
         it."""
 
-    @property
-    def done(self) -> int:
-        """Number of units that are done."""
-        return self._done
-
     def advance(self, count: int = 1) -> None:
         """Note that ``count`` more are done."""
         Progress.heard()
-        self._done += count
+        self.done += count
         self._bar.update(count)
         if self._line and time.perf_counter() - self._said >= LINE_SEC:
             self._said = time.perf_counter()
-            print(f"{self._line}: {self._done / self._total:.0%}, {self.time_left()} left", file=sys.stderr, flush=True)
+            print(f"{self._line}: {self.done / self._total:.0%}, {self.time_left()} left", file=sys.stderr, flush=True)
 
     def time_left(self) -> str:
         """The time to completion at the speed so far, validation and saving included."""
-        done = self._done - self._first
+        done = self.done - self._first
         if done == 0:
             return "unknown"
-        return duration((self._total - self._done) * (time.perf_counter() - self._started) / done)
+        return duration((self._total - self.done) * (time.perf_counter() - self._started) / done)
 
     def close(self) -> None:
         """Remove the bar."""

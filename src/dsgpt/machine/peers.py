@@ -9,6 +9,7 @@ PyTorch's flight recorder compares the same facts after a run, and ``monitored_b
 import contextlib
 import itertools
 import json
+import math
 import os
 import re
 import socket
@@ -156,18 +157,11 @@ def slow_ranks(ranks: Mapping[int, RankStatus], *, stages: int = 1) -> dict[int,
         stages: of a pipeline; only ranks of one stage do the same work.
     """
     slow, size = {}, max(1, len(ranks) // stages)
-    for rank, status in ranks.items():
-        others = [
-            other.own_sec
-            for peer, other in ranks.items()
-            if peer != rank and peer // size == rank // size and other.own_sec is not None
-        ]
-        usual = statistics.median(others) if others else None
-        if (
-            usual is not None
-            and status.own_sec is not None
-            and status.own_sec > max(SLOW_TIMES * usual, usual + SLOW_SEC)
-        ):
+    known = {rank: status.own_sec for rank, status in ranks.items() if status.own_sec is not None}
+    for rank, own in known.items():
+        others = [other for peer, other in known.items() if peer != rank and peer // size == rank // size]
+        usual = statistics.median(others or [math.inf])
+        if own > max(SLOW_TIMES * usual, usual + SLOW_SEC):
             slow[rank] = usual
     return slow
 
@@ -343,7 +337,7 @@ class Peers:
         self._answered_request = self._own_verdict = ""
         self._slow_reported: set[int] = set()
         self._shared = 0
-        self._main = threading.current_thread().ident
+        self._main = threading.get_ident()
         self._thread = threading.Thread(target=self._watch, name="peers", daemon=True)
         self._guard = threading.Thread(target=self._watch_store, name="peers-store", daemon=True)
         self._store_answered_at = time.monotonic()
@@ -357,13 +351,10 @@ class Peers:
             self._thread.join(OBSERVED_SEC)  # it may wait for a store that is gone
         if self._topology.is_main and self._topology.spares and self.store is not None:
             with contextlib.suppress(dist.DistError, RuntimeError):
-                self._release_spares(EXIT_DONE if error is None else getattr(error, "exit_code", 1))
-
-    def _release_spares(self, code: int) -> None:
-        self._watched.set("ended", str(code))
-        end = time.monotonic() + OBSERVED_SEC
-        while self._watched.add("released", 0) < self._topology.spares and time.monotonic() < end:
-            time.sleep(0.1)  # the store ends with rank 0
+                self._watched.set("ended", str(EXIT_DONE if error is None else getattr(error, "exit_code", 1)))
+                end = time.monotonic() + OBSERVED_SEC
+                while self._watched.add("released", 0) < self._topology.spares and time.monotonic() < end:
+                    time.sleep(0.1)  # the store ends with rank 0
 
     def join(self) -> None:
         """Wait for all ranks, and begin to watch them.
@@ -567,12 +558,9 @@ class Peers:
         self._note_answer()
         if self._watched.check(["ask"]) and (asked := self._watched.get("ask").decode()) != self._answered_request:
             self._answered_request = asked
-            fact = {"stack": self._stack(), "collectives": _collectives()}
+            stack = _calls(traceback.extract_stack(sys._current_frames()[self._main]))
+            fact = {"stack": stack, "collectives": _collectives()}
             self._watched.set(f"stack/{self._topology.rank}", json.dumps(fact))
-
-    def _stack(self) -> list[str]:
-        assert self._main is not None
-        return _calls(traceback.extract_stack(sys._current_frames()[self._main]))
 
     def _neighbour_lost(self) -> bool:
         """Whether the next rank has given no sign of life for almost ``stall_timeout``."""

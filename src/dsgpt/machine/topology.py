@@ -130,13 +130,12 @@ def read_topology(environment: Mapping[str, str] = os.environ, *, local_rank_fla
     local_rank = _whole(environment, "LOCAL_RANK", max(0, local_rank_flag or 0))
     if "TORCHELASTIC_RUN_ID" in environment:
         launcher = "torchrun"
-    elif "RANK" in environment:
-        if "CROSS_RANK" in environment or "LOCAL_SIZE" in environment:
-            launcher = "deepspeed"
-        else:
-            launcher = "slurm" if "SLURM_PROCID" in environment else "launcher"
-    else:
+    elif "RANK" not in environment:
         launcher = "python"
+    elif "CROSS_RANK" in environment or "LOCAL_SIZE" in environment:
+        launcher = "deepspeed"
+    else:
+        launcher = "slurm" if "SLURM_PROCID" in environment else "launcher"
     way_out = "start the ranks with a launcher, or unset the launcher's variables"
     if world_size > 1 and "RANK" not in environment:
         raise UserError(f"the variable WORLD_SIZE is {world_size}, but RANK is not set: {way_out}")

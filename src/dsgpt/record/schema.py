@@ -29,6 +29,8 @@ MACHINE_FILE = re.compile(rf"{HARDWARE_FILE.pattern}|train-\d+\.log")
 """The files of which each machine has one: ``log_file``, and those about hardware."""
 PEAKS = ("max_cuda_mem_allocated_bytes_rank0", "max_cuda_mem_reserved_bytes_rank0", "peak_rss_bytes_rank0")
 """Keys of a segment, of an epoch and of the summary: bytes."""
+CAUSES = ("start", "compilation", "data", "validation", "saves", "repeated", "gaps", "other")
+"""Causes of the seconds that no kept step took, keys of ``goodput``; ``docs/records.md`` explains each."""
 GENERATED_TOKENS = 100
 """``inference_latency`` is the time to generate this many tokens; null where the context is shorter."""
 
@@ -192,7 +194,7 @@ class RunRecord:
     second_copy: dict[str, Any] | None = None
     """Figures of ``--save_to``; see ``checkpoints.second_copy``."""
     goodput: dict[str, Any] | None = None
-    """See ``training.goodput``."""
+    """See ``checkpoints.manifest.Goodput``."""
 
     def as_dict(self) -> dict[str, Any]:
         """The record as it is now, ready for JSON: numbers that are not finite are None."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from dsgpt.checkpoints.manifest import Change, Epoch, RunState, Segment, covers, highest_peaks
+from dsgpt.checkpoints.manifest import Change, Epoch, Goodput, RunState, Segment, covers, highest_peaks
 from dsgpt.checkpoints.training_state import reason_of
 from dsgpt.common.errors import NonFiniteError, UserError
 from dsgpt.common.files import write_json_atomic
@@ -19,7 +19,6 @@ from dsgpt.common.text import busy_words
 from dsgpt.config.run_config import RunConfig
 from dsgpt.machine.console import Field, Progress, fitted
 from dsgpt.machine.device import HostGroup, gather_objects
-from dsgpt.machine.load import LoadOfOthers
 from dsgpt.planner.options import CALIBRATION
 from dsgpt.planner.rates import Calibration, Utilisation, read_calibration, utilisation
 from dsgpt.record.schema import RECORD_FILE, STEPS_FILE, RunRecord, StepLog, finite, mean, percentile, read_steps
@@ -34,9 +33,9 @@ from dsgpt.telemetry.meter import (
     require_finite,
     throughput,
 )
+from dsgpt.telemetry.monitor import LoadOfOthers
 from dsgpt.telemetry.profiles import COMMUNICATION_FILE, communication_table
 from dsgpt.training.budget import Budget, TrainingPlan
-from dsgpt.training.goodput import Goodput
 from dsgpt.training.run_description import CHANGES_KEY, predicted_peak_memory
 from dsgpt.training.run_folder import EarlierRecord
 

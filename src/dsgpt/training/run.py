@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dsgpt.checkpoints import store
-from dsgpt.checkpoints.manifest import RunState, read_run_state
+from dsgpt.checkpoints.manifest import Goodput, RunState, read_run_state
 from dsgpt.checkpoints.second_copy import check_place, clear_place, fetch_newer
 from dsgpt.checkpoints.training_state import StateReader, load_random_state
 from dsgpt.common.errors import LostRank, OutOfMemory, Problems, SaveError, UserError
@@ -42,7 +42,6 @@ from dsgpt.strategies.base import Strategy, build_strategy
 from dsgpt.telemetry.cost import peak_bytes
 from dsgpt.training.budget import TrainingPlan, notify, read_plan
 from dsgpt.training.command import complain_of
-from dsgpt.training.goodput import Goodput
 from dsgpt.training.journal import Journal, open_sinks
 from dsgpt.training.run_description import (
     check_tokenizer,

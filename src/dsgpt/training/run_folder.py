@@ -12,6 +12,7 @@ from typing import Any
 from dsgpt.checkpoints import store
 from dsgpt.checkpoints.manifest import (
     STATE_FILE,
+    Goodput,
     Manifest,
     parse_manifest,
     read_manifest,
@@ -28,7 +29,6 @@ from dsgpt.common.text import counted
 from dsgpt.config.run_config import RunConfig
 from dsgpt.record.schema import COMPLETE_FILE, LOG_FILE, MACHINE_FILE, RECORD_FILE, STEPS_FILE, read_steps
 from dsgpt.telemetry.profiles import COMMUNICATION_FILE, PROFILE_FOLDER, is_profile_folder
-from dsgpt.training.goodput import Goodput
 from dsgpt.training.run_description import CHANGEABLE, EXECUTED_BY
 
 # What an earlier process left in a run folder besides checkpoints: its record, its step lines, the file ``latest``.
