@@ -7,7 +7,6 @@ from pathlib import Path
 from dsgpt.common.command_line import NUMBER, choice, flag, read_options, switch, ungrouped, value
 from dsgpt.common.errors import Problems
 from dsgpt.config.options import PRECISIONS, RUN_TYPES, count, positive
-from dsgpt.machine.launcher import JOB_LAUNCHERS
 from dsgpt.model.config import PRESETS
 
 DESCRIPTION = """\
@@ -40,6 +39,8 @@ STRATEGIES = (
     *("zeropp", "tensor", "sequence", "pipeline", "3d"),
 )
 """Values of ``--strategy``: run types of plain PyTorch, and recipes of ``ds_configs``."""
+JOB_LAUNCHERS = ("python", "deepspeed", "torchrun", "slurm", "kubernetes")
+"""Starters of the ranks of a user's training, on one machine or on several."""
 _COUNTS = {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _ELSEWHERE = {
