@@ -24,8 +24,7 @@ from dsgpt.dashboard.split import CHOICES, copied_rows, explanations, sent_rows,
 from dsgpt.inference.commands import GenerateRequest
 from dsgpt.inference.generation import Text, Writer
 from dsgpt.inference.model_files import load
-from dsgpt.planner.formulas import model_state, step_traffic
-from dsgpt.planner.memory import peak_memory
+from dsgpt.planner.formulas import model_state, peak_memory, step_traffic
 from dsgpt.planner.options import PlanOptions, read_plan_options, words_of
 from dsgpt.planner.plan import Plan, size, with_assumptions
 from dsgpt.planner.search import act, recommendation_files

@@ -9,9 +9,8 @@ from typing import Any
 
 from dsgpt.common.text import byte_size, divisors, dollars, estimate
 from dsgpt.machine.topology import Topology
-from dsgpt.planner.formulas import model_state
+from dsgpt.planner.formulas import Peak, model_state, worst_peak
 from dsgpt.planner.hardware import MEANT, Cost, PriceTable, cost, gpus
-from dsgpt.planner.memory import Peak, worst_peak
 from dsgpt.planner.rates import ASSUMED, Machine, Utilisation, changed
 from dsgpt.planner.request import PlanRequest
 from dsgpt.planner.setup import Setup

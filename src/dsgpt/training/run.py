@@ -35,7 +35,7 @@ from dsgpt.machine.peers import SLOW_STEPS, Peers, RankStatus
 from dsgpt.machine.spot import SpotWatch
 from dsgpt.machine.topology import Topology
 from dsgpt.model.gpt2 import parameter_shapes
-from dsgpt.planner.memory import worst_peak
+from dsgpt.planner.formulas import worst_peak
 from dsgpt.planner.setup import Setup
 from dsgpt.record.schema import RECORD_FILE, STEPS_FILE, drop_steps_after, later_schema, log_file
 from dsgpt.strategies.base import Strategy, build_strategy
