@@ -40,18 +40,21 @@ from dsgpt.formats.tensor_files import DTYPES
 from dsgpt.machine.device import named_range, sum_over_ranks
 from dsgpt.model.config import STATE_NAMES
 from dsgpt.model.gpt2 import GPT2, parameter_shapes
-from dsgpt.strategies.base import StateTensors, Strategy, optimizer_tensors, to_device
-from dsgpt.strategies.optimizer import (
+from dsgpt.strategies.base import (
     LossScale,
+    StateTensors,
+    Strategy,
     begin_state,
     build_optimizer,
     build_schedule,
     global_norm,
     initial_values,
     initialize_whole,
+    optimizer_tensors,
     parameter_groups,
     set_learning_rate,
     square_sum,
+    to_device,
 )
 from dsgpt.telemetry.meter import StepResult
 

@@ -21,7 +21,7 @@ from dsgpt.checkpoints.training_state import Counters, Shards, StateReader
 from dsgpt.config.run_config import RunConfig
 from dsgpt.data.loader import Batch
 from dsgpt.model.gpt2 import GPT2, parameter_shapes
-from dsgpt.strategies.base import StateTensors, Strategy
+from dsgpt.strategies.base import LossScale, StateTensors, Strategy, block_norms, build_schedule, set_learning_rate
 from dsgpt.strategies.deepspeed.setup import build_deepspeed_optimizer, import_deepspeed, repeat_counting
 from dsgpt.strategies.deepspeed.state import (
     EngineState,
@@ -33,7 +33,6 @@ from dsgpt.strategies.deepspeed.state import (
     part_boxes,
     step_on_weights,
 )
-from dsgpt.strategies.optimizer import LossScale, block_norms, build_schedule, set_learning_rate
 from dsgpt.telemetry.meter import StepResult
 
 

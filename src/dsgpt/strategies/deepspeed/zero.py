@@ -23,11 +23,10 @@ from dsgpt.data.loader import IGNORED_TARGET, Batch
 from dsgpt.formats.tensor_files import DTYPES
 from dsgpt.machine.device import named_range, sum_over_ranks
 from dsgpt.model.gpt2 import GPT2, Attend, Attention, Block, dense_attention
-from dsgpt.strategies.base import to_device
+from dsgpt.strategies.base import global_norm, initial_values, initialize_whole, square_sum, to_device
 from dsgpt.strategies.deepspeed.engine import DeepSpeedStrategy
 from dsgpt.strategies.deepspeed.setup import SwapSpace, engine_config, load_ops
 from dsgpt.strategies.deepspeed.state import SPLIT, attend_with_own_dropout, is_split
-from dsgpt.strategies.optimizer import global_norm, initial_values, initialize_whole, square_sum
 
 
 def spare_passes(optimizer: Any, *, single_rank: bool, engine: Any) -> None:
