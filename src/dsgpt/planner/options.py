@@ -51,6 +51,11 @@ _ELSEWHERE = {
 """Flags that users may expect, and what to give instead."""
 
 
+def executed(strategy: str) -> tuple[str, str]:
+    """The run type of a value of ``--strategy``, and the name of its recipe in ``ds_configs``."""
+    return (strategy, "zero0") if strategy in RUN_TYPES else ("optimized", strategy)
+
+
 def _amount(example: str = "10e9") -> Callable[[str], float]:
     """A reader of amounts above 0: ``10e9``, ``1_000_000``, ``10B``."""
 

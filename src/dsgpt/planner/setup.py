@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
+from typing import Any
 
 from dsgpt.common.errors import UserError
 from dsgpt.common.text import divisors
@@ -299,7 +300,7 @@ class Setup:
         for checkpointing in sorted({self.activation_checkpointing, True}):
             flags = ["--activation_checkpointing"] if checkpointing > self.activation_checkpointing else []
             for micro in sorted(divisors(share), reverse=True):
-                batch = {"micro_batch_size": micro, "gradient_accumulation_steps": share // micro}
+                batch: dict[str, Any] = {"micro_batch_size": micro, "gradient_accumulation_steps": share // micro}
                 setup = replace(self, **batch, activation_checkpointing=checkpointing)
                 yield [*flags, f"--micro_batch_size_per_gpu {micro}"], setup
 
