@@ -12,10 +12,10 @@ WarmupCosineLR, step 1 uses a learning rate of 0 instead.
 
 import importlib
 import math
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,7 @@ from dsgpt.config.recipe_blocks import LossScaling, OptimizerRecipe, SchedulerRe
 from dsgpt.config.run_config import RunConfig
 from dsgpt.data.loader import Batch
 from dsgpt.model.config import STATE_NAMES, decays
-from dsgpt.model.gpt2 import initial_value
+from dsgpt.model.gpt2 import GPT2, initial_value
 from dsgpt.telemetry.meter import StepResult
 
 
@@ -50,8 +50,16 @@ class StateTensors(NamedTuple):
     """Memory kept between steps only to move gradients or weights between ranks or devices: buckets, staging."""
 
 
-class Strategy(Protocol):
+class Strategy(ABC):
     """A way to execute the recipe. Methods are collective unless they say otherwise: every rank calls them in order."""
+
+    def __init__(self, config: RunConfig, device: torch.device) -> None:
+        recipe = config.recipe
+        self._device = device
+        self._accumulation = config.batch.gradient_accumulation_steps
+        self._schedule = build_schedule(recipe.scheduler, base_lr=recipe.optimizer.lr, total_steps=config.total_steps)
+        self._scale = LossScale(recipe.loss_scaling if config.precision == "fp16" else None)
+        self._optimizer_steps = 0
 
     @abstractmethod
     def train_step(self, batches: Iterator[Batch], step: int) -> StepResult:
@@ -87,19 +95,21 @@ class Strategy(Protocol):
         Called after a step, and, to see the gradients, when ``step`` of the torch optimizer begins.
         """
 
-    @abstractmethod
     def counters(self) -> Counters:
         """The rest of the state besides the tensors of ``shards``; no communication."""
+        return Counters(optimizer_steps=self._optimizer_steps, loss_scale=self._scale.state())
 
     @abstractmethod
     def load_state(self, reader: StateReader) -> None:
         """Continue from the state of a checkpoint, which any strategy on any number of ranks may have written.
 
         Tensors are read one at a time, and of each only what this rank keeps. Settings such as betas and learning rate
-        stay the recipe's. Call it before the first step.
+        stay the recipe's. Call it before the first step. A subclass first calls this, which sets the counters.
         """
+        self._optimizer_steps = reader.counters.optimizer_steps
+        self._scale.restore(reader.counters.loss_scale)
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - most have no files
         """Remove the files that this rank swapped to, if any. Not collective: it may be called after an error."""
 
 
@@ -151,12 +161,13 @@ def initial_values(config: RunConfig) -> InitialValues:
     return partial(initial_value, config=config.model, seed=config.options.seed)
 
 
-@torch.no_grad()
-def initialize_whole(model: nn.Module, config: RunConfig) -> None:
-    """Give every parameter of a whole, unsharded ``model`` its initial value, in place."""
-    values = initial_values(config)
-    for name, parameter in model.named_parameters():
-        parameter.copy_(values(name, parameter.shape))
+def whole_model(config: RunConfig) -> GPT2:
+    """The whole model in host memory, in fp32, with its initial weights."""
+    model, values = GPT2(config.model, activation_checkpointing=config.activation_checkpointing), initial_values(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(values(name, parameter.shape))
+    return model
 
 
 # The optimizer of a recipe, its state, and the gradient norm.
