@@ -95,8 +95,7 @@ TORCH = {
     "machine": "device peers spot",
     "model": "gpt2 linear_cross_entropy",
     "planner": "calibrate",
-    "strategies": "base optimizer pytorch deepspeed.engine deepspeed.pipeline deepspeed.setup deepspeed.state "
-    "deepspeed.zero",
+    "strategies": "base pytorch deepspeed.engine deepspeed.pipeline deepspeed.setup deepspeed.state deepspeed.zero",
     "telemetry": "cost meter profiles",
     "training": "budget journal run run_description run_folder saving trackers trainer",
 }

@@ -11,7 +11,7 @@ from small_run import REPOSITORY
 
 from dsgpt.benchmarks.frame import run_suite
 from dsgpt.benchmarks.plan import Plan, PlanOptions, failed, plan_page
-from dsgpt.planner.memory import PARTS
+from dsgpt.planner.formulas import PARTS
 
 ALONE, TOGETHER = "baseline-4x256-bf16-b1-a2", "zero2-4x256-bf16-b1-a2"
 

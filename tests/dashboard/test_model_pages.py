@@ -24,8 +24,7 @@ from dsgpt.dashboard.split import CHOICES, copied_rows, explanations, sent_rows,
 from dsgpt.inference.commands import GenerateRequest
 from dsgpt.inference.generation import Text, Writer
 from dsgpt.inference.model_files import load
-from dsgpt.planner.formulas import model_state, step_traffic
-from dsgpt.planner.memory import peak_memory
+from dsgpt.planner.formulas import model_state, peak_memory, step_traffic
 from dsgpt.planner.options import PlanOptions, read_plan_options, words_of
 from dsgpt.planner.plan import Plan, size, with_assumptions
 from dsgpt.planner.search import act, recommendation_files
@@ -121,13 +120,12 @@ def test_the_page_shows_the_figures_of_its_own_command_or_loudly_that_it_does_no
 # How it is split: the figures are the planner's, and the pictures are true to them.
 
 
-CHOSEN = {choice.name: choice for choice in CHOICES}
-POSSIBLE = [name for name in CHOSEN if name not in {"ZeRO++", "One device"}]
+POSSIBLE = [name for name in CHOICES if name not in {"ZeRO++", "One device"}]
 
 
 def split(name: str, **flags) -> Plan:
     given = {"model_size": "small", "gpu": "a100-80gb", "gpus": 4, "global_batch_size": 32} | flags
-    return split_of(CHOSEN[name], repository=REPOSITORY, **given)
+    return split_of(CHOICES[name], **given)
 
 
 @pytest.mark.parametrize("name", POSSIBLE)
@@ -220,7 +218,7 @@ def test_the_page_shows_the_planners_figures(tmp_path, open_page):
     shown = {metric.label: metric.value for metric in page.metric}
     assert page.markdown[0].value.startswith("**zero1** in bf16")
     assert shown["Peak memory of rank 0"] == byte_size(split("ZeRO-1", global_batch_size=None).peak.total)
-    page.selectbox(key="split-strategy").set_value(CHOSEN["3D: pipeline and tensor"]).run()
+    page.selectbox(key="split-strategy").set_value("3D: pipeline and tensor").run()
     assert any("ZeRO-1 has nothing to divide" in each.value for each in page.markdown)
     page.selectbox(key="split-model").set_value("xl").run()
     assert not page.exception and "does not divide the model's 25 heads" in page.error[0].value

@@ -13,7 +13,7 @@ from dsgpt.model import linear_cross_entropy as module
 from dsgpt.model.config import PRESETS, GPT2Config, shape_problems
 from dsgpt.model.gpt2 import GPT2, initial_value, initialize, parameter_shapes
 from dsgpt.model.linear_cross_entropy import linear_cross_entropy
-from dsgpt.strategies.optimizer import build_optimizer, parameter_groups
+from dsgpt.strategies.base import build_optimizer, parameter_groups
 
 # The published sizes, and impossible shapes.
 

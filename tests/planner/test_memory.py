@@ -20,12 +20,18 @@ from dsgpt.model import linear_cross_entropy
 from dsgpt.model.config import PRESETS, GPT2Config, decays
 from dsgpt.model.gpt2 import parameter_shapes
 from dsgpt.planner.formulas import (
+    CACHED,
+    CHUNK,
+    MOMENTS,
+    PARTS,
+    STEP,
     largest_model_state,
     model_state,
     most_sent_bytes,
+    peak_memory,
     sent_bytes,
+    worst_peak,
 )
-from dsgpt.planner.memory import CACHED, CHUNK, MOMENTS, PARTS, STEP, peak_memory, worst_peak
 from dsgpt.planner.setup import (
     _balanced_bounds,
     model_parameters,

@@ -11,7 +11,7 @@ import torch
 from deepspeed.runtime import lr_schedules
 
 from dsgpt.config.recipe_blocks import OptimizerRecipe, SchedulerRecipe
-from dsgpt.strategies.optimizer import build_optimizer, build_schedule, global_norm, parameter_groups
+from dsgpt.strategies.base import build_optimizer, build_schedule, global_norm, parameter_groups
 
 
 @pytest.mark.parametrize("nesterov", [False, True])

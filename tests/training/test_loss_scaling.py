@@ -17,8 +17,7 @@ from dsgpt.config.run_config import RunConfig
 from dsgpt.machine.device import joined
 from dsgpt.machine.launcher import exit_rank
 from dsgpt.machine.topology import Topology, read_topology
-from dsgpt.strategies.base import Strategy
-from dsgpt.strategies.optimizer import MOST_SKIPS, LossScale
+from dsgpt.strategies.base import MOST_SKIPS, LossScale, Strategy
 from dsgpt.strategies.pytorch import Baseline
 from dsgpt.training.trainer import training_batches
 

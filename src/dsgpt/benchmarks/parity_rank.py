@@ -32,7 +32,7 @@ from dsgpt.machine.device import sum_over_ranks as summed_over_ranks
 from dsgpt.model.gpt2 import GPT2, parameter_shapes
 from dsgpt.model.linear_cross_entropy import CHUNKS
 from dsgpt.planner.formulas import largest_model_state, most_sent_bytes
-from dsgpt.strategies import optimizer as optimization
+from dsgpt.strategies import base as all_strategies
 from dsgpt.strategies import pytorch as torch_strategies
 from dsgpt.strategies.base import Strategy, build_strategy, to_device
 from dsgpt.strategies.deepspeed import engine as deepspeed_engine
@@ -198,7 +198,7 @@ def second_group_keeps_its_rate(_set: Any, optimizer: Any, lr: float) -> None:
     optimizer.param_groups[0]["lr"] = lr
 
 
-@bug_of(optimization, "decays", strategy="zero1", precision="bf16")
+@bug_of(all_strategies, "decays", strategy="zero1", precision="bf16")
 def biases_decay(_decays: Any, _name: str) -> bool:
     """Weight decay acts on biases and LayerNorms too."""
     return True

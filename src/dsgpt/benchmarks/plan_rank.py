@@ -17,8 +17,7 @@ from dsgpt.benchmarks.plan import VOCABULARIES, PlanCell
 from dsgpt.data.loader import Batch
 from dsgpt.machine.device import barrier, bring_up, joined
 from dsgpt.planner.calibrate import calibrate
-from dsgpt.planner.formulas import model_state, sent_bytes
-from dsgpt.planner.memory import STEP, peak_memory
+from dsgpt.planner.formulas import STEP, model_state, peak_memory, sent_bytes
 from dsgpt.planner.rates import Calibration, calibrated_machine, read_calibration
 from dsgpt.planner.setup import Setup, model_parameters, total
 from dsgpt.planner.step_time import Factors, MeasuredStep, StepTime, fit, predict_step

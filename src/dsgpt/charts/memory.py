@@ -302,7 +302,7 @@ _LEAST_SHARE = 0.005
 
 def draw_plan(plan: "Plan", path: Path) -> None:
     """Draw the memory of every rank to ``path``, an SVG or PNG by its ending."""
-    from dsgpt.planner.memory import peak_memory  # noqa: PLC0415 - who draws records needs no planner
+    from dsgpt.planner.formulas import peak_memory  # noqa: PLC0415 - who draws records needs no planner
     from dsgpt.planner.plan import GB, held_in_words  # noqa: PLC0415
 
     setup, usable = plan.setup, plan.usable_bytes / GB

@@ -301,7 +301,7 @@ def find_checkpoint(path: Path, *, which: str = "latest", flag: str) -> Path:
 
     Args:
         path: a checkpoint, a folder that ``convert.py --to portable`` made, or a run folder.
-        which: one of ``options.WHICH_CHECKPOINT``.
+        which: ``latest`` or ``best``.
         flag: the flag that ``path`` was given with, for messages.
 
     Raises:

@@ -159,7 +159,7 @@ class Shards:
 
 @dataclass(frozen=True, kw_only=True)
 class LossScaleState:
-    """The state of fp16's dynamic loss scale; see ``strategies.optimizer.LossScale``."""
+    """The state of fp16's dynamic loss scale; see ``strategies.base.LossScale``."""
 
     factor: Annotated[float, Field(gt=0, allow_inf_nan=False)]
     step: int

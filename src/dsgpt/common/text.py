@@ -60,8 +60,11 @@ def instruction_words(sets: object) -> str:
     return f"instruction sets: {sets or 'not recorded'}"
 
 
-# The last line of a long command: the command to run next, as it can be pasted into the shell that ran this one.
+# Words of command lines, and the last line of a long command: the command to run next, as it can be pasted into the
+# shell that ran this one.
 
+DEVICES = ("auto", "cpu", "cuda")
+"""Values of ``--device``."""
 _PACKAGE = Path(__file__).resolve().parents[1]
 IN_CHECKOUT = (_PACKAGE.parents[1] / "ds_configs").is_dir()
 REPOSITORY = _PACKAGE.parents[1] if IN_CHECKOUT else _PACKAGE / "checkout"

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from dsgpt.common.command_line import COUNT, NUMBER, POSITIVE, choice, choices, flag, read_options, switch, value, whole
 from dsgpt.common.errors import Problems
+from dsgpt.common.text import DEVICES
 from dsgpt.model.config import PRESETS, SHAPE_FLAGS
 
 # What equal work is: the facts that are compared, and what a flag or a key of the recipe can change.
@@ -81,15 +82,10 @@ RESUMES = ExecutionOnly("a resumed run is the same run; changes that were allowe
 
 RUN_TYPES = ("baseline", "ddp", "fsdp", "optimized")
 PRECISIONS = ("auto", "fp32", "bf16", "fp16")
-DEVICES = ("auto", "cpu", "cuda")
 SAVE_MODES = ("sync", "async")
 ON_SAVE_FAILURE = ("stop", "continue")
 ALLOW_CHANGED = ("data", "recipe")
 TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio", "csv")
-WHICH_CHECKPOINT = ("latest", "best")
-"""The newest checkpoint of a run, or the one with the lowest validation loss."""
-EXPORT_FORMS = ("hf", "portable", "deepspeed")
-EXPORT_DTYPES = ("fp32", "bf16", "fp16")
 TOKEN_FILE = "a .bin file made by `.venv/bin/python data_prep/preprocess.py`"
 _SIZES = "; ".join(
     f"{name}: {shape.n_layer} layers, {shape.n_head} heads, width {shape.n_embd}" for name, shape in PRESETS.items()

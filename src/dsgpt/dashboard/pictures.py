@@ -12,8 +12,7 @@ from html import escape
 
 from dsgpt.charts.themes import Theme, contrast
 from dsgpt.common.text import byte_size
-from dsgpt.planner.formulas import Pass, Placed, copied, model_state, passes, placed_traffic
-from dsgpt.planner.memory import Peak, peak_memory
+from dsgpt.planner.formulas import Pass, Peak, Placed, copied, model_state, passes, peak_memory, placed_traffic
 from dsgpt.planner.plan import held_in_words, place_of
 from dsgpt.planner.pytorch_formulas import AFTER_STEP, BACKWARD, BEFORE_STEP, DURING_STEP, FORWARD, Place, Traffic
 from dsgpt.planner.setup import FULL, Setup, model_parameters, total

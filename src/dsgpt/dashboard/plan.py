@@ -154,7 +154,7 @@ def _options() -> PlanOptions:
     counts = [number for number in COUNTS if machine.devices is None or number <= machine.devices]
     count = three.select_slider("Devices", counts, value=min(8, counts[-1]), key="plan-count") if counts[1:] else 1
     four, five, six = st.columns(3)
-    strategies = {_BEST: None} | {choice.name: choice for choice in CHOICES}
+    strategies = {_BEST: None} | CHOICES
     strategy = strategies[four.selectbox("Strategy", list(strategies), index=4, key="plan-strategy")]
     tokens = five.select_slider(
         "Tokens of the training",
@@ -172,8 +172,7 @@ def _options() -> PlanOptions:
         hours = ui.ask_number(two, "Deadline, hours", 0.1, 1e6, key="plan-deadline", empty="no limit")
         flags["deadline"] = hours and hours * 3600
     else:
-        recipe = Path(strategy.recipe).stem
-        flags["strategy"] = recipe if strategy.run_type == "optimized" else strategy.run_type
+        flags["strategy"] = strategy
         micro = ui.ask_number(one, "Micro batch, sequences", 1, 1024, key="plan-micro", empty="up to 8")
         flags["micro_batch_size_per_gpu"] = micro
         two.caption("Recompute blocks in the backward pass")

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import streamlit as st
 
@@ -13,7 +13,7 @@ from dsgpt.dashboard import pictures, ui
 from dsgpt.model.config import PRESETS
 from dsgpt.planner.formulas import Placed, copied, most_sent_bytes, placed_traffic
 from dsgpt.planner.hardware import PriceTable, gpus
-from dsgpt.planner.options import PlanOptions
+from dsgpt.planner.options import PlanOptions, executed
 from dsgpt.planner.plan import Plan, plan_of
 from dsgpt.planner.pytorch_formulas import Copied
 from dsgpt.planner.request import RECIPES, fixed_setup, read_request
@@ -23,50 +23,39 @@ from dsgpt.planner.step_time import bubble_fraction
 COUNTS = (1, 2, 4, 8, 16, 32, 64)
 """Numbers of ranks, or of GPUs, to choose from."""
 _MOST_DRAWN = 8
+CHOICES = {
+    "DDP": "ddp",
+    "FSDP": "fsdp",
+    "ZeRO-0": "zero0",
+    "ZeRO-1": "zero1",
+    "ZeRO-2": "zero2",
+    "ZeRO-2, offload": "zero2_offload",
+    "ZeRO-3": "zero3",
+    "ZeRO-3, offload": "zero3_offload",
+    "ZeRO-3, NVMe": "zero3_nvme",
+    "ZeRO++": "zeropp",
+    "Tensor parallel": "tensor",
+    "Sequence parallel": "sequence",
+    "Pipeline parallel": "pipeline",
+    "3D: pipeline and tensor": "3d",
+    "One device": "baseline",
+}
+"""Strategies that can be picked, and their words for ``--strategy`` of ``src/plan.py``."""
 
 
-class Choice(NamedTuple):
-    """A strategy that can be picked."""
-
-    name: str
-    run_type: str
-    recipe: str
-    """The file's name in ``ds_configs``."""
-
-
-CHOICES = (
-    Choice("DDP", "ddp", "zero0.json"),
-    Choice("FSDP", "fsdp", "zero0.json"),
-    Choice("ZeRO-0", "optimized", "zero0.json"),
-    Choice("ZeRO-1", "optimized", "zero1.json"),
-    Choice("ZeRO-2", "optimized", "zero2.json"),
-    Choice("ZeRO-2, offload", "optimized", "zero2_offload.json"),
-    Choice("ZeRO-3", "optimized", "zero3.json"),
-    Choice("ZeRO-3, offload", "optimized", "zero3_offload.json"),
-    Choice("ZeRO-3, NVMe", "optimized", "zero3_nvme.json"),
-    Choice("ZeRO++", "optimized", "zeropp.json"),
-    Choice("Tensor parallel", "optimized", "tensor.json"),
-    Choice("Sequence parallel", "optimized", "sequence.json"),
-    Choice("Pipeline parallel", "optimized", "pipeline.json"),
-    Choice("3D: pipeline and tensor", "optimized", "3d.json"),
-    Choice("One device", "baseline", "zero0.json"),
-)
-
-
-def split_of(choice: Choice, *, repository: Path, **flags: Any) -> Plan:
-    """The plan of the strategy. Its time is not asked for, and has no price.
+def split_of(strategy: str, **flags: Any) -> Plan:
+    """The plan of a strategy by its own recipe. Its time is not asked for, and has no price.
 
     Args:
-        choice: the strategy.
-        repository: has the recipes.
+        strategy: one of the values of ``CHOICES``.
         flags: of ``src/plan.py``, by field of ``PlanOptions``.
 
     Raises:
         UserError: training would refuse it; every mistake, a line each.
     """
-    path = repository / RECIPES / choice.recipe
-    options = PlanOptions(deepspeed_config=path, run_type=choice.run_type, tokens=1.0, **flags)
-    problems = Problems()
+    run_type, recipe = executed(strategy)
+    path, problems = REPOSITORY / RECIPES / f"{recipe}.json", Problems()
+    options = PlanOptions(deepspeed_config=path, run_type=run_type, tokens=1.0, **flags)
     request = read_request(options, problems)
     return plan_of(fixed_setup(request, problems), request, PriceTable(notice="", prices=[]))
 
@@ -74,25 +63,25 @@ def split_of(choice: Choice, *, repository: Path, **flags: Any) -> Plan:
 def show() -> None:
     """Show the page."""
     st.caption("Every figure is computed by the planner's formulas from the recipe below. Nothing here is measured.")
-    choice, flags = _asked()
+    strategy, flags = _asked()
     try:
-        split = split_of(choice, repository=REPOSITORY, **flags)
+        split = split_of(strategy, **flags)
     except UserError as error:
         st.error(f"This combination is refused.\n\n{ui.refusal(error)}")
-        _recipe(choice)
+        _recipe(strategy)
         return
     _summary(split)
     for heading, sentences in explanations(split.setup):
         st.markdown(f"**{heading}.** {sentences}")
     _memory_by_rank(split)
     _sent(split)
-    _recipe(choice)
+    _recipe(strategy)
 
 
-def _asked() -> tuple[Choice, dict[str, Any]]:
+def _asked() -> tuple[str, dict[str, Any]]:
     """The strategy, and the flags of ``src/plan.py`` that the widgets stand for."""
     one, two, three, four = st.columns(4)
-    choice = one.selectbox("Strategy", CHOICES, index=3, format_func=lambda each: each.name, key="split-strategy")
+    strategy = CHOICES[one.selectbox("Strategy", list(CHOICES), index=3, key="split-strategy")]
     model = two.selectbox("Model size", list(PRESETS), index=list(PRESETS).index("small"), key="split-model")
     ranks = three.select_slider("Ranks", COUNTS, value=4, key="split-ranks", help="Processes, one for each GPU.")
     gpu = four.selectbox("GPU", list(gpus()), index=list(gpus()).index("a100-80gb"), key="split-gpu")
@@ -103,7 +92,7 @@ def _asked() -> tuple[Choice, dict[str, Any]]:
         length = ui.ask_number(seven, "Sequence, tokens", 1, 1 << 20, key="split-length", empty="the model's")
         precision = eight.selectbox("Precision", PRECISIONS, key="split-precision")
         again = st.checkbox("Activation checkpointing: recompute each block in the backward pass", key="split-again")
-    return choice, {
+    return strategy, {
         "model_size": model,
         "gpus": ranks,
         "gpu": gpu,
@@ -180,9 +169,11 @@ def _sent(split: Plan) -> None:
         ui.show_table(ui.columns(rows), key="split-sent", name="What is sent in a step")
 
 
-def _recipe(choice: Choice) -> None:
-    with st.expander(f"The recipe: {(RECIPES / choice.recipe).as_posix()}, executed as {choice.run_type}"):
-        st.code((REPOSITORY / RECIPES / choice.recipe).read_text(encoding="utf-8"), language="json")
+def _recipe(strategy: str) -> None:
+    run_type, recipe = executed(strategy)
+    path = RECIPES / f"{recipe}.json"
+    with st.expander(f"The recipe: {path.as_posix()}, executed as {run_type}"):
+        st.code((REPOSITORY / path).read_text(encoding="utf-8"), language="json")
 
 
 # The tables below the pictures.

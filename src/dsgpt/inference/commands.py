@@ -4,11 +4,9 @@ Imports no torch: only a command that was understood does.
 """
 
 import contextlib
-import ipaddress
 import os
 import re
 import signal
-import socket
 import stat
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -32,12 +30,14 @@ from dsgpt.common.command_line import (
     switch,
 )
 from dsgpt.common.errors import Problems, UserError
-from dsgpt.common.text import next_line, script_words
-from dsgpt.config.options import DEVICES, EXPORT_DTYPES, EXPORT_FORMS, WHICH_CHECKPOINT
+from dsgpt.common.text import DEVICES, next_line, script_words
 
 if TYPE_CHECKING:
     from dsgpt.inference.generation import Writer
 
+WHICH_CHECKPOINT = ("latest", "best")
+"""The newest checkpoint of a run, or the one with the lowest validation loss."""
+EXPORT_FORMS = ("hf", "portable", "deepspeed")
 PRECISIONS = ("fp32", "bf16", "fp16")
 QUANTIZATIONS = ("none", "int8")
 BATCH_SIZE = 8
@@ -393,7 +393,7 @@ class ConvertOptions:
         choice(EXPORT_FORMS), "FORM", "hf, portable or deepspeed, see above", name="--to", needs=f"one of {FORMS}"
     )
     dtype: str = flag(
-        choice(EXPORT_DTYPES),
+        choice(PRECISIONS),
         "DTYPE",
         "of the weights: fp32, bf16 or fp16 (default: fp32, as trained); deepspeed is always fp32",
         default="fp32",
@@ -511,6 +511,9 @@ def is_loopback(host: str) -> bool:
     Raises:
         UserError: it is not a name or an address of this machine.
     """
+    import ipaddress  # noqa: PLC0415 - as socket, for serving alone
+    import socket  # noqa: PLC0415
+
     try:
         addresses = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:

@@ -208,7 +208,7 @@ def device_for(kind: str, *, precision: str, problems: Problems) -> torch.device
 # Exports.
 
 _LAYOUTS = {"hf": "Hugging Face", "portable": "portable", "deepspeed": "DeepSpeed"}
-"""Names of ``options.EXPORT_FORMS`` in messages."""
+"""Names of ``commands.EXPORT_FORMS`` in messages."""
 
 
 def export(source: Path, out: Path, *, form: str, dtype: str, which: str, console: Console) -> None:
@@ -217,7 +217,7 @@ def export(source: Path, out: Path, *, form: str, dtype: str, which: str, consol
     Args:
         source: a run folder, a checkpoint, an exported ``portable`` folder, or a Hugging Face folder of a GPT-2.
         out: must not exist, or be empty.
-        form: one of ``options.EXPORT_FORMS``.
+        form: one of ``commands.EXPORT_FORMS``.
         dtype: ``fp32``, ``bf16`` or ``fp16``.
         which: the ``latest`` or the ``best`` checkpoint of a run.
         console: shows what is read and written.

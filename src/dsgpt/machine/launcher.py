@@ -54,15 +54,11 @@ def launcher_command(launcher: str, ranks: int, *flags: str) -> list[str]:
     return [command, count, str(ranks), "--master_port", str(free_port()), *quiet, *flags]
 
 
-JOB_LAUNCHERS = ("python", "deepspeed", "torchrun", "slurm", "kubernetes")
-"""Starters of the ranks of a user's training, on one machine or on several."""
-
-
 def job_words(launcher: str, *, machines: int, devices: int, gpus: bool, launch: str = "launch") -> list[str]:
     """The words of a shell to put before the flags of ``src/gpt2.py`` to start a training.
 
     Args:
-        launcher: one of ``JOB_LAUNCHERS`` but ``kubernetes``, whose flags are in a file.
+        launcher: one of ``planner.options.JOB_LAUNCHERS`` but ``kubernetes``, whose flags are in a file.
         machines: how many take part.
         devices: ranks of each of them.
         gpus: whether a rank is a GPU; otherwise a share of the CPU.

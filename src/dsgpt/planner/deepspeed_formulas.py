@@ -122,7 +122,8 @@ class DeepSpeed(Planned):
 
     def groups(self, rank: int) -> list[FlatGroup]:
         """Flat buffers of the rank's parameters, of which a rank of ZeRO-1 or 2 owns a part."""
-        return [FlatGroup(sizes=sizes, ranks=self.setup.zero_ranks) for sizes in self.setup.group_sizes(rank)]
+        of_stage = self.setup.group_sizes[self.setup.stage(rank)]
+        return [FlatGroup(sizes=sizes, ranks=self.setup.zero_ranks) for sizes in of_stage]
 
     # Traffic.
 

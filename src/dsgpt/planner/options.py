@@ -7,7 +7,6 @@ from pathlib import Path
 from dsgpt.common.command_line import NUMBER, choice, flag, read_options, switch, ungrouped, value
 from dsgpt.common.errors import Problems
 from dsgpt.config.options import PRECISIONS, RUN_TYPES, count, positive
-from dsgpt.machine.launcher import JOB_LAUNCHERS
 from dsgpt.model.config import PRESETS
 
 DESCRIPTION = """\
@@ -40,6 +39,8 @@ STRATEGIES = (
     *("zeropp", "tensor", "sequence", "pipeline", "3d"),
 )
 """Values of ``--strategy``: run types of plain PyTorch, and recipes of ``ds_configs``."""
+JOB_LAUNCHERS = ("python", "deepspeed", "torchrun", "slurm", "kubernetes")
+"""Starters of the ranks of a user's training, on one machine or on several."""
 _COUNTS = {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _ELSEWHERE = {
@@ -48,6 +49,11 @@ _ELSEWHERE = {
     "--batch_size": "give --global_batch_size (over all ranks) or --micro_batch_size_per_gpu",
 }
 """Flags that users may expect, and what to give instead."""
+
+
+def executed(strategy: str) -> tuple[str, str]:
+    """The run type of a value of ``--strategy``, and the name of its recipe in ``ds_configs``."""
+    return (strategy, "zero0") if strategy in RUN_TYPES else ("optimized", strategy)
 
 
 def _amount(example: str = "10e9") -> Callable[[str], float]:

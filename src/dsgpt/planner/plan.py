@@ -7,11 +7,10 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
-from dsgpt.common.text import byte_size, divisors, dollars, estimate
+from dsgpt.common.text import byte_size, dollars, estimate
 from dsgpt.machine.topology import Topology
-from dsgpt.planner.formulas import model_state
+from dsgpt.planner.formulas import Peak, model_state, worst_peak
 from dsgpt.planner.hardware import MEANT, Cost, PriceTable, cost, gpus
-from dsgpt.planner.memory import Peak, worst_peak
 from dsgpt.planner.rates import ASSUMED, Machine, Utilisation, changed
 from dsgpt.planner.request import PlanRequest
 from dsgpt.planner.setup import Setup
@@ -213,18 +212,9 @@ def what_would_fit(plan: Plan) -> list[str]:
     """A line for a setup that does not fit: the largest micro batch that would, with as little change as possible."""
     if plan.fits:
         return []
-    share = plan.setup.micro_batch_size * plan.setup.gradient_accumulation_steps
-    for checkpointing in sorted({plan.setup.activation_checkpointing, True}):
-        for micro in sorted(divisors(share), reverse=True):
-            setup = replace(
-                plan.setup,
-                micro_batch_size=micro,
-                gradient_accumulation_steps=share // micro,
-                activation_checkpointing=checkpointing,
-            )
-            if plan_of(setup, plan.request, plan.prices).fits:
-                flag = "--activation_checkpointing and " if checkpointing > plan.setup.activation_checkpointing else ""
-                return [f"it fits with {flag}--micro_batch_size_per_gpu {micro}"]
+    for flags, setup in plan.setup.arrangements():
+        if plan_of(setup, plan.request, plan.prices).fits:
+            return [f"it fits with {' and '.join(flags)}"]
     return ["it fits with no micro batch: take --recommend, which also tries other strategies, or other GPUs"]
 
 

@@ -66,11 +66,11 @@ class Moment:
     """A moment of a training at which memory can be highest."""
 
     name: str
-    """Name of the moment, one of ``memory.MOMENTS``."""
+    """Name of the moment, one of ``formulas.MOMENTS``."""
     blocks: int = 0
     """Number of blocks that have activations."""
     parts: Mapping[str, int]
-    """Bytes besides model state and activations, by the names of ``memory.PARTS``."""
+    """Bytes besides model state and activations, by the names of ``formulas.PARTS``."""
 
 
 @dataclass(frozen=True, kw_only=True)

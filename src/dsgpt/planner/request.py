@@ -17,7 +17,7 @@ from dsgpt.config.run_config import plan_batch, split_batch
 from dsgpt.machine.topology import Topology
 from dsgpt.model.config import GPT2_VOCAB_SIZE, PRESETS, GPT2Config, shape_problems
 from dsgpt.planner.hardware import find_gpu, find_instance, read_prices
-from dsgpt.planner.options import CALIBRATION, PlanOptions
+from dsgpt.planner.options import CALIBRATION, PlanOptions, executed
 from dsgpt.planner.rates import (
     DEVICES_PER_MACHINE,
     NETWORK_BYTES_PER_SEC,
@@ -351,7 +351,7 @@ def _recipe(options: PlanOptions, problems: Problems) -> Recipe | None:
     path = REPOSITORY / SIZES / f"{options.model_size}.json"
     recipe = read_recipe(path, problems)
     if recipe and options.strategy:
-        name = "zero0" if options.strategy in RUN_TYPES else options.strategy
+        _, name = executed(options.strategy)
         strategy = CandidateSetup(name=name, run_type="optimized", blocks=_blocks(name))
         return strategy.recipe(recipe, RECIPES / f"{options.strategy}.json", train_batch_size=recipe.train_batch_size)
     return replace(recipe, path=SIZES / path.name) if recipe else None

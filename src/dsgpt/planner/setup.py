@@ -3,12 +3,14 @@
 import math
 import re
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
+from typing import Any
 
 from dsgpt.common.errors import UserError
+from dsgpt.common.text import divisors
 from dsgpt.config.recipe import Recipe
 from dsgpt.config.recipe_blocks import ZeroRecipe
 from dsgpt.machine.topology import ParallelSizes
@@ -279,18 +281,28 @@ class Setup:
         return self._blocks_by_stage[self.stage(rank)]
 
     @cached_property
-    def _group_sizes_by_stage(self) -> list[list[tuple[int, ...]]]:
+    def group_sizes(self) -> list[list[tuple[int, ...]]]:
+        """Elements of the parameters of a rank of every stage, for each group of its optimizer that has some."""
         return [
             [tuple(part.numel for part in group) for group in optimizer_groups(stage) if group] for stage in self.stages
         ]
 
-    def group_sizes(self, rank: int) -> list[tuple[int, ...]]:
-        """Elements of the parameters of ``rank``, for each group of its optimizer that has some."""
-        return self._group_sizes_by_stage[self.stage(rank)]
-
     def micro_batches_in_flight(self, rank: int) -> int:
         """Micro batches whose activations ``rank`` has at a time: in a pipeline, one for each stage from its own on."""
         return min(self.gradient_accumulation_steps, self.sizes.pipeline - self.stage(rank))
+
+    def arrangements(self) -> Iterator[tuple[list[str], "Setup"]]:
+        """The same training with every micro batch, the largest first, and then the same with recomputation.
+
+        Yields the flags that ask for each of them.
+        """
+        share = self.micro_batch_size * self.gradient_accumulation_steps
+        for checkpointing in sorted({self.activation_checkpointing, True}):
+            flags = ["--activation_checkpointing"] if checkpointing > self.activation_checkpointing else []
+            for micro in sorted(divisors(share), reverse=True):
+                batch: dict[str, Any] = {"micro_batch_size": micro, "gradient_accumulation_steps": share // micro}
+                setup = replace(self, **batch, activation_checkpointing=checkpointing)
+                yield [*flags, f"--micro_batch_size_per_gpu {micro}"], setup
 
 
 # How FSDP and ZeRO-3 shard parameters: each parameter by itself, into one piece per rank.

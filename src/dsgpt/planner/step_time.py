@@ -24,8 +24,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from dsgpt.machine.topology import ring_factor
-from dsgpt.planner.formulas import copied, step_traffic, strategy_of
-from dsgpt.planner.memory import CHUNK, stream_bytes
+from dsgpt.planner.formulas import CHUNK, copied, step_traffic, strategy_of, stream_bytes
 from dsgpt.planner.options import PlanOptions
 from dsgpt.planner.pytorch_formulas import Traffic
 from dsgpt.planner.rates import Machine, Rates, at_ranks

@@ -33,25 +33,26 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from dsgpt.checkpoints.pieces import Box
-from dsgpt.checkpoints.training_state import Counters, ParamState, Shards, StateReader
+from dsgpt.checkpoints.training_state import ParamState, Shards, StateReader
 from dsgpt.config.run_config import RunConfig
 from dsgpt.data.loader import IGNORED_TARGET, Batch
 from dsgpt.formats.tensor_files import DTYPES
 from dsgpt.machine.device import named_range, sum_over_ranks
 from dsgpt.model.config import STATE_NAMES
 from dsgpt.model.gpt2 import GPT2, parameter_shapes
-from dsgpt.strategies.base import StateTensors, Strategy, optimizer_tensors, to_device
-from dsgpt.strategies.optimizer import (
-    LossScale,
+from dsgpt.strategies.base import (
+    StateTensors,
+    Strategy,
     begin_state,
     build_optimizer,
-    build_schedule,
     global_norm,
     initial_values,
-    initialize_whole,
+    optimizer_tensors,
     parameter_groups,
     set_learning_rate,
     square_sum,
+    to_device,
+    whole_model,
 )
 from dsgpt.telemetry.meter import StepResult
 
@@ -112,17 +113,13 @@ class TorchStrategy(Strategy):
     """
 
     def __init__(self, config: RunConfig, device: torch.device, *, model: GPT2, weights: MasterWeights) -> None:
+        super().__init__(config, device)
         recipe = config.recipe
         self.model = model
         self._weights = weights
-        self._device = device
         self._rank, self._ranks = config.topology.rank, config.topology.world_size
-        self._accumulation = config.batch.gradient_accumulation_steps
         self._clipping = recipe.gradient_clipping
         self._optimizer = build_optimizer(parameter_groups(weights.parameters, recipe.optimizer), recipe.optimizer)
-        self._schedule = build_schedule(recipe.scheduler, base_lr=recipe.optimizer.lr, total_steps=config.total_steps)
-        self._scale = LossScale(recipe.loss_scaling if config.precision == "fp16" else None)
-        self._optimizer_steps = 0
 
     def train_step(self, batches: Iterator[Batch], step: int) -> StepResult:
         """See ``Strategy``."""
@@ -227,15 +224,10 @@ class TorchStrategy(Strategy):
             buffers=[],
         )
 
-    def counters(self) -> Counters:
-        """See ``Strategy``."""
-        return Counters(optimizer_steps=self._optimizer_steps, loss_scale=self._scale.state())
-
     @torch.no_grad()
     def load_state(self, reader: StateReader) -> None:
         """See ``Strategy``."""
-        self._optimizer_steps = reader.counters.optimizer_steps
-        self._scale.restore(reader.counters.loss_scale)
+        super().load_state(reader)
         for name, parameter in self._weights.parameters.items():
             state = reader.state(name, self._boxes(name))
             self._weights.replace(name, state.weight.view(parameter.shape))
@@ -261,24 +253,17 @@ class Baseline(TorchStrategy):
     """Plain PyTorch on one device."""
 
     def __init__(self, config: RunConfig, device: torch.device) -> None:
-        model = whole_model(config, device)
+        model = whole_model(config).to(device)
         super().__init__(config, device, model=model, weights=MasterWeights(model, DTYPES[config.precision]))
         if config.options.compile:
             self.model.compile()
-
-
-def whole_model(config: RunConfig, device: torch.device) -> GPT2:
-    """The whole model on ``device`` in fp32, with its initial weights."""
-    model = GPT2(config.model, activation_checkpointing=config.activation_checkpointing)
-    initialize_whole(model, config)
-    return model.to(device)
 
 
 class Ddp(TorchStrategy):
     """Whole copies of the model, one per rank, kept equal by averaging their gradients."""
 
     def __init__(self, config: RunConfig, device: torch.device) -> None:
-        model = whole_model(config, device)
+        model = whole_model(config).to(device)
         weights = MasterWeights(model, DTYPES[config.precision])
         super().__init__(config, device, model=model, weights=weights)
         self._batch_shape = (config.batch.micro_batch_size, config.seq_length)

@@ -37,7 +37,7 @@ from dsgpt.telemetry.monitor import LoadOfOthers
 from dsgpt.telemetry.profiles import COMMUNICATION_FILE, communication_table
 from dsgpt.training.budget import Budget, TrainingPlan
 from dsgpt.training.run_description import CHANGES_KEY, predicted_peak_memory
-from dsgpt.training.run_folder import EarlierRecord
+from dsgpt.training.run_folder import EarlierRecord, Save
 
 logger = logging.getLogger(__name__)
 
@@ -611,20 +611,11 @@ class Journal:
         self.meter.epoch = Figures()
         self.write()
 
-    def saved(self, *, step: int, mode: str, stall_sec: float, total_sec: float, size: int) -> None:
-        """Note a checkpoint.
-
-        Args:
-            step: its step.
-            mode: ``sync`` or ``async``.
-            stall_sec: seconds that training waited for it.
-            total_sec: seconds from its beginning until it was published.
-            size: bytes of its files.
-        """
-        self.budget.save_secs.append(total_sec)
-        self._lost_sec["saves"] += stall_sec
-        seconds = {"save_stall_sec": stall_sec, "save_total_sec": total_sec}
-        self.record.saves.append({"step": step, "mode": mode, **seconds, "bytes": size})
+    def saved(self, save: Save) -> None:
+        """Note a checkpoint."""
+        self.budget.save_secs.append(save.save_total_sec)
+        self._lost_sec["saves"] += save.save_stall_sec
+        self.record.saves.append(asdict(save))
 
     def before_save(self) -> None:
         """Make durable what a resume needs besides the checkpoint, and the record in case the save is killed.
@@ -636,29 +627,25 @@ class Journal:
         self._sinks.send(lambda sink: sink.record(self.record))
         self._sinks.send(lambda sink: sink.sync())
 
-    def write(self, status: str = "running") -> None:
+    def write(self, status: str = "running", *, peaks: bool = True) -> None:
         """Send the record to the sinks.
 
         Args:
             status: of the run. While it is ``running``, a write error is handled as ``--on_save_failure`` says;
                 afterwards it is raised.
+            peaks: whether memory counts; not after a save, whose memory is not that of training, nor at the end.
 
         Raises:
             OSError: the file system refuses.
         """
         running = status == "running"
-        self._update_record(status, peaks=running)
+        self._update_record(status, peaks=running and peaks)
         if running:
             self._sinks.try_to_send("record", lambda sink: sink.record(self.record))
         else:
             self._sinks.send(lambda sink: sink.record(self.record))
             if self.record.segments and (words := busy_words(self.record.segments[-1])):
                 logger.warning(words)
-
-    def write_saves(self) -> None:
-        """Write the record after a save, so that after a kill it lists every save."""
-        self._update_record(peaks=False)
-        self._sinks.try_to_send("record", lambda sink: sink.record(self.record))
 
     def _update_record(self, status: str = "running", *, peaks: bool = True) -> None:
         """Compute the figures of the record.

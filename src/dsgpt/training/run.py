@@ -26,7 +26,7 @@ from dsgpt.checkpoints.training_state import StateReader, load_random_state
 from dsgpt.common.errors import LostRank, OutOfMemory, Problems, SaveError, UserError
 from dsgpt.common.files import write_json_atomic
 from dsgpt.common.json_files import JsonError, clipped
-from dsgpt.common.text import counted, divisors
+from dsgpt.common.text import counted
 from dsgpt.config.run_config import RunConfig
 from dsgpt.machine.console import LogFile, Progress
 from dsgpt.machine.device import TIMEOUT, HostGroup, barrier, bring_up, from_main, gather_objects, joined
@@ -35,8 +35,7 @@ from dsgpt.machine.peers import SLOW_STEPS, Peers, RankStatus
 from dsgpt.machine.spot import SpotWatch
 from dsgpt.machine.topology import Topology
 from dsgpt.model.gpt2 import parameter_shapes
-from dsgpt.planner.memory import worst_peak
-from dsgpt.planner.setup import Setup
+from dsgpt.planner.formulas import worst_peak
 from dsgpt.record.schema import RECORD_FILE, STEPS_FILE, drop_steps_after, later_schema, log_file
 from dsgpt.strategies.base import Strategy, build_strategy
 from dsgpt.telemetry.cost import peak_bytes
@@ -512,15 +511,6 @@ def _next_setting(config: RunConfig, *, start: bool) -> str:
     limit = SAFE * worst_peak(setup, device=config.device)[1].total
     if config.device == "cuda":
         limit = min(limit, SAFE * torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
-    for words, candidate in _smaller(setup, start=start):
-        if worst_peak(candidate, device=config.device)[1].total <= limit:
-            return f"this fits by the formulas: {words}"
-    return "nothing smaller fits by the formulas: take more GPUs, or offload (src/plan.py --recommend)"
-
-
-def _smaller(setup: Setup, *, start: bool) -> Iterator[tuple[str, Setup]]:
-    """Setups of the same training that need less memory, with the flags that ask for them, in order of effort."""
-    share = setup.micro_batch_size * setup.gradient_accumulation_steps
     stages = [setup.recipe.zero_stage]
     if setup.run_type == "optimized" and setup.sizes.ranks_per_copy == 1 and setup.world_size > 1:
         stages += range(stages[0] + 1, 4)
@@ -528,17 +518,8 @@ def _smaller(setup: Setup, *, start: bool) -> Iterator[tuple[str, Setup]]:
         zero = replace(setup.recipe.zero_optimization, stage=stage)
         recipe = replace(setup.recipe, zero_optimization=zero)
         in_recipe = f"zero_optimization.stage {stage} in the recipe, " if stage > stages[0] else ""
-        for checkpointing in sorted({setup.activation_checkpointing, True}):
-            flag = "--activation_checkpointing " if checkpointing > setup.activation_checkpointing else ""
-            for micro in sorted(divisors(share), reverse=True):
-                if micro <= setup.micro_batch_size:
-                    yield (
-                        f"{in_recipe}{flag}--micro_batch_size_per_gpu {micro}",
-                        replace(
-                            setup,
-                            recipe=recipe,
-                            activation_checkpointing=checkpointing,
-                            micro_batch_size=micro,
-                            gradient_accumulation_steps=share // micro,
-                        ),
-                    )
+        for flags, candidate in replace(setup, recipe=recipe).arrangements():
+            smaller = candidate.micro_batch_size <= setup.micro_batch_size
+            if smaller and worst_peak(candidate, device=config.device)[1].total <= limit:
+                return f"this fits by the formulas: {in_recipe}{' '.join(flags)}"
+    return "nothing smaller fits by the formulas: take more GPUs, or offload (src/plan.py --recommend)"

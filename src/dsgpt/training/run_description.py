@@ -23,8 +23,7 @@ from dsgpt.data.token_file import TokenFile, TokenFileError, sidecar_path
 from dsgpt.formats.tokenizer_files import fault_of, model_folder, other_meaning, token_ids
 from dsgpt.machine.console import Progress
 from dsgpt.machine.device import describe_hardware, software_versions
-from dsgpt.planner.formulas import largest_model_state, most_sent_bytes
-from dsgpt.planner.memory import STEP, peak_memory, worst_peak
+from dsgpt.planner.formulas import STEP, largest_model_state, most_sent_bytes, peak_memory, worst_peak
 from dsgpt.planner.setup import Setup
 from dsgpt.record.provenance import git_commit, sources_sha256
 from dsgpt.strategies.deepspeed.setup import engine_config

@@ -43,9 +43,13 @@ class Save:
 
     step: Count
     mode: str
+    """``sync`` or ``async``."""
     save_stall_sec: Seconds
+    """Seconds that training waited for it."""
     save_total_sec: Seconds
+    """Seconds from its beginning until it was published."""
     bytes: Count
+    """Bytes of its files."""
 
 
 @dataclass(frozen=True, kw_only=True)

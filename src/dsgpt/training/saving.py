@@ -41,6 +41,7 @@ from dsgpt.model.gpt2 import parameter_shapes
 from dsgpt.strategies.base import Strategy
 from dsgpt.training.journal import Journal, place
 from dsgpt.training.run_description import data_tokenizer
+from dsgpt.training.run_folder import Save
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -244,7 +245,8 @@ class Saver:
                 else:
                     size = self._write(contents)
                     seconds = time.perf_counter() - started
-                    self._note(step, mode="sync", stall_sec=seconds, total_sec=seconds, size=size)
+                    save = Save(step=step, mode="sync", save_stall_sec=seconds, save_total_sec=seconds, bytes=size)
+                    self._note(save)
         except SaveError as error:
             self._failed(step, error, stops=needed or self._stops, then=_CONTINUES)
         self._journal.peaks.reset()  # what a save allocates is not for training
@@ -336,19 +338,20 @@ class Saver:
 
     def _note_begun(self, begun: _InBackground) -> None:
         total = begun.ended - begun.started
-        self._note(begun.step, mode="async", stall_sec=begun.stall_sec, total_sec=total, size=begun.size)
+        seconds = {"save_stall_sec": begun.stall_sec, "save_total_sec": total}
+        self._note(Save(step=begun.step, mode="async", **seconds, bytes=begun.size))
 
-    def _note(self, step: int, *, mode: str, stall_sec: float, total_sec: float, size: int) -> None:
-        self._journal.saved(step=step, mode=mode, stall_sec=stall_sec, total_sec=total_sec, size=size)
-        waited = f"; training waited {stall_sec:.2f} s for it" if mode == "async" else ""
-        logger.info(f"{place(step, self._config.total_steps)}  saved in {total_sec:.1f} s{waited}")
+    def _note(self, save: Save) -> None:
+        self._journal.saved(save)
+        waited = f"; training waited {save.save_stall_sec:.2f} s for it" if save.mode == "async" else ""
+        logger.info(f"{place(save.step, self._config.total_steps)}  saved in {save.save_total_sec:.1f} s{waited}")
         if self._second:
-            self._second.push(self._config.run_dir / store.folder_name(step))
+            self._second.push(self._config.run_dir / store.folder_name(save.step))
 
     def _write_saves(self) -> None:
         if self._second:
             self._journal.record.second_copy = self._second.facts()
-        self._journal.write_saves()
+        self._journal.write(peaks=False)  # so that after a kill it lists every save
 
     def _failed(self, step: int, error: SaveError, *, stops: bool, then: str) -> None:
         line = self._not_saved(step, error)

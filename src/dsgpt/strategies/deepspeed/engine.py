@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from dsgpt.checkpoints.pieces import Box
-from dsgpt.checkpoints.training_state import Counters, Shards, StateReader
+from dsgpt.checkpoints.training_state import Shards, StateReader
 from dsgpt.config.run_config import RunConfig
 from dsgpt.data.loader import Batch
 from dsgpt.model.gpt2 import GPT2, parameter_shapes
-from dsgpt.strategies.base import StateTensors, Strategy
+from dsgpt.strategies.base import StateTensors, Strategy, block_norms, set_learning_rate
 from dsgpt.strategies.deepspeed.setup import build_deepspeed_optimizer, import_deepspeed, repeat_counting
 from dsgpt.strategies.deepspeed.state import (
     EngineState,
@@ -33,7 +33,6 @@ from dsgpt.strategies.deepspeed.state import (
     part_boxes,
     step_on_weights,
 )
-from dsgpt.strategies.optimizer import LossScale, block_norms, build_schedule, set_learning_rate
 from dsgpt.telemetry.meter import StepResult
 
 
@@ -103,17 +102,12 @@ class DeepSpeedStrategy(Strategy):
     """This rank's parameters, or its parts of them, by canonical name."""
 
     def __init__(self, config: RunConfig, device: torch.device) -> None:
-        recipe = config.recipe
+        super().__init__(config, device)
         self._deepspeed = import_deepspeed(device)
-        self._device = device
         self._topology = config.topology
         self._shapes = parameter_shapes(config.model)
         self._ranks = config.topology.data_parallel_size
-        self._accumulation = config.batch.gradient_accumulation_steps
-        self._stage = recipe.zero_stage
-        self._schedule = build_schedule(recipe.scheduler, base_lr=recipe.optimizer.lr, total_steps=config.total_steps)
-        self._scale = LossScale(recipe.loss_scaling if config.precision == "fp16" else None)
-        self._optimizer_steps = 0
+        self._stage = config.recipe.zero_stage
         self._exchanges = Exchanges(device)
 
     def _start(self, model: nn.Module, config: RunConfig, *, ds_config: dict[str, Any], groups: Any = None) -> None:
@@ -223,13 +217,8 @@ class DeepSpeedStrategy(Strategy):
         """See ``Strategy``."""
         return engine_tensors(self._optimizer, self._parameters.values())
 
-    def counters(self) -> Counters:
-        """See ``Strategy``."""
-        return Counters(optimizer_steps=self._optimizer_steps, loss_scale=self._scale.state())
-
     def load_state(self, reader: StateReader) -> None:
         """See ``Strategy``."""
-        self._optimizer_steps = reader.counters.optimizer_steps
-        self._scale.restore(reader.counters.loss_scale)
+        super().load_state(reader)
         self._state.load(reader, part=self._boxes)
         repeat_counting(self._optimizer, steps=self._optimizer_steps)

@@ -28,12 +28,11 @@ from dsgpt.data.loader import IGNORED_TARGET, Batch
 from dsgpt.machine.device import named_range, sum_over_ranks
 from dsgpt.model.config import GPT2Config
 from dsgpt.model.gpt2 import Block, parameter_shapes
-from dsgpt.strategies.base import StateTensors, to_device
+from dsgpt.strategies.base import StateTensors, initial_values, square_sum, to_device
 from dsgpt.strategies.deepspeed.engine import DeepSpeedStrategy
 from dsgpt.strategies.deepspeed.setup import engine_config
 from dsgpt.strategies.deepspeed.state import is_split, take_part, tensors_of
 from dsgpt.strategies.deepspeed.zero import split_block
-from dsgpt.strategies.optimizer import initial_values, square_sum
 
 _TIED = "wte"
 """Key of the embedding that the first and the last layer share, and its canonical name."""

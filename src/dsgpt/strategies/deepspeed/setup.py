@@ -50,7 +50,7 @@ from dsgpt.config.run_config import RunConfig
 from dsgpt.machine.device import from_main, gather_objects
 from dsgpt.machine.probe import compiler
 from dsgpt.machine.topology import Topology
-from dsgpt.strategies.optimizer import build_optimizer, parameter_groups
+from dsgpt.strategies.base import build_optimizer, parameter_groups
 
 _ROOT = "TORCH_EXTENSIONS_DIR"
 

@@ -32,8 +32,7 @@ from dsgpt.checkpoints.pieces import Box, cut
 from dsgpt.checkpoints.training_state import ParamState, Shards, StateReader
 from dsgpt.model.config import STATE_NAMES
 from dsgpt.model.gpt2 import Attend
-from dsgpt.strategies.base import StateTensors, optimizer_tensors
-from dsgpt.strategies.optimizer import begin_state, state_names
+from dsgpt.strategies.base import StateTensors, begin_state, optimizer_tensors, state_names
 
 SPLIT = {
     "attn.qkv.weight": (3, 0),

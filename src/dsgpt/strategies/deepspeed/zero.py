@@ -23,11 +23,10 @@ from dsgpt.data.loader import IGNORED_TARGET, Batch
 from dsgpt.formats.tensor_files import DTYPES
 from dsgpt.machine.device import named_range, sum_over_ranks
 from dsgpt.model.gpt2 import GPT2, Attend, Attention, Block, dense_attention
-from dsgpt.strategies.base import to_device
+from dsgpt.strategies.base import global_norm, initial_values, square_sum, to_device, whole_model
 from dsgpt.strategies.deepspeed.engine import DeepSpeedStrategy, Exchanges
 from dsgpt.strategies.deepspeed.setup import SwapSpace, engine_config, load_ops
 from dsgpt.strategies.deepspeed.state import SPLIT, attend_with_own_dropout, is_split
-from dsgpt.strategies.optimizer import global_norm, initial_values, initialize_whole, square_sum
 
 
 def spare_passes(optimizer: Any, *, single_rank: bool, engine: Any) -> None:
@@ -240,9 +239,7 @@ def _build_whole(config: RunConfig, device: torch.device) -> GPT2:
     They are rounded to the run's precision in host memory, so that no fp32 copy needs room on the device. DeepSpeed
     makes its master weights from the rounded ones in any case.
     """
-    model = GPT2(config.model, activation_checkpointing=config.activation_checkpointing)
-    initialize_whole(model, config)
-    model.to(DTYPES[config.precision])
+    model = whole_model(config).to(DTYPES[config.precision])
     return model if config.topology.sizes.tensor > 1 else model.to(device)
 
 
