@@ -64,8 +64,9 @@ BOUND = 2e-4
 OVER_LINKS = {f"link-{name}": f"{name}-4x256-fp32-b4" for name in ("ddp", "fsdp", "zero1", "zero3")}
 """Cells of the suite ``plan`` on two ranks, here one on each of two hosts."""
 RANKS = 2
-MBITS = (80, 320, 1280, 5120)
-"""Megabits a second of a host's link, in each direction."""
+LINKS: tuple[tuple[int, float], ...] = ((80, 0), (320, 0), (1280, 0), (5120, 0), (320, 10), (320, 50))
+"""Megabits a second of a host's link, in each direction, and milliseconds by which it delays what the host sends."""
+NO_LIMIT = (None, 0)
 PROFILED = 2
 FLAGS = {"max_train_steps": 5, "profile_comm": PROFILED, "max_val_steps": 1, "no_inference": True, "save_every": 0}
 """Flags of a training over links."""
@@ -95,6 +96,7 @@ def network_page(record: Record, *, source: str) -> str:
         [
             point["strategy"],
             f"{point['mbit']:,}",
+            f"{point.get('delay_ms', 0):g}",
             f"{point['predicted_share']:.1%}",
             span_words(point["share"], ".1%"),
             f"{point['off'] * 100:+.1f}",
@@ -106,16 +108,18 @@ def network_page(record: Record, *, source: str) -> str:
     in_hosts = """The largest differences from the same ranks on one host, which the same launcher started. Those of
 the losses of all steps are in nats per token. Those of gradient norms, and of each last weight tensor, are relative.
 `launch/torchrun.sh` and `launch/run_hostfile.sh` start the ranks, over a real sshd where it says so."""
-    on_links = f"""A host's link passes so many megabits a second in each direction ({record["shaped_by"]}). One rank of
+    on_links = f"""A host's link passes so many megabits a second in each direction, and what the host sends
+arrives so many milliseconds later ({record["shaped_by"]}). One rank of
 {record["linked_work"]} is on each of two hosts. The share is that of `--profile_comm`: of a step, what the training
 thread waits for communication, in {PROFILED} steps of {record["turns"]} trainings; medians, with the range. The planner
-knows a calibration of this machine and the nominal speed of the links. One factor of computation and one of
-communication inside a machine are from the same trainings over links without limits; none is from these points.
+knows a calibration of this machine, and the nominal speed and the delay of the links. One factor of computation and one
+of communication inside a machine are from the same trainings over links without limits; none is from these points.
 Headers and queues leave less than the nominal speed, and least where traffic pauses. The planner does not know that.
+It adds a delay once for each pass of a ring. After a pause, TCP needs several round trips until it fills a link.
 That the time of a network is added, and not the longer one taken, was chosen on an earlier run of the same points.
 {record.get("remark", "")}""".rstrip()
     words = {"error": "**ERROR**", "failed": "**FAILED**", "refused": "refused"}
-    header = ["strategy", "link, Mbit/s", "predicted share", "measured share", "off, points", "predicted step, s"]
+    header = ["strategy", "link, Mbit/s", "delay, ms", "predicted share", "measured share", "off, points"]
     parts = [
         "\n".join(["# Training across hosts\n", *summary_lines(record)]),
         made_from(record, source=source, name="network"),
@@ -125,7 +129,7 @@ That the time of a network is added, and not the longer one taken, was chosen on
             spread,
             text=in_hosts,
         ),
-        section("Waiting for slow links", [*header, "measured step, s"], points, text=on_links),
+        section("Waiting for slow links", [*header, "predicted step, s", "measured step, s"], points, text=on_links),
         troubles([*record["trainings"], *record["over_links"]], words),
     ]
     return "\n\n".join(filter(None, parts)) + "\n"
@@ -151,6 +155,8 @@ def summary_lines(record: Record) -> list[str]:
 
 SCHEMA_VERSION = "1.0"
 Result = dict[str, Any]
+Link = tuple[int | None, float]
+"""Megabits a second, None for no limit; milliseconds of delay."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,7 +187,7 @@ examples:
         cells = {cell.key: cell for cell in plan_cells()}
         self._spread = [name for name in chosen if name in STRATEGIES]
         self._linked = [cells[OVER_LINKS[name]] for name in chosen if name in OVER_LINKS]
-        return len(self._spread) * len(HOSTS) + len(self._linked) * self.options.turns * (1 + len(MBITS))
+        return len(self._spread) * len(HOSTS) + len(self._linked) * self.options.turns * (1 + len(LINKS))
 
     def begin(self) -> None:
         self._calibration: Calibration | None = None
@@ -251,29 +257,30 @@ examples:
         calibrate(file, seconds=CALIBRATION_SEC, devices=RANKS)
         self._calibration = read_calibration(file)
 
-        def assignment(one: tuple[int, int | None, str]) -> Assignment:
-            turn, mbit, key = one
-            folder = self.folder / f"{key}-{mbit}-{turn}"
+        def assignment(one: tuple[int, Link, str]) -> Assignment:
+            turn, (mbit, delay_ms), key = one
+            folder = self.folder / f"{key}-{mbit}-{delay_ms}-{turn}"
             folder.mkdir()
             recipe = cells[key].write_recipe(folder / "recipe.json", recipes=self.repository / "ds_configs")
             self._setups[cells[key].strategy] = cells[key].setup(recipe)
             flags = cells[key].flags(recipe=recipe, tokens=self.folder, folder=folder)
-            arguments = {"hosts": hosts.name, "count": RANKS, "mbit": mbit}
+            arguments = {"hosts": hosts.name, "count": RANKS, "mbit": mbit, "delay_ms": delay_ms}
             call = "dsgpt.benchmarks.network:train"
             return Assignment(
                 folder=str(folder), flags=[*flags, *training_words(FLAGS)], call=call, arguments=arguments
             )
 
-        every = list(itertools.product(range(1, self.options.turns + 1), (None, *MBITS), cells))
+        every = list(itertools.product(range(1, self.options.turns + 1), (NO_LIMIT, *LINKS), cells))
         imports = [*IMPORTS["torchrun"], *IMPORTS["deepspeed"]]
-        for (turn, mbit, key), end in self._runner.run(
+        for (turn, (mbit, delay_ms), key), end in self._runner.run(
             every, place=lambda _one: (RANKS, "torchrun"), assign=assignment, imports=imports
         ):
             strategy, run = cells[key].strategy, end.folder / "run"
-            result: Result = {"name": f"{strategy}, {mbit or 'no'} Mbit/s, turn {turn}", "strategy": strategy}
-            result |= {"mbit": mbit, "status": end.status, "message": end.message}
+            link = f"{mbit or 'no'} Mbit/s{f', {delay_ms} ms' if delay_ms else ''}"
+            result: Result = {"name": f"{strategy}, {link}, turn {turn}", "strategy": strategy}
+            result |= {"mbit": mbit, "delay_ms": delay_ms, "status": end.status, "message": end.message}
             if end.status == "done":
-                profiled, shaped = read_object(run / COMMUNICATION_FILE), end.ranks[0]["shaped"].get("mbit")
+                profiled, shaped = read_object(run / COMMUNICATION_FILE), end.ranks[0]["shaped"]
                 seconds = statistics.fmean(rank["step_time_sec"] for rank in profiled["ranks"])
                 result |= {"status": "passed", "share": profiled["exposed_share"], "step_sec": seconds}
                 result |= {"shaped_by": shaped}
@@ -286,25 +293,26 @@ examples:
 
     def record(self, results: Sequence[Result]) -> Record:
         linked = [one for one in results if "mbit" in one]
-        by_link = defaultdict[tuple[str, int | None], list[Result]](list)
+        by_link = defaultdict[tuple[str, Link], list[Result]](list)
         for one in linked:
             if "share" in one:
-                by_link[one["strategy"], one["mbit"]].append(one)
+                by_link[one["strategy"], (one["mbit"], one["delay_ms"])].append(one)
+        shaped = {what: by for one in linked for what, by in one.get("shaped_by", {}).items()}
         return {
             "bound": BOUND,
             "work": work_facts("cpu"),
             "turns": self.options.turns,
             "linked_work": self._linked[0].title.partition(", ")[2] if self._linked else None,
-            "shaped_by": next((one["shaped_by"] for one in linked if one.get("shaped_by")), None),
+            "shaped_by": ", ".join(shaped.values()) or None,
             "calibration": self._calibration and asdict(self._calibration),
             "trainings": [one for one in results if "mbit" not in one],
             "over_links": linked,
             "points": self._points(by_link),
         }
 
-    def _points(self, by_link: Mapping[tuple[str, int | None], Sequence[Result]]) -> list[dict[str, Any]]:
+    def _points(self, by_link: Mapping[tuple[str, Link], Sequence[Result]]) -> list[dict[str, Any]]:
         """Every limited link of every strategy: the planner's share and step, and what was measured."""
-        free = [one for (_, mbit), turns in by_link.items() if mbit is None for one in turns]
+        free = [one for (_, link), turns in by_link.items() if link == NO_LIMIT for one in turns]
         if self._calibration is None or not free:
             return []
         machine = calibrated_machine(self._calibration, devices=RANKS)
@@ -316,12 +324,14 @@ examples:
             computes.append((one["step_sec"] - wait) / (step.seconds - step.parts["communication"]))
         rates = machine.rates.scaled(compute=statistics.median(computes), communication=statistics.median(waits))
         points = []
-        for (strategy, mbit), turns in by_link.items():
+        for (strategy, (mbit, delay_ms)), turns in by_link.items():
             if mbit is None:
                 continue
-            linked = replace(machine, devices=1, rates=replace(rates, network=mbit * 1e6 / 8))
+            network = replace(rates, network=mbit * 1e6 / 8, network_sec=delay_ms / 1e3)
+            linked = replace(machine, devices=1, rates=network)
             step, share = predict_step(self._setups[strategy], linked), span([one["share"] for one in turns])
-            point = {"strategy": strategy, "mbit": mbit, "share": share, "predicted_step_sec": step.seconds}
+            point = {"strategy": strategy, "mbit": mbit, "delay_ms": delay_ms, "share": share}
+            point |= {"predicted_step_sec": step.seconds}
             point |= {"step_sec": span([one["step_sec"] for one in turns])}
             point["predicted_share"] = step.parts["communication"] / step.seconds
             points.append(point | {"off": point["predicted_share"] - share["median"]})
@@ -341,7 +351,7 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
 # One rank of one training, and what two trainings differ in.
 
 
-def train(flags: list[str], folder: Path, *, hosts: str, count: int, mbit: float | None = None) -> None:
+def train(flags: list[str], folder: Path, *, hosts: str, count: int, mbit: float | None, delay_ms: float) -> None:
     """Train as ``src/gpt2.py`` does with ``flags``, after this forked rank moved to its host.
 
     Args:
@@ -350,6 +360,7 @@ def train(flags: list[str], folder: Path, *, hosts: str, count: int, mbit: float
         hosts: their name.
         count: how many of them take equally many ranks.
         mbit: of each host's link, in megabits a second; None for no limit.
+        delay_ms: of what each host sends.
 
     Raises:
         UserError: the product refuses the combination.
@@ -357,7 +368,7 @@ def train(flags: list[str], folder: Path, *, hosts: str, count: int, mbit: float
     from dsgpt.training.run import run  # noqa: PLC0415 - torch takes seconds
 
     those, topology = Hosts(hosts, count), read_topology()
-    shaped = [those.shape(number, mbit=mbit) for number in range(count if topology.is_main else 0)]
+    shaped = [those.shape(number, mbit=mbit, delay_ms=delay_ms) for number in range(count if topology.is_main else 0)]
     be_rank_on(those, per_host=topology.world_size // count)
     config = config_of(flags)
     main = config.topology.is_main
