@@ -1,7 +1,7 @@
 """Checkpoints of a run folder: each is complete or absent, and verified before anything in it is read.
 
     step-00000200/
-        model.safetensors            every weight whole, fp32, under its canonical name; of several ranks see ``pieces``
+        model.safetensors            every weight, fp32, by canonical name; of several ranks see ``training_state``
         model.json                   the shape of the model
         optimizer.safetensors        every moment of the optimizer; see ``training_state``
         training_state.json          the number of optimizer steps, and the loss scale
@@ -67,7 +67,7 @@ VALIDATED_ON = ("validation data", "validation windows", SEQUENCE_LENGTH)
 WEIGHTS = "model.safetensors"
 MODEL = "model.json"
 INDEX = "pieces.json"
-"""Index of the pieces, which only several ranks write; see ``pieces``."""
+"""Index of the pieces, which only several ranks write; see ``training_state``."""
 _PIECES_OF_WEIGHTS = re.compile(r"model-\d{5,}\.safetensors")
 TOKENIZER = "tokenizer"
 _NAME = r"step-(\d{8}|[1-9]\d{8,})"
