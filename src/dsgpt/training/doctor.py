@@ -34,6 +34,7 @@ from dsgpt.config.compatibility import KNOWN_BAD, TESTED, nvme_paths
 from dsgpt.config.options import positive, shape_overrides
 from dsgpt.config.recipe import Recipe, read_recipe
 from dsgpt.data.token_file import TokenFileError, open_token_file
+from dsgpt.machine.probe import compiler, direct_io_problem, has_cuda_toolkit, libaio_problem, may_lock
 from dsgpt.machine.topology import Topology, read_topology
 from dsgpt.model.config import PRESETS, GPT2Config, shape_problems
 from dsgpt.planner.formulas import model_state
@@ -209,7 +210,6 @@ def _print(
 def machine_facts(options: DoctorOptions, recipe: Recipe | None) -> Facts:
     """Facts that a machine finds without the others; a probe that does not answer is one of its problems."""
     from dsgpt.machine.device import software_versions  # noqa: PLC0415 - torch takes seconds
-    from dsgpt.machine.probe import compiler, has_cuda_toolkit, libaio_problem, may_lock  # noqa: PLC0415
 
     command, rdma = compiler(), Path("/sys/class/infiniband")
     swaps = nvme_paths(recipe, options.checkpoint_path) if recipe else {}
@@ -300,8 +300,6 @@ def _gpus() -> list[Facts]:
 
 
 def _folder_facts(folder: Path, *, swaps: bool) -> Facts:
-    from dsgpt.machine.probe import direct_io_problem  # noqa: PLC0415
-
     place = folder
     while not place.exists():  # what a run would create
         place = place.absolute().parent
