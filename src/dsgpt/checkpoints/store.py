@@ -26,7 +26,6 @@ them has a validation loss, there is no best. Retention keeps the newest and the
 import contextlib
 import errno
 import itertools
-import os
 import re
 from collections.abc import Callable, Container, Mapping
 from dataclasses import asdict, dataclass
@@ -45,15 +44,7 @@ from dsgpt.checkpoints.manifest import (
     write_run_state,
 )
 from dsgpt.common.errors import UserError
-from dsgpt.common.files import (
-    is_regular_file,
-    link_between,
-    remove,
-    sha256_of,
-    sync_directory,
-    write_atomic,
-    write_json_atomic,
-)
+from dsgpt.common.files import is_regular_file, link_between, remove, sync_directory, write_atomic, write_json_atomic
 from dsgpt.common.json_files import JsonError, read_object, read_or_refuse
 from dsgpt.formats.tokenizer_files import KNOWN_FILES, tokenizer_files
 from dsgpt.model.config import GPT2Config
@@ -177,9 +168,7 @@ def _seal(folder: Path, about: dict[str, Any], written: Mapping[str, FileFacts])
             raise OSError(errno.EIO, "is not as large as the rank that wrote it says", str(folder / name))
     paths = sorted(path for path in folder.rglob("*") if link_between(folder, path) is None)
     files = {
-        path.relative_to(folder).as_posix(): asdict(
-            written.get(path.name) or FileFacts(size=path.stat().st_size, sha256=_sync_and_hash(path))
-        )
+        path.relative_to(folder).as_posix(): asdict(written.get(path.name) or FileFacts.synced(path))
         for path in paths
         if path.is_file() and (path.parent != folder / TOKENIZER or path.name in KNOWN_FILES)
     }
@@ -261,12 +250,6 @@ def discard(checkpoint: Path) -> None:
     aside = set_aside(checkpoint)
     if aside is not None:
         remove(aside)
-
-
-def _sync_and_hash(path: Path) -> str:
-    with path.open("rb") as file:  # fsync needs no write access, and a copied file may be read-only
-        os.fsync(file.fileno())
-    return sha256_of(path)
 
 
 def checkpoints(run_dir: Path) -> list[Path]:

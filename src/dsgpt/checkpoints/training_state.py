@@ -36,7 +36,7 @@ from torch import Tensor
 from dsgpt.checkpoints import store
 from dsgpt.checkpoints.manifest import FileFacts, require_files
 from dsgpt.common.errors import UserError
-from dsgpt.common.files import sha256_of, write_atomic, write_json_atomic
+from dsgpt.common.files import write_atomic, write_json_atomic
 from dsgpt.common.json_files import Count, Positive, read_or_refuse
 from dsgpt.formats.tensor_files import SafetensorsWriter, StoredTensor, open_safetensors
 from dsgpt.model.config import STATE_NAMES
@@ -45,6 +45,7 @@ from dsgpt.model.gpt2 import parameter_shapes
 # Pieces, their index, and how tensors are read from them.
 
 MOMENTS = "optimizer.safetensors"
+COUNTERS = "training_state.json"
 _LARGEST_INDEX = 1 << 30
 """Bytes: far more than a thousand ranks need."""
 
@@ -356,7 +357,7 @@ def open_weights(files: store.ModelFiles) -> dict[str, StoredTensor]:
 
 def is_state_file(name: str) -> bool:
     """Whether a file of a checkpoint, by its name in the manifest, has what ``StateReader`` reads besides weights."""
-    return name in (store.INDEX, MOMENTS) or bool(re.fullmatch(r"optimizer-\d{5,}\.safetensors", name))
+    return name in (store.INDEX, MOMENTS, COUNTERS) or bool(re.fullmatch(r"optimizer-\d{5,}\.safetensors", name))
 
 
 def state_files(checkpoint: Path) -> list[str]:
@@ -422,9 +423,6 @@ def reason_of(error: OSError) -> str:
         return "; ".join(str(reason) for _, _, reason in error.args[0])
     what = error.strerror or str(error)
     return f"{error.filename}: {what}" if error.filename else what
-
-
-COUNTERS = "training_state.json"
 
 
 class ParamState(NamedTuple):
@@ -598,7 +596,7 @@ def write_shards(folder: Path, shards: Shards, *, rank: int, ranks: int) -> Writ
                 assert optimizer is not None  # every parameter has the same moments
                 _put(optimizer, moment, {moment_key(piece, key): box for piece, box in pieces[name].items()})
     written = [weights, moments] if optimizer is not None else [weights]
-    facts = {path.name: FileFacts(size=path.stat().st_size, sha256=sha256_of(path)) for path in written}
+    facts = {path.name: FileFacts.synced(path) for path in written}
     return Written(boxes=boxes, moments=keys, files=facts, non_finite=non_finite)
 
 

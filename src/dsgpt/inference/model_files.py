@@ -427,7 +427,7 @@ def _open_moments(model: StoredModel) -> tuple[Moments, int | None]:
     """
     if model.manifest is None or COUNTERS not in model.manifest.files:
         return {}, None
-    read_manifest(model.source, only=lambda name: name == COUNTERS or is_state_file(name))
+    read_manifest(model.source, only=is_state_file)
     require_files(model.source, model.manifest, state_files(model.source))
     state = StateReader(model.source)
     return state.stored_moments(), state.counters.optimizer_steps
