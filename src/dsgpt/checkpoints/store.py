@@ -178,16 +178,14 @@ def _seal(folder: Path, about: dict[str, Any], written: Mapping[str, FileFacts])
     write_json_atomic(folder / MANIFEST, {**about, "files": files})
 
 
-def name_newest_and_best(run_dir: Path) -> Path | None:
-    """Write ``latest`` and ``best`` from the folders that exist; return the best, None where there is none."""
+def name_newest_and_best(run_dir: Path) -> None:
+    """Write ``latest`` and ``best`` from the folders that exist."""
     newest_first = checkpoints(run_dir)
-    best = _best(newest_first)
-    for name, checkpoint in ((LATEST, newest_first[0] if newest_first else None), (BEST, best)):
+    for name, checkpoint in ((LATEST, newest_first[0] if newest_first else None), (BEST, _best(newest_first))):
         if checkpoint is not None:
             write_atomic(run_dir / name, f"{checkpoint.name}\n".encode())
         else:
             remove(run_dir / name)
-    return best
 
 
 def _best(newest_first: list[Path]) -> Path | None:

@@ -29,7 +29,7 @@ from dsgpt.common.command_line import NUMBER, POSITIVE, choice, flag, read_optio
 from dsgpt.common.errors import EXIT_DONE, Problems, UserError
 from dsgpt.common.files import json_text, sha256_of, write_json_atomic
 from dsgpt.common.json_files import read_object
-from dsgpt.common.text import counted
+from dsgpt.common.text import UNKNOWN, counted
 from dsgpt.config.compatibility import KNOWN_BAD, TESTED, nvme_paths
 from dsgpt.config.options import positive, shape_overrides
 from dsgpt.config.recipe import Recipe, read_recipe
@@ -81,7 +81,6 @@ LEAST_GBPS = 1.0
 """Slowest sound network, in Gbit/s, if none was stated."""
 NCCL, TCP = "NCCL", "gloo over TCP"
 SHARED_MEMORY_BYTES, LOCKED_BYTES, OPEN_FILES, PROCESSES = 1 << 30, 1 << 30, 4096, 4096
-UNKNOWN = "unknown"
 SHOWN = ("python_version", "torch_version", "deepspeed_version", "dsgpt")
 DATA = ("train_data_path", "val_data_path")
 EXAMINE = "see that it is there, and that its mount, server or driver works"
