@@ -88,7 +88,7 @@ BRING_TORCH = {"torch", "deepspeed", "transformers", "lm_eval", "safetensors.tor
 TORCH = {
     "benchmarks": "clusters_rank clusters_runs contenders faults_kinds parity_rank parity_reference "
     "plan_rank resume_rank",
-    "checkpoints": "pieces training_state",
+    "checkpoints": "training_state",
     "data": "loader",
     "formats": "hugging_face tensor_files",
     "inference": "decoder evaluate generation model_files server.completions server.engine server.server",

@@ -112,9 +112,9 @@ NOTED = f"""
 import os, runpy
 from dsgpt.checkpoints import manifest
 sha256_of = manifest.sha256_of
-def noted(path, progress):
+def noted(path, *progress):
     print(f"rank {{os.environ['RANK']}} hashes {{path.parent.name}}/{{path.name}}", flush=True)
-    return sha256_of(path, progress)
+    return sha256_of(path, *progress)
 manifest.sha256_of = noted
 runpy.run_path("{SCRIPT}", run_name="__main__")
 """

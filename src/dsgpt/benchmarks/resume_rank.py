@@ -9,8 +9,7 @@ import torch
 
 from dsgpt.benchmarks.launch import config_of, write_end
 from dsgpt.checkpoints import store
-from dsgpt.checkpoints.pieces import MOMENTS
-from dsgpt.checkpoints.training_state import COUNTERS, StateReader, complete_state, write_shards
+from dsgpt.checkpoints.training_state import COUNTERS, MOMENTS, StateReader, complete_state, write_shards
 from dsgpt.common.files import sha256_of
 from dsgpt.machine.console import logging_to_console
 from dsgpt.machine.device import barrier, bring_up, gather_objects, joined

@@ -225,8 +225,7 @@ def _write(folder: Path, rank: int, *, writers: int, preset: str, begin: Barrier
     """One process of ``write_together``: it holds everything, as a rank of DDP does, and writes its share."""
     import torch  # noqa: PLC0415 - takes seconds
 
-    from dsgpt.checkpoints import training_state  # noqa: PLC0415
-    from dsgpt.checkpoints.pieces import Box  # noqa: PLC0415
+    from dsgpt.checkpoints.training_state import Box, ParamState, Shards, write_shards  # noqa: PLC0415
     from dsgpt.formats.tensor_files import SafetensorsWriter  # noqa: PLC0415
     from dsgpt.model.config import PRESETS  # noqa: PLC0415
     from dsgpt.model.gpt2 import parameter_shapes  # noqa: PLC0415
@@ -240,11 +239,9 @@ def _write(folder: Path, rank: int, *, writers: int, preset: str, begin: Barrier
     SafetensorsWriter.__init__ = create_slow  # type: ignore[method-assign]
     torch.set_num_threads(1)
     shapes = parameter_shapes(PRESETS[preset])
-    states = [
-        (name, training_state.ParamState(*(torch.rand(shape) for _ in range(3)))) for name, shape in shapes.items()
-    ]
-    everything = training_state.Shards({name: [Box.whole(shape)] for name, shape in shapes.items()}, iter(states))
+    states = [(name, ParamState(*(torch.rand(shape) for _ in range(3)))) for name, shape in shapes.items()]
+    everything = Shards({name: [Box.whole(shape)] for name, shape in shapes.items()}, iter(states))
     begin.wait()
     started = time.perf_counter()
-    training_state.write_shards(folder, everything.share(rank, writers), rank=rank, ranks=writers)
+    write_shards(folder, everything.share(rank, writers), rank=rank, ranks=writers)
     ends.put(time.perf_counter() - started)

@@ -5,6 +5,7 @@ checkpoint is verified against the manifest before it is read. Files that the ma
 """
 
 import contextlib
+import os
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -44,6 +45,13 @@ class FileFacts:
     size: Count
     """Bytes."""
     sha256: Sha256
+
+    @classmethod
+    def synced(cls, path: Path) -> Self:
+        """Those of a file, which is durable then."""
+        with path.open("rb") as file:  # fsync needs no write access, and a copied file may be read-only
+            os.fsync(file.fileno())
+        return cls(size=path.stat().st_size, sha256=sha256_of(path))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,7 @@
 """Checkpoints of a run folder: each is complete or absent, and verified before anything in it is read.
 
     step-00000200/
-        model.safetensors            every weight whole, fp32, under its canonical name; of several ranks see ``pieces``
+        model.safetensors            every weight, fp32, by canonical name; of several ranks see ``training_state``
         model.json                   the shape of the model
         optimizer.safetensors        every moment of the optimizer; see ``training_state``
         training_state.json          the number of optimizer steps, and the loss scale
@@ -26,7 +26,6 @@ them has a validation loss, there is no best. Retention keeps the newest and the
 import contextlib
 import errno
 import itertools
-import os
 import re
 from collections.abc import Callable, Container, Mapping
 from dataclasses import asdict, dataclass
@@ -45,15 +44,7 @@ from dsgpt.checkpoints.manifest import (
     write_run_state,
 )
 from dsgpt.common.errors import UserError
-from dsgpt.common.files import (
-    is_regular_file,
-    link_between,
-    remove,
-    sha256_of,
-    sync_directory,
-    write_atomic,
-    write_json_atomic,
-)
+from dsgpt.common.files import is_regular_file, link_between, remove, sync_directory, write_atomic, write_json_atomic
 from dsgpt.common.json_files import JsonError, read_object, read_or_refuse
 from dsgpt.formats.tokenizer_files import KNOWN_FILES, tokenizer_files
 from dsgpt.model.config import GPT2Config
@@ -67,7 +58,7 @@ VALIDATED_ON = ("validation data", "validation windows", SEQUENCE_LENGTH)
 WEIGHTS = "model.safetensors"
 MODEL = "model.json"
 INDEX = "pieces.json"
-"""Index of the pieces, which only several ranks write; see ``pieces``."""
+"""Index of the pieces, which only several ranks write; see ``training_state``."""
 _PIECES_OF_WEIGHTS = re.compile(r"model-\d{5,}\.safetensors")
 TOKENIZER = "tokenizer"
 _NAME = r"step-(\d{8}|[1-9]\d{8,})"
@@ -177,9 +168,7 @@ def _seal(folder: Path, about: dict[str, Any], written: Mapping[str, FileFacts])
             raise OSError(errno.EIO, "is not as large as the rank that wrote it says", str(folder / name))
     paths = sorted(path for path in folder.rglob("*") if link_between(folder, path) is None)
     files = {
-        path.relative_to(folder).as_posix(): asdict(
-            written.get(path.name) or FileFacts(size=path.stat().st_size, sha256=_sync_and_hash(path))
-        )
+        path.relative_to(folder).as_posix(): asdict(written.get(path.name) or FileFacts.synced(path))
         for path in paths
         if path.is_file() and (path.parent != folder / TOKENIZER or path.name in KNOWN_FILES)
     }
@@ -189,16 +178,14 @@ def _seal(folder: Path, about: dict[str, Any], written: Mapping[str, FileFacts])
     write_json_atomic(folder / MANIFEST, {**about, "files": files})
 
 
-def name_newest_and_best(run_dir: Path) -> Path | None:
-    """Write ``latest`` and ``best`` from the folders that exist; return the best, None where there is none."""
+def name_newest_and_best(run_dir: Path) -> None:
+    """Write ``latest`` and ``best`` from the folders that exist."""
     newest_first = checkpoints(run_dir)
-    best = _best(newest_first)
-    for name, checkpoint in ((LATEST, newest_first[0] if newest_first else None), (BEST, best)):
+    for name, checkpoint in ((LATEST, newest_first[0] if newest_first else None), (BEST, _best(newest_first))):
         if checkpoint is not None:
             write_atomic(run_dir / name, f"{checkpoint.name}\n".encode())
         else:
             remove(run_dir / name)
-    return best
 
 
 def _best(newest_first: list[Path]) -> Path | None:
@@ -261,12 +248,6 @@ def discard(checkpoint: Path) -> None:
     aside = set_aside(checkpoint)
     if aside is not None:
         remove(aside)
-
-
-def _sync_and_hash(path: Path) -> str:
-    with path.open("rb") as file:  # fsync needs no write access, and a copied file may be read-only
-        os.fsync(file.fileno())
-    return sha256_of(path)
 
 
 def checkpoints(run_dir: Path) -> list[Path]:

@@ -51,17 +51,17 @@ class JsonError(ValueError):
     """A file or text is not the expected JSON. The message is one line and does not name the file."""
 
 
-def parse_json(data: bytes, *, max_depth: int = MAX_DEPTH) -> Any:
+def parse_json(data: bytes) -> Any:
     """Parse UTF-8 text as RFC 8259 defines JSON: every number finite, every key once.
 
     Raises:
-        JsonError: it is not such JSON, or is nested deeper than ``max_depth``.
+        JsonError: it is not such JSON, or is nested deeper than ``MAX_DEPTH``.
     """
     data = data.removeprefix(codecs.BOM_UTF8)
     encoding = json.detect_encoding(data)
     if encoding != "utf-8":
         raise JsonError(f"it is {encoding.upper()} text, not UTF-8: encode it as UTF-8")
-    check_depth(data, max_depth)
+    check_depth(data)
     try:
         value = json.loads(
             data.decode("utf-8"), parse_constant=_refuse_constant, parse_float=_finite, object_pairs_hook=_unique
@@ -81,17 +81,17 @@ def parse_json(data: bytes, *, max_depth: int = MAX_DEPTH) -> Any:
         raise JsonError(f"a whole number in it has more than {sys.get_int_max_str_digits():,} digits") from error
 
 
-def check_depth(data: bytes, limit: int = MAX_DEPTH) -> None:
+def check_depth(data: bytes) -> None:
     """Check how deep objects and arrays are nested in a JSON text, without parsing it.
 
     Raises:
-        JsonError: deeper than ``limit``.
+        JsonError: deeper than ``MAX_DEPTH``.
     """
-    if data.count(b"[") + data.count(b"{") <= limit:
+    if data.count(b"[") + data.count(b"{") <= MAX_DEPTH:
         return
     steps = _STRINGS.sub(b"", data).translate(_STEPS, _NO_BRACKETS)  # 1 and -1, as signed bytes
-    if max(accumulate(memoryview(steps).cast("b")), default=0) > limit:
-        raise JsonError(f"its objects and arrays are nested more than {limit} deep")
+    if max(accumulate(memoryview(steps).cast("b")), default=0) > MAX_DEPTH:
+        raise JsonError(f"its objects and arrays are nested more than {MAX_DEPTH} deep")
 
 
 def _refuse_constant(word: str) -> None:

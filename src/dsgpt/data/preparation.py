@@ -42,7 +42,7 @@ from dsgpt.data.vocabulary import (
     save_trained,
     train_tokenizer,
 )
-from dsgpt.formats.tokenizer_files import TOKENIZER, fault_of
+from dsgpt.formats.tokenizer_files import TOKENIZER, TOKENIZER_FOLDER, fault_of
 
 # The command lines.
 
@@ -199,7 +199,6 @@ def parse_options(argv: Sequence[str] | None = None, *, small: bool) -> PrepareO
 
 # What an earlier preparation wrote, and whether it is unchanged.
 
-TOKENIZER_FOLDER = "tokenizer"
 _STAMP = {"size", "mtime_ns"}
 """Keys of a sidecar that change when its file is copied."""
 

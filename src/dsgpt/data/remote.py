@@ -17,7 +17,7 @@ from dsgpt.common.errors import UserError
 from dsgpt.common.files import Lock, remove
 from dsgpt.common.json_files import JsonError, read_as
 from dsgpt.data.token_file import Sidecar, Stamp, TokenFileError, note_stamp, sidecar_path
-from dsgpt.formats.tokenizer_files import KNOWN_FILES
+from dsgpt.formats.tokenizer_files import KNOWN_FILES, TOKENIZER_FOLDER
 from dsgpt.machine.console import Progress
 
 _BLOCK = 8 << 20
@@ -69,11 +69,11 @@ class Place:
                 progress(len(block))
         return digest.hexdigest()
 
-    def names(self, folder: str = "") -> list[str]:
-        """The names in ``folder``, without it; empty if it does not exist."""
+    def names(self) -> list[str]:
+        """The names in the folder; empty if it does not exist."""
         self.files.invalidate_cache()
         try:
-            paths = self.files.ls(self.path(folder), detail=False)
+            paths = self.files.ls(self.path(""), detail=False)
         except FileNotFoundError:
             return []
         return sorted(path.rstrip("/").rpartition("/")[2] for path in paths)
@@ -111,10 +111,6 @@ CACHE_VARIABLE = "DSGPT_CACHE"
 """Names the folder of copied data; by default ``~/.cache/dsgpt``."""
 
 
-TOKENIZER = "tokenizer"
-"""The folder beside the token files; a run compares it with the sidecar."""
-
-
 def local_copy(address: str) -> Path:
     """The copy of the token file at ``address`` on this machine, made if it is missing.
 
@@ -146,9 +142,9 @@ def local_copy(address: str) -> Path:
                 beside = sidecar_path(partial / copy.name)
                 place.read_into(sidecar_path(Path(name)).name, beside)
                 for part in KNOWN_FILES if sidecar.tokenizer else ():
-                    if place.exists(f"{TOKENIZER}/{part}"):
-                        (partial / TOKENIZER).mkdir(exist_ok=True)
-                        place.read_into(f"{TOKENIZER}/{part}", partial / TOKENIZER / part)
+                    if place.exists(f"{TOKENIZER_FOLDER}/{part}"):
+                        (partial / TOKENIZER_FOLDER).mkdir(exist_ok=True)
+                        place.read_into(f"{TOKENIZER_FOLDER}/{part}", partial / TOKENIZER_FOLDER / part)
                 note_stamp(beside, Stamp.of(partial / copy.name), sha256=str(sidecar.sha256))
                 remove(copy.parent)
                 partial.rename(copy.parent)

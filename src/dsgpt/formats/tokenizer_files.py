@@ -23,6 +23,8 @@ from dsgpt.common.json_files import Count, JsonError, clipped, clipped_text, rea
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+TOKENIZER_FOLDER = "tokenizer"
+"""The folder beside token files, and in a checkpoint; a run compares it with the sidecar of its data."""
 TOKENIZER = "tokenizer.json"
 SETTINGS = "tokenizer_config.json"
 SPECIAL_TOKENS = "special_tokens_map.json"

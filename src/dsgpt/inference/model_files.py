@@ -21,9 +21,15 @@ from torch import Tensor
 
 from dsgpt.checkpoints import store
 from dsgpt.checkpoints.manifest import MANIFEST, Manifest, parse_manifest, read_manifest, require_files
-from dsgpt.checkpoints.pieces import is_state_file, open_weights, state_files
 from dsgpt.checkpoints.store import find_checkpoint, is_hugging_face, is_model_file, open_model_files
-from dsgpt.checkpoints.training_state import COUNTERS, StateReader, save_pickled
+from dsgpt.checkpoints.training_state import (
+    COUNTERS,
+    StateReader,
+    is_state_file,
+    open_weights,
+    save_pickled,
+    state_files,
+)
 from dsgpt.common.errors import Problems, UserError
 from dsgpt.common.files import sha256_of, sync_directory, write_json_atomic
 from dsgpt.common.text import next_line, script_words
@@ -421,7 +427,7 @@ def _open_moments(model: StoredModel) -> tuple[Moments, int | None]:
     """
     if model.manifest is None or COUNTERS not in model.manifest.files:
         return {}, None
-    read_manifest(model.source, only=lambda name: name == COUNTERS or is_state_file(name))
+    read_manifest(model.source, only=is_state_file)
     require_files(model.source, model.manifest, state_files(model.source))
     state = StateReader(model.source)
     return state.stored_moments(), state.counters.optimizer_steps

@@ -251,7 +251,10 @@ class Interruption:
         now = time.monotonic()
         if self._asked_at is None:
             self._ask(name, now)
-            self._say(f"{name}: the run stops after this step and saves; a second signal ends it at once")
+            if self._speaks and self._patient:
+                line = f"{name}: the run stops after this step and saves; a second signal ends it at once"
+                with contextlib.suppress(OSError):  # the terminal is gone; this thread must continue
+                    print(_in_place_of_a_live_line(line), file=sys.stderr, flush=True)
         elif name == signal.SIGHUP.name:
             return  # a closed terminal may send several
         elif now - self._asked_at > self._echo_sec:
@@ -272,11 +275,6 @@ class Interruption:
         self.reason, self._asked_at = reason, now
         if not self._patient:
             self._deadline = (now + UNWIND_SEC, EXIT_STOPPED)
-
-    def _say(self, line: str) -> None:
-        if self._speaks and self._patient:
-            with contextlib.suppress(OSError):  # the terminal is gone; this thread must continue
-                print(_in_place_of_a_live_line(line), file=sys.stderr, flush=True)
 
 
 def _in_place_of_a_live_line(line: str) -> str:

@@ -167,7 +167,10 @@ def free_port() -> int:
 
     It lies below the ports that the system gives to connections: one of those could be taken before the ranks meet.
     """
-    ports = list(range(_FIRST_PORT, _first_port_of_connections()))
+    end = _FIRST_PORT_OF_MOST_SYSTEMS
+    with contextlib.suppress(OSError):  # another system than Linux
+        end = int(_PORTS_OF_CONNECTIONS.read_text(encoding="ascii").split()[0])
+    ports = range(_FIRST_PORT, end)
     for port in random.SystemRandom().sample(ports, len(ports)):
         with socket.socket() as probe, contextlib.suppress(OSError):  # it is taken
             probe.bind(("127.0.0.1", port))
@@ -176,13 +179,6 @@ def free_port() -> int:
         probe.bind(("127.0.0.1", 0))
         own: int = probe.getsockname()[1]
     return own
-
-
-def _first_port_of_connections() -> int:
-    try:
-        return int(_PORTS_OF_CONNECTIONS.read_text(encoding="ascii").split()[0])
-    except OSError:  # another system than Linux
-        return _FIRST_PORT_OF_MOST_SYSTEMS
 
 
 # Bytes that a rank sends, from the payload of a collective operation.

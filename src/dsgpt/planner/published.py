@@ -196,6 +196,6 @@ def _quoted(name: str) -> dict[str, Any]:
         UserError: it cannot be read.
     """
     try:
-        return read_object(RECORDS / name, max_bytes=16 << 20)
+        return read_object(RECORDS / name)
     except JsonError as error:
         raise UserError(f"--projections: quotes records of a clone of the repository: {error}") from error

@@ -7,6 +7,7 @@ once in a run, and the record calls the result ``cost``. Storages are counted, s
 
 import contextlib
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -361,15 +362,14 @@ def _state_record(ranks: list[KnownStateBytes]) -> dict[str, Any]:
     complete = all(state["gradients"] is not None for state in sums)
     totals = [sum(state[name] or 0 for name in MODEL_STATE) for state in sums]
     largest = totals.index(max(totals))
-    devices: dict[str, int] = {}
+    devices = Counter[str]()
     for name in MODEL_STATE:
-        for device, size in (ranks[largest][name] or {}).items():
-            devices[device] = devices.get(device, 0) + size
+        devices.update(ranks[largest][name] or {})
     return {
         "rank": largest,
         **{name: sums[largest][name] for name in MODEL_STATE},
         "total": totals[largest] if complete else None,
-        "by_device": devices,
+        "by_device": dict(devices),
         "buffers": sums[largest]["buffers"],
         "total_by_rank": totals if complete else None,
     }

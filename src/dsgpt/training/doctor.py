@@ -29,11 +29,12 @@ from dsgpt.common.command_line import NUMBER, POSITIVE, choice, flag, read_optio
 from dsgpt.common.errors import EXIT_DONE, Problems, UserError
 from dsgpt.common.files import json_text, sha256_of, write_json_atomic
 from dsgpt.common.json_files import read_object
-from dsgpt.common.text import counted
+from dsgpt.common.text import UNKNOWN, counted
 from dsgpt.config.compatibility import KNOWN_BAD, TESTED, nvme_paths
 from dsgpt.config.options import positive, shape_overrides
 from dsgpt.config.recipe import Recipe, read_recipe
 from dsgpt.data.token_file import TokenFileError, open_token_file
+from dsgpt.machine.probe import compiler, direct_io_problem, has_cuda_toolkit, libaio_problem, may_lock
 from dsgpt.machine.topology import Topology, read_topology
 from dsgpt.model.config import PRESETS, GPT2Config, shape_problems
 from dsgpt.planner.formulas import model_state
@@ -80,7 +81,6 @@ LEAST_GBPS = 1.0
 """Slowest sound network, in Gbit/s, if none was stated."""
 NCCL, TCP = "NCCL", "gloo over TCP"
 SHARED_MEMORY_BYTES, LOCKED_BYTES, OPEN_FILES, PROCESSES = 1 << 30, 1 << 30, 4096, 4096
-UNKNOWN = "unknown"
 SHOWN = ("python_version", "torch_version", "deepspeed_version", "dsgpt")
 DATA = ("train_data_path", "val_data_path")
 EXAMINE = "see that it is there, and that its mount, server or driver works"
@@ -209,7 +209,6 @@ def _print(
 def machine_facts(options: DoctorOptions, recipe: Recipe | None) -> Facts:
     """Facts that a machine finds without the others; a probe that does not answer is one of its problems."""
     from dsgpt.machine.device import software_versions  # noqa: PLC0415 - torch takes seconds
-    from dsgpt.machine.probe import compiler, has_cuda_toolkit, libaio_problem, may_lock  # noqa: PLC0415
 
     command, rdma = compiler(), Path("/sys/class/infiniband")
     swaps = nvme_paths(recipe, options.checkpoint_path) if recipe else {}
@@ -300,8 +299,6 @@ def _gpus() -> list[Facts]:
 
 
 def _folder_facts(folder: Path, *, swaps: bool) -> Facts:
-    from dsgpt.machine.probe import direct_io_problem  # noqa: PLC0415
-
     place = folder
     while not place.exists():  # what a run would create
         place = place.absolute().parent

@@ -20,8 +20,7 @@ from dsgpt.checkpoints.manifest import (
     require_files,
     require_resumable,
 )
-from dsgpt.checkpoints.pieces import state_files
-from dsgpt.checkpoints.training_state import COUNTERS, StateReader, check_random_states
+from dsgpt.checkpoints.training_state import COUNTERS, StateReader, check_random_states, state_files
 from dsgpt.common.errors import Problems, UserError
 from dsgpt.common.files import is_regular_file, remove
 from dsgpt.common.json_files import Count, Finite, JsonError, Seconds, clipped, clipped_text, read_as, read_object
