@@ -19,7 +19,7 @@ from dsgpt.dashboard.ui import Series, Table, Values
 from dsgpt.record import equal_work
 from dsgpt.record.equal_work import inference_stamps, judge
 from dsgpt.record.runs import Run, smoothed, window_of
-from dsgpt.record.suites import TITLES, Comparison, Sweep, read_concurrency, read_sweep, strategy_of
+from dsgpt.record.suites import TITLES, Comparison, Concurrency, Sweep, read_concurrency, read_sweep, strategy_of
 from dsgpt.record.work import NOTED
 
 MOST_RUNS = 8
@@ -38,10 +38,15 @@ def show() -> None:
     kind = kinds[0]
     if len(kinds) > 1:
         kind = st.segmented_control("Compare", kinds, default=kinds[0], key="kind", required=True)
-    if kind == "Sweeps":
-        _show_sweep(folder, there.sweeps)
-    elif kind == "Many requests":
-        _show_concurrency(folder, there.concurrency)
+    if kind != "Runs":
+        try:
+            if kind == "Sweeps":
+                _show_sweep(read_sweep(reading.inside(folder, st.selectbox("Sweep", there.sweeps, key="sweep"))))
+            else:
+                name = st.selectbox("Record", there.concurrency, key="concurrency")
+                _show_concurrency(read_concurrency(reading.inside(folder, name)))
+        except UserError as error:
+            st.warning(ui.plain(str(error)))
     elif there.runs:
         _show_runs(folder, sorted(there.runs, key=reading.is_reference))
     else:
@@ -305,13 +310,7 @@ def as_table(rows: Sequence[Sequence[str]], *, first: str) -> Table:
 # Records of suites: sweeps, and many requests at once.
 
 
-def _show_sweep(folder: Path, names: Sequence[str]) -> None:
-    name = st.selectbox("Sweep", names, key="sweep")
-    try:
-        sweep = read_sweep(reading.inside(folder, name))
-    except UserError as error:
-        st.warning(ui.plain(str(error)))
-        return
+def _show_sweep(sweep: Sweep) -> None:
     if not sweep.comparisons:
         st.info("This sweep compares no cells.")
         return
@@ -360,13 +359,7 @@ def comparison_table(sweep: Sweep, comparison: Comparison) -> Table:
     return ui.columns(rows)
 
 
-def _show_concurrency(folder: Path, names: Sequence[str]) -> None:
-    name = st.selectbox("Record", names, key="concurrency")
-    try:
-        record = read_concurrency(reading.inside(folder, name))
-    except UserError as error:
-        st.warning(ui.plain(str(error)))
-        return
+def _show_concurrency(record: Concurrency) -> None:
     table = ui.columns(
         {
             "engine": TITLES.get(engine.name, engine.name),

@@ -163,7 +163,7 @@ RANDOM = "random"
 UNCHANGED: dict[str, Any] = {}
 """Nothing changed when the run was resumed, or it was never resumed."""
 EXECUTED_BY = "executed by"
-"""Name of a change of strategy or ranks, which does not change the training."""
+"""Name of a change of strategy or ranks, which does not change the training and needs no ``--allow_changed``."""
 ENDS_WITH_THE_RUN = ("WarmupDecayLR", "WarmupCosineLR")
 """Schedules that decay until the end of the run, unless the recipe names another step."""
 

@@ -399,11 +399,11 @@ def _train(
             peers.on_slow_rank = _warn_of_slow_rank
             about = about_run(config, settings=prepared.settings, description=description) if description else {}
             Trainer(
-                config,
+                config=config,
                 device=device,
                 strategy=strategy,
                 journal=journal,
-                saver=Saver(config, device=device, strategy=strategy, journal=journal, about=about, ranks=ranks),
+                saver=Saver(config=config, device=device, strategy=strategy, journal=journal, about=about, ranks=ranks),
                 interruption=interruption,
                 ranks=ranks,
                 peers=peers,

@@ -32,8 +32,6 @@ logger = logging.getLogger(__name__)
 
 CHANGES_KEY = "changed_at_resume"
 """Key of the record: what changed at resumes, as ``RunState.changes``."""
-EXECUTED_BY = "executed by"
-"""The name of a change of strategy or ranks, which needs no ``--allow_changed``."""
 
 CHANGEABLE = {
     "data": ("train data", "validation data", "validation windows"),

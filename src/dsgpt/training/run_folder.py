@@ -27,8 +27,9 @@ from dsgpt.common.json_files import Count, Finite, JsonError, Seconds, clipped, 
 from dsgpt.common.text import counted
 from dsgpt.config.run_config import RunConfig
 from dsgpt.record.schema import COMPLETE_FILE, LOG_FILE, MACHINE_FILE, RECORD_FILE, STEPS_FILE, read_steps
+from dsgpt.record.work import EXECUTED_BY
 from dsgpt.telemetry.profiles import COMMUNICATION_FILE, PROFILE_FOLDER, is_profile_folder
-from dsgpt.training.run_description import CHANGEABLE, EXECUTED_BY
+from dsgpt.training.run_description import CHANGEABLE
 
 # What an earlier process left in a run folder besides checkpoints: its record, its step lines, the file ``latest``.
 

@@ -184,41 +184,34 @@ class _InBackground:
     thread: threading.Thread | None = None
 
 
+@dataclass(kw_only=True)
 class Saver:
-    """Writes the checkpoints of a run: while training waits, or with ``--save_mode async`` while it continues.
+    """Writes the checkpoints of a run: while training waits, or with ``--save_mode async`` while it continues."""
 
-    Args:
-        config: the run.
-        device: of this rank.
-        strategy: has the state of training.
-        journal: has the state of the run, and records each save.
-        about: what the manifests say about the run; read only on the main rank.
-        ranks: all ranks.
-    """
+    config: RunConfig
+    device: torch.device
+    """Of this rank."""
+    strategy: Strategy
+    """Has the state of training."""
+    journal: Journal
+    """Has the state of the run, and records each save."""
+    about: dict[str, Any]
+    """The manifests' fields about the run; read only on the main rank."""
+    ranks: HostGroup
+    """All ranks."""
 
-    def __init__(
-        self,
-        config: RunConfig,
-        *,
-        device: torch.device,
-        strategy: Strategy,
-        journal: Journal,
-        about: dict[str, Any],
-        ranks: HostGroup,
-    ) -> None:
-        self._config, self._device = config, device
-        self._strategy, self._journal = strategy, journal
-        self._about, self._ranks = about, ranks
-        self._is_main = config.topology.is_main
-        self._beside = HostGroup() if config.options.save_mode == "async" else ranks
+    def __post_init__(self) -> None:
+        config, options = self.config, self.config.options
+        self._is_main, self._stops = config.topology.is_main, options.on_save_failure == "stop"
+        self._beside = HostGroup() if options.save_mode == "async" else self.ranks
         """Group for threads, beside which the ranks communicate in ``ranks``."""
-        self._stops = config.options.on_save_failure == "stop"
         self._kept = KeptState()
         self._second: SecondCopy | None = None
-        if self._is_main and config.options.save_to:
-            place, keep, done = config.options.save_to, config.options.keep_checkpoints, journal.meter.run.steps
+        if self._is_main and options.save_to:
+            done = self.journal.meter.run.steps
             resumed = config.run_dir / store.folder_name(done) if done else None
-            self._second = SecondCopy(place, run_dir=config.run_dir, keep=keep, resumed=resumed)
+            keep = options.keep_checkpoints
+            self._second = SecondCopy(options.save_to, run_dir=config.run_dir, keep=keep, resumed=resumed)
         self._begun: _InBackground | None = None
         """Set from the begin of a background save until it was waited for, on every rank."""
 
@@ -238,9 +231,9 @@ class Saver:
         if self._begun is not None:
             self._collect(self._begun, superseded=needed)
         try:
-            contents = self._open(self._journal.state(step))
+            contents = self._open(self.journal.state(step))
             with _removed_after_failure(contents):
-                if self._config.options.save_mode == "async" and not needed:
+                if self.config.options.save_mode == "async" and not needed:
                     self._begin(contents, started=started)
                 else:
                     size = self._write(contents)
@@ -249,16 +242,16 @@ class Saver:
                     self._note(save)
         except SaveError as error:
             self._failed(step, error, stops=needed or self._stops, then=_CONTINUES)
-        self._journal.peaks.reset()  # what a save allocates is not for training
+        self.journal.peaks.reset()  # what a save allocates is not for training
         self._write_saves()
 
     def _open(self, state: RunState) -> Contents:
         """Make the folder and write every rank's random state into it; collective."""
-        run_dir, rank = self._config.run_dir, self._config.topology.rank
+        run_dir, rank = self.config.run_dir, self.config.topology.rank
         folder = store.partial_folder(run_dir, state.step)
 
         def make_folder() -> None:
-            self._journal.before_save()
+            self.journal.before_save()
             if self._is_main:
                 store.begin(run_dir, state.step)
                 # Before the first byte: the checkpoint will be about as large as the last one.
@@ -267,26 +260,26 @@ class Saver:
                     require_room(run_dir, parse_manifest(earlier[0]).size if earlier else 0)
 
         contents = Contents(
-            config=self._config,
+            config=self.config,
             folder=folder,
             state=copy.deepcopy(state),  # the run appends to its lists while a thread writes
-            about=self._about,
-            counters=self._strategy.counters(),
+            about=self.about,
+            counters=self.strategy.counters(),
             needed=self._second.needed if self._second else tuple,
         )
         with _removed_after_failure(contents):
-            _together(self._ranks, make_folder)
-            _together(self._ranks, lambda: save_random_state(folder, rank=rank, device=self._device))
+            _together(self.ranks, make_folder)
+            _together(self.ranks, lambda: save_random_state(folder, rank=rank, device=self.device))
         return contents
 
     def _write(self, contents: Contents) -> int:
         """Write the state of training tensor by tensor, and publish; collective. Returns the checkpoint's bytes."""
-        parts = contents.write(self._strategy.shards, self._ranks)
-        return _together(self._ranks, lambda: contents.complete(parts) if self._is_main else 0)[0]
+        parts = contents.write(self.strategy.shards, self.ranks)
+        return _together(self.ranks, lambda: contents.complete(parts) if self._is_main else 0)[0]
 
     def _begin(self, contents: Contents, *, started: float) -> None:
         """Copy what every rank writes into its host's memory, and let a thread write it; collective."""
-        _together(self._ranks, lambda: self._kept.keep(self._strategy.shards()))
+        _together(self.ranks, lambda: self._kept.keep(self.strategy.shards()))
         begun = _InBackground(step=contents.state.step, started=started, ended=time.perf_counter())
 
         def write() -> None:
@@ -314,11 +307,11 @@ class Saver:
             SaveError: as ``save``.
             NonFiniteError: as ``save``.
         """
-        if self._second and self._second.facts() != self._journal.record.second_copy:  # a copy has ended
+        if self._second and self._second.facts() != self.journal.record.second_copy:  # a copy has ended
             self._write_saves()
         begun = self._begun
         ended = self._is_main and begun is not None and begun.thread is not None and not begun.thread.is_alive()
-        if begun is not None and self._ranks.largest(int(ended)):
+        if begun is not None and self.ranks.largest(int(ended)):
             self._collect(begun)
 
     def _collect(self, begun: _InBackground, *, superseded: bool = False) -> None:
@@ -342,16 +335,16 @@ class Saver:
         self._note(Save(step=begun.step, mode="async", **seconds, bytes=begun.size))
 
     def _note(self, save: Save) -> None:
-        self._journal.saved(save)
+        self.journal.saved(save)
         waited = f"; training waited {save.save_stall_sec:.2f} s for it" if save.mode == "async" else ""
-        logger.info(f"{place(save.step, self._config.total_steps)}  saved in {save.save_total_sec:.1f} s{waited}")
+        logger.info(f"{place(save.step, self.config.total_steps)}  saved in {save.save_total_sec:.1f} s{waited}")
         if self._second:
-            self._second.push(self._config.run_dir / store.folder_name(save.step))
+            self._second.push(self.config.run_dir / store.folder_name(save.step))
 
     def _write_saves(self) -> None:
         if self._second:
-            self._journal.record.second_copy = self._second.facts()
-        self._journal.write(peaks=False)  # so that after a kill it lists every save
+            self.journal.record.second_copy = self._second.facts()
+        self.journal.write(peaks=False)  # so that after a kill it lists every save
 
     def _failed(self, step: int, error: SaveError, *, stops: bool, then: str) -> None:
         line = self._not_saved(step, error)
@@ -360,8 +353,8 @@ class Saver:
         logger.warning(f"{line}; {then}")
 
     def _not_saved(self, step: int, error: BaseException) -> str:
-        self._journal.failed_saves += 1
-        return f"{place(step, self._config.total_steps)}  not saved: {error}; earlier checkpoints are untouched"
+        self.journal.failed_saves += 1
+        return f"{place(step, self.config.total_steps)}  not saved: {error}; earlier checkpoints are untouched"
 
     def close(self, *, copy_sec: float) -> None:
         """Wait for a save in the background when an error ends the run, and ``copy_sec`` for its copy; not collective.
@@ -378,13 +371,13 @@ class Saver:
                 logger.warning(self._not_saved(begun.step, begun.error))
         if self._second:
             self._second.wait(copy_sec)
-            self._journal.record.second_copy = self._second.facts()
+            self.journal.record.second_copy = self._second.facts()
 
     def finish_copy(self) -> None:
         """Wait until ``--save_to`` has the last checkpoint and the files of the complete run; not collective."""
         if self._second:
-            logger.info(f"--save_to: copying the last checkpoint to {self._config.options.save_to}")
+            logger.info(f"--save_to: copying the last checkpoint to {self.config.options.save_to}")
             self._second.wait()
-            self._journal.record.second_copy = self._second.facts()
-            self._journal.write("completed")
+            self.journal.record.second_copy = self._second.facts()
+            self.journal.write("completed")
             self._second.copy_run_files()

@@ -7,6 +7,7 @@ import math
 import socket
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Self
 
@@ -342,42 +343,33 @@ def _loss(value: float | None) -> str:
 # The training loop, and what it needs. It does not depend on the strategy, device or launcher.
 
 
+@dataclass(kw_only=True)
 class Trainer:
-    """Trains a run, from its first step or the step after its checkpoint, until its record is complete; one per rank.
+    """Trains a run, from its first step or the one after its checkpoint, until its record is complete; one per rank."""
 
-    Args:
-        config: the run.
-        device: of this rank.
-        strategy: executes steps; the state of the checkpoint is already loaded into it.
-        journal: receives what happens; it has the figures of earlier processes.
-        saver: writes checkpoints.
-        interruption: requests to stop this rank.
-        ranks: all ranks.
-        peers: hear of progress, and name a rank that stands still.
-        done: optimizer steps of earlier processes.
-    """
+    config: RunConfig
+    device: torch.device
+    """Of this rank."""
+    strategy: Strategy
+    """Executes steps; the state of the checkpoint is already loaded into it."""
+    journal: Journal
+    """Receives what happens; it has the figures of earlier processes."""
+    saver: Saver
+    interruption: Interruption
+    """Requests to stop this rank."""
+    ranks: HostGroup
+    """All ranks."""
+    peers: Peers
+    """Hear of progress, and name a rank that stands still."""
+    done: int
+    """Optimizer steps of earlier processes."""
 
-    def __init__(
-        self,
-        config: RunConfig,
-        *,
-        device: torch.device,
-        strategy: Strategy,
-        journal: Journal,
-        saver: Saver,
-        interruption: Interruption,
-        ranks: HostGroup,
-        peers: Peers,
-        done: int,
-    ) -> None:
-        self._config, self._device, self._strategy = config, device, strategy
-        self._journal, self._saver = journal, saver
-        self._monitor, self._interruption = open_monitor(config, device), interruption
-        self._stopping, self._peers = Stopping(interruption, journal.budget, ranks, peers), peers
-        journal.meter.on_step_read = peers.note_step
+    def __post_init__(self) -> None:
+        self._monitor = open_monitor(self.config, self.device)
+        self._stopping = Stopping(self.interruption, self.journal.budget, self.ranks, self.peers)
+        self.journal.meter.on_step_read = self.peers.note_step
         # A tracker's server may keep rank 0 waiting, and must not end the run.
-        journal.on_flush = functools.partial(peers.begin, "record")
-        self._done = done
+        self.journal.on_flush = functools.partial(self.peers.begin, "record")
 
     def run(self) -> None:
         """Train, measure inference and complete the record; collective. After an error the record's ``status`` says so.
@@ -387,23 +379,23 @@ class Trainer:
             SaveError: a checkpoint could not be written.
             Interrupted: on every rank, if the run was asked to stop; every step that it took is saved.
         """
-        source = self._config.options.spot_notice or ""
-        notice_sec, save_sec = NOTICE_SEC.get(source, math.inf) - POLL_SEC, self._journal.budget.save_sec
+        source = self.config.options.spot_notice or ""
+        notice_sec, save_sec = NOTICE_SEC.get(source, math.inf) - POLL_SEC, self.journal.budget.save_sec
         if source in NOTICE_SEC:
             say = logger.info if save_sec < notice_sec else logger.warning
             say(f"--spot_notice {source}: a notice leaves {notice_sec:.0f} s, and a save takes about {save_sec:.3g} s")
-        with self._interruption.patience():
+        with self.interruption.patience():
             try:
-                self._journal.write()
-                with self._monitor, stalls_reported(self._config, self._journal.budget):
+                self.journal.write()
+                with self._monitor, stalls_reported(self.config, self.journal.budget):
                     self.fit()
                 self._complete()
             except BaseException as error:
                 if isinstance(error, Interrupted | NonFiniteError | SaveError):  # which all ranks raise
-                    self._peers.end()
+                    self.peers.end()
                 asked_sec = error.asked_sec if isinstance(error, Interrupted) else 0.0
-                self._saver.close(copy_sec=max(0.0, min(COPY_SEC, notice_sec - asked_sec)))
-                self._journal.end_early("interrupted" if isinstance(error, KeyboardInterrupt) else "failed")
+                self.saver.close(copy_sec=max(0.0, min(COPY_SEC, notice_sec - asked_sec)))
+                self.journal.end_early("interrupted" if isinstance(error, KeyboardInterrupt) else "failed")
                 if isinstance(error, Interrupted) and error.together:
                     logger.info(f"{error}; continue with --resume")
                     command = [word for word in own_command() if word not in {"--resume", "--overwrite"}]
@@ -411,53 +403,53 @@ class Trainer:
                     barrier()  # the launcher ends all ranks when one exits; the main rank may still be writing files
                 raise
             finally:
-                self._journal.close()
+                self.journal.close()
 
     def fit(self) -> None:
         """Take the remaining steps; validate and save when they are due."""
-        if self._stopping.agreed(steps_left=self._done < self._config.total_steps):
+        if self._stopping.agreed(steps_left=self.done < self.config.total_steps):
             raise self._stopping.stop("before it took a step", idle=True)
-        with contextlib.closing(training_batches(self._config, first_step=self._done)) as batches:
+        with contextlib.closing(training_batches(self.config, first_step=self.done)) as batches:
             self._take_steps(TimedBatches(batches))
 
     def _take_steps(self, batches: TimedBatches) -> None:
-        config, journal, stopping = self._config, self._journal, self._stopping
-        measured = Measurements(config, device=self._device, strategy=self._strategy, journal=journal, batches=batches)
-        if self._done:
+        config, journal, stopping = self.config, self.journal, self._stopping
+        measured = Measurements(config, device=self.device, strategy=self.strategy, journal=journal, batches=batches)
+        if self.done:
             self._catch_up()
-        for step in range(self._done + 1, config.total_steps + 1):
+        for step in range(self.done + 1, config.total_steps + 1):
             epoch = (step - 1) // config.order.steps_per_epoch
-            self._peers.begin("step" if step > self._done + 1 else "compilation", step)
+            self.peers.begin("step" if step > self.done + 1 else "compilation", step)
             journal.meter.start()
             with measured.watch(step):
-                result = self._strategy.train_step(batches, step)
+                result = self.strategy.train_step(batches, step)
             waited, watched = batches.take_seconds(), measured.watched
             journal.step_done(step=step, epoch=epoch, result=result, dataload_sec=waited, watched=watched)
-            if step <= self._done + 2:  # the peers need to know early how long a step takes
+            if step <= self.done + 2:  # the peers need to know early how long a step takes
                 journal.flush()
-            self._peers.begin("record")
+            self.peers.begin("record")
             measured.after(step)
-            self._peers.begin("agreement")
-            self._peers.worked(waited + journal.meter.computing_sec)
+            self.peers.begin("agreement")
+            self.peers.worked(waited + journal.meter.computing_sec)
 
             stop = stopping.agreed() or not self._after_step(step)
             last = step == config.total_steps
             if not (stop or last):  # else ``save`` below waits for the background save
-                self._saver.poll()
+                self.saver.poll()
             if stop or last or _due(step, config.options.save_every):
                 journal.flush()
-                self._peers.begin("save")
-                self._saver.save(step, needed=stop or last)
+                self.peers.begin("save")
+                self.saver.save(step, needed=stop or last)
             if stop:
                 raise stopping.stop(f"after step {step}, which is saved")
 
     def _catch_up(self) -> None:
         """Validate and end the epoch at the checkpoint's step, if the run was stopped before it did."""
-        step, validated = self._done, self._journal.last_val_step
+        step, validated = self.done, self.journal.last_val_step
         if not self._after_step(step):
             raise self._stopping.stop(f"after step {step}, which is saved", idle=True)
-        if step == self._config.total_steps and self._journal.last_val_step != validated:
-            self._saver.save(step, needed=True)  # the last checkpoint may be the best
+        if step == self.config.total_steps and self.journal.last_val_step != validated:
+            self.saver.save(step, needed=True)  # the last checkpoint may be the best
 
     def _after_step(self, step: int) -> bool:
         """Validate and end the epoch if they are due after ``step``, the last one taken.
@@ -465,7 +457,7 @@ class Trainer:
         Returns:
             False if a request to stop ended the validation; the resumed run repeats it.
         """
-        config, journal = self._config, self._journal
+        config, journal = self.config, self.journal
         epoch_ends = step == config.total_steps or step % config.order.steps_per_epoch == 0
         if epoch_ends or _due(step, config.options.eval_every):
             journal.flush()
@@ -478,31 +470,31 @@ class Trainer:
     def _validate(self, step: int) -> bool:
         """Measure the validation loss and note it; False where a request to stop ended it."""
         started = time.perf_counter()
-        self._peers.begin("validation")
-        measured = validation_loss(self._config, self._strategy, stop=self._stopping.agreed)
+        self.peers.begin("validation")
+        measured = validation_loss(self.config, self.strategy, stop=self._stopping.agreed)
         if measured is None:
             return False
         val_loss, tokens = measured
-        self._peers.begin("record")
-        self._journal.validated(step=step, val_loss=val_loss, tokens=tokens, seconds=time.perf_counter() - started)
+        self.peers.begin("record")
+        self.journal.validated(step=step, val_loss=val_loss, tokens=tokens, seconds=time.perf_counter() - started)
         return True
 
     def _complete(self) -> None:
-        config, journal = self._config, self._journal
-        self._peers.begin("end")
+        config, journal = self.config, self.journal
+        self.peers.begin("end")
         gpus = [figures for own in gather_objects(self._monitor.figures) for figures in own]
         tokens = journal.meter.process.steps * config.tokens_per_step
         journal.gpu_use = gpu_use(gpus, expected=config.topology.world_size, tokens=tokens)
         if not config.options.no_inference:
-            journal.record.inference = measure_inference(config, device=self._device, interruption=self._interruption)
+            journal.record.inference = measure_inference(config, device=self.device, interruption=self.interruption)
         if self._stopping.agreed(steps_left=False):
             raise self._stopping.stop("when all steps were done and saved, before the end of the run")
         journal.write("completed")
         if config.topology.is_main:
             mark_complete(config, journal.record.summary)
         barrier()
-        self._peers.end()
-        self._saver.finish_copy()
+        self.peers.end()
+        self.saver.finish_copy()
 
 
 def validation_loss(
