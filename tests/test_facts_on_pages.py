@@ -15,7 +15,7 @@ import pytest
 from forked_ranks import run_script
 from small_run import REPOSITORY
 
-from dsgpt.benchmarks.records import RECORDS, show_words
+from dsgpt.benchmarks.suites import RECORDS, show_words
 from dsgpt.checkpoints.manifest import Segment
 from dsgpt.common import errors
 from dsgpt.telemetry.meter import IntervalFigures

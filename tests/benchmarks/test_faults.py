@@ -12,7 +12,7 @@ from dsgpt.benchmarks import faults
 from dsgpt.benchmarks import faults_kinds as kinds
 from dsgpt.benchmarks.faults_runs import Missed, Runs
 from dsgpt.benchmarks.frame import run_suite
-from dsgpt.benchmarks.records import REFERENCE
+from dsgpt.benchmarks.suites import REFERENCE
 from dsgpt.config.options import SAVE_MODES
 
 # `python src/benchmark.py faults`: what is planned, the command, its record and its page.

@@ -18,7 +18,7 @@ from dsgpt.benchmarks.parity import refusal_expected
 from dsgpt.benchmarks.parity_page import parity_page
 from dsgpt.benchmarks.parity_rank import BUGS
 from dsgpt.benchmarks.parity_reference import CHANGED, GRADIENT, WEIGHT, Measurement, WatchedBatches, compare
-from dsgpt.benchmarks.records import REFERENCE
+from dsgpt.benchmarks.suites import REFERENCE
 from dsgpt.data.loader import Batch
 from dsgpt.record.provenance import PARAGRAPH
 

@@ -13,7 +13,7 @@ from small_run import REPOSITORY
 from test_architecture import ROOMS
 
 from dsgpt.benchmarks.frame import SUITES, SWEEP, record_sources
-from dsgpt.benchmarks.records import RECORDS, REFERENCE, TRAINED, WORK, check_lines, remake_records
+from dsgpt.benchmarks.suites import RECORDS, REFERENCE, TRAINED, WORK, check_lines, remake_records
 from dsgpt.common.errors import UserError
 
 DEMO, LOADER = "src/dsgpt/demo.py", "src/dsgpt/data/loader.py"

@@ -12,7 +12,6 @@ from dsgpt.benchmarks import saving as saving_command
 from dsgpt.benchmarks.cells import by, flags, write_recipe
 from dsgpt.benchmarks.frame import run_suite
 from dsgpt.benchmarks.launch import training_words
-from dsgpt.benchmarks.records import REFERENCE
 from dsgpt.benchmarks.resume import (
     BASELINE,
     BOUND,
@@ -27,6 +26,7 @@ from dsgpt.benchmarks.resume import (
     wrong_in,
 )
 from dsgpt.benchmarks.saving import SAVES, Saving, SavingOptions
+from dsgpt.benchmarks.suites import REFERENCE
 from dsgpt.checkpoints.training_state import MOMENTS
 from dsgpt.training.command import train
 

@@ -12,7 +12,7 @@ from test_running_sweeps import WORK, cell, made_up, options, write_description
 
 from dsgpt.benchmarks import sweep_cells
 from dsgpt.benchmarks.frame import run_suite
-from dsgpt.benchmarks.records import REFERENCE
+from dsgpt.benchmarks.suites import REFERENCE
 from dsgpt.benchmarks.sweep import SweepSuite, cell_of, ordered_turns
 from dsgpt.benchmarks.sweep_page import block_length, compare, speed_difference
 from dsgpt.common.errors import UserError

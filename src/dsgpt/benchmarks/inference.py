@@ -35,19 +35,16 @@ KEY = "by_concurrency"
 """Key in the run's ``inference`` block."""
 
 
-def by_concurrency(record: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """The figures of a record of many requests by the number of requests at once, then by engine."""
+def with_engines(run: dict[str, Any], record: Record) -> dict[str, Any]:
+    """The record ``run`` of a run with the figures of ``record``, by the number of requests at once, then by engine."""
     by_slots: dict[str, dict[str, Any]] = {}
     for engine in record["engines"]:
         for slots, load in engine[KEY].items():
             by_slots.setdefault(slots, {})[engine["name"]] = load
-    return by_slots
+    return run | {"inference": (run.get("inference") or {}) | {KEY: by_slots}}
 
 
-# Adds what was measured to the record of the run that trained the model.
-
-
-def write_by_concurrency(file: Path, record: dict[str, Any]) -> None:
+def write_by_concurrency(file: Path, record: Record) -> None:
     """Put the engines' figures into the ``inference`` block of the run's record ``file``; its other keys stay.
 
     Raises:
@@ -59,8 +56,7 @@ def write_by_concurrency(file: Path, record: dict[str, Any]) -> None:
             run = read_object(file)
         except JsonError as error:
             raise UserError(f"{file}: cannot be read as the record of a run: {error}") from error
-        block = (run.get("inference") or {}) | {KEY: by_concurrency(record)}
-        write_json_atomic(file, run | {"inference": block})
+        write_json_atomic(file, with_engines(run, record))
 
 
 def inference_page(record: Record, *, source: str) -> str:

@@ -1,9 +1,19 @@
 """Runs one benchmark suite, or remakes the committed records.
 
 Each suite writes a JSON record and a page; ``SUITES`` lists them. ``src/benchmark.py`` calls ``main``.
+
+Remakes the committed records that were not made from the present sources. First all old records are remade below
+``checkpoint/records``, which git ignores, so that each of them names a clean commit. Then they replace the committed
+ones, and their pages are made again. After an interruption, records that were remade are kept, and a suite that was
+interrupted starts again.
 """
 
+import itertools
+import shutil
+import subprocess
 import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -11,21 +21,309 @@ from typing import Any
 from dsgpt.benchmarks.clusters import Clusters
 from dsgpt.benchmarks.decoding import Decoding
 from dsgpt.benchmarks.faults import Faults
-from dsgpt.benchmarks.frame import Suite, SuiteOptions, only_flag, peers_flag, read_peers, run_suite
-from dsgpt.benchmarks.inference import PEERS, Inference
+from dsgpt.benchmarks.frame import (
+    DEMO,
+    MAX_BYTES,
+    SWEEP,
+    TRAINED,
+    Suite,
+    SuiteOptions,
+    only_flag,
+    peers_flag,
+    read_peers,
+    record_changes,
+    run_suite,
+)
+from dsgpt.benchmarks.frame import SUITES as SUITE_NAMES
+from dsgpt.benchmarks.inference import PEERS, Inference, with_engines
+from dsgpt.benchmarks.inference_worker import ENGINES
 from dsgpt.benchmarks.network import Network
 from dsgpt.benchmarks.parity import Parity
 from dsgpt.benchmarks.plan import Plan
 from dsgpt.benchmarks.recipes import Recipes
-from dsgpt.benchmarks.records import RECORDS, check_lines, remake_records
 from dsgpt.benchmarks.resume import Resume
 from dsgpt.benchmarks.saving import Saving
 from dsgpt.benchmarks.serving import Serving
 from dsgpt.benchmarks.speed import Speed
 from dsgpt.benchmarks.sweep import CompareOptions, SweepSuite
 from dsgpt.common.command_line import Parser, switch
-from dsgpt.common.errors import EXIT_DONE
-from dsgpt.common.text import REPOSITORY
+from dsgpt.common.errors import EXIT_DONE, Problems, UserError, did_you_mean, is_number
+from dsgpt.common.files import write_json_atomic
+from dsgpt.common.json_files import JsonError, read_object
+from dsgpt.common.text import REPOSITORY, duration
+from dsgpt.record.provenance import DIRTY, git_commit
+
+# The committed records: which command makes each of them, and which shows it.
+
+TEXT = Path("data/python-stdlib/val.bin")
+"""Text that that run was validated on."""
+REFERENCE = Path("checkpoint/reference/cpu-2-cores")
+"""Folder of the committed records, relative to the repository."""
+WORK = Path("checkpoint/records/work")
+"""Folder that the commands write to."""
+READY = Path("checkpoint/records/ready")
+"""Holds remade records until all are remade. It has the layout of ``REFERENCE``."""
+RUNS = ("demo-baseline", "demo-zero1")
+CHARTS = "overview,memory,scaling_scaling,scaling_efficiency,strategies_throughput,plan_memory,latency_by_concurrency"
+"""The charts of the pages, as in the Makefile."""
+SWEEPS = "sweep-*.json"
+"""Committed sweeps, below ``REFERENCE``."""
+PLAN, INFERENCE = "plan.json", "inference.json"
+WITH_PEERS = ("speed", "decoding")
+"""Suites that other implementations take part in."""
+RUN_FILES = ("training_metrics.json", "metrics.jsonl")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommittedRecord:
+    """One or more records that one command makes."""
+
+    name: str
+    suite: str
+    """Name in ``record_sources``."""
+    records: tuple[str, ...]
+    """Members of ``files`` that name the commit that they were made at."""
+    files: Mapping[str, str]
+    """Maps paths below ``WORK`` to the paths of the same files below ``READY`` and ``REFERENCE``."""
+    make: tuple[str, ...]
+    """The command that makes them below ``WORK``, without the interpreter."""
+    show: tuple[str, ...]
+    """The command that makes pages or pictures from them."""
+
+
+def _suite(name: str, *flags: str, page: str = "") -> CommittedRecord:
+    record, script = f"{name}.json", "src/benchmark.py"
+    return CommittedRecord(
+        name=name,
+        suite=name,
+        records=(record,),
+        files={record: record},
+        make=(script, name, *flags, "--output", f"{WORK}/{record}"),
+        show=(script, name, "--table-from", f"{REFERENCE}/{record}", "--page", f"docs/{page or name}.md"),
+    )
+
+
+def _sweep(suite: str, devices: str, steps: int) -> CommittedRecord:
+    name, command = f"sweep-{suite}", ("src/benchmark.py", "run")
+    made, record = f"{name}/sweep.json", f"{name}.json"
+    flags = ("--suite", suite, "--devices", devices, "--repeats", "3", "--steps", str(steps), "--profile_comm", "3")
+    return CommittedRecord(
+        name=name,
+        suite=SWEEP,
+        records=(record,),
+        files={made: record},
+        make=(*command, *flags, "--output", f"{WORK}/{made}"),
+        show=(*command, "--table-from", f"{REFERENCE}/{record}", "--page", f"docs/{name}.md"),
+    )
+
+
+def _demo() -> CommittedRecord:
+    runs = [word for run in RUNS for word in ("--run", f"{run.removeprefix('demo-')}={REFERENCE}/{run}")]
+    return CommittedRecord(
+        name=DEMO,
+        suite=DEMO,
+        records=tuple(f"{run}/{RUN_FILES[0]}" for run in RUNS),
+        files={f"demo/checkpoint/{run}/{file}": f"{run}/{file}" for run in RUNS for file in RUN_FILES},
+        make=("src/demo.py", "--into", f"{WORK}/demo"),
+        show=(
+            *("charts/generate_charts.py", "--output-dir", "docs/images"),
+            *("--only", CHARTS, "--format", "svg", "--theme", "both", *runs),
+        ),
+    )
+
+
+_OTHERWISE = {
+    "clusters": _suite("clusters", page="clusters-campaign"),
+    "plan": _suite("plan", page="planner"),
+    "speed": _suite("speed", "--rounds", "3"),
+    "recipes": _suite("recipes", page="recipe-search"),
+    "decoding": _suite("decoding", "--checkpoint", TRAINED.as_posix(), "--data", TEXT.as_posix()),
+    "inference": _suite(
+        "inference", "--checkpoint", TRAINED.as_posix(), "--engines", ",".join(ENGINES), page="concurrency"
+    ),
+    "serving": _suite("serving", "--checkpoint", TRAINED.as_posix(), page="serving-load"),
+}
+"""Suites whose page has another name, or whose record is made with flags."""
+_SWEEPS = (_sweep("strategies", "2", 24), _sweep("scaling", "1,2", 16))
+_MADE = (_demo(), *(_OTHERWISE.get(name) or _suite(name) for name in SUITE_NAMES), *_SWEEPS)
+RECORDS = {record.name: record for record in _MADE}
+"""Records by name, in the order in which they are remade."""
+
+
+EXIT_OLD = 1
+"""A source changed while its record was remade."""
+WITH_ENGINES = (DEMO, "inference")
+"""Records that together have what the committed run says about engines."""
+
+Runner = Callable[[Sequence[str]], int]
+"""Runs a command in the repository and returns its exit code."""
+
+
+def check_lines(repository: Path, *, only: Sequence[str] = ()) -> Iterator[str]:
+    """A line for each record: up to date, or why not.
+
+    Raises:
+        UserError: ``only`` names no record.
+    """
+    for record in _selected(only):
+        yield f"{record.name}: {_why_old(record, repository, REFERENCE) or 'up to date'}"
+
+
+def remake_records(
+    repository: Path, *, only: Sequence[str] = (), peers: Sequence[str] = (), run: Runner | None = None
+) -> int:
+    """Remake the records that are not up to date, and the pages of all; return the first exit code that is not 0.
+
+    Args:
+        repository: holds records, sources and scripts.
+        only: names of records; empty for all.
+        peers: ``NAME=FOLDER`` for the ``--peer`` of ``WITH_PEERS``.
+        run: runs the commands.
+
+    Raises:
+        UserError: ``only`` names no record, or sources of a record to remake are not committed.
+    """
+    run, records, started = run or _in(repository), _selected(only), time.perf_counter()
+    old = [record for record in records if all(_why_old(record, repository, folder) for folder in (REFERENCE, READY))]
+    for record in old:
+        commit = git_commit(repository, mark=DIRTY if record.name == DEMO else "")  # a run marks it for any file
+        if record_changes({"git_commit": commit}, record.suite, repository=repository).line():
+            raise UserError(f"{record.name}: a record names its commit: commit all changed and new files first, in git")
+    if old:
+        print(f"to remake: {', '.join(record.name for record in old)}; {_expected(old, repository)}", flush=True)
+    for number, record in enumerate(records, start=1):
+        count, why = f"[{number}/{len(records)}] {record.name}", _why_old(record, repository, REFERENCE)
+        if not why:
+            print(f"{count}: made from the present sources, skipped", flush=True)
+        elif not _why_old(record, repository, READY):
+            print(f"{count}: remade before, skipped", flush=True)
+        else:
+            print(f"{count}: remaking it, because {why}; {_expected([record], repository)}", flush=True)
+            if code := _remake_one(record, repository, run, peers=peers):
+                print(f"{count}: failed with exit code {code}; the committed records stay as they were", flush=True)
+                return code
+            old.remove(record)
+            left = f"; {_expected(old, repository)} for the others" if old else ""
+            print(f"{count}: remade, {duration(time.perf_counter() - started)} since the start{left}", flush=True)
+    return _publish(records, repository, run)
+
+
+def _expected(records: Sequence[CommittedRecord], repository: Path) -> str:
+    """Words for the time that remaking takes, by the committed records: ``about 14 min 02 s``."""
+    contents = [made for record in records for made in _contents(record, repository / REFERENCE) or [{}]]
+    seconds = [made.get("summary", {}).get("total_wall_time_sec", made.get("seconds")) for made in contents]
+    if not all(is_number(each) for each in seconds):
+        return "nothing says how long it takes"
+    return f"about {duration(sum(seconds))}"
+
+
+def _publish(records: Sequence[CommittedRecord], repository: Path, run: Runner) -> int:
+    """Replace the old committed records with the remade ones, then make the pages of all: charts are of several."""
+    for record in records:
+        if _why_old(record, repository, REFERENCE):
+            if why := _why_old(record, repository, READY):
+                print(f"{record.name}: not replaced, because {why}: run it again", flush=True)
+                return EXIT_OLD
+            _copy({file: file for file in record.files.values()}, repository / READY, repository / REFERENCE)
+    if any(record.name in WITH_ENGINES for record in records):
+        _add_engines(repository)
+    for record in records:
+        # Also for records that were not old: an interruption may have come before this.
+        if code := run(show_words(record, repository)):
+            print(f"{record.name}: its pages failed with exit code {code}", flush=True)
+            return code
+    print(f"all of {', '.join(record.name for record in records)} are made from the present sources", flush=True)
+    return EXIT_DONE
+
+
+def show_words(record: CommittedRecord, repository: Path) -> tuple[str, ...]:
+    """The command that makes its pages; the charts are of the committed sweeps, too."""
+    if record.name != DEMO:
+        return record.show
+    sweeps = sorted((repository / REFERENCE).glob(SWEEPS))
+    shown = [("--sweep", sweep.name) for sweep in sweeps] + [("--plan", PLAN), ("--inference", INFERENCE)]
+    there = [(name, f"{REFERENCE}/{file}") for name, file in shown if (repository / REFERENCE / file).is_file()]
+    return (*record.show, *itertools.chain.from_iterable(there))
+
+
+def _copy(files: Mapping[str, str], source: Path, target: Path) -> None:
+    """Copy files; the keys are their paths below ``source``, the values those below ``target``."""
+    for file, copy in files.items():
+        (target / copy).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source / file, target / copy)
+
+
+def _add_engines(repository: Path) -> None:
+    """Add what engines took for many requests to the committed run, if that is the same training as the measured run.
+
+    Of the same training, the losses of both runs are equal to the last bit.
+    """
+    folder = repository / REFERENCE
+    committed, record = folder / TRAINED.name / RUN_FILES[0], folder / INFERENCE
+    try:
+        measured, run, many = (
+            read_object(file, max_bytes=MAX_BYTES) for file in (repository / TRAINED / RUN_FILES[0], committed, record)
+        )
+    except JsonError as error:
+        print(f"{committed.parent.name}: gets no figures of engines: {error}", flush=True)
+        return
+    if many["checkpoint"] != TRAINED.as_posix() or _losses(measured) != _losses(run):
+        print(f"{committed.parent.name}: gets no figures of engines: they answered with another training", flush=True)
+        return
+    write_json_atomic(committed, with_engines(run, many))
+
+
+def _losses(run: dict[str, Any]) -> list[Any]:
+    summary = run.get("summary") or {}
+    return [summary.get(name) for name in ("final_train_loss", "final_val_loss")]
+
+
+def _selected(only: Sequence[str]) -> list[CommittedRecord]:
+    problems = Problems()
+    for name in only:
+        if name not in RECORDS:
+            problems.add(f"--only {name}: is not a record{did_you_mean(name, RECORDS)}; known are {', '.join(RECORDS)}")
+    problems.raise_if_any()
+    return [record for name, record in RECORDS.items() if not only or name in only]
+
+
+def _why_old(record: CommittedRecord, repository: Path, folder: Path) -> str:
+    """Why the record's files in ``folder`` are not up to date, in one line; empty if they are."""
+    contents = _contents(record, repository / folder)
+    lines = [record_changes(made, record.suite, repository=repository).line() for made in contents]
+    return next(filter(None, lines), "") if lines else "there is no readable record"
+
+
+def _contents(record: CommittedRecord, folder: Path) -> list[dict[str, Any]]:
+    """Contents of its files; empty if one is missing or cannot be read."""
+    try:
+        return [read_object(folder / file, max_bytes=MAX_BYTES) for file in record.records]
+    except JsonError:
+        return []
+
+
+def _in(repository: Path) -> Runner:
+    """A runner that executes scripts with this Python in the repository."""
+
+    def run(words: Sequence[str]) -> int:
+        return subprocess.run([sys.executable, *words], cwd=repository, check=False).returncode
+
+    return run
+
+
+def _remake_one(record: CommittedRecord, repository: Path, run: Runner, *, peers: Sequence[str]) -> int:
+    """Make the record again below ``READY``; return the exit code of the command."""
+    work = repository / WORK
+    shutil.rmtree(work / record.name, ignore_errors=True)  # earlier runs, which would be resumed
+    if TRAINED.as_posix() in record.make and not (repository / TRAINED).exists() and (code := run(("src/demo.py",))):
+        return code
+    if code := run((*record.make, *(["--peer", *peers] if peers and record.name in WITH_PEERS else []))):
+        return code
+    _copy(record.files, work, repository / READY)
+    return EXIT_DONE
+
+
+# The command line.
 
 SUITES: dict[str, type[Suite[Any, Any]]] = {
     suite.name: suite
