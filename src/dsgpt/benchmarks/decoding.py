@@ -9,7 +9,7 @@ from typing import Any
 from dsgpt.benchmarks import frame
 from dsgpt.common.command_line import POSITIVE, choice, flag
 from dsgpt.common.errors import UserError
-from dsgpt.common.text import machine_words, table
+from dsgpt.common.text import machine_words
 from dsgpt.model.config import PRESETS
 
 OURS, HUGGING_FACE = "dsgpt", "transformers"
@@ -97,12 +97,7 @@ int8 rows compare our weights in 8 bits with the peers' in bf16.
 Machine: {machine_words(hardware)}; {hardware["device"]}.
 torch {env["torch_version"]}, transformers {env["transformers_version"]}.
 Commit `{record["git_commit"]}`, {record["timestamp_utc"]}."""
-    sections = [
-        (f"Seconds of {work['new_tokens']} tokens", _speed_table(record)),
-        ("Distance to the memory's floor", _floor_table(record)),
-        *([("What rounded weights lose", _losses(record["losses"]))] if record["losses"] else []),
-    ]
-    return "\n".join([head, *(f"\n## {title}\n\n{text}" for title, text in sections), ""])
+    return frame.page_of(head, _seconds(record, work["new_tokens"]), _floor(record), _losses(record["losses"]))
 
 
 def _huge_pages(record: frame.Record) -> str:
@@ -115,8 +110,10 @@ def _huge_pages(record: frame.Record) -> str:
     )
 
 
-def _losses(losses: Figures) -> str:
-    """A table of the loss that rounded weights cost."""
+def _losses(losses: Figures | None) -> str:
+    """A table of the loss that rounded weights cost; empty if it was not measured."""
+    if not losses:
+        return ""
     weights, exact = losses["weights"], losses["weights"]["fp32"]["perplexity"]
     rows = [
         [name, f"{each['loss']:.5f}", f"{each['perplexity']:.3f}", f"{each['perplexity'] / exact - 1:+.3%}"]
@@ -127,7 +124,7 @@ def _losses(losses: Figures) -> str:
         "int8 the weights of layers and head are rounded, and the arithmetic is bf16."
     )
     header = ["weights", "loss, nats per token", "perplexity", "against fp32"]
-    return f"{text}\n\n{table(header, rows)}"
+    return frame.section("What rounded weights lose", header, rows, text=text)
 
 
 def summary_lines(record: frame.Record) -> list[str]:
@@ -161,25 +158,27 @@ def _ratios(result: Figures) -> list[str]:
     ]
 
 
-def _speed_table(record: frame.Record) -> str:
+def _seconds(record: frame.Record, tokens: int) -> str:
     rows = []
     for result in record["results"]:
         times = "; ".join(f"{name} {frame.span_words(seconds, '.2f')}" for name, seconds in result["seconds"].items())
-        tokens = result["work"]["batch_size"] * result["work"]["new_tokens"]
-        speed, same = f"{tokens / result['seconds'][OURS]['median']:,.0f}", "yes" if result["same_ids"] else "no"
+        made = result["work"]["batch_size"] * result["work"]["new_tokens"]
+        speed, same = f"{made / result['seconds'][OURS]['median']:,.0f}", "yes" if result["same_ids"] else "no"
         goal = _goal(result["ratio_goal"], ".2f", result["ratios"][HUGGING_FACE]["median"])
         rows.append([result["title"], times, "; ".join(_ratios(result)), goal, speed, same])
-    return table(["work", "seconds", "ratio", "goal", "our tokens/s", "same ids"], rows)
+    header = ["work", "seconds", "ratio", "goal", "our tokens/s", "same ids"]
+    return frame.section(f"Seconds of {tokens} tokens", header, rows)
 
 
-def _floor_table(record: frame.Record) -> str:
+def _floor(record: frame.Record) -> str:
     rows = []
     for result in record["results"]:
         floor, size = result["floor_sec"]["median"], result["bytes_per_token"]
         token, share = frame.span_words(result["token_sec"], ".1f", scale=1e3), frame.span_words(result["share"], ".0%")
         figures = [f"{size / 1e6:,.0f}", f"{size / floor / 1e9:.1f}", f"{floor * 1e3:.1f}", token, share]
         rows.append([result["title"], *figures, _goal(result["share_goal"], ".0%", result["share"]["median"])])
-    return table(["work", "MB per token", "GB/s", "floor, ms", "token, ms", "share", "goal"], rows)
+    header = ["work", "MB per token", "GB/s", "floor, ms", "token, ms", "share", "goal"]
+    return frame.section("Distance to the memory's floor", header, rows)
 
 
 def _goal(goal: float | None, form: str, reached: float) -> str:

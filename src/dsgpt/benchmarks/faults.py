@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from dsgpt.benchmarks.cells import Cell, by
-from dsgpt.benchmarks.frame import Record, Suite, SuiteOptions, made_from, section, troubles, work_facts
+from dsgpt.benchmarks.frame import Record, Suite, SuiteOptions, made_from, page_of, section, troubles, work_facts
 from dsgpt.common.command_line import COUNT, flag, switch
 from dsgpt.config.options import SAVE_MODES
 
@@ -161,7 +161,7 @@ Each takes {work["steps"]} steps of {work["global_batch_size"]} sequences of {wo
 {made_from(record, source=source, name="faults")}"""
     kinds = {kind: [fault for fault in faults if fault["kind"] == kind] for kind in KINDS}
     others = [*kinds["damage"], *kinds["disk"], *kinds["launch"]]
-    parts = [
+    return page_of(
         head,
         _kills(kinds["kill"], seed=record["seed"]),
         section(
@@ -181,8 +181,7 @@ step leaves it. The command of the run whose worker `torchrun` restarts has `--r
 `--overwrite` is refused and `--resume` waits.""",
         ),
         troubles(faults, STATUS_WORDS),
-    ]
-    return "\n\n".join(filter(None, parts)) + "\n"
+    )
 
 
 def summary_lines(record: Record) -> list[str]:

@@ -130,6 +130,11 @@ def section(title: str, header: Sequence[object], rows: Sequence[Sequence[object
     return "\n\n".join(filter(None, [f"## {title}", text, table(header, rows)])) if rows else ""
 
 
+def page_of(*parts: str) -> str:
+    """A page of ``parts``, without those that are empty."""
+    return "\n\n".join(filter(None, parts)) + "\n"
+
+
 def troubles(results: Sequence[Mapping[str, Any]], words: Mapping[str, str]) -> str:
     """The section of a page about what did not pass; empty if all passed.
 
@@ -231,6 +236,8 @@ class Suite(ABC, Generic[O, R]):
     """Name of one result, in the progress bar."""
     count_width: ClassVar[int] = 3
     """Width, in columns, of the number of results so far."""
+    failure_line: ClassVar[str] = ""
+    """The form of a failure at the end of the console's output; empty for none."""
     flags: ClassVar[type[SuiteOptions]]
     """The dataclass of its options."""
     description: ClassVar[str]
@@ -293,9 +300,9 @@ class Suite(ABC, Generic[O, R]):
         """Failures; the exit code is 0 only if this is empty."""
         return []
 
-    def closing_lines(self, failures: Sequence[str]) -> list[str]:  # noqa: ARG002 - some suites name them
+    def closing_lines(self, failures: Sequence[str]) -> list[str]:
         """The last lines on the console."""
-        return []
+        return [self.failure_line.format(failure) for failure in failures if self.failure_line]
 
     def finish(self, record: Record) -> None:
         """Called when record and page are written and shown."""

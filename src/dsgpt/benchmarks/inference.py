@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from dsgpt.benchmarks.frame import TRAINED, Record, Suite, SuiteOptions, device_flag
+from dsgpt.benchmarks.frame import TRAINED, Record, Suite, SuiteOptions, device_flag, page_of
 from dsgpt.benchmarks.inference_turns import (
     COMMITTED,
     Engines,
@@ -71,7 +71,7 @@ def inference_page(record: Record, *, source: str) -> str:
     for slots in result.gap_sec:
         parts += [f"### {slots} at once", _details(result, slots)]
     parts += ["## Engines", _engines(result), "## Same ids", _same_ids(result)]
-    return "\n\n".join(parts) + "\n"
+    return page_of(*parts)
 
 
 def summary_lines(record: Record) -> list[str]:
@@ -242,6 +242,7 @@ class Inference(Suite[InferenceOptions, Turn]):
     """Lets engines answer the same requests in turn; the run of the checkpoint gets the figures, too."""
 
     name, record_of, schema_version, unit = "inference", "many requests", SCHEMA_VERSION, "turn"
+    failure_line = "{}"
     flags, page, summary = InferenceOptions, staticmethod(inference_page), staticmethod(summary_lines)
     description = """\
 inference: let engines answer the same requests, which arrive at random instants, with 1, 2, 4, 8 and 16 of them at
@@ -367,9 +368,6 @@ examples:
             *(f"{one['name']}: failed: {one['failure']}" for one in engines if one["failure"]),
             *(f"{one['name']}: {count} of {one['answers']} answers have other ids" for one, count in other),
         ]
-
-    def closing_lines(self, failures: Sequence[str]) -> list[str]:
-        return list(failures)
 
     def finish(self, record: Record) -> None:
         """Put the figures into the record of the run.

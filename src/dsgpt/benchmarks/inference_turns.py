@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from dsgpt.benchmarks.frame import span
+from dsgpt.benchmarks.frame import span, turns
 from dsgpt.benchmarks.inference_worker import ONE, VLLM, Answer, Arrival
 from dsgpt.benchmarks.launch import LineWorker, WorkerEnded
 from dsgpt.common.errors import UserError
@@ -335,12 +335,9 @@ def turn_order(kinds: Sequence[str], concurrency: Sequence[int], *, repeats: int
     The engines of a concurrency take their turns one after another, and each time another is the first, so that a
     machine that becomes slower favours none.
     """
-    first = 0
-    for repeat in range(1, repeats + 1):
-        for slots in concurrency:
-            for place in range(len(kinds)):
-                yield repeat, slots, kinds[(first + place) % len(kinds)]
-            first += 1
+    rounds = list(itertools.product(range(1, repeats + 1), concurrency))
+    for number, kind in turns(kinds, rounds=len(rounds)):
+        yield *rounds[number - 1], kind
 
 
 def gap_sec(alone_sec: float, concurrency: int) -> float:

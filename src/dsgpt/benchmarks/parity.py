@@ -338,6 +338,7 @@ class Parity(Suite[ParityOptions, Result]):
     """Trains every cell and compares it with its reference."""
 
     name, record_of, schema_version, unit = "parity", "the parity suite", SCHEMA_VERSION, "training"
+    failure_line = "unexpected result: {}"
     flags, page, summary = ParityOptions, staticmethod(parity_page), staticmethod(summary_lines)
     description = """\
 parity: train the same small model under every strategy, and compare every step with plain PyTorch. The cells: 1, 2, 4
@@ -471,9 +472,6 @@ strategies: {", ".join(STRATEGIES)}"""
 
     def failures(self, record: Record) -> list[str]:
         return [cell_name(cell) for cell in record["cells"] if not cell["as_expected"]]
-
-    def closing_lines(self, failures: Sequence[str]) -> list[str]:
-        return [f"unexpected result: {name}" for name in failures]
 
 
 def _verdict(result: Result) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dsgpt.benchmarks.cells import NARROW, Shape
-from dsgpt.benchmarks.frame import Record, Suite, SuiteOptions, made_from, only_flag, section, selected
+from dsgpt.benchmarks.frame import Record, Suite, SuiteOptions, made_from, only_flag, page_of, section, selected
 from dsgpt.benchmarks.launch import shape_values, training_words
 from dsgpt.common.command_line import COUNT, flag
 from dsgpt.common.files import write_json_atomic
@@ -231,7 +231,7 @@ def plan_page(record: Record, *, source: str) -> str:
 
 {made_from(record, source=source, name="plan", page="planner")}"""
     troubles = [f"* {why}" for result in record["cells"] for why in failed(result)]
-    parts = [
+    return page_of(
         head,
         _memory(measured),
         _parts(measured),
@@ -240,8 +240,7 @@ def plan_page(record: Record, *, source: str) -> str:
         _times(measured, record["factors"]),
         _choices(measured),
         "\n".join(["## Cells that failed\n", *troubles]) if troubles else "",
-    ]
-    return "\n\n".join(filter(None, parts)) + "\n"
+    )
 
 
 def summary_lines(record: Record) -> list[str]:
@@ -424,7 +423,7 @@ class Plan(Suite[PlanOptions, Result]):
     """Predicts every cell, measures it, and compares."""
 
     name, record_of, schema_version, unit = "plan", "predictions", SCHEMA_VERSION, "cell"
-    count_width = 2
+    count_width, failure_line = 2, "outside the bounds: {}"
     flags, page, summary = PlanOptions, staticmethod(plan_page), staticmethod(summary_lines)
     description = """\
 plan: predict the peak memory, the bytes sent and the step time of small trainings under every strategy, then measure
@@ -475,6 +474,3 @@ examples:
 
     def failures(self, record: Record) -> list[str]:
         return [why for cell in record["cells"] for why in failed(cell)]
-
-    def closing_lines(self, failures: Sequence[str]) -> list[str]:
-        return [f"outside the bounds: {failure}" for failure in failures]

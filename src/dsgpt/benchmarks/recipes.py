@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from dsgpt.benchmarks.cells import prepare_demo
-from dsgpt.benchmarks.frame import Record, Suite, SuiteOptions, device_flag
+from dsgpt.benchmarks.frame import Record, Suite, SuiteOptions, device_flag, page_of
 from dsgpt.benchmarks.launch import train
 from dsgpt.common.command_line import choice, flag
 from dsgpt.common.files import write_json_atomic
@@ -131,7 +131,7 @@ last rate before training becomes unstable. Single changes of that one follow, i
 seeds, which change the initial weights and the order of the text, show what the choice is worth.
 
 Machine: {machine_words(hardware)}; {hardware["device"]}. Commit `{record["git_commit"]}`, {record["timestamp_utc"]}."""
-    return "\n".join([head, *(_section(size, record) for size in record["searches"]), ""])
+    return page_of(head, *(_section(size, record) for size in record["searches"]))
 
 
 def _section(size: str, record: Record) -> str:
@@ -144,8 +144,7 @@ def _section(size: str, record: Record) -> str:
             settings = [f"{trial[key]:g}" for key in _SETTINGS]
             rows.append([*settings, trial["steps"], f"**{loss}**" if trial is best else loss])
     header = ["batch", "lr", "warm-up", "beta2", "last rate", "decay", "steps", "validation loss"]
-    text = f"""
-## `{size}`, {work["tokens"]:,} tokens in sequences of {work["length"]}
+    text = f"""## `{size}`, {work["tokens"]:,} tokens in sequences of {work["length"]}
 
 {table(header, rows)}
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import psutil
 
-from dsgpt.benchmarks.frame import TRAINED, Record, Suite, SuiteOptions, device_flag
+from dsgpt.benchmarks.frame import TRAINED, Record, Suite, SuiteOptions, device_flag, page_of
 from dsgpt.common.command_line import POSITIVE, flag
 from dsgpt.common.errors import UserError
 from dsgpt.common.json_files import clipped_text
@@ -263,7 +263,7 @@ The peak memory of the last round is {grown}. After SIGTERM the server ended wit
 share the machine with the server.
 
 Machine: {machine_words(hardware)}; {hardware["device"]}. Commit `{record["git_commit"]}`, {record["timestamp_utc"]}."""
-    return "\n".join([head, "", "## Rounds", "", *summary_lines(record), "", _NOTES, ""])
+    return page_of(head, "## Rounds", "\n".join(summary_lines(record)), _NOTES)
 
 
 _NOTES = """\
@@ -333,6 +333,7 @@ class Serving(Suite[ServingOptions, Round]):
     """Measures the capacity of a server, then asks for several times as much."""
 
     name, record_of, schema_version, unit = "serving", "a load test", SCHEMA_VERSION, "round"
+    failure_line = "FAILED: {}"
     flags, page, summary = ServingOptions, staticmethod(serving_page), staticmethod(summary_lines)
     description = """\
 serving: ask a server of src/serve.py for several times the completions that it can give, and ask again when it refuses.
@@ -410,9 +411,6 @@ examples:
         if record["exit_code"] != 0:
             lines.append(f"the server ended with {record['exit_code']}; None: it did not end")
         return lines
-
-    def closing_lines(self, failures: Sequence[str]) -> list[str]:
-        return [f"FAILED: {line}" for line in failures]
 
 
 def round_of(requests: Sequence["Served"], *, alone: Sequence[str], earlier: Set[str]) -> Round:

@@ -20,7 +20,7 @@ from dsgpt.benchmarks import cells, frame
 from dsgpt.benchmarks.launch import LineWorker, WorkerEnded, child_environment, train, training_words
 from dsgpt.common.command_line import POSITIVE, flag
 from dsgpt.common.errors import UserError
-from dsgpt.common.text import machine_words, table
+from dsgpt.common.text import machine_words
 from dsgpt.data.token_file import TokenFileWriter, open_token_file
 from dsgpt.machine.launcher import launcher_command
 from dsgpt.machine.topology import free_port
@@ -275,12 +275,7 @@ is a model of 4 blocks of width 256, T the tokens of a sequence, B the sequences
 
 Machine: {machine_words(hardware)}; {hardware["device"]}. {software}.
 Checkouts: {peers}. Commit `{record["git_commit"]}`, {record["timestamp_utc"]}.{_missing(record)}"""
-    sections = [
-        ("Tokens per second", _speed_table(record)),
-        ("Distance to the machine's limit", _limit_table(record)),
-        ("Around the steps", _other_table(record)),
-    ]
-    return "\n".join([head, *(f"\n## {title}\n\n{text}" for title, text in sections if text), ""])
+    return frame.page_of(head, _speeds_reached(record), _limits(record), _around_the_steps(record))
 
 
 def summary_lines(record: frame.Record) -> list[str]:
@@ -339,7 +334,7 @@ def _ratio(result: Figures, *, key: str = "ratio", other: str = "best_other") ->
     return f"{frame.span_words(result[key], '.2f')}x {result[other]}{frame.judged(result[key])}"
 
 
-def _speed_table(record: frame.Record) -> str:
+def _speeds_reached(record: frame.Record) -> str:
     compared = [result for result in record["results"] if "ratio" in result]
     rows = []
     for result in compared:
@@ -353,7 +348,7 @@ def _speed_table(record: frame.Record) -> str:
         if "limit" in result:
             beside = f"{frame.span_words(result['limit'], '.2f')}x without communication{frame.judged(result['limit'])}"
         rows.append([result["title"], _speeds(result, memory_kept=False), _ratio(result), goal, beside])
-    return table(["work", "tokens/s", "ratio", "goal", "beside it"], rows) if rows else ""
+    return frame.section("Tokens per second", ["work", "tokens/s", "ratio", "goal", "beside it"], rows)
 
 
 def _speeds(result: Figures, *, memory_kept: bool) -> str:
@@ -363,7 +358,7 @@ def _speeds(result: Figures, *, memory_kept: bool) -> str:
     return "; ".join(f"{entry['name']} {frame.span_words(entry['tokens_per_sec'], ',.0f')}" for entry in shown)
 
 
-def _limit_table(record: frame.Record) -> str:
+def _limits(record: frame.Record) -> str:
     """The share of each step that its matrix products alone would take, at the speed that each has alone."""
     ceilings = {str(result["work"]): result for result in record["results"] if "products_sec" in result}
     rows = []
@@ -376,16 +371,16 @@ def _limit_table(record: frame.Record) -> str:
             figures = [f"{step:.3f}", f"{least:.3f}", f"{least / step:.0%}", f"{flops / 1e9:,.0f}"]
             rows.append([result["title"], ours["name"], *figures])
     header = ["work", "trainer", "step, s", "its matrix products alone, s", "share", "GFLOP/s"]
-    return table(header, rows) if rows else ""
+    return frame.section("Distance to the machine's limit", header, rows)
 
 
-def _other_table(record: frame.Record) -> str:
+def _around_the_steps(record: frame.Record) -> str:
     rows = []
     for result in record["results"]:
         if "ratio" not in result and {"target", "failed"} & set(result):
             shown = result.get("failed") or _shown(result)
             rows.append([result["title"], shown, "yes" if reached(result) else "**no**"])
-    return table(["what", "measured", "reached"], rows) if rows else ""
+    return frame.section("Around the steps", ["what", "measured", "reached"], rows)
 
 
 SCHEMA_VERSION = "1.0"

@@ -12,7 +12,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -108,6 +108,8 @@ def ended_with(code: int, text: str) -> tuple[State, str | None]:
 # The turns, their figures, those of a cell over its turns, and those of a comparison.
 
 SEC_PER_HOUR = 3600
+OF_FIRST_TURN = ("model_state_bytes_by_rank", "sent_bytes_per_step", "final_loss")
+"""Figures of a cell that all its turns have alike."""
 PLAN_FILE, RESULT_FILE = "plan.json", "result.json"
 RUN = "run"
 """The run folder of a turn, below the turn's."""
@@ -182,8 +184,8 @@ def cell_of(cell: sweep_cells.Cell, turns: Sequence[Turn], *, price: float | Non
     done = [turn for turn in turns if turn.state == State.DONE]
     first = done[0] if done else None
 
-    def over(figure: Callable[[Turn], float | None], *, scale: float = 1.0) -> Spread | None:
-        return spread([value * scale for turn in done if (value := figure(turn)) is not None])
+    def over(figure: str, *, scale: float = 1.0) -> Spread | None:
+        return spread([value * scale for turn in done if (value := getattr(turn, figure)) is not None])
 
     device_sec = cell.devices * (price or 0.0) / SEC_PER_HOUR
     # Of a target, the turns that reached it would be only those that were lucky.
@@ -194,16 +196,11 @@ def cell_of(cell: sweep_cells.Cell, turns: Sequence[Turn], *, price: float | Non
         launcher=cell.launcher,
         flags=list(cell.flags),
         turns=list(turns),
-        tokens_per_sec=over(lambda turn: turn.tokens_per_sec),
-        tokens_per_sec_per_device=over(lambda turn: turn.tokens_per_sec, scale=1 / cell.devices),
-        peak_memory_bytes_rank0=over(lambda turn: turn.peak_memory_bytes_rank0),
-        model_state_bytes_by_rank=first.model_state_bytes_by_rank if first else None,
-        sent_bytes_per_step=first.sent_bytes_per_step if first else None,
-        communication_share=over(lambda turn: turn.communication_share),
-        joules=over(lambda turn: turn.joules),
-        final_loss=first.final_loss if first else None,
-        time_to_target_sec=over(lambda turn: turn.time_to_target_sec) if all_reached else None,
-        cost=over(lambda turn: turn.train_time_sec, scale=device_sec) if price is not None else None,
+        **{name: over(name) for name in ("tokens_per_sec", "peak_memory_bytes_rank0", "communication_share", "joules")},
+        tokens_per_sec_per_device=over("tokens_per_sec", scale=1 / cell.devices),
+        **{name: getattr(first, name, None) for name in OF_FIRST_TURN},
+        time_to_target_sec=over("time_to_target_sec") if all_reached else None,
+        cost=over("train_time_sec", scale=device_sec) if price is not None else None,
     )
 
 

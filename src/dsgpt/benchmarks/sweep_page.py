@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from dsgpt.benchmarks.frame import EXIT_FAILED, Record, judged
+from dsgpt.benchmarks.frame import EXIT_FAILED, Record, judged, page_of
 from dsgpt.benchmarks.sweep_cells import EQUAL, LABELS, comparable, judge_turns
 from dsgpt.common.errors import EXIT_DONE, Problems, UserError, did_you_mean, is_number
 from dsgpt.common.json_files import JsonError, read_object
@@ -97,7 +97,7 @@ def sweep_page(record: Record, *, source: str) -> str:
     for comparison in sweep.comparisons:
         parts += [f"## {_text(comparison.name)}", _comparison(sweep, comparison)]
     parts += ["## Turns that are not done", _failures(sweep)]
-    return "\n\n".join(parts) + "\n"
+    return page_of(*parts)
 
 
 def summary_lines(record: Record) -> list[str]:
