@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from dsgpt.benchmarks import decoding
 from dsgpt.benchmarks.decoding import DecodingRow
 from dsgpt.benchmarks.frame import NANOGPT, contest, ratios, span
-from dsgpt.benchmarks.launch import shape_values, training_words
+from dsgpt.benchmarks.launch import config_of, shape_values, training_words
 from dsgpt.benchmarks.speed import DDP, ENGINE, HUGGING_FACE, NANOGPT_DEFAULTS, OURS, PEERS, Shape, StepSetup
 from dsgpt.common.errors import UserError
 from dsgpt.common.files import write_json_atomic
@@ -66,8 +66,6 @@ class OwnTrainer:
 
     def __init__(self, kind: str, work: StepSetup, *, tokens: Path, folder: Path) -> None:
         # imported here: they are not to be in the memory of peers
-        from dsgpt.config.options import parse_arguments  # noqa: PLC0415
-        from dsgpt.config.run_config import resolve  # noqa: PLC0415
         from dsgpt.machine.device import joined  # noqa: PLC0415
         from dsgpt.strategies.base import build_strategy  # noqa: PLC0415
         from dsgpt.training.trainer import training_batches  # noqa: PLC0415
@@ -90,8 +88,7 @@ class OwnTrainer:
             **({"threads_per_device": work.threads} if work.device == "cpu" else {}),
             **({"compile": True} if work.compile else {}),
         }
-        options, problems = parse_arguments(training_words(values))
-        config = resolve(options, topology=topology, problems=problems)
+        config = config_of(training_words(values))
         self._resources = contextlib.ExitStack()
         device = bring_up(config.device, local_rank=topology.local_rank, threads=config.threads_per_device)
         if kind != OURS:

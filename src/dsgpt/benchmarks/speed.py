@@ -21,7 +21,6 @@ from dsgpt.benchmarks.launch import LineWorker, WorkerEnded, child_environment, 
 from dsgpt.common.command_line import POSITIVE, flag
 from dsgpt.common.errors import UserError
 from dsgpt.common.text import machine_words
-from dsgpt.data.token_file import TokenFileWriter, open_token_file
 from dsgpt.machine.launcher import launcher_command
 from dsgpt.machine.topology import free_port
 from dsgpt.model.config import PRESETS, GPT2Config
@@ -48,7 +47,7 @@ class Shape(cells.Shape):
 def published(name: str, *, length: int, vocab_size: int | None = None) -> Shape:
     """A preset of ``src/gpt2.py`` as a ``Shape``, with another vocabulary if given."""
     preset = PRESETS[name]
-    dimensions = {key: getattr(preset, key) for key in ("n_layer", "n_head", "n_embd")}
+    dimensions = {key: getattr(preset, key) for key in cells.DIMENSIONS}
     vocabulary, positions = vocab_size or preset.vocab_size, preset.block_size
     return Shape(name=name, **dimensions, vocab_size=vocabulary, length=length, positions=positions)
 
@@ -603,11 +602,8 @@ examples:
 
     def _time_to_loss(self) -> Result:
         """Our time to the loss of nanoGPT's end, as a share of nanoGPT's; None if ours never reaches it."""
-        source = open_token_file(self._data / "val.bin")
         first, end = (windows * LENGTH for windows in (SEARCHED_WINDOWS, SEARCHED_WINDOWS + VALIDATION_WINDOWS))
-        ids = {"vocab_size": source.sidecar.vocab_size or DEMO_VOCABULARY, "eot_id": source.sidecar.eot_id or 0}
-        with TokenFileWriter(self.folder / LATER_WINDOWS, **ids, tokenizer=None, source="windows of val.bin") as writer:
-            writer.append(source.memmap()[first : end + 1])
+        cells.cut_tokens(self._data / "val.bin", self.folder / LATER_WINDOWS, first=first, end=end + 1)
         ours, theirs = self._own_curve(), self._nanogpt_curve()
         seconds, loss = theirs[-1]
         own_seconds = seconds_to(ours, loss)
