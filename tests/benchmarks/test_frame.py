@@ -78,7 +78,7 @@ def test_every_option_of_a_suite_has_a_flag_with_a_default(words, monkeypatch):
     """``inference --peers`` is ``decoding``."""
     made = []
     monkeypatch.setattr(sys, "argv", ["benchmark.py", *words])
-    monkeypatch.setattr(suites, "run_suite", lambda suite, options, **_: made.append((suite, options)) or 0)
+    monkeypatch.setattr(suites.frame, "run_suite", lambda suite, options, **_: made.append((suite, options)) or 0)
     assert suites.main() == 0
     ((suite, options),) = made
     assert suite is suites.SUITES["decoding" if "--peers" in words else words[0]]

@@ -19,7 +19,8 @@ from dsgpt.common.text import BUSY, NO_DIFFERENCE, busy_words, machine_words, ne
 from dsgpt.machine.console import Console
 from dsgpt.machine.load import LoadOfOthers
 from dsgpt.record.provenance import SourceChanges, changes_since, git_commit, marked, training_sources
-from dsgpt.record.schema import finite
+from dsgpt.record.schema import finite, percentile
+from dsgpt.record.suites import Spread
 
 # Which source files can change the record of a suite, of a sweep or of the demo.
 
@@ -170,10 +171,21 @@ def ratios(ones: Sequence[float], others: Sequence[float]) -> dict[str, Any]:
     return span([one / other for one, other in zip(ones, others, strict=True)])
 
 
+def percentiles(values: list[float]) -> dict[str, float]:
+    """The 50th, 95th and 99th percentile of ``values``, which has at least one."""
+    return {f"p{share}": percentile(values, share / 100) or 0.0 for share in (50, 95, 99)}
+
+
 def span_words(figures: Mapping[str, Any], form: str, *, scale: float = 1.0) -> str:
     """``1.20 (1.18 to 1.23)``, from what ``span`` gave."""
     median, smallest, largest = (format(figures[key] * scale, form) for key in ("median", "smallest", "largest"))
     return f"{median} ({smallest} to {largest})"
+
+
+def spread_words(figure: Spread, form: Callable[[float], str]) -> str:
+    """``1,200 (1,180 to 1,230)``; the value alone if there is one."""
+    text = form(figure.median)
+    return text if len(figure.values) < 2 else f"{text} ({form(figure.smallest)} to {form(figure.largest)})"
 
 
 def turns(names: Sequence[str], *, rounds: int) -> Iterator[tuple[int, str]]:

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from dsgpt.benchmarks.frame import TRAINED, Record, Suite, SuiteOptions, device_flag, page_of
+from dsgpt.benchmarks.frame import TRAINED, Record, Suite, SuiteOptions, device_flag, page_of, spread_words
 from dsgpt.benchmarks.inference_turns import (
     COMMITTED,
     Engines,
@@ -26,7 +26,7 @@ from dsgpt.common.json_files import JsonError, parse_as, read_object
 from dsgpt.common.text import duration, machine_words, table
 from dsgpt.machine.console import Console
 from dsgpt.record.schema import RECORD_FILE
-from dsgpt.record.suites import SCHEMA_VERSION, TITLES, Concurrency, Engine, Percentiles, Spread
+from dsgpt.record.suites import SCHEMA_VERSION, TITLES, Concurrency, Engine, Percentiles
 from dsgpt.training.status import RunLock
 
 # What engines took for many requests, as it stands in the record of the run whose model answered.
@@ -42,21 +42,6 @@ def with_engines(run: dict[str, Any], record: Record) -> dict[str, Any]:
         for slots, load in engine[KEY].items():
             by_slots.setdefault(slots, {})[engine["name"]] = load
     return run | {"inference": (run.get("inference") or {}) | {KEY: by_slots}}
-
-
-def write_by_concurrency(file: Path, record: Record) -> None:
-    """Put the engines' figures into the ``inference`` block of the run's record ``file``; its other keys stay.
-
-    Raises:
-        UserError: another process trains in the folder, or the file cannot be read.
-    """
-    with RunLock(file.parent) as lock:
-        lock.take()
-        try:
-            run = read_object(file)
-        except JsonError as error:
-            raise UserError(f"{file}: cannot be read as the record of a run: {error}") from error
-        write_json_atomic(file, with_engines(run, record))
 
 
 def inference_page(record: Record, *, source: str) -> str:
@@ -122,11 +107,14 @@ Commit `{result.git_commit}`, {result.timestamp_utc}."""
 def _overview(result: Concurrency) -> str:
     """Throughput and median latency of every engine, a row for each concurrency."""
     header = ["at once", "offered, tokens/s", *(f"{engine.name}: tokens/s; p50 latency" for engine in result.engines)]
-    rows = []
+    rows, whole = [], "{:,.0f}".format
     for slots in result.gap_sec:
         loads = [engine.by_concurrency.get(slots) for engine in result.engines]
         offered = next((load.offered_tokens_per_sec for load in loads if load), None)
-        cells = [f"{_spread(one.tokens_per_sec)}; {one.latency_sec.p50:.3f} s" if one else "failed" for one in loads]
+        cells = [
+            f"{spread_words(one.tokens_per_sec, whole)}; {one.latency_sec.p50:.3f} s" if one else "failed"
+            for one in loads
+        ]
         rows.append([slots, "unknown" if offered is None else f"{offered:,.0f}", *cells])
     return table(header, rows)
 
@@ -186,11 +174,6 @@ def _three(values: Percentiles | None, form: str, *, scale: float = 1.0) -> str:
     if values is None:
         return "unknown"
     return " / ".join(form.format(value * scale) for value in (values.p50, values.p95, values.p99))
-
-
-def _spread(value: Spread) -> str:
-    text = f"{value.median:,.0f}"
-    return text if len(value.values) < 2 else f"{text} ({value.smallest:,.0f} to {value.largest:,.0f})"
 
 
 CONCURRENCY, REPEATS = (1, 2, 4, 8, 16), 3
@@ -373,12 +356,18 @@ examples:
         """Put the figures into the record of the run.
 
         Raises:
-            UserError: a process trains in the run's folder.
+            UserError: another process trains in the run's folder, or the record of the run cannot be read.
         """
         checkpoint = self.options.checkpoint  # a run folder, or a checkpoint in one
         files = [folder / RECORD_FILE for folder in (checkpoint, checkpoint.absolute().parent)]
         if file := next(filter(Path.is_file, files), None):
-            write_by_concurrency(file, record)
+            with RunLock(file.parent) as lock:
+                lock.take()
+                try:
+                    run = read_object(file)
+                except JsonError as error:
+                    raise UserError(f"{file}: cannot be read as the record of a run: {error}") from error
+                write_json_atomic(file, with_engines(run, record))
             print(f"{KEY} in {file}")
 
 

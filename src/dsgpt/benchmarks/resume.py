@@ -513,6 +513,7 @@ def rewrite(flags: list[str], folder: Path, *, checkpoint: str) -> None:
     import torch  # noqa: PLC0415 - takes seconds, as what follows
 
     from dsgpt.checkpoints import training_state as states  # noqa: PLC0415
+    from dsgpt.checkpoints.pieces import MOMENTS  # noqa: PLC0415
     from dsgpt.machine import device as devices  # noqa: PLC0415
     from dsgpt.model.gpt2 import parameter_shapes  # noqa: PLC0415
     from dsgpt.strategies.base import build_strategy  # noqa: PLC0415
@@ -541,7 +542,7 @@ def rewrite(flags: list[str], folder: Path, *, checkpoint: str) -> None:
             devices.barrier()
         same = {states.COUNTERS: sha256_of(out / states.COUNTERS) == sha256_of(Path(checkpoint) / states.COUNTERS)}
         again = states.StateReader(out)
-        for file, moments in ((WEIGHTS, (None,)), (states.MOMENTS, ("exp_avg", "exp_avg_sq"))):
+        for file, moments in ((WEIGHTS, (None,)), (MOMENTS, ("exp_avg", "exp_avg_sq"))):
             values = ((again.read(name, key), reader.read(name, key)) for name in shapes for key in moments)
             same[file] = all(torch.equal(one, two) for one, two in values)
         write_end(folder, topology.rank, same=same, wrong=wrong, val_loss=val_loss)

@@ -23,12 +23,11 @@ from typing import TYPE_CHECKING, Any, Self
 
 import psutil
 
-from dsgpt.benchmarks.frame import TRAINED, Record, Suite, SuiteOptions, device_flag, page_of
+from dsgpt.benchmarks.frame import TRAINED, Record, Suite, SuiteOptions, device_flag, page_of, percentiles
 from dsgpt.common.command_line import POSITIVE, flag
 from dsgpt.common.errors import UserError
 from dsgpt.common.json_files import clipped_text
 from dsgpt.common.text import machine_words, table
-from dsgpt.record.schema import percentile
 
 if TYPE_CHECKING:
     import httpx2
@@ -143,6 +142,10 @@ class Served:
     """Seconds from the first attempt to the answer."""
     failure: str | None = None
     """Why there is no answer, one line."""
+
+
+WAITS = ("accepted_sec", "whole_sec")
+"""The times of a request that a round has percentiles of."""
 
 
 class Load:
@@ -285,7 +288,7 @@ def summary_lines(record: Record) -> list[str]:
     rows = []
     for one in record["rounds"]:
         counts = [one["answered"], _lost(record, one), one["answered_twice"], one["wrong_texts"], one["refusals"]]
-        waits = [_percentiles(one[key]) for key in ("accepted_sec", "whole_sec")]
+        waits = [_percentiles(one[key]) for key in WAITS]
         rows.append([one["round"], *counts, f"{one['seconds']:.1f}", *waits, f"{one['peak_rss_bytes'] / 1e6:,.0f} MB"])
     return table(header, rows).splitlines()
 
@@ -423,15 +426,11 @@ def round_of(requests: Sequence["Served"], *, alone: Sequence[str], earlier: Set
     """
     served = [one for one in requests if one.answers]
 
-    def percentiles(values: list[float]) -> dict[str, float | None] | None:
-        return {f"p{share}": percentile(values, share / 100) for share in (50, 95, 99)} if values else None
-
     return {
         "answered": len(served),
         "answered_twice": sum(one.answers for one in served) - len({one.name for one in served} - earlier),
         "wrong_texts": sum(one.text != alone[one.prompt] for one in served),
         "failures": Counter(one.failure for one in requests if one.failure),
         "refusals": sum(one.refusals for one in requests),
-        "accepted_sec": percentiles([one.accepted_sec for one in served]),
-        "whole_sec": percentiles([one.whole_sec for one in served]),
+        **{key: percentiles([getattr(one, key) for one in served]) if served else None for key in WAITS},
     }

@@ -455,7 +455,8 @@ examples:
         """
         peer = self._peers.get(entry.kind)
         job = {"kind": entry.kind, "keeps_memory": entry.keeps_memory, "work": asdict(row.work)}
-        job |= {"tokens": str(self._tokens(row.work)), "peer": peer and str(peer)}
+        tokens = self.folder / "tokens" / f"{row.work.shape.vocab_size}.bin"
+        job |= {"tokens": str(tokens), "peer": peer and str(peer)}
         world_size, port = 1 if entry.apart else entry.ranks, free_port()
         workers = []
         for number in range(entry.ranks):
@@ -507,9 +508,6 @@ examples:
             "flops_per_token": row.work.model.flops_per_token(row.work.shape.length),
             **_compared(row, speeds),
         }
-
-    def _tokens(self, work: StepSetup) -> Path:
-        return self.folder / "tokens" / f"{work.shape.vocab_size}.bin"
 
     def _ceilings(self, work: StepSetup, *, title: str) -> Result:
         from dsgpt.benchmarks.contenders import products_sec  # noqa: PLC0415 - torch takes seconds

@@ -16,25 +16,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+from dsgpt.benchmarks import frame
 from dsgpt.benchmarks.clusters import Clusters
 from dsgpt.benchmarks.decoding import Decoding
 from dsgpt.benchmarks.faults import Faults
-from dsgpt.benchmarks.frame import (
-    DEMO,
-    MAX_BYTES,
-    SWEEP,
-    TRAINED,
-    Suite,
-    SuiteOptions,
-    only_flag,
-    peers_flag,
-    read_peers,
-    record_changes,
-    run_suite,
-)
-from dsgpt.benchmarks.frame import SUITES as SUITE_NAMES
 from dsgpt.benchmarks.inference import PEERS, Inference, with_engines
 from dsgpt.benchmarks.inference_worker import ENGINES
 from dsgpt.benchmarks.network import Network
@@ -109,7 +96,7 @@ def _sweep(suite: str, devices: str, steps: int) -> CommittedRecord:
     flags = ("--suite", suite, "--devices", devices, "--repeats", "3", "--steps", str(steps), "--profile_comm", "3")
     return CommittedRecord(
         name=name,
-        suite=SWEEP,
+        suite=frame.SWEEP,
         records=(record,),
         files={made: record},
         make=(*command, *flags, "--output", f"{WORK}/{made}"),
@@ -120,8 +107,8 @@ def _sweep(suite: str, devices: str, steps: int) -> CommittedRecord:
 def _demo() -> CommittedRecord:
     runs = [word for run in RUNS for word in ("--run", f"{run.removeprefix('demo-')}={REFERENCE}/{run}")]
     return CommittedRecord(
-        name=DEMO,
-        suite=DEMO,
+        name=frame.DEMO,
+        suite=frame.DEMO,
         records=tuple(f"{run}/{RUN_FILES[0]}" for run in RUNS),
         files={f"demo/checkpoint/{run}/{file}": f"{run}/{file}" for run in RUNS for file in RUN_FILES},
         make=("src/demo.py", "--into", f"{WORK}/demo"),
@@ -137,22 +124,22 @@ _OTHERWISE = {
     "plan": _suite("plan", page="planner"),
     "speed": _suite("speed", "--rounds", "3"),
     "recipes": _suite("recipes", page="recipe-search"),
-    "decoding": _suite("decoding", "--checkpoint", TRAINED.as_posix(), "--data", TEXT.as_posix()),
+    "decoding": _suite("decoding", "--checkpoint", frame.TRAINED.as_posix(), "--data", TEXT.as_posix()),
     "inference": _suite(
-        "inference", "--checkpoint", TRAINED.as_posix(), "--engines", ",".join(ENGINES), page="concurrency"
+        "inference", "--checkpoint", frame.TRAINED.as_posix(), "--engines", ",".join(ENGINES), page="concurrency"
     ),
-    "serving": _suite("serving", "--checkpoint", TRAINED.as_posix(), page="serving-load"),
+    "serving": _suite("serving", "--checkpoint", frame.TRAINED.as_posix(), page="serving-load"),
 }
 """Suites whose page has another name, or whose record is made with flags."""
 _SWEEPS = (_sweep("strategies", "2", 24), _sweep("scaling", "1,2", 16))
-_MADE = (_demo(), *(_OTHERWISE.get(name) or _suite(name) for name in SUITE_NAMES), *_SWEEPS)
+_MADE = (_demo(), *(_OTHERWISE.get(name) or _suite(name) for name in frame.SUITES), *_SWEEPS)
 RECORDS = {record.name: record for record in _MADE}
 """Records by name, in the order in which they are remade."""
 
 
 EXIT_OLD = 1
 """A source changed while its record was remade."""
-WITH_ENGINES = (DEMO, "inference")
+WITH_ENGINES = (frame.DEMO, "inference")
 """Records that together have what the committed run says about engines."""
 
 Runner = Callable[[Sequence[str]], int]
@@ -183,11 +170,15 @@ def remake_records(
     Raises:
         UserError: ``only`` names no record, or sources of a record to remake are not committed.
     """
-    run, records, started = run or _in(repository), _selected(only), time.perf_counter()
+
+    def in_repository(words: Sequence[str]) -> int:
+        return subprocess.run([sys.executable, *words], cwd=repository, check=False).returncode
+
+    run, records, started = run or in_repository, _selected(only), time.perf_counter()
     old = [record for record in records if all(_why_old(record, repository, folder) for folder in (REFERENCE, READY))]
     for record in old:
-        commit = git_commit(repository, mark=DIRTY if record.name == DEMO else "")  # a run marks it for any file
-        if record_changes({"git_commit": commit}, record.suite, repository=repository).line():
+        commit = git_commit(repository, mark=DIRTY if record.name == frame.DEMO else "")  # a run marks it for any file
+        if frame.record_changes({"git_commit": commit}, record.suite, repository=repository).line():
             raise UserError(f"{record.name}: a record names its commit: commit all changed and new files first, in git")
     if old:
         print(f"to remake: {', '.join(record.name for record in old)}; {_expected(old, repository)}", flush=True)
@@ -238,7 +229,7 @@ def _publish(records: Sequence[CommittedRecord], repository: Path, run: Runner) 
 
 def show_words(record: CommittedRecord, repository: Path) -> tuple[str, ...]:
     """The command that makes its pages; the charts are of the committed sweeps, too."""
-    if record.name != DEMO:
+    if record.name != frame.DEMO:
         return record.show
     sweeps = sorted((repository / REFERENCE).glob(SWEEPS))
     shown = [("--sweep", sweep.name) for sweep in sweeps] + [("--plan", PLAN), ("--inference", INFERENCE)]
@@ -259,15 +250,14 @@ def _add_engines(repository: Path) -> None:
     Of the same training, the losses of both runs are equal to the last bit.
     """
     folder = repository / REFERENCE
-    committed, record = folder / TRAINED.name / RUN_FILES[0], folder / INFERENCE
+    committed, record = folder / frame.TRAINED.name / RUN_FILES[0], folder / INFERENCE
     try:
-        measured, run, many = (
-            read_object(file, max_bytes=MAX_BYTES) for file in (repository / TRAINED / RUN_FILES[0], committed, record)
-        )
+        files = (repository / frame.TRAINED / RUN_FILES[0], committed, record)
+        measured, run, many = (read_object(file, max_bytes=frame.MAX_BYTES) for file in files)
     except JsonError as error:
         print(f"{committed.parent.name}: gets no figures of engines: {error}", flush=True)
         return
-    if many["checkpoint"] != TRAINED.as_posix() or _losses(measured) != _losses(run):
+    if many["checkpoint"] != frame.TRAINED.as_posix() or _losses(measured) != _losses(run):
         print(f"{committed.parent.name}: gets no figures of engines: they answered with another training", flush=True)
         return
     write_json_atomic(committed, with_engines(run, many))
@@ -290,32 +280,24 @@ def _selected(only: Sequence[str]) -> list[CommittedRecord]:
 def _why_old(record: CommittedRecord, repository: Path, folder: Path) -> str:
     """Why the record's files in ``folder`` are not up to date, in one line; empty if they are."""
     contents = _contents(record, repository / folder)
-    lines = [record_changes(made, record.suite, repository=repository).line() for made in contents]
+    lines = [frame.record_changes(made, record.suite, repository=repository).line() for made in contents]
     return next(filter(None, lines), "") if lines else "there is no readable record"
 
 
 def _contents(record: CommittedRecord, folder: Path) -> list[dict[str, Any]]:
     """Contents of its files; empty if one is missing or cannot be read."""
     try:
-        return [read_object(folder / file, max_bytes=MAX_BYTES) for file in record.records]
+        return [read_object(folder / file, max_bytes=frame.MAX_BYTES) for file in record.records]
     except JsonError:
         return []
-
-
-def _in(repository: Path) -> Runner:
-    """A runner that executes scripts with this Python in the repository."""
-
-    def run(words: Sequence[str]) -> int:
-        return subprocess.run([sys.executable, *words], cwd=repository, check=False).returncode
-
-    return run
 
 
 def _remake_one(record: CommittedRecord, repository: Path, run: Runner, *, peers: Sequence[str]) -> int:
     """Make the record again below ``READY``; return the exit code of the command."""
     work = repository / WORK
     shutil.rmtree(work / record.name, ignore_errors=True)  # earlier runs, which would be resumed
-    if TRAINED.as_posix() in record.make and not (repository / TRAINED).exists() and (code := run(("src/demo.py",))):
+    needs_demo = frame.TRAINED.as_posix() in record.make and not (repository / frame.TRAINED).exists()
+    if needs_demo and (code := run(("src/demo.py",))):
         return code
     if code := run((*record.make, *(["--peer", *peers] if peers and record.name in WITH_PEERS else []))):
         return code
@@ -325,68 +307,64 @@ def _remake_one(record: CommittedRecord, repository: Path, run: Runner, *, peers
 
 # The command line.
 
-SUITES: dict[str, type[Suite[Any, Any]]] = {
+SUITES: dict[str, type[frame.Suite[Any, Any]]] = {
     suite.name: suite
     for suite in (
         *(Parity, Resume, Faults, Clusters, Saving, Network, Speed),
         *(Decoding, Inference, Serving, Plan, Recipes),
     )
 } | {"run": SweepSuite}
-COMMANDS = (*SUITES, "compare", "records")
-DESCRIPTIONS = {
-    **{name: suite.description for name, suite in SUITES.items()},
-    "compare": CompareOptions.description,
-    "records": """\
-records: remake each committed record of checkpoint/reference/cpu-2-cores that was not made from the present sources,
-and the pages and pictures of all. The committed records are replaced when all are remade. A record that is up to date
-is skipped, so an interrupted command continues with the record that it was remaking. It says how long the others will
-take, by the committed records. Without --peer, the records of speed and decoding lack rows. Exit code 0: all are up to
-date, or --check; 1: a source changed meanwhile; otherwise that of the command that failed.""",
-}
-EXAMPLES = {
-    **{name: suite.examples for name, suite in SUITES.items()},
-    "compare": CompareOptions.examples,
-    "records": f"""\
-examples:
-  .venv/bin/python src/benchmark.py records --check
-  .venv/bin/python src/benchmark.py records
-  .venv/bin/python src/benchmark.py records --only saving plan
-  .venv/bin/python src/benchmark.py records --only speed --peer nanogpt=/tmp/nanoGPT
-
-names: {", ".join(RECORDS)}""",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecordsOptions:
     """The command line of ``records``."""
 
+    description: ClassVar[str] = """\
+records: remake each committed record of checkpoint/reference/cpu-2-cores that was not made from the present sources,
+and the pages and pictures of all. The committed records are replaced when all are remade. A record that is up to date
+is skipped, so an interrupted command continues with the record that it was remaking. It says how long the others will
+take, by the committed records. Without --peer, the records of speed and decoding lack rows. Exit code 0: all are up to
+date, or --check; 1: a source changed meanwhile; otherwise that of the command that failed."""
+    examples: ClassVar[str] = f"""\
+examples:
+  .venv/bin/python src/benchmark.py records --check
+  .venv/bin/python src/benchmark.py records
+  .venv/bin/python src/benchmark.py records --only saving plan
+  .venv/bin/python src/benchmark.py records --only speed --peer nanogpt=/tmp/nanoGPT
+
+names: {", ".join(RECORDS)}"""
+
     check: bool = switch("remake nothing; list which records are old")
-    only: tuple[str, ...] = only_flag("NAME", "records")
-    peer: tuple[str, ...] = peers_flag("checkouts that speed and decoding compare with")
+    only: tuple[str, ...] = frame.only_flag("NAME", "records")
+    peer: tuple[str, ...] = frame.peers_flag("checkouts that speed and decoding compare with")
+
+
+COMMANDS: dict[str, Any] = {**SUITES, "compare": CompareOptions, "records": RecordsOptions}
+"""Every command: a suite, or the dataclass of its options."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class NoOptions:
-    """The empty flags of a command line without a command."""
+class NoCommand:
+    """A command line without a command: it has no flags."""
+
+    description: ClassVar[str] = "\n\n".join(command.description for command in COMMANDS.values())
+    examples: ClassVar[str] = "flags: .venv/bin/python src/benchmark.py parity --help, and so on"
 
 
-OPTIONS: dict[str, type[Any]] = {
-    **{name: suite.flags for name, suite in SUITES.items()},
-    "compare": CompareOptions,
-    "records": RecordsOptions,
-}
+def options_of(what: str) -> type[Any]:
+    """The dataclass of the options of the command ``what``; if that is empty, one without any."""
+    command = COMMANDS.get(what, NoCommand)
+    options: type[Any] = getattr(command, "flags", command)
+    return options
 
 
 def parser_of(what: str) -> Parser:
     """The parser of the command ``what``; if that is empty, of the first word only."""
-    parser = Parser(
-        description=DESCRIPTIONS[what] if what else "\n\n".join(DESCRIPTIONS.values()),
-        epilog=EXAMPLES[what] if what else "flags: .venv/bin/python src/benchmark.py parity --help, and so on",
-    )
-    parser.add_argument("what", choices=COMMANDS, help="what to measure or compare, or records")
-    kind = OPTIONS.get(what, NoOptions)
-    shared = {field.name for field in fields(SuiteOptions)}  # these flags come last
+    command, kind = COMMANDS.get(what, NoCommand), options_of(what)
+    parser = Parser(description=command.description, epilog=command.examples)
+    parser.add_argument("what", choices=tuple(COMMANDS), help="what to measure or compare, or records")
+    shared = {field.name for field in fields(frame.SuiteOptions)}  # these flags come last
     parser.add_flags(kind, names=sorted((field.name for field in fields(kind)), key=shared.__contains__))
     if what in SUITES and what != "run":
         parser.set_defaults(output=Path("checkpoint") / what / f"{what}.json")
@@ -400,21 +378,17 @@ def main() -> int:
         words = ["decoding", *(word for word in words[1:] if word != PEERS)]
     what = words[0] if words and words[0] in COMMANDS else ""
     parser = parser_of(what)
-    options = parser.read(OPTIONS.get(what, NoOptions), words)
+    options = parser.read(options_of(what), words)
     parser.problems.raise_if_any()
     if what in SUITES:
-        return run_suite(SUITES[what], options, repository=REPOSITORY)
-    if isinstance(options, RecordsOptions):
-        return _remake(options)
-    from dsgpt.benchmarks.sweep_page import compare  # noqa: PLC0415 - stands here alone
+        return frame.run_suite(SUITES[what], options, repository=REPOSITORY)
+    if what == "compare":
+        from dsgpt.benchmarks.sweep_page import compare  # noqa: PLC0415 - stands here alone
 
-    return compare(options.a, options.b, allow_unequal=options.allow_unequal)
-
-
-def _remake(options: RecordsOptions) -> int:
+        return compare(options.a, options.b, allow_unequal=options.allow_unequal)
     if options.check:
         for line in check_lines(REPOSITORY, only=options.only):
             print(line)
         return EXIT_DONE
-    peers = [f"{name}={folder}" for name, folder in read_peers(options.peer).items()]
+    peers = [f"{name}={folder}" for name, folder in frame.read_peers(options.peer).items()]
     return remake_records(REPOSITORY, only=options.only, peers=peers)

@@ -108,6 +108,8 @@ def ended_with(code: int, text: str) -> tuple[State, str | None]:
 # The turns, their figures, those of a cell over its turns, and those of a comparison.
 
 SEC_PER_HOUR = 3600
+OF_ALL_TURNS = ("tokens_per_sec", "peak_memory_bytes_rank0", "communication_share", "joules")
+"""Figures of a cell that are spreads of those of its turns."""
 OF_FIRST_TURN = ("model_state_bytes_by_rank", "sent_bytes_per_step", "final_loss")
 """Figures of a cell that all its turns have alike."""
 PLAN_FILE, RESULT_FILE = "plan.json", "result.json"
@@ -187,6 +189,8 @@ def cell_of(cell: sweep_cells.Cell, turns: Sequence[Turn], *, price: float | Non
     def over(figure: str, *, scale: float = 1.0) -> Spread | None:
         return spread([value * scale for turn in done if (value := getattr(turn, figure)) is not None])
 
+    figures: dict[str, Any] = {name: over(name) for name in OF_ALL_TURNS}
+    figures |= {name: getattr(first, name, None) for name in OF_FIRST_TURN}
     device_sec = cell.devices * (price or 0.0) / SEC_PER_HOUR
     # Of a target, the turns that reached it would be only those that were lucky.
     all_reached = all(turn.time_to_target_sec is not None for turn in done)
@@ -196,9 +200,8 @@ def cell_of(cell: sweep_cells.Cell, turns: Sequence[Turn], *, price: float | Non
         launcher=cell.launcher,
         flags=list(cell.flags),
         turns=list(turns),
-        **{name: over(name) for name in ("tokens_per_sec", "peak_memory_bytes_rank0", "communication_share", "joules")},
+        **figures,
         tokens_per_sec_per_device=over("tokens_per_sec", scale=1 / cell.devices),
-        **{name: getattr(first, name, None) for name in OF_FIRST_TURN},
         time_to_target_sec=over("time_to_target_sec") if all_reached else None,
         cost=over("train_time_sec", scale=device_sec) if price is not None else None,
     )
