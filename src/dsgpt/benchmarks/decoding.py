@@ -79,9 +79,7 @@ def decoding_page(record: frame.Record, *, source: str) -> str:
     hardware, env, work = record["hardware"], record["env"], record["results"][0]["work"]
     head = f"""# How fast a model generates
 
-Generated from `{source}` by
-`.venv/bin/python src/benchmark.py decoding --table-from {source} --page docs/decoding.md`;
-`.venv/bin/python src/benchmark.py decoding` measures it on your machine.
+{frame.generated_by(source, "decoding")}
 
 Every contender continues the same {work["prompt_tokens"]}-token prompts by {work["new_tokens"]} tokens, greedily, in
 one process with all cores. They run in turn, {record["rounds"]} turns each after a warm-up, so that all meet the same
@@ -153,9 +151,7 @@ def verdict(result: Figures) -> str:
 
 def _ratios(result: Figures) -> list[str]:
     """``1.20 (1.18 to 1.23)x transformers``, for every peer."""
-    return [
-        f"{frame.span_words(ratio, '.2f')}x {name}{frame.judged(ratio)}" for name, ratio in result["ratios"].items()
-    ]
+    return [frame.ratio_words(ratio, name) for name, ratio in result["ratios"].items()]
 
 
 def _seconds(record: frame.Record, tokens: int) -> str:
@@ -188,7 +184,6 @@ def _goal(goal: float | None, form: str, reached: float) -> str:
     return f"{goal:{form}}{'' if reached >= goal else ', **not reached**'}"
 
 
-SCHEMA_VERSION = "1.0"
 SIZES = tuple(PRESETS)
 
 Result = dict[str, Any]
@@ -212,7 +207,7 @@ class DecodingOptions(frame.SuiteOptions):
 class Decoding(frame.Suite[DecodingOptions, Result]):
     """Lets implementations continue the same prompts in turn."""
 
-    name, record_of, schema_version, unit = "decoding", "decoding", SCHEMA_VERSION, "row"
+    name, record_of, unit = "decoding", "decoding", "row"
     flags, page, summary = DecodingOptions, staticmethod(decoding_page), staticmethod(summary_lines)
     description = """\
 decoding: let this program, transformers and nanoGPT continue the same prompts in turn, with one text and with eight, in

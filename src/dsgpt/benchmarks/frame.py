@@ -107,6 +107,23 @@ def write_page(page: Path, text: str, *, record: Record, name: str, repository: 
     write_atomic(page, f"{head}{busy}\n\n{sources}{heading}{rest}\n".encode())
 
 
+def generated_by(
+    source: str, name: str, *, page: str = "", measure: str = "", ends: str = "measures it on your machine"
+) -> str:
+    """The paragraph of a page that says how it is made.
+
+    Args:
+        source: the path of its record, for the reader.
+        name: that of the suite.
+        page: the name of its page, if that is another.
+        measure: the suite with the flags that its measurement needs, if it needs some.
+        ends: what that does.
+    """
+    return f"""Generated from `{source}` by
+`.venv/bin/python src/benchmark.py {name} --table-from {source} --page docs/{page or name}.md`;
+`.venv/bin/python src/benchmark.py {measure or name}` {ends}."""
+
+
 def made_from(record: Record, *, source: str, name: str, page: str = "") -> str:
     """The paragraphs of a page that say how it is made, and when and on which machine its record was.
 
@@ -117,9 +134,7 @@ def made_from(record: Record, *, source: str, name: str, page: str = "") -> str:
         page: the name of its page, if that is another.
     """
     hardware, env = record["hardware"], record["env"]
-    return f"""Generated from `{source}` by
-`.venv/bin/python src/benchmark.py {name} --table-from {source} --page docs/{page or name}.md`;
-`.venv/bin/python src/benchmark.py {name}` measures it on your machine.
+    return f"""{generated_by(source, name, page=page)}
 
 Machine: {machine_words(hardware)}; {hardware["device"]}.
 Python {env["python_version"]}, torch {env["torch_version"]}, DeepSpeed {env["deepspeed_version"]}.
@@ -188,6 +203,11 @@ def spread_words(figure: Spread, form: Callable[[float], str]) -> str:
     return text if len(figure.values) < 2 else f"{text} ({form(figure.smallest)} to {form(figure.largest)})"
 
 
+def ratio_words(ratio: Mapping[str, Any], other: str) -> str:
+    """``1.20 (1.18 to 1.23)x transformers``, and whether that is no difference."""
+    return f"{span_words(ratio, '.2f')}x {other}{judged(ratio)}"
+
+
 def turns(names: Sequence[str], *, rounds: int) -> Iterator[tuple[int, str]]:
     """Yields the number of the round, from 1, and the name of each turn.
 
@@ -242,7 +262,7 @@ class Suite(ABC, Generic[O, R]):
     """Name of the command, and in ``record_sources``."""
     record_of: ClassVar[str]
     """Subject of the record, for messages."""
-    schema_version: ClassVar[str]
+    schema_version: ClassVar[str] = "1.0"
     """Schema of the record."""
     unit: ClassVar[str]
     """Name of one result, in the progress bar."""
@@ -287,7 +307,7 @@ class Suite(ABC, Generic[O, R]):
             keep.mkdir(parents=True)
         except FileExistsError as error:
             raise UserError(f"--keep {keep}: exists already: give a new folder") from error
-        return keep.resolve()
+        return keep
 
     def begin(self) -> None:
         """Prepare the work in ``folder``, which exists.
@@ -342,7 +362,7 @@ def run_suite(suite: type[Suite[O, R]], options: O, *, repository: Path) -> int:
     total, started = run.plan(), time.perf_counter()
     load, results = LoadOfOthers(), list[R]()
     with ExitStack() as resources:
-        run.folder = run.work_folder(resources)
+        run.folder = run.work_folder(resources).resolve()
         run.begin()
         progress = console.progress(total=total, what=suite.name, unit=suite.unit)
         resources.callback(progress.close)

@@ -84,17 +84,19 @@ class PlanCell:
     @property
     def work(self) -> dict[str, Any]:
         """Description of the training, for the record."""
+        more = {"global_batch_size": self.sequences, "recipe": self.recipe, "changes": dict(self.changes)}
+        return {"model": asdict(self.shape), **self._settings, **more}
+
+    @property
+    def _settings(self) -> dict[str, Any]:
+        """What the record and the planner name alike."""
         return {
-            "model": asdict(self.shape),
+            "run_type": self.run_type,
+            "precision": self.precision,
             "seq_length": self.length,
             "micro_batch_size": self.micro,
             "gradient_accumulation_steps": self.accumulation,
-            "global_batch_size": self.sequences,
-            "precision": self.precision,
             "activation_checkpointing": self.checkpointing,
-            "run_type": self.run_type,
-            "recipe": self.recipe,
-            "changes": dict(self.changes),
         }
 
     def write_recipe(self, path: Path, *, recipes: Path) -> Path:
@@ -106,17 +108,8 @@ class PlanCell:
 
     def setup(self, recipe: Path) -> Setup:
         """The planner's setup, with the recipe that ``write_recipe`` wrote."""
-        return Setup(
-            run_type=self.run_type,
-            model=self.shape.config(self.length),
-            recipe=sound_recipe(recipe),
-            world_size=self.ranks,
-            precision=self.precision,
-            micro_batch_size=self.micro,
-            gradient_accumulation_steps=self.accumulation,
-            seq_length=self.length,
-            activation_checkpointing=self.checkpointing,
-        )
+        model = self.shape.config(self.length)
+        return Setup(model=model, recipe=sound_recipe(recipe), world_size=self.ranks, **self._settings)
 
     def flags(self, *, recipe: Path, tokens: Path, folder: Path) -> list[str]:
         """The flags of ``src/gpt2.py`` for this cell; ``tokens`` holds a file for each vocabulary."""
@@ -406,7 +399,6 @@ measured step. Both times are measured. Goal: at most {MOST_SLOWER:.0%} slower."
 
 # The suite.
 
-SCHEMA_VERSION = "1.0"
 
 Result = dict[str, Any]
 
@@ -422,7 +414,7 @@ class PlanOptions(SuiteOptions):
 class Plan(Suite[PlanOptions, Result]):
     """Predicts every cell, measures it, and compares."""
 
-    name, record_of, schema_version, unit = "plan", "predictions", SCHEMA_VERSION, "cell"
+    name, record_of, unit = "plan", "predictions", "cell"
     count_width, failure_line = 2, "outside the bounds: {}"
     flags, page, summary = PlanOptions, staticmethod(plan_page), staticmethod(summary_lines)
     description = """\

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from dsgpt.benchmarks.cells import prepare_demo
-from dsgpt.benchmarks.frame import Record, Suite, SuiteOptions, device_flag, page_of
+from dsgpt.benchmarks.frame import Record, Suite, SuiteOptions, device_flag, generated_by, page_of
 from dsgpt.benchmarks.launch import train
 from dsgpt.common.command_line import choice, flag
 from dsgpt.common.files import write_json_atomic
@@ -119,9 +119,7 @@ def recipes_page(record: Record, *, source: str) -> str:
     hardware = record["hardware"]
     head = f"""# The search behind the recipes of small models
 
-Generated from `{source}` by
-`.venv/bin/python src/benchmark.py recipes --table-from {source} --page docs/recipe-search.md`;
-`.venv/bin/python src/benchmark.py recipes` repeats it.
+{generated_by(source, "recipes", page="recipe-search", ends="repeats it")}
 
 The field's published settings are for models of 100 million parameters and more, and for batches of half a million
 tokens. A model of two million parameters that sees less than a million tokens learns more with small batches and a
@@ -170,8 +168,6 @@ def summary_lines(record: Record) -> list[str]:
     return lines
 
 
-SCHEMA_VERSION = "1.0"
-
 Result = dict[str, Any]
 
 
@@ -188,7 +184,7 @@ class RecipesOptions(SuiteOptions):
 class Recipes(Suite[RecipesOptions, Result]):
     """Trains every model of the search, and chooses."""
 
-    name, record_of, schema_version, unit = "recipes", "recipes", SCHEMA_VERSION, "training"
+    name, record_of, unit = "recipes", "recipes", "training"
     flags, page, summary = RecipesOptions, staticmethod(recipes_page), staticmethod(summary_lines)
     description = """\
 recipes: train small models with many learning rates, batches and schedules on the same tokens, and show which learns
@@ -207,7 +203,6 @@ sizes: {", ".join(SEARCHES)}"""
         return sum(1 + len(grid) + 2 * len(OTHER_SEEDS) for grid in grids)
 
     def begin(self) -> None:
-        self.folder = self.folder.resolve()
         self._data = prepare_demo(self.repository, self.folder / "data")
 
     def results(self) -> Iterator[Result]:

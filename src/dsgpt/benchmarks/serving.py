@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import psutil
 
-from dsgpt.benchmarks.frame import TRAINED, Record, Suite, SuiteOptions, device_flag, page_of, percentiles
+from dsgpt.benchmarks.frame import TRAINED, Record, Suite, SuiteOptions, device_flag, generated_by, page_of, percentiles
 from dsgpt.common.command_line import POSITIVE, flag
 from dsgpt.common.errors import UserError
 from dsgpt.common.json_files import clipped_text
@@ -250,9 +250,7 @@ def serving_page(record: Record, *, source: str) -> str:
     grown = "unknown" if record["growth"] is None else f"{record['growth']:.3f} of the first one's"
     head = f"""# A server under {record["times"]} times its capacity
 
-Generated from `{source}` by
-`.venv/bin/python src/benchmark.py serving --table-from {source} --page docs/serving-load.md`;
-`.venv/bin/python src/benchmark.py serving` measures it on your machine.
+{generated_by(source, "serving", page="serving-load")}
 
 `src/serve.py` serves `{record["checkpoint"]}` and decodes {record["batch"]} sequences at a time; {record["queue"]} may
 wait. With a client for each of these places it answers {record["capacity_per_sec"]:.1f} requests a second, each a
@@ -299,7 +297,6 @@ def _percentiles(values: dict[str, float] | None) -> str:
     return " / ".join(f"{values[key]:.2f}" for key in ("p50", "p95", "p99")) + " s"
 
 
-SCHEMA_VERSION = "1.0"
 BATCH, QUEUE = 8, 16
 SEED = 1
 MAX_TOKENS = 32
@@ -335,7 +332,7 @@ class ServingOptions(SuiteOptions):
 class Serving(Suite[ServingOptions, Round]):
     """Measures the capacity of a server, then asks for several times as much."""
 
-    name, record_of, schema_version, unit = "serving", "a load test", SCHEMA_VERSION, "round"
+    name, record_of, unit = "serving", "a load test", "round"
     failure_line = "FAILED: {}"
     flags, page, summary = ServingOptions, staticmethod(serving_page), staticmethod(summary_lines)
     description = """\

@@ -259,9 +259,7 @@ def speed_page(record: frame.Record, *, source: str) -> str:
     software = f"torch {env['torch_version']}, transformers {env['transformers_version']}"
     head = f"""# How fast a step is
 
-Generated from `{source}` by
-`.venv/bin/python src/benchmark.py speed --table-from {source} --page docs/speed.md`;
-`.venv/bin/python src/benchmark.py speed --peer nanogpt=FOLDER` measures it on your machine.
+{frame.generated_by(source, "speed", measure="speed --peer nanogpt=FOLDER")}
 
 Every row compares trainers that take whole optimizer steps with the same shapes, precision, threads and tokens. They
 run in turn, {record["rounds"]} turns each, so that all meet the same machine. A ratio is that of one turn to the turn
@@ -312,11 +310,12 @@ def verdict(result: Figures) -> str:
         return f"{title}: FAILED: {result['failed']}"
     if "products_sec" in result:
         return f"{title}: {result['products_sec']:.3f} s of matrix products in a step"
-    shown = f"{_ratio(result)} (goal {result['target']:.2f})" if "ratio" in result else _shown(result)
-    return f"{title}: {shown}{'' if reached(result) else ', NOT REACHED'}"
+    return f"{title}: {_shown(result)}{'' if reached(result) else ', NOT REACHED'}"
 
 
 def _shown(result: Figures) -> str:
+    if "ratio" in result:
+        return f"{frame.ratio_words(result['ratio'], result['best_other'])} (goal {result['target']:.2f})"
     if "seconds" in result:
         return f"{frame.span_words(result['seconds'], '.2f')} s (goal at most {result['target']:.1f} s)"
     if "peak_bytes" in result:
@@ -329,24 +328,21 @@ def _shown(result: Figures) -> str:
     return f"{frame.span_words(result['share'], '.2%')} (goal at most {result['target']:.0%})"
 
 
-def _ratio(result: Figures, *, key: str = "ratio", other: str = "best_other") -> str:
-    return f"{frame.span_words(result[key], '.2f')}x {result[other]}{frame.judged(result[key])}"
-
-
 def _speeds_reached(record: frame.Record) -> str:
     compared = [result for result in record["results"] if "ratio" in result]
     rows = []
     for result in compared:
         if "ratio_with_memory_kept" in result:
-            ratio = _ratio(result, key="ratio_with_memory_kept", other="best_with_memory_kept")
+            ratio = frame.ratio_words(result["ratio_with_memory_kept"], result["best_with_memory_kept"])
             rows.append([f"{result['title']}, equal memory settings", _speeds(result, memory_kept=True), ratio, "", ""])
     for result in compared:
         goal = f"{result['target']:.2f}{'' if reached(result) else ', **not reached**'}"
         waits = result["entries"][0]["synchronisations"]
         beside = "" if waits is None else f"{waits} synchronisations in a turn"
         if "limit" in result:
-            beside = f"{frame.span_words(result['limit'], '.2f')}x without communication{frame.judged(result['limit'])}"
-        rows.append([result["title"], _speeds(result, memory_kept=False), _ratio(result), goal, beside])
+            beside = frame.ratio_words(result["limit"], "without communication")
+        ratio = frame.ratio_words(result["ratio"], result["best_other"])
+        rows.append([result["title"], _speeds(result, memory_kept=False), ratio, goal, beside])
     return frame.section("Tokens per second", ["work", "tokens/s", "ratio", "goal", "beside it"], rows)
 
 
@@ -382,7 +378,6 @@ def _around_the_steps(record: frame.Record) -> str:
     return frame.section("Around the steps", ["what", "measured", "reached"], rows)
 
 
-SCHEMA_VERSION = "1.0"
 TOKENS = 2_000_000
 
 
@@ -399,7 +394,7 @@ class SpeedOptions(frame.SuiteOptions):
 class Speed(frame.Suite[SpeedOptions, Result]):
     """Lets trainers take turns, and measures what a run costs beside its steps."""
 
-    name, record_of, schema_version, unit = "speed", "speeds", SCHEMA_VERSION, "row"
+    name, record_of, unit = "speed", "speeds", "row"
     flags, page, summary = SpeedOptions, staticmethod(speed_page), staticmethod(summary_lines)
     description = """\
 speed: let this program, nanoGPT and Hugging Face's GPT-2 train in turn with the same shapes, precision, threads and
@@ -436,7 +431,6 @@ examples:
         return len(self._measurements)
 
     def begin(self) -> None:
-        self.folder = self.folder.resolve()
         cells.write_random_tokens(self.folder / "tokens", vocab_sizes=(8192, 50_257), count=TOKENS)
 
     def results(self) -> Iterator[Result]:
