@@ -283,28 +283,35 @@ def prepare_corpus(repository: Path, folder: Path) -> Corpus:
         if not (library / name).exists():
             raise UserError(f"{library / name}: is missing, but the suite trains on it: use a Python with its sources")
         shutil.copy(library / name, text / name.replace("/", "-").replace(".py", ".txt"))
-    prepared = folder / "data"
     tokenizer = ("--tokenizer", "train", "--vocab_size", str(VOCABULARY))
-    _prepare(repository, prepared, "--input", str(text), *tokenizer, "--val_fraction", "0.2")
-    return Corpus(train=prepared / "train.bin", val=prepared / "val.bin")
+    return _prepare(repository, folder / "data", "--input", str(text), *tokenizer, "--val_fraction", "0.2")
 
 
-def prepare_demo(repository: Path, folder: Path) -> Path:
-    """The text of ``make demo`` in ``folder``, prepared once.
+def prepare_demo(repository: Path, folder: Path) -> Corpus:
+    """The text of ``make demo`` in ``folder``.
 
     Raises:
         UserError: the script failed.
     """
-    if not (folder / "train.bin").exists():
-        _prepare(repository, folder)
-    return folder
+    return _prepare(repository, folder)
 
 
-def _prepare(repository: Path, folder: Path, *flags: str) -> None:
+def _prepare(repository: Path, folder: Path, *flags: str) -> Corpus:
+    """The files of ``folder``, prepared once."""
+    corpus = Corpus(train=folder / "train.bin", val=folder / "val.bin")
+    if corpus.train.exists():
+        return corpus
     command = [sys.executable, str(repository / "data_prep" / "preprocess.py"), *flags, "--output_dir", str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise UserError(f"data_prep/preprocess.py failed: {done.stderr.strip() or done.stdout.strip()}")
+    return corpus
+
+
+def file_values(corpus: Corpus, *, recipe: Path, run_dir: Path) -> dict[str, object]:
+    """The flags of a training's files, for ``training_words``."""
+    data = {"train_data_path": corpus.train, "val_data_path": corpus.val}
+    return {**data, "deepspeed_config": recipe, "checkpoint_path": run_dir}
 
 
 def cut_validation(corpus: Corpus, *, windows: int, length: int) -> Corpus:
@@ -419,10 +426,7 @@ def flags(cell: Cell, *, recipe: Path, corpus: Corpus, run_dir: Path, device: st
     """The flags of ``src/gpt2.py`` that train this cell for ``steps`` optimizer steps."""
     values: dict[str, object] = {
         "run_type": STRATEGIES[cell.strategy].run_type,
-        "train_data_path": corpus.train,
-        "val_data_path": corpus.val,
-        "checkpoint_path": run_dir,
-        "deepspeed_config": recipe,
+        **file_values(corpus, recipe=recipe, run_dir=run_dir),
         **shape(device),
         "dropout": 0,
         "max_train_steps": steps,

@@ -32,6 +32,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from dsgpt.benchmarks import decoding
+from dsgpt.benchmarks.cells import Corpus, file_values
 from dsgpt.benchmarks.decoding import DecodingRow
 from dsgpt.benchmarks.frame import NANOGPT, contest, ratios, span
 from dsgpt.benchmarks.launch import config_of, shape_values, training_words
@@ -74,10 +75,7 @@ class OwnTrainer:
         write_json_atomic(recipe, {**TRAINING, "zero_optimization": {"stage": 1}} if kind == ENGINE else TRAINING)
         values: dict[str, Any] = {
             "run_type": {OURS: "baseline", ENGINE: "optimized", DDP: "ddp"}[kind],
-            "deepspeed_config": recipe,
-            "train_data_path": tokens,
-            "val_data_path": tokens,
-            "checkpoint_path": folder / "run",
+            **file_values(Corpus(train=tokens, val=tokens), recipe=recipe, run_dir=folder / "run"),
             **shape_values(work.model),
             "seq_length": work.shape.length,
             "global_batch_size": work.batch * topology.world_size,

@@ -508,16 +508,12 @@ def _clipping(key: ReferenceKey) -> float:
 def _cell_facts(result: Result) -> dict[str, Any]:
     from dsgpt.benchmarks.parity_rank import BUGS  # noqa: PLC0415 - torch takes seconds
 
-    bug = result.cell.bug
+    cell, shown = result.cell, ("status", "refusal_expected", "as_expected", "measured", "failures")
     return {
-        **asdict(result.cell),
-        **({"bug_description": (BUGS[bug].function.__doc__ or "").removesuffix(".")} if bug else {}),
-        "status": result.status,
-        "refusal_expected": result.refusal_expected,
-        "as_expected": result.as_expected,
+        **asdict(cell),
+        **({"bug_description": (BUGS[cell.bug].function.__doc__ or "").removesuffix(".")} if cell.bug else {}),
+        **{name: getattr(result, name) for name in shown},
         "seconds": round(result.seconds, 2),
         "message": result.message or None,
-        "measured": result.measured,
-        "failures": result.failures,
         "cost": result.bytes_per_rank or None,
     }

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from dsgpt.benchmarks.cells import NARROW, Shape
+from dsgpt.benchmarks.cells import NARROW, Corpus, Shape, file_values
 from dsgpt.benchmarks.frame import Record, Suite, SuiteOptions, made_from, only_flag, page_of, section, selected
 from dsgpt.benchmarks.launch import shape_values, training_words
 from dsgpt.common.command_line import COUNT, flag
@@ -116,10 +116,7 @@ class PlanCell:
         data = tokens / f"{self.shape.vocab_size}.bin"
         values = {
             "run_type": self.run_type,
-            "deepspeed_config": recipe,
-            "train_data_path": data,
-            "val_data_path": data,
-            "checkpoint_path": folder / "run",
+            **file_values(Corpus(train=data, val=data), recipe=recipe, run_dir=folder / "run"),
             **shape_values(self.shape.config(self.length)),
             "seq_length": self.length,
             "micro_batch_size_per_gpu": self.micro,

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from dsgpt.benchmarks.cells import prepare_demo
+from dsgpt.benchmarks.cells import file_values, prepare_demo
 from dsgpt.benchmarks.frame import Record, Suite, SuiteOptions, device_flag, generated_by, page_of
 from dsgpt.benchmarks.launch import train
 from dsgpt.common.command_line import choice, flag
@@ -203,7 +203,7 @@ sizes: {", ".join(SEARCHES)}"""
         return sum(1 + len(grid) + 2 * len(OTHER_SEEDS) for grid in grids)
 
     def begin(self) -> None:
-        self._data = prepare_demo(self.repository, self.folder / "data")
+        self._corpus = prepare_demo(self.repository, self.folder / "data")
 
     def results(self) -> Iterator[Result]:
         for search in self._searches:
@@ -229,14 +229,11 @@ sizes: {", ".join(SEARCHES)}"""
         write_json_atomic(recipe, trial.recipe(steps=steps))
         values = {
             "run_type": "baseline",
-            "deepspeed_config": recipe,
             "model_size": search.size,
             "seq_length": search.length,
-            "train_data_path": self._data / "train.bin",
-            "val_data_path": self._data / "val.bin",
+            **file_values(self._corpus, recipe=recipe, run_dir=run_dir / "run"),
             "max_val_steps": 640 // trial.batch,
             "max_train_steps": steps,
-            "checkpoint_path": run_dir / "run",
             "seed": trial.seed,
             "device": self.options.device,
             "no_inference": True,

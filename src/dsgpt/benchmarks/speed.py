@@ -539,13 +539,10 @@ examples:
         """The flags of a training of ``make demo``; its files are in the folder ``run``."""
         return {
             "run_type": "baseline",
-            "deepspeed_config": self.repository / RECIPE,
             "model_size": "demo",
             "seq_length": LENGTH,
-            "train_data_path": self._data / "train.bin",
-            "val_data_path": self._data / "val.bin",
+            **cells.file_values(self._corpus, recipe=self.repository / RECIPE, run_dir=self.folder / run),
             "save_every": 0,
-            "checkpoint_path": self.folder / run,
             "device": self.options.device,
             **({"threads_per_device": self._threads} if self._threads else {}),
             **more,
@@ -595,7 +592,7 @@ examples:
     def _time_to_loss(self) -> Result:
         """Our time to the loss of nanoGPT's end, as a share of nanoGPT's; None if ours never reaches it."""
         first, end = (windows * LENGTH for windows in (SEARCHED_WINDOWS, SEARCHED_WINDOWS + VALIDATION_WINDOWS))
-        cells.cut_tokens(self._data / "val.bin", self.folder / LATER_WINDOWS, first=first, end=end + 1)
+        cells.cut_tokens(self._corpus.val, self.folder / LATER_WINDOWS, first=first, end=end + 1)
         ours, theirs = self._own_curve(), self._nanogpt_curve()
         seconds, loss = theirs[-1]
         own_seconds = seconds_to(ours, loss)
@@ -625,7 +622,7 @@ examples:
         shape = published("demo", length=LENGTH, vocab_size=DEMO_VOCABULARY)
         device, batch = self.options.device, int(NANOGPT_DEFAULTS["batch"])
         work = StepSetup(shape=shape, batch=batch, precision="fp32", device=device, threads=self._threads)
-        files = {"tokens": self._data / "train.bin", "val": self.folder / LATER_WINDOWS}
+        files = {"tokens": self._corpus.train, "val": self.folder / LATER_WINDOWS}
         files |= {"peer": self._peers[frame.NANOGPT]}
         steps = DEMO_TOKENS // work.tokens
         schedule = {"steps": steps, "validate_every": max(1, steps // VALIDATIONS), "windows": VALIDATION_WINDOWS}
@@ -637,7 +634,7 @@ examples:
             raise UserError(f"nanoGPT's training failed: {error.output.strip()[-1000:]}") from error
 
     @property
-    def _data(self) -> Path:
+    def _corpus(self) -> cells.Corpus:
         """The demo's text, prepared once."""
         return cells.prepare_demo(self.repository, self.folder / "demo-data")
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from dsgpt.benchmarks import frame, sweep_cells
-from dsgpt.benchmarks.cells import prepare_demo
+from dsgpt.benchmarks.cells import Corpus, prepare_demo
 from dsgpt.benchmarks.launch import own_group, training_words
 from dsgpt.benchmarks.sweep_page import summary_lines, sweep_page
 from dsgpt.common.command_line import COUNT, NUMBER, POSITIVE, Unfit, choice, flag, switch, value, whole
@@ -349,7 +349,7 @@ suites: {", ".join(sweep_cells.SUITES)}"""
         else:
             self._plan = sweep_cells.read_description(Path(options.suite), devices=options.devices)
         self._turns = ordered_turns(self._plan.cells, repeats=options.repeats, seed=options.seed)
-        self._data: Path | None = None
+        self._corpus: Corpus | None = None
 
     def plan(self) -> int:
         return len(self._turns)
@@ -364,7 +364,7 @@ suites: {", ".join(sweep_cells.SUITES)}"""
         self._require(fingerprint)
         cells = self._plan.cells
         if any(sweep_cells.value_of(cell.flags, TRAIN_DATA) is None for cell in cells):
-            self._data = prepare_demo(self.repository, self.folder / "data")
+            self._corpus = prepare_demo(self.repository, self.folder / "data")
         works = {}
         for cell in cells:
             flags = self._flags(cell, self.folder / "planned")
@@ -477,8 +477,8 @@ suites: {", ".join(sweep_cells.SUITES)}"""
             "profile_comm": options.profile_comm,
             "no_inference": True,
         }
-        if self._data is not None:
-            values |= {"train_data_path": self._data / "train.bin", "val_data_path": self._data / "val.bin"}
+        if self._corpus is not None:
+            values |= {"train_data_path": self._corpus.train, "val_data_path": self._corpus.val}
         return [*training_words(values), *cell.flags, "--checkpoint_path", str(run_dir)]
 
     def line(self, result: Turn, *, count: str, left: str) -> str:
