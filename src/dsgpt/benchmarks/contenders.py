@@ -352,8 +352,6 @@ def _timed(call: Callable[[], object], device: str) -> float:
 
 # Generators, their rounds, and what rounded weights lose.
 
-WEIGHTS = (("fp32", "none"), ("bf16", "none"), ("bf16", "int8"))
-"""Precision and quantization."""
 READS = 5
 """Readings of the weights' bytes in a round; the fastest counts."""
 _COLUMNS = 4096
@@ -372,7 +370,7 @@ def measure_losses(checkpoint: Path, data: Path, *, device: str) -> dict[str, An
     from dsgpt.machine.console import Console  # noqa: PLC0415
 
     weights: dict[str, Any] = {}
-    for precision, quantize in WEIGHTS:
+    for precision, quantize in decoding.WEIGHTS:
         asked = EvaluateRequest(checkpoint=checkpoint, data=data, precision=precision, quantize=quantize, device=device)
         record = evaluate(asked, console=Console(speaks=False))
         name = precision if quantize == "none" else quantize

@@ -15,6 +15,8 @@ from dsgpt.model.config import PRESETS
 OURS, HUGGING_FACE = "dsgpt", "transformers"
 # The rows of the suite: what is generated, and the goals.
 
+WEIGHTS = (("fp32", "none"), ("bf16", "none"), ("bf16", "int8"))
+"""Precision and quantization."""
 RATIO_GOAL = 1.3
 """Goal: speed, as a multiple of that of transformers."""
 SHARE_GOAL = 0.7
@@ -61,7 +63,7 @@ def rows(model_size: str) -> list[DecodingRow]:
     """Every row: two precisions and 8 bits, one text and eight."""
     return [
         DecodingRow(model_size=model_size, precision=precision, quantize=quantize, batch_size=batch_size)
-        for precision, quantize in (("fp32", "none"), ("bf16", "none"), ("bf16", "int8"))
+        for precision, quantize in WEIGHTS
         for batch_size in (1, 8)
     ]
 

@@ -30,6 +30,7 @@ from dsgpt.benchmarks.parity import Bounds, Split
 from dsgpt.config.recipe_blocks import SchedulerRecipe
 from dsgpt.config.run_config import RunConfig
 from dsgpt.data.loader import Batch
+from dsgpt.formats.tensor_files import DTYPES
 from dsgpt.model.gpt2 import GPT2, initialize
 from dsgpt.record.schema import finite
 
@@ -136,7 +137,6 @@ def read_tensors(folder: Path, prefix: str) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
 
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 FP16_LOSS_SCALE = 256.0
 """A power of two, which changes no digit of a gradient that neither overflows nor vanishes."""
 

@@ -434,12 +434,7 @@ examples:
         from dsgpt.benchmarks.plan_rank import PlanSuite  # noqa: PLC0415 - torch takes seconds
 
         say, rounds = self.console.say, self.options.rounds
-        self._suite = PlanSuite(
-            self.folder.resolve(),
-            repository=self.repository,
-            rounds=rounds,
-            started=lambda one: say(f"starting {counted(one.cells, 'cell')} on {counted(one.ranks, 'rank')}"),
-        )
+        self._suite = PlanSuite(self.folder, repository=self.repository, rounds=rounds, say=say)
         say(f"peak memory of {counted(len(self._cells), 'cell')}, then {counted(rounds, 'round')} of step times")
 
     def results(self) -> Iterator[Result]:
