@@ -141,7 +141,7 @@ def weight(name: str) -> torch.Tensor:
 
 def write_tensors(folder, change):
     """Write all tensors of rank 0, as ``change`` of their kind, name and value makes them; None leaves one out."""
-    measurement = Measurement(data_rank=0, strategy="cell")
+    measurement = Measurement(data_rank=0)
     for kind in KINDS:
         for name in NAMES:
             if (value := change(kind, name, weight(name))) is not None:
@@ -154,7 +154,7 @@ def training(tmp_path):
     """The files of a training of two ranks, which read different samples, and of its reference."""
     for name, rank, samples in (("reference", 0, "abcd"), ("cell", 0, "ca"), ("cell", 1, "bd")):
         (folder := tmp_path / name).mkdir(exist_ok=True)
-        measurement = Measurement(data_rank=rank, strategy=name)
+        measurement = Measurement(data_rank=rank)
         for step in range(STEPS):
             read, lr = [f"{step}{sample}" for sample in samples], 0.1 * step
             measurement.step(loss=5.0 - step, grad_norm=2.0, lr=lr, used=[lr], skipped=False, samples=read)

@@ -12,8 +12,8 @@ from git_repository import commit_all, commit_of, git, write
 from small_run import REPOSITORY
 from test_architecture import ROOMS
 
-from dsgpt.benchmarks.frame import SUITES, SWEEP, record_sources
-from dsgpt.benchmarks.records import RECORDS, REFERENCE, TRAINED, WORK, check_lines, remake_records
+from dsgpt.benchmarks.frame import SUITES, SWEEP, TRAINED, record_sources
+from dsgpt.benchmarks.records import RECORDS, REFERENCE, WORK, check_lines, remake_records
 from dsgpt.common.errors import UserError
 
 DEMO, LOADER = "src/dsgpt/demo.py", "src/dsgpt/data/loader.py"

@@ -171,7 +171,7 @@ def test_the_loss_is_reached_on_a_line_between_two_validations(loss, seconds):
 
 def test_the_share_is_our_time_to_the_loss_of_nanogpts_end(suite, corpus, monkeypatch):
     monkeypatch.setattr(suite, "_own_curve", lambda: CURVE)
-    monkeypatch.setattr(speed.Speed, "_data", corpus.val.parent)
+    monkeypatch.setattr(speed.Speed, "_corpus", corpus)
     monkeypatch.setattr(speed, "SEARCHED_WINDOWS", 1)
     for end, share in ((4.5, 25 / 50), (3.0, None)):
         monkeypatch.setattr(suite, "_nanogpt_curve", lambda end=end: [(25.0, 7.0), (50.0, end)])

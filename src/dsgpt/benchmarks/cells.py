@@ -146,27 +146,22 @@ _WITHOUT_CLIPPING = (
 the reported norm was read: clipping would undo the wrong scale."""
 
 
+_ONE_CELL: dict[str, Any] = {"ranks": (2,), "whole": False}
 _OTHER_TRAININGS = (
-    _torch("ddp-unclipped", ranks=(2,), training="unclipped", whole=False),
-    _deepspeed("zero1-unclipped", "zero1", ranks=(2,), training="unclipped", whole=False),
+    _torch("ddp-unclipped", **_ONE_CELL, training="unclipped"),
+    _deepspeed("zero1-unclipped", "zero1", **_ONE_CELL, training="unclipped"),
     *(
-        replace(
-            strategy,
-            name=f"{strategy.name}-unclipped-sgd",
-            ranks=(2,),
-            training="unclipped sgd",
-            optimizer="sgd",
-            whole=False,
-        )
+        replace(strategy, **_ONE_CELL, name=f"{strategy.name}-unclipped-sgd", training="unclipped sgd", optimizer="sgd")
         for strategy in (*_TORCH, *_DATA_PARALLEL, *_SPLIT)
         if strategy.name in _WITHOUT_CLIPPING
     ),
-    _deepspeed("zero1-constant-rate", "zero1", ranks=(2,), training="constant rate", whole=False),
-    _deepspeed("zero1-momentum", "zero1", ranks=(2,), training="momentum", whole=False, optimizer="sgd"),
+    _deepspeed("zero1-constant-rate", "zero1", **_ONE_CELL, training="constant rate"),
+    _deepspeed("zero1-momentum", "zero1", **_ONE_CELL, training="momentum", optimizer="sgd"),
 )
+_IMMEDIATE = {"bf16": {"enabled": True, "immediate_grad_update": True}}
 _OTHER_SETTINGS = (
     *(
-        build(name, recipe, ranks=(2,), changes=changes, whole=False)
+        build(name, recipe, **_ONE_CELL, changes=changes)
         for build, name, recipe, changes in (
             (_deepspeed, "zero2-whole-reduction", "zero2", _zero(2, reduce_scatter=False)),
             (_deepspeed, "zero2-scattered-gradients", "zero2", _zero(2, contiguous_gradients=False)),
@@ -179,14 +174,7 @@ _OTHER_SETTINGS = (
             (_sharded, "zero3-offload-optimizer", "zero3_offload", _zero(3, offload_param=None)),
         )
     ),
-    _deepspeed(
-        "zero1-immediate-update",
-        "zero1",
-        ranks=(2,),
-        changes={"bf16": {"enabled": True, "immediate_grad_update": True}},
-        whole=False,
-        precision="bf16",
-    ),
+    _deepspeed("zero1-immediate-update", "zero1", **_ONE_CELL, changes=_IMMEDIATE, precision="bf16"),
 )
 
 STRATEGIES = {
@@ -246,6 +234,9 @@ def executed_by(cell: Cell) -> str:
 # A model by its sizes, and the one that several suites measure.
 
 
+DIMENSIONS = ("n_layer", "n_head", "n_embd")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Shape:
     """A model."""
@@ -258,13 +249,8 @@ class Shape:
 
     def config(self, positions: int) -> GPT2Config:
         """The model with that many positions."""
-        return GPT2Config(
-            n_layer=self.n_layer,
-            n_head=self.n_head,
-            n_embd=self.n_embd,
-            block_size=positions,
-            vocab_size=self.vocab_size,
-        )
+        sizes = {size: getattr(self, size) for size in (*DIMENSIONS, "vocab_size")}
+        return GPT2Config(**sizes, block_size=positions)
 
 
 NARROW = Shape(name="4 x 256", n_layer=4, n_head=4, n_embd=256, vocab_size=8192)
@@ -297,28 +283,35 @@ def prepare_corpus(repository: Path, folder: Path) -> Corpus:
         if not (library / name).exists():
             raise UserError(f"{library / name}: is missing, but the suite trains on it: use a Python with its sources")
         shutil.copy(library / name, text / name.replace("/", "-").replace(".py", ".txt"))
-    prepared = folder / "data"
     tokenizer = ("--tokenizer", "train", "--vocab_size", str(VOCABULARY))
-    _prepare(repository, prepared, "--input", str(text), *tokenizer, "--val_fraction", "0.2")
-    return Corpus(train=prepared / "train.bin", val=prepared / "val.bin")
+    return _prepare(repository, folder / "data", "--input", str(text), *tokenizer, "--val_fraction", "0.2")
 
 
-def prepare_demo(repository: Path, folder: Path) -> Path:
-    """The text of ``make demo`` in ``folder``, prepared once.
+def prepare_demo(repository: Path, folder: Path) -> Corpus:
+    """The text of ``make demo`` in ``folder``.
 
     Raises:
         UserError: the script failed.
     """
-    if not (folder / "train.bin").exists():
-        _prepare(repository, folder)
-    return folder
+    return _prepare(repository, folder)
 
 
-def _prepare(repository: Path, folder: Path, *flags: str) -> None:
+def _prepare(repository: Path, folder: Path, *flags: str) -> Corpus:
+    """The files of ``folder``, prepared once."""
+    corpus = Corpus(train=folder / "train.bin", val=folder / "val.bin")
+    if corpus.train.exists():
+        return corpus
     command = [sys.executable, str(repository / "data_prep" / "preprocess.py"), *flags, "--output_dir", str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise UserError(f"data_prep/preprocess.py failed: {done.stderr.strip() or done.stdout.strip()}")
+    return corpus
+
+
+def file_values(corpus: Corpus, *, recipe: Path, run_dir: Path) -> dict[str, object]:
+    """The flags of a training's files, for ``training_words``."""
+    data = {"train_data_path": corpus.train, "val_data_path": corpus.val}
+    return {**data, "deepspeed_config": recipe, "checkpoint_path": run_dir}
 
 
 def cut_validation(corpus: Corpus, *, windows: int, length: int) -> Corpus:
@@ -329,17 +322,18 @@ def cut_validation(corpus: Corpus, *, windows: int, length: int) -> Corpus:
         windows: how many; if this is not a multiple of the global batch, the last batch is padded.
         length: tokens that a window predicts.
     """
-    whole = open_token_file(corpus.val)
-    about, path = whole.sidecar, corpus.val.with_name("val-cut.bin")
-    with TokenFileWriter(
-        path,
-        vocab_size=about.vocab_size or VOCABULARY,
-        eot_id=about.eot_id or 0,
-        tokenizer=about.tokenizer,
-        source=f"the beginning of {corpus.val.name}",
-    ) as writer:
-        writer.append(whole.memmap()[: windows * length])  # an end-of-text id follows, which the last window predicts
+    path = corpus.val.with_name("val-cut.bin")
+    cut_tokens(corpus.val, path, first=0, end=windows * length)  # an end-of-text id follows: the last window's target
     return Corpus(train=corpus.train, val=path)
+
+
+def cut_tokens(whole: Path, part: Path, *, first: int, end: int) -> None:
+    """Write the tokens from ``first`` to before ``end`` of the prepared file ``whole`` to the new file ``part``."""
+    file = open_token_file(whole)
+    about, source = file.sidecar, f"a part of {whole.name}"
+    ids = {"vocab_size": about.vocab_size or VOCABULARY, "eot_id": about.eot_id or 0}
+    with TokenFileWriter(part, **ids, tokenizer=about.tokenizer, source=source) as writer:
+        writer.append(file.memmap()[first:end])
 
 
 def write_random_tokens(folder: Path, *, vocab_sizes: Iterable[int], count: int) -> None:
@@ -432,10 +426,7 @@ def flags(cell: Cell, *, recipe: Path, corpus: Corpus, run_dir: Path, device: st
     """The flags of ``src/gpt2.py`` that train this cell for ``steps`` optimizer steps."""
     values: dict[str, object] = {
         "run_type": STRATEGIES[cell.strategy].run_type,
-        "train_data_path": corpus.train,
-        "val_data_path": corpus.val,
-        "checkpoint_path": run_dir,
-        "deepspeed_config": recipe,
+        **file_values(corpus, recipe=recipe, run_dir=run_dir),
         **shape(device),
         "dropout": 0,
         "max_train_steps": steps,

@@ -32,9 +32,10 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from dsgpt.benchmarks import decoding
+from dsgpt.benchmarks.cells import Corpus, file_values
 from dsgpt.benchmarks.decoding import DecodingRow
 from dsgpt.benchmarks.frame import NANOGPT, contest, ratios, span
-from dsgpt.benchmarks.launch import shape_values, training_words
+from dsgpt.benchmarks.launch import config_of, shape_values, training_words
 from dsgpt.benchmarks.speed import DDP, ENGINE, HUGGING_FACE, NANOGPT_DEFAULTS, OURS, PEERS, Shape, StepSetup
 from dsgpt.common.errors import UserError
 from dsgpt.common.files import write_json_atomic
@@ -66,8 +67,6 @@ class OwnTrainer:
 
     def __init__(self, kind: str, work: StepSetup, *, tokens: Path, folder: Path) -> None:
         # imported here: they are not to be in the memory of peers
-        from dsgpt.config.options import parse_arguments  # noqa: PLC0415
-        from dsgpt.config.run_config import resolve  # noqa: PLC0415
         from dsgpt.machine.device import joined  # noqa: PLC0415
         from dsgpt.strategies.base import build_strategy  # noqa: PLC0415
         from dsgpt.training.trainer import training_batches  # noqa: PLC0415
@@ -76,10 +75,7 @@ class OwnTrainer:
         write_json_atomic(recipe, {**TRAINING, "zero_optimization": {"stage": 1}} if kind == ENGINE else TRAINING)
         values: dict[str, Any] = {
             "run_type": {OURS: "baseline", ENGINE: "optimized", DDP: "ddp"}[kind],
-            "deepspeed_config": recipe,
-            "train_data_path": tokens,
-            "val_data_path": tokens,
-            "checkpoint_path": folder / "run",
+            **file_values(Corpus(train=tokens, val=tokens), recipe=recipe, run_dir=folder / "run"),
             **shape_values(work.model),
             "seq_length": work.shape.length,
             "global_batch_size": work.batch * topology.world_size,
@@ -90,8 +86,7 @@ class OwnTrainer:
             **({"threads_per_device": work.threads} if work.device == "cpu" else {}),
             **({"compile": True} if work.compile else {}),
         }
-        options, problems = parse_arguments(training_words(values))
-        config = resolve(options, topology=topology, problems=problems)
+        config = config_of(training_words(values))
         self._resources = contextlib.ExitStack()
         device = bring_up(config.device, local_rank=topology.local_rank, threads=config.threads_per_device)
         if kind != OURS:
@@ -357,8 +352,6 @@ def _timed(call: Callable[[], object], device: str) -> float:
 
 # Generators, their rounds, and what rounded weights lose.
 
-WEIGHTS = (("fp32", "none"), ("bf16", "none"), ("bf16", "int8"))
-"""Precision and quantization."""
 READS = 5
 """Readings of the weights' bytes in a round; the fastest counts."""
 _COLUMNS = 4096
@@ -377,7 +370,7 @@ def measure_losses(checkpoint: Path, data: Path, *, device: str) -> dict[str, An
     from dsgpt.machine.console import Console  # noqa: PLC0415
 
     weights: dict[str, Any] = {}
-    for precision, quantize in WEIGHTS:
+    for precision, quantize in decoding.WEIGHTS:
         asked = EvaluateRequest(checkpoint=checkpoint, data=data, precision=precision, quantize=quantize, device=device)
         record = evaluate(asked, console=Console(speaks=False))
         name = precision if quantize == "none" else quantize

@@ -9,12 +9,14 @@ from typing import Any
 from dsgpt.benchmarks import frame
 from dsgpt.common.command_line import POSITIVE, choice, flag
 from dsgpt.common.errors import UserError
-from dsgpt.common.text import machine_words, table
+from dsgpt.common.text import machine_words
 from dsgpt.model.config import PRESETS
 
 OURS, HUGGING_FACE = "dsgpt", "transformers"
 # The rows of the suite: what is generated, and the goals.
 
+WEIGHTS = (("fp32", "none"), ("bf16", "none"), ("bf16", "int8"))
+"""Precision and quantization."""
 RATIO_GOAL = 1.3
 """Goal: speed, as a multiple of that of transformers."""
 SHARE_GOAL = 0.7
@@ -61,7 +63,7 @@ def rows(model_size: str) -> list[DecodingRow]:
     """Every row: two precisions and 8 bits, one text and eight."""
     return [
         DecodingRow(model_size=model_size, precision=precision, quantize=quantize, batch_size=batch_size)
-        for precision, quantize in (("fp32", "none"), ("bf16", "none"), ("bf16", "int8"))
+        for precision, quantize in WEIGHTS
         for batch_size in (1, 8)
     ]
 
@@ -79,9 +81,7 @@ def decoding_page(record: frame.Record, *, source: str) -> str:
     hardware, env, work = record["hardware"], record["env"], record["results"][0]["work"]
     head = f"""# How fast a model generates
 
-Generated from `{source}` by
-`.venv/bin/python src/benchmark.py decoding --table-from {source} --page docs/decoding.md`;
-`.venv/bin/python src/benchmark.py decoding` measures it on your machine.
+{frame.generated_by(source, "decoding")}
 
 Every contender continues the same {work["prompt_tokens"]}-token prompts by {work["new_tokens"]} tokens, greedily, in
 one process with all cores. They run in turn, {record["rounds"]} turns each after a warm-up, so that all meet the same
@@ -97,12 +97,7 @@ int8 rows compare our weights in 8 bits with the peers' in bf16.
 Machine: {machine_words(hardware)}; {hardware["device"]}.
 torch {env["torch_version"]}, transformers {env["transformers_version"]}.
 Commit `{record["git_commit"]}`, {record["timestamp_utc"]}."""
-    sections = [
-        (f"Seconds of {work['new_tokens']} tokens", _speed_table(record)),
-        ("Distance to the memory's floor", _floor_table(record)),
-        *([("What rounded weights lose", _losses(record["losses"]))] if record["losses"] else []),
-    ]
-    return "\n".join([head, *(f"\n## {title}\n\n{text}" for title, text in sections), ""])
+    return frame.page_of(head, _seconds(record, work["new_tokens"]), _floor(record), _losses(record["losses"]))
 
 
 def _huge_pages(record: frame.Record) -> str:
@@ -115,8 +110,10 @@ def _huge_pages(record: frame.Record) -> str:
     )
 
 
-def _losses(losses: Figures) -> str:
-    """A table of the loss that rounded weights cost."""
+def _losses(losses: Figures | None) -> str:
+    """A table of the loss that rounded weights cost; empty if it was not measured."""
+    if not losses:
+        return ""
     weights, exact = losses["weights"], losses["weights"]["fp32"]["perplexity"]
     rows = [
         [name, f"{each['loss']:.5f}", f"{each['perplexity']:.3f}", f"{each['perplexity'] / exact - 1:+.3%}"]
@@ -127,7 +124,7 @@ def _losses(losses: Figures) -> str:
         "int8 the weights of layers and head are rounded, and the arithmetic is bf16."
     )
     header = ["weights", "loss, nats per token", "perplexity", "against fp32"]
-    return f"{text}\n\n{table(header, rows)}"
+    return frame.section("What rounded weights lose", header, rows, text=text)
 
 
 def summary_lines(record: frame.Record) -> list[str]:
@@ -156,30 +153,30 @@ def verdict(result: Figures) -> str:
 
 def _ratios(result: Figures) -> list[str]:
     """``1.20 (1.18 to 1.23)x transformers``, for every peer."""
-    return [
-        f"{frame.span_words(ratio, '.2f')}x {name}{frame.judged(ratio)}" for name, ratio in result["ratios"].items()
-    ]
+    return [frame.ratio_words(ratio, name) for name, ratio in result["ratios"].items()]
 
 
-def _speed_table(record: frame.Record) -> str:
+def _seconds(record: frame.Record, tokens: int) -> str:
     rows = []
     for result in record["results"]:
         times = "; ".join(f"{name} {frame.span_words(seconds, '.2f')}" for name, seconds in result["seconds"].items())
-        tokens = result["work"]["batch_size"] * result["work"]["new_tokens"]
-        speed, same = f"{tokens / result['seconds'][OURS]['median']:,.0f}", "yes" if result["same_ids"] else "no"
+        made = result["work"]["batch_size"] * result["work"]["new_tokens"]
+        speed, same = f"{made / result['seconds'][OURS]['median']:,.0f}", "yes" if result["same_ids"] else "no"
         goal = _goal(result["ratio_goal"], ".2f", result["ratios"][HUGGING_FACE]["median"])
         rows.append([result["title"], times, "; ".join(_ratios(result)), goal, speed, same])
-    return table(["work", "seconds", "ratio", "goal", "our tokens/s", "same ids"], rows)
+    header = ["work", "seconds", "ratio", "goal", "our tokens/s", "same ids"]
+    return frame.section(f"Seconds of {tokens} tokens", header, rows)
 
 
-def _floor_table(record: frame.Record) -> str:
+def _floor(record: frame.Record) -> str:
     rows = []
     for result in record["results"]:
         floor, size = result["floor_sec"]["median"], result["bytes_per_token"]
         token, share = frame.span_words(result["token_sec"], ".1f", scale=1e3), frame.span_words(result["share"], ".0%")
         figures = [f"{size / 1e6:,.0f}", f"{size / floor / 1e9:.1f}", f"{floor * 1e3:.1f}", token, share]
         rows.append([result["title"], *figures, _goal(result["share_goal"], ".0%", result["share"]["median"])])
-    return table(["work", "MB per token", "GB/s", "floor, ms", "token, ms", "share", "goal"], rows)
+    header = ["work", "MB per token", "GB/s", "floor, ms", "token, ms", "share", "goal"]
+    return frame.section("Distance to the memory's floor", header, rows)
 
 
 def _goal(goal: float | None, form: str, reached: float) -> str:
@@ -189,7 +186,6 @@ def _goal(goal: float | None, form: str, reached: float) -> str:
     return f"{goal:{form}}{'' if reached >= goal else ', **not reached**'}"
 
 
-SCHEMA_VERSION = "1.0"
 SIZES = tuple(PRESETS)
 
 Result = dict[str, Any]
@@ -213,7 +209,7 @@ class DecodingOptions(frame.SuiteOptions):
 class Decoding(frame.Suite[DecodingOptions, Result]):
     """Lets implementations continue the same prompts in turn."""
 
-    name, record_of, schema_version, unit = "decoding", "decoding", SCHEMA_VERSION, "row"
+    name, record_of, unit = "decoding", "decoding", "row"
     flags, page, summary = DecodingOptions, staticmethod(decoding_page), staticmethod(summary_lines)
     description = """\
 decoding: let this program, transformers and nanoGPT continue the same prompts in turn, with one text and with eight, in

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from dsgpt.benchmarks.cells import Cell, by
-from dsgpt.benchmarks.frame import Record, Suite, SuiteOptions, made_from, section, troubles, work_facts
+from dsgpt.benchmarks.frame import Record, Suite, SuiteOptions, made_from, page_of, section, troubles, work_facts
 from dsgpt.common.command_line import COUNT, flag, switch
 from dsgpt.config.options import SAVE_MODES
 
@@ -49,11 +49,15 @@ class Kill:
     save_mode: str
 
     @property
+    def killed(self) -> str:
+        """The victim, with the number of a rank."""
+        return f"rank {self.rank}" if self.victim == "one rank" else self.victim
+
+    @property
     def name(self) -> str:
         """The name in console lines, pages and test ids."""
-        victim = f"rank {self.rank}" if self.victim == "one rank" else self.victim
         when = f"in the save of step {self.step}" if self.moment == "saving" else f"after step {self.step}"
-        return f"{self.run}: {victim} {when} + {self.fraction:.2f}, {self.save_mode}"
+        return f"{self.run}: {self.killed} {when} + {self.fraction:.2f}, {self.save_mode}"
 
 
 def seeded_kills(count: int = KILLS, *, seed: int = SEED) -> list[Kill]:
@@ -161,7 +165,7 @@ Each takes {work["steps"]} steps of {work["global_batch_size"]} sequences of {wo
 {made_from(record, source=source, name="faults")}"""
     kinds = {kind: [fault for fault in faults if fault["kind"] == kind] for kind in KINDS}
     others = [*kinds["damage"], *kinds["disk"], *kinds["launch"]]
-    parts = [
+    return page_of(
         head,
         _kills(kinds["kill"], seed=record["seed"]),
         section(
@@ -181,8 +185,7 @@ step leaves it. The command of the run whose worker `torchrun` restarts has `--r
 `--overwrite` is refused and `--resume` waits.""",
         ),
         troubles(faults, STATUS_WORDS),
-    ]
-    return "\n\n".join(filter(None, parts)) + "\n"
+    )
 
 
 def summary_lines(record: Record) -> list[str]:
@@ -243,9 +246,6 @@ def _figure(fault: dict[str, Any], key: str) -> Any:
     return f"{value:.1f} s" if key.endswith("_sec") and value is not None else value
 
 
-SCHEMA_VERSION = "1.0"
-
-
 @dataclass(frozen=True, kw_only=True)
 class FaultOptions(SuiteOptions):
     """The command line."""
@@ -260,7 +260,7 @@ class FaultOptions(SuiteOptions):
 class Faults(Suite[FaultOptions, Outcome]):
     """Disturbs runs and resumes them."""
 
-    name, record_of, schema_version, unit = "faults", "the fault campaign", SCHEMA_VERSION, "fault"
+    name, record_of, unit = "faults", "the fault campaign", "fault"
     count_width = 2
     flags, page, summary = FaultOptions, staticmethod(faults_page), staticmethod(summary_lines)
     description = """\

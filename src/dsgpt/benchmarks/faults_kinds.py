@@ -300,7 +300,8 @@ def try_kill(runs: Runs, plan: Kill) -> Outcome:
     run_dir = runs.new(f"{plan.run} {plan.victim} {plan.moment} {plan.step}")
     usual = runs.undisturbed(plan.run)
     with runs.start(plan.run, run_dir, "--save_mode", plan.save_mode) as training:
-        victims = _victims(training, plan)
+        training.wait_for_step(1)
+        victims = _processes(training, plan.run, plan.killed)  # before the instant: it takes longer than a step
         if plan.moment == "saving":
             training.wait_for_save(plan.step)
         else:
@@ -314,7 +315,7 @@ def try_kill(runs: Runs, plan: Kill) -> Outcome:
     allowed = SAVE_EVERY + (resumed.taken - unpublished if unpublished else 0)
     measured: dict[str, Any] = {
         "run": plan.run,
-        "victim": f"rank {plan.rank}" if plan.victim == "one rank" else plan.victim,
+        "victim": plan.killed,
         "aimed_at": plan.moment,
         "launcher_outlived_victim": plan.victim == "one rank" and RUNS[plan.run].ranks > 1,
         "save_mode": plan.save_mode,
@@ -338,14 +339,13 @@ def try_kill(runs: Runs, plan: Kill) -> Outcome:
     return Outcome(wrong=wrong, measured=measured)
 
 
-def _victims(training: Training, plan: Kill) -> list[psutil.Process]:
-    """The processes to kill; looked up before the instant, because that takes longer than a step."""
-    training.wait_for_step(1)
-    if plan.victim == "the launcher":
+def _processes(training: Training, run: str, which: str) -> list[psutil.Process]:
+    """``rank N`` or ``the launcher`` of ``run``; otherwise all that it started."""
+    if which == "the launcher":
         return [training.launcher]
-    if plan.victim == "all":
-        return training.everyone()
-    return [training.ranks(RUNS[plan.run].ranks)[plan.rank]]
+    if which.startswith("rank "):
+        return [training.ranks(RUNS[run].ranks)[int(which.removeprefix("rank "))]]
+    return training.everyone()
 
 
 # Faults of launches: a worker that torchrun restarts, and two runs on one folder.
@@ -472,13 +472,7 @@ def try_signal(runs: Runs, plan: SentSignal) -> Outcome:
     run_dir = runs.new(plan.name)
     with runs.start(plan.run, run_dir, launcher=plan.launcher) as training:
         training.wait_for_step(AFTER_STEP)
-        if plan.to == "the launcher":
-            send([training.launcher], plan.signal)
-        elif plan.to == "the terminal":
-            send(training.everyone(), plan.signal)
-        else:
-            rank = int(plan.to.removeprefix("rank "))
-            send([training.ranks(RUNS[plan.run].ranks)[rank]], plan.signal)
+        send(_processes(training, plan.run, plan.to), plan.signal)
         code, launcher_sec, gone_sec = training.wait_until_gone()
         lines = _lines_of(training)
     status = read_object(run_dir / RECORD_FILE)["status"]

@@ -18,7 +18,8 @@ from dsgpt.common.json_files import JsonError, clipped_text, read_object
 from dsgpt.common.text import BUSY, NO_DIFFERENCE, busy_words, machine_words, next_line, no_difference, table
 from dsgpt.machine.console import Console
 from dsgpt.record.provenance import SourceChanges, changes_since, git_commit, marked, training_sources
-from dsgpt.record.schema import finite
+from dsgpt.record.schema import finite, percentile
+from dsgpt.record.suites import Spread
 from dsgpt.telemetry.monitor import LoadOfOthers
 
 # Which source files can change the record of a suite, of a sweep or of the demo.
@@ -37,7 +38,7 @@ _SHARED = {"contenders.py": ("speed", "decoding"), "hosts.py": ("clusters",)}
 """Modules of some suites."""
 _BUILDS_ON = {"clusters": "faults"}
 """Suites that need the modules of another."""
-_ONLY_READ_RECORDS = ("*_page.py", "records.py")
+_ONLY_READ_RECORDS = ("*_page.py", "suites.py")
 """Modules of the suites that make pages and tables from an existing record, or that start the commands of records."""
 
 
@@ -106,6 +107,23 @@ def write_page(page: Path, text: str, *, record: Record, name: str, repository: 
     write_atomic(page, f"{head}{busy}\n\n{sources}{heading}{rest}\n".encode())
 
 
+def generated_by(
+    source: str, name: str, *, page: str = "", measure: str = "", ends: str = "measures it on your machine"
+) -> str:
+    """The paragraph of a page that says how it is made.
+
+    Args:
+        source: the path of its record, for the reader.
+        name: that of the suite.
+        page: the name of its page, if that is another.
+        measure: the suite with the flags that its measurement needs, if it needs some.
+        ends: what that does.
+    """
+    return f"""Generated from `{source}` by
+`.venv/bin/python src/benchmark.py {name} --table-from {source} --page docs/{page or name}.md`;
+`.venv/bin/python src/benchmark.py {measure or name}` {ends}."""
+
+
 def made_from(record: Record, *, source: str, name: str, page: str = "") -> str:
     """The paragraphs of a page that say how it is made, and when and on which machine its record was.
 
@@ -116,9 +134,7 @@ def made_from(record: Record, *, source: str, name: str, page: str = "") -> str:
         page: the name of its page, if that is another.
     """
     hardware, env = record["hardware"], record["env"]
-    return f"""Generated from `{source}` by
-`.venv/bin/python src/benchmark.py {name} --table-from {source} --page docs/{page or name}.md`;
-`.venv/bin/python src/benchmark.py {name}` measures it on your machine.
+    return f"""{generated_by(source, name, page=page)}
 
 Machine: {machine_words(hardware)}; {hardware["device"]}.
 Python {env["python_version"]}, torch {env["torch_version"]}, DeepSpeed {env["deepspeed_version"]}.
@@ -128,6 +144,11 @@ Commit `{record["git_commit"]}`, {record["timestamp_utc"]}. It took {record["sec
 def section(title: str, header: Sequence[object], rows: Sequence[Sequence[object]], *, text: str = "") -> str:
     """The section of a page with a table below ``text``; empty if the table has no rows."""
     return "\n\n".join(filter(None, [f"## {title}", text, table(header, rows)])) if rows else ""
+
+
+def page_of(*parts: str) -> str:
+    """A page of ``parts``, without those that are empty."""
+    return "\n\n".join(filter(None, parts)) + "\n"
 
 
 def troubles(results: Sequence[Mapping[str, Any]], words: Mapping[str, str]) -> str:
@@ -165,10 +186,26 @@ def ratios(ones: Sequence[float], others: Sequence[float]) -> dict[str, Any]:
     return span([one / other for one, other in zip(ones, others, strict=True)])
 
 
+def percentiles(values: list[float]) -> dict[str, float]:
+    """The 50th, 95th and 99th percentile of ``values``, which has at least one."""
+    return {f"p{share}": percentile(values, share / 100) or 0.0 for share in (50, 95, 99)}
+
+
 def span_words(figures: Mapping[str, Any], form: str, *, scale: float = 1.0) -> str:
     """``1.20 (1.18 to 1.23)``, from what ``span`` gave."""
     median, smallest, largest = (format(figures[key] * scale, form) for key in ("median", "smallest", "largest"))
     return f"{median} ({smallest} to {largest})"
+
+
+def spread_words(figure: Spread, form: Callable[[float], str]) -> str:
+    """``1,200 (1,180 to 1,230)``; the value alone if there is one."""
+    text = form(figure.median)
+    return text if len(figure.values) < 2 else f"{text} ({form(figure.smallest)} to {form(figure.largest)})"
+
+
+def ratio_words(ratio: Mapping[str, Any], other: str) -> str:
+    """``1.20 (1.18 to 1.23)x transformers``, and whether that is no difference."""
+    return f"{span_words(ratio, '.2f')}x {other}{judged(ratio)}"
 
 
 def turns(names: Sequence[str], *, rounds: int) -> Iterator[tuple[int, str]]:
@@ -225,12 +262,14 @@ class Suite(ABC, Generic[O, R]):
     """Name of the command, and in ``record_sources``."""
     record_of: ClassVar[str]
     """Subject of the record, for messages."""
-    schema_version: ClassVar[str]
+    schema_version: ClassVar[str] = "1.0"
     """Schema of the record."""
     unit: ClassVar[str]
     """Name of one result, in the progress bar."""
     count_width: ClassVar[int] = 3
     """Width, in columns, of the number of results so far."""
+    failure_line: ClassVar[str] = ""
+    """The form of a failure at the end of the console's output; empty for none."""
     flags: ClassVar[type[SuiteOptions]]
     """The dataclass of its options."""
     description: ClassVar[str]
@@ -268,7 +307,7 @@ class Suite(ABC, Generic[O, R]):
             keep.mkdir(parents=True)
         except FileExistsError as error:
             raise UserError(f"--keep {keep}: exists already: give a new folder") from error
-        return keep.resolve()
+        return keep
 
     def begin(self) -> None:
         """Prepare the work in ``folder``, which exists.
@@ -293,9 +332,9 @@ class Suite(ABC, Generic[O, R]):
         """Failures; the exit code is 0 only if this is empty."""
         return []
 
-    def closing_lines(self, failures: Sequence[str]) -> list[str]:  # noqa: ARG002 - some suites name them
+    def closing_lines(self, failures: Sequence[str]) -> list[str]:
         """The last lines on the console."""
-        return []
+        return [self.failure_line.format(failure) for failure in failures if self.failure_line]
 
     def finish(self, record: Record) -> None:
         """Called when record and page are written and shown."""
@@ -323,7 +362,7 @@ def run_suite(suite: type[Suite[O, R]], options: O, *, repository: Path) -> int:
     total, started = run.plan(), time.perf_counter()
     load, results = LoadOfOthers(), list[R]()
     with ExitStack() as resources:
-        run.folder = run.work_folder(resources)
+        run.folder = run.work_folder(resources).resolve()
         run.begin()
         progress = console.progress(total=total, what=suite.name, unit=suite.unit)
         resources.callback(progress.close)

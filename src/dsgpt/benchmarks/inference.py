@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from dsgpt.benchmarks.frame import TRAINED, Record, Suite, SuiteOptions, device_flag
+from dsgpt.benchmarks.frame import TRAINED, Record, Suite, SuiteOptions, device_flag, page_of, spread_words
 from dsgpt.benchmarks.inference_turns import (
     COMMITTED,
     Engines,
@@ -26,7 +26,7 @@ from dsgpt.common.json_files import JsonError, parse_as, read_object
 from dsgpt.common.text import duration, machine_words, table
 from dsgpt.machine.console import Console
 from dsgpt.record.schema import RECORD_FILE
-from dsgpt.record.suites import SCHEMA_VERSION, TITLES, Concurrency, Engine, Percentiles, Spread
+from dsgpt.record.suites import SCHEMA_VERSION, TITLES, Concurrency, Engine, Percentiles
 from dsgpt.training.status import RunLock
 
 # What engines took for many requests, as it stands in the record of the run whose model answered.
@@ -35,32 +35,13 @@ KEY = "by_concurrency"
 """Key in the run's ``inference`` block."""
 
 
-def by_concurrency(record: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """The figures of a record of many requests by the number of requests at once, then by engine."""
+def with_engines(run: dict[str, Any], record: Record) -> dict[str, Any]:
+    """The record ``run`` of a run with the figures of ``record``, by the number of requests at once, then by engine."""
     by_slots: dict[str, dict[str, Any]] = {}
     for engine in record["engines"]:
         for slots, load in engine[KEY].items():
             by_slots.setdefault(slots, {})[engine["name"]] = load
-    return by_slots
-
-
-# Adds what was measured to the record of the run that trained the model.
-
-
-def write_by_concurrency(file: Path, record: dict[str, Any]) -> None:
-    """Put the engines' figures into the ``inference`` block of the run's record ``file``; its other keys stay.
-
-    Raises:
-        UserError: another process trains in the folder, or the file cannot be read.
-    """
-    with RunLock(file.parent) as lock:
-        lock.take()
-        try:
-            run = read_object(file)
-        except JsonError as error:
-            raise UserError(f"{file}: cannot be read as the record of a run: {error}") from error
-        block = (run.get("inference") or {}) | {KEY: by_concurrency(record)}
-        write_json_atomic(file, run | {"inference": block})
+    return run | {"inference": (run.get("inference") or {}) | {KEY: by_slots}}
 
 
 def inference_page(record: Record, *, source: str) -> str:
@@ -75,7 +56,7 @@ def inference_page(record: Record, *, source: str) -> str:
     for slots in result.gap_sec:
         parts += [f"### {slots} at once", _details(result, slots)]
     parts += ["## Engines", _engines(result), "## Same ids", _same_ids(result)]
-    return "\n\n".join(parts) + "\n"
+    return page_of(*parts)
 
 
 def summary_lines(record: Record) -> list[str]:
@@ -126,11 +107,14 @@ Commit `{result.git_commit}`, {result.timestamp_utc}."""
 def _overview(result: Concurrency) -> str:
     """Throughput and median latency of every engine, a row for each concurrency."""
     header = ["at once", "offered, tokens/s", *(f"{engine.name}: tokens/s; p50 latency" for engine in result.engines)]
-    rows = []
+    rows, whole = [], "{:,.0f}".format
     for slots in result.gap_sec:
         loads = [engine.by_concurrency.get(slots) for engine in result.engines]
         offered = next((load.offered_tokens_per_sec for load in loads if load), None)
-        cells = [f"{_spread(one.tokens_per_sec)}; {one.latency_sec.p50:.3f} s" if one else "failed" for one in loads]
+        cells = [
+            f"{spread_words(one.tokens_per_sec, whole)}; {one.latency_sec.p50:.3f} s" if one else "failed"
+            for one in loads
+        ]
         rows.append([slots, "unknown" if offered is None else f"{offered:,.0f}", *cells])
     return table(header, rows)
 
@@ -192,11 +176,6 @@ def _three(values: Percentiles | None, form: str, *, scale: float = 1.0) -> str:
     return " / ".join(form.format(value * scale) for value in (values.p50, values.p95, values.p99))
 
 
-def _spread(value: Spread) -> str:
-    text = f"{value.median:,.0f}"
-    return text if len(value.values) < 2 else f"{text} ({value.smallest:,.0f} to {value.largest:,.0f})"
-
-
 CONCURRENCY, REPEATS = (1, 2, 4, 8, 16), 3
 DEFAULT_ENGINES = (ONE, STATIC, CONTINUOUS)
 VLLM_ENVIRONMENT = Path(".venv-vllm")
@@ -246,6 +225,7 @@ class Inference(Suite[InferenceOptions, Turn]):
     """Lets engines answer the same requests in turn; the run of the checkpoint gets the figures, too."""
 
     name, record_of, schema_version, unit = "inference", "many requests", SCHEMA_VERSION, "turn"
+    failure_line = "{}"
     flags, page, summary = InferenceOptions, staticmethod(inference_page), staticmethod(summary_lines)
     description = """\
 inference: let engines answer the same requests, which arrive at random instants, with 1, 2, 4, 8 and 16 of them at
@@ -372,19 +352,22 @@ examples:
             *(f"{one['name']}: {count} of {one['answers']} answers have other ids" for one, count in other),
         ]
 
-    def closing_lines(self, failures: Sequence[str]) -> list[str]:
-        return list(failures)
-
     def finish(self, record: Record) -> None:
         """Put the figures into the record of the run.
 
         Raises:
-            UserError: a process trains in the run's folder.
+            UserError: another process trains in the run's folder, or the record of the run cannot be read.
         """
         checkpoint = self.options.checkpoint  # a run folder, or a checkpoint in one
         files = [folder / RECORD_FILE for folder in (checkpoint, checkpoint.absolute().parent)]
         if file := next(filter(Path.is_file, files), None):
-            write_by_concurrency(file, record)
+            with RunLock(file.parent) as lock:
+                lock.take()
+                try:
+                    run = read_object(file)
+                except JsonError as error:
+                    raise UserError(f"{file}: cannot be read as the record of a run: {error}") from error
+                write_json_atomic(file, with_engines(run, record))
             print(f"{KEY} in {file}")
 
 

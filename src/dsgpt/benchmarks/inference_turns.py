@@ -15,13 +15,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from dsgpt.benchmarks.frame import span
+from dsgpt.benchmarks import frame
 from dsgpt.benchmarks.inference_worker import ONE, VLLM, Answer, Arrival
 from dsgpt.benchmarks.launch import LineWorker, WorkerEnded
 from dsgpt.common.errors import UserError
 from dsgpt.common.files import write_json_atomic
 from dsgpt.common.json_files import JsonError, read_as
-from dsgpt.record.schema import percentile
 from dsgpt.record.suites import Difference, Load, Percentiles, Spread
 
 # The trace.
@@ -120,8 +119,6 @@ def read_trace(file: Path) -> Trace:
 
 # From answers to figures: waiting times, percentiles, throughput, and which ids differ.
 
-SHARES = {"p50": 0.50, "p95": 0.95, "p99": 0.99}
-
 
 @dataclass(frozen=True, kw_only=True)
 class Turn:
@@ -153,7 +150,7 @@ class Turn:
 
 def percentiles(values: list[float]) -> Percentiles:
     """Percentiles of ``values``, which has at least one."""
-    return Percentiles(**{key: percentile(values, share) or 0.0 for key, share in SHARES.items()})
+    return Percentiles(**frame.percentiles(values))
 
 
 def load_of(turns: Sequence[Turn]) -> Load:
@@ -166,7 +163,7 @@ def load_of(turns: Sequence[Turn]) -> Load:
     return Load(
         requests=len(pairs),
         offered_tokens_per_sec=turns[0].offered_tokens_per_sec,
-        tokens_per_sec=Spread(**span([turn.tokens_per_sec for turn in turns])),
+        tokens_per_sec=Spread(**frame.span([turn.tokens_per_sec for turn in turns])),
         ttft_sec=percentiles([answer.token_times[0] - request.arrival for request, answer in pairs]),
         time_per_token_sec=percentiles([(times[-1] - times[0]) / (len(times) - 1) for times in several])
         if several
@@ -335,12 +332,9 @@ def turn_order(kinds: Sequence[str], concurrency: Sequence[int], *, repeats: int
     The engines of a concurrency take their turns one after another, and each time another is the first, so that a
     machine that becomes slower favours none.
     """
-    first = 0
-    for repeat in range(1, repeats + 1):
-        for slots in concurrency:
-            for place in range(len(kinds)):
-                yield repeat, slots, kinds[(first + place) % len(kinds)]
-            first += 1
+    rounds = list(itertools.product(range(1, repeats + 1), concurrency))
+    for number, kind in frame.turns(kinds, rounds=len(rounds)):
+        yield *rounds[number - 1], kind
 
 
 def gap_sec(alone_sec: float, concurrency: int) -> float:

@@ -16,6 +16,7 @@ import importlib
 import itertools
 import json
 import os
+import pkgutil
 import signal
 import subprocess
 import sys
@@ -90,7 +91,6 @@ STUCK_SEC = 900
 """Seconds without the end of a cell after which a launch counts as stuck. A rank ends its own cell sooner."""
 LEAVE_SEC = 5
 """Seconds between SIGTERM and SIGKILL for a launcher and its ranks, and for the processes of a training."""
-CALL_SEPARATOR = ":"
 PORT_FILE = "port"
 """File in a cell's folder with the port at which its ranks meet. It is the first file that rank 0 writes."""
 
@@ -173,7 +173,7 @@ def run_job(
     """
     usual = CellStart.SPAWN if device != "cpu" else CellStart.FORK_OWN if launch.ranks == 2 else CellStart.FORK_ALL
     modules = [*(IMPORTS[launch.launcher] if imports is None else imports)]
-    modules += [one.call.split(CALL_SEPARATOR)[0] for one in assignments]
+    modules += [one.call.partition(":")[0] for one in assignments]
     job = {
         "start": start or usual,
         "worker": WORKER,
@@ -394,9 +394,8 @@ def _start(cell: Cell, rank: int, environment: dict[str, str], module: list[str]
 def _run_cell(cell: Cell, rank: int) -> None:
     """Run one cell in this process. Write the rank's file after a refusal or error; else the called function does."""
     folder = Path(cell["folder"])
-    module, function = cell["call"].split(CALL_SEPARATOR)
     try:
-        getattr(importlib.import_module(module), function)(cell["flags"], folder, **cell["arguments"])
+        pkgutil.resolve_name(cell["call"])(cell["flags"], folder, **cell["arguments"])
     except UserError as error:
         write_end(folder, rank, status="refused", message="\n".join(error.problems))
     except Exception as error:  # noqa: BLE001 - every failure of a cell is a result of the suite

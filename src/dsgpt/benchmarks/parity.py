@@ -338,6 +338,7 @@ class Parity(Suite[ParityOptions, Result]):
     """Trains every cell and compares it with its reference."""
 
     name, record_of, schema_version, unit = "parity", "the parity suite", SCHEMA_VERSION, "training"
+    failure_line = "unexpected result: {}"
     flags, page, summary = ParityOptions, staticmethod(parity_page), staticmethod(summary_lines)
     description = """\
 parity: train the same small model under every strategy, and compare every step with plain PyTorch. The cells: 1, 2, 4
@@ -472,9 +473,6 @@ strategies: {", ".join(STRATEGIES)}"""
     def failures(self, record: Record) -> list[str]:
         return [cell_name(cell) for cell in record["cells"] if not cell["as_expected"]]
 
-    def closing_lines(self, failures: Sequence[str]) -> list[str]:
-        return [f"unexpected result: {name}" for name in failures]
-
 
 def _verdict(result: Result) -> str:
     """Word for the cell's end, in capitals if it is not as expected."""
@@ -510,16 +508,12 @@ def _clipping(key: ReferenceKey) -> float:
 def _cell_facts(result: Result) -> dict[str, Any]:
     from dsgpt.benchmarks.parity_rank import BUGS  # noqa: PLC0415 - torch takes seconds
 
-    bug = result.cell.bug
+    cell, shown = result.cell, ("status", "refusal_expected", "as_expected", "measured", "failures")
     return {
-        **asdict(result.cell),
-        **({"bug_description": (BUGS[bug].function.__doc__ or "").removesuffix(".")} if bug else {}),
-        "status": result.status,
-        "refusal_expected": result.refusal_expected,
-        "as_expected": result.as_expected,
+        **asdict(cell),
+        **({"bug_description": (BUGS[cell.bug].function.__doc__ or "").removesuffix(".")} if cell.bug else {}),
+        **{name: getattr(result, name) for name in shown},
         "seconds": round(result.seconds, 2),
         "message": result.message or None,
-        "measured": result.measured,
-        "failures": result.failures,
         "cost": result.bytes_per_rank or None,
     }

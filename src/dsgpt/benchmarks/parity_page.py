@@ -6,7 +6,7 @@ from dataclasses import fields
 from typing import Any
 
 from dsgpt.benchmarks.cells import Cell
-from dsgpt.benchmarks.frame import Record, made_from, section
+from dsgpt.benchmarks.frame import Record, made_from, page_of, section
 from dsgpt.common.text import table
 
 KEYS = ("optimizer", "precision", "training", "data_ranks", "accumulation", "low", "whole_logits")
@@ -60,7 +60,7 @@ def parity_page(record: Record, *, source: str) -> str:
     """
     cells = [cell for cell in record["cells"] if not cell["bug"]]
     bugs = [cell for cell in record["cells"] if cell["bug"]]
-    parts = [
+    return page_of(
         _head(record, cells, bugs, source),
         _strategies(cells),
         _bugs(bugs),
@@ -68,8 +68,7 @@ def parity_page(record: Record, *, source: str) -> str:
         _bytes_per_rank(cells),
         _troubles(record),
         _method(record),
-    ]
-    return "\n\n".join(part for part in parts if part) + "\n"
+    )
 
 
 def summary_lines(record: Record) -> list[str]:

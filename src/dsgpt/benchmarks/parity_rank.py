@@ -311,13 +311,13 @@ def _resolved(flags: list[str]) -> tuple[RunConfig, torch.device]:
 
 def _measure(config: RunConfig, strategy: Strategy) -> reference.Measurement:
     """Train from the first to the last step; every rank calls it, because parts of it are collective."""
-    measurement = reference.Measurement(data_rank=config.topology.data_rank, strategy=config.strategy_name)
+    measurement = reference.Measurement(data_rank=config.topology.data_rank)
     batches = reference.WatchedBatches(training_batches(config, first_step=0))
     recipe, main = config.recipe, config.topology.is_main
     beta1 = recipe.optimizer.betas[0] if recipe.optimizer.type == "AdamW" else 0.0  # see ``watched_optimizers``
 
     def note_bytes(cost: dict[str, Any]) -> None:
-        measurement.bytes_per_rank(compared_bytes(cost, config))
+        measurement.bytes_per_rank = compared_bytes(cost, config)
 
     meter = TrafficMeter(lambda: strategy.state_tensors()._asdict(), last_step=config.total_steps, report=note_bytes)
     for step in range(1, config.total_steps + 1):

@@ -30,6 +30,7 @@ from dsgpt.benchmarks.parity import Bounds, Split
 from dsgpt.config.recipe_blocks import SchedulerRecipe
 from dsgpt.config.run_config import RunConfig
 from dsgpt.data.loader import Batch
+from dsgpt.formats.tensor_files import DTYPES
 from dsgpt.model.gpt2 import GPT2, initialize
 from dsgpt.record.schema import finite
 
@@ -49,16 +50,17 @@ def validated_after(total_steps: int) -> tuple[int, int]:
     return total_steps // 2, total_steps
 
 
+@dataclass(kw_only=True)
 class Measurement:
     """Collects measurements step by step; ``write`` writes them at the end."""
 
-    def __init__(self, *, data_rank: int, strategy: str) -> None:
-        self._steps: list[dict[str, Any]] = []
-        self._validations: list[dict[str, Any]] = []
-        self._replicas: dict[str, tuple[str, float]] = {}
-        self._facts: dict[str, Any] = {"data_rank": data_rank, "strategy": strategy, "bytes_per_rank": {}}
-        self._facts |= {"steps": self._steps, "validations": self._validations, "replicas": self._replicas}
-        self._tensors: dict[str, Tensor] = {}
+    data_rank: int
+    bytes_per_rank: dict[str, Any] = field(default_factory=dict)
+    """The bytes of a step; see ``parity_rank.compared_bytes``."""
+    steps: list[dict[str, Any]] = field(default_factory=list)
+    validations: list[dict[str, Any]] = field(default_factory=list)
+    replicas: dict[str, tuple[str, float]] = field(default_factory=dict)
+    tensors: dict[str, Tensor] = field(default_factory=dict)
 
     def step(
         self, *, loss: float, grad_norm: float, lr: float, used: list[float], skipped: bool, samples: list[str]
@@ -74,30 +76,27 @@ class Measurement:
             samples: hashes of the samples that this rank read for it.
         """
         numbers = {"loss": loss, "grad_norm": grad_norm, "lr": lr, "used": used, "skipped": skipped}
-        self._steps.append({**numbers, "samples": sorted(samples)})
+        self.steps.append({**numbers, "samples": sorted(samples)})
 
     def validation(self, *, after_step: int, loss: float, targets: int) -> None:
         """Note the mean loss over all targets of the validation file, nats per token, and their number."""
-        self._validations.append({"after_step": after_step, "loss": loss, "targets": targets})
+        self.validations.append({"after_step": after_step, "loss": loss, "targets": targets})
 
     def tensor(self, kind: str, name: str, value: Tensor) -> None:
         """Note a parameter's first gradient before clipping (``GRADIENT``) or its value (``CHANGED``, ``WEIGHT``)."""
-        self._tensors[kind + name] = value.detach().to("cpu", torch.float32, copy=True)
+        self.tensors[kind + name] = value.detach().to("cpu", torch.float32, copy=True)
 
     def replica(self, name: str, value: Tensor) -> None:
         """Note a weight that this rank holds whole: a hash, to compare with other ranks', and a norm, to show."""
         value = value.detach().cpu().contiguous()
-        self._replicas[name] = (digest(value), float(torch.linalg.vector_norm(value.double())))
-
-    def bytes_per_rank(self, sizes: dict[str, Any]) -> None:
-        """Note the bytes of a step; see ``parity_rank.compared_bytes``."""
-        self._facts["bytes_per_rank"] = sizes
+        self.replicas[name] = (digest(value), float(torch.linalg.vector_norm(value.double())))
 
     def write(self, folder: Path, *, rank: int) -> None:
         """Write the rank's file, and beside it the tensors, if any were noted."""
-        if self._tensors:
-            save_file({name: value.contiguous() for name, value in self._tensors.items()}, folder / STATE_FILE)
-        write_end(folder, rank, **finite(self._facts))
+        if self.tensors:
+            save_file({name: value.contiguous() for name, value in self.tensors.items()}, folder / STATE_FILE)
+        facts = {name: value for name, value in vars(self).items() if name != "tensors"}
+        write_end(folder, rank, **finite(facts))
 
 
 def digest(value: Tensor) -> str:
@@ -138,7 +137,6 @@ def read_tensors(folder: Path, prefix: str) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
 
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 FP16_LOSS_SCALE = 256.0
 """A power of two, which changes no digit of a gradient that neither overflows nor vanishes."""
 
@@ -147,7 +145,7 @@ Gradients = list[Tensor]
 
 def train_reference(config: RunConfig, device: torch.device, split: Split) -> Measurement:
     """Train ``config`` from its first to its last step."""
-    recipe, measurement = config.recipe, Measurement(data_rank=0, strategy="reference")
+    recipe, measurement = config.recipe, Measurement(data_rank=0)
     model = GPT2(config.model)
     initialize(model, config=config.model, seed=config.options.seed)
     model.to(device, DTYPES[config.precision])

@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from dsgpt.benchmarks.cells import NARROW, Shape
-from dsgpt.benchmarks.frame import Record, Suite, SuiteOptions, made_from, only_flag, section, selected
+from dsgpt.benchmarks.cells import NARROW, Corpus, Shape, file_values
+from dsgpt.benchmarks.frame import Record, Suite, SuiteOptions, made_from, only_flag, page_of, section, selected
 from dsgpt.benchmarks.launch import shape_values, training_words
 from dsgpt.common.command_line import COUNT, flag
 from dsgpt.common.files import write_json_atomic
@@ -84,17 +84,19 @@ class PlanCell:
     @property
     def work(self) -> dict[str, Any]:
         """Description of the training, for the record."""
+        more = {"global_batch_size": self.sequences, "recipe": self.recipe, "changes": dict(self.changes)}
+        return {"model": asdict(self.shape), **self._settings, **more}
+
+    @property
+    def _settings(self) -> dict[str, Any]:
+        """What the record and the planner name alike."""
         return {
-            "model": asdict(self.shape),
+            "run_type": self.run_type,
+            "precision": self.precision,
             "seq_length": self.length,
             "micro_batch_size": self.micro,
             "gradient_accumulation_steps": self.accumulation,
-            "global_batch_size": self.sequences,
-            "precision": self.precision,
             "activation_checkpointing": self.checkpointing,
-            "run_type": self.run_type,
-            "recipe": self.recipe,
-            "changes": dict(self.changes),
         }
 
     def write_recipe(self, path: Path, *, recipes: Path) -> Path:
@@ -106,27 +108,15 @@ class PlanCell:
 
     def setup(self, recipe: Path) -> Setup:
         """The planner's setup, with the recipe that ``write_recipe`` wrote."""
-        return Setup(
-            run_type=self.run_type,
-            model=self.shape.config(self.length),
-            recipe=sound_recipe(recipe),
-            world_size=self.ranks,
-            precision=self.precision,
-            micro_batch_size=self.micro,
-            gradient_accumulation_steps=self.accumulation,
-            seq_length=self.length,
-            activation_checkpointing=self.checkpointing,
-        )
+        model = self.shape.config(self.length)
+        return Setup(model=model, recipe=sound_recipe(recipe), world_size=self.ranks, **self._settings)
 
     def flags(self, *, recipe: Path, tokens: Path, folder: Path) -> list[str]:
         """The flags of ``src/gpt2.py`` for this cell; ``tokens`` holds a file for each vocabulary."""
         data = tokens / f"{self.shape.vocab_size}.bin"
         values = {
             "run_type": self.run_type,
-            "deepspeed_config": recipe,
-            "train_data_path": data,
-            "val_data_path": data,
-            "checkpoint_path": folder / "run",
+            **file_values(Corpus(train=data, val=data), recipe=recipe, run_dir=folder / "run"),
             **shape_values(self.shape.config(self.length)),
             "seq_length": self.length,
             "micro_batch_size_per_gpu": self.micro,
@@ -231,7 +221,7 @@ def plan_page(record: Record, *, source: str) -> str:
 
 {made_from(record, source=source, name="plan", page="planner")}"""
     troubles = [f"* {why}" for result in record["cells"] for why in failed(result)]
-    parts = [
+    return page_of(
         head,
         _memory(measured),
         _parts(measured),
@@ -240,8 +230,7 @@ def plan_page(record: Record, *, source: str) -> str:
         _times(measured, record["factors"]),
         _choices(measured),
         "\n".join(["## Cells that failed\n", *troubles]) if troubles else "",
-    ]
-    return "\n\n".join(filter(None, parts)) + "\n"
+    )
 
 
 def summary_lines(record: Record) -> list[str]:
@@ -407,7 +396,6 @@ measured step. Both times are measured. Goal: at most {MOST_SLOWER:.0%} slower."
 
 # The suite.
 
-SCHEMA_VERSION = "1.0"
 
 Result = dict[str, Any]
 
@@ -423,8 +411,8 @@ class PlanOptions(SuiteOptions):
 class Plan(Suite[PlanOptions, Result]):
     """Predicts every cell, measures it, and compares."""
 
-    name, record_of, schema_version, unit = "plan", "predictions", SCHEMA_VERSION, "cell"
-    count_width = 2
+    name, record_of, unit = "plan", "predictions", "cell"
+    count_width, failure_line = 2, "outside the bounds: {}"
     flags, page, summary = PlanOptions, staticmethod(plan_page), staticmethod(summary_lines)
     description = """\
 plan: predict the peak memory, the bytes sent and the step time of small trainings under every strategy, then measure
@@ -446,12 +434,7 @@ examples:
         from dsgpt.benchmarks.plan_rank import PlanSuite  # noqa: PLC0415 - torch takes seconds
 
         say, rounds = self.console.say, self.options.rounds
-        self._suite = PlanSuite(
-            self.folder.resolve(),
-            repository=self.repository,
-            rounds=rounds,
-            started=lambda one: say(f"starting {counted(one.cells, 'cell')} on {counted(one.ranks, 'rank')}"),
-        )
+        self._suite = PlanSuite(self.folder, repository=self.repository, rounds=rounds, say=say)
         say(f"peak memory of {counted(len(self._cells), 'cell')}, then {counted(rounds, 'round')} of step times")
 
     def results(self) -> Iterator[Result]:
@@ -475,6 +458,3 @@ examples:
 
     def failures(self, record: Record) -> list[str]:
         return [why for cell in record["cells"] for why in failed(cell)]
-
-    def closing_lines(self, failures: Sequence[str]) -> list[str]:
-        return [f"outside the bounds: {failure}" for failure in failures]

@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 
 from dsgpt.benchmarks.cells import CellEnd, CellRunner, write_random_tokens
-from dsgpt.benchmarks.launch import Assignment, Launch, config_of, write_end
+from dsgpt.benchmarks.launch import Assignment, config_of, write_end
 from dsgpt.benchmarks.plan import VOCABULARIES, PlanCell
+from dsgpt.common.text import counted
 from dsgpt.data.loader import Batch
 from dsgpt.machine.device import barrier, bring_up, joined
 from dsgpt.planner.calibrate import calibrate
@@ -50,11 +51,11 @@ class PlanSuite:
         folder: an existing folder.
         repository: holds the recipes.
         rounds: of step times.
-        started: called with every launch.
+        say: prints a line.
     """
 
-    def __init__(self, folder: Path, *, repository: Path, rounds: int, started: Callable[[Launch], None]) -> None:
-        self._folder, self._recipes, self._rounds, self._started = folder, repository / "ds_configs", rounds, started
+    def __init__(self, folder: Path, *, repository: Path, rounds: int, say: Callable[[str], None]) -> None:
+        self._folder, self._recipes, self._rounds, self._say = folder, repository / "ds_configs", rounds, say
         self._runner = CellRunner(folder, repository=repository, device="cpu")
         self._setups: dict[str, Setup] = {}
         self.calibration: Calibration | None = None
@@ -103,7 +104,7 @@ class PlanSuite:
             cells,
             place=lambda cell: (cell.ranks, cell.launcher),
             assign=lambda cell: self._assignment(cell, name),
-            started=self._started,
+            started=lambda one: self._say(f"starting {counted(one.cells, 'cell')} on {counted(one.ranks, 'rank')}"),
         )
 
     def _assignment(self, cell: PlanCell, name: str) -> Assignment:

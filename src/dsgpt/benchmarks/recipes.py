@@ -11,8 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from dsgpt.benchmarks.cells import prepare_demo
-from dsgpt.benchmarks.frame import Record, Suite, SuiteOptions, device_flag
+from dsgpt.benchmarks.cells import file_values, prepare_demo
+from dsgpt.benchmarks.frame import Record, Suite, SuiteOptions, device_flag, generated_by, page_of
 from dsgpt.benchmarks.launch import train
 from dsgpt.common.command_line import choice, flag
 from dsgpt.common.files import write_json_atomic
@@ -119,9 +119,7 @@ def recipes_page(record: Record, *, source: str) -> str:
     hardware = record["hardware"]
     head = f"""# The search behind the recipes of small models
 
-Generated from `{source}` by
-`.venv/bin/python src/benchmark.py recipes --table-from {source} --page docs/recipe-search.md`;
-`.venv/bin/python src/benchmark.py recipes` repeats it.
+{generated_by(source, "recipes", page="recipe-search", ends="repeats it")}
 
 The field's published settings are for models of 100 million parameters and more, and for batches of half a million
 tokens. A model of two million parameters that sees less than a million tokens learns more with small batches and a
@@ -131,7 +129,7 @@ last rate before training becomes unstable. Single changes of that one follow, i
 seeds, which change the initial weights and the order of the text, show what the choice is worth.
 
 Machine: {machine_words(hardware)}; {hardware["device"]}. Commit `{record["git_commit"]}`, {record["timestamp_utc"]}."""
-    return "\n".join([head, *(_section(size, record) for size in record["searches"]), ""])
+    return page_of(head, *(_section(size, record) for size in record["searches"]))
 
 
 def _section(size: str, record: Record) -> str:
@@ -144,8 +142,7 @@ def _section(size: str, record: Record) -> str:
             settings = [f"{trial[key]:g}" for key in _SETTINGS]
             rows.append([*settings, trial["steps"], f"**{loss}**" if trial is best else loss])
     header = ["batch", "lr", "warm-up", "beta2", "last rate", "decay", "steps", "validation loss"]
-    text = f"""
-## `{size}`, {work["tokens"]:,} tokens in sequences of {work["length"]}
+    text = f"""## `{size}`, {work["tokens"]:,} tokens in sequences of {work["length"]}
 
 {table(header, rows)}
 
@@ -171,8 +168,6 @@ def summary_lines(record: Record) -> list[str]:
     return lines
 
 
-SCHEMA_VERSION = "1.0"
-
 Result = dict[str, Any]
 
 
@@ -189,7 +184,7 @@ class RecipesOptions(SuiteOptions):
 class Recipes(Suite[RecipesOptions, Result]):
     """Trains every model of the search, and chooses."""
 
-    name, record_of, schema_version, unit = "recipes", "recipes", SCHEMA_VERSION, "training"
+    name, record_of, unit = "recipes", "recipes", "training"
     flags, page, summary = RecipesOptions, staticmethod(recipes_page), staticmethod(summary_lines)
     description = """\
 recipes: train small models with many learning rates, batches and schedules on the same tokens, and show which learns
@@ -208,8 +203,7 @@ sizes: {", ".join(SEARCHES)}"""
         return sum(1 + len(grid) + 2 * len(OTHER_SEEDS) for grid in grids)
 
     def begin(self) -> None:
-        self.folder = self.folder.resolve()
-        self._data = prepare_demo(self.repository, self.folder / "data")
+        self._corpus = prepare_demo(self.repository, self.folder / "data")
 
     def results(self) -> Iterator[Result]:
         for search in self._searches:
@@ -235,14 +229,11 @@ sizes: {", ".join(SEARCHES)}"""
         write_json_atomic(recipe, trial.recipe(steps=steps))
         values = {
             "run_type": "baseline",
-            "deepspeed_config": recipe,
             "model_size": search.size,
             "seq_length": search.length,
-            "train_data_path": self._data / "train.bin",
-            "val_data_path": self._data / "val.bin",
+            **file_values(self._corpus, recipe=recipe, run_dir=run_dir / "run"),
             "max_val_steps": 640 // trial.batch,
             "max_train_steps": steps,
-            "checkpoint_path": run_dir / "run",
             "seed": trial.seed,
             "device": self.options.device,
             "no_inference": True,

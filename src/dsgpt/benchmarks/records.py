@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dsgpt.benchmarks.frame import DEMO, MAX_BYTES, SUITES, SWEEP, TRAINED, record_changes
-from dsgpt.benchmarks.inference import KEY, by_concurrency
+from dsgpt.benchmarks import frame
+from dsgpt.benchmarks.inference import with_engines
 from dsgpt.benchmarks.inference_worker import ENGINES
 from dsgpt.common.errors import EXIT_DONE, Problems, UserError, did_you_mean, is_number
 from dsgpt.common.files import write_json_atomic
@@ -52,7 +52,7 @@ class CommittedRecord:
 
     name: str
     suite: str
-    """Name in ``dsgpt.benchmarks.frame``."""
+    """Name in ``record_sources``."""
     records: tuple[str, ...]
     """Members of ``files`` that name the commit that they were made at."""
     files: Mapping[str, str]
@@ -81,7 +81,7 @@ def _sweep(suite: str, devices: str, steps: int) -> CommittedRecord:
     flags = ("--suite", suite, "--devices", devices, "--repeats", "3", "--steps", str(steps), "--profile_comm", "3")
     return CommittedRecord(
         name=name,
-        suite=SWEEP,
+        suite=frame.SWEEP,
         records=(record,),
         files={made: record},
         make=(*command, *flags, "--output", f"{WORK}/{made}"),
@@ -92,8 +92,8 @@ def _sweep(suite: str, devices: str, steps: int) -> CommittedRecord:
 def _demo() -> CommittedRecord:
     runs = [word for run in RUNS for word in ("--run", f"{run.removeprefix('demo-')}={REFERENCE}/{run}")]
     return CommittedRecord(
-        name=DEMO,
-        suite=DEMO,
+        name=frame.DEMO,
+        suite=frame.DEMO,
         records=tuple(f"{run}/{RUN_FILES[0]}" for run in RUNS),
         files={f"demo/checkpoint/{run}/{file}": f"{run}/{file}" for run in RUNS for file in RUN_FILES},
         make=("src/demo.py", "--into", f"{WORK}/demo"),
@@ -109,22 +109,22 @@ _OTHERWISE = {
     "plan": _suite("plan", page="planner"),
     "speed": _suite("speed", "--rounds", "3"),
     "recipes": _suite("recipes", page="recipe-search"),
-    "decoding": _suite("decoding", "--checkpoint", TRAINED.as_posix(), "--data", TEXT.as_posix()),
+    "decoding": _suite("decoding", "--checkpoint", frame.TRAINED.as_posix(), "--data", TEXT.as_posix()),
     "inference": _suite(
-        "inference", "--checkpoint", TRAINED.as_posix(), "--engines", ",".join(ENGINES), page="concurrency"
+        "inference", "--checkpoint", frame.TRAINED.as_posix(), "--engines", ",".join(ENGINES), page="concurrency"
     ),
-    "serving": _suite("serving", "--checkpoint", TRAINED.as_posix(), page="serving-load"),
+    "serving": _suite("serving", "--checkpoint", frame.TRAINED.as_posix(), page="serving-load"),
 }
 """Suites whose page has another name, or whose record is made with flags."""
 _SWEEPS = (_sweep("strategies", "2", 24), _sweep("scaling", "1,2", 16))
-_MADE = (_demo(), *(_OTHERWISE.get(name) or _suite(name) for name in SUITES), *_SWEEPS)
+_MADE = (_demo(), *(_OTHERWISE.get(name) or _suite(name) for name in frame.SUITES), *_SWEEPS)
 RECORDS = {record.name: record for record in _MADE}
 """Records by name, in the order in which they are remade."""
 
 
 EXIT_OLD = 1
 """A source changed while its record was remade."""
-WITH_ENGINES = (DEMO, "inference")
+WITH_ENGINES = (frame.DEMO, "inference")
 """Records that together have what the committed run says about engines."""
 
 Runner = Callable[[Sequence[str]], int]
@@ -155,11 +155,15 @@ def remake_records(
     Raises:
         UserError: ``only`` names no record, or sources of a record to remake are not committed.
     """
-    run, records, started = run or _in(repository), _selected(only), time.perf_counter()
+
+    def in_repository(words: Sequence[str]) -> int:
+        return subprocess.run([sys.executable, *words], cwd=repository, check=False).returncode
+
+    run, records, started = run or in_repository, _selected(only), time.perf_counter()
     old = [record for record in records if all(_why_old(record, repository, folder) for folder in (REFERENCE, READY))]
     for record in old:
-        commit = git_commit(repository, mark=DIRTY if record.name == DEMO else "")  # a run marks it for any file
-        if record_changes({"git_commit": commit}, record.suite, repository=repository).line():
+        commit = git_commit(repository, mark=DIRTY if record.name == frame.DEMO else "")  # a run marks it for any file
+        if frame.record_changes({"git_commit": commit}, record.suite, repository=repository).line():
             raise UserError(f"{record.name}: a record names its commit: commit all changed and new files first, in git")
     if old:
         print(f"to remake: {', '.join(record.name for record in old)}; {_expected(old, repository)}", flush=True)
@@ -171,7 +175,7 @@ def remake_records(
             print(f"{count}: remade before, skipped", flush=True)
         else:
             print(f"{count}: remaking it, because {why}; {_expected([record], repository)}", flush=True)
-            if code := _remake(record, repository, run, peers=peers):
+            if code := _remake_one(record, repository, run, peers=peers):
                 print(f"{count}: failed with exit code {code}; the committed records stay as they were", flush=True)
                 return code
             old.remove(record)
@@ -210,7 +214,7 @@ def _publish(records: Sequence[CommittedRecord], repository: Path, run: Runner) 
 
 def show_words(record: CommittedRecord, repository: Path) -> tuple[str, ...]:
     """The command that makes its pages; the charts are of the committed sweeps, too."""
-    if record.name != DEMO:
+    if record.name != frame.DEMO:
         return record.show
     sweeps = sorted((repository / REFERENCE).glob(SWEEPS))
     shown = [("--sweep", sweep.name) for sweep in sweeps] + [("--plan", PLAN), ("--inference", INFERENCE)]
@@ -231,19 +235,17 @@ def _add_engines(repository: Path) -> None:
     Of the same training, the losses of both runs are equal to the last bit.
     """
     folder = repository / REFERENCE
-    committed, record = folder / TRAINED.name / RUN_FILES[0], folder / INFERENCE
+    committed, record = folder / frame.TRAINED.name / RUN_FILES[0], folder / INFERENCE
     try:
-        measured, run, many = (
-            read_object(file, max_bytes=MAX_BYTES) for file in (repository / TRAINED / RUN_FILES[0], committed, record)
-        )
+        files = (repository / frame.TRAINED / RUN_FILES[0], committed, record)
+        measured, run, many = (read_object(file, max_bytes=frame.MAX_BYTES) for file in files)
     except JsonError as error:
         print(f"{committed.parent.name}: gets no figures of engines: {error}", flush=True)
         return
-    if many["checkpoint"] != TRAINED.as_posix() or _losses(measured) != _losses(run):
+    if many["checkpoint"] != frame.TRAINED.as_posix() or _losses(measured) != _losses(run):
         print(f"{committed.parent.name}: gets no figures of engines: they answered with another training", flush=True)
         return
-    block = run.get("inference") or {}
-    write_json_atomic(committed, run | {"inference": block | {KEY: by_concurrency(many)}})
+    write_json_atomic(committed, with_engines(run, many))
 
 
 def _losses(run: dict[str, Any]) -> list[Any]:
@@ -263,32 +265,24 @@ def _selected(only: Sequence[str]) -> list[CommittedRecord]:
 def _why_old(record: CommittedRecord, repository: Path, folder: Path) -> str:
     """Why the record's files in ``folder`` are not up to date, in one line; empty if they are."""
     contents = _contents(record, repository / folder)
-    lines = [record_changes(made, record.suite, repository=repository).line() for made in contents]
+    lines = [frame.record_changes(made, record.suite, repository=repository).line() for made in contents]
     return next(filter(None, lines), "") if lines else "there is no readable record"
 
 
 def _contents(record: CommittedRecord, folder: Path) -> list[dict[str, Any]]:
     """Contents of its files; empty if one is missing or cannot be read."""
     try:
-        return [read_object(folder / file, max_bytes=MAX_BYTES) for file in record.records]
+        return [read_object(folder / file, max_bytes=frame.MAX_BYTES) for file in record.records]
     except JsonError:
         return []
 
 
-def _in(repository: Path) -> Runner:
-    """A runner that executes scripts with this Python in the repository."""
-
-    def run(words: Sequence[str]) -> int:
-        return subprocess.run([sys.executable, *words], cwd=repository, check=False).returncode
-
-    return run
-
-
-def _remake(record: CommittedRecord, repository: Path, run: Runner, *, peers: Sequence[str]) -> int:
+def _remake_one(record: CommittedRecord, repository: Path, run: Runner, *, peers: Sequence[str]) -> int:
     """Make the record again below ``READY``; return the exit code of the command."""
     work = repository / WORK
     shutil.rmtree(work / record.name, ignore_errors=True)  # earlier runs, which would be resumed
-    if TRAINED.as_posix() in record.make and not (repository / TRAINED).exists() and (code := run(("src/demo.py",))):
+    needs_demo = frame.TRAINED.as_posix() in record.make and not (repository / frame.TRAINED).exists()
+    if needs_demo and (code := run(("src/demo.py",))):
         return code
     if code := run((*record.make, *(["--peer", *peers] if peers and record.name in WITH_PEERS else []))):
         return code

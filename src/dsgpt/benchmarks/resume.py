@@ -4,7 +4,10 @@ The cells of the resume suite: every strategy writes the checkpoint that it read
 Strategies, and the recipes behind their names, are those of the parity suite.
 """
 
+import contextlib
+import math
 import random
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -21,12 +24,16 @@ from dsgpt.benchmarks.cells import (
     by,
     executed_by,
 )
-from dsgpt.benchmarks.frame import Record, Suite, SuiteOptions, made_from, section, troubles, work_facts
-from dsgpt.benchmarks.launch import IMPORTS, Assignment, RankEnd
+from dsgpt.benchmarks.frame import Record, Suite, SuiteOptions, made_from, page_of, section, troubles, work_facts
+from dsgpt.benchmarks.launch import IMPORTS, Assignment, RankEnd, config_of, write_end
+from dsgpt.checkpoints.store import WEIGHTS
 from dsgpt.common.command_line import COUNT, flag, switch
+from dsgpt.common.files import sha256_of
 from dsgpt.common.json_files import read_object
 from dsgpt.common.text import counted
-from dsgpt.record.schema import RECORD_FILE, STEPS_FILE, read_steps
+from dsgpt.machine.console import logging_to_console
+from dsgpt.machine.launcher import Interruption
+from dsgpt.record.schema import COMPLETE_FILE, RECORD_FILE, STEPS_FILE, read_steps
 
 PAIRS, SEED = 30, 4
 SAME_TO_A_CHECKPOINT = ("ddp-copied-buckets", "fsdp-kept")
@@ -46,10 +53,10 @@ class Pair:
         return f"{by(self.source)} to {by(self.target)}"
 
 
-def cells(*, accumulation: int = 1, precision: str = "fp32") -> list[Cell]:
+def cells(*, precision: str = "fp32") -> list[Cell]:
     """Every strategy but ``SAME_TO_A_CHECKPOINT``, on every number of ranks that the parity suite runs it on."""
     return [
-        Cell(strategy=strategy.name, ranks=ranks, accumulation=accumulation, precision=precision)
+        Cell(strategy=strategy.name, ranks=ranks, accumulation=1, precision=precision)
         for strategy in STRATEGIES.values()
         for ranks in strategy.ranks
         if strategy.whole and strategy.name not in SAME_TO_A_CHECKPOINT
@@ -145,8 +152,7 @@ of width {work["model"]["embedding_size"]}, fp32, AdamW, dropout 0; the loss fal
 {record["reference"]["first_loss"]:.3f} to {record["reference"]["last_loss"]:.3f}.
 
 {made_from(record, source=source, name="resume")}"""
-    parts = [head, _pairs(record), _rewritten(record), troubles([*pairs, *rewritten], STATUS_WORDS)]
-    return "\n\n".join(filter(None, parts)) + "\n"
+    return page_of(head, _pairs(record), _rewritten(record), troubles([*pairs, *rewritten], STATUS_WORDS))
 
 
 def summary_lines(record: Record) -> list[str]:
@@ -222,7 +228,7 @@ REWRITTEN_BOUNDS = {"fp32": 2e-6, "bf16": 8e-4}
 """Bounds by precision on the validation loss of the weights that were loaded, against the fp32 baseline's: in bf16
 three times the effect of rounding them. A mean of the ranks' means would be off by 0.7, as the last batch is padded."""
 BASELINE = Cell(strategy="baseline", ranks=1, accumulation=1)
-RANK = "dsgpt.benchmarks.resume_rank:"
+RANK = "dsgpt.benchmarks.resume:"
 
 Subject = Pair | Cell
 """A pair that shares a run, or a cell that writes what it read."""
@@ -320,7 +326,7 @@ examples:
             place=place,
             assign=assign,
             started=lambda launch: self.console.say(f"starting {counted(launch.ranks, 'rank')}"),
-            imports=[*IMPORTS["torchrun"], *IMPORTS["deepspeed"]],
+            imports=[*IMPORTS["torchrun"], *IMPORTS["deepspeed"], "dsgpt.training.run"],
         )
 
     def _source(self, cell: Cell) -> Assignment:
@@ -473,3 +479,71 @@ def wrong_in(pair: Pair, measured: dict[str, Any], length: Length = WHOLE) -> st
 def read_losses(run_dir: Path, key: str) -> dict[int, float]:
     """``loss`` or ``val_loss`` of every step that has one."""
     return {line["step"]: line[key] for line in read_steps(run_dir / STEPS_FILE) if key in line}
+
+
+# One rank of one cell.
+
+
+def train(flags: list[str], folder: Path, *, checkpoint: str = "") -> None:
+    """Train as ``src/gpt2.py`` does with ``flags``; with a ``checkpoint``, resume from it.
+
+    Raises:
+        UserError: the product refuses the combination.
+    """
+    from dsgpt.training.run import run  # noqa: PLC0415 - torch takes seconds
+
+    config = config_of(flags)
+    main = config.topology.is_main
+    if checkpoint and main:  # copy its run as a kill after that save would have left it
+        saved = Path(checkpoint)
+        others = [path.name for path in saved.parent.glob("step-*") if path != saved]
+        left_out = shutil.ignore_patterns(COMPLETE_FILE, ".lock", *others)
+        shutil.copytree(saved.parent, config.run_dir, ignore=left_out)
+    with logging_to_console(speaks=main), Interruption(speaks=main) as interruption:
+        run(config, interruption)
+    write_end(folder, config.topology.rank)
+
+
+def rewrite(flags: list[str], folder: Path, *, checkpoint: str) -> None:
+    """Let the strategy of ``flags`` load a checkpoint, write it again, and validate.
+
+    Raises:
+        UserError: the product refuses the combination.
+    """
+    import torch  # noqa: PLC0415 - takes seconds, as what follows
+
+    from dsgpt.checkpoints import training_state as states  # noqa: PLC0415
+    from dsgpt.checkpoints.training_state import MOMENTS  # noqa: PLC0415
+    from dsgpt.machine import device as devices  # noqa: PLC0415
+    from dsgpt.model.gpt2 import parameter_shapes  # noqa: PLC0415
+    from dsgpt.strategies.base import build_strategy  # noqa: PLC0415
+    from dsgpt.training.trainer import validation_loss  # noqa: PLC0415
+
+    config, out = config_of(flags), folder / "rewritten"
+    topology, shapes = config.topology, parameter_shapes(config.model)
+    device = devices.bring_up(config.device, local_rank=topology.local_rank, threads=config.threads_per_device)
+    with contextlib.nullcontext() if config.run_type == "baseline" else devices.joined(topology, device):
+        if topology.is_main:
+            out.mkdir()
+        reader = states.StateReader(Path(checkpoint))
+        reader.require_shapes(shapes)
+        with contextlib.closing(build_strategy(config, device)) as strategy:
+            strategy.load_state(reader)
+            written = states.write_shards(out, strategy.shards(), rank=topology.rank, ranks=topology.world_size)
+            parts = devices.gather_objects(written)
+            if topology.is_main:
+                states.complete_state(out, parts, strategy.counters(), shapes=shapes)
+            wrong = [  # what this rank holds whole must be the checkpoint's weights, rounded to the precision
+                name
+                for name, value in strategy.replicated_weights()
+                if not torch.equal(value.cpu(), reader.read(name).to(value.dtype))
+            ]
+            val_loss, _ = validation_loss(config, strategy) or (math.nan, 0)
+            devices.barrier()
+        same = {states.COUNTERS: sha256_of(out / states.COUNTERS) == sha256_of(Path(checkpoint) / states.COUNTERS)}
+        again = states.StateReader(out)
+        for file, moments in ((WEIGHTS, (None,)), (MOMENTS, ("exp_avg", "exp_avg_sq"))):
+            values = ((again.read(name, key), reader.read(name, key)) for name in shapes for key in moments)
+            same[file] = all(torch.equal(one, two) for one, two in values)
+        write_end(folder, topology.rank, same=same, wrong=wrong, val_loss=val_loss)
+        devices.barrier()

@@ -23,12 +23,11 @@ from typing import TYPE_CHECKING, Any, Self
 
 import psutil
 
-from dsgpt.benchmarks.frame import TRAINED, Record, Suite, SuiteOptions, device_flag
+from dsgpt.benchmarks.frame import TRAINED, Record, Suite, SuiteOptions, device_flag, generated_by, page_of, percentiles
 from dsgpt.common.command_line import POSITIVE, flag
 from dsgpt.common.errors import UserError
 from dsgpt.common.json_files import clipped_text
 from dsgpt.common.text import machine_words, table
-from dsgpt.record.schema import percentile
 
 if TYPE_CHECKING:
     import httpx2
@@ -145,6 +144,10 @@ class Served:
     """Why there is no answer, one line."""
 
 
+WAITS = ("accepted_sec", "whole_sec")
+"""The times of a request that a round has percentiles of."""
+
+
 class Load:
     """Requests to one server.
 
@@ -247,9 +250,7 @@ def serving_page(record: Record, *, source: str) -> str:
     grown = "unknown" if record["growth"] is None else f"{record['growth']:.3f} of the first one's"
     head = f"""# A server under {record["times"]} times its capacity
 
-Generated from `{source}` by
-`.venv/bin/python src/benchmark.py serving --table-from {source} --page docs/serving-load.md`;
-`.venv/bin/python src/benchmark.py serving` measures it on your machine.
+{generated_by(source, "serving", page="serving-load")}
 
 `src/serve.py` serves `{record["checkpoint"]}` and decodes {record["batch"]} sequences at a time; {record["queue"]} may
 wait. With a client for each of these places it answers {record["capacity_per_sec"]:.1f} requests a second, each a
@@ -263,7 +264,7 @@ The peak memory of the last round is {grown}. After SIGTERM the server ended wit
 share the machine with the server.
 
 Machine: {machine_words(hardware)}; {hardware["device"]}. Commit `{record["git_commit"]}`, {record["timestamp_utc"]}."""
-    return "\n".join([head, "", "## Rounds", "", *summary_lines(record), "", _NOTES, ""])
+    return page_of(head, "## Rounds", "\n".join(summary_lines(record)), _NOTES)
 
 
 _NOTES = """\
@@ -285,7 +286,7 @@ def summary_lines(record: Record) -> list[str]:
     rows = []
     for one in record["rounds"]:
         counts = [one["answered"], _lost(record, one), one["answered_twice"], one["wrong_texts"], one["refusals"]]
-        waits = [_percentiles(one[key]) for key in ("accepted_sec", "whole_sec")]
+        waits = [_percentiles(one[key]) for key in WAITS]
         rows.append([one["round"], *counts, f"{one['seconds']:.1f}", *waits, f"{one['peak_rss_bytes'] / 1e6:,.0f} MB"])
     return table(header, rows).splitlines()
 
@@ -296,7 +297,6 @@ def _percentiles(values: dict[str, float] | None) -> str:
     return " / ".join(f"{values[key]:.2f}" for key in ("p50", "p95", "p99")) + " s"
 
 
-SCHEMA_VERSION = "1.0"
 BATCH, QUEUE = 8, 16
 SEED = 1
 MAX_TOKENS = 32
@@ -332,7 +332,8 @@ class ServingOptions(SuiteOptions):
 class Serving(Suite[ServingOptions, Round]):
     """Measures the capacity of a server, then asks for several times as much."""
 
-    name, record_of, schema_version, unit = "serving", "a load test", SCHEMA_VERSION, "round"
+    name, record_of, unit = "serving", "a load test", "round"
+    failure_line = "FAILED: {}"
     flags, page, summary = ServingOptions, staticmethod(serving_page), staticmethod(summary_lines)
     description = """\
 serving: ask a server of src/serve.py for several times the completions that it can give, and ask again when it refuses.
@@ -411,9 +412,6 @@ examples:
             lines.append(f"the server ended with {record['exit_code']}; None: it did not end")
         return lines
 
-    def closing_lines(self, failures: Sequence[str]) -> list[str]:
-        return [f"FAILED: {line}" for line in failures]
-
 
 def round_of(requests: Sequence["Served"], *, alone: Sequence[str], earlier: Set[str]) -> Round:
     """Figures of the requests of a round.
@@ -425,15 +423,11 @@ def round_of(requests: Sequence["Served"], *, alone: Sequence[str], earlier: Set
     """
     served = [one for one in requests if one.answers]
 
-    def percentiles(values: list[float]) -> dict[str, float | None] | None:
-        return {f"p{share}": percentile(values, share / 100) for share in (50, 95, 99)} if values else None
-
     return {
         "answered": len(served),
         "answered_twice": sum(one.answers for one in served) - len({one.name for one in served} - earlier),
         "wrong_texts": sum(one.text != alone[one.prompt] for one in served),
         "failures": Counter(one.failure for one in requests if one.failure),
         "refusals": sum(one.refusals for one in requests),
-        "accepted_sec": percentiles([one.accepted_sec for one in served]),
-        "whole_sec": percentiles([one.whole_sec for one in served]),
+        **{key: percentiles([getattr(one, key) for one in served]) if served else None for key in WAITS},
     }

@@ -20,8 +20,7 @@ from dsgpt.benchmarks import cells, frame
 from dsgpt.benchmarks.launch import LineWorker, WorkerEnded, child_environment, train, training_words
 from dsgpt.common.command_line import POSITIVE, flag
 from dsgpt.common.errors import UserError
-from dsgpt.common.text import machine_words, table
-from dsgpt.data.token_file import TokenFileWriter, open_token_file
+from dsgpt.common.text import machine_words
 from dsgpt.machine.launcher import launcher_command
 from dsgpt.machine.topology import free_port
 from dsgpt.model.config import PRESETS, GPT2Config
@@ -48,7 +47,7 @@ class Shape(cells.Shape):
 def published(name: str, *, length: int, vocab_size: int | None = None) -> Shape:
     """A preset of ``src/gpt2.py`` as a ``Shape``, with another vocabulary if given."""
     preset = PRESETS[name]
-    dimensions = {key: getattr(preset, key) for key in ("n_layer", "n_head", "n_embd")}
+    dimensions = {key: getattr(preset, key) for key in cells.DIMENSIONS}
     vocabulary, positions = vocab_size or preset.vocab_size, preset.block_size
     return Shape(name=name, **dimensions, vocab_size=vocabulary, length=length, positions=positions)
 
@@ -260,9 +259,7 @@ def speed_page(record: frame.Record, *, source: str) -> str:
     software = f"torch {env['torch_version']}, transformers {env['transformers_version']}"
     head = f"""# How fast a step is
 
-Generated from `{source}` by
-`.venv/bin/python src/benchmark.py speed --table-from {source} --page docs/speed.md`;
-`.venv/bin/python src/benchmark.py speed --peer nanogpt=FOLDER` measures it on your machine.
+{frame.generated_by(source, "speed", measure="speed --peer nanogpt=FOLDER")}
 
 Every row compares trainers that take whole optimizer steps with the same shapes, precision, threads and tokens. They
 run in turn, {record["rounds"]} turns each, so that all meet the same machine. A ratio is that of one turn to the turn
@@ -275,12 +272,7 @@ is a model of 4 blocks of width 256, T the tokens of a sequence, B the sequences
 
 Machine: {machine_words(hardware)}; {hardware["device"]}. {software}.
 Checkouts: {peers}. Commit `{record["git_commit"]}`, {record["timestamp_utc"]}.{_missing(record)}"""
-    sections = [
-        ("Tokens per second", _speed_table(record)),
-        ("Distance to the machine's limit", _limit_table(record)),
-        ("Around the steps", _other_table(record)),
-    ]
-    return "\n".join([head, *(f"\n## {title}\n\n{text}" for title, text in sections if text), ""])
+    return frame.page_of(head, _speeds_reached(record), _limits(record), _around_the_steps(record))
 
 
 def summary_lines(record: frame.Record) -> list[str]:
@@ -318,11 +310,12 @@ def verdict(result: Figures) -> str:
         return f"{title}: FAILED: {result['failed']}"
     if "products_sec" in result:
         return f"{title}: {result['products_sec']:.3f} s of matrix products in a step"
-    shown = f"{_ratio(result)} (goal {result['target']:.2f})" if "ratio" in result else _shown(result)
-    return f"{title}: {shown}{'' if reached(result) else ', NOT REACHED'}"
+    return f"{title}: {_shown(result)}{'' if reached(result) else ', NOT REACHED'}"
 
 
 def _shown(result: Figures) -> str:
+    if "ratio" in result:
+        return f"{frame.ratio_words(result['ratio'], result['best_other'])} (goal {result['target']:.2f})"
     if "seconds" in result:
         return f"{frame.span_words(result['seconds'], '.2f')} s (goal at most {result['target']:.1f} s)"
     if "peak_bytes" in result:
@@ -335,25 +328,22 @@ def _shown(result: Figures) -> str:
     return f"{frame.span_words(result['share'], '.2%')} (goal at most {result['target']:.0%})"
 
 
-def _ratio(result: Figures, *, key: str = "ratio", other: str = "best_other") -> str:
-    return f"{frame.span_words(result[key], '.2f')}x {result[other]}{frame.judged(result[key])}"
-
-
-def _speed_table(record: frame.Record) -> str:
+def _speeds_reached(record: frame.Record) -> str:
     compared = [result for result in record["results"] if "ratio" in result]
     rows = []
     for result in compared:
         if "ratio_with_memory_kept" in result:
-            ratio = _ratio(result, key="ratio_with_memory_kept", other="best_with_memory_kept")
+            ratio = frame.ratio_words(result["ratio_with_memory_kept"], result["best_with_memory_kept"])
             rows.append([f"{result['title']}, equal memory settings", _speeds(result, memory_kept=True), ratio, "", ""])
     for result in compared:
         goal = f"{result['target']:.2f}{'' if reached(result) else ', **not reached**'}"
         waits = result["entries"][0]["synchronisations"]
         beside = "" if waits is None else f"{waits} synchronisations in a turn"
         if "limit" in result:
-            beside = f"{frame.span_words(result['limit'], '.2f')}x without communication{frame.judged(result['limit'])}"
-        rows.append([result["title"], _speeds(result, memory_kept=False), _ratio(result), goal, beside])
-    return table(["work", "tokens/s", "ratio", "goal", "beside it"], rows) if rows else ""
+            beside = frame.ratio_words(result["limit"], "without communication")
+        ratio = frame.ratio_words(result["ratio"], result["best_other"])
+        rows.append([result["title"], _speeds(result, memory_kept=False), ratio, goal, beside])
+    return frame.section("Tokens per second", ["work", "tokens/s", "ratio", "goal", "beside it"], rows)
 
 
 def _speeds(result: Figures, *, memory_kept: bool) -> str:
@@ -363,7 +353,7 @@ def _speeds(result: Figures, *, memory_kept: bool) -> str:
     return "; ".join(f"{entry['name']} {frame.span_words(entry['tokens_per_sec'], ',.0f')}" for entry in shown)
 
 
-def _limit_table(record: frame.Record) -> str:
+def _limits(record: frame.Record) -> str:
     """The share of each step that its matrix products alone would take, at the speed that each has alone."""
     ceilings = {str(result["work"]): result for result in record["results"] if "products_sec" in result}
     rows = []
@@ -376,19 +366,18 @@ def _limit_table(record: frame.Record) -> str:
             figures = [f"{step:.3f}", f"{least:.3f}", f"{least / step:.0%}", f"{flops / 1e9:,.0f}"]
             rows.append([result["title"], ours["name"], *figures])
     header = ["work", "trainer", "step, s", "its matrix products alone, s", "share", "GFLOP/s"]
-    return table(header, rows) if rows else ""
+    return frame.section("Distance to the machine's limit", header, rows)
 
 
-def _other_table(record: frame.Record) -> str:
+def _around_the_steps(record: frame.Record) -> str:
     rows = []
     for result in record["results"]:
         if "ratio" not in result and {"target", "failed"} & set(result):
             shown = result.get("failed") or _shown(result)
             rows.append([result["title"], shown, "yes" if reached(result) else "**no**"])
-    return table(["what", "measured", "reached"], rows) if rows else ""
+    return frame.section("Around the steps", ["what", "measured", "reached"], rows)
 
 
-SCHEMA_VERSION = "1.0"
 TOKENS = 2_000_000
 
 
@@ -405,7 +394,7 @@ class SpeedOptions(frame.SuiteOptions):
 class Speed(frame.Suite[SpeedOptions, Result]):
     """Lets trainers take turns, and measures what a run costs beside its steps."""
 
-    name, record_of, schema_version, unit = "speed", "speeds", SCHEMA_VERSION, "row"
+    name, record_of, unit = "speed", "speeds", "row"
     flags, page, summary = SpeedOptions, staticmethod(speed_page), staticmethod(summary_lines)
     description = """\
 speed: let this program, nanoGPT and Hugging Face's GPT-2 train in turn with the same shapes, precision, threads and
@@ -442,7 +431,6 @@ examples:
         return len(self._measurements)
 
     def begin(self) -> None:
-        self.folder = self.folder.resolve()
         cells.write_random_tokens(self.folder / "tokens", vocab_sizes=(8192, 50_257), count=TOKENS)
 
     def results(self) -> Iterator[Result]:
@@ -461,7 +449,8 @@ examples:
         """
         peer = self._peers.get(entry.kind)
         job = {"kind": entry.kind, "keeps_memory": entry.keeps_memory, "work": asdict(row.work)}
-        job |= {"tokens": str(self._tokens(row.work)), "peer": peer and str(peer)}
+        tokens = self.folder / "tokens" / f"{row.work.shape.vocab_size}.bin"
+        job |= {"tokens": str(tokens), "peer": peer and str(peer)}
         world_size, port = 1 if entry.apart else entry.ranks, free_port()
         workers = []
         for number in range(entry.ranks):
@@ -514,9 +503,6 @@ examples:
             **_compared(row, speeds),
         }
 
-    def _tokens(self, work: StepSetup) -> Path:
-        return self.folder / "tokens" / f"{work.shape.vocab_size}.bin"
-
     def _ceilings(self, work: StepSetup, *, title: str) -> Result:
         from dsgpt.benchmarks.contenders import products_sec  # noqa: PLC0415 - torch takes seconds
 
@@ -553,13 +539,10 @@ examples:
         """The flags of a training of ``make demo``; its files are in the folder ``run``."""
         return {
             "run_type": "baseline",
-            "deepspeed_config": self.repository / RECIPE,
             "model_size": "demo",
             "seq_length": LENGTH,
-            "train_data_path": self._data / "train.bin",
-            "val_data_path": self._data / "val.bin",
+            **cells.file_values(self._corpus, recipe=self.repository / RECIPE, run_dir=self.folder / run),
             "save_every": 0,
-            "checkpoint_path": self.folder / run,
             "device": self.options.device,
             **({"threads_per_device": self._threads} if self._threads else {}),
             **more,
@@ -608,11 +591,8 @@ examples:
 
     def _time_to_loss(self) -> Result:
         """Our time to the loss of nanoGPT's end, as a share of nanoGPT's; None if ours never reaches it."""
-        source = open_token_file(self._data / "val.bin")
         first, end = (windows * LENGTH for windows in (SEARCHED_WINDOWS, SEARCHED_WINDOWS + VALIDATION_WINDOWS))
-        ids = {"vocab_size": source.sidecar.vocab_size or DEMO_VOCABULARY, "eot_id": source.sidecar.eot_id or 0}
-        with TokenFileWriter(self.folder / LATER_WINDOWS, **ids, tokenizer=None, source="windows of val.bin") as writer:
-            writer.append(source.memmap()[first : end + 1])
+        cells.cut_tokens(self._corpus.val, self.folder / LATER_WINDOWS, first=first, end=end + 1)
         ours, theirs = self._own_curve(), self._nanogpt_curve()
         seconds, loss = theirs[-1]
         own_seconds = seconds_to(ours, loss)
@@ -642,7 +622,7 @@ examples:
         shape = published("demo", length=LENGTH, vocab_size=DEMO_VOCABULARY)
         device, batch = self.options.device, int(NANOGPT_DEFAULTS["batch"])
         work = StepSetup(shape=shape, batch=batch, precision="fp32", device=device, threads=self._threads)
-        files = {"tokens": self._data / "train.bin", "val": self.folder / LATER_WINDOWS}
+        files = {"tokens": self._corpus.train, "val": self.folder / LATER_WINDOWS}
         files |= {"peer": self._peers[frame.NANOGPT]}
         steps = DEMO_TOKENS // work.tokens
         schedule = {"steps": steps, "validate_every": max(1, steps // VALIDATIONS), "windows": VALIDATION_WINDOWS}
@@ -654,7 +634,7 @@ examples:
             raise UserError(f"nanoGPT's training failed: {error.output.strip()[-1000:]}") from error
 
     @property
-    def _data(self) -> Path:
+    def _corpus(self) -> cells.Corpus:
         """The demo's text, prepared once."""
         return cells.prepare_demo(self.repository, self.folder / "demo-data")
 

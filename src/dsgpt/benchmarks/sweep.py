@@ -12,14 +12,14 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 from dsgpt.benchmarks import frame, sweep_cells
-from dsgpt.benchmarks.cells import prepare_demo
+from dsgpt.benchmarks.cells import Corpus, prepare_demo
 from dsgpt.benchmarks.launch import own_group, training_words
 from dsgpt.benchmarks.sweep_page import summary_lines, sweep_page
 from dsgpt.common.command_line import COUNT, NUMBER, POSITIVE, Unfit, choice, flag, switch, value, whole
@@ -108,6 +108,10 @@ def ended_with(code: int, text: str) -> tuple[State, str | None]:
 # The turns, their figures, those of a cell over its turns, and those of a comparison.
 
 SEC_PER_HOUR = 3600
+OF_ALL_TURNS = ("tokens_per_sec", "peak_memory_bytes_rank0", "communication_share", "joules")
+"""Figures of a cell that are spreads of those of its turns."""
+OF_FIRST_TURN = ("model_state_bytes_by_rank", "sent_bytes_per_step", "final_loss")
+"""Figures of a cell that all its turns have alike."""
 PLAN_FILE, RESULT_FILE = "plan.json", "result.json"
 RUN = "run"
 """The run folder of a turn, below the turn's."""
@@ -182,9 +186,11 @@ def cell_of(cell: sweep_cells.Cell, turns: Sequence[Turn], *, price: float | Non
     done = [turn for turn in turns if turn.state == State.DONE]
     first = done[0] if done else None
 
-    def over(figure: Callable[[Turn], float | None], *, scale: float = 1.0) -> Spread | None:
-        return spread([value * scale for turn in done if (value := figure(turn)) is not None])
+    def over(figure: str, *, scale: float = 1.0) -> Spread | None:
+        return spread([value * scale for turn in done if (value := getattr(turn, figure)) is not None])
 
+    figures: dict[str, Any] = {name: over(name) for name in OF_ALL_TURNS}
+    figures |= {name: getattr(first, name, None) for name in OF_FIRST_TURN}
     device_sec = cell.devices * (price or 0.0) / SEC_PER_HOUR
     # Of a target, the turns that reached it would be only those that were lucky.
     all_reached = all(turn.time_to_target_sec is not None for turn in done)
@@ -194,16 +200,10 @@ def cell_of(cell: sweep_cells.Cell, turns: Sequence[Turn], *, price: float | Non
         launcher=cell.launcher,
         flags=list(cell.flags),
         turns=list(turns),
-        tokens_per_sec=over(lambda turn: turn.tokens_per_sec),
-        tokens_per_sec_per_device=over(lambda turn: turn.tokens_per_sec, scale=1 / cell.devices),
-        peak_memory_bytes_rank0=over(lambda turn: turn.peak_memory_bytes_rank0),
-        model_state_bytes_by_rank=first.model_state_bytes_by_rank if first else None,
-        sent_bytes_per_step=first.sent_bytes_per_step if first else None,
-        communication_share=over(lambda turn: turn.communication_share),
-        joules=over(lambda turn: turn.joules),
-        final_loss=first.final_loss if first else None,
-        time_to_target_sec=over(lambda turn: turn.time_to_target_sec) if all_reached else None,
-        cost=over(lambda turn: turn.train_time_sec, scale=device_sec) if price is not None else None,
+        **figures,
+        tokens_per_sec_per_device=over("tokens_per_sec", scale=1 / cell.devices),
+        time_to_target_sec=over("time_to_target_sec") if all_reached else None,
+        cost=over("train_time_sec", scale=device_sec) if price is not None else None,
     )
 
 
@@ -349,7 +349,7 @@ suites: {", ".join(sweep_cells.SUITES)}"""
         else:
             self._plan = sweep_cells.read_description(Path(options.suite), devices=options.devices)
         self._turns = ordered_turns(self._plan.cells, repeats=options.repeats, seed=options.seed)
-        self._data: Path | None = None
+        self._corpus: Corpus | None = None
 
     def plan(self) -> int:
         return len(self._turns)
@@ -364,7 +364,7 @@ suites: {", ".join(sweep_cells.SUITES)}"""
         self._require(fingerprint)
         cells = self._plan.cells
         if any(sweep_cells.value_of(cell.flags, TRAIN_DATA) is None for cell in cells):
-            self._data = prepare_demo(self.repository, self.folder / "data")
+            self._corpus = prepare_demo(self.repository, self.folder / "data")
         works = {}
         for cell in cells:
             flags = self._flags(cell, self.folder / "planned")
@@ -477,8 +477,8 @@ suites: {", ".join(sweep_cells.SUITES)}"""
             "profile_comm": options.profile_comm,
             "no_inference": True,
         }
-        if self._data is not None:
-            values |= {"train_data_path": self._data / "train.bin", "val_data_path": self._data / "val.bin"}
+        if self._corpus is not None:
+            values |= {"train_data_path": self._corpus.train, "val_data_path": self._corpus.val}
         return [*training_words(values), *cell.flags, "--checkpoint_path", str(run_dir)]
 
     def line(self, result: Turn, *, count: str, left: str) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from dsgpt.benchmarks.frame import EXIT_FAILED, Record, judged
+from dsgpt.benchmarks.frame import EXIT_FAILED, Record, judged, page_of, spread_words
 from dsgpt.benchmarks.sweep_cells import EQUAL, LABELS, comparable, judge_turns
 from dsgpt.common.errors import EXIT_DONE, Problems, UserError, did_you_mean, is_number
 from dsgpt.common.json_files import JsonError, read_object
@@ -97,7 +97,7 @@ def sweep_page(record: Record, *, source: str) -> str:
     for comparison in sweep.comparisons:
         parts += [f"## {_text(comparison.name)}", _comparison(sweep, comparison)]
     parts += ["## Turns that are not done", _failures(sweep)]
-    return "\n\n".join(parts) + "\n"
+    return page_of(*parts)
 
 
 def summary_lines(record: Record) -> list[str]:
@@ -230,10 +230,7 @@ def _state(cell: suites.SweepCell) -> str:
 
 
 def _spread(value: suites.Spread | None, form: Callable[[float], str]) -> str:
-    if value is None:
-        return UNKNOWN
-    text = form(value.median)
-    return text if len(value.values) < 2 else f"{text} ({form(value.smallest)} to {form(value.largest)})"
+    return UNKNOWN if value is None else spread_words(value, form)
 
 
 def _value(value: float | None, form: Callable[[float], str]) -> str:
