@@ -38,7 +38,7 @@ _SHARED = {"contenders.py": ("speed", "decoding"), "hosts.py": ("clusters",)}
 """Modules of some suites."""
 _BUILDS_ON = {"clusters": "faults"}
 """Suites that need the modules of another."""
-_ONLY_READ_RECORDS = ("*_page.py", "suites.py")
+_ONLY_READ_RECORDS = ("*_page.py", "records.py", "suites.py")
 """Modules of the suites that make pages and tables from an existing record, or that start the commands of records."""
 
 
