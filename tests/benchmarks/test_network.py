@@ -27,21 +27,18 @@ def run(folder, *only):
 def test_a_step_waits_for_a_slow_link_as_predicted(tmp_path, monkeypatch):
     """The calibration is a committed one; the wait for 160 Mbit/s is the same on any processor."""
     monkeypatch.setattr(calibrate, "calibrate", lambda path, **_: path.write_bytes(PLAN.read_bytes()))
-    monkeypatch.setattr(network, "LINKS", ((160, 0), (160, 50)))
+    monkeypatch.setattr(network, "LINKS", ((160, 50),))
     record, code, printed = run(tmp_path, "link-zero1")
     assert code == 0, printed
-    free, slow, late = record["over_links"]
-    assert (free["shaped_by"], slow["shaped_by"]) == ({}, {"mbit": "tc tbf"})
-    assert late["shaped_by"] == {"mbit": "tc tbf", "delay_ms": "TUN relay"}
-    point, delayed = record["points"]
-    passing = 1.5 * 4 * 5_311_488 * 8 / 160e6  # gradients both ways at once, then half of the weights
+    free, slow = record["over_links"]
+    assert (free["shaped_by"], slow["shaped_by"]) == ({}, {"mbit": "tc tbf", "delay_ms": "TUN relay"})
+    (point,) = record["points"]
+    # gradients both ways at once, then half of the weights; each is late, the gradients twice
+    passing = 1.5 * 4 * 5_311_488 * 8 / 160e6 + 3 * 0.05
     # ZeRO-1 hides nothing behind what the machine computes; other programs make the wait longer, never shorter
     assert slow["share"] * slow["step_sec"] > 0.8 * passing
     assert point["predicted_share"] * point["predicted_step_sec"] > passing
     assert point["share"]["median"] == slow["share"]
-    # each of two hosts passes a bucket on twice to sum it, and once to give its half of the weights
-    assert late["share"] * late["step_sec"] > slow["share"] * slow["step_sec"] + 3 * 0.05
-    assert delayed["predicted_step_sec"] > point["predicted_step_sec"] + 3 * 0.05
     assert "| zero1 | 160 | 50 | " in network_page(record, source="network.json")
 
 

@@ -10,7 +10,7 @@ from chart_records import flat_record, record, scaling, step_lines, write_run, w
 from messages import without_paths
 from small_run import REPOSITORY
 
-from dsgpt.benchmarks.suites import REFERENCE
+from dsgpt.benchmarks.records import REFERENCE
 from dsgpt.charts import generate
 from dsgpt.charts.comparison import comparison_markdown, console_summary
 from dsgpt.charts.themes import DARK

@@ -11,7 +11,7 @@ from small_run import REPOSITORY
 from dsgpt.benchmarks import clusters, clusters_runs
 from dsgpt.benchmarks.clusters import KINDS, ClusterOptions, Clusters, Outcome, drawn
 from dsgpt.benchmarks.frame import run_suite
-from dsgpt.benchmarks.suites import REFERENCE
+from dsgpt.benchmarks.records import REFERENCE
 
 
 def test_the_committed_record_is_of_the_seeded_campaign():

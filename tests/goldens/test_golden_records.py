@@ -13,7 +13,7 @@ import pytest
 from transcripts import REPOSITORY, Row, read, require_golden, run
 
 from dsgpt.__main__ import COMMANDS
-from dsgpt.benchmarks.suites import RECORDS, REFERENCE
+from dsgpt.benchmarks.records import RECORDS, REFERENCE
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
 SHOWN = {name: record.show for name, record in RECORDS.items() if "--table-from" in record.show}

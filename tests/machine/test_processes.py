@@ -161,7 +161,7 @@ def test_the_end_of_each_process_up_to_the_launcher_is_noticed(tmp_path: Path, k
 CELLS = "src/dsgpt/benchmarks/launch.py"
 ENDED_BY = {
     "src/dsgpt/training/run.py": "src/gpt2.py",
-    **{f"src/dsgpt/benchmarks/{suite}_rank.py": CELLS for suite in ("parity", "plan", "resume")},
+    **{f"src/dsgpt/benchmarks/{name}.py": CELLS for name in ("parity_rank", "plan_rank", "resume")},
     "tests/strategies/strategy_worker.py": CELLS,
 }
 """For a file that joins a group, another file whose last line the process reaches."""
