@@ -34,9 +34,9 @@ DEMO, SWEEP = "demo", "sweep"
 _ROOMS = {"serving": ("inference/server",)}
 """Rooms that some suites measure besides training."""
 _FILES = {"inference": "src/dsgpt/benchmarks/trace.json", "serving": "src/serve.py"}
-_SHARED = {"contenders.py": ("speed", "decoding"), "hosts.py": ("clusters",)}
+_SHARED = {"contenders.py": ("speed", "decoding"), "hosts.py": ("clusters", "network")}
 """Modules of some suites."""
-_BUILDS_ON = {"clusters": "faults"}
+_BUILDS_ON = {"clusters": "faults", "network": "plan"}
 """Suites that need the modules of another."""
 _ONLY_READ_RECORDS = ("*_page.py", "records.py", "suites.py")
 """Modules of the suites that make pages and tables from an existing record, or that start the commands of records."""

@@ -4,6 +4,7 @@ Ranks of one host share a namespace. Between hosts everything goes over the swit
 its own, so that nothing of this machine's network is changed. Only root can make them, on Linux with iproute2.
 """
 
+import contextlib
 import ctypes
 import fcntl
 import os
@@ -18,7 +19,6 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +28,7 @@ RELAY = "delay0"
 """The interface of a host whose packets are held back; see ``relay``."""
 TUN_SET, TUN_FLAGS = 0x400454CA, 0x1001
 """``TUNSETIFF`` of Linux, and ``IFF_TUN | IFF_NO_PI``: packets of IP without a header of their own."""
+TUN = Path("/dev/net/tun")
 READY_SEC = 10.0
 REPOSITORY = Path(__file__).resolve().parents[3]
 RUNTIME = Path("/run/netns")
@@ -159,7 +160,7 @@ class Hosts:
         """Without its interface, the relay ends by itself."""
         subprocess.run(["ip", "-n", self.host(number), "link", "delete", RELAY], capture_output=True, check=False)
 
-    @contextmanager
+    @contextlib.contextmanager
     def reached_by_ssh(self, folder: Path) -> Iterator[dict[str, str]]:
         """A real sshd on every host; gives the variables of a process that may log in to all of them.
 
@@ -187,7 +188,7 @@ class Hosts:
                 daemon.wait(timeout=30)
 
 
-@contextmanager
+@contextlib.contextmanager
 def made_hosts(count: int) -> Iterator[Hosts]:
     """``count`` hosts behind one switch. At the end all are removed.
 
@@ -277,10 +278,13 @@ def relay(address: str, delay_sec: float) -> None:
     others = ".".join([*address.split(".")[:3], "0/25"])  # the half that has all hosts: before the route of INTERFACE
     held = deque[tuple[float, bytes]]()
     with (
-        Path("/dev/net/tun").open("r+b", buffering=0) as tun,
+        TUN.open("r+b", buffering=0) as tun,
         socket.socket(socket.AF_INET, socket.SOCK_RAW, socket.IPPROTO_RAW) as out,
     ):
         fcntl.ioctl(tun, TUN_SET, struct.pack("16sH22x", RELAY.encode(), TUN_FLAGS))
+        for name in ("all", INTERFACE):  # else the system drops what does not come from where answers go
+            if (source_check := Path(f"/proc/sys/net/ipv4/conf/{name}/rp_filter")).read_text() != "0\n":
+                source_check.write_text("0")
         out.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, INTERFACE.encode())
         run("ip", "link", "set", RELAY, "txqueuelen", "10000", "up")
         run("ip", "route", "add", others, "dev", RELAY, "src", address)
@@ -292,7 +296,8 @@ def relay(address: str, delay_sec: float) -> None:
                     held.append((time.monotonic() + delay_sec, packet))
             while held and held[0][0] <= time.monotonic():
                 packet = held.popleft()[1]
-                out.sendto(packet, (socket.inet_ntoa(packet[16:20]), 0))
+                with contextlib.suppress(OSError):  # the host is unplugged
+                    out.sendto(packet, (socket.inet_ntoa(packet[16:20]), 0))
 
 
 if __name__ == "__main__":

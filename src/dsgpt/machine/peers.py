@@ -366,7 +366,11 @@ class Peers:
             store = open_store(self._topology)
             self._note_answer()
             self._guard.start()
-            store = meet(store, self._topology, answered=self._note_answer)
+            try:
+                store = meet(store, self._topology, answered=self._note_answer)
+            except dist.DistError as error:
+                self._lose_store(str(error).splitlines()[0][:120])
+                raise
             self._hosts: list[str] = json.loads(store.get("hosts"))
             # A clone has a connection of its own. It is public; only the types lack it.
             self.store, self._watched = store, store.clone()  # type: ignore[attr-defined]

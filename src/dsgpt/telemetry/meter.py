@@ -104,21 +104,18 @@ class StepResult(NamedTuple):
     own_gradient: Tensor | None = None
     """0-dim fp32: not finite if a gradient of activations on this rank is not; None where the strategy has none."""
     own_exchange: Tensor | None = None
-    """0-dim fp32: which exchange of activations was the first that this rank gave something to that was not finite,
-    though all that it had received was; infinite if none was. None where ranks exchange no activations."""
+    """0-dim fp32: in which exchange of the forward pass this rank first gave an activation or its loss that was not
+    finite, though all that it had received was; infinite if in none. None where ranks exchange no activations."""
 
     def own_non_finite(self) -> tuple[float, str]:
-        """What this rank has that is NaN or infinite, ``activation``, ``loss`` or ``gradient``, and in which exchange.
-
-        Empty if there is none; infinite if it exchanged none.
-        """
+        """In which exchange this rank first gave what is NaN or infinite, infinity if in none; and what is, or nothing."""
         exchange = math.inf if self.own_exchange is None else float(self.own_exchange)
         if exchange < math.inf:
-            return exchange, "activation"
+            return exchange, "an activation or loss"
         if not math.isfinite(self.own_loss):
-            return exchange, "loss"
+            return exchange, "a loss"
         overflowed = self.own_gradient is not None and not math.isfinite(self.own_gradient)
-        return exchange, "gradient" if overflowed and not self.skipped else ""
+        return exchange, "a gradient" if overflowed and not self.skipped else ""
 
 
 class TimedBatches:

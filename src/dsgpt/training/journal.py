@@ -540,16 +540,23 @@ class Journal:
 
     def _first_non_finite(self, lines: list[dict[str, Any]]) -> str:
         """The rank whose own figures were the first that are not finite; collective: all have the same lines."""
-        own = ((place, *result.own_non_finite()) for place, result in enumerate(self.meter.results))
+        own = ((line, *result.own_non_finite()) for line, result in enumerate(self.meter.results))
         fault = next((fault for fault in own if fault[2]), (len(lines), math.inf, ""))
-        ranks: list[tuple[str, tuple[int, float, str]]] = gather_objects((socket.gethostname(), fault))
-        place, exchange, what = first = min(fault for _, fault in ranks)
-        at_fault = [rank for rank, (_, fault) in enumerate(ranks) if fault[:2] == first[:2]]
-        if not what or len(at_fault) == len(ranks):  # the state that all ranks share was the first
-            return ""
-        names = ", ".join(f"rank {rank} on {ranks[rank][0]}" for rank in at_fault)
-        what = "an activation" if exchange < math.inf else f"a {what}"
-        return f"; {names} was the first to compute {what} that is not finite, in step {lines[place]['step']}"
+        topology = self._config.topology
+        part = topology.stage, topology.tensor_rank, topology.sequence_rank
+        ranks: list[tuple[str, tuple[int, ...], tuple[int, float, str]]] = gather_objects(
+            (socket.gethostname(), part, fault)
+        )
+        line, exchange, what = min(fault for _, _, fault in ranks)
+        at_fault = {rank for rank, (_, _, fault) in enumerate(ranks) if fault[:2] == (line, exchange)}
+        parts = {ranks[rank][1] for rank in at_fault}
+        replicas = {rank for rank, (_, part, _) in enumerate(ranks) if part in parts}
+        alone = topology.data_parallel_size == 1
+        if not what or len(at_fault) == len(ranks) or (at_fault == replicas and not alone):
+            return ""  # what all of them share was the first: the weights
+        names = ", ".join(f"rank {rank} on {ranks[rank][0]}" for rank in sorted(at_fault))
+        or_else = "; if the training diverges, it looks the same" if alone else ""
+        return f"; {names} was the first to compute {what} that is not finite, in step {lines[line]['step']}{or_else}"
 
     def traffic_measured(self, measured: dict[str, Any]) -> None:
         """Note the model state and the traffic of a step."""

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from dsgpt.checkpoints.training_state import Box, Shards, StateReader
 from dsgpt.config.run_config import RunConfig
 from dsgpt.data.loader import Batch
-from dsgpt.model.gpt2 import GPT2, parameter_shapes
+from dsgpt.model.gpt2 import parameter_shapes
 from dsgpt.strategies.base import StateTensors, Strategy, block_norms, set_learning_rate
 from dsgpt.strategies.deepspeed.setup import build_deepspeed_optimizer, import_deepspeed, repeat_counting
 from dsgpt.strategies.deepspeed.state import (
@@ -143,8 +143,9 @@ class DeepSpeedStrategy(Strategy):
         overflow = self._scale.enabled and not self._engine.was_step_applied()
         self._optimizer_steps += not overflow
         self._scale.update(overflow=overflow)
-        model = self._engine.module
-        own_gradient = model.take_gradient_sum() if isinstance(model, GPT2) else None  # a stage is none
+        own_gradient = None
+        if self._topology.data_parallel_size == self._topology.world_size:  # else it has passed other ranks
+            own_gradient = self._engine.module.take_gradient_sum()
         return StepResult(loss, own_loss, norm, lr, torch.tensor(overflow), own_gradient, self._exchanges.first())
 
     @abstractmethod

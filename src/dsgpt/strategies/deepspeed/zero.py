@@ -109,6 +109,7 @@ class Zero(DeepSpeedStrategy):
 
     def __init__(self, config: RunConfig, device: torch.device) -> None:
         super().__init__(config, device)
+        self._model_ranks = config.topology.sizes.tensor * config.topology.sizes.sequence  # that exchange activations
         self._copies = config.topology.sizes.tensor  # ranks that compute the very same loss
         self._slices = config.topology.sizes.sequence  # ranks that each add their positions to the same loss
         self._loss_factor: float = 1  # multiplies a rank's loss if DeepSpeed averages over more than the data ranks
@@ -184,6 +185,8 @@ class Zero(DeepSpeedStrategy):
             batch = to_device(next(batches), self._device)
             with named_range("forward"):
                 loss = self._micro_batch_loss(batch)
+            if self._model_ranks > 1:  # now: its gradients reach all of them
+                self._exchanges.give(loss)
             with named_range("backward"):
                 # Divides by the accumulation steps; in the last micro batch, also reduces over ranks.
                 self._engine.backward(loss * self._loss_factor * own_factor)
@@ -304,12 +307,17 @@ def ulysses_attention(group: dist.ProcessGroup, exchanges: Exchanges) -> Attend:
     """Attention over positions of which each rank of ``group`` holds a slice, in the order of the ranks.
 
     Before attention, an all-to-all turns "some positions, all heads" into "all positions, some heads"; after it,
-    another all-to-all turns the result back. ``exchanges`` notes what this rank gives to the first.
+    another all-to-all turns the result back. ``exchanges`` notes what this rank gives to both.
     Queries, keys and values come as (B, nh, T of this rank, hs); the group's size must divide nh.
     """
     from deepspeed.sequence.layer import DistributedAttention  # noqa: PLC0415
 
-    exchange = DistributedAttention(_attend_by_position, group, scatter_idx=2, gather_idx=1)
+    def attend_here(q: Tensor, k: Tensor, v: Tensor, dropout: float, causal: bool) -> Tensor:
+        attended = _attend_by_position(q, k, v, dropout, causal)
+        exchanges.give(attended)
+        return attended
+
+    exchange = DistributedAttention(attend_here, group, scatter_idx=2, gather_idx=1)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, dropout: float, causal: bool) -> Tensor:
         exchanges.give(q, k, v)
