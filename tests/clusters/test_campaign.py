@@ -41,7 +41,7 @@ def part(tmp_path_factory):
         replace(drawn([*KINDS].index(kind), seed=1), strategy=strategy, launcher=launcher)
         for kind, strategy, launcher in CORE
     ]
-    faults[4] = replace(faults[4], how="spot notice")
+    faults[1], faults[4] = replace(faults[1], how="loss"), replace(faults[4], how="spot notice")
     runs = clusters_runs.ClusterRuns(tmp_path_factory.mktemp("campaign"), repository=REPOSITORY)
     with ThreadPoolExecutor(5) as pool, runs:
         return runs, list(pool.map(runs.attempt, faults))

@@ -77,7 +77,7 @@ KINDS = {
     "rank stopped": Kind(named=GONE),
     "disk full": Kind(named="No space left on device"),
     "clock off": Kind(ends=False, hows=("+1h", "-1h")),
-    "NaN": Kind(named=r"rank \d+ on HOST was the first to compute", latest=0.0),
+    "NaN": Kind(named=r"rank \d+ on HOST was the first to compute", latest=0.0, hows=("", "loss")),
     "folder stands still": Kind(ends=False),
     "preemption": Kind(hows=("spot notice", "SIGUSR1", "SIGTERM")),
     "second fault": Kind(named=GONE, latest=2.0),
@@ -134,10 +134,13 @@ def drawn(index: int, *, seed: int) -> Fault:
         del launchers["run_hostfile.sh"]
     if kind == "clock off":  # torchrun's agents compare their clocks, and one that is an hour off never joins
         launchers = {name: weight for name, weight in launchers.items() if not name.startswith("torchrun")}
+    how = chance.choice(KINDS[kind].hows)
+    if how == "loss" and strategy.startswith("pipeline"):  # only its last stage has one
+        how = ""
     return Fault(
         index=index,
         kind=kind,
-        how=chance.choice(KINDS[kind].hows),
+        how=how,
         strategy=strategy,
         launcher=chance.choices(list(launchers), list(launchers.values()))[0],
         host=chance.randrange(2),
@@ -195,7 +198,7 @@ WHAT = {
     "rank stopped": "SIGSTOP",
     "disk full": "the file system of the shared folder has no free byte, until the run is started again",
     "clock off": "an hour ahead or behind, from the start",
-    "NaN": "its layers give NaN in that step",
+    "NaN": "its layers give NaN in that step, or the loss alone is NaN",
     "folder stands still": f"the FUSE process behind the shared folder is stopped for {PAUSE_SEC} s, and the limit is "
     f"{DEFAULT_LIMIT_SEC:g} s",
     "preemption": "a spot notice on the host, SIGUSR1 or SIGTERM to its rank",

@@ -28,6 +28,7 @@ from dsgpt.common.files import write_json_atomic
 from dsgpt.machine import peers, spot
 from dsgpt.machine.launcher import exit_rank
 from dsgpt.machine.topology import Topology
+from dsgpt.model.gpt2 import Head
 from dsgpt.training import trainer
 from dsgpt.training.command import train
 
@@ -96,7 +97,8 @@ def plant(fault: Fault, folder: Path) -> None:
             begin(own, topology, stall_timeout=LIMIT_SEC)  # the flag takes no less than 20 s
 
         peers.Peers.__init__ = impatient  # type: ignore[method-assign,assignment]
-    watch, forward, poison = trainer.Measurements.watch, nn.LayerNorm.forward, threading.Event()
+    poisons = Head if fault.how == "loss" else nn.LayerNorm
+    watch, forward, poison = trainer.Measurements.watch, poisons.forward, threading.Event()
 
     def watched(measurements: trainer.Measurements, step: int) -> Any:
         time.sleep(PACE_SEC)
@@ -108,12 +110,12 @@ def plant(fault: Fault, folder: Path) -> None:
                 strike(fault, folder, 1, poison)
         return watch(measurements, step)
 
-    def poisoned(layer: nn.LayerNorm, x: Tensor) -> Tensor:
-        return forward(layer, x) * (float("nan") if poison.is_set() else 1.0)
+    def poisoned(*given: Any) -> Tensor:
+        return forward(*given) * (float("nan") if poison.is_set() else 1.0)
 
     trainer.Measurements.watch = watched  # type: ignore[method-assign,assignment]
     if fault.kind == "NaN":
-        nn.LayerNorm.forward = poisoned  # type: ignore[method-assign,assignment]
+        poisons.forward = poisoned  # type: ignore[method-assign,assignment]
     number = len(list(folder.glob(mark(folder, 0).name.replace("0", "*")))) + 1
     if here == fault.host and fault.every_sec:
         delay = random.Random(f"{fault.index}/{number}").expovariate(1 / fault.every_sec)

@@ -108,7 +108,7 @@ class StepResult(NamedTuple):
     finite, though all that it had received was; infinite if in none. None where ranks exchange no activations."""
 
     def own_non_finite(self) -> tuple[float, str]:
-        """In which exchange this rank first gave what is NaN or infinite, infinity if in none; and what is, or nothing."""
+        """In which exchange this rank first gave what is not finite, infinity if in none; what that is, or nothing."""
         exchange = math.inf if self.own_exchange is None else float(self.own_exchange)
         if exchange < math.inf:
             return exchange, "an activation or loss"
