@@ -5,6 +5,7 @@ import json
 import math
 import os
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -22,6 +23,7 @@ from training_runs import (
 )
 
 from dsgpt.common.errors import UserError
+from dsgpt.machine.topology import ParallelSizes, Topology
 from dsgpt.model.config import GPT2Config
 from dsgpt.record.schema import RunRecord
 from dsgpt.training import journal
@@ -243,3 +245,27 @@ def test_weights_that_are_not_finite_are_not_saved(corpus, tmp_path):
     assert done.returncode == 3
     assert "error: step 3: " in done.stderr
     assert not list(run.glob("*step-*"))
+
+
+@pytest.mark.parametrize(
+    ("faults", "replicas", "named"),
+    [
+        ([(0, 2.0), (0, 3.0)], 1, "rank 0 on host was the first to compute an activation or loss"),
+        ([(0, math.inf), (0, 1.0), (1, math.inf), (1, math.inf)], 2, "rank 1 on host was"),
+        ([(0, math.inf), (0, math.inf), (0, 1.0), (0, 1.0)], 2, ""),  # a stage's two replicas: the weights diverge
+        ([(0, math.inf), (0, math.inf)], 2, ""),
+    ],
+)
+def test_the_rank_that_was_first_is_named_and_not_a_part_of_the_model_that_diverges(
+    faults, replicas, named, monkeypatch
+):
+    """Line and exchange of each rank's first figure that is not finite; the ranks of a stage follow each other."""
+    ranks = [("host", (rank // replicas, 0, 0), (*fault, "an activation or loss")) for rank, fault in enumerate(faults)]
+    monkeypatch.setattr(journal, "gather_objects", lambda _: ranks)
+    sizes = ParallelSizes(pipeline=len(ranks) // replicas)
+    topology = Topology(
+        rank=0, local_rank=0, world_size=len(ranks), local_world_size=1, launcher="torchrun", sizes=sizes
+    )
+    own = SimpleNamespace(meter=SimpleNamespace(results=[]), _config=SimpleNamespace(topology=topology))
+    said = journal.Journal._first_non_finite(own, [{"step": 7}, {"step": 8}])
+    assert (named in said) if named else not said
