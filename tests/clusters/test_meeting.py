@@ -1,5 +1,6 @@
 """How ranks meet in a store that a launcher may keep over attempts, with what dead ranks left in it."""
 
+import contextlib
 import json
 import signal
 import subprocess
@@ -86,13 +87,23 @@ def test_a_rank_leaves_if_the_store_stops_answering_before_all_are_there(monkeyp
     monkeypatch.setattr(peers, "BEAT_SEC", 0.1)
     monkeypatch.setattr(peers, "OBSERVED_SEC", 0.5)
     monkeypatch.setattr(peers.os, "_exit", lambda _: None)
+    waiting = peers.Peers(PLACES[1], stall_timeout=2.0)
+    waiting.on_lost_rank = lambda lost: told.append(str(lost))
+
+    def join() -> None:
+        with contextlib.suppress(dist.DistError):  # when the server is killed
+            waiting.join()
+
+    joins = threading.Thread(target=join)
     with subprocess.Popen([sys.executable, "-c", SERVES, str(port)]) as server:
-        waiting = peers.Peers(PLACES[1], stall_timeout=2.0)
-        waiting.on_lost_rank = lambda lost: told.append(str(lost))
-        threading.Thread(target=waiting.join, daemon=True).start()
-        within(waiting._guard.is_alive, seconds=30)
-        assert not told
-        server.send_signal(signal.SIGSTOP)
-        within(lambda: told, seconds=20)
-        server.kill()
+        try:
+            joins.start()
+            within(waiting._guard.is_alive, seconds=30)
+            assert not told
+            server.send_signal(signal.SIGSTOP)
+            within(lambda: told, seconds=20)
+        finally:
+            server.kill()
+            for thread in (joins, waiting._guard):  # they end while ``_exit`` is replaced
+                thread.join(timeout=60)
     assert told[0].startswith("rank 0 or its launcher, at 127.0.0.1, does not answer any more, in start")
