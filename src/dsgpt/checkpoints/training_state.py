@@ -5,7 +5,7 @@
     training_state.json      what is not a tensor: ``Counters``
 
 That is what one rank writes: version 1. Several ranks write version 2: each its own pieces, in
-``model-00000.safetensors``, ``optimizer-00000.safetensors`` and so on, and the main rank an index of all of them,
+``model-00000.safetensors``, ``optimizer-00000.safetensors`` and so on. The main rank writes an index of all of them,
 ``pieces.json``: the place of every piece in the whole tensors, and its file. A strategy says which parts of which
 tensors a rank has, and nothing is gathered. A reader puts whole tensors, or the parts that a rank needs, together from
 the pieces. So any strategy resumes from any other's checkpoint.
