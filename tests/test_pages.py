@@ -27,7 +27,7 @@ SCRIPTS = sorted(
     for path in (REPOSITORY / folder).glob("*.py")
 )
 HELP = (REPOSITORY / "tests" / "goldens" / "help.txt").read_text(encoding="utf-8")
-_BLOCK = re.compile(r"```(\w*)\n(.*?)```", re.DOTALL)
+_BLOCK = re.compile(r"```(\w*)(?: title=\w+)?\n(.*?)```", re.DOTALL)
 _INLINE = re.compile(r"`([^`]+)`")
 _PROGRAM = re.compile(r"(?:[A-Z_]+=\S+ )*(?:\.venv/bin/)?(?:python|deepspeed|torchrun|make) ")
 

@@ -138,6 +138,6 @@ def test_a_link_is_as_slow_and_as_lossy_as_asked(hosts):
     assert hosts.shape(1, delay_ms=50) == {"delay_ms": "TUN relay"}
     begins, arrives = arrive(1, count=1, size=10)
     assert arrives - begins > 0.05
-    assert len(arrive(1, count=200, size=1000)) == 201
+    assert len(arrive(1, count=50, size=1000)) == 51  # they come at once: more would overflow the socket
     assert hosts.shape(1) == {}
     assert len(arrive(0, count=200, size=10)) == 201
