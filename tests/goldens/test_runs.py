@@ -41,7 +41,9 @@ STRATEGIES = {
     "zero1-offload": Way("optimized", "zero1", changes={"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}),
     "zero2-offload": Way("optimized", "zero2_offload"),
     "zero3-offload": Way("optimized", "zero3_offload"),
+    "zero3-nvme": Way("optimized", "zero3_nvme"),
     **{name: Way("optimized", name) for name in ("tensor", "pipeline", "sequence")},
+    "3d": Way("optimized", "3d", ranks=4),
 }
 MORE = {"baseline": {"no_inference": None, "track": "csv"}, "ddp": {"profile_comm": 2}}
 """Flags of single runs, for files and keys that a run has only with them."""
