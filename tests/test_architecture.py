@@ -87,7 +87,7 @@ def test_only_its_folder_imports_a_library(library, folders):
 BRING_TORCH = {"torch", "deepspeed", "transformers", "lm_eval", "safetensors.torch"}
 TORCH = {
     "benchmarks": "clusters_rank clusters_runs contenders faults_kinds parity_rank parity_reference plan_rank",
-    "checkpoints": "training_state",
+    "checkpoints": "pieces training_state",
     "data": "loader",
     "formats": "hugging_face tensor_files",
     "inference": "decoder evaluate generation model_files server.completions server.engine server.server",

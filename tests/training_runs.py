@@ -15,7 +15,8 @@ from small_run import REPOSITORY, command_line
 from torch import Tensor
 
 from dsgpt.benchmarks.cells import Corpus
-from dsgpt.checkpoints.training_state import StateReader, moment_key
+from dsgpt.checkpoints.pieces import moment_key
+from dsgpt.checkpoints.training_state import StateReader
 from dsgpt.config.options import parse_arguments
 from dsgpt.config.run_config import RunConfig, resolve
 from dsgpt.machine.topology import Topology, read_topology

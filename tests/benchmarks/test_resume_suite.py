@@ -27,7 +27,7 @@ from dsgpt.benchmarks.resume import (
     wrong_in,
 )
 from dsgpt.benchmarks.saving import SAVES, Saving, SavingOptions
-from dsgpt.checkpoints.training_state import MOMENTS
+from dsgpt.checkpoints.pieces import MOMENTS
 from dsgpt.training.command import train
 
 # `python src/benchmark.py resume` and `saving`: the commands, their records and their pages.

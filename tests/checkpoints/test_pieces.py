@@ -12,18 +12,8 @@ from torch import Tensor
 
 from dsgpt.checkpoints import store
 from dsgpt.checkpoints.manifest import RunState
-from dsgpt.checkpoints.training_state import (
-    Box,
-    Counters,
-    ParamState,
-    Shards,
-    StateReader,
-    complete_state,
-    cut,
-    read_index,
-    why_not_whole,
-    write_shards,
-)
+from dsgpt.checkpoints.pieces import Box, cut, read_index, why_not_whole
+from dsgpt.checkpoints.training_state import Counters, ParamState, Shards, StateReader, complete_state, write_shards
 from dsgpt.common.errors import UserError
 from dsgpt.strategies.deepspeed.state import SPLIT, is_split, part_boxes, take_part
 

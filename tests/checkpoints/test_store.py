@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 
 from dsgpt.checkpoints import store
 from dsgpt.checkpoints.manifest import Change, Epoch, RunState, parse_manifest, read_manifest, read_run_state
+from dsgpt.checkpoints.pieces import Box
 from dsgpt.checkpoints.store import find_checkpoint
 from dsgpt.checkpoints.training_state import (
-    Box,
     Counters,
     KeptState,
     LossScaleState,

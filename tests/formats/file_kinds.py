@@ -25,8 +25,8 @@ from dsgpt.benchmarks.sweep_cells import read_description
 from dsgpt.charts.comparison import comparison_markdown, console_summary
 from dsgpt.checkpoints import store
 from dsgpt.checkpoints.manifest import read_run_state, write_run_state
+from dsgpt.checkpoints.pieces import open_weights
 from dsgpt.checkpoints.store import find_checkpoint, open_model_files
-from dsgpt.checkpoints.training_state import open_weights
 from dsgpt.common.errors import Problems
 from dsgpt.common.json_files import JsonError
 from dsgpt.config.run_config import RunConfig

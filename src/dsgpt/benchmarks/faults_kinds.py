@@ -29,7 +29,7 @@ from dsgpt.benchmarks.faults import (
 from dsgpt.benchmarks.faults_runs import Missed, Runs, Training, send
 from dsgpt.checkpoints import store
 from dsgpt.checkpoints.manifest import MANIFEST, parse_manifest, read_manifest
-from dsgpt.checkpoints.training_state import MOMENTS, numbered
+from dsgpt.checkpoints.pieces import MOMENTS, numbered
 from dsgpt.common.errors import EXIT_INTERRUPTED, EXIT_NOT_SAVED, EXIT_STOPPED, EXIT_USER_ERROR, UserError
 from dsgpt.common.json_files import read_object
 from dsgpt.machine.launcher import ECHO_SEC

@@ -146,8 +146,8 @@ class OwnModel:
     def __init__(self, checkpoint: Path, device: str, *, batch_size: int = 1) -> None:
         import torch  # noqa: PLC0415 - not in vLLM's environment, as all that the following engines import
 
+        from dsgpt.checkpoints.pieces import open_weights  # noqa: PLC0415
         from dsgpt.checkpoints.store import find_checkpoint, open_model_files  # noqa: PLC0415
-        from dsgpt.checkpoints.training_state import open_weights  # noqa: PLC0415
         from dsgpt.inference.decoder import Decoder  # noqa: PLC0415
         from dsgpt.inference.model_files import build_model  # noqa: PLC0415
 

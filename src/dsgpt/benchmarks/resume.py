@@ -513,7 +513,7 @@ def rewrite(flags: list[str], folder: Path, *, checkpoint: str) -> None:
     import torch  # noqa: PLC0415 - takes seconds, as what follows
 
     from dsgpt.checkpoints import training_state as states  # noqa: PLC0415
-    from dsgpt.checkpoints.training_state import MOMENTS  # noqa: PLC0415
+    from dsgpt.checkpoints.pieces import MOMENTS  # noqa: PLC0415
     from dsgpt.machine import device as devices  # noqa: PLC0415
     from dsgpt.model.gpt2 import parameter_shapes  # noqa: PLC0415
     from dsgpt.strategies.base import build_strategy  # noqa: PLC0415

@@ -225,7 +225,8 @@ def _write(folder: Path, rank: int, *, writers: int, preset: str, begin: Barrier
     """One process of ``write_together``: it holds everything, as a rank of DDP does, and writes its share."""
     import torch  # noqa: PLC0415 - takes seconds
 
-    from dsgpt.checkpoints.training_state import Box, ParamState, Shards, write_shards  # noqa: PLC0415
+    from dsgpt.checkpoints.pieces import Box  # noqa: PLC0415
+    from dsgpt.checkpoints.training_state import ParamState, Shards, write_shards  # noqa: PLC0415
     from dsgpt.formats.tensor_files import SafetensorsWriter  # noqa: PLC0415
     from dsgpt.model.config import PRESETS  # noqa: PLC0415
     from dsgpt.model.gpt2 import parameter_shapes  # noqa: PLC0415

@@ -21,15 +21,9 @@ from torch import Tensor
 
 from dsgpt.checkpoints import store
 from dsgpt.checkpoints.manifest import MANIFEST, Manifest, parse_manifest, read_manifest, require_files
+from dsgpt.checkpoints.pieces import open_weights
 from dsgpt.checkpoints.store import find_checkpoint, is_hugging_face, is_model_file, open_model_files
-from dsgpt.checkpoints.training_state import (
-    COUNTERS,
-    StateReader,
-    is_state_file,
-    open_weights,
-    save_pickled,
-    state_files,
-)
+from dsgpt.checkpoints.training_state import COUNTERS, StateReader, is_state_file, save_pickled, state_files
 from dsgpt.common.errors import Problems, UserError
 from dsgpt.common.files import sha256_of, sync_directory, write_json_atomic
 from dsgpt.common.text import next_line, script_words

@@ -32,7 +32,8 @@ from torch.distributed.tensor import DTensor
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from dsgpt.checkpoints.training_state import Box, ParamState, Shards, StateReader
+from dsgpt.checkpoints.pieces import Box
+from dsgpt.checkpoints.training_state import ParamState, Shards, StateReader
 from dsgpt.config.run_config import RunConfig
 from dsgpt.data.loader import IGNORED_TARGET, Batch
 from dsgpt.formats.tensor_files import DTYPES

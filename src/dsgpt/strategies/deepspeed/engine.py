@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dsgpt.checkpoints.training_state import Box, Shards, StateReader
+from dsgpt.checkpoints.pieces import Box
+from dsgpt.checkpoints.training_state import Shards, StateReader
 from dsgpt.config.run_config import RunConfig
 from dsgpt.data.loader import Batch
 from dsgpt.model.gpt2 import parameter_shapes

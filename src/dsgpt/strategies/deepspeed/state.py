@@ -28,7 +28,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dsgpt.checkpoints.training_state import Box, ParamState, Shards, StateReader, cut
+from dsgpt.checkpoints.pieces import Box, cut
+from dsgpt.checkpoints.training_state import ParamState, Shards, StateReader
 from dsgpt.model.config import STATE_NAMES
 from dsgpt.model.gpt2 import Attend
 from dsgpt.strategies.base import StateTensors, begin_state, optimizer_tensors, state_names
