@@ -232,13 +232,18 @@ def named_range(name: str) -> contextlib.AbstractContextManager[Any]:
 
 
 @contextlib.contextmanager
-def ranges_shown(device: torch.device) -> Iterator[None]:
-    """Show ranges in traces of PyTorch's profiler, and on a GPU as NVTX ranges, inside the context."""
-    token = _maker.set(_with_nvtx if device.type == "cuda" else record_function)
+def ranges_made_by(maker: Callable[[str], contextlib.AbstractContextManager[Any]]) -> Iterator[None]:
+    """Inside, ``named_range`` returns the context that ``maker`` makes from the name."""
+    token = _maker.set(maker)
     try:
         yield
     finally:
         _maker.reset(token)
+
+
+def ranges_shown(device: torch.device) -> contextlib.AbstractContextManager[None]:
+    """Show ranges in traces of PyTorch's profiler, and on a GPU as NVTX ranges, inside the context."""
+    return ranges_made_by(_with_nvtx if device.type == "cuda" else record_function)
 
 
 @contextlib.contextmanager
