@@ -179,12 +179,17 @@ _CPU = torch.device("cpu")
 
 
 class Tags:
-    """The storages of the device, and the page-locked ones of the host; every other is plain host memory."""
+    """The storages of the device, and the page-locked ones of the host; every other is plain host memory.
+
+    An operator of C++ makes tensors for another one with the options of that tensor, which say ``cpu`` here. Such a
+    tensor floats: it is where the first tensor of the device is that it meets.
+    """
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
         self._sizes: dict[int, int] = {}
         self._pinned: set[int] = set()
+        self._floating: set[int] = set()
 
     def kind(self, tensor: Tensor) -> str:
         """``cuda``, ``cpu``, or another type of device."""
@@ -197,24 +202,33 @@ class Tags:
         """Whether it is in page-locked memory."""
         return _REAL_DEVICE(tensor).type == "cpu" and _storage_of(tensor) in self._pinned
 
+    def floats(self, tensor: Tensor) -> bool:
+        """Whether it may be on either side."""
+        return _REAL_DEVICE(tensor).type == "cpu" and _storage_of(tensor) in self._floating
+
     def put(self, made: object, kind: str, *, pinned: bool = False) -> None:
-        """Tag the storages of new tensors, unless they have a tag."""
+        """Tag the storages of tensors, unless they have a tag: ``cuda``, ``floating``, or ``pinned``."""
         for tensor in tree_leaves(made):
             if not isinstance(tensor, Tensor) or isinstance(tensor, DTensor) or _REAL_DEVICE(tensor).type != "cpu":
                 continue
             storage = tensor.untyped_storage()
             key = storage._cdata
-            if key in self._sizes or key in self._pinned or not (pinned or kind == "cuda"):
+            if key in self._sizes or key in self._pinned or not (pinned or kind in {"cuda", "floating"}):
                 continue
+            if key not in self._floating:
+                weakref.finalize(storage, self._freed, key).atexit = False
+            self._floating.discard(key)
             if pinned:
                 self._pinned.add(key)
+            elif kind == "floating":
+                self._floating.add(key)
             else:
                 self._sizes[key] = storage.nbytes()
                 self._ledger.allocate(storage.nbytes())
-            weakref.finalize(storage, self._freed, key).atexit = False
 
     def _freed(self, key: int) -> None:
         self._pinned.discard(key)
+        self._floating.discard(key)
         self._ledger.allocate(-self._sizes.pop(key, 0))
 
     def resized(self, storage: torch.UntypedStorage) -> None:
@@ -274,7 +288,10 @@ class _Operators(TorchDispatchMode):
             return NotImplemented  # they call the operators of their parts
         kwargs, name = dict(kwargs or {}), func._schema.name
         tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
-        kinds = [self._tags.kind(tensor) for tensor in tensors]
+        kinds = ["floating" if self._tags.floats(tensor) else self._tags.kind(tensor) for tensor in tensors]
+        if "floating" in kinds and ("cuda" in kinds or self._groups.backend_of(name, args) == "nccl"):
+            self._tags.put([one for kind, one in zip(kinds, tensors, strict=True) if kind == "floating"], "cuda")
+            kinds = ["cuda" if kind == "floating" else kind for kind in kinds]
         self._refuse(name, args, tensors, kinds)
         result_kind = self._result_kind(kinds, kwargs)
         if _is_cuda(kwargs.get("device")):
@@ -289,29 +306,31 @@ class _Operators(TorchDispatchMode):
         else:
             made = func(*args, **kwargs)
         self._tags.put(made, result_kind, pinned=pinned)
-        self._thread.last = result_kind
         return made
 
     def _result_kind(self, kinds: list[str], kwargs: Mapping[str, Any]) -> str:
-        """Where the results of an operator are.
-
-        Python's functions give every factory ``pin_memory``. A factory without it is called by C++ for another tensor,
-        with the options of that tensor, which say ``cpu`` here: that of the operator before it in this thread.
-        """
+        """Where the results of an operator are; Python's functions give every factory ``pin_memory``, C++ none."""
         forced: str | None = getattr(self._thread, "forced", None)
         if forced:
             return forced
         device, from_python = kwargs.get("device"), "pin_memory" in kwargs
         if device is not None and (from_python or device.type != "cpu"):
             return str(device.type)
-        if kinds:
-            return "cuda" if "cuda" in kinds else kinds[0]
-        return getattr(self._thread, "last", "cpu") if device is not None and not from_python else "cpu"
+        for kind in ("cuda", "floating"):
+            if kind in kinds:
+                return kind
+        return kinds[0] if kinds else "floating"
 
     def _refuse(self, name: str, args: Any, tensors: list[Tensor], kinds: list[str]) -> None:
         """Raise what a GPU would raise for tensors of two devices."""
-        if name.startswith(("c10d::", "_c10d_functional::")):
-            self._groups.check(name, args, {kind for kind, one in zip(kinds, tensors, strict=True) if one.numel()})
+        if backend := self._groups.backend_of(name, args):
+            elsewhere = {kind for kind, one in zip(kinds, tensors, strict=True) if one.numel()}
+            elsewhere -= {"cuda"} if backend == "nccl" else {"cpu", "floating"}
+            if elsewhere:
+                raise RuntimeError(
+                    f"No backend type associated with device type {', '.join(sorted(elsewhere))} "
+                    f"({name} in {_place()[0]}, {NAME})"
+                )
         elif "cuda" in kinds and name not in _COPYING:
             host = [one for kind, one in zip(kinds, tensors, strict=True) if kind == "cpu" and one.dim()]
             if name in _INDEXING and kinds[0] == "cuda":
@@ -671,20 +690,16 @@ class _Groups:
     def _objects_on(self, group: Any = None) -> str:
         return "cuda" if self._backend(group) == "nccl" else self._device_of(group)
 
-    def check(self, name: str, args: Any, kinds: set[str]) -> None:
-        """Refuse the tensors of a collective that are not where its group communicates."""
+    def backend_of(self, name: str, args: Any) -> str | None:
+        """The backend of the group in which the operator ``name`` communicates; None if it does not, or none moves."""
+        if not name.startswith(("c10d::", "_c10d_functional::")) or "barrier" in name:
+            return None
         for value in args:
+            if isinstance(value, str) and value in self._backends:  # functional collectives have names of groups
+                return self._backends[value]
             with contextlib.suppress(TypeError, RuntimeError):  # unbox raises if it is no group
-                group = dist.ProcessGroup.unbox(value)
-                wanted = "cuda" if self._backend(group) == "nccl" else "cpu"
-                break
-        else:
-            return
-        if kinds - {wanted} and "barrier" not in name:
-            raise RuntimeError(
-                f"No backend type associated with device type {', '.join(sorted(kinds - {wanted}))} "
-                f"({name} in {_place()[0]}, {NAME})"
-            )
+                return self._backend(dist.ProcessGroup.unbox(value))
+        return None
 
 
 _object_device: Callable[[Any], str] = distributed_c10d._get_object_coll_device
