@@ -766,6 +766,7 @@ def stand_in_gpu(*, gpus: int = 1, alone: bool = False, memory: int = MEMORY) ->
             (torch.nn.Module, {"compile": lambda *_, **__: None}),
             (torch.cuda, cuda.functions()),
             (torch.cuda.nvtx, {"range_push": lambda _: None, "range_pop": lambda: None}),
+            (torch.cuda.nccl, {"version": lambda: (2, 27, 5)}),
             (torch.accelerator, _accelerator(cuda)),
             (dist, groups.functions()),
             (distributed_c10d, groups.functions()),
