@@ -20,6 +20,7 @@ What it cannot show: kernels and their rounding, streams, PyTorch's allocator, N
 
 import argparse
 import contextlib
+import importlib
 import os
 import runpy
 import sys
@@ -99,7 +100,8 @@ class Ledger:
         self.peak = max(self.peak, self.live)
         self.reserved = max(self.reserved, -(-self.live // BLOCK) * BLOCK)
         self.reserved_peak = max(self.reserved_peak, self.reserved)
-        for name in (*self._open, _place()[1]) if size > 0 else ():
+        if size > 0:
+            name = self._open[-1] if self._open else _place()[1]
             self.peaks[name] = max(self.peaks.get(name, 0), self.live)
 
     def reset_peaks(self) -> None:
@@ -109,7 +111,7 @@ class Ledger:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Count the bytes inside as those of ``name``, too; phases may enclose others."""
+        """Count the bytes inside as those of ``name``, but for phases inside of it."""
         self._open.append(name)
         self.peaks[name] = max(self.peaks.get(name, 0), self.live)
         try:
@@ -162,8 +164,9 @@ def _place() -> tuple[str, str]:
     place = ELSEWHERE
     while frame is not None:
         file, function = frame.f_code.co_filename, frame.f_code.co_name
-        for folder in _FOLDERS if file != __file__ else ():
-            if folder in file and place == ELSEWHERE:
+        passes_on = file == __file__ or function == "__torch_dispatch__"
+        for folder in _FOLDERS if place == ELSEWHERE and not passes_on else ():
+            if folder in file:
                 place = f"{folder[1:]}{file.rpartition(folder)[2]}:{function}"
         if function in SECTIONS and _FOLDERS[0] in file:
             return place, SECTIONS[function]
@@ -343,7 +346,9 @@ class _Operators(TorchDispatchMode):
                 )
 
     def _note(self, name: str, args: Any, kwargs: Mapping[str, Any], tensors: list[Tensor], kinds: list[str]) -> None:
-        """Record the copies and waits of an operator."""
+        """Record the copies and waits of an operator, unless it is known where its results are."""
+        if getattr(self._thread, "forced", None):
+            return
         if name == "aten::copy_":
             asynchronous = bool(kwargs.get("non_blocking", args[2] if len(args) > 2 else False))
             self.note_copy(args[1], args[0], asynchronous=asynchronous)
@@ -743,6 +748,7 @@ def stand_in_gpu(*, gpus: int = 1, alone: bool = False, memory: int = MEMORY) ->
     cuda = _Cuda(ledger, operators, gpus)
     methods = _Methods(ledger, tags, operators, cuda.device)
     run, group_tensors = threading.Thread.run, torch._C._group_tensors_by_device_and_dtype
+    wait_for = dist.Work.wait
 
     def run_with_operators(thread: threading.Thread) -> None:
         with operators:
@@ -752,6 +758,10 @@ def stand_in_gpu(*, gpus: int = 1, alone: bool = False, memory: int = MEMORY) ->
         resized = _REAL_RESIZE(storage, size)
         tags.resized(storage)
         return resized
+
+    def wait(work: dist.Work, *args: Any) -> Any:
+        with operators.results_on("cuda"):  # gloo copies what NCCL does not
+            return wait_for(work, *args)
 
     def grouped(lists: Any, with_indices: bool = False) -> dict[Any, Any]:
         groups = group_tensors(lists, with_indices)
@@ -770,12 +780,35 @@ def stand_in_gpu(*, gpus: int = 1, alone: bool = False, memory: int = MEMORY) ->
             (torch.accelerator, _accelerator(cuda)),
             (dist, groups.functions()),
             (distributed_c10d, groups.functions()),
+            (dist.Work, {"wait": wait}),
             (threading.Thread, {"run": run_with_operators}),
         ):
             stack.enter_context(_replaced(owner, values))
+        stack.enter_context(_deepspeed_on_gpus())
         stack.enter_context(ranges_made_by(ledger.phase))
         stack.enter_context(operators)
         yield ledger
+
+
+@contextlib.contextmanager
+def _deepspeed_on_gpus() -> Iterator[None]:
+    """Inside, DeepSpeed takes the device for its accelerator, also if it has been imported for another one."""
+    before = os.environ.get("DS_ACCELERATOR")
+    os.environ["DS_ACCELERATOR"] = "cuda"
+    try:
+        if imported := sys.modules.get("deepspeed.accelerator.real_accelerator"):
+            its = importlib.import_module("deepspeed.accelerator.cuda_accelerator")
+            zero_init = importlib.import_module("deepspeed.runtime.zero.partition_parameters")
+            restored = {"_orig_torch_tensor": torch.tensor}  # by zero.Init at its end
+            with _replaced(imported, {"ds_accelerator": its.CUDA_Accelerator()}), _replaced(zero_init, restored):
+                yield
+        else:
+            yield
+    finally:
+        if before is None:
+            del os.environ["DS_ACCELERATOR"]
+        else:
+            os.environ["DS_ACCELERATOR"] = before
 
 
 def _accelerator(cuda: _Cuda) -> dict[str, Any]:
@@ -800,7 +833,6 @@ def main() -> None:
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
     options = parser.parse_args()
     sys.argv = [options.script, *options.arguments]
-    os.environ["DS_ACCELERATOR"] = "cuda"
     with stand_in_gpu(gpus=options.gpus) as ledger:
         exit_now = os._exit
 

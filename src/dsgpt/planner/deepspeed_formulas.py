@@ -64,12 +64,6 @@ class DeepSpeed(Planned):
         return self.setup.recipe.offload_optimizer != "none"
 
     @property
-    def gathers_to_save(self) -> bool:
-        """True unless a rank holds the whole model state."""
-        sizes = self.setup.sizes
-        return self.setup.recipe.zero_stage > 0 or sizes.tensor > 1 or sizes.pipeline > 1
-
-    @property
     def gradient_width(self) -> int:
         """Bytes per gradient element when it is sent: w, but 4 with sequence parallelism."""
         return FULL if self.setup.sizes.sequence > 1 else self.setup.low
@@ -678,10 +672,6 @@ class Zero3(DeepSpeed):
         stays = set() if self.steps_on_host else {"gradients", "optimizer", "master"}
         stays |= {"parameters"} if setup.recipe.offload_param == "none" else set()
         return ModelState(**sizes, off_device={name: size for name, size in sizes.items() if name not in stays})
-
-    def gathered_to_save(self) -> int:
-        """Bytes of the base class, and the embedding, which an evaluation left gathered."""
-        return super().gathered_to_save() + embedding_bytes(self.setup)
 
     def start_bytes(self, rank: int, device: str) -> int:  # noqa: ARG002 - of all strategies
         """Bytes of the whole embedding in fp32 and in the run's precision (``zero.Init``)."""

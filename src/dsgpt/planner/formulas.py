@@ -179,7 +179,7 @@ def peak_memory(setup: Setup, *, rank: int = 0, device: str = "cpu", among: Coll
     }
     evaluation = next(moment for moment in moments if moment.name == EVALUATION)
     start = Moment(name="start", parts={"other": strategy.start_bytes(rank, device)})
-    save = Moment(name="save", parts={**evaluation.parts, "gathered": strategy.gathered_to_save()})
+    save = Moment(name="save", parts={**evaluation.parts, "gathered": 0})
     peaks = [
         Peak(moment=moment.name, parts=dict.fromkeys(PARTS, 0) | resident | _transient(setup, moment, rank, device))
         for moment in [start, *moments, save]

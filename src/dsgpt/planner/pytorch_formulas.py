@@ -18,11 +18,10 @@ Traffic leaves out losses, norms and counters, a few bytes each.
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import ClassVar
 
 from dsgpt.machine.topology import ring_factor
-from dsgpt.planner.setup import FULL, Setup, fsdp_elements, model_parameters, total
+from dsgpt.planner.setup import FULL, Setup, fsdp_elements, total
 
 FORWARD, BACKWARD = "forward", "backward"
 BEFORE_STEP, DURING_STEP, AFTER_STEP = "before the step", "during the step", "after the step"
@@ -168,11 +167,6 @@ class Planned:
         return False
 
     @property
-    def gathers_to_save(self) -> bool:
-        """Whether a rank holds a part of a parameter or of its moments, so that the inference figure gathers it."""
-        return False
-
-    @property
     def distinct_ranks(self) -> range:
         """Ranks that may hold different sizes: the first of each stage, whose other ranks hold the same."""
         return self.setup.first_ranks
@@ -219,15 +213,6 @@ class Planned:
         return 0
 
     # What follows from the above, for every strategy.
-
-    def gathered_to_save(self) -> int:
-        """Bytes gathered for the inference figure after the last save: a parameter with moments, in fp32, and the next.
-
-        Every rank gathers them on its device. A save itself gathers nothing.
-        """
-        sizes = [part.numel for part in model_parameters(self.setup.model)]
-        each = FULL * (1 + self.setup.moments) if self.gathers_to_save else 0
-        return max(each * (size + following) for size, following in pairwise([*sizes, 0]))
 
     def gradient_bytes(self, rank: int, *, kind: str) -> float:
         """Bytes read and written to accumulate gradients, copy them to buckets and back, and copy gathered weights.
@@ -374,11 +359,6 @@ class Fsdp(Planned):
     def overlap_in_words(self) -> str:
         """Sentence for the plan: which communication overlaps with computation on GPUs."""
         return "weights and gradients overlap with the computation of blocks"
-
-    @property
-    def gathers_to_save(self) -> bool:
-        """True: every rank holds a shard of each parameter."""
-        return True
 
     def model_state(self, rank: int) -> ModelState:  # noqa: ARG002 - all ranks have the same
         """Parameters 4P/N, gradients 4P/N, moments 4mP/N.
