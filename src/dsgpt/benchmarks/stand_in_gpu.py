@@ -37,6 +37,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -212,7 +213,9 @@ class Tags:
     def put(self, made: object, kind: str, *, pinned: bool = False) -> None:
         """Tag the storages of tensors, unless they have a tag: ``cuda``, ``floating``, or ``pinned``."""
         for tensor in tree_leaves(made):
-            if not isinstance(tensor, Tensor) or isinstance(tensor, DTensor) or _REAL_DEVICE(tensor).type != "cpu":
+            if not isinstance(tensor, Tensor) or isinstance(tensor, (DTensor, FakeTensor)):
+                continue
+            if _REAL_DEVICE(tensor).type != "cpu":
                 continue
             storage = tensor.untyped_storage()
             key = storage._cdata
@@ -289,6 +292,8 @@ class _Operators(TorchDispatchMode):
         """Execute ``func``."""
         if any(kind.__name__ in {"DTensor", "AsyncCollectiveTensor"} for kind in types):
             return NotImplemented  # they call the operators of their parts
+        if FakeTensor in types:
+            return func(*args, **kwargs or {})
         kwargs, name = dict(kwargs or {}), func._schema.name
         tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
         kinds = ["floating" if self._tags.floats(tensor) else self._tags.kind(tensor) for tensor in tensors]

@@ -399,13 +399,17 @@ class Flat(DeepSpeed):
     def start_bytes(self, rank: int, device: str) -> int:
         """Bytes of the cloned part of the weights that is cast to fp32, or of what exists later, if that is more.
 
-        Later, if nothing is offloaded, gradients of zero. The weights are made flat in one more copy, on a GPU only if
-        it has room for that (``flatten_on_accelerator`` of ``DeepSpeedZeroOptimizer``), but always by
-        ``BF16_Optimizer``.
+        Later, if nothing is offloaded, gradients of zero, in fp32 beside the clone; with offload, buffers for the
+        largest parameter. The weights are made flat in one more copy, on a GPU only if it has room for that
+        (``flatten_on_accelerator`` of ``DeepSpeedZeroOptimizer``), but always by ``BF16_Optimizer``.
         """
         setup, groups = self.setup, self.groups(rank)
         other = setup.low * max(group.part for group in groups)
-        if not self.steps_on_host:
+        if self.steps_on_host:
+            other = max(other, setup.low * max(part.numel for part in setup.parameters(rank)))
+        elif setup.precision == "fp32":
+            other += FULL * self.stepped_elements(rank)
+        else:
             other = max(other, FULL * self.stepped_elements(rank))
         if device == "cpu" or setup.uses_bf16_optimizer:
             other = max(other, setup.low * max(group.padded for group in groups))
@@ -508,6 +512,10 @@ class Bf16Optimizer(Flat):
             optimizer=self.optimizer_state(own, tensors=len(self.groups(rank))),
             master=FULL * own,
         )
+
+    def start_bytes(self, rank: int, device: str) -> int:
+        """Bytes of the base class, or of the fp32 sums of all gradients."""
+        return max(super().start_bytes(rank, device), FULL * self.padded_elements(rank))
 
     @property
     def _frees_gradients(self) -> bool:

@@ -385,8 +385,9 @@ class Fsdp(Planned):
     def moments(self, rank: int, device: str) -> list[Moment]:  # noqa: ARG002 - all ranks have the same
         """Whole weights of the root, of a block and of the next one; whole gradients until the last micro batch.
 
-        A block's gradients are reduced from a buffer that is freed when those of the next block are reduced. On a CPU,
-        gloo copies what it gathers and scatters.
+        A block's gradients are reduced from a buffer that is freed when those of the next block are reduced. The first
+        block of the backward pass needs none, but all activations still exist. On a CPU, gloo copies what it gathers
+        and scatters.
         """
         setup = self.setup
         ranks, layers, recipe = setup.world_size, setup.model.n_layer, setup.recipe.dsgpt.fsdp
@@ -413,8 +414,10 @@ class Fsdp(Planned):
         }
         stepped = {"gradients": shards + root_shard, "buckets": (1 + copies) * width * root}
         earlier = {"gradients": width * (blocks + root) if several else 0, "gathered": gathered}
+        begun = earlier | {"gathered": backward["gathered"], "new_gradients": embedding}
         return [
             Moment(name="loss", blocks=layers, parts=earlier),
+            Moment(name="backward", blocks=layers, parts=begun),
             Moment(name="backward", blocks=layers - 1, parts=backward),
             Moment(name="reduction", parts=reduction),
             Moment(name="step", parts=stepped),
