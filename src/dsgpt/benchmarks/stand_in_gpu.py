@@ -150,6 +150,7 @@ class Ledger:
                 for (what, place, section), times in self.waits.most_common()
             ],
             "peaks": self.peaks,
+            "resets": self.resets,
             "live_bytes": self.live,
             "peak_bytes": self.peak,
         }
