@@ -29,7 +29,7 @@ import time
 import warnings
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from types import FrameType, SimpleNamespace
 from typing import Any, NamedTuple, NoReturn
@@ -40,6 +40,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor
+from torch.profiler import ProfilerActivity, _KinetoProfile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -754,7 +755,7 @@ def stand_in_gpu(*, gpus: int = 1, alone: bool = False, memory: int = MEMORY) ->
     cuda = _Cuda(ledger, operators, gpus)
     methods = _Methods(ledger, tags, operators, cuda.device)
     run, group_tensors = threading.Thread.run, torch._C._group_tensors_by_device_and_dtype
-    wait_for = dist.Work.wait
+    wait_for, begin_profile = dist.Work.wait, _KinetoProfile.__init__
 
     def run_with_operators(thread: threading.Thread) -> None:
         with operators:
@@ -768,6 +769,10 @@ def stand_in_gpu(*, gpus: int = 1, alone: bool = False, memory: int = MEMORY) ->
     def wait(work: dist.Work, *args: Any) -> Any:
         with operators.results_on("cuda"):  # gloo copies what NCCL does not
             return wait_for(work, *args)
+
+    def profile(profiler: Any, *, activities: Collection[ProfilerActivity] | None = None, **kwargs: Any) -> None:
+        kept = [one for one in activities or () if one != ProfilerActivity.CUDA]
+        begin_profile(profiler, activities=kept or None, **kwargs)
 
     def grouped(lists: Any, with_indices: bool = False) -> dict[Any, Any]:
         groups = group_tensors(lists, with_indices)
@@ -787,6 +792,7 @@ def stand_in_gpu(*, gpus: int = 1, alone: bool = False, memory: int = MEMORY) ->
             (dist, groups.functions()),
             (distributed_c10d, groups.functions()),
             (dist.Work, {"wait": wait}),
+            (_KinetoProfile, {"__init__": profile}),
             (threading.Thread, {"run": run_with_operators}),
         ):
             stack.enter_context(_replaced(owner, values))
