@@ -190,7 +190,7 @@ def test_every_strategy_has_a_peak_that_holds_its_state(setup, recipe, precision
     assert most_sent_bytes(training) == max(sent_bytes(training, rank=rank) for rank in range(8))
 
 
-def test_offload_starts_with_one_copy_of_its_part_and_saves_whole_parameters(setup):
+def test_offload_starts_with_one_copy_of_its_part_and_saves_with_a_buffer(setup):
     """3.9e9 parameters on 8 GPUs: fp32 weights at the start would take 15.6 GB."""
     large = GPT2Config(n_layer=48, n_head=32, n_embd=2560, block_size=1024, vocab_size=50257)
     fields = {"model": large, "world_size": 8, "precision": "fp16", "seq_length": 1024, "micro_batch_size": 1}
@@ -198,7 +198,7 @@ def test_offload_starts_with_one_copy_of_its_part_and_saves_whole_parameters(set
     elements, embedding = total(model_parameters(large)), 50304 * 2560
     peaks = {name: peak_memory(training, device="cuda", among={name}).total for name in MOMENTS if name != "forward"}
     assert peaks["start"] == pytest.approx((2 + 2 / 8) * elements, rel=1e-3)
-    assert peaks["save"] == pytest.approx(2 * elements + (2 + 12) * embedding + 12 * 1024 * 2560, rel=1e-3)
+    assert peaks["save"] == pytest.approx(2 * (elements + embedding), rel=1e-3)
     assert peak_memory(training, device="cuda").total == max(peaks.values()) < 14.4e9
 
 

@@ -8,8 +8,8 @@ it and to pin it answer as on a GPU. A dispatch mode sees every operator of PyTo
 backward passes too. It tags what an operator makes. It refuses what a GPU would refuse: tensors of two devices, or
 tensors of the host in a collective of NCCL. ``torch.cuda`` is replaced function by function, and NCCL is gloo.
 
-A ``Ledger`` records what no test on a CPU sees: bytes of the device by phase, copies between host and device (pinned or
-not, asynchronous or not, and by whom), and where the host waits for the device.
+A ``Ledger`` records what no test on a CPU sees: bytes of the device by phase, and where the host waits for the device.
+Of a copy between host and device it says whether it was pinned or asynchronous, and who made it.
 
 Random numbers of the device come from a state of its own, seeded as on a GPU. Then a training in fp32 has the losses of
 ``--device cpu`` to the last bit.
@@ -40,7 +40,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor
-from torch.profiler import ProfilerActivity, _KinetoProfile
+from torch.profiler import ProfilerActivity
+from torch.profiler.profiler import _KinetoProfile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -179,7 +180,7 @@ def _place() -> tuple[str, str]:
 
 # Tags: which storages are on the device, and which are page-locked.
 
-_REAL_DEVICE: Callable[[Tensor], torch.device] = torch._C.TensorBase.device.__get__  # type: ignore[attr-defined]
+_REAL_DEVICE: Callable[[Tensor], torch.device] = torch._C.TensorBase.device.__get__
 _REAL_TO, _REAL_RESIZE = torch.Tensor.to, torch.UntypedStorage.resize_
 _CPU = torch.device("cpu")
 
@@ -251,8 +252,8 @@ def _storage_of(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def _is_cuda(device: object) -> bool:
-    return device is not None and torch.device(device).type == "cuda"  # type: ignore[arg-type]  # what users give
+def _is_cuda(device: Any) -> bool:
+    return device is not None and torch.device(device).type == "cuda"
 
 
 # Every operator.
@@ -267,11 +268,11 @@ _COPYING = {"aten::copy_", "aten::_foreach_copy_", "aten::_to_copy", "aten::set_
 _INDEXING = {"aten::index", "aten::index_put_", "aten::index_put", "aten::_index_put_impl_"}
 
 
-class _Operators(TorchDispatchMode):
+class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's has no types
     """Executes each operator on the CPU, and decides on which device its results are."""
 
     def __init__(self, ledger: Ledger, tags: Tags, groups: "_Groups") -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's has no types
         self._ledger, self._tags, self._groups = ledger, tags, groups
         self._thread = threading.local()
         self._random = torch.get_rng_state()
@@ -414,8 +415,8 @@ class _Methods:
     def of_tensors(self) -> dict[str, Any]:
         """By name in ``torch.Tensor``."""
         kind, pinned = self._tags.kind, self._tags.is_pinned
-        own = {"to": self._to, "cuda": self._cuda, "cpu": self._cpu, "pin_memory": self._pin, "tolist": self._tolist}
-        own |= {"numpy": self._numpy, "type": self._type, "new_tensor": self._new_tensor}
+        own: dict[str, Callable[..., Any]] = {"numpy": self._numpy, "type": self._type, "new_tensor": self._new_tensor}
+        own |= {"to": self._to, "cuda": self._cuda, "cpu": self._cpu, "pin_memory": self._pin, "tolist": self._tolist}
         return {
             "device": property(self._device_of),
             "is_cuda": property(lambda tensor: kind(tensor) == "cuda"),
@@ -688,7 +689,7 @@ class _Groups:
 
     def _made(self, *args: Any, backend: str | None = None, **kwargs: Any) -> Any:
         kwargs.pop("device_id", None)
-        group = self._new(*args, backend=self._real(backend), **kwargs)
+        group = self._new(*args, backend=self._real(backend), **kwargs)  # type: ignore[misc]  # backend is by keyword here
         if isinstance(group, dist.ProcessGroup):
             self._backends[group.group_name] = backend or "nccl"
         return group
@@ -697,7 +698,7 @@ class _Groups:
         return "fake" if self._alone else "gloo" if backend in (None, "nccl") else str(backend)
 
     def _backend(self, group: Any = None) -> str:
-        return self._backends.get((group or dist.group.WORLD).group_name, "nccl")
+        return self._backends.get((group or distributed_c10d._get_default_group()).group_name, "nccl")
 
     def _objects_on(self, group: Any = None) -> str:
         return "cuda" if self._backend(group) == "nccl" else self._device_of(group)
@@ -761,7 +762,7 @@ def stand_in_gpu(*, gpus: int = 1, alone: bool = False, memory: int = MEMORY) ->
         with operators:
             run(thread)
 
-    def resize(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+    def resize(storage: torch.UntypedStorage, size: int) -> Any:
         resized = _REAL_RESIZE(storage, size)
         tags.resized(storage)
         return resized
@@ -775,7 +776,7 @@ def stand_in_gpu(*, gpus: int = 1, alone: bool = False, memory: int = MEMORY) ->
         begin_profile(profiler, activities=kept or None, **kwargs)
 
     def grouped(lists: Any, with_indices: bool = False) -> dict[Any, Any]:
-        groups = group_tensors(lists, with_indices)
+        groups: dict[Any, Any] = group_tensors(lists, with_indices)
         return {(value[0][0][0].device, key[1]): value for key, value in groups.items()}
 
     with contextlib.ExitStack() as stack:
