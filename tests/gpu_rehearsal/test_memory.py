@@ -16,7 +16,7 @@ CELLS = [
     *("zero2_offload bf16 8", "zero3 fp32 8", "zero3 bf16 64", "zero3_offload bf16 8", "sequence bf16 8"),
     "pipeline bf16 8",
 ]
-CORE = {"baseline bf16 1", "fsdp bf16 64", "zero1 bf16 64", "zero2_offload bf16 8", "zero3 bf16 64", "pipeline bf16 8"}
+CORE = {"baseline bf16 1", "fsdp bf16 64", "zero1 bf16 64", "zero2 bf16 8", "zero3 bf16 64", "pipeline bf16 8"}
 """Cells of every run of the tests; the others are long."""
 
 
