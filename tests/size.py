@@ -16,13 +16,13 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 SHORT = 6
 """Lines of a function that may be too small for a name."""
-CLUSTERS = {"src": 2_500, "tests": 1_500}
-"""Lines that several machines may add (Slurm, lost nodes, sharded checkpoints), and a file per 150 of them."""
+ADDED = {"src": 2_500 + 1_200, "tests": 1_500 + 1_300}
+"""Lines for several machines, and for a GPU that is rehearsed and proven; a file per 150 of them."""
 LIMITS = {
-    "src: code lines": 30_000 + CLUSTERS["src"],
-    "src: files": 150 + CLUSTERS["src"] // 150,
-    "tests: code lines": 17_200 + CLUSTERS["tests"],
-    "tests: files": 115 + CLUSTERS["tests"] // 150,
+    "src: code lines": 30_000 + ADDED["src"],
+    "src: files": 150 + ADDED["src"] // 150,
+    "tests: code lines": 17_200 + ADDED["tests"],
+    "tests: files": 115 + ADDED["tests"] // 150,
     "folders directly under src/dsgpt": 16,
     "folders under src/dsgpt, inner ones too": 20,
     f"functions of at most {SHORT} lines whose name stands exactly once more in src": 120,

@@ -29,6 +29,7 @@ PHASES = {
     "start": {"start"},
     "forward": {"forward", "loss"},
     "rest": {"backward", "reduction", "step"},
+    "optimizer": {"step"},
     "evaluation": {"evaluation"},
     "save": {"save"},
 }
@@ -57,7 +58,8 @@ def measure(ranks: int, words: list[str], folder: Path) -> dict[str, tuple[int, 
         start = ledger.peaks["start"]
         ledger.peaks.clear()
         strategy.train_step(batches, 3)
-        peaks = {"start": start, "forward": ledger.peaks.pop("forward"), "rest": max(ledger.peaks.values())}
+        peaks = {"start": start, "forward": ledger.peaks.pop("forward"), "optimizer": ledger.peaks["optimizer"]}
+        peaks["rest"] = max(ledger.peaks.values())
         with ledger.phase("evaluation"):
             strategy.eval_step(batches)
         with ledger.phase("save"):

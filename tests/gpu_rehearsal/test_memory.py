@@ -46,6 +46,8 @@ def test_every_phase_needs_what_the_planner_says(tmp_path, cell):
     )
     finished(run_script(RANK, [ranks, *words, tmp_path / "out.json"], cwd=tmp_path))
     phases = json.loads((tmp_path / "out.json").read_text())
+    if not strategy.startswith("zero2"):  # others reduce or convert gradients in the range of another phase
+        phases.pop("optimizer")
     if precision == "fp16":  # the gradient of the logits waits for the scale of the loss, in the backward pass
         step = [max(values) for values in zip(phases.pop("forward"), phases.pop("rest"), strict=True)]
         phases["step"] = step
