@@ -9,7 +9,7 @@ from small_run import REPOSITORY, command_line, random_ids, write_tokens
 from training_runs import finished
 
 RANK = Path(__file__).with_name("memory_rank.py")
-MICRO_BATCH, LENGTH, VOCABULARY, STEPS = 2, 64, 1000, 4
+MICRO_BATCH, LENGTH, VOCABULARY, STEPS = 6, 64, 1000, 4
 CELLS = [
     *("baseline fp32 1", "baseline bf16 1", "baseline fp16 1"),
     *("fsdp fp32 2", "fsdp bf16 64", "zero0 bf16 8", "zero1 fp32 8", "zero1 bf16 64", "zero2 bf16 8", "zero2 fp16 64"),
@@ -22,7 +22,7 @@ CORE = {"baseline bf16 1", "fsdp bf16 64", "zero1 bf16 64", "zero2 bf16 8", "zer
 
 @pytest.mark.parametrize("cell", [pytest.param(cell, marks=[] if cell in CORE else pytest.mark.long) for cell in CELLS])
 def test_every_phase_needs_what_the_planner_says(tmp_path, cell):
-    """Within 2%. A forward pass that kept one more activation of a block would be 3% over.
+    """Within 2%. Without one activation of each block it would be more than 2% under.
 
     ZeRO-3's start is predicted higher, by a whole embedding in fp32. Between the steps of a pipeline DeepSpeed keeps
     buffers that the planner counts in its steps only. Neither is ever the peak.
@@ -54,5 +54,8 @@ def test_every_phase_needs_what_the_planner_says(tmp_path, cell):
     ratios = {name: predicted / measured for name, (measured, predicted) in phases.items() if predicted}
     if strategy.startswith("zero3"):
         assert ratios.pop("start") > 0.98
-    bound = 0.04 if strategy == "pipeline" else 0.02
-    assert ratios == {name: pytest.approx(1, abs=bound) for name in ratios}
+    if strategy == "pipeline":
+        for name in ("evaluation", "save"):
+            del ratios[name]
+            assert max(phases[name]) < min(phases["rest"])
+    assert ratios == {name: pytest.approx(1, abs=0.02) for name in ratios}

@@ -45,6 +45,7 @@ MIXED = {
     "a sum": lambda: on_gpu(2) + torch.ones(2),
     "a product": lambda: on_gpu(2, 2) @ torch.ones(2, 2),
     "an update in place": lambda: on_gpu(2).add_(torch.ones(2)),
+    "a sum of the device added to a number of the host": lambda: torch.zeros(()).add_(on_gpu(2).sum()),
     "indices of the device into the host": lambda: torch.ones(2)[torch.zeros(1, dtype=torch.long, device="cuda")],
     "a module of the host": lambda: nn.Linear(2, 2)(on_gpu(2, 2)),
     "a backward pass": lambda: functional.linear(on_gpu(2, 2).requires_grad_(), on_gpu(2, 2)).backward(

@@ -343,7 +343,12 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
                     f"({name} in {_place()[0]}, {NAME})"
                 )
         elif "cuda" in kinds and name not in _COPYING:
-            host = [one for kind, one in zip(kinds, tensors, strict=True) if kind == "cpu" and one.dim()]
+            changed = name.endswith("_")  # in place, for which the host's scalars are no exception
+            host = [
+                one
+                for place, (kind, one) in enumerate(zip(kinds, tensors, strict=True))
+                if kind == "cpu" and (one.dim() or (changed and place == 0))
+            ]
             if name in _INDEXING and kinds[0] == "cuda":
                 for indices in host:
                     self._ledger.copy("cpu", "cuda", pinned=False, asynchronous=False, size=indices.nbytes)
