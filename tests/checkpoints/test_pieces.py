@@ -185,7 +185,8 @@ def test_no_copy_is_made_of_what_is_in_host_memory(tmp_path, monkeypatch):
     held = everything()
     kept = dict(held.states)
     monkeypatch.setattr(
-        "dsgpt.checkpoints.training_state.SafetensorsWriter.put", lambda _, name, value: seen.append(value.data_ptr())
+        "dsgpt.checkpoints.training_state.SafetensorsWriter.put_part",
+        lambda _, name, __, part: seen.append(part.data_ptr()),
     )
     monkeypatch.setattr("dsgpt.checkpoints.training_state.SafetensorsWriter.__exit__", lambda *_: None)
     write_shards(tmp_path, Shards(held.boxes, iter(kept.items())), rank=0, ranks=1)

@@ -12,6 +12,7 @@ the pieces (``checkpoints/pieces.py``). So any strategy resumes from any other's
 """
 
 import errno
+import itertools
 import os
 import re
 import shutil
@@ -200,6 +201,75 @@ def _flat_range(ends: tuple[int, int], value: Tensor) -> Tensor:
     return value.reshape(-1)[slice(*ends)]
 
 
+# Brings what a rank saves into host memory.
+
+BLOCK = 16 << 20
+"""Elements of a pinned buffer, 64 MiB, so that waits are rare. PyTorch rounds pinned memory up to powers of two."""
+
+Take = Callable[[int, Tensor], None]
+"""Gets the index of a tensor's element and elements from there on, flat, in host memory; they are valid in the call."""
+
+
+class HostCopies:
+    """Hands on tensors in host memory; what is there already is not copied.
+
+    What is on a GPU goes through two pinned buffers of ``BLOCK`` elements, on a stream of its own. While one is filled,
+    the elements in the other are handed on. So the host waits once per buffer, however many tensors there are, and a
+    tensor of any size needs no more memory.
+    """
+
+    def __init__(self) -> None:
+        self._stream: torch.cuda.Stream | None = None
+        """None until the first tensor on a GPU comes, as all below."""
+        self._buffers: list[Tensor] = []
+        """The one that is filled, and the other."""
+        self._filled = 0
+        self._coming: list[tuple[Take, int, Tensor, Tensor]] = []
+        """Of each part in the first buffer: who takes it, its first element, the part, and what it is copied from."""
+        self._full: tuple[torch.cuda.Event, list[tuple[Take, int, Tensor, Tensor]]] | None = None
+        """The same of the other buffer, and when its copies have ended."""
+
+    def hand_on(self, value: Tensor, take: Take) -> None:
+        """Let ``take`` have all elements of ``value``, in one or several calls, from now until ``finish`` returns.
+
+        A ``value`` on a GPU must not change until then.
+        """
+        flat = value.detach().reshape(-1)
+        if flat.device.type == "cpu":
+            take(0, flat)
+            return
+        if self._stream is None:
+            self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            self._buffers = [torch.empty(BLOCK, pin_memory=True) for _ in range(2)]
+        self._stream.wait_stream(torch.cuda.current_stream())
+        start = 0
+        while start < len(flat):
+            if self._filled == BLOCK:
+                self._turn(self._stream)
+            count = min(len(flat) - start, BLOCK - self._filled)
+            part = self._buffers[0][self._filled : self._filled + count]
+            with torch.cuda.stream(self._stream):
+                part.copy_(flat[start : start + count], non_blocking=True)
+            self._coming.append((take, start, part, flat))
+            start, self._filled = start + count, self._filled + count
+
+    def _turn(self, stream: torch.cuda.Stream) -> None:
+        """Hand on what is in the other buffer, and fill that one next."""
+        before, self._full = self._full, (stream.record_event(), self._coming)
+        self._coming, self._filled = [], 0
+        self._buffers.reverse()
+        if before is not None:
+            before[0].synchronize()
+            for take, start, part, _ in before[1]:
+                take(start, part)
+
+    def finish(self) -> None:
+        """Hand on what has not been yet; call it once, at the end."""
+        if self._stream is not None:
+            self._turn(self._stream)
+            self._turn(self._stream)
+
+
 class KeptState:
     """A copy of what a rank writes of the state at one step, in host memory; written while training continues.
 
@@ -212,23 +282,24 @@ class KeptState:
 
     def keep(self, shards: Shards) -> None:
         """Copy ``shards``."""
-        self._boxes = shards.boxes
+        self._boxes, copies = shards.boxes, HostCopies()
         for name, state in shards.states:
-            self._states[name] = _copied(state, into=self._states.get(name))
+            into = self._states.get(name)
+            if into is None or into.moments.keys() != state.moments.keys():
+                into = state.mapped(lambda value: torch.empty(value.shape, dtype=value.dtype))
+            self._states[name] = into
+            for kept, value in zip(into, state, strict=True):
+                if kept is not None and value is not None:  # both or none
+                    copies.hand_on(value, partial(_fill, kept))
+        copies.finish()
 
     def shards(self) -> Shards:
         """The last copy."""
         return Shards(self._boxes, iter(self._states.items()))
 
 
-def _copied(state: ParamState, *, into: ParamState | None) -> ParamState:
-    """A copy of ``state`` in host memory: in that of ``into`` if it has the same moments, else in new memory."""
-    if into is None or into.moments.keys() != state.moments.keys():
-        into = state.mapped(lambda value: torch.empty(value.shape, dtype=value.dtype))
-    into.weight.copy_(state.weight)
-    for name, value in state.moments.items():
-        into.moments[name].copy_(value)
-    return into
+def _fill(into: Tensor, start: int, part: Tensor) -> None:
+    into.view(-1)[start : start + len(part)].copy_(part)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -247,7 +318,7 @@ class Written:
 def write_shards(folder: Path, shards: Shards, *, rank: int, ranks: int) -> Written:
     """Write a rank's part of the state of training into a checkpoint; no communication.
 
-    At most one tensor of the part is copied at a time, and none that is in host memory already.
+    What is on a GPU is copied in blocks (``HostCopies``); nothing is copied that is in host memory already.
 
     Args:
         folder: of the checkpoint.
@@ -259,7 +330,8 @@ def write_shards(folder: Path, shards: Shards, *, rank: int, ranks: int) -> Writ
         OSError: the file system refuses.
         ValueError: the tensors are not those of the boxes.
     """
-    boxes, non_finite, keys = shards.boxes, [], list[str]()
+    boxes, keys, copies = shards.boxes, list[str](), HostCopies()
+    finite: dict[str, Tensor] = {}
     weights, moments = (folder / numbered(name, rank, ranks) for name in (store.WEIGHTS, MOMENTS))
     pieces = {
         name: {(name if ranks == 1 else box.key(name)): box for box in each} for name, each in shards.boxes.items()
@@ -273,25 +345,35 @@ def write_shards(folder: Path, shards: Shards, *, rank: int, ranks: int) -> Writ
                 keys = list(state.moments)
                 of_moments = {moment_key(piece, key): facts for piece, facts in announced.items() for key in keys}
                 optimizer = files.enter_context(SafetensorsWriter(moments, of_moments))
-            if not torch.stack(torch.aminmax(state.weight)).isfinite().all():  # NaN is both; needs no second tensor
-                non_finite.append(name)
-            _put(writer, state.weight, pieces[name])
+            # NaN is both; needs no second tensor. All answers are read together, below.
+            finite[name] = torch.stack(torch.aminmax(state.weight)).isfinite().all()
+            _put(writer, state.weight, pieces[name], copies)
             for key, moment in state.moments.items():
                 assert optimizer is not None  # every parameter has the same moments
-                _put(optimizer, moment, {moment_key(piece, key): box for piece, box in pieces[name].items()})
+                _put(optimizer, moment, {moment_key(piece, key): box for piece, box in pieces[name].items()}, copies)
+        copies.finish()
     written = [weights, moments] if optimizer is not None else [weights]
     facts = {path.name: FileFacts.synced(path) for path in written}
+    answers = torch.stack(list(finite.values())).tolist() if finite else []
+    non_finite = [name for name, answer in zip(finite, answers, strict=True) if not answer]
     return Written(boxes=boxes, moments=keys, files=facts, non_finite=non_finite)
 
 
-def _put(writer: SafetensorsWriter, held: Tensor, pieces: Mapping[str, Box]) -> None:
-    """Write a tensor as ``pieces``. What it copies from a GPU is freed when this returns, before the next is copied."""
-    value, start = held.to("cpu").reshape(-1), 0
-    for key, box in pieces.items():
-        writer.put(key, value[start : start + box.numel].view(box.shape))
-        start += box.numel
-    if start != value.numel():
-        raise ValueError(f"a tensor has {value.numel():,} elements, and its boxes {', '.join(pieces)} have {start:,}")
+def _put(writer: SafetensorsWriter, held: Tensor, pieces: Mapping[str, Box], copies: HostCopies) -> None:
+    """Write a tensor as ``pieces``, end to end."""
+    ends = dict(zip(pieces, itertools.accumulate(box.numel for box in pieces.values()), strict=True))
+    count = sum(box.numel for box in pieces.values())
+    if count != held.numel():
+        raise ValueError(f"a tensor has {held.numel():,} elements, and its boxes {', '.join(pieces)} have {count:,}")
+
+    def take(start: int, part: Tensor) -> None:
+        for key, end in ends.items():
+            begin = end - pieces[key].numel
+            first, last = max(start, begin), min(start + len(part), end)
+            if first < last:
+                writer.put_part(key, first - begin, part[first - start : last - start])
+
+    copies.hand_on(held, take)
 
 
 def complete_state(

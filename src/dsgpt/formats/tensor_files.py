@@ -131,12 +131,15 @@ class SafetensorsWriter:
         # The format allows no gaps, and readers need each tensor aligned to its element size: widest dtypes first.
         self.names = sorted(announced, key=lambda name: -announced[name][1].itemsize)
         """The order of the tensors in the file."""
-        self._missing = {name: (tuple(shape), dtype) for name, (shape, dtype) in announced.items()}
+        self._announced = {name: (tuple(shape), dtype) for name, (shape, dtype) in announced.items()}
+        self._missing: dict[str, int] = {}
+        """Elements that have not come yet."""
         self._starts: dict[str, int] = {}
         end = 0
         for name in self.names:
-            shape, dtype = self._missing[name]
-            start, end = end, end + torch.Size(shape).numel() * dtype.itemsize
+            shape, dtype = self._announced[name]
+            self._missing[name] = torch.Size(shape).numel()
+            start, end = end, end + self._missing[name] * dtype.itemsize
             self._starts[name] = start
             header[name] = {"dtype": _NAMES_OF_DTYPES[dtype], "shape": list(shape), "data_offsets": [start, end]}
         words = json.dumps(header, separators=(",", ":")).encode()
@@ -157,12 +160,24 @@ class SafetensorsWriter:
             OSError: the file system refuses.
             ValueError: its shape or dtype is not the announced one.
         """
-        shape, dtype = self._missing.pop(name)
-        if value.dtype != dtype or tuple(value.shape) != shape:
-            raise ValueError(f"{name} was announced as {dtype} {shape}, but is {value.dtype} {tuple(value.shape)}")
+        if tuple(value.shape) != self._announced[name][0]:
+            raise ValueError(f"{name} was announced as {self._announced[name][0]}, but is {tuple(value.shape)}")
+        self.put_part(name, 0, value.reshape(-1))
+
+    def put_part(self, name: str, start: int, part: Tensor) -> None:
+        """Write elements of a tensor, flat and on the CPU, from its element ``start`` on; each of them must come once.
+
+        Raises:
+            OSError: the file system refuses.
+            ValueError: their dtype is not the announced one.
+        """
+        dtype = self._announced[name][1]
+        if part.dtype != dtype:
+            raise ValueError(f"{name} was announced as {dtype}, but is {part.dtype}")
+        self._missing[name] -= part.numel()
         with self._named_errors():
-            self._file.seek(self._data_start + self._starts[name])
-            self._file.write(value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+            self._file.seek(self._data_start + self._starts[name] + start * dtype.itemsize)
+            self._file.write(part.detach().contiguous().view(torch.uint8).numpy().data)
 
     @contextlib.contextmanager
     def _named_errors(self) -> Iterator[None]:
@@ -178,8 +193,8 @@ class SafetensorsWriter:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         with self._named_errors(), self._file:  # closed even if something below fails
             if kind is None:
-                if self._missing:
-                    raise ValueError(f"announced tensors were not written: {', '.join(self._missing)}")
+                if missing := [name for name, count in self._missing.items() if count]:
+                    raise ValueError(f"announced tensors were not written once: {', '.join(missing)}")
                 self._file.flush()
                 os.fsync(self._file.fileno())
 
