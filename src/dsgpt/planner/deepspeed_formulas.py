@@ -663,9 +663,10 @@ class Zero3(DeepSpeed):
     def model_state(self, rank: int) -> ModelState:
         """Parameters wP/N, gradients up to 8P/N, moments 4mP/N, master weights 4P/N.
 
-        Parameters that persist are also held whole. There are two copies of the gradients. The second is for the
-        optimizer: of one sub-group at a time, with offload of all. With offload to NVMe, tensors that are large enough
-        to be swapped are in files, which no measurement of memory includes.
+        Parameters that persist are also held whole, on the device even with offload (``_post_step`` of DeepSpeed's
+        stage 3 gathers them). There are two copies of the gradients. The second is for the optimizer: of one sub-group
+        at a time, with offload of all. With offload to NVMe, tensors that are large enough to be swapped are in files,
+        which no measurement of memory includes.
         """
         setup, ranks = self.setup, self.setup.zero_ranks
         own, sub_groups = self.stepped_elements(rank), self.sub_groups(rank)
@@ -679,7 +680,8 @@ class Zero3(DeepSpeed):
         }
         stays = set() if self.steps_on_host else {"gradients", "optimizer", "master"}
         stays |= {"parameters"} if setup.recipe.offload_param == "none" else set()
-        return ModelState(**sizes, off_device={name: size for name, size in sizes.items() if name not in stays})
+        away = sizes | {"parameters": setup.low * own}
+        return ModelState(**sizes, off_device={name: size for name, size in away.items() if name not in stays})
 
     def start_bytes(self, rank: int, device: str) -> int:  # noqa: ARG002 - of all strategies
         """Bytes of the whole embedding in fp32 and in the run's precision (``zero.Init``)."""
@@ -691,18 +693,22 @@ class Zero3(DeepSpeed):
         Weights that are gathered together stay in the buffer of their all-gather until the last of them has been used.
         So they exist twice during the forward pass, and the embedding once more if it has been freed. On a CPU gloo
         copies the weights that are being gathered, so these exist twice as well. A full bucket is reduced from a copy
-        in the order of the ranks, and gloo makes one more.
+        in the order of the ranks, and gloo makes one more. On the GPU of a single rank that offloads weights, those
+        that persist are copies, which the step frees.
         """
         setup, layers, embedding = self.setup, self.setup.model.n_layer, embedding_bytes(self.setup)
-        own, most = self.stepped_elements(rank), self.gathered.most_live
+        own, most, kept = self.stepped_elements(rank), self.gathered.most_live, 0
+        if setup.zero_ranks == 1 and device != "cpu" and setup.recipe.offload_param != "none":
+            kept = setup.low * total(self.persistent(rank))  # copies of pieces that are in the host
         sums, stepped = FULL * own, FULL * (own + max(self.sub_groups(rank)))
         if self.steps_on_host:  # both copies exist in the host all the time
             sums = stepped = 2 * sums if device == "cpu" else 0
         base = {"gradients": sums, "buckets": self.bucket_bytes(setup.low)}
-        whole = setup.low * most
+        gathered = setup.low * most
+        whole = gathered + kept
         together = setup.low * min(setup.recipe.zero_optimization.stage3_prefetch_bucket_size, most)
         freed = embedding if [part.name for part in self.gathered.all].count(EMBEDDING) > 1 else 0
-        buffers = freed + (whole if device == "cpu" else together)
+        buffers = freed + (gathered if device == "cpu" else together)
         copies = 2 if device == "cpu" else 1
         moments = [
             Moment(name="forward", blocks=layers, parts=base | {"gathered": whole + buffers}),
@@ -714,7 +720,7 @@ class Zero3(DeepSpeed):
         for fill in self.bucket_fills(setup.parameters(rank)):
             buckets = base["buckets"] + copies * setup.low * fill.elements
             waits = 0 if fill.has_embedding else embedding
-            parts = {"buckets": buckets, "new_gradients": waits, "gathered": min(whole, embedding)}
+            parts = {"buckets": buckets, "new_gradients": waits, "gathered": min(gathered, embedding) + kept}
             moments.append(Moment(name="reduction", blocks=fill.blocks, parts=base | parts))
         return moments
 
