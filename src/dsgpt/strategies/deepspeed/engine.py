@@ -39,7 +39,8 @@ from dsgpt.telemetry.meter import StepResult
 def take_norms_of_blocks(optimizer: Any) -> None:
     """Let ``optimizer``, DeepSpeed's of stage 1, 2 or 3, compute its norm so; others have no such method.
 
-    Stage 1 in bf16 (``BF16_Optimizer``), stage 0, and offload below stage 3 compute their norms in other places.
+    Stage 1 in bf16 (``BF16_Optimizer``), stage 0, and offload below stage 3 compute their norms in other places; of the
+    last see ``wait_once``.
     """
     if type(optimizer).__name__ not in ("DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3"):
         return
@@ -51,6 +52,31 @@ def take_norms_of_blocks(optimizer: Any) -> None:
         return norm(parts, params)
 
     optimizer.get_grad_norm_direct = norm_of_blocks
+
+
+def wait_once(optimizer: Any) -> None:
+    """Let ``optimizer``, DeepSpeed's of stage 1 or 2 with offload, wait for the device per group, not per parameter.
+
+    It reads the norm of each gradient by itself, and whether each is finite (``update_offload_overflow_tracker``).
+    Here the norms of a group are read together, and whether all are finite is read once, by ``has_overflow``.
+    """
+    if type(optimizer).__name__ != "DeepSpeedZeroOptimizer" or not optimizer.cpu_offload:
+        return
+    add_up, infinite = optimizer.complete_grad_norm_calculation_for_cpu_offload, optimizer._has_inf_or_nan
+
+    def add_up_on_host(params: Sequence[Tensor]) -> Tensor:
+        norms = optimizer.norm_for_param_grads
+        if own := [key for key in map(optimizer.get_param_id, params) if key in norms]:
+            norms.update(zip(own, torch.stack([norms[key] for key in own]).cpu(), strict=True))
+        total: Tensor = add_up(params)
+        return total
+
+    def track(gradient: Tensor | None) -> None:
+        if gradient is not None:
+            optimizer.local_overflow = infinite(gradient) | optimizer.local_overflow
+
+    optimizer.complete_grad_norm_calculation_for_cpu_offload = add_up_on_host
+    optimizer.update_offload_overflow_tracker = track
 
 
 class Exchanges:
@@ -124,6 +150,7 @@ class DeepSpeedStrategy(Strategy):
             model=model, optimizer=optimizer, config=ds_config, mpu=groups
         )
         take_norms_of_blocks(self._optimizer)
+        wait_once(self._optimizer)
         step_on_weights(self._optimizer)
         kinds = WholeState, PartitionedState, PartitionedState, ShardedState
         self._state = kinds[self._stage](self._optimizer, self._parameters)
