@@ -100,7 +100,21 @@ def test_zero_3_holds_small_parameters_whole(setup, zero, whole):
     assert largest_model_state(setup("zero3", zero=zero)).parameters == 4 * P // 2 + 4 * whole
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_with_offload_a_gpu_holds_small_parameters_whole_until_the_step(setup, ranks, device):
+    """On the CPU of a single rank they are the pieces themselves."""
+    every, none = setup("zero3_offload", world_size=ranks), setup("zero3_offload", zero=NOTHING_STAYS, world_size=ranks)
+    states = [largest_model_state(each) for each in (every, none)]
+    assert [state.on_device for state in states] == [4 * P if ranks > 1 else 0, 0]
+    assert [state.off_device["parameters"] for state in states] == [4 * P // ranks] * 2
+    peak = peak_memory(every, device=device, among={"evaluation"})
+    pieces = 4 * P // ranks if device == "cpu" else 0  # in the same memory
+    assert peak.parts["weights"] + peak.parts["gathered"] == pieces + (4 * P if (ranks, device) != (1, "cpu") else 0)
+
+
 WHOLE_BLOCKS = {"dsgpt": {"fsdp": {"reshard_after_forward": False, "reduce_dtype": "low"}}}
+NEAR = {"stage3_max_reuse_distance": 400, "stage3_prefetch_bucket_size": 0}
 WHOLE_BUCKETS = {"reduce_scatter": False, "reduce_bucket_size": EMBEDDING - 1}
 THREE_STAGES = {"top": {"pipeline": {"stages": 3, "partition": "uniform"}}, "world_size": 3}
 
@@ -114,6 +128,8 @@ THREE_STAGES = {"top": {"pipeline": {"stages": 3, "partition": "uniform"}}, "wor
         ({"run_type": "fsdp", "precision": "bf16", "top": WHOLE_BLOCKS}, 0, 1 / 2 * (2 * P + 2 * P)),
         # the embedding goes alone, the rest in a bucket
         ({"name": "zero3", "zero": WHOLE_BUCKETS}, 0, 1 / 2 * 4 * P + 3 * 4 * (EMBEDDING / 2 + P - EMBEDDING)),
+        # a compiled block is gathered in both passes, the positions as well, and the embedding once
+        ({"name": "zero3", "compiled": True, "zero": NOTHING_STAYS | NEAR}, 0, 1 / 2 * 4 * 3 * (3 * P - EMBEDDING)),
         ({"name": "pipeline"} | THREE_STAGES, 1, 2 * 3 * 4 * RESIDUAL),
     ],
 )

@@ -1,8 +1,10 @@
 """What a step computes, allocates and sends, and where weights are made: speed and memory that no result shows."""
 
+import importlib.util
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from dsgpt.config.run_config import RunConfig
 from dsgpt.machine.topology import ParallelSizes, Topology
 from dsgpt.strategies.base import build_strategy
 from dsgpt.strategies.deepspeed import zero
+from dsgpt.strategies.deepspeed.engine import wait_once
 from dsgpt.strategies.pytorch import TorchStrategy
 from dsgpt.training.trainer import training_batches
 
@@ -27,6 +30,10 @@ def test_deepspeed_still_has_the_methods_that_are_replaced():
     for methods, theirs in (
         (("get_grad_norm_direct",), (stage_1_and_2.DeepSpeedZeroOptimizer, stage3.DeepSpeedZeroOptimizer_Stage3)),
         (("clear_lp_grads", "clear_hp_grads", "_update_hp_grad"), (bf16_optimizer.BF16_Optimizer,)),
+        (
+            ("complete_grad_norm_calculation_for_cpu_offload", "update_offload_overflow_tracker", "_has_inf_or_nan"),
+            (stage_1_and_2.DeepSpeedZeroOptimizer,),
+        ),
     ):
         assert all(callable(getattr(owner, method)) for owner in theirs for method in methods)
 
@@ -46,15 +53,50 @@ def sums(column: type, row: type, x: torch.Tensor) -> list[float]:
 def test_sums_over_tensor_ranks_are_not_lost_for_tensors_that_are_not_contiguous(monkeypatch):
     """If DeepSpeed's own classes do not lose them any more, ours can be removed."""
     monkeypatch.setattr(layers.pg_utils, "is_parallel", lambda group: True)
-    monkeypatch.setattr(layers.dist, "all_reduce", lambda tensor, **_: tensor.mul_(PEERS))
+    for module in (layers.dist, zero.dist):
+        monkeypatch.setattr(module, "all_reduce", lambda tensor, **_: tensor.mul_(PEERS))
+    spec = importlib.util.find_spec(layers.__name__)
+    theirs = importlib.util.module_from_spec(spec)  # in ``layers`` an earlier test may have replaced them
+    spec.loader.exec_module(theirs)
     for name in ("ColumnParallel", "RowParallel"):
         monkeypatch.setattr(layers, name, getattr(layers, name))  # put back afterwards
     transposed = torch.ones(4, 3).t()
-    assert sums(zero._COLUMN, zero._ROW, transposed) == [1, 1]
+    assert sums(theirs.ColumnParallel, theirs.RowParallel, transposed) == [1, 1]
     for _ in range(2):
         zero.reduce_contiguous()
         for x in (torch.ones(3, 4), transposed):
             assert sums(layers.ColumnParallel, layers.RowParallel, x) == [PEERS, PEERS]
+
+
+class DeepSpeedZeroOptimizer:
+    """What ``wait_once`` uses of DeepSpeed's of this name; parameters are their own keys."""
+
+    cpu_offload, local_overflow = True, False
+    get_param_id = staticmethod(lambda param: param)
+    _has_inf_or_nan = staticmethod(stage_1_and_2.DeepSpeedZeroOptimizer._has_inf_or_nan)
+
+    def __init__(self, norms: dict[str, torch.Tensor]) -> None:
+        self.norm_for_param_grads = norms
+
+    def complete_grad_norm_calculation_for_cpu_offload(self, params):
+        return sum(self.norm_for_param_grads[param].item() ** 2 for param in params)
+
+
+def test_zero_2_with_offload_reads_norms_of_gradients_together_and_keeps_every_overflow():
+    """DeepSpeed reads each alone: on a GPU, two waits per parameter and step. A tensor on ``meta`` cannot be read."""
+    norms = {name: torch.tensor(value, dtype=torch.float64) for name, value in (("a", 0.1), ("b", 0.7), ("c", 0.3))}
+    optimizer, alone = DeepSpeedZeroOptimizer(dict(norms)), DeepSpeedZeroOptimizer(norms)
+    wait_once(optimizer)
+    with mock.patch("torch.stack", wraps=torch.stack) as read:
+        for group in (["a", "c"], ["b"], []):
+            theirs = alone.complete_grad_norm_calculation_for_cpu_offload(group)
+            assert optimizer.complete_grad_norm_calculation_for_cpu_offload(group) == theirs
+    assert read.call_count == 2
+    optimizer.update_offload_overflow_tracker(torch.ones(2, device="meta"))
+    optimizer.local_overflow = False
+    for gradient, overflowed in ((torch.ones(2), False), (torch.tensor([1, torch.inf]), True), (torch.ones(2), True)):
+        optimizer.update_offload_overflow_tracker(gradient)
+        assert torch.ByteTensor([optimizer.local_overflow]).item() == overflowed  # as ``has_overflow`` reads it
 
 
 class OnMeta(TorchDispatchMode):

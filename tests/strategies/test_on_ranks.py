@@ -131,6 +131,8 @@ SUMMED_BY_MANY = "ddp"
 """A strategy that needs more than two ranks here: the sum of two numbers does not depend on their order."""
 CHANGED_STRATEGIES = ("zero1", "zero3-offload", *NVME, "pipeline2-zero1", "fsdp")
 FULL_DISK = ("zero3", *NVME, "pipeline2-zero1", "fsdp")
+COMPILED = ("zero3", *SPLIT)
+"""Strategies that compile blocks, and not the model."""
 THREE_D = "pipeline2-tensor2-zero1"
 
 CELLS: dict[int, dict[str, Observation]] = {
@@ -141,6 +143,7 @@ CELLS: dict[int, dict[str, Observation]] = {
         **_steps(*REPLICAS, "zero3", *SPLIT),
         **_checkpoints(*SPLIT_STATE),
         **_torch(*REPLICAS),
+        **{f"graphs {name}": Observation(what="graphs", strategy=name, flags=LAYERS) for name in COMPILED},
         **dict(_runs(*RESUMED)),
         **dict(_runs(*SAVED_BESIDE, save_mode="async")),
         **_recomputed(*RECOMPUTED),
@@ -406,6 +409,15 @@ def test_it_trains_the_same_when_compiled(seen, cell):
     facts = seen(cell).ranks[0]
     for one, two in zip(facts["fp32"]["steps"], facts["compiled"]["steps"], strict=True):
         assert two == pytest.approx(one, rel=1e-5)
+
+
+@pytest.mark.parametrize("cell", [Asked(2, f"graphs {name}") for name in COMPILED], ids=str)
+def test_a_compiled_block_is_one_graph_and_keeps_no_weights_that_zero_3_gathered(seen, cell):
+    """DeepSpeed keeps the last weights for the backward pass; a block that saved its weights would keep all of them."""
+    for facts in seen(cell).ranks:
+        assert facts["losses"] == pytest.approx(seen(cell).ranks[0]["losses"])
+        if "zero3" in cell.name:
+            assert facts["alive"] < 0.5
 
 
 @pytest.mark.parametrize("cell", [Asked(2, "torch ddp")], ids=str)

@@ -62,8 +62,6 @@ class TestedStrategy:
     """Whether the product must refuse it under every setting."""
     fp32_only: bool = False
     """Whether the product must refuse it in bf16 and fp16."""
-    compiles: bool = True
-    """Whether it trains with ``--compile``; otherwise the product must refuse the flag."""
 
     @property
     def launcher(self) -> str:
@@ -93,15 +91,14 @@ def _deepspeed(name: str, recipe: str, *, ranks: tuple[int, ...] = (1, 2, 4), **
 
 
 def _sharded(name: str, recipe: str, **more: Any) -> TestedStrategy:
-    """ZeRO-3, whose gathers the compiler cannot trace."""
-    return _deepspeed(name, recipe, replicas="some", compiles=False, **more)
+    return _deepspeed(name, recipe, replicas="some", **more)
 
 
 def _split(name: str, recipe: str, stage: int, *, ranks: tuple[int, ...] = (2, 4), **more: Any) -> TestedStrategy:
     """A model or sequences split over ranks, at one ZeRO stage. Sequence ranks reduce gradients in fp32."""
     low = "" if recipe == "sequence" else EVERY if stage >= 2 else ACCUMULATED
     shared = {"model_ranks": 4 if recipe == "3d" else 2, "low": low}
-    return _deepspeed(name, recipe, ranks=ranks, changes=_zero(stage), compiles=False, **shared, **more)
+    return _deepspeed(name, recipe, ranks=ranks, changes=_zero(stage), **shared, **more)
 
 
 def _torch(name: str, *, ranks: tuple[int, ...] = (1, 2, 4), **more: Any) -> TestedStrategy:

@@ -50,7 +50,7 @@ class RunRequest(Inputs):
 
 def check_compatibility(request: RunRequest, problems: Problems) -> None:
     """Add a line to ``problems`` for everything in ``request`` that makes training impossible or incorrect."""
-    options, recipe, sizes = request.options, request.recipe, request.sizes
+    options, recipe = request.options, request.recipe
     check_split(request, problems)
     if options.run_type == "optimized":
         if recipe.offloads and not request.is_doubtful("zero_optimization", "optimizer"):
@@ -65,14 +65,8 @@ def check_compatibility(request: RunRequest, problems: Problems) -> None:
             _check_zero_plus_plus(request, problems)
     if options.compile and not compiler():
         problems.add("--compile needs a C++ compiler, and none was found: install one (Debian: apt-get install g++)")
-    if options.compile and options.run_type == "optimized":
-        if recipe.zero_stage == 3:
-            problems.add("--compile does not go with ZeRO stage 3, whose gathers break the graph: take stage 1 or 2")
-        if sizes.ranks_per_copy > 1:
-            problems.add(
-                f"--compile does not go with a model split over ranks ({sizes}), whose collectives break the graph: "
-                "take ds_configs/zero1.json, or leave --compile out"
-            )
+    if options.compile and options.run_type == "optimized" and recipe.zero_plus_plus:
+        problems.add(f"{recipe.path}: Zero++ is not combined with --compile here: leave --compile out")
     for flag, steps in (("--profile_comm", options.profile_comm), ("--profile", options.profile)):
         if steps > MOST_PROFILED_STEPS:
             problems.add(f"{flag} must be at most {MOST_PROFILED_STEPS}, not {steps}: the events are kept in memory")

@@ -169,6 +169,8 @@ class Setup:
     """Tokens per sequence."""
     activation_checkpointing: bool = False
     """Whether blocks are recomputed in the backward pass."""
+    compiled: bool = False
+    """Whether blocks are compiled. ZeRO-3 then gathers the weights of a whole block at a time."""
 
     def __post_init__(self) -> None:
         """Refuse a recipe without a formula.
@@ -379,11 +381,12 @@ _NOTHING: Layer = ()
 
 def gathers_of(setup: Setup) -> "Gathers":
     """Parameters that ZeRO-3 gathers in a micro batch."""
-    return _gathers(setup.model, setup.recipe.zero_optimization, recompute=setup.activation_checkpointing)
+    again, zero = setup.activation_checkpointing, setup.recipe.zero_optimization
+    return _gathers(setup.model, zero, recompute=again, whole_blocks=setup.compiled)
 
 
 @lru_cache(maxsize=16)
-def _gathers(model: GPT2Config, zero: ZeroRecipe, *, recompute: bool) -> "Gathers":
+def _gathers(model: GPT2Config, zero: ZeroRecipe, *, recompute: bool, whole_blocks: bool) -> "Gathers":
     """Parameters that ZeRO-3 gathers, which are equal for every micro batch size and number of ranks.
 
     The modules of a forward and a backward pass are in the order in which they begin; the head is the embedding again.
@@ -392,6 +395,7 @@ def _gathers(model: GPT2Config, zero: ZeroRecipe, *, recompute: bool) -> "Gather
         model: the shape.
         zero: the recipe's block.
         recompute: with activation checkpointing a block runs forward once more in its backward pass.
+        whole_blocks: whether a block is one module, without children.
     """
     parts = {part.name: part for part in model_parameters(model)}
     head: Layer = (parts[EMBEDDING],)
@@ -399,10 +403,15 @@ def _gathers(model: GPT2Config, zero: ZeroRecipe, *, recompute: bool) -> "Gather
     positions: Layer = (parts["wpe.weight"],)
     forward, backward = [_NOTHING, head, positions, _NOTHING], list[Layer]()
     for layer in range(model.n_layer):
-        ln_1, qkv, proj, ln_2, fc, back = (
+        ln_1, qkv, proj, ln_2, fc, back = layers = [
             tuple(parts[f"blocks.{layer}.{name}.{kind}"] for kind in ("weight", "bias"))
             for name in ("ln_1", "attn.qkv", "attn.proj", "ln_2", "mlp.fc", "mlp.proj")
-        )
+        ]
+        if whole_blocks:
+            whole = sum(layers, _NOTHING)
+            forward.append(whole)
+            backward = [whole, *([whole] if recompute else []), *backward]
+            continue
         block = [_NOTHING, ln_1, _NOTHING, qkv, proj, _NOTHING, ln_2, _NOTHING, fc, back, _NOTHING]
         forward += block
         again = block[:-1] if recompute else []  # begins, and ends, when the last matrix needs its input
@@ -416,8 +425,8 @@ class Gathers:
     """Parameters that one forward and backward pass gathers."""
 
     def __init__(self, model: GPT2Config, zero: ZeroRecipe, order: Sequence[Layer], *, forward: int) -> None:
-        self._order = order
-        self._persistent = {part.name for part in persistent(zero, model_parameters(model))}
+        self._order, self._turn, self._every = order, forward, tuple(model_parameters(model))
+        self._persistent = {part.name for part in persistent(zero, self._every)}
         self._zero = zero
         self._queue = deque((part, step) for step, layer in enumerate(order) for part in layer)
         self._seen: dict[str, int] = {}
@@ -466,12 +475,16 @@ class Gathers:
 
     def _release(self, step: int, layer: Layer) -> None:
         kept = self._persistent | {part.name for part in layer if self._seen.get(part.name, -1) > step + 1}
-        passed = 0
-        for later in self._order[step + 1 :]:
+        passed, is_block = 0, len(layer) > 2
+        for number, later in enumerate(self._order[step + 1 :], step + 1):
             if passed >= self._zero.stage3_max_reuse_distance:
                 break
-            kept |= {part.name for part in later}
-            passed += sum(part.numel for part in later)
+            # After a whole block it looks into the children of all modules, where the backward pass begins into those
+            # of the model. After other modules it looks into no children, not even those of blocks.
+            seen = later if is_block or len(later) <= 2 else _NOTHING
+            seen = self._every if is_block and number == self._turn else seen
+            kept |= {part.name for part in seen}
+            passed += sum(part.numel for part in seen)
         for part in layer:
             if part.name not in kept:
                 self._available.discard(part.name)

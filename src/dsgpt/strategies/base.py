@@ -26,7 +26,7 @@ from dsgpt.config.recipe_blocks import LossScaling, OptimizerRecipe, SchedulerRe
 from dsgpt.config.run_config import RunConfig
 from dsgpt.data.loader import Batch
 from dsgpt.model.config import STATE_NAMES, decays
-from dsgpt.model.gpt2 import GPT2, initial_value
+from dsgpt.model.gpt2 import GPT2, Block, initial_value
 from dsgpt.telemetry.meter import StepResult
 
 
@@ -168,6 +168,18 @@ def whole_model(config: RunConfig) -> GPT2:
         for name, parameter in model.named_parameters():
             parameter.copy_(values(name, parameter.shape))
     return model
+
+
+def compile_blocks(model: nn.Module, method: str = "forward") -> None:
+    """Compile a method of each transformer block, in place, and nothing around it.
+
+    All blocks share one compiled graph. What a strategy does between blocks (reduce a bucket, gather the next weights)
+    still happens there, and not before or after one graph of the whole model. Each size gets its own graph: one for any
+    size would be slower.
+    """
+    for block in model.modules():
+        if isinstance(block, Block):
+            setattr(block, method, torch.compile(getattr(block, method), dynamic=False))
 
 
 # The optimizer of a recipe, its state, and the gradient norm.

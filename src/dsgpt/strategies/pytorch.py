@@ -45,6 +45,7 @@ from dsgpt.strategies.base import (
     Strategy,
     begin_state,
     build_optimizer,
+    compile_blocks,
     global_norm,
     initial_values,
     optimizer_tensors,
@@ -234,16 +235,6 @@ class TorchStrategy(Strategy):
             if reader.has_moments:
                 for key, moment in begin_state(self._optimizer, parameter, steps=self._optimizer_steps).items():
                     moment.copy_(state.moments[key].view(parameter.shape))
-
-
-def compile_blocks(model: GPT2) -> None:
-    """Compile each transformer block alone, in place.
-
-    All blocks share one compiled graph. What a strategy does between blocks (reduce a bucket, gather the next weights)
-    still happens there, and not before or after one graph of the whole model.
-    """
-    for block in model.blocks:
-        block.compile()
 
 
 # The baseline: one process, plain PyTorch. Every other strategy is compared with it.

@@ -192,6 +192,8 @@ class Traffic:
 class Communication(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __init_subclass__ has no types
     """A context that counts what this rank communicates inside it. No operation is changed."""
 
+    supports_higher_order_operators = True  # of compiled code that recomputes activations; else it would fail
+
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's has no types
         self._traffic: dict[tuple[str, tuple[int, ...]], Traffic] = {}

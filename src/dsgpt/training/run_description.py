@@ -226,6 +226,7 @@ def setup_of(config: RunConfig) -> Setup:
         gradient_accumulation_steps=config.batch.gradient_accumulation_steps,
         seq_length=config.seq_length,
         activation_checkpointing=config.activation_checkpointing,
+        compiled=config.options.compile,
     )
 
 

@@ -28,7 +28,7 @@ from dsgpt.data.loader import IGNORED_TARGET, Batch
 from dsgpt.machine.device import named_range, sum_over_ranks
 from dsgpt.model.config import GPT2Config
 from dsgpt.model.gpt2 import Block, parameter_shapes
-from dsgpt.strategies.base import StateTensors, initial_values, square_sum, to_device
+from dsgpt.strategies.base import StateTensors, compile_blocks, initial_values, square_sum, to_device
 from dsgpt.strategies.deepspeed.engine import DeepSpeedStrategy
 from dsgpt.strategies.deepspeed.setup import engine_config
 from dsgpt.strategies.deepspeed.state import is_split, take_part, tensors_of
@@ -69,15 +69,17 @@ class StageBlock(Block):
     ) -> None:
         super().__init__(config)
         self._recompute = recompute
+        self.compute = super().forward
+        """The block without recomputation, which a compiler would not look into."""
         if (group := tensor_group()) is not None:
             split_block(self, group)
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, T, C) to (B, T, C)."""
         if self._recompute and self.training:
-            recomputed: Tensor = checkpoint(super().forward, x, use_reentrant=False)
+            recomputed: Tensor = checkpoint(self.compute, x, use_reentrant=False)
             return recomputed
-        return super().forward(x)
+        return self.compute(x)
 
 
 def _logits(vocab_size: int, embedding: nn.Embedding, x: Tensor) -> Tensor:
@@ -169,6 +171,8 @@ class PipelineParallel(DeepSpeedStrategy):
             self._module = StageModule(config, self._loss)
             self._parameters = self._module.canonical_parameters()
             self._start(self._module, config, ds_config=engine_config(config))
+        if config.options.compile:
+            compile_blocks(self._module, "compute")
         self._mend_schedule()
         self._watch_stages(tensor_peers=config.topology.sizes.tensor > 1)
 

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from deepspeed.module_inject import layers
+from deepspeed.utils import set_z3_leaf_modules
 from torch import Tensor, nn
 
 from dsgpt.config.run_config import RunConfig
@@ -23,7 +24,7 @@ from dsgpt.data.loader import IGNORED_TARGET, Batch
 from dsgpt.formats.tensor_files import DTYPES
 from dsgpt.machine.device import named_range, sum_over_ranks
 from dsgpt.model.gpt2 import GPT2, Attend, Attention, Block, dense_attention
-from dsgpt.strategies.base import global_norm, initial_values, square_sum, to_device, whole_model
+from dsgpt.strategies.base import compile_blocks, global_norm, initial_values, square_sum, to_device, whole_model
 from dsgpt.strategies.deepspeed.engine import DeepSpeedStrategy, Exchanges
 from dsgpt.strategies.deepspeed.setup import SwapSpace, engine_config, load_ops
 from dsgpt.strategies.deepspeed.state import SPLIT, attend_with_own_dropout, is_split
@@ -125,7 +126,9 @@ class Zero(DeepSpeedStrategy):
         if self._stage == 0 and self._precision != "fp32":
             self._undo_first_step()
             self._sum_gradients_in_fp32()
-        if config.options.compile:
+        if config.options.compile and (self._stage == 3 or self._model_ranks > 1):
+            compile_blocks(model)
+        elif config.options.compile:
             model.compile()
 
     def _build(self, config: RunConfig, device: torch.device) -> GPT2:
@@ -135,6 +138,8 @@ class Zero(DeepSpeedStrategy):
             load_ops("PinMemoryBuilder", "AsyncIOBuilder")
             self._swap_space = SwapSpace(ds_config, config.recipe, config.topology)
         model = build_sharded(config, ds_config) if self._stage == 3 else _build_whole(config, device)
+        if config.options.compile and self._stage == 3:
+            set_z3_leaf_modules(model, [Block])
         self._parameters = dict(model.named_parameters())
         self._start(model, config, ds_config=ds_config, groups=self._spread(model, config))
         return model
@@ -347,30 +352,41 @@ def _attend_by_position(q: Tensor, k: Tensor, v: Tensor, dropout: float, causal:
 # DeepSpeed's sums are corrected for tensors of any layout. ``RowParallel.forward`` and ``ColumnParallel.backward``
 # (``deepspeed/module_inject/layers.py``) reduce ``x.contiguous()`` in place and return ``x``. If ``x`` is not
 # contiguous, ``x.contiguous()`` is a copy: the sum is lost, and every rank continues with its own part, without an
-# error. Matrix products give contiguous tensors today, but nothing guarantees that.
-
-_ROW, _COLUMN = layers.RowParallel, layers.ColumnParallel
-"""DeepSpeed's own classes, which ``reduce_contiguous`` replaces in ``layers``."""
+# error. Matrix products give contiguous tensors today, but nothing guarantees that. The classes here call PyTorch's
+# collectives, which a compiler can put into the graph of a block; DeepSpeed's end the graph.
 
 
-class ContiguousColumnParallel(_COLUMN):  # type: ignore[misc, valid-type]  # DeepSpeed ships no types
+class ContiguousColumnParallel(torch.autograd.Function):
     """The identity, whose gradient is summed over the tensor ranks."""
+
+    @staticmethod
+    def forward(context: Any, group: dist.ProcessGroup, x: Tensor) -> Tensor:
+        """``x`` itself."""
+        context.group = group
+        return x.view_as(x)
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[None, Tensor]:
         """The gradient of this rank, of any layout, to that of all."""
-        summed: tuple[None, Tensor] = _COLUMN.backward(context, gradient.contiguous())
-        return summed
+        summed = gradient.contiguous()
+        dist.all_reduce(summed, group=context.group)
+        return None, summed
 
 
-class ContiguousRowParallel(_ROW):  # type: ignore[misc, valid-type]  # DeepSpeed ships no types
+class ContiguousRowParallel(torch.autograd.Function):
     """The sum over the tensor ranks, whose gradient is used unchanged."""
 
     @staticmethod
-    def forward(context: Any, group: Any, x: Tensor, is_inference_mode: bool) -> Tensor:
+    def forward(context: Any, group: dist.ProcessGroup, x: Tensor, is_inference_mode: bool) -> Tensor:  # noqa: ARG004
         """The part of this rank, of any layout, to the sum."""
-        summed: Tensor = _ROW.forward(context, group, x.contiguous(), is_inference_mode)
+        summed = x.contiguous()
+        dist.all_reduce(summed, group=group)
         return summed
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[None, Tensor, None]:  # noqa: ARG004
+        """The gradient."""
+        return None, gradient, None
 
 
 def reduce_contiguous() -> None:
@@ -410,7 +426,7 @@ class ColumnParallelLinear(_PartOfLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, T, in_features), equal on all peers, to (B, T, out_features) of this peer."""
-        copied: Tensor = ContiguousColumnParallel.apply(self.group, x)
+        copied: Tensor = ContiguousColumnParallel.apply(self.group, x)  # type: ignore[no-untyped-call]
         return super().forward(copied)
 
 
@@ -419,7 +435,8 @@ class RowParallelLinear(_PartOfLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, T, in_features) of this peer to (B, T, out_features), equal on all peers."""
-        total: Tensor = ContiguousRowParallel.apply(self.group, F.linear(x, self.weight), False)
+        part = F.linear(x, self.weight)
+        total: Tensor = ContiguousRowParallel.apply(self.group, part, False)  # type: ignore[no-untyped-call]
         return total + self.bias  # it is whole on every peer, and added once, after the sum
 
 
