@@ -124,9 +124,9 @@ def test_biases_layer_norms_and_padding_are_constant():
 # The rows that pad the vocabulary to a multiple of 64 have no effect.
 
 
-def small_model(vocab_size: int) -> GPT2:
+def small_model(vocab_size: int, **settings: bool) -> GPT2:
     config = GPT2Config(n_layer=2, n_head=2, n_embd=16, block_size=12, vocab_size=vocab_size)
-    model = GPT2(config)
+    model = GPT2(config, **settings)
     initialize(model, config=config, seed=0)
     return model
 
@@ -145,8 +145,9 @@ def test_extreme_weights_in_padded_rows_change_nothing(scale):
     assert torch.equal(model(IDS, IDS.roll(1)), loss)
 
 
-def test_padded_rows_have_no_gradient_and_stay_zero():
-    model = small_model(101)
+@pytest.mark.parametrize("pad_logits", [False, True], ids=["", "padded"])
+def test_padded_rows_have_no_gradient_and_stay_zero(pad_logits):
+    model = small_model(101, pad_logits=pad_logits)
     recipe = OptimizerRecipe(type="AdamW", lr=0.1, weight_decay=0.1)
     optimizer = build_optimizer(parameter_groups(dict(model.named_parameters()), recipe), recipe)
     for _ in range(3):
@@ -186,18 +187,30 @@ def chunks_of(monkeypatch: pytest.MonkeyPatch, *, tokens: int, at_once: int) -> 
 
 @pytest.mark.parametrize("factor", [1.0, 0.3])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("padded", [False, True], ids=["", "padded"])
 @pytest.mark.parametrize(("tokens", "at_once"), [(7, 3), (30, 4), (1000, 1000), (1, 1)])
-def test_loss_and_gradients_are_those_of_all_logits(monkeypatch, tokens, at_once, reduction, factor):
+def test_loss_and_gradients_are_those_of_all_logits(monkeypatch, tokens, at_once, padded, reduction, factor):
     chunks_of(monkeypatch, tokens=tokens, at_once=at_once)
     for dtype, tolerance in ((torch.float64, 1e-13), (torch.float32, 1e-5)):
         x, weight, targets = drawn(dtype)
-        found = linear_cross_entropy(x, weight, targets, vocab_size=VOCABULARY, reduction=reduction)
+        found = linear_cross_entropy(x, weight, targets, vocab_size=VOCABULARY, reduction=reduction, padded=padded)
         expected = of_all_logits(x, weight, targets, reduction)
         torch.testing.assert_close(found, expected, rtol=tolerance, atol=0)
         gradients = torch.autograd.grad(found * factor, (x, weight))
         wanted = torch.autograd.grad(expected * factor, (x, weight))
         torch.testing.assert_close(gradients, wanted, rtol=tolerance, atol=tolerance)
         assert not gradients[1][VOCABULARY:].any()
+
+
+def test_fp16_has_the_same_loss_and_gradients_with_padding():
+    x, weight, targets = drawn(torch.float16)
+    losses = [
+        linear_cross_entropy(x, weight, targets, vocab_size=VOCABULARY, reduction="mean", padded=padded)
+        for padded in (False, True)
+    ]
+    plain, padded = (torch.autograd.grad(loss, (x, weight)) for loss in losses)
+    torch.testing.assert_close([losses[1], *padded], [losses[0], *plain], rtol=2e-3, atol=1e-4)
+    assert not padded[1][VOCABULARY:].any()
 
 
 @pytest.mark.parametrize("tokens", [7, 1000])

@@ -199,7 +199,7 @@ class Cell:
     """``adamw``, clipped at 1; or ``sgd`` with learning rate 1, clipped at 0.3, which hides no wrong scale."""
     precision: str = "fp32"
     option: str = ""
-    """``activation checkpointing``, ``compile``, or nothing."""
+    """``activation checkpointing``, ``compile``, ``pad logits``, or nothing."""
     bug: str = ""
     """The bug planted in the strategy, a key of ``parity_rank.BUGS``; the parity suite must report such a cell as
     failed."""

@@ -79,8 +79,8 @@ def _cells(strategy: TestedStrategy) -> Iterable[Cell]:
         yield Cell(strategy=strategy.name, ranks=ranks, accumulation=1, precision="bf16")
         yield Cell(strategy=strategy.name, ranks=ranks, optimizer="sgd", precision="bf16")
     yield Cell(strategy=strategy.name, ranks=few, precision="fp16")
-    yield Cell(strategy=strategy.name, ranks=few, option="activation checkpointing")
-    yield Cell(strategy=strategy.name, ranks=few, option="compile")
+    for option in ("activation checkpointing", "compile", "pad logits"):
+        yield Cell(strategy=strategy.name, ranks=few, option=option)
 
 
 def core() -> list[Cell]:
@@ -107,6 +107,7 @@ def core() -> list[Cell]:
             cells.append(Cell(strategy=strategy.name, ranks=few, optimizer="sgd", precision="bf16"))
     compiled = ("zero1", "zero3", "tensor2-zero1", "pipeline2-zero1", "sequence2-zero1")
     cells += [Cell(strategy=name, ranks=2, option="compile") for name in compiled]
+    cells += [Cell(strategy=name, ranks=2, option="pad logits") for name in ("zero3", "pipeline2-zero1")]
     # With any accumulation, it keeps other gradients in bf16 than in fp32, and so has other bytes per rank.
     cells.append(Cell(strategy="zero2-offload", ranks=2, accumulation=1, precision="bf16"))
     checkpointed = ("zero3", "pipeline2-zero1", "sequence2-zero1")

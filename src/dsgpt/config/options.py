@@ -287,6 +287,11 @@ class Options:
         "compile the model with torch.compile (needs a C++ compiler)",
         work=ExecutionOnly("fuses kernels of the same formulas; the parity suite bounds the effect of rounding"),
     )
+    pad_logits: bool = switch(
+        "give each padded row of the embedding a logit in the loss, too: its products then have sizes at which GPUs "
+        "are fast. Padding gets no probability and no gradient",
+        work=ExecutionOnly("adds logits of no probability; the parity suite bounds the effect of rounding"),
+    )
     activation_checkpointing: bool = switch(
         "recompute activations in the backward pass: less memory for about a third more computing",
         work=ExecutionOnly("computes the same activations, with the same dropout masks, a second time"),

@@ -90,16 +90,21 @@ class Block(nn.Module):
 class Head(nn.Linear):
     """The language-modelling head: logits, or the loss of targets. Rows that pad the vocabulary are never predicted."""
 
-    def __init__(self, config: GPT2Config) -> None:
+    def __init__(self, config: GPT2Config, *, pad_logits: bool = False) -> None:
         super().__init__(config.n_embd, config.padded_vocab_size, bias=False)
-        self.vocab_size = config.vocab_size
+        self.vocab_size, self._pad_logits = config.vocab_size, pad_logits
 
     def forward(self, x: Tensor, targets: Tensor | None = None, reduction: str = "mean") -> Tensor:
         """(B, T, C) to logits (B, T, V); with ``targets``, (B, T), to their loss, as ``linear_cross_entropy``."""
         if targets is None:
             return F.linear(x, self.weight[: self.vocab_size])
         return linear_cross_entropy(
-            x.flatten(0, 1), self.weight, targets.flatten(), vocab_size=self.vocab_size, reduction=reduction
+            x.flatten(0, 1),
+            self.weight,
+            targets.flatten(),
+            vocab_size=self.vocab_size,
+            reduction=reduction,
+            padded=self._pad_logits,
         )
 
 
@@ -109,9 +114,10 @@ class GPT2(nn.Module):
     Args:
         config: the shape.
         activation_checkpointing: recompute each block's activations in the backward pass instead of keeping them.
+        pad_logits: multiply by the padded rows of the embedding as well, for the loss (``logits_of``).
     """
 
-    def __init__(self, config: GPT2Config, *, activation_checkpointing: bool = False) -> None:
+    def __init__(self, config: GPT2Config, *, activation_checkpointing: bool = False, pad_logits: bool = False) -> None:
         super().__init__()
         self.config = config
         self.activation_checkpointing = activation_checkpointing
@@ -120,7 +126,7 @@ class GPT2(nn.Module):
         self.embedding_dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.ln_f = nn.LayerNorm(config.n_embd)
-        self.lm_head = Head(config)
+        self.lm_head = Head(config, pad_logits=pad_logits)
         self.lm_head.weight = self.wte.weight
         self._gradient_sum: Tensor | None = None
 

@@ -21,7 +21,22 @@ CACHED = 256 << 10
 """Most logits in a step of the softmax on a CPU: what fits into its caches."""
 
 
-def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, *, vocab_size: int, reduction: str) -> Tensor:
+def logits_of(x: Tensor, weight: Tensor, *, vocab_size: int, padded: bool) -> Tensor:
+    """``x @ weight[:vocab_size].T``, (..., V); if ``padded``, a column of -inf for each further row of ``weight``.
+
+    The products then have the sizes of the padded vocabulary, at which GPUs are fast. -inf has no probability, and its
+    gradient is 0.
+    """
+    if not padded:
+        return F.linear(x, weight[:vocab_size])
+    logits = F.linear(x, weight)
+    logits[..., vocab_size:] = -torch.inf
+    return logits
+
+
+def linear_cross_entropy(
+    x: Tensor, weight: Tensor, targets: Tensor, *, vocab_size: int, reduction: str, padded: bool = False
+) -> Tensor:
     """The cross-entropy of ``targets`` under the softmax of ``x @ weight[:vocab_size].T``, computed in fp32.
 
     In fp16 there are no chunks: gradients of logits need the loss scale, which only the backward pass knows. In bf16 a
@@ -34,15 +49,17 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, *, vocab_si
         targets: ids, (N,); those equal to -100 do not count.
         vocab_size: V.
         reduction: ``"mean"`` over the targets that count, or ``"sum"``.
+        padded: multiply by the padding as well (``logits_of``).
 
     Returns:
         Nats, 0-dim fp32.
     """
     if x.dtype == torch.float16 or x.dtype != weight.dtype or not len(x):
-        return F.cross_entropy(F.linear(x, weight[:vocab_size]).float(), targets, reduction=reduction)
+        logits = logits_of(x, weight, vocab_size=vocab_size, padded=padded)
+        return F.cross_entropy(logits.float(), targets, reduction=reduction)
     differentiate = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     loss: Tensor = _ChunkedLoss.apply(  # type: ignore[no-untyped-call]  # torch's has no types
-        x, weight, targets, vocab_size, reduction == "mean", differentiate
+        x, weight, targets, vocab_size, reduction == "mean", differentiate, padded
     )
     return loss
 
@@ -52,7 +69,14 @@ class _ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(  # noqa: PLR0917 - ``apply`` takes no keywords
-        ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, mean: bool, differentiate: bool
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        vocab_size: int,
+        mean: bool,
+        differentiate: bool,
+        padded: bool,
     ) -> Tensor:
         """The loss of all chunks, 0-dim; if asked, ``ctx`` keeps the gradients of ``x`` and ``weight``."""
         exact = torch.promote_types(x.dtype, torch.float32)  # the precision of softmax and sums
@@ -61,19 +85,20 @@ class _ChunkedLoss(torch.autograd.Function):
         if mean:
             share = share / share.sum()
         ids = torch.where(counts, targets, 0)
-        head, loss = weight[:vocab_size], torch.zeros((), dtype=share.dtype, device=x.device)
+        columns = len(weight) if padded else vocab_size
+        head, loss = weight[:columns], torch.zeros((), dtype=share.dtype, device=x.device)
         rows = max(1, CHUNKS[x.device.type] // vocab_size)
         of_x = of_weight = x
         if differentiate:
             of_x, of_weight = torch.empty_like(x), torch.empty_like(weight, dtype=exact if rows < len(x) else x.dtype)
-            of_weight[vocab_size:] = 0
+            of_weight[columns:] = 0
         for first in range(0, len(x), rows):
             part = slice(first, first + rows)
-            logits = F.linear(x[part], head)  # (n, V)
+            logits = logits_of(x[part], weight, vocab_size=vocab_size, padded=padded)  # (n, columns)
             loss += _softmax_loss(logits, ids[part], share[part], differentiate=differentiate)
             if differentiate:
                 torch.mm(logits, head, out=of_x[part])
-                _add_product(of_weight[:vocab_size], logits.T, x[part], first=first == 0)
+                _add_product(of_weight[:columns], logits.T, x[part], first=first == 0)
             del logits  # before the next chunk takes as much
         if differentiate:
             ctx.gradients = of_x, of_weight
@@ -91,7 +116,7 @@ class _ChunkedLoss(torch.autograd.Function):
         readable = factor.device.type == "cpu" and not torch.compiler.is_compiling()
         if not (readable and factor.item() == 1):
             of_x, of_weight = of_x.mul_(factor), of_weight.mul_(factor)
-        return of_x, of_weight.to(of_x.dtype), None, None, None, None
+        return of_x, of_weight.to(of_x.dtype), None, None, None, None, None
 
 
 def _softmax_loss(logits: Tensor, ids: Tensor, share: Tensor, *, differentiate: bool) -> Tensor:

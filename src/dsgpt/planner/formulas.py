@@ -274,7 +274,7 @@ def logits_bytes(setup: Setup, *, device: str, gradients: bool = True) -> int:
     keeps what its last stage put out, the logits of two micro batches. A GPU casts a chunk in bf16 to fp32 before its
     softmax, of which it makes a second one; only for fp16 has PyTorch one operation (``log_softmax`` in ATen).
     """
-    vocabulary = setup.model.vocab_size
+    vocabulary = setup.logits
     if _plain_loss(setup):
         return (3 if gradients else 2) * FULL * setup.tokens * vocabulary + kept_logits_bytes(setup)
     rows = _rows(setup, device)
@@ -290,7 +290,7 @@ def logits_bytes(setup: Setup, *, device: str, gradients: bool = True) -> int:
 
 def kept_logits_bytes(setup: Setup) -> int:
     """Logits that the last stage of a pipeline keeps all the time."""
-    return 2 * setup.low * setup.tokens * setup.model.vocab_size if setup.sizes.pipeline > 1 else 0
+    return 2 * setup.low * setup.tokens * setup.logits if setup.sizes.pipeline > 1 else 0
 
 
 def _product_bytes(setup: Setup, device: str) -> int:
@@ -298,11 +298,11 @@ def _product_bytes(setup: Setup, device: str) -> int:
 
     On a CPU the part is cast to fp32 first, except the first one, which is copied.
     """
-    rows, head = _rows(setup, device), setup.model.vocab_size * setup.model.n_embd
+    rows, head = _rows(setup, device), setup.logits * setup.model.n_embd
     if setup.low == FULL or rows == setup.tokens:
         return 0
     later = min(rows, setup.tokens - rows)
-    vocabulary, cast = setup.model.vocab_size, FULL * head if device == "cpu" else 0
+    vocabulary, cast = setup.logits, FULL * head if device == "cpu" else 0
     return setup.low * head + max(setup.low * rows * vocabulary, setup.low * later * vocabulary + cast)
 
 

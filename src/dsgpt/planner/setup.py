@@ -171,6 +171,8 @@ class Setup:
     """Whether blocks are recomputed in the backward pass."""
     compiled: bool = False
     """Whether blocks are compiled. ZeRO-3 then gathers the weights of a whole block at a time."""
+    pad_logits: bool = False
+    """Whether padded rows of the embedding have logits, too."""
 
     def __post_init__(self) -> None:
         """Refuse a recipe without a formula.
@@ -208,6 +210,11 @@ class Setup:
     def low(self) -> int:
         """Bytes of a number in the precision of parameters and activations."""
         return FULL if self.precision == "fp32" else 2
+
+    @property
+    def logits(self) -> int:
+        """Logits of a token."""
+        return self.model.padded_vocab_size if self.pad_logits else self.model.vocab_size
 
     @property
     def tokens(self) -> int:

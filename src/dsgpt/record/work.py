@@ -80,6 +80,7 @@ def _setup(place: Fields, config: Fields) -> dict[str, str | None]:
         STRATEGY: config.text("strategy") or config.text("run_type"),
         "micro batch x accumulation": f"{micro:.0f} x {accumulation:.0f}" if micro and accumulation else None,
         "compile": _yes_or_no(config.raw("compile")),
+        "padded logits": _yes_or_no(config.raw("pad_logits")),
         "activation checkpointing": _yes_or_no(config.raw("activation_checkpointing")),
         **{shown: env.text(f"{name}_version") for name, shown in VERSIONS.items()},
         "host": place.text("host"),

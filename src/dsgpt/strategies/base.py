@@ -161,9 +161,18 @@ def initial_values(config: RunConfig) -> InitialValues:
     return partial(initial_value, config=config.model, seed=config.options.seed)
 
 
+def model_of(config: RunConfig) -> GPT2:
+    """The model of this run, without values, where PyTorch makes parameters at the moment."""
+    return GPT2(
+        config.model,
+        activation_checkpointing=config.activation_checkpointing,
+        pad_logits=config.options.pad_logits,
+    )
+
+
 def whole_model(config: RunConfig) -> GPT2:
     """The whole model in host memory, in fp32, with its initial weights."""
-    model, values = GPT2(config.model, activation_checkpointing=config.activation_checkpointing), initial_values(config)
+    model, values = model_of(config), initial_values(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(values(name, parameter.shape))

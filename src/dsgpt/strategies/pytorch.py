@@ -48,6 +48,7 @@ from dsgpt.strategies.base import (
     compile_blocks,
     global_norm,
     initial_values,
+    model_of,
     optimizer_tensors,
     parameter_groups,
     set_learning_rate,
@@ -429,7 +430,7 @@ def sharded_model(config: RunConfig, device: torch.device) -> GPT2:
     """
     recipe, low = config.recipe.dsgpt.fsdp, DTYPES[config.precision]
     with torch.device("meta"):
-        model = GPT2(config.model, activation_checkpointing=config.activation_checkpointing)
+        model = model_of(config)
     if config.options.compile:
         compile_blocks(model)
     offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if recipe.cpu_offload else OffloadPolicy()

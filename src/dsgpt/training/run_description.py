@@ -227,6 +227,7 @@ def setup_of(config: RunConfig) -> Setup:
         seq_length=config.seq_length,
         activation_checkpointing=config.activation_checkpointing,
         compiled=config.options.compile,
+        pad_logits=config.options.pad_logits,
     )
 
 
@@ -341,6 +342,7 @@ def _training_config(config: RunConfig, hashes: dict[str, str | None]) -> dict[s
         "seed": options.seed,
         "eval_every": options.eval_every,
         "compile": options.compile,
+        "pad_logits": options.pad_logits,
         "activation_checkpointing": config.activation_checkpointing,
     }
 

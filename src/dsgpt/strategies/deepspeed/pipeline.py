@@ -28,6 +28,7 @@ from dsgpt.data.loader import IGNORED_TARGET, Batch
 from dsgpt.machine.device import named_range, sum_over_ranks
 from dsgpt.model.config import GPT2Config
 from dsgpt.model.gpt2 import Block, parameter_shapes
+from dsgpt.model.linear_cross_entropy import logits_of
 from dsgpt.strategies.base import StateTensors, compile_blocks, initial_values, square_sum, to_device
 from dsgpt.strategies.deepspeed.engine import DeepSpeedStrategy
 from dsgpt.strategies.deepspeed.setup import engine_config
@@ -82,13 +83,13 @@ class StageBlock(Block):
         return self.compute(x)
 
 
-def _logits(vocab_size: int, embedding: nn.Embedding, x: Tensor) -> Tensor:
-    """The language-modelling head, whose weight is the embedding's: (B, T, C) to (B, T, V).
+def _logits(vocab_size: int, padded: bool, embedding: nn.Embedding, x: Tensor) -> Tensor:
+    """The language-modelling head, whose weight is the embedding's: (B, T, C) to (B, T, V), as ``logits_of``.
 
     All logits exist here: DeepSpeed calls the loss outside of its module, and looks at gradients of weights that are
     used there before they are complete, so ``linear_cross_entropy`` cannot be used.
     """
-    return F.linear(x, embedding.weight[:vocab_size])
+    return logits_of(x, embedding.weight, vocab_size=vocab_size, padded=padded)
 
 
 class StageModule(PipelineModule):  # type: ignore[misc]  # DeepSpeed ships no types
@@ -126,7 +127,7 @@ class StageModule(PipelineModule):  # type: ignore[misc]  # DeepSpeed ships no t
             LayerSpec(PositionEmbedding, model),
             *(block() for _ in range(model.n_layer)),
             LayerSpec(nn.LayerNorm, model.n_embd),
-            TiedLayerSpec(*embedding, forward_fn=partial(_logits, model.vocab_size)),
+            TiedLayerSpec(*embedding, forward_fn=partial(_logits, model.vocab_size, config.options.pad_logits)),
         ]
 
     def _tensor_group(self) -> dist.ProcessGroup | None:

@@ -24,7 +24,15 @@ from dsgpt.data.loader import IGNORED_TARGET, Batch
 from dsgpt.formats.tensor_files import DTYPES
 from dsgpt.machine.device import named_range, sum_over_ranks
 from dsgpt.model.gpt2 import GPT2, Attend, Attention, Block, dense_attention
-from dsgpt.strategies.base import compile_blocks, global_norm, initial_values, square_sum, to_device, whole_model
+from dsgpt.strategies.base import (
+    compile_blocks,
+    global_norm,
+    initial_values,
+    model_of,
+    square_sum,
+    to_device,
+    whole_model,
+)
 from dsgpt.strategies.deepspeed.engine import DeepSpeedStrategy, Exchanges
 from dsgpt.strategies.deepspeed.setup import SwapSpace, engine_config, load_ops
 from dsgpt.strategies.deepspeed.state import SPLIT, attend_with_own_dropout, is_split
@@ -94,7 +102,7 @@ def build_sharded(config: RunConfig, engine_config: dict[str, Any]) -> GPT2:
     # and the engine checks the real sizes later.
     init_config = {key: engine_config[key] for key in _INIT_KEYS if key in engine_config}
     with deepspeed.zero.Init(config_dict_or_path={**init_config, "train_micro_batch_size_per_gpu": 1}):
-        model = GPT2(config.model, activation_checkpointing=config.activation_checkpointing)
+        model = model_of(config)
     # Frees the head's own weight, which the embedding replaced: DeepSpeed's closures put it into a reference cycle.
     gc.collect()
     values = initial_values(config)
