@@ -55,8 +55,9 @@ def linear_cross_entropy(
         Nats, 0-dim fp32.
     """
     if x.dtype == torch.float16 or x.dtype != weight.dtype or not len(x):
-        logits = logits_of(x, weight, vocab_size=vocab_size, padded=padded)
-        return F.cross_entropy(logits.float(), targets, reduction=reduction)
+        return F.cross_entropy(  # no name keeps the logits in fp16 beside those in fp32
+            logits_of(x, weight, vocab_size=vocab_size, padded=padded).float(), targets, reduction=reduction
+        )
     differentiate = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     loss: Tensor = _ChunkedLoss.apply(  # type: ignore[no-untyped-call]  # torch's has no types
         x, weight, targets, vocab_size, reduction == "mean", differentiate, padded

@@ -683,9 +683,19 @@ class Zero3(DeepSpeed):
         away = sizes | {"parameters": setup.low * own}
         return ModelState(**sizes, off_device={name: size for name, size in away.items() if name not in stays})
 
-    def start_bytes(self, rank: int, device: str) -> int:  # noqa: ARG002 - of all strategies
-        """Bytes of the whole embedding in fp32 and in the run's precision (``zero.Init``)."""
-        return (FULL + self.setup.low) * self.setup.model.largest_parameter()
+    def copies_of_persistent(self, rank: int, device: str) -> int:
+        """Bytes of parameters that persist on the GPU of a single rank that offloads weights; 0 otherwise.
+
+        Without offload, and on a CPU, they are the pieces themselves.
+        """
+        if self.setup.zero_ranks > 1 or device == "cpu" or self.setup.recipe.offload_param == "none":
+            return 0
+        return self.setup.low * total(self.persistent(rank))
+
+    def start_bytes(self, rank: int, device: str) -> int:
+        """Bytes of the whole embedding in fp32 and in the run's precision (``zero.Init``), and what persists."""
+        largest = self.setup.model.largest_parameter()
+        return (FULL + self.setup.low) * largest + self.copies_of_persistent(rank, device)
 
     def moments(self, rank: int, device: str) -> list[Moment]:
         """Gathered weights, the flat buffer of the rank's gradients, and the bucket; in the step gradients twice.
@@ -693,22 +703,20 @@ class Zero3(DeepSpeed):
         Weights that are gathered together stay in the buffer of their all-gather until the last of them has been used.
         So they exist twice during the forward pass, and the embedding once more if it has been freed. On a CPU gloo
         copies the weights that are being gathered, so these exist twice as well. A full bucket is reduced from a copy
-        in the order of the ranks, and gloo makes one more. On the GPU of a single rank that offloads weights, those
-        that persist are copies, which the step frees.
+        in the order of the ranks, and gloo makes one more.
         """
         setup, layers, embedding = self.setup, self.setup.model.n_layer, embedding_bytes(self.setup)
-        own, most, kept = self.stepped_elements(rank), self.gathered.most_live, 0
-        if setup.zero_ranks == 1 and device != "cpu" and setup.recipe.offload_param != "none":
-            kept = setup.low * total(self.persistent(rank))  # copies of pieces that are in the host
+        own, most = self.stepped_elements(rank), self.gathered.most_live
         sums, stepped = FULL * own, FULL * (own + max(self.sub_groups(rank)))
         if self.steps_on_host:  # both copies exist in the host all the time
             sums = stepped = 2 * sums if device == "cpu" else 0
         base = {"gradients": sums, "buckets": self.bucket_bytes(setup.low)}
-        gathered = setup.low * most
-        whole = gathered + kept
+        if copies := self.copies_of_persistent(rank, device):
+            base["weights"] = copies
+        whole = setup.low * most
         together = setup.low * min(setup.recipe.zero_optimization.stage3_prefetch_bucket_size, most)
         freed = embedding if [part.name for part in self.gathered.all].count(EMBEDDING) > 1 else 0
-        buffers = freed + (gathered if device == "cpu" else together)
+        buffers = freed + (whole if device == "cpu" else together)
         copies = 2 if device == "cpu" else 1
         moments = [
             Moment(name="forward", blocks=layers, parts=base | {"gathered": whole + buffers}),
@@ -720,7 +728,7 @@ class Zero3(DeepSpeed):
         for fill in self.bucket_fills(setup.parameters(rank)):
             buckets = base["buckets"] + copies * setup.low * fill.elements
             waits = 0 if fill.has_embedding else embedding
-            parts = {"buckets": buckets, "new_gradients": waits, "gathered": min(gathered, embedding) + kept}
+            parts = {"buckets": buckets, "new_gradients": waits, "gathered": min(whole, embedding)}
             moments.append(Moment(name="reduction", blocks=fill.blocks, parts=base | parts))
         return moments
 
