@@ -651,6 +651,15 @@ class Zero3(DeepSpeed):
         """Parameters that every rank holds whole, besides its pieces."""
         return persistent(self.setup.recipe.zero_optimization, self.setup.parameters(rank))
 
+    def copies_of_persistent(self, rank: int, device: str) -> int:
+        """Bytes of parameters that persist on the GPU of a single rank that offloads weights; 0 otherwise.
+
+        Without offload, and on a CPU, they are the pieces themselves.
+        """
+        if self.setup.zero_ranks > 1 or device == "cpu" or self.setup.recipe.offload_param == "none":
+            return 0
+        return self.setup.low * total(self.persistent(rank))
+
     @property
     def gathered(self) -> Gathers:
         """Parameters that a micro batch gathers, pass by pass."""
@@ -682,15 +691,6 @@ class Zero3(DeepSpeed):
         stays |= {"parameters"} if setup.recipe.offload_param == "none" else set()
         away = sizes | {"parameters": setup.low * own}
         return ModelState(**sizes, off_device={name: size for name, size in away.items() if name not in stays})
-
-    def copies_of_persistent(self, rank: int, device: str) -> int:
-        """Bytes of parameters that persist on the GPU of a single rank that offloads weights; 0 otherwise.
-
-        Without offload, and on a CPU, they are the pieces themselves.
-        """
-        if self.setup.zero_ranks > 1 or device == "cpu" or self.setup.recipe.offload_param == "none":
-            return 0
-        return self.setup.low * total(self.persistent(rank))
 
     def start_bytes(self, rank: int, device: str) -> int:
         """Bytes of the whole embedding in fp32 and in the run's precision (``zero.Init``), and what persists."""
