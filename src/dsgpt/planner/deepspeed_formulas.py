@@ -651,15 +651,6 @@ class Zero3(DeepSpeed):
         """Parameters that every rank holds whole, besides its pieces."""
         return persistent(self.setup.recipe.zero_optimization, self.setup.parameters(rank))
 
-    def copies_of_persistent(self, rank: int, device: str) -> int:
-        """Bytes of parameters that persist on the GPU of a single rank that offloads weights; 0 otherwise.
-
-        Without offload, and on a CPU, they are the pieces themselves.
-        """
-        if self.setup.zero_ranks > 1 or device == "cpu" or self.setup.recipe.offload_param == "none":
-            return 0
-        return self.setup.low * total(self.persistent(rank))
-
     @property
     def gathered(self) -> Gathers:
         """Parameters that a micro batch gathers, pass by pass."""
@@ -692,10 +683,9 @@ class Zero3(DeepSpeed):
         away = sizes | {"parameters": setup.low * own}
         return ModelState(**sizes, off_device={name: size for name, size in away.items() if name not in stays})
 
-    def start_bytes(self, rank: int, device: str) -> int:
-        """Bytes of the whole embedding in fp32 and in the run's precision (``zero.Init``), and what persists."""
-        largest = self.setup.model.largest_parameter()
-        return (FULL + self.setup.low) * largest + self.copies_of_persistent(rank, device)
+    def start_bytes(self, rank: int, device: str) -> int:  # noqa: ARG002 - of all strategies
+        """Bytes of the whole embedding in fp32 and in the run's precision (``zero.Init``)."""
+        return (FULL + self.setup.low) * self.setup.model.largest_parameter()
 
     def moments(self, rank: int, device: str) -> list[Moment]:
         """Gathered weights, the flat buffer of the rank's gradients, and the bucket; in the step gradients twice.
@@ -711,8 +701,8 @@ class Zero3(DeepSpeed):
         if self.steps_on_host:  # both copies exist in the host all the time
             sums = stepped = 2 * sums if device == "cpu" else 0
         base = {"gradients": sums, "buckets": self.bucket_bytes(setup.low)}
-        if copies := self.copies_of_persistent(rank, device):
-            base["weights"] = copies
+        if setup.zero_ranks == 1 and device != "cpu" and setup.recipe.offload_param != "none":
+            base["weights"] = setup.low * total(self.persistent(rank))  # copies of pieces that are in the host
         whole = setup.low * most
         together = setup.low * min(setup.recipe.zero_optimization.stage3_prefetch_bucket_size, most)
         freed = embedding if [part.name for part in self.gathered.all].count(EMBEDDING) > 1 else 0
