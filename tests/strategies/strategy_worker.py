@@ -82,14 +82,12 @@ def saved_and_loaded(config: RunConfig, strategy: Strategy) -> dict[str, Any]:
     """The most that this rank holds in addition to its part while a checkpoint is written, and while it is loaded."""
     strategy.train_step(training_batches(config, first_step=0), 1)
     folder, place, kept = config.run_dir, config.topology, KeptState()
-    on_gpu, kept_folder = (folder.with_name(f"{name}-{place.rank}") for name in ("gpu", "kept"))
-    for each in (folder, on_gpu, kept_folder):
+    kept_folder = folder.with_name(f"kept-{place.rank}")
+    for each in (folder, kept_folder):
         each.mkdir(parents=True, exist_ok=True)
     write = partial(write_shards, rank=place.rank, ranks=place.world_size)
     with Held() as saving:
         part = write(folder, strategy.shards())
-    with mock.patch.object(Tensor, "to", _from_gpu), Held() as saving_from_gpu:
-        write(on_gpu, strategy.shards())
     with Held() as keeping:
         kept.keep(strategy.shards())
     with Held() as writing:
@@ -105,19 +103,12 @@ def saved_and_loaded(config: RunConfig, strategy: Strategy) -> dict[str, Any]:
     return {
         "parts": len(parts),
         "own": sum(sizes),
-        "largest_own": max(sizes),
         "most_while_saved": saving.most,
-        "most_while_saved_from_gpu": saving_from_gpu.most,
         "most_while_kept": keeping.most,
         "most_while_written": writing.most,
         "most_while_loaded": loading.most,
         "moments": reader.has_moments,
     }
-
-
-def _from_gpu(value: Tensor, *where: Any, to: Callable = Tensor.to, **how: Any) -> Tensor:
-    """``Tensor.to``, except that ``to("cpu")`` copies: this CPU stands in for a GPU."""
-    return value.clone() if where == ("cpu",) else to(value, *where, **how)
 
 
 def digest(value: Tensor) -> str:

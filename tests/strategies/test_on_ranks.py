@@ -495,7 +495,7 @@ def test_a_killed_run_with_dropout_resumes_bit_for_bit(seen, cell):
 
 @pytest.mark.parametrize("cell", [Asked(2, f"checkpoint {name}") for name in SPLIT_STATE], ids=str)
 def test_no_rank_ever_holds_the_whole_state_of_training(seen, cell):
-    """It writes what it has, without a copy; from a GPU it copies one tensor at a time, and with async its part once.
+    """It writes what it has, without a copy, and with async it copies its part once.
 
     While it reads, it holds a parameter, and the new moments of its part.
     """
@@ -504,7 +504,6 @@ def test_no_rank_ever_holds_the_whole_state_of_training(seen, cell):
         assert facts["moments"]
         assert facts["parts"] == (1 if rank else cell.ranks)  # of the index, which is large with many ranks
         assert max(facts["most_while_saved"], facts["most_while_written"]) <= 10  # the lowest and the highest weight
-        assert 100 < facts["largest_own"] <= facts["most_while_saved_from_gpu"] <= facts["largest_own"] + 10
         assert 2.9 * facts["own"] < facts["most_while_kept"] <= 3 * facts["own"]  # without the last small ones
         assert largest <= facts["most_while_loaded"] <= 2 * whole / cell.ranks + 6 * largest < 2 * whole
 
