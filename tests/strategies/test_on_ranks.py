@@ -503,7 +503,8 @@ def test_no_rank_ever_holds_the_whole_state_of_training(seen, cell):
         whole, largest = facts["whole"], facts["largest"]
         assert facts["moments"]
         assert facts["parts"] == (1 if rank else cell.ranks)  # of the index, which is large with many ranks
-        assert max(facts["most_while_saved"], facts["most_while_written"]) <= 10  # the lowest and the highest weight
+        # The lowest and the highest weight, and of 76 parameters a byte: whether they are finite.
+        assert max(facts["most_while_saved"], facts["most_while_written"]) <= 10 + 76 / 4
         assert 2.9 * facts["own"] < facts["most_while_kept"] <= 3 * facts["own"]  # without the last small ones
         assert largest <= facts["most_while_loaded"] <= 2 * whole / cell.ranks + 6 * largest < 2 * whole
 
