@@ -141,7 +141,7 @@ def test_memory_that_cannot_be_allocated_is_a_failed_save(finished_run, tmp_path
     def keep(*_: Any, **__: Any) -> None:
         raise RuntimeError("can't allocate memory")
 
-    monkeypatch.setattr(training_state, "_copied", keep)
+    monkeypatch.setattr(training_state, "_fill", keep)
     assert trained(finished_run, tmp_path / "run", on_save_failure="continue") == 0
     assert capsys.readouterr().out.count("not saved: rank 0: RuntimeError: can't allocate memory") == 3
     assert checkpoints(tmp_path / "run") == [12]

@@ -284,7 +284,7 @@ class Options:
         work=PROFILES,
     )
     compile: bool = switch(
-        "compile the model with torch.compile (needs a C++ compiler)",
+        "compile the model, or each of its blocks, with torch.compile (needs a C++ compiler)",
         work=ExecutionOnly("fuses kernels of the same formulas; the parity suite bounds the effect of rounding"),
     )
     pad_logits: bool = switch(
