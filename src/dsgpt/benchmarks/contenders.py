@@ -19,7 +19,6 @@ import json
 import math
 import sys
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -44,7 +43,7 @@ from dsgpt.formats.hugging_face import hugging_face_config, to_hugging_face
 from dsgpt.formats.tensor_files import DTYPES
 from dsgpt.inference.decoder import Decoder
 from dsgpt.inference.generation import generate_batch
-from dsgpt.machine.device import HugePages, bring_up
+from dsgpt.machine.device import HugePages, bring_up, synchronisations
 from dsgpt.machine.launcher import exit_rank
 from dsgpt.machine.probe import keep_freed_memory
 from dsgpt.machine.topology import read_topology
@@ -266,23 +265,6 @@ def main() -> None:
         answer({"seconds": seconds, "loss": value, "peak_bytes": peak, "synchronisations": waited})
 
 
-@contextlib.contextmanager
-def synchronisations(device: str) -> Iterator[list[str]]:
-    """Collects a message for every time that Python waits for the GPU inside; on a CPU there is nothing to wait for."""
-    waits: list[str] = []
-    if device == "cpu":
-        yield waits
-        return
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        torch.cuda.set_sync_debug_mode("warn")
-        try:
-            yield waits
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-    waits += [str(warning.message) for warning in caught if "synchronizing CUDA operation" in str(warning.message)]
-
-
 def nanogpt_rate(step: int, *, steps: int) -> float:
     """The learning rate of nanoGPT in ``step``; the first is 0. A cosine to a tenth follows the warm-up."""
     lr, warm_up = NANOGPT_DEFAULTS["lr"], NANOGPT_DEFAULTS["warm_up_steps"]
@@ -412,7 +394,7 @@ def open_generator(kind: str, row: DecodingRow, model: GPT2, *, checkout: Path |
         UserError: the checkout has another model than a GPT-2 of this size.
     """
     if kind == decoding.OURS:
-        decoder = Decoder(model, batch_size=row.batch_size, quantize=row.quantize)
+        decoder = Decoder(model, batch_size=row.batch_size, quantize=row.quantize, compiled=row.compiled)
         return partial(_generate, decoder, row.new_tokens)
     if kind == NANOGPT:
         assert checkout is not None

@@ -8,14 +8,25 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from dsgpt.benchmarks.cells import NARROW, Corpus, Shape, file_values
-from dsgpt.benchmarks.frame import Record, Suite, SuiteOptions, made_from, only_flag, page_of, section, selected
+from dsgpt.benchmarks.cells import DIMENSIONS, NARROW, Corpus, Shape, file_values
+from dsgpt.benchmarks.frame import (
+    Record,
+    Suite,
+    SuiteOptions,
+    device_flag,
+    made_from,
+    only_flag,
+    page_of,
+    section,
+    selected,
+)
 from dsgpt.benchmarks.launch import shape_values, training_words
 from dsgpt.common.command_line import COUNT, flag
 from dsgpt.common.files import write_json_atomic
 from dsgpt.common.text import counted, megabytes
 from dsgpt.config.recipe import merged, sound_recipe
 from dsgpt.machine.launcher import LAUNCHERS
+from dsgpt.model.config import PRESETS
 from dsgpt.planner.setup import Setup
 
 # The cells of the suite: one strategy on one model each, as the product trains it and as the planner predicts it.
@@ -27,6 +38,11 @@ of which the whole model is one bucket."""
 
 TINY = Shape(name="tiny", n_layer=8, n_head=6, n_embd=192, vocab_size=50_257)
 WIDE = Shape(name="6 x 512", n_layer=6, n_head=8, n_embd=512, vocab_size=8192)
+SHORT = Shape(name="2 x 128", n_layer=2, n_head=2, n_embd=128, vocab_size=8192)
+SMALL, MEDIUM = (
+    Shape(name=name, **{size: getattr(PRESETS[name], size) for size in (*DIMENSIONS, "vocab_size")})
+    for name in ("small", "medium")
+)
 VOCABULARIES = (8192, 50_257)
 
 
@@ -111,7 +127,7 @@ class PlanCell:
         model = self.shape.config(self.length)
         return Setup(model=model, recipe=sound_recipe(recipe), world_size=self.ranks, **self._settings)
 
-    def flags(self, *, recipe: Path, tokens: Path, folder: Path) -> list[str]:
+    def flags(self, *, recipe: Path, tokens: Path, folder: Path, device: str = "cpu") -> list[str]:
         """The flags of ``src/gpt2.py`` for this cell; ``tokens`` holds a file for each vocabulary."""
         data = tokens / f"{self.shape.vocab_size}.bin"
         values = {
@@ -124,8 +140,8 @@ class PlanCell:
             "dropout": 0,
             "max_train_steps": 1000,
             "precision": self.precision,
-            "device": "cpu",
-            "threads_per_device": 1,
+            "device": device,
+            **({"threads_per_device": 1} if device == "cpu" else {}),
         }
         return training_words(values | ({"activation_checkpointing": True} if self.checkpointing else {}))
 
@@ -141,8 +157,41 @@ def _cell(strategy: str, shape: Shape, precision: str, micro: int, **more: Any) 
     return PlanCell(**settings | more, strategy=strategy, shape=shape, precision=precision, micro=micro)
 
 
+MEMORY, WAITS, STEPS = "memory", "waits", "steps"
+"""Groups of the cells on GPUs."""
+
+
+def gpu_cells(gpus: int) -> dict[str, list[PlanCell]]:
+    """The cells of each group on so many GPUs.
+
+    Peak memory of a published model under five strategies in each precision. Waits of the host of every strategy that
+    runs on one rank. Steps of two models, every second one to fit to.
+    """
+    on_all: dict[str, Any] = {"ranks": gpus, "length": 1024}
+    kinds = [("baseline", 1), *((name, gpus) for name in ("ddp", "fsdp", "zero1", "zero3"))]
+    names = [*(name for name, _ in kinds), "zero0", "zero2", "zero2-offload", "zero3-offload"]
+    steps = [
+        _cell(name, shape, precision, micro, **on_all, accumulation=accumulation)
+        for shape, micro in ((SMALL, 16), (MEDIUM, 8))
+        for name, precision, accumulation in (("ddp", "bf16", 1), ("zero1", "bf16", 2), ("fsdp", "fp32", 1))
+    ]
+    return {
+        MEMORY: [
+            _cell(name, SMALL, precision, 8, ranks=ranks, length=1024)
+            for name, ranks in kinds
+            for precision in ("fp32", "bf16", "fp16")
+        ],
+        WAITS: [
+            _cell(name, SHORT, precision, 2, ranks=1, length=64, fit=precision == "bf16")
+            for name in names
+            for precision in ("bf16", "fp16")
+        ],
+        STEPS: [replace(cell, fit=number % 2 == 0) for number, cell in enumerate(steps)],
+    }
+
+
 def cells() -> list[PlanCell]:
-    """Every cell, in the order of the page. Every second one may be fitted to."""
+    """Every cell on a CPU, in the order of the page. Every second one may be fitted to."""
     every = (
         _cell("baseline", NARROW, "fp32", 8),
         _cell("baseline", NARROW, "bf16", 4),
@@ -203,6 +252,8 @@ MOMENTS = {
     "reduction": "the reduction of gradients",
     "step": "the optimizer's step",
 }
+PARTS_OF_STEP = {"forward": ("forward", "loss"), "rest": ("backward", "reduction", "step")}
+"""Moments of the planner up to the end of the forward pass, and after it: a GPU's allocator knows the peak of each."""
 
 
 def plan_page(record: Record, *, source: str) -> str:
@@ -253,6 +304,11 @@ def failed(result: Figures) -> list[str]:
         f"{result['title']}: peak of rank {rank['rank']} is {_off(rank)}"
         for rank in result["peak_memory"]
         if not -MOST_UNDER <= rank["ratio"] - 1 <= MOST_OFF
+    ]
+    reasons += [
+        f"{result['title']}: peak of its part {name} is {measured / 1e6:,.1f} MB, predicted {predicted / 1e6:,.1f} MB"
+        for name, (measured, predicted) in result["peak_memory"][0].get("by_part", {}).items()
+        if not -MOST_UNDER <= predicted / measured - 1 <= MOST_OFF
     ]
     if not _exact(result["ring_bytes"]):
         reasons.append(f"{result['title']}: sends {result['ring_bytes']}")
@@ -406,6 +462,7 @@ class PlanOptions(SuiteOptions):
 
     rounds: int = flag(COUNT, "N", "rounds of step times; 0 for memory only (default: %(default)s)", default=2)
     only: tuple[str, ...] = only_flag("KEY", "cells, by the beginnings of their keys")
+    device: str = device_flag("cpu, with two ranks of one core, or cuda, with all GPUs and other cells")
 
 
 class Plan(Suite[PlanOptions, Result]):
@@ -427,14 +484,22 @@ examples:
   .venv/bin/python src/benchmark.py plan --table-from checkpoint/plan/plan.json"""
 
     def plan(self) -> int:
-        self._cells = list(selected({cell.key: cell for cell in cells()}, self.options.only).values())
+        every, self._devices = cells(), 2
+        if self.options.device == "cuda":
+            from dsgpt.machine.device import cuda_devices  # noqa: PLC0415 - torch takes seconds
+
+            self._devices = cuda_devices()
+            every = [cell for group in gpu_cells(self._devices).values() for cell in group]
+        self._cells = list(selected({cell.key: cell for cell in every}, self.options.only).values())
         return len(self._cells)
 
     def begin(self) -> None:
         from dsgpt.benchmarks.plan_rank import PlanSuite  # noqa: PLC0415 - torch takes seconds
 
-        say, rounds = self.console.say, self.options.rounds
-        self._suite = PlanSuite(self.folder, repository=self.repository, rounds=rounds, say=say)
+        say, rounds, device = self.console.say, self.options.rounds, self.options.device
+        self._suite = PlanSuite(
+            self.folder, repository=self.repository, rounds=rounds, say=say, device=device, devices=self._devices
+        )
         say(f"peak memory of {counted(len(self._cells), 'cell')}, then {counted(rounds, 'round')} of step times")
 
     def results(self) -> Iterator[Result]:

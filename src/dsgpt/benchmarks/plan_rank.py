@@ -13,10 +13,10 @@ import torch.distributed as dist
 
 from dsgpt.benchmarks.cells import CellEnd, CellRunner, write_random_tokens
 from dsgpt.benchmarks.launch import Assignment, config_of, write_end
-from dsgpt.benchmarks.plan import VOCABULARIES, PlanCell
+from dsgpt.benchmarks.plan import PARTS_OF_STEP, VOCABULARIES, PlanCell
 from dsgpt.common.text import counted
 from dsgpt.data.loader import Batch
-from dsgpt.machine.device import barrier, bring_up, joined
+from dsgpt.machine.device import barrier, bring_up, joined, ranges_made_by, synchronisations
 from dsgpt.planner.calibrate import calibrate
 from dsgpt.planner.formulas import STEP, model_state, peak_memory, sent_bytes
 from dsgpt.planner.rates import Calibration, calibrated_machine, read_calibration
@@ -29,9 +29,7 @@ from dsgpt.training.trainer import training_batches
 # Runs the cells: memory first, then rounds of step times, in which all cells take turns. Their predictions come from a
 # calibration, fitted to a part of the cells.
 
-DEVICES = 2
-"""Devices of the machine; the cells have one or two ranks."""
-TOKENS = 200_000
+TOKENS = {"cpu": 200_000, "cuda": 4_000_000}
 STEPS = 3
 """Timed steps of a cell in a round."""
 RANK = "dsgpt.benchmarks.plan_rank"
@@ -52,25 +50,37 @@ class PlanSuite:
         repository: holds the recipes.
         rounds: of step times.
         say: prints a line.
+        device: ``cpu`` or ``cuda``.
+        devices: of the machine; a cell has one rank, or one for each.
     """
 
-    def __init__(self, folder: Path, *, repository: Path, rounds: int, say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        repository: Path,
+        rounds: int,
+        say: Callable[[str], None],
+        device: str = "cpu",
+        devices: int = 2,
+    ) -> None:
         self._folder, self._recipes, self._rounds, self._say = folder, repository / "ds_configs", rounds, say
-        self._runner = CellRunner(folder, repository=repository, device="cpu")
+        self._device, self._devices = device, devices
+        self._runner = CellRunner(folder, repository=repository, device=device)
         self._setups: dict[str, Setup] = {}
         self.calibration: Calibration | None = None
         """Calibration of this machine, from which times are predicted; None before it, and without rounds or cells to
         fit to."""
         self.factors: Factors | None = None
         """Factors fitted to measured times; None before that."""
-        write_random_tokens(folder / "tokens", vocab_sizes=VOCABULARIES, count=TOKENS)
+        write_random_tokens(folder / "tokens", vocab_sizes=VOCABULARIES, count=TOKENS[device])
 
     def run(self, cells: Sequence[PlanCell]) -> Iterator[CellResult]:
         """The result of each cell; all memory is measured before the first time is."""
         memory = {cell.key: end for cell, end in self._pass(cells, "memory")}
         if self._rounds and any(cell.fit for cell in cells):
             seconds, file = min(CALIBRATION_SEC, CALIBRATION_SEC_OF_A_CELL * len(cells)), "calibration.json"
-            calibrate(self._folder / file, seconds=seconds, devices=DEVICES)
+            calibrate(self._folder / file, seconds=seconds, devices=self._devices)
             self.calibration = read_calibration(self._folder / file)
         times: dict[str, list[list[float]]] = {cell.key: [] for cell in cells}
         for number in range(1, self._rounds + 1):
@@ -87,7 +97,7 @@ class PlanSuite:
         fitted = [cell.key for cell in cells if cell.fit and times[cell.key]]
         if calibration is None or not fitted:
             return {}
-        machines = {ranks: calibrated_machine(calibration, devices=ranks) for ranks in (1, DEVICES)}
+        machines = {ranks: calibrated_machine(calibration, devices=ranks) for ranks in (1, self._devices)}
         self.factors = fit(
             [
                 MeasuredStep(setup=setups[key], machine=machines[setups[key].world_size], seconds=_middle(times[key]))
@@ -111,11 +121,12 @@ class PlanSuite:
         folder = self._folder / f"{name}-{cell.key}"
         folder.mkdir()
         recipe = cell.write_recipe(folder / "recipe.json", recipes=self._recipes)
-        flags = cell.flags(recipe=recipe, tokens=self._folder / "tokens", folder=folder)
+        flags = cell.flags(recipe=recipe, tokens=self._folder / "tokens", folder=folder, device=self._device)
         if name != "memory":
             return Assignment(folder=str(folder), flags=flags, call=f"{RANK}:measure_time", arguments={"steps": STEPS})
         setup = self._setups[cell.key] = cell.setup(recipe)
-        arguments = {"witness": cell.ranks == 1 and cell.accumulation == 1, "estimate": _estimate(setup)}
+        witness = self._device == "cpu" and cell.ranks == 1 and cell.accumulation == 1
+        arguments = {"witness": witness, "estimate": _estimate(setup)}
         return Assignment(folder=str(folder), flags=flags, call=f"{RANK}:measure_memory", arguments=arguments)
 
     def _result(
@@ -129,7 +140,8 @@ class PlanSuite:
         state, traffic = cost["model_state_bytes_per_rank"], cost["communication_per_step"]
         sent = [sent_bytes(setup, rank=rank) for rank in range(setup.world_size)]
         return head | {
-            "peak_memory": [_of_rank(setup, rank, facts) for rank, facts in enumerate(end.ranks)],
+            "peak_memory": [_of_rank(setup, rank, facts, self._device) for rank, facts in enumerate(end.ranks)],
+            "waits": end.ranks[0]["waits"],
             "model_state": {"measured": state["total"], "predicted": model_state(setup, rank=state["rank"]).total},
             "ring_bytes": {"measured": traffic and traffic["ring_bytes_by_rank"], "predicted": sent},
             "estimate_bytes": end.ranks[0].get("estimate_bytes"),
@@ -147,14 +159,20 @@ def _middle(rounds: Sequence[Sequence[float]]) -> float:
     return statistics.median(second for seconds in rounds for second in seconds)
 
 
-def _of_rank(setup: Setup, rank: int, facts: dict[str, Any]) -> dict[str, Any]:
-    predicted = peak_memory(setup, rank=rank, device="cpu", among=STEP)
+def _of_rank(setup: Setup, rank: int, facts: dict[str, Any], device: str) -> dict[str, Any]:
+    predicted = peak_memory(setup, rank=rank, device=device, among=STEP)
+    by_part = {
+        name: (measured, peak_memory(setup, rank=rank, device=device, among=PARTS_OF_STEP[name]).total)
+        for name, measured in facts["by_part"].items()
+        if setup.precision != "fp16"  # whose loss has its peak in the backward pass, which scales it
+    }
     return {
         "rank": rank,
         "measured": facts["peak_bytes"],
         "mem_tracker": facts["mem_tracker_bytes"],
         "predicted": predicted.as_dict(),
         "ratio": predicted.total / facts["peak_bytes"],
+        "by_part": by_part,
     }
 
 
@@ -173,7 +191,8 @@ def _estimate(setup: Setup) -> dict[str, Any] | None:
     }
 
 
-# Measures the most memory that the tensors of this process need in a step, as sums of allocations on the CPU.
+# Measures the most memory that the tensors of this process need in a step: as sums of allocations on the CPU, or by the
+# allocator of a GPU.
 
 _STEP = "the measured step"
 _ALLOCATION = "[memory]"
@@ -182,7 +201,7 @@ RELEASE_SEC = 0.01
 
 
 class TensorMemory:
-    """Records every allocation and release of this process; a context from before the strategy is built.
+    """Records every allocation and release of this process on the CPU; a context from before the strategy is built.
 
     The recording is that of ``torch.profiler``, which sees every tensor that the main thread makes or frees, those of
     C++ too.
@@ -193,6 +212,8 @@ class TensorMemory:
             activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=False
         )
         self._resources = contextlib.ExitStack()
+        self.by_part: dict[str, int] = {}
+        """Peaks by part of the step: none, because the profiler has no clock that the parts share."""
 
     def __enter__(self) -> Self:
         self._resources.enter_context(_released_here())
@@ -221,6 +242,42 @@ class TensorMemory:
             if first <= when <= end:
                 most = max(most, live)
         return most
+
+
+class GpuMemory:
+    """Reads the peaks of PyTorch's allocator of this process's GPU; it has the interface of ``TensorMemory``."""
+
+    def __init__(self) -> None:
+        self.by_part: dict[str, int] = {}
+        """The most bytes up to the end of the last forward pass of the step, and after it."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing is recorded outside of the step."""
+
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        """A context for the step to measure."""
+        torch.cuda.reset_peak_memory_stats()
+        with ranges_made_by(self._range):
+            yield
+        self._note("rest")
+
+    @contextlib.contextmanager
+    def _range(self, name: str) -> Iterator[None]:
+        yield
+        if name == "forward":
+            self._note(name)
+
+    def _note(self, part: str) -> None:
+        self.by_part[part] = max(self.by_part.get(part, 0), torch.cuda.max_memory_allocated())
+        torch.cuda.reset_peak_memory_stats()
+
+    def peak(self) -> int:
+        """The most bytes at a time within the step; call it after the context."""
+        return max(self.by_part.values())
 
 
 @contextlib.contextmanager
@@ -260,17 +317,19 @@ def measure_memory(flags: list[str], folder: Path, *, witness: bool, estimate: d
     Raises:
         UserError: the product refuses the combination.
     """
-    memory = TensorMemory()
+    kind = config_of(flags).device
+    memory = GpuMemory() if kind == "cuda" else TensorMemory()
     with _opened(flags, memory) as (rank, strategy, batches):
         for step in range(1, MEASURED_STEP):
             strategy.train_step(batches, step)
         gc.collect()  # garbage of building is not memory of a step
-        with memory.step():
+        with memory.step(), synchronisations(kind) as waits:
             strategy.train_step(batches, MEASURED_STEP)
         memory.__exit__()
         cost = _cost(strategy, batches)
         seen = _witnessed(strategy, batches) if witness else None
-        facts = {"peak_bytes": memory.peak(), "cost": cost, "mem_tracker_bytes": seen}
+        facts = {"peak_bytes": memory.peak(), "by_part": memory.by_part, "cost": cost, "mem_tracker_bytes": seen}
+        facts["waits"] = len(waits) if kind == "cuda" else None
         if estimate is not None:
             from dsgpt.strategies.deepspeed.setup import estimated_bytes  # noqa: PLC0415 - imports DeepSpeed
 

@@ -10,7 +10,7 @@ Which of PyTorch's own CPU kernels the inference engine may use here. docs/infer
 private operators raise where the CPU lacks their instructions, so they are asked about first.
 
 Named ranges of a step, which profilers show: ``data``, ``train_step``, ``forward``, ``backward``, ``optimizer``.
-Outside of ``ranges_shown`` they do nothing.
+Outside of ``ranges_made_by`` they do nothing.
 """
 
 import contextlib
@@ -19,6 +19,7 @@ import os
 import platform
 import re
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from contextvars import ContextVar
@@ -250,6 +251,23 @@ def ranges_shown(device: torch.device) -> contextlib.AbstractContextManager[None
 def _with_nvtx(name: str) -> Iterator[None]:
     with torch.cuda.nvtx.range(name), record_function(name):
         yield
+
+
+@contextlib.contextmanager
+def synchronisations(device: str) -> Iterator[list[str]]:
+    """Collects a message for every time that Python waits for the GPU inside; on a CPU there is nothing to wait for."""
+    waits: list[str] = []
+    if device == "cpu":
+        yield waits
+        return
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield waits
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    waits += [str(warning.message) for warning in caught if "synchronizing CUDA operation" in str(warning.message)]
 
 
 # The process group of all ranks. Without a group, every function acts as for a single rank.
