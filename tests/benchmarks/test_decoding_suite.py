@@ -65,7 +65,7 @@ def test_goals(changes, misses):
 
 def test_a_small_part_of_the_suite(tmp_path, monkeypatch, capsys):
     """Run in this process, which has imported transformers already."""
-    monkeypatch.setattr(decoding, "rows", lambda _: [SMALL, ROUNDED])
+    monkeypatch.setattr(decoding, "rows", lambda _, compiled: [SMALL, ROUNDED])
     monkeypatch.setattr(contenders, "READS", 1)
     run = write_inputs(tmp_path)
     assert train(command_line(run, save_every=1)) == 0
@@ -161,7 +161,8 @@ def test_every_contender_gets_the_same_work_and_the_precision_of_the_row(monkeyp
         ids = {kind: open_generator(kind, work, model, checkout=tmp_path)(prompts).ids for kind in kinds}
         assert all([len(row) for row in each] == [work.new_tokens] * 3 for each in ids.values())
         assert work.quantize == "int8" or ids[OURS] == ids[HUGGING_FACE]
-    assert asked == {OURS: {"batch_size": 3, "quantize": "int8"}, HUGGING_FACE: (torch.bfloat16, False)}
+    ours = {"batch_size": 3, "quantize": "int8", "compiled": False}
+    assert asked == {OURS: ours, HUGGING_FACE: (torch.bfloat16, False)}
 
 
 def test_our_seconds_have_the_prompts_and_those_of_a_token_do_not(monkeypatch):

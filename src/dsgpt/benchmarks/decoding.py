@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dsgpt.benchmarks import frame
-from dsgpt.common.command_line import POSITIVE, choice, flag
+from dsgpt.common.command_line import POSITIVE, choice, flag, switch
 from dsgpt.common.errors import UserError
 from dsgpt.common.text import machine_words
 from dsgpt.model.config import PRESETS
@@ -32,6 +32,8 @@ class DecodingRow:
     batch_size: int
     quantize: str = "none"
     """``int8`` for our weights in 8 bits; the peers keep theirs."""
+    compiled: bool = False
+    """Whether our step of a token is compiled: on a GPU into a CUDA graph. The peers run as they are."""
     prompt_tokens: int = 32
     new_tokens: int = 100
 
@@ -43,7 +45,7 @@ class DecodingRow:
     @property
     def title(self) -> str:
         """Title on the page."""
-        return f"{self.model_size}, {self._weights}, batch {self.batch_size}"
+        return f"{self.model_size}, {self._weights}, batch {self.batch_size}{', compiled' * self.compiled}"
 
     @property
     def _weights(self) -> str:
@@ -59,12 +61,14 @@ class DecodingRow:
         return [OURS, HUGGING_FACE, *([frame.NANOGPT] if nanogpt and self.batch_size == 1 else [])]
 
 
-def rows(model_size: str) -> list[DecodingRow]:
-    """Every row: two precisions and 8 bits, one text and eight."""
+def rows(model_size: str, *, compiled: bool = False) -> list[DecodingRow]:
+    """Every row: two precisions and 8 bits, one text and eight; of a compiled step sixteen."""
     return [
-        DecodingRow(model_size=model_size, precision=precision, quantize=quantize, batch_size=batch_size)
+        DecodingRow(
+            model_size=model_size, precision=precision, quantize=quantize, batch_size=batch_size, compiled=compiled
+        )
         for precision, quantize in WEIGHTS
-        for batch_size in (1, 8)
+        for batch_size in (1, 16 if compiled else 8)
     ]
 
 
@@ -204,6 +208,7 @@ class DecodingOptions(frame.SuiteOptions):
     peer: tuple[str, ...] = frame.peers_flag("a checkout to compare with")
     only: tuple[str, ...] = frame.only_flag("KEY", "rows, by the beginnings of their keys")
     device: str = frame.device_flag("cpu or cuda")
+    compiled: bool = switch("compile our step of a token: on a GPU into CUDA graphs, for one text and sixteen")
 
 
 class Decoding(frame.Suite[DecodingOptions, Result]):
@@ -226,7 +231,7 @@ examples:
         self._checkout = frame.read_peers(self.options.peer, form=f"{frame.NANOGPT}=FOLDER").get(frame.NANOGPT)
         if (self.options.checkpoint is None) != (self.options.data is None):
             raise UserError("--checkpoint and --data belong together: a trained model, and the token file it predicts")
-        every = {row.key: row for row in rows(self.options.model_size)}
+        every = {row.key: row for row in rows(self.options.model_size, compiled=self.options.compiled)}
         self._rows = list(frame.selected(every, self.options.only).values())
         return len(self._rows)
 

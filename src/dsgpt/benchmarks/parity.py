@@ -116,6 +116,17 @@ def core() -> list[Cell]:
     return [*cells, *(Cell(strategy=name, ranks=4) for name in four)]
 
 
+def core_on_one() -> list[Cell]:
+    """The cells of a machine with one GPU: every strategy that runs on one rank, with three micro batches a step."""
+    settings = (("adamw", "fp32"), ("sgd", "bf16"), ("adamw", "fp16"))
+    return [
+        Cell(strategy=strategy.name, ranks=1, optimizer=optimizer, precision=precision)
+        for strategy in STRATEGIES.values()
+        if strategy.whole and 1 in strategy.ranks
+        for optimizer, precision in settings
+    ]
+
+
 def select(cells: Iterable[Cell], *, ranks: Iterable[int], only: Iterable[str], problems: Problems) -> list[Cell]:
     """The cells of these numbers of ranks and strategies; an empty argument selects all.
 
@@ -270,7 +281,10 @@ _LOW_ON_GPU = Bounds(**_WIDE, update=4e-2, weights=5e-2)
 CUDA = {
     FP32: Bounds(loss=2e-4, validation=2e-4, norm=1e-4, gradient=1e-5, update=1e-4, weights=1e-3),
     FP32_CONSTANT_RATE: Bounds(loss=2e-4, validation=2e-4, norm=1e-4, gradient=1e-5, update=1e-3, weights=1e-3),
-    **dict.fromkeys((BF16, BF16_MANY, BF16_PIPELINE, BF16_SPLIT, FP16), _LOW_ON_GPU),
+    **dict.fromkeys((BF16, BF16_MANY, BF16_PIPELINE, BF16_SPLIT), _LOW_ON_GPU),
+    # The reference keeps its scale of the loss, so other small gradients vanish. Under AdamW the norm of step 15 is
+    # five times that of its neighbours and enlarges the difference: 2.7e-2 on a stand-in GPU.
+    FP16: replace(_LOW_ON_GPU, norm=5e-2),
 }
 """Wider, because not measured yet: kernels of GPUs add up in an order that changes from call to call."""
 BOUNDS = {"cpu": CPU, "cuda": CUDA}
@@ -306,7 +320,7 @@ class ParityOptions(SuiteOptions):
         POSITIVE, "N", "only these numbers of ranks (default: 1, 2, 4 and 8)", default=(), nargs="+"
     )
     only: tuple[str, ...] = only_flag("STRATEGY", "strategies")
-    core: bool = switch("only what `make test` runs: each strategy in a few trainings")
+    core: bool = switch("only what `make test` runs: each strategy in a few trainings; on GPUs also on one rank")
     device: str = device_flag("cpu, where every machine can run everything, or cuda with a GPU for each rank")
 
 
@@ -362,7 +376,9 @@ strategies: {", ".join(STRATEGIES)}"""
         from dsgpt.machine.device import cuda_devices  # noqa: PLC0415
 
         options, problems = self.options, Problems()
-        everything = [*(core() if options.core else whole_matrix()), *planted_cells(options.device)]
+        on_one = core_on_one() if options.device == "cuda" else []
+        chosen = dict.fromkeys([*core(), *on_one]) if options.core else whole_matrix()
+        everything = [*chosen, *planted_cells(options.device)]
         cells = select(everything, ranks=options.ranks, only=options.only, problems=problems)
         if options.device == "cuda" and (gpus := cuda_devices()) < max((cell.ranks for cell in cells), default=0):
             self.console.say(f"this machine has {gpus} GPUs: trainings on more ranks are left out")

@@ -122,13 +122,15 @@ def rows(device: str, *, threads: int, peers: Sequence[str]) -> list[Row]:
     nanogpt, hugging_face = ([peer] * (peer in peers) for peer in PEERS)
     if device == "cuda":
         on_gpu = StepSetup(shape=NARROW, batch=1, precision="bf16", compile=True, device="cuda", threads=0)
-        small, *larger = (
+        small, medium, *larger = (
             replace(on_gpu, shape=published(name, length=1024), batch=batch)
             for name, batch in (("small", 32), ("medium", 16), ("large", 8), ("xl", 4))
         )
-        every = [_against_peers(small, nanogpt, target=1.1), _engine(small)]
+        every = [_against_peers(small, peers, target=1.1), _engine(small), _against_peers(medium, peers, target=1.1)]
         every += [_against_peers(work, nanogpt, target=1.1) for work in larger]
-        every.append(_against_peers(replace(small, batch=16, compile=False), hugging_face, target=1.5))
+        narrow = replace(on_gpu, batch=8)  # its kernels are short: it shows what Python costs
+        for work in (replace(small, batch=16), replace(medium, batch=8), narrow):
+            every.append(_against_peers(replace(work, compile=False), hugging_face, target=1.5))
     else:
         small = StepSetup(shape=published("small", length=256), batch=4, precision="bf16", threads=threads)
         narrow = replace(small, shape=NARROW, batch=8)
