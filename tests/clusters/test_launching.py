@@ -129,7 +129,7 @@ def test_a_job_without_gpus_asks_for_cpus(tmp_path):
 
 def test_scripts_and_image_have_no_known_mistakes():
     scripts = [*LAUNCH.rglob("*.sh"), LAUNCH / "slurm" / "train.sbatch"]
-    assert len(scripts) == 4
+    assert len(scripts) == 5
     for command in (["shellcheck", *scripts], ["hadolint", LAUNCH / "Dockerfile"]):
         done = subprocess.run([BESIDE / command[0], *command[1:]], capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
