@@ -15,6 +15,7 @@ import pytest
 from forked_ranks import run_script
 from small_run import REPOSITORY
 
+from dsgpt.benchmarks.gpu import readme_sentence
 from dsgpt.benchmarks.records import RECORDS, show_words
 from dsgpt.checkpoints.manifest import Segment
 from dsgpt.common import errors
@@ -68,6 +69,13 @@ def test_the_sweep_is_that_of_its_page():
     assert [row for row in rows if row not in page.splitlines()] == []
     words = re.search(r"benchmark\.py run (.*)", compared).group(1).split()
     assert words[words.index("--repeats") + 1] in re.search(r"trained (\d+) times", page).group(1)
+
+
+def test_the_sentence_about_gpus_is_that_of_the_committed_record():
+    """Without one it is that no GPU has run the code; one of a stand-in is refused."""
+    files = sorted((REPOSITORY / "checkpoint" / "reference").glob("*/gpu.json"))
+    sentence = readme_sentence(json.loads(files[-1].read_text(encoding="utf-8")) if files else None)
+    assert sentence in " ".join(README.split())
 
 
 # Pages that list keys, exit codes or versions.

@@ -110,7 +110,7 @@ TRAININGS = [
     if command.script == "src/gpt2.py"
 ]
 PROGRAMS = {"cd", "git", "make", "sh", "tmux", "python", "deepspeed", "torchrun", "ruff", "mypy", "pre-commit"}
-PROGRAMS |= {"aws", "gcloud", "ssh", "rm", "torchrun.sh"}
+PROGRAMS |= {"aws", "gcloud", "ssh", "rm", "torchrun.sh", "gpu_wheels.sh"}
 """What commands of the pages start."""
 FLAGS_OF_OTHERS = {
     *("--quiet", "--num_gpus", "--nproc_per_node", "--shutdown-timeout", "--signals-to-handle", "--max-restarts"),

@@ -31,10 +31,17 @@ SUITES = (
     *("decoding", "inference", "serving"),
 )
 DEMO, SWEEP = "demo", "sweep"
-_ROOMS = {"serving": ("inference/server",)}
+GPU = "gpu"
+"""The proof on GPUs: it runs other suites, and no record of it is made on the machine of ``SUITES``."""
+_ROOMS = {"serving": ("inference/server",), GPU: ("inference/server",)}
 """Rooms that some suites measure besides training."""
-_FILES = {"inference": "src/dsgpt/benchmarks/trace.json", "serving": "src/serve.py"}
-_SHARED = {"contenders.py": ("speed", "decoding"), "hosts.py": ("clusters", "network")}
+_FILES = {"inference": "src/dsgpt/benchmarks/trace.json", "serving": "src/serve.py", GPU: "src/serve.py"}
+_SHARED = {
+    "contenders.py": ("speed", "decoding", GPU),
+    "hosts.py": ("clusters", "network"),
+    "gpu*.py": (GPU,),
+    "stand_in_gpu.py": (),
+}
 """Modules of some suites."""
 _BUILDS_ON = {"clusters": "faults", "network": "plan"}
 """Suites that need the modules of another."""
@@ -43,10 +50,10 @@ _ONLY_READ_RECORDS = ("*_page.py", "records.py", "suites.py")
 
 
 def record_sources(name: str) -> list[str]:
-    """Pathspecs of the files whose change can change the record ``name``, one of ``SUITES``, ``DEMO`` or ``SWEEP``."""
+    """Pathspecs of files whose change can change the record ``name``: of ``SUITES``, ``DEMO``, ``SWEEP`` or ``GPU``."""
     if name == DEMO:
         return [*training_sources(measured=("demo.py",)), "src/demo.py"]
-    others = [suite for suite in (*SUITES, SWEEP) if suite not in {name, _BUILDS_ON.get(name)}]
+    others = [suite for suite in (*SUITES, SWEEP) if suite not in {name, _BUILDS_ON.get(name)} and name != GPU]
     shared = [path for path, suites in _SHARED.items() if name not in suites]
     left_out = [
         f":(exclude)src/dsgpt/benchmarks/{path}"

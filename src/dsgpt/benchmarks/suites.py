@@ -28,6 +28,7 @@ SUITES = {
     "serving": "serving.Serving",
     "plan": "plan.Plan",
     "recipes": "recipes.Recipes",
+    "gpu": "gpu.Gpu",
     "run": "sweep.SweepSuite",
 }
 """Name -> module of this package, and its class."""
@@ -94,7 +95,7 @@ def parser_of(what: str) -> Parser:
     parser.add_argument("what", choices=COMMANDS, help="what to measure or compare, or records")
     shared = {field.name for field in fields(SuiteOptions)}  # these flags come last
     parser.add_flags(kind, names=sorted((field.name for field in fields(kind)), key=shared.__contains__))
-    if what in SUITES and what != "run":
+    if what in SUITES and what not in {"run", "gpu"}:  # whose records stand beside their work
         parser.set_defaults(output=Path("checkpoint") / what / f"{what}.json")
     return parser
 
