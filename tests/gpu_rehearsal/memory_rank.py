@@ -1,4 +1,4 @@
-"""A rank of ``test_memory.py``: phases of a training on a stand-in GPU, as one rank of as many as its first word says.
+"""A rank of ``test_phases.py``: phases of a training on a stand-in GPU, as one rank of as many as its first word says.
 
 The other ranks do not exist, so nothing is sent. The last word names the file for the most bytes of each phase.
 """
