@@ -65,10 +65,10 @@ CHUNKS = {
     "truth": Chunk("truth", 40, 15),
     "offload": Chunk("offload", 180, 45),
     "waits": Chunk("waits", 150, 60),
-    "steps": Chunk("steps", 180, 150),
+    "steps": Chunk("steps", 240, 90),
     "speed": Chunk("speed_of_small", 300, 30),
     "speed-medium": Chunk("speed_of_medium", 240, 30),
-    "decoding": Chunk("decoding", 240, 60),
+    "decoding": Chunk("decoding", 300, 45),
     "saved": Chunk("saved", 120, 90),
     "profile": Chunk("profile", 40, 15),
     "fit": Chunk("fit", 60, 20),
@@ -199,7 +199,7 @@ class Gpu(frame.Suite[GpuOptions, Result]):
     description = """\
 gpu: prove in the first hour on a rented machine what holds on its GPUs. Do strategies train, and the same model? Are
 memory and time as planned, and is the record true? How fast is it, beside others? Then checkpoints, profiles, and the
-server under load. It takes about 40 minutes on an H100, in chunks of at most ten. An interrupted proof is continued by
+server under load. It takes about 45 minutes on an H100, in chunks of at most ten. An interrupted proof is continued by
 the same command. Exit code 0: all chunks that ran have passed; 1: otherwise."""
     examples = f"""\
 examples:

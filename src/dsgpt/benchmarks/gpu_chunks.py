@@ -4,6 +4,7 @@
 record. A *failure* is wrong: a loss, a peak, a wait, an output. A *finding* is a goal that was missed, such as a speed.
 """
 
+import atexit
 import bisect
 import contextlib
 import gzip
@@ -29,7 +30,7 @@ from dsgpt.common.command_line import run_script
 from dsgpt.common.errors import EXIT_STOPPED, UserError
 from dsgpt.common.files import write_atomic, write_json_atomic
 from dsgpt.common.json_files import read_object
-from dsgpt.common.text import REPOSITORY
+from dsgpt.common.text import REPOSITORY, largest_divisor
 from dsgpt.config.recipe import sound_recipe
 from dsgpt.machine.launcher import launcher_command
 from dsgpt.model.config import PRESETS
@@ -63,6 +64,8 @@ WAITS: Mapping[str, Mapping[str, int]] = {
 where there is none. ZeRO-0 and offload wait for the norm of each gradient."""
 FASTER: Mapping[str, tuple[str, ...]] = {"compiled": ("--compile",)}
 """Options that are to make a step faster: name and flags."""
+MEMORY = 80 << 30
+"""Bytes of a stand-in GPU."""
 LONGEST_SEC = 570
 """Longest time of a training or of a suite of a chunk."""
 
@@ -208,7 +211,7 @@ def offload(proof: Proof) -> Found:
 
 
 def _strategies(proof: Proof, names: Sequence[str]) -> Found:
-    suite = sweep_cells.built_in("strategies", devices=(proof.gpus,))
+    suite = sweep_cells.built_in("strategies", devices=(largest_divisor(sweep_cells.BATCH, at_most=proof.gpus),))
     chosen = tuple(cell for cell in suite.cells if strategy_of(cell.name) in names)
     data = {"train_data_path": proof.text.train, "val_data_path": proof.text.val}
     return proof.trained(replace(suite, cells=chosen, comparisons=()), "--steps", 4, **cells.shape("cuda"), **data)
@@ -424,11 +427,11 @@ def fit(proof: Proof) -> Found:
 
     sizes, usable = range(1, 1 << 14), (1 - HEADROOM / 100) * memory - FIXED_BYTES["cuda"]
     planned, beyond = bisect.bisect_right(sizes, usable, key=peak), bisect.bisect_right(sizes, memory, key=peak) + 1
-    work |= {**launch.shape_values(model), **proof.ids(model.vocab_size, count=(beyond + 1) * length)}
+    flags = work | launch.shape_values(model) | proof.ids(model.vocab_size, count=(beyond + 1) * length)
     lines, failures = [], []
     for micro, expected in ((planned, State.DONE), (beyond, State.OUT_OF_MEMORY)):
         batch = {"global_batch_size": micro, "micro_batch_size_per_gpu": micro, "max_train_steps": 4}
-        ending, _ = proof.train(f"micro-{micro}", may_fail=True, model_size="small", **work | batch)
+        ending, _ = proof.train(f"micro-{micro}", may_fail=True, model_size="small", **flags | batch)
         lines.append(f"* micro batch {micro}, planned with {peak(micro) / 1e9:.2f} GB: {ending.state}")
         failures += [] if ending.state == expected else [f"{lines[-1].removeprefix('* ')}: {ending.message}"]
     return Found(lines=lines, failures=failures)
@@ -492,28 +495,33 @@ def scaling(proof: Proof) -> Found:
 
 # The process of a chunk.
 
-STAND_IN = """\
-import contextlib
-
-from dsgpt.benchmarks.stand_in_gpu import stand_in_gpu
-from dsgpt.planner import calibrate as own
-
-stack = contextlib.ExitStack()  # until the process ends
-stack.enter_context(stand_in_gpu(gpus={gpus}, memory={memory}))
-own.TOKENS["cuda"] = 256  # else a calibration takes minutes
-for sizes in (own.WIDTHS, own.ROWS, own.LENGTHS):
-    sizes["cuda"] = (64,)
-for sizes in (own.WEIGHT_BYTES, own.ELEMENTS, own.SENT_BYTES):
-    sizes["cuda"] = 1 << 16
-"""
-"""What every Python process executes first: suites start processes under many launchers."""
-
 
 def install_stand_in(folder: Path, *, gpus: int, memory: int) -> None:
-    """Give every Python process that this one starts from now on stand-in GPUs of so many bytes."""
-    write_atomic(folder / "sitecustomize.py", STAND_IN.format(gpus=gpus, memory=memory).encode())
+    """Give every Python process that this one starts from now on stand-in GPUs of so many bytes.
+
+    Suites start processes under many launchers; each of them executes ``sitecustomize.py`` first.
+    """
+    code = f"from {__spec__.name} import stand_in\nstand_in(gpus={gpus}, memory={memory})\n"
+    write_atomic(folder / "sitecustomize.py", code.encode())
     earlier = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([str(folder), *filter(None, earlier)]))
+
+
+def stand_in(*, gpus: int, memory: int) -> None:
+    """Give this process stand-in GPUs until it ends, with calibrations that take seconds."""
+    import torch  # noqa: PLC0415 - takes seconds, as what follows
+
+    from dsgpt.benchmarks.stand_in_gpu import stand_in_gpu  # noqa: PLC0415
+    from dsgpt.planner import calibrate  # noqa: PLC0415
+
+    stack, module_of = contextlib.ExitStack(), torch.get_device_module
+    stack.enter_context(stand_in_gpu(gpus=gpus, memory=memory))
+    atexit.register(stack.close)
+    # transformers names no device
+    torch.get_device_module = lambda device=None: module_of(device or "cuda")  # type: ignore[assignment]
+    calibrate.TOKENS["cuda"] = 256
+    calibrate.WIDTHS["cuda"], calibrate.ROWS["cuda"], calibrate.LENGTHS["cuda"] = (64,), (16, 32, 64), (64,)
+    calibrate.WEIGHT_BYTES["cuda"] = calibrate.ELEMENTS["cuda"] = calibrate.SENT_BYTES["cuda"] = 1 << 16
 
 
 def machine(_: Proof) -> frame.Record:
@@ -536,13 +544,10 @@ def main() -> None:
     proof = Proof(folder=job_file.parent, **job["proof"])
     if proof.gpus == 1:
         os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
-    with contextlib.ExitStack() as stack:
-        if proof.stand_in:
-            from dsgpt.benchmarks.stand_in_gpu import MEMORY, stand_in_gpu  # noqa: PLC0415 - imports torch
-
-            install_stand_in(proof.folder, gpus=proof.gpus, memory=MEMORY)
-            stack.enter_context(stand_in_gpu(gpus=proof.gpus))
-        found = pkgutil.resolve_name(job["call"])(proof)
+    if proof.stand_in:
+        install_stand_in(proof.folder, gpus=proof.gpus, memory=MEMORY)
+        stand_in(gpus=proof.gpus, memory=MEMORY)
+    found = pkgutil.resolve_name(job["call"])(proof)
     write_json_atomic(proof.folder / "found.json", finite(found if isinstance(found, dict) else asdict(found)))
 
 
