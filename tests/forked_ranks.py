@@ -7,6 +7,7 @@ real processes.
 
 import atexit
 import contextlib
+import functools
 import gc
 import importlib
 import json
@@ -22,17 +23,23 @@ import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, BinaryIO, NoReturn
 
 import pytest
 
-from dsgpt.benchmarks import launch
+from dsgpt.benchmarks import cells, launch
 from dsgpt.benchmarks.launch import ELSEWHERE, IMPORTS, WORKER, child_environment, identify_cpu_once
 from dsgpt.machine.launcher import exit_rank
 from dsgpt.machine.topology import free_port
 
-MODULES = (*IMPORTS["deepspeed"], *IMPORTS["torchrun"], "dsgpt.training.run")
-"""Modules that take long to import."""
+MODULES = (
+    *IMPORTS["deepspeed"],
+    *IMPORTS["torchrun"],
+    *("deepspeed.module_inject.auto_ep_layer", "deepspeed.ops.op_builder.all_ops", "deepspeed.sequence.layer"),
+    *("transformers", "dsgpt.training.run"),
+)
+"""Modules that take long to import; some are those that DeepSpeed's engines import when they are built or first run."""
 OF_A_RANK = ("RANK", "WORLD_SIZE")
 NO_READER = "a pipe without a reader"
 """As an output of a script: as after ``| true``."""
@@ -87,10 +94,15 @@ def run_script(
 
 @contextlib.contextmanager
 def launches_fork() -> Iterator[None]:
-    """Inside, the ranks of every launch of ``dsgpt.benchmarks`` fork here. They share what a launch's ranks import."""
+    """Inside, the ranks of every launch of ``dsgpt.benchmarks`` fork here, and so do the preparations of texts.
+
+    They share what a launch's ranks import.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch, "launcher_command", lambda launcher, ranks: [launcher, str(ranks)])
         patch.setattr(launch, "own_group", _forked_launch)
+        fork = SimpleNamespace(run=lambda command, **_: run_script(command[1], command[2:]))
+        patch.setattr(cells, "subprocess", fork)
         yield
 
 
@@ -182,9 +194,14 @@ def serve(address: str) -> None:
 
 def _import_once() -> None:
     if MODULES[-1] not in sys.modules:
+        sys.modules["mlflow"] = None  # type: ignore[assignment]  # else DeepSpeed's autotuner imports it, for 2 s
         for module in MODULES:
             importlib.import_module(module)
+        for module in [name for name in sys.modules if name.partition(".")[0] in {"mlflow", "huggingface_hub"}]:
+            del sys.modules[module]  # the hub's library reads its variables once: each script has its own
         identify_cpu_once()
+        numa = importlib.import_module("deepspeed.utils.numa")
+        numa.get_numa_cores = functools.cache(numa.get_numa_cores)  # ZeRO-3 starts numactl in every reduction
         gc.collect()
         gc.freeze()  # else every collection of a rank copies the memory of all that was imported
 

@@ -12,6 +12,7 @@ repeat; lines that begin with ``#`` are headings. Changes are:
 """
 
 import difflib
+import gc
 import importlib
 import json
 import os
@@ -55,11 +56,13 @@ def run(words: list[str], *, cwd: Path, variables: Mapping[str, str] | None = No
     variables = {key: os.environ[key] for key in ("PATH", "HOME") if key in os.environ} | VARIABLES | (variables or {})
     with tempfile.TemporaryDirectory() as folder:
         out, err, imported = (Path(folder, name) for name in ("out", "err", "imported"))
+        gc.freeze()  # else the child's collections copy all that was imported
         child = os.fork()
         if not child:
             _report_modules(imported)
             signal.alarm(LIMIT_SEC)
             be_script([script, *words[1:]], cwd=cwd, environment=variables, outputs=(out, err))
+        gc.unfreeze()
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         modules = imported.read_text().split() if imported.exists() else []
         done = Done(code, *(path.read_text(encoding="utf-8", errors="replace") for path in (out, err)), modules)
