@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from forked_ranks import start_server
+from forked_ranks import launches_fork, start_server
 from scheduling import SHARED, folder_of, pytest_collection_modifyitems, pytest_xdist_make_scheduler  # noqa: F401
 from small_run import REPOSITORY, command_line, write_inputs
 from system_packages import MAY_LACK, command, lacking
@@ -49,7 +49,8 @@ def signals_of_a_script() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory) -> Corpus:
     """The corpus of the suites: a few files of the standard library, with a tokenizer of 300 ids trained on them."""
-    return prepare_corpus(REPOSITORY, tmp_path_factory.mktemp("corpus"))
+    with launches_fork():
+        return prepare_corpus(REPOSITORY, tmp_path_factory.mktemp("corpus"))
 
 
 @pytest.fixture(scope="session")
@@ -58,6 +59,14 @@ def checkpoint_with_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = write_inputs(tmp_path_factory.mktemp("run"))
     assert train(command_line(folder, max_train_steps=1)) == 0
     return folder / "run" / "step-00000001"
+
+
+@pytest.fixture(scope="session")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two steps, both kept, beside its data with a tokenizer whose tokens are bytes; tests only read it."""
+    folder = write_inputs(tmp_path_factory.mktemp("two-steps"))
+    assert train(command_line(folder, save_every=1)) == 0
+    return folder / "run"
 
 
 @pytest.fixture
@@ -70,7 +79,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--without-processes",
         action="store_true",
-        help="skip each test that starts another Python, also by a launcher; read 20 mangled files of each kind",
+        help="skip each test that starts another Python, also by a launcher",
     )
 
 

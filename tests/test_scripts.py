@@ -20,7 +20,6 @@ from dsgpt.__main__ import COMMANDS
 from dsgpt.common.command_line import exit_code_of
 from dsgpt.common.errors import UserError
 from dsgpt.config.options import Options, parse_arguments, path_or_address
-from dsgpt.training.command import train
 
 FOLDERS = ("src", "charts", "data_prep")
 SCRIPTS = sorted(
@@ -38,14 +37,6 @@ def start(script: str | Path, *words: object, cwd: Path, **outputs: str):
     """Run a script whose output refuses what it cannot encode, as most outputs do."""
     path = script if script == DSGPT else REPOSITORY / script
     return run_script(path, words, cwd=cwd, environment=os.environ | {"COLUMNS": "120"}, **outputs)
-
-
-@pytest.fixture(scope="module")
-def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with data, tokenizer and recipe, and a run of two steps in ``run``; only read."""
-    folder = write_inputs(tmp_path_factory.mktemp("scripts"))
-    assert train(command_line(folder)) == 0
-    return folder
 
 
 FULL_DISK = "error: standard output: No space left on device: the output is incomplete\n"
@@ -69,9 +60,9 @@ def test_python_adds_no_message_when_it_exits(tmp_path):
         assert (done.returncode, done.stderr) == (code, message)
 
 
-def test_generate_ends_when_its_output_is_closed(run_folder, tmp_path):
+def test_generate_ends_when_its_output_is_closed(run_dir, tmp_path):
     """Also in the middle of its work: a million samples are asked for."""
-    words = ["--checkpoint", run_folder / "run", "--prompt", "a", "--max_new_tokens", 2, "--num_samples", 10**6]
+    words = ["--checkpoint", run_dir, "--prompt", "a", "--max_new_tokens", 2, "--num_samples", 10**6]
     done = start("src/generate.py", *words, cwd=tmp_path, stdout=NO_READER)
     assert (done.returncode, done.stderr) == (141, "")
 
@@ -96,21 +87,21 @@ runpy.run_path("{path}", run_name="__main__")
         ("src/convert.py", ["--to", "hf", "out/model", "--from"], "; nothing was written", signal.SIGHUP),
     ],
 )
-def test_a_signal_leaves_no_partial_folder(run_folder, tmp_path, monkeypatch, script, words, kept, number):
+def test_a_signal_leaves_no_partial_folder(run_dir, tmp_path, monkeypatch, script, words, kept, number):
     """It arrives while the weights are written."""
     for folder in ("out", "temporary"):
         (tmp_path / folder).mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
     signalled = tmp_path / "signalled.py"
     signalled.write_text(SIGNALLED.format(path=REPOSITORY / script, number=int(number)))
-    done = start(signalled, *words, run_folder / "run", cwd=tmp_path)
+    done = start(signalled, *words, run_dir, cwd=tmp_path)
     assert done.stderr.endswith(f"error: ended by {number.name}{kept}\n")
     assert done.returncode == 128 + number
     assert [*(tmp_path / "out").iterdir(), *(tmp_path / "temporary").iterdir()] == []
 
 
-def test_charts_of_a_run_under_any_name_are_written(run_folder, tmp_path):
-    shutil.copytree(run_folder / "run", tmp_path / LATIN)
+def test_charts_of_a_run_under_any_name_are_written(run_dir, tmp_path):
+    shutil.copytree(run_dir, tmp_path / LATIN)
     words = ["--run", f"a={LATIN}", "--output-dir", f"{LATIN}/charts", "--only", "training_time"]
     done = start("charts/generate_charts.py", *words, cwd=tmp_path)
     assert (done.returncode, done.stderr, f"{SHOWN}/charts" in done.stdout) == (0, "", True)
@@ -118,9 +109,9 @@ def test_charts_of_a_run_under_any_name_are_written(run_folder, tmp_path):
 
 
 @pytest.mark.parametrize("sink", [NO_READER, "/dev/full", "closed"])
-def test_training_continues_and_its_log_is_complete(run_folder, tmp_path, sink):
+def test_training_continues_and_its_log_is_complete(run_dir, tmp_path, sink):
     """Standard error has the same target: writing to it must not fail either."""
-    words = [*command_line(run_folder, checkpoint_path=tmp_path / "run", steps_per_print=1)]
+    words = [*command_line(run_dir.parent, checkpoint_path=tmp_path / "run", steps_per_print=1)]
     if sink == "closed":  # a new process: the first files that Python opens would get these numbers
         line = ["bash", "-c", 'exec "$@" >&- 2>&-', "-", sys.executable, REPOSITORY / "src" / "gpt2.py", *words]
         done = subprocess.run(line, check=False, cwd=tmp_path)
@@ -170,12 +161,13 @@ def test_a_path_that_libraries_cannot_open_is_refused(script, flags, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == [LATIN]
 
 
-def test_text_under_any_name_is_prepared_although_the_output_is_closed(run_folder, tmp_path):
+def test_text_under_any_name_is_prepared_although_the_output_is_closed(run_dir, tmp_path):
     """A folder, a single file and JSON lines; a second call finds the result; every JSON file is valid Unicode."""
     (texts := tmp_path / LATIN).mkdir()
     (texts / f"{LATIN}.txt").write_text("under another name\n" * 9)
     (texts / f"{LATIN}.jsonl").write_text(f"{json.dumps({'text': 'a line ' * 9})}\n" * 9)
-    words = ["--input", texts, texts / f"{LATIN}.txt", "--tokenizer", run_folder / "tokenizer", "--output_dir", "out"]
+    files, tokenizer = [texts, texts / f"{LATIN}.txt"], run_dir.parent / "tokenizer"
+    words = ["--input", *files, "--tokenizer", tokenizer, "--output_dir", "out"]
     first = start("data_prep/preprocess.py", *words, cwd=tmp_path, stdout=NO_READER)
     assert (first.returncode, first.stderr) == (141, "")
     second = start("data_prep/preprocess.py", *words, cwd=tmp_path)
@@ -242,8 +234,13 @@ OF_SOURCES = {"CHANGELOG.md", "LICENSE", "README.md", "pyproject.toml", "require
 
 
 def test_a_wheel_of_a_source_distribution_works_outside_the_checkout(tmp_path):
-    """Scripts and recipes come along; DeepSpeed's launcher starts the command as a module."""
-    copy, wheels, installed, work = (tmp_path / name for name in ("copy", "wheels", "installed", "work"))
+    """Scripts and recipes come along; DeepSpeed's launcher, named by its path, starts the command as a module.
+
+    On PATH are neither a compiler nor anything of the environment, which need not be activated.
+    """
+    copy, wheels, installed, work, tools = (
+        tmp_path / name for name in ("copy", "wheels", "installed", "work", "tools")
+    )
     listed = subprocess.check_output(["git", "ls-files", "-z"], cwd=REPOSITORY, text=True).split("\0")
     tracked = {name for name in listed if name and (REPOSITORY / name).exists()}
     for name in tracked:
@@ -272,9 +269,13 @@ def test_a_wheel_of_a_source_distribution_works_outside_the_checkout(tmp_path):
              "--global_batch_size", 2, "--micro_batch_size_per_gpu", 1, "--device", "cpu"]  # fmt: skip
     deepspeed = [Path(sys.executable).parent / "deepspeed", "--quiet", "--num_gpus", "2", "--module", "dsgpt", "train"]
     recipe = ["--deepspeed_config", "ds_configs/zero1.json"]
+    tools.mkdir()
+    for name in ("sh", "bash", "env", "uname", "grep", "awk", "cat"):
+        (tools / name).symlink_to(shutil.which(name))
+    kept = {key: value for key, value in os.environ.items() if key in {"HOME", "TMPDIR", "LANG"}}
     trained = subprocess.run(
         [str(word) for word in (*deepspeed, "--run_type", "optimized", *recipe, *flags, "--checkpoint_path", "run")],
-        cwd=work, env=os.environ | alone | {"DS_ACCELERATOR": "cpu"}, capture_output=True, text=True, check=False,
+        cwd=work, env=kept | alone | {"PATH": str(tools)}, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert (work / "run" / "RUN_COMPLETE.txt").exists(), trained.stdout + trained.stderr
     plan = "plan --recommend --launcher deepspeed --gpu a100-80gb --gpus 16 --tokens 1e9 --train_data_path train.bin"

@@ -12,6 +12,7 @@ from typing import Any
 import psutil
 import pytest
 from small_run import REPOSITORY, TOKENS, command_line, random_ids, write_data, write_recipe, write_tokens
+from training_runs import read_record
 
 from dsgpt.benchmarks import sweep as command
 from dsgpt.benchmarks.frame import run_suite
@@ -104,6 +105,7 @@ def test_a_real_sweep_from_description_to_page(tmp_path, capsys):
     assert beside.efficiency == pytest.approx(beside.speed_up.median / 2)
     runs = (tmp_path / f"out/work/turns/1/{name}/run/{STEPS_FILE}" for name in ("one", "two"))
     losses = [[line["loss"] for line in read_steps(file) if "loss" in line] for file in runs]
+    assert read_record(tmp_path / "out/work/turns/1/two/run")["hardware"]["launcher"] == "torchrun"
     distances = [abs(ours - theirs) for ours, theirs in zip(*losses, strict=True)]
     assert len(distances) == STEPS
     assert abs(beside.loss_difference) <= beside.largest_loss_difference == max(distances) < 2e-4

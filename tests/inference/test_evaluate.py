@@ -27,14 +27,6 @@ from dsgpt.training.command import train
 # `src/evaluate.py` measures what a run's own validation measured, and refuses what it cannot.
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Data with a tokenizer whose tokens are bytes, and a run of two steps; tests only read it."""
-    folder = write_inputs(tmp_path_factory.mktemp("run"))
-    assert train(command_line(folder, save_every=1)) == 0
-    return folder
-
-
 def evaluate(*words: object) -> tuple[int, str, str]:
     return called(command, *words, "--device", "cpu")
 
@@ -64,42 +56,42 @@ def test_as_many_and_as_long_windows_as_the_training_validated_on_have_its_loss(
     )
 
 
-def test_data_of_another_tokenizer_is_refused(folder, tmp_path):
+def test_data_of_another_tokenizer_is_refused(run_dir, tmp_path):
     """A tokenizer whose file differs is another one only if an id means something else."""
-    ours = shutil.copytree(folder / "tokenizer", tmp_path / "tokenizer") / "tokenizer.json"
+    ours = shutil.copytree(run_dir.parent / "tokenizer", tmp_path / "tokenizer") / "tokenizer.json"
     values = json.loads(ours.read_text())
     vocabulary = values["model"]["vocab"]
     for known, said in ((vocabulary, None), (vocabulary | {"a": vocabulary["b"], "b": vocabulary["a"]}, "is 'a'")):
         ours.write_text(json.dumps(values | {"model": values["model"] | {"vocab": known}}))
         facts = {"name": "tokenizer", "sha256": sha256_of(ours)}
         data = write_tokens(tmp_path / "val.bin", np.arange(40), tokenizer=facts)
-        code, out, err = evaluate("--checkpoint", folder / "run", "--data", data)
+        code, out, err = evaluate("--checkpoint", run_dir, "--data", data)
         assert (code, err.count("\n"), "not compared" in out) == ((2, 1, False) if said else (0, 0, False))
         assert said is None or said in err
     shutil.rmtree(tmp_path / "tokenizer")
-    code, _, err = evaluate("--checkpoint", folder / "run", "--data", data)
+    code, _, err = evaluate("--checkpoint", run_dir, "--data", data)
     assert (code, "is not beside it" in err) == (2, True)
-    assert "not compared" in evaluate("--checkpoint", folder / "run", "--data", folder / "val.bin")[1]
+    assert "not compared" in evaluate("--checkpoint", run_dir, "--data", run_dir.parent / "val.bin")[1]
 
 
-def test_bits_per_byte_count_the_bytes_of_the_text(folder, tmp_path):
+def test_bits_per_byte_count_the_bytes_of_the_text(run_dir, tmp_path):
     """As a text, and as ids with ends of documents, which are predicted but are no bytes."""
     text = "naïve 日本\n" * 9
     (tmp_path / "text.txt").write_text(text, encoding="utf-8")
-    found = figures(tmp_path, "--checkpoint", folder / "run", "--text", tmp_path / "text.txt", "--stride", 4)
+    found = figures(tmp_path, "--checkpoint", run_dir, "--text", tmp_path / "text.txt", "--stride", 4)
     size = len(text.encode())
     assert (found["tokens"], found["bytes"], found["stride"]) == (size, size, 4)
     assert found["windows"] == 1 + math.ceil((size - SEQUENCE) / 4)
     assert found["bits_per_byte"] == pytest.approx(found["loss"] / math.log(2))
-    tokenizer = open_tokenizer(folder / "tokenizer", what="it")
+    tokenizer = open_tokenizer(run_dir.parent / "tokenizer", what="it")
     ids = [END_OF_TEXT, *tokenizer.encode(text), END_OF_TEXT, *tokenizer.encode("abc"), END_OF_TEXT]
     write_tokens(tmp_path / "ids.bin", np.array(ids))
-    found = figures(tmp_path, "--checkpoint", folder / "run", "--data", tmp_path / "ids.bin")
+    found = figures(tmp_path, "--checkpoint", run_dir, "--data", tmp_path / "ids.bin")
     assert (found["tokens"], found["bytes"]) == (size + 5, size + 3)
     assert found["bits_per_byte"] == pytest.approx(found["loss"] * (size + 5) / (size + 3) / math.log(2))
 
     write_tokens(tmp_path / "ids.bin", np.array(tokenizer.encode("abcd")))
-    found = figures(tmp_path, "--checkpoint", folder / "run", "--data", tmp_path / "ids.bin")
+    found = figures(tmp_path, "--checkpoint", run_dir, "--data", tmp_path / "ids.bin")
     assert (found["tokens"], found["bytes"]) == (3, 3)  # nothing predicts the first token
     (tmp_path / "text.txt").write_text("a<|endoftext|>b")  # the name of a special token is text, as in training
     letters = [token for letter in "a<|endoftext|>b" for token in tokenizer.encode(letter)]
@@ -109,11 +101,11 @@ def test_bits_per_byte_count_the_bytes_of_the_text(folder, tmp_path):
     assert (alone.ids.tolist(), alone.bytes) == (letters, 14)
 
 
-def test_the_checkpoint_and_the_precision_are_those_that_were_asked_for(folder, tmp_path):
+def test_the_checkpoint_and_the_precision_are_those_that_were_asked_for(run_dir, tmp_path):
     run = tmp_path / "run"
-    shutil.copytree(folder / "run", run)
+    shutil.copytree(run_dir, run)
     (run / "best").write_text("step-00000001")
-    data = ["--data", folder / "val.bin"]
+    data = ["--data", run_dir.parent / "val.bin"]
     exact = figures(tmp_path, "--checkpoint", run, *data)["loss"]
     rounded = figures(tmp_path, "--checkpoint", run, "--precision", "bf16", *data)["loss"]
     assert rounded == pytest.approx(exact, rel=1e-2)
@@ -126,31 +118,32 @@ def test_the_checkpoint_and_the_precision_are_those_that_were_asked_for(folder, 
     assert evaluate("--checkpoint", run, *data)[0] == 2
 
 
-def test_folders_of_hugging_face_give_the_same_figures_and_weights_that_are_not_finite_none(folder, tmp_path):
-    export(folder / "run", tmp_path / "hf", form="hf", dtype="fp32", which="latest", console=Console(speaks=False))
-    of_run = figures(tmp_path, "--checkpoint", folder / "run", "--data", folder / "val.bin", "--seq_length", 8)
-    of_export = figures(tmp_path, "--checkpoint", tmp_path / "hf", "--data", folder / "val.bin", "--seq_length", 8)
+def test_folders_of_hugging_face_give_the_same_figures_and_weights_that_are_not_finite_none(run_dir, tmp_path):
+    export(run_dir, tmp_path / "hf", form="hf", dtype="fp32", which="latest", console=Console(speaks=False))
+    asked = "--data", run_dir.parent / "val.bin", "--seq_length", 8
+    of_run = figures(tmp_path, "--checkpoint", run_dir, *asked)
+    of_export = figures(tmp_path, "--checkpoint", tmp_path / "hf", *asked)
     assert of_export["loss"] == of_run["loss"]
     assert of_run["windows"] == 20
     weights = load_file(tmp_path / "hf" / "model.safetensors")
     for value, why in ((math.nan, "ln_f.weight holds"), (3e38, "though")):  # the weights, or what is computed with them
         bad = {f"transformer.ln_f.{name}": torch.full((16,), value) for name in ("weight", "bias")}
         save_file(weights | bad, tmp_path / "hf" / "model.safetensors")
-        code, _, err = evaluate("--checkpoint", tmp_path / "hf", "--data", folder / "val.bin")
+        code, _, err = evaluate("--checkpoint", tmp_path / "hf", "--data", run_dir.parent / "val.bin")
         assert (code, err.count("\n"), why in err) == (2, 1, True)
     save_file(weights | {"transformer.ln_f.weight": torch.full((16,), 1e6)}, tmp_path / "hf" / "model.safetensors")
-    code, out, _ = evaluate("--checkpoint", tmp_path / "hf", "--data", folder / "val.bin")
+    code, out, _ = evaluate("--checkpoint", tmp_path / "hf", "--data", run_dir.parent / "val.bin")
     assert (code, "perplexity      infinite\n" in out) == (0, True)
     save_file(weights, tmp_path / "hf" / "model.safetensors")
     for file in (tmp_path / "hf").glob("*token*"):
         file.unlink()
-    code, out, _ = evaluate("--checkpoint", tmp_path / "hf", "--data", folder / "val.bin")
+    code, out, _ = evaluate("--checkpoint", tmp_path / "hf", "--data", run_dir.parent / "val.bin")
     assert (code, "bits per byte   unknown: the model has no tokenizer" in out) == (0, True)
 
 
-def test_without_the_harness_its_tasks_are_refused(folder, monkeypatch):
+def test_without_the_harness_its_tasks_are_refused(run_dir, monkeypatch):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
-    code, _, err = evaluate("--checkpoint", folder / "run", "--tasks", "piqa")
+    code, _, err = evaluate("--checkpoint", run_dir, "--tasks", "piqa")
     assert code == 2
     assert err.endswith("install it with .venv/bin/python -m pip install -e '.[eval]'\n")
 
@@ -171,11 +164,11 @@ metric_list:
 """
 
 
-def test_the_harness_evaluates_the_exported_model(folder, tmp_path, monkeypatch):
+def test_the_harness_evaluates_the_exported_model(run_dir, tmp_path, monkeypatch):
     """A task of 6 questions in a local file: the harness chooses the answer that our own logits find likelier."""
     harness = pytest.importorskip("lm_eval.tasks")
     questions = ["one ", "two ", "red ", "x = ", "def ", "yes "]
-    loaded = load(folder / "run", which="latest", device=torch.device("cpu"), precision="fp32")
+    loaded = load(run_dir, which="latest", device=torch.device("cpu"), precision="fp32")
     likelier = []
     for question in questions:
         ids = torch.tensor([loaded.tokenizer.encode(question.rstrip() + " ")])
@@ -192,7 +185,7 @@ def test_the_harness_evaluates_the_exported_model(folder, tmp_path, monkeypatch)
     monkeypatch.setattr(harness, "TaskManager", partial(harness.TaskManager, include_defaults=False))
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    words = ["--checkpoint", folder / "run", "--tasks", "tiny", "--include_path", tmp_path / "tasks"]
+    words = ["--checkpoint", run_dir, "--tasks", "tiny", "--include_path", tmp_path / "tasks"]
     assert figures(tmp_path, *words)["tasks"]["tiny"]["acc"] == pytest.approx(4 / 6)
     code, _, err = evaluate(*words[:3], "absent")
     assert code == 2

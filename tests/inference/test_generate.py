@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from harmful_tokenizers import bring_code, seal
 from published import called, publish
-from small_run import END_OF_TEXT, REPOSITORY, command_line, write_inputs
+from small_run import END_OF_TEXT, REPOSITORY
 
 from dsgpt.common.errors import UserError
 from dsgpt.inference.commands import GenerateRequest as Request
@@ -20,17 +20,8 @@ from dsgpt.inference.generation import Writer
 from dsgpt.inference.model_files import export
 from dsgpt.inference.server.engine import open_served
 from dsgpt.machine.console import Console
-from dsgpt.training.command import train
 
 SCRIPT = REPOSITORY / "src" / "generate.py"
-
-
-@pytest.fixture(scope="module")
-def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of two steps on data with a tokenizer, two checkpoints kept; tests only read it."""
-    folder = write_inputs(tmp_path_factory.mktemp("run"))
-    assert train(command_line(folder, save_every=1)) == 0
-    return folder / "run"
 
 
 def texts(path: Path, **changes: Any) -> list[str]:
