@@ -13,8 +13,8 @@ from dsgpt.common.errors import UserError
 from dsgpt.training.command import train
 
 SEED = 8
-FEW, SOME = 20, 60
-"""Files of each kind with ``--without-processes``, as other Pythons are tested, and with ``make test``."""
+SOME = 20
+"""Files of each kind with ``make check`` and ``make test``."""
 LONGEST_SEC = 20
 """A hundred times what any of them takes. Quadratic work would take minutes."""
 
@@ -33,7 +33,7 @@ def whole(tmp_path_factory):
 
 @pytest.mark.parametrize("most", [SOME, pytest.param(10**6, marks=pytest.mark.long, id="all")])
 @pytest.mark.parametrize("name", KINDS)
-def test_a_mangled_file_is_refused_in_one_line_or_read(request, whole, tmp_path, monkeypatch, capsys, name, most):
+def test_a_mangled_file_is_refused_in_one_line_or_read(whole, tmp_path, monkeypatch, capsys, name, most):
     kind = KINDS[name]
     folder = tmp_path / "copy"
     shutil.copytree(whole, folder)
@@ -42,7 +42,7 @@ def test_a_mangled_file_is_refused_in_one_line_or_read(request, whole, tmp_path,
     assert "error:" not in capsys.readouterr().err
     good = (folder / kind.file).read_bytes()
     refused = 0
-    for number in range(min(kind.count, FEW if request.config.getoption("--without-processes") else most)):
+    for number in range(min(kind.count, most)):
         data = kind.mangle(good, random.Random(f"{SEED} {name} {number}"))
         (folder / kind.file).write_bytes(data)
         started = time.monotonic()
