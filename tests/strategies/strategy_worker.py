@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 import torch
@@ -134,6 +134,9 @@ class DropoutMasks(TorchDispatchMode):
 class Held(TorchDispatchMode):
     """Measures the most elements that new tensors hold at any moment inside the context."""
 
+    _hidden: ClassVar[list[StorageWeakRef]] = []
+    """Of the tensors that ``_tensors`` skips, because they were frozen."""
+
     def __init__(self) -> None:
         super().__init__()
         self.most = 0
@@ -141,20 +144,17 @@ class Held(TorchDispatchMode):
 
     def __enter__(self) -> "Held":
         gc.collect()
-        self._before = {tensor.untyped_storage().data_ptr() for tensor in _tensors()}
-        gc.freeze()  # ``_tensors`` then skips what exists already
+        self._hidden += [StorageWeakRef(tensor.untyped_storage()) for tensor in _tensors()]
+        self._before = {storage.cdata for storage in self._hidden if not storage.expired()}
+        gc.freeze()  # for good: else every collection copies the memory of all that was imported
         return super().__enter__()
 
     def __torch_dispatch__(self, function: Any, _types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
-        if isinstance(result, Tensor) and result.numel() > 1000:
-            made = (one for one in _tensors() if one.untyped_storage().data_ptr() not in self._before)
+        if isinstance(result, Tensor) and result.numel() > 1000 and not function.is_view:
+            made = (one for one in _tensors() if one.untyped_storage()._cdata not in self._before)
             self.most = max(self.most, _storage_bytes(made) // 4)
         return result
-
-    def __exit__(self, *error: object) -> None:
-        super().__exit__(*error)
-        gc.unfreeze()
 
 
 def _tensors() -> Iterable[Tensor]:
