@@ -121,15 +121,18 @@ def test_more_tokens_than_positions_are_refused(prompt, new_tokens):
         list(generate(Decoder(MODEL), prompt, new_tokens=new_tokens))
 
 
-# The compiled step gives the logits of the step without a compiler, and is what `--compile` asks for.
+# The step for the compiler gives the logits of the other one, compiled or not, and is what `--compile` asks for.
 
 
 @torch.inference_mode()
-def test_logits_are_those_without_a_compiler():
+@pytest.mark.parametrize("compiles", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_logits_are_those_without_a_compiler(monkeypatch, compiles):
     """Prompts of mixed length, so that padding matters, and two steps, so that the second reads the first one's keys.
 
     With weights in 8 bits, whose products the compiler replaces. In bf16 it rounds at other places.
     """
+    if not compiles:
+        monkeypatch.setattr(module, "compiled_step", _Step)
     model = GPT2(config := GPT2Config(n_layer=1, n_head=2, n_embd=32, block_size=24, vocab_size=VOCABULARY))
     initialize(model, config=config, seed=1)
     with torch.no_grad():
