@@ -5,7 +5,7 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from forked_ranks import run_script
+from forked_ranks import launches_fork, run_script
 from small_run import REPOSITORY
 
 from dsgpt.benchmarks import faults
@@ -73,11 +73,13 @@ class ForkedRuns(Runs):
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     """The campaign's runs. An undisturbed run is trained when a test first needs it."""
-    return ForkedRuns(tmp_path_factory.mktemp("faults"), repository=REPOSITORY)
+    with launches_fork():
+        return ForkedRuns(tmp_path_factory.mktemp("faults"), repository=REPOSITORY)
 
 
-QUICK = ("zero1: all in the save", "ddp: SIGUSR1")
-"""A kill and a signal under a launcher. The others are left to ``make test-slow``: two whole launches each."""
+QUICK = ("zero1: all in the save",)
+"""A kill under a launcher. The others are left to ``make test-slow``: two whole launches each. A signal meets a job of
+Slurm in ``tests/clusters/test_slurm.py``."""
 
 
 def marks(fault):

@@ -108,9 +108,9 @@ def test_every_end_is_a_result_and_the_next_training_runs(assignment, tmp_path):
 
 def test_ranks_end_with_the_first_that_fails(assignment, worker, tmp_path):
     """As on GPUs: the other rank does not wait half an hour for one that failed, and the next training runs."""
-    call = f"{worker(WORKER)}:fail_or_wait"
-    failing = replace(assignment("one fails", run_type="ddp"), call=call, arguments={})
-    cells = [failing, assignment("done", run_type="ddp")]
+    module = worker(WORKER)
+    calls = {"one fails": f"{module}:fail_or_wait", "done": f"{module}:note_hash"}
+    cells = [replace(assignment(name), call=call, arguments={}) for name, call in calls.items()]
     launch = Launch(launcher="torchrun", ranks=2, cells=2)
     finished = list(run_job(launch, cells, job_file=tmp_path / "job.json", device="cpu", start=CellStart.SPAWN))
     assert [index for index, _ in finished] == [0, 1]

@@ -36,7 +36,8 @@ def suite(tmp_path, monkeypatch):
     return suite
 
 
-@pytest.mark.parametrize("kind", [speed.DDP, pytest.param(speed.ENGINE, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("kind", [speed.DDP, speed.ENGINE])
 def test_weak_scaling_compares_tokens_of_a_rank(suite, kind):
     (row,) = [
         row
@@ -49,7 +50,7 @@ def test_weak_scaling_compares_tokens_of_a_rank(suite, kind):
     assert found["limit"]["median"] == pytest.approx(apart / one / 2)
     losses = [entry["loss"] for entry in found["entries"]]
     assert losses[1] == losses[2] != losses[0]  # ranks that are apart train what one rank alone trains
-    assert all(4 < loss < 7.5 for loss in losses)  # ids below 257 at random: ln 257 is 5.5
+    assert all(4 < loss < 7.5 for loss in losses)
     assert all(entry["peak_bytes"] > 1e8 for entry in found["entries"])
 
 
@@ -60,14 +61,24 @@ def test_the_ratio_is_to_the_best_other_of_the_same_round_and_of_peers_with_kept
     found = speed._compared(row, speeds | {name: [8.0, 4.0, 3.0] for name in kept})
     assert (found["best_other"], found["ratio"]) == (nanogpt, span([2.0, 1.5, 9.0]))
     assert found["ratio_with_memory_kept"] == span([1.0, 1.5, 3.0])
+    scaling = speed.rows("cpu", threads=2, peers=())[-1]
+    assert [entry.name for entry in scaling.entries] == ["2 ranks", "1 rank", "2 apart"]
+    found = speed._compared(scaling, {"2 ranks": [3.0], "1 rank": [2.0], "2 apart": [3.6]})
+    assert (found["ratio"], found["limit"]) == (span([0.75]), span([0.9]))
 
 
-def test_a_contender_that_fails_is_named(suite, tmp_path):
+def test_a_contender_takes_steps_and_one_that_fails_is_named(suite, tmp_path):
     (tmp_path / "model.py").write_text("raise RuntimeError('another version')\n", encoding="utf-8")
     suite._peers = {NANOGPT: tmp_path}
-    row = speed.Row(title="a row", work=WORK, entries=(speed.Entry(name=NANOGPT, kind=NANOGPT),), target=1)
+    ours, peer = (
+        speed.Row(title="a row", work=WORK, entries=(speed.Entry(name=kind, kind=kind),), target=1)
+        for kind in (speed.OURS, NANOGPT)
+    )
+    (entry,) = suite._row(ours)["entries"]
+    assert 4 < entry["loss"] < 7.5  # ids below 257 at random: ln 257 is 5.5
+    assert entry["peak_bytes"] > 1e8 and entry["tokens_per_sec"]["median"] > 0
     with pytest.raises(UserError, match=r"(?s)nanogpt, a row: ended: .*another version"):
-        suite._row(row)
+        suite._row(peer)
 
 
 @pytest.mark.parametrize(("peers", "other"), [({NANOGPT: Path()}, NANOGPT), ({}, speed.HUGGING_FACE)])

@@ -6,6 +6,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
+from forked_ranks import launches_fork
 from small_run import REPOSITORY
 
 from dsgpt.benchmarks import clusters, clusters_runs
@@ -24,37 +25,37 @@ def test_the_committed_record_is_of_the_seeded_campaign():
     assert {fault["kind"] for fault in record["faults"]} == KINDS.keys()
 
 
-CORE = [
-    ("link cut", "ddp", "ranks"),
-    ("NaN", "tensor2-zero1", "ranks"),
-    ("NaN", "pipeline2-zero1", "ranks"),
-    ("packets lost", "zero3", "ranks"),
-    ("preemption", "fsdp", "torchrun 1:2"),
+PARTS = [
+    [
+        ("link cut", "", "ddp", "ranks", True),
+        ("NaN", "loss", "tensor2-zero1", "ranks", True),
+        ("preemption", "spot notice", "fsdp", "torchrun 1:2", None),
+    ],
+    [("NaN", "", "pipeline2-zero1", "ranks", True), ("packets lost", "", "zero3", "ranks", None)],
 ]
-"""Kind, strategy and launcher."""
+"""Of faults that strike at once the kind, how, strategy and launcher, and whether the culprit is named.
+
+For the preempted run, torchrun's agents start the ranks again.
+"""
 
 
-@pytest.fixture(scope="module")
-def part(tmp_path_factory):
-    """Faults of four kinds at once, for one of which torchrun's agents start the ranks again; and their outcomes."""
+@pytest.mark.parametrize("part", [PARTS[0], pytest.param(PARTS[1], marks=pytest.mark.long)], ids=["core", "more"])
+def test_a_part_of_the_campaign(tmp_path, part):
     faults = [
-        replace(drawn([*KINDS].index(kind), seed=1), strategy=strategy, launcher=launcher)
-        for kind, strategy, launcher in CORE
+        replace(drawn([*KINDS].index(kind), seed=1), how=how, strategy=strategy, launcher=launcher)
+        for kind, how, strategy, launcher, _ in part
     ]
-    faults[1], faults[4] = replace(faults[1], how="loss"), replace(faults[4], how="spot notice")
-    runs = clusters_runs.ClusterRuns(tmp_path_factory.mktemp("campaign"), repository=REPOSITORY)
-    with ThreadPoolExecutor(5) as pool, runs:
-        return runs, list(pool.map(runs.attempt, faults))
-
-
-def test_a_part_of_the_campaign(part):
-    _, outcomes = part
+    with launches_fork():
+        runs = clusters_runs.ClusterRuns(tmp_path, repository=REPOSITORY)
+    with ThreadPoolExecutor(len(part)) as pool, runs:
+        outcomes = list(pool.map(runs.attempt, faults))
     if reasons := {outcome.not_run for outcome in outcomes} - {""}:
         pytest.skip("; ".join(reasons))
-    assert [outcome.wrong for outcome in outcomes] == [""] * 5
-    assert [outcome.named for outcome in outcomes] == [True, True, True, None, None]
-    assert outcomes[0].steps_lost > 0
-    assert outcomes[4].steps_lost == 0
+    assert [outcome.wrong for outcome in outcomes] == [""] * len(part)
+    assert [outcome.named for outcome in outcomes] == [named for *_, named in part]
+    assert [outcome.steps_lost > 0 for outcome in outcomes if outcome.named is None] == [False]
+    if part is PARTS[0]:
+        assert outcomes[0].steps_lost > 0
 
 
 def test_a_campaign_continues_where_it_was_interrupted(tmp_path, monkeypatch, capsys):

@@ -9,11 +9,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import kubernetes_validate
 import pytest
 import yaml
 from forked_ranks import run_script
-from kubeflow_trainer_api import models
 from planner_records import RECORD
 from small_run import (
     REPOSITORY,
@@ -34,7 +32,7 @@ LAUNCH = REPOSITORY / "launch"
 BESIDE = Path(sys.executable).parent
 
 
-SIXTEEN = "--model_size small --gpu a100-80gb --gpus 16"
+SIXTEEN = "--model_size small --gpu a100-80gb --gpus 16 --micro_batch_size_per_gpu 8"
 DATA = "--train_data_path train.bin --val_data_path val.bin --vocab_size 257 --max_position_embeddings 16"
 TWO = f"--gpu a100-80gb --gpus 2 --gpus_per_machine 1 --precision fp32 --global_batch_size 8 {DATA}"
 TWO += " --num_layers 1 --num_heads 1"
@@ -91,6 +89,9 @@ def documents(path: Path) -> list[dict[str, Any]]:
 
 def checked(document: dict[str, Any]) -> None:
     """Kubeflow's types have every field; kubernetes-validate has Kubernetes' own kinds."""
+    import kubernetes_validate  # takes a second, as the next
+    from kubeflow_trainer_api import models
+
     kinds = {"TrainJob": models.TrainerV1alpha1TrainJob, "TrainingRuntime": models.TrainerV1alpha1TrainingRuntime}
     if document["kind"] in kinds:
         read = kinds[document["kind"]].from_dict(document)
