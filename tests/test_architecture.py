@@ -185,45 +185,6 @@ def test_the_way_of_a_run_names_modules_that_exist():
     assert [name for name in names if not (PACKAGE / name.replace(".", "/")).with_suffix(".py").exists()] == []
 
 
-# The six answers that are asked most; tests/test_pages.py checks that every path of the page exists.
-
-WALKS = {
-    "add a strategy": {
-        "strategies/pytorch.py": r"^class \w+\(TorchStrategy\)",
-        "strategies/base.py": r"^def build_strategy\(",
-        "config/compatibility.py": r"problems\.add\(",
-        "planner/deepspeed_formulas.py": r"^class \w+\(Planned\)",
-    },
-    "change the loss": {"model/linear_cross_entropy.py": r"^def linear_cross_entropy\("},
-    "add a figure to the record": {
-        "training/journal.py": r"^class Journal\b",
-        "record/schema.py": r"^SCHEMA_VERSION = ",
-        "record/runs.py": r"^class Run\b",
-    },
-    "add a chart": {
-        "charts/runs.py": r"^def charts_of_runs\(",
-        "charts/sweeps.py": r"^def \w+\(",
-        "charts/generate.py": r"^RUN_CHARTS = ",
-    },
-    "add a GPU": {"planner/hardware.json": r'"title": ".*datasheet"'},
-    "add a suite": {"benchmarks/suites.py": r"^SUITES\b"},
-}
-"""The files that the page names, and what a reader finds in each."""
-ANSWERS = dict(re.findall(r"^\| ([^|]+) \| ([^|]+) \|$", PAGE.split("asked most:", 1)[1], flags=re.MULTILINE)[1:7])
-
-
-def test_the_page_answers_six_questions():
-    assert list(ANSWERS) == list(WALKS)
-
-
-@pytest.mark.parametrize("question", WALKS)
-def test_an_answer_leads_to_its_place(question):
-    for file, words in WALKS[question].items():
-        assert f"`{file}" in ANSWERS[question], file
-        place = PACKAGE / file if (PACKAGE / file).exists() else REPOSITORY / file
-        assert re.search(words, place.read_text(encoding="utf-8"), flags=re.MULTILINE), file
-
-
 @pytest.mark.parametrize(
     ("room", "begins", "file", "one"),
     [("strategies", r"class (\w+)(?<!Strategy)\((?:\w+Strategy|Zero)\):", "dsgpt/strategies/base.py", "Zero"),

@@ -184,14 +184,9 @@ def faulty(self, batches, step):
         end = time.monotonic() + 0.1
         while time.monotonic() < end:
             pass
-    if kind == "cut off":
-        time.sleep(0.2)
     result = train_step(self, batches, step)
     if kind == "device" and step == 4 and os.environ["RANK"] == "1":
         result = result._replace(loss=Endless())
-    if kind == "nan" and step == 4:
-        for loss in (result.loss, result.own_loss)[: 1 + int(os.environ["RANK"])]:
-            loss.fill_(float("nan"))
     return result
 
 
@@ -277,24 +272,11 @@ def test_a_rank_at_fault_is_named(start, kind):
 
 
 @LONG
-def test_a_host_that_is_cut_off_is_named(start):
-    pair = start("cut off")
-    within(lambda: pair.steps() > 3, seconds=120)
-    pair.hosts.unplug(1)
-    try:
-        assert pair.ends(0, 1) == [EXIT_LOST_RANK] * 2
-        assert re.search(rf"^error: rank 1 on {pair.hosts.host(1)} gives no sign", pair.printed(), re.MULTILINE)
-        assert "rank 0 or its launcher, at 10.77.0.1, does not answer any more" in pair.printed(1)
-    finally:
-        pair.hosts.plug(1)
-
-
-@LONG
-@pytest.mark.parametrize(("kind", "what"), [("nan", "loss"), ("gradient", "gradient")])
-def test_nan_is_traced_to_the_rank_that_computed_it(start, kind, what):
-    pair = start(kind)
+def test_a_gradient_that_is_nan_is_traced_to_the_rank_that_computed_it(start):
+    """The campaign does so with losses."""
+    pair = start("gradient")
     assert pair.ends(0, 1) == [EXIT_NON_FINITE] * 2
-    first = f"rank 1 on {pair.hosts.host(1)} was the first to compute a {what} that is not finite, in step 4"
+    first = f"rank 1 on {pair.hosts.host(1)} was the first to compute a gradient that is not finite, in step 4"
     assert first in pair.printed()
 
 

@@ -28,14 +28,18 @@ from dsgpt.model.gpt2 import GPT2
 VOCABULARY = 101
 
 
-def random_model(block_size: int = 24) -> GPT2:
-    config = GPT2Config(n_layer=3, n_head=4, n_embd=32, block_size=block_size, vocab_size=VOCABULARY, dropout=0.5)
-    model = GPT2(config)
+def drawn(model: Any) -> Any:
+    """``model`` in evaluation mode with every parameter random, biases and LayerNorms too."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
     return model.eval()
+
+
+def random_model(block_size: int = 24) -> GPT2:
+    config = GPT2Config(n_layer=3, n_head=4, n_embd=32, block_size=block_size, vocab_size=VOCABULARY, dropout=0.5)
+    return drawn(GPT2(config))
 
 
 def random_prompts(count: int, *, longest: int) -> list[list[int]]:
@@ -52,14 +56,9 @@ SHAPE = {"n_layer": 2, "n_head": 2, "n_embd": 32, "n_positions": 64}
 
 
 def published(*, vocab_size: int, **changes: Any) -> GPT2LMHeadModel:
-    """A model in evaluation mode with every parameter random, biases and LayerNorms too."""
+    """As ``drawn`` makes it."""
     settings = SHAPE | {"vocab_size": vocab_size, "bos_token_id": 0, "eos_token_id": 0} | changes
-    model = GPT2LMHeadModel(TheirConfig(**settings)).eval()
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
-    return model
+    return drawn(GPT2LMHeadModel(TheirConfig(**settings)))
 
 
 def publish(folder: Path, *, vocab_size: int, **changes: Any) -> GPT2LMHeadModel:

@@ -84,13 +84,6 @@ def test_export_and_import_is_the_identity(run_dir, tmp_path):
     assert (manifest["portable"], manifest["step"], manifest["strategy"]) == ("weights", 2, "baseline")
 
 
-def test_the_best_checkpoint_is_the_one_that_the_run_names(run_dir, tmp_path):
-    run = shutil.copytree(run_dir, tmp_path / "run")
-    for best in ("step-00000001", "step-00000002"):
-        (run / "best").write_text(f"{best}\n")
-        assert f"{best} (baseline" in converted("--from", run, "--to", "hf", "--which", "best", tmp_path / best)
-
-
 def test_a_run_without_a_tokenizer(checkpoint, tmp_path, snapshot):
     shutil.rmtree(checkpoint / "tokenizer")
     seal(checkpoint)

@@ -1,10 +1,8 @@
-"""What DeepSpeed needs outside of an engine: compiled operators, folders on a drive, and the table of its faults."""
+"""What DeepSpeed needs outside of an engine: compiled operators, and folders on a drive."""
 
-import ast
 import errno
 import fcntl
 import os
-import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -14,7 +12,6 @@ from typing import Any
 
 import pytest
 from messages import without_paths
-from small_run import REPOSITORY
 
 from dsgpt.common.errors import UserError
 from dsgpt.machine.topology import Topology
@@ -263,22 +260,3 @@ def test_a_folder_is_never_seen_without_its_lock(tmp_path, monkeypatch):
     monkeypatch.setattr(Path, "rename", rename)
     swap, _ = space(tmp_path)
     swap.close()
-
-
-# The table of DeepSpeed's faults in `docs/ARCHITECTURE.md` names files and functions that exist.
-
-
-PACKAGE = REPOSITORY / "src" / "dsgpt"
-PAGE = (REPOSITORY / "docs" / "ARCHITECTURE.md").read_text(encoding="utf-8")
-TABLE = PAGE[PAGE.index("## What DeepSpeed 0.19.8 gets wrong") :]
-PLACES = sorted(set(re.findall(r"`([\w/]+\.py)(?:: (\w+))?`", TABLE)))
-
-
-def test_a_work_around_is_where_the_table_says():
-    """A file without a folder is one of ``strategies/deepspeed``."""
-    assert len(PLACES) > 12
-    for file, name in PLACES:
-        path = PACKAGE / file if "/" in file else PACKAGE / "strategies" / "deepspeed" / file
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        functions = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
-        assert not name or name in functions, (file, name)
