@@ -552,3 +552,14 @@ class CellRunner:
         failure = min(failures, key=lambda end: end["time"])
         message = failure["message"].replace(f"{folder}/", "").replace(f"{self.folder}/", "")
         return CellEnd(folder=folder, ranks=ends, status=failure["status"], message=message, seconds=seconds)
+
+
+def weights_apart(one: Path, other: Path) -> float:
+    """The largest distance between a weight of two checkpoints, relative to its length in the ``other``."""
+    from torch.linalg import vector_norm  # noqa: PLC0415 - takes its time
+
+    from dsgpt.checkpoints.training_state import StateReader  # noqa: PLC0415
+
+    state, expected = StateReader(one), StateReader(other)
+    pairs = ((state.read(name), expected.read(name)) for name in expected.shapes)
+    return max(float(vector_norm(value - whole) / vector_norm(whole)) for value, whole in pairs)

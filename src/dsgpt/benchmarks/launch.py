@@ -36,7 +36,8 @@ from dsgpt.common.files import write_atomic, write_json_atomic
 from dsgpt.common.json_files import clipped_text, read_object
 from dsgpt.config.options import parse_arguments
 from dsgpt.config.run_config import RunConfig, resolve
-from dsgpt.machine.launcher import exit_rank, launcher_command
+from dsgpt.machine.console import logging_to_console
+from dsgpt.machine.launcher import Interruption, exit_rank, launcher_command
 from dsgpt.machine.topology import free_port, read_topology
 from dsgpt.model.config import SHAPE_FLAGS, GPT2Config
 from dsgpt.record.schema import RECORD_FILE
@@ -71,6 +72,16 @@ def config_of(flags: list[str]) -> RunConfig:
     """
     options, problems = parse_arguments(flags)
     return resolve(options, topology=read_topology(), problems=problems)
+
+
+def train_rank(config: RunConfig, folder: Path, **facts: Any) -> None:
+    """Train as ``src/gpt2.py`` does in this rank, and write its file with ``facts``."""
+    from dsgpt.training.run import run  # noqa: PLC0415 - torch takes seconds
+
+    main = config.topology.is_main
+    with logging_to_console(speaks=main), Interruption(speaks=main) as interruption:
+        run(config, interruption)
+    write_end(folder, config.topology.rank, **facts)
 
 
 # Starts the ranks of a job with the launcher that users use, and yields each cell as it ends.

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from dsgpt.benchmarks.cells import Cell, CellRunner, write_random_tokens
+from dsgpt.benchmarks.cells import Cell, CellRunner, weights_apart, write_random_tokens
 from dsgpt.benchmarks.frame import (
     Record,
     Suite,
@@ -32,14 +32,12 @@ from dsgpt.benchmarks.frame import (
     work_facts,
 )
 from dsgpt.benchmarks.hosts import TUN, Hosts, NoHosts, be_rank_on, made_hosts
-from dsgpt.benchmarks.launch import IMPORTS, Assignment, config_of, training_words, write_end
+from dsgpt.benchmarks.launch import IMPORTS, Assignment, config_of, train_rank, training_words
 from dsgpt.benchmarks.plan import cells as plan_cells
 from dsgpt.checkpoints import store
 from dsgpt.common.command_line import POSITIVE, flag
 from dsgpt.common.errors import UserError
 from dsgpt.common.json_files import read_object
-from dsgpt.machine.console import logging_to_console
-from dsgpt.machine.launcher import Interruption
 from dsgpt.machine.topology import read_topology
 from dsgpt.planner.rates import Calibration, calibrated_machine, read_calibration
 from dsgpt.planner.setup import Setup
@@ -161,7 +159,6 @@ def summary_lines(record: Record) -> list[str]:
 
 # The suite.
 
-SCHEMA_VERSION = "1.0"
 Result = dict[str, Any]
 Link = tuple[int | None, float]
 """Megabits a second, None for no limit; milliseconds of delay."""
@@ -178,7 +175,7 @@ class NetworkOptions(SuiteOptions):
 class Network(Suite[NetworkOptions, Result]):
     """Trains on several hosts, then over slow links."""
 
-    name, record_of, schema_version, unit = "network", "trainings on several hosts", SCHEMA_VERSION, "training"
+    name, record_of, unit = "network", "trainings on several hosts", "training"
     flags, page, summary = NetworkOptions, staticmethod(network_page), staticmethod(summary_lines)
     description = """\
 network: train on 2 and 4 hosts, and compare with the same ranks on one host. Then train over slow links, and compare
@@ -373,16 +370,10 @@ def train(flags: list[str], folder: Path, *, hosts: str, count: int, mbit: float
     Raises:
         UserError: the product refuses the combination.
     """
-    from dsgpt.training.run import run  # noqa: PLC0415 - torch takes seconds
-
     those, topology = Hosts(hosts, count), read_topology()
     shaped = [those.shape(number, mbit=mbit, delay_ms=delay_ms) for number in range(count if topology.is_main else 0)]
     be_rank_on(those, per_host=topology.world_size // count)
-    config = config_of(flags)
-    main = config.topology.is_main
-    with logging_to_console(speaks=main), Interruption(speaks=main) as interruption:
-        run(config, interruption)
-    write_end(folder, config.topology.rank, shaped=next(iter(shaped), {}))
+    train_rank(config_of(flags), folder, shaped=next(iter(shaped), {}))
 
 
 def differences(run_dir: Path, other: Path) -> dict[str, float | None]:
@@ -393,17 +384,11 @@ def differences(run_dir: Path, other: Path) -> dict[str, float | None]:
     Raises:
         ValueError: they have other steps.
     """
-    from torch.linalg import vector_norm  # noqa: PLC0415 - as above
-
-    from dsgpt.checkpoints.training_state import StateReader  # noqa: PLC0415
-
     runs = [[line for line in read_steps(each / STEPS_FILE) if "loss" in line] for each in (run_dir, other)]
     pairs = list(zip(*runs, strict=True))
     norms = [(line["grad_norm"], reference["grad_norm"]) for line, reference in pairs]
-    state, expected = (StateReader(store.checkpoints(each)[0]) for each in (run_dir, other))
-    weights = [(state.read(name), expected.read(name)) for name in expected.shapes]
     return {
         "loss": max(abs(line["loss"] - reference["loss"]) for line, reference in pairs),
         "gradient norm": None if None in norms[0] else max(abs(one / other - 1) for one, other in norms),
-        "weights": max(float(vector_norm(value - whole) / vector_norm(whole)) for value, whole in weights),
+        "weights": weights_apart(*(store.checkpoints(each)[0] for each in (run_dir, other))),
     }

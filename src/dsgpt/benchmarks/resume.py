@@ -23,6 +23,7 @@ from dsgpt.benchmarks.cells import (
     CellRunner,
     by,
     executed_by,
+    weights_apart,
 )
 from dsgpt.benchmarks.frame import (
     Record,
@@ -35,14 +36,12 @@ from dsgpt.benchmarks.frame import (
     troubles,
     work_facts,
 )
-from dsgpt.benchmarks.launch import IMPORTS, Assignment, RankEnd, config_of, write_end
+from dsgpt.benchmarks.launch import IMPORTS, Assignment, RankEnd, config_of, train_rank, write_end
 from dsgpt.checkpoints.store import WEIGHTS
 from dsgpt.common.command_line import COUNT, flag, switch
 from dsgpt.common.files import sha256_of
 from dsgpt.common.json_files import read_object
 from dsgpt.common.text import counted
-from dsgpt.machine.console import logging_to_console
-from dsgpt.machine.launcher import Interruption
 from dsgpt.record.schema import COMPLETE_FILE, RECORD_FILE, STEPS_FILE, read_steps
 
 PAIRS, SEED = 30, 4
@@ -395,17 +394,8 @@ examples:
 
     def _compare(self, run_dir: Path) -> dict[str, Any]:
         """The facts of the run, and its differences from the undisturbed baseline."""
-        from torch.linalg import vector_norm  # noqa: PLC0415 - takes its time
-
-        from dsgpt.checkpoints.training_state import StateReader  # noqa: PLC0415
-
         undisturbed, saved, last = self._run_of(BASELINE), self.length.saved, self.length.steps
         expected, losses = read_losses(undisturbed, "loss"), read_losses(run_dir, "loss")
-        expected_state, state = (StateReader(folder / f"step-{last:08d}") for folder in (undisturbed, run_dir))
-        off = [
-            float(vector_norm(state.read(name) - value) / vector_norm(value))
-            for name, value in ((name, expected_state.read(name)) for name in expected_state.shapes)
-        ]
         expected_val, val = read_losses(undisturbed, "val_loss"), read_losses(run_dir, "val_loss")
         validated = sorted(step for step in val if step >= saved)
         log = (run_dir / "train.log").read_text(encoding="utf-8").splitlines()
@@ -418,7 +408,7 @@ examples:
             "loss": max(abs(losses[step] - expected[step]) for step in range(saved + 1, last + 1)),
             "validated": validated,
             "validation loss": max(abs(val[step] - expected_val[step]) for step in validated),
-            "weights": max(off),
+            "weights": weights_apart(*(folder / f"step-{last:08d}" for folder in (run_dir, undisturbed))),
         }
 
     def line(self, result: Result, *, count: str, left: str) -> str:
@@ -508,18 +498,13 @@ def train(flags: list[str], folder: Path, *, checkpoint: str = "") -> None:
     Raises:
         UserError: the product refuses the combination.
     """
-    from dsgpt.training.run import run  # noqa: PLC0415 - torch takes seconds
-
     config = config_of(flags)
-    main = config.topology.is_main
-    if checkpoint and main:  # copy its run as a kill after that save would have left it
+    if checkpoint and config.topology.is_main:  # copy its run as a kill after that save would have left it
         saved = Path(checkpoint)
         others = [path.name for path in saved.parent.glob("step-*") if path != saved]
         left_out = shutil.ignore_patterns(COMPLETE_FILE, ".lock", *others)
         shutil.copytree(saved.parent, config.run_dir, ignore=left_out)
-    with logging_to_console(speaks=main), Interruption(speaks=main) as interruption:
-        run(config, interruption)
-    write_end(folder, config.topology.rank)
+    train_rank(config, folder)
 
 
 def rewrite(flags: list[str], folder: Path, *, checkpoint: str) -> None:
