@@ -69,7 +69,6 @@ def summary_lines(record: Record) -> list[str]:
     return _modes(record).removeprefix("## Figures\n\n").splitlines()
 
 
-SCHEMA_VERSION = "1.0"
 SAVE_EVERY, SAVES = 10, 4
 """Steps between saves, and the number of saves of a run that count."""
 RATIO_BOUND = 0.2
@@ -105,7 +104,7 @@ class SavingOptions(SuiteOptions):
 class Saving(Suite[SavingOptions, Run]):
     """Trains with both save modes in turn."""
 
-    name, record_of, schema_version, unit = "saving", "saves", SCHEMA_VERSION, "run"
+    name, record_of, unit = "saving", "saves", "run"
     flags, page, summary = SavingOptions, staticmethod(saving_page), staticmethod(summary_lines)
     description = """\
 saving: train the model `tiny` with --save_mode sync and async in turn, and compare how long training waits for each

@@ -105,9 +105,9 @@ def git_commit(repository: Path = Path(__file__).parent, *, mark: str = DIRTY) -
         return None
 
 
-def sources_sha256(package: Path = Path(__file__).parents[1]) -> str:
+def sources_sha256() -> str:
     """Hash of all Python files of this package: equal where the same code runs, whether git knows it or not."""
-    digest = hashlib.sha256()
+    package, digest = Path(__file__).parents[1], hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
         digest.update(f"{path.relative_to(package)} {path.stat().st_size}\n".encode() + path.read_bytes())
     return digest.hexdigest()

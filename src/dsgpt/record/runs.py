@@ -223,12 +223,12 @@ class Footprint:
         return max(0.0, self.peak - self.state_rank0)
 
 
-def quantiles(values: Sequence[float], *, count: int = QUANTILES) -> list[float]:
-    """``count + 1`` quantiles of ``values`` at equal distances, interpolated linearly; all values if they are fewer."""
+def quantiles(values: Sequence[float]) -> list[float]:
+    """``QUANTILES + 1`` quantiles at equal distances, interpolated linearly; all ``values`` if they are fewer."""
     ordered = sorted(values)
-    if len(ordered) <= count + 1:
+    if len(ordered) <= QUANTILES + 1:
         return ordered
-    return [ordered[0], *statistics.quantiles(ordered, n=count, method="inclusive"), ordered[-1]]
+    return [ordered[0], *statistics.quantiles(ordered, n=QUANTILES, method="inclusive"), ordered[-1]]
 
 
 def parts_of_prediction(parts: Fields) -> dict[str, float] | None:
