@@ -17,6 +17,7 @@ from training_runs import resolved
 from dsgpt.benchmarks.stand_in_gpu import stand_in_gpu
 from dsgpt.checkpoints.training_state import write_shards
 from dsgpt.machine.device import bring_up, joined
+from dsgpt.machine.launcher import exit_rank
 from dsgpt.machine.topology import read_topology
 from dsgpt.planner.formulas import peak_memory
 from dsgpt.strategies.base import build_strategy
@@ -80,3 +81,4 @@ if __name__ == "__main__":
     _, ranks, *words, out = sys.argv
     result = measure(int(ranks), words, Path(out).parent)
     Path(out).write_text(json.dumps(result), encoding="utf-8")
+    exit_rank(0)
