@@ -149,29 +149,23 @@ def test_the_record_agrees_with_the_ledger(cell):
     assert run.ledger["resets"] >= 1 + SAVES
 
 
-@pytest.mark.parametrize("strategy", ["baseline", "zero1"])
+@pytest.mark.parametrize("strategy", ["baseline", "zero1", "fsdp"])
 def test_a_resumed_run_continues_to_the_last_bit(tmp_path, strategy):
-    """With dropout: the random state of the device is saved, and set again."""
-    run = train(tmp_path, strategy, 1, device="cuda", dropout=0.2)
-    again = train(
-        tmp_path, strategy, 1, device="cuda", dropout=0.2, resume=True, out=roll_back(run.folder, tmp_path / "copy", 3)
-    )
+    """With dropout: the random state of the device is saved, and set again, also before activations are recomputed."""
+    flags = {"device": "cuda", "dropout": 0.2, "activation_checkpointing": True}
+    run = train(tmp_path, strategy, 1, **flags)
+    again = train(tmp_path, strategy, 1, **flags, resume=True, out=roll_back(run.folder, tmp_path / "copy", 3))
     assert figures(again) == figures(run)
     last = f"step-{STEPS:08d}"
     one, other = weights_of(run.folder / last), weights_of(again.folder / last)
     assert all(one[name].equal(other[name]) for name in one)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize(("strategy", "ranks"), [("baseline", 1), ("fsdp", 2), ("zero1", 2), ("zero3", 2)])
 @pytest.mark.parametrize(("first", "then"), [("cpu", "cuda"), ("cuda", "cpu")])
-def test_a_run_resumes_on_the_other_device(tmp_path, first, then):
-    run = train(tmp_path, "baseline", 1, device=first, precision="fp32")
-    moved = train(
-        tmp_path,
-        "baseline",
-        1,
-        device=then,
-        precision="fp32",
-        resume=True,
-        out=roll_back(run.folder, tmp_path / "copy", 3),
-    )
+def test_a_run_resumes_on_the_other_device(tmp_path, first, then, strategy, ranks):
+    run = train(tmp_path, strategy, ranks, device=first, precision="fp32")
+    copy = roll_back(run.folder, tmp_path / "copy", 3)
+    moved = train(tmp_path, strategy, ranks, device=then, precision="fp32", resume=True, out=copy)
     assert figures(moved) == figures(run)
