@@ -7,6 +7,7 @@ import signal
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,8 @@ from suite_commands import benchmark
 from dsgpt.benchmarks import gpu, plan
 from dsgpt.benchmarks.frame import Record, run_suite
 from dsgpt.benchmarks.gpu import CHUNKS, PASSED, Chunk, Gpu, GpuOptions, gpu_page, readme_sentence
+from dsgpt.benchmarks.gpu_chunks import Proof
+from dsgpt.benchmarks.sweep_cells import SweepPlan
 from dsgpt.common.errors import UserError
 
 HEAD = {
@@ -187,6 +190,25 @@ def test_no_figure_of_a_stand_in_reaches_the_readme(proofs):
     assert "published" not in page
     with pytest.raises(UserError, match="a stand-in GPU says nothing about a GPU"):
         readme_sentence(record)
+
+
+@pytest.mark.parametrize(
+    ("differences", "expected"),
+    [
+        ([0.0, 1e-3], []),
+        ([0.0, 4e-3], ["cell 1: a loss is off by 4.0e-03"]),
+        ([0.0, None], ["cell 1: its losses are compared with none"]),
+        ([], ["nothing is compared"]),
+    ],
+)
+def test_trainings_that_are_not_compared_fail(monkeypatch, tmp_path, differences, expected):
+    compared = [{"cell": f"cell {number}", "largest_loss_difference": off} for number, off in enumerate(differences)]
+    weak = {"kind": "weak scaling", "cells": [{"cell": "weak", "largest_loss_difference": None}]}
+    record = {"cells": [], "comparisons": [{"kind": "same training", "cells": compared}, weak]}
+    monkeypatch.setattr(Proof, "record", lambda *_: record)
+    monkeypatch.setattr("dsgpt.benchmarks.gpu_chunks.suite_of", lambda _: SimpleNamespace(summary=lambda _: []))
+    proof = Proof(folder=tmp_path, gpus=1, stand_in=False)
+    assert proof.trained(SweepPlan(name="x", cells=(), comparisons=())).failures == expected
 
 
 def test_every_chunk_says_what_it_shows_and_what_passes():

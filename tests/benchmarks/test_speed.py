@@ -1,7 +1,6 @@
 """``python src/benchmark.py speed``: what it measures, its figures, its page."""
 
 import json
-import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from stand_in_nanogpt import STAND_IN
 from dsgpt.benchmarks import contenders, speed
 from dsgpt.benchmarks.contenders import PeerLoop, nanogpt_rate, synchronisations, train_nanogpt
 from dsgpt.benchmarks.frame import NANOGPT, run_suite, span
+from dsgpt.benchmarks.stand_in_gpu import stand_in_gpu
 from dsgpt.common.errors import UserError
 
 SMALL = speed.Shape(name="2 x 32", n_layer=2, n_head=2, n_embd=32, vocab_size=257, length=16)
@@ -102,16 +102,21 @@ def test_peers_take_steps_and_one_with_another_model_is_refused(suite, checkout,
         PeerLoop(NANOGPT, WORK, **files | {"peer": tmp_path})
 
 
-def test_every_wait_for_the_gpu_is_counted(monkeypatch):
-    """With the warnings of PyTorch's debug mode, but without a GPU."""
-    modes = []
-    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
-    with synchronisations("cuda") as waits:
+def test_every_wait_for_the_gpu_is_counted():
+    """But for those that CUDA's debug mode does not report."""
+    with stand_in_gpu(), synchronisations("cuda") as waits:
         for _ in range(2):
-            warnings.warn("called a synchronizing CUDA operation (at x.cpp:1)", stacklevel=1)
-        warnings.warn("something else", stacklevel=1)
+            torch.ones(1, device="cuda").item()
+        torch.cuda.synchronize()
     assert len(waits) == 2
-    assert modes == ["warn", "default"]
+
+
+def test_waits_that_are_not_reported_are_not_taken_for_none(monkeypatch):
+    with stand_in_gpu():
+        monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda _: None)
+        with pytest.raises(RuntimeError, match="reports no wait"), synchronisations("cuda"):
+            pass
+        monkeypatch.undo()
 
 
 def test_rows_without_a_peer_are_left_out():

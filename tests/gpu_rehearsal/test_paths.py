@@ -5,11 +5,15 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from forked_ranks import run_script
 from small_run import command_line, write_inputs
-from training_runs import SCRIPT, finished, read_record
+from training_runs import SCRIPT, finished, read_record, resolved
 
 from dsgpt.benchmarks import stand_in_gpu
+from dsgpt.machine.device import bring_up
+from dsgpt.strategies.base import build_strategy
+from dsgpt.training.trainer import training_batches
 
 SRC = Path(SCRIPT).parent
 HERE = Path(__file__).parent
@@ -75,3 +79,29 @@ def test_a_gpu_is_calibrated(tmp_path):
     assert calibration["hardware"]["device"] == "cuda"
     assert calibration["ceilings"]
     assert calibration["memory_bytes_per_device"] == stand_in_gpu.MEMORY
+
+
+def graph_words(folder: Path, precision: str) -> list[str]:
+    flags = {"device": "cuda", "compile": True, "cuda_graphs": True, "global_batch_size": 8, "grad_accum_steps": 4}
+    return command_line(write_inputs(folder), precision=precision, **flags)
+
+
+def test_every_micro_batch_begins_a_step_of_the_cuda_graphs(tmp_path, monkeypatch):
+    """Or the results of one would be written over while they are read. The stand-in captures no graph."""
+    modes, begun = [], []
+    monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: begun.append(True))
+    with stand_in_gpu.stand_in_gpu():
+        monkeypatch.setattr(torch.nn.Module, "compile", lambda _model, mode: modes.append(mode))
+        config = resolved(graph_words(tmp_path, "bf16"))
+        strategy = build_strategy(config, bring_up("cuda", local_rank=0, threads=1))
+        batches = training_batches(config, first_step=0)
+        strategy.train_step(batches, 1)
+        batches.close()
+        monkeypatch.undo()
+    assert (modes, len(begun)) == (["reduce-overhead"], 4)
+
+
+def test_gradients_in_the_memory_of_a_cuda_graph_are_not_summed(tmp_path):
+    done = run_script(stand_in_gpu.__file__, [SCRIPT, *graph_words(tmp_path, "fp32")], cwd=tmp_path)
+    assert done.returncode == 2
+    assert "over those of the last, which fp32 adds up there, 4 a step: take --precision bf16" in done.stderr

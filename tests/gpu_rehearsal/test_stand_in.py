@@ -3,6 +3,7 @@
 import gc
 import threading
 import time
+import warnings
 
 import pytest
 import torch
@@ -121,23 +122,26 @@ WAITS = {
     "equal": lambda one: torch.equal(one, one),
     "copy to cpu": lambda one: one.cpu(),
     "copy to cuda": lambda _: torch.ones(2).to("cuda"),
+    "stream": lambda _: torch.cuda.current_stream().synchronize(),
     "synchronize": lambda _: torch.cuda.synchronize(),
+    "event": lambda _: torch.cuda.Event().synchronize(),
+    "copy to pageable memory": lambda one: torch.ones(2).copy_(one, non_blocking=True),
 }
+UNREPORTED = {"synchronize", "event", "copy to pageable memory"}
+"""Waits of which the debug mode of PyTorch does not warn."""
 
 
 @pytest.mark.parametrize("what", WAITS)
 def test_a_wait_is_recorded(ledger, what):
+    """And the debug mode of PyTorch warns of it as it does with a GPU."""
     one = on_gpu(2)
     assert not ledger.waits
-    WAITS[what](one)
-    assert waits(ledger) == {what: 1}
-
-
-def test_the_debug_mode_of_pytorch_warns_of_a_wait(ledger):
     torch.cuda.set_sync_debug_mode("warn")
-    with pytest.warns(UserWarning, match="synchronizing CUDA operation"):
-        on_gpu(1).item()
-    assert waits(ledger) == {"_local_scalar_dense": 1}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        WAITS[what](one)
+    assert waits(ledger) == {what: 1}
+    assert ["synchronizing CUDA operation" in str(one.message) for one in caught] == [True] * (what not in UNREPORTED)
 
 
 def test_a_copy_says_how_it_was_made(ledger):

@@ -129,8 +129,23 @@ START = "import os, subprocess; print({name!r}, os.getpid(), flush=True); subpro
 def test_a_launcher_command_is_recognised(launcher, count):
     words = launcher_command(launcher, 2, "--no_such_flag")
     assert starts_launcher([*words, "src/gpt2.py"])
-    assert Path(words[0]).exists() and words[1:3] == [count, "2"] and words[-1] == "--no_such_flag"
+    assert Path(words[0]).exists() and words[words.index(count) + 1] == "2" and words[-1] == "--no_such_flag"
     assert not starts_launcher([*launcher_command("python", 1), "src/gpt2.py"])
+
+
+@pytest.mark.parametrize(
+    ("visible", "ranks", "given"),
+    [
+        ("2,3", 1, ["--include", "localhost:2"]),
+        ("2,3", 2, ["--include", "localhost:2,3"]),
+        ("", 2, ["--num_gpus", "2"]),
+    ],
+)
+def test_deepspeed_starts_ranks_on_the_visible_gpus(monkeypatch, tmp_path, visible, ranks, given):
+    """It ignores CUDA_VISIBLE_DEVICES where --num_gpus is given, and would take others."""
+    monkeypatch.setattr("dsgpt.machine.launcher.NVIDIA_DRIVER", tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert launcher_command("deepspeed", ranks)[2:4] == given
 
 
 @pytest.mark.parametrize(("killed", "noticed"), [("shell", "False"), ("torchrun", "True"), ("agent", "True")])

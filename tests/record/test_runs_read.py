@@ -148,7 +148,7 @@ def segment(first_step: int, last_step: int, **changes: Any) -> dict[str, Any]:
     return {
         "first_step": first_step, "last_step": last_step, "host": "fixture-host", "hardware": hardware, "env": env,
         "strategy": "zero1", "micro_batch_size_per_gpu": 8, "grad_accum_steps": 1, "compile": False,
-        "pad_logits": False, "activation_checkpointing": False,
+        "pad_logits": False, "cuda_graphs": False, "activation_checkpointing": False,
         "quantized_weights": False, "quantized_gradients": False,
         "git_commit": "c" * 40, "train_time_sec": 40.0, "mean_tokens_per_sec_global": 128.0,
         "max_cuda_mem_allocated_bytes_rank0": None, "peak_rss_bytes_rank0": 2**30,
@@ -177,6 +177,7 @@ def read(tmp_path):
         {"strategy": "zero2"},
         {"compile": True},
         {"pad_logits": True},
+        {"cuda_graphs": True},
         {"activation_checkpointing": True},
         {"micro_batch_size_per_gpu": 4},
         {"env": {"torch_version": "2.14.0"}},

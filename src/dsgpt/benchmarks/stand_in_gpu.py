@@ -123,17 +123,24 @@ class Ledger:
             self._open.remove(name)
 
     def copy(self, source: str, target: str, *, pinned: bool, asynchronous: bool, size: int) -> None:
-        """Record a copy. Unless it is asynchronous, the host waits for it."""
+        """Record a copy. The host waits for it unless it is asynchronous, and always if it goes to pageable memory."""
         kind = Copy(source, target, pinned, asynchronous, *_place())
         self.copies[kind] += 1
         self.copied_bytes[kind] += size
         if not asynchronous:
             self.wait(f"copy to {target}")
+        elif target == "cpu" and not pinned:
+            self.wait("copy to pageable memory", reported=False)
 
-    def wait(self, what: str) -> None:
-        """Record that the host waits for the device, and warn where ``torch.cuda.set_sync_debug_mode`` says so."""
+    def wait(self, what: str, *, reported: bool = True) -> None:
+        """Record that the host waits for the device, and warn where ``torch.cuda.set_sync_debug_mode`` says so.
+
+        Args:
+            what: it waits for.
+            reported: whether CUDA's debug mode reports such a wait.
+        """
         self.waits[what, *_place()] += 1
-        if torch.cuda.get_sync_debug_mode():
+        if reported and torch.cuda.get_sync_debug_mode():
             warnings.warn("called a synchronizing CUDA operation", stacklevel=3)
 
     def as_dict(self) -> dict[str, Any]:
@@ -526,6 +533,8 @@ def _of_instances(method: Callable[..., Any]) -> Callable[..., Any]:
 class Event:
     """An instant of the host: everything has been executed when it is recorded."""
 
+    ledger: Ledger
+
     def __init__(self, enable_timing: bool = False, **_: Any) -> None:
         self._timing, self._at = enable_timing, 0.0
 
@@ -540,7 +549,9 @@ class Event:
     def wait(self, _stream: object = None) -> None:
         """Streams have no order here."""
 
-    synchronize = wait
+    def synchronize(self) -> None:
+        """Wait until the device has passed it, which CUDA's debug mode does not report."""
+        self.ledger.wait("event", reported=False)
 
     def elapsed_time(self, other: "Event") -> float:
         """Milliseconds until ``other``."""
@@ -552,6 +563,8 @@ class Event:
 class Stream:
     """A stream: all are the host's order."""
 
+    ledger: Ledger
+
     def __init__(self, device: object = None, priority: int = 0, **_: Any) -> None:
         self.device, self.priority = device, priority
         self.stream_id = self.cuda_stream = id(self)
@@ -562,13 +575,14 @@ class Stream:
     wait_event = wait_stream
 
     def synchronize(self) -> None:
-        """Everything has been executed."""
+        """Wait until everything has been executed."""
+        self.ledger.wait("stream")
 
     def record_event(self, event: Event | None = None) -> Event:
         """Record an event here."""
-        event = event or Event()
-        event.record(self)
-        return event
+        recorded = event or type("Event", (Event,), {"ledger": self.ledger})()
+        recorded.record(self)
+        return recorded
 
     def query(self) -> bool:
         """Everything has been executed."""
@@ -591,7 +605,9 @@ class _Cuda:
     def __init__(self, ledger: Ledger, operators: _Operators, gpus: int) -> None:
         self._ledger, self._operators, self._gpus = ledger, operators, gpus
         self.current, self._debug_mode, self._memory = 0, 0, ledger.memory
-        self._stream = Stream()
+        kinds: tuple[type, ...] = (Event, Stream)
+        self.classes = {kind.__name__: type(kind.__name__, (kind,), {"ledger": ledger}) for kind in kinds}
+        self._stream = self.classes["Stream"]()
 
     def device(self) -> torch.device:
         """The device of this process."""
@@ -615,7 +631,8 @@ class _Cuda:
                 "current_device": lambda: self.current,
                 "synchronize": self._synchronize,
             },
-            **{"Event": Event, "Stream": Stream, "stream": lambda _: context(), "device": lambda _: context()},
+            **{"stream": lambda _: context(), "device": lambda _: context()},
+            **self.classes,
             "memory_allocated": lambda _=None: ledger.live,
             "max_memory_allocated": lambda _=None: ledger.peak,
             **dict.fromkeys(("memory_reserved", "memory_cached"), lambda _=None: ledger.reserved),
@@ -645,7 +662,7 @@ class _Cuda:
         self.current = index
 
     def _synchronize(self, _device: object = None) -> None:
-        self._ledger.waits["synchronize", *_place()] += 1  # CUDA's debug mode does not report it
+        self._ledger.wait("synchronize", reported=False)
 
     def _limit(self, fraction: float, _device: object = None) -> None:
         self._ledger.memory = int(fraction * self._memory)
@@ -787,7 +804,7 @@ def stand_in_gpu(*, gpus: int = 1, alone: bool = False, memory: int = MEMORY) ->
     with contextlib.ExitStack() as stack:
         for owner, values in (
             (torch.Tensor, methods.of_tensors()),
-            (torch, methods.of_torch() | {"compile": lambda model=None, **_: model, "Event": Event, "Stream": Stream}),
+            (torch, methods.of_torch() | cuda.classes | {"compile": lambda model=None, **_: model}),
             (torch.UntypedStorage, {"resize_": resize}),
             (torch._C, {"_group_tensors_by_device_and_dtype": grouped}),
             (torch.nn.Module, {"compile": lambda *_, **__: None}),

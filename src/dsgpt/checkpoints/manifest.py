@@ -227,6 +227,7 @@ class Segment:
     cpu_share_of_others: Seconds | None = None
     """Share of the CPUs of rank 0's machine that processes outside of the run used meanwhile."""
     pad_logits: bool = False
+    cuda_graphs: bool = False
 
 
 def covers(segments: list[Segment], *, first_step: int, last_step: int) -> bool:

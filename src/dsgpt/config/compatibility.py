@@ -67,6 +67,11 @@ def check_compatibility(request: RunRequest, problems: Problems) -> None:
         problems.add("--compile needs a C++ compiler, and none was found: install one (Debian: apt-get install g++)")
     if options.compile and options.run_type == "optimized" and recipe.zero_plus_plus:
         problems.add(f"{recipe.path}: Zero++ is not combined with --compile here: leave --compile out")
+    if options.cuda_graphs and (options.run_type, options.compile, request.device) != ("baseline", True, "cuda"):
+        problems.add(
+            "--cuda_graphs captures the compiled baseline on a GPU: add --run_type baseline --compile --device cuda, "
+            "or leave it out"
+        )
     for flag, steps in (("--profile_comm", options.profile_comm), ("--profile", options.profile)):
         if steps > MOST_PROFILED_STEPS:
             problems.add(f"{flag} must be at most {MOST_PROFILED_STEPS}, not {steps}: the events are kept in memory")
@@ -99,7 +104,7 @@ def check_split(request: RunRequest, problems: Problems) -> None:
 
 
 def check_accumulation(request: RunRequest, accumulation: int, problems: Problems) -> None:
-    """Refuse to sum the gradients of several micro batches in low precision.
+    """Refuse to sum the gradients of several micro batches in low precision, or in the memory of a CUDA graph.
 
     Args:
         request: the run.
@@ -114,6 +119,11 @@ def check_accumulation(request: RunRequest, accumulation: int, problems: Problem
             f'{request.recipe.path}: dsgpt.fsdp.reduce_dtype "low" does not go with {accumulation} micro batches per '
             f'step, whose gradients PyTorch would then also sum in {request.precision}: take "fp32", or '
             "--grad_accum_steps 1"
+        )
+    if request.options.cuda_graphs and request.precision == "fp32" and accumulation > 1 and not doubtful:
+        problems.add(
+            f"--cuda_graphs writes the gradients of each micro batch over those of the last, which fp32 adds up there, "
+            f"{accumulation} a step: take --precision bf16, or --grad_accum_steps 1"
         )
 
 

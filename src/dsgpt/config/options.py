@@ -292,6 +292,11 @@ class Options:
         "are fast. Padding gets no probability and no gradient",
         work=ExecutionOnly("adds logits of no probability; the parity suite bounds the effect of rounding"),
     )
+    cuda_graphs: bool = switch(
+        "with --compile, replay the kernels of each micro batch as CUDA graphs; never run on a GPU before "
+        "`benchmark.py gpu --only faster` has compared its losses there",
+        work=ExecutionOnly("launches the same kernels"),
+    )
     activation_checkpointing: bool = switch(
         "recompute activations in the backward pass: less memory for about a third more computing",
         work=ExecutionOnly("computes the same activations, with the same dropout masks, a second time"),

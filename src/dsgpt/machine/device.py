@@ -255,7 +255,11 @@ def _with_nvtx(name: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def synchronisations(device: str) -> Iterator[list[str]]:
-    """Collects a message for every time that Python waits for the GPU inside; on a CPU there is nothing to wait for."""
+    """Collects a message for every time that Python waits for the GPU inside; on a CPU there is nothing to wait for.
+
+    Raises:
+        RuntimeError: PyTorch does not report a wait.
+    """
     waits: list[str] = []
     if device == "cpu":
         yield waits
@@ -264,10 +268,14 @@ def synchronisations(device: str) -> Iterator[list[str]]:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
         try:
+            torch.zeros(1, device=device).item()  # one wait that must be reported
             yield waits
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    waits += [str(warning.message) for warning in caught if "synchronizing CUDA operation" in str(warning.message)]
+    said = [str(warning.message) for warning in caught if "synchronizing CUDA operation" in str(warning.message)]
+    if not said:
+        raise RuntimeError("PyTorch's debug mode reports no wait for the GPU, so none can be counted")
+    waits += said[1:]
 
 
 # The process group of all ranks. Without a group, every function acts as for a single rank.

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 LAUNCHERS = {"baseline": "python", "ddp": "torchrun", "fsdp": "torchrun", "optimized": "deepspeed"}
 """The launcher of each run type that users take."""
+NVIDIA_DRIVER = Path("/dev/nvidiactl")
 _COMMANDS = {"deepspeed", "deepspeed.pt", "ds", "torchrun"}
 _MODULES = {
     "deepspeed.launcher.launch",
@@ -50,8 +51,14 @@ def launcher_command(launcher: str, ranks: int, *flags: str) -> list[str]:
     if launcher == "python":
         return [sys.executable]
     command = str(Path(sys.executable).parent / launcher)
-    count, quiet = ("--nproc_per_node", []) if launcher == "torchrun" else ("--num_gpus", ["--quiet"])
-    return [command, count, str(ranks), "--master_port", str(free_port()), *quiet, *flags]
+    visible = [gpu for gpu in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu.isdecimal()]
+    if launcher == "torchrun":
+        these = ["--nproc_per_node", str(ranks)]
+    elif len(visible) >= ranks and NVIDIA_DRIVER.exists():
+        these = ["--quiet", "--include", f"localhost:{','.join(visible[:ranks])}"]  # --num_gpus takes the first of all
+    else:
+        these = ["--quiet", "--num_gpus", str(ranks)]
+    return [command, *these, "--master_port", str(free_port()), *flags]
 
 
 def job_words(launcher: str, *, machines: int, devices: int, gpus: bool, launch: str = "launch") -> list[str]:

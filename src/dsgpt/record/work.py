@@ -81,6 +81,7 @@ def _setup(place: Fields, config: Fields) -> dict[str, str | None]:
         "micro batch x accumulation": f"{micro:.0f} x {accumulation:.0f}" if micro and accumulation else None,
         "compile": _yes_or_no(config.raw("compile")),
         "padded logits": _yes_or_no(config.raw("pad_logits")),
+        "CUDA graphs": _yes_or_no(config.raw("cuda_graphs")),
         "activation checkpointing": _yes_or_no(config.raw("activation_checkpointing")),
         **{shown: env.text(f"{name}_version") for name, shown in VERSIONS.items()},
         "host": place.text("host"),

@@ -247,8 +247,16 @@ class Baseline(TorchStrategy):
     def __init__(self, config: RunConfig, device: torch.device) -> None:
         model = whole_model(config).to(device)
         super().__init__(config, device, model=model, weights=MasterWeights(model, DTYPES[config.precision]))
+        self._graphs = config.options.cuda_graphs
         if config.options.compile:
-            self.model.compile()
+            self.model.compile(mode="reduce-overhead" if self._graphs else None)
+
+    @contextlib.contextmanager
+    def _micro_batch(self, *, last: bool) -> Iterator[None]:  # noqa: ARG002
+        """See ``TorchStrategy``; memory of a CUDA graph's results is used again from the next micro batch on."""
+        if self._graphs:
+            torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
+        yield
 
 
 class Ddp(TorchStrategy):

@@ -343,6 +343,7 @@ def _training_config(config: RunConfig, hashes: dict[str, str | None]) -> dict[s
         "eval_every": options.eval_every,
         "compile": options.compile,
         "pad_logits": options.pad_logits,
+        "cuda_graphs": options.cuda_graphs,
         "activation_checkpointing": config.activation_checkpointing,
     }
 
