@@ -21,6 +21,7 @@ from training_runs import (
 
 from dsgpt.checkpoints import store
 from dsgpt.checkpoints.manifest import Segment, highest_peaks, read_manifest, read_run_state
+from dsgpt.machine import console
 from dsgpt.record.equal_work import setup_stamps
 from dsgpt.record.runs import read_run
 from dsgpt.training.command import train as train_here
@@ -36,7 +37,7 @@ OPTIMIZERS = {
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_the_baseline_resumes_bit_for_bit(finished_run, tmp_path, capsys, optimizer):
+def test_the_baseline_resumes_bit_for_bit(finished_run, tmp_path, capsys, monkeypatch, optimizer):
     """With dropout, and inside an epoch. The other strategies do in ``tests/strategies/test_on_ranks.py``."""
     run, recipe = tmp_path / "run", write_recipe(tmp_path / "recipe.json", optimizer=OPTIMIZERS[optimizer])
     flags = LONG | {"checkpoint_path": run, "deepspeed_config": recipe, "dropout": 0.1}
@@ -46,8 +47,11 @@ def test_the_baseline_resumes_bit_for_bit(finished_run, tmp_path, capsys, optimi
     config = (run / "config.json").read_bytes()
     assert (last / "optimizer.safetensors").exists() == (optimizer != "SGD")
     stop_after_9(run)
+    monkeypatch.setattr(console, "LINE_SEC", 0)
     assert train_here(command_line(finished_run, **flags, resume=True)) == 0
-    assert f"resuming from {run / 'step-00000009'}" in capsys.readouterr().out
+    said = capsys.readouterr()
+    assert f"resuming from {run / 'step-00000009'}" in said.out
+    assert "loading the checkpoint: 50%, " in said.err and "loading the checkpoint: 100%, 0.0 s left" in said.err
     assert losses(run) == steps
     assert (last / "model.safetensors").read_bytes() == weights
     new = read_record(run)

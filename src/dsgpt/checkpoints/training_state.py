@@ -415,6 +415,15 @@ class StateReader(Pieces):
         """
         self.counters = read_or_refuse(checkpoint / COUNTERS, Counters, "a training state of this version")
         super().__init__(checkpoint, read_index(checkpoint))
+        self.heard: Callable[[], object] = lambda: None
+        """Called whenever a weight has been read."""
+
+    def read(self, name: str, moment: str | None = None, *, boxes: Sequence[Box] | None = None) -> Tensor:
+        """See ``Pieces``."""
+        value = super().read(name, moment, boxes=boxes)
+        if moment is None:
+            self.heard()
+        return value
 
     @property
     def has_moments(self) -> bool:

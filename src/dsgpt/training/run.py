@@ -447,7 +447,13 @@ def _load_checkpoint(
     state = read_run_state(start.checkpoint)
     reader = StateReader(start.checkpoint)
     reader.require_shapes(parameter_shapes(config.model))
-    strategy.load_state(reader)
+    speaks, count = config.topology.is_main, len(reader.shapes)
+    progress = Progress(total=count, what="loading the checkpoint", unit="tensor", lines=speaks)
+    reader.heard = progress.advance
+    try:
+        strategy.load_state(reader)
+    finally:
+        progress.close()
     if start.same_ranks:
         load_random_state(start.checkpoint, rank=config.topology.rank, device=device)
     else:
