@@ -15,7 +15,7 @@ from dsgpt.config.options import RUN_TYPES, Options, parse_arguments, shape_over
 from dsgpt.config.recipe import PARALLEL_KEYS, Recipe, merged, read_recipe, recipe_from, sound_recipe
 from dsgpt.config.run_config import plan_batch, split_batch
 from dsgpt.machine.topology import Topology
-from dsgpt.model.config import GPT2_VOCAB_SIZE, PRESETS, GPT2Config, shape_problems
+from dsgpt.model.config import GPT2_VOCAB_SIZE, PRESETS, GPT2Config, length_problems, shape_problems
 from dsgpt.planner import rates
 from dsgpt.planner.hardware import find_gpu, find_instance, read_prices
 from dsgpt.planner.options import CALIBRATION, PlanOptions, executed
@@ -257,11 +257,8 @@ def read_request(options: PlanOptions, problems: Problems) -> PlanRequest:
     model = _model(options, problems)
     machine = _machine(options, problems)
     recipe = _recipe(options, problems)
-    if model is not None and (options.seq_length or 0) > model.block_size:
-        problems.add(
-            f"--seq_length {options.seq_length} is longer than the model's {model.block_size} positions: lower it, or "
-            f"add --max_position_embeddings {options.seq_length}"
-        )
+    if model is not None:
+        problems.add(*length_problems(options.seq_length or 0, model.block_size))
     if options.tokens is None and not problems.mention("--tokens"):
         problems.add("--tokens is missing: give the tokens of the training, such as 10e9")
     if options.eval_every and not options.val_tokens:
