@@ -157,7 +157,22 @@ SPREAD = "Bars are medians of the repeats; a line over a bar goes from the small
 
 def charts_of_sweep(sweep: suites.Sweep, *, name: str) -> dict[str, Chart]:
     """Every chart by its name, which begins with the name of the sweep."""
-    rows, texts = suites.of_cells(sweep), Texts(sweep_stamps(sweep), sweep_footer(sweep, name=name))
+    warnings = [
+        f"NOT COMPARED: {one.cell}: {one.same_work}"
+        for comparison in sweep.comparisons
+        for one in comparison.cells
+        if not one.comparable and sweep.cell(one.cell).done() and sweep.cell(comparison.baseline).done()
+    ]
+    partly = [
+        f"{cell.name}: {len(cell.done())} of {len(cell.turns)} turns are done" for cell in sweep.cells if cell.failures
+    ]
+    if partly:
+        warnings.append(f"NOT ALL TURNS: {'; '.join(partly)}")
+    footer = (
+        f"sweep {name}: suite {sweep.suite}, {len(sweep.cells)} cells, {counted(sweep.repeats, 'repeat')}, "
+        f"{sweep.timestamp_utc[:10]}; machine: {machine_words(sweep.hardware)}."
+    )
+    rows, texts = suites.of_cells(sweep), Texts(warnings, footer)
     unequal = [f"NOT EQUAL WORK: {tokens}"] if (tokens := sweep.unequal_tokens()) else []
     marked = replace(texts, warnings=[*texts.warnings, *unequal])
     speed = ("Training throughput", "tokens per second, all devices (more is better)", "no cell has a throughput")
@@ -173,29 +188,6 @@ def charts_of_sweep(sweep: suites.Sweep, *, name: str) -> dict[str, Chart]:
         "money": partial(_cells_chart, sweep, marked, "cost", "{:,.4g}".format, cost),
     }
     return {f"{name}_{chart}": draw for chart, draw in charts.items()}
-
-
-def sweep_stamps(sweep: suites.Sweep) -> list[str]:
-    """Warnings: cells that did other work than what they are compared with, and turns that have no result."""
-    lines = [
-        f"NOT COMPARED: {one.cell}: {one.same_work}"
-        for comparison in sweep.comparisons
-        for one in comparison.cells
-        if not one.comparable and sweep.cell(one.cell).done() and sweep.cell(comparison.baseline).done()
-    ]
-    partly = [
-        f"{cell.name}: {len(cell.done())} of {len(cell.turns)} turns are done" for cell in sweep.cells if cell.failures
-    ]
-    return [*lines, *([f"NOT ALL TURNS: {'; '.join(partly)}"] if partly else [])]
-
-
-def sweep_footer(sweep: suites.Sweep, *, name: str) -> str:
-    """The sweep, its machine and its date."""
-    repeats = counted(sweep.repeats, "repeat")
-    return (
-        f"sweep {name}: suite {sweep.suite}, {len(sweep.cells)} cells, {repeats}, {sweep.timestamp_utc[:10]}; "
-        f"machine: {machine_words(sweep.hardware)}."
-    )
 
 
 def _cells_chart(
