@@ -133,6 +133,12 @@ def resume_page(record: frame.Record, *, source: str) -> str:
     """
     work, pairs, rewritten = record["work"], record["pairs"], record["rewritten"]
     passed = [sum(one["status"] == "passed" for one in results) for results in (pairs, rewritten)]
+    losses = []
+    for precision, bound in record["rewritten_bounds"].items():
+        measurements = [one["measured"] for one in rewritten if one["precision"] == precision]
+        off = [measured["validation loss"] for measured in measurements if measured]
+        if off:
+            losses.append(f"off by at most {max(off):.1e} in {precision} (allowed {bound:g})")
     head = f"""# Any strategy resumes the run of any other
 
 * **{passed[0]} of {len(pairs)} pairs**, drawn with seed {record["seed"]}: one strategy trains
@@ -144,7 +150,7 @@ step) to {work["steps"]}, every {work["validated_every"]}.
 * **{passed[1]} of {len(rewritten)} rewritings**: every strategy loads the same checkpoint and writes it
   again. The two checkpoints must be equal, byte for byte, and the ranks must compute with the checkpoint's weights,
   rounded to the precision. Validation loss of the loaded weights, against the baseline's:
-  {_rewritten_validation(record)}.
+  {", ".join(losses) or "not measured"}.
 
 Work: {work["global_batch_size"]} sequences of {work["seq_len"]} tokens per step, {work["model"]["num_layers"]} layers
 of width {work["model"]["embedding_size"]}, fp32, AdamW, dropout 0; the loss falls from
@@ -157,17 +163,6 @@ of width {work["model"]["embedding_size"]}, fp32, AdamW, dropout 0; the loss fal
 def summary_lines(record: frame.Record) -> list[str]:
     """The table of pairs, for a console."""
     return _pairs(record).removeprefix("## ").splitlines()
-
-
-def _rewritten_validation(record: frame.Record) -> str:
-    """The largest difference by precision."""
-    parts = []
-    for precision, bound in record["rewritten_bounds"].items():
-        measurements = [one["measured"] for one in record["rewritten"] if one["precision"] == precision]
-        off = [measured["validation loss"] for measured in measurements if measured]
-        if off:
-            parts.append(f"off by at most {max(off):.1e} in {precision} (allowed {bound:g})")
-    return ", ".join(parts) or "not measured"
 
 
 def _pairs(record: frame.Record) -> str:
