@@ -15,7 +15,7 @@ from small_run import REPOSITORY
 import dsgpt.demo
 from dsgpt.benchmarks.cells import Corpus
 from dsgpt.common.command_line import Terminated
-from dsgpt.training import run as preparation
+from dsgpt.training import run_folder
 from dsgpt.training.command import train
 
 
@@ -118,10 +118,10 @@ def test_checkpoints_that_were_moved_stop_the_demo(demo, capsys, monkeypatch, sn
 
 def test_a_temporary_error_is_not_another_run(demo, monkeypatch):
     baseline(demo)
-    plan = preparation.plan_resume
+    plan = run_folder.plan_resume
     effects = chain([OSError(errno.EIO, os.strerror(errno.EIO), "somewhere")], repeat(DEFAULT))
     failing = Mock(wraps=plan, side_effect=effects)
-    monkeypatch.setattr(preparation, "plan_resume", failing)
+    monkeypatch.setattr(run_folder, "plan_resume", failing)
     assert decided(demo) == "--resume" and failing.called
 
 

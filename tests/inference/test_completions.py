@@ -228,7 +228,7 @@ def test_a_small_request_is_read_while_large_ones_are(checkpoint_with_tokenizer,
             small_one.set()
         raise ApiError(400, "read")
 
-    monkeypatch.setattr("dsgpt.inference.server.completions.read_request", reads)
+    monkeypatch.setattr("dsgpt.inference.server.requests.read_request", reads)
     completions = served(checkpoint_with_tokenizer, limits=replace(LIMITS, body_bytes=2 * SMALL_BODY))
     *answers, _ = answers_of(completions, {"prompt": "x" * SMALL_BODY}, {}, together=True)
     assert [answer.json()["error"]["message"] for answer in answers] == ["read", "read"]

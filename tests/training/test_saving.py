@@ -53,7 +53,7 @@ def trained(finished_run: Path, run_dir: Path, **flags: Any) -> int:
 def test_a_checkpoint_is_of_its_step_however_late_it_is_written(finished_run, tmp_path, monkeypatch, capsys):
     """The one of step 3 is not written before step 5 was taken; the next save waits for it."""
     taken = threading.Event()
-    original_step, original_write = Journal.step_done, checkpoint.write_shards
+    original_step, original_write = Journal.step_done, training_state.write_shards
 
     def step_done(self: Journal, *args: Any, step: int, **values: Any) -> None:
         original_step(self, *args, step=step, **values)
@@ -65,7 +65,7 @@ def test_a_checkpoint_is_of_its_step_however_late_it_is_written(finished_run, tm
         return original_write(*args, **values)
 
     monkeypatch.setattr(Journal, "step_done", step_done)
-    monkeypatch.setattr(checkpoint, "write_shards", write)
+    monkeypatch.setattr(training_state, "write_shards", write)
     assert trained(finished_run, tmp_path / "run") == 0
     assert checkpoints(tmp_path / "run") == [3, 6, 9, 12]
     for step in (3, 6, 9, 12):
@@ -152,7 +152,7 @@ def test_a_run_that_fails_completes_its_last_checkpoint_or_says_why_not(
     finished_run, tmp_path, monkeypatch, capsys, saves
 ):
     """A run that an error ends does not lose a checkpoint that is nearly written."""
-    original, failing = checkpoint.write_shards, threading.Event()
+    original, failing = training_state.write_shards, threading.Event()
 
     def write(*args: Any, **values: Any) -> Any:
         assert failing.wait(60)
@@ -165,7 +165,7 @@ def test_a_run_that_fails_completes_its_last_checkpoint_or_says_why_not(
             failing.set()
             raise RuntimeError("a fault")
 
-    monkeypatch.setattr(checkpoint, "write_shards", write)
+    monkeypatch.setattr(training_state, "write_shards", write)
     monkeypatch.setattr(Journal, "step_done", step_done)
     with pytest.raises(RuntimeError, match="a fault"):
         trained(finished_run, tmp_path / "run")

@@ -8,19 +8,9 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from dsgpt.benchmarks import frame
 from dsgpt.benchmarks.cells import Cell
 from dsgpt.benchmarks.faults import SAVE_EVERY, STEPS
-from dsgpt.benchmarks.frame import (
-    Record,
-    Suite,
-    SuiteOptions,
-    made_from,
-    only_flag,
-    record_head,
-    section,
-    selected,
-    work_facts,
-)
 from dsgpt.common.command_line import COUNT, NUMBER, flag, switch
 from dsgpt.common.errors import UserError
 from dsgpt.common.files import write_json_atomic
@@ -207,7 +197,7 @@ WHAT = {
 Row = Mapping[str, Any]
 
 
-def clusters_page(record: Record, *, source: str) -> str:
+def clusters_page(record: frame.Record, *, source: str) -> str:
     """The page.
 
     Args:
@@ -232,24 +222,24 @@ The limit of `--stall_timeout` is lowered to {LIMIT_SEC:g} s, and each step take
 fork from a process that has imported PyTorch and DeepSpeed, except under the scripts of `launch/` and with another
 clock.
 
-{made_from(record, source=source, name="clusters", page="clusters-campaign")}"""
-    parts = [
+{frame.made_from(record, source=source, name="clusters", page="clusters-campaign")}"""
+    return frame.page_of(
         head,
-        section(
+        frame.section(
             "By kind of fault",
             ["fault", "what is done", "tried", "recovered", "named", "detected after", "resumed after", "steps lost"],
             [[kind, WHAT[kind], *_figures(rows)] for kind, rows in kinds.items() if rows],
             text="""Times are the median and the longest. Detected: from the fault to the line that names the culprit.
 Resumed: from there, or from the fault if nobody is at fault, to the first step of the run that was started again.""",
         ),
-        section(
+        frame.section(
             "By strategy and launcher",
             ["strategy", *LAUNCHERS],
             [[run, *(_recovered(faults, strategy=run, launcher=each) for each in LAUNCHERS)] for run in RUNS],
             text="""Recovered of tried. `ranks`: each is started by itself, as `srun` does. `torchrun 1:2` continues on
 one host until the other is back.""",
         ),
-        section(
+        frame.section(
             "With the limit that users have",
             ["fault", "recovered", "named", "detected after", "resumed after", "steps lost"],
             [[fault["name"], *_figures([fault])[1:]] for fault in usual],
@@ -259,14 +249,13 @@ one host until the other is back.""",
         _words("Not recovered", every, "wrong"),
         _words("Culprit not named", [fault | {"why": "nobody"} for fault in every if fault["named"] is False], "why"),
         _words("Not run", every, "not_run"),
-    ]
-    return "\n\n".join(filter(None, parts)) + "\n"
+    )
 
 
 def _goodput(fault: Row) -> str:
     goodput = fault["goodput"]
     seconds = {"steps that were kept": goodput["kept_sec"]} | goodput["lost_sec"]
-    return section(
+    return frame.section(
         "Goodput under a stream of preemptions",
         ["seconds of", "s", "share"],
         [[what, f"{each:.1f}", f"{each / goodput['wall_sec']:.0%}"] for what, each in seconds.items()],
@@ -304,7 +293,7 @@ def _figures(faults: Sequence[Row]) -> list[Any]:
     return [len(ran), sum(not fault["wrong"] for fault in ran), named, *times, lost]
 
 
-def _summary(record: Record) -> str:
+def _summary(record: frame.Record) -> str:
     ran = _ran(record["faults"])
     guilty = [fault["named"] for fault in ran if fault["named"] is not None]
     left_out = len(record["faults"]) - len(ran)
@@ -321,7 +310,7 @@ def _summary(record: Record) -> str:
     return "\n".join(lines)
 
 
-def summary_lines(record: Record) -> list[str]:
+def summary_lines(record: frame.Record) -> list[str]:
     """The figures of the page's summary, for a console."""
     return _summary(record).splitlines()
 
@@ -330,12 +319,12 @@ def summary_lines(record: Record) -> list[str]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClusterOptions(SuiteOptions):
+class ClusterOptions(frame.SuiteOptions):
     """The command line."""
 
     faults: int = flag(COUNT, "N", "how many faults (default: %(default)s)", default=FAULTS)
     seed: int = flag(COUNT, "N", "seed that draws them (default: %(default)s)", default=SEED)
-    only: tuple[str, ...] = only_flag("KIND", "kinds of faults")
+    only: tuple[str, ...] = frame.only_flag("KIND", "kinds of faults")
     minutes: float = flag(NUMBER, "MIN", "begin no fault after this time (default: %(default)g)", default=40.0)
     at_once: int = flag(
         COUNT, "N", "runs at the same time; most of the time they wait (default: %(default)s)", default=4
@@ -343,7 +332,7 @@ class ClusterOptions(SuiteOptions):
     again: bool = switch("repeat the faults of the record that were not recovered, too")
 
 
-class Clusters(Suite[ClusterOptions, tuple[Fault, Outcome]]):
+class Clusters(frame.Suite[ClusterOptions, tuple[Fault, Outcome]]):
     """Disturbs runs on two hosts, and starts them again."""
 
     name, record_of, schema_version, unit = "clusters", "the campaign of cluster faults", "1.0", "fault"
@@ -362,8 +351,8 @@ examples:
 
     def plan(self) -> int:
         options, output = self.options, self.options.output
-        chosen = selected(KINDS, options.only)
-        earlier: Record = {"seed": options.seed, "blocks": [], "faults": []}
+        chosen = frame.selected(KINDS, options.only)
+        earlier: frame.Record = {"seed": options.seed, "blocks": [], "faults": []}
         earlier = read_object(output) if output.exists() else earlier
         if earlier["seed"] != options.seed:
             raise UserError(f"--output {output}: has faults of seed {earlier['seed']}: give that one, or another file")
@@ -377,7 +366,7 @@ examples:
     def begin(self) -> None:
         from dsgpt.benchmarks.clusters_runs import ClusterRuns  # noqa: PLC0415 - torch takes seconds
 
-        self._started, self._head = time.monotonic(), record_head(self.schema_version, device="cpu")
+        self._started, self._head = time.monotonic(), frame.record_head(self.schema_version, device="cpu")
         self._runs = ClusterRuns(self.folder, repository=self.repository)
         self.console.say(f"{len(self._faults)} faults; {len(self._earlier)} are in {self.options.output} already")
 
@@ -404,20 +393,20 @@ examples:
         because = (outcome.wrong or outcome.not_run).splitlines()[:1]
         return f"{count} {fault.name}: {word} ({outcome.seconds:.1f} s{left}){''.join(f': {one}' for one in because)}"
 
-    def record(self, results: Sequence[tuple[Fault, Outcome]]) -> Record:
+    def record(self, results: Sequence[tuple[Fault, Outcome]]) -> frame.Record:
         seconds = round(time.monotonic() - self._started, 1)
         block = {key: self._head[key] for key in ("git_commit", "timestamp_utc")}
         blocks = [*self._blocks, block | {"seconds": seconds, "faults": len(results)}]
         new = [asdict(fault) | {"name": fault.name} | asdict(outcome) for fault, outcome in results]
         return {
-            "work": {"faults": self.options.faults, "steps": STEPS, "save_every": SAVE_EVERY} | work_facts("cpu"),
+            "work": {"faults": self.options.faults, "steps": STEPS, "save_every": SAVE_EVERY} | frame.work_facts("cpu"),
             "seed": self.options.seed,
             "seconds": sum(one["seconds"] for one in blocks),
             "blocks": blocks,
             "faults": sorted([*self._earlier, *new], key=lambda fault: fault["index"]),
         }
 
-    def failures(self, record: Record) -> list[str]:
+    def failures(self, record: frame.Record) -> list[str]:
         guilty = [fault["named"] for fault in record["faults"] if fault["named"] is not None]
         unnamed = [f"{sum(guilty)} of {len(guilty)} named"] if sum(guilty) < NAMED * len(guilty) else []
         return [fault["name"] for fault in record["faults"] if fault["wrong"]] + unnamed

@@ -17,20 +17,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from dsgpt.benchmarks import frame
 from dsgpt.benchmarks.cells import Cell, CellRunner, weights_apart, write_random_tokens
-from dsgpt.benchmarks.frame import (
-    Record,
-    Suite,
-    SuiteOptions,
-    made_from,
-    only_flag,
-    section,
-    selected,
-    span,
-    span_words,
-    troubles,
-    work_facts,
-)
 from dsgpt.benchmarks.hosts import TUN, Hosts, NoHosts, be_rank_on, made_hosts
 from dsgpt.benchmarks.launch import IMPORTS, Assignment, config_of, train_rank, training_words
 from dsgpt.benchmarks.plan import cells as plan_cells
@@ -82,7 +70,7 @@ TOKENS = 200_000
 # The page.
 
 
-def network_page(record: Record, *, source: str) -> str:
+def network_page(record: frame.Record, *, source: str) -> str:
     """The page.
 
     Args:
@@ -103,10 +91,10 @@ def network_page(record: Record, *, source: str) -> str:
             f"{point['mbit']:,}",
             f"{point.get('delay_ms', 0):g}",
             f"{point['predicted_share']:.1%}",
-            span_words(point["share"], ".1%"),
+            frame.span_words(point["share"], ".1%"),
             f"{point['off'] * 100:+.1f}",
             f"{point['predicted_step_sec']:.2f}",
-            span_words(point["step_sec"], ".2f"),
+            frame.span_words(point["step_sec"], ".2f"),
         ]
         for point in record["points"]
     ]
@@ -126,22 +114,24 @@ That the time of a network is added, and not the longer one taken, was chosen on
 {record.get("remark", "")}""".rstrip()
     words = {"error": "**ERROR**", "failed": "**FAILED**", "refused": "refused"}
     header = ["strategy", "link, Mbit/s", "delay, ms", "predicted share", "measured share", "off, points"]
-    parts = [
+    header = ["strategy", "link, Mbit/s", "delay, ms", "predicted share", "measured share", "off, points"]
+    return frame.page_of(
         "\n".join(["# Training across hosts\n", *summary_lines(record)]),
-        made_from(record, source=source, name="network"),
-        section(
+        frame.made_from(record, source=source, name="network"),
+        frame.section(
             "The same training on several hosts",
             ["strategy", "ranks", "hosts", "started by", "loss", "gradient norm", "weights"],
             spread,
             text=in_hosts,
         ),
-        section("Waiting for slow links", [*header, "predicted step, s", "measured step, s"], points, text=on_links),
-        troubles([*record["trainings"], *record["over_links"]], words),
-    ]
-    return "\n\n".join(filter(None, parts)) + "\n"
+        frame.section(
+            "Waiting for slow links", [*header, "predicted step, s", "measured step, s"], points, text=on_links
+        ),
+        frame.troubles([*record["trainings"], *record["over_links"]], words),
+    )
 
 
-def summary_lines(record: Record) -> list[str]:
+def summary_lines(record: frame.Record) -> list[str]:
     """The verdict."""
     spread, off = record["trainings"], [abs(point["off"]) for point in record["points"]]
     good = sum(one["status"] == "passed" for one in spread)
@@ -165,14 +155,16 @@ Link = tuple[int | None, float]
 
 
 @dataclass(frozen=True, kw_only=True)
-class NetworkOptions(SuiteOptions):
+class NetworkOptions(frame.SuiteOptions):
     """The command line."""
 
     turns: int = flag(POSITIVE, "N", "trainings of each strategy over each link (default: %(default)s)", default=3)
-    only: tuple[str, ...] = only_flag("NAME", "strategies, and link-ddp and so on, by the beginnings of their names")
+    only: tuple[str, ...] = frame.only_flag(
+        "NAME", "strategies, and link-ddp and so on, by the beginnings of their names"
+    )
 
 
-class Network(Suite[NetworkOptions, Result]):
+class Network(frame.Suite[NetworkOptions, Result]):
     """Trains on several hosts, then over slow links."""
 
     name, record_of, unit = "network", "trainings on several hosts", "training"
@@ -188,7 +180,7 @@ examples:
   .venv/bin/python src/benchmark.py network --only zero3 link-zero3"""
 
     def plan(self) -> int:
-        chosen = selected({name: name for name in (*STRATEGIES, *OVER_LINKS)}, self.options.only)
+        chosen = frame.selected({name: name for name in (*STRATEGIES, *OVER_LINKS)}, self.options.only)
         cells = {cell.key: cell for cell in plan_cells()}
         self._spread = [name for name in chosen if name in STRATEGIES]
         self._linked = [cells[OVER_LINKS[name]] for name in chosen if name in OVER_LINKS]
@@ -296,7 +288,7 @@ examples:
         found += [f"waits {result['share']:.1%} of a step"] if "share" in result else []
         return f"{count} {result['name']}: {', '.join([result['status'], *found])}{left} {result['message']}".rstrip()
 
-    def record(self, results: Sequence[Result]) -> Record:
+    def record(self, results: Sequence[Result]) -> frame.Record:
         linked = [one for one in results if "mbit" in one]
         by_link = defaultdict[tuple[str, Link], list[Result]](list)
         for one in linked:
@@ -305,7 +297,7 @@ examples:
         shaped = {what: by for one in linked for what, by in one.get("shaped_by", {}).items()}
         return {
             "bound": BOUND,
-            "work": work_facts("cpu"),
+            "work": frame.work_facts("cpu"),
             "turns": self.options.turns,
             "linked_work": self._linked[0].title.partition(", ")[2] if self._linked else None,
             "shaped_by": ", ".join(shaped.values()) or None,
@@ -334,15 +326,15 @@ examples:
                 continue
             network = replace(rates, network=mbit * 1e6 / 8, network_sec=delay_ms / 1e3)
             linked = replace(machine, devices=1, rates=network)
-            step, share = predict_step(self._setups[strategy], linked), span([one["share"] for one in turns])
+            step, share = predict_step(self._setups[strategy], linked), frame.span([one["share"] for one in turns])
             point = {"strategy": strategy, "mbit": mbit, "delay_ms": delay_ms, "share": share}
             point |= {"predicted_step_sec": step.seconds}
-            point |= {"step_sec": span([one["step_sec"] for one in turns])}
+            point |= {"step_sec": frame.span([one["step_sec"] for one in turns])}
             point["predicted_share"] = step.parts["communication"] / step.seconds
             points.append(point | {"off": point["predicted_share"] - share["median"]})
         return points
 
-    def failures(self, record: Record) -> list[str]:
+    def failures(self, record: frame.Record) -> list[str]:
         return [one["name"] for one in (*record["trainings"], *record["over_links"]) if one["status"] != "passed"]
 
 

@@ -252,16 +252,6 @@ def watched_optimizers(*, sgd_gradients: bool) -> Iterator[set[float]]:
                 state.pop(name, None)
 
 
-def full_gradient(exp_avg: Tensor, *, beta1: float, grad_norm: float, clipping: float) -> Tensor:
-    """The gradient of the first step, from Adam's first moment after it.
-
-    ``exp_avg`` is then (1 - beta1) times the clipped gradient (Kingma and Ba 2015, algorithm 1), and clipping divided
-    it by ``(norm + 1e-6) / clipping`` if that exceeds 1, both in torch's ``clip_grad_norm_`` and in DeepSpeed.
-    """
-    shrunk = max(1.0, (grad_norm + 1e-6) / clipping) if clipping > 0 else 1.0
-    return exp_avg / (1 - beta1) * shrunk
-
-
 # One rank of one cell: what ``src/gpt2.py`` does from flags to steps, measured.
 
 SENT = "sent"
@@ -313,7 +303,7 @@ def _measure(config: RunConfig, strategy: Strategy) -> reference.Measurement:
     """Train from the first to the last step; every rank calls it, because parts of it are collective."""
     measurement = reference.Measurement(data_rank=config.topology.data_rank)
     batches = reference.WatchedBatches(training_batches(config, first_step=0))
-    recipe, main = config.recipe, config.topology.is_main
+    recipe, main, clipping = config.recipe, config.topology.is_main, config.recipe.gradient_clipping
     beta1 = recipe.optimizer.betas[0] if recipe.optimizer.type == "AdamW" else 0.0  # see ``watched_optimizers``
 
     def note_bytes(cost: dict[str, Any]) -> None:
@@ -326,12 +316,10 @@ def _measure(config: RunConfig, strategy: Strategy) -> reference.Measurement:
                 result = strategy.train_step(batches, step)
             for name, state in whole_state(config, strategy).items() if step == 1 else ():
                 if main and state.exp_avg is not None:
-                    gradient = full_gradient(
-                        state.exp_avg.float(),
-                        beta1=beta1,
-                        grad_norm=float(result.grad_norm),
-                        clipping=recipe.gradient_clipping,
-                    )
+                    # Adam's first moment is now (1 - beta1) times the clipped gradient (Kingma and Ba 2015, algorithm
+                    # 1). Clipping divided it by this if it exceeds 1, both in ``clip_grad_norm_`` and in DeepSpeed.
+                    shrunk = max(1.0, (float(result.grad_norm) + 1e-6) / clipping) if clipping > 0 else 1.0
+                    gradient = state.exp_avg.float() / (1 - beta1) * shrunk
                     measurement.tensor(reference.GRADIENT, name, gradient)
         measurement.step(
             loss=float(result.loss),

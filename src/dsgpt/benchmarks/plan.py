@@ -8,18 +8,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from dsgpt.benchmarks import frame
 from dsgpt.benchmarks.cells import DIMENSIONS, NARROW, Corpus, Shape, file_values
-from dsgpt.benchmarks.frame import (
-    Record,
-    Suite,
-    SuiteOptions,
-    device_flag,
-    made_from,
-    only_flag,
-    page_of,
-    section,
-    selected,
-)
 from dsgpt.benchmarks.launch import shape_values, training_words
 from dsgpt.common.command_line import COUNT, flag
 from dsgpt.common.files import write_json_atomic
@@ -256,7 +246,7 @@ PARTS_OF_STEP = {"forward": ("forward", "loss"), "rest": ("backward", "reduction
 """Moments of the planner up to the end of the forward pass, and after it: a GPU's allocator knows the peak of each."""
 
 
-def plan_page(record: Record, *, source: str) -> str:
+def plan_page(record: frame.Record, *, source: str) -> str:
     """The page.
 
     Args:
@@ -270,9 +260,9 @@ def plan_page(record: Record, *, source: str) -> str:
 
 [How memory is predicted, and how it was measured](planner-method.md).
 
-{made_from(record, source=source, name="plan", page="planner")}"""
+{frame.made_from(record, source=source, name="plan", page="planner")}"""
     troubles = [f"* {why}" for result in record["cells"] for why in failed(result)]
-    return page_of(
+    return frame.page_of(
         head,
         _memory(measured),
         _parts(measured),
@@ -284,7 +274,7 @@ def plan_page(record: Record, *, source: str) -> str:
     )
 
 
-def summary_lines(record: Record) -> list[str]:
+def summary_lines(record: frame.Record) -> list[str]:
     """The verdict, for a console."""
     measured = [result for result in record["cells"] if result["status"] == "done"]
     return _verdict(measured).splitlines()
@@ -360,7 +350,7 @@ def _memory(measured: Sequence[Figures]) -> str:
             ]
         )
     header = ["cell", "predicted, MB", "measured, MB", "off", "other ranks", "MemTracker, MB", "predicted at"]
-    return section("Peak memory, predicted and measured", header, rows)
+    return frame.section("Peak memory, predicted and measured", header, rows)
 
 
 def _parts(measured: Sequence[Figures]) -> str:
@@ -371,7 +361,7 @@ def _parts(measured: Sequence[Figures]) -> str:
     ]
     text = "MB of the predicted peak; [records.md](records.md#predicted-memory) says what each part is."
     header = ["cell", *(name.replace("_", " ") for name in used)]
-    return section("What the peaks consist of", header, rows, text=text)
+    return frame.section("What the peaks consist of", header, rows, text=text)
 
 
 def _estimates(measured: Sequence[Figures]) -> str:
@@ -383,7 +373,7 @@ def _estimates(measured: Sequence[Figures]) -> str:
     text = """`estimate_zero2_model_states_mem_needs` and its counterpart for stage 3 know the number of parameters and
 of ranks. They leave out activations, logits and buckets, and count fp32 models as if they were trained in fp16."""
     header = ["cell", "DeepSpeed's estimate, MB", "off the measured peak", "this planner"]
-    return section("DeepSpeed's estimator", header, rows, text=text)
+    return frame.section("DeepSpeed's estimator", header, rows, text=text)
 
 
 def _traffic(measured: Sequence[Figures]) -> str:
@@ -395,7 +385,7 @@ def _traffic(measured: Sequence[Figures]) -> str:
             rows.append([result["title"], megabytes(max(sent["predicted"])), "the same" if _exact(sent) else most])
     text = f"""Of the rank that sends most, if collectives are rings. The formulas leave out losses, norms and counters,
 at most {LEFT_OUT_BYTES} bytes a step."""
-    return section("Bytes sent in a step", ["cell", "predicted, MB of a rank", "measured"], rows, text=text)
+    return frame.section("Bytes sent in a step", ["cell", "predicted, MB of a rank", "measured"], rows, text=text)
 
 
 def _times(measured: Sequence[Figures], factors: Mapping[str, Any] | None) -> str:
@@ -423,7 +413,7 @@ def _times(measured: Sequence[Figures], factors: Mapping[str, Any] | None) -> st
             f" Fitted to {factors['steps']} cells: computation takes {compute} times as long as the calibrated rates "
             f"say, communication {factors['communication']:.2f} times. Calibration and factors are in the record."
         )
-    return section("Step time", ["cell", "measured, s", "predicted, s", "off", "used as"], rows, text=text)
+    return frame.section("Step time", ["cell", "measured, s", "predicted, s", "off", "used as"], rows, text=text)
 
 
 def _choices(measured: Sequence[Figures]) -> str:
@@ -447,7 +437,7 @@ def _choices(measured: Sequence[Figures]) -> str:
     text = f"""Cells that do the same work: the one with the shortest predicted step, and the one with the shortest
 measured step. Both times are measured. Goal: at most {MOST_SLOWER:.0%} slower."""
     header = ["work", "setups", "predicted to be the fastest", "the fastest", "slower by"]
-    return section("The choice", header, rows, text=text)
+    return frame.section("The choice", header, rows, text=text)
 
 
 # The suite.
@@ -457,15 +447,15 @@ Result = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanOptions(SuiteOptions):
+class PlanOptions(frame.SuiteOptions):
     """The command line."""
 
     rounds: int = flag(COUNT, "N", "rounds of step times; 0 for memory only (default: %(default)s)", default=2)
-    only: tuple[str, ...] = only_flag("KEY", "cells, by the beginnings of their keys")
-    device: str = device_flag("cpu, with two ranks of one core, or cuda, with all GPUs and other cells")
+    only: tuple[str, ...] = frame.only_flag("KEY", "cells, by the beginnings of their keys")
+    device: str = frame.device_flag("cpu, with two ranks of one core, or cuda, with all GPUs and other cells")
 
 
-class Plan(Suite[PlanOptions, Result]):
+class Plan(frame.Suite[PlanOptions, Result]):
     """Predicts every cell, measures it, and compares."""
 
     name, record_of, unit = "plan", "predictions", "cell"
@@ -490,7 +480,7 @@ examples:
 
             self._devices = cuda_devices()
             every = [cell for group in gpu_cells(self._devices).values() for cell in group]
-        self._cells = list(selected({cell.key: cell for cell in every}, self.options.only).values())
+        self._cells = list(frame.selected({cell.key: cell for cell in every}, self.options.only).values())
         return len(self._cells)
 
     def begin(self) -> None:
@@ -513,7 +503,7 @@ examples:
         peak = f"peak {measured / 1e6:,.1f} MB, predicted {predicted / 1e6:,.1f} MB ({_off(worst)})"
         return f"{count} {result['title']}: {peak}{', OUTSIDE' if failed(result) else ''}{left}"
 
-    def record(self, results: Sequence[Result]) -> Record:
+    def record(self, results: Sequence[Result]) -> frame.Record:
         return {
             "rounds": self.options.rounds,
             "calibration": self._suite.calibration and asdict(self._suite.calibration),
@@ -521,5 +511,5 @@ examples:
             "cells": list(results),
         }
 
-    def failures(self, record: Record) -> list[str]:
+    def failures(self, record: frame.Record) -> list[str]:
         return [why for cell in record["cells"] for why in failed(cell)]

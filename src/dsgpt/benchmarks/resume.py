@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dsgpt.benchmarks import frame
 from dsgpt.benchmarks.cells import (
     ACCUMULATIONS,
     STEPS,
@@ -24,17 +25,6 @@ from dsgpt.benchmarks.cells import (
     by,
     executed_by,
     weights_apart,
-)
-from dsgpt.benchmarks.frame import (
-    Record,
-    Suite,
-    SuiteOptions,
-    device_flag,
-    made_from,
-    page_of,
-    section,
-    troubles,
-    work_facts,
 )
 from dsgpt.benchmarks.launch import IMPORTS, Assignment, RankEnd, config_of, train_rank, write_end
 from dsgpt.checkpoints.store import WEIGHTS
@@ -134,7 +124,7 @@ def core_rewritten() -> list[Cell]:
 STATUS_WORDS = {"passed": "yes", "failed": "**NO**", "refused": "refused", "error": "**ERROR**"}
 
 
-def resume_page(record: Record, *, source: str) -> str:
+def resume_page(record: frame.Record, *, source: str) -> str:
     """The page.
 
     Args:
@@ -143,6 +133,12 @@ def resume_page(record: Record, *, source: str) -> str:
     """
     work, pairs, rewritten = record["work"], record["pairs"], record["rewritten"]
     passed = [sum(one["status"] == "passed" for one in results) for results in (pairs, rewritten)]
+    losses = []
+    for precision, bound in record["rewritten_bounds"].items():
+        measurements = [one["measured"] for one in rewritten if one["precision"] == precision]
+        off = [measured["validation loss"] for measured in measurements if measured]
+        if off:
+            losses.append(f"off by at most {max(off):.1e} in {precision} (allowed {bound:g})")
     head = f"""# Any strategy resumes the run of any other
 
 * **{passed[0]} of {len(pairs)} pairs**, drawn with seed {record["seed"]}: one strategy trains
@@ -154,33 +150,22 @@ step) to {work["steps"]}, every {work["validated_every"]}.
 * **{passed[1]} of {len(rewritten)} rewritings**: every strategy loads the same checkpoint and writes it
   again. The two checkpoints must be equal, byte for byte, and the ranks must compute with the checkpoint's weights,
   rounded to the precision. Validation loss of the loaded weights, against the baseline's:
-  {_rewritten_validation(record)}.
+  {", ".join(losses) or "not measured"}.
 
 Work: {work["global_batch_size"]} sequences of {work["seq_len"]} tokens per step, {work["model"]["num_layers"]} layers
 of width {work["model"]["embedding_size"]}, fp32, AdamW, dropout 0; the loss falls from
 {record["reference"]["first_loss"]:.3f} to {record["reference"]["last_loss"]:.3f}.
 
-{made_from(record, source=source, name="resume")}"""
-    return page_of(head, _pairs(record), _rewritten(record), troubles([*pairs, *rewritten], STATUS_WORDS))
+{frame.made_from(record, source=source, name="resume")}"""
+    return frame.page_of(head, _pairs(record), _rewritten(record), frame.troubles([*pairs, *rewritten], STATUS_WORDS))
 
 
-def summary_lines(record: Record) -> list[str]:
+def summary_lines(record: frame.Record) -> list[str]:
     """The table of pairs, for a console."""
     return _pairs(record).removeprefix("## ").splitlines()
 
 
-def _rewritten_validation(record: Record) -> str:
-    """The largest difference by precision."""
-    parts = []
-    for precision, bound in record["rewritten_bounds"].items():
-        measurements = [one["measured"] for one in record["rewritten"] if one["precision"] == precision]
-        off = [measured["validation loss"] for measured in measurements if measured]
-        if off:
-            parts.append(f"off by at most {max(off):.1e} in {precision} (allowed {bound:g})")
-    return ", ".join(parts) or "not measured"
-
-
-def _pairs(record: Record) -> str:
+def _pairs(record: frame.Record) -> str:
     header = ["from", "to", "largest loss difference", "validation loss", "weights, relative", "equal"]
     rows = []
     for pair in record["pairs"]:
@@ -191,10 +176,10 @@ def _pairs(record: Record) -> str:
         facts = [pair["measured"].get(fact) for fact in ("loss", "validation loss", "weights")]
         figures = ["-" if fact is None else f"{fact:.1e}" for fact in facts]
         rows.append([*runs, *figures, STATUS_WORDS[pair["status"]]])
-    return section("Pairs", header, rows)
+    return frame.section("Pairs", header, rows)
 
 
-def _rewritten(record: Record) -> str:
+def _rewritten(record: frame.Record) -> str:
     groups: dict[str, dict[tuple[int, str], str]] = {}
     for one in record["rewritten"]:
         groups.setdefault(one["strategy"], {})[one["ranks"], one["precision"]] = STATUS_WORDS[one["status"]]
@@ -203,7 +188,7 @@ def _rewritten(record: Record) -> str:
     )
     header = ["strategy", *(f"{counted(ranks, 'rank')}, {precision}" for ranks, precision in places)]
     rows = [[strategy, *(by_place.get(place, "") for place in places)] for strategy, by_place in groups.items()]
-    return section("Rewritings", header, rows)
+    return frame.section("Rewritings", header, rows)
 
 
 # The suite: source runs first, then resumes and rewritings, one launch for each number of ranks.
@@ -266,16 +251,16 @@ class Result:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ResumeOptions(SuiteOptions):
+class ResumeOptions(frame.SuiteOptions):
     """The command line."""
 
     pairs: int = flag(COUNT, "N", "how many pairs of strategies (default: %(default)s)", default=PAIRS)
     seed: int = flag(COUNT, "N", "seed that draws the pairs (default: %(default)s, as in docs/resume.md)", default=SEED)
     core: bool = switch("only what `make test` runs")
-    device: str = device_flag("cpu, or cuda, where strategies on one rank write what they read")
+    device: str = frame.device_flag("cpu, or cuda, where strategies on one rank write what they read")
 
 
-class Resume(Suite[ResumeOptions, Result]):
+class Resume(frame.Suite[ResumeOptions, Result]):
     """Lets every strategy write what it read, and pairs of strategies share a run."""
 
     length = WHOLE
@@ -417,12 +402,12 @@ examples:
         because = f": {result.message.splitlines()[0]}" if result.message else ""
         return f"{count} {result.name}: {word}{off} ({result.seconds:.1f} s{left}){because}"
 
-    def record(self, results: Sequence[Result]) -> Record:
+    def record(self, results: Sequence[Result]) -> frame.Record:
         losses = read_losses(self._run_of(BASELINE), "loss")
         steps = {"steps": WHOLE.steps, "saved": WHOLE.saved, "validated_every": WHOLE.validated}
         steps |= {"validation_windows": VALIDATION_WINDOWS}
         return {
-            "work": steps | work_facts(self.options.device),
+            "work": steps | frame.work_facts(self.options.device),
             "bound": BOUND,
             "rewritten_bounds": REWRITTEN_BOUNDS,
             "seed": self.options.seed,
@@ -446,7 +431,7 @@ examples:
             ],
         }
 
-    def failures(self, record: Record) -> list[str]:
+    def failures(self, record: frame.Record) -> list[str]:
         ends = [*record["pairs"], *record["rewritten"]]
         return [end["name"] for end in ends if end["status"] in {"failed", "error"}]
 

@@ -15,22 +15,11 @@ from dsgpt.common.command_line import Parser, switch
 from dsgpt.common.errors import EXIT_DONE
 from dsgpt.common.text import REPOSITORY
 
-SUITES = {
-    "parity": "parity.Parity",
-    "resume": "resume.Resume",
-    "faults": "faults.Faults",
-    "clusters": "clusters.Clusters",
-    "saving": "saving.Saving",
-    "network": "network.Network",
-    "speed": "speed.Speed",
-    "decoding": "decoding.Decoding",
-    "inference": "inference.Inference",
-    "serving": "serving.Serving",
-    "plan": "plan.Plan",
-    "recipes": "recipes.Recipes",
-    "gpu": "gpu.Gpu",
-    "run": "sweep.SweepSuite",
-}
+_CLASSES = (
+    *("Parity", "Resume", "Faults", "Clusters", "Saving", "Network"),
+    *("Speed", "Decoding", "Inference", "Serving", "Plan", "Recipes", "Gpu"),
+)
+SUITES = {name.lower(): f"{name.lower()}.{name}" for name in _CLASSES} | {"run": "sweep.SweepSuite"}
 """Name -> module of this package, and its class."""
 COMMANDS = (*SUITES, "compare", "records")
 

@@ -258,7 +258,11 @@ def charts_of_runs(runs: Sequence[Run], *, folders: Mapping[str, Path], price: f
     if len(set(short)) < len(short):
         named = [*runs]
     warnings = [*work_stamps(judge(named)), *partial_stamps(named), *setup_stamps(named)]
-    rows, texts = of_runs(named), Texts(warnings, _footer(named))
+    dates = sorted({run.date for run in runs if run.date})
+    when = f" of {dates[0]}" if len(dates) == 1 else f" of {dates[0]} to {dates[-1]}" if dates else ""
+    footer = f"run{'s' * (len(runs) > 1)} {', '.join(run.name for run in named)}{when}; "
+    footer += (f"same work: {judge(named).answer}; " if len(runs) > 1 else "") + machine_line(named)
+    rows, texts = of_runs(named), Texts(warnings, footer)
     bars = {
         "training_time": [TRAINING_TIME],
         "throughput": [THROUGHPUT],
@@ -351,14 +355,6 @@ def _draw_loss_panels(body: SubFigure, runs: Sequence[Run], drawn: Sequence[tupl
         look = style.look(index, count=len(runs)).line
         handles.append(Line2D([], [], **look, label=shorten(run.name, 34) + lacking))
     body.legend(handles=handles, loc="outside lower left", ncols=COLUMNS, frameon=False, handlelength=4)
-
-
-def _footer(runs: Sequence[Run]) -> str:
-    """The runs, their dates, whether they did the same work, and where."""
-    dates = sorted({run.date for run in runs if run.date})
-    when = f" of {dates[0]}" if len(dates) == 1 else f" of {dates[0]} to {dates[-1]}" if dates else ""
-    names = f"run{'s' * (len(runs) > 1)} {', '.join(run.name for run in runs)}{when}; "
-    return names + (f"same work: {judge(runs).answer}; " if len(runs) > 1 else "") + machine_line(runs)
 
 
 def _speed_ups(runs: Sequence[Run]) -> str:

@@ -14,18 +14,7 @@ from dsgpt.charts.comparison import decimals, shorten
 from dsgpt.charts.memory import communication_chart, memory_chart, step_times_chart
 from dsgpt.charts.style import Chart, Frame, Row, Texts, current, draw_rows, legend_height, look, number_axis
 from dsgpt.common.text import counted, machine_words
-from dsgpt.record.suites import (
-    NOT_RECORDED,
-    TITLES,
-    Comparison,
-    Concurrency,
-    Spread,
-    Sweep,
-    failure,
-    groups_of,
-    of_cells,
-    strategy_of,
-)
+from dsgpt.record import suites
 
 # The charts of comparisons in a sweep: speed-up over devices beside the ideal, and efficiency.
 
@@ -43,16 +32,16 @@ CAPTION = (
 WEAK = "Weak scaling gives every device the same number of tokens: it is not the same training."
 
 
-def speed_ups_of(sweep: Sweep, comparison: Comparison) -> dict[str, dict[int, Spread]]:
+def speed_ups_of(sweep: suites.Sweep, comparison: suites.Comparison) -> dict[str, dict[int, suites.Spread]]:
     """The speed-ups of a comparison by strategy and, ascending, by number of devices; without its baseline."""
-    speed_ups: dict[str, dict[int, Spread]] = {}
+    speed_ups: dict[str, dict[int, suites.Spread]] = {}
     for one in sorted(comparison.cells, key=lambda one: sweep.cell(one.cell).devices):
         if one.speed_up is not None:
-            speed_ups.setdefault(strategy_of(one.cell), {})[sweep.cell(one.cell).devices] = one.speed_up
+            speed_ups.setdefault(suites.strategy_of(one.cell), {})[sweep.cell(one.cell).devices] = one.speed_up
     return speed_ups
 
 
-def scaling_chart(sweep: Sweep, texts: Texts) -> Frame | str:
+def scaling_chart(sweep: suites.Sweep, texts: Texts) -> Frame | str:
     """Speed-up over devices, a panel for each comparison that has several numbers of devices."""
     compared = [(each, speed_ups_of(sweep, each)) for each in sweep.comparisons if each.kind in KINDS]
     if not any(len(by_devices) > 1 for _, speed_ups in compared for by_devices in speed_ups.values()):
@@ -63,7 +52,7 @@ def scaling_chart(sweep: Sweep, texts: Texts) -> Frame | str:
         if {*chain(*speed_ups.values())} - {sweep.cell(comparison.baseline).devices}
     ]
     drawn = {name for _, speed_ups in panels for name in speed_ups}
-    names = {name: place for name, place in groups_of(sweep).items() if name in drawn}
+    names = {name: place for name, place in suites.groups_of(sweep).items() if name in drawn}
     columns = min(2, len(panels))
     rows = -(-len(panels) // columns)
     picture = texts.frame(
@@ -94,7 +83,7 @@ def _ideal() -> dict[str, Any]:
 
 
 def _draw_lines(
-    axes: Axes, speed_ups: Mapping[str, Mapping[int, Spread]], *, names: Mapping[str, int], base: int
+    axes: Axes, speed_ups: Mapping[str, Mapping[int, suites.Spread]], *, names: Mapping[str, int], base: int
 ) -> None:
     counts = sorted({base, *chain(*speed_ups.values())})
     axes.plot(counts, [count / base for count in counts], **_ideal(), zorder=1.5)
@@ -124,11 +113,11 @@ def _draw_lines(
     axes.margins(x=0.12)
 
 
-def _captions(comparisons: Iterable[Comparison]) -> list[str]:
+def _captions(comparisons: Iterable[suites.Comparison]) -> list[str]:
     return [CAPTION, *([WEAK] if any(comparison.kind == "weak scaling" for comparison in comparisons) else [])]
 
 
-def efficiency_chart(sweep: Sweep, texts: Texts) -> Frame | str:
+def efficiency_chart(sweep: suites.Sweep, texts: Texts) -> Frame | str:
     """Speed-up per device, a panel for each comparison that has one."""
     panels = [
         comparison
@@ -148,13 +137,13 @@ def efficiency_chart(sweep: Sweep, texts: Texts) -> Frame | str:
     return picture
 
 
-def efficiency_rows(sweep: Sweep, comparison: Comparison) -> list[Row]:
+def efficiency_rows(sweep: suites.Sweep, comparison: suites.Comparison) -> list[Row]:
     """A bar for each cell of a comparison, in percent."""
-    base, groups, rows = sweep.cell(comparison.baseline).devices, groups_of(sweep), []
+    base, groups, rows = sweep.cell(comparison.baseline).devices, suites.groups_of(sweep), []
     for one in comparison.cells:
         cell = sweep.cell(one.cell)
-        label = failure(cell) or ("no speed" if one.comparable else "not comparable")
-        row = Row(name=one.cell, value=None, label=label, group=groups[strategy_of(one.cell)])
+        label = suites.failure(cell) or ("no speed" if one.comparable else "not comparable")
+        row = Row(name=one.cell, value=None, label=label, group=groups[suites.strategy_of(one.cell)])
         if one.efficiency is not None and one.speed_up is not None:
             ends = [100 * base / cell.devices * end for end in (one.speed_up.smallest, one.speed_up.largest)]
             label = f"{one.efficiency:.0%} ({one.speed_up.median:.2f}x)"
@@ -166,9 +155,24 @@ def efficiency_rows(sweep: Sweep, comparison: Comparison) -> list[Row]:
 SPREAD = "Bars are medians of the repeats; a line over a bar goes from the smallest to the largest."
 
 
-def charts_of_sweep(sweep: Sweep, *, name: str) -> dict[str, Chart]:
+def charts_of_sweep(sweep: suites.Sweep, *, name: str) -> dict[str, Chart]:
     """Every chart by its name, which begins with the name of the sweep."""
-    rows, texts = of_cells(sweep), Texts(sweep_stamps(sweep), sweep_footer(sweep, name=name))
+    warnings = [
+        f"NOT COMPARED: {one.cell}: {one.same_work}"
+        for comparison in sweep.comparisons
+        for one in comparison.cells
+        if not one.comparable and sweep.cell(one.cell).done() and sweep.cell(comparison.baseline).done()
+    ]
+    partly = [
+        f"{cell.name}: {len(cell.done())} of {len(cell.turns)} turns are done" for cell in sweep.cells if cell.failures
+    ]
+    if partly:
+        warnings.append(f"NOT ALL TURNS: {'; '.join(partly)}")
+    footer = (
+        f"sweep {name}: suite {sweep.suite}, {len(sweep.cells)} cells, {counted(sweep.repeats, 'repeat')}, "
+        f"{sweep.timestamp_utc[:10]}; machine: {machine_words(sweep.hardware)}."
+    )
+    rows, texts = suites.of_cells(sweep), Texts(warnings, footer)
     unequal = [f"NOT EQUAL WORK: {tokens}"] if (tokens := sweep.unequal_tokens()) else []
     marked = replace(texts, warnings=[*texts.warnings, *unequal])
     speed = ("Training throughput", "tokens per second, all devices (more is better)", "no cell has a throughput")
@@ -186,40 +190,18 @@ def charts_of_sweep(sweep: Sweep, *, name: str) -> dict[str, Chart]:
     return {f"{name}_{chart}": draw for chart, draw in charts.items()}
 
 
-def sweep_stamps(sweep: Sweep) -> list[str]:
-    """Warnings: cells that did other work than what they are compared with, and turns that have no result."""
-    lines = [
-        f"NOT COMPARED: {one.cell}: {one.same_work}"
-        for comparison in sweep.comparisons
-        for one in comparison.cells
-        if not one.comparable and sweep.cell(one.cell).done() and sweep.cell(comparison.baseline).done()
-    ]
-    partly = [
-        f"{cell.name}: {len(cell.done())} of {len(cell.turns)} turns are done" for cell in sweep.cells if cell.failures
-    ]
-    return [*lines, *([f"NOT ALL TURNS: {'; '.join(partly)}"] if partly else [])]
-
-
-def sweep_footer(sweep: Sweep, *, name: str) -> str:
-    """The sweep, its machine and its date."""
-    repeats = counted(sweep.repeats, "repeat")
-    return (
-        f"sweep {name}: suite {sweep.suite}, {len(sweep.cells)} cells, {repeats}, {sweep.timestamp_utc[:10]}; "
-        f"machine: {machine_words(sweep.hardware)}."
-    )
-
-
 def _cells_chart(
-    sweep: Sweep, texts: Texts, figure: str, form: Callable[[float], str], words: tuple[str, str, str]
+    sweep: suites.Sweep, texts: Texts, figure: str, form: Callable[[float], str], words: tuple[str, str, str]
 ) -> Frame | str:
     """A bar for each cell, as long as its ``figure``, a field of ``SweepCell``.
 
     ``words`` are the title, the axis, and what is said if no cell has the figure.
     """
     title, axis, absent = words
-    groups, rows = groups_of(sweep), []
+    groups, rows = suites.groups_of(sweep), []
     for cell in sweep.cells:
-        row = Row(name=cell.name, value=None, label=failure(cell) or NOT_RECORDED, group=groups[strategy_of(cell.name)])
+        label = suites.failure(cell) or suites.NOT_RECORDED
+        row = Row(name=cell.name, value=None, label=label, group=groups[suites.strategy_of(cell.name)])
         if spread := getattr(cell, figure):
             label = form(spread.median)
             row = replace(row, value=spread.median, label=label, low=spread.smallest, high=spread.largest)
@@ -242,7 +224,7 @@ REQUESTS = (
 )
 
 
-def concurrency_chart(record: Concurrency) -> Frame:
+def concurrency_chart(record: suites.Concurrency) -> Frame:
     """Median and 95th percentile of the latency over tokens per second; below and to the right is better."""
     engines, repeats = record.engines, counted(record.repeats, "repeat")
     footer = (
@@ -269,7 +251,7 @@ def concurrency_chart(record: Concurrency) -> Frame:
         axes.vlines(x, y, [load.latency_sec.p95 for load in loads.values()], color=style.colour, lw=1.2, alpha=0.6)
         for slots, right, up in zip(loads, x, y, strict=True):
             axes.annotate(slots, (right, up), (5, -11), textcoords="offset points", fontsize=8.5, color=style.colour)
-        handles.append(Line2D([], [], **style.line, label=TITLES.get(engine.name, engine.name)))
+        handles.append(Line2D([], [], **style.line, label=suites.TITLES.get(engine.name, engine.name)))
     axes.set_yscale("log")
     axes.set_xlim(0, None)
     axes.margins(x=0.08)

@@ -22,15 +22,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, ClassVar, NoReturn, TypeVar
 
-from dsgpt.common.errors import (
-    EXIT_DONE,
-    EXIT_INTERRUPTED,
-    EXIT_READER_GONE,
-    EXIT_USER_ERROR,
-    Problems,
-    UserError,
-    did_you_mean,
-)
+from dsgpt.common import errors
 from dsgpt.common.files import PRINTABLE, is_utf8, printable, undecodable
 
 # The words that a flag accepts. A reader turns a word into a value, or raises ``Unfit``.
@@ -89,7 +81,7 @@ def choice(allowed: Sequence[str]) -> Callable[[str], str]:
 
     def read(word: str) -> str:
         if word not in allowed:
-            raise Unfit(f"must be one of {', '.join(allowed)}, not {word}{did_you_mean(word, allowed)}")
+            raise Unfit(f"must be one of {', '.join(allowed)}, not {word}{errors.did_you_mean(word, allowed)}")
         return word
 
     return read
@@ -102,7 +94,7 @@ def choices(allowed: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
         for word in text.split(","):
             if word not in allowed:
                 some = f"{' or '.join(allowed)}, or several with commas between them"
-                raise Unfit(f"must be {some}, not {word}{did_you_mean(word, allowed)}")
+                raise Unfit(f"must be {some}, not {word}{errors.did_you_mean(word, allowed)}")
         return tuple(text.split(","))
 
     return read
@@ -176,11 +168,11 @@ class Parser(argparse.ArgumentParser):
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=allow_abbrev,
         )
-        self.problems = Problems()
+        self.problems = errors.Problems()
 
     def error(self, message: str) -> NoReturn:
         """Raise argparse's message as a ``UserError``."""
-        raise UserError(f"{message}; see --help")
+        raise errors.UserError(f"{message}; see --help")
 
     def add_flags(self, options: type, *, names: Iterable[str] | None = None) -> None:
         """Add the flags that the fields of the dataclass ``options`` declare: all, or those of some fields."""
@@ -222,7 +214,7 @@ class Parser(argparse.ArgumentParser):
         for word in unknown:
             name = word.partition("=")[0]
             if self._is_flag(word):
-                hint = f": {elsewhere[name]}" if elsewhere and name in elsewhere else did_you_mean(name, flags)
+                hint = f": {elsewhere[name]}" if elsewhere and name in elsewhere else errors.did_you_mean(name, flags)
                 self.problems.add(f"{name} is not a known flag{hint or '; see --help'}")
             elif not previous_unknown:  # otherwise it is the value of the unknown flag
                 self.problems.add(f"{word!r} is neither a flag nor the value of one")
@@ -272,7 +264,7 @@ def _filled(options: type[O], values: Mapping[str, Any]) -> O:
     return options(**given)
 
 
-def require_flags(options: Any, problems: Problems) -> None:
+def require_flags(options: Any, problems: errors.Problems) -> None:
     """Note each flag of ``options`` that a command needs and that is missing, unless a mistake in it was noted."""
     for field in dataclasses.fields(options):
         if (what := field.metadata.get("needs")) and getattr(options, field.name) is None:
@@ -283,7 +275,7 @@ def require_flags(options: Any, problems: Problems) -> None:
 
 def read_options(
     options: type[O], words: Sequence[str] | None = None, *, elsewhere: Mapping[str, str] | None = None, **parser: Any
-) -> tuple[O, Problems]:
+) -> tuple[O, errors.Problems]:
     """Read the command line of a script with one set of flags; return the options, and the mistakes found.
 
     Args:
@@ -304,7 +296,7 @@ def read_options(
 
 _REFUSED = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG}
 """Errors of the file system that the user can correct."""
-_INTERRUPTED = ("interrupted", EXIT_INTERRUPTED)
+_INTERRUPTED = ("interrupted", errors.EXIT_INTERRUPTED)
 
 
 class OutputError(OSError):
@@ -363,19 +355,19 @@ def run_script(main: Callable[[], int | None], *, kept: str = "") -> NoReturn:
 def exit_code_of(main: Callable[[], int | None], *, kept: str = "") -> int:
     """Run ``main`` and return the exit code. Prints the user's mistakes, one line each; raises any other error."""
     try:
-        return main() or EXIT_DONE
-    except UserError as error:
-        return complain(error.problems, EXIT_USER_ERROR)
+        return main() or errors.EXIT_DONE
+    except errors.UserError as error:
+        return complain(error.problems, errors.EXIT_USER_ERROR)
     except OutputError as error:
         return _output_lost(error)
     except OSError as error:
         if error.errno not in _REFUSED:
             raise
-        return complain([_with(kept, f"{error.filename or 'the output'}: {error.strerror}")], EXIT_USER_ERROR)
+        return complain([_with(kept, f"{error.filename or 'the output'}: {error.strerror}")], errors.EXIT_USER_ERROR)
     except UnicodeEncodeError as error:
         if error.reason != "surrogates not allowed":  # not a path that a library refused
             raise
-        return complain([undecodable(error.object)], EXIT_USER_ERROR)
+        return complain([undecodable(error.object)], errors.EXIT_USER_ERROR)
     except (KeyboardInterrupt, Terminated) as end:
         how, code = (f"ended by {end.name}", end.status) if isinstance(end, Terminated) else _INTERRUPTED
         return complain([_with(kept, how)], code)
@@ -441,8 +433,8 @@ class _Output(io.FileIO):
 
 def _output_lost(error: OutputError) -> int:
     if error.errno == errno.EPIPE:
-        return EXIT_READER_GONE
-    return complain([f"standard output: {error.strerror}: the output is incomplete"], EXIT_USER_ERROR)
+        return errors.EXIT_READER_GONE
+    return complain([f"standard output: {error.strerror}: the output is incomplete"], errors.EXIT_USER_ERROR)
 
 
 def _with(kept: str, line: str) -> str:

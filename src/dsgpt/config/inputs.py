@@ -11,7 +11,7 @@ from dsgpt.config.recipe import Recipe, read_recipe
 from dsgpt.data.token_file import TokenFile, TokenFileError, open_token_file
 from dsgpt.formats.tokenizer_files import model_folder
 from dsgpt.machine.topology import Topology
-from dsgpt.model.config import GPT2_VOCAB_SIZE, PRESETS, SHAPE_FLAGS, GPT2Config, shape_problems
+from dsgpt.model.config import GPT2_VOCAB_SIZE, PRESETS, SHAPE_FLAGS, GPT2Config, length_problems, shape_problems
 
 if TYPE_CHECKING:
     from dsgpt.formats.hugging_face import PretrainedWeights
@@ -155,11 +155,7 @@ def read_inputs(options: Options, topology: Topology, problems: Problems) -> Inp
     seq_length = options.seq_length
     if model is not None:
         seq_length = seq_length or model.block_size
-        if seq_length > model.block_size:
-            problems.add(
-                f"--seq_length {seq_length} is longer than the model's {model.block_size} positions: lower it, or add "
-                f"--max_position_embeddings {seq_length}"
-            )
+        problems.add(*length_problems(seq_length, model.block_size))
     device, precision = _resolve_device(options, recipe, topology, problems)
     return Inputs(
         options=options,

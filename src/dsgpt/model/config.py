@@ -46,6 +46,12 @@ def shape_problems(shape: dict[str, Any]) -> list[str]:
     return problems
 
 
+def length_problems(seq_length: int, positions: int) -> list[str]:
+    """A line if sequences of ``seq_length`` tokens do not fit into the ``positions`` of a model."""
+    wrong = f"--seq_length {seq_length} is longer than the model's {positions} positions"
+    return [f"{wrong}: lower it, or add --max_position_embeddings {seq_length}"] if seq_length > positions else []
+
+
 @dataclass(frozen=True, kw_only=True)
 class GPT2Config:
     """The shape of one GPT-2."""

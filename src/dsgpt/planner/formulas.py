@@ -19,19 +19,9 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
+from dsgpt.planner import pytorch_formulas
 from dsgpt.planner.deepspeed_formulas import Bf16Optimizer, Zero0, Zero1, Zero2, Zero3
-from dsgpt.planner.pytorch_formulas import (
-    BACKWARD,
-    FORWARD,
-    Baseline,
-    Copied,
-    Ddp,
-    Fsdp,
-    ModelState,
-    Moment,
-    Planned,
-    Traffic,
-)
+from dsgpt.planner.pytorch_formulas import Baseline, Ddp, Fsdp, Planned
 from dsgpt.planner.setup import FULL, Setup
 
 _PYTORCH: dict[str, type[Planned]] = {"baseline": Baseline, "ddp": Ddp, "fsdp": Fsdp}
@@ -45,18 +35,18 @@ def strategy_of(setup: Setup) -> Planned:
     return Bf16Optimizer(setup) if setup.uses_bf16_optimizer else _ZERO[setup.recipe.zero_stage](setup)
 
 
-def model_state(setup: Setup, *, rank: int = 0) -> ModelState:
+def model_state(setup: Setup, *, rank: int = 0) -> pytorch_formulas.ModelState:
     """Model state of ``rank``, in bytes."""
     return strategy_of(setup).model_state(rank)
 
 
-def largest_model_state(setup: Setup) -> ModelState:
+def largest_model_state(setup: Setup) -> pytorch_formulas.ModelState:
     """Model state of the rank that has the most."""
     strategy = strategy_of(setup)
     return max(map(strategy.model_state, strategy.distinct_ranks), key=lambda state: state.total)
 
 
-def step_traffic(setup: Setup, *, rank: int = 0) -> list[Traffic]:
+def step_traffic(setup: Setup, *, rank: int = 0) -> list[pytorch_formulas.Traffic]:
     """Traffic of ``rank`` in one optimizer step, without groups of one rank, which send nothing."""
     every = strategy_of(setup).traffic(rank)
     return [traffic for traffic in every if traffic.group_size > 1 and traffic.payload_bytes]
@@ -89,7 +79,7 @@ class Placed:
     """``forward``, ``backward``, ``before the step`` or ``after the step``."""
     micro_batch: int | None
     """Number of the micro batch; None outside of passes."""
-    traffic: Traffic
+    traffic: pytorch_formulas.Traffic
     """The traffic, with the payload of this place."""
 
 
@@ -99,11 +89,11 @@ def passes(setup: Setup, *, rank: int = 0) -> list[Pass]:
     A pipeline's stage begins with as many forward passes as stages follow it, and then alternates.
     """
     ahead = setup.micro_batches_in_flight(rank)
-    order = [Pass(kind=FORWARD, micro_batch=number) for number in range(ahead)]
+    order = [Pass(kind=pytorch_formulas.FORWARD, micro_batch=number) for number in range(ahead)]
     for number in range(setup.gradient_accumulation_steps):
-        order.append(Pass(kind=BACKWARD, micro_batch=number))
+        order.append(Pass(kind=pytorch_formulas.BACKWARD, micro_batch=number))
         if number + ahead < setup.gradient_accumulation_steps:
-            order.append(Pass(kind=FORWARD, micro_batch=number + ahead))
+            order.append(Pass(kind=pytorch_formulas.FORWARD, micro_batch=number + ahead))
     return order
 
 
@@ -120,7 +110,7 @@ def placed_traffic(setup: Setup, *, rank: int = 0) -> list[Placed]:
     return placed
 
 
-def copied(setup: Setup, *, rank: int = 0) -> list[Copied]:
+def copied(setup: Setup, *, rank: int = 0) -> list[pytorch_formulas.Copied]:
     """Copies between device and host of ``rank`` in one optimizer step; empty without offload."""
     return [each for each in strategy_of(setup).copied(rank) if each.size]
 
@@ -178,8 +168,8 @@ def peak_memory(setup: Setup, *, rank: int = 0, device: str = "cpu", among: Coll
         "master": state.master - away.get("master", 0),
     }
     evaluation = next(moment for moment in moments if moment.name == EVALUATION)
-    start = Moment(name="start", parts={"other": strategy.start_bytes(rank, device)})
-    save = Moment(name="save", parts={**evaluation.parts, "gathered": 0})
+    start = pytorch_formulas.Moment(name="start", parts={"other": strategy.start_bytes(rank, device)})
+    save = pytorch_formulas.Moment(name="save", parts={**evaluation.parts, "gathered": 0})
     peaks = [
         Peak(moment=moment.name, parts=dict.fromkeys(PARTS, 0) | resident | _transient(setup, moment, rank, device))
         for moment in [start, *moments, save]
@@ -197,7 +187,7 @@ def worst_peak(setup: Setup, *, device: str = "cpu", among: Collection[str] = MO
     return worst, peaks[worst]
 
 
-def _transient(setup: Setup, moment: Moment, rank: int, device: str) -> dict[str, int]:
+def _transient(setup: Setup, moment: pytorch_formulas.Moment, rank: int, device: str) -> dict[str, int]:
     """The parts of a moment besides model state."""
     parts, stream, activations = dict(moment.parts), stream_bytes(setup), 0
     if moment.name == "start":

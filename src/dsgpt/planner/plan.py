@@ -141,7 +141,20 @@ class Plan:
     @cached_property
     def assumptions(self) -> list[Assumption]:
         """Assumptions that move the training by ``LEAST_CHANGE``, or with which another setup is the fastest."""
-        return _assumptions(self)
+        assumptions, request = [], self.request
+        if request.machines > 1 and (gbps := request.machine.network_gbps):
+            basis = request.network_basis or "assumed: give --network_gbps or --instance"
+            seconds, turns = _tried(self, ("network",), gbps, NETWORKS, _gbps)
+            value, what = f"{_gbps(gbps)} ({basis})", "network between machines"
+            assumptions.append(Assumption(what=what, value=value, seconds=seconds, break_even=turns))
+        best = {each.name: each for each in sorted(self.rivals, key=lambda each: -each.run.seconds)}
+        plan = replace(self, rivals=tuple(best.values()))
+        for what, (fields, share, scale, unit) in ASSUMED.items() if self.machine.assumed else ():
+            form = partial(_number, scale=scale, unit=unit)
+            seconds, turns = _tried(plan, fields, share.likely, (share.least, share.most), form)
+            if turns or any(abs(each / plan.run.seconds - 1) >= LEAST_CHANGE for each in seconds.values()):
+                assumptions.append(Assumption(what=what, value=form(share.likely), seconds=seconds, break_even=turns))
+        return assumptions
 
     @property
     def notes(self) -> list[str]:
@@ -216,23 +229,6 @@ def what_would_fit(plan: Plan) -> list[str]:
         if plan_of(setup, plan.request, plan.prices).fits:
             return [f"it fits with {' and '.join(flags)}"]
     return ["it fits with no micro batch: take --recommend, which also tries other strategies, or other GPUs"]
-
-
-def _assumptions(plan: Plan) -> list[Assumption]:
-    assumptions, request = [], plan.request
-    if request.machines > 1 and (gbps := request.machine.network_gbps):
-        basis = request.network_basis or "assumed: give --network_gbps or --instance"
-        seconds, turns = _tried(plan, ("network",), gbps, NETWORKS, _gbps)
-        value = f"{_gbps(gbps)} ({basis})"
-        assumptions.append(Assumption(what="network between machines", value=value, seconds=seconds, break_even=turns))
-    best = {each.name: each for each in sorted(plan.rivals, key=lambda each: -each.run.seconds)}
-    plan = replace(plan, rivals=tuple(best.values()))
-    for what, (fields, share, scale, unit) in ASSUMED.items() if plan.machine.assumed else ():
-        form = partial(_number, scale=scale, unit=unit)
-        seconds, turns = _tried(plan, fields, share.likely, (share.least, share.most), form)
-        if turns or any(abs(each / plan.run.seconds - 1) >= LEAST_CHANGE for each in seconds.values()):
-            assumptions.append(Assumption(what=what, value=form(share.likely), seconds=seconds, break_even=turns))
-    return assumptions
 
 
 def _tried(

@@ -15,18 +15,10 @@ from dsgpt.config.options import RUN_TYPES, Options, parse_arguments, shape_over
 from dsgpt.config.recipe import PARALLEL_KEYS, Recipe, merged, read_recipe, recipe_from, sound_recipe
 from dsgpt.config.run_config import plan_batch, split_batch
 from dsgpt.machine.topology import Topology
-from dsgpt.model.config import GPT2_VOCAB_SIZE, PRESETS, GPT2Config, shape_problems
+from dsgpt.model.config import GPT2_VOCAB_SIZE, PRESETS, GPT2Config, length_problems, shape_problems
+from dsgpt.planner import rates
 from dsgpt.planner.hardware import find_gpu, find_instance, read_prices
 from dsgpt.planner.options import CALIBRATION, PlanOptions, executed
-from dsgpt.planner.rates import (
-    DEVICES_PER_MACHINE,
-    NETWORK_BYTES_PER_SEC,
-    Calibration,
-    Machine,
-    calibrated_machine,
-    datasheet_machine,
-    read_calibration,
-)
 from dsgpt.planner.setup import WORK, Setup
 from dsgpt.planner.step_time import MeasuredStep, fit
 from dsgpt.record.suites import MAX_BYTES, SweepCell, read_sweep
@@ -96,13 +88,13 @@ def _blocks(name: str) -> dict[str, Any]:
 # ``--measured``: steps in the records of sweeps and of ``benchmark.py plan``, to which rates are fitted.
 
 
-def read_measured(paths: tuple[Path, ...], calibration: Calibration) -> list[MeasuredStep]:
+def read_measured(paths: tuple[Path, ...], calibration: rates.Calibration) -> list[MeasuredStep]:
     """The measured steps of every record.
 
     Raises:
         UserError: a record cannot be read, or has no step that can be fitted; one line.
     """
-    measured, machine_of = [], partial(calibrated_machine, calibration)
+    measured, machine_of = [], partial(rates.calibrated_machine, calibration)
     for path in paths:
         try:
             record = read_object(path, max_bytes=MAX_BYTES)
@@ -192,7 +184,7 @@ class PlanRequest:
     options: PlanOptions
     model: GPT2Config
     recipe: Recipe
-    machine: Machine
+    machine: rates.Machine
     devices: int
     precision: str
     seq_length: int
@@ -265,11 +257,8 @@ def read_request(options: PlanOptions, problems: Problems) -> PlanRequest:
     model = _model(options, problems)
     machine = _machine(options, problems)
     recipe = _recipe(options, problems)
-    if model is not None and (options.seq_length or 0) > model.block_size:
-        problems.add(
-            f"--seq_length {options.seq_length} is longer than the model's {model.block_size} positions: lower it, or "
-            f"add --max_position_embeddings {options.seq_length}"
-        )
+    if model is not None:
+        problems.add(*length_problems(options.seq_length or 0, model.block_size))
     if options.tokens is None and not problems.mention("--tokens"):
         problems.add("--tokens is missing: give the tokens of the training, such as 10e9")
     if options.eval_every and not options.val_tokens:
@@ -357,7 +346,7 @@ def _recipe(options: PlanOptions, problems: Problems) -> Recipe | None:
     return replace(recipe, path=SIZES / path.name) if recipe else None
 
 
-def _machine(options: PlanOptions, problems: Problems) -> Machine | None:
+def _machine(options: PlanOptions, problems: Problems) -> rates.Machine | None:
     if options.gpu is not None and options.machine is not None:
         problems.add("--gpu and --machine are two machines: give one of them")
     if options.gpu is None and problems.mention("--instance"):
@@ -367,28 +356,28 @@ def _machine(options: PlanOptions, problems: Problems) -> Machine | None:
         if options.gpu is not None:
             if options.measured:
                 problems.add("--measured fits the rates of a calibration: leave out --gpu, or --measured")
-            together = options.gpus_per_machine or DEVICES_PER_MACHINE
+            together = options.gpus_per_machine or rates.DEVICES_PER_MACHINE
             host, used = options.host_memory_gb, min(together, options.gpus or 1)
             host_bytes = None if host is None else int(host * 1e9 / used)
-            return datasheet_machine(
+            return rates.datasheet_machine(
                 find_gpu(options.gpu),
                 devices=together,
                 host_bytes=host_bytes,
-                network=network or NETWORK_BYTES_PER_SEC,
+                network=network or rates.NETWORK_BYTES_PER_SEC,
             )
         path = options.machine or CALIBRATION
         if options.machine is None and not path.exists():
             problems.add("--gpu is missing: name a GPU such as a100-80gb, or measure this machine with --calibrate")
             return None
-        calibration = read_calibration(path)
-        machine = calibrated_machine(calibration, devices=options.gpus, network=network)
+        calibration = rates.read_calibration(path)
+        machine = rates.calibrated_machine(calibration, devices=options.gpus, network=network)
         return fit(read_measured(options.measured, calibration)).applied(machine) if options.measured else machine
     except UserError as error:
         problems.add(*(f"--gpu: {line}" if options.gpu else line for line in error.problems))
         return None
 
 
-def _precision(options: PlanOptions, recipe: Recipe, machine: Machine, problems: Problems) -> str:
+def _precision(options: PlanOptions, recipe: Recipe, machine: rates.Machine, problems: Problems) -> str:
     best = "fp32" if machine.kind == "cpu" else "bf16" if "bf16" in machine.precisions else "fp16"
     precision = (recipe.precision or best) if options.precision == "auto" else options.precision
     if precision not in machine.precisions:
@@ -397,12 +386,12 @@ def _precision(options: PlanOptions, recipe: Recipe, machine: Machine, problems:
     return precision
 
 
-def _check_machines(options: PlanOptions, machine: Machine | None, problems: Problems) -> None:
+def _check_machines(options: PlanOptions, machine: rates.Machine | None, problems: Problems) -> None:
     """Launchers start equally many ranks on every machine; several that were calibrated need a known network."""
     if options.gpu is None and machine is None:
         return
     calibrated = machine if options.gpu is None else None
-    devices, together = options.gpus or 1, options.gpus_per_machine or DEVICES_PER_MACHINE
+    devices, together = options.gpus or 1, options.gpus_per_machine or rates.DEVICES_PER_MACHINE
     together = calibrated.devices if calibrated else together
     if calibrated and devices > together and calibrated.network_gbps is None:
         problems.add(

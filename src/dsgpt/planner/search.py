@@ -21,6 +21,7 @@ from dsgpt.config.compatibility import check_accumulation, check_split
 from dsgpt.config.recipe import recipe_text
 from dsgpt.config.run_config import plan_batch
 from dsgpt.machine.launcher import LAUNCHERS, job_words
+from dsgpt.model.config import SHAPE_FLAGS
 from dsgpt.planner.hardware import PriceTable, gpus, read_prices
 from dsgpt.planner.options import CALIBRATION, PlanOptions
 from dsgpt.planner.plan import (
@@ -258,10 +259,7 @@ def training_flags(best: Plan) -> list[str]:
         "--val_data_path": options.val_data_path.as_posix(),
         "--checkpoint_path": f"checkpoint/{options.model_size}-{best.name.replace(', ', '-')}",
         "--model_size": options.model_size,
-        "--num_layers": options.num_layers,
-        "--num_heads": options.num_heads,
-        "--embedding_size": options.embedding_size,
-        "--max_position_embeddings": options.max_position_embeddings,
+        **{flag: getattr(options, flag.removeprefix("--")) for flag in SHAPE_FLAGS.values()},
         "--vocab_size": request.model.vocab_size,
         "--seq_length": request.seq_length,
         "--max_train_steps": best.run.steps,

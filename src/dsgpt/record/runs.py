@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from dsgpt.common.errors import UserError
+from dsgpt.record import work
 from dsgpt.record.schema import (
     FLAT_KEYS,
     GENERATED_TOKENS,
@@ -18,18 +19,6 @@ from dsgpt.record.schema import (
     mean,
     parse_lenient,
     read_fields,
-)
-from dsgpt.record.work import (
-    DEVICES,
-    HARDWARE,
-    INSTRUCTIONS,
-    STRATEGY,
-    Segment,
-    Worked,
-    differences,
-    read_segments,
-    read_work,
-    setup_over_time,
 )
 
 if TYPE_CHECKING:
@@ -251,7 +240,7 @@ TOO_SHORT = f"fewer than {TIMED_FROM_STEP} steps"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run(Worked):
+class Run(work.Worked):
     """Facts and figures of a run that the charts use. None means unknown, never zero."""
 
     schema: str
@@ -266,7 +255,7 @@ class Run(Worked):
     strategy: str | None
     device_count: float | None
     """Devices of all its machines; None if segments used different numbers."""
-    segments: tuple[Segment, ...]
+    segments: tuple[work.Segment, ...]
     """One per process of the run; at least one."""
     epochs: int
     """Number of epochs with a recorded loss."""
@@ -380,8 +369,8 @@ def run_of(record: Fields, *, name: str, log: Path | None, notes: list[str]) -> 
     resumed = record.raw("resumed_from") is not None
     if resumed:
         notes.append(f"resumed from {str(record.raw('resumed_from'))[:80]}")
-    segments = read_segments(record)
-    notes.extend(differences(segments, noted=True))
+    segments = work.read_segments(record)
+    notes.extend(work.differences(segments, noted=True))
     for change in record.sections("changed_at_resume"):
         if (what := change.text("name")) in {"validation data", "validation windows"}:
             step = str(change.raw("step"))[:80]
@@ -392,14 +381,14 @@ def run_of(record: Fields, *, name: str, log: Path | None, notes: list[str]) -> 
         schema=FLAT_SCHEMA if older else str(record.raw("schema_version"))[:20],
         status=record.text("status"),
         date=(record.text("timestamp_utc") or "")[:10] or None,
-        machine=setup_over_time(segments, HARDWARE),
-        instruction_sets=setup_over_time(segments, INSTRUCTIONS),
-        devices=setup_over_time(segments, DEVICES),
-        strategy=setup_over_time(segments, STRATEGY),
+        machine=work.setup_over_time(segments, work.HARDWARE),
+        instruction_sets=work.setup_over_time(segments, work.INSTRUCTIONS),
+        devices=work.setup_over_time(segments, work.DEVICES),
+        strategy=work.setup_over_time(segments, work.STRATEGY),
         device_count=record.section("hardware").number("world_size"),
         segments=segments,
         resumed=resumed,
-        work=read_work(
+        work=work.read_work(
             record,
             steps=first(summary.number("optimizer_steps"), total(steps)),
             tokens=first(summary.number("tokens_processed_global"), total(tokens)),

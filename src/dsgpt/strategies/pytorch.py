@@ -40,22 +40,7 @@ from dsgpt.formats.tensor_files import DTYPES
 from dsgpt.machine.device import named_range, sum_over_ranks
 from dsgpt.model.config import STATE_NAMES
 from dsgpt.model.gpt2 import GPT2, parameter_shapes
-from dsgpt.strategies.base import (
-    StateTensors,
-    Strategy,
-    begin_state,
-    build_optimizer,
-    compile_blocks,
-    global_norm,
-    initial_values,
-    model_of,
-    optimizer_tensors,
-    parameter_groups,
-    set_learning_rate,
-    square_sum,
-    to_device,
-    whole_model,
-)
+from dsgpt.strategies import base
 from dsgpt.telemetry.meter import StepResult
 
 
@@ -104,7 +89,7 @@ class MasterWeights:
             self._low[name].copy_(value)
 
 
-class TorchStrategy(Strategy):
+class TorchStrategy(base.Strategy):
     """One optimizer step in plain PyTorch; a subclass builds the model and reduces its gradients.
 
     Args:
@@ -121,17 +106,18 @@ class TorchStrategy(Strategy):
         self._weights = weights
         self._rank, self._ranks = config.topology.rank, config.topology.world_size
         self._clipping = recipe.gradient_clipping
-        self._optimizer = build_optimizer(parameter_groups(weights.parameters, recipe.optimizer), recipe.optimizer)
+        groups = base.parameter_groups(weights.parameters, recipe.optimizer)
+        self._optimizer = base.build_optimizer(groups, recipe.optimizer)
 
     def train_step(self, batches: Iterator[Batch], step: int) -> StepResult:
         """See ``Strategy``."""
         self.model.train()
         lr = self._schedule(step)
-        set_learning_rate(self._optimizer, lr)
+        base.set_learning_rate(self._optimizer, lr)
         self._optimizer.zero_grad()
         loss_sum = torch.zeros((), device=self._device)
         for micro in range(self._accumulation):
-            batch = to_device(next(batches), self._device)
+            batch = base.to_device(next(batches), self._device)
             with self._micro_batch(last=micro == self._accumulation - 1):
                 with named_range("forward"):
                     loss = self._training_loss(batch) / self._accumulation
@@ -177,7 +163,7 @@ class TorchStrategy(Strategy):
         return norm
 
     def _global_norm(self, gradients: Iterable[Tensor]) -> Tensor:
-        return global_norm(gradients)
+        return base.global_norm(gradients)
 
     def _sum_over_ranks(self, value: Tensor) -> Tensor:
         return sum_over_ranks(value) if self._ranks > 1 else value
@@ -189,7 +175,7 @@ class TorchStrategy(Strategy):
         self.model.eval()
         sums = torch.zeros(2, dtype=torch.float64, device=self._device)  # losses, targets
         for _ in range(self._accumulation):
-            batch = to_device(next(batches), self._device)
+            batch = base.to_device(next(batches), self._device)
             sums[0] += self.model(batch.inputs, batch.targets, reduction="sum")
             sums[1] += (batch.targets != IGNORED_TARGET).sum()
         loss_sum, tokens = self._sum_over_ranks(sums)
@@ -215,13 +201,13 @@ class TorchStrategy(Strategy):
         for name, parameter in self.model.named_parameters():
             yield name, parameter.detach()
 
-    def state_tensors(self) -> StateTensors:
+    def state_tensors(self) -> base.StateTensors:
         """See ``Strategy``."""
         computed_with, trained = list(self.model.parameters()), list(self._weights.parameters.values())
-        return StateTensors(
+        return base.StateTensors(
             parameters=[parameter.detach() for parameter in computed_with],
             gradients=[parameter.grad for parameter in [*trained, *computed_with] if parameter.grad is not None],
-            optimizer=optimizer_tensors(self._optimizer),
+            optimizer=base.optimizer_tensors(self._optimizer),
             master=[parameter.detach() for parameter in trained],  # in fp32 the parameters again, which count once
             buffers=[],
         )
@@ -234,7 +220,7 @@ class TorchStrategy(Strategy):
             state = reader.state(name, self._boxes(name))
             self._weights.replace(name, state.weight.view(parameter.shape))
             if reader.has_moments:
-                for key, moment in begin_state(self._optimizer, parameter, steps=self._optimizer_steps).items():
+                for key, moment in base.begin_state(self._optimizer, parameter, steps=self._optimizer_steps).items():
                     moment.copy_(state.moments[key].view(parameter.shape))
 
 
@@ -245,7 +231,7 @@ class Baseline(TorchStrategy):
     """Plain PyTorch on one device."""
 
     def __init__(self, config: RunConfig, device: torch.device) -> None:
-        model = whole_model(config).to(device)
+        model = base.whole_model(config).to(device)
         super().__init__(config, device, model=model, weights=MasterWeights(model, DTYPES[config.precision]))
         self._graphs = config.options.cuda_graphs
         if config.options.compile:
@@ -263,7 +249,7 @@ class Ddp(TorchStrategy):
     """Whole copies of the model, one per rank, kept equal by averaging their gradients."""
 
     def __init__(self, config: RunConfig, device: torch.device) -> None:
-        model = whole_model(config).to(device)
+        model = base.whole_model(config).to(device)
         weights = MasterWeights(model, DTYPES[config.precision])
         super().__init__(config, device, model=model, weights=weights)
         self._batch_shape = (config.batch.micro_batch_size, config.seq_length)
@@ -275,7 +261,7 @@ class Ddp(TorchStrategy):
             # With ``optimize_ddp`` PyTorch would cut each block's graph at the ends of buckets, and fails on buckets
             # under 1 MiB. Buckets are reduced early enough between compiled blocks.
             torch._dynamo.config.optimize_ddp = False
-            compile_blocks(model)
+            base.compile_blocks(model)
         self._ddp = DistributedDataParallel(
             model,
             device_ids=[device.index] if device.type == "cuda" else None,
@@ -318,7 +304,7 @@ class Ddp(TorchStrategy):
             torch.autograd.backward(self._training_loss(Batch(inputs=tokens, targets=tokens)))
         self._optimizer.zero_grad()
 
-    def state_tensors(self) -> StateTensors:
+    def state_tensors(self) -> base.StateTensors:
         """See ``Strategy``."""
         return super().state_tensors()._replace(buffers=list(self._buckets))
 
@@ -372,7 +358,7 @@ class Fsdp(TorchStrategy):
 
     def _global_norm(self, gradients: Iterable[Tensor]) -> Tensor:
         """The norm over all ranks. No two ranks hold the same element, so its square is the sum of their squares."""
-        return self._sum_over_ranks(square_sum(gradients).to(self._device)).sqrt().float()
+        return self._sum_over_ranks(base.square_sum(gradients).to(self._device)).sqrt().float()
 
     def eval_step(self, batches: Iterator[Batch]) -> tuple[Tensor, Tensor]:
         """See ``Strategy``."""
@@ -398,7 +384,7 @@ class Fsdp(TorchStrategy):
             for name, parameter in self._weights.parameters.items():
                 yield name, parameter.detach()
 
-    def state_tensors(self) -> StateTensors:
+    def state_tensors(self) -> base.StateTensors:
         """See ``Strategy``; the optimizer changes the fp32 shards that are gathered."""
         state = super().state_tensors()
         return state._replace(parameters=state.master, master=[])
@@ -438,9 +424,9 @@ def sharded_model(config: RunConfig, device: torch.device) -> GPT2:
     """
     recipe, low = config.recipe.dsgpt.fsdp, DTYPES[config.precision]
     with torch.device("meta"):
-        model = model_of(config)
+        model = base.model_of(config)
     if config.options.compile:
-        compile_blocks(model)
+        base.compile_blocks(model)
     offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if recipe.cpu_offload else OffloadPolicy()
     reduce_dtype = torch.float32 if recipe.reduce_dtype == "fp32" else low
     shard = partial(
@@ -453,7 +439,7 @@ def sharded_model(config: RunConfig, device: torch.device) -> GPT2:
         shard(block, reshard_after_forward=recipe.reshard_after_forward)
     shard(model, reshard_after_forward=False)  # the backward pass first needs the weights that the forward used last
 
-    values, home = initial_values(config), torch.device("cpu") if recipe.cpu_offload else device
+    values, home = base.initial_values(config), torch.device("cpu") if recipe.cpu_offload else device
     filled: dict[nn.Parameter, nn.Parameter] = {}
     shards = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):  # tied parameters stay tied

@@ -10,20 +10,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from dsgpt.common import errors
 from dsgpt.common.command_line import complain
-from dsgpt.common.errors import (
-    EXIT_DONE,
-    EXIT_INTERRUPTED,
-    EXIT_NOT_SAVED,
-    EXIT_STOPPED,
-    EXIT_USER_ERROR,
-    Interrupted,
-    LostRank,
-    NonFiniteError,
-    OutOfMemory,
-    SaveError,
-    UserError,
-)
 from dsgpt.config.options import parse_arguments
 from dsgpt.config.run_config import resolve
 from dsgpt.data.token_file import TokenFileError
@@ -51,17 +39,17 @@ def train(arguments: Sequence[str]) -> int:  # noqa: PLR0911 - one for each kind
             return _train(arguments, interruption, speaks=speaks)
     except TokenFileError as error:  # while reading; a data worker puts its traceback before the message
         line = str(error).rsplit("TokenFileError: ", 1)[-1].strip()
-        return _complain([line], EXIT_USER_ERROR, speaks=True)
-    except UserError as error:
-        return _complain(error.problems, EXIT_USER_ERROR, speaks=speaks)
-    except LostRank as error:
+        return _complain([line], errors.EXIT_USER_ERROR, speaks=True)
+    except errors.UserError as error:
+        return _complain(error.problems, errors.EXIT_USER_ERROR, speaks=speaks)
+    except errors.LostRank as error:
         return complain_of(error)
-    except (NonFiniteError, OutOfMemory, SaveError) as error:
+    except (errors.NonFiniteError, errors.OutOfMemory, errors.SaveError) as error:
         return _complain([str(error)], error.exit_code, speaks=speaks)
     except OSError as error:
         if error.errno not in _DISK_IS_FULL:
             raise
-        return _complain([f"{error}: free space, then continue with --resume"], EXIT_NOT_SAVED, speaks=True)
+        return _complain([f"{error}: free space, then continue with --resume"], errors.EXIT_NOT_SAVED, speaks=True)
     except KeyboardInterrupt as error:
         return _interrupted(error, speaks=speaks)
 
@@ -91,13 +79,13 @@ def _train(arguments: Sequence[str], interruption: Interruption, *, speaks: bool
         Progress.heard = say_busy(topology)
     try:
         config = resolve(options, topology=topology, problems=problems)
-    except UserError as error:
+    except errors.UserError as error:
         if others_wait:
             _tell_torchrun(error.problems)
             if topology.local_rank == 0:  # at once, because rank 0 may be long in coming
-                complain(error.problems, EXIT_USER_ERROR)
+                complain(error.problems, errors.EXIT_USER_ERROR)
             tell_refusal(topology, error.problems)
-            return EXIT_USER_ERROR
+            return errors.EXIT_USER_ERROR
         raise
     from dsgpt.machine.console import logging_to_console  # noqa: PLC0415 - torch takes seconds; --help should not
     from dsgpt.training.budget import end_reported  # noqa: PLC0415
@@ -105,7 +93,7 @@ def _train(arguments: Sequence[str], interruption: Interruption, *, speaks: bool
 
     with logging_to_console(speaks=speaks), interruption.patience(), end_reported(config), interruption.patience(False):
         run(config, interruption)
-    return EXIT_DONE
+    return errors.EXIT_DONE
 
 
 def _find_tools_beside_interpreter() -> None:
@@ -116,7 +104,7 @@ def _find_tools_beside_interpreter() -> None:
         os.environ["PATH"] = os.pathsep.join([beside, *folders])
 
 
-def complain_of(error: LostRank) -> int:
+def complain_of(error: errors.LostRank) -> int:
     """Print who is at fault, if this rank is to, and tell torchrun; returns the exit code. Stacks have no prefix."""
     first, *stacks = str(error).splitlines()
     _tell_torchrun([first])
@@ -149,8 +137,8 @@ def _tell_torchrun(lines: Sequence[str]) -> None:
 
 
 def _interrupted(error: KeyboardInterrupt, *, speaks: bool) -> int:
-    if not isinstance(error, Interrupted):
-        return _complain(["interrupted; continue with --resume"], EXIT_INTERRUPTED, speaks=speaks)
+    if not isinstance(error, errors.Interrupted):
+        return _complain(["interrupted; continue with --resume"], errors.EXIT_INTERRUPTED, speaks=speaks)
     line = f"{error}; continue with --resume"
     _tell_torchrun([line])
     if error.limit and speaks and (mark := os.environ.get(LIMIT_MARK)):
@@ -160,4 +148,4 @@ def _interrupted(error: KeyboardInterrupt, *, speaks: bool) -> int:
     if speaks and not error.together:  # else the run has printed and logged it
         with contextlib.suppress(OSError):  # of a terminal that is gone
             print(line, file=sys.stderr, flush=True)
-    return EXIT_STOPPED
+    return errors.EXIT_STOPPED

@@ -39,34 +39,10 @@ from dsgpt.planner.formulas import worst_peak
 from dsgpt.record.schema import RECORD_FILE, STEPS_FILE, drop_steps_after, later_schema, log_file
 from dsgpt.strategies.base import Strategy, build_strategy
 from dsgpt.telemetry.cost import peak_bytes
+from dsgpt.training import run_description, run_folder
 from dsgpt.training.budget import TrainingPlan, notify, read_plan
 from dsgpt.training.command import complain_of
 from dsgpt.training.journal import Journal, open_sinks
-from dsgpt.training.run_description import (
-    check_tokenizer,
-    data_hashes,
-    data_tokenizer,
-    describe_run,
-    facts_to_match,
-    initial_weights_hash,
-    plan_lines,
-    predicted_peak_memory,
-    settings_to_match,
-    setup_of,
-)
-from dsgpt.training.run_folder import (
-    CONFIG_FILE,
-    EarlierRecord,
-    ResumePoint,
-    clear_run_folder,
-    contents,
-    damage_in,
-    holds_run_to_resume,
-    is_ours,
-    make_run_folder,
-    plan_resume,
-    read_earlier_record,
-)
 from dsgpt.training.saving import Saver, about_run
 from dsgpt.training.status import PATIENCE_SEC, RunLock, is_guarded, refuse_if_locked
 from dsgpt.training.trackers import open_trackers
@@ -84,14 +60,14 @@ logger = logging.getLogger(__name__)
 class Prepared:
     """Results of the main rank's checks; the other ranks receive them."""
 
-    start: ResumePoint
+    start: run_folder.ResumePoint
     hashes: dict[str, str | None]
     """sha256 of ``train`` and ``val``, and of the published ``initial weights``, None where there are none."""
     settings: dict[str, Any]
     """Settings that a resumed run must match."""
     contents: list[str]
     """Contents of the run folder before the run."""
-    earlier: EarlierRecord
+    earlier: run_folder.EarlierRecord
     """The record of the run to resume."""
     plan: TrainingPlan | None
     """The plan of ``--plan``."""
@@ -101,14 +77,15 @@ class Prepared:
     """Lines for the user."""
 
 
-def _earlier_record(run_dir: Path) -> tuple[EarlierRecord, str]:
+def _earlier_record(run_dir: Path) -> tuple[run_folder.EarlierRecord, str]:
     """The record of the run to resume, and a message if it cannot be read or is of a later version."""
     try:
-        earlier = read_earlier_record(run_dir) or EarlierRecord()
+        earlier = run_folder.read_earlier_record(run_dir) or run_folder.EarlierRecord()
         doubt = later_schema(earlier.schema_version)
         return earlier, f"{run_dir / RECORD_FILE} {doubt}" if doubt else ""
     except JsonError as error:
-        return EarlierRecord(), f"{run_dir / RECORD_FILE} is damaged ({error}): its list of earlier saves is lost"
+        doubt = f"{run_dir / RECORD_FILE} is damaged ({error}): its list of earlier saves is lost"
+        return run_folder.EarlierRecord(), doubt
 
 
 def prepare(config: RunConfig, lock: RunLock, peers: Peers) -> Prepared:
@@ -127,9 +104,9 @@ def prepare(config: RunConfig, lock: RunLock, peers: Peers) -> Prepared:
 
     @functools.cache
     def damage(checkpoint: str) -> str:
-        found = peers.share(checkpoint, functools.partial(damage_in, config))
+        found = peers.share(checkpoint, functools.partial(run_folder.damage_in, config))
         if len(found) > 1 and any(found):  # of a file that is damaged a rank may see another sign, or not the folder
-            return damage_in(config, checkpoint)
+            return run_folder.damage_in(config, checkpoint)
         return found[0]
 
     if config.options.dry_run:
@@ -139,22 +116,22 @@ def prepare(config: RunConfig, lock: RunLock, peers: Peers) -> Prepared:
         if os.access(run_dir, os.W_OK):  # else ``holds_run_to_resume`` refuses it
             store.put_back(run_dir)
     if save_to and config.options.resume and not config.options.dry_run and not store.was_overwritten(run_dir):
-        make_run_folder(run_dir)
+        run_folder.make_run_folder(run_dir)
         lock.take()
         fetched = fetch_newer(save_to, run_dir, damage=damage)
         damage.cache_clear()  # a damaged checkpoint may have been replaced
-    resumes = holds_run_to_resume(config, problems)
-    problems.add(*filter(None, [data_tokenizer(config.train)[1]]))
+    resumes = run_folder.holds_run_to_resume(config, problems)
+    problems.add(*filter(None, [run_description.data_tokenizer(config.train)[1]]))
     problems.raise_if_any()
-    hashes = data_hashes(config)
-    hashes["initial weights"] = initial_weights_hash(config)
-    settings, start = settings_to_match(config, hashes=hashes), ResumePoint()
+    hashes = run_description.data_hashes(config)
+    hashes["initial weights"] = run_description.initial_weights_hash(config)
+    settings, start = run_description.settings_to_match(config, hashes=hashes), run_folder.ResumePoint()
     if resumes:
-        start = plan_resume(config, settings=settings, problems=problems, damage=damage)
+        start = run_folder.plan_resume(config, settings=settings, problems=problems, damage=damage)
     if save_to:
         begins = start.checkpoint is None and not config.options.overwrite and not store.was_overwritten(run_dir)
         check_place(save_to, begins=begins, writes=not config.options.dry_run)
-    earlier, doubt = _earlier_record(run_dir) if resumes else (EarlierRecord(), "")
+    earlier, doubt = _earlier_record(run_dir) if resumes else (run_folder.EarlierRecord(), "")
     goodput = Goodput()
     if resumes and (run_dir / RECORD_FILE).exists():
         goodput = (earlier.goodput or Goodput.unknown()).after_loss(
@@ -165,13 +142,13 @@ def prepare(config: RunConfig, lock: RunLock, peers: Peers) -> Prepared:
     plan, unlike = read_plan(config, problems), ""
     if plan is not None and plan.machine.devices != config.topology.world_size:
         unlike = f"plan        was made for {counted(plan.machine.devices, 'device')}: steps are not compared with it"
-    unchecked = check_tokenizer(config, problems)
+    unchecked = run_description.check_tokenizer(config, problems)
     problems.raise_if_any()
     return Prepared(
         start=start,
         hashes=hashes,
         settings=settings,
-        contents=contents(run_dir),
+        contents=run_folder.contents(run_dir),
         earlier=earlier,
         plan=plan,
         goodput=goodput,
@@ -199,25 +176,25 @@ def open_run_folder(config: RunConfig, prepared: Prepared, *, lock: RunLock, log
     start, run_dir, topology = prepared.start, config.run_dir, config.topology
     if topology.is_main:
         try:
-            make_run_folder(run_dir)
+            run_folder.make_run_folder(run_dir)
             lock.take()
-            if contents(run_dir) != prepared.contents:
+            if run_folder.contents(run_dir) != prepared.contents:
                 raise UserError(f"--checkpoint_path {run_dir}: another process changed it: repeat the command")
             if config.options.save_to and start.checkpoint is None:
                 clear_place(config.options.save_to)  # first: a resume must not bring back what was overwritten here
-            clear_run_folder(run_dir, start)
-            description = describe_run(
+            run_folder.clear_run_folder(run_dir, start)
+            description = run_description.describe_run(
                 config,
                 hashes=prepared.hashes,
                 resumed_from=start.checkpoint.name if start.checkpoint is not None else None,
                 changes=start.changes,
                 run_id=start.run_id,
             )
-            if not is_ours(run_dir / CONFIG_FILE):  # a resumed run keeps its own
+            if not run_folder.is_ours(run_dir / run_folder.CONFIG_FILE):  # a resumed run keeps its own
                 options = {name: str(at) if isinstance(at, Path) else at for name, at in asdict(config.options).items()}
                 repeated = ("command_line", "git_commit", "env", "data", "training_config", "deepspeed_config")
                 written = {"options": options, **{name: description[name] for name in repeated}}
-                write_json_atomic(run_dir / CONFIG_FILE, written)
+                write_json_atomic(run_dir / run_folder.CONFIG_FILE, written)
             log.open(run_dir / log_file(0))
         except UserError as error:
             problems = error.problems
@@ -249,7 +226,8 @@ def require_same_work(config: RunConfig, prepared: Prepared | None, store: "Stor
     if topology.local_world_size == topology.world_size:
         return
     if topology.local_rank == 0:
-        own = facts_to_match(config, hashes=prepared.hashes if prepared else data_hashes(config))
+        hashes = prepared.hashes if prepared else run_description.data_hashes(config)
+        own = run_description.facts_to_match(config, hashes=hashes)
     store.set(f"facts/{topology.rank}", json.dumps([socket.gethostname(), own]))
     for rank in range(1, topology.world_size) if topology.is_main else ():
         store.wait([f"facts/{rank}"], TIMEOUT)  # it may hash its data
@@ -328,7 +306,8 @@ def run(config: RunConfig, interruption: Interruption) -> None:
         except UserError as error:
             peers.refuse(error.problems)
             raise
-        for line in (*plan_lines(config), *(prepared.messages if prepared and config.options.dry_run else ())):
+        messages = prepared.messages if prepared and config.options.dry_run else ()
+        for line in (*run_description.plan_lines(config), *messages):
             logger.info(line)
         if config.options.dry_run:
             logger.info("dry run: everything checked, nothing started")
@@ -361,7 +340,7 @@ def _train(
     log: LogFile,
 ) -> None:
     device = bring_up(config.device, local_rank=config.topology.local_rank, threads=config.threads_per_device)
-    peers.help(functools.partial(damage_in, config))
+    peers.help(functools.partial(run_folder.damage_in, config))
     alone = config.run_type == "baseline"
     with contextlib.nullcontext() if alone else joined(config.topology, device, store=peers.store):
         prepared: Prepared = from_main(own)
@@ -418,7 +397,7 @@ def _warn_of_slow_rank(rank: int, status: RankStatus, usual: float) -> None:
     )
 
 
-def _build(config: RunConfig, start: ResumePoint, *, device: torch.device) -> Strategy:
+def _build(config: RunConfig, start: run_folder.ResumePoint, *, device: torch.device) -> Strategy:
     torch.manual_seed(dropout_seed(config))
     # A resume needs only the checkpoint: the source of the initial weights may no longer exist.
     return build_strategy(replace(config, init_from=None) if start.checkpoint else config, device)
@@ -439,7 +418,7 @@ def dropout_seed(config: RunConfig, *, step: int = 0) -> int:
 
 
 def _load_checkpoint(
-    config: RunConfig, start: ResumePoint, strategy: Strategy, *, device: torch.device
+    config: RunConfig, start: run_folder.ResumePoint, strategy: Strategy, *, device: torch.device
 ) -> RunState | None:
     """Load the checkpoint, if any, into ``strategy`` and the random streams; returns the state of the run."""
     if start.checkpoint is None:
@@ -499,7 +478,7 @@ def out_of_memory_explained(config: RunConfig) -> Iterator[None]:
         functions = {frame.name for frame in traceback.extract_tb(error.__traceback__)}
         moment = next((MOMENTS[name] for name in MOMENTS if name in functions), "in the forward pass")
         asked = re.search(r"Tried to allocate ([\d.]+ \wiB)|Failed to CUDA \w+ (\d+ bytes)", str(first))
-        peak, predicted = peak_bytes(config.device), predicted_peak_memory(config)
+        peak, predicted = peak_bytes(config.device), run_description.predicted_peak_memory(config)
         facts = [
             f"tried to allocate {asked[1] or asked[2]}" if asked else "",
             f"{peak / 1e9:.3g} GB at the peak so far" if peak is not None else "",
@@ -513,7 +492,7 @@ def out_of_memory_explained(config: RunConfig) -> Iterator[None]:
 
 def _next_setting(config: RunConfig, *, start: bool) -> str:
     """The least change that fits by the formulas: of micro batch, activation checkpointing, then ZeRO's stage."""
-    setup = setup_of(config)
+    setup = run_description.setup_of(config)
     limit = SAFE * worst_peak(setup, device=config.device)[1].total
     if config.device == "cuda":
         limit = min(limit, SAFE * torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)

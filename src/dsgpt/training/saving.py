@@ -19,19 +19,9 @@ from typing import Any, TypeVar
 import torch
 
 from dsgpt.checkpoints import store
+from dsgpt.checkpoints import training_state as states
 from dsgpt.checkpoints.manifest import RunState, parse_manifest
 from dsgpt.checkpoints.second_copy import SecondCopy
-from dsgpt.checkpoints.training_state import (
-    Counters,
-    KeptState,
-    Shards,
-    Written,
-    complete_state,
-    reason_of,
-    require_room,
-    save_random_state,
-    write_shards,
-)
 from dsgpt.common.errors import NonFiniteError, SaveError, UserError
 from dsgpt.common.files import print_traceback, remove, write_json_atomic
 from dsgpt.config.run_config import RunConfig
@@ -59,7 +49,7 @@ class Contents:
     state: RunState
     about: dict[str, Any]
     """The manifest's fields about the run; see ``about_run``."""
-    counters: Counters
+    counters: states.Counters
     needed: Callable[[], Collection[Path]]
     """Returns the checkpoints that retention must leave."""
 
@@ -69,7 +59,7 @@ class Contents:
         with contextlib.suppress(OSError):
             remove(self.folder)
 
-    def write(self, shards: Callable[[], Shards], ranks: HostGroup) -> list[Written]:
+    def write(self, shards: Callable[[], states.Shards], ranks: HostGroup) -> list[states.Written]:
         """Add every rank's part of the state of training; collective among ``ranks``.
 
         Returns:
@@ -80,7 +70,9 @@ class Contents:
             NonFiniteError: on every rank: the last update made weights NaN or infinite, and no loss shows it yet.
         """
         place = self.config.topology
-        parts = _together(ranks, lambda: write_shards(self.folder, shards(), rank=place.rank, ranks=place.world_size))
+        parts = _together(
+            ranks, lambda: states.write_shards(self.folder, shards(), rank=place.rank, ranks=place.world_size)
+        )
         if names := list(dict.fromkeys(itertools.chain(*ranks.objects(parts[0].non_finite)))):
             raise NonFiniteError(
                 f"step {self.state.step}: {', '.join(names[:3])} became NaN or infinite: training stopped, and this "
@@ -88,7 +80,7 @@ class Contents:
             )
         return parts
 
-    def complete(self, parts: list[Written]) -> int:
+    def complete(self, parts: list[states.Written]) -> int:
         """Add the remaining files to the ``parts`` of all ranks, and publish; main rank only.
 
         Returns:
@@ -100,7 +92,7 @@ class Contents:
         """
         config = self.config
         shapes = parameter_shapes(config.model)
-        written = complete_state(self.folder, parts, self.counters, shapes=shapes)
+        written = states.complete_state(self.folder, parts, self.counters, shapes=shapes)
         write_json_atomic(self.folder / store.MODEL, config.model.as_dict())
         tokenizer, _ = data_tokenizer(config.train)
         if tokenizer is not None:  # training itself needs none
@@ -109,7 +101,8 @@ class Contents:
         try:
             store.keep_newest(config.run_dir, count=config.options.keep_checkpoints, needed=self.needed())
         except OSError as error:
-            logger.warning(f"{final.name} is saved, but the older ones could not be tidied up: {reason_of(error)}")
+            reason = states.reason_of(error)
+            logger.warning(f"{final.name} is saved, but the older ones could not be tidied up: {reason}")
         return parse_manifest(final).size
 
 
@@ -155,7 +148,7 @@ def _together(ranks: HostGroup, action: Callable[[], T]) -> list[T]:
 def _reason(error: BaseException) -> str:
     """Why a save failed, in one line; the traceback is printed if it was not the file system."""
     if isinstance(error, OSError):
-        return reason_of(error)
+        return states.reason_of(error)
     print_traceback()
     return f"{type(error).__name__}: {error}"
 
@@ -205,7 +198,7 @@ class Saver:
         self._is_main, self._stops = config.topology.is_main, options.on_save_failure == "stop"
         self._beside = HostGroup() if options.save_mode == "async" else self.ranks
         """Group for threads, beside which the ranks communicate in ``ranks``."""
-        self._kept = KeptState()
+        self._kept = states.KeptState()
         self._second: SecondCopy | None = None
         if self._is_main and options.save_to:
             done = self.journal.meter.run.steps
@@ -257,7 +250,7 @@ class Saver:
                 # Before the first byte: the checkpoint will be about as large as the last one.
                 earlier = store.checkpoints(run_dir)
                 with contextlib.suppress(UserError):  # the size of the last one is unknown
-                    require_room(run_dir, parse_manifest(earlier[0]).size if earlier else 0)
+                    states.require_room(run_dir, parse_manifest(earlier[0]).size if earlier else 0)
 
         contents = Contents(
             config=self.config,
@@ -269,7 +262,7 @@ class Saver:
         )
         with _removed_after_failure(contents):
             _together(self.ranks, make_folder)
-            _together(self.ranks, lambda: save_random_state(folder, rank=rank, device=self.device))
+            _together(self.ranks, lambda: states.save_random_state(folder, rank=rank, device=self.device))
         return contents
 
     def _write(self, contents: Contents) -> int:

@@ -22,17 +22,8 @@ from starlette.types import Message, Receive, Scope, Send
 from dsgpt.common.json_files import clipped
 from dsgpt.inference.commands import Key, Limits
 from dsgpt.inference.generation import INCOMPLETE, Continuation
+from dsgpt.inference.server import requests
 from dsgpt.inference.server.engine import Engine, Scorer, Sequence, ServedModel
-from dsgpt.inference.server.requests import (
-    ApiError,
-    CompletionRequest,
-    GoneError,
-    Prompt,
-    new_tokens_of,
-    read_body,
-    read_prompts,
-    read_request,
-)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -102,7 +93,9 @@ class Gate:
         past, now = self._admitted.setdefault(key.name, deque(maxlen=key.per_minute)), time.monotonic()
         if len(past) == key.per_minute and (wait := past[0] + MINUTE_SEC - now) > 0:
             message = f"the key {key.name!r} may send {key.per_minute} requests a minute: repeat the request later"
-            raise ApiError(429, message, code="rate_limit_exceeded", headers={"retry-after": str(math.ceil(wait))})
+            raise requests.ApiError(
+                429, message, code="rate_limit_exceeded", headers={"retry-after": str(math.ceil(wait))}
+            )
         past.append(now)
 
     @contextlib.contextmanager
@@ -118,12 +111,12 @@ class Gate:
             several = f" ({prompts:,} prompts, {count // prompts} of each)" if prompts > 1 else ""
             message = f"the request asks for {clipped(count)} completions{several}, and the server takes {most}{of_key}"
             param = "n" if prompts == 1 else "prompt"
-            raise ApiError(400, f"{message} at a time: ask for fewer", param=param, code="invalid_value")
+            raise requests.ApiError(400, f"{message} at a time: ask for fewer", param=param, code="invalid_value")
         everyone = self._taken.total()
         for taken, most, whose in ((everyone, self._places, ""), (self._taken[name], self._places_of_key, of_key)):
             if taken + count > most:
                 wait = math.ceil(self._mean_sec * max(1.0, everyone / self._batch))
-                raise ApiError(
+                raise requests.ApiError(
                     429,
                     f"the server is busy: {taken} of {most} places{whose} are taken; repeat the request later",
                     code="rate_limit_exceeded",
@@ -150,7 +143,7 @@ class Choice:
     """One completion of a request."""
 
     index: int
-    prompt: Prompt
+    prompt: requests.Prompt
     sequence: Sequence | None
     """The decoding of the completion; None if no token is asked for."""
     text: Continuation
@@ -189,7 +182,7 @@ class Answer:
         prompts: what they continue.
     """
 
-    def __init__(self, model: str, choices: list[Choice], prompts: list[Prompt]) -> None:
+    def __init__(self, model: str, choices: list[Choice], prompts: list[requests.Prompt]) -> None:
         self._head: dict[str, Any] = {"id": f"cmpl-{uuid.uuid4().hex}", "object": "text_completion"}
         self._head |= {"created": int(time.time()), "model": model}
         self._choices, self._prompts = choices, prompts
@@ -268,13 +261,13 @@ class Completions:
             status = 200
         except TimeoutError:
             message = f"the answer took longer than {self.limits.request_sec:g} s: ask for fewer tokens, or later"
-            error = ApiError(504, message, code="timeout", headers={"x-should-retry": "false"})
+            error = requests.ApiError(504, message, code="timeout", headers={"x-should-retry": "false"})
             status = error.status
             await exchange.fail(error)
-        except ApiError as error:
+        except requests.ApiError as error:
             status = error.status
             await exchange.fail(error)
-        except GoneError as error:
+        except requests.GoneError as error:
             status = error.status
         finally:
             self.metrics.requests.labels(status).inc()
@@ -285,13 +278,13 @@ class Completions:
     async def _answer(self, http: Request, exchange: "_Exchange") -> None:
         key: Key | None = http.scope["key"]
         self.gate.admit(key)
-        body = await read_body(http, limits=self.limits)
+        body = await requests.read_body(http, limits=self.limits)
         read = partial(asyncio.get_running_loop().run_in_executor, self.readers[len(body) > SMALL_BODY])
         with self.gate.places(1, key=key):
-            request = await read(read_request, body)
+            request = await read(requests.read_request, body)
         if request.model != self.served.name:
             message = f"the model {request.model[:80]!r} does not exist here: use {self.served.name!r}"
-            raise ApiError(404, message, param="model", code="model_not_found")
+            raise requests.ApiError(404, message, param="model", code="model_not_found")
         prompts = max(1, len(request.prompts))
         with self.gate.places(prompts * request.n, key=key, prompts=prompts):
             work = asyncio.create_task(self._complete(request, exchange, read))
@@ -299,7 +292,7 @@ class Completions:
             try:
                 await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
                 if not work.done() and not exchange.ended:
-                    raise GoneError(499)
+                    raise requests.GoneError(499)
                 await work
             finally:
                 for task in (work, gone):
@@ -307,14 +300,14 @@ class Completions:
                 await asyncio.gather(work, gone, return_exceptions=True)
 
     async def _complete(
-        self, request: CompletionRequest, exchange: "_Exchange", read: Callable[..., Awaitable[Any]]
+        self, request: requests.CompletionRequest, exchange: "_Exchange", read: Callable[..., Awaitable[Any]]
     ) -> None:
         """Decode the completions and send them; at the end those that are not finished are cancelled."""
         served, changed, echo = self.served, asyncio.Event(), request.echo
         choices: list[Choice] = []
-        encode = partial(read_prompts, vocabulary=served.vocabulary, positions=served.positions)
-        prompts: list[Prompt] = await read(encode, request, served.tokenizer)
-        new_tokens = new_tokens_of(request, prompts, positions=served.positions, limits=self.limits)
+        encode = partial(requests.read_prompts, vocabulary=served.vocabulary, positions=served.positions)
+        prompts: list[requests.Prompt] = await read(encode, request, served.tokenizer)
+        new_tokens = requests.new_tokens_of(request, prompts, positions=served.positions, limits=self.limits)
         ends, answer = request.ends(served.end_of_text), Answer(served.name, choices, prompts)
         submit = partial(self.engine.submit, new_tokens=new_tokens, ends=ends, changed=changed)
         try:
@@ -347,7 +340,7 @@ class Completions:
                 self.metrics.tokens.labels("completion").inc(usage["completion_tokens"])
 
     async def _steps(
-        self, request: CompletionRequest, choices: list[Choice], changed: asyncio.Event, *, began: float
+        self, request: requests.CompletionRequest, choices: list[Choice], changed: asyncio.Event, *, began: float
     ) -> AsyncIterator[tuple[Choice, str]]:
         """Each choice with its new text, until all are finished; a choice with log probabilities comes whole."""
         left = list(choices)
@@ -359,7 +352,7 @@ class Completions:
             for choice in list(left):
                 sequence = choice.sequence
                 if sequence is not None and sequence.error:
-                    raise ApiError(500, f"the model failed to answer ({sequence.error})", code="engine_failed")
+                    raise requests.ApiError(500, f"the model failed to answer ({sequence.error})", code="engine_failed")
                 text = choice.take()
                 if choice.index in without_token and choice.text.ids:
                     without_token.discard(choice.index)
@@ -408,9 +401,9 @@ class _Exchange:
         data = f"data: {'[DONE]' if body is None else json.dumps(body, ensure_ascii=False)}\n\n"
         await self._patiently({"type": "http.response.body", "body": data.encode(), "more_body": more})
 
-    async def fail(self, error: ApiError) -> None:
+    async def fail(self, error: requests.ApiError) -> None:
         """Send the error: as the response, or as the last event of a stream that has begun."""
-        with contextlib.suppress(GoneError):
+        with contextlib.suppress(requests.GoneError):
             if self._streams and not self.ended:
                 await self.send_event(error.body(), more=False)
             elif not self._started:
@@ -424,4 +417,4 @@ class _Exchange:
             async with asyncio.timeout(self._stall_sec):
                 await self._send(message)
         except TimeoutError as error:
-            raise GoneError(408) from error
+            raise requests.GoneError(408) from error

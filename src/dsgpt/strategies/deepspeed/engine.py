@@ -22,17 +22,8 @@ from dsgpt.config.run_config import RunConfig
 from dsgpt.data.loader import Batch
 from dsgpt.model.gpt2 import parameter_shapes
 from dsgpt.strategies.base import StateTensors, Strategy, block_norms, set_learning_rate
+from dsgpt.strategies.deepspeed import state
 from dsgpt.strategies.deepspeed.setup import build_deepspeed_optimizer, import_deepspeed, repeat_counting
-from dsgpt.strategies.deepspeed.state import (
-    EngineState,
-    PartitionedState,
-    ShardedState,
-    WholeState,
-    engine_tensors,
-    is_split,
-    part_boxes,
-    step_on_weights,
-)
 from dsgpt.telemetry.meter import StepResult
 
 
@@ -123,7 +114,7 @@ class DeepSpeedStrategy(Strategy):
     """
 
     _engine: Any
-    _state: EngineState | ShardedState
+    _state: state.EngineState | state.ShardedState
     _parameters: dict[str, nn.Parameter]
     """This rank's parameters, or its parts of them, by canonical name."""
 
@@ -151,8 +142,8 @@ class DeepSpeedStrategy(Strategy):
         )
         take_norms_of_blocks(self._optimizer)
         wait_once(self._optimizer)
-        step_on_weights(self._optimizer)
-        kinds = WholeState, PartitionedState, PartitionedState, ShardedState
+        state.step_on_weights(self._optimizer)
+        kinds = state.WholeState, state.PartitionedState, state.PartitionedState, state.ShardedState
         self._state = kinds[self._stage](self._optimizer, self._parameters)
 
     def _watch_row_parallel(self, model: nn.Module) -> None:
@@ -212,7 +203,8 @@ class DeepSpeedStrategy(Strategy):
 
     def _boxes(self, name: str) -> list[Box]:
         """Boxes, in the whole parameter, of the part that this rank's data group holds."""
-        return part_boxes(name, self._shapes[name], rank=self._topology.tensor_rank, size=self._topology.sizes.tensor)
+        place = self._topology
+        return state.part_boxes(name, self._shapes[name], rank=place.tensor_rank, size=place.sizes.tensor)
 
     def shards(self) -> Shards:
         """See ``Strategy``; what several ranks hold alike, each writes an equal share of."""
@@ -221,7 +213,7 @@ class DeepSpeedStrategy(Strategy):
         if self._stage == 0:  # of the data ranks and their sequence peers, each has everything
             copies = place.data_parallel_size * sizes.sequence
             own = own.share(place.data_rank * sizes.sequence + place.sequence_rank, copies)
-        return own.share(place.tensor_rank, sizes.tensor, among=lambda name: not is_split(name))
+        return own.share(place.tensor_rank, sizes.tensor, among=lambda name: not state.is_split(name))
 
     def _owns(self, name: str) -> bool:  # noqa: ARG002 - for subclasses
         """Whether this rank, of all pipeline stages that hold the parameter ``name``, writes it."""
@@ -234,7 +226,7 @@ class DeepSpeedStrategy(Strategy):
         that it gathers for the next forward pass may have arrived in part, and are left out too.
         """
         for name, parameter in self._parameters.items():
-            split = self._topology.sizes.tensor > 1 and is_split(name)
+            split = self._topology.sizes.tensor > 1 and state.is_split(name)
             whole = parameter.shape == getattr(parameter, "ds_shape", parameter.shape)
             status = getattr(parameter, "ds_status", None)
             in_flight = status is not None and status.name == "INFLIGHT"
@@ -243,7 +235,7 @@ class DeepSpeedStrategy(Strategy):
 
     def state_tensors(self) -> StateTensors:
         """See ``Strategy``."""
-        return engine_tensors(self._optimizer, self._parameters.values())
+        return state.engine_tensors(self._optimizer, self._parameters.values())
 
     def load_state(self, reader: StateReader) -> None:
         """See ``Strategy``."""

@@ -24,15 +24,7 @@ from dsgpt.data.loader import IGNORED_TARGET, Batch
 from dsgpt.formats.tensor_files import DTYPES
 from dsgpt.machine.device import named_range, sum_over_ranks
 from dsgpt.model.gpt2 import GPT2, Attend, Attention, Block, dense_attention
-from dsgpt.strategies.base import (
-    compile_blocks,
-    global_norm,
-    initial_values,
-    model_of,
-    square_sum,
-    to_device,
-    whole_model,
-)
+from dsgpt.strategies import base
 from dsgpt.strategies.deepspeed.engine import DeepSpeedStrategy, Exchanges
 from dsgpt.strategies.deepspeed.setup import SwapSpace, engine_config, load_ops
 from dsgpt.strategies.deepspeed.state import SPLIT, attend_with_own_dropout, is_split
@@ -102,10 +94,10 @@ def build_sharded(config: RunConfig, engine_config: dict[str, Any]) -> GPT2:
     # and the engine checks the real sizes later.
     init_config = {key: engine_config[key] for key in _INIT_KEYS if key in engine_config}
     with deepspeed.zero.Init(config_dict_or_path={**init_config, "train_micro_batch_size_per_gpu": 1}):
-        model = model_of(config)
+        model = base.model_of(config)
     # Frees the head's own weight, which the embedding replaced: DeepSpeed's closures put it into a reference cycle.
     gc.collect()
-    values = initial_values(config)
+    values = base.initial_values(config)
     for name, parameter in model.named_parameters():
         with torch.no_grad(), deepspeed.zero.GatheredParameters(parameter, modifier_rank=0):
             if config.topology.is_main:
@@ -135,7 +127,7 @@ class Zero(DeepSpeedStrategy):
             self._undo_first_step()
             self._sum_gradients_in_fp32()
         if config.options.compile and (self._stage == 3 or self._model_ranks > 1):
-            compile_blocks(model)
+            base.compile_blocks(model)
         elif config.options.compile:
             model.compile()
 
@@ -195,7 +187,7 @@ class Zero(DeepSpeedStrategy):
         self._engine.train()
         loss_sum, own_norm = torch.zeros((), device=self._device), None
         for micro in range(self._accumulation):
-            batch = to_device(next(batches), self._device)
+            batch = base.to_device(next(batches), self._device)
             with named_range("forward"):
                 loss = self._micro_batch_loss(batch)
             if self._model_ranks > 1:  # now: its gradients reach all of them
@@ -233,7 +225,7 @@ class Zero(DeepSpeedStrategy):
         return self._reduced_gradient_norm() if self._stage == 0 and self._precision == "fp32" else None
 
     def _reduced_gradient_norm(self) -> Tensor:
-        return global_norm(p.grad for p in self._parameters.values() if p.grad is not None)
+        return base.global_norm(p.grad for p in self._parameters.values() if p.grad is not None)
 
     @torch.no_grad()
     def eval_step(self, batches: Iterator[Batch]) -> tuple[Tensor, Tensor]:
@@ -241,7 +233,7 @@ class Zero(DeepSpeedStrategy):
         self._engine.eval()
         sums = torch.zeros(2, dtype=torch.float64, device=self._device)  # losses, targets
         for _ in range(self._accumulation):
-            batch = to_device(next(batches), self._device)
+            batch = base.to_device(next(batches), self._device)
             loss_sum, tokens = self._micro_batch_sums(batch)
             sums[0] += loss_sum
             sums[1] += tokens
@@ -255,7 +247,7 @@ def _build_whole(config: RunConfig, device: torch.device) -> GPT2:
     They are rounded to the run's precision in host memory, so that no fp32 copy needs room on the device. DeepSpeed
     makes its master weights from the rounded ones in any case.
     """
-    model = whole_model(config).to(DTYPES[config.precision])
+    model = base.whole_model(config).to(DTYPES[config.precision])
     return model if config.topology.sizes.tensor > 1 else model.to(device)
 
 
@@ -490,8 +482,8 @@ class TensorParallel(Zero):
     def _reduced_gradient_norm(self) -> Tensor:
         """See ``Zero``; counts the parts of all tensor ranks, and counts once what every rank holds whole."""
         gradients = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
-        parts = square_sum(gradient for name, gradient in gradients.items() if is_split(name))
+        parts = base.square_sum(gradient for name, gradient in gradients.items() if is_split(name))
         dist.all_reduce(parts, group=self._tensor_group)
-        shared = square_sum(gradient for name, gradient in gradients.items() if not is_split(name))
+        shared = base.square_sum(gradient for name, gradient in gradients.items() if not is_split(name))
         norm: Tensor = (parts + shared).sqrt().float()
         return norm
