@@ -231,7 +231,7 @@ def split(place: str) -> Pair:
 
 
 def as_options(**changes: Any) -> Pair:
-    """Options set after the checks: they need a compiler, or an existing run in the folder."""
+    """Options set after the checks: they need a compiler, a GPU, or an existing run in the folder."""
     return Asked(), Asked(adapt=lambda config: replace(config, options=replace(config.options, **changes)))
 
 
@@ -276,6 +276,7 @@ CHANGED: dict[str, Pair] = {
     "--precision": flag("precision", "bf16"),
     "--device": flag("device", "auto"),
     "--compile": as_options(compile=True),
+    "--cuda_graphs": as_options(cuda_graphs=True),
     "--save_mode": flag("save_mode", "async"),
     "--on_save_failure": flag("on_save_failure", "continue"),
     "--track": flag("track", "csv"),
