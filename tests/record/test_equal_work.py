@@ -341,6 +341,7 @@ CHANGED: dict[str, Pair] = {
     "fsdp.reshard_after_forward": key("dsgpt.fsdp.reshard_after_forward", None, False, flags={"run_type": "fsdp"},
                                       ranks=2),
     "fsdp.cpu_offload": key("dsgpt.fsdp.cpu_offload", None, True, flags={"run_type": "fsdp"}, ranks=2),
+    "fsdp.accumulation": key("dsgpt.fsdp.accumulation", None, "sharded", flags={"run_type": "fsdp"}, ranks=2),
     "fsdp.reduce_dtype": key("dsgpt.fsdp.reduce_dtype", None, "low", ranks=2,
                              flags={"run_type": "fsdp", "precision": "bf16"}),
     "zero_optimization.stage": zero("stage", 1, 3),

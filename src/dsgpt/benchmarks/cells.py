@@ -112,6 +112,7 @@ _TORCH = (
     _torch("ddp-copied-buckets", ranks=(2,), changes={"dsgpt": {"ddp": {"gradient_as_bucket_view": False}}}),
     _torch("fsdp", replicas="none"),
     _torch("fsdp-kept", ranks=(2,), replicas="none", changes={"dsgpt": {"fsdp": {"reshard_after_forward": False}}}),
+    _torch("fsdp-sharded-sums", ranks=(2,), replicas="none", changes={"dsgpt": {"fsdp": {"accumulation": "sharded"}}}),
     _torch("fsdp-offload", ranks=(2,), replicas="none", changes={"dsgpt": {"fsdp": {"cpu_offload": True}}}),
 )
 _DATA_PARALLEL = (

@@ -47,7 +47,7 @@ from dsgpt.common.text import counted
 # The cells of the suite.
 
 OPTIMIZERS = ("adamw", "sgd")
-_LITTLE_NEW = ("ddp-copied-buckets", "fsdp-kept", "fsdp-offload")
+_LITTLE_NEW = ("ddp-copied-buckets", "fsdp-kept", "fsdp-offload", "fsdp-sharded-sums")
 """Variants of ``ddp`` and ``fsdp``; one training shows how they differ. The whole matrix has every setting of them."""
 _CLIP_FP32_OTHERWISE = ("zero0", "pipeline2-zero0")
 """Strategies that clip fp32 gradients with other code than bf16 gradients, or cannot train in bf16."""

@@ -111,14 +111,15 @@ def check_accumulation(request: RunRequest, accumulation: int, problems: Problem
         accumulation: micro batches per optimizer step.
         problems: receives the refusal.
     """
-    low = request.recipe.dsgpt.fsdp.reduce_dtype == "low" and request.precision != "fp32"
+    fsdp = request.recipe.dsgpt.fsdp
+    low = fsdp.reduce_dtype == "low" and fsdp.accumulation == "whole" and request.precision != "fp32"
     sizes = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     doubtful = request.is_doubtful("dsgpt", "bf16", "fp16", *sizes)
     if request.options.run_type == "fsdp" and low and accumulation > 1 and not doubtful:
         problems.add(
             f'{request.recipe.path}: dsgpt.fsdp.reduce_dtype "low" does not go with {accumulation} micro batches per '
             f'step, whose gradients PyTorch would then also sum in {request.precision}: take "fp32", or '
-            "--grad_accum_steps 1"
+            '"accumulation": "sharded", or --grad_accum_steps 1'
         )
     if request.options.cuda_graphs and request.precision == "fp32" and accumulation > 1 and not doubtful:
         problems.add(

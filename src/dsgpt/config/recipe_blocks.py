@@ -400,6 +400,12 @@ class FsdpRecipe(Block):
         ),
     ] = "fp32"
     """Precision in which gradients are summed over ranks; ``low`` is that of the activations."""
+    accumulation: Annotated[
+        Literal["whole", "sharded"], one_of("whole", "sharded"), Only("adds up the same gradients in another order")
+    ] = "whole"
+    """Where the gradients of a step's micro batches are added up. ``whole``: on every rank, and reduced once a step.
+    ``sharded``: each micro batch's are reduced at once, and added to the rank's shard: less memory, and as many
+    reductions as micro batches."""
     cpu_offload: Annotated[Flag, PLACES] = False
     """Keep the shards of weights, gradients and optimizer state in host memory."""
 

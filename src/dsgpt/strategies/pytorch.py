@@ -342,16 +342,19 @@ class Fsdp(TorchStrategy):
         assert isinstance(model, FSDPModule)  # ``fully_shard`` gives a module this class too
         self._fully_sharded: FSDPModule = model
         self._shapes = parameter_shapes(config.model)
-        self._reshard_after_forward = config.recipe.dsgpt.fsdp.reshard_after_forward
+        recipe = config.recipe.dsgpt.fsdp
+        self._reshard_after_forward, self._reduces_each = recipe.reshard_after_forward, recipe.accumulation == "sharded"
 
     def _micro_batch(self, *, last: bool) -> contextlib.AbstractContextManager[None]:
         """Until the ``last`` micro batch, every rank sums whole gradients; then they are reduced to shards.
+
+        Or, if the recipe says so, those of every micro batch are.
 
         Weights that stay gathered between forward and backward pass also stay gathered until the next micro batch:
         their memory is needed anyway, and they need not be gathered again. The root's weights always stay; those of the
         blocks stay if the recipe says so.
         """
-        self._fully_sharded.set_requires_gradient_sync(last)
+        self._fully_sharded.set_requires_gradient_sync(last or self._reduces_each)
         self._fully_sharded.set_reshard_after_backward(last or self._reshard_after_forward)
         self._fully_sharded.set_reshard_after_backward(last, recurse=False)
         return contextlib.nullcontext()
@@ -404,10 +407,11 @@ class ShardedWeights(MasterWeights):
 
     @torch.no_grad()
     def gather_gradients(self) -> None:
-        """Move the gradients' shards to ``parameters``; there are none before the last micro batch of a step."""
+        """Move the gradients' shards to ``parameters``, or add them there; without a reduction there are none."""
         for name, low in self._low.items():
             if low.grad is not None:
-                self.parameters[name].grad = _dtensor(low.grad).to_local()
+                shard, sum_so_far = _dtensor(low.grad).to_local(), self.parameters[name].grad
+                self.parameters[name].grad = shard if sum_so_far is None else sum_so_far.add_(shard)
                 low.grad = None
 
 
