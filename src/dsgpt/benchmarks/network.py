@@ -63,6 +63,7 @@ def links() -> list[tuple[int, float]]:
 PROFILED = 2
 FLAGS = {"max_train_steps": 5, "profile_comm": PROFILED, "max_val_steps": 1, "no_inference": True, "save_every": 0}
 """Flags of a training over links."""
+FIRST_IN_LINE = "This measurement ran with real-time priority (chrt), because other programs used the machine."
 CALIBRATION_SEC, LIMIT_SEC = 20.0, 300.0
 TOKENS = 200_000
 
@@ -301,6 +302,7 @@ examples:
             "turns": self.options.turns,
             "linked_work": self._linked[0].title.partition(", ")[2] if self._linked else None,
             "shaped_by": ", ".join(shaped.values()) or None,
+            "remark": FIRST_IN_LINE if os.sched_getscheduler(0) in {os.SCHED_FIFO, os.SCHED_RR} else "",
             "calibration": self._calibration and asdict(self._calibration),
             "trainings": [one for one in results if "mbit" not in one],
             "over_links": linked,
