@@ -233,6 +233,7 @@ CARRIED = re.compile(r"(src|charts)/\w+\.py|(data_prep|ds_configs|launch|charts/
 OF_SOURCES = {"CHANGELOG.md", "LICENSE", "README.md", "pyproject.toml", "requirements.txt", "setup.py"}
 
 
+@pytest.mark.long
 def test_a_wheel_of_a_source_distribution_works_outside_the_checkout(tmp_path):
     """Scripts and recipes come along; DeepSpeed's launcher, named by its path, starts the command as a module.
 

@@ -26,6 +26,7 @@ def run(folder, *only):
     return json.loads(options.output.read_text()), code, printed.getvalue()
 
 
+@pytest.mark.long
 def test_a_step_waits_for_a_slow_link_as_predicted(tmp_path, monkeypatch):
     """The calibration is a committed one; the wait for 40 Mbit/s is the same on any processor.
 

@@ -56,6 +56,7 @@ def test_resume_writes_its_record_and_page(tmp_path, monkeypatch, capsys):
     assert "| baseline | yes |" in record.with_suffix(".md").read_text()
 
 
+@pytest.mark.long
 def test_saving_writes_its_record_and_page(tmp_path, monkeypatch):
     def forked_train(values, **_):
         assert run_script(REPOSITORY / "src" / "gpt2.py", training_words(values)).returncode == 0

@@ -119,6 +119,7 @@ def test_a_job_whose_time_ends_saves_is_requeued_and_resumes(slurm, here):
     slurm("scancel", "--full", job)
 
 
+@pytest.mark.long
 def test_the_command_of_a_plan_does_a_dry_run(slurm, tmp_path):
     for name in ("src", "launch", "ds_configs", ".venv"):
         (tmp_path / name).symlink_to(REPOSITORY / name)
