@@ -122,6 +122,13 @@ class PlanOptions:
         Path, "JSON", "records of sweeps of this machine, to which the rates are fitted", default=(), nargs="+"
     )
 
+    runs: Path = flag(
+        Path,
+        "DIR",
+        "run folders: the last 3 runs there on this machine with a --plan correct this one (default: %(default)s)",
+        default=Path("checkpoint"),
+    )
+
     tokens: float | None = flag(
         _amount(), "N", "tokens of the whole training, such as 10e9 or 10B", group="how long, and for how much"
     )

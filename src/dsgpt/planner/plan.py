@@ -411,6 +411,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "run_type": setup.run_type,
         "model": setup.model.as_dict() | {"parameters": setup.model.parameter_count()},
         "machine": {"name": plan.machine.name, "devices": setup.world_size, "rates": plan.machine.basis}
+        | {"corrected_by": plan.machine.corrected_by}
         | {"network_gbps": plan.machine.network_gbps if several else None},
         **{name: getattr(setup, name) for name in _SHOWN},
         "parallel_sizes": asdict(setup.sizes),

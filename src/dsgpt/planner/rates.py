@@ -147,6 +147,8 @@ class Machine:
     """Gbit/s between two machines; None if nobody measured or stated them."""
     network_basis: str = ""
     """Source of this speed; empty if it is stated or assumed."""
+    corrected_by: float = 1.0
+    """How many times as long everything takes as these rates were before own runs corrected them."""
 
 
 # ``calibration.json``: what a machine was measured to do, and its rates for predictions.

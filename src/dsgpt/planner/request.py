@@ -19,6 +19,7 @@ from dsgpt.model.config import GPT2_VOCAB_SIZE, PRESETS, GPT2Config, length_prob
 from dsgpt.planner import rates
 from dsgpt.planner.hardware import find_gpu, find_instance, read_prices
 from dsgpt.planner.options import CALIBRATION, PlanOptions, executed
+from dsgpt.planner.own_runs import corrected, own_runs
 from dsgpt.planner.setup import WORK, Setup
 from dsgpt.planner.step_time import MeasuredStep, fit
 from dsgpt.record.suites import MAX_BYTES, SweepCell, read_sweep
@@ -256,6 +257,8 @@ def read_request(options: PlanOptions, problems: Problems) -> PlanRequest:
     options, network_basis = _with_instance(options, problems)
     model = _model(options, problems)
     machine = _machine(options, problems)
+    if machine is not None:
+        machine = corrected(machine, own_runs(options.runs, machine))
     recipe = _recipe(options, problems)
     if model is not None:
         problems.add(*length_problems(options.seq_length or 0, model.block_size))

@@ -40,6 +40,10 @@ class PlannedSize:
 
     parameters: Positive = 1
     devices: Positive = 1
+    name: str | None = None
+    """Of the machine."""
+    corrected_by: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
+    """How many times as long the machine was planned to take because of its earlier runs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,6 +128,7 @@ class Budget:
 
     def __init__(self, config: RunConfig, plan: TrainingPlan | None) -> None:
         self._options, self._plan, self._total_steps = config.options, plan, config.total_steps
+        self._tokens_per_step = config.tokens_per_step
         self._usd_per_hour, self._earlier_usd = _usd_per_hour(config, plan), 0.0
         self._as_planned = plan is not None and plan.machine.devices == config.topology.world_size
         self._began = self._recorded = time.monotonic() - (time.time() - psutil.Process().create_time())
@@ -215,6 +220,10 @@ class Budget:
             "usd_per_hour": self._usd_per_hour,
             "spent_usd": None if spent is None else self._earlier_usd + spent,
             "step_vs_plan": ratio,
+            "machine": self._plan.machine.name if self._plan else None,
+            "corrected_by": self._plan.machine.corrected_by if self._plan else None,
+            "planned_tokens_per_sec": self._plan and self._tokens_per_step / self._plan.step.seconds,
+            "tokens_per_sec": self._tokens_per_step / statistics.median(self._times) if ratio else None,
             "planned_seconds": planned,
             "seconds": seconds,
             "planned_usd": self._usd(planned),
