@@ -16,7 +16,15 @@ import torch.nn.functional as F
 from forked_ranks import run_script
 from step_counts import Counts
 from torch import Tensor, nn
-from training_runs import finished
+from training_runs import (
+    SGD,
+    assert_same_training,
+    finished,
+    roll_back,
+    train,
+    weights_of,
+    write_optimizer_recipe,
+)
 
 from dsgpt.machine.launcher import exit_rank
 from dsgpt.model import linear_cross_entropy as module
@@ -42,6 +50,31 @@ def test_the_comparison_finds(wrong, found):
     done = run_script(__file__, [wrong], ranks=2)
     assert done.returncode
     assert f"AssertionError: {found}" in done.stderr
+
+
+LONG = pytest.mark.long
+
+
+@pytest.mark.parametrize(
+    ("stages", "stage"), [(1, 1), (2, 0), pytest.param(1, 0, marks=LONG), pytest.param(2, 1, marks=LONG)]
+)
+def test_unequal_parts_train_as_the_baseline_and_continue_each_others_runs(corpus, tmp_path, stages, stage):
+    """Three tensor ranks share 320 rows, without and with a pipeline; SGD and clipping show a wrong gradient norm."""
+    shape = ("--num_heads", "3", "--embedding_size", "36", "--save_every", "2", "--max_train_steps")
+    more: dict[str, dict[str, int]] = {"tensor_parallel": {"autotp_size": 3}}
+    if stages > 1:
+        more["pipeline"] = {"stages": stages}
+    recipe = write_optimizer_recipe(tmp_path / "recipe.json", optimizer=SGD, clipping=0.3, stage=stage, **more)
+    alone, split, ranks = tmp_path / "alone", tmp_path / "split", 3 * stages
+    finished(train(alone, corpus, recipe, *shape, "4", "--grad_accum_steps", "2"))
+    finished(train(split, corpus, recipe, *shape, "4", "--grad_accum_steps", "2", ranks=ranks))
+    assert_same_training(alone, split, loss=2e-6, norm=1e-6)
+    forward = roll_back(alone, tmp_path / "forward", 2), roll_back(split, tmp_path / "back", 2)
+    for run, count in zip(forward, (ranks, None), strict=True):
+        finished(train(run, corpus, recipe, *shape, "4", "--grad_accum_steps", "2", "--resume", ranks=count))
+        assert_same_training(alone, run, loss=2e-6, norm=1e-6)
+        for name, weight in weights_of(run / "step-00000004").items():
+            same(name, weight, weights_of(alone / "step-00000004")[name], rtol=0, atol=2e-6)
 
 
 def planted(wrong: str) -> AbstractContextManager[object]:
