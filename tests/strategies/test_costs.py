@@ -19,7 +19,7 @@ from training_runs import resolved
 from dsgpt.config.run_config import RunConfig
 from dsgpt.machine.topology import ParallelSizes, Topology
 from dsgpt.strategies.base import build_strategy
-from dsgpt.strategies.deepspeed import zero
+from dsgpt.strategies.deepspeed import tensor_layers, zero
 from dsgpt.strategies.deepspeed.engine import wait_once
 from dsgpt.strategies.pytorch import TorchStrategy
 from dsgpt.training.trainer import training_batches
@@ -53,7 +53,7 @@ def sums(column: type, row: type, x: torch.Tensor) -> list[float]:
 def test_sums_over_tensor_ranks_are_not_lost_for_tensors_that_are_not_contiguous(monkeypatch):
     """If DeepSpeed's own classes do not lose them any more, ours can be removed."""
     monkeypatch.setattr(layers.pg_utils, "is_parallel", lambda group: True)
-    for module in (layers.dist, zero.dist):
+    for module in (layers.dist, tensor_layers.dist):
         monkeypatch.setattr(module, "all_reduce", lambda tensor, **_: tensor.mul_(PEERS))
     spec = importlib.util.find_spec(layers.__name__)
     theirs = importlib.util.module_from_spec(spec)  # in ``layers`` an earlier test may have replaced them
@@ -63,7 +63,7 @@ def test_sums_over_tensor_ranks_are_not_lost_for_tensors_that_are_not_contiguous
     transposed = torch.ones(4, 3).t()
     assert sums(theirs.ColumnParallel, theirs.RowParallel, transposed) == [1, 1]
     for _ in range(2):
-        zero.reduce_contiguous()
+        tensor_layers.reduce_contiguous()
         for x in (torch.ones(3, 4), transposed):
             assert sums(layers.ColumnParallel, layers.RowParallel, x) == [PEERS, PEERS]
 

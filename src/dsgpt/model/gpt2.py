@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from dsgpt.model.config import GPT2Config
-from dsgpt.model.linear_cross_entropy import linear_cross_entropy
+from dsgpt.model.linear_cross_entropy import VocabularyPart, linear_cross_entropy
 
 Attend = Callable[[Tensor, Tensor, Tensor, float, bool], Tensor]
 """(queries, keys, values, dropout probability, whether causal) to the attention output; each (B, nh, T, hs)."""
@@ -88,11 +88,15 @@ class Block(nn.Module):
 
 
 class Head(nn.Linear):
-    """The language-modelling head: logits, or the loss of targets. Rows that pad the vocabulary are never predicted."""
+    """The language-modelling head: logits, or the loss of targets. Rows that pad the vocabulary are never predicted.
+
+    A strategy that splits the rows sets ``vocabulary``; then only the loss is defined.
+    """
 
     def __init__(self, config: GPT2Config, *, pad_logits: bool = False) -> None:
         super().__init__(config.n_embd, config.padded_vocab_size, bias=False)
         self.vocab_size, self._pad_logits = config.vocab_size, pad_logits
+        self.vocabulary: VocabularyPart | None = None
 
     def forward(self, x: Tensor, targets: Tensor | None = None, reduction: str = "mean") -> Tensor:
         """(B, T, C) to logits (B, T, V); with ``targets``, (B, T), to their loss, as ``linear_cross_entropy``."""
@@ -105,6 +109,7 @@ class Head(nn.Linear):
             vocab_size=self.vocab_size,
             reduction=reduction,
             padded=self._pad_logits,
+            vocabulary=self.vocabulary,
         )
 
 

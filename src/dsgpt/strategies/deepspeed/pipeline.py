@@ -28,12 +28,12 @@ from dsgpt.data.loader import IGNORED_TARGET, Batch
 from dsgpt.machine.device import named_range, sum_over_ranks
 from dsgpt.model.config import GPT2Config
 from dsgpt.model.gpt2 import Block, parameter_shapes
-from dsgpt.model.linear_cross_entropy import logits_of
+from dsgpt.model.linear_cross_entropy import VocabularyPart, cross_entropy_of_part, logits_of
 from dsgpt.strategies.base import StateTensors, compile_blocks, initial_values, square_sum, to_device
 from dsgpt.strategies.deepspeed.engine import DeepSpeedStrategy
 from dsgpt.strategies.deepspeed.setup import engine_config
 from dsgpt.strategies.deepspeed.state import is_split, take_part, tensors_of
-from dsgpt.strategies.deepspeed.zero import split_block
+from dsgpt.strategies.deepspeed.tensor_layers import VocabularyEmbedding, split_block, vocabulary_part
 
 _TIED = "wte"
 """Key of the embedding that the first and the last layer share, and its canonical name."""
@@ -83,12 +83,16 @@ class StageBlock(Block):
         return self.compute(x)
 
 
-def _logits(vocab_size: int, padded: bool, embedding: nn.Embedding, x: Tensor) -> Tensor:
+def _logits(
+    vocab_size: int, padded: bool, part: Callable[[], VocabularyPart | None], embedding: nn.Embedding, x: Tensor
+) -> Tensor:
     """The language-modelling head, whose weight is the embedding's: (B, T, C) to (B, T, V), as ``logits_of``.
 
-    All logits exist here: DeepSpeed calls the loss outside of its module, and looks at gradients of weights that are
-    used there before they are complete, so ``linear_cross_entropy`` cannot be used.
+    All logits of this rank's part exist here: DeepSpeed calls the loss outside of its module, and looks at gradients of
+    weights that are used there before they are complete, so ``linear_cross_entropy`` cannot be used.
     """
+    if (vocabulary := part()) is not None:
+        x, vocab_size = vocabulary.share(x), vocabulary.own(vocab_size)
     return logits_of(x, embedding.weight, vocab_size=vocab_size, padded=padded)
 
 
@@ -98,15 +102,24 @@ class StageModule(PipelineModule):  # type: ignore[misc]  # DeepSpeed ships no t
     Args:
         config: the run.
         loss: of a micro batch, called on the last stage.
+        give: gets what this rank gives to tensor peers for embedding and loss.
     """
 
-    def __init__(self, config: RunConfig, loss: Loss) -> None:
+    vocabulary: VocabularyPart | None = None
+    """This rank's rows of the embedding; None if it has all."""
+
+    def __init__(self, config: RunConfig, loss: Loss, give: Callable[[Tensor], None]) -> None:
         sizes, data = config.topology.sizes, config.topology.data_parallel_size
         # Lays the ranks out as ``Topology`` says: by stage, then data, then tensor.
         ranks = PipeModelDataParallelTopology(num_pp=sizes.pipeline, num_mp=sizes.tensor, num_dp=data)
         super().__init__(
-            layers=self._layers(config), topology=ranks, loss_fn=loss, partition_method=config.recipe.pipeline.partition
+            layers=self._layers(config, give),
+            topology=ranks,
+            loss_fn=loss,
+            partition_method=config.recipe.pipeline.partition,
         )
+        if (group := self._tensor_group()) is not None:
+            self.vocabulary = vocabulary_part(config.model, group, give)
         blocks = [f"blocks.{layer}" for layer in range(config.model.n_layer)]
         self._names = [_TIED, "wpe", *blocks, "ln_f", _TIED]
         shapes = parameter_shapes(config.model)
@@ -116,18 +129,20 @@ class StageModule(PipelineModule):  # type: ignore[misc]  # DeepSpeed ships no t
             for name, parameter in self.canonical_parameters().items():
                 parameter.copy_(take_part(name, values(name, shapes[name]), rank=rank, size=size))
 
-    def _layers(self, config: RunConfig) -> list[LayerSpec]:
-        model = config.model
-        embedding = (_TIED, nn.Embedding, model.padded_vocab_size, model.n_embd)
+    def _layers(self, config: RunConfig, give: Callable[[Tensor], None]) -> list[LayerSpec]:
+        model, head = config.model, partial(_logits, config.model.vocab_size, config.options.pad_logits)
+        embedding = partial(TiedLayerSpec, _TIED, nn.Embedding, model.padded_vocab_size, model.n_embd)
+        if config.topology.sizes.tensor > 1:
+            embedding = partial(TiedLayerSpec, _TIED, VocabularyEmbedding, model, group=self._tensor_group, give=give)
         block = partial(
             LayerSpec, StageBlock, model, recompute=config.activation_checkpointing, tensor_group=self._tensor_group
         )
         return [
-            TiedLayerSpec(*embedding),
+            embedding(),
             LayerSpec(PositionEmbedding, model),
             *(block() for _ in range(model.n_layer)),
             LayerSpec(nn.LayerNorm, model.n_embd),
-            TiedLayerSpec(*embedding, forward_fn=partial(_logits, model.vocab_size, config.options.pad_logits)),
+            embedding(forward_fn=partial(head, lambda: self.vocabulary)),
         ]
 
     def _tensor_group(self) -> dist.ProcessGroup | None:
@@ -169,7 +184,7 @@ class PipelineParallel(DeepSpeedStrategy):
         self._clipping = config.recipe.gradient_clipping
         self._own_norm: Tensor | None = None
         with contextlib.redirect_stdout(io.StringIO()):  # memory in use and layouts, printed without a logger
-            self._module = StageModule(config, self._loss)
+            self._module = StageModule(config, self._loss, self._exchanges.give)
             self._parameters = self._module.canonical_parameters()
             self._start(self._module, config, ds_config=engine_config(config))
         if config.options.compile:
@@ -180,6 +195,10 @@ class PipelineParallel(DeepSpeedStrategy):
     def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Loss of a micro batch, fp32: the mean in training; the sum in validation, where some targets do not count."""
         reduction = "mean" if self._module.training else "sum"
+        if (vocabulary := self._module.vocabulary) is not None:
+            return cross_entropy_of_part(
+                logits.flatten(0, 1), targets.flatten(), reduction=reduction, vocabulary=vocabulary
+            )
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction=reduction)
 
     def _mend_schedule(self) -> None:

@@ -200,7 +200,7 @@ def engine_config(config: RunConfig) -> dict[str, Any]:
     if config.precision != "fp32" and recipe.zero_stage > 0:
         ds_config["data_types"] = {"grad_accum_dtype": "fp32"}
     if config.topology.sizes.tensor > 1 and config.topology.sizes.pipeline == 1:
-        # The layers that AutoTP has to split, as ``state.SPLIT`` says.
+        # The layers of blocks that AutoTP has to split, as ``state.SPLIT`` says.
         layers = [
             {"patterns": [r".*\.attn\.qkv\.weight$"], "partition_type": "column", "shape": [3, -1]},
             {"patterns": [r".*\.mlp\.fc\.weight$"], "partition_type": "column"},

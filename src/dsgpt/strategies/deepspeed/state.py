@@ -4,7 +4,8 @@ Which part of which parameter a tensor-parallel rank holds (Shoeybi et al. 2019,
 keys, values and the wide layer of the MLP are split by their outputs: every rank computes some of the heads and some
 of the hidden units. The two projections back into the residual stream are split by their inputs: every rank computes
 what its heads and units contribute, and the sum over ranks is the layer's output. Their biases are added once, after
-the sum, so every rank holds them whole, like embeddings and LayerNorms.
+the sum, so every rank holds them whole, like positions and LayerNorms. The token embedding, which is also the head, is
+split by its padded rows: every rank has consecutive ids.
 
 Weights and moments of a DeepSpeed 0.19.8 engine at ZeRO stage 0, 1 or 2, read and replaced parameter by parameter. For
 stage 3 see ``ShardedState``.
@@ -41,14 +42,21 @@ SPLIT = {
     "mlp.fc.weight": (1, 0),
     "mlp.fc.bias": (1, 0),
     "mlp.proj.weight": (1, 1),
+    "wte.weight": (1, 0),
 }
-"""Name inside a block to the number of matrices fused along the first dimension, and the dimension along which each of
-them is split. Every rank has whole heads, with the query, key and value of each."""
+"""Name, in a block inside it, to the number of matrices fused along the first dimension, and the dimension along which
+each of them is split. Every rank has whole heads, with the query, key and value of each."""
 
 
 def _rule(name: str) -> tuple[int, int] | None:
     """The entry of ``SPLIT`` for a canonical name; None for a parameter that every rank holds whole."""
-    return SPLIT.get(name.split(".", 2)[2]) if name.startswith("blocks.") else None
+    return SPLIT.get(name.split(".", 2)[2] if name.startswith("blocks.") else name)
+
+
+def part_range(length: int, *, rank: int, size: int) -> tuple[int, int]:
+    """The first of ``length`` rows or columns that tensor rank ``rank`` of ``size`` has, and how many it has."""
+    first, end = (length * place // size for place in (rank, rank + 1))
+    return first, end - first
 
 
 def is_split(name: str) -> bool:
@@ -62,7 +70,9 @@ def take_part(name: str, whole: Tensor, *, rank: int, size: int) -> Tensor:
     if rule is None or size == 1:
         return whole
     fused, dimension = rule
-    return torch.cat([matrix.chunk(size, dimension)[rank] for matrix in whole.chunk(fused)])
+    matrices = whole.chunk(fused)
+    first, length = part_range(matrices[0].shape[dimension], rank=rank, size=size)
+    return torch.cat([matrix.narrow(dimension, first, length) for matrix in matrices])
 
 
 def part_boxes(name: str, shape: Sequence[int], *, rank: int, size: int) -> list[Box]:
@@ -75,8 +85,8 @@ def part_boxes(name: str, shape: Sequence[int], *, rank: int, size: int) -> list
     for matrix in range(fused):
         start, part = [0] * len(shape), [shape[0] // fused, *shape[1:]]
         start[0] = matrix * part[0]
-        part[dimension] //= size
-        start[dimension] += rank * part[dimension]
+        first, part[dimension] = part_range(part[dimension], rank=rank, size=size)
+        start[dimension] += first
         boxes.append(Box(tuple(start), tuple(part)))
     return boxes
 

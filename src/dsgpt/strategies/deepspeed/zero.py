@@ -4,7 +4,7 @@ Written for DeepSpeed 0.19.8. Import it after DeepSpeed is set up. Offload goes 
 Under Ulysses sequence parallelism every rank of a group computes a slice of the positions through the whole model; only
 attention needs the other positions (Jacobs et al. 2023, "DeepSpeed Ulysses", section 3). All ranks hold the same
 parameters, so ZeRO shards over all of them. Under tensor parallelism DeepSpeed's AutoTP splits the matrices of every
-block, at ZeRO stage 0, 1 or 2.
+block, at ZeRO stage 0, 1 or 2; the token embedding is split here.
 """
 
 import gc
@@ -14,8 +14,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from deepspeed.module_inject import layers
 from deepspeed.utils import set_z3_leaf_modules
 from torch import Tensor, nn
 
@@ -27,7 +25,13 @@ from dsgpt.model.gpt2 import GPT2, Attend, Attention, Block, dense_attention
 from dsgpt.strategies import base
 from dsgpt.strategies.deepspeed.engine import DeepSpeedStrategy, Exchanges
 from dsgpt.strategies.deepspeed.setup import SwapSpace, engine_config, load_ops
-from dsgpt.strategies.deepspeed.state import SPLIT, attend_with_own_dropout, is_split
+from dsgpt.strategies.deepspeed.state import attend_with_own_dropout, is_split, take_part
+from dsgpt.strategies.deepspeed.tensor_layers import (
+    VocabularyEmbedding,
+    mark_split,
+    reduce_contiguous,
+    vocabulary_part,
+)
 
 
 def spare_passes(optimizer: Any, *, single_rank: bool, engine: Any) -> None:
@@ -339,105 +343,7 @@ def _attend_by_position(q: Tensor, k: Tensor, v: Tensor, dropout: float, causal:
     return dense_attention(q, k, v, dropout, causal).transpose(1, 2)
 
 
-# Tensor parallelism inside a transformer block, as in Megatron-LM (Shoeybi et al. 2019, section 3). Attention and the
-# MLP each have two matrices. In the paper's notation Y = XA, the first is split by the columns of A, the second by its
-# rows, so that nothing is exchanged between the two. Each pair needs one all-reduce of activations in the forward pass
-# and one in the backward pass. A ``Linear`` stores A transposed: the columns of A are the rows of its weight.
-# Embeddings and LayerNorms stay whole on every peer.
-#
-# Every rank of a tensor group computes on the same micro batches. Parameters that are not split are the same on all of
-# them, bit for bit, because they see the same activations, gradients and dropout masks. ZeRO divides gradients and
-# optimizer state among data ranks. ``setup.engine_config`` tells AutoTP which matrices to split, and how.
-#
-# DeepSpeed's sums are corrected for tensors of any layout. ``RowParallel.forward`` and ``ColumnParallel.backward``
-# (``deepspeed/module_inject/layers.py``) reduce ``x.contiguous()`` in place and return ``x``. If ``x`` is not
-# contiguous, ``x.contiguous()`` is a copy: the sum is lost, and every rank continues with its own part, without an
-# error. Matrix products give contiguous tensors today, but nothing guarantees that. The classes here call PyTorch's
-# collectives, which a compiler can put into the graph of a block; DeepSpeed's end the graph.
-
-
-class ContiguousColumnParallel(torch.autograd.Function):
-    """The identity, whose gradient is summed over the tensor ranks."""
-
-    @staticmethod
-    def forward(context: Any, group: dist.ProcessGroup, x: Tensor) -> Tensor:
-        """``x`` itself."""
-        context.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(context: Any, gradient: Tensor) -> tuple[None, Tensor]:
-        """The gradient of this rank, of any layout, to that of all."""
-        summed = gradient.contiguous()
-        dist.all_reduce(summed, group=context.group)
-        return None, summed
-
-
-class ContiguousRowParallel(torch.autograd.Function):
-    """The sum over the tensor ranks, whose gradient is used unchanged."""
-
-    @staticmethod
-    def forward(context: Any, group: dist.ProcessGroup, x: Tensor, is_inference_mode: bool) -> Tensor:  # noqa: ARG004
-        """The part of this rank, of any layout, to the sum."""
-        summed = x.contiguous()
-        dist.all_reduce(summed, group=group)
-        return summed
-
-    @staticmethod
-    def backward(context: Any, gradient: Tensor) -> tuple[None, Tensor, None]:  # noqa: ARG004
-        """The gradient."""
-        return None, gradient, None
-
-
-def reduce_contiguous() -> None:
-    """Make DeepSpeed's layers use these classes in this process; a second call changes nothing."""
-    layers.ColumnParallel, layers.RowParallel = ContiguousColumnParallel, ContiguousRowParallel
-
-
-def split_block(block: Block, group: dist.ProcessGroup) -> None:
-    """Replace the matrices of ``block`` with this rank's parts of them, in place, with uninitialised values.
-
-    Args:
-        block: with whole matrices; ``group``'s size divides its number of heads.
-        group: the tensor peers.
-    """
-    size = dist.get_world_size(group)
-    attention, mlp = block.attn, block.mlp
-    attention.qkv = ColumnParallelLinear(attention.qkv.in_features, attention.qkv.out_features // size, group)
-    attention.proj = RowParallelLinear(attention.proj.in_features // size, attention.proj.out_features, group)
-    attention.attend = attend_with_own_dropout(attention.attend, rank=dist.get_rank(group))
-    mlp.fc = ColumnParallelLinear(mlp.fc.in_features, mlp.fc.out_features // size, group)
-    mlp.proj = RowParallelLinear(mlp.proj.in_features // size, mlp.proj.out_features, group)
-    for name, parameter in block.named_parameters():
-        # DeepSpeed's gradient norms read these marks: peers hold different values of such a parameter, and all count.
-        parameter.tensor_model_parallel = parameter.model_parallel = name in SPLIT  # type: ignore[attr-defined]
-
-
-class _PartOfLinear(nn.Linear):
-    """This rank's part of a ``Linear``; ``group`` has the others."""
-
-    def __init__(self, in_features: int, out_features: int, group: dist.ProcessGroup) -> None:
-        super().__init__(in_features, out_features)
-        self.group = group
-
-
-class ColumnParallelLinear(_PartOfLinear):
-    """A part of the outputs of a ``Linear``, from its whole input."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(B, T, in_features), equal on all peers, to (B, T, out_features) of this peer."""
-        copied: Tensor = ContiguousColumnParallel.apply(self.group, x)  # type: ignore[no-untyped-call]
-        return super().forward(copied)
-
-
-class RowParallelLinear(_PartOfLinear):
-    """A ``Linear`` whose outputs are whole, from the parts of its input that the peers hold."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(B, T, in_features) of this peer to (B, T, out_features), equal on all peers."""
-        part = F.linear(x, self.weight)
-        total: Tensor = ContiguousRowParallel.apply(self.group, part, False)  # type: ignore[no-untyped-call]
-        return total + self.bias  # it is whole on every peer, and added once, after the sum
+# Tensor parallelism: each rank of a group has its part of every matrix (``tensor_layers.py``).
 
 
 class TensorParallel(Zero):
@@ -445,9 +351,9 @@ class TensorParallel(Zero):
 
     The model is made whole in host memory, and only what a rank keeps is copied to its device. AutoTP
     (``TensorParallel_Layer.move``) copies a rank's part of each matrix there and frees the whole one. The engine then
-    moves the rest (``_configure_distributed_model``). So a model may be larger than one device, but each rank needs
-    host memory for all of it while it starts. For a larger model use ``ds_configs/3d.json``, with which each rank
-    builds only its part.
+    moves the rest (``_configure_distributed_model``), with this rank's rows of the embedding. So a model may be larger
+    than one device, but each rank needs host memory for all of it while it starts. For a larger model use
+    ``ds_configs/3d.json``, with which each rank builds only its part.
     """
 
     def _build(self, config: RunConfig, device: torch.device) -> GPT2:
@@ -465,7 +371,19 @@ class TensorParallel(Zero):
         for module in model.modules():
             if isinstance(module, Attention):
                 module.attend = attend_with_own_dropout(module.attend, rank=config.topology.tensor_rank)
+        self._split_vocabulary(model, config)
         return groups
+
+    def _split_vocabulary(self, model: GPT2, config: RunConfig) -> None:
+        """Leave this rank's rows of the embedding, and so of the head, in the same parameter."""
+        weight, place = model.wte.weight, config.topology
+        weight.data = take_part("wte.weight", weight.data, rank=place.tensor_rank, size=place.sizes.tensor)
+        mark_split(weight, split=True)
+        give = self._exchanges.give
+        with torch.device("meta"):
+            model.wte = VocabularyEmbedding(config.model, group=lambda: self._tensor_group, give=give)
+        model.wte.weight = weight
+        model.lm_head.vocabulary = vocabulary_part(config.model, self._tensor_group, give)
 
     def _before_step(self) -> Tensor | None:
         """See ``Zero``; at stage 0, also mark the gradients of which this rank holds a part.
