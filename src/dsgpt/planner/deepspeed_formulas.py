@@ -128,7 +128,8 @@ class DeepSpeed(Planned):
     def _inside_a_copy(self, rank: int) -> Iterator[Traffic]:
         """Traffic between tensor, sequence and pipeline ranks.
 
-        Tensor ranks sum the residual stream twice per block in the forward pass, and twice in the backward pass.
+        Tensor ranks sum the residual stream twice per block in the forward pass, and twice in the backward pass. Each
+        looks up its rows of the embedding, which are summed, and the gradient that leaves the head is a sum, too.
         Recomputing a block repeats the forward pass without its last sum, which nothing in the block needs. Sequence
         ranks have per block one all-to-all each of queries, keys, values and the result, and the same for their
         gradients. A stage sends the residual stream to the next stage, and its gradient to the previous one. Each
@@ -140,6 +141,11 @@ class DeepSpeed(Planned):
         sums, exchanges = (4 + again) * setup.blocks(rank), (8 + 4 * again) * setup.model.n_layer
         tensor = partial(self._streams, axis="tensor", ranks=sizes.tensor, calls=sums)
         yield tensor("all_reduce", count=sums, width=setup.low, passes=(2, 2 + again))
+        ends = partial(tensor, "all_reduce", count=1, calls=1, width=setup.low)
+        if stage == 0:
+            yield ends(passes=(1, 0))
+        if setup.computes_loss(rank):
+            yield ends(passes=(0, 1))
         sequence = partial(self._streams, axis="sequence", ranks=sizes.sequence, calls=exchanges)
         yield sequence("all_to_all", count=exchanges, passes=(1, 1 + again))
         pipeline = partial(self._streams, axis="pipeline", ranks=2, calls=2)
@@ -150,7 +156,7 @@ class DeepSpeed(Planned):
                 what="gradients",
                 operation="all_reduce",
                 group_size=sum(bool(self.embedding(each)) for each in setup.first_ranks),
-                payload_bytes=FULL * setup.model.padded_vocab_size * setup.model.n_embd,
+                payload_bytes=FULL * setup.embedding_elements,
                 axis="pipeline",
                 calls=1,
                 once={(BEFORE_STEP, None): 1},

@@ -262,9 +262,8 @@ def head_gradient_bytes(setup: Setup, *, device: str) -> int:
     """The gradient of the head's weights, which the loss computes; in fp32 if several chunks are added up."""
     if _plain_loss(setup):
         return 0
-    model = setup.model
     width = FULL if _rows(setup, device) < setup.tokens else setup.low
-    return width * model.padded_vocab_size * model.n_embd
+    return width * setup.embedding_elements
 
 
 def logits_bytes(setup: Setup, *, device: str, gradients: bool = True) -> int:
@@ -312,4 +311,4 @@ def _plain_loss(setup: Setup) -> bool:
 
 
 def _rows(setup: Setup, device: str) -> int:
-    return min(setup.tokens, max(1, CHUNK[device] // setup.model.vocab_size))
+    return min(setup.tokens, max(1, CHUNK[device] * setup.sizes.tensor // setup.model.vocab_size))

@@ -130,7 +130,7 @@ class Copied:
 
 def embedding_bytes(setup: Setup) -> int:
     """Bytes of the embedding's gradient (wE), in the precision of the activations; the lookup's is dense, too."""
-    return setup.low * setup.model.padded_vocab_size * setup.model.n_embd
+    return setup.low * setup.embedding_elements
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,14 @@ import math
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 from pydantic import Field
 
 from dsgpt.common.errors import UserError
-from dsgpt.common.json_files import Finite, JsonError, Positive, parse_as, parse_json, read_bytes
+from dsgpt.common.json_files import Finite, JsonError, Positive, parse_as, parse_json, read_as, read_bytes
 from dsgpt.model.config import GPT2Config
 from dsgpt.planner.hardware import Gpu, recognise
 
@@ -58,6 +59,12 @@ class Rates:
     """Bytes read and written per second by a process of the host, while one for each device does so."""
     disk: float
     """Bytes written to disk per second by a single process."""
+    half_width: float = 0.0
+    """Width of the model at which matrix products reach half of ``matrix``; 0: they reach it at every width."""
+    odd_heads: float = 1.0
+    """Time of attention whose heads are no multiple of 8 wide, in units of the time of others."""
+    host_sec: float = 0.0
+    """Seconds that the host of a GPU needs to start an operation; a GPU with less to do waits."""
 
     def matrix_at(self, precision: str, *, width: float, rows: int) -> float:
         """FLOP/s of a block's matrices of this width with this many tokens."""
@@ -405,6 +412,8 @@ def datasheet_machine(
     devices: int = DEVICES_PER_MACHINE,
     network: float = NETWORK_BYTES_PER_SEC,
     host_bytes: int | None = None,
+    values: Mapping[str, float] | None = None,
+    fabric: str = "",
 ) -> Machine:
     """Machines with GPUs of this kind.
 
@@ -421,9 +430,9 @@ def datasheet_machine(
         memory_bytes=gpu.memory_bytes,
         host_bytes=HOST_SHARE * gpu.memory_bytes if host_bytes is None else host_bytes,
         precisions=tuple(name for name in ("fp32", "bf16", "fp16") if gpu.peak(name)),
-        rates=_datasheet_rates(gpu, "likely", network),
-        slowest=_datasheet_rates(gpu, "least", network),
-        fastest=_datasheet_rates(gpu, "most", network),
+        rates=_datasheet_rates(gpu, "likely", network, values or constants(), fabric),
+        slowest=_datasheet_rates(gpu, "least", network, values or constants(), fabric),
+        fastest=_datasheet_rates(gpu, "most", network, values or constants(), fabric),
         assumed=True,
         basis=(
             f"assumed: {MATRIX.least:.0%} to {MATRIX.most:.0%} of the datasheet's matrix peak, {MEMORY.least:.0%} to "
@@ -433,24 +442,54 @@ def datasheet_machine(
     )
 
 
-def _datasheet_rates(gpu: Gpu, which: str, network: float) -> Rates:
+def _datasheet_rates(gpu: Gpu, which: str, network: float, values: Mapping[str, float], fabric: str) -> Rates:
+    def share(name: str, assumed: Share) -> float:
+        """The fitted share of a peak, within the assumed range around it."""
+        fitted = values.get(f"{name}.{gpu.family}", values.get(name, assumed.likely))
+        return fitted * of(assumed) / assumed.likely
+
     of = operator.attrgetter(which)
     peaks = {name: peak for name in ("fp32", "bf16", "fp16") if (peak := gpu.peak(name))}
-    memory = of(MEMORY) * gpu.memory_bytes_per_sec
+    memory = share("memory_share", MEMORY) * gpu.memory_bytes_per_sec
     return Rates(
-        matrix={name: {1: {1: of(MATRIX) * peak}} for name, peak in peaks.items()},
-        attention={name: {1: {1: of(ATTENTION) * peak}} for name, peak in peaks.items()},
+        matrix={name: {1: {1: share("matrix_share", MATRIX) * peak}} for name, peak in peaks.items()},
+        attention={name: {1: {1: share("attention_share", ATTENTION) * peak}} for name, peak in peaks.items()},
         elementwise=dict.fromkeys(peaks, memory),
         logits={name: memory / BYTES_PER_LOGIT[name] for name in peaks},
         memory=memory,
         kernel_sec=of(KERNEL_SEC),
-        bus={1: of(LINK) * gpu.interconnect.bytes_per_sec},
-        collective_sec={1: of(COLLECTIVE_SEC)},
-        network=of(LINK) * network,
+        bus={1: share("link_share", LINK) * gpu.interconnect.bytes_per_sec},
+        collective_sec={1: share("collective_sec", COLLECTIVE_SEC)},
+        network=share(f"network_share.{fabric}" if fabric else "network_share", LINK) * network,
         host_link=of(HOST_LINK_BYTES_PER_SEC),
         host_memory=of(HOST_MEMORY_BYTES_PER_SEC),
         disk=of(DISK_BYTES_PER_SEC),
+        half_width=values.get("half_width", 0.0),
+        odd_heads=values.get("odd_heads", 1.0),
+        host_sec=values.get("host_sec", 0.0) * of(KERNEL_SEC) / KERNEL_SEC.likely,
     )
+
+
+CONSTANTS = Path(__file__).with_name("constants.json")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Constant:
+    """A constant of the predictions for GPUs, fitted to steps that others measured (``benchmark.py exam --fit``)."""
+
+    name: str
+    """What it is; after a point the family of GPUs, or the network, that it is for."""
+    value: float
+    neutral: float
+    """The value that was assumed before, or that stands for no such effect."""
+    unit: str
+    source: str
+
+
+@cache
+def constants() -> dict[str, float]:
+    """The values by name."""
+    return {each.name: each.value for each in read_as(CONSTANTS, dict[str, list[Constant]])["constants"]}
 
 
 # The share of its devices' peak that a training uses: model FLOPs utilisation (MFU).
