@@ -110,7 +110,7 @@ class DeepSpeed(Planned):
 
     def unfused(self, rank: int) -> int:
         """Bytes of two temporary numbers per weight of a group, where PyTorch's AdamW is not fused: in pipelines."""
-        if self.setup.sizes.pipeline == 1 or self.setup.recipe.optimizer.type != "AdamW":
+        if self.setup.sizes.pipeline == 1 or self.setup.fused_adam or self.setup.recipe.optimizer.type != "AdamW":
             return 0
         return 2 * FULL * max(group.part for group in self.groups(rank))
 
@@ -138,14 +138,10 @@ class DeepSpeed(Planned):
         """
         setup, sizes, stage = self.setup, self.setup.sizes, self.setup.stage(rank)
         again, following, preceding = int(setup.activation_checkpointing), stage < sizes.pipeline - 1, stage > 0
-        sums, exchanges = (4 + again) * setup.blocks(rank), (8 + 4 * again) * setup.model.n_layer
-        tensor = partial(self._streams, axis="tensor", ranks=sizes.tensor, calls=sums)
-        yield tensor("all_reduce", count=sums, width=setup.low, passes=(2, 2 + again))
-        ends = partial(tensor, "all_reduce", count=1, calls=1, width=setup.low)
-        if stage == 0:
-            yield ends(passes=(1, 0))
-        if setup.computes_loss(rank):
-            yield ends(passes=(0, 1))
+        blocks, exchanges = setup.blocks(rank), (8 + 4 * again) * setup.model.n_layer
+        sums = 2 * blocks + (stage == 0), (2 + again) * blocks + setup.computes_loss(rank)
+        tensor = partial(self._streams, axis="tensor", ranks=sizes.tensor, calls=sum(sums))
+        yield tensor("all_reduce", count=sum(sums), width=setup.low, passes=sums)
         sequence = partial(self._streams, axis="sequence", ranks=sizes.sequence, calls=exchanges)
         yield sequence("all_to_all", count=exchanges, passes=(1, 1 + again))
         pipeline = partial(self._streams, axis="pipeline", ranks=2, calls=2)
@@ -303,7 +299,8 @@ class Zero0(DeepSpeed):
         setup, elements, embedding = self.setup, self.elements(rank), self.embedding(rank)
         several, separate = setup.gradient_accumulation_steps > 1, setup.low != FULL
         new, flat = setup.low * elements, setup.low * min(_AT_ONCE, elements)
-        earlier = FULL * elements if several else 0
+        width = setup.low if setup.accumulation == "sharded" else FULL
+        earlier = width * elements if several else 0
         largest = max(part.numel for part in setup.parameters(rank))
         cast = FULL * largest if several and separate and device == "cpu" else 0
         end = 2 * embedding if several and not separate else new + embedding
@@ -477,7 +474,8 @@ class Zero1(Flat):
         """Gradients of several micro batches: 4P, in fp32 in every precision. At the end they go through the bucket."""
         setup, elements, embedding = self.setup, self.elements(rank), self.embedding(rank)
         several, bucket = setup.gradient_accumulation_steps > 1, self.bucket_bytes(FULL)
-        earlier = {"gradients": FULL * elements if several else 0, "buckets": bucket if several else 0}
+        width = setup.low if setup.accumulation == "sharded" else FULL
+        earlier = {"gradients": width * elements if several else 0, "buckets": bucket if several else 0}
         end = 2 * embedding if several else setup.low * elements + embedding
         stepped, away = self.stepped_gradients(rank, device)
         flattened = stepped

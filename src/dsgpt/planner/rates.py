@@ -63,6 +63,12 @@ class Rates:
     """Width of the model at which matrix products reach half of ``matrix``; 0: they reach it at every width."""
     odd_heads: float = 1.0
     """Time of attention whose heads are no multiple of 8 wide, in units of the time of others."""
+    sends: float = 1.0
+    """Bytes per second of what stages send to each other over the network, in units of those of a ring."""
+    contention: float = 0.0
+    """Seconds of computation lost in a second of communication that it hides: both use a GPU's units and memory."""
+    gathers_hidden: float = 1.0
+    """Share of ZeRO-3's communication that computation hides, of what ``Traffic.hidden`` allows."""
     host_sec: float = 0.0
     """Seconds that the host of a GPU needs to start an operation; a GPU with less to do waits."""
 
@@ -422,6 +428,8 @@ def datasheet_machine(
         devices: GPUs of a machine.
         network: bytes per second between two machines, in one direction.
         host_bytes: memory of the host for each GPU; None for ``HOST_SHARE`` of the GPU's.
+        values: of the constants, instead of the package's.
+        fabric: the kind of the network, where one has constants of its own: ``omni-path``.
     """
     return Machine(
         name=gpu.key,
@@ -440,6 +448,11 @@ def datasheet_machine(
         ),
         network_gbps=network * 8 / 1e9,
     )
+
+
+_FULL_WIDTH = 312e12
+"""Matrix peak, in FLOP/s, of the A100; ``half_width`` is that of GPUs with at least this many units. Smaller matrices
+fill smaller GPUs, in proportion."""
 
 
 def _datasheet_rates(gpu: Gpu, which: str, network: float, values: Mapping[str, float], fabric: str) -> Rates:
@@ -464,8 +477,11 @@ def _datasheet_rates(gpu: Gpu, which: str, network: float, values: Mapping[str, 
         host_link=of(HOST_LINK_BYTES_PER_SEC),
         host_memory=of(HOST_MEMORY_BYTES_PER_SEC),
         disk=of(DISK_BYTES_PER_SEC),
-        half_width=values.get("half_width", 0.0),
+        half_width=values.get("half_width", 0.0) * min(1.0, max(peaks.values()) / _FULL_WIDTH),
         odd_heads=values.get("odd_heads", 1.0),
+        sends=values.get(f"sends.{fabric}", 1.0),
+        contention=values.get("contention", 0.0),
+        gathers_hidden=values.get("gathers_hidden", 1.0),
         host_sec=values.get("host_sec", 0.0) * of(KERNEL_SEC) / KERNEL_SEC.likely,
     )
 

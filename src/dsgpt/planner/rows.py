@@ -22,7 +22,9 @@ from dsgpt.planner.setup import Setup
 MEASURED = Path(__file__).with_name("measured.json")
 _INDEXED = ("network", "hardware_true", "expressed_as", "noise", "software")
 """Columns of the file that are indices into its ``texts``."""
-CODE = {"megatron": ("fused", "stored"), "flash": ("fused", "flash"), "eager": ("eager", "stored")}
+CODE = {"megatron": ("fused", "stored"), "flash": ("fused", "flash")} | dict.fromkeys(
+    ("eager", "bert"), ("eager", "stored")
+)
 """Class of a row -> kernels and attention of the program that was measured; ``Setup`` describes both."""
 NETWORKS = {"NVLink 3": 1600.0, "NVLink 4": 3200.0, "NVLink 5": 3200.0}
 """Gbit/s between machines of eight such GPUs where a row states none: the InfiniBand of NVIDIA's DGX A100, H100 and
@@ -66,6 +68,7 @@ class Row:
     network: str | None = None
     """The network in words."""
     planner_vocab: Positive | None = None
+    checkpoints_in_cpu: bool | None = None
     link_override_gbs: Finite | None = None
     """GB/s between two GPUs of a node, where its links were switched off."""
 
@@ -117,6 +120,8 @@ def setup_of(row: Row) -> Setup:
     if row.pp > row.n_layer + 2:
         raise UserError(f"pp {row.pp}: a pipeline needs a block for each stage, and there are {row.n_layer}")
     kernels, attention = CODE.get(row.kind or "", ("fused", "flash" if row.flash is not False else "stored"))
+    if kernels == "eager" and row.tp > 1:  # only Megatron's code has tensor ranks
+        kernels = "fused"
     try:
         model = GPT2Config(
             n_layer=row.n_layer,
@@ -138,6 +143,8 @@ def setup_of(row: Row) -> Setup:
             kernels=row.kernels or kernels,
             attention=row.attention or attention,
             accumulation="sharded",
+            fused_adam=kernels != "eager",
+            checkpoints_on_host=bool(row.checkpoints_in_cpu),
         )
     except ValueError as error:
         raise UserError(" ".join(str(error).split())) from error
@@ -156,8 +163,11 @@ def _strategy(row: Row) -> tuple[str, int]:
         return "fsdp", 0
     if strategy in {"baseline", "ddp", "fsdp"} and not stage:
         return strategy, 0
-    if not strategy and not stage and row.tp * row.pp == 1:
-        return ("ddp" if row.gpus > 1 else "baseline"), 0
+    if not strategy and not stage:
+        if row.kind == "megatron":  # Megatron-DeepSpeed, whose examples shard the optimizer
+            return "optimized", 1
+        if row.tp * row.pp == 1:
+            return ("ddp" if row.gpus > 1 else "baseline"), 0
     return "optimized", stage
 
 

@@ -183,8 +183,12 @@ class Setup:
     attention: str = "flash"
     """``flash``: scores never are in memory, as in this package, which calls PyTorch's fused attention; ``stored``."""
     accumulation: str = "whole"
-    """Gradients of earlier micro batches under FSDP: ``whole`` on every rank, as in this package; ``sharded``: each
-    micro batch is reduced, which no strategy here does."""
+    """Gradients of earlier micro batches: ``whole`` and in fp32 on every rank, as in this package; ``sharded``: FSDP
+    reduces those of each micro batch, and ZeRO 0 and 1 add up in the precision of activations, as others do."""
+    fused_adam: bool = False
+    """Whether Adam is one operation in pipelines too, and the loss's gradient needs no memory, as in Megatron."""
+    checkpoints_on_host: bool = False
+    """Whether the inputs of recomputed blocks wait in host memory, which no strategy here does."""
 
     def __post_init__(self) -> None:
         """Refuse a recipe without a formula.
@@ -227,6 +231,13 @@ class Setup:
     def logits(self) -> int:
         """Logits of a token on a tensor rank."""
         return -(-(self.model.padded_vocab_size if self.pad_logits else self.model.vocab_size) // self.sizes.tensor)
+
+    @property
+    def scores(self) -> int:
+        """Scores that the attention of a block stores on a rank, the masked half as well."""
+        if self.attention == "flash":
+            return 0
+        return self.tokens * self.seq_length * self.model.n_head // self.sizes.tensor
 
     @property
     def embedding_elements(self) -> int:

@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from dsgpt.machine.topology import ring_factor
-from dsgpt.planner.formulas import CHUNK, copied, step_traffic, strategy_of, stream_bytes
+from dsgpt.planner.formulas import CHUNK, copied, plain_loss, step_traffic, strategy_of, stream_bytes
 from dsgpt.planner.options import PlanOptions
 from dsgpt.planner.pytorch_formulas import Traffic
 from dsgpt.planner.rates import Machine, Rates, at_ranks
@@ -61,6 +61,8 @@ class OpCounts:
     elementwise_bytes: float = 0.0
     logits: float = 0.0
     kernels: int = 0
+    waits: int = 0
+    """Operations of blocks, which the host of a tensor rank starts one by one."""
 
     def __add__(self, other: "OpCounts") -> "OpCounts":
         return OpCounts(**{name: value + vars(other)[name] for name, value in vars(self).items()})
@@ -86,7 +88,7 @@ class OpCounts:
             + self.logits / rates.logits[precision]
             + self.kernels * rates.kernel_sec
         )
-        return max(device, self.kernels * rates.host_sec)
+        return max(device, self.waits * rates.host_sec) if setup.sizes.tensor > 1 else device
 
 
 def block_forward(setup: Setup) -> OpCounts:
@@ -110,6 +112,7 @@ def block_forward(setup: Setup) -> OpCounts:
         attention_flops=(4 if scores else 2) * tokens * setup.seq_length * model.n_embd / tensor,
         elementwise_bytes=stream * (whole + split / tensor + biases + arranged) + scores,
         kernels=kernels,
+        waits=kernels,
     )
 
 
@@ -132,6 +135,7 @@ def block_backward(setup: Setup) -> OpCounts:
         attention_flops=(2 if scores else 2.5) * forward.attention_flops,
         elementwise_bytes=stream * (whole + split / tensor + arranged) + scores,
         kernels=kernels,
+        waits=kernels,
     )
 
 
@@ -140,10 +144,8 @@ def score_bytes(setup: Setup, which: str) -> float:
 
     Each pass is w bytes a score, and a byte more where a dropout mask is read or written.
     """
-    if setup.attention == "flash":
-        return 0.0
-    scores = setup.tokens * setup.seq_length * setup.model.n_head / setup.sizes.tensor
-    return scores * (setup.low * _SCORES["eager" if setup.kernels == "eager" else "fused"][which] + 1)
+    passes = _SCORES["eager" if setup.kernels == "eager" else "fused"][which]
+    return float(setup.scores * (setup.low * passes + 1))
 
 
 def head_and_loss(setup: Setup, *, kind: str) -> OpCounts:
@@ -159,7 +161,7 @@ def head_and_loss(setup: Setup, *, kind: str) -> OpCounts:
     model, tokens, low = setup.model, setup.tokens, setup.low
     head = setup.embedding_elements
     logits = tokens * model.vocab_size / setup.sizes.tensor
-    chunks = math.ceil(logits / CHUNK[kind])
+    chunks = 1 if kind != "cpu" and plain_loss(setup) else math.ceil(logits / CHUNK[kind])
     summing = chunks * (2 * low + 2 * FULL) + FULL + low if chunks > 1 and low != FULL else 0
     return OpCounts(
         matrix_flops=6 * head * tokens,
@@ -201,7 +203,8 @@ def bus_rate(setup: Setup, rates: Rates, traffic: Traffic, *, devices: int) -> f
     inside = at_ranks(rates.bus, traffic.group_size)
     if machines_of(setup, traffic, devices=devices) == 1:
         return inside
-    return min(inside, rates.network / min(_stride(setup, traffic), devices))
+    network = rates.network * (rates.sends if traffic.operation == "send" else 1)
+    return min(inside, network / min(_stride(setup, traffic), devices))
 
 
 def start_sec(setup: Setup, rates: Rates, traffic: Traffic, *, devices: int) -> float:
@@ -329,9 +332,10 @@ def _rank(setup: Setup, rates: Rates, machine: Machine, rank: int, hooks: Hooks)
             continue
         passing = traffic.behind[0] * forward + traffic.behind[1] * backward
         # a CPU computes with the core that sends
-        behind = min(traffic.hidden * sending, passing) if machine.kind != "cpu" else 0.0
+        share = traffic.hidden * (rates.gathers_hidden if strategy.hook_operations else 1)
+        behind = min(share * sending, passing) if machine.kind != "cpu" else 0.0
         hidden += behind
-        once += sending - behind
+        once += sending - behind * (1 - rates.contention)
     parts = {name: micro_batches * each for name, each in seconds.items()}
     parts["gradients"] = strategy.gradient_bytes(rank, kind=machine.kind) / rates.memory
     if machine.kind == "cpu":
