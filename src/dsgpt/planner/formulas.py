@@ -58,8 +58,11 @@ def largest_model_state(setup: Setup) -> ModelState:
 
 def step_traffic(setup: Setup, *, rank: int = 0) -> list[Traffic]:
     """Traffic of ``rank`` in one optimizer step, without groups of one rank, which send nothing."""
-    every = strategy_of(setup).traffic(rank)
-    return [traffic for traffic in every if traffic.group_size > 1 and traffic.payload_bytes]
+    known: dict[int, list[Traffic]] = setup.computed
+    if rank not in known:
+        every = strategy_of(setup).traffic(rank)
+        known[rank] = [traffic for traffic in every if traffic.group_size > 1 and traffic.payload_bytes]
+    return known[rank]
 
 
 def sent_bytes(setup: Setup, *, rank: int = 0) -> int:

@@ -63,8 +63,6 @@ class Rates:
     """Width of the model at which matrix products reach half of ``matrix``; 0: they reach it at every width."""
     odd_heads: float = 1.0
     """Time of attention whose heads are no multiple of 8 wide, in units of the time of others."""
-    sends: float = 1.0
-    """Bytes per second of what stages send to each other over the network, in units of those of a ring."""
     contention: float = 0.0
     """Seconds of computation lost in a second of communication that it hides: both use a GPU's units and memory."""
     gathers_hidden: float = 1.0
@@ -479,7 +477,6 @@ def _datasheet_rates(gpu: Gpu, which: str, network: float, values: Mapping[str, 
         disk=of(DISK_BYTES_PER_SEC),
         half_width=values.get("half_width", 0.0) * min(1.0, max(peaks.values()) / _FULL_WIDTH),
         odd_heads=values.get("odd_heads", 1.0),
-        sends=values.get(f"sends.{fabric}", 1.0),
         contention=values.get("contention", 0.0),
         gathers_hidden=values.get("gathers_hidden", 1.0),
         host_sec=values.get("host_sec", 0.0) * of(KERNEL_SEC) / KERNEL_SEC.likely,

@@ -6,7 +6,7 @@ measured is not read. docs/exam.md says how near the predictions are.
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from dsgpt.common.errors import UserError
 from dsgpt.common.json_files import Count, Finite, JsonError, Positive, parse_as, read_object
 from dsgpt.config.recipe import recipe_from
 from dsgpt.model.config import GPT2Config
-from dsgpt.planner.hardware import Gpu, find_gpu
+from dsgpt.planner.hardware import find_gpu
 from dsgpt.planner.rates import NETWORK_BYTES_PER_SEC, Machine, datasheet_machine
 from dsgpt.planner.setup import Setup
 
@@ -205,21 +205,18 @@ def _offloaded(row: Row, stage: int) -> Iterator[str]:
         yield "offload_param"
 
 
-def machine_of(row: Row) -> Machine:
-    """The machine of a row.
+def machine_of(row: Row, values: Mapping[str, float] | None = None) -> Machine:
+    """The machine of a row; its rates follow from ``values`` of the constants, or from the package's.
 
     Raises:
         UserError: the table has no such GPU; one line.
     """
-    gpu = find_gpu(row.hardware)
-    fabric = "omni-path" if "omni-path" in (row.network or "").lower() else ""
-    return _machine(gpu.key, row.gpus_per_node, row.network_gbit, fabric)
-
-
-@cache
-def _machine(key: str, devices: int, gbps: float | None, fabric: str) -> Machine:
-    gpu: Gpu = find_gpu(key)
+    gpu, gbps = find_gpu(row.hardware), row.network_gbit
+    if row.link_override_gbs:
+        link = replace(gpu.interconnect, bytes_per_sec=int(row.link_override_gbs * 1e9))
+        gpu = replace(gpu, interconnect=link)
     if gbps is None and (own := NETWORKS.get(gpu.interconnect.kind)):
-        gbps = own * devices / 8
+        gbps = own * row.gpus_per_node / 8
     network = NETWORK_BYTES_PER_SEC if gbps is None else gbps * 1e9 / 8
-    return datasheet_machine(gpu, devices=devices, network=network, fabric=fabric)
+    fabric = "omni-path" if "omni-path" in (row.network or "").lower() else ""
+    return datasheet_machine(gpu, devices=row.gpus_per_node, network=network, fabric=fabric, values=values)

@@ -200,6 +200,11 @@ class Setup:
             raise UserError(f"{self.recipe.path}: no formula predicts Zero++: plan with ds_configs/zero3.json")
 
     @cached_property
+    def computed(self) -> dict[Any, Any]:
+        """Results of formulas that are asked for again at other rates."""
+        return {}
+
+    @cached_property
     def sizes(self) -> ParallelSizes:
         """Tensor, sequence and pipeline sizes."""
         return self.recipe.parallel_of(self.run_type)

@@ -88,7 +88,8 @@ class OpCounts:
             + self.logits / rates.logits[precision]
             + self.kernels * rates.kernel_sec
         )
-        return max(device, self.waits * rates.host_sec) if setup.sizes.tensor > 1 else device
+        waits = setup.sizes.tensor > 1 or setup.kernels == "eager"
+        return max(device, self.waits * rates.host_sec) if waits else device
 
 
 def block_forward(setup: Setup) -> OpCounts:
@@ -203,8 +204,7 @@ def bus_rate(setup: Setup, rates: Rates, traffic: Traffic, *, devices: int) -> f
     inside = at_ranks(rates.bus, traffic.group_size)
     if machines_of(setup, traffic, devices=devices) == 1:
         return inside
-    network = rates.network * (rates.sends if traffic.operation == "send" else 1)
-    return min(inside, network / min(_stride(setup, traffic), devices))
+    return min(inside, rates.network / min(_stride(setup, traffic), devices))
 
 
 def start_sec(setup: Setup, rates: Rates, traffic: Traffic, *, devices: int) -> float:
@@ -298,6 +298,11 @@ def predict_step(setup: Setup, machine: Machine) -> StepTime:
 def bubble_fraction(stages: int, micro_batches: int) -> float:
     """The share of a step in which a stage waits for the others: (p - 1) / (m + p - 1)."""
     return (stages - 1) / (micro_batches + stages - 1)
+
+
+def likely_sec(setup: Setup, machine: Machine) -> float:
+    """The likely seconds of a step alone."""
+    return sum(_slowest_stage(setup, machine.rates, machine, Hooks.BESIDE).parts.values())
 
 
 @dataclass(frozen=True, kw_only=True)
