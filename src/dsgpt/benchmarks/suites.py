@@ -27,6 +27,7 @@ SUITES = {
     "inference": "inference.Inference",
     "serving": "serving.Serving",
     "plan": "plan.Plan",
+    "exam": "exam.Exam",
     "recipes": "recipes.Recipes",
     "gpu": "gpu.Gpu",
     "run": "sweep.SweepSuite",

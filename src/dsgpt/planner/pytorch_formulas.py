@@ -225,7 +225,7 @@ class Planned:
         elements, micro_batches = self.elements(rank), setup.gradient_accumulation_steps
         adding = 12 * (micro_batches - 1) if setup.precision == "fp32" else (setup.low + 8) * micro_batches
         if self.setup.accumulation == "sharded" and self.setup.run_type == "fsdp":
-            adding /= self.setup.world_size
+            adding //= self.setup.world_size
         if kind != "cpu":
             return elements * (adding + (2 * setup.low * self.reductions if self.copies_to_buckets else 0))
         gathers = [each for each in self.gathers(rank) if each.payload_bytes and each.group_size > 1]

@@ -158,6 +158,8 @@ class Machine:
     """Gbit/s between two machines; None if nobody measured or stated them."""
     network_basis: str = ""
     """Source of this speed; empty if it is stated or assumed."""
+    shares: Mapping[str, "Share"] = field(default_factory=dict)
+    """Shares of a datasheet's peaks, by the names of ``ASSUMED``; empty where others hold or rates were measured."""
 
 
 # ``calibration.json``: what a machine was measured to do, and its rates for predictions.
@@ -429,6 +431,9 @@ def datasheet_machine(
         values: of the constants, instead of the package's.
         fabric: the kind of the network, where one has constants of its own: ``omni-path``.
     """
+    values = constants() if values is None else values
+    shares = _shares(gpu, values, fabric)
+    matrix, link = shares["matrix products"], shares["link between GPUs"]
     return Machine(
         name=gpu.key,
         kind="cuda",
@@ -436,14 +441,16 @@ def datasheet_machine(
         memory_bytes=gpu.memory_bytes,
         host_bytes=HOST_SHARE * gpu.memory_bytes if host_bytes is None else host_bytes,
         precisions=tuple(name for name in ("fp32", "bf16", "fp16") if gpu.peak(name)),
-        rates=_datasheet_rates(gpu, "likely", network, values or constants(), fabric),
-        slowest=_datasheet_rates(gpu, "least", network, values or constants(), fabric),
-        fastest=_datasheet_rates(gpu, "most", network, values or constants(), fabric),
+        rates=_datasheet_rates(gpu, "likely", network, values, shares),
+        slowest=_datasheet_rates(gpu, "least", network, values, shares),
+        fastest=_datasheet_rates(gpu, "most", network, values, shares),
         assumed=True,
         basis=(
-            f"assumed: {MATRIX.least:.0%} to {MATRIX.most:.0%} of the datasheet's matrix peak, {MEMORY.least:.0%} to "
-            f"{MEMORY.most:.0%} of its memory bandwidth, {LINK.least:.0%} to {LINK.most:.0%} of its link; not measured"
+            f"{'assumed' if matrix == MATRIX else 'fitted to steps that others measured (docs/exam.md)'}: "
+            f"{matrix.least:.0%} to {matrix.most:.0%} of the datasheet's matrix peak, {MEMORY.least:.0%} to "
+            f"{MEMORY.most:.0%} of its memory bandwidth, {link.least:.0%} to {link.most:.0%} of its link; not measured"
         ),
+        shares=shares,
         network_gbps=network * 8 / 1e9,
     )
 
@@ -453,25 +460,42 @@ _FULL_WIDTH = 312e12
 fill smaller GPUs, in proportion."""
 
 
-def _datasheet_rates(gpu: Gpu, which: str, network: float, values: Mapping[str, float], fabric: str) -> Rates:
-    def share(name: str, assumed: Share) -> float:
-        """The fitted share of a peak, within the assumed range around it."""
-        fitted = values.get(f"{name}.{gpu.family}", values.get(name, assumed.likely))
-        return fitted * of(assumed) / assumed.likely
+def _shares(gpu: Gpu, values: Mapping[str, float], fabric: str) -> dict[str, Share]:
+    """Shares that ``gpu`` reaches, by the names of ``ASSUMED``, and of the network: fitted where a constant says so.
 
+    The assumed range is laid around the fitted one, and ends at the whole.
+    """
+    shares = {"memory": MEMORY}
+    for what, name, assumed, kind in (
+        ("matrix products", "matrix_share", MATRIX, gpu.family),
+        ("attention", "attention_share", ATTENTION, gpu.family),
+        ("link between GPUs", "link_share", LINK, ""),
+        ("network", "network_share", LINK, fabric),
+    ):
+        fitted = values.get(f"{name}.{kind}", values.get(name, assumed.likely)) / assumed.likely
+        least, likely, most = (min(1.0, fitted * share) for share in (assumed.least, assumed.likely, assumed.most))
+        shares[what] = Share(least, likely, most)
+    return shares
+
+
+def _datasheet_rates(
+    gpu: Gpu, which: str, network: float, values: Mapping[str, float], shares: Mapping[str, Share]
+) -> Rates:
     of = operator.attrgetter(which)
     peaks = {name: peak for name in ("fp32", "bf16", "fp16") if (peak := gpu.peak(name))}
-    memory = share("memory_share", MEMORY) * gpu.memory_bytes_per_sec
+    memory = of(shares["memory"]) * gpu.memory_bytes_per_sec
     return Rates(
-        matrix={name: {1: {1: share("matrix_share", MATRIX) * peak}} for name, peak in peaks.items()},
-        attention={name: {1: {1: share("attention_share", ATTENTION) * peak}} for name, peak in peaks.items()},
+        matrix={name: {1: {1: of(shares["matrix products"]) * peak}} for name, peak in peaks.items()},
+        attention={name: {1: {1: of(shares["attention"]) * peak}} for name, peak in peaks.items()},
         elementwise=dict.fromkeys(peaks, memory),
         logits={name: memory / BYTES_PER_LOGIT[name] for name in peaks},
         memory=memory,
         kernel_sec=of(KERNEL_SEC),
-        bus={1: share("link_share", LINK) * gpu.interconnect.bytes_per_sec},
-        collective_sec={1: share("collective_sec", COLLECTIVE_SEC)},
-        network=share(f"network_share.{fabric}" if fabric else "network_share", LINK) * network,
+        bus={1: of(shares["link between GPUs"]) * gpu.interconnect.bytes_per_sec},
+        collective_sec={
+            1: values.get("collective_sec", COLLECTIVE_SEC.likely) * of(COLLECTIVE_SEC) / COLLECTIVE_SEC.likely
+        },
+        network=of(shares["network"]) * network,
         host_link=of(HOST_LINK_BYTES_PER_SEC),
         host_memory=of(HOST_MEMORY_BYTES_PER_SEC),
         disk=of(DISK_BYTES_PER_SEC),
@@ -499,10 +523,27 @@ class Constant:
     source: str
 
 
+@dataclass(frozen=True, kw_only=True)
+class Fitted:
+    """The file."""
+
+    constants: list[Constant]
+    growth: float
+    """By how much a range grows with the distance of measured rows: a logarithm for each unit of distance."""
+    residuals: dict[str, tuple[float, float]]
+    """Row of ``measured.json`` -> predicted time / measured time: with these constants, and without its source."""
+
+
+@cache
+def fitted() -> Fitted:
+    """The constants, and what they were fitted to."""
+    return read_as(CONSTANTS, Fitted)
+
+
 @cache
 def constants() -> dict[str, float]:
     """The values by name."""
-    return {each.name: each.value for each in read_as(CONSTANTS, dict[str, list[Constant]])["constants"]}
+    return {each.name: each.value for each in fitted().constants}
 
 
 # The share of its devices' peak that a training uses: model FLOPs utilisation (MFU).

@@ -1,4 +1,4 @@
-"""Predictions for rows in the form of ``measured.json``: setups that other programs trained, as setups of this one.
+"""Setups of rows in the form of ``measured.json``: setups that other programs trained, as setups of this one.
 
 ``plan.py --rows FILE --json`` answers them. A row says what was trained, on what, and how it was split; what was
 measured is not read. docs/exam.md says how near the predictions are.
@@ -26,6 +26,7 @@ CODE = {"megatron": ("fused", "stored"), "flash": ("fused", "flash")} | dict.fro
     ("eager", "bert"), ("eager", "stored")
 )
 """Class of a row -> kernels and attention of the program that was measured; ``Setup`` describes both."""
+_SEPARATE = "not DeepSpeed's kernels"
 NETWORKS = {"NVLink 3": 1600.0, "NVLink 4": 3200.0, "NVLink 5": 3200.0}
 """Gbit/s between machines of eight such GPUs where a row states none: the InfiniBand of NVIDIA's DGX A100, H100 and
 B200, by their datasheets. Others have the assumption of ``rates``, 100."""
@@ -67,6 +68,7 @@ class Row:
     """Gbit/s of a node."""
     network: str | None = None
     """The network in words."""
+    software: str | None = None
     planner_vocab: Positive | None = None
     checkpoints_in_cpu: bool | None = None
     link_override_gbs: Finite | None = None
@@ -110,18 +112,16 @@ def setup_of(row: Row) -> Setup:
         raise UserError(f"tp {row.tp} x pp {row.pp} x dp {row.dp} are not the {row.gpus} gpus")
     if row.gpus > row.gpus_per_node and row.gpus % row.gpus_per_node:
         raise UserError(f"gpus {row.gpus}: are not whole nodes of {row.gpus_per_node}")
-    strategy, stage = _strategy(row)
-    run_type = strategy if strategy in {"baseline", "ddp", "fsdp"} else "optimized"
-    split = row.tp * row.pp > 1
-    if run_type != "optimized" and split:
-        raise UserError(f"strategy {strategy}: is not combined with tensor or pipeline ranks")
+    run_type, stage = strategy_of_row(row)
+    if run_type != "optimized" and row.tp * row.pp > 1:
+        raise UserError(f"strategy {run_type}: is not combined with tensor or pipeline ranks")
     if row.pp > 1 and stage > 1:
         raise UserError(f"zero_stage {stage}: does not go with a pipeline: take 0 or 1")
     if row.pp > row.n_layer + 2:
         raise UserError(f"pp {row.pp}: a pipeline needs a block for each stage, and there are {row.n_layer}")
     kernels, attention = CODE.get(row.kind or "", ("fused", "flash" if row.flash is not False else "stored"))
-    if kernels == "eager" and row.tp > 1:  # only Megatron's code has tensor ranks
-        kernels = "fused"
+    if kernels == "eager" and (row.tp > 1 or (row.kind == "bert" and _SEPARATE not in (row.software or ""))):
+        kernels = "fused"  # only Megatron's code has tensor ranks, and BERT's programs bring kernels of their own
     try:
         model = GPT2Config(
             n_layer=row.n_layer,
@@ -150,8 +150,12 @@ def setup_of(row: Row) -> Setup:
         raise UserError(" ".join(str(error).split())) from error
 
 
-def _strategy(row: Row) -> tuple[str, int]:
-    """The strategy of a row, and its ZeRO stage: as stated, or as its sharding says."""
+def strategy_of_row(row: Row) -> tuple[str, int]:
+    """The run type of a row, and its ZeRO stage: as stated, or as its sharding says.
+
+    Raises:
+        UserError: there is no such stage; one line.
+    """
     sharding, strategy = row.sharding or "", row.strategy or ""
     stage = row.zero_stage
     if stage is None:
