@@ -110,7 +110,7 @@ class DeepSpeed(Planned):
 
     def unfused(self, rank: int) -> int:
         """Bytes of two temporary numbers per weight of a group, where PyTorch's AdamW is not fused: in pipelines."""
-        if self.setup.sizes.pipeline == 1 or self.setup.recipe.optimizer.type != "AdamW":
+        if self.setup.sizes.pipeline == 1 or self.setup.fused_adam or self.setup.recipe.optimizer.type != "AdamW":
             return 0
         return 2 * FULL * max(group.part for group in self.groups(rank))
 
@@ -128,7 +128,8 @@ class DeepSpeed(Planned):
     def _inside_a_copy(self, rank: int) -> Iterator[Traffic]:
         """Traffic between tensor, sequence and pipeline ranks.
 
-        Tensor ranks sum the residual stream twice per block in the forward pass, and twice in the backward pass.
+        Tensor ranks sum the residual stream twice per block in the forward pass, and twice in the backward pass. Each
+        looks up its rows of the embedding, which are summed, and the gradient that leaves the head is a sum, too.
         Recomputing a block repeats the forward pass without its last sum, which nothing in the block needs. Sequence
         ranks have per block one all-to-all each of queries, keys, values and the result, and the same for their
         gradients. A stage sends the residual stream to the next stage, and its gradient to the previous one. Each
@@ -137,9 +138,10 @@ class DeepSpeed(Planned):
         """
         setup, sizes, stage = self.setup, self.setup.sizes, self.setup.stage(rank)
         again, following, preceding = int(setup.activation_checkpointing), stage < sizes.pipeline - 1, stage > 0
-        sums, exchanges = (4 + again) * setup.blocks(rank), (8 + 4 * again) * setup.model.n_layer
-        tensor = partial(self._streams, axis="tensor", ranks=sizes.tensor, calls=sums)
-        yield tensor("all_reduce", count=sums, width=setup.low, passes=(2, 2 + again))
+        blocks, exchanges = setup.blocks(rank), (8 + 4 * again) * setup.model.n_layer
+        sums = 2 * blocks + (stage == 0), (2 + again) * blocks + setup.computes_loss(rank)
+        tensor = partial(self._streams, axis="tensor", ranks=sizes.tensor, calls=sum(sums))
+        yield tensor("all_reduce", count=sum(sums), width=setup.low, passes=sums)
         sequence = partial(self._streams, axis="sequence", ranks=sizes.sequence, calls=exchanges)
         yield sequence("all_to_all", count=exchanges, passes=(1, 1 + again))
         pipeline = partial(self._streams, axis="pipeline", ranks=2, calls=2)
@@ -150,7 +152,7 @@ class DeepSpeed(Planned):
                 what="gradients",
                 operation="all_reduce",
                 group_size=sum(bool(self.embedding(each)) for each in setup.first_ranks),
-                payload_bytes=FULL * setup.model.padded_vocab_size * setup.model.n_embd,
+                payload_bytes=FULL * setup.embedding_elements,
                 axis="pipeline",
                 calls=1,
                 once={(BEFORE_STEP, None): 1},
@@ -297,7 +299,8 @@ class Zero0(DeepSpeed):
         setup, elements, embedding = self.setup, self.elements(rank), self.embedding(rank)
         several, separate = setup.gradient_accumulation_steps > 1, setup.low != FULL
         new, flat = setup.low * elements, setup.low * min(_AT_ONCE, elements)
-        earlier = FULL * elements if several else 0
+        width = setup.low if setup.accumulation == "sharded" else FULL
+        earlier = width * elements if several else 0
         largest = max(part.numel for part in setup.parameters(rank))
         cast = FULL * largest if several and separate and device == "cpu" else 0
         end = 2 * embedding if several and not separate else new + embedding
@@ -471,7 +474,8 @@ class Zero1(Flat):
         """Gradients of several micro batches: 4P, in fp32 in every precision. At the end they go through the bucket."""
         setup, elements, embedding = self.setup, self.elements(rank), self.embedding(rank)
         several, bucket = setup.gradient_accumulation_steps > 1, self.bucket_bytes(FULL)
-        earlier = {"gradients": FULL * elements if several else 0, "buckets": bucket if several else 0}
+        width = setup.low if setup.accumulation == "sharded" else FULL
+        earlier = {"gradients": width * elements if several else 0, "buckets": bucket if several else 0}
         end = 2 * embedding if several else setup.low * elements + embedding
         stepped, away = self.stepped_gradients(rank, device)
         flattened = stepped

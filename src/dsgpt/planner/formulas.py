@@ -48,8 +48,11 @@ def largest_model_state(setup: Setup) -> pytorch_formulas.ModelState:
 
 def step_traffic(setup: Setup, *, rank: int = 0) -> list[pytorch_formulas.Traffic]:
     """Traffic of ``rank`` in one optimizer step, without groups of one rank, which send nothing."""
-    every = strategy_of(setup).traffic(rank)
-    return [traffic for traffic in every if traffic.group_size > 1 and traffic.payload_bytes]
+    known: dict[int, list[pytorch_formulas.Traffic]] = setup.computed
+    if rank not in known:
+        every = strategy_of(setup).traffic(rank)
+        known[rank] = [traffic for traffic in every if traffic.group_size > 1 and traffic.payload_bytes]
+    return known[rank]
 
 
 def sent_bytes(setup: Setup, *, rank: int = 0) -> int:
@@ -199,6 +202,8 @@ def _transient(setup: Setup, moment: pytorch_formulas.Moment, rank: int, device:
         return parts | {"activations": activations}
     # what the forward pass keeps of each block, with ids and the embedding's output
     of_block = stream if setup.activation_checkpointing else block_bytes(setup)
+    if setup.activation_checkpointing and setup.checkpoints_on_host:
+        of_block = 0
     passed = stream + moment.blocks * of_block + 2 * _ID * setup.tokens
     activations += passed * (setup.micro_batches_in_flight(rank) if moment.blocks else 1)
     if moment.name == "forward":
@@ -226,6 +231,9 @@ CACHED = 256 << 10
 """``model.linear_cross_entropy.CACHED``: most logits in a step of the softmax on a CPU."""
 _ID = 8
 """Bytes of a token id."""
+_EAGER = 12 + 3
+"""Streams that Hugging Face's GPT-2 keeps more: those between the operations of GELU, its factors, tanh and sum; keys,
+values and queries once more, which wait as a cache for generation."""
 _MOMENTS = 2
 """Numbers that a LayerNorm keeps per token: mean and inverse deviation."""
 
@@ -240,7 +248,13 @@ def block_bytes(setup: Setup) -> int:
     stream, tensor = stream_bytes(setup), setup.sizes.tensor
     split = 12 + (1 if setup.sizes.sequence > 1 else 0)  # the output before all-to-all; other copies replace theirs
     statistics = FULL * setup.tokens * (2 * _MOMENTS + setup.model.n_head // tensor)  # the softmax has one per head
-    return 4 * stream + split * stream // tensor + statistics
+    scores = int((2 * setup.low + 1) * setup.scores)  # of the softmax and of dropout, and its mask
+    separate = 0
+    if setup.kernels == "eager":
+        separate = _EAGER * stream // tensor
+        if setup.precision == "fp16" and setup.run_type != "optimized":  # autocast: powers, softmax and sums in fp32
+            separate += separate + 2 * stream + setup.low * setup.scores
+    return 4 * stream + split * stream // tensor + statistics + scores + separate
 
 
 def block_gradient_bytes(setup: Setup) -> int:
@@ -250,11 +264,10 @@ def block_gradient_bytes(setup: Setup) -> int:
 
 def head_gradient_bytes(setup: Setup, *, device: str) -> int:
     """The gradient of the head's weights, which the loss computes; in fp32 if several chunks are added up."""
-    if _plain_loss(setup):
+    if plain_loss(setup):
         return 0
-    model = setup.model
     width = FULL if _rows(setup, device) < setup.tokens else setup.low
-    return width * model.padded_vocab_size * model.n_embd
+    return width * setup.embedding_elements
 
 
 def logits_bytes(setup: Setup, *, device: str, gradients: bool = True) -> int:
@@ -265,8 +278,9 @@ def logits_bytes(setup: Setup, *, device: str, gradients: bool = True) -> int:
     softmax, of which it makes a second one; only for fp16 has PyTorch one operation (``log_softmax`` in ATen).
     """
     vocabulary = setup.logits
-    if _plain_loss(setup):
-        return (3 if gradients else 2) * FULL * setup.tokens * vocabulary + kept_logits_bytes(setup)
+    if plain_loss(setup):
+        copies = 3 if gradients and not setup.fused_adam else 2  # Megatron computes the gradient in the softmax's place
+        return copies * FULL * setup.tokens * vocabulary + kept_logits_bytes(setup)
     rows = _rows(setup, device)
     chunk = setup.low * rows * vocabulary
     if device == "cuda":
@@ -296,10 +310,10 @@ def _product_bytes(setup: Setup, device: str) -> int:
     return setup.low * head + max(setup.low * rows * vocabulary, setup.low * later * vocabulary + cast)
 
 
-def _plain_loss(setup: Setup) -> bool:
+def plain_loss(setup: Setup) -> bool:
     """Whether the loss is PyTorch's cross-entropy of all logits."""
     return setup.precision == "fp16" or setup.sizes.pipeline > 1
 
 
 def _rows(setup: Setup, device: str) -> int:
-    return min(setup.tokens, max(1, CHUNK[device] // setup.model.vocab_size))
+    return min(setup.tokens, max(1, CHUNK[device] * setup.sizes.tensor // setup.model.vocab_size))

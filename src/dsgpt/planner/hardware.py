@@ -20,6 +20,9 @@ from dsgpt.common.json_files import JsonError, Positive, read_as
 from dsgpt.common.text import in_words
 
 GPUS = Path(__file__).with_name("hardware.json")
+FAMILIES = {"a100": ("a100",), "h100": ("h100", "h200", "gh200", "b200"), "v100": ("v100", "t4", "quadro-rtx-8000")}
+"""Family -> beginnings of the keys of its GPUs: NVIDIA's Ampere, Hopper and Volta for data centres; those after Hopper,
+of which nobody measured many steps, are taken as Hopper, Turing as Volta. All others are ``other``."""
 MEANT = {"h100": "h100-80gb"}
 """Names that leave out what decides, and the GPU of the table that is meant."""
 _LEAST, _MOST = 0.98, 1.12
@@ -72,6 +75,11 @@ class Gpu:
     interconnect: Interconnect
     tdp_watts: Positive
     sources: list[Source]
+
+    @property
+    def family(self) -> str:
+        """Name of the GPUs that reach similar shares of their peaks."""
+        return next((name for name, keys in FAMILIES.items() if self.key.startswith(keys)), "other")
 
     def peak(self, precision: str) -> int | None:
         """Dense FLOP/s in ``fp32``, ``tf32``, ``fp16`` or ``bf16``; None where the hardware has no units for it."""

@@ -173,6 +173,9 @@ class PlanOptions:
 
     json: bool = switch("print JSON instead of a table", group="output")
     picture: Path | None = flag(Path, "FILE", "draw who holds what on which rank, as .svg or .png")
+    rows: Path | None = flag(
+        Path, "JSON", "plan nothing else; with --json, answer every row of a list in the form of planner/measured.json"
+    )
     published: Path | None = flag(Path, "MD", "plan nothing; write the page of predictions beside published figures")
     projections: Path | None = flag(Path, "MD", "plan nothing; write the page of predictions for up to 1,024 GPUs")
 

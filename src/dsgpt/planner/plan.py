@@ -9,6 +9,7 @@ from typing import Any
 
 from dsgpt.common.text import byte_size, dollars, estimate
 from dsgpt.machine.topology import Topology
+from dsgpt.planner.evidence import Evidence, evidence_for, traits_of
 from dsgpt.planner.formulas import Peak, model_state, worst_peak
 from dsgpt.planner.hardware import MEANT, Cost, PriceTable, cost, gpus
 from dsgpt.planner.rates import ASSUMED, Machine, Utilisation, changed
@@ -114,6 +115,11 @@ class Plan:
         """The time of a step, computed on first use: a search needs it only of setups that fit."""
         return predict_step(self.setup, self.machine)
 
+    @property
+    def evidence(self) -> Evidence | None:
+        """What steps that others measured say about this one; None for rates that were measured here."""
+        return evidence_for(traits_of(self.setup, self.machine)) if self.machine.assumed else None
+
     @cached_property
     def run(self) -> RunTime:
         """The time of the whole training."""
@@ -149,7 +155,8 @@ class Plan:
             assumptions.append(Assumption(what=what, value=value, seconds=seconds, break_even=turns))
         best = {each.name: each for each in sorted(self.rivals, key=lambda each: -each.run.seconds)}
         plan = replace(self, rivals=tuple(best.values()))
-        for what, (fields, share, scale, unit) in ASSUMED.items() if self.machine.assumed else ():
+        for what, (fields, general, scale, unit) in ASSUMED.items() if self.machine.assumed else ():
+            share = self.machine.shares.get(what, general)
             form = partial(_number, scale=scale, unit=unit)
             seconds, turns = _tried(plan, fields, share.likely, (share.least, share.most), form)
             if turns or any(abs(each / plan.run.seconds - 1) >= LEAST_CHANGE for each in seconds.values()):
@@ -341,6 +348,9 @@ def plan_lines(plan: Plan) -> list[str]:
             f"{dollars(offer.usd_per_hour)} an hour{dated}"
         )
     lines += ["", f"rates: {machine.basis}"]
+    if evidence := plan.evidence:
+        low, high = step.seconds * evidence.low, step.seconds * evidence.high
+        lines.append(f"evidence: {evidence.words}; 8 of 10 such steps take {between(low, high, estimate)}")
     if plan.host_bytes and request.options.host_memory_gb is None and machine.kind == "cuda":
         together = min(machine.devices, setup.world_size)
         lines.append(
@@ -441,6 +451,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
             "overlap": step.overlap,
             "hidden_communication_seconds": step.hidden,
             "parts": step.parts,
+            **({"evidence": asdict(each) | {"words": each.words}} if (each := plan.evidence) else {}),
             "tokens_per_sec": plan.tokens_per_sec(step.seconds),
             "mfu": plan.mfu,
         },

@@ -130,7 +130,7 @@ class Copied:
 
 def embedding_bytes(setup: Setup) -> int:
     """Bytes of the embedding's gradient (wE), in the precision of the activations; the lookup's is dense, too."""
-    return setup.low * setup.model.padded_vocab_size * setup.model.n_embd
+    return setup.low * setup.embedding_elements
 
 
 @dataclass(frozen=True)
@@ -219,11 +219,13 @@ class Planned:
 
         In low precision every micro batch's gradients are added to a sum in fp32, w + 8 bytes per element; in fp32
         those after the first are, 12 bytes. On a CPU each gather reads and writes the rank's part before, and all parts
-        after.
+        after. FSDP that reduces every micro batch adds in the rank's shard alone.
         """
         setup = self.setup
         elements, micro_batches = self.elements(rank), setup.gradient_accumulation_steps
         adding = 12 * (micro_batches - 1) if setup.precision == "fp32" else (setup.low + 8) * micro_batches
+        if setup.run_type == "fsdp" and self.reductions > 1:
+            adding //= setup.world_size
         if kind != "cpu":
             return elements * (adding + (2 * setup.low * self.reductions if self.copies_to_buckets else 0))
         gathers = [each for each in self.gathers(rank) if each.payload_bytes and each.group_size > 1]
@@ -244,7 +246,9 @@ class Planned:
         In low precision it also writes the weight in that precision.
         """
         setup, numbers = self.setup, 1 + 2 * (1 + self.setup.moments)
-        if setup.sizes.pipeline > 1 and setup.recipe.optimizer.type == "AdamW":
+        unfused = setup.sizes.pipeline > 1 and not setup.fused_adam
+        unfused |= setup.kernels == "eager" and setup.run_type != "optimized"
+        if unfused and setup.recipe.optimizer.type == "AdamW":
             numbers = _UNFUSED_ADAM
         size = FULL * numbers + (0 if setup.precision == "fp32" else FULL + setup.low)
         return self.stepped_elements(rank) * size
@@ -356,6 +360,12 @@ class Fsdp(Planned):
     operations_per_tensor = 4
 
     @property
+    def reductions(self) -> int:
+        """Number of times that a step reduces each gradient."""
+        sharded = "sharded" in {self.setup.accumulation, self.setup.recipe.dsgpt.fsdp.accumulation}
+        return self.setup.gradient_accumulation_steps if sharded else 1
+
+    @property
     def overlap_in_words(self) -> str:
         """Sentence for the plan: which communication overlaps with computation on GPUs."""
         return "weights and gradients overlap with the computation of blocks"
@@ -385,6 +395,7 @@ class Fsdp(Planned):
     def moments(self, rank: int, device: str) -> list[Moment]:  # noqa: ARG002 - all ranks have the same
         """Whole weights of the root, of a block and of the next one; whole gradients until the last micro batch.
 
+        Or, if every micro batch's are reduced, the shards of their sum besides those of the new ones.
         A block's gradients are reduced from a buffer that is freed when those of the next block are reduced. The first
         block of the backward pass needs none, but all activations still exist. On a CPU, gloo copies what it gathers
         and scatters.
@@ -393,27 +404,29 @@ class Fsdp(Planned):
         ranks, layers, recipe = setup.world_size, setup.model.n_layer, setup.recipe.dsgpt.fsdp
         blocks, root = (ranks * elements for elements in self._sharded())
         block = blocks // layers
-        several, copies = setup.gradient_accumulation_steps > 1, 1 if device == "cpu" else 0
+        several = setup.gradient_accumulation_steps > 1 and self.reductions == 1
+        copies = 1 if device == "cpu" else 0
         width = FULL if recipe.reduce_dtype == "fp32" else setup.low
         embedding = embedding_bytes(setup)
         away = recipe.cpu_offload and device == "cuda"
         shards, root_shard = (0, 0) if away else (FULL * blocks // ranks, FULL * root // ranks)
+        sums = shards + root_shard if self.reductions > 1 else 0
         kept, flight = (1, (1 + copies) * block) if recipe.reshard_after_forward else (layers, 0)
         gathered = setup.low * (root + kept * block)
         backward = {
-            "gradients": (width * (blocks - block + root) if several else 0) + FULL * block // ranks,
+            "gradients": (width * (blocks - block + root) if several else 0) + FULL * block // ranks + sums,
             "gathered": gathered + setup.low * flight,
             "buckets": width * block,
             "new_gradients": embedding,
         }
         reduction = {
-            "gradients": shards + (width * root if several else 0),
+            "gradients": shards + (width * root if several else 0) + sums,
             "gathered": setup.low * root,
             "buckets": width * block,
             "new_gradients": 2 * embedding,
         }
         stepped = {"gradients": shards + root_shard, "buckets": (1 + copies) * width * root}
-        earlier = {"gradients": width * (blocks + root) if several else 0, "gathered": gathered}
+        earlier = {"gradients": width * (blocks + root) if several else sums, "gathered": gathered}
         begun = earlier | {"gathered": backward["gathered"], "new_gradients": embedding}
         return [
             Moment(name="loss", blocks=layers, parts=earlier),
@@ -455,11 +468,12 @@ class Fsdp(Planned):
                 what="gradients",
                 operation="reduce_scatter",
                 group_size=ranks,
-                payload_bytes=width * (blocks + root) * ranks,
+                payload_bytes=self.reductions * width * (blocks + root) * ranks,
                 summed_width=width,
-                calls=layers + 1,
-                once={self.last_backward: 1},
-                behind=(0, 1),
+                calls=self.reductions * (layers + 1),
+                passes=(0, int(self.reductions > 1)),
+                once={} if self.reductions > 1 else {self.last_backward: 1},
+                behind=(0, self.reductions),
                 hidden=hidden,
             ),
         ]

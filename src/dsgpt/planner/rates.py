@@ -11,13 +11,14 @@ import math
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 from pydantic import Field
 
 from dsgpt.common.errors import UserError
-from dsgpt.common.json_files import Finite, JsonError, Positive, parse_as, parse_json, read_bytes
+from dsgpt.common.json_files import Finite, JsonError, Positive, parse_as, parse_json, read_as, read_bytes
 from dsgpt.model.config import GPT2Config
 from dsgpt.planner.hardware import Gpu, recognise
 
@@ -58,6 +59,16 @@ class Rates:
     """Bytes read and written per second by a process of the host, while one for each device does so."""
     disk: float
     """Bytes written to disk per second by a single process."""
+    half_width: float = 0.0
+    """Width of the model at which matrix products reach half of ``matrix``; 0: they reach it at every width."""
+    odd_heads: float = 1.0
+    """Time of attention whose heads are no multiple of 8 wide, in units of the time of others."""
+    contention: float = 0.0
+    """Seconds of computation lost in a second of communication that it hides: both use a GPU's units and memory."""
+    gathers_hidden: float = 1.0
+    """Share of ZeRO-3's communication that computation hides, of what ``Traffic.hidden`` allows."""
+    host_sec: float = 0.0
+    """Seconds that the host of a GPU needs to start an operation; a GPU with less to do waits."""
 
     def matrix_at(self, precision: str, *, width: float, rows: int) -> float:
         """FLOP/s of a block's matrices of this width with this many tokens."""
@@ -149,6 +160,8 @@ class Machine:
     """Source of this speed; empty if it is stated or assumed."""
     corrected_by: float = 1.0
     """How many times as long everything takes as these rates were before own runs corrected them."""
+    shares: Mapping[str, "Share"] = field(default_factory=dict)
+    """Shares of a datasheet's peaks, by the names of ``ASSUMED``; empty where others hold or rates were measured."""
 
 
 # ``calibration.json``: what a machine was measured to do, and its rates for predictions.
@@ -407,6 +420,8 @@ def datasheet_machine(
     devices: int = DEVICES_PER_MACHINE,
     network: float = NETWORK_BYTES_PER_SEC,
     host_bytes: int | None = None,
+    values: Mapping[str, float] | None = None,
+    fabric: str = "",
 ) -> Machine:
     """Machines with GPUs of this kind.
 
@@ -415,7 +430,12 @@ def datasheet_machine(
         devices: GPUs of a machine.
         network: bytes per second between two machines, in one direction.
         host_bytes: memory of the host for each GPU; None for ``HOST_SHARE`` of the GPU's.
+        values: of the constants, instead of the package's.
+        fabric: the kind of the network, where one has constants of its own: ``omni-path``.
     """
+    values = constants() if values is None else values
+    shares = _shares(gpu, values, fabric)
+    matrix, link = shares["matrix products"], shares["link between GPUs"]
     return Machine(
         name=gpu.key,
         kind="cuda",
@@ -423,36 +443,109 @@ def datasheet_machine(
         memory_bytes=gpu.memory_bytes,
         host_bytes=HOST_SHARE * gpu.memory_bytes if host_bytes is None else host_bytes,
         precisions=tuple(name for name in ("fp32", "bf16", "fp16") if gpu.peak(name)),
-        rates=_datasheet_rates(gpu, "likely", network),
-        slowest=_datasheet_rates(gpu, "least", network),
-        fastest=_datasheet_rates(gpu, "most", network),
+        rates=_datasheet_rates(gpu, "likely", network, values, shares),
+        slowest=_datasheet_rates(gpu, "least", network, values, shares),
+        fastest=_datasheet_rates(gpu, "most", network, values, shares),
         assumed=True,
         basis=(
-            f"assumed: {MATRIX.least:.0%} to {MATRIX.most:.0%} of the datasheet's matrix peak, {MEMORY.least:.0%} to "
-            f"{MEMORY.most:.0%} of its memory bandwidth, {LINK.least:.0%} to {LINK.most:.0%} of its link; not measured"
+            f"{'assumed' if matrix == MATRIX else 'fitted to steps that others measured (docs/exam.md)'}: "
+            f"{matrix.least:.0%} to {matrix.most:.0%} of the datasheet's matrix peak, {MEMORY.least:.0%} to "
+            f"{MEMORY.most:.0%} of its memory bandwidth, {link.least:.0%} to {link.most:.0%} of its link; not measured"
         ),
+        shares=shares,
         network_gbps=network * 8 / 1e9,
     )
 
 
-def _datasheet_rates(gpu: Gpu, which: str, network: float) -> Rates:
+_FULL_WIDTH = 312e12
+"""Matrix peak, in FLOP/s, of the A100; ``half_width`` is that of GPUs with at least this many units. Smaller matrices
+fill smaller GPUs, in proportion."""
+
+
+def _shares(gpu: Gpu, values: Mapping[str, float], fabric: str) -> dict[str, Share]:
+    """Shares that ``gpu`` reaches, by the names of ``ASSUMED``, and of the network: fitted where a constant says so.
+
+    The assumed range is laid around the fitted one, and ends at the whole.
+    """
+    shares = {"memory": MEMORY}
+    for what, name, assumed, kind in (
+        ("matrix products", "matrix_share", MATRIX, gpu.family),
+        ("attention", "attention_share", ATTENTION, gpu.family),
+        ("link between GPUs", "link_share", LINK, ""),
+        ("network", "network_share", LINK, fabric),
+    ):
+        fitted = values.get(f"{name}.{kind}", values.get(name, assumed.likely)) / assumed.likely
+        least, likely, most = (min(1.0, fitted * share) for share in (assumed.least, assumed.likely, assumed.most))
+        shares[what] = Share(least, likely, most)
+    return shares
+
+
+def _datasheet_rates(
+    gpu: Gpu, which: str, network: float, values: Mapping[str, float], shares: Mapping[str, Share]
+) -> Rates:
     of = operator.attrgetter(which)
     peaks = {name: peak for name in ("fp32", "bf16", "fp16") if (peak := gpu.peak(name))}
-    memory = of(MEMORY) * gpu.memory_bytes_per_sec
+    memory = of(shares["memory"]) * gpu.memory_bytes_per_sec
     return Rates(
-        matrix={name: {1: {1: of(MATRIX) * peak}} for name, peak in peaks.items()},
-        attention={name: {1: {1: of(ATTENTION) * peak}} for name, peak in peaks.items()},
+        matrix={name: {1: {1: of(shares["matrix products"]) * peak}} for name, peak in peaks.items()},
+        attention={name: {1: {1: of(shares["attention"]) * peak}} for name, peak in peaks.items()},
         elementwise=dict.fromkeys(peaks, memory),
         logits={name: memory / BYTES_PER_LOGIT[name] for name in peaks},
         memory=memory,
         kernel_sec=of(KERNEL_SEC),
-        bus={1: of(LINK) * gpu.interconnect.bytes_per_sec},
-        collective_sec={1: of(COLLECTIVE_SEC)},
-        network=of(LINK) * network,
+        bus={1: of(shares["link between GPUs"]) * gpu.interconnect.bytes_per_sec},
+        collective_sec={
+            1: values.get("collective_sec", COLLECTIVE_SEC.likely) * of(COLLECTIVE_SEC) / COLLECTIVE_SEC.likely
+        },
+        network=of(shares["network"]) * network,
         host_link=of(HOST_LINK_BYTES_PER_SEC),
         host_memory=of(HOST_MEMORY_BYTES_PER_SEC),
         disk=of(DISK_BYTES_PER_SEC),
+        half_width=values.get("half_width", 0.0) * min(1.0, max(peaks.values()) / _FULL_WIDTH),
+        odd_heads=values.get("odd_heads", 1.0),
+        contention=values.get("contention", 0.0),
+        gathers_hidden=values.get("gathers_hidden", 1.0),
+        host_sec=values.get("host_sec", 0.0) * of(KERNEL_SEC) / KERNEL_SEC.likely,
     )
+
+
+CONSTANTS = Path(__file__).with_name("constants.json")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Constant:
+    """A constant of the predictions for GPUs, fitted to steps that others measured (``benchmark.py exam --fit``)."""
+
+    name: str
+    """What it is; after a point the family of GPUs, or the network, that it is for."""
+    value: float
+    neutral: float
+    """The value that was assumed before, or that stands for no such effect."""
+    unit: str
+    source: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fitted:
+    """The file."""
+
+    constants: list[Constant]
+    growth: float
+    """By how much a range grows with the distance of measured rows: a logarithm for each unit of distance."""
+    residuals: dict[str, tuple[float, float]]
+    """Row of ``measured.json`` -> predicted time / measured time: with these constants, and without its source."""
+
+
+@cache
+def fitted() -> Fitted:
+    """The constants, and what they were fitted to."""
+    return read_as(CONSTANTS, Fitted)
+
+
+@cache
+def constants() -> dict[str, float]:
+    """The values by name."""
+    return {each.name: each.value for each in fitted().constants}
 
 
 # The share of its devices' peak that a training uses: model FLOPs utilisation (MFU).

@@ -386,6 +386,14 @@ def act(options: PlanOptions, problems: Problems, *, draw: Callable[[Plan, Path]
                 write_atomic(target, text)
             print(target)
             return EXIT_DONE
+    if options.rows is not None:
+        if not options.json:
+            problems.add("--rows: is answered in JSON: add --json")
+        problems.raise_if_any()
+        from dsgpt.planner.answers import answers  # noqa: PLC0415 - for this flag alone
+
+        print(json.dumps(list(answers(options.rows)), indent=2, allow_nan=False))
+        return EXIT_DONE
     request = read_request(options, problems)
     answer: dict[str, Any] | list[str]
     if options.recommend:

@@ -39,13 +39,17 @@ class ParameterSize:
         """Elements."""
         return math.prod(self.shape)
 
+    def of_rank(self, tensor: int) -> "ParameterSize":
+        """What each of ``tensor`` ranks has of it: its rows of what splits, and everything else whole."""
+        return replace(self, shape=(-(-self.shape[0] // tensor), *self.shape[1:])) if self.splits else self
+
 
 @lru_cache(maxsize=16)
 def model_parameters(model: GPT2Config) -> list[ParameterSize]:
     """Every parameter, in the model's order; the embedding with its padded rows, and once although it is used twice."""
     width = model.n_embd
     parameters = [
-        ParameterSize(name=EMBEDDING, shape=(model.padded_vocab_size, width), decays=True),
+        ParameterSize(name=EMBEDDING, shape=(model.padded_vocab_size, width), decays=True, splits=True),
         ParameterSize(name="wpe.weight", shape=(model.block_size, width), decays=True),
     ]
     for block in (f"blocks.{layer}" for layer in range(model.n_layer)):
@@ -173,6 +177,18 @@ class Setup:
     """Whether blocks are compiled. ZeRO-3 then gathers the weights of a whole block at a time."""
     pad_logits: bool = False
     """Whether padded rows of the embedding have logits, too."""
+    kernels: str = "fused"
+    """``fused``: LayerNorm, GELU and the softmax are an operation each, as in this package, which calls PyTorch's;
+    ``compiled``: sums are parts of their neighbours too; ``eager``: each is several, as in Hugging Face's GPT-2."""
+    attention: str = "flash"
+    """``flash``: scores never are in memory, as in this package, which calls PyTorch's fused attention; ``stored``."""
+    accumulation: str = "whole"
+    """Gradients of earlier micro batches: ``whole`` and in fp32 on every rank, as in this package; ``sharded``: FSDP
+    reduces those of each micro batch, and ZeRO 0 and 1 add up in the precision of activations, as others do."""
+    fused_adam: bool = False
+    """Whether Adam is one operation in pipelines too, and the loss's gradient needs no memory, as in Megatron."""
+    checkpoints_on_host: bool = False
+    """Whether the inputs of recomputed blocks wait in host memory, which no strategy here does."""
 
     def __post_init__(self) -> None:
         """Refuse a recipe without a formula.
@@ -182,6 +198,11 @@ class Setup:
         """
         if self.run_type == "optimized" and self.recipe.zero_plus_plus:
             raise UserError(f"{self.recipe.path}: no formula predicts Zero++: plan with ds_configs/zero3.json")
+
+    @cached_property
+    def computed(self) -> dict[Any, Any]:
+        """Results of formulas that are asked for again at other rates."""
+        return {}
 
     @cached_property
     def sizes(self) -> ParallelSizes:
@@ -213,8 +234,20 @@ class Setup:
 
     @property
     def logits(self) -> int:
-        """Logits of a token."""
-        return self.model.padded_vocab_size if self.pad_logits else self.model.vocab_size
+        """Logits of a token on a tensor rank."""
+        return -(-(self.model.padded_vocab_size if self.pad_logits else self.model.vocab_size) // self.sizes.tensor)
+
+    @property
+    def scores(self) -> int:
+        """Scores that the attention of a block stores on a rank, the masked half as well."""
+        if self.attention == "flash":
+            return 0
+        return self.tokens * self.seq_length * self.model.n_head // self.sizes.tensor
+
+    @property
+    def embedding_elements(self) -> int:
+        """Elements of the token embedding, padded rows included, on a tensor rank."""
+        return -(-self.model.padded_vocab_size // self.sizes.tensor) * self.model.n_embd
 
     @property
     def tokens(self) -> int:
@@ -229,11 +262,8 @@ class Setup:
         else:
             partition = self.recipe.pipeline.partition
             dealt = stage_parameters(self.model, stages=self.sizes.pipeline, partition=partition)
-        tensor = self.sizes.tensor  # of whose ranks each has its part of what splits, and everything else whole
-        return [
-            [replace(part, shape=(part.shape[0] // tensor, *part.shape[1:])) if part.splits else part for part in stage]
-            for stage in dealt
-        ]
+        tensor = self.sizes.tensor
+        return [[part.of_rank(tensor) for part in stage] for stage in dealt]
 
     @property
     def moments(self) -> int:
@@ -389,11 +419,11 @@ _NOTHING: Layer = ()
 def gathers_of(setup: Setup) -> "Gathers":
     """Parameters that ZeRO-3 gathers in a micro batch."""
     again, zero = setup.activation_checkpointing, setup.recipe.zero_optimization
-    return _gathers(setup.model, zero, recompute=again, whole_blocks=setup.compiled)
+    return _gathers(setup.model, zero, tensor=setup.sizes.tensor, recompute=again, whole_blocks=setup.compiled)
 
 
 @lru_cache(maxsize=16)
-def _gathers(model: GPT2Config, zero: ZeroRecipe, *, recompute: bool, whole_blocks: bool) -> "Gathers":
+def _gathers(model: GPT2Config, zero: ZeroRecipe, *, tensor: int, recompute: bool, whole_blocks: bool) -> "Gathers":
     """Parameters that ZeRO-3 gathers, which are equal for every micro batch size and number of ranks.
 
     The modules of a forward and a backward pass are in the order in which they begin; the head is the embedding again.
@@ -401,10 +431,11 @@ def _gathers(model: GPT2Config, zero: ZeroRecipe, *, recompute: bool, whole_bloc
     Args:
         model: the shape.
         zero: the recipe's block.
+        tensor: ranks that share out what splits.
         recompute: with activation checkpointing a block runs forward once more in its backward pass.
         whole_blocks: whether a block is one module, without children.
     """
-    parts = {part.name: part for part in model_parameters(model)}
+    parts = {part.name: part.of_rank(tensor) for part in model_parameters(model)}
     head: Layer = (parts[EMBEDDING],)
     tail: Layer = (parts["ln_f.weight"], parts["ln_f.bias"])
     positions: Layer = (parts["wpe.weight"],)
@@ -425,14 +456,14 @@ def _gathers(model: GPT2Config, zero: ZeroRecipe, *, recompute: bool, whole_bloc
         nothing = [_NOTHING, _NOTHING]
         backward = [_NOTHING, *nothing, back, *again, fc, ln_2, *nothing, proj, qkv, ln_1, *backward]
     forward, backward = [*forward, tail, head], [_NOTHING, head, tail, *backward, _NOTHING, positions, head]
-    return Gathers(model, zero, [*forward, *backward], forward=len(forward))
+    return Gathers(tuple(parts.values()), zero, [*forward, *backward], forward=len(forward))
 
 
 class Gathers:
     """Parameters that one forward and backward pass gathers."""
 
-    def __init__(self, model: GPT2Config, zero: ZeroRecipe, order: Sequence[Layer], *, forward: int) -> None:
-        self._order, self._turn, self._every = order, forward, tuple(model_parameters(model))
+    def __init__(self, every: Layer, zero: ZeroRecipe, order: Sequence[Layer], *, forward: int) -> None:
+        self._order, self._turn, self._every = order, forward, every
         self._persistent = {part.name for part in persistent(zero, self._every)}
         self._zero = zero
         self._queue = deque((part, step) for step, layer in enumerate(order) for part in layer)

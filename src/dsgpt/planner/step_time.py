@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from dsgpt.machine.topology import ring_factor
-from dsgpt.planner.formulas import CHUNK, copied, step_traffic, strategy_of, stream_bytes
+from dsgpt.planner.formulas import CHUNK, copied, plain_loss, step_traffic, strategy_of, stream_bytes
 from dsgpt.planner.options import PlanOptions
 from dsgpt.planner.pytorch_formulas import Traffic
 from dsgpt.planner.rates import Machine, Rates, at_ranks
@@ -34,8 +34,20 @@ from dsgpt.planner.setup import FULL, Setup, model_parameters, total
 # Letters: M tokens of a micro batch on a rank, T tokens of a sequence, C width, V vocabulary, t tensor ranks, w bytes
 # of a number in the precision of the activations. A stream is the residual stream of a micro batch, wMC bytes.
 
-_FORWARD_KERNELS, _BACKWARD_KERNELS = 14, 26
-"""Operations of a block."""
+_STREAMS = {
+    "fused": {"forward": (10, 10, 14), "backward": (18, 25, 26)},
+    "compiled": {"forward": (8, 10, 10), "backward": (14, 25, 20)},
+    "eager": {"forward": (15, 80, 34), "backward": (23, 120, 60)},
+}
+"""Kernels -> what a block reads and writes in each pass: streams, streams that tensor ranks divide, operations.
+
+``compiled``: the LayerNorm after a residual sum does not read it again, 1 each. ``eager`` is Hugging Face's GPT-2:
+GELU is eight operations on four streams, 72 forward and 104 backward; two dropouts on the residual stream, 2.5 each;
+heads are copied into place."""
+_SCORES = {"fused": {"forward": 6, "backward": 9}, "eager": {"forward": 11, "backward": 13}}
+"""Passes over stored scores. Forward: the product writes them; the softmax, with scale and mask, reads and writes;
+dropout reads and writes; the product with the values reads. ``eager`` scales and masks apart, 2 and 3. Backward: two
+products write and read, dropout reads and writes, the softmax reads twice and writes, two products read."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +61,8 @@ class OpCounts:
     elementwise_bytes: float = 0.0
     logits: float = 0.0
     kernels: int = 0
+    waits: int = 0
+    """Operations of blocks, which the host of a tensor rank starts one by one."""
 
     def __add__(self, other: "OpCounts") -> "OpCounts":
         return OpCounts(**{name: value + vars(other)[name] for name, value in vars(self).items()})
@@ -60,16 +74,22 @@ class OpCounts:
     def seconds(self, rates: Rates, setup: Setup) -> float:
         """The time of all parts. Matrix products take the longer of computing and reading (a roofline)."""
         precision, model = setup.precision, setup.model
-        attention = rates.attention_at(precision, head_size=model.n_embd // model.n_head, length=setup.seq_length)
-        width = model.n_embd / math.sqrt(setup.sizes.tensor)  # of a square with as many weights as a rank has
-        computing = self.matrix_flops / rates.matrix_at(precision, width=width, rows=setup.tokens)
-        return (
-            max(computing, self.matrix_bytes / rates.memory)
+        head_size = model.n_embd // model.n_head
+        attention = rates.attention_at(precision, head_size=head_size, length=setup.seq_length)
+        if head_size % 8:
+            attention /= rates.odd_heads
+        # of a square with as many weights as a rank has, or the model's where its matrices were fitted so
+        width = model.n_embd if rates.half_width else model.n_embd / math.sqrt(setup.sizes.tensor)
+        matrix = rates.matrix_at(precision, width=width, rows=setup.tokens) * width / (width + rates.half_width)
+        device = (
+            max(self.matrix_flops / matrix, self.matrix_bytes / rates.memory)
             + self.attention_flops / attention
             + self.elementwise_bytes / rates.elementwise[precision]
             + self.logits / rates.logits[precision]
             + self.kernels * rates.kernel_sec
         )
+        waits = setup.sizes.tensor > 1 or setup.kernels == "eager"
+        return max(device, self.waits * rates.host_sec) if waits else device
 
 
 def block_forward(setup: Setup) -> OpCounts:
@@ -77,19 +97,23 @@ def block_forward(setup: Setup) -> OpCounts:
 
     Streams read and written: 2 by each LayerNorm, 3 by each residual sum, 8/t by GELU, 2/t by the transposed output of
     attention. The layers of tensor ranks add their biases after the product, 4 + 14/t. Sequence ranks arrange the
-    tensors of four all-to-alls before and after each, 16.
+    tensors of four all-to-alls before and after each, 16. ``_STREAMS`` has the counts of other kernels. Attention that
+    stores its scores computes the masked half as well, and passes ``_SCORES`` over them.
     """
     model, tokens, tensor = setup.model, setup.tokens, setup.sizes.tensor
     stream = stream_bytes(setup)
     matrices = 12 * model.n_embd**2 // tensor
     biases = 4 + 14 / tensor if tensor > 1 else 0
     arranged = 16 if setup.sizes.sequence > 1 else 0
+    whole, split, kernels = _STREAMS[setup.kernels]["forward"]
+    scores = score_bytes(setup, "forward")
     return OpCounts(
         matrix_flops=2 * matrices * tokens,
         matrix_bytes=setup.low * matrices + stream * (4 + 12 / tensor),
-        attention_flops=2 * tokens * setup.seq_length * model.n_embd / tensor,
-        elementwise_bytes=stream * (10 + 10 / tensor + biases + arranged),
-        kernels=_FORWARD_KERNELS,
+        attention_flops=(4 if scores else 2) * tokens * setup.seq_length * model.n_embd / tensor,
+        elementwise_bytes=stream * (whole + split / tensor + biases + arranged) + scores,
+        kernels=kernels,
+        waits=kernels,
     )
 
 
@@ -104,17 +128,29 @@ def block_backward(setup: Setup) -> OpCounts:
     forward, tensor = block_forward(setup), setup.sizes.tensor
     stream = stream_bytes(setup)
     arranged = 16 if setup.sizes.sequence > 1 else 0
+    whole, split, kernels = _STREAMS[setup.kernels]["backward"]
+    scores = score_bytes(setup, "backward")
     return OpCounts(
         matrix_flops=2 * forward.matrix_flops,
         matrix_bytes=2 * forward.matrix_bytes,
-        attention_flops=2.5 * forward.attention_flops,
-        elementwise_bytes=stream * (18 + 25 / tensor + arranged),
-        kernels=_BACKWARD_KERNELS,
+        attention_flops=(2 if scores else 2.5) * forward.attention_flops,
+        elementwise_bytes=stream * (whole + split / tensor + arranged) + scores,
+        kernels=kernels,
+        waits=kernels,
     )
 
 
+def score_bytes(setup: Setup, which: str) -> float:
+    """Bytes that a block's attention reads and writes of stored scores, M x T x heads / t; 0 if it stores none.
+
+    Each pass is w bytes a score, and a byte more where a dropout mask is read or written.
+    """
+    passes = _SCORES["eager" if setup.kernels == "eager" else "fused"][which]
+    return float(setup.scores * (setup.low * passes + 1))
+
+
 def head_and_loss(setup: Setup, *, kind: str) -> OpCounts:
-    """The head, the loss and their gradients: 6MCV FLOPs, all in the forward pass. No rank splits the head.
+    """The head, the loss and their gradients: 6MCV/t FLOPs, all in the forward pass.
 
     The gradient of the head is added up over chunks of tokens, in low precision through fp32; then the gradient of the
     lookup, which has its size too, is set to zero, filled and added.
@@ -124,9 +160,9 @@ def head_and_loss(setup: Setup, *, kind: str) -> OpCounts:
         kind: ``cpu`` or ``cuda``, on which the size of a chunk depends.
     """
     model, tokens, low = setup.model, setup.tokens, setup.low
-    head = model.padded_vocab_size * model.n_embd
-    logits = tokens * model.vocab_size
-    chunks = -(-logits // CHUNK[kind])
+    head = setup.embedding_elements
+    logits = tokens * model.vocab_size / setup.sizes.tensor
+    chunks = 1 if kind != "cpu" and plain_loss(setup) else math.ceil(logits / CHUNK[kind])
     summing = chunks * (2 * low + 2 * FULL) + FULL + low if chunks > 1 and low != FULL else 0
     return OpCounts(
         matrix_flops=6 * head * tokens,
@@ -264,6 +300,11 @@ def bubble_fraction(stages: int, micro_batches: int) -> float:
     return (stages - 1) / (micro_batches + stages - 1)
 
 
+def likely_sec(setup: Setup, machine: Machine) -> float:
+    """The likely seconds of a step alone."""
+    return sum(_slowest_stage(setup, machine.rates, machine, Hooks.BESIDE).parts.values())
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Rank:
     """The step of one rank."""
@@ -274,7 +315,8 @@ class _Rank:
 
 
 def _slowest_stage(setup: Setup, rates: Rates, machine: Machine, hooks: Hooks) -> _Rank:
-    ranks = [_rank(setup, rates, machine, rank, hooks) for rank in setup.first_ranks]
+    unequal = {(setup.blocks(rank), rank == 0, setup.computes_loss(rank)): rank for rank in setup.first_ranks}
+    ranks = [_rank(setup, rates, machine, rank, hooks) for rank in unequal.values()]
     return max(ranks, key=lambda rank: sum(rank.parts.values()))
 
 
@@ -295,9 +337,10 @@ def _rank(setup: Setup, rates: Rates, machine: Machine, rank: int, hooks: Hooks)
             continue
         passing = traffic.behind[0] * forward + traffic.behind[1] * backward
         # a CPU computes with the core that sends
-        behind = min(traffic.hidden * sending, passing) if machine.kind != "cpu" else 0.0
+        share = traffic.hidden * (rates.gathers_hidden if strategy.hook_operations else 1)
+        behind = min(share * sending, passing) if machine.kind != "cpu" else 0.0
         hidden += behind
-        once += sending - behind
+        once += sending - behind * (1 - rates.contention)
     parts = {name: micro_batches * each for name, each in seconds.items()}
     parts["gradients"] = strategy.gradient_bytes(rank, kind=machine.kind) / rates.memory
     if machine.kind == "cpu":

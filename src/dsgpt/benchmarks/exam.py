@@ -1,0 +1,411 @@
+"""``benchmark.py exam``: the planner's predictions beside steps that others measured, and the fit of its constants.
+
+Nothing is trained: the rows are ``planner/measured.json``. BERT's, which are approximate, are neither scored nor fitted
+to. A row is judged twice: with the constants of the package, and with those fitted without any row of its source.
+"""
+
+import json
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from statistics import fmean, median
+from typing import Any
+
+import numpy as np
+
+from dsgpt.benchmarks.frame import Record, Suite, SuiteOptions, made_from, page_of, section
+from dsgpt.common.command_line import switch
+from dsgpt.common.errors import UserError
+from dsgpt.common.files import write_atomic
+from dsgpt.planner.answers import memory_of
+from dsgpt.planner.evidence import INSIDE, Evidence, Witness, evidence_for, witnesses, witnesses_of
+from dsgpt.planner.rates import CONSTANTS, constants, fitted
+from dsgpt.planner.rows import Row, machine_of, measured_rows, read_row, setup_of
+from dsgpt.planner.setup import Setup
+from dsgpt.planner.step_time import likely_sec
+
+# The rows, and the fit.
+
+Asked = tuple[dict[str, Any], Row, Setup]
+"""A measured row, what it says of its training, and that as a setup."""
+Values = Mapping[str, float]
+NOT_FITTED = ("link_share", "collective_sec")
+"""Constants that others measured by themselves."""
+_NOISY, _NOISE = "bigscience-v100", {True: 0.3, False: 0.03}
+"""The rows whose operators state 40% of noise; relative errors below which the fit does not distinguish rows."""
+_HOLD = 0.002
+"""Weight of staying near the values so far: it decides where rows say nothing."""
+_ROUNDS, _STEP, _FARTHEST = 8, 0.03, 0.3
+_FEW = 4
+"""Sources with fewer rows move no constant."""
+
+
+def asked_rows() -> list[Asked]:
+    """Rows that are scored, without those that ran out of memory and those that no strategy trains."""
+    asked = []
+    for row in measured_rows():
+        if row["ran"] and row["class"] != "bert":
+            try:
+                given = read_row(row)
+                asked.append((row, given, setup_of(given)))
+            except UserError:
+                continue
+    return asked
+
+
+def predicted(values: Values, asked: Sequence[Asked]) -> np.ndarray:
+    """Predicted time / measured time of rows, with these values of the constants."""
+    return np.array([likely_sec(setup, machine_of(row, values)) / raw["seconds_per_step"] for raw, row, setup in asked])
+
+
+def score(ratios: np.ndarray) -> float:
+    """The mean size of the logarithm of predicted time / measured time: 0.05 are 5%."""
+    return float(np.mean(np.abs(np.log(ratios))))
+
+
+def fit(values: Values, asked: Sequence[Asked]) -> dict[str, float]:
+    """The values with which predictions are nearest to ``asked``.
+
+    Gauss-Newton steps on the logarithms of the constants minimise the sum of sqrt(noise² + log² of predicted /
+    measured), in which an outlier counts as its size, not as its square.
+    """
+    found, names = dict(values), [name for name in values if name not in NOT_FITTED]
+    noisy = np.array([raw["source"] == _NOISY for raw, _, _ in asked])
+    noise = np.where(noisy, _NOISE[True], _NOISE[False])
+    for _ in range(_ROUNDS):
+        off = np.log(predicted(found, asked))
+        weight = np.sqrt(1 / np.sqrt(noise**2 + off**2) / np.where(noisy, 3, 1))
+        slopes = [np.log(predicted(found | {name: found[name] * (1 + _STEP)}, asked)) - off for name in names]
+        hold = np.eye(len(names)) * math.sqrt(_HOLD * len(asked))
+        terms = np.vstack([np.array(slopes).T / math.log1p(_STEP) * weight[:, None], hold])
+        change, *_ = np.linalg.lstsq(terms, np.concatenate([-off * weight, np.zeros(len(names))]), rcond=None)
+        for name, by in zip(names, np.clip(change, -_FARTHEST, _FARTHEST).tolist(), strict=True):
+            whole = name.split(".")[0].endswith(("share", "hidden", "contention"))
+            found[name] = min(found[name] * math.exp(by), 1.0 if whole else math.inf)
+        if np.max(np.abs(change)) < _STEP / 3:
+            break
+    return {name: float(f"{value:.4g}") for name, value in found.items()}
+
+
+def fit_constants() -> None:
+    """Fit the constants to all rows, then without each source, and write both to ``constants.json``."""
+    asked, known = asked_rows(), fitted()
+    values = fit(constants(), asked)
+    ratios = dict(zip((raw["id"] for raw, _, _ in asked), predicted(values, asked).tolist(), strict=True))
+    left_out, without = dict[str, float](), list[Values]()
+    for source in sorted({raw["source"] for raw, _, _ in asked}):
+        own = [each for each in asked if each[0]["source"] == source]
+        others = values
+        if len(own) >= _FEW:
+            others = fit(values, [each for each in asked if each[0]["source"] != source])
+            without.append(others)
+        left_out |= zip((raw["id"] for raw, _, _ in own), predicted(others, own).tolist(), strict=True)
+    made = []
+    for each in known.constants:
+        least, most = (extreme(value[each.name] for value in without) for extreme in (min, max))
+        source = f"fitted to {len(asked)} rows; {least:.3g} to {most:.3g} without one source"
+        source = each.source if each.name in NOT_FITTED else source
+        made.append(replace(each, value=values[each.name], source=source))
+    residuals = {name: (round(ratio, 4), round(left_out[name], 4)) for name, ratio in ratios.items()}
+    known_rows = witnesses_of(residuals)
+    growths = (step / 50 for step in range(50))
+    growth = next(each for each in growths if _held(known_rows, growth=each, inside=INSIDE)[1] >= INSIDE)
+    constant_lines = ",\n".join(json.dumps(asdict(each)) for each in made)
+    residual_lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(pair)}" for name, pair in residuals.items())
+    text = f'{{"constants": [\n{constant_lines}\n],\n"growth": {growth},\n"residuals": {{\n{residual_lines}\n}}}}\n'
+    write_atomic(CONSTANTS, text.encode())
+    for cached in (fitted, constants, witnesses):
+        cached.cache_clear()
+
+
+def _ranges(row: Witness, among: Sequence[Witness], **more: Any) -> tuple[Evidence, Evidence]:
+    """The range of a row from all others, and from those of other sources alone."""
+    others = [each for each in among if each.id != row.id]
+    apart = [each for each in others if each.source != row.source]
+    return evidence_for(row.traits, others, **more), evidence_for(row.traits, apart, **more)
+
+
+def _held(rows: Sequence[Witness], *, inside: float, growth: float | None = None) -> tuple[float, float]:
+    """Shares of rows that are in their range: from all other rows, and from those of other sources alone."""
+    ranges = [_ranges(row, rows, growth=growth, inside=inside) for row in rows]
+    pairs = list(zip(rows, ranges, strict=True))
+    return (
+        fmean(own.low <= 1 / row.ratio <= own.high for row, (own, _) in pairs),
+        fmean(apart.low <= 1 / row.left_out <= apart.high for row, (_, apart) in pairs),
+    )
+
+
+# The score, and the page.
+
+Result = dict[str, Any]
+BEFORE = {
+    "eager": (20, 0.528, 0.719, 0.200),
+    "flash": (136, 0.091, 0.293, 0.971),
+    "megatron": (188, 0.421, 0.907, 0.388),
+}
+"""Score of the planner of commit 2d1d5240 in the same rows: how many, median and 90th percentile of the error, share of
+rows in its range."""
+LEVELS = (0.5, 0.6, 0.7, 0.8, 0.9)
+_TAKEN = ("id", "source", "class", "hardware", "ran", "micro_batch", "citation")
+_GROUP = 3
+"""Least setups of a group in which a choice is judged."""
+
+
+def _kind(row: Mapping[str, Any]) -> str:
+    if row["tp"] * row["pp"] > 1:
+        return "tensor and pipeline"
+    return (
+        "FSDP"
+        if (row.get("sharding") or "").isupper()
+        else f"ZeRO-{row['zero_stage']}"
+        if row.get("zero_stage")
+        else "data"
+    )
+
+
+BY: dict[str, Callable[[Result], Any]] = {
+    "class": lambda row: row["class"],
+    "class and GPU": lambda row: f"{row['class']}, {row['hardware'].split('-')[0]}",
+    "source": lambda row: row["source"],
+    "GPU": lambda row: row["hardware"],
+    "split": lambda row: row["kind"],
+    "nodes": lambda row: "one" if row["nodes"] == 1 else "2 to 8" if row["nodes"] <= 8 else "more than 8",
+    "width": lambda row: (
+        "below 2,048" if row["width"] < 2048 else "to 6,144" if row["width"] <= 6144 else "above 6,144"
+    ),
+    "micro batch": lambda row: "1" if row["micro_batch"] == 1 else "2 to 4" if row["micro_batch"] <= 4 else "above 4",
+}
+"""How rows are put together for the score."""
+
+
+def scores(results: Sequence[Result], key: Callable[[Result], Any]) -> list[list[Any]]:
+    """Lines of a table for each value of ``key``.
+
+    Each has the number of rows; median, 90th percentile and worst of the error; the share in the range and its width;
+    median, 90th percentile and share in the range of predictions that know nothing of the source.
+    """
+    groups = defaultdict[Any, list[Result]](list)
+    for row in results:
+        if row["ratio"]:
+            groups[key(row)].append(row)
+    table = []
+    for name, rows in sorted(groups.items(), key=lambda group: str(group[0])):
+        errors, apart = (sorted(abs(row[what] - 1) for row in rows) for what in ("ratio", "left_out"))
+        ninth = int(0.9 * (len(rows) - 1))
+        inside = fmean(row["low"] <= 1 <= row["high"] for row in rows)
+        held = fmean(row["apart_low"] <= 1 <= row["apart_high"] for row in rows)
+        width = median(row["high"] / row["low"] for row in rows)
+        own = [name, len(rows), median(errors), errors[ninth], errors[-1], inside, width]
+        table.append([*own, median(apart), apart[ninth], held])
+    return table
+
+
+def regrets(results: Sequence[Result]) -> list[dict[str, Any]]:
+    """For each group of setups of equal work how much slower than the best the one is that is predicted to be it."""
+    groups = defaultdict[str, list[Result]](list)
+    for row in results:
+        if row["ratio"] and row["group"]:
+            groups[row["group"]].append(row)
+    judged = []
+    for name, rows in groups.items():
+        if len(rows) >= _GROUP:
+            chosen = min(rows, key=lambda row: row["measured"] * row["ratio"])
+            best = min(row["measured"] for row in rows)
+            judged.append(
+                {"group": name, "setups": len(rows), "chosen": chosen["id"], "regret": chosen["measured"] / best - 1}
+            )
+    return judged
+
+
+def exam_page(record: Record, *, source: str) -> str:
+    """The page.
+
+    Args:
+        record: as ``dsgpt.benchmarks.exam`` makes it.
+        source: the record's path, for the reader.
+    """
+    head = f"""# The planner beside steps that others measured
+
+{made_from(record, source=source, name="exam")}
+
+{len(record["rows"])} rows of `src/dsgpt/planner/measured.json`, each with its citation: trainings of GPT-2-class
+models by other programs, on GPUs that this project does not have. A row says what was trained and how it was split; the
+planner says how long a step takes. The constants of its formulas are fitted to these rows, so a second score leaves out
+the source that is judged: *apart* is what to expect of a program, a cluster or a GPU that no row is from. BERT's rows
+are in none of the figures. The range is the one in which 80% of steps should be.
+
+![Predicted and measured seconds of a step](images/exam.svg)"""
+    counted = _percent_rows(record["scores"]["class"])
+    before = [[name, rows, *(f"{each:.1%}" for each in figures)] for name, (rows, *figures) in record["before"].items()]
+    tables = [
+        section(f"By {by}", HEADER, _percent_rows(rows)) for by, rows in record["scores"].items() if by != "class"
+    ]
+    fits, constants_rows = record["memory"], []
+    for each in record["constants"]:
+        without = f"{each['without']:.2%}"
+        constants_rows.append(
+            [f"`{each['name']}`", f"{each['value']:g}", f"{each['neutral']:g}", each["unit"], each["source"], without]
+        )
+    worst = sorted(record["regrets"], key=lambda each: -each["regret"])
+    return page_of(
+        head,
+        section("By class", HEADER, counted),
+        section("Before", ["class", "rows", "median", "90th percentile", "in its range"], before, text=_BEFORE),
+        *tables,
+        section(
+            "Constants",
+            ["constant", "value", "before", "unit", "source", "score without"],
+            constants_rows,
+            text=f"Mean size of log(predicted / measured) with all: {record['score']:.2%}. The last column has it with "
+            "the value before, the others unchanged. No constant is of a row or of a model.",
+        ),
+        section(
+            "Calibration of the ranges",
+            ["stated", "inside", "inside, apart"],
+            [
+                [f"{each['stated']:.0%}", f"{each['inside']:.0%}", f"{each['apart']:.0%}"]
+                for each in record["calibration"]
+            ],
+            text=f"A range grows by {record['growth']:g}, as a logarithm, for each unit of distance to the nearest rows.",
+        ),
+        section(
+            "Choices",
+            ["group", "setups", "chosen", "slower than the best"],
+            [[f"`{each['group']}`", each["setups"], each["chosen"], f"{each['regret']:.1%}"] for each in worst],
+            text="Rows of the same model, data and GPUs. The setup that the planner says is fastest, beside the best.",
+        ),
+        section(
+            "Memory",
+            ["", "rows", "called wrong"],
+            [
+                ["ran, but called not to fit", fits["ran"], fits["refused"]],
+                ["ran out of memory, but called to fit", fits["failed"], fits["promised"]],
+            ],
+            text="FSDP of others reduces every micro batch into its shard (`accumulation: sharded`), which no strategy "
+            "here does: with whole gradients until the last micro batch, "
+            f"{fits['refused_whole'] - fits['refused']} more of the rows that ran would not fit.",
+        ),
+    )
+
+
+_BEFORE = (
+    "The planner of commit 2d1d5240, with assumed shares of the peaks and a whole head on every tensor rank, on the "
+    "same rows. Its range was a factor of two wide. It said of 134 of the 344 rows that ran that they do not fit."
+)
+HEADER = (
+    "",
+    "rows",
+    "median",
+    "90th percentile",
+    "worst",
+    "in range",
+    "width",
+    "median, apart",
+    "90th, apart",
+    "in range, apart",
+)
+
+
+def _percent_rows(rows: Sequence[Sequence[Any]]) -> list[list[Any]]:
+    table = []
+    for name, count, *errors, inside, width, middle, ninth, held in rows:
+        own = [f"{each:.1%}" for each in errors]
+        table.append(
+            [name, count, *own, f"{inside:.0%}", f"{width:.2f}x", f"{middle:.1%}", f"{ninth:.1%}", f"{held:.0%}"]
+        )
+    return table
+
+
+def summary_lines(record: Record) -> list[str]:
+    """The score of each class, for a console."""
+    return [
+        f"{name}: {rows} rows, median error {middle:.1%}, 90th percentile {ninth:.1%}; apart {apart:.1%}, {far:.1%}"
+        for name, rows, middle, ninth, _, _, _, apart, far, _ in record["scores"]["class"]
+    ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExamOptions(SuiteOptions):
+    """The command line."""
+
+    fit: bool = switch("first fit the constants to the rows, and write src/dsgpt/planner/constants.json; two minutes")
+
+
+class Exam(Suite[ExamOptions, Result]):
+    """Predicts every row, and scores."""
+
+    name, record_of, unit = "exam", "exam", "row"
+    flags, page, summary = ExamOptions, staticmethod(exam_page), staticmethod(summary_lines)
+    description = """\
+exam: predict training steps that others measured, and score the planner; --fit fits its constants to them. Nothing is
+trained. Exit code 0: every row is answered."""
+    examples = """\
+examples:
+  .venv/bin/python src/benchmark.py exam
+  .venv/bin/python src/benchmark.py exam --fit"""
+
+    def plan(self) -> int:
+        return sum(row["class"] != "bert" for row in measured_rows())
+
+    def begin(self) -> None:
+        if self.options.fit:
+            fit_constants()
+
+    def results(self) -> Iterator[Result]:
+        among = {each.id: each for each in witnesses()}
+        for raw in measured_rows():
+            if raw["class"] == "bert":
+                continue
+            result: Result = {
+                name: raw[name] for name in ("id", "source", "class", "hardware", "ran", "micro_batch", "citation")
+            }
+            result |= {"kind": _kind(raw), "nodes": -(-raw["gpus"] // raw["gpus_per_node"]), "width": raw["n_embd"]}
+            result |= {"group": raw.get("group"), "measured": raw.get("seconds_per_step"), "ratio": None, "error": None}
+            try:
+                row = read_row(raw)
+                setup, machine = setup_of(row), machine_of(row)
+            except UserError as error:
+                yield result | {"error": "; ".join(error.problems)}
+                continue
+            peak, fits = memory_of(setup, machine)
+            whole = memory_of(replace(setup, accumulation="whole"), machine)[1]
+            result |= {"peak_bytes": peak, "fits": fits, "fits_whole": whole}
+            if row.id in among:
+                own, apart = _ranges(among[row.id], list(among.values()))
+                ratio, left = likely_sec(setup, machine) / raw["seconds_per_step"], among[row.id].left_out
+                result |= {"ratio": ratio, "left_out": left, "near": own.near}
+                result |= {"low": ratio * own.low, "high": ratio * own.high}
+                result |= {"apart_low": left * apart.low, "apart_high": left * apart.high}
+            yield result
+
+    def line(self, result: Result, *, count: str, left: str) -> str:
+        if not result["ratio"]:
+            return f"{count} {result['id']}: {result['error'] or 'ran out of memory'}{left}"
+        return f"{count} {result['id']}: predicted / measured {result['ratio']:.3f}{left}"
+
+    def record(self, results: Sequence[Result]) -> Record:
+        asked, values, rows = asked_rows(), dict(constants()), witnesses()
+        made = [
+            asdict(each) | {"without": score(predicted(values | {each.name: each.neutral}, asked))}
+            for each in fitted().constants
+        ]
+        ran, failed = ([row for row in results if row["ran"] is which and not row["error"]] for which in (True, False))
+        held = [(level, *_held(rows, inside=level)) for level in LEVELS]
+        return {
+            "rows": list(results),
+            "scores": {by: scores(results, key) for by, key in BY.items()},
+            "score": score(predicted(values, asked)),
+            "before": BEFORE,
+            "constants": made,
+            "growth": fitted().growth,
+            "calibration": [{"stated": level, "inside": own, "apart": apart} for level, own, apart in held],
+            "regrets": regrets(results),
+            "memory": {
+                "ran": len(ran),
+                "refused": sum(not row["fits"] for row in ran),
+                "refused_whole": sum(not row["fits_whole"] for row in ran),
+                "failed": len(failed),
+                "promised": sum(row["fits"] for row in failed),
+            },
+        }

@@ -1,0 +1,169 @@
+"""How near predictions came to measured steps of setups like one: its 80% range, and a sentence beside a plan.
+
+The residuals of the rows that others measured are kept with the constants that were fitted to them. Those of the rows
+nearest to a setup say how far off its prediction may be. docs/exam.md shows how often the range holds, also for rows
+of a source that no constant was fitted to.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from statistics import fmean, median
+from typing import Any
+
+from dsgpt.planner.hardware import gpus
+from dsgpt.planner.rates import Machine, fitted
+from dsgpt.planner.rows import CODE, measured_rows, read_row, strategy_of_row
+from dsgpt.planner.setup import Setup
+
+INSIDE = 0.8
+"""Share of measured steps that a range is to contain."""
+_LEAST = 0.03
+"""Least half width of a range, as a logarithm: what a run differs from its repetition."""
+_REACH = 0.2
+"""Distance at which the weight of a row has fallen to 1/e."""
+_NEAREST = 8
+"""Rows whose mean distance says how near the measured ones are."""
+_LIKE = 0.6
+"""Largest distance of a row that is like a setup."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traits:
+    """What decides whether two setups are alike."""
+
+    words: tuple[tuple[str, str], str, str, bool]
+    """Kernels and attention; family of the GPU; how the work is split; whether there are several machines."""
+    sizes: tuple[int, int, int, int]
+    """Width, tokens of a micro batch, GPUs, tensor ranks."""
+
+    def distance(self, other: "Traits") -> float:
+        """0 for alike: 1 for other kernels or attention, 0.7 for another GPU or split, a part for each doubling."""
+        unequal = zip((1.0, 0.7, 0.7, 0.3), self.words, other.words, strict=True)
+        doublings = zip((0.25, 0.12, 0.08, 0.15), self.sizes, other.sizes, strict=True)
+        far = sum(weight for weight, one, two in unequal if one != two)
+        return far + sum(weight * abs(math.log2(one / two)) for weight, one, two in doublings)
+
+
+def _traits(
+    *, code: tuple[str, str], gpu: str, run_type: str, stage: int, split: bool, sizes: Any, far: bool
+) -> Traits:
+    kind = "zero3" if stage == 3 else "split" if split else "fsdp" if run_type == "fsdp" else "data"
+    family = gpus()[gpu].family if gpu in gpus() else ""
+    return Traits(words=(code, family, kind, far), sizes=sizes)
+
+
+def traits_of(setup: Setup, machine: Machine) -> Traits:
+    """The traits of ``setup`` on ``machine``."""
+    parallel, tokens = setup.sizes, setup.micro_batch_size * setup.seq_length
+    return _traits(
+        code=(setup.kernels, setup.attention),
+        gpu=machine.name,
+        run_type=setup.run_type,
+        stage=setup.recipe.zero_stage if setup.run_type == "optimized" else 0,
+        split=parallel.tensor * parallel.pipeline > 1,
+        sizes=(setup.model.n_embd, tokens, setup.world_size, parallel.tensor),
+        far=setup.world_size > machine.devices,
+    )
+
+
+def _of_row(row: Mapping[str, Any]) -> Traits:
+    given = read_row(row)
+    run_type, stage = strategy_of_row(given)
+    return _traits(
+        code=CODE[row["class"]],
+        gpu=given.hardware,
+        run_type=run_type,
+        stage=stage,
+        split=given.tp * given.pp > 1,
+        sizes=(given.n_embd, given.micro_batch * given.seq_len, given.gpus, given.tp),
+        far=given.gpus > given.gpus_per_node,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Witness:
+    """A measured row, and how its prediction differs."""
+
+    id: str
+    source: str
+    traits: Traits
+    ratio: float
+    """Predicted seconds divided by measured ones."""
+    left_out: float
+    """The same with constants that were fitted without the rows of its source."""
+
+
+def witnesses_of(residuals: Mapping[str, tuple[float, float]]) -> tuple[Witness, ...]:
+    """The rows of ``residuals``, which has both ratios of each."""
+    return tuple(
+        Witness(id=row["id"], source=row["source"], traits=_of_row(row), ratio=pair[0], left_out=pair[1])
+        for row in measured_rows()
+        if (pair := residuals.get(row["id"]))
+    )
+
+
+@cache
+def witnesses() -> tuple[Witness, ...]:
+    """The rows that the constants were fitted to."""
+    return witnesses_of(fitted().residuals)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evidence:
+    """What measured rows say about a prediction."""
+
+    low: float
+    """Least measured time to expect, in units of the predicted one."""
+    high: float
+    near: bool
+    """Whether rows like it were measured."""
+    errors: tuple[float, ...]
+    """Shares by which the predictions of the rows like it are off."""
+
+    @property
+    def words(self) -> str:
+        """A sentence for people."""
+        if not self.near:
+            return "no measured row is near this setup"
+        rows = f"{len(self.errors)} measured row{'s' * (len(self.errors) > 1)} like this one"
+        return f"for {rows}: median error {median(self.errors):.0%}, worst {max(self.errors):.0%}"
+
+
+def evidence_for(
+    traits: Traits, among: Iterable[Witness] | None = None, *, growth: float | None = None, inside: float = INSIDE
+) -> Evidence:
+    """The 80% range of a setup with these traits, from the residuals of the rows nearest to it.
+
+    A row weighs exp(-d / reach) at distance d. The range is between the weighted 10th and 90th percentiles, around the
+    prediction, and grows with the distance of the nearest rows: what was not measured is known less well.
+
+    Args:
+        traits: of the setup.
+        among: the rows; None for all.
+        growth: by which the range grows, as a logarithm for each unit of distance; None for what was fitted.
+        inside: share of steps that another range is to contain.
+    """
+    rows = sorted((traits.distance(each.traits), each.ratio) for each in (witnesses() if among is None else among))
+    far = fmean(distance for distance, _ in rows[:_NEAREST])
+    errors = tuple(abs(ratio - 1) for distance, ratio in rows if distance <= _LIKE)
+    weighted = sorted((-math.log(ratio), math.exp(-(distance - rows[0][0]) / _REACH)) for distance, ratio in rows)
+    wider = (fitted().growth if growth is None else growth) * far
+    low, high = (_percentile(weighted, share) for share in ((1 - inside) / 2, (1 + inside) / 2))
+    return Evidence(
+        low=math.exp(min(low, -_LEAST) - wider),
+        high=math.exp(max(high, _LEAST) + wider),
+        near=far <= _LIKE,
+        errors=errors,
+    )
+
+
+def _percentile(weighted: list[tuple[float, float]], share: float) -> float:
+    """The value below which ``share`` of the weights are; values ascend."""
+    goal, passed = share * sum(weight for _, weight in weighted), 0.0
+    for value, weight in weighted:
+        passed += weight
+        if passed >= goal:
+            return value
+    return weighted[-1][0]
