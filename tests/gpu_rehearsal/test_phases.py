@@ -12,7 +12,7 @@ RANK = Path(__file__).with_name("memory_rank.py")
 MICRO_BATCH, LENGTH, VOCABULARY, STEPS = 6, 64, 1000, 4
 CELLS = [
     *("baseline fp32 1", "baseline bf16 1", "baseline fp16 1"),
-    *("fsdp fp32 2", "fsdp bf16 64", "zero0 bf16 8", "zero1 fp32 8", "zero1 bf16 64", "zero2 bf16 8", "zero2 fp16 64"),
+    *("fsdp fp32 2", "fsdp bf16 64", "fsdp-sharded fp32 2", "fsdp-sharded bf16 8", "zero0 bf16 8", "zero1 fp32 8", "zero1 bf16 64", "zero2 bf16 8", "zero2 fp16 64"),
     *("zero2_offload bf16 8", "zero3 fp32 8", "zero3 bf16 64", "zero3_offload bf16 8", "sequence bf16 8"),
     "pipeline bf16 8",
 ]
@@ -28,14 +28,18 @@ def test_every_phase_needs_what_the_planner_says(tmp_path, cell):
     buffers that the planner counts in its steps only. Neither is ever the peak.
     """
     strategy, precision, ranks = cell.split()
+    strategy, _, sums = strategy.partition("-")
+    micro_batches = 2 if sums else 1
     run_type = strategy if strategy in {"baseline", "fsdp"} else "optimized"
     recipe = json.loads(
         (REPOSITORY / "ds_configs" / f"{strategy if run_type == 'optimized' else 'zero1'}.json").read_text()
     )
-    recipe |= {"train_batch_size": MICRO_BATCH * int(ranks), "gradient_accumulation_steps": 1}
+    batch = MICRO_BATCH * int(ranks) * micro_batches
+    recipe |= {"train_batch_size": batch, "gradient_accumulation_steps": micro_batches}
+    recipe |= {"dsgpt": {"fsdp": {"accumulation": sums}}} if sums else {}
     recipe.pop("train_micro_batch_size_per_gpu", None)
     (tmp_path / "recipe.json").write_text(json.dumps(recipe))
-    count = int(ranks) * MICRO_BATCH * LENGTH * STEPS + 1
+    count = batch * LENGTH * STEPS + 1
     for name in ("train", "val"):
         write_tokens(tmp_path / f"{name}.bin", random_ids(count), vocab_size=VOCABULARY)
     words = command_line(
