@@ -395,7 +395,7 @@ class Fsdp(Planned):
     def moments(self, rank: int, device: str) -> list[Moment]:  # noqa: ARG002 - all ranks have the same
         """Whole weights of the root, of a block and of the next one; whole gradients until the last micro batch.
 
-        Or, if every micro batch's are reduced, the shards of their sum besides those of the new ones.
+        Or, if every micro batch's are reduced, the shards of their sum, to which each block's are added.
         A block's gradients are reduced from a buffer that is freed when those of the next block are reduced. The first
         block of the backward pass needs none, but all activations still exist. On a CPU, gloo copies what it gathers
         and scatters.
@@ -420,7 +420,7 @@ class Fsdp(Planned):
             "new_gradients": embedding,
         }
         reduction = {
-            "gradients": shards + (width * root if several else 0) + sums,
+            "gradients": shards + (width * root if several else root_shard if sums else 0),
             "gathered": setup.low * root,
             "buckets": width * block,
             "new_gradients": 2 * embedding,

@@ -338,7 +338,8 @@ class Fsdp(TorchStrategy):
 
     def __init__(self, config: RunConfig, device: torch.device) -> None:
         model = sharded_model(config, device)
-        super().__init__(config, device, model=model, weights=ShardedWeights(model))
+        self._shards = ShardedWeights(model)
+        super().__init__(config, device, model=model, weights=self._shards)
         assert isinstance(model, FSDPModule)  # ``fully_shard`` gives a module this class too
         self._fully_sharded: FSDPModule = model
         self._shapes = parameter_shapes(config.model)
@@ -354,6 +355,7 @@ class Fsdp(TorchStrategy):
         their memory is needed anyway, and they need not be gathered again. The root's weights always stay; those of the
         blocks stay if the recipe says so.
         """
+        self._shards.complete = last
         self._fully_sharded.set_requires_gradient_sync(last or self._reduces_each)
         self._fully_sharded.set_reshard_after_backward(last or self._reshard_after_forward)
         self._fully_sharded.set_reshard_after_backward(last, recurse=False)
@@ -402,16 +404,17 @@ class ShardedWeights(MasterWeights):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model, torch.float32)
+        self.complete = True
+        """Whether the next gradients are those of a whole step."""
         with torch.no_grad():
             self.parameters = {name: nn.Parameter(_dtensor(low).to_local()) for name, low in self._low.items()}
 
     @torch.no_grad()
     def gather_gradients(self) -> None:
-        """Move the gradients' shards to ``parameters``, or add them there; without a reduction there are none."""
-        for name, low in self._low.items():
+        """Move the gradients' shards to ``parameters`` when they are complete; until then FSDP adds to them in place."""
+        for name, low in self._low.items() if self.complete else ():
             if low.grad is not None:
-                shard, sum_so_far = _dtensor(low.grad).to_local(), self.parameters[name].grad
-                self.parameters[name].grad = shard if sum_so_far is None else sum_so_far.add_(shard)
+                self.parameters[name].grad = _dtensor(low.grad).to_local()
                 low.grad = None
 
 
