@@ -411,7 +411,7 @@ class ShardedWeights(MasterWeights):
 
     @torch.no_grad()
     def gather_gradients(self) -> None:
-        """Move the gradients' shards to ``parameters`` when they are complete; until then FSDP adds to them in place."""
+        """Move the shards of complete gradients to ``parameters``; until then FSDP adds to them in place."""
         for name, low in self._low.items() if self.complete else ():
             if low.grad is not None:
                 self.parameters[name].grad = _dtensor(low.grad).to_local()
