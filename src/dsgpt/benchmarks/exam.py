@@ -30,7 +30,7 @@ from dsgpt.planner.step_time import likely_sec
 Asked = tuple[dict[str, Any], Row, Setup]
 """A measured row, what it says of its training, and that as a setup."""
 Values = Mapping[str, float]
-NOT_FITTED = ("link_share", "collective_sec")
+NOT_FITTED = ("link_share",)
 """Constants that others measured by themselves."""
 _NOISY, _NOISE = "bigscience-v100", {True: 0.3, False: 0.03}
 """The rows whose operators state 40% of noise; relative errors below which the fit does not distinguish rows."""
@@ -267,7 +267,7 @@ are in none of the figures. The range is the one in which 80% of steps should be
                 [f"{each['stated']:.0%}", f"{each['inside']:.0%}", f"{each['apart']:.0%}"]
                 for each in record["calibration"]
             ],
-            text=f"A range grows by {record['growth']:g}, as a logarithm, for each unit of distance to the nearest rows.",
+            text=f"A range grows by {record['growth']:g}, as a logarithm, for each unit of distance to the rows.",
         ),
         section(
             "Choices",

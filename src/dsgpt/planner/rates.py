@@ -465,10 +465,11 @@ def _shares(gpu: Gpu, values: Mapping[str, float], fabric: str) -> dict[str, Sha
 
     The assumed range is laid around the fitted one, and ends at the whole.
     """
-    shares = {"memory": MEMORY}
+    shares = dict[str, Share]()
     for what, name, assumed, kind in (
         ("matrix products", "matrix_share", MATRIX, gpu.family),
         ("attention", "attention_share", ATTENTION, gpu.family),
+        ("memory", "memory_share", MEMORY, ""),
         ("link between GPUs", "link_share", LINK, ""),
         ("network", "network_share", LINK, fabric),
     ):
@@ -492,9 +493,7 @@ def _datasheet_rates(
         memory=memory,
         kernel_sec=of(KERNEL_SEC),
         bus={1: of(shares["link between GPUs"]) * gpu.interconnect.bytes_per_sec},
-        collective_sec={
-            1: values.get("collective_sec", COLLECTIVE_SEC.likely) * of(COLLECTIVE_SEC) / COLLECTIVE_SEC.likely
-        },
+        collective_sec={1: of(COLLECTIVE_SEC)},
         network=of(shares["network"]) * network,
         host_link=of(HOST_LINK_BYTES_PER_SEC),
         host_memory=of(HOST_MEMORY_BYTES_PER_SEC),
