@@ -147,7 +147,7 @@ BEFORE = {
 """Score of the planner of commit 2d1d5240 in the same rows: how many, median and 90th percentile of the error, share of
 rows in its range."""
 LEVELS = (0.5, 0.6, 0.7, 0.8, 0.9)
-_TAKEN = ("id", "source", "class", "hardware", "ran", "micro_batch", "citation")
+_TAKEN = ("id", "source", "class", "hardware", "ran", "micro_batch")
 _GROUP = 3
 """Least setups of a group in which a choice is judged."""
 
@@ -235,7 +235,10 @@ planner says how long a step takes. The constants of its formulas are fitted to 
 the source that is judged: *apart* is what to expect of a program, a cluster or a GPU that no row is from. BERT's rows
 are in none of the figures. The range is the one in which 80% of steps should be.
 
-![Predicted and measured seconds of a step](images/exam.svg)"""
+<picture>
+  <source media="(prefers-color-scheme: dark)" srcset="images/exam-dark.svg">
+  <img src="images/exam.svg" alt="Predicted over measured seconds of a step, a colour for each source">
+</picture>"""
     counted = _percent_rows(record["scores"]["class"])
     before = [[name, rows, *(f"{each:.1%}" for each in figures)] for name, (rows, *figures) in record["before"].items()]
     tables = [
