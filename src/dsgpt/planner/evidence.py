@@ -33,14 +33,15 @@ _LIKE = 0.6
 class Traits:
     """What decides whether two setups are alike."""
 
-    words: tuple[tuple[str, str], str, str, bool]
-    """Kernels and attention; family of the GPU; how the work is split; whether there are several machines."""
+    words: tuple[tuple[str, str], str, bool, str, bool]
+    """Kernels and attention; family of the GPU; whether ranks split the model; FSDP, ZeRO-3 or neither; whether there are
+    several machines."""
     sizes: tuple[int, int, int, int]
     """Width, tokens of a micro batch, GPUs, tensor ranks."""
 
     def distance(self, other: "Traits") -> float:
-        """0 for alike: 1 for other kernels or attention, 0.7 for another GPU or split, a part for each doubling."""
-        unequal = zip((1.0, 0.7, 0.7, 0.3), self.words, other.words, strict=True)
+        """0 for alike: 1 for other kernels or attention, 0.7 for another GPU, a part for each doubling of a size."""
+        unequal = zip((1.0, 0.7, 0.5, 0.3, 0.3), self.words, other.words, strict=True)
         doublings = zip((0.25, 0.12, 0.08, 0.15), self.sizes, other.sizes, strict=True)
         far = sum(weight for weight, one, two in unequal if one != two)
         return far + sum(weight * abs(math.log2(one / two)) for weight, one, two in doublings)
@@ -49,9 +50,9 @@ class Traits:
 def _traits(
     *, code: tuple[str, str], gpu: str, run_type: str, stage: int, split: bool, sizes: Any, far: bool
 ) -> Traits:
-    kind = "zero3" if stage == 3 else "split" if split else "fsdp" if run_type == "fsdp" else "data"
+    kind = "zero3" if stage == 3 else "fsdp" if run_type == "fsdp" else ""
     family = gpus()[gpu].family if gpu in gpus() else ""
-    return Traits(words=(code, family, kind, far), sizes=sizes)
+    return Traits(words=(code, family, split, kind, far), sizes=sizes)
 
 
 def traits_of(setup: Setup, machine: Machine) -> Traits:

@@ -433,7 +433,7 @@ def datasheet_machine(
     """
     values = constants() if values is None else values
     shares = _shares(gpu, values, fabric)
-    matrix, link = shares["matrix products"], shares["link between GPUs"]
+    matrix, memory, link = shares["matrix products"], shares["memory"], shares["link between GPUs"]
     return Machine(
         name=gpu.key,
         kind="cuda",
@@ -447,8 +447,8 @@ def datasheet_machine(
         assumed=True,
         basis=(
             f"{'assumed' if matrix == MATRIX else 'fitted to steps that others measured (docs/exam.md)'}: "
-            f"{matrix.least:.0%} to {matrix.most:.0%} of the datasheet's matrix peak, {MEMORY.least:.0%} to "
-            f"{MEMORY.most:.0%} of its memory bandwidth, {link.least:.0%} to {link.most:.0%} of its link; not measured"
+            f"{matrix.least:.0%} to {matrix.most:.0%} of the datasheet's matrix peak, {memory.least:.0%} to "
+            f"{memory.most:.0%} of its memory bandwidth, {link.least:.0%} to {link.most:.0%} of its link; not measured"
         ),
         shares=shares,
         network_gbps=network * 8 / 1e9,
