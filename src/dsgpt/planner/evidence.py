@@ -34,8 +34,8 @@ class Traits:
     """What decides whether two setups are alike."""
 
     words: tuple[tuple[str, str], str, bool, str, bool]
-    """Kernels and attention; family of the GPU; whether ranks split the model; FSDP, ZeRO-3 or neither; whether there are
-    several machines."""
+    """Kernels and attention; family of the GPU; whether ranks split the model; FSDP, ZeRO-3 or neither; whether there
+    are several machines."""
     sizes: tuple[int, int, int, int]
     """Width, tokens of a micro batch, GPUs, tensor ranks."""
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from dsgpt.common.errors import UserError
 from dsgpt.common.json_files import Count, Finite, JsonError, Positive, parse_as, read_object
@@ -54,8 +54,8 @@ class Row:
     dp: Positive
     kind: str | None = None
     """``class`` of the file: which kernels and which attention were measured."""
-    kernels: str | None = None
-    attention: str | None = None
+    kernels: Literal["eager", "compiled", "fused"] | None = None
+    attention: Literal["flash", "stored"] | None = None
     flash: bool | None = None
     recompute: bool = False
     strategy: str | None = None
