@@ -14,7 +14,7 @@ from typing import Any
 
 from dsgpt.planner.hardware import gpus
 from dsgpt.planner.rates import Machine, fitted
-from dsgpt.planner.rows import CODE, measured_rows, read_row, strategy_of_row
+from dsgpt.planner.rows import code_of, measured_rows, read_row, strategy_of_row
 from dsgpt.planner.setup import Setup
 
 INSIDE = 0.8
@@ -47,40 +47,30 @@ class Traits:
         return far + sum(weight * abs(math.log2(one / two)) for weight, one, two in doublings)
 
 
-def _traits(
-    *, code: tuple[str, str], gpu: str, run_type: str, stage: int, split: bool, sizes: Any, far: bool
-) -> Traits:
-    kind = "zero3" if stage == 3 else "fsdp" if run_type == "fsdp" else ""
-    family = gpus()[gpu].family if gpu in gpus() else ""
-    return Traits(words=(code, family, split, kind, far), sizes=sizes)
-
-
 def traits_of(setup: Setup, machine: Machine) -> Traits:
     """The traits of ``setup`` on ``machine``."""
+    family, run_type = gpus()[machine.name].family, setup.run_type
+    stage = setup.recipe.zero_stage if run_type == "optimized" else 0
     parallel, tokens = setup.sizes, setup.micro_batch_size * setup.seq_length
-    return _traits(
-        code=(setup.kernels, setup.attention),
-        gpu=machine.name,
-        run_type=setup.run_type,
-        stage=setup.recipe.zero_stage if setup.run_type == "optimized" else 0,
-        split=parallel.tensor * parallel.pipeline > 1,
+    split, far = parallel.tensor * parallel.pipeline > 1, setup.world_size > machine.devices
+    return Traits(
+        words=((setup.kernels, setup.attention), family, split, _sharding(run_type, stage), far),
         sizes=(setup.model.n_embd, tokens, setup.world_size, parallel.tensor),
-        far=setup.world_size > machine.devices,
     )
 
 
-def _of_row(row: Mapping[str, Any]) -> Traits:
-    given = read_row(row)
-    run_type, stage = strategy_of_row(given)
-    return _traits(
-        code=CODE[row["class"]],
-        gpu=given.hardware,
-        run_type=run_type,
-        stage=stage,
-        split=given.tp * given.pp > 1,
-        sizes=(given.n_embd, given.micro_batch * given.seq_len, given.gpus, given.tp),
-        far=given.gpus > given.gpus_per_node,
+def _of_row(raw: Mapping[str, Any]) -> Traits:
+    """The same from a row: the setups of all would take seconds."""
+    row, far = read_row(raw), raw["gpus"] > raw["gpus_per_node"]
+    family, split = gpus()[row.hardware].family, row.tp * row.pp > 1
+    return Traits(
+        words=(code_of(row), family, split, _sharding(*strategy_of_row(row)), far),
+        sizes=(row.n_embd, row.micro_batch * row.seq_len, row.gpus, row.tp),
     )
+
+
+def _sharding(run_type: str, stage: int) -> str:
+    return "zero3" if stage == 3 else "fsdp" if run_type == "fsdp" else ""
 
 
 @dataclass(frozen=True, kw_only=True)

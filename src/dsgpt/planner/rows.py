@@ -5,7 +5,7 @@ measured is not read. docs/exam.md says how near the predictions are.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -119,20 +119,12 @@ def setup_of(row: Row) -> Setup:
         raise UserError(f"zero_stage {stage}: does not go with a pipeline: take 0 or 1")
     if row.pp > row.n_layer + 2:
         raise UserError(f"pp {row.pp}: a pipeline needs a block for each stage, and there are {row.n_layer}")
-    kernels, attention = CODE.get(row.kind or "", ("fused", "flash" if row.flash is not False else "stored"))
-    if kernels == "eager" and (row.tp > 1 or (row.kind == "bert" and _SEPARATE not in (row.software or ""))):
-        kernels = "fused"  # only Megatron's code has tensor ranks, and BERT's programs bring kernels of their own
+    kernels, attention = code_of(row)
+    shape = {name: getattr(row, name) for name in ("n_layer", "n_head", "n_embd")}
     try:
-        model = GPT2Config(
-            n_layer=row.n_layer,
-            n_head=row.n_head,
-            n_embd=row.n_embd,
-            block_size=row.seq_len,
-            vocab_size=row.planner_vocab or row.vocab,
-        )
         return Setup(
             run_type=run_type,
-            model=model,
+            model=GPT2Config(block_size=row.seq_len, vocab_size=row.planner_vocab or row.vocab, **shape),
             recipe=recipe_from(_recipe(row, stage), Path(row.id)),
             world_size=row.gpus,
             precision=row.dtype,
@@ -140,14 +132,22 @@ def setup_of(row: Row) -> Setup:
             gradient_accumulation_steps=row.grad_accum,
             seq_length=row.seq_len,
             activation_checkpointing=row.recompute,
-            kernels=row.kernels or kernels,
-            attention=row.attention or attention,
+            kernels=kernels,
+            attention=attention,
             accumulation="sharded",
             fused_adam=kernels != "eager",
             checkpoints_on_host=bool(row.checkpoints_in_cpu),
         )
     except ValueError as error:
         raise UserError(" ".join(str(error).split())) from error
+
+
+def code_of(row: Row) -> tuple[str, str]:
+    """Kernels and attention of the program of a row."""
+    kernels, attention = CODE.get(row.kind or "", ("fused", "flash" if row.flash is not False else "stored"))
+    if kernels == "eager" and (row.tp > 1 or (row.kind == "bert" and _SEPARATE not in (row.software or ""))):
+        kernels = "fused"  # only Megatron's code has tensor ranks, and BERT's programs bring kernels of their own
+    return row.kernels or kernels, row.attention or attention
 
 
 def strategy_of_row(row: Row) -> tuple[str, int]:
@@ -182,15 +182,18 @@ def _recipe(row: Row, stage: int) -> dict[str, Any]:
     count as blocks, as in BigScience's trainings.
     """
     zero: dict[str, Any] = {"stage": stage, "overlap_comm": stage > 1}
-    if stage:
-        zero |= {name: {"device": "cpu"} for name in _offloaded(row, stage)}
+    words = row.offload or "none"
+    if stage and (words == "cpu" or "optimizer" in words):
+        zero["offload_optimizer"] = {"device": "cpu"}
+    if stage == 3 and "param" in words:
+        zero["offload_param"] = {"device": "cpu"}
     if row.pp > 1:
         zero |= {"contiguous_gradients": False, "reduce_bucket_size": 50_000_000}
     ends = "|^Embedding" if row.n_layer % row.pp and (row.n_layer + 2) % row.pp == 0 else ""
     sharded = {
         "reshard_after_forward": row.sharding != "SHARD_GRAD_OP",
         "reduce_dtype": "low" if row.mp_mode == "PURE" else "fp32",
-        "cpu_offload": row.offload not in {None, "none"} and not stage,
+        "cpu_offload": words != "none" and not stage,
     }
     return {
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
@@ -199,14 +202,6 @@ def _recipe(row: Row, stage: int) -> dict[str, Any]:
         "pipeline": {"stages": row.pp, "partition": f"type:StageBlock{ends}"},
         "dsgpt": {"fsdp": sharded},
     }
-
-
-def _offloaded(row: Row, stage: int) -> Iterator[str]:
-    words = row.offload or "none"
-    if "optimizer" in words or words == "cpu":
-        yield "offload_optimizer"
-    if "param" in words and stage == 3:
-        yield "offload_param"
 
 
 def machine_of(row: Row, values: Mapping[str, float] | None = None) -> Machine:
