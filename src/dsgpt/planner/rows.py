@@ -5,6 +5,7 @@ measured is not read. docs/exam.md says how near the predictions are.
 """
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
@@ -20,7 +21,7 @@ from dsgpt.planner.rates import NETWORK_BYTES_PER_SEC, Machine, datasheet_machin
 from dsgpt.planner.setup import Setup
 
 MEASURED = Path(__file__).with_name("measured.json")
-_INDEXED = ("network", "hardware_true", "expressed_as", "noise", "software")
+_INDEXED = ("network", "recompute_stated", "hardware_true", "expressed_as", "noise", "software")
 """Columns of the file that are indices into its ``texts``."""
 CODE = {"megatron": ("fused", "stored"), "flash": ("fused", "flash")} | dict.fromkeys(
     ("eager", "bert"), ("eager", "stored")
@@ -58,6 +59,10 @@ class Row:
     attention: Literal["flash", "stored"] | None = None
     flash: bool | None = None
     recompute: bool = False
+    recompute_stated: str | None = None
+    """``selective``: see ``Setup.selective``."""
+    hardware_true: str | None = None
+    """The exact part in words, where ``hardware`` is only a near one; its memory counts."""
     strategy: str | None = None
     sharding: str | None = None
     zero_stage: Count | None = None
@@ -132,6 +137,7 @@ def setup_of(row: Row) -> Setup:
             gradient_accumulation_steps=row.grad_accum,
             seq_length=row.seq_len,
             activation_checkpointing=row.recompute,
+            selective="selective" in (row.recompute_stated or ""),
             kernels=kernels,
             attention=attention,
             accumulation="sharded",
@@ -214,6 +220,8 @@ def machine_of(row: Row, values: Mapping[str, float] | None = None) -> Machine:
     if row.link_override_gbs:
         link = replace(gpu.interconnect, bytes_per_sec=int(row.link_override_gbs * 1e9))
         gpu = replace(gpu, interconnect=link)
+    if given := re.search(r"(\d+) ?GB\b", row.hardware_true or ""):
+        gpu = replace(gpu, memory_bytes=int(given[1]) * 10**9)
     if gbps is None and (own := NETWORKS.get(gpu.interconnect.kind)):
         gbps = own * row.gpus_per_node / 8
     network = NETWORK_BYTES_PER_SEC if gbps is None else gbps * 1e9 / 8

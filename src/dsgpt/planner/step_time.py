@@ -383,7 +383,9 @@ def _micro_batch(setup: Setup, rank: int, *, kind: str) -> dict[str, OpCounts]:
         "forward": block_forward(setup).times(blocks) + embeddings,
         "backward": block_backward(setup).times(blocks) + embeddings + OpCounts(kernels=per_tensor),
         "hooks": OpCounts(kernels=hooks),
-        "recomputation": block_forward(setup).times(blocks if setup.activation_checkpointing else 0),
+        "recomputation": block_forward(setup).times(
+            blocks if setup.activation_checkpointing else setup.selective * blocks / 2
+        ),
         "head and loss": head_and_loss(setup, kind=kind) if stage == last else OpCounts(),
     }
 
