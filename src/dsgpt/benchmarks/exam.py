@@ -152,13 +152,8 @@ _GROUP = 3
 def _kind(row: Mapping[str, Any]) -> str:
     if row["tp"] * row["pp"] > 1:
         return "tensor and pipeline"
-    return (
-        "FSDP"
-        if (row.get("sharding") or "").isupper()
-        else f"ZeRO-{row['zero_stage']}"
-        if row.get("zero_stage")
-        else "data"
-    )
+    stage = row.get("zero_stage")
+    return "FSDP" if (row.get("sharding") or "").isupper() else f"ZeRO-{stage}" if stage else "data"
 
 
 BY: dict[str, Callable[[Result], Any]] = {
@@ -214,7 +209,7 @@ def regrets(results: Sequence[Result]) -> list[dict[str, Any]]:
 
 
 PAGE = Path(__file__).with_suffix(".txt")
-HEADER = ["", "rows", "median", "90th percentile", "worst", "in range", "width", "apart: median", "90th", "in range"]
+HEADER = ["rows", "median", "90th percentile", "worst", "in range", "width", "apart: median", "90th", "in range"]
 FORMS = ("{}", "{}", "{:.1%}", "{:.1%}", "{:.1%}", "{:.0%}", "{:.2f}x", "{:.1%}", "{:.1%}", "{:.0%}")
 
 
@@ -227,24 +222,19 @@ def exam_page(record: Record, *, source: str) -> str:
     """
     parts, fits = [], record["memory"]
     for by, rows in record["scores"].items():
-        shown = [[form.format(value) for form, value in zip(FORMS, row, strict=True)] for row in rows]
-        parts.append(table([by, *HEADER[1:]], shown))
-    made = [
-        [
-            f"`{each['name']}`",
-            f"{each['value']:g}",
-            f"{each['neutral']:g}",
-            each["unit"],
-            each["source"],
-            f"{each['without']:.2%}",
-        ]
-        for each in record["constants"]
-    ]
+        lines = [[form.format(value) for form, value in zip(FORMS, row, strict=True)] for row in rows]
+        parts.append(table([by, *HEADER], lines))
+    names, forms = (
+        ("name", "value", "neutral", "unit", "source", "without"),
+        ("`{}`", "{:g}", "{:g}", "{}", "{}", "{:.2%}"),
+    )
+    made = [[form.format(each[name]) for name, form in zip(names, forms, strict=True)] for each in record["constants"]]
     held = [[f"{each[name]:.0%}" for name in ("stated", "inside", "apart")] for each in record["calibration"]]
     worst = sorted(record["regrets"], key=lambda each: -each["regret"])
+    parted = [each["group"].replace("|", " ") for each in worst]
     chosen = [
-        [f"`{each['group']}`".replace("|", " "), each["setups"], each["chosen"], f"{each['regret']:.1%}"]
-        for each in worst
+        [f"`{group}`", each["setups"], each["chosen"], f"{each['regret']:.1%}"]
+        for group, each in zip(parted, worst, strict=True)
     ]
     called = [["ran", fits["ran"], fits["refused"]], ["ran out of memory", fits["failed"], fits["promised"]]]
     return PAGE.read_text(encoding="utf-8").format(

@@ -1,7 +1,7 @@
 """The chart of the planner's exam: predicted beside measured seconds of a step, on logarithmic axes."""
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from matplotlib.lines import Line2D
@@ -14,10 +14,10 @@ _LEAST = 5
 """Sources with fewer rows are drawn as one."""
 
 
-def exam_chart(record: Mapping[str, Any]) -> Frame | str:
-    """A point for each row that others measured, coloured by its source."""
+def exam_chart(rows: Sequence[Mapping[str, Any]], *, date: str) -> Frame | str:
+    """A point for each row that others measured, coloured by its source; the record is of ``date``."""
     sources = defaultdict[str, list[tuple[float, float]]](list)
-    for row in record["rows"]:
+    for row in rows:
         if row["ratio"]:
             sources[row["source"]].append((row["measured"], row["measured"] * row["ratio"]))
     if not sources:
@@ -27,7 +27,7 @@ def exam_chart(record: Mapping[str, Any]) -> Frame | str:
     )
     others = [point for name, points in sources.items() if name not in named for point in points]
     drawn = {name: sources[name] for name in named} | ({"others": others} if others else {})
-    footer = f"{sum(map(len, drawn.values()))} rows; {record['timestamp_utc'][:10]}."
+    footer = f"{sum(map(len, drawn.values()))} rows; {date}."
     caption = f"Both axes are logarithmic. On the line both are equal; the band is a factor of {_BAND:g}."
     picture = Texts(footer=footer).frame(
         "Seconds of a step: predicted, and measured by others",

@@ -12,6 +12,7 @@ from dsgpt.charts.themes import LIGHT, THEMES
 from dsgpt.common.command_line import NUMBER, choice, choices, flag, read_options
 from dsgpt.common.errors import Problems, UserError, did_you_mean
 from dsgpt.common.files import PRINTABLE, write_atomic
+from dsgpt.common.json_files import read_or_refuse
 from dsgpt.common.text import IN_CHECKOUT, REPOSITORY, next_line
 from dsgpt.record.provenance import changes_since, training_sources
 from dsgpt.record.runs import Run, read_run
@@ -21,7 +22,6 @@ from dsgpt.record.suites import (
     Sweep,
     read_concurrency,
     read_predictions,
-    read_rows,
     read_sweep,
 )
 
@@ -74,6 +74,14 @@ RECORD = "a training_metrics.json, or the run's folder"
 
 
 @dataclass(frozen=True, kw_only=True)
+class Exam:
+    """What the chart needs of the record of ``benchmark.py exam``."""
+
+    timestamp_utc: str
+    rows: list[dict[str, Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Inputs:
     """The records that could be read."""
 
@@ -85,7 +93,7 @@ class Inputs:
     """The record of ``benchmark.py plan``."""
     concurrency: Concurrency | None
     """The record of ``benchmark.py inference``."""
-    exam: Mapping[str, Any] | None = None
+    exam: Exam | None = None
     """The record of ``benchmark.py exam``."""
 
 
@@ -234,7 +242,9 @@ def _read(
         sweeps=named,
         predictions=read(read_predictions, options.plan),
         concurrency=read(read_concurrency, options.inference),
-        exam=read(partial(read_rows, of="exam"), options.exam),
+        exam=read(
+            partial(read_or_refuse, kind=Exam, what="a record of benchmark.py exam", unknown_keys=True), options.exam
+        ),
     )
 
 
@@ -261,7 +271,7 @@ def charts_of(inputs: Inputs, *, folders: Mapping[str, Path], price: float | Non
     if inputs.exam is not None:
         from dsgpt.charts.exam import exam_chart  # noqa: PLC0415
 
-        charts[EXAM_CHART] = partial(exam_chart, inputs.exam)
+        charts[EXAM_CHART] = partial(exam_chart, inputs.exam.rows, date=inputs.exam.timestamp_utc[:10])
     return charts
 
 

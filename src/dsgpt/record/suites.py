@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dsgpt.common.errors import UserError, is_number
-from dsgpt.common.json_files import JsonError, Positive, clipped, parse_as, read_as, read_bytes, read_object
+from dsgpt.common.json_files import JsonError, Positive, clipped, parse_as, read_as, read_bytes
 from dsgpt.common.text import instruction_words
 from dsgpt.config.options import TRAINING_FACTS, WORK_FACTS
 from dsgpt.record.runs import Footprint, Run, parts_of_prediction
@@ -349,21 +349,6 @@ def read_concurrency(file: Path) -> Concurrency:
         raise UserError(f"{file}: cannot be read as a record of benchmark.py inference: {error}") from error
     if said := later_schema(record.schema_version, SCHEMA_VERSION):
         raise UserError(f"{file}: {said}")
-    return record
-
-
-def read_rows(file: Path, *, of: str) -> dict[str, Any]:
-    """Read a record that has rows, of the suite ``of``.
-
-    Raises:
-        UserError: it is missing, or has none; one line.
-    """
-    try:
-        record = read_object(file, max_bytes=MAX_BYTES)
-    except JsonError as error:
-        raise UserError(f"{file}: cannot be read as a record of benchmark.py {of}: {error}") from error
-    if not isinstance(record.get("rows"), list):
-        raise UserError(f"{file}: is not a record of benchmark.py {of}: it has no rows")
     return record
 
 
