@@ -10,10 +10,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
 
 from dsgpt.common.errors import UserError
-from dsgpt.common.json_files import Count, Finite, JsonError, Positive, parse_as, read_object
+from dsgpt.common.json_files import Count, JsonError, parse_as, read_object
 from dsgpt.config.recipe import recipe_from
 from dsgpt.model.config import GPT2Config
 from dsgpt.planner.hardware import find_gpu
@@ -33,6 +35,10 @@ NETWORKS = {"NVLink 3": 1600.0, "NVLink 4": 3200.0, "NVLink 5": 3200.0}
 B200, by their datasheets. Others have the assumption of ``rates``, 100."""
 
 
+Size = Annotated[int, Field(ge=1, le=10**9)]
+Speed = Annotated[float, Field(ge=1e-3, le=1e6)]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Row:
     """What a row says about its training; ``measured.json`` has more."""
@@ -40,19 +46,19 @@ class Row:
     id: str
     hardware: str
     """Key of the GPU in ``hardware.json``."""
-    gpus: Positive
-    gpus_per_node: Positive
+    gpus: Annotated[int, Field(ge=1, le=65536)]
+    gpus_per_node: Size
     dtype: str
-    n_layer: Positive
-    n_embd: Positive
-    n_head: Positive
-    vocab: Positive
-    seq_len: Positive
-    micro_batch: Positive
-    grad_accum: Positive
-    tp: Positive = 1
-    pp: Positive = 1
-    dp: Positive
+    n_layer: Annotated[int, Field(ge=1, le=512)]
+    n_embd: Size
+    n_head: Size
+    vocab: Size
+    seq_len: Size
+    micro_batch: Size
+    grad_accum: Size
+    tp: Size = 1
+    pp: Size = 1
+    dp: Size
     kind: str | None = None
     """``class`` of the file: which kernels and which attention were measured."""
     kernels: Literal["eager", "compiled", "fused"] | None = None
@@ -69,14 +75,14 @@ class Row:
     offload: str | None = None
     mp_mode: str | None = None
     """``PURE``: gradients are reduced in bf16 under FSDP."""
-    network_gbit: Finite | None = None
+    network_gbit: Speed | None = None
     """Gbit/s of a node."""
     network: str | None = None
     """The network in words."""
     software: str | None = None
-    planner_vocab: Positive | None = None
+    planner_vocab: Size | None = None
     checkpoints_in_cpu: bool | None = None
-    link_override_gbs: Finite | None = None
+    link_override_gbs: Speed | None = None
     """GB/s between two GPUs of a node, where its links were switched off."""
 
 
