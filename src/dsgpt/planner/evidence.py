@@ -113,6 +113,10 @@ class Evidence:
     errors: tuple[float, ...]
     """Shares by which the predictions of the rows like it are off."""
 
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON: the range in units of the predicted time, and what the rows like it say."""
+        return {"low": self.low, "high": self.high, "near": self.near, "rows": len(self.errors), "words": self.words}
+
     @property
     def words(self) -> str:
         """A sentence for people."""
