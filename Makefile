@@ -146,11 +146,13 @@ records: $(BIN)/.installed
 	@$(BIN)/python src/benchmark.py records
 
 # Of the README and docs/charts.md. All charts, in both formats and themes, would be several MB at every change.
-SHOWN := overview,memory,scaling_scaling,scaling_efficiency,strategies_throughput,plan_memory,latency_by_concurrency
+SHOWN := overview,memory,scaling_scaling,scaling_efficiency,strategies_throughput,plan_memory,latency_by_concurrency,exam
 PLAN := $(wildcard $(REFERENCE)/cpu-2-cores/plan.json)
 INFERENCE := $(wildcard $(REFERENCE)/cpu-2-cores/inference.json)
+EXAM := $(wildcard $(REFERENCE)/cpu-2-cores/exam.json)
 SWEEPS := $(wildcard $(REFERENCE)/*/sweep-*.json)
 draw = $(BIN)/python charts/generate_charts.py $(SWEEPS:%=--sweep %) $(PLAN:%=--plan %) $(INFERENCE:%=--inference %) \
+  $(EXAM:%=--exam %) \
   --run baseline=$(REFERENCE)/cpu-2-cores/demo-baseline --run zero1=$(REFERENCE)/cpu-2-cores/demo-zero1
 
 charts: $(BIN)/.installed

@@ -14,7 +14,8 @@ from syrupy.extensions.json import JSONSnapshotExtension
 
 RECORD = Path(__file__).with_name("planner_record.json")
 """Of the record ``plan.json`` from before the code moved: the machine's calibration, what the cells train, and the
-measured steps, to which the rates are fitted. A new record would have other times."""
+measured steps, to which the rates are fitted. A new record would have other times. Its tensor ranks computed the whole
+head, so they are not fitted to."""
 CELLS = json.loads(RECORD.read_text(encoding="utf-8"))["cells"]
 STRATEGIES = (
     *("ddp", "fsdp", "zero0", "zero1", "zero2", "zero2_offload", "zero3", "zero3_offload", "zero3_nvme"),

@@ -9,15 +9,17 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
 import numpy as np
 
-from dsgpt.benchmarks.frame import Record, Suite, SuiteOptions, made_from, page_of, section
+from dsgpt.benchmarks.frame import Record, Suite, SuiteOptions, made_from
 from dsgpt.common.command_line import switch
 from dsgpt.common.errors import UserError
 from dsgpt.common.files import write_atomic
+from dsgpt.common.text import table
 from dsgpt.planner.answers import memory_of
 from dsgpt.planner.evidence import INSIDE, Evidence, Witness, evidence_for, witnesses, witnesses_of
 from dsgpt.planner.rates import CONSTANTS, constants, fitted
@@ -30,7 +32,7 @@ from dsgpt.planner.step_time import likely_sec
 Asked = tuple[dict[str, Any], Row, Setup]
 """A measured row, what it says of its training, and that as a setup."""
 Values = Mapping[str, float]
-NOT_FITTED = ("link_share", "collective_sec")
+NOT_FITTED = ("link_share",)
 """Constants that others measured by themselves."""
 _NOISY, _NOISE = "bigscience-v100", {True: 0.3, False: 0.03}
 """The rows whose operators state 40% of noise; relative errors below which the fit does not distinguish rows."""
@@ -111,10 +113,12 @@ def fit_constants() -> None:
     known_rows = witnesses_of(residuals)
     growths = (step / 50 for step in range(50))
     growth = next(each for each in growths if _held(known_rows, growth=each, inside=INSIDE)[1] >= INSIDE)
-    constant_lines = ",\n".join(json.dumps(asdict(each)) for each in made)
-    residual_lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(pair)}" for name, pair in residuals.items())
-    text = f'{{"constants": [\n{constant_lines}\n],\n"growth": {growth},\n"residuals": {{\n{residual_lines}\n}}}}\n'
-    write_atomic(CONSTANTS, text.encode())
+    lines = [json.dumps(asdict(each)) for each in made]
+    pairs = [f"{json.dumps(name)}: {json.dumps(pair)}" for name, pair in residuals.items()]
+    head, tail = ",\n".join(lines), ",\n".join(pairs)
+    write_atomic(
+        CONSTANTS, f'{{"constants": [\n{head}\n],\n"growth": {growth},\n"residuals": {{\n{tail}\n}}}}\n'.encode()
+    )
     for cached in (fitted, constants, witnesses):
         cached.cache_clear()
 
@@ -139,15 +143,8 @@ def _held(rows: Sequence[Witness], *, inside: float, growth: float | None = None
 # The score, and the page.
 
 Result = dict[str, Any]
-BEFORE = {
-    "eager": (20, 0.528, 0.719, 0.200),
-    "flash": (136, 0.091, 0.293, 0.971),
-    "megatron": (188, 0.421, 0.907, 0.388),
-}
-"""Score of the planner of commit 2d1d5240 in the same rows: how many, median and 90th percentile of the error, share of
-rows in its range."""
 LEVELS = (0.5, 0.6, 0.7, 0.8, 0.9)
-_TAKEN = ("id", "source", "class", "hardware", "ran", "micro_batch", "citation")
+_TAKEN = ("id", "source", "class", "hardware", "ran", "micro_batch")
 _GROUP = 3
 """Least setups of a group in which a choice is judged."""
 
@@ -155,13 +152,8 @@ _GROUP = 3
 def _kind(row: Mapping[str, Any]) -> str:
     if row["tp"] * row["pp"] > 1:
         return "tensor and pipeline"
-    return (
-        "FSDP"
-        if (row.get("sharding") or "").isupper()
-        else f"ZeRO-{row['zero_stage']}"
-        if row.get("zero_stage")
-        else "data"
-    )
+    stage = row.get("zero_stage")
+    return "FSDP" if (row.get("sharding") or "").isupper() else f"ZeRO-{stage}" if stage else "data"
 
 
 BY: dict[str, Callable[[Result], Any]] = {
@@ -189,7 +181,7 @@ def scores(results: Sequence[Result], key: Callable[[Result], Any]) -> list[list
     for row in results:
         if row["ratio"]:
             groups[key(row)].append(row)
-    table = []
+    lines = []
     for name, rows in sorted(groups.items(), key=lambda group: str(group[0])):
         errors, apart = (sorted(abs(row[what] - 1) for row in rows) for what in ("ratio", "left_out"))
         ninth = int(0.9 * (len(rows) - 1))
@@ -197,8 +189,8 @@ def scores(results: Sequence[Result], key: Callable[[Result], Any]) -> list[list
         held = fmean(row["apart_low"] <= 1 <= row["apart_high"] for row in rows)
         width = median(row["high"] / row["low"] for row in rows)
         own = [name, len(rows), median(errors), errors[ninth], errors[-1], inside, width]
-        table.append([*own, median(apart), apart[ninth], held])
-    return table
+        lines.append([*own, median(apart), apart[ninth], held])
+    return lines
 
 
 def regrets(results: Sequence[Result]) -> list[dict[str, Any]]:
@@ -211,11 +203,14 @@ def regrets(results: Sequence[Result]) -> list[dict[str, Any]]:
     for name, rows in groups.items():
         if len(rows) >= _GROUP:
             chosen = min(rows, key=lambda row: row["measured"] * row["ratio"])
-            best = min(row["measured"] for row in rows)
-            judged.append(
-                {"group": name, "setups": len(rows), "chosen": chosen["id"], "regret": chosen["measured"] / best - 1}
-            )
+            slower = chosen["measured"] / min(row["measured"] for row in rows) - 1
+            judged.append({"group": name, "setups": len(rows), "chosen": chosen["id"], "regret": slower})
     return judged
+
+
+PAGE = Path(__file__).with_suffix(".txt")
+HEADER = ["rows", "median", "90th percentile", "worst", "in range", "width", "apart: median", "90th", "in range"]
+FORMS = ("{}", "{}", "{:.1%}", "{:.1%}", "{:.1%}", "{:.0%}", "{:.2f}x", "{:.1%}", "{:.1%}", "{:.0%}")
 
 
 def exam_page(record: Record, *, source: str) -> str:
@@ -225,96 +220,35 @@ def exam_page(record: Record, *, source: str) -> str:
         record: as ``dsgpt.benchmarks.exam`` makes it.
         source: the record's path, for the reader.
     """
-    head = f"""# The planner beside steps that others measured
-
-{made_from(record, source=source, name="exam")}
-
-{len(record["rows"])} rows of `src/dsgpt/planner/measured.json`, each with its citation: trainings of GPT-2-class
-models by other programs, on GPUs that this project does not have. A row says what was trained and how it was split; the
-planner says how long a step takes. The constants of its formulas are fitted to these rows, so a second score leaves out
-the source that is judged: *apart* is what to expect of a program, a cluster or a GPU that no row is from. BERT's rows
-are in none of the figures. The range is the one in which 80% of steps should be.
-
-![Predicted and measured seconds of a step](images/exam.svg)"""
-    counted = _percent_rows(record["scores"]["class"])
-    before = [[name, rows, *(f"{each:.1%}" for each in figures)] for name, (rows, *figures) in record["before"].items()]
-    tables = [
-        section(f"By {by}", HEADER, _percent_rows(rows)) for by, rows in record["scores"].items() if by != "class"
-    ]
-    fits, constants_rows = record["memory"], []
-    for each in record["constants"]:
-        without = f"{each['without']:.2%}"
-        constants_rows.append(
-            [f"`{each['name']}`", f"{each['value']:g}", f"{each['neutral']:g}", each["unit"], each["source"], without]
-        )
-    worst = sorted(record["regrets"], key=lambda each: -each["regret"])
-    return page_of(
-        head,
-        section("By class", HEADER, counted),
-        section("Before", ["class", "rows", "median", "90th percentile", "in its range"], before, text=_BEFORE),
-        *tables,
-        section(
-            "Constants",
-            ["constant", "value", "before", "unit", "source", "score without"],
-            constants_rows,
-            text=f"Mean size of log(predicted / measured) with all: {record['score']:.2%}. The last column has it with "
-            "the value before, the others unchanged. No constant is of a row or of a model.",
-        ),
-        section(
-            "Calibration of the ranges",
-            ["stated", "inside", "inside, apart"],
-            [
-                [f"{each['stated']:.0%}", f"{each['inside']:.0%}", f"{each['apart']:.0%}"]
-                for each in record["calibration"]
-            ],
-            text=f"A range grows by {record['growth']:g}, as a logarithm, for each unit of distance to the nearest rows.",
-        ),
-        section(
-            "Choices",
-            ["group", "setups", "chosen", "slower than the best"],
-            [[f"`{each['group']}`", each["setups"], each["chosen"], f"{each['regret']:.1%}"] for each in worst],
-            text="Rows of the same model, data and GPUs. The setup that the planner says is fastest, beside the best.",
-        ),
-        section(
-            "Memory",
-            ["", "rows", "called wrong"],
-            [
-                ["ran, but called not to fit", fits["ran"], fits["refused"]],
-                ["ran out of memory, but called to fit", fits["failed"], fits["promised"]],
-            ],
-            text="FSDP of others reduces every micro batch into its shard (`accumulation: sharded`), which no strategy "
-            "here does: with whole gradients until the last micro batch, "
-            f"{fits['refused_whole'] - fits['refused']} more of the rows that ran would not fit.",
-        ),
+    parts, fits = [], record["memory"]
+    for by, rows in record["scores"].items():
+        lines = [[form.format(value) for form, value in zip(FORMS, row, strict=True)] for row in rows]
+        parts.append(table([by, *HEADER], lines))
+    names, forms = (
+        ("name", "value", "neutral", "unit", "source", "without"),
+        ("`{}`", "{:g}", "{:g}", "{}", "{}", "{:.2%}"),
     )
-
-
-_BEFORE = (
-    "The planner of commit 2d1d5240, with assumed shares of the peaks and a whole head on every tensor rank, on the "
-    "same rows. Its range was a factor of two wide. It said of 134 of the 344 rows that ran that they do not fit."
-)
-HEADER = (
-    "",
-    "rows",
-    "median",
-    "90th percentile",
-    "worst",
-    "in range",
-    "width",
-    "median, apart",
-    "90th, apart",
-    "in range, apart",
-)
-
-
-def _percent_rows(rows: Sequence[Sequence[Any]]) -> list[list[Any]]:
-    table = []
-    for name, count, *errors, inside, width, middle, ninth, held in rows:
-        own = [f"{each:.1%}" for each in errors]
-        table.append(
-            [name, count, *own, f"{inside:.0%}", f"{width:.2f}x", f"{middle:.1%}", f"{ninth:.1%}", f"{held:.0%}"]
-        )
-    return table
+    made = [[form.format(each[name]) for name, form in zip(names, forms, strict=True)] for each in record["constants"]]
+    held = [[f"{each[name]:.0%}" for name in ("stated", "inside", "apart")] for each in record["calibration"]]
+    worst = sorted(record["regrets"], key=lambda each: -each["regret"])
+    parted = [each["group"].replace("|", " ") for each in worst]
+    chosen = [
+        [f"`{group}`", each["setups"], each["chosen"], f"{each['regret']:.1%}"]
+        for group, each in zip(parted, worst, strict=True)
+    ]
+    called = [["ran", fits["ran"], fits["refused"]], ["ran out of memory", fits["failed"], fits["promised"]]]
+    return PAGE.read_text(encoding="utf-8").format(
+        made=made_from(record, source=source, name="exam"),
+        count=len(record["rows"]),
+        scores="\n\n".join(parts),
+        score=record["score"],
+        constants=table(["constant", "value", "before", "unit", "source", "score without"], made),
+        growth=record["growth"],
+        calibration=table(["stated", "inside", "inside, apart"], held),
+        regrets=table(["group", "setups", "chosen", "slower than the best"], chosen),
+        memory=table(["", "rows", "of these called wrong"], called),
+        whole=fits["refused_whole"] - fits["refused"],
+    )
 
 
 def summary_lines(record: Record) -> list[str]:
@@ -396,7 +330,6 @@ examples:
             "rows": list(results),
             "scores": {by: scores(results, key) for by, key in BY.items()},
             "score": score(predicted(values, asked)),
-            "before": BEFORE,
             "constants": made,
             "growth": fitted().growth,
             "calibration": [{"stated": level, "inside": own, "apart": apart} for level, own, apart in held],

@@ -36,11 +36,13 @@ WORK = Path("checkpoint/records/work")
 READY = Path("checkpoint/records/ready")
 """Holds remade records until all are remade. It has the layout of ``REFERENCE``."""
 RUNS = ("demo-baseline", "demo-zero1")
-CHARTS = "overview,memory,scaling_scaling,scaling_efficiency,strategies_throughput,plan_memory,latency_by_concurrency"
+CHARTS = (
+    "overview,memory,scaling_scaling,scaling_efficiency,strategies_throughput,plan_memory,latency_by_concurrency,exam"
+)
 """The charts of the pages, as in the Makefile."""
 SWEEPS = "sweep-*.json"
 """Committed sweeps, below ``REFERENCE``."""
-PLAN, INFERENCE = "plan.json", "inference.json"
+PLAN, INFERENCE, EXAM = "plan.json", "inference.json", "exam.json"
 WITH_PEERS = ("speed", "decoding")
 """Suites that other implementations take part in."""
 RUN_FILES = ("training_metrics.json", "metrics.jsonl")
@@ -217,7 +219,11 @@ def show_words(record: CommittedRecord, repository: Path) -> tuple[str, ...]:
     if record.name != frame.DEMO:
         return record.show
     sweeps = sorted((repository / REFERENCE).glob(SWEEPS))
-    shown = [("--sweep", sweep.name) for sweep in sweeps] + [("--plan", PLAN), ("--inference", INFERENCE)]
+    shown = [("--sweep", sweep.name) for sweep in sweeps] + [
+        ("--plan", PLAN),
+        ("--inference", INFERENCE),
+        ("--exam", EXAM),
+    ]
     there = [(name, f"{REFERENCE}/{file}") for name, file in shown if (repository / REFERENCE / file).is_file()]
     return (*record.show, *itertools.chain.from_iterable(there))
 

@@ -5,17 +5,25 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from dsgpt.charts.comparison import comparison_markdown, console_summary
 from dsgpt.charts.themes import LIGHT, THEMES
 from dsgpt.common.command_line import NUMBER, choice, choices, flag, read_options
 from dsgpt.common.errors import Problems, UserError, did_you_mean
 from dsgpt.common.files import PRINTABLE, write_atomic
+from dsgpt.common.json_files import read_or_refuse
 from dsgpt.common.text import IN_CHECKOUT, REPOSITORY, next_line
 from dsgpt.record.provenance import changes_since, training_sources
 from dsgpt.record.runs import Run, read_run
-from dsgpt.record.suites import Concurrency, Predictions, Sweep, read_concurrency, read_predictions, read_sweep
+from dsgpt.record.suites import (
+    Concurrency,
+    Predictions,
+    Sweep,
+    read_concurrency,
+    read_predictions,
+    read_sweep,
+)
 
 if TYPE_CHECKING:
     from dsgpt.charts.style import Chart
@@ -55,12 +63,22 @@ PLAN_CHART = "plan_memory"
 """Chart of the record of ``benchmark.py plan``."""
 INFERENCE_CHART = "latency_by_concurrency"
 """Chart of the record of ``benchmark.py inference``."""
+EXAM_CHART = "exam"
+"""Chart of the record of ``benchmark.py exam``."""
 FORMATS = ("png", "svg")
 BOTH = "both"
 COMMITTED = REPOSITORY / "checkpoint" / "reference"
 """The records of the pages."""
 IN_FILE_NAMES = re.compile(r"[\w.-]+")
 RECORD = "a training_metrics.json, or the run's folder"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exam:
+    """What the chart needs of the record of ``benchmark.py exam``."""
+
+    timestamp_utc: str
+    rows: list[dict[str, Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +93,8 @@ class Inputs:
     """The record of ``benchmark.py plan``."""
     concurrency: Concurrency | None
     """The record of ``benchmark.py inference``."""
+    exam: Exam | None = None
+    """The record of ``benchmark.py exam``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,6 +125,9 @@ class ChartsOptions:
         "PATH",
         "the record of src/benchmark.py inference: draws the latency of its engines against their throughput",
     )
+    exam: Path | None = flag(
+        Path, "PATH", "the record of src/benchmark.py exam: draws predicted steps beside those that others measured"
+    )
     output: str = flag(
         str, "FOLDER", "where the charts go (default: %(default)s)", default="charts", name="--output-dir"
     )
@@ -127,7 +150,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     paths = _paths_of_runs(options, problems)
     sweeps = _paths_of_sweeps(options.sweep, problems)
-    if not (paths or sweeps or options.plan or options.inference or problems):
+    if not (paths or sweeps or options.plan or options.inference or options.exam or problems):
         problems.add(
             "no run given; give --baseline-json and --optimized-json, --run NAME=PATH or --sweep PATH (see --help)"
         )
@@ -136,7 +159,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if not existing.is_dir():
         problems.add(f"--output-dir {output}: {existing} is a file, not a folder")
     only = None if options.only is None else [word.strip() for word in options.only.split(",") if word.strip()]
-    alone = (*RUN_CHARTS, PLAN_CHART, INFERENCE_CHART)
+    alone = (*RUN_CHARTS, PLAN_CHART, INFERENCE_CHART, EXAM_CHART)
     for name in dict.fromkeys(only or ()):
         if name not in alone and not any(name.endswith(f"_{chart}") for chart in SWEEP_CHARTS):
             allowed = f"{', '.join(alone)}, and of a sweep NAME_{', NAME_'.join(SWEEP_CHARTS)}"
@@ -219,6 +242,9 @@ def _read(
         sweeps=named,
         predictions=read(read_predictions, options.plan),
         concurrency=read(read_concurrency, options.inference),
+        exam=read(
+            partial(read_or_refuse, kind=Exam, what="a record of benchmark.py exam", unknown_keys=True), options.exam
+        ),
     )
 
 
@@ -242,6 +268,10 @@ def charts_of(inputs: Inputs, *, folders: Mapping[str, Path], price: float | Non
         charts[PLAN_CHART] = partial(memory_chart, inputs.predictions.rows, Texts(footer=inputs.predictions.footer))
     if inputs.concurrency is not None:
         charts[INFERENCE_CHART] = partial(concurrency_chart, inputs.concurrency)
+    if inputs.exam is not None:
+        from dsgpt.charts.exam import exam_chart  # noqa: PLC0415
+
+        charts[EXAM_CHART] = partial(exam_chart, inputs.exam.rows, date=inputs.exam.timestamp_utc[:10])
     return charts
 
 
@@ -299,6 +329,7 @@ def write_charts(
         raise UserError(f"--output-dir {output}: cannot be written ({error.strerror})") from error
     whys = dict.fromkeys(RUN_CHARTS, "no run was given")
     whys |= {PLAN_CHART: "no --plan was given", INFERENCE_CHART: "no --inference was given"}
+    whys[EXAM_CHART] = "no --exam was given"
     return absent | {
         name: whys.get(name, "no sweep of this name was given") for name in only or () if name not in charts
     }

@@ -14,7 +14,7 @@ from typing import Any
 
 from dsgpt.planner.hardware import gpus
 from dsgpt.planner.rates import Machine, fitted
-from dsgpt.planner.rows import CODE, measured_rows, read_row, strategy_of_row
+from dsgpt.planner.rows import code_of, measured_rows, read_row, strategy_of_row
 from dsgpt.planner.setup import Setup
 
 INSIDE = 0.8
@@ -33,53 +33,44 @@ _LIKE = 0.6
 class Traits:
     """What decides whether two setups are alike."""
 
-    words: tuple[tuple[str, str], str, str, bool]
-    """Kernels and attention; family of the GPU; how the work is split; whether there are several machines."""
+    words: tuple[tuple[str, str], str, bool, str, bool]
+    """Kernels and attention; family of the GPU; whether ranks split the model; FSDP, ZeRO-3 or neither; whether there
+    are several machines."""
     sizes: tuple[int, int, int, int]
     """Width, tokens of a micro batch, GPUs, tensor ranks."""
 
     def distance(self, other: "Traits") -> float:
-        """0 for alike: 1 for other kernels or attention, 0.7 for another GPU or split, a part for each doubling."""
-        unequal = zip((1.0, 0.7, 0.7, 0.3), self.words, other.words, strict=True)
+        """0 for alike: 1 for other kernels or attention, 0.7 for another GPU, a part for each doubling of a size."""
+        unequal = zip((1.0, 0.7, 0.5, 0.3, 0.3), self.words, other.words, strict=True)
         doublings = zip((0.25, 0.12, 0.08, 0.15), self.sizes, other.sizes, strict=True)
         far = sum(weight for weight, one, two in unequal if one != two)
         return far + sum(weight * abs(math.log2(one / two)) for weight, one, two in doublings)
 
 
-def _traits(
-    *, code: tuple[str, str], gpu: str, run_type: str, stage: int, split: bool, sizes: Any, far: bool
-) -> Traits:
-    kind = "zero3" if stage == 3 else "split" if split else "fsdp" if run_type == "fsdp" else "data"
-    family = gpus()[gpu].family if gpu in gpus() else ""
-    return Traits(words=(code, family, kind, far), sizes=sizes)
-
-
 def traits_of(setup: Setup, machine: Machine) -> Traits:
     """The traits of ``setup`` on ``machine``."""
+    family, run_type = gpus()[machine.name].family, setup.run_type
+    stage = setup.recipe.zero_stage if run_type == "optimized" else 0
     parallel, tokens = setup.sizes, setup.micro_batch_size * setup.seq_length
-    return _traits(
-        code=(setup.kernels, setup.attention),
-        gpu=machine.name,
-        run_type=setup.run_type,
-        stage=setup.recipe.zero_stage if setup.run_type == "optimized" else 0,
-        split=parallel.tensor * parallel.pipeline > 1,
+    split, far = parallel.tensor * parallel.pipeline > 1, setup.world_size > machine.devices
+    return Traits(
+        words=((setup.kernels, setup.attention), family, split, _sharding(run_type, stage), far),
         sizes=(setup.model.n_embd, tokens, setup.world_size, parallel.tensor),
-        far=setup.world_size > machine.devices,
     )
 
 
-def _of_row(row: Mapping[str, Any]) -> Traits:
-    given = read_row(row)
-    run_type, stage = strategy_of_row(given)
-    return _traits(
-        code=CODE[row["class"]],
-        gpu=given.hardware,
-        run_type=run_type,
-        stage=stage,
-        split=given.tp * given.pp > 1,
-        sizes=(given.n_embd, given.micro_batch * given.seq_len, given.gpus, given.tp),
-        far=given.gpus > given.gpus_per_node,
+def _of_row(raw: Mapping[str, Any]) -> Traits:
+    """The same from a row: the setups of all would take seconds."""
+    row, far = read_row(raw), raw["gpus"] > raw["gpus_per_node"]
+    family, split = gpus()[row.hardware].family, row.tp * row.pp > 1
+    return Traits(
+        words=(code_of(row), family, split, _sharding(*strategy_of_row(row)), far),
+        sizes=(row.n_embd, row.micro_batch * row.seq_len, row.gpus, row.tp),
     )
+
+
+def _sharding(run_type: str, stage: int) -> str:
+    return "zero3" if stage == 3 else "fsdp" if run_type == "fsdp" else ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,6 +112,10 @@ class Evidence:
     """Whether rows like it were measured."""
     errors: tuple[float, ...]
     """Shares by which the predictions of the rows like it are off."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON: the range in units of the predicted time, and what the rows like it say."""
+        return {"low": self.low, "high": self.high, "near": self.near, "rows": len(self.errors), "words": self.words}
 
     @property
     def words(self) -> str:

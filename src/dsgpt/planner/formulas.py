@@ -247,6 +247,8 @@ def block_bytes(setup: Setup) -> int:
     """Bytes that the forward pass of a block keeps, its output included."""
     stream, tensor = stream_bytes(setup), setup.sizes.tensor
     split = 12 + (1 if setup.sizes.sequence > 1 else 0)  # the output before all-to-all; other copies replace theirs
+    if setup.selective:  # the sums, the result of attention, half of what products put out
+        return 2 * stream + (2 * stream + 7 * stream // 2) // tensor
     statistics = FULL * setup.tokens * (2 * _MOMENTS + setup.model.n_head // tensor)  # the softmax has one per head
     scores = int((2 * setup.low + 1) * setup.scores)  # of the softmax and of dropout, and its mask
     separate = 0

@@ -451,7 +451,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
             "overlap": step.overlap,
             "hidden_communication_seconds": step.hidden,
             "parts": step.parts,
-            **({"evidence": asdict(each) | {"words": each.words}} if (each := plan.evidence) else {}),
+            **({"evidence": each.as_dict()} if (each := plan.evidence) else {}),
             "tokens_per_sec": plan.tokens_per_sec(step.seconds),
             "mfu": plan.mfu,
         },

@@ -34,6 +34,9 @@ class TabledSetup:
     seq_length: Positive
     micro_batch_size: Positive
     gradient_accumulation_steps: Positive
+    kernels: str = "fused"
+    attention: str = "flash"
+    """As in ``Setup``."""
 
     @property
     def strategy(self) -> str:
@@ -46,7 +49,7 @@ class TabledSetup:
             model=GPT2Config(**{"vocab_size": GPT2_VOCAB_SIZE} | self.shape, block_size=self.seq_length),
             recipe=sound_recipe(REPOSITORY / "ds_configs" / f"{self.recipe}.json"),
             world_size=gpus,
-            **{name: getattr(self, name) for name in WORK},
+            **{name: getattr(self, name) for name in (*WORK, "kernels", "attention")},
         )
         step = predict_step(setup, datasheet_machine(find_gpu(self.gpu), network=network))
         tokens = self.micro_batch_size * self.gradient_accumulation_steps * self.seq_length

@@ -435,7 +435,7 @@ def datasheet_machine(
     """
     values = constants() if values is None else values
     shares = _shares(gpu, values, fabric)
-    matrix, link = shares["matrix products"], shares["link between GPUs"]
+    matrix, memory, link = shares["matrix products"], shares["memory"], shares["link between GPUs"]
     return Machine(
         name=gpu.key,
         kind="cuda",
@@ -449,8 +449,8 @@ def datasheet_machine(
         assumed=True,
         basis=(
             f"{'assumed' if matrix == MATRIX else 'fitted to steps that others measured (docs/exam.md)'}: "
-            f"{matrix.least:.0%} to {matrix.most:.0%} of the datasheet's matrix peak, {MEMORY.least:.0%} to "
-            f"{MEMORY.most:.0%} of its memory bandwidth, {link.least:.0%} to {link.most:.0%} of its link; not measured"
+            f"{matrix.least:.0%} to {matrix.most:.0%} of the datasheet's matrix peak, {memory.least:.0%} to "
+            f"{memory.most:.0%} of its memory bandwidth, {link.least:.0%} to {link.most:.0%} of its link; not measured"
         ),
         shares=shares,
         network_gbps=network * 8 / 1e9,
@@ -467,10 +467,11 @@ def _shares(gpu: Gpu, values: Mapping[str, float], fabric: str) -> dict[str, Sha
 
     The assumed range is laid around the fitted one, and ends at the whole.
     """
-    shares = {"memory": MEMORY}
+    shares = dict[str, Share]()
     for what, name, assumed, kind in (
         ("matrix products", "matrix_share", MATRIX, gpu.family),
         ("attention", "attention_share", ATTENTION, gpu.family),
+        ("memory", "memory_share", MEMORY, ""),
         ("link between GPUs", "link_share", LINK, ""),
         ("network", "network_share", LINK, fabric),
     ):
@@ -494,9 +495,7 @@ def _datasheet_rates(
         memory=memory,
         kernel_sec=of(KERNEL_SEC),
         bus={1: of(shares["link between GPUs"]) * gpu.interconnect.bytes_per_sec},
-        collective_sec={
-            1: values.get("collective_sec", COLLECTIVE_SEC.likely) * of(COLLECTIVE_SEC) / COLLECTIVE_SEC.likely
-        },
+        collective_sec={1: of(COLLECTIVE_SEC)},
         network=of(shares["network"]) * network,
         host_link=of(HOST_LINK_BYTES_PER_SEC),
         host_memory=of(HOST_MEMORY_BYTES_PER_SEC),

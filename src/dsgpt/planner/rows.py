@@ -5,14 +5,17 @@ measured is not read. docs/exam.md says how near the predictions are.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
 
 from dsgpt.common.errors import UserError
-from dsgpt.common.json_files import Count, Finite, JsonError, Positive, parse_as, read_object
+from dsgpt.common.json_files import Count, JsonError, parse_as, read_object
 from dsgpt.config.recipe import recipe_from
 from dsgpt.model.config import GPT2Config
 from dsgpt.planner.hardware import find_gpu
@@ -20,7 +23,7 @@ from dsgpt.planner.rates import NETWORK_BYTES_PER_SEC, Machine, datasheet_machin
 from dsgpt.planner.setup import Setup
 
 MEASURED = Path(__file__).with_name("measured.json")
-_INDEXED = ("network", "hardware_true", "expressed_as", "noise", "software")
+_INDEXED = ("network", "recompute_stated", "hardware_true", "expressed_as", "noise", "software")
 """Columns of the file that are indices into its ``texts``."""
 CODE = {"megatron": ("fused", "stored"), "flash": ("fused", "flash")} | dict.fromkeys(
     ("eager", "bert"), ("eager", "stored")
@@ -32,6 +35,10 @@ NETWORKS = {"NVLink 3": 1600.0, "NVLink 4": 3200.0, "NVLink 5": 3200.0}
 B200, by their datasheets. Others have the assumption of ``rates``, 100."""
 
 
+Size = Annotated[int, Field(ge=1, le=10**9)]
+Speed = Annotated[float, Field(ge=1e-3, le=1e6)]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Row:
     """What a row says about its training; ``measured.json`` has more."""
@@ -39,39 +46,43 @@ class Row:
     id: str
     hardware: str
     """Key of the GPU in ``hardware.json``."""
-    gpus: Positive
-    gpus_per_node: Positive
+    gpus: Annotated[int, Field(ge=1, le=65536)]
+    gpus_per_node: Size
     dtype: str
-    n_layer: Positive
-    n_embd: Positive
-    n_head: Positive
-    vocab: Positive
-    seq_len: Positive
-    micro_batch: Positive
-    grad_accum: Positive
-    tp: Positive = 1
-    pp: Positive = 1
-    dp: Positive
+    n_layer: Annotated[int, Field(ge=1, le=512)]
+    n_embd: Size
+    n_head: Size
+    vocab: Size
+    seq_len: Size
+    micro_batch: Size
+    grad_accum: Size
+    tp: Size = 1
+    pp: Size = 1
+    dp: Size
     kind: str | None = None
     """``class`` of the file: which kernels and which attention were measured."""
-    kernels: str | None = None
-    attention: str | None = None
+    kernels: Literal["eager", "compiled", "fused"] | None = None
+    attention: Literal["flash", "stored"] | None = None
     flash: bool | None = None
     recompute: bool = False
+    recompute_stated: str | None = None
+    """``selective``: see ``Setup.selective``."""
+    hardware_true: str | None = None
+    """The exact part in words, where ``hardware`` is only a near one; its memory counts."""
     strategy: str | None = None
     sharding: str | None = None
     zero_stage: Count | None = None
     offload: str | None = None
     mp_mode: str | None = None
     """``PURE``: gradients are reduced in bf16 under FSDP."""
-    network_gbit: Finite | None = None
+    network_gbit: Speed | None = None
     """Gbit/s of a node."""
     network: str | None = None
     """The network in words."""
     software: str | None = None
-    planner_vocab: Positive | None = None
+    planner_vocab: Size | None = None
     checkpoints_in_cpu: bool | None = None
-    link_override_gbs: Finite | None = None
+    link_override_gbs: Speed | None = None
     """GB/s between two GPUs of a node, where its links were switched off."""
 
 
@@ -119,20 +130,12 @@ def setup_of(row: Row) -> Setup:
         raise UserError(f"zero_stage {stage}: does not go with a pipeline: take 0 or 1")
     if row.pp > row.n_layer + 2:
         raise UserError(f"pp {row.pp}: a pipeline needs a block for each stage, and there are {row.n_layer}")
-    kernels, attention = CODE.get(row.kind or "", ("fused", "flash" if row.flash is not False else "stored"))
-    if kernels == "eager" and (row.tp > 1 or (row.kind == "bert" and _SEPARATE not in (row.software or ""))):
-        kernels = "fused"  # only Megatron's code has tensor ranks, and BERT's programs bring kernels of their own
+    kernels, attention = code_of(row)
+    shape = {name: getattr(row, name) for name in ("n_layer", "n_head", "n_embd")}
     try:
-        model = GPT2Config(
-            n_layer=row.n_layer,
-            n_head=row.n_head,
-            n_embd=row.n_embd,
-            block_size=row.seq_len,
-            vocab_size=row.planner_vocab or row.vocab,
-        )
         return Setup(
             run_type=run_type,
-            model=model,
+            model=GPT2Config(block_size=row.seq_len, vocab_size=row.planner_vocab or row.vocab, **shape),
             recipe=recipe_from(_recipe(row, stage), Path(row.id)),
             world_size=row.gpus,
             precision=row.dtype,
@@ -140,14 +143,23 @@ def setup_of(row: Row) -> Setup:
             gradient_accumulation_steps=row.grad_accum,
             seq_length=row.seq_len,
             activation_checkpointing=row.recompute,
-            kernels=row.kernels or kernels,
-            attention=row.attention or attention,
+            selective="selective" in (row.recompute_stated or ""),
+            kernels=kernels,
+            attention=attention,
             accumulation="sharded",
             fused_adam=kernels != "eager",
             checkpoints_on_host=bool(row.checkpoints_in_cpu),
         )
     except ValueError as error:
         raise UserError(" ".join(str(error).split())) from error
+
+
+def code_of(row: Row) -> tuple[str, str]:
+    """Kernels and attention of the program of a row."""
+    kernels, attention = CODE.get(row.kind or "", ("fused", "flash" if row.flash is not False else "stored"))
+    if kernels == "eager" and (row.tp > 1 or (row.kind == "bert" and _SEPARATE not in (row.software or ""))):
+        kernels = "fused"  # only Megatron's code has tensor ranks, and BERT's programs bring kernels of their own
+    return row.kernels or kernels, row.attention or attention
 
 
 def strategy_of_row(row: Row) -> tuple[str, int]:
@@ -182,15 +194,18 @@ def _recipe(row: Row, stage: int) -> dict[str, Any]:
     count as blocks, as in BigScience's trainings.
     """
     zero: dict[str, Any] = {"stage": stage, "overlap_comm": stage > 1}
-    if stage:
-        zero |= {name: {"device": "cpu"} for name in _offloaded(row, stage)}
+    words = row.offload or "none"
+    if stage and (words == "cpu" or "optimizer" in words):
+        zero["offload_optimizer"] = {"device": "cpu"}
+    if stage == 3 and "param" in words:
+        zero["offload_param"] = {"device": "cpu"}
     if row.pp > 1:
         zero |= {"contiguous_gradients": False, "reduce_bucket_size": 50_000_000}
     ends = "|^Embedding" if row.n_layer % row.pp and (row.n_layer + 2) % row.pp == 0 else ""
     sharded = {
         "reshard_after_forward": row.sharding != "SHARD_GRAD_OP",
         "reduce_dtype": "low" if row.mp_mode == "PURE" else "fp32",
-        "cpu_offload": row.offload not in {None, "none"} and not stage,
+        "cpu_offload": words != "none" and not stage,
     }
     return {
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
@@ -199,14 +214,6 @@ def _recipe(row: Row, stage: int) -> dict[str, Any]:
         "pipeline": {"stages": row.pp, "partition": f"type:StageBlock{ends}"},
         "dsgpt": {"fsdp": sharded},
     }
-
-
-def _offloaded(row: Row, stage: int) -> Iterator[str]:
-    words = row.offload or "none"
-    if "optimizer" in words or words == "cpu":
-        yield "offload_optimizer"
-    if "param" in words and stage == 3:
-        yield "offload_param"
 
 
 def machine_of(row: Row, values: Mapping[str, float] | None = None) -> Machine:
@@ -219,6 +226,8 @@ def machine_of(row: Row, values: Mapping[str, float] | None = None) -> Machine:
     if row.link_override_gbs:
         link = replace(gpu.interconnect, bytes_per_sec=int(row.link_override_gbs * 1e9))
         gpu = replace(gpu, interconnect=link)
+    if given := re.search(r"(\d+) ?GB\b", row.hardware_true or ""):
+        gpu = replace(gpu, memory_bytes=int(given[1]) * 10**9)
     if gbps is None and (own := NETWORKS.get(gpu.interconnect.kind)):
         gbps = own * row.gpus_per_node / 8
     network = NETWORK_BYTES_PER_SEC if gbps is None else gbps * 1e9 / 8

@@ -187,6 +187,9 @@ class Setup:
     reduces those of each micro batch, and ZeRO 0 and 1 add up in the precision of activations, as others do."""
     fused_adam: bool = False
     """Whether Adam is one operation in pipelines too, and the loss's gradient needs no memory, as in Megatron."""
+    selective: bool = False
+    """Whether every second matrix product of a block, and what is no product, is recomputed, as torchtitan does with
+    selective activation checkpointing; no strategy here does."""
     checkpoints_on_host: bool = False
     """Whether the inputs of recomputed blocks wait in host memory, which no strategy here does."""
 

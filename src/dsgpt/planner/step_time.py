@@ -74,13 +74,15 @@ class OpCounts:
     def seconds(self, rates: Rates, setup: Setup) -> float:
         """The time of all parts. Matrix products take the longer of computing and reading (a roofline)."""
         precision, model = setup.precision, setup.model
-        head_size = model.n_embd // model.n_head
-        attention = rates.attention_at(precision, head_size=head_size, length=setup.seq_length)
-        if head_size % 8:
-            attention /= rates.odd_heads
         # of a square with as many weights as a rank has, or the model's where its matrices were fitted so
         width = model.n_embd if rates.half_width else model.n_embd / math.sqrt(setup.sizes.tensor)
         matrix = rates.matrix_at(precision, width=width, rows=setup.tokens) * width / (width + rates.half_width)
+        head_size = model.n_embd // model.n_head
+        attention = rates.attention_at(precision, head_size=head_size, length=setup.seq_length)
+        if setup.attention == "stored":  # two products as any other
+            attention = matrix
+        if head_size % 8:
+            attention /= rates.odd_heads
         device = (
             max(self.matrix_flops / matrix, self.matrix_bytes / rates.memory)
             + self.attention_flops / attention
@@ -381,7 +383,9 @@ def _micro_batch(setup: Setup, rank: int, *, kind: str) -> dict[str, OpCounts]:
         "forward": block_forward(setup).times(blocks) + embeddings,
         "backward": block_backward(setup).times(blocks) + embeddings + OpCounts(kernels=per_tensor),
         "hooks": OpCounts(kernels=hooks),
-        "recomputation": block_forward(setup).times(blocks if setup.activation_checkpointing else 0),
+        "recomputation": block_forward(setup).times(
+            blocks if setup.activation_checkpointing else setup.selective * blocks / 2
+        ),
         "head and loss": head_and_loss(setup, kind=kind) if stage == last else OpCounts(),
     }
 
