@@ -162,6 +162,11 @@ class Planned:
         return self.setup.gradient_accumulation_steps if self.reduces_each_micro_batch else 1
 
     @property
+    def adds_shards(self) -> bool:
+        """Whether the gradients of each micro batch are reduced, and added to a rank's shard."""
+        return False
+
+    @property
     def steps_on_host(self) -> bool:
         """Whether the host executes the optimizer's step."""
         return False
@@ -224,7 +229,7 @@ class Planned:
         setup = self.setup
         elements, micro_batches = self.elements(rank), setup.gradient_accumulation_steps
         adding = 12 * (micro_batches - 1) if setup.precision == "fp32" else (setup.low + 8) * micro_batches
-        if setup.run_type == "fsdp" and self.reductions > 1:
+        if self.adds_shards:
             adding //= setup.world_size
         if kind != "cpu":
             return elements * (adding + (2 * setup.low * self.reductions if self.copies_to_buckets else 0))
@@ -362,8 +367,12 @@ class Fsdp(Planned):
     @property
     def reductions(self) -> int:
         """Number of times that a step reduces each gradient."""
-        sharded = "sharded" in {self.setup.accumulation, self.setup.recipe.dsgpt.fsdp.accumulation}
-        return self.setup.gradient_accumulation_steps if sharded else 1
+        return self.setup.gradient_accumulation_steps if self.adds_shards else 1
+
+    @property
+    def adds_shards(self) -> bool:
+        """With FSDP's ``accumulation``, and for the trainings of others."""
+        return "sharded" in {self.setup.accumulation, self.setup.recipe.dsgpt.fsdp.accumulation}
 
     @property
     def overlap_in_words(self) -> str:
