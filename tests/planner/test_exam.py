@@ -129,7 +129,7 @@ def test_ranges_scores_and_regrets_by_hand():
 
 
 def test_which_rows_fit():
-    """At most 3% of those that ran are refused, and 3 of 16 that ran out of memory are promised to fit."""
+    """At most 3% of those that ran are refused, and 2 of 16 that ran out of memory are promised to fit."""
     refused, promised, ran = [], [], 0
     for row in measured_rows():
         said = answer(row)
@@ -137,8 +137,8 @@ def test_which_rows_fit():
             continue
         ran += row["ran"]
         (refused if row["ran"] else promised).append(said["fits"] is not row["ran"])
-    assert sum(refused) <= 0.041 * ran
-    assert sum(promised) <= 3
+    assert sum(refused) <= 0.03 * ran
+    assert sum(promised) <= 2
 
 
 def test_accumulation_in_shards_needs_no_whole_gradients():

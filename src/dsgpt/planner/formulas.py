@@ -220,6 +220,8 @@ def _transient(setup: Setup, moment: pytorch_formulas.Moment, rank: int, device:
         # of a block that is recomputed not its output; and that of the last block has been freed by then
         recomputed = block_bytes(setup) - 2 * stream if setup.activation_checkpointing else 0
         parts["activations"] = activations + stream + recomputed + block_gradient_bytes(setup)
+        if setup.kernels == "eager":  # whose forward pass returns the logits
+            parts["logits"] = setup.low * setup.tokens * setup.logits
     return parts
 
 
