@@ -61,6 +61,8 @@ class Rates:
     """Bytes written to disk per second by a single process."""
     half_width: float = 0.0
     """Width of the model at which matrix products reach half of ``matrix``; 0: they reach it at every width."""
+    half_rows: float = 0.0
+    """Tokens of a micro batch, for each tensor rank, at which matrix products reach half of it."""
     odd_heads: float = 1.0
     """Time of attention whose heads are no multiple of 8 wide, in units of the time of others."""
     contention: float = 0.0
@@ -458,8 +460,8 @@ def datasheet_machine(
 
 
 _FULL_WIDTH = 312e12
-"""Matrix peak, in FLOP/s, of the A100; ``half_width`` is that of GPUs with at least this many units. Smaller matrices
-fill smaller GPUs, in proportion."""
+"""Matrix peak, in FLOP/s, of the A100; ``half_width`` and ``half_rows`` are those of GPUs with at least as many units.
+Smaller matrices fill smaller GPUs, in proportion."""
 
 
 def _shares(gpu: Gpu, values: Mapping[str, float], fabric: str) -> dict[str, Share]:
@@ -486,6 +488,7 @@ def _datasheet_rates(
 ) -> Rates:
     of = operator.attrgetter(which)
     peaks = {name: peak for name in ("fp32", "bf16", "fp16") if (peak := gpu.peak(name))}
+    units = min(1.0, max(peaks.values()) / _FULL_WIDTH)
     memory = of(shares["memory"]) * gpu.memory_bytes_per_sec
     return Rates(
         matrix={name: {1: {1: of(shares["matrix products"]) * peak}} for name, peak in peaks.items()},
@@ -500,7 +503,8 @@ def _datasheet_rates(
         host_link=of(HOST_LINK_BYTES_PER_SEC),
         host_memory=of(HOST_MEMORY_BYTES_PER_SEC),
         disk=of(DISK_BYTES_PER_SEC),
-        half_width=values.get("half_width", 0.0) * min(1.0, max(peaks.values()) / _FULL_WIDTH),
+        half_width=values.get("half_width", 0.0) * units,
+        half_rows=values.get("half_rows", 0.0) * units,
         odd_heads=values.get("odd_heads", 1.0),
         contention=values.get("contention", 0.0),
         gathers_hidden=values.get("gathers_hidden", 1.0),

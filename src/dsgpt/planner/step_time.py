@@ -77,6 +77,7 @@ class OpCounts:
         # of a square with as many weights as a rank has, or the model's where its matrices were fitted so
         width = model.n_embd if rates.half_width else model.n_embd / math.sqrt(setup.sizes.tensor)
         matrix = rates.matrix_at(precision, width=width, rows=setup.tokens) * width / (width + rates.half_width)
+        matrix *= setup.tokens / (setup.tokens + rates.half_rows * setup.sizes.tensor)
         head_size = model.n_embd // model.n_head
         attention = rates.attention_at(precision, head_size=head_size, length=setup.seq_length)
         if setup.attention == "stored":  # two products as any other
