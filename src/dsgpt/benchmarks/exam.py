@@ -184,7 +184,7 @@ def scores(results: Sequence[Result], key: Callable[[Result], Any]) -> list[list
     lines = []
     for name, rows in sorted(groups.items(), key=lambda group: str(group[0])):
         errors, apart = (sorted(abs(row[what] - 1) for row in rows) for what in ("ratio", "left_out"))
-        ninth = int(0.9 * (len(rows) - 1))
+        ninth = math.ceil(0.9 * len(rows)) - 1
         inside = fmean(row["low"] <= 1 <= row["high"] for row in rows)
         held = fmean(row["apart_low"] <= 1 <= row["apart_high"] for row in rows)
         width = median(row["high"] / row["low"] for row in rows)

@@ -250,7 +250,8 @@ def _show_answer(plan: Plan) -> None:
     mfu = "" if plan.mfu is None else f" Model FLOPs utilisation: {plan.mfu:.0%}."
     rates = f"Rates: {ui.plain(plan.machine.basis)}.{mfu}"
     if plan.machine.assumed:
-        st.info(f"**Not measured.** {rates}", icon=":material/straighten:")
+        said = f" {plan.evidence.words.capitalize()} (docs/exam.md)." if plan.evidence else ""
+        st.info(f"**Not measured.** {rates}{said}", icon=":material/straighten:")
     else:
         st.success(f"**Measured.** {rates}", icon=":material/speed:")
     for line in planning.saves_in_words(plan):

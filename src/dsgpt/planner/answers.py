@@ -55,7 +55,6 @@ def answer(row: Any) -> dict[str, Any]:
         "seconds_high": seconds * evidence.high,
         "peak_memory_gb": memory / 1e9,
         "fits": fits,
-        "evidence": evidence.words,
     }
 
 
