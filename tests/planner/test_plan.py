@@ -396,9 +396,9 @@ def test_the_search_finds_what_brute_force_finds():
     """Seen failing: a search that ended at the first micro batch that does not fit missed setups in 7 of 80 cases."""
     winners = [check_against_everything(random_line(number)) for number in range(40)]
     assert len(set(winners)) >= 5, "the cases are all alike"
-    # the larger micro batch alone fits: it accumulates nothing, so it needs no second copy of the gradients
+    # with whole gradients the larger micro batch alone fits: it accumulates nothing, so it needs no second copy of them
     line = "--model_size xl --gpu t4 --gpus 2 --tokens 1e9 --recommend --global_batch_size 8"
-    assert check_against_everything(line) == "fsdp, checkpointing"
+    assert check_against_everything(line) == "fsdp, sharded sums, checkpointing"
     micros = [plan.setup.micro_batch_size for plan in everything(request_of(line))["fsdp, checkpointing"]]
     assert micros == [4]
 
@@ -482,7 +482,7 @@ def test_training_accepts_every_recipe_that_could_be_recommended(data, devices):
         batch = (setup.micro_batch_size, setup.gradient_accumulation_steps)
         assert (config.batch.micro_batch_size, config.batch.gradient_accumulation_steps) == batch
         assert config.activation_checkpointing == setup.activation_checkpointing
-        assert config.strategy_name == name.removesuffix(", checkpointing")
+        assert config.strategy_name == name.partition(",")[0]
         assert config.total_steps == plan.run.steps == 2
         assert config.val_windows == 8
         assert config.model == setup.model

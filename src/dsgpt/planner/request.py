@@ -61,6 +61,9 @@ def candidate_setups(devices: int, *, together: int) -> Iterator[CandidateSetup]
     """
     for run_type in ("baseline",) if devices == 1 else ("ddp", "fsdp"):
         yield CandidateSetup(name=run_type, run_type=run_type, blocks=_blocks("zero0"))
+    if devices > 1:
+        blocks = _blocks("zero0") | {"dsgpt": {"fsdp": {"accumulation": "sharded"}}}
+        yield CandidateSetup(name="fsdp, sharded sums", run_type="fsdp", blocks=blocks)
     for recipe in _DATA_PARALLEL[4:] if devices == 1 else _DATA_PARALLEL:
         blocks = _blocks(recipe)
         yield CandidateSetup(name=recipe.replace("_", "-"), run_type="optimized", blocks=blocks)
