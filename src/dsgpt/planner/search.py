@@ -110,7 +110,7 @@ def _judge(
         sizes = {"train_micro_batch_size_per_gpu": micro, "gradient_accumulation_steps": steps}
         recipe = candidate.recipe(request.recipe, path, train_batch_size=total, **sizes, **more)
         check_accumulation(training, steps, problems)
-        if problems:
+        if problems or (steps == 1 and recipe.dsgpt.fsdp.accumulation == "sharded"):  # there is nothing to add up
             continue
         setup = request.setup(
             recipe, candidate.run_type, micro, steps, activation_checkpointing=activation_checkpointing
