@@ -22,10 +22,11 @@ from dsgpt.common.files import write_atomic
 from dsgpt.common.text import table
 from dsgpt.planner.answers import memory_of
 from dsgpt.planner.evidence import INSIDE, Evidence, Witness, evidence_for, witnesses, witnesses_of
-from dsgpt.planner.rates import CONSTANTS, constants, fitted
+from dsgpt.planner.formulas import STEP, stream_bytes, worst_peak
+from dsgpt.planner.rates import CONSTANTS, Machine, constants, fitted
 from dsgpt.planner.rows import Row, machine_of, measured_rows, read_row, setup_of
 from dsgpt.planner.setup import Setup
-from dsgpt.planner.step_time import likely_sec
+from dsgpt.planner.step_time import likely_sec, predict_step
 
 # The rows, and the fit.
 
@@ -213,6 +214,30 @@ HEADER = ["rows", "median", "90th percentile", "worst", "in range", "width", "ap
 FORMS = ("{}", "{}", "{:.1%}", "{:.1%}", "{:.1%}", "{:.0%}", "{:.2f}x", "{:.1%}", "{:.1%}", "{:.0%}")
 
 
+def prices(setup: Setup, machine: Machine) -> Iterator[tuple[str, float, float]]:
+    """What each thing that no strategy here does would save of a step, by the formulas.
+
+    Yields:
+        What it is, the share of the time and the share of the memory that it saves.
+    """
+    step, (_, peak) = predict_step(setup, machine), worst_peak(setup, device=machine.kind, among=STEP)
+    tensor, stages = setup.sizes.tensor, setup.sizes.pipeline
+    if stages > 1:  # with two parts of each stage the bubble is half as long (Narayanan et al. 2021, section 2.2)
+        yield "interleaved pipelines", step.parts["bubble"] / 2 / step.seconds, 0.0
+    if setup.activation_checkpointing:
+        chosen = replace(setup, activation_checkpointing=False, selective=True)
+        _, more = worst_peak(chosen, device=machine.kind, among=STEP)
+        yield (
+            "selective recomputation, as torchtitan's",
+            1 - likely_sec(chosen, machine) / step.seconds,
+            1 - more.total / peak.total,
+        )
+    if tensor > 1:  # Korthikanti et al. 2022, section 4.2: what tensor ranks hold whole is one stream a block, or more
+        micro_batches = min(stages, setup.gradient_accumulation_steps)
+        whole = setup.blocks(0) * micro_batches * stream_bytes(setup) * (1 if setup.activation_checkpointing else 4)
+        yield "sequence-parallel activations", 0.0, whole * (1 - 1 / tensor) / peak.total
+
+
 def exam_page(record: Record, *, source: str) -> str:
     """The page.
 
@@ -245,6 +270,19 @@ def exam_page(record: Record, *, source: str) -> str:
         constants=table(["constant", "value", "before", "unit", "source", "score without"], made),
         growth=record["growth"],
         calibration=table(["stated", "inside", "inside, apart"], held),
+        prices=table(
+            [
+                "what no strategy here does",
+                "rows that it is for",
+                "of the time, median",
+                "most",
+                "of the memory, median",
+            ],
+            [
+                [each["what"], each["rows"], *(f"{each[name]:.1%}" for name in ("time", "most", "memory"))]
+                for each in record["prices"]
+            ],
+        ),
         regrets=table(["group", "setups", "chosen", "slower than the best"], chosen),
         memory=table(["", "rows", "of these called wrong"], called),
         whole=fits["refused_whole"] - fits["refused"],
@@ -304,6 +342,7 @@ examples:
                 continue
             peak, fits = memory_of(setup, machine)
             whole = memory_of(replace(setup, accumulation="whole"), machine)[1]
+            result["prices"] = list(prices(setup, machine)) if raw["ran"] else []
             result |= {"peak_bytes": peak, "fits": fits, "fits_whole": whole}
             if row.id in among:
                 own, apart = _ranges(among[row.id], list(among.values()))
@@ -326,8 +365,17 @@ examples:
         ]
         ran, failed = ([row for row in results if row["ran"] is which and not row["error"]] for which in (True, False))
         held = [(level, *_held(rows, inside=level)) for level in LEVELS]
+        saved = defaultdict[str, list[tuple[float, float]]](list)
+        for what, *shares in (each for row in ran for each in row["prices"]):
+            saved[what].append((shares[0], shares[1]))
+        priced = [
+            {"what": what, "rows": len(pairs), "time": median(time for time, _ in pairs)}
+            | {"most": max(time for time, _ in pairs), "memory": median(memory for _, memory in pairs)}
+            for what, pairs in saved.items()
+        ]
         return {
             "rows": list(results),
+            "prices": sorted(priced, key=lambda each: (-each["time"], -each["memory"])),
             "scores": {by: scores(results, key) for by, key in BY.items()},
             "score": score(predicted(values, asked)),
             "constants": made,
