@@ -175,8 +175,8 @@ BY: dict[str, Callable[[Result], Any]] = {
 def scores(results: Sequence[Result], key: Callable[[Result], Any]) -> list[list[Any]]:
     """Lines of a table for each value of ``key``.
 
-    Each has the number of rows; median, 90th percentile and worst of the error; the share in the range and its width;
-    median, 90th percentile and share in the range of predictions that know nothing of the source.
+    Each has the number of rows; median, 90th percentile and worst of the error; the share in the range and its width.
+    Then median, 90th percentile and share in the range of predictions that know nothing of the source.
     """
     groups = defaultdict[Any, list[Result]](list)
     for row in results:
