@@ -40,8 +40,6 @@ _NOISY, _NOISE = "bigscience-v100", {True: 0.3, False: 0.03}
 _HOLD = 0.002
 """Weight of staying near the values so far: it decides where rows say nothing."""
 _ROUNDS, _STEP, _FARTHEST = 8, 0.03, 0.3
-_FEW = 4
-"""Sources with fewer rows move no constant."""
 
 
 def asked_rows() -> list[Asked]:
@@ -91,6 +89,14 @@ def fit(values: Values, asked: Sequence[Asked]) -> dict[str, float]:
     return {name: float(f"{value:.4g}") for name, value in found.items()}
 
 
+def _known_without(values: Values, rest: Sequence[Asked]) -> Values:
+    """The values from which a fit to ``rest`` starts: those that decide nothing there are unknown."""
+    now = predicted(values, rest)
+    neutral = {each.name: each.neutral for each in fitted().constants if each.name not in NOT_FITTED}
+    unknown = {name for name in neutral if np.array_equal(predicted({**values, name: values[name] * 0.9}, rest), now)}
+    return {name: neutral[name] if name in unknown else value for name, value in values.items()}
+
+
 def fit_constants() -> None:
     """Fit the constants to all rows, then without each source, and write both to ``constants.json``."""
     asked, known = asked_rows(), fitted()
@@ -99,10 +105,9 @@ def fit_constants() -> None:
     left_out, without = dict[str, float](), list[Values]()
     for source in sorted({raw["source"] for raw, _, _ in asked}):
         own = [each for each in asked if each[0]["source"] == source]
-        others = values
-        if len(own) >= _FEW:
-            others = fit(values, [each for each in asked if each[0]["source"] != source])
-            without.append(others)
+        rest = [each for each in asked if each[0]["source"] != source]
+        others = fit(_known_without(values, rest), rest)
+        without.append(others)
         left_out |= zip((raw["id"] for raw, _, _ in own), predicted(others, own).tolist(), strict=True)
     made = []
     for each in known.constants:

@@ -101,6 +101,7 @@ class Head(nn.Linear):
     def forward(self, x: Tensor, targets: Tensor | None = None, reduction: str = "mean") -> Tensor:
         """(B, T, C) to logits (B, T, V); with ``targets``, (B, T), to their loss, as ``linear_cross_entropy``."""
         if targets is None:
+            assert self.vocabulary is None, "a part of the vocabulary has no logits of all ids"
             return F.linear(x, self.weight[: self.vocab_size])
         return linear_cross_entropy(
             x.flatten(0, 1),

@@ -11,7 +11,7 @@ from dsgpt.planner.formulas import STEP, model_state, worst_peak
 from dsgpt.planner.options import HEADROOM
 from dsgpt.planner.plan import FIXED_BYTES, HOST_SHARE
 from dsgpt.planner.rates import Machine
-from dsgpt.planner.rows import machine_of, read_row, setup_of
+from dsgpt.planner.rows import Row, machine_of, read_row, setup_of
 from dsgpt.planner.setup import Setup
 from dsgpt.planner.step_time import likely_sec
 
@@ -40,16 +40,22 @@ def answer(row: Any) -> dict[str, Any]:
     if not isinstance(row, dict):
         return {"id": None, "error": "a row must be an object"}
     try:
-        given = read_row(row)
-        setup, machine = setup_of(given), machine_of(given)
-        if given.dtype not in machine.precisions:
-            raise UserError(f"dtype {given.dtype}: {machine.name} has no units for it")
+        return _answer(read_row(row))
     except UserError as error:
-        return {"id": row.get("id"), "error": "; ".join(error.problems)}
+        said = "; ".join(error.problems)
+    except (ValueError, ArithmeticError) as error:  # of numbers that no training has
+        said = f"cannot be predicted ({error})"
+    return {"id": row.get("id"), "error": said}
+
+
+def _answer(row: Row) -> dict[str, Any]:
+    setup, machine = setup_of(row), machine_of(row)
+    if row.dtype not in machine.precisions:
+        raise UserError(f"dtype {row.dtype}: {machine.name} has no units for it")
     seconds, evidence = likely_sec(setup, machine), evidence_for(traits_of(setup, machine))
     memory, fits = memory_of(setup, machine)
     return {
-        "id": given.id,
+        "id": row.id,
         "seconds_per_step": seconds,
         "seconds_low": seconds * evidence.low,
         "seconds_high": seconds * evidence.high,

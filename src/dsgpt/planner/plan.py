@@ -120,6 +120,12 @@ class Plan:
         """What steps that others measured say about this one; None for rates that were measured here."""
         return evidence_for(traits_of(self.setup, self.machine)) if self.machine.assumed else None
 
+    @property
+    def uncorrected_seconds(self) -> float:
+        """Seconds of a step before own runs corrected the rates."""
+        before = self.machine.uncorrected
+        return predict_step(self.setup, before).seconds if before else self.step.seconds
+
     @cached_property
     def run(self) -> RunTime:
         """The time of the whole training."""
@@ -421,7 +427,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "run_type": setup.run_type,
         "model": setup.model.as_dict() | {"parameters": setup.model.parameter_count()},
         "machine": {"name": plan.machine.name, "devices": setup.world_size, "rates": plan.machine.basis}
-        | {"corrected_by": plan.machine.corrected_by}
+        | {"fingerprint": plan.machine.fingerprint}
         | {"network_gbps": plan.machine.network_gbps if several else None},
         **{name: getattr(setup, name) for name in _SHOWN},
         "parallel_sizes": asdict(setup.sizes),
@@ -445,6 +451,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
     return planned | {
         "step": {
             "seconds": step.seconds,
+            "uncorrected_seconds": plan.uncorrected_seconds,
             "least_seconds": step.least,
             "most_seconds": step.most,
             "assumed": plan.machine.assumed,

@@ -6,6 +6,7 @@ program is expected to reach. None of them was measured on a GPU by this project
 what follows from them against published figures.
 """
 
+import hashlib
 import json
 import math
 import operator
@@ -160,8 +161,15 @@ class Machine:
     """Gbit/s between two machines; None if nobody measured or stated them."""
     network_basis: str = ""
     """Source of this speed; empty if it is stated or assumed."""
-    corrected_by: float = 1.0
-    """How many times as long everything takes as these rates were before own runs corrected them."""
+    uncorrected: "Machine | None" = None
+    """The same before own runs corrected its rates; None if none did."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Tells machines with other rates apart; own runs change none."""
+        machine = self.uncorrected or self
+        return hashlib.sha256(repr((machine.name, machine.rates)).encode()).hexdigest()[:12]
+
     shares: Mapping[str, "Share"] = field(default_factory=dict)
     """Shares of a datasheet's peaks, by the names of ``ASSUMED``; empty where others hold or rates were measured."""
 

@@ -55,7 +55,7 @@ class Row:
     vocab: Size
     seq_len: Size
     micro_batch: Size
-    grad_accum: Size
+    grad_accum: Annotated[int, Field(ge=1, le=10**5)]
     tp: Size = 1
     pp: Size = 1
     dp: Size
@@ -126,6 +126,8 @@ def setup_of(row: Row) -> Setup:
     run_type, stage = strategy_of_row(row)
     if run_type != "optimized" and row.tp * row.pp > 1:
         raise UserError(f"strategy {run_type}: is not combined with tensor or pipeline ranks")
+    if row.n_head % row.tp:
+        raise UserError(f"tp {row.tp}: does not divide {row.n_head} heads")
     if row.pp > 1 and stage > 1:
         raise UserError(f"zero_stage {stage}: does not go with a pipeline: take 0 or 1")
     if row.pp > row.n_layer + 2:
@@ -171,8 +173,8 @@ def strategy_of_row(row: Row) -> tuple[str, int]:
     sharding, strategy = row.sharding or "", row.strategy or ""
     stage = row.zero_stage
     if stage is None:
-        digit = next((text[-1] for text in (strategy, sharding.split(" ")[0]) if text[-1:].isdigit()), "0")
-        stage = int(digit)
+        stated = (re.search(r"[0-9]$", text) for text in (strategy, sharding.split(" ")[0]))
+        stage = next((int(digit[0]) for digit in stated if digit), 0)
     if stage > 3:
         raise UserError(f"zero_stage {stage}: must be 0 to 3")
     if sharding in {"FULL_SHARD", "SHARD_GRAD_OP"} and not stage:
@@ -226,7 +228,7 @@ def machine_of(row: Row, values: Mapping[str, float] | None = None) -> Machine:
     if row.link_override_gbs:
         link = replace(gpu.interconnect, bytes_per_sec=int(row.link_override_gbs * 1e9))
         gpu = replace(gpu, interconnect=link)
-    if given := re.search(r"(\d+) ?GB\b", row.hardware_true or ""):
+    if given := re.search(r"([1-9][0-9]{0,4}) ?GB\b", row.hardware_true or ""):
         gpu = replace(gpu, memory_bytes=int(given[1]) * 10**9)
     if gbps is None and (own := NETWORKS.get(gpu.interconnect.kind)):
         gbps = own * row.gpus_per_node / 8

@@ -81,9 +81,7 @@ class OpCounts:
         head_size = model.n_embd // model.n_head
         attention = rates.attention_at(precision, head_size=head_size, length=setup.seq_length)
         if setup.attention == "stored":  # two products as any other
-            attention = matrix
-        if head_size % 8:
-            attention /= rates.odd_heads
+            attention = matrix if head_size % 8 == 0 else matrix / rates.odd_heads
         device = (
             max(self.matrix_flops / matrix, self.matrix_bytes / rates.memory)
             + self.attention_flops / attention

@@ -40,10 +40,8 @@ class PlannedSize:
 
     parameters: Positive = 1
     devices: Positive = 1
-    name: str | None = None
-    """Of the machine."""
-    corrected_by: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
-    """How many times as long the machine was planned to take because of its earlier runs."""
+    fingerprint: str | None = None
+    """Of the machine's rates."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +49,7 @@ class PlannedTime:
     """The likely time of a step, or of a training of ``steps``."""
 
     seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    uncorrected_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     steps: Positive = 1
 
 
@@ -73,6 +72,7 @@ class TrainingPlan:
     micro_batch_size: Positive
     gradient_accumulation_steps: Positive
     data_parallel_size: Positive
+    activation_checkpointing: bool = False
     step: PlannedTime
     training: PlannedTime
     costs: list[PlannedCost]
@@ -109,6 +109,15 @@ def read_plan(config: RunConfig, problems: Problems) -> TrainingPlan | None:
     return plan
 
 
+def _executes(config: RunConfig, plan: TrainingPlan) -> bool:
+    """Whether a run executes its plan: with other micro batches or kernels it would say nothing about the rates."""
+    options, batch = config.options, config.batch
+    ours = (config.topology.world_size, batch.micro_batch_size, batch.gradient_accumulation_steps)
+    planned = (plan.machine.devices, plan.micro_batch_size, plan.gradient_accumulation_steps)
+    same = config.activation_checkpointing == plan.activation_checkpointing
+    return ours == planned and same and not (options.compile or options.pad_logits)
+
+
 def _usd_per_hour(config: RunConfig, plan: TrainingPlan | None) -> float | None:
     """Dollars an hour of all machines of the run, spares included; None where no price was given."""
     if config.options.price_per_gpu_hour is not None:
@@ -128,7 +137,9 @@ class Budget:
 
     def __init__(self, config: RunConfig, plan: TrainingPlan | None) -> None:
         self._options, self._plan, self._total_steps = config.options, plan, config.total_steps
-        self._tokens_per_step = config.tokens_per_step
+        self._tokens_per_step, self._planned_tokens_per_sec = config.tokens_per_step, None
+        if plan is not None and plan.step.uncorrected_seconds and _executes(config, plan):
+            self._planned_tokens_per_sec = config.tokens_per_step / plan.step.uncorrected_seconds
         self._usd_per_hour, self._earlier_usd = _usd_per_hour(config, plan), 0.0
         self._as_planned = plan is not None and plan.machine.devices == config.topology.world_size
         self._began = self._recorded = time.monotonic() - (time.time() - psutil.Process().create_time())
@@ -220,9 +231,8 @@ class Budget:
             "usd_per_hour": self._usd_per_hour,
             "spent_usd": None if spent is None else self._earlier_usd + spent,
             "step_vs_plan": ratio,
-            "machine": self._plan.machine.name if self._plan else None,
-            "corrected_by": self._plan.machine.corrected_by if self._plan else None,
-            "planned_tokens_per_sec": self._plan and self._tokens_per_step / self._plan.step.seconds,
+            "fingerprint": self._plan.machine.fingerprint if self._plan else None,
+            "planned_tokens_per_sec": self._planned_tokens_per_sec,
             "tokens_per_sec": self._tokens_per_step / statistics.median(self._times) if ratio else None,
             "planned_seconds": planned,
             "seconds": seconds,

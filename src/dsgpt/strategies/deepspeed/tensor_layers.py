@@ -161,7 +161,8 @@ class VocabularyEmbedding(nn.Embedding):
         peers = group()
         rank, size = dist.get_rank(peers), dist.get_world_size(peers)
         first, rows = part_range(config.padded_vocab_size, rank=rank, size=size)
-        super().__init__(rows, config.n_embd)
+        # without values: peers with other numbers of rows would draw other masks of dropout afterwards
+        super().__init__(rows, config.n_embd, _weight=torch.empty(rows, config.n_embd))
         self.group, self.first, self._give = peers, first, give
         mark_split(self.weight, split=True)
 
