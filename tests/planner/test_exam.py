@@ -226,6 +226,8 @@ ROW = {
         {"kernels": "compiled", "attention": "stored"},
         {"network_gbit": 100},
         {"hardware": "mi300x"},
+        {"strategy": "zero\N{SUPERSCRIPT TWO}"},
+        {"hardware_true": f"{'9' * 400} GB"},
     ],
     ids=str,
 )
@@ -243,6 +245,8 @@ def test_what_a_strategy_trains_is_answered(changes):
         ({"strategy": "zero3", "zero_stage": 3, "pp": 2, "dp": 8}, "does not go with a pipeline"),
         ({"pp": 32, "dp": 1, "gpus": 32, "n_layer": 8}, "a pipeline needs a block for each stage"),
         ({"n_head": 17}, "does not divide"),
+        ({"tp": 16, "dp": 1, "n_head": 12}, "tp 16: does not divide 12 heads"),
+        ({"grad_accum": 10**9}, "grad_accum"),
         ({"gpus": 12, "dp": 12}, "are not whole nodes of 8"),
         ({"seq_len": "long"}, "seq_len"),
         ({"dtype": "bf16", "hardware": "v100-32gb"}, "v100-32gb has no units for it"),

@@ -232,7 +232,9 @@ def main() -> None:
             ) -> tuple[VocabularyEmbedding, VocabularyPart]:
                 return VocabularyEmbedding(shape, group=lambda: group, give=give), vocabulary_part(shape, group, give)
 
+            state = torch.get_rng_state()
             embedding, part = build(lambda *_: None)
+            assert torch.get_rng_state().equal(state), "peers would draw other masks of dropout"
             rank, size = dist.get_rank(), dist.get_world_size()
             first, length = part_range(shape.padded_vocab_size, rank=rank, size=size)
             rows = slice(first, first + length)
