@@ -95,7 +95,7 @@ def test_eight_of_ten_steps_are_in_their_range_also_without_their_source():
         own.append(near.low <= 1 / row.ratio <= near.high)
         apart.append(far.low <= 1 / row.left_out <= far.high)
         widths.append(near.high / near.low)
-    assert 0.8 <= fmean(own) <= 0.9
+    assert 0.8 <= fmean(own) <= 0.92
     assert fmean(apart) == pytest.approx(0.8, abs=0.05)
     assert median(widths) < 1.3
 
@@ -176,7 +176,8 @@ def test_tensor_ranks_divide_embedding_head_and_loss(setup):
     assert parts.parameters(0)[0].numel == whole.parameters(0)[0].numel / 2
     head, divided = (head_and_loss(each, kind="cuda") for each in (whole, parts))
     assert (divided.matrix_flops, divided.logits) == (head.matrix_flops / 2, head.logits / 2)
-    (sums,) = (each for each in step_traffic(parts) if each.axis == "tensor")
+    sums, figures = (each for each in step_traffic(parts) if each.axis == "tensor")
+    assert figures.payload_bytes == 2 * 3 * 4 * parts.tokens * parts.gradient_accumulation_steps
     assert sums.passes == (2 * 2 + 1, 2 * 2 + 1)  # of two blocks, and of the lookup and the head's gradient
 
 

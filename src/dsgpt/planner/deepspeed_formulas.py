@@ -51,6 +51,10 @@ class Fill:
     """Whether the bucket has the embedding's gradient; until it comes, the head's part of it waits outside."""
 
 
+_LOSS_FIGURES = 3 * FULL
+"""Bytes of a token that tensor ranks gather from each other for the loss."""
+
+
 class DeepSpeed(Planned):
     """Formulas that all stages of ZeRO share."""
 
@@ -129,12 +133,13 @@ class DeepSpeed(Planned):
         """Traffic between tensor, sequence and pipeline ranks.
 
         Tensor ranks sum the residual stream twice per block in the forward pass, and twice in the backward pass. Each
-        looks up its rows of the embedding, which are summed, and the gradient that leaves the head is a sum, too.
-        Recomputing a block repeats the forward pass without its last sum, which nothing in the block needs. Sequence
-        ranks have per block one all-to-all each of queries, keys, values and the result, and the same for their
-        gradients. A stage sends the residual stream to the next stage, and its gradient to the previous one. Each
-        tensor rank sends its part. The receivers gather it, and the senders gather it before the backward pass. The
-        first and the last stage sum the embedding's gradient, in fp32.
+        looks up its rows of the embedding, which are summed, and the gradient that leaves the head is a sum, too. For
+        the loss each gathers three numbers of a token from the others. Recomputing a block repeats the forward pass
+        without its last sum, which nothing in the block needs. Sequence ranks have per block one all-to-all each of
+        queries, keys, values and the result, and the same for their gradients. A stage sends the residual stream to
+        the next stage, and its gradient to the previous one. Each tensor rank sends its part. The receivers gather it,
+        and the senders gather it before the backward pass. The first and the last stage sum the embedding's gradient,
+        in fp32.
         """
         setup, sizes, stage = self.setup, self.setup.sizes, self.setup.stage(rank)
         again, following, preceding = int(setup.activation_checkpointing), stage < sizes.pipeline - 1, stage > 0
@@ -142,6 +147,17 @@ class DeepSpeed(Planned):
         sums = 2 * blocks + (stage == 0), (2 + again) * blocks + setup.computes_loss(rank)
         tensor = partial(self._streams, axis="tensor", ranks=sizes.tensor, calls=sum(sums))
         yield tensor("all_reduce", count=sum(sums), width=setup.low, passes=sums)
+        if setup.computes_loss(rank):
+            micro_batches = setup.gradient_accumulation_steps
+            yield Traffic(
+                what="activations",
+                operation="all_gather",
+                group_size=sizes.tensor,
+                payload_bytes=_LOSS_FIGURES * setup.tokens * sizes.tensor * micro_batches,
+                axis="tensor",
+                calls=micro_batches,
+                passes=(1, 0),
+            )
         sequence = partial(self._streams, axis="sequence", ranks=sizes.sequence, calls=exchanges)
         yield sequence("all_to_all", count=exchanges, passes=(1, 1 + again))
         pipeline = partial(self._streams, axis="pipeline", ranks=2, calls=2)
