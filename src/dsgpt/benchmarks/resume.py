@@ -35,7 +35,7 @@ from dsgpt.common.text import counted
 from dsgpt.record.schema import COMPLETE_FILE, RECORD_FILE, STEPS_FILE, read_steps
 
 PAIRS, SEED = 30, 4
-SAME_TO_A_CHECKPOINT = ("ddp-copied-buckets", "fsdp-kept")
+SAME_TO_A_CHECKPOINT = ("ddp-copied-buckets", "fsdp-kept", "fsdp-sharded-sums")
 """Strategies that differ from another one in how they communicate, but not in what is saved."""
 
 
