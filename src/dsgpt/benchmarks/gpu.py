@@ -75,7 +75,7 @@ CHUNKS = {
     "server": Chunk("server", 240, 60),
     "faster": Chunk("faster", 200, 45),
     "all-smoke": Chunk("smoke", 200, 60, several=True),
-    "all-parity": Chunk("parity_of_all", 200, 60, several=True),
+    "all-parity": Chunk("parity_of_all", 200, 120, several=True),
     "all-memory": Chunk("memory", 240, 60, several=True),
     "all-bus": Chunk("bus", 60, 15, several=True),
     "all-profile": Chunk("profile", 60, 20, several=True),

@@ -232,7 +232,7 @@ def parity_of_all(proof: Proof) -> Found:
 
     The bounds of the parity suite.
     """
-    names = ("ddp", "zero2") if proof.stand_in else (*ON_GPU[1:], *SPLIT)
+    names = ("zero2",) if proof.stand_in else (*ON_GPU[1:], *SPLIT)
     return proof.suite("parity", "--core", "--ranks", 2, "--only", *names)
 
 
