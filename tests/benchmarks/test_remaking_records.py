@@ -178,6 +178,15 @@ def test_records_are_remade_if_a_source_has_changed_and_their_pages_always(repos
     assert "[2/16] parity: made from the present sources, skipped" in said
 
 
+def test_charts_are_drawn_again_with_the_records_that_they_show(repository, commands):
+    for file in DEMO_FILES:
+        committed(repository, file)
+    for only, shown in (("parity", ["parity"]), ("exam", ["exam", "demo"])):
+        commands.shown.clear()
+        assert remake_records(repository, only=[only], run=commands) == 0
+        assert commands.shown == shown
+
+
 def test_commands_get_the_peers_and_the_model_that_they_need(repository, commands):
     (repository / TRAINED).rmdir()
     only = ["plan", "speed", "decoding", "serving"]

@@ -205,7 +205,11 @@ def _publish(records: Sequence[CommittedRecord], repository: Path, run: Runner) 
             _copy({file: file for file in record.files.values()}, repository / READY, repository / REFERENCE)
     if any(record.name in WITH_ENGINES for record in records):
         _add_engines(repository)
-    for record in records:
+    demo = RECORDS[frame.DEMO]
+    drawn = any(record.suite in {"plan", "inference", "exam", frame.SWEEP} for record in records)
+    there = all((repository / REFERENCE / file).is_file() for file in demo.records)
+    charts = [demo] if drawn and there and demo not in records else []
+    for record in (*records, *charts):
         # Also for records that were not old: an interruption may have come before this.
         if code := run(show_words(record, repository)):
             print(f"{record.name}: its pages failed with exit code {code}", flush=True)
