@@ -138,6 +138,7 @@ def test_a_killed_chunk_leaves_no_half_file_and_runs_again(proofs, capsys):
 
 def test_a_killed_command_takes_its_chunk_along_and_continues(proofs):
     """Else two chunks would share the GPU."""
+    proofs.run({"one": THREE["one"]})
     child = os.fork()
     if not child:
         try:
@@ -153,7 +154,7 @@ def test_a_killed_command_takes_its_chunk_along_and_continues(proofs):
     while process.exists() and time.monotonic() < until:
         time.sleep(0.05)
     assert not process.exists()
-    assert sorted(path.name for path in proofs.into.iterdir()) == ["one.json", "work"]
+    assert sorted(path.name for path in proofs.into.iterdir()) == ["gpu.json", "gpu.md", "one.json", "work"]
     assert proofs.started == ["one", "two"]
     code, record = proofs.run({"one": THREE["one"], "two": THREE["three"]})
     assert (code, len(record["chunks"]), proofs.started) == (0, 2, ["two"])

@@ -283,10 +283,10 @@ def test_direct_io(tmp_path, monkeypatch, snapshot):
     assert list(tmp_path.iterdir()) == []
     original = os.open
 
-    def without_direct_io(path: str, flags: int, *more: int) -> int:
+    def without_direct_io(path: str, flags: int, *more: int, **at: int) -> int:
         if flags & os.O_DIRECT:
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), path)  # what tmpfs answers before Linux 6.6
-        return original(path, flags, *more)
+        return original(path, flags, *more, **at)
 
     monkeypatch.setattr(os, "open", without_direct_io)
     assert without_paths(direct_io_problem(tmp_path), tmp_path) == snapshot

@@ -10,6 +10,7 @@ import hashlib
 import json
 import math
 import operator
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -166,9 +167,13 @@ class Machine:
 
     @property
     def fingerprint(self) -> str:
-        """Tells machines with other rates apart; own runs change none."""
+        """Tells machines with other rates apart; own runs change none.
+
+        Of six digits: another CPU, or another Python's ``sum``, rounds the last ones of a fit differently.
+        """
         machine = self.uncorrected or self
-        return hashlib.sha256(repr((machine.name, machine.rates)).encode()).hexdigest()[:12]
+        rates = re.sub(r"\d+\.\d+(e[+-]?\d+)?", lambda number: f"{float(number[0]):.6g}", repr(machine.rates))
+        return hashlib.sha256(f"{machine.name} {rates}".encode()).hexdigest()[:12]
 
     shares: Mapping[str, "Share"] = field(default_factory=dict)
     """Shares of a datasheet's peaks, by the names of ``ASSUMED``; empty where others hold or rates were measured."""
