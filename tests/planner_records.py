@@ -37,6 +37,30 @@ RECORD = {
 }
 
 
+def gpu_record(**changes: object) -> dict:
+    """The record of a calibration of two H100, with made-up rates and messages of three sizes, but for ``changes``.
+
+    An all-reduce takes 50 microseconds and a nanosecond for each byte, an all-gather an eighth of that for a byte.
+    """
+    gpu = {"device": "cuda", "gpu_name": "NVIDIA H100 80GB HBM3", "gpu_memory_bytes": 85_000_000_000}
+    per_byte = {"all_reduce": 1e-9, "all_gather": 1.25e-10}
+    ceilings = [
+        each
+        | {"matrix_flops_per_sec": {"bf16": {"768": {"256": 1e13, "4096": 4e14}}}}
+        | {"attention_flops_per_sec": {"bf16": {"64": {"1024": 1e14}, "128": {"1024": 2e14}}}}
+        | {"elementwise_bytes_per_sec": {"bf16": 2e12}, "logits_per_sec": {"bf16": 1e11}, "kernel_sec": 1.5e-6}
+        | {"operation_sec": 7e-6, "triad_bytes_per_sec": 3e12, "host_link_bytes_per_sec": 4e10}
+        | changes
+        for each in RECORD["ceilings"]
+    ]
+    sizes = (1 << 16, 1 << 20, 1 << 24)
+    ceilings[1].setdefault(
+        "message_sec", {name: {size: 5e-5 + size * slope for size in sizes} for name, slope in per_byte.items()}
+    )
+    memory = {"memory_bytes_per_device": 85_000_000_000}
+    return RECORD | memory | {"hardware": gpu, "machine": "NVIDIA H100 80GB HBM3 x 2", "ceilings": ceilings}
+
+
 # A machine whose rates are round numbers, so that a test can work out times by hand.
 
 

@@ -7,7 +7,9 @@ from dsgpt.planner import calibrate
 
 start = calibrate.start_processes
 calibrate.start_processes = lambda *words, **options: start(*words, **options | {"start_method": "fork"})
-calibrate.WIDTHS, calibrate.TOKENS = {"cuda": (64, 128)}, {"cuda": 256}
-calibrate.ROWS, calibrate.WEIGHT_BYTES = {"cuda": (64, 128, 256)}, {"cuda": 1 << 20}
-calibrate.ELEMENTS, calibrate.SENT_BYTES = {"cuda": 1 << 20}, {"cuda": 1 << 20}
-calibrate.calibrate(Path(sys.argv[1]), seconds=2, devices=1)
+calibrate.WIDTHS, calibrate.TOKENS = {"cuda": (64,)}, {"cuda": 64}
+calibrate.ROWS, calibrate.WEIGHT_BYTES = {"cuda": (16, 64)}, {"cuda": 1 << 16}
+calibrate.ELEMENTS, calibrate.SENT_BYTES = {"cuda": 1 << 16}, {"cuda": 1 << 16}
+calibrate.HEAD_SIZES, calibrate.LENGTHS = {"cuda": (16, 32)}, {"cuda": (32, 64)}
+calibrate.MESSAGES = {"cuda": (1 << 12, 1 << 16)}
+calibrate.calibrate(Path(sys.argv[1]), seconds=2)

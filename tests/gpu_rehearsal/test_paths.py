@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,8 @@ from training_runs import SCRIPT, finished, read_record, resolved
 
 from dsgpt.benchmarks import stand_in_gpu
 from dsgpt.machine.device import bring_up
+from dsgpt.planner import calibrate
+from dsgpt.planner.rates import read_calibration
 from dsgpt.strategies.base import build_strategy
 from dsgpt.training.trainer import training_batches
 
@@ -19,8 +22,8 @@ SRC = Path(SCRIPT).parent
 HERE = Path(__file__).parent
 
 
-def on_stand_in(script: Path | str, *words: object, cwd: Path):
-    done = run_script(stand_in_gpu.__file__, [script, *words], cwd=cwd)
+def on_stand_in(*words: object, cwd: Path):
+    done = run_script(stand_in_gpu.__file__, words, cwd=cwd)
     finished(done)
     return done.stdout
 
@@ -73,12 +76,42 @@ def test_a_gpu_evaluates_as_a_cpu_does(profiled_run):
     assert losses["cuda"] == losses["cpu"]
 
 
-def test_a_gpu_is_calibrated(tmp_path):
-    on_stand_in(HERE / "calibrate_here.py", tmp_path / "calibration.json", cwd=tmp_path)
-    calibration = json.loads((tmp_path / "calibration.json").read_text())
-    assert calibration["hardware"]["device"] == "cuda"
-    assert calibration["ceilings"]
-    assert calibration["memory_bytes_per_device"] == stand_in_gpu.MEMORY
+def test_two_gpus_are_calibrated(tmp_path):
+    """Attention by head size and length, small shapes, what the device and its host need, and messages of each size."""
+    on_stand_in("--gpus", 2, HERE / "calibrate_here.py", tmp_path / "calibration.json", cwd=tmp_path)
+    found = read_calibration(tmp_path / "calibration.json")
+    assert (found.kind, found.memory_bytes_per_device) == ("cuda", stand_in_gpu.MEMORY)
+    assert [each.devices for each in found.ceilings] == [1, 2]
+    for each in found.ceilings:
+        assert each.matrix_flops_per_sec.keys() == {"fp32", "bf16", "fp16"}
+        assert {rows for by_width in each.matrix_flops_per_sec.values() for rows in by_width[64]} == {16, 64}
+        attention = {size: set(by_length) for size, by_length in each.attention_flops_per_sec["bf16"].items()}
+        assert attention == {16: {32, 64}, 32: {32, 64}}
+        assert each.operation_sec and each.kernel_sec
+    alone, both = found.ceilings
+    assert (alone.message_sec, alone.bus_bytes_per_sec) == ({}, None)
+    sent = {operation: set(by_size) for operation, by_size in both.message_sec.items()}
+    assert sent == {key: {1 << 12, 1 << 16} for key in ("all_reduce", "all_gather", "all_to_all", "send")}
+
+
+def test_a_gpu_is_not_waited_for_after_every_call(monkeypatch):
+    """Or starting and waiting would count as the time of every small shape, as they do in no training."""
+    calls = []
+    monkeypatch.setattr(calibrate, "_QUEUED_SEC", 0.01)
+    with stand_in_gpu.stand_in_gpu() as ledger:
+        clock = calibrate.Clock(torch.device("cuda"), seconds=0.05)
+        clock.seconds(lambda: calls.append(time.sleep(1e-4)))
+    assert 10 * sum(times for (what, *_), times in ledger.waits.items() if what == "synchronize") < len(calls)
+
+
+def test_a_gpus_time_for_a_small_operation_is_without_what_keeps_it_busy(monkeypatch):
+    """The stand-in executes at once, so what goes before would be counted if the first event came before it."""
+    monkeypatch.setitem(calibrate.ELEMENTS, "cuda", 1 << 24)
+    with stand_in_gpu.stand_in_gpu():
+        clock = calibrate.Clock(torch.device("cuda"), seconds=0.01)
+        large = torch.ones(1 << 24, device="cuda")
+        busy = clock.seconds(lambda: large.add_(1))
+        assert calibrate.kernel_sec(clock) < calibrate._AHEAD * busy / calibrate._SMALL / 2
 
 
 def graph_words(folder: Path, precision: str) -> list[str]:

@@ -8,13 +8,20 @@ import statistics
 from dataclasses import replace
 
 import pytest
-from planner_records import RECORD, machine
+from planner_records import RECORD, gpu_record, machine
 
-from dsgpt.common.json_files import parse_as
+from dsgpt.common.json_files import JsonError, parse_as
 from dsgpt.model.config import PRESETS
-from dsgpt.planner.hardware import PRICES, gpus, read_prices, recognise
+from dsgpt.planner.hardware import PRICES, find_gpu, gpus, read_prices, recognise
 from dsgpt.planner.options import PlanOptions
-from dsgpt.planner.rates import Calibration, read_calibration, utilisation
+from dsgpt.planner.rates import (
+    Calibration,
+    Machine,
+    calibrated_machine,
+    datasheet_machine,
+    read_calibration,
+    utilisation,
+)
 from dsgpt.planner.setup import Setup, model_parameters, total
 from dsgpt.planner.step_time import (
     START_SEC,
@@ -251,6 +258,90 @@ def test_the_spread_is_what_a_fit_to_the_others_misses(setup):
     assert fit(steps).compute == {"fp32": pytest.approx(2.0)}
     assert fit(steps).spread == pytest.approx(8**0.5 - 1)
     assert fit(steps[1:2]).spread == pytest.approx(0.5)  # without it nothing is fitted
+
+
+# A calibration replaces a datasheet's constants one by one.
+
+
+H100 = datasheet_machine(find_gpu("h100-80gb"), devices=2)
+
+
+def calibrated(record: dict, **arguments: object) -> Machine:
+    return calibrated_machine(parse_as(json.dumps(record).encode(), Calibration), **arguments)
+
+
+def test_a_calibrated_gpu_keeps_of_its_datasheet_what_no_calibration_measures():
+    found = calibrated(gpu_record())
+    rates, sheet = found.rates, H100.rates
+    kept = ("contention", "gathers_hidden", "odd_heads", "host_memory", "network")
+    assert [getattr(rates, name) for name in kept] == [getattr(sheet, name) for name in kept]
+    assert found.unmeasured == ("memory of the host",)
+    assert "(assumed from its datasheet: memory of the host)" in found.basis
+    assert (rates.kernel_sec, rates.host_sec) == (1.5e-6, 7e-6)
+    assert rates.matrix_at("bf16", width=768, rows=256) == 1e13
+    assert rates.half_width == rates.half_rows == 0  # small shapes are slow as measured, and not once more
+    assert rates.attention_at("bf16", head_size=128, length=4096) == 2e14
+    assert found.precisions == ("bf16",)
+    assert found.slowest.kernel_sec == pytest.approx(1.25 * 1.5e-6)
+    assert found.slowest.host_memory == H100.slowest.host_memory
+    assert calibrated(gpu_record(), network=5e10).rates.network == pytest.approx(4 * sheet.network)
+
+
+@pytest.mark.parametrize(
+    ("lacking", "fields", "name"),
+    [
+        ("matrix_flops_per_sec", ["matrix", "half_width", "half_rows"], "matrix products"),
+        ("attention_flops_per_sec", ["attention"], "attention"),
+        ("logits_per_sec", ["logits"], "memory"),
+        ("triad_bytes_per_sec", ["memory"], "memory"),
+        ("kernel_sec", ["kernel_sec"], "start of an operation"),
+        ("operation_sec", ["host_sec"], None),
+        ("host_link_bytes_per_sec", ["host_link"], "link to the host"),
+        ("bus_bytes_per_sec", ["bus", "collective_sec", "slowness"], "link between GPUs"),
+    ],
+)
+def test_a_datasheet_stands_for_what_a_calibration_lacks(lacking, fields, name):
+    """And for nothing else; a CPU, and a GPU that the table lacks, have none."""
+    everything, record = calibrated(gpu_record()), gpu_record()
+    for each in record["ceilings"]:
+        del each[lacking]
+    found = calibrated(record)
+    assert [getattr(found.rates, each) for each in fields] == [getattr(H100.rates, each) for each in fields]
+    others = replace(found.rates, **{each: getattr(everything.rates, each) for each in fields})
+    assert others == everything.rates
+    assert [getattr(found.slowest, each) for each in fields] == [getattr(H100.slowest, each) for each in fields]
+    assert set(found.unmeasured) >= {name or "memory of the host"}
+    if lacking not in {"kernel_sec", "bus_bytes_per_sec"}:
+        for hardware in ({"device": "cpu"}, record["hardware"] | {"gpu_name": "NVIDIA H300"}):
+            with pytest.raises(JsonError, match=rf"ceilings: have no {lacking}"):
+                calibrated(record | {"hardware": hardware})
+
+
+def test_an_unmeasured_rate_of_a_calibrated_gpu_is_an_assumption_of_the_plan(plan, calibration):
+    """A plan says which rates are assumed, and what other values of them would change; of measured ones, nothing."""
+    calibration.write_text(json.dumps(gpu_record(matrix_flops_per_sec={})))
+    lines = plan(f"--model_size small --gpus 2 --strategy zero1 --tokens 1e9 --machine {calibration}").splitlines()
+    (rates,) = [line for line in lines if line.startswith("rates: ")]
+    assert "with 2 of 2 devices at work (assumed from its datasheet: matrix products, memory of the host);" in rates
+    assert [line[:24] for line in lines if line.startswith("assumed: ")] == ["assumed: matrix products"]
+
+
+def test_a_message_starts_as_messages_of_every_size_say():
+    """All-reduce: 50 microseconds, and a nanosecond for each byte, as its rate says. All-gather: an eighth of that."""
+
+    def start(**changes: object) -> float:
+        return calibrated(gpu_record(**changes)).rates.collective_sec[2]
+
+    rates = calibrated(gpu_record()).rates
+    assert (rates.bus, rates.slowness["all_gather"]["fp32"]) == ({2: 1e9}, 0.25)
+    assert start() == pytest.approx(5e-5)  # and not the 100 of a sum of one number
+    assert start(message_sec={}) == 1e-4
+    sizes = {1 << 16: 1.2e-4, 1 << 20: 1.4e-3}  # they start after 54 and 351 microseconds
+    assert start(message_sec={"all_reduce": sizes}) == pytest.approx(5.4464e-5)  # the second is 21% off, the first 0
+    slow_and_fast = {"all_reduce": {1: 1e-3, 2: 1.1e-3, 3: 1.2e-3}, "all_gather": {1: 1e-5}}
+    assert start(message_sec=slow_and_fast) == pytest.approx(1e-3, rel=1e-3)  # the fast one does not outweigh others
+    too_fast = {"all_reduce": {1 << 20: 1e-4}}  # than the rate: no message starts before it is sent
+    assert start(message_sec=too_fast) == 1e-4
 
 
 # A short calibration of this machine, and machines made from calibrations.

@@ -549,6 +549,7 @@ def stand_in(*, gpus: int, memory: int) -> None:
     torch.get_device_module = lambda device=None: module_of(device or "cuda")  # type: ignore[assignment]
     calibrate.TOKENS["cuda"] = 256
     calibrate.WIDTHS["cuda"], calibrate.ROWS["cuda"], calibrate.LENGTHS["cuda"] = (64,), (16, 32, 64), (64,)
+    calibrate.MESSAGES["cuda"] = (1 << 12, 1 << 16)
     calibrate.WEIGHT_BYTES["cuda"] = calibrate.ELEMENTS["cuda"] = calibrate.SENT_BYTES["cuda"] = 1 << 16
 
 

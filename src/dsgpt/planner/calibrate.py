@@ -36,22 +36,30 @@ from dsgpt.planner.rates import SCHEMA_VERSION
 
 # The operations that are timed, each at shapes like those of a training step.
 
-WIDTHS = {"cpu": (128, 256, 768), "cuda": (768, 1600)}
-"""Widths of the linear layers."""
+WIDTHS = {"cpu": (128, 256, 768), "cuda": (256, 768, 1600, 4096)}
+"""Widths of the linear layers; the smallest and few rows take a GPU less time than the host needs to start them."""
 TOKENS = {"cpu": 1024, "cuda": 16384}
 """Tokens of a micro batch."""
-ROWS = {"cpu": (128, 256, 1024), "cuda": (1024, 4096, 16384)}
+ROWS = {"cpu": (128, 256, 1024), "cuda": (256, 1024, 4096, 16384)}
 """Tokens of micro batches for which matrix products are timed."""
 WEIGHT_BYTES = {"cpu": 32 << 20, "cuda": 256 << 20}
 """Bytes of the weights that matrix products take turns with: as in a model, a core's own caches do not hold them."""
 ELEMENTS = {"cpu": 16 << 20, "cuda": 128 << 20}
 """Elements of an array that fits into no cache."""
 SENT_BYTES = {"cpu": 16 << 20, "cuda": 256 << 20}
+"""Payload of a collective operation whose bandwidth is measured in each precision."""
+MESSAGES: dict[str, tuple[int, ...]] = {"cpu": (), "cuda": (64 << 10, 1 << 20, 16 << 20)}
+"""Smaller payloads for which they are timed. Of gloo, the times of one number and of ``SENT_BYTES`` say all."""
 VOCABULARY = 50_257
-HEAD_SIZES, LENGTHS = {"cpu": (32, 64), "cuda": (64,)}, {"cpu": (128, 256, 512), "cuda": (1024,)}
+HEAD_SIZES = {"cpu": (32, 64), "cuda": (64, 128)}
+LENGTHS: dict[str, tuple[int, ...]] = {"cpu": (128, 256, 512), "cuda": (256, 1024, 4096)}
 _SMALL = 50
 _PIECES = 8
 """Parts of the calls of a collective operation, each timed for itself."""
+_QUEUED_SEC = 0.002
+"""Seconds for which a GPU has calls in its queue before the host waits, as it does not in a training."""
+_AHEAD = 8
+"""Passes over ``ELEMENTS`` that keep a GPU busy while the host starts ``_SMALL`` operations."""
 
 
 class Clock:
@@ -67,17 +75,22 @@ class Clock:
         self._seconds = seconds
 
     def seconds(self, call: Callable[[], object]) -> float:
-        """The lower quartile of a call's times, after one for warm-up: other programs may disturb the rest."""
+        """The lower quartile of a call's times, after one for warm-up: other programs may disturb the rest.
+
+        On a GPU each is the mean of calls that follow each other: the slower of the GPU and of the host that starts it.
+        """
         call()
         self._wait()
-        times: list[float] = []
+        calls = 1 if self.device.type == "cpu" else max(1, int(_QUEUED_SEC / max(self._mean(call, 1), 1e-6)))
+        return self.repeated(lambda: self._mean(call, calls))
+
+    def repeated(self, measure: Callable[[], float]) -> float:
+        """The lower quartile of what ``measure`` returns, at least once, and for as long as there is time."""
+        found: list[float] = []
         started = time.perf_counter()
-        while not times or time.perf_counter() - started < self._seconds:
-            begun = time.perf_counter()
-            call()
-            self._wait()
-            times.append(time.perf_counter() - begun)
-        return sorted(times)[len(times) // 4]
+        while not found or time.perf_counter() - started < self._seconds:
+            found.append(measure())
+        return sorted(found)[len(found) // 4]
 
     def seconds_together(self, call: Callable[[], object]) -> float:
         """Seconds of a collective operation, measured in parts: every rank calls it equally often."""
@@ -176,7 +189,10 @@ def triad_bytes_per_sec(clock: Clock) -> float:
 
 
 def operation_sec(clock: Clock) -> float:
-    """Seconds of one of many operations on 16 numbers, over a forward pass and its backward pass."""
+    """Seconds of one of many operations on 16 numbers, over a forward pass and its backward pass.
+
+    On a GPU it is the host that needs them.
+    """
     x = torch.ones(4, 4, device=clock.device, requires_grad=True)
 
     def many() -> None:
@@ -189,6 +205,25 @@ def operation_sec(clock: Clock) -> float:
     return clock.seconds(many) / (_SMALL * 5)  # two of the forward pass, three of the backward pass
 
 
+def kernel_sec(clock: Clock) -> float:
+    """Seconds that a GPU needs for one of many operations on 16 numbers that wait in its queue."""
+    x, large = torch.ones(4, 4, device=clock.device), torch.ones(ELEMENTS["cuda"], device=clock.device)
+    begun, ended = (torch.cuda.Event(enable_timing=True) for _ in "ab")  # type: ignore[no-untyped-call]
+
+    def queued() -> float:
+        for _ in range(_AHEAD):
+            large.add_(1)
+        begun.record()
+        for _ in range(_SMALL):
+            x.add_(1)
+        ended.record()
+        ended.synchronize()
+        return max(float(begun.elapsed_time(ended)), 1e-6) / 1e3 / _SMALL
+
+    queued()
+    return clock.repeated(queued)
+
+
 def host_link_bytes_per_sec(clock: Clock) -> float:
     """A copy from the device to pinned memory of its host; on a CPU, within memory."""
     on_gpu = clock.device.type == "cuda"
@@ -199,7 +234,18 @@ def host_link_bytes_per_sec(clock: Clock) -> float:
 
 def bus_bytes_per_sec(clock: Clock, operation: str, precision: str) -> float:
     """Bytes that a rank of a ring sends (NCCL's bus bandwidth), by ``dsgpt.machine.topology``."""
-    ranks, size, dtype = dist.get_world_size(), SENT_BYTES[clock.device.type], DTYPES[precision]
+    size = SENT_BYTES[clock.device.type]
+    seconds = _sending_sec(clock, operation, precision, size)
+    return ring_factor(operation, dist.get_world_size()) * size / seconds
+
+
+def message_sec(clock: Clock, operation: str, size: int) -> float:
+    """Seconds of a collective operation with a payload of ``size`` bytes, of fp32 numbers."""
+    return _sending_sec(clock, operation, "fp32", size)
+
+
+def _sending_sec(clock: Clock, operation: str, precision: str, size: int) -> float:
+    ranks, dtype = dist.get_world_size(), DTYPES[precision]
     whole, other = (
         torch.zeros(size // dtype.itemsize // ranks * ranks, dtype=dtype, device=clock.device) for _ in "ab"
     )
@@ -217,7 +263,7 @@ def bus_bytes_per_sec(clock: Clock, operation: str, precision: str) -> float:
         "all_to_all": lambda: dist.all_to_all_single(other, whole),
         "send": send,
     }
-    return ring_factor(operation, ranks) * size / clock.seconds_together(call[operation])
+    return clock.seconds_together(call[operation])
 
 
 def all_reduce_sec(clock: Clock) -> float:
@@ -248,10 +294,14 @@ def operations_of(kind: str, *, devices: int) -> list[tuple[Callable[..., float]
         *((logits_per_sec, (each,)) for each in precisions),
         *((operation, ()) for operation in (triad_bytes_per_sec, operation_sec, host_link_bytes_per_sec)),
     ]
+    if kind == "cuda":
+        operations.append((kernel_sec, ()))
     if devices > 1:
         sums = itertools.product(("all_reduce", "reduce_scatter"), precisions)
         moves = itertools.product(("all_gather", "all_to_all", "send"), ("fp32",))
+        messages = itertools.product(("all_reduce", "all_gather", "all_to_all", "send"), MESSAGES[kind])
         operations += [*((bus_bytes_per_sec, each) for each in (*sums, *moves)), (all_reduce_sec, ())]
+        operations += [(message_sec, each) for each in messages]
     return operations
 
 
@@ -291,15 +341,15 @@ def _measure_rank(rank: int, queue: Any, kind: str, devices: int, seconds: float
             place = ceilings
             for key in keys[:-1]:
                 place = place.setdefault(key, {})
-            place[keys[-1]] = max(figures) if keys[0] in {"operation_sec", "all_reduce_sec"} else min(figures)
+            place[keys[-1]] = min(figures) if keys[0].endswith("_per_sec") else max(figures)
         if rank == 0:
             queue.put({"bus_bytes_per_sec": None, "all_reduce_sec": None} | ceilings)
     exit_rank(0)
 
 
 _DISK_BYTES = 256 << 20
-_START_SEC = 5.0
-"""Seconds to start the processes, not spent on measuring."""
+_START_SEC = {"cpu": 5.0, "cuda": 10.0}
+"""Seconds to start the processes, not spent on measuring; on GPUs assumed, with NCCL and the first calls of kernels."""
 _LEAST_SEC = 0.01
 
 
@@ -320,7 +370,7 @@ def calibrate(path: Path, *, seconds: float, devices: int | None = None) -> dict
     most = devices or (cuda_devices() if kind == "cuda" else int(str(hardware["cpu_count"])))
     counts = sorted({1, most})
     steps = [operations_of(kind, devices=count) for count in counts]
-    each = max(_LEAST_SEC, (seconds - _START_SEC * len(counts)) / sum(map(len, steps)) / 1.6)  # warm-up and data
+    each = max(_LEAST_SEC, (seconds - _START_SEC[kind] * len(counts)) / sum(map(len, steps)) / 1.6)  # warm-up and data
     path.parent.mkdir(parents=True, exist_ok=True)
     disk = disk_bytes_per_sec(path.parent)
     ceilings = [measure_ceilings(kind, devices=count, seconds=each) for count in counts]

@@ -161,7 +161,8 @@ class Plan:
             assumptions.append(Assumption(what=what, value=value, seconds=seconds, break_even=turns))
         best = {each.name: each for each in sorted(self.rivals, key=lambda each: -each.run.seconds)}
         plan = replace(self, rivals=tuple(best.values()))
-        for what, (fields, general, scale, unit) in ASSUMED.items() if self.machine.assumed else ():
+        for what in ASSUMED if self.machine.assumed else self.machine.unmeasured:
+            fields, general, scale, unit = ASSUMED[what]
             share = self.machine.shares.get(what, general)
             form = partial(_number, scale=scale, unit=unit)
             seconds, turns = _tried(plan, fields, share.likely, (share.least, share.most), form)

@@ -21,6 +21,7 @@ from pydantic import Field
 
 from dsgpt.common.errors import UserError
 from dsgpt.common.json_files import Finite, JsonError, Positive, parse_as, parse_json, read_as, read_bytes
+from dsgpt.machine.topology import ring_factor
 from dsgpt.model.config import GPT2Config
 from dsgpt.planner.hardware import Gpu, recognise
 
@@ -95,14 +96,14 @@ class Rates:
     def in_precision(self, precision: str, *, slower: float) -> "Rates":
         """The rates with which computation in ``precision`` takes ``slower`` times as long."""
         slower_rates: dict[str, Any] = {}
-        for name in ("matrix", "attention", "elementwise", "logits"):
+        for name in COMPUTED:
             rates = getattr(self, name)
             slower_rates[name] = {**rates, precision: changed(rates[precision], lambda rate: rate / slower)}
         return replace(self, **slower_rates)
 
     def scaled(self, *, compute: float, communication: float) -> "Rates":
         """The rates with which computation and communication take these times as long."""
-        computing = ("matrix", "attention", "elementwise", "logits", "memory")
+        computing = (*COMPUTED, "memory")
         return replace(
             self,
             **{name: changed(getattr(self, name), lambda rate: rate / compute) for name in computing},
@@ -112,6 +113,10 @@ class Rates:
             network=self.network / communication,
             network_sec=self.network_sec * communication,
         )
+
+
+COMPUTED = ("matrix", "attention", "elementwise", "logits")
+"""Fields with rates by precision."""
 
 
 def changed(rates: Any, change: Callable[[float], float]) -> Any:
@@ -176,17 +181,22 @@ class Machine:
         return hashlib.sha256(f"{machine.name} {rates}".encode()).hexdigest()[:12]
 
     shares: Mapping[str, "Share"] = field(default_factory=dict)
-    """Shares of a datasheet's peaks, by the names of ``ASSUMED``; empty where others hold or rates were measured."""
+    """Shares of a datasheet's peaks, by the names of ``ASSUMED``; empty where others hold, and without a datasheet."""
+    unmeasured: tuple[str, ...] = ()
+    """Names in ``ASSUMED`` of the rates that a calibration lacks, and that the datasheet's constants stand for."""
 
 
 # ``calibration.json``: what a machine was measured to do, and its rates for predictions.
 
-SCHEMA_VERSION = "2.0"
+SCHEMA_VERSION = "2.1"
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Precision = Annotated[str, Field(pattern=r"^(fp32|bf16|fp16)$")]
 Operation = Annotated[str, Field(pattern=r"^(all_reduce|reduce_scatter|all_gather|all_to_all|send)$")]
 Size = Annotated[int, Field(ge=1, lt=10**9)]
 BySize = Annotated[dict[Size, Annotated[dict[Size, Rate], Field(min_length=1)]], Field(min_length=1)]
+_BY_PRECISION = ("matrix_flops", "attention_flops", "elementwise_bytes", "logits")
+_NEEDED = (*(f"{name}_per_sec" for name in (*_BY_PRECISION, "triad_bytes", "host_link_bytes")), "operation_sec")
+"""What a calibration must have if no datasheet stands for it."""
 ALLOWANCE = 1.25
 """Factor by which a step may take longer, or shorter, than measured rates say: a roofline leaves out caches, memory
 allocation and how processes disturb each other."""
@@ -201,24 +211,31 @@ class _Schema:
 
 @dataclass(frozen=True, kw_only=True)
 class Ceilings:
-    """Rates of the slowest device while ``devices`` processes measured at the same time."""
+    """Rates of the slowest device while ``devices`` processes measured at the same time.
+
+    None, or no entry, where they were not measured. Of a GPU in the table its datasheet's constant stands for them.
+    """
 
     devices: Positive
-    matrix_flops_per_sec: Annotated[dict[Precision, BySize], Field(min_length=1)]
+    matrix_flops_per_sec: dict[Precision, BySize] = field(default_factory=dict)
     """FLOP/s of a linear layer's forward and backward pass, by precision, width and rows."""
-    attention_flops_per_sec: dict[Precision, BySize]
+    attention_flops_per_sec: dict[Precision, BySize] = field(default_factory=dict)
     """FLOP/s by precision, head size and length."""
-    elementwise_bytes_per_sec: dict[Precision, Rate]
-    logits_per_sec: dict[Precision, Rate]
-    triad_bytes_per_sec: Rate
+    elementwise_bytes_per_sec: dict[Precision, Rate] = field(default_factory=dict)
+    logits_per_sec: dict[Precision, Rate] = field(default_factory=dict)
+    triad_bytes_per_sec: Rate | None = None
     """``a = b + s * c`` on arrays that fit into no cache."""
-    operation_sec: Rate
-    """Seconds of an operation on 16 numbers, in a forward or backward pass."""
-    bus_bytes_per_sec: dict[Operation, dict[Precision, Rate]] | None
+    operation_sec: Rate | None = None
+    """Seconds of an operation on 16 numbers, in a forward or backward pass; of a GPU's host, that starts it."""
+    kernel_sec: Rate | None = None
+    """Seconds that a GPU needs for such an operation that waits in its queue."""
+    bus_bytes_per_sec: dict[Operation, dict[Precision, Rate]] | None = None
     """Ring bytes, by collective operation and precision; None for one device."""
-    all_reduce_sec: Rate | None
+    all_reduce_sec: Rate | None = None
     """Seconds of the all-reduce of one number."""
-    host_link_bytes_per_sec: Rate
+    message_sec: dict[Operation, dict[Size, Rate]] = field(default_factory=dict)
+    """Seconds of a collective operation, by its payload in bytes; empty where ``all_reduce_sec`` says all."""
+    host_link_bytes_per_sec: Rate | None = None
 
     def __post_init__(self) -> None:
         """Refuse rates that a prediction would miss.
@@ -226,11 +243,14 @@ class Ceilings:
         Raises:
             ValueError: one line.
         """
-        for name in ("attention_flops_per_sec", "elementwise_bytes_per_sec", "logits_per_sec"):
-            if getattr(self, name).keys() != self.matrix_flops_per_sec.keys():
-                raise ValueError(f"{name}: has other precisions than matrix_flops_per_sec")
-        if self.bus_bytes_per_sec and "fp32" not in self.bus_bytes_per_sec.get("all_reduce", {}):
-            raise ValueError("bus_bytes_per_sec: has no all_reduce of fp32")
+        for name in _BY_PRECISION:
+            found = getattr(self, f"{name}_per_sec")
+            if found and self.matrix_flops_per_sec and found.keys() != self.matrix_flops_per_sec.keys():
+                raise ValueError(f"{name}_per_sec: has other precisions than matrix_flops_per_sec")
+        bus = self.bus_bytes_per_sec or {}
+        for operation in ("all_reduce", *self.message_sec) if bus else ():
+            if "fp32" not in bus.get(operation, {}):
+                raise ValueError(f"bus_bytes_per_sec: has no {operation} of fp32")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -268,10 +288,26 @@ class Calibration:
     """Rates by the number of devices."""
     network: Network | None = None
 
+    def __post_init__(self) -> None:
+        """Refuse a calibration with gaps that no datasheet fills.
+
+        Raises:
+            ValueError: one line.
+        """
+        lacking = [name for name in _NEEDED for each in self.ceilings if not getattr(each, name)]
+        if lacking and self.gpu is None:
+            raise ValueError(f"ceilings: have no {lacking[0]}, and the table has no such GPU to take it from")
+
     @property
     def kind(self) -> str:
         """``cpu`` or ``cuda``."""
         return str(self.hardware.get("device", "cpu"))
+
+    @property
+    def gpu(self) -> Gpu | None:
+        """The GPU that was measured; None on a CPU, and if the table lacks it."""
+        name, memory = (self.hardware.get(key) for key in ("gpu_name", "gpu_memory_bytes"))
+        return recognise(name, memory) if self.kind != "cpu" and name and memory else None
 
 
 def read_calibration(path: Path) -> Calibration:
@@ -329,59 +365,102 @@ def calibrated_machine(
     by_devices = {each.devices: each for each in calibration.ceilings}
     most = max(by_devices)
     chosen = at_ranks(by_devices, devices or most)
-    rates, found = _rates(calibration, chosen), calibration.network
-    slowest = rates.scaled(compute=ALLOWANCE, communication=ALLOWANCE)
-    fastest = rates.scaled(compute=1 / ALLOWANCE, communication=1 / ALLOWANCE)
+    measured, found, gpu = _measured(calibration, chosen), calibration.network, calibration.gpu
     if network is not None:
+        measured.pop("network", None)
+    sheet = datasheet_machine(gpu, devices=most, network=network or NETWORK_BYTES_PER_SEC) if gpu else None
+    bases = (sheet.rates, sheet.slowest, sheet.fastest) if sheet else [_without_datasheet(chosen, measured)] * 3
+    likely = _completed(bases[0], measured)
+    rates, slowest, fastest = (
+        _completed(base, {name: getattr(likely.scaled(compute=times, communication=times), name) for name in measured})
+        for base, times in zip(bases, (1, ALLOWANCE, 1 / ALLOWANCE), strict=True)
+    )
+    if network is None:
+        network = found.bytes_per_sec if found else None
+    elif sheet is None:
         rates, slowest, fastest = (
             replace(each, network=share * network)
             for each, share in ((rates, LINK.likely), (slowest, LINK.least), (fastest, LINK.most))
         )
-    elif found is not None:
-        network = found.bytes_per_sec
+    unmeasured = [what for what, (names, *_) in ASSUMED.items() if sheet and not measured.keys() >= set(names)]
+    assumed = f" (assumed from its datasheet: {', '.join(unmeasured)})" if unmeasured else ""
     return Machine(
         name=calibration.machine,
         kind=calibration.kind,
         devices=most,
         memory_bytes=calibration.memory_bytes_per_device,
         host_bytes=calibration.host_bytes_per_device,
-        precisions=tuple(chosen.matrix_flops_per_sec),
+        precisions=tuple(each for each in rates.matrix if all(each in getattr(rates, name) for name in COMPUTED)),
         rates=rates,
         slowest=slowest,
         fastest=fastest,
         assumed=False,
         basis=(
             f"measured on {calibration.timestamp_utc[:10]} with {chosen.devices} of {most} "
-            f"device{'s' * (most != 1)} at work; the range allows {ALLOWANCE - 1:.0%} for what a roofline leaves out"
+            f"device{'s' * (most != 1)} at work{assumed}; the range allows {ALLOWANCE - 1:.0%} for what a roofline "
+            "leaves out"
         ),
+        shares=sheet.shares if sheet else {},
+        unmeasured=tuple(unmeasured),
         network_gbps=network and network * 8 / 1e9,
         network_basis=f"measured on {found.timestamp_utc[:10]} with {found.transport}" if found else "",
     )
 
 
-def _rates(calibration: Calibration, ceilings: Ceilings) -> Rates:
+def _completed(base: Rates, measured: Mapping[str, Any]) -> Rates:
+    """``base`` with what was measured, one by one; matrices were measured at several widths and rows."""
+    everywhere: dict[str, Any] = {"half_width": 0.0, "half_rows": 0.0} if "matrix" in measured else {}
+    return replace(base, **measured, **everywhere)
+
+
+def _without_datasheet(ceilings: Ceilings, measured: Mapping[str, Any]) -> Rates:
+    """Rates of a CPU or an unknown GPU. One device has no link: its memory stands for it."""
+    bus = measured.get("bus", {1: ceilings.triad_bytes_per_sec})
+    collective_sec = {1: ceilings.operation_sec}
+    missing = {"bus": bus, "collective_sec": collective_sec, "network": min(bus.values())}
+    return Rates(**{**missing, "host_memory": HOST_MEMORY_BYTES_PER_SEC.likely, **measured})
+
+
+def _measured(calibration: Calibration, ceilings: Ceilings) -> dict[str, Any]:
+    """The fields of ``Rates`` that were measured."""
     several = {each.devices: each for each in calibration.ceilings if each.bus_bytes_per_sec and each.all_reduce_sec}
-    bus = {number: (each.bus_bytes_per_sec or {})["all_reduce"]["fp32"] for number, each in several.items()}
-    most = several[max(several)].bus_bytes_per_sec or {} if several else {}
-    return Rates(
-        matrix=ceilings.matrix_flops_per_sec,
-        attention=ceilings.attention_flops_per_sec,
-        elementwise=ceilings.elementwise_bytes_per_sec,
-        logits=ceilings.logits_per_sec,
-        memory=ceilings.triad_bytes_per_sec,
-        kernel_sec=ceilings.operation_sec,
-        bus=bus or {1: ceilings.triad_bytes_per_sec},
-        collective_sec={number: each.all_reduce_sec or 0.0 for number, each in several.items()}
-        or {1: ceilings.operation_sec},
-        slowness=changed(most, lambda rate: most["all_reduce"]["fp32"] / rate),
-        network=calibration.network.bytes_per_sec
-        if calibration.network
-        else min(bus.values(), default=ceilings.triad_bytes_per_sec),
-        network_sec=calibration.network.latency_sec if calibration.network else 0.0,
-        host_link=ceilings.host_link_bytes_per_sec,
-        host_memory=ceilings.triad_bytes_per_sec,
-        disk=calibration.disk_bytes_per_sec,
-    )
+    bus = {number: each.bus_bytes_per_sec or {} for number, each in several.items()}
+    most, on_cpu = bus[max(bus)] if bus else {}, calibration.kind == "cpu"
+    found = calibration.network
+    fields = {
+        "matrix": ceilings.matrix_flops_per_sec,
+        "attention": ceilings.attention_flops_per_sec,
+        "elementwise": ceilings.elementwise_bytes_per_sec,
+        "logits": ceilings.logits_per_sec,
+        "memory": ceilings.triad_bytes_per_sec,
+        "kernel_sec": ceilings.operation_sec if on_cpu else ceilings.kernel_sec,
+        "host_sec": None if on_cpu else ceilings.operation_sec,
+        "bus": {number: each["all_reduce"]["fp32"] for number, each in bus.items()},
+        "collective_sec": {number: _start_sec(each) for number, each in several.items()},
+        "slowness": changed(most, lambda rate: most["all_reduce"]["fp32"] / rate),
+        "network": found and found.bytes_per_sec,
+        "network_sec": found and found.latency_sec,
+        "host_link": ceilings.host_link_bytes_per_sec,
+        "host_memory": ceilings.triad_bytes_per_sec if on_cpu else None,
+        "disk": calibration.disk_bytes_per_sec,
+    }
+    return {name: value for name, value in fields.items() if value}
+
+
+def _start_sec(ceilings: Ceilings) -> float:
+    """Seconds that a collective operation takes to start: of those of any message, the nearest to the times of all.
+
+    A message takes its start, and its ring bytes at the rate of the largest ones. Distances are of logarithms: an
+    operation that starts fast counts as much as one that starts slowly. The sum of one number is a message, too.
+    """
+    bus = ceilings.bus_bytes_per_sec or {}
+    messages = [
+        (seconds, size * ring_factor(operation, ceilings.devices) / bus[operation]["fp32"])
+        for operation, by_size in ceilings.message_sec.items()
+        for size, seconds in by_size.items()
+    ]
+    starts = [ceilings.all_reduce_sec or 0.0, *(seconds - sent for seconds, sent in messages if seconds > sent)]
+    return min(starts, key=lambda start: sum(math.log((start + sent) / seconds) ** 2 for seconds, sent in messages))
 
 
 DEVICES_PER_MACHINE = 8
