@@ -169,9 +169,36 @@ def test_every_row_of_the_table_is_dated_sourced_and_of_a_known_gpu():
         assert price.source.startswith("https://")
         if price.spot_usd_per_hour is not None:
             assert price.spot_usd_per_hour < price.on_demand_usd_per_hour
+        assert price.on_demand_usd_per_hour or price.network_gbps, "a row that says nothing"
     assert {price.provider for price in table.prices} == {"AWS", "Google Cloud", "Azure", "Lambda"}
     assert len({(price.provider, price.instance) for price in table.prices}) == len(table.prices)
     assert "not fetched" in table.notice
+
+
+def test_every_network_is_dated_and_sourced_and_its_links_are_those_of_the_gpu():
+    """Else an instance of V100 without NVLink would be planned with it."""
+    table = read_prices()
+    for price in table.prices:
+        pages = [price.network_source] * bool(price.network_gbps) + price.network_more_sources
+        assert all(page.startswith("https://") for page in pages)
+        assert bool(price.network_gbps) == bool(price.network_known_on) == bool(price.network_source), price
+        assert pages or not (price.network_cards or price.gpu_link), price
+        if price.network_known_on:
+            assert datetime.date.fromisoformat(price.network_known_on) < datetime.date(2026, 12, 1)
+        if price.gpu_link:
+            kind = gpus()[price.gpu].interconnect.kind
+            assert kind.split()[0] == price.gpu_link.partition(",")[0].split()[0].replace("NVSwitch", "NVLink"), price
+    of = {price.instance: (price.network_gbps, price.network_cards) for price in table.prices}
+    assert (of["p4d.24xlarge"], of["p5.48xlarge"], of["p3dn.24xlarge"]) == ((400, 4), (3200, 32), (100, 1))
+    assert (of["a3-highgpu-8g"], of["ND96asr v4"], of["ND40rs v2"]) == ((800, 4), (1600, 8), (100, None))
+    assert {price.provider for price in table.prices if not price.network_gbps} <= {"Lambda", "Azure", "Google Cloud"}
+
+
+def test_a_page_about_a_gpu_that_was_read_is_dated():
+    read = {gpu.key: [each for each in gpu.sources if each.read_on] for gpu in gpus().values()}
+    assert all(datetime.date.fromisoformat(each.read_on) for found in read.values() for each in found)
+    added = {"rtx-3090-ti", "a10", "rtx-a6000", "rtx-6000-ada", "quadro-rtx-8000", "gh200-96gb", "mi300x"}
+    assert added <= {key for key, found in read.items() if found}
 
 
 # The share of the peak is computed from dense peaks, and unknown without one.

@@ -120,9 +120,12 @@ def test_an_instance_is_its_gpus_network_and_price(plan):
     assert found["step"] == same["step"]
     assert [cost["offer"] for cost in found["costs"]] == ["AWS p5.48xlarge"]
     assert found["costs"][0] in same["costs"]
-    assert "p5.48xlarge, 2024-12-01: https://" in found["assumptions"][0]["value"]
+    assert "p5.48xlarge with 32 cards, 2024-12-01: https://" in found["assumptions"][0]["value"]
     slower = json.loads(plan(f"{line} --instance p5.48xlarge --network_gbps 25"))
     assert slower["step"]["seconds"] > 2 * found["step"]["seconds"]
+    unpriced = plan(f"{line.removesuffix('--json')} --instance a3-megagpu-8g")
+    assert "1,600 Gbit/s (a3-megagpu-8g with 8 cards, 2026-11-27: https://cloud.google.com/" in unpriced
+    assert "cost: no price of a3-megagpu-8g is known" in unpriced
 
 
 def test_what_to_know_first_is_noted(plan):

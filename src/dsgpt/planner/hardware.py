@@ -8,7 +8,7 @@ here asks a provider: users check the prices, or give their own.
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
@@ -54,10 +54,13 @@ class Interconnect:
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """A document of the vendor."""
+    """A document of the vendor, or a page that was read to check its figures."""
 
     title: str
+    """Of a page that was read: what it says, and what none that could be opened says."""
     url: str
+    read_on: str | None = None
+    """The date on which it was read; None if nobody opened it from here."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,13 +138,13 @@ class Price:
     gpu: str
     """Key of the GPU in ``hardware.json``."""
     gpus: Positive
-    on_demand_usd_per_hour: Dollars
-    """Price of the whole instance."""
+    on_demand_usd_per_hour: Dollars | None
+    """Price of the whole instance; None where no list price is known."""
     spot_usd_per_hour: Dollars | None
     """Price of the whole instance; None where no list price is known."""
     region: str
     known_on: str
-    """The date on which this was a list price."""
+    """The date on which this was a list price; of a row without one, on which its page was read."""
     source: str
     """The provider's page."""
     network_gbps: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
@@ -149,6 +152,12 @@ class Price:
     network_known_on: str | None = None
     """Date of the page that says so, or the day on which it was read if it has no date."""
     network_source: str | None = None
+    network_cards: Positive | None = None
+    """Network cards that carry it; None where no page was read."""
+    gpu_link: str | None = None
+    """What links its GPUs, in the words of a page; None where none was read, or for one GPU."""
+    network_more_sources: list[str] = field(default_factory=list)
+    """Pages that name the cards and the link, if it is another than ``network_source``."""
 
     def usd_per_hour(self, *, spot: bool) -> float | None:
         """Price of the whole instance; None where no list price is known."""

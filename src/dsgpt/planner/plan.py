@@ -346,7 +346,8 @@ def plan_lines(plan: Plan) -> list[str]:
     ]
     if not plan.costs:
         kind, more = ("spot price", ", leave out --spot") if request.options.spot else ("price", "")
-        lines.append(f"cost: no {kind} of {machine.name} is known: give --price_per_gpu_hour{more}, or --prices")
+        what = request.options.instance or machine.name
+        lines.append(f"cost: no {kind} of {what} is known: give --price_per_gpu_hour{more}, or --prices")
     for offer in plan.costs[:_OFFERS]:
         dated = f", not live: check {offer.source}" if offer.known_on else ""
         count = f"{offer.instances} x " if offer.instances > 1 else ""

@@ -305,7 +305,8 @@ def _with_instance(options: PlanOptions, problems: Problems) -> tuple[PlanOption
         problems.add(*error.problems)
         return options, basis
     if row.network_gbps and not basis:
-        basis = f"{row.instance}, {row.network_known_on}: {row.network_source}"
+        cards = f" with {counted(row.network_cards, 'card')}" if row.network_cards else ""
+        basis = f"{row.instance}{cards}, {row.network_known_on}: {row.network_source}"
     return replace(
         options,
         instance=row.instance,
