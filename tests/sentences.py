@@ -23,6 +23,7 @@ def sentences(prose: str) -> Iterator[str]:
     """The sentences of a paragraph; code and a link's target count as one word."""
     text = re.sub(r"\]\([^)]*\)", "]", prose).replace(" · ", ". ")
     text = re.sub(r"(`+).+?\1", "`code`", text, flags=re.DOTALL)
+    text = re.sub(r"\{[^{}]*\}", "1", text)  # the field of a page that is filled
     for sentence in _END.split(" ".join(text.split())):
         if any(character.isalpha() for character in sentence):
             yield sentence
@@ -50,7 +51,9 @@ def paragraphs_of_docstrings(text: str) -> Iterator[tuple[int, str]]:
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             line = node.lineno
-            for part in re.split(r"\n\s*\n|\n(?=\s*(?:\w+:|[*-]) )", node.value.value):
+            prose, _, examples = node.value.value.partition(" Examples:\n")
+            prose += re.sub(rf"^ {{{node.col_offset + 1},}}.*", "", examples, flags=re.MULTILINE)
+            for part in re.split(r"\n\s*\n|\n(?=\s*(?:\w+:|[*-]) )", prose):
                 if not part.startswith(" " * (node.col_offset + 4)):  # else a layout or an example
                     yield line, part
                 line += part.count("\n") + 2
@@ -92,7 +95,7 @@ def paragraphs(path: Path) -> Iterator[tuple[int, str]]:
 def main() -> int:
     """Print every sentence that is too long, and their number; return 1 if there is one."""
     found = 0
-    pages = ("*.md", "docs/*.md", "launch/*.md", "ds_configs/*.md")
+    pages = ("*.md", "docs/*.md", "launch/*.md", "ds_configs/*.md", "src/dsgpt/**/*.md")
     code = ("src/**/*.py", "charts/*.py", "data_prep/*.py", "tests/**/*.py", "setup.py")
     for path in sorted(path for pattern in (*pages, *code) for path in REPOSITORY.glob(pattern)):
         for line, paragraph in paragraphs(path):

@@ -208,36 +208,27 @@ def clusters_page(record: frame.Record, *, source: str) -> str:
     faults = [fault for fault in every if fault["index"] < work["faults"]]
     usual = [fault for fault in every if fault["index"] >= work["faults"] and not fault["every_sec"]]
     kinds = {kind: [fault for fault in faults if fault["kind"] == kind] for kind in KINDS}
-    head = f"""# Faults of hosts and networks
-
-{_summary(record)}
-
-Each run trains {work["steps"]} steps on two hosts with one rank each and saves every {work["save_every"]}. A host is a
-network namespace with its own address and name. A fault strikes one host in a step that is drawn with seed
-{record["seed"]}. What ends is started again with `--resume`, on a repaired host. Recovered means:
-the run was complete, and nothing before the last checkpoint was lost. Each step is logged once. No rank was accused
-that was not at fault. Every loss and every weight is that of the undisturbed run within {BOUND:g}.
-
-The limit of `--stall_timeout` is lowered to {LIMIT_SEC:g} s, and each step takes 0.1 s more than it computes. Ranks
-fork from a process that has imported PyTorch and DeepSpeed, except under the scripts of `launch/` and with another
-clock.
-
-{frame.made_from(record, source=source, name="clusters", page="clusters-campaign")}"""
+    head = frame.filled(
+        "clusters",
+        record,
+        summary=_summary(record),
+        same=BOUND,
+        limit=LIMIT_SEC,
+        made=frame.made_from(record, source=source, name="clusters", page="clusters-campaign"),
+    )
     return frame.page_of(
         head,
         frame.section(
             "By kind of fault",
             ["fault", "what is done", "tried", "recovered", "named", "detected after", "resumed after", "steps lost"],
             [[kind, WHAT[kind], *_figures(rows)] for kind, rows in kinds.items() if rows],
-            text="""Times are the median and the longest. Detected: from the fault to the line that names the culprit.
-Resumed: from there, or from the fault if nobody is at fault, to the first step of the run that was started again.""",
+            text=frame.filled("clusters-kinds", {}),
         ),
         frame.section(
             "By strategy and launcher",
             ["strategy", *LAUNCHERS],
             [[run, *(_recovered(faults, strategy=run, launcher=each) for each in LAUNCHERS)] for run in RUNS],
-            text="""Recovered of tried. `ranks`: each is started by itself, as `srun` does. `torchrun 1:2` continues on
-one host until the other is back.""",
+            text=frame.filled("clusters-launchers", {}),
         ),
         frame.section(
             "With the limit that users have",
@@ -259,9 +250,7 @@ def _goodput(fault: Row) -> str:
         "Goodput under a stream of preemptions",
         ["seconds of", "s", "share"],
         [[what, f"{each:.1f}", f"{each / goodput['wall_sec']:.0%}"] for what, each in seconds.items()],
-        text=f"""A run of {STREAM_STEPS} steps gets SIGTERM at random, every {fault["every_sec"]:g} s in the mean, and
-is started again at once: {fault["restarts"]} times. The record's `goodput` says where its
-{goodput["wall_sec"]:.0f} s went; {goodput["repeated_steps"]} steps were taken twice.""",
+        text=frame.filled("clusters-stream", fault, steps=STREAM_STEPS),
     )
 
 
@@ -333,21 +322,22 @@ class ClusterOptions(frame.SuiteOptions):
 
 
 class Clusters(frame.Suite[ClusterOptions, tuple[Fault, Outcome]]):
-    """Disturbs runs on two hosts, and starts them again."""
+    """Disturbs runs on two hosts, and starts them again.
+
+    clusters: train on two hosts, which are network namespaces. Kill hosts, cut and slow links, lose packets, stop
+    ranks, fill disks, change clocks, compute NaN, stop the shared folder, preempt, and kill again while a run recovers.
+    All is drawn from a seed. Every run must end with the weights of an undisturbed one. A repeated command with the
+    same --output continues the campaign. Needs root; iptables, bindfs and faketime. Exit code 0: all recovered, and at
+    least 95% of the culprits were named; 1: otherwise.
+
+    Examples:
+      .venv/bin/python src/benchmark.py clusters
+      .venv/bin/python src/benchmark.py clusters --faults 33 --seed 1 --minutes 10
+      .venv/bin/python src/benchmark.py clusters --only "link cut" --at_once 1
+    """
 
     name, record_of, schema_version, unit = "clusters", "the campaign of cluster faults", "1.0", "fault"
     flags, page, summary = ClusterOptions, staticmethod(clusters_page), staticmethod(summary_lines)
-    description = """\
-clusters: train on two hosts, which are network namespaces. Kill hosts, cut and slow links, lose packets, stop ranks,
-fill disks, change clocks, compute NaN, stop the shared folder, preempt, and kill again while a run recovers. All is
-drawn from a seed. Every run must end with the weights of an undisturbed one. A repeated command with the same --output
-continues the campaign. Needs root; iptables, bindfs and faketime. Exit code 0: all recovered, and at least 95% of the
-culprits were named; 1: otherwise."""
-    examples = """\
-examples:
-  .venv/bin/python src/benchmark.py clusters
-  .venv/bin/python src/benchmark.py clusters --faults 33 --seed 1 --minutes 10
-  .venv/bin/python src/benchmark.py clusters --only "link cut" --at_once 1"""
 
     def plan(self) -> int:
         options, output = self.options, self.options.output

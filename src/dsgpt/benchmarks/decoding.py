@@ -9,7 +9,6 @@ from typing import Any
 from dsgpt.benchmarks import frame
 from dsgpt.common.command_line import POSITIVE, choice, flag, switch
 from dsgpt.common.errors import UserError
-from dsgpt.common.text import machine_words
 from dsgpt.model.config import PRESETS
 
 OURS, HUGGING_FACE = "dsgpt", "transformers"
@@ -82,25 +81,8 @@ def decoding_page(record: frame.Record, *, source: str) -> str:
         record: as ``dsgpt.benchmarks.decoding`` makes it.
         source: the record's path, for the reader.
     """
-    hardware, env, work = record["hardware"], record["env"], record["results"][0]["work"]
-    head = f"""# How fast a model generates
-
-{frame.generated_by(source, "decoding")}
-
-Every contender continues the same {work["prompt_tokens"]}-token prompts by {work["new_tokens"]} tokens, greedily, in
-one process with all cores. They run in turn, {record["rounds"]} turns each after a warm-up, so that all meet the same
-machine. A ratio is that of one turn to the turn beside it; the table has its median and its range, and "no
-difference" where the range holds 1. Times include reading the prompts.
-
-A token needs every weight once. The floor is the time that this machine takes to read as many bytes, measured in every
-round by PyTorch's product of a matrix and a vector. The share is the floor divided by the time of a token of ours.
-{_huge_pages(record)}
-
-int8 rows compare our weights in 8 bits with the peers' in bf16.
-
-Machine: {machine_words(hardware)}; {hardware["device"]}.
-torch {env["torch_version"]}, transformers {env["transformers_version"]}.
-Commit `{record["git_commit"]}`, {record["timestamp_utc"]}."""
+    work, made = record["results"][0]["work"], frame.generated_by(source, "decoding")
+    head = frame.filled("decoding", record, made=made, work=work, huge_pages=_huge_pages(record))
     return frame.page_of(head, _seconds(record, work["new_tokens"]), _floor(record), _losses(record["losses"]))
 
 
@@ -123,12 +105,8 @@ def _losses(losses: Figures | None) -> str:
         [name, f"{each['loss']:.5f}", f"{each['perplexity']:.3f}", f"{each['perplexity'] / exact - 1:+.3%}"]
         for name, each in weights.items()
     ]
-    text = (
-        f"The model of `{losses['checkpoint']}` predicts the {losses['tokens']:,} tokens of its validation file. In "
-        "int8 the weights of layers and head are rounded, and the arithmetic is bf16."
-    )
     header = ["weights", "loss, nats per token", "perplexity", "against fp32"]
-    return frame.section("What rounded weights lose", header, rows, text=text)
+    return frame.section("What rounded weights lose", header, rows, text=frame.filled("decoding-losses", losses))
 
 
 def summary_lines(record: frame.Record) -> list[str]:
@@ -212,20 +190,21 @@ class DecodingOptions(frame.SuiteOptions):
 
 
 class Decoding(frame.Suite[DecodingOptions, Result]):
-    """Lets implementations continue the same prompts in turn."""
+    """Lets implementations continue the same prompts in turn.
+
+    decoding: let this program, transformers and nanoGPT continue the same prompts in turn, with one text and with
+    eight, in fp32 and bf16, and compare their seconds. Then measure how far the time of a token is from that of reading
+    the weights. Exit code 0: every goal was reached, and in fp32 every id is that of transformers; 1: otherwise.
+
+    Examples:
+      .venv/bin/python src/benchmark.py decoding
+      .venv/bin/python src/benchmark.py decoding --only fp32 --rounds 9
+      .venv/bin/python src/benchmark.py decoding --checkpoint checkpoint/demo-zero1 --data data/python-stdlib/val.bin
+      .venv/bin/python src/benchmark.py decoding --model_size demo --peer nanogpt=/tmp/nanoGPT
+    """
 
     name, record_of, unit = "decoding", "decoding", "row"
     flags, page, summary = DecodingOptions, staticmethod(decoding_page), staticmethod(summary_lines)
-    description = """\
-decoding: let this program, transformers and nanoGPT continue the same prompts in turn, with one text and with eight, in
-fp32 and bf16, and compare their seconds. Then measure how far the time of a token is from that of reading the weights.
-Exit code 0: every goal was reached, and in fp32 every id is that of transformers; 1: otherwise."""
-    examples = """\
-examples:
-  .venv/bin/python src/benchmark.py decoding
-  .venv/bin/python src/benchmark.py decoding --only fp32 --rounds 9
-  .venv/bin/python src/benchmark.py decoding --checkpoint checkpoint/demo-zero1 --data data/python-stdlib/val.bin
-  .venv/bin/python src/benchmark.py decoding --model_size demo --peer nanogpt=/tmp/nanoGPT"""
 
     def plan(self) -> int:
         self._checkout = frame.read_peers(self.options.peer, form=f"{frame.NANOGPT}=FOLDER").get(frame.NANOGPT)

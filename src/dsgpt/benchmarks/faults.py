@@ -6,7 +6,17 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from dsgpt.benchmarks.cells import Cell, by
-from dsgpt.benchmarks.frame import Record, Suite, SuiteOptions, made_from, page_of, section, troubles, work_facts
+from dsgpt.benchmarks.frame import (
+    Record,
+    Suite,
+    SuiteOptions,
+    filled,
+    made_from,
+    page_of,
+    section,
+    troubles,
+    work_facts,
+)
 from dsgpt.common.command_line import COUNT, flag, switch
 from dsgpt.config.options import SAVE_MODES
 
@@ -149,40 +159,24 @@ def faults_page(record: Record, *, source: str) -> str:
     runs = "\n".join(
         f"* `{name}`: {run['executed_by']}, accumulation {run['accumulation']}" for name, run in work["runs"].items()
     )
-    head = f"""# A run that was stopped resumes to the same result
-
-{_summary(record)}
-
-Recovered means four things. `--resume` with the same command ended with exit code 0. Every loss, gradient norm,
-learning rate and validation loss equals that of an undisturbed run to the last bit, with dropout {work["dropout"]}. No
-step is missing or logged twice. No process of the launch was left.
-
-{runs}
-
-Each takes {work["steps"]} steps of {work["global_batch_size"]} sequences of {work["seq_len"]} tokens and saves every
-{work["save_every"]}.
-
-{made_from(record, source=source, name="faults")}"""
+    made = made_from(record, source=source, name="faults")
+    head = filled("faults", record, summary=_summary(record), runs=runs, made=made)
     kinds = {kind: [fault for fault in faults if fault["kind"] == kind] for kind in KINDS}
     others = [*kinds["damage"], *kinds["disk"], *kinds["launch"]]
     return page_of(
         head,
-        _kills(kinds["kill"], seed=record["seed"]),
+        _kills(kinds["kill"], record),
         section(
             "Signals",
             ["signal", "exit code", "all ended after", "steps lost", "what the run printed", "passed"],
             [_row(fault, "exit_code", "gone_sec", "steps_lost") for fault in kinds["request"]],
-            text="""Each signal is sent after step 6, between two saves, and the run is then resumed. The signal that is
-sent twice goes to a run with steps of more than a second. That run is not resumed. The exit code is the launcher's; a
-`baseline` has no launcher, so it is the run's.""",
+            text=filled("faults-signals", record),
         ),
         section(
             "Damaged files, file systems that refuse writes, launches",
             ["fault", "exit code", "resumed from step", "what the run printed", "recovered"],
             [_row(fault, "exit_code", "resumed_from") for fault in others],
-            text="""Damage is done to the newest checkpoint, or beside it, of a run that is as a kill before its last
-step leaves it. The command of the run whose worker `torchrun` restarts has `--resume`. Of the two runs on one folder,
-`--overwrite` is refused and `--resume` waits.""",
+            text=filled("faults-others", record),
         ),
         troubles(faults, STATUS_WORDS),
     )
@@ -220,18 +214,14 @@ def _passed(faults: list[dict[str, Any]]) -> int:
     return sum(fault["status"] == "passed" for fault in faults)
 
 
-def _kills(kills: list[dict[str, Any]], *, seed: int) -> str:
+def _kills(kills: list[dict[str, Any]], record: Record) -> str:
     header = ["run", "`kill -9` of", "aimed at", "interrupted a save", "`--save_mode`", "steps taken", "resumed from"]
     header += ["lost", "allowed", "exit code", "launcher ended after", "all ended after", "recovered"]
     keys = ["run", "victim", "aimed_at", "save_cut_off", "save_mode", "steps_taken", "resumed_from", "steps_lost"]
     keys += ["steps_allowed", "exit_code", "launcher_sec", "gone_sec"]
     ran = [kill for kill in kills if kill["measured"]]
     rows = [[*(_figure(kill, key) for key in keys), STATUS_WORDS[kill["status"]]] for kill in ran]
-    text = f"""Instants are drawn with seed {seed}. Half of them are aimed at steps, half at a save, for which the kill
-may come too late. All kinds of victims take turns. Lost steps were done and had to be repeated. Allowed are the steps
-between two saves, and those done while the last save was being written. If only the launcher is killed, the ranks
-finish their step, save and exit. The exit code is what the launcher's parent sees: -9 if the launcher was killed."""
-    return section("Kills", header, rows, text=text)
+    return section("Kills", header, rows, text=filled("faults-kills", record))
 
 
 def _row(fault: dict[str, Any], *keys: str) -> list[Any]:
@@ -258,20 +248,21 @@ class FaultOptions(SuiteOptions):
 
 
 class Faults(Suite[FaultOptions, Outcome]):
-    """Disturbs runs and resumes them."""
+    """Disturbs runs and resumes them.
+
+    faults: kill ranks, launchers and whole runs at seeded instants, send signals, damage checkpoints, fill the disk;
+    then resume every run, which must end with the losses of an undisturbed run, to the last bit. Exit code 0: they all
+    do; 1: otherwise.
+
+    Examples:
+      .venv/bin/python src/benchmark.py faults
+      .venv/bin/python src/benchmark.py faults --kills 200 --seed 1
+      .venv/bin/python src/benchmark.py faults --table-from checkpoint/faults/faults.json
+    """
 
     name, record_of, unit = "faults", "the fault campaign", "fault"
     count_width = 2
     flags, page, summary = FaultOptions, staticmethod(faults_page), staticmethod(summary_lines)
-    description = """\
-faults: kill ranks, launchers and whole runs at seeded instants, send signals, damage checkpoints, fill the disk; then
-resume every run, which must end with the losses of an undisturbed run, to the last bit. Exit code 0: they all do; 1:
-otherwise."""
-    examples = """\
-examples:
-  .venv/bin/python src/benchmark.py faults
-  .venv/bin/python src/benchmark.py faults --kills 200 --seed 1
-  .venv/bin/python src/benchmark.py faults --table-from checkpoint/faults/faults.json"""
 
     def plan(self) -> int:
         from dsgpt.benchmarks.faults_kinds import all_faults, core_faults  # noqa: PLC0415 - torch takes seconds

@@ -148,6 +148,19 @@ Python {env["python_version"]}, torch {env["torch_version"]}, DeepSpeed {env["de
 Commit `{record["git_commit"]}`, {record["timestamp_utc"]}. It took {record["seconds"] / 60:.0f} minutes."""
 
 
+def filled(name: str, fields: Mapping[str, Any], **more: object) -> str:
+    """The prose of ``pages/NAME.md``, its fields filled as by ``str.format``.
+
+    Args:
+        name: of the file.
+        fields: a record, or a part of one. ``machine`` is what it says about its machine.
+        more: further fields.
+    """
+    machine = machine_words(fields.get("hardware", {}))
+    text = Path(__file__).with_name("pages").joinpath(f"{name}.md").read_text(encoding="utf-8")
+    return text.rstrip("\n").format_map({"machine": machine, **fields, **more})
+
+
 def section(title: str, header: Sequence[object], rows: Sequence[Sequence[object]], *, text: str = "") -> str:
     """The section of a page with a table below ``text``; empty if the table has no rows."""
     return "\n\n".join(filter(None, [f"## {title}", text, table(header, rows)])) if rows else ""
@@ -279,10 +292,12 @@ class Suite(ABC, Generic[O, R]):
     """The form of a failure at the end of the console's output; empty for none."""
     flags: ClassVar[type[SuiteOptions]]
     """The dataclass of its options."""
-    description: ClassVar[str]
-    """Text of the help: the measurement, its cost and its exit codes."""
-    examples: ClassVar[str]
-    """The end of its help."""
+    names: ClassVar[str] = ""
+    """The last line of its help: names that its flags take. The docstring of the class is the help."""
+    description: ClassVar[str] = ""
+    """Text of the help, if the docstring does not have it."""
+    examples: ClassVar[str] = ""
+    """The end of that help."""
     page: ClassVar[Callable[..., str]]
     """Makes the text of the page from a record and ``source``, the record's path for the reader."""
     summary: ClassVar[Callable[..., list[str]]]

@@ -193,23 +193,23 @@ class GpuOptions(frame.SuiteOptions):
 
 
 class Gpu(frame.Suite[GpuOptions, Result]):
-    """Runs what is left of the proof."""
+    """Runs what is left of the proof.
+
+    gpu: prove in the first hour on a rented machine what holds on its GPUs. Do strategies train, and the same model?
+    Are memory and time as planned, and is the record true? How fast is it, beside others? Then checkpoints, profiles,
+    and the server under load. It takes about 45 minutes on an H100, in chunks of at most ten. An interrupted proof is
+    continued by the same command. Exit code 0: all chunks that ran have passed; 1: otherwise.
+
+    Examples:
+      .venv/bin/python src/benchmark.py gpu
+      .venv/bin/python src/benchmark.py gpu --budget 540
+      .venv/bin/python src/benchmark.py gpu --only speed --peer nanogpt=/tmp/nanoGPT
+      .venv/bin/python src/benchmark.py gpu --stand_in --into checkpoint/gpu-rehearsal
+    """
 
     name, record_of, unit, count_width, failure_line = frame.GPU, "a proof on GPUs", "chunk", 2, "FAILED: {}"
     flags, page, summary = GpuOptions, staticmethod(gpu_page), staticmethod(summary_lines)
-    description = """\
-gpu: prove in the first hour on a rented machine what holds on its GPUs. Do strategies train, and the same model? Are
-memory and time as planned, and is the record true? How fast is it, beside others? Then checkpoints, profiles, and the
-server under load. It takes about 45 minutes on an H100, in chunks of at most ten. An interrupted proof is continued by
-the same command. Exit code 0: all chunks that ran have passed; 1: otherwise."""
-    examples = f"""\
-examples:
-  .venv/bin/python src/benchmark.py gpu
-  .venv/bin/python src/benchmark.py gpu --budget 540
-  .venv/bin/python src/benchmark.py gpu --only speed --peer nanogpt=/tmp/nanoGPT
-  .venv/bin/python src/benchmark.py gpu --stand_in --into checkpoint/gpu-rehearsal
-
-chunks: {", ".join(CHUNKS)}"""
+    names = f"chunks: {', '.join(CHUNKS)}"
 
     def __init__(self, options: GpuOptions, repository: Path) -> None:
         super().__init__(replace(options, output=options.output or options.into / "gpu.json"), repository)

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from dsgpt.benchmarks.frame import TRAINED, Record, Suite, SuiteOptions, device_flag, page_of, spread_words
+from dsgpt.benchmarks.frame import TRAINED, Record, Suite, SuiteOptions, device_flag, filled, page_of, spread_words
 from dsgpt.benchmarks.inference_turns import (
     COMMITTED,
     Engines,
@@ -23,7 +23,7 @@ from dsgpt.common.command_line import COUNT, POSITIVE, choices, flag, switch, va
 from dsgpt.common.errors import Problems, UserError
 from dsgpt.common.files import sha256_of, write_json_atomic
 from dsgpt.common.json_files import JsonError, parse_as, read_object
-from dsgpt.common.text import duration, machine_words, table
+from dsgpt.common.text import duration, table
 from dsgpt.machine.console import Console
 from dsgpt.record.schema import RECORD_FILE
 from dsgpt.record.suites import SCHEMA_VERSION, TITLES, Concurrency, Engine, Percentiles
@@ -80,28 +80,8 @@ def _read(record: Record) -> Concurrency:
 
 
 def _head(result: Concurrency, source: str) -> str:
-    hardware, model, env = result.hardware, result.model, result.env
     threads = f", {result.threads} threads for each engine" if result.threads else ""
-    shape = f"{model['n_layer']} layers of width {model['n_embd']}, vocabulary {model['vocab_size']:,}"
-    return f"""# Many requests at once
-
-Generated from `{source}` by `.venv/bin/python src/benchmark.py inference --table-from {source}`.
-
-Every engine answered the same {result.requests} requests: {result.prompt_tokens:,} tokens of prompts and
-{result.new_tokens:,} new tokens, greedily, in fp32. A trace with seed {result.seed} says when they arrive (Poisson) and
-how long each is; the prompts are random ids, so that no engine can reuse what it computed for another. At concurrency
-c, an engine works on at most c requests at once, and the others wait in a queue. On average a request arrives every
-2 S / c seconds. S = {result.alone_sec:.4f} s is the mean time of a request that this project answers alone. An engine
-that decoded c requests as fast as one would be busy half of the time. The arrivals do not wait for the engine: if it
-is slower than they are, the queue grows until the trace ends, and so do latency and queue time.
-
-The engines took turns, {result.repeats} at each concurrency, after a warm-up. Throughput is the median of the turns,
-with the smallest and largest value behind it; percentiles are of the requests of all turns. All turns took
-{duration(result.seconds)}.
-
-Model: `{result.checkpoint}`, {shape}.
-Machine: {machine_words(hardware)}; {hardware["device"]}{threads}. torch {env["torch_version"]}.
-Commit `{result.git_commit}`, {result.timestamp_utc}."""
+    return filled("inference", vars(result), source=source, took=duration(result.seconds), threads=threads)
 
 
 def _overview(result: Concurrency) -> str:
@@ -140,13 +120,8 @@ def _engines(result: Concurrency) -> str:
         version = engine.version or ("this commit" if engine.load_sec else "unknown")
         seconds = "failed" if engine.load_sec is None else f"{engine.load_sec:.1f}"
         rows.append([engine.name, TITLES.get(engine.name, engine.name), version, seconds])
-    legend = (
-        "The first token and the latency count from the arrival of a request, so they include its time in the queue. "
-        "Of the speeds of requests, p95 is what 95% of them reach at least. Peak memory is what was resident in the "
-        "engine's processes, or allocated on the GPU by the process that measures; it includes the libraries and what "
-        "vLLM reserves for its cache."
-    )
-    return f"{table(['engine', 'what it is', 'version', 'seconds to load'], rows)}\n\n{legend}"
+    shown = table(["engine", "what it is", "version", "seconds to load"], rows)
+    return f"{shown}\n\n{filled('inference-engines', {})}"
 
 
 def _same_ids(result: Concurrency) -> str:
@@ -163,11 +138,7 @@ def _same_ids(result: Concurrency) -> str:
     if not rows:
         return "\n".join(lines)
     header = ["engine", "request", "new token", "our id", "its id", "our lead", "answers"]
-    legend = (
-        "Where answers leave ours. Our lead is by how much our id's logit exceeds the second likeliest: near 0, the "
-        "rounding of another order of sums decides. After it, the texts differ."
-    )
-    return "\n\n".join(["\n".join(lines), legend, table(header, rows)])
+    return "\n\n".join(["\n".join(lines), filled("inference-ids", {}), table(header, rows)])
 
 
 def _three(values: Percentiles | None, form: str, *, scale: float = 1.0) -> str:
@@ -222,25 +193,26 @@ class InferenceOptions(SuiteOptions):
 
 
 class Inference(Suite[InferenceOptions, Turn]):
-    """Lets engines answer the same requests in turn; the run of the checkpoint gets the figures, too."""
+    """Lets engines answer the same requests in turn; the run of the checkpoint gets the figures, too.
+
+    inference: let engines answer the same requests, which arrive at random instants, with 1, 2, 4, 8 and 16 of them at
+    once. The engines: this project one at a time and in static batches, transformers' continuous batching, and vLLM.
+    Compare time to the first token, time per token, latency, queue time, throughput and memory, and every token. The
+    figures are also added to the run of the checkpoint. If an engine fails, the others go on. Exit code 0: all engines
+    generated the same tokens; 1: otherwise, and if one failed.
+
+    Examples:
+      .venv/bin/python src/benchmark.py inference --checkpoint checkpoint/demo-zero1
+      .venv/bin/python src/benchmark.py inference --concurrency 1,2,4,8,16 --engines one,static,continuous,vllm
+      .venv/bin/python src/benchmark.py inference --concurrency 1,8 --engines one,continuous --repeats 1 --requests 16
+      .venv/bin/python src/benchmark.py inference --peers --peer nanogpt=/tmp/nanoGPT
+
+    `make vllm` installs vLLM into .venv-vllm.
+    """
 
     name, record_of, schema_version, unit = "inference", "many requests", SCHEMA_VERSION, "turn"
     failure_line = "{}"
     flags, page, summary = InferenceOptions, staticmethod(inference_page), staticmethod(summary_lines)
-    description = """\
-inference: let engines answer the same requests, which arrive at random instants, with 1, 2, 4, 8 and 16 of them at
-once. The engines: this project one at a time and in static batches, transformers' continuous batching, and vLLM.
-Compare time to the first token, time per token, latency, queue time, throughput and memory, and every token. The
-figures are also added to the run of the checkpoint. If an engine fails, the others go on. Exit code 0: all engines
-generated the same tokens; 1: otherwise, and if one failed."""
-    examples = """\
-examples:
-  .venv/bin/python src/benchmark.py inference --checkpoint checkpoint/demo-zero1
-  .venv/bin/python src/benchmark.py inference --concurrency 1,2,4,8,16 --engines one,static,continuous,vllm
-  .venv/bin/python src/benchmark.py inference --concurrency 1,8 --engines one,continuous --repeats 1 --requests 16
-  .venv/bin/python src/benchmark.py inference --peers --peer nanogpt=/tmp/nanoGPT
-
-`make vllm` installs vLLM into .venv-vllm."""
 
     def plan(self) -> int:
         """Refuse what cannot be measured."""

@@ -99,22 +99,8 @@ def network_page(record: frame.Record, *, source: str) -> str:
         ]
         for point in record["points"]
     ]
-    in_hosts = """The largest differences from the same ranks on one host, which the same launcher started. Those of
-the losses of all steps are in nats per token. Those of gradient norms, and of each last weight tensor, are relative.
-`launch/torchrun.sh` and `launch/run_hostfile.sh` start the ranks, over a real sshd where it says so."""
-    on_links = f"""A host's link passes so many megabits a second in each direction, and what the host sends
-arrives so many milliseconds later ({record["shaped_by"]}). One rank of
-{record["linked_work"]} is on each of two hosts. The share is that of `--profile_comm`: of a step, what the training
-thread waits for communication, in {PROFILED} steps of {record["turns"]} trainings; medians, with the range. The planner
-knows a calibration of this machine, and the nominal speed and the delay of the links. One factor of computation and one
-of communication inside a machine are from the same trainings over links without limits; none is from these points.
-Headers and queues leave less than the nominal speed, and least where traffic pauses. The planner does not know that.
-It adds a delay once for each pass of a ring. After a pause, TCP needs several round trips until it fills a link. What
-delays packets is a program on the same cores.
-That the time of a network is added, and not the longer one taken, was chosen on an earlier run of the same points.
-{record.get("remark", "")}""".rstrip()
+    on_links = frame.filled("network-links", {"remark": "", **record}, profiled=PROFILED).rstrip()
     words = {"error": "**ERROR**", "failed": "**FAILED**", "refused": "refused"}
-    header = ["strategy", "link, Mbit/s", "delay, ms", "predicted share", "measured share", "off, points"]
     header = ["strategy", "link, Mbit/s", "delay, ms", "predicted share", "measured share", "off, points"]
     return frame.page_of(
         "\n".join(["# Training across hosts\n", *summary_lines(record)]),
@@ -123,7 +109,7 @@ That the time of a network is added, and not the longer one taken, was chosen on
             "The same training on several hosts",
             ["strategy", "ranks", "hosts", "started by", "loss", "gradient norm", "weights"],
             spread,
-            text=in_hosts,
+            text=frame.filled("network-hosts", record),
         ),
         frame.section(
             "Waiting for slow links", [*header, "predicted step, s", "measured step, s"], points, text=on_links
@@ -166,19 +152,20 @@ class NetworkOptions(frame.SuiteOptions):
 
 
 class Network(frame.Suite[NetworkOptions, Result]):
-    """Trains on several hosts, then over slow links."""
+    """Trains on several hosts, then over slow links.
+
+    network: train on 2 and 4 hosts, and compare with the same ranks on one host. Then train over slow links, and
+    compare the share of a step that waits for communication with the planner's. The hosts are network namespaces of
+    this machine with links of their own, so it needs root, and /dev/net/tun for links that are late. Takes about 30
+    minutes on 2 cores. Exit code 0: every strategy computes on several hosts what it computes on one; 1: otherwise.
+
+    Examples:
+      .venv/bin/python src/benchmark.py network
+      .venv/bin/python src/benchmark.py network --only zero3 link-zero3
+    """
 
     name, record_of, unit = "network", "trainings on several hosts", "training"
     flags, page, summary = NetworkOptions, staticmethod(network_page), staticmethod(summary_lines)
-    description = """\
-network: train on 2 and 4 hosts, and compare with the same ranks on one host. Then train over slow links, and compare
-the share of a step that waits for communication with the planner's. The hosts are network namespaces of this machine
-with links of their own, so it needs root, and /dev/net/tun for links that are late. Takes about 30 minutes on 2 cores.
-Exit code 0: every strategy computes on several hosts what it computes on one; 1: otherwise."""
-    examples = """\
-examples:
-  .venv/bin/python src/benchmark.py network
-  .venv/bin/python src/benchmark.py network --only zero3 link-zero3"""
 
     def plan(self) -> int:
         chosen = frame.selected({name: name for name in (*STRATEGIES, *OVER_LINKS)}, self.options.only)

@@ -350,23 +350,23 @@ class Result:
 
 
 class Parity(Suite[ParityOptions, Result]):
-    """Trains every cell and compares it with its reference."""
+    """Trains every cell and compares it with its reference.
+
+    parity: train the same small model under every strategy, and compare every step with plain PyTorch. The cells: 1, 2,
+    4 and 8 ranks, with and without accumulation, AdamW and SGD, fp32 and bf16. Then plant known bugs, each of which
+    must be caught. Exit code 0: all are equal and all bugs were caught; 1: otherwise.
+
+    Examples:
+      .venv/bin/python src/benchmark.py parity
+      .venv/bin/python src/benchmark.py parity --core
+      .venv/bin/python src/benchmark.py parity --only zero1 zero3 --ranks 2
+      .venv/bin/python src/benchmark.py parity --table-from checkpoint/parity/parity.json
+    """
 
     name, record_of, schema_version, unit = "parity", "the parity suite", SCHEMA_VERSION, "training"
     failure_line = "unexpected result: {}"
     flags, page, summary = ParityOptions, staticmethod(parity_page), staticmethod(summary_lines)
-    description = """\
-parity: train the same small model under every strategy, and compare every step with plain PyTorch. The cells: 1, 2, 4
-and 8 ranks, with and without accumulation, AdamW and SGD, fp32 and bf16. Then plant known bugs, each of which must be
-caught. Exit code 0: all are equal and all bugs were caught; 1: otherwise."""
-    examples = f"""\
-examples:
-  .venv/bin/python src/benchmark.py parity
-  .venv/bin/python src/benchmark.py parity --core
-  .venv/bin/python src/benchmark.py parity --only zero1 zero3 --ranks 2
-  .venv/bin/python src/benchmark.py parity --table-from checkpoint/parity/parity.json
-
-strategies: {", ".join(STRATEGIES)}"""
+    names = f"strategies: {', '.join(STRATEGIES)}"
 
     steps = STEPS
     """Optimizer steps of every training."""

@@ -6,7 +6,7 @@ from dataclasses import fields
 from typing import Any
 
 from dsgpt.benchmarks.cells import Cell
-from dsgpt.benchmarks.frame import Record, made_from, page_of, section
+from dsgpt.benchmarks.frame import Record, filled, made_from, page_of, section
 from dsgpt.common.text import table
 
 KEYS = ("optimizer", "precision", "training", "data_ranks", "accumulation", "low", "whole_logits")
@@ -17,18 +17,13 @@ LAUNCH = ("launcher", "ranks", "cells", "start_seconds", "seconds")
 
 def _method(record: Record) -> str:
     """Sections on the trainings, the bounds, the references and the launches."""
-    work, model, bounds = record["work"], record["work"]["model"], record["bounds"]
+    bounds = record["bounds"]
     references = [
         [*(item[key] for key in KEYS), *(f"{item[key]:.4f}" for key in FIGURES), item["clipping"] or "never"]
         for item in record["references"]
     ]
     parts = [
-        f"""## How it is measured
-
-Every training takes {work["steps"]} optimizer steps of {work["global_batch_size"]} sequences of {work["seq_len"]}
-tokens, under a model of {model["num_layers"]} layers, {model["num_heads"]} heads and width {model["embedding_size"]}.
-[What is compared how, and what the bounds cannot detect](parity-method.md) is the same for all records. Bounds, by the
-kind of arithmetic; empty where no other bound than that of its kind applies:""",
+        filled("parity-method", record),
         table(["", *map(_words, next(iter(bounds.values())))], [[name, *one.values()] for name, one in bounds.items()]),
         "References:",
         table([*map(_words, (*KEYS, *FIGURES)), "clipped at"], references),
@@ -169,11 +164,8 @@ def _bytes_per_rank(cells: Cells) -> str:
         off = max(abs(size["formula"] - size["measured"]) / max(size["measured"], 1) for size in every)
         sizes = ["unknown" if size is None else f"{size:,}" for size in sizes]
         rows.append([*row, shown["accumulation"], *sizes, f"{off:.1%}"])
-    text = """Measured: the most bytes of model state on a rank, and the most that a rank sends per optimizer step.
-The last column is the largest difference from the formulas of `src/dsgpt/planner`, over all trainings
-of the row."""
     header = ["strategy", "ranks", "precision", "acc.", *BYTES, "formulas off by"]
-    return section("Bytes per rank", header, rows, text=text)
+    return section("Bytes per rank", header, rows, text=filled("parity-bytes", {}))
 
 
 def _troubles(record: Record) -> str:

@@ -370,8 +370,7 @@ def _estimates(measured: Sequence[Figures]) -> str:
         for result in measured
         if (estimate := result["estimate_bytes"]) is not None and (worst := largest(result))
     ]
-    text = """`estimate_zero2_model_states_mem_needs` and its counterpart for stage 3 know the number of parameters and
-of ranks. They leave out activations, logits and buckets, and count fp32 models as if they were trained in fp16."""
+    text = frame.filled("plan-estimates", {})
     header = ["cell", "DeepSpeed's estimate, MB", "off the measured peak", "this planner"]
     return frame.section("DeepSpeed's estimator", header, rows, text=text)
 
@@ -383,8 +382,7 @@ def _traffic(measured: Sequence[Figures]) -> str:
         most = "**not known**" if sent["measured"] is None else f"**{megabytes(max(sent['measured']))}**"
         if result["ranks"] > 1:
             rows.append([result["title"], megabytes(max(sent["predicted"])), "the same" if _exact(sent) else most])
-    text = f"""Of the rank that sends most, if collectives are rings. The formulas leave out losses, norms and counters,
-at most {LEFT_OUT_BYTES} bytes a step."""
+    text = frame.filled("plan-traffic", {}, least=LEFT_OUT_BYTES)
     return frame.section("Bytes sent in a step", ["cell", "predicted, MB of a rank", "measured"], rows, text=text)
 
 
@@ -434,8 +432,7 @@ def _choices(measured: Sequence[Figures]) -> str:
             slower = slower if chosen / fastest - 1 <= MOST_SLOWER else f"**{slower}**"
             setups = (f"{one['title'].partition(',')[0]}: {one['step_seconds']['measured']:.3f} s" for one in two)
             rows.append([name, len(results), *setups, slower])
-    text = f"""Cells that do the same work: the one with the shortest predicted step, and the one with the shortest
-measured step. Both times are measured. Goal: at most {MOST_SLOWER:.0%} slower."""
+    text = frame.filled("plan-choice", {}, slower=MOST_SLOWER)
     header = ["work", "setups", "predicted to be the fastest", "the fastest", "slower by"]
     return frame.section("The choice", header, rows, text=text)
 
@@ -456,22 +453,23 @@ class PlanOptions(frame.SuiteOptions):
 
 
 class Plan(frame.Suite[PlanOptions, Result]):
-    """Predicts every cell, measures it, and compares."""
+    """Predicts every cell, measures it, and compares.
+
+    plan: predict the peak memory, the bytes sent and the step time of small trainings under every strategy, then
+    measure them. Peak memory is that of tensors in a step, on every rank. PyTorch's MemTracker measures it, too, and
+    DeepSpeed's estimator is shown beside it. Step times are measured in rounds without a profiler. Takes about 6
+    minutes on 2 cores. Exit code 0: every predicted peak is at most 10% over and 3% under the measured one, and the
+    bytes sent are exact; 1: otherwise.
+
+    Examples:
+      .venv/bin/python src/benchmark.py plan
+      .venv/bin/python src/benchmark.py plan --only zero fsdp --rounds 0
+      .venv/bin/python src/benchmark.py plan --table-from checkpoint/plan/plan.json
+    """
 
     name, record_of, unit = "plan", "predictions", "cell"
     count_width, failure_line = 2, "outside the bounds: {}"
     flags, page, summary = PlanOptions, staticmethod(plan_page), staticmethod(summary_lines)
-    description = """\
-plan: predict the peak memory, the bytes sent and the step time of small trainings under every strategy, then measure
-them. Peak memory is that of tensors in a step, on every rank. PyTorch's MemTracker measures it, too, and DeepSpeed's
-estimator is shown beside it. Step times are measured in rounds without a profiler. Takes about 6 minutes on 2 cores.
-Exit code 0: every predicted peak is at most 10% over and 3% under the measured one, and the bytes sent are exact; 1:
-otherwise."""
-    examples = """\
-examples:
-  .venv/bin/python src/benchmark.py plan
-  .venv/bin/python src/benchmark.py plan --only zero fsdp --rounds 0
-  .venv/bin/python src/benchmark.py plan --table-from checkpoint/plan/plan.json"""
 
     def plan(self) -> int:
         every, self._devices = cells(), 2

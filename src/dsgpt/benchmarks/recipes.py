@@ -12,11 +12,11 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from dsgpt.benchmarks.cells import file_values, prepare_demo
-from dsgpt.benchmarks.frame import Record, Suite, SuiteOptions, device_flag, generated_by, page_of
+from dsgpt.benchmarks.frame import Record, Suite, SuiteOptions, device_flag, filled, generated_by, page_of
 from dsgpt.benchmarks.launch import train
 from dsgpt.common.command_line import choice, flag
 from dsgpt.common.files import write_json_atomic
-from dsgpt.common.text import machine_words, table
+from dsgpt.common.text import table
 
 SEED, OTHER_SEEDS = 1337, (1, 2, 3)
 
@@ -116,19 +116,8 @@ def recipes_page(record: Record, *, source: str) -> str:
         record: as ``dsgpt.benchmarks.recipes`` makes it.
         source: the record's path, for the reader.
     """
-    hardware = record["hardware"]
-    head = f"""# The search behind the recipes of small models
-
-{generated_by(source, "recipes", page="recipe-search", ends="repeats it")}
-
-The field's published settings are for models of 100 million parameters and more, and for batches of half a million
-tokens. A model of two million parameters that sees less than a million tokens learns more with small batches and a
-higher rate. Every training here sees the same number of tokens of the demo's text, whatever its batch. The choice is
-made on seed {record["trials"][0]["seed"]}: the best of those whose doubled rate is no worse, so that it is not the
-last rate before training becomes unstable. Single changes of that one follow, if any. Three other
-seeds, which change the initial weights and the order of the text, show what the choice is worth.
-
-Machine: {machine_words(hardware)}; {hardware["device"]}. Commit `{record["git_commit"]}`, {record["timestamp_utc"]}."""
+    made = generated_by(source, "recipes", page="recipe-search", ends="repeats it")
+    head = filled("recipes", record, made=made)
     return page_of(head, *(_section(size, record) for size in record["searches"]))
 
 
@@ -182,19 +171,19 @@ class RecipesOptions(SuiteOptions):
 
 
 class Recipes(Suite[RecipesOptions, Result]):
-    """Trains every model of the search, and chooses."""
+    """Trains every model of the search, and chooses.
+
+    recipes: train small models with many learning rates, batches and schedules on the same tokens, and show which
+    learns most; the recipes in ds_configs/sizes come from it. Exit code 0: every training ended.
+
+    Examples:
+      .venv/bin/python src/benchmark.py recipes
+      .venv/bin/python src/benchmark.py recipes --size demo
+    """
 
     name, record_of, unit = "recipes", "recipes", "training"
     flags, page, summary = RecipesOptions, staticmethod(recipes_page), staticmethod(summary_lines)
-    description = """\
-recipes: train small models with many learning rates, batches and schedules on the same tokens, and show which learns
-most; the recipes in ds_configs/sizes come from it. Exit code 0: every training ended."""
-    examples = f"""\
-examples:
-  .venv/bin/python src/benchmark.py recipes
-  .venv/bin/python src/benchmark.py recipes --size demo
-
-sizes: {", ".join(SEARCHES)}"""
+    names = f"sizes: {', '.join(SEARCHES)}"
 
     def plan(self) -> int:
         sizes = self.options.size or SEARCHES

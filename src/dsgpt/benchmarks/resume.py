@@ -139,24 +139,15 @@ def resume_page(record: frame.Record, *, source: str) -> str:
         off = [measured["validation loss"] for measured in measurements if measured]
         if off:
             losses.append(f"off by at most {max(off):.1e} in {precision} (allowed {bound:g})")
-    head = f"""# Any strategy resumes the run of any other
-
-* **{passed[0]} of {len(pairs)} pairs**, drawn with seed {record["seed"]}: one strategy trains
-  {work["saved"]} steps and saves, another one resumes with `--resume` for {work["steps"] - work["saved"]} more, on
-  other ranks and with other accumulation. Every loss may differ by at most {record["bound"]:g} from that of an
-  undisturbed baseline, at every step and in the validations after steps {work["saved"]} (before the target's first \
-step) to {work["steps"]}, every {work["validated_every"]}.
-  They are of {work["validation_windows"]} sequences, which leave the last batch padded.
-* **{passed[1]} of {len(rewritten)} rewritings**: every strategy loads the same checkpoint and writes it
-  again. The two checkpoints must be equal, byte for byte, and the ranks must compute with the checkpoint's weights,
-  rounded to the precision. Validation loss of the loaded weights, against the baseline's:
-  {", ".join(losses) or "not measured"}.
-
-Work: {work["global_batch_size"]} sequences of {work["seq_len"]} tokens per step, {work["model"]["num_layers"]} layers
-of width {work["model"]["embedding_size"]}, fp32, AdamW, dropout 0; the loss falls from
-{record["reference"]["first_loss"]:.3f} to {record["reference"]["last_loss"]:.3f}.
-
-{frame.made_from(record, source=source, name="resume")}"""
+    head = frame.filled(
+        "resume",
+        record,
+        passed=passed,
+        tried=[len(pairs), len(rewritten)],
+        more=work["steps"] - work["saved"],
+        losses=", ".join(losses) or "not measured",
+        made=frame.made_from(record, source=source, name="resume"),
+    )
     return frame.page_of(head, _pairs(record), _rewritten(record), frame.troubles([*pairs, *rewritten], STATUS_WORDS))
 
 
@@ -261,21 +252,22 @@ class ResumeOptions(frame.SuiteOptions):
 
 
 class Resume(frame.Suite[ResumeOptions, Result]):
-    """Lets every strategy write what it read, and pairs of strategies share a run."""
+    """Lets every strategy write what it read, and pairs of strategies share a run.
+
+    resume: let every strategy load the same checkpoint and write it again, which must give the same bytes. Then let
+    pairs of strategies share a run: one trains 10 steps and saves, the other resumes for 10 more, which must give the
+    losses of an undisturbed run. Exit code 0: they do; 1: otherwise.
+
+    Examples:
+      .venv/bin/python src/benchmark.py resume
+      .venv/bin/python src/benchmark.py resume --pairs 100 --seed 1
+      .venv/bin/python src/benchmark.py resume --table-from checkpoint/resume/resume.json
+    """
 
     length = WHOLE
     """Steps of every training."""
     name, record_of, schema_version, unit = "resume", "the resume suite", SCHEMA_VERSION, "result"
     flags, page, summary = ResumeOptions, staticmethod(resume_page), staticmethod(summary_lines)
-    description = """\
-resume: let every strategy load the same checkpoint and write it again, which must give the same bytes. Then let pairs
-of strategies share a run: one trains 10 steps and saves, the other resumes for 10 more, which must give the losses of
-an undisturbed run. Exit code 0: they do; 1: otherwise."""
-    examples = """\
-examples:
-  .venv/bin/python src/benchmark.py resume
-  .venv/bin/python src/benchmark.py resume --pairs 100 --seed 1
-  .venv/bin/python src/benchmark.py resume --table-from checkpoint/resume/resume.json"""
 
     def plan(self) -> int:
         options = self.options

@@ -17,7 +17,19 @@ from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from dsgpt.benchmarks.frame import Record, Suite, SuiteOptions, device_flag, made_from, section, span, span_words, turns
+from dsgpt.benchmarks.frame import (
+    Record,
+    Suite,
+    SuiteOptions,
+    device_flag,
+    filled,
+    made_from,
+    page_of,
+    section,
+    span,
+    span_words,
+    turns,
+)
 from dsgpt.benchmarks.launch import train
 from dsgpt.common.command_line import POSITIVE, flag
 from dsgpt.common.files import write_json_atomic
@@ -33,25 +45,15 @@ def saving_page(record: Record, *, source: str) -> str:
     """
     size = record["figures"]["sync"]["bytes"]["median"] / 1e6
     saves = max(len(run["saves"]) for run in record["runs"])
-    head = f"""# How long training waits for a checkpoint
-
-The model `{record["work"]["model_size"]}` with {record["parameters"]:,} parameters, whose checkpoint has
-{size:,.0f} MB, is trained {record["rounds"]} times with `--save_mode sync` and {record["rounds"]} times with `async`,
-in turn; {saves} saves of each run count. With async, training waits **{record["ratio"]:.0%}** of the time that it
-waits with sync (medians; the goal is at most {record["ratio_bound"]:.0%}). An async save uses a core while training
-continues. If no core is free, the last column shows that.
-
-{made_from(record, source=source, name="saving")}"""
+    made = made_from(record, source=source, name="saving")
+    head = filled("saving", record, size=size, saves=saves, made=made)
     writers = section(
         "Several writers",
         ["processes", "until all have written, s (range)"],
         [[count, span_words(seconds, ".2f")] for count, seconds in record.get("writers", {}).items()],
-        text=f"""The state of the same model. Processes write it together, as the ranks of DDP do, each a part of equal
-size. Each has {MB_PER_SEC} MB/s, as if its disk were slow: a token bucket lets no more blocks of {BLOCK >> 20} MiB
-through to its files. This machine has one disk, which is faster than all of them. The time is that of the slowest
-process, from the first byte until its files are durable and hashed.""",
+        text=filled("saving-writers", record, rate=MB_PER_SEC, block=BLOCK >> 20),
     )
-    return "\n\n".join(filter(None, [head, _modes(record), writers])) + "\n"
+    return page_of(head, _modes(record), writers)
 
 
 def _modes(record: Record) -> str:
@@ -102,17 +104,18 @@ class SavingOptions(SuiteOptions):
 
 
 class Saving(Suite[SavingOptions, Run]):
-    """Trains with both save modes in turn."""
+    """Trains with both save modes in turn.
+
+    saving: train the model `tiny` with --save_mode sync and async in turn, and compare how long training waits for each
+    checkpoint. Exit code 0: async waits at most a fifth of the time; 1: longer.
+
+    Examples:
+      .venv/bin/python src/benchmark.py saving
+      .venv/bin/python src/benchmark.py saving --rounds 10
+    """
 
     name, record_of, unit = "saving", "saves", "run"
     flags, page, summary = SavingOptions, staticmethod(saving_page), staticmethod(summary_lines)
-    description = """\
-saving: train the model `tiny` with --save_mode sync and async in turn, and compare how long training waits for each
-checkpoint. Exit code 0: async waits at most a fifth of the time; 1: longer."""
-    examples = """\
-examples:
-  .venv/bin/python src/benchmark.py saving
-  .venv/bin/python src/benchmark.py saving --rounds 10"""
 
     def plan(self) -> int:
         return self.options.rounds * (len(SAVE_MODES) + len(WRITERS))

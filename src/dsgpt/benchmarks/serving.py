@@ -23,11 +23,21 @@ from typing import TYPE_CHECKING, Any, Self
 
 import psutil
 
-from dsgpt.benchmarks.frame import TRAINED, Record, Suite, SuiteOptions, device_flag, generated_by, page_of, percentiles
+from dsgpt.benchmarks.frame import (
+    TRAINED,
+    Record,
+    Suite,
+    SuiteOptions,
+    device_flag,
+    filled,
+    generated_by,
+    page_of,
+    percentiles,
+)
 from dsgpt.common.command_line import POSITIVE, flag
 from dsgpt.common.errors import UserError
 from dsgpt.common.json_files import clipped_text
-from dsgpt.common.text import machine_words, table
+from dsgpt.common.text import table
 
 if TYPE_CHECKING:
     import httpx2
@@ -240,7 +250,7 @@ def serving_page(record: Record, *, source: str) -> str:
         record: as ``dsgpt.benchmarks.serving`` makes it.
         source: the record's path, for the reader.
     """
-    hardware, rounds = record["hardware"], record["rounds"]
+    rounds = record["rounds"]
     lost = sum(_lost(record, one) for one in rounds)
     unseen = sum(max(0, one["answered_by_the_servers_count"] - one["answered"]) for one in rounds)  # by the clients
     wrong = unseen + sum(one["answered_twice"] + one["wrong_texts"] for one in rounds)
@@ -248,29 +258,9 @@ def serving_page(record: Record, *, source: str) -> str:
     if lost or wrong:
         verdict = f"{lost} requests were lost; {wrong} were answered twice or with another text."
     grown = "unknown" if record["growth"] is None else f"{record['growth']:.3f} of the first one's"
-    head = f"""# A server under {record["times"]} times its capacity
-
-{generated_by(source, "serving", page="serving-load")}
-
-`src/serve.py` serves `{record["checkpoint"]}` and decodes {record["batch"]} sequences at a time; {record["queue"]} may
-wait. With a client for each of these places it answers {record["capacity_per_sec"]:.1f} requests a second, each a
-completion of {record["max_tokens"]} tokens at most. Then requests arrive at random, {record["times"]} times as many a
-second: {record["requests"]} in each of {len(rounds)} rounds on the same server. That is at least {record["load"]:.1f}
-times what it answered a second in any round. A refused client waits once to twice as long as `Retry-After`
-says, and asks again.
-
-**{verdict}**
-The peak memory of the last round is {grown}. After SIGTERM the server ended with {record["exit_code"]}. The clients
-share the machine with the server.
-
-Machine: {machine_words(hardware)}; {hardware["device"]}. Commit `{record["git_commit"]}`, {record["timestamp_utc"]}."""
-    return page_of(head, "## Rounds", "\n".join(summary_lines(record)), _NOTES)
-
-
-_NOTES = """\
-*Latency when accepted* is from the attempt that was accepted to its answer. *With refusals* is from the arrival, so it
-has the waits of a queue outside of the server: at several times the capacity it grows with the number of
-requests, whatever the server does. The texts are compared with those that the server gave to one client alone."""
+    made, lines = generated_by(source, "serving", page="serving-load"), "\n".join(summary_lines(record))
+    facts = {"made": made, "count": len(rounds), "verdict": verdict, "grown": grown, "table": lines}
+    return page_of(filled("serving", record, **facts))
 
 
 def _lost(record: Record, one: Record) -> int:
@@ -330,18 +320,19 @@ class ServingOptions(SuiteOptions):
 
 
 class Serving(Suite[ServingOptions, Round]):
-    """Measures the capacity of a server, then asks for several times as much."""
+    """Measures the capacity of a server, then asks for several times as much.
+
+    serving: ask a server of src/serve.py for several times the completions that it can give, and ask again when it
+    refuses. Exit code 0: every request got one answer, the right text, and the memory did not grow; 1: otherwise.
+
+    Examples:
+      .venv/bin/python src/benchmark.py serving --checkpoint checkpoint/demo-zero1
+      .venv/bin/python src/benchmark.py serving --requests 100 --times 8 --rounds 1
+    """
 
     name, record_of, unit = "serving", "a load test", "round"
     failure_line = "FAILED: {}"
     flags, page, summary = ServingOptions, staticmethod(serving_page), staticmethod(summary_lines)
-    description = """\
-serving: ask a server of src/serve.py for several times the completions that it can give, and ask again when it refuses.
-Exit code 0: every request got one answer, the right text, and the memory did not grow; 1: otherwise."""
-    examples = """\
-examples:
-  .venv/bin/python src/benchmark.py serving --checkpoint checkpoint/demo-zero1
-  .venv/bin/python src/benchmark.py serving --requests 100 --times 8 --rounds 1"""
 
     def plan(self) -> int:
         return self.options.rounds

@@ -20,7 +20,6 @@ from dsgpt.benchmarks import cells, frame
 from dsgpt.benchmarks.launch import LineWorker, WorkerEnded, child_environment, train, training_words
 from dsgpt.common.command_line import POSITIVE, flag
 from dsgpt.common.errors import UserError
-from dsgpt.common.text import machine_words
 from dsgpt.machine.launcher import launcher_command
 from dsgpt.machine.topology import free_port
 from dsgpt.model.config import PRESETS, GPT2Config
@@ -256,24 +255,9 @@ def speed_page(record: frame.Record, *, source: str) -> str:
         record: as ``dsgpt.benchmarks.speed`` makes it.
         source: the record's path, for the reader.
     """
-    hardware, env = record["hardware"], record["env"]
     peers = ", ".join(f"{name} at `{commit}`" for name, commit in record["peers"].items()) or "none"
-    software = f"torch {env['torch_version']}, transformers {env['transformers_version']}"
-    head = f"""# How fast a step is
-
-{frame.generated_by(source, "speed", measure="speed --peer nanogpt=FOLDER")}
-
-Every row compares trainers that take whole optimizer steps with the same shapes, precision, threads and tokens. They
-run in turn, {record["rounds"]} turns each, so that all meet the same machine. A ratio is that of one turn to the turn
-beside it; the table has its median and its range. The loops of the others are those of their own trainers; in bf16 they
-compute under autocast. On a CPU this program keeps freed memory ([performance.md](performance.md)), which would help
-the others too: "memory kept" is a peer with the same setting, and the first rows compare with these. Goals are set
-against peers as they are. A ratio whose range holds 1 reads "no difference". Weak scaling compares tokens per second
-and rank; "apart" are as many processes at once that send each other nothing, and no strategy can do better. `4 x 256`
-is a model of 4 blocks of width 256, T the tokens of a sequence, B the sequences of a step.
-
-Machine: {machine_words(hardware)}; {hardware["device"]}. {software}.
-Checkouts: {peers}. Commit `{record["git_commit"]}`, {record["timestamp_utc"]}.{_missing(record)}"""
+    made = frame.generated_by(source, "speed", measure="speed --peer nanogpt=FOLDER")
+    head = frame.filled("speed", record, made=made, checkouts=peers, without=_missing(record))
     return frame.page_of(head, _speeds_reached(record), _limits(record), _around_the_steps(record))
 
 
@@ -394,21 +378,22 @@ class SpeedOptions(frame.SuiteOptions):
 
 
 class Speed(frame.Suite[SpeedOptions, Result]):
-    """Lets trainers take turns, and measures what a run costs beside its steps."""
+    """Lets trainers take turns, and measures what a run costs beside its steps.
+
+    speed: let this program, nanoGPT and Hugging Face's GPT-2 train in turn with the same shapes, precision, threads and
+    tokens, and compare their tokens per second. Then compare DeepSpeed's engine with the plain loop, and several
+    devices with one. Measure peak memory, start-up, and the peak rates of this machine. Exit code 0: every goal was
+    reached; 1: otherwise.
+
+    Examples:
+      git clone https://github.com/karpathy/nanoGPT /tmp/nanoGPT
+      .venv/bin/python src/benchmark.py speed --peer nanogpt=/tmp/nanoGPT
+      .venv/bin/python src/benchmark.py speed --peer nanogpt=/tmp/nanoGPT --only small memory --rounds 9
+      .venv/bin/python src/benchmark.py speed --device cuda --peer nanogpt=/tmp/nanoGPT
+    """
 
     name, record_of, unit = "speed", "speeds", "row"
     flags, page, summary = SpeedOptions, staticmethod(speed_page), staticmethod(summary_lines)
-    description = """\
-speed: let this program, nanoGPT and Hugging Face's GPT-2 train in turn with the same shapes, precision, threads and
-tokens, and compare their tokens per second. Then compare DeepSpeed's engine with the plain loop, and several devices
-with one. Measure peak memory, start-up, and the peak rates of this machine. Exit code 0: every goal was reached; 1:
-otherwise."""
-    examples = """\
-examples:
-  git clone https://github.com/karpathy/nanoGPT /tmp/nanoGPT
-  .venv/bin/python src/benchmark.py speed --peer nanogpt=/tmp/nanoGPT
-  .venv/bin/python src/benchmark.py speed --peer nanogpt=/tmp/nanoGPT --only small memory --rounds 9
-  .venv/bin/python src/benchmark.py speed --device cuda --peer nanogpt=/tmp/nanoGPT"""
 
     def plan(self) -> int:
         """Choose the rows, limits and other measurements of this device."""

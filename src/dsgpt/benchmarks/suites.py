@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dsgpt.benchmarks.frame import Suite, SuiteOptions, only_flag, peers_flag, read_peers, run_suite
-from dsgpt.common.command_line import Parser, switch
+from dsgpt.common.command_line import Parser, help_of, switch
 from dsgpt.common.errors import EXIT_DONE
 from dsgpt.common.text import REPOSITORY
 
@@ -26,31 +26,29 @@ COMMANDS = (*SUITES, "compare", "records")
 
 @dataclass(frozen=True, kw_only=True)
 class RecordsOptions:
-    """The command line of ``records``."""
+    """The command line of ``records``.
+
+    records: remake each committed record of checkpoint/reference/cpu-2-cores that was not made from the present
+    sources, and the pages and pictures of all. The committed records are replaced when all are remade. A record that is
+    up to date is skipped, so an interrupted command continues with the record that it was remaking. It says how long
+    the others will take, by the committed records. Without --peer, the records of speed and decoding lack rows. Exit
+    code 0: all are up to date, or --check; 1: a source changed meanwhile; otherwise that of the command that failed.
+
+    Examples:
+      .venv/bin/python src/benchmark.py records --check
+      .venv/bin/python src/benchmark.py records
+      .venv/bin/python src/benchmark.py records --only saving plan
+      .venv/bin/python src/benchmark.py records --only speed --peer nanogpt=/tmp/nanoGPT
+    """
 
     check: bool = switch("remake nothing; list which records are old")
     only: tuple[str, ...] = only_flag("NAME", "records")
     peer: tuple[str, ...] = peers_flag("checkouts that speed and decoding compare with")
 
-    description = """\
-records: remake each committed record of checkpoint/reference/cpu-2-cores that was not made from the present sources,
-and the pages and pictures of all. The committed records are replaced when all are remade. A record that is up to date
-is skipped, so an interrupted command continues with the record that it was remaking. It says how long the others will
-take, by the committed records. Without --peer, the records of speed and decoding lack rows. Exit code 0: all are up to
-date, or --check; 1: a source changed meanwhile; otherwise that of the command that failed."""
-    examples = """\
-examples:
-  .venv/bin/python src/benchmark.py records --check
-  .venv/bin/python src/benchmark.py records
-  .venv/bin/python src/benchmark.py records --only saving plan
-  .venv/bin/python src/benchmark.py records --only speed --peer nanogpt=/tmp/nanoGPT"""
-
 
 @dataclass(frozen=True, kw_only=True)
 class NoOptions:
     """The empty flags of a command line without a command."""
-
-    examples = "flags: .venv/bin/python src/benchmark.py parity --help, and so on"
 
 
 def suite_of(name: str) -> type[Suite[Any, Any]]:
@@ -60,27 +58,30 @@ def suite_of(name: str) -> type[Suite[Any, Any]]:
     return suite
 
 
-def described(what: str) -> tuple[type[Any], str, str]:
-    """The flags, the description and the examples of the command ``what``; if that is empty, of all commands."""
+def described(what: str) -> tuple[type[Any], dict[str, Any]]:
+    """The flags of the command ``what``, and the texts of its help; if that is empty, of all commands."""
     if what in SUITES:
         suite = suite_of(what)
-        return suite.flags, suite.description, suite.examples
+        texts = {"description": suite.description, "epilog": suite.examples} if suite.description else help_of(suite)
+        return suite.flags, texts | {"epilog": "\n\n".join(filter(None, [texts["epilog"], suite.names]))}
     if what == "compare":
         from dsgpt.benchmarks.sweep import CompareOptions  # noqa: PLC0415 - for this command alone
 
-        return CompareOptions, CompareOptions.description, CompareOptions.examples
+        return CompareOptions, help_of(CompareOptions)
     if what == "records":
         from dsgpt.benchmarks.records import RECORDS  # noqa: PLC0415
 
-        names = f"\n\nnames: {', '.join(RECORDS)}"
-        return RecordsOptions, RecordsOptions.description, RecordsOptions.examples + names
-    return NoOptions, "\n\n".join(described(command)[1] for command in COMMANDS), NoOptions.examples
+        texts = help_of(RecordsOptions)
+        return RecordsOptions, texts | {"epilog": f"{texts['epilog']}\n\nnames: {', '.join(RECORDS)}"}
+    every = "\n\n".join(described(command)[1]["description"] for command in COMMANDS)
+    examples = "flags: .venv/bin/python src/benchmark.py parity --help, and so on"
+    return NoOptions, {"description": every, "epilog": examples}
 
 
 def parser_of(what: str) -> Parser:
     """The parser of the command ``what``; if that is empty, of the first word only."""
-    kind, description, examples = described(what)
-    parser = Parser(description=description, epilog=examples)
+    kind, texts = described(what)
+    parser = Parser(**texts)
     parser.add_argument("what", choices=COMMANDS, help="what to measure or compare, or records")
     shared = {field.name for field in fields(SuiteOptions)}  # these flags come last
     parser.add_flags(kind, names=sorted((field.name for field in fields(kind)), key=shared.__contains__))

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from dsgpt.benchmarks import frame, sweep_cells
 from dsgpt.benchmarks.cells import Corpus, prepare_demo
@@ -305,17 +305,17 @@ class SweepOptions(frame.SuiteOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class CompareOptions:
-    """The command line of ``compare``."""
+    """The command line of ``compare``.
 
-    description: ClassVar[str] = """\
-compare: is B slower than A? A and B are two runs, paired by step, or two sweeps, paired by repeat; SWEEP#CELL names one
-cell. It prints the difference with its interval. Exit code 0: B is as fast as A within noise, or faster; 1: it is
-slower beyond noise."""
-    examples: ClassVar[str] = """\
-examples:
-  .venv/bin/python src/benchmark.py compare checkpoint/before checkpoint/after
-  .venv/bin/python src/benchmark.py compare before/sweep.json after/sweep.json
-  .venv/bin/python src/benchmark.py compare "sweep.json#ddp on 2 devices" "sweep.json#zero1 on 2 devices\""""
+    compare: is B slower than A? A and B are two runs, paired by step, or two sweeps, paired by repeat; SWEEP#CELL names
+    one cell. It prints the difference with its interval. Exit code 0: B is as fast as A within noise, or faster; 1: it
+    is slower beyond noise.
+
+    Examples:
+      .venv/bin/python src/benchmark.py compare checkpoint/before checkpoint/after
+      .venv/bin/python src/benchmark.py compare before/sweep.json after/sweep.json
+      .venv/bin/python src/benchmark.py compare "sweep.json#ddp on 2 devices" "sweep.json#zero1 on 2 devices"
+    """
 
     a: str = flag(str, "A", "a run folder or its record, or a sweep's record, with #CELL or without", name="a")
     b: str = flag(str, "B", "a run folder or its record, or a sweep's record, with #CELL or without", name="b")
@@ -323,22 +323,22 @@ examples:
 
 
 class SweepSuite(frame.Suite[SweepOptions, Turn]):
-    """Trains what is left of a sweep, and compares its cells."""
+    """Trains what is left of a sweep, and compares its cells.
+
+    run: train the cells of a suite, each in its own processes under the launcher that users use, again and again in a
+    drawn order; write what each setting costs. Cells that are compared do the same work, or are refused before anything
+    runs. A training that runs out of memory, is refused, fails or exceeds its limit is a result. An interrupted sweep
+    is continued by the same command. Exit code 0: every turn has a result.
+
+    Examples:
+      .venv/bin/python src/benchmark.py run --suite scaling --devices 1,2 --repeats 3
+      .venv/bin/python src/benchmark.py run --suite memory --devices 2 --repeats 1
+      .venv/bin/python src/benchmark.py run --suite my-sweep.json --output checkpoint/sweep/mine/sweep.json
+    """
 
     name, record_of, schema_version, unit = frame.SWEEP, "sweeps", SCHEMA_VERSION, "training"
     flags, page, summary = SweepOptions, staticmethod(sweep_page), staticmethod(summary_lines)
-    description = """\
-run: train the cells of a suite, each in its own processes under the launcher that users use, again and again in a drawn
-order; write what each setting costs. Cells that are compared do the same work, or are refused before anything runs. A
-training that runs out of memory, is refused, fails or exceeds its limit is a result. An interrupted sweep is continued
-by the same command. Exit code 0: every turn has a result."""
-    examples = f"""\
-examples:
-  .venv/bin/python src/benchmark.py run --suite scaling --devices 1,2 --repeats 3
-  .venv/bin/python src/benchmark.py run --suite memory --devices 2 --repeats 1
-  .venv/bin/python src/benchmark.py run --suite my-sweep.json --output checkpoint/sweep/mine/sweep.json
-
-suites: {", ".join(sweep_cells.SUITES)}"""
+    names = f"suites: {', '.join(sweep_cells.SUITES)}"
 
     def __init__(self, options: SweepOptions, repository: Path) -> None:
         if options.suite is None:

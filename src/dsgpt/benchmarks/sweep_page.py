@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from dsgpt.benchmarks.frame import EXIT_FAILED, Record, judged, page_of, spread_words
+from dsgpt.benchmarks.frame import EXIT_FAILED, Record, filled, judged, page_of, spread_words
 from dsgpt.benchmarks.sweep_cells import EQUAL, LABELS, comparable, judge_turns
 from dsgpt.common.errors import EXIT_DONE, Problems, UserError, did_you_mean, is_number
 from dsgpt.common.json_files import JsonError, read_object
@@ -115,18 +115,16 @@ def _read(record: Record) -> suites.Sweep:
 
 
 def _head(sweep: suites.Sweep, source: str) -> str:
-    hardware = sweep.hardware
-    return f"""# Sweep: {_text(sweep.suite)}
-
-Generated from `{source}` by `.venv/bin/python src/benchmark.py run --table-from {source}`.
-
-Every cell was trained {sweep.repeats} times. The turns of a repeat ran one after another in an order drawn with seed
-{sweep.seed}, then came the next repeat. A figure is the median over the repeats, with the smallest and largest value
-behind it. A speed-up whose range holds 1 reads "no difference". All turns together took {duration(sweep.seconds)}.
-Unknown is what was not recorded; it is never 0.
-{_training(sweep)}
-Machine: {_text(machine_words(hardware))}; {_text(str(hardware.get("device")))}.
-Commit `{sweep.git_commit}`, {sweep.timestamp_utc}."""
+    return filled(
+        "sweep",
+        vars(sweep),
+        title=_text(sweep.suite),
+        source=source,
+        took=duration(sweep.seconds),
+        training=_training(sweep),
+        shown=_text(machine_words(sweep.hardware)),
+        device=_text(str(sweep.hardware.get("device"))),
+    )
 
 
 def _training(sweep: suites.Sweep) -> str:

@@ -28,29 +28,6 @@ from dsgpt.record.suites import (
 if TYPE_CHECKING:
     from dsgpt.charts.style import Chart
 
-DESCRIPTION = """\
-Draw charts of training runs and of sweeps, and compare runs in one table (comparison.md).
-
-Runs are compared only as far as they did the same work: same data, model, global batch, steps, tokens and recipe.
-Every picture states what differs and what a record does not contain. The first run is the baseline. A chart whose
-data no record has is not drawn, and a line says why.
-"""
-EXAMPLES = """\
-examples:
-  # one device against DeepSpeed
-  .venv/bin/python charts/generate_charts.py --baseline-json checkpoint/baseline/training_metrics.json \\
-      --optimized-json checkpoint/zero1/training_metrics.json
-
-  # any number of runs, by folder, into a folder of their own
-  .venv/bin/python charts/generate_charts.py --run baseline=checkpoint/baseline --run zero1=checkpoint/zero1 \\
-      --run zero3=checkpoint/zero3 --output-dir charts/zero
-
-  # a sweep of src/benchmark.py, for a page with dark and light readers
-  .venv/bin/python charts/generate_charts.py --sweep checkpoint/sweep/scaling --format svg --theme both
-
-docs/charts.md says what each chart shows. Exit code 0: done; 2: a mistake in the command line or an unreadable file;
-130: interrupted.
-"""
 
 RUN_CHARTS = (
     *("training_time", "throughput", "inference_latency", "inference_throughput", "peak_memory"),
@@ -99,7 +76,29 @@ class Inputs:
 
 @dataclass(frozen=True, kw_only=True)
 class ChartsOptions:
-    """The command line."""
+    r"""The command line.
+
+    Draw charts of training runs and of sweeps, and compare runs in one table (comparison.md).
+
+    Runs are compared only as far as they did the same work: same data, model, global batch, steps, tokens and recipe.
+    Every picture states what differs and what a record does not contain. The first run is the baseline. A chart whose
+    data no record has is not drawn, and a line says why.
+
+    Examples:
+      # one device against DeepSpeed
+      .venv/bin/python charts/generate_charts.py --baseline-json checkpoint/baseline/training_metrics.json \
+          --optimized-json checkpoint/zero1/training_metrics.json
+
+      # any number of runs, by folder, into a folder of their own
+      .venv/bin/python charts/generate_charts.py --run baseline=checkpoint/baseline --run zero1=checkpoint/zero1 \
+          --run zero3=checkpoint/zero3 --output-dir charts/zero
+
+      # a sweep of src/benchmark.py, for a page with dark and light readers
+      .venv/bin/python charts/generate_charts.py --sweep checkpoint/sweep/scaling --format svg --theme both
+
+    docs/charts.md says what each chart shows. Exit code 0: done; 2: a mistake in the command line or an unreadable file;
+    130: interrupted.
+    """  # noqa: E501
 
     baseline: tuple[str, ...] = flag(
         str, "PATH", f"{RECORD}; drawn first as 'baseline'", default=(), name="--baseline-json", action="append"
@@ -145,9 +144,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     Raises:
         UserError: every mistake in the command line and in the files, one line each.
     """
-    options, problems = read_options(
-        ChartsOptions, argv, prog="generate_charts.py", description=DESCRIPTION, epilog=EXAMPLES
-    )
+    options, problems = read_options(ChartsOptions, argv, prog="generate_charts.py")
     paths = _paths_of_runs(options, problems)
     sweeps = _paths_of_sweeps(options.sweep, problems)
     if not (paths or sweeps or options.plan or options.inference or options.exam or problems):

@@ -12,11 +12,13 @@ import contextlib
 import dataclasses
 import errno
 import importlib
+import inspect
 import io
 import itertools
 import os
 import signal
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
@@ -152,6 +154,23 @@ def _name_of(field: "dataclasses.Field[Any]") -> str:
     return field.metadata["name"] or f"--{field.name}"
 
 
+HELP_WIDTH = 120
+"""Columns of the texts of a help."""
+
+
+def help_of(command: type) -> dict[str, Any]:
+    """The texts of a command's help, for ``Parser``: the docstring of ``command`` without its first line.
+
+    Paragraphs are filled anew, except those with an indented line. The epilog begins with the examples.
+    """
+    text, _, examples = (inspect.getdoc(command) or "").partition("\n\nExamples:\n")
+    filled = [
+        part if "\n " in f"\n{part}" else textwrap.fill(part, HELP_WIDTH, break_on_hyphens=False)
+        for part in text.split("\n\n")[1:]
+    ]
+    return {"description": "\n\n".join(filled), "epilog": f"examples:\n{examples}" if examples else ""}
+
+
 class Parser(argparse.ArgumentParser):
     """Collects mistakes in ``problems`` instead of exiting; ``--help`` keeps the line breaks of its texts."""
 
@@ -282,12 +301,12 @@ def read_options(
         options: a dataclass whose fields declare the flags.
         words: the command line; by default that of this process.
         elsewhere: as in ``Parser.read``.
-        parser: the arguments of ``Parser``.
+        parser: the arguments of ``Parser``; by default the texts that ``help_of`` finds.
 
     Raises:
         UserError: as ``Parser.read``.
     """
-    reading = Parser(**parser)
+    reading = Parser(**help_of(options) | parser)
     reading.add_flags(options)
     return reading.read(options, words, elsewhere=elsewhere), reading.problems
 

@@ -104,7 +104,26 @@ def path_or_address(text: str) -> Path | str:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The command line; None for a flag that was not given and has no constant default."""
+    r"""The command line; None for a flag that was not given and has no constant default.
+
+    Train GPT-2 from scratch. The same command trains the baseline (one device, plain PyTorch) and any DeepSpeed setup;
+    the JSON recipe sets the optimizer, schedule, clipping and global batch of both, so that their results can be
+    compared.
+
+    Examples:
+      one device, plain PyTorch:
+        .venv/bin/python src/gpt2.py --run_type baseline --train_data_path data/python-stdlib/train.bin \
+            --val_data_path data/python-stdlib/val.bin --deepspeed_config ds_configs/zero1.json --model_size demo
+      the same training on all GPUs of this machine, under DeepSpeed:
+        .venv/bin/deepspeed --quiet src/gpt2.py --run_type optimized ... (same flags)
+      two devices, also without a GPU:
+        .venv/bin/deepspeed --quiet --num_gpus 2 src/gpt2.py --run_type optimized ...
+        .venv/bin/torchrun --nproc_per_node 2 src/gpt2.py --run_type optimized ...
+      look before you run:
+        .venv/bin/python src/gpt2.py ... --dry_run
+
+    A flag overrides the JSON, the JSON overrides the default. Results go to the folder of --checkpoint_path.
+    """
 
     run_type: str | None = flag(
         choice(RUN_TYPES),
@@ -433,25 +452,6 @@ def shape_overrides(options: object) -> dict[str, Any]:
     return {field: size for field, size in given.items() if size is not None}
 
 
-DESCRIPTION = """\
-Train GPT-2 from scratch. The same command trains the baseline (one device, plain PyTorch) and any DeepSpeed setup; the
-JSON recipe sets the optimizer, schedule, clipping and global batch of both, so that their results can be compared."""
-
-EXAMPLES = """\
-examples:
-  one device, plain PyTorch:
-    .venv/bin/python src/gpt2.py --run_type baseline --train_data_path data/python-stdlib/train.bin \\
-        --val_data_path data/python-stdlib/val.bin --deepspeed_config ds_configs/zero1.json --model_size demo
-  the same training on all GPUs of this machine, under DeepSpeed:
-    .venv/bin/deepspeed --quiet src/gpt2.py --run_type optimized ... (same flags)
-  two devices, also without a GPU:
-    .venv/bin/deepspeed --quiet --num_gpus 2 src/gpt2.py --run_type optimized ...
-    .venv/bin/torchrun --nproc_per_node 2 src/gpt2.py --run_type optimized ...
-  look before you run:
-    .venv/bin/python src/gpt2.py ... --dry_run
-
-A flag overrides the JSON, the JSON overrides the default. Results go to the folder of --checkpoint_path."""
-
 _RECIPE = "set {} in the recipe, the JSON of --deepspeed_config"
 _ELSEWHERE = {
     "--lr": _RECIPE.format("optimizer.params.lr"),
@@ -470,9 +470,7 @@ def parse_arguments(arguments: Sequence[str]) -> tuple[Options, Problems]:
     Raises:
         UserError: argparse cannot read the line at all, for example a value for a flag that takes none.
     """
-    return read_options(
-        Options, arguments, elsewhere=_ELSEWHERE, prog="gpt2.py", description=DESCRIPTION, epilog=EXAMPLES
-    )
+    return read_options(Options, arguments, elsewhere=_ELSEWHERE, prog="gpt2.py")
 
 
 # The packages of the experiment trackers that ``--track`` may name.

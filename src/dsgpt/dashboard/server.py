@@ -23,23 +23,6 @@ if TYPE_CHECKING:
     from starlette.middleware import Middleware
     from starlette.types import ASGIApp, Receive, Scope, Send
 
-DESCRIPTION = """\
-See runs, compare them, watch one, plan the next and try its model, in a browser on this machine.
-
-The dashboard reads records and changes nothing. It listens on 127.0.0.1 alone; docs/dashboard.md says how to see it
-from another machine. It needs the extra `dashboard`: .venv/bin/python -m pip install -e '.[dashboard]'.
-"""
-EXAMPLES = """\
-examples:
-  # the runs in checkpoint/
-  .venv/bin/python charts/dashboard.py
-
-  # other runs, on another port; the second command is what the first one starts
-  .venv/bin/python charts/dashboard.py --runs /data/runs --port 8600
-  streamlit run charts/dashboard.py --server.port 8600 -- --runs /data/runs
-
-Exit code 0: stopped; 2: a mistake in the command line, or Streamlit is not installed; 130: interrupted.
-"""
 SCRIPT = REPOSITORY / "charts" / "dashboard.py"
 HOST_NAME = "[A-Za-z0-9._-]+"
 """Pattern of a machine's name, as browsers write it."""
@@ -47,7 +30,23 @@ HOST_NAME = "[A-Za-z0-9._-]+"
 
 @dataclass(frozen=True, kw_only=True)
 class DashboardOptions:
-    """The command line; ``parse`` fills ``runs``."""
+    """The command line; ``parse`` fills ``runs``.
+
+    See runs, compare them, watch one, plan the next and try its model, in a browser on this machine.
+
+    The dashboard reads records and changes nothing. It listens on 127.0.0.1 alone; docs/dashboard.md says how to see it
+    from another machine. It needs the extra `dashboard`: .venv/bin/python -m pip install -e '.[dashboard]'.
+
+    Examples:
+      # the runs in checkpoint/
+      .venv/bin/python charts/dashboard.py
+
+      # other runs, on another port; the second command is what the first one starts
+      .venv/bin/python charts/dashboard.py --runs /data/runs --port 8600
+      streamlit run charts/dashboard.py --server.port 8600 -- --runs /data/runs
+
+    Exit code 0: stopped; 2: a mistake in the command line, or Streamlit is not installed; 130: interrupted.
+    """
 
     runs: Path = flag(
         Path, "FOLDER", "the folder whose runs are shown (default: checkpoint, here or else beside charts/)"
@@ -73,9 +72,7 @@ def parse(argv: Sequence[str] | None = None) -> DashboardOptions:
     Raises:
         UserError: every mistake in it, one line each.
     """
-    options, problems = read_options(
-        DashboardOptions, argv, prog="dashboard.py", description=DESCRIPTION, epilog=EXAMPLES
-    )
+    options, problems = read_options(DashboardOptions, argv, prog="dashboard.py")
     runs = options.runs
     if runs is None:
         runs = Path("checkpoint")

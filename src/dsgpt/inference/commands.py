@@ -85,7 +85,19 @@ class Sampling:
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateRequest:
-    """The options of a generation; each is the flag of its name."""
+    """The options of a generation; each is the flag of its name.
+
+    Continue prompts with the model of a run, whichever strategy trained it, of a portable folder, or of a Hugging Face
+    folder of a GPT-2. A text ends before an end-of-text token or a --stop text, after --max_new_tokens, or where the
+    model's context is full. --seed repeats the texts, at any --batch_size. Ctrl-C prints what there is.
+
+    Examples:
+      .venv/bin/python src/generate.py --checkpoint checkpoint/demo-zero1 --prompt "def main("
+      .venv/bin/python src/generate.py --checkpoint checkpoint/demo-zero1/step-00000800 --prompt "import" --temperature 0
+      .venv/bin/python src/generate.py --checkpoint checkpoint/demo-zero1 --prompt "import" --prompt "class" --num_samples 4
+      head -9 src/gpt2.py | .venv/bin/python src/generate.py --checkpoint checkpoint/demo-zero1 - --stop "def " --stream
+      .venv/bin/python src/generate.py --checkpoint exported/gpt2 --precision bf16 --interactive
+    """  # noqa: E501
 
     checkpoint: Path = flag(Path, "DIR", f"{A_MODEL} of a GPT-2", required=True)
     which: str = which_checkpoint()
@@ -136,7 +148,17 @@ class GenerateRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateRequest:
-    """The options of an evaluation; each is the flag of its name."""
+    """The options of an evaluation; each is the flag of its name.
+
+    Measure the perplexity and the bits per byte of a text under a model, or let lm-evaluation-harness evaluate it
+    (--tasks; install it with `.venv/bin/python -m pip install -e '.[eval]'`). The model is that of a run, whichever
+    strategy trained it, of a portable folder, or of a Hugging Face folder of a GPT-2.
+
+    Examples:
+      .venv/bin/python src/evaluate.py --checkpoint checkpoint/demo-zero1 --data data/python-stdlib/val.bin
+      .venv/bin/python src/evaluate.py --checkpoint checkpoint/demo-zero1 --text README.md --stride 64
+      .venv/bin/python src/evaluate.py --checkpoint exported/gpt2 --tasks lambada_openai,hellaswag --limit 100
+    """
 
     checkpoint: Path = flag(Path, "DIR", A_MODEL, required=True)
     data: Path | None = flag(Path, "BIN", "token file to predict")
@@ -192,24 +214,10 @@ class EvaluateRequest:
 
 # ``src/generate.py``.
 
-GENERATE_DESCRIPTION = """\
-Continue prompts with the model of a run, whichever strategy trained it, of a portable folder, or of a Hugging Face
-folder of a GPT-2. A text ends before an end-of-text token or a --stop text, after --max_new_tokens, or where the
-model's context is full. --seed repeats the texts, at any --batch_size. Ctrl-C prints what there is."""
-GENERATE_EXAMPLES = """\
-examples:
-  .venv/bin/python src/generate.py --checkpoint checkpoint/demo-zero1 --prompt "def main("
-  .venv/bin/python src/generate.py --checkpoint checkpoint/demo-zero1/step-00000800 --prompt "import" --temperature 0
-  .venv/bin/python src/generate.py --checkpoint checkpoint/demo-zero1 --prompt "import" --prompt "class" --num_samples 4
-  head -9 src/gpt2.py | .venv/bin/python src/generate.py --checkpoint checkpoint/demo-zero1 - --stop "def " --stream
-  .venv/bin/python src/generate.py --checkpoint exported/gpt2 --precision bf16 --interactive"""
-
 
 def generate() -> None:
     """Read the flags of ``src/generate.py``, continue the prompts, print."""
-    request, problems = read_options(
-        GenerateRequest, description=GENERATE_DESCRIPTION, epilog=GENERATE_EXAMPLES, allow_abbrev=True
-    )
+    request, problems = read_options(GenerateRequest, allow_abbrev=True)
     request.check(problems)
     prompts = _prompts(request, problems)
     problems.raise_if_any()
@@ -304,22 +312,10 @@ def asked_to_stop() -> Iterator[Callable[[], bool]]:
 
 # ``src/evaluate.py``.
 
-EVALUATE_DESCRIPTION = """\
-Measure the perplexity and the bits per byte of a text under a model, or let lm-evaluation-harness evaluate it (--tasks;
-install it with `.venv/bin/python -m pip install -e '.[eval]'`). The model is that of a
-run, whichever strategy trained it, of a portable folder, or of a Hugging Face folder of a GPT-2."""
-EVALUATE_EXAMPLES = """\
-examples:
-  .venv/bin/python src/evaluate.py --checkpoint checkpoint/demo-zero1 --data data/python-stdlib/val.bin
-  .venv/bin/python src/evaluate.py --checkpoint checkpoint/demo-zero1 --text README.md --stride 64
-  .venv/bin/python src/evaluate.py --checkpoint exported/gpt2 --tasks lambada_openai,hellaswag --limit 100"""
-
 
 def evaluate() -> None:
     """Read the flags of ``src/evaluate.py``, evaluate, print."""
-    request, problems = read_options(
-        EvaluateRequest, description=EVALUATE_DESCRIPTION, epilog=EVALUATE_EXAMPLES, allow_abbrev=True
-    )
+    request, problems = read_options(EvaluateRequest, allow_abbrev=True)
     request.check(problems)
     problems.raise_if_any()
     from dsgpt.inference.evaluate import evaluate as figures_of  # noqa: PLC0415 - torch takes seconds
@@ -352,39 +348,38 @@ def evaluate() -> None:
 
 # ``src/convert.py``.
 
-CONVERT_DESCRIPTION = """\
-Write the model of a run, whichever strategy trained it, into a new folder. Needs no GPU, no network and no more memory
-than its largest tensor; the run is only read.
-
-  hf         for Hugging Face's libraries: model.safetensors, config.json, generation_config.json and, if the training
-             data had one, the tokenizer. The vocabulary's padding is cut off
-  portable   the same weights under this project's own names: model.safetensors, model.json, tokenizer/ and a manifest
-             with their hashes. generate.py takes it as --checkpoint. Training cannot be resumed from weights alone
-  deepspeed  a checkpoint folder as DeepSpeed's ZeRO-2 saves it on one rank, for DeepSpeed's own zero_to_fp32.py and
-             ds_to_universal.py. It has weights in fp32, and the optimizer's moments if there are any. Learning rate,
-             loss scale and random state are left out. The files are pickles, as DeepSpeed needs them; this program
-             writes but never reads them"""
-
-CONVERT_EXAMPLES = """\
-examples:
-  the newest checkpoint of a run, for transformers:
-    .venv/bin/python src/convert.py --from checkpoint/demo-zero1 --to hf exported/demo
-  the one with the lowest validation loss, at half the size:
-    .venv/bin/python src/convert.py --from checkpoint/demo-zero1 --to hf --which best --dtype bf16 exported/demo-best
-  one checkpoint of a run:
-    .venv/bin/python src/convert.py --from checkpoint/demo-zero1/step-00000800 --to portable exported/demo-800
-  one checkpoint for DeepSpeed's tools, and its weights by DeepSpeed's script:
-    .venv/bin/python src/convert.py --from checkpoint/demo-zero1 --to deepspeed exported/demo-ds
-    .venv/bin/python -m deepspeed.utils.zero_to_fp32 exported/demo-ds exported/demo-fp32
-  published weights, to ask them for text with generate.py:
-    .venv/bin/python src/convert.py --from downloads/gpt2 --to portable exported/gpt2
-
-In Python: AutoModelForCausalLM.from_pretrained("exported/demo"). To train on, see --init_from of src/gpt2.py."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class ConvertOptions:
-    """The command line."""
+    """The command line.
+
+    Write the model of a run, whichever strategy trained it, into a new folder. Needs no GPU, no network and no more
+    memory than its largest tensor; the run is only read.
+
+      hf         for Hugging Face's libraries: model.safetensors, config.json, generation_config.json and, if the training
+                 data had one, the tokenizer. The vocabulary's padding is cut off
+      portable   the same weights under this project's own names: model.safetensors, model.json, tokenizer/ and a manifest
+                 with their hashes. generate.py takes it as --checkpoint. Training cannot be resumed from weights alone
+      deepspeed  a checkpoint folder as DeepSpeed's ZeRO-2 saves it on one rank, for DeepSpeed's own zero_to_fp32.py and
+                 ds_to_universal.py. It has weights in fp32, and the optimizer's moments if there are any. Learning rate,
+                 loss scale and random state are left out. The files are pickles, as DeepSpeed needs them; this program
+                 writes but never reads them
+
+    Examples:
+      the newest checkpoint of a run, for transformers:
+        .venv/bin/python src/convert.py --from checkpoint/demo-zero1 --to hf exported/demo
+      the one with the lowest validation loss, at half the size:
+        .venv/bin/python src/convert.py --from checkpoint/demo-zero1 --to hf --which best --dtype bf16 exported/demo-best
+      one checkpoint of a run:
+        .venv/bin/python src/convert.py --from checkpoint/demo-zero1/step-00000800 --to portable exported/demo-800
+      one checkpoint for DeepSpeed's tools, and its weights by DeepSpeed's script:
+        .venv/bin/python src/convert.py --from checkpoint/demo-zero1 --to deepspeed exported/demo-ds
+        .venv/bin/python -m deepspeed.utils.zero_to_fp32 exported/demo-ds exported/demo-fp32
+      published weights, to ask them for text with generate.py:
+        .venv/bin/python src/convert.py --from downloads/gpt2 --to portable exported/gpt2
+
+    In Python: AutoModelForCausalLM.from_pretrained("exported/demo"). To train on, see --init_from of src/gpt2.py.
+    """  # noqa: E501
 
     source: Path = flag(
         Path, "DIR", "run folder, one checkpoint in it, or a Hugging Face folder of a GPT-2", name="--from", needs=A_RUN
@@ -417,12 +412,7 @@ class ConvertOptions:
 def convert(words: Sequence[str] | None = None) -> None:
     """Read the flags of ``src/convert.py``, convert, and print what was done."""
     options, problems = read_options(
-        ConvertOptions,
-        words,
-        elsewhere={"--checkpoint": "give --from"},
-        prog="convert.py",
-        description=CONVERT_DESCRIPTION,
-        epilog=CONVERT_EXAMPLES,
+        ConvertOptions, words, elsewhere={"--checkpoint": "give --from"}, prog="convert.py"
     )
     require_flags(options, problems)
     problems.raise_if_any()
@@ -483,7 +473,17 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions:
-    """The command line."""
+    r"""The command line.
+
+    Answer requests for completions over HTTP, as OpenAI's interface does: /v1/completions, /v1/models, /health, and
+    /metrics for Prometheus. Nothing that a request says is logged.
+
+    Examples:
+      .venv/bin/python src/serve.py --checkpoint checkpoint/demo-zero1
+      curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' \
+          -d '{"model": "demo-zero1", "prompt": "def main(", "max_tokens": 32}'
+      DSGPT_API_KEY=$(openssl rand -hex 32) .venv/bin/python src/serve.py --checkpoint checkpoint/demo-zero1 --host 0.0.0.0
+    """  # noqa: E501
 
     checkpoint: Path = flag(
         Path,
@@ -574,20 +574,9 @@ def _keys_in(file: Path) -> list[Key]:
     return keys
 
 
-SERVE_DESCRIPTION = """\
-Answer requests for completions over HTTP, as OpenAI's interface does: /v1/completions, /v1/models, /health, and
-/metrics for Prometheus. Nothing that a request says is logged."""
-SERVE_EXAMPLES = f"""\
-examples:
-  .venv/bin/python src/serve.py --checkpoint checkpoint/demo-zero1
-  curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' \\
-      -d '{{"model": "demo-zero1", "prompt": "def main(", "max_tokens": 32}}'
-  {API_KEY}=$(openssl rand -hex 32) .venv/bin/python src/serve.py --checkpoint checkpoint/demo-zero1 --host 0.0.0.0"""
-
-
 def serve() -> int:
     """Read the flags of ``src/serve.py``, and serve until a signal."""
-    options, problems = read_options(ServeOptions, description=SERVE_DESCRIPTION, epilog=SERVE_EXAMPLES)
+    options, problems = read_options(ServeOptions)
     require_flags(options, problems)
     if missing := [package for package in PACKAGES if find_spec(package) is None]:
         problems.add(

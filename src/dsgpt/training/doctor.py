@@ -46,15 +46,6 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch._C._distributed_c10d import Store
 
-DESCRIPTION = """\
-Examine this machine before a training, or a cluster: start it under the launcher of the training, on all ranks. Every
-finding is a line with its cure. Exit code 0: nothing would stop a training; 1: something would."""
-EXAMPLES = """\
-examples:
-  .venv/bin/python src/doctor.py
-  .venv/bin/python src/doctor.py --model_size xl --deepspeed_config ds_configs/zero2_offload.json
-  torchrun --nnodes 2 --nproc_per_node 8 --rdzv_backend c10d --rdzv_endpoint 10.0.0.1:29500 src/doctor.py
-  srun --nodes=2 --ntasks-per-node=8 --gpu-bind=none launch/slurm/rank.sh .venv/bin/python src/doctor.py"""
 EXIT_FINDINGS = 1
 DEFAULT_PORT = 29500
 """Port of torchrun, DeepSpeed's launcher and the scripts in ``launch/``."""
@@ -88,7 +79,17 @@ EXAMINE = "see that it is there, and that its mount, server or driver works"
 
 @dataclass(frozen=True, kw_only=True)
 class DoctorOptions:
-    """The command line."""
+    """The command line.
+
+    Examine this machine before a training, or a cluster: start it under the launcher of the training, on all ranks.
+    Every finding is a line with its cure. Exit code 0: nothing would stop a training; 1: something would.
+
+    Examples:
+      .venv/bin/python src/doctor.py
+      .venv/bin/python src/doctor.py --model_size xl --deepspeed_config ds_configs/zero2_offload.json
+      torchrun --nnodes 2 --nproc_per_node 8 --rdzv_backend c10d --rdzv_endpoint 10.0.0.1:29500 src/doctor.py
+      srun --nodes=2 --ntasks-per-node=8 --gpu-bind=none launch/slurm/rank.sh .venv/bin/python src/doctor.py
+    """
 
     checkpoint_path: Path = flag(
         Path,
@@ -132,7 +133,7 @@ Facts = dict[str, Any]
 
 def main() -> int:
     """Examine, print, and return the exit code; under a launcher end this process with it."""
-    options, problems = read_options(DoctorOptions, prog="doctor.py", description=DESCRIPTION, epilog=EXAMPLES)
+    options, problems = read_options(DoctorOptions, prog="doctor.py")
     topology, started = read_topology(local_rank_flag=options.local_rank), time.perf_counter()
     shape = PRESETS[options.model_size].as_dict() | shape_overrides(options)
     problems.add(*shape_problems(shape))
