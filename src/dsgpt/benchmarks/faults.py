@@ -5,18 +5,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from dsgpt.benchmarks import frame
 from dsgpt.benchmarks.cells import Cell, by
-from dsgpt.benchmarks.frame import (
-    Record,
-    Suite,
-    SuiteOptions,
-    filled,
-    made_from,
-    page_of,
-    section,
-    troubles,
-    work_facts,
-)
 from dsgpt.common.command_line import COUNT, flag, switch
 from dsgpt.config.options import SAVE_MODES
 
@@ -148,7 +138,7 @@ def first_error(output: str) -> str:
 STATUS_WORDS = {"passed": "yes", "failed": "**NO**", "not run": "not run"}
 
 
-def faults_page(record: Record, *, source: str) -> str:
+def faults_page(record: frame.Record, *, source: str) -> str:
     """The page.
 
     Args:
@@ -159,35 +149,35 @@ def faults_page(record: Record, *, source: str) -> str:
     runs = "\n".join(
         f"* `{name}`: {run['executed_by']}, accumulation {run['accumulation']}" for name, run in work["runs"].items()
     )
-    made = made_from(record, source=source, name="faults")
-    head = filled("faults", record, summary=_summary(record), runs=runs, made=made)
+    made = frame.made_from(record, source=source, name="faults")
+    head = frame.filled("faults", record, summary=_summary(record), runs=runs, made=made)
     kinds = {kind: [fault for fault in faults if fault["kind"] == kind] for kind in KINDS}
     others = [*kinds["damage"], *kinds["disk"], *kinds["launch"]]
-    return page_of(
+    return frame.page_of(
         head,
         _kills(kinds["kill"], record),
-        section(
+        frame.section(
             "Signals",
             ["signal", "exit code", "all ended after", "steps lost", "what the run printed", "passed"],
             [_row(fault, "exit_code", "gone_sec", "steps_lost") for fault in kinds["request"]],
-            text=filled("faults-signals", record),
+            text=frame.filled("faults-signals", record),
         ),
-        section(
+        frame.section(
             "Damaged files, file systems that refuse writes, launches",
             ["fault", "exit code", "resumed from step", "what the run printed", "recovered"],
             [_row(fault, "exit_code", "resumed_from") for fault in others],
-            text=filled("faults-others", record),
+            text=frame.filled("faults-others", record),
         ),
-        troubles(faults, STATUS_WORDS),
+        frame.troubles(faults, STATUS_WORDS),
     )
 
 
-def summary_lines(record: Record) -> list[str]:
+def summary_lines(record: frame.Record) -> list[str]:
     """The figures of the page's summary, for a console."""
     return [line.strip() for line in _summary(record).splitlines()]
 
 
-def _summary(record: Record) -> str:
+def _summary(record: frame.Record) -> str:
     ran = [fault for fault in record["faults"] if fault["status"] != "not run"]
     left_out = len(record["faults"]) - len(ran)
     rest = f" This machine could not run {left_out} more." if left_out else ""
@@ -214,14 +204,14 @@ def _passed(faults: list[dict[str, Any]]) -> int:
     return sum(fault["status"] == "passed" for fault in faults)
 
 
-def _kills(kills: list[dict[str, Any]], record: Record) -> str:
+def _kills(kills: list[dict[str, Any]], record: frame.Record) -> str:
     header = ["run", "`kill -9` of", "aimed at", "interrupted a save", "`--save_mode`", "steps taken", "resumed from"]
     header += ["lost", "allowed", "exit code", "launcher ended after", "all ended after", "recovered"]
     keys = ["run", "victim", "aimed_at", "save_cut_off", "save_mode", "steps_taken", "resumed_from", "steps_lost"]
     keys += ["steps_allowed", "exit_code", "launcher_sec", "gone_sec"]
     ran = [kill for kill in kills if kill["measured"]]
     rows = [[*(_figure(kill, key) for key in keys), STATUS_WORDS[kill["status"]]] for kill in ran]
-    return section("Kills", header, rows, text=filled("faults-kills", record))
+    return frame.section("Kills", header, rows, text=frame.filled("faults-kills", record))
 
 
 def _row(fault: dict[str, Any], *keys: str) -> list[Any]:
@@ -237,7 +227,7 @@ def _figure(fault: dict[str, Any], key: str) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FaultOptions(SuiteOptions):
+class FaultOptions(frame.SuiteOptions):
     """The command line."""
 
     kills: int = flag(COUNT, "N", "how many kills (default: %(default)s)", default=KILLS)
@@ -247,7 +237,7 @@ class FaultOptions(SuiteOptions):
     core: bool = switch("only what `make test` runs")
 
 
-class Faults(Suite[FaultOptions, Outcome]):
+class Faults(frame.Suite[FaultOptions, Outcome]):
     """Disturbs runs and resumes them.
 
     faults: kill ranks, launchers and whole runs at seeded instants, send signals, damage checkpoints, fill the disk;
@@ -288,11 +278,11 @@ class Faults(Suite[FaultOptions, Outcome]):
         because = f": {reasons[0]}" if reasons else ""
         return f"{count} {result.name}: {word} ({result.seconds:.1f} s{left}){because}"
 
-    def record(self, results: Sequence[Outcome]) -> Record:
+    def record(self, results: Sequence[Outcome]) -> frame.Record:
         runs = {name: {"executed_by": by(cell), "accumulation": cell.accumulation} for name, cell in RUNS.items()}
         settings = {"steps": STEPS, "save_every": SAVE_EVERY, "dropout": DROPOUT}
         return {
-            "work": settings | work_facts("cpu") | {"runs": runs},
+            "work": settings | frame.work_facts("cpu") | {"runs": runs},
             "seed": self.options.seed,
             "faults": [
                 asdict(outcome) | {"status": outcome.status, "seconds": round(outcome.seconds, 2)}
@@ -300,5 +290,5 @@ class Faults(Suite[FaultOptions, Outcome]):
             ],
         }
 
-    def failures(self, record: Record) -> list[str]:
+    def failures(self, record: frame.Record) -> list[str]:
         return [fault["name"] for fault in record["faults"] if fault["status"] == "failed"]

@@ -17,26 +17,14 @@ from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from dsgpt.benchmarks.frame import (
-    Record,
-    Suite,
-    SuiteOptions,
-    device_flag,
-    filled,
-    made_from,
-    page_of,
-    section,
-    span,
-    span_words,
-    turns,
-)
+from dsgpt.benchmarks import frame
 from dsgpt.benchmarks.launch import train
 from dsgpt.common.command_line import POSITIVE, flag
 from dsgpt.common.files import write_json_atomic
 from dsgpt.config.options import SAVE_MODES
 
 
-def saving_page(record: Record, *, source: str) -> str:
+def saving_page(record: frame.Record, *, source: str) -> str:
     """The page.
 
     Args:
@@ -45,28 +33,30 @@ def saving_page(record: Record, *, source: str) -> str:
     """
     size = record["figures"]["sync"]["bytes"]["median"] / 1e6
     saves = max(len(run["saves"]) for run in record["runs"])
-    made = made_from(record, source=source, name="saving")
-    head = filled("saving", record, size=size, saves=saves, made=made)
-    writers = section(
+    made = frame.made_from(record, source=source, name="saving")
+    head = frame.filled("saving", record, size=size, saves=saves, made=made)
+    writers = frame.section(
         "Several writers",
         ["processes", "until all have written, s (range)"],
-        [[count, span_words(seconds, ".2f")] for count, seconds in record.get("writers", {}).items()],
-        text=filled("saving-writers", record, rate=MB_PER_SEC, block=BLOCK >> 20),
+        [[count, frame.span_words(seconds, ".2f")] for count, seconds in record.get("writers", {}).items()],
+        text=frame.filled("saving-writers", record, rate=MB_PER_SEC, block=BLOCK >> 20),
     )
-    return page_of(head, _modes(record), writers)
+    return frame.page_of(head, _modes(record), writers)
 
 
-def _modes(record: Record) -> str:
+def _modes(record: frame.Record) -> str:
     keys = {
         "save_stall_sec": "training waits, s (range)",
         "save_total_sec": "until published, s (range)",
         "training_sec": "a run's steps and saves, s (range)",
     }
-    rows = [[mode, *(span_words(figures[key], ".3f") for key in keys)] for mode, figures in record["figures"].items()]
-    return section("Figures", ["save mode", *keys.values()], rows)
+    rows = [
+        [mode, *(frame.span_words(figures[key], ".3f") for key in keys)] for mode, figures in record["figures"].items()
+    ]
+    return frame.section("Figures", ["save mode", *keys.values()], rows)
 
 
-def summary_lines(record: Record) -> list[str]:
+def summary_lines(record: frame.Record) -> list[str]:
     """The table of both modes, for a console."""
     return _modes(record).removeprefix("## Figures\n\n").splitlines()
 
@@ -96,14 +86,14 @@ Run = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
-class SavingOptions(SuiteOptions):
+class SavingOptions(frame.SuiteOptions):
     """The command line."""
 
     rounds: int = flag(POSITIVE, "N", "runs of each save mode (default: %(default)s)", default=5)
-    device: str = device_flag("cpu or cuda")
+    device: str = frame.device_flag("cpu or cuda")
 
 
-class Saving(Suite[SavingOptions, Run]):
+class Saving(frame.Suite[SavingOptions, Run]):
     """Trains with both save modes in turn.
 
     saving: train the model `tiny` with --save_mode sync and async in turn, and compare how long training waits for each
@@ -130,7 +120,7 @@ class Saving(Suite[SavingOptions, Run]):
         self._flags = {"run_type": "baseline", "device": self.options.device, **data, **WORK}
 
     def results(self) -> Iterator[Run]:
-        for number, mode in turns(SAVE_MODES, rounds=self.options.rounds):
+        for number, mode in frame.turns(SAVE_MODES, rounds=self.options.rounds):
             values = self._flags | {"save_mode": mode, "checkpoint_path": self.folder / f"{number}-{mode}"}
             record = train(values, repository=self.repository, what=f"a training with --save_mode {mode}")
             saves = record["saves"][:SAVES]
@@ -153,7 +143,7 @@ class Saving(Suite[SavingOptions, Run]):
         stalls = ", ".join(f"{save['save_stall_sec']:.3f}" for save in result["saves"])
         return f"round {result['round']} of {self.options.rounds}, {result['mode']}: training waited {stalls} s"
 
-    def record(self, results: Sequence[Run]) -> Record:
+    def record(self, results: Sequence[Run]) -> frame.Record:
         runs = [{key: value for key, value in run.items() if key != "round"} for run in results if "saves" in run]
         times = [run for run in results if "writers" in run]
         figures = {mode: _figures([run for run in runs if run["mode"] == mode]) for mode in SAVE_MODES}
@@ -164,20 +154,21 @@ class Saving(Suite[SavingOptions, Run]):
             "runs": runs,
             "figures": figures,
             "writers": {
-                str(count): span([run["seconds"] for run in times if run["writers"] == count]) for count in WRITERS
+                str(count): frame.span([run["seconds"] for run in times if run["writers"] == count])
+                for count in WRITERS
             },
             "ratio": figures["async"]["save_stall_sec"]["median"] / figures["sync"]["save_stall_sec"]["median"],
             "ratio_bound": RATIO_BOUND,
         }
 
-    def failures(self, record: Record) -> list[str]:
+    def failures(self, record: frame.Record) -> list[str]:
         return [] if record["ratio"] <= RATIO_BOUND else ["async waits longer than the bound allows"]
 
 
 def _figures(runs: list[Run]) -> dict[str, dict[str, Any]]:
     saves = [save for run in runs for save in run["saves"]]
-    of_saves = {key: span([save[key] for save in saves]) for key in ("save_stall_sec", "save_total_sec", "bytes")}
-    return of_saves | {"training_sec": span([run["training_sec"] for run in runs])}
+    of_saves = {key: frame.span([save[key] for save in saves]) for key in ("save_stall_sec", "save_total_sec", "bytes")}
+    return of_saves | {"training_sec": frame.span([run["training_sec"] for run in runs])}
 
 
 class SlowFile:

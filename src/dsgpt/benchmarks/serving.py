@@ -23,17 +23,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import psutil
 
-from dsgpt.benchmarks.frame import (
-    TRAINED,
-    Record,
-    Suite,
-    SuiteOptions,
-    device_flag,
-    filled,
-    generated_by,
-    page_of,
-    percentiles,
-)
+from dsgpt.benchmarks import frame
 from dsgpt.common.command_line import POSITIVE, flag
 from dsgpt.common.errors import UserError
 from dsgpt.common.json_files import clipped_text
@@ -243,7 +233,7 @@ class Load:
         )
 
 
-def serving_page(record: Record, *, source: str) -> str:
+def serving_page(record: frame.Record, *, source: str) -> str:
     """The page.
 
     Args:
@@ -258,18 +248,18 @@ def serving_page(record: Record, *, source: str) -> str:
     if lost or wrong:
         verdict = f"{lost} requests were lost; {wrong} were answered twice or with another text."
     grown = "unknown" if record["growth"] is None else f"{record['growth']:.3f} of the first one's"
-    made, lines = generated_by(source, "serving", page="serving-load"), "\n".join(summary_lines(record))
+    made, lines = frame.generated_by(source, "serving", page="serving-load"), "\n".join(summary_lines(record))
     facts = {"made": made, "count": len(rounds), "verdict": verdict, "grown": grown, "table": lines}
-    return page_of(filled("serving", record, **facts))
+    return frame.page_of(frame.filled("serving", record, **facts))
 
 
-def _lost(record: Record, one: Record) -> int:
+def _lost(record: frame.Record, one: frame.Record) -> int:
     """Requests of a round without an answer."""
     lost: int = record["requests"] - min(one["answered"], one["answered_by_the_servers_count"])
     return lost
 
 
-def summary_lines(record: Record) -> list[str]:
+def summary_lines(record: frame.Record) -> list[str]:
     """The table of the rounds, for a console."""
     header = ["round", "answered", "lost", "twice", "wrong texts", "refused", "seconds"]
     header += ["latency when accepted, p50 / p95 / p99", "with refusals, p50 / p95 / p99", "peak memory"]
@@ -304,10 +294,12 @@ Round = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServingOptions(SuiteOptions):
+class ServingOptions(frame.SuiteOptions):
     """The command line."""
 
-    checkpoint: Path = flag(Path, "DIR", "what to serve, as for src/serve.py (default: %(default)s)", default=TRAINED)
+    checkpoint: Path = flag(
+        Path, "DIR", "what to serve, as for src/serve.py (default: %(default)s)", default=frame.TRAINED
+    )
     requests: int = flag(POSITIVE, "N", "requests of a round (default: %(default)s)", default=500)
     times: int = flag(
         POSITIVE,
@@ -316,10 +308,10 @@ class ServingOptions(SuiteOptions):
         default=4,
     )
     rounds: int = flag(POSITIVE, "N", "rounds on the same server (default: %(default)s)", default=3)
-    device: str = device_flag("cpu or cuda")
+    device: str = frame.device_flag("cpu or cuda")
 
 
-class Serving(Suite[ServingOptions, Round]):
+class Serving(frame.Suite[ServingOptions, Round]):
     """Measures the capacity of a server, then asks for several times as much.
 
     serving: ask a server of src/serve.py for several times the completions that it can give, and ask again when it
@@ -368,7 +360,7 @@ class Serving(Suite[ServingOptions, Round]):
     def line(self, result: Round, *, count: str, left: str) -> str:
         return f"{count} {result['answered']} requests answered in {result['seconds']:.1f} s{left}"
 
-    def record(self, results: Sequence[Round]) -> Record:
+    def record(self, results: Sequence[Round]) -> frame.Record:
         options, first, last = self.options, *(results[place]["peak_rss_bytes"] for place in (0, -1))
         answered = max(self._capacity, *(result["answered"] / result["seconds"] for result in results))
         return {
@@ -387,7 +379,7 @@ class Serving(Suite[ServingOptions, Round]):
             "exit_code": self._exit_code,
         }
 
-    def failures(self, record: Record) -> list[str]:
+    def failures(self, record: frame.Record) -> list[str]:
         lines = []
         for result in record["rounds"]:
             unseen = max(0, result["answered_by_the_servers_count"] - result["answered"])  # by the clients
@@ -420,5 +412,5 @@ def round_of(requests: Sequence["Served"], *, alone: Sequence[str], earlier: Set
         "wrong_texts": sum(one.text != alone[one.prompt] for one in served),
         "failures": Counter(one.failure for one in requests if one.failure),
         "refusals": sum(one.refusals for one in requests),
-        **{key: percentiles([getattr(one, key) for one in served]) if served else None for key in WAITS},
+        **{key: frame.percentiles([getattr(one, key) for one in served]) if served else None for key in WAITS},
     }

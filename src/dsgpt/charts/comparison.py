@@ -6,16 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dsgpt.common.text import NO_DIFFERENCE, UNKNOWN, no_difference
-from dsgpt.record.equal_work import (
-    compared_facts,
-    equal_loss_line,
-    inference_stamps,
-    judge,
-    machine_line,
-    partial_stamps,
-    setup_stamps,
-    show,
-)
+from dsgpt.record import equal_work
 from dsgpt.record.runs import TOO_SHORT, Run
 from dsgpt.record.work import DEVICES, HARDWARE, STRATEGY
 
@@ -91,16 +82,23 @@ def speed_up(base: Run, other: Run) -> float | None:
 
 def comparison_markdown(runs: Sequence[Run], *, sources: str = "") -> str:
     """The contents of comparison.md; the first run is the baseline, and ``sources`` a paragraph about the records."""
-    verdict = judge(runs)
+    verdict = equal_work.judge(runs)
     memory = "No run recorded GPU memory; host memory is the resident set of rank 0's process alone, not of all ranks."
     if any(run.gpu_memory is not None for run in runs):
         memory = "GPU memory is what PyTorch allocated or reserved on rank 0's device; host memory is another quantity."
     parts = ["# Comparison", _escape(verdict.line())]
     if verdict.answer == "no":
         parts.append(f"**{verdict.mark}**: no figure below is the speed-up of one and the same training.")
-    parts += [f"**{_escape(line)}**" for line in [*partial_stamps(runs), *setup_stamps(runs), *inference_stamps(runs)]]
-    parts += [_escape(equal_loss_line(runs[0], other)) for other in runs[1:]]
-    parts += [_escape(machine_line(runs)), sources]
+    parts += [
+        f"**{_escape(line)}**"
+        for line in [
+            *equal_work.partial_stamps(runs),
+            *equal_work.setup_stamps(runs),
+            *equal_work.inference_stamps(runs),
+        ]
+    ]
+    parts += [_escape(equal_work.equal_loss_line(runs[0], other)) for other in runs[1:]]
+    parts += [_escape(equal_work.machine_line(runs)), sources]
     parts += ["## Results", _table(result_rows(runs)), SIGN_CONVENTION, INFERENCE_NOISE, memory]
     parts += ["## Work", _table(work_rows(runs)), _segments(runs), _notes(runs)]
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -118,8 +116,8 @@ def console_summary(runs: Sequence[Run]) -> str:
     for name, *cells in lines:
         padded = [cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)]
         table.append("  ".join([name.ljust(widths[0]), *padded]))
-    closing = [judge(runs).line(), *partial_stamps(runs), *setup_stamps(runs)]
-    closing += [equal_loss_line(runs[0], other) for other in runs[1:]]
+    closing = [equal_work.judge(runs).line(), *equal_work.partial_stamps(runs), *equal_work.setup_stamps(runs)]
+    closing += [equal_work.equal_loss_line(runs[0], other) for other in runs[1:]]
     return "\n".join([*table, *closing])
 
 
@@ -143,7 +141,7 @@ def _speed_up_cell(base: Run, run: Run) -> str:
     ratio = speed_up(base, run)
     if ratio is None:
         return UNKNOWN
-    label = {"no": " (not equal work)", "unknown": " (work unknown)", "yes": ""}[judge([base, run]).answer]
+    label = {"no": " (not equal work)", "unknown": " (work unknown)", "yes": ""}[equal_work.judge([base, run]).answer]
     return f"{ratio:.2f}x{'' if run is base else label}"
 
 
@@ -152,7 +150,7 @@ def result_rows(runs: Sequence[Run]) -> list[list[str]]:
     base, *others = runs
     header = ["", *(run.name for run in runs)]
     for other in others:
-        mark = judge([base, other]).mark
+        mark = equal_work.judge([base, other]).mark
         header.append(f"{other.name} vs {base.name}" + (f", {mark}" if mark else ""))
     rows = [header]
     for row in ROWS:
@@ -188,10 +186,10 @@ def work_rows(runs: Sequence[Run]) -> list[list[str]]:
         ["devices used", *(run.devices or UNKNOWN for run in runs)],
         ["status", *(run.status or UNKNOWN for run in runs)],
     ]
-    for fact in compared_facts(runs):
+    for fact in equal_work.compared_facts(runs):
         rows += _fact_rows(fact, [run.work[fact] for run in runs])
-    rows.append(["inference: prompt tokens", *(show(run.prompt_tokens) for run in runs)])
-    rows.append(["inference: new tokens", *(show(run.new_tokens) for run in runs)])
+    rows.append(["inference: prompt tokens", *(equal_work.show(run.prompt_tokens) for run in runs)])
+    rows.append(["inference: new tokens", *(equal_work.show(run.new_tokens) for run in runs)])
     rows.append(["record", *(run.schema for run in runs)])
     return rows
 
@@ -203,7 +201,7 @@ def _fact_rows(fact: str, values: Sequence[Any]) -> list[list[str]]:
     keys = dict.fromkeys(key for value in recorded for key in value) if settings else {}
     if not keys:
         whole = not fact.endswith((" data", " weights"))  # of a hash the beginning is enough
-        return [[fact, *(show(value, whole=whole) for value in values)]]
+        return [[fact, *(equal_work.show(value, whole=whole) for value in values)]]
     rows = []
     for key in keys:
         leaves = [None if value is None else value.get(key, "absent") for value in values]
@@ -213,7 +211,7 @@ def _fact_rows(fact: str, values: Sequence[Any]) -> list[list[str]]:
             given = [
                 "not given" if value and leaf is None else leaf for value, leaf in zip(values, leaves, strict=True)
             ]
-            rows.append([f"{fact} {key}", *(show(leaf, whole=True) for leaf in given)])
+            rows.append([f"{fact} {key}", *(equal_work.show(leaf, whole=True) for leaf in given)])
     return rows
 
 

@@ -14,16 +14,9 @@ from dsgpt.common.errors import Problems, UserError, did_you_mean
 from dsgpt.common.files import PRINTABLE, write_atomic
 from dsgpt.common.json_files import read_or_refuse
 from dsgpt.common.text import IN_CHECKOUT, REPOSITORY, next_line
+from dsgpt.record import suites
 from dsgpt.record.provenance import changes_since, training_sources
 from dsgpt.record.runs import Run, read_run
-from dsgpt.record.suites import (
-    Concurrency,
-    Predictions,
-    Sweep,
-    read_concurrency,
-    read_predictions,
-    read_sweep,
-)
 
 if TYPE_CHECKING:
     from dsgpt.charts.style import Chart
@@ -64,11 +57,11 @@ class Inputs:
 
     runs: list[Run]
     """The first is the baseline."""
-    sweeps: dict[str, Sweep]
+    sweeps: dict[str, suites.Sweep]
     """Sweeps by the name with which their charts begin."""
-    predictions: Predictions | None
+    predictions: suites.Predictions | None
     """The record of ``benchmark.py plan``."""
-    concurrency: Concurrency | None
+    concurrency: suites.Concurrency | None
     """The record of ``benchmark.py inference``."""
     exam: Exam | None = None
     """The record of ``benchmark.py exam``."""
@@ -227,9 +220,9 @@ def _read(
             return None
 
     runs = [read(partial(read_run, name=name), path) for name, path in paths.items()]
-    named: dict[str, Sweep] = {}
+    named: dict[str, suites.Sweep] = {}
     for wanted, path in sweeps:
-        if sweep := read(read_sweep, path):
+        if sweep := read(suites.read_sweep, path):
             name = wanted or re.sub(r"[^\w.-]+", "-", sweep.suite)
             if name in named:
                 problems.add(f"two sweeps are called {name!r}; give each its own name in --sweep NAME=PATH")
@@ -237,8 +230,8 @@ def _read(
     return Inputs(
         runs=[run for run in runs if run is not None],
         sweeps=named,
-        predictions=read(read_predictions, options.plan),
-        concurrency=read(read_concurrency, options.inference),
+        predictions=read(suites.read_predictions, options.plan),
+        concurrency=read(suites.read_concurrency, options.inference),
         exam=read(
             partial(read_or_refuse, kind=Exam, what="a record of benchmark.py exam", unknown_keys=True), options.exam
         ),

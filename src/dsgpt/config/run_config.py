@@ -9,13 +9,7 @@ from dataclasses import dataclass, replace
 from dsgpt.common.command_line import require_flags
 from dsgpt.common.errors import Problems
 from dsgpt.common.text import counted, divisors, divisors_around, in_words, largest_divisor, multiples_around
-from dsgpt.config.compatibility import (
-    RunRequest,
-    check_accumulation,
-    check_compatibility,
-    check_version,
-    compatibility_notices,
-)
+from dsgpt.config import compatibility
 from dsgpt.config.inputs import DEFAULT_MODEL_SIZE, Inputs, check_vocabulary, read_inputs
 from dsgpt.config.options import Options, check_trackers
 from dsgpt.config.recipe import PARALLEL_KEYS, Recipe
@@ -130,15 +124,15 @@ def resolve(options: Options, *, topology: Topology, problems: Problems) -> RunC
         check_trackers(options, problems)
     inputs = read_inputs(options, topology, problems)
     check_vocabulary(inputs, problems, notices)
-    request = RunRequest(**vars(inputs), mistakes=problems.copy()) if inputs.recipe else None
+    request = compatibility.RunRequest(**vars(inputs), mistakes=problems.copy()) if inputs.recipe else None
     batch: BatchPlan | None = None
     allowed: tuple[str, ...] = ()
     if request is not None:
         request = replace(request, topology=training_ranks(request, problems, notices))
-        check_compatibility(request, problems)
-        notices += compatibility_notices(request)
+        compatibility.check_compatibility(request, problems)
+        notices += compatibility.compatibility_notices(request)
         if batch := split_batch(request, problems, notices):
-            allowed = check_version(request, batch.gradient_accumulation_steps, problems, notices)
+            allowed = compatibility.check_version(request, batch.gradient_accumulation_steps, problems, notices)
     length = _plan_length(inputs, batch, problems=problems, notices=notices)
     problems.raise_if_any()
     assert request and length  # each is None only if a problem says why
@@ -162,7 +156,7 @@ def resolve(options: Options, *, topology: Topology, problems: Problems) -> RunC
     return RunConfig(**vars(inputs) | vars(length) | resolved)
 
 
-def training_ranks(request: RunRequest, problems: Problems, notices: list[str]) -> Topology:
+def training_ranks(request: compatibility.RunRequest, problems: Problems, notices: list[str]) -> Topology:
     """The ranks that train. Of an elastic launch these are the most that split the global batch; the rest are spares.
 
     Args:
@@ -196,7 +190,7 @@ def training_ranks(request: RunRequest, problems: Problems, notices: list[str]) 
     return replace(topology, world_size=used, spares=spares, local_world_size=min(here, used))
 
 
-def split_batch(request: RunRequest, problems: Problems, notices: list[str]) -> BatchPlan | None:
+def split_batch(request: compatibility.RunRequest, problems: Problems, notices: list[str]) -> BatchPlan | None:
     """The global batch over the ranks; ``problems`` and ``notices`` receive lines about it.
 
     A flag for the micro batch or for the accumulation drops the JSON's value of the other one. So a flag for one of
@@ -222,7 +216,7 @@ def split_batch(request: RunRequest, problems: Problems, notices: list[str]) -> 
         notices=notices,
     )
     if plan is not None:
-        check_accumulation(request, plan.gradient_accumulation_steps, problems)
+        compatibility.check_accumulation(request, plan.gradient_accumulation_steps, problems)
     return plan
 
 
