@@ -40,6 +40,7 @@ def _parser(options: type) -> Parser:
 
 def _section(command: str, parser: Parser) -> str:
     works = {f"--{field.name}": field.metadata["work"] for field in fields(Options)} if command == TRAINING else {}
+    parser.format_help()
     lines = [f"## {command}", "", f"| flag | |{' equal work |' * bool(works)}", f"|---|---|{'---|' * bool(works)}"]
     for action in parser._actions:
         if action.dest in {"help", "what"}:

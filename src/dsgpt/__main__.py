@@ -84,7 +84,7 @@ def _run(command: str, words: Sequence[str]) -> None:
     if target.endswith(".py"):
         runpy.run_path(str(REPOSITORY / target), run_name="__main__")
     else:
-        runpy.run_module(target, run_name="__main__")
+        runpy.run_module(target, run_name="__main__", alter_sys=True)
 
 
 def _complete() -> int:

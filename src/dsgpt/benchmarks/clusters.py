@@ -315,9 +315,8 @@ class ClusterOptions(frame.SuiteOptions):
     seed: int = flag(COUNT, "N", "seed that draws them (default: %(default)s)", default=SEED)
     only: tuple[str, ...] = frame.only_flag("KIND", "kinds of faults")
     minutes: float = flag(NUMBER, "MIN", "begin no fault after this time (default: %(default)g)", default=40.0)
-    at_once: int = flag(
-        COUNT, "N", "runs at the same time; most of the time they wait (default: %(default)s)", default=4
-    )
+    at_once: int = flag(COUNT, "N", default=4)
+    """runs at the same time; most of the time they wait (default: %(default)s)"""
     again: bool = switch("repeat the faults of the record that were not recovered, too")
 
 

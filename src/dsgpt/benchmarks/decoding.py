@@ -179,9 +179,8 @@ class DecodingOptions(frame.SuiteOptions):
 
     model_size: str = flag(choice(SIZES), "SIZE", f"{', '.join(SIZES)} (default: %(default)s)", default="small")
     rounds: int = flag(POSITIVE, "N", "turns of every contender in a row (default: %(default)s)", default=5)
-    checkpoint: Path | None = flag(
-        Path, "DIR", "a trained model: measures what weights in bf16 and in 8 bits lose (needs --data)"
-    )
+    checkpoint: Path | None = flag(Path, "DIR")
+    """a trained model: measures what weights in bf16 and in 8 bits lose (needs --data)"""
     data: Path | None = flag(Path, "FILE", "the token file that it predicts, such as the val.bin of its run")
     peer: tuple[str, ...] = frame.peers_flag("a checkout to compare with")
     only: tuple[str, ...] = frame.only_flag("KEY", "rows, by the beginnings of their keys")

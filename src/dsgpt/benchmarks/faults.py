@@ -231,9 +231,8 @@ class FaultOptions(frame.SuiteOptions):
     """The command line."""
 
     kills: int = flag(COUNT, "N", "how many kills (default: %(default)s)", default=KILLS)
-    seed: int = flag(
-        COUNT, "N", "seed that draws victims and instants (default: %(default)s, as in docs/faults.md)", default=SEED
-    )
+    seed: int = flag(COUNT, "N", default=SEED)
+    """seed that draws victims and instants (default: %(default)s, as in docs/faults.md)"""
     core: bool = switch("only what `make test` runs")
 
 

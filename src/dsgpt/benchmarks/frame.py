@@ -258,9 +258,8 @@ class SuiteOptions:
 
     output: Path = flag(Path, "RECORD", "the record to write (default: %(default)s)")
     page: Path | None = flag(Path, "MD", "the page to write (default: beside the record)")
-    table_from: Path | None = flag(
-        Path, "RECORD", "run nothing; make the page from an earlier record", name="--table-from"
-    )
+    table_from: Path | None = flag(Path, "RECORD", name="--table-from")
+    """run nothing; make the page from an earlier record"""
     keep: Path | None = flag(Path, "DIR", "leave recipes, logs and measurements of every training there")
 
 

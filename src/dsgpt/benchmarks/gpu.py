@@ -178,15 +178,10 @@ class GpuOptions(frame.SuiteOptions):
 
     keep: None = None  # the files of --into stay
     output: Path = flag(Path, "RECORD", "the record to write (default: gpu.json in the folder of --into)")
-    into: Path = flag(
-        Path,
-        "DIR",
-        "a file for each chunk, and the work of those that failed (default: %(default)s)",
-        default=Path("checkpoint/gpu"),
-    )
-    budget: float | None = flag(
-        POSITIVE, "SECONDS", "stop before a chunk that is not expected to end so soon; the same command continues"
-    )
+    into: Path = flag(Path, "DIR", default=Path("checkpoint/gpu"))
+    """a file for each chunk, and the work of those that failed (default: %(default)s)"""
+    budget: float | None = flag(POSITIVE, "SECONDS")
+    """stop before a chunk that is not expected to end so soon; the same command continues"""
     only: tuple[str, ...] = frame.only_flag("CHUNK", "chunks, by the beginnings of their names")
     peer: tuple[str, ...] = frame.peers_flag("checkouts that speed and decoding compare with")
     stand_in: bool = switch("rehearse it without a GPU, on stand-ins of two; no figure of that is one of a GPU")

@@ -156,9 +156,8 @@ VLLM_ENVIRONMENT = Path(".venv-vllm")
 class InferenceOptions(SuiteOptions):
     """The command line."""
 
-    checkpoint: Path = flag(
-        Path, "DIR", "run folder, checkpoint or portable folder (default: %(default)s)", default=TRAINED
-    )
+    checkpoint: Path = flag(Path, "DIR", default=TRAINED)
+    """run folder, checkpoint or portable folder (default: %(default)s)"""
     concurrency: tuple[int, ...] = flag(
         value(
             lambda text: tuple(dict.fromkeys(map(int, text.split(",")))),
@@ -178,12 +177,8 @@ class InferenceOptions(SuiteOptions):
     repeats: int = flag(POSITIVE, "N", "turns of each engine and concurrency (default: %(default)s)", default=REPEATS)
     requests: int = flag(COUNT, "N", "only the first N requests of the trace; 0 for all (default)", default=0)
     trace: Path = flag(Path, "FILE", "the requests (default: the committed ones)", default=COMMITTED)
-    vllm: Path = flag(
-        Path,
-        "DIR",
-        "the environment with vLLM, which `make vllm` makes (default: %(default)s)",
-        default=VLLM_ENVIRONMENT,
-    )
+    vllm: Path = flag(Path, "DIR", default=VLLM_ENVIRONMENT)
+    """the environment with vLLM, which `make vllm` makes (default: %(default)s)"""
     device: str = device_flag("cpu or cuda")
     peers: bool = switch(
         "compare one request at a time with transformers and nanoGPT instead: the same as `decoding`, whose flags it "

@@ -316,9 +316,8 @@ RANK = "dsgpt.benchmarks.parity_rank:"
 class ParityOptions(SuiteOptions):
     """The command line."""
 
-    ranks: tuple[int, ...] = flag(
-        POSITIVE, "N", "only these numbers of ranks (default: 1, 2, 4 and 8)", default=(), nargs="+"
-    )
+    ranks: tuple[int, ...] = flag(POSITIVE, "N", default=(), nargs="+")
+    """only these numbers of ranks (default: 1, 2, 4 and 8)"""
     only: tuple[str, ...] = only_flag("STRATEGY", "strategies")
     core: bool = switch("only what `make test` runs: each strategy in a few trainings; on GPUs also on one rank")
     device: str = device_flag("cpu, where every machine can run everything, or cuda with a GPU for each rank")

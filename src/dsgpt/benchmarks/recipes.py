@@ -164,9 +164,8 @@ Result = dict[str, Any]
 class RecipesOptions(SuiteOptions):
     """The command line."""
 
-    size: tuple[str, ...] = flag(
-        choice(tuple(SEARCHES)), "SIZE", "only these model sizes (default: all)", default=(), nargs="+"
-    )
+    size: tuple[str, ...] = flag(choice(tuple(SEARCHES)), "SIZE", default=(), nargs="+")
+    """only these model sizes (default: all)"""
     device: str = device_flag("cpu, one training per core, or cuda, one at a time")
 
 

@@ -297,16 +297,11 @@ Round = dict[str, Any]
 class ServingOptions(frame.SuiteOptions):
     """The command line."""
 
-    checkpoint: Path = flag(
-        Path, "DIR", "what to serve, as for src/serve.py (default: %(default)s)", default=frame.TRAINED
-    )
+    checkpoint: Path = flag(Path, "DIR", default=frame.TRAINED)
+    """what to serve, as for src/serve.py (default: %(default)s)"""
     requests: int = flag(POSITIVE, "N", "requests of a round (default: %(default)s)", default=500)
-    times: int = flag(
-        POSITIVE,
-        "N",
-        "arrivals per second, in multiples of what the server can answer (default: %(default)s)",
-        default=4,
-    )
+    times: int = flag(POSITIVE, "N", default=4)
+    """arrivals per second, in multiples of what the server can answer (default: %(default)s)"""
     rounds: int = flag(POSITIVE, "N", "rounds on the same server (default: %(default)s)", default=3)
     device: str = frame.device_flag("cpu or cuda")
 

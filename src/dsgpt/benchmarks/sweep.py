@@ -295,9 +295,8 @@ class SweepOptions(frame.SuiteOptions):
     )
     steps: int = flag(whole(low=4), "N", "optimizer steps of a training (default: %(default)s)", default=STEPS)
     seq_length: int = flag(POSITIVE, "N", "tokens per sequence (default: %(default)s)", default=SEQ_LENGTH)
-    profile_comm: int = flag(
-        COUNT, "N", "steps of each training that measure communication (default: %(default)s)", default=0
-    )
+    profile_comm: int = flag(COUNT, "N", default=0)
+    """steps of each training that measure communication (default: %(default)s)"""
     target_loss: float | None = flag(NUMBER, "X", "measure the time until a step has this training loss")
     price: float | None = flag(NUMBER, "X", "price of a device hour, for the cost of a training")
     device: str = frame.device_flag("cpu or cuda")

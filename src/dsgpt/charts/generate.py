@@ -102,31 +102,19 @@ class ChartsOptions:
     run: tuple[str, ...] = flag(
         str, "NAME=PATH", f"one more run ({RECORD}); repeat for more", default=(), action="append"
     )
-    sweep: tuple[str, ...] = flag(
-        str,
-        "[NAME=]PATH",
-        "a sweep.json or its folder; its charts begin with NAME (default: that of its suite); repeat for more",
-        default=(),
-        action="append",
-    )
-    plan: Path | None = flag(
-        Path, "PATH", "the record of src/benchmark.py plan: draws its predicted memory beside the measured"
-    )
-    inference: Path | None = flag(
-        Path,
-        "PATH",
-        "the record of src/benchmark.py inference: draws the latency of its engines against their throughput",
-    )
-    exam: Path | None = flag(
-        Path, "PATH", "the record of src/benchmark.py exam: draws predicted steps beside those that others measured"
-    )
-    output: str = flag(
-        str, "FOLDER", "where the charts go (default: %(default)s)", default="charts", name="--output-dir"
-    )
+    sweep: tuple[str, ...] = flag(str, "[NAME=]PATH", default=(), action="append")
+    """a sweep.json or its folder; its charts begin with NAME (default: that of its suite); repeat for more"""
+    plan: Path | None = flag(Path, "PATH")
+    """the record of src/benchmark.py plan: draws its predicted memory beside the measured"""
+    inference: Path | None = flag(Path, "PATH")
+    """the record of src/benchmark.py inference: draws the latency of its engines against their throughput"""
+    exam: Path | None = flag(Path, "PATH")
+    """the record of src/benchmark.py exam: draws predicted steps beside those that others measured"""
+    output: str = flag(str, "FOLDER", default="charts", name="--output-dir")
+    """where the charts go (default: %(default)s)"""
     only: str | None = flag(str, "LIST", "names of the charts to draw, separated by commas (default: all)")
-    formats: tuple[str, ...] = flag(
-        choices(FORMATS), "LIST", "png, svg or png,svg (default: png,svg)", default=FORMATS, name="--format"
-    )
+    formats: tuple[str, ...] = flag(choices(FORMATS), "LIST", default=FORMATS, name="--format")
+    """png, svg or png,svg (default: png,svg)"""
     theme: str = flag(choice((*THEMES, BOTH)), "NAME", "light, dark or both (default: %(default)s)", default=LIGHT.name)
     price: float | None = flag(NUMBER, "X", "of a device hour, in any currency: draws the losses of runs against money")
 

@@ -8,6 +8,7 @@ UTF-8, and characters that the output's encoding lacks, are printed as ``\xe9``.
 """
 
 import argparse
+import ast
 import contextlib
 import dataclasses
 import errno
@@ -108,7 +109,7 @@ def choices(allowed: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
 def flag(
     read: Callable[[str], Any],
     metavar: str,
-    text: str,
+    text: str = "",
     *,
     default: Any = None,
     name: str | None = None,
@@ -122,7 +123,7 @@ def flag(
     Args:
         read: ``str``, ``Path`` or a reader of the words that the flag accepts.
         metavar: what the help calls the value.
-        text: of the help; ``%(default)s`` stands for the default.
+        text: of the help; ``%(default)s`` stands for the default. Without it, it is the docstring below the field.
         default: of the field, if the flag is not given.
         name: of the flag, if it is another than that of the field; without ``--`` it is a positional argument.
         group: the title in the help above this flag and the next ones.
@@ -130,16 +131,16 @@ def flag(
         work: for ``src/gpt2.py``, what the flag means for equal work (``dsgpt.config.options``).
         more: for ``argparse``: ``nargs``, ``action``, ``required``.
     """
-    given_as = {"type": read, "metavar": metavar, "help": text, **more}
+    given_as = {"type": read, "metavar": metavar, "help": text or None, **more}
     if not isinstance(default, tuple):  # argparse cannot append to a tuple
         given_as["default"] = default
     declared = {"name": name, "group": group, "needs": needs, "work": work, "argparse": given_as}
     return dataclasses.field(default=dataclasses.MISSING if more.get("required") else default, metadata=declared)
 
 
-def switch(text: str, *, group: str | None = None, work: object = None) -> Any:
+def switch(text: str = "", *, group: str | None = None, work: object = None) -> Any:
     """The field of a flag without a value, which is false if it is not given; the arguments are those of ``flag``."""
-    given_as = {"action": "store_true", "help": text}
+    given_as = {"action": "store_true", "help": text or None}
     declared = {"name": None, "group": group, "needs": None, "work": work, "argparse": given_as}
     return dataclasses.field(default=False, metadata=declared)
 
@@ -171,6 +172,17 @@ def help_of(command: type) -> dict[str, Any]:
     return {"description": "\n\n".join(filled), "epilog": f"examples:\n{examples}" if examples else ""}
 
 
+def docstrings_of_fields(options: type) -> dict[str, str]:
+    """The docstring below each field of a dataclass and its bases, on one line. Reads their source."""
+    texts: dict[str, str] = {}
+    for kind in filter(dataclasses.is_dataclass, reversed(options.__mro__)):
+        (own,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
+        for field, below in itertools.pairwise(own.body if isinstance(own, ast.ClassDef) else ()):
+            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(below, ast.Expr):
+                texts[field.target.id] = " ".join(ast.literal_eval(below.value).split())
+    return texts
+
+
 class Parser(argparse.ArgumentParser):
     """Collects mistakes in ``problems`` instead of exiting; ``--help`` keeps the line breaks of its texts."""
 
@@ -188,6 +200,7 @@ class Parser(argparse.ArgumentParser):
             allow_abbrev=allow_abbrev,
         )
         self.problems = errors.Problems()
+        self._declared: list[type] = []
 
     def error(self, message: str) -> NoReturn:
         """Raise argparse's message as a ``UserError``."""
@@ -196,6 +209,7 @@ class Parser(argparse.ArgumentParser):
     def add_flags(self, options: type, *, names: Iterable[str] | None = None) -> None:
         """Add the flags that the fields of the dataclass ``options`` declare: all, or those of some fields."""
         group: argparse._ActionsContainer = self
+        self._declared.append(options)
         fields = {field.name: field for field in dataclasses.fields(options)}
         for field in fields.values() if names is None else map(fields.__getitem__, names):
             if "part" in field.metadata:
@@ -205,6 +219,13 @@ class Parser(argparse.ArgumentParser):
                     group = self.add_argument_group(title)
                 dest: dict[str, Any] = {"dest": field.name} if _name_of(field).startswith("-") else {}
                 group.add_argument(_name_of(field), **dest, **field.metadata["argparse"])
+
+    def format_help(self) -> str:
+        """The help. That of a flag may be the docstring below its field."""
+        texts = {name: text for options in self._declared for name, text in docstrings_of_fields(options).items()}
+        for action in self._actions:
+            action.help = action.help or texts.get(action.dest)
+        return super().format_help()
 
     def read(
         self, options: type[O], words: Sequence[str] | None = None, *, elsewhere: Mapping[str, str] | None = None

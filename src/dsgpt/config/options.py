@@ -126,29 +126,22 @@ class Options:
     """
 
     run_type: str | None = flag(
-        choice(RUN_TYPES),
-        "TYPE",
-        "baseline: one process, plain PyTorch. On any number of ranks: ddp and fsdp, PyTorch's data parallelism with "
-        "whole or sharded weights; optimized, DeepSpeed as the JSON says",
-        group="what to run",
-        needs=f"one of {', '.join(RUN_TYPES)}",
-        work=EXECUTES,
+        choice(RUN_TYPES), "TYPE", group="what to run", needs=f"one of {', '.join(RUN_TYPES)}", work=EXECUTES
     )
+    """baseline: one process, plain PyTorch. On any number of ranks: ddp and fsdp, PyTorch's data parallelism with whole
+    or sharded weights; optimized, DeepSpeed as the JSON says"""
     train_data_path: Path | str | None = flag(
-        path_or_address,
-        "BIN",
-        "token file to train on; data_prep/ makes it; each machine copies one at s3:// or gs:// into ~/.cache/dsgpt "
-        "(or DSGPT_CACHE) once",
-        needs=TOKEN_FILE,
-        work=ChangesTraining("train data", "tokens in the train file"),
+        path_or_address, "BIN", needs=TOKEN_FILE, work=ChangesTraining("train data", "tokens in the train file")
     )
+    """token file to train on; data_prep/ makes it; each machine copies one at s3:// or gs:// into ~/.cache/dsgpt (or
+    DSGPT_CACHE) once"""
     val_data_path: Path | str | None = flag(
         path_or_address,
         "BIN",
-        "token file to validate on",
         needs=TOKEN_FILE,
         work=ChangesTraining("validation data", "tokens in the validation file"),
     )
+    """token file to validate on"""
     checkpoint_path: Path | None = flag(
         value(
             path_or_address,
@@ -156,21 +149,13 @@ class Options:
             must_be="a folder of this machine (--save_to copies checkpoints to an address)",
         ),
         "DIR",
-        "run folder for records and checkpoints (default: checkpoint/ and the run type)",
         work=NAMES,
     )
-    deepspeed_config: Path | None = flag(
-        Path,
-        "JSON",
-        "the recipe, one of ds_configs/ or your own; it also sets the baseline's optimizer, schedule and batch",
-        needs="a recipe, for example ds_configs/zero1.json",
-        work=NAMES,
-    )
-    seed: int = count(
-        "sets initial weights, data order and dropout (default: %(default)s)",
-        default=1337,
-        work=ChangesTraining("seed"),
-    )
+    """run folder for records and checkpoints (default: checkpoint/ and the run type)"""
+    deepspeed_config: Path | None = flag(Path, "JSON", needs="a recipe, for example ds_configs/zero1.json", work=NAMES)
+    """the recipe, one of ds_configs/ or your own; it also sets the baseline's optimizer, schedule and batch"""
+    seed: int = count(default=1337, work=ChangesTraining("seed"))
+    """sets initial weights, data order and dropout (default: %(default)s)"""
     dry_run: bool = switch("check everything, print the plan, and stop", work=ExecutionOnly("trains nothing"))
 
     model_size: str | None = flag(
@@ -180,103 +165,64 @@ class Options:
         group="model (a preset, and what to change in it)",
         work=ChangesTraining("model n_layer", "model n_head", "model n_embd", "model block_size"),
     )
-    init_from: str | None = flag(
-        str,
-        "MODEL",
-        "start from published GPT-2 weights: a Hugging Face folder (src/convert.py converts a run to one), or a name "
-        "on the hub, such as gpt2 or distilgpt2. They set the shape. The data must use their vocabulary",
-        work=ChangesTraining("initial weights"),
-    )
+    init_from: str | None = flag(str, "MODEL", work=ChangesTraining("initial weights"))
+    """start from published GPT-2 weights: a Hugging Face folder (src/convert.py converts a run to one), or a name on
+    the hub, such as gpt2 or distilgpt2. They set the shape. The data must use their vocabulary"""
     num_layers: int | None = positive("transformer blocks", work=ChangesTraining("model n_layer"))
     num_heads: int | None = positive("attention heads; must divide the width", work=ChangesTraining("model n_head"))
     embedding_size: int | None = positive("width of the residual stream", work=ChangesTraining("model n_embd"))
-    max_position_embeddings: int | None = positive(
-        "longest sequence the model can read (default: the preset's)", work=ChangesTraining("model block_size")
-    )
-    vocab_size: int | None = positive(
-        "ids it can read and predict (default: the tokenizer's, from the data's sidecar)",
-        work=ChangesTraining("model vocab_size"),
-    )
+    max_position_embeddings: int | None = positive(work=ChangesTraining("model block_size"))
+    """longest sequence the model can read (default: the preset's)"""
+    vocab_size: int | None = positive(work=ChangesTraining("model vocab_size"))
+    """ids it can read and predict (default: the tokenizer's, from the data's sidecar)"""
     dropout: float | None = flag(
         value(float, accepts=lambda share: 0 <= share < 1, must_be="a number of at least 0 and below 1"),
         "P",
-        "dropout probability; GPT-2 used 0.1 (default: 0)",
         work=ChangesTraining("model dropout"),
     )
+    """dropout probability; GPT-2 used 0.1 (default: 0)"""
 
     global_batch_size: int | None = positive(
-        "sequences per optimizer step over all ranks (default: the JSON's train_batch_size)",
-        group="batch (global = micro x accumulation x ranks; two fix the third)",
-        work=ChangesTraining("global batch"),
+        group="batch (global = micro x accumulation x ranks; two fix the third)", work=ChangesTraining("global batch")
     )
-    micro_batch_size_per_gpu: int | None = positive(
-        "sequences per rank and forward pass; lower it when memory runs out", work=SPLITS
-    )
-    grad_accum_steps: int | None = positive(
-        "micro batches per optimizer step; if it is given alone, the micro batch size changes and the global batch "
-        "does not",
-        work=SPLITS,
-    )
-    enforce_global_batch_size: bool = switch(
-        "lower the micro batch size if micro batch x accumulation x ranks is not the global batch; default: fail",
-        work=SPLITS,
-    )
+    """sequences per optimizer step over all ranks (default: the JSON's train_batch_size)"""
+    micro_batch_size_per_gpu: int | None = positive(work=SPLITS)
+    """sequences per rank and forward pass; lower it when memory runs out"""
+    grad_accum_steps: int | None = positive(work=SPLITS)
+    """micro batches per optimizer step; if it is given alone, the micro batch size changes and the global batch does
+    not"""
+    enforce_global_batch_size: bool = switch(work=SPLITS)
+    """lower the micro batch size if micro batch x accumulation x ranks is not the global batch; default: fail"""
 
     seq_length: int | None = positive(
-        "tokens per sequence (default: all positions of the model)",
-        group="length and intervals (in optimizer steps)",
-        work=ChangesTraining("sequence length"),
+        group="length and intervals (in optimizer steps)", work=ChangesTraining("sequence length")
     )
-    epochs: int | None = positive(
-        "passes over the training data (default: 1, or as many as --max_train_steps needs)",
-        work=ChangesTraining("optimizer steps", "scheduler"),
-    )
-    max_train_steps: int | None = positive(
-        "optimizer steps in the whole run; ends it earlier than --epochs would",
-        work=ChangesTraining("optimizer steps", "scheduler"),
-    )
-    eval_every: int = count(
-        "validate every N steps besides every epoch's end (default: %(default)s, epochs only)",
-        default=0,
-        work=ExecutionOnly("changes how often a run validates, which changes no weight"),
-    )
-    max_val_steps: int | None = positive(
-        "validate on the first N global batches only (default: all of the file)",
-        work=ChangesTraining("validation windows"),
-    )
+    """tokens per sequence (default: all positions of the model)"""
+    epochs: int | None = positive(work=ChangesTraining("optimizer steps", "scheduler"))
+    """passes over the training data (default: 1, or as many as --max_train_steps needs)"""
+    max_train_steps: int | None = positive(work=ChangesTraining("optimizer steps", "scheduler"))
+    """optimizer steps in the whole run; ends it earlier than --epochs would"""
+    eval_every: int = count(default=0, work=ExecutionOnly("changes how often a run validates, which changes no weight"))
+    """validate every N steps besides every epoch's end (default: %(default)s, epochs only)"""
+    max_val_steps: int | None = positive(work=ChangesTraining("validation windows"))
+    """validate on the first N global batches only (default: all of the file)"""
     steps_per_print: int | None = positive("print a line every N steps (default: the JSON's, else 10)", work=PRINTS)
-    no_inference: bool = switch(
-        "do not time generation after the last step, for up to 10 s",
-        work=ExecutionOnly("leaves out a measurement after the last step"),
-    )
+    no_inference: bool = switch(work=ExecutionOnly("leaves out a measurement after the last step"))
+    """do not time generation after the last step, for up to 10 s"""
 
-    device: str = flag(
-        choice(DEVICES),
-        "KIND",
-        "auto, cpu or cuda (default: %(default)s, a GPU where there is one)",
-        default="auto",
-        group="machine",
-        work=EXECUTES,
-    )
-    precision: str = flag(
-        choice(PRECISIONS),
-        "KIND",
-        "fp32, bf16, fp16 or auto: the JSON's block if it has one, else fp32 on CPU, bf16 on GPUs that have it, fp16 "
-        "on others (default: %(default)s)",
-        default="auto",
-        work=ChangesTraining("precision"),
-    )
-    threads_per_device: int | None = positive(
-        "CPU threads of each process; on CPU they are the device (default: 1 on CPU)", work=EXECUTES
-    )
+    device: str = flag(choice(DEVICES), "KIND", default="auto", group="machine", work=EXECUTES)
+    """auto, cpu or cuda (default: %(default)s, a GPU where there is one)"""
+    precision: str = flag(choice(PRECISIONS), "KIND", default="auto", work=ChangesTraining("precision"))
+    """fp32, bf16, fp16 or auto: the JSON's block if it has one, else fp32 on CPU, bf16 on GPUs that have it, fp16 on
+    others (default: %(default)s)"""
+    threads_per_device: int | None = positive(work=EXECUTES)
+    """CPU threads of each process; on CPU they are the device (default: 1 on CPU)"""
     num_workers: int = count(
-        "processes that read training data beside each rank (default: %(default)s, the rank reads itself)",
-        default=0,
-        work=ExecutionOnly("reads the same windows in the same order with other processes"),
+        default=0, work=ExecutionOnly("reads the same windows in the same order with other processes")
     )
-    local_rank: int | None = flag(
-        whole(low=-1), "N", "set by some launchers; the index of this process's GPU", work=EXECUTES
-    )
+    """processes that read training data beside each rank (default: %(default)s, the rank reads itself)"""
+    local_rank: int | None = flag(whole(low=-1), "N", work=EXECUTES)
+    """set by some launchers; the index of this process's GPU"""
     monitor_every: float = flag(
         value(
             float,
@@ -284,10 +230,10 @@ class Options:
             must_be="0, or a number of at least 0.1",
         ),
         "SECONDS",
-        "sample power, clocks, memory and temperature of the GPUs this often; 0 for never (default: %(default)g)",
         default=1.0,
         work=PRINTS,
     )
+    """sample power, clocks, memory and temperature of the GPUs this often; 0 for never (default: %(default)g)"""
     profile_comm: int = flag(
         COUNT,
         "STEPS",
@@ -303,94 +249,60 @@ class Options:
         work=PROFILES,
     )
     compile: bool = switch(
-        "compile the model, or each of its blocks, with torch.compile (needs a C++ compiler)",
-        work=ExecutionOnly("fuses kernels of the same formulas; the parity suite bounds the effect of rounding"),
+        work=ExecutionOnly("fuses kernels of the same formulas; the parity suite bounds the effect of rounding")
     )
+    """compile the model, or each of its blocks, with torch.compile (needs a C++ compiler)"""
     pad_logits: bool = switch(
-        "give each padded row of the embedding a logit in the loss, too: its products then have sizes at which GPUs "
-        "are fast. Padding gets no probability and no gradient",
-        work=ExecutionOnly("adds logits of no probability; the parity suite bounds the effect of rounding"),
+        work=ExecutionOnly("adds logits of no probability; the parity suite bounds the effect of rounding")
     )
-    cuda_graphs: bool = switch(
-        "with --compile, replay the kernels of each micro batch as CUDA graphs; never run on a GPU before "
-        "`benchmark.py gpu --only faster` has compared its losses there",
-        work=ExecutionOnly("launches the same kernels"),
-    )
+    """give each padded row of the embedding a logit in the loss, too: its products then have sizes at which GPUs are
+    fast. Padding gets no probability and no gradient"""
+    cuda_graphs: bool = switch(work=ExecutionOnly("launches the same kernels"))
+    """with --compile, replay the kernels of each micro batch as CUDA graphs; never run on a GPU before `benchmark.py
+    gpu --only faster` has compared its losses there"""
     activation_checkpointing: bool = switch(
-        "recompute activations in the backward pass: less memory for about a third more computing",
-        work=ExecutionOnly("computes the same activations, with the same dropout masks, a second time"),
+        work=ExecutionOnly("computes the same activations, with the same dropout masks, a second time")
     )
+    """recompute activations in the backward pass: less memory for about a third more computing"""
 
-    save_every: int = count(
-        "save every N steps besides the end; 0 for the end only (default: %(default)s)",
-        default=500,
-        group="checkpoints",
-        work=SAVES,
-    )
-    keep_checkpoints: int = positive(
-        "keep the newest N checkpoints, and the one with the lowest validation loss among those saved right after a "
-        "validation (default: %(default)s)",
-        default=2,
-        work=SAVES,
-    )
-    save_mode: str = flag(
-        choice(SAVE_MODES),
-        "HOW",
-        "sync: training waits for each checkpoint. async: training waits only until every rank has copied its part to "
-        "host memory (12 bytes per parameter with Adam, summed over all ranks). The files are written in the "
-        "background. The last checkpoint, and the one before a stop, are written as with sync (default: %(default)s)",
-        default="sync",
-        work=SAVES,
-    )
-    on_save_failure: str = flag(
-        choice(ON_SAVE_FAILURE),
-        "WHAT",
-        "stop or continue when a checkpoint cannot be written: a full disk, for example (default: %(default)s)",
-        default="stop",
-        work=SAVES,
-    )
-    save_to: str | None = flag(
-        str,
-        "PLACE",
-        "copy each checkpoint to a second place: a folder, or s3://BUCKET/RUN or gs://BUCKET/RUN (pip install "
-        "'dsgpt[stores]'). Training never waits for the copy, and its failure is a warning. --resume takes the newest "
-        "complete checkpoint of both places",
-        work=SAVES,
-    )
+    save_every: int = count(default=500, group="checkpoints", work=SAVES)
+    """save every N steps besides the end; 0 for the end only (default: %(default)s)"""
+    keep_checkpoints: int = positive(default=2, work=SAVES)
+    """keep the newest N checkpoints, and the one with the lowest validation loss among those saved right after a
+    validation (default: %(default)s)"""
+    save_mode: str = flag(choice(SAVE_MODES), "HOW", default="sync", work=SAVES)
+    """sync: training waits for each checkpoint. async: training waits only until every rank has copied its part to host
+    memory (12 bytes per parameter with Adam, summed over all ranks). The files are written in the background. The last
+    checkpoint, and the one before a stop, are written as with sync (default: %(default)s)"""
+    on_save_failure: str = flag(choice(ON_SAVE_FAILURE), "WHAT", default="stop", work=SAVES)
+    """stop or continue when a checkpoint cannot be written: a full disk, for example (default: %(default)s)"""
+    save_to: str | None = flag(str, "PLACE", work=SAVES)
+    """copy each checkpoint to a second place: a folder, or s3://BUCKET/RUN or gs://BUCKET/RUN (pip install
+    'dsgpt[stores]'). Training never waits for the copy, and its failure is a warning. --resume takes the newest
+    complete checkpoint of both places"""
 
     track: tuple[str, ...] = flag(
         choices(TRACKERS),
         "NAMES",
-        "send settings, the metrics of every step and the summary to trackers too: tensorboard, wandb, mlflow, "
-        "trackio, csv, or several with commas between them. They write to the folder trackers of the run folder "
-        "and use no network, unless the tracker's own variables name a server (WANDB_MODE, MLFLOW_TRACKING_URI, "
-        "TRACKIO_SPACE_ID or TRACKIO_SERVER_URL). A tracker that fails does not stop the run (default: none)",
         default=(),
         group="experiment trackers",
         work=ExecutionOnly(
             "copies figures that the run measures anyway to other programs; the training reads nothing from them"
         ),
     )
+    """send settings, the metrics of every step and the summary to trackers too: tensorboard, wandb, mlflow, trackio,
+    csv, or several with commas between them. They write to the folder trackers of the run folder and use no network,
+    unless the tracker's own variables name a server (WANDB_MODE, MLFLOW_TRACKING_URI, TRACKIO_SPACE_ID or
+    TRACKIO_SERVER_URL). A tracker that fails does not stop the run (default: none)"""
 
-    max_hours: float | None = flag(
-        NUMBER,
-        "HOURS",
-        "save and stop with exit code 75 before this process has run so long",
-        group="time, money and events",
-        work=RESUMES,
-    )
-    max_cost: float | None = flag(
-        NUMBER,
-        "DOLLARS",
-        "the same before the whole run has cost so much, its earlier processes included",
-        work=RESUMES,
-    )
-    price_per_gpu_hour: float | None = flag(
-        NUMBER, "DOLLARS", "price of one device (default: that of the plan's cheapest offer)", work=PRINTS
-    )
-    plan: Path | None = flag(
-        Path, "JSON", "plan.json of src/plan.py --recommend, to compare this run with", work=PRINTS
-    )
+    max_hours: float | None = flag(NUMBER, "HOURS", group="time, money and events", work=RESUMES)
+    """save and stop with exit code 75 before this process has run so long"""
+    max_cost: float | None = flag(NUMBER, "DOLLARS", work=RESUMES)
+    """the same before the whole run has cost so much, its earlier processes included"""
+    price_per_gpu_hour: float | None = flag(NUMBER, "DOLLARS", work=PRINTS)
+    """price of one device (default: that of the plan's cheapest offer)"""
+    plan: Path | None = flag(Path, "JSON", work=PRINTS)
+    """plan.json of src/plan.py --recommend, to compare this run with"""
     on_event: tuple[str, ...] = flag(
         value(
             lambda text: tuple(shlex.split(text)),
@@ -398,52 +310,42 @@ class Options:
             must_be="a command that exists",
         ),
         "COMMAND",
-        "call COMMAND EVENT RECORD, without a shell, when the run is done, failed, nan, stalled, preempted (by a "
-        "signal) or at a limit; RECORD is the path of training_metrics.json",
         default=(),
         work=ExecutionOnly("calls another program, from which the training reads nothing"),
     )
+    """call COMMAND EVENT RECORD, without a shell, when the run is done, failed, nan, stalled, preempted (by a signal)
+    or at a limit; RECORD is the path of training_metrics.json"""
     stall_timeout: float = flag(
         value(float, accepts=lambda seconds: 20 <= seconds < float("inf"), must_be="a number of at least 20"),
         "SECONDS",
-        "if a step makes no progress for this long on several ranks, name the rank that the others wait for, and end "
-        "with exit code 6 (default: %(default)g)",
         default=60.0,
         work=ExecutionOnly("ends a run that stands still"),
     )
+    """if a step makes no progress for this long on several ranks, name the rank that the others wait for, and end with
+    exit code 6 (default: %(default)g)"""
     spot_notice: str | None = flag(
         value(
             str, accepts=lambda word: word in SPOT_PROVIDERS or "/" in word, must_be="aws, gcp, azure or a path with /"
         ),
         "WHERE",
-        "save and stop with exit code 75 when the provider takes one of the machines back: aws, gcp or azure, whose "
-        "metadata service is asked every 5 s. Or the path of a file: the run stops when the file exists",
         work=RESUMES,
     )
+    """save and stop with exit code 75 when the provider takes one of the machines back: aws, gcp or azure, whose
+    metadata service is asked every 5 s. Or the path of a file: the run stops when the file exists"""
 
-    resume: bool = switch(
-        "continue from the newest complete checkpoint, made by any strategy on any number of ranks; start from the "
-        "beginning if there is none yet",
-        group="existing runs",
-        work=RESUMES,
-    )
+    resume: bool = switch(group="existing runs", work=RESUMES)
+    """continue from the newest complete checkpoint, made by any strategy on any number of ranks; start from the
+    beginning if there is none yet"""
     allow_changed: tuple[str, ...] = flag(
-        choices(ALLOW_CHANGED),
-        "WHAT",
-        "resume with other data (data: training or validation file), with another optimizer setting, schedule, "
-        "clipping or length (recipe), or both (data,recipe)",
-        default=(),
-        work=ChangesTraining("changed at resume"),
+        choices(ALLOW_CHANGED), "WHAT", default=(), work=ChangesTraining("changed at resume")
     )
-    overwrite: bool = switch(
-        "delete the run that is in the folder and start again",
-        work=ExecutionOnly("decides what happens to an earlier run in the folder"),
-    )
-    verify_data: bool = switch(
-        "read the data files whole, also where size and time say that they are unchanged, and compare hash and largest "
-        "id with their sidecars before training",
-        work=ExecutionOnly("reads the data once more to check its hash; the hash itself counts"),
-    )
+    """resume with other data (data: training or validation file), with another optimizer setting, schedule, clipping or
+    length (recipe), or both (data,recipe)"""
+    overwrite: bool = switch(work=ExecutionOnly("decides what happens to an earlier run in the folder"))
+    """delete the run that is in the folder and start again"""
+    verify_data: bool = switch(work=ExecutionOnly("reads the data once more to check its hash; the hash itself counts"))
+    """read the data files whole, also where size and time say that they are unchanged, and compare hash and largest id
+    with their sidecars before training"""
 
 
 def shape_overrides(options: object) -> dict[str, Any]:

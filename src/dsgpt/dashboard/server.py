@@ -48,22 +48,21 @@ class DashboardOptions:
     Exit code 0: stopped; 2: a mistake in the command line, or Streamlit is not installed; 130: interrupted.
     """
 
-    runs: Path = flag(
-        Path, "FOLDER", "the folder whose runs are shown (default: checkpoint, here or else beside charts/)"
-    )
+    runs: Path = flag(Path, "FOLDER")
+    """the folder whose runs are shown (default: checkpoint, here or else beside charts/)"""
     port: int = flag(
         value(int, accepts=lambda port: 1 <= port < 1 << 16, must_be="a port from 1 to 65,535"),
         "N",
-        "on 127.0.0.1 (default: %(default)s)",
         default=8501,  # Streamlit's own
     )
+    """on 127.0.0.1 (default: %(default)s)"""
     allowed_host: tuple[str, ...] = flag(
         value(str.lower, accepts=lambda name: re.fullmatch(HOST_NAME, name) is not None, must_be="a bare host name"),
         "NAME",
-        "a name, beside those of loopback, under which browsers reach the dashboard; may be repeated",
         default=(),
         action="append",
     )
+    """a name, beside those of loopback, under which browsers reach the dashboard; may be repeated"""
 
 
 def parse(argv: Sequence[str] | None = None) -> DashboardOptions:

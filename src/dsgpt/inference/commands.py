@@ -54,7 +54,7 @@ def listed(allowed: Sequence[str], text: str) -> Any:
     return flag(choice(allowed), metavar, f"{text} (default: %(default)s)", default=allowed[0])
 
 
-def _count(text: str, default: int | None = None, **more: Any) -> Any:
+def _count(text: str = "", default: int | None = None, **more: Any) -> Any:
     return flag(POSITIVE, "N", f"{text} (default: {default:,})" if default else text, default=default, **more)
 
 
@@ -105,9 +105,8 @@ class GenerateRequest:
     quantize: str = listed(QUANTIZATIONS, "int8: weights in 8 bits, which lose a little, with --precision bf16")
     device: str = listed(DEVICES, "where to compute")
     stdin: str | None = flag(str, "-", "continue the text of the standard input", name="stdin", nargs="?")
-    prompt: tuple[str, ...] = flag(
-        str, "TEXT", "text to continue; may be repeated (default: none, the start of a document)", **REPEATED
-    )
+    prompt: tuple[str, ...] = flag(str, "TEXT", **REPEATED)
+    """text to continue; may be repeated (default: none, the start of a document)"""
     prompt_file: Path | None = flag(Path, "FILE", "text file to continue; - is the standard input")
     max_new_tokens: int = _count("tokens to add", 100)
     num_samples: int = _count("continuations of each prompt", 1)
@@ -165,23 +164,16 @@ class EvaluateRequest:
     text: Path | None = flag(Path, "FILE", "text file to predict")
     include_path: Path | None = flag(Path, "DIR", "folder with tasks of your own, for --tasks")
     output: Path | None = flag(Path, "JSON", "also write the figures there")
-    tasks: tuple[str, ...] = flag(
-        lambda text: tuple(filter(None, text.split(","))),
-        "NAMES",
-        "tasks of lm-evaluation-harness, with commas between them",
-        default=(),
-    )
+    tasks: tuple[str, ...] = flag(lambda text: tuple(filter(None, text.split(","))), "NAMES", default=())
+    """tasks of lm-evaluation-harness, with commas between them"""
     limit: int | None = _count("most examples of each task (default: all)")
-    seq_length: int | None = _count(
-        "tokens of a window (default: as in training; of Hugging Face's models the context)"
-    )
-    stride: int | None = _count(
-        "tokens from one window to the next; a shorter stride gives each token more before it, and takes longer "
-        "(default: those of a window)"
-    )
-    windows: int | None = _count(
-        "predict the first N windows of --data, as a validation of training does (default: all)"
-    )
+    seq_length: int | None = _count()
+    """tokens of a window (default: as in training; of Hugging Face's models the context)"""
+    stride: int | None = _count()
+    """tokens from one window to the next; a shorter stride gives each token more before it, and takes longer (default:
+    those of a window)"""
+    windows: int | None = _count()
+    """predict the first N windows of --data, as a validation of training does (default: all)"""
     batch_size: int = _count("windows or examples at a time", BATCH_SIZE)
     which: str = which_checkpoint()
     precision: str = listed(PRECISIONS, "of weights and arithmetic")
@@ -381,32 +373,16 @@ class ConvertOptions:
     In Python: AutoModelForCausalLM.from_pretrained("exported/demo"). To train on, see --init_from of src/gpt2.py.
     """  # noqa: E501
 
-    source: Path = flag(
-        Path, "DIR", "run folder, one checkpoint in it, or a Hugging Face folder of a GPT-2", name="--from", needs=A_RUN
-    )
-    form: str = flag(
-        choice(EXPORT_FORMS), "FORM", "hf, portable or deepspeed, see above", name="--to", needs=f"one of {FORMS}"
-    )
-    dtype: str = flag(
-        choice(PRECISIONS),
-        "DTYPE",
-        "of the weights: fp32, bf16 or fp16 (default: fp32, as trained); deepspeed is always fp32",
-        default="fp32",
-    )
-    which: str = flag(
-        choice(WHICH_CHECKPOINT),
-        "WHICH",
-        "checkpoint of a run: latest, or best by validation loss (default: latest)",
-        default="latest",
-    )
-    out: Path = flag(
-        Path,
-        "OUT",
-        "the folder to make; must not exist, or be empty",
-        name="out",
-        needs="the folder to make",
-        nargs="?",
-    )
+    source: Path = flag(Path, "DIR", name="--from", needs=A_RUN)
+    """run folder, one checkpoint in it, or a Hugging Face folder of a GPT-2"""
+    form: str = flag(choice(EXPORT_FORMS), "FORM", name="--to", needs=f"one of {FORMS}")
+    """hf, portable or deepspeed, see above"""
+    dtype: str = flag(choice(PRECISIONS), "DTYPE", default="fp32")
+    """of the weights: fp32, bf16 or fp16 (default: fp32, as trained); deepspeed is always fp32"""
+    which: str = flag(choice(WHICH_CHECKPOINT), "WHICH", default="latest")
+    """checkpoint of a run: latest, or best by validation loss (default: latest)"""
+    out: Path = flag(Path, "OUT", name="out", needs="the folder to make", nargs="?")
+    """the folder to make; must not exist, or be empty"""
 
 
 def convert(words: Sequence[str] | None = None) -> None:
@@ -454,16 +430,10 @@ class Limits:
     """Limits of what a server accepts."""
 
     batch: int = _count("sequences decoded together", 8, name="--max_batch")
-    queue: int = flag(
-        COUNT,
-        "N",
-        "sequences that may wait; further ones are refused with 429 (default: %(default)s)",
-        default=64,
-        name="--max_queue",
-    )
-    new_tokens: int | None = _count(
-        "the most tokens of a completion (default: the model's context length)", name="--max_tokens"
-    )
+    queue: int = flag(COUNT, "N", default=64, name="--max_queue")
+    """sequences that may wait; further ones are refused with 429 (default: %(default)s)"""
+    new_tokens: int | None = _count(name="--max_tokens")
+    """the most tokens of a completion (default: the model's context length)"""
     body_bytes: int = _count("the largest request", 262_144, name="--max_body_bytes")
     request_sec: float = _count("seconds from a request to the end of its answer", 120, name="--request_timeout")
     stall_sec: float = _count(
@@ -485,12 +455,8 @@ class ServeOptions:
       DSGPT_API_KEY=$(openssl rand -hex 32) .venv/bin/python src/serve.py --checkpoint checkpoint/demo-zero1 --host 0.0.0.0
     """  # noqa: E501
 
-    checkpoint: Path = flag(
-        Path,
-        "DIR",
-        "run folder, one checkpoint in it, a portable folder, or a Hugging Face folder of a GPT-2",
-        needs=A_RUN,
-    )
+    checkpoint: Path = flag(Path, "DIR", needs=A_RUN)
+    """run folder, one checkpoint in it, a portable folder, or a Hugging Face folder of a GPT-2"""
     which: str = which_checkpoint()
     device: str = listed(DEVICES, "where to compute")
     model_name: str | None = flag(str, "NAME", "the model's name in requests (default: the folder's)")

@@ -91,12 +91,8 @@ class DoctorOptions:
       srun --nodes=2 --ntasks-per-node=8 --gpu-bind=none launch/slurm/rank.sh .venv/bin/python src/doctor.py
     """
 
-    checkpoint_path: Path = flag(
-        Path,
-        "DIR",
-        "where runs will write; all machines must share it (default: %(default)s)",
-        default=Path("checkpoint"),
-    )
+    checkpoint_path: Path = flag(Path, "DIR", default=Path("checkpoint"))
+    """where runs will write; all machines must share it (default: %(default)s)"""
     train_data_path: Path | None = flag(Path, "BIN", "training data, which every machine must have")
     val_data_path: Path | None = flag(Path, "BIN", "validation data, likewise")
     verify_data: bool = switch("read the data and compare its hash, instead of the one that is noted beside it")
