@@ -233,6 +233,7 @@ def rehearsed(folder: Path, *words: object) -> tuple[Any, Record]:
     return done, json.loads((folder / "gpu.json").read_text())
 
 
+@pytest.mark.long  # its parts: the tests above, those of gpu_rehearsal/, and a real sweep in test_running_sweeps.py
 def test_a_rehearsal_of_half_a_minute(tmp_path):
     """Real trainings under real launchers, with stand-in GPUs."""
     done, record = rehearsed(tmp_path / "into", "--budget", 30)

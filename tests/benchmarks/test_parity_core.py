@@ -51,9 +51,20 @@ QUICK_BUGS = {"sum-over-ranks", "positions-not-shifted", "clipping-norm-of-one-s
 """One of the reduction, of the data, of clipping and of the optimizer."""
 
 
+COVERED = {
+    "pipeline2-tensor2-zero1": "the golden run of 3d, and its steps on four ranks (tests/strategies)",
+    "zero3-nvme": "the golden run of zero3-nvme, and its resumed runs (tests/strategies)",
+    "tensor2-zero2": "zero2, and tensor2-zero1",
+    "sequence2-zero2": "zero2, and sequence2-zero1",
+}
+"""Strategies that other tests of ``make test`` cover, and which."""
+
+
 def marks(cell):
     """Left to ``make test-slow``: what a cell shows beyond its strategy in fp32 and its family in bf16 and SGD."""
-    if cell.bug:
+    if cell.strategy in COVERED:
+        quick = False
+    elif cell.bug:
         quick = cell.bug in QUICK_BUGS
     elif cell.option:
         quick = (cell.option, cell.strategy) in {
