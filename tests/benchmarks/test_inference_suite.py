@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from make_trace import make_trace
 from matplotlib.text import Text
 from safetensors.torch import save_file
 from small_run import REPOSITORY
@@ -29,7 +30,6 @@ from dsgpt.benchmarks.inference_turns import (
     Turn,
     differences,
     load_of,
-    make_trace,
     percentiles,
     read_trace,
     turn_order,

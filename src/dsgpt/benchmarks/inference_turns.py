@@ -1,7 +1,7 @@
 """The turns of the engines: the arrivals, the processes, and the figures of their answers.
 
-The trace: when requests arrive, how long their prompts are, and how many tokens each asks for. ``.venv/bin/python -m
-dsgpt.benchmarks.inference_turns`` writes the committed one, ``trace.json`` beside this file.
+The trace: when requests arrive, how long their prompts are, and how many tokens each asks for. The committed one is
+``trace.json`` beside this file; ``tests/benchmarks/make_trace.py`` draws it.
 """
 
 import itertools
@@ -19,21 +19,12 @@ from dsgpt.benchmarks import frame
 from dsgpt.benchmarks.inference_worker import ONE, VLLM, Answer, Arrival
 from dsgpt.benchmarks.launch import LineWorker, WorkerEnded
 from dsgpt.common.errors import UserError
-from dsgpt.common.files import write_json_atomic
 from dsgpt.common.json_files import JsonError, read_as
 from dsgpt.record.suites import Difference, Load, Percentiles, Spread
 
 # The trace.
 
 COMMITTED = Path(__file__).with_name("trace.json")
-SEED = 20_261_122
-REQUESTS = 64
-PROMPT_TOKENS = (8, 32, 128)
-"""Smallest, median and largest."""
-NEW_TOKENS = (8, 40, 100)
-_SIGMA = 0.8
-"""Deviation of the logarithm of a length: a few requests are several times as long as most, as in logs of real
-services."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,33 +67,6 @@ class Trace:
             prompt = [stream.randrange(vocab_size) for _ in range(one.prompt_tokens)]
             arrivals.append(Arrival(number=number, arrival=now, prompt=prompt, new_tokens=one.new_tokens))
         return arrivals
-
-
-def make_trace(
-    *,
-    seed: int = SEED,
-    requests: int = REQUESTS,
-    prompt_tokens: tuple[int, int, int] = PROMPT_TOKENS,
-    new_tokens: tuple[int, int, int] = NEW_TOKENS,
-) -> Trace:
-    """A trace with Poisson arrivals (exponential gaps) and log-normal lengths.
-
-    Args:
-        seed: of all draws.
-        requests: how many.
-        prompt_tokens: smallest, median and largest length of a prompt.
-        new_tokens: the same of the tokens asked for.
-    """
-    stream = random.Random(seed)
-
-    def length(smallest: int, median: int, largest: int) -> int:
-        return min(largest, max(smallest, round(stream.lognormvariate(math.log(median), _SIGMA))))
-
-    traced = []
-    for _ in range(requests):
-        gap = round(stream.expovariate(1), 6)
-        traced.append(Traced(gap=gap, prompt_tokens=length(*prompt_tokens), new_tokens=length(*new_tokens)))
-    return Trace(seed=seed, requests=traced)
 
 
 def read_trace(file: Path) -> Trace:
@@ -340,7 +304,3 @@ def turn_order(kinds: Sequence[str], concurrency: Sequence[int], *, repeats: int
 def gap_sec(alone_sec: float, concurrency: int) -> float:
     """The mean seconds between two arrivals."""
     return alone_sec / (UTILISATION * concurrency)
-
-
-if __name__ == "__main__":
-    write_json_atomic(COMMITTED, asdict(make_trace()))
