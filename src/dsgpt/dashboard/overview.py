@@ -3,6 +3,8 @@
 import importlib
 from collections.abc import Sequence
 from hashlib import sha256
+from pathlib import Path
+from string import Template
 from typing import Any
 
 import pyarrow as pa
@@ -236,13 +238,9 @@ ICON = (
     f'<path d="M3 3c2 7 5 8 11 8.5" fill="none" stroke="{LIGHT.palette[0]}" stroke-width="2.5"/></svg>'
 )
 """A loss curve. An icon of Google's or an emoji would be fetched from another machine."""
-STYLE = f"""<style>
-[data-testid=stMainBlockContainer] {{padding-top: 2.75rem; padding-bottom: 3rem}}
-@media (min-width: 700px) {{[data-testid=stMainBlockContainer] {{padding-left: 2.5rem; padding-right: 2.5rem}}}}
-[data-testid=stCaptionContainer] {{color: light-dark({LIGHT.quiet}, {DARK.quiet}); opacity: 1}}
-{ui.STYLE}
-button[kind^=primary]:enabled *, [data-tag-index] * {{color: light-dark({LIGHT.background}, {DARK.background})}}
-</style>"""
+STYLE = Template(Path(__file__).with_name("style.css").read_text(encoding="utf-8")).substitute(
+    rows=ui.ROWS, quiet=f"{LIGHT.quiet}, {DARK.quiet}", background=f"{LIGHT.background}, {DARK.background}"
+)
 """Streamlit leaves a fifth of the screen empty around a page, and some of its colours have too little contrast to read
 (WCAG 2.2, 1.4.3). The browser chooses between the themes: it may change them while the page is open.
 """
@@ -251,7 +249,7 @@ button[kind^=primary]:enabled *, [data-tag-index] * {{color: light-dark({LIGHT.b
 def show_frame() -> None:
     """Show the page that the address names, and what is around every page."""
     st.set_page_config(page_title="dsgpt", page_icon=ICON, layout="wide", initial_sidebar_state=240)
-    st.html(STYLE)
+    st.html(f"<style>\n{STYLE}</style>")
     page = st.navigation(pages(), expanded=True)
     try:
         folder = reading.current_folder()

@@ -69,25 +69,14 @@ def page_theme() -> Theme:
 
 _KEY = "aligned"
 ROWS = 6
-"""Elements of the fullest aligned column."""
-_BLOCK = f".st-key-{_KEY} > div > [data-testid=stHorizontalBlock]"
-_COLUMN = f"{_BLOCK} > [data-testid=stColumn]"
-STYLE = f""".small-heading {{font-size: 1rem; font-weight: 600; line-height: 1.6; margin: 0; padding: 0}}
-.small-heading {{overflow-wrap: anywhere}}
-@media (min-width: 640px) {{
-  {_BLOCK} {{display: grid; grid-auto-flow: column; grid-auto-columns: minmax(0, 1fr)}}
-  {_BLOCK} {{grid-template-rows: repeat({ROWS}, auto); row-gap: 1rem}}
-  {_COLUMN} {{grid-row: span {ROWS}; width: auto}}
-  {_COLUMN}, {_COLUMN} > [data-testid=stVerticalBlock] {{display: grid; grid-template: subgrid / minmax(0, 1fr)}}
-  {_COLUMN} > [data-testid=stVerticalBlock] {{grid-row: span {ROWS}}}
-}}"""
-"""Headings of pictures look like bold text: ``st.header`` is for the parts of a page. Elements of aligned columns begin
-at one height; on a narrower page, Streamlit shows one column below the other.
-"""
+"""Elements of the fullest aligned column. They begin at one height; ``style.css`` says how."""
 
 
 def heading(text: str, *, level: int) -> None:
-    """Show ``text``, as it is, as a heading; one above it has the level before, and that of the page has level 1."""
+    """Show ``text``, as it is, as a heading; one above it has the level before, and that of the page has level 1.
+
+    It looks like bold text: ``st.header`` is for the parts of a page.
+    """
     st.html(f'<h{level} class="small-heading">{escape(text)}</h{level}>')
 
 
