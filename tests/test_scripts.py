@@ -261,6 +261,8 @@ def test_a_wheel_of_a_source_distribution_works_outside_the_checkout(tmp_path):
     checkout = installed / "dsgpt" / "checkout"
     carried = {path.relative_to(checkout).as_posix() for path in checkout.rglob("*") if path.is_file()}
     assert carried == {name for name in tracked if CARRIED.fullmatch(name)}
+    package = {f"src/{path.relative_to(installed).as_posix()}" for path in (installed / "dsgpt").rglob("*")}
+    assert {name for name in tracked if name.startswith("src/dsgpt/")} <= package  # with the texts of pages and styles
     folder = write_inputs(work)
     alone = {"PYTHONPATH": str(installed)}
     where = [sys.executable, "-c", "import dsgpt; print(dsgpt.__file__)"]
