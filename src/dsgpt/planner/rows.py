@@ -150,7 +150,8 @@ def setup_of(row: Row) -> Setup:
             attention=attention,
             accumulation="sharded",
             fused_adam=kernels != "eager",
-            checkpoints_on_host=bool(row.checkpoints_in_cpu),
+            # as Megatron-LM 1.1.5 of DeepSpeedExamples does under ZeRO-3: --partition-activations
+            checkpoints_kept=0 if row.checkpoints_in_cpu else 1 / row.tp if stage > 2 else 1,
         )
     except ValueError as error:
         raise UserError(" ".join(str(error).split())) from error

@@ -190,8 +190,9 @@ class Setup:
     selective: bool = False
     """Whether every second matrix product of a block, and what is no product, is recomputed, as torchtitan does with
     selective activation checkpointing; no strategy here does."""
-    checkpoints_on_host: bool = False
-    """Whether the inputs of recomputed blocks wait in host memory, which no strategy here does."""
+    checkpoints_kept: float = 1.0
+    """Share of the inputs of recomputed blocks that waits on a rank. Less than 1, as others do, if the tensor ranks
+    divide them or host memory has them; no strategy here does either."""
 
     def __post_init__(self) -> None:
         """Refuse a recipe without a formula.
