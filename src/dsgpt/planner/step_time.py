@@ -200,12 +200,14 @@ def machines_of(setup: Setup, traffic: Traffic, *, devices: int) -> int:
 def bus_rate(setup: Setup, rates: Rates, traffic: Traffic, *, devices: int) -> float:
     """Bytes that a rank sends per second in this group.
 
-    A ring over several machines passes their network once for each group that has ranks on the same machines.
+    A ring over several machines passes their network once for each group that has ranks on the same machines. All
+    these rings together reach more of it than one of them alone.
     """
     inside = at_ranks(rates.bus, traffic.group_size)
     if machines_of(setup, traffic, devices=devices) == 1:
         return inside
-    return min(inside, rates.network / min(_stride(setup, traffic), devices))
+    rings = min(_stride(setup, traffic), devices)
+    return min(inside, rates.network * rings**rates.rings_power / rings)
 
 
 def start_sec(setup: Setup, rates: Rates, traffic: Traffic, *, devices: int) -> float:
