@@ -184,7 +184,7 @@ class Setup:
     """``flash``: scores never are in memory, as in this package, which calls PyTorch's fused attention; ``stored``."""
     accumulation: str = "whole"
     """Gradients of earlier micro batches. ``whole``: in fp32 on every rank, as in this package. ``sharded``, as others
-    do: FSDP reduces those of each micro batch, and ZeRO 0 and 1 add up in the precision of activations."""
+    do: FSDP reduces those of each micro batch, DDP, ZeRO 0 and 1 add up in the precision of activations."""
     fused_adam: bool = False
     """Whether Adam is one operation in pipelines too, and the loss's gradient needs no memory, as in Megatron."""
     selective: bool = False

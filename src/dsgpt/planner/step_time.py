@@ -207,7 +207,7 @@ def bus_rate(setup: Setup, rates: Rates, traffic: Traffic, *, devices: int) -> f
     if machines_of(setup, traffic, devices=devices) == 1:
         return inside
     rings = min(_stride(setup, traffic), devices)
-    return min(inside, rates.network * rings**rates.rings_power / rings)
+    return min(inside, rates.network * math.pow(rings, rates.rings_power) / rings)
 
 
 def start_sec(setup: Setup, rates: Rates, traffic: Traffic, *, devices: int) -> float:
