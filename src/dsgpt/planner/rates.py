@@ -411,9 +411,10 @@ def calibrated_machine(
 
 
 def _completed(base: Rates, measured: Mapping[str, Any]) -> Rates:
-    """``base`` with what was measured, one by one; matrices were measured at several widths and rows."""
+    """``base`` with what was measured, one by one: matrices at several widths and rows, networks with all ranks."""
     everywhere: dict[str, Any] = {"half_width": 0.0, "half_rows": 0.0} if "matrix" in measured else {}
-    return replace(base, **measured, **everywhere)
+    all_rings: dict[str, Any] = {"rings_power": 0.0} if "network" in measured else {}
+    return replace(base, **measured, **everywhere, **all_rings)
 
 
 def _without_datasheet(ceilings: Ceilings, measured: Mapping[str, Any]) -> Rates:
