@@ -8,7 +8,7 @@ from statistics import fmean, median
 import pytest
 from small_run import REPOSITORY
 
-from dsgpt.benchmarks.exam import BY, NOT_FITTED, asked_rows, predicted, regrets, score, scores
+from dsgpt.benchmarks.exam import BY, NOT_FITTED, asked_rows, goals, predicted, regrets, score, scores
 from dsgpt.planner.answers import answer, memory_of
 from dsgpt.planner.evidence import evidence_for, witnesses
 from dsgpt.planner.formulas import step_traffic
@@ -46,11 +46,11 @@ def ratios(asked):
 @pytest.mark.parametrize(
     ("kind", "gpus", "rows", "middle", "ninth"),
     [
-        ("flash", "", 136, 0.035, 0.09),
-        ("megatron", "a100", 146, 0.045, 0.165),
-        ("megatron", "v100", 42, 0.15, 0.37),
-        ("eager", "v100", 14, 0.12, 0.29),
-        ("eager", "rtx", 6, 0.36, 0.42),
+        ("flash", "", 136, 0.034, 0.085),
+        ("megatron", "a100", 146, 0.04, 0.15),
+        ("megatron", "v100", 42, 0.13, 0.32),
+        ("eager", "v100", 14, 0.115, 0.25),
+        ("eager", "rtx", 6, 0.09, 0.2),
     ],
 )
 def test_the_error_of_each_class(asked, ratios, kind, gpus, rows, middle, ninth):
@@ -95,9 +95,9 @@ def test_eight_of_ten_steps_are_in_their_range_also_without_their_source():
         own.append(near.low <= 1 / row.ratio <= near.high)
         apart.append(far.low <= 1 / row.left_out <= far.high)
         widths.append(near.high / near.low)
-    assert 0.8 <= fmean(own) <= 0.92
+    assert 0.8 <= fmean(own) <= 0.86
     assert fmean(apart) == pytest.approx(0.8, abs=0.05)
-    assert median(widths) < 1.3
+    assert median(widths) < 1.22
 
 
 def test_what_is_far_from_every_row_has_a_wider_range_and_says_so():
@@ -107,6 +107,19 @@ def test_what_is_far_from_every_row_has_a_wider_range_and_says_so():
     assert near.near and near.words.startswith("for ")
     assert not far.near and far.words == "no measured row is near this setup"
     assert far.high / far.low > 1.5 * near.high / near.low
+
+
+def test_goals_are_held_against_the_rows_of_the_record():
+    """The page says of each goal whether it is met: here one choice is too slow, and one of two rows out of range."""
+    fine = {"class": "flash", "hardware": "a100-80gb", "kind": "FSDP", "low": 0.9, "high": 1.2, "ratio": 1.1}
+    fine |= {"left_out": 1.1, "apart_low": 0.9, "apart_high": 1.2}
+    split = fine | {"class": "megatron", "hardware": "v100-32gb", "kind": "tensor and pipeline", "low": 1.1}
+    record = {"rows": [fine, split, fine | {"class": "eager"}, fine | {"ratio": None}]}
+    record |= {"regrets": [{"regret": 0.12}, {"regret": 0.0}], "memory": {"ran": 100, "refused": 1}}
+    record["memory"] |= {"failed": 4, "promised": 1}
+    reached = [has for _, _, has in goals(record)]
+    assert reached == pytest.approx([0.1, 0.1, 0.1, 0.1, 0.1, 1 / 3, 1.2 / 0.9 - 1, 0.12, 0.5, 0.01, 0.25])
+    assert [has <= most for _, most, has in goals(record)][-6:] == [False, True, False, False, True, False]
 
 
 def test_ranges_scores_and_regrets_by_hand():
@@ -129,7 +142,7 @@ def test_ranges_scores_and_regrets_by_hand():
 
 
 def test_which_rows_fit():
-    """At most 3% of those that ran are refused, and 2 of 16 that ran out of memory are promised to fit."""
+    """At most 2% of those that ran are refused, and 2 of 16 that ran out of memory are promised to fit."""
     refused, promised, ran = [], [], 0
     for row in measured_rows():
         said = answer(row)
@@ -137,7 +150,7 @@ def test_which_rows_fit():
             continue
         ran += row["ran"]
         (refused if row["ran"] else promised).append(said["fits"] is not row["ran"])
-    assert sum(refused) <= 0.03 * ran
+    assert sum(refused) <= 0.02 * ran
     assert sum(promised) <= 2
 
 
@@ -154,7 +167,28 @@ def test_accumulation_in_shards_needs_no_whole_gradients():
     assert sent["gradients"] == row.grad_accum * once["gradients"]
 
 
+def test_others_keep_their_own_parts_in_memory():
+    """Megatron under ZeRO-3 divides checkpoints among tensor ranks, or keeps them in host memory; DDP adds in place."""
+    rows = {row["id"]: row for row in measured_rows()}
+
+    def setup(name):
+        return setup_of(read_row(rows[name]))
+
+    kept = [setup(f"bs-gpt2md-{line}").checkpoints_kept for line in (432, 446, 213)]
+    assert kept == [1 / 4, 0, 1]
+    for name in ("mli-gpt2m-dp2", "mli-gpt2m-dp2-acc4", "mli-gpt2m-tp2"):
+        measured = rows[name]["memory_allocated_gb"] * 1e9
+        assert memory_of(setup(name), machine_of(read_row(rows[name])))[0] == pytest.approx(measured, rel=0.02)
+
+
 # Kernels, attention, and the vocabulary divided by the tensor ranks.
+
+
+def test_which_program_a_row_is_of_says_its_kernels():
+    """The notebook of mli trains with Megatron-LM on several GPUs; the other sources have Hugging Face's code."""
+    named = {row["id"]: setup_of(read_row(row)).kernels for row in measured_rows() if row["class"] == "eager"}
+    assert {kernels for name, kernels in named.items() if name.startswith("mli-")} == {"fused"}
+    assert {kernels for name, kernels in named.items() if not name.startswith("mli-")} == {"eager"}
 
 
 def test_kernels_and_stored_scores_pass_more_through_memory(setup):

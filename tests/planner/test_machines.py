@@ -312,6 +312,9 @@ def test_a_calibrated_gpu_keeps_of_its_datasheet_what_no_calibration_measures():
     assert found.slowest.kernel_sec == pytest.approx(1.25 * 1.5e-6)
     assert found.slowest.host_memory == H100.slowest.host_memory
     assert calibrated(gpu_record(), network=5e10).rates.network == pytest.approx(4 * sheet.network)
+    between = {"timestamp_utc": "2026-11-27", "machines": 2, "transport": "nccl", "bytes_per_sec": 2e10}
+    measured = calibrated(gpu_record() | {"network": between | {"latency_sec": 1e-5}})
+    assert measured.rates.rings_power == 0 < rates.rings_power == sheet.rings_power  # measured with all ranks at once
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from dsgpt.common.errors import UserError
 from dsgpt.common.files import write_atomic
 from dsgpt.common.text import table
 from dsgpt.planner.answers import memory_of
-from dsgpt.planner.evidence import INSIDE, Evidence, Witness, evidence_for, witnesses, witnesses_of
+from dsgpt.planner.evidence import INSIDE, REACH, Evidence, Witness, evidence_for, witnesses, witnesses_of
 from dsgpt.planner.formulas import STEP, stream_bytes, worst_peak
 from dsgpt.planner.rates import CONSTANTS, Machine, constants, fitted
 from dsgpt.planner.rows import Row, machine_of, measured_rows, read_row, setup_of
@@ -150,14 +150,14 @@ def _held(rows: Sequence[Witness], *, inside: float, growth: float | None = None
 
 Result = dict[str, Any]
 LEVELS = (0.5, 0.6, 0.7, 0.8, 0.9)
-_TAKEN = ("id", "source", "class", "hardware", "ran", "micro_batch")
 _GROUP = 3
 """Least setups of a group in which a choice is judged."""
+_SPLIT = "tensor and pipeline"
 
 
 def _kind(row: Mapping[str, Any]) -> str:
     if row["tp"] * row["pp"] > 1:
-        return "tensor and pipeline"
+        return _SPLIT
     stage = row.get("zero_stage")
     return "FSDP" if (row.get("sharding") or "").isupper() else f"ZeRO-{stage}" if stage else "data"
 
@@ -212,6 +212,32 @@ def regrets(results: Sequence[Result]) -> list[dict[str, Any]]:
             slower = chosen["measured"] / min(row["measured"] for row in rows) - 1
             judged.append({"group": name, "setups": len(rows), "chosen": chosen["id"], "regret": slower})
     return judged
+
+
+def goals(record: Mapping[str, Any]) -> list[tuple[str, float, float]]:
+    """What the planner is to reach, the most that was set as a goal, and what it reaches on these rows."""
+    rows, fits = [row for row in record["rows"] if row["ratio"]], record["memory"]
+    slower = [each["regret"] for each in record["regrets"]]
+
+    def errors(chosen: Callable[[Result], bool]) -> list[float]:
+        """The median and the 90th percentile."""
+        ((_, _, *found),) = scores([row for row in rows if chosen(row)], lambda _: "")
+        return found
+
+    fast = errors(lambda row: row["class"] != "eager" and row["hardware"][:4] in {"a100", "h100"})
+    return [
+        ("`flash` and `megatron` on A100 and H100, median error", 0.05, fast[0]),
+        ("the same, 90th percentile", 0.15, fast[1]),
+        ("tensor and pipeline ranks, median error", 0.08, errors(lambda row: row["kind"] == _SPLIT)[0]),
+        ("`eager`, median error", 0.2, errors(lambda row: row["class"] == "eager")[0]),
+        ("V100, median error", 0.2, errors(lambda row: row["hardware"].startswith("v100"))[0]),
+        ("rows outside their 80% range", 0.2, fmean(not row["low"] <= 1 <= row["high"] for row in rows)),
+        ("median width of the ranges, above 1", 0.35, median(row["high"] / row["low"] for row in rows) - 1),
+        ("worst choice, slower than the best", 0.1, max(slower)),
+        ("choices that are more than 5% slower", 0.05, fmean(each > 0.05 for each in slower)),
+        ("rows that ran, called too large", 0.02, fits["refused"] / fits["ran"]),
+        ("rows that ran out of memory, called small enough", 2 / 19, fits["promised"] / fits["failed"]),
+    ]
 
 
 PAGE = Path(__file__).with_suffix(".txt")
@@ -271,9 +297,14 @@ def exam_page(record: Record, *, source: str) -> str:
         made=made_from(record, source=source, name="exam"),
         count=len(record["rows"]),
         scores="\n\n".join(parts),
+        goals=table(
+            ["", "goal, at most", "reached", "met"],
+            [[what, f"{most:.0%}", f"{has:.1%}", "yes" if has <= most else "no"] for what, most, has in goals(record)],
+        ),
         score=record["score"],
         constants=table(["constant", "value", "before", "unit", "source", "score without"], made),
         growth=record["growth"],
+        reach=REACH,
         calibration=table(["stated", "inside", "inside, apart"], held),
         prices=table(
             [

@@ -139,7 +139,7 @@ class DeepSpeed(Planned):
         queries, keys, values and the result, and the same for their gradients. A stage sends the residual stream to
         the next stage, and its gradient to the previous one. Each tensor rank sends its part. The receivers gather it,
         and the senders gather it before the backward pass. The first and the last stage sum the embedding's gradient,
-        in fp32.
+        in fp32; the programs of others do so in the precision of what they accumulate.
         """
         setup, sizes, stage = self.setup, self.setup.sizes, self.setup.stage(rank)
         again, following, preceding = int(setup.activation_checkpointing), stage < sizes.pipeline - 1, stage > 0
@@ -164,11 +164,13 @@ class DeepSpeed(Planned):
         yield pipeline("send", count=(following + preceding) / sizes.tensor, passes=(following, preceding))
         yield tensor("all_gather", count=2 * following + preceding, passes=(preceding, 2 * following))
         if self.embedding(rank):
+            width = setup.low if setup.accumulation == "sharded" and not setup.uses_bf16_optimizer else FULL
             yield Traffic(
                 what="gradients",
                 operation="all_reduce",
                 group_size=sum(bool(self.embedding(each)) for each in setup.first_ranks),
-                payload_bytes=FULL * setup.embedding_elements,
+                payload_bytes=width * setup.embedding_elements,
+                summed_width=width,
                 axis="pipeline",
                 calls=1,
                 once={(BEFORE_STEP, None): 1},

@@ -21,8 +21,8 @@ INSIDE = 0.8
 """Share of measured steps that a range is to contain."""
 _LEAST = 0.03
 """Least half width of a range, as a logarithm: what a run differs from its repetition."""
-_REACH = 0.2
-"""Distance at which the weight of a row has fallen to 1/e."""
+REACH = 0.2
+"""Distance at which the weight of a row has fallen to 1/e. Nearer rows say how wide a range is."""
 _NEAREST = 8
 """Rows whose mean distance says how near the measured ones are."""
 _LIKE = 0.6
@@ -132,7 +132,8 @@ def evidence_for(
     """The 80% range of a setup with these traits, from the residuals of the rows nearest to it.
 
     A row weighs exp(-d / reach) at distance d. The range is between the weighted 10th and 90th percentiles, around the
-    prediction, and grows with the distance of the nearest rows: what was not measured is known less well.
+    prediction. It grows with the distance of the nearest rows beyond this reach: what was not measured is known less
+    well.
 
     Args:
         traits: of the setup.
@@ -143,8 +144,8 @@ def evidence_for(
     rows = sorted((traits.distance(each.traits), each.ratio) for each in (witnesses() if among is None else among))
     far = fmean(distance for distance, _ in rows[:_NEAREST])
     errors = tuple(abs(ratio - 1) for distance, ratio in rows if distance <= _LIKE)
-    weighted = sorted((-math.log(ratio), math.exp(-(distance - rows[0][0]) / _REACH)) for distance, ratio in rows)
-    wider = (fitted().growth if growth is None else growth) * far
+    weighted = sorted((-math.log(ratio), math.exp(-(distance - rows[0][0]) / REACH)) for distance, ratio in rows)
+    wider = (fitted().growth if growth is None else growth) * max(0.0, far - REACH)
     low, high = (_percentile(weighted, share) for share in ((1 - inside) / 2, (1 + inside) / 2))
     return Evidence(
         low=math.exp(min(low, -_LEAST) - wider),

@@ -201,9 +201,7 @@ def _transient(setup: Setup, moment: pytorch_formulas.Moment, rank: int, device:
     if moment.name in {"step", "save"}:
         return parts | {"activations": activations}
     # what the forward pass keeps of each block, with ids and the embedding's output
-    of_block = stream if setup.activation_checkpointing else block_bytes(setup)
-    if setup.activation_checkpointing and setup.checkpoints_on_host:
-        of_block = 0
+    of_block = int(setup.checkpoints_kept * stream) if setup.activation_checkpointing else block_bytes(setup)
     passed = stream + moment.blocks * of_block + 2 * _ID * setup.tokens
     activations += passed * (setup.micro_batches_in_flight(rank) if moment.blocks else 1)
     if moment.name == "forward":

@@ -316,9 +316,11 @@ class Ddp(Baseline):
         """Buckets wP for all gradients, and 4P for fp32 sums of several micro batches.
 
         A bucket is reduced in fp32. Its copy replaces the sum of its gradients, if there is one, when it is complete.
+        The programs of others add up in the buckets.
         """
         setup, layers, elements = self.setup, self.setup.model.n_layer, self.elements(0)
-        embedding, several = embedding_bytes(setup), setup.gradient_accumulation_steps > 1
+        embedding = embedding_bytes(setup)
+        several = setup.gradient_accumulation_steps > 1 and setup.accumulation == "whole"
         buckets, separate = setup.low * elements, setup.low != FULL
         if not setup.recipe.dsgpt.ddp.gradient_as_bucket_view:
             buckets *= 2

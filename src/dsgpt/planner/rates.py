@@ -54,6 +54,9 @@ class Rates:
     precision; empty where they were not measured."""
     network: float
     """Bytes per second between two machines, in one direction, all links of a machine together."""
+    rings_power: float = 0.0
+    """Power of the number of rings that pass the network at a time, with which the share of it grows that they reach.
+    """
     network_sec: float = 0.0
     """Seconds of a small message between two machines."""
     host_link: float
@@ -408,9 +411,10 @@ def calibrated_machine(
 
 
 def _completed(base: Rates, measured: Mapping[str, Any]) -> Rates:
-    """``base`` with what was measured, one by one; matrices were measured at several widths and rows."""
+    """``base`` with what was measured, one by one: matrices at several widths and rows, networks with all ranks."""
     everywhere: dict[str, Any] = {"half_width": 0.0, "half_rows": 0.0} if "matrix" in measured else {}
-    return replace(base, **measured, **everywhere)
+    all_rings: dict[str, Any] = {"rings_power": 0.0} if "network" in measured else {}
+    return replace(base, **measured, **everywhere, **all_rings)
 
 
 def _without_datasheet(ceilings: Ceilings, measured: Mapping[str, Any]) -> Rates:
@@ -592,6 +596,7 @@ def _datasheet_rates(
         bus={1: of(shares["link between GPUs"]) * gpu.interconnect.bytes_per_sec},
         collective_sec={1: of(COLLECTIVE_SEC)},
         network=of(shares["network"]) * network,
+        rings_power=values.get("rings_power", 0.0),
         host_link=of(HOST_LINK_BYTES_PER_SEC),
         host_memory=of(HOST_MEMORY_BYTES_PER_SEC),
         disk=of(DISK_BYTES_PER_SEC),

@@ -29,7 +29,7 @@ CODE = {"megatron": ("fused", "stored"), "flash": ("fused", "flash")} | dict.fro
     ("eager", "bert"), ("eager", "stored")
 )
 """Class of a row -> kernels and attention of the program that was measured; ``Setup`` describes both."""
-_SEPARATE = "not DeepSpeed's kernels"
+_SEPARATE, _MEGATRON = "not DeepSpeed's kernels", "Megatron"
 NETWORKS = {"NVLink 3": 1600.0, "NVLink 4": 3200.0, "NVLink 5": 3200.0}
 """Gbit/s between machines of eight such GPUs where a row states none: the InfiniBand of NVIDIA's DGX A100, H100 and
 B200, by their datasheets. Others have the assumption of ``rates``, 100."""
@@ -150,7 +150,8 @@ def setup_of(row: Row) -> Setup:
             attention=attention,
             accumulation="sharded",
             fused_adam=kernels != "eager",
-            checkpoints_on_host=bool(row.checkpoints_in_cpu),
+            # as Megatron-LM 1.1.5 of DeepSpeedExamples does under ZeRO-3: --partition-activations
+            checkpoints_kept=0 if row.checkpoints_in_cpu else 1 / row.tp if stage > 2 else 1,
         )
     except ValueError as error:
         raise UserError(" ".join(str(error).split())) from error
@@ -159,8 +160,9 @@ def setup_of(row: Row) -> Setup:
 def code_of(row: Row) -> tuple[str, str]:
     """Kernels and attention of the program of a row."""
     kernels, attention = CODE.get(row.kind or "", ("fused", "flash" if row.flash is not False else "stored"))
-    if kernels == "eager" and (row.tp > 1 or (row.kind == "bert" and _SEPARATE not in (row.software or ""))):
-        kernels = "fused"  # only Megatron's code has tensor ranks, and BERT's programs bring kernels of their own
+    software, own = row.software or "", row.kind == "bert"  # BERT's programs bring kernels of their own
+    if kernels == "eager" and (row.tp > 1 or _MEGATRON in software or (own and _SEPARATE not in software)):
+        kernels = "fused"  # Megatron's; no other code has tensor ranks
     return row.kernels or kernels, row.attention or attention
 
 

@@ -184,14 +184,15 @@ class Setup:
     """``flash``: scores never are in memory, as in this package, which calls PyTorch's fused attention; ``stored``."""
     accumulation: str = "whole"
     """Gradients of earlier micro batches. ``whole``: in fp32 on every rank, as in this package. ``sharded``, as others
-    do: FSDP reduces those of each micro batch, and ZeRO 0 and 1 add up in the precision of activations."""
+    do: FSDP reduces those of each micro batch, DDP, ZeRO 0 and 1 add up in the precision of activations."""
     fused_adam: bool = False
     """Whether Adam is one operation in pipelines too, and the loss's gradient needs no memory, as in Megatron."""
     selective: bool = False
     """Whether every second matrix product of a block, and what is no product, is recomputed, as torchtitan does with
     selective activation checkpointing; no strategy here does."""
-    checkpoints_on_host: bool = False
-    """Whether the inputs of recomputed blocks wait in host memory, which no strategy here does."""
+    checkpoints_kept: float = 1.0
+    """Share of the inputs of recomputed blocks that waits on a rank. Less than 1, as others do, if the tensor ranks
+    divide them or host memory has them; no strategy here does either."""
 
     def __post_init__(self) -> None:
         """Refuse a recipe without a formula.

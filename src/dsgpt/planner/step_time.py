@@ -13,8 +13,8 @@ On a CPU nothing overlaps: the thread that sends needs the core that computes.
 The seconds of an optimizer step are a roofline of every operation, from the rates of a machine. Each block, the
 head with its loss, each collective operation, and the optimizer take the time of their FLOPs and bytes at the
 machine's rates, plus a constant for every operation. ``dsgpt.planner.step_time`` says which communication overlaps
-with computation. In a pipeline of p stages and m micro batches, a step takes m + p - 1 times as long as the slowest
-stage needs for one micro batch. The other p - 1 are the bubble (Narayanan et al. 2021, arXiv 2104.04473, section 2.2).
+with computation. In a pipeline of p stages, a step takes as long as the slowest one needs for all m micro batches, and
+the p - 1 others for one each. These are the bubble (Narayanan et al. 2021, arXiv 2104.04473, section 2.2).
 ``--compile`` is not modelled.
 """
 
@@ -200,12 +200,14 @@ def machines_of(setup: Setup, traffic: Traffic, *, devices: int) -> int:
 def bus_rate(setup: Setup, rates: Rates, traffic: Traffic, *, devices: int) -> float:
     """Bytes that a rank sends per second in this group.
 
-    A ring over several machines passes their network once for each group that has ranks on the same machines.
+    A ring over several machines passes their network once for each group that has ranks on the same machines. All
+    these rings together reach more of it than one of them alone.
     """
     inside = at_ranks(rates.bus, traffic.group_size)
     if machines_of(setup, traffic, devices=devices) == 1:
         return inside
-    return min(inside, rates.network / min(_stride(setup, traffic), devices))
+    rings = min(_stride(setup, traffic), devices)
+    return min(inside, rates.network * math.pow(rings, rates.rings_power) / rings)
 
 
 def start_sec(setup: Setup, rates: Rates, traffic: Traffic, *, devices: int) -> float:
@@ -313,17 +315,26 @@ class _Rank:
     parts: dict[str, float]
     hidden: float
     validation: float
+    micro_batch: float
+    """Seconds of one."""
 
 
 def _slowest_stage(setup: Setup, rates: Rates, machine: Machine, hooks: Hooks) -> _Rank:
-    unequal = {(setup.blocks(rank), rank == 0, setup.computes_loss(rank)): rank for rank in setup.first_ranks}
-    ranks = [_rank(setup, rates, machine, rank, hooks) for rank in unequal.values()]
-    return max(ranks, key=lambda rank: sum(rank.parts.values()))
+    alike = [(setup.blocks(rank), rank == 0, setup.computes_loss(rank)) for rank in setup.first_ranks]
+    ranks = {
+        kind: _rank(setup, rates, machine, rank, hooks)
+        for kind, rank in dict(zip(alike, setup.first_ranks, strict=True)).items()
+    }
+    passed = sum(ranks[kind].micro_batch for kind in alike)
+    slowest = max(ranks.values(), key=lambda rank: sum(rank.parts.values()) - rank.micro_batch)
+    if len(alike) > 1:
+        slowest.parts["bubble"] = passed - slowest.micro_batch
+    return slowest
 
 
 def _rank(setup: Setup, rates: Rates, machine: Machine, rank: int, hooks: Hooks) -> _Rank:
-    """The step of ``rank``, as if the other stages of its pipeline were not slower."""
-    micro_batches, stages, strategy = setup.gradient_accumulation_steps, setup.sizes.pipeline, strategy_of(setup)
+    """The step of ``rank``, as if it waited for no other stage of its pipeline."""
+    micro_batches, strategy = setup.gradient_accumulation_steps, strategy_of(setup)
     work = _micro_batch(setup, rank, kind=machine.kind)
     seconds = {name: each.seconds(rates, setup) for name, each in work.items()}
     forward, backward = seconds["forward"], seconds["backward"] + seconds["recomputation"]
@@ -354,7 +365,6 @@ def _rank(setup: Setup, rates: Rates, machine: Machine, rank: int, hooks: Hooks)
     linked, filed = (sum(each.size for each in moved if each.link == link) for link in ("host", "files"))
     parts["offload"] = linked / rates.host_link + filed * min(machine.devices, setup.world_size) / rates.disk
     parts["communication"] = once + micro_batches * of_activations
-    parts["bubble"] = (stages - 1) * (sum(seconds.values()) + of_activations)
     if host := _host_seconds(setup, machine):
         passes = sum(parts[name] for name in (*seconds, "communication"))
         parts["hooks"] = {Hooks.HIDDEN: 0.0, Hooks.BESIDE: max(0.0, host - passes), Hooks.ADDED: host}[hooks]
@@ -366,6 +376,7 @@ def _rank(setup: Setup, rates: Rates, machine: Machine, rank: int, hooks: Hooks)
         parts={name: each for name, each in parts.items() if each},
         hidden=hidden,
         validation=validation + of_activations / 3,
+        micro_batch=sum(seconds.values()) + of_activations,
     )
 
 
