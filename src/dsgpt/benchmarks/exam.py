@@ -341,17 +341,18 @@ class ExamOptions(SuiteOptions):
 
 
 class Exam(Suite[ExamOptions, Result]):
-    """Predicts every row, and scores."""
+    """Predicts every row, and scores.
+
+    exam: predict training steps that others measured, and score the planner; --fit fits its constants to them. Nothing
+    is trained. Exit code 0: every row is answered.
+
+    Examples:
+      .venv/bin/python src/benchmark.py exam
+      .venv/bin/python src/benchmark.py exam --fit
+    """
 
     name, record_of, unit = "exam", "exam", "row"
     flags, page, summary = ExamOptions, staticmethod(exam_page), staticmethod(summary_lines)
-    description = """\
-exam: predict training steps that others measured, and score the planner; --fit fits its constants to them. Nothing is
-trained. Exit code 0: every row is answered."""
-    examples = """\
-examples:
-  .venv/bin/python src/benchmark.py exam
-  .venv/bin/python src/benchmark.py exam --fit"""
 
     def plan(self) -> int:
         return sum(row["class"] != "bert" for row in measured_rows())

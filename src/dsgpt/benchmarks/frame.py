@@ -293,10 +293,6 @@ class Suite(ABC, Generic[O, R]):
     """The dataclass of its options."""
     names: ClassVar[str] = ""
     """The last line of its help: names that its flags take. The docstring of the class is the help."""
-    description: ClassVar[str] = ""
-    """Text of the help, if the docstring does not have it."""
-    examples: ClassVar[str] = ""
-    """The end of that help."""
     page: ClassVar[Callable[..., str]]
     """Makes the text of the page from a record and ``source``, the record's path for the reader."""
     summary: ClassVar[Callable[..., list[str]]]

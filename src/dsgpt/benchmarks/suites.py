@@ -62,7 +62,7 @@ def described(what: str) -> tuple[type[Any], dict[str, Any]]:
     """The flags of the command ``what``, and the texts of its help; if that is empty, of all commands."""
     if what in SUITES:
         suite = suite_of(what)
-        texts = {"description": suite.description, "epilog": suite.examples} if suite.description else help_of(suite)
+        texts = help_of(suite)
         return suite.flags, texts | {"epilog": "\n\n".join(filter(None, [texts["epilog"], suite.names]))}
     if what == "compare":
         from dsgpt.benchmarks.sweep import CompareOptions  # noqa: PLC0415 - for this command alone

@@ -9,25 +9,6 @@ from dsgpt.common.errors import Problems
 from dsgpt.config.options import PRECISIONS, RUN_TYPES, count, positive
 from dsgpt.model.config import PRESETS
 
-DESCRIPTION = """\
-Predict memory, time and cost of a training before it is paid for, and recommend a setup. Memory follows from formulas.
-Time follows from rates: of a GPU's datasheet, of which an assumed share is reached, or of this machine, which
---calibrate measures. docs/planning.md says what is modelled and what is assumed."""
-
-EXAMPLES = """\
-examples:
-  one setup:
-    .venv/bin/python src/plan.py --model_size xl --gpu a100-80gb --gpus 8 --tokens 10e9 \\
-      --deepspeed_config ds_configs/zero2.json
-  the best setup within limits, written to plan/ with the command that starts it:
-    .venv/bin/python src/plan.py --model_size large --gpu a100-40gb --gpus 8 --tokens 3e9 \\
-      --recommend --budget 3000 --deadline 72h
-  with your own price:
-    .venv/bin/python src/plan.py --model_size small --gpu l4 --gpus 1 --tokens 1e9 --price_per_gpu_hour 0.70
-  this machine, measured for a minute, then planned for:
-    .venv/bin/python src/plan.py --calibrate
-    .venv/bin/python src/plan.py --model_size tiny --gpus 2 --deepspeed_config ds_configs/zero1.json --tokens 1e6"""
-
 CALIBRATION = Path("checkpoint") / "calibration.json"
 """Default path of a calibration, written and read."""
 HEADROOM = 8.0
@@ -75,7 +56,25 @@ _time = value(
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
-    """The command line; None for a flag that was not given and has no constant default."""
+    r"""The command line; None for a flag that was not given and has no constant default.
+
+    Predict memory, time and cost of a training before it is paid for, and recommend a setup. Memory follows from
+    formulas. Time follows from rates: of a GPU's datasheet, of which an assumed share is reached, or of this machine,
+    which --calibrate measures. docs/planning.md says what is modelled and what is assumed.
+
+    Examples:
+      one setup:
+        .venv/bin/python src/plan.py --model_size xl --gpu a100-80gb --gpus 8 --tokens 10e9 \
+          --deepspeed_config ds_configs/zero2.json
+      the best setup within limits, written to plan/ with the command that starts it:
+        .venv/bin/python src/plan.py --model_size large --gpu a100-40gb --gpus 8 --tokens 3e9 \
+          --recommend --budget 3000 --deadline 72h
+      with your own price:
+        .venv/bin/python src/plan.py --model_size small --gpu l4 --gpus 1 --tokens 1e9 --price_per_gpu_hour 0.70
+      this machine, measured for a minute, then planned for:
+        .venv/bin/python src/plan.py --calibrate
+        .venv/bin/python src/plan.py --model_size tiny --gpus 2 --deepspeed_config ds_configs/zero1.json --tokens 1e6
+    """
 
     model_size: str = flag(
         choice(tuple(PRESETS)), "SIZE", f"{', '.join(PRESETS)} (small)", default="small", group="what is trained"
@@ -99,44 +98,35 @@ class PlanOptions:
     micro_batch_size_per_gpu: int | None = positive("sequences of a forward pass (default: as src/gpt2.py, up to 8)")
     grad_accum_steps: int | None = positive("micro batches of an optimizer step")
 
-    gpu: str | None = flag(
-        str, "GPU", "a GPU of the table: t4, v100-16gb, a10g, l4, a100-80gb, h100-80gb, h200, ...", group="on what"
-    )
+    gpu: str | None = flag(str, "GPU", group="on what")
+    """a GPU of the table: t4, v100-16gb, a10g, l4, a100-80gb, h100-80gb, h200, ..."""
     instance: str | None = flag(str, "NAME", "an instance of the price table: its GPU, number, network and price")
     gpus: int | None = positive("how many devices (default: 1; of a calibration: all that it measured)")
     gpus_per_machine: int | None = positive("GPUs of one machine (default: 8)")
     network_gbps: float | None = flag(_amount("100"), "X", "Gbit/s between machines (100)")
-    host_memory_gb: float | None = flag(
-        _amount("512"), "X", "memory of a machine for offload (default: twice that of its GPUs)"
-    )
+    host_memory_gb: float | None = flag(_amount("512"), "X")
+    """memory of a machine for offload (default: twice that of its GPUs)"""
     headroom: float = flag(
         value(float, accepts=lambda percent: 0 <= percent < 100, must_be="a percentage from 0 to below 100"),
         "PERCENT",
-        "memory of a device that is left free (default: %(default)g)",
         default=HEADROOM,
     )
+    """memory of a device that is left free (default: %(default)g)"""
     machine: Path | None = flag(
         Path, "JSON", f"a calibration (default: {CALIBRATION.as_posix()}, if it exists and no --gpu)"
     )
-    measured: tuple[Path, ...] = flag(
-        Path, "JSON", "records of sweeps of this machine, to which the rates are fitted", default=(), nargs="+"
-    )
+    measured: tuple[Path, ...] = flag(Path, "JSON", default=(), nargs="+")
+    """records of sweeps of this machine, to which the rates are fitted"""
 
-    runs: Path = flag(
-        Path,
-        "DIR",
-        "run folders: the last 3 runs there on this machine with a --plan correct this one (default: %(default)s)",
-        default=Path("checkpoint"),
-    )
+    runs: Path = flag(Path, "DIR", default=Path("checkpoint"))
+    """run folders: the last 3 runs there on this machine with a --plan correct this one (default: %(default)s)"""
 
-    tokens: float | None = flag(
-        _amount(), "N", "tokens of the whole training, such as 10e9 or 10B", group="how long, and for how much"
-    )
+    tokens: float | None = flag(_amount(), "N", group="how long, and for how much")
+    """tokens of the whole training, such as 10e9 or 10B"""
     eval_every: int = count("optimizer steps between validations (default: none)", default=0)
     val_tokens: float = flag(_amount(), "N", "tokens of a validation", default=0.0)
-    save_every: int = count(
-        "optimizer steps between checkpoints (default: %(default)s; 0: only at the end)", default=SAVE_EVERY
-    )
+    save_every: int = count(default=SAVE_EVERY)
+    """optimizer steps between checkpoints (default: %(default)s; 0: only at the end)"""
     mtbf: float | None = flag(
         _time,
         "TIME",
@@ -147,35 +137,27 @@ class PlanOptions:
     price_per_gpu_hour: float | None = flag(NUMBER, "USD", "instead of the price table")
     spot: bool = switch("spot prices of the table instead of those on demand")
 
-    recommend: bool = switch(
-        "search strategies, micro batches, checkpointing and splits for the fastest that fits", group="recommendation"
-    )
+    recommend: bool = switch(group="recommendation")
+    """search strategies, micro batches, checkpointing and splits for the fastest that fits"""
     budget: float | None = flag(NUMBER, "USD", "most that the training may cost")
     deadline: float | None = flag(_time, "TIME", "longest time: 90m, 72h or 3d")
     """Longest training, in seconds."""
-    into: Path = flag(
-        Path, "DIR", "folder of the recommended recipe and command (default: %(default)s)", default=Path("plan")
-    )
+    into: Path = flag(Path, "DIR", default=Path("plan"))
+    """folder of the recommended recipe and command (default: %(default)s)"""
     launcher: str | None = flag(
         choice(JOB_LAUNCHERS),
         "KIND",
         f"what starts the ranks of the written command: {', '.join(JOB_LAUNCHERS)} (default: what suits it)",
     )
-    train_data_path: Path = flag(
-        Path,
-        "BIN",
-        "token file of the written command (default: %(default)s)",
-        default=Path("data/openwebtext/train.bin"),
-    )
-    val_data_path: Path = flag(
-        Path, "BIN", "the same for validation (default: %(default)s)", default=Path("data/openwebtext/val.bin")
-    )
+    train_data_path: Path = flag(Path, "BIN", default=Path("data/openwebtext/train.bin"))
+    """token file of the written command (default: %(default)s)"""
+    val_data_path: Path = flag(Path, "BIN", default=Path("data/openwebtext/val.bin"))
+    """the same for validation (default: %(default)s)"""
 
     json: bool = switch("print JSON instead of a table", group="output")
     picture: Path | None = flag(Path, "FILE", "draw who holds what on which rank, as .svg or .png")
-    rows: Path | None = flag(
-        Path, "JSON", "plan nothing else; with --json, answer every row of a list in the form of planner/measured.json"
-    )
+    rows: Path | None = flag(Path, "JSON")
+    """plan nothing else; with --json, answer every row of a list in the form of planner/measured.json"""
     published: Path | None = flag(Path, "MD", "plan nothing; write the page of predictions beside published figures")
     projections: Path | None = flag(Path, "MD", "plan nothing; write the page of predictions for up to 1,024 GPUs")
 
@@ -191,9 +173,7 @@ def read_plan_options(words: Sequence[str]) -> tuple[PlanOptions, Problems]:
     Raises:
         UserError: argparse cannot read the line at all.
     """
-    return read_options(
-        PlanOptions, words, elsewhere=_ELSEWHERE, prog="plan.py", description=DESCRIPTION, epilog=EXAMPLES
-    )
+    return read_options(PlanOptions, words, elsewhere=_ELSEWHERE, prog="plan.py")
 
 
 def words_of(options: PlanOptions) -> list[str]:
