@@ -12,14 +12,8 @@ from small_run import random_ids, write_tokens
 
 from dsgpt.data import loader
 from dsgpt.data.loader import Batch, RankShare, WindowDataset, micro_batches, training_windows, validation_windows
-from dsgpt.data.token_file import (
-    SampleOrder,
-    TokenFileError,
-    TokenFileWriter,
-    open_token_file,
-    shuffled,
-    sidecar_path,
-)
+from dsgpt.data.order import SampleOrder
+from dsgpt.data.token_file import TokenFileError, TokenFileWriter, open_token_file, sidecar_path
 
 # The token file: what is written, that nanoGPT can read it, and which files are refused.
 
@@ -79,56 +73,6 @@ def test_keys_of_later_versions_are_ignored(tmp_path):
     path = write_tokens(tmp_path / "a.bin", random_ids(5), mixture={"a": 0.5})
     assert "mixture" in json.loads(sidecar_path(path).read_text())
     assert open_token_file(path).tokens == 5
-
-
-# The order of samples: a permutation, a pure function of seed and position, the same at any number of ranks.
-
-
-def epoch_of(order: SampleOrder, epoch: int) -> list[int]:
-    steps = range(epoch * order.steps_per_epoch, (epoch + 1) * order.steps_per_epoch)
-    return order.batches(steps.start, steps.stop).flatten().tolist()
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 5, 7, 97, 1009, *(4**k + d for k in range(1, 7) for d in (-1, 0, 1))])
-def test_permutation_of_any_size(size):
-    for key in ("a", "b"):
-        found = shuffled(np.arange(size), size=size, key=key)
-        assert found.dtype == np.int64
-        assert sorted(found.tolist()) == list(range(size))
-
-
-def test_positions_of_billions_cost_no_table():
-    size = 3_000_000_001
-    found = shuffled(np.array([0, 1, size - 1]), size=size, key="k")
-    assert len(set(found.tolist())) == 3
-    assert found.min() >= 0
-    assert found.max() < size
-
-
-def test_golden_order():
-    """A change of the order must fail here: it would make runs incomparable with earlier ones."""
-    order = SampleOrder(windows=100, global_batch_size=8, seed=1337)
-    assert order.batches(0, 1).tolist() == [[70, 1, 31, 38, 33, 87, 43, 47]]
-    assert order.batches(11, 13).tolist() == [[86, 19, 59, 98, 93, 62, 55, 66], [48, 96, 6, 57, 58, 64, 68, 88]]
-    assert shuffled(np.arange(10), size=10, key="golden").tolist() == [0, 3, 6, 2, 9, 4, 1, 8, 7, 5]
-
-
-@pytest.mark.parametrize(("windows", "batch", "rest"), [(103, 10, 3), (96, 8, 0)])
-def test_an_epoch_repeats_no_window_and_drops_the_remainder(windows, batch, rest):
-    """The dropped windows differ by epoch; every epoch and every seed has its own order."""
-    orders = [SampleOrder(windows=windows, global_batch_size=batch, seed=seed) for seed in (0, 1, 11)]
-    seen = [epoch_of(order, epoch) for order in orders for epoch in (0, 1, 10)]
-    for epoch in seen:
-        assert len(set(epoch)) == len(epoch) == orders[0].steps_per_epoch * batch == windows - rest
-        assert set(epoch) <= set(range(windows))
-    assert len({tuple(epoch) for epoch in (*seen, range(windows))}) == 10
-    assert (len({frozenset(epoch) for epoch in seen}) > 1) == bool(rest)
-
-
-def test_many_steps_at_once_are_the_same_and_may_cross_epochs():
-    order = SampleOrder(windows=23, global_batch_size=4, seed=1)  # 5 steps an epoch
-    epochs = [shuffled(np.arange(20), size=23, key=f"dsgpt order 1 {epoch}").reshape(5, 4) for epoch in range(4)]
-    assert order.batches(3, 18).tolist() == np.concatenate(epochs)[3:18].tolist()
 
 
 # Micro batches: the right windows, their shifted targets, and nothing read twice or left out.

@@ -13,7 +13,8 @@ from dsgpt.config import compatibility
 from dsgpt.config.inputs import DEFAULT_MODEL_SIZE, Inputs, check_vocabulary, read_inputs
 from dsgpt.config.options import Options, check_trackers
 from dsgpt.config.recipe import PARALLEL_KEYS, Recipe
-from dsgpt.data.token_file import SampleOrder, TokenFile, window_count
+from dsgpt.data.order import SampleOrder, window_count
+from dsgpt.data.token_file import TokenFile
 from dsgpt.machine.topology import Topology
 from dsgpt.model.config import GPT2Config
 

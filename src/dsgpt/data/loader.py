@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_convert
 
-from dsgpt.data.token_file import SampleOrder, TokenFile, TokenFileError
+from dsgpt.data.order import SampleOrder
+from dsgpt.data.token_file import TokenFile, TokenFileError
 from dsgpt.machine.launcher import ignore_stop_signals
 
 PADDING_WINDOW = -1
