@@ -11,6 +11,7 @@ from messages import without_paths
 from small_run import random_ids, write_tokens
 
 from dsgpt.data import loader
+from dsgpt.data.data_set import open_data
 from dsgpt.data.loader import Batch, RankShare, WindowDataset, micro_batches, training_windows, validation_windows
 from dsgpt.data.order import SampleOrder
 from dsgpt.data.token_file import TokenFileError, TokenFileWriter, open_token_file, sidecar_path
@@ -48,7 +49,7 @@ def test_dtype_by_vocabulary(tmp_path, vocab_size, dtype):
     ids = [vocab_size - 1, 1, 2, vocab_size - 1, 5, 9]
     path = written(tmp_path / "a.bin", ids[:-1], vocab_size=vocab_size)
     assert np.memmap(path, dtype=dtype, mode="r").tolist() == open_token_file(path).memmap().tolist() == ids
-    batch = WindowDataset(open_token_file(path), seq_length=4, vocab_size=vocab_size).__getitems__([0])
+    batch = WindowDataset(open_data(path, flag="data"), seq_length=4, vocab_size=vocab_size).__getitems__([0])
     assert (batch.inputs.tolist(), batch.targets.tolist()) == ([ids[:4]], [ids[1:5]])
 
 
@@ -87,7 +88,7 @@ ORDER = SampleOrder(windows=WINDOWS, global_batch_size=8, seed=3)
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> WindowDataset:
     path = write_tokens(tmp_path_factory.mktemp("data") / "a.bin", IDS)
-    return WindowDataset(open_token_file(path), seq_length=LENGTH, vocab_size=257)
+    return WindowDataset(open_data(path, flag="data"), seq_length=LENGTH, vocab_size=257)
 
 
 def share(rank: int = 0, ranks: int = 1, *, micro: int = 4) -> RankShare:
@@ -107,7 +108,7 @@ def training(
 
 
 def validation(dataset: WindowDataset, windows: int, *, part: RankShare) -> list[Batch]:
-    order = validation_windows(windows, part, global_batch_size=8)
+    order = validation_windows([range(windows)], part, global_batch_size=8)
     return list(micro_batches(dataset, order, workers=0, pin_memory=False))
 
 
@@ -165,7 +166,7 @@ def test_an_id_beyond_the_vocabulary_names_file_and_id(tmp_path, snapshot):
     ids = IDS.copy()
     ids[3 * LENGTH + 2] = 256
     path: Path = write_tokens(tmp_path / "bad.bin", ids)
-    small = WindowDataset(open_token_file(path), seq_length=LENGTH, vocab_size=256)
+    small = WindowDataset(open_data(path, flag="data"), seq_length=LENGTH, vocab_size=256)
     with pytest.raises(TokenFileError) as caught:
         validation(small, 8, part=share())
     assert without_paths(str(caught.value), tmp_path) == snapshot

@@ -133,8 +133,9 @@ class Options:
     train_data_path: Path | str | None = flag(
         path_or_address, "BIN", needs=TOKEN_FILE, work=ChangesTraining("train data", "tokens in the train file")
     )
-    """token file to train on; data_prep/ makes it; each machine copies one at s3:// or gs:// into ~/.cache/dsgpt (or
-    DSGPT_CACHE) once"""
+    """token file to train on; data_prep/ makes it. A folder or quoted pattern of them is read as one, as are the paths
+    in a .json list; a list with weights is mixed (docs/data.md). Each machine copies one at s3:// or gs:// into
+    ~/.cache/dsgpt (or DSGPT_CACHE) once"""
     val_data_path: Path | str | None = flag(
         path_or_address,
         "BIN",

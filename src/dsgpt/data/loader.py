@@ -1,6 +1,6 @@
-"""The data loader: micro batches of one data-parallel rank, windows of a token file in the order of the run."""
+"""The data loader: micro batches of one data-parallel rank, windows of the data in the order of the run."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -10,8 +10,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_convert
 
+from dsgpt.data.data_set import DataSet, Windows
 from dsgpt.data.order import SampleOrder
-from dsgpt.data.token_file import TokenFile, TokenFileError
+from dsgpt.data.token_file import DTYPES, TokenFileError
+from dsgpt.data.token_reader import TokenReader
 from dsgpt.machine.launcher import ignore_stop_signals
 
 PADDING_WINDOW = -1
@@ -53,33 +55,38 @@ class RankShare:
 
 
 class WindowDataset(Dataset[Batch]):
-    """The windows of a token file; indexed by a whole micro batch at a time."""
+    """The windows of a data set; indexed by a whole micro batch at a time."""
 
-    def __init__(self, file: TokenFile, *, seq_length: int, vocab_size: int) -> None:
-        self._file = file
-        self._ids = file.memmap()
-        self._seq_length = seq_length
-        self._vocab_size = vocab_size
+    def __init__(self, data: DataSet, *, seq_length: int, vocab_size: int) -> None:
+        self._windows, self._vocab_size = Windows(data, seq_length), vocab_size
+        self._readers = {file.path: TokenReader(file) for file in data.files}
+        self._dtype = max((DTYPES[file.sidecar.dtype] for file in data.files), key=lambda name: np.dtype(name).itemsize)
 
     def __getitems__(self, windows: list[int]) -> Batch:
         """The micro batch of these ``windows``.
 
         Raises:
-            TokenFileError: an id is outside the vocabulary; on a GPU it would fail an assertion in a kernel.
+            TokenFileError: a file cannot be read; or an id is outside the vocabulary, which on a GPU would fail an
+                assertion in a kernel.
         """
-        length = self._seq_length
-        rows = np.zeros((len(windows), length + 1), dtype=np.int64)
+        length = self._windows.seq_length
+        rows = np.zeros((len(windows), length + 1), dtype=self._dtype)
         for row, window in zip(rows, windows, strict=True):
             if window != PADDING_WINDOW:
-                row[:] = self._ids[window * length : window * length + length + 1]
-        if rows.max() >= self._vocab_size:
+                done = 0
+                for file, first, tokens in self._windows.spans(window):
+                    self._readers[file.path].read(first, row[done : done + tokens])
+                    done += tokens
+        if (largest := int(rows.max())) >= self._vocab_size:
+            spans = self._windows.spans(windows[int(rows.max(axis=1).argmax())])
+            files = dict.fromkeys(str(file.path) for file, _, _ in spans)
             raise TokenFileError(
-                f"{self._file.path}: holds id {rows.max()}, but the model's vocabulary ends at {self._vocab_size - 1}"
+                f"{' or '.join(files)}: holds id {largest}, but the model's vocabulary ends at {self._vocab_size - 1}"
             )
-        ids = torch.from_numpy(rows)
-        targets = ids[:, 1:].clone()
-        targets[torch.tensor(windows) == PADDING_WINDOW] = IGNORED_TARGET
-        return Batch(inputs=ids[:, :-1].contiguous(), targets=targets)
+        inputs, targets = (torch.from_numpy(part.astype(np.int64)) for part in (rows[:, :-1], rows[:, 1:]))
+        if PADDING_WINDOW in windows:
+            targets[torch.tensor(windows) == PADDING_WINDOW] = IGNORED_TARGET
+        return Batch(inputs=inputs, targets=targets)
 
 
 def training_windows(order: SampleOrder, share: RankShare, steps: range) -> Iterator[list[int]]:
@@ -89,12 +96,13 @@ def training_windows(order: SampleOrder, share: RankShare, steps: range) -> Iter
             yield from share.of(batch).tolist()
 
 
-def validation_windows(windows: int, share: RankShare, *, global_batch_size: int) -> Iterator[list[int]]:
-    """The first ``windows`` windows of each micro batch in file order, the last global batch padded."""
-    for first in range(0, windows, global_batch_size):
-        batch = np.arange(first, first + global_batch_size)
-        batch[batch >= windows] = PADDING_WINDOW
-        yield from share.of(batch).tolist()
+def validation_windows(parts: Sequence[range], share: RankShare, *, global_batch_size: int) -> Iterator[list[int]]:
+    """The windows of each micro batch: each part in order, its last global batch padded."""
+    for part in parts:
+        for first in part[::global_batch_size]:
+            batch = np.arange(first, first + global_batch_size)
+            batch[batch >= part.stop] = PADDING_WINDOW
+            yield from share.of(batch).tolist()
 
 
 def micro_batches(

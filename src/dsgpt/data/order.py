@@ -7,7 +7,9 @@ and numpy only to compute.
 """
 
 import hashlib
+import heapq
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -56,6 +58,76 @@ class SampleOrder:
 
         size = self.global_batch_size
         return self.at(np.arange(first * size, end * size)).reshape(-1, size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixtureOrder(SampleOrder):
+    """The order of a mixture: after any n samples each source had n times its share of them, to within one sample.
+
+    Each source goes through its own windows, in a new order in each of its epochs. An epoch of the run takes as many
+    samples as all sources have windows.
+    """
+
+    sizes: tuple[int, ...]
+    """Windows of each source. The windows of the first source come first in the numbers that ``at`` returns."""
+    parts: tuple[int, ...]
+    """Samples of each source in each ``sum(parts)`` samples: its share."""
+
+    @cached_property
+    def _turns(self) -> "tuple[NDArray[np.int64], NDArray[np.int64]]":
+        """The source of each sample of a period, and how many samples of the same source the period has before it."""
+        import numpy as np  # noqa: PLC0415 - as above
+
+        turns = np.array(interleaved(self.parts))
+        before = np.empty_like(turns)
+        for source, part in enumerate(self.parts):
+            before[turns == source] = np.arange(part)
+        return turns, before
+
+    def at(self, samples: "NDArray[np.int64]") -> "NDArray[np.int64]":
+        """See ``SampleOrder``."""
+        import numpy as np  # noqa: PLC0415 - as above
+
+        turns, before = self._turns
+        periods, places = np.divmod(samples, len(turns))
+        windows, first = np.empty_like(samples), 0
+        for source, (size, part) in enumerate(zip(self.sizes, self.parts, strict=True)):
+            own = turns[places] == source
+            epochs, positions = np.divmod(periods[own] * part + before[places[own]], size)
+            key = f"dsgpt order {self.seed} source {source}"
+            windows[own] = first + in_epochs(epochs, positions, size=size, key=key)
+            first += size
+        return windows
+
+    def consumed(self, samples: int) -> list[int]:
+        """How many of the first ``samples`` of the run are of each source."""
+        periods, rest = divmod(samples, len(self._turns[0]))
+        own = self._turns[0][:rest]
+        return [periods * part + int((own == source).sum()) for source, part in enumerate(self.parts)]
+
+
+def interleaved(parts: tuple[int, ...]) -> list[int]:
+    """``sum(parts)`` turns, of which source s has ``parts[s]``; after any number, each had its share to within one.
+
+    Turn j of a source, from 0, comes at place j/share rounded down or later, and before (j + 1)/share rounded up. Of
+    those that may come, the one with the earliest end is next. All meet their ends: proportionate progress
+    (Baruah, Cohen, Plaxton and Varvel 1996, theorem 1) with a single resource.
+    """
+    period, turns = sum(parts), list[int]()
+    released = sorted(
+        (turn * period // part, -(-(turn + 1) * period // part), source)
+        for source, part in enumerate(parts)
+        for turn in range(part)
+    )
+    waiting: list[tuple[int, int]] = []
+    following = iter([*released, (period, 0, 0)])
+    release, due, source = next(following)
+    for turn in range(period):
+        while release <= turn:
+            heapq.heappush(waiting, (due, source))
+            release, due, source = next(following)
+        turns.append(heapq.heappop(waiting)[1])
+    return turns
 
 
 def in_epochs(

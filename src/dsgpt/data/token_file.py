@@ -121,7 +121,13 @@ class TokenFile:
 
     path: Path
     sidecar: Sidecar
-    size_bytes: int
+    stamp: Stamp
+    """When it was opened."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the file."""
+        return self.stamp.size
 
     @property
     def tokens(self) -> int:
@@ -183,7 +189,7 @@ def open_token_file(path: Path) -> TokenFile:
             valid or contradicts the file.
     """
     try:
-        size = path.stat().st_size
+        stamp = Stamp.of(path)
     except OSError as error:
         raise TokenFileError(
             f"{path}: cannot be read ({error.strerror}); make it with `.venv/bin/python data_prep/preprocess.py` "
@@ -191,6 +197,7 @@ def open_token_file(path: Path) -> TokenFile:
         ) from error
     if path.is_dir():
         raise TokenFileError(f"{path}: is a folder; name the .bin file in it")
+    size = stamp.size
     if size == 0:
         raise TokenFileError(
             f"{path}: is empty; make it again with `.venv/bin/python data_prep/preprocess.py --overwrite`"
@@ -222,7 +229,7 @@ def open_token_file(path: Path) -> TokenFile:
             f"{path}: holds {size // width:,} {sidecar.dtype} ids but {beside.name} says {sidecar.tokens:,}; one of "
             "them is from another preparation, make the data again"
         )
-    return TokenFile(path=path, sidecar=sidecar, size_bytes=size)
+    return TokenFile(path=path, sidecar=sidecar, stamp=stamp)
 
 
 class TokenFileWriter:

@@ -62,7 +62,7 @@ class Prepared:
 
     start: run_folder.ResumePoint
     hashes: dict[str, str | None]
-    """sha256 of ``train`` and ``val``, and of the published ``initial weights``, None where there are none."""
+    """sha256 of the data and of published weights; see ``run_description.data_hashes``."""
     settings: dict[str, Any]
     """Settings that a resumed run must match."""
     contents: list[str]
@@ -121,7 +121,7 @@ def prepare(config: RunConfig, lock: RunLock, peers: Peers) -> Prepared:
         fetched = fetch_newer(save_to, run_dir, damage=damage)
         damage.cache_clear()  # a damaged checkpoint may have been replaced
     resumes = run_folder.holds_run_to_resume(config, problems)
-    problems.add(*filter(None, [run_description.data_tokenizer(config.train)[1]]))
+    problems.add(*filter(None, [run_description.data_tokenizer(config.train.files[0])[1]]))
     problems.raise_if_any()
     hashes = run_description.data_hashes(config)
     hashes["initial weights"] = run_description.initial_weights_hash(config)
