@@ -22,6 +22,7 @@ from dsgpt.common.files import write_atomic
 from dsgpt.common.text import duration, next_line, script_words
 from dsgpt.config.run_config import RunConfig
 from dsgpt.data.loader import Batch, RankShare, WindowDataset, micro_batches, training_windows, validation_windows
+from dsgpt.data.token_file import TokenFileError
 from dsgpt.formats.tensor_files import DTYPES
 from dsgpt.inference.generation import measure_latency
 from dsgpt.inference.model_files import build_model
@@ -64,7 +65,10 @@ class Batches:
         return self
 
     def __next__(self) -> Batch:
-        return next(self._batches)
+        try:
+            return next(self._batches)
+        except TokenFileError as error:  # a worker's has its traceback before the message
+            raise TokenFileError(str(error).strip().rpartition("TokenFileError: ")[2]) from error
 
     def close(self) -> None:
         """End the worker processes; no more batches can be read."""
