@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from messages import without_paths
 from small_run import command_line, random_ids, write_data, write_recipe, write_tokens
-from training_runs import errors
 
 from dsgpt.data import token_reader
 from dsgpt.data.token_file import TokenFileError, open_token_file
@@ -113,6 +112,6 @@ def test_a_file_that_is_cut_off_ends_a_training_with_its_name(tmp_path, monkeypa
 
     monkeypatch.setattr(Journal, "step_done", cut)
     assert train_here(command_line(tmp_path, max_train_steps=30, num_workers=workers)) == 2
-    (line,) = errors(capsys)
+    (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"error: {tmp_path}/train.bin: changed on disk while it is read, at byte ")
     assert line.endswith("(has 32 bytes now, not 1,282): bring the file that the run began with back, and --resume")

@@ -22,7 +22,6 @@ from dsgpt.common.files import write_atomic
 from dsgpt.common.text import duration, next_line, script_words
 from dsgpt.config.run_config import RunConfig
 from dsgpt.data.loader import Batch, RankShare, WindowDataset, micro_batches, training_windows, validation_windows
-from dsgpt.data.token_file import TokenFileError
 from dsgpt.formats.tensor_files import DTYPES
 from dsgpt.inference.generation import measure_latency
 from dsgpt.inference.model_files import build_model
@@ -65,10 +64,7 @@ class Batches:
         return self
 
     def __next__(self) -> Batch:
-        try:
-            return next(self._batches)
-        except TokenFileError as error:  # a worker's has its traceback before the message
-            raise TokenFileError(str(error).strip().rpartition("TokenFileError: ")[2]) from error
+        return next(self._batches)
 
     def close(self) -> None:
         """End the worker processes; no more batches can be read."""
