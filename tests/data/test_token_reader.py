@@ -31,6 +31,7 @@ def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TokenReader:
 def read(reader: TokenReader, first: int = 100, count: int = 2000) -> list[int]:
     ids = np.zeros(count, dtype="<u2")
     reader.read(first, ids)
+    reader.check()
     return ids.tolist()
 
 

@@ -1,6 +1,6 @@
 """The data loader: micro batches of one data-parallel rank, windows of the data in the order of the run."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -77,6 +77,8 @@ class WindowDataset(Dataset[Batch]):
                 for file, first, tokens in self._windows.spans(window):
                     self._readers[file.path].read(first, row[done : done + tokens])
                     done += tokens
+        for reader in self._readers.values():
+            reader.check()
         if (largest := int(rows.max())) >= self._vocab_size:
             spans = self._windows.spans(windows[int(rows.max(axis=1).argmax())])
             files = dict.fromkeys(str(file.path) for file, _, _ in spans)
@@ -107,13 +109,16 @@ def validation_windows(parts: Sequence[range], share: RankShare, *, global_batch
 
 def micro_batches(
     dataset: WindowDataset, windows: Iterator[list[int]], *, workers: int, pin_memory: bool
-) -> DataLoader[Batch]:
+) -> Iterable[Batch]:
     """The micro batches of ``windows``, in their order; it can be iterated over once.
 
     With 0 ``workers`` the rank reads them itself, as it must in validation. A worker would be forked in the middle of
     the run, while threads of collectives are running. If one of them holds a lock of Python at that moment, the worker
     waits for the lock forever, and the rank waits for the worker.
     """
+    if not workers:
+        batches = map(dataset.__getitems__, windows)
+        return (Batch(*(part.pin_memory() for part in batch)) for batch in batches) if pin_memory else batches
     # The dataset returns a whole micro batch, so there is nothing to collate. With its own generator, the loader
     # draws no seed from the default generator, whose state belongs to dropout and is restored at a resume.
     return DataLoader(
@@ -122,7 +127,7 @@ def micro_batches(
         collate_fn=default_convert,
         num_workers=workers,
         pin_memory=pin_memory,
-        timeout=WORKER_SEC if workers else 0,
+        timeout=WORKER_SEC,
         worker_init_fn=ignore_stop_signals,
         generator=torch.Generator(),
     )

@@ -6,13 +6,12 @@ import logging
 import math
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Self
 
 import torch
-from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from dsgpt.checkpoints.store import folder_name
@@ -49,16 +48,16 @@ COPY_SEC = 60.0
 
 
 class Batches:
-    """The micro batches of a loader, and its worker processes from the start until ``close``.
+    """The micro batches of a loader or an iterator, and its worker processes from the start until ``close``.
 
     Workers must end before Python exits: they ignore SIGTERM (``ignore_stop_signals``), and Python's exit handler,
     which sends it to every child, would wait forever. After an error they live until ``close``, because the traceback
     refers to them.
     """
 
-    def __init__(self, loader: DataLoader[Batch]) -> None:
+    def __init__(self, batches: Iterable[Batch]) -> None:
         with stop_signals_blocked():
-            self._batches: Iterator[Batch] = iter(loader)
+            self._batches = iter(batches)
 
     def __iter__(self) -> Self:
         return self
