@@ -131,3 +131,31 @@ def micro_batches(
         worker_init_fn=ignore_stop_signals,
         generator=torch.Generator(),
     )
+
+
+class CopiedAhead:
+    """Micro batches on a GPU. The next one is read and copied, on a stream of its own, while the GPU computes."""
+
+    def __init__(self, batches: Iterable[Batch], device: torch.device) -> None:
+        self._batches, self._device = iter(batches), device
+        self._copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch's has no types
+        self._ahead: Batch | None = None
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        batch = self._ahead or self._copied()
+        if batch is None:
+            raise StopIteration
+        computing = torch.cuda.current_stream(self._device)
+        computing.wait_stream(self._copies)  # before the next copy is in it
+        for part in batch:
+            part.record_stream(computing)  # else its memory could be given to a copy too early
+        self._ahead = self._copied()
+        return batch
+
+    def _copied(self) -> Batch | None:
+        batch = next(self._batches, None)
+        with torch.cuda.stream(self._copies):
+            return batch and Batch(*(part.to(self._device, non_blocking=True) for part in batch))

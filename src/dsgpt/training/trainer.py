@@ -20,7 +20,15 @@ from dsgpt.common.errors import Interrupted, NonFiniteError, SaveError, UserErro
 from dsgpt.common.files import write_atomic
 from dsgpt.common.text import duration, next_line, script_words
 from dsgpt.config.run_config import RunConfig
-from dsgpt.data.loader import Batch, RankShare, WindowDataset, micro_batches, training_windows, validation_windows
+from dsgpt.data.loader import (
+    Batch,
+    CopiedAhead,
+    RankShare,
+    WindowDataset,
+    micro_batches,
+    training_windows,
+    validation_windows,
+)
 from dsgpt.formats.tensor_files import DTYPES
 from dsgpt.inference.generation import measure_latency
 from dsgpt.inference.model_files import build_model
@@ -409,7 +417,11 @@ class Trainer:
         if self._stopping.agreed(steps_left=self.done < self.config.total_steps):
             raise self._stopping.stop("before it took a step", idle=True)
         with contextlib.closing(training_batches(self.config, first_step=self.done)) as batches:
-            self._take_steps(TimedBatches(batches))
+            if self.device.type == "cuda":
+                idle = torch.cuda.current_stream(self.device).query
+                self._take_steps(TimedBatches(CopiedAhead(batches, self.device), idle=idle))
+            else:
+                self._take_steps(TimedBatches(batches))
 
     def _take_steps(self, batches: TimedBatches) -> None:
         config, journal, stopping = self.config, self.journal, self._stopping
