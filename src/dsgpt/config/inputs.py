@@ -9,6 +9,7 @@ from dsgpt.common.files import is_utf8, undecodable
 from dsgpt.config.options import Options, shape_overrides
 from dsgpt.config.recipe import Recipe, read_recipe
 from dsgpt.data.data_set import DataSet, open_data
+from dsgpt.data.token_file import sidecar_path
 from dsgpt.formats.tokenizer_files import model_folder
 from dsgpt.machine.topology import Topology
 from dsgpt.model.config import GPT2_VOCAB_SIZE, PRESETS, SHAPE_FLAGS, GPT2Config, length_problems, shape_problems
@@ -229,3 +230,17 @@ def check_vocabulary(inputs: Inputs, problems: Problems, notices: list[str]) -> 
             problems.add(
                 f"{file.path}: its largest id is {largest}, but the vocabulary ends at {model.vocab_size - 1}: {cure}"
             )
+
+
+def check_end_of_text(inputs: Inputs, problems: Problems) -> None:
+    """With ``--mask_documents``, refuse data that do not all name the same end-of-text id."""
+    files = [file for data in (inputs.train, inputs.val) if data for file in data.files]
+    for file in files if inputs.options.mask_documents else ():
+        own, first = file.sidecar.eot_id, files[0].sidecar.eot_id
+        if own is None:
+            problems.add(
+                f"--mask_documents: {sidecar_path(file.path)} does not say which id ends a document: write it there as "
+                "eot_id"
+            )
+        elif first is not None and own != first:
+            problems.add(f"--mask_documents: id {own} ends documents in {file.path}, and {first} in {files[0].path}")

@@ -5,15 +5,16 @@ accumulation steps; the ranks never change its size.
 """
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from dsgpt.common.command_line import require_flags
 from dsgpt.common.errors import Problems
 from dsgpt.common.text import counted, divisors, divisors_around, in_words, largest_divisor, multiples_around
 from dsgpt.config import compatibility
-from dsgpt.config.inputs import DEFAULT_MODEL_SIZE, Inputs, check_vocabulary, read_inputs
+from dsgpt.config.inputs import DEFAULT_MODEL_SIZE, Inputs, check_end_of_text, check_vocabulary, read_inputs
 from dsgpt.config.options import Options, check_trackers
 from dsgpt.config.recipe import PARALLEL_KEYS, Recipe
-from dsgpt.data.data_set import DataSet
+from dsgpt.data.data_set import DataSet, attended_length
 from dsgpt.data.order import SampleOrder
 from dsgpt.machine.topology import Topology
 from dsgpt.model.config import GPT2Config
@@ -99,6 +100,18 @@ class RunConfig(Inputs, LengthPlan):
         return self.options.activation_checkpointing or self.recipe.activation_checkpointing is not None
 
     @property
+    def end_of_text(self) -> int | None:
+        """The id that begins a document in the data, with ``--mask_documents``; else None."""
+        return self.train.files[0].sidecar.eot_id if self.options.mask_documents else None
+
+    @cached_property
+    def attended_length(self) -> float | None:
+        """Tokens of a token's document in its window, the mean over some windows; None without ``--mask_documents``."""
+        if self.end_of_text is None:
+            return None
+        return attended_length(self.train, self.order, seq_length=self.seq_length, end_of_text=self.end_of_text)
+
+    @property
     def tokens_per_step(self) -> int:
         """Targets per optimizer step over all ranks."""
         return self.batch.global_batch_size * self.seq_length
@@ -130,6 +143,7 @@ def resolve(options: Options, *, topology: Topology, problems: Problems) -> RunC
         check_trackers(options, problems)
     inputs = read_inputs(options, topology, problems)
     check_vocabulary(inputs, problems, notices)
+    check_end_of_text(inputs, problems)
     request = compatibility.RunRequest(**vars(inputs), mistakes=problems.copy()) if inputs.recipe else None
     batch: BatchPlan | None = None
     allowed: tuple[str, ...] = ()

@@ -177,6 +177,21 @@ def place_of_sample(data: DataSet, order: SampleOrder, sample: int, *, seq_lengt
     return data.sources[windows.source_of(window)], windows.spans(window)
 
 
+def attended_length(
+    data: DataSet, order: SampleOrder, *, seq_length: int, end_of_text: int, samples: int = 64
+) -> float:
+    """Tokens of a token's document in its window, the mean over all tokens of the first ``samples`` of a run."""
+    import numpy as np  # noqa: PLC0415 - as above
+
+    windows, squares = Windows(data, seq_length), 0
+    for window in order.at(np.arange(samples)).tolist():
+        spans = windows.spans(window)
+        ids = np.concatenate([file.memmap()[first : first + tokens] for file, first, tokens in spans])[:seq_length]
+        starts = np.flatnonzero(ids == end_of_text)
+        squares += int((np.diff([0, *starts, seq_length]) ** 2).sum())
+    return squares / (samples * seq_length)
+
+
 # From what a flag names to a data set.
 
 

@@ -414,7 +414,7 @@ class Speed:
         return utilisation(
             config.model,
             hardware,
-            seq_length=config.seq_length,
+            seq_length=config.attended_length or config.seq_length,
             precision=config.precision,
             calibration=self._calibration,
         )

@@ -245,6 +245,7 @@ def setup_of(config: RunConfig) -> Setup:
         activation_checkpointing=config.activation_checkpointing,
         compiled=config.options.compile,
         pad_logits=config.options.pad_logits,
+        attended=config.attended_length,
     )
 
 
@@ -373,6 +374,8 @@ def _training_config(config: RunConfig, hashes: dict[str, str | None]) -> dict[s
         "offload_optimizer": recipe.offload_optimizer if optimized else None,
         "offload_param": recipe.offload_param if optimized else None,
         "seed": options.seed,
+        "mask_documents": options.mask_documents,
+        "attended_length": config.attended_length,
         "eval_every": options.eval_every,
         "compile": options.compile,
         "pad_logits": options.pad_logits,
@@ -403,6 +406,7 @@ def settings_to_match(config: RunConfig, *, hashes: dict[str, str | None]) -> di
         "train data": hashes["train"],
         "validation data": hashes["val"],
         "seed": config.options.seed,
+        "document masks": config.options.mask_documents or None,  # checkpoints of earlier versions lack it
         "sequence length": config.seq_length,
         "global batch": config.batch.global_batch_size,
         "validation windows": config.val_windows,
