@@ -12,8 +12,8 @@ from small_run import random_ids, write_tokens
 
 from dsgpt.data import loader
 from dsgpt.data.data_set import open_data
-from dsgpt.data.loader import Batch, RankShare, WindowDataset, micro_batches, training_windows, validation_windows
-from dsgpt.data.order import SampleOrder
+from dsgpt.data.loader import Batch, WindowDataset, micro_batches, training_windows, validation_windows
+from dsgpt.data.order import RankShare, SampleOrder
 from dsgpt.data.token_file import TokenFileError, TokenFileWriter, open_token_file, sidecar_path
 
 # The token file: what is written, that nanoGPT can read it, and which files are refused.

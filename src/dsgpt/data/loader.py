@@ -1,17 +1,15 @@
 """The data loader: micro batches of one data-parallel rank, windows of the data in the order of the run."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_convert
 
 from dsgpt.data.data_set import DataSet, Windows
-from dsgpt.data.order import SampleOrder
+from dsgpt.data.order import RankShare, SampleOrder
 from dsgpt.data.token_file import DTYPES, TokenFileError
 from dsgpt.data.token_reader import TokenReader
 from dsgpt.machine.launcher import ignore_stop_signals
@@ -35,23 +33,6 @@ class Batch(NamedTuple):
     """(micro_batch_size, seq_length), int64."""
     targets: Tensor
     """Ids that follow ``inputs``, same shape; -100 where a target does not count."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankShare:
-    """Part of every global batch that one data-parallel rank reads."""
-
-    micro_batch_size: int
-    gradient_accumulation_steps: int
-    data_rank: int
-    """Rank among the data-parallel ranks; ranks that share a copy of the model have the same one."""
-    data_parallel_size: int
-
-    def of(self, global_batch: NDArray[np.int64]) -> NDArray[np.int64]:
-        """This rank's windows of a global batch (B,), as (gradient_accumulation_steps, micro_batch_size)."""
-        shares = global_batch.reshape(self.data_parallel_size, self.gradient_accumulation_steps, self.micro_batch_size)
-        own: NDArray[np.int64] = shares[self.data_rank]
-        return own
 
 
 class WindowDataset(Dataset[Batch]):

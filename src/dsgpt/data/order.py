@@ -61,6 +61,23 @@ class SampleOrder:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RankShare:
+    """Part of every global batch that one data-parallel rank reads."""
+
+    micro_batch_size: int
+    gradient_accumulation_steps: int
+    data_rank: int
+    """Rank among the data-parallel ranks; ranks that share a copy of the model have the same one."""
+    data_parallel_size: int
+
+    def of(self, global_batch: "NDArray[np.int64]") -> "NDArray[np.int64]":
+        """This rank's windows of a global batch (B,), as (gradient_accumulation_steps, micro_batch_size)."""
+        shares = global_batch.reshape(self.data_parallel_size, self.gradient_accumulation_steps, self.micro_batch_size)
+        own: NDArray[np.int64] = shares[self.data_rank]
+        return own
+
+
+@dataclass(frozen=True, kw_only=True)
 class MixtureOrder(SampleOrder):
     """The order of a mixture: after any n samples each source had n times its share of them, to within one sample.
 

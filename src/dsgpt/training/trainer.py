@@ -23,12 +23,12 @@ from dsgpt.config.run_config import RunConfig
 from dsgpt.data.loader import (
     Batch,
     CopiedAhead,
-    RankShare,
     WindowDataset,
     micro_batches,
     training_windows,
     validation_windows,
 )
+from dsgpt.data.order import RankShare
 from dsgpt.formats.tensor_files import DTYPES
 from dsgpt.inference.generation import measure_latency
 from dsgpt.inference.model_files import build_model
