@@ -6,8 +6,8 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from dsgpt.data.loader import RankShare, training_windows
-from dsgpt.data.order import SampleOrder, shuffled
+from dsgpt.data.loader import training_windows
+from dsgpt.data.order import RankShare, SampleOrder, shuffled
 
 
 def epoch_of(order: SampleOrder, epoch: int) -> list[int]:

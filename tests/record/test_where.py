@@ -1,0 +1,182 @@
+"""Where tokens come from: documents of a token file, of the steps of a real run, and of planted spikes."""
+
+import json
+import os
+import random
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from forked_ranks import run_script
+from small_run import END_OF_TEXT, REPOSITORY, VOCABULARY, command_line, write_recipe, write_tokenizer, write_tokens
+from training_runs import finished, roll_back
+
+from dsgpt.common.errors import UserError
+from dsgpt.data.index import ENTRY, SourceEntry, document_hash, index_path, relative, write_sources
+from dsgpt.data.token_file import TokenFileWriter, TokenizerFacts
+from dsgpt.data.vocabulary import open_vocabulary
+from dsgpt.record.readings import Reading, find_spikes, suspects
+from dsgpt.record.where import main
+from dsgpt.training.command import train
+
+
+def write_corpus(folder: Path, texts: list[str]) -> Path:
+    """Data of ``texts``, with a recipe: the first half from files of their own, the others from one of JSON lines."""
+    (folder / "text").mkdir(parents=True)
+    facts = TokenizerFacts(**write_tokenizer(folder / "tokenizer"))
+    encode = open_vocabulary(folder / "tokenizer").tokenizer.encode
+    half, entries, lines = len(texts) // 2, [], folder / "text" / "lines.jsonl"
+    paths = [folder / "text" / f"{number:03}.txt" for number in range(half)]
+    made = {"vocab_size": VOCABULARY, "eot_id": END_OF_TEXT, "tokenizer": facts, "source": "texts"}
+    with TokenFileWriter(folder / "train.bin", **made) as writer, lines.open("w") as file:
+        for number, text in enumerate(texts):
+            ids, place = encode(text).ids, file.tell()
+            entries.append((document_hash(text.encode()), place, min(number, half), len(ids) + 1))
+            writer.append(ids)
+            if number < half:
+                paths[number].write_text(text)
+            else:
+                file.write(json.dumps({"id": str(number), "text": text}) + "\n")
+    np.array(entries, ENTRY).tofile(index_path(folder / "train.bin"))
+    stats = {relative(path, folder): path.stat() for path in [*paths, lines]}
+    write_sources(
+        folder / "train.bin",
+        [
+            SourceEntry(path=path, size=stat.st_size, mtime_ns=stat.st_mtime_ns, unit="byte")
+            for path, stat in stats.items()
+        ],
+    )
+    write_tokens(folder / "val.bin", np.arange(161) % END_OF_TEXT)
+    write_recipe(folder / "recipe.json")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def texts() -> list[str]:
+    """31 documents: empty, short, and longer than several windows."""
+    dice = random.Random(5)
+    return ["".join(dice.choices("abc def\n", k=dice.choice((0, 1, 7, 16, 50)))) for _ in range(30)] + ["x" * 150]
+
+
+@pytest.fixture(scope="module")
+def corpus(texts: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_corpus(tmp_path_factory.mktemp("where"), texts)
+
+
+def printed(capsys: pytest.CaptureFixture[str], *words: object) -> str:
+    main([*map(str, words)])
+    return capsys.readouterr().out
+
+
+# A token file.
+
+
+def test_every_token_has_the_document_that_wrote_it(corpus, texts, capsys):
+    """Every document by its number and by its first and last token, compared with the texts themselves."""
+    start = 0
+    for number, text in enumerate(texts):
+        end = start + len(text)
+        for asked in (("--document", number), ("--token", start), ("--token", end)):
+            out = printed(capsys, corpus / "train.bin", *asked)
+            assert f": document {number} of 31\n" in out and f"tokens  {start} to {end}; " in out
+            own = f"text/{number:03}.txt, byte 0" if number < 15 else r"text/lines.jsonl, byte \d+"
+            assert re.search(rf"source  {own}\n", out), out
+            assert "the source is unchanged, with this text there; the tokens decode to this text" in out
+            assert " ".join(text[:40].split()) in out
+        start = end + 1
+    with pytest.raises(UserError, match=rf"has no token {start}: they are 0 to {start - 1}"):
+        main([str(corpus / "train.bin"), "--token", str(start)])
+
+
+# A run. Its loader notes what it gives to the trainer.
+
+
+NOTING = """
+import json, os, runpy, sys
+from dsgpt.data import loader
+read = loader.WindowDataset.__getitems__
+def noted(self, windows):
+    batch = read(self, windows)
+    if self._file.path.name == "train.bin":
+        with open(os.environ["NOTES"] + os.environ.get("RANK", "0"), "a") as file:
+            ids = [[*row, targets[-1]] for row, targets in zip(batch.inputs.tolist(), batch.targets.tolist())]
+            print(json.dumps(ids), file=file)
+    return batch
+loader.WindowDataset.__getitems__ = noted
+runpy.run_path("SCRIPT", run_name="__main__")
+"""
+
+SEGMENTS = [
+    (4, 2, {"tensor_parallel": {"autotp_size": 2}}),
+    (4, 1, {"sequence_parallel_size": 2}),
+    (4, 2, {"pipeline": {"stages": 2, "partition": "parameters"}}),
+    (2, 4, {}),
+    (None, 4, {}),
+]
+"""Ranks, micro batch, and what is added to the recipe. Each resumes the run of the one before after three steps."""
+EACH = 3
+
+
+def test_a_step_read_what_is_printed(corpus, tmp_path, capsys):
+    """Peers that share a micro batch, accumulation, other ranks after a resume, and the ends of epochs of four steps.
+
+    The documents of a token are counted here by the end-of-text ids before it.
+    """
+    script, run, total = tmp_path / "noting.py", tmp_path / "run", EACH * len(SEGMENTS)
+    script.write_text(NOTING.replace("SCRIPT", str(REPOSITORY / "src" / "gpt2.py")))
+    for place, (ranks, micro, more) in enumerate(SEGMENTS):
+        run = roll_back(run, tmp_path / f"run{place}", EACH * place) if place else run
+        flags = {"checkpoint_path": run, "deepspeed_config": write_recipe(tmp_path / "recipe.json", **more)}
+        flags |= {"run_type": "optimized" if ranks else "baseline", "micro_batch_size_per_gpu": micro}
+        flags |= {"max_train_steps": total, "save_every": EACH, "keep_checkpoints": 9, "max_val_steps": 1}
+        words = command_line(corpus, **flags, resume=True if place else None, no_inference=True)
+        variables = {**os.environ, "NOTES": f"{tmp_path}/{place}-"}
+        finished(run_script(script, words, ranks=ranks, cwd=tmp_path, environment=variables))
+    ids = np.fromfile(corpus / "train.bin", "<u2")
+    document_of = np.cumsum(ids == END_OF_TEXT) - (ids == END_OF_TEXT)
+    for place, (ranks, micro, _) in enumerate(SEGMENTS):
+        for rank in range(ranks or 1):
+            noted = [
+                row for line in (tmp_path / f"{place}-{rank}").read_text().splitlines() for row in json.loads(line)
+            ]
+            for step in range(EACH * place + 1, EACH * (place + 1) + 1):
+                out = printed(capsys, "--run", run, "--step", step, "--rank", rank)
+                samples = out.split("\nsample ")[1:]
+                for number, sample in enumerate(samples):
+                    batch, first, last = map(
+                        int, re.search(r"micro batch (\d+): tokens (\d+) to (\d+),", sample).groups()
+                    )
+                    assert noted.pop(0) == ids[first : last + 1].tolist() and batch == number // micro, (step, rank)
+                    expected = [str(document) for document in np.unique(document_of[first : last + 1])]
+                    assert re.findall(r"^  document (\d+): ", sample, re.MULTILINE) == expected
+                assert len(samples) == {4: 4, 2: 4, None: 8}[ranks]
+    out = printed(capsys, "--run", run, "--step", 5)
+    assert "which is step 1 of 4 of epoch 2; 8 samples of 16 tokens" in out and out.count("\nsample ") == 8
+    for words, refusal in {"--step 16": "has the steps 1 to 15", "--step 12 --rank 2": "by the ranks 0 to 1"}.items():
+        with pytest.raises(UserError, match=refusal):
+            main(["--run", str(run), *words.split()])
+
+
+# Spikes: a small training on 900 documents, of which ten are noise.
+
+
+def test_ten_planted_documents_are_behind_the_spikes(tmp_path, capsys):
+    dice, signs = random.Random(1), [chr(number) for number in range(33, 127)]
+    planted = set(dice.sample(range(900), 10))
+    texts = ["".join(dice.choices(signs if number in planted else "abcdefgh", k=47)) for number in range(900)]
+    folder = write_corpus(tmp_path / "data", texts)
+    write_recipe(folder / "recipe.json", optimizer={"type": "AdamW", "params": {"lr": 0.01}})
+    words = command_line(folder, max_train_steps=None, epochs=2, eval_every=0, max_val_steps=1, save_every=0)
+    assert train([*words, "--no_inference"]) == 0
+    judged = find_spikes(folder / "run")
+    assert judged.judged == tuple(range(33, 675)) and judged.steps == 674
+    found = suspects(Reading(folder / "run"), judged)
+    assert {each.document.number for each in found[:10]} == planted
+    assert found[0].by_chance < 1e-3 and found[10].by_chance > 0.5
+    out = printed(capsys, "--spike", folder / "run", "--top", 10)
+    assert "32 more cannot be judged: fewer than 32 values are recorded before them" in out
+    assert {int(number) for number in re.findall(r"by chance \S+: document ([\d,]+):", out.replace(",", ""))} == planted
+
+
+# What cannot be answered, and what has changed.
