@@ -4,6 +4,7 @@ import json
 import os
 import random
 import re
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -180,3 +181,53 @@ def test_ten_planted_documents_are_behind_the_spikes(tmp_path, capsys):
 
 
 # What cannot be answered, and what has changed.
+
+
+def test_sources_that_changed_are_named(corpus, tmp_path, capsys):
+    """By `where` and in one line at the start of a training; not on a machine that has none of them."""
+    folder = shutil.copytree(corpus, tmp_path / "data")  # with all times
+    dry = [*command_line(folder), "--dry_run"]
+    assert train(dry) == 0 and "warning" not in capsys.readouterr().out
+    assert "warning" not in printed(capsys, folder / "train.bin", "--document", 2)
+    (folder / "text" / "000.txt").unlink()
+    (folder / "text" / "002.txt").write_text("another text")
+    os.utime(folder / "text" / "lines.jsonl", ns=(0, 0))
+    line = (
+        f"warning: {folder / 'train.bin'}: 3 of its 16 sources changed since it was prepared: FOLDER/000.txt cannot be "
+    )
+    line += "read any more (No such file or directory), FOLDER/002.txt has changed: it has 12 bytes and had 7, "
+    line += "FOLDER/lines.jsonl was written again since, with as many bytes"
+    line = line.replace("FOLDER", str(folder / "text"))
+    out = printed(capsys, folder / "train.bin", "--document", 2)
+    assert line in out and "the source has changed: it has 12 bytes and had 7; the tokens decode to this text" in out
+    assert train(dry) == 0 and capsys.readouterr().out.splitlines().count(line) == 1
+    shutil.rmtree(folder / "text")
+    assert train(dry) == 0 and "warning" not in capsys.readouterr().out
+
+
+def test_a_run_whose_data_changed_read_both_files(corpus, tmp_path, capsys, texts):
+    """After a resume with other data, steps before it are looked up in the old file, also if that has moved."""
+    run = tmp_path / "run"
+    flags = {"checkpoint_path": run, "no_inference": True, "max_train_steps": 6, "save_every": 3}
+    flags |= {"keep_checkpoints": 9, "deepspeed_config": corpus / "recipe.json"}
+    assert train(command_line(corpus, **flags)) == 0
+    other = write_corpus(tmp_path / "other", ["other", *texts])
+    run = roll_back(run, tmp_path / "resumed", 3)
+    words = command_line(other, **flags | {"checkpoint_path": run}, resume=True, allow_changed="data")
+    assert train(words) == 0
+    capsys.readouterr()
+    reading = Reading(run)
+    for step, folder in ((3, corpus), (4, other)):
+        assert reading.phase(step).file.file.path == folder / "train.bin"
+        assert f"16 tokens of {folder / 'train.bin'}" in printed(capsys, "--run", run, "--step", step)
+    moved = shutil.copytree(corpus, tmp_path / "moved")
+    assert Reading(run, file=moved / "train.bin").phase(1).file.file.path == moved / "train.bin"
+    with pytest.raises(UserError, match=r"the token file of the steps 4 to 6, .* is not .*/moved/train\.bin: call"):
+        main([str(moved / "train.bin"), "--run", str(run), "--step", "4"])
+    (moved / "train.bin").touch()  # without its time nobody knows whether it is the same
+    with pytest.raises(UserError, match=r"check it first, with `dsgpt data verify"):
+        main([str(moved / "train.bin"), "--run", str(run), "--step", "1"])
+    (corpus / "train.index").rename(tmp_path / "index")
+    with pytest.raises(UserError, match=r"train\.index: is missing"):
+        main(["--run", str(run), "--step", "1"])
+    (tmp_path / "index").rename(corpus / "train.index")

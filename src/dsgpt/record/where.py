@@ -17,8 +17,8 @@ from dsgpt.record.readings import Reading, find_spikes, suspects
 DESCRIPTION = """\
 Print where tokens come from: the document, its source file, its place there, its tokens and the beginning of its text.
 The place is a byte offset or a row; the hash is the first 8 bytes of the SHA-256 of the text. Of a token file: a
-document, or the one that a token belongs to. Of a run: the documents that a step read, or those behind the steps whose loss or
-gradient norm stands out. Tokens, documents, samples and ranks are counted from 0, steps from 1."""
+document, or the one that a token belongs to. Of a run: the documents that a step read, or those behind the steps
+whose loss or gradient norm stands out. Tokens, documents, samples and ranks are counted from 0, steps from 1."""
 EXAMPLES = """\
 examples:
   .venv/bin/python data_prep/where.py data/python-stdlib/train.bin --token 150000

@@ -28,6 +28,7 @@ from dsgpt.common.files import write_json_atomic
 from dsgpt.common.json_files import JsonError, clipped
 from dsgpt.common.text import counted
 from dsgpt.config.run_config import RunConfig
+from dsgpt.data.addresses import changed_sources
 from dsgpt.machine.console import LogFile, Progress
 from dsgpt.machine.device import TIMEOUT, HostGroup, barrier, bring_up, from_main, gather_objects, joined
 from dsgpt.machine.launcher import Interruption
@@ -143,6 +144,7 @@ def prepare(config: RunConfig, lock: RunLock, peers: Peers) -> Prepared:
     if plan is not None and plan.machine.devices != config.topology.world_size:
         unlike = f"plan        was made for {counted(plan.machine.devices, 'device')}: steps are not compared with it"
     unchecked = run_description.check_tokenizer(config, problems)
+    changed = [f"warning: {line}" for file in (config.train, config.val) if (line := changed_sources(file))]
     problems.raise_if_any()
     return Prepared(
         start=start,
@@ -152,7 +154,7 @@ def prepare(config: RunConfig, lock: RunLock, peers: Peers) -> Prepared:
         earlier=earlier,
         plan=plan,
         goodput=goodput,
-        messages=(*filter(None, (unchecked, doubt, unlike)), *fetched, *start.messages),
+        messages=(*filter(None, (unchecked, doubt, unlike)), *changed[:1], *fetched, *start.messages),
     )
 
 
