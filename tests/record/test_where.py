@@ -99,7 +99,7 @@ from dsgpt.data import loader
 read = loader.WindowDataset.__getitems__
 def noted(self, windows):
     batch = read(self, windows)
-    if self._file.path.name == "train.bin":
+    if "val.bin" not in str(self._windows.data.path):
         with open(os.environ["NOTES"] + os.environ.get("RANK", "0"), "a") as file:
             ids = [[*row, targets[-1]] for row, targets in zip(batch.inputs.tolist(), batch.targets.tolist())]
             print(json.dumps(ids), file=file)
@@ -119,11 +119,16 @@ SEGMENTS = [
 EACH = 3
 
 
-def test_a_step_read_what_is_printed(corpus, tmp_path, capsys):
-    """Peers that share a micro batch, accumulation, other ranks after a resume, and the ends of epochs of four steps.
+def test_a_step_read_what_is_printed(texts, tmp_path, capsys):
+    """Peers that share a micro batch, accumulation, other ranks after a resume, and the ends of epochs.
 
-    The documents of a token are counted here by the end-of-text ids before it.
+    The data is a mixture. A source of it has two files, and a window has tokens of both. The documents of a token are
+    counted here by the end-of-text ids before it.
     """
+    for name, some in {"a0": texts[:12], "a1": texts[12:25], "b": texts[20:]}.items():
+        write_corpus(tmp_path / name, some)
+    mixture = tmp_path / "mixture.json"
+    mixture.write_text(json.dumps([{"path": "a?/train.bin", "weight": 2}, {"path": "b/train.bin", "weight": 1}]))
     script, run, total = tmp_path / "noting.py", tmp_path / "run", EACH * len(SEGMENTS)
     script.write_text(NOTING.replace("SCRIPT", str(REPOSITORY / "src" / "gpt2.py")))
     for place, (ranks, micro, more) in enumerate(SEGMENTS):
@@ -131,29 +136,35 @@ def test_a_step_read_what_is_printed(corpus, tmp_path, capsys):
         flags = {"checkpoint_path": run, "deepspeed_config": write_recipe(tmp_path / "recipe.json", **more)}
         flags |= {"run_type": "optimized" if ranks else "baseline", "micro_batch_size_per_gpu": micro}
         flags |= {"max_train_steps": total, "save_every": EACH, "keep_checkpoints": 9, "max_val_steps": 1}
-        words = command_line(corpus, **flags, resume=True if place else None, no_inference=True)
+        flags |= {"train_data_path": mixture, "resume": True if place else None, "no_inference": True}
         variables = {**os.environ, "NOTES": f"{tmp_path}/{place}-"}
+        words = command_line(tmp_path / "b", **flags)
         finished(run_script(script, words, ranks=ranks, cwd=tmp_path, environment=variables))
-    ids = np.fromfile(corpus / "train.bin", "<u2")
-    document_of = np.cumsum(ids == END_OF_TEXT) - (ids == END_OF_TEXT)
+    files = {str(path): np.fromfile(path, "<u2") for path in tmp_path.glob("*/train.bin")}
+    ends = {path: np.cumsum(ids == END_OF_TEXT) - (ids == END_OF_TEXT) for path, ids in files.items()}
+    crossing = 0
     for place, (ranks, micro, _) in enumerate(SEGMENTS):
         for rank in range(ranks or 1):
-            noted = [
-                row for line in (tmp_path / f"{place}-{rank}").read_text().splitlines() for row in json.loads(line)
-            ]
+            lines = (tmp_path / f"{place}-{rank}").read_text().splitlines()
+            noted = [row for line in lines for row in json.loads(line)]
             for step in range(EACH * place + 1, EACH * (place + 1) + 1):
-                out = printed(capsys, "--run", run, "--step", step, "--rank", rank)
-                samples = out.split("\nsample ")[1:]
-                for number, sample in enumerate(samples):
-                    batch, first, last = map(
-                        int, re.search(r"micro batch (\d+): tokens (\d+) to (\d+),", sample).groups()
-                    )
-                    assert noted.pop(0) == ids[first : last + 1].tolist() and batch == number // micro, (step, rank)
-                    expected = [str(document) for document in np.unique(document_of[first : last + 1])]
-                    assert re.findall(r"^  document (\d+): ", sample, re.MULTILINE) == expected
+                samples = printed(capsys, "--run", run, "--step", step, "--rank", rank).split("\nsample ")[1:]
                 assert len(samples) == {4: 4, 2: 4, None: 8}[ranks]
-    out = printed(capsys, "--run", run, "--step", 5)
-    assert "which is step 1 of 4 of epoch 2; 8 samples of 16 tokens" in out and out.count("\nsample ") == 8
+                for number, sample in enumerate(samples):
+                    assert int(re.search(r"micro batch (\d+):", sample)[1]) == number // micro
+                    spans = [
+                        (int(a), int(b) + 1, path) for a, b, path in re.findall(r"(\d+) to (\d+) of (\S+)", sample)
+                    ]
+                    assert noted.pop(0) == [id for a, b, path in spans for id in files[path][a:b].tolist()], (
+                        step,
+                        rank,
+                    )
+                    expected = [str(document) for a, b, path in spans for document in np.unique(ends[path][a:b])]
+                    assert re.findall(r"^  document (\d+): ", sample, re.MULTILINE) == expected
+                    crossing += len(spans) > 1
+    per_epoch = Reading(run).phase(1).order.steps_per_epoch
+    assert crossing
+    assert f"step 1 of {per_epoch} of epoch 2; 8 samples" in printed(capsys, "--run", run, "--step", per_epoch + 1)
     for words, refusal in {"--step 16": "has the steps 1 to 15", "--step 12 --rank 2": "by the ranks 0 to 1"}.items():
         with pytest.raises(UserError, match=refusal):
             main(["--run", str(run), *words.split()])
@@ -218,11 +229,11 @@ def test_a_run_whose_data_changed_read_both_files(corpus, tmp_path, capsys, text
     capsys.readouterr()
     reading = Reading(run)
     for step, folder in ((3, corpus), (4, other)):
-        assert reading.phase(step).file.file.path == folder / "train.bin"
-        assert f"16 tokens of {folder / 'train.bin'}" in printed(capsys, "--run", run, "--step", step)
+        assert reading.phase(step).windows.data.path == folder / "train.bin"
+        assert printed(capsys, "--run", run, "--step", step).count(f" of {folder / 'train.bin'}\n") == 8
     moved = shutil.copytree(corpus, tmp_path / "moved")
-    assert Reading(run, file=moved / "train.bin").phase(1).file.file.path == moved / "train.bin"
-    with pytest.raises(UserError, match=r"the token file of the steps 4 to 6, .* is not .*/moved/train\.bin: call"):
+    assert Reading(run, data=moved / "train.bin").phase(1).windows.data.path == moved / "train.bin"
+    with pytest.raises(UserError, match=r"/moved/train\.bin: is not what the steps 4 to 6 read"):
         main([str(moved / "train.bin"), "--run", str(run), "--step", "4"])
     (moved / "train.bin").touch()  # without its time nobody knows whether it is the same
     with pytest.raises(UserError, match=r"check it first, with `dsgpt data verify"):

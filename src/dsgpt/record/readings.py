@@ -6,7 +6,7 @@ of its steps read, and each of its ranks, across resumes on other ranks and with
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -19,8 +19,10 @@ from numpy.typing import NDArray
 from dsgpt.common.errors import UserError
 from dsgpt.common.files import printable
 from dsgpt.data.addresses import Address, Addresses
+from dsgpt.data.data_set import Windows, open_data
 from dsgpt.data.download import progress
-from dsgpt.data.token_file import RankShare, SampleOrder, open_token_file, window_count
+from dsgpt.data.order import RankShare, SampleOrder
+from dsgpt.data.token_file import TokenFile
 from dsgpt.machine.topology import ParallelSizes, Topology
 from dsgpt.record.runs import read_record
 from dsgpt.record.schema import RECORD_FILE, STEPS_FILE, read_fields, read_steps
@@ -46,29 +48,38 @@ class Part(NamedTuple):
 class Phase:
     """The steps of a run that read the same data. A resume with ``--allow_changed data`` begins another phase."""
 
-    file: Addresses
     order: SampleOrder
-    seq_length: int
+    windows: Windows
+    addresses: Callable[[TokenFile], Addresses]
+    """Opens the index of a file of the data, once."""
 
-    def windows(self, steps: range) -> NDArray[np.int64]:
+    def steps(self, steps: range) -> NDArray[np.int64]:
         """The windows of ``steps``, counted from 1; shape (steps, global_batch_size)."""
         return self.order.batches(steps.start - 1, steps.stop - 1)
 
-    def span(self, window: int) -> tuple[int, int]:
-        """The tokens of a window, first and end: its inputs, and the target of the last one."""
-        return window * self.seq_length, (window + 1) * self.seq_length + 1
-
     def parts(self, window: int) -> Iterator[Part]:
-        """What a window has of each document."""
-        start, stop = self.span(window)
-        for number in range(self.file.number_at(start), self.file.number_at(stop - 1) + 1):
-            document = self.file[number]
-            yield Part(self.file, document, max(start, document.start), min(stop, document.stop))
+        """What a window has of each document: its inputs, and the target of the last one.
 
-    def windows_of(self, document: Address) -> range:
-        """The windows that have a token of a document, as an input or as a target."""
-        first, last = max(0, document.start - 1) // self.seq_length, (document.stop - 1) // self.seq_length
-        return range(first, min(last + 1, self.order.windows))
+        Raises:
+            TokenFileError: a file has no index.
+        """
+        for token_file, start, tokens in self.windows.spans(window):
+            file, stop = self.addresses(token_file), start + tokens
+            for number in range(file.number_at(start), file.number_at(stop - 1) + 1):
+                document = file[number]
+                yield Part(file, document, max(start, document.start), min(stop, document.stop))
+
+    def windows_of(self, part: Part) -> Iterator[int]:
+        """The windows that have a token of the document of ``part``, as an input or as a target."""
+        begin, length = 0, self.windows.seq_length
+        for source, end in zip(self.windows.data.sources, self.windows.ends, strict=True):
+            before = 0
+            for file in source.files:
+                if file.path == part.file.file.path:
+                    first, last = before + part.document.start - 1, before + part.document.stop - 1
+                    yield from range(begin + max(0, first) // length, min(begin + last // length + 1, end))
+                before += file.tokens
+            begin = end
 
 
 class Reading:
@@ -76,30 +87,30 @@ class Reading:
 
     Args:
         run_dir: the folder of the run.
-        file: its token file, if that is no longer where the run read it.
+        data: its training data, if that is no longer where the run read it.
 
     Raises:
         UserError: the record cannot be read, or lacks what decides the samples.
     """
 
-    def __init__(self, run_dir: Path, *, file: Path | None = None) -> None:
+    def __init__(self, run_dir: Path, *, data: Path | None = None) -> None:
         notes: list[str] = []
         self.run_dir, self._record = (
             run_dir,
             read_record(run_dir / RECORD_FILE, name=printable(run_dir.name), notes=notes),
         )
-        config, data = self._record.section("training_config"), [self._record.section("data")]
+        config, facts = self._record.section("training_config"), [self._record.section("data")]
         sizes = [size for name in _SIZES if (size := config.whole(name)) is not None]
         if len(sizes) < len(_SIZES) or 0 in sizes[:-1]:
             raise UserError(f"{run_dir / RECORD_FILE}: does not say what a step read: it needs {', '.join(_SIZES)}")
         self.seq_length, self.global_batch_size, self.total_steps, self._seed = sizes
         if (run_dir / CONFIG_FILE).exists():  # with the data of the first steps
-            data.append(read_fields(run_dir / CONFIG_FILE, wanted=f"a {CONFIG_FILE}", notes=notes).section("data"))
-        named = [Path(path) for each in data if (path := each.text("train_path"))]
-        self._paths = [file] if file else [*dict.fromkeys(named)]
+            facts.append(read_fields(run_dir / CONFIG_FILE, wanted=f"a {CONFIG_FILE}", notes=notes).section("data"))
+        named = [Path(path) for each in facts if (path := each.text("train_path"))]
+        self._paths = [data] if data else [*dict.fromkeys(named)]
         changes = [each for each in self._record.sections("changed_at_resume") if each.text("name") == "train data"]
         ends = [*(each.whole("step") or 0 for each in changes), self.total_steps]
-        hashes = [*(each.text("before") for each in changes), data[0].text("train_sha256")]
+        hashes = [*(each.text("before") for each in changes), facts[0].text("train_sha256")]
         self.phases = tuple(zip([1, *(end + 1 for end in ends)], ends, hashes, strict=False))
         """First step, last step and the SHA-256 of the data of each phase."""
         self._opened = cache(self._open)
@@ -108,7 +119,7 @@ class Reading:
         """The phase that ``step`` belongs to.
 
         Raises:
-            UserError: the run has no such step; or its token file is not there, or has no index.
+            UserError: the run has no such step; or its data is not there.
         """
         for first, last, sha256 in self.phases:
             if first <= step <= last:
@@ -116,16 +127,20 @@ class Reading:
         raise UserError(f"--step {step}: the run {self.run_dir} has the steps 1 to {self.total_steps:,}")
 
     def _open(self, first: int, last: int, sha256: str | None) -> Phase:
-        for path in filter(Path.exists, self._paths):
-            file, length = open_token_file(path), self.seq_length
-            if sha256 is not None and file.sidecar.sha256 == sha256:
-                windows = window_count(file.tokens, length)
-                order = SampleOrder(windows=windows, global_batch_size=self.global_batch_size, seed=self._seed)
-                return Phase(file=Addresses(file), order=order, seq_length=length)
-        raise UserError(
-            f"{self.run_dir}: the token file of the steps {first:,} to {last:,}, sha256 {sha256}, is not "
-            f"{' or '.join(map(str, self._paths))}: call this from the folder where the run began, or name the file"
-        )
+        reasons: list[str] = []
+        for path in self._paths:
+            try:
+                data = open_data(path, flag=f"the data of {self.run_dir}:")
+            except UserError as error:
+                reasons += error.problems
+                continue
+            if sha256 is not None and data.sha256(lambda file: file.sidecar.sha256, mixed=True) == sha256:
+                length, size = self.seq_length, self.global_batch_size
+                order = data.order(length, global_batch_size=size, seed=self._seed)
+                return Phase(order=order, windows=Windows(data, length), addresses=cache(Addresses))
+            reasons.append(f"{path}: is not what the steps {first:,} to {last:,} read, whose sha256 is {sha256}")
+        cure = "call this from the folder where the run began, or name the data"
+        raise UserError(*(f"{reason}; {cure}" for reason in reasons))
 
     def share(self, step: int, rank: int) -> NDArray[np.int64]:
         """The places in the global batch of ``step`` that ``rank`` read, (gradient_accumulation_steps, micro batch).
@@ -282,20 +297,20 @@ def suspects(reading: Reading, judged: Spikes) -> list[Suspect]:
 
 def _suspects(phase: Phase, steps: Sequence[int], spikes: set[int]) -> list[Suspect]:
     """The documents of the ``spikes``, which are among ``steps``."""
-    windows = (window for step in spikes for window in phase.windows(range(step, step + 1))[0].tolist())
-    documents = {part.document.number: part for window in windows for part in phase.parts(window)}
-    in_window: dict[int, list[int]] = defaultdict(list)
-    for number, part in documents.items():
-        for window in phase.windows_of(part.document):
-            in_window[window].append(number)
-    wanted, judged, read_by = np.array(sorted(in_window)), set(steps), {number: set[int]() for number in documents}
+    windows = (window for step in spikes for window in phase.steps(range(step, step + 1))[0].tolist())
+    documents = {(part.file, part.document.number): part for window in windows for part in phase.parts(window)}
+    in_window: dict[int, list[tuple[Addresses, int]]] = defaultdict(list)
+    for key, part in documents.items():
+        for window in phase.windows_of(part):
+            in_window[window].append(key)
+    wanted, judged, read_by = np.array(sorted(in_window)), set(steps), {key: set[int]() for key in documents}
     with progress(total=steps[-1] + 1 - steps[0], description="reading the order", unit=" steps") as bar:
         for first in range(steps[0], steps[-1] + 1, _STEPS_AT_ONCE):
             some = range(first, min(first + _STEPS_AT_ONCE, steps[-1] + 1))
-            windows_read = phase.windows(some)
+            windows_read = phase.steps(some)
             for row, column in np.argwhere(np.isin(windows_read, wanted)):
-                for number in in_window[int(windows_read[row, column])]:
-                    read_by[number].add(some[row])
+                for key in in_window[int(windows_read[row, column])]:
+                    read_by[key].add(some[row])
             bar.update(len(some))
 
     @cache
@@ -305,8 +320,8 @@ def _suspects(phase: Phase, steps: Sequence[int], spikes: set[int]) -> list[Susp
         return sum(math.exp(_ways(a, b) + _ways(c, d) - _ways(total, out)) for a, b, c, d in ways)
 
     found = []
-    for number, part in documents.items():
-        hits, read = spikes & read_by[number], len(judged & read_by[number])
+    for key, part in documents.items():
+        hits, read = spikes & read_by[key], len(judged & read_by[key])
         by_chance = chance(len(hits), read) * len(documents)
         found.append(
             Suspect(file=part.file, document=part.document, spikes=tuple(sorted(hits)), steps=read, by_chance=by_chance)

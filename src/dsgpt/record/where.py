@@ -1,6 +1,6 @@
 """The command line of ``data_prep/where.py``: the documents behind a token, a step, or the spikes of a run."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from dsgpt.common.files import printable
 from dsgpt.common.json_files import clipped_text
 from dsgpt.common.text import counted, next_line, script_words
 from dsgpt.data.addresses import Addresses, changed_sources
-from dsgpt.data.token_file import open_token_file
+from dsgpt.data.token_file import TokenFile, open_token_file
 from dsgpt.record.readings import Reading, find_spikes, suspects
 
 DESCRIPTION = """\
@@ -34,7 +34,7 @@ class WhereOptions:
     file: Path | None = flag(
         Path,
         "BIN",
-        "a token file; with --run and --spike only if it is no longer where the run read it",
+        "a token file; with --run and --spike the training data, if it is no longer where the run read it",
         name="file",
         nargs="?",
     )
@@ -67,9 +67,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         problems.add("--rank: only --run has ranks; leave it out")
     problems.raise_if_any()
     if options.run is not None and options.step is not None:
-        _print_step(Reading(options.run, file=options.file), options.step, rank=options.rank)
+        _print_step(Reading(options.run, data=options.file), options.step, rank=options.rank)
     elif options.spike is not None:
-        _print_spikes(Reading(options.spike, file=options.file), top=options.top)
+        _print_spikes(Reading(options.spike, data=options.file), top=options.top)
     elif options.file is not None:
         _print_document(Addresses(open_token_file(options.file)), token=options.token, number=options.document)
 
@@ -83,9 +83,9 @@ def excerpt(file: Addresses, start: int, stop: int) -> str:
     return clipped_text(printable(file.text(start, min(stop, start + EXCERPT_TOKENS))), width=EXCERPT)
 
 
-def _end(file: Addresses, *words: object) -> None:
+def _end(files: Iterable[TokenFile], *words: object) -> None:
     """Print the last lines: sources that changed, and the next command."""
-    if line := changed_sources(file.file):
+    for line in filter(None, map(changed_sources, files)):
         print(f"warning: {line}")
     print(next_line(script_words(_SCRIPT, *words)))
 
@@ -101,29 +101,29 @@ def _print_document(file: Addresses, *, token: int | None, number: int | None) -
         after = excerpt(file, token + 1, document.stop)
         print(f"  token   {token:,}: {file.text(token, token + 1)!r}, then {after}")
     print(f"  text    {excerpt(file, document.start, document.stop)}")
-    _end(file, file.file.path, "--document", (number + 1) % len(file))
+    _end([file.file], file.file.path, "--document", (number + 1) % len(file))
 
 
 def _print_step(reading: Reading, step: int, *, rank: int | None) -> None:
     phase = reading.phase(step)
-    windows = phase.windows(range(step, step + 1))[0].tolist()
+    windows = phase.steps(range(step, step + 1))[0].tolist()
     places = np.arange(len(windows))[None] if rank is None else reading.share(step, rank)
     epoch, before = divmod(step - 1, phase.order.steps_per_epoch)
     print(
         f"{reading.run_dir}: step {step:,}, which is step {before + 1:,} of {phase.order.steps_per_epoch:,} of epoch "
         f"{epoch + 1}; {'' if rank is None else f'rank {rank} reads '}{counted(places.size, 'sample')} of "
-        f"{reading.seq_length:,} tokens of {phase.file.file.path}"
+        f"{reading.seq_length:,} tokens"
     )
     for micro, row in enumerate(places.tolist()):
         for place in row:
-            start, stop = phase.span(windows[place])
-            of_rank = "" if rank is None else f", micro batch {micro}"
-            print(f"sample {place}{of_rank}: tokens {start:,} to {stop - 1:,}, the last only as a target")
+            spans = phase.windows.spans(windows[place])
+            tokens = " and ".join(f"{at:,} to {at + count - 1:,} of {file.path}" for file, at, count in spans)
+            print(f"sample {place}{'' if rank is None else f', micro batch {micro}'}: tokens {tokens}")
             for file, document, start, stop in phase.parts(windows[place]):
                 print(
                     f"  document {document.number:,}: {document.origin}, {document.hex}: {excerpt(file, start, stop)}"
                 )
-    _end(phase.file, "--spike", reading.run_dir)
+    _end(phase.windows.data.files, "--spike", reading.run_dir)
 
 
 def _print_spikes(reading: Reading, *, top: int) -> None:
@@ -141,4 +141,10 @@ def _print_spikes(reading: Reading, *, top: int) -> None:
         print(f"  {share}: document {each.document.number:,}: {each.document.origin}, {each.document.hex}: {text}")
     if found[0].by_chance > 0.05:
         print("none of them stands out: by chance alone, as many documents would look like these")
-    _end(found[0].file, "--run", reading.run_dir, "--step", found[0].spikes[0])
+    _end(
+        {each.file.file.path: each.file.file for each in found}.values(),
+        "--run",
+        reading.run_dir,
+        "--step",
+        found[0].spikes[0],
+    )

@@ -144,7 +144,8 @@ def prepare(config: RunConfig, lock: RunLock, peers: Peers) -> Prepared:
     if plan is not None and plan.machine.devices != config.topology.world_size:
         unlike = f"plan        was made for {counted(plan.machine.devices, 'device')}: steps are not compared with it"
     unchecked = run_description.check_tokenizer(config, problems)
-    changed = [f"warning: {line}" for file in (config.train, config.val) if (line := changed_sources(file))]
+    prepared_together = {file.path.parent: file for file in (*config.val.files, *config.train.files)}
+    changed = [f"warning: {line}" for line in map(changed_sources, prepared_together.values()) if line]
     problems.raise_if_any()
     return Prepared(
         start=start,
@@ -154,7 +155,7 @@ def prepare(config: RunConfig, lock: RunLock, peers: Peers) -> Prepared:
         earlier=earlier,
         plan=plan,
         goodput=goodput,
-        messages=(*filter(None, (unchecked, doubt, unlike)), *changed[:1], *fetched, *start.messages),
+        messages=(*filter(None, (unchecked, doubt, unlike)), *changed, *fetched, *start.messages),
     )
 
 
