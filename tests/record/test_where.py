@@ -10,47 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from forked_ranks import run_script
-from small_run import END_OF_TEXT, REPOSITORY, VOCABULARY, command_line, write_recipe, write_tokenizer, write_tokens
+from small_run import END_OF_TEXT, REPOSITORY, command_line, write_documents, write_recipe
 from training_runs import finished, roll_back
 
 from dsgpt.common.errors import UserError
-from dsgpt.data.index import ENTRY, SourceEntry, document_hash, index_path, relative, write_sources
-from dsgpt.data.token_file import TokenFileWriter, TokenizerFacts
-from dsgpt.data.vocabulary import open_vocabulary
 from dsgpt.record.readings import Reading, find_spikes, suspects
 from dsgpt.record.where import main
 from dsgpt.training.command import train
-
-
-def write_corpus(folder: Path, texts: list[str]) -> Path:
-    """Data of ``texts``, with a recipe: the first half from files of their own, the others from one of JSON lines."""
-    (folder / "text").mkdir(parents=True)
-    facts = TokenizerFacts(**write_tokenizer(folder / "tokenizer"))
-    encode = open_vocabulary(folder / "tokenizer").tokenizer.encode
-    half, entries, lines = len(texts) // 2, [], folder / "text" / "lines.jsonl"
-    paths = [folder / "text" / f"{number:03}.txt" for number in range(half)]
-    made = {"vocab_size": VOCABULARY, "eot_id": END_OF_TEXT, "tokenizer": facts, "source": "texts"}
-    with TokenFileWriter(folder / "train.bin", **made) as writer, lines.open("w") as file:
-        for number, text in enumerate(texts):
-            ids, place = encode(text).ids, file.tell()
-            entries.append((document_hash(text.encode()), place, min(number, half), len(ids) + 1))
-            writer.append(ids)
-            if number < half:
-                paths[number].write_text(text)
-            else:
-                file.write(json.dumps({"id": str(number), "text": text}) + "\n")
-    np.array(entries, ENTRY).tofile(index_path(folder / "train.bin"))
-    stats = {relative(path, folder): path.stat() for path in [*paths, lines]}
-    write_sources(
-        folder / "train.bin",
-        [
-            SourceEntry(path=path, size=stat.st_size, mtime_ns=stat.st_mtime_ns, unit="byte")
-            for path, stat in stats.items()
-        ],
-    )
-    write_tokens(folder / "val.bin", np.arange(161) % END_OF_TEXT)
-    write_recipe(folder / "recipe.json")
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +28,7 @@ def texts() -> list[str]:
 
 @pytest.fixture(scope="module")
 def corpus(texts: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_corpus(tmp_path_factory.mktemp("where"), texts)
+    return write_documents(tmp_path_factory.mktemp("where"), texts)
 
 
 def printed(capsys: pytest.CaptureFixture[str], *words: object) -> str:
@@ -126,7 +92,7 @@ def test_a_step_read_what_is_printed(texts, tmp_path, capsys):
     counted here by the end-of-text ids before it.
     """
     for name, some in {"a0": texts[:12], "a1": texts[12:25], "b": texts[20:]}.items():
-        write_corpus(tmp_path / name, some)
+        write_documents(tmp_path / name, some)
     mixture = tmp_path / "mixture.json"
     mixture.write_text(json.dumps([{"path": "a?/train.bin", "weight": 2}, {"path": "b/train.bin", "weight": 1}]))
     script, run, total = tmp_path / "noting.py", tmp_path / "run", EACH * len(SEGMENTS)
@@ -177,7 +143,7 @@ def test_ten_planted_documents_are_behind_the_spikes(tmp_path, capsys):
     dice, signs = random.Random(1), [chr(number) for number in range(33, 127)]
     planted = set(dice.sample(range(900), 10))
     texts = ["".join(dice.choices(signs if number in planted else "abcdefgh", k=47)) for number in range(900)]
-    folder = write_corpus(tmp_path / "data", texts)
+    folder = write_documents(tmp_path / "data", texts)
     write_recipe(folder / "recipe.json", optimizer={"type": "AdamW", "params": {"lr": 0.01}})
     words = command_line(folder, max_train_steps=None, epochs=2, eval_every=0, max_val_steps=1, save_every=0)
     assert train([*words, "--no_inference"]) == 0
@@ -222,7 +188,7 @@ def test_a_run_whose_data_changed_read_both_files(corpus, tmp_path, capsys, text
     flags = {"checkpoint_path": run, "no_inference": True, "max_train_steps": 6, "save_every": 3}
     flags |= {"keep_checkpoints": 9, "deepspeed_config": corpus / "recipe.json"}
     assert train(command_line(corpus, **flags)) == 0
-    other = write_corpus(tmp_path / "other", ["other", *texts])
+    other = write_documents(tmp_path / "other", ["other", *texts])
     run = roll_back(run, tmp_path / "resumed", 3)
     words = command_line(other, **flags | {"checkpoint_path": run}, resume=True, allow_changed="data")
     assert train(words) == 0

@@ -106,7 +106,7 @@ class Reading:
         self.seq_length, self.global_batch_size, self.total_steps, self._seed = sizes
         if (run_dir / CONFIG_FILE).exists():  # with the data of the first steps
             facts.append(read_fields(run_dir / CONFIG_FILE, wanted=f"a {CONFIG_FILE}", notes=notes).section("data"))
-        named = [Path(path) for each in facts if (path := each.text("train_path"))]
+        named = [Path(path) for each in facts if (path := each.text("train_path")) and "\0" not in path]
         self._paths = [data] if data else [*dict.fromkeys(named)]
         changes = [each for each in self._record.sections("changed_at_resume") if each.text("name") == "train data"]
         ends = [*(each.whole("step") or 0 for each in changes), self.total_steps]
@@ -134,13 +134,13 @@ class Reading:
             except UserError as error:
                 reasons += error.problems
                 continue
-            if sha256 is not None and data.sha256(lambda file: file.sidecar.sha256, mixed=True) == sha256:
-                length, size = self.seq_length, self.global_batch_size
-                order = data.order(length, global_batch_size=size, seed=self._seed)
-                return Phase(order=order, windows=Windows(data, length), addresses=cache(Addresses))
+            order = data.order(self.seq_length, global_batch_size=self.global_batch_size, seed=self._seed)
+            same = sha256 is not None and data.sha256(lambda file: file.sidecar.sha256, mixed=True) == sha256
+            if same and order.steps_per_epoch:
+                return Phase(order=order, windows=Windows(data, self.seq_length), addresses=cache(Addresses))
             reasons.append(f"{path}: is not what the steps {first:,} to {last:,} read, whose sha256 is {sha256}")
         cure = "call this from the folder where the run began, or name the data"
-        raise UserError(*(f"{reason}; {cure}" for reason in reasons))
+        raise UserError(*(f"{reason}; {cure}" for reason in reasons or [f"{self.run_dir}: names no training data"]))
 
     def share(self, step: int, rank: int) -> NDArray[np.int64]:
         """The places in the global batch of ``step`` that ``rank`` read, (gradient_accumulation_steps, micro batch).
