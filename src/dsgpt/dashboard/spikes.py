@@ -23,7 +23,10 @@ _AXES: dict[str, dict[str, Any]] = {
     "x": {"field": "x", "title": "optimizer steps", "axis": ui.NUMBERS},
     "y": {"field": "y", "title": "training loss (nats per token)", "scale": {"zero": False}},
 }
-_STANDS_OUT = {"transform": [{"filter": "datum.out"}], "mark": {"type": "point", "size": 60, "strokeWidth": 2}}
+_STANDS_OUT = {
+    "transform": [{"filter": "datum.out"}],
+    "mark": {"type": "point", "size": 60, "strokeWidth": 2, "aria": False},
+}
 
 
 def show() -> None:
