@@ -60,3 +60,11 @@ def test_the_list_of_sources(tmp_path: Path):
     (tmp_path / "out" / "a.sources.json").write_text("{}")
     with pytest.raises(TokenFileError, match="is not a list of source files"):
         read_sources(path)
+
+
+def test_a_long_list_of_sources(tmp_path: Path):
+    """As of 200,000 small files: other JSON files are refused from 16 MiB on."""
+    files = [SourceEntry(path=f"{number:02200}", size=3, mtime_ns=5, unit="byte") for number in range(8_000)]
+    write_sources(tmp_path / "a.bin", files)
+    assert (tmp_path / "a.sources.json").stat().st_size > 1 << 24
+    assert read_sources(tmp_path / "a.bin") == files

@@ -21,6 +21,8 @@ from dsgpt.data.token_file import TokenFile, TokenFileError
 ENTRY = np.dtype([("hash", "<u8"), ("place", "<u8"), ("file", "<u4"), ("tokens", "<u4")])
 """A document: the first 8 bytes of the SHA-256 of its UTF-8 text, as a little-endian number; its byte offset or row in
 the source file; the number of that file. ``tokens`` counts its ids, with the end-of-text id."""
+MAX_SOURCES_BYTES = 1 << 30
+"""The largest list that is read: ten million files with names of a hundred letters."""
 Entries: TypeAlias = NDArray[np.void]
 """Of shape (documents,), dtype ``ENTRY``."""
 
@@ -82,8 +84,8 @@ def read_sources(path: Path) -> list[SourceEntry]:
     if not beside.exists():
         raise TokenFileError(f"{beside}: is missing; an older preparation wrote none: prepare again with --overwrite")
     cure = "; prepare again with --overwrite"
-    read = read_or_refuse(beside, SourceList, "a list of source files", cure=cure, refusal=TokenFileError)
-    return read.files
+    what, most = "a list of source files", MAX_SOURCES_BYTES
+    return read_or_refuse(beside, SourceList, what, cure=cure, refusal=TokenFileError, max_bytes=most).files
 
 
 def open_index(file: TokenFile) -> Entries:
