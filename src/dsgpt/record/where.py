@@ -108,21 +108,21 @@ def _print_step(reading: Reading, step: int, *, rank: int | None) -> None:
     phase = reading.phase(step)
     windows = phase.steps(range(step, step + 1))[0].tolist()
     places = np.arange(len(windows))[None] if rank is None else reading.share(step, rank)
+    samples = [
+        (micro, place, [*phase.parts(windows[place])]) for micro, row in enumerate(places.tolist()) for place in row
+    ]
     epoch, before = divmod(step - 1, phase.order.steps_per_epoch)
     print(
         f"{reading.run_dir}: step {step:,}, which is step {before + 1:,} of {phase.order.steps_per_epoch:,} of epoch "
-        f"{epoch + 1}; {'' if rank is None else f'rank {rank} reads '}{counted(places.size, 'sample')} of "
+        f"{epoch + 1}; {'' if rank is None else f'rank {rank} reads '}{counted(len(samples), 'sample')} of "
         f"{reading.seq_length:,} tokens"
     )
-    for micro, row in enumerate(places.tolist()):
-        for place in row:
-            spans = phase.windows.spans(windows[place])
-            tokens = " and ".join(f"{at:,} to {at + count - 1:,} of {file.path}" for file, at, count in spans)
-            print(f"sample {place}{'' if rank is None else f', micro batch {micro}'}: tokens {tokens}")
-            for file, document, start, stop in phase.parts(windows[place]):
-                print(
-                    f"  document {document.number:,}: {document.origin}, {document.hex}: {excerpt(file, start, stop)}"
-                )
+    for micro, place, parts in samples:
+        spans = phase.windows.spans(windows[place])
+        tokens = " and ".join(f"{at:,} to {at + count - 1:,} of {file.path}" for file, at, count in spans)
+        print(f"sample {place}{'' if rank is None else f', micro batch {micro}'}: tokens {tokens}")
+        for file, document, start, stop in parts:
+            print(f"  document {document.number:,}: {document.origin}, {document.hex}: {excerpt(file, start, stop)}")
     _end(phase.windows.data.files, "--spike", reading.run_dir)
 
 
