@@ -128,7 +128,12 @@ def test_a_step_read_what_is_printed(texts, tmp_path, capsys):
                     expected = [str(document) for a, b, path in spans for document in np.unique(ends[path][a:b])]
                     assert re.findall(r"^  document (\d+): ", sample, re.MULTILINE) == expected
                     crossing += len(spans) > 1
-    per_epoch = Reading(run).phase(1).order.steps_per_epoch
+    phase, pairs = Reading(run).phase(1), set[tuple[Path, int, int]]()
+    parts = [(window, part) for window in range(phase.order.windows) for part in phase.parts(window)]
+    for _, part in parts:
+        pairs |= {(part.file.file.path, part.document.number, window) for window in phase.windows_of(part)}
+    assert pairs == {(part.file.file.path, part.document.number, window) for window, part in parts}
+    per_epoch = phase.order.steps_per_epoch
     assert crossing
     assert f"step 1 of {per_epoch} of epoch 2; 8 samples" in printed(capsys, "--run", run, "--step", per_epoch + 1)
     for words, refusal in {"--step 16": "has the steps 1 to 15", "--step 12 --rank 2": "by the ranks 0 to 1"}.items():
@@ -137,6 +142,24 @@ def test_a_step_read_what_is_printed(texts, tmp_path, capsys):
 
 
 # Spikes: a small training on 900 documents, of which ten are noise.
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "out"), [("loss", 5.94, False), ("loss", 5.95, True), ("grad_norm", 5.95, True)]
+)
+def test_a_step_is_compared_with_the_32_values_before_it(tmp_path, key, value, out):
+    """By hand: of as many ones as twos the median is 1.5 and the deviation 0.7413, so 5.948 is six of them above."""
+    lines = [{"step": step, "loss": 1 + step % 2, "grad_norm": 1 + step % 2} for step in range(1, 33)]
+    lines += [
+        {"step": 33, "val_loss": 9.0},
+        {"step": 34, "loss": 1.5, "grad_norm": 1.5, key: value},
+        {"step": 35, "loss": 0.0},
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    judged = find_spikes(tmp_path)
+    assert (judged.judged, judged.steps) == ((34, 35), 34)
+    assert [spike.step for spike in judged.spikes] == [34] * out
+    assert not out or judged.spikes[0].values == {key: (5.95, 1.5, pytest.approx(4.45 / 0.7413))}
 
 
 def test_ten_planted_documents_are_behind_the_spikes(tmp_path, capsys):
