@@ -145,21 +145,18 @@ def test_a_step_read_what_is_printed(texts, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "out"), [("loss", 5.94, False), ("loss", 5.95, True), ("grad_norm", 5.95, True)]
+    ("key", "value", "out"), [("loss", 11.3, False), ("loss", 11.4, True), ("grad_norm", 11.4, True)]
 )
 def test_a_step_is_compared_with_the_32_values_before_it(tmp_path, key, value, out):
-    """By hand: of as many ones as twos the median is 1.5 and the deviation 0.7413, so 5.948 is six of them above."""
-    lines = [{"step": step, "loss": 1 + step % 2, "grad_norm": 1 + step % 2} for step in range(1, 33)]
-    lines += [
-        {"step": 33, "val_loss": 9.0},
-        {"step": 34, "loss": 1.5, "grad_norm": 1.5, key: value},
-        {"step": 35, "loss": 0.0},
-    ]
+    """By hand: eight times 1, 2, 3 and 4 have the median 2.5 and the deviation 1.4826; 11.396 is six above it."""
+    lines = [{"step": step, "loss": 1 + step % 4, "grad_norm": 1 + step % 4} for step in range(1, 33)]
+    lines += [{"step": 33, "val_loss": 99.0}, {"step": 34, "loss": 2.5, "grad_norm": 2.5, key: value}]
+    lines.append({"step": 35, "loss": -99.0, "grad_norm": None})
     (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     judged = find_spikes(tmp_path)
     assert (judged.judged, judged.steps) == ((34, 35), 34)
     assert [spike.step for spike in judged.spikes] == [34] * out
-    assert not out or judged.spikes[0].values == {key: (5.95, 1.5, pytest.approx(4.45 / 0.7413))}
+    assert not out or judged.spikes[0].values == {key: (11.4, 2.5, pytest.approx(8.9 / 1.4826))}
 
 
 def test_ten_planted_documents_are_behind_the_spikes(tmp_path, capsys):
