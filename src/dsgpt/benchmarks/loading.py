@@ -108,7 +108,8 @@ examples:
 
     def _fetch(self, batch: int, way: str, *, steps: int = STEPS) -> float:
         """Processor seconds of a batch."""
-        from dsgpt.data.loader import RankShare, WindowDataset, micro_batches, training_windows  # noqa: PLC0415
+        from dsgpt.data.loader import WindowDataset, micro_batches, training_windows  # noqa: PLC0415
+        from dsgpt.data.order import RankShare  # noqa: PLC0415
 
         order = self._data.order(LENGTH, global_batch_size=batch, seed=1)
         share = RankShare(micro_batch_size=batch, gradient_accumulation_steps=1, data_rank=0, data_parallel_size=1)
