@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from small_run import RECIPE, command_line, write_data
 
-from dsgpt.common.errors import Problems
 from dsgpt.config.options import parse_arguments
 from dsgpt.config.recipe import read_recipe
 from dsgpt.config.run_config import RunConfig, resolve
@@ -21,7 +20,7 @@ from dsgpt.record.runs import Footprint, Run, read_run
 from dsgpt.record.suites import Compared, Comparison, Spread, State, Sweep, SweepCell, Turn
 from dsgpt.telemetry.meter import StepResult
 from dsgpt.training.journal import Journal, open_sinks
-from dsgpt.training.run_description import data_hash, describe_run, initial_weights_hash
+from dsgpt.training.run_description import data_hashes, describe_run, initial_weights_hash
 
 # Records for the tests, made up and written where a test asks: no measurement of anything.
 
@@ -213,10 +212,8 @@ def run_of(folder: Path, asked: Asked, *, name: str = "run", change: Callable[[d
 
     ``change`` edits the record before it is read, in place.
     """
-    config, problems = resolved(folder, asked), Problems()
-    hashes = {"initial weights": initial_weights_hash(config)}
-    for key, file in {"train": config.train, "val": config.val}.items():
-        hashes[key] = data_hash(file, verify=False, problems=problems)
+    config = resolved(folder, asked)
+    hashes = data_hashes(config) | {"initial weights": initial_weights_hash(config)}
     description = describe_run(config, hashes=hashes, resumed_from=None, changes=asked.changes, run_id=None)
     config.run_dir.mkdir(parents=True)
     sinks = open_sinks(config, done=0)

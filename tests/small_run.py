@@ -10,6 +10,10 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from dsgpt.data.index import ENTRY, SourceEntry, document_hash, index_path, relative, write_sources
+from dsgpt.data.token_file import TokenFileWriter, TokenizerFacts
+from dsgpt.data.vocabulary import open_vocabulary
+
 REPOSITORY = Path(__file__).resolve().parents[1]
 VOCABULARY = 257
 END_OF_TEXT = 256
@@ -107,6 +111,37 @@ def write_tokenizer(folder: Path, *, size: int = VOCABULARY) -> dict[str, str | 
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     sha256 = hashlib.sha256((folder / "tokenizer.json").read_bytes()).hexdigest()
     return {"name": folder.name, "sha256": sha256}
+
+
+def write_documents(folder: Path, texts: list[str]) -> Path:
+    """Data of ``texts``, with a recipe: the first half from files of their own, the others from one of JSON lines."""
+    (folder / "text").mkdir(parents=True)
+    facts = TokenizerFacts(**write_tokenizer(folder / "tokenizer"))
+    encode = open_vocabulary(folder / "tokenizer").tokenizer.encode
+    half, entries, lines = len(texts) // 2, [], folder / "text" / "lines.jsonl"
+    paths = [folder / "text" / f"{number:03}.txt" for number in range(half)]
+    made = {"vocab_size": VOCABULARY, "eot_id": END_OF_TEXT, "tokenizer": facts, "source": "texts"}
+    with TokenFileWriter(folder / "train.bin", **made) as writer, lines.open("w") as file:
+        for number, text in enumerate(texts):
+            ids, place = encode(text).ids, file.tell()
+            entries.append((document_hash(text.encode()), place, min(number, half), len(ids) + 1))
+            writer.append(ids)
+            if number < half:
+                paths[number].write_text(text)
+            else:
+                file.write(json.dumps({"id": str(number), "text": text}) + "\n")
+    np.array(entries, ENTRY).tofile(index_path(folder / "train.bin"))
+    stats = {relative(path, folder): path.stat() for path in [*paths, lines]}
+    write_sources(
+        folder / "train.bin",
+        [
+            SourceEntry(path=path, size=stat.st_size, mtime_ns=stat.st_mtime_ns, unit="byte")
+            for path, stat in stats.items()
+        ],
+    )
+    write_tokens(folder / "val.bin", np.arange(161) % END_OF_TEXT)
+    write_recipe(folder / "recipe.json")
+    return folder
 
 
 def write_inputs(folder: Path) -> Path:

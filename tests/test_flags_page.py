@@ -19,6 +19,7 @@ from dsgpt.data.token_file import VerifyOptions
 from dsgpt.demo import Demo
 from dsgpt.inference.commands import ConvertOptions, EvaluateRequest, GenerateRequest, ServeOptions
 from dsgpt.planner.options import PlanOptions
+from dsgpt.record.where import WhereOptions
 from dsgpt.training.doctor import DoctorOptions
 
 PAGE = REPOSITORY / "docs" / "flags.md"
@@ -59,6 +60,7 @@ def flags_page() -> str:
         "data_prep/preprocess.py, preprocess_small.py": PrepareOptions,
         "data_prep/download_data.py": DownloadOptions,
         "dsgpt data verify": VerifyOptions,
+        "data_prep/where.py": WhereOptions,
         TRAINING: Options,
         "src/doctor.py": DoctorOptions,
         "src/plan.py": PlanOptions,

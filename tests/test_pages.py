@@ -120,7 +120,7 @@ FLAGS_OF_OTHERS = {
 }
 """Launchers', Slurm's, DeepSpeed's tools' and trackers'."""
 FILES_OF_OTHERS = {"zero_to_fp32.py", "ds_to_universal.py"}
-SIDECARS = {"train.json", "val.json"}
+SIDECARS = {f"{name}.{kind}" for name in ("NAME", "train", "val") for kind in ("json", "index", "sources.json")}
 
 
 def each(pages: list[Path]) -> pytest.MarkDecorator:

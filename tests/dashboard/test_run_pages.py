@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from chart_records import record, step_lines, write_run
 from pandas import DataFrame
+from small_run import write_documents
 from streamlit.testing.v1 import AppTest
 
 from dsgpt.charts.themes import DARK, LIGHT
@@ -25,6 +26,7 @@ from dsgpt.dashboard.reading import (
     own_file,
 )
 from dsgpt.dashboard.ui import as_csv, thinned
+from dsgpt.data.data_set import open_data
 from dsgpt.model.config import PRESETS
 from dsgpt.record.runs import read_step_curves, smoothed
 from dsgpt.record.schema import Fields
@@ -103,6 +105,7 @@ def test_an_empty_folder_says_how_to_make_the_first_run(tmp_path, open_page):
     assert "make demo" in open_page("overview", folder=empty).code[0].value
     assert "make demo" in open_page("generate", folder=empty).info[0].value
     assert open_page("live", folder=empty).info and open_page("compare", folder=empty).info
+    assert open_page("spikes", folder=empty).info
 
 
 def test_equal_work_is_compared_and_its_losses_are(runs, open_page):
@@ -246,7 +249,7 @@ def test_one_bad_record_takes_no_page_away(runs, open_page, hostile):
 def test_a_name_that_is_not_utf_8_is_one_line_on_every_page(runs, open_page):
     write_run(runs / os.fsdecode(b"reference/caf\xe9"), record())
     (runs / os.fsdecode(b"reference/caf\xe9/plan.json")).write_text("{}")
-    for page in ("overview", "compare", "live", "split", "plan", "generate"):
+    for page in ("overview", "compare", "live", "spikes", "split", "plan", "generate"):
         open_page(page)
     frame = AppTest.from_file(ROOT / "charts" / "dashboard.py", default_timeout=60).run()
     assert not frame.exception
@@ -427,3 +430,26 @@ SMALL = PRESETS["small"].as_dict()
 )  # fmt: skip
 def test_a_model_is_called_by_its_size_only_if_it_has_its_shape(config, name):
     assert model_name(Fields(config, notes=[])) == name
+
+
+def test_steps_that_stand_out_and_the_documents_that_they_read(runs, open_page, tmp_path):
+    """A step stands out if it reads document 7, whose tokens 182 to 207 are in the windows 11 and 12."""
+    data = write_documents(tmp_path / "data", [f"document {number:02}, and its text" for number in range(64)])
+    file = open_data(data / "train.bin", flag="")
+    batches = file.order(16, global_batch_size=8, seed=7).batches(0, 100).tolist()
+    out = [step for step, windows in enumerate(batches, start=1) if {11, 12} & {*windows}]
+    lines = [{"step": step, "loss": 3 + step % 5 / 100 + (step in out)} for step in range(1, 101)]
+    values = record(training_config__seq_len=16)
+    values["training_config"]["total_steps"] = 100
+    values["data"] |= {"train_path": str(data / "train.bin"), "train_sha256": file.files[0].sidecar.sha256}
+    write_run(runs / "spiky", values, lines=lines)
+    test = open_page("spikes", query={"run": ["spiky"]})
+    expected = [step for step in out if step > 32]
+    assert f"{len(expected)} of 68 steps stand out; 32 more cannot be judged" in texts(test)
+    assert table(test, "gradient norm")["step"].tolist() == expected
+    test.toggle("documents").set_value(True).run()
+    found = table(test, "by chance")
+    assert (found["document"][0], found["stand out"][0]) == (7, len(expected)) and "document 07" in found["text"][0]
+    for change, said in (({"total_steps": 0}, "does not say"), ({"global_batch_size": 10**9}, "is not what the steps")):
+        write_run(runs / "spiky", {**values, "training_config": values["training_config"] | change})
+        assert said in texts(test.run())

@@ -11,15 +11,10 @@ from messages import without_paths
 from small_run import random_ids, write_tokens
 
 from dsgpt.data import loader
-from dsgpt.data.loader import Batch, RankShare, WindowDataset, micro_batches, training_windows, validation_windows
-from dsgpt.data.token_file import (
-    SampleOrder,
-    TokenFileError,
-    TokenFileWriter,
-    open_token_file,
-    shuffled,
-    sidecar_path,
-)
+from dsgpt.data.data_set import open_data
+from dsgpt.data.loader import Batch, WindowDataset, micro_batches, training_windows, validation_windows
+from dsgpt.data.order import RankShare, SampleOrder
+from dsgpt.data.token_file import TokenFileError, TokenFileWriter, open_token_file, sidecar_path
 
 # The token file: what is written, that nanoGPT can read it, and which files are refused.
 
@@ -54,7 +49,7 @@ def test_dtype_by_vocabulary(tmp_path, vocab_size, dtype):
     ids = [vocab_size - 1, 1, 2, vocab_size - 1, 5, 9]
     path = written(tmp_path / "a.bin", ids[:-1], vocab_size=vocab_size)
     assert np.memmap(path, dtype=dtype, mode="r").tolist() == open_token_file(path).memmap().tolist() == ids
-    batch = WindowDataset(open_token_file(path), seq_length=4, vocab_size=vocab_size).__getitems__([0])
+    batch = WindowDataset(open_data(path, flag="data"), seq_length=4, vocab_size=vocab_size).__getitems__([0])
     assert (batch.inputs.tolist(), batch.targets.tolist()) == ([ids[:4]], [ids[1:5]])
 
 
@@ -81,56 +76,6 @@ def test_keys_of_later_versions_are_ignored(tmp_path):
     assert open_token_file(path).tokens == 5
 
 
-# The order of samples: a permutation, a pure function of seed and position, the same at any number of ranks.
-
-
-def epoch_of(order: SampleOrder, epoch: int) -> list[int]:
-    steps = range(epoch * order.steps_per_epoch, (epoch + 1) * order.steps_per_epoch)
-    return order.batches(steps.start, steps.stop).flatten().tolist()
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 5, 7, 97, 1009, *(4**k + d for k in range(1, 7) for d in (-1, 0, 1))])
-def test_permutation_of_any_size(size):
-    for key in ("a", "b"):
-        found = shuffled(np.arange(size), size=size, key=key)
-        assert found.dtype == np.int64
-        assert sorted(found.tolist()) == list(range(size))
-
-
-def test_positions_of_billions_cost_no_table():
-    size = 3_000_000_001
-    found = shuffled(np.array([0, 1, size - 1]), size=size, key="k")
-    assert len(set(found.tolist())) == 3
-    assert found.min() >= 0
-    assert found.max() < size
-
-
-def test_golden_order():
-    """A change of the order must fail here: it would make runs incomparable with earlier ones."""
-    order = SampleOrder(windows=100, global_batch_size=8, seed=1337)
-    assert order.batches(0, 1).tolist() == [[70, 1, 31, 38, 33, 87, 43, 47]]
-    assert order.batches(11, 13).tolist() == [[86, 19, 59, 98, 93, 62, 55, 66], [48, 96, 6, 57, 58, 64, 68, 88]]
-    assert shuffled(np.arange(10), size=10, key="golden").tolist() == [0, 3, 6, 2, 9, 4, 1, 8, 7, 5]
-
-
-@pytest.mark.parametrize(("windows", "batch", "rest"), [(103, 10, 3), (96, 8, 0)])
-def test_an_epoch_repeats_no_window_and_drops_the_remainder(windows, batch, rest):
-    """The dropped windows differ by epoch; every epoch and every seed has its own order."""
-    orders = [SampleOrder(windows=windows, global_batch_size=batch, seed=seed) for seed in (0, 1, 11)]
-    seen = [epoch_of(order, epoch) for order in orders for epoch in (0, 1, 10)]
-    for epoch in seen:
-        assert len(set(epoch)) == len(epoch) == orders[0].steps_per_epoch * batch == windows - rest
-        assert set(epoch) <= set(range(windows))
-    assert len({tuple(epoch) for epoch in (*seen, range(windows))}) == 10
-    assert (len({frozenset(epoch) for epoch in seen}) > 1) == bool(rest)
-
-
-def test_many_steps_at_once_are_the_same_and_may_cross_epochs():
-    order = SampleOrder(windows=23, global_batch_size=4, seed=1)  # 5 steps an epoch
-    epochs = [shuffled(np.arange(20), size=23, key=f"dsgpt order 1 {epoch}").reshape(5, 4) for epoch in range(4)]
-    assert order.batches(3, 18).tolist() == np.concatenate(epochs)[3:18].tolist()
-
-
 # Micro batches: the right windows, their shifted targets, and nothing read twice or left out.
 
 
@@ -143,7 +88,7 @@ ORDER = SampleOrder(windows=WINDOWS, global_batch_size=8, seed=3)
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> WindowDataset:
     path = write_tokens(tmp_path_factory.mktemp("data") / "a.bin", IDS)
-    return WindowDataset(open_token_file(path), seq_length=LENGTH, vocab_size=257)
+    return WindowDataset(open_data(path, flag="data"), seq_length=LENGTH, vocab_size=257)
 
 
 def share(rank: int = 0, ranks: int = 1, *, micro: int = 4) -> RankShare:
@@ -163,7 +108,7 @@ def training(
 
 
 def validation(dataset: WindowDataset, windows: int, *, part: RankShare) -> list[Batch]:
-    order = validation_windows(windows, part, global_batch_size=8)
+    order = validation_windows([range(windows)], part, global_batch_size=8)
     return list(micro_batches(dataset, order, workers=0, pin_memory=False))
 
 
@@ -221,7 +166,7 @@ def test_an_id_beyond_the_vocabulary_names_file_and_id(tmp_path, snapshot):
     ids = IDS.copy()
     ids[3 * LENGTH + 2] = 256
     path: Path = write_tokens(tmp_path / "bad.bin", ids)
-    small = WindowDataset(open_token_file(path), seq_length=LENGTH, vocab_size=256)
+    small = WindowDataset(open_data(path, flag="data"), seq_length=LENGTH, vocab_size=256)
     with pytest.raises(TokenFileError) as caught:
         validation(small, 8, part=share())
     assert without_paths(str(caught.value), tmp_path) == snapshot

@@ -12,6 +12,7 @@ from small_run import command_line, write_inputs
 from training_runs import SCRIPT, finished, read_record, resolved
 
 from dsgpt.benchmarks import stand_in_gpu
+from dsgpt.data.loader import Batch, CopiedAhead
 from dsgpt.machine.device import bring_up
 from dsgpt.planner import calibrate
 from dsgpt.planner.rates import read_calibration
@@ -112,6 +113,24 @@ def test_a_gpus_time_for_a_small_operation_is_without_what_keeps_it_busy(monkeyp
         large = torch.ones(1 << 24, device="cuda")
         busy = clock.seconds(lambda: large.add_(1))
         assert calibrate.kernel_sec(clock) < calibrate._AHEAD * busy / calibrate._SMALL / 2
+
+
+def test_the_next_batch_is_copied_before_the_current_one_is_used(monkeypatch):
+    """On a stream of its own, which the computation waits for: in this order, and no batch is lost or repeated."""
+    calls = []
+    with stand_in_gpu.stand_in_gpu():
+        stream = type(torch.cuda.current_stream())
+        monkeypatch.setattr(stream, "wait_stream", lambda *_: calls.append("wait"))
+
+        def batches():
+            for number in range(3):
+                calls.append(f"read {number}")
+                yield Batch(*(torch.full((1, 2), number).pin_memory() for _ in range(2)))
+
+        for batch in CopiedAhead(batches(), torch.device("cuda")):
+            assert {part.device.type for part in batch} == {"cuda"}
+            calls.append(f"use {int(batch.targets.sum()) // 2}")
+    assert calls == ["read 0", "wait", "read 1", "use 0", "wait", "read 2", "use 1", "wait", "use 2"]
 
 
 def graph_words(folder: Path, precision: str) -> list[str]:

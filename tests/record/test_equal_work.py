@@ -267,6 +267,7 @@ CHANGED: dict[str, Pair] = {
     "--max_position_embeddings": flag("max_position_embeddings", 32, seq_length=SEQUENCE),
     "--vocab_size": flag("vocab_size", 300),
     "--dropout": flag("dropout", 0.1),
+    "--mask_documents": flag("mask_documents", True),
     "--seq_length": flag("seq_length", 8),
     "--epochs": flag("epochs", 2, max_train_steps=None),
     "--max_val_steps": flag("max_val_steps", 1),

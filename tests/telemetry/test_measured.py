@@ -207,6 +207,9 @@ def test_waiting_for_data_is_timed_and_counted_once():
     assert batches.take_seconds() >= 0.04
     assert batches.take_seconds() == 0.0
     assert list(batches) == [2]
+    busy = TimedBatches(slow(), idle=lambda: False)
+    assert list(busy) == [0, 1, 2]
+    assert busy.take_seconds() == 0.0, "the device computed meanwhile"
 
 
 def test_a_value_that_is_not_finite_stops_the_run():

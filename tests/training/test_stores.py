@@ -318,6 +318,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_data_at_addresses_trains_the_same_and_is_copied_once(finished_run, tmp_path, s3, cache):
     place, made = place_of(f"{s3}/{tmp_path.name}"), write_inputs(tmp_path / "made")
+    (made / "train.index").write_bytes(bytes(24))
+    (made / "train.sources.json").write_text('{"files": []}')
     for path in (path for path in made.rglob("*") if path.is_file()):
         with path.open("rb") as file:
             place.write(path.relative_to(made).as_posix(), file)
@@ -327,6 +329,7 @@ def test_data_at_addresses_trains_the_same_and_is_copied_once(finished_run, tmp_
     copies = sorted(cache.glob("*/*.bin"))
     assert [path.name for path in sorted(copies, key=lambda path: path.name)] == ["train.bin", "val.bin"]
     assert (tmp_path / "run" / "step-00000012" / "tokenizer" / "tokenizer.json").is_file()
+    assert {path.name for path in cache.glob("*/train.*")} >= {"train.index", "train.sources.json"}
     stamps = [path.stat().st_mtime_ns for path in copies]
     place.remove("train.bin")  # the copy is enough
     changes = data | {"checkpoint_path": tmp_path / "other", "dry_run": True}

@@ -27,7 +27,7 @@ from dsgpt.telemetry.monitor import LoadOfOthers
 TRAINED = Path("checkpoint/demo-zero1")
 """The run whose model some suites measure; the demo makes it."""
 SUITES = (
-    *("parity", "resume", "faults", "clusters", "saving", "network", "plan", "exam", "speed", "recipes"),
+    *("parity", "resume", "faults", "clusters", "saving", "loading", "network", "plan", "exam", "speed", "recipes"),
     *("decoding", "inference", "serving"),
 )
 DEMO, SWEEP = "demo", "sweep"

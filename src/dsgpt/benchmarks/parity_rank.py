@@ -333,7 +333,7 @@ def _measure(config: RunConfig, strategy: Strategy) -> reference.Measurement:
             if main:
                 measurement.tensor(reference.CHANGED, name, state.weight)
         if step in reference.validated_after(config.total_steps):  # as the training loop does
-            loss, targets = validation_loss(config, strategy) or (math.nan, 0)
+            loss, targets, _ = validation_loss(config, strategy) or (math.nan, 0, {})
             measurement.validation(after_step=step, loss=loss, targets=targets)
     for name, value in strategy.replicated_weights():
         measurement.replica(name, value)

@@ -156,7 +156,7 @@ def train_reference(config: RunConfig, device: torch.device, split: Split) -> Me
         lr = learning_rate(recipe.scheduler, base=recipe.optimizer.lr, total_steps=config.total_steps, step=step)
         for group in optimizer.param_groups:
             group["lr"] = lr
-        tokens, length = config.train.memmap(), config.seq_length
+        tokens, length = config.train.files[0].memmap(), config.seq_length
         windows = [tokens[i * length : i * length + length + 1] for i in config.order.batches(step - 1, step)[0]]
         ids = torch.from_numpy(np.stack(windows).astype(np.int64))  # (B, T + 1)
         inputs, targets = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()  # (B, T) each
@@ -223,7 +223,7 @@ def _added(several: list[Gradients] | tuple[Gradients, ...], dtype: torch.dtype)
 @torch.no_grad()
 def _validate(config: RunConfig, model: GPT2, device: torch.device) -> tuple[float, int]:
     """Mean loss over every whole window of the validation file, one after the other, and the number of targets."""
-    tokens, length = config.val.memmap(), config.seq_length
+    tokens, length = config.val.files[0].memmap(), config.seq_length
     loss_sum, targets = 0.0, 0
     for first in range(0, len(tokens) - length, length):
         ids = torch.from_numpy(tokens[first : first + length + 1].astype(np.int64)).to(device)  # (T + 1,)

@@ -518,7 +518,7 @@ def rewrite(flags: list[str], folder: Path, *, checkpoint: str) -> None:
                 for name, value in strategy.replicated_weights()
                 if not torch.equal(value.cpu(), reader.read(name).to(value.dtype))
             ]
-            val_loss, _ = validation_loss(config, strategy) or (math.nan, 0)
+            val_loss, *_ = validation_loss(config, strategy) or (math.nan, 0, {})
             devices.barrier()
         same = {states.COUNTERS: sha256_of(out / states.COUNTERS) == sha256_of(Path(checkpoint) / states.COUNTERS)}
         again = states.StateReader(out)

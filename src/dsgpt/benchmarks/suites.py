@@ -16,7 +16,7 @@ from dsgpt.common.errors import EXIT_DONE
 from dsgpt.common.text import REPOSITORY
 
 _CLASSES = (
-    *("Parity", "Resume", "Faults", "Clusters", "Saving", "Network"),
+    *("Parity", "Resume", "Faults", "Clusters", "Saving", "Loading", "Network"),
     *("Speed", "Decoding", "Inference", "Serving", "Plan", "Exam", "Recipes", "Gpu"),
 )
 SUITES = {name.lower(): f"{name.lower()}.{name}" for name in _CLASSES} | {"run": "sweep.SweepSuite"}

@@ -12,6 +12,7 @@ from dsgpt.common.errors import Problems, UserError, did_you_mean
 from dsgpt.common.files import sha256_of
 from dsgpt.common.json_files import JsonError, Positive, clipped, read_as
 from dsgpt.config.options import parse_arguments
+from dsgpt.data.token_file import TokenFile
 from dsgpt.machine.launcher import LAUNCHERS
 from dsgpt.machine.topology import Topology
 from dsgpt.record.equal_work import Verdict, judge
@@ -242,9 +243,13 @@ def planned_work(cell: Cell, flags: Sequence[str], *, repository: Path) -> Facts
         config = resolve(options, topology=topology, problems=problems)
     except UserError:
         return None
+
+    def hash_of(file: TokenFile) -> str:
+        return file.sidecar.sha256 or sha256_of(file.path)
+
     hashes = {
-        "train": config.train.sidecar.sha256 or sha256_of(config.train.path),
-        "val": config.val.sidecar.sha256 or sha256_of(config.val.path),
+        "train": config.train.sha256(hash_of, mixed=True),
+        "val": config.val.sha256(hash_of, mixed=False),
         "initial weights": config.init_from.sha256 if config.init_from else None,
     }
     record = describe_run(config, hashes=hashes, resumed_from=None, changes=(), run_id=None)

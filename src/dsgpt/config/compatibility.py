@@ -72,9 +72,36 @@ def check_compatibility(request: RunRequest, problems: Problems) -> None:
             "--cuda_graphs captures the compiled baseline on a GPU: add --run_type baseline --compile --device cuda, "
             "or leave it out"
         )
+    _check_masks(request, problems)
     for flag, steps in (("--profile_comm", options.profile_comm), ("--profile", options.profile)):
         if steps > MOST_PROFILED_STEPS:
             problems.add(f"{flag} must be at most {MOST_PROFILED_STEPS}, not {steps}: the events are kept in memory")
+
+
+ALLOW_MASKS = "DSGPT_ALLOW_MASKS"
+"""The environment variable that lets ``--mask_documents`` run on a GPU, if it is 1."""
+
+
+def _check_masks(request: RunRequest, problems: Problems) -> None:
+    """Refuse ``--mask_documents`` where attention does not know the documents, or the kernel is not proved."""
+    options, sizes, model = request.options, request.sizes, request.model
+    if not options.mask_documents:
+        return
+    drops = model is not None and model.dropout > 0
+    reasons = {
+        "sequence ranks, which see a part of a window": sizes.sequence > 1,
+        "a pipeline, whose stages do not see the ids": sizes.pipeline > 1,
+        "tensor ranks and dropout, whose masks would be the same on all of them": sizes.tensor > 1 and drops,
+        "--compile, which would compile anew for the documents of each batch": options.compile,
+        "fp32 on a GPU, for which PyTorch has no kernel": request.device == "cuda" and request.precision == "fp32",
+        "dropout on a GPU, for which PyTorch has no kernel": request.device == "cuda" and drops,
+    }
+    problems.add(*(f"--mask_documents does not go with {why}: leave it out" for why, holds in reasons.items() if holds))
+    if request.device == "cuda" and os.environ.get(ALLOW_MASKS) != "1":
+        problems.add(
+            "--mask_documents uses a kernel of PyTorch on GPUs that no GPU has compared with a CPU: take --device cpu, "
+            f"or set {ALLOW_MASKS}=1 and compare the losses"
+        )
 
 
 def check_split(request: RunRequest, problems: Problems) -> None:

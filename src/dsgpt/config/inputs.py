@@ -8,7 +8,8 @@ from dsgpt.common.errors import Problems, UserError
 from dsgpt.common.files import is_utf8, undecodable
 from dsgpt.config.options import Options, shape_overrides
 from dsgpt.config.recipe import Recipe, read_recipe
-from dsgpt.data.token_file import TokenFile, TokenFileError, open_token_file
+from dsgpt.data.data_set import DataSet, open_data
+from dsgpt.data.token_file import sidecar_path
 from dsgpt.formats.tokenizer_files import model_folder
 from dsgpt.machine.topology import Topology
 from dsgpt.model.config import GPT2_VOCAB_SIZE, PRESETS, SHAPE_FLAGS, GPT2Config, length_problems, shape_problems
@@ -124,8 +125,8 @@ class Inputs:
     run_dir: Path = Path()
     recipe: Recipe | None
     """The recipe without its wrong entries."""
-    train: TokenFile | None = None
-    val: TokenFile | None = None
+    train: DataSet | None = None
+    val: DataSet | None = None
     init_from: InitFrom | None = None
     model: GPT2Config | None
     seq_length: int | None
@@ -139,13 +140,18 @@ class Inputs:
 def read_inputs(options: Options, topology: Topology, problems: Problems) -> Inputs:
     """Read what ``options`` name; each input is checked by itself."""
     recipe = read_recipe(options.deepspeed_config, problems) if options.deepspeed_config else None
-    train, val = _open(options.train_data_path, problems), _open(options.val_data_path, problems)
+    train = _open(options.train_data_path, "--train_data_path", problems)
+    val = _open(options.val_data_path, "--val_data_path", problems, apart=True)
+    if train and val and len(train.files) + len(val.files) > 2:
+        places = {file.path.resolve() for file in train.files}
+        for path in [file.path for file in val.files if file.path.resolve() in places]:
+            problems.add(f"{path}: is in --train_data_path and in --val_data_path: leave it out of one of them")
     run_dir = options.checkpoint_path or Path("checkpoint") / (options.run_type or "")
     init_from = read_init_from(options, run_dir=run_dir, problems=problems, quiet=not topology.is_main)
     model = None
     if init_from or not options.init_from:
         shape: dict[str, Any] = PRESETS[options.model_size or DEFAULT_MODEL_SIZE].as_dict()
-        shape["vocab_size"] = (train.sidecar.vocab_size if train else None) or GPT2_VOCAB_SIZE
+        shape["vocab_size"] = (train.vocab_size if train else None) or GPT2_VOCAB_SIZE
         shape |= shape_overrides(options) | (init_from.shape if init_from else {})
         if options.dropout is not None:
             shape["dropout"] = options.dropout
@@ -172,15 +178,11 @@ def read_inputs(options: Options, topology: Topology, problems: Problems) -> Inp
     )
 
 
-def _open(path: Path | str | None, problems: Problems) -> TokenFile | None:
+def _open(named: Path | str | None, flag: str, problems: Problems, *, apart: bool = False) -> DataSet | None:
     try:
-        if isinstance(path, str):
-            from dsgpt.data.remote import local_copy  # noqa: PLC0415 - most runs name a file
-
-            path = local_copy(path)
-        return open_token_file(path) if path else None
-    except TokenFileError as error:
-        problems.add(str(error))
+        return open_data(named, flag=flag, apart=apart) if named else None
+    except UserError as error:
+        problems.add(*error.problems)
         return None
 
 
@@ -207,13 +209,13 @@ def check_vocabulary(inputs: Inputs, problems: Problems, notices: list[str]) -> 
 
     Rank 0 reads the ids of a file whose sidecar does not name a vocabulary that fits.
     """
-    train, val, model = inputs.train, inputs.val, inputs.model
-    if train and val:
-        ours, theirs = train.sidecar.tokenizer, val.sidecar.tokenizer
-        if ours and theirs and ours.sha256 != theirs.sha256:
-            problems.add(f"{train.path} and {val.path} were made with different tokenizers: prepare them together")
-    for file in (train, val):
-        if file is None or model is None:
+    model, files = inputs.model, [file for data in (inputs.train, inputs.val) if data for file in data.files]
+    known = [(file.path, file.sidecar.tokenizer.sha256) for file in files if file.sidecar.tokenizer]
+    for path, sha256 in known[1:]:
+        if sha256 != known[0][1]:
+            problems.add(f"{known[0][0]} and {path} were made with different tokenizers: prepare them together")
+    for file in files:
+        if model is None:
             continue
         if file.sidecar.vocab_size is None:
             notices.append(f"{file.path}: has no {file.path.stem}.json beside it; read as uint16 ids")
@@ -228,3 +230,17 @@ def check_vocabulary(inputs: Inputs, problems: Problems, notices: list[str]) -> 
             problems.add(
                 f"{file.path}: its largest id is {largest}, but the vocabulary ends at {model.vocab_size - 1}: {cure}"
             )
+
+
+def check_end_of_text(inputs: Inputs, problems: Problems) -> None:
+    """With ``--mask_documents``, refuse data that do not all name the same end-of-text id."""
+    files = [file for data in (inputs.train, inputs.val) if data for file in data.files]
+    for file in files if inputs.options.mask_documents else ():
+        own, first = file.sidecar.eot_id, files[0].sidecar.eot_id
+        if own is None:
+            problems.add(
+                f"--mask_documents: {sidecar_path(file.path)} does not say which id ends a document: write it there as "
+                "eot_id"
+            )
+        elif first is not None and own != first:
+            problems.add(f"--mask_documents: id {own} ends documents in {file.path}, and {first} in {files[0].path}")

@@ -32,7 +32,7 @@ WORK_FACTS = (
 
 TRAINING_FACTS = (
     *("initial weights", "optimizer type", "optimizer settings", "learning rate", "scheduler"),
-    *("gradient clipping", "loss scaling", "quantized communication", "seed", "changed at resume"),
+    *("gradient clipping", "loss scaling", "quantized communication", "seed", "document masks", "changed at resume"),
 )
 """Facts that change the training, and not the amount of work."""
 
@@ -133,15 +133,16 @@ class Options:
     train_data_path: Path | str | None = flag(
         path_or_address, "BIN", needs=TOKEN_FILE, work=ChangesTraining("train data", "tokens in the train file")
     )
-    """token file to train on; data_prep/ makes it; each machine copies one at s3:// or gs:// into ~/.cache/dsgpt (or
-    DSGPT_CACHE) once"""
+    """token file to train on; data_prep/ makes it. A folder or quoted pattern of them is read as one, as are the paths
+    in a .json list; a list with weights is mixed (docs/data.md). Each machine copies one at s3:// or gs:// into
+    ~/.cache/dsgpt (or DSGPT_CACHE) once"""
     val_data_path: Path | str | None = flag(
         path_or_address,
         "BIN",
         needs=TOKEN_FILE,
         work=ChangesTraining("validation data", "tokens in the validation file"),
     )
-    """token file to validate on"""
+    """token file to validate on; of several, named in the same ways, each has a loss of its own, too"""
     checkpoint_path: Path | None = flag(
         value(
             path_or_address,
@@ -181,6 +182,8 @@ class Options:
         work=ChangesTraining("model dropout"),
     )
     """dropout probability; GPT-2 used 0.1 (default: 0)"""
+    mask_documents: bool = switch(work=ChangesTraining("document masks"))
+    """no token sees another document of its window, and positions begin anew in each (docs/data.md)"""
 
     global_batch_size: int | None = positive(
         group="batch (global = micro x accumulation x ranks; two fix the third)", work=ChangesTraining("global batch")

@@ -5,15 +5,17 @@ accumulation steps; the ranks never change its size.
 """
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from dsgpt.common.command_line import require_flags
 from dsgpt.common.errors import Problems
 from dsgpt.common.text import counted, divisors, divisors_around, in_words, largest_divisor, multiples_around
 from dsgpt.config import compatibility
-from dsgpt.config.inputs import DEFAULT_MODEL_SIZE, Inputs, check_vocabulary, read_inputs
+from dsgpt.config.inputs import DEFAULT_MODEL_SIZE, Inputs, check_end_of_text, check_vocabulary, read_inputs
 from dsgpt.config.options import Options, check_trackers
 from dsgpt.config.recipe import PARALLEL_KEYS, Recipe
-from dsgpt.data.token_file import SampleOrder, TokenFile, window_count
+from dsgpt.data.data_set import DataSet, attended_length
+from dsgpt.data.order import SampleOrder
 from dsgpt.machine.topology import Topology
 from dsgpt.model.config import GPT2Config
 
@@ -50,8 +52,13 @@ class LengthPlan:
     total_steps: int
     """Optimizer steps of the whole run."""
     order: SampleOrder
-    val_windows: int
-    """Windows per validation."""
+    val_parts: tuple[range, ...]
+    """Windows per validation, those of each source."""
+
+    @property
+    def val_windows(self) -> int:
+        """Windows per validation."""
+        return sum(map(len, self.val_parts))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,8 +67,8 @@ class RunConfig(Inputs, LengthPlan):
 
     recipe: Recipe
     model: GPT2Config
-    train: TokenFile
-    val: TokenFile
+    train: DataSet
+    val: DataSet
     seq_length: int
     batch: BatchPlan
     threads_per_device: int | None
@@ -91,6 +98,18 @@ class RunConfig(Inputs, LengthPlan):
     def activation_checkpointing(self) -> bool:
         """Whether each block's activations are recomputed in the backward pass: by flag, or by the JSON's block."""
         return self.options.activation_checkpointing or self.recipe.activation_checkpointing is not None
+
+    @property
+    def end_of_text(self) -> int | None:
+        """The id that begins a document in the data, with ``--mask_documents``; else None."""
+        return self.train.files[0].sidecar.eot_id if self.options.mask_documents else None
+
+    @cached_property
+    def attended_length(self) -> float | None:
+        """Tokens of a token's document in its window, the mean over some windows; None without ``--mask_documents``."""
+        if self.end_of_text is None:
+            return None
+        return attended_length(self.train, self.order, seq_length=self.seq_length, end_of_text=self.end_of_text)
 
     @property
     def tokens_per_step(self) -> int:
@@ -124,6 +143,7 @@ def resolve(options: Options, *, topology: Topology, problems: Problems) -> RunC
         check_trackers(options, problems)
     inputs = read_inputs(options, topology, problems)
     check_vocabulary(inputs, problems, notices)
+    check_end_of_text(inputs, problems)
     request = compatibility.RunRequest(**vars(inputs), mistakes=problems.copy()) if inputs.recipe else None
     batch: BatchPlan | None = None
     allowed: tuple[str, ...] = ()
@@ -306,17 +326,17 @@ def _plan_length(
     options, train, val, seq_length = inputs.options, inputs.train, inputs.val, inputs.seq_length
     if seq_length is None:
         return None
-    counts: list[int] = []
-    for file in filter(None, (train, val)):
-        counts.append(window_count(file.tokens, seq_length))
-        if not counts[-1]:
-            problems.add(
-                f"{file.path}: its {file.tokens:,} tokens are fewer than one window of {seq_length} and its target: "
-                "lower --seq_length or use more text"
-            )
-    if not (train and val and all(counts) and batch):
+    for data in filter(None, (train, val)):
+        for source, windows in zip(data.sources, data.windows(seq_length), strict=True):
+            if not windows:
+                problems.add(
+                    f"{source.name}: its {source.tokens:,} tokens are fewer than one window of {seq_length} and its "
+                    "target: lower --seq_length or use more text"
+                )
+    if not (train and val and batch and all(train.windows(seq_length)) and all(val.windows(seq_length))):
         return None
-    windows, val_windows = counts
+    order = train.order(seq_length, global_batch_size=batch.global_batch_size, seed=options.seed)
+    windows = order.windows
     size = batch.global_batch_size
     if windows < size:
         problems.add(
@@ -324,16 +344,26 @@ def _plan_length(
             "lower --global_batch_size or --seq_length, or use more text"
         )
         return None
-    order = SampleOrder(windows=windows, global_batch_size=size, seed=options.seed)
     per_epoch = order.steps_per_epoch
     total = (options.epochs or 1) * per_epoch
     if options.max_train_steps:
         total = min(total, options.max_train_steps) if options.epochs else options.max_train_steps
-    if windows % size:
+    for source, own, part in zip(train.sources, train.windows(seq_length), train.parts, strict=True):
+        epochs = total * size * part / sum(train.parts) / own
+        if source.most_epochs is not None and epochs > source.most_epochs:
+            problems.add(
+                f"{train.path}: {total:,} steps read {source.name} {epochs:.3g} times, and it allows "
+                f"{source.most_epochs:g} epochs: take --max_train_steps {int(total * source.most_epochs / epochs)}, "
+                "or give it a lower weight"
+            )
+    if windows % size and len(train.sources) == 1:
         notices.append(
             f"each epoch drops the last {windows % size} of its {windows:,} shuffled windows: "
             "they do not fill a global batch"
         )
-    if options.max_val_steps:
-        val_windows = min(val_windows, options.max_val_steps * size)
-    return LengthPlan(epochs=-(-total // per_epoch), total_steps=total, order=order, val_windows=val_windows)
+    val_parts, first = list[range](), 0
+    for own in val.windows(seq_length):
+        most = options.max_val_steps * size if options.max_val_steps else own
+        val_parts.append(range(first, first + min(own, most)))
+        first += own
+    return LengthPlan(epochs=-(-total // per_epoch), total_steps=total, order=order, val_parts=tuple(val_parts))

@@ -214,6 +214,7 @@ def pages() -> dict[str, list[Page]]:
             _page("overview", "Overview", "table_rows"),
             _page("compare", "Compare", "compare_arrows"),
             _page("live", "Live", "monitoring"),
+            _page("spikes", "Spikes", "troubleshoot"),
         ],
         "Before a run": [_page("split", "How it is split", "account_tree"), _page("plan", "Plan and cost", "payments")],
         "After a run": [_page("generate", "Try it", "chat")],

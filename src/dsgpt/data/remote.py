@@ -16,6 +16,7 @@ from typing import IO, Any
 from dsgpt.common.errors import UserError
 from dsgpt.common.files import Lock, remove
 from dsgpt.common.json_files import JsonError, read_as
+from dsgpt.data.index import index_path, sources_path
 from dsgpt.data.token_file import Sidecar, Stamp, TokenFileError, note_stamp, sidecar_path
 from dsgpt.formats.tokenizer_files import KNOWN_FILES, TOKENIZER_FOLDER
 from dsgpt.machine.console import Progress
@@ -145,6 +146,9 @@ def local_copy(address: str) -> Path:
                     if place.exists(f"{TOKENIZER_FOLDER}/{part}"):
                         (partial / TOKENIZER_FOLDER).mkdir(exist_ok=True)
                         place.read_into(f"{TOKENIZER_FOLDER}/{part}", partial / TOKENIZER_FOLDER / part)
+                for index in (index_path(partial / copy.name), sources_path(partial / copy.name)):
+                    if place.exists(index.name):
+                        place.read_into(index.name, index)
                 note_stamp(beside, Stamp.of(partial / copy.name), sha256=str(sidecar.sha256))
                 remove(copy.parent)
                 partial.rename(copy.parent)

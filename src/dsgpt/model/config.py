@@ -89,17 +89,17 @@ class GPT2Config:
         """Parameters of the model with the padded vocabulary rows, as they are in memory."""
         return self.parameter_count() + (self.padded_vocab_size - self.vocab_size) * self.n_embd
 
-    def flops_per_token(self, seq_length: int) -> int:
+    def flops_per_token(self, seq_length: float) -> int:
         """FLOPs of forward and backward pass, by the PaLM paper's appendix B: 6 N + 12 L H Q T.
 
         N leaves out the positions, whose embedding is only looked up, and padded rows; the token embedding counts,
         because the head multiplies by it. Recomputed activations do not count.
 
         Args:
-            seq_length: tokens of a training sequence, T.
+            seq_length: tokens of a training sequence, T; of a document in it, if no token sees another.
         """
         multiplied = self.parameter_count() - self.block_size * self.n_embd
-        return 6 * multiplied + 12 * self.n_layer * self.n_embd * seq_length
+        return round(6 * multiplied + 12 * self.n_layer * self.n_embd * seq_length)
 
     def largest_parameter(self) -> int:
         """Elements of the largest parameter: an embedding, with its padded rows, or a matrix of the MLP."""

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from dsgpt.model.config import GPT2Config
+from dsgpt.model.documents import Documents
 from dsgpt.model.linear_cross_entropy import VocabularyPart, linear_cross_entropy
 
 Attend = Callable[[Tensor, Tensor, Tensor, float, bool], Tensor]
@@ -43,13 +44,13 @@ class Attention(nn.Module):
         self.proj = nn.Linear(config.n_embd, config.n_embd)
         self.residual_dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """(B, T, C) to (B, T, C)."""
+    def forward(self, x: Tensor, documents: Documents | None = None) -> Tensor:
+        """(B, T, C) to (B, T, C); with ``documents``, within each of them."""
         batch, length, _ = x.shape
         heads = (batch, length, -1, self.head_size)
         q, k, v = (part.view(heads).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=2))  # (B, nh, T, hs)
         dropout = self.dropout if self.training else 0.0
-        y = self.attend(q, k, v, dropout, True)  # (B, nh, T, hs)
+        y = documents.attend(q, k, v, dropout) if documents else self.attend(q, k, v, dropout, True)  # (B, nh, T, hs)
         y = y.transpose(1, 2).reshape(batch, length, -1)
         out: Tensor = self.residual_dropout(self.proj(y))
         return out
@@ -80,9 +81,9 @@ class Block(nn.Module):
         self.ln_2 = nn.LayerNorm(config.n_embd)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, documents: Documents | None = None) -> Tensor:
         """(B, T, C) to (B, T, C)."""
-        x = x + self.attn(self.ln_1(x))
+        x = x + self.attn(self.ln_1(x), documents)
         out: Tensor = x + self.mlp(self.ln_2(x))
         return out
 
@@ -121,10 +122,19 @@ class GPT2(nn.Module):
         config: the shape.
         activation_checkpointing: recompute each block's activations in the backward pass instead of keeping them.
         pad_logits: multiply by the padded rows of the embedding as well, for the loss (``logits_of``).
+        end_of_text: the id that begins a document, if none may see another: ``dsgpt.model.documents``.
     """
 
-    def __init__(self, config: GPT2Config, *, activation_checkpointing: bool = False, pad_logits: bool = False) -> None:
+    def __init__(
+        self,
+        config: GPT2Config,
+        *,
+        activation_checkpointing: bool = False,
+        pad_logits: bool = False,
+        end_of_text: int | None = None,
+    ) -> None:
         super().__init__()
+        self.end_of_text = end_of_text
         self.config = config
         self.activation_checkpointing = activation_checkpointing
         self.wte = nn.Embedding(config.padded_vocab_size, config.n_embd)
@@ -156,15 +166,19 @@ class GPT2(nn.Module):
         The loss is cross-entropy in nats, the mean or ``"sum"`` over the targets; a target of -100 is left out.
         ``first_position`` is the position of ``ids[:, 0]``, if ``ids`` are a later part of longer sequences.
         """
-        positions = torch.arange(first_position, first_position + ids.shape[1], device=ids.device)  # (T,)
+        documents = None if self.end_of_text is None else Documents(ids, self.end_of_text)
+        if documents is None:
+            positions = torch.arange(first_position, first_position + ids.shape[1], device=ids.device)  # (T,)
+        else:
+            positions = documents.positions  # (B, T)
         x = self.embedding_dropout(self.wte(ids) + self.wpe(positions))  # (B, T, C)
         if self.training and x.requires_grad and not torch.compiler.is_compiling():  # a hook would break the graph
             x.register_hook(self._note_gradient)
         for block in self.blocks:
             if self.activation_checkpointing and self.training:
-                x = checkpoint(block, x, use_reentrant=False)
+                x = checkpoint(block, x, documents, use_reentrant=False)
             else:
-                x = block(x)
+                x = block(x, documents)
         out: Tensor = self.lm_head(self.ln_f(x), targets, reduction)
         return out
 

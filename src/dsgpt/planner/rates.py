@@ -679,7 +679,7 @@ def utilisation(
     model: GPT2Config,
     hardware: Mapping[str, Any],
     *,
-    seq_length: int,
+    seq_length: float,
     precision: str,
     calibration: Calibration | None = None,
 ) -> Utilisation:
@@ -688,7 +688,7 @@ def utilisation(
     Args:
         model: the model.
         hardware: the block of that name of a record; its GPU is that of rank 0.
-        seq_length: tokens of a sequence.
+        seq_length: tokens of a sequence, or of a document, as ``flops_per_token`` takes them.
         precision: of the matrix products.
         calibration: what was measured on this machine, or another. A CPU has no datasheet's peak.
     """

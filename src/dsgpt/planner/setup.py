@@ -177,6 +177,9 @@ class Setup:
     """Whether blocks are compiled. ZeRO-3 then gathers the weights of a whole block at a time."""
     pad_logits: bool = False
     """Whether padded rows of the embedding have logits, too."""
+    attended: float | None = None
+    """Tokens of its document in a window, the mean over tokens, where none sees another document; None without
+    ``--mask_documents``."""
     kernels: str = "fused"
     """``fused``: LayerNorm, GELU and the softmax are an operation each, as in this package, which calls PyTorch's;
     ``compiled``: sums are parts of their neighbours too; ``eager``: each is several, as in Hugging Face's GPT-2."""

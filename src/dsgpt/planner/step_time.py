@@ -78,8 +78,8 @@ class OpCounts:
         width = model.n_embd if rates.half_width else model.n_embd / math.sqrt(setup.sizes.tensor)
         matrix = rates.matrix_at(precision, width=width, rows=setup.tokens) * width / (width + rates.half_width)
         matrix *= setup.tokens / (setup.tokens + rates.half_rows * setup.sizes.tensor)
-        head_size = model.n_embd // model.n_head
-        attention = rates.attention_at(precision, head_size=head_size, length=setup.seq_length)
+        head_size, length = model.n_embd // model.n_head, max(1, round(setup.attended or setup.seq_length))
+        attention = rates.attention_at(precision, head_size=head_size, length=length)
         if setup.attention == "stored":  # two products as any other
             attention = matrix if head_size % 8 == 0 else matrix / rates.odd_heads
         device = (
@@ -111,7 +111,7 @@ def block_forward(setup: Setup) -> OpCounts:
     return OpCounts(
         matrix_flops=2 * matrices * tokens,
         matrix_bytes=setup.low * matrices + stream * (4 + 12 / tensor),
-        attention_flops=(4 if scores else 2) * tokens * setup.seq_length * model.n_embd / tensor,
+        attention_flops=(4 if scores else 2) * tokens * (setup.attended or setup.seq_length) * model.n_embd / tensor,
         elementwise_bytes=stream * (whole + split / tensor + biases + arranged) + scores,
         kernels=kernels,
         waits=kernels,

@@ -212,6 +212,8 @@ def read_work(record: Fields, *, steps: float | None, tokens: float | None) -> d
         "loss scaling": config.raw("loss_scaling"),
         "quantized communication": None if None in by_segment else over_time(segments, by_segment),
         "seed": None if seed is None else str(seed),
+        # a record of an earlier version, which had none, lacks the key
+        "document masks": _yes_or_no(bool(config.raw("mask_documents"))) if config.has("seed") else None,
         "changed at resume": _changes(record, config),
     }
     return {fact: facts[fact] for fact in (*WORK_FACTS, *TRAINING_FACTS)}

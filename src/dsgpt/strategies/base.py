@@ -167,6 +167,7 @@ def model_of(config: RunConfig) -> GPT2:
         config.model,
         activation_checkpointing=config.activation_checkpointing,
         pad_logits=config.options.pad_logits,
+        end_of_text=config.end_of_text,
     )
 
 

@@ -119,10 +119,16 @@ class StepResult(NamedTuple):
 
 
 class TimedBatches:
-    """Micro batches, and the seconds spent waiting for them."""
+    """Micro batches, and the seconds that the device waited for them.
 
-    def __init__(self, batches: Iterator[Batch]) -> None:
-        self._batches = iter(batches)
+    Args:
+        batches: those of a rank.
+        idle: whether the device has nothing left to compute when a batch is there. If it has, it did not wait: a GPU
+            computes while its process reads.
+    """
+
+    def __init__(self, batches: Iterable[Batch], *, idle: Callable[[], bool] = lambda: True) -> None:
+        self._batches, self._idle = iter(batches), idle
         self.seconds = 0.0
         """Seconds waited since the last ``take_seconds``."""
 
@@ -133,7 +139,8 @@ class TimedBatches:
         started = time.perf_counter()
         with named_range("data"):
             batch = next(self._batches)
-        self.seconds += time.perf_counter() - started
+        if self._idle():
+            self.seconds += time.perf_counter() - started
         return batch
 
     def take_seconds(self) -> float:

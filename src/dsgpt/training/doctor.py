@@ -33,7 +33,7 @@ from dsgpt.common.text import UNKNOWN, counted
 from dsgpt.config.compatibility import KNOWN_BAD, TESTED, nvme_paths
 from dsgpt.config.options import positive, shape_overrides
 from dsgpt.config.recipe import Recipe, read_recipe
-from dsgpt.data.token_file import TokenFileError, open_token_file
+from dsgpt.data.data_set import open_data
 from dsgpt.machine.probe import compiler, direct_io_problem, has_cuda_toolkit, libaio_problem, may_lock
 from dsgpt.machine.topology import Topology, read_topology
 from dsgpt.model.config import PRESETS, GPT2Config, shape_problems
@@ -323,10 +323,12 @@ def _is_taken(port: int) -> bool:
 def _data_facts(path: Path, *, verify: bool = False) -> Facts:
     facts: Facts = {"path": str(path), "problem": None, "sha256": None, "size": None}
     try:
-        file = open_token_file(path)
-        facts |= {"size": file.size_bytes, "sha256": file.verified_sha256() if verify else file.sidecar.sha256}
-        facts["problem"] = None if verify else file.doubt() or None
-    except (TokenFileError, OSError) as error:
+        data = open_data(path, flag="data")
+        facts["size"] = sum(file.size_bytes for file in data.files)
+        hashes = {file.path: file.verified_sha256() if verify else file.sidecar.sha256 for file in data.files}
+        facts["sha256"] = data.sha256(lambda file: hashes[file.path], mixed=True)
+        facts["problem"] = None if verify else next(filter(None, (file.doubt() for file in data.files)), None)
+    except (UserError, OSError) as error:
         facts["problem"] = str(error)
     return facts
 

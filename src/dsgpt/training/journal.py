@@ -7,7 +7,7 @@ import socket
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,6 +17,7 @@ from dsgpt.common.errors import NonFiniteError, UserError
 from dsgpt.common.files import write_json_atomic
 from dsgpt.common.text import busy_words
 from dsgpt.config.run_config import RunConfig
+from dsgpt.data.order import MixtureOrder
 from dsgpt.machine.console import Field, Progress, fitted
 from dsgpt.machine.device import HostGroup, gather_objects
 from dsgpt.planner.options import CALIBRATION
@@ -181,6 +182,8 @@ class ConsoleSink(Sink):
         logger.info(
             f"{where}  validation loss {line['val_loss']:.4f} on {line['val_tokens']:,} tokens in {seconds:.1f} s"
         )
+        for name, loss in line.get("val_loss_by_source", {}).items():
+            logger.info(f"{where}    {loss:.4f} on {name}")
 
     def traffic(self, measured: dict[str, Any]) -> None:
         """Log what was measured."""
@@ -411,13 +414,24 @@ class Speed:
         return utilisation(
             config.model,
             hardware,
-            seq_length=config.seq_length,
+            seq_length=config.attended_length or config.seq_length,
             precision=config.precision,
             calibration=self._calibration,
         )
 
 
 # The figures of a run, its state for a checkpoint, and its record. Sends every event to the sinks.
+
+
+class Validation(NamedTuple):
+    """The result of a validation."""
+
+    loss: float
+    """Nats per token, the mean over all targets."""
+    tokens: int
+    """Targets."""
+    by_source: dict[str, float]
+    """The loss of each source by itself."""
 
 
 class Journal:
@@ -468,6 +482,7 @@ class Journal:
         self.last_val_loss: float | None = None
         self.last_val_step: int | None = None
         self.best_val_loss: float | None = None
+        self._last_validation: Validation | None = None
 
     def resume(self, state: RunState, steps_file: Path, *, earlier: EarlierRecord) -> None:
         """Continue the figures of earlier processes of this run.
@@ -568,18 +583,20 @@ class Journal:
         self._communication_share = measured["exposed_share"]
         self._sinks.try_to_send("communication", lambda sink: sink.communication(measured))
 
-    def validated(self, *, step: int, val_loss: float, tokens: int, seconds: float) -> None:
+    def validated(self, *, step: int, validation: Validation, seconds: float) -> None:
         """Note a validation loss.
 
         Raises:
             NonFiniteError: it is NaN or infinite.
         """
-        self.last_val_loss, self.last_val_step = val_loss, step
+        val_loss = validation.loss
+        self.last_val_loss, self.last_val_step, self._last_validation = val_loss, step, validation
         self._lost_sec["validation"] += seconds
         line = {
             "step": step,
             "val_loss": val_loss,
-            "val_tokens": tokens,
+            "val_tokens": validation.tokens,
+            **({"val_loss_by_source": validation.by_source} if len(validation.by_source) > 1 else {}),
             "train_time_sec": self.meter.run.train_sec,
             "wall_time_sec": self.meter.wall_seconds(),
         }
@@ -680,6 +697,7 @@ class Journal:
             "final_train_loss": self.meter.last_loss,
             "final_val_loss": self.last_val_loss,
             "best_val_loss": self.best_val_loss,
+            **self._by_source(),
             "failed_saves": self.failed_saves,
             **self._speed.of_run(self.meter, self.record.description),
             "communication_share": self._communication_share,
@@ -687,6 +705,22 @@ class Journal:
             **self._segments.peaks(),
             "predicted_peak_memory": self._predicted,
         }
+
+    def _by_source(self) -> dict[str, Any]:
+        """Samples that the run took from each source, and the last loss on each; nothing for a single source.
+
+        Null if other data came in at a resume, or there was no validation since.
+        """
+        config, order = self._config, self._config.order
+        figures: dict[str, Any] = {}
+        if isinstance(order, MixtureOrder):
+            counts = order.consumed(self.meter.run.steps * config.batch.global_batch_size)
+            names = [source.name for source in config.train.sources]
+            changed = any(change["name"] == "train data" for change in self._changes)
+            figures["samples_by_source"] = None if changed else dict(zip(names, counts, strict=True))
+        if len(config.val.sources) > 1:
+            figures["final_val_loss_by_source"] = self._last_validation and self._last_validation.by_source
+        return figures
 
     def _note_segment(self, *, peaks: bool = True) -> None:
         """Update the segment of this process; without ``peaks``, its memory figures stay as they were."""

@@ -28,6 +28,7 @@ from dsgpt.common.files import write_json_atomic
 from dsgpt.common.json_files import JsonError, clipped
 from dsgpt.common.text import counted
 from dsgpt.config.run_config import RunConfig
+from dsgpt.data.addresses import changed_sources
 from dsgpt.machine.console import LogFile, Progress
 from dsgpt.machine.device import TIMEOUT, HostGroup, barrier, bring_up, from_main, gather_objects, joined
 from dsgpt.machine.launcher import Interruption
@@ -62,7 +63,7 @@ class Prepared:
 
     start: run_folder.ResumePoint
     hashes: dict[str, str | None]
-    """sha256 of ``train`` and ``val``, and of the published ``initial weights``, None where there are none."""
+    """sha256 of the data and of published weights; see ``run_description.data_hashes``."""
     settings: dict[str, Any]
     """Settings that a resumed run must match."""
     contents: list[str]
@@ -121,7 +122,7 @@ def prepare(config: RunConfig, lock: RunLock, peers: Peers) -> Prepared:
         fetched = fetch_newer(save_to, run_dir, damage=damage)
         damage.cache_clear()  # a damaged checkpoint may have been replaced
     resumes = run_folder.holds_run_to_resume(config, problems)
-    problems.add(*filter(None, [run_description.data_tokenizer(config.train)[1]]))
+    problems.add(*filter(None, [run_description.data_tokenizer(config.train.files[0])[1]]))
     problems.raise_if_any()
     hashes = run_description.data_hashes(config)
     hashes["initial weights"] = run_description.initial_weights_hash(config)
@@ -143,6 +144,8 @@ def prepare(config: RunConfig, lock: RunLock, peers: Peers) -> Prepared:
     if plan is not None and plan.machine.devices != config.topology.world_size:
         unlike = f"plan        was made for {counted(plan.machine.devices, 'device')}: steps are not compared with it"
     unchecked = run_description.check_tokenizer(config, problems)
+    prepared_together = {file.path.parent: file for file in (*config.val.files, *config.train.files)}
+    changed = [f"warning: {line}" for line in map(changed_sources, prepared_together.values()) if line]
     problems.raise_if_any()
     return Prepared(
         start=start,
@@ -152,7 +155,7 @@ def prepare(config: RunConfig, lock: RunLock, peers: Peers) -> Prepared:
         earlier=earlier,
         plan=plan,
         goodput=goodput,
-        messages=(*filter(None, (unchecked, doubt, unlike)), *fetched, *start.messages),
+        messages=(*filter(None, (unchecked, doubt, unlike)), *changed, *fetched, *start.messages),
     )
 
 

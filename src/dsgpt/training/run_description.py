@@ -19,6 +19,7 @@ from dsgpt.common.errors import Problems, UserError
 from dsgpt.common.files import sha256_of
 from dsgpt.common.text import counted
 from dsgpt.config.run_config import RunConfig
+from dsgpt.data.data_set import DataSet
 from dsgpt.data.token_file import TokenFile, TokenFileError, sidecar_path
 from dsgpt.formats.tokenizer_files import fault_of, model_folder, other_meaning, token_ids
 from dsgpt.machine.console import Progress
@@ -112,16 +113,20 @@ def data_hash(file: TokenFile, *, verify: bool, problems: Problems) -> str | Non
 
 
 def data_hashes(config: RunConfig) -> dict[str, str | None]:
-    """The sha256 of ``train`` and ``val``.
+    """The sha256 of ``train`` and ``val``, and of each of their files by its path.
 
     Raises:
         UserError: a file is not what its sidecar says.
     """
     problems, verify = Problems(), config.options.verify_data
-    files = (("train", config.train), ("val", config.val))
-    hashes = {name: data_hash(file, verify=verify, problems=problems) for name, file in files}
+    files = {str(file.path): file for data in (config.train, config.val) for file in data.files}
+    hashes = {name: data_hash(file, verify=verify, problems=problems) for name, file in files.items()}
     problems.raise_if_any()  # else a changed file is reported again, as different from the checkpoint's
-    return hashes
+
+    def of_file(file: TokenFile) -> str | None:
+        return hashes[str(file.path)]
+
+    return {**hashes, "train": config.train.sha256(of_file, mixed=True), "val": config.val.sha256(of_file, mixed=False)}
 
 
 def initial_weights_hash(config: RunConfig) -> str | None:
@@ -150,7 +155,7 @@ def check_tokenizer(config: RunConfig, problems: Problems) -> str:
     source = config.init_from
     if source is None or source.sha256:
         return ""
-    data, _ = data_tokenizer(config.train)
+    data, _ = data_tokenizer(config.train.files[0])
     try:
         theirs = token_ids(model_folder(source.given, weights=False))
         ours = token_ids(data) if data else None
@@ -204,6 +209,7 @@ def plan_lines(config: RunConfig) -> list[str]:
         f"gradient clipping {f'at {clipping:g}' if clipping else 'off'}",
         f"data        {config.train.tokens:,} tokens in {config.order.windows:,} windows of {config.seq_length}, "
         f"validation on {config.val_windows:,} windows",
+        *_mixture_lines(config),
         f"length      {config.total_steps:,} optimizer steps of {config.tokens_per_step:,} tokens "
         f"({config.total_steps / per_epoch:.2f} epochs of {per_epoch:,} steps)",
         f"state       {state}",
@@ -211,6 +217,17 @@ def plan_lines(config: RunConfig) -> list[str]:
         *([f"tracking    {', '.join(dict.fromkeys(config.options.track))}"] if config.options.track else []),
         *([f"start       from the weights of {config.init_from.given}"] if config.init_from else []),
         *(f"note        {notice}" for notice in config.notices),
+    ]
+
+
+def _mixture_lines(config: RunConfig) -> list[str]:
+    """A line for each source of a mixture: its share, and how often the run reads it."""
+    if len(config.train.sources) == 1:
+        return []
+    samples, sizes = config.total_steps * config.batch.global_batch_size, config.train.windows(config.seq_length)
+    return [
+        f"mixture     {share:.2%} {name}: {samples * share / windows:.3g} epochs of {windows:,} windows"
+        for (name, share), windows in zip(config.train.shares().items(), sizes, strict=True)
     ]
 
 
@@ -228,6 +245,7 @@ def setup_of(config: RunConfig) -> Setup:
         activation_checkpointing=config.activation_checkpointing,
         compiled=config.options.compile,
         pad_logits=config.options.pad_logits,
+        attended=config.attended_length,
     )
 
 
@@ -253,7 +271,7 @@ def describe_run(
 
     Args:
         config: the run.
-        hashes: sha256 of ``train`` and ``val``, and of the published ``initial weights``, None where there are none.
+        hashes: of ``data_hashes``, and of the published ``initial weights``, None where there are none.
         resumed_from: name of the checkpoint; None for a fresh start.
         changes: what changed at resumes.
         run_id: that of the run to resume; None for a new run.
@@ -274,17 +292,7 @@ def describe_run(
             "threads_per_device": config.threads_per_device,
             "launcher": config.topology.launcher,
         },
-        "data": {
-            f"{name}_{key}": value
-            for name, file in (("train", config.train), ("val", config.val))
-            for key, value in (
-                ("path", str(file.path)),
-                ("sha256", hashes[name]),
-                ("size_bytes", file.size_bytes),
-                ("tokens", file.tokens),
-                ("source", file.sidecar.source),
-            )
-        },
+        "data": {**_data_facts(config.train, "train", hashes), **_data_facts(config.val, "val", hashes)},
         "training_config": _training_config(config, hashes),
         "deepspeed_config": {
             "path": str(config.recipe.path),
@@ -293,6 +301,32 @@ def describe_run(
             "resolved": engine_config(config) if config.run_type == "optimized" else None,
         },
     }
+
+
+def _data_facts(data: DataSet, name: str, hashes: Mapping[str, str | None]) -> dict[str, Any]:
+    """The entries of the record's ``data``; ``NAME_sources`` is there only for several files."""
+    texts = dict.fromkeys(file.sidecar.source for file in data.files if file.sidecar.source)
+    facts: dict[str, Any] = {
+        "path": str(data.path),
+        "sha256": hashes[name],
+        "size_bytes": sum(file.size_bytes for file in data.files),
+        "tokens": data.tokens,
+        "source": "; ".join(texts) or None,
+    }
+    if len(data.files) > 1:
+        facts["sources"] = [
+            {
+                "name": source.name,
+                **({"share": data.shares()[source.name], "most_epochs": source.most_epochs} if name == "train" else {}),
+                "files": [
+                    {"path": path, "sha256": hashes.get(path), "size_bytes": file.size_bytes, "tokens": file.tokens}
+                    for file in source.files
+                    for path in [str(file.path)]
+                ],
+            }
+            for source in data.sources
+        ]
+    return {f"{name}_{key}": value for key, value in facts.items()}
 
 
 def _training_config(config: RunConfig, hashes: dict[str, str | None]) -> dict[str, Any]:
@@ -340,6 +374,8 @@ def _training_config(config: RunConfig, hashes: dict[str, str | None]) -> dict[s
         "offload_optimizer": recipe.offload_optimizer if optimized else None,
         "offload_param": recipe.offload_param if optimized else None,
         "seed": options.seed,
+        "mask_documents": options.mask_documents,
+        "attended_length": config.attended_length,
         "eval_every": options.eval_every,
         "compile": options.compile,
         "pad_logits": options.pad_logits,
@@ -370,6 +406,7 @@ def settings_to_match(config: RunConfig, *, hashes: dict[str, str | None]) -> di
         "train data": hashes["train"],
         "validation data": hashes["val"],
         "seed": config.options.seed,
+        "document masks": config.options.mask_documents or None,  # checkpoints of earlier versions lack it
         "sequence length": config.seq_length,
         "global batch": config.batch.global_batch_size,
         "validation windows": config.val_windows,

@@ -94,7 +94,7 @@ class Contents:
         shapes = parameter_shapes(config.model)
         written = states.complete_state(self.folder, parts, self.counters, shapes=shapes)
         write_json_atomic(self.folder / store.MODEL, config.model.as_dict())
-        tokenizer, _ = data_tokenizer(config.train)
+        tokenizer, _ = data_tokenizer(config.train.files[0])
         if tokenizer is not None:  # training itself needs none
             copy_tokenizer(tokenizer, self.folder / store.TOKENIZER)
         final = store.publish(config.run_dir, self.folder, state=self.state, about=self.about, written=written)

@@ -146,9 +146,10 @@ class TrackerSink(Sink):
 
 
 def row_of(line: Line) -> Row:
-    """The metrics of a line of ``metrics.jsonl``; those of its interval are named ``interval/...``."""
-    of_interval = {f"interval/{name}": value for name, value in line.get("interval", {}).items()}
-    every = {**{name: value for name, value in line.items() if name not in {"step", "interval"}}, **of_interval}
+    """The metrics of a line of ``metrics.jsonl``; those of its interval are named ``interval/...``, and so on."""
+    every = {name: value for name, value in line.items() if name != "step" and not isinstance(value, dict)}
+    for group, values in line.items():
+        every |= {f"{group}/{name}": value for name, value in values.items()} if isinstance(values, dict) else {}
     values = {name: value for name, value in every.items() if value is not None}
     return Row(line["step"], {name: int(value) if isinstance(value, bool) else value for name, value in values.items()})
 

@@ -6,13 +6,12 @@ import logging
 import math
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Self
 
 import torch
-from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from dsgpt.checkpoints.store import folder_name
@@ -21,7 +20,15 @@ from dsgpt.common.errors import Interrupted, NonFiniteError, SaveError, UserErro
 from dsgpt.common.files import write_atomic
 from dsgpt.common.text import duration, next_line, script_words
 from dsgpt.config.run_config import RunConfig
-from dsgpt.data.loader import Batch, RankShare, WindowDataset, micro_batches, training_windows, validation_windows
+from dsgpt.data.loader import (
+    Batch,
+    CopiedAhead,
+    WindowDataset,
+    micro_batches,
+    training_windows,
+    validation_windows,
+)
+from dsgpt.data.order import RankShare
 from dsgpt.formats.tensor_files import DTYPES
 from dsgpt.inference.generation import measure_latency
 from dsgpt.inference.model_files import build_model
@@ -37,7 +44,7 @@ from dsgpt.telemetry.meter import TimedBatches
 from dsgpt.telemetry.monitor import Monitor, gpu_use, hardware_file, open_gpus
 from dsgpt.telemetry.profiles import PROFILE_FOLDER, CommunicationProfile, StepsProfile, Trace, trace_file
 from dsgpt.training.budget import Budget, stalls_reported
-from dsgpt.training.journal import Journal
+from dsgpt.training.journal import Journal, Validation
 from dsgpt.training.saving import Saver
 
 logger = logging.getLogger(__name__)
@@ -49,16 +56,16 @@ COPY_SEC = 60.0
 
 
 class Batches:
-    """The micro batches of a loader, and its worker processes from the start until ``close``.
+    """The micro batches of a loader or an iterator, and its worker processes from the start until ``close``.
 
     Workers must end before Python exits: they ignore SIGTERM (``ignore_stop_signals``), and Python's exit handler,
     which sends it to every child, would wait forever. After an error they live until ``close``, because the traceback
     refers to them.
     """
 
-    def __init__(self, loader: DataLoader[Batch]) -> None:
+    def __init__(self, batches: Iterable[Batch]) -> None:
         with stop_signals_blocked():
-            self._batches: Iterator[Batch] = iter(loader)
+            self._batches = iter(batches)
 
     def __iter__(self) -> Self:
         return self
@@ -88,7 +95,7 @@ def validation_batches(config: RunConfig) -> Batches:
     """This rank's micro batches of one validation."""
     dataset = WindowDataset(config.val, seq_length=config.seq_length, vocab_size=config.model.vocab_size)
     size = config.batch.global_batch_size
-    windows = validation_windows(config.val_windows, _share(config), global_batch_size=size)
+    windows = validation_windows(config.val_parts, _share(config), global_batch_size=size)
     return Batches(micro_batches(dataset, windows, workers=0, pin_memory=config.device == "cuda"))
 
 
@@ -290,7 +297,7 @@ def measure_inference(config: RunConfig, *, device: torch.device, interruption: 
         weights = {name: reader.read(name) for name in reader.shapes}
         with interruption.patience(False):
             model = build_model(config.model, weights, device=device, dtype=DTYPES[config.precision])
-            ids = torch.from_numpy(config.val.memmap()[: config.model.block_size].astype("int64")).to(device)
+            ids = torch.from_numpy(config.val.files[0].memmap()[: config.model.block_size].astype("int64")).to(device)
             measured = measure_latency(model, ids)
     except Interrupted:
         return None
@@ -329,10 +336,10 @@ def mark_complete(config: RunConfig, summary: dict[str, Any]) -> None:
         + (f", {speed:,.0f} tokens/s" if speed else "")
     )
     logger.info(f"the record is {config.run_dir / RECORD_FILE}")
-    if config.train.sidecar.tokenizer:
+    if config.train.files[0].sidecar.tokenizer:
         then = script_words("src/generate.py", "--checkpoint", config.run_dir, "--prompt", "The")
     else:
-        then = script_words("src/evaluate.py", "--checkpoint", config.run_dir, "--data", config.val.path)
+        then = script_words("src/evaluate.py", "--checkpoint", config.run_dir, "--data", config.val.files[0].path)
     logger.info(next_line(then))
 
 
@@ -410,7 +417,11 @@ class Trainer:
         if self._stopping.agreed(steps_left=self.done < self.config.total_steps):
             raise self._stopping.stop("before it took a step", idle=True)
         with contextlib.closing(training_batches(self.config, first_step=self.done)) as batches:
-            self._take_steps(TimedBatches(batches))
+            if self.device.type == "cuda":
+                idle = torch.cuda.current_stream(self.device).query
+                self._take_steps(TimedBatches(CopiedAhead(batches, self.device), idle=idle))
+            else:
+                self._take_steps(TimedBatches(batches))
 
     def _take_steps(self, batches: TimedBatches) -> None:
         config, journal, stopping = self.config, self.journal, self._stopping
@@ -474,9 +485,8 @@ class Trainer:
         measured = validation_loss(self.config, self.strategy, stop=self._stopping.agreed)
         if measured is None:
             return False
-        val_loss, tokens = measured
         self.peers.begin("record")
-        self.journal.validated(step=step, val_loss=val_loss, tokens=tokens, seconds=time.perf_counter() - started)
+        self.journal.validated(step=step, validation=measured, seconds=time.perf_counter() - started)
         return True
 
     def _complete(self) -> None:
@@ -499,7 +509,7 @@ class Trainer:
 
 def validation_loss(
     config: RunConfig, strategy: Strategy, *, stop: Callable[[], bool] = lambda: False
-) -> tuple[float, int] | None:
+) -> Validation | None:
     """The mean loss over the validation windows, which are the same, in the same order, for every strategy; collective.
 
     Args:
@@ -508,19 +518,22 @@ def validation_loss(
         stop: called before each batch; returns the same on every rank.
 
     Returns:
-        Nats per token and the number of targets; None where ``stop`` ended it.
+        The losses; None where ``stop`` ended it.
     """
-    steps = -(-config.val_windows // config.batch.global_batch_size)
-    progress = Progress(total=steps, what="validating", unit="batch")
+    steps = [-(-len(part) // config.batch.global_batch_size) for part in config.val_parts]
+    progress = Progress(total=sum(steps), what="validating", unit="batch")
     sums = []
     with contextlib.closing(progress), contextlib.closing(validation_batches(config)) as batches:
-        for _ in range(steps):
+        for _ in range(sum(steps)):
             if stop():
                 return None
             sums.append(torch.stack(strategy.eval_step(batches)))
             progress.advance()
-    loss_sum, tokens = torch.stack(sums).sum(dim=0).tolist()
-    return loss_sum / tokens, int(tokens)
+    by_source = torch.stack([own.sum(dim=0) for own in torch.split(torch.stack(sums), steps)])  # (sources, 2)
+    loss_sum, tokens = by_source.sum(dim=0).tolist()
+    names = [source.name for source in config.val.sources]
+    own_losses = (by_source[:, 0] / by_source[:, 1]).tolist()
+    return Validation(loss_sum / tokens, int(tokens), dict(zip(names, own_losses, strict=True)))
 
 
 def _due(step: int, every: int) -> bool:

@@ -27,6 +27,7 @@ PAGES = {
     "": "Overview",
     "compare": "Compare",
     "live": "Live",
+    "spikes": "Spikes",
     "split": "How it is split",
     "plan": "Plan and cost",
     "generate": "Try it",

@@ -1,4 +1,4 @@
-"""``make screenshots``: every page in both themes, of the committed records and of a training that runs now."""
+"""``make screenshots``: pages in both themes, of the committed records and of a training that runs now."""
 
 import io
 import os
@@ -18,7 +18,7 @@ from dsgpt.common.command_line import run_script
 
 INTO = REPOSITORY / "docs" / "images" / "dashboard"
 HEIGHTS = {"": 620, "compare": 1500, "live": 1120, "split": 1340, "plan": 1300, "generate": 1120}
-"""Pixels of each page; what lies below is left out."""
+"""Pixels of each page with a picture; what lies below is left out."""
 ON_A_PHONE = {"": "light", "live": "dark"}
 REFERENCE = "reference/cpu-2-cores"
 QUERIES = {"compare": {"runs": [f"{REFERENCE}/demo-baseline", f"{REFERENCE}/demo-zero1"]}}
@@ -34,7 +34,7 @@ def main() -> None:
     """
     INTO.mkdir(parents=True, exist_ok=True)
     expect.set_options(timeout=PATIENCE_MS)
-    pictures = [(name, theme, theme, 1280, HEIGHTS[name]) for name in PAGES for theme in ("light", "dark")]
+    pictures = [(name, theme, theme, 1280, HEIGHTS[name]) for name in HEIGHTS for theme in ("light", "dark")]
     pictures += [(name, "phone", theme, 390, 844) for name, theme in ON_A_PHONE.items()]
     with tempfile.TemporaryDirectory() as folder, _runs(Path(folder)) as server, sync_playwright() as playwright:
         browser = launch_browser(playwright)

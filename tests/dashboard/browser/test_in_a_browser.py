@@ -29,6 +29,7 @@ BACKGROUNDS = {"light": "rgb(255, 255, 255)", "dark": "rgb(13, 17, 23)"}
 FOREIGN = {
     "compare": ({"runs": ["first", HOSTILE]}, rf"equal loss: yes \({re.escape(HOSTILE)} against first"),
     "live": ({"watch": HOSTILE}, rf"^{re.escape(HOSTILE)} is finished"),
+    "spikes": ({"run": HOSTILE}, "^0 of 0 steps stand out; 3 more cannot be judged"),
 }
 """Queries for a run whose name is markup, and what the page says about it."""
 

@@ -75,8 +75,9 @@ class StageBlock(Block):
         if (group := tensor_group()) is not None:
             split_block(self, group)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, documents: None = None) -> Tensor:  # type: ignore[override]  # stages see no ids
         """(B, T, C) to (B, T, C)."""
+        assert documents is None
         if self._recompute and self.training:
             recomputed: Tensor = checkpoint(self.compute, x, use_reentrant=False)
             return recomputed
