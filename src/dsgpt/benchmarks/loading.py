@@ -12,17 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dsgpt.benchmarks.frame import (
-    Record,
-    Suite,
-    SuiteOptions,
-    made_from,
-    page_of,
-    ratios,
-    span,
-    span_words,
-    turns,
-)
+from dsgpt.benchmarks import frame
 from dsgpt.common.command_line import POSITIVE, flag
 from dsgpt.common.text import table
 
@@ -35,23 +25,20 @@ RATIO, SHARE, GROWTH = 3.0, 0.01, 50 << 20
 OURS, NANOGPT = "this loader", "nanoGPT's way"
 
 
-def loading_page(record: Record, *, source: str) -> str:
+def loading_page(record: frame.Record, *, source: str) -> str:
     """The page; ``source`` is the record's path, for the reader."""
-    head = f"""# What loading costs
-
-A batch of windows of {LENGTH:,} tokens, from a file of {TOKENS * 2 >> 20} MiB: processor time of one thread. The goals
-are {RATIO:g} times nanoGPT's speed, {SHARE:.0%} of a step of `tiny`, and {GROWTH >> 20} MiB of private memory.
-
-{made_from(record, source=source, name="loading")}"""
-    return page_of(head, f"## Figures\n\n{chr(10).join(summary_lines(record))}")
+    made = frame.made_from(record, source=source, name="loading")
+    goals = {"ratio": RATIO, "share": SHARE, "growth": GROWTH >> 20}
+    head = frame.filled("loading", record, made=made, length=LENGTH, size=TOKENS * 2 >> 20, **goals)
+    return frame.page_of(head, f"## Figures\n\n{chr(10).join(summary_lines(record))}")
 
 
-def summary_lines(record: Record) -> list[str]:
+def summary_lines(record: frame.Record) -> list[str]:
     """The table of all batches, and what memory and a step took."""
     rows = []
     for batch, one in record["batches"].items():
-        seconds = [span_words(one["seconds"][way], ".0f", scale=1e6) for way in (OURS, NANOGPT)]
-        rows.append([batch, *seconds, span_words(one["ratio"], ".1f")])
+        seconds = [frame.span_words(one["seconds"][way], ".0f", scale=1e6) for way in (OURS, NANOGPT)]
+        rows.append([batch, *seconds, frame.span_words(one["ratio"], ".1f")])
     return [
         *table(["windows", f"{OURS}, µs (range)", f"{NANOGPT}, µs", "times as fast"], rows).splitlines(),
         "",
@@ -61,23 +48,24 @@ def summary_lines(record: Record) -> list[str]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoadingOptions(SuiteOptions):
+class LoadingOptions(frame.SuiteOptions):
     """The command line."""
 
     rounds: int = flag(POSITIVE, "N", "turns of each way (default: %(default)s)", default=9)
 
 
-class Loading(Suite[LoadingOptions, dict[str, Any]]):
-    """Reads the same windows in two ways."""
+class Loading(frame.Suite[LoadingOptions, dict[str, Any]]):
+    """Reads the same windows in two ways.
+
+    loading: fetch global batches as a training does and as nanoGPT does, in turn; and watch memory over 2 GiB. Takes
+    about a minute and 256 MiB of disk. Exit code 0: all goals are met; 1: one is not, and the page says which.
+
+    Examples:
+      .venv/bin/python src/benchmark.py loading
+    """
 
     name, record_of, unit = "loading", "loading", "turn"
     flags, page, summary = LoadingOptions, staticmethod(loading_page), staticmethod(summary_lines)
-    description = """\
-loading: fetch global batches as a training does and as nanoGPT does, in turn; and watch memory over 2 GiB. Takes about
-a minute and 256 MiB of disk. Exit code 0: all goals are met; 1: one is not, and the page says which."""
-    examples = """\
-examples:
-  .venv/bin/python src/benchmark.py loading"""
 
     def plan(self) -> int:
         return self.options.rounds * len(BATCHES) * 2 + 1
@@ -99,7 +87,7 @@ examples:
 
     def results(self) -> Iterator[dict[str, Any]]:
         for batch in BATCHES:
-            for _, way in turns((OURS, NANOGPT), rounds=self.options.rounds):
+            for _, way in frame.turns((OURS, NANOGPT), rounds=self.options.rounds):
                 yield {"batch": batch, "way": way, "seconds": self._fetch(batch, way)}
         before = private_bytes()
         windows = READ_BYTES // (2 * LENGTH)
@@ -131,7 +119,7 @@ examples:
             return f"{count} a step of tiny: {result['step_sec']:.2f} s{left}"
         return f"{count} {result['batch']} windows, {result['way']}: {result['seconds'] * 1e6:.0f} µs{left}"
 
-    def record(self, results: Sequence[dict[str, Any]]) -> Record:
+    def record(self, results: Sequence[dict[str, Any]]) -> frame.Record:
         *timed, rest = results
         batches: dict[str, Any] = {}
         for batch in BATCHES:
@@ -140,13 +128,13 @@ examples:
                 if one["batch"] == batch:
                     own[one["way"]].append(one["seconds"])
             batches[str(batch)] = {
-                "seconds": {way: span(seconds) for way, seconds in own.items()},
-                "ratio": ratios(own[NANOGPT], own[OURS]),
+                "seconds": {way: frame.span(seconds) for way, seconds in own.items()},
+                "ratio": frame.ratios(own[NANOGPT], own[OURS]),
             }
         seconds = batches[str(BATCHES[1])]["seconds"][OURS]["median"]
         return {"rounds": self.options.rounds, "batches": batches, "share": seconds / rest["step_sec"], **rest}
 
-    def failures(self, record: Record) -> list[str]:
+    def failures(self, record: frame.Record) -> list[str]:
         slow = [batch for batch, one in record["batches"].items() if one["ratio"]["median"] < RATIO]
         return [
             *(f"{batch} windows: less than {RATIO:g} times as fast as nanoGPT's way" for batch in slow),
