@@ -366,7 +366,7 @@ Read token files, and compare hash, size and largest id with what preparation no
 agree; 2: one differs, or cannot be read."""
 EXAMPLES = """\
 examples:
-  dsgpt data verify data/python-stdlib/train.bin data/python-stdlib/val.bin"""
+  dsgpt data verify data/python-transformers/train.bin data/python-transformers/val.bin"""
 
 
 @dataclass(frozen=True, kw_only=True)
