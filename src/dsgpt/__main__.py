@@ -19,7 +19,7 @@ COMMANDS = {
     "data prepare": ("data_prep/preprocess.py", "turn text into token files"),
     "data small": ("data_prep/preprocess_small.py", "turn the first documents of a text into small token files"),
     "data download": ("data_prep/download_data.py", "fetch a text set"),
-    "data verify": ("dsgpt.data.token_file", "read token files, and compare them with what is noted beside them"),
+    "data verify": ("data_prep/verify.py", "read token files, and compare them with what is noted beside them"),
     "train": ("src/gpt2.py", "train a model, or resume a training"),
     "doctor": ("src/doctor.py", "whether this machine, or a cluster, is fit for a training"),
     "plan": ("src/plan.py", "memory, time and money of a training before it runs; the best setup"),
