@@ -14,7 +14,7 @@ from dsgpt.common.errors import UserError
 from dsgpt.data import verify
 from dsgpt.data.index import ENTRY
 from dsgpt.data.token_file import open_token_file
-from dsgpt.data.verify import read_contents, shared_documents
+from dsgpt.data.verify import faults_of, read_contents, shared_documents
 
 
 @pytest.fixture(autouse=True)
@@ -65,6 +65,12 @@ def test_contents_are_counted_across_chunks(tmp_path: Path):
     assert (len(contents.hashes), contents.shortest, contents.longest, contents.unended) == (5, 2, 21, 0)
     assert len(set(contents.hashes.tolist())) == 4 and contents.hashes[0] == contents.hashes[3]
     assert contents.lengths.sum() == 5 and contents.lengths[2 * verify.BINS] == 2
+    index(tmp_path / "a.bin", 4, 2, 21, 4, 7)
+    assert [*faults_of(contents)] == []
+    index(tmp_path / "a.bin", 4, 2, 21, 5, 6)
+    assert [line.partition("; ")[0] for line in faults_of(contents)] == [
+        f"{tmp_path}/a.index: document 3 ends at token 32, in a.bin at 31"
+    ]
     other = read_contents(open_token_file(tokens(tmp_path / "b.bin", [5], [4] * 6, [6], [7], [1, 2, 3], [1, 2])))
     assert shared_documents(contents.hashes, other.hashes) == [1, 4]
 
