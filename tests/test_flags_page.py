@@ -14,6 +14,7 @@ from dsgpt.common.command_line import Parser
 from dsgpt.config.options import ChangesTraining, Options
 from dsgpt.dashboard.server import DashboardOptions
 from dsgpt.data.download import DownloadOptions
+from dsgpt.data.exchange import ConvertDataOptions
 from dsgpt.data.preparation import PrepareOptions
 from dsgpt.data.verify import VerifyOptions
 from dsgpt.demo import Demo
@@ -59,6 +60,7 @@ def flags_page() -> str:
         "data_prep/preprocess.py, preprocess_small.py": PrepareOptions,
         "data_prep/download_data.py": DownloadOptions,
         "data_prep/verify.py": VerifyOptions,
+        "data_prep/exchange.py": ConvertDataOptions,
         TRAINING: Options,
         "src/doctor.py": DoctorOptions,
         "src/plan.py": PlanOptions,

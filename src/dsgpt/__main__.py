@@ -20,6 +20,7 @@ COMMANDS = {
     "data small": ("data_prep/preprocess_small.py", "turn the first documents of a text into small token files"),
     "data download": ("data_prep/download_data.py", "fetch a text set"),
     "data verify": ("data_prep/verify.py", "read token files, and compare them with what is noted beside them"),
+    "data convert": ("data_prep/exchange.py", "token files of nanoGPT, llm.c and Megatron-LM, to and from ours"),
     "train": ("src/gpt2.py", "train a model, or resume a training"),
     "doctor": ("src/doctor.py", "whether this machine, or a cluster, is fit for a training"),
     "plan": ("src/plan.py", "memory, time and money of a training before it runs; the best setup"),
