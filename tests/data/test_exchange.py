@@ -66,16 +66,16 @@ def test_there_and_back_is_the_same_file(ours: Path, tmp_path: Path, form: str, 
 
 
 def test_megatron_files_without_marks_of_several_sequences_and_of_wide_ids(tmp_path: Path):
-    """Two documents: the first of two sequences, neither with an end-of-text id; the second is empty but for one."""
-    index = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 4, 3, 3) + struct.pack("<3i3q3q", 2, 3, 1, 0, 8, 20, 0, 2, 3)
+    """Two documents: the first without an end-of-text id, the second of two sequences."""
+    index = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 4, 3, 3) + struct.pack("<3i3q3q", 2, 3, 1, 0, 8, 20, 0, 1, 3)
     (tmp_path / "m.idx").write_bytes(index + bytes(3))  # modes of a multimodal set may follow
     (tmp_path / "m.bin").write_bytes(struct.pack("<6i", 1, 2, 3, 70_000, 5, 9))
     flags = ("--vocab_size", 70_001, "--eot_id", EOT)
     back = open_token_file(convert(tmp_path / "m.bin", tmp_path / "back.bin", "dsgpt", *flags))
-    assert (back.sidecar.dtype, back.memmap().tolist()) == ("uint32", [1, 2, 3, 70_000, 5, 9])
+    assert (back.sidecar.dtype, back.memmap().tolist()) == ("uint32", [1, 2, 9, 3, 70_000, 5, 9])
     assert "too few for a vocabulary of 70,001; take megatron" in refused(back.path, tmp_path / "n.bin", "nanogpt")
     again = convert(back.path, tmp_path / "again.bin", "megatron")
-    assert np.fromfile(again, dtype="<i4").tolist() == [1, 2, 3, 70_000, 5, 9]
+    assert np.fromfile(again, dtype="<i4").tolist() == [1, 2, 9, 3, 70_000, 5, 9]
 
 
 def test_a_tokenizer_says_what_the_file_does_not(prepared: Path, bytes_tokenizer: Path, tmp_path: Path, capsys):

@@ -5,9 +5,10 @@ Written from what those projects say about their files:
 * nanoGPT (``data/openwebtext/prepare.py``): uint16 ids alone; the end-of-text id follows each document.
 * llm.c (``dev/data/data_common.py``, ``llmc/dataloader.h``): 256 int32, of which the first three are 20240520, 1 and
   the number of ids; then uint16 ids. The end-of-text id precedes each document (``dev/data/fineweb.py``).
-* Megatron-LM (``megatron/core/datasets/indexed_dataset.py``): ids in NAME.bin; NAME.idx has ``MMIDIDX``, two zero
-  bytes, version 1 (uint64), the code of the type (uint8), the numbers of sequences and of document bounds (uint64),
-  lengths (int32) and byte offsets (int64) of sequences, and the bounds of documents, in sequences (int64).
+* Megatron-LM (``megatron/core/datasets/indexed_dataset.py``): ids in NAME.bin, and NAME.idx. That begins with
+  ``MMIDIDX``, two zero bytes, version 1 (uint64), the code of the type (uint8), and the numbers of sequences and of
+  document bounds (uint64). Lengths (int32) and byte offsets (int64) of sequences follow, then the bounds of documents,
+  counted in sequences (int64).
 """
 
 import os
