@@ -12,6 +12,7 @@ from small_run import write_tokens
 
 from dsgpt.common.errors import UserError
 from dsgpt.data import verify
+from dsgpt.data.contamination import Evaluation, words_of
 from dsgpt.data.index import ENTRY
 from dsgpt.data.token_file import open_token_file
 from dsgpt.data.verify import faults_of, read_contents, shared_documents
@@ -112,7 +113,7 @@ def test_without_anything_beside_it(tmp_path: Path, capsys):
     path.with_suffix(".json").unlink()
     check(path)
     said = capsys.readouterr().out
-    assert "documents  unknown: nothing beside" in said and "begins     unknown: the sidecar" in said
+    assert "documents  unknown: nothing beside" in said and "a.bin: its sidecar names no tokenizer" in said
     assert "nothing is noted beside them" in said
     assert faults(path, "--plot", tmp_path / "a.jpg") == [f"--plot {tmp_path}/a.jpg: must end with .png or .svg"]
 
@@ -128,3 +129,64 @@ def test_the_picture_is_drawn(run, prepared: Path, tmp_path: Path, form: str):
     one, two = (tmp_path / f"{number}.{form}" for number in (1, 2))
     assert one.read_bytes() == two.read_bytes() and one.stat().st_size > 10_000
     assert json.loads((tmp_path / "train.json").read_text())["eot_id"] == 0
+
+
+# Evaluation texts, and the data card.
+
+
+SENTENCE = "The quick brown fox, at last, jumps over the lazy dog -- and sleeps until noon."
+
+
+def test_words_have_no_case_and_no_punctuation():
+    assert words_of("It's  a _Test_: naïve,\nÉTÉ—1.5 ") == ["its", "a", "test", "naïve", "été15"]
+
+
+def test_a_run_of_13_words_is_found_and_one_of_12_is_not():
+    texts = Evaluation()
+    words = words_of(SENTENCE)
+    assert len(words) == 15
+    texts.add([SENTENCE, "seven words are too few to compare", " ".join(words[:8]), "nothing of this is anywhere " * 4])
+    texts.read("dog " + " ".join(words[1:13]) + " dog", document=0)
+    assert texts.found == {}
+    texts.read("Nothing. " + " ".join(words[2:]).upper(), document=1)
+    texts.read(SENTENCE, document=2)
+    assert texts.found == {0: (" ".join(words[2:15]), 1), 2: (" ".join(words[:8]), 2)}
+    assert (texts.texts, texts.too_short) == (4, 1)
+
+
+@pytest.fixture
+def with_sentence(prepare_here, bytes_tokenizer: Path, tmp_path: Path) -> Path:
+    """A preparation whose one training document holds ``SENTENCE``."""
+    (text := tmp_path / "text").mkdir()
+    for number in range(12):
+        (text / f"{number}.txt").write_text(f"document {number}\n{SENTENCE * (number == 7)}")
+    flags = ("--tokenizer", bytes_tokenizer, "--output_dir", "out")
+    prepare_here("--input", text, *flags, cwd=tmp_path)
+    return tmp_path / "out"
+
+
+def test_evaluation_texts_in_the_training_data_are_named(with_sentence: Path, tmp_path: Path, capsys):
+    evaluation = tmp_path / "evaluation.jsonl"
+    rows = ["something else entirely, of no fewer than eight words", "the " + SENTENCE.upper(), "short"]
+    evaluation.write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
+    files = [with_sentence / "train.bin", with_sentence / "val.bin"]
+    (line,) = faults(*files, "--against", evaluation, "--card", "MIT")
+    beginning, document = re.fullmatch(r"(.*) in document (\d+) \('.*quick brown fox at last.*", line).groups()
+    assert beginning.endswith(f"train.bin: has 1 of the 3 texts of {evaluation}, such as 1")
+    assert SENTENCE in documents_of(with_sentence, "train")[int(document)]
+    assert not list(with_sentence.glob("*.card.md"))
+    assert "val.bin: compared with 3 texts of" in (said := capsys.readouterr().out) and "1 have fewer than 8" in said
+    evaluation.write_text(json.dumps({"text": rows[0]}))
+    assert "--against nowhere: there is no such" in faults(*files, "--against", "nowhere")[0]
+    check(*files, "--against", evaluation, "--card", "MIT | see LICENSE")
+    card = (with_sentence / "train.card.md").read_text()
+    sidecar = open_token_file(files[0]).sidecar
+    for row in (
+        "| licence | MIT &#124; see LICENSE |",
+        f"| sha256 | {sidecar.sha256} |",
+        "| no document is also in | val.bin |",
+        "| no run of 13 words is also in | evaluation.jsonl |",
+        f"| documents | {sidecar.documents}, of ",
+        f"| tokenizer | tokenizer, sha256 {sidecar.tokenizer.sha256} |",
+    ):
+        assert row in card

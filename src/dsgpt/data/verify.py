@@ -1,5 +1,7 @@
 """``dsgpt data verify``: reads token files whole, and compares them with their sidecars, their indexes and each other.
 
+It also looks for evaluation texts in them (``contamination.py``), and describes files that agree in a data card.
+
 Nothing but numbers of constant size and 8 bytes a document are kept, the latter in a temporary file. Imports no torch.
 """
 
@@ -15,11 +17,15 @@ from numpy.typing import NDArray
 
 from dsgpt.common.command_line import flag, read_options, whole
 from dsgpt.common.errors import Problems, UserError
+from dsgpt.common.files import write_atomic
 from dsgpt.common.text import counted, next_line, script_words
+from dsgpt.data.contamination import SHORTEST, Evaluation
 from dsgpt.data.download import progress
-from dsgpt.data.index import index_path, open_index
+from dsgpt.data.exchange import Foreign, documents_of
+from dsgpt.data.index import index_path, open_index, read_sources, sources_path
+from dsgpt.data.sources import own_source
 from dsgpt.data.token_file import TokenFile, TokenFileError, open_token_file
-from dsgpt.data.vocabulary import open_vocabulary
+from dsgpt.data.vocabulary import Vocabulary, open_vocabulary
 from dsgpt.formats.tokenizer_files import TOKENIZER_FOLDER
 
 DESCRIPTION = """\
@@ -29,7 +35,8 @@ all agree; 2: something differs, or cannot be read."""
 EXAMPLES = """\
 examples:
   .venv/bin/python data_prep/verify.py data/python-transformers/train.bin data/python-transformers/val.bin
-  .venv/bin/python data_prep/verify.py data/python-transformers/train.bin --plot tokens.png --excerpt 200"""
+  .venv/bin/python data_prep/verify.py data/python-transformers/train.bin --plot tokens.png --excerpt 200
+  .venv/bin/python data_prep/verify.py data/mine/train.bin --against evaluation.jsonl --card CC-BY-4.0"""
 
 CHUNK = 1 << 22
 """Ids that are read at once."""
@@ -48,6 +55,16 @@ class VerifyOptions:
     files: tuple[Path, ...] = flag(Path, "BIN", "token files", default=(), name="files", nargs="+")
     plot: Path | None = flag(
         Path, "FILE", "draw document lengths and token frequencies into FILE, a .png or .svg", default=None
+    )
+    against: tuple[Path, ...] = flag(
+        Path,
+        "PATH",
+        "evaluation texts, files or folders: none may share a run of 13 words with a document (as in the GPT-3 paper)",
+        default=(),
+        nargs="+",
+    )
+    card: str | None = flag(
+        str, "LICENCE", "write a data card, NAME.card.md, beside each file if all agree; LICENCE is that of the text"
     )
     excerpt: int = flag(whole(low=0), "N", "tokens of the beginning to show (default: %(default)s)", default=32)
 
@@ -181,18 +198,81 @@ def _overlap(one: Contents, other: Contents) -> Iterator[str]:
         )
 
 
+def _vocabulary(file: TokenFile) -> Vocabulary:
+    """The tokenizer that made the ids, from the folder beside the file.
+
+    Raises:
+        UserError: there is none, or another one.
+    """
+    if file.sidecar.tokenizer is None:
+        raise TokenFileError(f"{file.path}: its sidecar names no tokenizer, so its text is unknown")
+    vocabulary = open_vocabulary(file.path.parent / TOKENIZER_FOLDER)
+    if vocabulary.sha256 != file.sidecar.tokenizer.sha256:
+        raise TokenFileError(f"{vocabulary.folder}: is not the tokenizer that made {file.path.name}")
+    return vocabulary
+
+
 def _excerpt(file: TokenFile, tokens: int) -> str:
     """The text of the first ``tokens`` ids, or why it is unknown."""
-    tokenizer = file.sidecar.tokenizer
-    if tokenizer is None:
-        return "unknown: the sidecar names no tokenizer"
     try:
-        vocabulary = open_vocabulary(file.path.parent / TOKENIZER_FOLDER)
+        return repr(_vocabulary(file).tokenizer.decode(file.memmap()[:tokens].tolist(), skip_special_tokens=False))
     except UserError as error:
         return f"unknown: {error}"
-    if vocabulary.sha256 != tokenizer.sha256:
-        return f"unknown: {vocabulary.folder} is not the tokenizer that made the ids"
-    return repr(vocabulary.tokenizer.decode(file.memmap()[:tokens].tolist(), skip_special_tokens=False))
+
+
+def _contamination(file: TokenFile, against: Sequence[Path]) -> Iterator[str]:
+    """A line for each of the evaluation sets ``against`` of which the file has texts; prints what was compared.
+
+    Raises:
+        UserError: the texts, or the text of the file, cannot be read.
+    """
+    vocabulary, sets = _vocabulary(file), {path: Evaluation() for path in against}
+    for path, texts in sets.items():
+        source = own_source((path,), text_key="text", output_dir=path / TOKENIZER_FOLDER)
+        texts.add(document.text for _, document in source.documents())
+    documents = documents_of(Foreign(form="dsgpt", ids=file.memmap()), eot_id=vocabulary.eot_id)
+    with progress(total=file.size_bytes, description=f"comparing {file.path.name}", unit="B") as bar:
+        for number, ids in enumerate(documents):
+            text = vocabulary.tokenizer.decode(ids.tolist())
+            for texts in sets.values():
+                texts.read(text, document=number)
+            bar.update(ids.nbytes)
+    for path, texts in sets.items():
+        short = f"; {texts.too_short:,} have fewer than {SHORTEST} words" if texts.too_short else ""
+        print(f"{file.path}: compared with {counted(texts.texts, 'text')} of {path}{short}")
+        for number, (words, document) in itertools.islice(texts.found.items(), 1):
+            yield (
+                f"{file.path}: has {len(texts.found):,} of the {texts.texts:,} texts of {path}, such as {number:,} in "
+                f"document {document:,} ({words!r}): leave such documents out, and prepare again"
+            )
+
+
+def _card(contents: Contents, options: VerifyOptions, *, compared: Sequence[Path]) -> str:
+    """The data card of a file with which everything agrees."""
+    file, sidecar = contents.file, contents.file.sidecar
+    files = "not noted"
+    if sources_path(file.path).exists():
+        sources = read_sources(file.path)
+        files = f"{counted(len(sources), 'file')}, {sum(each.size or 0 for each in sources):,} bytes"
+    maker = sidecar.tokenizer
+    others = ", ".join(path.name for path in compared) or "no other file"
+    facts = {
+        "source": sidecar.source or "not noted",
+        "source files": files,
+        "licence": options.card,
+        "documents": f"{len(contents.hashes):,}, of {contents.shortest:,} to {contents.longest:,} tokens",
+        "tokens": f"{file.tokens:,}, {sidecar.dtype}",
+        "ids": f"{np.count_nonzero(contents.frequencies):,} of {sidecar.vocab_size or 0:,} are used",
+        "tokenizer": f"{maker.name}, sha256 {maker.sha256}" if maker else "not noted",
+        "end-of-text id": f"{sidecar.eot_id}",
+        "sha256": sidecar.sha256 or "not noted",
+        "no document is also in": others,
+        "no run of 13 words is also in": ", ".join(path.name for path in options.against) or "not compared",
+    }
+    rows = "".join(f"| {name} | {str(value).replace('|', '&#124;')} |\n" for name, value in facts.items())
+    return (
+        f"# {file.path.name}\n\nBy `dsgpt data verify --card`, which read the whole file.\n\n| | |\n|---|---|\n{rows}"
+    )
 
 
 def _say(contents: Contents, *, excerpt: int, sha256: str) -> None:
@@ -229,10 +309,21 @@ def main(words: Sequence[str] | None = None, *, draw: Callable[[Sequence[Content
     read = [contents for path in dict.fromkeys(options.files) if (contents := _verified(path, options, problems))]
     for one, other in itertools.combinations(read, 2):
         problems.add(*_overlap(one, other))
+    for path in options.against:
+        if not path.exists():
+            problems.add(f"--against {path}: there is no such file or folder")
+    if options.against and not problems:
+        for each in read:
+            problems.add(*_contamination(each.file, options.against))
     if options.plot and read:
         draw(read, options.plot)
         print(f"wrote {options.plot}")
     problems.raise_if_any()
+    for each in read if options.card else ():
+        card = each.file.path.with_suffix(".card.md")
+        text = _card(each, options, compared=[other.file.path for other in read if other is not each])
+        write_atomic(card, text.encode())
+        print(f"wrote {card}")
     noted = [each.file for each in read if each.file.sidecar.sha256]
     print(
         f"{counted(len(read), 'file')} agree with what is noted beside them"
