@@ -56,7 +56,7 @@ def test_a_sound_preparation(prepared: Path, capsys):
         assert f"documents  {len(texts):,}, of {sizes.min():,} to {sizes.max():,} tokens" in said
         (begins,) = [line for line in said.splitlines() if line.startswith("  begins") and texts[0][:9] in line]
         assert texts[0].startswith(eval(begins.removeprefix("  begins")))
-    assert "2 files agree with what is noted beside them" in said
+    assert "checked 2 files: all is as noted beside them" in said
 
 
 def test_contents_are_counted_across_chunks(tmp_path: Path):
@@ -114,7 +114,7 @@ def test_without_anything_beside_it(tmp_path: Path, capsys):
     check(path)
     said = capsys.readouterr().out
     assert "documents  unknown: nothing beside" in said and "a.bin: its sidecar names no tokenizer" in said
-    assert "nothing is noted beside them" in said
+    assert "checked 1 file: nothing is noted beside them" in said
     assert faults(path, "--plot", tmp_path / "a.jpg") == [f"--plot {tmp_path}/a.jpg: must end with .png or .svg"]
 
 
@@ -134,6 +134,7 @@ def test_the_picture_is_drawn(run, prepared: Path, tmp_path: Path, form: str):
 # Evaluation texts, and the data card.
 
 
+CARD_CURE = "remove it, and make it again with --card"
 SENTENCE = "The quick brown fox, at last, jumps over the lazy dog -- and sleeps until noon."
 
 
@@ -190,3 +191,5 @@ def test_evaluation_texts_in_the_training_data_are_named(with_sentence: Path, tm
         f"| tokenizer | tokenizer, sha256 {sidecar.tokenizer.sha256} |",
     ):
         assert row in card
+    files[0].with_suffix(".card.md").write_text(card.replace(sidecar.sha256, "0" * 64))
+    assert faults(*files) == [f"{files[0].with_suffix('.card.md')}: describes another file: " + CARD_CURE]

@@ -216,7 +216,7 @@ def _check(options: ConvertDataOptions, foreign: Foreign, problems: Problems) ->
 
 def _family(target: Path) -> list[Path]:
     """The file and what may stand beside it, by which its format is recognized."""
-    return [target, *(target.with_suffix(end) for end in (".idx", ".json", ".index", ".sources.json"))]
+    return [target, *(target.with_suffix(end) for end in (".idx", ".json", ".index", ".sources.json", ".card.md"))]
 
 
 def _tokenizer(name: str, folder: Path) -> TokenizerFacts:

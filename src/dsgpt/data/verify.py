@@ -24,7 +24,7 @@ from dsgpt.data.download import progress
 from dsgpt.data.exchange import Foreign, documents_of
 from dsgpt.data.index import index_path, open_index, read_sources, sources_path
 from dsgpt.data.sources import own_source
-from dsgpt.data.token_file import TokenFile, TokenFileError, open_token_file
+from dsgpt.data.token_file import DTYPES, TokenFile, TokenFileError, open_token_file
 from dsgpt.data.vocabulary import Vocabulary, open_vocabulary
 from dsgpt.formats.tokenizer_files import TOKENIZER_FOLDER
 
@@ -125,8 +125,10 @@ def read_contents(file: TokenFile, *, advance: Callable[[int], object] = lambda 
 
 
 def _chunks(file: TokenFile) -> Iterator[NDArray[np.unsignedinteger]]:
-    ids = file.memmap()
-    return (np.array(ids[start : start + CHUNK]) for start in range(0, len(ids), CHUNK))
+    """The ids, read and not mapped: mapped pages would count as memory of this process."""
+    dtype = np.dtype(DTYPES[file.sidecar.dtype])
+    for start in range(0, file.tokens, CHUNK):
+        yield np.fromfile(file.path, dtype=dtype, count=CHUNK, offset=start * dtype.itemsize)
 
 
 def faults_of(contents: Contents) -> Iterator[str]:
@@ -135,6 +137,9 @@ def faults_of(contents: Contents) -> Iterator[str]:
     largest, documents = len(contents.frequencies) - 1, len(contents.hashes)
     if sidecar.vocab_size is not None and largest >= sidecar.vocab_size:
         yield f"{path}: its largest id is {largest}, but its sidecar says a vocabulary of {sidecar.vocab_size}"
+    card = path.with_suffix(".card.md")
+    if sidecar.sha256 and card.is_file() and sidecar.sha256 not in card.read_text(encoding="utf-8", errors="replace"):
+        yield f"{card}: describes another file: remove it, and make it again with --card"
     if sidecar.eot_id is None:
         return
     if contents.unended:
@@ -325,11 +330,7 @@ def main(words: Sequence[str] | None = None, *, draw: Callable[[Sequence[Content
         write_atomic(card, text.encode())
         print(f"wrote {card}")
     noted = [each.file for each in read if each.file.sidecar.sha256]
-    print(
-        f"{counted(len(read), 'file')} agree with what is noted beside them"
-        if noted
-        else "nothing is noted beside them"
-    )
+    print(f"checked {counted(len(read), 'file')}: {'all is as noted' if noted else 'nothing is noted'} beside them")
     print(next_line(script_words("src/gpt2.py", "--train_data_path", read[0].file.path, "--dry_run")))
 
 
