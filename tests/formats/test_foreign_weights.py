@@ -187,7 +187,7 @@ def test_other_models_and_damaged_files_are_refused(model: GPT2):
         (data[:-4], "it is cut off"),
         (data[:4] + b"\2" + data[5:], "is of llm.c's version 2; 3 (fp32) and 5 (bf16) can be read"),
         (data[:20] + b"\5" + data[21:], "has an impossible shape"),
-        (b"\0" * 2000, "is no file of weights that is known"),
+        (b"\0" * 2000, "nor a file of weights that is known"),
     ):
         whole.write_bytes(damaged)
         assert said in refused(whole)
