@@ -98,9 +98,8 @@ def open_foreign_weights(path: Path) -> ForeignModel:
         header = np.fromfile(path, dtype="<i4", count=_LLMC_HEADER).tolist()
         if len(header) == _LLMC_HEADER and header[0] == _LLMC_MAGIC:
             return _open_llmc(path, header)
-        raise UserError(
-            f"{path}: is neither a run folder nor a file of weights that is known: nanoGPT's ckpt.pt, llm.c's .bin, Megatron-LM's"
-        )
+        known = "nanoGPT's ckpt.pt, llm.c's .bin, Megatron-LM's"
+        raise UserError(f"{path}: is neither a run folder nor a file of weights that is known: {known}")
     try:
         named = get_unsafe_globals_in_checkpoint(path)
         with warnings.catch_warnings(action="ignore"), safe_globals([(_Inert, name) for name in named]):

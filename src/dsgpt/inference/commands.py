@@ -376,8 +376,8 @@ class ConvertOptions:
     """  # noqa: E501
 
     source: Path = flag(Path, "DIR", name="--from", needs=A_RUN)
-    """run folder, one checkpoint in it, a Hugging Face folder of a GPT-2, or a file of weights: nanoGPT's ckpt.pt, llm.c's
-    .bin, Megatron-LM's model_optim_rng.pt"""
+    """run folder, one checkpoint in it, a Hugging Face folder of a GPT-2, or a file of weights: nanoGPT's ckpt.pt,
+    llm.c's .bin, Megatron-LM's model_optim_rng.pt"""
     form: str = flag(choice(EXPORT_FORMS), "FORM", name="--to", needs=f"one of {FORMS}")
     """hf, portable or deepspeed, see above"""
     dtype: str = flag(choice(PRECISIONS), "DTYPE", default="fp32")
