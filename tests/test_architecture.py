@@ -90,7 +90,7 @@ TORCH = {
     "stand_in_gpu",
     "checkpoints": "pieces training_state",
     "data": "loader",
-    "formats": "hugging_face tensor_files",
+    "formats": "foreign_weights hugging_face tensor_files",
     "inference": "decoder evaluate generation model_files server.completions server.engine server.server",
     "machine": "device peers spot",
     "model": "documents gpt2 linear_cross_entropy",

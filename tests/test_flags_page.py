@@ -14,8 +14,9 @@ from dsgpt.common.command_line import Parser
 from dsgpt.config.options import ChangesTraining, Options
 from dsgpt.dashboard.server import DashboardOptions
 from dsgpt.data.download import DownloadOptions
+from dsgpt.data.exchange import ConvertDataOptions
 from dsgpt.data.preparation import PrepareOptions
-from dsgpt.data.token_file import VerifyOptions
+from dsgpt.data.verify import VerifyOptions
 from dsgpt.demo import Demo
 from dsgpt.inference.commands import ConvertOptions, EvaluateRequest, GenerateRequest, ServeOptions
 from dsgpt.planner.options import PlanOptions
@@ -59,7 +60,8 @@ def flags_page() -> str:
     commands = {
         "data_prep/preprocess.py, preprocess_small.py": PrepareOptions,
         "data_prep/download_data.py": DownloadOptions,
-        "dsgpt data verify": VerifyOptions,
+        "data_prep/verify.py": VerifyOptions,
+        "data_prep/exchange.py": ConvertDataOptions,
         "data_prep/where.py": WhereOptions,
         TRAINING: Options,
         "src/doctor.py": DoctorOptions,

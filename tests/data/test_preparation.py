@@ -280,4 +280,4 @@ def test_the_next_line_is_a_dry_run_that_works(run, bytes_tokenizer: Path, tmp_p
 
 def test_an_empty_output_folder_is_the_default():
     """As of a shell variable that is not set. The path of an empty word would be the current folder."""
-    assert parse_options(["--output_dir", ""], small=False).output_dir == Path("data/python-stdlib")
+    assert parse_options(["--output_dir", ""], small=False).output_dir == Path("data/python-transformers")

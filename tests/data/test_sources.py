@@ -3,8 +3,10 @@
 import json
 import os
 import shutil
+import sys
 import time
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +19,7 @@ from transformers import AutoTokenizer
 
 from dsgpt.common.errors import UserError
 from dsgpt.data import download
-from dsgpt.data.sources import STDLIB_NAME, HubSet, downloaded_source, join_articles, stdlib_source
+from dsgpt.data.sources import EMBEDDED, HubSet, downloaded_source, join_articles, stdlib_source, transformers_source
 from dsgpt.data.token_file import open_token_file
 
 # download_data.py: sets of the hub, replaced by local files; the embedded corpus; and no network.
@@ -93,7 +95,10 @@ def test_wikitext_lines_become_articles():
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["download_data.py", "webtext"], ["the set webtext: no network", "python-stdlib", "preprocess.py --input"]),
+        (
+            ["download_data.py", "webtext"],
+            ["the set webtext: no network", "python-transformers", "preprocess.py --input"],
+        ),
         (["preprocess.py", "--input", "a.txt"], ["no network", "--tokenizer train"]),
     ],
 )
@@ -109,7 +114,7 @@ def test_without_network_one_line_in_seconds(run, tmp_path: Path, words, said):
 def test_embedded_corpus_keeps_its_names(run, tmp_path: Path):
     for _ in range(2):
         assert "3 documents" in run("download_data.py", "--max_documents", 3, cwd=tmp_path).stdout
-    rows = (tmp_path / "data" / "python-stdlib" / "raw" / "documents.jsonl").read_bytes().splitlines()
+    rows = (tmp_path / "data" / "python-transformers" / "raw" / "documents.jsonl").read_bytes().splitlines()
     keys = [json.loads(row)["key"] for row in rows]
     assert len(keys) == 3 and keys == sorted(keys)
     (line,) = errors(run("download_data.py", cwd=tmp_path, code=2))
@@ -243,10 +248,10 @@ def test_a_prepared_tokenizer_that_is_a_link_is_refused(again, tmp_path):
     assert {path.name for path in (tmp_path / "moved").iterdir()} == TOKENIZER_FILES
 
 
-# The embedded corpus: real text, no tests, and the whole of it prepared in well under a minute.
+# The embedded corpora: real text, no tests, prepared in seconds.
 
 
-def test_contents():
+def test_contents_of_the_standard_library():
     documents = [document for _, document in stdlib_source().documents()]
     texts = {document.key: document.text for document in documents}
     assert len(texts) == len(documents) and {"argparse.py", "json/decoder.py"} <= texts.keys()
@@ -256,10 +261,47 @@ def test_contents():
     assert 6e6 < sum(len(text.encode()) for text in texts.values()) < 20e6
 
 
+def test_the_transformers_corpus_is_that_of_the_pinned_release(capsys):
+    """Its sum is in the code, so this fails when the pin in requirements.txt changes without it."""
+    source = transformers_source()
+    assert capsys.readouterr().err == ""
+    keys = [file.key for file in source.files]
+    assert keys == sorted(keys) and "transformers/trainer.py" in keys
+    assert not [key for key in keys if key.startswith("transformers/models/")]
+    assert 7.5e6 < source.total_bytes() < 8.5e6
+
+
+def test_another_release_of_the_corpus_warns_and_strays_do_not_count(tmp_path: Path, monkeypatch, capsys):
+    """A package with two files, one of them noted by the installer; then one without a list of its files; then none."""
+    about, package = tmp_path / "transformers-9.9.dist-info", tmp_path / "transformers"
+    (package / "models").mkdir(parents=True)
+    for path in ("noted.py", "stray.py", "models/left_out.py"):
+        (package / path).write_text(f"# {path}\n")
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: transformers\nVersion: 9.9\n")
+    record = about / "RECORD"
+    record.write_text("".join(f"transformers/{name},,\n" for name in ("noted.py", "models/left_out.py", "removed.py")))
+    found = metadata.PathDistribution(about)
+    monkeypatch.setattr(metadata, "distribution", lambda name: found)
+    source = transformers_source()
+    assert [(document.key, document.text) for _, document in source.documents()] == [
+        ("transformers/noted.py", "# noted.py\n")
+    ]
+    (line,) = capsys.readouterr().err.splitlines()
+    assert source.fingerprint() in line and "5ef08dabd78e" in line and "transformers 9.9;" in line
+    record.unlink()
+    with pytest.raises(UserError, match=r"transformers 9\.9 is installed without a list of its files"):
+        transformers_source()
+    monkeypatch.undo()
+    monkeypatch.setattr(sys, "path", [])
+    with pytest.raises(UserError, match="transformers is not installed"):
+        transformers_source()
+
+
 def test_the_default_command_prepares_it(run, tmp_path: Path):
     done = run("preprocess.py", cwd=tmp_path)
     assert not done.stderr, "no progress bars in a log"
-    folder = tmp_path / "data" / "python-stdlib"
+    folder = tmp_path / "data" / "python-transformers"
     train, val = (open_token_file(folder / f"{split}.bin") for split in ("train", "val"))
     assert train.sidecar.vocab_size == 8192 and train.tokens > 1_500_000
     assert 0.02 < val.sidecar.documents / (train.sidecar.documents + val.sidecar.documents) < 0.09
@@ -267,16 +309,17 @@ def test_the_default_command_prepares_it(run, tmp_path: Path):
     text = AutoTokenizer.from_pretrained(folder / "tokenizer").decode(ids.tolist())
     decoded = text.split("<|endoftext|>")[:-1]
     assert len(decoded) == val.sidecar.documents
-    assert set(decoded) <= {document.text for _, document in stdlib_source().documents()}
+    assert set(decoded) <= {document.text for _, document in transformers_source().documents()}
 
 
-def test_downloaded_documents_are_the_same_input(tmp_path: Path):
+@pytest.mark.parametrize("name", EMBEDDED)
+def test_downloaded_documents_are_the_same_input(name: str, tmp_path: Path):
     raw = tmp_path / "raw"
-    download.keep_stdlib(raw, max_documents=None)
-    direct, kept = stdlib_source(), downloaded_source(STDLIB_NAME, output_dir=tmp_path)
+    download.keep_embedded(raw, name=name, max_documents=None)
+    direct, kept = EMBEDDED[name](), downloaded_source(name, output_dir=tmp_path)
     assert (kept.fingerprint(), kept.description) == (direct.fingerprint(), direct.description)
     filled = [(document.key, document.text) for _, document in direct.documents() if document.text.strip()]
     assert [(document.key, document.text) for _, document in kept.documents()] == filled
 
-    download.keep_stdlib(raw, max_documents=50)
-    assert downloaded_source(STDLIB_NAME, output_dir=tmp_path).fingerprint() != direct.fingerprint()
+    download.keep_embedded(raw, name=name, max_documents=50)
+    assert downloaded_source(name, output_dir=tmp_path).fingerprint() != direct.fingerprint()

@@ -112,8 +112,8 @@ class Options:
 
     Examples:
       one device, plain PyTorch:
-        .venv/bin/python src/gpt2.py --run_type baseline --train_data_path data/python-stdlib/train.bin \
-            --val_data_path data/python-stdlib/val.bin --deepspeed_config ds_configs/zero1.json --model_size demo
+        .venv/bin/python src/gpt2.py --run_type baseline --train_data_path data/python-transformers/train.bin \
+            --val_data_path data/python-transformers/val.bin --deepspeed_config ds_configs/zero1.json --model_size demo
       the same training on all GPUs of this machine, under DeepSpeed:
         .venv/bin/deepspeed --quiet src/gpt2.py --run_type optimized ... (same flags)
       two devices, also without a GPU:

@@ -16,15 +16,16 @@ from dsgpt.common.errors import UserError
 from dsgpt.common.files import sync_directory, write_json_atomic
 from dsgpt.common.text import counted, next_line, script_words
 from dsgpt.data.sources import (
+    EMBEDDED,
     HUB_SETS,
     RAW_FOLDER,
     RECORD_NAME,
     STDLIB_NAME,
+    TRANSFORMERS_NAME,
     Document,
     HubSet,
     join_articles,
     raw_record,
-    stdlib_source,
 )
 from dsgpt.formats.tokenizer_files import require_hub
 
@@ -69,7 +70,7 @@ def with_bar(documents: Iterable[tuple[S, Document]], *, total: int, description
 DESCRIPTION = """\
 Fetch a text set and keep its documents in data/NAME/raw/. The file is documents.jsonl, or train.jsonl and
 validation.jsonl if the set has its own split. Each line is a JSON object {"text": ...}. preprocess.py --dataset NAME
-reads them. All but the first come from the Hugging Face hub, without an account. No code of a set is ever run.
+reads them. All but the first two come from the Hugging Face hub, without an account. No code of a set is ever run.
 
 sets:
 """
@@ -80,7 +81,8 @@ EXAMPLES = """\
   .venv/bin/python data_prep/download_data.py fineweb-edu --max_documents 100000"""
 
 SETS = {
-    STDLIB_NAME: "the sources and documentation that ship with this Python, about 12 MB; needs no network (default)",
+    TRANSFORMERS_NAME: "sources of the package transformers, 8 MB, the same everywhere; needs no network (default)",
+    STDLIB_NAME: "the sources and documentation that ship with this Python, about 12 MB; needs no network",
     **{name: hub_set.about for name, hub_set in HUB_SETS.items()},
 }
 Rows: TypeAlias = Generator[dict[str, str], None, None]
@@ -91,18 +93,20 @@ Rows: TypeAlias = Generator[dict[str, str], None, None]
 class DownloadOptions:
     """The command line."""
 
-    name: str = flag(choice(tuple(SETS)), "NAME", "one of the sets above", default=STDLIB_NAME, name="name", nargs="?")
+    name: str = flag(
+        choice(tuple(SETS)), "NAME", "one of the sets above", default=TRANSFORMERS_NAME, name="name", nargs="?"
+    )
     output_dir: Path | None = flag(folder_if_named, "DIR", "receives raw/ (default data/NAME)")
     max_documents: int | None = flag(POSITIVE, "N", "keep only the first N documents of each split")
     overwrite: bool = switch("fetch again what is already there")
 
 
-def keep_stdlib(folder: Path, *, max_documents: int | None) -> None:
-    """Write the standard library's documents, with their keys, to ``folder``."""
-    source = stdlib_source()
+def keep_embedded(folder: Path, *, name: str, max_documents: int | None) -> None:
+    """Write the documents of a corpus of ``EMBEDDED``, with their keys, to ``folder``."""
+    source = EMBEDDED[name]()
     read = with_bar(source.documents(), total=source.total_bytes(), description="reading")
     rows = ({"key": document.key, "text": document.text} for _, document in read)
-    keep(folder, {"documents": rows}, name=STDLIB_NAME, source=source.description, max_documents=max_documents)
+    keep(folder, {"documents": rows}, name=name, source=source.description, max_documents=max_documents)
 
 
 def keep_hub_set(folder: Path, hub_set: HubSet, *, name: str, max_documents: int | None) -> None:
@@ -138,8 +142,8 @@ def _hub_rows(hub_set: HubSet, split: str, max_documents: int | None) -> Rows:
     except (OSError, ValueError, RuntimeError) as error:
         reason = re.split(r"\.\s|\n", str(error).strip())[0]
         raise UserError(
-            f"{hub_set.source}: cannot be read from the hub ({reason}); try again, use python-stdlib, or give your own "
-            "files to preprocess.py --input"
+            f"{hub_set.source}: cannot be read from the hub ({reason}); try again, use python-transformers, or give "
+            "your own files to preprocess.py --input"
         ) from error
 
 
@@ -180,7 +184,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         UserError: mistakes of the command line, one line each; the set cannot be read; or the folder has another one,
             or one with another ``--max_documents``.
     """
-    about = "\n".join(f"  {name:14} {text}" for name, text in SETS.items())
+    about = "\n".join(f"  {name:20} {text}" for name, text in SETS.items())
     options, problems = read_options(
         DownloadOptions, argv, description=DESCRIPTION + about, epilog=f"examples:\n{EXAMPLES}"
     )
@@ -188,10 +192,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     name, limit = options.name, options.max_documents
     folder = (options.output_dir or Path("data") / name) / RAW_FOLDER
     record = None if options.overwrite else raw_record(folder)
-    if record is None and name == STDLIB_NAME:
-        keep_stdlib(folder, max_documents=limit)
+    if record is None and name in EMBEDDED:
+        keep_embedded(folder, name=name, max_documents=limit)
     elif record is None:
-        cure = "use python-stdlib, which needs none, or give your own files to data_prep/preprocess.py --input"
+        cure = "use python-transformers, which needs none, or give your own files to data_prep/preprocess.py --input"
         require_hub(f"the set {name}", cure=cure)
         keep_hub_set(folder, HUB_SETS[name], name=name, max_documents=limit)
     else:

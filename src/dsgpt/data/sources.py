@@ -1,9 +1,9 @@
-"""Sources of text: files, downloaded sets, sets of the hub, the standard library.
+"""Sources of text: files, downloaded sets, sets of the hub, and two corpora that need no download.
 
-The corpus ``python-stdlib``: the sources and language documentation that ship with this Python. Every machine has this
-text without a download: about 12 MB with CPython from python.org, pyenv or conda. It is somewhat less where a
-distribution splits the library: Debian has tkinter, idlelib and others in separate packages. It depends on the Python
-version: two machines have the same text if the hashes are equal.
+``python-transformers`` is the same text on every machine: 8 MB of sources of the package transformers, in the release
+that ``requirements.txt`` pins. ``python-stdlib`` is the text that ships with this Python, so it depends on its version:
+about 12 MB with CPython from python.org, pyenv or conda. It is somewhat less where a distribution splits the library:
+Debian has tkinter, idlelib and others in separate packages.
 """
 
 import hashlib
@@ -11,11 +11,13 @@ import json
 import os
 import platform
 import re
+import sys
 import sysconfig
 import tokenize
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
@@ -188,6 +190,56 @@ def checked_text(value: object, where: str) -> str:
     return value
 
 
+# The corpora that every machine has without a download.
+
+TRANSFORMERS_NAME = "python-transformers"
+_TRANSFORMERS = "5.23.0"
+"""The release that ``requirements.txt`` pins. Its wheel is the same for every Python."""
+_TRANSFORMERS_SHA256 = "5ef08dabd78ea409da44a686a4d41c3a600a769f3ed97195309d773ae9e69227"
+"""The fingerprint of its documents."""
+_MODELS = "transformers/models/"
+"""Left out: 45 MB in which files are copies of others, so validation would read what training has read."""
+
+
+def transformers_source() -> Source:
+    """The sources of the package transformers without its models, one document per file, in the order of paths.
+
+    Files are those that the installer has noted: others in the same folder do not count. If the text is not that of the
+    pinned release, a warning names the sums of both.
+
+    Raises:
+        UserError: the package is not installed, or was installed without a list of its files.
+    """
+    try:
+        installed = metadata.distribution("transformers")
+    except metadata.PackageNotFoundError as error:
+        raise UserError(f"{TRANSFORMERS_NAME}: transformers is not installed; install it, or use --input") from error
+    noted = [
+        file for file in installed.files or () if file.suffix == ".py" and file.as_posix().startswith("transformers/")
+    ]
+    keyed = sorted(
+        (key, Path(str(file.locate()))) for file in noted if not (key := file.as_posix()).startswith(_MODELS)
+    )
+    files = [SourceFile(path=path, key=key, split=None, read=read_text_file) for key, path in keyed if path.is_file()]
+    if not files:
+        raise UserError(
+            f"{TRANSFORMERS_NAME}: transformers {installed.version} is installed without a list of its files; install "
+            f"it with `pip install transformers=={_TRANSFORMERS}`, or use --input"
+        )
+    source = Source(
+        description=f"sources of the Python package transformers {installed.version}, without its models",
+        files=tuple(files),
+        same_by_documents=True,
+    )
+    if (found := source.fingerprint()) != _TRANSFORMERS_SHA256:
+        print(
+            f"warning: {TRANSFORMERS_NAME} has the sha256 {found} here, from transformers {installed.version}; that of "
+            f"{_TRANSFORMERS} is {_TRANSFORMERS_SHA256}: losses differ from those of machines that have this release",
+            file=sys.stderr,
+        )
+    return source
+
+
 STDLIB_NAME = "python-stdlib"
 _EXCLUDED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "_bundled"}
 _EXCLUDED_PREFIXES = (
@@ -246,6 +298,9 @@ def _read_library_file(file: SourceFile) -> Iterator[Document]:
     yield Document(key=file.key, text=data.decode(encoding), source_bytes=len(data))
 
 
+EMBEDDED: dict[str, Callable[[], Source]] = {TRANSFORMERS_NAME: transformers_source, STDLIB_NAME: stdlib_source}
+"""The corpora that need no download, the default first."""
+
 # The documents that download_data.py writes: JSON lines in NAME/raw/, with a record that is written last.
 
 RAW_FOLDER = "raw"
@@ -301,7 +356,7 @@ def downloaded_source(name: str, *, output_dir: Path) -> Source | None:
                     SourceFile(path=folder / file, key=file, split=_SPLIT_OF_FILE[Path(file).stem], read=read)
                     for file in record.files
                 ),
-                same_by_documents=name == STDLIB_NAME,  # which stdlib_source reads from the interpreter's files
+                same_by_documents=name in EMBEDDED,  # whose documents come from the installed files, too
             )
     return None
 

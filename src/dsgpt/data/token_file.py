@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import Field
 
-from dsgpt.common.command_line import flag, read_options, run_script
 from dsgpt.common.errors import UserError
 from dsgpt.common.files import sha256_of, sync_directory, write_json_atomic
 from dsgpt.common.json_files import Count, JsonError, Positive, Sha256, read_object, read_or_refuse
@@ -290,48 +289,3 @@ class TokenFileWriter:
         about = self._about | Stamp.of(self._path)._asdict()
         sidecar = Sidecar(tokens=self.tokens, documents=self._documents, sha256=self._digest.hexdigest(), **about)
         write_json_atomic(sidecar_path(self._path), asdict(sidecar))
-
-
-# ``dsgpt data verify``: reads token files, and compares them with what is noted beside them.
-
-DESCRIPTION = """\
-Read token files, and compare hash, size and largest id with what preparation noted beside them. Exit code 0: all
-agree; 2: one differs, or cannot be read."""
-EXAMPLES = """\
-examples:
-  dsgpt data verify data/python-stdlib/train.bin data/python-stdlib/val.bin"""
-
-
-@dataclass(frozen=True, kw_only=True)
-class VerifyOptions:
-    """The command line."""
-
-    files: tuple[Path, ...] = flag(Path, "BIN", "token files", default=(), name="files", nargs="+")
-
-
-def main() -> None:
-    """Read every file that the command line names, and say in a line what it holds.
-
-    Raises:
-        UserError: with a line for each file that cannot be read, or differs from its sidecar.
-    """
-    options, problems = read_options(VerifyOptions, description=DESCRIPTION, epilog=EXAMPLES)
-    problems.raise_if_any()
-    for path in options.files:
-        try:
-            file = open_token_file(path)
-            computed, largest, vocabulary = file.verified_sha256(), file.largest_id(), file.sidecar.vocab_size
-        except TokenFileError as error:
-            problems.add(*error.problems)
-            continue
-        if vocabulary is not None and largest >= vocabulary:
-            problems.add(f"{path}: its largest id is {largest}, but its sidecar says a vocabulary of {vocabulary}")
-            continue
-        beside = sidecar_path(path).name if file.sidecar.sha256 else "nothing noted beside it"
-        what = f"{file.tokens:,} tokens, ids up to {largest:,}, sha256 {computed}"
-        print(f"{path}: {what}: agrees with {beside}", flush=True)
-    problems.raise_if_any()
-
-
-if __name__ == "__main__":
-    run_script(main)

@@ -154,7 +154,7 @@ class EvaluateRequest:
     strategy trained it, of a portable folder, or of a Hugging Face folder of a GPT-2.
 
     Examples:
-      .venv/bin/python src/evaluate.py --checkpoint checkpoint/demo-zero1 --data data/python-stdlib/val.bin
+      .venv/bin/python src/evaluate.py --checkpoint checkpoint/demo-zero1 --data data/python-transformers/val.bin
       .venv/bin/python src/evaluate.py --checkpoint checkpoint/demo-zero1 --text README.md --stride 64
       .venv/bin/python src/evaluate.py --checkpoint exported/gpt2 --tasks lambada_openai,hellaswag --limit 100
     """
@@ -369,12 +369,15 @@ class ConvertOptions:
         .venv/bin/python -m deepspeed.utils.zero_to_fp32 exported/demo-ds exported/demo-fp32
       published weights, to ask them for text with generate.py:
         .venv/bin/python src/convert.py --from downloads/gpt2 --to portable exported/gpt2
+      a model of nanoGPT, for --init_from:
+        .venv/bin/python src/convert.py --from nanoGPT/out/ckpt.pt --to hf exported/nanogpt
 
     In Python: AutoModelForCausalLM.from_pretrained("exported/demo"). To train on, see --init_from of src/gpt2.py.
     """  # noqa: E501
 
     source: Path = flag(Path, "DIR", name="--from", needs=A_RUN)
-    """run folder, one checkpoint in it, or a Hugging Face folder of a GPT-2"""
+    """run folder, one checkpoint in it, a Hugging Face folder of a GPT-2, or a file of weights: nanoGPT's ckpt.pt,
+    llm.c's .bin, Megatron-LM's model_optim_rng.pt"""
     form: str = flag(choice(EXPORT_FORMS), "FORM", name="--to", needs=f"one of {FORMS}")
     """hf, portable or deepspeed, see above"""
     dtype: str = flag(choice(PRECISIONS), "DTYPE", default="fp32")

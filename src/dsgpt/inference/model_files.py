@@ -27,6 +27,7 @@ from dsgpt.checkpoints.training_state import COUNTERS, StateReader, is_state_fil
 from dsgpt.common.errors import Problems, UserError
 from dsgpt.common.files import sha256_of, sync_directory, write_json_atomic
 from dsgpt.common.text import next_line, script_words
+from dsgpt.formats.foreign_weights import ForeignModel, open_foreign_weights
 from dsgpt.formats.hugging_face import (
     PretrainedWeights,
     hugging_face_config,
@@ -75,6 +76,8 @@ class StoredModel:
     """Tokens of the sequences that it was trained on: later positions never learned anything. None if unknown."""
     published: PretrainedWeights | None = None
     """Weights of a Hugging Face folder; None for other folders."""
+    foreign: ForeignModel | None = None
+    """A file of another trainer; None for folders."""
 
     @property
     def tokenizer(self) -> list[Path]:
@@ -89,7 +92,8 @@ def open_model(source: Path, *, which: str, flag: str, console: Console | None =
     """Find and verify the model in ``source``.
 
     Args:
-        source: a run folder, a checkpoint of any strategy, a portable folder, or a Hugging Face folder of a GPT-2.
+        source: a run folder, a checkpoint of any strategy, a portable folder, a Hugging Face folder of a GPT-2, or a
+            file of nanoGPT, llm.c or Megatron-LM.
         which: the checkpoint of a run folder: ``latest`` or ``best``.
         flag: the flag that ``source`` was given with, for messages.
         console: shows the progress.
@@ -97,6 +101,9 @@ def open_model(source: Path, *, which: str, flag: str, console: Console | None =
     Raises:
         UserError: there is no usable model.
     """
+    if source.is_file():
+        foreign = open_foreign_weights(source)
+        return StoredModel(source=source, config=foreign.config, tensors=foreign.tensors, folder=None, foreign=foreign)
     if is_hugging_face(source):
         if which == "best":
             raise UserError(f"{flag} {source}: is a Hugging Face folder; --which best needs a run folder")
@@ -257,7 +264,7 @@ def write_model(model: StoredModel, out: Path, *, form: str, dtype: str, console
     free = shutil.disk_usage(place).free
     if free < needed:
         raise UserError(f"{out}: needs {needed / 1e9:.2f} GB, and {place} has {free / 1e9:.2f} GB free")
-    maker = "" if model.manifest else " (Hugging Face)"
+    maker = f" ({model.foreign.maker})" if model.foreign else "" if model.manifest else " (Hugging Face)"
     if model.manifest and model.manifest.strategy:
         maker = f" ({model.manifest.strategy}, step {model.manifest.step})"
     console.say(f"from        {model.source}{maker}: {model.config.parameter_count():,} parameters")
@@ -267,10 +274,14 @@ def write_model(model: StoredModel, out: Path, *, form: str, dtype: str, console
     progress.close()
     written = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
     console.say(f"to          {out}: {_LAYOUTS[form]}, {dtype}, {written / 1e6:,.1f} MB")
+    if model.foreign and model.foreign.note:
+        console.say(f"note        {model.foreign.note}")
     if model.refused:
         console.say(f"tokenizer   left out: {model.refused}")
     elif form == "deepspeed":
         console.say(f"use it      .venv/bin/python -m deepspeed.utils.zero_to_fp32 {out} WEIGHTS")
+    elif model.foreign:
+        console.say("tokenizer   none in the file: copy the one that made the ids into the folder")
     elif not model.tokenizer:
         console.say("tokenizer   none, because the training data had none: the model reads and writes only ids")
     elif form == "hf":

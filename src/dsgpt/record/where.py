@@ -21,7 +21,7 @@ document, or the one that a token belongs to. Of a run: the documents that a ste
 whose loss or gradient norm stands out. Tokens, documents, samples and ranks are counted from 0, steps from 1."""
 EXAMPLES = """\
 examples:
-  .venv/bin/python data_prep/where.py data/python-stdlib/train.bin --token 150000
+  .venv/bin/python data_prep/where.py data/python-transformers/train.bin --token 150000
   .venv/bin/python data_prep/where.py --run checkpoint/run --step 812 --rank 3
   .venv/bin/python data_prep/where.py --spike checkpoint/run"""
 _SCRIPT = "data_prep/where.py"

@@ -1,0 +1,47 @@
+"""The picture of ``dsgpt data verify --plot``: the lengths of documents, and the frequencies of tokens."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from matplotlib.lines import Line2D
+
+from dsgpt.charts.comparison import shorten
+from dsgpt.charts.style import Texts, file_bytes, legend_height, look, note_inside, number_axis, quiet_style
+from dsgpt.charts.themes import LIGHT
+from dsgpt.common.files import write_atomic
+from dsgpt.data.verify import BINS, Contents
+
+
+def draw_contents(contents: Sequence[Contents], picture: Path) -> None:
+    """Write two panels into ``picture``, a .png or .svg: documents by length, and tokens by rank of their frequency."""
+    with quiet_style(LIGHT):
+        caption = (
+            "Lengths count the end-of-text id. A straight line in the lower panel is Zipf's law: the frequency is a "
+            "power of the rank. A line ends at the last token that occurs; a steep end has tokens that hardly do."
+        )
+        frame = Texts().frame(
+            "What the token files hold", caption, height=6.2 + legend_height(len(contents), columns=1)
+        )
+        lengths, frequencies = frame.panels(2)
+        handles = []
+        for index, each in enumerate(contents):
+            line = look(index, count=len(contents)).line | {"marker": ""}
+            handles.append(Line2D([], [], label=shorten(str(each.file.path), 60), **line))
+            if len(bins := np.flatnonzero(each.lengths)):
+                shown = np.arange(bins[0], bins[-1] + 1)
+                up_to = 100 * np.cumsum(each.lengths[shown]) / each.lengths.sum()
+                edges = np.append(each.shortest, np.minimum(2.0 ** ((shown + 1) / BINS), each.longest))
+                lengths.plot(edges, np.append(0, up_to), **line)
+            else:
+                note_inside(lengths, "which id ends a document is not known", x=0.3, y=0.5, transform=lengths.transAxes)
+            counts = np.sort(each.frequencies[each.frequencies > 0])[::-1]
+            frequencies.plot(np.arange(1, len(counts) + 1), 100 * counts / each.file.tokens, **line)
+        lengths.set(xscale="log", ylim=(0, 101), xlabel="tokens of a document", ylabel="documents up to it (%)")
+        frequencies.set(xscale="log", yscale="log", xlabel="rank of the token", ylabel="of all tokens (%)")
+        lengths.set_title("Length of documents")
+        frequencies.set_title("Frequency of tokens")
+        for axis in (lengths.xaxis, frequencies.xaxis, frequencies.yaxis):
+            number_axis(axis)
+        frame.legend(handles, columns=1)
+        write_atomic(picture, file_bytes(frame.figure, picture.suffix.removeprefix(".")))

@@ -1,0 +1,67 @@
+"""Evaluation texts that stand in the training data: runs of 13 words, as the GPT-3 paper counts them.
+
+Brown et al. 2020, appendix C: words are lower-cased and without punctuation, and an evaluation text counts as
+contaminated if it shares a run of N words with the training data. N is 13; a text of 8 to 12 words is compared as a
+whole, and a shorter one not at all.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+RUN = 13
+"""Words of a run."""
+SHORTEST = 8
+"""Words of the shortest text that is compared."""
+_PUNCTUATION = re.compile(r"[^\w\s]|_")
+
+
+def words_of(text: str) -> list[str]:
+    """The words of a text, lower-cased and without punctuation."""
+    return _PUNCTUATION.sub("", text.lower()).split()
+
+
+@dataclass(kw_only=True)
+class Evaluation:
+    """Evaluation texts, and which of them stand in documents that ``read`` was given."""
+
+    texts: int = 0
+    too_short: int = 0
+    """Texts of fewer than ``SHORTEST`` words, which are not compared."""
+    found: dict[int, tuple[str, int]] = field(default_factory=dict)
+    """By the number of a contaminated text: the first run that it shares, and the document that has it."""
+    _numbers: dict[str, int] = field(default_factory=dict)
+    """Of the words of all texts."""
+    _runs: dict[int, dict[bytes, set[int]]] = field(default_factory=lambda: defaultdict(lambda: defaultdict(set)))
+    """By the length of a run: the numbers of its words, and the texts that have it."""
+
+    def add(self, texts: Iterable[str]) -> None:
+        """Add texts, to be found in what is read from now on."""
+        for text in texts:
+            words = words_of(text)
+            numbers = np.array([self._numbers.setdefault(word, len(self._numbers)) for word in words], dtype=np.int32)
+            if (length := min(RUN, len(words))) < SHORTEST:
+                self.too_short += 1
+            else:
+                for start in range(len(words) - length + 1):
+                    self._runs[length][numbers[start : start + length].tobytes()].add(self.texts)
+            self.texts += 1
+
+    def read(self, text: str, *, document: int) -> None:
+        """Look for runs of the texts in a ``document`` of the training data, which has this ``text``."""
+        words = words_of(text)
+        numbers = np.array([self._numbers.get(word, -1) for word in words], dtype=np.int32)
+        for length, runs in self._runs.items():
+            for start in _starts(numbers >= 0, length):
+                for number in runs.get(numbers[start : start + length].tobytes(), ()):
+                    self.found.setdefault(number, (" ".join(words[start : start + length]), document))
+
+
+def _starts(known: NDArray[np.bool_], length: int) -> Iterator[int]:
+    """Where ``length`` words in a row are known: in most of a text that is no evaluation's, nowhere."""
+    before = np.concatenate([[0], np.cumsum(known)])
+    return iter(np.flatnonzero(before[length:] - before[:-length] == length).tolist())
