@@ -1,0 +1,62 @@
+"""The index of a token file: where each document comes from."""
+
+import hashlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+from small_run import write_tokens
+
+from dsgpt.data.index import (
+    ENTRY,
+    SourceEntry,
+    document_hash,
+    index_path,
+    open_index,
+    read_sources,
+    relative,
+    write_sources,
+)
+from dsgpt.data.token_file import TokenFileError, open_token_file
+
+ROWS = [(document_hash(b"a text"), 7, 1, 3), (2**64 - 1, 2**40, 2**32 - 1, 2)]
+
+
+def test_the_bytes_of_an_index(tmp_path: Path):
+    """As docs/data.md specifies them, read without this package."""
+    file = open_token_file(write_tokens(tmp_path / "a.bin", np.array([1, 2, 9, 3, 9]), documents=2))
+    np.array(ROWS, dtype=ENTRY).tofile(index_path(file.path))
+    data = index_path(file.path).read_bytes()
+    assert len(data) == 48
+    assert data[:8] == hashlib.sha256(b"a text").digest()[:8]
+    assert data[8:24] == b"\7" + bytes(7) + b"\1\0\0\0" + b"\3\0\0\0"
+    assert open_index(file).tolist() == ROWS
+
+
+@pytest.mark.parametrize(
+    ("data", "refusal"),
+    [
+        (None, "is missing"),
+        (b"", "is not a whole number"),
+        (bytes(25), "25 bytes is not a whole number"),
+        (np.array(ROWS[:1], dtype=ENTRY).tobytes(), "has 1 documents with 3 tokens, a.bin has 2 with 5"),
+    ],
+)
+def test_an_index_of_another_file_is_refused(tmp_path: Path, data: bytes | None, refusal: str):
+    file = open_token_file(write_tokens(tmp_path / "a.bin", np.array([1, 2, 9, 3, 9]), documents=2))
+    if data is not None:
+        index_path(file.path).write_bytes(data)
+    with pytest.raises(TokenFileError, match=refusal):
+        open_index(file)
+
+
+def test_the_list_of_sources(tmp_path: Path):
+    (tmp_path / "out").mkdir()
+    path = tmp_path / "out" / "a.bin"
+    assert relative(tmp_path / "text" / "b.txt", path.parent) == "../text/b.txt"
+    files = [SourceEntry(path="../text/b.txt", size=3, mtime_ns=5, unit="byte")]
+    write_sources(path, files)
+    assert read_sources(path) == files
+    (tmp_path / "out" / "a.sources.json").write_text("{}")
+    with pytest.raises(TokenFileError, match="is not a list of source files"):
+        read_sources(path)
