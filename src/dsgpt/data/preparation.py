@@ -2,15 +2,20 @@
 
 import contextlib
 import hashlib
+import json
 import os
+import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
-from dsgpt.common.command_line import Parser, choice, flag, switch, value, whole
+import numpy as np
+from numpy.typing import NDArray
+
+from dsgpt.common.command_line import POSITIVE, Parser, choice, flag, switch, value, whole
 from dsgpt.common.errors import UserError
 from dsgpt.common.files import (
     PRINTABLE,
@@ -22,21 +27,26 @@ from dsgpt.common.files import (
     sha256_of,
     sync_directory,
     undecodable,
+    write_atomic,
     write_json_atomic,
 )
 from dsgpt.common.json_files import Sha256, read_or_refuse
 from dsgpt.common.text import REPOSITORY, counted, duration, next_line, script_words
+from dsgpt.data.blocks import BLOCK_BYTES, Block, Reading, blocks_of
 from dsgpt.data.download import folder_if_named, progress, with_bar
+from dsgpt.data.engine import FAST, open_engine
+from dsgpt.data.index import SourceEntry, index_path, relative, write_sources
+from dsgpt.data.merge import Documents, PartReader, divided, entries_of, gather, shuffle, without_duplicates
+from dsgpt.data.parts import Encoding, OnBadText, Part, encode_blocks, read_part
 from dsgpt.data.sources import HUB_SETS, STDLIB_NAME, Source, downloaded_source, own_source, stdlib_source
-from dsgpt.data.token_file import TokenFileWriter, TokenizerFacts, open_token_file
+from dsgpt.data.token_file import WIDTHS, TokenFileWriter, TokenizerFacts, dtype_of, open_token_file
 from dsgpt.data.vocabulary import (
+    SMALL_DOCUMENTS,
     SMALLEST_VOCABULARY,
     SPLITS,
     Divided,
     Vocabulary,
     divide,
-    encode,
-    first_documents,
     open_vocabulary,
     save_loaded,
     save_trained,
@@ -72,11 +82,17 @@ SMALL_EXAMPLES = """\
 TRAIN = "train"
 TOKENS_FOR_SMALL = 100_000_000
 """Up to this many tokens the suggested training is that of the demo; ``small`` would learn the text by heart."""
+KEPT = "nothing was published; the same command goes on with what is encoded"
+"""Ends the error line after an interruption, or if the disk is full."""
 DATASETS = (STDLIB_NAME, *HUB_SETS)
 _DEFAULT_VOCAB_SIZE = 8192
 _DEFAULT_VAL_FRACTION = 0.05
 _DECIDING = ("text_key", "tokenizer", "vocab_size", "val_fraction", "seed", "num_documents")
 """The options that decide the output's bytes, beside the input."""
+_DECIDING_SINCE = ("split_by", "shuffle", "deduplicate", "on_bad_text", "special_tokens_in_text")
+"""More of them; records of earlier versions lack these, so they are named only if they are not the default."""
+_LAYOUT = 1
+"""Counts changes of the parts: parts of another layout are not used."""
 Identity: TypeAlias = dict[str, str | int | float | None]
 """Options and hashes of inputs, by name."""
 
@@ -129,6 +145,26 @@ class PrepareOptions:
         "DIR",
         "receives the token files and tokenizer/ (default data/NAME, where NAME is the set's or the one input's)",
     )
+    split_by: Literal["documents", "files"] = flag(
+        choice(("documents", "files")),
+        "WHAT",
+        "divide by documents, or keep all documents of a file in one split (default %(default)s)",
+        default="documents",
+    )
+    shuffle: bool = switch("put the documents of each split into a random order, which depends on --seed")
+    deduplicate: bool = switch("keep only the first of documents with the same text, in both splits together")
+    on_bad_text: OnBadText = flag(
+        choice(("replace", "skip", "fail")),
+        "HOW",
+        "text that is not valid Unicode: replace it by U+FFFD, skip the document, or fail (default %(default)s)",
+        default="fail",
+    )
+    special_tokens_in_text: bool = switch(
+        "the names of special tokens in a text, such as <|endoftext|>, become those tokens; otherwise they are text"
+    )
+    workers: int | None = flag(
+        POSITIVE, "N", "processes that encode (default: one for each core, for large inputs); the result is the same"
+    )
     num_documents: int | None = flag(
         whole(low=2), "N", "how many documents, training and validation together (at least 2)"
     )
@@ -141,6 +177,11 @@ class PrepareOptions:
             "--input" if self.dataset is None else "--dataset": self.dataset
             or ", ".join(printable(path.resolve().name) for path in self.inputs),
             **{f"--{name}": getattr(self, name) for name in _DECIDING},
+            **{
+                f"--{field.name}": getattr(self, field.name)
+                for field in fields(self)
+                if field.name in _DECIDING_SINCE and getattr(self, field.name) != field.default
+            },
         }
 
 
@@ -248,10 +289,10 @@ class Place:
         """The tokenizer folder."""
         return self.folder / TOKENIZER_FOLDER
 
-    @property
-    def staged_tokenizer(self) -> Path:
-        """Temporary name of the tokenizer folder, until all files are complete."""
-        return self.folder / f".{TOKENIZER_FOLDER}.partial"
+    def work(self, identity: Identity) -> Path:
+        """The folder of parts that are done, until all files are complete."""
+        facts = json.dumps([_LAYOUT, self.suffix, identity], sort_keys=True)
+        return self.folder / f".work-{hashlib.sha256(facts.encode()).hexdigest()[:16]}"
 
     def complete(self) -> Preparation | None:
         """The record, if all files that it describes are there; otherwise None.
@@ -275,7 +316,7 @@ def already_prepared(place: Place, identity: Identity) -> bool:
     record = place.complete()
     if record is None:
         unknown = [path for path in map(place.tokens, SPLITS) if path.exists()]
-        if unknown:
+        if unknown and not place.work(identity).exists():  # if it does, the same command was killed
             raise UserError(f"{unknown[0]}: exists, but no finished preparation made it; replace it with --overwrite")
         return False
     files = {split: open_token_file(place.tokens(split)) for split in SPLITS}
@@ -328,10 +369,16 @@ def main(argv: Sequence[str] | None = None, *, small: bool = False) -> None:
         if not lock.take():
             raise UserError(f"{place.folder}: another preparation is writing there; wait until it ends")
         identity = options.identity() | {"input": source.fingerprint(), "tokenizer": _fingerprint(options.tokenizer)}
-        if not options.overwrite and already_prepared(place, identity):
+        done = not options.overwrite and already_prepared(place, identity)
+        work = place.work(identity)
+        for old in place.folder.glob(".work-*"):
+            if done or old != work:
+                remove(old)
+        if done:
             _report(place, "already prepared:")
             return
         started = time.monotonic()
+        work.mkdir(exist_ok=True)
         try:
             vocabulary = _vocabulary(options, source, place, identity)
             other = place.other.complete()
@@ -341,11 +388,14 @@ def main(argv: Sequence[str] | None = None, *, small: bool = False) -> None:
                     f"asked for; choose another --output_dir, or remove {place.other.record.name} and the files that "
                     "it describes"
                 )
-            _write(options, source, place, vocabulary, identity)
+            counts = _write(options, source, place, vocabulary, identity)
+            remove(work)
         finally:
-            with contextlib.suppress(OSError):  # otherwise the next preparation removes it
-                remove(place.staged_tokenizer)
+            if not any(work.glob("*/part-*")):
+                remove(work)
         _report(place, f"prepared in {duration(time.monotonic() - started)}:")
+        if found := [f"{number:,} {what}" for what, number in counts.items() if number]:
+            print(f"  documents left out or changed: {', '.join(found)}")
 
 
 def _fingerprint(tokenizer: str) -> str | None:
@@ -374,7 +424,8 @@ def _source(options: PrepareOptions) -> Source:
         if has_own_split and options.val_fraction is not None and options.num_documents is None:
             raise UserError(f"--val_fraction: {dataset} has its own validation split; leave the flag out")
         return source
-    source = own_source(options.inputs, text_key=options.text_key, output_dir=output_dir)
+    strict = options.on_bad_text == "fail"
+    source = own_source(options.inputs, text_key=options.text_key, output_dir=output_dir, strict=strict)
     if source.skipped_binary:
         print(f"left out {counted(source.skipped_binary, 'binary file')}")
     if links := source.skipped_links:
@@ -399,52 +450,154 @@ def _vocabulary(options: PrepareOptions, source: Source, place: Place, identity:
     other = place.other.complete()
     if other and other.identity | {"--num_documents": None} == identity | {"--num_documents": None}:
         return open_vocabulary(place.tokenizer)
+    made, partial = (place.work(identity) / name for name in (TOKENIZER_FOLDER, f"{TOKENIZER_FOLDER}.partial"))
+    if made.exists():
+        return open_vocabulary(made)
     if options.vocab_size is None:  # an existing tokenizer has its own
-        save_loaded(options.tokenizer, place.staged_tokenizer)
+        save_loaded(options.tokenizer, partial)
     else:
         read = with_bar(_divided(options, source), total=source.total_bytes(), description="training the tokenizer")
         texts = (document.text for split, document in read if split == "train")
         tokenizer = train_tokenizer(texts, vocab_size=options.vocab_size)
         if tokenizer.get_vocab_size() < options.vocab_size:
             print(f"the text yields only {tokenizer.get_vocab_size():,} of the {options.vocab_size:,} ids asked for")
-        save_trained(tokenizer, place.staged_tokenizer)
-    return open_vocabulary(place.staged_tokenizer)
+        save_trained(tokenizer, partial)
+    partial.rename(made)
+    return open_vocabulary(made)
 
 
-def _write(options: PrepareOptions, source: Source, place: Place, vocabulary: Vocabulary, identity: Identity) -> None:
-    divided = _divided(options, source)
-    total, unit = source.total_bytes(), "B"
-    if options.num_documents is not None:
-        share = options.val_fraction or _DEFAULT_VAL_FRACTION
-        divided = first_documents(divided, count=options.num_documents, val_fraction=share)
-        total, unit = options.num_documents, " documents"
+def _encoded(options: PrepareOptions, source: Source, encoding: Encoding, vocabulary: Vocabulary) -> list[Path]:
+    """The parts of ``source``, made or found, in order; of its beginning if only the first documents are wanted."""
+    engine = open_engine(vocabulary)
+    if engine.cuts and engine.name != FAST:
+        print(f"{FAST} is not installed: encoding with {engine.name}, several times slower (pip install {FAST})")
+    width, share, total = WIDTHS[dtype_of(vocabulary.size)], _share(options), source.total_bytes()
+    workers = options.workers or (len(os.sched_getaffinity(0)) if total > 2 * BLOCK_BYTES else 1)
+    parts: dict[int, Part] = {}
+    documents = 0
+    with progress(total=total, description="encoding", unit="B") as bar:
+
+        def note(block: Block, part: Part | None) -> bool:
+            nonlocal documents
+            if part is not None:
+                parts[block.number] = part
+                documents += len(part.rows)
+                bar.update(block.size)
+                bar.set_postfix_str(f"{documents:,} documents")
+            return part is not None
+
+        blocks = blocks_of(source, cuts=engine.cuts, val_fraction=share, whitespace_only=encoding.special)
+        missing = (
+            block
+            for block in blocks
+            if not note(block, read_part(encoding.path(block.number), width=width, check=True))
+        )
+        with contextlib.closing(encode_blocks(missing, encoding, workers=workers)) as done:
+            for block in done:
+                note(block, read_part(encoding.path(block.number), width=width))
+                if options.num_documents is not None and _suffice(options, source, parts):
+                    break
+    if sum(len(part.rows) for part in parts.values()) == 1 and source.files[0].split is None:
+        (number,) = (int(part.rows["file"][0]) for part in parts.values() if len(part.rows))
+        reading = Reading(number=number, file=source.files[number], val_fraction=share)
+        halves = Block(number=len(parts), first_byte=0, size=0, readings=(reading,))
+        for _ in encode_blocks(iter([halves]), encoding, workers=1):
+            return [encoding.path(halves.number)]
+    return [encoding.path(number) for number in sorted(parts)]
+
+
+def _suffice(options: PrepareOptions, source: Source, parts: dict[int, Part]) -> bool:
+    """Whether the parts from the first without a gap have the documents that are wanted."""
+    beginning = [parts[number] for number in range(len(parts)) if number in parts]
+    if sorted(parts)[: len(beginning)] != list(range(len(beginning))):
+        return False
+    documents = _documents(options, beginning)
+    if len(documents.rows) <= SMALL_DOCUMENTS:
+        return False  # the split of so few depends on whether there are more
+    return sum(map(len, _numbers(options, source, documents).values())) == options.num_documents
+
+
+def _share(options: PrepareOptions) -> float:
+    return options.val_fraction or _DEFAULT_VAL_FRACTION
+
+
+def _documents(options: PrepareOptions, parts: list[Part]) -> Documents:
+    documents = gather(parts)
+    return without_duplicates(documents) if options.deduplicate else documents
+
+
+def _numbers(options: PrepareOptions, source: Source, documents: Documents) -> dict[str, NDArray[np.int64]]:
+    """The documents of each split, in the order in which they are written."""
+    own = [file.split for file in source.files]
+    share, count = _share(options), options.num_documents
+    numbers = divided(documents, own=own, val_fraction=share, count=count)
+    return shuffle(numbers, seed=options.seed) if options.shuffle else numbers
+
+
+def _write(
+    options: PrepareOptions, source: Source, place: Place, vocabulary: Vocabulary, identity: Identity
+) -> dict[str, int]:
+    """Encode ``source`` and write all files; return how many documents were left out or changed, by the reason."""
+    encoding = Encoding(
+        folder=place.work(identity) / vocabulary.sha256[:16],
+        tokenizer=vocabulary.folder,
+        special=options.special_tokens_in_text,
+        on_bad_text=options.on_bad_text,
+        split_by=options.split_by,
+        seed=options.seed,
+    )
+    encoding.folder.mkdir(exist_ok=True)
+    paths, width = _encoded(options, source, encoding, vocabulary), WIDTHS[dtype_of(vocabulary.size)]
+    parts = [part for path in paths if (part := read_part(path, width=width))]
+    documents = _documents(options, parts)
+    if not len(documents.rows):
+        raise UserError("the input holds no text: every document is empty")
+    numbers = _numbers(options, source, documents)
+    for split in SPLITS:
+        if not len(numbers[split]):
+            raise UserError(f"the {split} split has no document; give more documents or change --val_fraction")
     name = TOKENIZER_FOLDER if options.tokenizer == TRAIN or Path(options.tokenizer).is_dir() else options.tokenizer
     about = TokenizerFacts(name=name, sha256=vocabulary.sha256)
+    files = [
+        SourceEntry(
+            path=relative(file.path, place.folder),
+            size=(status := file.path.stat()).st_size,
+            mtime_ns=status.st_mtime_ns,
+            unit=file.unit,
+        )
+        for file in source.files
+    ]
     with contextlib.ExitStack() as stack:
         open_writer = partial(TokenFileWriter, vocab_size=vocabulary.size, eot_id=vocabulary.eot_id, tokenizer=about)
         writers = {
             split: stack.enter_context(open_writer(place.tokens(split), source=source.description)) for split in SPLITS
         }
-        with progress(total=total, description="encoding", unit=unit) as bar:
-            for split, source_bytes, ids in encode(vocabulary, divided):
-                writers[split].append(ids)
-                bar.update(source_bytes if unit == "B" else 1)
-        for split, writer in writers.items():
-            if not writer.tokens:
-                raise UserError(f"the {split} split has no document; give more documents or change --val_fraction")
+        with contextlib.closing(PartReader(paths, parts, width=width)) as reader:
+            total = sum(int(documents.rows["tokens"][each].sum(dtype=np.int64)) for each in numbers.values())
+            with progress(total=total * width, description="joining", unit="B") as bar:
+                for split, writer in writers.items():
+                    reader.copy(documents, numbers[split], writer, bar.update)
         # All files get their final names. The record is removed first and written last: it never describes a mixture.
         place.record.unlink(missing_ok=True)
+        for split in SPLITS:
+            entries = entries_of(documents, numbers[split])
+            write_atomic(index_path(place.tokens(split)), entries.tobytes())
+            write_sources(place.tokens(split), files)
         if vocabulary.folder != place.tokenizer:
-            retired = place.folder / f".{TOKENIZER_FOLDER}.old"
+            retired, staged = (place.folder / f".{TOKENIZER_FOLDER}.{name}" for name in ("old", "partial"))
             remove(retired)
+            remove(staged)
+            shutil.copytree(vocabulary.folder, staged)
             if os.path.lexists(place.tokenizer):
                 place.tokenizer.rename(retired)
-            vocabulary.folder.rename(place.tokenizer)
+            staged.rename(place.tokenizer)
             remove(retired)
     sync_directory(place.folder)
     sidecars = {split: asdict(open_token_file(place.tokens(split)).sidecar) for split in SPLITS}
     splits = {split: {key: each[key] for key in each if key not in _STAMP} for split, each in sidecars.items()}
-    write_json_atomic(place.record, {"identity": identity, "tokenizer_sha256": vocabulary.sha256, "splits": splits})
+    record = {"identity": identity, "tokenizer_sha256": vocabulary.sha256, "splits": splits}
+    write_json_atomic(place.record, record | {"left_out_or_changed": documents.counts})
+    return documents.counts
 
 
 def _report(place: Place, heading: str) -> None:
