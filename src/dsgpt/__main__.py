@@ -18,6 +18,7 @@ COMMANDS = {
     "demo": ("src/demo.py", "prepare text, train the same model in two ways, compare them, write text"),
     "data prepare": ("data_prep/preprocess.py", "turn text into token files"),
     "data small": ("data_prep/preprocess_small.py", "turn the first documents of a text into small token files"),
+    "data merge": ("data_prep/merge.py", "join the parts that `prepare --shard` made"),
     "data download": ("data_prep/download_data.py", "fetch a text set"),
     "data verify": ("dsgpt.data.token_file", "read token files, and compare them with what is noted beside them"),
     "train": ("src/gpt2.py", "train a model, or resume a training"),

@@ -64,7 +64,9 @@ class Reading:
     def items(self, *, strict: bool) -> Iterator[Item]:
         """The documents, or the part of one."""
         if self.val_fraction is not None:
-            (document,) = (one for one in self.file.read(self.file) if one.text.strip())
+            document = next((one for one in self.file.read(self.file) if one.text.strip()), None)
+            if document is None:
+                return
             first = None
             for split, half in cut_in_two(document, val_fraction=self.val_fraction):
                 data = half.text.encode()
@@ -72,7 +74,7 @@ class Reading:
                 first = len(data)
                 position = 0 if split == "val" else 2**64 - 1
                 facts = Large(role="end", hash=document_hash(data), characters=len(half.text), position=position)
-                yield replace(half, place=document.place + place), facts
+                yield replace(half, place=document.place + place, utf8=data), facts
         elif self.large is None:
             for document in self.file.read(self.file):
                 yield document, None
@@ -83,8 +85,8 @@ class Reading:
                 file.seek(self.start)
                 data = file.read(self.end - self.start)
             text, bad = decoded(data, f"{self.file.path}: after byte {self.start:,}", strict=strict)
-            document = Document(key=self.file.key, text=text, source_bytes=len(data), place=self.start, bad=bad)
-            yield document, self.large
+            utf8 = None if bad else data
+            yield Document(key=self.file.key, text=text, source_bytes=len(data), utf8=utf8, bad=bad), self.large
 
     def _facts(self, *, strict: bool) -> tuple[Document, Large]:
         """The document without its text, and the hash of its text."""
@@ -102,8 +104,8 @@ class Reading:
 
     def _summed(self, *, strict: bool) -> tuple[int, int, bool]:
         digest, characters, blank = hashlib.sha256(), 0, True
-        for text, _ in _decoded_blocks(self.file.path, self.start, self.end, strict=strict):
-            digest.update(text.encode())
+        for text, _, data in _decoded_blocks(self.file.path, self.start, self.end, strict=strict):
+            digest.update(data if strict else text.encode())
             characters += len(text)
             blank = blank and (not text or text.isspace())
         return int.from_bytes(digest.digest()[:8], "little"), characters, blank
@@ -152,14 +154,16 @@ def _grouped(sized: Iterable[tuple[Reading, int]]) -> Iterator[tuple[tuple[Readi
 
 def _sized(source: Source, *, cuts: bool, val_fraction: float, whitespace_only: bool) -> Iterator[tuple[Reading, int]]:
     for number, file in enumerate(source.files):
-        size = file.path.stat().st_size
+        size, lone = file.size(), len(source.files) == 1 and is_plain(file)
+        if lone and size <= 2 * BLOCK_BYTES:
+            yield Reading(number=number, file=file, val_fraction=val_fraction), size
+            continue
         if size <= 2 * BLOCK_BYTES or not (file.cut or (is_plain(file) and cuts)):
             yield Reading(number=number, file=file), size
         elif file.cut:
             for part in file.cut(file):
                 yield Reading(number=number, file=replace(file, read=part.read)), part.size
         else:
-            lone = len(source.files) == 1 and file.split is None
             middle = _place_of_cut(file.path, val_fraction=val_fraction) if lone else size
             for start, end, position in ((0, middle, 2**64 - 1), (middle, size, 0)) if lone else ((0, size, None),):
                 facts = Large(role="facts", position=position)
@@ -170,7 +174,7 @@ def _sized(source: Source, *, cuts: bool, val_fraction: float, whitespace_only: 
                     yield Reading(number=number, file=file, start=one, end=two, large=piece), two - one
 
 
-_SPACE_AFTER_WORD = re.compile(rb"(?<=[!-~\xb0-\xbf])[ \n]")
+SPACE_AFTER_WORD = re.compile(rb"(?<=[!-~\xb0-\xbf])[ \n]")
 _NO_LETTER_AFTER_LETTER = re.compile(rb"(?<=[A-Za-z])[\x00-@\[-`{-\x7f]")
 """Where a text of UTF-8 may be cut so that its pieces have its ids. GPT-2's pattern joins no character with a space or
 newline after it (0xB0 to 0xBF end no space of Unicode), and no letter with what is none."""
@@ -183,7 +187,7 @@ def _cuts(path: Path, start: int, end: int, *, whitespace_only: bool) -> Iterato
         while place < end - BLOCK_BYTES // 2:
             file.seek(place - 1)  # the byte before, which the patterns look back at
             window = file.read(min(_READ, end - place + 1))
-            found = _SPACE_AFTER_WORD.search(window)
+            found = SPACE_AFTER_WORD.search(window)
             if not found and not whitespace_only:
                 found = _NO_LETTER_AFTER_LETTER.search(window)
             place += found.start() - 1 if found else _READ - 1
@@ -192,8 +196,13 @@ def _cuts(path: Path, start: int, end: int, *, whitespace_only: bool) -> Iterato
                 place += BLOCK_BYTES
 
 
-def _decoded_blocks(path: Path, start: int, end: int, *, strict: bool) -> Iterator[tuple[str, int]]:
-    """The text between two bytes of a file, a few megabytes at a time, each with the bytes that it was decoded from."""
+def _decoded_blocks(path: Path, start: int, end: int, *, strict: bool) -> Iterator[tuple[str, int, bytes]]:
+    """The text between two bytes of a file, a few megabytes at a time.
+
+    Yields:
+        A text; from how many bytes it was decoded; and the bytes that were read. A character that these begin and do
+        not end is in the next text.
+    """
     decoder = codecs.getincrementaldecoder("utf-8")("strict" if strict else "replace")
     with path.open("rb") as file:
         file.seek(start)
@@ -209,7 +218,7 @@ def _decoded_blocks(path: Path, start: int, end: int, *, strict: bool) -> Iterat
                     "`iconv -f latin1 -t utf-8`, leave it out, or see --on_bad_text"
                 ) from error
             start += len(data)
-            yield text, pending + len(data) - len(decoder.getstate()[0])
+            yield text, pending + len(data) - len(decoder.getstate()[0]), data
 
 
 def _place_of_cut(path: Path, *, val_fraction: float) -> int:
@@ -219,10 +228,10 @@ def _place_of_cut(path: Path, *, val_fraction: float) -> int:
         UserError: the text is not UTF-8.
     """
     size = path.stat().st_size
-    counts = [(len(text), used) for text, used in _decoded_blocks(path, 0, size, strict=True)]
-    wanted = int(sum(count for count, _ in counts) * (1 - val_fraction))
+    counts = [len(text) for text, _, _ in _decoded_blocks(path, 0, size, strict=True)]
+    wanted = int(sum(counts) * (1 - val_fraction))
     place = 0
-    for text, used in _decoded_blocks(path, 0, size, strict=True):
+    for text, used, _ in _decoded_blocks(path, 0, size, strict=True):
         if wanted <= len(text):
             place += len(text[:wanted].encode())
             break

@@ -25,8 +25,8 @@ from numpy.typing import NDArray
 from dsgpt.data.vocabulary import Vocabulary
 
 FAST = "gigatoken"
-_MOST_RESIDENT = 400 << 20
-"""Bytes of a process above which gigatoken's cache of words, which only grows, is dropped."""
+_MOST_GROWN = 300 << 20
+"""Bytes by which a process may grow before gigatoken's cache of words, which only grows, is dropped."""
 
 
 class Engine(Protocol):
@@ -36,8 +36,8 @@ class Engine(Protocol):
     cuts: bool
     """Whether the ids of a text are those of its ``pieces``, as GPT-2's pattern allows."""
 
-    def encode(self, texts: Sequence[str]) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
-        """All ids of ``texts``, one text after the other; and how many each has, shape (texts,)."""
+    def encode(self, texts: Sequence[bytes]) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
+        """All ids of ``texts`` in UTF-8, one text after the other; and how many each has, shape (texts,)."""
 
 
 def is_gpt2_kind(state: dict[str, Any]) -> bool:
@@ -72,9 +72,9 @@ class Reference:
             named = state["added_tokens"]
             self.cuts &= not any(one["lstrip"] or one["rstrip"] or re.search(r"\s", one["content"]) for one in named)
 
-    def encode(self, texts: Sequence[str]) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
+    def encode(self, texts: Sequence[bytes]) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
         """As ``Engine`` says."""
-        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        encodings = self._tokenizer.encode_batch_fast([text.decode() for text in texts], add_special_tokens=False)
         parts = [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
         return np.concatenate(parts), np.array([len(part) for part in parts], dtype=np.int64)
 
@@ -85,16 +85,24 @@ def _unassigned() -> NDArray[np.bool_]:
     return np.array([unicodedata.category(chr(code)) == "Cn" for code in range(0x110000)])
 
 
-def is_disputed(text: str) -> bool:
-    """Whether ``text`` has a character that tables of Unicode may class differently."""
+def is_disputed(text: bytes) -> bool:
+    """Whether ``text``, in UTF-8, has a character that tables of Unicode may class differently.
+
+    Characters below U+0378 are all known: their first byte is below 0xCD. The others are looked up.
+    """
     if text.isascii():
         return False
-    units = np.frombuffer(text.encode("utf-16-le"), "<u2")  # a copy of the string's memory, mostly
-    table = _unassigned()
-    suspects = table[:0x10000][units] | (units >> 11 == 0x1B)  # 0x1B: halves of what lies above the first plane
-    if not suspects.any():
+    units = np.frombuffer(text, np.uint8)
+    firsts = np.flatnonzero(units >= 0xCD)
+    if not len(firsts):
         return False
-    return bool(table[np.frombuffer(text.encode("utf-32-le"), "<u4")].any())
+    padded = np.append(units[firsts[0] :], np.zeros(3, np.uint8))
+    firsts -= firsts[0]
+    one, two, three, four = (padded[firsts + offset].astype(np.uint32) for offset in range(4))
+    codes = (one & 0x1F) << 6 | two & 0x3F
+    codes = np.where(one >= 0xE0, (one & 0x0F) << 12 | (two & 0x3F) << 6 | three & 0x3F, codes)
+    high = (one & 0x07) << 18 | (two & 0x3F) << 12 | (three & 0x3F) << 6 | four & 0x3F
+    return bool(_unassigned()[np.where(one >= 0xF0, high, codes)].any())
 
 
 class Gigatoken:
@@ -109,9 +117,9 @@ class Gigatoken:
     def __init__(self, vocabulary: Vocabulary) -> None:
         state = json.loads(vocabulary.tokenizer.to_str())
         self._reference = Reference(vocabulary)
-        specials = [re.escape(token["content"]) for token in state["added_tokens"]]
+        specials = [re.escape(token["content"].encode()) for token in state["added_tokens"]]
         as_text = vocabulary.tokenizer.encode_special_tokens or not specials
-        self._special = None if as_text else re.compile("|".join(specials))
+        self._special = None if as_text else re.compile(b"|".join(specials))
         self._state = json.dumps(state | {"added_tokens": []})  # so it takes their names for text
         self._load()
 
@@ -119,8 +127,9 @@ class Gigatoken:
         import gigatoken  # noqa: PLC0415 - a fifth of a second that only encoding needs
 
         self._tokenizer = gigatoken.Tokenizer.from_json(self._state)
+        self._loaded_at = _resident()
 
-    def encode(self, texts: Sequence[str]) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
+    def encode(self, texts: Sequence[bytes]) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
         """As ``Engine`` says."""
         import awkward  # noqa: PLC0415 - gigatoken brings it
 
@@ -129,7 +138,7 @@ class Gigatoken:
             for index, text in enumerate(texts)
             if is_disputed(text) or (self._special is not None and self._special.search(text))
         }
-        fast = ["" if index in ours else text for index, text in enumerate(texts)] if ours else list(texts)
+        fast = [b"" if index in ours else text for index, text in enumerate(texts)] if ours else list(texts)
         rows = self._tokenizer.encode_batch(fast, parallel=False)
         ids, counts = awkward.to_numpy(awkward.flatten(rows)), awkward.to_numpy(awkward.num(rows))
         if ours:
@@ -137,7 +146,7 @@ class Gigatoken:
             for index in ours:
                 parts[index], _ = self._reference.encode([texts[index]])
             ids, counts = np.concatenate(parts), np.array([len(part) for part in parts])
-        if _resident() > _MOST_RESIDENT:
+        if _resident() - self._loaded_at > _MOST_GROWN:
             del self._tokenizer
             self._load()
         return ids.astype(np.uint32, copy=False), counts.astype(np.int64, copy=False)

@@ -21,20 +21,20 @@ from numpy.typing import NDArray
 
 from dsgpt.common.errors import UserError
 from dsgpt.common.files import printable
-from dsgpt.data.blocks import Block, Large, Reading
+from dsgpt.data.blocks import SPACE_AFTER_WORD, Block, Large, Reading
 from dsgpt.data.engine import Engine, open_engine
 from dsgpt.data.index import ENTRY, document_hash
 from dsgpt.data.sources import Document
 from dsgpt.data.token_file import DTYPES, dtype_of
-from dsgpt.data.vocabulary import draw, open_vocabulary, pieces
+from dsgpt.data.vocabulary import draw, open_vocabulary
 
 ROW = np.dtype([*ENTRY.descr, ("position", "<u8"), ("characters", "<u8"), ("more", "<u4"), ("bad", "<u4")])
 """A document in a part: its entry; what decides its split; its length; whether it goes on in the next row; whether some
 of its text was replaced."""
 Rows: TypeAlias = NDArray[np.void]
 _SUMS = np.dtype([("rows", "<u8"), ("empty", "<u8"), ("checksum", "<u8")])
-_BATCH_CHARACTERS = 1 << 22
-_PIECE_CHARACTERS = 1 << 18
+_BATCH_BYTES = 1 << 22
+_PIECE_BYTES = 1 << 18
 OnBadText = Literal["replace", "skip", "fail"]
 
 
@@ -105,7 +105,8 @@ class Encoder:
         self._vocabulary = open_vocabulary(encoding.tokenizer)
         self._vocabulary.tokenizer.encode_special_tokens = not encoding.special
         self._dtype = DTYPES[dtype_of(self._vocabulary.size)]
-        self._engine: Engine = open_engine(self._vocabulary)
+        self.engine: Engine = open_engine(self._vocabulary)
+        """Encodes its texts."""
 
     def encode(self, block: Block) -> None:
         """Write the part of ``block``.
@@ -116,70 +117,74 @@ class Encoder:
         path = self._encoding.path(block.number)
         partial = path.with_name(f".{path.name}.{os.getpid()}")
         rows: list[tuple[int, ...]] = []
-        texts: list[str] = []
-        owners: list[int] = []  # the row of each text
+        tables: list[Rows] = []  # of the rows before those
+        texts: list[bytes] = []
+        keys: list[str] = []  # of the document of each text
+        owners: list[int] = []  # its row
         ends: list[bool] = []  # whether the end-of-text id follows it
-        empty = characters = checksum = 0
+        empty = batch = checksum = count = 0
         strict = self._encoding.on_bad_text == "fail"
         with partial.open("xb") as file:
             tokens: list[NDArray[np.int64]] = []
 
             def flush() -> None:
-                nonlocal checksum, characters
-                ids, counts = self._ids(texts, ends, [keys[owner] for owner in owners])
+                nonlocal checksum, batch
+                ids, counts = self._ids(texts, ends, keys)
                 tokens.append(np.stack([np.array(owners, dtype=np.int64), counts]))
                 checksum = zlib.crc32(ids, checksum)
                 file.write(ids)
-                for each in (texts, owners, ends):
+                tables.append(np.array(rows, dtype=ROW))
+                for each in (rows, texts, keys, owners, ends):
                     each.clear()
-                characters = 0
+                batch = 0
 
-            keys: list[str] = []
             items = ((reading, *item) for reading in block.readings for item in reading.items(strict=strict))
             for reading, document, large in items:
                 skipped = document.bad and self._encoding.on_bad_text == "skip"
                 if large is None and (not document.text or document.text.isspace()):
                     empty += 1
                     continue
-                rows.append(self._row(reading, document, large, skipped=skipped))
-                keys.append(document.key)
+                data = document.text.encode() if document.utf8 is None else document.utf8
+                rows.append(self._row(reading, document, data, large, skipped=skipped))
+                count += 1
                 if skipped and large is None:
                     continue
-                cut = (
-                    list(pieces(document.text, characters=_PIECE_CHARACTERS)) if self._engine.cuts else [document.text]
-                )
-                for index, text in enumerate(cut if document.text else []):
+                cut = list(_pieces(data)) if self.engine.cuts else [data]
+                for index, text in enumerate(cut if data else []):
                     texts.append(text)
-                    owners.append(len(rows) - 1)
+                    keys.append(document.key)
+                    owners.append(count - 1)
                     ends.append(index == len(cut) - 1 and (large is None or large.role == "end"))
-                    characters += len(text)
-                    if characters >= _BATCH_CHARACTERS:
+                    batch += len(text)
+                    if batch >= _BATCH_BYTES:
                         flush()
             if texts:
                 flush()
-            table: Rows = np.array(rows, dtype=ROW)
-            owner, count = np.concatenate(tokens, axis=1) if tokens else np.zeros((2, 0), dtype=np.int64)
-            table["tokens"] = np.bincount(owner, weights=count, minlength=len(rows))
+            table: Rows = np.concatenate([*tables, np.array(rows, dtype=ROW)])
+            owner, each = np.concatenate(tokens, axis=1) if tokens else np.zeros((2, 0), dtype=np.int64)
+            table["tokens"] = np.bincount(owner, weights=each, minlength=count)
             checksum = zlib.crc32(table.tobytes(), checksum)
             file.write(table.tobytes())
-            file.write(np.array([(len(rows), empty, checksum)], dtype=_SUMS).tobytes())
+            file.write(np.array([(count, empty, checksum)], dtype=_SUMS).tobytes())
         partial.rename(path)
 
-    def _row(self, reading: Reading, document: Document, large: Large | None, *, skipped: bool) -> tuple[int, ...]:
+    def _row(
+        self, reading: Reading, document: Document, data: bytes, large: Large | None, *, skipped: bool
+    ) -> tuple[int, ...]:
         """The values of a ``ROW``, with 0 tokens."""
         name = document.key if self._encoding.split_by == "documents" else reading.file.key
         position = draw(name, seed=self._encoding.seed)
         if large is None:
-            digest, characters = document_hash(document.text.encode()), len(document.text)
+            digest, characters = document_hash(data), len(document.text)
         else:
             digest, characters = large.hash, large.characters
             position = position if large.position is None else large.position
         more = large is not None and large.role != "end"
         return (digest, document.place, reading.number, 0, position, 0 if skipped else characters, more, document.bad)
 
-    def _ids(self, texts: list[str], ends: list[bool], keys: list[str]) -> tuple[bytes, NDArray[np.int64]]:
+    def _ids(self, texts: list[bytes], ends: list[bool], keys: list[str]) -> tuple[bytes, NDArray[np.int64]]:
         """The ids of ``texts`` as the token file has them, with end-of-text ids; and the number of each text."""
-        ids, counts = self._engine.encode(texts)
+        ids, counts = self.engine.encode(texts)
         eot, size = self._vocabulary.eot_id, self._vocabulary.size
         bad = (ids >= size) if self._encoding.special else (ids >= size) | (ids == eot)
         if bad.any():
@@ -190,12 +195,23 @@ class Encoder:
             )
         follows = np.array(ends, dtype=bool)
         totals = counts + follows
+        if not follows.any():
+            return ids.astype(self._dtype).tobytes(), totals
         out = np.empty(len(ids) + int(follows.sum()), dtype=self._dtype)
         mask = np.ones(len(out), dtype=bool)
         mask[np.cumsum(totals)[follows] - 1] = False
         out[mask] = ids
         out[~mask] = eot
         return out.tobytes(), totals
+
+
+def _pieces(text: bytes) -> Iterator[bytes]:
+    """``text`` in pieces of at least ``_PIECE_BYTES``, cut before a space or newline that follows a word."""
+    start = 0
+    while found := SPACE_AFTER_WORD.search(text, start + _PIECE_BYTES):
+        yield text[start : found.start()]
+        start = found.start()
+    yield text[start:] if start else text
 
 
 # Several processes. One that loses its parent ends by itself; one that is lost is reported.

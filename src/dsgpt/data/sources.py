@@ -6,18 +6,23 @@ distribution splits the library: Debian has tkinter, idlelib and others in separ
 version: two machines have the same text if the hashes are equal.
 """
 
+import contextlib
+import gzip
 import hashlib
+import io
 import json
 import os
 import platform
 import re
+import sys
 import sysconfig
 import tokenize
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import IO, Any, Literal
 
 from dsgpt.common.errors import UserError
 from dsgpt.common.files import PRINTABLE, printable
@@ -26,6 +31,8 @@ from dsgpt.common.json_files import Count, Positive, read_or_refuse
 # Documents and the files they come from. A source can be read repeatedly, and never holds all documents in memory.
 
 _HASHED_BYTES = 1 << 28
+STDIN = Path("-")
+"""Standard input, among paths."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +47,8 @@ class Document:
     """Bytes of the source file that this document accounts for, for progress in bytes."""
     place: int = 0
     """Where it begins in the file: the byte of its text or line, or its row."""
+    utf8: bytes | None = None
+    """The text in UTF-8, if the source has it."""
     bad: bool = False
     """Whether some of its source was not valid UTF-8 or Unicode, and U+FFFD stands in its place."""
 
@@ -59,6 +68,10 @@ class SourceFile:
     """Yields the parts of a large file, if they can be read one by one."""
     unit: Literal["byte", "row"] = "byte"
     """What the ``place`` of a document counts."""
+
+    def size(self) -> int:
+        """Bytes of the file; 0 of standard input."""
+        return 0 if self.path == STDIN else self.path.stat().st_size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +100,7 @@ class Source:
 
     def total_bytes(self) -> int:
         """Bytes of all files, the total for a progress bar."""
-        return sum(file.path.stat().st_size for file in self.files)
+        return sum(file.size() for file in self.files)
 
     def fingerprint(self) -> str:
         """A hash that changes when the input changes.
@@ -105,6 +118,8 @@ class Source:
             return digest.hexdigest()
         small = self.total_bytes() <= _HASHED_BYTES
         for file in self.files:
+            if file.path == STDIN:
+                return os.urandom(32).hex()  # nothing is known of it
             status = file.path.stat()
             digest.update(f"{file.key}\0{status.st_size}\0".encode(errors=PRINTABLE))
             digest.update(file.path.read_bytes() if small else str(status.st_mtime_ns).encode())
@@ -117,6 +132,7 @@ class Source:
                 yield file.split, document
 
 
+_STREAM_BYTES = 1 << 20
 RANGE_BYTES = 1 << 24
 """Least size of a range of rows."""
 
@@ -144,9 +160,10 @@ def read_text_file(file: SourceFile, *, strict: bool = True) -> Iterator[Documen
     Raises:
         UserError: the file is not UTF-8, and ``strict``.
     """
-    data = file.path.read_bytes()
+    with _opened(file.path) as opened:
+        data = opened.read()
     text, bad = decoded(data, str(file.path), strict=strict)
-    yield Document(key=file.key, text=text, source_bytes=len(data), bad=bad)
+    yield Document(key=file.key, text=text, source_bytes=len(data), utf8=None if bad else data, bad=bad)
 
 
 def read_json_lines(
@@ -175,14 +192,33 @@ def read_json_lines(
     Raises:
         UserError: a line is not such an object.
     """
-    with file.path.open("rb") as lines:
-        lines.seek(start)
+    with _opened(file.path) as lines:
+        if start:
+            lines.seek(start)
         for number, line in enumerate(lines, start=first):
             if stop is not None and start >= stop:
                 return
             place, start = start, start + len(line)
             if line.strip():
                 yield json_document(file, line, number, place, text_key=text_key, key_field=key_field, strict=strict)
+
+
+def _stdin() -> io.BufferedReader:
+    assert isinstance(sys.stdin.buffer, io.BufferedReader)
+    return sys.stdin.buffer
+
+
+def _opened(path: Path) -> AbstractContextManager[IO[bytes]]:
+    """The bytes of a file of rows, decompressed if its name ends in ``.gz`` or ``.zst``; or of standard input."""
+    if path == STDIN:
+        return contextlib.nullcontext(_stdin())
+    if path.suffix == ".gz":
+        return io.BufferedReader(gzip.open(path, "rb"), _STREAM_BYTES)
+    if path.suffix == ".zst":
+        import pyarrow  # noqa: PLC0415 - a tenth of a second that few files need
+
+        return io.BufferedReader(pyarrow.input_stream(str(path), compression="zstd"), _STREAM_BYTES)
+    return path.open("rb")
 
 
 def json_document(
@@ -234,7 +270,8 @@ def read_parquet(
     Raises:
         UserError: the file cannot be read, or has no such column.
     """
-    with _parquet(file, text_key) as table:
+    with _parquet(file.path) as table:
+        _require_column(file.path, table.schema_arrow.names, text_key)
         size = file.path.stat().st_size // max(table.metadata.num_rows, 1)
         groups = None if group is None else [group]
         batches = table.iter_batches(batch_size=256, columns=[text_key], row_groups=groups)
@@ -245,7 +282,7 @@ def read_parquet(
 
 def cut_parquet(file: SourceFile, *, text_key: str, strict: bool) -> Iterator[Range]:
     """The row groups of a Parquet file."""
-    with _parquet(file, text_key) as table:
+    with _parquet(file.path) as table:
         counts = [table.metadata.row_group(group).num_rows for group in range(table.num_row_groups)]
     size, first = file.path.stat().st_size, 0
     for group, count in enumerate(counts):
@@ -254,23 +291,68 @@ def cut_parquet(file: SourceFile, *, text_key: str, strict: bool) -> Iterator[Ra
         first += count
 
 
-def _parquet(file: SourceFile, text_key: str) -> Any:
-    """The open Parquet file, which has the column."""
+def _parquet(path: Path) -> Any:
+    """The open Parquet file."""
     import pyarrow  # noqa: PLC0415 - a tenth of a second that only Parquet needs
     from pyarrow import parquet  # noqa: PLC0415
 
     try:
-        table = parquet.ParquetFile(file.path)
+        return parquet.ParquetFile(path)
     except (pyarrow.ArrowInvalid, OSError) as error:
-        raise UserError(f"{file.path}: is not a readable Parquet file ({str(error).splitlines()[0]})") from error
-    columns = table.schema_arrow.names
+        raise UserError(f"{path}: is not a readable Parquet file ({str(error).splitlines()[0]})") from error
+
+
+def _require_column(path: Path, columns: Sequence[str], text_key: str) -> None:
     if text_key not in columns:
-        table.close()
         raise UserError(
-            f"{file.path}: has no column {text_key!r}, it has {', '.join(map(repr, columns))}; name the right "
-            "one with --text_key"
+            f"{path}: has no column {text_key!r}, it has {', '.join(map(repr, columns))}; name the right one with "
+            "--text_key"
         )
-    return table
+
+
+def read_arrow(file: SourceFile, *, text_key: str, strict: bool = True) -> Iterator[Document]:
+    """A document for each row of an Arrow file, as ``datasets`` saves them, from the column ``text_key``.
+
+    Raises:
+        UserError: the file cannot be read, or has no such column.
+    """
+    with _arrow(file.path) as table:
+        _require_column(file.path, table.schema.names, text_key)
+        values = (value for batch in table for value in batch.column(text_key).to_pylist())
+        for row, value in enumerate(values):
+            text, bad = checked_text(value, f"{file.path}: row {row + 1}", strict=strict)
+            yield Document(key=f"{file.key}:{row + 1}", text=text, source_bytes=len(text), place=row, bad=bad)
+
+
+def _arrow(path: Path) -> Any:
+    """The open Arrow file, a stream of record batches."""
+    import pyarrow  # noqa: PLC0415 - as for Parquet
+
+    try:
+        return pyarrow.ipc.open_stream(pyarrow.OSFile(str(path)))
+    except (pyarrow.ArrowInvalid, OSError) as error:
+        raise UserError(f"{path}: is not a readable Arrow stream ({str(error).splitlines()[0]})") from error
+
+
+def found_key(path: Path) -> str:
+    """The key or column of the text in a file of rows: ``text`` if it has that, else its only one of strings.
+
+    ``text`` too if that is not clear, or the first row cannot be read: the reader then says what is wrong.
+    """
+    strings: list[str] = []
+    with contextlib.suppress(UserError, ValueError):
+        if path.suffix in (".parquet", ".arrow"):
+            if path.suffix == ".arrow":
+                schema = _arrow(path).schema
+            else:
+                with _parquet(path) as table:
+                    schema = table.schema_arrow
+            strings = [column.name for column in schema if str(column.type) in ("string", "large_string")]
+        else:
+            with _opened(path) as lines:
+                row = json.loads(next((line for line in lines if line.strip()), b"{}"))
+            strings = [key for key, value in row.items() if isinstance(value, str)] if isinstance(row, dict) else []
+    return strings[0] if len(strings) == 1 else "text"
 
 
 def checked_text(value: object, where: str, *, strict: bool = True) -> tuple[str, bool]:
@@ -431,6 +513,8 @@ class HubSet:
     data_files: dict[str, str] | None = None
     splits: dict[str, int] = field(default_factory=dict)
     """Rows of each split that is taken (0: not known), for the progress bar if the hub does not give them."""
+    text_key: str = "text"
+    """The column of the text."""
     articles: bool = False
     """True if a row is a line, and a heading line begins a document (WikiText)."""
 
@@ -504,35 +588,73 @@ def join_articles(lines: Iterable[str]) -> Iterator[str]:
 _SNIFFED_BYTES = 8192
 
 
-def own_source(inputs: Sequence[Path], *, text_key: str, output_dir: Path, strict: bool = True) -> Source:
+def own_source(inputs: Sequence[Path], *, text_key: str | None, output_dir: Path, strict: bool = True) -> Source:
     """The files among ``inputs``, and every visible file in the folders among them, sorted within each folder.
 
-    ``.jsonl`` and ``.parquet`` files contain one document per row; any other file is one document of text. Inside
-    folders three things are left out. Files with a zero byte near their start are binary (git's rule). ``output_dir``
-    contains the output of earlier runs. Links may lead to private files. Text that is not valid Unicode is an error if
-    ``strict``.
+    ``.jsonl`` (also ``.jsonl.gz`` and ``.jsonl.zst``), ``.parquet`` and ``.arrow`` files contain one document per row;
+    any other file is one document of text. Of a folder of ``datasets`` only the Arrow files are read; its splits are
+    kept, and ``test`` is left out. Inside folders three things are left out. Files with a zero byte near their start
+    are binary (git's rule). ``output_dir`` contains the output of earlier runs. Links may lead to private files.
+
+    Args:
+        inputs: files and folders, or ``STDIN`` alone: rows if it begins with a brace, otherwise a text.
+        text_key: the key or column of the text; None: ``found_key``.
+        output_dir: is not read.
+        strict: text that is not valid Unicode is an error.
     """
     below = [pair for root in inputs for pair in _files_of(root, output_dir)]
     links = [key for path, key in below if path.is_symlink() and path not in inputs]
     files = [(path, key) for path, key in below if not path.is_symlink() or path in inputs]
-    text = [(path, key) for path, key in files if not _is_binary(path) or path in inputs]
-    rows: dict[str, Any] = {"text_key": text_key, "strict": strict}
-    kinds: dict[str, dict[str, Any]] = {
-        ".jsonl": {"read": partial(read_json_lines, **rows), "cut": partial(cut_json_lines, **rows)},
-        ".parquet": {"read": partial(read_parquet, **rows), "cut": partial(cut_parquet, **rows), "unit": "row"},
-    }
-    plain: dict[str, Any] = {"read": partial(read_text_file, strict=strict)}
+    text = [(path, key) for path, key in files if path in inputs or path.name in _SAVED or not _is_binary(path)]
+    saved = [
+        path.parent for path, _ in text if path.name in _SAVED
+    ]  # by `datasets`: text is in their Arrow files alone
+    kept = [(path, key) for path, key in text if path.suffix == ".arrow" or path.parent not in saved]
+    splits = {path: _split_of(path) for path, _ in kept}
+    own = set(splits.values()) >= {"train", "val"} and None not in splits.values()
     return Source(
         description=", ".join(printable(path.name or path) for path in (root.resolve() for root in inputs)),
-        files=tuple(SourceFile(path=path, key=key, split=None, **kinds.get(path.suffix, plain)) for path, key in text),
+        files=tuple(
+            SourceFile(
+                path=path, key=key, split=splits[path] if own else None, **_reading(path, text_key, strict=strict)
+            )
+            for path, key in kept
+            if splits[path] != "test"
+        ),
         skipped_binary=len(files) - len(text),
         skipped_links=tuple(links),
     )
 
 
+_SAVED = ("dataset_info.json", "state.json", "dataset_dict.json")
+"""Files that ``datasets`` saves beside its Arrow files."""
+
+
+def _split_of(path: Path) -> str | None:
+    """The split of a file of a set that ``datasets`` saved with its splits; None for any other file."""
+    if path.suffix != ".arrow" or not (path.parent.parent / "dataset_dict.json").exists():
+        return None
+    return {"train": "train", "validation": "val"}.get(path.parent.name, "test")
+
+
+def _reading(path: Path, text_key: str | None, *, strict: bool) -> dict[str, Any]:
+    """How a file is read, by its name: the fields of a ``SourceFile``."""
+    name = path.name.removesuffix(".gz").removesuffix(".zst")
+    stdin_rows = path == STDIN and _stdin().peek(1)[:1] == b"{"
+    if not (stdin_rows or name.endswith((".jsonl", ".parquet", ".arrow"))):
+        return {"read": partial(read_text_file, strict=strict)}
+    rows: dict[str, Any] = {"text_key": text_key or ("text" if path == STDIN else found_key(path)), "strict": strict}
+    if name.endswith(".parquet"):
+        return {"read": partial(read_parquet, **rows), "cut": partial(cut_parquet, **rows), "unit": "row"}
+    if name.endswith(".arrow"):
+        return {"read": partial(read_arrow, **rows), "unit": "row"}
+    cut = partial(cut_json_lines, **rows) if name == path.name and path != STDIN else None
+    return {"read": partial(read_json_lines, **rows), "cut": cut}
+
+
 def _files_of(root: Path, output_dir: Path) -> Iterator[tuple[Path, str]]:
     """Every visible file or link, with its name inside the source."""
-    if root.is_file():
+    if root.is_file() or root == STDIN:
         yield root, root.name
         return
     kept_out = output_dir.resolve()
@@ -549,7 +671,7 @@ def _files_of(root: Path, output_dir: Path) -> Iterator[tuple[Path, str]]:
 def _is_binary(path: Path) -> bool:
     if not path.is_file():
         return True  # a pipe or a socket
-    if path.suffix == ".parquet":
+    if path.name.endswith((".parquet", ".arrow", ".jsonl.gz", ".jsonl.zst")):
         return False
     with path.open("rb") as file:
         return b"\0" in file.read(_SNIFFED_BYTES)
