@@ -118,6 +118,7 @@ def test_a_set_of_the_hub_by_name(prepare_here, bytes_tokenizer, tmp_path, monke
 @pytest.fixture
 def many(tmp_path, monkeypatch) -> Path:
     monkeypatch.setattr(blocks, "BLOCK_BYTES", 3000)
+    monkeypatch.setattr(blocks, "_MOST_FILES", 1)
     monkeypatch.setattr(sources, "RANGE_BYTES", 3000)
     (folder := tmp_path / "many").mkdir()
     (folder / "a.jsonl").write_text(LINES * 5)
@@ -134,8 +135,9 @@ def test_shards_are_joined_into_the_same_files(prepare, many, bytes_tokenizer, t
     whole = prepare(*flags, out="whole")
     words = [*map(str, flags), "--tokenizer", str(bytes_tokenizer), "--output_dir", "out"]
     for shard in (2, 3):
-        prepare(*flags, "--shard", f"{shard}/3")
-    assert "next: " in capsys.readouterr().out
+        prepare(*flags, f"--shard={shard}/3")
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("next: ") and "merge.py" in last and "--shard" not in last
     with pytest.raises(UserError, match=r"part-00000000: is missing or damaged; run its --shard again"):
         main(words, merge=True)
     prepare(*flags, "--shard", "1/3")
@@ -143,6 +145,8 @@ def test_shards_are_joined_into_the_same_files(prepare, many, bytes_tokenizer, t
     main(words, merge=True)
     for name in ("train.bin", "val.bin", "train.index", "val.index"):
         assert (whole / name).read_bytes() == (tmp_path / "out" / name).read_bytes()
+    records = [json.loads((folder / "preparation.json").read_text()) for folder in (whole, tmp_path / "out")]
+    assert records[0] == records[1] and records[0]["left_out_or_changed"]["empty"] == 1
     assert sizes[0] > 20 and not list((tmp_path / "out").glob(".work-*"))
 
 

@@ -437,10 +437,15 @@ def main(argv: Sequence[str] | None = None, *, small: bool = False, merge: bool 
             paths = _encoded(options, source, encoding, vocabulary, merge=merge)
             if options.shard is not None:
                 words = list(argv or sys.argv[1:])
-                at = words.index("--shard")
-                print(f"encoded part {options.shard[0]} of {options.shard[1]} in {encoding.folder}")
-                print("when all are encoded:")
-                print(next_line(script_words("data_prep/merge.py", *words[:at], *words[at + 2 :])))
+                kept = [
+                    word
+                    for before, word in zip(["", *words], words, strict=False)
+                    if before != "--shard" and not word.startswith("--shard")
+                ]
+                print(
+                    f"encoded part {options.shard[0]} of {options.shard[1]} in {encoding.folder}; when all are encoded:"
+                )
+                print(next_line(script_words("data_prep/merge.py", *kept)))
                 return
             counts = _write(options, source, place, vocabulary, identity, paths=paths)
             remove(work)
