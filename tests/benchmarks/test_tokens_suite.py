@@ -27,7 +27,7 @@ def test_the_suite(options, capsys):
         ("fuzz", 300, 0),
         ("code points", 400, 0),
     ]
-    assert record["equality"][0]["disputed"] > 100
+    assert 20 < record["equality"][0]["disputed"] <= 30  # the fast engine encodes the others
     assert list(record["speed"]) == ["sources", "one file of rows", "small files"]
     for one in record["speed"].values():
         assert min(one["seconds"].values()) > 0 and one["ratios"]["nanogpt"]["median"] > 0
