@@ -3,8 +3,7 @@
 from functools import partial
 
 from dsgpt.common.command_line import run_script
-from dsgpt.data.download import KEPT
-from dsgpt.data.preparation import main
+from dsgpt.data.preparation import KEPT, main
 
 if __name__ == "__main__":
     run_script(partial(main, small=True), kept=KEPT)

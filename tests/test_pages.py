@@ -114,7 +114,17 @@ PROGRAMS |= {"aws", "gcloud", "ssh", "rm", "torchrun.sh", "gpu_wheels.sh"}
 """What commands of the pages start."""
 FLAGS_OF_OTHERS = {
     *("--quiet", "--num_gpus", "--nproc_per_node", "--shutdown-timeout", "--signals-to-handle", "--max-restarts"),
-    *("--signal", "--requeue", "--nodes", "--gpus-per-node", "--array", "--export", "--nv", "--hostfile"),
+    *(
+        "--signal",
+        "--requeue",
+        "--dependency",
+        "--nodes",
+        "--gpus-per-node",
+        "--array",
+        "--export",
+        "--nv",
+        "--hostfile",
+    ),
     *("--ntasks-per-node", "--safe_serialization", "--inject_missing_state"),
     *("--logdir", "--backend-store-uri", "--project"),
 }

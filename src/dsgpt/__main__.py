@@ -18,6 +18,7 @@ COMMANDS = {
     "demo": ("src/demo.py", "prepare text, train the same model in two ways, compare them, write text"),
     "data prepare": ("data_prep/preprocess.py", "turn text into token files"),
     "data small": ("data_prep/preprocess_small.py", "turn the first documents of a text into small token files"),
+    "data merge": ("data_prep/merge.py", "join the parts that `prepare --shard` made"),
     "data download": ("data_prep/download_data.py", "fetch a text set"),
     "data verify": ("data_prep/verify.py", "read token files, and compare them with what is noted beside them"),
     "data convert": ("data_prep/exchange.py", "token files of nanoGPT, llm.c and Megatron-LM, to and from ours"),

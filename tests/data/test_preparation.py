@@ -6,8 +6,6 @@ import os
 import random
 import shlex
 import shutil
-import subprocess
-import time
 from dataclasses import asdict
 from pathlib import Path
 
@@ -24,7 +22,7 @@ from dsgpt.common.files import Lock
 from dsgpt.data.preparation import parse_options
 from dsgpt.data.sources import Document, own_source
 from dsgpt.data.token_file import open_token_file
-from dsgpt.data.vocabulary import divide, encode, open_vocabulary, pieces
+from dsgpt.data.vocabulary import divide, open_vocabulary, pieces
 from dsgpt.training.command import check
 
 # preprocess.py: what is written, byte for byte, and what happens the second time, or when it is killed.
@@ -47,7 +45,8 @@ def test_what_is_written(prepared: Path, corpus: Path):
         assert (tokenizer.eos_token, tokenizer.eos_token_id) == ("<|endoftext|>", sidecar.eot_id)
     assert tokenizer.model_max_length == 1024
     names = {path.name for path in prepared.iterdir()}
-    assert names == {"train.bin", "val.bin", "tokenizer", "train.json", "val.json", "preparation.json"}
+    kinds = {f"{split}.{kind}" for split in ("train", "val") for kind in ("bin", "json", "index", "sources.json")}
+    assert names == kinds | {"tokenizer", "preparation.json"}
     for path in prepared.rglob("*.json"):
         assert str(corpus.parent) not in path.read_text(encoding="utf-8")
 
@@ -63,34 +62,6 @@ def test_second_run_keeps_and_other_options_are_refused(prepare_here, corpus: Pa
     assert hashes(tmp_path / "out") == first
     prepare_here(*flags, "--overwrite", cwd=tmp_path)
     assert hashes(tmp_path / "out") == first, "two runs of the same command must write the same bytes"
-
-
-def kill_while_encoding(arguments: list[str], environment: dict, cwd: Path, partial: Path) -> None:
-    process = subprocess.Popen(arguments, cwd=cwd, env=environment, stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 60
-    while not partial.exists():
-        assert process.poll() is None, "the process ended before it could be killed: prepare more text"
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-    process.kill()
-    process.wait()
-
-
-def test_a_kill_leaves_the_old_output_or_none(run, prepare_here, script_command, bytes_tokenizer: Path, tmp_path: Path):
-    text = "".join(f"line {number} of a long text\n" for number in range(60_000))
-    (tmp_path / "long.txt").write_text(text)
-    flags = ["--input", "long.txt", "--tokenizer", bytes_tokenizer, "--output_dir", "out"]
-    out = tmp_path / "out"
-    partial = out / ".train.bin.partial"
-    kill_while_encoding(*script_command("preprocess.py", *flags), tmp_path, partial)
-    assert not [path for path in out.iterdir() if not path.name.startswith(".")]
-
-    prepare_here(*flags, cwd=tmp_path)
-    before = hashes(out)
-    assert not partial.exists()
-    kill_while_encoding(*script_command("preprocess.py", *flags, "--seed", 5, "--overwrite"), tmp_path, partial)
-    assert hashes(out) == before
-    assert "already prepared" in run("preprocess.py", *flags, cwd=tmp_path).stdout
 
 
 def test_what_another_program_or_preparation_writes_stays(prepare_here, text, bytes_tokenizer, tmp_path):
@@ -210,16 +181,6 @@ def test_pieces_encode_as_the_whole(prepared: Path):
         whole = vocabulary.tokenizer.encode(text, add_special_tokens=False).ids
         encodings = vocabulary.tokenizer.encode_batch(cut, add_special_tokens=False)
         assert [token for encoding in encodings for token in encoding.ids] == whole
-
-
-def test_a_document_larger_than_a_batch_stays_one(prepared: Path):
-    vocabulary = open_vocabulary(prepared / "tokenizer")
-    text = "a long line of words that goes on\n" * 130_000
-    documents = iter([("train", Document(key="long", text=text, source_bytes=7)), *[("val", collection(1)[0][1])]])
-    (split, size, ids), (other, _, short) = encode(vocabulary, documents)
-    assert (split, size, other) == ("train", 7, "val")
-    assert vocabulary.tokenizer.decode(ids.tolist()) == text
-    assert vocabulary.tokenizer.decode(short.tolist()) == "text 0"
 
 
 def test_own_output_is_not_read_back(tmp_path: Path):

@@ -40,6 +40,7 @@ _SHARED = {
     "contenders.py": ("speed", "decoding", GPU),
     "hosts.py": ("clusters", "network"),
     "gpu*.py": (GPU,),
+    "tokens*.py": ("tokens",),
     "stand_in_gpu.py": (),
 }
 """Modules of some suites."""

@@ -4,7 +4,7 @@ import contextlib
 import itertools
 import json
 import re
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
@@ -41,6 +41,18 @@ KEPT = "nothing was published; the same command starts again"
 def folder_if_named(word: str) -> Path | None:
     """The value of a flag that names a folder; None for an empty word, such as an unset variable of the shell."""
     return Path(word) if word else None
+
+
+_ON_HUB = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def set_name(known: Sequence[str]) -> Callable[[str], str]:
+    """Reads the name of a set: one of ``known``, or OWNER/NAME of any set on the hub."""
+
+    def read(word: str) -> str:
+        return word if _ON_HUB.fullmatch(word) else choice(known)(word)
+
+    return read
 
 
 def progress(rows: Iterable[Any] | None = None, *, total: int | None, description: str, unit: str) -> Bar:
@@ -94,7 +106,16 @@ class DownloadOptions:
     """The command line."""
 
     name: str = flag(
-        choice(tuple(SETS)), "NAME", "one of the sets above", default=TRANSFORMERS_NAME, name="name", nargs="?"
+        set_name(tuple(SETS)),
+        "NAME",
+        "one of the sets above, or OWNER/NAME of any set of text on the hub",
+        default=TRANSFORMERS_NAME,
+        name="name",
+        nargs="?",
+    )
+    config: str | None = flag(str, "NAME", "the part of a set OWNER/NAME, if it has several")
+    text_key: str | None = flag(
+        str, "KEY", "the column of the text of OWNER/NAME (default: text, or else its only one of strings)"
     )
     output_dir: Path | None = flag(folder_if_named, "DIR", "receives raw/ (default data/NAME)")
     max_documents: int | None = flag(POSITIVE, "N", "keep only the first N documents of each split")
@@ -120,6 +141,33 @@ def keep_hub_set(folder: Path, hub_set: HubSet, *, name: str, max_documents: int
     keep(folder, rows, name=name, source=hub_set.source, max_documents=max_documents)
 
 
+def hub_set_of(name: str, *, config: str | None, text_key: str | None) -> HubSet:
+    """The address of any set of text on the hub; its ``test`` split is left out.
+
+    Raises:
+        UserError: there is no such set, it has several parts and none is named, or no column of text.
+    """
+    import datasets  # noqa: PLC0415 - takes seconds; --help should not
+
+    try:
+        about = datasets.load_dataset_builder(name, config)
+        rows = dict.fromkeys(about.info.splits or datasets.get_dataset_split_names(name, config), 0)
+        columns = (
+            about.info.features or next(iter(datasets.load_dataset(name, config, streaming=True).values())).features
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        reason = re.split(r"\.\s|\n", str(error).strip())[0]
+        raise UserError(f"{name}: cannot be read from the hub ({reason}); see --config") from error
+    strings = [key for key, kind in (columns or {}).items() if getattr(kind, "dtype", "") in ("string", "large_string")]
+    key = text_key or ("text" if "text" in strings else strings[0] if len(strings) == 1 else "")
+    if key not in (columns or {}):
+        raise UserError(
+            f"{name}: has the columns {', '.join(map(repr, columns or {}))}; name that of the text: --text_key"
+        )
+    kept = [split for split in ("train", "validation") if split in rows] or list(rows)[:1]
+    return HubSet(path=name, config=config, about="", text_key=key, splits=dict.fromkeys(kept, 0))
+
+
 def _hub_rows(hub_set: HubSet, split: str, max_documents: int | None) -> Rows:
     """The documents of one split, streamed from the network: nothing is cached on disk, and no code of the set is run.
 
@@ -136,7 +184,8 @@ def _hub_rows(hub_set: HubSet, split: str, max_documents: int | None) -> Rows:
         total = published or hub_set.splits[split] or None
         if max_documents is not None and not hub_set.articles:
             total = min(total or max_documents, max_documents)
-        texts = (row["text"] or "" for row in progress(rows, total=total, description=split, unit=" rows"))
+        key = hub_set.text_key
+        texts = (row[key] or "" for row in progress(rows, total=total, description=split, unit=" rows"))
         for text in join_articles(texts) if hub_set.articles else texts:
             yield {"text": text}
     except (OSError, ValueError, RuntimeError) as error:
@@ -197,7 +246,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     elif record is None:
         cure = "use python-transformers, which needs none, or give your own files to data_prep/preprocess.py --input"
         require_hub(f"the set {name}", cure=cure)
-        keep_hub_set(folder, HUB_SETS[name], name=name, max_documents=limit)
+        named = HUB_SETS.get(name) or hub_set_of(name, config=options.config, text_key=options.text_key)
+        keep_hub_set(folder, named, name=name, max_documents=limit)
     else:
         for what, wanted in (("name", name), ("max_documents", limit)):
             if (present := getattr(record, what)) != wanted:

@@ -2,15 +2,21 @@
 
 import contextlib
 import hashlib
+import json
 import os
+import shutil
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
-from dsgpt.common.command_line import Parser, choice, flag, switch, value, whole
+import numpy as np
+from numpy.typing import NDArray
+
+from dsgpt.common.command_line import POSITIVE, Parser, Unfit, choice, flag, switch, value, whole
 from dsgpt.common.errors import UserError
 from dsgpt.common.files import (
     PRINTABLE,
@@ -22,21 +28,26 @@ from dsgpt.common.files import (
     sha256_of,
     sync_directory,
     undecodable,
+    write_atomic,
     write_json_atomic,
 )
 from dsgpt.common.json_files import Sha256, read_or_refuse
 from dsgpt.common.text import REPOSITORY, counted, duration, next_line, script_words
-from dsgpt.data.download import folder_if_named, progress, with_bar
-from dsgpt.data.sources import EMBEDDED, HUB_SETS, TRANSFORMERS_NAME, Source, downloaded_source, own_source
-from dsgpt.data.token_file import TokenFileWriter, TokenizerFacts, open_token_file
+from dsgpt.data.blocks import BLOCK_BYTES, Block, Reading, blocks_of
+from dsgpt.data.download import folder_if_named, progress, set_name, with_bar
+from dsgpt.data.engine import FAST, open_engine
+from dsgpt.data.index import SourceEntry, index_path, relative, write_sources
+from dsgpt.data.merge import Documents, PartReader, divided, entries_of, gather, shuffle, without_duplicates
+from dsgpt.data.parts import Encoding, OnBadText, Part, encode_blocks, read_part
+from dsgpt.data.sources import EMBEDDED, HUB_SETS, STDIN, TRANSFORMERS_NAME, Source, downloaded_source, own_source
+from dsgpt.data.token_file import WIDTHS, Stamp, TokenFileWriter, TokenizerFacts, dtype_of, open_token_file
 from dsgpt.data.vocabulary import (
+    SMALL_DOCUMENTS,
     SMALLEST_VOCABULARY,
     SPLITS,
     Divided,
     Vocabulary,
     divide,
-    encode,
-    first_documents,
     open_vocabulary,
     save_loaded,
     save_trained,
@@ -59,6 +70,14 @@ EXAMPLES = """\
   .venv/bin/python data_prep/download_data.py tinystories && \\
     .venv/bin/python data_prep/preprocess.py --dataset tinystories"""
 
+MERGE_DESCRIPTION = """\
+Join what `dsgpt data prepare --shard I/N` encoded for every I. Give the same flags without --shard: the files are those
+that one preparation writes. Duplicates in different shards are found here; split and order are decided here. The text
+is not encoded again: a part that is missing is an error."""
+
+MERGE_EXAMPLES = """\
+  .venv/bin/python data_prep/merge.py --input /data/web --tokenizer gpt2 --output_dir data/web --deduplicate"""
+
 SMALL_DESCRIPTION = """\
 As preprocess.py with the same flags, but for the first N documents only: train_small.bin and val_small.bin, for a quick
 look. Of the N, --val_fraction (at least one) are the first of the validation documents, the others the first of the
@@ -69,16 +88,36 @@ SMALL_EXAMPLES = """\
   .venv/bin/python data_prep/preprocess_small.py --num_documents 100
   .venv/bin/python data_prep/preprocess_small.py --num_documents 1000 --dataset tinystories"""
 
+_FORMS = {
+    "": (DESCRIPTION, EXAMPLES, {"num_documents"}),
+    "small": (SMALL_DESCRIPTION, SMALL_EXAMPLES, {"shard"}),
+    "merge": (MERGE_DESCRIPTION, MERGE_EXAMPLES, {"num_documents", "shard", "workers"}),
+}
+"""Description, examples and the flags that are left out, of each script."""
 TRAIN = "train"
 TOKENS_FOR_SMALL = 100_000_000
 """Up to this many tokens the suggested training is that of the demo; ``small`` would learn the text by heart."""
+KEPT = "nothing was published; the same command goes on with what is encoded"
+"""Ends the error line after an interruption, or if the disk is full."""
 DATASETS = (*EMBEDDED, *HUB_SETS)
 _DEFAULT_VOCAB_SIZE = 8192
 _DEFAULT_VAL_FRACTION = 0.05
 _DECIDING = ("text_key", "tokenizer", "vocab_size", "val_fraction", "seed", "num_documents")
 """The options that decide the output's bytes, beside the input."""
+_DECIDING_SINCE = ("split_by", "shuffle", "deduplicate", "on_bad_text", "special_tokens_in_text")
+"""More of them; records of earlier versions lack these, so they are named only if they are not the default."""
+_LAYOUT = 1
+"""Counts changes of the parts: parts of another layout are not used."""
 Identity: TypeAlias = dict[str, str | int | float | None]
 """Options and hashes of inputs, by name."""
+
+
+def shard_of(word: str) -> tuple[int, int]:
+    """The value of ``--shard``: I and N of ``I/N``."""
+    first, _, count = word.partition("/")
+    if not (first.isdecimal() and count.isdecimal() and 1 <= int(first) <= int(count)):
+        raise Unfit("I/N with I from 1 to N, such as 3/8")
+    return int(first), int(count)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,22 +125,27 @@ class PrepareOptions:
     """The command line; ``parse_options`` resolves what is not given."""
 
     dataset: str | None = flag(
-        choice(DATASETS),
+        set_name(DATASETS),
         "NAME",
-        f"a set by name: {', '.join(DATASETS)} (default {TRANSFORMERS_NAME}; what does not begin with python- needs "
-        "`.venv/bin/python data_prep/download_data.py NAME` first)",
+        f"a set by name: {', '.join(DATASETS)}, or OWNER/NAME on the hub (default {TRANSFORMERS_NAME}; what does not "
+        "begin with python- needs `.venv/bin/python data_prep/download_data.py NAME` first)",
     )
     """Name of a set; None if ``inputs`` are the user's own files."""
     inputs: tuple[Path, ...] = flag(
         Path,
         "PATH",
-        "your own text instead: files and folders. A .jsonl or .parquet file holds one document a row, any other file "
-        "is one document of UTF-8 text; of folders every visible file is read, but no link",
+        "your own text instead: files and folders, or - for standard input. A .jsonl (.jsonl.gz, .jsonl.zst), "
+        ".parquet or .arrow file holds one document a row, any other file is one document of UTF-8 text; of folders "
+        "every visible file is read, but no link",
         default=(),
         name="--input",
         nargs="+",
     )
-    text_key: str = flag(str, "KEY", "key or column of the text in .jsonl and .parquet rows (default text)")
+    text_key: str | None = flag(
+        str,
+        "KEY",
+        "key or column of the text in rows (default: text, or else the only one of strings in the first row)",
+    )
     tokenizer: str = flag(
         str,
         "WHICH",
@@ -129,6 +173,29 @@ class PrepareOptions:
         "DIR",
         "receives the token files and tokenizer/ (default data/NAME, where NAME is the set's or the one input's)",
     )
+    split_by: Literal["documents", "files"] = flag(
+        choice(("documents", "files")),
+        "WHAT",
+        "divide by documents, or keep all documents of a file in one split (default %(default)s)",
+        default="documents",
+    )
+    shuffle: bool = switch("put the documents of each split into a random order, which depends on --seed")
+    deduplicate: bool = switch("keep only the first of documents with the same text, in both splits together")
+    on_bad_text: OnBadText = flag(
+        choice(("replace", "skip", "fail")),
+        "HOW",
+        "text that is not valid Unicode: replace it by U+FFFD, skip the document, or fail (default %(default)s)",
+        default="fail",
+    )
+    special_tokens_in_text: bool = switch(
+        "the names of special tokens in a text, such as <|endoftext|>, become those tokens; otherwise they are text"
+    )
+    workers: int | None = flag(
+        POSITIVE, "N", "processes that encode (default: one for each core, for large inputs); the result is the same"
+    )
+    shard: tuple[int, int] | None = flag(
+        shard_of, "I/N", "only encode part I of N, from 1; `dsgpt data merge` with the same flags joins them"
+    )
     num_documents: int | None = flag(
         whole(low=2), "N", "how many documents, training and validation together (at least 2)"
     )
@@ -141,25 +208,35 @@ class PrepareOptions:
             "--input" if self.dataset is None else "--dataset": self.dataset
             or ", ".join(printable(path.resolve().name) for path in self.inputs),
             **{f"--{name}": getattr(self, name) for name in _DECIDING},
+            "--text_key": self.text_key or "text",
+            **{
+                f"--{field.name}": getattr(self, field.name)
+                for field in fields(self)
+                if field.name in _DECIDING_SINCE and getattr(self, field.name) != field.default
+            },
         }
 
 
-def parse_options(argv: Sequence[str] | None = None, *, small: bool) -> PrepareOptions:
+def parse_options(argv: Sequence[str] | None = None, *, small: bool, merge: bool = False) -> PrepareOptions:
     """Read the command line; by default that of this process.
 
     Raises:
         UserError: all of its mistakes, one line each.
     """
-    parser = Parser(
-        description=SMALL_DESCRIPTION if small else DESCRIPTION,
-        epilog=f"examples:\n{SMALL_EXAMPLES if small else EXAMPLES}",
-    )
-    names = [field.name for field in fields(PrepareOptions) if small or field.name != "num_documents"]
+    description, examples, left_out = _FORMS["small" if small else "merge" if merge else ""]
+    parser = Parser(description=description, epilog=f"examples:\n{examples}")
+    names = [field.name for field in fields(PrepareOptions) if field.name not in left_out]
     parser.add_flags(PrepareOptions, names=names)
     given, problems = parser.read(PrepareOptions, argv), parser.problems
     if given.inputs and given.dataset:
         problems.add("--input and --dataset: one preparation reads either your own files or a named set; drop one")
-    problems.add(*(f"--input {path}: there is no such file or folder" for path in given.inputs if not path.exists()))
+    problems.add(
+        *(
+            f"--input {path}: there is no such file or folder"
+            for path in given.inputs
+            if not path.exists() and path != STDIN
+        )
+    )
     dataset = None if given.inputs else given.dataset or TRANSFORMERS_NAME
     if dataset and given.text_key is not None:
         problems.add("--text_key: only the files of --input have keys to choose from; leave it out")
@@ -169,7 +246,6 @@ def parse_options(argv: Sequence[str] | None = None, *, small: bool) -> PrepareO
     options = replace(
         given,
         dataset=dataset,
-        text_key=given.text_key or "text",
         tokenizer=tokenizer,
         vocab_size=given.vocab_size or (_DEFAULT_VOCAB_SIZE if tokenizer == TRAIN else None),
         output_dir=given.output_dir or Path("data") / (dataset or given.inputs[0].resolve().stem),
@@ -178,6 +254,10 @@ def parse_options(argv: Sequence[str] | None = None, *, small: bool) -> PrepareO
         problems.add("--output_dir: is missing; several inputs have no common name, say where the output goes")
     if given.output_dir is None and not is_utf8(options.output_dir):
         problems.add(f"{undecodable(options.output_dir)}, or name another --output_dir")
+    if STDIN in given.inputs and (len(given.inputs) > 1 or tokenizer == TRAIN or given.output_dir is None):
+        problems.add("--input -: is read once: give no other input, a --tokenizer that exists, and an --output_dir")
+    if given.shard and (tokenizer == TRAIN or given.num_documents or STDIN in given.inputs):
+        problems.add("--shard: needs a --tokenizer that exists, and all documents of files")
     resolved = options.output_dir.resolve()
     if any(path.resolve() == resolved for path in given.inputs):
         problems.add(f"--output_dir {options.output_dir}: is the input itself; name another folder")
@@ -186,15 +266,20 @@ def parse_options(argv: Sequence[str] | None = None, *, small: bool) -> PrepareO
         problems.add(f"--output_dir {options.output_dir}: {nearest} is a file, not a folder")
     if small and given.num_documents is None and not problems.mention("--num_documents"):
         problems.add("--num_documents: is missing; say how many documents, for example --num_documents 100")
-    if not is_utf8(tokenizer):
-        problems.add(f"--tokenizer {undecodable(tokenizer)}")
-    elif tokenizer != TRAIN and Path(tokenizer).is_dir():
-        if fault := fault_of(Path(tokenizer), named=True):
-            problems.add(f"--tokenizer {tokenizer}: {fault}")
-    elif tokenizer.startswith((".", "/", "~")) or tokenizer.count("/") > 1 or tokenizer.endswith("/"):
-        problems.add(f"--tokenizer {tokenizer}: there is no such folder; it should hold a tokenizer.json")
+    problems.add(*_faults_of_name(tokenizer))
     problems.raise_if_any()
     return options
+
+
+def _faults_of_name(tokenizer: str) -> Iterator[str]:
+    """What is wrong with the value of ``--tokenizer``."""
+    if not is_utf8(tokenizer):
+        yield f"--tokenizer {undecodable(tokenizer)}"
+    elif tokenizer != TRAIN and Path(tokenizer).is_dir():
+        if fault := fault_of(Path(tokenizer), named=True):
+            yield f"--tokenizer {tokenizer}: {fault}"
+    elif tokenizer.startswith((".", "/", "~")) or tokenizer.count("/") > 1 or tokenizer.endswith("/"):
+        yield f"--tokenizer {tokenizer}: there is no such folder; it should hold a tokenizer.json"
 
 
 # What an earlier preparation wrote, and whether it is unchanged.
@@ -248,10 +333,10 @@ class Place:
         """The tokenizer folder."""
         return self.folder / TOKENIZER_FOLDER
 
-    @property
-    def staged_tokenizer(self) -> Path:
-        """Temporary name of the tokenizer folder, until all files are complete."""
-        return self.folder / f".{TOKENIZER_FOLDER}.partial"
+    def work(self, identity: Identity) -> Path:
+        """The folder of parts that are done, until all files are complete."""
+        facts = json.dumps([_LAYOUT, self.suffix, identity], sort_keys=True)
+        return self.folder / f".work-{hashlib.sha256(facts.encode()).hexdigest()[:16]}"
 
     def complete(self) -> Preparation | None:
         """The record, if all files that it describes are there; otherwise None.
@@ -275,7 +360,7 @@ def already_prepared(place: Place, identity: Identity) -> bool:
     record = place.complete()
     if record is None:
         unknown = [path for path in map(place.tokens, SPLITS) if path.exists()]
-        if unknown:
+        if unknown and not place.work(identity).exists():  # if it does, the same command was killed
             raise UserError(f"{unknown[0]}: exists, but no finished preparation made it; replace it with --overwrite")
         return False
     files = {split: open_token_file(place.tokens(split)) for split in SPLITS}
@@ -310,28 +395,35 @@ _NAMED = 3
 """Most skipped links that are named."""
 
 
-def main(argv: Sequence[str] | None = None, *, small: bool = False) -> None:
+def main(argv: Sequence[str] | None = None, *, small: bool = False, merge: bool = False) -> None:
     """Prepare what the command line asks for, unless it is prepared already, and print the result.
 
     Args:
         argv: the words; by default those of this process.
         small: whether the script is ``preprocess_small.py``.
+        merge: whether it is ``merge.py``, which encodes nothing.
 
     Raises:
         UserError: mistakes of the command line; or the input or the output folder cannot be used.
     """
-    options = parse_options(argv, small=small)
+    options = parse_options(argv, small=small, merge=merge)
     source = _source(options)
     place = Place(folder=options.output_dir, suffix="_small" if small else "")
     place.folder.mkdir(parents=True, exist_ok=True)
     with Lock.of_folder(place.folder, follow_link=True) as lock:
-        if not lock.take():
+        if not lock.take(shared=options.shard is not None):
             raise UserError(f"{place.folder}: another preparation is writing there; wait until it ends")
         identity = options.identity() | {"input": source.fingerprint(), "tokenizer": _fingerprint(options.tokenizer)}
-        if not options.overwrite and already_prepared(place, identity):
+        done = not options.overwrite and already_prepared(place, identity)
+        work = place.work(identity)
+        for old in place.folder.glob(".work-*") if options.shard is None else ():
+            if done or old != work:
+                remove(old)
+        if done:
             _report(place, "already prepared:")
             return
         started = time.monotonic()
+        work.mkdir(exist_ok=True)
         try:
             vocabulary = _vocabulary(options, source, place, identity)
             other = place.other.complete()
@@ -341,11 +433,28 @@ def main(argv: Sequence[str] | None = None, *, small: bool = False) -> None:
                     f"asked for; choose another --output_dir, or remove {place.other.record.name} and the files that "
                     "it describes"
                 )
-            _write(options, source, place, vocabulary, identity)
+            encoding = _encoding(options, work, vocabulary)
+            paths = _encoded(options, source, encoding, vocabulary, merge=merge)
+            if options.shard is not None:
+                words = list(argv or sys.argv[1:])
+                kept = [
+                    word
+                    for before, word in zip(["", *words], words, strict=False)
+                    if before != "--shard" and not word.startswith("--shard")
+                ]
+                print(
+                    f"encoded part {options.shard[0]} of {options.shard[1]} in {encoding.folder}; when all are encoded:"
+                )
+                print(next_line(script_words("data_prep/merge.py", *kept)))
+                return
+            counts = _write(options, source, place, vocabulary, identity, paths=paths)
+            remove(work)
         finally:
-            with contextlib.suppress(OSError):  # otherwise the next preparation removes it
-                remove(place.staged_tokenizer)
+            if options.shard is None and not any(work.glob("*/part-*")):
+                remove(work)
         _report(place, f"prepared in {duration(time.monotonic() - started)}:")
+        if found := [f"{number:,} {what}" for what, number in counts.items() if number]:
+            print(f"  documents left out or changed: {', '.join(found)}")
 
 
 def _fingerprint(tokenizer: str) -> str | None:
@@ -374,7 +483,8 @@ def _source(options: PrepareOptions) -> Source:
         if has_own_split and options.val_fraction is not None and options.num_documents is None:
             raise UserError(f"--val_fraction: {dataset} has its own validation split; leave the flag out")
         return source
-    source = own_source(options.inputs, text_key=options.text_key, output_dir=output_dir)
+    strict = options.on_bad_text == "fail"
+    source = own_source(options.inputs, text_key=options.text_key, output_dir=output_dir, strict=strict)
     if source.skipped_binary:
         print(f"left out {counted(source.skipped_binary, 'binary file')}")
     if links := source.skipped_links:
@@ -399,52 +509,175 @@ def _vocabulary(options: PrepareOptions, source: Source, place: Place, identity:
     other = place.other.complete()
     if other and other.identity | {"--num_documents": None} == identity | {"--num_documents": None}:
         return open_vocabulary(place.tokenizer)
+    made, partial = (place.work(identity) / name for name in (TOKENIZER_FOLDER, f"{TOKENIZER_FOLDER}.{os.getpid()}"))
+    if made.exists():
+        return open_vocabulary(made)
     if options.vocab_size is None:  # an existing tokenizer has its own
-        save_loaded(options.tokenizer, place.staged_tokenizer)
+        save_loaded(options.tokenizer, partial)
     else:
         read = with_bar(_divided(options, source), total=source.total_bytes(), description="training the tokenizer")
         texts = (document.text for split, document in read if split == "train")
         tokenizer = train_tokenizer(texts, vocab_size=options.vocab_size)
         if tokenizer.get_vocab_size() < options.vocab_size:
             print(f"the text yields only {tokenizer.get_vocab_size():,} of the {options.vocab_size:,} ids asked for")
-        save_trained(tokenizer, place.staged_tokenizer)
-    return open_vocabulary(place.staged_tokenizer)
+        save_trained(tokenizer, partial)
+    with contextlib.suppress(FileExistsError, OSError):  # another shard was faster
+        partial.rename(made)
+    remove(partial)
+    return open_vocabulary(made)
 
 
-def _write(options: PrepareOptions, source: Source, place: Place, vocabulary: Vocabulary, identity: Identity) -> None:
-    divided = _divided(options, source)
-    total, unit = source.total_bytes(), "B"
-    if options.num_documents is not None:
-        share = options.val_fraction or _DEFAULT_VAL_FRACTION
-        divided = first_documents(divided, count=options.num_documents, val_fraction=share)
-        total, unit = options.num_documents, " documents"
+def _encoding(options: PrepareOptions, work: Path, vocabulary: Vocabulary) -> Encoding:
+    """How the options encode; the folder of the parts exists."""
+    (folder := work / vocabulary.sha256[:16]).mkdir(exist_ok=True)
+    return Encoding(
+        folder=folder,
+        tokenizer=vocabulary.folder,
+        special=options.special_tokens_in_text,
+        on_bad_text=options.on_bad_text,
+        split_by=options.split_by,
+        seed=options.seed,
+    )
+
+
+def _encoded(
+    options: PrepareOptions, source: Source, encoding: Encoding, vocabulary: Vocabulary, *, merge: bool
+) -> list[Path]:
+    """The parts of ``source``, made or found, in order; of its beginning if only the first documents are wanted.
+
+    With ``--shard``, a block belongs to the shard in whose share of all bytes it begins.
+
+    Raises:
+        UserError: a document cannot be encoded; or a part is missing, and ``merge``.
+    """
+    engine = open_engine(vocabulary)
+    if engine.cuts and engine.name != FAST:
+        print(f"{FAST} is not installed: encoding with {engine.name}, several times slower (pip install {FAST})")
+    width, share, total = WIDTHS[dtype_of(vocabulary.size)], _share(options), source.total_bytes()
+    workers = options.workers or (len(os.sched_getaffinity(0)) if total > 2 * BLOCK_BYTES else 1)
+    parts: dict[int, Part] = {}
+    documents = 0
+    with progress(total=total, description="encoding", unit="B") as bar:
+
+        def note(block: Block, part: Part | None) -> bool:
+            nonlocal documents
+            if part is not None:
+                parts[block.number] = part
+                documents += len(part.rows)
+                bar.update(block.size)
+                bar.set_postfix_str(f"{documents:,} documents")
+            return part is not None
+
+        def missing() -> Iterator[Block]:
+            index, count = options.shard or (1, 1)
+            for block in blocks_of(source, cuts=engine.cuts, val_fraction=share, whitespace_only=encoding.special):
+                shard, path = min(block.first_byte * count // max(total, 1), count - 1), encoding.path(block.number)
+                if shard == index - 1 and not note(block, read_part(path, width=width, check=True)):
+                    if merge:
+                        raise UserError(f"{path}: is missing or damaged; run its --shard again, which keeps the others")
+                    yield block
+
+        with contextlib.closing(encode_blocks(missing(), encoding, workers=workers)) as done:
+            for block in done:
+                note(block, read_part(encoding.path(block.number), width=width))
+                if options.num_documents is not None and _suffice(options, source, parts):
+                    break
+    lone = sum(len(part.rows) for part in parts.values()) == 1 and source.files[0].split is None
+    if lone and options.shard is None:
+        (number,) = (int(part.rows["file"][0]) for part in parts.values() if len(part.rows))
+        reading = Reading(number=number, file=source.files[number], val_fraction=share)
+        halves = Block(number=len(parts), first_byte=0, size=0, readings=(reading,))
+        for _ in encode_blocks(iter([halves]), encoding, workers=1):
+            return [encoding.path(halves.number)]
+    return [encoding.path(number) for number in sorted(parts)]
+
+
+def _suffice(options: PrepareOptions, source: Source, parts: dict[int, Part]) -> bool:
+    """Whether the parts from the first without a gap have the documents that are wanted."""
+    beginning = [parts[number] for number in range(len(parts)) if number in parts]
+    if sorted(parts)[: len(beginning)] != list(range(len(beginning))):
+        return False
+    documents = _documents(options, beginning)
+    if len(documents.rows) <= SMALL_DOCUMENTS:
+        return False  # the split of so few depends on whether there are more
+    return sum(map(len, _numbers(options, source, documents).values())) == options.num_documents
+
+
+def _share(options: PrepareOptions) -> float:
+    return options.val_fraction or _DEFAULT_VAL_FRACTION
+
+
+def _documents(options: PrepareOptions, parts: list[Part]) -> Documents:
+    documents = gather(parts)
+    return without_duplicates(documents) if options.deduplicate else documents
+
+
+def _numbers(options: PrepareOptions, source: Source, documents: Documents) -> dict[str, NDArray[np.int64]]:
+    """The documents of each split, in the order in which they are written."""
+    own = [file.split for file in source.files]
+    share, count = _share(options), options.num_documents
+    numbers = divided(documents, own=own, val_fraction=share, count=count)
+    return shuffle(numbers, seed=options.seed) if options.shuffle else numbers
+
+
+def _write(
+    options: PrepareOptions,
+    source: Source,
+    place: Place,
+    vocabulary: Vocabulary,
+    identity: Identity,
+    *,
+    paths: list[Path],
+) -> dict[str, int]:
+    """Write all files from parts; return how many documents were left out or changed, by the reason."""
+    width = WIDTHS[dtype_of(vocabulary.size)]
+    parts = [part for path in paths if (part := read_part(path, width=width))]
+    documents = _documents(options, parts)
+    if not len(documents.rows):
+        raise UserError("the input holds no text: every document is empty")
+    numbers = _numbers(options, source, documents)
+    for split in SPLITS:
+        if not len(numbers[split]):
+            raise UserError(f"the {split} split has no document; give more documents or change --val_fraction")
     name = TOKENIZER_FOLDER if options.tokenizer == TRAIN or Path(options.tokenizer).is_dir() else options.tokenizer
     about = TokenizerFacts(name=name, sha256=vocabulary.sha256)
+    files = [
+        SourceEntry(path="-", size=None, mtime_ns=None, unit=file.unit)
+        if file.path == STDIN
+        else SourceEntry(path=relative(file.path, place.folder), unit=file.unit, **Stamp.of(file.path)._asdict())
+        for file in source.files
+    ]
     with contextlib.ExitStack() as stack:
         open_writer = partial(TokenFileWriter, vocab_size=vocabulary.size, eot_id=vocabulary.eot_id, tokenizer=about)
         writers = {
             split: stack.enter_context(open_writer(place.tokens(split), source=source.description)) for split in SPLITS
         }
-        with progress(total=total, description="encoding", unit=unit) as bar:
-            for split, source_bytes, ids in encode(vocabulary, divided):
-                writers[split].append(ids)
-                bar.update(source_bytes if unit == "B" else 1)
-        for split, writer in writers.items():
-            if not writer.tokens:
-                raise UserError(f"the {split} split has no document; give more documents or change --val_fraction")
+        with contextlib.closing(PartReader(paths, parts, width=width)) as reader:
+            total = sum(int(documents.rows["tokens"][each].sum(dtype=np.int64)) for each in numbers.values())
+            with progress(total=total * width, description="joining", unit="B") as bar:
+                for split, writer in writers.items():
+                    reader.copy(documents, numbers[split], writer, bar.update)
         # All files get their final names. The record is removed first and written last: it never describes a mixture.
         place.record.unlink(missing_ok=True)
+        for split in SPLITS:
+            entries = entries_of(documents, numbers[split])
+            write_atomic(index_path(place.tokens(split)), entries.tobytes())
+            write_sources(place.tokens(split), files)
         if vocabulary.folder != place.tokenizer:
-            retired = place.folder / f".{TOKENIZER_FOLDER}.old"
+            retired, staged = (place.folder / f".{TOKENIZER_FOLDER}.{name}" for name in ("old", "partial"))
             remove(retired)
+            remove(staged)
+            shutil.copytree(vocabulary.folder, staged)
             if os.path.lexists(place.tokenizer):
                 place.tokenizer.rename(retired)
-            vocabulary.folder.rename(place.tokenizer)
+            staged.rename(place.tokenizer)
             remove(retired)
     sync_directory(place.folder)
     sidecars = {split: asdict(open_token_file(place.tokens(split)).sidecar) for split in SPLITS}
     splits = {split: {key: each[key] for key in each if key not in _STAMP} for split, each in sidecars.items()}
-    write_json_atomic(place.record, {"identity": identity, "tokenizer_sha256": vocabulary.sha256, "splits": splits})
+    record = {"identity": identity, "tokenizer_sha256": vocabulary.sha256, "splits": splits}
+    write_json_atomic(place.record, record | {"left_out_or_changed": documents.counts})
+    return documents.counts
 
 
 def _report(place: Place, heading: str) -> None:

@@ -34,6 +34,11 @@ WIDTHS: dict[DtypeName, int] = {"uint16": 2, "uint32": 4}
 """Bytes of an id."""
 
 
+def dtype_of(vocab_size: int) -> DtypeName:
+    """The type of ids below ``vocab_size``."""
+    return "uint16" if vocab_size <= 1 << 16 else "uint32"
+
+
 class TokenFileError(UserError):
     """A token file cannot be used. The message is one line with the file, the fault and what to do."""
 
@@ -243,10 +248,11 @@ class TokenFileWriter:
         self._path = path
         self._partial = path.with_name(f".{path.name}.partial")
         self._about: dict[str, Any] = {"vocab_size": vocab_size, "eot_id": eot_id, "tokenizer": tokenizer}
-        self._about |= {"source": source, "dtype": "uint16" if vocab_size <= 1 << 16 else "uint32"}
+        self._about |= {"source": source, "dtype": dtype_of(vocab_size)}
         self.tokens = 0
         """Ids written so far."""
-        self._documents = 0
+        self.documents = 0
+        """Documents written so far."""
         self._digest = hashlib.sha256()
         path.parent.mkdir(parents=True, exist_ok=True)
         self._partial.unlink(missing_ok=True)
@@ -263,14 +269,17 @@ class TokenFileWriter:
         document = np.asarray(ids, dtype=np.int64)
         if document.size and not 0 <= int(document.min()) <= int(document.max()) < self._about["vocab_size"]:
             raise TokenFileError(
-                f"{self._path}: document {self._documents} has ids from {document.min()} to {document.max()}, outside "
+                f"{self._path}: document {self.documents} has ids from {document.min()} to {document.max()}, outside "
                 f"the vocabulary of {self._about['vocab_size']:,}"
             )
-        data = np.append(document, self._about["eot_id"]).astype(DTYPES[self._about["dtype"]]).tobytes()
+        self.append_encoded(np.append(document, self._about["eot_id"]).astype(DTYPES[self._about["dtype"]]).tobytes())
+        self.documents += 1
+
+    def append_encoded(self, data: bytes) -> None:
+        """Append ids as the file has them; the caller counts the documents."""
         self._file.write(data)
         self._digest.update(data)
-        self.tokens += document.size + 1
-        self._documents += 1
+        self.tokens += len(data) // WIDTHS[self._about["dtype"]]
 
     def __enter__(self) -> Self:
         return self
@@ -287,5 +296,5 @@ class TokenFileWriter:
         self._partial.replace(self._path)
         sync_directory(self._path.parent)
         about = self._about | Stamp.of(self._path)._asdict()
-        sidecar = Sidecar(tokens=self.tokens, documents=self._documents, sha256=self._digest.hexdigest(), **about)
+        sidecar = Sidecar(tokens=self.tokens, documents=self.documents, sha256=self._digest.hexdigest(), **about)
         write_json_atomic(sidecar_path(self._path), asdict(sidecar))

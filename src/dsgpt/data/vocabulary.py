@@ -2,12 +2,11 @@
 
 import hashlib
 import itertools
-import json
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,17 +32,33 @@ if TYPE_CHECKING:
 # Which documents are for training and which for validation: a hash of the name decides, not the order.
 
 SPLITS = ("train", "val")
-_SMALL_DOCUMENTS = 256
+SMALL_DOCUMENTS = 256
 _SMALL_CHARACTERS = 1 << 26
 
 Divided = Iterator[tuple[str, Document]]
 """Documents with the split they belong to, in the source's order."""
 
 
-def position(key: str, *, seed: int) -> float:
-    """The position of a document in [0, 1): uniform over keys, a function of seed and key alone."""
+def draw(key: str, *, seed: int) -> int:
+    """A number below 2^64, uniform over keys, a function of seed and key alone."""
     digest = hashlib.sha256(f"{seed}\0{key}".encode(errors=PRINTABLE)).digest()
-    return int.from_bytes(digest[:8], "big") / 2**64
+    return int.from_bytes(digest[:8], "big")
+
+
+def are_validation(draws: NDArray[np.uint64], *, val_fraction: float, small: bool) -> NDArray[np.bool_]:
+    """Which documents are for validation, same shape: those whose draw is below the fraction of 2^64.
+
+    In a ``small`` collection the lowest draw is always for validation, and the highest always for training.
+    """
+    below = draws.astype(np.float64) / 2.0**64 < val_fraction
+    if small:
+        below = (draws == draws.min()) | (below & (draws != draws.max()))
+    return below
+
+
+def is_small(characters: NDArray[np.uint64]) -> bool:
+    """Whether chance could leave a split of documents with so many characters empty."""
+    return len(characters) <= SMALL_DOCUMENTS and int(characters[:-1].sum()) < _SMALL_CHARACTERS
 
 
 def divide(documents: Iterable[tuple[str | None, Document]], *, val_fraction: float, seed: int) -> Divided:
@@ -70,24 +85,24 @@ def divide(documents: Iterable[tuple[str | None, Document]], *, val_fraction: fl
 def _divide_by_position(documents: Iterator[Document], *, val_fraction: float, seed: int) -> Divided:
     head: list[Document] = []
     characters = 0
-    while len(head) < _SMALL_DOCUMENTS and characters < _SMALL_CHARACTERS and (document := next(documents, None)):
+    while len(head) < SMALL_DOCUMENTS and characters < _SMALL_CHARACTERS and (document := next(documents, None)):
         head.append(document)
         characters += len(document.text)
     following = next(documents, None)
     if following is None and len(head) == 1:
-        yield from _cut_in_two(head[0], val_fraction=val_fraction)
+        yield from cut_in_two(head[0], val_fraction=val_fraction)
         return
-    places = [position(document.key, seed=seed) for document in head]
-    # In a small collection the lowest position is always validation and the highest always training.
-    low, high = (min(places), max(places)) if following is None else (-1.0, 2.0)
-    for place, document in zip(places, head, strict=True):
-        yield ("val" if place == low or (place < val_fraction and place != high) else "train"), document
+    draws = np.array([draw(document.key, seed=seed) for document in head], dtype=np.uint64)
+    decided = are_validation(draws, val_fraction=val_fraction, small=following is None)
+    for validation, document in zip(decided, head, strict=True):
+        yield ("val" if validation else "train"), document
     if following is not None:
         for document in itertools.chain([following], documents):
-            yield ("val" if position(document.key, seed=seed) < val_fraction else "train"), document
+            below = draw(document.key, seed=seed) / 2**64 < val_fraction
+            yield ("val" if below else "train"), document
 
 
-def _cut_in_two(document: Document, *, val_fraction: float) -> Divided:
+def cut_in_two(document: Document, *, val_fraction: float) -> Divided:
     """Cut about ``val_fraction`` off the end of the text for validation, at the start of a line or else of a word."""
     text = document.text
     cut = min(max(int(len(text) * (1 - val_fraction)), 1), len(text) - 1)
@@ -98,22 +113,6 @@ def _cut_in_two(document: Document, *, val_fraction: float) -> Divided:
     size = document.source_bytes * len(train) // len(text)
     yield "train", replace(document, text=train, source_bytes=size)
     yield "val", replace(document, text=val, source_bytes=document.source_bytes - size)
-
-
-def first_documents(divided: Divided, *, count: int, val_fraction: float) -> Divided:
-    """The first ``count`` documents: ``val_fraction`` of them (at least one) for validation, the others for training.
-
-    Each split is the beginning of the same split of the whole set: no document is in validation here and in training
-    there.
-    """
-    wanted = {"val": min(max(round(count * val_fraction), 1), count - 1)}
-    wanted["train"] = count - wanted["val"]
-    for split, document in divided:
-        if wanted[split]:
-            wanted[split] -= 1
-            yield split, document
-        if not any(wanted.values()):
-            return
 
 
 _BOUNDARY = re.compile(r"(?<=\S)[ \n]")
@@ -262,58 +261,3 @@ def open_vocabulary(folder: Path) -> Vocabulary:
         eot_id=eot_id,
         sha256=hashlib.sha256(path.read_bytes()).hexdigest(),
     )
-
-
-def encode(vocabulary: Vocabulary, divided: Divided) -> Iterator[tuple[str, int, NDArray[np.uint32]]]:
-    """Encode documents in order, a few megabytes at a time, on all cores.
-
-    Yields:
-        The split, the document's source bytes, and its ids of shape (n,) without the end-of-text id.
-
-    Raises:
-        UserError: a document's ids contain the end-of-text id, which must only mark its end.
-    """
-    state = json.loads(vocabulary.tokenizer.to_str())
-    splitter = state["pre_tokenizer"] or {}
-    gpt2_kind = splitter.get("type") == "ByteLevel" and splitter["use_regex"] and not splitter["add_prefix_space"]
-    cut = gpt2_kind and state["normalizer"] is None and all(token["special"] for token in state["added_tokens"])
-    parts: list[NDArray[np.uint32]] = []
-    for batch in _batches(divided, cut=cut):
-        encodings = vocabulary.tokenizer.encode_batch_fast([piece.text for piece in batch], add_special_tokens=False)
-        for piece, encoding in zip(batch, encodings, strict=True):
-            parts.append(np.array(encoding.ids, dtype=np.uint32))
-            if piece.last:
-                ids = np.concatenate(parts)
-                parts = []
-                if (ids == vocabulary.eot_id).any():
-                    raise UserError(
-                        f"{piece.document.key}: this tokenizer turns some of its text into the end-of-text id "
-                        f"{vocabulary.eot_id}; use another tokenizer"
-                    )
-                yield piece.split, piece.document.source_bytes, ids
-
-
-class _Piece(NamedTuple):
-    """A part of a document that is encoded on its own."""
-
-    split: str
-    document: Document
-    text: str
-    last: bool
-    """Whether the document ends with it."""
-
-
-def _batches(divided: Divided, *, cut: bool) -> Iterator[list[_Piece]]:
-    """``cut``: the ``pieces`` of a text have the tokens of the whole text, as with tokenizers like GPT-2's."""
-    batch: list[_Piece] = []
-    characters = 0
-    for split, document in divided:
-        texts = list(pieces(document.text, characters=_PIECE_CHARACTERS)) if cut else [document.text]
-        for index, text in enumerate(texts):
-            batch.append(_Piece(split, document, text, last=index == len(texts) - 1))
-            characters += len(text)
-            if characters >= _BATCH_CHARACTERS:
-                yield batch
-                batch, characters = [], 0
-    if batch:
-        yield batch

@@ -1,0 +1,412 @@
+"""``benchmark.py tokens``: whether the fast engine has the reference's ids on every text, and how fast preparation is.
+
+Equality: seeded documents made of what GPT-2's pattern looks at, and every code point in each neighbourhood that the
+pattern knows. Speed: raw text to token files, against the bare engine and against the way of nanoGPT's ``prepare.py``.
+"""
+
+import json
+import random
+import re
+import shutil
+import subprocess
+import sys
+import time
+import unicodedata
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from dsgpt.benchmarks.frame import (
+    Record,
+    Suite,
+    SuiteOptions,
+    made_from,
+    only_flag,
+    page_of,
+    ratios,
+    section,
+    span,
+    span_words,
+    turns,
+)
+from dsgpt.common.command_line import POSITIVE, flag
+from dsgpt.common.errors import UserError
+from dsgpt.common.text import table
+
+FUZZ, POINTS, SPEED = "fuzz", "code points", "speed"
+PARTS = ("fuzz", "points", "speed")
+_BATCH = 10_000
+_NEIGHBOURS = ("", " ", "  ", "\n", "'", "a", "1", "!", "'s", "\xa0")
+_PIECES = (
+    *(" ", "  ", "\n", "\r\n", "\t", "\x0b", "\x1c", "\x85", "\xa0", "\u1680", "\u2028", "\u3000", "\ufeff", "\u200d"),
+    *("'", "'s", "'S", "'ll", "'re", "\u2019s", "a", "the", "Dog", "DON'T", "1", "12", "٣", "½", "Ⅷ", "²", "!", "..."),
+    *("é", "e\u0301", "ß", "Ελ", "日本", "한", "ﷺ", "\U0001f600", "\U0001f468\u200d\U0001f469", "\ue000"),
+    *("==", "<|endoftext|>", "\0", "\x7f", "aaaaaaaa"),
+)
+"""Every kind of character that GPT-2's pattern tells apart."""
+_NEWER = ("\u0378", "\U0010ffff", "\U000323b0", "\U00033479", "\U00016ff6", "\u088f", "\ua7ce")
+"""Characters that only the newest Unicode has, or none."""
+
+
+def adversarial(number: int) -> str:
+    """Document ``number``: up to 60 pieces of ``_PIECES``, and code points at random.
+
+    Only one in ten has characters that this Python does not know: the reference encodes those, so they test little.
+    """
+    chance = random.Random(number)
+    words = chance.choices((*_PIECES, *_NEWER) if number % 10 == 0 else _PIECES, k=chance.randrange(60))
+    for _ in range(chance.randrange(4)):
+        code = chance.randrange(0x80, 0x32000)
+        if unicodedata.category(chr(code)) not in ("Cn", "Cs") or (number % 10 == 0 and not 0xD800 <= code < 0xE000):
+            words.insert(chance.randrange(len(words) + 1), chr(code))
+    return "".join(words)
+
+
+def neighbourhoods(character: str) -> list[str]:
+    """Texts with ``character`` in each neighbourhood, before and after."""
+    return [f"{before}{character}{after}" for before in _NEIGHBOURS for after in _NEIGHBOURS]
+
+
+def ranges_of(codes: Sequence[int]) -> list[str]:
+    """``U+323B0-U+33479`` and so on, of sorted code points."""
+    ends = [0, *(index + 1 for index, (one, two) in enumerate(pairwise(codes)) if two != one + 1), len(codes)]
+    return [f"U+{codes[one]:04X}-U+{codes[two - 1]:04X}" for one, two in pairwise(ends)] if codes else []
+
+
+def tokens_page(record: Record, *, source: str) -> str:
+    """The page.
+
+    Args:
+        record: as ``dsgpt.benchmarks.tokens`` makes it.
+        source: the record's path, for the reader.
+    """
+    head = f"""# Preparation: equal ids, and its speed
+
+The tokenizer is `{record["tokenizer"]["name"]}` with {record["tokenizer"]["size"]:,} ids. Engines:
+{", ".join(f"{name} {version}" for name, version in record["engines"].items())}.
+
+{made_from(record, source=source, name="tokens")}"""
+    equal = section(
+        "Equal ids",
+        ["texts", "how many", "sent to the reference", "with other ids"],
+        [
+            [part["what"], f"{part['texts']:,}", f"{part['disputed']:,}", f"{part['different']:,}"]
+            for part in record["equality"]
+        ],
+        text=f"""{record["differing"]["count"]:,} code points are classed differently by the two libraries, in
+{len(record["differing"]["ranges"])} ranges; {record["differing"]["not_disputed"]} of them are not sent to the
+reference.""",
+    )
+    speed = section(
+        "Raw text to token files, MB/s",
+        ["corpus", "MB", "dsgpt", "bare engine", "nanoGPT's way", "times nanoGPT's way", "times the bare engine"],
+        [
+            [
+                name,
+                f"{one['megabytes']:.0f}",
+                *(span_words(one["speeds"][way], ".1f") for way in ("dsgpt", "bare", "nanogpt")),
+                *(span_words(one["ratios"][way], ".2f") for way in ("nanogpt", "bare")),
+            ]
+            for name, one in record["speed"].items()
+        ],
+        text="Medians, in parentheses the range of all rounds. Peers are timed on the first files of the same text.",
+    )
+    where = section(
+        "Where the time goes, one process",
+        ["corpus", "reading, s", "encoding, s", "writing and joining, s"],
+        [[name, *(f"{value:.2f}" for value in one["seconds"].values())] for name, one in record["speed"].items()],
+    )
+    return page_of(head, equal, speed, where)
+
+
+def summary_lines(record: Record) -> list[str]:
+    """The lines at the end of a run."""
+    rows = [[part["what"], f"{part['texts']:,} texts, {part['different']:,} different"] for part in record["equality"]]
+    rows += [
+        [name, f"{span_words(one['ratios']['nanogpt'], '.1f')}x nanoGPT's way"] for name, one in record["speed"].items()
+    ]
+    return table(["", ""], rows).splitlines()[2:]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokensOptions(SuiteOptions):
+    """The command line."""
+
+    tokenizer: str = flag(str, "WHICH", "a local folder or a name on the hub (default: %(default)s)", default="gpt2")
+    documents: int = flag(POSITIVE, "N", "seeded documents (default: %(default)s)", default=1_000_000)
+    points: int = flag(POSITIVE, "N", "code points, from 0 (default: all)", default=0x110000)
+    megabytes: int = flag(POSITIVE, "N", "size of each corpus (default: %(default)s)", default=1000)
+    peer_megabytes: int = flag(POSITIVE, "N", "of which nanoGPT's way gets (default: %(default)s)", default=50)
+    rounds: int = flag(POSITIVE, "N", "rounds of each contender (default: %(default)s)", default=3)
+    only: tuple[str, ...] = only_flag("PART", f"parts: {', '.join(PARTS)}")
+
+
+class Tokens(Suite[TokensOptions, Record]):
+    """Compares ids, and times preparation."""
+
+    name, record_of, unit = "tokens", "preparation", "result"
+    flags, page, summary = TokensOptions, staticmethod(tokens_page), staticmethod(summary_lines)
+    failure_line = "FAILED: {}"
+    description = """\
+tokens: compare the ids of the fast engine with those of Hugging Face's tokenizers, on seeded documents and on every
+code point in each neighbourhood that GPT-2's pattern knows. Then time preparation against the bare engine and against
+nanoGPT's way, on three corpora. Exit code 0: all ids are equal; 1: some differ."""
+    examples = """\
+examples:
+  .venv/bin/python src/benchmark.py tokens --only fuzz --documents 100000
+  .venv/bin/python src/benchmark.py tokens"""
+
+    def plan(self) -> int:
+        self._parts = self.options.only or PARTS
+        if unknown := [part for part in self._parts if part not in PARTS]:
+            raise UserError(f"--only {unknown[0]}: there is {', '.join(PARTS)}")
+        self._fuzz = -(-self.options.documents // _BATCH) if "fuzz" in self._parts else 0
+        self._points = [*range(0, self.options.points, _BATCH)] if "points" in self._parts else []
+        speeds = 3 * (self.options.rounds * len(WAYS) + 1) if "speed" in self._parts else 0
+        return self._fuzz + len(self._points) + ("points" in self._parts) + speeds
+
+    def begin(self) -> None:
+        from dsgpt.data.engine import has_fast  # noqa: PLC0415 - numpy takes its time, as what follows
+        from dsgpt.data.vocabulary import open_vocabulary, save_loaded  # noqa: PLC0415
+
+        if not has_fast():
+            raise UserError("gigatoken is not installed: pip install 'dsgpt[fast]'")
+        save_loaded(self.options.tokenizer, self.folder / "tokenizer")
+        self._vocabulary = open_vocabulary(self.folder / "tokenizer")
+
+    def results(self) -> Iterator[Record]:
+        from dsgpt.data.engine import Gigatoken, Reference  # noqa: PLC0415
+
+        fast, reference = Gigatoken(self._vocabulary), Reference(self._vocabulary)
+        if not reference.cuts:
+            raise UserError(f"--tokenizer {self.options.tokenizer}: is not of GPT-2's kind")
+        for number in range(self._fuzz):
+            first, end = number * _BATCH, min((number + 1) * _BATCH, self.options.documents)
+            yield {"what": FUZZ} | compared([adversarial(each) for each in range(first, end)], fast, reference)
+        for first in self._points:
+            codes = [
+                code for code in range(first, min(first + _BATCH, self.options.points)) if not 0xD800 <= code < 0xE000
+            ]
+            # A text for each code point; "x\n" keeps its neighbourhoods apart.
+            yield {"what": POINTS} | compared(
+                ["x\n".join(neighbourhoods(chr(code))) for code in codes], fast, reference
+            )
+        if self._points:
+            yield {"what": "differing"} | differing(self.options.points)
+        if "speed" in self._parts:
+            yield from self._speeds()
+
+    def _speeds(self) -> Iterator[Record]:
+        for name, make in CORPORA.items():
+            corpus, peers = self.folder / name, self.folder / f"{name}-peers"
+            make(corpus, self.options.megabytes)
+            make(peers, min(self.options.peer_megabytes, self.options.megabytes))
+            sizes = {one: sum(path.stat().st_size for path in one.iterdir()) for one in (corpus, peers)}
+            for number, way in turns(WAYS, rounds=self.options.rounds):
+                text, out = (peers if way == "nanogpt" else corpus), self.folder / "out"
+                shutil.rmtree(out, ignore_errors=True)
+                out.mkdir()
+                seconds = timed(way, text, out, self.folder / "tokenizer", self.repository)
+                yield {"what": SPEED, "corpus": name, "way": way, "round": number, "speed": sizes[text] / 1e6 / seconds}
+            seconds_of = self._where(corpus)
+            yield {"what": "where", "corpus": name, "megabytes": sizes[corpus] / 1e6, "seconds": seconds_of}
+            for each in (corpus, peers):
+                shutil.rmtree(each)
+
+    def _where(self, corpus: Path) -> dict[str, float]:
+        """Seconds of each part of the work, in this process."""
+        from dsgpt.data.blocks import blocks_of  # noqa: PLC0415
+        from dsgpt.data.parts import Encoder, Encoding  # noqa: PLC0415
+        from dsgpt.data.sources import own_source  # noqa: PLC0415
+
+        shutil.rmtree(parts := self.folder / "parts", ignore_errors=True)
+        parts.mkdir()
+        source = own_source([corpus], text_key="text", output_dir=parts)
+        tokenizer = self.folder / "tokenizer"
+        encoding = Encoding(
+            folder=parts, tokenizer=tokenizer, special=False, on_bad_text="fail", split_by="documents", seed=0
+        )
+        encoder = Encoder(encoding)
+        seconds = dict.fromkeys(("read", "encode", "write"), 0.0)
+        encode = encoder.engine.encode
+
+        def watched(texts: Sequence[bytes]) -> Any:
+            began = time.perf_counter()
+            try:
+                return encode(texts)
+            finally:
+                seconds["encode"] += time.perf_counter() - began
+
+        encoder.engine.encode = watched  # type: ignore[method-assign]
+        for block in blocks_of(source, cuts=True, val_fraction=0.05, whitespace_only=False):
+            began = time.perf_counter()
+            for reading in block.readings:
+                for _ in reading.items(strict=True):
+                    pass
+            read, before = time.perf_counter(), seconds["encode"]
+            encoder.encode(block)
+            seconds["read"] += read - began
+            seconds["write"] += time.perf_counter() - read - (seconds["encode"] - before) - (read - began)
+        return seconds
+
+    def line(self, result: Record, *, count: str, left: str) -> str:
+        if result["what"] in (FUZZ, POINTS):
+            return f"{count} {result['what']}: {result['texts']:,} texts, {result['different']} different{left}"
+        if result["what"] == SPEED:
+            return f"{count} {result['corpus']}, {result['way']}: {result['speed']:.1f} MB/s{left}"
+        return f"{count} {result['what']}{left}"
+
+    def record(self, results: Sequence[Record]) -> Record:
+        from importlib.metadata import version  # noqa: PLC0415
+
+        equality = []
+        for what in (FUZZ, POINTS):
+            ones = [result for result in results if result["what"] == what]
+            sums = {key: sum(one[key] for one in ones) for key in ("texts", "disputed", "different")}
+            if ones:
+                equality.append(
+                    {"what": what, **sums, "examples": [one for each in ones for one in each["examples"]][:20]}
+                )
+        speed = {}
+        for where in (result for result in results if result["what"] == "where"):
+            of = [one for one in results if one["what"] == SPEED and one["corpus"] == where["corpus"]]
+            speeds = {way: [one["speed"] for one in of if one["way"] == way] for way in WAYS}
+            speed[where["corpus"]] = {
+                "megabytes": where["megabytes"],
+                "speeds": {way: span(values) for way, values in speeds.items()},
+                "ratios": {way: ratios(speeds["dsgpt"], speeds[way]) for way in ("nanogpt", "bare")},
+                "seconds": where["seconds"],
+            }
+        empty: Record = {"count": 0, "ranges": [], "not_disputed": 0}
+        found = [{key: result[key] for key in empty} for result in results if result["what"] == "differing"]
+        return {
+            "tokenizer": {
+                "name": self.options.tokenizer,
+                "size": self._vocabulary.size,
+                "sha256": self._vocabulary.sha256,
+            },
+            "engines": {name: version(name) for name in ("gigatoken", "tokenizers")},
+            "unicode": unicodedata.unidata_version,
+            "equality": equality,
+            "differing": found[0] if found else empty,
+            "rounds": self.options.rounds,
+            "speed": speed,
+        }
+
+    def failures(self, record: Record) -> list[str]:
+        wrong = [
+            f"{one['what']}: {one['different']} texts have other ids" for one in record["equality"] if one["different"]
+        ]
+        if record["differing"]["not_disputed"]:
+            wrong.append(f"{record['differing']['not_disputed']} code points are not sent to the reference")
+        return wrong
+
+
+def compared(texts: list[str], fast: Any, reference: Any) -> Record:
+    """How many of ``texts`` were sent to the reference, and which have other ids than the reference gives."""
+    import numpy as np  # noqa: PLC0415
+
+    from dsgpt.data.engine import is_disputed  # noqa: PLC0415
+
+    data = [text.encode() for text in texts]
+    (ours, our_counts), (theirs, counts) = fast.encode(data), reference.encode(data)
+    different: list[str] = []
+    if not (np.array_equal(our_counts, counts) and np.array_equal(ours, theirs)):
+        pairs = zip(np.split(ours, np.cumsum(our_counts)[:-1]), np.split(theirs, np.cumsum(counts)[:-1]), strict=True)
+        different = [text for text, (one, two) in zip(texts, pairs, strict=True) if not np.array_equal(one, two)]
+    facts = {"texts": len(texts), "disputed": sum(map(is_disputed, data)), "different": len(different)}
+    return facts | {"examples": [ascii(text) for text in different[:5]]}
+
+
+def differing(end: int) -> Record:
+    """The code points below ``end`` that the two libraries class differently, and how many are not disputed."""
+    import gigatoken  # noqa: PLC0415
+    from tokenizers import pre_tokenizers  # noqa: PLC0415
+
+    from dsgpt.data.engine import is_disputed  # noqa: PLC0415
+
+    splitter = pre_tokenizers.ByteLevel(add_prefix_space=False)
+
+    def differ(codes: Sequence[int]) -> bool:
+        text = "".join("a{0}1{0}!{0}\n".format(chr(code)) for code in codes)
+        theirs = [text[one:two].encode() for _, (one, two) in splitter.pre_tokenize_str(text)]
+        return list(gigatoken.pretokenizer(text.encode())) != theirs
+
+    codes = [code for code in range(end) if not 0xD800 <= code < 0xE000]
+    batches = [codes[first : first + 1024] for first in range(0, len(codes), 1024)]
+    found = [code for batch in batches if differ(batch) for code in batch if differ([code])]
+    others = [code for code in found if not is_disputed(chr(code).encode())]
+    return {"count": len(found), "ranges": ranges_of(found), "not_disputed": len(others)}
+
+
+# Three corpora of package sources, repeated and shuffled by a seed; and the ways to prepare them.
+
+WAYS = ("dsgpt", "bare", "nanogpt")
+
+
+def package_texts() -> list[str]:
+    """The sources of the package transformers, in a fixed order."""
+    import importlib.util  # noqa: PLC0415
+
+    spec = importlib.util.find_spec("transformers")
+    assert spec is not None and spec.origin is not None
+    paths = sorted(Path(spec.origin).parent.rglob("*.py"))
+    return [text for path in paths if (text := path.read_text(encoding="utf-8")).strip()]
+
+
+def _texts(megabytes: int) -> Iterator[str]:
+    texts, chance, left = package_texts(), random.Random(0), megabytes * 1_000_000
+    while left > 0:
+        text = chance.choice(texts)
+        left -= len(text.encode())
+        yield text
+
+
+def _sources(folder: Path, megabytes: int) -> None:
+    folder.mkdir()
+    for number, text in enumerate(_texts(megabytes)):
+        (folder / f"{number:06}.txt").write_text(text, encoding="utf-8")
+
+
+def _one_file(folder: Path, megabytes: int) -> None:
+    folder.mkdir()
+    with (folder / "rows.jsonl").open("w", encoding="utf-8") as file:
+        for text in _texts(megabytes):
+            file.write(json.dumps({"text": text}, ensure_ascii=False) + "\n")
+
+
+def _small_files(folder: Path, megabytes: int) -> None:
+    """Two hundred files of 5 kB for each megabyte."""
+    folder.mkdir()
+    number = 0
+    for text in _texts(megabytes):
+        for piece in re.findall(r"(?s).{1,5000}", text):
+            (folder / f"{number:06}.txt").write_text(piece, encoding="utf-8")
+            number += 1
+
+
+CORPORA: Mapping[str, Callable[[Path, int], None]] = {
+    "sources": _sources,
+    "one file of rows": _one_file,
+    "small files": _small_files,
+}
+
+
+def timed(way: str, text: Path, out: Path, tokenizer: Path, repository: Path) -> float:
+    """Seconds in which a new process prepares ``text``, its start included.
+
+    Raises:
+        UserError: it failed.
+    """
+    if way == "dsgpt":
+        words = [repository / "data_prep" / "preprocess.py", "--input", text, "--tokenizer", tokenizer]
+        words += ["--output_dir", out / "data", "--workers", "2"]
+    else:
+        words = [Path(__file__).with_name("tokens_ways.py"), way, text, out, tokenizer]
+    began = time.perf_counter()
+    done = subprocess.run([sys.executable, *map(str, words)], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise UserError(f"{way} failed: {done.stderr.strip()[-2000:]}")
+    return time.perf_counter() - began

@@ -1,0 +1,168 @@
+"""Engines that turn texts into ids: the reference, Hugging Face's ``tokenizers``; and gigatoken, the fast one.
+
+Both give the same ids for every text. gigatoken is used for byte-level BPE with GPT-2's pattern, because equality was
+proven there (``src/benchmark.py tokens``). The pattern asks whether a character is a letter, a number or a space, and
+the libraries carry tables of different versions of Unicode. A character's class never changes once it is assigned. So
+only texts with a character that this Python's older table does not know can differ: the reference encodes those.
+
+tiktoken is not used. It merges any pair whose sum is in the vocabulary, not the pairs that the vocabulary lists. So its
+ids are equal only for some vocabularies, and it is slower than gigatoken.
+"""
+
+import functools
+import importlib.util
+import json
+import os
+import re
+import unicodedata
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dsgpt.data.vocabulary import Vocabulary
+
+FAST = "gigatoken"
+_MOST_GROWN = 300 << 20
+"""Bytes by which a process may grow before gigatoken's cache of words, which only grows, is dropped."""
+
+
+class Engine(Protocol):
+    """Turns texts into ids."""
+
+    name: str
+    cuts: bool
+    """Whether the ids of a text are those of its ``pieces``, as GPT-2's pattern allows."""
+
+    def encode(self, texts: Sequence[bytes]) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
+        """All ids of ``texts`` in UTF-8, one text after the other; and how many each has, shape (texts,)."""
+
+
+def is_gpt2_kind(state: dict[str, Any]) -> bool:
+    """Whether a tokenizer splits by GPT-2's pattern and then merges bytes, with nothing before, between or after.
+
+    Args:
+        state: the contents of its ``tokenizer.json``.
+    """
+    splitter, model = state["pre_tokenizer"] or {}, state["model"]
+    plain = not any(model.get(key) for key in ("dropout", "byte_fallback", "fuse_unk", "ignore_merges"))
+    plain &= not any(model.get(key) for key in ("continuing_subword_prefix", "end_of_word_suffix"))
+    return bool(
+        splitter.get("type") == "ByteLevel"
+        and splitter["use_regex"]
+        and not splitter["add_prefix_space"]
+        and state["normalizer"] is None
+        and all(token["special"] for token in state["added_tokens"])
+        and model["type"] == "BPE"
+        and plain
+    )
+
+
+class Reference:
+    """The ``tokenizers`` library: on all cores, unless ``TOKENIZERS_PARALLELISM`` is false."""
+
+    name = "tokenizers"
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._tokenizer = vocabulary.tokenizer
+        self.cuts = is_gpt2_kind(state := json.loads(vocabulary.tokenizer.to_str()))
+        if not vocabulary.tokenizer.encode_special_tokens:  # a cut must not go through a special token
+            named = state["added_tokens"]
+            self.cuts &= not any(one["lstrip"] or one["rstrip"] or re.search(r"\s", one["content"]) for one in named)
+
+    def encode(self, texts: Sequence[bytes]) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
+        """As ``Engine`` says."""
+        encodings = self._tokenizer.encode_batch_fast([text.decode() for text in texts], add_special_tokens=False)
+        parts = [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
+        return np.concatenate(parts), np.array([len(part) for part in parts], dtype=np.int64)
+
+
+@functools.cache
+def _unassigned() -> NDArray[np.bool_]:
+    """Whether this Python's table of Unicode lacks a code point, shape (0x110000,)."""
+    return np.array([unicodedata.category(chr(code)) == "Cn" for code in range(0x110000)])
+
+
+def is_disputed(text: bytes) -> bool:
+    """Whether ``text``, in UTF-8, has a character that tables of Unicode may class differently.
+
+    Characters below U+0378 are all known: their first byte is below 0xCD. The others are looked up.
+    """
+    if text.isascii():
+        return False
+    units = np.frombuffer(text, np.uint8)
+    firsts = np.flatnonzero(units >= 0xCD)
+    if not len(firsts):
+        return False
+    padded = np.append(units[firsts[0] :], np.zeros(3, np.uint8))
+    firsts -= firsts[0]
+    one, two, three, four = (padded[firsts + offset].astype(np.uint32) for offset in range(4))
+    codes = (one & 0x1F) << 6 | two & 0x3F
+    codes = np.where(one >= 0xE0, (one & 0x0F) << 12 | (two & 0x3F) << 6 | three & 0x3F, codes)
+    high = (one & 0x07) << 18 | (two & 0x3F) << 12 | (three & 0x3F) << 6 | four & 0x3F
+    return bool(_unassigned()[np.where(one >= 0xF0, high, codes)].any())
+
+
+class Gigatoken:
+    """gigatoken, on one core; texts that are disputed, or name a special token that counts as one, go to the reference.
+
+    Args:
+        vocabulary: of GPT-2's kind.
+    """
+
+    name, cuts = FAST, True
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        state = json.loads(vocabulary.tokenizer.to_str())
+        self._reference = Reference(vocabulary)
+        specials = [re.escape(token["content"].encode()) for token in state["added_tokens"]]
+        as_text = vocabulary.tokenizer.encode_special_tokens or not specials
+        self._special = None if as_text else re.compile(b"|".join(specials))
+        self._state = json.dumps(state | {"added_tokens": []})  # so it takes their names for text
+        self._load()
+
+    def _load(self) -> None:
+        import gigatoken  # noqa: PLC0415 - a fifth of a second that only encoding needs
+
+        self._tokenizer = gigatoken.Tokenizer.from_json(self._state)
+        self._loaded_at = _resident()
+
+    def encode(self, texts: Sequence[bytes]) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
+        """As ``Engine`` says."""
+        import awkward  # noqa: PLC0415 - gigatoken brings it
+
+        ours = {
+            index
+            for index, text in enumerate(texts)
+            if is_disputed(text) or (self._special is not None and self._special.search(text))
+        }
+        fast = [b"" if index in ours else text for index, text in enumerate(texts)] if ours else list(texts)
+        rows = self._tokenizer.encode_batch(fast, parallel=False)
+        ids, counts = awkward.to_numpy(awkward.flatten(rows)), awkward.to_numpy(awkward.num(rows))
+        if ours:
+            parts = np.split(ids, np.cumsum(counts)[:-1])
+            for index in ours:
+                parts[index], _ = self._reference.encode([texts[index]])
+            ids, counts = np.concatenate(parts), np.array([len(part) for part in parts])
+        if _resident() - self._loaded_at > _MOST_GROWN:
+            del self._tokenizer
+            self._load()
+        return ids.astype(np.uint32, copy=False), counts.astype(np.int64, copy=False)
+
+
+def _resident() -> int:
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def has_fast() -> bool:
+    """Whether gigatoken is installed."""
+    return importlib.util.find_spec(FAST) is not None
+
+
+def open_engine(vocabulary: Vocabulary) -> Engine:
+    """The fastest engine that is installed and has the reference's ids for this vocabulary."""
+    reference = Reference(vocabulary)
+    return Gigatoken(vocabulary) if reference.cuts and has_fast() else reference
