@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from dsgpt.common.errors import UserError
 from dsgpt.data.index import ENTRY, Entries
-from dsgpt.data.parts import Part, Rows
 from dsgpt.data.order import shuffled
+from dsgpt.data.parts import Part, Rows
 from dsgpt.data.token_file import TokenFileWriter
 from dsgpt.data.vocabulary import SPLITS, are_validation, is_small
 
