@@ -151,12 +151,26 @@ def test_a_step_is_compared_with_the_32_values_before_it(tmp_path, key, value, o
     """By hand: eight times 1, 2, 3 and 4 have the median 2.5 and the deviation 1.4826; 11.396 is six above it."""
     lines = [{"step": step, "loss": 1 + step % 4, "grad_norm": 1 + step % 4} for step in range(1, 33)]
     lines += [{"step": 33, "val_loss": 99.0}, {"step": 34, "loss": 2.5, "grad_norm": 2.5, key: value}]
-    lines.append({"step": 35, "loss": -99.0, "grad_norm": None})
+    lines.append({"step": 35, "loss": -99.0, "grad_norm": None, "skipped": True})
     (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     judged = find_spikes(tmp_path)
     assert (judged.judged, judged.steps) == ((34, 35), 34)
     assert [spike.step for spike in judged.spikes] == [34] * out
     assert not out or judged.spikes[0].values == {key: (11.4, 2.5, pytest.approx(8.9 / 1.4826))}
+
+
+def test_a_loss_that_is_not_finite_stands_out(tmp_path):
+    """It is null in the file. The steps behind it are no spikes; nor is a norm that fp16 skipped."""
+    lines = [{"step": step, "loss": 1 + step % 4, "grad_norm": 1.0, "skipped": False} for step in range(1, 41)]
+    lines[35] |= {"grad_norm": None, "skipped": True}
+    lines[38] |= {"loss": None, "grad_norm": None}
+    lines[39] |= {"loss": None, "grad_norm": None}
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    judged = find_spikes(tmp_path)
+    assert judged.words.startswith("1 of 7 steps stand out; 32 more cannot be judged")
+    assert [(spike.step, spike.words) for spike in judged.spikes] == [
+        (39, "loss not finite (median 2.5); gradient norm not finite (median 1)")
+    ]
 
 
 def test_ten_planted_documents_are_behind_the_spikes(tmp_path, capsys):

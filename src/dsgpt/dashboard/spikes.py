@@ -67,7 +67,8 @@ def _suspects(run_dir: Path, _judged: Spikes, versions: tuple[Version, Version])
 
 
 def _show_curve(steps: Steps, spikes: set[int]) -> None:
-    x, y = steps.train["step"], steps.train["loss"]
+    drawn = ~np.isnan(steps.train["loss"])
+    x, y = steps.train["step"][drawn], steps.train["loss"][drawn]
     out = np.isin(x, [*spikes])
     places = np.union1d(ui.thinned(y), np.flatnonzero(out))
     encoding = {name: {"type": "quantitative", **axis} for name, axis in _AXES.items()}

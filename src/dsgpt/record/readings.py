@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
@@ -175,7 +175,8 @@ class Reading:
 TRAILING = 32
 """Recorded values before a step with which it is compared."""
 DEVIATIONS = 6.0
-"""From so many deviations on a step stands out. Of normally distributed noise, one step in 10^9 would."""
+"""From so many deviations on a step stands out. Of independent normally distributed values, one in 34,000 would (235 of
+eight million that were drawn): the deviation of 32 values is itself a rough estimate."""
 FIGURES = {"loss": "loss", "grad_norm": "gradient norm"}
 """Keys of ``metrics.jsonl`` that are judged, and their names. The loss is in nats per token; a norm has no unit."""
 
@@ -193,7 +194,10 @@ class Spike:
         """``loss 7.21 (median 3.1, 25 deviations above)``."""
         figures = ((FIGURES[key], *values) for key, values in self.values.items())
         return "; ".join(
-            f"{name} {now:.4g} (median {median:.4g}, {far:.3g} deviations above)" for name, now, median, far in figures
+            f"{name} {now:.4g} (median {median:.4g}, {far:.3g} deviations above)"
+            if math.isfinite(now)
+            else f"{name} not finite (median {median:.4g})"
+            for name, now, median, far in figures
         )
 
 
@@ -205,6 +209,9 @@ class Spikes:
     ``TRAILING`` recorded values before it. A deviation is 1.4826 times the median distance of these values from their
     median: for normally distributed values this is their standard deviation, and outliers among them hardly change it.
     It is at least a millionth of the median. Values below the median never stand out.
+
+    A value that is not finite is null in the file. It stands out, and the steps behind it are left out: it ended the
+    training. The norm of a step that fp16 loss scaling skipped does not count.
     """
 
     spikes: tuple[Spike, ...]
@@ -234,10 +241,12 @@ def find_spikes(run_dir: Path) -> Spikes:
         lines = {line["step"]: line for line in read_steps(path) if "loss" in line}
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from error
+    ends = [step for step, line in lines.items() if math.inf in {_value(line, key) for key in FIGURES}]
+    lines = {step: lines[step] for step in sorted(lines) if step <= min(ends, default=step)}
     found: dict[int, dict[str, tuple[float, float, float]]] = defaultdict(dict)
     judged = set[int]()
     for key in FIGURES:
-        recorded = np.array([(step, value) for step in sorted(lines) if (value := lines[step].get(key)) is not None])
+        recorded = np.array([(step, value) for step, line in lines.items() if (value := _value(line, key)) is not None])
         if len(recorded) > TRAILING:
             before = sliding_window_view(recorded[:, 1], TRAILING)[:-1]
             medians = np.median(before, axis=1)
@@ -251,6 +260,14 @@ def find_spikes(run_dir: Path) -> Spikes:
                     found[int(step)][key] = value, median, (value - median) / one
     spikes = tuple(Spike(step=step, values=found[step]) for step in sorted(found))
     return Spikes(spikes=spikes, judged=tuple(sorted(judged)), steps=len(lines))
+
+
+def _value(line: dict[str, Any], key: str) -> float | None:
+    """A figure of a step; infinite if it was not finite, None if it does not count."""
+    if key == "grad_norm" and line.get("skipped"):
+        return None
+    value: float | None = line.get(key)
+    return math.inf if value is None and key in line else value
 
 
 # The documents behind them: those that are rare among the calm steps.
