@@ -115,7 +115,7 @@ def _executes(config: RunConfig, plan: TrainingPlan) -> bool:
     ours = (config.topology.world_size, batch.micro_batch_size, batch.gradient_accumulation_steps)
     planned = (plan.machine.devices, plan.micro_batch_size, plan.gradient_accumulation_steps)
     same = config.activation_checkpointing == plan.activation_checkpointing
-    return ours == planned and same and not (options.compile or options.pad_logits)
+    return ours == planned and same and not (options.compile or options.pad_logits or options.mask_documents)
 
 
 def _usd_per_hour(config: RunConfig, plan: TrainingPlan | None) -> float | None:
