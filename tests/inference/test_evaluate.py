@@ -56,6 +56,17 @@ def test_as_many_and_as_long_windows_as_the_training_validated_on_have_its_loss(
     )
 
 
+def test_a_model_of_masked_documents_is_evaluated_with_masks(tmp_path):
+    """As its training validated it; a text is one document."""
+    folder = write_inputs(tmp_path)
+    write_tokens(folder / "val.bin", np.where(np.arange(161) % 5, np.arange(161), END_OF_TEXT))
+    assert train(command_line(folder, save_every=2, mask_documents=True)) == 0
+    asked = "--checkpoint", folder / "run", "--data", folder / "val.bin"
+    found, own = figures(tmp_path, *asked), json.loads((folder / "run" / "training_metrics.json").read_text())
+    assert found["mask_documents"]
+    assert found["loss"] == pytest.approx(own["epochs"][-1]["val_loss_avg_global"], rel=1e-6)
+
+
 def test_data_of_another_tokenizer_is_refused(run_dir, tmp_path):
     """A tokenizer whose file differs is another one only if an id means something else."""
     ours = shutil.copytree(run_dir.parent / "tokenizer", tmp_path / "tokenizer") / "tokenizer.json"

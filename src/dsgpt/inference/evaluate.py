@@ -7,6 +7,7 @@ count, so each token counts once, with at least ``length - stride`` tokens befor
 
 import itertools
 import math
+import os
 import tempfile
 import time
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from torch import Tensor
 from dsgpt.checkpoints.store import VALIDATED_ON, is_hugging_face
 from dsgpt.common.errors import Problems, UserError
 from dsgpt.common.files import sha256_of, write_json_atomic
+from dsgpt.config.compatibility import ALLOW_MASKS
 from dsgpt.data.loader import IGNORED_TARGET
 from dsgpt.data.token_file import TokenFile, open_token_file
 from dsgpt.formats.tensor_files import DTYPES
@@ -88,6 +90,14 @@ def _predicted(request: EvaluateRequest, *, device: torch.device, console: Conso
             f"{source}: its largest id is {largest}, but the model was trained with a "
             f"vocabulary of {model.config.vocab_size}: use data of the model's own tokenizer"
         )
+    masked = manifest is not None and manifest.fixed.get("document masks") is True and text.end_of_text is not None
+    if masked:
+        if device.type == "cuda" and (request.precision == "fp32" or os.environ.get(ALLOW_MASKS) != "1"):
+            raise UserError(
+                f"{request.checkpoint}: was trained with --mask_documents, as which a GPU evaluates in bf16 or fp16 "
+                f"alone, and only with {ALLOW_MASKS}=1: add --device cpu"
+            )
+        model.end_of_text = text.end_of_text
     tokens = len(text.ids) - 1
     windows = windows_of(tokens, length=length, stride=stride)
     progress = console.progress(total=len(windows), what="evaluating", unit="window", lines=True)
@@ -114,6 +124,7 @@ def _predicted(request: EvaluateRequest, *, device: torch.device, console: Conso
         "perplexity": math.exp(loss) if loss < 700 else math.inf,  # a larger one has no floating-point number
         "bits_per_byte": nats / math.log(2) / text.bytes if text.bytes else None,
         "same_tokenizer": text.same_tokenizer,
+        "mask_documents": masked,
         "validation": validation,
     }
 
@@ -176,6 +187,8 @@ class Evaluated:
     """SHA-256 of a token file, from its sidecar."""
     same_tokenizer: bool | None = True
     """Whether an id means the same to the model; None if that is unknown."""
+    end_of_text: int | None = None
+    """The id that ends its documents; None if it is a single one, or that is unknown."""
 
 
 def read_text(path: Path, tokenizer: "PreTrainedTokenizerBase") -> Evaluated:
@@ -218,7 +231,10 @@ def read_data(path: Path, loaded: Loaded, *, most: int | None) -> Evaluated:
         end = -1 if tokenizer.eos_token_id is None else tokenizer.eos_token_id
         documents = ids[1:].tensor_split((ids[1:] == end).nonzero()[:, 0])
         size = sum(len(decoded(part[part != end].tolist(), tokenizer).encode()) for part in documents)
-    return Evaluated(ids=ids, bytes=size or None, sha256=file.sidecar.sha256, same_tokenizer=same)
+    sidecar = file.sidecar
+    return Evaluated(
+        ids=ids, bytes=size or None, sha256=sidecar.sha256, same_tokenizer=same, end_of_text=sidecar.eot_id
+    )
 
 
 def _check_tokenizer(file: TokenFile, folder: Path | None) -> bool | None:
