@@ -155,6 +155,7 @@ CASES = {
     "compile": {"compile": True},
     "no id": {"sidecar": {"eot_id": None}},
     "another id": {"sidecar": {"eot_id": 7}},
+    "no such id": {"sidecar": {"eot_id": 257}},
 }
 
 

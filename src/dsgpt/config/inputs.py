@@ -242,5 +242,10 @@ def check_end_of_text(inputs: Inputs, problems: Problems) -> None:
                 f"--mask_documents: {sidecar_path(file.path)} does not say which id ends a document: write it there as "
                 "eot_id"
             )
+        elif inputs.model is not None and own >= inputs.model.vocab_size:
+            problems.add(
+                f"--mask_documents: {sidecar_path(file.path)} says that id {own} ends a document, but the vocabulary "
+                f"ends at {inputs.model.vocab_size - 1}: correct its eot_id"
+            )
         elif first is not None and own != first:
             problems.add(f"--mask_documents: id {own} ends documents in {file.path}, and {first} in {files[0].path}")
