@@ -146,6 +146,7 @@ def test_the_place_of_a_sample_holds_what_the_loader_reads(folder):
         '[{"path": "web/a.bin", "weight": 0}]',
         '[{"path": "web/a.bin", "weight": 1, "wieght": 2}]',
         ["web/a.bin", "web/none.bin", "none/*.bin", "empty"],
+        ["web", "web/a.bin"],
         [{"path": "web/a.bin", "weight": 1}, {"path": "web/a.bin", "weight": 2}],
         [{"path": "web/a.bin", "weight": 0.1234567}, {"path": "web/b.bin", "weight": 0.7}],
     ],

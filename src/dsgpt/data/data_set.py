@@ -237,9 +237,10 @@ def open_data(named: Path | str, *, flag: str, apart: bool = False) -> DataSet:
         sources = [Source(name=str(named), files=tuple(plain))]
     elif plain:
         sources = [Source(name=str(file.path), files=(file,)) for file in plain]
-    names = [source.name for source in sources]
+    names = [str(file.path) for file in plain] or [source.name for source in sources]
     if twice := {name for name in names if names.count(name) > 1}:
-        problems.add(f"{flag} {path}: names {', '.join(sorted(twice))} more than once: add up the weights")
+        cure = "name it once, or give it a weight" if plain else "add up the weights"
+        problems.add(f"{flag} {path}: names {', '.join(sorted(twice))} more than once: {cure}")
     data = DataSet(path=path, sources=tuple(sources))
     if sources and not apart and sum(data.parts) > MOST_PARTS:
         rounded = ", ".join(f"{share:.4f}" for share in data.shares().values())
