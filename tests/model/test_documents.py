@@ -141,11 +141,19 @@ def test_the_record_says_it_and_counts_less_attention(baseline):
 
 
 def test_a_resume_keeps_the_masks(tmp_path, capsys):
+    """And the id that ends documents, which the hash of the data does not cover."""
     write_recipe(write_data(tmp_path) / "recipe.json")
     assert train_here(command_line(tmp_path)) == 0
-    (tmp_path / "run" / "RUN_COMPLETE.txt").unlink()
+    masked = {"mask_documents": True, "checkpoint_path": tmp_path / "masked"}
+    assert train_here(command_line(tmp_path, **masked)) == 0
+    for run in ("run", "masked"):
+        (tmp_path / run / "RUN_COMPLETE.txt").unlink()
     assert train_here(command_line(tmp_path, resume=True, mask_documents=True)) == 2
-    assert "--resume: document masks is True but the checkpoint" in errors(capsys)[0]
+    assert "--resume: end of masked documents is 256 but the checkpoint" in errors(capsys)[0]
+    for path in (tmp_path / "train.json", tmp_path / "val.json"):
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"eot_id": 7}))
+    assert train_here(command_line(tmp_path, **masked, resume=True)) == 2
+    assert "--resume: end of masked documents is 7 but the checkpoint" in errors(capsys)[0]
 
 
 CASES = {

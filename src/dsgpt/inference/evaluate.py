@@ -90,14 +90,14 @@ def _predicted(request: EvaluateRequest, *, device: torch.device, console: Conso
             f"{source}: its largest id is {largest}, but the model was trained with a "
             f"vocabulary of {model.config.vocab_size}: use data of the model's own tokenizer"
         )
-    masked = manifest is not None and manifest.fixed.get("document masks") is True and text.end_of_text is not None
-    if masked:
+    end_of_text = manifest.fixed.get("end of masked documents") if manifest and request.data else None
+    if isinstance(end_of_text, int):
         if device.type == "cuda" and (request.precision == "fp32" or os.environ.get(ALLOW_MASKS) != "1"):
             raise UserError(
                 f"{request.checkpoint}: was trained with --mask_documents, as which a GPU evaluates in bf16 or fp16 "
                 f"alone, and only with {ALLOW_MASKS}=1: add --device cpu"
             )
-        model.end_of_text = text.end_of_text
+        model.end_of_text = end_of_text
     tokens = len(text.ids) - 1
     windows = windows_of(tokens, length=length, stride=stride)
     progress = console.progress(total=len(windows), what="evaluating", unit="window", lines=True)
@@ -124,7 +124,7 @@ def _predicted(request: EvaluateRequest, *, device: torch.device, console: Conso
         "perplexity": math.exp(loss) if loss < 700 else math.inf,  # a larger one has no floating-point number
         "bits_per_byte": nats / math.log(2) / text.bytes if text.bytes else None,
         "same_tokenizer": text.same_tokenizer,
-        "mask_documents": masked,
+        "mask_documents": model.end_of_text is not None,
         "validation": validation,
     }
 
@@ -187,8 +187,6 @@ class Evaluated:
     """SHA-256 of a token file, from its sidecar."""
     same_tokenizer: bool | None = True
     """Whether an id means the same to the model; None if that is unknown."""
-    end_of_text: int | None = None
-    """The id that ends its documents; None if it is a single one, or that is unknown."""
 
 
 def read_text(path: Path, tokenizer: "PreTrainedTokenizerBase") -> Evaluated:
@@ -231,10 +229,7 @@ def read_data(path: Path, loaded: Loaded, *, most: int | None) -> Evaluated:
         end = -1 if tokenizer.eos_token_id is None else tokenizer.eos_token_id
         documents = ids[1:].tensor_split((ids[1:] == end).nonzero()[:, 0])
         size = sum(len(decoded(part[part != end].tolist(), tokenizer).encode()) for part in documents)
-    sidecar = file.sidecar
-    return Evaluated(
-        ids=ids, bytes=size or None, sha256=sidecar.sha256, same_tokenizer=same, end_of_text=sidecar.eot_id
-    )
+    return Evaluated(ids=ids, bytes=size or None, sha256=file.sidecar.sha256, same_tokenizer=same)
 
 
 def _check_tokenizer(file: TokenFile, folder: Path | None) -> bool | None:

@@ -391,6 +391,7 @@ def facts_to_match(config: RunConfig, *, hashes: Mapping[str, str | None]) -> di
     facts = {name: value for name, value in flags.items() if not isinstance(value, Path)}
     facts |= {f"the recipe's {key}": value for key, value in config.recipe.raw.items()}
     facts |= {f"sha256 of {name}": hashes[name] for name in ("train", "val")}
+    facts |= {"end of masked documents": config.end_of_text}  # sidecars of the same data may differ
     facts |= {"hash of dsgpt's code": sources_sha256()[:12], "precision": config.precision}
     return {name: json.dumps(value, default=str, sort_keys=True) for name, value in facts.items()}
 
@@ -406,7 +407,7 @@ def settings_to_match(config: RunConfig, *, hashes: dict[str, str | None]) -> di
         "train data": hashes["train"],
         "validation data": hashes["val"],
         "seed": config.options.seed,
-        "document masks": config.options.mask_documents or None,  # checkpoints of earlier versions lack it
+        "end of masked documents": config.end_of_text,  # checkpoints of earlier versions lack it
         "sequence length": config.seq_length,
         "global batch": config.batch.global_batch_size,
         "validation windows": config.val_windows,
