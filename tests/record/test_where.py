@@ -151,7 +151,7 @@ def test_a_step_is_compared_with_the_32_values_before_it(tmp_path, key, value, o
     """By hand: eight times 1, 2, 3 and 4 have the median 2.5 and the deviation 1.4826; 11.396 is six above it."""
     lines = [{"step": step, "loss": 1 + step % 4, "grad_norm": 1 + step % 4} for step in range(1, 33)]
     lines += [{"step": 33, "val_loss": 99.0}, {"step": 34, "loss": 2.5, "grad_norm": 2.5, key: value}]
-    lines.append({"step": 35, "loss": -99.0, "grad_norm": None, "skipped": True})
+    lines.append({"step": 35, "loss": -99.0, "grad_norm": None})
     (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     judged = find_spikes(tmp_path)
     assert (judged.judged, judged.steps) == ((34, 35), 34)

@@ -263,10 +263,10 @@ def find_spikes(run_dir: Path) -> Spikes:
 
 
 def _value(line: dict[str, Any], key: str) -> float | None:
-    """A figure of a step; infinite if it was not finite, None if it does not count."""
-    if key == "grad_norm" and line.get("skipped"):
-        return None
+    """A figure of a step; infinite if it was not finite, None if it does not count or is unknown."""
     value: float | None = line.get(key)
+    if key == "grad_norm" and line.get("skipped") is not False:
+        return None if line.get("skipped") else value
     return math.inf if value is None and key in line else value
 
 
