@@ -212,6 +212,13 @@ def test_sources_that_changed_are_named(corpus, tmp_path, capsys):
     out = printed(capsys, folder / "train.bin", "--document", 2)
     assert line in out and "the source has changed: it has 12 bytes and had 7; the tokens decode to this text" in out
     assert train(dry) == 0 and capsys.readouterr().out.splitlines().count(line) == 1
+    for path in [*folder.glob("train.*")]:  # beside it a file of other sources, which are unchanged
+        shutil.copy2(path, folder / path.name.replace("train", "z"))
+    sources = json.loads((folder / "z.sources.json").read_text())["files"]
+    (folder / "z.sources.json").write_text(json.dumps({"files": sources[1:2]}))
+    (folder / "both.json").write_text(json.dumps(["train.bin", "z.bin"]))
+    both = [*command_line(folder, train_data_path=folder / "both.json"), "--dry_run"]
+    assert train(both) == 0 and capsys.readouterr().out.splitlines().count(line) == 1
     shutil.rmtree(folder / "text")
     assert train(dry) == 0 and "warning" not in capsys.readouterr().out
 

@@ -144,8 +144,9 @@ def prepare(config: RunConfig, lock: RunLock, peers: Peers) -> Prepared:
     if plan is not None and plan.machine.devices != config.topology.world_size:
         unlike = f"plan        was made for {counted(plan.machine.devices, 'device')}: steps are not compared with it"
     unchecked = run_description.check_tokenizer(config, problems)
-    prepared_together = {file.path.parent: file for file in (*config.val.files, *config.train.files)}
-    changed = [f"warning: {line}" for line in map(changed_sources, prepared_together.values()) if line]
+    files = [*config.val.files, *config.train.files]  # those that were prepared together have the same sources
+    changes = {line.removeprefix(str(file.path)): line for file in files if (line := changed_sources(file))}
+    changed = [f"warning: {line}" for line in changes.values()]
     problems.raise_if_any()
     return Prepared(
         start=start,
