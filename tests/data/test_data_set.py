@@ -12,7 +12,7 @@ from small_run import SEQUENCE, command_line, random_ids, write_data, write_reci
 from training_runs import errors, read_lines, read_record, resolved
 
 from dsgpt.common.errors import UserError
-from dsgpt.data.data_set import DataSet, open_data, place_of_sample
+from dsgpt.data.data_set import DataSet, open_data
 from dsgpt.data.loader import WindowDataset
 from dsgpt.data.order import MixtureOrder, interleaved
 from dsgpt.training.command import train as train_here
@@ -124,16 +124,6 @@ def test_a_mixture_takes_each_source_by_its_share_and_in_its_own_order(folder):
     assert np.array_equal(order.batches(7, 30).ravel(), windows[28:120])
     far = order.at(np.array([10**10, 10**10 + 1]))
     assert far.max() < sum(order.sizes)
-
-
-def test_the_place_of_a_sample_holds_what_the_loader_reads(folder):
-    data = open_data(mixture(folder), flag="--data")
-    order = data.order(8, global_batch_size=4, seed=3)
-    for sample in (0, 5, 77, 399):
-        source, spans = place_of_sample(data, order, sample, seq_length=8)
-        ids = np.concatenate([span.file.memmap()[span.first : span.first + span.tokens] for span in spans])
-        assert ids.tolist() == rows(data, order.at(np.array([sample])).tolist())[0]
-        assert all(span.file in source.files for span in spans)
 
 
 @pytest.mark.parametrize(

@@ -158,25 +158,6 @@ class Windows:
         return self.data.sources[number].spans(own * length, length + 1)
 
 
-def place_of_sample(data: DataSet, order: SampleOrder, sample: int, *, seq_length: int) -> tuple[Source, list[Span]]:
-    """What sample ``sample`` of a run is: its source, and where its ``seq_length`` + 1 tokens are.
-
-    A pure function of the data, the seed and the sample, the same at any number of ranks and after any resume. Sample n
-    is row n % B of global batch n // B (both from 0; optimizer step 1 takes batch 0), B being the global batch size.
-
-    Args:
-        data: the training data.
-        order: ``data.order`` with the run's sequence length, global batch size and seed.
-        sample: its number in the run, from 0.
-        seq_length: the run's.
-    """
-    import numpy as np  # noqa: PLC0415 - takes a sixth of the time of --help
-
-    windows = Windows(data, seq_length)
-    window = int(order.at(np.array([sample]))[0])
-    return data.sources[windows.source_of(window)], windows.spans(window)
-
-
 def attended_length(
     data: DataSet, order: SampleOrder, *, seq_length: int, end_of_text: int, samples: int = 64
 ) -> float:
