@@ -270,6 +270,16 @@ def test_what_a_strategy_trains_is_answered(changes):
     assert answer(ROW | changes)["seconds_per_step"] > 0
 
 
+def test_heads_of_an_odd_width_are_slow_on_tensor_cores_alone():
+    """Of width 100 instead of 96: fp32 has none."""
+    for dtype, least, most in (("bf16", 2, 30), ("fp32", 1, 1.1)):
+        odd, even = (
+            answer(ROW | {"attention": "stored", "dtype": dtype, "n_embd": 16 * width})["seconds_per_step"]
+            for width in (100, 96)
+        )
+        assert least < odd / even < most
+
+
 def test_the_2_of_fsdp2_is_no_zero_stage():
     assert answer(ROW | {"strategy": "fsdp2"}) == answer(ROW | {"strategy": "fsdp"})
 
