@@ -27,7 +27,7 @@ from dsgpt.common.errors import Problems, UserError
 from dsgpt.common.files import remove, sync_directory
 from dsgpt.common.text import counted, next_line, script_words
 from dsgpt.data.download import progress
-from dsgpt.data.token_file import TokenFileWriter, TokenizerFacts, open_token_file, sidecar_path
+from dsgpt.data.token_file import LLMC_TYPES, TokenFileWriter, TokenizerFacts, open_token_file, sidecar_path
 from dsgpt.data.vocabulary import open_vocabulary, save_loaded
 from dsgpt.formats.tokenizer_files import TOKENIZER_FOLDER, copy_tokenizer
 
@@ -42,8 +42,6 @@ examples:
 FORMATS = ("dsgpt", "nanogpt", "llmc", "megatron")
 LLMC_HEADER = 256
 _LLMC_MAGIC, _LLMC_VERSION = 20240520, 1
-_LLMC_READ = {_LLMC_MAGIC: (_LLMC_VERSION, "<u2"), 20240801: (7, "<u4")}
-"""Magic number -> version and type of ids."""
 _MEGATRON_MAGIC = b"MMIDIDX\0\0"
 _MEGATRON_TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 """Whole numbers, by their codes; those of 6 and 7 are not whole."""
@@ -93,9 +91,9 @@ def open_foreign(path: Path) -> Foreign:
     if sidecar_path(path).exists():
         return Foreign(form="dsgpt", ids=open_token_file(path).memmap())
     header = np.fromfile(path, dtype="<i4", count=LLMC_HEADER) if path.is_file() else np.zeros(0)
-    if not len(header) or int(header[0]) not in _LLMC_READ:
+    if not len(header) or int(header[0]) not in LLMC_TYPES:
         return Foreign(form="nanogpt", ids=open_token_file(path).memmap())
-    start, (version, dtype) = 4 * LLMC_HEADER, _LLMC_READ[int(header[0])]
+    start, (version, dtype) = 4 * LLMC_HEADER, LLMC_TYPES[int(header[0])]
     width, tokens = np.dtype(dtype).itemsize, int(header[2:3].sum())
     if len(header) < LLMC_HEADER or header[1] != version or path.stat().st_size != start + width * tokens:
         raise UserError(
