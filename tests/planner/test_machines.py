@@ -317,6 +317,14 @@ def test_a_calibrated_gpu_keeps_of_its_datasheet_what_no_calibration_measures():
     assert measured.rates.rings_power == 0 < rates.rings_power == sheet.rings_power  # measured with all ranks at once
 
 
+def test_without_a_datasheet_the_whole_range_is_scaled(setup):
+    """Also the link that stands for an unmeasured network: a step at the fastest rates is the fastest."""
+    found = calibrated(RECORD)
+    assert found.fastest.network == pytest.approx(1.25 * found.rates.network)
+    step = predict_step(setup("zero3", world_size=8), found)
+    assert step.least < step.seconds < step.most
+
+
 @pytest.mark.parametrize(
     ("lacking", "fields", "name"),
     [

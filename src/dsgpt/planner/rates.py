@@ -377,8 +377,9 @@ def calibrated_machine(
     bases = (sheet.rates, sheet.slowest, sheet.fastest) if sheet else [_without_datasheet(chosen, measured)] * 3
     likely = _completed(bases[0], measured)
     rates, slowest, fastest = (
-        _completed(base, {name: getattr(likely.scaled(compute=times, communication=times), name) for name in measured})
+        _completed(base, {name: getattr(scaled, name) for name in measured}) if sheet else scaled
         for base, times in zip(bases, (1, ALLOWANCE, 1 / ALLOWANCE), strict=True)
+        for scaled in [likely.scaled(compute=times, communication=times)]
     )
     if network is None:
         network = found.bytes_per_sec if found else None
