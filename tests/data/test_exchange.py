@@ -78,6 +78,23 @@ def test_megatron_files_without_marks_of_several_sequences_and_of_wide_ids(tmp_p
     assert np.fromfile(again, dtype="<i4").tolist() == [1, 2, 9, 3, 70_000, 5, 9]
 
 
+def test_the_wide_ids_of_llmc(tmp_path: Path):
+    """Read as uint16, each of them would be two small ids of the same vocabulary; the name has the end of a list's."""
+    header = struct.pack("<256i", 20240801, 7, 4, *[0] * 253)
+    (tmp_path / "l.bin").write_bytes(header + struct.pack("<4I", 128_000, 5, 128_000, 70_000))
+    flags = ("--vocab_size", 128_256, "--eot_id", 128_000)
+    back = open_token_file(convert(tmp_path / "l.bin", tmp_path / "my.sources.bin", "dsgpt", *flags))
+    assert (back.sidecar.dtype, back.memmap().tolist()) == ("uint32", [5, 128_000, 70_000, 128_000])
+
+
+def test_an_end_of_text_id_that_never_occurs_is_said(ours: Path, tmp_path: Path, capsys):
+    there = convert(ours, tmp_path / "n.bin", "nanogpt")
+    convert(there, tmp_path / "a.bin", "dsgpt", *FLAGS)
+    assert "never occurs" not in capsys.readouterr().out
+    convert(there, tmp_path / "b.bin", "dsgpt", "--vocab_size", 301, "--eot_id", 299)
+    assert "its end-of-text id 299 never occurs: is it one text, or did another tokenizer" in capsys.readouterr().out
+
+
 def test_a_tokenizer_says_what_the_file_does_not(prepared: Path, bytes_tokenizer: Path, tmp_path: Path, capsys):
     """The training finds it beside the file, where another one is not replaced."""
     there = convert(prepared / "val.bin", tmp_path / "l.bin", "llmc")
@@ -120,6 +137,8 @@ def test_mistakes(ours: Path, tmp_path: Path):
         ("a.idx", INDEX[:-1], "is cut off: 3 sequences and 4 bounds"),
         ("a.idx", INDEX.replace(struct.pack("<q", 12), struct.pack("<q", 10)), "do not follow each other"),
         ("a.idx", INDEX[:-8] + struct.pack("<q", 2), "or documents lack some of them"),
+        ("a.idx", INDEX[:-24] + struct.pack("<3q", 2, 1, 3), "or documents lack some of them"),
+        ("a.idx", INDEX[:18] + struct.pack("<QQq", 0, 1, 0), "a.idx: has no ids"),
         ("a.idx", INDEX, "must have 24 bytes by a.idx"),
     ],
 )

@@ -62,6 +62,17 @@ def test_an_id_outside_the_vocabulary_is_refused_and_leaves_the_old_file_alone(t
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
 
 
+@pytest.mark.parametrize("maker", ["llm.c", "Megatron-LM"])
+def test_files_of_others_are_not_read_as_uint16(tmp_path, maker: str):
+    """The header of the one, and the int32 of the other, would be ids of the text."""
+    path = tmp_path / "a.bin"
+    path.write_bytes((20240520).to_bytes(4, "little") + bytes(1022) if maker == "llm.c" else bytes(8))
+    if maker == "Megatron-LM":
+        path.with_suffix(".idx").touch()
+    with pytest.raises(TokenFileError, match=f"is a token file of {maker}; turn it into one of this program"):
+        open_token_file(path)
+
+
 def test_without_a_sidecar_uint16_is_assumed(tmp_path):
     path = written(tmp_path / "a.bin")
     sidecar_path(path).unlink()

@@ -176,6 +176,8 @@ def refused(source: Path) -> str:
 
 
 def test_other_models_and_damaged_files_are_refused(model: GPT2):
+    post = refused(megatron(model, Path("m.pt"), 3, apply_residual_connection_post_layernorm=True))
+    assert "apply_residual_connection_post_layernorm is True" in post
     both = refused(megatron(model, Path("m.pt"), 3, tensor_model_parallel_size=2, swiglu=True)).splitlines()
     assert [line.partition(": its ")[2] for line in both] == [
         "tensor_model_parallel_size is 2, in a GPT-2 on one rank it is 1",
@@ -196,6 +198,10 @@ def test_other_models_and_damaged_files_are_refused(model: GPT2):
     torch.save({"weights": torch.zeros(2)}, "other.pt")
     assert "has neither nanoGPT's model_args nor Megatron-LM's args" in refused(Path("other.pt"))
     values = torch.load(nanogpt(model, Path("ckpt.pt")))
+    values["model"]["_orig_mod.lm_head.weight"] = torch.ones(101, 24)
+    torch.save(values, "untied.pt")
+    assert "lm_head.weight differs from the embedding" in refused(Path("untied.pt"))
+    values = torch.load("ckpt.pt")
     values["model"]["extra"] = values["model"].pop("_orig_mod.transformer.ln_f.bias")[:3]
     values["model"]["_orig_mod.transformer.wpe.weight"] = torch.zeros(15, 24)
     torch.save(values, "ckpt.pt")

@@ -270,6 +270,20 @@ def test_what_a_strategy_trains_is_answered(changes):
     assert answer(ROW | changes)["seconds_per_step"] > 0
 
 
+def test_heads_of_an_odd_width_are_slow_on_tensor_cores_alone():
+    """Of width 100 instead of 96: fp32 has none."""
+    for dtype, least, most in (("bf16", 2, 30), ("fp32", 1, 1.1)):
+        odd, even = (
+            answer(ROW | {"attention": "stored", "dtype": dtype, "n_embd": 16 * width})["seconds_per_step"]
+            for width in (100, 96)
+        )
+        assert least < odd / even < most
+
+
+def test_the_2_of_fsdp2_is_no_zero_stage():
+    assert answer(ROW | {"strategy": "fsdp2"}) == answer(ROW | {"strategy": "fsdp"})
+
+
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
@@ -287,6 +301,11 @@ def test_what_a_strategy_trains_is_answered(changes):
         ({"dtype": "bf16", "hardware": "v100-32gb"}, "v100-32gb has no units for it"),
         ({"vocab": None}, "vocab"),
         ({"kernels": "magic"}, "kernels"),
+        ({"strategy": "baseline"}, "strategy baseline: trains on one GPU, not on 16"),
+        ({"strategy": "zero++"}, "no formula predicts it"),
+        ({"sharding": "HYBRID_SHARD"}, "no formula predicts it"),
+        ({"strategy": "zero3", "offload": "optimizer to NVMe"}, "no formula predicts it"),
+        ({"strategy": "zero10"}, "zero_stage 10: must be 0 to 3"),
     ],
 )
 def test_what_none_trains_is_an_error_of_its_row(changes, why):

@@ -317,6 +317,14 @@ def test_a_calibrated_gpu_keeps_of_its_datasheet_what_no_calibration_measures():
     assert measured.rates.rings_power == 0 < rates.rings_power == sheet.rings_power  # measured with all ranks at once
 
 
+def test_without_a_datasheet_the_whole_range_is_scaled(setup):
+    """Also the link that stands for an unmeasured network: a step at the fastest rates is the fastest."""
+    found = calibrated(RECORD)
+    assert found.fastest.network == pytest.approx(1.25 * found.rates.network)
+    step = predict_step(setup("zero3", world_size=8), found)
+    assert step.least < step.seconds < step.most
+
+
 @pytest.mark.parametrize(
     ("lacking", "fields", "name"),
     [
@@ -324,8 +332,8 @@ def test_a_calibrated_gpu_keeps_of_its_datasheet_what_no_calibration_measures():
         ("attention_flops_per_sec", ["attention"], "attention"),
         ("logits_per_sec", ["logits"], "memory"),
         ("triad_bytes_per_sec", ["memory"], "memory"),
-        ("kernel_sec", ["kernel_sec"], "start of an operation"),
-        ("operation_sec", ["host_sec"], None),
+        ("kernel_sec", ["kernel_sec", "host_apart"], "start of an operation"),
+        ("operation_sec", ["host_sec", "host_apart"], None),
         ("host_link_bytes_per_sec", ["host_link"], "link to the host"),
         ("bus_bytes_per_sec", ["bus", "collective_sec", "slowness"], "link between GPUs"),
     ],
@@ -354,6 +362,15 @@ def test_an_unmeasured_rate_of_a_calibrated_gpu_is_an_assumption_of_the_plan(pla
     (rates,) = [line for line in lines if line.startswith("rates: ")]
     assert "with 2 of 2 devices at work (assumed from its datasheet: matrix products, memory of the host);" in rates
     assert [line[:24] for line in lines if line.startswith("assumed: ")] == ["assumed: matrix products"]
+
+
+def test_a_gpu_waits_for_the_host_whose_starts_were_measured(setup):
+    """A block's forward pass has 14 operations; for tiny ones the GPU needs less time than the host."""
+    tiny, machine = setup(run_type="baseline", world_size=1, precision="bf16"), calibrated(gpu_record())
+    operations = 3 * 14 * tiny.model.n_layer  # of three micro batches
+    assert predict_step(tiny, machine).parts["forward"] == pytest.approx(operations * 7e-6)
+    slow = replace(machine, rates=replace(machine.rates, kernel_sec=1e-3))
+    assert predict_step(tiny, slow).parts["forward"] > operations * 1e-3
 
 
 def test_a_message_starts_as_messages_of_every_size_say():

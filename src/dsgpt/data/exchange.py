@@ -4,7 +4,8 @@ Written from what those projects say about their files:
 
 * nanoGPT (``data/openwebtext/prepare.py``): uint16 ids alone; the end-of-text id follows each document.
 * llm.c (``dev/data/data_common.py``, ``llmc/dataloader.h``): 256 int32, of which the first three are 20240520, 1 and
-  the number of ids; then uint16 ids. The end-of-text id precedes each document (``dev/data/fineweb.py``).
+  the number of ids; then uint16 ids. Of Llama 3's tokenizer: 20240801, 7, and uint32 ids, which are only read here. The
+  end-of-text id precedes each document (``dev/data/fineweb.py``).
 * Megatron-LM (``megatron/core/datasets/indexed_dataset.py``): ids in NAME.bin, and NAME.idx. That begins with
   ``MMIDIDX``, two zero bytes, version 1 (uint64), the code of the type (uint8), and the numbers of sequences and of
   document bounds (uint64). Lengths (int32) and byte offsets (int64) of sequences follow, then the bounds of documents,
@@ -26,7 +27,7 @@ from dsgpt.common.errors import Problems, UserError
 from dsgpt.common.files import remove, sync_directory
 from dsgpt.common.text import counted, next_line, script_words
 from dsgpt.data.download import progress
-from dsgpt.data.token_file import TokenFileWriter, TokenizerFacts, open_token_file, sidecar_path
+from dsgpt.data.token_file import LLMC_TYPES, TokenFileWriter, TokenizerFacts, open_token_file, sidecar_path
 from dsgpt.data.vocabulary import open_vocabulary, save_loaded
 from dsgpt.formats.tokenizer_files import TOKENIZER_FOLDER, copy_tokenizer
 
@@ -90,15 +91,16 @@ def open_foreign(path: Path) -> Foreign:
     if sidecar_path(path).exists():
         return Foreign(form="dsgpt", ids=open_token_file(path).memmap())
     header = np.fromfile(path, dtype="<i4", count=LLMC_HEADER) if path.is_file() else np.zeros(0)
-    if not len(header) or header[0] != _LLMC_MAGIC:
+    if not len(header) or int(header[0]) not in LLMC_TYPES:
         return Foreign(form="nanogpt", ids=open_token_file(path).memmap())
-    start = 4 * LLMC_HEADER
-    if len(header) < LLMC_HEADER or header[1] != _LLMC_VERSION or path.stat().st_size != start + 2 * int(header[2]):
+    start, (version, dtype) = 4 * LLMC_HEADER, LLMC_TYPES[int(header[0])]
+    width, tokens = np.dtype(dtype).itemsize, int(header[2:3].sum())
+    if len(header) < LLMC_HEADER or header[1] != version or path.stat().st_size != start + width * tokens:
         raise UserError(
-            f"{path}: has llm.c's magic number, but not version {_LLMC_VERSION} with {header[2:3].sum():,} ids of 2 "
-            f"bytes behind {start:,} bytes; it is cut off, or of a later version"
+            f"{path}: has llm.c's magic number, but not version {version} with {tokens:,} ids of {width} bytes behind "
+            f"{start:,} bytes; it is cut off, or of a later version"
         )
-    return Foreign(form="llmc", ids=np.memmap(path, dtype="<u2", mode="r", offset=start, shape=(int(header[2]),)))
+    return Foreign(form="llmc", ids=np.memmap(path, dtype=dtype, mode="r", offset=start, shape=(tokens,)))
 
 
 def _open_megatron(path: Path, index: Path) -> Foreign:
@@ -115,10 +117,13 @@ def _open_megatron(path: Path, index: Path) -> Foreign:
     offsets = np.frombuffer(data, dtype="<i8", count=sequences, offset=34 + 4 * sequences)
     documents = np.frombuffer(data, dtype="<i8", count=bounds, offset=34 + 12 * sequences)
     ends = np.append(0, np.cumsum(lengths, dtype=np.int64))
-    if not np.array_equal(offsets, ends[:-1] * width) or documents[0] != 0 or documents[-1] != sequences:
+    whole = documents[0] == 0 and documents[-1] == sequences and not (np.diff(documents) < 0).any()
+    if not (np.array_equal(offsets, ends[:-1] * width) and whole and not (lengths < 0).any()):
         raise UserError(
             f"{index}: its sequences do not follow each other in {path.name}, or documents lack some of them"
         )
+    if not ends[-1]:
+        raise UserError(f"{index}: has no ids")
     if not path.is_file() or path.stat().st_size != ends[-1] * width:
         raise UserError(
             f"{path}: must have {ends[-1] * width:,} bytes by {index.name}; it is cut off, or of another index"
@@ -279,19 +284,22 @@ def main(words: Sequence[str] | None = None) -> None:
                 _ForeignWriter(options.target, form=options.form, vocab_size=vocab_size, eot_id=eot_id)
             )
         bar = stack.enter_context(progress(total=foreign.ids.nbytes, description="converting", unit="B"))
-        count = 0
+        count = tokens = 0
         for count, ids in enumerate(documents_of(foreign, eot_id=eot_id), start=1):
             if int(ids.max()) >= vocab_size or int(ids.min()) < 0:
                 raise UserError(
                     f"{options.source}: document {count - 1} has ids outside the vocabulary of {vocab_size:,}"
                 )
             writer.append(ids)
+            tokens += len(ids)
             bar.update(ids.nbytes)
         if not count:
             raise UserError(f"{options.source}: has no document")
-    for path in _family(options.target)[1:]:  # of the file that it replaces
-        if path.suffix != {"dsgpt": ".json", "megatron": ".idx"}.get(options.form) or ".sources" in path.name:
-            path.unlink(missing_ok=True)
+    beside = {"dsgpt": ".json", "megatron": ".idx"}.get(options.form, ".bin")
+    for path in {*_family(options.target)} - {options.target, options.target.with_suffix(beside)}:
+        path.unlink(missing_ok=True)  # of the file that it replaces
     print(f"{options.target}: {counted(count, 'document')} of {options.source} ({foreign.form}), as {options.form}")
+    if foreign.bounds is None and tokens == len(foreign.ids):
+        print(f"  its end-of-text id {eot_id} never occurs: is it one text, or did another tokenizer make the ids?")
     if options.form == "dsgpt":
         print(next_line(script_words("data_prep/verify.py", options.target)))

@@ -32,6 +32,8 @@ DTYPES: dict[DtypeName, str] = {"uint16": "<u2", "uint32": "<u4"}
 """numpy's names of the little-endian types."""
 WIDTHS: dict[DtypeName, int] = {"uint16": 2, "uint32": 4}
 """Bytes of an id."""
+LLMC_TYPES = {20240520: (1, "<u2"), 20240801: (7, "<u4")}
+"""Files of llm.c: the number at their beginning -> version, and type of ids; of GPT-2's tokenizer, and of Llama's."""
 
 
 def dtype_of(vocab_size: int) -> DtypeName:
@@ -214,6 +216,13 @@ def open_token_file(path: Path) -> TokenFile:
             dtype="uint16", tokens=size // 2, documents=None, vocab_size=None, eot_id=None, tokenizer=None, source=None,
             sha256=None,
         )  # fmt: skip
+        with path.open("rb") as file:
+            of_llmc = int.from_bytes(file.read(4), "little") in LLMC_TYPES
+        if of_llmc or path.with_suffix(".idx").exists():  # a header, or ids of another type, would be read as ids
+            raise TokenFileError(
+                f"{path}: is a token file of {'llm.c' if of_llmc else 'Megatron-LM'}; turn it into one of this program "
+                "with `.venv/bin/python data_prep/exchange.py FROM TO --to dsgpt`"
+            )
     else:
         what, cure = "the sidecar of a token file", "; make the data again"
         # Other tools and later versions may write more keys.

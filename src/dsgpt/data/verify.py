@@ -190,11 +190,19 @@ def shared_documents(one: NDArray[np.uint64], other: NDArray[np.uint64]) -> list
     return found
 
 
+def _incomparable(one: Contents, other: Contents) -> str:
+    """Why the documents of two files cannot be compared; empty if they can."""
+    if not (len(one.hashes) and len(other.hashes)):
+        return "nothing says where the documents of both end"
+    sidecars = (one.file.sidecar, other.file.sidecar)
+    makers = {(each.tokenizer and each.tokenizer.sha256, each.dtype) for each in sidecars}
+    return "other tokenizers made their ids" if len(makers) > 1 else ""
+
+
 def _overlap(one: Contents, other: Contents) -> Iterator[str]:
     """A line if a document is in both files."""
-    tokenizers = [each.file.sidecar.tokenizer and each.file.sidecar.tokenizer.sha256 for each in (one, other)]
-    if tokenizers[0] != tokenizers[1]:
-        print(f"{one.file.path} and {other.file.path}: not compared, because other tokenizers made their ids")
+    if why := _incomparable(one, other):
+        print(f"{one.file.path} and {other.file.path}: not compared, because {why}")
     elif shared := shared_documents(one.hashes, other.hashes):
         names = f"{', '.join(f'{number:,}' for number in shared[:_NAMED])}{', ...' if len(shared) > _NAMED else ''}"
         yield (
@@ -326,11 +334,15 @@ def main(words: Sequence[str] | None = None, *, draw: Callable[[Sequence[Content
     problems.raise_if_any()
     for each in read if options.card else ():
         card = each.file.path.with_suffix(".card.md")
-        text = _card(each, options, compared=[other.file.path for other in read if other is not each])
+        compared = [other.file.path for other in read if other is not each and not _incomparable(each, other)]
+        text = _card(each, options, compared=compared)
         write_atomic(card, text.encode())
         print(f"wrote {card}")
     noted = [each.file for each in read if each.file.sidecar.sha256]
-    print(f"checked {counted(len(read), 'file')}: {'all is as noted' if noted else 'nothing is noted'} beside them")
+    found = f"{len(noted)} as noted, of the rest nothing is noted" if noted else "nothing is noted"
+    print(
+        f"checked {counted(len(read), 'file')}: {'all is as noted' if len(noted) == len(read) else found} beside them"
+    )
     print(next_line(script_words("src/gpt2.py", "--train_data_path", read[0].file.path, "--dry_run")))
 
 

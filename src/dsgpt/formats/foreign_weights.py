@@ -53,6 +53,7 @@ _MEGATRON_GPT2 = {
     "position_embedding_type": "learned_absolute",
     **dict.fromkeys(("swiglu", "squared_relu", "group_query_attention"), False),
     **dict.fromkeys(("untie_embeddings_and_output_weights", "apply_layernorm_1p"), False),
+    "apply_residual_connection_post_layernorm": False,
     "add_bias_linear": True,
     "num_experts": None,
 }
@@ -120,8 +121,10 @@ def _open_nanogpt(path: Path, values: Mapping[str, Any]) -> ForeignModel:
         path, {name: args.get(name) for name in ("n_layer", "n_head", "n_embd", "block_size", "vocab_size")}
     )
     stored = {name.removeprefix("_orig_mod."): value for name, value in values["model"].items()}
-    stored.pop(HEAD, None)  # tied
     ours = {hugging_face_name(name): name for name in parameter_shapes(config)}
+    head, embedding = stored.pop(HEAD, None), stored.get(hugging_face_name("wte.weight"))
+    if isinstance(head, Tensor) and isinstance(embedding, Tensor) and not torch.equal(head, embedding):
+        raise UserError(f"{path}: {HEAD} differs from the embedding, which is the head of a GPT-2")
     found = {
         ours.get(name, name): value
         for name, value in stored.items()

@@ -70,13 +70,15 @@ class Rates:
     half_rows: float = 0.0
     """Tokens of a micro batch, for each tensor rank, at which matrix products reach half of it."""
     odd_heads: float = 1.0
-    """Time of attention whose heads are no multiple of 8 wide, in units of the time of others."""
+    """Time of attention in fp16 or bf16 whose heads are no multiple of 8 wide, in units of the time of others."""
     contention: float = 0.0
     """Seconds of computation lost in a second of communication that it hides: both use a GPU's units and memory."""
     gathers_hidden: float = 1.0
     """Share of ZeRO-3's communication that computation hides, of what ``Traffic.hidden`` allows."""
     host_sec: float = 0.0
     """Seconds that the host of a GPU needs to start an operation; a GPU with less to do waits."""
+    host_apart: bool = field(default=False, repr=False)
+    """Whether ``kernel_sec`` was measured without the start by the host: then any program may wait for it."""
 
     def matrix_at(self, precision: str, *, width: float, rows: int) -> float:
         """FLOP/s of a block's matrices of this width with this many tokens."""
@@ -375,8 +377,9 @@ def calibrated_machine(
     bases = (sheet.rates, sheet.slowest, sheet.fastest) if sheet else [_without_datasheet(chosen, measured)] * 3
     likely = _completed(bases[0], measured)
     rates, slowest, fastest = (
-        _completed(base, {name: getattr(likely.scaled(compute=times, communication=times), name) for name in measured})
+        _completed(base, {name: getattr(scaled, name) for name in measured}) if sheet else scaled
         for base, times in zip(bases, (1, ALLOWANCE, 1 / ALLOWANCE), strict=True)
+        for scaled in [likely.scaled(compute=times, communication=times)]
     )
     if network is None:
         network = found.bytes_per_sec if found else None
@@ -414,7 +417,8 @@ def _completed(base: Rates, measured: Mapping[str, Any]) -> Rates:
     """``base`` with what was measured, one by one: matrices at several widths and rows, networks with all ranks."""
     everywhere: dict[str, Any] = {"half_width": 0.0, "half_rows": 0.0} if "matrix" in measured else {}
     all_rings: dict[str, Any] = {"rings_power": 0.0} if "network" in measured else {}
-    return replace(base, **measured, **everywhere, **all_rings)
+    apart = measured.keys() >= {"kernel_sec", "host_sec"}
+    return replace(base, **measured, **everywhere, **all_rings, host_apart=apart)
 
 
 def _without_datasheet(ceilings: Ceilings, measured: Mapping[str, Any]) -> Rates:

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from dsgpt.common.errors import UserError
-from dsgpt.common.json_files import Count, JsonError, parse_as, read_object
+from dsgpt.common.json_files import Count, JsonError, clipped, parse_as, read_object
 from dsgpt.config.recipe import recipe_from
 from dsgpt.model.config import GPT2Config
 from dsgpt.planner.hardware import find_gpu
@@ -29,6 +29,8 @@ CODE = {"megatron": ("fused", "stored"), "flash": ("fused", "flash")} | dict.fro
     ("eager", "bert"), ("eager", "stored")
 )
 """Class of a row -> kernels and attention of the program that was measured; ``Setup`` describes both."""
+_UNPREDICTED = re.compile(r"\+\+|hybrid|hsdp|nvme|disk", re.IGNORECASE)
+"""Zero++, sharding within nodes alone, and offload to files."""
 _SEPARATE, _MEGATRON = "not DeepSpeed's kernels", "Megatron"
 NETWORKS = {"NVLink 3": 1600.0, "NVLink 4": 3200.0, "NVLink 5": 3200.0}
 """Gbit/s between machines of eight such GPUs where a row states none: the InfiniBand of NVIDIA's DGX A100, H100 and
@@ -170,19 +172,24 @@ def strategy_of_row(row: Row) -> tuple[str, int]:
     """The run type of a row, and its ZeRO stage: as stated, or as its sharding says.
 
     Raises:
-        UserError: there is no such stage; one line.
+        UserError: there is no such stage, or no formula for it; one line.
     """
     sharding, strategy = row.sharding or "", row.strategy or ""
+    for name in ("strategy", "sharding", "offload"):
+        if _UNPREDICTED.search(text := getattr(row, name) or ""):
+            raise UserError(f"{name} {clipped(text)}: no formula predicts it")
+    if strategy == "baseline" and row.gpus > 1:
+        raise UserError(f"strategy baseline: trains on one GPU, not on {row.gpus}: take ddp")
     stage = row.zero_stage
     if stage is None:
-        stated = (re.search(r"[0-9]$", text) for text in (strategy, sharding.split(" ")[0]))
-        stage = next((int(digit[0]) for digit in stated if digit), 0)
+        stated = (re.search(r"zero\D*([0-9]+)$", text.lower()) for text in (strategy, sharding.split(" ")[0]))
+        stage = next((int(found[1][:9]) for found in stated if found), 0)
     if stage > 3:
         raise UserError(f"zero_stage {stage}: must be 0 to 3")
     if sharding in {"FULL_SHARD", "SHARD_GRAD_OP"} and not stage:
         return "fsdp", 0
-    if strategy in {"baseline", "ddp", "fsdp"} and not stage:
-        return strategy, 0
+    if (run_type := "fsdp" if strategy.startswith("fsdp") else strategy) in {"baseline", "ddp", "fsdp"} and not stage:
+        return run_type, 0
     if not strategy and not stage:
         if row.kind == "megatron":  # Megatron-DeepSpeed, whose examples shard the optimizer
             return "optimized", 1

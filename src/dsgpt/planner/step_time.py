@@ -62,7 +62,7 @@ class OpCounts:
     logits: float = 0.0
     kernels: int = 0
     waits: int = 0
-    """Operations of blocks, which the host of a tensor rank starts one by one."""
+    """Operations of blocks, which the host starts one by one; see ``Rates.host_apart``."""
 
     def __add__(self, other: "OpCounts") -> "OpCounts":
         return OpCounts(**{name: value + vars(other)[name] for name, value in vars(self).items()})
@@ -81,7 +81,7 @@ class OpCounts:
         head_size, length = model.n_embd // model.n_head, max(1, round(setup.attended or setup.seq_length))
         attention = rates.attention_at(precision, head_size=head_size, length=length)
         if setup.attention == "stored":  # two products as any other
-            attention = matrix if head_size % 8 == 0 else matrix / rates.odd_heads
+            attention = matrix if head_size % 8 == 0 or precision == "fp32" else matrix / rates.odd_heads
         device = (
             max(self.matrix_flops / matrix, self.matrix_bytes / rates.memory)
             + self.attention_flops / attention
@@ -89,7 +89,7 @@ class OpCounts:
             + self.logits / rates.logits[precision]
             + self.kernels * rates.kernel_sec
         )
-        waits = setup.sizes.tensor > 1 or setup.kernels == "eager"
+        waits = rates.host_apart or setup.sizes.tensor > 1 or setup.kernels == "eager"
         return max(device, self.waits * rates.host_sec) if waits else device
 
 
