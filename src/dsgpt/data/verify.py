@@ -7,6 +7,7 @@ Nothing but numbers of constant size and 8 bytes a document are kept, the latter
 
 import hashlib
 import itertools
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -202,7 +203,7 @@ def _incomparable(one: Contents, other: Contents) -> str:
 def _overlap(one: Contents, other: Contents) -> Iterator[str]:
     """A line if a document is in both files."""
     if why := _incomparable(one, other):
-        print(f"{one.file.path} and {other.file.path}: not compared, because {why}")
+        print(f"warning: {one.file.path} and {other.file.path}: not compared, because {why}", file=sys.stderr)
     elif shared := shared_documents(one.hashes, other.hashes):
         names = f"{', '.join(f'{number:,}' for number in shared[:_NAMED])}{', ...' if len(shared) > _NAMED else ''}"
         yield (
