@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal, TypeAlias, cast
+from typing import Literal, TypeAlias
 
 from dsgpt.common.errors import UserError
 from dsgpt.data.index import document_hash
@@ -233,7 +233,8 @@ def _place_of_cut(file: SourceFile, *, val_fraction: float) -> int:
         UserError: the text is not UTF-8, and is read strictly.
     """
     assert isinstance(file.read, partial)
-    path, errors = file.path, cast(Errors, "strict" if file.read.keywords["strict"] else "surrogateescape")
+    path = file.path
+    errors: Errors = "strict" if file.read.keywords["strict"] else "surrogateescape"
     size = path.stat().st_size
     counts = [len(text) for text, _, _ in _decoded_blocks(path, 0, size, errors=errors)]
     wanted = int(sum(counts) * (1 - val_fraction))
