@@ -15,9 +15,10 @@ from small_run import REPOSITORY
 
 from dsgpt.common.errors import UserError
 from dsgpt.data import blocks, sources
-from dsgpt.data.index import open_index, read_sources
+from dsgpt.data.index import index_path, open_index, read_sources
 from dsgpt.data.parts import read_part
 from dsgpt.data.token_file import open_token_file
+from dsgpt.data.verify import faults_of, read_contents
 
 WORDS = "the quick brown fox — naïve “quotes” 日本語\n\n  and\ttabs isn't it? "
 
@@ -227,3 +228,9 @@ def test_special_tokens_in_text(prepare_here, bytes_tokenizer, tmp_path, special
     file = open_token_file(tmp_path / "out" / "train.bin")
     ends = int(np.count_nonzero(file.memmap() == file.sidecar.eot_id))
     assert ends == file.sidecar.documents * (2 if special else 1)
+    contents = read_contents(file)
+    assert [*faults_of(contents)] == []
+    entries = np.array(open_index(file))
+    entries["tokens"][:2] += np.array([1, -1], dtype=np.int32).view(np.uint32)
+    index_path(file.path).write_bytes(entries.tobytes())
+    assert [*faults_of(contents)]

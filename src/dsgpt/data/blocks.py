@@ -15,7 +15,7 @@ from typing import Literal, TypeAlias
 
 from dsgpt.common.errors import UserError
 from dsgpt.data.index import document_hash
-from dsgpt.data.sources import Document, Source, SourceFile, decoded, read_text_file
+from dsgpt.data.sources import COMPRESSED, Document, Source, SourceFile, decoded, read_text_file
 from dsgpt.data.vocabulary import cut_in_two
 
 BLOCK_BYTES = 1 << 24
@@ -104,7 +104,8 @@ class Reading:
 
     def _summed(self, *, strict: bool) -> tuple[int, int, bool]:
         digest, characters, blank = hashlib.sha256(), 0, True
-        for text, _, data in _decoded_blocks(self.file.path, self.start, self.end, strict=strict):
+        errors: Errors = "strict" if strict else "replace"
+        for text, _, data in _decoded_blocks(self.file.path, self.start, self.end, errors=errors):
             digest.update(data if strict else text.encode())
             characters += len(text)
             blank = blank and (not text or text.isspace())
@@ -155,16 +156,17 @@ def _grouped(sized: Iterable[tuple[Reading, int]]) -> Iterator[tuple[tuple[Readi
 def _sized(source: Source, *, cuts: bool, val_fraction: float, whitespace_only: bool) -> Iterator[tuple[Reading, int]]:
     for number, file in enumerate(source.files):
         size, lone = file.size(), len(source.files) == 1 and is_plain(file)
-        if lone and size <= 2 * BLOCK_BYTES:
+        whole = size <= 2 * BLOCK_BYTES or file.path.suffix in COMPRESSED
+        if lone and whole:
             yield Reading(number=number, file=file, val_fraction=val_fraction), size
             continue
-        if size <= 2 * BLOCK_BYTES or not (file.cut or (is_plain(file) and cuts)):
+        if whole or not (file.cut or (is_plain(file) and cuts)):
             yield Reading(number=number, file=file), size
         elif file.cut:
             for part in file.cut(file):
                 yield Reading(number=number, file=replace(file, read=part.read)), part.size
         else:
-            middle = _place_of_cut(file.path, val_fraction=val_fraction) if lone else size
+            middle = _place_of_cut(file, val_fraction=val_fraction) if lone else size
             for start, end, position in ((0, middle, 2**64 - 1), (middle, size, 0)) if lone else ((0, size, None),):
                 facts = Large(role="facts", position=position)
                 yield Reading(number=number, file=file, start=start, end=end, large=facts), 0
@@ -196,14 +198,17 @@ def _cuts(path: Path, start: int, end: int, *, whitespace_only: bool) -> Iterato
                 place += BLOCK_BYTES
 
 
-def _decoded_blocks(path: Path, start: int, end: int, *, strict: bool) -> Iterator[tuple[str, int, bytes]]:
+Errors: TypeAlias = Literal["strict", "replace", "surrogateescape"]
+
+
+def _decoded_blocks(path: Path, start: int, end: int, *, errors: Errors) -> Iterator[tuple[str, int, bytes]]:
     """The text between two bytes of a file, a few megabytes at a time.
 
     Yields:
         A text; from how many bytes it was decoded; and the bytes that were read. A character that these begin and do
         not end is in the next text.
     """
-    decoder = codecs.getincrementaldecoder("utf-8")("strict" if strict else "replace")
+    decoder = codecs.getincrementaldecoder("utf-8")(errors)
     with path.open("rb") as file:
         file.seek(start)
         while start < end:
@@ -221,28 +226,31 @@ def _decoded_blocks(path: Path, start: int, end: int, *, strict: bool) -> Iterat
             yield text, pending + len(data) - len(decoder.getstate()[0]), data
 
 
-def _place_of_cut(path: Path, *, val_fraction: float) -> int:
+def _place_of_cut(file: SourceFile, *, val_fraction: float) -> int:
     """The byte at which a lone text is divided: after the last newline, or else space, before the share of characters.
 
     Raises:
-        UserError: the text is not UTF-8.
+        UserError: the text is not UTF-8, and is read strictly.
     """
+    assert isinstance(file.read, partial)
+    path = file.path
+    errors: Errors = "strict" if file.read.keywords["strict"] else "surrogateescape"
     size = path.stat().st_size
-    counts = [len(text) for text, _, _ in _decoded_blocks(path, 0, size, strict=True)]
+    counts = [len(text) for text, _, _ in _decoded_blocks(path, 0, size, errors=errors)]
     wanted = int(sum(counts) * (1 - val_fraction))
     place = 0
-    for text, used, _ in _decoded_blocks(path, 0, size, strict=True):
+    for text, used, _ in _decoded_blocks(path, 0, size, errors=errors):
         if wanted <= len(text):
-            place += len(text[:wanted].encode())
+            place += len(text[:wanted].encode(errors=errors))
             break
         wanted, place = wanted - len(text), place + used
-    with path.open("rb") as file:
+    with path.open("rb") as data:
         for mark in (b"\n", b" "):
             end = place
             while end > 0:
                 begin = max(0, end - _READ)
-                file.seek(begin)
-                if (found := file.read(end - begin).rfind(mark)) >= 0 and begin + found > 0:
+                data.seek(begin)
+                if (found := data.read(end - begin).rfind(mark)) >= 0 and begin + found > 0:
                     return begin + found + 1
                 end = begin
     return place

@@ -4,6 +4,7 @@ The index holds one record of 24 bytes a document, in the order of the file, lit
 ranges are not stored: the sums of ``tokens`` give them. ``docs/data.md`` specifies both files.
 """
 
+import functools
 import hashlib
 import os
 from collections.abc import Iterable
@@ -66,7 +67,14 @@ class SourceList:
 
 def relative(path: Path, folder: Path) -> str:
     """``path`` as the list in ``folder`` names it."""
-    return Path(os.path.relpath(path.resolve(), folder.resolve())).as_posix()
+    path = path.resolve() if path.is_symlink() else _resolved(Path.cwd() / path.parent) / path.name
+    return Path(os.path.relpath(path, _resolved(Path.cwd() / folder))).as_posix()
+
+
+@functools.lru_cache(maxsize=1024)
+def _resolved(folder: Path) -> Path:
+    """The same folder without links: once, not for each of its many files."""
+    return folder.resolve()
 
 
 def write_sources(path: Path, files: Iterable[SourceEntry]) -> None:

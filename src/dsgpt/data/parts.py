@@ -7,6 +7,7 @@ complete: a process that is killed leaves a part or none. What a part holds depe
 import contextlib
 import multiprocessing
 import os
+import secrets
 import signal
 import zlib
 from collections.abc import Generator, Iterator
@@ -76,8 +77,10 @@ def read_part(path: Path, *, width: int, check: bool = False) -> Part | None:
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - _SUMS.itemsize))
+            if size < _SUMS.itemsize:
+                return None
             sums = np.frombuffer(file.read(), _SUMS)
-            if len(sums) != 1 or (rows_bytes := int(sums["rows"][0]) * ROW.itemsize) > size - _SUMS.itemsize:
+            if (rows_bytes := int(sums["rows"][0]) * ROW.itemsize) > size - _SUMS.itemsize:
                 return None
             file.seek(size - _SUMS.itemsize - rows_bytes)
             rows: Rows = np.frombuffer(file.read(rows_bytes), ROW)
@@ -90,11 +93,16 @@ def read_part(path: Path, *, width: int, check: bool = False) -> Part | None:
                 while left:
                     data = file.read(min(left, 1 << 24))
                     checksum, left = zlib.crc32(data, checksum), left - len(data)
-                if zlib.crc32(rows.tobytes(), checksum) != int(sums["checksum"][0]):
+                if _checksum(checksum, rows, empty=int(sums["empty"][0])) != int(sums["checksum"][0]):
                     return None
     except FileNotFoundError:
         return None
     return Part(rows, int(sums["empty"][0]))
+
+
+def _checksum(ids: int, rows: Rows, *, empty: int) -> int:
+    """That of a part, whose ids have the checksum ``ids``; not 0 for a part of zeros, as a loss of power leaves."""
+    return zlib.crc32(b"%d %d" % (len(rows), empty), zlib.crc32(rows.tobytes(), ids))
 
 
 class Encoder:
@@ -115,7 +123,8 @@ class Encoder:
             UserError: a document cannot be read; or its ids contain the end-of-text id, which must only mark its end.
         """
         path = self._encoding.path(block.number)
-        partial = path.with_name(f".{path.name}.{os.getpid()}")
+        # Not by the number of the process: those of other machines and containers have the same.
+        partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
         rows: list[tuple[int, ...]] = []
         tables: list[Rows] = []  # of the rows before those
         texts: list[bytes] = []
@@ -163,9 +172,9 @@ class Encoder:
             table: Rows = np.concatenate([*tables, np.array(rows, dtype=ROW)])
             owner, each = np.concatenate(tokens, axis=1) if tokens else np.zeros((2, 0), dtype=np.int64)
             table["tokens"] = np.bincount(owner, weights=each, minlength=count)
-            checksum = zlib.crc32(table.tobytes(), checksum)
             file.write(table.tobytes())
-            file.write(np.array([(count, empty, checksum)], dtype=_SUMS).tobytes())
+            sums = (count, empty, _checksum(checksum, table, empty=empty))
+            file.write(np.array([sums], dtype=_SUMS).tobytes())
         partial.rename(path)
 
     def _row(
@@ -230,6 +239,8 @@ def _work(connection: Connection, encoding: Encoding) -> None:
                 connection.send(None)
             except UserError as error:
                 connection.send(error.problems)
+            except OSError as error:
+                connection.send(error)
 
 
 def encode_blocks(blocks: Iterator[Block], encoding: Encoding, *, workers: int) -> Generator[Block, None, None]:
@@ -239,6 +250,7 @@ def encode_blocks(blocks: Iterator[Block], encoding: Encoding, *, workers: int) 
 
     Raises:
         UserError: a block cannot be encoded, or a worker was killed.
+        OSError: a file cannot be read or written, such as on a full disk.
     """
     if workers == 1:
         encoder = Encoder(encoding)
@@ -261,7 +273,8 @@ def encode_blocks(blocks: Iterator[Block], encoding: Encoding, *, workers: int) 
             else:
                 free, done = _next_done(busy)
                 yield done
-            free.send(block)
+            with contextlib.suppress(BrokenPipeError):  # it was killed: the wait for its answer says so
+                free.send(block)
             busy[free] = block
         while busy:
             yield _next_done(busy)[1]
@@ -277,12 +290,14 @@ def _next_done(busy: dict[Connection, Block]) -> tuple[Connection, Block]:
     assert isinstance(ready, Connection)
     block = busy.pop(ready)
     try:
-        problems = ready.recv()
+        answer = ready.recv()
     except (EOFError, ConnectionResetError) as error:
         raise UserError(
             "a worker was killed while it encoded, perhaps because memory ran out; the same command goes on with what "
             "is done, perhaps with fewer --workers"
         ) from error
-    if problems:
-        raise UserError(*problems)
+    if isinstance(answer, OSError):
+        raise answer
+    if answer:
+        raise UserError(*answer)
     return ready, block

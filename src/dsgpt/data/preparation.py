@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import json
 import os
+import secrets
 import shutil
 import sys
 import time
@@ -36,10 +37,19 @@ from dsgpt.common.text import REPOSITORY, counted, duration, next_line, script_w
 from dsgpt.data.blocks import BLOCK_BYTES, Block, Reading, blocks_of
 from dsgpt.data.download import folder_if_named, progress, set_name, with_bar
 from dsgpt.data.engine import FAST, open_engine
-from dsgpt.data.index import SourceEntry, index_path, relative, write_sources
+from dsgpt.data.index import SourceEntry, document_hash, index_path, relative, write_sources
 from dsgpt.data.merge import Documents, PartReader, divided, entries_of, gather, shuffle, without_duplicates
 from dsgpt.data.parts import Encoding, OnBadText, Part, encode_blocks, read_part
-from dsgpt.data.sources import EMBEDDED, HUB_SETS, STDIN, TRANSFORMERS_NAME, Source, downloaded_source, own_source
+from dsgpt.data.sources import (
+    EMBEDDED,
+    HUB_SETS,
+    STDIN,
+    TRANSFORMERS_NAME,
+    Document,
+    Source,
+    downloaded_source,
+    own_source,
+)
 from dsgpt.data.token_file import WIDTHS, Stamp, TokenFileWriter, TokenizerFacts, dtype_of, open_token_file
 from dsgpt.data.vocabulary import (
     SMALL_DOCUMENTS,
@@ -106,7 +116,9 @@ _DECIDING = ("text_key", "tokenizer", "vocab_size", "val_fraction", "seed", "num
 """The options that decide the output's bytes, beside the input."""
 _DECIDING_SINCE = ("split_by", "shuffle", "deduplicate", "on_bad_text", "special_tokens_in_text")
 """More of them; records of earlier versions lack these, so they are named only if they are not the default."""
-_LAYOUT = 1
+_ENCODING_FLAGS = ("--shard", "--workers")
+"""Those that the command of a merge lacks."""
+_LAYOUT = 2
 """Counts changes of the parts: parts of another layout are not used."""
 Identity: TypeAlias = dict[str, str | int | float | None]
 """Options and hashes of inputs, by name."""
@@ -336,7 +348,12 @@ class Place:
     def work(self, identity: Identity) -> Path:
         """The folder of parts that are done, until all files are complete."""
         facts = json.dumps([_LAYOUT, self.suffix, identity], sort_keys=True)
-        return self.folder / f".work-{hashlib.sha256(facts.encode()).hexdigest()[:16]}"
+        return self.folder / f".work{self.suffix}-{hashlib.sha256(facts.encode()).hexdigest()[:16]}"
+
+    def remove_work(self) -> None:
+        """Remove all folders of parts: also those of commands with other options, which were killed."""
+        for work in self.folder.glob(f".work{self.suffix}-*"):
+            remove(work)
 
     def complete(self) -> Preparation | None:
         """The record, if all files that it describes are there; otherwise None.
@@ -413,13 +430,13 @@ def main(argv: Sequence[str] | None = None, *, small: bool = False, merge: bool 
     with Lock.of_folder(place.folder, follow_link=True) as lock:
         if not lock.take(shared=options.shard is not None):
             raise UserError(f"{place.folder}: another preparation is writing there; wait until it ends")
+        files = _entries(source, place)
         identity = options.identity() | {"input": source.fingerprint(), "tokenizer": _fingerprint(options.tokenizer)}
         done = not options.overwrite and already_prepared(place, identity)
         work = place.work(identity)
-        for old in place.folder.glob(".work-*") if options.shard is None else ():
-            if done or old != work:
-                remove(old)
         if done:
+            if options.shard is None:
+                place.remove_work()
             _report(place, "already prepared:")
             return
         started = time.monotonic()
@@ -440,15 +457,15 @@ def main(argv: Sequence[str] | None = None, *, small: bool = False, merge: bool 
                 kept = [
                     word
                     for before, word in zip(["", *words], words, strict=False)
-                    if before != "--shard" and not word.startswith("--shard")
+                    if before not in _ENCODING_FLAGS and not word.startswith(_ENCODING_FLAGS)
                 ]
                 print(
                     f"encoded part {options.shard[0]} of {options.shard[1]} in {encoding.folder}; when all are encoded:"
                 )
                 print(next_line(script_words("data_prep/merge.py", *kept)))
                 return
-            counts = _write(options, source, place, vocabulary, identity, paths=paths)
-            remove(work)
+            counts = _write(options, source, place, vocabulary, identity, paths=paths, files=files)
+            place.remove_work()
         finally:
             if options.shard is None and not any(work.glob("*/part-*")):
                 remove(work)
@@ -497,7 +514,21 @@ def _source(options: PrepareOptions) -> Source:
 
 
 def _divided(options: PrepareOptions, source: Source) -> Divided:
-    return divide(source.documents(), val_fraction=options.val_fraction or _DEFAULT_VAL_FRACTION, seed=options.seed)
+    """The documents that are encoded, each with its split."""
+
+    def kept() -> Iterator[tuple[str | None, Document]]:
+        seen: set[int] = set()
+        for file in source.files:
+            for document in file.read(file):
+                if document.bad and options.on_bad_text == "skip":
+                    continue
+                if options.deduplicate:
+                    if (text := document_hash(document.text.encode())) in seen:
+                        continue
+                    seen.add(text)
+                yield file.split, replace(document, key=file.key) if options.split_by == "files" else document
+
+    return divide(kept(), val_fraction=_share(options), seed=options.seed)
 
 
 def _vocabulary(options: PrepareOptions, source: Source, place: Place, identity: Identity) -> Vocabulary:
@@ -509,7 +540,9 @@ def _vocabulary(options: PrepareOptions, source: Source, place: Place, identity:
     other = place.other.complete()
     if other and other.identity | {"--num_documents": None} == identity | {"--num_documents": None}:
         return open_vocabulary(place.tokenizer)
-    made, partial = (place.work(identity) / name for name in (TOKENIZER_FOLDER, f"{TOKENIZER_FOLDER}.{os.getpid()}"))
+    made, partial = (
+        place.work(identity) / name for name in (TOKENIZER_FOLDER, f"{TOKENIZER_FOLDER}.{secrets.token_hex(8)}")
+    )
     if made.exists():
         return open_vocabulary(made)
     if options.vocab_size is None:  # an existing tokenizer has its own
@@ -555,6 +588,8 @@ def _encoded(
         print(f"{FAST} is not installed: encoding with {engine.name}, several times slower (pip install {FAST})")
     width, share, total = WIDTHS[dtype_of(vocabulary.size)], _share(options), source.total_bytes()
     workers = options.workers or (len(os.sched_getaffinity(0)) if total > 2 * BLOCK_BYTES else 1)
+    if stdin := source.files[0].path == STDIN:
+        workers = 1  # no other process has it
     parts: dict[int, Part] = {}
     documents = 0
     with progress(total=total, description="encoding", unit="B") as bar:
@@ -579,11 +614,11 @@ def _encoded(
 
         with contextlib.closing(encode_blocks(missing(), encoding, workers=workers)) as done:
             for block in done:
-                note(block, read_part(encoding.path(block.number), width=width))
+                note(block, _part(encoding.path(block.number), width=width))
                 if options.num_documents is not None and _suffice(options, source, parts):
                     break
     lone = sum(len(part.rows) for part in parts.values()) == 1 and source.files[0].split is None
-    if lone and options.shard is None:
+    if lone and options.shard is None and not stdin:
         (number,) = (int(part.rows["file"][0]) for part in parts.values() if len(part.rows))
         reading = Reading(number=number, file=source.files[number], val_fraction=share)
         halves = Block(number=len(parts), first_byte=0, size=0, readings=(reading,))
@@ -597,6 +632,8 @@ def _suffice(options: PrepareOptions, source: Source, parts: dict[int, Part]) ->
     beginning = [parts[number] for number in range(len(parts)) if number in parts]
     if sorted(parts)[: len(beginning)] != list(range(len(beginning))):
         return False
+    if next((part.rows["more"][-1] for part in reversed(beginning) if len(part.rows)), 0):
+        return False  # the rest of the last document is in the next part
     documents = _documents(options, beginning)
     if len(documents.rows) <= SMALL_DOCUMENTS:
         return False  # the split of so few depends on whether there are more
@@ -628,10 +665,11 @@ def _write(
     identity: Identity,
     *,
     paths: list[Path],
+    files: list[SourceEntry],
 ) -> dict[str, int]:
     """Write all files from parts; return how many documents were left out or changed, by the reason."""
     width = WIDTHS[dtype_of(vocabulary.size)]
-    parts = [part for path in paths if (part := read_part(path, width=width))]
+    parts = [_part(path, width=width) for path in paths]
     documents = _documents(options, parts)
     if not len(documents.rows):
         raise UserError("the input holds no text: every document is empty")
@@ -641,12 +679,9 @@ def _write(
             raise UserError(f"the {split} split has no document; give more documents or change --val_fraction")
     name = TOKENIZER_FOLDER if options.tokenizer == TRAIN or Path(options.tokenizer).is_dir() else options.tokenizer
     about = TokenizerFacts(name=name, sha256=vocabulary.sha256)
-    files = [
-        SourceEntry(path="-", size=None, mtime_ns=None, unit=file.unit)
-        if file.path == STDIN
-        else SourceEntry(path=relative(file.path, place.folder), unit=file.unit, **Stamp.of(file.path)._asdict())
-        for file in source.files
-    ]
+    for file, before in zip(source.files, files, strict=True):
+        if file.path != STDIN and Stamp.of(file.path) != (before.size, before.mtime_ns):
+            raise UserError(f"{file.path}: changed while it was read; start again when no program writes to it")
     with contextlib.ExitStack() as stack:
         open_writer = partial(TokenFileWriter, vocab_size=vocabulary.size, eot_id=vocabulary.eot_id, tokenizer=about)
         writers = {
@@ -678,6 +713,22 @@ def _write(
     record = {"identity": identity, "tokenizer_sha256": vocabulary.sha256, "splits": splits}
     write_json_atomic(place.record, record | {"left_out_or_changed": documents.counts})
     return documents.counts
+
+
+def _entries(source: Source, place: Place) -> list[SourceEntry]:
+    """The files of ``source`` as they are now."""
+    return [
+        SourceEntry(path="-", size=None, mtime_ns=None, unit=file.unit)
+        if file.path == STDIN
+        else SourceEntry(path=relative(file.path, place.folder), unit=file.unit, **Stamp.of(file.path)._asdict())
+        for file in source.files
+    ]
+
+
+def _part(path: Path, *, width: int) -> Part:
+    if (part := read_part(path, width=width)) is None:
+        raise UserError(f"{path}: is missing or damaged; start again, which keeps the others")
+    return part
 
 
 def _report(place: Place, heading: str) -> None:

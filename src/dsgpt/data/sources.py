@@ -17,6 +17,7 @@ import re
 import sys
 import sysconfig
 import tokenize
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -134,6 +135,8 @@ class Source:
 
 
 _STREAM_BYTES = 1 << 20
+COMPRESSED = (".gz", ".zst")
+"""Endings of the names of compressed files."""
 RANGE_BYTES = 1 << 24
 """Least size of a range of rows."""
 
@@ -209,8 +212,25 @@ def _stdin() -> io.BufferedReader:
     return sys.stdin.buffer
 
 
-def _opened(path: Path) -> AbstractContextManager[IO[bytes]]:
-    """The bytes of a file of rows, decompressed if its name ends in ``.gz`` or ``.zst``; or of standard input."""
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[IO[bytes]]:
+    """The bytes of a file, decompressed if its name ends in ``.gz`` or ``.zst``; or of standard input.
+
+    Raises:
+        UserError: it is not compressed as its name says, or is cut off.
+    """
+    try:
+        with _decompressed(path) as opened:
+            yield opened
+    except (EOFError, OSError, zlib.error) as error:
+        if path.suffix not in COMPRESSED or getattr(error, "errno", None):  # those are of the disk
+            raise
+        raise UserError(
+            f"{path}: is not a readable {path.suffix} file ({error}); it may be cut off: compress or fetch it again"
+        ) from error
+
+
+def _decompressed(path: Path) -> AbstractContextManager[IO[bytes]]:
     if path == STDIN:
         return contextlib.nullcontext(_stdin())
     if path.suffix == ".gz":
@@ -292,13 +312,19 @@ def cut_parquet(file: SourceFile, *, text_key: str, strict: bool) -> Iterator[Ra
         first += count
 
 
-def _parquet(path: Path) -> Any:
-    """The open Parquet file."""
+@contextlib.contextmanager
+def _parquet(path: Path) -> Iterator[Any]:
+    """The open Parquet file.
+
+    Raises:
+        UserError: it cannot be read, now or while it is open.
+    """
     import pyarrow  # noqa: PLC0415 - a tenth of a second that only Parquet needs
     from pyarrow import parquet  # noqa: PLC0415
 
     try:
-        return parquet.ParquetFile(path)
+        with parquet.ParquetFile(path) as table:
+            yield table
     except (pyarrow.ArrowInvalid, OSError) as error:
         raise UserError(f"{path}: is not a readable Parquet file ({str(error).splitlines()[0]})") from error
 
@@ -325,12 +351,25 @@ def read_arrow(file: SourceFile, *, text_key: str, strict: bool = True) -> Itera
             yield Document(key=f"{file.key}:{row + 1}", text=text, source_bytes=len(text), place=row, bad=bad)
 
 
-def _arrow(path: Path) -> Any:
-    """The open Arrow file, a stream of record batches."""
+_END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
+
+
+@contextlib.contextmanager
+def _arrow(path: Path) -> Iterator[Any]:
+    """The open Arrow file, a stream of record batches.
+
+    Raises:
+        UserError: it cannot be read, now or while it is open; or does not say where it ends, as after a full disk.
+    """
     import pyarrow  # noqa: PLC0415 - as for Parquet
 
     try:
-        return pyarrow.ipc.open_stream(pyarrow.OSFile(str(path)))
+        with pyarrow.ipc.open_stream(pyarrow.OSFile(str(path))) as table:
+            with path.open("rb") as file:
+                file.seek(-len(_END_OF_STREAM), os.SEEK_END)
+                if file.read() != _END_OF_STREAM:
+                    raise pyarrow.ArrowInvalid("it is cut off: its end is missing")
+            yield table
     except (pyarrow.ArrowInvalid, OSError) as error:
         raise UserError(f"{path}: is not a readable Arrow stream ({str(error).splitlines()[0]})") from error
 
@@ -344,7 +383,8 @@ def found_key(path: Path) -> str:
     with contextlib.suppress(UserError, ValueError):
         if path.suffix in (".parquet", ".arrow"):
             if path.suffix == ".arrow":
-                schema = _arrow(path).schema
+                with _arrow(path) as table:
+                    schema = table.schema
             else:
                 with _parquet(path) as table:
                     schema = table.schema_arrow

@@ -143,6 +143,8 @@ def faults_of(contents: Contents) -> Iterator[str]:
         yield f"{card}: describes another file: remove it, and make it again with --card"
     if sidecar.eot_id is None:
         return
+    if sidecar.documents is not None and documents > sidecar.documents and _ends_are_of_index(contents.file):
+        return  # texts hold end-of-text tokens: --special_tokens_in_text
     if contents.unended:
         yield (
             f"{path}: its last {counted(contents.unended, 'id')} belong to a document without end: the end-of-text id "
@@ -162,6 +164,19 @@ def faults_of(contents: Contents) -> Iterator[str]:
             yield from error.problems
             return
         yield from _index_faults(contents.file, entries["tokens"])
+
+
+def _ends_are_of_index(file: TokenFile) -> bool:
+    """Whether there is an index, and each of its documents ends with an end-of-text id, the last of them the file."""
+    try:
+        ends = np.cumsum(open_index(file)["tokens"], dtype=np.int64) - 1
+    except TokenFileError:
+        return False
+    for start, ids in zip(itertools.count(0, CHUNK), _chunks(file)):
+        first, after = np.searchsorted(ends, [start, start + CHUNK])
+        if (ids[ends[first:after] - start] != file.sidecar.eot_id).any():
+            return False
+    return True
 
 
 def _index_faults(file: TokenFile, tokens: NDArray[np.uint32]) -> Iterator[str]:
