@@ -15,6 +15,8 @@ NAMES = {"pynvml": "nvidia-ml-py", "prometheus_client": "prometheus-client", "ya
 OPTIONAL = {
     "eval": {"lm_eval"},
     "dashboard": {"streamlit"},
+    "fast": {"gigatoken", "awkward"},
+    "engines": {"tiktoken"},
     "serve": {"starlette", "uvicorn", "prometheus-client", "httpx2", "h11"},
 }
 """The extras of features, and the packages that only the feature needs; the tests run with exact versions."""

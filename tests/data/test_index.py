@@ -1,6 +1,7 @@
 """The index of a token file: where each document comes from."""
 
 import hashlib
+import os
 from pathlib import Path
 
 import numpy as np
@@ -54,8 +55,10 @@ def test_the_list_of_sources(tmp_path: Path):
     (tmp_path / "out").mkdir()
     path = tmp_path / "out" / "a.bin"
     assert relative(tmp_path / "text" / "b.txt", path.parent) == "../text/b.txt"
-    files = [SourceEntry(path="../text/b.txt", size=3, mtime_ns=5, unit="byte")]
+    names = ("../text/b.txt", os.fsdecode(b"../caf\xe9 %41.txt"))
+    files = [SourceEntry(path=name, size=3, mtime_ns=5, unit="byte") for name in names]
     write_sources(path, files)
+    assert "file:../caf%E9%20%2541.txt" in (tmp_path / "out" / "a.sources.json").read_text(encoding="utf-8")
     assert read_sources(path) == files
     (tmp_path / "out" / "a.sources.json").write_text("{}")
     with pytest.raises(TokenFileError, match="is not a list of source files"):

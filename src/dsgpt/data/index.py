@@ -8,14 +8,15 @@ import functools
 import hashlib
 import os
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TypeAlias
+from urllib.parse import quote, unquote_to_bytes
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dsgpt.common.files import write_json_atomic
+from dsgpt.common.files import is_utf8, write_json_atomic
 from dsgpt.common.json_files import Count, read_or_refuse
 from dsgpt.data.token_file import TokenFile, TokenFileError
 
@@ -24,6 +25,7 @@ ENTRY = np.dtype([("hash", "<u8"), ("place", "<u8"), ("file", "<u4"), ("tokens",
 the source file; the number of that file. ``tokens`` counts its ids, with the end-of-text id."""
 MAX_SOURCES_BYTES = 1 << 30
 """The largest list that is read: ten million files with names of a hundred letters."""
+_ENCODED = "file:"
 Entries: TypeAlias = NDArray[np.void]
 """Of shape (documents,), dtype ``ENTRY``."""
 
@@ -48,7 +50,8 @@ class SourceEntry:
     """A source file, as it was when its text was encoded."""
 
     path: str
-    """Relative to the folder of the list, with forward slashes; ``-`` for standard input, or an address."""
+    """Relative to the folder of the list, with forward slashes; ``-`` for standard input, or an address. In the file a
+    name that is not UTF-8 is ``file:`` and its bytes, percent-encoded."""
     size: Count | None
     """Bytes; None if it is no file."""
     mtime_ns: int | None
@@ -79,7 +82,10 @@ def _resolved(folder: Path) -> Path:
 
 def write_sources(path: Path, files: Iterable[SourceEntry]) -> None:
     """Write the list of sources of the token file ``path``, durably."""
-    write_json_atomic(sources_path(path), asdict(SourceList(files=list(files))))
+    named = [
+        each if is_utf8(each.path) else replace(each, path=_ENCODED + quote(os.fsencode(each.path))) for each in files
+    ]
+    write_json_atomic(sources_path(path), asdict(SourceList(files=named)))
 
 
 def read_sources(path: Path) -> list[SourceEntry]:
@@ -93,7 +99,13 @@ def read_sources(path: Path) -> list[SourceEntry]:
         raise TokenFileError(f"{beside}: is missing; an older preparation wrote none: prepare again with --overwrite")
     cure = "; prepare again with --overwrite"
     what, most = "a list of source files", MAX_SOURCES_BYTES
-    return read_or_refuse(beside, SourceList, what, cure=cure, refusal=TokenFileError, max_bytes=most).files
+    read = read_or_refuse(beside, SourceList, what, cure=cure, refusal=TokenFileError, max_bytes=most)
+    return [
+        replace(each, path=os.fsdecode(unquote_to_bytes(each.path.removeprefix(_ENCODED))))
+        if each.path.startswith(_ENCODED)
+        else each
+        for each in read.files
+    ]
 
 
 def open_index(file: TokenFile) -> Entries:
