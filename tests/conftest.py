@@ -15,7 +15,7 @@ from scheduling import SHARED, folder_of, pytest_collection_modifyitems, pytest_
 from small_run import REPOSITORY, command_line, write_inputs
 from system_packages import MAY_LACK, command, lacking
 
-from dsgpt.benchmarks.cells import Corpus, prepare_corpus
+from dsgpt.benchmarks.cells import SEQUENCE, VALIDATION_WINDOWS, Corpus, cut_validation, prepare_corpus
 from dsgpt.common.command_line import raise_on_signals
 from dsgpt.training.command import train
 
@@ -48,9 +48,13 @@ def signals_of_a_script() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory) -> Corpus:
-    """The corpus of the suites: a few files of the standard library, with a tokenizer of 300 ids trained on them."""
+    """The corpus of the suites: a few files of the standard library, with a tokenizer of 300 ids trained on them.
+
+    Validation is as short as theirs: of the whole file it would take most of a training's time.
+    """
     with launches_fork():
-        return prepare_corpus(REPOSITORY, tmp_path_factory.mktemp("corpus"))
+        whole = prepare_corpus(REPOSITORY, tmp_path_factory.mktemp("corpus"))
+    return cut_validation(whole, windows=VALIDATION_WINDOWS, length=SEQUENCE)
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,6 @@ of a window counts. What a window has before its first end-of-text is a document
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import varlen
 
 
 class Documents:
@@ -39,6 +38,8 @@ class Documents:
         shape = q.transpose(1, 2).shape  # (B, T, nh, hs)
         q, k, v = (part.transpose(1, 2).flatten(0, 1) for part in (q, k, v))  # (B*T, nh, hs)
         if self._lengths is None:
+            from torch.nn.attention import varlen  # noqa: PLC0415 - imports Dynamo, for about a second
+
             bounds = self._bounds.int()
             y = varlen.varlen_attn(q, k, v, bounds, bounds, shape[1], shape[1], window_size=(-1, 0))
             assert isinstance(y, Tensor)  # more only if it is asked for

@@ -132,6 +132,8 @@ def build_strategy(config: RunConfig, device: torch.device) -> Strategy:
     Only its own module is imported, because DeepSpeed takes seconds.
     """
     sizes = config.topology.sizes
+    if config.run_type == "optimized":  # before a module of DeepSpeed's is imported, and with it its accelerator
+        importlib.import_module("dsgpt.strategies.deepspeed.setup").import_deepspeed(device)
     if config.run_type != "optimized":
         module, name = "pytorch", {"baseline": "Baseline", "ddp": "Ddp", "fsdp": "Fsdp"}[config.run_type]
     elif sizes.pipeline > 1:

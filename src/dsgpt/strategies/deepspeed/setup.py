@@ -149,8 +149,13 @@ def import_deepspeed(device: torch.device) -> Any:
     os.environ["DS_ACCELERATOR"] = device.type
     if device.type == "cuda":
         os.environ["LOCAL_RANK"] = str(device.index)  # from which DeepSpeed takes the number of the GPU
+    if hide_mlflow := "mlflow" not in sys.modules:  # DeepSpeed's autotuner imports it where it is installed, for 2 s
+        sys.modules["mlflow"] = None  # type: ignore[assignment]
     import deepspeed  # noqa: PLC0415 - reads DS_ACCELERATOR when imported
     import deepspeed.ops  # noqa: PLC0415
+
+    if hide_mlflow:
+        del sys.modules["mlflow"]
 
     _import_muon_uncompiled()
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
