@@ -1,5 +1,6 @@
 """``dsgpt data verify``: what it says of sound files, and a line for each fault, all at once."""
 
+import hashlib
 import json
 import re
 import shutil
@@ -59,18 +60,40 @@ def test_a_sound_preparation(prepared: Path, capsys):
     assert "checked 2 files: all is as noted beside them" in said
 
 
+def test_texts_are_compared_with_the_hashes_of_the_index(prepared: Path, tmp_path: Path, capsys):
+    """A fault if one differs. Without the tokenizer, or with one that changes texts, it says why they were not."""
+    folder = shutil.copytree(prepared, tmp_path / "data")
+    path, place, sidecar = folder / "val.bin", folder / "tokenizer" / "tokenizer.json", folder / "val.json"
+    check(path)
+    assert "texts      as the index notes them\n" in capsys.readouterr().out
+    entries = np.fromfile(path.with_suffix(".index"), ENTRY)
+    entries["hash"][-1] ^= 1
+    entries.tofile(path.with_suffix(".index"))
+    what = f"has other hashes than the text of 1 document of val.bin (number {len(entries) - 1})"
+    assert faults(path) == [f"{folder}/val.index: {what}; make the data again"]
+    place.write_text(json.dumps(json.loads(place.read_text()) | {"normalizer": {"type": "Lowercase"}}))
+    check(path)
+    assert f"texts      not compared: {folder}/tokenizer: is not the tokenizer" in capsys.readouterr().out
+    facts = json.loads(sidecar.read_text())
+    facts["tokenizer"]["sha256"] = hashlib.sha256(place.read_bytes()).hexdigest()
+    sidecar.write_text(json.dumps(facts))
+    check(path)
+    assert "not compared: its tokenizer does not give every text back unchanged" in capsys.readouterr().out
+
+
 def test_contents_are_counted_across_chunks(tmp_path: Path):
     documents = [[1, 2, 3], [1], [2] * 20, [1, 2, 3], [4] * 6]
-    contents = read_contents(open_token_file(tokens(tmp_path / "a.bin", *documents)))
+    file = open_token_file(tokens(tmp_path / "a.bin", *documents))
+    contents = read_contents(file)
     assert contents.frequencies.tolist() == [0, 3, 22, 2, 6, 0, 0, 0, 0, 5]
     assert (len(contents.hashes), contents.shortest, contents.longest, contents.unended) == (5, 2, 21, 0)
     assert len(set(contents.hashes.tolist())) == 4 and contents.hashes[0] == contents.hashes[3]
     assert contents.lengths.sum() == 5 and contents.lengths[2 * verify.BINS] == 2
     index(tmp_path / "a.bin", 4, 2, 21, 4, 7)
-    assert [*faults_of(contents)] == []
+    assert [*faults_of(read_contents(file))] == []
     index(tmp_path / "a.bin", 4, 2, 21, 5, 6)
-    assert [line.partition("; ")[0] for line in faults_of(contents)] == [
-        f"{tmp_path}/a.index: document 3 ends at token 32, in a.bin at 31"
+    assert [line.partition("; ")[0] for line in faults_of(read_contents(file))] == [
+        f"{tmp_path}/a.index: document 3 ends at token 31, which is no end-of-text id of its own"
     ]
     other = read_contents(open_token_file(tokens(tmp_path / "b.bin", [5], [4] * 6, [6], [7], [1, 2, 3], [1, 2])))
     assert shared_documents(contents.hashes, other.hashes) == [1, 4]
@@ -92,7 +115,7 @@ def test_every_fault_is_reported_at_once(tmp_path: Path):
         r"counted\.bin: has an empty document",
         r"endless\.bin: its largest id is 9, but its sidecar says a vocabulary of 3",
         r"endless\.bin: its last 2 ids belong to a document without end",
-        r"train\.index: document 0 ends at token 3, in train\.bin at 4",
+        r"train\.index: document 0 ends at token 2, which is no end-of-text id of its own",
         r"val\.index: has 2 documents with 5 tokens, val\.bin has 2 with 6",
         r"missing\.bin: cannot be read",
         r"val\.bin: shares 1 document \(number 1\) with .*train\.bin",

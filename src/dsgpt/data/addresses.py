@@ -53,6 +53,25 @@ class Address:
         return self.hash.to_bytes(8, "little").hex()
 
 
+def vocabulary_of(file: TokenFile) -> Vocabulary:
+    """The tokenizer that made the ids of ``file``, from the folder beside it.
+
+    Raises:
+        TokenFileError: there is none, or another one.
+    """
+    folder, facts = file.path.parent / TOKENIZER_FOLDER, file.sidecar.tokenizer
+    if facts is None:
+        raise TokenFileError(f"{file.path}: its sidecar names no tokenizer, so its text is unknown")
+    if not (folder / TOKENIZER).is_file() or sha256_of(folder / TOKENIZER) != facts.sha256:
+        raise TokenFileError(f"{folder}: is not the tokenizer that made {file.path.name}")
+    return open_vocabulary(folder)
+
+
+def decoded(vocabulary: Vocabulary, ids: NDArray[np.unsignedinteger]) -> str:
+    """The text of ``ids``, shape (n,), with its special tokens."""
+    return str(vocabulary.tokenizer.decode(ids.tolist(), skip_special_tokens=False))
+
+
 class Addresses:
     """The documents of a token file, by their number and by their tokens.
 
@@ -66,15 +85,10 @@ class Addresses:
     def __init__(self, file: TokenFile) -> None:
         if doubt := file.doubt():
             raise TokenFileError(f"{file.path}: {doubt}: check it first, with `dsgpt data verify {file.path}`")
-        self.file, self._sources, self._entries, self._ids = (
-            file,
-            read_sources(file.path),
-            open_index(file),
-            file.memmap(),
-        )
-        blocks = range(0, len(self._entries), _BLOCK)
-        sizes = [self._entries["tokens"][at : at + _BLOCK].sum(dtype=np.int64) for at in blocks]
-        self._starts = np.cumsum([0, *sizes])
+        self.file, self._ids = file, file.memmap()
+        self._sources, self._entries = read_sources(file.path), open_index(file)
+        self._blocks = [self._entries["tokens"][at : at + _BLOCK] for at in range(0, len(self._entries), _BLOCK)]
+        self._starts = np.cumsum([0, *(block.sum(dtype=np.int64) for block in self._blocks)])
         """The first token of every block of documents, and the end."""
         self._ends = lru_cache(maxsize=16)(self._ends_in)
 
@@ -82,8 +96,7 @@ class Addresses:
         return len(self._entries)
 
     def _ends_in(self, block: int) -> NDArray[np.int64]:
-        tokens = self._entries["tokens"][block * _BLOCK : (block + 1) * _BLOCK]
-        return np.asarray(self._starts[block] + np.cumsum(tokens, dtype=np.int64))
+        return np.asarray(self._starts[block] + np.cumsum(self._blocks[block], dtype=np.int64))
 
     def number_at(self, token: int) -> int:
         """The number of the document that a token belongs to.
@@ -116,17 +129,15 @@ class Addresses:
     @cached_property
     def vocabulary(self) -> Vocabulary | None:
         """The tokenizer beside the file; None if the sidecar names none, or another one is there."""
-        folder, facts = self.file.path.parent / TOKENIZER_FOLDER, self.file.sidecar.tokenizer
-        if facts is None or not (folder / TOKENIZER).is_file() or sha256_of(folder / TOKENIZER) != facts.sha256:
+        try:
+            return vocabulary_of(self.file)
+        except TokenFileError:
             return None
-        return open_vocabulary(folder)
 
     def text(self, start: int, stop: int) -> str:
         """The text of a range of tokens; without a tokenizer their ids."""
-        ids = self._ids[start:stop].tolist()
-        if self.vocabulary is None:
-            return f"ids {' '.join(map(str, ids))}"
-        return str(self.vocabulary.tokenizer.decode(ids, skip_special_tokens=False))
+        ids = self._ids[start:stop]
+        return decoded(self.vocabulary, ids) if self.vocabulary else f"ids {' '.join(map(str, ids.tolist()))}"
 
     def agreement(self, address: Address) -> str:
         """Whether a document's tokens, and its source as it is now, have the text that was prepared; in words."""

@@ -2,11 +2,13 @@
 
 It also looks for evaluation texts in them (``contamination.py``), and describes files that agree in a data card.
 
-Nothing but numbers of constant size and 8 bytes a document are kept, the latter in a temporary file. Imports no torch.
+Nothing but one document, numbers of constant size and 8 bytes a document are kept, the latter in a temporary file.
+Imports no torch.
 """
 
 import hashlib
 import itertools
+import json
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -20,13 +22,13 @@ from dsgpt.common.command_line import flag, read_options, whole
 from dsgpt.common.errors import Problems, UserError
 from dsgpt.common.files import write_atomic
 from dsgpt.common.text import counted, next_line, script_words
+from dsgpt.data.addresses import LONGEST, decoded, vocabulary_of
 from dsgpt.data.contamination import SHORTEST, Evaluation
 from dsgpt.data.download import progress
-from dsgpt.data.exchange import Foreign, documents_of
-from dsgpt.data.index import index_path, open_index, read_sources, sources_path
+from dsgpt.data.index import Entries, document_hash, index_path, open_index, read_sources, sources_path
 from dsgpt.data.sources import own_source
 from dsgpt.data.token_file import DTYPES, TokenFile, TokenFileError, open_token_file
-from dsgpt.data.vocabulary import Vocabulary, open_vocabulary
+from dsgpt.data.vocabulary import Vocabulary
 from dsgpt.formats.tokenizer_files import TOKENIZER_FOLDER
 
 DESCRIPTION = """\
@@ -72,7 +74,7 @@ class VerifyOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Contents:
-    """What a token file holds, read from its ids alone."""
+    """What a token file holds."""
 
     file: TokenFile
     frequencies: NDArray[np.int64]
@@ -87,41 +89,57 @@ class Contents:
     """Those of the longest."""
     unended: int
     """Ids after the last end-of-text id."""
+    of_index: tuple[str, ...]
+    """What is wrong with the index."""
+    uncompared: str
+    """Why the texts were not compared with the hashes in the index; empty if they were."""
 
 
 def read_contents(file: TokenFile, *, advance: Callable[[int], object] = lambda _: None) -> Contents:
-    """Read ``file`` once, a few megabytes at a time.
+    """Read ``file``, a few megabytes or a document at a time.
 
     Args:
         file: the token file.
-        advance: gets the number of bytes read since its last call.
+        advance: gets the number of bytes read since its last call; in the end twice those of the file.
     """
     frequencies, lengths = np.zeros(0, dtype=np.int64), np.zeros(32 * BINS, dtype=np.int64)
-    shortest = longest = begun = 0
-    spool, digest = tempfile.TemporaryFile(), hashlib.blake2b(digest_size=8)  # noqa: SIM115 - the memmap keeps it open
     for ids in _chunks(file):
         counts = np.bincount(ids, minlength=len(frequencies))
         counts[: len(frequencies)] += frequencies
-        frequencies, first = counts, 0
-        for end in np.flatnonzero(ids == file.sidecar.eot_id) + 1 if file.sidecar.eot_id is not None else ():
-            digest.update(ids[first:end].tobytes())
-            spool.write(digest.digest())
-            digest, tokens, begun, first = hashlib.blake2b(digest_size=8), begun + int(end) - first, 0, int(end)
-            shortest, longest = min(shortest or tokens, tokens), max(longest, tokens)
-            lengths[int(np.log2(tokens) * BINS)] += 1
-        digest.update(ids[first:].tobytes())
-        begun += len(ids) - first
+        frequencies = counts
         advance(ids.nbytes)
+    shortest = longest = unended = 0
+    entries, of_index = checked_index(file)
+    vocabulary, uncompared = _comparable(file, entries)
+    others: list[int] = []
+    spool = tempfile.TemporaryFile()  # noqa: SIM115 - the memmap keeps it open
+    for number, ids in enumerate(documents_of(file, entries)):
+        advance(ids.nbytes)
+        if ids[-1] != file.sidecar.eot_id:
+            unended = len(ids)
+            break
+        if entries is not None and vocabulary is not None:
+            if len(ids) > LONGEST:
+                uncompared = f"document {number:,}, which has {len(ids):,} tokens"
+            elif document_hash(decoded(vocabulary, ids[:-1]).encode()) != entries["hash"][number]:
+                others.append(number)
+        spool.write(hashlib.blake2b(ids.tobytes(), digest_size=8).digest())
+        shortest, longest = min(shortest or len(ids), len(ids)), max(longest, len(ids))
+        lengths[int(np.log2(len(ids)) * BINS)] += 1
     spool.flush()
-    documents = int(lengths.sum())
+    if others:
+        what = f"{counted(len(others), 'document')} of {file.path.name} ({_some(others)})"
+        of_index = (f"{index_path(file.path)}: has other hashes than the text of {what}; make the data again",)
     return Contents(
         file=file,
         frequencies=frequencies,
-        hashes=np.memmap(spool, dtype="<u8", mode="r") if documents else np.zeros(0, dtype="<u8"),
+        hashes=np.memmap(spool, dtype="<u8", mode="r") if longest else np.zeros(0, dtype="<u8"),
         lengths=lengths,
         shortest=shortest,
         longest=longest,
-        unended=begun if file.sidecar.eot_id is not None else 0,
+        unended=unended,
+        of_index=of_index,
+        uncompared=uncompared,
     )
 
 
@@ -130,6 +148,74 @@ def _chunks(file: TokenFile) -> Iterator[NDArray[np.unsignedinteger]]:
     dtype = np.dtype(DTYPES[file.sidecar.dtype])
     for start in range(0, file.tokens, CHUNK):
         yield np.fromfile(file.path, dtype=dtype, count=CHUNK, offset=start * dtype.itemsize)
+
+
+def checked_index(file: TokenFile) -> tuple[Entries | None, tuple[str, ...]]:
+    """The index of ``file``, if its documents end with end-of-text ids; otherwise a line that says what is wrong."""
+    if file.sidecar.eot_id is None or not index_path(file.path).exists():
+        return None, ()
+    try:
+        entries = open_index(file)
+    except TokenFileError as error:
+        return None, error.problems
+    ids, stop = file.memmap(), 0
+    for first in range(0, len(entries), BLOCK):
+        tokens = entries["tokens"][first : first + BLOCK]
+        stops = stop + np.cumsum(tokens, dtype=np.int64)
+        if wrong := np.flatnonzero((tokens == 0) | (ids[stops - 1] != file.sidecar.eot_id)).tolist():
+            number, end = first + wrong[0], stops[wrong[0]] - 1
+            what = f"document {number:,} ends at token {end:,}, which is no end-of-text id of its own"
+            return None, (f"{index_path(file.path)}: {what}; prepare again with --overwrite",)
+        stop = int(stops[-1])
+    return entries, ()
+
+
+def _comparable(file: TokenFile, entries: Entries | None) -> tuple[Vocabulary | None, str]:
+    """The tokenizer whose texts can be compared with the hashes in the index, or why there is none.
+
+    A byte-level tokenizer gives every text back, unless it normalizes the text, or adds or swallows spaces.
+    """
+    if entries is None:
+        return None, "there is no index of it"
+    try:
+        vocabulary = vocabulary_of(file)
+    except UserError as error:
+        return None, str(error)
+    state = json.loads(vocabulary.tokenizer.to_str())
+    exact = state["normalizer"] is None and (state["decoder"] or {}).get("type") == "ByteLevel"
+    exact &= '"add_prefix_space": true' not in json.dumps(state["pre_tokenizer"])
+    if not exact or any(token["lstrip"] or token["rstrip"] for token in state["added_tokens"]):
+        return None, "its tokenizer does not give every text back unchanged"
+    return vocabulary, ""
+
+
+def documents_of(file: TokenFile, entries: Entries | None) -> Iterator[NDArray[np.unsignedinteger]]:
+    """The ids of each document with its end-of-text id, and then those without one.
+
+    Args:
+        file: the token file; nothing is yielded if its end-of-text id is unknown.
+        entries: its index, by which texts may hold end-of-text tokens (``--special_tokens_in_text``).
+    """
+    dtype = np.dtype(DTYPES[file.sidecar.dtype])
+    with file.path.open("rb", buffering=CHUNK * dtype.itemsize) as data:
+        for tokens in _lengths(file, entries):
+            yield np.frombuffer(data.read(tokens * dtype.itemsize), dtype=dtype)
+
+
+def _lengths(file: TokenFile, entries: Entries | None) -> Iterator[int]:
+    if file.sidecar.eot_id is None:
+        return
+    start = 0
+    if entries is not None:
+        for first in range(0, len(entries), BLOCK):
+            yield from entries["tokens"][first : first + BLOCK].tolist()
+        return
+    for before, ids in zip(itertools.count(0, CHUNK), _chunks(file)):
+        for end in (before + np.flatnonzero(ids == file.sidecar.eot_id) + 1).tolist():
+            yield end - start
+            start = end
+    if start < file.tokens:
+        yield file.tokens - start
 
 
 def faults_of(contents: Contents) -> Iterator[str]:
@@ -141,57 +227,19 @@ def faults_of(contents: Contents) -> Iterator[str]:
     card = path.with_suffix(".card.md")
     if sidecar.sha256 and card.is_file() and sidecar.sha256 not in card.read_text(encoding="utf-8", errors="replace"):
         yield f"{card}: describes another file: remove it, and make it again with --card"
-    if sidecar.eot_id is None:
-        return
-    if sidecar.documents is not None and documents > sidecar.documents and _ends_are_of_index(contents.file):
-        return  # texts hold end-of-text tokens: --special_tokens_in_text
     if contents.unended:
         yield (
             f"{path}: its last {counted(contents.unended, 'id')} belong to a document without end: the end-of-text id "
             f"{sidecar.eot_id} must be the last; make the data again"
         )
-    if sidecar.documents is not None and documents + bool(contents.unended) != sidecar.documents:
+    if None not in (sidecar.eot_id, sidecar.documents) and documents + bool(contents.unended) != sidecar.documents:
         yield (
             f"{path}: has {documents:,} end-of-text ids, but its sidecar says {sidecar.documents:,} documents; make "
             "the data again"
         )
     if contents.shortest == 1:
         yield f"{path}: has an empty document, an end-of-text id that ends nothing; make the data again"
-    if index_path(path).exists():
-        try:
-            entries = open_index(contents.file)
-        except TokenFileError as error:
-            yield from error.problems
-            return
-        yield from _index_faults(contents.file, entries["tokens"])
-
-
-def _ends_are_of_index(file: TokenFile) -> bool:
-    """Whether there is an index, and each of its documents ends with an end-of-text id, the last of them the file."""
-    try:
-        ends = np.cumsum(open_index(file)["tokens"], dtype=np.int64) - 1
-    except TokenFileError:
-        return False
-    for start, ids in zip(itertools.count(0, CHUNK), _chunks(file)):
-        first, after = np.searchsorted(ends, [start, start + CHUNK])
-        if (ids[ends[first:after] - start] != file.sidecar.eot_id).any():
-            return False
-    return True
-
-
-def _index_faults(file: TokenFile, tokens: NDArray[np.uint32]) -> Iterator[str]:
-    """A line if the documents of the index do not end where those of the file do."""
-    number = end = 0
-    for start, ids in zip(itertools.count(0, CHUNK), _chunks(file)):
-        ends = start + np.flatnonzero(ids == file.sidecar.eot_id) + 1
-        noted = end + np.cumsum(tokens[number : number + len(ends)], dtype=np.int64)
-        if wrong := np.flatnonzero(noted != ends[: len(noted)]).tolist():
-            yield (
-                f"{index_path(file.path)}: document {number + wrong[0]:,} ends at token {noted[wrong[0]]:,}, in "
-                f"{file.path.name} at {ends[wrong[0]]:,}; prepare again with --overwrite"
-            )
-            return
-        number, end = number + len(ends), int(ends[-1]) if len(ends) else end
+    yield from contents.of_index
 
 
 def shared_documents(one: NDArray[np.uint64], other: NDArray[np.uint64]) -> list[int]:
@@ -220,33 +268,28 @@ def _overlap(one: Contents, other: Contents) -> Iterator[str]:
     if why := _incomparable(one, other):
         print(f"warning: {one.file.path} and {other.file.path}: not compared, because {why}", file=sys.stderr)
     elif shared := shared_documents(one.hashes, other.hashes):
-        names = f"{', '.join(f'{number:,}' for number in shared[:_NAMED])}{', ...' if len(shared) > _NAMED else ''}"
         yield (
-            f"{other.file.path}: shares {counted(len(shared), 'document')} (number {names}) with {one.file.path}: "
+            f"{other.file.path}: shares {counted(len(shared), 'document')} ({_some(shared)}) with {one.file.path}: "
             "validation would measure what training has read; remove copies from the text, and prepare again"
         )
 
 
-def _vocabulary(file: TokenFile) -> Vocabulary:
-    """The tokenizer that made the ids, from the folder beside the file.
+def _some(numbers: Sequence[int]) -> str:
+    """``number 1, 5, 7, ...``."""
+    return f"number {', '.join(f'{number:,}' for number in numbers[:_NAMED])}{', ...' if numbers[_NAMED:] else ''}"
+
+
+def _texts_of(file: TokenFile) -> Iterator[str]:
+    """The text of each document, without its end-of-text token.
 
     Raises:
-        UserError: there is none, or another one.
+        UserError: nothing says which tokenizer made the ids.
     """
-    if file.sidecar.tokenizer is None:
-        raise TokenFileError(f"{file.path}: its sidecar names no tokenizer, so its text is unknown")
-    vocabulary = open_vocabulary(file.path.parent / TOKENIZER_FOLDER)
-    if vocabulary.sha256 != file.sidecar.tokenizer.sha256:
-        raise TokenFileError(f"{vocabulary.folder}: is not the tokenizer that made {file.path.name}")
-    return vocabulary
-
-
-def _excerpt(file: TokenFile, tokens: int) -> str:
-    """The text of the first ``tokens`` ids, or why it is unknown."""
-    try:
-        return repr(_vocabulary(file).tokenizer.decode(file.memmap()[:tokens].tolist(), skip_special_tokens=False))
-    except UserError as error:
-        return f"unknown: {error}"
+    vocabulary = vocabulary_of(file)
+    with progress(total=file.size_bytes, description=f"comparing {file.path.name}", unit="B") as bar:
+        for ids in documents_of(file, checked_index(file)[0]):
+            yield decoded(vocabulary, ids[:-1])
+            bar.update(ids.nbytes)
 
 
 def _contamination(file: TokenFile, against: Sequence[Path]) -> Iterator[str]:
@@ -255,17 +298,13 @@ def _contamination(file: TokenFile, against: Sequence[Path]) -> Iterator[str]:
     Raises:
         UserError: the texts, or the text of the file, cannot be read.
     """
-    vocabulary, sets = _vocabulary(file), {path: Evaluation() for path in against}
+    sets = {path: Evaluation() for path in against}
     for path, texts in sets.items():
         source = own_source((path,), text_key="text", output_dir=path / TOKENIZER_FOLDER)
         texts.add(document.text for _, document in source.documents())
-    documents = documents_of(Foreign(form="dsgpt", ids=file.memmap()), eot_id=vocabulary.eot_id)
-    with progress(total=file.size_bytes, description=f"comparing {file.path.name}", unit="B") as bar:
-        for number, ids in enumerate(documents):
-            text = vocabulary.tokenizer.decode(ids.tolist())
-            for texts in sets.values():
-                texts.read(text, document=number)
-            bar.update(ids.nbytes)
+    for number, text in enumerate(_texts_of(file)):
+        for texts in sets.values():
+            texts.read(text, document=number)
     for path, texts in sets.items():
         short = f"; {texts.too_short:,} have fewer than {SHORTEST} words" if texts.too_short else ""
         print(f"{file.path}: compared with {counted(texts.texts, 'text')} of {path}{short}")
@@ -304,21 +343,43 @@ def _card(contents: Contents, options: VerifyOptions, *, compared: Sequence[Path
     )
 
 
-def _say(contents: Contents, *, excerpt: int, sha256: str) -> None:
-    """Print what a file holds."""
-    file, sidecar, documents = contents.file, contents.file.sidecar, len(contents.hashes)
-    used, largest = np.count_nonzero(contents.frequencies), len(contents.frequencies) - 1
+def _verified(path: Path, options: VerifyOptions, problems: Problems) -> Contents | None:
+    """The contents of a file, printed; None if it cannot be read. What is wrong with it is added to ``problems``."""
+    try:
+        file = open_token_file(path)
+    except TokenFileError as error:
+        problems.add(*error.problems)
+        return None
+    sha256 = ""
+    with progress(total=3 * file.size_bytes, description=f"reading {path.name}", unit="B") as bar:
+        try:
+            sha256 = file.verified_sha256(bar.update)
+        except TokenFileError as error:
+            problems.add(*error.problems)
+        contents = read_contents(file, advance=bar.update)
+    problems.add(*(faults := [*faults_of(contents)]))
+    if not sha256 or faults:
+        return contents
+    sidecar, documents = file.sidecar, len(contents.hashes)
     of = f" of {sidecar.vocab_size:,}" if sidecar.vocab_size else ""
     many = "unknown: nothing beside the file says which id ends one"
     if sidecar.eot_id is not None:
         mean = f", {file.tokens / documents:,.0f} on average" if documents else ""
         many = f"{documents:,}, of {contents.shortest:,} to {contents.longest:,} tokens{mean}"
-    print(f"{file.path}: {counted(file.tokens, 'token')}, {sidecar.dtype}, sha256 {sha256}")
+    print(f"{path}: {counted(file.tokens, 'token')}, {sidecar.dtype}, sha256 {sha256}")
     print(f"  documents  {many}")
-    print(f"  ids        {used:,}{of} are used, up to {largest:,}")
+    print(
+        f"  ids        {np.count_nonzero(contents.frequencies):,}{of} are used, up to {len(contents.frequencies) - 1:,}"
+    )
     print(f"  source     {sidecar.source or 'not noted'}")
-    if excerpt:
-        print(f"  begins     {_excerpt(file, excerpt)}", flush=True)
+    print(f"  texts      {contents.uncompared and 'not compared: '}{contents.uncompared or 'as the index notes them'}")
+    if options.excerpt:
+        try:
+            begins = repr(decoded(vocabulary_of(file), file.memmap()[: options.excerpt]))
+        except UserError as error:
+            begins = f"unknown: {error}"
+        print(f"  begins     {begins}", flush=True)
+    return contents
 
 
 def main(words: Sequence[str] | None = None, *, draw: Callable[[Sequence[Contents], Path], None]) -> None:
@@ -360,23 +421,3 @@ def main(words: Sequence[str] | None = None, *, draw: Callable[[Sequence[Content
         f"checked {counted(len(read), 'file')}: {'all is as noted' if len(noted) == len(read) else found} beside them"
     )
     print(next_line(script_words("src/gpt2.py", "--train_data_path", read[0].file.path, "--dry_run")))
-
-
-def _verified(path: Path, options: VerifyOptions, problems: Problems) -> Contents | None:
-    """The contents of a file, printed; None if it cannot be read. What is wrong with it is added to ``problems``."""
-    try:
-        file = open_token_file(path)
-    except TokenFileError as error:
-        problems.add(*error.problems)
-        return None
-    sha256 = ""
-    with progress(total=2 * file.size_bytes, description=f"reading {path.name}", unit="B") as bar:
-        try:
-            sha256 = file.verified_sha256(bar.update)
-        except TokenFileError as error:
-            problems.add(*error.problems)
-        contents = read_contents(file, advance=bar.update)
-    problems.add(*(faults := [*faults_of(contents)]))
-    if sha256 and not faults:
-        _say(contents, excerpt=options.excerpt, sha256=sha256)
-    return contents
