@@ -90,6 +90,17 @@ def test_another_file_ends_the_run(reader, tmp_path, change, opened, snapshot):
     assert without_paths(str(caught.value), tmp_path) == snapshot
 
 
+def test_a_mount_that_vanishes_behind_a_read_is_named(reader, monkeypatch, tmp_path):
+    def stale(descriptor: int) -> os.stat_result:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    read(reader)
+    with monkeypatch.context() as patch, pytest.raises(TokenFileError) as caught:
+        patch.setattr(os, "fstat", stale)
+        reader.check()
+    assert str(caught.value).startswith(f"{tmp_path}/a.bin: cannot be looked at any more (Stale file handle): bring")
+
+
 def test_a_read_that_stalls_is_named(reader, monkeypatch, caplog, tmp_path):
     monkeypatch.setattr(token_reader, "STALL_SEC", 0.2)
     monkeypatch.setattr(token_reader, "_watched_process", 0)  # its thread is a new one

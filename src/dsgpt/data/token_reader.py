@@ -85,11 +85,17 @@ class TokenReader:
             offset: the byte at which it was noticed.
 
         Raises:
-            TokenFileError: its size or its time of change is another.
+            TokenFileError: its size or its time of change is another, or cannot be read.
         """
         if self._descriptor is None:
             return
-        status = os.fstat(self._descriptor)
+        try:
+            status = os.fstat(self._descriptor)
+        except OSError as error:
+            if offset is not None:
+                raise  # for another try
+            what = f"{self.file.path}: cannot be looked at any more ({error.strerror})"
+            raise TokenFileError(f"{what}: bring the file or its disk back, and --resume") from error
         if (now := Stamp(status.st_size, status.st_mtime_ns)) == self.file.stamp:
             return
         other_size = f"has {now.size:,} bytes now, not {self.file.size_bytes:,}"

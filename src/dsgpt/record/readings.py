@@ -4,11 +4,12 @@ The order of the samples is a pure function of the seed and the step. So the rec
 of its steps read, and each of its ranks, across resumes on other ranks and with other data. Imports no torch.
 """
 
+import contextlib
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -114,6 +115,14 @@ class Reading:
         self.phases = tuple(zip([1, *(end + 1 for end in ends)], ends, hashes, strict=False))
         """First step, last step and the SHA-256 of the data of each phase."""
         self._opened = cache(self._open)
+
+    @cached_property
+    def taken(self) -> int:
+        """The last step that is recorded as taken; 0 if none is."""
+        steps = [each.whole("last_step") or 0 for each in self._record.sections("segments")]
+        with contextlib.suppress(OSError):  # the file may not be there
+            steps += [line["step"] for line in read_steps(self.run_dir / STEPS_FILE)]
+        return max(steps, default=0)
 
     def phase(self, step: int) -> Phase:
         """The phase that ``step`` belongs to.
