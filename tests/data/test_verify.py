@@ -16,14 +16,13 @@ from dsgpt.data import verify
 from dsgpt.data.contamination import Evaluation, words_of
 from dsgpt.data.index import ENTRY
 from dsgpt.data.token_file import open_token_file
-from dsgpt.data.verify import faults_of, read_contents, shared_documents
+from dsgpt.data.verify import faults_of, read_contents
 
 
 @pytest.fixture(autouse=True)
 def short_chunks(monkeypatch):
-    """Documents and blocks of hashes go across many reads."""
+    """Documents go across many reads."""
     monkeypatch.setattr(verify, "CHUNK", 7)
-    monkeypatch.setattr(verify, "BLOCK", 2)
 
 
 def check(*words: object) -> None:
@@ -86,17 +85,17 @@ def test_contents_are_counted_across_chunks(tmp_path: Path):
     file = open_token_file(tokens(tmp_path / "a.bin", *documents))
     contents = read_contents(file)
     assert contents.frequencies.tolist() == [0, 3, 22, 2, 6, 0, 0, 0, 0, 5]
-    assert (len(contents.hashes), contents.shortest, contents.longest, contents.unended) == (5, 2, 21, 0)
+    assert contents.sizes.tolist() == [4, 2, 21, 4, 7]
     assert len(set(contents.hashes.tolist())) == 4 and contents.hashes[0] == contents.hashes[3]
-    assert contents.lengths.sum() == 5 and contents.lengths[2 * verify.BINS] == 2
     index(tmp_path / "a.bin", 4, 2, 21, 4, 7)
     assert [*faults_of(read_contents(file))] == []
     index(tmp_path / "a.bin", 4, 2, 21, 5, 6)
     assert [line.partition("; ")[0] for line in faults_of(read_contents(file))] == [
-        f"{tmp_path}/a.index: document 3 ends at token 31, which is no end-of-text id of its own"
+        f"{tmp_path}/a.index: document 3 ends at token 32, in a.bin at 31"
     ]
-    other = read_contents(open_token_file(tokens(tmp_path / "b.bin", [5], [4] * 6, [6], [7], [1, 2, 3], [1, 2])))
-    assert shared_documents(contents.hashes, other.hashes) == [1, 4]
+    other = tokens(tmp_path / "b.bin", [5], [4] * 6, [6], [7], [1, 2, 3], [1, 2])
+    index(tmp_path / "a.bin", 4, 2, 21, 4, 7)
+    assert "b.bin: shares 2 documents (number 1, 4) with " in faults(file.path, other)[0]
 
 
 def test_every_fault_is_reported_at_once(tmp_path: Path):
@@ -115,7 +114,7 @@ def test_every_fault_is_reported_at_once(tmp_path: Path):
         r"counted\.bin: has an empty document",
         r"endless\.bin: its largest id is 9, but its sidecar says a vocabulary of 3",
         r"endless\.bin: its last 2 ids belong to a document without end",
-        r"train\.index: document 0 ends at token 2, which is no end-of-text id of its own",
+        r"train\.index: document 0 ends at token 3, in train\.bin at 4",
         r"val\.index: has 2 documents with 5 tokens, val\.bin has 2 with 6",
         r"missing\.bin: cannot be read",
         r"val\.bin: shares 1 document \(number 1\) with .*train\.bin",

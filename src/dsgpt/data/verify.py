@@ -2,15 +2,13 @@
 
 It also looks for evaluation texts in them (``contamination.py``), and describes files that agree in a data card.
 
-Nothing but one document, numbers of constant size and 8 bytes a document are kept, the latter in a temporary file.
-Imports no torch.
+Keeps one document in memory, and about 40 bytes a document. Imports no torch.
 """
 
 import hashlib
 import itertools
 import json
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,10 +41,6 @@ examples:
 
 CHUNK = 1 << 22
 """Ids that are read at once."""
-BLOCK = 1 << 22
-"""Document hashes of each file that are compared at once."""
-BINS = 8
-"""Bins of document lengths per factor of two."""
 _NAMED = 3
 """Most documents that a line names."""
 
@@ -79,20 +73,20 @@ class Contents:
     file: TokenFile
     frequencies: NDArray[np.int64]
     """How often each id occurs, from 0 to the largest, shape (ids,)."""
+    sizes: NDArray[np.int64]
+    """Tokens of each document with its end-of-text id, shape (documents,); none if that id is unknown."""
     hashes: NDArray[np.uint64]
-    """A hash of the ids of each document, shape (documents,), on disk; none if the end-of-text id is unknown."""
-    lengths: NDArray[np.int64]
-    """Documents by length: element i counts those of at least 2**(i / BINS) tokens that no later element counts."""
-    shortest: int
-    """Tokens of the shortest document, with its end-of-text id; 0 if there is none."""
-    longest: int
-    """Those of the longest."""
-    unended: int
-    """Ids after the last end-of-text id."""
+    """A hash of the ids of each document, same shape."""
     of_index: tuple[str, ...]
     """What is wrong with the index."""
     uncompared: str
     """Why the texts were not compared with the hashes in the index; empty if they were."""
+
+    @property
+    def documents(self) -> str:
+        """``5, of 2 to 21 tokens``."""
+        span = f", of {self.sizes.min():,} to {self.sizes.max():,} tokens" if len(self.sizes) else ""
+        return f"{len(self.sizes):,}{span}"
 
 
 def read_contents(file: TokenFile, *, advance: Callable[[int], object] = lambda _: None) -> Contents:
@@ -102,72 +96,56 @@ def read_contents(file: TokenFile, *, advance: Callable[[int], object] = lambda 
         file: the token file.
         advance: gets the number of bytes read since its last call; in the end twice those of the file.
     """
-    frequencies, lengths = np.zeros(0, dtype=np.int64), np.zeros(32 * BINS, dtype=np.int64)
-    for ids in _chunks(file):
+    frequencies, dtype = np.zeros(0, dtype=np.int64), np.dtype(DTYPES[file.sidecar.dtype])
+    found, of_index, entries = [frequencies], tuple[str, ...](), None
+    for start in range(0, file.tokens, CHUNK):  # read and not mapped: mapped pages would count as memory
+        ids = np.fromfile(file.path, dtype=dtype, count=CHUNK, offset=start * dtype.itemsize)
         counts = np.bincount(ids, minlength=len(frequencies))
         counts[: len(frequencies)] += frequencies
         frequencies = counts
+        found.append(start + np.flatnonzero(ids == file.sidecar.eot_id) + 1)
         advance(ids.nbytes)
-    shortest = longest = unended = 0
-    entries, of_index = checked_index(file)
-    vocabulary, uncompared = _comparable(file, entries)
-    others: list[int] = []
-    spool = tempfile.TemporaryFile()  # noqa: SIM115 - the memmap keeps it open
-    for number, ids in enumerate(documents_of(file, entries)):
+    stops = np.concatenate(found)
+    try:
+        if len(stops) and index_path(file.path).exists():
+            entries = _checked_index(file, stops)
+            stops = np.cumsum(entries["tokens"], dtype=np.int64)
+    except TokenFileError as error:
+        of_index = error.problems
+    sizes, others = np.diff(stops, prepend=0), list[int]()
+    hashes, (vocabulary, uncompared) = np.empty(len(sizes), dtype=np.uint64), _comparable(file, entries)
+    for number, ids in enumerate(documents_of(file, sizes)):
         advance(ids.nbytes)
-        if ids[-1] != file.sidecar.eot_id:
-            unended = len(ids)
-            break
+        hashes[number] = int.from_bytes(hashlib.blake2b(ids.tobytes(), digest_size=8).digest(), "little")
         if entries is not None and vocabulary is not None:
             if len(ids) > LONGEST:
                 uncompared = f"document {number:,}, which has {len(ids):,} tokens"
             elif document_hash(decoded(vocabulary, ids[:-1]).encode()) != entries["hash"][number]:
                 others.append(number)
-        spool.write(hashlib.blake2b(ids.tobytes(), digest_size=8).digest())
-        shortest, longest = min(shortest or len(ids), len(ids)), max(longest, len(ids))
-        lengths[int(np.log2(len(ids)) * BINS)] += 1
-    spool.flush()
     if others:
         what = f"{counted(len(others), 'document')} of {file.path.name} ({_some(others)})"
         of_index = (f"{index_path(file.path)}: has other hashes than the text of {what}; make the data again",)
     return Contents(
-        file=file,
-        frequencies=frequencies,
-        hashes=np.memmap(spool, dtype="<u8", mode="r") if longest else np.zeros(0, dtype="<u8"),
-        lengths=lengths,
-        shortest=shortest,
-        longest=longest,
-        unended=unended,
-        of_index=of_index,
-        uncompared=uncompared,
+        file=file, frequencies=frequencies, sizes=sizes, hashes=hashes, of_index=of_index, uncompared=uncompared
     )
 
 
-def _chunks(file: TokenFile) -> Iterator[NDArray[np.unsignedinteger]]:
-    """The ids, read and not mapped: mapped pages would count as memory of this process."""
-    dtype = np.dtype(DTYPES[file.sidecar.dtype])
-    for start in range(0, file.tokens, CHUNK):
-        yield np.fromfile(file.path, dtype=dtype, count=CHUNK, offset=start * dtype.itemsize)
+def _checked_index(file: TokenFile, stops: NDArray[np.int64]) -> Entries:
+    """The index of ``file``, whose end-of-text ids are before the tokens ``stops``; texts may hold some of these ids.
 
-
-def checked_index(file: TokenFile) -> tuple[Entries | None, tuple[str, ...]]:
-    """The index of ``file``, if its documents end with end-of-text ids; otherwise a line that says what is wrong."""
-    if file.sidecar.eot_id is None or not index_path(file.path).exists():
-        return None, ()
-    try:
-        entries = open_index(file)
-    except TokenFileError as error:
-        return None, error.problems
-    ids, stop = file.memmap(), 0
-    for first in range(0, len(entries), BLOCK):
-        tokens = entries["tokens"][first : first + BLOCK]
-        stops = stop + np.cumsum(tokens, dtype=np.int64)
-        if wrong := np.flatnonzero((tokens == 0) | (ids[stops - 1] != file.sidecar.eot_id)).tolist():
-            number, end = first + wrong[0], stops[wrong[0]] - 1
-            what = f"document {number:,} ends at token {end:,}, which is no end-of-text id of its own"
-            return None, (f"{index_path(file.path)}: {what}; prepare again with --overwrite",)
-        stop = int(stops[-1])
-    return entries, ()
+    Raises:
+        TokenFileError: it is another file's, or a document of it ends elsewhere.
+    """
+    entries = open_index(file)
+    ends = np.cumsum(entries["tokens"], dtype=np.int64)
+    if wrong := np.flatnonzero(~np.isin(ends, stops) | (entries["tokens"] == 0)).tolist():
+        number, end = wrong[0], ends[wrong[0]]
+        there = next(iter(stops[stops > end - entries["tokens"][number]]), file.tokens)
+        raise TokenFileError(
+            f"{index_path(file.path)}: document {number:,} ends at token {end:,}, in {file.path.name} at {there:,}; "
+            "prepare again with --overwrite"
+        )
+    return entries
 
 
 def _comparable(file: TokenFile, entries: Entries | None) -> tuple[Vocabulary | None, str]:
@@ -189,69 +167,37 @@ def _comparable(file: TokenFile, entries: Entries | None) -> tuple[Vocabulary | 
     return vocabulary, ""
 
 
-def documents_of(file: TokenFile, entries: Entries | None) -> Iterator[NDArray[np.unsignedinteger]]:
-    """The ids of each document with its end-of-text id, and then those without one.
-
-    Args:
-        file: the token file; nothing is yielded if its end-of-text id is unknown.
-        entries: its index, by which texts may hold end-of-text tokens (``--special_tokens_in_text``).
-    """
+def documents_of(file: TokenFile, sizes: NDArray[np.int64]) -> Iterator[NDArray[np.unsignedinteger]]:
+    """The ids of each document of ``file``, with its end-of-text id."""
     dtype = np.dtype(DTYPES[file.sidecar.dtype])
-    with file.path.open("rb", buffering=CHUNK * dtype.itemsize) as data:
-        for tokens in _lengths(file, entries):
+    with file.path.open("rb", buffering=CHUNK) as data:
+        for tokens in map(int, sizes):
             yield np.frombuffer(data.read(tokens * dtype.itemsize), dtype=dtype)
-
-
-def _lengths(file: TokenFile, entries: Entries | None) -> Iterator[int]:
-    if file.sidecar.eot_id is None:
-        return
-    start = 0
-    if entries is not None:
-        for first in range(0, len(entries), BLOCK):
-            yield from entries["tokens"][first : first + BLOCK].tolist()
-        return
-    for before, ids in zip(itertools.count(0, CHUNK), _chunks(file)):
-        for end in (before + np.flatnonzero(ids == file.sidecar.eot_id) + 1).tolist():
-            yield end - start
-            start = end
-    if start < file.tokens:
-        yield file.tokens - start
 
 
 def faults_of(contents: Contents) -> Iterator[str]:
     """A line for everything in which the ids differ from the sidecar or the index, or are no whole documents."""
-    path, sidecar = contents.file.path, contents.file.sidecar
-    largest, documents = len(contents.frequencies) - 1, len(contents.hashes)
-    if sidecar.vocab_size is not None and largest >= sidecar.vocab_size:
+    path, sidecar, sizes = contents.file.path, contents.file.sidecar, contents.sizes
+    if sidecar.vocab_size is not None and len(contents.frequencies) > sidecar.vocab_size:
+        largest = len(contents.frequencies) - 1
         yield f"{path}: its largest id is {largest}, but its sidecar says a vocabulary of {sidecar.vocab_size}"
     card = path.with_suffix(".card.md")
     if sidecar.sha256 and card.is_file() and sidecar.sha256 not in card.read_text(encoding="utf-8", errors="replace"):
         yield f"{card}: describes another file: remove it, and make it again with --card"
-    if contents.unended:
+    unended = contents.file.tokens - int(sizes.sum()) if sidecar.eot_id is not None else 0
+    if unended:
         yield (
-            f"{path}: its last {counted(contents.unended, 'id')} belong to a document without end: the end-of-text id "
+            f"{path}: its last {counted(unended, 'id')} belong to a document without end: the end-of-text id "
             f"{sidecar.eot_id} must be the last; make the data again"
         )
-    if None not in (sidecar.eot_id, sidecar.documents) and documents + bool(contents.unended) != sidecar.documents:
+    if None not in (sidecar.eot_id, sidecar.documents) and len(sizes) + bool(unended) != sidecar.documents:
         yield (
-            f"{path}: has {documents:,} end-of-text ids, but its sidecar says {sidecar.documents:,} documents; make "
+            f"{path}: has {len(sizes):,} end-of-text ids, but its sidecar says {sidecar.documents:,} documents; make "
             "the data again"
         )
-    if contents.shortest == 1:
+    if (sizes == 1).any():
         yield f"{path}: has an empty document, an end-of-text id that ends nothing; make the data again"
     yield from contents.of_index
-
-
-def shared_documents(one: NDArray[np.uint64], other: NDArray[np.uint64]) -> list[int]:
-    """The numbers of the documents of ``other`` whose hash is in ``one``, compared a block at a time."""
-    found: list[int] = []
-    for at in range(0, len(other), BLOCK):
-        block = np.array(other[at : at + BLOCK])
-        shared = np.zeros(len(block), dtype=bool)
-        for start in range(0, len(one), BLOCK):
-            shared |= np.isin(block, one[start : start + BLOCK])
-        found += (at + np.flatnonzero(shared)).tolist()
-    return found
 
 
 def _incomparable(one: Contents, other: Contents) -> str:
@@ -267,7 +213,7 @@ def _overlap(one: Contents, other: Contents) -> Iterator[str]:
     """A line if a document is in both files."""
     if why := _incomparable(one, other):
         print(f"warning: {one.file.path} and {other.file.path}: not compared, because {why}", file=sys.stderr)
-    elif shared := shared_documents(one.hashes, other.hashes):
+    elif shared := np.flatnonzero(np.isin(other.hashes, one.hashes)).tolist():
         yield (
             f"{other.file.path}: shares {counted(len(shared), 'document')} ({_some(shared)}) with {one.file.path}: "
             "validation would measure what training has read; remove copies from the text, and prepare again"
@@ -279,30 +225,30 @@ def _some(numbers: Sequence[int]) -> str:
     return f"number {', '.join(f'{number:,}' for number in numbers[:_NAMED])}{', ...' if numbers[_NAMED:] else ''}"
 
 
-def _texts_of(file: TokenFile) -> Iterator[str]:
+def _texts_of(contents: Contents) -> Iterator[str]:
     """The text of each document, without its end-of-text token.
 
     Raises:
         UserError: nothing says which tokenizer made the ids.
     """
-    vocabulary = vocabulary_of(file)
+    file, vocabulary = contents.file, vocabulary_of(contents.file)
     with progress(total=file.size_bytes, description=f"comparing {file.path.name}", unit="B") as bar:
-        for ids in documents_of(file, checked_index(file)[0]):
+        for ids in documents_of(file, contents.sizes):
             yield decoded(vocabulary, ids[:-1])
             bar.update(ids.nbytes)
 
 
-def _contamination(file: TokenFile, against: Sequence[Path]) -> Iterator[str]:
+def _contamination(contents: Contents, against: Sequence[Path]) -> Iterator[str]:
     """A line for each of the evaluation sets ``against`` of which the file has texts; prints what was compared.
 
     Raises:
         UserError: the texts, or the text of the file, cannot be read.
     """
-    sets = {path: Evaluation() for path in against}
+    file, sets = contents.file, {path: Evaluation() for path in against}
     for path, texts in sets.items():
         source = own_source((path,), text_key="text", output_dir=path / TOKENIZER_FOLDER)
         texts.add(document.text for _, document in source.documents())
-    for number, text in enumerate(_texts_of(file)):
+    for number, text in enumerate(_texts_of(contents)):
         for texts in sets.values():
             texts.read(text, document=number)
     for path, texts in sets.items():
@@ -328,7 +274,7 @@ def _card(contents: Contents, options: VerifyOptions, *, compared: Sequence[Path
         "source": sidecar.source or "not noted",
         "source files": files,
         "licence": options.card,
-        "documents": f"{len(contents.hashes):,}, of {contents.shortest:,} to {contents.longest:,} tokens",
+        "documents": contents.documents,
         "tokens": f"{file.tokens:,}, {sidecar.dtype}",
         "ids": f"{np.count_nonzero(contents.frequencies):,} of {sidecar.vocab_size or 0:,} are used",
         "tokenizer": f"{maker.name}, sha256 {maker.sha256}" if maker else "not noted",
@@ -360,12 +306,11 @@ def _verified(path: Path, options: VerifyOptions, problems: Problems) -> Content
     problems.add(*(faults := [*faults_of(contents)]))
     if not sha256 or faults:
         return contents
-    sidecar, documents = file.sidecar, len(contents.hashes)
+    sidecar, sizes = file.sidecar, contents.sizes
     of = f" of {sidecar.vocab_size:,}" if sidecar.vocab_size else ""
     many = "unknown: nothing beside the file says which id ends one"
     if sidecar.eot_id is not None:
-        mean = f", {file.tokens / documents:,.0f} on average" if documents else ""
-        many = f"{documents:,}, of {contents.shortest:,} to {contents.longest:,} tokens{mean}"
+        many = contents.documents + (f", {file.tokens / len(sizes):,.0f} on average" if len(sizes) else "")
     print(f"{path}: {counted(file.tokens, 'token')}, {sidecar.dtype}, sha256 {sha256}")
     print(f"  documents  {many}")
     print(
@@ -404,7 +349,7 @@ def main(words: Sequence[str] | None = None, *, draw: Callable[[Sequence[Content
             problems.add(f"--against {path}: there is no such file or folder")
     if options.against and not problems:
         for each in read:
-            problems.add(*_contamination(each.file, options.against))
+            problems.add(*_contamination(each, options.against))
     if options.plot and read:
         draw(read, options.plot)
         print(f"wrote {options.plot}")
