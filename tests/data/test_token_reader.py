@@ -103,7 +103,7 @@ def test_a_mount_that_vanishes_behind_a_read_is_named(reader, monkeypatch, tmp_p
 
 def test_a_read_that_stalls_is_named(reader, monkeypatch, caplog, tmp_path):
     monkeypatch.setattr(token_reader, "STALL_SEC", 0.2)
-    monkeypatch.setattr(token_reader, "_watched_process", 0)  # its thread is a new one
+    token_reader._watched.cache_clear()  # its thread is a new one
     preadv(monkeypatch, lambda call: time.sleep(1.0) if call == 1 else None)
     with caplog.at_level(logging.WARNING):
         assert read(reader) == IDS[100:2100].tolist()

@@ -13,6 +13,7 @@ Written from what those projects say about their files:
 """
 
 import os
+import struct
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -41,7 +42,7 @@ examples:
 FORMATS = ("dsgpt", "nanogpt", "llmc", "megatron")
 LLMC_HEADER = 256
 _LLMC_MAGIC, _LLMC_VERSION = 20240520, 1
-_MEGATRON_MAGIC = b"MMIDIDX\0\0"
+_MEGATRON_MAGIC, _MEGATRON_HEAD = b"MMIDIDX\0\0", struct.Struct("<9sQBQQ")
 _MEGATRON_TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 """Whole numbers, by their codes; those of 6 and 7 are not whole."""
 _CHUNK = 1 << 22
@@ -105,33 +106,27 @@ def open_foreign(path: Path) -> Foreign:
 
 
 def _open_megatron(path: Path, index: Path) -> Foreign:
-    data = np.memmap(index, dtype="u1", mode="r") if index.stat().st_size else np.zeros(0, dtype="u1")
-    head = bytes(data[:34])
-    magic, version, code = head[:9], int.from_bytes(head[9:17], "little"), head[17:18]
-    if len(head) < 34 or magic != _MEGATRON_MAGIC or version != 1 or code[0] not in _MEGATRON_TYPES:
+    with index.open("rb") as file:
+        magic, version, code, sequences, bounds = _MEGATRON_HEAD.unpack(file.read(34).ljust(34, b"\0"))
+    if (magic, version) != (_MEGATRON_MAGIC, 1) or code not in _MEGATRON_TYPES:
         raise UserError(f"{index}: is no index of Megatron-LM of version 1 with whole numbers; make it again")
-    sequences, bounds = (int.from_bytes(head[at : at + 8], "little") for at in (18, 26))
-    if len(data) < 34 + 12 * sequences + 8 * bounds or bounds < 1:
+    if index.stat().st_size < 34 + 12 * sequences + 8 * bounds or bounds < 1:
         raise UserError(f"{index}: is cut off: {sequences:,} sequences and {bounds:,} bounds need more bytes")
-    width = np.dtype(_MEGATRON_TYPES[code[0]]).itemsize
-    lengths = np.frombuffer(data, dtype="<i4", count=sequences, offset=34)
-    offsets = np.frombuffer(data, dtype="<i8", count=sequences, offset=34 + 4 * sequences)
-    documents = np.frombuffer(data, dtype="<i8", count=bounds, offset=34 + 12 * sequences)
+    dtype = np.dtype(_MEGATRON_TYPES[code])
+    lengths = np.fromfile(index, dtype="<i4", count=sequences, offset=34)
+    offsets = np.fromfile(index, dtype="<i8", count=sequences, offset=34 + 4 * sequences)
+    documents = np.fromfile(index, dtype="<i8", count=bounds, offset=34 + 12 * sequences)
     ends = np.append(0, np.cumsum(lengths, dtype=np.int64))
     whole = documents[0] == 0 and documents[-1] == sequences and not (np.diff(documents) < 0).any()
-    if not (np.array_equal(offsets, ends[:-1] * width) and whole and not (lengths < 0).any()):
+    if not (np.array_equal(offsets, ends[:-1] * dtype.itemsize) and whole and not (lengths < 0).any()):
         raise UserError(
             f"{index}: its sequences do not follow each other in {path.name}, or documents lack some of them"
         )
     if not ends[-1]:
         raise UserError(f"{index}: has no ids")
-    if path.stat().st_size != ends[-1] * width:
-        raise UserError(
-            f"{path}: must have {ends[-1] * width:,} bytes by {index.name}; it is cut off, or of another index"
-        )
-    return Foreign(
-        form="megatron", ids=np.memmap(path, dtype=_MEGATRON_TYPES[code[0]], mode="r"), bounds=ends[documents[1:]]
-    )
+    if path.stat().st_size != (size := ends[-1] * dtype.itemsize):
+        raise UserError(f"{path}: must have {size:,} bytes by {index.name}; it is cut off, or of another index")
+    return Foreign(form="megatron", ids=np.memmap(path, dtype=dtype, mode="r"), bounds=ends[documents[1:]])
 
 
 def documents_of(foreign: Foreign, *, eot_id: int) -> Iterator[Ids]:
@@ -170,11 +165,10 @@ def _write_foreign(path: Path, documents: Iterable[Ids], *, form: str, vocab_siz
         file.flush()
         os.fsync(file.fileno())
         if form == "megatron":
-            head = [_MEGATRON_MAGIC, np.uint64(1).tobytes(), bytes([code])]
-            head += [np.uint64(count).tobytes() for count in (len(lengths), len(lengths) + 1)]
+            head = _MEGATRON_HEAD.pack(_MEGATRON_MAGIC, 1, code, len(lengths), len(lengths) + 1)
             offsets = (np.cumsum(lengths) - lengths) * dtype.itemsize
             values = [lengths.astype("<i4"), offsets.astype("<i8"), np.arange(len(lengths) + 1, dtype="<i8")]
-            path.with_suffix(".idx").write_bytes(b"".join([*head, *(each.tobytes() for each in values)]))
+            path.with_suffix(".idx").write_bytes(b"".join([head, *(each.tobytes() for each in values)]))
         partial.replace(path)
     sync_directory(path.parent)
 

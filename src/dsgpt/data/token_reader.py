@@ -11,6 +11,7 @@ import os
 import threading
 import time
 import weakref
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -67,7 +68,7 @@ class TokenReader:
     def _fill(self, view: memoryview, offset: int) -> None:
         if self._descriptor is None:
             self._descriptor = os.open(self.file.path, os.O_RDONLY | os.O_CLOEXEC)
-            _watch(self)
+            _watched(os.getpid()).add(self)
         done = 0
         while done < len(view):
             count = os.preadv(self._descriptor, [view[done:]], offset + done)
@@ -119,25 +120,20 @@ class TokenReader:
 
 # A thread that names reads which do not return: no error comes from a mount that waits for its server.
 
-_watched: "weakref.WeakSet[TokenReader]" = weakref.WeakSet()
-_watched_process = 0
-"""The process in which the thread runs: a forked one has none."""
+
+@cache
+def _watched(process: int) -> "weakref.WeakSet[TokenReader]":  # noqa: ARG001 - a forked process has no thread yet
+    """The readers of a process; a thread warns while a read of them does not return."""
+    readers: weakref.WeakSet[TokenReader] = weakref.WeakSet()
+    threading.Thread(target=_name_stalled_reads, args=(readers,), daemon=True, name="stalled reads").start()
+    return readers
 
 
-def _watch(reader: TokenReader) -> None:
-    """Warn while a read of ``reader`` does not return."""
-    global _watched_process  # noqa: PLW0603 - a process has one such thread
-    _watched.add(reader)
-    if _watched_process != os.getpid():
-        _watched_process = os.getpid()
-        threading.Thread(target=_name_stalled_reads, daemon=True, name="stalled reads").start()
-
-
-def _name_stalled_reads() -> None:
+def _name_stalled_reads(readers: "weakref.WeakSet[TokenReader]") -> None:
     due: dict[tuple[Path, int, float], float] = {}
     while True:
         time.sleep(STALL_SEC / 4)
-        reads = {(reader.file.path, *reading) for reader in tuple(_watched) if (reading := reader.reading)}
+        reads = {(reader.file.path, *reading) for reader in tuple(readers) if (reading := reader.reading)}
         due = {read: due.get(read, STALL_SEC) for read in reads}
         for path, offset, started in due:
             seconds = time.monotonic() - started
