@@ -189,6 +189,33 @@ def test_a_run_of_13_words_is_found_and_one_of_12_is_not():
     assert (texts.texts, texts.too_short) == (4, 1)
 
 
+def test_documents_that_resemble_each_other(tmp_path: Path, capsys):
+    """Of documents with a known share of runs in common, those above the threshold are found, in order and again."""
+    dice = np.random.default_rng(1)
+    train = [dice.integers(10, 5000, 200).tolist() for _ in range(40)]
+
+    def changed(number: int, ids: int) -> list[int]:
+        return [*train[number][:-ids], *dice.integers(10, 5000, ids).tolist()]  # of 196 runs, ``ids`` are others
+
+    train[30] = changed(3, 10)
+    train[31] = changed(30, 10)  # a chain, of one group
+    facts = {"vocab_size": 5000}
+    one = tokens(tmp_path / "train.bin", *train, [7], [8], **facts)
+    check(one, "--near_duplicates", 0.8)
+    first = capsys.readouterr().out
+    assert "near-duplicates: 2 of 42 documents resemble an earlier one, in 1 group\n" in first
+    (similar,) = re.findall(rf"  document 30 of {one}: (\S+) in common with document 3 of", first)
+    assert float(similar) == pytest.approx(186 / 206, abs=0.08)
+    val = tokens(tmp_path / "val.bin", changed(5, 60), changed(6, 8), train[9][:100], [7, 7], **facts)
+    (line,) = faults(one, val, "--near_duplicates", 0.8)
+    assert line.startswith(f"document 1 of {val}: resembles document 6 of {one}, as 1 in all do one of another file")
+    capsys.readouterr()
+    check(one, "--near_duplicates", 0.8)
+    assert capsys.readouterr().out == first
+    (line,) = faults(one, val, "--near_duplicates", 0.5)
+    assert ", as 2 in all do" in line, "the first of them has 136 of 256 runs in common with document 5"
+
+
 @pytest.fixture
 def with_sentence(prepare_here, bytes_tokenizer: Path, tmp_path: Path) -> Path:
     """A preparation whose one training document holds ``SENTENCE``."""

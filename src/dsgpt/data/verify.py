@@ -16,12 +16,12 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from dsgpt.common.command_line import flag, read_options, whole
+from dsgpt.common.command_line import flag, read_options, value, whole
 from dsgpt.common.errors import Problems, UserError
 from dsgpt.common.files import write_atomic
 from dsgpt.common.text import counted, next_line, script_words
 from dsgpt.data.addresses import LONGEST, decoded, vocabulary_of
-from dsgpt.data.contamination import SHORTEST, Evaluation
+from dsgpt.data.contamination import SHORTEST, Evaluation, resembling
 from dsgpt.data.download import progress
 from dsgpt.data.index import Entries, document_hash, index_path, open_index, read_sources, sources_path
 from dsgpt.data.sources import own_source
@@ -59,6 +59,12 @@ class VerifyOptions:
         "evaluation texts, files or folders: none may share a run of 13 words with a document (as in the GPT-3 paper)",
         default=(),
         nargs="+",
+    )
+    near_duplicates: float | None = flag(
+        value(float, accepts=lambda number: 0.5 <= number <= 0.95, must_be="a number from 0.5 to 0.95"),
+        "SHARE",
+        "look for documents that have so much in common with an earlier one (needs datasketch); of several files, none "
+        "may have one of another",
     )
     card: str | None = flag(
         str, "LICENCE", "write a data card, NAME.card.md, beside each file if all agree; LICENCE is that of the text"
@@ -261,6 +267,40 @@ def _contamination(contents: Contents, against: Sequence[Path]) -> Iterator[str]
             )
 
 
+def _near_duplicates(read: Sequence[Contents], threshold: float) -> Iterator[str]:
+    """A line if documents resemble earlier ones of another file; prints how many resemble one, and in how many groups.
+
+    Raises:
+        UserError: datasketch is not installed.
+    """
+    if why := next(filter(None, (_incomparable(read[0], each) for each in read)), ""):
+        yield f"--near_duplicates: {why}"
+        return
+    counts = [len(each.sizes) for each in read]
+    firsts, total = np.cumsum([0, *counts]), sum(counts)
+    documents = (ids[:-1] for each in read for ids in documents_of(each.file, each.sizes))
+    with progress(documents, total=total, description="comparing", unit=" documents") as bar:
+        found = [*resembling(bar, threshold=threshold)]
+    first_of = dict[int, int]()
+    """The first document of the group of each."""
+    for number, earlier, _ in found:
+        first_of[number] = first_of.get(earlier, earlier)
+
+    def place(number: int) -> tuple[int, str]:
+        file = int(np.searchsorted(firsts, number, side="right")) - 1
+        return file, f"document {number - firsts[file]:,} of {read[file].file.path}"
+
+    groups = counted(len(set(first_of.values())), "group")
+    print(f"near-duplicates: {len(found):,} of {counted(total, 'document')} resemble an earlier one, in {groups}")
+    for number, earlier, similar in found[:_NAMED]:
+        print(f"  {place(number)[1]}: {similar:.2f} in common with {place(earlier)[1]}")
+    if across := [number for number, first in first_of.items() if place(number)[0] != place(first)[0]]:
+        yield (
+            f"{place(across[0])[1]}: resembles {place(first_of[across[0]])[1]}, as {len(across):,} in all do one of "
+            "another file: validation would measure what training has read; remove them, and prepare again"
+        )
+
+
 def _card(contents: Contents, options: VerifyOptions, *, compared: Sequence[Path]) -> str:
     """The data card of a file with which everything agrees."""
     file, sidecar = contents.file, contents.file.sidecar
@@ -350,6 +390,8 @@ def main(words: Sequence[str] | None = None, *, draw: Callable[[Sequence[Content
     if options.against and not problems:
         for each in read:
             problems.add(*_contamination(each, options.against))
+    if options.near_duplicates and not problems:
+        problems.add(*_near_duplicates(read, options.near_duplicates))
     if options.plot and read:
         draw(read, options.plot)
         print(f"wrote {options.plot}")
