@@ -83,8 +83,8 @@ def resembling(
     """Each of the ``documents`` that resembles an earlier one: its number, that of the most similar one, and how much.
 
     The similarity is that of Jaccard (runs in both, by runs in either), estimated by MinHash with 128 hashes: its
-    standard error is at most 0.045. Pairs are found by locality-sensitive hashing: a pair that is as similar as
-    ``threshold`` is missed once in 20 times at most, a more similar one less often. The result is always the same.
+    standard error is at most 0.045. Pairs are found by locality-sensitive hashing, which misses at most one in 20 of
+    those that are as similar as ``threshold``, and fewer above it. The result is always the same.
 
     Args:
         documents: their ids, each of shape (tokens,).
@@ -99,7 +99,7 @@ def resembling(
         raise UserError(
             "--near_duplicates needs datasketch: install it with .venv/bin/python -m pip install -e '.[near]'"
         ) from error
-    index, seen = MinHashLSH(threshold=threshold, num_perm=_HASHES, weights=(0.02, 0.98)), []
+    index, seen = MinHashLSH(threshold=threshold, num_perm=_HASHES, weights=(0.02, 0.98)), list[MinHash]()
     for number, ids in enumerate(documents):
         padded = np.pad(ids.astype(np.uint64), (0, max(0, SHINGLE - len(ids))))
         runs = np.unique(np.lib.stride_tricks.sliding_window_view(padded, SHINGLE) @ _FACTORS >> np.uint64(32))

@@ -30,9 +30,9 @@ from dsgpt.data.vocabulary import Vocabulary
 from dsgpt.formats.tokenizer_files import TOKENIZER_FOLDER
 
 DESCRIPTION = """\
-Read token files, and compare hash, size, ids, documents and index with what preparation noted beside them. Of several
-files, no document may be in two. Prints what a file that agrees holds, with the beginning of its text. Exit code 0:
-all agree; 2: something differs, or cannot be read."""
+Read token files, and compare hash, size, ids, documents, texts and index with what preparation noted beside them. Of
+several files, no document may be in two. Prints what a file that agrees holds, with the beginning of its text. Exit
+code 0: all agree; 2: something differs, or cannot be read."""
 EXAMPLES = """\
 examples:
   .venv/bin/python data_prep/verify.py data/python-transformers/train.bin data/python-transformers/val.bin
