@@ -231,19 +231,6 @@ def _some(numbers: Sequence[int]) -> str:
     return f"number {', '.join(f'{number:,}' for number in numbers[:_NAMED])}{', ...' if numbers[_NAMED:] else ''}"
 
 
-def _texts_of(contents: Contents) -> Iterator[str]:
-    """The text of each document, without its end-of-text token.
-
-    Raises:
-        UserError: nothing says which tokenizer made the ids.
-    """
-    file, vocabulary = contents.file, vocabulary_of(contents.file)
-    with progress(total=file.size_bytes, description=f"comparing {file.path.name}", unit="B") as bar:
-        for ids in documents_of(file, contents.sizes):
-            yield decoded(vocabulary, ids[:-1])
-            bar.update(ids.nbytes)
-
-
 def _contamination(contents: Contents, against: Sequence[Path]) -> Iterator[str]:
     """A line for each of the evaluation sets ``against`` of which the file has texts; prints what was compared.
 
@@ -251,12 +238,16 @@ def _contamination(contents: Contents, against: Sequence[Path]) -> Iterator[str]
         UserError: the texts, or the text of the file, cannot be read.
     """
     file, sets = contents.file, {path: Evaluation() for path in against}
+    vocabulary = vocabulary_of(file)
     for path, texts in sets.items():
         source = own_source((path,), text_key="text", output_dir=path / TOKENIZER_FOLDER)
         texts.add(document.text for _, document in source.documents())
-    for number, text in enumerate(_texts_of(contents)):
-        for texts in sets.values():
-            texts.read(text, document=number)
+    with progress(total=file.size_bytes, description=f"comparing {file.path.name}", unit="B") as bar:
+        for number, ids in enumerate(documents_of(file, contents.sizes)):
+            text = decoded(vocabulary, ids[:-1])
+            for texts in sets.values():
+                texts.read(text, document=number)
+            bar.update(ids.nbytes)
     for path, texts in sets.items():
         short = f"; {texts.too_short:,} have fewer than {SHORTEST} words" if texts.too_short else ""
         print(f"{file.path}: compared with {counted(texts.texts, 'text')} of {path}{short}")
