@@ -13,9 +13,9 @@ import pytest
 from messages import without_paths
 from small_run import command_line, random_ids, write_data, write_recipe, write_tokens
 
-from dsgpt.data import token_reader
+from dsgpt.data import loader
+from dsgpt.data.loader import TokenReader
 from dsgpt.data.token_file import TokenFileError, open_token_file
-from dsgpt.data.token_reader import TokenReader
 from dsgpt.training.command import train as train_here
 from dsgpt.training.journal import Journal
 
@@ -24,7 +24,7 @@ IDS = random_ids(5000)
 
 @pytest.fixture
 def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TokenReader:
-    monkeypatch.setattr(token_reader, "PAUSES_SEC", (0.01, 0.02))
+    monkeypatch.setattr(loader, "PAUSES_SEC", (0.01, 0.02))
     return TokenReader(open_token_file(write_tokens(tmp_path / "a.bin", IDS)))
 
 
@@ -102,8 +102,8 @@ def test_a_mount_that_vanishes_behind_a_read_is_named(reader, monkeypatch, tmp_p
 
 
 def test_a_read_that_stalls_is_named(reader, monkeypatch, caplog, tmp_path):
-    monkeypatch.setattr(token_reader, "STALL_SEC", 0.2)
-    token_reader._watched.cache_clear()  # its thread is a new one
+    monkeypatch.setattr(loader, "STALL_SEC", 0.2)
+    loader._watched.cache_clear()  # its thread is a new one
     preadv(monkeypatch, lambda call: time.sleep(1.0) if call == 1 else None)
     with caplog.at_level(logging.WARNING):
         assert read(reader) == IDS[100:2100].tolist()
