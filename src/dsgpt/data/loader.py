@@ -1,8 +1,8 @@
 """The data loader: micro batches of one data-parallel rank, windows of the data in the order of the run.
 
 Reading names what goes wrong: file, byte and reason. A memory map would end the process with SIGBUS, and without a
-word, if the file was cut off or its mount vanished. ``preadv`` returns an error or too few bytes. It costs a system call
-per window, and no page of the file counts as memory of the process.
+word, if the file was cut off or its mount vanished. ``preadv`` returns an error or too few bytes. It costs a system
+call per window, and no page of the file counts as memory of the process.
 """
 
 import contextlib
