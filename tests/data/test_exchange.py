@@ -62,7 +62,8 @@ def test_there_and_back_is_the_same_file(ours: Path, tmp_path: Path, form: str, 
     assert back.path.read_bytes() == ours.read_bytes()
     assert (back.sidecar.documents, back.sidecar.vocab_size, back.sidecar.eot_id) == (3, 301, EOT)
     assert back.sidecar.source == f"there.bin, a token file of {form}"
-    assert f"3 documents of {there} ({form}), as dsgpt" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert f"3 documents of {there} ({form}), as dsgpt" in out and "begins within" not in out
 
 
 def test_megatron_files_without_marks_of_several_sequences_and_of_wide_ids(tmp_path: Path):
@@ -95,6 +96,14 @@ def test_an_end_of_text_id_that_never_occurs_is_said(ours: Path, tmp_path: Path,
     assert "its end-of-text id 299 never occurs: is it one text, or did another tokenizer" in capsys.readouterr().out
 
 
+def test_a_file_of_llmc_that_begins_within_a_document(tmp_path: Path, capsys):
+    """As every part of a set but the first: the rest is a document, and it is said."""
+    (tmp_path / "l.bin").write_bytes(LLMC[:8] + struct.pack("<i", 10) + LLMC[12:1024] + LLMC[1028:])
+    back = convert(tmp_path / "l.bin", tmp_path / "back.bin", "dsgpt", *FLAGS)
+    assert open_token_file(back).memmap().tolist() == AFTER[1:]
+    assert "it begins within a document" in capsys.readouterr().out
+
+
 def test_a_tokenizer_says_what_the_file_does_not(prepared: Path, bytes_tokenizer: Path, tmp_path: Path, capsys):
     """The training finds it beside the file, where another one is not replaced."""
     there = convert(prepared / "val.bin", tmp_path / "l.bin", "llmc")
@@ -114,6 +123,9 @@ def test_mistakes(ours: Path, tmp_path: Path):
     lines = refused(nano, nano.with_suffix(".txt"), "nanogpt", "--eot_id", 1).splitlines()
     said = ["--to nanogpt:", f"{nano.with_suffix('.txt')}: must end with .bin", "--tokenizer: "]
     assert [line for line, beginning in zip(lines, said, strict=True) if not line.startswith(beginning)] == []
+    assert refused(Path(), nano, "llmc") == ".: is a folder; name the .bin file in it"
+    assert "nothing.bin: cannot be read (No such file" in refused(tmp_path / "nothing.bin", nano, "llmc")
+    assert refused(ours, Path(), "llmc") == ".: must end with .bin"
     lines = refused(ours, nano, "llmc", "--eot_id", 1).splitlines()
     assert len(lines) == 2 and lines[0] == f"{nano}: exists; replace it with --overwrite, or name another file"
     old = convert(ours, tmp_path / "l.bin", "llmc")

@@ -1,11 +1,14 @@
 """The index of a token file: where each document comes from."""
 
 import hashlib
+import json
 import os
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
+from pyarrow import parquet
 from small_run import write_tokens
 
 from dsgpt.data.index import (
@@ -19,6 +22,7 @@ from dsgpt.data.index import (
     write_sources,
 )
 from dsgpt.data.token_file import TokenFileError, open_token_file
+from dsgpt.record import where
 
 ROWS = [(document_hash(b"a text"), 7, 1, 3), (2**64 - 1, 2**40, 2**32 - 1, 2)]
 
@@ -71,3 +75,36 @@ def test_a_long_list_of_sources(tmp_path: Path):
     write_sources(tmp_path / "a.bin", files)
     assert (tmp_path / "a.sources.json").stat().st_size > 1 << 24
     assert read_sources(tmp_path / "a.bin") == files
+
+
+@pytest.mark.parametrize("form", ["jsonl", "parquet", "arrow"])
+def test_rows_are_compared_with_their_hash(prepare_here, bytes_tokenizer, tmp_path: Path, capsys, form: str):
+    """Each row of its source; and rows in another order, of which neither size nor time says that they changed."""
+    path, rows = tmp_path / f"rows.{form}", [f"row {number:02}" for number in range(12)]
+
+    def write(texts: list[str]) -> None:
+        table = pa.table({"number": range(12), "story": texts})
+        if form == "jsonl":
+            path.write_text("".join(json.dumps(row) + "\n" for row in table.to_pylist()))
+        elif form == "parquet":
+            parquet.write_table(table, path, row_group_size=5, compression="none", use_dictionary=False)
+        else:
+            with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, table.schema) as stream:
+                stream.write_table(table, 5)
+
+    def said(number: int) -> str:
+        capsys.readouterr()
+        where.main(["out/train.bin", "--document", str(number)])
+        return capsys.readouterr().out
+
+    write(rows)
+    flags = ("--text_key", "story", "--tokenizer", bytes_tokenizer, "--output_dir", "out")
+    prepare_here("--input", path, *flags, cwd=tmp_path)
+    documents, stamp = len(open_index(open_token_file(Path("out/train.bin")))), path.stat()
+    assert documents > 8
+    for number in range(documents):
+        assert "the source is unchanged, with this text there; the tokens decode to this text" in said(number)
+    write(rows[::-1])
+    assert "the source was written again since, with as many bytes; the tokens decode" in said(1)
+    os.utime(path, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
+    assert "the source is unchanged, but this text is not there; the tokens decode" in said(1)

@@ -13,9 +13,9 @@ import pytest
 from messages import without_paths
 from small_run import command_line, random_ids, write_data, write_recipe, write_tokens
 
-from dsgpt.data import token_reader
+from dsgpt.data import loader
+from dsgpt.data.loader import TokenReader
 from dsgpt.data.token_file import TokenFileError, open_token_file
-from dsgpt.data.token_reader import TokenReader
 from dsgpt.training.command import train as train_here
 from dsgpt.training.journal import Journal
 
@@ -24,7 +24,7 @@ IDS = random_ids(5000)
 
 @pytest.fixture
 def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TokenReader:
-    monkeypatch.setattr(token_reader, "PAUSES_SEC", (0.01, 0.02))
+    monkeypatch.setattr(loader, "PAUSES_SEC", (0.01, 0.02))
     return TokenReader(open_token_file(write_tokens(tmp_path / "a.bin", IDS)))
 
 
@@ -90,9 +90,20 @@ def test_another_file_ends_the_run(reader, tmp_path, change, opened, snapshot):
     assert without_paths(str(caught.value), tmp_path) == snapshot
 
 
+def test_a_mount_that_vanishes_behind_a_read_is_named(reader, monkeypatch, tmp_path):
+    def stale(descriptor: int) -> os.stat_result:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    read(reader)
+    with monkeypatch.context() as patch, pytest.raises(TokenFileError) as caught:
+        patch.setattr(os, "fstat", stale)
+        reader.check()
+    assert str(caught.value).startswith(f"{tmp_path}/a.bin: cannot be looked at any more (Stale file handle): bring")
+
+
 def test_a_read_that_stalls_is_named(reader, monkeypatch, caplog, tmp_path):
-    monkeypatch.setattr(token_reader, "STALL_SEC", 0.2)
-    monkeypatch.setattr(token_reader, "_watched_process", 0)  # its thread is a new one
+    monkeypatch.setattr(loader, "STALL_SEC", 0.2)
+    loader._watched.cache_clear()  # its thread is a new one
     preadv(monkeypatch, lambda call: time.sleep(1.0) if call == 1 else None)
     with caplog.at_level(logging.WARNING):
         assert read(reader) == IDS[100:2100].tolist()

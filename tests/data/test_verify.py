@@ -1,5 +1,6 @@
 """``dsgpt data verify``: what it says of sound files, and a line for each fault, all at once."""
 
+import hashlib
 import json
 import re
 import shutil
@@ -15,14 +16,13 @@ from dsgpt.data import verify
 from dsgpt.data.contamination import Evaluation, words_of
 from dsgpt.data.index import ENTRY
 from dsgpt.data.token_file import open_token_file
-from dsgpt.data.verify import faults_of, read_contents, shared_documents
+from dsgpt.data.verify import faults_of, read_contents
 
 
 @pytest.fixture(autouse=True)
 def short_chunks(monkeypatch):
-    """Documents and blocks of hashes go across many reads."""
+    """Documents go across many reads."""
     monkeypatch.setattr(verify, "CHUNK", 7)
-    monkeypatch.setattr(verify, "BLOCK", 2)
 
 
 def check(*words: object) -> None:
@@ -59,21 +59,43 @@ def test_a_sound_preparation(prepared: Path, capsys):
     assert "checked 2 files: all is as noted beside them" in said
 
 
+def test_texts_are_compared_with_the_hashes_of_the_index(prepared: Path, tmp_path: Path, capsys):
+    """A fault if one differs. Without the tokenizer, or with one that changes texts, it says why they were not."""
+    folder = shutil.copytree(prepared, tmp_path / "data")
+    path, place, sidecar = folder / "val.bin", folder / "tokenizer" / "tokenizer.json", folder / "val.json"
+    check(path)
+    assert "texts      as the index notes them\n" in capsys.readouterr().out
+    entries = np.fromfile(path.with_suffix(".index"), ENTRY)
+    entries["hash"][-1] ^= 1
+    entries.tofile(path.with_suffix(".index"))
+    what = f"has other hashes than the text of 1 document of val.bin (number {len(entries) - 1})"
+    assert faults(path) == [f"{folder}/val.index: {what}; make the data again"]
+    place.write_text(json.dumps(json.loads(place.read_text()) | {"normalizer": {"type": "Lowercase"}}))
+    check(path)
+    assert f"texts      not compared: {folder}/tokenizer: is not the tokenizer" in capsys.readouterr().out
+    facts = json.loads(sidecar.read_text())
+    facts["tokenizer"]["sha256"] = hashlib.sha256(place.read_bytes()).hexdigest()
+    sidecar.write_text(json.dumps(facts))
+    check(path)
+    assert "not compared: its tokenizer does not give every text back unchanged" in capsys.readouterr().out
+
+
 def test_contents_are_counted_across_chunks(tmp_path: Path):
     documents = [[1, 2, 3], [1], [2] * 20, [1, 2, 3], [4] * 6]
-    contents = read_contents(open_token_file(tokens(tmp_path / "a.bin", *documents)))
+    file = open_token_file(tokens(tmp_path / "a.bin", *documents))
+    contents = read_contents(file)
     assert contents.frequencies.tolist() == [0, 3, 22, 2, 6, 0, 0, 0, 0, 5]
-    assert (len(contents.hashes), contents.shortest, contents.longest, contents.unended) == (5, 2, 21, 0)
+    assert contents.sizes.tolist() == [4, 2, 21, 4, 7]
     assert len(set(contents.hashes.tolist())) == 4 and contents.hashes[0] == contents.hashes[3]
-    assert contents.lengths.sum() == 5 and contents.lengths[2 * verify.BINS] == 2
     index(tmp_path / "a.bin", 4, 2, 21, 4, 7)
-    assert [*faults_of(contents)] == []
+    assert [*faults_of(read_contents(file))] == []
     index(tmp_path / "a.bin", 4, 2, 21, 5, 6)
-    assert [line.partition("; ")[0] for line in faults_of(contents)] == [
+    assert [line.partition("; ")[0] for line in faults_of(read_contents(file))] == [
         f"{tmp_path}/a.index: document 3 ends at token 32, in a.bin at 31"
     ]
-    other = read_contents(open_token_file(tokens(tmp_path / "b.bin", [5], [4] * 6, [6], [7], [1, 2, 3], [1, 2])))
-    assert shared_documents(contents.hashes, other.hashes) == [1, 4]
+    other = tokens(tmp_path / "b.bin", [5], [4] * 6, [6], [7], [1, 2, 3], [1, 2])
+    index(tmp_path / "a.bin", 4, 2, 21, 4, 7)
+    assert "b.bin: shares 2 documents (number 1, 4) with " in faults(file.path, other)[0]
 
 
 def test_every_fault_is_reported_at_once(tmp_path: Path):
@@ -165,6 +187,33 @@ def test_a_run_of_13_words_is_found_and_one_of_12_is_not():
     texts.read(SENTENCE, document=2)
     assert texts.found == {0: (" ".join(words[2:15]), 1), 2: (" ".join(words[:8]), 2)}
     assert (texts.texts, texts.too_short) == (4, 1)
+
+
+def test_documents_that_resemble_each_other(tmp_path: Path, capsys):
+    """Of documents with a known share of runs in common, those above the threshold are found, in order and again."""
+    dice = np.random.default_rng(1)
+    train = [dice.integers(10, 5000, 200).tolist() for _ in range(40)]
+
+    def changed(number: int, ids: int) -> list[int]:
+        return [*train[number][:-ids], *dice.integers(10, 5000, ids).tolist()]  # of 196 runs, ``ids`` are others
+
+    train[30] = changed(3, 10)
+    train[31] = changed(30, 10)  # a chain, of one group
+    facts = {"vocab_size": 5000}
+    one = tokens(tmp_path / "train.bin", *train, [7], [8], **facts)
+    check(one, "--near_duplicates", 0.8)
+    first = capsys.readouterr().out
+    assert "near-duplicates: 2 of 42 documents resemble an earlier one, in 1 group\n" in first
+    (similar,) = re.findall(rf"  document 30 of {one}: (\S+) in common with document 3 of", first)
+    assert float(similar) == pytest.approx(186 / 206, abs=0.08)
+    val = tokens(tmp_path / "val.bin", changed(5, 60), changed(6, 8), train[9][:100], [7, 7], **facts)
+    (line,) = faults(one, val, "--near_duplicates", 0.8)
+    assert line.startswith(f"document 1 of {val}: resembles document 6 of {one}, as 1 in all do one of another file")
+    capsys.readouterr()
+    check(one, "--near_duplicates", 0.8)
+    assert capsys.readouterr().out == first
+    (line,) = faults(one, val, "--near_duplicates", 0.5)
+    assert ", as 2 in all do" in line, "the first of them has 136 of 256 runs in common with document 5"
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from small_run import END_OF_TEXT, REPOSITORY, command_line, write_documents, wr
 from training_runs import finished, roll_back
 
 from dsgpt.common.errors import UserError
-from dsgpt.record.readings import Reading, find_spikes, suspects
+from dsgpt.record.readings import Reading, Spike, Spikes, find_spikes, suspects
 from dsgpt.record.where import main
 from dsgpt.training.command import train
 
@@ -237,7 +237,26 @@ def test_a_run_whose_data_changed_read_both_files(corpus, tmp_path, capsys, text
     reading = Reading(run)
     for step, folder in ((3, corpus), (4, other)):
         assert reading.phase(step).windows.data.path == folder / "train.bin"
-        assert printed(capsys, "--run", run, "--step", step).count(f" of {folder / 'train.bin'}\n") == 8
+        assert (out := printed(capsys, "--run", run, "--step", step)).count(f" of {folder / 'train.bin'}\n") == 8
+        assert "; 8 samples of" in out
+    steps = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    record = json.loads((run / "training_metrics.json").read_text())
+    for each in record["segments"]:  # as of a run that is at its fifth step
+        each["last_step"] = min(each["last_step"], 5)
+    (run / "training_metrics.json").write_text(json.dumps(record))
+    (run / "metrics.jsonl").write_text("".join(line for line in steps if json.loads(line)["step"] < 6))
+    assert "; it is not recorded as taken, and rank 0 would read 8 samples of" in printed(
+        capsys, "--run", run, "--step", 6, "--rank", 0
+    )
+    assert "; rank 0 reads 8 samples of" in printed(capsys, "--run", run, "--step", 5, "--rank", 0)
+
+    # Chance counts in each phase its own steps and documents: here of three steps one stands out.
+    spikes = tuple(Spike(step=step, values={"loss": (9.0, 1.0, 8.0)}) for step in (2, 5))
+    found = suspects(reading, Spikes(spikes=spikes, judged=tuple(range(1, 7)), steps=6))
+    for folder, step in ((corpus, 2), (other, 5)):
+        own = [each for each in found if each.file.file.path.parent == folder]
+        assert own and {each.spikes for each in own} == {(step,)}
+        assert [each.by_chance for each in own] == pytest.approx([each.steps / 3 * len(own) for each in own])
     moved = shutil.copytree(corpus, tmp_path / "moved")
     assert Reading(run, data=moved / "train.bin").phase(1).windows.data.path == moved / "train.bin"
     with pytest.raises(UserError, match=r"/moved/train\.bin: is not what the steps 4 to 6 read"):

@@ -10,7 +10,10 @@ from dsgpt.charts.comparison import shorten
 from dsgpt.charts.style import Texts, file_bytes, legend_height, look, note_inside, number_axis, quiet_style
 from dsgpt.charts.themes import LIGHT
 from dsgpt.common.files import write_atomic
-from dsgpt.data.verify import BINS, Contents
+from dsgpt.data.verify import Contents
+
+BINS = 8
+"""Bins of document lengths per factor of two."""
 
 
 def draw_contents(contents: Sequence[Contents], picture: Path) -> None:
@@ -28,10 +31,11 @@ def draw_contents(contents: Sequence[Contents], picture: Path) -> None:
         for index, each in enumerate(contents):
             line = look(index, count=len(contents)).line | {"marker": ""}
             handles.append(Line2D([], [], label=shorten(str(each.file.path), 60), **line))
-            if len(bins := np.flatnonzero(each.lengths)):
-                shown = np.arange(bins[0], bins[-1] + 1)
-                up_to = 100 * np.cumsum(each.lengths[shown]) / each.lengths.sum()
-                edges = np.append(each.shortest, np.minimum(2.0 ** ((shown + 1) / BINS), each.longest))
+            if len(each.sizes):
+                bins = (np.log2(each.sizes) * BINS).astype(np.int64)
+                up_to = 100 * np.cumsum(np.bincount(bins - bins.min())) / len(bins)
+                ends = 2.0 ** (np.arange(bins.min() + 1, bins.max() + 2) / BINS)
+                edges = np.append(each.sizes.min(), np.minimum(ends, each.sizes.max()))
                 lengths.plot(edges, np.append(0, up_to), **line)
             else:
                 note_inside(lengths, "which id ends a document is not known", x=0.3, y=0.5, transform=lengths.transAxes)

@@ -1,5 +1,6 @@
-"""Evaluation texts that stand in the training data: runs of 13 words, as the GPT-3 paper counts them.
+"""Evaluation texts that stand in the training data, and documents that resemble each other.
 
+Evaluation texts are found by runs of 13 words, as the GPT-3 paper counts them.
 Brown et al. 2020, appendix C: words are lower-cased and without punctuation, and an evaluation text counts as
 contaminated if it shares a run of N words with the training data. N is 13; a text of 8 to 12 words is compared as a
 whole, and a shorter one not at all.
@@ -12,6 +13,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
+
+from dsgpt.common.errors import UserError
 
 RUN = 13
 """Words of a run."""
@@ -65,3 +68,46 @@ def _starts(known: NDArray[np.bool_], length: int) -> Iterator[int]:
     """Where ``length`` words in a row are known: in most of a text that is no evaluation's, nowhere."""
     before = np.concatenate([[0], np.cumsum(known)])
     return iter(np.flatnonzero(before[length:] - before[:-length] == length).tolist())
+
+
+SHINGLE = 5
+"""Ids of a run; documents resemble each other if they have many runs in common."""
+_HASHES = 128
+_RUNS_AT_ONCE = 1 << 12
+_FACTORS = np.array([pow(0x9E3779B97F4A7C15, power, 1 << 64) for power in range(1, SHINGLE + 1)], dtype=np.uint64)
+
+
+def resembling(
+    documents: Iterable[NDArray[np.unsignedinteger]], *, threshold: float
+) -> Iterator[tuple[int, int, float]]:
+    """Each of the ``documents`` that resembles an earlier one: its number, that of the most similar one, and how much.
+
+    The similarity is that of Jaccard (runs in both, by runs in either), estimated by MinHash with 128 hashes: its
+    standard error is at most 0.045. Pairs are found by locality-sensitive hashing, which misses at most one in 20 of
+    those that are as similar as ``threshold``, and fewer above it. The result is always the same.
+
+    Args:
+        documents: their ids, each of shape (tokens,).
+        threshold: the least similarity, from 0.5 to 0.95.
+
+    Raises:
+        UserError: datasketch is not installed.
+    """
+    try:
+        from datasketch import MinHash, MinHashLSH  # noqa: PLC0415 - optional
+    except ImportError as error:
+        raise UserError(
+            "--near_duplicates needs datasketch: install it with .venv/bin/python -m pip install -e '.[near]'"
+        ) from error
+    index, seen = MinHashLSH(threshold=threshold, num_perm=_HASHES, weights=(0.02, 0.98)), list[MinHash]()
+    for number, ids in enumerate(documents):
+        padded = np.pad(ids.astype(np.uint64), (0, max(0, SHINGLE - len(ids))))
+        runs = np.unique(np.lib.stride_tricks.sliding_window_view(padded, SHINGLE) @ _FACTORS >> np.uint64(32))
+        sketch = MinHash(num_perm=_HASHES, seed=1, hashfunc=int, scheme="affine32")
+        for first in range(0, len(runs), _RUNS_AT_ONCE):
+            sketch.update_batch(runs[first : first + _RUNS_AT_ONCE].tolist())
+        similar, earlier = max(((sketch.jaccard(seen[key]), -key) for key in index.query(sketch)), default=(0.0, 0))
+        if similar >= threshold:
+            yield number, -earlier, similar
+        index.insert(number, sketch)
+        seen.append(sketch)

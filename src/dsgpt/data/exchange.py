@@ -13,11 +13,11 @@ Written from what those projects say about their files:
 """
 
 import os
-from collections.abc import Iterator, Sequence
+import struct
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,7 +42,7 @@ examples:
 FORMATS = ("dsgpt", "nanogpt", "llmc", "megatron")
 LLMC_HEADER = 256
 _LLMC_MAGIC, _LLMC_VERSION = 20240520, 1
-_MEGATRON_MAGIC = b"MMIDIDX\0\0"
+_MEGATRON_MAGIC, _MEGATRON_HEAD = b"MMIDIDX\0\0", struct.Struct("<9sQBQQ")
 _MEGATRON_TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 """Whole numbers, by their codes; those of 6 and 7 are not whole."""
 _CHUNK = 1 << 22
@@ -85,12 +85,14 @@ def open_foreign(path: Path) -> Foreign:
     Raises:
         UserError: it cannot be read, is cut off, or is of a version or type that is not known.
     """
+    if not path.is_file():
+        open_token_file(path)  # says what is there instead
     index = path.with_suffix(".idx")
     if index.exists():
         return _open_megatron(path, index)
     if sidecar_path(path).exists():
         return Foreign(form="dsgpt", ids=open_token_file(path).memmap())
-    header = np.fromfile(path, dtype="<i4", count=LLMC_HEADER) if path.is_file() else np.zeros(0)
+    header = np.fromfile(path, dtype="<i4", count=LLMC_HEADER)
     if not len(header) or int(header[0]) not in LLMC_TYPES:
         return Foreign(form="nanogpt", ids=open_token_file(path).memmap())
     start, (version, dtype) = 4 * LLMC_HEADER, LLMC_TYPES[int(header[0])]
@@ -104,33 +106,27 @@ def open_foreign(path: Path) -> Foreign:
 
 
 def _open_megatron(path: Path, index: Path) -> Foreign:
-    data = np.memmap(index, dtype="u1", mode="r") if index.stat().st_size else np.zeros(0, dtype="u1")
-    head = bytes(data[:34])
-    magic, version, code = head[:9], int.from_bytes(head[9:17], "little"), head[17:18]
-    if len(head) < 34 or magic != _MEGATRON_MAGIC or version != 1 or code[0] not in _MEGATRON_TYPES:
+    with index.open("rb") as file:
+        magic, version, code, sequences, bounds = _MEGATRON_HEAD.unpack(file.read(34).ljust(34, b"\0"))
+    if (magic, version) != (_MEGATRON_MAGIC, 1) or code not in _MEGATRON_TYPES:
         raise UserError(f"{index}: is no index of Megatron-LM of version 1 with whole numbers; make it again")
-    sequences, bounds = (int.from_bytes(head[at : at + 8], "little") for at in (18, 26))
-    if len(data) < 34 + 12 * sequences + 8 * bounds or bounds < 1:
+    if index.stat().st_size < 34 + 12 * sequences + 8 * bounds or bounds < 1:
         raise UserError(f"{index}: is cut off: {sequences:,} sequences and {bounds:,} bounds need more bytes")
-    width = np.dtype(_MEGATRON_TYPES[code[0]]).itemsize
-    lengths = np.frombuffer(data, dtype="<i4", count=sequences, offset=34)
-    offsets = np.frombuffer(data, dtype="<i8", count=sequences, offset=34 + 4 * sequences)
-    documents = np.frombuffer(data, dtype="<i8", count=bounds, offset=34 + 12 * sequences)
+    dtype = np.dtype(_MEGATRON_TYPES[code])
+    lengths = np.fromfile(index, dtype="<i4", count=sequences, offset=34)
+    offsets = np.fromfile(index, dtype="<i8", count=sequences, offset=34 + 4 * sequences)
+    documents = np.fromfile(index, dtype="<i8", count=bounds, offset=34 + 12 * sequences)
     ends = np.append(0, np.cumsum(lengths, dtype=np.int64))
     whole = documents[0] == 0 and documents[-1] == sequences and not (np.diff(documents) < 0).any()
-    if not (np.array_equal(offsets, ends[:-1] * width) and whole and not (lengths < 0).any()):
+    if not (np.array_equal(offsets, ends[:-1] * dtype.itemsize) and whole and not (lengths < 0).any()):
         raise UserError(
             f"{index}: its sequences do not follow each other in {path.name}, or documents lack some of them"
         )
     if not ends[-1]:
         raise UserError(f"{index}: has no ids")
-    if not path.is_file() or path.stat().st_size != ends[-1] * width:
-        raise UserError(
-            f"{path}: must have {ends[-1] * width:,} bytes by {index.name}; it is cut off, or of another index"
-        )
-    return Foreign(
-        form="megatron", ids=np.memmap(path, dtype=_MEGATRON_TYPES[code[0]], mode="r"), bounds=ends[documents[1:]]
-    )
+    if path.stat().st_size != (size := ends[-1] * dtype.itemsize):
+        raise UserError(f"{path}: must have {size:,} bytes by {index.name}; it is cut off, or of another index")
+    return Foreign(form="megatron", ids=np.memmap(path, dtype=dtype, mode="r"), bounds=ends[documents[1:]])
 
 
 def documents_of(foreign: Foreign, *, eot_id: int) -> Iterator[Ids]:
@@ -148,48 +144,33 @@ def documents_of(foreign: Foreign, *, eot_id: int) -> Iterator[Ids]:
         start = end
 
 
-class _ForeignWriter:
-    """Writes a file of another trainer under a temporary name; the end of the ``with`` block renames it."""
-
-    def __init__(self, path: Path, *, form: str, vocab_size: int, eot_id: int) -> None:
-        self._path, self._form, self._eot, self._lengths = path, form, [eot_id], list[int]()
-        self._code = 8 if form != "megatron" or vocab_size < 65_500 else 4  # as Megatron's own tools choose
-        self._type = np.dtype(_MEGATRON_TYPES[self._code])
-        self._partial = path.with_name(f".{path.name}.partial")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._partial.unlink(missing_ok=True)
-        self._file: BinaryIO = self._partial.open("xb")
+def _write_foreign(path: Path, documents: Iterable[Ids], *, form: str, vocab_size: int, eot_id: int) -> None:
+    """Write a file of another trainer under a temporary name, and rename it at the end."""
+    code = 8 if form != "megatron" or vocab_size < 65_500 else 4  # as Megatron's own tools choose
+    dtype, eot, sizes = np.dtype(_MEGATRON_TYPES[code]), [eot_id], list[int]()
+    partial = path.with_name(f".{path.name}.partial")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial.unlink(missing_ok=True)
+    with ExitStack() as left, partial.open("xb") as file:
+        left.callback(partial.unlink, missing_ok=True)
         if form == "llmc":
-            self._file.write(bytes(4 * LLMC_HEADER))
-
-    def append(self, ids: Ids) -> None:
-        """Append one document."""
-        parts = (self._eot, ids) if self._form == "llmc" else (ids, self._eot)
-        self._file.write(np.concatenate(parts).astype(self._type).tobytes())
-        self._lengths.append(len(ids) + 1)
-
-    def __enter__(self) -> "_ForeignWriter":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        lengths = np.array(self._lengths, dtype=np.int64)
-        with self._file:
-            if kind is not None:
-                self._partial.unlink(missing_ok=True)
-                return
-            if self._form == "llmc":
-                self._file.seek(0)
-                self._file.write(np.array([_LLMC_MAGIC, _LLMC_VERSION, lengths.sum()], dtype="<i4").tobytes())
-            self._file.flush()
-            os.fsync(self._file.fileno())
-        if self._form == "megatron":
-            head = [_MEGATRON_MAGIC, np.uint64(1).tobytes(), bytes([self._code])]
-            head += [np.uint64(count).tobytes() for count in (len(lengths), len(lengths) + 1)]
-            offsets = (np.cumsum(lengths) - lengths) * self._type.itemsize
+            file.write(bytes(4 * LLMC_HEADER))
+        for ids in documents:
+            file.write(np.concatenate((eot, ids) if form == "llmc" else (ids, eot)).astype(dtype).tobytes())
+            sizes.append(len(ids) + 1)
+        lengths = np.array(sizes, dtype=np.int64)
+        if form == "llmc":
+            file.seek(0)
+            file.write(np.array([_LLMC_MAGIC, _LLMC_VERSION, lengths.sum()], dtype="<i4").tobytes())
+        file.flush()
+        os.fsync(file.fileno())
+        if form == "megatron":
+            head = _MEGATRON_HEAD.pack(_MEGATRON_MAGIC, 1, code, len(lengths), len(lengths) + 1)
+            offsets = (np.cumsum(lengths) - lengths) * dtype.itemsize
             values = [lengths.astype("<i4"), offsets.astype("<i8"), np.arange(len(lengths) + 1, dtype="<i8")]
-            self._path.with_suffix(".idx").write_bytes(b"".join([*head, *(each.tobytes() for each in values)]))
-        self._partial.replace(self._path)
-        sync_directory(self._path.parent)
+            path.with_suffix(".idx").write_bytes(b"".join([head, *(each.tobytes() for each in values)]))
+        partial.replace(path)
+    sync_directory(path.parent)
 
 
 def _check(options: ConvertDataOptions, foreign: Foreign, problems: Problems) -> None:
@@ -199,14 +180,13 @@ def _check(options: ConvertDataOptions, foreign: Foreign, problems: Problems) ->
         problems.add(f"--to {options.form}: {source} is of this format; name another")
     if target.suffix != ".bin":
         problems.add(f"{target}: must end with .bin")
-    if (there := [path for path in _family(target) if os.path.lexists(path)]) and not options.overwrite:
+    elif (there := [path for path in _family(target) if os.path.lexists(path)]) and not options.overwrite:
         problems.add(f"{there[0]}: exists; replace it with --overwrite, or name another file")
     if target.resolve() == source.resolve():
         problems.add(f"{target}: is the file to read; name another")
     by_hand = options.vocab_size is not None and options.eot_id is not None
     if foreign.form == "dsgpt":
-        sidecar = open_token_file(source).sidecar
-        if sidecar.vocab_size is None or sidecar.eot_id is None:
+        if open_token_file(source).sidecar.eot_id is None:
             problems.add(f"{sidecar_path(source)}: names no end-of-text id; make the data again")
         if options.tokenizer or options.vocab_size is not None or options.eot_id is not None:
             problems.add(f"--tokenizer, --vocab_size and --eot_id: {sidecar_path(source)} says it; leave them out")
@@ -257,49 +237,50 @@ def main(words: Sequence[str] | None = None) -> None:
     options, problems = read_options(ConvertDataOptions, words, description=DESCRIPTION, epilog=EXAMPLES)
     require_flags(options, problems)
     problems.raise_if_any()
-    foreign = open_foreign(options.source)
+    source, target, form = options.source, options.target, options.form
+    foreign = open_foreign(source)
     _check(options, foreign, problems)
     problems.raise_if_any()
     vocab_size, eot_id, facts = options.vocab_size, options.eot_id, None
     if foreign.form == "dsgpt":
-        sidecar = open_token_file(options.source).sidecar
+        sidecar = open_token_file(source).sidecar
         vocab_size, eot_id = sidecar.vocab_size, sidecar.eot_id
     elif options.tokenizer:
-        facts = _tokenizer(options.tokenizer, options.target.parent)
-        vocabulary = open_vocabulary(options.target.parent / TOKENIZER_FOLDER)
+        facts = _tokenizer(options.tokenizer, target.parent)
+        vocabulary = open_vocabulary(target.parent / TOKENIZER_FOLDER)
         vocab_size, eot_id = vocabulary.size, vocabulary.eot_id
     assert vocab_size is not None and eot_id is not None  # _check refuses everything else
-    if options.form in ("nanogpt", "llmc") and vocab_size > 1 << 16:
-        raise UserError(
-            f"--to {options.form}: has 2 bytes an id, too few for a vocabulary of {vocab_size:,}; take megatron"
-        )
-    with ExitStack() as stack:
-        if options.form == "dsgpt":
-            source = f"{options.source.name}, a token file of {foreign.form}"
-            writer: TokenFileWriter | _ForeignWriter = stack.enter_context(
-                TokenFileWriter(options.target, vocab_size=vocab_size, eot_id=eot_id, tokenizer=facts, source=source)
-            )
-        else:
-            writer = stack.enter_context(
-                _ForeignWriter(options.target, form=options.form, vocab_size=vocab_size, eot_id=eot_id)
-            )
-        bar = stack.enter_context(progress(total=foreign.ids.nbytes, description="converting", unit="B"))
-        count = tokens = 0
-        for count, ids in enumerate(documents_of(foreign, eot_id=eot_id), start=1):
-            if int(ids.max()) >= vocab_size or int(ids.min()) < 0:
-                raise UserError(
-                    f"{options.source}: document {count - 1} has ids outside the vocabulary of {vocab_size:,}"
-                )
-            writer.append(ids)
-            tokens += len(ids)
-            bar.update(ids.nbytes)
+    if form in ("nanogpt", "llmc") and vocab_size > 1 << 16:
+        raise UserError(f"--to {form}: has 2 bytes an id, too few for a vocabulary of {vocab_size:,}; take megatron")
+    about: dict[str, int] = {"vocab_size": vocab_size, "eot_id": eot_id}
+    count = tokens = 0
+
+    def documents() -> Iterator[Ids]:
+        nonlocal count, tokens
+        with progress(total=foreign.ids.nbytes, description="converting", unit="B") as bar:
+            for ids in documents_of(foreign, eot_id=eot_id):
+                if int(ids.max()) >= vocab_size or int(ids.min()) < 0:
+                    raise UserError(f"{source}: document {count} has ids outside the vocabulary of {vocab_size:,}")
+                yield ids
+                count, tokens = count + 1, tokens + len(ids)
+                bar.update(ids.nbytes)
         if not count:
-            raise UserError(f"{options.source}: has no document")
-    beside = {"dsgpt": ".json", "megatron": ".idx"}.get(options.form, ".bin")
-    for path in {*_family(options.target)} - {options.target, options.target.with_suffix(beside)}:
+            raise UserError(f"{source}: has no document")
+
+    if form == "dsgpt":
+        origin = f"{source.name}, a token file of {foreign.form}"
+        with TokenFileWriter(target, **about, tokenizer=facts, source=origin) as writer:
+            for ids in documents():
+                writer.append(ids)
+    else:
+        _write_foreign(target, documents(), form=form, **about)
+    beside = {"dsgpt": ".json", "megatron": ".idx"}.get(form, ".bin")
+    for path in {*_family(target)} - {target, target.with_suffix(beside)}:
         path.unlink(missing_ok=True)  # of the file that it replaces
-    print(f"{options.target}: {counted(count, 'document')} of {options.source} ({foreign.form}), as {options.form}")
+    print(f"{target}: {counted(count, 'document')} of {source} ({foreign.form}), as {form}")
     if foreign.bounds is None and tokens == len(foreign.ids):
         print(f"  its end-of-text id {eot_id} never occurs: is it one text, or did another tokenizer make the ids?")
-    if options.form == "dsgpt":
-        print(next_line(script_words("data_prep/verify.py", options.target)))
+    elif foreign.form == "llmc" and foreign.ids[0] != eot_id:
+        print("  it begins within a document, as a later part of a set does: the rest of that is its first document")
+    if form == "dsgpt":
+        print(next_line(script_words("data_prep/verify.py", target)))

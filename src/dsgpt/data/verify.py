@@ -2,13 +2,13 @@
 
 It also looks for evaluation texts in them (``contamination.py``), and describes files that agree in a data card.
 
-Nothing but numbers of constant size and 8 bytes a document are kept, the latter in a temporary file. Imports no torch.
+Keeps one document in memory, and about 40 bytes a document. Imports no torch.
 """
 
 import hashlib
 import itertools
+import json
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,23 +16,32 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from dsgpt.common.command_line import flag, read_options, whole
+from dsgpt.common.command_line import flag, read_options, value, whole
 from dsgpt.common.errors import Problems, UserError
 from dsgpt.common.files import write_atomic
 from dsgpt.common.text import counted, next_line, script_words
-from dsgpt.data.contamination import SHORTEST, Evaluation
+from dsgpt.data.contamination import SHORTEST, Evaluation, resembling
 from dsgpt.data.download import progress
-from dsgpt.data.exchange import Foreign, documents_of
-from dsgpt.data.index import index_path, open_index, read_sources, sources_path
+from dsgpt.data.index import (
+    LONGEST,
+    Entries,
+    decoded,
+    document_hash,
+    index_path,
+    open_index,
+    read_sources,
+    sources_path,
+    vocabulary_of,
+)
 from dsgpt.data.sources import own_source
 from dsgpt.data.token_file import DTYPES, TokenFile, TokenFileError, open_token_file
-from dsgpt.data.vocabulary import Vocabulary, open_vocabulary
+from dsgpt.data.vocabulary import Vocabulary
 from dsgpt.formats.tokenizer_files import TOKENIZER_FOLDER
 
 DESCRIPTION = """\
-Read token files, and compare hash, size, ids, documents and index with what preparation noted beside them. Of several
-files, no document may be in two. Prints what a file that agrees holds, with the beginning of its text. Exit code 0:
-all agree; 2: something differs, or cannot be read."""
+Read token files, and compare hash, size, ids, documents, texts and index with what preparation noted beside them. Of
+several files, no document may be in two. Prints what a file that agrees holds, with the beginning of its text. Exit
+code 0: all agree; 2: something differs, or cannot be read."""
 EXAMPLES = """\
 examples:
   .venv/bin/python data_prep/verify.py data/python-transformers/train.bin data/python-transformers/val.bin
@@ -41,10 +50,6 @@ examples:
 
 CHUNK = 1 << 22
 """Ids that are read at once."""
-BLOCK = 1 << 22
-"""Document hashes of each file that are compared at once."""
-BINS = 8
-"""Bins of document lengths per factor of two."""
 _NAMED = 3
 """Most documents that a line names."""
 
@@ -64,6 +69,12 @@ class VerifyOptions:
         default=(),
         nargs="+",
     )
+    near_duplicates: float | None = flag(
+        value(float, accepts=lambda number: 0.5 <= number <= 0.95, must_be="a number from 0.5 to 0.95"),
+        "SHARE",
+        "look for documents that have so much in common with an earlier one (needs datasketch); of several files, none "
+        "may have one of another",
+    )
     card: str | None = flag(
         str, "LICENCE", "write a data card, NAME.card.md, beside each file if all agree; LICENCE is that of the text"
     )
@@ -72,138 +83,136 @@ class VerifyOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Contents:
-    """What a token file holds, read from its ids alone."""
+    """What a token file holds."""
 
     file: TokenFile
     frequencies: NDArray[np.int64]
     """How often each id occurs, from 0 to the largest, shape (ids,)."""
+    sizes: NDArray[np.int64]
+    """Tokens of each document with its end-of-text id, shape (documents,); none if that id is unknown."""
     hashes: NDArray[np.uint64]
-    """A hash of the ids of each document, shape (documents,), on disk; none if the end-of-text id is unknown."""
-    lengths: NDArray[np.int64]
-    """Documents by length: element i counts those of at least 2**(i / BINS) tokens that no later element counts."""
-    shortest: int
-    """Tokens of the shortest document, with its end-of-text id; 0 if there is none."""
-    longest: int
-    """Those of the longest."""
-    unended: int
-    """Ids after the last end-of-text id."""
+    """A hash of the ids of each document, same shape."""
+    of_index: tuple[str, ...]
+    """What is wrong with the index."""
+    uncompared: str
+    """Why the texts were not compared with the hashes in the index; empty if they were."""
+
+    @property
+    def documents(self) -> str:
+        """``5, of 2 to 21 tokens``."""
+        span = f", of {self.sizes.min():,} to {self.sizes.max():,} tokens" if len(self.sizes) else ""
+        return f"{len(self.sizes):,}{span}"
 
 
 def read_contents(file: TokenFile, *, advance: Callable[[int], object] = lambda _: None) -> Contents:
-    """Read ``file`` once, a few megabytes at a time.
+    """Read ``file``, a few megabytes or a document at a time.
 
     Args:
         file: the token file.
-        advance: gets the number of bytes read since its last call.
+        advance: gets the number of bytes read since its last call; in the end twice those of the file.
     """
-    frequencies, lengths = np.zeros(0, dtype=np.int64), np.zeros(32 * BINS, dtype=np.int64)
-    shortest = longest = begun = 0
-    spool, digest = tempfile.TemporaryFile(), hashlib.blake2b(digest_size=8)  # noqa: SIM115 - the memmap keeps it open
-    for ids in _chunks(file):
+    frequencies, dtype = np.zeros(0, dtype=np.int64), np.dtype(DTYPES[file.sidecar.dtype])
+    found, of_index, entries = [frequencies], tuple[str, ...](), None
+    for start in range(0, file.tokens, CHUNK):  # read and not mapped: mapped pages would count as memory
+        ids = np.fromfile(file.path, dtype=dtype, count=CHUNK, offset=start * dtype.itemsize)
         counts = np.bincount(ids, minlength=len(frequencies))
         counts[: len(frequencies)] += frequencies
-        frequencies, first = counts, 0
-        for end in np.flatnonzero(ids == file.sidecar.eot_id) + 1 if file.sidecar.eot_id is not None else ():
-            digest.update(ids[first:end].tobytes())
-            spool.write(digest.digest())
-            digest, tokens, begun, first = hashlib.blake2b(digest_size=8), begun + int(end) - first, 0, int(end)
-            shortest, longest = min(shortest or tokens, tokens), max(longest, tokens)
-            lengths[int(np.log2(tokens) * BINS)] += 1
-        digest.update(ids[first:].tobytes())
-        begun += len(ids) - first
+        frequencies = counts
+        found.append(start + np.flatnonzero(ids == file.sidecar.eot_id) + 1)
         advance(ids.nbytes)
-    spool.flush()
-    documents = int(lengths.sum())
+    stops = np.concatenate(found)
+    try:
+        if len(stops) and index_path(file.path).exists():
+            entries = _checked_index(file, stops)
+            stops = np.cumsum(entries["tokens"], dtype=np.int64)
+    except TokenFileError as error:
+        of_index = error.problems
+    sizes, others = np.diff(stops, prepend=0), list[int]()
+    hashes, (vocabulary, uncompared) = np.empty(len(sizes), dtype=np.uint64), _comparable(file, entries)
+    for number, ids in enumerate(documents_of(file, sizes)):
+        advance(ids.nbytes)
+        hashes[number] = int.from_bytes(hashlib.blake2b(ids.tobytes(), digest_size=8).digest(), "little")
+        if entries is not None and vocabulary is not None:
+            if len(ids) > LONGEST:
+                uncompared = f"document {number:,}, which has {len(ids):,} tokens"
+            elif document_hash(decoded(vocabulary, ids[:-1]).encode()) != entries["hash"][number]:
+                others.append(number)
+    if others:
+        what = f"{counted(len(others), 'document')} of {file.path.name} ({_some(others)})"
+        of_index = (f"{index_path(file.path)}: has other hashes than the text of {what}; make the data again",)
     return Contents(
-        file=file,
-        frequencies=frequencies,
-        hashes=np.memmap(spool, dtype="<u8", mode="r") if documents else np.zeros(0, dtype="<u8"),
-        lengths=lengths,
-        shortest=shortest,
-        longest=longest,
-        unended=begun if file.sidecar.eot_id is not None else 0,
+        file=file, frequencies=frequencies, sizes=sizes, hashes=hashes, of_index=of_index, uncompared=uncompared
     )
 
 
-def _chunks(file: TokenFile) -> Iterator[NDArray[np.unsignedinteger]]:
-    """The ids, read and not mapped: mapped pages would count as memory of this process."""
+def _checked_index(file: TokenFile, stops: NDArray[np.int64]) -> Entries:
+    """The index of ``file``, whose end-of-text ids are before the tokens ``stops``; texts may hold some of these ids.
+
+    Raises:
+        TokenFileError: it is another file's, or a document of it ends elsewhere.
+    """
+    entries = open_index(file)
+    ends = np.cumsum(entries["tokens"], dtype=np.int64)
+    if wrong := np.flatnonzero(~np.isin(ends, stops) | (entries["tokens"] == 0)).tolist():
+        number, end = wrong[0], ends[wrong[0]]
+        there = next(iter(stops[stops > end - entries["tokens"][number]]), file.tokens)
+        raise TokenFileError(
+            f"{index_path(file.path)}: document {number:,} ends at token {end:,}, in {file.path.name} at {there:,}; "
+            "prepare again with --overwrite"
+        )
+    return entries
+
+
+def _comparable(file: TokenFile, entries: Entries | None) -> tuple[Vocabulary | None, str]:
+    """The tokenizer whose texts can be compared with the hashes in the index, or why there is none.
+
+    A byte-level tokenizer gives every text back, unless it normalizes the text, or adds or swallows spaces.
+    """
+    if entries is None:
+        return None, "there is no index of it"
+    try:
+        vocabulary = vocabulary_of(file)
+    except UserError as error:
+        return None, str(error)
+    state = json.loads(vocabulary.tokenizer.to_str())
+    exact = state["normalizer"] is None and (state["decoder"] or {}).get("type") == "ByteLevel"
+    exact &= '"add_prefix_space": true' not in json.dumps(state["pre_tokenizer"])
+    if not exact or any(token["lstrip"] or token["rstrip"] for token in state["added_tokens"]):
+        return None, "its tokenizer does not give every text back unchanged"
+    return vocabulary, ""
+
+
+def documents_of(file: TokenFile, sizes: NDArray[np.int64]) -> Iterator[NDArray[np.unsignedinteger]]:
+    """The ids of each document of ``file``, with its end-of-text id."""
     dtype = np.dtype(DTYPES[file.sidecar.dtype])
-    for start in range(0, file.tokens, CHUNK):
-        yield np.fromfile(file.path, dtype=dtype, count=CHUNK, offset=start * dtype.itemsize)
+    with file.path.open("rb", buffering=CHUNK) as data:
+        for tokens in map(int, sizes):
+            yield np.frombuffer(data.read(tokens * dtype.itemsize), dtype=dtype)
 
 
 def faults_of(contents: Contents) -> Iterator[str]:
     """A line for everything in which the ids differ from the sidecar or the index, or are no whole documents."""
-    path, sidecar = contents.file.path, contents.file.sidecar
-    largest, documents = len(contents.frequencies) - 1, len(contents.hashes)
-    if sidecar.vocab_size is not None and largest >= sidecar.vocab_size:
+    path, sidecar, sizes = contents.file.path, contents.file.sidecar, contents.sizes
+    if sidecar.vocab_size is not None and len(contents.frequencies) > sidecar.vocab_size:
+        largest = len(contents.frequencies) - 1
         yield f"{path}: its largest id is {largest}, but its sidecar says a vocabulary of {sidecar.vocab_size}"
     card = path.with_suffix(".card.md")
     if sidecar.sha256 and card.is_file() and sidecar.sha256 not in card.read_text(encoding="utf-8", errors="replace"):
         yield f"{card}: describes another file: remove it, and make it again with --card"
-    if sidecar.eot_id is None:
-        return
-    if sidecar.documents is not None and documents > sidecar.documents and _ends_are_of_index(contents.file):
-        return  # texts hold end-of-text tokens: --special_tokens_in_text
-    if contents.unended:
+    unended = contents.file.tokens - int(sizes.sum()) if sidecar.eot_id is not None else 0
+    if unended:
         yield (
-            f"{path}: its last {counted(contents.unended, 'id')} belong to a document without end: the end-of-text id "
+            f"{path}: its last {counted(unended, 'id')} belong to a document without end: the end-of-text id "
             f"{sidecar.eot_id} must be the last; make the data again"
         )
-    if sidecar.documents is not None and documents + bool(contents.unended) != sidecar.documents:
+    if None not in (sidecar.eot_id, sidecar.documents) and len(sizes) + bool(unended) != sidecar.documents:
         yield (
-            f"{path}: has {documents:,} end-of-text ids, but its sidecar says {sidecar.documents:,} documents; make "
+            f"{path}: has {len(sizes):,} end-of-text ids, but its sidecar says {sidecar.documents:,} documents; make "
             "the data again"
         )
-    if contents.shortest == 1:
+    if (sizes == 1).any():
         yield f"{path}: has an empty document, an end-of-text id that ends nothing; make the data again"
-    if index_path(path).exists():
-        try:
-            entries = open_index(contents.file)
-        except TokenFileError as error:
-            yield from error.problems
-            return
-        yield from _index_faults(contents.file, entries["tokens"])
-
-
-def _ends_are_of_index(file: TokenFile) -> bool:
-    """Whether there is an index, and each of its documents ends with an end-of-text id, the last of them the file."""
-    try:
-        ends = np.cumsum(open_index(file)["tokens"], dtype=np.int64) - 1
-    except TokenFileError:
-        return False
-    for start, ids in zip(itertools.count(0, CHUNK), _chunks(file)):
-        first, after = np.searchsorted(ends, [start, start + CHUNK])
-        if (ids[ends[first:after] - start] != file.sidecar.eot_id).any():
-            return False
-    return True
-
-
-def _index_faults(file: TokenFile, tokens: NDArray[np.uint32]) -> Iterator[str]:
-    """A line if the documents of the index do not end where those of the file do."""
-    number = end = 0
-    for start, ids in zip(itertools.count(0, CHUNK), _chunks(file)):
-        ends = start + np.flatnonzero(ids == file.sidecar.eot_id) + 1
-        noted = end + np.cumsum(tokens[number : number + len(ends)], dtype=np.int64)
-        if wrong := np.flatnonzero(noted != ends[: len(noted)]).tolist():
-            yield (
-                f"{index_path(file.path)}: document {number + wrong[0]:,} ends at token {noted[wrong[0]]:,}, in "
-                f"{file.path.name} at {ends[wrong[0]]:,}; prepare again with --overwrite"
-            )
-            return
-        number, end = number + len(ends), int(ends[-1]) if len(ends) else end
-
-
-def shared_documents(one: NDArray[np.uint64], other: NDArray[np.uint64]) -> list[int]:
-    """The numbers of the documents of ``other`` whose hash is in ``one``, compared a block at a time."""
-    found: list[int] = []
-    for at in range(0, len(other), BLOCK):
-        block = np.array(other[at : at + BLOCK])
-        shared = np.zeros(len(block), dtype=bool)
-        for start in range(0, len(one), BLOCK):
-            shared |= np.isin(block, one[start : start + BLOCK])
-        found += (at + np.flatnonzero(shared)).tolist()
-    return found
+    yield from contents.of_index
 
 
 def _incomparable(one: Contents, other: Contents) -> str:
@@ -219,50 +228,32 @@ def _overlap(one: Contents, other: Contents) -> Iterator[str]:
     """A line if a document is in both files."""
     if why := _incomparable(one, other):
         print(f"warning: {one.file.path} and {other.file.path}: not compared, because {why}", file=sys.stderr)
-    elif shared := shared_documents(one.hashes, other.hashes):
-        names = f"{', '.join(f'{number:,}' for number in shared[:_NAMED])}{', ...' if len(shared) > _NAMED else ''}"
+    elif shared := np.flatnonzero(np.isin(other.hashes, one.hashes)).tolist():
         yield (
-            f"{other.file.path}: shares {counted(len(shared), 'document')} (number {names}) with {one.file.path}: "
+            f"{other.file.path}: shares {counted(len(shared), 'document')} ({_some(shared)}) with {one.file.path}: "
             "validation would measure what training has read; remove copies from the text, and prepare again"
         )
 
 
-def _vocabulary(file: TokenFile) -> Vocabulary:
-    """The tokenizer that made the ids, from the folder beside the file.
-
-    Raises:
-        UserError: there is none, or another one.
-    """
-    if file.sidecar.tokenizer is None:
-        raise TokenFileError(f"{file.path}: its sidecar names no tokenizer, so its text is unknown")
-    vocabulary = open_vocabulary(file.path.parent / TOKENIZER_FOLDER)
-    if vocabulary.sha256 != file.sidecar.tokenizer.sha256:
-        raise TokenFileError(f"{vocabulary.folder}: is not the tokenizer that made {file.path.name}")
-    return vocabulary
+def _some(numbers: Sequence[int]) -> str:
+    """``number 1, 5, 7, ...``."""
+    return f"number {', '.join(f'{number:,}' for number in numbers[:_NAMED])}{', ...' if numbers[_NAMED:] else ''}"
 
 
-def _excerpt(file: TokenFile, tokens: int) -> str:
-    """The text of the first ``tokens`` ids, or why it is unknown."""
-    try:
-        return repr(_vocabulary(file).tokenizer.decode(file.memmap()[:tokens].tolist(), skip_special_tokens=False))
-    except UserError as error:
-        return f"unknown: {error}"
-
-
-def _contamination(file: TokenFile, against: Sequence[Path]) -> Iterator[str]:
+def _contamination(contents: Contents, against: Sequence[Path]) -> Iterator[str]:
     """A line for each of the evaluation sets ``against`` of which the file has texts; prints what was compared.
 
     Raises:
         UserError: the texts, or the text of the file, cannot be read.
     """
-    vocabulary, sets = _vocabulary(file), {path: Evaluation() for path in against}
+    file, sets = contents.file, {path: Evaluation() for path in against}
+    vocabulary = vocabulary_of(file)
     for path, texts in sets.items():
         source = own_source((path,), text_key="text", output_dir=path / TOKENIZER_FOLDER)
         texts.add(document.text for _, document in source.documents())
-    documents = documents_of(Foreign(form="dsgpt", ids=file.memmap()), eot_id=vocabulary.eot_id)
     with progress(total=file.size_bytes, description=f"comparing {file.path.name}", unit="B") as bar:
-        for number, ids in enumerate(documents):
-            text = vocabulary.tokenizer.decode(ids.tolist())
+        for number, ids in enumerate(documents_of(file, contents.sizes)):
+            text = decoded(vocabulary, ids[:-1])
             for texts in sets.values():
                 texts.read(text, document=number)
             bar.update(ids.nbytes)
@@ -274,6 +265,40 @@ def _contamination(file: TokenFile, against: Sequence[Path]) -> Iterator[str]:
                 f"{file.path}: has {len(texts.found):,} of the {texts.texts:,} texts of {path}, such as {number:,} in "
                 f"document {document:,} ({words!r}): leave such documents out, and prepare again"
             )
+
+
+def _near_duplicates(read: Sequence[Contents], threshold: float) -> Iterator[str]:
+    """A line if documents resemble earlier ones of another file; prints how many resemble one, and in how many groups.
+
+    Raises:
+        UserError: datasketch is not installed.
+    """
+    if why := next(filter(None, (_incomparable(read[0], each) for each in read)), ""):
+        yield f"--near_duplicates: {why}"
+        return
+    counts = [len(each.sizes) for each in read]
+    firsts, total = np.cumsum([0, *counts]), sum(counts)
+    documents = (ids[:-1] for each in read for ids in documents_of(each.file, each.sizes))
+    with progress(documents, total=total, description="comparing", unit=" documents") as bar:
+        found = [*resembling(bar, threshold=threshold)]
+    first_of = dict[int, int]()
+    """The first document of the group of each."""
+    for number, earlier, _ in found:
+        first_of[number] = first_of.get(earlier, earlier)
+
+    def place(number: int) -> tuple[int, str]:
+        file = int(np.searchsorted(firsts, number, side="right")) - 1
+        return file, f"document {number - firsts[file]:,} of {read[file].file.path}"
+
+    groups = counted(len(set(first_of.values())), "group")
+    print(f"near-duplicates: {len(found):,} of {counted(total, 'document')} resemble an earlier one, in {groups}")
+    for number, earlier, similar in found[:_NAMED]:
+        print(f"  {place(number)[1]}: {similar:.2f} in common with {place(earlier)[1]}")
+    if across := [number for number, first in first_of.items() if place(number)[0] != place(first)[0]]:
+        yield (
+            f"{place(across[0])[1]}: resembles {place(first_of[across[0]])[1]}, as {len(across):,} in all do one of "
+            "another file: validation would measure what training has read; remove them, and prepare again"
+        )
 
 
 def _card(contents: Contents, options: VerifyOptions, *, compared: Sequence[Path]) -> str:
@@ -289,7 +314,7 @@ def _card(contents: Contents, options: VerifyOptions, *, compared: Sequence[Path
         "source": sidecar.source or "not noted",
         "source files": files,
         "licence": options.card,
-        "documents": f"{len(contents.hashes):,}, of {contents.shortest:,} to {contents.longest:,} tokens",
+        "documents": contents.documents,
         "tokens": f"{file.tokens:,}, {sidecar.dtype}",
         "ids": f"{np.count_nonzero(contents.frequencies):,} of {sidecar.vocab_size or 0:,} are used",
         "tokenizer": f"{maker.name}, sha256 {maker.sha256}" if maker else "not noted",
@@ -304,21 +329,42 @@ def _card(contents: Contents, options: VerifyOptions, *, compared: Sequence[Path
     )
 
 
-def _say(contents: Contents, *, excerpt: int, sha256: str) -> None:
-    """Print what a file holds."""
-    file, sidecar, documents = contents.file, contents.file.sidecar, len(contents.hashes)
-    used, largest = np.count_nonzero(contents.frequencies), len(contents.frequencies) - 1
+def _verified(path: Path, options: VerifyOptions, problems: Problems) -> Contents | None:
+    """The contents of a file, printed; None if it cannot be read. What is wrong with it is added to ``problems``."""
+    try:
+        file = open_token_file(path)
+    except TokenFileError as error:
+        problems.add(*error.problems)
+        return None
+    sha256 = ""
+    with progress(total=3 * file.size_bytes, description=f"reading {path.name}", unit="B") as bar:
+        try:
+            sha256 = file.verified_sha256(bar.update)
+        except TokenFileError as error:
+            problems.add(*error.problems)
+        contents = read_contents(file, advance=bar.update)
+    problems.add(*(faults := [*faults_of(contents)]))
+    if not sha256 or faults:
+        return contents
+    sidecar, sizes = file.sidecar, contents.sizes
     of = f" of {sidecar.vocab_size:,}" if sidecar.vocab_size else ""
     many = "unknown: nothing beside the file says which id ends one"
     if sidecar.eot_id is not None:
-        mean = f", {file.tokens / documents:,.0f} on average" if documents else ""
-        many = f"{documents:,}, of {contents.shortest:,} to {contents.longest:,} tokens{mean}"
-    print(f"{file.path}: {counted(file.tokens, 'token')}, {sidecar.dtype}, sha256 {sha256}")
+        many = contents.documents + (f", {file.tokens / len(sizes):,.0f} on average" if len(sizes) else "")
+    print(f"{path}: {counted(file.tokens, 'token')}, {sidecar.dtype}, sha256 {sha256}")
     print(f"  documents  {many}")
-    print(f"  ids        {used:,}{of} are used, up to {largest:,}")
+    print(
+        f"  ids        {np.count_nonzero(contents.frequencies):,}{of} are used, up to {len(contents.frequencies) - 1:,}"
+    )
     print(f"  source     {sidecar.source or 'not noted'}")
-    if excerpt:
-        print(f"  begins     {_excerpt(file, excerpt)}", flush=True)
+    print(f"  texts      {contents.uncompared and 'not compared: '}{contents.uncompared or 'as the index notes them'}")
+    if options.excerpt:
+        try:
+            begins = repr(decoded(vocabulary_of(file), file.memmap()[: options.excerpt]))
+        except UserError as error:
+            begins = f"unknown: {error}"
+        print(f"  begins     {begins}", flush=True)
+    return contents
 
 
 def main(words: Sequence[str] | None = None, *, draw: Callable[[Sequence[Contents], Path], None]) -> None:
@@ -343,7 +389,9 @@ def main(words: Sequence[str] | None = None, *, draw: Callable[[Sequence[Content
             problems.add(f"--against {path}: there is no such file or folder")
     if options.against and not problems:
         for each in read:
-            problems.add(*_contamination(each.file, options.against))
+            problems.add(*_contamination(each, options.against))
+    if options.near_duplicates and not problems:
+        problems.add(*_near_duplicates(read, options.near_duplicates))
     if options.plot and read:
         draw(read, options.plot)
         print(f"wrote {options.plot}")
@@ -360,23 +408,3 @@ def main(words: Sequence[str] | None = None, *, draw: Callable[[Sequence[Content
         f"checked {counted(len(read), 'file')}: {'all is as noted' if len(noted) == len(read) else found} beside them"
     )
     print(next_line(script_words("src/gpt2.py", "--train_data_path", read[0].file.path, "--dry_run")))
-
-
-def _verified(path: Path, options: VerifyOptions, problems: Problems) -> Contents | None:
-    """The contents of a file, printed; None if it cannot be read. What is wrong with it is added to ``problems``."""
-    try:
-        file = open_token_file(path)
-    except TokenFileError as error:
-        problems.add(*error.problems)
-        return None
-    sha256 = ""
-    with progress(total=2 * file.size_bytes, description=f"reading {path.name}", unit="B") as bar:
-        try:
-            sha256 = file.verified_sha256(bar.update)
-        except TokenFileError as error:
-            problems.add(*error.problems)
-        contents = read_contents(file, advance=bar.update)
-    problems.add(*(faults := [*faults_of(contents)]))
-    if sha256 and not faults:
-        _say(contents, excerpt=options.excerpt, sha256=sha256)
-    return contents

@@ -4,11 +4,12 @@ The order of the samples is a pure function of the seed and the step. So the rec
 of its steps read, and each of its ranks, across resumes on other ranks and with other data. Imports no torch.
 """
 
+import contextlib
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,9 +19,9 @@ from numpy.typing import NDArray
 
 from dsgpt.common.errors import UserError
 from dsgpt.common.files import printable
-from dsgpt.data.addresses import Address, Addresses
 from dsgpt.data.data_set import Windows, open_data
 from dsgpt.data.download import progress
+from dsgpt.data.index import Address, Addresses
 from dsgpt.data.order import RankShare, SampleOrder
 from dsgpt.data.token_file import TokenFile
 from dsgpt.machine.topology import ParallelSizes, Topology
@@ -95,10 +96,8 @@ class Reading:
 
     def __init__(self, run_dir: Path, *, data: Path | None = None) -> None:
         notes: list[str] = []
-        self.run_dir, self._record = (
-            run_dir,
-            read_record(run_dir / RECORD_FILE, name=printable(run_dir.name), notes=notes),
-        )
+        self.run_dir = run_dir
+        self._record = read_record(run_dir / RECORD_FILE, name=printable(run_dir.name), notes=notes)
         config, facts = self._record.section("training_config"), [self._record.section("data")]
         sizes = [size for name in _SIZES if (size := config.whole(name)) is not None]
         if len(sizes) < len(_SIZES) or 0 in sizes[:-1]:
@@ -114,6 +113,14 @@ class Reading:
         self.phases = tuple(zip([1, *(end + 1 for end in ends)], ends, hashes, strict=False))
         """First step, last step and the SHA-256 of the data of each phase."""
         self._opened = cache(self._open)
+
+    @cached_property
+    def taken(self) -> int:
+        """The last step that is recorded as taken; 0 if none is."""
+        steps = [each.whole("last_step") or 0 for each in self._record.sections("segments")]
+        with contextlib.suppress(OSError):  # the file may not be there
+            steps += [line["step"] for line in read_steps(self.run_dir / STEPS_FILE)]
+        return max(steps, default=0)
 
     def phase(self, step: int) -> Phase:
         """The phase that ``step`` belongs to.
@@ -148,13 +155,12 @@ class Reading:
         Raises:
             UserError: the process that executed the step had no such rank, or the record does not say.
         """
-        executed = [
-            each for each in self._record.sections("segments") if (each.whole("first_step") or step + 1) <= step
-        ]
+        executed = self._record.section("")  # without any field
+        for each in self._record.sections("segments"):
+            executed = each if (each.whole("first_step") or step + 1) <= step else executed
         keys = (*(f"{way}_parallel_size" for way in _SPLIT), "micro_batch_size_per_gpu", "grad_accum_steps")
-        numbers = [executed[-1].whole(key) for key in keys] if executed else []
-        ranks = executed[-1].section("hardware").whole("world_size") if executed else None
-        *sizes, micro, accumulation = [number or 0 for number in numbers] or [0, 0]
+        *sizes, micro, accumulation = [executed.whole(key) or 0 for key in keys]
+        ranks = executed.section("hardware").whole("world_size")
         if not (ranks and all(sizes) and micro and accumulation):
             raise UserError(f"--rank {rank}: the record does not say which ranks executed step {step:,}")
         if rank >= ranks:
@@ -338,11 +344,9 @@ def _suspects(phase: Phase, steps: Sequence[int], spikes: set[int]) -> list[Susp
 
     found = []
     for key, part in documents.items():
-        hits, read = spikes & read_by[key], len(judged & read_by[key])
+        hits, read = tuple(sorted(spikes & read_by[key])), len(judged & read_by[key])
         by_chance = chance(len(hits), read) * len(documents)
-        found.append(
-            Suspect(file=part.file, document=part.document, spikes=tuple(sorted(hits)), steps=read, by_chance=by_chance)
-        )
+        found.append(Suspect(file=part.file, document=part.document, spikes=hits, steps=read, by_chance=by_chance))
     return found
 
 

@@ -10,7 +10,7 @@ from dsgpt.common.command_line import COUNT, POSITIVE, flag, read_options
 from dsgpt.common.files import printable
 from dsgpt.common.json_files import clipped_text
 from dsgpt.common.text import counted, next_line, script_words
-from dsgpt.data.addresses import Addresses, changed_sources
+from dsgpt.data.index import Addresses, changed_sources
 from dsgpt.data.token_file import TokenFile, open_token_file
 from dsgpt.record.readings import Reading, find_spikes, suspects
 
@@ -25,6 +25,7 @@ examples:
   .venv/bin/python data_prep/where.py --run checkpoint/run --step 812 --rank 3
   .venv/bin/python data_prep/where.py --spike checkpoint/run"""
 _SCRIPT = "data_prep/where.py"
+TOP = 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +47,7 @@ class WhereOptions:
     spike: Path | None = flag(
         Path, "RUN", "the steps of this run that stand out, and their documents, the least likely by chance first"
     )
-    top: int = flag(POSITIVE, "N", "documents that --spike prints (default %(default)s)", default=10)
+    top: int | None = flag(POSITIVE, "N", f"documents that --spike prints (default {TOP})")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -65,11 +66,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         problems.add("--run and --step go together: give both")
     if options.rank is not None and options.run is None:
         problems.add("--rank: only --run has ranks; leave it out")
+    if options.top is not None and options.spike is None:
+        problems.add("--top: only --spike prints documents by rank; leave it out")
     problems.raise_if_any()
     if options.run is not None and options.step is not None:
         _print_step(Reading(options.run, data=options.file), options.step, rank=options.rank)
     elif options.spike is not None:
-        _print_spikes(Reading(options.spike, data=options.file), top=options.top)
+        _print_spikes(Reading(options.spike, data=options.file), top=options.top or TOP)
     elif options.file is not None:
         _print_document(Addresses(open_token_file(options.file)), token=options.token, number=options.document)
 
@@ -111,11 +114,13 @@ def _print_step(reading: Reading, step: int, *, rank: int | None) -> None:
     samples = [
         (micro, place, [*phase.parts(windows[place])]) for micro, row in enumerate(places.tolist()) for place in row
     ]
+    reads = "" if rank is None else f"rank {rank} reads "
+    if step > reading.taken:
+        reads = f"it is not recorded as taken, and {'' if rank is None else f'rank {rank} '}would read "
     epoch, before = divmod(step - 1, phase.order.steps_per_epoch)
     print(
         f"{reading.run_dir}: step {step:,}, which is step {before + 1:,} of {phase.order.steps_per_epoch:,} of epoch "
-        f"{epoch + 1}; {'' if rank is None else f'rank {rank} reads '}{counted(len(samples), 'sample')} of "
-        f"{reading.seq_length:,} tokens"
+        f"{epoch + 1}; {reads}{counted(len(samples), 'sample')} of {reading.seq_length:,} tokens"
     )
     for micro, place, parts in samples:
         spans = phase.windows.spans(windows[place])
