@@ -9,23 +9,14 @@ import pytest
 from small_run import REPOSITORY
 
 from dsgpt.benchmarks.exam import BY, NOT_FITTED, asked_rows, goals, predicted, regrets, score, scores
-from dsgpt.planner.answers import answer, memory_of
-from dsgpt.planner.evidence import evidence_for, witnesses
 from dsgpt.planner.formulas import step_traffic
 from dsgpt.planner.rates import constants, fitted
-from dsgpt.planner.rows import machine_of, measured_rows, read_row, setup_of
+from dsgpt.planner.rows import answer, evidence_for, machine_of, measured_rows, memory_of, read_row, setup_of, witnesses
 from dsgpt.planner.step_time import block_backward, block_forward, head_and_loss
 
 MEASURED = {
-    *(
-        "seconds_per_step",
-        "memory_allocated_gb",
-        "memory_reserved_gb",
-        "memory_nvidia_smi_gb",
-        "ran",
-        "citation",
-        "line",
-    )
+    *("seconds_per_step", "memory_allocated_gb", "memory_reserved_gb", "memory_nvidia_smi_gb"),
+    *("ran", "citation", "line"),
 }
 """Fields that a question does not have."""
 
@@ -218,16 +209,10 @@ def test_tensor_ranks_divide_embedding_head_and_loss(setup):
 # The answers.
 
 
-@pytest.fixture(scope="module")
-def questions(tmp_path_factory):
-    """Every row without what was measured."""
-    path = tmp_path_factory.mktemp("rows") / "rows.json"
-    path.write_text(json.dumps([{k: v for k, v in row.items() if k not in MEASURED} for row in measured_rows()]))
-    return path
-
-
-def test_every_row_is_answered_in_a_minute_and_nothing_else_is_printed(plan, questions):
-    began = time.process_time()
+def test_every_row_is_answered_in_a_minute_and_nothing_else_is_printed(plan, tmp_path):
+    """Without what was measured."""
+    questions, began = tmp_path / "rows.json", time.process_time()
+    questions.write_text(json.dumps([{k: v for k, v in row.items() if k not in MEASURED} for row in measured_rows()]))
     said = json.loads(plan(f"--rows {questions} --json"))
     assert time.process_time() - began < 30
     assert [each["id"] for each in said] == [row["id"] for row in measured_rows()]

@@ -179,16 +179,10 @@ def test_who_holds_what():
 TABLE = read_published()
 
 
-def test_the_page_is_that_of_the_code():
-    """After a change of the model of time: ``python src/plan.py --published docs/planner-published.md``."""
-    page = (REPOSITORY / "docs" / "planner-published.md").read_text(encoding="utf-8")
-    assert page == published_page()
-
-
-def test_the_page_of_projections_is_that_of_the_code_and_of_the_records():
-    """After a change: ``python src/plan.py --projections docs/projections.md``."""
-    page = (REPOSITORY / "docs" / "projections.md").read_text(encoding="utf-8")
-    assert page == projections_page()
+@pytest.mark.parametrize(("name", "made"), [("planner-published", published_page), ("projections", projections_page)])
+def test_the_pages_are_those_of_the_code_and_of_the_records(name, made):
+    """After a change of the model of time: ``src/plan.py --published`` and ``--projections``."""
+    assert (REPOSITORY / "docs" / f"{name}.md").read_text(encoding="utf-8") == made()
 
 
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: f"{row.program} {row.model} {row.gpus} x {row.gpu}")

@@ -452,8 +452,14 @@ class Flat(DeepSpeed):
         return [replace(each, parts={**each.parts, "other": each.parts.get("other", 0) + other}) for each in moments]
 
     def zero_traffic(self, rank: int) -> list[Traffic]:
-        """The reduction of gradients, and the all-gather of the new weights."""
-        operation = "reduce" if self.reduces_to_owner else "all_reduce"
+        """The reduction of gradients, and the all-gather of the new weights.
+
+        With the recipe's ``reduce_scatter`` each piece of a bucket is reduced to the one rank that steps on it.
+        ``BF16_Optimizer`` never does it.
+        """
+        zero = self.setup.recipe.zero_optimization
+        to_owner = zero.reduce_scatter and zero.contiguous_gradients and not zero.use_multi_rank_bucket_allreduce
+        operation = "reduce" if to_owner and not self.setup.uses_bf16_optimizer else "all_reduce"
         weights = Traffic(
             what="weights",
             operation="all_gather",
@@ -463,17 +469,6 @@ class Flat(DeepSpeed):
             once={(AFTER_STEP, None): 1},
         )
         return [self.reduced(operation, self.elements(rank)), weights]
-
-    @property
-    def reduces_to_owner(self) -> bool:
-        """Whether each piece of a bucket is reduced to the one rank that steps on it.
-
-        It follows the recipe's ``reduce_scatter``. ``BF16_Optimizer`` never does it.
-        """
-        zero = self.setup.recipe.zero_optimization
-        if self.setup.uses_bf16_optimizer:
-            return False
-        return zero.reduce_scatter and zero.contiguous_gradients and not zero.use_multi_rank_bucket_allreduce
 
 
 class Zero1(Flat):

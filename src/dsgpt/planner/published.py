@@ -3,7 +3,6 @@
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from dsgpt.common.errors import UserError
 from dsgpt.common.json_files import JsonError, Positive, read_as, read_object
@@ -178,7 +177,10 @@ def projections_page() -> str:
         published = f"{one.figures[1] / one.figures[0]:.1%}"
         beside.append([f"[{one.program}]({one.source})", f"{few:,} to {many:,}", published, share or "none", number])
         remarks.append(f"{number}. {one.program}, {one.date}: {one.published_as}.\n")
-    plan, network = (_quoted(name) for name in ("plan.json", "network.json"))
+    try:
+        plan, network = (read_object(RECORDS / name) for name in ("plan.json", "network.json"))
+    except JsonError as error:
+        raise UserError(f"--projections: quotes records of a clone of the repository: {error}") from error
     held_out = [cell["step_seconds"] for cell in plan["cells"] if cell["status"] == "done" and not cell["fit"]]
     steps = [abs(each["predicted"] / each["measured"] - 1) for each in held_out]
     shares = [abs(point["off"]) for point in network["points"]]
@@ -190,15 +192,3 @@ def projections_page() -> str:
         "shares": f"{len(shares)} shares: {median(shares):.1%} of a step in the median, {max(shares):.1%} at most",
     }
     return PROJECTIONS.with_suffix(".txt").read_text(encoding="utf-8").format(**parts)
-
-
-def _quoted(name: str) -> dict[str, Any]:
-    """A committed record.
-
-    Raises:
-        UserError: it cannot be read.
-    """
-    try:
-        return read_object(RECORDS / name)
-    except JsonError as error:
-        raise UserError(f"--projections: quotes records of a clone of the repository: {error}") from error

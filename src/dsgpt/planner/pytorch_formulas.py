@@ -241,10 +241,6 @@ class Planned:
         """The all-gathers of a strategy that gathers weights for every layer."""
         return []
 
-    def norm_bytes(self, rank: int) -> float:
-        """Bytes of the norm, which reads every gradient (4 per element), and of clipping, which rewrites it (8)."""
-        return self.stepped_elements(rank) * (FULL + (2 * FULL if self.setup.recipe.gradient_clipping else 0))
-
     def optimizer_bytes(self, rank: int) -> float:
         """Bytes that the optimizer reads and writes: gradient, weight and each moment, 28 per element for fused Adam.
 

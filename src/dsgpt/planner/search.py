@@ -22,10 +22,10 @@ from dsgpt.config.recipe import recipe_text
 from dsgpt.config.run_config import plan_batch
 from dsgpt.machine.launcher import LAUNCHERS, job_words
 from dsgpt.model.config import SHAPE_FLAGS
+from dsgpt.planner.formulas import HOST_SHARE
 from dsgpt.planner.hardware import PriceTable, gpus, read_prices
 from dsgpt.planner.options import CALIBRATION, PlanOptions
 from dsgpt.planner.plan import (
-    HOST_SHARE,
     Plan,
     assumption_in_words,
     plan_json,
@@ -37,6 +37,7 @@ from dsgpt.planner.plan import (
 )
 from dsgpt.planner.published import projections_page, published_page
 from dsgpt.planner.request import CandidateSetup, PlanRequest, candidate_setups, fixed_setup, read_request
+from dsgpt.planner.rows import answers
 
 # The search: plans every candidate, and ranks those that fit into memory, budget and deadline.
 
@@ -390,8 +391,6 @@ def act(options: PlanOptions, problems: Problems, *, draw: Callable[[Plan, Path]
         if not options.json:
             problems.add("--rows: is answered in JSON: add --json")
         problems.raise_if_any()
-        from dsgpt.planner.answers import answers  # noqa: PLC0415 - for this flag alone
-
         print(json.dumps(list(answers(options.rows)), indent=2, allow_nan=False))
         return EXIT_DONE
     request = read_request(options, problems)

@@ -58,7 +58,8 @@ def model_parameters(model: GPT2Config) -> list[ParameterSize]:
         **{"ln_2": (width,), "mlp.fc": (4 * width, width), "mlp.proj": (width, 4 * width)},
     }
     layers = {f"blocks.{block}.{name}": shape for block in range(model.n_layer) for name, shape in of_block.items()}
-    shapes = {EMBEDDING: (model.padded_vocab_size, width), "wpe.weight": (model.block_size, width)}
+    shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (model.padded_vocab_size, width)}
+    shapes["wpe.weight"] = (model.block_size, width)
     for name, shape in (layers | {"ln_f": (width,)}).items():
         shapes |= {f"{name}.weight": shape, f"{name}.bias": shape[:1]}
     return [
