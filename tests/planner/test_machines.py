@@ -164,7 +164,7 @@ def test_the_users_price_table_replaces_ours(plan, calibration, way):
     assert (cost["offer"], cost["usd_per_hour"]) == ("AWS g4dn.metal", 5.0)
 
 
-def test_every_row_of_the_table_is_dated_sourced_and_of_a_known_gpu():
+def test_every_row_of_the_table_and_its_network_is_dated_sourced_and_of_a_known_gpu():
     table = read_prices()
     for price in table.prices:
         assert price.gpu in gpus(), price
@@ -173,24 +173,18 @@ def test_every_row_of_the_table_is_dated_sourced_and_of_a_known_gpu():
         if price.spot_usd_per_hour is not None:
             assert price.spot_usd_per_hour < price.on_demand_usd_per_hour
         assert price.on_demand_usd_per_hour or price.network_gbps, "a row that says nothing"
-    assert {price.provider for price in table.prices} == {"AWS", "Google Cloud", "Azure", "Lambda"}
-    assert len({(price.provider, price.instance) for price in table.prices}) == len(table.prices)
-    assert "not fetched" in table.notice
-
-
-def test_every_network_is_dated_and_sourced_and_its_links_are_those_of_the_gpu():
-    """Else an instance of V100 without NVLink would be planned with it."""
-    table = read_prices()
-    for price in table.prices:
         pages = [price.network_source] * bool(price.network_gbps) + price.network_more_sources
         assert all(page.startswith("https://") for page in pages)
         assert bool(price.network_gbps) == bool(price.network_known_on) == bool(price.network_source), price
         assert pages or not (price.network_cards or price.gpu_link), price
         if price.network_known_on:
             assert datetime.date.fromisoformat(price.network_known_on) < datetime.date(2026, 12, 1)
-        if price.gpu_link:
+        if price.gpu_link:  # else an instance of V100 without NVLink would be planned with it
             kind = gpus()[price.gpu].interconnect.kind
             assert kind.split()[0] == price.gpu_link.partition(",")[0].split()[0].replace("NVSwitch", "NVLink"), price
+    assert {price.provider for price in table.prices} == {"AWS", "Google Cloud", "Azure", "Lambda"}
+    assert len({(price.provider, price.instance) for price in table.prices}) == len(table.prices)
+    assert "not fetched" in table.notice
     of = {price.instance: (price.network_gbps, price.network_cards) for price in table.prices}
     assert (of["p4d.24xlarge"], of["p5.48xlarge"], of["p3dn.24xlarge"]) == ((400, 4), (3200, 32), (100, 1))
     assert (of["a3-highgpu-8g"], of["ND96asr v4"], of["ND40rs v2"]) == ((800, 4), (1600, 8), (100, None))
@@ -419,12 +413,11 @@ HARDWARE = {"device": "cuda", "gpu_name": "NVIDIA H100 80GB HBM3", "gpu_memory_b
 PLAN = {"fingerprint": MACHINE.fingerprint, "planned_tokens_per_sec": 1000.0, "tokens_per_sec": 800.0}
 
 
-@pytest.fixture
-def write(tmp_path):
-    """Writes the record of a run, each newer than the last."""
+def test_the_newest_runs_of_the_machine_count(tmp_path):
     times = iter(range(1, 20))
 
-    def record(name, *, hardware=None, others=0.0, **plan):
+    def write(name, *, hardware=None, others=0.0, **plan):
+        """The record of a run, newer than the last."""
         path = tmp_path / name / "training_metrics.json"
         path.parent.mkdir()
         segments = [{"cpu_share_of_others": 0.0}, {"cpu_share_of_others": others}]
@@ -433,10 +426,6 @@ def write(tmp_path):
         os.utime(path, (age := next(times), age))
         return path
 
-    return record
-
-
-def test_the_newest_runs_of_the_machine_count(tmp_path, write):
     for number, measured in enumerate([100.0, 700.0, 800.0, 900.0]):
         write(f"run {number}", tokens_per_sec=measured)
     write("on another GPU", hardware={"gpu_name": "NVIDIA A100-SXM4-80GB"})

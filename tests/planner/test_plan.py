@@ -141,12 +141,9 @@ def test_what_to_know_first_is_noted(plan):
 
 def test_offload_needs_the_memory_of_the_host(plan):
     """12 bytes a parameter at least, of each GPU's share."""
-    line = (
-        f"--model_size xl --gpu t4 --tokens 1e9 --micro_batch_size_per_gpu 1 "
-        f"--deepspeed_config {REPOSITORY}/ds_configs/zero3_offload.json"
-    )
+    line = f"--model_size xl --gpu t4 --tokens 1e9 --deepspeed_config {REPOSITORY}/ds_configs/zero3_offload.json --json"
     little, much = (
-        json.loads(plan(f"{line} --json --host_memory_gb {size}", code=code))["memory"]
+        json.loads(plan(f"{line} --micro_batch_size_per_gpu 1 --host_memory_gb {size}", code=code))["memory"]
         for size, code in ((20, 1), (90, 0))
     )
     assert 12 * 1.56e9 < little["host_bytes"] == much["host_bytes"] < 72e9
@@ -232,18 +229,12 @@ def test_cells_of_a_plan_suite_and_of_a_sweep_are_the_setups_that_ran(tmp_path):
     assert ddp.setup.recipe.zero_optimization.reduce_bucket_size == 5_000_000
     assert (alone.machine.rates.bus, ddp.seconds) == ({2: 1e9}, 0.7)
     steps, swept = measured(SWEEP), json.loads(SWEEP.read_text())["cells"]
-    work = [cell["turns"][0]["work"] for cell in swept]
-    assert [step.setup.world_size for step in steps] == [cell["devices"] for cell in swept]
-    assert [step.setup.run_type for step in steps] == [cell["flags"][1] for cell in swept]
-    assert [step.setup.model.n_embd for step in steps] == [each["model n_embd"] for each in work]
-    batches = [step.setup.micro_batch_size * step.setup.gradient_accumulation_steps for step in steps]
-    assert [batch * step.setup.world_size for batch, step in zip(batches, steps, strict=True)] == [
-        each["global batch"] for each in work
-    ]
-    assert [step.seconds for step in steps] == [
-        each["global batch"] * each["sequence length"] / cell["tokens_per_sec"]["median"]
-        for cell, each in zip(swept, work, strict=True)
-    ]
+    for step, cell in zip(steps, swept, strict=True):
+        found, work = step.setup, cell["turns"][0]["work"]
+        batch = found.micro_batch_size * found.gradient_accumulation_steps * found.world_size
+        assert (found.world_size, found.run_type, batch) == (cell["devices"], cell["flags"][1], work["global batch"])
+        assert found.model.n_embd == work["model n_embd"]
+        assert step.seconds == batch * work["sequence length"] / cell["tokens_per_sec"]["median"]
 
 
 CELL = "a cell is not as this program writes it"

@@ -99,19 +99,6 @@ class DeepSpeed(Planned):
         """Bytes of the embedding's gradient (wE); 0 on ranks without the embedding."""
         return embedding_bytes(self.setup) if any(part.name == EMBEDDING for part in self.setup.parameters(rank)) else 0
 
-    def before_reduction(self, rank: int, earlier: dict[str, int], *, bucket: int = 0) -> list[Moment]:
-        """Moments of the loss and of the backward pass's beginning, with bytes that ``earlier`` micro batches left.
-
-        The bucket is allocated when the first gradient comes.
-        """
-        blocks = self.setup.blocks(rank)
-        head = embedding_bytes(self.setup) if self.setup.computes_loss(rank) else 0
-        gradients, buckets = earlier.get("new_gradients", 0) + head, max(bucket, earlier.get("buckets", 0))
-        return [
-            Moment(name="loss", blocks=blocks, parts=earlier),
-            Moment(name="backward", blocks=blocks, parts=earlier | {"new_gradients": gradients, "buckets": buckets}),
-        ]
-
     def unfused(self, rank: int) -> int:
         """Bytes of two temporary numbers per weight of a group, where PyTorch's AdamW is not fused: in pipelines."""
         if self.setup.sizes.pipeline == 1 or self.setup.fused_adam or self.setup.recipe.optimizer.type != "AdamW":

@@ -10,7 +10,7 @@ from dsgpt.common.text import REPOSITORY, table
 from dsgpt.config.recipe import sound_recipe
 from dsgpt.model.config import GPT2_VOCAB_SIZE, GPT2Config
 from dsgpt.planner.hardware import find_gpu
-from dsgpt.planner.rates import ATTENTION, LINK, MATRIX, MEMORY, NETWORK_BYTES_PER_SEC, datasheet_machine
+from dsgpt.planner.rates import ATTENTION, LINK, MATRIX, MEMORY, datasheet_machine
 from dsgpt.planner.setup import WORK, Setup
 from dsgpt.planner.step_time import predict_step
 
@@ -42,7 +42,7 @@ class TabledSetup:
         """The recipe, or the run type of plain PyTorch."""
         return self.recipe if self.run_type == "optimized" else self.run_type
 
-    def tokens_per_sec(self, gpus: int, *, network: float = NETWORK_BYTES_PER_SEC) -> tuple[float, float, float]:
+    def tokens_per_sec(self, gpus: int, *, network: float | None = None) -> tuple[float, float, float]:
         """Tokens per second of one GPU: at least, likely and at most; ``network`` is as for ``datasheet_machine``."""
         setup = Setup(
             model=GPT2Config(**{"vocab_size": GPT2_VOCAB_SIZE} | self.shape, block_size=self.seq_length),

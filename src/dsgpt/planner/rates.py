@@ -343,7 +343,7 @@ def calibrated_machine(
     measured, found, gpu = _measured(calibration, chosen), calibration.network, calibration.gpu
     if network is not None:
         measured.pop("network", None)
-    sheet = datasheet_machine(gpu, devices=most, network=network or NETWORK_BYTES_PER_SEC) if gpu else None
+    sheet = datasheet_machine(gpu, devices=most, network=network) if gpu else None
     if sheet:
         bases = [sheet.rates, sheet.slowest, sheet.fastest]
     else:  # a CPU or an unknown GPU; one device has no link: its memory stands for it
@@ -487,7 +487,7 @@ def datasheet_machine(
     gpu: Gpu,
     *,
     devices: int = DEVICES_PER_MACHINE,
-    network: float = NETWORK_BYTES_PER_SEC,
+    network: float | None = None,
     host_bytes: int | None = None,
     values: Mapping[str, float] | None = None,
     fabric: str = "",
@@ -497,12 +497,12 @@ def datasheet_machine(
     Args:
         gpu: from the table.
         devices: GPUs of a machine.
-        network: bytes per second between two machines, in one direction.
+        network: bytes per second between two machines, in one direction; None for an assumed 100 Gbit/s.
         host_bytes: memory of the host for each GPU; None for ``HOST_SHARE`` of the GPU's.
         values: of the constants, instead of the package's.
         fabric: the kind of the network, where one has constants of its own: ``omni-path``.
     """
-    values = constants() if values is None else values
+    values, network = constants() if values is None else values, network or NETWORK_BYTES_PER_SEC
     shares = _shares(gpu, values, fabric)
     matrix, memory, link = shares["matrix products"], shares["memory"], shares["link between GPUs"]
     return Machine(

@@ -330,7 +330,10 @@ def read_request(options: PlanOptions, problems: Problems) -> PlanRequest:
         run_type = options.strategy if options.strategy in RUN_TYPES and not options.recommend else None
         options = replace(options, run_type=run_type)
     options, network_basis = _with_instance(options, problems)
-    model = _model(options, problems)
+    shape = PRESETS[options.model_size].as_dict() | {"vocab_size": GPT2_VOCAB_SIZE} | shape_overrides(options)
+    mistakes = shape_problems(shape)
+    problems.add(*mistakes)
+    model = None if mistakes else GPT2Config(**shape)
     machine = _machine(options, problems)
     if machine is not None:
         machine = corrected(machine, own_runs(options.runs, machine))
@@ -406,13 +409,6 @@ def fixed_setup(request: PlanRequest, problems: Problems) -> Setup:
     return request.setup(request.recipe, request.run_type, micro, steps, activation_checkpointing=checkpointing)
 
 
-def _model(options: PlanOptions, problems: Problems) -> GPT2Config | None:
-    shape = PRESETS[options.model_size].as_dict() | {"vocab_size": GPT2_VOCAB_SIZE} | shape_overrides(options)
-    mistakes = shape_problems(shape)
-    problems.add(*mistakes)
-    return None if mistakes else GPT2Config(**shape)
-
-
 def _recipe(options: PlanOptions, problems: Problems) -> Recipe | None:
     if options.deepspeed_config is not None:
         return read_recipe(options.deepspeed_config, problems)
@@ -438,12 +434,8 @@ def _machine(options: PlanOptions, problems: Problems) -> rates.Machine | None:
             together = options.gpus_per_machine or rates.DEVICES_PER_MACHINE
             host, used = options.host_memory_gb, min(together, options.gpus or 1)
             host_bytes = None if host is None else int(host * 1e9 / used)
-            return rates.datasheet_machine(
-                find_gpu(options.gpu),
-                devices=together,
-                host_bytes=host_bytes,
-                network=network or rates.NETWORK_BYTES_PER_SEC,
-            )
+            gpu = find_gpu(options.gpu)
+            return rates.datasheet_machine(gpu, devices=together, host_bytes=host_bytes, network=network)
         path = options.machine or CALIBRATION
         if options.machine is None and not path.exists():
             problems.add("--gpu is missing: name a GPU such as a100-80gb, or measure this machine with --calibrate")

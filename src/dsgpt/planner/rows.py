@@ -25,7 +25,7 @@ from dsgpt.model.config import GPT2Config
 from dsgpt.planner.formulas import FIXED_BYTES, HOST_SHARE, STEP, model_state, worst_peak
 from dsgpt.planner.hardware import find_gpu, gpus
 from dsgpt.planner.options import HEADROOM
-from dsgpt.planner.rates import NETWORK_BYTES_PER_SEC, Machine, datasheet_machine, fitted
+from dsgpt.planner.rates import Machine, datasheet_machine, fitted
 from dsgpt.planner.setup import Setup
 from dsgpt.planner.step_time import likely_sec
 
@@ -250,7 +250,7 @@ def machine_of(row: Row, values: Mapping[str, float] | None = None) -> Machine:
         gpu = replace(gpu, memory_bytes=int(given[1]) * 10**9)
     if gbps is None and (own := NETWORKS.get(gpu.interconnect.kind)):
         gbps = own * row.gpus_per_node / 8
-    network = NETWORK_BYTES_PER_SEC if gbps is None else gbps * 1e9 / 8
+    network = None if gbps is None else gbps * 1e9 / 8
     fabric = "omni-path" if "omni-path" in (row.network or "").lower() else ""
     return datasheet_machine(gpu, devices=row.gpus_per_node, network=network, fabric=fabric, values=values)
 

@@ -220,8 +220,8 @@ def sending_sec(setup: Setup, rates: Rates, traffic: Traffic, *, devices: int, k
 _ASSUMED_OPERATION_SEC = 4e-6
 """Seconds of each of them on the host of a GPU: as on a CPU. Nobody measured it."""
 _HIDDEN, _BESIDE, _ADDED = math.inf, 1.0, 0.0
-"""How much of the passes' time hides the hooks of ZeRO-3 on GPUs, which nobody measured: the GPU always has enough
-to do; the host runs ahead of it until it is the slower one; the GPU waits for every hook."""
+"""How much of the passes' time hides the hooks of ZeRO-3 on GPUs, which nobody measured. The GPU always has enough to
+do; or the host runs ahead of it until it is the slower one; or the GPU waits for every hook."""
 
 
 @dataclass(frozen=True, kw_only=True)
