@@ -16,7 +16,7 @@ from planner_records import RECORD
 from small_run import REPOSITORY, SEQUENCE, VOCABULARY, write_data, write_recipe
 
 from dsgpt.common.errors import EXIT_USER_ERROR, Problems, UserError
-from dsgpt.common.json_files import parse_as
+from dsgpt.common.json_files import parse_as, read_as
 from dsgpt.common.text import divisors
 from dsgpt.config.compatibility import check_split
 from dsgpt.config.options import parse_arguments
@@ -25,7 +25,7 @@ from dsgpt.machine.topology import Topology
 from dsgpt.planner.hardware import gpus, read_prices
 from dsgpt.planner.options import read_plan_options
 from dsgpt.planner.plan import Plan, held_in_words, plan_of
-from dsgpt.planner.published import Published, projections_page, published_page, read_published
+from dsgpt.planner.published import PUBLISHED, Published, projections_page, published_page
 from dsgpt.planner.rates import Calibration
 from dsgpt.planner.request import PlanRequest, candidate_setups, fixed_setup, read_measured, read_request
 from dsgpt.planner.search import Judged, recommendation_files, search
@@ -173,7 +173,7 @@ def test_who_holds_what():
 # The page of published figures says what the planner predicts now.
 
 
-TABLE = read_published()
+TABLE = read_as(PUBLISHED, dict[str, list[Published]])["rows"]
 
 
 @pytest.mark.parametrize(("name", "made"), [("planner-published", published_page), ("projections", projections_page)])

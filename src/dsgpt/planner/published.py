@@ -70,15 +70,10 @@ class Published(TabledSetup):
     """Why the figure is not within the predicted range; None if it is."""
 
 
-def read_published() -> list[Published]:
-    """The table."""
-    return read_as(PUBLISHED, dict[str, list[Published]])["rows"]
-
-
 def published_page() -> str:
     """The page, as Markdown."""
     figures, remarks, inside = [], [], 0
-    for number, row in enumerate(read_published(), 1):
+    for number, row in enumerate(read_as(PUBLISHED, dict[str, list[Published]])["rows"], 1):
         (low, likely, high), figure = row.tokens_per_sec(row.gpus), row.tokens_per_sec_per_gpu
         gpus, within = f"{row.gpus} x {row.gpu}", low <= figure <= high
         work = f"{row.micro_batch_size} x {row.gradient_accumulation_steps}, {row.seq_length:,}"
