@@ -229,8 +229,12 @@ def corrected(machine: rates.Machine, runs: Sequence[OwnRun]) -> rates.Machine:
     last = f"your last {counted(len(runs), 'run')} here: planned {_span(planned)}, measured {_span(measured)} tokens/s"
 
     def slower(own: rates.Rates) -> rates.Rates:
-        host = {"host_link": own.host_link / times, "host_memory": own.host_memory / times}
-        return replace(own.scaled(compute=times, communication=times), host_sec=own.host_sec * times, **host)
+        return replace(
+            own.scaled(compute=times, communication=times),
+            host_sec=own.host_sec * times,
+            host_link=own.host_link / times,
+            host_memory=own.host_memory / times,
+        )
 
     return replace(
         machine,
