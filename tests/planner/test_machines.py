@@ -2,6 +2,7 @@
 
 import datetime
 import json
+import os
 import random
 import shlex
 import statistics
@@ -22,12 +23,14 @@ from dsgpt.planner.rates import (
     read_calibration,
     utilisation,
 )
+from dsgpt.planner.request import MOST, OwnRun, corrected, own_runs
 from dsgpt.planner.setup import Setup, model_parameters, total
 from dsgpt.planner.step_time import (
     START_SEC,
     MeasuredStep,
     best_save_every,
     fit,
+    likely_sec,
     predict_step,
     run_time,
     with_interruptions,
@@ -161,7 +164,7 @@ def test_the_users_price_table_replaces_ours(plan, calibration, way):
     assert (cost["offer"], cost["usd_per_hour"]) == ("AWS g4dn.metal", 5.0)
 
 
-def test_every_row_of_the_table_is_dated_sourced_and_of_a_known_gpu():
+def test_every_row_of_the_table_and_its_network_is_dated_sourced_and_of_a_known_gpu():
     table = read_prices()
     for price in table.prices:
         assert price.gpu in gpus(), price
@@ -170,24 +173,18 @@ def test_every_row_of_the_table_is_dated_sourced_and_of_a_known_gpu():
         if price.spot_usd_per_hour is not None:
             assert price.spot_usd_per_hour < price.on_demand_usd_per_hour
         assert price.on_demand_usd_per_hour or price.network_gbps, "a row that says nothing"
-    assert {price.provider for price in table.prices} == {"AWS", "Google Cloud", "Azure", "Lambda"}
-    assert len({(price.provider, price.instance) for price in table.prices}) == len(table.prices)
-    assert "not fetched" in table.notice
-
-
-def test_every_network_is_dated_and_sourced_and_its_links_are_those_of_the_gpu():
-    """Else an instance of V100 without NVLink would be planned with it."""
-    table = read_prices()
-    for price in table.prices:
         pages = [price.network_source] * bool(price.network_gbps) + price.network_more_sources
         assert all(page.startswith("https://") for page in pages)
         assert bool(price.network_gbps) == bool(price.network_known_on) == bool(price.network_source), price
         assert pages or not (price.network_cards or price.gpu_link), price
         if price.network_known_on:
             assert datetime.date.fromisoformat(price.network_known_on) < datetime.date(2026, 12, 1)
-        if price.gpu_link:
+        if price.gpu_link:  # else an instance of V100 without NVLink would be planned with it
             kind = gpus()[price.gpu].interconnect.kind
             assert kind.split()[0] == price.gpu_link.partition(",")[0].split()[0].replace("NVSwitch", "NVLink"), price
+    assert {price.provider for price in table.prices} == {"AWS", "Google Cloud", "Azure", "Lambda"}
+    assert len({(price.provider, price.instance) for price in table.prices}) == len(table.prices)
+    assert "not fetched" in table.notice
     of = {price.instance: (price.network_gbps, price.network_cards) for price in table.prices}
     assert (of["p4d.24xlarge"], of["p5.48xlarge"], of["p3dn.24xlarge"]) == ((400, 4), (3200, 32), (100, 1))
     assert (of["a3-highgpu-8g"], of["ND96asr v4"], of["ND40rs v2"]) == ((800, 4), (1600, 8), (100, None))
@@ -305,9 +302,9 @@ def test_a_calibrated_gpu_keeps_of_its_datasheet_what_no_calibration_measures():
     assert found.unmeasured == ("memory of the host",)
     assert "(assumed from its datasheet: memory of the host)" in found.basis
     assert (rates.kernel_sec, rates.host_sec) == (1.5e-6, 7e-6)
-    assert rates.matrix_at("bf16", width=768, rows=256) == 1e13
+    assert rates.matrix["bf16"][768][256] == 1e13
     assert rates.half_width == rates.half_rows == 0  # small shapes are slow as measured, and not once more
-    assert rates.attention_at("bf16", head_size=128, length=4096) == 2e14
+    assert rates.attention["bf16"] == {64: {1024: 1e14}, 128: {1024: 2e14}}
     assert found.precisions == ("bf16",)
     assert found.slowest.kernel_sec == pytest.approx(1.25 * 1.5e-6)
     assert found.slowest.host_memory == H100.slowest.host_memory
@@ -406,3 +403,67 @@ def test_this_machine_is_measured_and_planned_for(plan, tmp_path):
     step = json.loads(plan("--model_size tiny --seq_length 256 --gpus 2 --tokens 1e6 --json"))["step"]
     assert not step["assumed"]
     assert step["parts"]["communication"] > 0
+
+
+# Runs that were held against a plan correct the next plan of their machine.
+
+
+MACHINE = datasheet_machine(find_gpu("h100-80gb"))
+HARDWARE = {"device": "cuda", "gpu_name": "NVIDIA H100 80GB HBM3", "gpu_memory_bytes": 85_000_000_000}
+PLAN = {"fingerprint": MACHINE.fingerprint, "planned_tokens_per_sec": 1000.0, "tokens_per_sec": 800.0}
+
+
+def test_the_newest_runs_of_the_machine_count(tmp_path):
+    times = iter(range(1, 20))
+
+    def write(name, *, hardware=None, others=0.0, **plan):
+        """The record of a run, newer than the last."""
+        path = tmp_path / name / "training_metrics.json"
+        path.parent.mkdir()
+        segments = [{"cpu_share_of_others": 0.0}, {"cpu_share_of_others": others}]
+        values = {"hardware": HARDWARE | (hardware or {}), "plan": PLAN | plan, "segments": segments}
+        path.write_text(json.dumps(values))
+        os.utime(path, (age := next(times), age))
+        return path
+
+    for number, measured in enumerate([100.0, 700.0, 800.0, 900.0]):
+        write(f"run {number}", tokens_per_sec=measured)
+    write("on another GPU", hardware={"gpu_name": "NVIDIA A100-SXM4-80GB"})
+    write("on the CPU", hardware={"device": "cpu"})
+    write("planned with other rates", fingerprint="0" * 12)
+    write("with other settings", planned_tokens_per_sec=None)
+    write("beside other programs", others=0.5)
+    write("too short", tokens_per_sec=None)
+    write("torn").write_text("{")
+    assert [run.measured for run in own_runs(tmp_path, MACHINE)] == [900.0, 800.0, 700.0]
+    assert own_runs(tmp_path / "nowhere", MACHINE) == []
+
+
+@pytest.mark.parametrize(
+    ("recipe", "changes"),
+    [
+        ("zero1", {"run_type": "fsdp", "world_size": 8}),
+        ("zero3_offload", {"run_type": "optimized", "world_size": 8}),
+        ("tensor", {"run_type": "optimized", "world_size": 2}),
+    ],
+)
+@pytest.mark.parametrize("truth", [1.5, 0.6])
+def test_a_correction_settles_at_the_speed_of_the_runs(setup, recipe, changes, truth):
+    """Each run is compared with the plan before corrections, so that they do not grow from run to run."""
+    planned = setup(recipe, model=PRESETS["xl"], seq_length=1024, micro_batch_size=16, **changes)
+    true_sec, machine = truth * likely_sec(planned, MACHINE), MACHINE
+    for _ in range(4):
+        run = OwnRun(planned=1 / likely_sec(planned, machine.uncorrected or machine), measured=1 / true_sec)
+        machine = corrected(MACHINE, [run] * 3)
+        assert machine.fingerprint == MACHINE.fingerprint
+    assert likely_sec(planned, machine) == pytest.approx(true_sec, rel=0.05)  # Python between layers is no rate
+
+
+def test_the_median_of_the_runs_counts_within_bounds():
+    runs = [OwnRun(planned=1000.0, measured=measured) for measured in (500.0, 800.0, 820.0)]
+    slower = corrected(replace(MACHINE, basis="x"), runs)
+    assert slower.rates.memory == MACHINE.rates.memory / 1.25
+    assert slower.basis == "x; corrected by your last 3 runs here: planned 1,000, measured 500 to 820 tokens/s"
+    far = corrected(MACHINE, [OwnRun(planned=1000.0, measured=1.0)])
+    assert far.rates.memory == MACHINE.rates.memory / MOST
+    assert corrected(MACHINE, []) == MACHINE

@@ -32,12 +32,7 @@ from dsgpt.planner.formulas import (
     sent_bytes,
     worst_peak,
 )
-from dsgpt.planner.setup import (
-    _balanced_bounds,
-    model_parameters,
-    stage_parameters,
-    total,
-)
+from dsgpt.planner.setup import _balanced_bounds, model_parameters, stage_parameters, total
 from dsgpt.strategies.base import build_strategy
 from dsgpt.strategies.deepspeed.state import is_split
 from dsgpt.training.run_description import setup_of

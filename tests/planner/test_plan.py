@@ -16,7 +16,7 @@ from planner_records import RECORD
 from small_run import REPOSITORY, SEQUENCE, VOCABULARY, write_data, write_recipe
 
 from dsgpt.common.errors import EXIT_USER_ERROR, Problems, UserError
-from dsgpt.common.json_files import parse_as
+from dsgpt.common.json_files import parse_as, read_as
 from dsgpt.common.text import divisors
 from dsgpt.config.compatibility import check_split
 from dsgpt.config.options import parse_arguments
@@ -25,7 +25,7 @@ from dsgpt.machine.topology import Topology
 from dsgpt.planner.hardware import gpus, read_prices
 from dsgpt.planner.options import read_plan_options
 from dsgpt.planner.plan import Plan, held_in_words, plan_of
-from dsgpt.planner.published import Published, projections_page, published_page, read_published
+from dsgpt.planner.published import PUBLISHED, Published, projections_page, published_page
 from dsgpt.planner.rates import Calibration
 from dsgpt.planner.request import PlanRequest, candidate_setups, fixed_setup, read_measured, read_request
 from dsgpt.planner.search import Judged, recommendation_files, search
@@ -141,12 +141,9 @@ def test_what_to_know_first_is_noted(plan):
 
 def test_offload_needs_the_memory_of_the_host(plan):
     """12 bytes a parameter at least, of each GPU's share."""
-    line = (
-        f"--model_size xl --gpu t4 --tokens 1e9 --micro_batch_size_per_gpu 1 "
-        f"--deepspeed_config {REPOSITORY}/ds_configs/zero3_offload.json"
-    )
+    line = f"--model_size xl --gpu t4 --tokens 1e9 --deepspeed_config {REPOSITORY}/ds_configs/zero3_offload.json --json"
     little, much = (
-        json.loads(plan(f"{line} --json --host_memory_gb {size}", code=code))["memory"]
+        json.loads(plan(f"{line} --micro_batch_size_per_gpu 1 --host_memory_gb {size}", code=code))["memory"]
         for size, code in ((20, 1), (90, 0))
     )
     assert 12 * 1.56e9 < little["host_bytes"] == much["host_bytes"] < 72e9
@@ -176,19 +173,13 @@ def test_who_holds_what():
 # The page of published figures says what the planner predicts now.
 
 
-TABLE = read_published()
+TABLE = read_as(PUBLISHED, dict[str, list[Published]])["rows"]
 
 
-def test_the_page_is_that_of_the_code():
-    """After a change of the model of time: ``python src/plan.py --published docs/planner-published.md``."""
-    page = (REPOSITORY / "docs" / "planner-published.md").read_text(encoding="utf-8")
-    assert page == published_page()
-
-
-def test_the_page_of_projections_is_that_of_the_code_and_of_the_records():
-    """After a change: ``python src/plan.py --projections docs/projections.md``."""
-    page = (REPOSITORY / "docs" / "projections.md").read_text(encoding="utf-8")
-    assert page == projections_page()
+@pytest.mark.parametrize(("name", "made"), [("planner-published", published_page), ("projections", projections_page)])
+def test_the_pages_are_those_of_the_code_and_of_the_records(name, made):
+    """After a change of the model of time: ``src/plan.py --published`` and ``--projections``."""
+    assert (REPOSITORY / "docs" / f"{name}.md").read_text(encoding="utf-8") == made()
 
 
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: f"{row.program} {row.model} {row.gpus} x {row.gpu}")
@@ -238,18 +229,12 @@ def test_cells_of_a_plan_suite_and_of_a_sweep_are_the_setups_that_ran(tmp_path):
     assert ddp.setup.recipe.zero_optimization.reduce_bucket_size == 5_000_000
     assert (alone.machine.rates.bus, ddp.seconds) == ({2: 1e9}, 0.7)
     steps, swept = measured(SWEEP), json.loads(SWEEP.read_text())["cells"]
-    work = [cell["turns"][0]["work"] for cell in swept]
-    assert [step.setup.world_size for step in steps] == [cell["devices"] for cell in swept]
-    assert [step.setup.run_type for step in steps] == [cell["flags"][1] for cell in swept]
-    assert [step.setup.model.n_embd for step in steps] == [each["model n_embd"] for each in work]
-    batches = [step.setup.micro_batch_size * step.setup.gradient_accumulation_steps for step in steps]
-    assert [batch * step.setup.world_size for batch, step in zip(batches, steps, strict=True)] == [
-        each["global batch"] for each in work
-    ]
-    assert [step.seconds for step in steps] == [
-        each["global batch"] * each["sequence length"] / cell["tokens_per_sec"]["median"]
-        for cell, each in zip(swept, work, strict=True)
-    ]
+    for step, cell in zip(steps, swept, strict=True):
+        found, work = step.setup, cell["turns"][0]["work"]
+        batch = found.micro_batch_size * found.gradient_accumulation_steps * found.world_size
+        assert (found.world_size, found.run_type, batch) == (cell["devices"], cell["flags"][1], work["global batch"])
+        assert found.model.n_embd == work["model n_embd"]
+        assert step.seconds == batch * work["sequence length"] / cell["tokens_per_sec"]["median"]
 
 
 CELL = "a cell is not as this program writes it"

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from planner_records import RATES, machine
@@ -10,17 +11,15 @@ from dsgpt.model.config import PRESETS
 from dsgpt.planner.formulas import copied, passes, placed_traffic, step_traffic, strategy_of
 from dsgpt.planner.hardware import find_gpu
 from dsgpt.planner.pytorch_formulas import AFTER_STEP, BACKWARD, BEFORE_STEP, FORWARD
-from dsgpt.planner.rates import at_ranks, datasheet_machine
+from dsgpt.planner.rates import Rates, at_ranks, datasheet_machine, on_grid
 from dsgpt.planner.setup import Setup, model_parameters, total
 from dsgpt.planner.step_time import (
     block_backward,
     block_forward,
     bubble_fraction,
-    bus_rate,
     head_and_loss,
     predict_step,
     sending_sec,
-    start_sec,
 )
 
 # The order of a step: every byte of the planned traffic has its place, and pipelines run as DeepSpeed's do.
@@ -288,53 +287,44 @@ def test_what_a_gpu_hides(setup):
     assert "overlap_comm" in overlapping.overlap
 
 
-def test_collectives_take_the_time_of_their_operation_and_of_the_numbers_they_sum(setup):
+@pytest.mark.parametrize(
+    ("fields", "times"),
+    [
+        (DDP, {"all_reduce": 1}),
+        ({"name": "zero0"}, {"all_reduce": 3}),
+        ({"name": "zero2"}, {"all_reduce": 3, "all_gather": 11}),
+        (FSDP, {"reduce_scatter": 5, "all_gather": 11}),
+        ({"name": "zero3"}, {"reduce_scatter": 7, "all_gather": 11}),
+    ],
+)
+def test_collectives_take_the_time_of_their_operation_and_of_the_numbers_they_sum(setup, fields, times):
     """DDP sums gradients in fp32, ZeRO in the precision of the activations; FSDP gathers and scatters."""
-    slowness = {
-        "all_reduce": {"fp32": 1, "bf16": 3},
-        "reduce_scatter": {"fp32": 5, "bf16": 7},
-        "all_gather": {"fp32": 11},
-    }
-    slow = machine(slowness=slowness)
+    slowness = {"all_reduce": {"fp32": 1, "bf16": 3}, "reduce_scatter": {"fp32": 5, "bf16": 7}}
+    found = setup(precision="bf16", **fields)
+    ring = {traffic.operation: times[traffic.operation] * traffic.ring_bytes for traffic in step_traffic(found)}
+    slow = machine(slowness=slowness | {"all_gather": {"fp32": 11}})
+    assert 1e6 * predict_step(found, slow).parts["communication"] == pytest.approx(sum(ring.values()))
 
-    def sent(**fields) -> tuple[float, dict[str, int]]:
-        found = setup(**fields)
-        ring = {traffic.operation: traffic.ring_bytes for traffic in step_traffic(found)}
-        return 1e6 * predict_step(found, slow).parts["communication"], ring
 
-    seconds, ring = sent(run_type="ddp", precision="bf16")
-    assert seconds == pytest.approx(ring["all_reduce"])
-    seconds, ring = sent(name="zero0", precision="bf16")
-    assert seconds == pytest.approx(3 * ring["all_reduce"])
-    seconds, ring = sent(name="zero2", precision="bf16")
-    assert seconds == pytest.approx(3 * ring["all_reduce"] + 11 * ring["all_gather"])
-    seconds, ring = sent(run_type="fsdp", precision="bf16")
-    assert seconds == pytest.approx(5 * ring["reduce_scatter"] + 11 * ring["all_gather"])
-    seconds, ring = sent(name="zero3", precision="bf16")
-    assert seconds == pytest.approx(7 * ring["reduce_scatter"] + 11 * ring["all_gather"])
+def rates_of(found: Setup, *, devices: int = 8, rates: Rates = RATES) -> dict[str, float]:
+    """Bytes that a rank sends per second in each of its groups."""
+    seconds = partial(sending_sec, found, rates, devices=devices, kind="cuda")
+    return {each.axis: pytest.approx(each.ring_bytes / seconds(each)) for each in step_traffic(found)}
 
 
 def test_rings_over_several_machines_pass_their_network_once(setup):
     """Tensor peers share a machine, and their data peers share its network. Stages are on two machines."""
-
-    def rates(name: str = "zero1", *, devices: int = 8, **fields) -> dict[str, float]:
-        found = setup(name, **fields)
-        return {each.axis: bus_rate(found, RATES, each, devices=devices) for each in step_traffic(found)}
-
-    assert [rates(run_type="ddp", world_size=16, devices=each) for each in (8, 16)] == [{"data": 1e5}, {"data": 1e6}]
-    assert rates("tensor", world_size=16) == {"tensor": 1e6, "data": 1e5 / 2}
+    ddp = setup(run_type="ddp", world_size=16)
+    assert [rates_of(ddp, devices=each) for each in (8, 16)] == [{"data": 1e5}, {"data": 1e6}]
+    assert rates_of(setup("tensor", world_size=16)) == {"tensor": 1e6, "data": 1e5 / 2}
     # three peers of 8 GPUs a machine: ranks 6, 7 and 8
     odd = {"model": replace(setup().model, n_head=3, n_embd=12), "top": {"tensor_parallel": {"autotp_size": 3}}}
-    assert rates("tensor", world_size=24, **odd)["tensor"] == 1e5
+    assert rates_of(setup("tensor", world_size=24, **odd))["tensor"] == 1e5
     # four stages of 4 ranks: the second and the third, 7 and 8
     deep = {"model": replace(setup().model, n_layer=4), "top": {"pipeline": {"stages": 4, "partition": "uniform"}}}
-    assert rates("pipeline", world_size=16, **deep)["pipeline"] == 1e5 / 4
-
-
-def test_more_rings_reach_more_of_the_network(setup):
-    found, rates = setup("tensor", world_size=16), replace(RATES, rings_power=0.5)
-    data = next(each for each in step_traffic(found) if each.axis == "data")
-    assert bus_rate(found, rates, data, devices=8) == pytest.approx(1e5 * 2**0.5 / 2)
+    assert rates_of(setup("pipeline", world_size=16, **deep))["pipeline"] == 1e5 / 4
+    more = replace(RATES, rings_power=0.5)  # more rings reach more of the network
+    assert rates_of(setup("tensor", world_size=16), rates=more)["data"] == 1e5 * 2**0.5 / 2
 
 
 def test_others_sum_the_tied_embedding_in_their_own_precision(setup):
@@ -353,25 +343,30 @@ def test_others_sum_the_tied_embedding_in_their_own_precision(setup):
 def test_a_slow_network_passes_what_is_sent_however_slow_an_operation_is_inside_a_machine(setup):
     """Inside a machine a scatter takes 5 times as long as its ring bytes, a gather 11 times; the network is at 1e5."""
     rates = replace(RATES, slowness={"reduce_scatter": {"fp32": 5.0}, "all_gather": {"fp32": 11.0}})
-    sent = {each.operation: each for each in step_traffic(setup(run_type="fsdp", world_size=2))}
+    found = setup(run_type="fsdp", world_size=2)
+    sent = {each.operation: each for each in step_traffic(found)}
     scatter, gather = sent["reduce_scatter"].ring_bytes, sent["all_gather"].ring_bytes
 
-    def seconds(operation: str, rate: float, kind: str) -> float:
-        return sending_sec(sent[operation], rates, precision="fp32", rate=rate, kind=kind)
+    def seconds(operation: str, kind: str, *, devices: int = 1) -> float:
+        return sending_sec(found, rates, sent[operation], devices=devices, kind=kind)
 
-    assert seconds("all_gather", 1e6, "cpu") == pytest.approx(11 * gather / 1e6)
-    assert seconds("all_gather", 1e5, "cpu") == pytest.approx(11 * gather / 1e6 + gather / 1e5)
-    assert seconds("reduce_scatter", 1e5, "cpu") == pytest.approx(5 * scatter / 1e6 + 2 * scatter / 1e5)
-    assert seconds("all_gather", 1e5, "cuda") == pytest.approx(11 * gather / 1e6)
-    assert seconds("reduce_scatter", 1e5, "cuda") == pytest.approx(scatter / 1e5)
+    assert seconds("all_gather", "cpu", devices=2) == pytest.approx(11 * gather / 1e6)
+    assert seconds("all_gather", "cpu") == pytest.approx(11 * gather / 1e6 + gather / 1e5)
+    assert seconds("reduce_scatter", "cpu") == pytest.approx(5 * scatter / 1e6 + 2 * scatter / 1e5)
+    assert seconds("all_gather", "cuda") == pytest.approx(11 * gather / 1e6)
+    assert seconds("reduce_scatter", "cuda") == pytest.approx(scatter / 1e5)
 
 
 def test_a_sum_over_machines_starts_with_two_passes_of_their_network(setup):
     """Each rank gets it from a ring of machines; a gather needs half of the passes, and one machine none."""
 
     def seconds(name: str = "zero1", *, ranks: int, devices: int, **fields) -> dict[str, float]:
-        found, late = setup(name, world_size=ranks, **fields), replace(RATES, network_sec=1.0)
-        return {each.operation: start_sec(found, late, each, devices=devices) for each in step_traffic(found)}
+        found, late = (
+            setup(name, world_size=ranks, **fields),
+            replace(RATES, bus={1: 1e30}, network=1e30, network_sec=1.0),
+        )
+        sending = partial(sending_sec, found, late, devices=devices, kind="cuda")
+        return {each.operation: sending(each) / each.calls for each in step_traffic(found)}
 
     sums = [seconds(run_type="ddp", ranks=16, devices=devices)["all_reduce"] for devices in (16, 8, 4, 1)]
     assert sums == pytest.approx([0, 2, 6, 30])
@@ -381,9 +376,7 @@ def test_a_sum_over_machines_starts_with_two_passes_of_their_network(setup):
 
 
 def test_rates_between_measured_widths_rows_and_ranks():
-    rates = replace(RATES, matrix={"fp32": {100: {16: 1e9, 64: 2e9}, 400: {16: 4e9, 64: 8e9}}})
-    assert rates.matrix_at("fp32", width=200, rows=16) == pytest.approx(2e9)
-    assert rates.matrix_at("fp32", width=100, rows=32) == pytest.approx(2**0.5 * 1e9)
-    assert rates.matrix_at("fp32", width=1, rows=1) == 1e9
-    assert rates.matrix_at("fp32", width=10_000, rows=10_000) == 8e9
+    rates = {100: {16: 1e9, 64: 2e9}, 400: {16: 4e9, 64: 8e9}}
+    found = [on_grid(rates, width, rows) for width, rows in ((200, 16), (100, 32), (1, 1), (10_000, 10_000))]
+    assert found == [pytest.approx(2e9), pytest.approx(2**0.5 * 1e9), 1e9, 8e9]
     assert [at_ranks({2: 20.0, 8: 80.0}, ranks) for ranks in (1, 2, 3, 16)] == [20.0, 20.0, 80.0, 80.0]

@@ -20,11 +20,23 @@ from dsgpt.common.command_line import switch
 from dsgpt.common.errors import UserError
 from dsgpt.common.files import write_atomic
 from dsgpt.common.text import table
-from dsgpt.planner.answers import memory_of
-from dsgpt.planner.evidence import INSIDE, REACH, Evidence, Witness, evidence_for, witnesses, witnesses_of
 from dsgpt.planner.formulas import STEP, stream_bytes, worst_peak
 from dsgpt.planner.rates import CONSTANTS, Machine, constants, fitted
-from dsgpt.planner.rows import Row, machine_of, measured_rows, read_row, setup_of
+from dsgpt.planner.rows import (
+    INSIDE,
+    REACH,
+    Evidence,
+    Row,
+    Witness,
+    evidence_for,
+    machine_of,
+    measured_rows,
+    memory_of,
+    read_row,
+    setup_of,
+    witnesses,
+    witnesses_of,
+)
 from dsgpt.planner.setup import Setup
 from dsgpt.planner.step_time import likely_sec, predict_step
 

@@ -34,9 +34,8 @@ from dsgpt.common.text import REPOSITORY, largest_divisor
 from dsgpt.config.recipe import sound_recipe
 from dsgpt.machine.launcher import launcher_command
 from dsgpt.model.config import PRESETS
-from dsgpt.planner.formulas import peak_memory
+from dsgpt.planner.formulas import FIXED_BYTES, peak_memory
 from dsgpt.planner.options import HEADROOM
-from dsgpt.planner.plan import FIXED_BYTES
 from dsgpt.planner.rates import utilisation
 from dsgpt.planner.setup import Setup
 from dsgpt.record.schema import RECORD_FILE, STEPS_FILE, finite, read_steps

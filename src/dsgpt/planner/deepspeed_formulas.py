@@ -99,19 +99,6 @@ class DeepSpeed(Planned):
         """Bytes of the embedding's gradient (wE); 0 on ranks without the embedding."""
         return embedding_bytes(self.setup) if any(part.name == EMBEDDING for part in self.setup.parameters(rank)) else 0
 
-    def before_reduction(self, rank: int, earlier: dict[str, int], *, bucket: int = 0) -> list[Moment]:
-        """Moments of the loss and of the backward pass's beginning, with bytes that ``earlier`` micro batches left.
-
-        The bucket is allocated when the first gradient comes.
-        """
-        blocks = self.setup.blocks(rank)
-        head = embedding_bytes(self.setup) if self.setup.computes_loss(rank) else 0
-        gradients, buckets = earlier.get("new_gradients", 0) + head, max(bucket, earlier.get("buckets", 0))
-        return [
-            Moment(name="loss", blocks=blocks, parts=earlier),
-            Moment(name="backward", blocks=blocks, parts=earlier | {"new_gradients": gradients, "buckets": buckets}),
-        ]
-
     def unfused(self, rank: int) -> int:
         """Bytes of two temporary numbers per weight of a group, where PyTorch's AdamW is not fused: in pipelines."""
         if self.setup.sizes.pipeline == 1 or self.setup.fused_adam or self.setup.recipe.optimizer.type != "AdamW":
@@ -452,8 +439,14 @@ class Flat(DeepSpeed):
         return [replace(each, parts={**each.parts, "other": each.parts.get("other", 0) + other}) for each in moments]
 
     def zero_traffic(self, rank: int) -> list[Traffic]:
-        """The reduction of gradients, and the all-gather of the new weights."""
-        operation = "reduce" if self.reduces_to_owner else "all_reduce"
+        """The reduction of gradients, and the all-gather of the new weights.
+
+        With the recipe's ``reduce_scatter`` each piece of a bucket is reduced to the one rank that steps on it.
+        ``BF16_Optimizer`` never does it.
+        """
+        zero = self.setup.recipe.zero_optimization
+        to_owner = zero.reduce_scatter and zero.contiguous_gradients and not zero.use_multi_rank_bucket_allreduce
+        operation = "reduce" if to_owner and not self.setup.uses_bf16_optimizer else "all_reduce"
         weights = Traffic(
             what="weights",
             operation="all_gather",
@@ -463,17 +456,6 @@ class Flat(DeepSpeed):
             once={(AFTER_STEP, None): 1},
         )
         return [self.reduced(operation, self.elements(rank)), weights]
-
-    @property
-    def reduces_to_owner(self) -> bool:
-        """Whether each piece of a bucket is reduced to the one rank that steps on it.
-
-        It follows the recipe's ``reduce_scatter``. ``BF16_Optimizer`` never does it.
-        """
-        zero = self.setup.recipe.zero_optimization
-        if self.setup.uses_bf16_optimizer:
-            return False
-        return zero.reduce_scatter and zero.contiguous_gradients and not zero.use_multi_rank_bucket_allreduce
 
 
 class Zero1(Flat):

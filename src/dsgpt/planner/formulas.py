@@ -118,6 +118,11 @@ def copied(setup: Setup, *, rank: int = 0) -> list[pytorch_formulas.Copied]:
     return [each for each in strategy_of(setup).copied(rank) if each.size]
 
 
+FIXED_BYTES = {"cuda": 600_000_000, "cpu": 700_000_000}
+"""Bytes of a device that no tensor can fill: CUDA's context and NCCL's buffers; the process without tensors."""
+HOST_SHARE = 0.8
+"""Share of a host's memory that offload can fill, beside processes, data and the cache of its files."""
+
 # The most tensor memory that a rank needs in a training, or in a step of it, and what it is made of.
 
 STEP = ("forward", "loss", "backward", "reduction", "step")
@@ -213,7 +218,9 @@ def _transient(setup: Setup, moment: pytorch_formulas.Moment, rank: int, device:
     elif moment.name == "loss":
         parts["activations"] = activations + 2 * stream  # the last LayerNorm's output and its gradient
         parts["logits"] = logits_bytes(setup, device=device)
-        parts["new_gradients"] = parts.get("new_gradients", 0) + head_gradient_bytes(setup, device=device)
+        if not plain_loss(setup):  # the gradient of the head, in fp32 if those of several chunks are added up
+            width = FULL if _rows(setup, device) < setup.tokens else setup.low
+            parts["new_gradients"] = parts.get("new_gradients", 0) + width * setup.embedding_elements
     else:
         # of a block that is recomputed not its output; and that of the last block has been freed by then
         recomputed = block_bytes(setup) - 2 * stream if setup.activation_checkpointing else 0
@@ -262,14 +269,6 @@ def block_bytes(setup: Setup) -> int:
 def block_gradient_bytes(setup: Setup) -> int:
     """The most that a block's backward pass adds: the gradient of the MLP's inner layer."""
     return 4 * stream_bytes(setup) // setup.sizes.tensor
-
-
-def head_gradient_bytes(setup: Setup, *, device: str) -> int:
-    """The gradient of the head's weights, which the loss computes; in fp32 if several chunks are added up."""
-    if plain_loss(setup):
-        return 0
-    width = FULL if _rows(setup, device) < setup.tokens else setup.low
-    return width * setup.embedding_elements
 
 
 def logits_bytes(setup: Setup, *, device: str, gradients: bool = True) -> int:

@@ -31,18 +31,6 @@ _LEAST, _MOST = 0.98, 1.12
 
 
 @dataclass(frozen=True, kw_only=True)
-class Peaks:
-    """Dense FLOP/s that the datasheet promises for each number format; None where the hardware has no units for it."""
-
-    fp32: Positive
-    """Peak without tensor cores: PyTorch computes fp32 so, unless TF32 is allowed."""
-    tf32: Positive | None
-    fp16: Positive | None
-    """Peak with fp32 accumulation."""
-    bf16: Positive | None
-
-
-@dataclass(frozen=True, kw_only=True)
 class Interconnect:
     """Links between the GPUs of a machine."""
 
@@ -73,7 +61,9 @@ class Gpu:
     """Regular expressions of the names that drivers report for it."""
     memory_bytes: Positive
     """Memory by the datasheet, in GB of 10^9 bytes. Devices report up to 8% more."""
-    peak_flops: Peaks
+    peak_flops: dict[str, Positive | None]
+    """Dense FLOP/s that the datasheet promises for each number format; None where the hardware has no units for it.
+    ``fp32`` is without tensor cores: PyTorch computes it so, unless TF32 is allowed. ``fp16`` accumulates in fp32."""
     memory_bytes_per_sec: Positive
     interconnect: Interconnect
     tdp_watts: Positive
@@ -86,8 +76,7 @@ class Gpu:
 
     def peak(self, precision: str) -> int | None:
         """Dense FLOP/s in ``fp32``, ``tf32``, ``fp16`` or ``bf16``; None where the hardware has no units for it."""
-        peak: int | None = getattr(self.peak_flops, precision)
-        return peak
+        return self.peak_flops[precision]
 
 
 @cache

@@ -9,11 +9,11 @@ from typing import Any
 
 from dsgpt.common.text import byte_size, dollars, estimate
 from dsgpt.machine.topology import Topology
-from dsgpt.planner.evidence import Evidence, evidence_for, traits_of
-from dsgpt.planner.formulas import Peak, model_state, worst_peak
+from dsgpt.planner.formulas import FIXED_BYTES, HOST_SHARE, Peak, model_state, worst_peak
 from dsgpt.planner.hardware import MEANT, Cost, PriceTable, cost, gpus
 from dsgpt.planner.rates import ASSUMED, Machine, Utilisation, changed
 from dsgpt.planner.request import PlanRequest
+from dsgpt.planner.rows import Evidence, evidence_for, traits_of
 from dsgpt.planner.setup import Setup
 from dsgpt.planner.step_time import RunTime, StepTime, predict_step, run_time
 
@@ -61,16 +61,12 @@ def place_of(setup: Setup, rank: int) -> Topology:
 
 # The plan of one setup: its memory, the time of a step and of the training, and what that costs.
 
-FIXED_BYTES = {"cuda": 600_000_000, "cpu": 700_000_000}
-"""Bytes of a device that no tensor can fill: CUDA's context and NCCL's buffers; the process without tensors."""
 NETWORKS = (25.0, 50.0, 100.0, 200.0, 400.0, 800.0, 1600.0, 3200.0)
 """Gbit/s between machines at which a plan is tried."""
 LEAST_CHANGE = 0.1
 """Least share of the training's time by which an assumption must move it to be named."""
 _HALVINGS = 8
 _YEAR = 365
-HOST_SHARE = 0.8
-"""Share of a host's memory that offload can fill, beside processes, data and the cache of its files."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +114,11 @@ class Plan:
     @property
     def evidence(self) -> Evidence | None:
         """What steps that others measured say about this one; None for rates that were measured here."""
-        return evidence_for(traits_of(self.setup, self.machine)) if self.machine.assumed else None
+        return (
+            evidence_for(traits_of(self.setup, gpu=self.machine.name, devices=self.machine.devices))
+            if self.machine.assumed
+            else None
+        )
 
     @property
     def uncorrected_seconds(self) -> float:

@@ -3,7 +3,6 @@
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from dsgpt.common.errors import UserError
 from dsgpt.common.json_files import JsonError, Positive, read_as, read_object
@@ -11,7 +10,7 @@ from dsgpt.common.text import REPOSITORY, table
 from dsgpt.config.recipe import sound_recipe
 from dsgpt.model.config import GPT2_VOCAB_SIZE, GPT2Config
 from dsgpt.planner.hardware import find_gpu
-from dsgpt.planner.rates import ATTENTION, LINK, MATRIX, MEMORY, NETWORK_BYTES_PER_SEC, datasheet_machine
+from dsgpt.planner.rates import ATTENTION, LINK, MATRIX, MEMORY, datasheet_machine
 from dsgpt.planner.setup import WORK, Setup
 from dsgpt.planner.step_time import predict_step
 
@@ -43,7 +42,7 @@ class TabledSetup:
         """The recipe, or the run type of plain PyTorch."""
         return self.recipe if self.run_type == "optimized" else self.run_type
 
-    def tokens_per_sec(self, gpus: int, *, network: float = NETWORK_BYTES_PER_SEC) -> tuple[float, float, float]:
+    def tokens_per_sec(self, gpus: int, *, network: float | None = None) -> tuple[float, float, float]:
         """Tokens per second of one GPU: at least, likely and at most; ``network`` is as for ``datasheet_machine``."""
         setup = Setup(
             model=GPT2Config(**{"vocab_size": GPT2_VOCAB_SIZE} | self.shape, block_size=self.seq_length),
@@ -71,15 +70,10 @@ class Published(TabledSetup):
     """Why the figure is not within the predicted range; None if it is."""
 
 
-def read_published() -> list[Published]:
-    """The table."""
-    return read_as(PUBLISHED, dict[str, list[Published]])["rows"]
-
-
 def published_page() -> str:
     """The page, as Markdown."""
     figures, remarks, inside = [], [], 0
-    for number, row in enumerate(read_published(), 1):
+    for number, row in enumerate(read_as(PUBLISHED, dict[str, list[Published]])["rows"], 1):
         (low, likely, high), figure = row.tokens_per_sec(row.gpus), row.tokens_per_sec_per_gpu
         gpus, within = f"{row.gpus} x {row.gpu}", low <= figure <= high
         work = f"{row.micro_batch_size} x {row.gradient_accumulation_steps}, {row.seq_length:,}"
@@ -178,7 +172,10 @@ def projections_page() -> str:
         published = f"{one.figures[1] / one.figures[0]:.1%}"
         beside.append([f"[{one.program}]({one.source})", f"{few:,} to {many:,}", published, share or "none", number])
         remarks.append(f"{number}. {one.program}, {one.date}: {one.published_as}.\n")
-    plan, network = (_quoted(name) for name in ("plan.json", "network.json"))
+    try:
+        plan, network = (read_object(RECORDS / name) for name in ("plan.json", "network.json"))
+    except JsonError as error:
+        raise UserError(f"--projections: quotes records of a clone of the repository: {error}") from error
     held_out = [cell["step_seconds"] for cell in plan["cells"] if cell["status"] == "done" and not cell["fit"]]
     steps = [abs(each["predicted"] / each["measured"] - 1) for each in held_out]
     shares = [abs(point["off"]) for point in network["points"]]
@@ -190,15 +187,3 @@ def projections_page() -> str:
         "shares": f"{len(shares)} shares: {median(shares):.1%} of a step in the median, {max(shares):.1%} at most",
     }
     return PROJECTIONS.with_suffix(".txt").read_text(encoding="utf-8").format(**parts)
-
-
-def _quoted(name: str) -> dict[str, Any]:
-    """A committed record.
-
-    Raises:
-        UserError: it cannot be read.
-    """
-    try:
-        return read_object(RECORDS / name)
-    except JsonError as error:
-        raise UserError(f"--projections: quotes records of a clone of the repository: {error}") from error

@@ -219,6 +219,19 @@ class Planned:
 
     # What follows from the above, for every strategy.
 
+    def before_reduction(self, rank: int, earlier: dict[str, int], *, bucket: int = 0) -> list[Moment]:
+        """Moments of the loss and of the backward pass's beginning, with bytes that ``earlier`` micro batches left.
+
+        The bucket is allocated when the first gradient comes.
+        """
+        blocks = self.setup.blocks(rank)
+        head = embedding_bytes(self.setup) if self.setup.computes_loss(rank) else 0
+        gradients, buckets = earlier.get("new_gradients", 0) + head, max(bucket, earlier.get("buckets", 0))
+        return [
+            Moment(name="loss", blocks=blocks, parts=earlier),
+            Moment(name="backward", blocks=blocks, parts=earlier | {"new_gradients": gradients, "buckets": buckets}),
+        ]
+
     def gradient_bytes(self, rank: int, *, kind: str) -> float:
         """Bytes read and written to accumulate gradients, copy them to buckets and back, and copy gathered weights.
 
@@ -240,10 +253,6 @@ class Planned:
     def gathers(self, rank: int) -> list[Traffic]:  # noqa: ARG002 - of all strategies
         """The all-gathers of a strategy that gathers weights for every layer."""
         return []
-
-    def norm_bytes(self, rank: int) -> float:
-        """Bytes of the norm, which reads every gradient (4 per element), and of clipping, which rewrites it (8)."""
-        return self.stepped_elements(rank) * (FULL + (2 * FULL if self.setup.recipe.gradient_clipping else 0))
 
     def optimizer_bytes(self, rank: int) -> float:
         """Bytes that the optimizer reads and writes: gradient, weight and each moment, 28 per element for fused Adam.
@@ -282,20 +291,19 @@ class Baseline(Planned):
             master=FULL * elements if low != FULL else 0,
         )
 
-    def moments(self, rank: int, device: str) -> list[Moment]:  # noqa: ARG002 - all ranks have the same
+    def moments(self, rank: int, device: str) -> list[Moment]:
         """Gradients: 4P for fp32 sums of several micro batches, wP for those of one, the embedding's briefly twice.
 
         In bf16 and fp16 they are added to the sums when all exist. On a CPU each is cast to fp32 first.
         """
-        setup, layers, elements = self.setup, self.setup.model.n_layer, self.elements(0)
+        setup, elements = self.setup, self.elements(0)
         new, embedding, several = setup.low * elements, embedding_bytes(setup), setup.gradient_accumulation_steps > 1
         sums, separate = FULL * elements, setup.low != FULL
         earlier = sums if several else 0
         backward = 2 * embedding if several and not separate else new + embedding
         cast = FULL * setup.model.largest_parameter() if several and separate and device == "cpu" else 0
         return [
-            Moment(name="loss", blocks=layers, parts={"gradients": earlier}),
-            Moment(name="backward", blocks=layers, parts={"gradients": earlier, "new_gradients": embedding}),
+            *self.before_reduction(rank, {"gradients": earlier}),
             Moment(name="reduction", parts={"gradients": earlier, "new_gradients": backward}),
             Moment(name="step", parts={"gradients": sums, "new_gradients": new if separate else 0, "other": cast}),
             Moment(name="evaluation", parts={}),
@@ -318,8 +326,7 @@ class Ddp(Baseline):
         A bucket is reduced in fp32. Its copy replaces the sum of its gradients, if there is one, when it is complete.
         The programs of others add up in the buckets.
         """
-        setup, layers, elements = self.setup, self.setup.model.n_layer, self.elements(0)
-        embedding = embedding_bytes(setup)
+        setup, elements, embedding = self.setup, self.elements(0), embedding_bytes(self.setup)
         several = setup.gradient_accumulation_steps > 1 and setup.accumulation == "whole"
         buckets, separate = setup.low * elements, setup.low != FULL
         if not setup.recipe.dsgpt.ddp.gradient_as_bucket_view:
@@ -332,8 +339,7 @@ class Ddp(Baseline):
         pending = embedding if separate else 2 * embedding
         stepped = earlier | {"gradients": FULL * elements if separate or several else 0}
         return [
-            Moment(name="loss", blocks=layers, parts=earlier),
-            Moment(name="backward", blocks=layers, parts=earlier | {"new_gradients": embedding}),
+            *self.before_reduction(rank, earlier),
             Moment(name="reduction", parts=earlier | {"new_gradients": pending, "other": reduced}),
             Moment(name="step", parts=stepped),
             Moment(name="evaluation", parts={"buckets": buckets}),

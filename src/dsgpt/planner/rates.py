@@ -80,24 +80,6 @@ class Rates:
     host_apart: bool = field(default=False, repr=False)
     """Whether ``kernel_sec`` was measured without the start by the host: then any program may wait for it."""
 
-    def matrix_at(self, precision: str, *, width: float, rows: int) -> float:
-        """FLOP/s of a block's matrices of this width with this many tokens."""
-        by_width = self.matrix[precision]
-        return interpolated({each: interpolated(rates, rows) for each, rates in by_width.items()}, width)
-
-    def attention_at(self, precision: str, *, head_size: int, length: int) -> float:
-        """FLOP/s of attention with heads of this size in sequences of this length."""
-        by_head_size = self.attention[precision]
-        return interpolated({size: interpolated(rates, length) for size, rates in by_head_size.items()}, head_size)
-
-    def slowness_of(self, operation: str, precision: str) -> float:
-        """Time of an operation for as many ring bytes, in units of an all-reduce in fp32.
-
-        Operations that only move numbers are known in fp32 alone. A reduction to one rank sums as an all-reduce does.
-        """
-        by_precision = self.slowness.get("all_reduce" if operation == "reduce" else operation, {})
-        return by_precision.get(precision, by_precision.get("fp32", 1.0))
-
     def in_precision(self, precision: str, *, slower: float) -> "Rates":
         """The rates with which computation in ``precision`` takes ``slower`` times as long."""
         slower_rates: dict[str, Any] = {}
@@ -139,6 +121,11 @@ def interpolated(values: Mapping[int, float], place: float) -> float:
     (low, slow), (high, fast) = below[-1], above[0]
     share = 0.0 if low == high else math.log(place / low) / math.log(high / low)
     return float(slow * (fast / slow) ** min(1.0, max(0.0, share)))
+
+
+def on_grid(values: Mapping[int, Mapping[int, float]], first: float, second: float) -> float:
+    """The value at a place of two dimensions, as ``interpolated`` along each."""
+    return interpolated({each: interpolated(along, second) for each, along in values.items()}, first)
 
 
 def at_ranks(by_ranks: Mapping[int, T], ranks: int) -> T:
@@ -339,23 +326,6 @@ def read_calibration(path: Path) -> Calibration:
         ) from error
 
 
-def matrix_ceiling(calibration: Calibration, hardware: Mapping[str, Any], precision: str) -> float | None:
-    """FLOP/s of the fastest matrix product that one device reached; None if it was measured on other hardware.
-
-    Args:
-        calibration: a machine's.
-        hardware: the block of that name of a record.
-        precision: of the product.
-    """
-    same = all(calibration.hardware.get(key) == hardware.get(key) for key in ("device", "cpu_name", "cpu_count"))
-    ranks, threads = hardware.get("local_world_size"), hardware.get("threads_per_device")
-    if not same or calibration.kind != "cpu" or ranks is None or threads != calibration.threads_per_device:
-        return None
-    by_devices = {each.devices: each for each in calibration.ceilings}
-    by_width = at_ranks(by_devices, ranks).matrix_flops_per_sec.get(precision, {})
-    return max((rate for by_rows in by_width.values() for rate in by_rows.values()), default=None)
-
-
 def calibrated_machine(
     calibration: Calibration, *, devices: int | None = None, network: float | None = None
 ) -> Machine:
@@ -373,8 +343,13 @@ def calibrated_machine(
     measured, found, gpu = _measured(calibration, chosen), calibration.network, calibration.gpu
     if network is not None:
         measured.pop("network", None)
-    sheet = datasheet_machine(gpu, devices=most, network=network or NETWORK_BYTES_PER_SEC) if gpu else None
-    bases = (sheet.rates, sheet.slowest, sheet.fastest) if sheet else [_without_datasheet(chosen, measured)] * 3
+    sheet = datasheet_machine(gpu, devices=most, network=network) if gpu else None
+    if sheet:
+        bases = [sheet.rates, sheet.slowest, sheet.fastest]
+    else:  # a CPU or an unknown GPU; one device has no link: its memory stands for it
+        bus, starts = measured.get("bus", {1: chosen.triad_bytes_per_sec}), {1: chosen.operation_sec}
+        missing = {"bus": bus, "collective_sec": starts, "network": min(bus.values())}
+        bases = [Rates(**missing | {"host_memory": HOST_MEMORY_BYTES_PER_SEC.likely} | measured)] * 3
     likely = _completed(bases[0], measured)
     rates, slowest, fastest = (
         _completed(base, {name: getattr(scaled, name) for name in measured}) if sheet else scaled
@@ -415,18 +390,10 @@ def calibrated_machine(
 
 def _completed(base: Rates, measured: Mapping[str, Any]) -> Rates:
     """``base`` with what was measured, one by one: matrices at several widths and rows, networks with all ranks."""
-    everywhere: dict[str, Any] = {"half_width": 0.0, "half_rows": 0.0} if "matrix" in measured else {}
-    all_rings: dict[str, Any] = {"rings_power": 0.0} if "network" in measured else {}
+    no_longer: dict[str, Any] = {"half_width": 0.0, "half_rows": 0.0} if "matrix" in measured else {}
+    no_longer |= {"rings_power": 0.0} if "network" in measured else {}
     apart = measured.keys() >= {"kernel_sec", "host_sec"}
-    return replace(base, **measured, **everywhere, **all_rings, host_apart=apart)
-
-
-def _without_datasheet(ceilings: Ceilings, measured: Mapping[str, Any]) -> Rates:
-    """Rates of a CPU or an unknown GPU. One device has no link: its memory stands for it."""
-    bus = measured.get("bus", {1: ceilings.triad_bytes_per_sec})
-    collective_sec = {1: ceilings.operation_sec}
-    missing = {"bus": bus, "collective_sec": collective_sec, "network": min(bus.values())}
-    return Rates(**{**missing, "host_memory": HOST_MEMORY_BYTES_PER_SEC.likely, **measured})
+    return replace(base, **measured, **no_longer, host_apart=apart)
 
 
 def _measured(calibration: Calibration, ceilings: Ceilings) -> dict[str, Any]:
@@ -520,7 +487,7 @@ def datasheet_machine(
     gpu: Gpu,
     *,
     devices: int = DEVICES_PER_MACHINE,
-    network: float = NETWORK_BYTES_PER_SEC,
+    network: float | None = None,
     host_bytes: int | None = None,
     values: Mapping[str, float] | None = None,
     fabric: str = "",
@@ -530,12 +497,12 @@ def datasheet_machine(
     Args:
         gpu: from the table.
         devices: GPUs of a machine.
-        network: bytes per second between two machines, in one direction.
+        network: bytes per second between two machines, in one direction; None for an assumed 100 Gbit/s.
         host_bytes: memory of the host for each GPU; None for ``HOST_SHARE`` of the GPU's.
         values: of the constants, instead of the package's.
         fabric: the kind of the network, where one has constants of its own: ``omni-path``.
     """
-    values = constants() if values is None else values
+    values, network = constants() if values is None else values, network or NETWORK_BYTES_PER_SEC
     shares = _shares(gpu, values, fabric)
     matrix, memory, link = shares["matrix products"], shares["memory"], shares["link between GPUs"]
     return Machine(
@@ -694,11 +661,19 @@ def utilisation(
         hardware: the block of that name of a record; its GPU is that of rank 0.
         seq_length: tokens of a sequence, or of a document, as ``flops_per_token`` takes them.
         precision: of the matrix products.
-        calibration: what was measured on this machine, or another. A CPU has no datasheet's peak.
+        calibration: what was measured on this machine, or another. A CPU has no datasheet's peak: the fastest product
+            of one of as many devices stands for it.
     """
     name, memory = hardware.get("gpu_name"), hardware.get("gpu_memory_bytes")
     gpu = recognise(name, memory) if name is not None and memory is not None else None
     peak: float | None = gpu.peak(precision) if gpu else None
     if calibration is not None and hardware.get("device") == "cpu":
-        peak = matrix_ceiling(calibration, hardware, precision)
+        here = calibration.hardware | {"threads_per_device": calibration.threads_per_device}
+        same = all(
+            here.get(key) == hardware.get(key) for key in ("device", "cpu_name", "cpu_count", "threads_per_device")
+        )
+        if same and (ranks := hardware.get("local_world_size")) is not None:
+            ceilings = at_ranks({each.devices: each for each in calibration.ceilings}, ranks)
+            by_width = ceilings.matrix_flops_per_sec.get(precision, {})
+            peak = max((rate for by_rows in by_width.values() for rate in by_rows.values()), default=None)
     return Utilisation(flops_per_token=model.flops_per_token(seq_length), devices=hardware.get("world_size"), peak=peak)

@@ -1,15 +1,16 @@
 """Reads the flags of ``src/plan.py``: the training that is planned, the candidates of a search, and measured steps."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from dsgpt.common.errors import Problems, UserError
 from dsgpt.common.json_files import JsonError, read_object
-from dsgpt.common.text import REPOSITORY, counted, divisors, divisors_around, multiples_around
+from dsgpt.common.text import BUSY_FROM, REPOSITORY, counted, divisors, divisors_around, multiples_around
 from dsgpt.config.compatibility import RunRequest, check_split
 from dsgpt.config.options import RUN_TYPES, Options, parse_arguments, shape_overrides
 from dsgpt.config.recipe import PARALLEL_KEYS, Recipe, merged, read_recipe, recipe_from, sound_recipe
@@ -17,11 +18,11 @@ from dsgpt.config.run_config import plan_batch, split_batch
 from dsgpt.machine.topology import Topology
 from dsgpt.model.config import GPT2_VOCAB_SIZE, PRESETS, GPT2Config, length_problems, shape_problems
 from dsgpt.planner import rates
-from dsgpt.planner.hardware import find_gpu, find_instance, read_prices
+from dsgpt.planner.hardware import find_gpu, find_instance, read_prices, recognise
 from dsgpt.planner.options import CALIBRATION, PlanOptions, executed
-from dsgpt.planner.own_runs import corrected, own_runs
 from dsgpt.planner.setup import WORK, Setup
 from dsgpt.planner.step_time import MeasuredStep, fit
+from dsgpt.record.schema import RECORD_FILE, Fields
 from dsgpt.record.suites import MAX_BYTES, SweepCell, read_sweep
 
 # The setups that ``--recommend`` searches: strategies of the shipped recipes, with every split of the model.
@@ -176,6 +177,81 @@ def _of_plan(result: Mapping[str, Any]) -> tuple[Setup, float] | None:
     return setup, seconds
 
 
+# Runs that were held against a plan on this machine (``--plan``), and correct its next plan.
+
+COUNT = 3
+"""Runs that count: the newest."""
+MOST = 2.0
+"""Largest factor of a correction: what is farther off has another cause than rates."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnRun:
+    """Tokens per second of a run."""
+
+    planned: float
+    """By the plan, before earlier runs corrected it."""
+    measured: float
+
+
+def own_runs(folder: Path, machine: rates.Machine) -> list[OwnRun]:
+    """The newest runs in ``folder`` that ``machine`` executed as planned with the same rates, the newest first.
+
+    What cannot be read, had other settings than its plan, did not take enough steps, or shared the CPUs with other
+    programs is left out.
+    """
+    found = []
+    for path in folder.glob(f"*/{RECORD_FILE}"):
+        try:
+            record = Fields(read_object(path), notes=[])
+            changed = path.stat().st_mtime
+        except (JsonError, OSError):
+            continue
+        plan, segments = record.section("plan"), record.sections("segments")
+        planned, measured = (plan.number(key) or 0.0 for key in ("planned_tokens_per_sec", "tokens_per_sec"))
+        hardware = record.section("hardware")
+        name = hardware.text("gpu_name" if machine.kind == "cuda" else "cpu_name") or "?"
+        gpu = recognise(name, int(hardware.number("gpu_memory_bytes") or 0))
+        named = machine.name.startswith(name) or (gpu is not None and gpu.key == machine.name)
+        same = plan.text("fingerprint") == machine.fingerprint and hardware.text("device") == machine.kind and named
+        others = max((segment.number("cpu_share_of_others") or 0.0 for segment in segments), default=0.0)
+        if same and min(planned, measured) > 0 and others < BUSY_FROM:
+            found.append((changed, OwnRun(planned=planned, measured=measured)))
+    return [run for _, run in sorted(found, key=lambda each: -each[0])[:COUNT]]
+
+
+def corrected(machine: rates.Machine, runs: Sequence[OwnRun]) -> rates.Machine:
+    """The machine at the speed of ``runs``: everything that it does takes longer, or shorter, by their median."""
+    if not runs:
+        return machine
+    times = min(MOST, max(1 / MOST, median(run.planned / run.measured for run in runs)))
+    planned, measured = ([getattr(run, name) for run in runs] for name in ("planned", "measured"))
+    last = f"your last {counted(len(runs), 'run')} here: planned {_span(planned)}, measured {_span(measured)} tokens/s"
+
+    def slower(own: rates.Rates) -> rates.Rates:
+        return replace(
+            own.scaled(compute=times, communication=times),
+            host_sec=own.host_sec * times,
+            host_link=own.host_link / times,
+            host_memory=own.host_memory / times,
+        )
+
+    return replace(
+        machine,
+        rates=slower(machine.rates),
+        slowest=slower(machine.slowest),
+        fastest=slower(machine.fastest),
+        uncorrected=machine,
+        basis=f"{machine.basis}; corrected by {last}",
+    )
+
+
+def _span(values: Sequence[float]) -> str:
+    """``41,200``, or ``39,800 to 40,300``."""
+    low, high = (f"{value:,.0f}" for value in (min(values), max(values)))
+    return low if low == high else f"{low} to {high}"
+
+
 # From the flags of ``src/plan.py`` to the training that is planned; every mistake in them is collected.
 
 SIZES = Path("ds_configs") / "sizes"
@@ -258,7 +334,10 @@ def read_request(options: PlanOptions, problems: Problems) -> PlanRequest:
         run_type = options.strategy if options.strategy in RUN_TYPES and not options.recommend else None
         options = replace(options, run_type=run_type)
     options, network_basis = _with_instance(options, problems)
-    model = _model(options, problems)
+    shape = PRESETS[options.model_size].as_dict() | {"vocab_size": GPT2_VOCAB_SIZE} | shape_overrides(options)
+    mistakes = shape_problems(shape)
+    problems.add(*mistakes)
+    model = None if mistakes else GPT2Config(**shape)
     machine = _machine(options, problems)
     if machine is not None:
         machine = corrected(machine, own_runs(options.runs, machine))
@@ -334,13 +413,6 @@ def fixed_setup(request: PlanRequest, problems: Problems) -> Setup:
     return request.setup(request.recipe, request.run_type, micro, steps, activation_checkpointing=checkpointing)
 
 
-def _model(options: PlanOptions, problems: Problems) -> GPT2Config | None:
-    shape = PRESETS[options.model_size].as_dict() | {"vocab_size": GPT2_VOCAB_SIZE} | shape_overrides(options)
-    mistakes = shape_problems(shape)
-    problems.add(*mistakes)
-    return None if mistakes else GPT2Config(**shape)
-
-
 def _recipe(options: PlanOptions, problems: Problems) -> Recipe | None:
     if options.deepspeed_config is not None:
         return read_recipe(options.deepspeed_config, problems)
@@ -366,12 +438,8 @@ def _machine(options: PlanOptions, problems: Problems) -> rates.Machine | None:
             together = options.gpus_per_machine or rates.DEVICES_PER_MACHINE
             host, used = options.host_memory_gb, min(together, options.gpus or 1)
             host_bytes = None if host is None else int(host * 1e9 / used)
-            return rates.datasheet_machine(
-                find_gpu(options.gpu),
-                devices=together,
-                host_bytes=host_bytes,
-                network=network or rates.NETWORK_BYTES_PER_SEC,
-            )
+            gpu = find_gpu(options.gpu)
+            return rates.datasheet_machine(gpu, devices=together, host_bytes=host_bytes, network=network)
         path = options.machine or CALIBRATION
         if options.machine is None and not path.exists():
             problems.add("--gpu is missing: name a GPU such as a100-80gb, or measure this machine with --calibrate")

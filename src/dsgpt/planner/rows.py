@@ -1,26 +1,35 @@
-"""Setups of rows in the form of ``measured.json``: setups that other programs trained, as setups of this one.
+"""Rows of steps that others measured: as setups of this program, as evidence beside a prediction, and as questions.
 
-``plan.py --rows FILE --json`` answers them. A row says what was trained, on what, and how it was split; what was
-measured is not read. docs/exam.md says how near the predictions are.
+A row in the form of ``measured.json`` says what was trained, on what, and how it was split. ``plan.py --rows FILE
+--json`` answers rows; what was measured is not read. docs/exam.md says how near the predictions are.
 """
 
 import json
+import math
 import re
-from collections.abc import Mapping
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import accumulate
 from pathlib import Path
+from statistics import fmean, median
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from dsgpt.common.errors import UserError
-from dsgpt.common.json_files import Count, JsonError, clipped, parse_as, read_object
+from dsgpt.common.json_files import Count, JsonError, clipped, parse_as, parse_json, read_bytes, read_object
 from dsgpt.config.recipe import recipe_from
 from dsgpt.model.config import GPT2Config
-from dsgpt.planner.hardware import find_gpu
-from dsgpt.planner.rates import NETWORK_BYTES_PER_SEC, Machine, datasheet_machine
+from dsgpt.planner.formulas import FIXED_BYTES, HOST_SHARE, STEP, model_state, worst_peak
+from dsgpt.planner.hardware import find_gpu, gpus
+from dsgpt.planner.options import HEADROOM
+from dsgpt.planner.rates import Machine, datasheet_machine, fitted
 from dsgpt.planner.setup import Setup
+from dsgpt.planner.step_time import likely_sec
+
+# Rows as setups.
 
 MEASURED = Path(__file__).with_name("measured.json")
 _INDEXED = ("network", "recompute_stated", "hardware_true", "expressed_as", "noise", "software")
@@ -241,6 +250,198 @@ def machine_of(row: Row, values: Mapping[str, float] | None = None) -> Machine:
         gpu = replace(gpu, memory_bytes=int(given[1]) * 10**9)
     if gbps is None and (own := NETWORKS.get(gpu.interconnect.kind)):
         gbps = own * row.gpus_per_node / 8
-    network = NETWORK_BYTES_PER_SEC if gbps is None else gbps * 1e9 / 8
+    network = None if gbps is None else gbps * 1e9 / 8
     fabric = "omni-path" if "omni-path" in (row.network or "").lower() else ""
     return datasheet_machine(gpu, devices=row.gpus_per_node, network=network, fabric=fabric, values=values)
+
+
+# How near predictions came to measured steps of setups like one: its 80% range, and a sentence beside a plan. The
+# residuals of the rows that others measured are kept with the constants that were fitted to them. Those of the rows
+# nearest to a setup say how far off its prediction may be. docs/exam.md shows how often the range holds, also for rows
+# of a source that no constant was fitted to.
+
+INSIDE = 0.8
+"""Share of measured steps that a range is to contain."""
+_LEAST = 0.03
+"""Least half width of a range, as a logarithm: what a run differs from its repetition."""
+REACH = 0.2
+"""Distance at which the weight of a row has fallen to 1/e. Nearer rows say how wide a range is."""
+_NEAREST = 8
+"""Rows whose mean distance says how near the measured ones are."""
+_LIKE = 0.6
+"""Largest distance of a row that is like a setup."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traits:
+    """What decides whether two setups are alike."""
+
+    words: tuple[tuple[str, str], str, bool, str, bool]
+    """Kernels and attention; family of the GPU; whether ranks split the model; FSDP, ZeRO-3 or neither; whether there
+    are several machines."""
+    sizes: tuple[int, int, int, int]
+    """Width, tokens of a micro batch, GPUs, tensor ranks."""
+
+    def distance(self, other: "Traits") -> float:
+        """0 for alike: 1 for other kernels or attention, 0.7 for another GPU, a part for each doubling of a size."""
+        unequal = zip((1.0, 0.7, 0.5, 0.3, 0.3), self.words, other.words, strict=True)
+        doublings = zip((0.25, 0.12, 0.08, 0.15), self.sizes, other.sizes, strict=True)
+        far = sum(weight for weight, one, two in unequal if one != two)
+        return far + sum(weight * abs(math.log2(one / two)) for weight, one, two in doublings)
+
+
+def traits_of(setup: Setup, *, gpu: str, devices: int) -> Traits:
+    """The traits of ``setup`` on machines with so many GPUs of this key in the table."""
+    stage = setup.recipe.zero_stage if setup.run_type == "optimized" else 0
+    parallel, tokens = setup.sizes, setup.micro_batch_size * setup.seq_length
+    split, far = parallel.tensor * parallel.pipeline > 1, setup.world_size > devices
+    sharding = "zero3" if stage == 3 else "fsdp" if setup.run_type == "fsdp" else ""
+    return Traits(
+        words=((setup.kernels, setup.attention), gpus()[gpu].family, split, sharding, far),
+        sizes=(setup.model.n_embd, tokens, setup.world_size, parallel.tensor),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Witness:
+    """A measured row, and how its prediction differs."""
+
+    id: str
+    source: str
+    traits: Traits
+    ratio: float
+    """Predicted seconds divided by measured ones."""
+    left_out: float
+    """The same with constants that were fitted without the rows of its source."""
+
+
+def witnesses_of(residuals: Mapping[str, tuple[float, float]]) -> tuple[Witness, ...]:
+    """The rows of ``residuals``, which has both ratios of each."""
+    found = []
+    for row in measured_rows():
+        if pair := residuals.get(row["id"]):
+            given = read_row(row)
+            traits = traits_of(setup_of(given), gpu=given.hardware, devices=given.gpus_per_node)
+            found.append(Witness(id=given.id, source=row["source"], traits=traits, ratio=pair[0], left_out=pair[1]))
+    return tuple(found)
+
+
+@cache
+def witnesses() -> tuple[Witness, ...]:
+    """The rows that the constants were fitted to."""
+    return witnesses_of(fitted().residuals)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evidence:
+    """What measured rows say about a prediction."""
+
+    low: float
+    """Least measured time to expect, in units of the predicted one."""
+    high: float
+    near: bool
+    """Whether rows like it were measured."""
+    errors: tuple[float, ...]
+    """Shares by which the predictions of the rows like it are off."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON: the range in units of the predicted time, and what the rows like it say."""
+        return {"low": self.low, "high": self.high, "near": self.near, "rows": len(self.errors), "words": self.words}
+
+    @property
+    def words(self) -> str:
+        """A sentence for people."""
+        if not self.near:
+            return "no measured row is near this setup"
+        rows = f"{len(self.errors)} measured row{'s' * (len(self.errors) > 1)} like this one"
+        return f"for {rows}: median error {median(self.errors):.0%}, worst {max(self.errors):.0%}"
+
+
+def evidence_for(
+    traits: Traits, among: Iterable[Witness] | None = None, *, growth: float | None = None, inside: float = INSIDE
+) -> Evidence:
+    """The 80% range of a setup with these traits, from the residuals of the rows nearest to it.
+
+    A row weighs exp(-d / reach) at distance d. The range is between the weighted 10th and 90th percentiles, around the
+    prediction. It grows with the distance of the nearest rows beyond this reach: what was not measured is known less
+    well.
+
+    Args:
+        traits: of the setup.
+        among: the rows; None for all.
+        growth: by which the range grows, as a logarithm for each unit of distance; None for what was fitted.
+        inside: share of steps that another range is to contain.
+    """
+    rows = sorted((traits.distance(each.traits), each.ratio) for each in (witnesses() if among is None else among))
+    far = fmean(distance for distance, _ in rows[:_NEAREST])
+    errors = tuple(abs(ratio - 1) for distance, ratio in rows if distance <= _LIKE)
+    weighted = sorted((-math.log(ratio), math.exp(-(distance - rows[0][0]) / REACH)) for distance, ratio in rows)
+    wider = (fitted().growth if growth is None else growth) * max(0.0, far - REACH)
+    passed, whole = list(accumulate(weight for _, weight in weighted)), sum(weight for _, weight in weighted)
+    places = (bisect_left(passed, share * whole) for share in ((1 - inside) / 2, (1 + inside) / 2))
+    low, high = (weighted[min(place, len(weighted) - 1)][0] for place in places)
+    return Evidence(
+        low=math.exp(min(low, -_LEAST) - wider),
+        high=math.exp(max(high, _LEAST) + wider),
+        near=far <= _LIKE,
+        errors=errors,
+    )
+
+
+# ``plan.py --rows FILE --json``: the time, the range and the memory of every row of a file.
+
+HEADROOMS = {False: 4.0, True: HEADROOM}
+"""Percent of a GPU's datasheet memory that no tensor of a row's program fills, by whether it keeps the results of
+separate operations, which leave more pieces unused. Of 34.1 10^9 bytes, which a V100 of "32 GB" has, rows reserved up
+to 32.3; of what they reserved, 7 to 9% were in no tensor where the GPU was full (bs-gpt2md-371 and 372)."""
+
+
+def answers(path: Path) -> Iterator[dict[str, Any]]:
+    """Yields for each row of the file its answer, or its id and an error.
+
+    Raises:
+        UserError: the file is no list of rows; one line.
+    """
+    try:
+        rows = parse_json(read_bytes(path))
+    except JsonError as error:
+        raise UserError(f"--rows {path}: cannot be read ({error})") from error
+    if not isinstance(rows, list):
+        raise UserError(f"--rows {path}: must be a list of rows, in the form of src/dsgpt/planner/measured.json")
+    for row in rows:
+        yield answer(row)
+
+
+def answer(row: Any) -> dict[str, Any]:
+    """The answer to a row: seconds and GB (10^9 bytes), or an error."""
+    if not isinstance(row, dict):
+        return {"id": None, "error": "a row must be an object"}
+    try:
+        given = read_row(row)
+        setup, machine = setup_of(given), machine_of(given)
+        if given.dtype not in machine.precisions:
+            raise UserError(f"dtype {given.dtype}: {machine.name} has no units for it")
+        seconds, (memory, fits) = likely_sec(setup, machine), memory_of(setup, machine)
+        evidence = evidence_for(traits_of(setup, gpu=machine.name, devices=machine.devices))
+        return {
+            "id": given.id,
+            "seconds_per_step": seconds,
+            "seconds_low": seconds * evidence.low,
+            "seconds_high": seconds * evidence.high,
+            "peak_memory_gb": memory / 1e9,
+            "fits": fits,
+        }
+    except UserError as error:
+        said = "; ".join(error.problems)
+    except (ValueError, ArithmeticError) as error:  # of numbers that no training has
+        said = f"cannot be predicted ({error})"
+    return {"id": row.get("id"), "error": said}
+
+
+def memory_of(setup: Setup, machine: Machine) -> tuple[int, bool]:
+    """Bytes of tensors on the rank that needs most, in a step, and whether its GPU and its host have them."""
+    rank, peak = worst_peak(setup, device=machine.kind, among=STEP)
+    headroom = HEADROOMS[setup.kernels == "eager" and not setup.activation_checkpointing]
+    usable = (1 - headroom / 100) * machine.memory_bytes - FIXED_BYTES[machine.kind]
+    on_host = sum(model_state(setup, rank=rank).off_device.values())
+    return peak.total, peak.total <= usable and on_host <= HOST_SHARE * machine.host_bytes

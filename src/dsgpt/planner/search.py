@@ -22,10 +22,10 @@ from dsgpt.config.recipe import recipe_text
 from dsgpt.config.run_config import plan_batch
 from dsgpt.machine.launcher import LAUNCHERS, job_words
 from dsgpt.model.config import SHAPE_FLAGS
+from dsgpt.planner.formulas import HOST_SHARE
 from dsgpt.planner.hardware import PriceTable, gpus, read_prices
 from dsgpt.planner.options import CALIBRATION, PlanOptions
 from dsgpt.planner.plan import (
-    HOST_SHARE,
     Plan,
     assumption_in_words,
     plan_json,
@@ -37,6 +37,7 @@ from dsgpt.planner.plan import (
 )
 from dsgpt.planner.published import projections_page, published_page
 from dsgpt.planner.request import CandidateSetup, PlanRequest, candidate_setups, fixed_setup, read_request
+from dsgpt.planner.rows import answers
 
 # The search: plans every candidate, and ranks those that fit into memory, budget and deadline.
 
@@ -227,18 +228,11 @@ def recommendation_json(judged: Sequence[Judged], best: Plan, written: Sequence[
 
 def recommendation_files(best: Plan) -> dict[Path, bytes]:
     """Recipe, command and plan, by their paths in the folder of ``--into``; for Kubernetes also the job."""
-    into = best.request.options.into
-    recipe, plan = _planned_files(best).items()
-    files = dict([recipe, (into / COMMAND, command_text(best).encode()), plan])
-    return files | ({into / JOB: job_text(best).encode()} if launcher_of(best) == "kubernetes" else {})
-
-
-def _planned_files(best: Plan) -> dict[Path, bytes]:
-    into = best.request.options.into
-    return {
-        into / RECIPE: recipe_text(best.setup.recipe.raw).encode(),
-        into / PLAN: json_text(with_assumptions(best)).encode(),
-    }
+    files = {RECIPE: recipe_text(best.setup.recipe.raw), COMMAND: command_text(best)}
+    files[PLAN] = json_text(with_assumptions(best))
+    if launcher_of(best) == "kubernetes":
+        files[JOB] = job_text(best, {name: files[name] for name in (RECIPE, PLAN)})
+    return {best.request.options.into / name: text.encode() for name, text in files.items()}
 
 
 def launcher_of(best: Plan) -> str:
@@ -317,16 +311,15 @@ def devices_per_machine(request: PlanRequest) -> int:
     return request.devices if request.machines == 1 else request.machine.devices
 
 
-def job_text(best: Plan) -> str:
+def job_text(best: Plan, files: dict[str, str]) -> str:
     """The ``TrainJob`` of the training: that of ``launch/kubernetes`` with its machines, devices and flags.
 
-    Recipe and plan come along in a ``ConfigMap``, which the job mounts where its flags name them.
+    The ``files``, recipe and plan, come along in a ``ConfigMap``, which the job mounts where its flags name them.
     """
     import yaml  # noqa: PLC0415 - for Kubernetes alone
 
     job: dict[str, Any] = yaml.safe_load((REPOSITORY / "launch" / "kubernetes" / "train.yaml").read_text("utf-8"))
     flags, into = training_flags(best), best.request.options.into
-    files = {path.name: text.decode() for path, text in _planned_files(best).items()}
     name = f"dsgpt-{hashlib.sha256(files[RECIPE].encode() + shlex.join(flags).encode()).hexdigest()[:8]}"
     words = [f"{flag}={value}" for flag, value in zip(flags[::2], flags[1::2], strict=True)]
     resource = "nvidia.com/gpu" if best.request.machine.kind == "cuda" else "cpu"  # as many ranks as a node has of it
@@ -390,8 +383,6 @@ def act(options: PlanOptions, problems: Problems, *, draw: Callable[[Plan, Path]
         if not options.json:
             problems.add("--rows: is answered in JSON: add --json")
         problems.raise_if_any()
-        from dsgpt.planner.answers import answers  # noqa: PLC0415 - for this flag alone
-
         print(json.dumps(list(answers(options.rows)), indent=2, allow_nan=False))
         return EXIT_DONE
     request = read_request(options, problems)

@@ -14,7 +14,7 @@ from dsgpt.common.text import divisors
 from dsgpt.config.recipe import Recipe
 from dsgpt.config.recipe_blocks import ZeroRecipe
 from dsgpt.machine.topology import ParallelSizes
-from dsgpt.model.config import GPT2Config
+from dsgpt.model.config import GPT2Config, decays
 
 # The sizes of a GPT-2's parameters, and which of them a rank holds. Makes no tensor.
 
@@ -31,7 +31,7 @@ class ParameterSize:
     shape: tuple[int, ...]
     decays: bool
     """Whether weight decay applies: the optimizer has a group with it and one without."""
-    splits: bool = False
+    splits: bool
     """Whether tensor ranks hold equal parts of it instead of all of it."""
 
     @cached_property
@@ -44,35 +44,27 @@ class ParameterSize:
         return replace(self, shape=(-(-self.shape[0] // tensor), *self.shape[1:])) if self.splits else self
 
 
+_SPLIT = re.compile(r"wte\.weight|.*\.(qkv|fc)\.\w+|.*\.proj\.weight")
+"""Names of what tensor ranks divide. A layer that is split by its outputs splits its bias too; one that is split by its
+inputs adds its bias once, after the sum."""
+
+
 @lru_cache(maxsize=16)
 def model_parameters(model: GPT2Config) -> list[ParameterSize]:
     """Every parameter, in the model's order; the embedding with its padded rows, and once although it is used twice."""
     width = model.n_embd
-    parameters = [
-        ParameterSize(name=EMBEDDING, shape=(model.padded_vocab_size, width), decays=True, splits=True),
-        ParameterSize(name="wpe.weight", shape=(model.block_size, width), decays=True),
-    ]
-    for block in (f"blocks.{layer}" for layer in range(model.n_layer)):
-        parameters += [
-            *_layer_norm(f"{block}.ln_1", width),
-            *_linear(f"{block}.attn.qkv", width, 3 * width, bias_splits=True),
-            *_linear(f"{block}.attn.proj", width, width, bias_splits=False),
-            *_layer_norm(f"{block}.ln_2", width),
-            *_linear(f"{block}.mlp.fc", width, 4 * width, bias_splits=True),
-            *_linear(f"{block}.mlp.proj", 4 * width, width, bias_splits=False),
-        ]
-    return [*parameters, *_layer_norm("ln_f", width)]
-
-
-def _layer_norm(name: str, width: int) -> list[ParameterSize]:
-    return [ParameterSize(name=f"{name}.{part}", shape=(width,), decays=False) for part in ("weight", "bias")]
-
-
-def _linear(name: str, inputs: int, outputs: int, *, bias_splits: bool) -> list[ParameterSize]:
-    """A layer split by its outputs splits the bias too; one split by its inputs adds the bias once, after the sum."""
+    of_block: dict[str, tuple[int, ...]] = {
+        **{"ln_1": (width,), "attn.qkv": (3 * width, width), "attn.proj": (width, width)},
+        **{"ln_2": (width,), "mlp.fc": (4 * width, width), "mlp.proj": (width, 4 * width)},
+    }
+    layers = {f"blocks.{block}.{name}": shape for block in range(model.n_layer) for name, shape in of_block.items()}
+    shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (model.padded_vocab_size, width)}
+    shapes["wpe.weight"] = (model.block_size, width)
+    for name, shape in (layers | {"ln_f": (width,)}).items():
+        shapes |= {f"{name}.weight": shape, f"{name}.bias": shape[:1]}
     return [
-        ParameterSize(name=f"{name}.weight", shape=(outputs, inputs), decays=True, splits=True),
-        ParameterSize(name=f"{name}.bias", shape=(outputs,), decays=False, splits=bias_splits),
+        ParameterSize(name=name, shape=shape, decays=decays(name), splits=_SPLIT.fullmatch(name) is not None)
+        for name, shape in shapes.items()
     ]
 
 
@@ -123,23 +115,20 @@ def _balanced_bounds(weights: Sequence[int], parts: int) -> list[int]:
 
     The dynamic programming is DeepSpeed's, so that ties are broken in the same way.
     """
-    count, sums = len(weights), [0, *accumulate(weights)]
-    heaviest = [[float("inf")] * (parts + 1) for _ in range(count + 1)]
-    lightest = [[float("inf")] * (parts + 1) for _ in range(count + 1)]
-    least = [[float("inf")] * (parts + 1) for _ in range(count + 1)]
-    cut = [[0] * (parts + 1) for _ in range(count + 1)]
-    heaviest[0][0] = least[0][0] = 0
+    count, sums, unknown = len(weights), [0, *accumulate(weights)], float("inf")
+    # of the first items in so many parts: the least difference, its heaviest and lightest part, the start of the last
+    best = [[(unknown, unknown, unknown, 0)] * (parts + 1) for _ in range(count + 1)]
+    best[0][0] = (0, 0, unknown, 0)
     for items in range(1, count + 1):
         for used in range(1, min(items, parts) + 1):
             for before in range(items):
-                high = max(heaviest[before][used - 1], sums[items] - sums[before])
-                low = min(lightest[before][used - 1], sums[items] - sums[before])
-                if least[items][used] >= high - low:
-                    least[items][used], heaviest[items][used], lightest[items][used] = high - low, high, low
-                    cut[items][used] = before
+                weight, (_, heaviest, lightest, _) = sums[items] - sums[before], best[before][used - 1]
+                high, low = max(heaviest, weight), min(lightest, weight)
+                if best[items][used][0] >= high - low:
+                    best[items][used] = (high - low, high, low, before)
     bounds = [count]
     for used in range(parts, 0, -1):
-        bounds.append(cut[bounds[-1]][used])
+        bounds.append(best[bounds[-1]][used][3])
     return bounds[::-1]
 
 
@@ -423,14 +412,26 @@ _NOTHING: Layer = ()
 """A module without parameters: a block, dropout. DeepSpeed prefetches there too."""
 
 
-def gathers_of(setup: Setup) -> "Gathers":
+@dataclass(frozen=True, kw_only=True)
+class Gathers:
+    """Parameters that one forward and backward pass gathers."""
+
+    all: list[ParameterSize]
+    """Each parameter as often as it is gathered."""
+    forward: list[ParameterSize]
+    """Parameters gathered in the forward pass, some of them ahead for the backward pass."""
+    most_live: int
+    """Most elements of gathered parameters that are whole at a time, without those that persist."""
+
+
+def gathers_of(setup: Setup) -> Gathers:
     """Parameters that ZeRO-3 gathers in a micro batch."""
     again, zero = setup.activation_checkpointing, setup.recipe.zero_optimization
     return _gathers(setup.model, zero, tensor=setup.sizes.tensor, recompute=again, whole_blocks=setup.compiled)
 
 
 @lru_cache(maxsize=16)
-def _gathers(model: GPT2Config, zero: ZeroRecipe, *, tensor: int, recompute: bool, whole_blocks: bool) -> "Gathers":
+def _gathers(model: GPT2Config, zero: ZeroRecipe, *, tensor: int, recompute: bool, whole_blocks: bool) -> Gathers:
     """Parameters that ZeRO-3 gathers, which are equal for every micro batch size and number of ranks.
 
     The modules of a forward and a backward pass are in the order in which they begin; the head is the embedding again.
@@ -463,74 +464,48 @@ def _gathers(model: GPT2Config, zero: ZeroRecipe, *, tensor: int, recompute: boo
         nothing = [_NOTHING, _NOTHING]
         backward = [_NOTHING, *nothing, back, *again, fc, ln_2, *nothing, proj, qkv, ln_1, *backward]
     forward, backward = [*forward, tail, head], [_NOTHING, head, tail, *backward, _NOTHING, positions, head]
-    return Gathers(tuple(parts.values()), zero, [*forward, *backward], forward=len(forward))
+    return _simulated(tuple(parts.values()), zero, [*forward, *backward], turn=len(forward))
 
 
-class Gathers:
-    """Parameters that one forward and backward pass gathers."""
-
-    def __init__(self, every: Layer, zero: ZeroRecipe, order: Sequence[Layer], *, forward: int) -> None:
-        self._order, self._turn, self._every = order, forward, every
-        self._persistent = {part.name for part in persistent(zero, self._every)}
-        self._zero = zero
-        self._queue = deque((part, step) for step, layer in enumerate(order) for part in layer)
-        self._seen: dict[str, int] = {}
-        """The last use of each parameter that prefetching has passed."""
-        self._available = set(self._persistent)
-        self._live = self.most_live = 0
-        """Elements of gathered parameters that are whole, now and at most, without those that persist."""
-        self.all: list[ParameterSize] = []
-        """Each parameter as often as it is gathered."""
-        self.forward: list[ParameterSize] = []
-        """Parameters gathered in the forward pass, some of them ahead for the backward pass."""
-        for step, layer in enumerate(order):
-            self._use(step, layer)
-            if step + 1 == forward:
-                self.forward = list(self.all)
-
-    def _use(self, step: int, layer: Layer) -> None:
-        for part in layer:
-            self._gather(part)
-        ahead = {part.name for part in layer if self._seen.get(part.name, -1) < step}
+def _simulated(every: Layer, zero: ZeroRecipe, order: Sequence[Layer], *, turn: int) -> Gathers:
+    """What DeepSpeed gathers for the modules of ``order``, of which the backward pass begins at ``turn``."""
+    stay = {part.name for part in persistent(zero, every)}
+    queue = deque((part, step) for step, layer in enumerate(order) for part in layer)
+    seen: dict[str, int] = {}  # the last use of each parameter that prefetching has passed
+    available, live, most_live = set(stay), 0, 0
+    gathered, in_forward = list[ParameterSize](), list[ParameterSize]()
+    for step, layer in enumerate(order):
+        wanted = {part.name: part for part in layer if part.name not in available}
+        ahead = {part.name for part in layer if seen.get(part.name, -1) < step}
         while ahead:
-            part, use = self._queue.popleft()
-            self._seen[part.name] = use
+            part, use = queue.popleft()
+            seen[part.name] = use
             ahead.discard(part.name)
-        self._look_ahead()
-        self._release(step, layer)
-
-    def _gather(self, part: ParameterSize) -> None:
-        if part.name not in self._available:
-            self._available.add(part.name)
-            self._live += part.numel
-            self.most_live = max(self.most_live, self._live)
-            self.all.append(part)
-
-    def _look_ahead(self) -> None:
-        room = min(self._zero.stage3_max_live_parameters - self._live, self._zero.stage3_prefetch_bucket_size)
-        taken, wanted = 0, list[ParameterSize]()
-        while self._queue and taken < room:
-            part, use = self._queue.popleft()
-            self._seen[part.name] = max(use, self._seen.get(part.name, use))
-            if part.name not in self._available and part not in wanted:
-                wanted.append(part)
-                taken += part.numel
-        for part in wanted:
-            self._gather(part)
-
-    def _release(self, step: int, layer: Layer) -> None:
-        kept = self._persistent | {part.name for part in layer if self._seen.get(part.name, -1) > step + 1}
+        own = total(wanted.values())
+        room = own + min(zero.stage3_max_live_parameters - live - own, zero.stage3_prefetch_bucket_size)
+        while queue and total(wanted.values()) < room:
+            part, use = queue.popleft()
+            seen[part.name] = max(use, seen.get(part.name, use))
+            if part.name not in available:
+                wanted[part.name] = part
+        gathered += wanted.values()
+        available |= wanted.keys()
+        live += total(wanted.values())
+        most_live = max(most_live, live)
+        kept = stay | {part.name for part in layer if seen.get(part.name, -1) > step + 1}
         passed, is_block = 0, len(layer) > 2
-        for number, later in enumerate(self._order[step + 1 :], step + 1):
-            if passed >= self._zero.stage3_max_reuse_distance:
+        for number, later in enumerate(order[step + 1 :], step + 1):
+            if passed >= zero.stage3_max_reuse_distance:
                 break
             # After a whole block it looks into the children of all modules, where the backward pass begins into those
             # of the model. After other modules it looks into no children, not even those of blocks.
-            seen = later if is_block or len(later) <= 2 else _NOTHING
-            seen = self._every if is_block and number == self._turn else seen
-            kept |= {part.name for part in seen}
-            passed += sum(part.numel for part in seen)
-        for part in layer:
-            if part.name not in kept:
-                self._available.discard(part.name)
-                self._live -= part.numel
+            found = later if is_block or len(later) <= 2 else _NOTHING
+            found = every if is_block and number == turn else found
+            kept |= {part.name for part in found}
+            passed += total(found)
+        released = [part for part in layer if part.name not in kept]
+        available -= {part.name for part in released}
+        live -= total(released)
+        if step + 1 == turn:
+            in_forward = list(gathered)
+    return Gathers(all=gathered, forward=in_forward, most_live=most_live)

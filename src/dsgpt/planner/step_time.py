@@ -21,13 +21,12 @@ the p - 1 others for one each. These are the bubble (Narayanan et al. 2021, arXi
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import Enum
 
 from dsgpt.machine.topology import ring_factor
 from dsgpt.planner.formulas import CHUNK, copied, plain_loss, step_traffic, strategy_of, stream_bytes
 from dsgpt.planner.options import PlanOptions
 from dsgpt.planner.pytorch_formulas import Traffic
-from dsgpt.planner.rates import Machine, Rates, at_ranks
+from dsgpt.planner.rates import Machine, Rates, at_ranks, on_grid
 from dsgpt.planner.setup import FULL, Setup, model_parameters, total
 
 # What a rank computes in a micro batch: FLOPs, bytes and operations of a block, of the head and of the embedding.
@@ -76,10 +75,10 @@ class OpCounts:
         precision, model = setup.precision, setup.model
         # of a square with as many weights as a rank has, or the model's where its matrices were fitted so
         width = model.n_embd if rates.half_width else model.n_embd / math.sqrt(setup.sizes.tensor)
-        matrix = rates.matrix_at(precision, width=width, rows=setup.tokens) * width / (width + rates.half_width)
+        matrix = on_grid(rates.matrix[precision], width, setup.tokens) * width / (width + rates.half_width)
         matrix *= setup.tokens / (setup.tokens + rates.half_rows * setup.sizes.tensor)
         head_size, length = model.n_embd // model.n_head, max(1, round(setup.attended or setup.seq_length))
-        attention = rates.attention_at(precision, head_size=head_size, length=length)
+        attention = on_grid(rates.attention[precision], head_size, length)
         if setup.attention == "stored":  # two products as any other
             attention = matrix if head_size % 8 == 0 or precision == "fp32" else matrix / rates.odd_heads
         device = (
@@ -177,84 +176,52 @@ def head_and_loss(setup: Setup, *, kind: str) -> OpCounts:
 # What it sends, and the time of all that.
 
 
-def _stride(setup: Setup, traffic: Traffic) -> int:
-    """Distance between neighbouring ranks of the group."""
-    sizes = setup.sizes
-    return {"data": sizes.tensor, "sequence": sizes.tensor, "tensor": 1}.get(
-        traffic.axis, setup.world_size // sizes.pipeline
-    )
-
-
-def machines_of(setup: Setup, traffic: Traffic, *, devices: int) -> int:
-    """Most machines that the ranks of a group are on.
+def sending_sec(setup: Setup, rates: Rates, traffic: Traffic, *, devices: int, kind: str) -> float:
+    """Seconds of all operations of ``traffic`` in a step: a start of each, and its bytes inside a machine or beyond.
 
     Machines take the ranks in turn. Stages follow each other, so on several machines some neighbours, and the first and
-    the last stage, are on two of them, and all stages wait for those.
-    """
-    ranks = _stride(setup, traffic) * traffic.group_size
-    if setup.world_size <= devices or (traffic.axis != "pipeline" and devices % ranks == 0):
-        return 1
-    return 2 if traffic.axis == "pipeline" else min(traffic.group_size, max(2, -(-ranks // devices)))
+    the last stage, are on two of them, and all stages wait for those. In a ring over m machines a message passes the
+    network m - 1 times, and as often again if it is a sum that all get. A stage sends to the next one.
 
-
-def bus_rate(setup: Setup, rates: Rates, traffic: Traffic, *, devices: int) -> float:
-    """Bytes that a rank sends per second in this group.
-
-    A ring over several machines passes their network once for each group that has ranks on the same machines. All
-    these rings together reach more of it than one of them alone.
-    """
-    inside = at_ranks(rates.bus, traffic.group_size)
-    if machines_of(setup, traffic, devices=devices) == 1:
-        return inside
-    rings = min(_stride(setup, traffic), devices)
-    return min(inside, rates.network * math.pow(rings, rates.rings_power) / rings)
-
-
-def start_sec(setup: Setup, rates: Rates, traffic: Traffic, *, devices: int) -> float:
-    """Seconds that each operation in this group takes in addition, however little it sends.
-
-    In a ring over m machines a message passes the network m - 1 times, and as often again if it is a sum that all get.
-    A stage sends to the next one.
-    """
-    machines = machines_of(setup, traffic, devices=devices)
-    passes = machines - 1 if traffic.axis == "pipeline" else machines * ring_factor(traffic.operation, machines)
-    return at_ranks(rates.collective_sec, traffic.group_size) + passes * rates.network_sec
-
-
-def sending_sec(traffic: Traffic, rates: Rates, *, precision: str, rate: float, kind: str) -> float:
-    """Seconds to send it, inside a machine or over a slower network.
-
-    The network does not wait because an operation is slow inside a machine. A GPU sends while the network passes what
-    came before; gloo, which connects CPUs, sums a piece when it has passed. It reduces and scatters by an all-reduce:
-    the network passes twice what a ring would send. ``dsgpt.benchmarks.network`` measures it.
+    A ring over several machines passes their network once for each group that has ranks on the same machines. All these
+    rings together reach more of it than one of them alone. The network does not wait because an operation is slow
+    inside a machine. A GPU sends while the network passes what came before; gloo, which connects CPUs, sums a piece
+    when it has passed. It reduces and scatters by an all-reduce: the network passes twice what a ring would send.
+    ``dsgpt.benchmarks.network`` measures it.
 
     Args:
-        traffic: in a step.
+        setup: the training.
         rates: of the machine.
-        precision: of the numbers that are summed.
-        rate: ``bus_rate`` of the group.
+        traffic: in a step.
+        devices: of one machine.
         kind: ``cpu`` or ``cuda``.
     """
-    inside = at_ranks(rates.bus, traffic.group_size)
-    own = rates.slowness_of(traffic.operation, precision) * traffic.ring_bytes / inside
-    if rate >= inside:
-        return own
-    passing = traffic.ring_bytes / rate
-    if kind != "cpu":
-        return max(own, passing)
-    return own + passing * (2 if traffic.operation == "reduce_scatter" else 1)
+    sizes, of_stages = setup.sizes, traffic.axis == "pipeline"
+    apart = {"data": sizes.tensor, "sequence": sizes.tensor, "tensor": 1}  # ranks to the next one of the group
+    stride = apart.get(traffic.axis, setup.world_size // sizes.pipeline)
+    ranks, machines = stride * traffic.group_size, 1
+    if setup.world_size > devices and (of_stages or devices % ranks):
+        machines = 2 if of_stages else min(traffic.group_size, max(2, -(-ranks // devices)))
+    passes = machines - 1 if of_stages else machines * ring_factor(traffic.operation, machines)
+    start = at_ranks(rates.collective_sec, traffic.group_size) + passes * rates.network_sec
+    precision = "fp32" if traffic.summed_width == FULL else setup.precision
+    bus, rings = at_ranks(rates.bus, traffic.group_size), min(stride, devices)
+    # measured of operations that only move numbers in fp32 alone; a reduction to one rank sums as an all-reduce does
+    slowness = rates.slowness.get("all_reduce" if traffic.operation == "reduce" else traffic.operation, {})
+    sending = slowness.get(precision, slowness.get("fp32", 1.0)) * traffic.ring_bytes / bus
+    beyond = rates.network * math.pow(rings, rates.rings_power) / rings
+    if machines > 1 and beyond < bus:
+        passing = traffic.ring_bytes / beyond
+        twice = 2 if traffic.operation == "reduce_scatter" else 1
+        sending = sending + passing * twice if kind == "cpu" else max(sending, passing)
+    return sending + traffic.calls * start
 
 
 _ASSUMED_OPERATION_SEC = 4e-6
-"""Seconds of each of them on the host of a GPU: as on a CPU. Nobody measured it; see ``Hooks``."""
-
-
-class Hooks(Enum):
-    """Share of the time of ZeRO-3's hooks that a step on GPUs takes, which nobody measured."""
-
-    HIDDEN = "the GPU always has enough to do"
-    BESIDE = "the host runs ahead of the GPU until it is the slower one: a step takes the longer time of the two"
-    ADDED = "the GPU waits for every hook"
+"""Seconds of each of them on the host of a GPU: as on a CPU. Nobody measured it."""
+_HIDDEN, _BESIDE, _ADDED = math.inf, 1.0, 0.0
+"""How much of the passes' time hides the hooks of ZeRO-3 on GPUs, which nobody measured. The GPU always has enough to
+do; or the host runs ahead of it until it is the slower one; or the GPU waits for every hook."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -282,7 +249,7 @@ class StepTime:
 
 def predict_step(setup: Setup, machine: Machine) -> StepTime:
     """The time of a step on ``machine``, whose rates must have the setup's precision."""
-    likely = _slowest_stage(setup, machine.rates, machine, Hooks.BESIDE)
+    likely = _slowest_stage(setup, machine.rates, machine, _BESIDE)
     host, overlap = _host_seconds(setup, machine), strategy_of(setup).overlap_in_words
     if machine.kind == "cpu":
         overlap = "nothing overlaps: on a CPU, sending needs the core that computes"
@@ -290,8 +257,8 @@ def predict_step(setup: Setup, machine: Machine) -> StepTime:
         overlap += f"; the host needs {host:.2g} s for ZeRO-3's hooks (assumed) beside the GPU, and may delay it"
     return StepTime(
         parts=likely.parts,
-        least=sum(_slowest_stage(setup, machine.fastest, machine, Hooks.HIDDEN).parts.values()),
-        most=sum(_slowest_stage(setup, machine.slowest, machine, Hooks.ADDED).parts.values()),
+        least=sum(_slowest_stage(setup, machine.fastest, machine, _HIDDEN).parts.values()),
+        most=sum(_slowest_stage(setup, machine.slowest, machine, _ADDED).parts.values()),
         hidden=likely.hidden,
         validation_micro_batch=likely.validation,
         overlap=overlap,
@@ -305,7 +272,7 @@ def bubble_fraction(stages: int, micro_batches: int) -> float:
 
 def likely_sec(setup: Setup, machine: Machine) -> float:
     """The likely seconds of a step alone."""
-    return sum(_slowest_stage(setup, machine.rates, machine, Hooks.BESIDE).parts.values())
+    return sum(_slowest_stage(setup, machine.rates, machine, _BESIDE).parts.values())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -319,10 +286,10 @@ class _Rank:
     """Seconds of one."""
 
 
-def _slowest_stage(setup: Setup, rates: Rates, machine: Machine, hooks: Hooks) -> _Rank:
+def _slowest_stage(setup: Setup, rates: Rates, machine: Machine, beside: float) -> _Rank:
     alike = [(setup.blocks(rank), rank == 0, setup.computes_loss(rank)) for rank in setup.first_ranks]
     ranks = {
-        kind: _rank(setup, rates, machine, rank, hooks)
+        kind: _rank(setup, rates, machine, rank, beside)
         for kind, rank in dict(zip(alike, setup.first_ranks, strict=True)).items()
     }
     passed = sum(ranks[kind].micro_batch for kind in alike)
@@ -332,18 +299,26 @@ def _slowest_stage(setup: Setup, rates: Rates, machine: Machine, hooks: Hooks) -
     return slowest
 
 
-def _rank(setup: Setup, rates: Rates, machine: Machine, rank: int, hooks: Hooks) -> _Rank:
+def _rank(setup: Setup, rates: Rates, machine: Machine, rank: int, beside: float) -> _Rank:
     """The step of ``rank``, as if it waited for no other stage of its pipeline."""
     micro_batches, strategy = setup.gradient_accumulation_steps, strategy_of(setup)
-    work = _micro_batch(setup, rank, kind=machine.kind)
+    blocks, stage, last = setup.blocks(rank), setup.stage(rank), setup.sizes.pipeline - 1
+    per_tensor = strategy.operations_per_tensor * len(setup.parameters(rank))
+    block, head = block_forward(setup), head_and_loss(setup, kind=machine.kind)
+    # looking up and adding the two embeddings, the gradients of both, and the last LayerNorm: 16 streams
+    ends = OpCounts(elementwise_bytes=16 * stream_bytes(setup), kernels=16).times(((stage == 0) + (stage == last)) / 4)
+    work = {
+        "forward": block.times(blocks) + ends,
+        "backward": block_backward(setup).times(blocks) + ends + OpCounts(kernels=per_tensor),
+        "hooks": OpCounts(kernels=strategy.hook_operations if machine.kind == "cpu" else 0),
+        "recomputation": block.times(blocks if setup.activation_checkpointing else setup.selective * blocks / 2),
+        "head and loss": head if stage == last else OpCounts(),
+    }
     seconds = {name: each.seconds(rates, setup) for name, each in work.items()}
     forward, backward = seconds["forward"], seconds["backward"] + seconds["recomputation"]
     once = of_activations = hidden = 0.0  # activations delay the other stages of a pipeline too
     for traffic in step_traffic(setup, rank=rank):
-        precision = "fp32" if traffic.summed_width == FULL else setup.precision
-        rate = bus_rate(setup, rates, traffic, devices=machine.devices)
-        begun = traffic.calls * start_sec(setup, rates, traffic, devices=machine.devices)
-        sending = sending_sec(traffic, rates, precision=precision, rate=rate, kind=machine.kind) + begun
+        sending = sending_sec(setup, rates, traffic, devices=machine.devices, kind=machine.kind)
         if traffic.what == "activations":
             of_activations += sending / micro_batches
             continue
@@ -357,7 +332,9 @@ def _rank(setup: Setup, rates: Rates, machine: Machine, rank: int, hooks: Hooks)
     parts["gradients"] = strategy.gradient_bytes(rank, kind=machine.kind) / rates.memory
     if machine.kind == "cpu":
         parts["gradients"] += strategy.low_arithmetic_bytes(rank) / rates.elementwise[setup.precision]
-    parts["norm and clipping"] = strategy.norm_bytes(rank) / rates.memory
+    # the norm reads every gradient, 4 bytes per element, and clipping rewrites it, 8
+    passed = FULL + (2 * FULL if setup.recipe.gradient_clipping else 0)
+    parts["norm and clipping"] = strategy.stepped_elements(rank) * passed / rates.memory
     on_host = rates.host_memory if strategy.steps_on_host else rates.memory  # with offload the host steps
     parts["optimizer"] = strategy.optimizer_bytes(rank) / on_host
     # Gradients to the host, new weights back, weights of every gather, and moments and weights through files.
@@ -367,37 +344,16 @@ def _rank(setup: Setup, rates: Rates, machine: Machine, rank: int, hooks: Hooks)
     parts["communication"] = once + micro_batches * of_activations
     if host := _host_seconds(setup, machine):
         passes = sum(parts[name] for name in (*seconds, "communication"))
-        parts["hooks"] = {Hooks.HIDDEN: 0.0, Hooks.BESIDE: max(0.0, host - passes), Hooks.ADDED: host}[hooks]
+        parts["hooks"] = max(0.0, host - beside * passes)
     # a micro batch of a validation: the forward pass of all blocks, and the loss without gradients
-    head = head_and_loss(setup, kind=machine.kind)
     loss = OpCounts(matrix_flops=head.matrix_flops / 3, logits=head.logits / 2, kernels=head.kernels)
-    validation = (block_forward(setup).times(setup.blocks(rank)) + loss).seconds(rates, setup)
+    validation = (block.times(blocks) + loss).seconds(rates, setup)
     return _Rank(
         parts={name: each for name, each in parts.items() if each},
         hidden=hidden,
         validation=validation + of_activations / 3,
         micro_batch=sum(seconds.values()) + of_activations,
     )
-
-
-def _micro_batch(setup: Setup, rank: int, *, kind: str) -> dict[str, OpCounts]:
-    """The work of one micro batch."""
-    blocks, stage, last = setup.blocks(rank), setup.stage(rank), setup.sizes.pipeline - 1
-    strategy = strategy_of(setup)
-    per_tensor = strategy.operations_per_tensor * len(setup.parameters(rank))
-    hooks = strategy.hook_operations if kind == "cpu" else 0
-    ends = (stage == 0) + (stage == last)
-    # looking up and adding the two embeddings, the gradients of both, and the last LayerNorm: 16 streams
-    embeddings = OpCounts(elementwise_bytes=16 * stream_bytes(setup), kernels=16).times(ends / 4)
-    return {
-        "forward": block_forward(setup).times(blocks) + embeddings,
-        "backward": block_backward(setup).times(blocks) + embeddings + OpCounts(kernels=per_tensor),
-        "hooks": OpCounts(kernels=hooks),
-        "recomputation": block_forward(setup).times(
-            blocks if setup.activation_checkpointing else setup.selective * blocks / 2
-        ),
-        "head and loss": head_and_loss(setup, kind=kind) if stage == last else OpCounts(),
-    }
 
 
 def _host_seconds(setup: Setup, machine: Machine) -> float:
