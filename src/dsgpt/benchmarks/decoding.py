@@ -55,10 +55,6 @@ class DecodingRow:
         """Whether the row must reach the goals; weights in 8 bits are for memory."""
         return self.quantize == "none"
 
-    def contenders(self, *, nanogpt: bool) -> list[str]:
-        """Names of the contenders. NanoGPT reads all tokens again for each new, so it is compared at batch 1 only."""
-        return [OURS, HUGGING_FACE, *([frame.NANOGPT] if nanogpt and self.batch_size == 1 else [])]
-
 
 def rows(model_size: str, *, compiled: bool = False) -> list[DecodingRow]:
     """Every row: two precisions and 8 bits, one text and eight; of a compiled step sixteen."""

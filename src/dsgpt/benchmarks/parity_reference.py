@@ -56,7 +56,7 @@ class Measurement:
 
     data_rank: int
     bytes_per_rank: dict[str, Any] = field(default_factory=dict)
-    """The bytes of a step; see ``parity_rank.compared_bytes``."""
+    """The bytes of a step; see ``parity_rank._measure``."""
     steps: list[dict[str, Any]] = field(default_factory=list)
     validations: list[dict[str, Any]] = field(default_factory=list)
     replicas: dict[str, tuple[str, float]] = field(default_factory=dict)
@@ -128,13 +128,6 @@ class WatchedBatches:
         """The hashes since the last call."""
         samples, self._samples = self._samples, []
         return samples
-
-
-def read_tensors(folder: Path, prefix: str) -> dict[str, Tensor]:
-    """Gradients or weights by canonical name; empty if none were noted."""
-    path = folder / STATE_FILE
-    tensors = load_file(path) if path.exists() else {}
-    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
 
 
 FP16_LOSS_SCALE = 256.0
@@ -269,15 +262,10 @@ Place = tuple[str, Any, Any]
 """Place, expected and actual value: numbers, of which the actual one is None if it was not finite, or tensors."""
 
 
-def _absolute(expected: float, actual: float) -> float:
-    return abs(actual - expected)
-
-
-def _relative(expected: float, actual: float) -> float:
-    return abs(actual - expected) / abs(expected)
-
-
-def _relative_l2(expected: Tensor, actual: Tensor) -> float:
+def _distance(expected: Any, actual: Any, *, relative: bool) -> float:
+    """How far two numbers are apart, or two tensors, which are always compared in relation to their length."""
+    if not isinstance(expected, Tensor):
+        return float(abs(actual - expected) / (abs(expected) if relative else 1))
     if actual.shape != expected.shape:
         return math.inf
     size, distance = _norm(expected), _norm(actual.double() - expected.double())
@@ -303,7 +291,7 @@ class Comparison:
         places: Iterable[Place],
         bound: float | Callable[[str], float],
         *,
-        distance: Callable[[Any, Any], float] = _absolute,
+        relative: bool = False,
     ) -> None:
         """Compare one fact's differences with its bound; a difference that is not a number fails.
 
@@ -311,9 +299,12 @@ class Comparison:
             fact: its name.
             places: in their order.
             bound: one number, or a function from a place to a number.
-            distance: of two values.
+            relative: whether distances of numbers are shares of the expected ones.
         """
-        differences = [(math.inf if two is None else distance(one, two), where, one, two) for where, one, two in places]
+        differences = [
+            (math.inf if two is None else _distance(one, two, relative=relative), where, one, two)
+            for where, one, two in places
+        ]
         if not differences:
             return
         largest = max(differences, key=lambda entry: entry[0])
@@ -360,7 +351,7 @@ def compare(
         [(step, one[key], two[key]) for step, (one, two) in pairs.items()] for key in ("loss", "grad_norm")
     )
     comparison.note("loss", losses, bounds.loss)
-    comparison.note("gradient norm", norms, bounds.norm, distance=_relative)
+    comparison.note("gradient norm", norms, bounds.norm, relative=True)
     _check_validation(comparison, ranks, reference["validations"], bounds)
     _check_samples(comparison, ranks, theirs)
     for number, rank in enumerate(ranks[1:], start=1):
@@ -372,10 +363,10 @@ def compare(
         ("first update", CHANGED, bounds.for_update),
         ("weights", WEIGHT, bounds.weights),
     ):
-        expected, actual = (_seen(read_tensors(where, kind), kind) for where in (reference_folder, folder))
+        expected, actual = (_seen(where, kind) for where in (reference_folder, folder))
         comparison.require(fact, "names", sorted(expected), sorted(actual))
         places = [(name, value, actual[name]) for name, value in expected.items() if name in actual]
-        comparison.note(fact, places, bound, distance=_relative_l2)
+        comparison.note(fact, places, bound)
     _check_replicas(comparison, ranks, replicas, names=set(expected))
     return comparison
 
@@ -405,12 +396,15 @@ def _check_validation(comparison: Comparison, ranks: list[Facts], reference: lis
     comparison.note("validation loss", places, bounds.validation)
 
 
-def _seen(tensors: dict[str, Tensor], kind: str) -> dict[str, Tensor]:
-    """The part of every weight that affects the loss: all but the keys' biases, the middle third of ``(3C,)``.
+def _seen(folder: Path, kind: str) -> dict[str, Tensor]:
+    """The gradients that were noted, by canonical name, or of every weight the part that affects the loss.
 
+    That is all but the keys' biases, the middle third of ``(3C,)``.
     Softmax ignores what all keys share, so the gradient of these biases is only rounding error. Adam takes full steps
     along it, so these biases end at arbitrary values in every precision.
     """
+    noted = load_file(folder / STATE_FILE) if (folder / STATE_FILE).exists() else {}
+    tensors = {name.removeprefix(kind): value for name, value in noted.items() if name.startswith(kind)}
     if kind == GRADIENT:
         return tensors
     biases = {name: value.tensor_split(3) for name, value in tensors.items() if name.endswith("attn.qkv.bias")}

@@ -10,9 +10,9 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
-from dsgpt.benchmarks.launch import config_of, write_end
+from dsgpt.benchmarks.launch import config_of, joined_run, write_end
 from dsgpt.data.loader import Batch
-from dsgpt.machine.device import barrier, bring_up, joined, ranges_made_by, synchronisations
+from dsgpt.machine.device import barrier, ranges_made_by, synchronisations
 from dsgpt.strategies.base import Strategy, build_strategy
 from dsgpt.telemetry.cost import TrafficMeter
 from dsgpt.training.trainer import training_batches
@@ -190,12 +190,9 @@ def _opened(
     flags: list[str], memory: contextlib.AbstractContextManager[Any]
 ) -> Iterator[tuple[int, Strategy, Iterator[Batch]]]:
     """This rank of a cell: its number, its strategy, which is built inside ``memory``, and its batches."""
-    config = config_of(flags)
-    torch.manual_seed(config.options.seed)
-    device = bring_up(config.device, local_rank=config.topology.local_rank, threads=config.threads_per_device)
     with contextlib.ExitStack() as resources:
-        if config.run_type != "baseline":
-            resources.enter_context(joined(config.topology, device))
+        config, device = resources.enter_context(joined_run(flags))
+        torch.manual_seed(config.options.seed)
         resources.enter_context(memory)
         strategy = resources.enter_context(contextlib.closing(build_strategy(config, device)))
         batches = resources.enter_context(contextlib.closing(training_batches(config, first_step=0)))

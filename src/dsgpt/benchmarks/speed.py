@@ -46,9 +46,9 @@ class Shape(cells.Shape):
 def published(name: str, *, length: int, vocab_size: int | None = None) -> Shape:
     """A preset of ``src/gpt2.py`` as a ``Shape``, with another vocabulary if given."""
     preset = PRESETS[name]
-    dimensions = {key: getattr(preset, key) for key in cells.DIMENSIONS}
-    vocabulary, positions = vocab_size or preset.vocab_size, preset.block_size
-    return Shape(name=name, **dimensions, vocab_size=vocabulary, length=length, positions=positions)
+    sizes = {key: getattr(preset, key) for key in (*cells.DIMENSIONS, "vocab_size")}
+    sizes |= {"vocab_size": vocab_size} if vocab_size else {}
+    return Shape(name=name, **sizes, length=length, positions=preset.block_size)
 
 
 NARROW = Shape(**asdict(cells.NARROW), length=256)
@@ -141,7 +141,14 @@ def rows(device: str, *, threads: int, peers: Sequence[str]) -> list[Row]:
         every += [_against_peers(replace(work, compile=True), nanogpt, target=1.1) for work in (small, narrow)]
         every += [_engine(replace(narrow, precision="fp32")), _engine(small)]
         tiny = StepSetup(shape=published("tiny", length=256), batch=4, precision="fp32", threads=1)
-        every += [_weak_scaling(tiny, kind, ranks=threads) for kind in (DDP, ENGINE) if threads > 1]
+        for kind in (DDP, ENGINE) if threads > 1 else ():
+            entries = (
+                Entry(name=f"{threads} ranks", kind=kind, ranks=threads),
+                Entry(name="1 rank", kind=kind),
+                Entry(name=f"{threads} apart", kind=kind, ranks=threads, apart=True),
+            )
+            title = f"weak scaling 1 to {threads} cores, tiny, {kind.removeprefix('dsgpt ')}"
+            every.append(Row(title=title, work=tiny, entries=entries, target=0.95))
     return [row for row in every if len(row.entries) > 1]
 
 
@@ -157,16 +164,6 @@ def _engine(work: StepSetup) -> Row:
     title = f"ZeRO-1 on one device against the plain loop, {work.shape.name}, {work.precision}"
     entries = (Entry(name=ENGINE, kind=ENGINE), Entry(name=OURS, kind=OURS))
     return Row(title=title, work=work, entries=entries, target=0.97)
-
-
-def _weak_scaling(work: StepSetup, kind: str, *, ranks: int) -> Row:
-    title = f"weak scaling 1 to {ranks} cores, {work.shape.name}, {kind.removeprefix('dsgpt ')}"
-    entries = (
-        Entry(name=f"{ranks} ranks", kind=kind, ranks=ranks),
-        Entry(name="1 rank", kind=kind),
-        Entry(name=f"{ranks} apart", kind=kind, ranks=ranks, apart=True),
-    )
-    return Row(title=title, work=work, entries=entries, target=0.95)
 
 
 # Interleaved rounds: every contender of a row takes a few steps in turn, again and again.
@@ -255,10 +252,17 @@ def speed_page(record: frame.Record, *, source: str) -> str:
         record: as ``dsgpt.benchmarks.speed`` makes it.
         source: the record's path, for the reader.
     """
+    results = record["results"]
     peers = ", ".join(f"{name} at `{commit}`" for name, commit in record["peers"].items()) or "none"
     made = frame.generated_by(source, "speed", measure="speed --peer nanogpt=FOLDER")
     head = frame.filled("speed", record, made=made, checkouts=peers, without=_missing(record))
-    return frame.page_of(head, _speeds_reached(record), _limits(record), _around_the_steps(record))
+    around = [
+        [result["title"], result.get("failed") or _shown(result), "yes" if reached(result) else "**no**"]
+        for result in results
+        if "ratio" not in result and {"target", "failed"} & set(result)
+    ]
+    beside = frame.section("Around the steps", ["what", "measured", "reached"], around)
+    return frame.page_of(head, _speeds_reached(results), _limits(results), beside)
 
 
 def summary_lines(record: frame.Record) -> list[str]:
@@ -314,8 +318,8 @@ def _shown(result: Figures) -> str:
     return f"{frame.span_words(result['share'], '.2%')} (goal at most {result['target']:.0%})"
 
 
-def _speeds_reached(record: frame.Record) -> str:
-    compared = [result for result in record["results"] if "ratio" in result]
+def _speeds_reached(results: Sequence[Figures]) -> str:
+    compared = [result for result in results if "ratio" in result]
     rows = []
     for result in compared:
         if "ratio_with_memory_kept" in result:
@@ -339,29 +343,20 @@ def _speeds(result: Figures, *, memory_kept: bool) -> str:
     return "; ".join(f"{entry['name']} {frame.span_words(entry['tokens_per_sec'], ',.0f')}" for entry in shown)
 
 
-def _limits(record: frame.Record) -> str:
+def _limits(results: Sequence[Figures]) -> str:
     """The share of each step that its matrix products alone would take, at the speed that each has alone."""
-    ceilings = {str(result["work"]): result for result in record["results"] if "products_sec" in result}
+    ceilings = {str(result["work"]): result["products_sec"] for result in results if "products_sec" in result}
     rows = []
-    for result in record["results"]:
-        ceiling = ceilings.get(str({**result.get("work", {}), "compile": False}))
-        if "ratio" in result and ceiling is not None:
-            ours, work, least = result["entries"][0], result["work"], ceiling["products_sec"]
+    for result in results:
+        least = ceilings.get(str({**result.get("work", {}), "compile": False}))
+        if "ratio" in result and least is not None:
+            ours, work = result["entries"][0], result["work"]
             speed = ours["tokens_per_sec"]["median"]
             step, flops = work["batch"] * work["shape"]["length"] / speed, result["flops_per_token"] * speed
             figures = [f"{step:.3f}", f"{least:.3f}", f"{least / step:.0%}", f"{flops / 1e9:,.0f}"]
             rows.append([result["title"], ours["name"], *figures])
     header = ["work", "trainer", "step, s", "its matrix products alone, s", "share", "GFLOP/s"]
     return frame.section("Distance to the machine's limit", header, rows)
-
-
-def _around_the_steps(record: frame.Record) -> str:
-    rows = []
-    for result in record["results"]:
-        if "ratio" not in result and {"target", "failed"} & set(result):
-            shown = result.get("failed") or _shown(result)
-            rows.append([result["title"], shown, "yes" if reached(result) else "**no**"])
-    return frame.section("Around the steps", ["what", "measured", "reached"], rows)
 
 
 TOKENS = 2_000_000

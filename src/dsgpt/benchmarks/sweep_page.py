@@ -93,50 +93,42 @@ def sweep_page(record: Record, *, source: str) -> str:
         source: the record's path, for the reader.
     """
     sweep = _read(record)
-    parts = [_head(sweep, source), "## Cells", _cells(sweep), _legend(sweep)]
+    work = next((turn.work for cell in sweep.cells[:1] for turn in cell.done().values() if turn.work), {})
+    training = ""  # without the facts of a turn of the first cell
+    if all(is_number(work.get(name)) for name in _COUNTS):
+        blocks, width, steps, batch, tokens = (f"{work[name]:,.0f}" for name in _COUNTS)
+        training = (
+            f"The cell {_text(sweep.cells[0].name)} trains a GPT-2 with {blocks} blocks of width {width}\n"
+            f"for {steps} steps of {batch} sequences of {tokens} tokens.\n"
+        )
+    hardware = {"shown": machine_words(sweep.hardware), "device": str(sweep.hardware.get("device"))}
+    words = {name: _text(text) for name, text in ({"title": sweep.suite} | hardware).items()}
+    head = filled("sweep", vars(sweep), source=source, took=duration(sweep.seconds), training=training, **words)
+    parts = [head, "## Cells", _cells(sweep), _legend(sweep)]
     for comparison in sweep.comparisons:
-        parts += [f"## {_text(comparison.name)}", _comparison(sweep, comparison)]
-    parts += ["## Turns that are not done", _failures(sweep)]
-    return page_of(*parts)
+        parts += [f"## {_text(comparison.name)}", LABELS[comparison.kind], _comparison(sweep, comparison)]
+    failed = [
+        [_text(cell.name), str(turn.repeat), turn.state, _text(turn.message or "")]
+        for cell in sweep.cells
+        for turn in cell.failures
+    ]
+    why = table(["cell", "repeat", "state", "why"], failed) if failed else "None: every turn trained to its end."
+    return page_of(*parts, "## Turns that are not done", why)
 
 
 def summary_lines(record: Record) -> list[str]:
     """A line for each cell, for a console."""
     lines = []
     for cell in _read(record).cells:
-        speed = f"{_spread(cell.tokens_per_sec, '{:,.0f}'.format)} tokens per second"
-        lines.append(f"{cell.name}: {speed if cell.tokens_per_sec else _states(cell)}")
+        states = ", ".join(dict.fromkeys(turn.state for turn in cell.turns)) or "not run"
+        speed = f"{_spread(cell.tokens_per_sec, WHOLE)} tokens per second"
+        lines.append(f"{cell.name}: {speed if cell.tokens_per_sec else states}")
     return lines
 
 
 def _read(record: Record) -> suites.Sweep:
     """The record with its types checked; raises ``JsonError``, a ``ValueError``."""
     return suites.parse_sweep(json.dumps(record).encode())
-
-
-def _head(sweep: suites.Sweep, source: str) -> str:
-    return filled(
-        "sweep",
-        vars(sweep),
-        title=_text(sweep.suite),
-        source=source,
-        took=duration(sweep.seconds),
-        training=_training(sweep),
-        shown=_text(machine_words(sweep.hardware)),
-        device=_text(str(sweep.hardware.get("device"))),
-    )
-
-
-def _training(sweep: suites.Sweep) -> str:
-    """A line about what the first cell trained; empty without the facts of one of its turns."""
-    work = next((turn.work for cell in sweep.cells[:1] for turn in cell.done().values() if turn.work), {})
-    if not all(is_number(work.get(name)) for name in _COUNTS):
-        return ""
-    blocks, width, steps, batch, tokens = (f"{work[name]:,.0f}" for name in _COUNTS)
-    return (
-        f"The cell {_text(sweep.cells[0].name)} trains a GPT-2 with {blocks} blocks of width {width}\n"
-        f"for {steps} steps of {batch} sequences of {tokens} tokens.\n"
-    )
 
 
 def _cells(sweep: suites.Sweep) -> str:
@@ -153,7 +145,9 @@ def _cells(sweep: suites.Sweep) -> str:
     for cell in sweep.cells:
         row = [_text(cell.name), f"{len(cell.done())} of {len(cell.turns)}", _spread(cell.tokens_per_sec, WHOLE)]
         row += [_spread(cell.tokens_per_sec_per_device, WHOLE), _spread(cell.peak_memory_bytes_rank0, megabytes)]
-        row += [_state(cell), _value(cell.sent_bytes_per_step, megabytes), _value(cell.final_loss, "{:.4f}".format)]
+        state = sorted({*(cell.model_state_bytes_by_rank or ())})  # every rank's
+        ends = " to ".join(map(megabytes, dict.fromkeys((state[0], state[-1])))) if state else UNKNOWN
+        row += [ends, _value(cell.sent_bytes_per_step, megabytes), _value(cell.final_loss, "{:.4f}".format)]
         rows.append([*row, *(form(cell) for _, form in optional)])
     return table([*header, *(name for name, _ in optional)], rows)
 
@@ -191,7 +185,7 @@ def _comparison(sweep: suites.Sweep, comparison: suites.Comparison) -> str:
     columns = len(header)
     rows = [first + [""] * (columns - len(first))]
     rows += [_compared(sweep, comparison, one) for one in comparison.cells]
-    return "\n\n".join([LABELS[comparison.kind], table(header, [row[:columns] for row in rows])])
+    return table(header, [row[:columns] for row in rows])
 
 
 def _compared(sweep: suites.Sweep, comparison: suites.Comparison, one: suites.Compared) -> list[str]:
@@ -204,27 +198,6 @@ def _compared(sweep: suites.Sweep, comparison: suites.Comparison, one: suites.Co
         _value(one.loss_difference, "{:+.2g}".format),
         _value(one.largest_loss_difference, "{:.2g}".format),
     ]
-
-
-def _failures(sweep: suites.Sweep) -> str:
-    rows = [
-        [_text(cell.name), str(turn.repeat), turn.state, _text(turn.message or "")]
-        for cell in sweep.cells
-        for turn in cell.failures
-    ]
-    return table(["cell", "repeat", "state", "why"], rows) if rows else "None: every turn trained to its end."
-
-
-def _states(cell: suites.SweepCell) -> str:
-    return ", ".join(dict.fromkeys(turn.state for turn in cell.turns)) or "not run"
-
-
-def _state(cell: suites.SweepCell) -> str:
-    state = cell.model_state_bytes_by_rank
-    if not state:
-        return UNKNOWN
-    least, most = min(state), max(state)
-    return megabytes(most) if least == most else f"{megabytes(least)} to {megabytes(most)}"
 
 
 def _spread(value: suites.Spread | None, form: Callable[[float], str]) -> str:
