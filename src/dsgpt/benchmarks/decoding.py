@@ -78,31 +78,37 @@ def decoding_page(record: frame.Record, *, source: str) -> str:
         source: the record's path, for the reader.
     """
     work, made = record["results"][0]["work"], frame.generated_by(source, "decoding")
-    head = frame.filled("decoding", record, made=made, work=work, huge_pages=_huge_pages(record))
-    return frame.page_of(head, _seconds(record, work["new_tokens"]), _floor(record), _losses(record["losses"]))
-
-
-def _huge_pages(record: frame.Record) -> str:
-    setting = record.get("huge_pages")
-    if record["hardware"]["device"] != "cpu" or setting not in ("always", "madvise"):
-        return "Nothing here asks for huge pages, or the system gives none."
-    return (
-        "The floor's matrix and our copies of weights in PyTorch's layout (fp32 with one text, int8) lie in huge\n"
-        f"pages. This system gives them by its setting `{setting}`. The peers' weights lie where PyTorch puts them."
+    setting, huge_pages = record.get("huge_pages"), "Nothing here asks for huge pages, or the system gives none."
+    if record["hardware"]["device"] == "cpu" and setting in ("always", "madvise"):
+        huge_pages = (
+            "The floor's matrix and our copies of weights in PyTorch's layout (fp32 with one text, int8) lie in huge\n"
+            f"pages. This system gives them by its setting `{setting}`. The peers' weights lie where PyTorch puts them."
+        )
+    seconds, floors = [], []
+    for result in record["results"]:
+        title, ratio, token = result["title"], result["ratios"][HUGGING_FACE], result["token_sec"]
+        times = "; ".join(f"{name} {frame.span_words(span, '.2f')}" for name, span in result["seconds"].items())
+        made_sec = result["work"]["batch_size"] * result["work"]["new_tokens"] / result["seconds"][OURS]["median"]
+        goal, same = _goal(result["ratio_goal"], ".2f", ratio["median"]), "yes" if result["same_ids"] else "no"
+        seconds.append([title, times, "; ".join(_ratios(result)), goal, f"{made_sec:,.0f}", same])
+        floor, size, share = result["floor_sec"]["median"], result["bytes_per_token"], result["share"]
+        figures = [f"{size / 1e6:,.0f}", f"{size / floor / 1e9:.1f}", f"{floor * 1e3:.1f}"]
+        figures += [frame.span_words(token, ".1f", scale=1e3), frame.span_words(share, ".0%")]
+        floors.append([title, *figures, _goal(result["share_goal"], ".0%", share["median"])])
+    losses, rounded = record["losses"], []
+    for name, each in losses["weights"].items() if losses else ():
+        more = each["perplexity"] / losses["weights"]["fp32"]["perplexity"] - 1
+        rounded.append([name, f"{each['loss']:.5f}", f"{each['perplexity']:.3f}", f"{more:+.3%}"])
+    of_seconds = ["work", "seconds", "ratio", "goal", "our tokens/s", "same ids"]
+    of_floors = ["work", "MB per token", "GB/s", "floor, ms", "token, ms", "share", "goal"]
+    of_losses = ["weights", "loss, nats per token", "perplexity", "against fp32"]
+    lost = frame.filled("decoding-losses", losses) if losses else ""
+    return frame.page_of(
+        frame.filled("decoding", record, made=made, work=work, huge_pages=huge_pages),
+        frame.section(f"Seconds of {work['new_tokens']} tokens", of_seconds, seconds),
+        frame.section("Distance to the memory's floor", of_floors, floors),
+        frame.section("What rounded weights lose", of_losses, rounded, text=lost),
     )
-
-
-def _losses(losses: Figures | None) -> str:
-    """A table of the loss that rounded weights cost; empty if it was not measured."""
-    if not losses:
-        return ""
-    weights, exact = losses["weights"], losses["weights"]["fp32"]["perplexity"]
-    rows = [
-        [name, f"{each['loss']:.5f}", f"{each['perplexity']:.3f}", f"{each['perplexity'] / exact - 1:+.3%}"]
-        for name, each in weights.items()
-    ]
-    header = ["weights", "loss, nats per token", "perplexity", "against fp32"]
-    return frame.section("What rounded weights lose", header, rows, text=frame.filled("decoding-losses", losses))
 
 
 def summary_lines(record: frame.Record) -> list[str]:
@@ -132,29 +138,6 @@ def verdict(result: Figures) -> str:
 def _ratios(result: Figures) -> list[str]:
     """``1.20 (1.18 to 1.23)x transformers``, for every peer."""
     return [frame.ratio_words(ratio, name) for name, ratio in result["ratios"].items()]
-
-
-def _seconds(record: frame.Record, tokens: int) -> str:
-    rows = []
-    for result in record["results"]:
-        times = "; ".join(f"{name} {frame.span_words(seconds, '.2f')}" for name, seconds in result["seconds"].items())
-        made = result["work"]["batch_size"] * result["work"]["new_tokens"]
-        speed, same = f"{made / result['seconds'][OURS]['median']:,.0f}", "yes" if result["same_ids"] else "no"
-        goal = _goal(result["ratio_goal"], ".2f", result["ratios"][HUGGING_FACE]["median"])
-        rows.append([result["title"], times, "; ".join(_ratios(result)), goal, speed, same])
-    header = ["work", "seconds", "ratio", "goal", "our tokens/s", "same ids"]
-    return frame.section(f"Seconds of {tokens} tokens", header, rows)
-
-
-def _floor(record: frame.Record) -> str:
-    rows = []
-    for result in record["results"]:
-        floor, size = result["floor_sec"]["median"], result["bytes_per_token"]
-        token, share = frame.span_words(result["token_sec"], ".1f", scale=1e3), frame.span_words(result["share"], ".0%")
-        figures = [f"{size / 1e6:,.0f}", f"{size / floor / 1e9:.1f}", f"{floor * 1e3:.1f}", token, share]
-        rows.append([result["title"], *figures, _goal(result["share_goal"], ".0%", result["share"]["median"])])
-    header = ["work", "MB per token", "GB/s", "floor, ms", "token, ms", "share", "goal"]
-    return frame.section("Distance to the memory's floor", header, rows)
 
 
 def _goal(goal: float | None, form: str, reached: float) -> str:
