@@ -167,9 +167,10 @@ def training(tmp_path):
         measurement = Measurement(data_rank=rank)
         for step in range(STEPS):
             read, lr = [f"{step}{sample}" for sample in samples], 0.1 * step
-            measurement.step(loss=5.0 - step, grad_norm=2.0, lr=lr, used=[lr], skipped=False, samples=read)
+            facts = {"loss": 5.0 - step, "grad_norm": 2.0, "lr": lr, "used": [lr], "skipped": False}
+            measurement.steps.append(facts | {"samples": sorted(read)})
         for after_step, loss in ((0, 5.5), (STEPS, 4.5)):
-            measurement.validation(after_step=after_step, loss=loss, targets=17)
+            measurement.validations.append({"after_step": after_step, "loss": loss, "targets": 17})
         for parameter in NAMES:
             measurement.replica(parameter, weight(parameter))
         measurement.write(folder, rank=rank)

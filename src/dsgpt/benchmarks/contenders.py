@@ -338,27 +338,6 @@ READS = 5
 _COLUMNS = 4096
 
 
-def measure_losses(checkpoint: Path, data: Path, *, device: str) -> dict[str, Any]:
-    """Loss and perplexity of the model of ``checkpoint`` on the token file ``data``, as the record has them.
-
-    In each precision, and with weights in 8 bits.
-
-    Raises:
-        UserError: the model or the file cannot be used.
-    """
-    from dsgpt.inference.commands import EvaluateRequest  # noqa: PLC0415
-    from dsgpt.inference.evaluate import evaluate  # noqa: PLC0415
-    from dsgpt.machine.console import Console  # noqa: PLC0415
-
-    weights: dict[str, Any] = {}
-    for precision, quantize in decoding.WEIGHTS:
-        asked = EvaluateRequest(checkpoint=checkpoint, data=data, precision=precision, quantize=quantize, device=device)
-        record = evaluate(asked, console=Console(speaks=False))
-        name = precision if quantize == "none" else quantize
-        weights[name] = {key: record[key] for key in ("loss", "perplexity", "bits_per_byte")}
-    return {"checkpoint": checkpoint.as_posix(), "tokens": record["tokens"], "weights": weights}
-
-
 class Continued(NamedTuple):
     """Ids that a contender generated, and its times."""
 

@@ -9,6 +9,7 @@ from typing import Any
 from dsgpt.benchmarks import frame
 from dsgpt.common.command_line import POSITIVE, choice, flag, switch
 from dsgpt.common.errors import UserError
+from dsgpt.machine.console import Console
 from dsgpt.model.config import PRESETS
 
 OURS, HUGGING_FACE = "dsgpt", "transformers"
@@ -193,7 +194,11 @@ class Decoding(frame.Suite[DecodingOptions, Result]):
         return len(self._rows)
 
     def begin(self) -> None:
-        """Choose the device, and measure what does not depend on time; nothing is written."""
+        """Choose the device, and measure what rounded weights lose, which does not depend on time.
+
+        Raises:
+            UserError: the model or the file cannot be used.
+        """
         import torch  # noqa: PLC0415 - takes seconds
 
         from dsgpt.machine.device import bring_up  # noqa: PLC0415
@@ -203,10 +208,18 @@ class Decoding(frame.Suite[DecodingOptions, Result]):
         threads = len(os.sched_getaffinity(0)) if self.options.device == "cpu" else None
         self._device = bring_up(self.options.device, local_rank=0, threads=threads)
         self._losses: Result | None = None
-        if self.options.checkpoint and self.options.data:
-            from dsgpt.benchmarks.contenders import measure_losses  # noqa: PLC0415
+        if (checkpoint := self.options.checkpoint) and (data := self.options.data):
+            from dsgpt.inference.commands import EvaluateRequest  # noqa: PLC0415
+            from dsgpt.inference.evaluate import evaluate  # noqa: PLC0415
 
-            self._losses = measure_losses(self.options.checkpoint, self.options.data, device=self.options.device)
+            weights = {}
+            for precision, quantize in WEIGHTS:
+                how: dict[str, Any] = {"precision": precision, "quantize": quantize, "device": self.options.device}
+                request = EvaluateRequest(checkpoint=checkpoint, data=data, **how)
+                measured = evaluate(request, console=Console(speaks=False))
+                losses = {key: measured[key] for key in ("loss", "perplexity", "bits_per_byte")}
+                weights[precision if quantize == "none" else quantize] = losses
+            self._losses = {"checkpoint": checkpoint.as_posix(), "tokens": measured["tokens"], "weights": weights}
 
     def results(self) -> Iterator[Result]:
         from dsgpt.benchmarks.contenders import measure_decoding  # noqa: PLC0415 - torch takes seconds

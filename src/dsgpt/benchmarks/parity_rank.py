@@ -322,20 +322,15 @@ def _measure(config: RunConfig, strategy: Strategy) -> reference.Measurement:
                     shrunk = max(1.0, (float(result.grad_norm) + 1e-6) / clipping) if clipping > 0 else 1.0
                     gradient = state.exp_avg.float() / (1 - beta1) * shrunk
                     measurement.tensor(reference.GRADIENT, name, gradient)
-        measurement.step(
-            loss=float(result.loss),
-            grad_norm=float(result.grad_norm),
-            lr=result.lr,
-            used=sorted(used),
-            skipped=bool(result.skipped),
-            samples=batches.take(),
-        )
+        facts: dict[str, Any] = {"loss": float(result.loss), "grad_norm": float(result.grad_norm), "lr": result.lr}
+        facts |= {"used": sorted(used), "skipped": bool(result.skipped), "samples": sorted(batches.take())}
+        measurement.steps.append(facts)
         for name, state in whole_state(config, strategy).items() if step == reference.FIRST_CHANGE else ():
             if main:
                 measurement.tensor(reference.CHANGED, name, state.weight)
         if step in reference.validated_after(config.total_steps):  # as the training loop does
             loss, targets, _ = validation_loss(config, strategy) or (math.nan, 0, {})
-            measurement.validation(after_step=step, loss=loss, targets=targets)
+            measurement.validations.append({"after_step": step, "loss": loss, "targets": targets})
     for name, value in strategy.replicated_weights():
         measurement.replica(name, value)
     for name, state in whole_state(config, strategy).items():

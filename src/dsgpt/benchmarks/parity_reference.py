@@ -58,29 +58,14 @@ class Measurement:
     bytes_per_rank: dict[str, Any] = field(default_factory=dict)
     """The bytes of a step; see ``parity_rank._measure``."""
     steps: list[dict[str, Any]] = field(default_factory=list)
+    """Of each optimizer step: ``loss``, the mean over the global batch; ``grad_norm`` before clipping; ``lr``, the
+    learning rate that was reported; ``used``, every learning rate that an optimizer of this rank stepped with;
+    ``skipped``, whether the optimizer skipped it; ``samples``, sorted hashes of what this rank read for it."""
     validations: list[dict[str, Any]] = field(default_factory=list)
+    """Of each validation: ``after_step``; ``loss``, the mean over all targets of the validation file in nats per token;
+    ``targets``, their number."""
     replicas: dict[str, tuple[str, float]] = field(default_factory=dict)
     tensors: dict[str, Tensor] = field(default_factory=dict)
-
-    def step(
-        self, *, loss: float, grad_norm: float, lr: float, used: list[float], skipped: bool, samples: list[str]
-    ) -> None:
-        """Note one optimizer step.
-
-        Args:
-            loss: mean over the global batch.
-            grad_norm: before clipping.
-            lr: the learning rate that was reported.
-            used: every learning rate that an optimizer of this rank stepped with.
-            skipped: whether the optimizer step was skipped.
-            samples: hashes of the samples that this rank read for it.
-        """
-        numbers = {"loss": loss, "grad_norm": grad_norm, "lr": lr, "used": used, "skipped": skipped}
-        self.steps.append({**numbers, "samples": sorted(samples)})
-
-    def validation(self, *, after_step: int, loss: float, targets: int) -> None:
-        """Note the mean loss over all targets of the validation file, nats per token, and their number."""
-        self.validations.append({"after_step": after_step, "loss": loss, "targets": targets})
 
     def tensor(self, kind: str, name: str, value: Tensor) -> None:
         """Note a parameter's first gradient before clipping (``GRADIENT``) or its value (``CHANGED``, ``WEIGHT``)."""
@@ -138,15 +123,19 @@ Gradients = list[Tensor]
 
 def train_reference(config: RunConfig, device: torch.device, split: Split) -> Measurement:
     """Train ``config`` from its first to its last step."""
-    recipe, measurement = config.recipe, Measurement(data_rank=0)
+    recipe, how, measurement = config.recipe, config.recipe.optimizer, Measurement(data_rank=0)
     model = GPT2(config.model)
     initialize(model, config=config.model, seed=config.options.seed)
     model.to(device, DTYPES[config.precision])
     # Mixed precision begins with rounded weights: the fp32 ones are copies of those that the model computes with.
     masters = {name: value.detach().float().clone().requires_grad_() for name, value in model.named_parameters()}
-    optimizer = _optimizer(config, masters)
+    decayed, plain = [w for w in masters.values() if w.dim() > 1], [w for w in masters.values() if w.dim() == 1]
+    groups = [{"params": decayed, "weight_decay": how.weight_decay}, {"params": plain, "weight_decay": 0.0}]
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(groups, lr=how.lr, betas=how.betas, eps=how.eps)
+    if how.type == "SGD":
+        optimizer = torch.optim.SGD(groups, lr=how.lr, momentum=how.momentum, nesterov=how.nesterov)
     for step in range(1, config.total_steps + 1):
-        lr = learning_rate(recipe.scheduler, base=recipe.optimizer.lr, total_steps=config.total_steps, step=step)
+        lr = learning_rate(recipe.scheduler, base=how.lr, total_steps=config.total_steps, step=step)
         for group in optimizer.param_groups:
             group["lr"] = lr
         tokens, length = config.train.files[0].memmap(), config.seq_length
@@ -169,9 +158,10 @@ def train_reference(config: RunConfig, device: torch.device, split: Split) -> Me
                 measurement.tensor(CHANGED, name, master)
         if step in validated_after(config.total_steps):
             val_loss, targets_in_all = _validate(config, model, device)
-            measurement.validation(after_step=step, loss=val_loss, targets=targets_in_all)
-        samples = [sample_hash(*sample) for sample in zip(inputs, targets, strict=True)]
-        measurement.step(loss=loss, grad_norm=float(norm), lr=lr, used=[lr], skipped=False, samples=samples)
+            measurement.validations.append({"after_step": step, "loss": val_loss, "targets": targets_in_all})
+        samples = sorted(sample_hash(*sample) for sample in zip(inputs, targets, strict=True))
+        facts = {"loss": loss, "grad_norm": float(norm), "lr": lr, "used": [lr], "skipped": False, "samples": samples}
+        measurement.steps.append(facts)
     for name, master in masters.items():
         measurement.tensor(WEIGHT, name, master)
     return measurement
@@ -243,15 +233,6 @@ def learning_rate(scheduler: SchedulerRecipe | None, *, base: float, total_steps
         return base * math.log(counter + 1) / math.log(warm_up)
     done = (counter - warm_up + 1) / (total_steps - warm_up)
     return base * (scheduler.cos_min_ratio + (1 - scheduler.cos_min_ratio) * math.cos(math.pi * done / 2) ** 2)
-
-
-def _optimizer(config: RunConfig, weights: dict[str, Tensor]) -> torch.optim.Optimizer:
-    recipe = config.recipe.optimizer
-    decayed, plain = [w for w in weights.values() if w.dim() > 1], [w for w in weights.values() if w.dim() == 1]
-    groups = [{"params": decayed, "weight_decay": recipe.weight_decay}, {"params": plain, "weight_decay": 0.0}]
-    if recipe.type == "SGD":
-        return torch.optim.SGD(groups, lr=recipe.lr, momentum=recipe.momentum, nesterov=recipe.nesterov)
-    return torch.optim.AdamW(groups, lr=recipe.lr, betas=recipe.betas, eps=recipe.eps)
 
 
 # Compares a training with its reference: every fact, at every step, for every parameter, against its bound.

@@ -87,13 +87,7 @@ class PlanCell:
         return self.micro * self.accumulation * self.ranks // self.copy
 
     @property
-    def work(self) -> dict[str, Any]:
-        """Description of the training, for the record."""
-        more = {"global_batch_size": self.sequences, "recipe": self.recipe, "changes": dict(self.changes)}
-        return {"model": asdict(self.shape), **self._settings, **more}
-
-    @property
-    def _settings(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, Any]:
         """What the record and the planner name alike."""
         return {
             "run_type": self.run_type,
@@ -114,7 +108,7 @@ class PlanCell:
     def setup(self, recipe: Path) -> Setup:
         """The planner's setup, with the recipe that ``write_recipe`` wrote."""
         model = self.shape.config(self.length)
-        return Setup(model=model, recipe=sound_recipe(recipe), world_size=self.ranks, **self._settings)
+        return Setup(model=model, recipe=sound_recipe(recipe), world_size=self.ranks, **self.settings)
 
     def flags(self, *, recipe: Path, tokens: Path, folder: Path, device: str = "cpu") -> list[str]:
         """The flags of ``src/gpt2.py`` for this cell; ``tokens`` holds a file for each vocabulary."""
@@ -253,20 +247,28 @@ def plan_page(record: frame.Record, *, source: str) -> str:
         source: the record's path, for the reader.
     """
     measured = [result for result in record["cells"] if result["status"] == "done"]
-    head = f"""# What the planner predicts, and what is measured
-
-{_verdict(measured)}
-
-[How memory is predicted, and how it was measured](planner-method.md).
-
-{frame.made_from(record, source=source, name="plan", page="planner")}"""
+    estimates, traffic = [], []
+    for result in measured:
+        sent, worst, estimate = result["ring_bytes"], largest(result), result["estimate_bytes"]
+        if estimate is not None:
+            off = f"{estimate / worst['measured'] - 1:+.0%}"
+            estimates.append([result["title"], megabytes(estimate), off, _off(worst)])
+        most = "**not known**" if sent["measured"] is None else f"**{megabytes(max(sent['measured']))}**"
+        if result["ranks"] > 1:
+            same = "the same" if _exact(sent) else most
+            traffic.append([result["title"], megabytes(max(sent["predicted"])), same])
+    of_estimates = ["cell", "DeepSpeed's estimate, MB", "off the measured peak", "this planner"]
+    of_traffic, left_out = ["cell", "predicted, MB of a rank", "measured"], {"least": LEFT_OUT_BYTES}
     troubles = [f"* {why}" for result in record["cells"] for why in failed(result)]
     return frame.page_of(
-        head,
+        "# What the planner predicts, and what is measured",
+        _verdict(measured),
+        "[How memory is predicted, and how it was measured](planner-method.md).",
+        frame.made_from(record, source=source, name="plan", page="planner"),
         _memory(measured),
         _parts(measured),
-        _estimates(measured),
-        _traffic(measured),
+        frame.section("DeepSpeed's estimator", of_estimates, estimates, text=frame.filled("plan-estimates", {})),
+        frame.section("Bytes sent in a step", of_traffic, traffic, text=frame.filled("plan-traffic", left_out)),
         _times(measured, record["factors"]),
         _choices(measured),
         "\n".join(["## Cells that failed\n", *troubles]) if troubles else "",
@@ -336,18 +338,11 @@ def _memory(measured: Sequence[Figures]) -> str:
     rows = []
     for result in measured:
         worst = largest(result)
-        witness = worst["mem_tracker"]
-        rows.append(
-            [
-                result["title"],
-                megabytes(worst["predicted"]["total"]),
-                megabytes(worst["measured"]),
-                _off(worst),
-                ", ".join(_off(rank) for rank in result["peak_memory"] if rank is not worst),
-                None if witness is None else f"{megabytes(witness)} ({witness / worst['measured'] - 1:+.1%})",
-                MOMENTS[worst["predicted"]["moment"]],
-            ]
-        )
+        predicted, measured_peak, witness = worst["predicted"], worst["measured"], worst["mem_tracker"]
+        others = ", ".join(_off(rank) for rank in result["peak_memory"] if rank is not worst)
+        seen = None if witness is None else f"{megabytes(witness)} ({witness / measured_peak - 1:+.1%})"
+        peaks = [megabytes(predicted["total"]), megabytes(measured_peak)]
+        rows.append([result["title"], *peaks, _off(worst), others, seen, MOMENTS[predicted["moment"]]])
     header = ["cell", "predicted, MB", "measured, MB", "off", "other ranks", "MemTracker, MB", "predicted at"]
     return frame.section("Peak memory, predicted and measured", header, rows)
 
@@ -361,28 +356,6 @@ def _parts(measured: Sequence[Figures]) -> str:
     text = "MB of the predicted peak; [records.md](records.md#predicted-memory) says what each part is."
     header = ["cell", *(name.replace("_", " ") for name in used)]
     return frame.section("What the peaks consist of", header, rows, text=text)
-
-
-def _estimates(measured: Sequence[Figures]) -> str:
-    rows = [
-        [result["title"], megabytes(estimate), f"{estimate / worst['measured'] - 1:+.0%}", _off(worst)]
-        for result in measured
-        if (estimate := result["estimate_bytes"]) is not None and (worst := largest(result))
-    ]
-    text = frame.filled("plan-estimates", {})
-    header = ["cell", "DeepSpeed's estimate, MB", "off the measured peak", "this planner"]
-    return frame.section("DeepSpeed's estimator", header, rows, text=text)
-
-
-def _traffic(measured: Sequence[Figures]) -> str:
-    rows = []
-    for result in measured:
-        sent = result["ring_bytes"]
-        most = "**not known**" if sent["measured"] is None else f"**{megabytes(max(sent['measured']))}**"
-        if result["ranks"] > 1:
-            rows.append([result["title"], megabytes(max(sent["predicted"])), "the same" if _exact(sent) else most])
-    text = frame.filled("plan-traffic", {}, least=LEFT_OUT_BYTES)
-    return frame.section("Bytes sent in a step", ["cell", "predicted, MB of a rank", "measured"], rows, text=text)
 
 
 def _times(measured: Sequence[Figures], factors: Mapping[str, Any] | None) -> str:
@@ -564,7 +537,9 @@ class Plan(frame.Suite[PlanOptions, Result]):
         self, cell: PlanCell, end: CellEnd, rounds: Sequence[Sequence[float]], predicted: StepTime | None
     ) -> Result:
         head = {"key": cell.key, "title": cell.title, "strategy": cell.strategy, "ranks": cell.ranks}
-        head |= {"fit": cell.fit, "work": cell.work, "status": end.status, "message": end.message}
+        work = {"model": asdict(cell.shape), **cell.settings, "global_batch_size": cell.sequences}
+        work |= {"recipe": cell.recipe, "changes": dict(cell.changes)}
+        head |= {"fit": cell.fit, "work": work, "status": end.status, "message": end.message}
         if end.status != "done":
             return head
         setup, cost, device, peaks = self._setups[cell.key], end.ranks[0]["cost"], self.options.device, []

@@ -70,18 +70,13 @@ class TensorMemory:
         return most
 
 
-class GpuMemory:
+class GpuMemory(contextlib.nullcontext[None]):
     """Reads the peaks of PyTorch's allocator of this process's GPU; it has the interface of ``TensorMemory``."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.by_part: dict[str, int] = {}
         """The most bytes up to the end of the last forward pass of the step, and after it."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Nothing is recorded outside of the step."""
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:

@@ -399,13 +399,12 @@ class Speed(frame.Suite[SpeedOptions, Result]):
         compared, every_row = (rows(device, threads=cores, peers=peers) for peers in (present, PEERS))
         titles = {row.key: row.title for row in every_row if any(entry.kind == frame.NANOGPT for entry in row.entries)}
         titles["time-to-loss"] = TIME_TO_LOSS
-        only = self.options.only or ("",)
-        missing = [title for key, title in titles.items() if key.startswith(only)]
+        missing = [title for key, title in titles.items() if key.startswith(self.options.only or ("",))]
         self._without_nanogpt = [] if self._peers else missing
         every: dict[str, Callable[[], Result]] = {row.key: partial(self._row, row) for row in compared}
         for work in dict.fromkeys(replace(row.work, compile=False) for row in compared if row.entries[0].ranks == 1):
-            key = f"{work.shape.name.replace(' ', '')}-{work.precision}-{work.tokens}"
-            every[f"ceiling-{key}"] = partial(self._ceilings, work, title=f"ceilings, ceiling-{key}")
+            key = f"ceiling-{work.shape.name.replace(' ', '')}-{work.precision}-{work.tokens}"
+            every[key] = partial(self._ceilings, work, title=f"ceilings, {key}")
         every |= {"memory": self._memory, "help": self._help}
         every |= {f"first-step-{kind}": partial(self._first_step, kind) for kind in FIRST_STEP_TARGET_SEC}
         every |= {"around": self._around} | ({"time-to-loss": self._time_to_loss} if self._peers else {})
@@ -429,16 +428,14 @@ class Speed(frame.Suite[SpeedOptions, Result]):
             A function that lets every rank take so many steps, and returns the answer of the slowest. It raises a
             ``UserError`` with the end of what a rank printed if that ended.
         """
-        peer = self._peers.get(entry.kind)
+        peer, port, workers = self._peers.get(entry.kind), free_port(), []
         job = {"kind": entry.kind, "keeps_memory": entry.keeps_memory, "work": asdict(row.work)}
         tokens = self.folder / "tokens" / f"{row.work.shape.vocab_size}.bin"
         job |= {"tokens": str(tokens), "peer": peer and str(peer)}
-        world_size, port = 1 if entry.apart else entry.ranks, free_port()
-        workers = []
         for number in range(entry.ranks):
-            rank = 0 if entry.apart else number
+            rank, ranks = (0, 1) if entry.apart else (number, entry.ranks)
             variables: dict[str, object] = dict.fromkeys(("RANK", "LOCAL_RANK"), rank)
-            variables |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), world_size)
+            variables |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), ranks)
             variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port() if entry.apart else port}
             own = folder / entry.name.replace(" ", "-") / f"rank-{number}"
             worker = LineWorker(CONTENDER, job, own, threads=row.work.threads, variables=variables)
@@ -573,8 +570,8 @@ class Speed(frame.Suite[SpeedOptions, Result]):
 
     def _time_to_loss(self) -> Result:
         """Our time to the loss of nanoGPT's end, as a share of nanoGPT's; None if ours never reaches it."""
-        first, end = (windows * LENGTH for windows in (SEARCHED_WINDOWS, SEARCHED_WINDOWS + VALIDATION_WINDOWS))
-        cells.cut_tokens(self._corpus.val, self.folder / LATER_WINDOWS, first=first, end=end + 1)
+        first, tokens = SEARCHED_WINDOWS * LENGTH, VALIDATION_WINDOWS * LENGTH + 1
+        cells.cut_tokens(self._corpus.val, self.folder / LATER_WINDOWS, first=first, end=first + tokens)
         ours, theirs = self._own_curve(), self._nanogpt_curve()
         seconds, loss = theirs[-1]
         own_seconds = seconds_to(ours, loss)
@@ -604,11 +601,10 @@ class Speed(frame.Suite[SpeedOptions, Result]):
         shape = published("demo", length=LENGTH, vocab_size=DEMO_VOCABULARY)
         device, batch = self.options.device, int(NANOGPT_DEFAULTS["batch"])
         work = StepSetup(shape=shape, batch=batch, precision="fp32", device=device, threads=self._threads)
-        files = {"tokens": self._corpus.train, "val": self.folder / LATER_WINDOWS}
-        files |= {"peer": self._peers[frame.NANOGPT]}
         steps = DEMO_TOKENS // work.tokens
         schedule = {"steps": steps, "validate_every": max(1, steps // VALIDATIONS), "windows": VALIDATION_WINDOWS}
-        job = {"work": asdict(work), **{name: str(path) for name, path in files.items()}, "schedule": schedule}
+        job = {"work": asdict(work), "schedule": schedule, "peer": str(self._peers[frame.NANOGPT])}
+        job |= {"tokens": str(self._corpus.train), "val": str(self.folder / LATER_WINDOWS)}
         try:
             with LineWorker(CONTENDER, job, self.folder / "nanogpt-curve", threads=self._threads) as worker:
                 return [(seconds, loss) for seconds, loss in worker.read()["curve"]]

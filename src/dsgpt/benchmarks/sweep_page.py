@@ -279,13 +279,8 @@ def compare(one: str, other: str, *, allow_unequal: bool) -> int:
     return EXIT_FAILED if slower else EXIT_DONE
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Source:
-    """A or B: a run, or a sweep and perhaps one cell of it."""
-
-    path: Path
-    read: Run | suites.Sweep
-    cell: str | None
+_Source = tuple[Path, Run | suites.Sweep, str | None]
+"""A or B: its path, a run or a sweep, and perhaps the name of one cell of the sweep."""
 
 
 def _source(word: str) -> _Source:
@@ -301,10 +296,10 @@ def _source(word: str) -> _Source:
         with contextlib.suppress(JsonError):  # reading it as a run says what is wrong
             is_sweep = {"cells", "comparisons"} <= read_object(path, max_bytes=suites.MAX_BYTES).keys()
     if is_sweep:
-        return _Source(path=path, read=suites.read_sweep(path), cell=cell if mark else None)
+        return path, suites.read_sweep(path), cell if mark else None
     if mark:
         raise UserError(f"{word}: {path} is a run, which has no cells: leave out {CELL_MARK}{cell}")
-    return _Source(path=path, read=read_run(path, name=name), cell=None)
+    return path, read_run(path, name=name), None
 
 
 def _pairs(a: _Source, b: _Source) -> Iterator[Pairs]:
@@ -313,29 +308,29 @@ def _pairs(a: _Source, b: _Source) -> Iterator[Pairs]:
     Raises:
         UserError: they cannot be paired.
     """
-    one, other = a.read, b.read
+    (path, one, cell), (other_path, other, other_cell) = a, b
     if isinstance(one, Run) and isinstance(other, Run):
-        ours, theirs = _step_speeds(a.path), _step_speeds(b.path)
+        ours, theirs = _step_speeds(path), _step_speeds(other_path)
         speeds = [(ours[step], theirs[step]) for step in sorted(ours.keys() & theirs.keys())]
         verdict = judge([Worked("A", one.work, one.resumed), Worked("B", other.work, other.resumed)])
-        label, machines = f"A = {a.path}, B = {b.path}", (one.machine, other.machine)
+        label, machines = f"A = {path}, B = {other_path}", (one.machine, other.machine)
         yield Pairs(label=label, speeds=_known(speeds), of="steps", verdict=verdict, machines=machines)
         return
     if isinstance(one, Run) or isinstance(other, Run):
-        run, sweep = (a, b) if isinstance(one, Run) else (b, a)
-        raise UserError(f"{run.path} is a run and {sweep.path} a sweep: compare two of a kind")
-    if (a.cell is None) != (b.cell is None):
-        without = a if a.cell is None else b
-        raise UserError(f"{without.path}: name a cell of it too, as {without.path}{CELL_MARK}CELL")
-    named = {cell.name: cell for cell in other.cells}
-    cells = [(cell, named[cell.name]) for cell in one.cells if cell.name in named]
-    if a.cell is not None:
-        cells = [(_named_cell(a, one), _named_cell(b, other))]
+        run, sweep = (path, other_path) if isinstance(one, Run) else (other_path, path)
+        raise UserError(f"{run} is a run and {sweep} a sweep: compare two of a kind")
+    if (cell is None) != (other_cell is None):
+        without = path if cell is None else other_path
+        raise UserError(f"{without}: name a cell of it too, as {without}{CELL_MARK}CELL")
+    named = {each.name: each for each in other.cells}
+    cells = [(each, named[each.name]) for each in one.cells if each.name in named]
+    if cell is not None and other_cell is not None:
+        cells = [(_named_cell(path, one, cell), _named_cell(other_path, other, other_cell))]
     if not cells:
-        raise UserError(f"{a.path} and {b.path} have no cell of the same name: name one of each with {CELL_MARK}CELL")
-    for cell, beside in cells:
-        label = cell.name if cell.name == beside.name else f"A = {cell.name}, B = {beside.name}"
-        turns = {"A": cell.done(), "B": beside.done()}
+        raise UserError(f"{path} and {other_path} have no cell of the same name: name one of each with {CELL_MARK}CELL")
+    for mine, beside in cells:
+        label = mine.name if mine.name == beside.name else f"A = {mine.name}, B = {beside.name}"
+        turns = {"A": mine.done(), "B": beside.done()}
         both = [repeat for repeat in turns["A"] if repeat in turns["B"]]
         speeds = _known((turns["A"][each].tokens_per_sec, turns["B"][each].tokens_per_sec) for each in both)
         verdict = judge_turns((name, done[repeat]) for name, done in turns.items() for repeat in both)
@@ -343,16 +338,16 @@ def _pairs(a: _Source, b: _Source) -> Iterator[Pairs]:
         yield Pairs(label=label, speeds=speeds, of="repeats", verdict=verdict, machines=machines)
 
 
-def _named_cell(source: _Source, sweep: suites.Sweep) -> suites.SweepCell:
+def _named_cell(path: Path, sweep: suites.Sweep, name: str) -> suites.SweepCell:
     """The cell that the user named.
 
     Raises:
         UserError: the sweep does not have it.
     """
     cells = {cell.name: cell for cell in sweep.cells}
-    if (name := source.cell or "") not in cells:
+    if name not in cells:
         hint = did_you_mean(name, cells) or f"; it has {', '.join(cells)}"
-        raise UserError(f"{source.path}: has no cell {name!r}{hint}")
+        raise UserError(f"{path}: has no cell {name!r}{hint}")
     return cells[name]
 
 
