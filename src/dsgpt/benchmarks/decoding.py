@@ -51,11 +51,6 @@ class DecodingRow:
     def _weights(self) -> str:
         return self.precision if self.quantize == "none" else self.quantize
 
-    @property
-    def has_goals(self) -> bool:
-        """Whether the row must reach the goals; weights in 8 bits are for memory."""
-        return self.quantize == "none"
-
 
 def rows(model_size: str, *, compiled: bool = False) -> list[DecodingRow]:
     """Every row: two precisions and 8 bits, one text and eight; of a compiled step sixteen."""

@@ -53,19 +53,6 @@ class Trace:
     """Seed of the trace, and of the prompts' ids, which depend on the model's vocabulary and are not in the file."""
     requests: list[Traced]
 
-    def mistakes(self, *, positions: int) -> list[str]:
-        """Why a model with ``positions`` positions cannot answer it; empty if it can."""
-        lines = []
-        for number, one in enumerate(self.requests):
-            if one.gap < 0 or not math.isfinite(one.gap) or one.prompt_tokens < 1 or one.new_tokens < 1:
-                lines.append(f"request {number} needs a gap of at least 0, and at least 1 prompt and 1 new token")
-            elif one.prompt_tokens + one.new_tokens > positions:
-                lines.append(
-                    f"request {number} has {one.prompt_tokens} and {one.new_tokens} tokens, and the model reads at "
-                    f"most {positions}: give a trace of shorter requests"
-                )
-        return [*lines, *([] if self.requests else ["has no requests"])]
-
     def arriving(self, *, gap_sec: float, vocab_size: int) -> list[Arrival]:
         """The requests, with prompts of a vocabulary; they arrive ``gap_sec`` seconds apart in the mean."""
         # random ids: no two prompts begin alike, so that no engine can reuse what it computed for another
@@ -380,8 +367,16 @@ class Inference(frame.Suite[InferenceOptions, Turn]):
         except UserError as error:
             problems.add(*error.problems)
         problems.raise_if_any()
-        mistakes = self._trace.mistakes(positions=self._model.block_size)
-        problems.add(*(f"--trace {options.trace}: {mistake}" for mistake in mistakes))
+        positions, at = self._model.block_size, f"--trace {options.trace}:"
+        for number, one in enumerate(self._trace.requests):
+            given = f"{at} request {number} has {one.prompt_tokens} and {one.new_tokens} tokens"
+            if one.gap < 0 or not math.isfinite(one.gap) or one.prompt_tokens < 1 or one.new_tokens < 1:
+                needs = "needs a gap of at least 0, and at least 1 prompt and 1 new token"
+                problems.add(f"{at} request {number} {needs}")
+            elif one.prompt_tokens + one.new_tokens > positions:
+                problems.add(f"{given}, and the model reads at most {positions}: give a trace of shorter requests")
+        if not self._trace.requests:
+            problems.add(f"{at} has no requests")
         problems.raise_if_any()
         self._kinds = tuple(dict.fromkeys(options.engines))
         self._turns = list(turn_order(self._kinds, options.concurrency, repeats=options.repeats))

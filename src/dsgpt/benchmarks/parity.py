@@ -363,17 +363,14 @@ class Parity(Suite[ParityOptions, Result]):
         self._without_reference: dict[ReferenceKey, str] = {}
 
     def results(self) -> Iterator[Result]:
-        self.console.say(f"{len(self._cells)} trainings; the text and the references come first")
-        return self.run(self._cells)
-
-    def run(self, cells: Iterable[Cell]) -> Iterator[Result]:
-        """Run ``cells``, in any order, launch by launch; yield their results as they come.
+        """Run the cells launch by launch.
 
         Raises:
             UserError: the text could not be prepared.
         """
+        self.console.say(f"{len(self._cells)} trainings; the text and the references come first")
         order = list(STRATEGIES)
-        cells = sorted(cells, key=lambda cell: order.index(cell.strategy))
+        cells = sorted(self._cells, key=lambda cell: order.index(cell.strategy))
         keys = sorted({reference_key(cell) for cell in cells})
         for key, end in self._runner.run(keys, place=lambda _: (1, "python"), assign=self.reference):
             if end.status != "done":  # if the product refuses it, it refuses its cells for the same reason

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Self
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -101,9 +102,8 @@ class GpuMemory(contextlib.nullcontext[None]):
         return max(self.by_part.values())
 
 
-@contextlib.contextmanager
-def _released_here() -> Iterator[None]:
-    """Wait a moment after every collective, so that gloo's threads are never the last to hold its tensors.
+def _released_here() -> contextlib.AbstractContextManager[Any]:
+    """A context that waits a moment after every collective, so that gloo's threads are never the last with its tensors.
 
     The profiler does not see what other threads free. Their memory would count for ever, or not, from run to run.
     """
@@ -114,11 +114,7 @@ def _released_here() -> Iterator[None]:
         time.sleep(RELEASE_SEC)
         return done
 
-    dist.Work.wait = wait  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        dist.Work.wait = original  # type: ignore[method-assign]
+    return mock.patch.object(dist.Work, "wait", wait)
 
 
 WARM_UP_STEPS = 2

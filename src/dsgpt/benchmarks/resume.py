@@ -237,17 +237,14 @@ class Resume(frame.Suite[ResumeOptions, Result]):
         self._runner = shared.CellRunner(self.folder, repository=self.repository, device=device, steps=self.steps)
 
     def results(self) -> Iterator[Result]:
-        self.console.say(f"{len(self._pairs)} pairs and {len(self._cells)} rewritings; text and source runs come first")
-        return self.run(self._cells, self._pairs)
-
-    def run(self, cells: Iterable[Cell], pairs: Iterable[Pair]) -> Iterator[Result]:
-        """Let ``cells`` load and rewrite a checkpoint, and run ``pairs``; yield the results as they come.
+        """Let the cells load and rewrite a checkpoint, and run the pairs.
 
         Raises:
             UserError: the text could not be prepared.
             RuntimeError: the baseline itself failed.
         """
-        pairs = list(pairs)
+        cells, pairs = self._cells, self._pairs
+        self.console.say(f"{len(pairs)} pairs and {len(cells)} rewritings; text and source runs come first")
         sources = self._launched(dict.fromkeys([BASELINE, *(pair.source for pair in pairs)]), self._source)
         broken = {cell: end.message for cell, end in sources if end.status != "done"}
         if BASELINE in broken:

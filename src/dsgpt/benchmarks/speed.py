@@ -256,13 +256,39 @@ def speed_page(record: frame.Record, *, source: str) -> str:
     peers = ", ".join(f"{name} at `{commit}`" for name, commit in record["peers"].items()) or "none"
     made = frame.generated_by(source, "speed", measure="speed --peer nanogpt=FOLDER")
     head = frame.filled("speed", record, made=made, checkouts=peers, without=_missing(record))
-    around = [
-        [result["title"], result.get("failed") or _shown(result), "yes" if reached(result) else "**no**"]
-        for result in results
-        if "ratio" not in result and {"target", "failed"} & set(result)
-    ]
-    beside = frame.section("Around the steps", ["what", "measured", "reached"], around)
-    return frame.page_of(head, _speeds_reached(results), _limits(results), beside)
+    ceilings = {str(result["work"]): result["products_sec"] for result in results if "products_sec" in result}
+    kept, speeds, limits, around = [], [], [], []
+    for result in results:
+        title = result["title"]
+        if "ratio" not in result:
+            if {"target", "failed"} & set(result):
+                shown = result.get("failed") or _shown(result)
+                around.append([title, shown, "yes" if reached(result) else "**no**"])
+            continue
+        if "ratio_with_memory_kept" in result:
+            ratio = frame.ratio_words(result["ratio_with_memory_kept"], result["best_with_memory_kept"])
+            kept.append([f"{title}, equal memory settings", _speeds(result, memory_kept=True), ratio, "", ""])
+        ours, work = result["entries"][0], result["work"]
+        goal = f"{result['target']:.2f}{'' if reached(result) else ', **not reached**'}"
+        waits = ours["synchronisations"]
+        beside = "" if waits is None else f"{waits} synchronisations in a turn"
+        if "limit" in result:
+            beside = frame.ratio_words(result["limit"], "without communication")
+        ratio = frame.ratio_words(result["ratio"], result["best_other"])
+        speeds.append([title, _speeds(result, memory_kept=False), ratio, goal, beside])
+        # the share of a step that its matrix products alone would take, at the speed that each has alone
+        if (least := ceilings.get(str({**work, "compile": False}))) is not None:
+            speed = ours["tokens_per_sec"]["median"]
+            step, flops = work["batch"] * work["shape"]["length"] / speed, result["flops_per_token"] * speed
+            figures = [f"{step:.3f}", f"{least:.3f}", f"{least / step:.0%}", f"{flops / 1e9:,.0f}"]
+            limits.append([title, ours["name"], *figures])
+    of_limits = ["work", "trainer", "step, s", "its matrix products alone, s", "share", "GFLOP/s"]
+    return frame.page_of(
+        head,
+        frame.section("Tokens per second", ["work", "tokens/s", "ratio", "goal", "beside it"], [*kept, *speeds]),
+        frame.section("Distance to the machine's limit", of_limits, limits),
+        frame.section("Around the steps", ["what", "measured", "reached"], around),
+    )
 
 
 def summary_lines(record: frame.Record) -> list[str]:
@@ -318,45 +344,11 @@ def _shown(result: Figures) -> str:
     return f"{frame.span_words(result['share'], '.2%')} (goal at most {result['target']:.0%})"
 
 
-def _speeds_reached(results: Sequence[Figures]) -> str:
-    compared = [result for result in results if "ratio" in result]
-    rows = []
-    for result in compared:
-        if "ratio_with_memory_kept" in result:
-            ratio = frame.ratio_words(result["ratio_with_memory_kept"], result["best_with_memory_kept"])
-            rows.append([f"{result['title']}, equal memory settings", _speeds(result, memory_kept=True), ratio, "", ""])
-    for result in compared:
-        goal = f"{result['target']:.2f}{'' if reached(result) else ', **not reached**'}"
-        waits = result["entries"][0]["synchronisations"]
-        beside = "" if waits is None else f"{waits} synchronisations in a turn"
-        if "limit" in result:
-            beside = frame.ratio_words(result["limit"], "without communication")
-        ratio = frame.ratio_words(result["ratio"], result["best_other"])
-        rows.append([result["title"], _speeds(result, memory_kept=False), ratio, goal, beside])
-    return frame.section("Tokens per second", ["work", "tokens/s", "ratio", "goal", "beside it"], rows)
-
-
 def _speeds(result: Figures, *, memory_kept: bool) -> str:
     """Words for the speeds of the first contender, and of those with this setting of the memory."""
     ours, *others = result["entries"]
     shown = [ours, *(entry for entry in others if entry["name"].endswith(KEPT) == memory_kept)]
     return "; ".join(f"{entry['name']} {frame.span_words(entry['tokens_per_sec'], ',.0f')}" for entry in shown)
-
-
-def _limits(results: Sequence[Figures]) -> str:
-    """The share of each step that its matrix products alone would take, at the speed that each has alone."""
-    ceilings = {str(result["work"]): result["products_sec"] for result in results if "products_sec" in result}
-    rows = []
-    for result in results:
-        least = ceilings.get(str({**result.get("work", {}), "compile": False}))
-        if "ratio" in result and least is not None:
-            ours, work = result["entries"][0], result["work"]
-            speed = ours["tokens_per_sec"]["median"]
-            step, flops = work["batch"] * work["shape"]["length"] / speed, result["flops_per_token"] * speed
-            figures = [f"{step:.3f}", f"{least:.3f}", f"{least / step:.0%}", f"{flops / 1e9:,.0f}"]
-            rows.append([result["title"], ours["name"], *figures])
-    header = ["work", "trainer", "step, s", "its matrix products alone, s", "share", "GFLOP/s"]
-    return frame.section("Distance to the machine's limit", header, rows)
 
 
 TOKENS = 2_000_000

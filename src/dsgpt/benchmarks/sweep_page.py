@@ -184,20 +184,14 @@ def _comparison(sweep: suites.Sweep, comparison: suites.Comparison) -> str:
             header.append("largest difference, all steps")
     columns = len(header)
     rows = [first + [""] * (columns - len(first))]
-    rows += [_compared(sweep, comparison, one) for one in comparison.cells]
+    for one in comparison.cells:
+        speed_up = _spread(one.speed_up, "{:.2f}x".format) + judged(vars(one.speed_up) if one.speed_up else None)
+        efficiency = _value(one.efficiency, "{:.0%}".format)
+        work = EQUAL[comparison.kind] if one.comparable else f"NOT COMPARED: {_text(one.same_work)}"
+        row = [_text(one.cell), str(sweep.cell(one.cell).devices), speed_up, efficiency, work]
+        losses = (_value(one.loss_difference, "{:+.2g}".format), _value(one.largest_loss_difference, "{:.2g}".format))
+        rows.append([*row, *losses])
     return table(header, [row[:columns] for row in rows])
-
-
-def _compared(sweep: suites.Sweep, comparison: suites.Comparison, one: suites.Compared) -> list[str]:
-    return [
-        _text(one.cell),
-        str(sweep.cell(one.cell).devices),
-        _spread(one.speed_up, "{:.2f}x".format) + judged(vars(one.speed_up) if one.speed_up else None),
-        _value(one.efficiency, "{:.0%}".format),
-        EQUAL[comparison.kind] if one.comparable else f"NOT COMPARED: {_text(one.same_work)}",
-        _value(one.loss_difference, "{:+.2g}".format),
-        _value(one.largest_loss_difference, "{:.2g}".format),
-    ]
 
 
 def _spread(value: suites.Spread | None, form: Callable[[float], str]) -> str:
