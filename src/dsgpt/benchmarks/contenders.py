@@ -33,7 +33,6 @@ from torch import Tensor, nn
 
 from dsgpt.benchmarks import decoding
 from dsgpt.benchmarks.cells import Corpus, file_values
-from dsgpt.benchmarks.decoding import DecodingRow
 from dsgpt.benchmarks.frame import NANOGPT, contest, ratios, span
 from dsgpt.benchmarks.launch import joined_run, shape_values, training_words
 from dsgpt.benchmarks.speed import DDP, ENGINE, HUGGING_FACE, NANOGPT_DEFAULTS, OURS, PEERS, Shape, StepSetup
@@ -351,20 +350,20 @@ Generator = Callable[[Tensor], Continued]
 """Maps prompts (B, T) to their continuations."""
 
 
-def draw_model(row: DecodingRow, device: torch.device) -> GPT2:
+def draw_model(row: decoding.DecodingRow, device: torch.device) -> GPT2:
     """The model of a row, with random weights: as fast as a trained one."""
     model = GPT2(PRESETS[row.model_size])
     initialize(model, config=model.config, seed=1)
     return model.to(device=device, dtype=DTYPES[row.precision]).eval()
 
 
-def draw_prompts(row: DecodingRow, device: torch.device) -> Tensor:
+def draw_prompts(row: decoding.DecodingRow, device: torch.device) -> Tensor:
     """Random ids, (B, T)."""
     shape, vocabulary = (row.batch_size, row.prompt_tokens), PRESETS[row.model_size].vocab_size
     return torch.randint(0, vocabulary, shape, generator=torch.Generator().manual_seed(0)).to(device)
 
 
-def open_generator(kind: str, row: DecodingRow, model: GPT2, *, checkout: Path | None) -> Generator:
+def open_generator(kind: str, row: decoding.DecodingRow, model: GPT2, *, checkout: Path | None) -> Generator:
     """The contender ``kind`` with the weights of ``model``.
 
     Raises:
@@ -404,7 +403,9 @@ def open_generator(kind: str, row: DecodingRow, model: GPT2, *, checkout: Path |
     return generate
 
 
-def measure_decoding(row: DecodingRow, *, rounds: int, device: torch.device, checkout: Path | None) -> dict[str, Any]:
+def measure_decoding(
+    row: decoding.DecodingRow, *, rounds: int, device: torch.device, checkout: Path | None
+) -> decoding.Result:
     """Seconds of every contender in every round, the ratio to transformers, and the share of the memory's floor.
 
     Warm-up and loading do not count; reading the prompts counts, except in the share, which is of the tokens after the

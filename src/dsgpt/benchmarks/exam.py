@@ -151,13 +151,6 @@ _GROUP = 3
 _SPLIT = "tensor and pipeline"
 
 
-def _kind(row: Mapping[str, Any]) -> str:
-    if row["tp"] * row["pp"] > 1:
-        return _SPLIT
-    stage = row.get("zero_stage")
-    return "FSDP" if (row.get("sharding") or "").isupper() else f"ZeRO-{stage}" if stage else "data"
-
-
 BY: dict[str, Callable[[Result], Any]] = {
     "class": lambda row: row["class"],
     "class and GPU": lambda row: f"{row['class']}, {row['hardware'].split('-')[0]}",
@@ -356,7 +349,10 @@ class Exam(Suite[ExamOptions, Result]):
                 continue
             kept = ("id", "source", "class", "hardware", "ran", "micro_batch", "citation")
             result: Result = {name: raw[name] for name in kept}
-            result |= {"kind": _kind(raw), "nodes": -(-raw["gpus"] // raw["gpus_per_node"]), "width": raw["n_embd"]}
+            stage, sharded = raw.get("zero_stage"), (raw.get("sharding") or "").isupper()
+            kind = "FSDP" if sharded else f"ZeRO-{stage}" if stage else "data"
+            result["kind"] = _SPLIT if raw["tp"] * raw["pp"] > 1 else kind
+            result |= {"nodes": -(-raw["gpus"] // raw["gpus_per_node"]), "width": raw["n_embd"]}
             result |= {"group": raw.get("group"), "measured": raw.get("seconds_per_step"), "ratio": None, "error": None}
             try:
                 row = read_row(raw)

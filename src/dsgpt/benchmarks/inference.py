@@ -202,10 +202,18 @@ def inference_page(record: frame.Record, *, source: str) -> str:
         ]
         overview.append([slots, "unknown" if offered is None else whole(offered), *cells])
         details += [f"### {slots} at once", _details(result, slots)]
+    same, other = [], []
     for engine in result.engines:
+        answers = f"{engine.same_ids:,} of {engine.answers:,} answers have the ids that `one` gives alone"
+        same.append(f"* {engine.name}: {answers}")
+        for one in engine.differences:
+            ids = ["none" if token < 0 else token for token in (one.ours, one.theirs)]
+            other.append([engine.name, one.request, one.position, *ids, f"{one.margin:.2g}", one.answers])
         version = engine.version or ("this commit" if engine.load_sec else "unknown")
         seconds = "failed" if engine.load_sec is None else f"{engine.load_sec:.1f}"
         loaded.append([engine.name, TITLES.get(engine.name, engine.name), version, seconds])
+    same += [f"* {engine.name} failed: {engine.failure}" for engine in result.engines if engine.failure]
+    of_differences = ["engine", "request", "new token", "our id", "its id", "our lead", "answers"]
     of_engines = [f"{engine.name}: tokens/s; p50 latency" for engine in result.engines]
     return frame.page_of(
         head,
@@ -217,7 +225,8 @@ def inference_page(record: frame.Record, *, source: str) -> str:
         table(["engine", "what it is", "version", "seconds to load"], loaded),
         frame.filled("inference-engines", {}),
         "## Same ids",
-        _same_ids(result),
+        "\n".join(same),
+        *([frame.filled("inference-ids", {}), table(of_differences, other)] if other else []),
     )
 
 
@@ -254,23 +263,6 @@ def _details(result: Concurrency, slots: str) -> str:
             cells += [_three(load.request_tokens_per_sec, "{:,.0f}"), peak]
         rows.append([engine.name, *cells])
     return table(["p50 / p95 / p99", *columns, "peak memory, MB"], rows)
-
-
-def _same_ids(result: Concurrency) -> str:
-    lines = [
-        f"* {engine.name}: {engine.same_ids:,} of {engine.answers:,} answers have the ids that `one` gives alone"
-        for engine in result.engines
-    ]
-    lines += [f"* {engine.name} failed: {engine.failure}" for engine in result.engines if engine.failure]
-    rows = []
-    for engine in result.engines:
-        for one in engine.differences:
-            ids = ["none" if token < 0 else token for token in (one.ours, one.theirs)]
-            rows.append([engine.name, one.request, one.position, *ids, f"{one.margin:.2g}", one.answers])
-    if not rows:
-        return "\n".join(lines)
-    header = ["engine", "request", "new token", "our id", "its id", "our lead", "answers"]
-    return "\n\n".join(["\n".join(lines), frame.filled("inference-ids", {}), table(header, rows)])
 
 
 def _three(values: Percentiles | None, form: str, *, scale: float = 1.0) -> str:

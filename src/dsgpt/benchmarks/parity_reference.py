@@ -58,9 +58,9 @@ class Measurement:
     bytes_per_rank: dict[str, Any] = field(default_factory=dict)
     """The bytes of a step; see ``parity_rank._measure``."""
     steps: list[dict[str, Any]] = field(default_factory=list)
-    """Of each optimizer step: ``loss``, the mean over the global batch; ``grad_norm`` before clipping; ``lr``, the
-    learning rate that was reported; ``used``, every learning rate that an optimizer of this rank stepped with;
-    ``skipped``, whether the optimizer skipped it; ``samples``, sorted hashes of what this rank read for it."""
+    """Of each optimizer step: ``loss`` is the mean over the global batch, and ``grad_norm`` the norm before clipping.
+    ``lr`` is the learning rate that was reported, and ``used`` has every one that an optimizer of this rank stepped
+    with. ``skipped`` says whether the step was skipped. ``samples`` are sorted hashes of what this rank read for it."""
     validations: list[dict[str, Any]] = field(default_factory=list)
     """Of each validation: ``after_step``; ``loss``, the mean over all targets of the validation file in nats per token;
     ``targets``, their number."""
