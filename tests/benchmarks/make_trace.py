@@ -4,7 +4,7 @@ import math
 import random
 from dataclasses import asdict
 
-from dsgpt.benchmarks.inference_turns import COMMITTED, Trace, Traced
+from dsgpt.benchmarks.inference import COMMITTED, Trace, Traced
 from dsgpt.common.files import write_json_atomic
 
 SEED = 20_261_122

@@ -26,9 +26,9 @@ STAND_IN = textwrap.dedent(
             logits = mixed @ self.wte.weight.T
             return logits, torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
-        def generate(self, ids, new_tokens, temperature=1.0, top_k=None):
+        def generate(self, ids, max_new_tokens, temperature=1.0, top_k=None):
             assert top_k == 1
-            return torch.cat([ids, torch.full((len(ids), new_tokens), 7)], dim=1)
+            return torch.cat([ids, torch.full((len(ids), max_new_tokens), 7)], dim=1)
 
         def configure_optimizers(self, weight_decay, learning_rate, betas, device_type):
             return torch.optim.AdamW(self.parameters(), lr=learning_rate, betas=betas)

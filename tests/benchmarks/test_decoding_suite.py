@@ -11,14 +11,7 @@ from small_run import REPOSITORY, command_line, write_inputs
 from stand_in_nanogpt import STAND_IN
 
 from dsgpt.benchmarks import contenders, decoding
-from dsgpt.benchmarks.contenders import (
-    Continued,
-    bytes_read,
-    draw_model,
-    draw_prompts,
-    measure_decoding,
-    open_generator,
-)
+from dsgpt.benchmarks.contenders import Continued, bytes_read, draw_model, draw_prompts, open_generator
 from dsgpt.benchmarks.decoding import HUGGING_FACE, OURS, Decoding, DecodingOptions, missed, rows, verdict
 from dsgpt.benchmarks.frame import NANOGPT, run_suite, span
 from dsgpt.inference.decoder import Decoder
@@ -122,7 +115,7 @@ def scripted(monkeypatch) -> tuple[list[str], set[int]]:
 @pytest.mark.parametrize(("work", "checkout"), [(SMALL, "same"), (ROUNDED, "other")])
 def test_a_row_has_the_figures_of_its_turns_without_the_warm_up(scripted, work, checkout):
     turns, sizes = scripted
-    measured = measure_decoding(work, rounds=3, device=CPU, checkout=Path(checkout))
+    measured = contenders.measure_decoding(work, rounds=3, device=CPU, checkout=Path(checkout))
     assert measured["same_ids"] == (checkout == "same")
     rounds = [(OURS, HUGGING_FACE, NANOGPT), (HUGGING_FACE, NANOGPT, OURS), (NANOGPT, OURS, HUGGING_FACE)]
     assert turns == [OURS, HUGGING_FACE, NANOGPT, *(kind for order in rounds for kind in order)]

@@ -19,27 +19,17 @@ from matplotlib.text import Text
 from safetensors.torch import save_file
 from small_run import REPOSITORY
 
+from dsgpt.benchmarks import inference, launch
 from dsgpt.benchmarks import inference_worker as worker
-from dsgpt.benchmarks import launch
 from dsgpt.benchmarks.frame import run_suite
-from dsgpt.benchmarks.inference import Inference, InferenceOptions, inference_page
-from dsgpt.benchmarks.inference_turns import (
-    COMMITTED,
-    Engines,
-    Trace,
-    Turn,
-    differences,
-    load_of,
-    percentiles,
-    read_trace,
-    turn_order,
-)
+from dsgpt.benchmarks.inference import Inference, InferenceOptions, Trace, Turn, differences, load_of, percentiles
 from dsgpt.benchmarks.launch import LineWorker, WorkerEnded
 from dsgpt.charts.style import quiet_style
 from dsgpt.charts.sweeps import concurrency_chart
 from dsgpt.charts.themes import LIGHT
 from dsgpt.common.errors import UserError
 from dsgpt.common.files import write_json_atomic
+from dsgpt.common.json_files import read_as
 from dsgpt.formats.hugging_face import hugging_face_config, to_hugging_face
 from dsgpt.inference.model_files import export
 from dsgpt.machine.console import Console
@@ -144,13 +134,10 @@ def answer(number: int, started: float, *times: float, ids: list[int] | None = N
 
 def test_figures_of_answers_are_those_of_a_hand_made_case():
     """Two requests at 1 s and 3 s; the second waits for the first, as in a queue with one server."""
-    first = turn(
-        (request(0, 1.0, new_tokens=3), answer(0, 1.0, 2.0, 3.0, 4.0)),
-        (request(1, 3.0, new_tokens=1), answer(1, 4.0, 5.5)),
-        peak=10,
-    )
+    one, other = request(0, 1.0, new_tokens=3), request(1, 3.0, new_tokens=1)
+    first = turn((one, answer(0, 1.0, 2.0, 3.0, 4.0)), (other, answer(1, 4.0, 5.5)), peak=10)
     load = load_of([first, replace(first, peak_bytes=20)])
-    later = turn((request(0, 1.0, new_tokens=3), answer(0, 3.0, 9.0, 10.0, 11.0)))
+    later = turn((one, answer(0, 3.0, 9.0, 10.0, 11.0)))
     both = load_of([first, later])
     rates = [replace(first, answers=[replace(one, token_times=[when]) for one in first.answers]) for when in (4, 5, 9)]
     assert load_of(rates).tokens_per_sec.median == 1.0  # 4 tokens in 3, 4 and 8 seconds
@@ -168,20 +155,14 @@ def test_figures_of_answers_are_those_of_a_hand_made_case():
 
 
 def test_a_difference_is_counted_and_shown():
-    own = turn(
-        (request(0, 0.0), answer(0, 0.0, 1.0, 2.0, ids=[5, 6])),
-        (request(1, 0.0), answer(1, 0.0, 1.0, 2.0, ids=[5, 9])),
-        (request(2, 0.0), answer(2, 0.0, 1.0, ids=[5])),
-    )
+    given = enumerate(([5, 6], [5, 9], [5]))
+    answers = [answer(number, 0.0, *range(1, len(ids) + 1), ids=ids) for number, ids in given]
     reference, margins = {0: [5, 6], 1: [5, 6], 2: [5, 6]}, {1: [1.0, 1e-7], 2: [1.0, 0.5]}
-    found = differences([*own.answers, *own.answers], reference, margins)
-    assert [(one.request, one.position, one.ours, one.theirs, one.margin, one.answers) for one in found] == [
-        (1, 1, 6, 9, 1e-7, 2),
-        (2, 1, 6, -1, 0.5, 2),
-    ]
+    found = differences([*answers, *answers], reference, margins)
+    assert [tuple(vars(one).values()) for one in found] == [(1, 1, 6, 9, 1e-7, 2), (2, 1, 6, -1, 0.5, 2)]
     record = json.loads((REPOSITORY / "checkpoint/reference/cpu-2-cores/inference.json").read_text(encoding="utf-8"))
     record["engines"][2] |= {"same_ids": 24, "differences": [vars(one) for one in found]}
-    page = inference_page(record, source="x.json")
+    page = inference.inference_page(record, source="x.json")
     assert "* continuous: 24 of 960 answers" in page
     assert "| continuous | 1 | 1 | 6 | 9 | 1e-07 | 2 |\n| continuous | 2 | 1 | 6 | none | 0.5 | 2 |" in page
     suite = Inference(InferenceOptions(output=Path("o")), REPOSITORY)
@@ -229,17 +210,16 @@ def test_a_batch_is_what_waits_when_the_batch_before_it_ends_and_fits_the_positi
 
 
 def test_another_engine_is_the_first_each_time():
-    assert list(turn_order(("a", "b"), (1, 4), repeats=2)) == [
-        *((1, 1, "a"), (1, 1, "b"), (1, 4, "b"), (1, 4, "a")),
-        *((2, 1, "a"), (2, 1, "b"), (2, 4, "b"), (2, 4, "a")),
-    ]
+    of_a_repeat = ((1, "a"), (1, "b"), (4, "b"), (4, "a"))
+    both = [(repeat, *turn) for repeat in (1, 2) for turn in of_a_repeat]
+    assert list(inference.turn_order(("a", "b"), (1, 4), repeats=2)) == both
 
 
 def test_arrivals_are_poisson_prompts_do_not_begin_alike_and_the_committed_trace_is_what_its_command_makes():
     gaps = [one.gap for one in make_trace(requests=4000).requests]
     assert sum(gaps) / len(gaps) == pytest.approx(1, abs=0.05)  # three standard errors of the mean
     assert sum(gap > 1 for gap in gaps) / len(gaps) == pytest.approx(math.exp(-1), abs=0.025)
-    committed = read_trace(COMMITTED)
+    committed = read_as(inference.COMMITTED, Trace)
     assert committed == make_trace()
     requests = committed.arriving(gap_sec=0.5, vocab_size=50_257)
     assert len({one.prompt[0] for one in requests}) == len(requests)
@@ -313,20 +293,22 @@ class ScriptedWorker:
 
 def test_what_is_timed_is_warm_and_has_the_slots_of_its_turn():
     one, static = ScriptedWorker(fails_at=4), ScriptedWorker(fails_at=3)
-    engines, trace = Engines.__new__(Engines), Trace(seed=1, requests=TRACE.requests * 2)
-    engines._workers, engines.failures = {"one": one, "static": static}, {}
-    alone = engines.alone(trace, vocab_size=101)
-    assert (alone.mean_sec, list(alone.ids)) == (2.0, list(range(14)))  # of the second answer to each request
-    requests = trace.arriving(gap_sec=1, vocab_size=101)
-    engines.warm_up(requests, slots=16)
-    turns = [engines.turn("static", requests, concurrency=slots, repeat=1) for slots in (3, 4, 5)]
+    suite = Inference(InferenceOptions(output=Path("o")), REPOSITORY)
+    suite._workers, suite._failed, suite._model = {"one": one, "static": static}, {}, CONFIG
+    suite._trace = Trace(seed=1, requests=TRACE.requests * 2)
+    suite.answer_alone()
+    assert (suite._alone_sec, list(suite._alone_ids)) == (2.0, list(range(14)))  # of the second answer to each request
+    requests = suite._arrivals(1.0)
+    for kind in ("one", "static"):
+        suite.turn(kind, requests[:8], concurrency=16)
+    turns = [suite.turn("static", requests, concurrency=slots, repeat=1) for slots in (3, 4, 5)]
     assert (one.turns, static.turns) == ([(8, 1), (14, 1), (8, 16)], [(8, 16), (14, 3), (14, 4)])
     assert (turns[0].concurrency, turns[0].peak_bytes) == (3, 200)  # of this turn
     assert [each.number for each in turns[0].answers] == list(range(14))
     assert turns[1:] == [None, None]
-    assert engines.failures == {"static": "its process ended with 1: it broke"}
+    assert suite._failed == {"static": "its process ended with 1: it broke"}
     with pytest.raises(UserError, match=r"^the engine one failed: its process ended with 1: it broke$"):
-        engines.warm_up(requests, slots=1)
+        suite.turn("one", requests, concurrency=1)
 
 
 def test_margins_are_those_of_the_ids_after_the_prompt(run):
@@ -409,11 +391,8 @@ def test_continuous_batching_gets_no_more_than_the_slots_and_waits_for_late_requ
     requests = [*(request(number, 0.0) for number in range(5)), request(5, 0.1), request(6, 0.1, new_tokens=3)]
     answers = sorted(engine.serve(requests, slots=2), key=lambda one: one.number)
     assert manager.most == 2
-    assert [(one.number, len(one.ids), len(one.token_times)) for one in answers[4:]] == [
-        (4, 2, 2),
-        (5, 2, 2),
-        (6, 3, 3),
-    ]
+    assert [(one.number, len(one.ids)) for one in answers[4:]] == [(4, 2), (5, 2), (6, 3)]
+    assert all(len(one.ids) == len(one.token_times) for one in answers)
     assert all(one.started >= asked.arrival + 0.5 for one, asked in zip(answers, requests, strict=True))
     monkeypatch.setattr(manager, "get_result", lambda **_: None)
     with pytest.raises(UserError, match="stopped answering"):

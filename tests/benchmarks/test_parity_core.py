@@ -6,7 +6,7 @@ from small_run import REPOSITORY
 
 from dsgpt.benchmarks.cells import STRATEGIES, Cell
 from dsgpt.benchmarks.parity import Parity, ParityOptions, core, whole_matrix
-from dsgpt.benchmarks.parity_page import failure_words
+from dsgpt.benchmarks.parity_page import cell_name, failure_words
 from dsgpt.benchmarks.parity_rank import BUGS
 
 STEPS = 6
@@ -27,14 +27,15 @@ def result_of(request, tmp_path_factory):
     suite = Parity(ParityOptions(), REPOSITORY)
     suite.folder, suite.steps = tmp_path_factory.mktemp("parity"), STEPS
     suite.begin()
-    coming, results = suite.run(wanted), {}
+    suite._cells = wanted
+    coming, results = suite.results(), {}
 
     def get(cell):
         with launches_fork():
-            while cell not in results:
+            while cell.name not in results:
                 result = next(coming)
-                results[result.cell] = result
-        return results[cell]
+                results[cell_name(result)] = result
+        return results[cell.name]
 
     yield get
     coming.close()
@@ -67,10 +68,7 @@ def marks(cell):
     elif cell.bug:
         quick = cell.bug in QUICK_BUGS
     elif cell.option:
-        quick = (cell.option, cell.strategy) in {
-            ("activation checkpointing", "zero3"),
-            ("pad logits", "pipeline2-zero1"),
-        }
+        quick = {"activation checkpointing": "zero3", "pad logits": "pipeline2-zero1"}.get(cell.option) == cell.strategy
     elif cell.optimizer == "sgd" and "unclipped" not in cell.strategy:
         family = f"{cell.strategy}-unclipped-sgd" in STRATEGIES and cell.strategy not in {"fsdp", "zero2"}
         quick = family and cell.precision == "bf16"
@@ -90,9 +88,9 @@ MORE = (
 @pytest.mark.parametrize("cell", [pytest.param(cell, marks=marks(cell), id=cell.name) for cell in (*core(), *MORE)])
 def test_same_training_as_plain_pytorch(result_of, cell):
     result = result_of(cell)
-    assert result.status == "passed", result.message or "\n".join(map(failure_words, result.failures))
-    assert set(result.bytes_per_rank) == {"parameters", "gradients", "optimizer", "master", "sent"}
-    for name, size in result.bytes_per_rank.items():
+    assert result["status"] == "passed", result["message"] or "\n".join(map(failure_words, result["failures"]))
+    assert set(result["cost"]) == {"parameters", "gradients", "optimizer", "master", "sent"}
+    for name, size in result["cost"].items():
         assert size["measured"] is not None, name
         assert abs(size["measured"] - size["formula"]) <= WITHIN * size["measured"], f"{name}: {size}"
 
@@ -140,8 +138,8 @@ FACTS = {
 )
 def test_the_bug_is_caught(result_of, cell):
     result = result_of(cell)
-    assert result.status == "failed", result.message or result.measured
-    found = {failure["fact"]: failure["where"] for failure in result.failures}
+    assert result["status"] == "failed", result["message"] or result["measured"]
+    found = {failure["fact"]: failure["where"] for failure in result["failures"]}
     for fact, where in FACTS[cell.bug].items():
         assert fact in found
         assert where in (None, found[fact])

@@ -3,6 +3,7 @@
 import copy
 import json
 from dataclasses import asdict, fields, replace
+from functools import partial
 
 import pytest
 import torch
@@ -74,22 +75,24 @@ def test_the_committed_record_is_of_all_cells_under_the_present_bounds():
 
 
 def test_the_page_counts_refusals_and_names_unexpected_ends(suite):
-    def end(strategy, status, message="", *, refused=False, **more):
-        cell = Cell(strategy=strategy, ranks=2, **more)
-        return parity.Result(cell=cell, refusal_expected=refused, status=status, seconds=1.0, message=message)
+    def end(strategy, status, message="", *, expected=True, **more):
+        cell = asdict(Cell(strategy=strategy, ranks=2, **more))
+        facts = {"status": status, "as_expected": expected, "message": message or None, "bug_description": "a bug"}
+        return cell | facts | {"measured": {}, "failures": [], "cost": None}
 
     def page_of(ends):
         head = record_head(parity.Parity.schema_version, device="cpu") | {"seconds": 2.0}
         return parity_page(head | suite.record(ends), source="x.json")
 
-    ends = [end("zero1", "passed"), end("zero1", "refused", "needs a GPU", refused=True, precision="fp16")]
+    ends = [end("zero1", "passed"), end("zero1", "refused", "needs a GPU", precision="fp16")]
     ends += [end("ddp", "failed", bug="sum-over-ranks")]
     page = page_of(ends)
     assert "| zero1 | 2 | 1 of 2 (1 refused) |" in page
     assert "2 cells: 1 trained and compared with plain PyTorch, **all passed**;\n1 refused by the product" in page
     assert "## Failures" not in page
-    ends += [end("zero2", "refused", "no compiler"), end("tensor2-zero3", "passed", refused=True), end("ddp", "failed")]
-    ends += [end("fsdp", "error", "the launch ended"), end("zero1", "passed", bug="biases-decay")]
+    wrong = partial(end, expected=False)
+    ends += [wrong("zero2", "refused", "no compiler"), wrong("tensor2-zero3", "passed"), wrong("ddp", "failed")]
+    ends += [wrong("fsdp", "error", "the launch ended"), wrong("zero1", "passed", bug="biases-decay")]
     page = page_of(ends)
     assert "6 cells: 3 trained and compared with plain PyTorch, **1 failed; 1 ended in an error**;\n2 refused" in page
     assert "| zero2 | 2 | **0 of 1 (1 refused)** |" in page
@@ -105,8 +108,12 @@ def test_a_cell_without_its_reference_is_an_error(suite):
     cell = Cell(strategy="baseline", ranks=1)
     suite._without_reference[parity.reference_key(cell)] = "it was refused"
     result = suite._judge(cell, CellEnd(folder=suite.folder, ranks=[], status="done"))
-    assert (result.status, result.as_expected) == ("error", False)
-    assert result.message == "cannot be compared, because its reference failed: it was refused"
+    assert (result["status"], result["as_expected"]) == ("error", False)
+    assert result["message"] == "cannot be compared, because its reference failed: it was refused"
+    refused = CellEnd(folder=suite.folder, ranks=[], status="refused")
+    for change, expected in (("fp32", False), ("fp16", True)):
+        assert suite._judge(replace(cell, precision=change), refused)["as_expected"] == expected
+    assert not suite._judge(replace(cell, bug="biases-decay"), refused)["as_expected"]
 
 
 @pytest.mark.parametrize(
@@ -157,9 +164,10 @@ def training(tmp_path):
         measurement = Measurement(data_rank=rank)
         for step in range(STEPS):
             read, lr = [f"{step}{sample}" for sample in samples], 0.1 * step
-            measurement.step(loss=5.0 - step, grad_norm=2.0, lr=lr, used=[lr], skipped=False, samples=read)
+            facts = {"loss": 5.0 - step, "grad_norm": 2.0, "lr": lr, "used": [lr], "skipped": False}
+            measurement.steps.append(facts | {"samples": sorted(read)})
         for after_step, loss in ((0, 5.5), (STEPS, 4.5)):
-            measurement.validation(after_step=after_step, loss=loss, targets=17)
+            measurement.validations.append({"after_step": after_step, "loss": loss, "targets": 17})
         for parameter in NAMES:
             measurement.replica(parameter, weight(parameter))
         measurement.write(folder, rank=rank)

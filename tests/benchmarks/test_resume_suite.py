@@ -9,23 +9,11 @@ from training_runs import read_lines, roll_back
 
 from dsgpt.benchmarks import resume as command
 from dsgpt.benchmarks import saving as saving_command
-from dsgpt.benchmarks.cells import by, flags, write_recipe
+from dsgpt.benchmarks.cells import STEPS, by, flags, write_recipe
 from dsgpt.benchmarks.frame import run_suite
 from dsgpt.benchmarks.launch import training_words
 from dsgpt.benchmarks.records import REFERENCE
-from dsgpt.benchmarks.resume import (
-    BASELINE,
-    BOUND,
-    WHOLE,
-    Length,
-    Resume,
-    ResumeOptions,
-    cells,
-    core_pairs,
-    core_rewritten,
-    seeded_pairs,
-    wrong_in,
-)
+from dsgpt.benchmarks.resume import BASELINE, BOUND, Resume, ResumeOptions, cells, core_pairs, core_rewritten
 from dsgpt.benchmarks.saving import SAVES, Saving, SavingOptions
 from dsgpt.checkpoints.pieces import MOMENTS
 from dsgpt.training.command import train
@@ -35,7 +23,7 @@ from dsgpt.training.command import train
 
 def test_the_committed_record_is_of_the_seeded_pairs_and_all_passed():
     record = json.loads((REPOSITORY / REFERENCE / "resume.json").read_text())
-    pairs = seeded_pairs()
+    pairs = command.seeded_pairs()
     assert {pair["name"] for pair in record["pairs"]} == {pair.name for pair in pairs}
     assert len(record["pairs"]) == len(pairs) == 30
     strategies = {cell.strategy for cell in cells()}
@@ -83,7 +71,7 @@ def test_saving_writes_its_record_and_page(tmp_path, monkeypatch):
 # Any strategy resumes the run of any other: each writes what it read, and pairs of strategies share a run.
 
 
-LENGTH = Length(steps=8)
+FEW, SAVED = 8, 4
 """Enough to notice state that is lost: the tests below lose some. The record has 20 steps."""
 
 
@@ -101,30 +89,25 @@ def results(request, tmp_path_factory):
     """How the selected cells and pairs of the core ended, by name: one run for all tests."""
     chosen = [item.callspec.params for item in request.session.items if "results" in getattr(item, "fixturenames", ())]
     suite = Resume(ResumeOptions(), REPOSITORY)
-    suite.folder, suite.length = tmp_path_factory.mktemp("resume"), LENGTH
-    cells, pairs = ([each[name] for each in chosen if name in each] for name in ("cell", "pair"))
+    suite.folder, suite.steps = tmp_path_factory.mktemp("resume"), FEW
+    suite._cells, suite._pairs = ([each[name] for each in chosen if name in each] for name in ("cell", "pair"))
     with launches_fork():
         suite.begin()
-        return {result.name: result for result in suite.run(cells, pairs)}
+        return {result["name"]: result for result in suite.results()}
 
 
 @pytest.mark.parametrize("cell", [rewritten(cell) for cell in core_rewritten()])
 def test_writes_what_it_read(results, cell):
     result = results[f"{by(cell)}, {cell.precision}, writes what it read"]
-    assert result.status == "passed", result.message
-    assert set(result.measured) == {
-        "model.safetensors",
-        "optimizer.safetensors",
-        "training_state.json",
-        "weights that a rank computes with",
-        "validation loss",
-    }
+    assert result["status"] == "passed", result["message"]
+    files = {"model.safetensors", "optimizer.safetensors", "training_state.json"}
+    assert set(result["measured"]) == files | {"weights that a rank computes with", "validation loss"}
 
 
 @pytest.mark.parametrize("pair", core_pairs(), ids=lambda pair: pair.name)
 def test_resumes_as_if_undisturbed(results, pair):
     result = results[pair.name]
-    assert result.status == "passed", result.message
+    assert result["status"] == "passed", result["message"]
 
 
 @pytest.mark.parametrize(
@@ -141,22 +124,22 @@ def test_why_a_pair_fails(fact, value, said):
     pair = core_pairs()[0]
     before, after = by(pair.source), by(pair.target)
     measured = {
-        "changes": [{"step": WHOLE.saved, "name": "executed by", "before": before, "after": after}],
-        "line": f"resuming from step-{WHOLE.saved:08d} ({before}) as {after}",
-        "steps": list(range(1, WHOLE.steps + 1)),
+        "changes": [{"step": STEPS // 2, "name": "executed by", "before": before, "after": after}],
+        "line": f"resuming from step-{STEPS // 2:08d} ({before}) as {after}",
+        "steps": list(range(1, STEPS + 1)),
         "validated": [10, 15, 20],
         "loss": 1e-6,
         "validation loss": 1e-6,
     }
-    assert wrong_in(pair, measured) == ""
-    assert wrong_in(pair, measured | {fact: value}).startswith(said)
+    assert command.wrong_in(pair, measured, STEPS) == ""
+    assert command.wrong_in(pair, measured | {fact: value}, STEPS).startswith(said)
 
 
 def trained(run, folder, corpus, *more):
     """The baseline of the suite, in ``run``; its losses."""
     recipe = write_recipe(folder / "recipe.json", BASELINE, recipes=REPOSITORY / "ds_configs")
-    words = flags(BASELINE, recipe=recipe, corpus=corpus, run_dir=run, device="cpu", steps=LENGTH.steps)
-    words += ["--save_every", str(LENGTH.saved), "--keep_checkpoints", "9", "--max_val_steps", "1"]
+    words = flags(BASELINE, recipe=recipe, corpus=corpus, run_dir=run, device="cpu", steps=FEW)
+    words += ["--save_every", str(SAVED), "--keep_checkpoints", "9", "--max_val_steps", "1"]
     assert train([*words, *more]) == 0
     return {line["step"]: line["loss"] for line in read_lines(run)}
 
@@ -164,11 +147,11 @@ def trained(run, folder, corpus, *more):
 def test_moments_that_a_strategy_loses_are_noticed(tmp_path, corpus):
     """The bound is far below what a checkpoint without moments does to the loss."""
     straight = trained(tmp_path / "run", tmp_path, corpus)
-    copy = roll_back(tmp_path / "run", tmp_path / "copy", LENGTH.saved)
-    checkpoint = copy / f"step-{LENGTH.saved:08d}"
+    copy = roll_back(tmp_path / "run", tmp_path / "copy", SAVED)
+    checkpoint = copy / f"step-{SAVED:08d}"
     manifest = json.loads((checkpoint / "manifest.json").read_text())
     (checkpoint / MOMENTS).unlink()
     del manifest["files"][MOMENTS]
     (checkpoint / "manifest.json").write_text(json.dumps(manifest))
     resumed = trained(copy, tmp_path, corpus, "--resume")
-    assert max(abs(resumed[step] - straight[step]) for step in range(LENGTH.saved + 1, LENGTH.steps + 1)) > 400 * BOUND
+    assert max(abs(resumed[step] - straight[step]) for step in range(SAVED + 1, FEW + 1)) > 400 * BOUND

@@ -121,13 +121,11 @@ def three(tmp_path: Path) -> Path:
     return write_description(tmp_path, [cell("a"), cell("b"), cell("c")])
 
 
+LATE, INDIVISIBLE = "did not end within 3 s; its last line: step 2 | loss", "global batch 8 is not divisible by 3 ranks"
 ENDINGS = {
-    name: Ending(state=state, message=message, seconds=1.0)
-    for name, state, message in (
-        ("a", State.OUT_OF_MEMORY, "exit code 1: MemoryError"),
-        ("b", State.TIMED_OUT, "did not end within 3 s; its last line: step 2 | loss"),
-        ("c", State.REFUSED, "global batch 8 is not divisible by 3 ranks"),
-    )
+    "a": Ending(state=State.OUT_OF_MEMORY, message="exit code 1: MemoryError", seconds=1.0),
+    "b": Ending(state=State.TIMED_OUT, message=LATE, seconds=1.0),
+    "c": Ending(state=State.REFUSED, message=INDIVISIBLE, seconds=1.0),
 }
 
 
@@ -165,9 +163,8 @@ def test_turns_with_other_settings_recipes_data_or_sources_are_refused(three, tm
     assert run_suite(SweepSuite, options(tmp_path, three), repository=REPOSITORY) == 0
 
     def refused(what: str, **changes: Any) -> None:
-        with pytest.raises(
-            UserError, match=rf"with other {what}, which .* give another --output, or remove the folder"
-        ):
+        why = rf"with other {what}, which .* give another --output, or remove the folder"
+        with pytest.raises(UserError, match=why):
             run_suite(SweepSuite, options(tmp_path, three, **changes), repository=REPOSITORY)
 
     refused("settings", steps=7)
@@ -235,13 +232,14 @@ def test_the_state_and_the_reason_come_from_exit_code_and_output(code, text, sta
     )
 
 
+def planned(name: str, devices: int = 1) -> PlannedCell:
+    return PlannedCell(name=name, devices=devices, launcher="torchrun", flags=())
+
+
 def judged(*turns: Turn, kind: str = "same training", losses: Any = {}) -> Compared:  # noqa: B006 - only read
     """A cell of two devices beside a baseline of one, whose two repeats have speeds of 100 and 50."""
     base = [made_up("one", 1, speed=100), made_up("one", 2, speed=50)]
-    cells = [
-        cell_of(PlannedCell(name=name, devices=devices, launcher="torchrun", flags=()), some, price=None)
-        for name, devices, some in (("one", 1, base), ("two", 2, turns))
-    ]
+    cells = (cell_of(planned("one"), base, price=None), cell_of(planned("two", 2), turns, price=None))
     return compared(ComparisonPlan(name="p", kind=kind, baseline="one", cells=("two",)), *cells, losses=losses)
 
 
@@ -260,10 +258,8 @@ def test_figures_of_a_comparison_are_paired_by_repeat_and_those_of_other_work_ar
 def test_the_largest_difference_is_over_all_steps_and_repeats_and_unknown_without_the_same_steps():
     """Wrong if only the last step counts, where strategies may meet again."""
     turns = [made_up("two", repeat, speed=1) for repeat in (1, 2)]
-    losses = {("one", n): {1: 9.0, 2: 8.0} for n in (1, 2)} | {
-        ("two", 1): {1: 9.25, 2: 8.0},
-        ("two", 2): {1: 9, 2: 7.5},
-    }
+    losses = {("one", n): {1: 9.0, 2: 8.0} for n in (1, 2)}
+    losses |= {("two", 1): {1: 9.25, 2: 8.0}, ("two", 2): {1: 9, 2: 7.5}}
     for changed, largest in (({}, 0.5), ({("two", 2): {1: 9.0, 2: 8.0}}, 0.25), ({("two", 2): {1: 9.0}}, None)):
         assert judged(*turns, losses=losses | changed).largest_loss_difference == largest
     assert judged(*turns, losses=losses, kind="weak scaling").largest_loss_difference is None
@@ -271,6 +267,5 @@ def test_the_largest_difference_is_over_all_steps_and_repeats_and_unknown_withou
 
 def test_a_target_that_one_turn_missed_has_no_time():
     turns = [made_up("one", repeat, speed=100, time_to_target_sec=time) for repeat, time in ((1, 3.0), (2, None))]
-    planned = PlannedCell(name="one", devices=1, launcher="torchrun", flags=())
-    assert cell_of(planned, turns[:1], price=None).time_to_target_sec.median == 3.0
-    assert cell_of(planned, turns, price=None).time_to_target_sec is None
+    assert cell_of(planned("one"), turns[:1], price=None).time_to_target_sec.median == 3.0
+    assert cell_of(planned("one"), turns, price=None).time_to_target_sec is None

@@ -39,11 +39,8 @@ def suite(tmp_path, monkeypatch):
 @pytest.mark.long
 @pytest.mark.parametrize("kind", [speed.DDP, speed.ENGINE])
 def test_weak_scaling_compares_tokens_of_a_rank(suite, kind):
-    (row,) = [
-        row
-        for row in speed.rows("cpu", threads=2, peers=())
-        if row.title.startswith("weak scaling") and row.entries[0].kind == kind
-    ]
+    rows = speed.rows("cpu", threads=2, peers=())
+    (row,) = [row for row in rows if row.title.startswith("weak scaling") and row.entries[0].kind == kind]
     found = suite._row(replace(row, work=WORK))
     (two,), (one,), (apart,) = (entry["tokens_per_sec"]["values"] for entry in found["entries"])
     assert found["ratio"]["median"] == pytest.approx(two / one / 2)
@@ -85,9 +82,8 @@ def test_a_contender_takes_steps_and_one_that_fails_is_named(suite, tmp_path):
 def test_memory_is_compared_with_nanogpt_if_it_takes_part(suite, monkeypatch, peers, other):
     """With contenders that only say what they needed."""
     peaks = {speed.OURS: 30, NANOGPT: 60, speed.HUGGING_FACE: 40}
-    monkeypatch.setattr(
-        suite, "_start", lambda _, entry, *more: lambda steps: {"peak_bytes": steps * peaks[entry.kind]}
-    )
+    taken = lambda _, entry, *more: lambda steps: {"peak_bytes": steps * peaks[entry.kind]}  # noqa: E731
+    monkeypatch.setattr(suite, "_start", taken)
     suite._peers = peers
     compared = suite._memory()
     assert (compared["other"], compared["share"]) == (other, 30 / peaks[other])

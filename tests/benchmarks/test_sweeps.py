@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from small_run import REPOSITORY, command_line, random_ids, write_inputs, write_tokens
-from test_running_sweeps import WORK, cell, made_up, options, write_description
+from test_running_sweeps import WORK, cell, made_up, options, planned, write_description
 
 from dsgpt.benchmarks import sweep_cells
 from dsgpt.benchmarks.frame import run_suite
@@ -22,7 +22,7 @@ from dsgpt.training.command import train
 # What a sweep trains and in which order, and which suites are refused before anything runs.
 
 
-CELLS = [sweep_cells.Cell(name=name, devices=1, launcher="python", flags=()) for name in "abcdef"]
+CELLS = [planned(name) for name in "abcdef"]
 
 
 def test_a_description_on_some_devices_keeps_its_baseline(tmp_path):
@@ -57,12 +57,9 @@ def data(tmp_path_factory) -> list[str]:
 def test_the_built_in_suites_compare_equal_work(name, data, tmp_path):
     suite = sweep_cells.built_in(name, devices=(1, 2, 8))
     assert len({one.folder for one in suite.cells}) == len(suite.cells)
-    works = {
-        one.name: sweep_cells.planned_work(
-            one, [*data, *one.flags, "--checkpoint_path", str(tmp_path / "run")], repository=REPOSITORY
-        )
-        for one in suite.cells
-    }
+    words, works = [*data, "--checkpoint_path", str(tmp_path / "run")], {}
+    for one in suite.cells:
+        works[one.name] = sweep_cells.planned_work(one, [*words, *one.flags], repository=REPOSITORY)
     assert [name for name, work in works.items() if work is None] == []
     sweep_cells.require_equal_work(suite, works)
     assert {one for plan in suite.comparisons for one in (plan.baseline, *plan.cells)} == works.keys()
@@ -142,8 +139,7 @@ def write_sweep(file: Path, speeds: dict[str, list[float | None]], *, cpu: str =
     for name, values in speeds.items():
         facts = [{"speed": speed, **(FAILED if speed is None else {}), **more} for speed in values]
         turns = [made_up(name, repeat, **each) for repeat, each in enumerate(facts, start=1)]
-        planned = sweep_cells.Cell(name=name, devices=1, launcher="python", flags=())
-        cells.append(asdict(cell_of(planned, turns, price=None)))
+        cells.append(asdict(cell_of(planned(name), turns, price=None)))
     record = json.loads((REPOSITORY / REFERENCE / "sweep-scaling.json").read_text(encoding="utf-8"))
     hardware = {"gpu_name": None, "cpu_name": cpu, "cpu_count": 2}
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -171,9 +167,8 @@ def test_sweeps_are_compared_cell_by_cell_and_one_slower_cell_gives_the_exit_cod
 
 def test_cells_are_named_behind_the_path_and_repeats_that_failed_in_one_are_left_out(a, tmp_path, capsys):
     assert compare(f"{a}#two", f"{a}#one", allow_unequal=False) == 1
-    assert capsys.readouterr().out == (
-        "A = two, B = one: B is 50.0% slower than A, 95% interval -50.0% to -50.0% of its speed, 4 repeats\n"
-    )
+    half = "B is 50.0% slower than A, 95% interval -50.0% to -50.0% of its speed, 4 repeats"
+    assert capsys.readouterr().out == f"A = two, B = one: {half}\n"
     b = write_sweep(tmp_path / "b.json", {"one": [900, None, 720, 630]})
     assert compare(f"{a}#one", f"{b}#one", allow_unequal=False) == 1
     b = write_sweep(tmp_path / "b.json", {"one": [900, None, None, None]})
@@ -194,19 +189,15 @@ def test_other_work_is_said_first_and_must_be_allowed(a, tmp_path, capsys):
         compare(f"{a}#one", f"{unknown}#one", allow_unequal=False)
     first, second, third = capsys.readouterr().out.splitlines()
     assert first.startswith("one: NOT EQUAL WORK: same work: no (global batch 8 vs 16)")
-    assert second == (
-        "one: other machines: A ran on a CPU, 2 cores (instruction sets: not recorded), "
-        "B on another, 2 cores (instruction sets: not recorded)"
-    )
+    cores = "2 cores (instruction sets: not recorded)"
+    assert second == f"one: other machines: A ran on a CPU, {cores}, B on another, {cores}"
     assert third.startswith("one: A and B: no difference, 95% interval ")
 
 
 def test_what_cannot_be_paired_is_refused(a, tmp_path):
     other = write_sweep(tmp_path / "other.json", {"three": works(1)})
-    for one, two, why in (
-        (f"{a}#on", f"{a}#one", r"has no cell 'on' \(did you mean one\?\)"),
-        (a, other, r"have no cell of the same name"),
-    ):
+    unknown = r"has no cell 'on' \(did you mean one\?\)"
+    for one, two, why in ((f"{a}#on", f"{a}#one", unknown), (a, other, r"have no cell of the same name")):
         with pytest.raises(UserError, match=why):
             compare(str(one), str(two), allow_unequal=False)
 
@@ -225,9 +216,8 @@ def test_runs_are_paired_by_step_after_the_warm_up(tmp_path, capsys):
     capsys.readouterr()
     assert compare(str(run), str(other), allow_unequal=False) == 1
     counted = sum("loss" in line and not line["warm_up"] for line in lines[:-1])
-    assert f"B is 10.0% slower than A, 95% interval -10.0% to -10.0% of its speed, {counted} steps\n" in (
-        capsys.readouterr().out
-    )
+    slower = f"B is 10.0% slower than A, 95% interval -10.0% to -10.0% of its speed, {counted} steps\n"
+    assert slower in capsys.readouterr().out
     record = json.loads((run / "training_metrics.json").read_text())
     record["training_config"]["seed"] = 7
     (other / "training_metrics.json").write_text(json.dumps(record))

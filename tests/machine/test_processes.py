@@ -185,7 +185,8 @@ ENDED_BY = {
 def test_whoever_joins_a_group_leaves_at_once():
     files = [*REPOSITORY.glob("src/**/*.py"), *REPOSITORY.glob("tests/**/*.py")]
     texts = {str(file.relative_to(REPOSITORY)): file.read_text(encoding="utf-8") for file in files}
-    joining = {name for name, text in texts.items() if re.search(r"(?<!def )\bjoined\((?:config\.)?topology", text)}
+    joins = r"(?<!def )\bjoined(\((?:config\.)?topology|_run\()"
+    joining = {name for name, text in texts.items() if re.search(joins, text)}
     assert joining > ENDED_BY.keys()
     for name in joining:
         assert re.search(r"\bexit_rank\((\d|train\()", texts[ENDED_BY.get(name, name)]), name

@@ -15,15 +15,16 @@ input is a number of steps; the answer is a line of JSON. An empty input ends th
 
 import contextlib
 import importlib.util
+import itertools
 import json
 import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -32,9 +33,8 @@ from torch import Tensor, nn
 
 from dsgpt.benchmarks import decoding
 from dsgpt.benchmarks.cells import Corpus, file_values
-from dsgpt.benchmarks.decoding import DecodingRow
 from dsgpt.benchmarks.frame import NANOGPT, contest, ratios, span
-from dsgpt.benchmarks.launch import config_of, shape_values, training_words
+from dsgpt.benchmarks.launch import joined_run, shape_values, training_words
 from dsgpt.benchmarks.speed import DDP, ENGINE, HUGGING_FACE, NANOGPT_DEFAULTS, OURS, PEERS, Shape, StepSetup
 from dsgpt.common.errors import UserError
 from dsgpt.common.files import write_json_atomic
@@ -43,7 +43,7 @@ from dsgpt.formats.hugging_face import hugging_face_config, to_hugging_face
 from dsgpt.formats.tensor_files import DTYPES
 from dsgpt.inference.decoder import Decoder
 from dsgpt.inference.generation import generate_batch
-from dsgpt.machine.device import HugePages, bring_up, synchronisations
+from dsgpt.machine.device import HugePages, synchronisations
 from dsgpt.machine.launcher import exit_rank
 from dsgpt.machine.probe import keep_freed_memory
 from dsgpt.machine.topology import read_topology
@@ -61,43 +61,39 @@ TRAINING = {
 }
 
 
-class OwnTrainer:
+Step = Callable[[], Tensor]
+"""Takes a step; returns its loss, which may still be on its way."""
+
+
+@contextlib.contextmanager
+def own_trainer(kind: str, work: StepSetup, *, tokens: Path, folder: Path) -> Iterator[Step]:
     """A strategy of this program, built from flags as ``src/gpt2.py`` builds it, without the loop around it."""
+    # imported here: they are not to be in the memory of peers
+    from dsgpt.strategies.base import build_strategy  # noqa: PLC0415
+    from dsgpt.training.trainer import training_batches  # noqa: PLC0415
 
-    def __init__(self, kind: str, work: StepSetup, *, tokens: Path, folder: Path) -> None:
-        # imported here: they are not to be in the memory of peers
-        from dsgpt.machine.device import joined  # noqa: PLC0415
-        from dsgpt.strategies.base import build_strategy  # noqa: PLC0415
-        from dsgpt.training.trainer import training_batches  # noqa: PLC0415
-
-        recipe, topology = folder / "recipe.json", read_topology()
-        write_json_atomic(recipe, {**TRAINING, "zero_optimization": {"stage": 1}} if kind == ENGINE else TRAINING)
-        values: dict[str, Any] = {
-            "run_type": {OURS: "baseline", ENGINE: "optimized", DDP: "ddp"}[kind],
-            **file_values(Corpus(train=tokens, val=tokens), recipe=recipe, run_dir=folder / "run"),
-            **shape_values(work.model),
-            "seq_length": work.shape.length,
-            "global_batch_size": work.batch * topology.world_size,
-            "micro_batch_size_per_gpu": work.batch,
-            "max_train_steps": 1_000_000,
-            "precision": work.precision,
-            "device": work.device,
-            **({"threads_per_device": work.threads} if work.device == "cpu" else {}),
-            **({"compile": True} if work.compile else {}),
-        }
-        config = config_of(training_words(values))
-        self._resources = contextlib.ExitStack()
-        device = bring_up(config.device, local_rank=topology.local_rank, threads=config.threads_per_device)
-        if kind != OURS:
-            self._resources.enter_context(joined(topology, device))
-        self._strategy = self._resources.enter_context(contextlib.closing(build_strategy(config, device)))
-        self._batches = self._resources.enter_context(contextlib.closing(training_batches(config, first_step=0)))
-        self._step = 0
-
-    def step(self) -> Tensor:
-        """One step; returns its loss, which may still be on its way."""
-        self._step += 1
-        return self._strategy.train_step(self._batches, self._step).loss
+    recipe = folder / "recipe.json"
+    write_json_atomic(recipe, {**TRAINING, "zero_optimization": {"stage": 1}} if kind == ENGINE else TRAINING)
+    values: dict[str, Any] = {
+        "run_type": {OURS: "baseline", ENGINE: "optimized", DDP: "ddp"}[kind],
+        **file_values(Corpus(train=tokens, val=tokens), recipe=recipe, run_dir=folder / "run"),
+        **shape_values(work.model),
+        "seq_length": work.shape.length,
+        "global_batch_size": work.batch * read_topology().world_size,
+        "micro_batch_size_per_gpu": work.batch,
+        "max_train_steps": 1_000_000,
+        "precision": work.precision,
+        "device": work.device,
+        **({"threads_per_device": work.threads} if work.device == "cpu" else {}),
+        **({"compile": True} if work.compile else {}),
+    }
+    with (
+        joined_run(training_words(values)) as (config, device),
+        contextlib.closing(build_strategy(config, device)) as strategy,
+        contextlib.closing(training_batches(config, first_step=0)) as batches,
+    ):
+        steps = itertools.count(1)
+        yield lambda: strategy.train_step(batches, next(steps)).loss
 
 
 class PeerLoop:
@@ -249,20 +245,22 @@ def main() -> None:
     if job["keeps_memory"]:
         keep_freed_memory()
     torch.manual_seed(0)
-    trainer: PeerLoop | OwnTrainer
-    if job["kind"] in PEERS:
-        trainer = PeerLoop(job["kind"], work, tokens=tokens, peer=peer)
-    else:
-        trainer = OwnTrainer(job["kind"], work, tokens=tokens, folder=job_file.parent)
-    for line in sys.stdin:
-        started, loss = time.perf_counter(), torch.zeros(())
-        with synchronisations(work.device) as waits:
-            for _ in range(int(line)):
-                loss = trainer.step()
-        value = float(loss)  # waits for the device
-        seconds, peak = time.perf_counter() - started, peak_bytes(work.device)
-        waited = None if work.device == "cpu" else len(waits)
-        answer({"seconds": seconds, "loss": value, "peak_bytes": peak, "synchronisations": waited})
+    with contextlib.ExitStack() as resources:
+        step: Step
+        if job["kind"] in PEERS:
+            step = PeerLoop(job["kind"], work, tokens=tokens, peer=peer).step
+        else:
+            step = resources.enter_context(own_trainer(job["kind"], work, tokens=tokens, folder=job_file.parent))
+        for line in sys.stdin:
+            started, loss = time.perf_counter(), torch.zeros(())
+            with synchronisations(work.device) as waits:
+                for _ in range(int(line)):
+                    loss = step()
+            value = float(loss)  # waits for the device
+            seconds, peak = time.perf_counter() - started, peak_bytes(work.device)
+            waited = None if work.device == "cpu" else len(waits)
+            answer({"seconds": seconds, "loss": value, "peak_bytes": peak, "synchronisations": waited})
+        exit_rank(0)  # at once: ranks are ended one after the other, and none is to wait for its peers
 
 
 def nanogpt_rate(step: int, *, steps: int) -> float:
@@ -339,29 +337,7 @@ READS = 5
 _COLUMNS = 4096
 
 
-def measure_losses(checkpoint: Path, data: Path, *, device: str) -> dict[str, Any]:
-    """Loss and perplexity of the model of ``checkpoint`` on the token file ``data``, as the record has them.
-
-    In each precision, and with weights in 8 bits.
-
-    Raises:
-        UserError: the model or the file cannot be used.
-    """
-    from dsgpt.inference.commands import EvaluateRequest  # noqa: PLC0415
-    from dsgpt.inference.evaluate import evaluate  # noqa: PLC0415
-    from dsgpt.machine.console import Console  # noqa: PLC0415
-
-    weights: dict[str, Any] = {}
-    for precision, quantize in decoding.WEIGHTS:
-        asked = EvaluateRequest(checkpoint=checkpoint, data=data, precision=precision, quantize=quantize, device=device)
-        record = evaluate(asked, console=Console(speaks=False))
-        name = precision if quantize == "none" else quantize
-        weights[name] = {key: record[key] for key in ("loss", "perplexity", "bits_per_byte")}
-    return {"checkpoint": checkpoint.as_posix(), "tokens": record["tokens"], "weights": weights}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Continued:
+class Continued(NamedTuple):
     """Ids that a contender generated, and its times."""
 
     ids: list[list[int]]
@@ -374,20 +350,20 @@ Generator = Callable[[Tensor], Continued]
 """Maps prompts (B, T) to their continuations."""
 
 
-def draw_model(row: DecodingRow, device: torch.device) -> GPT2:
+def draw_model(row: decoding.DecodingRow, device: torch.device) -> GPT2:
     """The model of a row, with random weights: as fast as a trained one."""
     model = GPT2(PRESETS[row.model_size])
     initialize(model, config=model.config, seed=1)
     return model.to(device=device, dtype=DTYPES[row.precision]).eval()
 
 
-def draw_prompts(row: DecodingRow, device: torch.device) -> Tensor:
+def draw_prompts(row: decoding.DecodingRow, device: torch.device) -> Tensor:
     """Random ids, (B, T)."""
     shape, vocabulary = (row.batch_size, row.prompt_tokens), PRESETS[row.model_size].vocab_size
     return torch.randint(0, vocabulary, shape, generator=torch.Generator().manual_seed(0)).to(device)
 
 
-def open_generator(kind: str, row: DecodingRow, model: GPT2, *, checkout: Path | None) -> Generator:
+def open_generator(kind: str, row: decoding.DecodingRow, model: GPT2, *, checkout: Path | None) -> Generator:
     """The contender ``kind`` with the weights of ``model``.
 
     Raises:
@@ -395,43 +371,41 @@ def open_generator(kind: str, row: DecodingRow, model: GPT2, *, checkout: Path |
     """
     if kind == decoding.OURS:
         decoder = Decoder(model, batch_size=row.batch_size, quantize=row.quantize, compiled=row.compiled)
-        return partial(_generate, decoder, row.new_tokens)
+
+        def own(prompts: Tensor) -> Continued:
+            started = time.perf_counter()
+            tokens = generate_batch(decoder, prompts.tolist(), new_tokens=row.new_tokens)
+            times, steps = zip(*((time.perf_counter(), ids) for ids in tokens), strict=True)
+            ids, token_sec = [list(column) for column in zip(*steps, strict=True)], times[-1] - times[0]
+            return Continued(ids, times[-1] - started, token_sec / (len(times) - 1))
+
+        return own
     if kind == NANOGPT:
         assert checkout is not None
         peer = nanogpt_model(model.config, checkout)
+        options: dict[str, Any] = {"top_k": 1}
     else:
         peer = hugging_face_model(model.config, use_cache=True)
         weights = dict(to_hugging_face(model.state_dict().items(), model.config))
         weights["lm_head.weight"] = weights.pop("transformer.lm_head.weight")[: model.config.vocab_size]
         peer.load_state_dict(weights)
+        options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     peer = peer.to(device=model.wte.weight.device, dtype=model.wte.weight.dtype).eval()
-
-    options: dict[str, Any] = {"max_new_tokens": row.new_tokens, "do_sample": False, "eos_token_id": None}
 
     @torch.inference_mode()
     def generate(prompts: Tensor) -> Continued:
         started = time.perf_counter()
-        if kind == NANOGPT:
-            ids = peer.generate(prompts, row.new_tokens, top_k=1)
-        else:
-            ids = peer.generate(prompts, attention_mask=torch.ones_like(prompts), pad_token_id=0, **options)
+        mask = {} if kind == NANOGPT else {"attention_mask": torch.ones_like(prompts)}
+        ids = peer.generate(prompts, max_new_tokens=row.new_tokens, **options, **mask)
         new = ids[:, prompts.shape[1] :].tolist()  # waits for the device
-        return Continued(ids=new, seconds=time.perf_counter() - started, token_sec=None)
+        return Continued(new, time.perf_counter() - started, None)
 
     return generate
 
 
-def _generate(decoder: Decoder, new_tokens: int, prompts: Tensor) -> Continued:
-    """Our continuation of ``prompts``."""
-    started = time.perf_counter()
-    steps = [(time.perf_counter(), ids) for ids in generate_batch(decoder, prompts.tolist(), new_tokens=new_tokens)]
-    times, rows = zip(*steps, strict=True)
-    ids = [list(column) for column in zip(*rows, strict=True)]
-    token_sec = (times[-1] - times[0]) / (len(times) - 1)
-    return Continued(ids=ids, seconds=times[-1] - started, token_sec=token_sec)
-
-
-def measure_decoding(row: DecodingRow, *, rounds: int, device: torch.device, checkout: Path | None) -> dict[str, Any]:
+def measure_decoding(
+    row: decoding.DecodingRow, *, rounds: int, device: torch.device, checkout: Path | None
+) -> decoding.Result:
     """Seconds of every contender in every round, the ratio to transformers, and the share of the memory's floor.
 
     Warm-up and loading do not count; reading the prompts counts, except in the share, which is of the tokens after the
@@ -441,7 +415,8 @@ def measure_decoding(row: DecodingRow, *, rounds: int, device: torch.device, che
         UserError: nanoGPT's checkout has another model.
     """
     model, prompts = draw_model(row, device), draw_prompts(row, device)
-    kinds = row.contenders(nanogpt=checkout is not None)
+    nanogpt = checkout is not None and row.batch_size == 1  # it reads all tokens again for each new
+    kinds = [decoding.OURS, decoding.HUGGING_FACE, *([NANOGPT] if nanogpt else [])]
     generators = {kind: open_generator(kind, row, model, checkout=checkout) for kind in kinds}
     size = bytes_read(model, quantize=row.quantize)
     # The product of a matrix of as many bytes and a vector is the fastest way here to read memory once. The matrix is
@@ -466,8 +441,8 @@ def measure_decoding(row: DecodingRow, *, rounds: int, device: torch.device, che
         "ratios": {kind: ratios(seconds[kind], seconds[decoding.OURS]) for kind in kinds[1:]},
         "share": ratios(turns["floor"], token_sec),
         "same_ids": turns[decoding.OURS][0].ids == turns[decoding.HUGGING_FACE][0].ids,
-        "ratio_goal": decoding.RATIO_GOAL if row.has_goals else None,
-        "share_goal": decoding.SHARE_GOAL if row.has_goals else None,
+        "ratio_goal": decoding.RATIO_GOAL if row.quantize == "none" else None,  # weights in 8 bits are for memory
+        "share_goal": decoding.SHARE_GOAL if row.quantize == "none" else None,
     }
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from dsgpt.benchmarks import frame
 from dsgpt.common.command_line import POSITIVE, choice, flag, switch
 from dsgpt.common.errors import UserError
+from dsgpt.machine.console import Console
 from dsgpt.model.config import PRESETS
 
 OURS, HUGGING_FACE = "dsgpt", "transformers"
@@ -50,15 +51,6 @@ class DecodingRow:
     def _weights(self) -> str:
         return self.precision if self.quantize == "none" else self.quantize
 
-    @property
-    def has_goals(self) -> bool:
-        """Whether the row must reach the goals; weights in 8 bits are for memory."""
-        return self.quantize == "none"
-
-    def contenders(self, *, nanogpt: bool) -> list[str]:
-        """Names of the contenders. NanoGPT reads all tokens again for each new, so it is compared at batch 1 only."""
-        return [OURS, HUGGING_FACE, *([frame.NANOGPT] if nanogpt and self.batch_size == 1 else [])]
-
 
 def rows(model_size: str, *, compiled: bool = False) -> list[DecodingRow]:
     """Every row: two precisions and 8 bits, one text and eight; of a compiled step sixteen."""
@@ -82,31 +74,37 @@ def decoding_page(record: frame.Record, *, source: str) -> str:
         source: the record's path, for the reader.
     """
     work, made = record["results"][0]["work"], frame.generated_by(source, "decoding")
-    head = frame.filled("decoding", record, made=made, work=work, huge_pages=_huge_pages(record))
-    return frame.page_of(head, _seconds(record, work["new_tokens"]), _floor(record), _losses(record["losses"]))
-
-
-def _huge_pages(record: frame.Record) -> str:
-    setting = record.get("huge_pages")
-    if record["hardware"]["device"] != "cpu" or setting not in ("always", "madvise"):
-        return "Nothing here asks for huge pages, or the system gives none."
-    return (
-        "The floor's matrix and our copies of weights in PyTorch's layout (fp32 with one text, int8) lie in huge\n"
-        f"pages. This system gives them by its setting `{setting}`. The peers' weights lie where PyTorch puts them."
+    setting, huge_pages = record.get("huge_pages"), "Nothing here asks for huge pages, or the system gives none."
+    if record["hardware"]["device"] == "cpu" and setting in ("always", "madvise"):
+        huge_pages = (
+            "The floor's matrix and our copies of weights in PyTorch's layout (fp32 with one text, int8) lie in huge\n"
+            f"pages. This system gives them by its setting `{setting}`. The peers' weights lie where PyTorch puts them."
+        )
+    seconds, floors = [], []
+    for result in record["results"]:
+        title, ratio, token = result["title"], result["ratios"][HUGGING_FACE], result["token_sec"]
+        times = "; ".join(f"{name} {frame.span_words(span, '.2f')}" for name, span in result["seconds"].items())
+        made_sec = result["work"]["batch_size"] * result["work"]["new_tokens"] / result["seconds"][OURS]["median"]
+        goal, same = _goal(result["ratio_goal"], ".2f", ratio["median"]), "yes" if result["same_ids"] else "no"
+        seconds.append([title, times, "; ".join(_ratios(result)), goal, f"{made_sec:,.0f}", same])
+        floor, size, share = result["floor_sec"]["median"], result["bytes_per_token"], result["share"]
+        figures = [f"{size / 1e6:,.0f}", f"{size / floor / 1e9:.1f}", f"{floor * 1e3:.1f}"]
+        figures += [frame.span_words(token, ".1f", scale=1e3), frame.span_words(share, ".0%")]
+        floors.append([title, *figures, _goal(result["share_goal"], ".0%", share["median"])])
+    losses, rounded = record["losses"], []
+    for name, each in losses["weights"].items() if losses else ():
+        more = each["perplexity"] / losses["weights"]["fp32"]["perplexity"] - 1
+        rounded.append([name, f"{each['loss']:.5f}", f"{each['perplexity']:.3f}", f"{more:+.3%}"])
+    of_seconds = ["work", "seconds", "ratio", "goal", "our tokens/s", "same ids"]
+    of_floors = ["work", "MB per token", "GB/s", "floor, ms", "token, ms", "share", "goal"]
+    of_losses = ["weights", "loss, nats per token", "perplexity", "against fp32"]
+    lost = frame.filled("decoding-losses", losses) if losses else ""
+    return frame.page_of(
+        frame.filled("decoding", record, made=made, work=work, huge_pages=huge_pages),
+        frame.section(f"Seconds of {work['new_tokens']} tokens", of_seconds, seconds),
+        frame.section("Distance to the memory's floor", of_floors, floors),
+        frame.section("What rounded weights lose", of_losses, rounded, text=lost),
     )
-
-
-def _losses(losses: Figures | None) -> str:
-    """A table of the loss that rounded weights cost; empty if it was not measured."""
-    if not losses:
-        return ""
-    weights, exact = losses["weights"], losses["weights"]["fp32"]["perplexity"]
-    rows = [
-        [name, f"{each['loss']:.5f}", f"{each['perplexity']:.3f}", f"{each['perplexity'] / exact - 1:+.3%}"]
-        for name, each in weights.items()
-    ]
-    header = ["weights", "loss, nats per token", "perplexity", "against fp32"]
-    return frame.section("What rounded weights lose", header, rows, text=frame.filled("decoding-losses", losses))
 
 
 def summary_lines(record: frame.Record) -> list[str]:
@@ -136,29 +134,6 @@ def verdict(result: Figures) -> str:
 def _ratios(result: Figures) -> list[str]:
     """``1.20 (1.18 to 1.23)x transformers``, for every peer."""
     return [frame.ratio_words(ratio, name) for name, ratio in result["ratios"].items()]
-
-
-def _seconds(record: frame.Record, tokens: int) -> str:
-    rows = []
-    for result in record["results"]:
-        times = "; ".join(f"{name} {frame.span_words(seconds, '.2f')}" for name, seconds in result["seconds"].items())
-        made = result["work"]["batch_size"] * result["work"]["new_tokens"]
-        speed, same = f"{made / result['seconds'][OURS]['median']:,.0f}", "yes" if result["same_ids"] else "no"
-        goal = _goal(result["ratio_goal"], ".2f", result["ratios"][HUGGING_FACE]["median"])
-        rows.append([result["title"], times, "; ".join(_ratios(result)), goal, speed, same])
-    header = ["work", "seconds", "ratio", "goal", "our tokens/s", "same ids"]
-    return frame.section(f"Seconds of {tokens} tokens", header, rows)
-
-
-def _floor(record: frame.Record) -> str:
-    rows = []
-    for result in record["results"]:
-        floor, size = result["floor_sec"]["median"], result["bytes_per_token"]
-        token, share = frame.span_words(result["token_sec"], ".1f", scale=1e3), frame.span_words(result["share"], ".0%")
-        figures = [f"{size / 1e6:,.0f}", f"{size / floor / 1e9:.1f}", f"{floor * 1e3:.1f}", token, share]
-        rows.append([result["title"], *figures, _goal(result["share_goal"], ".0%", result["share"]["median"])])
-    header = ["work", "MB per token", "GB/s", "floor, ms", "token, ms", "share", "goal"]
-    return frame.section("Distance to the memory's floor", header, rows)
 
 
 def _goal(goal: float | None, form: str, reached: float) -> str:
@@ -214,7 +189,11 @@ class Decoding(frame.Suite[DecodingOptions, Result]):
         return len(self._rows)
 
     def begin(self) -> None:
-        """Choose the device, and measure what does not depend on time; nothing is written."""
+        """Choose the device, and measure what rounded weights lose, which does not depend on time.
+
+        Raises:
+            UserError: the model or the file cannot be used.
+        """
         import torch  # noqa: PLC0415 - takes seconds
 
         from dsgpt.machine.device import bring_up  # noqa: PLC0415
@@ -224,10 +203,18 @@ class Decoding(frame.Suite[DecodingOptions, Result]):
         threads = len(os.sched_getaffinity(0)) if self.options.device == "cpu" else None
         self._device = bring_up(self.options.device, local_rank=0, threads=threads)
         self._losses: Result | None = None
-        if self.options.checkpoint and self.options.data:
-            from dsgpt.benchmarks.contenders import measure_losses  # noqa: PLC0415
+        if (checkpoint := self.options.checkpoint) and (data := self.options.data):
+            from dsgpt.inference.commands import EvaluateRequest  # noqa: PLC0415
+            from dsgpt.inference.evaluate import evaluate  # noqa: PLC0415
 
-            self._losses = measure_losses(self.options.checkpoint, self.options.data, device=self.options.device)
+            weights = {}
+            for precision, quantize in WEIGHTS:
+                how: dict[str, Any] = {"precision": precision, "quantize": quantize, "device": self.options.device}
+                request = EvaluateRequest(checkpoint=checkpoint, data=data, **how)
+                measured = evaluate(request, console=Console(speaks=False))
+                losses = {key: measured[key] for key in ("loss", "perplexity", "bits_per_byte")}
+                weights[precision if quantize == "none" else quantize] = losses
+            self._losses = {"checkpoint": checkpoint.as_posix(), "tokens": measured["tokens"], "weights": weights}
 
     def results(self) -> Iterator[Result]:
         from dsgpt.benchmarks.contenders import measure_decoding  # noqa: PLC0415 - torch takes seconds

@@ -101,39 +101,35 @@ def fit(values: Values, asked: Sequence[Asked]) -> dict[str, float]:
     return {name: float(f"{value:.4g}") for name, value in found.items()}
 
 
-def _known_without(values: Values, rest: Sequence[Asked]) -> Values:
-    """The values from which a fit to ``rest`` starts: those that decide nothing there are unknown."""
-    now = predicted(values, rest)
-    neutral = {each.name: each.neutral for each in fitted().constants if each.name not in NOT_FITTED}
-    unknown = {name for name in neutral if np.array_equal(predicted({**values, name: values[name] * 0.9}, rest), now)}
-    return {name: neutral[name] if name in unknown else value for name, value in values.items()}
-
-
 def fit_constants() -> None:
     """Fit the constants to all rows, then without each source, and write both to ``constants.json``."""
     asked, known = asked_rows(), fitted()
     values = fit(constants(), asked)
+    neutral = {each.name: each.neutral for each in known.constants if each.name not in NOT_FITTED}
     ratios = dict(zip((raw["id"] for raw, _, _ in asked), predicted(values, asked).tolist(), strict=True))
     left_out, without = dict[str, float](), list[Values]()
     for source in sorted({raw["source"] for raw, _, _ in asked}):
         own = [each for each in asked if each[0]["source"] == source]
         rest = [each for each in asked if each[0]["source"] != source]
-        others = fit(_known_without(values, rest), rest)
+        now = predicted(values, rest)  # what decides nothing in the rest is unknown there
+        unknown = [
+            name for name in neutral if np.array_equal(predicted({**values, name: values[name] * 0.9}, rest), now)
+        ]
+        others = fit({**values, **{name: neutral[name] for name in unknown}}, rest)
         without.append(others)
         left_out |= zip((raw["id"] for raw, _, _ in own), predicted(others, own).tolist(), strict=True)
     made = []
     for each in known.constants:
         least, most = (extreme(value[each.name] for value in without) for extreme in (min, max))
-        source = f"fitted to {len(asked)} rows; {least:.3g} to {most:.3g} without one source"
-        source = each.source if each.name in NOT_FITTED else source
-        made.append(replace(each, value=values[each.name], source=source))
+        fit_words = f"fitted to {len(asked)} rows; {least:.3g} to {most:.3g} without one source"
+        source = each.source if each.name in NOT_FITTED else fit_words
+        made.append(json.dumps(asdict(replace(each, value=values[each.name], source=source))))
     residuals = {name: (round(ratio, 4), round(left_out[name], 4)) for name, ratio in ratios.items()}
     known_rows = witnesses_of(residuals)
     growths = (step / 50 for step in range(50))
     growth = next(each for each in growths if _held(known_rows, growth=each, inside=INSIDE)[1] >= INSIDE)
-    lines = [json.dumps(asdict(each)) for each in made]
     pairs = [f"{json.dumps(name)}: {json.dumps(pair)}" for name, pair in residuals.items()]
-    head, tail = ",\n".join(lines), ",\n".join(pairs)
+    head, tail = ",\n".join(made), ",\n".join(pairs)
     write_atomic(
         CONSTANTS, f'{{"constants": [\n{head}\n],\n"growth": {growth},\n"residuals": {{\n{tail}\n}}}}\n'.encode()
     )
@@ -165,13 +161,6 @@ LEVELS = (0.5, 0.6, 0.7, 0.8, 0.9)
 _GROUP = 3
 """Least setups of a group in which a choice is judged."""
 _SPLIT = "tensor and pipeline"
-
-
-def _kind(row: Mapping[str, Any]) -> str:
-    if row["tp"] * row["pp"] > 1:
-        return _SPLIT
-    stage = row.get("zero_stage")
-    return "FSDP" if (row.get("sharding") or "").isupper() else f"ZeRO-{stage}" if stage else "data"
 
 
 BY: dict[str, Callable[[Result], Any]] = {
@@ -288,49 +277,41 @@ def exam_page(record: Record, *, source: str) -> str:
         record: as ``dsgpt.benchmarks.exam`` makes it.
         source: the record's path, for the reader.
     """
-    parts, fits = [], record["memory"]
+    fits, scored = record["memory"], []
     for by, rows in record["scores"].items():
         lines = [[form.format(value) for form, value in zip(FORMS, row, strict=True)] for row in rows]
-        parts.append(table([by, *HEADER], lines))
-    names, forms = (
-        ("name", "value", "neutral", "unit", "source", "without"),
-        ("`{}`", "{:g}", "{:g}", "{}", "{}", "{:.2%}"),
-    )
-    made = [[form.format(each[name]) for name, form in zip(names, forms, strict=True)] for each in record["constants"]]
+        scored.append(table([by, *HEADER], lines))
+    forms = {"name": "`{}`", "value": "{:g}", "neutral": "{:g}", "unit": "{}", "source": "{}", "without": "{:.2%}"}
+    made = [[form.format(each[name]) for name, form in forms.items()] for each in record["constants"]]
     held = [[f"{each[name]:.0%}" for name in ("stated", "inside", "apart")] for each in record["calibration"]]
-    worst = sorted(record["regrets"], key=lambda each: -each["regret"])
-    parted = [each["group"].replace("|", " ") for each in worst]
-    chosen = [
-        [f"`{group}`", each["setups"], each["chosen"], f"{each['regret']:.1%}"]
-        for group, each in zip(parted, worst, strict=True)
+    priced = [
+        [each["what"], each["rows"], *(f"{each[name]:.1%}" for name in ("time", "most", "memory"))]
+        for each in record["prices"]
     ]
+    chosen = [
+        [f"`{each['group'].replace('|', ' ')}`", each["setups"], each["chosen"], f"{each['regret']:.1%}"]
+        for each in sorted(record["regrets"], key=lambda each: -each["regret"])
+    ]
+    reached = [[what, f"{most:.0%}", f"{has:.1%}", "yes" if has <= most else "no"] for what, most, has in goals(record)]
     called = [["ran", fits["ran"], fits["refused"]], ["ran out of memory", fits["failed"], fits["promised"]]]
+    saving = [
+        "what no strategy here does",
+        "rows that it is for",
+        "of the time, median",
+        "most",
+        "of the memory, median",
+    ]
     return PAGE.read_text(encoding="utf-8").format(
         made=made_from(record, source=source, name="exam"),
         count=len(record["rows"]),
-        scores="\n\n".join(parts),
-        goals=table(
-            ["", "goal, at most", "reached", "met"],
-            [[what, f"{most:.0%}", f"{has:.1%}", "yes" if has <= most else "no"] for what, most, has in goals(record)],
-        ),
+        scores="\n\n".join(scored),
+        goals=table(["", "goal, at most", "reached", "met"], reached),
         score=record["score"],
         constants=table(["constant", "value", "before", "unit", "source", "score without"], made),
         growth=record["growth"],
         reach=REACH,
         calibration=table(["stated", "inside", "inside, apart"], held),
-        prices=table(
-            [
-                "what no strategy here does",
-                "rows that it is for",
-                "of the time, median",
-                "most",
-                "of the memory, median",
-            ],
-            [
-                [each["what"], each["rows"], *(f"{each[name]:.1%}" for name in ("time", "most", "memory"))]
-                for each in record["prices"]
-            ],
-        ),
+        prices=table(saving, priced),
         regrets=table(["group", "setups", "chosen", "slower than the best"], chosen),
         memory=table(["", "rows", "of these called wrong"], called),
         whole=fits["refused_whole"] - fits["refused"],
@@ -378,10 +359,12 @@ class Exam(Suite[ExamOptions, Result]):
         for raw in measured_rows():
             if raw["class"] == "bert":
                 continue
-            result: Result = {
-                name: raw[name] for name in ("id", "source", "class", "hardware", "ran", "micro_batch", "citation")
-            }
-            result |= {"kind": _kind(raw), "nodes": -(-raw["gpus"] // raw["gpus_per_node"]), "width": raw["n_embd"]}
+            kept = ("id", "source", "class", "hardware", "ran", "micro_batch", "citation")
+            result: Result = {name: raw[name] for name in kept}
+            stage, sharded = raw.get("zero_stage"), (raw.get("sharding") or "").isupper()
+            kind = "FSDP" if sharded else f"ZeRO-{stage}" if stage else "data"
+            result["kind"] = _SPLIT if raw["tp"] * raw["pp"] > 1 else kind
+            result |= {"nodes": -(-raw["gpus"] // raw["gpus_per_node"]), "width": raw["n_embd"]}
             result |= {"group": raw.get("group"), "measured": raw.get("seconds_per_step"), "ratio": None, "error": None}
             try:
                 row = read_row(raw)
@@ -415,13 +398,13 @@ class Exam(Suite[ExamOptions, Result]):
         ran, failed = ([row for row in results if row["ran"] is which and not row["error"]] for which in (True, False))
         held = [(level, *_held(rows, inside=level)) for level in LEVELS]
         saved = defaultdict[str, list[tuple[float, float]]](list)
-        for what, *shares in (each for row in ran for each in row["prices"]):
-            saved[what].append((shares[0], shares[1]))
-        priced = [
-            {"what": what, "rows": len(pairs), "time": median(time for time, _ in pairs)}
-            | {"most": max(time for time, _ in pairs), "memory": median(memory for _, memory in pairs)}
-            for what, pairs in saved.items()
-        ]
+        for what, time, memory in (each for row in ran for each in row["prices"]):
+            saved[what].append((time, memory))
+        priced = []
+        for what, pairs in saved.items():
+            times, memories = zip(*pairs, strict=True)
+            shares = {"time": median(times), "most": max(times), "memory": median(memories)}
+            priced.append({"what": what, "rows": len(pairs), **shares})
         return {
             "rows": list(results),
             "prices": sorted(priced, key=lambda each: (-each["time"], -each["memory"])),

@@ -27,7 +27,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, BinaryIO, Self
+from typing import TYPE_CHECKING, Any, BinaryIO, Self
 
 import psutil
 
@@ -41,6 +41,9 @@ from dsgpt.machine.launcher import Interruption, exit_rank, launcher_command
 from dsgpt.machine.topology import free_port, read_topology
 from dsgpt.model.config import SHAPE_FLAGS, GPT2Config
 from dsgpt.record.schema import RECORD_FILE
+
+if TYPE_CHECKING:
+    import torch
 
 # The file that every rank of a cell writes at its end: a status, and what the rank measured.
 
@@ -72,6 +75,21 @@ def config_of(flags: list[str]) -> RunConfig:
     """
     options, problems = parse_arguments(flags)
     return resolve(options, topology=read_topology(), problems=problems)
+
+
+@contextlib.contextmanager
+def joined_run(flags: list[str]) -> Iterator[tuple[RunConfig, "torch.device"]]:
+    """The run that this rank of a cell executes, and its device, within the group of all ranks if it needs one.
+
+    Raises:
+        UserError: the product refuses the combination.
+    """
+    from dsgpt.machine.device import bring_up, joined  # noqa: PLC0415 - torch takes seconds
+
+    config = config_of(flags)
+    device = bring_up(config.device, local_rank=config.topology.local_rank, threads=config.threads_per_device)
+    with contextlib.nullcontext() if config.run_type == "baseline" else joined(config.topology, device):
+        yield config, device
 
 
 def train_rank(config: RunConfig, folder: Path, **facts: Any) -> None:

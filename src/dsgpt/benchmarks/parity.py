@@ -20,23 +20,12 @@ product, in the first step too. A sum in another precision, or a bias that decay
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
-from dsgpt.benchmarks.cells import (
-    ACCUMULATED,
-    ACCUMULATIONS,
-    CLIPPING,
-    EVERY,
-    STEPS,
-    STRATEGIES,
-    TRAININGS,
-    VALIDATION_WINDOWS,
-    Cell,
-    CellEnd,
-    CellRunner,
-    TestedStrategy,
-)
+from dsgpt.benchmarks import cells as shared
+from dsgpt.benchmarks.cells import ACCUMULATED, EVERY, STEPS, STRATEGIES, Cell, CellEnd
 from dsgpt.benchmarks.frame import Record, Suite, SuiteOptions, device_flag, only_flag, work_facts
 from dsgpt.benchmarks.launch import Assignment
 from dsgpt.benchmarks.parity_page import cell_name, failure_words, parity_page, summary_lines
@@ -63,24 +52,22 @@ def refusal_expected(cell: Cell, *, device: str) -> bool:
     )
 
 
-def whole_matrix() -> list[Cell]:
+def whole_matrix() -> Iterator[Cell]:
     """Every cell except those with planted bugs."""
-    return [cell for strategy in STRATEGIES.values() for cell in _cells(strategy)]
-
-
-def _cells(strategy: TestedStrategy) -> Iterable[Cell]:
-    few = min((ranks for ranks in strategy.ranks if ranks > 1), default=1)
-    if not strategy.whole:
-        yield Cell(strategy=strategy.name, ranks=few, optimizer=strategy.optimizer, precision=strategy.precision)
-        return
-    for ranks in strategy.ranks:
-        for optimizer, accumulation in itertools.product(OPTIMIZERS, ACCUMULATIONS):
-            yield Cell(strategy=strategy.name, ranks=ranks, accumulation=accumulation, optimizer=optimizer)
-        yield Cell(strategy=strategy.name, ranks=ranks, accumulation=1, precision="bf16")
-        yield Cell(strategy=strategy.name, ranks=ranks, optimizer="sgd", precision="bf16")
-    yield Cell(strategy=strategy.name, ranks=few, precision="fp16")
-    for option in ("activation checkpointing", "compile", "pad logits"):
-        yield Cell(strategy=strategy.name, ranks=few, option=option)
+    for strategy in STRATEGIES.values():
+        cell = partial(Cell, strategy=strategy.name)
+        few = min((ranks for ranks in strategy.ranks if ranks > 1), default=1)
+        if not strategy.whole:
+            yield cell(ranks=few, optimizer=strategy.optimizer, precision=strategy.precision)
+            continue
+        for ranks in strategy.ranks:
+            for optimizer, accumulation in itertools.product(OPTIMIZERS, shared.ACCUMULATIONS):
+                yield cell(ranks=ranks, accumulation=accumulation, optimizer=optimizer)
+            yield cell(ranks=ranks, accumulation=1, precision="bf16")
+            yield cell(ranks=ranks, optimizer="sgd", precision="bf16")
+        yield cell(ranks=few, precision="fp16")
+        for option in ("activation checkpointing", "compile", "pad logits"):
+            yield cell(ranks=few, option=option)
 
 
 def core() -> list[Cell]:
@@ -323,29 +310,8 @@ class ParityOptions(SuiteOptions):
     device: str = device_flag("cpu, where every machine can run everything, or cuda with a GPU for each rank")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Result:
-    """Result of one cell."""
-
-    cell: Cell
-    refusal_expected: bool = False
-    """Whether the product must refuse the cell."""
-    status: str
-    """``passed``, ``failed``, ``refused`` by the product, or ``error``."""
-    seconds: float
-    measured: dict[str, Any] = field(default_factory=dict)
-    failures: list[dict[str, Any]] = field(default_factory=list)
-    message: str = ""
-    """The message of a refusal or an error."""
-    bytes_per_rank: dict[str, Any] = field(default_factory=dict)
-    """Model state and traffic, measured and by formula; see ``parity_rank.compared_bytes``."""
-
-    @property
-    def as_expected(self) -> bool:
-        """Whether the cell passed or was rightly refused; for a planted bug, whether it failed."""
-        if self.cell.bug:
-            return self.status == "failed"
-        return self.status == ("refused" if self.refusal_expected else "passed")
+Result = dict[str, Any]
+"""A cell with how it ended, as the record has it."""
 
 
 class Parity(Suite[ParityOptions, Result]):
@@ -389,30 +355,38 @@ class Parity(Suite[ParityOptions, Result]):
         return len(cells)
 
     def begin(self) -> None:
-        self._runner = CellRunner(self.folder, repository=self.repository, device=self.options.device, steps=self.steps)
+        self._runner = shared.CellRunner(
+            self.folder, repository=self.repository, device=self.options.device, steps=self.steps
+        )
         self._references: dict[ReferenceKey, CellEnd] = {}
+        self._reference_facts: list[Result] = []
         self._without_reference: dict[ReferenceKey, str] = {}
 
     def results(self) -> Iterator[Result]:
-        self.console.say(f"{len(self._cells)} trainings; the text and the references come first")
-        return self.run(self._cells)
-
-    def run(self, cells: Iterable[Cell]) -> Iterator[Result]:
-        """Run ``cells``, in any order, launch by launch; yield their results as they come.
+        """Run the cells launch by launch.
 
         Raises:
             UserError: the text could not be prepared.
         """
+        self.console.say(f"{len(self._cells)} trainings; the text and the references come first")
         order = list(STRATEGIES)
-        cells = sorted(cells, key=lambda cell: order.index(cell.strategy))
+        cells = sorted(self._cells, key=lambda cell: order.index(cell.strategy))
         keys = sorted({reference_key(cell) for cell in cells})
         for key, end in self._runner.run(keys, place=lambda _: (1, "python"), assign=self.reference):
             if end.status != "done":  # if the product refuses it, it refuses its cells for the same reason
                 self._without_reference[key] = end.message
-            elif (smallest := _smallest_norm(end)) <= _clipping(key) and key.optimizer == "sgd":
+                continue
+            steps, validations = end.ranks[0]["steps"], end.ranks[0]["validations"]
+            clipping = shared.TRAININGS[key.training].get("gradient_clipping", shared.CLIPPING[key.optimizer])
+            smallest = min(step["grad_norm"] for step in steps)
+            if smallest <= clipping and key.optimizer == "sgd":
                 self._without_reference[key] = f"it is not clipped at every step, a gradient norm is {smallest:g}"
-            else:
-                self._references[key] = end
+                continue
+            self._references[key] = end
+            facts = key._asdict() | asdict(key.split) | {"first_loss": steps[0]["loss"], "last_loss": steps[-1]["loss"]}
+            facts |= {"smallest_grad_norm": smallest, "last_validation_loss": validations[-1]["loss"]}
+            del facts["split"]
+            self._reference_facts.append(facts | {"clipping": clipping})
         ends = self._runner.run(
             cells,
             place=lambda cell: (cell.ranks, STRATEGIES[cell.strategy].launcher),
@@ -439,97 +413,59 @@ class Parity(Suite[ParityOptions, Result]):
         )
 
     def _judge(self, cell: Cell, end: CellEnd) -> Result:
-        from dsgpt.benchmarks.parity_reference import compare  # noqa: PLC0415 - torch takes seconds
+        from dsgpt.benchmarks.parity_rank import BUGS  # noqa: PLC0415 - torch takes seconds
+        from dsgpt.benchmarks.parity_reference import Comparison, compare  # noqa: PLC0415
 
-        refused = not cell.bug and refusal_expected(cell, device=self.options.device)
-        result = Result(
-            cell=cell, refusal_expected=refused, status=end.status, seconds=end.seconds, message=end.message
-        )
-        if end.status != "done":
-            return result
-        key = reference_key(cell)
-        reference = self._references.get(key)
-        if reference is None:
-            why = f"cannot be compared, because its reference failed: {self._without_reference[key]}"
-            return replace(result, status="error", message=why)
-        comparison = compare(
-            end.ranks,
-            end.folder,
-            reference=reference.ranks[0],
-            reference_folder=reference.folder,
-            bounds=bounds_of(cell, self.options.device),
-            replicas=STRATEGIES[cell.strategy].replicas,
-        )
-        return replace(
-            result,
-            status="failed" if comparison.failures else "passed",
-            measured=comparison.measured,
-            failures=comparison.failures,
-            bytes_per_rank=end.ranks[0]["bytes_per_rank"],
-        )
+        device, key, cost, compared = self.options.device, reference_key(cell), None, Comparison()
+        refused = not cell.bug and refusal_expected(cell, device=device)
+        status, message = end.status, end.message
+        if status == "done" and key in self._without_reference:
+            why = self._without_reference[key]
+            status, message = "error", f"cannot be compared, because its reference failed: {why}"
+        elif status == "done":
+            compared = compare(
+                end.ranks,
+                end.folder,
+                reference=self._references[key].ranks[0],
+                reference_folder=self._references[key].folder,
+                bounds=bounds_of(cell, device),
+                replicas=STRATEGIES[cell.strategy].replicas,
+            )
+            status, cost = "failed" if compared.failures else "passed", end.ranks[0]["bytes_per_rank"]
+        described = {"bug_description": (BUGS[cell.bug].function.__doc__ or "").removesuffix(".")} if cell.bug else {}
+        return {
+            **asdict(cell),
+            **described,
+            "status": status,
+            "refusal_expected": refused,
+            "as_expected": status == ("failed" if cell.bug else "refused" if refused else "passed"),
+            "measured": compared.measured,
+            "failures": compared.failures,
+            "seconds": round(end.seconds, 2),
+            "message": message or None,
+            "cost": cost or None,
+        }
 
     def line(self, result: Result, *, count: str, left: str) -> str:
-        reasons = [failure_words(failure) for failure in result.failures] or result.message.splitlines()
+        verdict = f"{result['status'].upper()}, which is not expected"
+        if result["as_expected"]:
+            verdict = "caught" if result["bug"] else result["status"]
+        reasons = [*map(failure_words, result["failures"]), *(result["message"] or "").splitlines()]
         because = f": {reasons[0]}" if reasons else ""
-        return f"{count} {result.cell.name}: {_verdict(result)} ({result.seconds:.1f} s{left}){because}"
+        return f"{count} {cell_name(result)}: {verdict} ({result['seconds']:.1f} s{left}){because}"
 
     def record(self, results: Sequence[Result]) -> Record:
-        references = sorted(self._references.items(), key=lambda item: item[0])
+        windows = {"validation_windows": shared.VALIDATION_WINDOWS}
         return {
-            "work": {"steps": STEPS, **work_facts(self.options.device), "validation_windows": VALIDATION_WINDOWS},
+            "work": {"steps": STEPS, **work_facts(self.options.device), **windows},
             "bounds": {name: asdict(bounds) for name, bounds in BOUNDS[self.options.device].items()},
-            "references": [_reference_facts(key, end) for key, end in references],
+            "references": self._reference_facts,
             "launches": [
                 {name: round(value, 1) if isinstance(value, float) else value for name, value in asdict(launch).items()}
                 for launch in self._runner.launches
             ],
-            "cells": [_cell_facts(result) for result in results],
+            "cells": list(results),
         }
 
     def failures(self, record: Record) -> list[str]:
         return [cell_name(cell) for cell in record["cells"] if not cell["as_expected"]]
-
-
-def _verdict(result: Result) -> str:
-    """Word for the cell's end, in capitals if it is not as expected."""
-    if result.as_expected:
-        return "caught" if result.cell.bug else result.status
-    return f"{result.status.upper()}, which is not expected"
-
-
-def _reference_facts(key: ReferenceKey, end: CellEnd) -> dict[str, Any]:
-    """Losses and norms of a reference training, for the record."""
-    steps = end.ranks[0]["steps"]
-    return {
-        **{name: value for name, value in key._asdict().items() if name != "split"},
-        **asdict(key.split),
-        "first_loss": steps[0]["loss"],
-        "last_loss": steps[-1]["loss"],
-        "smallest_grad_norm": _smallest_norm(end),
-        "last_validation_loss": end.ranks[0]["validations"][-1]["loss"],
-        "clipping": _clipping(key),
-    }
-
-
-def _smallest_norm(end: CellEnd) -> float:
-    norms: list[float] = [step["grad_norm"] for step in end.ranks[0]["steps"]]
-    return min(norms)
-
-
-def _clipping(key: ReferenceKey) -> float:
-    clipping: float = TRAININGS[key.training].get("gradient_clipping", CLIPPING[key.optimizer])
-    return clipping
-
-
-def _cell_facts(result: Result) -> dict[str, Any]:
-    from dsgpt.benchmarks.parity_rank import BUGS  # noqa: PLC0415 - torch takes seconds
-
-    cell, shown = result.cell, ("status", "refusal_expected", "as_expected", "measured", "failures")
-    return {
-        **asdict(cell),
-        **({"bug_description": (BUGS[cell.bug].function.__doc__ or "").removesuffix(".")} if cell.bug else {}),
-        **{name: getattr(result, name) for name in shown},
-        "seconds": round(result.seconds, 2),
-        "message": result.message or None,
-        "cost": result.bytes_per_rank or None,
-    }

@@ -15,28 +15,6 @@ LAUNCH = ("launcher", "ranks", "cells", "start_seconds", "seconds")
 """Fields of references and launches that the page shows."""
 
 
-def _method(record: Record) -> str:
-    """Sections on the trainings, the bounds, the references and the launches."""
-    bounds = record["bounds"]
-    references = [
-        [*(item[key] for key in KEYS), *(f"{item[key]:.4f}" for key in FIGURES), item["clipping"] or "never"]
-        for item in record["references"]
-    ]
-    parts = [
-        filled("parity-method", record),
-        table(["", *map(_words, next(iter(bounds.values())))], [[name, *one.values()] for name, one in bounds.items()]),
-        "References:",
-        table([*map(_words, (*KEYS, *FIGURES)), "clipped at"], references),
-        "Launches:",
-        table([*map(_words, LAUNCH)], [[item[key] for key in LAUNCH] for item in record["launches"]]),
-    ]
-    return "\n\n".join(parts)
-
-
-def _words(name: str) -> str:
-    return name.replace("_", " ")
-
-
 FACTS = ("loss", "validation loss", "gradient norm", "first gradient", "first update", "weights")
 LOW_FACTS = ("loss", "first gradient")
 """Facts that the table of strategies shows for bf16."""
@@ -53,39 +31,58 @@ def parity_page(record: Record, *, source: str) -> str:
         record: as ``dsgpt.benchmarks.parity`` makes it.
         source: the record's path, for the reader.
     """
-    cells = [cell for cell in record["cells"] if not cell["bug"]]
-    bugs = [cell for cell in record["cells"] if cell["bug"]]
+    cells, bugs = _parts(record)
+    count = {status: sum(cell["status"] == status for cell in cells) for status in STATUS_WORDS}
+    failed = f"{count['failed']} failed" if count["failed"] else "all passed"
+    facts = {"count": len(cells), "trained": count["passed"] + count["failed"], "refused": count["refused"]}
+    facts |= {"bugs": len(bugs), "caught": sum(cell["status"] == "failed" for cell in bugs)}
+    head = filled(
+        "parity",
+        facts,
+        outcome=f"{failed}; {count['error']} ended in an error" if count["error"] else failed,
+        wrongly=sum(cell["status"] == "refused" and not cell["as_expected"] for cell in cells) or "none",
+        made=made_from(record, source=source, name="parity"),
+    )
+    refusals = []
+    for (message,), group in _grouped([cell for cell in cells if cell["status"] == "refused"], "message"):
+        settings = (cell["option"] or cell["precision"].replace("fp32", "").replace("bf16", "") for cell in group)
+        names = [f"{cell['strategy']} {setting}".strip() for cell, setting in zip(group, settings, strict=True)]
+        refusals.append([", ".join(dict.fromkeys(names)), "<br>".join(message.splitlines())])
+    bounds = record["bounds"]
+    references = [
+        [*(item[key] for key in KEYS), *(f"{item[key]:.4f}" for key in FIGURES), item["clipping"] or "never"]
+        for item in record["references"]
+    ]
     return page_of(
-        _head(record, cells, bugs, source),
+        head,
         _strategies(cells),
         _bugs(bugs),
-        _refusals(cells),
+        section("Refused", ["what", "message"], refusals, text="None of these was started."),
         _bytes_per_rank(cells),
         _troubles(record),
-        _method(record),
+        filled("parity-method", record),
+        table(["", *map(_words, next(iter(bounds.values())))], [[name, *one.values()] for name, one in bounds.items()]),
+        "References:",
+        table([*map(_words, (*KEYS, *FIGURES)), "clipped at"], references),
+        "Launches:",
+        table([*map(_words, LAUNCH)], [[item[key] for key in LAUNCH] for item in record["launches"]]),
     )
+
+
+def _words(name: str) -> str:
+    return name.replace("_", " ")
+
+
+def _parts(record: Record) -> Iterable[Cells]:
+    """The cells without a planted bug, and those with one."""
+    return ([cell for cell in record["cells"] if bool(cell["bug"]) == planted] for planted in (False, True))
 
 
 def summary_lines(record: Record) -> list[str]:
     """The table of strategies and of planted bugs, for a console."""
-    cells = [cell for cell in record["cells"] if not cell["bug"]]
-    bugs = [cell for cell in record["cells"] if cell["bug"]]
+    cells, bugs = _parts(record)
     lines = [*_strategies(cells).splitlines(), "", *_bugs(bugs).splitlines()]
     return [line.removeprefix("## ") for line in lines]
-
-
-def _head(record: Record, cells: Cells, bugs: Cells, source: str) -> str:
-    count = {status: sum(cell["status"] == status for cell in cells) for status in STATUS_WORDS}
-    failed = f"{count['failed']} failed" if count["failed"] else "all passed"
-    outcome = f"{failed}; {count['error']} ended in an error" if count["error"] else failed
-    wrongly = sum(cell["status"] == "refused" and not cell["as_expected"] for cell in cells) or "none"
-    return f"""# Every strategy trains the same model
-
-{len(cells)} cells: {count["passed"] + count["failed"]} trained and compared with plain PyTorch, **{outcome}**;
-{count["refused"]} refused by the product before they started (for reasons below), {wrongly} of them unexpectedly. Of
-{len(bugs)} bugs planted in the strategies, the suite reported {sum(cell["status"] == "failed" for cell in bugs)}.
-
-{made_from(record, source=source, name="parity")}"""
 
 
 def _strategies(cells: Cells) -> str:
@@ -143,15 +140,6 @@ def failure_words(failure: dict[str, Any]) -> str:
         return text
     off = "not finite" if failure["difference"] is None else f"{failure['difference']:.1e}"
     return f"{text} (off by {off}, allowed {failure['bound']:g})"
-
-
-def _refusals(cells: Cells) -> str:
-    rows = []
-    for (message,), group in _grouped([cell for cell in cells if cell["status"] == "refused"], "message"):
-        settings = (cell["option"] or cell["precision"].replace("fp32", "").replace("bf16", "") for cell in group)
-        names = [f"{cell['strategy']} {setting}".strip() for cell, setting in zip(group, settings, strict=True)]
-        rows.append([", ".join(dict.fromkeys(names)), "<br>".join(message.splitlines())])
-    return section("Refused", ["what", "message"], rows, text="None of these was started.")
 
 
 def _bytes_per_rank(cells: Cells) -> str:

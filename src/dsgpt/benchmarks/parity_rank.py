@@ -23,11 +23,11 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from dsgpt.benchmarks import parity_reference as reference
 from dsgpt.benchmarks.cells import Cell
-from dsgpt.benchmarks.launch import config_of
+from dsgpt.benchmarks.launch import joined_run
 from dsgpt.benchmarks.parity import Split
 from dsgpt.checkpoints.training_state import ParamState, Shards, StateReader, complete_state, write_shards
 from dsgpt.config.run_config import RunConfig
-from dsgpt.machine.device import barrier, bring_up, from_main, gather_objects, joined
+from dsgpt.machine.device import barrier, from_main, gather_objects
 from dsgpt.machine.device import sum_over_ranks as summed_over_ranks
 from dsgpt.model.gpt2 import GPT2, parameter_shapes
 from dsgpt.model.linear_cross_entropy import CHUNKS
@@ -272,8 +272,8 @@ def train_cell(flags: list[str], folder: Path, *, bug: str) -> None:
     Raises:
         UserError: the product refuses the combination.
     """
-    config, device = _resolved(flags)
-    with contextlib.nullcontext() if config.run_type == "baseline" else joined(config.topology, device):
+    CHUNKS.update(dict.fromkeys(CHUNKS, LOGITS_AT_ONCE))
+    with joined_run(flags) as (config, device):
         torch.manual_seed(config.options.seed)
         with BUGS[bug].planted() if bug else contextlib.nullcontext():
             with contextlib.closing(build_strategy(config, device)) as strategy:
@@ -289,14 +289,9 @@ def train_reference_cell(flags: list[str], folder: Path, *, split: Mapping[str, 
     Raises:
         UserError: the product refuses the combination.
     """
-    config, device = _resolved(flags)
-    reference.train_reference(config, device, Split(**split)).write(folder, rank=0)
-
-
-def _resolved(flags: list[str]) -> tuple[RunConfig, torch.device]:
     CHUNKS.update(dict.fromkeys(CHUNKS, LOGITS_AT_ONCE))
-    config = config_of(flags)
-    return config, bring_up(config.device, local_rank=config.topology.local_rank, threads=config.threads_per_device)
+    with joined_run(flags) as (config, device):
+        reference.train_reference(config, device, Split(**split)).write(folder, rank=0)
 
 
 def _measure(config: RunConfig, strategy: Strategy) -> reference.Measurement:
@@ -307,7 +302,13 @@ def _measure(config: RunConfig, strategy: Strategy) -> reference.Measurement:
     beta1 = recipe.optimizer.betas[0] if recipe.optimizer.type == "AdamW" else 0.0  # see ``watched_optimizers``
 
     def note_bytes(cost: dict[str, Any]) -> None:
-        measurement.bytes_per_rank = compared_bytes(cost, config)
+        """Note what the rank that has most keeps and sends in a step, measured and by ``dsgpt.planner``."""
+        setup = setup_of(config)
+        state, traffic = cost["model_state_bytes_per_rank"], cost["communication_per_step"]
+        predicted = largest_model_state(setup)
+        sizes = {name: {"measured": state[name], "formula": getattr(predicted, name)} for name in MODEL_STATE}
+        sent = None if traffic is None else traffic["ring_bytes_per_rank"]
+        measurement.bytes_per_rank = sizes | {SENT: {"measured": sent, "formula": most_sent_bytes(setup)}}
 
     meter = TrafficMeter(lambda: strategy.state_tensors()._asdict(), last_step=config.total_steps, report=note_bytes)
     for step in range(1, config.total_steps + 1):
@@ -321,20 +322,15 @@ def _measure(config: RunConfig, strategy: Strategy) -> reference.Measurement:
                     shrunk = max(1.0, (float(result.grad_norm) + 1e-6) / clipping) if clipping > 0 else 1.0
                     gradient = state.exp_avg.float() / (1 - beta1) * shrunk
                     measurement.tensor(reference.GRADIENT, name, gradient)
-        measurement.step(
-            loss=float(result.loss),
-            grad_norm=float(result.grad_norm),
-            lr=result.lr,
-            used=sorted(used),
-            skipped=bool(result.skipped),
-            samples=batches.take(),
-        )
+        facts: dict[str, Any] = {"loss": float(result.loss), "grad_norm": float(result.grad_norm), "lr": result.lr}
+        facts |= {"used": sorted(used), "skipped": bool(result.skipped), "samples": sorted(batches.take())}
+        measurement.steps.append(facts)
         for name, state in whole_state(config, strategy).items() if step == reference.FIRST_CHANGE else ():
             if main:
                 measurement.tensor(reference.CHANGED, name, state.weight)
         if step in reference.validated_after(config.total_steps):  # as the training loop does
             loss, targets, _ = validation_loss(config, strategy) or (math.nan, 0, {})
-            measurement.validation(after_step=step, loss=loss, targets=targets)
+            measurement.validations.append({"after_step": step, "loss": loss, "targets": targets})
     for name, value in strategy.replicated_weights():
         measurement.replica(name, value)
     for name, state in whole_state(config, strategy).items():
@@ -362,18 +358,3 @@ def whole_state(config: RunConfig, strategy: Strategy) -> dict[str, ParamState]:
     if place.is_main:
         shutil.rmtree(folder)
     return states
-
-
-def compared_bytes(measured: dict[str, Any], config: RunConfig) -> dict[str, dict[str, int | None]]:
-    """Bytes of model state and of traffic in a step, measured and by ``dsgpt.planner``, of the rank that has most.
-
-    Args:
-        measured: the ``cost`` block of a run's record.
-        config: the run.
-    """
-    setup = setup_of(config)
-    state, traffic = measured["model_state_bytes_per_rank"], measured["communication_per_step"]
-    predicted = largest_model_state(setup)
-    sizes = {name: {"measured": state[name], "formula": getattr(predicted, name)} for name in MODEL_STATE}
-    sent = None if traffic is None else traffic["ring_bytes_per_rank"]
-    return sizes | {SENT: {"measured": sent, "formula": most_sent_bytes(setup)}}

@@ -56,31 +56,16 @@ class Measurement:
 
     data_rank: int
     bytes_per_rank: dict[str, Any] = field(default_factory=dict)
-    """The bytes of a step; see ``parity_rank.compared_bytes``."""
+    """The bytes of a step; see ``parity_rank._measure``."""
     steps: list[dict[str, Any]] = field(default_factory=list)
+    """Of each optimizer step: ``loss`` is the mean over the global batch, and ``grad_norm`` the norm before clipping.
+    ``lr`` is the learning rate that was reported, and ``used`` has every one that an optimizer of this rank stepped
+    with. ``skipped`` says whether the step was skipped. ``samples`` are sorted hashes of what this rank read for it."""
     validations: list[dict[str, Any]] = field(default_factory=list)
+    """Of each validation: ``after_step``; ``loss``, the mean over all targets of the validation file in nats per token;
+    ``targets``, their number."""
     replicas: dict[str, tuple[str, float]] = field(default_factory=dict)
     tensors: dict[str, Tensor] = field(default_factory=dict)
-
-    def step(
-        self, *, loss: float, grad_norm: float, lr: float, used: list[float], skipped: bool, samples: list[str]
-    ) -> None:
-        """Note one optimizer step.
-
-        Args:
-            loss: mean over the global batch.
-            grad_norm: before clipping.
-            lr: the learning rate that was reported.
-            used: every learning rate that an optimizer of this rank stepped with.
-            skipped: whether the optimizer step was skipped.
-            samples: hashes of the samples that this rank read for it.
-        """
-        numbers = {"loss": loss, "grad_norm": grad_norm, "lr": lr, "used": used, "skipped": skipped}
-        self.steps.append({**numbers, "samples": sorted(samples)})
-
-    def validation(self, *, after_step: int, loss: float, targets: int) -> None:
-        """Note the mean loss over all targets of the validation file, nats per token, and their number."""
-        self.validations.append({"after_step": after_step, "loss": loss, "targets": targets})
 
     def tensor(self, kind: str, name: str, value: Tensor) -> None:
         """Note a parameter's first gradient before clipping (``GRADIENT``) or its value (``CHANGED``, ``WEIGHT``)."""
@@ -130,13 +115,6 @@ class WatchedBatches:
         return samples
 
 
-def read_tensors(folder: Path, prefix: str) -> dict[str, Tensor]:
-    """Gradients or weights by canonical name; empty if none were noted."""
-    path = folder / STATE_FILE
-    tensors = load_file(path) if path.exists() else {}
-    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
-
-
 FP16_LOSS_SCALE = 256.0
 """A power of two, which changes no digit of a gradient that neither overflows nor vanishes."""
 
@@ -145,15 +123,19 @@ Gradients = list[Tensor]
 
 def train_reference(config: RunConfig, device: torch.device, split: Split) -> Measurement:
     """Train ``config`` from its first to its last step."""
-    recipe, measurement = config.recipe, Measurement(data_rank=0)
+    recipe, how, measurement = config.recipe, config.recipe.optimizer, Measurement(data_rank=0)
     model = GPT2(config.model)
     initialize(model, config=config.model, seed=config.options.seed)
     model.to(device, DTYPES[config.precision])
     # Mixed precision begins with rounded weights: the fp32 ones are copies of those that the model computes with.
     masters = {name: value.detach().float().clone().requires_grad_() for name, value in model.named_parameters()}
-    optimizer = _optimizer(config, masters)
+    decayed, plain = [w for w in masters.values() if w.dim() > 1], [w for w in masters.values() if w.dim() == 1]
+    groups = [{"params": decayed, "weight_decay": how.weight_decay}, {"params": plain, "weight_decay": 0.0}]
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(groups, lr=how.lr, betas=how.betas, eps=how.eps)
+    if how.type == "SGD":
+        optimizer = torch.optim.SGD(groups, lr=how.lr, momentum=how.momentum, nesterov=how.nesterov)
     for step in range(1, config.total_steps + 1):
-        lr = learning_rate(recipe.scheduler, base=recipe.optimizer.lr, total_steps=config.total_steps, step=step)
+        lr = learning_rate(recipe.scheduler, base=how.lr, total_steps=config.total_steps, step=step)
         for group in optimizer.param_groups:
             group["lr"] = lr
         tokens, length = config.train.files[0].memmap(), config.seq_length
@@ -176,9 +158,10 @@ def train_reference(config: RunConfig, device: torch.device, split: Split) -> Me
                 measurement.tensor(CHANGED, name, master)
         if step in validated_after(config.total_steps):
             val_loss, targets_in_all = _validate(config, model, device)
-            measurement.validation(after_step=step, loss=val_loss, targets=targets_in_all)
-        samples = [sample_hash(*sample) for sample in zip(inputs, targets, strict=True)]
-        measurement.step(loss=loss, grad_norm=float(norm), lr=lr, used=[lr], skipped=False, samples=samples)
+            measurement.validations.append({"after_step": step, "loss": val_loss, "targets": targets_in_all})
+        samples = sorted(sample_hash(*sample) for sample in zip(inputs, targets, strict=True))
+        facts = {"loss": loss, "grad_norm": float(norm), "lr": lr, "used": [lr], "skipped": False, "samples": samples}
+        measurement.steps.append(facts)
     for name, master in masters.items():
         measurement.tensor(WEIGHT, name, master)
     return measurement
@@ -252,15 +235,6 @@ def learning_rate(scheduler: SchedulerRecipe | None, *, base: float, total_steps
     return base * (scheduler.cos_min_ratio + (1 - scheduler.cos_min_ratio) * math.cos(math.pi * done / 2) ** 2)
 
 
-def _optimizer(config: RunConfig, weights: dict[str, Tensor]) -> torch.optim.Optimizer:
-    recipe = config.recipe.optimizer
-    decayed, plain = [w for w in weights.values() if w.dim() > 1], [w for w in weights.values() if w.dim() == 1]
-    groups = [{"params": decayed, "weight_decay": recipe.weight_decay}, {"params": plain, "weight_decay": 0.0}]
-    if recipe.type == "SGD":
-        return torch.optim.SGD(groups, lr=recipe.lr, momentum=recipe.momentum, nesterov=recipe.nesterov)
-    return torch.optim.AdamW(groups, lr=recipe.lr, betas=recipe.betas, eps=recipe.eps)
-
-
 # Compares a training with its reference: every fact, at every step, for every parameter, against its bound.
 
 Facts = dict[str, Any]
@@ -269,15 +243,10 @@ Place = tuple[str, Any, Any]
 """Place, expected and actual value: numbers, of which the actual one is None if it was not finite, or tensors."""
 
 
-def _absolute(expected: float, actual: float) -> float:
-    return abs(actual - expected)
-
-
-def _relative(expected: float, actual: float) -> float:
-    return abs(actual - expected) / abs(expected)
-
-
-def _relative_l2(expected: Tensor, actual: Tensor) -> float:
+def _distance(expected: Any, actual: Any, *, relative: bool) -> float:
+    """How far two numbers are apart, or two tensors, which are always compared in relation to their length."""
+    if not isinstance(expected, Tensor):
+        return float(abs(actual - expected) / (abs(expected) if relative else 1))
     if actual.shape != expected.shape:
         return math.inf
     size, distance = _norm(expected), _norm(actual.double() - expected.double())
@@ -303,7 +272,7 @@ class Comparison:
         places: Iterable[Place],
         bound: float | Callable[[str], float],
         *,
-        distance: Callable[[Any, Any], float] = _absolute,
+        relative: bool = False,
     ) -> None:
         """Compare one fact's differences with its bound; a difference that is not a number fails.
 
@@ -311,9 +280,12 @@ class Comparison:
             fact: its name.
             places: in their order.
             bound: one number, or a function from a place to a number.
-            distance: of two values.
+            relative: whether distances of numbers are shares of the expected ones.
         """
-        differences = [(math.inf if two is None else distance(one, two), where, one, two) for where, one, two in places]
+        differences = [
+            (math.inf if two is None else _distance(one, two, relative=relative), where, one, two)
+            for where, one, two in places
+        ]
         if not differences:
             return
         largest = max(differences, key=lambda entry: entry[0])
@@ -360,7 +332,7 @@ def compare(
         [(step, one[key], two[key]) for step, (one, two) in pairs.items()] for key in ("loss", "grad_norm")
     )
     comparison.note("loss", losses, bounds.loss)
-    comparison.note("gradient norm", norms, bounds.norm, distance=_relative)
+    comparison.note("gradient norm", norms, bounds.norm, relative=True)
     _check_validation(comparison, ranks, reference["validations"], bounds)
     _check_samples(comparison, ranks, theirs)
     for number, rank in enumerate(ranks[1:], start=1):
@@ -372,10 +344,10 @@ def compare(
         ("first update", CHANGED, bounds.for_update),
         ("weights", WEIGHT, bounds.weights),
     ):
-        expected, actual = (_seen(read_tensors(where, kind), kind) for where in (reference_folder, folder))
+        expected, actual = (_seen(where, kind) for where in (reference_folder, folder))
         comparison.require(fact, "names", sorted(expected), sorted(actual))
         places = [(name, value, actual[name]) for name, value in expected.items() if name in actual]
-        comparison.note(fact, places, bound, distance=_relative_l2)
+        comparison.note(fact, places, bound)
     _check_replicas(comparison, ranks, replicas, names=set(expected))
     return comparison
 
@@ -405,12 +377,15 @@ def _check_validation(comparison: Comparison, ranks: list[Facts], reference: lis
     comparison.note("validation loss", places, bounds.validation)
 
 
-def _seen(tensors: dict[str, Tensor], kind: str) -> dict[str, Tensor]:
-    """The part of every weight that affects the loss: all but the keys' biases, the middle third of ``(3C,)``.
+def _seen(folder: Path, kind: str) -> dict[str, Tensor]:
+    """The gradients that were noted, by canonical name, or of every weight the part that affects the loss.
 
+    That is all but the keys' biases, the middle third of ``(3C,)``.
     Softmax ignores what all keys share, so the gradient of these biases is only rounding error. Adam takes full steps
     along it, so these biases end at arbitrary values in every precision.
     """
+    noted = load_file(folder / STATE_FILE) if (folder / STATE_FILE).exists() else {}
+    tensors = {name.removeprefix(kind): value for name, value in noted.items() if name.startswith(kind)}
     if kind == GRADIENT:
         return tensors
     biases = {name: value.tensor_split(3) for name, value in tensors.items() if name.endswith("attn.qkv.bias")}

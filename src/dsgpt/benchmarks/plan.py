@@ -8,16 +8,20 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from dsgpt.benchmarks import cells as shared
 from dsgpt.benchmarks import frame
-from dsgpt.benchmarks.cells import DIMENSIONS, NARROW, Corpus, Shape, file_values
-from dsgpt.benchmarks.launch import shape_values, training_words
+from dsgpt.benchmarks.cells import NARROW, CellEnd, Shape
+from dsgpt.benchmarks.launch import Assignment, shape_values, training_words
 from dsgpt.common.command_line import COUNT, flag
 from dsgpt.common.files import write_json_atomic
 from dsgpt.common.text import counted, megabytes
 from dsgpt.config.recipe import merged, sound_recipe
 from dsgpt.machine.launcher import LAUNCHERS
 from dsgpt.model.config import PRESETS
-from dsgpt.planner.setup import Setup
+from dsgpt.planner.formulas import STEP, model_state, peak_memory, sent_bytes
+from dsgpt.planner.rates import Calibration, calibrated_machine, read_calibration
+from dsgpt.planner.setup import Setup, model_parameters, total
+from dsgpt.planner.step_time import Factors, MeasuredStep, StepTime, fit, predict_step
 
 # The cells of the suite: one strategy on one model each, as the product trains it and as the planner predicts it.
 
@@ -30,7 +34,7 @@ TINY = Shape(name="tiny", n_layer=8, n_head=6, n_embd=192, vocab_size=50_257)
 WIDE = Shape(name="6 x 512", n_layer=6, n_head=8, n_embd=512, vocab_size=8192)
 SHORT = Shape(name="2 x 128", n_layer=2, n_head=2, n_embd=128, vocab_size=8192)
 SMALL, MEDIUM = (
-    Shape(name=name, **{size: getattr(PRESETS[name], size) for size in (*DIMENSIONS, "vocab_size")})
+    Shape(name=name, **{size: getattr(PRESETS[name], size) for size in (*shared.DIMENSIONS, "vocab_size")})
     for name in ("small", "medium")
 )
 VOCABULARIES = (8192, 50_257)
@@ -83,18 +87,7 @@ class PlanCell:
         return self.micro * self.accumulation * self.ranks // self.copy
 
     @property
-    def launcher(self) -> str:
-        """The launcher that users start it with."""
-        return LAUNCHERS[self.run_type]
-
-    @property
-    def work(self) -> dict[str, Any]:
-        """Description of the training, for the record."""
-        more = {"global_batch_size": self.sequences, "recipe": self.recipe, "changes": dict(self.changes)}
-        return {"model": asdict(self.shape), **self._settings, **more}
-
-    @property
-    def _settings(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, Any]:
         """What the record and the planner name alike."""
         return {
             "run_type": self.run_type,
@@ -115,14 +108,14 @@ class PlanCell:
     def setup(self, recipe: Path) -> Setup:
         """The planner's setup, with the recipe that ``write_recipe`` wrote."""
         model = self.shape.config(self.length)
-        return Setup(model=model, recipe=sound_recipe(recipe), world_size=self.ranks, **self._settings)
+        return Setup(model=model, recipe=sound_recipe(recipe), world_size=self.ranks, **self.settings)
 
     def flags(self, *, recipe: Path, tokens: Path, folder: Path, device: str = "cpu") -> list[str]:
         """The flags of ``src/gpt2.py`` for this cell; ``tokens`` holds a file for each vocabulary."""
         data = tokens / f"{self.shape.vocab_size}.bin"
         values = {
             "run_type": self.run_type,
-            **file_values(Corpus(train=data, val=data), recipe=recipe, run_dir=folder / "run"),
+            **shared.file_values(shared.Corpus(train=data, val=data), recipe=recipe, run_dir=folder / "run"),
             **shape_values(self.shape.config(self.length)),
             "seq_length": self.length,
             "micro_batch_size_per_gpu": self.micro,
@@ -254,20 +247,28 @@ def plan_page(record: frame.Record, *, source: str) -> str:
         source: the record's path, for the reader.
     """
     measured = [result for result in record["cells"] if result["status"] == "done"]
-    head = f"""# What the planner predicts, and what is measured
-
-{_verdict(measured)}
-
-[How memory is predicted, and how it was measured](planner-method.md).
-
-{frame.made_from(record, source=source, name="plan", page="planner")}"""
+    estimates, traffic = [], []
+    for result in measured:
+        sent, worst, estimate = result["ring_bytes"], largest(result), result["estimate_bytes"]
+        if estimate is not None:
+            off = f"{estimate / worst['measured'] - 1:+.0%}"
+            estimates.append([result["title"], megabytes(estimate), off, _off(worst)])
+        most = "**not known**" if sent["measured"] is None else f"**{megabytes(max(sent['measured']))}**"
+        if result["ranks"] > 1:
+            same = "the same" if _exact(sent) else most
+            traffic.append([result["title"], megabytes(max(sent["predicted"])), same])
+    of_estimates = ["cell", "DeepSpeed's estimate, MB", "off the measured peak", "this planner"]
+    of_traffic, left_out = ["cell", "predicted, MB of a rank", "measured"], {"least": LEFT_OUT_BYTES}
     troubles = [f"* {why}" for result in record["cells"] for why in failed(result)]
     return frame.page_of(
-        head,
+        "# What the planner predicts, and what is measured",
+        _verdict(measured),
+        "[How memory is predicted, and how it was measured](planner-method.md).",
+        frame.made_from(record, source=source, name="plan", page="planner"),
         _memory(measured),
         _parts(measured),
-        _estimates(measured),
-        _traffic(measured),
+        frame.section("DeepSpeed's estimator", of_estimates, estimates, text=frame.filled("plan-estimates", {})),
+        frame.section("Bytes sent in a step", of_traffic, traffic, text=frame.filled("plan-traffic", left_out)),
         _times(measured, record["factors"]),
         _choices(measured),
         "\n".join(["## Cells that failed\n", *troubles]) if troubles else "",
@@ -337,18 +338,11 @@ def _memory(measured: Sequence[Figures]) -> str:
     rows = []
     for result in measured:
         worst = largest(result)
-        witness = worst["mem_tracker"]
-        rows.append(
-            [
-                result["title"],
-                megabytes(worst["predicted"]["total"]),
-                megabytes(worst["measured"]),
-                _off(worst),
-                ", ".join(_off(rank) for rank in result["peak_memory"] if rank is not worst),
-                None if witness is None else f"{megabytes(witness)} ({witness / worst['measured'] - 1:+.1%})",
-                MOMENTS[worst["predicted"]["moment"]],
-            ]
-        )
+        predicted, measured_peak, witness = worst["predicted"], worst["measured"], worst["mem_tracker"]
+        others = ", ".join(_off(rank) for rank in result["peak_memory"] if rank is not worst)
+        seen = None if witness is None else f"{megabytes(witness)} ({witness / measured_peak - 1:+.1%})"
+        peaks = [megabytes(predicted["total"]), megabytes(measured_peak)]
+        rows.append([result["title"], *peaks, _off(worst), others, seen, MOMENTS[predicted["moment"]]])
     header = ["cell", "predicted, MB", "measured, MB", "off", "other ranks", "MemTracker, MB", "predicted at"]
     return frame.section("Peak memory, predicted and measured", header, rows)
 
@@ -362,28 +356,6 @@ def _parts(measured: Sequence[Figures]) -> str:
     text = "MB of the predicted peak; [records.md](records.md#predicted-memory) says what each part is."
     header = ["cell", *(name.replace("_", " ") for name in used)]
     return frame.section("What the peaks consist of", header, rows, text=text)
-
-
-def _estimates(measured: Sequence[Figures]) -> str:
-    rows = [
-        [result["title"], megabytes(estimate), f"{estimate / worst['measured'] - 1:+.0%}", _off(worst)]
-        for result in measured
-        if (estimate := result["estimate_bytes"]) is not None and (worst := largest(result))
-    ]
-    text = frame.filled("plan-estimates", {})
-    header = ["cell", "DeepSpeed's estimate, MB", "off the measured peak", "this planner"]
-    return frame.section("DeepSpeed's estimator", header, rows, text=text)
-
-
-def _traffic(measured: Sequence[Figures]) -> str:
-    rows = []
-    for result in measured:
-        sent = result["ring_bytes"]
-        most = "**not known**" if sent["measured"] is None else f"**{megabytes(max(sent['measured']))}**"
-        if result["ranks"] > 1:
-            rows.append([result["title"], megabytes(max(sent["predicted"])), "the same" if _exact(sent) else most])
-    text = frame.filled("plan-traffic", {}, least=LEFT_OUT_BYTES)
-    return frame.section("Bytes sent in a step", ["cell", "predicted, MB of a rank", "measured"], rows, text=text)
 
 
 def _times(measured: Sequence[Figures], factors: Mapping[str, Any] | None) -> str:
@@ -437,8 +409,17 @@ def _choices(measured: Sequence[Figures]) -> str:
     return frame.section("The choice", header, rows, text=text)
 
 
-# The suite.
+# The suite: memory first, then rounds of step times, in which all cells take turns. Their predictions come from a
+# calibration, fitted to a part of the cells.
 
+TOKENS = {"cpu": 200_000, "cuda": 4_000_000}
+TIMED_STEPS = 3
+"""Timed steps of a cell in a round."""
+RANK = "dsgpt.benchmarks.plan_rank"
+ESTIMATED = (2, 3)
+"""ZeRO stages that DeepSpeed has an estimator for."""
+CALIBRATION_SEC, CALIBRATION_SEC_OF_A_CELL = 60.0, 4.0
+"""Seconds of the calibration that times are predicted from; a few cells get a shorter one."""
 
 Result = dict[str, Any]
 
@@ -478,20 +459,115 @@ class Plan(frame.Suite[PlanOptions, Result]):
 
             self._devices = cuda_devices()
             every = [cell for group in gpu_cells(self._devices).values() for cell in group]
-        self._cells = list(frame.selected({cell.key: cell for cell in every}, self.options.only).values())
+        self._cells: list[PlanCell] = list(
+            frame.selected({cell.key: cell for cell in every}, self.options.only).values()
+        )
         return len(self._cells)
 
     def begin(self) -> None:
-        from dsgpt.benchmarks.plan_rank import PlanSuite  # noqa: PLC0415 - torch takes seconds
-
-        say, rounds, device = self.console.say, self.options.rounds, self.options.device
-        self._suite = PlanSuite(
-            self.folder, repository=self.repository, rounds=rounds, say=say, device=device, devices=self._devices
-        )
-        say(f"peak memory of {counted(len(self._cells), 'cell')}, then {counted(rounds, 'round')} of step times")
+        device, rounds = self.options.device, self.options.rounds
+        self._runner = shared.CellRunner(self.folder, repository=self.repository, device=device)
+        self._setups: dict[str, Setup] = {}
+        self._calibration: Calibration | None = None  # without rounds or cells to fit to
+        self._factors: Factors | None = None
+        shared.write_random_tokens(self.folder / "tokens", vocab_sizes=VOCABULARIES, count=TOKENS[device])
+        words = f"peak memory of {counted(len(self._cells), 'cell')}, then {counted(rounds, 'round')} of step times"
+        self.console.say(words)
 
     def results(self) -> Iterator[Result]:
-        return self._suite.run(self._cells)
+        memory = {cell.key: end for cell, end in self._pass("memory")}
+        if self.options.rounds and any(cell.fit for cell in self._cells):
+            from dsgpt.planner.calibrate import calibrate  # noqa: PLC0415 - torch takes seconds
+
+            seconds = min(CALIBRATION_SEC, CALIBRATION_SEC_OF_A_CELL * len(self._cells))
+            calibrate(self.folder / "calibration.json", seconds=seconds, devices=self._devices)
+            self._calibration = read_calibration(self.folder / "calibration.json")
+        times: dict[str, list[list[float]]] = {cell.key: [] for cell in self._cells}
+        for number in range(1, self.options.rounds + 1):
+            for cell, end in self._pass(f"time-{number}"):
+                if end.status == "done":
+                    times[cell.key].append(max((rank["seconds"] for rank in end.ranks), key=sum))
+        fitted, predicted = [cell.key for cell in self._cells if cell.fit and times[cell.key]], dict[str, StepTime]()
+        if self._calibration is not None and fitted:
+            machines = {ranks: calibrated_machine(self._calibration, devices=ranks) for ranks in (1, self._devices)}
+            machine_of = {key: machines[setup.world_size] for key, setup in self._setups.items()}
+            self._factors = fit(
+                [
+                    MeasuredStep(setup=self._setups[key], machine=machine_of[key], seconds=_middle(times[key]))
+                    for key in fitted
+                ]
+            )
+            for key, setup in self._setups.items():
+                predicted[key] = predict_step(setup, self._factors.applied(machine_of[key]))
+        for cell in self._cells:
+            yield self._result(cell, memory[cell.key], times[cell.key], predicted.get(cell.key))
+
+    def _pass(self, name: str) -> Iterator[tuple[PlanCell, CellEnd]]:
+        """Run every cell once."""
+        return self._runner.run(
+            self._cells,
+            place=lambda cell: (cell.ranks, LAUNCHERS[cell.run_type]),
+            assign=lambda cell: self._assignment(cell, name),
+            started=lambda one: self.console.say(
+                f"starting {counted(one.cells, 'cell')} on {counted(one.ranks, 'rank')}"
+            ),
+        )
+
+    def _assignment(self, cell: PlanCell, name: str) -> Assignment:
+        folder, device = self.folder / f"{name}-{cell.key}", self.options.device
+        folder.mkdir()
+        recipe = cell.write_recipe(folder / "recipe.json", recipes=self.repository / "ds_configs")
+        flags = cell.flags(recipe=recipe, tokens=self.folder / "tokens", folder=folder, device=device)
+        call, arguments = "measure_time", dict[str, Any](steps=TIMED_STEPS)
+        if name == "memory":
+            setup = self._setups[cell.key] = cell.setup(recipe)
+            witness = device == "cpu" and cell.ranks == 1 and cell.accumulation == 1
+            call, arguments = "measure_memory", {"witness": witness, "estimate": None}
+            if setup.run_type == "optimized" and setup.recipe.zero_stage in ESTIMATED:
+                arguments["estimate"] = {
+                    "stage": setup.recipe.zero_stage,
+                    "elements": total(model_parameters(setup.model)),
+                    "largest": setup.model.largest_parameter(),
+                    "ranks": setup.world_size,
+                    "offload": setup.recipe.offload_optimizer != "none",
+                }
+        return Assignment(folder=str(folder), flags=flags, call=f"{RANK}:{call}", arguments=arguments)
+
+    def _result(
+        self, cell: PlanCell, end: CellEnd, rounds: Sequence[Sequence[float]], predicted: StepTime | None
+    ) -> Result:
+        head = {"key": cell.key, "title": cell.title, "strategy": cell.strategy, "ranks": cell.ranks}
+        work = {"model": asdict(cell.shape), **cell.settings, "global_batch_size": cell.sequences}
+        work |= {"recipe": cell.recipe, "changes": dict(cell.changes)}
+        head |= {"fit": cell.fit, "work": work, "status": end.status, "message": end.message}
+        if end.status != "done":
+            return head
+        setup, cost, device, peaks = self._setups[cell.key], end.ranks[0]["cost"], self.options.device, []
+        for rank, facts in enumerate(end.ranks):
+            peak = peak_memory(setup, rank=rank, device=device, among=STEP)
+            by_part = {
+                name: (measured, peak_memory(setup, rank=rank, device=device, among=PARTS_OF_STEP[name]).total)
+                for name, measured in facts["by_part"].items()
+                if setup.precision != "fp16"  # whose loss has its peak in the backward pass, which scales it
+            }
+            measured = {"rank": rank, "measured": facts["peak_bytes"], "mem_tracker": facts["mem_tracker_bytes"]}
+            ratio = peak.total / facts["peak_bytes"]
+            peaks.append(measured | {"predicted": peak.as_dict(), "ratio": ratio, "by_part": by_part})
+        state, traffic = cost["model_state_bytes_per_rank"], cost["communication_per_step"]
+        sent = [sent_bytes(setup, rank=rank) for rank in range(setup.world_size)]
+        return head | {
+            "peak_memory": peaks,
+            "waits": end.ranks[0]["waits"],
+            "model_state": {"measured": state["total"], "predicted": model_state(setup, rank=state["rank"]).total},
+            "ring_bytes": {"measured": traffic and traffic["ring_bytes_by_rank"], "predicted": sent},
+            "estimate_bytes": end.ranks[0].get("estimate_bytes"),
+            "step_seconds": {
+                "rounds": [list(seconds) for seconds in rounds],
+                "measured": _middle(rounds) if rounds else None,
+                "predicted": predicted and predicted.seconds,
+                "predicted_parts": predicted and predicted.parts,
+            },
+        }
 
     def line(self, result: Result, *, count: str, left: str) -> str:
         if result["status"] != "done":
@@ -504,10 +580,15 @@ class Plan(frame.Suite[PlanOptions, Result]):
     def record(self, results: Sequence[Result]) -> frame.Record:
         return {
             "rounds": self.options.rounds,
-            "calibration": self._suite.calibration and asdict(self._suite.calibration),
-            "factors": self._suite.factors and asdict(self._suite.factors),
+            "calibration": self._calibration and asdict(self._calibration),
+            "factors": self._factors and asdict(self._factors),
             "cells": list(results),
         }
 
     def failures(self, record: frame.Record) -> list[str]:
         return [why for cell in record["cells"] for why in failed(cell)]
+
+
+def _middle(rounds: Sequence[Sequence[float]]) -> float:
+    """The median of all steps."""
+    return statistics.median(second for seconds in rounds for second in seconds)

@@ -9,24 +9,14 @@ import math
 import random
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from dsgpt.benchmarks import cells as shared
 from dsgpt.benchmarks import frame
-from dsgpt.benchmarks.cells import (
-    ACCUMULATIONS,
-    STEPS,
-    STRATEGIES,
-    VALIDATION_WINDOWS,
-    Cell,
-    CellEnd,
-    CellRunner,
-    by,
-    executed_by,
-    weights_apart,
-)
-from dsgpt.benchmarks.launch import IMPORTS, Assignment, RankEnd, config_of, train_rank, write_end
+from dsgpt.benchmarks.cells import STEPS, STRATEGIES, Cell, CellEnd, by, executed_by
+from dsgpt.benchmarks.launch import IMPORTS, Assignment, config_of, joined_run, train_rank, write_end
 from dsgpt.checkpoints.store import WEIGHTS
 from dsgpt.common.command_line import COUNT, flag, switch
 from dsgpt.common.files import sha256_of
@@ -74,7 +64,7 @@ def seeded_pairs(count: int = PAIRS, *, seed: int = SEED) -> list[Pair]:
             Cell(
                 strategy=name,
                 ranks=chance.choice([cell.ranks for cell in every if cell.strategy == name]),
-                accumulation=chance.choice(ACCUMULATIONS),
+                accumulation=chance.choice(shared.ACCUMULATIONS),
             )
             for name in names
         ]
@@ -148,7 +138,14 @@ def resume_page(record: frame.Record, *, source: str) -> str:
         losses=", ".join(losses) or "not measured",
         made=frame.made_from(record, source=source, name="resume"),
     )
-    return frame.page_of(head, _pairs(record), _rewritten(record), frame.troubles([*pairs, *rewritten], STATUS_WORDS))
+    groups: dict[str, dict[tuple[int, str], str]] = {}
+    for one in rewritten:
+        groups.setdefault(one["strategy"], {})[one["ranks"], one["precision"]] = STATUS_WORDS[one["status"]]
+    places = sorted({place for group in groups.values() for place in group}, key=lambda one: (one[1] != "fp32", one))
+    header = ["strategy", *(f"{counted(ranks, 'rank')}, {precision}" for ranks, precision in places)]
+    rows = [[strategy, *(group.get(place, "") for place in places)] for strategy, group in groups.items()]
+    troubles = frame.troubles([*pairs, *rewritten], STATUS_WORDS)
+    return frame.page_of(head, _pairs(record), frame.section("Rewritings", header, rows), troubles)
 
 
 def summary_lines(record: frame.Record) -> list[str]:
@@ -170,42 +167,14 @@ def _pairs(record: frame.Record) -> str:
     return frame.section("Pairs", header, rows)
 
 
-def _rewritten(record: frame.Record) -> str:
-    groups: dict[str, dict[tuple[int, str], str]] = {}
-    for one in record["rewritten"]:
-        groups.setdefault(one["strategy"], {})[one["ranks"], one["precision"]] = STATUS_WORDS[one["status"]]
-    places = sorted(
-        {place for by_place in groups.values() for place in by_place}, key=lambda place: (place[1] != "fp32", place)
-    )
-    header = ["strategy", *(f"{counted(ranks, 'rank')}, {precision}" for ranks, precision in places)]
-    rows = [[strategy, *(by_place.get(place, "") for place in places)] for strategy, by_place in groups.items()]
-    return frame.section("Rewritings", header, rows)
-
-
 # The suite: source runs first, then resumes and rewritings, one launch for each number of ranks.
 
 SCHEMA_VERSION = "1.1"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Length:
-    """The steps of every training."""
-
-    steps: int = STEPS
-    """A multiple of 4."""
-
-    @property
-    def saved(self) -> int:
-        """The step at which a source saves. The target takes the steps after it."""
-        return self.steps // 2
-
-    @property
-    def validated(self) -> int:
-        """Steps between validations of the undisturbed baseline, and of a target from where it resumes."""
-        return self.steps // 4
-
-
-WHOLE = Length()
+VALIDATIONS = 4
+"""Of the undisturbed baseline, evenly spaced. A source saves after half of the steps; the target takes the others, and
+validates from where it resumes."""
 BOUND = 5e-6
 """Bound on the loss of every step and on every validation loss, against the undisturbed baseline: five times what was
 measured. If the resume loses Adam's moments or its step count, the loss changes by more than 2e-3."""
@@ -221,24 +190,8 @@ Subject = Pair | Cell
 """A pair that shares a run, or a cell that writes what it read."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Result:
-    """Result of one pair, or of one rewriting."""
-
-    subject: Subject
-    status: str
-    """``passed``, ``failed``, ``refused`` by the product, or ``error``."""
-    seconds: float = 0.0
-    measured: dict[str, Any] = field(default_factory=dict)
-    message: str = ""
-    """The failure, or the message of a refusal or an error."""
-
-    @property
-    def name(self) -> str:
-        """The name in console lines, pages and test ids."""
-        if isinstance(self.subject, Pair):
-            return self.subject.name
-        return f"{by(self.subject)}, {self.subject.precision}, writes what it read"
+Result = dict[str, Any]
+"""A pair, or a rewriting, with how it ended, as the record has it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -264,8 +217,8 @@ class Resume(frame.Suite[ResumeOptions, Result]):
       .venv/bin/python src/benchmark.py resume --table-from checkpoint/resume/resume.json
     """
 
-    length = WHOLE
-    """Steps of every training."""
+    steps = STEPS
+    """Steps of every training: a multiple of ``VALIDATIONS``."""
     name, record_of, schema_version, unit = "resume", "the resume suite", SCHEMA_VERSION, "result"
     flags, page, summary = ResumeOptions, staticmethod(resume_page), staticmethod(summary_lines)
 
@@ -280,28 +233,26 @@ class Resume(frame.Suite[ResumeOptions, Result]):
         return len(self._cells) + len(self._pairs)
 
     def begin(self) -> None:
-        device = self.options.device
-        self._runner = CellRunner(self.folder, repository=self.repository, device=device, steps=self.length.steps)
+        device, self._saved = self.options.device, self.steps // 2
+        self._runner = shared.CellRunner(self.folder, repository=self.repository, device=device, steps=self.steps)
 
     def results(self) -> Iterator[Result]:
-        self.console.say(f"{len(self._pairs)} pairs and {len(self._cells)} rewritings; text and source runs come first")
-        return self.run(self._cells, self._pairs)
-
-    def run(self, cells: Iterable[Cell], pairs: Iterable[Pair]) -> Iterator[Result]:
-        """Let ``cells`` load and rewrite a checkpoint, and run ``pairs``; yield the results as they come.
+        """Let the cells load and rewrite a checkpoint, and run the pairs.
 
         Raises:
             UserError: the text could not be prepared.
             RuntimeError: the baseline itself failed.
         """
-        pairs = list(pairs)
+        cells, pairs = self._cells, self._pairs
+        self.console.say(f"{len(pairs)} pairs and {len(cells)} rewritings; text and source runs come first")
         sources = self._launched(dict.fromkeys([BASELINE, *(pair.source for pair in pairs)]), self._source)
         broken = {cell: end.message for cell, end in sources if end.status != "done"}
         if BASELINE in broken:
             raise RuntimeError(f"the baseline failed: {broken[BASELINE]}; see {self._run_of(BASELINE)}")
         for pair in pairs:
             if pair.source in broken:
-                yield Result(subject=pair, status="error", message=f"its source run failed: {broken[pair.source]}")
+                message = f"its source run failed: {broken[pair.source]}"
+                yield self._judge(pair, CellEnd(folder=self.folder, ranks=[], status="error", message=message))
         possible = [pair for pair in pairs if pair.source not in broken]
         for subject, end in self._launched([*cells, *possible], self._continued):
             yield self._judge(subject, end)
@@ -324,103 +275,95 @@ class Resume(frame.Suite[ResumeOptions, Result]):
         )
 
     def _source(self, cell: Cell) -> Assignment:
-        more = ("--eval_every", str(self.length.validated)) if cell == BASELINE else ()
-        return self._assignment(cell, "train", f"source_{cell.folder}", more)
+        return self._assignment(cell, "train", f"source_{cell.folder}", validates=cell == BASELINE)
 
     def _continued(self, subject: Subject) -> Assignment:
         """Assignment that loads the checkpoint of a source: to resume its run, or to write it again."""
+        source = BASELINE if isinstance(subject, Cell) else subject.source
+        checkpoint = str(self._run_of(source) / f"step-{self._saved:08d}")
         if isinstance(subject, Cell):
-            cell, source, call, name = subject, BASELINE, "rewrite", f"rewritten_{subject.folder}"
-            more: Sequence[str] = ()
-        else:
-            cell, source, call = subject.target, subject.source, "train"
-            name = f"{source.folder}_to_{cell.folder}"
-            more = ("--resume", "--eval_every", str(self.length.validated))  # at once, because the source has not
-        checkpoint = self._run_of(source) / f"step-{self.length.saved:08d}"
-        return self._assignment(cell, call, name, more, checkpoint=str(checkpoint))
+            return self._assignment(subject, "rewrite", f"rewritten_{subject.folder}", checkpoint=checkpoint)
+        name = f"{source.folder}_to_{subject.target.folder}"  # validates at once, because the source has not
+        return self._assignment(subject.target, "train", name, "--resume", validates=True, checkpoint=checkpoint)
 
-    def _assignment(self, cell: Cell, call: str, name: str, more: Sequence[str] = (), **arguments: str) -> Assignment:
-        words = ("--save_every", str(self.length.saved), "--keep_checkpoints", "9", *more)
+    def _assignment(
+        self, cell: Cell, call: str, name: str, *more: str, validates: bool = False, **arguments: str
+    ) -> Assignment:
+        words = ["--save_every", str(self._saved), "--keep_checkpoints", "9", *more]
+        words += ["--eval_every", str(self.steps // VALIDATIONS)] if validates else []
         return self._runner.assignment(cell, call=f"{RANK}{call}", name=name, more=words, arguments=arguments)
 
     def _run_of(self, cell: Cell) -> Path:
         return self.folder / f"source_{cell.folder}" / "run"
 
     def _judge(self, subject: Subject, end: CellEnd) -> Result:
-        if end.status != "done":
-            return Result(subject=subject, status=end.status, seconds=end.seconds, message=end.message)
+        """The result, with its differences from the undisturbed baseline, or its refusal or error."""
+        measured, message, status = dict[str, Any](), end.message, end.status
+        undisturbed, saved = self._run_of(BASELINE), self._saved
         if isinstance(subject, Cell):
-            measured, message = self._compare_rewritten(subject, end.ranks)
+            result: Result = {"strategy": subject.strategy, "ranks": subject.ranks, "precision": subject.precision}
+            result["name"] = f"{by(subject)}, {subject.precision}, writes what it read"
+            if status == "done":
+                expected = read_losses(undisturbed, "val_loss")[saved]
+                off = max(abs(rank["val_loss"] - expected) for rank in end.ranks)
+                measured = {**end.ranks[0]["same"]}
+                measured["weights that a rank computes with"] = not any(rank["wrong"] for rank in end.ranks)
+                bound = max(REWRITTEN_BOUNDS[subject.precision], ON_GPU * (self.options.device == "cuda"))
+                if wrong := [name for name, good in measured.items() if not good]:
+                    message = f"not as they were: {', '.join(wrong)}"
+                elif not off <= bound:
+                    message = f"validation loss is off by {off:.1e}"
+                measured["validation loss"] = off
         else:
-            measured = self._compare(end.folder / "run")
-            message = wrong_in(subject, measured, self.length)
-        status = "failed" if message else "passed"
-        return Result(subject=subject, status=status, seconds=end.seconds, measured=measured, message=message)
-
-    def _compare_rewritten(self, cell: Cell, ranks: list[RankEnd]) -> tuple[dict[str, Any], str]:
-        """Files that are equal and the difference of the validation loss; and the mistake, empty if there is none."""
-        facts: dict[str, bool] = dict(ranks[0]["same"])
-        facts["weights that a rank computes with"] = not any(end["wrong"] for end in ranks)
-        wrong = [name for name, good in facts.items() if not good]
-        message = f"not as they were: {', '.join(wrong)}" if wrong else ""
-        expected = read_losses(self._run_of(BASELINE), "val_loss")[self.length.saved]
-        off = max(abs(end["val_loss"] - expected) for end in ranks)
-        if not message and not off <= max(REWRITTEN_BOUNDS[cell.precision], ON_GPU * (self.options.device == "cuda")):
-            message = f"validation loss is off by {off:.1e}"
-        return {**facts, "validation loss": off}, message
+            result = {"source": by(subject.source), "source_accumulation": subject.source.accumulation}
+            result |= {"target": by(subject.target), "target_accumulation": subject.target.accumulation}
+            result["name"] = subject.name
+            if status == "done":
+                measured = self._compare(end.folder / "run")
+                message = wrong_in(subject, measured, self.steps)
+        if status == "done":
+            status = "failed" if message else "passed"
+        facts = {"status": status, "seconds": round(end.seconds, 2), "measured": measured}
+        return result | facts | {"message": message or None}
 
     def _compare(self, run_dir: Path) -> dict[str, Any]:
-        """The facts of the run, and its differences from the undisturbed baseline."""
-        undisturbed, saved, last = self._run_of(BASELINE), self.length.saved, self.length.steps
+        """The facts of a pair's run, and its differences from the undisturbed baseline."""
+        undisturbed, saved, last = self._run_of(BASELINE), self._saved, self.steps
         expected, losses = read_losses(undisturbed, "loss"), read_losses(run_dir, "loss")
         expected_val, val = read_losses(undisturbed, "val_loss"), read_losses(run_dir, "val_loss")
         validated = sorted(step for step in val if step >= saved)
         log = (run_dir / "train.log").read_text(encoding="utf-8").splitlines()
         (line,) = [line for line in log if line.startswith("resuming from")]
-        record = read_object(run_dir / RECORD_FILE)
         return {
-            "changes": record["changed_at_resume"],
+            "changes": read_object(run_dir / RECORD_FILE)["changed_at_resume"],
             "line": line.replace(f"{self.folder}/", ""),
             "steps": sorted(losses),
             "loss": max(abs(losses[step] - expected[step]) for step in range(saved + 1, last + 1)),
             "validated": validated,
             "validation loss": max(abs(val[step] - expected_val[step]) for step in validated),
-            "weights": weights_apart(*(folder / f"step-{last:08d}" for folder in (run_dir, undisturbed))),
+            "weights": shared.weights_apart(*(folder / f"step-{last:08d}" for folder in (run_dir, undisturbed))),
         }
 
     def line(self, result: Result, *, count: str, left: str) -> str:
-        word = {"passed": "passed", "failed": "FAILED", "refused": "refused", "error": "ERROR"}[result.status]
-        off = f", loss off by {result.measured['loss']:.1e}" if "loss" in result.measured else ""
-        because = f": {result.message.splitlines()[0]}" if result.message else ""
-        return f"{count} {result.name}: {word}{off} ({result.seconds:.1f} s{left}){because}"
+        status, measured = result["status"], result["measured"]
+        word = status.upper() if status in {"failed", "error"} else status
+        off = f", loss off by {measured['loss']:.1e}" if "loss" in measured else ""
+        because = f": {result['message'].splitlines()[0]}" if result["message"] else ""
+        return f"{count} {result['name']}: {word}{off} ({result['seconds']:.1f} s{left}){because}"
 
     def record(self, results: Sequence[Result]) -> frame.Record:
         losses = read_losses(self._run_of(BASELINE), "loss")
-        steps = {"steps": WHOLE.steps, "saved": WHOLE.saved, "validated_every": WHOLE.validated}
-        steps |= {"validation_windows": VALIDATION_WINDOWS}
+        steps = {"steps": STEPS, "saved": STEPS // 2, "validated_every": STEPS // VALIDATIONS}
+        steps |= {"validation_windows": shared.VALIDATION_WINDOWS}
         return {
             "work": steps | frame.work_facts(self.options.device),
             "bound": BOUND,
             "rewritten_bounds": REWRITTEN_BOUNDS,
             "seed": self.options.seed,
-            "reference": {"first_loss": losses[1], "last_loss": losses[self.length.steps]},
+            "reference": {"first_loss": losses[1], "last_loss": losses[self.steps]},
             "launches": [asdict(launch) for launch in self._runner.launches],
-            "pairs": [
-                {
-                    "source": by(pair.source),
-                    "source_accumulation": pair.source.accumulation,
-                    "target": by(pair.target),
-                    "target_accumulation": pair.target.accumulation,
-                    **_end_facts(result),
-                }
-                for result in results
-                if isinstance(pair := result.subject, Pair)
-            ],
-            "rewritten": [
-                {"strategy": cell.strategy, "ranks": cell.ranks, "precision": cell.precision, **_end_facts(result)}
-                for result in results
-                if isinstance(cell := result.subject, Cell)
-            ],
+            "pairs": [result for result in results if "target" in result],
+            "rewritten": [result for result in results if "strategy" in result],
         }
 
     def failures(self, record: frame.Record) -> list[str]:
@@ -428,34 +371,24 @@ class Resume(frame.Suite[ResumeOptions, Result]):
         return [end["name"] for end in ends if end["status"] in {"failed", "error"}]
 
 
-def _end_facts(result: Result) -> dict[str, Any]:
-    return {
-        "name": result.name,
-        "status": result.status,
-        "seconds": round(result.seconds, 2),
-        "measured": result.measured,
-        "message": result.message or None,
-    }
-
-
-def wrong_in(pair: Pair, measured: dict[str, Any], length: Length = WHOLE) -> str:
+def wrong_in(pair: Pair, measured: dict[str, Any], steps: int) -> str:
     """Why a pair failed; empty if nothing is wrong.
 
     Args:
         pair: which cell saved and which resumed.
         measured: its losses, steps and validations, the console's line and the record's entry about the resume.
-        length: of its training.
+        steps: of its training.
     """
     facts = ("loss", "validation loss")
     wrong = [f"{fact} is off by {measured[fact]:.1e}" for fact in facts if not measured[fact] <= BOUND]
-    if measured["steps"] != list(range(1, length.steps + 1)):
+    if measured["steps"] != list(range(1, steps + 1)):
         wrong.append(f"its steps are {measured['steps']}")
-    if measured["validated"] != list(range(length.saved, length.steps + 1, length.validated)):
+    if measured["validated"] != list(range(steps // 2, steps + 1, steps // VALIDATIONS)):
         wrong.append(f"it validated after steps {measured['validated']}")
     before, after = executed_by(pair.source), executed_by(pair.target)
     if f"({before}) as {after}" not in measured["line"]:
         wrong.append(f"it printed: {measured['line']}")
-    moved = {"step": length.saved, "name": "executed by", "before": before, "after": after}
+    moved = {"step": steps // 2, "name": "executed by", "before": before, "after": after}
     if measured["changes"] != [moved]:
         wrong.append(f"its record says: {measured['changes']}")
     return "; ".join(wrong)
@@ -499,10 +432,8 @@ def rewrite(flags: list[str], folder: Path, *, checkpoint: str) -> None:
     from dsgpt.strategies.base import build_strategy  # noqa: PLC0415
     from dsgpt.training.trainer import validation_loss  # noqa: PLC0415
 
-    config, out = config_of(flags), folder / "rewritten"
-    topology, shapes = config.topology, parameter_shapes(config.model)
-    device = devices.bring_up(config.device, local_rank=topology.local_rank, threads=config.threads_per_device)
-    with contextlib.nullcontext() if config.run_type == "baseline" else devices.joined(topology, device):
+    with joined_run(flags) as (config, device):
+        topology, shapes, out = config.topology, parameter_shapes(config.model), folder / "rewritten"
         if topology.is_main:
             out.mkdir()
         reader = states.StateReader(Path(checkpoint))

@@ -21,6 +21,7 @@ from dsgpt.benchmarks import frame
 from dsgpt.benchmarks.launch import train
 from dsgpt.common.command_line import POSITIVE, flag
 from dsgpt.common.files import write_json_atomic
+from dsgpt.common.text import table
 from dsgpt.config.options import SAVE_MODES
 
 
@@ -31,34 +32,29 @@ def saving_page(record: frame.Record, *, source: str) -> str:
         record: as ``dsgpt.benchmarks.saving`` makes it.
         source: the record's path, for the reader.
     """
-    size = record["figures"]["sync"]["bytes"]["median"] / 1e6
+    size, rows = record["figures"]["sync"]["bytes"]["median"] / 1e6, record.get("writers", {}).items()
     saves = max(len(run["saves"]) for run in record["runs"])
     made = frame.made_from(record, source=source, name="saving")
-    head = frame.filled("saving", record, size=size, saves=saves, made=made)
     writers = frame.section(
         "Several writers",
         ["processes", "until all have written, s (range)"],
-        [[count, frame.span_words(seconds, ".2f")] for count, seconds in record.get("writers", {}).items()],
+        [[count, frame.span_words(seconds, ".2f")] for count, seconds in rows],
         text=frame.filled("saving-writers", record, rate=MB_PER_SEC, block=BLOCK >> 20),
     )
-    return frame.page_of(head, _modes(record), writers)
-
-
-def _modes(record: frame.Record) -> str:
-    keys = {
-        "save_stall_sec": "training waits, s (range)",
-        "save_total_sec": "until published, s (range)",
-        "training_sec": "a run's steps and saves, s (range)",
-    }
-    rows = [
-        [mode, *(frame.span_words(figures[key], ".3f") for key in keys)] for mode, figures in record["figures"].items()
-    ]
-    return frame.section("Figures", ["save mode", *keys.values()], rows)
+    figures = "\n".join(["## Figures\n", *summary_lines(record)])
+    return frame.page_of(frame.filled("saving", record, size=size, saves=saves, made=made), figures, writers)
 
 
 def summary_lines(record: frame.Record) -> list[str]:
     """The table of both modes, for a console."""
-    return _modes(record).removeprefix("## Figures\n\n").splitlines()
+    titles = {
+        "save_stall_sec": "training waits, s (range)",
+        "save_total_sec": "until published, s (range)",
+        "training_sec": "a run's steps and saves, s (range)",
+    }
+    modes = record["figures"].items()
+    rows = [[mode, *(frame.span_words(figures[key], ".3f") for key in titles)] for mode, figures in modes]
+    return table(["save mode", *titles.values()], rows).splitlines()
 
 
 SAVE_EVERY, SAVES = 10, 4
@@ -145,30 +141,29 @@ class Saving(frame.Suite[SavingOptions, Run]):
 
     def record(self, results: Sequence[Run]) -> frame.Record:
         runs = [{key: value for key, value in run.items() if key != "round"} for run in results if "saves" in run]
-        times = [run for run in results if "writers" in run]
-        figures = {mode: _figures([run for run in runs if run["mode"] == mode]) for mode in SAVE_MODES}
+        together: dict[int, list[float]] = {writers: [] for writers in WRITERS}
+        for run in results[len(runs) :]:
+            together[run["writers"]].append(run["seconds"])
+        figures: dict[str, dict[str, Any]] = {}
+        for mode in SAVE_MODES:
+            own = [run for run in runs if run["mode"] == mode]
+            saves = [save for run in own for save in run["saves"]]
+            of_saves = ("save_stall_sec", "save_total_sec", "bytes")
+            figures[mode] = {key: frame.span([save[key] for save in saves]) for key in of_saves}
+            figures[mode]["training_sec"] = frame.span([run["training_sec"] for run in own])
         return {
             "work": WORK,
             "parameters": runs[0]["parameters"],
             "rounds": self.options.rounds,
             "runs": runs,
             "figures": figures,
-            "writers": {
-                str(count): frame.span([run["seconds"] for run in times if run["writers"] == count])
-                for count in WRITERS
-            },
+            "writers": {str(count): frame.span(times) for count, times in together.items()},
             "ratio": figures["async"]["save_stall_sec"]["median"] / figures["sync"]["save_stall_sec"]["median"],
             "ratio_bound": RATIO_BOUND,
         }
 
     def failures(self, record: frame.Record) -> list[str]:
         return [] if record["ratio"] <= RATIO_BOUND else ["async waits longer than the bound allows"]
-
-
-def _figures(runs: list[Run]) -> dict[str, dict[str, Any]]:
-    saves = [save for run in runs for save in run["saves"]]
-    of_saves = {key: frame.span([save[key] for save in saves]) for key in ("save_stall_sec", "save_total_sec", "bytes")}
-    return of_saves | {"training_sec": frame.span([run["training_sec"] for run in runs])}
 
 
 class SlowFile:

@@ -169,14 +169,14 @@ class Load:
         Raises:
             UserError: a request is not answered.
         """
-        served, seconds = asyncio.run(self._all([0.0] * requests, clients=clients))
+        served, seconds = self.poisson([0.0] * requests, clients=clients)
         if lost := [one.failure for one in served if one.failure]:
             raise UserError(f"src/serve.py does not answer {len(lost)} of {requests} requests: {lost[0]}")
         return served, seconds
 
-    def poisson(self, instants: Sequence[float]) -> tuple[list[Served], float]:
-        """A request at each of ``instants``; also returns the seconds until all are answered."""
-        return asyncio.run(self._all(instants, clients=len(instants)))
+    def poisson(self, instants: Sequence[float], *, clients: int = 0) -> tuple[list[Served], float]:
+        """A request at each instant, if one of ``clients`` is free; also returns the seconds until all are answered."""
+        return asyncio.run(self._all(instants, clients=clients or len(instants)))
 
     def instants(self, requests: int, *, per_sec: float) -> list[float]:
         """Random instants, ``per_sec`` a second in the mean, in seconds."""
@@ -240,23 +240,22 @@ def serving_page(record: frame.Record, *, source: str) -> str:
         record: as ``dsgpt.benchmarks.serving`` makes it.
         source: the record's path, for the reader.
     """
-    rounds = record["rounds"]
-    lost = sum(_lost(record, one) for one in rounds)
-    unseen = sum(max(0, one["answered_by_the_servers_count"] - one["answered"]) for one in rounds)  # by the clients
-    wrong = unseen + sum(one["answered_twice"] + one["wrong_texts"] for one in rounds)
+    of_rounds = [_wrong(record, one) for one in record["rounds"]]
+    lost, *others = (sum(one[what] for one in of_rounds) for what in ("lost", "answered twice", "wrong texts"))
     verdict = "Every request was answered once, with the text that it gets from an idle server."
-    if lost or wrong:
-        verdict = f"{lost} requests were lost; {wrong} were answered twice or with another text."
+    if lost or any(others):
+        verdict = f"{lost} requests were lost; {sum(others)} were answered twice or with another text."
     grown = "unknown" if record["growth"] is None else f"{record['growth']:.3f} of the first one's"
     made, lines = frame.generated_by(source, "serving", page="serving-load"), "\n".join(summary_lines(record))
-    facts = {"made": made, "count": len(rounds), "verdict": verdict, "grown": grown, "table": lines}
+    facts = {"made": made, "count": len(record["rounds"]), "verdict": verdict, "grown": grown, "table": lines}
     return frame.page_of(frame.filled("serving", record, **facts))
 
 
-def _lost(record: frame.Record, one: frame.Record) -> int:
-    """Requests of a round without an answer."""
-    lost: int = record["requests"] - min(one["answered"], one["answered_by_the_servers_count"])
-    return lost
+def _wrong(record: frame.Record, one: frame.Record) -> dict[str, int]:
+    """Requests of a round without an answer, with several, of which the clients may not have seen all, and wrong."""
+    answered, seen = one["answered"], one["answered_by_the_servers_count"]
+    lost, twice = record["requests"] - min(answered, seen), one["answered_twice"] + max(0, seen - answered)
+    return {"lost": lost, "answered twice": twice, "wrong texts": one["wrong_texts"]}
 
 
 def summary_lines(record: frame.Record) -> list[str]:
@@ -265,9 +264,10 @@ def summary_lines(record: frame.Record) -> list[str]:
     header += ["latency when accepted, p50 / p95 / p99", "with refusals, p50 / p95 / p99", "peak memory"]
     rows = []
     for one in record["rounds"]:
-        counts = [one["answered"], _lost(record, one), one["answered_twice"], one["wrong_texts"], one["refusals"]]
+        lost, *counts = _wrong(record, one)["lost"], one["answered_twice"], one["wrong_texts"], one["refusals"]
         waits = [_percentiles(one[key]) for key in WAITS]
-        rows.append([one["round"], *counts, f"{one['seconds']:.1f}", *waits, f"{one['peak_rss_bytes'] / 1e6:,.0f} MB"])
+        peak = f"{one['peak_rss_bytes'] / 1e6:,.0f} MB"
+        rows.append([one["round"], one["answered"], lost, *counts, f"{one['seconds']:.1f}", *waits, peak])
     return table(header, rows).splitlines()
 
 
@@ -377,11 +377,8 @@ class Serving(frame.Suite[ServingOptions, Round]):
     def failures(self, record: frame.Record) -> list[str]:
         lines = []
         for result in record["rounds"]:
-            unseen = max(0, result["answered_by_the_servers_count"] - result["answered"])  # by the clients
-            wrong = {"lost": _lost(record, result), "answered twice": result["answered_twice"] + unseen}
-            wrong |= {"wrong texts": result["wrong_texts"], "sequences left": result["open_sequences"]}
-            wrong = {what: number for what, number in wrong.items() if number} | result["failures"]
-            lines += [f"round {result['round']}: {number} {what}" for what, number in wrong.items()]
+            wrong = _wrong(record, result) | {"sequences left": result["open_sequences"]} | result["failures"]
+            lines += [f"round {result['round']}: {number} {what}" for what, number in wrong.items() if number]
         if record["load"] < self.options.times / 2:
             lines.append(f"the load was only {record['load']:.1f} times what the server answers: repeat it, idle")
         if record["growth"] is None or record["growth"] > GROWTH_BOUND:
@@ -400,7 +397,6 @@ def round_of(requests: Sequence["Served"], *, alone: Sequence[str], earlier: Set
         earlier: the names of answers of earlier rounds.
     """
     served = [one for one in requests if one.answers]
-
     return {
         "answered": len(served),
         "answered_twice": sum(one.answers for one in served) - len({one.name for one in served} - earlier),

@@ -46,9 +46,9 @@ class Shape(cells.Shape):
 def published(name: str, *, length: int, vocab_size: int | None = None) -> Shape:
     """A preset of ``src/gpt2.py`` as a ``Shape``, with another vocabulary if given."""
     preset = PRESETS[name]
-    dimensions = {key: getattr(preset, key) for key in cells.DIMENSIONS}
-    vocabulary, positions = vocab_size or preset.vocab_size, preset.block_size
-    return Shape(name=name, **dimensions, vocab_size=vocabulary, length=length, positions=positions)
+    sizes = {key: getattr(preset, key) for key in (*cells.DIMENSIONS, "vocab_size")}
+    sizes |= {"vocab_size": vocab_size} if vocab_size else {}
+    return Shape(name=name, **sizes, length=length, positions=preset.block_size)
 
 
 NARROW = Shape(**asdict(cells.NARROW), length=256)
@@ -141,7 +141,14 @@ def rows(device: str, *, threads: int, peers: Sequence[str]) -> list[Row]:
         every += [_against_peers(replace(work, compile=True), nanogpt, target=1.1) for work in (small, narrow)]
         every += [_engine(replace(narrow, precision="fp32")), _engine(small)]
         tiny = StepSetup(shape=published("tiny", length=256), batch=4, precision="fp32", threads=1)
-        every += [_weak_scaling(tiny, kind, ranks=threads) for kind in (DDP, ENGINE) if threads > 1]
+        for kind in (DDP, ENGINE) if threads > 1 else ():
+            entries = (
+                Entry(name=f"{threads} ranks", kind=kind, ranks=threads),
+                Entry(name="1 rank", kind=kind),
+                Entry(name=f"{threads} apart", kind=kind, ranks=threads, apart=True),
+            )
+            title = f"weak scaling 1 to {threads} cores, tiny, {kind.removeprefix('dsgpt ')}"
+            every.append(Row(title=title, work=tiny, entries=entries, target=0.95))
     return [row for row in every if len(row.entries) > 1]
 
 
@@ -157,16 +164,6 @@ def _engine(work: StepSetup) -> Row:
     title = f"ZeRO-1 on one device against the plain loop, {work.shape.name}, {work.precision}"
     entries = (Entry(name=ENGINE, kind=ENGINE), Entry(name=OURS, kind=OURS))
     return Row(title=title, work=work, entries=entries, target=0.97)
-
-
-def _weak_scaling(work: StepSetup, kind: str, *, ranks: int) -> Row:
-    title = f"weak scaling 1 to {ranks} cores, {work.shape.name}, {kind.removeprefix('dsgpt ')}"
-    entries = (
-        Entry(name=f"{ranks} ranks", kind=kind, ranks=ranks),
-        Entry(name="1 rank", kind=kind),
-        Entry(name=f"{ranks} apart", kind=kind, ranks=ranks, apart=True),
-    )
-    return Row(title=title, work=work, entries=entries, target=0.95)
 
 
 # Interleaved rounds: every contender of a row takes a few steps in turn, again and again.
@@ -255,10 +252,43 @@ def speed_page(record: frame.Record, *, source: str) -> str:
         record: as ``dsgpt.benchmarks.speed`` makes it.
         source: the record's path, for the reader.
     """
+    results = record["results"]
     peers = ", ".join(f"{name} at `{commit}`" for name, commit in record["peers"].items()) or "none"
     made = frame.generated_by(source, "speed", measure="speed --peer nanogpt=FOLDER")
     head = frame.filled("speed", record, made=made, checkouts=peers, without=_missing(record))
-    return frame.page_of(head, _speeds_reached(record), _limits(record), _around_the_steps(record))
+    ceilings = {str(result["work"]): result["products_sec"] for result in results if "products_sec" in result}
+    kept, speeds, limits, around = [], [], [], []
+    for result in results:
+        title = result["title"]
+        if "ratio" not in result:
+            if {"target", "failed"} & set(result):
+                shown = result.get("failed") or _shown(result)
+                around.append([title, shown, "yes" if reached(result) else "**no**"])
+            continue
+        if "ratio_with_memory_kept" in result:
+            ratio = frame.ratio_words(result["ratio_with_memory_kept"], result["best_with_memory_kept"])
+            kept.append([f"{title}, equal memory settings", _speeds(result, memory_kept=True), ratio, "", ""])
+        ours, work = result["entries"][0], result["work"]
+        goal = f"{result['target']:.2f}{'' if reached(result) else ', **not reached**'}"
+        waits = ours["synchronisations"]
+        beside = "" if waits is None else f"{waits} synchronisations in a turn"
+        if "limit" in result:
+            beside = frame.ratio_words(result["limit"], "without communication")
+        ratio = frame.ratio_words(result["ratio"], result["best_other"])
+        speeds.append([title, _speeds(result, memory_kept=False), ratio, goal, beside])
+        # the share of a step that its matrix products alone would take, at the speed that each has alone
+        if (least := ceilings.get(str({**work, "compile": False}))) is not None:
+            speed = ours["tokens_per_sec"]["median"]
+            step, flops = work["batch"] * work["shape"]["length"] / speed, result["flops_per_token"] * speed
+            figures = [f"{step:.3f}", f"{least:.3f}", f"{least / step:.0%}", f"{flops / 1e9:,.0f}"]
+            limits.append([title, ours["name"], *figures])
+    of_limits = ["work", "trainer", "step, s", "its matrix products alone, s", "share", "GFLOP/s"]
+    return frame.page_of(
+        head,
+        frame.section("Tokens per second", ["work", "tokens/s", "ratio", "goal", "beside it"], [*kept, *speeds]),
+        frame.section("Distance to the machine's limit", of_limits, limits),
+        frame.section("Around the steps", ["what", "measured", "reached"], around),
+    )
 
 
 def summary_lines(record: frame.Record) -> list[str]:
@@ -314,54 +344,11 @@ def _shown(result: Figures) -> str:
     return f"{frame.span_words(result['share'], '.2%')} (goal at most {result['target']:.0%})"
 
 
-def _speeds_reached(record: frame.Record) -> str:
-    compared = [result for result in record["results"] if "ratio" in result]
-    rows = []
-    for result in compared:
-        if "ratio_with_memory_kept" in result:
-            ratio = frame.ratio_words(result["ratio_with_memory_kept"], result["best_with_memory_kept"])
-            rows.append([f"{result['title']}, equal memory settings", _speeds(result, memory_kept=True), ratio, "", ""])
-    for result in compared:
-        goal = f"{result['target']:.2f}{'' if reached(result) else ', **not reached**'}"
-        waits = result["entries"][0]["synchronisations"]
-        beside = "" if waits is None else f"{waits} synchronisations in a turn"
-        if "limit" in result:
-            beside = frame.ratio_words(result["limit"], "without communication")
-        ratio = frame.ratio_words(result["ratio"], result["best_other"])
-        rows.append([result["title"], _speeds(result, memory_kept=False), ratio, goal, beside])
-    return frame.section("Tokens per second", ["work", "tokens/s", "ratio", "goal", "beside it"], rows)
-
-
 def _speeds(result: Figures, *, memory_kept: bool) -> str:
     """Words for the speeds of the first contender, and of those with this setting of the memory."""
     ours, *others = result["entries"]
     shown = [ours, *(entry for entry in others if entry["name"].endswith(KEPT) == memory_kept)]
     return "; ".join(f"{entry['name']} {frame.span_words(entry['tokens_per_sec'], ',.0f')}" for entry in shown)
-
-
-def _limits(record: frame.Record) -> str:
-    """The share of each step that its matrix products alone would take, at the speed that each has alone."""
-    ceilings = {str(result["work"]): result for result in record["results"] if "products_sec" in result}
-    rows = []
-    for result in record["results"]:
-        ceiling = ceilings.get(str({**result.get("work", {}), "compile": False}))
-        if "ratio" in result and ceiling is not None:
-            ours, work, least = result["entries"][0], result["work"], ceiling["products_sec"]
-            speed = ours["tokens_per_sec"]["median"]
-            step, flops = work["batch"] * work["shape"]["length"] / speed, result["flops_per_token"] * speed
-            figures = [f"{step:.3f}", f"{least:.3f}", f"{least / step:.0%}", f"{flops / 1e9:,.0f}"]
-            rows.append([result["title"], ours["name"], *figures])
-    header = ["work", "trainer", "step, s", "its matrix products alone, s", "share", "GFLOP/s"]
-    return frame.section("Distance to the machine's limit", header, rows)
-
-
-def _around_the_steps(record: frame.Record) -> str:
-    rows = []
-    for result in record["results"]:
-        if "ratio" not in result and {"target", "failed"} & set(result):
-            shown = result.get("failed") or _shown(result)
-            rows.append([result["title"], shown, "yes" if reached(result) else "**no**"])
-    return frame.section("Around the steps", ["what", "measured", "reached"], rows)
 
 
 TOKENS = 2_000_000
@@ -404,13 +391,12 @@ class Speed(frame.Suite[SpeedOptions, Result]):
         compared, every_row = (rows(device, threads=cores, peers=peers) for peers in (present, PEERS))
         titles = {row.key: row.title for row in every_row if any(entry.kind == frame.NANOGPT for entry in row.entries)}
         titles["time-to-loss"] = TIME_TO_LOSS
-        only = self.options.only or ("",)
-        missing = [title for key, title in titles.items() if key.startswith(only)]
+        missing = [title for key, title in titles.items() if key.startswith(self.options.only or ("",))]
         self._without_nanogpt = [] if self._peers else missing
         every: dict[str, Callable[[], Result]] = {row.key: partial(self._row, row) for row in compared}
         for work in dict.fromkeys(replace(row.work, compile=False) for row in compared if row.entries[0].ranks == 1):
-            key = f"{work.shape.name.replace(' ', '')}-{work.precision}-{work.tokens}"
-            every[f"ceiling-{key}"] = partial(self._ceilings, work, title=f"ceilings, ceiling-{key}")
+            key = f"ceiling-{work.shape.name.replace(' ', '')}-{work.precision}-{work.tokens}"
+            every[key] = partial(self._ceilings, work, title=f"ceilings, {key}")
         every |= {"memory": self._memory, "help": self._help}
         every |= {f"first-step-{kind}": partial(self._first_step, kind) for kind in FIRST_STEP_TARGET_SEC}
         every |= {"around": self._around} | ({"time-to-loss": self._time_to_loss} if self._peers else {})
@@ -434,16 +420,14 @@ class Speed(frame.Suite[SpeedOptions, Result]):
             A function that lets every rank take so many steps, and returns the answer of the slowest. It raises a
             ``UserError`` with the end of what a rank printed if that ended.
         """
-        peer = self._peers.get(entry.kind)
+        peer, port, workers = self._peers.get(entry.kind), free_port(), []
         job = {"kind": entry.kind, "keeps_memory": entry.keeps_memory, "work": asdict(row.work)}
         tokens = self.folder / "tokens" / f"{row.work.shape.vocab_size}.bin"
         job |= {"tokens": str(tokens), "peer": peer and str(peer)}
-        world_size, port = 1 if entry.apart else entry.ranks, free_port()
-        workers = []
         for number in range(entry.ranks):
-            rank = 0 if entry.apart else number
+            rank, ranks = (0, 1) if entry.apart else (number, entry.ranks)
             variables: dict[str, object] = dict.fromkeys(("RANK", "LOCAL_RANK"), rank)
-            variables |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), world_size)
+            variables |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), ranks)
             variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port() if entry.apart else port}
             own = folder / entry.name.replace(" ", "-") / f"rank-{number}"
             worker = LineWorker(CONTENDER, job, own, threads=row.work.threads, variables=variables)
@@ -578,8 +562,8 @@ class Speed(frame.Suite[SpeedOptions, Result]):
 
     def _time_to_loss(self) -> Result:
         """Our time to the loss of nanoGPT's end, as a share of nanoGPT's; None if ours never reaches it."""
-        first, end = (windows * LENGTH for windows in (SEARCHED_WINDOWS, SEARCHED_WINDOWS + VALIDATION_WINDOWS))
-        cells.cut_tokens(self._corpus.val, self.folder / LATER_WINDOWS, first=first, end=end + 1)
+        first, tokens = SEARCHED_WINDOWS * LENGTH, VALIDATION_WINDOWS * LENGTH + 1
+        cells.cut_tokens(self._corpus.val, self.folder / LATER_WINDOWS, first=first, end=first + tokens)
         ours, theirs = self._own_curve(), self._nanogpt_curve()
         seconds, loss = theirs[-1]
         own_seconds = seconds_to(ours, loss)
@@ -609,11 +593,10 @@ class Speed(frame.Suite[SpeedOptions, Result]):
         shape = published("demo", length=LENGTH, vocab_size=DEMO_VOCABULARY)
         device, batch = self.options.device, int(NANOGPT_DEFAULTS["batch"])
         work = StepSetup(shape=shape, batch=batch, precision="fp32", device=device, threads=self._threads)
-        files = {"tokens": self._corpus.train, "val": self.folder / LATER_WINDOWS}
-        files |= {"peer": self._peers[frame.NANOGPT]}
         steps = DEMO_TOKENS // work.tokens
         schedule = {"steps": steps, "validate_every": max(1, steps // VALIDATIONS), "windows": VALIDATION_WINDOWS}
-        job = {"work": asdict(work), **{name: str(path) for name, path in files.items()}, "schedule": schedule}
+        job = {"work": asdict(work), "schedule": schedule, "peer": str(self._peers[frame.NANOGPT])}
+        job |= {"tokens": str(self._corpus.train), "val": str(self.folder / LATER_WINDOWS)}
         try:
             with LineWorker(CONTENDER, job, self.folder / "nanogpt-curve", threads=self._threads) as worker:
                 return [(seconds, loss) for seconds, loss in worker.read()["curve"]]

@@ -4,6 +4,7 @@ Every turn is a training of its own under the launcher that users use. Its resul
 starts, so the same command continues an interrupted sweep.
 """
 
+import contextlib
 import hashlib
 import json
 import random
@@ -30,7 +31,7 @@ from dsgpt.machine.launcher import launcher_command
 from dsgpt.model.config import PRESETS
 from dsgpt.record.runs import Curve, read_run, read_step_curves
 from dsgpt.record.schema import RECORD_FILE, STEPS_FILE, Fields
-from dsgpt.record.suites import SCHEMA_VERSION, SWEEP_FILE, Compared, Comparison, Spread, State, SweepCell, Turn
+from dsgpt.record.suites import SCHEMA_VERSION, SWEEP_FILE, Compared, Spread, State, SweepCell, Turn
 
 # Runs one training with the launcher that users use, ends it after a limit, and says how it ended.
 
@@ -67,20 +68,19 @@ def train(command: Sequence[str], *, log: Path, limit_sec: float, cwd: Path, dev
     """
     started = time.perf_counter()
     with log.open("wb") as output, own_group(command, output, cwd=cwd, device=device) as process:
-        try:
-            code: int | None = process.wait(timeout=limit_sec)
-        except subprocess.TimeoutExpired:
-            code = None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=limit_sec)
+        code = process.returncode
     seconds = time.perf_counter() - started
     with log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - _TAIL_BYTES))
         text = file.read().decode("utf-8", errors="replace")
-    if code is None:
-        last = clipped_text((text.strip() or "it printed nothing").splitlines()[-1], width=LONGEST_LINE)
-        late = f"did not end within {limit_sec:g} s; its last line: {last}"
-        return Ending(state=State.TIMED_OUT, message=late, seconds=seconds)
-    state, message = ended_with(code, text)
-    return Ending(state=state, message=message, seconds=seconds)
+    if code is not None:
+        state, message = ended_with(code, text)
+        return Ending(state=state, message=message, seconds=seconds)
+    last = clipped_text((text.strip() or "it printed nothing").splitlines()[-1], width=LONGEST_LINE)
+    late = f"did not end within {limit_sec:g} s; its last line: {last}"
+    return Ending(state=State.TIMED_OUT, message=late, seconds=seconds)
 
 
 def ended_with(code: int, text: str) -> tuple[State, str | None]:
@@ -149,14 +149,8 @@ def ordered_turns(cells: Sequence[sweep_cells.Cell], *, repeats: int, seed: int)
 
 def turn_of(planned: PlannedTurn, ending: Ending, folder: Path) -> Turn:
     """The result of a turn that ran in the run folder ``folder``."""
-    turn = Turn(
-        cell=planned.cell.name,
-        repeat=planned.repeat,
-        place=planned.place,
-        seconds=round(ending.seconds, 3),
-        state=ending.state,
-        message=ending.message,
-    )
+    facts = asdict(ending) | {"seconds": round(ending.seconds, 3)}
+    turn = Turn(cell=planned.cell.name, repeat=planned.repeat, place=planned.place, **facts)
     if ending.state != State.DONE:
         return turn
     try:
@@ -233,13 +227,8 @@ def compared(
     shared = [repeat for repeat in theirs if repeat in ours]
     speeds = [(ours[repeat].tokens_per_sec, theirs[repeat].tokens_per_sec) for repeat in shared]
     speed_up = spread([one / other for one, other in speeds if one is not None and other])
-    one = Compared(
-        cell=cell.name,
-        same_work=verdict.line(),
-        comparable=True,
-        speed_up=speed_up,
-        efficiency=None if speed_up is None else speed_up.median * base.devices / cell.devices,
-    )
+    efficiency = None if speed_up is None else speed_up.median * base.devices / cell.devices
+    one = Compared(cell=cell.name, same_work=verdict.line(), comparable=True, speed_up=speed_up, efficiency=efficiency)
     if plan.kind != "same training":
         return one
     pairs = [(losses.get((cell.name, repeat), {}), losses.get((base.name, repeat), {})) for repeat in shared]
@@ -361,12 +350,11 @@ class SweepSuite(frame.Suite[SweepOptions, Turn]):
         """Prepare the text, and refuse a suite whose cells do not do the same work."""
         fingerprint = self._fingerprint()
         self._require(fingerprint)
-        cells = self._plan.cells
-        if any(sweep_cells.value_of(cell.flags, TRAIN_DATA) is None for cell in cells):
+        if any(sweep_cells.value_of(cell.flags, TRAIN_DATA) is None for cell in self._plan.cells):
             self._corpus = prepare_demo(self.repository, self.folder / "data")
-        works = {}
-        for cell in cells:
-            flags = self._flags(cell, self.folder / "planned")
+        works, run_dir = {}, self.folder / "planned"
+        for cell in self._plan.cells:
+            flags = self._flags(cell, run_dir)
             works[cell.name] = sweep_cells.planned_work(cell, flags, repository=self.repository)
         sweep_cells.require_equal_work(self._plan, works)
         fingerprint["data"] = {
@@ -396,8 +384,7 @@ class SweepSuite(frame.Suite[SweepOptions, Turn]):
             "software": head["env"],
             "machine": head["hardware"],
         }
-        as_read: dict[str, Any] = json.loads(json.dumps(fingerprint))
-        return as_read
+        return dict(json.loads(json.dumps(fingerprint)))
 
     def _require(self, fingerprint: Mapping[str, Any]) -> None:
         """Refuse a folder with turns of another sweep; it need not exist.
@@ -450,8 +437,8 @@ class SweepSuite(frame.Suite[SweepOptions, Turn]):
     def _train(self, planned: PlannedTurn) -> Turn:
         """Train, and keep the result."""
         folder, cell = self._folder(planned), planned.cell
-        shutil.rmtree(folder, ignore_errors=True)  # what an interrupted turn left
         run_dir = folder / RUN
+        shutil.rmtree(folder, ignore_errors=True)  # what an interrupted turn left
         folder.mkdir(parents=True)
         script = str(self.repository / "src" / "gpt2.py")
         command = [*launcher_command(cell.launcher, cell.devices), script, *self._flags(cell, run_dir)]
@@ -498,7 +485,7 @@ class SweepSuite(frame.Suite[SweepOptions, Turn]):
         comparisons = []
         for plan in self._plan.comparisons:
             beside = [compared(plan, cells[plan.baseline], cells[name], losses=losses) for name in plan.cells]
-            comparisons.append(Comparison(name=plan.name, kind=plan.kind, baseline=plan.baseline, cells=beside))
+            comparisons.append(asdict(plan) | {"cells": [asdict(one) for one in beside]})
         return {
             "suite": self._plan.name,
             "seed": options.seed,
@@ -508,7 +495,7 @@ class SweepSuite(frame.Suite[SweepOptions, Turn]):
             "price_per_device_hour": options.price,
             "seconds": round(sum(turn.seconds for turn in results), 1),
             "cells": [asdict(cell) for cell in cells.values()],
-            "comparisons": [asdict(comparison) for comparison in comparisons],
+            "comparisons": comparisons,
         }
 
     def closing_lines(self, failures: Sequence[str]) -> list[str]:  # noqa: ARG002

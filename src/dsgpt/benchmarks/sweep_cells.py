@@ -121,14 +121,11 @@ class _Strategy:
         return devices == 1 if self.alone else devices % self.share == 0
 
 
+_ZERO = ("zero0", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload", "zero3_nvme")
 STRATEGIES = {
     "baseline": _Strategy(run_type="baseline", recipe="zero1", alone=True),
-    "ddp": _Strategy(run_type="ddp", recipe="zero1"),
-    "fsdp": _Strategy(run_type="fsdp", recipe="zero1"),
-    **{
-        name.replace("_", "-"): _Strategy(run_type="optimized", recipe=name)
-        for name in ("zero0", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload", "zero3_nvme")
-    },
+    **{name: _Strategy(run_type=name, recipe="zero1") for name in ("ddp", "fsdp")},
+    **{name.replace("_", "-"): _Strategy(run_type="optimized", recipe=name) for name in _ZERO},
     **{name: _Strategy(run_type="optimized", recipe=name, share=2) for name in ("tensor", "pipeline", "sequence")},
     "3d": _Strategy(run_type="optimized", recipe="3d", share=8),
 }
@@ -170,19 +167,17 @@ def built_in(name: str, *, devices: Sequence[int]) -> SweepPlan:
     Raises:
         UserError: a number of devices does not divide the global batch.
     """
-    wrong = [str(count) for count in devices if BATCH % count]
-    if wrong:
+    if wrong := [str(count) for count in devices if BATCH % count]:
         raise UserError(f"--devices {','.join(wrong)}: must divide the global batch of {BATCH} sequences")
     cells: list[Cell] = []
     comparisons: list[ComparisonPlan] = []
     if name == "scaling":
-        names = ("baseline", "ddp", "zero1")
-        cells = _cells(names, devices)
+        cells = _cells(("baseline", "ddp", "zero1"), devices)
         comparisons = [_strong(cells)]
         weak = [
             _cell(strategy, count, "--global_batch_size", str(BATCH * count), suffix=f", batch {BATCH * count}")
             for count in sorted(set(devices) - {1})
-            for strategy in names[1:]
+            for strategy in ("ddp", "zero1")
         ]
         if weak:
             grown = tuple(cell.name for cell in weak)
@@ -196,16 +191,9 @@ def built_in(name: str, *, devices: Sequence[int]) -> SweepPlan:
             of_kind = _cells(("baseline", "ddp", "zero1", "zero3"), devices, "--precision", kind, suffix=f", {kind}")
             comparisons.append(_strong(of_kind, name=f"strategies in {kind}", baseline=f"{BASELINE}, {kind}"))
             cells += of_kind
-        comparisons += [
-            ComparisonPlan(
-                name=f"bf16 beside fp32: {cell.name.removesuffix(', fp32')}",
-                kind="precisions",
-                baseline=cell.name,
-                cells=(cell.name.replace("fp32", "bf16"),),
-            )
-            for cell in cells
-            if cell.name.endswith("fp32")
-        ]
+        for fp32 in (cell.name for cell in cells if cell.name.endswith("fp32")):
+            title, bf16 = f"bf16 beside fp32: {fp32.removesuffix(', fp32')}", fp32.replace("fp32", "bf16")
+            comparisons.append(ComparisonPlan(name=title, kind="precisions", baseline=fp32, cells=(bf16,)))
     else:
         every = ("baseline", "ddp", "fsdp", "zero0", "zero1", "zero2", "zero3")
         checkpointed = _cells(every, devices, *CHECKPOINTED, suffix=", checkpointed")
@@ -269,24 +257,21 @@ def require_equal_work(suite: SweepPlan, works: Mapping[str, Facts | None]) -> N
     """
     problems = Problems()
     for plan in suite.comparisons:
-        base = works[plan.baseline]
         for name in plan.cells:
-            work = works[name]
-            if base is not None and work is not None and (why := _unequal(suite, plan, name, base=base, work=work)):
+            base, work = works[plan.baseline], works[name]
+            if base is None or work is None:
+                continue
+            verdict = judge([Worked(plan.baseline, base), Worked(name, work)])
+            one, other = (suite.cell(each).devices for each in (plan.baseline, name))
+            why = ""
+            if not comparable(verdict, plan.kind):
+                why = f"{verdict.line()}: give both the same, or compare them as another kind"
+            elif plan.kind == "weak scaling" and work["global batch"] * one != base["global batch"] * other:
+                per_device = f"{work['global batch'] / other:g} vs {base['global batch'] / one:g}"
+                why = f"sequences per device differ: {per_device}: weak scaling keeps them constant"
+            if why:
                 problems.add(f"comparison {plan.name!r} ({plan.kind}): {name} beside {plan.baseline}: {why}")
     problems.raise_if_any()
-
-
-def _unequal(suite: SweepPlan, plan: ComparisonPlan, name: str, *, base: Facts, work: Facts) -> str:
-    """Why the cell may not be compared; empty if it may."""
-    verdict = judge([Worked(plan.baseline, base), Worked(name, work)])
-    if not comparable(verdict, plan.kind):
-        return f"{verdict.line()}: give both the same, or compare them as another kind"
-    one, other = suite.cell(plan.baseline).devices, suite.cell(name).devices
-    if plan.kind == "weak scaling" and work["global batch"] * one != base["global batch"] * other:
-        per_device = f"{work['global batch'] / other:g} vs {base['global batch'] / one:g}"
-        return f"sequences per device differ: {per_device}: weak scaling keeps them constant"
-    return ""
 
 
 def judge_turns(turns: Iterable[tuple[str, Turn]]) -> Verdict:
@@ -347,7 +332,8 @@ def read_description(file: Path, *, devices: Sequence[int] | None) -> SweepPlan:
         devices: keep only cells on these numbers of devices; None for all.
 
     Raises:
-        UserError: the file cannot be read as a description, or has mistakes: then a line for each.
+        UserError: the file cannot be read as a description, or has mistakes: then a line for each. Or a comparison
+            would lose its baseline, or nothing is left on ``devices``.
     """
     try:
         described = read_as(file, _Description)
@@ -375,8 +361,14 @@ def read_description(file: Path, *, devices: Sequence[int] | None) -> SweepPlan:
         plans.append(ComparisonPlan(name=name, kind=plan.kind, baseline=plan.baseline, cells=compared))
     if mistakes:
         raise UserError(*(f"--suite {file}: {line}" for line in mistakes))
-    suite = SweepPlan(name=file.stem, cells=tuple(cells), comparisons=tuple(plans))
-    return suite if devices is None else _only_on(suite, devices, file=file)
+    kept = [cell for cell in cells if devices is None or cell.devices in devices]
+    names = [cell.name for cell in kept]
+    lost = sorted({one.baseline for one in plans} - set(names))
+    if devices is not None and (lost or not kept):
+        words, what = ",".join(map(str, devices)), f"the baseline {lost[0]!r}" if lost else "every cell"
+        raise UserError(f"--devices {words}: leaves out {what} of {file}: name its number of devices too")
+    plans = [replace(one, cells=tuple(name for name in one.cells if name in names)) for one in plans]
+    return SweepPlan(name=file.stem, cells=tuple(kept), comparisons=tuple(plans))
 
 
 def _mistakes(cell: Cell) -> Iterator[str]:
@@ -393,22 +385,3 @@ def _mistakes(cell: Cell) -> Iterator[str]:
         yield f".flags: --run_type is missing: name one of {', '.join(LAUNCHERS)}"
     if cell.launcher == "python" and cell.devices > 1:
         yield f": python starts one rank, not {cell.devices}: use torchrun or deepspeed"
-
-
-def _only_on(suite: SweepPlan, devices: Sequence[int], *, file: Path) -> SweepPlan:
-    """The suite without cells on other numbers of devices.
-
-    Raises:
-        UserError: a comparison would lose its baseline, or nothing is left.
-    """
-    cells = tuple(cell for cell in suite.cells if cell.devices in devices)
-    names = {cell.name for cell in cells}
-    lost = sorted({one.baseline for one in suite.comparisons} - names)
-    if lost or not cells:
-        words = ",".join(map(str, devices))
-        what = f"the baseline {lost[0]!r}" if lost else "every cell"
-        raise UserError(f"--devices {words}: leaves out {what} of {file}: name its number of devices too")
-    comparisons = tuple(
-        replace(one, cells=tuple(name for name in one.cells if name in names)) for one in suite.comparisons
-    )
-    return SweepPlan(name=suite.name, cells=cells, comparisons=comparisons)

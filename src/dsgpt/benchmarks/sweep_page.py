@@ -93,50 +93,42 @@ def sweep_page(record: Record, *, source: str) -> str:
         source: the record's path, for the reader.
     """
     sweep = _read(record)
-    parts = [_head(sweep, source), "## Cells", _cells(sweep), _legend(sweep)]
+    work = next((turn.work for cell in sweep.cells[:1] for turn in cell.done().values() if turn.work), {})
+    training = ""  # without the facts of a turn of the first cell
+    if all(is_number(work.get(name)) for name in _COUNTS):
+        blocks, width, steps, batch, tokens = (f"{work[name]:,.0f}" for name in _COUNTS)
+        training = (
+            f"The cell {_text(sweep.cells[0].name)} trains a GPT-2 with {blocks} blocks of width {width}\n"
+            f"for {steps} steps of {batch} sequences of {tokens} tokens.\n"
+        )
+    hardware = {"shown": machine_words(sweep.hardware), "device": str(sweep.hardware.get("device"))}
+    words = {name: _text(text) for name, text in ({"title": sweep.suite} | hardware).items()}
+    head = filled("sweep", vars(sweep), source=source, took=duration(sweep.seconds), training=training, **words)
+    parts = [head, "## Cells", _cells(sweep), _legend(sweep)]
     for comparison in sweep.comparisons:
-        parts += [f"## {_text(comparison.name)}", _comparison(sweep, comparison)]
-    parts += ["## Turns that are not done", _failures(sweep)]
-    return page_of(*parts)
+        parts += [f"## {_text(comparison.name)}", LABELS[comparison.kind], _comparison(sweep, comparison)]
+    failed = [
+        [_text(cell.name), str(turn.repeat), turn.state, _text(turn.message or "")]
+        for cell in sweep.cells
+        for turn in cell.failures
+    ]
+    why = table(["cell", "repeat", "state", "why"], failed) if failed else "None: every turn trained to its end."
+    return page_of(*parts, "## Turns that are not done", why)
 
 
 def summary_lines(record: Record) -> list[str]:
     """A line for each cell, for a console."""
     lines = []
     for cell in _read(record).cells:
-        speed = f"{_spread(cell.tokens_per_sec, '{:,.0f}'.format)} tokens per second"
-        lines.append(f"{cell.name}: {speed if cell.tokens_per_sec else _states(cell)}")
+        states = ", ".join(dict.fromkeys(turn.state for turn in cell.turns)) or "not run"
+        speed = f"{_spread(cell.tokens_per_sec, WHOLE)} tokens per second"
+        lines.append(f"{cell.name}: {speed if cell.tokens_per_sec else states}")
     return lines
 
 
 def _read(record: Record) -> suites.Sweep:
     """The record with its types checked; raises ``JsonError``, a ``ValueError``."""
     return suites.parse_sweep(json.dumps(record).encode())
-
-
-def _head(sweep: suites.Sweep, source: str) -> str:
-    return filled(
-        "sweep",
-        vars(sweep),
-        title=_text(sweep.suite),
-        source=source,
-        took=duration(sweep.seconds),
-        training=_training(sweep),
-        shown=_text(machine_words(sweep.hardware)),
-        device=_text(str(sweep.hardware.get("device"))),
-    )
-
-
-def _training(sweep: suites.Sweep) -> str:
-    """A line about what the first cell trained; empty without the facts of one of its turns."""
-    work = next((turn.work for cell in sweep.cells[:1] for turn in cell.done().values() if turn.work), {})
-    if not all(is_number(work.get(name)) for name in _COUNTS):
-        return ""
-    blocks, width, steps, batch, tokens = (f"{work[name]:,.0f}" for name in _COUNTS)
-    return (
-        f"The cell {_text(sweep.cells[0].name)} trains a GPT-2 with {blocks} blocks of width {width}\n"
-        f"for {steps} steps of {batch} sequences of {tokens} tokens.\n"
-    )
 
 
 def _cells(sweep: suites.Sweep) -> str:
@@ -153,7 +145,9 @@ def _cells(sweep: suites.Sweep) -> str:
     for cell in sweep.cells:
         row = [_text(cell.name), f"{len(cell.done())} of {len(cell.turns)}", _spread(cell.tokens_per_sec, WHOLE)]
         row += [_spread(cell.tokens_per_sec_per_device, WHOLE), _spread(cell.peak_memory_bytes_rank0, megabytes)]
-        row += [_state(cell), _value(cell.sent_bytes_per_step, megabytes), _value(cell.final_loss, "{:.4f}".format)]
+        state = sorted({*(cell.model_state_bytes_by_rank or ())})  # every rank's
+        ends = " to ".join(map(megabytes, dict.fromkeys((state[0], state[-1])))) if state else UNKNOWN
+        row += [ends, _value(cell.sent_bytes_per_step, megabytes), _value(cell.final_loss, "{:.4f}".format)]
         rows.append([*row, *(form(cell) for _, form in optional)])
     return table([*header, *(name for name, _ in optional)], rows)
 
@@ -190,41 +184,14 @@ def _comparison(sweep: suites.Sweep, comparison: suites.Comparison) -> str:
             header.append("largest difference, all steps")
     columns = len(header)
     rows = [first + [""] * (columns - len(first))]
-    rows += [_compared(sweep, comparison, one) for one in comparison.cells]
-    return "\n\n".join([LABELS[comparison.kind], table(header, [row[:columns] for row in rows])])
-
-
-def _compared(sweep: suites.Sweep, comparison: suites.Comparison, one: suites.Compared) -> list[str]:
-    return [
-        _text(one.cell),
-        str(sweep.cell(one.cell).devices),
-        _spread(one.speed_up, "{:.2f}x".format) + judged(vars(one.speed_up) if one.speed_up else None),
-        _value(one.efficiency, "{:.0%}".format),
-        EQUAL[comparison.kind] if one.comparable else f"NOT COMPARED: {_text(one.same_work)}",
-        _value(one.loss_difference, "{:+.2g}".format),
-        _value(one.largest_loss_difference, "{:.2g}".format),
-    ]
-
-
-def _failures(sweep: suites.Sweep) -> str:
-    rows = [
-        [_text(cell.name), str(turn.repeat), turn.state, _text(turn.message or "")]
-        for cell in sweep.cells
-        for turn in cell.failures
-    ]
-    return table(["cell", "repeat", "state", "why"], rows) if rows else "None: every turn trained to its end."
-
-
-def _states(cell: suites.SweepCell) -> str:
-    return ", ".join(dict.fromkeys(turn.state for turn in cell.turns)) or "not run"
-
-
-def _state(cell: suites.SweepCell) -> str:
-    state = cell.model_state_bytes_by_rank
-    if not state:
-        return UNKNOWN
-    least, most = min(state), max(state)
-    return megabytes(most) if least == most else f"{megabytes(least)} to {megabytes(most)}"
+    for one in comparison.cells:
+        speed_up = _spread(one.speed_up, "{:.2f}x".format) + judged(vars(one.speed_up) if one.speed_up else None)
+        efficiency = _value(one.efficiency, "{:.0%}".format)
+        work = EQUAL[comparison.kind] if one.comparable else f"NOT COMPARED: {_text(one.same_work)}"
+        row = [_text(one.cell), str(sweep.cell(one.cell).devices), speed_up, efficiency, work]
+        losses = (_value(one.loss_difference, "{:+.2g}".format), _value(one.largest_loss_difference, "{:.2g}".format))
+        rows.append([*row, *losses])
+    return table(header, [row[:columns] for row in rows])
 
 
 def _spread(value: suites.Spread | None, form: Callable[[float], str]) -> str:
@@ -306,13 +273,8 @@ def compare(one: str, other: str, *, allow_unequal: bool) -> int:
     return EXIT_FAILED if slower else EXIT_DONE
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Source:
-    """A or B: a run, or a sweep and perhaps one cell of it."""
-
-    path: Path
-    read: Run | suites.Sweep
-    cell: str | None
+_Source = tuple[Path, Run | suites.Sweep, str | None]
+"""A or B: its path, a run or a sweep, and perhaps the name of one cell of the sweep."""
 
 
 def _source(word: str) -> _Source:
@@ -328,10 +290,10 @@ def _source(word: str) -> _Source:
         with contextlib.suppress(JsonError):  # reading it as a run says what is wrong
             is_sweep = {"cells", "comparisons"} <= read_object(path, max_bytes=suites.MAX_BYTES).keys()
     if is_sweep:
-        return _Source(path=path, read=suites.read_sweep(path), cell=cell if mark else None)
+        return path, suites.read_sweep(path), cell if mark else None
     if mark:
         raise UserError(f"{word}: {path} is a run, which has no cells: leave out {CELL_MARK}{cell}")
-    return _Source(path=path, read=read_run(path, name=name), cell=None)
+    return path, read_run(path, name=name), None
 
 
 def _pairs(a: _Source, b: _Source) -> Iterator[Pairs]:
@@ -340,29 +302,29 @@ def _pairs(a: _Source, b: _Source) -> Iterator[Pairs]:
     Raises:
         UserError: they cannot be paired.
     """
-    one, other = a.read, b.read
+    (path, one, cell), (other_path, other, other_cell) = a, b
     if isinstance(one, Run) and isinstance(other, Run):
-        ours, theirs = _step_speeds(a.path), _step_speeds(b.path)
+        ours, theirs = _step_speeds(path), _step_speeds(other_path)
         speeds = [(ours[step], theirs[step]) for step in sorted(ours.keys() & theirs.keys())]
         verdict = judge([Worked("A", one.work, one.resumed), Worked("B", other.work, other.resumed)])
-        label, machines = f"A = {a.path}, B = {b.path}", (one.machine, other.machine)
+        label, machines = f"A = {path}, B = {other_path}", (one.machine, other.machine)
         yield Pairs(label=label, speeds=_known(speeds), of="steps", verdict=verdict, machines=machines)
         return
     if isinstance(one, Run) or isinstance(other, Run):
-        run, sweep = (a, b) if isinstance(one, Run) else (b, a)
-        raise UserError(f"{run.path} is a run and {sweep.path} a sweep: compare two of a kind")
-    if (a.cell is None) != (b.cell is None):
-        without = a if a.cell is None else b
-        raise UserError(f"{without.path}: name a cell of it too, as {without.path}{CELL_MARK}CELL")
-    named = {cell.name: cell for cell in other.cells}
-    cells = [(cell, named[cell.name]) for cell in one.cells if cell.name in named]
-    if a.cell is not None:
-        cells = [(_named_cell(a, one), _named_cell(b, other))]
+        run, sweep = (path, other_path) if isinstance(one, Run) else (other_path, path)
+        raise UserError(f"{run} is a run and {sweep} a sweep: compare two of a kind")
+    if (cell is None) != (other_cell is None):
+        without = path if cell is None else other_path
+        raise UserError(f"{without}: name a cell of it too, as {without}{CELL_MARK}CELL")
+    named = {each.name: each for each in other.cells}
+    cells = [(each, named[each.name]) for each in one.cells if each.name in named]
+    if cell is not None and other_cell is not None:
+        cells = [(_named_cell(path, one, cell), _named_cell(other_path, other, other_cell))]
     if not cells:
-        raise UserError(f"{a.path} and {b.path} have no cell of the same name: name one of each with {CELL_MARK}CELL")
-    for cell, beside in cells:
-        label = cell.name if cell.name == beside.name else f"A = {cell.name}, B = {beside.name}"
-        turns = {"A": cell.done(), "B": beside.done()}
+        raise UserError(f"{path} and {other_path} have no cell of the same name: name one of each with {CELL_MARK}CELL")
+    for mine, beside in cells:
+        label = mine.name if mine.name == beside.name else f"A = {mine.name}, B = {beside.name}"
+        turns = {"A": mine.done(), "B": beside.done()}
         both = [repeat for repeat in turns["A"] if repeat in turns["B"]]
         speeds = _known((turns["A"][each].tokens_per_sec, turns["B"][each].tokens_per_sec) for each in both)
         verdict = judge_turns((name, done[repeat]) for name, done in turns.items() for repeat in both)
@@ -370,16 +332,16 @@ def _pairs(a: _Source, b: _Source) -> Iterator[Pairs]:
         yield Pairs(label=label, speeds=speeds, of="repeats", verdict=verdict, machines=machines)
 
 
-def _named_cell(source: _Source, sweep: suites.Sweep) -> suites.SweepCell:
+def _named_cell(path: Path, sweep: suites.Sweep, name: str) -> suites.SweepCell:
     """The cell that the user named.
 
     Raises:
         UserError: the sweep does not have it.
     """
     cells = {cell.name: cell for cell in sweep.cells}
-    if (name := source.cell or "") not in cells:
+    if name not in cells:
         hint = did_you_mean(name, cells) or f"; it has {', '.join(cells)}"
-        raise UserError(f"{source.path}: has no cell {name!r}{hint}")
+        raise UserError(f"{path}: has no cell {name!r}{hint}")
     return cells[name]
 
 
