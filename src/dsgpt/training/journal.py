@@ -125,17 +125,16 @@ class ConsoleSink(Sink):
     """Logs a line for people; on a terminal, one line that changes replaces the lines of steps.
 
     Args:
-        total_steps: of the run.
-        done: of them, by earlier processes.
-        devices: that train.
-        memory: returns the peak of memory of this rank in bytes, None where it is unknown.
+        config: the run.
+        done: optimizer steps of earlier processes.
     """
 
-    def __init__(self, *, total_steps: int, done: int, devices: int, memory: Callable[[], int | None]) -> None:
-        self._total_steps, self._devices, self._memory = total_steps, devices, memory
+    def __init__(self, config: RunConfig, *, done: int) -> None:
+        self._total_steps, self._devices, self._device = config.total_steps, config.topology.world_size, config.device
         self._figures: list[Field] = []
         self._shown_step = 0
-        self._progress = Progress(total=total_steps, done=done, what="training", unit="step", text=self._live_line)
+        total, text = config.total_steps, self._live_line
+        self._progress = Progress(total=total, done=done, what="training", unit="step", text=text)
 
     def step_taken(self) -> None:
         """Advance the bar."""
@@ -156,7 +155,7 @@ class ConsoleSink(Sink):
         line = lines[-1]
         self._shown_step = line["step"]
         skipped = "  (skipped: fp16 overflow)" if line["skipped"] else ""
-        mfu, memory = line["interval"]["mfu"], self._memory()
+        mfu, memory = line["interval"]["mfu"], peak_bytes(self._device)
         used = "" if mfu is None else f"MFU {mfu:.1%}  "
         speed = line["interval"]["tokens_per_sec"] or line["tokens_per_sec"]
         self._figures = [
@@ -259,17 +258,8 @@ def open_sinks(config: RunConfig, *, done: int, trackers: Sequence[Sink] = ()) -
     """
     if not config.topology.is_main:
         return Sinks()
-    sinks = (
-        FileSink(config.run_dir),  # first, so that a line is in the file before it is shown
-        ConsoleSink(
-            total_steps=config.total_steps,
-            done=done,
-            devices=config.topology.world_size,
-            memory=lambda: peak_bytes(config.device),
-        ),
-        *trackers,
-    )
-    return Sinks(sinks, stops=config.options.on_save_failure == "stop")
+    file = FileSink(config.run_dir)  # first, so that a line is in the file before it is shown
+    return Sinks([file, ConsoleSink(config, done=done), *trackers], stops=config.options.on_save_failure == "stop")
 
 
 def place(step: int, total_steps: int) -> str:
@@ -335,28 +325,22 @@ class Segments:
         if not covers(self.all, first_step=1, last_step=self.all[-1].last_step):
             segments.append({})
         described = self._description
-        config = {
-            key: _common(value, [segment.get(key) for segment in segments])
-            for key, value in described["training_config"].items()
-            if key in segments[0].keys() - NEVER_CHANGES
-        }
+
+        def common(last: dict[str, Any], each: list[dict[str, Any]]) -> dict[str, Any]:
+            """``last``, the values of the last segment, with None for those that another segment does not have."""
+            return {
+                name: value if all(one.get(name) == value for one in each) else None for name, value in last.items()
+            }
+
+        config, top = described["training_config"], {name: described[name] for name in ("git_commit", "host")}
+        may_change = {name: value for name, value in config.items() if name in segments[0].keys() - NEVER_CHANGES}
+        blocks = ("env", "hardware")
         return {
             **described,
-            **{key: _common(described[key], [each.get(key) for each in segments]) for key in ("git_commit", "host")},
-            **{
-                block: {
-                    key: _common(value, [segment.get(block, {}).get(key) for segment in segments])
-                    for key, value in described[block].items()
-                }
-                for block in ("env", "hardware")
-            },
-            "training_config": described["training_config"] | config,
+            **common(top, segments),
+            **{block: common(described[block], [each.get(block, {}) for each in segments]) for block in blocks},
+            "training_config": config | common(may_change, segments),
         }
-
-
-def _common(value: Any, values: list[Any]) -> Any:
-    """``value``, that of the last segment, if all segments have it, else None."""
-    return value if all(other == value for other in values) else None
 
 
 # The speed of a run for its lines and its record: throughput, its share of the hardware's peak, ranks that wait.
@@ -409,14 +393,10 @@ class Speed:
         }
 
     def _utilisation_on(self, description: dict[str, Any]) -> Utilisation:
-        config = self._config
-        hardware = description.get("hardware", {})
+        config, hardware = self._config, description.get("hardware", {})
+        length, precision = config.attended_length or config.seq_length, config.precision
         return utilisation(
-            config.model,
-            hardware,
-            seq_length=config.attended_length or config.seq_length,
-            precision=config.precision,
-            calibration=self._calibration,
+            config.model, hardware, seq_length=length, precision=precision, calibration=self._calibration
         )
 
 
@@ -558,10 +538,8 @@ class Journal:
         own = ((line, *result.own_non_finite()) for line, result in enumerate(self.meter.results))
         fault = next((fault for fault in own if fault[2]), (len(lines), math.inf, ""))
         topology = self._config.topology
-        part = topology.stage, topology.tensor_rank, topology.sequence_rank
-        ranks: list[tuple[str, tuple[int, ...], tuple[int, float, str]]] = gather_objects(
-            (socket.gethostname(), part, fault)
-        )
+        own_part = socket.gethostname(), (topology.stage, topology.tensor_rank, topology.sequence_rank)
+        ranks: list[tuple[str, tuple[int, ...], tuple[int, float, str]]] = gather_objects((*own_part, fault))
         line, exchange, what = min(fault for _, _, fault in ranks)
         at_fault = {rank for rank, (_, _, fault) in enumerate(ranks) if fault[:2] == (line, exchange)}
         parts = {ranks[rank][1] for rank in at_fault}
@@ -592,14 +570,10 @@ class Journal:
         val_loss = validation.loss
         self.last_val_loss, self.last_val_step, self._last_validation = val_loss, step, validation
         self._lost_sec["validation"] += seconds
-        line = {
-            "step": step,
-            "val_loss": val_loss,
-            "val_tokens": validation.tokens,
-            **({"val_loss_by_source": validation.by_source} if len(validation.by_source) > 1 else {}),
-            "train_time_sec": self.meter.run.train_sec,
-            "wall_time_sec": self.meter.wall_seconds(),
-        }
+        line: Line = {"step": step, "val_loss": val_loss, "val_tokens": validation.tokens}
+        if len(validation.by_source) > 1:
+            line["val_loss_by_source"] = validation.by_source
+        line |= {"train_time_sec": self.meter.run.train_sec, "wall_time_sec": self.meter.wall_seconds()}
         self._sinks.try_to_send("lines", lambda sink: sink.validation(line, seconds=seconds))
         if not math.isfinite(val_loss):
             raise NonFiniteError(
@@ -676,7 +650,14 @@ class Journal:
 
         Its memory figures are of training: after a save or the end (``peaks`` false) they stay as they were.
         """
-        run = self.meter.run
+        run, config, by_source = self.meter.run, self._config, dict[str, Any]()
+        if isinstance(config.order, MixtureOrder):  # null if other data came in at a resume
+            counts = config.order.consumed(run.steps * config.batch.global_batch_size)
+            names = [source.name for source in config.train.sources]
+            changed = any(change["name"] == "train data" for change in self._changes)
+            by_source["samples_by_source"] = None if changed else dict(zip(names, counts, strict=True))
+        if len(config.val.sources) > 1:  # null if there was no validation since
+            by_source["final_val_loss_by_source"] = self._last_validation and self._last_validation.by_source
         self._note_segment(peaks=peaks)
         self.record.status = status
         self.record.description = self._segments.common_description()
@@ -693,11 +674,11 @@ class Journal:
             "total_wall_time_sec": self.meter.wall_seconds(),
             "train_time_sec": run.train_sec,
             "optimizer_steps": run.steps,
-            "tokens_processed_global": run.steps * self._config.tokens_per_step,
+            "tokens_processed_global": run.steps * config.tokens_per_step,
             "final_train_loss": self.meter.last_loss,
             "final_val_loss": self.last_val_loss,
             "best_val_loss": self.best_val_loss,
-            **self._by_source(),
+            **by_source,
             "failed_saves": self.failed_saves,
             **self._speed.of_run(self.meter, self.record.description),
             "communication_share": self._communication_share,
@@ -705,22 +686,6 @@ class Journal:
             **self._segments.peaks(),
             "predicted_peak_memory": self._predicted,
         }
-
-    def _by_source(self) -> dict[str, Any]:
-        """Samples that the run took from each source, and the last loss on each; nothing for a single source.
-
-        Null if other data came in at a resume, or there was no validation since.
-        """
-        config, order = self._config, self._config.order
-        figures: dict[str, Any] = {}
-        if isinstance(order, MixtureOrder):
-            counts = order.consumed(self.meter.run.steps * config.batch.global_batch_size)
-            names = [source.name for source in config.train.sources]
-            changed = any(change["name"] == "train data" for change in self._changes)
-            figures["samples_by_source"] = None if changed else dict(zip(names, counts, strict=True))
-        if len(config.val.sources) > 1:
-            figures["final_val_loss_by_source"] = self._last_validation and self._last_validation.by_source
-        return figures
 
     def _note_segment(self, *, peaks: bool = True) -> None:
         """Update the segment of this process; without ``peaks``, its memory figures stay as they were."""

@@ -11,7 +11,7 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -153,16 +153,6 @@ def _reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-@contextlib.contextmanager
-def _removed_after_failure(contents: Contents) -> Iterator[None]:
-    try:
-        yield
-    except (SaveError, NonFiniteError):
-        if contents.config.topology.is_main:
-            contents.remove()
-        raise
-
-
 @dataclass(kw_only=True)
 class _InBackground:
     """A save that a thread of every rank writes while training continues. Times are those of ``perf_counter``."""
@@ -223,52 +213,47 @@ class Saver:
         started = time.perf_counter()
         if self._begun is not None:
             self._collect(self._begun, superseded=needed)
+        contents = Contents(
+            config=self.config,
+            folder=store.partial_folder(self.config.run_dir, step),
+            state=copy.deepcopy(self.journal.state(step)),  # the run appends to its lists while a thread writes
+            about=self.about,
+            counters=self.strategy.counters(),
+            needed=self._second.needed if self._second else tuple,
+        )
         try:
-            contents = self._open(self.journal.state(step))
-            with _removed_after_failure(contents):
-                if self.config.options.save_mode == "async" and not needed:
-                    self._begin(contents, started=started)
-                else:
-                    size = self._write(contents)
-                    seconds = time.perf_counter() - started
-                    save = Save(step=step, mode="sync", save_stall_sec=seconds, save_total_sec=seconds, bytes=size)
-                    self._note(save)
-        except SaveError as error:
+            self._open(contents)
+            if self.config.options.save_mode == "async" and not needed:
+                self._begin(contents, started=started)
+            else:  # tensor by tensor
+                parts = contents.write(self.strategy.shards, self.ranks)
+                size = _together(self.ranks, lambda: contents.complete(parts) if self._is_main else 0)[0]
+                seconds = time.perf_counter() - started
+                self._note(Save(step=step, mode="sync", save_stall_sec=seconds, save_total_sec=seconds, bytes=size))
+        except (SaveError, NonFiniteError) as error:
+            if self._is_main:
+                contents.remove()
+            if isinstance(error, NonFiniteError):
+                raise
             self._failed(step, error, stops=needed or self._stops, then=_CONTINUES)
         self.journal.peaks.reset()  # what a save allocates is not for training
         self._write_saves()
 
-    def _open(self, state: RunState) -> Contents:
+    def _open(self, contents: Contents) -> None:
         """Make the folder and write every rank's random state into it; collective."""
         run_dir, rank = self.config.run_dir, self.config.topology.rank
-        folder = store.partial_folder(run_dir, state.step)
 
         def make_folder() -> None:
             self.journal.before_save()
             if self._is_main:
-                store.begin(run_dir, state.step)
+                store.begin(run_dir, contents.state.step)
                 # Before the first byte: the checkpoint will be about as large as the last one.
                 earlier = store.checkpoints(run_dir)
                 with contextlib.suppress(UserError):  # the size of the last one is unknown
                     states.require_room(run_dir, parse_manifest(earlier[0]).size if earlier else 0)
 
-        contents = Contents(
-            config=self.config,
-            folder=folder,
-            state=copy.deepcopy(state),  # the run appends to its lists while a thread writes
-            about=self.about,
-            counters=self.strategy.counters(),
-            needed=self._second.needed if self._second else tuple,
-        )
-        with _removed_after_failure(contents):
-            _together(self.ranks, make_folder)
-            _together(self.ranks, lambda: states.save_random_state(folder, rank=rank, device=self.device))
-        return contents
-
-    def _write(self, contents: Contents) -> int:
-        """Write the state of training tensor by tensor, and publish; collective. Returns the checkpoint's bytes."""
-        parts = contents.write(self.strategy.shards, self.ranks)
-        return _together(self.ranks, lambda: contents.complete(parts) if self._is_main else 0)[0]
+        _together(self.ranks, make_folder)
+        _together(self.ranks, lambda: states.save_random_state(contents.folder, rank=rank, device=self.device))
 
     def _begin(self, contents: Contents, *, started: float) -> None:
         """Copy what every rank writes into its host's memory, and let a thread write it; collective."""
@@ -323,9 +308,8 @@ class Saver:
             self._write_saves()
 
     def _note_begun(self, begun: _InBackground) -> None:
-        total = begun.ended - begun.started
-        seconds = {"save_stall_sec": begun.stall_sec, "save_total_sec": total}
-        self._note(Save(step=begun.step, mode="async", **seconds, bytes=begun.size))
+        stall, total = begun.stall_sec, begun.ended - begun.started
+        self._note(Save(step=begun.step, mode="async", save_stall_sec=stall, save_total_sec=total, bytes=begun.size))
 
     def _note(self, save: Save) -> None:
         self.journal.saved(save)
