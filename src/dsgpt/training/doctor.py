@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 from packaging.specifiers import SpecifierSet
 
 from dsgpt.common.command_line import NUMBER, POSITIVE, choice, flag, read_options, switch, whole
-from dsgpt.common.errors import EXIT_DONE, Problems, UserError
+from dsgpt.common.errors import EXIT_DONE, UserError
 from dsgpt.common.files import json_text, sha256_of, write_json_atomic
 from dsgpt.common.json_files import read_object
 from dsgpt.common.text import UNKNOWN, counted
@@ -137,7 +137,15 @@ def main() -> int:
     recipe = read_recipe(options.deepspeed_config, problems) if options.deepspeed_config else None
     if topology.is_main:  # elsewhere a mistake in the recipe is a finding
         if options.machine is not None:
-            _check_calibration(options.machine, topology, problems)
+            if topology.world_size == topology.local_world_size:
+                problems.add(
+                    "--machine is for the network between machines: start this under a launcher, on all of them"
+                )
+            read_calibration(options.machine)
+            if "calibration" in read_object(options.machine):
+                problems.add(
+                    f"--machine {options.machine}: is a record that holds a calibration: name a file of --calibrate"
+                )
         problems.raise_if_any()
     code, findings, links = EXIT_DONE, list[Finding](), list[Facts]()
     if topology.world_size == 1:
@@ -150,7 +158,14 @@ def main() -> int:
         findings += [each for facts in machines for each in findings_of_machine(facts, recipe, needed)]
         findings += [*findings_of_cluster(machines), *findings_of_links(links, options.network_gbps)]
         if options.machine is not None and links:
-            _calibrate(options.machine, links, machines=len(machines))
+            network = Network(
+                timestamp_utc=datetime.now(UTC).isoformat(timespec="seconds"),
+                machines=len(machines),
+                transport=links[0]["transport"],
+                bytes_per_sec=min(link["bytes_per_sec"] for link in links),
+                latency_sec=max(link["latency_sec"] for link in links),
+            )
+            write_json_atomic(options.machine, read_object(options.machine) | {"network": asdict(network)})
         _print(machines, links, findings, seconds=time.perf_counter() - started, as_json=options.json)
         code = EXIT_FINDINGS if any(each.stops for each in findings) else EXIT_DONE
     if topology.world_size > 1:
@@ -158,25 +173,6 @@ def main() -> int:
 
         exit_rank(code)  # also where a probe still waits
     return code
-
-
-def _check_calibration(path: Path, topology: Topology, problems: Problems) -> None:
-    if topology.world_size == topology.local_world_size:
-        problems.add("--machine is for the network between machines: start this under a launcher, on all of them")
-    read_calibration(path)
-    if "calibration" in read_object(path):
-        problems.add(f"--machine {path}: is a record that holds a calibration: name a file of --calibrate")
-
-
-def _calibrate(path: Path, links: Sequence[Facts], *, machines: int) -> None:
-    network = Network(
-        timestamp_utc=datetime.now(UTC).isoformat(timespec="seconds"),
-        machines=machines,
-        transport=links[0]["transport"],
-        bytes_per_sec=min(link["bytes_per_sec"] for link in links),
-        latency_sec=max(link["latency_sec"] for link in links),
-    )
-    write_json_atomic(path, read_object(path) | {"network": asdict(network)})
 
 
 def _print(
@@ -521,11 +517,13 @@ class _Meeting:
         return [json.loads(self.store.get(name)) if self.store.check([name]) else None for name in names]
 
 
-def _meet(topology: Topology) -> _Meeting:
-    """Wait for all ranks.
+def _examine_together(
+    options: DoctorOptions, recipe: Recipe | None, topology: Topology
+) -> tuple[list[Facts], list[Finding], list[Facts]]:
+    """The facts of all machines, what is wrong between them, and the links; complete on rank 0.
 
     Raises:
-        UserError: some do not come; the line names them.
+        UserError: some ranks do not come; the line names them.
     """
     import torch.distributed as dist  # noqa: PLC0415 - torch takes seconds
 
@@ -541,24 +539,9 @@ def _meet(topology: Topology) -> _Meeting:
     except RuntimeError as error:
         missing = ", ".join(name.removeprefix("place/") for name in names if not store.check([name]))
         raise UserError(f"within {MEETING_SEC} s these ranks did not come: {missing}; are they started?") from error
-    places = [json.loads(place) for place in store.multi_get(names)]
-    return _Meeting(
-        store=store,
-        rank=topology.rank,
-        places=[(host, local) for host, local, _ in places],
-        on_gpus=all(gpu for _, _, gpu in places),
-    )
-
-
-def _examine_together(
-    options: DoctorOptions, recipe: Recipe | None, topology: Topology
-) -> tuple[list[Facts], list[Finding], list[Facts]]:
-    """The facts of all machines, what is wrong between them, and the links; complete on rank 0.
-
-    Raises:
-        UserError: some ranks do not come; the line names them.
-    """
-    meeting = _meet(topology)
+    came = [json.loads(place) for place in store.multi_get(names)]
+    places, on_gpus = [(host, local) for host, local, _ in came], all(gpu for _, _, gpu in came)
+    meeting = _Meeting(store=store, rank=topology.rank, places=places, on_gpus=on_gpus)
     machines, findings = list[Facts](), list[Finding]()
     if topology.local_rank == 0:
         patience = timedelta(days=1).total_seconds() if options.verify_data else ANSWER_SEC
