@@ -101,13 +101,10 @@ class TorchStrategy(base.Strategy):
 
     def __init__(self, config: RunConfig, device: torch.device, *, model: GPT2, weights: MasterWeights) -> None:
         super().__init__(config, device)
-        recipe = config.recipe
-        self.model = model
-        self._weights = weights
+        self.model, self._weights = model, weights
         self._rank, self._ranks = config.topology.rank, config.topology.world_size
-        self._clipping = recipe.gradient_clipping
-        groups = base.parameter_groups(weights.parameters, recipe.optimizer)
-        self._optimizer = base.build_optimizer(groups, recipe.optimizer)
+        recipe, self._clipping = config.recipe.optimizer, config.recipe.gradient_clipping
+        self._optimizer = base.build_optimizer(base.parameter_groups(weights.parameters, recipe), recipe)
 
     def train_step(self, batches: Iterator[Batch], step: int) -> StepResult:
         """See ``Strategy``."""
@@ -132,8 +129,19 @@ class TorchStrategy(base.Strategy):
         return StepResult(loss_mean, own_loss, norm, lr, torch.tensor(overflow), self.model.take_gradient_sum())
 
     def _clip_and_step(self) -> tuple[Tensor, bool]:
-        """Step on the gradients; return their norm before clipping, and whether they overflowed instead."""
-        norm = self._unscale_and_clip()
+        """Undo the loss scale, clip and step.
+
+        Returns:
+            The whole model's gradient norm before clipping, equal on all ranks, and whether it overflowed instead.
+        """
+        parameters = self._weights.parameters.values()
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        if self._scale.factor != 1:
+            for gradient in gradients:
+                gradient.div_(self._scale.factor)
+        norm = self._global_norm(gradients)
+        if self._clipping > 0:
+            torch.nn.utils.clip_grads_with_norm_(parameters, self._clipping, norm)
         overflow = self._scale.enabled and not bool(torch.isfinite(norm))  # waits for the device, in fp16 only
         if not overflow:
             self._optimizer.step()
@@ -149,18 +157,6 @@ class TorchStrategy(base.Strategy):
     def _training_loss(self, batch: Batch) -> Tensor:
         loss: Tensor = self.model(batch.inputs, batch.targets)
         return loss
-
-    def _unscale_and_clip(self) -> Tensor:
-        """Undo the loss scale and clip; return the whole model's gradient norm before clipping, equal on all ranks."""
-        parameters = self._weights.parameters.values()
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        if self._scale.factor != 1:
-            for gradient in gradients:
-                gradient.div_(self._scale.factor)
-        norm = self._global_norm(gradients)
-        if self._clipping > 0:
-            torch.nn.utils.clip_grads_with_norm_(parameters, self._clipping, norm)
-        return norm
 
     def _global_norm(self, gradients: Iterable[Tensor]) -> Tensor:
         return base.global_norm(gradients)
@@ -319,9 +315,8 @@ def average_in_fp32(masters: Mapping[Tensor, nn.Parameter], bucket: GradBucket) 
         masters: from the model's low-precision parameters to the fp32 ones.
         bucket: gradients of some of the parameters, flat in one buffer, in the order of ``bucket.parameters()``.
     """
-    low = bucket.buffer()
+    low, parameters = bucket.buffer(), bucket.parameters()
     flat = low.float()
-    parameters = bucket.parameters()
     for parameter, part in zip(parameters, torch.split(flat, [p.numel() for p in parameters]), strict=True):
         master = masters[parameter]
         gradient = part.view_as(master)

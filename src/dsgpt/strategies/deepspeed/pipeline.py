@@ -191,7 +191,13 @@ class PipelineParallel(DeepSpeedStrategy):
         if config.options.compile:
             compile_blocks(self._module, "compute")
         self._mend_schedule()
-        self._watch_stages(tensor_peers=config.topology.sizes.tensor > 1)
+        # What this stage receives from the one before it, and what it gives to the one behind it.
+        if not self._engine.is_first_stage():
+            self._module.register_forward_pre_hook(lambda _, received: self._exchanges.receive(*received))
+        if not self._engine.is_last_stage():  # which notes its loss in ``_execute``
+            self._module.register_forward_hook(lambda _module, _received, given: self._exchanges.give(given))
+        if config.topology.sizes.tensor > 1:
+            self._watch_row_parallel(self._module)
 
     def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Loss of a micro batch, fp32: the mean in training; the sum in validation, where some targets do not count."""
@@ -215,15 +221,6 @@ class PipelineParallel(DeepSpeedStrategy):
         for name, kind in zip(("forward", "backward", "optimizer"), steps, strict=True):
             instructions[kind] = _in_range(name, instructions[kind])
         self._engine._INSTRUCTION_MAP = instructions
-
-    def _watch_stages(self, *, tensor_peers: bool) -> None:
-        """Note what this stage receives from the one before it, and what it gives to the one behind it."""
-        if not self._engine.is_first_stage():
-            self._module.register_forward_pre_hook(lambda _, received: self._exchanges.receive(*received))
-        if not self._engine.is_last_stage():  # which notes its loss in ``_execute``
-            self._module.register_forward_hook(lambda _module, _received, given: self._exchanges.give(given))
-        if tensor_peers:
-            self._watch_row_parallel(self._module)
 
     def _clip_and_step(self, engine: Any, **arguments: dict[str, Any] | None) -> None:
         """Clip by the norm of all stages, and let DeepSpeed step; its own clipping is switched off.
