@@ -343,63 +343,6 @@ class Segments:
         }
 
 
-# The speed of a run for its lines and its record: throughput, its share of the hardware's peak, ranks that wait.
-
-
-class Speed:
-    """Computes the speed of a run; every rank has one.
-
-    Args:
-        config: the run.
-        description: of this process, with its hardware; empty on all ranks but the main one.
-        ranks: all ranks.
-    """
-
-    def __init__(self, config: RunConfig, description: dict[str, Any], *, ranks: HostGroup) -> None:
-        self._config, self._ranks = config, ranks
-        self._calibration: Calibration | None = None
-        if description.get("hardware", {}).get("device") == "cpu" and CALIBRATION.exists():
-            try:
-                self._calibration = read_calibration(CALIBRATION)
-            except UserError:
-                logger.warning(
-                    f"MFU is unknown: {CALIBRATION} cannot be used; write it again with src/plan.py --calibrate"
-                )
-        self._here = self._utilisation_on(description)
-        self._times = RankTimes()
-
-    def interval(self, meter: StepMeter) -> dict[str, Any]:
-        """The figures of the steps since the last call; collective: the ranks are compared."""
-        figures, meter.interval = meter.interval, Figures()
-        own = RankShare(sum(figures.dataload_secs), figures.computing_sec, meter.last_own_loss)
-        ranks = [RankShare(*values) for values in self._ranks.gathered(own)]
-        self._times.add(figures, ranks)
-        return {**interval_figures(figures, ranks=ranks), "mfu": self._here.mfu(throughput(figures))}
-
-    def of_run(self, meter: StepMeter, description: dict[str, Any]) -> dict[str, Any]:
-        """The keys of the summary; those that compare ranks are of the steps of this process that were shown.
-
-        Args:
-            meter: of the run.
-            description: what all segments of the run share: without a common hardware its share is unknown.
-        """
-        use, tokens_per_sec = self._utilisation_on(description), throughput(meter.run)
-        return {
-            "mean_tokens_per_sec_global": tokens_per_sec,
-            "mean_tokens_per_sec_per_device": use.per_device(tokens_per_sec),
-            "flops_per_token": use.flops_per_token,
-            "mfu": use.mfu(tokens_per_sec),
-            **self._times.figures(),
-        }
-
-    def _utilisation_on(self, description: dict[str, Any]) -> Utilisation:
-        config, hardware = self._config, description.get("hardware", {})
-        length, precision = config.attended_length or config.seq_length, config.precision
-        return utilisation(
-            config.model, hardware, seq_length=length, precision=precision, calibration=self._calibration
-        )
-
-
 # The figures of a run, its state for a checkpoint, and its record. Sends every event to the sinks.
 
 
@@ -445,7 +388,15 @@ class Journal:
         self.budget = Budget(config, plan)
         self.peaks = TrainingPeaks(device)
         self.meter = StepMeter(device, tokens_per_step=config.tokens_per_step)
-        self._speed = Speed(config, description, ranks=ranks)
+        self._ranks, self._times = ranks, RankTimes()
+        self._calibration: Calibration | None = None
+        if description.get("hardware", {}).get("device") == "cpu" and CALIBRATION.exists():
+            try:
+                self._calibration = read_calibration(CALIBRATION)
+            except UserError:
+                cure = "write it again with src/plan.py --calibrate"
+                logger.warning(f"MFU is unknown: {CALIBRATION} cannot be used; {cure}")
+        self._here = self._utilisation_on(description)
         self._segments = Segments(description, done=done)
         self._changes: list[dict[str, Any]] = description.get(CHANGES_KEY, [])
         self.on_flush: Callable[[], None] = lambda: None
@@ -524,7 +475,12 @@ class Journal:
         lines = self.meter.flush()
         self.on_flush()
         if due and lines:
-            lines[-1]["interval"] = self._speed.interval(self.meter)
+            figures, self.meter.interval = self.meter.interval, Figures()
+            own = RankShare(sum(figures.dataload_secs), figures.computing_sec, self.meter.last_own_loss)
+            ranks = [RankShare(*values) for values in self._ranks.gathered(own)]
+            self._times.add(figures, ranks)
+            mfu = self._here.mfu(throughput(figures))
+            lines[-1]["interval"] = {**interval_figures(figures, ranks=ranks), "mfu": mfu}
         self._sinks.try_to_send("lines", lambda sink: sink.steps(lines, due=due))
         try:
             require_finite(lines)
@@ -670,6 +626,8 @@ class Journal:
         )
         self.record.goodput = {"share": goodput.share, **asdict(goodput)}
         self.record.segments = [asdict(segment) for segment in self._segments.all]
+        # The share of a hardware that not all segments have is unknown. Ranks are compared in steps of this process.
+        use, tokens_per_sec = self._utilisation_on(self.record.description), throughput(run)
         self.record.summary = {
             "total_wall_time_sec": self.meter.wall_seconds(),
             "train_time_sec": run.train_sec,
@@ -680,12 +638,23 @@ class Journal:
             "best_val_loss": self.best_val_loss,
             **by_source,
             "failed_saves": self.failed_saves,
-            **self._speed.of_run(self.meter, self.record.description),
+            "mean_tokens_per_sec_global": tokens_per_sec,
+            "mean_tokens_per_sec_per_device": use.per_device(tokens_per_sec),
+            "flops_per_token": use.flops_per_token,
+            "mfu": use.mfu(tokens_per_sec),
+            **self._times.figures(),
             "communication_share": self._communication_share,
             "gpu_use": self.gpu_use,
             **self._segments.peaks(),
             "predicted_peak_memory": self._predicted,
         }
+
+    def _utilisation_on(self, description: dict[str, Any]) -> Utilisation:
+        config, hardware = self._config, description.get("hardware", {})
+        length, precision = config.attended_length or config.seq_length, config.precision
+        return utilisation(
+            config.model, hardware, seq_length=length, precision=precision, calibration=self._calibration
+        )
 
     def _note_segment(self, *, peaks: bool = True) -> None:
         """Update the segment of this process; without ``peaks``, its memory figures stay as they were."""

@@ -32,7 +32,7 @@ from dsgpt.data.addresses import changed_sources
 from dsgpt.machine.console import LogFile, Progress
 from dsgpt.machine.device import TIMEOUT, HostGroup, barrier, bring_up, from_main, gather_objects, joined
 from dsgpt.machine.launcher import Interruption
-from dsgpt.machine.peers import SLOW_STEPS, Peers, RankStatus
+from dsgpt.machine.peers import SLOW_STEPS, Peers
 from dsgpt.machine.spot import SpotWatch
 from dsgpt.machine.topology import Topology
 from dsgpt.model.gpt2 import parameter_shapes
@@ -132,9 +132,9 @@ def prepare(config: RunConfig, lock: RunLock, peers: Peers) -> Prepared:
     if save_to:
         begins = start.checkpoint is None and not config.options.overwrite and not store.was_overwritten(run_dir)
         check_place(save_to, begins=begins, writes=not config.options.dry_run)
-    earlier, doubt = _earlier_record(run_dir) if resumes else (run_folder.EarlierRecord(), "")
-    goodput = Goodput()
+    earlier, doubt, goodput = run_folder.EarlierRecord(), "", Goodput()
     if resumes and (run_dir / RECORD_FILE).exists():
+        earlier, doubt = _earlier_record(run_dir)
         goodput = (earlier.goodput or Goodput.unknown()).after_loss(
             run_dir / STEPS_FILE,
             kept_step=read_run_state(start.checkpoint).step if start.checkpoint else 0,
@@ -335,13 +335,7 @@ def _end_after_lost_rank(config: RunConfig, journal: Journal | None, log: LogFil
 
 
 def _train(
-    config: RunConfig,
-    own: Prepared | None,
-    interruption: Interruption,
-    peers: Peers,
-    *,
-    lock: RunLock,
-    log: LogFile,
+    config: RunConfig, own: Prepared | None, interruption: Interruption, peers: Peers, *, lock: RunLock, log: LogFile
 ) -> None:
     device = bring_up(config.device, local_rank=config.topology.local_rank, threads=config.threads_per_device)
     peers.help(functools.partial(run_folder.damage_in, config))
@@ -379,7 +373,10 @@ def _train(
             if state is not None:
                 journal.resume(state, steps_file, earlier=prepared.earlier)
             peers.on_lost_rank = functools.partial(_end_after_lost_rank, config, journal, log)
-            peers.on_slow_rank = _warn_of_slow_rank
+            peers.on_slow_rank = lambda rank, status, usual: logger.warning(
+                f"rank {rank} on {status.host} is slow: it computes and reads data for {status.own_sec:.3g} s a step, "
+                f"its peers for {usual:.3g} s (medians of {SLOW_STEPS} steps)"
+            )
             about = about_run(config, settings=prepared.settings, description=description) if description else {}
             Trainer(
                 config=config,
@@ -392,13 +389,6 @@ def _train(
                 peers=peers,
                 done=done,
             ).run()
-
-
-def _warn_of_slow_rank(rank: int, status: RankStatus, usual: float) -> None:
-    logger.warning(
-        f"rank {rank} on {status.host} is slow: it computes and reads data for {status.own_sec:.3g} s a step, its "
-        f"peers for {usual:.3g} s (medians of {SLOW_STEPS} steps)"
-    )
 
 
 def _build(config: RunConfig, start: run_folder.ResumePoint, *, device: torch.device) -> Strategy:

@@ -285,33 +285,25 @@ def damage_in(config: RunConfig, name: str, rank: int = 0, ranks: int = 1) -> st
     Each file is hashed by one of them: pieces and random states by the rank of their number, which will read them if
     the ranks are as many as before; the others in turn.
     """
+    checkpoint, device = config.run_dir / name, config.device
     try:
-        _require_whole(config.run_dir / name, config, rank, ranks)
+        turns = {file: turn for turn, file in enumerate(parse_manifest(checkpoint).files)}
+        turns |= {file: int(number[1]) for file in turns if (number := _NUMBERED.search(file))}
+        manifest = read_manifest(checkpoint, only=lambda file: turns[file] % ranks == rank)
+        require_resumable(checkpoint, manifest)
+        require_files(checkpoint, manifest, (*state_files(checkpoint), store.MODEL, COUNTERS, STATE_FILE))
+        step = read_run_state(checkpoint).step
+        if (name, manifest.step) != (store.folder_name(step), step):
+            return (
+                f"{checkpoint}: its {STATE_FILE} is of step {step} and its manifest of step {manifest.step}: a file or "
+                "the folder was renamed"
+            )
+        StateReader(checkpoint).check(rank, ranks)
+        if rank == 0 and _has_same_ranks(config, manifest):
+            check_random_states(checkpoint, named=manifest.files, ranks=config.topology.world_size, device=device)
     except UserError as error:
         return str(error)
     return ""
-
-
-def _require_whole(checkpoint: Path, config: RunConfig, rank: int, ranks: int) -> None:
-    """Verify the files of a checkpoint that a resume reads, as in ``damage_in``.
-
-    Raises:
-        UserError: a file is missing, damaged, not named in the manifest, or has unusable contents.
-    """
-    turns = {name: turn for turn, name in enumerate(parse_manifest(checkpoint).files)}
-    turns |= {name: int(number[1]) for name in turns if (number := _NUMBERED.search(name))}
-    manifest = read_manifest(checkpoint, only=lambda name: turns[name] % ranks == rank)
-    require_resumable(checkpoint, manifest)
-    require_files(checkpoint, manifest, (*state_files(checkpoint), store.MODEL, COUNTERS, STATE_FILE))
-    state = read_run_state(checkpoint)
-    if (checkpoint.name, manifest.step) != (store.folder_name(state.step), state.step):
-        raise UserError(
-            f"{checkpoint}: its {STATE_FILE} is of step {state.step} and its manifest of step {manifest.step}: a "
-            "file or the folder was renamed"
-        )
-    StateReader(checkpoint).check(rank, ranks)
-    if rank == 0 and _has_same_ranks(config, manifest):
-        check_random_states(checkpoint, named=manifest.files, ranks=config.topology.world_size, device=config.device)
 
 
 def _compare(

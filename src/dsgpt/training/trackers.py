@@ -82,8 +82,8 @@ class Tracker:
     def flush(self) -> None:
         """Write what is buffered: a checkpoint follows, and a run resumed from it does not send these steps again."""
 
-    def end(self, status: str, summary: dict[str, float]) -> None:
-        """Store how the run ended: the ``status`` of the record, and the numbers of its summary."""
+    def end(self, status: str, summary: dict[str, float], step: int) -> None:
+        """Store how the run ended after ``step``: the ``status`` of the record, and the numbers of its summary."""
 
     def close(self) -> None:
         """Called after the last event."""
@@ -97,10 +97,11 @@ class TrackerSink(Sink):
     Args:
         name: of the tracker, as in ``--track``.
         opens: opens the tracker; may raise anything.
+        done: step of the checkpoint that the run was resumed from; 0 for a fresh start.
     """
 
-    def __init__(self, name: str, opens: Callable[[], Tracker]) -> None:
-        self._name = name
+    def __init__(self, name: str, opens: Callable[[], Tracker], *, done: int) -> None:
+        self._name, self._step = name, done
         self._tracker: Tracker | None = None
         try:
             self._tracker = opens()
@@ -123,6 +124,7 @@ class TrackerSink(Sink):
     def steps(self, lines: list[Line], *, due: bool) -> None:  # noqa: ARG002 - every step is tracked
         """Send the metrics of every step."""
         if lines:
+            self._step = lines[-1]["step"]
             self._tell(lambda tracker: tracker.log([row_of(line) for line in lines]))
 
     def validation(self, line: Line, *, seconds: float) -> None:  # noqa: ARG002 - not a metric of ``metrics.jsonl``
@@ -133,7 +135,7 @@ class TrackerSink(Sink):
         """Send status and summary when the run ends."""
         if record.status != "running":
             summary = {name: value for name, value in record.summary.items() if is_number(value)}
-            self._tell(lambda tracker: tracker.end(record.status, summary))
+            self._tell(lambda tracker: tracker.end(record.status, summary, self._step))
 
     def sync(self) -> None:
         """Flush the tracker."""
@@ -223,7 +225,6 @@ class MlflowTracker(Tracker):
 
         logging.getLogger("mlflow").setLevel(logging.WARNING)  # it reports every step of making its tables
         self._entities = entities
-        self._last_step = run.done
         uri = os.environ.get("MLFLOW_TRACKING_URI")
         self._client = MlflowClient(tracking_uri=uri or path_to_local_sqlite_uri(str(run.folder / "mlflow.db")))
 
@@ -254,11 +255,10 @@ class MlflowTracker(Tracker):
         ]
         for start in range(0, len(metrics), _METRICS_AT_ONCE):
             self._client.log_batch(self._run_id, metrics=metrics[start : start + _METRICS_AT_ONCE])
-        self._last_step = rows[-1].step
 
-    def end(self, status: str, summary: dict[str, float]) -> None:
+    def end(self, status: str, summary: dict[str, float], step: int) -> None:
         """Store the summary as metrics ``summary/...`` of the last step, and the status."""
-        self.log([Row(self._last_step, {f"summary/{name}": value for name, value in summary.items()})])
+        self.log([Row(step, {f"summary/{name}": value for name, value in summary.items()})])
         self._client.set_terminated(self._run_id, status=_STATUS.get(status, "FAILED"))
 
 
@@ -285,16 +285,14 @@ class TensorboardTracker(Tracker):
     def __init__(self, run: TrackedRun) -> None:
         from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 - only where it is asked for
 
-        self._last_step = run.done
         purged = run.done + 1 if run.done else None
         self._writer = SummaryWriter(run.folder / "tensorboard", purge_step=purged)
-        self._add_text("config", run.settings)
+        self._add_text("config", run.settings, run.done)
         self.flush()
 
     def log(self, rows: list[Row]) -> None:
         """Add a scalar for each metric."""
         for row in rows:
-            self._last_step = row.step
             for name, value in row.metrics.items():
                 self._writer.add_scalar(name, value, row.step)
 
@@ -302,18 +300,18 @@ class TensorboardTracker(Tracker):
         """Write the events."""
         self._writer.flush()
 
-    def end(self, status: str, summary: dict[str, float]) -> None:
+    def end(self, status: str, summary: dict[str, float], step: int) -> None:
         """Add status and summary as a text."""
-        self._add_text("summary", {"status": status, **summary})
+        self._add_text("summary", {"status": status, **summary}, step)
 
     def close(self) -> None:
         """Close the file."""
         self._writer.close()
 
-    def _add_text(self, tag: str, values: dict[str, Any]) -> None:
+    def _add_text(self, tag: str, values: dict[str, Any], step: int) -> None:
         """Add ``values`` as JSON, indented by four spaces, which Markdown shows as it is."""
         text = "".join(f"    {line}\n" for line in json.dumps(values, indent=2).splitlines())
-        self._writer.add_text(tag, text, self._last_step)
+        self._writer.add_text(tag, text, step)
 
 
 # Trackio, in a SQLite file of the run folder unless its own variables name another place.
@@ -330,7 +328,6 @@ class TrackioTracker(Tracker):
         import trackio  # noqa: PLC0415 - only where it is asked for; reads the variable
 
         self._library = trackio
-        self._last_step = run.done
         name, _ = run.id_in("trackio", lambda: f"{run.name}-{run.run_id[:8]}")
         with contextlib.redirect_stdout(io.StringIO()), _offline() if local else contextlib.nullcontext():
             self._run = trackio.init(
@@ -347,12 +344,11 @@ class TrackioTracker(Tracker):
         """Send the rows; the library's thread stores them within a second."""
         for row in rows:
             self._run.log(row.metrics, step=row.step)
-        self._last_step = rows[-1].step
 
-    def end(self, status: str, summary: dict[str, float]) -> None:
+    def end(self, status: str, summary: dict[str, float], step: int) -> None:
         """Store status and summary as ``summary/...`` of the last step."""
         values = {"status": status, **summary}
-        self._run.log({f"summary/{name}": value for name, value in values.items()}, step=self._last_step)
+        self._run.log({f"summary/{name}": value for name, value in values.items()}, step=step)
 
     def close(self) -> None:
         """Store the rest, and end the thread."""
@@ -425,7 +421,7 @@ class WandbTracker(Tracker):
             self._run.log({name: value for name, value in row.metrics.items() if name not in sent}, step=row.step)
             self._last = row
 
-    def end(self, status: str, summary: dict[str, float]) -> None:
+    def end(self, status: str, summary: dict[str, float], step: int) -> None:  # noqa: ARG002 - of the whole run
         """Set the summary; a run that did not complete is marked as failed."""
         self._exit_code = 0 if status == "completed" else 1
         self._run.summary.update({"status": status, **summary})
@@ -468,4 +464,4 @@ def open_trackers(config: RunConfig, *, description: dict[str, Any], done: int) 
         return TRACKERS[name](run)
 
     names = dict.fromkeys(config.options.track)  # a name given twice is one tracker
-    return [TrackerSink(name, partial(open_tracker, name)) for name in names]
+    return [TrackerSink(name, partial(open_tracker, name), done=done) for name in names]
