@@ -237,7 +237,16 @@ def _check_nvme(request: RunRequest, problems: Problems) -> None:
         place = next(folder for folder in (base, *base.absolute().parents) if folder.is_dir())
         if trouble := direct_io_problem(place):
             problems.add(f"{path}: nvme_path {base}: {trouble}; name a folder on a local drive, {way_out}")
-    size = _locked_bytes(request, request.model) if request.model else 0
+    size, zero, ranks = 0, request.recipe.zero_optimization, request.topology.world_size
+    if request.model:  # at least, for the buffers through which a rank swaps it (``swap_tensor/utils.py``)
+        if zero.offload_param.device == "nvme":
+            elements = zero.offload_param.buffer_size
+            if elements is None:
+                elements = -(-request.model.largest_parameter() // ranks)
+            size += zero.offload_param.buffer_count * elements * (4 if request.precision == "fp32" else 2)
+        if zero.offload_optimizer.device == "nvme":
+            group = min(zero.sub_group_size, request.model.parameter_count() // ranks)
+            size += zero.offload_optimizer.swap_buffers * group * 4
     if not may_lock(size):
         problems.add(
             f"{path}: offload to nvme locks {size / 1e6:,.0f} MB per rank in memory, more than this process may: "
@@ -249,21 +258,6 @@ def nvme_paths(recipe: Recipe, run_dir: Path) -> dict[str, Path]:
     """The folder in which each block of ``zero_optimization`` swaps: ``run_dir`` if the JSON does not name one."""
     given = {name: getattr(recipe.zero_optimization, name).nvme_path for name in recipe.nvme_blocks}
     return {name: run_dir if path is None else Path(path) for name, path in given.items()}
-
-
-def _locked_bytes(request: RunRequest, model: GPT2Config) -> int:
-    """Least bytes that a rank locks for the buffers through which it swaps ``model`` (``swap_tensor/utils.py``)."""
-    zero, ranks = request.recipe.zero_optimization, request.topology.world_size
-    size = 0
-    if zero.offload_param.device == "nvme":
-        elements = zero.offload_param.buffer_size
-        if elements is None:
-            elements = -(-model.largest_parameter() // ranks)
-        size += zero.offload_param.buffer_count * elements * (4 if request.precision == "fp32" else 2)
-    if zero.offload_optimizer.device == "nvme":
-        group = min(zero.sub_group_size, model.parameter_count() // ranks)
-        size += zero.offload_optimizer.swap_buffers * group * 4
-    return size
 
 
 def _check_zero_plus_plus(request: RunRequest, problems: Problems) -> None:

@@ -194,6 +194,12 @@ def plan_lines(config: RunConfig) -> list[str]:
             f"{predicted['worst']['total'] / 1e6:,.1f} MB at the peak of a step, with activations and buffers; "
             f"each step a rank sends {sent / 1e6:,.1f} MB"
         )
+    samples, sizes = config.total_steps * batch.global_batch_size, config.train.windows(config.seq_length)
+    mixture = [
+        f"mixture     {share:.2%} {name}: {samples * share / windows:.3g} epochs of {windows:,} windows"
+        for (name, share), windows in zip(config.train.shares().items(), sizes, strict=True)
+        if len(sizes) > 1
+    ]
     per_epoch = config.order.steps_per_epoch
     clipping = config.recipe.gradient_clipping
     return [
@@ -209,7 +215,7 @@ def plan_lines(config: RunConfig) -> list[str]:
         f"gradient clipping {f'at {clipping:g}' if clipping else 'off'}",
         f"data        {config.train.tokens:,} tokens in {config.order.windows:,} windows of {config.seq_length}, "
         f"validation on {config.val_windows:,} windows",
-        *_mixture_lines(config),
+        *mixture,
         f"length      {config.total_steps:,} optimizer steps of {config.tokens_per_step:,} tokens "
         f"({config.total_steps / per_epoch:.2f} epochs of {per_epoch:,} steps)",
         f"state       {state}",
@@ -217,17 +223,6 @@ def plan_lines(config: RunConfig) -> list[str]:
         *([f"tracking    {', '.join(dict.fromkeys(config.options.track))}"] if config.options.track else []),
         *([f"start       from the weights of {config.init_from.given}"] if config.init_from else []),
         *(f"note        {notice}" for notice in config.notices),
-    ]
-
-
-def _mixture_lines(config: RunConfig) -> list[str]:
-    """A line for each source of a mixture: its share, and how often the run reads it."""
-    if len(config.train.sources) == 1:
-        return []
-    samples, sizes = config.total_steps * config.batch.global_batch_size, config.train.windows(config.seq_length)
-    return [
-        f"mixture     {share:.2%} {name}: {samples * share / windows:.3g} epochs of {windows:,} windows"
-        for (name, share), windows in zip(config.train.shares().items(), sizes, strict=True)
     ]
 
 
