@@ -12,15 +12,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from small_run import command_line
-from training_runs import (
-    LONG,
-    SGD,
-    finished,
-    read_lines,
-    read_record,
-    train,
-    write_optimizer_recipe,
-)
+from training_runs import LONG, SGD, finished, read_lines, read_record, train, write_optimizer_recipe
 
 from dsgpt.common.errors import UserError
 from dsgpt.machine.topology import ParallelSizes, Topology

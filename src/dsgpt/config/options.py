@@ -80,6 +80,9 @@ _CALLS = ExecutionOnly("calls another program, from which the training reads not
 _COPIES = ExecutionOnly(
     "copies figures that the run measures anyway to other programs; the training reads nothing from them"
 )
+_FUSES = ExecutionOnly("fuses kernels of the same formulas; the parity suite bounds the effect of rounding")
+_PADS = ExecutionOnly("adds logits of no probability; the parity suite bounds the effect of rounding")
+_RECOMPUTES = ExecutionOnly("computes the same activations, with the same dropout masks, a second time")
 RESUMES = ExecutionOnly("a resumed run is the same run; changes that were allowed count under --allow_changed")
 
 
@@ -251,21 +254,15 @@ class Options:
     profile: int = profiled(
         "trace with PyTorch's profiler: a table, and for each rank a file in the folder profile; " + _AFTER_WARM_UP
     )
-    compile: bool = switch(
-        work=ExecutionOnly("fuses kernels of the same formulas; the parity suite bounds the effect of rounding")
-    )
+    compile: bool = switch(work=_FUSES)
     """compile the model, or each of its blocks, with torch.compile (needs a C++ compiler)"""
-    pad_logits: bool = switch(
-        work=ExecutionOnly("adds logits of no probability; the parity suite bounds the effect of rounding")
-    )
+    pad_logits: bool = switch(work=_PADS)
     """give each padded row of the embedding a logit in the loss, too: its products then have sizes at which GPUs are
     fast. Padding gets no probability and no gradient"""
     cuda_graphs: bool = switch(work=ExecutionOnly("launches the same kernels"))
     """with --compile, replay the kernels of each micro batch as CUDA graphs; never run on a GPU before `benchmark.py
     gpu --only faster` has compared its losses there"""
-    activation_checkpointing: bool = switch(
-        work=ExecutionOnly("computes the same activations, with the same dropout masks, a second time")
-    )
+    activation_checkpointing: bool = switch(work=_RECOMPUTES)
     """recompute activations in the backward pass: less memory for about a third more computing"""
 
     save_every: int = count(default=500, group="checkpoints", work=SAVES)

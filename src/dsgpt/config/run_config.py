@@ -336,15 +336,13 @@ def _plan_length(
     if not (train and val and batch and all(train.windows(seq_length)) and all(val.windows(seq_length))):
         return None
     order = train.order(seq_length, global_batch_size=batch.global_batch_size, seed=options.seed)
-    windows = order.windows
-    size = batch.global_batch_size
+    windows, per_epoch, size = order.windows, order.steps_per_epoch, batch.global_batch_size
     if windows < size:
         problems.add(
             f"{train.path}: holds {windows:,} windows of {seq_length} tokens, fewer than one global batch of {size}: "
             "lower --global_batch_size or --seq_length, or use more text"
         )
         return None
-    per_epoch = order.steps_per_epoch
     total = (options.epochs or 1) * per_epoch
     if options.max_train_steps:
         total = min(total, options.max_train_steps) if options.epochs else options.max_train_steps

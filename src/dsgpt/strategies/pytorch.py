@@ -102,6 +102,8 @@ class TorchStrategy(base.Strategy):
     def __init__(self, config: RunConfig, device: torch.device, *, model: GPT2, weights: MasterWeights) -> None:
         super().__init__(config, device)
         self.model, self._weights = model, weights
+        self._training_loss: nn.Module = model
+        """Called with the inputs and targets of a micro batch."""
         self._rank, self._ranks = config.topology.rank, config.topology.world_size
         recipe, self._clipping = config.recipe.optimizer, config.recipe.gradient_clipping
         self._optimizer = base.build_optimizer(base.parameter_groups(weights.parameters, recipe), recipe)
@@ -117,7 +119,7 @@ class TorchStrategy(base.Strategy):
             batch = base.to_device(next(batches), self._device)
             with self._micro_batch(last=micro == self._accumulation - 1):
                 with named_range("forward"):
-                    loss = self._training_loss(batch) / self._accumulation
+                    loss = self._training_loss(batch.inputs, batch.targets) / self._accumulation
                 with named_range("backward"):
                     torch.autograd.backward(loss * self._scale.factor)
             self._weights.gather_gradients()
@@ -153,10 +155,6 @@ class TorchStrategy(base.Strategy):
     def _micro_batch(self, *, last: bool) -> contextlib.AbstractContextManager[None]:  # noqa: ARG002 - for subclasses
         """A context for one forward and backward pass; gradients are reduced over ranks in the ``last`` one only."""
         return contextlib.nullcontext()
-
-    def _training_loss(self, batch: Batch) -> Tensor:
-        loss: Tensor = self.model(batch.inputs, batch.targets)
-        return loss
 
     def _global_norm(self, gradients: Iterable[Tensor]) -> Tensor:
         return base.global_norm(gradients)
@@ -258,7 +256,7 @@ class Ddp(TorchStrategy):
             # under 1 MiB. Buckets are reduced early enough between compiled blocks.
             torch._dynamo.config.optimize_ddp = False
             base.compile_blocks(model)
-        self._ddp = DistributedDataParallel(
+        self._training_loss = self._ddp = DistributedDataParallel(
             model,
             device_ids=[device.index] if device.type == "cuda" else None,
             bucket_cap_mb=config.recipe.dsgpt.ddp.bucket_cap_mb,
@@ -273,10 +271,6 @@ class Ddp(TorchStrategy):
         if self._masters:
             return average_in_fp32(self._masters, bucket)
         return allreduce_hook(self._ddp.process_group, bucket)
-
-    def _training_loss(self, batch: Batch) -> Tensor:
-        loss: Tensor = self._ddp(batch.inputs, batch.targets)
-        return loss
 
     @contextlib.contextmanager
     def _micro_batch(self, *, last: bool) -> Iterator[None]:
@@ -297,7 +291,7 @@ class Ddp(TorchStrategy):
         super().load_state(reader)
         tokens = torch.zeros(self._batch_shape, dtype=torch.long, device=self._device)
         with self._micro_batch(last=True):
-            torch.autograd.backward(self._training_loss(Batch(inputs=tokens, targets=tokens)))
+            torch.autograd.backward(self._training_loss(tokens, tokens))
         self._optimizer.zero_grad()
 
     def state_tensors(self) -> base.StateTensors:

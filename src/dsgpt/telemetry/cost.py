@@ -279,9 +279,7 @@ class TrafficMeter:
         last_step: int,
         report: Callable[[dict[str, Any]], None],
     ) -> None:
-        self._state_tensors = state_tensors
-        self._last_step = last_step
-        self._report = report
+        self._state_tensors, self._last_step, self._report = state_tensors, last_step, report
         self._steps_seen = 0
         self.done = False
         """Whether a step was measured."""

@@ -662,36 +662,33 @@ def _exchange(ends: tuple[int, int] | None, *, on_gpus: bool) -> dict[str, float
     Collective; a rank without ``ends`` only keeps time with the others.
     """
     import torch  # noqa: PLC0415
+    import torch.distributed as dist  # noqa: PLC0415
 
     from dsgpt.machine.device import gather_objects  # noqa: PLC0415
 
+    def received_sec(out: "Tensor", into: "Tensor") -> float:
+        """Seconds from a common start until the second of ``ends`` has sent ``into``, while the first is sent ``out``.
+
+        With NCCL, until both is done.
+        """
+        dist.all_reduce(torch.zeros(1))
+        if ends is None:
+            return 0.0
+        started = time.perf_counter()
+        works = dist.batch_isend_irecv([dist.P2POp(dist.isend, out, ends[0]), dist.P2POp(dist.irecv, into, ends[1])])
+        works[-1].wait()
+        if on_gpus:
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - started
+        works[0].wait()
+        return seconds
+
     def times(size: int, count: int) -> list[float]:
-        pair = torch.zeros(2, size // 4, device="cuda" if on_gpus else "cpu")
-        return sorted(_received_sec(pair[0], pair[1], ends) for _ in range(count))
+        out, into = torch.zeros(2, size // 4, device="cuda" if on_gpus else "cpu")
+        return sorted(received_sec(out, into) for _ in range(count))
 
     times(4, 2)  # connects
     latency = times(4, PINGS)[PINGS // 2]
     trial = max(gather_objects(times(TRIAL_BYTES, 1)[0]))
     size = min(SENT_BYTES, max(TRIAL_BYTES, int(TRIAL_BYTES * SENT_SEC / trial) // 4 * 4))
     return {"bytes": size, "received_sec": times(size, 2)[0], "latency_sec": latency}
-
-
-def _received_sec(out: "Tensor", into: "Tensor", ends: tuple[int, int] | None) -> float:
-    """Seconds from a common start until the second of ``ends`` has sent ``into``, while the first one is sent ``out``.
-
-    With NCCL, until both is done.
-    """
-    import torch  # noqa: PLC0415
-    import torch.distributed as dist  # noqa: PLC0415
-
-    dist.all_reduce(torch.zeros(1))
-    if ends is None:
-        return 0.0
-    started = time.perf_counter()
-    works = dist.batch_isend_irecv([dist.P2POp(dist.isend, out, ends[0]), dist.P2POp(dist.irecv, into, ends[1])])
-    works[-1].wait()
-    if out.is_cuda:
-        torch.cuda.synchronize()
-    seconds = time.perf_counter() - started
-    works[0].wait()
-    return seconds

@@ -282,8 +282,7 @@ class Segments:
     """
 
     def __init__(self, description: dict[str, Any], *, done: int) -> None:
-        self._description = description
-        self._done = done
+        self._description, self._done = description, done
         several = description and description["hardware"]["local_world_size"] > 1
         self._load = LoadOfOthers(ranks=bool(several)) if description else None
         self._earlier: list[Segment] = []
@@ -383,8 +382,7 @@ class Journal:
         goodput: Goodput | None = None,
         done: int = 0,
     ) -> None:
-        self._config = config
-        self._sinks = sinks
+        self._config, self._sinks = config, sinks
         self.budget = Budget(config, plan)
         self.peaks = TrainingPeaks(device)
         self.meter = StepMeter(device, tokens_per_step=config.tokens_per_step)

@@ -200,8 +200,7 @@ def plan_lines(config: RunConfig) -> list[str]:
         for (name, share), windows in zip(config.train.shares().items(), sizes, strict=True)
         if len(sizes) > 1
     ]
-    per_epoch = config.order.steps_per_epoch
-    clipping = config.recipe.gradient_clipping
+    per_epoch, clipping = config.order.steps_per_epoch, config.recipe.gradient_clipping
     return [
         f"strategy    {config.strategy_name} ({config.recipe.path}), started by {topology.launcher}",
         f"topology    {topology.world_size} x {config.device}{threads}, {split}; precision {config.precision}",

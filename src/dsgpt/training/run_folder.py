@@ -360,7 +360,11 @@ def holds_run_to_resume(config: RunConfig, problems: Problems) -> bool:
         problems: receives what prevents the run from starting in the folder.
     """
     run_dir, options = config.run_dir, config.options
-    _check_writable(run_dir, problems)
+    place = next(folder for folder in (run_dir, *run_dir.parents, Path()) if folder.exists())
+    if not place.is_dir():
+        problems.add(f"--checkpoint_path {run_dir}: {place} is a file, not a folder: name another folder")
+    elif not os.access(place, os.R_OK | os.W_OK | os.X_OK):
+        problems.add(f"--checkpoint_path {run_dir}: no permission to read and write in {place}: name another folder")
     if not run_dir.is_dir() or not os.access(run_dir, os.R_OK | os.X_OK):
         return False
     existing = _existing(run_dir)
@@ -485,13 +489,3 @@ def is_ours(path: Path) -> bool:
         return is_regular_file(path) and read_object(path, max_bytes=MAX_RECORD_BYTES).keys() >= _OWN_KEYS[path.name]
     except JsonError:
         return False
-
-
-def _check_writable(run_dir: Path, problems: Problems) -> None:
-    place = run_dir
-    while not place.exists() and place != place.parent:
-        place = place.parent
-    if not place.is_dir():
-        problems.add(f"--checkpoint_path {run_dir}: {place} is a file, not a folder: name another folder")
-    elif not os.access(place, os.R_OK | os.W_OK | os.X_OK):
-        problems.add(f"--checkpoint_path {run_dir}: no permission to read and write in {place}: name another folder")

@@ -123,8 +123,7 @@ class EngineState(ABC):
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> None:
-        self._torch = optimizer
-        self._parameters = parameters
+        self._torch, self._parameters = optimizer, parameters
 
     def moment_names(self) -> list[str]:
         """Members of ``STATE_NAMES`` that the optimizer has; call it before reading any of them."""
