@@ -139,6 +139,8 @@ class Inputs:
 
 def read_inputs(options: Options, topology: Topology, problems: Problems) -> Inputs:
     """Read what ``options`` name; each input is checked by itself."""
+    from dsgpt.machine.device import cuda_devices, default_precision, gpu_problem  # noqa: PLC0415 - torch takes seconds; --help should not
+
     recipe = read_recipe(options.deepspeed_config, problems) if options.deepspeed_config else None
     train = _open(options.train_data_path, "--train_data_path", problems)
     val = _open(options.val_data_path, "--val_data_path", problems, apart=True)
@@ -162,7 +164,18 @@ def read_inputs(options: Options, topology: Topology, problems: Problems) -> Inp
     if model is not None:
         seq_length = seq_length or model.block_size
         problems.add(*length_problems(seq_length, model.block_size))
-    device, precision = _resolve_device(options, recipe, topology, problems)
+    gpus = cuda_devices()
+    device = ("cuda" if gpus else "cpu") if options.device == "auto" else options.device
+    if device == "cuda" and not gpus:
+        problems.add("--device cuda: PyTorch sees no NVIDIA GPU here; use --device cpu, or check nvidia-smi")
+        device = "cpu"
+    if device == "cuda" and (trouble := gpu_problem(topology)):
+        problems.add(trouble)
+    asked = options.precision if options.precision != "auto" else (recipe.precision if recipe else None)
+    precision = asked or default_precision(device)
+    if device == "cpu" and precision == "fp16":
+        where = "--precision fp16" if options.precision == "fp16" else f"{options.deepspeed_config}: fp16"
+        problems.add(f"{where} needs a GPU: on CPU take --precision bf16 or fp32")
     return Inputs(
         options=options,
         topology=topology,
@@ -184,24 +197,6 @@ def _open(named: Path | str | None, flag: str, problems: Problems, *, apart: boo
     except UserError as error:
         problems.add(*error.problems)
         return None
-
-
-def _resolve_device(options: Options, recipe: Recipe | None, topology: Topology, problems: Problems) -> tuple[str, str]:
-    from dsgpt.machine.device import cuda_devices, default_precision, gpu_problem  # noqa: PLC0415 - torch takes seconds; --help should not
-
-    gpus = cuda_devices()
-    kind = ("cuda" if gpus else "cpu") if options.device == "auto" else options.device
-    if kind == "cuda" and not gpus:
-        problems.add("--device cuda: PyTorch sees no NVIDIA GPU here; use --device cpu, or check nvidia-smi")
-        kind = "cpu"
-    if kind == "cuda" and (trouble := gpu_problem(topology)):
-        problems.add(trouble)
-    asked = options.precision if options.precision != "auto" else (recipe.precision if recipe else None)
-    precision = asked or default_precision(kind)
-    if kind == "cpu" and precision == "fp16":
-        where = "--precision fp16" if options.precision == "fp16" else f"{options.deepspeed_config}: fp16"
-        problems.add(f"{where} needs a GPU: on CPU take --precision bf16 or fp32")
-    return kind, precision
 
 
 def check_vocabulary(inputs: Inputs, problems: Problems, notices: list[str]) -> None:

@@ -361,7 +361,7 @@ def traffic_record(step: int, ranks: list[RankTraffic]) -> dict[str, Any]:
     communication = {
         "rank": busiest,
         "ring_bytes_per_rank": sent[busiest],
-        "payload_bytes_per_rank": sum(entry["payload_bytes"] for entry in by_op),
+        "payload_bytes_per_rank": sum(entry.payload_bytes for entry in ranks[busiest][1]),
         "by_op": by_op,
         "ring_bytes_by_rank": sent,
     }
