@@ -219,9 +219,8 @@ def split_batch(request: compatibility.RunRequest, problems: Problems, notices: 
     None if it cannot be split, if the model cannot be split over the ranks, or if a size in the recipe is wrong.
     """
     options, recipe = request.options, request.recipe
-    if request.topology.world_size % request.sizes.ranks_per_copy:
-        return None
-    if request.is_doubtful("train_batch_size", *PARALLEL_KEYS):
+    uneven = request.topology.world_size % request.sizes.ranks_per_copy
+    if uneven or request.is_doubtful("train_batch_size", *PARALLEL_KEYS):
         return None
     micro, steps = options.micro_batch_size_per_gpu, options.grad_accum_steps
     if micro is None and steps is None:

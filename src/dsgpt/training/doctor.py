@@ -307,12 +307,10 @@ def _limit(which: int) -> int | None:
 
 
 def _is_taken(port: int) -> bool:
-    with socket.socket() as one:
-        one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the launchers' store
-        try:
-            one.bind(("", port))
-        except OSError:
-            return True
+    try:
+        socket.create_server(("", port)).close()  # with SO_REUSEADDR, as the launchers' store
+    except OSError:
+        return True
     return False
 
 

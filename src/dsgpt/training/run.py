@@ -44,7 +44,7 @@ from dsgpt.training import run_description, run_folder
 from dsgpt.training.budget import TrainingPlan, notify, read_plan
 from dsgpt.training.command import complain_of
 from dsgpt.training.journal import Journal, open_sinks
-from dsgpt.training.saving import Saver, about_run
+from dsgpt.training.saving import Saver
 from dsgpt.training.status import PATIENCE_SEC, RunLock, is_guarded, refuse_if_locked
 from dsgpt.training.trackers import open_trackers
 from dsgpt.training.trainer import Trainer
@@ -377,7 +377,15 @@ def _train(
                 f"rank {rank} on {status.host} is slow: it computes and reads data for {status.own_sec:.3g} s a step, "
                 f"its peers for {usual:.3g} s (medians of {SLOW_STEPS} steps)"
             )
-            about = about_run(config, settings=prepared.settings, description=description) if description else {}
+            about = {  # the fields of every checkpoint's manifest about the run
+                "strategy": config.strategy_name,
+                "topology": asdict(config.topology),
+                "device": config.device,
+                "versions": description.get("env"),
+                "precision": config.precision,
+                "run_id": description.get("run_id"),
+                "fixed": prepared.settings,
+            }
             Trainer(
                 config=config,
                 device=device,

@@ -266,16 +266,12 @@ def _newest_whole(run_dir: Path, damage: Callable[[str], str]) -> tuple[Path | N
         if not (reason := damage(checkpoint.name)):
             return checkpoint, refused
         refused.append((checkpoint, reason))
+    cure = "restore one, or start again with --overwrite"
     if refused:
-        raise UserError(
-            f"--resume: no checkpoint in {run_dir} is intact: restore one, or start again with --overwrite",
-            *(f"--resume: {path.name} is refused: {reason}" for path, reason in refused),
-        )
-    if damaged := store.marked_damaged(run_dir):
-        raise UserError(
-            f"--resume: {run_dir} holds only damaged checkpoints ({', '.join(path.name for path in damaged)}): "
-            "restore one, or start again with --overwrite"
-        )
+        lines = (f"--resume: {path.name} is refused: {reason}" for path, reason in refused)
+        raise UserError(f"--resume: no checkpoint in {run_dir} is intact: {cure}", *lines)
+    if damaged := ", ".join(path.name for path in store.marked_damaged(run_dir)):
+        raise UserError(f"--resume: {run_dir} holds only damaged checkpoints ({damaged}): {cure}")
     return None, refused
 
 
@@ -369,28 +365,23 @@ def holds_run_to_resume(config: RunConfig, problems: Problems) -> bool:
         return False
     existing = _existing(run_dir)
     if foreign := _foreign(run_dir, existing):
-        problems.add(
-            f"--checkpoint_path {run_dir}: holds a {foreign.name} that this program did not write: name another folder"
-        )
+        what = f"holds a {foreign.name} that this program did not write"
+        problems.add(f"--checkpoint_path {run_dir}: {what}: name another folder")
         return False
     if not existing or options.overwrite:
         return False
     if not options.resume:
         proof = _proof(run_dir)
         assert proof is not None  # else what exists is foreign
-        problems.add(
-            f"--checkpoint_path {run_dir}: holds a run already ({proof.name}): add --resume to continue "
-            "it, --overwrite to delete it, or name another folder"
-        )
+        cure = "add --resume to continue it, --overwrite to delete it, or name another folder"
+        problems.add(f"--checkpoint_path {run_dir}: holds a run already ({proof.name}): {cure}")
         return False
     trackers = run_dir / TRACKERS_FOLDER
     inside = sorted(trackers.glob("*")) if is_tracker_folder(trackers) else []
     links = [path.relative_to(run_dir) for path in (*existing, *inside) if path.is_symlink()]
+    cure = "replace it by a copy of its target (cp -rL), or remove it"
     for name in links:
-        problems.add(
-            f"--resume: {run_dir / name} is a link, and links inside a run folder are not followed: replace it "
-            "by a copy of its target (cp -rL), or remove it"
-        )
+        problems.add(f"--resume: {run_dir / name} is a link, and links inside a run folder are not followed: {cure}")
     return not links
 
 
@@ -408,9 +399,8 @@ def make_run_folder(run_dir: Path) -> None:
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(
-            f"--checkpoint_path {run_dir}: cannot be made ({error.strerror}): name another folder"
-        ) from error
+        line = f"--checkpoint_path {run_dir}: cannot be made ({error.strerror}): name another folder"
+        raise UserError(line) from error
 
 
 def clear_run_folder(run_dir: Path, start: ResumePoint) -> None:

@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -48,7 +48,7 @@ class Contents:
     """The folder it is written in before it is published."""
     state: RunState
     about: dict[str, Any]
-    """The manifest's fields about the run; see ``about_run``."""
+    """The manifest's fields about the run."""
     counters: states.Counters
     needed: Callable[[], Collection[Path]]
     """Returns the checkpoints that retention must leave."""
@@ -104,25 +104,6 @@ class Contents:
             reason = states.reason_of(error)
             logger.warning(f"{final.name} is saved, but the older ones could not be tidied up: {reason}")
         return parse_manifest(final).size
-
-
-def about_run(config: RunConfig, *, settings: dict[str, Any], description: dict[str, Any]) -> dict[str, Any]:
-    """The fields of every checkpoint's manifest about the run.
-
-    Args:
-        config: the run.
-        settings: those that a resumed run must match.
-        description: of the run, as its record has it.
-    """
-    return {
-        "strategy": config.strategy_name,
-        "topology": asdict(config.topology),
-        "device": config.device,
-        "versions": description["env"],
-        "precision": config.precision,
-        "run_id": description["run_id"],
-        "fixed": settings,
-    }
 
 
 def _together(ranks: HostGroup, action: Callable[[], T]) -> list[T]:

@@ -67,10 +67,8 @@ class RunLock:
             raise UserError(f"{path}: cannot be opened ({error.strerror}): name another folder") from error
         end, taken = time.monotonic() + self._patience_sec, self._take(lock)
         if self._patience_sec and not taken:
-            logger.warning(
-                f"another process is still training in {self._run_dir}; waiting up to {self._patience_sec:.0f} s for "
-                "it to end"
-            )
+            waits = f"waiting up to {self._patience_sec:.0f} s for it to end"
+            logger.warning(f"another process is still training in {self._run_dir}; {waits}")
         while not taken and time.monotonic() < end:
             time.sleep(_POLL_SEC)
             taken = self._take(lock)
