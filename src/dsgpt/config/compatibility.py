@@ -20,6 +20,7 @@ from dsgpt.machine.topology import ParallelSizes, Topology
 from dsgpt.model.config import GPT2Config
 
 MOST_PROFILED_STEPS = 20
+INSTALL_COMPILER = "install one (Debian: apt-get install g++)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,21 +64,17 @@ def check_compatibility(request: RunRequest, problems: Problems) -> None:
         if recipe.nvme_blocks:
             _check_nvme(request, problems)
         elif recipe.uses_deepspeed_adam and not compiler():
-            problems.add(
-                f"{path}: optimizer offload compiles DeepSpeed's CPU Adam and finds no C++ compiler: "
-                'install one (Debian: apt-get install g++), or set "torch_adam": true in the optimizer\'s params'
-            )
+            cure = f'{INSTALL_COMPILER}, or set "torch_adam": true in the optimizer\'s params'
+            problems.add(f"{path}: optimizer offload compiles DeepSpeed's CPU Adam and finds no C++ compiler: {cure}")
     if optimized and recipe.zero_plus_plus:
         _check_zero_plus_plus(request, problems)
     if options.compile and not compiler():
-        problems.add("--compile needs a C++ compiler, and none was found: install one (Debian: apt-get install g++)")
+        problems.add(f"--compile needs a C++ compiler, and none was found: {INSTALL_COMPILER}")
     if options.compile and optimized and recipe.zero_plus_plus:
         problems.add(f"{path}: Zero++ is not combined with --compile here: leave --compile out")
     if options.cuda_graphs and (options.run_type, options.compile, request.device) != ("baseline", True, "cuda"):
-        problems.add(
-            "--cuda_graphs captures the compiled baseline on a GPU: add --run_type baseline --compile --device cuda, "
-            "or leave it out"
-        )
+        cure = "add --run_type baseline --compile --device cuda, or leave it out"
+        problems.add(f"--cuda_graphs captures the compiled baseline on a GPU: {cure}")
     if options.mask_documents:
         _check_masks(request, problems)
     for flag, steps in (("--profile_comm", options.profile_comm), ("--profile", options.profile)):
@@ -103,36 +100,28 @@ def _check_masks(request: RunRequest, problems: Problems) -> None:
     }
     problems.add(*(f"--mask_documents does not go with {why}: leave it out" for why, holds in reasons.items() if holds))
     if on_gpus and os.environ.get(ALLOW_MASKS) != "1":
-        problems.add(
-            "--mask_documents uses a kernel of PyTorch on GPUs that no GPU has compared with a CPU: take --device cpu, "
-            f"or set {ALLOW_MASKS}=1 and compare the losses"
-        )
+        cure = f"take --device cpu, or set {ALLOW_MASKS}=1 and compare the losses"
+        problems.add(f"--mask_documents uses a kernel of PyTorch on GPUs that no GPU has compared with a CPU: {cure}")
 
 
 def check_split(request: RunRequest, problems: Problems) -> None:
     """Add a line for everything that no machine could train: ranks, strategies and shape that contradict each other."""
     world, run_type, path = request.topology.world_size, request.options.run_type, request.recipe.path
     if run_type == "baseline" and world > 1:
-        problems.add(
-            f"--run_type baseline is one process, but the launcher started {world}: run it with "
-            "`.venv/bin/python src/gpt2.py ...`, or take --run_type ddp, fsdp or optimized"
-        )
+        cure = "run it with `.venv/bin/python src/gpt2.py ...`, or take --run_type ddp, fsdp or optimized"
+        problems.add(f"--run_type baseline is one process, but the launcher started {world}: {cure}")
     copy = request.sizes.ranks_per_copy
     if world % copy:
-        problems.add(
-            f"{path}: splits the model over {copy} ranks ({request.sizes}), but {world} "
-            f"{'was' if world == 1 else 'were'} started: start {multiples_around(world, copy)}, or take "
-            "ds_configs/zero1.json"
-        )
+        started = f"{world} {'was' if world == 1 else 'were'} started"
+        cure = f"start {multiples_around(world, copy)}, or take ds_configs/zero1.json"
+        problems.add(f"{path}: splits the model over {copy} ranks ({request.sizes}), but {started}: {cure}")
     if run_type == "optimized":
         _check_strategies(request, problems)
         if request.model is not None:
             _check_shape(request, request.model, problems)
         if request.recipe.offloads and copy > 1:
-            problems.add(
-                f"{path}: offload works only with data parallelism here: take ds_configs/zero2_offload.json or "
-                "ds_configs/zero3_offload.json, or leave the offload out"
-            )
+            cure = "take ds_configs/zero2_offload.json or ds_configs/zero3_offload.json, or leave the offload out"
+            problems.add(f"{path}: offload works only with data parallelism here: {cure}")
 
 
 def check_accumulation(request: RunRequest, accumulation: int, problems: Problems) -> None:
@@ -154,10 +143,9 @@ def check_accumulation(request: RunRequest, accumulation: int, problems: Problem
             '"accumulation": "sharded", or --grad_accum_steps 1'
         )
     if request.options.cuda_graphs and request.precision == "fp32" and accumulation > 1 and not doubtful:
-        problems.add(
-            f"--cuda_graphs writes the gradients of each micro batch over those of the last, which fp32 adds up there, "
-            f"{accumulation} a step: take --precision bf16, or --grad_accum_steps 1"
-        )
+        what = "writes the gradients of each micro batch over those of the last, which fp32 adds up there"
+        cure = "take --precision bf16, or --grad_accum_steps 1"
+        problems.add(f"--cuda_graphs {what}, {accumulation} a step: {cure}")
 
 
 def compatibility_notices(request: RunRequest) -> list[str]:
@@ -221,18 +209,14 @@ def _check_nvme(request: RunRequest, problems: Problems) -> None:
     if request.topology.local_rank:
         return
     path, way_out = request.recipe.path, "or take ds_configs/zero3_offload.json, which offloads to memory"
+    compiles = f"{path}: offload to nvme compiles DeepSpeed's asynchronous I/O"
     if not (command := compiler()):
-        problems.add(
-            f"{path}: offload to nvme compiles DeepSpeed's asynchronous I/O and finds no C++ compiler: install one "
-            f"(Debian: apt-get install g++), {way_out}"
-        )
+        problems.add(f"{compiles} and finds no C++ compiler: {INSTALL_COMPILER}, {way_out}")
     elif trouble := libaio_problem(command):
         problems.add(f"{path}: offload to nvme {trouble}, {way_out}")
     if request.device == "cuda" and not has_cuda_toolkit():  # CPU Adam is compiled without it, on GPUs, too
-        problems.add(
-            f"{path}: offload to nvme compiles DeepSpeed's asynchronous I/O, which on GPUs needs the CUDA toolkit, and "
-            f"finds no nvcc: install the toolkit and set CUDA_HOME to its folder, {way_out}"
-        )
+        cure = f"install the toolkit and set CUDA_HOME to its folder, {way_out}"
+        problems.add(f"{compiles}, which on GPUs needs the CUDA toolkit, and finds no nvcc: {cure}")
     for base in dict.fromkeys(nvme_paths(request.recipe, request.run_dir).values()):
         place = next(folder for folder in (base, *base.absolute().parents) if folder.is_dir())
         if trouble := direct_io_problem(place):
@@ -248,10 +232,8 @@ def _check_nvme(request: RunRequest, problems: Problems) -> None:
             group = min(zero.sub_group_size, request.model.parameter_count() // ranks)
             size += zero.offload_optimizer.swap_buffers * group * 4
     if not may_lock(size):
-        problems.add(
-            f"{path}: offload to nvme locks {size / 1e6:,.0f} MB per rank in memory, more than this process may: "
-            f"raise the limit (ulimit -l unlimited), {way_out}"
-        )
+        locks = f"locks {size / 1e6:,.0f} MB per rank in memory, more than this process may"
+        problems.add(f"{path}: offload to nvme {locks}: raise the limit (ulimit -l unlimited), {way_out}")
 
 
 def nvme_paths(recipe: Recipe, run_dir: Path) -> dict[str, Path]:
@@ -365,8 +347,6 @@ def check_version(request: RunRequest, accumulation: int, problems: Problems, no
         if allowed:
             notices.append(f"{ALLOW}=1 lets DeepSpeed {installed} train, though {what}")
         else:
-            problems.add(
-                f"{request.recipe.path}: DeepSpeed {installed} cannot train this: {what}: install {TESTED} (pip "
-                f"install deepspeed=={TESTED}), or set {ALLOW}=1 to train all the same"
-            )
+            cure = f"install {TESTED} (pip install deepspeed=={TESTED}), or set {ALLOW}=1 to train all the same"
+            problems.add(f"{request.recipe.path}: DeepSpeed {installed} cannot train this: {what}: {cure}")
     return tuple(fault.thread for fault in faults) if allowed else ()

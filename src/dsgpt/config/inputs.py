@@ -68,10 +68,8 @@ def read_init_from(options: Options, *, run_dir: Path, problems: Problems, quiet
     given = shape_overrides(options)
     for field, flag in SHAPE_FLAGS.items():
         if given.get(field, source.shape[field]) != source.shape[field]:
-            problems.add(
-                f"{flag} {given[field]} contradicts --init_from {source.given}, which has {source.shape[field]}: "
-                "leave the flag out"
-            )
+            theirs = f"--init_from {source.given}, which has {source.shape[field]}"
+            problems.add(f"{flag} {given[field]} contradicts {theirs}: leave the flag out")
     preset = PRESETS[options.model_size].as_dict() if options.model_size else source.shape
     if any(preset[field] != source.shape[field] for field in SHAPE_FLAGS if field != "vocab_size"):
         problems.add(
@@ -222,25 +220,19 @@ def check_vocabulary(inputs: Inputs, problems: Problems, notices: list[str]) -> 
             cure = f"give --vocab_size {max(largest + 1, file.sidecar.vocab_size or 0)} or more"
             if name := inputs.options.init_from:
                 cure = f"prepare the text with its tokenizer (data_prep/preprocess.py --tokenizer {name})"
-            problems.add(
-                f"{file.path}: its largest id is {largest}, but the vocabulary ends at {model.vocab_size - 1}: {cure}"
-            )
+            end = f"the vocabulary ends at {model.vocab_size - 1}"
+            problems.add(f"{file.path}: its largest id is {largest}, but {end}: {cure}")
 
 
 def check_end_of_text(inputs: Inputs, problems: Problems) -> None:
     """With ``--mask_documents``, refuse data that do not all name the same end-of-text id."""
     files = [file for data in (inputs.train, inputs.val) if data for file in data.files]
     for file in files if inputs.options.mask_documents else ():
-        own, first = file.sidecar.eot_id, files[0].sidecar.eot_id
+        own, first, place = file.sidecar.eot_id, files[0].sidecar.eot_id, f"--mask_documents: {sidecar_path(file.path)}"
         if own is None:
-            problems.add(
-                f"--mask_documents: {sidecar_path(file.path)} does not say which id ends a document: write it there as "
-                "eot_id"
-            )
+            problems.add(f"{place} does not say which id ends a document: write it there as eot_id")
         elif inputs.model is not None and own >= inputs.model.vocab_size:
-            problems.add(
-                f"--mask_documents: {sidecar_path(file.path)} says that id {own} ends a document, but the vocabulary "
-                f"ends at {inputs.model.vocab_size - 1}: correct its eot_id"
-            )
+            end = f"the vocabulary ends at {inputs.model.vocab_size - 1}"
+            problems.add(f"{place} says that id {own} ends a document, but {end}: correct its eot_id")
         elif first is not None and own != first:
             problems.add(f"--mask_documents: id {own} ends documents in {file.path}, and {first} in {files[0].path}")

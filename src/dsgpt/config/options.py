@@ -359,7 +359,6 @@ def check_trackers(options: Options, problems: Problems) -> None:
         specs = {package: find_spec(package) for package in PACKAGES[name]}
         # a folder without ``__init__.py``, such as wandb's own output, has no origin
         if missing := [package for package, spec in specs.items() if spec is None or spec.origin is None]:
-            problems.add(
-                f"--track {name}: needs {' and '.join(missing)}, not installed here: in the root of the repository, "
-                f'run .venv/bin/python -m pip install -e ".[{name}]", or leave {name} out of --track'
-            )
+            needed, install = " and ".join(missing), f'run .venv/bin/python -m pip install -e ".[{name}]"'
+            cure = f"in the root of the repository, {install}, or leave {name} out of --track"
+            problems.add(f"--track {name}: needs {needed}, not installed here: {cure}")

@@ -373,10 +373,8 @@ class LossScale:
             if self._patience > 1:
                 self._patience -= 1
             elif self.factor == scaling.min_loss_scale:
-                raise NonFiniteError(
-                    f"fp16 gradients overflow at the smallest loss scale, {self.factor:g}: training stopped; lower the "
-                    "learning rate, or take bf16 or fp32"
-                )
+                cure = "training stopped; lower the learning rate, or take bf16 or fp32"
+                raise NonFiniteError(f"fp16 gradients overflow at the smallest loss scale, {self.factor:g}: {cure}")
             else:
                 self.factor = max(self.factor / 2, scaling.min_loss_scale)
         else:

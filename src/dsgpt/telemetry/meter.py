@@ -361,9 +361,9 @@ def require_finite(lines: Iterable[dict[str, Any]]) -> None:
     for line in lines:
         if not math.isfinite(line["loss"]) or not (line["skipped"] or math.isfinite(line["grad_norm"])):
             values = f"loss {line['loss']:g}, gradient norm {line['grad_norm']:g}"
+            cure = "lower the learning rate, lengthen the warm-up, or use bf16 or fp32"
             raise NonFiniteError(
-                f"step {line['step']}: {values}: training stopped, and this state is not saved; lower the learning "
-                "rate, lengthen the warm-up, or use bf16 or fp32"
+                f"step {line['step']}: {values}: training stopped, and this state is not saved; {cure}"
             )
 
 

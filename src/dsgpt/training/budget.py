@@ -205,10 +205,9 @@ class Budget:
         ):
             self._said, due = ratio, True
             cost = f", ${block['usd']:,.2f} instead of ${block['planned_usd']:,.2f}" if block["usd"] else ""
-            logger.info(
-                f"plan        {abs(ratio - 1):.0%} {'slower' if ratio > 1 else 'faster'} than planned: "
-                f"{duration(block['seconds'])} instead of {duration(block['planned_seconds'])}{cost}"
-            )
+            change = f"{abs(ratio - 1):.0%} {'slower' if ratio > 1 else 'faster'} than planned"
+            times = f"{duration(block['seconds'])} instead of {duration(block['planned_seconds'])}"
+            logger.info(f"plan        {change}: {times}{cost}")
         if due:
             self._recorded = time.monotonic()
         return due

@@ -138,14 +138,12 @@ def main() -> int:
     if topology.is_main:  # elsewhere a mistake in the recipe is a finding
         if options.machine is not None:
             if topology.world_size == topology.local_world_size:
-                problems.add(
-                    "--machine is for the network between machines: start this under a launcher, on all of them"
-                )
+                cure = "start this under a launcher, on all of them"
+                problems.add(f"--machine is for the network between machines: {cure}")
             read_calibration(options.machine)
             if "calibration" in read_object(options.machine):
-                problems.add(
-                    f"--machine {options.machine}: is a record that holds a calibration: name a file of --calibrate"
-                )
+                what = "is a record that holds a calibration: name a file of --calibrate"
+                problems.add(f"--machine {options.machine}: {what}")
         problems.raise_if_any()
     code, findings, links = EXIT_DONE, list[Finding](), list[Facts]()
     if topology.world_size == 1:
@@ -451,9 +449,8 @@ def findings_of_cluster(machines: Sequence[Facts]) -> Iterator[Finding]:
         known = [value for value in values if value != UNKNOWN]
         if any(value != known[0] for value in known):
             shown = "; ".join(f"{facts['host']} {value}" for facts, value in zip(machines, values, strict=True))
-            yield Finding(
-                "all", f"{what} differ: {shown}", cures.get(what, "install the same everywhere (make install)")
-            )
+            cure = cures.get(what, "install the same everywhere (make install)")
+            yield Finding("all", f"{what} differ: {shown}", cure)
     for name in DATA:
         files = [facts[name] for facts in machines if facts[name] and not facts[name]["problem"]]
         hashes = {file["sha256"] for file in files}

@@ -178,9 +178,8 @@ class ConsoleSink(Sink):
     def validation(self, line: Line, *, seconds: float) -> None:
         """Log the loss."""
         where = place(line["step"], self._total_steps)
-        logger.info(
-            f"{where}  validation loss {line['val_loss']:.4f} on {line['val_tokens']:,} tokens in {seconds:.1f} s"
-        )
+        tokens = f"{line['val_tokens']:,} tokens in {seconds:.1f} s"
+        logger.info(f"{where}  validation loss {line['val_loss']:.4f} on {tokens}")
         for name, loss in line.get("val_loss_by_source", {}).items():
             logger.info(f"{where}    {loss:.4f} on {name}")
 
@@ -234,9 +233,8 @@ class Sinks:
                 if self._stops:
                     raise
                 if (what, sink) not in self._refusing:
-                    logger.warning(
-                        f"{reason_of(error)}; the run continues and tries again (--on_save_failure continue)"
-                    )
+                    then = "the run continues and tries again (--on_save_failure continue)"
+                    logger.warning(f"{reason_of(error)}; {then}")
                 self._refusing.add((what, sink))
             else:
                 self._refusing.discard((what, sink))
@@ -530,9 +528,8 @@ class Journal:
         line |= {"train_time_sec": self.meter.run.train_sec, "wall_time_sec": self.meter.wall_seconds()}
         self._sinks.try_to_send("lines", lambda sink: sink.validation(line, seconds=seconds))
         if not math.isfinite(val_loss):
-            raise NonFiniteError(
-                f"step {step}: the validation loss is {val_loss:g}: training stopped, and this state is not saved"
-            )
+            then = "training stopped, and this state is not saved"
+            raise NonFiniteError(f"step {step}: the validation loss is {val_loss:g}: {then}")
         self.best_val_loss = min(val_loss, self.best_val_loss) if self.best_val_loss is not None else val_loss
         self.write()
 

@@ -269,10 +269,8 @@ def require_shared(folder: Path, topology: Topology) -> None:
         while not mark.exists() and time.monotonic() < deadline:
             time.sleep(0.05)
         if not mark.exists():
-            problem = (
-                f"--checkpoint_path {folder}: {socket.gethostname()} does not see what rank 0 writes there: name a "
-                "folder that all machines share"
-            )
+            what = f"{socket.gethostname()} does not see what rank 0 writes there"
+            problem = f"--checkpoint_path {folder}: {what}: name a folder that all machines share"
     problems = [line for line in gather_objects(problem) if line]
     if topology.is_main:
         mark.unlink(missing_ok=True)
@@ -355,9 +353,8 @@ def _train(
             done, steps_file = state.step if state else 0, config.run_dir / STEPS_FILE
             if state is not None:
                 if config.topology.is_main and (damaged := drop_steps_after(steps_file, done)):
-                    logger.warning(
-                        f"{steps_file}: damaged lines dropped: {len(damaged)}, the first was line {damaged[0]}"
-                    )
+                    first = f"the first was line {damaged[0]}"
+                    logger.warning(f"{steps_file}: damaged lines dropped: {len(damaged)}, {first}")
                 barrier()
             trackers = open_trackers(config, description=description, done=done)
             journal = Journal(

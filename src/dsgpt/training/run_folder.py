@@ -119,10 +119,8 @@ def why_nothing_was_saved(run_dir: Path) -> str:
         if named := named_by(run_dir / name):
             why = f"{name} names {named}, which does not exist"
     if why:
-        raise UserError(
-            f"--resume: {run_dir} holds a run but none of its checkpoints: {why}: bring them back (were they moved, or "
-            "is their disk not mounted?), or start again with --overwrite"
-        ) from cause
+        cure = "bring them back (were they moved, or is their disk not mounted?), or start again with --overwrite"
+        raise UserError(f"--resume: {run_dir} holds a run but none of its checkpoints: {why}: {cure}") from cause
     return f"{run_dir} holds no checkpoint yet"
 
 
@@ -290,10 +288,8 @@ def damage_in(config: RunConfig, name: str, rank: int = 0, ranks: int = 1) -> st
         require_files(checkpoint, manifest, (*state_files(checkpoint), store.MODEL, COUNTERS, STATE_FILE))
         step = read_run_state(checkpoint).step
         if (name, manifest.step) != (store.folder_name(step), step):
-            return (
-                f"{checkpoint}: its {STATE_FILE} is of step {step} and its manifest of step {manifest.step}: a file or "
-                "the folder was renamed"
-            )
+            differ = f"its {STATE_FILE} is of step {step} and its manifest of step {manifest.step}"
+            return f"{checkpoint}: {differ}: a file or the folder was renamed"
         StateReader(checkpoint).check(rank, ranks)
         if rank == 0 and _has_same_ranks(config, manifest):
             check_random_states(checkpoint, named=manifest.files, ranks=config.topology.world_size, device=device)

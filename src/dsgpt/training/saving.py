@@ -74,10 +74,8 @@ class Contents:
             ranks, lambda: states.write_shards(self.folder, shards(), rank=place.rank, ranks=place.world_size)
         )
         if names := list(dict.fromkeys(itertools.chain(*ranks.objects(parts[0].non_finite)))):
-            raise NonFiniteError(
-                f"step {self.state.step}: {', '.join(names[:3])} became NaN or infinite: training stopped, and this "
-                "state is not saved; lower the learning rate or lengthen the warm-up"
-            )
+            cure = "training stopped, and this state is not saved; lower the learning rate or lengthen the warm-up"
+            raise NonFiniteError(f"step {self.state.step}: {', '.join(names[:3])} became NaN or infinite: {cure}")
         return parts
 
     def complete(self, parts: list[states.Written]) -> int:

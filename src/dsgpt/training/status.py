@@ -74,10 +74,8 @@ class RunLock:
             taken = self._take(lock)
         if not taken:
             waited = f" and did not end within {self._patience_sec:.0f} s" if self._patience_sec else ""
-            raise UserError(
-                f"--checkpoint_path {self._run_dir}: another process is training in this folder{waited}: wait for it, "
-                "or name another folder"
-            )
+            what = f"another process is training in this folder{waited}"
+            raise UserError(f"--checkpoint_path {self._run_dir}: {what}: wait for it, or name another folder")
         self._lock = lock
 
     def _take(self, lock: Lock) -> bool:
@@ -85,10 +83,8 @@ class RunLock:
         try:
             return lock.take()
         except NoLocksError as error:
-            logger.warning(
-                f"warning: the file system of {self._run_dir} has no locks ({error.strerror}): nothing prevents a "
-                "second process from training in this folder; make sure that none does"
-            )
+            then = "nothing prevents a second process from training in this folder; make sure that none does"
+            logger.warning(f"warning: the file system of {self._run_dir} has no locks ({error.strerror}): {then}")
             return True
 
 

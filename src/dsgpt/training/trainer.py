@@ -295,10 +295,8 @@ def measure_inference(config: RunConfig, *, device: torch.device, interruption: 
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         logger.warning(f"inference   not measured: {reason}; the trained model is saved")
     if measured is not None:
-        logger.info(
-            f"inference   {measured['new_tokens']} tokens in {measured['latency_sec']:.2f} s, "
-            f"{measured['tokens_per_sec']:.0f} tokens/s (batch 1, greedy, key-value cache)"
-        )
+        speed = f"{measured['tokens_per_sec']:.0f} tokens/s (batch 1, greedy, key-value cache)"
+        logger.info(f"inference   {measured['new_tokens']} tokens in {measured['latency_sec']:.2f} s, {speed}")
     return measured
 
 

@@ -76,9 +76,8 @@ def load_ops(*builders: str) -> None:
         for name in builders:
             get_accelerator().create_op_builder(name).load(verbose=False)
     except OSError as error:
-        raise UserError(
-            f"{folder}: compiled code cannot be stored there ({error.strerror}): name another folder in {_ROOT}"
-        ) from error
+        why = f"compiled code cannot be stored there ({error.strerror})"
+        raise UserError(f"{folder}: {why}: name another folder in {_ROOT}") from error
     finally:
         for lock in locks:
             lock.release()
