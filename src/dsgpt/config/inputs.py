@@ -72,11 +72,9 @@ def read_init_from(options: Options, *, run_dir: Path, problems: Problems, quiet
             problems.add(f"{flag} {given[field]} contradicts {theirs}: leave the flag out")
     preset = PRESETS[options.model_size].as_dict() if options.model_size else source.shape
     if any(preset[field] != source.shape[field] for field in SHAPE_FLAGS if field != "vocab_size"):
-        problems.add(
-            f"--model_size {options.model_size} contradicts --init_from {source.given}, which has "
-            f"{source.shape['n_layer']} layers, {source.shape['n_head']} heads, width {source.shape['n_embd']} and "
-            f"{source.shape['block_size']} positions: leave the flag out"
-        )
+        theirs = "{n_layer} layers, {n_head} heads, width {n_embd} and {block_size} positions".format(**source.shape)
+        flags = f"--model_size {options.model_size} contradicts --init_from {source.given}"
+        problems.add(f"{flags}, which has {theirs}: leave the flag out")
     return source
 
 
@@ -85,10 +83,9 @@ def _open_weights(given: str, *, quiet: bool) -> InitFrom:
 
     folder = model_folder(given, weights=False, quiet=quiet)
     if (folder / "manifest.json").exists() or (folder / "metrics.jsonl").exists():
-        raise UserError(
-            f"--init_from {given}: is a run or a checkpoint: make a Hugging Face folder of it first "
-            f"(.venv/bin/python src/convert.py --from {given} --to hf OUT)"
-        )
+        command = f".venv/bin/python src/convert.py --from {given} --to hf OUT"
+        cure = f"make a Hugging Face folder of it first ({command})"
+        raise UserError(f"--init_from {given}: is a run or a checkpoint: {cure}")
     return InitFrom(given=given, shape=published_shape(folder / "config.json"))
 
 

@@ -285,10 +285,9 @@ def plan_batch(
             closest = sorted(divisors(share), key=lambda d: (abs(d - wanted), d))[:2]
             nearest = " or ".join(f"micro batch {d} with accumulation {share // d}" for d in sorted(closest))
             asked = [f"micro batch {micro}"] * (micro is not None) + [f"accumulation {steps}"] * (steps is not None)
-            problems.add(
-                f"{' x '.join(asked)} on {ranks} rank{'s' if ranks > 1 else ''} does not give the global batch of "
-                f"{total}: take {nearest}, or add --enforce_global_batch_size to let the program choose"
-            )
+            split = f"{' x '.join(asked)} on {ranks} rank{'s' if ranks > 1 else ''}"
+            cure = f"take {nearest}, or add --enforce_global_batch_size to let the program choose"
+            problems.add(f"{split} does not give the global batch of {total}: {cure}")
             return None
         chosen = largest_divisor(share, at_most=micro or max(1, share // (steps or 1)))
         asked_for = f"micro batch {micro or 'unset'} and accumulation {steps or 'unset'}"
@@ -328,11 +327,8 @@ def _plan_length(
     order = train.order(seq_length, global_batch_size=batch.global_batch_size, seed=options.seed)
     windows, per_epoch, size = order.windows, order.steps_per_epoch, batch.global_batch_size
     if windows < size:
-        fewer, cure = (
-            f"fewer than one global batch of {size}",
-            "lower --global_batch_size or --seq_length, or use more text",
-        )
-        problems.add(f"{train.path}: holds {windows:,} windows of {seq_length} tokens, {fewer}: {cure}")
+        holds = f"holds {windows:,} windows of {seq_length} tokens, fewer than one global batch of {size}"
+        problems.add(f"{train.path}: {holds}: lower --global_batch_size or --seq_length, or use more text")
         return None
     total = (options.epochs or 1) * per_epoch
     if options.max_train_steps:
@@ -340,11 +336,9 @@ def _plan_length(
     for source, own, part in zip(train.sources, train.windows(seq_length), train.parts, strict=True):
         epochs = total * size * part / sum(train.parts) / own
         if source.most_epochs is not None and epochs > source.most_epochs:
-            problems.add(
-                f"{train.path}: {total:,} steps read {source.name} {epochs:.3g} times, and it allows "
-                f"{source.most_epochs:g} epochs: take --max_train_steps {int(total * source.most_epochs / epochs)}, "
-                "or give it a lower weight"
-            )
+            read = f"{total:,} steps read {source.name} {epochs:.3g} times, and it allows {source.most_epochs:g} epochs"
+            cure = f"take --max_train_steps {int(total * source.most_epochs / epochs)}, or give it a lower weight"
+            problems.add(f"{train.path}: {read}: {cure}")
     if windows % size and len(train.sources) == 1:
         dropped = f"the last {windows % size} of its {windows:,} shuffled windows"
         notices.append(f"each epoch drops {dropped}: they do not fill a global batch")

@@ -362,10 +362,9 @@ class LossScale:
         self._skips = self._skips + 1 if overflow else 0
         if not self._dynamic:
             if self._skips >= MOST_SKIPS:
-                raise NonFiniteError(
-                    f"fp16 gradients overflowed in {MOST_SKIPS} steps in a row at the fixed loss scale "
-                    f"{self.factor:g}: training stopped; lower loss_scale, or leave it out for a dynamic one"
-                )
+                what = f"overflowed in {MOST_SKIPS} steps in a row at the fixed loss scale {self.factor:g}"
+                cure = "training stopped; lower loss_scale, or leave it out for a dynamic one"
+                raise NonFiniteError(f"fp16 gradients {what}: {cure}")
             return
         scaling = self._scaling
         if overflow:

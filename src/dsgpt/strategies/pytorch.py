@@ -425,12 +425,9 @@ def sharded_model(config: RunConfig, device: torch.device) -> GPT2:
         base.compile_blocks(model)
     offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if recipe.cpu_offload else OffloadPolicy()
     reduce_dtype = torch.float32 if recipe.reduce_dtype == "fp32" else low
-    shard = partial(
-        fully_shard,
-        mesh=init_device_mesh(device.type, (config.topology.world_size,)),
-        mp_policy=MixedPrecisionPolicy(param_dtype=low, reduce_dtype=reduce_dtype),
-        offload_policy=offload,
-    )
+    mesh = init_device_mesh(device.type, (config.topology.world_size,))
+    precision = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=reduce_dtype)
+    shard = partial(fully_shard, mesh=mesh, mp_policy=precision, offload_policy=offload)
     for block in model.blocks:
         shard(block, reshard_after_forward=recipe.reshard_after_forward)
     shard(model, reshard_after_forward=False)  # the backward pass first needs the weights that the forward used last

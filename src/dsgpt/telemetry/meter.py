@@ -362,9 +362,8 @@ def require_finite(lines: Iterable[dict[str, Any]]) -> None:
         if not math.isfinite(line["loss"]) or not (line["skipped"] or math.isfinite(line["grad_norm"])):
             values = f"loss {line['loss']:g}, gradient norm {line['grad_norm']:g}"
             cure = "lower the learning rate, lengthen the warm-up, or use bf16 or fp32"
-            raise NonFiniteError(
-                f"step {line['step']}: {values}: training stopped, and this state is not saved; {cure}"
-            )
+            stopped = f"training stopped, and this state is not saved; {cure}"
+            raise NonFiniteError(f"step {line['step']}: {values}: {stopped}")
 
 
 def throughput(figures: Figures) -> float | None:

@@ -288,11 +288,8 @@ def gpu_use(devices: list[dict[str, Any]], *, expected: int, tokens: int) -> dic
     energies = [device["energy_joules"] for device in devices]
     complete = len(energies) == expected and None not in energies
     joules = sum(energies) if complete else None
-    return {
-        "energy_joules": joules,
-        "joules_per_token": joules / tokens if joules is not None and tokens else None,
-        "gpus": devices,
-    }
+    per_token = joules / tokens if joules is not None and tokens else None
+    return {"energy_joules": joules, "joules_per_token": per_token, "gpus": devices}
 
 
 # CPU time of other processes while something is measured.

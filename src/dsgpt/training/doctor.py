@@ -618,13 +618,9 @@ def _links(meeting: _Meeting, distances: Sequence[int]) -> list[Facts]:
 
     if meeting.on_gpus:
         torch.cuda.set_device(meeting.places[meeting.rank][1])
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if meeting.on_gpus else "gloo",
-        store=meeting.store,
-        rank=meeting.rank,
-        world_size=len(meeting.places),
-        timeout=timedelta(seconds=ANSWER_SEC),
-    )
+    backend, timeout = "cpu:gloo,cuda:nccl" if meeting.on_gpus else "gloo", timedelta(seconds=ANSWER_SEC)
+    ranks = len(meeting.places)
+    dist.init_process_group(backend, store=meeting.store, rank=meeting.rank, world_size=ranks, timeout=timeout)
     dist.all_reduce(torch.zeros(1, device="cuda" if meeting.on_gpus else "cpu"))  # NCCL connects all ranks here
     hosts, machines = meeting.hosts, len(meeting.hosts)
     width = len(meeting.places) // machines

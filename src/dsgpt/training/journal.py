@@ -614,11 +614,9 @@ class Journal:
         self.record.description = self._segments.common_description()
         self.record.plan = self.budget.block()
         compilation, waited = self.meter.compilation_sec, run.data_sec
-        goodput = self._goodput.now(
-            process_sec=self.budget.process_sec,
-            kept_sec=None if run.train_sec is None else max(0.0, run.train_sec - compilation - waited),
-            lost_sec={**self._lost_sec, "compilation": compilation, "data": waited},
-        )
+        kept = None if run.train_sec is None else max(0.0, run.train_sec - compilation - waited)
+        lost = {**self._lost_sec, "compilation": compilation, "data": waited}
+        goodput = self._goodput.now(process_sec=self.budget.process_sec, kept_sec=kept, lost_sec=lost)
         self.record.goodput = {"share": goodput.share, **asdict(goodput)}
         self.record.segments = [asdict(segment) for segment in self._segments.all]
         # The share of a hardware that not all segments have is unknown. Ranks are compared in steps of this process.

@@ -135,11 +135,9 @@ def prepare(config: RunConfig, lock: RunLock, peers: Peers) -> Prepared:
     earlier, doubt, goodput = run_folder.EarlierRecord(), "", Goodput()
     if resumes and (run_dir / RECORD_FILE).exists():
         earlier, doubt = _earlier_record(run_dir)
-        goodput = (earlier.goodput or Goodput.unknown()).after_loss(
-            run_dir / STEPS_FILE,
-            kept_step=read_run_state(start.checkpoint).step if start.checkpoint else 0,
-            wall_sec=earlier.summary.total_wall_time_sec,
-        )
+        before, wall_sec = earlier.goodput or Goodput.unknown(), earlier.summary.total_wall_time_sec
+        kept_step = read_run_state(start.checkpoint).step if start.checkpoint else 0
+        goodput = before.after_loss(run_dir / STEPS_FILE, kept_step=kept_step, wall_sec=wall_sec)
     plan, unlike = read_plan(config, problems), ""
     if plan is not None and plan.machine.devices != config.topology.world_size:
         unlike = f"plan        was made for {counted(plan.machine.devices, 'device')}: steps are not compared with it"
@@ -187,12 +185,9 @@ def open_run_folder(config: RunConfig, prepared: Prepared, *, lock: RunLock, log
             if config.options.save_to and start.checkpoint is None:
                 clear_place(config.options.save_to)  # first: a resume must not bring back what was overwritten here
             run_folder.clear_run_folder(run_dir, start)
+            resumed = start.checkpoint.name if start.checkpoint is not None else None
             description = run_description.describe_run(
-                config,
-                hashes=prepared.hashes,
-                resumed_from=start.checkpoint.name if start.checkpoint is not None else None,
-                changes=start.changes,
-                run_id=start.run_id,
+                config, hashes=prepared.hashes, resumed_from=resumed, changes=start.changes, run_id=start.run_id
             )
             if not run_folder.is_ours(run_dir / run_folder.CONFIG_FILE):  # a resumed run keeps its own
                 options = {name: str(at) if isinstance(at, Path) else at for name, at in asdict(config.options).items()}

@@ -201,11 +201,8 @@ def plan_resume(
         missing = [f"--resume: {named}; continuing from the newest one that does"]
     changes = _compare(config, manifest.fixed, settings, made="the checkpoint", problems=problems)
     if state.step > config.total_steps:
-        problems.add(
-            f"--resume: {checkpoint} is at step {state.step}, but this run ends after step {config.total_steps}: "
-            "raise --max_train_steps or --epochs",
-            differs=True,
-        )
+        end = f"this run ends after step {config.total_steps}: raise --max_train_steps or --epochs"
+        problems.add(f"--resume: {checkpoint} is at step {state.step}, but {end}", differs=True)
     validates_anew = any(one["name"] in store.VALIDATED_ON for one in changes)
     return ResumePoint(
         checkpoint=checkpoint,
@@ -313,11 +310,9 @@ def _compare(
         group = next((group for group, names in CHANGEABLE.items() if name in names), None)
         way_out = f"add --allow_changed {group} to continue with the change, " if group else ""
         now, then = clipped(value, width=400), clipped(before, width=400)
-        problems.add(
-            f"--resume: {name} is {now} but {made} in {config.run_dir} was made with {then}: {way_out}repeat the "
-            "original command, or start a new run in another folder",
-            differs=True,
-        )
+        cure = f"{way_out}repeat the original command, or start a new run in another folder"
+        line = f"--resume: {name} is {now} but {made} in {config.run_dir} was made with {then}: {cure}"
+        problems.add(line, differs=True)
     return changes
 
 

@@ -18,7 +18,7 @@ from dsgpt.checkpoints.store import folder_name
 from dsgpt.checkpoints.training_state import StateReader
 from dsgpt.common.errors import Interrupted, NonFiniteError, SaveError, UserError
 from dsgpt.common.files import write_atomic
-from dsgpt.common.text import duration, next_line, script_words
+from dsgpt.common.text import UNKNOWN, duration, next_line, script_words
 from dsgpt.config.run_config import RunConfig
 from dsgpt.data.loader import Batch, CopiedAhead, WindowDataset, micro_batches, training_windows, validation_windows
 from dsgpt.data.order import RankShare
@@ -308,17 +308,13 @@ def mark_complete(config: RunConfig, summary: dict[str, Any]) -> None:
         summary: that of its record.
     """
     finished = datetime.now(UTC).isoformat(timespec="seconds")
-    train, validation = (
-        "unknown" if loss is None else f"{loss:.4f}"
-        for loss in (summary["final_train_loss"], summary["final_val_loss"])
-    )
+    losses = (summary["final_train_loss"], summary["final_val_loss"])
+    train, validation = (UNKNOWN if loss is None else f"{loss:.4f}" for loss in losses)
     line = f"finished {config.total_steps} steps at {finished}: train loss {train}, validation loss {validation}"
     write_atomic(config.run_dir / COMPLETE_FILE, f"{line}\n".encode())
-    seconds, speed = summary["train_time_sec"], summary["mean_tokens_per_sec_global"]
-    logger.info(
-        f"{line}, training time {'unknown' if seconds is None else duration(seconds)}"
-        + (f", {speed:,.0f} tokens/s" if speed else "")
-    )
+    tokens_per_sec = summary["mean_tokens_per_sec_global"]
+    speed = f", {tokens_per_sec:,.0f} tokens/s" if tokens_per_sec else ""
+    logger.info(f"{line}, training time {duration(summary['train_time_sec'])}{speed}")
     logger.info(f"the record is {config.run_dir / RECORD_FILE}")
     if config.train.files[0].sidecar.tokenizer:
         then = script_words("src/generate.py", "--checkpoint", config.run_dir, "--prompt", "The")
