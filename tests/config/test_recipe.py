@@ -327,13 +327,8 @@ def accepts(model: type, key: str, value: Any, **others: Any) -> bool:
     return True
 
 
-WRONG_OBJECTS_AND_OPTIONALS = {
-    "nvme_path": 5,
-    "buffer_count": -1,
-    "buffer_size": -1,
-    "offload_optimizer": 5,
-    "offload_param": 5,
-}
+WRONG_OBJECTS_AND_OPTIONALS = dict.fromkeys(("nvme_path", "offload_optimizer", "offload_param"), 5)
+WRONG_OBJECTS_AND_OPTIONALS |= dict.fromkeys(("buffer_count", "buffer_size"), -1)
 """A wrong value for each key whose default, None or a block, does not show the type of its values."""
 
 
