@@ -34,6 +34,7 @@ def test_peak_memory_is_of_training(finished_run, tmp_path, monkeypatch):
     peak = [1000]
     monkeypatch.setattr("dsgpt.telemetry.cost.peak_rss_bytes", lambda: peak[0])
     monkeypatch.setattr(Saver, "_write", lambda *args: peak.__setitem__(0, 9000))
+    monkeypatch.setattr(Saver, "_complete", lambda *args: 0)
     flags = {"checkpoint_path": tmp_path / "run", "max_train_steps": 2}
     assert train_here(command_line(finished_run, **flags)) == 0
     assert read_record(tmp_path / "run")["summary"]["peak_rss_bytes_rank0"] == 1000
