@@ -68,6 +68,8 @@ class ExecutionOnly(NamedTuple):
     why: str
 
 
+_TRAINS_ON = ChangesTraining("train data", "tokens in the train file")
+_VALIDATES_ON = ChangesTraining("validation data", "tokens in the validation file")
 EXECUTES = ExecutionOnly("changes where a step is computed, not what is computed; the parity suite compares the losses")
 SPLITS = ExecutionOnly("splits the same global batch; sums over it differ only in order, which the parity suite bounds")
 PLACES = ExecutionOnly("changes where state is kept or how much is sent at once; the values are the same")
@@ -162,18 +164,11 @@ class Options:
     )
     """baseline: one process, plain PyTorch. On any number of ranks: ddp and fsdp, PyTorch's data parallelism with whole
     or sharded weights; optimized, DeepSpeed as the JSON says"""
-    train_data_path: Path | str | None = flag(
-        path_or_address, "BIN", needs=TOKEN_FILE, work=ChangesTraining("train data", "tokens in the train file")
-    )
+    train_data_path: Path | str | None = flag(path_or_address, "BIN", needs=TOKEN_FILE, work=_TRAINS_ON)
     """token file to train on; data_prep/ makes it. A folder or quoted pattern of them is read as one, as are the paths
     in a .json list; a list with weights is mixed (docs/data.md). Each machine copies one at s3:// or gs:// into
     ~/.cache/dsgpt (or DSGPT_CACHE) once"""
-    val_data_path: Path | str | None = flag(
-        path_or_address,
-        "BIN",
-        needs=TOKEN_FILE,
-        work=ChangesTraining("validation data", "tokens in the validation file"),
-    )
+    val_data_path: Path | str | None = flag(path_or_address, "BIN", needs=TOKEN_FILE, work=_VALIDATES_ON)
     """token file to validate on; of several, named in the same ways, each has a loss of its own, too"""
     checkpoint_path: Path | None = flag(_PLACE_HERE, "DIR", work=NAMES)
     """run folder for records and checkpoints (default: checkpoint/ and the run type)"""

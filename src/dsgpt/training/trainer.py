@@ -84,14 +84,6 @@ def training_batches(config: RunConfig, *, first_step: int) -> Batches:
     return Batches(micro_batches(dataset, windows, workers=config.options.num_workers, pin_memory=pin_memory))
 
 
-def validation_batches(config: RunConfig) -> Batches:
-    """This rank's micro batches of one validation."""
-    dataset = WindowDataset(config.val, seq_length=config.seq_length, vocab_size=config.model.vocab_size)
-    size = config.batch.global_batch_size
-    windows = validation_windows(config.val_parts, _share(config), global_batch_size=size)
-    return Batches(micro_batches(dataset, windows, workers=0, pin_memory=config.device == "cuda"))
-
-
 def _share(config: RunConfig) -> RankShare:
     return RankShare(
         micro_batch_size=config.batch.micro_batch_size,
@@ -492,10 +484,14 @@ def validation_loss(
     Returns:
         The losses; None where ``stop`` ended it.
     """
-    steps = [-(-len(part) // config.batch.global_batch_size) for part in config.val_parts]
+    size = config.batch.global_batch_size
+    dataset = WindowDataset(config.val, seq_length=config.seq_length, vocab_size=config.model.vocab_size)
+    windows = validation_windows(config.val_parts, _share(config), global_batch_size=size)
+    batches = Batches(micro_batches(dataset, windows, workers=0, pin_memory=config.device == "cuda"))
+    steps = [-(-len(part) // size) for part in config.val_parts]
     progress = Progress(total=sum(steps), what="validating", unit="batch")
     sums = []
-    with contextlib.closing(progress), contextlib.closing(validation_batches(config)) as batches:
+    with contextlib.closing(progress), contextlib.closing(batches):
         for _ in range(sum(steps)):
             if stop():
                 return None
