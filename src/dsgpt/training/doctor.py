@@ -135,15 +135,14 @@ def main() -> int:
     problems.add(*shape_problems(shape))
     problems.raise_if_any()
     recipe = read_recipe(options.deepspeed_config, problems) if options.deepspeed_config else None
+    if topology.is_main and options.machine is not None:
+        if topology.world_size == topology.local_world_size:
+            problems.add("--machine is for the network between machines: start this under a launcher, on all of them")
+        read_calibration(options.machine)
+        if "calibration" in read_object(options.machine):
+            what = "is a record that holds a calibration: name a file of --calibrate"
+            problems.add(f"--machine {options.machine}: {what}")
     if topology.is_main:  # elsewhere a mistake in the recipe is a finding
-        if options.machine is not None:
-            if topology.world_size == topology.local_world_size:
-                cure = "start this under a launcher, on all of them"
-                problems.add(f"--machine is for the network between machines: {cure}")
-            read_calibration(options.machine)
-            if "calibration" in read_object(options.machine):
-                what = "is a record that holds a calibration: name a file of --calibrate"
-                problems.add(f"--machine {options.machine}: {what}")
         problems.raise_if_any()
     code, findings, links = EXIT_DONE, list[Finding](), list[Facts]()
     if topology.world_size == 1:
