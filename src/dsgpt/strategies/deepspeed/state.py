@@ -161,8 +161,7 @@ class EngineState(ABC):
             weight = reader.read(name, boxes=part(name))
             parameter.copy_(weight.view(parameter.shape))
             start, stop = self._range(name)
-            own = cut(part(name), start, stop)
-            if own:
+            if own := cut(part(name), start, stop):
                 moments = {key: reader.read(name, key, boxes=own) for key in reader.index.moments}
                 self._replace(name, ParamState(weight[start:stop], **moments))
 
