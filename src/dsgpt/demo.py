@@ -106,16 +106,7 @@ def main() -> int:
     problems.raise_if_any()
     if not demo.gpus:
         os.environ["DS_ACCELERATOR"] = "cpu"  # otherwise DeepSpeed's launcher looks for a GPU and warns
-    started, devices = time.perf_counter(), f"{demo.devices} device{'s' * (demo.devices > 1)}"
-    device = "GPU" if demo.gpus else "half of the CPU's cores"
-    steps: list[tuple[str, Callable[[Demo], int]]] = [
-        ("prepare the text", _prepare),
-        (f"train the baseline on one device ({device})", partial(_train, "baseline")),
-        (f"train the same with DeepSpeed ZeRO-1 on {devices}", partial(_train, "zero1")),
-        *((f"train the same with {name} on {devices}", partial(_train, name)) for name in demo.strategies),
-        ("compare them", _compare),
-        ("write text with the second model", lambda demo: _run([sys.executable, *_sample_words(demo)])),
-    ]
+    started, steps = time.perf_counter(), _steps(demo)
     for number, (title, step) in enumerate(steps, start=1):
         print(f"\n[{number}/{len(steps)}] {title}", flush=True)
         if code := step(demo):
@@ -123,6 +114,20 @@ def main() -> int:
     print(f"\nthe demo took {time.perf_counter() - started:.0f} s")
     print(next_line([sys.executable, *_sample_words(demo)]))
     return 0
+
+
+def _steps(demo: Demo) -> list[tuple[str, Callable[[Demo], int]]]:
+    """Title of each step, and its function, which returns an exit code."""
+    device = "GPU" if demo.gpus else "half of the CPU's cores"
+    devices = f"{demo.devices} device{'s' * (demo.devices > 1)}"
+    return [
+        ("prepare the text", _prepare),
+        (f"train the baseline on one device ({device})", partial(_train, "baseline")),
+        (f"train the same with DeepSpeed ZeRO-1 on {devices}", partial(_train, "zero1")),
+        *((f"train the same with {name} on {devices}", partial(_train, name)) for name in demo.strategies),
+        ("compare them", _compare),
+        ("write text with the second model", lambda demo: _run([sys.executable, *_sample_words(demo)])),
+    ]
 
 
 def _prepare(demo: Demo) -> int:
