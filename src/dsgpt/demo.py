@@ -19,7 +19,7 @@ from pathlib import Path
 
 from dsgpt.benchmarks.sweep_cells import STRATEGIES
 from dsgpt.common.command_line import POSITIVE, Terminated, complain, flag, read_options
-from dsgpt.common.errors import DifferentRunError, Problems, UserError, did_you_mean
+from dsgpt.common.errors import DifferentRunError, UserError, did_you_mean
 from dsgpt.common.files import write_json_atomic
 from dsgpt.common.text import IN_CHECKOUT, REPOSITORY, next_line
 from dsgpt.data.sources import STDLIB_NAME
@@ -96,11 +96,17 @@ def main() -> int:
     if IN_CHECKOUT:
         os.chdir(REPOSITORY)
     demo = replace(demo, gpus=cuda_devices())
-    require_strategies(demo.strategies, devices=demo.devices)
+    for name in demo.strategies:
+        if name not in STRATEGIES:
+            every = ", ".join(STRATEGIES)
+            problems.add(f"--strategies {name}: unknown{did_you_mean(name, STRATEGIES)}; known are {every}")
+        elif not STRATEGIES[name].runs_on(demo.devices):
+            share = STRATEGIES[name].share
+            problems.add(f"--strategies {name}: needs a multiple of {share} devices, not {demo.devices}")
+    problems.raise_if_any()
     if not demo.gpus:
         os.environ["DS_ACCELERATOR"] = "cpu"  # otherwise DeepSpeed's launcher looks for a GPU and warns
-    started = time.perf_counter()
-    steps = _steps(demo)
+    started, steps = time.perf_counter(), _steps(demo)
     for number, (title, step) in enumerate(steps, start=1):
         print(f"\n[{number}/{len(steps)}] {title}", flush=True)
         if code := step(demo):
@@ -108,22 +114,6 @@ def main() -> int:
     print(f"\nthe demo took {time.perf_counter() - started:.0f} s")
     print(next_line([sys.executable, *_sample_words(demo)]))
     return 0
-
-
-def require_strategies(names: Sequence[str], *, devices: int) -> None:
-    """Refuse strategies that the demo cannot train on ``devices`` devices.
-
-    Raises:
-        UserError: one line for each.
-    """
-    problems = Problems()
-    for name in names:
-        if name not in STRATEGIES:
-            every = ", ".join(STRATEGIES)
-            problems.add(f"--strategies {name}: unknown{did_you_mean(name, STRATEGIES)}; known are {every}")
-        elif not STRATEGIES[name].runs_on(devices):
-            problems.add(f"--strategies {name}: needs a multiple of {STRATEGIES[name].share} devices, not {devices}")
-    problems.raise_if_any()
 
 
 def _steps(demo: Demo) -> list[tuple[str, Callable[[Demo], int]]]:
@@ -154,14 +144,12 @@ def _train(name: str, demo: Demo) -> int:
 
     Others use their recipe of ``ds_configs/``, with the ``TRAINING_KEYS`` of the demo's recipe.
     """
-    how = STRATEGIES[name]
-    recipe = None
+    how, recipe = STRATEGIES[name], None
     if how.run_type == "optimized" and name not in TRAINED:
         recipe = demo.into / "checkpoint" / "demo-recipes" / f"{name}.json"
         recipe.parent.mkdir(parents=True, exist_ok=True)
-        ours, theirs = (
-            json.loads((REPOSITORY / "ds_configs" / f"{file}.json").read_text()) for file in ("sizes/demo", how.recipe)
-        )
+        files = (REPOSITORY / "ds_configs" / f"{file}.json" for file in ("sizes/demo", how.recipe))
+        ours, theirs = (json.loads(file.read_text()) for file in files)
         decides = {key: ours[key] for key in TRAINING_KEYS if key in ours}
         others = {key: value for key, value in theirs.items() if key not in TRAINING_KEYS}
         write_json_atomic(recipe, others | decides)
@@ -191,18 +179,15 @@ def _resume_or_overwrite(words: Sequence[str]) -> str:
     refusal = _refusal([*words, "--resume"])
     if refusal is None or _refusal([*words, "--overwrite"]) is not None:  # the run reports what --overwrite cannot cure
         return "--resume"
-    if not isinstance(refusal, DifferentRunError):
-        if isinstance(refusal, UserError):
-            print(
-                f"{folder} cannot be resumed: if the missing files are lost, remove it (rm -r {shlex.quote(folder)}) "
-                "and repeat make demo",
-                flush=True,
-            )
-        return "--resume"
-    print(f"{folder} contains another run, which is replaced:", flush=True)
-    for line in refusal.problems:
-        print(f"  {line.removeprefix('--resume: ')}", flush=True)
-    return "--overwrite"
+    if isinstance(refusal, DifferentRunError):
+        print(f"{folder} contains another run, which is replaced:", flush=True)
+        for line in refusal.problems:
+            print(f"  {line.removeprefix('--resume: ')}", flush=True)
+        return "--overwrite"
+    if isinstance(refusal, UserError):
+        cure = f"if the missing files are lost, remove it (rm -r {shlex.quote(folder)}) and repeat make demo"
+        print(f"{folder} cannot be resumed: {cure}", flush=True)
+    return "--resume"
 
 
 def _refusal(words: Sequence[str]) -> UserError | OSError | None:

@@ -16,8 +16,7 @@ from dsgpt.benchmarks.cells import STRATEGIES
 from dsgpt.benchmarks.parity import select, whole_matrix
 from dsgpt.config import compatibility
 from dsgpt.config.options import parse_arguments
-from dsgpt.config.recipe import merged, recipe_from, sound_recipe
-from dsgpt.config.recipe_blocks import (
+from dsgpt.config.recipe import (
     Bf16,
     Fp16,
     OffloadOptimizer,
@@ -25,6 +24,9 @@ from dsgpt.config.recipe_blocks import (
     OptimizerRecipe,
     SchedulerRecipe,
     ZeroRecipe,
+    merged,
+    recipe_from,
+    sound_recipe,
 )
 from dsgpt.model.config import PRESETS, GPT2Config
 from dsgpt.planner.formulas import largest_model_state, most_sent_bytes
@@ -325,13 +327,8 @@ def accepts(model: type, key: str, value: Any, **others: Any) -> bool:
     return True
 
 
-WRONG_OBJECTS_AND_OPTIONALS = {
-    "nvme_path": 5,
-    "buffer_count": -1,
-    "buffer_size": -1,
-    "offload_optimizer": 5,
-    "offload_param": 5,
-}
+WRONG_OBJECTS_AND_OPTIONALS = dict.fromkeys(("nvme_path", "offload_optimizer", "offload_param"), 5)
+WRONG_OBJECTS_AND_OPTIONALS |= dict.fromkeys(("buffer_count", "buffer_size"), -1)
 """A wrong value for each key whose default, None or a block, does not show the type of its values."""
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from deepspeed.runtime import lr_schedules
 
-from dsgpt.config.recipe_blocks import OptimizerRecipe, SchedulerRecipe
+from dsgpt.config.recipe import OptimizerRecipe, SchedulerRecipe
 from dsgpt.strategies.base import build_optimizer, build_schedule, global_norm, parameter_groups
 
 
@@ -82,11 +82,7 @@ for warmup, warmup_type in itertools.product(WARMUPS, ("linear", "log")):
             ("WarmupDecayLR", common, total),
             ("WarmupDecayLR", common | {"warmup_min_lr": 1e-5, "warmup_max_lr": 7e-4, "total_num_steps": total}, 77),
             ("WarmupCosineLR", common, total),
-            (
-                "WarmupCosineLR",
-                common | {"warmup_min_ratio": 0.1, "cos_min_ratio": 0.3, "total_num_steps": total},
-                77,
-            ),
+            ("WarmupCosineLR", common | {"warmup_min_ratio": 0.1, "cos_min_ratio": 0.3, "total_num_steps": total}, 77),
         ]
 CASES += [(kind, {}, total) for kind in ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR") for total in (30, 2000)]
 CASES += [("WarmupCosineLR", {"warmup_num_steps": 5, "cos_min_ratio": 0.0}, 20)]

@@ -16,15 +16,7 @@ import torch.nn.functional as F
 from forked_ranks import run_script
 from step_counts import Counts
 from torch import Tensor, nn
-from training_runs import (
-    SGD,
-    assert_same_training,
-    finished,
-    roll_back,
-    train,
-    weights_of,
-    write_optimizer_recipe,
-)
+from training_runs import SGD, assert_same_training, finished, roll_back, train, weights_of, write_optimizer_recipe
 
 from dsgpt.machine.launcher import exit_rank
 from dsgpt.model import linear_cross_entropy as module

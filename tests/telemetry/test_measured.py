@@ -356,12 +356,8 @@ def test_energy_per_token_needs_every_gpu():
 
 def test_the_first_rank_of_each_machine_samples_its_gpus():
     ranks = [("a", 0, "GPU-0"), ("a", 1, "GPU-1"), ("b", 0, "GPU-2"), ("b", 1, "GPU-3")]
-    assert [gpus_to_sample(ranks, rank=rank) for rank in range(4)] == [
-        (["GPU-0", "GPU-1"], 0),
-        ([], 0),
-        (["GPU-2", "GPU-3"], 1),
-        ([], 0),
-    ]
+    sampled = [gpus_to_sample(ranks, rank=rank) for rank in range(4)]
+    assert sampled == [(["GPU-0", "GPU-1"], 0), ([], 0), (["GPU-2", "GPU-3"], 1), ([], 0)]
 
 
 # Times of collectives from the profiler's events: made-up events, with times that can be checked by hand.

@@ -12,15 +12,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from small_run import command_line
-from training_runs import (
-    LONG,
-    SGD,
-    finished,
-    read_lines,
-    read_record,
-    train,
-    write_optimizer_recipe,
-)
+from training_runs import LONG, SGD, finished, read_lines, read_record, train, write_optimizer_recipe
 
 from dsgpt.common.errors import UserError
 from dsgpt.machine.topology import ParallelSizes, Topology
@@ -42,6 +34,7 @@ def test_peak_memory_is_of_training(finished_run, tmp_path, monkeypatch):
     peak = [1000]
     monkeypatch.setattr("dsgpt.telemetry.cost.peak_rss_bytes", lambda: peak[0])
     monkeypatch.setattr(Saver, "_write", lambda *args: peak.__setitem__(0, 9000))
+    monkeypatch.setattr(Saver, "_complete", lambda *args: 0)
     flags = {"checkpoint_path": tmp_path / "run", "max_train_steps": 2}
     assert train_here(command_line(finished_run, **flags)) == 0
     assert read_record(tmp_path / "run")["summary"]["peak_rss_bytes_rank0"] == 1000

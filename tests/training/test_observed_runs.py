@@ -15,16 +15,7 @@ from planner_records import RECORD
 from small_run import REPOSITORY, command_line, write_data, write_recipe
 from stand_in_nvml import StandInNvml
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from training_runs import (
-    LONG,
-    errors,
-    finished,
-    read_lines,
-    read_record,
-    resume,
-    train,
-    write_optimizer_recipe,
-)
+from training_runs import LONG, errors, finished, read_lines, read_record, resume, train, write_optimizer_recipe
 
 from dsgpt.common.errors import EXIT_NON_FINITE, EXIT_OUT_OF_MEMORY, EXIT_STOPPED, EXIT_USER_ERROR
 from dsgpt.dashboard.reading import recorded_of

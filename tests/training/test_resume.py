@@ -7,17 +7,7 @@ from typing import Any
 import pytest
 from messages import without_paths
 from small_run import RECIPE, command_line, write_recipe
-from training_runs import (
-    LONG,
-    checkpoints,
-    damage,
-    errors,
-    read_lines,
-    read_record,
-    resume,
-    rewrite,
-    stop_after_9,
-)
+from training_runs import LONG, checkpoints, damage, errors, read_lines, read_record, resume, rewrite, stop_after_9
 
 from dsgpt.checkpoints import store
 from dsgpt.checkpoints.manifest import Segment, highest_peaks, read_manifest, read_run_state

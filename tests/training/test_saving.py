@@ -20,14 +20,7 @@ from safetensors.torch import load_file
 from small_run import command_line, write_data, write_recipe
 from torch.utils.data import DataLoader, _utils
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
-from training_runs import (
-    LONG,
-    SCRIPT,
-    assert_same_training,
-    checkpoints,
-    errors,
-    read_record,
-)
+from training_runs import LONG, SCRIPT, assert_same_training, checkpoints, errors, read_record
 
 from dsgpt.benchmarks.faults_runs import default_sighup
 from dsgpt.checkpoints import training_state

@@ -11,17 +11,7 @@ from forked_ranks import run_script
 from gcp_storage_emulator.server import create_server
 from moto.server import ThreadedMotoServer
 from small_run import command_line, within, write_inputs
-from training_runs import (
-    LONG,
-    SCRIPT,
-    assert_same_training,
-    checkpoints,
-    damage,
-    errors,
-    finished,
-    read_record,
-    resume,
-)
+from training_runs import LONG, SCRIPT, assert_same_training, checkpoints, damage, errors, finished, read_record, resume
 
 from dsgpt.checkpoints import second_copy, store
 from dsgpt.checkpoints.second_copy import SecondCopy, checkpoints_at

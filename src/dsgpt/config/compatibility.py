@@ -5,6 +5,7 @@ checks run before a process group or a model exists.
 """
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -19,6 +20,7 @@ from dsgpt.machine.topology import ParallelSizes, Topology
 from dsgpt.model.config import GPT2Config
 
 MOST_PROFILED_STEPS = 20
+INSTALL_COMPILER = "install one (Debian: apt-get install g++)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,31 +50,33 @@ class RunRequest(Inputs):
         return any(map(self.mistakes.mention, [*keys, *places, *(f"{place}:" for place in places)]))
 
 
+def _refuse(problems: Problems, recipe: Recipe, refusals: Mapping[str, object]) -> None:
+    """Add the ``refusals`` of ``recipe`` that hold, in their order."""
+    problems.add(*(f"{recipe.path}: {line}" for line, holds in refusals.items() if holds))
+
+
 def check_compatibility(request: RunRequest, problems: Problems) -> None:
     """Add a line to ``problems`` for everything in ``request`` that makes training impossible or incorrect."""
-    options, recipe = request.options, request.recipe
+    options, recipe, path = request.options, request.recipe, request.recipe.path
     check_split(request, problems)
-    if options.run_type == "optimized":
-        if recipe.offloads and not request.is_doubtful("zero_optimization", "optimizer"):
-            if recipe.nvme_blocks:
-                _check_nvme(request, problems)
-            elif recipe.uses_deepspeed_adam and not compiler():
-                problems.add(
-                    f"{recipe.path}: optimizer offload compiles DeepSpeed's CPU Adam and finds no C++ compiler: "
-                    'install one (Debian: apt-get install g++), or set "torch_adam": true in the optimizer\'s params'
-                )
-        if recipe.zero_plus_plus:
-            _check_zero_plus_plus(request, problems)
+    optimized = options.run_type == "optimized"
+    if optimized and recipe.offloads and not request.is_doubtful("zero_optimization", "optimizer"):
+        if recipe.nvme_blocks:
+            _check_nvme(request, problems)
+        elif recipe.uses_deepspeed_adam and not compiler():
+            cure = f'{INSTALL_COMPILER}, or set "torch_adam": true in the optimizer\'s params'
+            problems.add(f"{path}: optimizer offload compiles DeepSpeed's CPU Adam and finds no C++ compiler: {cure}")
+    if optimized and recipe.zero_plus_plus:
+        _check_zero_plus_plus(request, problems)
     if options.compile and not compiler():
-        problems.add("--compile needs a C++ compiler, and none was found: install one (Debian: apt-get install g++)")
-    if options.compile and options.run_type == "optimized" and recipe.zero_plus_plus:
-        problems.add(f"{recipe.path}: Zero++ is not combined with --compile here: leave --compile out")
+        problems.add(f"--compile needs a C++ compiler, and none was found: {INSTALL_COMPILER}")
+    if options.compile and optimized and recipe.zero_plus_plus:
+        problems.add(f"{path}: Zero++ is not combined with --compile here: leave --compile out")
     if options.cuda_graphs and (options.run_type, options.compile, request.device) != ("baseline", True, "cuda"):
-        problems.add(
-            "--cuda_graphs captures the compiled baseline on a GPU: add --run_type baseline --compile --device cuda, "
-            "or leave it out"
-        )
-    _check_masks(request, problems)
+        cure = "add --run_type baseline --compile --device cuda, or leave it out"
+        problems.add(f"--cuda_graphs captures the compiled baseline on a GPU: {cure}")
+    if options.mask_documents:
+        _check_masks(request, problems)
     for flag, steps in (("--profile_comm", options.profile_comm), ("--profile", options.profile)):
         if steps > MOST_PROFILED_STEPS:
             problems.add(f"{flag} must be at most {MOST_PROFILED_STEPS}, not {steps}: the events are kept in memory")
@@ -84,50 +88,40 @@ ALLOW_MASKS = "DSGPT_ALLOW_MASKS"
 
 def _check_masks(request: RunRequest, problems: Problems) -> None:
     """Refuse ``--mask_documents`` where attention does not know the documents, or the kernel is not proved."""
-    options, sizes, model = request.options, request.sizes, request.model
-    if not options.mask_documents:
-        return
-    drops = model is not None and model.dropout > 0
+    sizes, on_gpus = request.sizes, request.device == "cuda"
+    drops = request.model is not None and request.model.dropout > 0
     reasons = {
         "sequence ranks, which see a part of a window": sizes.sequence > 1,
         "a pipeline, whose stages do not see the ids": sizes.pipeline > 1,
         "tensor ranks and dropout, whose masks would be the same on all of them": sizes.tensor > 1 and drops,
-        "--compile, which would compile anew for the documents of each batch": options.compile,
-        "fp32 on a GPU, for which PyTorch has no kernel": request.device == "cuda" and request.precision == "fp32",
-        "dropout on a GPU, for which PyTorch has no kernel": request.device == "cuda" and drops,
+        "--compile, which would compile anew for the documents of each batch": request.options.compile,
+        "fp32 on a GPU, for which PyTorch has no kernel": on_gpus and request.precision == "fp32",
+        "dropout on a GPU, for which PyTorch has no kernel": on_gpus and drops,
     }
     problems.add(*(f"--mask_documents does not go with {why}: leave it out" for why, holds in reasons.items() if holds))
-    if request.device == "cuda" and os.environ.get(ALLOW_MASKS) != "1":
-        problems.add(
-            "--mask_documents uses a kernel of PyTorch on GPUs that no GPU has compared with a CPU: take --device cpu, "
-            f"or set {ALLOW_MASKS}=1 and compare the losses"
-        )
+    if on_gpus and os.environ.get(ALLOW_MASKS) != "1":
+        cure = f"take --device cpu, or set {ALLOW_MASKS}=1 and compare the losses"
+        problems.add(f"--mask_documents uses a kernel of PyTorch on GPUs that no GPU has compared with a CPU: {cure}")
 
 
 def check_split(request: RunRequest, problems: Problems) -> None:
     """Add a line for everything that no machine could train: ranks, strategies and shape that contradict each other."""
-    world, run_type = request.topology.world_size, request.options.run_type
+    world, run_type, path = request.topology.world_size, request.options.run_type, request.recipe.path
     if run_type == "baseline" and world > 1:
-        problems.add(
-            f"--run_type baseline is one process, but the launcher started {world}: run it with "
-            "`.venv/bin/python src/gpt2.py ...`, or take --run_type ddp, fsdp or optimized"
-        )
+        cure = "run it with `.venv/bin/python src/gpt2.py ...`, or take --run_type ddp, fsdp or optimized"
+        problems.add(f"--run_type baseline is one process, but the launcher started {world}: {cure}")
     copy = request.sizes.ranks_per_copy
     if world % copy:
-        problems.add(
-            f"{request.recipe.path}: splits the model over {copy} ranks ({request.sizes}), but {world} "
-            f"{'was' if world == 1 else 'were'} started: start "
-            f"{multiples_around(world, copy)}, or take ds_configs/zero1.json"
-        )
+        started = f"{world} {'was' if world == 1 else 'were'} started"
+        cure = f"start {multiples_around(world, copy)}, or take ds_configs/zero1.json"
+        problems.add(f"{path}: splits the model over {copy} ranks ({request.sizes}), but {started}: {cure}")
     if run_type == "optimized":
         _check_strategies(request, problems)
         if request.model is not None:
             _check_shape(request, request.model, problems)
         if request.recipe.offloads and copy > 1:
-            problems.add(
-                f"{request.recipe.path}: offload works only with data parallelism here: take "
-                "ds_configs/zero2_offload.json or ds_configs/zero3_offload.json, or leave the offload out"
-            )
+            cure = "take ds_configs/zero2_offload.json or ds_configs/zero3_offload.json, or leave the offload out"
+            problems.add(f"{path}: offload works only with data parallelism here: {cure}")
 
 
 def check_accumulation(request: RunRequest, accumulation: int, problems: Problems) -> None:
@@ -149,10 +143,9 @@ def check_accumulation(request: RunRequest, accumulation: int, problems: Problem
             '"accumulation": "sharded", or --grad_accum_steps 1'
         )
     if request.options.cuda_graphs and request.precision == "fp32" and accumulation > 1 and not doubtful:
-        problems.add(
-            f"--cuda_graphs writes the gradients of each micro batch over those of the last, which fp32 adds up there, "
-            f"{accumulation} a step: take --precision bf16, or --grad_accum_steps 1"
-        )
+        what = "writes the gradients of each micro batch over those of the last, which fp32 adds up there"
+        cure = "take --precision bf16, or --grad_accum_steps 1"
+        problems.add(f"--cuda_graphs {what}, {accumulation} a step: {cure}")
 
 
 def compatibility_notices(request: RunRequest) -> list[str]:
@@ -172,59 +165,43 @@ def compatibility_notices(request: RunRequest) -> list[str]:
 
 
 def _check_strategies(request: RunRequest, problems: Problems) -> None:
-    recipe, sizes = request.recipe, request.sizes
-    stage = recipe.zero_stage
-    if sizes.pipeline > 1 and stage > 1:
-        problems.add(
-            f"{recipe.path}: a pipeline does not go with ZeRO stage {stage}, which frees gradients that the pipeline "
-            "still adds to: take stage 0 or 1 (ds_configs/pipeline.json)"
-        )
+    sizes, stage, pipeline = request.sizes, request.recipe.zero_stage, request.sizes.pipeline > 1
     stage_is_known = not request.is_doubtful("zero_optimization", "bf16", "fp16")
-    if sizes.pipeline > 1 and stage == 0 and stage_is_known and request.precision != "fp32":
-        problems.add(
-            f"{recipe.path}: a pipeline at ZeRO stage 0 does not go with {request.precision}, in which it would add up "
-            "micro batches: take stage 1 (ds_configs/pipeline.json), which adds them up in fp32, or --precision fp32"
-        )
-    if sizes.pipeline > 1 and recipe.wall_clock_breakdown:
-        problems.add(
-            f"{recipe.path}: wall_clock_breakdown does not go with a pipeline, whose engine starts the timer of its "
-            "backward pass twice and fails: leave it out, or look at step_time_sec in metrics.jsonl"
-        )
-    if sizes.tensor > 1 and sizes.pipeline == 1 and stage > 2:
-        problems.add(
-            f"{recipe.path}: tensor parallelism does not go with ZeRO stage {stage}, which would split the same "
-            "matrices again: take stage 0, 1 or 2 (ds_configs/tensor.json)"
-        )
-    if sizes.sequence > 1 and sizes.tensor * sizes.pipeline > 1:
-        problems.add(
-            f"{recipe.path}: sequence parallelism is not combined with tensor parallelism or a pipeline here: take "
-            "ds_configs/sequence.json or ds_configs/3d.json"
-        )
+    refusals = {
+        f"a pipeline does not go with ZeRO stage {stage}, which frees gradients that the pipeline still adds to: take "
+        "stage 0 or 1 (ds_configs/pipeline.json)": pipeline and stage > 1,
+        f"a pipeline at ZeRO stage 0 does not go with {request.precision}, in which it would add up micro batches: "
+        "take stage 1 (ds_configs/pipeline.json), which adds them up in fp32, or --precision fp32": (
+            pipeline and stage == 0 and stage_is_known and request.precision != "fp32"
+        ),
+        "wall_clock_breakdown does not go with a pipeline, whose engine starts the timer of its backward pass twice "
+        "and fails: leave it out, or look at step_time_sec in metrics.jsonl": (
+            pipeline and request.recipe.wall_clock_breakdown
+        ),
+        f"tensor parallelism does not go with ZeRO stage {stage}, which would split the same matrices again: take "
+        "stage 0, 1 or 2 (ds_configs/tensor.json)": sizes.tensor > 1 and not pipeline and stage > 2,
+        "sequence parallelism is not combined with tensor parallelism or a pipeline here: take "
+        "ds_configs/sequence.json or ds_configs/3d.json": sizes.sequence > 1 and sizes.tensor * sizes.pipeline > 1,
+    }
+    _refuse(problems, request.recipe, refusals)
 
 
 def _check_shape(request: RunRequest, model: GPT2Config, problems: Problems) -> None:
     """Heads, layers and tokens must be divisible by the ranks that share them."""
-    sizes, path = request.sizes, request.recipe.path
-    for name, key, size in (
-        ("tensor", "autotp_size", sizes.tensor),
-        ("sequence", "sequence_parallel_size", sizes.sequence),
-    ):
-        if model.n_head % size:
-            problems.add(
-                f"{path}: {key} {size} does not divide the model's {model.n_head} heads: take "
-                f"{divisors_around(model.n_head, size)} for {name} parallelism, or another --num_heads"
-            )
-    if sizes.pipeline > model.n_layer:
-        problems.add(
-            f"{path}: a pipeline of {sizes.pipeline} stages needs at least as many blocks, but the model has "
-            f"{model.n_layer}: take at most {model.n_layer} stages, or --num_layers {sizes.pipeline}"
-        )
-    length = request.seq_length
-    if length is not None and length % sizes.sequence:
-        problems.add(
-            f"{path}: sequence_parallel_size {sizes.sequence} does not divide sequences of {length} tokens: take "
-            f"--seq_length {multiples_around(length, sizes.sequence)}"
-        )
+    sizes, heads, layers = request.sizes, model.n_head, model.n_layer
+    length = request.seq_length or sizes.sequence
+    splits = {"tensor": ("autotp_size", sizes.tensor), "sequence": ("sequence_parallel_size", sizes.sequence)}
+    refusals = {
+        f"{key} {size} does not divide the model's {heads} heads: take {divisors_around(heads, size)} for {name} "
+        "parallelism, or another --num_heads": heads % size
+        for name, (key, size) in splits.items()
+    } | {
+        f"a pipeline of {sizes.pipeline} stages needs at least as many blocks, but the model has {layers}: take at "
+        f"most {layers} stages, or --num_layers {sizes.pipeline}": sizes.pipeline > layers,
+        f"sequence_parallel_size {sizes.sequence} does not divide sequences of {length} tokens: take --seq_length "
+        f"{multiples_around(length, sizes.sequence)}": length % sizes.sequence,
+    }
+    _refuse(problems, request.recipe, refusals)
 
 
 def _check_nvme(request: RunRequest, problems: Problems) -> None:
@@ -232,28 +209,31 @@ def _check_nvme(request: RunRequest, problems: Problems) -> None:
     if request.topology.local_rank:
         return
     path, way_out = request.recipe.path, "or take ds_configs/zero3_offload.json, which offloads to memory"
+    compiles = f"{path}: offload to nvme compiles DeepSpeed's asynchronous I/O"
     if not (command := compiler()):
-        problems.add(
-            f"{path}: offload to nvme compiles DeepSpeed's asynchronous I/O and finds no C++ compiler: install one "
-            f"(Debian: apt-get install g++), {way_out}"
-        )
+        problems.add(f"{compiles} and finds no C++ compiler: {INSTALL_COMPILER}, {way_out}")
     elif trouble := libaio_problem(command):
         problems.add(f"{path}: offload to nvme {trouble}, {way_out}")
     if request.device == "cuda" and not has_cuda_toolkit():  # CPU Adam is compiled without it, on GPUs, too
-        problems.add(
-            f"{path}: offload to nvme compiles DeepSpeed's asynchronous I/O, which on GPUs needs the CUDA toolkit, and "
-            f"finds no nvcc: install the toolkit and set CUDA_HOME to its folder, {way_out}"
-        )
+        cure = f"install the toolkit and set CUDA_HOME to its folder, {way_out}"
+        problems.add(f"{compiles}, which on GPUs needs the CUDA toolkit, and finds no nvcc: {cure}")
     for base in dict.fromkeys(nvme_paths(request.recipe, request.run_dir).values()):
         place = next(folder for folder in (base, *base.absolute().parents) if folder.is_dir())
         if trouble := direct_io_problem(place):
             problems.add(f"{path}: nvme_path {base}: {trouble}; name a folder on a local drive, {way_out}")
-    size = _locked_bytes(request, request.model) if request.model else 0
+    size, zero, ranks = 0, request.recipe.zero_optimization, request.topology.world_size
+    if request.model:  # at least, for the buffers through which a rank swaps it (``swap_tensor/utils.py``)
+        if zero.offload_param.device == "nvme":
+            elements = zero.offload_param.buffer_size
+            if elements is None:
+                elements = -(-request.model.largest_parameter() // ranks)
+            size += zero.offload_param.buffer_count * elements * (4 if request.precision == "fp32" else 2)
+        if zero.offload_optimizer.device == "nvme":
+            group = min(zero.sub_group_size, request.model.parameter_count() // ranks)
+            size += zero.offload_optimizer.swap_buffers * group * 4
     if not may_lock(size):
-        problems.add(
-            f"{path}: offload to nvme locks {size / 1e6:,.0f} MB per rank in memory, more than this process may: "
-            f"raise the limit (ulimit -l unlimited), {way_out}"
-        )
+        locks = f"locks {size / 1e6:,.0f} MB per rank in memory, more than this process may"
+        problems.add(f"{path}: offload to nvme {locks}: raise the limit (ulimit -l unlimited), {way_out}")
 
 
 def nvme_paths(recipe: Recipe, run_dir: Path) -> dict[str, Path]:
@@ -262,41 +242,19 @@ def nvme_paths(recipe: Recipe, run_dir: Path) -> dict[str, Path]:
     return {name: run_dir if path is None else Path(path) for name, path in given.items()}
 
 
-def _locked_bytes(request: RunRequest, model: GPT2Config) -> int:
-    """Least bytes that a rank locks for the buffers through which it swaps ``model`` (``swap_tensor/utils.py``)."""
-    zero, ranks = request.recipe.zero_optimization, request.topology.world_size
-    size = 0
-    if zero.offload_param.device == "nvme":
-        elements = zero.offload_param.buffer_size
-        if elements is None:
-            elements = -(-model.largest_parameter() // ranks)
-        size += zero.offload_param.buffer_count * elements * (4 if request.precision == "fp32" else 2)
-    if zero.offload_optimizer.device == "nvme":
-        group = min(zero.sub_group_size, model.parameter_count() // ranks)
-        size += zero.offload_optimizer.swap_buffers * group * 4
-    return size
-
-
 def _check_zero_plus_plus(request: RunRequest, problems: Problems) -> None:
-    recipe, world = request.recipe, request.topology.world_size
-    if request.device == "cpu":
-        problems.add(f"{recipe.path}: DeepSpeed implements Zero++ only for GPUs: on CPU take ds_configs/zero3.json")
-    if recipe.offloads:
-        problems.add(
-            f"{recipe.path}: Zero++ is not combined with offload here: take ds_configs/zeropp.json, or "
-            "ds_configs/zero3_offload.json without it"
-        )
-    if request.sizes.ranks_per_copy > 1:
-        problems.add(
-            f"{recipe.path}: Zero++ works only with data parallelism here: take ds_configs/zeropp.json, or "
-            "leave its keys out"
-        )
+    recipe, topology = request.recipe, request.topology
     size = recipe.zero_optimization.zero_hpz_partition_size
-    if world % size:
-        problems.add(
-            f"{recipe.path}: zero_hpz_partition_size {size} does not divide {world} ranks: set it to the GPUs of one "
-            f"machine, here {request.topology.local_world_size}"
-        )
+    refusals = {
+        "DeepSpeed implements Zero++ only for GPUs: on CPU take ds_configs/zero3.json": request.device == "cpu",
+        "Zero++ is not combined with offload here: take ds_configs/zeropp.json, or ds_configs/zero3_offload.json "
+        "without it": recipe.offloads,
+        "Zero++ works only with data parallelism here: take ds_configs/zeropp.json, or leave its keys "
+        "out": request.sizes.ranks_per_copy > 1,
+        f"zero_hpz_partition_size {size} does not divide {topology.world_size} ranks: set it to the GPUs of one "
+        f"machine, here {topology.local_world_size}": topology.world_size % size,
+    }
+    _refuse(problems, recipe, refusals)
 
 
 # Releases of DeepSpeed that train wrong, most without an error. docs/training.md shows ``KNOWN_BAD`` as a table.
@@ -389,8 +347,6 @@ def check_version(request: RunRequest, accumulation: int, problems: Problems, no
         if allowed:
             notices.append(f"{ALLOW}=1 lets DeepSpeed {installed} train, though {what}")
         else:
-            problems.add(
-                f"{request.recipe.path}: DeepSpeed {installed} cannot train this: {what}: install {TESTED} (pip "
-                f"install deepspeed=={TESTED}), or set {ALLOW}=1 to train all the same"
-            )
+            cure = f"install {TESTED} (pip install deepspeed=={TESTED}), or set {ALLOW}=1 to train all the same"
+            problems.add(f"{request.recipe.path}: DeepSpeed {installed} cannot train this: {what}: {cure}")
     return tuple(fault.thread for fault in faults) if allowed else ()

@@ -68,17 +68,13 @@ def read_init_from(options: Options, *, run_dir: Path, problems: Problems, quiet
     given = shape_overrides(options)
     for field, flag in SHAPE_FLAGS.items():
         if given.get(field, source.shape[field]) != source.shape[field]:
-            problems.add(
-                f"{flag} {given[field]} contradicts --init_from {source.given}, which has {source.shape[field]}: "
-                "leave the flag out"
-            )
+            theirs = f"--init_from {source.given}, which has {source.shape[field]}"
+            problems.add(f"{flag} {given[field]} contradicts {theirs}: leave the flag out")
     preset = PRESETS[options.model_size].as_dict() if options.model_size else source.shape
     if any(preset[field] != source.shape[field] for field in SHAPE_FLAGS if field != "vocab_size"):
-        problems.add(
-            f"--model_size {options.model_size} contradicts --init_from {source.given}, which has "
-            f"{source.shape['n_layer']} layers, {source.shape['n_head']} heads, width {source.shape['n_embd']} and "
-            f"{source.shape['block_size']} positions: leave the flag out"
-        )
+        theirs = "{n_layer} layers, {n_head} heads, width {n_embd} and {block_size} positions".format(**source.shape)
+        flags = f"--model_size {options.model_size} contradicts --init_from {source.given}"
+        problems.add(f"{flags}, which has {theirs}: leave the flag out")
     return source
 
 
@@ -87,10 +83,9 @@ def _open_weights(given: str, *, quiet: bool) -> InitFrom:
 
     folder = model_folder(given, weights=False, quiet=quiet)
     if (folder / "manifest.json").exists() or (folder / "metrics.jsonl").exists():
-        raise UserError(
-            f"--init_from {given}: is a run or a checkpoint: make a Hugging Face folder of it first "
-            f"(.venv/bin/python src/convert.py --from {given} --to hf OUT)"
-        )
+        command = f".venv/bin/python src/convert.py --from {given} --to hf OUT"
+        cure = f"make a Hugging Face folder of it first ({command})"
+        raise UserError(f"--init_from {given}: is a run or a checkpoint: {cure}")
     return InitFrom(given=given, shape=published_shape(folder / "config.json"))
 
 
@@ -139,6 +134,8 @@ class Inputs:
 
 def read_inputs(options: Options, topology: Topology, problems: Problems) -> Inputs:
     """Read what ``options`` name; each input is checked by itself."""
+    from dsgpt.machine.device import cuda_devices, default_precision, gpu_problem  # noqa: PLC0415 - torch takes seconds; --help should not
+
     recipe = read_recipe(options.deepspeed_config, problems) if options.deepspeed_config else None
     train = _open(options.train_data_path, "--train_data_path", problems)
     val = _open(options.val_data_path, "--val_data_path", problems, apart=True)
@@ -162,7 +159,18 @@ def read_inputs(options: Options, topology: Topology, problems: Problems) -> Inp
     if model is not None:
         seq_length = seq_length or model.block_size
         problems.add(*length_problems(seq_length, model.block_size))
-    device, precision = _resolve_device(options, recipe, topology, problems)
+    gpus = cuda_devices()
+    device = ("cuda" if gpus else "cpu") if options.device == "auto" else options.device
+    if device == "cuda" and not gpus:
+        problems.add("--device cuda: PyTorch sees no NVIDIA GPU here; use --device cpu, or check nvidia-smi")
+        device = "cpu"
+    if device == "cuda" and (trouble := gpu_problem(topology)):
+        problems.add(trouble)
+    asked = options.precision if options.precision != "auto" else (recipe.precision if recipe else None)
+    precision = asked or default_precision(device)
+    if device == "cpu" and precision == "fp16":
+        where = "--precision fp16" if options.precision == "fp16" else f"{options.deepspeed_config}: fp16"
+        problems.add(f"{where} needs a GPU: on CPU take --precision bf16 or fp32")
     return Inputs(
         options=options,
         topology=topology,
@@ -184,24 +192,6 @@ def _open(named: Path | str | None, flag: str, problems: Problems, *, apart: boo
     except UserError as error:
         problems.add(*error.problems)
         return None
-
-
-def _resolve_device(options: Options, recipe: Recipe | None, topology: Topology, problems: Problems) -> tuple[str, str]:
-    from dsgpt.machine.device import cuda_devices, default_precision, gpu_problem  # noqa: PLC0415 - torch takes seconds; --help should not
-
-    gpus = cuda_devices()
-    kind = ("cuda" if gpus else "cpu") if options.device == "auto" else options.device
-    if kind == "cuda" and not gpus:
-        problems.add("--device cuda: PyTorch sees no NVIDIA GPU here; use --device cpu, or check nvidia-smi")
-        kind = "cpu"
-    if kind == "cuda" and (trouble := gpu_problem(topology)):
-        problems.add(trouble)
-    asked = options.precision if options.precision != "auto" else (recipe.precision if recipe else None)
-    precision = asked or default_precision(kind)
-    if kind == "cpu" and precision == "fp16":
-        where = "--precision fp16" if options.precision == "fp16" else f"{options.deepspeed_config}: fp16"
-        problems.add(f"{where} needs a GPU: on CPU take --precision bf16 or fp32")
-    return kind, precision
 
 
 def check_vocabulary(inputs: Inputs, problems: Problems, notices: list[str]) -> None:
@@ -227,25 +217,19 @@ def check_vocabulary(inputs: Inputs, problems: Problems, notices: list[str]) -> 
             cure = f"give --vocab_size {max(largest + 1, file.sidecar.vocab_size or 0)} or more"
             if name := inputs.options.init_from:
                 cure = f"prepare the text with its tokenizer (data_prep/preprocess.py --tokenizer {name})"
-            problems.add(
-                f"{file.path}: its largest id is {largest}, but the vocabulary ends at {model.vocab_size - 1}: {cure}"
-            )
+            end = f"the vocabulary ends at {model.vocab_size - 1}"
+            problems.add(f"{file.path}: its largest id is {largest}, but {end}: {cure}")
 
 
 def check_end_of_text(inputs: Inputs, problems: Problems) -> None:
     """With ``--mask_documents``, refuse data that do not all name the same end-of-text id."""
     files = [file for data in (inputs.train, inputs.val) if data for file in data.files]
     for file in files if inputs.options.mask_documents else ():
-        own, first = file.sidecar.eot_id, files[0].sidecar.eot_id
+        own, first, place = file.sidecar.eot_id, files[0].sidecar.eot_id, f"--mask_documents: {sidecar_path(file.path)}"
         if own is None:
-            problems.add(
-                f"--mask_documents: {sidecar_path(file.path)} does not say which id ends a document: write it there as "
-                "eot_id"
-            )
+            problems.add(f"{place} does not say which id ends a document: write it there as eot_id")
         elif inputs.model is not None and own >= inputs.model.vocab_size:
-            problems.add(
-                f"--mask_documents: {sidecar_path(file.path)} says that id {own} ends a document, but the vocabulary "
-                f"ends at {inputs.model.vocab_size - 1}: correct its eot_id"
-            )
+            end = f"the vocabulary ends at {inputs.model.vocab_size - 1}"
+            problems.add(f"{place} says that id {own} ends a document, but {end}: correct its eot_id")
         elif first is not None and own != first:
             problems.add(f"--mask_documents: id {own} ends documents in {file.path}, and {first} in {files[0].path}")

@@ -5,6 +5,7 @@ and every key of a recipe, declares where it is defined what it means for them. 
 only in it, and fails for a flag or key that declares nothing.
 """
 
+import math
 import shlex
 import shutil
 from collections.abc import Sequence
@@ -67,6 +68,8 @@ class ExecutionOnly(NamedTuple):
     why: str
 
 
+_TRAINS_ON = ChangesTraining("train data", "tokens in the train file")
+_VALIDATES_ON = ChangesTraining("validation data", "tokens in the validation file")
 EXECUTES = ExecutionOnly("changes where a step is computed, not what is computed; the parity suite compares the losses")
 SPLITS = ExecutionOnly("splits the same global batch; sums over it differ only in order, which the parity suite bounds")
 PLACES = ExecutionOnly("changes where state is kept or how much is sent at once; the values are the same")
@@ -75,6 +78,13 @@ PROFILES = ExecutionOnly("measures some steps, which compute the same; figures o
 SAVES = ExecutionOnly("changes when, where or how a state is written, not its values")
 SWAPS = ExecutionOnly("changes how files are read and written while state is swapped")
 NAMES = ExecutionOnly("a name; the entries of the file are judged one by one")
+_CALLS = ExecutionOnly("calls another program, from which the training reads nothing")
+_COPIES = ExecutionOnly(
+    "copies figures that the run measures anyway to other programs; the training reads nothing from them"
+)
+_FUSES = ExecutionOnly("fuses kernels of the same formulas; the parity suite bounds the effect of rounding")
+_PADS = ExecutionOnly("adds logits of no probability; the parity suite bounds the effect of rounding")
+_RECOMPUTES = ExecutionOnly("computes the same activations, with the same dropout masks, a second time")
 RESUMES = ExecutionOnly("a resumed run is the same run; changes that were allowed count under --allow_changed")
 
 
@@ -97,9 +107,33 @@ positive, count = partial(flag, POSITIVE, "N"), partial(flag, COUNT, "N")
 """The fields of flags that take a whole number, of at least 1 or 0."""
 
 
+profiled = partial(flag, COUNT, "STEPS", default=0, work=PROFILES)
+"""The fields of flags that profile some steps."""
+
+
 def path_or_address(text: str) -> Path | str:
     """A path of this machine, or an address such as ``s3://bucket/train.bin`` as it is."""
     return text if "://" in text else Path(text)
+
+
+_PLACE_HERE = value(
+    path_or_address,
+    accepts=lambda place: isinstance(place, Path),
+    must_be="a folder of this machine (--save_to copies checkpoints to an address)",
+)
+_SHARE = value(float, accepts=lambda share: 0 <= share < 1, must_be="a number of at least 0 and below 1")
+_INTERVAL = value(
+    float, accepts=lambda sec: sec == 0 or 0.1 <= sec < math.inf, must_be="0, or a number of at least 0.1"
+)
+_LONG = value(float, accepts=lambda seconds: 20 <= seconds < math.inf, must_be="a number of at least 20")
+_NOTICE = value(
+    str, accepts=lambda word: word in SPOT_PROVIDERS or "/" in word, must_be="aws, gcp, azure or a path with /"
+)
+_COMMAND = value(
+    lambda text: tuple(shlex.split(text)),
+    accepts=lambda words: bool(words) and shutil.which(words[0]) is not None,
+    must_be="a command that exists",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,28 +164,13 @@ class Options:
     )
     """baseline: one process, plain PyTorch. On any number of ranks: ddp and fsdp, PyTorch's data parallelism with whole
     or sharded weights; optimized, DeepSpeed as the JSON says"""
-    train_data_path: Path | str | None = flag(
-        path_or_address, "BIN", needs=TOKEN_FILE, work=ChangesTraining("train data", "tokens in the train file")
-    )
+    train_data_path: Path | str | None = flag(path_or_address, "BIN", needs=TOKEN_FILE, work=_TRAINS_ON)
     """token file to train on; data_prep/ makes it. A folder or quoted pattern of them is read as one, as are the paths
     in a .json list; a list with weights is mixed (docs/data.md). Each machine copies one at s3:// or gs:// into
     ~/.cache/dsgpt (or DSGPT_CACHE) once"""
-    val_data_path: Path | str | None = flag(
-        path_or_address,
-        "BIN",
-        needs=TOKEN_FILE,
-        work=ChangesTraining("validation data", "tokens in the validation file"),
-    )
+    val_data_path: Path | str | None = flag(path_or_address, "BIN", needs=TOKEN_FILE, work=_VALIDATES_ON)
     """token file to validate on; of several, named in the same ways, each has a loss of its own, too"""
-    checkpoint_path: Path | None = flag(
-        value(
-            path_or_address,
-            accepts=lambda place: isinstance(place, Path),
-            must_be="a folder of this machine (--save_to copies checkpoints to an address)",
-        ),
-        "DIR",
-        work=NAMES,
-    )
+    checkpoint_path: Path | None = flag(_PLACE_HERE, "DIR", work=NAMES)
     """run folder for records and checkpoints (default: checkpoint/ and the run type)"""
     deepspeed_config: Path | None = flag(Path, "JSON", needs="a recipe, for example ds_configs/zero1.json", work=NAMES)
     """the recipe, one of ds_configs/ or your own; it also sets the baseline's optimizer, schedule and batch"""
@@ -176,11 +195,7 @@ class Options:
     """longest sequence the model can read (default: the preset's)"""
     vocab_size: int | None = positive(work=ChangesTraining("model vocab_size"))
     """ids it can read and predict (default: the tokenizer's, from the data's sidecar)"""
-    dropout: float | None = flag(
-        value(float, accepts=lambda share: 0 <= share < 1, must_be="a number of at least 0 and below 1"),
-        "P",
-        work=ChangesTraining("model dropout"),
-    )
+    dropout: float | None = flag(_SHARE, "P", work=ChangesTraining("model dropout"))
     """dropout probability; GPT-2 used 0.1 (default: 0)"""
     mask_documents: bool = switch(work=ChangesTraining("document masks"))
     """no token sees another document of its window, and positions begin anew in each (docs/data.md)"""
@@ -226,46 +241,23 @@ class Options:
     """processes that read training data beside each rank (default: %(default)s, the rank reads itself)"""
     local_rank: int | None = flag(whole(low=-1), "N", work=EXECUTES)
     """set by some launchers; the index of this process's GPU"""
-    monitor_every: float = flag(
-        value(
-            float,
-            accepts=lambda seconds: seconds == 0 or 0.1 <= seconds < float("inf"),
-            must_be="0, or a number of at least 0.1",
-        ),
-        "SECONDS",
-        default=1.0,
-        work=PRINTS,
-    )
+    monitor_every: float = flag(_INTERVAL, "SECONDS", default=1.0, work=PRINTS)
     """sample power, clocks, memory and temperature of the GPUs this often; 0 for never (default: %(default)g)"""
-    profile_comm: int = flag(
-        COUNT,
-        "STEPS",
-        "measure time, bytes and waiting of collectives: a table, and communication.json; " + _AFTER_WARM_UP,
-        default=0,
-        work=PROFILES,
+    profile_comm: int = profiled(
+        "measure time, bytes and waiting of collectives: a table, and communication.json; " + _AFTER_WARM_UP
     )
-    profile: int = flag(
-        COUNT,
-        "STEPS",
-        "trace with PyTorch's profiler: a table, and for each rank a file in the folder profile; " + _AFTER_WARM_UP,
-        default=0,
-        work=PROFILES,
+    profile: int = profiled(
+        "trace with PyTorch's profiler: a table, and for each rank a file in the folder profile; " + _AFTER_WARM_UP
     )
-    compile: bool = switch(
-        work=ExecutionOnly("fuses kernels of the same formulas; the parity suite bounds the effect of rounding")
-    )
+    compile: bool = switch(work=_FUSES)
     """compile the model, or each of its blocks, with torch.compile (needs a C++ compiler)"""
-    pad_logits: bool = switch(
-        work=ExecutionOnly("adds logits of no probability; the parity suite bounds the effect of rounding")
-    )
+    pad_logits: bool = switch(work=_PADS)
     """give each padded row of the embedding a logit in the loss, too: its products then have sizes at which GPUs are
     fast. Padding gets no probability and no gradient"""
     cuda_graphs: bool = switch(work=ExecutionOnly("launches the same kernels"))
     """with --compile, replay the kernels of each micro batch as CUDA graphs; never run on a GPU before `benchmark.py
     gpu --only faster` has compared its losses there"""
-    activation_checkpointing: bool = switch(
-        work=ExecutionOnly("computes the same activations, with the same dropout masks, a second time")
-    )
+    activation_checkpointing: bool = switch(work=_RECOMPUTES)
     """recompute activations in the backward pass: less memory for about a third more computing"""
 
     save_every: int = count(default=500, group="checkpoints", work=SAVES)
@@ -284,15 +276,7 @@ class Options:
     'dsgpt[stores]'). Training never waits for the copy, and its failure is a warning. --resume takes the newest
     complete checkpoint of both places"""
 
-    track: tuple[str, ...] = flag(
-        choices(TRACKERS),
-        "NAMES",
-        default=(),
-        group="experiment trackers",
-        work=ExecutionOnly(
-            "copies figures that the run measures anyway to other programs; the training reads nothing from them"
-        ),
-    )
+    track: tuple[str, ...] = flag(choices(TRACKERS), "NAMES", default=(), group="experiment trackers", work=_COPIES)
     """send settings, the metrics of every step and the summary to trackers too: tensorboard, wandb, mlflow, trackio,
     csv, or several with commas between them. They write to the folder trackers of the run folder and use no network,
     unless the tracker's own variables name a server (WANDB_MODE, MLFLOW_TRACKING_URI, TRACKIO_SPACE_ID or
@@ -306,33 +290,13 @@ class Options:
     """price of one device (default: that of the plan's cheapest offer)"""
     plan: Path | None = flag(Path, "JSON", work=PRINTS)
     """plan.json of src/plan.py --recommend, to compare this run with"""
-    on_event: tuple[str, ...] = flag(
-        value(
-            lambda text: tuple(shlex.split(text)),
-            accepts=lambda words: bool(words) and shutil.which(words[0]) is not None,
-            must_be="a command that exists",
-        ),
-        "COMMAND",
-        default=(),
-        work=ExecutionOnly("calls another program, from which the training reads nothing"),
-    )
+    on_event: tuple[str, ...] = flag(_COMMAND, "COMMAND", default=(), work=_CALLS)
     """call COMMAND EVENT RECORD, without a shell, when the run is done, failed, nan, stalled, preempted (by a signal)
     or at a limit; RECORD is the path of training_metrics.json"""
-    stall_timeout: float = flag(
-        value(float, accepts=lambda seconds: 20 <= seconds < float("inf"), must_be="a number of at least 20"),
-        "SECONDS",
-        default=60.0,
-        work=ExecutionOnly("ends a run that stands still"),
-    )
+    stall_timeout: float = flag(_LONG, "SECONDS", default=60.0, work=ExecutionOnly("ends a run that stands still"))
     """if a step makes no progress for this long on several ranks, name the rank that the others wait for, and end with
     exit code 6 (default: %(default)g)"""
-    spot_notice: str | None = flag(
-        value(
-            str, accepts=lambda word: word in SPOT_PROVIDERS or "/" in word, must_be="aws, gcp, azure or a path with /"
-        ),
-        "WHERE",
-        work=RESUMES,
-    )
+    spot_notice: str | None = flag(_NOTICE, "WHERE", work=RESUMES)
     """save and stop with exit code 75 when the provider takes one of the machines back: aws, gcp or azure, whose
     metadata service is asked every 5 s. Or the path of a file: the run stops when the file exists"""
 
@@ -390,7 +354,6 @@ def check_trackers(options: Options, problems: Problems) -> None:
         specs = {package: find_spec(package) for package in PACKAGES[name]}
         # a folder without ``__init__.py``, such as wandb's own output, has no origin
         if missing := [package for package, spec in specs.items() if spec is None or spec.origin is None]:
-            problems.add(
-                f"--track {name}: needs {' and '.join(missing)}, not installed here: in the root of the repository, "
-                f'run .venv/bin/python -m pip install -e ".[{name}]", or leave {name} out of --track'
-            )
+            needed, install = " and ".join(missing), f'run .venv/bin/python -m pip install -e ".[{name}]"'
+            cure = f"in the root of the repository, {install}, or leave {name} out of --track"
+            problems.add(f"--track {name}: needs {needed}, not installed here: {cure}")

@@ -161,9 +161,8 @@ def resolve(options: Options, *, topology: Topology, problems: Problems) -> RunC
         init_from.weights(inputs.model, quiet=not topology.is_main)
     warm_up = recipe.scheduler.warmup_num_steps if recipe.scheduler else 0
     if length.total_steps <= warm_up:
-        notices.append(
-            f"the run ends at step {length.total_steps}, inside the {warm_up} warm-up steps of {recipe.path}"
-        )
+        inside = f"inside the {warm_up} warm-up steps of {recipe.path}"
+        notices.append(f"the run ends at step {length.total_steps}, {inside}")
     notices += filter(None, [slow_precision(inputs.precision, device=inputs.device)])
     resolved = {
         "topology": request.split_topology,
@@ -203,10 +202,8 @@ def training_ranks(request: compatibility.RunRequest, problems: Problems, notice
     numbers = {used, *(most_of(machines * here) for machines in range(fewest, most + 1))}
     *more, least = sorted((number for number in numbers if number >= enough or number == used), reverse=True)
     spares = topology.world_size - used
-    notices.append(
-        f"elastic: runs on {in_words(filter(None, [', '.join(map(str, more)), least]))} of its devices; "
-        f"now {used} train and {counted(spares, 'spare')} wait"
-    )
+    may_use, now = in_words(filter(None, [", ".join(map(str, more)), least])), f"now {used} train"
+    notices.append(f"elastic: runs on {may_use} of its devices; {now} and {counted(spares, 'spare')} wait")
     return replace(topology, world_size=used, spares=spares, local_world_size=min(here, used))
 
 
@@ -219,9 +216,8 @@ def split_batch(request: compatibility.RunRequest, problems: Problems, notices: 
     None if it cannot be split, if the model cannot be split over the ranks, or if a size in the recipe is wrong.
     """
     options, recipe = request.options, request.recipe
-    if request.topology.world_size % request.sizes.ranks_per_copy:
-        return None
-    if request.is_doubtful("train_batch_size", *PARALLEL_KEYS):
+    uneven = request.topology.world_size % request.sizes.ranks_per_copy
+    if uneven or request.is_doubtful("train_batch_size", *PARALLEL_KEYS):
         return None
     micro, steps = options.micro_batch_size_per_gpu, options.grad_accum_steps
     if micro is None and steps is None:
@@ -275,10 +271,8 @@ def plan_batch(
         problems.add(f"{' and '.join(too_large)} is too large: at most {LARGEST_BATCH:,}")
         return None
     if total % ranks:
-        problems.add(
-            f"global batch {total} is not divisible by {ranks} ranks: take --global_batch_size "
-            f"{multiples_around(total, ranks)}, or {divisors_around(total, ranks)} ranks"
-        )
+        cure = f"take --global_batch_size {multiples_around(total, ranks)}, or {divisors_around(total, ranks)} ranks"
+        problems.add(f"global batch {total} is not divisible by {ranks} ranks: {cure}")
         return None
     share = total // ranks
     if micro is None and steps is None:
@@ -291,16 +285,13 @@ def plan_batch(
             closest = sorted(divisors(share), key=lambda d: (abs(d - wanted), d))[:2]
             nearest = " or ".join(f"micro batch {d} with accumulation {share // d}" for d in sorted(closest))
             asked = [f"micro batch {micro}"] * (micro is not None) + [f"accumulation {steps}"] * (steps is not None)
-            problems.add(
-                f"{' x '.join(asked)} on {ranks} rank{'s' if ranks > 1 else ''} does not give the global batch of "
-                f"{total}: take {nearest}, or add --enforce_global_batch_size to let the program choose"
-            )
+            split = f"{' x '.join(asked)} on {ranks} rank{'s' if ranks > 1 else ''}"
+            cure = f"take {nearest}, or add --enforce_global_batch_size to let the program choose"
+            problems.add(f"{split} does not give the global batch of {total}: {cure}")
             return None
         chosen = largest_divisor(share, at_most=micro or max(1, share // (steps or 1)))
-        notices.append(
-            f"the global batch of {total} is kept: micro batch {micro or 'unset'} and "
-            f"accumulation {steps or 'unset'} became {chosen} and {share // chosen}"
-        )
+        asked_for = f"micro batch {micro or 'unset'} and accumulation {steps or 'unset'}"
+        notices.append(f"the global batch of {total} is kept: {asked_for} became {chosen} and {share // chosen}")
     return BatchPlan(
         global_batch_size=total,
         micro_batch_size=chosen,
@@ -329,38 +320,28 @@ def _plan_length(
     for data in filter(None, (train, val)):
         for source, windows in zip(data.sources, data.windows(seq_length), strict=True):
             if not windows:
-                problems.add(
-                    f"{source.name}: its {source.tokens:,} tokens are fewer than one window of {seq_length} and its "
-                    "target: lower --seq_length or use more text"
-                )
+                fewer = f"fewer than one window of {seq_length} and its target: lower --seq_length or use more text"
+                problems.add(f"{source.name}: its {source.tokens:,} tokens are {fewer}")
     if not (train and val and batch and all(train.windows(seq_length)) and all(val.windows(seq_length))):
         return None
     order = train.order(seq_length, global_batch_size=batch.global_batch_size, seed=options.seed)
-    windows = order.windows
-    size = batch.global_batch_size
+    windows, per_epoch, size = order.windows, order.steps_per_epoch, batch.global_batch_size
     if windows < size:
-        problems.add(
-            f"{train.path}: holds {windows:,} windows of {seq_length} tokens, fewer than one global batch of {size}: "
-            "lower --global_batch_size or --seq_length, or use more text"
-        )
+        holds = f"holds {windows:,} windows of {seq_length} tokens, fewer than one global batch of {size}"
+        problems.add(f"{train.path}: {holds}: lower --global_batch_size or --seq_length, or use more text")
         return None
-    per_epoch = order.steps_per_epoch
     total = (options.epochs or 1) * per_epoch
     if options.max_train_steps:
         total = min(total, options.max_train_steps) if options.epochs else options.max_train_steps
     for source, own, part in zip(train.sources, train.windows(seq_length), train.parts, strict=True):
         epochs = total * size * part / sum(train.parts) / own
         if source.most_epochs is not None and epochs > source.most_epochs:
-            problems.add(
-                f"{train.path}: {total:,} steps read {source.name} {epochs:.3g} times, and it allows "
-                f"{source.most_epochs:g} epochs: take --max_train_steps {int(total * source.most_epochs / epochs)}, "
-                "or give it a lower weight"
-            )
+            read = f"{total:,} steps read {source.name} {epochs:.3g} times, and it allows {source.most_epochs:g} epochs"
+            cure = f"take --max_train_steps {int(total * source.most_epochs / epochs)}, or give it a lower weight"
+            problems.add(f"{train.path}: {read}: {cure}")
     if windows % size and len(train.sources) == 1:
-        notices.append(
-            f"each epoch drops the last {windows % size} of its {windows:,} shuffled windows: "
-            "they do not fill a global batch"
-        )
+        dropped = f"the last {windows % size} of its {windows:,} shuffled windows"
+        notices.append(f"each epoch drops {dropped}: they do not fill a global batch")
     val_parts, first = list[range](), 0
     for own in val.windows(seq_length):
         most = options.max_val_steps * size if options.max_val_steps else own

@@ -14,6 +14,7 @@ import importlib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 
 from dsgpt.checkpoints.training_state import Counters, LossScaleState, Shards, StateReader
 from dsgpt.common.errors import NonFiniteError
-from dsgpt.config.recipe_blocks import LossScaling, OptimizerRecipe, SchedulerRecipe
+from dsgpt.config.recipe import LossScaling, OptimizerRecipe, SchedulerRecipe
 from dsgpt.config.run_config import RunConfig
 from dsgpt.data.loader import Batch
 from dsgpt.model.config import STATE_NAMES, decays
@@ -348,12 +349,14 @@ class LossScale:
         """Begin at the scale of ``scaling``, the JSON's ``fp16`` block; None for a precision that needs no scaling."""
         self.enabled = scaling is not None
         self._scaling = scaling or LossScaling(loss_scale=1.0)
-        self._dynamic = self._scaling.loss_scale == 0
-        self.factor = 2.0**self._scaling.initial_scale_power if self._dynamic else self._scaling.loss_scale
-        self._step = 0
-        self._last_overflow = -1
-        self._patience = self._scaling.hysteresis
-        self._skips = 0
+        self._dynamic, self._skips = self._scaling.loss_scale == 0, 0
+        factor = 2.0**self._scaling.initial_scale_power if self._dynamic else self._scaling.loss_scale
+        self._now = LossScaleState(factor=factor, step=0, last_overflow=-1, patience=self._scaling.hysteresis)
+
+    @property
+    def factor(self) -> float:
+        """The factor of the next step."""
+        return self._now.factor
 
     def update(self, *, overflow: bool) -> None:
         """Lower the factor after overflows of a step's gradients, and raise it after a window without any.
@@ -364,43 +367,34 @@ class LossScale:
         self._skips = self._skips + 1 if overflow else 0
         if not self._dynamic:
             if self._skips >= MOST_SKIPS:
-                raise NonFiniteError(
-                    f"fp16 gradients overflowed in {MOST_SKIPS} steps in a row at the fixed loss scale "
-                    f"{self.factor:g}: training stopped; lower loss_scale, or leave it out for a dynamic one"
-                )
+                what = f"overflowed in {MOST_SKIPS} steps in a row at the fixed loss scale {self.factor:g}"
+                cure = "training stopped; lower loss_scale, or leave it out for a dynamic one"
+                raise NonFiniteError(f"fp16 gradients {what}: {cure}")
             return
-        scaling = self._scaling
+        scaling, now = self._scaling, self._now
         if overflow:
-            self._last_overflow = self._step
-            if self._patience > 1:
-                self._patience -= 1
-            elif self.factor == scaling.min_loss_scale:
-                raise NonFiniteError(
-                    f"fp16 gradients overflow at the smallest loss scale, {self.factor:g}: training stopped; lower the "
-                    "learning rate, or take bf16 or fp32"
-                )
+            now = replace(now, last_overflow=now.step)
+            if now.patience > 1:
+                now = replace(now, patience=now.patience - 1)
+            elif now.factor == scaling.min_loss_scale:
+                cure = "training stopped; lower the learning rate, or take bf16 or fp32"
+                raise NonFiniteError(f"fp16 gradients overflow at the smallest loss scale, {self.factor:g}: {cure}")
             else:
-                self.factor = max(self.factor / 2, scaling.min_loss_scale)
+                now = replace(now, factor=max(now.factor / 2, scaling.min_loss_scale))
         else:
-            steps_without = self._step - self._last_overflow - 1
+            steps_without = now.step - now.last_overflow - 1
             grows = steps_without > 0 and steps_without % scaling.loss_scale_window == 0
             if grows or scaling.consecutive_hysteresis:
-                self._patience = scaling.hysteresis
+                now = replace(now, patience=scaling.hysteresis)
             if grows:
-                self.factor *= 2
-        self._step += 1
+                now = replace(now, factor=now.factor * 2)
+        self._now = replace(now, step=now.step + 1)
 
     def state(self) -> LossScaleState | None:
         """State for a checkpoint; None in a precision that needs no scaling."""
-        if not self.enabled:
-            return None
-        return LossScaleState(
-            factor=self.factor, step=self._step, last_overflow=self._last_overflow, patience=self._patience
-        )
+        return self._now if self.enabled else None
 
     def restore(self, state: LossScaleState | None) -> None:
         """Continue from a checkpoint's ``state``; a fixed factor stays the recipe's."""
-        if state is None or not self._dynamic:
-            return
-        self.factor, self._step = state.factor, state.step
-        self._last_overflow, self._patience = state.last_overflow, state.patience
+        if state is not None and self._dynamic:
+            self._now = state

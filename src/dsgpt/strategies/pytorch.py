@@ -101,13 +101,12 @@ class TorchStrategy(base.Strategy):
 
     def __init__(self, config: RunConfig, device: torch.device, *, model: GPT2, weights: MasterWeights) -> None:
         super().__init__(config, device)
-        recipe = config.recipe
-        self.model = model
-        self._weights = weights
+        self.model, self._weights = model, weights
+        self._training_loss: nn.Module = model
+        """Called with the inputs and targets of a micro batch."""
         self._rank, self._ranks = config.topology.rank, config.topology.world_size
-        self._clipping = recipe.gradient_clipping
-        groups = base.parameter_groups(weights.parameters, recipe.optimizer)
-        self._optimizer = base.build_optimizer(groups, recipe.optimizer)
+        recipe, self._clipping = config.recipe.optimizer, config.recipe.gradient_clipping
+        self._optimizer = base.build_optimizer(base.parameter_groups(weights.parameters, recipe), recipe)
 
     def train_step(self, batches: Iterator[Batch], step: int) -> StepResult:
         """See ``Strategy``."""
@@ -120,7 +119,7 @@ class TorchStrategy(base.Strategy):
             batch = base.to_device(next(batches), self._device)
             with self._micro_batch(last=micro == self._accumulation - 1):
                 with named_range("forward"):
-                    loss = self._training_loss(batch) / self._accumulation
+                    loss = self._training_loss(batch.inputs, batch.targets) / self._accumulation
                 with named_range("backward"):
                     torch.autograd.backward(loss * self._scale.factor)
             self._weights.gather_gradients()
@@ -132,8 +131,19 @@ class TorchStrategy(base.Strategy):
         return StepResult(loss_mean, own_loss, norm, lr, torch.tensor(overflow), self.model.take_gradient_sum())
 
     def _clip_and_step(self) -> tuple[Tensor, bool]:
-        """Step on the gradients; return their norm before clipping, and whether they overflowed instead."""
-        norm = self._unscale_and_clip()
+        """Undo the loss scale, clip and step.
+
+        Returns:
+            The whole model's gradient norm before clipping, equal on all ranks, and whether it overflowed instead.
+        """
+        parameters = self._weights.parameters.values()
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        if self._scale.factor != 1:
+            for gradient in gradients:
+                gradient.div_(self._scale.factor)
+        norm = self._global_norm(gradients)
+        if self._clipping > 0:
+            torch.nn.utils.clip_grads_with_norm_(parameters, self._clipping, norm)
         overflow = self._scale.enabled and not bool(torch.isfinite(norm))  # waits for the device, in fp16 only
         if not overflow:
             self._optimizer.step()
@@ -145,22 +155,6 @@ class TorchStrategy(base.Strategy):
     def _micro_batch(self, *, last: bool) -> contextlib.AbstractContextManager[None]:  # noqa: ARG002 - for subclasses
         """A context for one forward and backward pass; gradients are reduced over ranks in the ``last`` one only."""
         return contextlib.nullcontext()
-
-    def _training_loss(self, batch: Batch) -> Tensor:
-        loss: Tensor = self.model(batch.inputs, batch.targets)
-        return loss
-
-    def _unscale_and_clip(self) -> Tensor:
-        """Undo the loss scale and clip; return the whole model's gradient norm before clipping, equal on all ranks."""
-        parameters = self._weights.parameters.values()
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        if self._scale.factor != 1:
-            for gradient in gradients:
-                gradient.div_(self._scale.factor)
-        norm = self._global_norm(gradients)
-        if self._clipping > 0:
-            torch.nn.utils.clip_grads_with_norm_(parameters, self._clipping, norm)
-        return norm
 
     def _global_norm(self, gradients: Iterable[Tensor]) -> Tensor:
         return base.global_norm(gradients)
@@ -262,7 +256,7 @@ class Ddp(TorchStrategy):
             # under 1 MiB. Buckets are reduced early enough between compiled blocks.
             torch._dynamo.config.optimize_ddp = False
             base.compile_blocks(model)
-        self._ddp = DistributedDataParallel(
+        self._training_loss = self._ddp = DistributedDataParallel(
             model,
             device_ids=[device.index] if device.type == "cuda" else None,
             bucket_cap_mb=config.recipe.dsgpt.ddp.bucket_cap_mb,
@@ -277,10 +271,6 @@ class Ddp(TorchStrategy):
         if self._masters:
             return average_in_fp32(self._masters, bucket)
         return allreduce_hook(self._ddp.process_group, bucket)
-
-    def _training_loss(self, batch: Batch) -> Tensor:
-        loss: Tensor = self._ddp(batch.inputs, batch.targets)
-        return loss
 
     @contextlib.contextmanager
     def _micro_batch(self, *, last: bool) -> Iterator[None]:
@@ -301,7 +291,7 @@ class Ddp(TorchStrategy):
         super().load_state(reader)
         tokens = torch.zeros(self._batch_shape, dtype=torch.long, device=self._device)
         with self._micro_batch(last=True):
-            torch.autograd.backward(self._training_loss(Batch(inputs=tokens, targets=tokens)))
+            torch.autograd.backward(self._training_loss(tokens, tokens))
         self._optimizer.zero_grad()
 
     def state_tensors(self) -> base.StateTensors:
@@ -319,9 +309,8 @@ def average_in_fp32(masters: Mapping[Tensor, nn.Parameter], bucket: GradBucket) 
         masters: from the model's low-precision parameters to the fp32 ones.
         bucket: gradients of some of the parameters, flat in one buffer, in the order of ``bucket.parameters()``.
     """
-    low = bucket.buffer()
+    low, parameters = bucket.buffer(), bucket.parameters()
     flat = low.float()
-    parameters = bucket.parameters()
     for parameter, part in zip(parameters, torch.split(flat, [p.numel() for p in parameters]), strict=True):
         master = masters[parameter]
         gradient = part.view_as(master)
@@ -436,12 +425,9 @@ def sharded_model(config: RunConfig, device: torch.device) -> GPT2:
         base.compile_blocks(model)
     offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if recipe.cpu_offload else OffloadPolicy()
     reduce_dtype = torch.float32 if recipe.reduce_dtype == "fp32" else low
-    shard = partial(
-        fully_shard,
-        mesh=init_device_mesh(device.type, (config.topology.world_size,)),
-        mp_policy=MixedPrecisionPolicy(param_dtype=low, reduce_dtype=reduce_dtype),
-        offload_policy=offload,
-    )
+    mesh = init_device_mesh(device.type, (config.topology.world_size,))
+    precision = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=reduce_dtype)
+    shard = partial(fully_shard, mesh=mesh, mp_policy=precision, offload_policy=offload)
     for block in model.blocks:
         shard(block, reshard_after_forward=recipe.reshard_after_forward)
     shard(model, reshard_after_forward=False)  # the backward pass first needs the weights that the forward used last

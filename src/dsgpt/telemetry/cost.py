@@ -114,51 +114,39 @@ def state_bytes(categories: Mapping[str, Iterable[Tensor]]) -> StateBytes:
 
 class _Operator(NamedTuple):
     operation: str
-    payload: str | None
-    """The argument that holds the payload."""
+    payload: int | None = 0
+    """Position of the argument that holds the payload."""
     per_rank: bool = False
     """Whether the payload is that argument once for every rank of the group."""
 
 
 # The payload is as ``ring_factor`` defines it.
 _C10D = {
-    "allreduce_": _Operator("all_reduce", "tensors"),
-    "allreduce_coalesced_": _Operator("all_reduce", "tensors"),
-    "_allgather_base_": _Operator("all_gather", "output_tensor"),
-    "allgather_": _Operator("all_gather", "output_tensors"),
-    "allgather_coalesced_": _Operator("all_gather", "output_lists"),
-    "allgather_into_tensor_coalesced_": _Operator("all_gather", "outputs"),
-    "_reduce_scatter_base_": _Operator("reduce_scatter", "input_tensor"),
-    "reduce_scatter_": _Operator("reduce_scatter", "input_tensors"),
-    "reduce_scatter_tensor_coalesced_": _Operator("reduce_scatter", "inputs"),
-    "alltoall_base_": _Operator("all_to_all", "input"),
-    "alltoall_": _Operator("all_to_all", "input_tensors"),
-    "gather_": _Operator("gather", "input_tensors", per_rank=True),
-    "scatter_": _Operator("scatter", "output_tensors", per_rank=True),
-    "broadcast_": _Operator("broadcast", "tensors"),
-    "reduce_": _Operator("reduce", "tensors"),
-    "send": _Operator("send", "tensors"),
-    "recv_": _Operator("recv", "tensors"),
-    "recv_any_source_": _Operator("recv", "tensors"),
-    "barrier": _Operator("barrier", None),
-    "monitored_barrier_": _Operator("barrier", None),
+    **dict.fromkeys(("allreduce_", "allreduce_coalesced_"), _Operator("all_reduce")),
+    **dict.fromkeys(("_allgather_base_", "allgather_into_tensor_coalesced_"), _Operator("all_gather")),
+    **dict.fromkeys(("allgather_", "allgather_coalesced_"), _Operator("all_gather")),
+    **dict.fromkeys(("_reduce_scatter_base_", "reduce_scatter_"), _Operator("reduce_scatter", payload=1)),
+    "reduce_scatter_tensor_coalesced_": _Operator("reduce_scatter", payload=1),
+    **dict.fromkeys(("alltoall_base_", "alltoall_"), _Operator("all_to_all", payload=1)),
+    "gather_": _Operator("gather", payload=1, per_rank=True),
+    "scatter_": _Operator("scatter", per_rank=True),
+    "broadcast_": _Operator("broadcast"),
+    "reduce_": _Operator("reduce"),
+    "send": _Operator("send"),
+    **dict.fromkeys(("recv_", "recv_any_source_"), _Operator("recv")),
+    **dict.fromkeys(("barrier", "monitored_barrier_"), _Operator("barrier", payload=None)),
 }
+_GATHERS = ("all_gather_into_tensor", "all_gather_into_tensor_out", "all_gather_into_tensor_coalesced")
+_SCATTERS = ("reduce_scatter_tensor", "reduce_scatter_tensor_out", "reduce_scatter_tensor_coalesced")
+_REDUCES = ("all_reduce", "all_reduce_", "all_reduce_coalesced", "all_reduce_coalesced_")
 _FUNCTIONAL = {
-    "all_reduce": _Operator("all_reduce", "input"),
-    "all_reduce_": _Operator("all_reduce", "input"),
-    "all_reduce_coalesced": _Operator("all_reduce", "inputs"),
-    "all_reduce_coalesced_": _Operator("all_reduce", "inputs"),
-    "all_gather_into_tensor": _Operator("all_gather", "input", per_rank=True),
-    "all_gather_into_tensor_out": _Operator("all_gather", "input", per_rank=True),
-    "all_gather_into_tensor_coalesced": _Operator("all_gather", "inputs", per_rank=True),
-    "reduce_scatter_tensor": _Operator("reduce_scatter", "input"),
-    "reduce_scatter_tensor_out": _Operator("reduce_scatter", "input"),
-    "reduce_scatter_tensor_coalesced": _Operator("reduce_scatter", "inputs"),
-    "all_to_all_single": _Operator("all_to_all", "input"),
-    "broadcast": _Operator("broadcast", "input"),
-    "broadcast_": _Operator("broadcast", "input"),
-    "isend": _Operator("send", "tensor"),
-    "irecv": _Operator("recv", "tensor"),
+    **dict.fromkeys(_REDUCES, _Operator("all_reduce")),
+    **dict.fromkeys(_GATHERS, _Operator("all_gather", per_rank=True)),
+    **dict.fromkeys(_SCATTERS, _Operator("reduce_scatter")),
+    "all_to_all_single": _Operator("all_to_all"),
+    **dict.fromkeys(("broadcast", "broadcast_"), _Operator("broadcast")),
+    "isend": _Operator("send"),
+    "irecv": _Operator("recv"),
 }
 _OPERATORS = {"c10d": _C10D, "_c10d_functional": _FUNCTIONAL}
 _LOCAL = {"wait_tensor", "_wrap_tensor_autograd", "check_for_nan"}
@@ -235,9 +223,11 @@ class Communication(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
             return
         operator = operators[name]
         # The schema may be longer than the call: an argument that is not given has its default.
-        given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+        names = [argument.name for argument in func._schema.arguments]
+        given = dict(zip(names, args, strict=False)) | kwargs
         group = _ranks(given)
-        payload = sum(tensor.nbytes for tensor in _tensors(given[operator.payload])) if operator.payload else 0
+        sent = () if operator.payload is None else _tensors(given[names[operator.payload]])
+        payload = sum(tensor.nbytes for tensor in sent)
         entry = self._traffic.setdefault((operator.operation, group), Traffic(operator.operation, group))
         entry.calls += 1
         entry.payload_bytes += payload * (len(group) if operator.per_rank else 1)
@@ -289,9 +279,7 @@ class TrafficMeter:
         last_step: int,
         report: Callable[[dict[str, Any]], None],
     ) -> None:
-        self._state_tensors = state_tensors
-        self._last_step = last_step
-        self._report = report
+        self._state_tensors, self._last_step, self._report = state_tensors, last_step, report
         self._steps_seen = 0
         self.done = False
         """Whether a step was measured."""
@@ -345,54 +333,48 @@ RankTraffic = tuple[KnownStateBytes, list[Traffic], set[str]]
 
 
 def traffic_record(step: int, ranks: list[RankTraffic]) -> dict[str, Any]:
-    """The ``cost`` block of the record: every rank's totals, and details of the ranks that hold and send most."""
+    """The ``cost`` block of the record: every rank's totals, and details of the ranks that hold and send most.
+
+    The gradients and the total are None where the measured step was skipped.
+    """
     unknown = sorted({operator for _, _, unknown in ranks for operator in unknown})
-    return {
-        "measured_step": step,
-        "model_state_bytes_per_rank": _state_record([state for state, _, _ in ranks]),
-        "communication_per_step": None if unknown else _communication_record([traffic for _, traffic, _ in ranks]),
-        "uncounted_operators": unknown,
-    }
-
-
-def _state_record(ranks: list[KnownStateBytes]) -> dict[str, Any]:
-    """The gradients and the total are None where the measured step was skipped."""
-    sums = [
-        {name: None if by_device is None else sum(by_device.values()) for name, by_device in state.items()}
-        for state in ranks
-    ]
-    complete = all(state["gradients"] is not None for state in sums)
-    totals = [sum(state[name] or 0 for name in MODEL_STATE) for state in sums]
+    states = [state for state, _, _ in ranks]
+    complete = all(state["gradients"] is not None for state in states)
+    sums = [{name: sum((by_device or {}).values()) for name, by_device in state.items()} for state in states]
+    totals = [sum(state[name] for name in MODEL_STATE) for state in sums]
     largest = totals.index(max(totals))
     devices = Counter[str]()
     for name in MODEL_STATE:
-        devices.update(ranks[largest][name] or {})
-    return {
-        "rank": largest,
-        **{name: sums[largest][name] for name in MODEL_STATE},
-        "total": totals[largest] if complete else None,
-        "by_device": dict(devices),
-        "buffers": sums[largest]["buffers"],
-        "total_by_rank": totals if complete else None,
-    }
-
-
-def _communication_record(ranks: list[list[Traffic]]) -> dict[str, Any]:
-    sent = [sum(entry.ring_bytes for entry in traffic) for traffic in ranks]
+        devices.update(states[largest][name] or {})
+    sent = [sum(entry.ring_bytes for entry in traffic) for _, traffic, _ in ranks]
     busiest = sent.index(max(sent))
-    return {
+    by_op = [
+        {
+            "op": entry.operation,
+            "ranks": list(entry.group),
+            "calls": entry.calls,
+            "payload_bytes": entry.payload_bytes,
+            "ring_bytes": entry.ring_bytes,
+        }
+        for entry in ranks[busiest][1]
+    ]
+    communication = {
         "rank": busiest,
         "ring_bytes_per_rank": sent[busiest],
-        "payload_bytes_per_rank": sum(entry.payload_bytes for entry in ranks[busiest]),
-        "by_op": [
-            {
-                "op": entry.operation,
-                "ranks": list(entry.group),
-                "calls": entry.calls,
-                "payload_bytes": entry.payload_bytes,
-                "ring_bytes": entry.ring_bytes,
-            }
-            for entry in ranks[busiest]
-        ],
+        "payload_bytes_per_rank": sum(entry.payload_bytes for entry in ranks[busiest][1]),
+        "by_op": by_op,
         "ring_bytes_by_rank": sent,
+    }
+    return {
+        "measured_step": step,
+        "model_state_bytes_per_rank": {
+            "rank": largest,
+            **{name: None if states[largest][name] is None else sums[largest][name] for name in MODEL_STATE},
+            "total": totals[largest] if complete else None,
+            "by_device": dict(devices),
+            "buffers": sums[largest]["buffers"],
+            "total_by_rank": totals if complete else None,
+        },
+        "communication_per_step": None if unknown else communication,
+        "uncounted_operators": unknown,
     }

@@ -359,13 +359,11 @@ def require_finite(lines: Iterable[dict[str, Any]]) -> None:
         NonFiniteError: one is NaN or infinite. If fp16 loss scaling skipped the step, its norm is not checked.
     """
     for line in lines:
-        norm_counts = not line["skipped"]
-        if not math.isfinite(line["loss"]) or (norm_counts and not math.isfinite(line["grad_norm"])):
+        if not math.isfinite(line["loss"]) or not (line["skipped"] or math.isfinite(line["grad_norm"])):
             values = f"loss {line['loss']:g}, gradient norm {line['grad_norm']:g}"
-            raise NonFiniteError(
-                f"step {line['step']}: {values}: training stopped, and this state is not saved; lower the learning "
-                "rate, lengthen the warm-up, or use bf16 or fp32"
-            )
+            cure = "lower the learning rate, lengthen the warm-up, or use bf16 or fp32"
+            stopped = f"training stopped, and this state is not saved; {cure}"
+            raise NonFiniteError(f"step {line['step']}: {values}: {stopped}")
 
 
 def throughput(figures: Figures) -> float | None:

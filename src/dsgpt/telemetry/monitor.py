@@ -124,10 +124,10 @@ def open_gpus(uuids: Iterable[str]) -> Gpus | None:
     """The GPUs with these ids; None without a driver, or if this machine has none of them."""
     try:
         import pynvml  # noqa: PLC0415 - needed on GPUs only
+
+        pynvml.nvmlInit()
     except ImportError:  # an environment of an earlier version
         return None
-    try:
-        pynvml.nvmlInit()
     except pynvml.NVMLError:
         return None
     gpus = Gpus(pynvml, uuids)
@@ -259,25 +259,20 @@ class Monitor:
             file = None
             with contextlib.suppress(OSError):  # another machine may not have the run folder
                 file = stack.enter_context(append_to(self._path))
-            last = time.perf_counter()
-            while True:
+            assert self._gpus is not None  # else there is no thread
+            last, ended = time.perf_counter(), False
+            while not ended:
                 ended = self._ended.wait(self._every)
                 now = time.perf_counter()
-                line = self._sample(now - last)
+                samples = {uuid: self._gpus.sample(uuid) for uuid in self._gpus.uuids}
+                for uuid, sample in samples.items():
+                    self._devices[uuid].add(sample, seconds=now - last)
                 last = now
+                gpus = [{"uuid": uuid, **asdict(sample)} for uuid, sample in samples.items()]
+                line = json.dumps({"time": time.time(), "gpus": gpus})
                 if file is not None:
                     with contextlib.suppress(OSError):  # a full disk loses the line
                         file.write(f"{line}\n".encode())
-                if ended:
-                    return
-
-    def _sample(self, seconds: float) -> str:
-        assert self._gpus is not None  # else there is no thread
-        samples = {uuid: self._gpus.sample(uuid) for uuid in self._gpus.uuids}
-        for uuid, sample in samples.items():
-            self._devices[uuid].add(sample, seconds=seconds)
-        gpus = [{"uuid": uuid, **asdict(sample)} for uuid, sample in samples.items()]
-        return json.dumps({"time": time.time(), "gpus": gpus})
 
 
 def gpu_use(devices: list[dict[str, Any]], *, expected: int, tokens: int) -> dict[str, Any] | None:
@@ -293,11 +288,8 @@ def gpu_use(devices: list[dict[str, Any]], *, expected: int, tokens: int) -> dic
     energies = [device["energy_joules"] for device in devices]
     complete = len(energies) == expected and None not in energies
     joules = sum(energies) if complete else None
-    return {
-        "energy_joules": joules,
-        "joules_per_token": joules / tokens if joules is not None and tokens else None,
-        "gpus": devices,
-    }
+    per_token = joules / tokens if joules is not None and tokens else None
+    return {"energy_joules": joules, "joules_per_token": per_token, "gpus": devices}
 
 
 # CPU time of other processes while something is measured.

@@ -411,21 +411,17 @@ class Trace(StepsProfile):
         if not traced:
             self._report([], ["too few steps were left: there is no trace"])
             return
-        reasons: list[str | None] = gather_objects(self._written())
-        table = top_table(self._profiler.key_averages(), steps=traced, on_gpu=self._on_gpu)
-        self._report(table, [f"rank {rank} wrote no trace: {why}" for rank, why in enumerate(reasons) if why])
-
-    def _written(self) -> str | None:
-        """Write the file; why that failed, or None."""
-        partial = self._path.with_name(f"partial-{self._path.name}")
+        partial, failure = self._path.with_name(f"partial-{self._path.name}"), ""
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             remove(partial)
             self._profiler.export_chrome_trace(str(partial))
             partial.replace(self._path)
         except OSError as error:
-            return error.strerror or str(error)
-        return None
+            failure = error.strerror or str(error)
+        failures: list[str] = gather_objects(failure)
+        table = top_table(self._profiler.key_averages(), steps=traced, on_gpu=self._on_gpu)
+        self._report(table, [f"rank {rank} wrote no trace: {why}" for rank, why in enumerate(failures) if why])
 
 
 def top_table(averages: Any, *, steps: list[int], on_gpu: bool) -> list[str]:

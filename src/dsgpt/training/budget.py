@@ -111,11 +111,11 @@ def read_plan(config: RunConfig, problems: Problems) -> TrainingPlan | None:
 
 def _executes(config: RunConfig, plan: TrainingPlan) -> bool:
     """Whether a run executes its plan: with other micro batches or kernels it would say nothing about the rates."""
-    options, batch = config.options, config.batch
-    ours = (config.topology.world_size, batch.micro_batch_size, batch.gradient_accumulation_steps)
-    planned = (plan.machine.devices, plan.micro_batch_size, plan.gradient_accumulation_steps)
-    same = config.activation_checkpointing == plan.activation_checkpointing
-    return ours == planned and same and not (options.compile or options.pad_logits or options.mask_documents)
+    options, batch, recomputes = config.options, config.batch, config.activation_checkpointing
+    ours = (config.topology.world_size, batch.micro_batch_size, batch.gradient_accumulation_steps, recomputes)
+    sizes = (plan.machine.devices, plan.micro_batch_size, plan.gradient_accumulation_steps)
+    same = ours == (*sizes, plan.activation_checkpointing)
+    return same and not (options.compile or options.pad_logits or options.mask_documents)
 
 
 def _usd_per_hour(config: RunConfig, plan: TrainingPlan | None) -> float | None:
@@ -205,10 +205,9 @@ class Budget:
         ):
             self._said, due = ratio, True
             cost = f", ${block['usd']:,.2f} instead of ${block['planned_usd']:,.2f}" if block["usd"] else ""
-            logger.info(
-                f"plan        {abs(ratio - 1):.0%} {'slower' if ratio > 1 else 'faster'} than planned: "
-                f"{duration(block['seconds'])} instead of {duration(block['planned_seconds'])}{cost}"
-            )
+            change = f"{abs(ratio - 1):.0%} {'slower' if ratio > 1 else 'faster'} than planned"
+            times = f"{duration(block['seconds'])} instead of {duration(block['planned_seconds'])}"
+            logger.info(f"plan        {change}: {times}{cost}")
         if due:
             self._recorded = time.monotonic()
         return due

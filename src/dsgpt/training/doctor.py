@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 from packaging.specifiers import SpecifierSet
 
 from dsgpt.common.command_line import NUMBER, POSITIVE, choice, flag, read_options, switch, whole
-from dsgpt.common.errors import EXIT_DONE, Problems, UserError
+from dsgpt.common.errors import EXIT_DONE, UserError
 from dsgpt.common.files import json_text, sha256_of, write_json_atomic
 from dsgpt.common.json_files import read_object
 from dsgpt.common.text import UNKNOWN, counted
@@ -135,9 +135,14 @@ def main() -> int:
     problems.add(*shape_problems(shape))
     problems.raise_if_any()
     recipe = read_recipe(options.deepspeed_config, problems) if options.deepspeed_config else None
+    if topology.is_main and options.machine is not None:
+        if topology.world_size == topology.local_world_size:
+            problems.add("--machine is for the network between machines: start this under a launcher, on all of them")
+        read_calibration(options.machine)
+        if "calibration" in read_object(options.machine):
+            what = "is a record that holds a calibration: name a file of --calibrate"
+            problems.add(f"--machine {options.machine}: {what}")
     if topology.is_main:  # elsewhere a mistake in the recipe is a finding
-        if options.machine is not None:
-            _check_calibration(options.machine, topology, problems)
         problems.raise_if_any()
     code, findings, links = EXIT_DONE, list[Finding](), list[Facts]()
     if topology.world_size == 1:
@@ -150,7 +155,14 @@ def main() -> int:
         findings += [each for facts in machines for each in findings_of_machine(facts, recipe, needed)]
         findings += [*findings_of_cluster(machines), *findings_of_links(links, options.network_gbps)]
         if options.machine is not None and links:
-            _calibrate(options.machine, links, machines=len(machines))
+            network = Network(
+                timestamp_utc=datetime.now(UTC).isoformat(timespec="seconds"),
+                machines=len(machines),
+                transport=links[0]["transport"],
+                bytes_per_sec=min(link["bytes_per_sec"] for link in links),
+                latency_sec=max(link["latency_sec"] for link in links),
+            )
+            write_json_atomic(options.machine, read_object(options.machine) | {"network": asdict(network)})
         _print(machines, links, findings, seconds=time.perf_counter() - started, as_json=options.json)
         code = EXIT_FINDINGS if any(each.stops for each in findings) else EXIT_DONE
     if topology.world_size > 1:
@@ -158,25 +170,6 @@ def main() -> int:
 
         exit_rank(code)  # also where a probe still waits
     return code
-
-
-def _check_calibration(path: Path, topology: Topology, problems: Problems) -> None:
-    if topology.world_size == topology.local_world_size:
-        problems.add("--machine is for the network between machines: start this under a launcher, on all of them")
-    read_calibration(path)
-    if "calibration" in read_object(path):
-        problems.add(f"--machine {path}: is a record that holds a calibration: name a file of --calibrate")
-
-
-def _calibrate(path: Path, links: Sequence[Facts], *, machines: int) -> None:
-    network = Network(
-        timestamp_utc=datetime.now(UTC).isoformat(timespec="seconds"),
-        machines=machines,
-        transport=links[0]["transport"],
-        bytes_per_sec=min(link["bytes_per_sec"] for link in links),
-        latency_sec=max(link["latency_sec"] for link in links),
-    )
-    write_json_atomic(path, read_object(path) | {"network": asdict(network)})
 
 
 def _print(
@@ -311,12 +304,10 @@ def _limit(which: int) -> int | None:
 
 
 def _is_taken(port: int) -> bool:
-    with socket.socket() as one:
-        one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the launchers' store
-        try:
-            one.bind(("", port))
-        except OSError:
-            return True
+    try:
+        socket.create_server(("", port)).close()  # with SO_REUSEADDR, as the launchers' store
+    except OSError:
+        return True
     return False
 
 
@@ -457,9 +448,8 @@ def findings_of_cluster(machines: Sequence[Facts]) -> Iterator[Finding]:
         known = [value for value in values if value != UNKNOWN]
         if any(value != known[0] for value in known):
             shown = "; ".join(f"{facts['host']} {value}" for facts, value in zip(machines, values, strict=True))
-            yield Finding(
-                "all", f"{what} differ: {shown}", cures.get(what, "install the same everywhere (make install)")
-            )
+            cure = cures.get(what, "install the same everywhere (make install)")
+            yield Finding("all", f"{what} differ: {shown}", cure)
     for name in DATA:
         files = [facts[name] for facts in machines if facts[name] and not facts[name]["problem"]]
         hashes = {file["sha256"] for file in files}
@@ -521,11 +511,13 @@ class _Meeting:
         return [json.loads(self.store.get(name)) if self.store.check([name]) else None for name in names]
 
 
-def _meet(topology: Topology) -> _Meeting:
-    """Wait for all ranks.
+def _examine_together(
+    options: DoctorOptions, recipe: Recipe | None, topology: Topology
+) -> tuple[list[Facts], list[Finding], list[Facts]]:
+    """The facts of all machines, what is wrong between them, and the links; complete on rank 0.
 
     Raises:
-        UserError: some do not come; the line names them.
+        UserError: some ranks do not come; the line names them.
     """
     import torch.distributed as dist  # noqa: PLC0415 - torch takes seconds
 
@@ -541,24 +533,9 @@ def _meet(topology: Topology) -> _Meeting:
     except RuntimeError as error:
         missing = ", ".join(name.removeprefix("place/") for name in names if not store.check([name]))
         raise UserError(f"within {MEETING_SEC} s these ranks did not come: {missing}; are they started?") from error
-    places = [json.loads(place) for place in store.multi_get(names)]
-    return _Meeting(
-        store=store,
-        rank=topology.rank,
-        places=[(host, local) for host, local, _ in places],
-        on_gpus=all(gpu for _, _, gpu in places),
-    )
-
-
-def _examine_together(
-    options: DoctorOptions, recipe: Recipe | None, topology: Topology
-) -> tuple[list[Facts], list[Finding], list[Facts]]:
-    """The facts of all machines, what is wrong between them, and the links; complete on rank 0.
-
-    Raises:
-        UserError: some ranks do not come; the line names them.
-    """
-    meeting = _meet(topology)
+    came = [json.loads(place) for place in store.multi_get(names)]
+    places, on_gpus = [(host, local) for host, local, _ in came], all(gpu for _, _, gpu in came)
+    meeting = _Meeting(store=store, rank=topology.rank, places=places, on_gpus=on_gpus)
     machines, findings = list[Facts](), list[Finding]()
     if topology.local_rank == 0:
         patience = timedelta(days=1).total_seconds() if options.verify_data else ANSWER_SEC
@@ -640,13 +617,9 @@ def _links(meeting: _Meeting, distances: Sequence[int]) -> list[Facts]:
 
     if meeting.on_gpus:
         torch.cuda.set_device(meeting.places[meeting.rank][1])
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if meeting.on_gpus else "gloo",
-        store=meeting.store,
-        rank=meeting.rank,
-        world_size=len(meeting.places),
-        timeout=timedelta(seconds=ANSWER_SEC),
-    )
+    backend, timeout = "cpu:gloo,cuda:nccl" if meeting.on_gpus else "gloo", timedelta(seconds=ANSWER_SEC)
+    ranks = len(meeting.places)
+    dist.init_process_group(backend, store=meeting.store, rank=meeting.rank, world_size=ranks, timeout=timeout)
     dist.all_reduce(torch.zeros(1, device="cuda" if meeting.on_gpus else "cpu"))  # NCCL connects all ranks here
     hosts, machines = meeting.hosts, len(meeting.hosts)
     width = len(meeting.places) // machines
@@ -679,36 +652,33 @@ def _exchange(ends: tuple[int, int] | None, *, on_gpus: bool) -> dict[str, float
     Collective; a rank without ``ends`` only keeps time with the others.
     """
     import torch  # noqa: PLC0415
+    import torch.distributed as dist  # noqa: PLC0415
 
     from dsgpt.machine.device import gather_objects  # noqa: PLC0415
 
+    def received_sec(out: "Tensor", into: "Tensor") -> float:
+        """Seconds from a common start until the second of ``ends`` has sent ``into``, while the first is sent ``out``.
+
+        With NCCL, until both is done.
+        """
+        dist.all_reduce(torch.zeros(1))
+        if ends is None:
+            return 0.0
+        started = time.perf_counter()
+        works = dist.batch_isend_irecv([dist.P2POp(dist.isend, out, ends[0]), dist.P2POp(dist.irecv, into, ends[1])])
+        works[-1].wait()
+        if on_gpus:
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - started
+        works[0].wait()
+        return seconds
+
     def times(size: int, count: int) -> list[float]:
-        pair = torch.zeros(2, size // 4, device="cuda" if on_gpus else "cpu")
-        return sorted(_received_sec(pair[0], pair[1], ends) for _ in range(count))
+        out, into = torch.zeros(2, size // 4, device="cuda" if on_gpus else "cpu")
+        return sorted(received_sec(out, into) for _ in range(count))
 
     times(4, 2)  # connects
     latency = times(4, PINGS)[PINGS // 2]
     trial = max(gather_objects(times(TRIAL_BYTES, 1)[0]))
     size = min(SENT_BYTES, max(TRIAL_BYTES, int(TRIAL_BYTES * SENT_SEC / trial) // 4 * 4))
     return {"bytes": size, "received_sec": times(size, 2)[0], "latency_sec": latency}
-
-
-def _received_sec(out: "Tensor", into: "Tensor", ends: tuple[int, int] | None) -> float:
-    """Seconds from a common start until the second of ``ends`` has sent ``into``, while the first one is sent ``out``.
-
-    With NCCL, until both is done.
-    """
-    import torch  # noqa: PLC0415
-    import torch.distributed as dist  # noqa: PLC0415
-
-    dist.all_reduce(torch.zeros(1))
-    if ends is None:
-        return 0.0
-    started = time.perf_counter()
-    works = dist.batch_isend_irecv([dist.P2POp(dist.isend, out, ends[0]), dist.P2POp(dist.irecv, into, ends[1])])
-    works[-1].wait()
-    if out.is_cuda:
-        torch.cuda.synchronize()
-    seconds = time.perf_counter() - started
-    works[0].wait()
-    return seconds

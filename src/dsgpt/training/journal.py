@@ -125,17 +125,16 @@ class ConsoleSink(Sink):
     """Logs a line for people; on a terminal, one line that changes replaces the lines of steps.
 
     Args:
-        total_steps: of the run.
-        done: of them, by earlier processes.
-        devices: that train.
-        memory: returns the peak of memory of this rank in bytes, None where it is unknown.
+        config: the run.
+        done: optimizer steps of earlier processes.
     """
 
-    def __init__(self, *, total_steps: int, done: int, devices: int, memory: Callable[[], int | None]) -> None:
-        self._total_steps, self._devices, self._memory = total_steps, devices, memory
+    def __init__(self, config: RunConfig, *, done: int) -> None:
+        self._total_steps, self._devices, self._device = config.total_steps, config.topology.world_size, config.device
         self._figures: list[Field] = []
         self._shown_step = 0
-        self._progress = Progress(total=total_steps, done=done, what="training", unit="step", text=self._live_line)
+        total, text = config.total_steps, self._live_line
+        self._progress = Progress(total=total, done=done, what="training", unit="step", text=text)
 
     def step_taken(self) -> None:
         """Advance the bar."""
@@ -156,7 +155,7 @@ class ConsoleSink(Sink):
         line = lines[-1]
         self._shown_step = line["step"]
         skipped = "  (skipped: fp16 overflow)" if line["skipped"] else ""
-        mfu, memory = line["interval"]["mfu"], self._memory()
+        mfu, memory = line["interval"]["mfu"], peak_bytes(self._device)
         used = "" if mfu is None else f"MFU {mfu:.1%}  "
         speed = line["interval"]["tokens_per_sec"] or line["tokens_per_sec"]
         self._figures = [
@@ -179,9 +178,8 @@ class ConsoleSink(Sink):
     def validation(self, line: Line, *, seconds: float) -> None:
         """Log the loss."""
         where = place(line["step"], self._total_steps)
-        logger.info(
-            f"{where}  validation loss {line['val_loss']:.4f} on {line['val_tokens']:,} tokens in {seconds:.1f} s"
-        )
+        tokens = f"{line['val_tokens']:,} tokens in {seconds:.1f} s"
+        logger.info(f"{where}  validation loss {line['val_loss']:.4f} on {tokens}")
         for name, loss in line.get("val_loss_by_source", {}).items():
             logger.info(f"{where}    {loss:.4f} on {name}")
 
@@ -235,9 +233,8 @@ class Sinks:
                 if self._stops:
                     raise
                 if (what, sink) not in self._refusing:
-                    logger.warning(
-                        f"{reason_of(error)}; the run continues and tries again (--on_save_failure continue)"
-                    )
+                    then = "the run continues and tries again (--on_save_failure continue)"
+                    logger.warning(f"{reason_of(error)}; {then}")
                 self._refusing.add((what, sink))
             else:
                 self._refusing.discard((what, sink))
@@ -259,17 +256,8 @@ def open_sinks(config: RunConfig, *, done: int, trackers: Sequence[Sink] = ()) -
     """
     if not config.topology.is_main:
         return Sinks()
-    sinks = (
-        FileSink(config.run_dir),  # first, so that a line is in the file before it is shown
-        ConsoleSink(
-            total_steps=config.total_steps,
-            done=done,
-            devices=config.topology.world_size,
-            memory=lambda: peak_bytes(config.device),
-        ),
-        *trackers,
-    )
-    return Sinks(sinks, stops=config.options.on_save_failure == "stop")
+    file = FileSink(config.run_dir)  # first, so that a line is in the file before it is shown
+    return Sinks([file, ConsoleSink(config, done=done), *trackers], stops=config.options.on_save_failure == "stop")
 
 
 def place(step: int, total_steps: int) -> str:
@@ -292,8 +280,7 @@ class Segments:
     """
 
     def __init__(self, description: dict[str, Any], *, done: int) -> None:
-        self._description = description
-        self._done = done
+        self._description, self._done = description, done
         several = description and description["hardware"]["local_world_size"] > 1
         self._load = LoadOfOthers(ranks=bool(several)) if description else None
         self._earlier: list[Segment] = []
@@ -335,89 +322,22 @@ class Segments:
         if not covers(self.all, first_step=1, last_step=self.all[-1].last_step):
             segments.append({})
         described = self._description
-        config = {
-            key: _common(value, [segment.get(key) for segment in segments])
-            for key, value in described["training_config"].items()
-            if key in segments[0].keys() - NEVER_CHANGES
-        }
+
+        def common(last: dict[str, Any], each: list[dict[str, Any]]) -> dict[str, Any]:
+            """``last``, the values of the last segment, with None for those that another segment does not have."""
+            return {
+                name: value if all(one.get(name) == value for one in each) else None for name, value in last.items()
+            }
+
+        config, top = described["training_config"], {name: described[name] for name in ("git_commit", "host")}
+        may_change = {name: value for name, value in config.items() if name in segments[0].keys() - NEVER_CHANGES}
+        blocks = ("env", "hardware")
         return {
             **described,
-            **{key: _common(described[key], [each.get(key) for each in segments]) for key in ("git_commit", "host")},
-            **{
-                block: {
-                    key: _common(value, [segment.get(block, {}).get(key) for segment in segments])
-                    for key, value in described[block].items()
-                }
-                for block in ("env", "hardware")
-            },
-            "training_config": described["training_config"] | config,
+            **common(top, segments),
+            **{block: common(described[block], [each.get(block, {}) for each in segments]) for block in blocks},
+            "training_config": config | common(may_change, segments),
         }
-
-
-def _common(value: Any, values: list[Any]) -> Any:
-    """``value``, that of the last segment, if all segments have it, else None."""
-    return value if all(other == value for other in values) else None
-
-
-# The speed of a run for its lines and its record: throughput, its share of the hardware's peak, ranks that wait.
-
-
-class Speed:
-    """Computes the speed of a run; every rank has one.
-
-    Args:
-        config: the run.
-        description: of this process, with its hardware; empty on all ranks but the main one.
-        ranks: all ranks.
-    """
-
-    def __init__(self, config: RunConfig, description: dict[str, Any], *, ranks: HostGroup) -> None:
-        self._config, self._ranks = config, ranks
-        self._calibration: Calibration | None = None
-        if description.get("hardware", {}).get("device") == "cpu" and CALIBRATION.exists():
-            try:
-                self._calibration = read_calibration(CALIBRATION)
-            except UserError:
-                logger.warning(
-                    f"MFU is unknown: {CALIBRATION} cannot be used; write it again with src/plan.py --calibrate"
-                )
-        self._here = self._utilisation_on(description)
-        self._times = RankTimes()
-
-    def interval(self, meter: StepMeter) -> dict[str, Any]:
-        """The figures of the steps since the last call; collective: the ranks are compared."""
-        figures, meter.interval = meter.interval, Figures()
-        own = RankShare(sum(figures.dataload_secs), figures.computing_sec, meter.last_own_loss)
-        ranks = [RankShare(*values) for values in self._ranks.gathered(own)]
-        self._times.add(figures, ranks)
-        return {**interval_figures(figures, ranks=ranks), "mfu": self._here.mfu(throughput(figures))}
-
-    def of_run(self, meter: StepMeter, description: dict[str, Any]) -> dict[str, Any]:
-        """The keys of the summary; those that compare ranks are of the steps of this process that were shown.
-
-        Args:
-            meter: of the run.
-            description: what all segments of the run share: without a common hardware its share is unknown.
-        """
-        use, tokens_per_sec = self._utilisation_on(description), throughput(meter.run)
-        return {
-            "mean_tokens_per_sec_global": tokens_per_sec,
-            "mean_tokens_per_sec_per_device": use.per_device(tokens_per_sec),
-            "flops_per_token": use.flops_per_token,
-            "mfu": use.mfu(tokens_per_sec),
-            **self._times.figures(),
-        }
-
-    def _utilisation_on(self, description: dict[str, Any]) -> Utilisation:
-        config = self._config
-        hardware = description.get("hardware", {})
-        return utilisation(
-            config.model,
-            hardware,
-            seq_length=config.attended_length or config.seq_length,
-            precision=config.precision,
-            calibration=self._calibration,
-        )
 
 
 # The figures of a run, its state for a checkpoint, and its record. Sends every event to the sinks.
@@ -460,12 +380,19 @@ class Journal:
         goodput: Goodput | None = None,
         done: int = 0,
     ) -> None:
-        self._config = config
-        self._sinks = sinks
+        self._config, self._sinks = config, sinks
         self.budget = Budget(config, plan)
         self.peaks = TrainingPeaks(device)
         self.meter = StepMeter(device, tokens_per_step=config.tokens_per_step)
-        self._speed = Speed(config, description, ranks=ranks)
+        self._ranks, self._times = ranks, RankTimes()
+        self._calibration: Calibration | None = None
+        if description.get("hardware", {}).get("device") == "cpu" and CALIBRATION.exists():
+            try:
+                self._calibration = read_calibration(CALIBRATION)
+            except UserError:
+                cure = "write it again with src/plan.py --calibrate"
+                logger.warning(f"MFU is unknown: {CALIBRATION} cannot be used; {cure}")
+        self._here = self._utilisation_on(description)
         self._segments = Segments(description, done=done)
         self._changes: list[dict[str, Any]] = description.get(CHANGES_KEY, [])
         self.on_flush: Callable[[], None] = lambda: None
@@ -544,7 +471,12 @@ class Journal:
         lines = self.meter.flush()
         self.on_flush()
         if due and lines:
-            lines[-1]["interval"] = self._speed.interval(self.meter)
+            figures, self.meter.interval = self.meter.interval, Figures()
+            own = RankShare(sum(figures.dataload_secs), figures.computing_sec, self.meter.last_own_loss)
+            ranks = [RankShare(*values) for values in self._ranks.gathered(own)]
+            self._times.add(figures, ranks)
+            mfu = self._here.mfu(throughput(figures))
+            lines[-1]["interval"] = {**interval_figures(figures, ranks=ranks), "mfu": mfu}
         self._sinks.try_to_send("lines", lambda sink: sink.steps(lines, due=due))
         try:
             require_finite(lines)
@@ -558,10 +490,8 @@ class Journal:
         own = ((line, *result.own_non_finite()) for line, result in enumerate(self.meter.results))
         fault = next((fault for fault in own if fault[2]), (len(lines), math.inf, ""))
         topology = self._config.topology
-        part = topology.stage, topology.tensor_rank, topology.sequence_rank
-        ranks: list[tuple[str, tuple[int, ...], tuple[int, float, str]]] = gather_objects(
-            (socket.gethostname(), part, fault)
-        )
+        own_part = socket.gethostname(), (topology.stage, topology.tensor_rank, topology.sequence_rank)
+        ranks: list[tuple[str, tuple[int, ...], tuple[int, float, str]]] = gather_objects((*own_part, fault))
         line, exchange, what = min(fault for _, _, fault in ranks)
         at_fault = {rank for rank, (_, _, fault) in enumerate(ranks) if fault[:2] == (line, exchange)}
         parts = {ranks[rank][1] for rank in at_fault}
@@ -592,19 +522,14 @@ class Journal:
         val_loss = validation.loss
         self.last_val_loss, self.last_val_step, self._last_validation = val_loss, step, validation
         self._lost_sec["validation"] += seconds
-        line = {
-            "step": step,
-            "val_loss": val_loss,
-            "val_tokens": validation.tokens,
-            **({"val_loss_by_source": validation.by_source} if len(validation.by_source) > 1 else {}),
-            "train_time_sec": self.meter.run.train_sec,
-            "wall_time_sec": self.meter.wall_seconds(),
-        }
+        line: Line = {"step": step, "val_loss": val_loss, "val_tokens": validation.tokens}
+        if len(validation.by_source) > 1:
+            line["val_loss_by_source"] = validation.by_source
+        line |= {"train_time_sec": self.meter.run.train_sec, "wall_time_sec": self.meter.wall_seconds()}
         self._sinks.try_to_send("lines", lambda sink: sink.validation(line, seconds=seconds))
         if not math.isfinite(val_loss):
-            raise NonFiniteError(
-                f"step {step}: the validation loss is {val_loss:g}: training stopped, and this state is not saved"
-            )
+            then = "training stopped, and this state is not saved"
+            raise NonFiniteError(f"step {step}: the validation loss is {val_loss:g}: {then}")
         self.best_val_loss = min(val_loss, self.best_val_loss) if self.best_val_loss is not None else val_loss
         self.write()
 
@@ -676,51 +601,53 @@ class Journal:
 
         Its memory figures are of training: after a save or the end (``peaks`` false) they stay as they were.
         """
-        run = self.meter.run
+        run, config, by_source = self.meter.run, self._config, dict[str, Any]()
+        if isinstance(config.order, MixtureOrder):  # null if other data came in at a resume
+            counts = config.order.consumed(run.steps * config.batch.global_batch_size)
+            names = [source.name for source in config.train.sources]
+            changed = any(change["name"] == "train data" for change in self._changes)
+            by_source["samples_by_source"] = None if changed else dict(zip(names, counts, strict=True))
+        if len(config.val.sources) > 1:  # null if there was no validation since
+            by_source["final_val_loss_by_source"] = self._last_validation and self._last_validation.by_source
         self._note_segment(peaks=peaks)
         self.record.status = status
         self.record.description = self._segments.common_description()
         self.record.plan = self.budget.block()
         compilation, waited = self.meter.compilation_sec, run.data_sec
-        goodput = self._goodput.now(
-            process_sec=self.budget.process_sec,
-            kept_sec=None if run.train_sec is None else max(0.0, run.train_sec - compilation - waited),
-            lost_sec={**self._lost_sec, "compilation": compilation, "data": waited},
-        )
+        kept = None if run.train_sec is None else max(0.0, run.train_sec - compilation - waited)
+        lost = {**self._lost_sec, "compilation": compilation, "data": waited}
+        goodput = self._goodput.now(process_sec=self.budget.process_sec, kept_sec=kept, lost_sec=lost)
         self.record.goodput = {"share": goodput.share, **asdict(goodput)}
         self.record.segments = [asdict(segment) for segment in self._segments.all]
+        # The share of a hardware that not all segments have is unknown. Ranks are compared in steps of this process.
+        use, tokens_per_sec = self._utilisation_on(self.record.description), throughput(run)
         self.record.summary = {
             "total_wall_time_sec": self.meter.wall_seconds(),
             "train_time_sec": run.train_sec,
             "optimizer_steps": run.steps,
-            "tokens_processed_global": run.steps * self._config.tokens_per_step,
+            "tokens_processed_global": run.steps * config.tokens_per_step,
             "final_train_loss": self.meter.last_loss,
             "final_val_loss": self.last_val_loss,
             "best_val_loss": self.best_val_loss,
-            **self._by_source(),
+            **by_source,
             "failed_saves": self.failed_saves,
-            **self._speed.of_run(self.meter, self.record.description),
+            "mean_tokens_per_sec_global": tokens_per_sec,
+            "mean_tokens_per_sec_per_device": use.per_device(tokens_per_sec),
+            "flops_per_token": use.flops_per_token,
+            "mfu": use.mfu(tokens_per_sec),
+            **self._times.figures(),
             "communication_share": self._communication_share,
             "gpu_use": self.gpu_use,
             **self._segments.peaks(),
             "predicted_peak_memory": self._predicted,
         }
 
-    def _by_source(self) -> dict[str, Any]:
-        """Samples that the run took from each source, and the last loss on each; nothing for a single source.
-
-        Null if other data came in at a resume, or there was no validation since.
-        """
-        config, order = self._config, self._config.order
-        figures: dict[str, Any] = {}
-        if isinstance(order, MixtureOrder):
-            counts = order.consumed(self.meter.run.steps * config.batch.global_batch_size)
-            names = [source.name for source in config.train.sources]
-            changed = any(change["name"] == "train data" for change in self._changes)
-            figures["samples_by_source"] = None if changed else dict(zip(names, counts, strict=True))
-        if len(config.val.sources) > 1:
-            figures["final_val_loss_by_source"] = self._last_validation and self._last_validation.by_source
-        return figures
+    def _utilisation_on(self, description: dict[str, Any]) -> Utilisation:
+        config, hardware = self._config, description.get("hardware", {})
+        length, precision = config.attended_length or config.seq_length, config.precision
+        return utilisation(
+            config.model, hardware, seq_length=length, precision=precision, calibration=self._calibration
+        )
 
     def _note_segment(self, *, peaks: bool = True) -> None:
         """Update the segment of this process; without ``peaks``, its memory figures stay as they were."""

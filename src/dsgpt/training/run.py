@@ -32,7 +32,7 @@ from dsgpt.data.index import changed_sources
 from dsgpt.machine.console import LogFile, Progress
 from dsgpt.machine.device import TIMEOUT, HostGroup, barrier, bring_up, from_main, gather_objects, joined
 from dsgpt.machine.launcher import Interruption
-from dsgpt.machine.peers import SLOW_STEPS, Peers, RankStatus
+from dsgpt.machine.peers import SLOW_STEPS, Peers
 from dsgpt.machine.spot import SpotWatch
 from dsgpt.machine.topology import Topology
 from dsgpt.model.gpt2 import parameter_shapes
@@ -44,7 +44,7 @@ from dsgpt.training import run_description, run_folder
 from dsgpt.training.budget import TrainingPlan, notify, read_plan
 from dsgpt.training.command import complain_of
 from dsgpt.training.journal import Journal, open_sinks
-from dsgpt.training.saving import Saver, about_run
+from dsgpt.training.saving import Saver
 from dsgpt.training.status import PATIENCE_SEC, RunLock, is_guarded, refuse_if_locked
 from dsgpt.training.trackers import open_trackers
 from dsgpt.training.trainer import Trainer
@@ -132,14 +132,12 @@ def prepare(config: RunConfig, lock: RunLock, peers: Peers) -> Prepared:
     if save_to:
         begins = start.checkpoint is None and not config.options.overwrite and not store.was_overwritten(run_dir)
         check_place(save_to, begins=begins, writes=not config.options.dry_run)
-    earlier, doubt = _earlier_record(run_dir) if resumes else (run_folder.EarlierRecord(), "")
-    goodput = Goodput()
+    earlier, doubt, goodput = run_folder.EarlierRecord(), "", Goodput()
     if resumes and (run_dir / RECORD_FILE).exists():
-        goodput = (earlier.goodput or Goodput.unknown()).after_loss(
-            run_dir / STEPS_FILE,
-            kept_step=read_run_state(start.checkpoint).step if start.checkpoint else 0,
-            wall_sec=earlier.summary.total_wall_time_sec,
-        )
+        earlier, doubt = _earlier_record(run_dir)
+        before, wall_sec = earlier.goodput or Goodput.unknown(), earlier.summary.total_wall_time_sec
+        kept_step = read_run_state(start.checkpoint).step if start.checkpoint else 0
+        goodput = before.after_loss(run_dir / STEPS_FILE, kept_step=kept_step, wall_sec=wall_sec)
     plan, unlike = read_plan(config, problems), ""
     if plan is not None and plan.machine.devices != config.topology.world_size:
         unlike = f"plan        was made for {counted(plan.machine.devices, 'device')}: steps are not compared with it"
@@ -187,12 +185,9 @@ def open_run_folder(config: RunConfig, prepared: Prepared, *, lock: RunLock, log
             if config.options.save_to and start.checkpoint is None:
                 clear_place(config.options.save_to)  # first: a resume must not bring back what was overwritten here
             run_folder.clear_run_folder(run_dir, start)
+            resumed = start.checkpoint.name if start.checkpoint is not None else None
             description = run_description.describe_run(
-                config,
-                hashes=prepared.hashes,
-                resumed_from=start.checkpoint.name if start.checkpoint is not None else None,
-                changes=start.changes,
-                run_id=start.run_id,
+                config, hashes=prepared.hashes, resumed_from=resumed, changes=start.changes, run_id=start.run_id
             )
             if not run_folder.is_ours(run_dir / run_folder.CONFIG_FILE):  # a resumed run keeps its own
                 options = {name: str(at) if isinstance(at, Path) else at for name, at in asdict(config.options).items()}
@@ -269,10 +264,8 @@ def require_shared(folder: Path, topology: Topology) -> None:
         while not mark.exists() and time.monotonic() < deadline:
             time.sleep(0.05)
         if not mark.exists():
-            problem = (
-                f"--checkpoint_path {folder}: {socket.gethostname()} does not see what rank 0 writes there: name a "
-                "folder that all machines share"
-            )
+            what = f"{socket.gethostname()} does not see what rank 0 writes there"
+            problem = f"--checkpoint_path {folder}: {what}: name a folder that all machines share"
     problems = [line for line in gather_objects(problem) if line]
     if topology.is_main:
         mark.unlink(missing_ok=True)
@@ -335,13 +328,7 @@ def _end_after_lost_rank(config: RunConfig, journal: Journal | None, log: LogFil
 
 
 def _train(
-    config: RunConfig,
-    own: Prepared | None,
-    interruption: Interruption,
-    peers: Peers,
-    *,
-    lock: RunLock,
-    log: LogFile,
+    config: RunConfig, own: Prepared | None, interruption: Interruption, peers: Peers, *, lock: RunLock, log: LogFile
 ) -> None:
     device = bring_up(config.device, local_rank=config.topology.local_rank, threads=config.threads_per_device)
     peers.help(functools.partial(run_folder.damage_in, config))
@@ -361,9 +348,8 @@ def _train(
             done, steps_file = state.step if state else 0, config.run_dir / STEPS_FILE
             if state is not None:
                 if config.topology.is_main and (damaged := drop_steps_after(steps_file, done)):
-                    logger.warning(
-                        f"{steps_file}: damaged lines dropped: {len(damaged)}, the first was line {damaged[0]}"
-                    )
+                    first = f"the first was line {damaged[0]}"
+                    logger.warning(f"{steps_file}: damaged lines dropped: {len(damaged)}, {first}")
                 barrier()
             trackers = open_trackers(config, description=description, done=done)
             journal = Journal(
@@ -379,8 +365,19 @@ def _train(
             if state is not None:
                 journal.resume(state, steps_file, earlier=prepared.earlier)
             peers.on_lost_rank = functools.partial(_end_after_lost_rank, config, journal, log)
-            peers.on_slow_rank = _warn_of_slow_rank
-            about = about_run(config, settings=prepared.settings, description=description) if description else {}
+            peers.on_slow_rank = lambda rank, status, usual: logger.warning(
+                f"rank {rank} on {status.host} is slow: it computes and reads data for {status.own_sec:.3g} s a step, "
+                f"its peers for {usual:.3g} s (medians of {SLOW_STEPS} steps)"
+            )
+            about = {  # the fields of every checkpoint's manifest about the run
+                "strategy": config.strategy_name,
+                "topology": asdict(config.topology),
+                "device": config.device,
+                "versions": description.get("env"),
+                "precision": config.precision,
+                "run_id": description.get("run_id"),
+                "fixed": prepared.settings,
+            }
             Trainer(
                 config=config,
                 device=device,
@@ -392,13 +389,6 @@ def _train(
                 peers=peers,
                 done=done,
             ).run()
-
-
-def _warn_of_slow_rank(rank: int, status: RankStatus, usual: float) -> None:
-    logger.warning(
-        f"rank {rank} on {status.host} is slow: it computes and reads data for {status.own_sec:.3g} s a step, its "
-        f"peers for {usual:.3g} s (medians of {SLOW_STEPS} steps)"
-    )
 
 
 def _build(config: RunConfig, start: run_folder.ResumePoint, *, device: torch.device) -> Strategy:

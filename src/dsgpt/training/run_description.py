@@ -194,8 +194,13 @@ def plan_lines(config: RunConfig) -> list[str]:
             f"{predicted['worst']['total'] / 1e6:,.1f} MB at the peak of a step, with activations and buffers; "
             f"each step a rank sends {sent / 1e6:,.1f} MB"
         )
-    per_epoch = config.order.steps_per_epoch
-    clipping = config.recipe.gradient_clipping
+    samples, sizes = config.total_steps * batch.global_batch_size, config.train.windows(config.seq_length)
+    mixture = [
+        f"mixture     {share:.2%} {name}: {samples * share / windows:.3g} epochs of {windows:,} windows"
+        for (name, share), windows in zip(config.train.shares().items(), sizes, strict=True)
+        if len(sizes) > 1
+    ]
+    per_epoch, clipping = config.order.steps_per_epoch, config.recipe.gradient_clipping
     return [
         f"strategy    {config.strategy_name} ({config.recipe.path}), started by {topology.launcher}",
         f"topology    {topology.world_size} x {config.device}{threads}, {split}; precision {config.precision}",
@@ -209,7 +214,7 @@ def plan_lines(config: RunConfig) -> list[str]:
         f"gradient clipping {f'at {clipping:g}' if clipping else 'off'}",
         f"data        {config.train.tokens:,} tokens in {config.order.windows:,} windows of {config.seq_length}, "
         f"validation on {config.val_windows:,} windows",
-        *_mixture_lines(config),
+        *mixture,
         f"length      {config.total_steps:,} optimizer steps of {config.tokens_per_step:,} tokens "
         f"({config.total_steps / per_epoch:.2f} epochs of {per_epoch:,} steps)",
         f"state       {state}",
@@ -217,17 +222,6 @@ def plan_lines(config: RunConfig) -> list[str]:
         *([f"tracking    {', '.join(dict.fromkeys(config.options.track))}"] if config.options.track else []),
         *([f"start       from the weights of {config.init_from.given}"] if config.init_from else []),
         *(f"note        {notice}" for notice in config.notices),
-    ]
-
-
-def _mixture_lines(config: RunConfig) -> list[str]:
-    """A line for each source of a mixture: its share, and how often the run reads it."""
-    if len(config.train.sources) == 1:
-        return []
-    samples, sizes = config.total_steps * config.batch.global_batch_size, config.train.windows(config.seq_length)
-    return [
-        f"mixture     {share:.2%} {name}: {samples * share / windows:.3g} epochs of {windows:,} windows"
-        for (name, share), windows in zip(config.train.shares().items(), sizes, strict=True)
     ]
 
 
@@ -276,6 +270,13 @@ def describe_run(
         changes: what changed at resumes.
         run_id: that of the run to resume; None for a new run.
     """
+    options, recipe, batch = config.options, config.recipe, config.batch
+    optimized, zero = config.run_type == "optimized", recipe.zero_optimization
+    loss_scaling: dict[str, Any] = {"type": "none"}
+    if config.precision == "fp16":  # a fixed scale disables the keys of dynamic scaling
+        rules = asdict(recipe.loss_scaling)
+        fixed = rules.pop("loss_scale")
+        loss_scaling = {"type": "fixed", "loss_scale": fixed} if fixed else {"type": "dynamic", **rules}
     return {
         "run_id": run_id or uuid.uuid4().hex,
         "timestamp_utc": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -293,7 +294,51 @@ def describe_run(
             "launcher": config.topology.launcher,
         },
         "data": {**_data_facts(config.train, "train", hashes), **_data_facts(config.val, "val", hashes)},
-        "training_config": _training_config(config, hashes),
+        "training_config": {
+            "run_type": config.run_type,
+            "strategy": config.strategy_name,
+            "model_name": "gpt2",
+            "model_size": config.model_size,
+            "model": config.model.as_dict(),
+            "parameters": config.model.parameter_count(),
+            "init_from": {"source": config.init_from.given, "sha256": hashes["initial weights"]}
+            if config.init_from
+            else None,
+            "seq_len": config.seq_length,
+            "epochs": config.epochs,
+            "max_train_steps": options.max_train_steps,
+            "total_steps": config.total_steps,
+            "steps_per_epoch": config.order.steps_per_epoch,
+            "val_windows": config.val_windows,
+            "micro_batch_size_per_gpu": batch.micro_batch_size,
+            "grad_accum_steps": batch.gradient_accumulation_steps,
+            "global_batch_size": batch.global_batch_size,
+            "lr": recipe.optimizer.lr,
+            "optimizer": recipe.optimizer.type,
+            "optimizer_params": asdict(recipe.optimizer),
+            "scheduler": asdict(recipe.scheduler) if recipe.scheduler else {"type": "constant"},
+            "gradient_clipping": recipe.gradient_clipping,
+            "precision": config.precision,
+            "loss_scaling": loss_scaling,
+            "quantized_weights": optimized and zero.zero_quantized_weights,
+            "quantized_gradients": optimized and zero.zero_quantized_gradients,
+            "zero_stage": recipe.zero_stage if optimized else None,
+            "deepspeed_enabled": optimized,
+            "data_parallel_size": batch.data_parallel_size,
+            "tensor_parallel_size": config.topology.sizes.tensor,
+            "pipeline_parallel_size": config.topology.sizes.pipeline,
+            "sequence_parallel_size": config.topology.sizes.sequence,
+            "offload_optimizer": recipe.offload_optimizer if optimized else None,
+            "offload_param": recipe.offload_param if optimized else None,
+            "seed": options.seed,
+            "mask_documents": options.mask_documents,
+            "attended_length": config.attended_length,
+            "eval_every": options.eval_every,
+            "compile": options.compile,
+            "pad_logits": options.pad_logits,
+            "cuda_graphs": options.cuda_graphs,
+            "activation_checkpointing": config.activation_checkpointing,
+        },
         "deepspeed_config": {
             "path": str(config.recipe.path),
             "sha256": config.recipe.sha256,
@@ -327,61 +372,6 @@ def _data_facts(data: DataSet, name: str, hashes: Mapping[str, str | None]) -> d
             for source in data.sources
         ]
     return {f"{name}_{key}": value for key, value in facts.items()}
-
-
-def _training_config(config: RunConfig, hashes: dict[str, str | None]) -> dict[str, Any]:
-    options, recipe, batch = config.options, config.recipe, config.batch
-    optimized, zero = config.run_type == "optimized", recipe.zero_optimization
-    loss_scaling: dict[str, Any] = {"type": "none"}
-    if config.precision == "fp16":  # a fixed scale disables the keys of dynamic scaling
-        rules = asdict(recipe.loss_scaling)
-        fixed = rules.pop("loss_scale")
-        loss_scaling = {"type": "fixed", "loss_scale": fixed} if fixed else {"type": "dynamic", **rules}
-    return {
-        "run_type": config.run_type,
-        "strategy": config.strategy_name,
-        "model_name": "gpt2",
-        "model_size": config.model_size,
-        "model": config.model.as_dict(),
-        "parameters": config.model.parameter_count(),
-        "init_from": {"source": config.init_from.given, "sha256": hashes["initial weights"]}
-        if config.init_from
-        else None,
-        "seq_len": config.seq_length,
-        "epochs": config.epochs,
-        "max_train_steps": options.max_train_steps,
-        "total_steps": config.total_steps,
-        "steps_per_epoch": config.order.steps_per_epoch,
-        "val_windows": config.val_windows,
-        "micro_batch_size_per_gpu": batch.micro_batch_size,
-        "grad_accum_steps": batch.gradient_accumulation_steps,
-        "global_batch_size": batch.global_batch_size,
-        "lr": recipe.optimizer.lr,
-        "optimizer": recipe.optimizer.type,
-        "optimizer_params": asdict(recipe.optimizer),
-        "scheduler": asdict(recipe.scheduler) if recipe.scheduler else {"type": "constant"},
-        "gradient_clipping": recipe.gradient_clipping,
-        "precision": config.precision,
-        "loss_scaling": loss_scaling,
-        "quantized_weights": optimized and zero.zero_quantized_weights,
-        "quantized_gradients": optimized and zero.zero_quantized_gradients,
-        "zero_stage": recipe.zero_stage if optimized else None,
-        "deepspeed_enabled": optimized,
-        "data_parallel_size": batch.data_parallel_size,
-        "tensor_parallel_size": config.topology.sizes.tensor,
-        "pipeline_parallel_size": config.topology.sizes.pipeline,
-        "sequence_parallel_size": config.topology.sizes.sequence,
-        "offload_optimizer": recipe.offload_optimizer if optimized else None,
-        "offload_param": recipe.offload_param if optimized else None,
-        "seed": options.seed,
-        "mask_documents": options.mask_documents,
-        "attended_length": config.attended_length,
-        "eval_every": options.eval_every,
-        "compile": options.compile,
-        "pad_logits": options.pad_logits,
-        "cuda_graphs": options.cuda_graphs,
-        "activation_checkpointing": config.activation_checkpointing,
-    }
 
 
 def facts_to_match(config: RunConfig, *, hashes: Mapping[str, str | None]) -> dict[str, str]:

@@ -119,10 +119,8 @@ def why_nothing_was_saved(run_dir: Path) -> str:
         if named := named_by(run_dir / name):
             why = f"{name} names {named}, which does not exist"
     if why:
-        raise UserError(
-            f"--resume: {run_dir} holds a run but none of its checkpoints: {why}: bring them back (were they moved, or "
-            "is their disk not mounted?), or start again with --overwrite"
-        ) from cause
+        cure = "bring them back (were they moved, or is their disk not mounted?), or start again with --overwrite"
+        raise UserError(f"--resume: {run_dir} holds a run but none of its checkpoints: {why}: {cure}") from cause
     return f"{run_dir} holds no checkpoint yet"
 
 
@@ -203,11 +201,8 @@ def plan_resume(
         missing = [f"--resume: {named}; continuing from the newest one that does"]
     changes = _compare(config, manifest.fixed, settings, made="the checkpoint", problems=problems)
     if state.step > config.total_steps:
-        problems.add(
-            f"--resume: {checkpoint} is at step {state.step}, but this run ends after step {config.total_steps}: "
-            "raise --max_train_steps or --epochs",
-            differs=True,
-        )
+        end = f"this run ends after step {config.total_steps}: raise --max_train_steps or --epochs"
+        problems.add(f"--resume: {checkpoint} is at step {state.step}, but {end}", differs=True)
     validates_anew = any(one["name"] in store.VALIDATED_ON for one in changes)
     return ResumePoint(
         checkpoint=checkpoint,
@@ -266,16 +261,12 @@ def _newest_whole(run_dir: Path, damage: Callable[[str], str]) -> tuple[Path | N
         if not (reason := damage(checkpoint.name)):
             return checkpoint, refused
         refused.append((checkpoint, reason))
+    cure = "restore one, or start again with --overwrite"
     if refused:
-        raise UserError(
-            f"--resume: no checkpoint in {run_dir} is intact: restore one, or start again with --overwrite",
-            *(f"--resume: {path.name} is refused: {reason}" for path, reason in refused),
-        )
-    if damaged := store.marked_damaged(run_dir):
-        raise UserError(
-            f"--resume: {run_dir} holds only damaged checkpoints ({', '.join(path.name for path in damaged)}): "
-            "restore one, or start again with --overwrite"
-        )
+        lines = (f"--resume: {path.name} is refused: {reason}" for path, reason in refused)
+        raise UserError(f"--resume: no checkpoint in {run_dir} is intact: {cure}", *lines)
+    if damaged := ", ".join(path.name for path in store.marked_damaged(run_dir)):
+        raise UserError(f"--resume: {run_dir} holds only damaged checkpoints ({damaged}): {cure}")
     return None, refused
 
 
@@ -285,33 +276,23 @@ def damage_in(config: RunConfig, name: str, rank: int = 0, ranks: int = 1) -> st
     Each file is hashed by one of them: pieces and random states by the rank of their number, which will read them if
     the ranks are as many as before; the others in turn.
     """
+    checkpoint, device = config.run_dir / name, config.device
     try:
-        _require_whole(config.run_dir / name, config, rank, ranks)
+        turns = {file: turn for turn, file in enumerate(parse_manifest(checkpoint).files)}
+        turns |= {file: int(number[1]) for file in turns if (number := _NUMBERED.search(file))}
+        manifest = read_manifest(checkpoint, only=lambda file: turns[file] % ranks == rank)
+        require_resumable(checkpoint, manifest)
+        require_files(checkpoint, manifest, (*state_files(checkpoint), store.MODEL, COUNTERS, STATE_FILE))
+        step = read_run_state(checkpoint).step
+        if (name, manifest.step) != (store.folder_name(step), step):
+            differ = f"its {STATE_FILE} is of step {step} and its manifest of step {manifest.step}"
+            return f"{checkpoint}: {differ}: a file or the folder was renamed"
+        StateReader(checkpoint).check(rank, ranks)
+        if rank == 0 and _has_same_ranks(config, manifest):
+            check_random_states(checkpoint, named=manifest.files, ranks=config.topology.world_size, device=device)
     except UserError as error:
         return str(error)
     return ""
-
-
-def _require_whole(checkpoint: Path, config: RunConfig, rank: int, ranks: int) -> None:
-    """Verify the files of a checkpoint that a resume reads, as in ``damage_in``.
-
-    Raises:
-        UserError: a file is missing, damaged, not named in the manifest, or has unusable contents.
-    """
-    turns = {name: turn for turn, name in enumerate(parse_manifest(checkpoint).files)}
-    turns |= {name: int(number[1]) for name in turns if (number := _NUMBERED.search(name))}
-    manifest = read_manifest(checkpoint, only=lambda name: turns[name] % ranks == rank)
-    require_resumable(checkpoint, manifest)
-    require_files(checkpoint, manifest, (*state_files(checkpoint), store.MODEL, COUNTERS, STATE_FILE))
-    state = read_run_state(checkpoint)
-    if (checkpoint.name, manifest.step) != (store.folder_name(state.step), state.step):
-        raise UserError(
-            f"{checkpoint}: its {STATE_FILE} is of step {state.step} and its manifest of step {manifest.step}: a "
-            "file or the folder was renamed"
-        )
-    StateReader(checkpoint).check(rank, ranks)
-    if rank == 0 and _has_same_ranks(config, manifest):
-        check_random_states(checkpoint, named=manifest.files, ranks=config.topology.world_size, device=config.device)
 
 
 def _compare(
@@ -329,11 +310,9 @@ def _compare(
         group = next((group for group, names in CHANGEABLE.items() if name in names), None)
         way_out = f"add --allow_changed {group} to continue with the change, " if group else ""
         now, then = clipped(value, width=400), clipped(before, width=400)
-        problems.add(
-            f"--resume: {name} is {now} but {made} in {config.run_dir} was made with {then}: {way_out}repeat the "
-            "original command, or start a new run in another folder",
-            differs=True,
-        )
+        cure = f"{way_out}repeat the original command, or start a new run in another folder"
+        line = f"--resume: {name} is {now} but {made} in {config.run_dir} was made with {then}: {cure}"
+        problems.add(line, differs=True)
     return changes
 
 
@@ -368,33 +347,32 @@ def holds_run_to_resume(config: RunConfig, problems: Problems) -> bool:
         problems: receives what prevents the run from starting in the folder.
     """
     run_dir, options = config.run_dir, config.options
-    _check_writable(run_dir, problems)
+    place = next(folder for folder in (run_dir, *run_dir.parents, Path()) if folder.exists())
+    if not place.is_dir():
+        problems.add(f"--checkpoint_path {run_dir}: {place} is a file, not a folder: name another folder")
+    elif not os.access(place, os.R_OK | os.W_OK | os.X_OK):
+        problems.add(f"--checkpoint_path {run_dir}: no permission to read and write in {place}: name another folder")
     if not run_dir.is_dir() or not os.access(run_dir, os.R_OK | os.X_OK):
         return False
     existing = _existing(run_dir)
     if foreign := _foreign(run_dir, existing):
-        problems.add(
-            f"--checkpoint_path {run_dir}: holds a {foreign.name} that this program did not write: name another folder"
-        )
+        what = f"holds a {foreign.name} that this program did not write"
+        problems.add(f"--checkpoint_path {run_dir}: {what}: name another folder")
         return False
     if not existing or options.overwrite:
         return False
     if not options.resume:
         proof = _proof(run_dir)
         assert proof is not None  # else what exists is foreign
-        problems.add(
-            f"--checkpoint_path {run_dir}: holds a run already ({proof.name}): add --resume to continue "
-            "it, --overwrite to delete it, or name another folder"
-        )
+        cure = "add --resume to continue it, --overwrite to delete it, or name another folder"
+        problems.add(f"--checkpoint_path {run_dir}: holds a run already ({proof.name}): {cure}")
         return False
     trackers = run_dir / TRACKERS_FOLDER
     inside = sorted(trackers.glob("*")) if is_tracker_folder(trackers) else []
     links = [path.relative_to(run_dir) for path in (*existing, *inside) if path.is_symlink()]
+    cure = "replace it by a copy of its target (cp -rL), or remove it"
     for name in links:
-        problems.add(
-            f"--resume: {run_dir / name} is a link, and links inside a run folder are not followed: replace it "
-            "by a copy of its target (cp -rL), or remove it"
-        )
+        problems.add(f"--resume: {run_dir / name} is a link, and links inside a run folder are not followed: {cure}")
     return not links
 
 
@@ -412,9 +390,8 @@ def make_run_folder(run_dir: Path) -> None:
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(
-            f"--checkpoint_path {run_dir}: cannot be made ({error.strerror}): name another folder"
-        ) from error
+        line = f"--checkpoint_path {run_dir}: cannot be made ({error.strerror}): name another folder"
+        raise UserError(line) from error
 
 
 def clear_run_folder(run_dir: Path, start: ResumePoint) -> None:
@@ -493,13 +470,3 @@ def is_ours(path: Path) -> bool:
         return is_regular_file(path) and read_object(path, max_bytes=MAX_RECORD_BYTES).keys() >= _OWN_KEYS[path.name]
     except JsonError:
         return False
-
-
-def _check_writable(run_dir: Path, problems: Problems) -> None:
-    place = run_dir
-    while not place.exists() and place != place.parent:
-        place = place.parent
-    if not place.is_dir():
-        problems.add(f"--checkpoint_path {run_dir}: {place} is a file, not a folder: name another folder")
-    elif not os.access(place, os.R_OK | os.W_OK | os.X_OK):
-        problems.add(f"--checkpoint_path {run_dir}: no permission to read and write in {place}: name another folder")

@@ -11,8 +11,8 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -43,86 +43,10 @@ _CONTINUES = "the run continues (--on_save_failure continue)"
 class Contents:
     """Contents of a checkpoint besides tensors, as they were when the save began."""
 
-    config: RunConfig
     folder: Path
     """The folder it is written in before it is published."""
     state: RunState
-    about: dict[str, Any]
-    """The manifest's fields about the run; see ``about_run``."""
     counters: states.Counters
-    needed: Callable[[], Collection[Path]]
-    """Returns the checkpoints that retention must leave."""
-
-    def remove(self) -> None:
-        """Remove the attempt; main rank only."""
-        # What prevented the save may prevent this too; then the next start removes the folder.
-        with contextlib.suppress(OSError):
-            remove(self.folder)
-
-    def write(self, shards: Callable[[], states.Shards], ranks: HostGroup) -> list[states.Written]:
-        """Add every rank's part of the state of training; collective among ``ranks``.
-
-        Returns:
-            All parts on the main rank; on another its own.
-
-        Raises:
-            SaveError: on every rank, if one of them failed.
-            NonFiniteError: on every rank: the last update made weights NaN or infinite, and no loss shows it yet.
-        """
-        place = self.config.topology
-        parts = _together(
-            ranks, lambda: states.write_shards(self.folder, shards(), rank=place.rank, ranks=place.world_size)
-        )
-        if names := list(dict.fromkeys(itertools.chain(*ranks.objects(parts[0].non_finite)))):
-            raise NonFiniteError(
-                f"step {self.state.step}: {', '.join(names[:3])} became NaN or infinite: training stopped, and this "
-                "state is not saved; lower the learning rate or lengthen the warm-up"
-            )
-        return parts
-
-    def complete(self, parts: list[states.Written]) -> int:
-        """Add the remaining files to the ``parts`` of all ranks, and publish; main rank only.
-
-        Returns:
-            The bytes of the checkpoint.
-
-        Raises:
-            OSError: the file system refuses.
-            ValueError: the parts are not the whole state.
-        """
-        config = self.config
-        shapes = parameter_shapes(config.model)
-        written = states.complete_state(self.folder, parts, self.counters, shapes=shapes)
-        write_json_atomic(self.folder / store.MODEL, config.model.as_dict())
-        tokenizer, _ = data_tokenizer(config.train.files[0])
-        if tokenizer is not None:  # training itself needs none
-            copy_tokenizer(tokenizer, self.folder / store.TOKENIZER)
-        final = store.publish(config.run_dir, self.folder, state=self.state, about=self.about, written=written)
-        try:
-            store.keep_newest(config.run_dir, count=config.options.keep_checkpoints, needed=self.needed())
-        except OSError as error:
-            reason = states.reason_of(error)
-            logger.warning(f"{final.name} is saved, but the older ones could not be tidied up: {reason}")
-        return parse_manifest(final).size
-
-
-def about_run(config: RunConfig, *, settings: dict[str, Any], description: dict[str, Any]) -> dict[str, Any]:
-    """The fields of every checkpoint's manifest about the run.
-
-    Args:
-        config: the run.
-        settings: those that a resumed run must match.
-        description: of the run, as its record has it.
-    """
-    return {
-        "strategy": config.strategy_name,
-        "topology": asdict(config.topology),
-        "device": config.device,
-        "versions": description["env"],
-        "precision": config.precision,
-        "run_id": description["run_id"],
-        "fixed": settings,
-    }
 
 
 def _together(ranks: HostGroup, action: Callable[[], T]) -> list[T]:
@@ -151,16 +75,6 @@ def _reason(error: BaseException) -> str:
         return states.reason_of(error)
     print_traceback()
     return f"{type(error).__name__}: {error}"
-
-
-@contextlib.contextmanager
-def _removed_after_failure(contents: Contents) -> Iterator[None]:
-    try:
-        yield
-    except (SaveError, NonFiniteError):
-        if contents.config.topology.is_main:
-            contents.remove()
-        raise
 
 
 @dataclass(kw_only=True)
@@ -223,52 +137,90 @@ class Saver:
         started = time.perf_counter()
         if self._begun is not None:
             self._collect(self._begun, superseded=needed)
+        state = copy.deepcopy(self.journal.state(step))  # the run appends to its lists while a thread writes
+        folder = store.partial_folder(self.config.run_dir, step)
+        contents = Contents(folder=folder, state=state, counters=self.strategy.counters())
         try:
-            contents = self._open(self.journal.state(step))
-            with _removed_after_failure(contents):
-                if self.config.options.save_mode == "async" and not needed:
-                    self._begin(contents, started=started)
-                else:
-                    size = self._write(contents)
-                    seconds = time.perf_counter() - started
-                    save = Save(step=step, mode="sync", save_stall_sec=seconds, save_total_sec=seconds, bytes=size)
-                    self._note(save)
-        except SaveError as error:
+            self._open(contents)
+            if self.config.options.save_mode == "async" and not needed:
+                self._begin(contents, started=started)
+            else:  # tensor by tensor
+                parts = self._write(contents, self.strategy.shards, self.ranks)
+                size = _together(self.ranks, lambda: self._complete(contents, parts) if self._is_main else 0)[0]
+                seconds = time.perf_counter() - started
+                self._note(Save(step=step, mode="sync", save_stall_sec=seconds, save_total_sec=seconds, bytes=size))
+        except (SaveError, NonFiniteError) as error:
+            if self._is_main:
+                self._remove(contents)
+            if isinstance(error, NonFiniteError):
+                raise
             self._failed(step, error, stops=needed or self._stops, then=_CONTINUES)
         self.journal.peaks.reset()  # what a save allocates is not for training
         self._write_saves()
 
-    def _open(self, state: RunState) -> Contents:
+    def _open(self, contents: Contents) -> None:
         """Make the folder and write every rank's random state into it; collective."""
         run_dir, rank = self.config.run_dir, self.config.topology.rank
-        folder = store.partial_folder(run_dir, state.step)
 
         def make_folder() -> None:
             self.journal.before_save()
             if self._is_main:
-                store.begin(run_dir, state.step)
+                store.begin(run_dir, contents.state.step)
                 # Before the first byte: the checkpoint will be about as large as the last one.
                 earlier = store.checkpoints(run_dir)
                 with contextlib.suppress(UserError):  # the size of the last one is unknown
                     states.require_room(run_dir, parse_manifest(earlier[0]).size if earlier else 0)
 
-        contents = Contents(
-            config=self.config,
-            folder=folder,
-            state=copy.deepcopy(state),  # the run appends to its lists while a thread writes
-            about=self.about,
-            counters=self.strategy.counters(),
-            needed=self._second.needed if self._second else tuple,
-        )
-        with _removed_after_failure(contents):
-            _together(self.ranks, make_folder)
-            _together(self.ranks, lambda: states.save_random_state(folder, rank=rank, device=self.device))
-        return contents
+        _together(self.ranks, make_folder)
+        _together(self.ranks, lambda: states.save_random_state(contents.folder, rank=rank, device=self.device))
 
-    def _write(self, contents: Contents) -> int:
-        """Write the state of training tensor by tensor, and publish; collective. Returns the checkpoint's bytes."""
-        parts = contents.write(self.strategy.shards, self.ranks)
-        return _together(self.ranks, lambda: contents.complete(parts) if self._is_main else 0)[0]
+    def _remove(self, contents: Contents) -> None:
+        """Remove the attempt; main rank only."""
+        # What prevented the save may prevent this too; then the next start removes the folder.
+        with contextlib.suppress(OSError):
+            remove(contents.folder)
+
+    def _write(self, contents: Contents, shards: Callable[[], states.Shards], ranks: HostGroup) -> list[states.Written]:
+        """Add every rank's part of the state of training; collective among ``ranks``.
+
+        Returns:
+            All parts on the main rank; on another its own.
+
+        Raises:
+            SaveError: on every rank, if one of them failed.
+            NonFiniteError: on every rank: the last update made weights NaN or infinite, and no loss shows it yet.
+        """
+        rank, world, folder = self.config.topology.rank, self.config.topology.world_size, contents.folder
+        parts = _together(ranks, lambda: states.write_shards(folder, shards(), rank=rank, ranks=world))
+        if names := list(dict.fromkeys(itertools.chain(*ranks.objects(parts[0].non_finite)))):
+            cure = "training stopped, and this state is not saved; lower the learning rate or lengthen the warm-up"
+            raise NonFiniteError(f"step {contents.state.step}: {', '.join(names[:3])} became NaN or infinite: {cure}")
+        return parts
+
+    def _complete(self, contents: Contents, parts: list[states.Written]) -> int:
+        """Add the remaining files to the ``parts`` of all ranks, and publish; main rank only.
+
+        Returns:
+            The bytes of the checkpoint.
+
+        Raises:
+            OSError: the file system refuses.
+            ValueError: the parts are not the whole state.
+        """
+        config, folder, shapes = self.config, contents.folder, parameter_shapes(self.config.model)
+        written = states.complete_state(folder, parts, contents.counters, shapes=shapes)
+        write_json_atomic(folder / store.MODEL, config.model.as_dict())
+        tokenizer, _ = data_tokenizer(config.train.files[0])
+        if tokenizer is not None:  # training itself needs none
+            copy_tokenizer(tokenizer, folder / store.TOKENIZER)
+        final = store.publish(config.run_dir, folder, state=contents.state, about=self.about, written=written)
+        try:
+            needed = self._second.needed() if self._second else ()
+            store.keep_newest(config.run_dir, count=config.options.keep_checkpoints, needed=needed)
+        except OSError as error:
+            reason = states.reason_of(error)
+            logger.warning(f"{final.name} is saved, but the older ones could not be tidied up: {reason}")
+        return parse_manifest(final).size
 
     def _begin(self, contents: Contents, *, started: float) -> None:
         """Copy what every rank writes into its host's memory, and let a thread write it; collective."""
@@ -277,15 +229,15 @@ class Saver:
 
         def write() -> None:
             try:
-                parts = contents.write(self._kept.shards, self._beside)
+                parts = self._write(contents, self._kept.shards, self._beside)
                 if self._is_main:
-                    begun.size = contents.complete(parts)
+                    begun.size = self._complete(contents, parts)
             except (SaveError, NonFiniteError) as error:
                 begun.error = error
             except BaseException as error:  # noqa: BLE001 - ``_collect`` raises it on every rank
                 begun.error = SaveError(_reason(error))
             if begun.error is not None and self._is_main:
-                contents.remove()
+                self._remove(contents)
             begun.ended = time.perf_counter()
 
         self._begun = begun
@@ -323,9 +275,8 @@ class Saver:
             self._write_saves()
 
     def _note_begun(self, begun: _InBackground) -> None:
-        total = begun.ended - begun.started
-        seconds = {"save_stall_sec": begun.stall_sec, "save_total_sec": total}
-        self._note(Save(step=begun.step, mode="async", **seconds, bytes=begun.size))
+        stall, total = begun.stall_sec, begun.ended - begun.started
+        self._note(Save(step=begun.step, mode="async", save_stall_sec=stall, save_total_sec=total, bytes=begun.size))
 
     def _note(self, save: Save) -> None:
         self.journal.saved(save)

@@ -67,19 +67,15 @@ class RunLock:
             raise UserError(f"{path}: cannot be opened ({error.strerror}): name another folder") from error
         end, taken = time.monotonic() + self._patience_sec, self._take(lock)
         if self._patience_sec and not taken:
-            logger.warning(
-                f"another process is still training in {self._run_dir}; waiting up to {self._patience_sec:.0f} s for "
-                "it to end"
-            )
+            waits = f"waiting up to {self._patience_sec:.0f} s for it to end"
+            logger.warning(f"another process is still training in {self._run_dir}; {waits}")
         while not taken and time.monotonic() < end:
             time.sleep(_POLL_SEC)
             taken = self._take(lock)
         if not taken:
             waited = f" and did not end within {self._patience_sec:.0f} s" if self._patience_sec else ""
-            raise UserError(
-                f"--checkpoint_path {self._run_dir}: another process is training in this folder{waited}: wait for it, "
-                "or name another folder"
-            )
+            what = f"another process is training in this folder{waited}"
+            raise UserError(f"--checkpoint_path {self._run_dir}: {what}: wait for it, or name another folder")
         self._lock = lock
 
     def _take(self, lock: Lock) -> bool:
@@ -87,10 +83,8 @@ class RunLock:
         try:
             return lock.take()
         except NoLocksError as error:
-            logger.warning(
-                f"warning: the file system of {self._run_dir} has no locks ({error.strerror}): nothing prevents a "
-                "second process from training in this folder; make sure that none does"
-            )
+            then = "nothing prevents a second process from training in this folder; make sure that none does"
+            logger.warning(f"warning: the file system of {self._run_dir} has no locks ({error.strerror}): {then}")
             return True
 
 

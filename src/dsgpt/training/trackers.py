@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dsgpt.common.errors import is_number
-from dsgpt.common.files import append_to, write_atomic, write_json_atomic
+from dsgpt.common.files import write_json_atomic
 from dsgpt.common.json_files import clipped_text, read_object
 from dsgpt.config.run_config import RunConfig
 from dsgpt.record.schema import STEPS_FILE, RunRecord, read_steps
@@ -82,8 +82,8 @@ class Tracker:
     def flush(self) -> None:
         """Write what is buffered: a checkpoint follows, and a run resumed from it does not send these steps again."""
 
-    def end(self, status: str, summary: dict[str, float]) -> None:
-        """Store how the run ended: the ``status`` of the record, and the numbers of its summary."""
+    def end(self, status: str, summary: dict[str, float], step: int) -> None:
+        """Store how the run ended after ``step``: the ``status`` of the record, and the numbers of its summary."""
 
     def close(self) -> None:
         """Called after the last event."""
@@ -97,10 +97,11 @@ class TrackerSink(Sink):
     Args:
         name: of the tracker, as in ``--track``.
         opens: opens the tracker; may raise anything.
+        done: step of the checkpoint that the run was resumed from; 0 for a fresh start.
     """
 
-    def __init__(self, name: str, opens: Callable[[], Tracker]) -> None:
-        self._name = name
+    def __init__(self, name: str, opens: Callable[[], Tracker], *, done: int) -> None:
+        self._name, self._step = name, done
         self._tracker: Tracker | None = None
         try:
             self._tracker = opens()
@@ -123,6 +124,7 @@ class TrackerSink(Sink):
     def steps(self, lines: list[Line], *, due: bool) -> None:  # noqa: ARG002 - every step is tracked
         """Send the metrics of every step."""
         if lines:
+            self._step = lines[-1]["step"]
             self._tell(lambda tracker: tracker.log([row_of(line) for line in lines]))
 
     def validation(self, line: Line, *, seconds: float) -> None:  # noqa: ARG002 - not a metric of ``metrics.jsonl``
@@ -133,7 +135,7 @@ class TrackerSink(Sink):
         """Send status and summary when the run ends."""
         if record.status != "running":
             summary = {name: value for name, value in record.summary.items() if is_number(value)}
-            self._tell(lambda tracker: tracker.end(record.status, summary))
+            self._tell(lambda tracker: tracker.end(record.status, summary, self._step))
 
     def sync(self) -> None:
         """Flush the tracker."""
@@ -169,16 +171,20 @@ class CsvTracker(Tracker):
     """Appends rows; a resumed run first writes those of ``metrics.jsonl``, already cut back to its checkpoint."""
 
     def __init__(self, run: TrackedRun) -> None:
-        path, steps = run.folder / CSV_FILE, run.run_dir / STEPS_FILE
-        earlier = [row_of(line) for line in read_steps(steps)] if steps.exists() else []
-        write_atomic(path, (",".join(COLUMNS) + "\n").encode() + _text(earlier))
-        self._file = append_to(path)
+        steps = run.run_dir / STEPS_FILE
+        self._file = (run.folder / CSV_FILE).open("w", encoding="utf-8", newline="")
+        self._table = csv.DictWriter(self._file, COLUMNS, lineterminator="\n")
+        self._table.writeheader()
+        self.log([row_of(line) for line in read_steps(steps)] if steps.exists() else [])
 
     def log(self, rows: list[Row]) -> None:
-        """Append the rows, and hand them to the operating system."""
-        waiting = _text(rows)
-        while waiting:
-            waiting = waiting[self._file.write(waiting) :]
+        """Append the rows, with an empty cell for what a row lacks, and hand them to the operating system.
+
+        Raises:
+            ValueError: a row has a metric without a column.
+        """
+        self._table.writerows({"step": row.step, **row.metrics} for row in rows)
+        self._file.flush()
 
     def flush(self) -> None:
         """Make the rows durable."""
@@ -187,18 +193,6 @@ class CsvTracker(Tracker):
     def close(self) -> None:
         """Close the file."""
         self._file.close()
-
-
-def _text(rows: list[Row]) -> bytes:
-    """The rows, with an empty cell for what a row lacks.
-
-    Raises:
-        ValueError: a row has a metric without a column.
-    """
-    buffer = io.StringIO()
-    table = csv.DictWriter(buffer, COLUMNS, lineterminator="\n")
-    table.writerows({"step": row.step, **row.metrics} for row in rows)
-    return buffer.getvalue().encode()
 
 
 # MLflow, in a SQLite file of the run folder unless ``MLFLOW_TRACKING_URI`` names another store.
@@ -223,7 +217,6 @@ class MlflowTracker(Tracker):
 
         logging.getLogger("mlflow").setLevel(logging.WARNING)  # it reports every step of making its tables
         self._entities = entities
-        self._last_step = run.done
         uri = os.environ.get("MLFLOW_TRACKING_URI")
         self._client = MlflowClient(tracking_uri=uri or path_to_local_sqlite_uri(str(run.folder / "mlflow.db")))
 
@@ -254,11 +247,10 @@ class MlflowTracker(Tracker):
         ]
         for start in range(0, len(metrics), _METRICS_AT_ONCE):
             self._client.log_batch(self._run_id, metrics=metrics[start : start + _METRICS_AT_ONCE])
-        self._last_step = rows[-1].step
 
-    def end(self, status: str, summary: dict[str, float]) -> None:
+    def end(self, status: str, summary: dict[str, float], step: int) -> None:
         """Store the summary as metrics ``summary/...`` of the last step, and the status."""
-        self.log([Row(self._last_step, {f"summary/{name}": value for name, value in summary.items()})])
+        self.log([Row(step, {f"summary/{name}": value for name, value in summary.items()})])
         self._client.set_terminated(self._run_id, status=_STATUS.get(status, "FAILED"))
 
 
@@ -285,16 +277,14 @@ class TensorboardTracker(Tracker):
     def __init__(self, run: TrackedRun) -> None:
         from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 - only where it is asked for
 
-        self._last_step = run.done
         purged = run.done + 1 if run.done else None
         self._writer = SummaryWriter(run.folder / "tensorboard", purge_step=purged)
-        self._add_text("config", run.settings)
+        self._add_text("config", run.settings, run.done)
         self.flush()
 
     def log(self, rows: list[Row]) -> None:
         """Add a scalar for each metric."""
         for row in rows:
-            self._last_step = row.step
             for name, value in row.metrics.items():
                 self._writer.add_scalar(name, value, row.step)
 
@@ -302,18 +292,18 @@ class TensorboardTracker(Tracker):
         """Write the events."""
         self._writer.flush()
 
-    def end(self, status: str, summary: dict[str, float]) -> None:
+    def end(self, status: str, summary: dict[str, float], step: int) -> None:
         """Add status and summary as a text."""
-        self._add_text("summary", {"status": status, **summary})
+        self._add_text("summary", {"status": status, **summary}, step)
 
     def close(self) -> None:
         """Close the file."""
         self._writer.close()
 
-    def _add_text(self, tag: str, values: dict[str, Any]) -> None:
+    def _add_text(self, tag: str, values: dict[str, Any], step: int) -> None:
         """Add ``values`` as JSON, indented by four spaces, which Markdown shows as it is."""
         text = "".join(f"    {line}\n" for line in json.dumps(values, indent=2).splitlines())
-        self._writer.add_text(tag, text, self._last_step)
+        self._writer.add_text(tag, text, step)
 
 
 # Trackio, in a SQLite file of the run folder unless its own variables name another place.
@@ -330,7 +320,6 @@ class TrackioTracker(Tracker):
         import trackio  # noqa: PLC0415 - only where it is asked for; reads the variable
 
         self._library = trackio
-        self._last_step = run.done
         name, _ = run.id_in("trackio", lambda: f"{run.name}-{run.run_id[:8]}")
         with contextlib.redirect_stdout(io.StringIO()), _offline() if local else contextlib.nullcontext():
             self._run = trackio.init(
@@ -347,12 +336,11 @@ class TrackioTracker(Tracker):
         """Send the rows; the library's thread stores them within a second."""
         for row in rows:
             self._run.log(row.metrics, step=row.step)
-        self._last_step = rows[-1].step
 
-    def end(self, status: str, summary: dict[str, float]) -> None:
+    def end(self, status: str, summary: dict[str, float], step: int) -> None:
         """Store status and summary as ``summary/...`` of the last step."""
         values = {"status": status, **summary}
-        self._run.log({f"summary/{name}": value for name, value in values.items()}, step=self._last_step)
+        self._run.log({f"summary/{name}": value for name, value in values.items()}, step=step)
 
     def close(self) -> None:
         """Store the rest, and end the thread."""
@@ -425,7 +413,7 @@ class WandbTracker(Tracker):
             self._run.log({name: value for name, value in row.metrics.items() if name not in sent}, step=row.step)
             self._last = row
 
-    def end(self, status: str, summary: dict[str, float]) -> None:
+    def end(self, status: str, summary: dict[str, float], step: int) -> None:  # noqa: ARG002 - of the whole run
         """Set the summary; a run that did not complete is marked as failed."""
         self._exit_code = 0 if status == "completed" else 1
         self._run.summary.update({"status": status, **summary})
@@ -468,4 +456,4 @@ def open_trackers(config: RunConfig, *, description: dict[str, Any], done: int) 
         return TRACKERS[name](run)
 
     names = dict.fromkeys(config.options.track)  # a name given twice is one tracker
-    return [TrackerSink(name, partial(open_tracker, name)) for name in names]
+    return [TrackerSink(name, partial(open_tracker, name), done=done) for name in names]

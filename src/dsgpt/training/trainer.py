@@ -18,16 +18,9 @@ from dsgpt.checkpoints.store import folder_name
 from dsgpt.checkpoints.training_state import StateReader
 from dsgpt.common.errors import Interrupted, NonFiniteError, SaveError, UserError
 from dsgpt.common.files import write_atomic
-from dsgpt.common.text import duration, next_line, script_words
+from dsgpt.common.text import UNKNOWN, duration, next_line, script_words
 from dsgpt.config.run_config import RunConfig
-from dsgpt.data.loader import (
-    Batch,
-    CopiedAhead,
-    WindowDataset,
-    micro_batches,
-    training_windows,
-    validation_windows,
-)
+from dsgpt.data.loader import Batch, CopiedAhead, WindowDataset, micro_batches, training_windows, validation_windows
 from dsgpt.data.order import RankShare
 from dsgpt.formats.tensor_files import DTYPES
 from dsgpt.inference.generation import measure_latency
@@ -89,14 +82,6 @@ def training_batches(config: RunConfig, *, first_step: int) -> Batches:
     windows = training_windows(config.order, _share(config), range(first_step, config.total_steps))
     pin_memory = config.device == "cuda"
     return Batches(micro_batches(dataset, windows, workers=config.options.num_workers, pin_memory=pin_memory))
-
-
-def validation_batches(config: RunConfig) -> Batches:
-    """This rank's micro batches of one validation."""
-    dataset = WindowDataset(config.val, seq_length=config.seq_length, vocab_size=config.model.vocab_size)
-    size = config.batch.global_batch_size
-    windows = validation_windows(config.val_parts, _share(config), global_batch_size=size)
-    return Batches(micro_batches(dataset, windows, workers=0, pin_memory=config.device == "cuda"))
 
 
 def _share(config: RunConfig) -> RankShare:
@@ -184,40 +169,32 @@ class Measurements:
         self._traffic = TrafficMeter(
             lambda: strategy.state_tensors()._asdict(), last_step=config.total_steps, report=journal.traffic_measured
         )
-        options = config.options
-        self._waiting: dict[str, Callable[[], StepsProfile]] = {}
-        if options.profile_comm:
-            self._waiting["--profile_comm"] = self._communication
-        if options.profile:
-            self._waiting["--profile"] = self._trace
+        asked = {"--profile_comm": config.options.profile_comm, "--profile": config.options.profile}
+        self._waiting = [flag for flag, steps in asked.items() if steps]
         self._current: StepsProfile | None = None
         self.watched = False
         """Whether the latest step was measured."""
 
-    def _communication(self) -> StepsProfile:
-        sleeps = self._config.options.num_workers > 0  # else this thread reads the data itself
-        return CommunicationProfile(
-            self._device,
-            steps=self._config.options.profile_comm,
-            data_wait=lambda: self._batches.seconds if sleeps else 0.0,
-            traffic=self._traffic.own,
-            report=self._journal.communication_profiled,
-        )
+    def _begun(self, flag: str) -> StepsProfile:
+        options, folder = self._config.options, self._config.run_dir / PROFILE_FOLDER
+        if flag == "--profile_comm":
+            sleeps = options.num_workers > 0  # else this thread reads the data itself
+            return CommunicationProfile(
+                self._device,
+                steps=options.profile_comm,
+                data_wait=lambda: self._batches.seconds if sleeps else 0.0,
+                traffic=self._traffic.own,
+                report=self._journal.communication_profiled,
+            )
 
-    def _trace(self) -> StepsProfile:
         def report(table: list[str], failures: list[str]) -> None:
-            opened = f"traces: {self._config.run_dir / PROFILE_FOLDER}; https://ui.perfetto.dev opens them"
-            for line in (*table, opened) if table else ():
+            for line in (*table, f"traces: {folder}; https://ui.perfetto.dev opens them") if table else ():
                 logger.info(line)
             for line in failures:
                 logger.warning(f"--profile: {line}")
 
-        return Trace(
-            self._device,
-            steps=self._config.options.profile,
-            path=self._config.run_dir / PROFILE_FOLDER / trace_file(self._config.topology.rank),
-            report=report,
-        )
+        path = folder / trace_file(self._config.topology.rank)
+        return Trace(self._device, steps=options.profile, path=path, report=report)
 
     @contextlib.contextmanager
     def watch(self, step: int) -> Iterator[None]:
@@ -236,7 +213,7 @@ class Measurements:
         if self._waiting and last:
             logger.warning(f"{', '.join(self._waiting)}: the run ended before the steps that would have been measured")
         elif self._waiting and self._current is None and self._traffic.done:
-            self._current = self._waiting.pop(next(iter(self._waiting)))()
+            self._current = self._begun(self._waiting.pop(0))
 
 
 # Which rank samples which GPUs: one rank of each machine samples those of all its ranks.
@@ -310,10 +287,8 @@ def measure_inference(config: RunConfig, *, device: torch.device, interruption: 
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         logger.warning(f"inference   not measured: {reason}; the trained model is saved")
     if measured is not None:
-        logger.info(
-            f"inference   {measured['new_tokens']} tokens in {measured['latency_sec']:.2f} s, "
-            f"{measured['tokens_per_sec']:.0f} tokens/s (batch 1, greedy, key-value cache)"
-        )
+        speed = f"{measured['tokens_per_sec']:.0f} tokens/s (batch 1, greedy, key-value cache)"
+        logger.info(f"inference   {measured['new_tokens']} tokens in {measured['latency_sec']:.2f} s, {speed}")
     return measured
 
 
@@ -325,26 +300,19 @@ def mark_complete(config: RunConfig, summary: dict[str, Any]) -> None:
         summary: that of its record.
     """
     finished = datetime.now(UTC).isoformat(timespec="seconds")
-    line = (
-        f"finished {config.total_steps} steps at {finished}: train loss {_loss(summary['final_train_loss'])}, "
-        f"validation loss {_loss(summary['final_val_loss'])}"
-    )
+    losses = (summary["final_train_loss"], summary["final_val_loss"])
+    train, validation = (UNKNOWN if loss is None else f"{loss:.4f}" for loss in losses)
+    line = f"finished {config.total_steps} steps at {finished}: train loss {train}, validation loss {validation}"
     write_atomic(config.run_dir / COMPLETE_FILE, f"{line}\n".encode())
-    seconds, speed = summary["train_time_sec"], summary["mean_tokens_per_sec_global"]
-    logger.info(
-        f"{line}, training time {'unknown' if seconds is None else duration(seconds)}"
-        + (f", {speed:,.0f} tokens/s" if speed else "")
-    )
+    tokens_per_sec = summary["mean_tokens_per_sec_global"]
+    speed = f", {tokens_per_sec:,.0f} tokens/s" if tokens_per_sec else ""
+    logger.info(f"{line}, training time {duration(summary['train_time_sec'])}{speed}")
     logger.info(f"the record is {config.run_dir / RECORD_FILE}")
     if config.train.files[0].sidecar.tokenizer:
         then = script_words("src/generate.py", "--checkpoint", config.run_dir, "--prompt", "The")
     else:
         then = script_words("src/evaluate.py", "--checkpoint", config.run_dir, "--data", config.val.files[0].path)
     logger.info(next_line(then))
-
-
-def _loss(value: float | None) -> str:
-    return "unknown" if value is None else f"{value:.4f}"
 
 
 # The training loop, and what it needs. It does not depend on the strategy, device or launcher.
@@ -426,8 +394,12 @@ class Trainer:
     def _take_steps(self, batches: TimedBatches) -> None:
         config, journal, stopping = self.config, self.journal, self._stopping
         measured = Measurements(config, device=self.device, strategy=self.strategy, journal=journal, batches=batches)
-        if self.done:
-            self._catch_up()
+        if self.done:  # the run may have been stopped before it validated and ended the epoch at the checkpoint's step
+            validated = journal.last_val_step
+            if not self._after_step(self.done):
+                raise stopping.stop(f"after step {self.done}, which is saved", idle=True)
+            if self.done == config.total_steps and journal.last_val_step != validated:
+                self.saver.save(self.done, needed=True)  # the last checkpoint may be the best
         for step in range(self.done + 1, config.total_steps + 1):
             epoch = (step - 1) // config.order.steps_per_epoch
             self.peers.begin("step" if step > self.done + 1 else "compilation", step)
@@ -453,14 +425,6 @@ class Trainer:
                 self.saver.save(step, needed=stop or last)
             if stop:
                 raise stopping.stop(f"after step {step}, which is saved")
-
-    def _catch_up(self) -> None:
-        """Validate and end the epoch at the checkpoint's step, if the run was stopped before it did."""
-        step, validated = self.done, self.journal.last_val_step
-        if not self._after_step(step):
-            raise self._stopping.stop(f"after step {step}, which is saved", idle=True)
-        if step == self.config.total_steps and self.journal.last_val_step != validated:
-            self.saver.save(step, needed=True)  # the last checkpoint may be the best
 
     def _after_step(self, step: int) -> bool:
         """Validate and end the epoch if they are due after ``step``, the last one taken.
@@ -520,10 +484,14 @@ def validation_loss(
     Returns:
         The losses; None where ``stop`` ended it.
     """
-    steps = [-(-len(part) // config.batch.global_batch_size) for part in config.val_parts]
+    size = config.batch.global_batch_size
+    dataset = WindowDataset(config.val, seq_length=config.seq_length, vocab_size=config.model.vocab_size)
+    windows = validation_windows(config.val_parts, _share(config), global_batch_size=size)
+    batches = Batches(micro_batches(dataset, windows, workers=0, pin_memory=config.device == "cuda"))
+    steps = [-(-len(part) // size) for part in config.val_parts]
     progress = Progress(total=sum(steps), what="validating", unit="batch")
     sums = []
-    with contextlib.closing(progress), contextlib.closing(validation_batches(config)) as batches:
+    with contextlib.closing(progress), contextlib.closing(batches):
         for _ in range(sum(steps)):
             if stop():
                 return None

@@ -123,8 +123,7 @@ class DeepSpeedStrategy(Strategy):
         self._deepspeed = import_deepspeed(device)
         self._topology = config.topology
         self._shapes = parameter_shapes(config.model)
-        self._ranks = config.topology.data_parallel_size
-        self._stage = config.recipe.zero_stage
+        self._ranks, self._stage = config.topology.data_parallel_size, config.recipe.zero_stage
         self._exchanges = Exchanges(device)
 
     def _start(self, model: nn.Module, config: RunConfig, *, ds_config: dict[str, Any], groups: Any = None) -> None:

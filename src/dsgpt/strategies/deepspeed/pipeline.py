@@ -110,41 +110,32 @@ class StageModule(PipelineModule):  # type: ignore[misc]  # DeepSpeed ships no t
     """This rank's rows of the embedding; None if it has all."""
 
     def __init__(self, config: RunConfig, loss: Loss, give: Callable[[Tensor], None]) -> None:
-        sizes, data = config.topology.sizes, config.topology.data_parallel_size
-        # Lays the ranks out as ``Topology`` says: by stage, then data, then tensor.
-        ranks = PipeModelDataParallelTopology(num_pp=sizes.pipeline, num_mp=sizes.tensor, num_dp=data)
-        super().__init__(
-            layers=self._layers(config, give),
-            topology=ranks,
-            loss_fn=loss,
-            partition_method=config.recipe.pipeline.partition,
-        )
-        if (group := self._tensor_group()) is not None:
-            self.vocabulary = vocabulary_part(config.model, group, give)
-        blocks = [f"blocks.{layer}" for layer in range(config.model.n_layer)]
-        self._names = [_TIED, "wpe", *blocks, "ln_f", _TIED]
-        shapes = parameter_shapes(config.model)
-        rank, size = self._grid.get_slice_parallel_rank(), self._grid.get_slice_parallel_world_size()
-        values = initial_values(config)
-        with torch.no_grad():
-            for name, parameter in self.canonical_parameters().items():
-                parameter.copy_(take_part(name, values(name, shapes[name]), rank=rank, size=size))
-
-    def _layers(self, config: RunConfig, give: Callable[[Tensor], None]) -> list[LayerSpec]:
-        model, head = config.model, partial(_logits, config.model.vocab_size, config.options.pad_logits)
+        model, sizes, data = config.model, config.topology.sizes, config.topology.data_parallel_size
+        head = partial(_logits, model.vocab_size, config.options.pad_logits)
         embedding = partial(TiedLayerSpec, _TIED, nn.Embedding, model.padded_vocab_size, model.n_embd)
-        if config.topology.sizes.tensor > 1:
+        if sizes.tensor > 1:
             embedding = partial(TiedLayerSpec, _TIED, VocabularyEmbedding, model, group=self._tensor_group, give=give)
-        block = partial(
-            LayerSpec, StageBlock, model, recompute=config.activation_checkpointing, tensor_group=self._tensor_group
-        )
-        return [
+        recompute, group_of = config.activation_checkpointing, self._tensor_group
+        layers = [
             embedding(),
             LayerSpec(PositionEmbedding, model),
-            *(block() for _ in range(model.n_layer)),
+            *(LayerSpec(StageBlock, model, recompute=recompute, tensor_group=group_of) for _ in range(model.n_layer)),
             LayerSpec(nn.LayerNorm, model.n_embd),
             embedding(forward_fn=partial(head, lambda: self.vocabulary)),
         ]
+        # Lays the ranks out as ``Topology`` says: by stage, then data, then tensor.
+        ranks = PipeModelDataParallelTopology(num_pp=sizes.pipeline, num_mp=sizes.tensor, num_dp=data)
+        partition = config.recipe.pipeline.partition
+        super().__init__(layers=layers, topology=ranks, loss_fn=loss, partition_method=partition)
+        if (group := self._tensor_group()) is not None:
+            self.vocabulary = vocabulary_part(model, group, give)
+        blocks = [f"blocks.{layer}" for layer in range(model.n_layer)]
+        self._names = [_TIED, "wpe", *blocks, "ln_f", _TIED]
+        shapes, values = parameter_shapes(model), initial_values(config)
+        rank, size = self._grid.get_slice_parallel_rank(), self._grid.get_slice_parallel_world_size()
+        with torch.no_grad():
+            for name, parameter in self.canonical_parameters().items():
+                parameter.copy_(take_part(name, values(name, shapes[name]), rank=rank, size=size))
 
     def _tensor_group(self) -> dist.ProcessGroup | None:
         return self._grid.get_slice_parallel_group() if self._grid.get_slice_parallel_world_size() > 1 else None
@@ -191,7 +182,13 @@ class PipelineParallel(DeepSpeedStrategy):
         if config.options.compile:
             compile_blocks(self._module, "compute")
         self._mend_schedule()
-        self._watch_stages(tensor_peers=config.topology.sizes.tensor > 1)
+        # What this stage receives from the one before it, and what it gives to the one behind it.
+        if not self._engine.is_first_stage():
+            self._module.register_forward_pre_hook(lambda _, received: self._exchanges.receive(*received))
+        if not self._engine.is_last_stage():  # which notes its loss in ``_execute``
+            self._module.register_forward_hook(lambda _module, _received, given: self._exchanges.give(given))
+        if config.topology.sizes.tensor > 1:
+            self._watch_row_parallel(self._module)
 
     def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Loss of a micro batch, fp32: the mean in training; the sum in validation, where some targets do not count."""
@@ -215,15 +212,6 @@ class PipelineParallel(DeepSpeedStrategy):
         for name, kind in zip(("forward", "backward", "optimizer"), steps, strict=True):
             instructions[kind] = _in_range(name, instructions[kind])
         self._engine._INSTRUCTION_MAP = instructions
-
-    def _watch_stages(self, *, tensor_peers: bool) -> None:
-        """Note what this stage receives from the one before it, and what it gives to the one behind it."""
-        if not self._engine.is_first_stage():
-            self._module.register_forward_pre_hook(lambda _, received: self._exchanges.receive(*received))
-        if not self._engine.is_last_stage():  # which notes its loss in ``_execute``
-            self._module.register_forward_hook(lambda _module, _received, given: self._exchanges.give(given))
-        if tensor_peers:
-            self._watch_row_parallel(self._module)
 
     def _clip_and_step(self, engine: Any, **arguments: dict[str, Any] | None) -> None:
         """Clip by the norm of all stages, and let DeepSpeed step; its own clipping is switched off.

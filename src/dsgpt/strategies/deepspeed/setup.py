@@ -76,9 +76,8 @@ def load_ops(*builders: str) -> None:
         for name in builders:
             get_accelerator().create_op_builder(name).load(verbose=False)
     except OSError as error:
-        raise UserError(
-            f"{folder}: compiled code cannot be stored there ({error.strerror}): name another folder in {_ROOT}"
-        ) from error
+        why = f"compiled code cannot be stored there ({error.strerror})"
+        raise UserError(f"{folder}: {why}: name another folder in {_ROOT}") from error
     finally:
         for lock in locks:
             lock.release()
@@ -109,8 +108,8 @@ def _load(builder: Any, folder: Path, locks: list[Lock]) -> ModuleType | None:
     marker.unlink(missing_ok=True)
     if "CXX" not in os.environ and not shutil.which("c++") and (command := compiler()):
         os.environ["CXX"] = shlex.join(command)  # PyTorch looks only for c++
-    line = f"compiling DeepSpeed's {builder.name}, once on this machine: this takes minutes"
-    print(line, file=sys.stderr, flush=True)
+    what = f"compiling DeepSpeed's {builder.name}"
+    print(f"{what}, once on this machine: this takes minutes", file=sys.stderr, flush=True)
     return None
 
 
@@ -127,18 +126,14 @@ def _loaded(builder: Any, library: Path) -> ModuleType:
 
 def ops_folder() -> Path:
     """The folder for this machine, below the one that PyTorch or the user chose, which different machines may share."""
-    root = Path(os.environ.get(_ROOT) or get_default_build_root())
-    python = f"py{sys.version_info.major}{sys.version_info.minor}-{_processor()}"
-    return root / f"dsgpt-{python}-torch-{torch.__version__}-deepspeed-{version('deepspeed')}"
-
-
-def _processor() -> str:
-    """A short name for the processor's instruction set: DeepSpeed compiles for this processor only."""
-    facts = platform.processor()
+    facts = platform.processor()  # its instruction set: DeepSpeed compiles for this processor only
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
         facts = next((line for line in lines if line.startswith(("flags", "Features"))), facts)
-    return f"{platform.machine()}-{hashlib.sha256(facts.encode()).hexdigest()[:8]}"
+    processor = f"{platform.machine()}-{hashlib.sha256(facts.encode()).hexdigest()[:8]}"
+    python = f"py{sys.version_info.major}{sys.version_info.minor}-{processor}"
+    root = Path(os.environ.get(_ROOT) or get_default_build_root())
+    return root / f"dsgpt-{python}-torch-{torch.__version__}-deepspeed-{version('deepspeed')}"
 
 
 # What every DeepSpeed strategy needs before its engine exists: the library, its configuration, and the optimizer.
@@ -200,7 +195,7 @@ def engine_config(config: RunConfig) -> dict[str, Any]:
         ds_config["gradient_clipping"] = 0.0  # ``PipelineParallel`` clips, by the norm of all stages
     if config.precision == "bf16":
         ds_config["bf16"] = {**recipe.raw.get("bf16", {}), "enabled": True}
-    if config.precision == "fp16":
+    elif config.precision == "fp16":
         ds_config["fp16"] = {"enabled": True, "loss_scale": 1}  # fixed; ``_set_loss_scale`` replaces it
     if config.precision != "fp32" and recipe.zero_stage > 0:
         ds_config["data_types"] = {"grad_accum_dtype": "fp32"}
@@ -354,14 +349,10 @@ def estimated_bytes(*, stage: int, elements: int, largest: int, ranks: int, offl
         ranks: on one machine.
         offload: whether optimizer state, and at stage 3 weights, are in host memory.
     """
+    from deepspeed.runtime.zero import stage3, stage_1_and_2  # noqa: PLC0415
+
+    machine = {"num_gpus_per_node": ranks, "cpu_offload": offload}
     if stage == 2:
-        from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs  # noqa: PLC0415
-
-        _, device = estimate_zero2_model_states_mem_needs(elements, num_gpus_per_node=ranks, cpu_offload=offload)
-        return int(device)
-    from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs  # noqa: PLC0415
-
-    _, device, _ = estimate_zero3_model_states_mem_needs(
-        elements, largest, num_gpus_per_node=ranks, cpu_offload=offload, cpu_offload_params=offload
-    )
-    return int(device)
+        return int(stage_1_and_2.estimate_zero2_model_states_mem_needs(elements, **machine)[1])
+    needs = stage3.estimate_zero3_model_states_mem_needs
+    return int(needs(elements, largest, cpu_offload_params=offload, **machine)[1])

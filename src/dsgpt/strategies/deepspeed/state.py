@@ -123,8 +123,7 @@ class EngineState(ABC):
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> None:
-        self._torch = optimizer
-        self._parameters = parameters
+        self._torch, self._parameters = optimizer, parameters
 
     def moment_names(self) -> list[str]:
         """Members of ``STATE_NAMES`` that the optimizer has; call it before reading any of them."""
@@ -162,8 +161,7 @@ class EngineState(ABC):
             weight = reader.read(name, boxes=part(name))
             parameter.copy_(weight.view(parameter.shape))
             start, stop = self._range(name)
-            own = cut(part(name), start, stop)
-            if own:
+            if own := cut(part(name), start, stop):
                 moments = {key: reader.read(name, key, boxes=own) for key in reader.index.moments}
                 self._replace(name, ParamState(weight[start:stop], **moments))
 

@@ -26,12 +26,7 @@ from dsgpt.strategies import base
 from dsgpt.strategies.deepspeed.engine import DeepSpeedStrategy, Exchanges
 from dsgpt.strategies.deepspeed.setup import SwapSpace, engine_config, load_ops
 from dsgpt.strategies.deepspeed.state import attend_with_own_dropout, is_split, take_part
-from dsgpt.strategies.deepspeed.tensor_layers import (
-    VocabularyEmbedding,
-    mark_split,
-    reduce_contiguous,
-    vocabulary_part,
-)
+from dsgpt.strategies.deepspeed.tensor_layers import VocabularyEmbedding, mark_split, reduce_contiguous, vocabulary_part
 
 
 def spare_passes(optimizer: Any, *, single_rank: bool, engine: Any) -> None:
@@ -322,7 +317,9 @@ def ulysses_attention(group: dist.ProcessGroup, exchanges: Exchanges) -> Attend:
     from deepspeed.sequence.layer import DistributedAttention  # noqa: PLC0415
 
     def attend_here(q: Tensor, k: Tensor, v: Tensor, dropout: float, causal: bool) -> Tensor:
-        attended = _attend_by_position(q, k, v, dropout, causal)
+        """Attention of this rank's heads over all positions: (B, T, nh of this rank, hs) each."""
+        q, k, v = (part.transpose(1, 2) for part in (q, k, v))
+        attended = dense_attention(q, k, v, dropout, causal).transpose(1, 2)
         exchanges.give(attended)
         return attended
 
@@ -335,12 +332,6 @@ def ulysses_attention(group: dist.ProcessGroup, exchanges: Exchanges) -> Attend:
         return attended.transpose(1, 2)
 
     return attend
-
-
-def _attend_by_position(q: Tensor, k: Tensor, v: Tensor, dropout: float, causal: bool) -> Tensor:
-    """Attention of this rank's heads over all positions: (B, T, nh of this rank, hs) each."""
-    q, k, v = (part.transpose(1, 2) for part in (q, k, v))
-    return dense_attention(q, k, v, dropout, causal).transpose(1, 2)
 
 
 # Tensor parallelism: each rank of a group has its part of every matrix (``tensor_layers.py``).
@@ -371,11 +362,7 @@ class TensorParallel(Zero):
         for module in model.modules():
             if isinstance(module, Attention):
                 module.attend = attend_with_own_dropout(module.attend, rank=config.topology.tensor_rank)
-        self._split_vocabulary(model, config)
-        return groups
-
-    def _split_vocabulary(self, model: GPT2, config: RunConfig) -> None:
-        """Leave this rank's rows of the embedding, and so of the head, in the same parameter."""
+        # This rank's rows of the embedding, and so of the head, stay in the same parameter.
         weight, place = model.wte.weight, config.topology
         weight.data = take_part("wte.weight", weight.data, rank=place.tensor_rank, size=place.sizes.tensor)
         mark_split(weight, split=True)
@@ -384,6 +371,7 @@ class TensorParallel(Zero):
             model.wte = VocabularyEmbedding(config.model, group=lambda: self._tensor_group, give=give)
         model.wte.weight = weight
         model.lm_head.vocabulary = vocabulary_part(config.model, self._tensor_group, give)
+        return groups
 
     def _before_step(self) -> Tensor | None:
         """See ``Zero``; at stage 0, also mark the gradients of which this rank holds a part.
