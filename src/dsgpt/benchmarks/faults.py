@@ -68,18 +68,14 @@ def seeded_kills(count: int = KILLS, *, seed: int = SEED) -> list[Kill]:
         turn, place = divmod(number, len(RUNS))
         moment = KILL_MOMENTS[turn % 2]
         rank = chance.randrange(RUNS[run].ranks)
-        step = (
-            chance.choice(range(SAVE_EVERY, STEPS, SAVE_EVERY))
-            if moment == "saving"
-            else chance.randrange(1, STEPS - 1)
-        )
+        steps = range(SAVE_EVERY, STEPS, SAVE_EVERY) if moment == "saving" else range(1, STEPS - 1)
         kills.append(
             Kill(
                 run=run,
                 victim="one rank" if run == "baseline" else VICTIMS[(turn + place) % 3],
                 rank=rank,
                 moment=moment,
-                step=step,
+                step=chance.choice(steps),
                 fraction=chance.random(),
                 save_mode=SAVE_MODES[(turn // 2 + place) % 2],
             )

@@ -27,6 +27,7 @@ from dsgpt.benchmarks.faults import (
     seeded_kills,
 )
 from dsgpt.benchmarks.faults_runs import Missed, Runs, Training, send
+from dsgpt.benchmarks.hosts import NoHosts, run
 from dsgpt.checkpoints import store
 from dsgpt.checkpoints.manifest import MANIFEST, parse_manifest, read_manifest
 from dsgpt.checkpoints.pieces import MOMENTS, numbered
@@ -135,10 +136,6 @@ BALLAST = "ballast"
 FORESEEN = "No space left on device: the last checkpoint took"
 
 
-class NotAllowed(RuntimeError):
-    """This user may not mount a file system."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class DiskFault:
     """A way in which a file system refuses writes, and the run's policy for it."""
@@ -217,25 +214,30 @@ def try_disk_fault(runs: Runs, plan: DiskFault) -> Outcome:
     prefix = AS_A_USER if os.geteuid() == 0 and not plan.small else ()
     if prefix and shutil.which(prefix[0]) is None:
         return Outcome(not_run=f"root needs {prefix[0]} for it")
-    try:
-        with _small_file_system(run_dir, size) if plan.small else contextlib.nullcontext() as make_room:
-            with runs.start(DISK_RUN, run_dir, "--on_save_failure", plan.policy, prefix=prefix) as training:
-                if plan.spoil:
-                    plan.spoil(training)
-                code, _, _ = training.wait_until_gone()
-                lines = [line for line in training.output().splitlines() if "not saved" in line]
-            left = [path.name for path in run_dir.glob(".partial-*")]
-            try:  # the step of the newest checkpoint if it is whole
-                whole = max((read_manifest(path).step or 0 for path in store.checkpoints(run_dir)[:1]), default=0)
-            except UserError:
-                whole = 0
-            if make_room is None:
-                run_dir.chmod(0o755)
-            else:
-                make_room()
-            resumed = runs.resume(DISK_RUN, run_dir)
-    except NotAllowed as error:
-        return Outcome(not_run=f"this user may not mount a file system ({error})")
+    with contextlib.ExitStack() as mounted:
+        try:
+            if plan.small:
+                run_dir.mkdir()
+                run("mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", run_dir)
+                mounted.callback(lambda: subprocess.run(["umount", "--lazy", run_dir], check=True))
+        except NoHosts as error:
+            return Outcome(not_run=f"this user may not mount a file system ({error})")
+        with runs.start(DISK_RUN, run_dir, "--on_save_failure", plan.policy, prefix=prefix) as training:
+            if plan.spoil:
+                plan.spoil(training)
+            code, _, _ = training.wait_until_gone()
+            lines = [line for line in training.output().splitlines() if "not saved" in line]
+        left = [path.name for path in run_dir.glob(".partial-*")]
+        try:  # the step of the newest checkpoint if it is whole
+            whole = max((read_manifest(path).step or 0 for path in store.checkpoints(run_dir)[:1]), default=0)
+        except UserError:
+            whole = 0
+        if plan.small:
+            (run_dir / BALLAST).unlink(missing_ok=True)
+            run("mount", "-o", f"remount,size={100 * size}", run_dir)
+        else:
+            run_dir.chmod(0o755)
+        resumed = runs.resume(DISK_RUN, run_dir)
     start = resumed.resumed_from
     return Outcome(
         wrong=all_wrong(
@@ -259,32 +261,6 @@ def try_disk_fault(runs: Runs, plan: DiskFault) -> Outcome:
     )
 
 
-@contextlib.contextmanager
-def _small_file_system(folder: Path, size: int) -> Iterator[Callable[[], None]]:
-    """A file system of ``size`` bytes at ``folder``, in memory; the function that it yields makes room on it.
-
-    Raises:
-        NotAllowed: this user may not mount one.
-    """
-
-    def make_room() -> None:
-        (folder / BALLAST).unlink(missing_ok=True)
-        _mount("-o", f"remount,size={100 * size}", str(folder))
-
-    folder.mkdir()
-    _mount("-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder))
-    try:
-        yield make_room
-    finally:
-        subprocess.run(["umount", "--lazy", str(folder)], check=True)
-
-
-def _mount(*words: str) -> None:
-    done = subprocess.run(["mount", *words], capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise NotAllowed(done.stderr.strip())
-
-
 # ``kill -9`` at an instant, and whether the resumed run equals an undisturbed one.
 
 GONE_AFTER_KILL_SEC = {"one rank": 60, "all": 60, "the launcher": 30}
@@ -303,10 +279,12 @@ def try_kill(runs: Runs, plan: Kill) -> Outcome:
         training.wait_for_step(1)
         victims = _processes(training, plan.run, plan.killed)  # before the instant: it takes longer than a step
         if plan.moment == "saving":
-            training.wait_for_save(plan.step)
+            written = (store.partial_folder(run_dir, plan.step), run_dir / store.folder_name(plan.step))
+            training.wait_for(lambda: any(path.exists() for path in written), what=f"the save of step {plan.step}")
+            time.sleep(plan.fraction * usual.save_sec)
         else:
             training.wait_for_step(plan.step)
-        time.sleep(plan.fraction * (usual.save_sec if plan.moment == "saving" else usual.step_sec))
+            time.sleep(plan.fraction * usual.step_sec)
         send(victims, signal.SIGKILL)
         code, launcher_sec, gone_sec = training.wait_until_gone()
     # The step whose checkpoint was being written; 0 if there is none.
@@ -359,16 +337,15 @@ def try_restart(runs: Runs) -> Outcome:
     Raises:
         Missed: the run did not end.
     """
-    run = "ddp"
     run_dir = runs.new("torchrun restarts")
-    runs.undisturbed(run)
-    with runs.start(run, run_dir, "--resume", launcher=("--max-restarts", str(RESTARTS))) as training:
+    runs.undisturbed("ddp")
+    with runs.start("ddp", run_dir, "--resume", launcher=("--max-restarts", str(RESTARTS))) as training:
         training.wait_for_step(9)
         send(training.ranks(2)[1:], signal.SIGKILL)
         code, _, _ = training.wait_until_gone()
         output = training.output()
     lines = [line for line in output.splitlines() if "resuming from" in line or "starting fresh" in line]
-    difference = "" if code else runs.difference(run, run_dir)
+    difference = "" if code else runs.difference("ddp", run_dir)
     wrong = all_wrong(
         (code != 0, f"exit code {code}: {first_error(output)}"),
         (not any("resuming from" in line for line in lines), "it did not resume from a checkpoint"),
@@ -383,19 +360,18 @@ def try_two_runs(runs: Runs) -> Outcome:
     Raises:
         Missed: one of them did not end.
     """
-    run = "baseline"
-    run_dir = runs.new("two runs")
-    runs.undisturbed(run)
-    with runs.start(run, run_dir) as first:
+    run_dir, baseline = runs.new("two runs"), "baseline"
+    runs.undisturbed(baseline)
+    with runs.start(baseline, run_dir) as first:
         first.wait_for_step(6)
         first.launcher.send_signal(signal.SIGSTOP)
-        with runs.start(run, run_dir, "--overwrite", log="second.log") as second:
+        with runs.start(baseline, run_dir, "--overwrite", log="second.log") as second:
             refused = second.wait()
-        with runs.start(run, run_dir, "--resume", log="third.log") as third:
+        with runs.start(baseline, run_dir, "--resume", log="third.log") as third:
             third.wait_for(lambda: "waiting up to" in third.output(), what="its line about waiting")
             first.launcher.send_signal(signal.SIGCONT)
             code, waited = first.wait(), third.wait()
-    difference = runs.difference(run, run_dir)
+    difference = runs.difference(baseline, run_dir)
     printed = (line for words in ("waiting", "nothing to do") for line in third.output().splitlines() if words in line)
     lines = [*second.output().splitlines()[-1:], *printed]
     wrong = all_wrong(
@@ -572,5 +548,5 @@ def try_faults(runs: Runs, faults: list[Fault]) -> Iterator[Outcome]:
         except Exception as error:  # noqa: BLE001 - an unexpected error must not end the campaign
             outcome = Outcome(wrong=str(error) if isinstance(error, Missed) else f"{type(error).__name__}: {error}")
         seconds = time.perf_counter() - started
-        said = tuple(runs.without_folders(line) for line in outcome.said)
+        said = tuple(re.sub(rf"{re.escape(str(runs.folder))}/[^/]*/", "", line) for line in outcome.said)
         yield replace(outcome, kind=fault.kind, name=fault.name, seconds=seconds, said=said)

@@ -73,7 +73,8 @@ class Training:
 
     def everyone(self) -> list[psutil.Process]:
         """Every process that this launch started, even if its parent has ended."""
-        return [process for process in psutil.process_iter() if _environment(process).get(MARK) == self._mark]
+        every = psutil.process_iter(["environ"], ad_value={})
+        return [process for process in every if process.info["environ"].get(MARK) == self._mark]
 
     def ranks(self, count: int) -> list[psutil.Process]:
         """The processes that train, by rank.
@@ -83,19 +84,12 @@ class Training:
         """
         if count == 1:
             return [self.launcher]
-        named = {process.pid: _environment(process).get("RANK") for process in self.everyone()}
-        by_rank = {}
-        for process in psutil.process_iter():
-            rank = named.get(process.pid)
-            if rank is not None and named.get(process.ppid()) is None:  # children of a rank have its environment
-                by_rank[int(rank)] = process
+        named = {process.pid: process for process in self.everyone() if "RANK" in process.info["environ"]}
+        outermost = [process for process in named.values() if process.ppid() not in named]  # children have it, too
+        by_rank = {int(process.info["environ"]["RANK"]): process for process in outermost}
         if sorted(by_rank) != list(range(count)):
             raise Missed(f"of {count} ranks, {sorted(by_rank)} were found")
         return [by_rank[rank] for rank in range(count)]
-
-    def steps(self) -> int:
-        """The last step that the run has logged."""
-        return last_step(self.run_dir)
 
     def wait_for(self, condition: Callable[[], bool], *, what: str) -> None:
         """Wait until ``condition`` holds.
@@ -113,12 +107,7 @@ class Training:
 
     def wait_for_step(self, step: int) -> None:
         """Wait until ``step`` is done and logged."""
-        self.wait_for(lambda: self.steps() >= step, what=f"step {step}")
-
-    def wait_for_save(self, step: int) -> None:
-        """Wait until the checkpoint of ``step`` is being written."""
-        partial, final = store.partial_folder(self.run_dir, step), self.run_dir / store.folder_name(step)
-        self.wait_for(lambda: partial.exists() or final.exists(), what=f"the save of step {step}")
+        self.wait_for(lambda: last_step(self.run_dir) >= step, what=f"step {step}")
 
     def wait_until_gone(self) -> tuple[int, float, float]:
         """Wait until all processes have ended.
@@ -164,13 +153,6 @@ def default_sighup() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGHUP, before)
-
-
-def _environment(process: psutil.Process) -> dict[str, str]:
-    try:
-        return process.environ()
-    except (psutil.NoSuchProcess, psutil.ZombieProcess, psutil.AccessDenied):
-        return {}
 
 
 def last_step(run_dir: Path) -> int:
@@ -269,10 +251,6 @@ class Runs:
         command = [*prefix, *front, *launcher, str(self._repository / "src" / "gpt2.py"), *words, *more]
         return Training(command, run_dir=run_dir, log=run_dir.parent / log)
 
-    def without_folders(self, line: str) -> str:
-        """``line`` without the paths of the folders that ``new`` made."""
-        return re.sub(rf"{re.escape(str(self.folder))}/[^/]*/", "", line)
-
     def words(self, run: str, run_dir: Path, changes: Mapping[str, Any]) -> list[str]:
         """The flags of ``run``, with ``changes`` of values."""
         cell, recipe = RUNS[run], self.folder / f"{run}.json"
@@ -331,7 +309,9 @@ class Runs:
         code, output = self.train(run, run_dir, "--resume")
         failure = f"--resume ended with exit code {code}: {first_error(output)}"
         wrong = failure if code else self.difference(run, run_dir)
-        return Resumed(output=output, taken=taken, resumed_from=resumed_from(output, taken=taken), wrong=wrong)
+        begun = re.search(r"resuming from \S*/step-(\d{8})", output)
+        at = taken if "holds a finished run" in output else int(begun[1]) if begun else 0
+        return Resumed(output=output, taken=taken, resumed_from=at, wrong=wrong)
 
     def difference(self, run: str, run_dir: Path) -> str:
         """Difference of ``run_dir`` from the undisturbed run; empty if both are the same to the last bit."""
@@ -355,11 +335,3 @@ def figures(run_dir: Path) -> dict[tuple[int, str], Any]:
                 place = (line["step"], key)
                 figures[place] = (figures[place], line[key]) if place in figures else line[key]
     return figures
-
-
-def resumed_from(output: str, *, taken: int) -> int:
-    """The step from which a run continued that printed ``output`` and had logged steps up to ``taken``."""
-    if "holds a finished run" in output:
-        return taken
-    match = re.search(r"resuming from \S*/step-(\d{8})", output)
-    return int(match[1]) if match else 0

@@ -38,7 +38,7 @@ _ROOMS = {"serving": ("inference/server",), GPU: ("inference/server",)}
 _FILES = {"inference": "src/dsgpt/benchmarks/trace.json", "serving": "src/serve.py", GPU: "src/serve.py"}
 _SHARED = {
     "contenders.py": ("speed", "decoding", GPU),
-    "hosts.py": ("clusters", "network"),
+    "hosts.py": ("faults", "clusters", "network"),
     "gpu*.py": (GPU,),
     "tokens*.py": ("tokens",),
     "stand_in_gpu.py": (),
