@@ -211,7 +211,7 @@ def clusters_page(record: frame.Record, *, source: str) -> str:
     head = frame.filled(
         "clusters",
         record,
-        summary=_summary(record),
+        summary="\n".join(summary_lines(record)),
         same=BOUND,
         limit=LIMIT_SEC,
         made=frame.made_from(record, source=source, name="clusters", page="clusters-campaign"),
@@ -255,8 +255,7 @@ def _goodput(fault: Row) -> str:
 
 
 def _words(title: str, faults: Sequence[Row], key: str) -> str:
-    lines = [f"* {fault['name']}: {fault[key].splitlines()[0]}" for fault in faults if fault[key]]
-    return "\n".join([f"## {title}\n", *lines]) if lines else ""
+    return frame.listed(title, [f"{fault['name']}: {fault[key].splitlines()[0]}" for fault in faults if fault[key]])
 
 
 def _ran(faults: Sequence[Row], **choice: str) -> list[Row]:
@@ -282,7 +281,8 @@ def _figures(faults: Sequence[Row]) -> list[Any]:
     return [len(ran), sum(not fault["wrong"] for fault in ran), named, *times, lost]
 
 
-def _summary(record: frame.Record) -> str:
+def summary_lines(record: frame.Record) -> list[str]:
+    """The figures of the page's summary."""
     ran = _ran(record["faults"])
     guilty = [fault["named"] for fault in ran if fault["named"] is not None]
     left_out = len(record["faults"]) - len(ran)
@@ -296,12 +296,7 @@ def _summary(record: frame.Record) -> str:
         lines.append(
             f"* The largest difference of a final weight from the undisturbed run's is {max(differences):.1g}."
         )
-    return "\n".join(lines)
-
-
-def summary_lines(record: frame.Record) -> list[str]:
-    """The figures of the page's summary, for a console."""
-    return _summary(record).splitlines()
+    return lines
 
 
 # The suite.

@@ -39,7 +39,7 @@ class Missed(RuntimeError):
     """An event that the suite waited for did not happen."""
 
 
-class Training:
+class Training(contextlib.AbstractContextManager["Training"]):
     """One launch of ``src/gpt2.py`` in a new session. At the end of the context all its processes are killed.
 
     Args:
@@ -61,9 +61,6 @@ class Training:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-
-    def __enter__(self) -> "Training":
-        return self
 
     def __exit__(self, *_: object) -> None:
         for process in self.everyone():

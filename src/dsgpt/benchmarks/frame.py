@@ -167,6 +167,11 @@ def section(title: str, header: Sequence[object], rows: Sequence[Sequence[object
     return "\n\n".join(filter(None, [f"## {title}", text, table(header, rows)])) if rows else ""
 
 
+def listed(title: str, lines: Sequence[str]) -> str:
+    """The section of a page with a list of ``lines``; empty if there are none."""
+    return "\n".join([f"## {title}\n", *(f"* {line}" for line in lines)]) if lines else ""
+
+
 def page_of(*parts: str) -> str:
     """A page of ``parts``, without those that are empty."""
     return "\n\n".join(filter(None, parts)) + "\n"
@@ -180,11 +185,11 @@ def troubles(results: Sequence[Mapping[str, Any]], words: Mapping[str, str]) -> 
         words: for every status.
     """
     lines = [
-        f"* {one['name']}: {words[one['status']]}: {one.get('message') or one.get('wrong') or one.get('not_run')}"
+        f"{one['name']}: {words[one['status']]}: {one.get('message') or one.get('wrong') or one.get('not_run')}"
         for one in results
         if one["status"] != "passed"
     ]
-    return "\n".join(["## Not passed\n", *lines]) if lines else ""
+    return listed("Not passed", lines)
 
 
 def judged(ratio: Mapping[str, Any] | None) -> str:
