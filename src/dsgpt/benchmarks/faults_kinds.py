@@ -15,17 +15,8 @@ from typing import Any
 
 import psutil
 
-from dsgpt.benchmarks.faults import (
-    RUNS,
-    SAVE_EVERY,
-    STEPS,
-    Kill,
-    Outcome,
-    all_wrong,
-    core_kills,
-    first_error,
-    seeded_kills,
-)
+from dsgpt.benchmarks import faults
+from dsgpt.benchmarks.faults import RUNS, SAVE_EVERY, STEPS, Kill, Outcome, all_wrong
 from dsgpt.benchmarks.faults_runs import Missed, Runs, Training, send
 from dsgpt.benchmarks.hosts import NoHosts, run
 from dsgpt.checkpoints import store
@@ -238,16 +229,13 @@ def try_disk_fault(runs: Runs, plan: DiskFault) -> Outcome:
         else:
             run_dir.chmod(0o755)
         resumed = runs.resume(DISK_RUN, run_dir)
-    start = resumed.resumed_from
+    start, continues = resumed.resumed_from, any("the run continues" in line for line in lines)
     return Outcome(
         wrong=all_wrong(
             (code != EXIT_NOT_SAVED, f"exit code {code} instead of {EXIT_NOT_SAVED}"),
             (not any(plan.words in line for line in lines), f"it did not print: {plan.words}"),
             (any(plan.not_words in line for line in lines), f"it printed: {plan.not_words}"),
-            (
-                plan.policy == "continue" and not any("the run continues" in line for line in lines),
-                "it did not continue",
-            ),
+            (plan.policy == "continue" and not continues, "it did not continue"),
             (bool(left), f"left behind: {left}"),
             (
                 whole != start or not whole,
@@ -347,7 +335,7 @@ def try_restart(runs: Runs) -> Outcome:
     lines = [line for line in output.splitlines() if "resuming from" in line or "starting fresh" in line]
     difference = "" if code else runs.difference("ddp", run_dir)
     wrong = all_wrong(
-        (code != 0, f"exit code {code}: {first_error(output)}"),
+        (code != 0, f"exit code {code}: {faults.first_error(output)}"),
         (not any("resuming from" in line for line in lines), "it did not resume from a checkpoint"),
         (bool(difference), difference),
     )
@@ -517,7 +505,7 @@ class Fault:
 
 def all_faults(*, kills: int, seed: int) -> list[Fault]:
     """Every fault of the campaign, among them ``kills`` kills drawn with ``seed``."""
-    planned = [_fault("kill", try_kill, plan) for plan in seeded_kills(kills, seed=seed)]
+    planned = [_fault("kill", try_kill, plan) for plan in faults.seeded_kills(kills, seed=seed)]
     planned += [_fault("request", try_signal, plan) for plan in SIGNALS]
     planned += [_fault("damage", try_damage, plan) for plan in DAMAGES]
     planned += [_fault("disk", try_disk_fault, plan) for plan in DISK_FAULTS]
@@ -526,7 +514,7 @@ def all_faults(*, kills: int, seed: int) -> list[Fault]:
 
 def core_faults() -> list[Fault]:
     """The faults of ``make test``. Other tests there damage files, without a launcher."""
-    kills = [_fault("kill", try_kill, plan) for plan in core_kills()]
+    kills = [_fault("kill", try_kill, plan) for plan in faults.core_kills()]
     return [*kills, *(_fault("request", try_signal, plan) for plan in CORE_SIGNALS), RESTART]
 
 
@@ -539,9 +527,9 @@ RESTART = Fault(kind="launch", name=RESTART_NAME, attempt=try_restart)
 TWO_RUNS = Fault(kind="launch", name="baseline: two more runs started on its folder", attempt=try_two_runs)
 
 
-def try_faults(runs: Runs, faults: list[Fault]) -> Iterator[Outcome]:
+def try_faults(runs: Runs, planned: list[Fault]) -> Iterator[Outcome]:
     """Yield the outcome of each fault as it comes. A fault that could not be caused counts as failed."""
-    for fault in faults:
+    for fault in planned:
         started = time.perf_counter()
         try:
             outcome = fault.attempt(runs)

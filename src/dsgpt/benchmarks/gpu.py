@@ -116,15 +116,17 @@ def gpu_page(record: frame.Record, *, source: str) -> str:
         ]
         beside = frame.section("Beside published figures", ["figure", "measured", "published", "by"], compared)
     rows = [[one["chunk"], one["says"], one["verdict"], one["limit"], f"{one['seconds']:.0f}"] for one in chunks]
-    lists = {"Not passed": "failures", "Findings": "findings"}
-    noted = {title: [f"* {one['chunk']}: {why}" for one in chunks for why in one[key]] for title, key in lists.items()}
-    noted["Not run"] = [f"* {name}" for name in record["missing"]]
+    wrong, noted = (
+        [f"{one['chunk']}: {why}" for one in chunks for why in one[key]] for key in ("failures", "findings")
+    )
     return frame.page_of(
         f"# {title}",
         _summary(record),
         frame.made_from(record, source=source, name="gpu", page="gpu-proof"),
         frame.section("The chunks", ["chunk", "what it shows", "verdict", "limit", "seconds"], rows),
-        *("\n".join([f"## {title}\n", *lines]) for title, lines in noted.items() if lines),
+        frame.listed("Not passed", wrong),
+        frame.listed("Findings", noted),
+        frame.listed("Not run", record["missing"]),
         beside,
         *("\n".join([f"## {one['chunk']}\n", one["says"], "", *one["lines"]]).strip() for one in chunks),
     )
@@ -215,7 +217,12 @@ class Gpu(frame.Suite[GpuOptions, Result]):
     def plan(self) -> int:
         self._started, self._left = time.monotonic(), list[str]()
         self._peers = [f"{name}={folder}" for name, folder in frame.read_peers(self.options.peer).items()]
-        self._head = self._machine()
+        found, ending = self._execute("machine", f"{CHUNKS_MODULE}:machine", gpus=2, hardware={})
+        if found is None:
+            raise UserError(
+                f"no NVIDIA GPU answers here ({ending.message}): --stand_in rehearses the proof without one"
+            )
+        self._head = found
         hardware = self._head["hardware"]
         self._now: Result = {"git_commit": git_commit(self.repository), "sources_sha256": sources_sha256()}
         self._now |= {"stand_in": self.options.stand_in, "gpus": hardware["gpu_count_visible"]}
@@ -223,19 +230,6 @@ class Gpu(frame.Suite[GpuOptions, Result]):
         self._every = {name: chunk for name, chunk in CHUNKS.items() if self._now["gpus"] > 1 or not chunk.several}
         self._chosen = frame.selected(self._every, self.options.only)
         return len(self._chosen)
-
-    def _machine(self) -> frame.Record:
-        """The head of a record of this machine.
-
-        Raises:
-            UserError: it has no GPU.
-        """
-        found, ending = self._execute("machine", f"{CHUNKS_MODULE}:machine", gpus=2, hardware={})
-        if found is None:
-            raise UserError(
-                f"no NVIDIA GPU answers here ({ending.message}): --stand_in rehearses the proof without one"
-            )
-        return found
 
     def results(self) -> Iterator[Result]:
         budget = self.options.budget

@@ -452,14 +452,6 @@ class Stream:
         recorded.record(self)
         return recorded
 
-    def query(self) -> bool:
-        """Everything has been executed."""
-        return True
-
-    def is_capturing(self) -> bool:
-        """No graph is captured."""
-        return False
-
     def __enter__(self) -> "Stream":
         return self
 
@@ -476,7 +468,7 @@ class _Cuda:
 
     def __init__(self, ledger: Ledger, tags: Tags, operators: _Operators, gpus: int) -> None:
         self._ledger, self._tags, self._operators, self._gpus = ledger, tags, operators, gpus
-        self.current, self._debug_mode, self._memory = 0, 0, ledger.memory
+        self.current, self._debug_mode = 0, 0
         kinds: tuple[type, ...] = (Event, Stream)
         self.classes = {kind.__name__: type(kind.__name__, (kind,), {"ledger": ledger}) for kind in kinds}
         self._make, self._from, self._list = torch.tensor, torch.as_tensor, torch.Tensor.tolist
@@ -490,7 +482,7 @@ class _Cuda:
         """By name in ``torch.cuda``."""
         ledger, random, stream = self._ledger, self._operators.random, self.classes["Stream"]()
         properties = SimpleNamespace(
-            **{"name": NAME, "major": 9, "minor": 0, "total_memory": self._memory, "multi_processor_count": 132},
+            **{"name": NAME, "major": 9, "minor": 0, "total_memory": ledger.memory, "multi_processor_count": 132},
             **{"uuid": "00000000-0000-0000-0000-000000000000", "L2_cache_size": 50 << 20, "warp_size": 32},
         )
         values: dict[str, object] = {
@@ -514,8 +506,6 @@ class _Cuda:
                 ("reset_peak_memory_stats", "reset_max_memory_allocated", "reset_max_memory_cached"),
                 lambda _=None: ledger.reset_peaks(),
             ),
-            "mem_get_info": lambda _=None: (ledger.memory - ledger.reserved, self._memory),
-            "set_per_process_memory_fraction": self._limit,
             **{"get_sync_debug_mode": lambda: self._debug_mode, "set_sync_debug_mode": self._set_debug_mode},
             "get_rng_state": lambda _=None: random.get_state(),
             "set_rng_state": lambda state, _=None: random.set_state(state),
@@ -536,9 +526,6 @@ class _Cuda:
         if index >= self._gpus:
             raise RuntimeError(f"CUDA error: invalid device ordinal {index} ({NAME})")
         self.current = index
-
-    def _limit(self, fraction: float, _device: object = None) -> None:
-        self._ledger.memory = int(fraction * self._memory)
 
     def _set_debug_mode(self, mode: int | str) -> None:
         self._debug_mode = ("default", "warn", "error").index(mode) if isinstance(mode, str) else mode
