@@ -217,12 +217,7 @@ class Gpu(frame.Suite[GpuOptions, Result]):
     def plan(self) -> int:
         self._started, self._left = time.monotonic(), list[str]()
         self._peers = [f"{name}={folder}" for name, folder in frame.read_peers(self.options.peer).items()]
-        found, ending = self._execute("machine", f"{CHUNKS_MODULE}:machine", gpus=2, hardware={})
-        if found is None:
-            raise UserError(
-                f"no NVIDIA GPU answers here ({ending.message}): --stand_in rehearses the proof without one"
-            )
-        self._head = found
+        self._head = self._machine()
         hardware = self._head["hardware"]
         self._now: Result = {"git_commit": git_commit(self.repository), "sources_sha256": sources_sha256()}
         self._now |= {"stand_in": self.options.stand_in, "gpus": hardware["gpu_count_visible"]}
@@ -230,6 +225,19 @@ class Gpu(frame.Suite[GpuOptions, Result]):
         self._every = {name: chunk for name, chunk in CHUNKS.items() if self._now["gpus"] > 1 or not chunk.several}
         self._chosen = frame.selected(self._every, self.options.only)
         return len(self._chosen)
+
+    def _machine(self) -> frame.Record:
+        """The head of a record of this machine.
+
+        Raises:
+            UserError: it has no GPU.
+        """
+        found, ending = self._execute("machine", f"{CHUNKS_MODULE}:machine", gpus=2, hardware={})
+        if found is None:
+            raise UserError(
+                f"no NVIDIA GPU answers here ({ending.message}): --stand_in rehearses the proof without one"
+            )
+        return found
 
     def results(self) -> Iterator[Result]:
         budget = self.options.budget
