@@ -84,13 +84,12 @@ def make_page(suite: "type[Suite[Any, Any]]", record_file: Path, page: Path, *, 
     """
     try:
         record = read_object(record_file, max_bytes=MAX_BYTES)
+        text = suite.page(record, source=record_file.as_posix())
+        write_page(page, text, record=record, name=suite.name, repository=repository)
     except JsonError as error:
         raise UserError(
             f"--table-from {record_file}: cannot be read as a record of {suite.record_of}: {error}"
         ) from error
-    try:
-        text = suite.page(record, source=record_file.as_posix())
-        write_page(page, text, record=record, name=suite.name, repository=repository)
     except UserError:
         raise
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:

@@ -210,27 +210,23 @@ class Tags:
         """``cuda``, ``cpu``, or another type of device."""
         if isinstance(tensor, DTensor):
             tensor = tensor._local_tensor
-        real = _REAL_DEVICE(tensor).type
-        return "cuda" if real == "cpu" and _storage_of(tensor) in self._sizes else real
+        return "cuda" if _key(tensor) in self._sizes else _REAL_DEVICE(tensor).type
 
     def is_pinned(self, tensor: Tensor) -> bool:
         """Whether it is in page-locked memory."""
-        return _REAL_DEVICE(tensor).type == "cpu" and _storage_of(tensor) in self._pinned
+        return _key(tensor) in self._pinned
 
     def floats(self, tensor: Tensor) -> bool:
         """Whether it may be on either side."""
-        return _REAL_DEVICE(tensor).type == "cpu" and _storage_of(tensor) in self._floating
+        return _key(tensor) in self._floating
 
     def put(self, made: object, kind: str, *, pinned: bool = False) -> None:
         """Tag the storages of tensors, unless they have a tag: ``cuda``, ``floating``, or ``pinned``."""
         for tensor in tree_leaves(made):
             if not isinstance(tensor, Tensor) or isinstance(tensor, (DTensor, FakeTensor)):
                 continue
-            if _REAL_DEVICE(tensor).type != "cpu":
-                continue
-            storage = tensor.untyped_storage()
-            key = storage._cdata
-            if key in self._sizes or key in self._pinned or not (pinned or kind in {"cuda", "floating"}):
+            key, storage = _key(tensor), tensor.untyped_storage()
+            if key is None or key in self._sizes or key in self._pinned or not (pinned or kind in {"cuda", "floating"}):
                 continue
             if key not in self._floating:
                 weakref.finalize(storage, self._freed, key).atexit = False
@@ -256,8 +252,9 @@ class Tags:
             self._ledger.allocate(storage.nbytes() - before)
 
 
-def _storage_of(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
+def _key(tensor: Tensor) -> int | None:
+    """Identifies the storage of a CPU tensor; None for another, as of the device ``meta``."""
+    return int(tensor.untyped_storage()._cdata) if _REAL_DEVICE(tensor).type == "cpu" else None
 
 
 def _is_cuda(device: Any) -> bool:
@@ -644,7 +641,8 @@ class _Groups:
     def __init__(self, *, alone: bool) -> None:
         self._alone = alone
         self._backends: dict[str, str] = {}
-        self._init, self._new, self._device_of = dist.init_process_group, dist.new_group, _object_device
+        self._init, self._new = dist.init_process_group, dist.new_group
+        self._device_of = distributed_c10d._get_object_coll_device
 
     def functions(self) -> dict[str, Any]:
         """By name in ``torch.distributed``."""
@@ -695,9 +693,6 @@ class _Groups:
             with contextlib.suppress(TypeError, RuntimeError):  # unbox raises if it is no group
                 return self._backend(dist.ProcessGroup.unbox(value))
         return None
-
-
-_object_device: Callable[[Any], str] = distributed_c10d._get_object_coll_device
 
 
 # Everything together.
