@@ -555,15 +555,10 @@ class _Cuda:
         return {"tensor": self._tensor, "as_tensor": self._as_tensor}
 
     def _to(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        other = kwargs.get("other", args[0] if args and isinstance(args[0], Tensor) else None)
-        if other is not None:
-            device, dtype = other.device, other.dtype
-            asynchronous = bool(kwargs.get("non_blocking", args[1] if len(args) > 1 else False))
-            copies = bool(kwargs.get("copy", args[2] if len(args) > 2 else False))
-            layout = kwargs.get("memory_format")
-        else:
-            copies = bool(kwargs.pop("copy", False))
-            device, dtype, asynchronous, layout = torch._C._nn._parse_to(*args, **kwargs)
+        copies, like = bool(kwargs.pop("copy", False)), kwargs.pop("other", args[0] if args else None)
+        if isinstance(like, Tensor):
+            args = (like.device, like.dtype, *args[1:])
+        device, dtype, asynchronous, layout = torch._C._nn._parse_to(*args, **kwargs)
         more = {"memory_format": layout} if layout is not None else {}
         source, dtype = self._tags.kind(tensor), dtype or tensor.dtype
         target = source if device is None else device.type
