@@ -216,7 +216,7 @@ def try_disk_fault(runs: Runs, plan: DiskFault) -> Outcome:
         with runs.start(DISK_RUN, run_dir, "--on_save_failure", plan.policy, prefix=prefix) as training:
             if plan.spoil:
                 plan.spoil(training)
-            code, _, _ = training.wait_until_gone()
+            code = training.wait_until_gone()["exit_code"]
             lines = [line for line in training.output().splitlines() if "not saved" in line]
         left = [path.name for path in run_dir.glob(".partial-*")]
         try:  # the step of the newest checkpoint if it is whole
@@ -274,7 +274,7 @@ def try_kill(runs: Runs, plan: Kill) -> Outcome:
             training.wait_for_step(plan.step)
             time.sleep(plan.fraction * usual.step_sec)
         send(victims, signal.SIGKILL)
-        code, launcher_sec, gone_sec = training.wait_until_gone()
+        ended = training.wait_until_gone()
     # The step whose checkpoint was being written; 0 if there is none.
     unpublished = max((int(path.name[-8:]) for path in run_dir.glob(".partial-step-????????")), default=0)
     resumed = runs.resume(plan.run, run_dir)
@@ -290,15 +290,13 @@ def try_kill(runs: Runs, plan: Kill) -> Outcome:
         "resumed_from": resumed.resumed_from,
         "steps_lost": resumed.steps_lost,
         "steps_allowed": allowed,
-        "exit_code": code,
-        "launcher_sec": round(launcher_sec, 2),
-        "gone_sec": round(gone_sec, 2),
+        **ended,
     }
     limit = GONE_AFTER_KILL_SEC[plan.victim]
     wrong = all_wrong(
-        (code == 0, "the launcher ended with exit code 0"),
+        (ended["exit_code"] == 0, "the launcher ended with exit code 0"),
         (allowed > 2 * SAVE_EVERY, f"the save of step {unpublished} was not done by step {resumed.taken}"),
-        (gone_sec > limit, f"a process was left for {gone_sec:.0f} s, allowed are {limit}"),
+        (ended["gone_sec"] > limit, f"a process was left for {ended['gone_sec']:.0f} s, allowed are {limit}"),
         (resumed.steps_lost > allowed, f"{resumed.steps_lost} steps are lost, allowed are {allowed}"),
         (bool(resumed.wrong), resumed.wrong),
     )
@@ -330,7 +328,7 @@ def try_restart(runs: Runs) -> Outcome:
     with runs.start("ddp", run_dir, "--resume", launcher=("--max-restarts", str(RESTARTS))) as training:
         training.wait_for_step(9)
         send(training.ranks(2)[1:], signal.SIGKILL)
-        code, _, _ = training.wait_until_gone()
+        code = training.wait_until_gone()["exit_code"]
         output = training.output()
     lines = [line for line in output.splitlines() if "resuming from" in line or "starting fresh" in line]
     difference = "" if code else runs.difference("ddp", run_dir)
@@ -437,9 +435,9 @@ def try_signal(runs: Runs, plan: SentSignal) -> Outcome:
     with runs.start(plan.run, run_dir, launcher=plan.launcher) as training:
         training.wait_for_step(AFTER_STEP)
         send(_processes(training, plan.run, plan.to), plan.signal)
-        code, launcher_sec, gone_sec = training.wait_until_gone()
+        ended = training.wait_until_gone()
         lines = _lines_of(training)
-    status = read_object(run_dir / RECORD_FILE)["status"]
+    code, status = ended["exit_code"], read_object(run_dir / RECORD_FILE)["status"]
     resumed = runs.resume(plan.run, run_dir)
     # A run may end before it notices that its launcher is gone: then nothing was left to stop or to save.
     finished = plan.to == "the launcher" and code == -plan.signal and status == "completed"
@@ -448,18 +446,11 @@ def try_signal(runs: Runs, plan: SentSignal) -> Outcome:
         (plan.run == "baseline" and code != EXIT_STOPPED, f"exit code {code} instead of {EXIT_STOPPED}"),
         (status != "interrupted" and not finished, f"its record says {status}"),
         (resumed.steps_lost > 0, f"{resumed.steps_lost} steps are lost"),
-        (gone_sec > GONE_SEC, f"a process was left for {gone_sec:.0f} s"),
+        (ended["gone_sec"] > GONE_SEC, f"a process was left for {ended['gone_sec']:.0f} s"),
         (not lines and not finished, "the run printed nothing about it"),
         (bool(resumed.wrong), resumed.wrong),
     )
-    measured = {
-        "exit_code": code,
-        "launcher_sec": round(launcher_sec, 2),
-        "gone_sec": round(gone_sec, 2),
-        "steps_taken": resumed.taken,
-        "steps_lost": resumed.steps_lost,
-        "status": status,
-    }
+    measured = ended | {"steps_taken": resumed.taken, "steps_lost": resumed.steps_lost, "status": status}
     return Outcome(wrong=wrong, measured=measured, said=lines)
 
 
@@ -471,16 +462,15 @@ def _try_twice(runs: Runs, plan: SentSignal) -> Outcome:
         for _ in range(2):
             training.launcher.send_signal(plan.signal)
             time.sleep(ECHO_SEC[False] * 1.5)
-        code, launcher_sec, gone_sec = training.wait_until_gone()
+        ended = training.wait_until_gone()
         lines = _lines_of(training)
     wrong = all_wrong(
-        (code != EXIT_INTERRUPTED, f"exit code {code} instead of {EXIT_INTERRUPTED}"),
-        (gone_sec > 1, f"it was left for {gone_sec:.1f} s after the second signal"),
+        (ended["exit_code"] != EXIT_INTERRUPTED, f"exit code {ended['exit_code']} instead of {EXIT_INTERRUPTED}"),
+        (ended["gone_sec"] > 1, f"it was left for {ended['gone_sec']:.1f} s after the second signal"),
         (bool(list(run_dir.glob("step-*"))), "it saved nevertheless"),
         (not lines, "the run printed nothing about it"),
     )
-    measured = {"exit_code": code, "launcher_sec": round(launcher_sec, 2), "gone_sec": round(gone_sec, 2)}
-    return Outcome(wrong=wrong, measured=measured, said=lines)
+    return Outcome(wrong=wrong, measured=ended, said=lines)
 
 
 def _lines_of(training: Training) -> tuple[str, ...]:

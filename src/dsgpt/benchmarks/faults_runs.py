@@ -106,11 +106,11 @@ class Training(contextlib.AbstractContextManager["Training"]):
         """Wait until ``step`` is done and logged."""
         self.wait_for(lambda: last_step(self.run_dir) >= step, what=f"step {step}")
 
-    def wait_until_gone(self) -> tuple[int, float, float]:
+    def wait_until_gone(self) -> dict[str, Any]:
         """Wait until all processes have ended.
 
         Returns:
-            The launcher's exit code, the seconds until it ended, and those until the last of its processes had.
+            ``exit_code`` and ``launcher_sec`` of the launcher; ``gone_sec``, the seconds until the last process ended.
 
         Raises:
             Missed: some are still there after ``LIMIT_SEC``.
@@ -121,7 +121,8 @@ class Training(contextlib.AbstractContextManager["Training"]):
             if ended is None and self.launcher.poll() is not None:
                 ended = now
             if ended is not None and not self.everyone():
-                return self.launcher.returncode, ended, now
+                seconds = {"launcher_sec": round(ended, 2), "gone_sec": round(now, 2)}
+                return {"exit_code": self.launcher.returncode, **seconds}
             if now > LIMIT_SEC:
                 raise Missed(f"{len(self.everyone())} processes are left after {LIMIT_SEC} s: {self.output()[-500:]}")
             time.sleep(0.05)
@@ -261,8 +262,7 @@ class Runs:
     def train(self, run: str, run_dir: Path, *more: str) -> tuple[int, str]:
         """Train ``run`` without a fault, with ``more`` flags; its exit code and what it printed."""
         with self.start(run, run_dir, *more) as training:
-            code, _, _ = training.wait_until_gone()
-            return code, training.output()
+            return training.wait_until_gone()["exit_code"], training.output()
 
     def undisturbed(self, run: str) -> Undisturbed:
         """The undisturbed run, trained at the first call.

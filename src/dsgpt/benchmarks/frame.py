@@ -84,8 +84,7 @@ def make_page(suite: "type[Suite[Any, Any]]", record_file: Path, page: Path, *, 
     """
     try:
         record = read_object(record_file, max_bytes=MAX_BYTES)
-        text = suite.page(record, source=record_file.as_posix())
-        write_page(page, text, record=record, name=suite.name, repository=repository)
+        write_page(suite, page, record, source=record_file, repository=repository)
     except JsonError as error:
         raise UserError(
             f"--table-from {record_file}: cannot be read as a record of {suite.record_of}: {error}"
@@ -97,17 +96,18 @@ def make_page(suite: "type[Suite[Any, Any]]", record_file: Path, page: Path, *, 
         raise UserError(f"--table-from {record_file}: is not a record of {suite.record_of} ({what})") from error
 
 
-def write_page(page: Path, text: str, *, record: Record, name: str, repository: Path) -> None:
-    """Write ``text`` to ``page``; before its first ``##`` heading whether the machine was busy, and the sources.
+def write_page(suite: "type[Suite[Any, Any]]", page: Path, record: Record, *, source: Path, repository: Path) -> None:
+    """Write the page of ``record``; before its first ``##`` heading whether the machine was busy, and the sources.
 
     Args:
+        suite: makes its text.
         page: the file.
-        text: the page of ``record``.
         record: names the commit that it was made at.
-        name: that of the suite.
+        source: its path, for the reader.
         repository: holds the sources.
     """
-    sources = record_changes(record, name, repository=repository).paragraph()
+    text = suite.page(record, source=source.as_posix())
+    sources = record_changes(record, suite.name, repository=repository).paragraph()
     head, heading, rest = text.rstrip("\n").partition("\n\n## ")
     busy = f"\n\n{BUSY}{words}.**" if (words := busy_words(record)) else ""
     page.parent.mkdir(parents=True, exist_ok=True)
@@ -400,9 +400,7 @@ def run_suite(suite: type[Suite[O, R]], options: O, *, repository: Path) -> int:
     output.parent.mkdir(parents=True, exist_ok=True)
     write_json_atomic(output, record)
     failures = run.failures(record)
-    write_page(
-        page, suite.page(record, source=output.as_posix()), record=record, name=suite.name, repository=repository
-    )
+    write_page(suite, page, record, source=output, repository=repository)
     written, shown = f"record {output}, page {page}", next_line(["less", page])
     for line in ["", *suite.summary(record), busy_words(record), written, *run.closing_lines(failures), shown]:
         console.say(line)
