@@ -271,25 +271,17 @@ def test_a_rank_at_fault_is_named(start, kind):
         assert "ValueError: a bug of this rank" in pair.printed()
 
 
-@pytest.mark.parametrize(
-    ("kind", "flags", "code", "told"),
-    [
-        pytest.param(
-            "gradient",
-            {},
-            EXIT_NON_FINITE,
-            "was the first to compute a gradient that is not finite, in step 4",
-            marks=LONG,
-        ),
-        pytest.param(
-            "slow", {"max_train_steps": 6 * SLOW_STEPS}, 0, "is slow: it computes and reads data for 0.1", marks=LONG
-        ),
-        ("refuses", {}, EXIT_USER_ERROR, "refused: --threads_per_device"),
-    ],
-)
-def test_the_rank_is_named_and_no_other_waits_for_it(start, kind, flags, code, told):
-    """NaN is traced to the rank that computed it, in the campaign by losses. A refusal comes before others wait."""
-    pair = start(kind, **flags)
+ENDS = {
+    "gradient": (EXIT_NON_FINITE, "was the first to compute a gradient that is not finite, in step 4"),
+    "slow": (0, "is slow: it computes and reads data for 0.1"),
+    "refuses": (EXIT_USER_ERROR, "refused: --threads_per_device"),
+}
+"""How both ranks end, and what is said of rank 1. A refusal comes before others wait; the campaign traces losses."""
+
+
+@pytest.mark.parametrize("kind", ["refuses", *(pytest.param(kind, marks=LONG) for kind in ("gradient", "slow"))])
+def test_a_rank_is_named_and_both_end(start, kind):
+    pair, (code, told) = start(kind, **({"max_train_steps": 6 * SLOW_STEPS} if kind == "slow" else {})), ENDS[kind]
     assert pair.ends(0, 1) == [code] * 2
     assert f"rank 1 on {pair.hosts.host(1)} {told}" in pair.printed()
 

@@ -312,10 +312,9 @@ def test_a_slow_host_is_told_from_those_that_wait_for_it_and_is_written_into_the
         for each in examined["findings"]
         if (to := re.search(r"Gbit/s to (.*), others have", each["what"]))
     }
-    assert len(examined["links"]) == 12
-    assert slow == {
-        (link["from"], link["to"]) for link in examined["links"] if hosts.host(1) in (link["from"], link["to"])
-    }
+    links = [(link["from"], link["to"]) for link in examined["links"]]
+    assert len(links) == 12
+    assert slow == {link for link in links if hosts.host(1) in link}
     network = read_calibration(calibration).network
     assert 1e6 < network.bytes_per_sec < 1.3 * 40e6 / 8  # a busy machine sends less than the link lets through
     assert (network.machines, network.transport) == (4, "gloo over TCP")
@@ -336,9 +335,8 @@ def started_on(hosts: Hosts, folder: Path, commands: Sequence[Sequence[object]],
 
 def assert_two_machines_are_examined(printed: str, hosts: Sequence[str]) -> None:
     for one, other in (hosts, hosts[::-1]):
-        assert re.search(rf"^{one} to {other}: \d+\.\d\d Gbit/s, \d+ us, with gloo over TCP$", printed, re.MULTILINE), (
-            printed
-        )
+        link = rf"^{one} to {other}: \d+\.\d\d Gbit/s, \d+ us, with gloo over TCP$"
+        assert re.search(link, printed, re.MULTILINE), printed
     assert re.search(r"^2 machines, \d+ findings?, ", printed, re.MULTILINE)
     assert not re.search(r"differ|not one shared folder|not the same|missing|fails", printed), printed
 
