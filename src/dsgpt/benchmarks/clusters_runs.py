@@ -33,7 +33,7 @@ from dsgpt.benchmarks import clusters
 from dsgpt.benchmarks.cells import SEQUENCE, VALIDATION_WINDOWS, cut_validation, flags, prepare_corpus, write_recipe
 from dsgpt.benchmarks.clusters import LIMIT_SEC, Fault, Outcome
 from dsgpt.benchmarks.faults import SAVE_EVERY, STEPS, all_wrong
-from dsgpt.benchmarks.faults_runs import Missed, figures
+from dsgpt.benchmarks.faults_runs import Missed, figures, fill
 from dsgpt.benchmarks.hosts import Hosts, NoHosts, enter, made_hosts, run
 from dsgpt.benchmarks.launch import IMPORTS
 from dsgpt.checkpoints.store import folder_name
@@ -167,9 +167,7 @@ def strike(fault: Fault, folder: Path, number: int, poison: threading.Event) -> 
     elif fault.kind == "NaN":
         poison.set()
     elif fault.kind == "disk full":
-        with (folder / "shared" / BALLAST).open("wb", buffering=0) as file, contextlib.suppress(OSError):
-            while file.write(bytes(os.sysconf("SC_PAGE_SIZE"))):
-                pass
+        fill(folder / "shared" / BALLAST)
     elif fault.kind == "folder stands still":
         server = (folder / SERVER).read_text()
         os.kill(int(server), signal.SIGSTOP)

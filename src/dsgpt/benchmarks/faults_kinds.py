@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import signal
+import statistics
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -17,7 +18,7 @@ import psutil
 
 from dsgpt.benchmarks import faults
 from dsgpt.benchmarks.faults import RUNS, SAVE_EVERY, STEPS, Kill, Outcome, all_wrong
-from dsgpt.benchmarks.faults_runs import Missed, Runs, Training, send
+from dsgpt.benchmarks.faults_runs import Missed, Runs, Training, fill, send
 from dsgpt.benchmarks.hosts import NoHosts, run
 from dsgpt.checkpoints import store
 from dsgpt.checkpoints.manifest import MANIFEST, parse_manifest, read_manifest
@@ -25,7 +26,7 @@ from dsgpt.checkpoints.pieces import MOMENTS, numbered
 from dsgpt.common.errors import EXIT_INTERRUPTED, EXIT_NOT_SAVED, EXIT_STOPPED, EXIT_USER_ERROR, UserError
 from dsgpt.common.json_files import read_object
 from dsgpt.machine.launcher import ECHO_SEC
-from dsgpt.record.schema import RECORD_FILE, STEPS_FILE
+from dsgpt.record.schema import RECORD_FILE, STEPS_FILE, read_steps
 
 # Damage to the files of a killed run, and what ``--resume`` prints and does about it.
 
@@ -164,9 +165,7 @@ def fill_up(training: Training) -> None:
 def fill_wholly(training: Training) -> None:
     """Leave no space: not even a line of a log can be written."""
     training.wait_for((training.run_dir / store.folder_name(SAVE_EVERY)).exists, what="the first save")
-    with (training.run_dir / BALLAST).open("wb", buffering=0) as file, contextlib.suppress(OSError):
-        while file.write(bytes(os.sysconf("SC_PAGE_SIZE"))):
-            pass
+    fill(training.run_dir / BALLAST)
 
 
 def forbid(training: Training) -> None:
@@ -201,7 +200,7 @@ def try_disk_fault(runs: Runs, plan: DiskFault) -> Outcome:
         Missed: the run did not end.
     """
     run_dir = runs.new(f"{plan.what} {plan.policy}")
-    size = int(FITTING * parse_manifest(store.checkpoints(runs.undisturbed(DISK_RUN).run_dir)[0]).size)
+    size = int(FITTING * parse_manifest(store.checkpoints(runs.undisturbed(DISK_RUN))[0]).size)
     prefix = AS_A_USER if os.geteuid() == 0 and not plan.small else ()
     if prefix and shutil.which(prefix[0]) is None:
         return Outcome(not_run=f"root needs {prefix[0]} for it")
@@ -263,16 +262,19 @@ def try_kill(runs: Runs, plan: Kill) -> Outcome:
     """
     run_dir = runs.new(f"{plan.run} {plan.victim} {plan.moment} {plan.step}")
     usual = runs.undisturbed(plan.run)
+    if plan.moment == "saving":
+        usual_sec = [save["save_total_sec"] for save in read_object(usual / RECORD_FILE)["saves"]]
+    else:
+        usual_sec = [line["step_time_sec"] for line in read_steps(usual / STEPS_FILE) if "loss" in line]
     with runs.start(plan.run, run_dir, "--save_mode", plan.save_mode) as training:
         training.wait_for_step(1)
         victims = _processes(training, plan.run, plan.killed)  # before the instant: it takes longer than a step
         if plan.moment == "saving":
             written = (store.partial_folder(run_dir, plan.step), run_dir / store.folder_name(plan.step))
             training.wait_for(lambda: any(path.exists() for path in written), what=f"the save of step {plan.step}")
-            time.sleep(plan.fraction * usual.save_sec)
         else:
             training.wait_for_step(plan.step)
-            time.sleep(plan.fraction * usual.step_sec)
+        time.sleep(plan.fraction * statistics.median_high(usual_sec))
         send(victims, signal.SIGKILL)
         ended = training.wait_until_gone()
     # The step whose checkpoint was being written; 0 if there is none.

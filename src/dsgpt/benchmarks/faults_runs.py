@@ -5,7 +5,6 @@ import os
 import re
 import shutil
 import signal
-import statistics
 import subprocess
 import time
 import uuid
@@ -159,6 +158,13 @@ def last_step(run_dir: Path) -> int:
     return max((line["step"] for line in read_steps(log) if "loss" in line), default=0) if log.exists() else 0
 
 
+def fill(file: Path) -> None:
+    """Make ``file`` so large that its file system has no free byte."""
+    with file.open("wb", buffering=0) as ballast, contextlib.suppress(OSError):
+        while ballast.write(bytes(os.sysconf("SC_PAGE_SIZE"))):
+            pass
+
+
 def send(processes: Sequence[psutil.Process], number: signal.Signals) -> None:
     """Send a signal to each of ``processes`` that still exists, as close together as one process can."""
     for process in processes:
@@ -171,17 +177,6 @@ def send(processes: Sequence[psutil.Process], number: signal.Signals) -> None:
 LOG = "console.log"
 COMPARED = ("loss", "grad_norm", "lr", "val_loss")
 """Figures that must be the same at every step, to the last bit."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Undisturbed:
-    """A run that was not disturbed."""
-
-    run_dir: Path
-    step_sec: float
-    """Median time of a step."""
-    save_sec: float
-    """Median time from a save's start to its end."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,7 +208,7 @@ class Runs:
     def __init__(self, folder: Path, *, repository: Path) -> None:
         self.folder, self._repository = folder.resolve(), repository
         self._corpus = prepare_corpus(repository, self.folder / "corpus")
-        self._undisturbed: dict[str, Undisturbed] = {}
+        self._undisturbed: dict[str, Path] = {}
 
     def new(self, name: str) -> Path:
         """The path of a run folder that does not exist yet, in a new folder named after ``name``."""
@@ -264,8 +259,8 @@ class Runs:
         with self.start(run, run_dir, *more) as training:
             return training.wait_until_gone()["exit_code"], training.output()
 
-    def undisturbed(self, run: str) -> Undisturbed:
-        """The undisturbed run, trained at the first call.
+    def undisturbed(self, run: str) -> Path:
+        """The folder of the undisturbed run, which is trained at the first call.
 
         Raises:
             Missed: it failed.
@@ -275,11 +270,7 @@ class Runs:
             code, output = self.train(run, run_dir)
             if code:
                 raise Missed(f"{run} failed undisturbed, exit code {code}: {output[-1000:]}")
-            steps = [line["step_time_sec"] for line in read_steps(run_dir / STEPS_FILE) if "loss" in line]
-            saves = [save["save_total_sec"] for save in read_object(run_dir / RECORD_FILE)["saves"]]
-            self._undisturbed[run] = Undisturbed(
-                run_dir=run_dir, step_sec=statistics.median_high(steps), save_sec=statistics.median_high(saves)
-            )
+            self._undisturbed[run] = run_dir
         return self._undisturbed[run]
 
     def rolled_back(self, run: str, name: str) -> Path:
@@ -294,7 +285,7 @@ class Runs:
 
     def copied(self, run: str, name: str) -> Path:
         """A copy of the undisturbed run."""
-        return shutil.copytree(self.undisturbed(run).run_dir, self.new(name))
+        return shutil.copytree(self.undisturbed(run), self.new(name))
 
     def resume(self, run: str, run_dir: Path) -> Resumed:
         """Resume ``run`` to its end, and compare it with the undisturbed run.
@@ -312,7 +303,7 @@ class Runs:
 
     def difference(self, run: str, run_dir: Path) -> str:
         """Difference of ``run_dir`` from the undisturbed run; empty if both are the same to the last bit."""
-        expected, actual = (figures(folder) for folder in (self.undisturbed(run).run_dir, run_dir))
+        expected, actual = (figures(folder) for folder in (self.undisturbed(run), run_dir))
         if actual.keys() != expected.keys():
             return f"it has other steps: {sorted(actual.keys() ^ expected.keys())[:3]}"
         for place, value in expected.items():
