@@ -503,6 +503,7 @@ class _Cuda:
                 ("reset_peak_memory_stats", "reset_max_memory_allocated", "reset_max_memory_cached"),
                 lambda _=None: ledger.reset_peaks(),
             ),
+            "mem_get_info": lambda _=None: (ledger.memory - ledger.reserved, ledger.memory),
             **{"get_sync_debug_mode": lambda: self._debug_mode, "set_sync_debug_mode": self._set_debug_mode},
             "get_rng_state": lambda _=None: random.get_state(),
             "set_rng_state": lambda state, _=None: random.set_state(state),
