@@ -1,9 +1,9 @@
 """``python src/benchmark.py gpu``: its chunks, what a second call runs again, its page, and a rehearsal of it."""
 
 import json
+import multiprocessing
 import os
 import re
-import signal
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -134,16 +134,13 @@ def test_a_killed_chunk_leaves_no_half_file_and_runs_again(proofs, capsys):
 def test_a_killed_command_takes_its_chunk_along_and_continues(proofs):
     """Else two chunks would share the GPU."""
     proofs.run({"one": THREE["one"]})
-    child = os.fork()
-    if not child:
-        try:
-            proofs.run({"one": THREE["one"], "two": chunk("lasts")})
-        finally:
-            os._exit(9)
+    chunks = {"one": THREE["one"], "two": chunk("lasts")}
+    child = multiprocessing.get_context("fork").Process(target=proofs.run, args=(chunks,))
+    child.start()
     lasting = proofs.into / "work" / "lasting.txt"
     process = Path("/proc", within(lambda: lasting.exists() and lasting.read_text()))
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
+    child.kill()
+    child.join()
     within(lambda: not process.exists())
     assert sorted(path.name for path in proofs.into.iterdir()) == ["gpu.json", "gpu.md", "one.json", "work"]
     assert proofs.started == ["one", "two"]

@@ -269,8 +269,7 @@ class Faults(frame.Suite[FaultOptions, Outcome]):
 
     def line(self, result: Outcome, *, count: str, left: str) -> str:
         word = {"passed": "recovered", "failed": "FAILED", "not run": "not run"}[result.status]
-        reasons = (result.wrong or result.not_run).splitlines()
-        because = f": {reasons[0]}" if reasons else ""
+        because = "".join(f": {reason}" for reason in (result.wrong or result.not_run).splitlines()[:1])
         return f"{count} {result.name}: {word} ({result.seconds:.1f} s{left}){because}"
 
     def record(self, results: Sequence[Outcome]) -> frame.Record:

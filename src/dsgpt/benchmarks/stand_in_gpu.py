@@ -567,11 +567,11 @@ class _Cuda:
             real = _CPU if target == "cuda" else torch.device(target)
             with self._operators.results_on(target):
                 return _REAL_TO(tensor, real, dtype, asynchronous, copies, **more)
-        pinned = asynchronous and target == "cpu"  # PyTorch allocates the host's side of such a copy so
         with self._operators.results_on(target):
             moved = _REAL_TO(tensor, _CPU, dtype, False, True, **more)
         self._tags.put(moved, target)
-        pinned = pinned or self._tags.is_pinned(tensor)
+        # PyTorch allocates the host's side of an asynchronous copy pinned.
+        pinned = (asynchronous and target == "cpu") or self._tags.is_pinned(tensor)
         self._ledger.copy(source, target, pinned=pinned, asynchronous=asynchronous, size=moved.nbytes)
         return moved
 
