@@ -449,6 +449,14 @@ class Stream:
         recorded.record(self)
         return recorded
 
+    def query(self) -> bool:
+        """Everything has been executed."""
+        return True
+
+    def is_capturing(self) -> bool:
+        """No graph is captured."""
+        return False
+
     def __enter__(self) -> "Stream":
         return self
 
