@@ -84,11 +84,12 @@ def make_page(suite: "type[Suite[Any, Any]]", record_file: Path, page: Path, *, 
     """
     try:
         record = read_object(record_file, max_bytes=MAX_BYTES)
-        write_page(suite, page, record, source=record_file, repository=repository)
     except JsonError as error:
         raise UserError(
             f"--table-from {record_file}: cannot be read as a record of {suite.record_of}: {error}"
         ) from error
+    try:
+        write_page(suite, page, record, source=record_file, repository=repository)
     except UserError:
         raise
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
