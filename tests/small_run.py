@@ -152,9 +152,10 @@ def write_inputs(folder: Path) -> Path:
     return folder
 
 
-def within(condition: Callable[[], Any], *, seconds: float = 60) -> None:
-    """Wait until ``condition()`` holds."""
+def within(condition: Callable[[], Any], *, seconds: float = 60) -> Any:
+    """Wait until ``condition()`` holds, and return its value."""
     end = time.monotonic() + seconds
-    while not condition():
+    while not (value := condition()):
         assert time.monotonic() < end
         time.sleep(0.02)
+    return value

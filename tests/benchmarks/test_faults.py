@@ -46,11 +46,8 @@ def test_a_fault_that_cannot_be_caused_counts_as_failed(tmp_path, monkeypatch, c
     options = faults.FaultOptions(core=True, output=tmp_path / "out" / "faults.json")
     assert run_suite(faults.Faults, options, repository=REPOSITORY) == 1
     assert "[ 2/3] bad: FAILED" in capsys.readouterr().out
-    assert [one["status"] for one in json.loads(options.output.read_text())["faults"]] == [
-        "passed",
-        "failed",
-        "not run",
-    ]
+    statuses = [one["status"] for one in json.loads(options.output.read_text())["faults"]]
+    assert statuses == ["passed", "failed", "not run"]
     page = options.output.with_suffix(".md").read_text()
     assert "* bad: **NO**: it ended before step 9" in page
     assert "* disk: not run: it may not mount" in page
@@ -102,9 +99,8 @@ def test_a_run_with_other_figures_is_noticed(runs):
     lines = log.read_text(encoding="utf-8").splitlines()
     for key in ("loss", "grad_norm", "lr", "val_loss"):
         place = next(number for number, line in enumerate(lines) if f'"{key}": ' in line)
-        log.write_text(
-            "\n".join([*lines[:place], lines[place].replace(f'"{key}": ', f'"{key}": 1'), *lines[place + 1 :], ""])
-        )
+        other = lines[place].replace(f'"{key}": ', f'"{key}": 1')
+        log.write_text("\n".join([*lines[:place], other, *lines[place + 1 :], ""]))
         assert f"{key} of step" in runs.difference("baseline", run_dir)
     log.write_text("\n".join([*lines[:5], *lines[6:], ""]))
     assert "it has other steps" in runs.difference("baseline", run_dir)

@@ -6,14 +6,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import psutil
 import pytest
-from small_run import REPOSITORY, command_line, write_data, write_recipe
+from small_run import REPOSITORY, command_line, within, write_data, write_recipe
 
 from dsgpt.benchmarks import launch as launching
 from dsgpt.benchmarks.launch import Assignment, CellStart, Launch, child_environment, read_ranks, run_job
@@ -91,8 +90,8 @@ def test_every_end_is_a_result_and_the_next_training_runs(assignment, tmp_path):
     assert [next(coming)[0], next(coming)[0]] == [0, 1]
     with ThreadPoolExecutor(1) as thread:
         third = thread.submit(next, coming)
-        wait_for((tmp_path / "killed" / launching.PORT_FILE).exists, seconds=120)  # the others have ended
-        trained = wait_for(lambda: trainings(os.getpid(), tmp_path / "job.json"), seconds=120)
+        within((tmp_path / "killed" / launching.PORT_FILE).exists, seconds=120)  # the others have ended
+        trained = within(lambda: trainings(os.getpid(), tmp_path / "job.json"), seconds=120)
         trained[0].send_signal(signal.SIGKILL)
         assert third.result()[0] == 2
     assert [index for index, _ in coming] == [3]
@@ -156,12 +155,12 @@ def test_the_ranks_of_a_killed_suite_exit(assignment, tmp_path):
     endless = json.dumps([asdict(assignment("endless", max_train_steps=100_000))])
     suite = subprocess.Popen([sys.executable, "-c", START_A_JOB, endless, str(tmp_path / "job.json")], cwd=REPOSITORY)
     try:
-        trained = wait_for(lambda: trainings(suite.pid, tmp_path / "job.json"), seconds=120)
+        trained = within(lambda: trainings(suite.pid, tmp_path / "job.json"), seconds=120)
         ranks = [*trained, *(child.parent() for child in trained)]
     finally:
         suite.send_signal(signal.SIGKILL)
         suite.wait()
-    wait_for(lambda: not any(alive(rank) for rank in ranks), seconds=30)
+    within(lambda: not any(alive(rank) for rank in ranks), seconds=30)
 
 
 def trainings(pid: int, job_file: Path) -> list[psutil.Process]:
@@ -182,11 +181,3 @@ def alive(process: psutil.Process) -> bool:
         return process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
-
-
-def wait_for(condition, *, seconds: float):
-    deadline = time.monotonic() + seconds
-    while not (value := condition()):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-    return value

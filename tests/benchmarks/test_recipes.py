@@ -7,7 +7,6 @@ import pytest
 from small_run import REPOSITORY
 
 from dsgpt.benchmarks import recipes
-from dsgpt.benchmarks import recipes as command
 from dsgpt.benchmarks.frame import run_suite
 
 # `python src/benchmark.py recipes`: what it trains, how it chooses, its page, and the recipe that is shipped.
@@ -30,8 +29,8 @@ def test_a_rate_at_the_edge_is_not_chosen_and_the_best_change_is_repeated(tmp_pa
         return {"size": search.size, **asdict(trial), "steps": 1, "val_loss": loss}
 
     search = recipes.Search(size="demo", length=128, tokens=1024, batches=(8,), rates=(1e-3, 2e-3, 4e-3, 8e-3))
-    monkeypatch.setattr(command, "SEARCHES", {"demo": search})
-    monkeypatch.setattr(command, "prepare_demo", lambda _repository, folder: folder)
+    monkeypatch.setattr(recipes, "SEARCHES", {"demo": search})
+    monkeypatch.setattr(recipes, "prepare_demo", lambda _repository, folder: folder)
     monkeypatch.setattr(recipes.Recipes, "_train", pretend)
     record, page = tmp_path / "recipes.json", tmp_path / "recipes.md"
     options = recipes.RecipesOptions(output=record, page=page, keep=None, size=(), device="cpu")

@@ -271,20 +271,19 @@ def test_a_rank_at_fault_is_named(start, kind):
         assert "ValueError: a bug of this rank" in pair.printed()
 
 
-@LONG
-def test_a_gradient_that_is_nan_is_traced_to_the_rank_that_computed_it(start):
-    """The campaign does so with losses."""
-    pair = start("gradient")
-    assert pair.ends(0, 1) == [EXIT_NON_FINITE] * 2
-    first = f"rank 1 on {pair.hosts.host(1)} was the first to compute a gradient that is not finite, in step 4"
-    assert first in pair.printed()
+ENDS = {
+    "gradient": (EXIT_NON_FINITE, "was the first to compute a gradient that is not finite, in step 4"),
+    "slow": (0, "is slow: it computes and reads data for 0.1"),
+    "refuses": (EXIT_USER_ERROR, "refused: --threads_per_device"),
+}
+"""How both ranks end, and what is said of rank 1. A refusal comes before others wait; the campaign traces losses."""
 
 
-@LONG
-def test_a_slow_rank_is_named(start):
-    pair = start("slow", max_train_steps=6 * SLOW_STEPS)
-    assert pair.ends(0, 1) == [0, 0]
-    assert f"rank 1 on {pair.hosts.host(1)} is slow: it computes and reads data for 0.1" in pair.printed()
+@pytest.mark.parametrize("kind", ["refuses", *(pytest.param(kind, marks=LONG) for kind in ("gradient", "slow"))])
+def test_a_rank_is_named_and_both_end(start, kind):
+    pair, (code, told) = start(kind, **({"max_train_steps": 6 * SLOW_STEPS} if kind == "slow" else {})), ENDS[kind]
+    assert pair.ends(0, 1) == [code] * 2
+    assert f"rank 1 on {pair.hosts.host(1)} {told}" in pair.printed()
 
 
 @LONG
@@ -293,9 +292,3 @@ def test_rank_0_is_not_disturbed_while_it_copies_what_is_done(start, tmp_path):
     pair = start("copies", max_train_steps=3, save_to=tmp_path / "second")
     assert pair.ends(0, 1) == [0, 0]
     assert (tmp_path / "second" / "step-00000003" / "manifest.json").exists()
-
-
-def test_a_refusal_on_one_host_ends_the_others_before_they_wait(start):
-    pair = start("refuses")
-    assert pair.ends(0, 1) == [EXIT_USER_ERROR] * 2
-    assert f"error: rank 1 on {pair.hosts.host(1)} refused: --threads_per_device" in pair.printed()

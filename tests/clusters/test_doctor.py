@@ -30,13 +30,7 @@ from dsgpt.machine.topology import Topology
 from dsgpt.model.config import PRESETS
 from dsgpt.planner.rates import read_calibration
 from dsgpt.training import doctor
-from dsgpt.training.doctor import (
-    DoctorOptions,
-    findings_of_cluster,
-    findings_of_links,
-    findings_of_machine,
-    needed_bytes,
-)
+from dsgpt.training.doctor import DoctorOptions, findings_of_cluster, findings_of_machine
 
 HOSTS = 4
 DOCTOR = REPOSITORY / "src" / "doctor.py"
@@ -74,6 +68,10 @@ def versions(**changed: str) -> dict[str, Any]:
     return {"versions": HEALTHY["versions"] | changed}
 
 
+def folders(name: str = "checkpoints", **changed: object) -> dict[str, Any]:
+    return {"folders": {name: FOLDER | changed}}
+
+
 def test_healthy_machines_have_no_findings():
     assert [each for recipe in (None, OFFLOAD) for each in findings_of_machine(HEALTHY, recipe, NEEDED)] == []
     assert list(findings_of_cluster([HEALTHY, HEALTHY | {"host": "b"}])) == []
@@ -82,12 +80,8 @@ def test_healthy_machines_have_no_findings():
 @pytest.mark.parametrize(
     ("recipe", "change", "what"),
     [
-        (None, {"folders": {"checkpoints": FOLDER | {"writable": False}}}, "checkpoint cannot be written"),
-        (
-            None,
-            {"folders": {"checkpoints": FOLDER | {"free_bytes": 4e9}}},
-            "4.0 GB are free at checkpoint, and checkpoints take 6.0 GB",
-        ),
+        (None, folders(writable=False), "checkpoint cannot be written"),
+        (None, folders(free_bytes=4e9), "4.0 GB are free at checkpoint, and checkpoints take 6.0 GB"),
         (None, {"shared_memory_bytes": 64 << 20}, "/dev/shm has 67 MB free"),
         (None, {"open_files": 1024}, "a process may open 1024 files"),
         (None, {"processes": 100}, "a user may have 100 processes and threads"),
@@ -107,11 +101,7 @@ def test_healthy_machines_have_no_findings():
         (OFFLOAD, {"ninja": False}, "needs ninja"),
         (OFFLOAD, {"cuda_toolkit": False}, "needs the CUDA toolkit"),
         (OFFLOAD, {"libaio": "finds no libaio"}, "needs asynchronous I/O"),
-        (
-            OFFLOAD,
-            {"folders": {"offload_param": FOLDER | {"problem": "files in /nvme cannot"}}},
-            "files in /nvme cannot",
-        ),
+        (OFFLOAD, folders("offload_param", problem="files in /nvme cannot"), "files in /nvme cannot"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
@@ -141,7 +131,7 @@ def test_room_is_needed_for_what_this_recipe_saves_and_swaps(tmp_path):
     parameters = small.parameter_count()
     machine = Topology(rank=0, local_rank=0, world_size=4, local_world_size=2, launcher="torchrun")
     sgd = sound_recipe(write_recipe(tmp_path / "sgd.json", optimizer={"type": "SGD", "params": {"lr": 0.1}}))
-    needs = partial(needed_bytes, small, topology=machine, on_gpus=True)
+    needs = partial(doctor.needed_bytes, small, topology=machine, on_gpus=True)
     assert needs(None, keep_checkpoints=2) == {"checkpoints": 4 * 12 * parameters}
     assert needs(sgd, keep_checkpoints=5) == {"checkpoints": 7 * 4 * parameters}
     swapped = needs(OFFLOAD, keep_checkpoints=2)
@@ -207,7 +197,7 @@ def test_links_that_are_slower_than_the_others_or_than_stated_are_findings(gbps,
     links = [
         {"from": one, "to": "b", "bytes_per_sec": gbit / 8 * 1e9, "transport": "gloo"} for one, gbit in gbps.items()
     ]
-    assert [(each.where, each.what) for each in findings_of_links(links, stated)] == findings
+    assert [(each.where, each.what) for each in doctor.findings_of_links(links, stated)] == findings
 
 
 @pytest.mark.parametrize("beside", ["a sidecar that is older", "no sidecar"])
@@ -322,10 +312,9 @@ def test_a_slow_host_is_told_from_those_that_wait_for_it_and_is_written_into_the
         for each in examined["findings"]
         if (to := re.search(r"Gbit/s to (.*), others have", each["what"]))
     }
-    assert len(examined["links"]) == 12
-    assert slow == {
-        (link["from"], link["to"]) for link in examined["links"] if hosts.host(1) in (link["from"], link["to"])
-    }
+    links = [(link["from"], link["to"]) for link in examined["links"]]
+    assert len(links) == 12
+    assert slow == {link for link in links if hosts.host(1) in link}
     network = read_calibration(calibration).network
     assert 1e6 < network.bytes_per_sec < 1.3 * 40e6 / 8  # a busy machine sends less than the link lets through
     assert (network.machines, network.transport) == (4, "gloo over TCP")
@@ -346,22 +335,15 @@ def started_on(hosts: Hosts, folder: Path, commands: Sequence[Sequence[object]],
 
 def assert_two_machines_are_examined(printed: str, hosts: Sequence[str]) -> None:
     for one, other in (hosts, hosts[::-1]):
-        assert re.search(rf"^{one} to {other}: \d+\.\d\d Gbit/s, \d+ us, with gloo over TCP$", printed, re.MULTILINE), (
-            printed
-        )
+        link = rf"^{one} to {other}: \d+\.\d\d Gbit/s, \d+ us, with gloo over TCP$"
+        assert re.search(link, printed, re.MULTILINE), printed
     assert re.search(r"^2 machines, \d+ findings?, ", printed, re.MULTILINE)
     assert not re.search(r"differ|not one shared folder|not the same|missing|fails", printed), printed
 
 
 def test_the_doctor_under_slurm(slurm, tmp_path):
-    srun = [
-        "srun",
-        "--nodes=2",
-        "--ntasks-per-node=1",
-        REPOSITORY / "launch" / "slurm" / "rank.sh",
-        sys.executable,
-        DOCTOR,
-    ]
+    script = REPOSITORY / "launch" / "slurm" / "rank.sh"
+    srun = ["srun", "--nodes=2", "--ntasks-per-node=1", script, sys.executable, DOCTOR]
     command = shlex.join([*map(str, srun), "--checkpoint_path", str(tmp_path)])
     printed = slurm("sh", "-c", f"{command} || [ $? = 1 ]", MASTER_ADDR="127.0.0.1", GLOO_SOCKET_IFNAME="lo")
     assert_two_machines_are_examined(printed, [socket.gethostname()] * 2)

@@ -66,7 +66,6 @@ def assert_losses_of_one_host(folder: Path, name: str) -> None:
         ("pipeline", "optimized", 4, 1),
         ("3d", "optimized", 8, 2),
     ],
-    ids=["zero1", "zero3", "fsdp", "pipeline", "3d"],
 )
 def test_strategies_compute_on_several_hosts_what_one_computes(hosts, trained, recipe, run_type, ranks, per_host):
     """Ranks of neighbouring numbers share a host; the pipeline's stages and data ranks are on four."""

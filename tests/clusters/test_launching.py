@@ -13,16 +13,7 @@ import pytest
 import yaml
 from forked_ranks import run_script
 from planner_records import RECORD
-from small_run import (
-    REPOSITORY,
-    TOKENS,
-    command_line,
-    random_ids,
-    within,
-    write_data,
-    write_recipe,
-    write_tokens,
-)
+from small_run import REPOSITORY, TOKENS, command_line, random_ids, within, write_data, write_recipe, write_tokens
 from training_runs import read_lines
 
 from dsgpt.common.errors import EXIT_STOPPED, EXIT_USER_ERROR

@@ -68,13 +68,11 @@ def measure(ranks: int, words: list[str], folder: Path) -> dict[str, tuple[int, 
         peaks |= {name: ledger.peaks[name] for name in ("evaluation", "save")}
     setup = setup_of(config)
     without = set() if setup.computes_loss(0) else {"loss", "forward"}
-    return {
-        name: (
-            peaks[name],
-            peak_memory(setup, device="cuda", among=moments - without).total if moments - without else None,
-        )
-        for name, moments in PHASES.items()
+    among = {name: moments - without for name, moments in PHASES.items()}
+    predicted = {
+        name: peak_memory(setup, device="cuda", among=own).total if own else None for name, own in among.items()
     }
+    return {name: (peaks[name], predicted[name]) for name in PHASES}
 
 
 if __name__ == "__main__":

@@ -62,14 +62,10 @@ def train(folder: Path, strategy: str, ranks: int, *, device: str, **flags: Any)
     words = [SCRIPT, *command_line(inputs, **FLAGS | changes | flags)]
     if device == "cuda":
         words = [stand_in_gpu.__file__, "--gpus", str(ranks), *words]
-    environment = {"PATH": os.environ["PATH"], "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
-    done = run_script(
-        words[0],
-        words[1:],
-        ranks=None if ranks == 1 and not deepspeed and strategy == "baseline" else ranks,
-        cwd=folder,
-        environment=environment | {stand_in_gpu.LEDGER: str(ledger), "OMP_NUM_THREADS": "1"},
-    )
+    environment = {name: os.environ.get(name, "") for name in ("PATH", "PYTHONPATH")}
+    environment |= {stand_in_gpu.LEDGER: str(ledger), "OMP_NUM_THREADS": "1"}
+    launched = None if ranks == 1 and strategy == "baseline" else ranks
+    done = run_script(words[0], words[1:], ranks=launched, cwd=folder, environment=environment)
     finished(done)
     own = ledger.with_stem(f"{ledger.stem}-0")
     return Trained(out, json.loads(own.read_text()) if device == "cuda" else {})

@@ -5,7 +5,7 @@ import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import asdict, dataclass, replace
+from dataclasses import KW_ONLY, asdict, dataclass, replace
 from typing import Any
 
 from dsgpt.benchmarks import frame
@@ -44,10 +44,13 @@ NAMED = 0.95
 """The least share of culprits that must be named."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Kind:
     """A kind of fault."""
 
+    what: str
+    """What is done, for the page."""
+    _: KW_ONLY
     named: str = ""
     """Regular expression with ``HOST`` and ``ADDRESS`` that the words about the culprit must match; empty if the run
     goes on, or stops because it was asked to, and accuses nobody."""
@@ -60,17 +63,33 @@ class Kind:
 
 GONE = r"rank \d+ on HOST\b|at (HOST|ADDRESS), does not answer"
 KINDS = {
-    "host killed": Kind(named=GONE),
-    "link cut": Kind(named=GONE),
-    "link slow": Kind(ends=False),
-    "packets lost": Kind(ends=False),
-    "rank stopped": Kind(named=GONE),
-    "disk full": Kind(named="No space left on device"),
-    "clock off": Kind(ends=False, hows=("+1h", "-1h")),
-    "NaN": Kind(named=r"rank \d+ on HOST was the first to compute", latest=0.0, hows=("", "loss")),
-    "folder stands still": Kind(ends=False),
-    "preemption": Kind(hows=("spot notice", "SIGUSR1", "SIGTERM")),
-    "second fault": Kind(named=GONE, latest=2.0),
+    "host killed": Kind("its link goes down and all its processes get SIGKILL, as when its power fails", named=GONE),
+    "link cut": Kind("its link goes down; its processes live on", named=GONE),
+    "link slow": Kind(f"{SLOW_MBIT:g} Mbit/s in both directions, from that step to the end", ends=False),
+    "packets lost": Kind(f"{LOST:.0%} of the packets to it, from that step to the end", ends=False),
+    "rank stopped": Kind("SIGSTOP", named=GONE),
+    "disk full": Kind(
+        "the file system of the shared folder has no free byte, until the run is started again",
+        named="No space left on device",
+    ),
+    "clock off": Kind("an hour ahead or behind, from the start", ends=False, hows=("+1h", "-1h")),
+    "NaN": Kind(
+        "its layers give NaN in that step, or the loss alone is NaN",
+        named=r"rank \d+ on HOST was the first to compute",
+        hows=("", "loss"),
+        latest=0.0,
+    ),
+    "folder stands still": Kind(
+        f"the FUSE process behind the shared folder is stopped for {PAUSE_SEC} s, and the limit is "
+        f"{DEFAULT_LIMIT_SEC:g} s",
+        ends=False,
+    ),
+    "preemption": Kind(
+        "a spot notice on the host, SIGUSR1 or SIGTERM to its rank", hows=("spot notice", "SIGUSR1", "SIGTERM")
+    ),
+    "second fault": Kind(
+        "a host is killed, and one of the two is killed again within 2 s of the restart", named=GONE, latest=2.0
+    ),
 }
 
 
@@ -180,20 +199,6 @@ class Outcome:
 
 # The page.
 
-WHAT = {
-    "host killed": "its link goes down and all its processes get SIGKILL, as when its power fails",
-    "link cut": "its link goes down; its processes live on",
-    "link slow": f"{SLOW_MBIT:g} Mbit/s in both directions, from that step to the end",
-    "packets lost": f"{LOST:.0%} of the packets to it, from that step to the end",
-    "rank stopped": "SIGSTOP",
-    "disk full": "the file system of the shared folder has no free byte, until the run is started again",
-    "clock off": "an hour ahead or behind, from the start",
-    "NaN": "its layers give NaN in that step, or the loss alone is NaN",
-    "folder stands still": f"the FUSE process behind the shared folder is stopped for {PAUSE_SEC} s, and the limit is "
-    f"{DEFAULT_LIMIT_SEC:g} s",
-    "preemption": "a spot notice on the host, SIGUSR1 or SIGTERM to its rank",
-    "second fault": "a host is killed, and one of the two is killed again within 2 s of the restart",
-}
 Row = Mapping[str, Any]
 
 
@@ -211,7 +216,7 @@ def clusters_page(record: frame.Record, *, source: str) -> str:
     head = frame.filled(
         "clusters",
         record,
-        summary=_summary(record),
+        summary="\n".join(summary_lines(record)),
         same=BOUND,
         limit=LIMIT_SEC,
         made=frame.made_from(record, source=source, name="clusters", page="clusters-campaign"),
@@ -221,7 +226,7 @@ def clusters_page(record: frame.Record, *, source: str) -> str:
         frame.section(
             "By kind of fault",
             ["fault", "what is done", "tried", "recovered", "named", "detected after", "resumed after", "steps lost"],
-            [[kind, WHAT[kind], *_figures(rows)] for kind, rows in kinds.items() if rows],
+            [[kind, KINDS[kind].what, *_figures(rows)] for kind, rows in kinds.items() if rows],
             text=frame.filled("clusters-kinds", {}),
         ),
         frame.section(
@@ -255,8 +260,7 @@ def _goodput(fault: Row) -> str:
 
 
 def _words(title: str, faults: Sequence[Row], key: str) -> str:
-    lines = [f"* {fault['name']}: {fault[key].splitlines()[0]}" for fault in faults if fault[key]]
-    return "\n".join([f"## {title}\n", *lines]) if lines else ""
+    return frame.listed(title, [f"{fault['name']}: {fault[key].splitlines()[0]}" for fault in faults if fault[key]])
 
 
 def _ran(faults: Sequence[Row], **choice: str) -> list[Row]:
@@ -282,7 +286,8 @@ def _figures(faults: Sequence[Row]) -> list[Any]:
     return [len(ran), sum(not fault["wrong"] for fault in ran), named, *times, lost]
 
 
-def _summary(record: frame.Record) -> str:
+def summary_lines(record: frame.Record) -> list[str]:
+    """The figures of the page's summary."""
     ran = _ran(record["faults"])
     guilty = [fault["named"] for fault in ran if fault["named"] is not None]
     left_out = len(record["faults"]) - len(ran)
@@ -296,12 +301,7 @@ def _summary(record: frame.Record) -> str:
         lines.append(
             f"* The largest difference of a final weight from the undisturbed run's is {max(differences):.1g}."
         )
-    return "\n".join(lines)
-
-
-def summary_lines(record: frame.Record) -> list[str]:
-    """The figures of the page's summary, for a console."""
-    return _summary(record).splitlines()
+    return lines
 
 
 # The suite.

@@ -1,39 +1,189 @@
-"""Runs the faults of ``benchmark.py clusters``: a run on two hosts each, the fault, and what became of the run."""
+"""Runs the faults of ``benchmark.py clusters``: a run on two hosts each, the fault, and what became of the run.
+
+The campaign forks most processes of a run from one that has imported torch and DeepSpeed. Launchers start the others.
+"""
 
 import contextlib
+import gc
 import json
 import multiprocessing
 import os
+import random
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor, nn
+from torch.distributed.launcher.api import elastic_launch
+from torch.distributed.run import config_from_args, parse_args
+
+from dsgpt.benchmarks import clusters
 from dsgpt.benchmarks.cells import SEQUENCE, VALIDATION_WINDOWS, cut_validation, flags, prepare_corpus, write_recipe
-from dsgpt.benchmarks.clusters import BOUND, DEFAULT_LIMIT_SEC, KINDS, RUNS, STREAM_STEPS, Fault, Outcome
-from dsgpt.benchmarks.clusters_rank import BALLAST, PLAN, SERVER, be_host, mark
+from dsgpt.benchmarks.clusters import LIMIT_SEC, Fault, Outcome
 from dsgpt.benchmarks.faults import SAVE_EVERY, STEPS, all_wrong
-from dsgpt.benchmarks.faults_runs import Missed, figures
-from dsgpt.benchmarks.hosts import Hosts, NoHosts, made_hosts, run
+from dsgpt.benchmarks.faults_runs import Missed, figures, fill
+from dsgpt.benchmarks.hosts import Hosts, NoHosts, enter, made_hosts, run
 from dsgpt.benchmarks.launch import IMPORTS
 from dsgpt.checkpoints.store import folder_name
 from dsgpt.checkpoints.training_state import StateReader
-from dsgpt.common.files import write_atomic
+from dsgpt.common.files import write_atomic, write_json_atomic
 from dsgpt.common.json_files import read_object
+from dsgpt.machine import peers, spot
+from dsgpt.machine.launcher import exit_rank
+from dsgpt.machine.topology import Topology
+from dsgpt.model.gpt2 import Head
 from dsgpt.record.schema import COMPLETE_FILE, RECORD_FILE
+from dsgpt.training import trainer
+from dsgpt.training.command import train
+
+# A process on a host: a rank or torchrun's agent, and the fault that is planted there.
+
+PLAN = "CLUSTERS_PLAN"
+"""The environment variable with the fault as JSON, and ``folder``, that of its run."""
+BALLAST, SERVER = "ballast", "server.pid"
+"""Files in the folder of a fault: what fills its disk, below ``shared``; the process of its FUSE folder."""
+PACE_SEC = 0.1
+"""Seconds added to every step, so that a fault meets a run of some seconds."""
+
+
+def be_host(
+    hosts: Hosts,
+    number: int,
+    words: Sequence[str],
+    *,
+    variables: Mapping[str, str],
+    log: Path,
+    agent: Sequence[str] | None,
+) -> None:
+    """Move this forked process to a host; be a rank there, or torchrun's agent, which forks its rank.
+
+    Args:
+        hosts: all of them.
+        number: of the host.
+        words: flags of ``src/gpt2.py``.
+        variables: the whole environment.
+        log: what it prints is appended there.
+        agent: flags of torchrun; None for a rank without a launcher.
+    """
+    gc.freeze()  # else every collection copies the memory of all that was imported
+    os.setsid()
+    with log.open("ab") as file:
+        for descriptor in (1, 2):
+            os.dup2(file.fileno(), descriptor)
+    os.environ.clear()
+    os.environ.update(variables)
+    enter(hosts.host(number), hosts.names)
+    sys.argv = ["src/gpt2.py", *words]
+    if agent is None:
+        main()
+        exit_rank(0)
+    config, _, _ = config_from_args(parse_args([*agent, *sys.argv]))  # type: ignore[no-untyped-call]
+    config.start_method = "fork"
+    elastic_launch(config, main)()
+
+
+def main() -> None:
+    """Be ``src/gpt2.py`` with the planted fault; returns after a success, and ends the process after a failure.
+
+    The limits of this process are lower than a user's, and the fault strikes if it is on the host of it.
+    """
+    plan = json.loads(os.environ[PLAN])
+    folder = Path(plan.pop("folder"))
+    fault = Fault(**plan)
+    here = int(socket.gethostname().rsplit("-", 1)[1])
+    if fault.limit_sec == LIMIT_SEC:
+        begin = peers.Peers.__init__
+        peers.OBSERVED_SEC, spot.POLL_SEC = 3.0, 0.5
+        peers.JOIN_SEC = 30.0 if fault.kind == "second fault" else 180.0
+
+        def impatient(own: peers.Peers, topology: Topology, **_: float) -> None:
+            begin(own, topology, stall_timeout=LIMIT_SEC)  # the flag takes no less than 20 s
+
+        peers.Peers.__init__ = impatient  # type: ignore[method-assign,assignment]
+    poisons = Head if fault.how == "loss" else nn.LayerNorm
+    watch, forward, poison = trainer.Measurements.watch, poisons.forward, threading.Event()
+
+    def watched(measurements: trainer.Measurements, step: int) -> Any:
+        time.sleep(PACE_SEC)
+        poison.clear()
+        if step == fault.step and here == fault.host and fault.strikes and not mark(folder, 1).exists():
+            if fault.delay and fault.second is None:
+                threading.Timer(fault.delay, strike, (fault, folder, 1, poison)).start()
+            else:
+                strike(fault, folder, 1, poison)
+        return watch(measurements, step)
+
+    def poisoned(*given: Any) -> Tensor:
+        return forward(*given) * (float("nan") if poison.is_set() else 1.0)
+
+    trainer.Measurements.watch = watched  # type: ignore[method-assign,assignment]
+    if fault.kind == "NaN":
+        poisons.forward = poisoned  # type: ignore[method-assign,assignment]
+    number = len(list(folder.glob(mark(folder, 0).name.replace("0", "*")))) + 1
+    if here == fault.host and fault.every_sec:
+        delay = random.Random(f"{fault.index}/{number}").expovariate(1 / fault.every_sec)
+        threading.Timer(delay, strike, (fault, folder, number, poison)).start()
+    if here == fault.second and mark(folder, 1).exists() and not mark(folder, 2).exists():
+        threading.Timer(fault.delay, strike, (fault, folder, 2, poison)).start()
+    if code := train(sys.argv[1:]):
+        exit_rank(code)
+
+
+def mark(folder: Path, number: int) -> Path:
+    """The file that says when the first or second fault struck."""
+    return folder / f"struck-{number}.json"
+
+
+def strike(fault: Fault, folder: Path, number: int, poison: threading.Event) -> None:
+    """Do what the fault does to this host."""
+    name, own = socket.gethostname().rsplit("-", 1)
+    hosts, here = Hosts(name, 0), int(own)
+    write_json_atomic(mark(folder, number), {"time": time.time()})
+    if fault.kind in {"host killed", "second fault"}:
+        hosts.unplug(here)  # else its system would tell the others
+        for process in sorted(hosts.processes(here), key=os.getpid().__eq__):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+    elif fault.kind == "link cut":
+        hosts.unplug(here)
+    elif fault.kind == "link slow":
+        hosts.shape(here, mbit=clusters.SLOW_MBIT)
+    elif fault.kind == "packets lost":
+        hosts.shape(here, loss=clusters.LOST)
+    elif fault.kind == "rank stopped":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif fault.kind == "NaN":
+        poison.set()
+    elif fault.kind == "disk full":
+        fill(folder / "shared" / BALLAST)
+    elif fault.kind == "folder stands still":
+        server = (folder / SERVER).read_text()
+        os.kill(int(server), signal.SIGSTOP)
+        later = f"sleep {clusters.PAUSE_SEC}; kill -CONT {server}"
+        subprocess.Popen(["sh", "-c", later], start_new_session=True)
+    elif fault.how == "spot notice":
+        (folder / f"notice-{here}").touch()
+    else:
+        os.kill(os.getpid(), signal.Signals[fault.how])
+
+
+# A run on two hosts.
 
 PORT = "29500"
 """Port at which the ranks meet; every pair of hosts has ports of its own."""
-SHIM = "import deepspeed, torch._dynamo\nfrom dsgpt.benchmarks.clusters_rank import main\nmain()\n"
+SHIM = "import deepspeed, torch._dynamo\nfrom dsgpt.benchmarks.clusters_runs import main\nmain()\n"
 """Stands for ``src/gpt2.py`` beside copies of the scripts of ``launch/``. The limits are too low for slow imports."""
 SLEEP = "python/sitecustomize.py", "import select, time\ntime.sleep = lambda sec: select.select([], [], [], sec)\n"
 """A file that replaces ``time.sleep``, which fails under libfaketime 0.9.10 (an absolute ``clock_nanosleep``)."""
@@ -47,7 +197,7 @@ ACCUSED = re.compile(r"error: rank \d+ on|does not answer any more|is slow: ")
 EVENTS = re.compile(r"step +(\d+)/\d+  (loss|saved)|resuming from \S*step-(\d{8})|starting fresh")
 
 
-class Job:
+class Job(contextlib.AbstractContextManager["Job"]):
     """A run on two hosts, and the processes that train it; at the end of the context they are killed.
 
     Args:
@@ -58,14 +208,7 @@ class Job:
         context: forks its processes.
     """
 
-    def __init__(
-        self,
-        fault: Fault,
-        hosts: Hosts,
-        folder: Path,
-        words: list[str],
-        context: "multiprocessing.context.ForkServerContext",
-    ) -> None:
+    def __init__(self, fault: Fault, hosts: Hosts, folder: Path, words: list[str], context: ForkServerContext) -> None:
         self.fault, self.hosts, self.folder = fault, hosts, folder
         self._words, self._context = words, context
         self._log = folder / "console.log"
@@ -74,9 +217,6 @@ class Job:
         """Number of times that it has continued, and taken a step."""
         self.repaired = False
         """Whether the agent of the host that was struck was started again."""
-
-    def __enter__(self) -> "Job":
-        return self
 
     def __exit__(self, *_: object) -> None:
         for number in range(self.hosts.count):
@@ -153,7 +293,7 @@ class Job:
         return float(read_object(path)["time"]) if path.exists() else None
 
 
-class ClusterRuns:
+class ClusterRuns(contextlib.AbstractContextManager["ClusterRuns"]):
     """The runs of a campaign: recipes, text, the undisturbed runs, and one run for each fault.
 
     Args:
@@ -165,16 +305,13 @@ class ClusterRuns:
         self._folder, self._repository = folder.resolve(), repository
         whole = prepare_corpus(repository, self._folder / "corpus")
         self._corpus = cut_validation(whole, windows=VALIDATION_WINDOWS, length=SEQUENCE)
-        for name, cell in RUNS.items():
+        for name, cell in clusters.RUNS.items():
             write_recipe(self._folder / f"{name}.json", cell, recipes=repository / "ds_configs")
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload([*IMPORTS["torchrun"], *IMPORTS["deepspeed"], be_host.__module__])
         self._undisturbed: dict[str, Path] = {}
-        self._locks = {name: threading.Lock() for name in RUNS}
+        self._locks = {name: threading.Lock() for name in clusters.RUNS}
         self._stop = threading.Event()
-
-    def __enter__(self) -> "ClusterRuns":
-        return self
 
     def __exit__(self, *_: object) -> None:
         """End all runs."""
@@ -196,18 +333,16 @@ class ClusterRuns:
     def _undisturbed_run(self, strategy: str) -> Path:
         with self._locks[strategy]:
             if strategy not in self._undisturbed:
-                quiet: dict[str, Any] = dict.fromkeys(("kind", "how"), "") | {"host": -1, "step": 0, "delay": 0.0}
-                quiet |= {"launcher": "ranks"}
-                fault = Fault(index=-1, strategy=strategy, save_mode="sync", limit_sec=DEFAULT_LIMIT_SEC, **quiet)
-                self._undisturbed[strategy] = self._run(fault, Outcome())
+                quiet = replace(clusters.campaign(0, seed=0)[0], index=-1, strategy=strategy, kind="", host=-1)
+                self._undisturbed[strategy] = self._run(quiet, Outcome())
             return self._undisturbed[strategy]
 
     def _run(self, fault: Fault, outcome: Outcome, expected: Path | None = None) -> Path:
         """One run from its begin to its end; notes in ``outcome`` what happened. Returns the run folder."""
         folder = Path(tempfile.mkdtemp(prefix=f"{fault.index:03d}-{fault.strategy}-", dir=self._folder))
         run_dir = folder / "shared" / "run"
-        recipe, cell = self._folder / f"{fault.strategy}.json", RUNS[fault.strategy]
-        steps = STREAM_STEPS if fault.every_sec else STEPS
+        recipe, cell = self._folder / f"{fault.strategy}.json", clusters.RUNS[fault.strategy]
+        steps = clusters.STREAM_STEPS if fault.every_sec else STEPS
         words = flags(cell, recipe=recipe, corpus=self._corpus, run_dir=run_dir, device="cpu", steps=steps)
         words += ["--save_every", str(SAVE_EVERY), "--save_mode", fault.save_mode, "--keep_checkpoints", "9"]
         words += ["--steps_per_print", "1", "--no_inference", "--resume"]
@@ -285,7 +420,7 @@ def _to_start(job: Job, outcome: Outcome, ended: list[int], *, waited: float) ->
 
 def _time(job: Job, outcome: Outcome, text: str, *, since: float) -> None:
     """Note when the culprit was named, and when the run that was started again took a step."""
-    number, named, seconds = job.fault.host, KINDS[job.fault.kind].named, round(time.time() - since, 1)
+    number, named, seconds = job.fault.host, clusters.KINDS[job.fault.kind].named, round(time.time() - since, 1)
     words = named.replace("HOST", re.escape(job.hosts.host(number)))
     words = words.replace("ADDRESS", re.escape(job.hosts.address(number)))
     if named and outcome.detect_sec is None and re.search(words, text):
@@ -328,7 +463,7 @@ def _shared_folder(fault: Fault, folder: Path) -> Iterator[None]:
 
 def _judge(job: Job, outcome: Outcome, run_dir: Path, expected: Path) -> None:
     """Note whether the culprit was named, what was lost, and how the complete run differs from the undisturbed one."""
-    kind, text, lost = KINDS[job.fault.kind], job.printed(), False
+    kind, text, lost = clusters.KINDS[job.fault.kind], job.printed(), False
     outcome.named = outcome.detect_sec is not None if kind.named else None
     taken = saved = 0
     for step, what, checkpoint in EVENTS.findall(text):
@@ -354,8 +489,8 @@ def _judge(job: Job, outcome: Outcome, run_dir: Path, expected: Path) -> None:
         (lost, "it went back to before the last checkpoint"),
         (bool(repeated), f"steps are logged twice: {repeated}"),
         (not repeated and usual.keys() != actual.keys(), "steps are missing"),
-        ((outcome.loss_difference or 0) > BOUND, f"a loss differs by {outcome.loss_difference}"),
-        (outcome.weight_difference > BOUND, f"a weight differs by {outcome.weight_difference}"),
+        ((outcome.loss_difference or 0) > clusters.BOUND, f"a loss differs by {outcome.loss_difference}"),
+        (outcome.weight_difference > clusters.BOUND, f"a weight differs by {outcome.weight_difference}"),
         (not kind.named and accused is not None, f"it accuses: {accused and accused[0]}"),
         (not kind.ends and outcome.restarts > 0, "the run ended"),
     )

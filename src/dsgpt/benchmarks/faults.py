@@ -68,18 +68,14 @@ def seeded_kills(count: int = KILLS, *, seed: int = SEED) -> list[Kill]:
         turn, place = divmod(number, len(RUNS))
         moment = KILL_MOMENTS[turn % 2]
         rank = chance.randrange(RUNS[run].ranks)
-        step = (
-            chance.choice(range(SAVE_EVERY, STEPS, SAVE_EVERY))
-            if moment == "saving"
-            else chance.randrange(1, STEPS - 1)
-        )
+        steps = range(SAVE_EVERY, STEPS, SAVE_EVERY) if moment == "saving" else range(1, STEPS - 1)
         kills.append(
             Kill(
                 run=run,
                 victim="one rank" if run == "baseline" else VICTIMS[(turn + place) % 3],
                 rank=rank,
                 moment=moment,
-                step=step,
+                step=chance.choice(steps),
                 fraction=chance.random(),
                 save_mode=SAVE_MODES[(turn // 2 + place) % 2],
             )
@@ -273,8 +269,7 @@ class Faults(frame.Suite[FaultOptions, Outcome]):
 
     def line(self, result: Outcome, *, count: str, left: str) -> str:
         word = {"passed": "recovered", "failed": "FAILED", "not run": "not run"}[result.status]
-        reasons = (result.wrong or result.not_run).splitlines()
-        because = f": {reasons[0]}" if reasons else ""
+        because = "".join(f": {reason}" for reason in (result.wrong or result.not_run).splitlines()[:1])
         return f"{count} {result.name}: {word} ({result.seconds:.1f} s{left}){because}"
 
     def record(self, results: Sequence[Outcome]) -> frame.Record:

@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import signal
+import statistics
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -15,25 +16,17 @@ from typing import Any
 
 import psutil
 
-from dsgpt.benchmarks.faults import (
-    RUNS,
-    SAVE_EVERY,
-    STEPS,
-    Kill,
-    Outcome,
-    all_wrong,
-    core_kills,
-    first_error,
-    seeded_kills,
-)
-from dsgpt.benchmarks.faults_runs import Missed, Runs, Training, send
+from dsgpt.benchmarks import faults
+from dsgpt.benchmarks.faults import RUNS, SAVE_EVERY, STEPS, Kill, Outcome, all_wrong
+from dsgpt.benchmarks.faults_runs import Missed, Runs, Training, fill, send
+from dsgpt.benchmarks.hosts import NoHosts, run
 from dsgpt.checkpoints import store
 from dsgpt.checkpoints.manifest import MANIFEST, parse_manifest, read_manifest
 from dsgpt.checkpoints.pieces import MOMENTS, numbered
 from dsgpt.common.errors import EXIT_INTERRUPTED, EXIT_NOT_SAVED, EXIT_STOPPED, EXIT_USER_ERROR, UserError
 from dsgpt.common.json_files import read_object
 from dsgpt.machine.launcher import ECHO_SEC
-from dsgpt.record.schema import RECORD_FILE, STEPS_FILE
+from dsgpt.record.schema import RECORD_FILE, STEPS_FILE, read_steps
 
 # Damage to the files of a killed run, and what ``--resume`` prints and does about it.
 
@@ -135,10 +128,6 @@ BALLAST = "ballast"
 FORESEEN = "No space left on device: the last checkpoint took"
 
 
-class NotAllowed(RuntimeError):
-    """This user may not mount a file system."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class DiskFault:
     """A way in which a file system refuses writes, and the run's policy for it."""
@@ -176,9 +165,7 @@ def fill_up(training: Training) -> None:
 def fill_wholly(training: Training) -> None:
     """Leave no space: not even a line of a log can be written."""
     training.wait_for((training.run_dir / store.folder_name(SAVE_EVERY)).exists, what="the first save")
-    with (training.run_dir / BALLAST).open("wb", buffering=0) as file, contextlib.suppress(OSError):
-        while file.write(bytes(os.sysconf("SC_PAGE_SIZE"))):
-            pass
+    fill(training.run_dir / BALLAST)
 
 
 def forbid(training: Training) -> None:
@@ -213,39 +200,41 @@ def try_disk_fault(runs: Runs, plan: DiskFault) -> Outcome:
         Missed: the run did not end.
     """
     run_dir = runs.new(f"{plan.what} {plan.policy}")
-    size = int(FITTING * parse_manifest(store.checkpoints(runs.undisturbed(DISK_RUN).run_dir)[0]).size)
+    size = int(FITTING * parse_manifest(store.checkpoints(runs.undisturbed(DISK_RUN))[0]).size)
     prefix = AS_A_USER if os.geteuid() == 0 and not plan.small else ()
     if prefix and shutil.which(prefix[0]) is None:
         return Outcome(not_run=f"root needs {prefix[0]} for it")
-    try:
-        with _small_file_system(run_dir, size) if plan.small else contextlib.nullcontext() as make_room:
-            with runs.start(DISK_RUN, run_dir, "--on_save_failure", plan.policy, prefix=prefix) as training:
-                if plan.spoil:
-                    plan.spoil(training)
-                code, _, _ = training.wait_until_gone()
-                lines = [line for line in training.output().splitlines() if "not saved" in line]
-            left = [path.name for path in run_dir.glob(".partial-*")]
-            try:  # the step of the newest checkpoint if it is whole
-                whole = max((read_manifest(path).step or 0 for path in store.checkpoints(run_dir)[:1]), default=0)
-            except UserError:
-                whole = 0
-            if make_room is None:
-                run_dir.chmod(0o755)
-            else:
-                make_room()
-            resumed = runs.resume(DISK_RUN, run_dir)
-    except NotAllowed as error:
-        return Outcome(not_run=f"this user may not mount a file system ({error})")
-    start = resumed.resumed_from
+    with contextlib.ExitStack() as mounted:
+        try:
+            if plan.small:
+                run_dir.mkdir()
+                run("mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", run_dir)
+                mounted.callback(lambda: subprocess.run(["umount", "--lazy", run_dir], check=True))
+        except NoHosts as error:
+            return Outcome(not_run=f"this user may not mount a file system ({error})")
+        with runs.start(DISK_RUN, run_dir, "--on_save_failure", plan.policy, prefix=prefix) as training:
+            if plan.spoil:
+                plan.spoil(training)
+            code = training.wait_until_gone()["exit_code"]
+            lines = [line for line in training.output().splitlines() if "not saved" in line]
+        left = [path.name for path in run_dir.glob(".partial-*")]
+        try:  # the step of the newest checkpoint if it is whole
+            whole = max((read_manifest(path).step or 0 for path in store.checkpoints(run_dir)[:1]), default=0)
+        except UserError:
+            whole = 0
+        if plan.small:
+            (run_dir / BALLAST).unlink(missing_ok=True)
+            run("mount", "-o", f"remount,size={100 * size}", run_dir)
+        else:
+            run_dir.chmod(0o755)
+        resumed = runs.resume(DISK_RUN, run_dir)
+    start, continues = resumed.resumed_from, any("the run continues" in line for line in lines)
     return Outcome(
         wrong=all_wrong(
             (code != EXIT_NOT_SAVED, f"exit code {code} instead of {EXIT_NOT_SAVED}"),
             (not any(plan.words in line for line in lines), f"it did not print: {plan.words}"),
             (any(plan.not_words in line for line in lines), f"it printed: {plan.not_words}"),
-            (
-                plan.policy == "continue" and not any("the run continues" in line for line in lines),
-                "it did not continue",
-            ),
+            (plan.policy == "continue" and not continues, "it did not continue"),
             (bool(left), f"left behind: {left}"),
             (
                 whole != start or not whole,
@@ -257,32 +246,6 @@ def try_disk_fault(runs: Runs, plan: DiskFault) -> Outcome:
         measured={"exit_code": code, "resumed_from": start, "steps_lost": resumed.steps_lost},
         said=tuple(lines),
     )
-
-
-@contextlib.contextmanager
-def _small_file_system(folder: Path, size: int) -> Iterator[Callable[[], None]]:
-    """A file system of ``size`` bytes at ``folder``, in memory; the function that it yields makes room on it.
-
-    Raises:
-        NotAllowed: this user may not mount one.
-    """
-
-    def make_room() -> None:
-        (folder / BALLAST).unlink(missing_ok=True)
-        _mount("-o", f"remount,size={100 * size}", str(folder))
-
-    folder.mkdir()
-    _mount("-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder))
-    try:
-        yield make_room
-    finally:
-        subprocess.run(["umount", "--lazy", str(folder)], check=True)
-
-
-def _mount(*words: str) -> None:
-    done = subprocess.run(["mount", *words], capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise NotAllowed(done.stderr.strip())
 
 
 # ``kill -9`` at an instant, and whether the resumed run equals an undisturbed one.
@@ -299,16 +262,21 @@ def try_kill(runs: Runs, plan: Kill) -> Outcome:
     """
     run_dir = runs.new(f"{plan.run} {plan.victim} {plan.moment} {plan.step}")
     usual = runs.undisturbed(plan.run)
+    if plan.moment == "saving":
+        usual_sec = [save["save_total_sec"] for save in read_object(usual / RECORD_FILE)["saves"]]
+    else:
+        usual_sec = [line["step_time_sec"] for line in read_steps(usual / STEPS_FILE) if "loss" in line]
     with runs.start(plan.run, run_dir, "--save_mode", plan.save_mode) as training:
         training.wait_for_step(1)
         victims = _processes(training, plan.run, plan.killed)  # before the instant: it takes longer than a step
         if plan.moment == "saving":
-            training.wait_for_save(plan.step)
+            written = (store.partial_folder(run_dir, plan.step), run_dir / store.folder_name(plan.step))
+            training.wait_for(lambda: any(path.exists() for path in written), what=f"the save of step {plan.step}")
         else:
             training.wait_for_step(plan.step)
-        time.sleep(plan.fraction * (usual.save_sec if plan.moment == "saving" else usual.step_sec))
+        time.sleep(plan.fraction * statistics.median_high(usual_sec))
         send(victims, signal.SIGKILL)
-        code, launcher_sec, gone_sec = training.wait_until_gone()
+        ended = training.wait_until_gone()
     # The step whose checkpoint was being written; 0 if there is none.
     unpublished = max((int(path.name[-8:]) for path in run_dir.glob(".partial-step-????????")), default=0)
     resumed = runs.resume(plan.run, run_dir)
@@ -324,15 +292,13 @@ def try_kill(runs: Runs, plan: Kill) -> Outcome:
         "resumed_from": resumed.resumed_from,
         "steps_lost": resumed.steps_lost,
         "steps_allowed": allowed,
-        "exit_code": code,
-        "launcher_sec": round(launcher_sec, 2),
-        "gone_sec": round(gone_sec, 2),
+        **ended,
     }
     limit = GONE_AFTER_KILL_SEC[plan.victim]
     wrong = all_wrong(
-        (code == 0, "the launcher ended with exit code 0"),
+        (ended["exit_code"] == 0, "the launcher ended with exit code 0"),
         (allowed > 2 * SAVE_EVERY, f"the save of step {unpublished} was not done by step {resumed.taken}"),
-        (gone_sec > limit, f"a process was left for {gone_sec:.0f} s, allowed are {limit}"),
+        (ended["gone_sec"] > limit, f"a process was left for {ended['gone_sec']:.0f} s, allowed are {limit}"),
         (resumed.steps_lost > allowed, f"{resumed.steps_lost} steps are lost, allowed are {allowed}"),
         (bool(resumed.wrong), resumed.wrong),
     )
@@ -359,18 +325,17 @@ def try_restart(runs: Runs) -> Outcome:
     Raises:
         Missed: the run did not end.
     """
-    run = "ddp"
     run_dir = runs.new("torchrun restarts")
-    runs.undisturbed(run)
-    with runs.start(run, run_dir, "--resume", launcher=("--max-restarts", str(RESTARTS))) as training:
+    runs.undisturbed("ddp")
+    with runs.start("ddp", run_dir, "--resume", launcher=("--max-restarts", str(RESTARTS))) as training:
         training.wait_for_step(9)
         send(training.ranks(2)[1:], signal.SIGKILL)
-        code, _, _ = training.wait_until_gone()
+        code = training.wait_until_gone()["exit_code"]
         output = training.output()
     lines = [line for line in output.splitlines() if "resuming from" in line or "starting fresh" in line]
-    difference = "" if code else runs.difference(run, run_dir)
+    difference = "" if code else runs.difference("ddp", run_dir)
     wrong = all_wrong(
-        (code != 0, f"exit code {code}: {first_error(output)}"),
+        (code != 0, f"exit code {code}: {faults.first_error(output)}"),
         (not any("resuming from" in line for line in lines), "it did not resume from a checkpoint"),
         (bool(difference), difference),
     )
@@ -383,19 +348,18 @@ def try_two_runs(runs: Runs) -> Outcome:
     Raises:
         Missed: one of them did not end.
     """
-    run = "baseline"
-    run_dir = runs.new("two runs")
-    runs.undisturbed(run)
-    with runs.start(run, run_dir) as first:
+    run_dir, baseline = runs.new("two runs"), "baseline"
+    runs.undisturbed(baseline)
+    with runs.start(baseline, run_dir) as first:
         first.wait_for_step(6)
         first.launcher.send_signal(signal.SIGSTOP)
-        with runs.start(run, run_dir, "--overwrite", log="second.log") as second:
+        with runs.start(baseline, run_dir, "--overwrite", log="second.log") as second:
             refused = second.wait()
-        with runs.start(run, run_dir, "--resume", log="third.log") as third:
+        with runs.start(baseline, run_dir, "--resume", log="third.log") as third:
             third.wait_for(lambda: "waiting up to" in third.output(), what="its line about waiting")
             first.launcher.send_signal(signal.SIGCONT)
             code, waited = first.wait(), third.wait()
-    difference = runs.difference(run, run_dir)
+    difference = runs.difference(baseline, run_dir)
     printed = (line for words in ("waiting", "nothing to do") for line in third.output().splitlines() if words in line)
     lines = [*second.output().splitlines()[-1:], *printed]
     wrong = all_wrong(
@@ -473,9 +437,9 @@ def try_signal(runs: Runs, plan: SentSignal) -> Outcome:
     with runs.start(plan.run, run_dir, launcher=plan.launcher) as training:
         training.wait_for_step(AFTER_STEP)
         send(_processes(training, plan.run, plan.to), plan.signal)
-        code, launcher_sec, gone_sec = training.wait_until_gone()
+        ended = training.wait_until_gone()
         lines = _lines_of(training)
-    status = read_object(run_dir / RECORD_FILE)["status"]
+    code, status = ended["exit_code"], read_object(run_dir / RECORD_FILE)["status"]
     resumed = runs.resume(plan.run, run_dir)
     # A run may end before it notices that its launcher is gone: then nothing was left to stop or to save.
     finished = plan.to == "the launcher" and code == -plan.signal and status == "completed"
@@ -484,18 +448,11 @@ def try_signal(runs: Runs, plan: SentSignal) -> Outcome:
         (plan.run == "baseline" and code != EXIT_STOPPED, f"exit code {code} instead of {EXIT_STOPPED}"),
         (status != "interrupted" and not finished, f"its record says {status}"),
         (resumed.steps_lost > 0, f"{resumed.steps_lost} steps are lost"),
-        (gone_sec > GONE_SEC, f"a process was left for {gone_sec:.0f} s"),
+        (ended["gone_sec"] > GONE_SEC, f"a process was left for {ended['gone_sec']:.0f} s"),
         (not lines and not finished, "the run printed nothing about it"),
         (bool(resumed.wrong), resumed.wrong),
     )
-    measured = {
-        "exit_code": code,
-        "launcher_sec": round(launcher_sec, 2),
-        "gone_sec": round(gone_sec, 2),
-        "steps_taken": resumed.taken,
-        "steps_lost": resumed.steps_lost,
-        "status": status,
-    }
+    measured = ended | {"steps_taken": resumed.taken, "steps_lost": resumed.steps_lost, "status": status}
     return Outcome(wrong=wrong, measured=measured, said=lines)
 
 
@@ -507,16 +464,15 @@ def _try_twice(runs: Runs, plan: SentSignal) -> Outcome:
         for _ in range(2):
             training.launcher.send_signal(plan.signal)
             time.sleep(ECHO_SEC[False] * 1.5)
-        code, launcher_sec, gone_sec = training.wait_until_gone()
+        ended = training.wait_until_gone()
         lines = _lines_of(training)
     wrong = all_wrong(
-        (code != EXIT_INTERRUPTED, f"exit code {code} instead of {EXIT_INTERRUPTED}"),
-        (gone_sec > 1, f"it was left for {gone_sec:.1f} s after the second signal"),
+        (ended["exit_code"] != EXIT_INTERRUPTED, f"exit code {ended['exit_code']} instead of {EXIT_INTERRUPTED}"),
+        (ended["gone_sec"] > 1, f"it was left for {ended['gone_sec']:.1f} s after the second signal"),
         (bool(list(run_dir.glob("step-*"))), "it saved nevertheless"),
         (not lines, "the run printed nothing about it"),
     )
-    measured = {"exit_code": code, "launcher_sec": round(launcher_sec, 2), "gone_sec": round(gone_sec, 2)}
-    return Outcome(wrong=wrong, measured=measured, said=lines)
+    return Outcome(wrong=wrong, measured=ended, said=lines)
 
 
 def _lines_of(training: Training) -> tuple[str, ...]:
@@ -541,7 +497,7 @@ class Fault:
 
 def all_faults(*, kills: int, seed: int) -> list[Fault]:
     """Every fault of the campaign, among them ``kills`` kills drawn with ``seed``."""
-    planned = [_fault("kill", try_kill, plan) for plan in seeded_kills(kills, seed=seed)]
+    planned = [_fault("kill", try_kill, plan) for plan in faults.seeded_kills(kills, seed=seed)]
     planned += [_fault("request", try_signal, plan) for plan in SIGNALS]
     planned += [_fault("damage", try_damage, plan) for plan in DAMAGES]
     planned += [_fault("disk", try_disk_fault, plan) for plan in DISK_FAULTS]
@@ -550,7 +506,7 @@ def all_faults(*, kills: int, seed: int) -> list[Fault]:
 
 def core_faults() -> list[Fault]:
     """The faults of ``make test``. Other tests there damage files, without a launcher."""
-    kills = [_fault("kill", try_kill, plan) for plan in core_kills()]
+    kills = [_fault("kill", try_kill, plan) for plan in faults.core_kills()]
     return [*kills, *(_fault("request", try_signal, plan) for plan in CORE_SIGNALS), RESTART]
 
 
@@ -563,14 +519,14 @@ RESTART = Fault(kind="launch", name=RESTART_NAME, attempt=try_restart)
 TWO_RUNS = Fault(kind="launch", name="baseline: two more runs started on its folder", attempt=try_two_runs)
 
 
-def try_faults(runs: Runs, faults: list[Fault]) -> Iterator[Outcome]:
+def try_faults(runs: Runs, planned: list[Fault]) -> Iterator[Outcome]:
     """Yield the outcome of each fault as it comes. A fault that could not be caused counts as failed."""
-    for fault in faults:
+    for fault in planned:
         started = time.perf_counter()
         try:
             outcome = fault.attempt(runs)
         except Exception as error:  # noqa: BLE001 - an unexpected error must not end the campaign
             outcome = Outcome(wrong=str(error) if isinstance(error, Missed) else f"{type(error).__name__}: {error}")
         seconds = time.perf_counter() - started
-        said = tuple(runs.without_folders(line) for line in outcome.said)
+        said = tuple(re.sub(rf"{re.escape(str(runs.folder))}/[^/]*/", "", line) for line in outcome.said)
         yield replace(outcome, kind=fault.kind, name=fault.name, seconds=seconds, said=said)

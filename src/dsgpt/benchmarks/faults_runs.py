@@ -5,7 +5,6 @@ import os
 import re
 import shutil
 import signal
-import statistics
 import subprocess
 import time
 import uuid
@@ -39,7 +38,7 @@ class Missed(RuntimeError):
     """An event that the suite waited for did not happen."""
 
 
-class Training:
+class Training(contextlib.AbstractContextManager["Training"]):
     """One launch of ``src/gpt2.py`` in a new session. At the end of the context all its processes are killed.
 
     Args:
@@ -62,9 +61,6 @@ class Training:
                 start_new_session=True,
             )
 
-    def __enter__(self) -> "Training":
-        return self
-
     def __exit__(self, *_: object) -> None:
         for process in self.everyone():
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -73,7 +69,8 @@ class Training:
 
     def everyone(self) -> list[psutil.Process]:
         """Every process that this launch started, even if its parent has ended."""
-        return [process for process in psutil.process_iter() if _environment(process).get(MARK) == self._mark]
+        every = psutil.process_iter(["environ"], ad_value={})
+        return [process for process in every if process.info["environ"].get(MARK) == self._mark]
 
     def ranks(self, count: int) -> list[psutil.Process]:
         """The processes that train, by rank.
@@ -83,19 +80,12 @@ class Training:
         """
         if count == 1:
             return [self.launcher]
-        named = {process.pid: _environment(process).get("RANK") for process in self.everyone()}
-        by_rank = {}
-        for process in psutil.process_iter():
-            rank = named.get(process.pid)
-            if rank is not None and named.get(process.ppid()) is None:  # children of a rank have its environment
-                by_rank[int(rank)] = process
+        named = {process.pid: process for process in self.everyone() if "RANK" in process.info["environ"]}
+        outermost = [process for process in named.values() if process.ppid() not in named]  # children have it, too
+        by_rank = {int(process.info["environ"]["RANK"]): process for process in outermost}
         if sorted(by_rank) != list(range(count)):
             raise Missed(f"of {count} ranks, {sorted(by_rank)} were found")
         return [by_rank[rank] for rank in range(count)]
-
-    def steps(self) -> int:
-        """The last step that the run has logged."""
-        return last_step(self.run_dir)
 
     def wait_for(self, condition: Callable[[], bool], *, what: str) -> None:
         """Wait until ``condition`` holds.
@@ -113,18 +103,13 @@ class Training:
 
     def wait_for_step(self, step: int) -> None:
         """Wait until ``step`` is done and logged."""
-        self.wait_for(lambda: self.steps() >= step, what=f"step {step}")
+        self.wait_for(lambda: last_step(self.run_dir) >= step, what=f"step {step}")
 
-    def wait_for_save(self, step: int) -> None:
-        """Wait until the checkpoint of ``step`` is being written."""
-        partial, final = store.partial_folder(self.run_dir, step), self.run_dir / store.folder_name(step)
-        self.wait_for(lambda: partial.exists() or final.exists(), what=f"the save of step {step}")
-
-    def wait_until_gone(self) -> tuple[int, float, float]:
+    def wait_until_gone(self) -> dict[str, Any]:
         """Wait until all processes have ended.
 
         Returns:
-            The launcher's exit code, the seconds until it ended, and those until the last of its processes had.
+            ``exit_code`` and ``launcher_sec`` of the launcher; ``gone_sec``, the seconds until the last process ended.
 
         Raises:
             Missed: some are still there after ``LIMIT_SEC``.
@@ -135,7 +120,8 @@ class Training:
             if ended is None and self.launcher.poll() is not None:
                 ended = now
             if ended is not None and not self.everyone():
-                return self.launcher.returncode, ended, now
+                seconds = {"launcher_sec": round(ended, 2), "gone_sec": round(now, 2)}
+                return {"exit_code": self.launcher.returncode, **seconds}
             if now > LIMIT_SEC:
                 raise Missed(f"{len(self.everyone())} processes are left after {LIMIT_SEC} s: {self.output()[-500:]}")
             time.sleep(0.05)
@@ -166,17 +152,17 @@ def default_sighup() -> Iterator[None]:
         signal.signal(signal.SIGHUP, before)
 
 
-def _environment(process: psutil.Process) -> dict[str, str]:
-    try:
-        return process.environ()
-    except (psutil.NoSuchProcess, psutil.ZombieProcess, psutil.AccessDenied):
-        return {}
-
-
 def last_step(run_dir: Path) -> int:
     """The last step in the run's log; 0 if there is none. A torn line does not count."""
     log = run_dir / STEPS_FILE
     return max((line["step"] for line in read_steps(log) if "loss" in line), default=0) if log.exists() else 0
+
+
+def fill(file: Path) -> None:
+    """Make ``file`` so large that its file system has no free byte."""
+    with file.open("wb", buffering=0) as ballast, contextlib.suppress(OSError):
+        while ballast.write(bytes(os.sysconf("SC_PAGE_SIZE"))):
+            pass
 
 
 def send(processes: Sequence[psutil.Process], number: signal.Signals) -> None:
@@ -191,17 +177,6 @@ def send(processes: Sequence[psutil.Process], number: signal.Signals) -> None:
 LOG = "console.log"
 COMPARED = ("loss", "grad_norm", "lr", "val_loss")
 """Figures that must be the same at every step, to the last bit."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Undisturbed:
-    """A run that was not disturbed."""
-
-    run_dir: Path
-    step_sec: float
-    """Median time of a step."""
-    save_sec: float
-    """Median time from a save's start to its end."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,7 +208,7 @@ class Runs:
     def __init__(self, folder: Path, *, repository: Path) -> None:
         self.folder, self._repository = folder.resolve(), repository
         self._corpus = prepare_corpus(repository, self.folder / "corpus")
-        self._undisturbed: dict[str, Undisturbed] = {}
+        self._undisturbed: dict[str, Path] = {}
 
     def new(self, name: str) -> Path:
         """The path of a run folder that does not exist yet, in a new folder named after ``name``."""
@@ -269,10 +244,6 @@ class Runs:
         command = [*prefix, *front, *launcher, str(self._repository / "src" / "gpt2.py"), *words, *more]
         return Training(command, run_dir=run_dir, log=run_dir.parent / log)
 
-    def without_folders(self, line: str) -> str:
-        """``line`` without the paths of the folders that ``new`` made."""
-        return re.sub(rf"{re.escape(str(self.folder))}/[^/]*/", "", line)
-
     def words(self, run: str, run_dir: Path, changes: Mapping[str, Any]) -> list[str]:
         """The flags of ``run``, with ``changes`` of values."""
         cell, recipe = RUNS[run], self.folder / f"{run}.json"
@@ -286,11 +257,10 @@ class Runs:
     def train(self, run: str, run_dir: Path, *more: str) -> tuple[int, str]:
         """Train ``run`` without a fault, with ``more`` flags; its exit code and what it printed."""
         with self.start(run, run_dir, *more) as training:
-            code, _, _ = training.wait_until_gone()
-            return code, training.output()
+            return training.wait_until_gone()["exit_code"], training.output()
 
-    def undisturbed(self, run: str) -> Undisturbed:
-        """The undisturbed run, trained at the first call.
+    def undisturbed(self, run: str) -> Path:
+        """The folder of the undisturbed run, which is trained at the first call.
 
         Raises:
             Missed: it failed.
@@ -300,11 +270,7 @@ class Runs:
             code, output = self.train(run, run_dir)
             if code:
                 raise Missed(f"{run} failed undisturbed, exit code {code}: {output[-1000:]}")
-            steps = [line["step_time_sec"] for line in read_steps(run_dir / STEPS_FILE) if "loss" in line]
-            saves = [save["save_total_sec"] for save in read_object(run_dir / RECORD_FILE)["saves"]]
-            self._undisturbed[run] = Undisturbed(
-                run_dir=run_dir, step_sec=statistics.median_high(steps), save_sec=statistics.median_high(saves)
-            )
+            self._undisturbed[run] = run_dir
         return self._undisturbed[run]
 
     def rolled_back(self, run: str, name: str) -> Path:
@@ -319,7 +285,7 @@ class Runs:
 
     def copied(self, run: str, name: str) -> Path:
         """A copy of the undisturbed run."""
-        return shutil.copytree(self.undisturbed(run).run_dir, self.new(name))
+        return shutil.copytree(self.undisturbed(run), self.new(name))
 
     def resume(self, run: str, run_dir: Path) -> Resumed:
         """Resume ``run`` to its end, and compare it with the undisturbed run.
@@ -331,11 +297,13 @@ class Runs:
         code, output = self.train(run, run_dir, "--resume")
         failure = f"--resume ended with exit code {code}: {first_error(output)}"
         wrong = failure if code else self.difference(run, run_dir)
-        return Resumed(output=output, taken=taken, resumed_from=resumed_from(output, taken=taken), wrong=wrong)
+        begun = re.search(r"resuming from \S*/step-(\d{8})", output)
+        at = taken if "holds a finished run" in output else int(begun[1]) if begun else 0
+        return Resumed(output=output, taken=taken, resumed_from=at, wrong=wrong)
 
     def difference(self, run: str, run_dir: Path) -> str:
         """Difference of ``run_dir`` from the undisturbed run; empty if both are the same to the last bit."""
-        expected, actual = (figures(folder) for folder in (self.undisturbed(run).run_dir, run_dir))
+        expected, actual = (figures(folder) for folder in (self.undisturbed(run), run_dir))
         if actual.keys() != expected.keys():
             return f"it has other steps: {sorted(actual.keys() ^ expected.keys())[:3]}"
         for place, value in expected.items():
@@ -355,11 +323,3 @@ def figures(run_dir: Path) -> dict[tuple[int, str], Any]:
                 place = (line["step"], key)
                 figures[place] = (figures[place], line[key]) if place in figures else line[key]
     return figures
-
-
-def resumed_from(output: str, *, taken: int) -> int:
-    """The step from which a run continued that printed ``output`` and had logged steps up to ``taken``."""
-    if "holds a finished run" in output:
-        return taken
-    match = re.search(r"resuming from \S*/step-(\d{8})", output)
-    return int(match[1]) if match else 0

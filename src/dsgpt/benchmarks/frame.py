@@ -38,7 +38,7 @@ _ROOMS = {"serving": ("inference/server",), GPU: ("inference/server",)}
 _FILES = {"inference": "src/dsgpt/benchmarks/trace.json", "serving": "src/serve.py", GPU: "src/serve.py"}
 _SHARED = {
     "contenders.py": ("speed", "decoding", GPU),
-    "hosts.py": ("clusters", "network"),
+    "hosts.py": ("faults", "clusters", "network"),
     "gpu*.py": (GPU,),
     "tokens*.py": ("tokens",),
     "stand_in_gpu.py": (),
@@ -89,8 +89,7 @@ def make_page(suite: "type[Suite[Any, Any]]", record_file: Path, page: Path, *, 
             f"--table-from {record_file}: cannot be read as a record of {suite.record_of}: {error}"
         ) from error
     try:
-        text = suite.page(record, source=record_file.as_posix())
-        write_page(page, text, record=record, name=suite.name, repository=repository)
+        write_page(suite, page, record, source=record_file, repository=repository)
     except UserError:
         raise
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
@@ -98,17 +97,18 @@ def make_page(suite: "type[Suite[Any, Any]]", record_file: Path, page: Path, *, 
         raise UserError(f"--table-from {record_file}: is not a record of {suite.record_of} ({what})") from error
 
 
-def write_page(page: Path, text: str, *, record: Record, name: str, repository: Path) -> None:
-    """Write ``text`` to ``page``; before its first ``##`` heading whether the machine was busy, and the sources.
+def write_page(suite: "type[Suite[Any, Any]]", page: Path, record: Record, *, source: Path, repository: Path) -> None:
+    """Write the page of ``record``; before its first ``##`` heading whether the machine was busy, and the sources.
 
     Args:
+        suite: makes its text.
         page: the file.
-        text: the page of ``record``.
         record: names the commit that it was made at.
-        name: that of the suite.
+        source: its path, for the reader.
         repository: holds the sources.
     """
-    sources = record_changes(record, name, repository=repository).paragraph()
+    text = suite.page(record, source=source.as_posix())
+    sources = record_changes(record, suite.name, repository=repository).paragraph()
     head, heading, rest = text.rstrip("\n").partition("\n\n## ")
     busy = f"\n\n{BUSY}{words}.**" if (words := busy_words(record)) else ""
     page.parent.mkdir(parents=True, exist_ok=True)
@@ -167,6 +167,11 @@ def section(title: str, header: Sequence[object], rows: Sequence[Sequence[object
     return "\n\n".join(filter(None, [f"## {title}", text, table(header, rows)])) if rows else ""
 
 
+def listed(title: str, lines: Sequence[str]) -> str:
+    """The section of a page with a list of ``lines``; empty if there are none."""
+    return "\n".join([f"## {title}\n", *(f"* {line}" for line in lines)]) if lines else ""
+
+
 def page_of(*parts: str) -> str:
     """A page of ``parts``, without those that are empty."""
     return "\n\n".join(filter(None, parts)) + "\n"
@@ -180,11 +185,11 @@ def troubles(results: Sequence[Mapping[str, Any]], words: Mapping[str, str]) -> 
         words: for every status.
     """
     lines = [
-        f"* {one['name']}: {words[one['status']]}: {one.get('message') or one.get('wrong') or one.get('not_run')}"
+        f"{one['name']}: {words[one['status']]}: {one.get('message') or one.get('wrong') or one.get('not_run')}"
         for one in results
         if one["status"] != "passed"
     ]
-    return "\n".join(["## Not passed\n", *lines]) if lines else ""
+    return listed("Not passed", lines)
 
 
 def judged(ratio: Mapping[str, Any] | None) -> str:
@@ -396,9 +401,7 @@ def run_suite(suite: type[Suite[O, R]], options: O, *, repository: Path) -> int:
     output.parent.mkdir(parents=True, exist_ok=True)
     write_json_atomic(output, record)
     failures = run.failures(record)
-    write_page(
-        page, suite.page(record, source=output.as_posix()), record=record, name=suite.name, repository=repository
-    )
+    write_page(suite, page, record, source=output, repository=repository)
     written, shown = f"record {output}, page {page}", next_line(["less", page])
     for line in ["", *suite.summary(record), busy_words(record), written, *run.closing_lines(failures), shown]:
         console.say(line)

@@ -116,15 +116,17 @@ def gpu_page(record: frame.Record, *, source: str) -> str:
         ]
         beside = frame.section("Beside published figures", ["figure", "measured", "published", "by"], compared)
     rows = [[one["chunk"], one["says"], one["verdict"], one["limit"], f"{one['seconds']:.0f}"] for one in chunks]
-    lists = {"Not passed": "failures", "Findings": "findings"}
-    noted = {title: [f"* {one['chunk']}: {why}" for one in chunks for why in one[key]] for title, key in lists.items()}
-    noted["Not run"] = [f"* {name}" for name in record["missing"]]
+    wrong, noted = (
+        [f"{one['chunk']}: {why}" for one in chunks for why in one[key]] for key in ("failures", "findings")
+    )
     return frame.page_of(
         f"# {title}",
         _summary(record),
         frame.made_from(record, source=source, name="gpu", page="gpu-proof"),
         frame.section("The chunks", ["chunk", "what it shows", "verdict", "limit", "seconds"], rows),
-        *("\n".join([f"## {title}\n", *lines]) for title, lines in noted.items() if lines),
+        frame.listed("Not passed", wrong),
+        frame.listed("Findings", noted),
+        frame.listed("Not run", record["missing"]),
         beside,
         *("\n".join([f"## {one['chunk']}\n", one["says"], "", *one["lines"]]).strip() for one in chunks),
     )

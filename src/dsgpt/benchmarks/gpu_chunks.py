@@ -393,9 +393,8 @@ def saved(proof: Proof) -> Found:
     for first, then in (("cuda", "cpu"), ("cpu", "cuda")):
         command, run = proof.training(name := f"{first} to {then}", **flags | {"device": first})
         until = time.monotonic() + 120
-        with contextlib.ExitStack() as stack:
-            log = stack.enter_context((proof.folder / f"{name}.txt").open("wb"))
-            process = stack.enter_context(launch.own_group(command, log, cwd=proof.repository, device=first))
+        printed = (proof.folder / f"{name}.txt").open("wb")
+        with printed as log, launch.own_group(command, log, cwd=proof.repository, device=first) as process:
             while process.poll() is None and not ((run / "latest").exists() or time.monotonic() > until):
                 time.sleep(0.02)
             process.send_signal(signal.SIGTERM)

@@ -130,9 +130,17 @@ class Hosts:
                 limits = ["rate", f"{mbit}mbit", "burst", str(burst), "latency", "400ms"]
                 run(*tc, "add", "dev", link, "root", "tbf", *limits)
                 used["mbit"] = "tc tbf"
-        self._end_relay(number)
-        if delay_ms:
-            self._begin_relay(number, delay_ms)
+        self.end_relay(number)
+        if delay_ms:  # netem would do it, but few kernels of containers have it
+            words = [sys.executable, __file__, self.address(number), str(delay_ms / 1e3)]
+            relay = subprocess.Popen(["ip", "netns", "exec", host, *words], stderr=subprocess.PIPE, text=True)
+            end = time.monotonic() + READY_SEC
+            while RELAY not in run("ip", "-n", host, "route"):
+                if relay.poll() is not None or time.monotonic() > end:
+                    relay.kill()
+                    last = relay.communicate()[1].strip().rpartition("\n")[2]
+                    raise NoHosts(f"delays need a TUN device: {last}")
+                time.sleep(0.01)
             used["delay_ms"] = "TUN relay"
         iptables = ["ip", "netns", "exec", host, "iptables", "--wait"]
         if loss and not shutil.which("iptables"):
@@ -145,18 +153,7 @@ class Hosts:
             used["loss"] = "iptables statistic"
         return used
 
-    def _begin_relay(self, number: int, delay_ms: float) -> None:
-        """Hold back the packets of a host; netem would, but few kernels of containers have it."""
-        words = [sys.executable, __file__, self.address(number), str(delay_ms / 1e3)]
-        relay = subprocess.Popen(["ip", "netns", "exec", self.host(number), *words], stderr=subprocess.PIPE, text=True)
-        end = time.monotonic() + READY_SEC
-        while RELAY not in run("ip", "-n", self.host(number), "route"):
-            if relay.poll() is not None or time.monotonic() > end:
-                relay.kill()
-                raise NoHosts(f"delays need a TUN device: {(relay.communicate()[1].strip().splitlines() or [''])[-1]}")
-            time.sleep(0.01)
-
-    def _end_relay(self, number: int) -> None:
+    def end_relay(self, number: int) -> None:
         """Without its interface, the relay ends by itself."""
         subprocess.run(["ip", "-n", self.host(number), "link", "delete", RELAY], capture_output=True, check=False)
 
@@ -172,20 +169,17 @@ class Hosts:
         Path("/run/sshd").mkdir(exist_ok=True)
         folder.mkdir()
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / "key"], check=True)
-        daemons = []
-        for number in range(self.count):
-            own = folder / f"{number}.conf"
-            own.write_text(SSHD.format(address=self.address(number), folder=folder, name=number, interface=INTERFACE))
-            daemons.append(self.start(number, shutil.which("sshd"), "-D", "-e", "-f", own, log=folder / "log"))
         wrapper = folder / "ssh"
         wrapper.write_text(SSH.format(ssh=shutil.which("ssh"), folder=folder))
         wrapper.chmod(0o755)
-        try:
+        with contextlib.ExitStack() as running:
+            for number in range(self.count):
+                own, facts = folder / f"{number}.conf", {"address": self.address(number), "interface": INTERFACE}
+                own.write_text(SSHD.format(**facts, folder=folder, name=number))
+                daemon = self.start(number, shutil.which("sshd"), "-D", "-e", "-f", own, log=folder / "log")
+                running.callback(daemon.wait, timeout=30)
+                running.callback(daemon.terminate)
             yield {"PATH": f"{folder}:{os.environ['PATH']}"}
-        finally:
-            for daemon in daemons:
-                daemon.terminate()
-                daemon.wait(timeout=30)
 
 
 @contextlib.contextmanager
@@ -199,33 +193,25 @@ def made_hosts(count: int) -> Iterator[Hosts]:
         raise NoHosts("only root can make network namespaces")
     if not shutil.which("ip"):
         raise NoHosts("needs iproute2, to make network namespaces")
-    folder = tempfile.TemporaryDirectory()
-    hosts = Hosts(f"dsgpt-{os.getpid()}-{secrets.token_hex(2)}", count, Path(folder.name) / "hosts")
-    lines = [f"{hosts.address(number)} {hosts.host(number)}" for number in range(count)]
-    hosts.names.write_text("\n".join(["127.0.0.1 localhost", *lines, ""]))
-    switch = f"{hosts.name}-switch"
-    made: list[str] = []
-    try:
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as made:
+        hosts = Hosts(f"dsgpt-{os.getpid()}-{secrets.token_hex(2)}", count, Path(folder) / "hosts")
+        lines = [f"{hosts.address(number)} {hosts.host(number)}" for number in range(count)]
+        hosts.names.write_text("\n".join(["127.0.0.1 localhost", *lines, ""]))
+        switch = f"{hosts.name}-switch"
         for name in (switch, *map(hosts.host, range(count))):
             run("ip", "netns", "add", name)
-            made.append(name)
+            made.callback(subprocess.run, ["ip", "netns", "delete", name], check=False)
         run("ip", "-n", switch, "link", "add", "switch", "type", "bridge")
         run("ip", "-n", switch, "link", "set", "switch", "up")
         for number in range(count):
             host, port = hosts.host(number), f"port{number}"
-            ends = ["netns", switch, "type", "veth", "peer", "name", INTERFACE, "netns", host]
-            run("ip", "link", "add", port, *ends)
+            run("ip", "link", "add", port, "netns", switch, "type", "veth", "peer", "name", INTERFACE, "netns", host)
             run("ip", "-n", switch, "link", "set", port, "master", "switch", "up")
             run("ip", "-n", host, "address", "add", f"{hosts.address(number)}/24", "dev", INTERFACE)
             for link in ("lo", INTERFACE):
                 run("ip", "-n", host, "link", "set", link, "up")
+            made.callback(hosts.end_relay, number)
         yield hosts
-    finally:
-        for number in range(count):
-            hosts._end_relay(number)
-        for name in made:
-            subprocess.run(["ip", "netns", "delete", name], check=False)
-        folder.cleanup()
 
 
 def run(*words: object) -> str:

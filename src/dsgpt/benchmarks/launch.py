@@ -27,7 +27,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Self
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import psutil
 
@@ -213,41 +213,29 @@ def run_job(
     write_json_atomic(job_file, job)
     front = launcher_command(launch.launcher, launch.ranks)
     command = [*front, "--module" if launch.launcher == "deepspeed" else "-m", WORKER, str(job_file)]
-    started = time.perf_counter()
+    done, started = 0, time.perf_counter()
+    since = started
     with job_file.with_suffix(".log").open("wb") as log, own_group(command, log, device=device) as process:
-        yield from _ends(process, launch, assignments, log=log, started=started)
-    launch.seconds = time.perf_counter() - started
-
-
-def _ends(
-    process: subprocess.Popen[bytes],
-    launch: Launch,
-    assignments: Sequence[Assignment],
-    *,
-    log: BinaryIO,
-    started: float,
-) -> Iterator[tuple[int, float]]:
-    """Watch the ranks' files until all assignments have ended, the launcher has ended, or it is stuck."""
-    done, since = 0, started
-    while done < len(assignments):
-        ended = process.poll() is not None  # asked first: a file may appear just before the end
-        folder = Path(assignments[done].folder)
-        if launch.start_seconds is None and (folder / PORT_FILE).exists():
-            since = time.perf_counter()
-            launch.start_seconds = since - started
-        if all(rank_file(folder, rank).exists() for rank in range(launch.ranks)):
-            now = time.perf_counter()
-            yield done, now - since
-            done, since = done + 1, now
-        elif ended:
-            return
-        elif time.perf_counter() - since > STUCK_SEC:
-            log.write(f"no training ended within {STUCK_SEC} s\n".encode())
-            return
+        while done < len(assignments):
+            ended = process.poll() is not None  # asked first: a file may appear just before the end
+            folder, now = Path(assignments[done].folder), time.perf_counter()
+            if launch.start_seconds is None and (folder / PORT_FILE).exists():
+                since = now
+                launch.start_seconds = since - started
+            if all(rank_file(folder, rank).exists() for rank in range(launch.ranks)):
+                yield done, now - since
+                done, since = done + 1, now
+            elif ended:
+                break
+            elif now - since > STUCK_SEC:
+                log.write(f"no training ended within {STUCK_SEC} s\n".encode())
+                break
+            else:
+                time.sleep(LAUNCH_POLL_SEC)
         else:
-            time.sleep(LAUNCH_POLL_SEC)
-    with contextlib.suppress(subprocess.TimeoutExpired):  # ``own_group`` stops a launcher that does not exit
-        process.wait(timeout=STUCK_SEC)
+            with contextlib.suppress(subprocess.TimeoutExpired):  # ``own_group`` stops a launcher that does not exit
+                process.wait(timeout=STUCK_SEC)
+    launch.seconds = time.perf_counter() - started
 
 
 # A rank of a launch: starts child processes that run one rank of a cell each, and notices how they end.
@@ -305,32 +293,16 @@ def main(arguments: list[str]) -> int:
     if given.cell is not None:
         _run_cell(job["cells"][given.cell], topology.rank)
         exit_rank(0)
-    alive = Alive(runner=job["runner"])
-    for index, (cell, variables) in enumerate(_with_variables(job, job_file, alive)):
-        module = None if job["start"] != CellStart.SPAWN else [job["worker"], str(job_file), "--cell", str(index)]
-        _run_children(cell, variables, module, ranks=topology.world_size, alive=alive)
-    finished = job_file.with_suffix(".finished")
-    if topology.rank == 0:
-        write_atomic(finished, b"")
-    alive.wait_for(finished)
-    return 0
-
-
-def _with_variables(
-    job: dict[str, Any], job_file: Path, alive: Alive
-) -> Iterator[tuple[Cell, dict[int, dict[str, str]]]]:
-    """Every cell, and by rank the environment of the children that this process runs of it."""
-    topology = read_topology()
+    alive, rank = Alive(runner=job["runner"]), topology.rank
+    # By rank, the environment of the children that this process runs of every cell.
     shared = {key: value for key, value in os.environ.items() if not key.startswith(OF_A_RANK)}
-    own = {key: value for key, value in os.environ.items() if key not in shared and key != AGENT_STORE}
-    by_rank = {topology.rank: own}
+    by_rank = {rank: {key: value for key, value in os.environ.items() if key not in shared and key != AGENT_STORE}}
     if job["start"] == CellStart.FORK_ALL:
-        files = [job_file.with_suffix(f".variables-{rank}") for rank in range(topology.world_size)]
-        write_json_atomic(files[topology.rank], own)
-        by_rank = {}
-        for rank, file in enumerate(files if topology.rank == 0 else []):
+        files = [job_file.with_suffix(f".variables-{one}") for one in range(topology.world_size)]
+        write_json_atomic(files[rank], by_rank.pop(rank))
+        for one, file in enumerate(files if rank == 0 else []):
             alive.wait_for(file)
-            by_rank[rank] = json.loads(file.read_text(encoding="utf-8"))
+            by_rank[one] = json.loads(file.read_text(encoding="utf-8"))
     if by_rank and job["start"] != CellStart.SPAWN:
         for module in job["imports"]:
             importlib.import_module(module)
@@ -338,13 +310,20 @@ def _with_variables(
             identify_cpu_once()
         gc.collect()
         gc.freeze()  # else every collection of a child touches, and so copies, the memory of all that was imported
-    for cell in job["cells"]:
+    for index, cell in enumerate(job["cells"]):
         port_file = Path(cell["folder"]) / PORT_FILE
-        if topology.rank == 0:  # just before use: another process may take a port that was found earlier
+        if rank == 0:  # just before use: another process may take a port that was found earlier
             write_atomic(port_file, str(free_port()).encode())
         alive.wait_for(port_file)
         meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port_file.read_text(encoding="utf-8")}
-        yield cell, {rank: shared | variables | meeting for rank, variables in by_rank.items()}
+        variables = {one: shared | own | meeting for one, own in by_rank.items()}
+        words = None if job["start"] != CellStart.SPAWN else [job["worker"], str(job_file), "--cell", str(index)]
+        _run_children(cell, variables, words, ranks=topology.world_size, alive=alive)
+    finished = job_file.with_suffix(".finished")
+    if rank == 0:
+        write_atomic(finished, b"")
+    alive.wait_for(finished)
+    return 0
 
 
 def identify_cpu_once() -> None:
@@ -432,11 +411,6 @@ def _run_cell(cell: Cell, rank: int) -> None:
         write_end(folder, rank, status="error", message=f"{type(error).__name__}: {error}")
 
 
-def exit_on_sigterm(_number: int, _frame: object) -> None:
-    """Unwind, so that the children are killed."""
-    raise SystemExit(128 + signal.SIGTERM)
-
-
 # Other processes that suites start: workers that answer lines, and trainings of the product.
 
 LONGEST_ANSWER_SEC, ENDING_SEC = 3600, 60
@@ -454,7 +428,7 @@ class WorkerEnded(UserError):
         self.output = output
 
 
-class LineWorker:
+class LineWorker(contextlib.AbstractContextManager["LineWorker"]):
     """A process that waits, without using a core, until it is sent a line of JSON, and answers with one.
 
     A context manager, which ends it. ``read`` raises ``WorkerEnded`` if it ended before.
@@ -513,9 +487,6 @@ class LineWorker:
             watch.cancel()
         raise WorkerEnded(self._process.wait(), self._log.read_text(encoding="utf-8", errors="replace"))
 
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(self, *_: object) -> None:
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
@@ -563,11 +534,8 @@ def own_group(
 
 def training_words(values: Mapping[str, object]) -> list[str]:
     """Flags of ``src/gpt2.py`` with their values; True is a switch."""
-    return list(
-        itertools.chain.from_iterable(
-            [f"--{name}"] if value is True else [f"--{name}", str(value)] for name, value in values.items()
-        )
-    )
+    words = ([f"--{name}"] if value is True else [f"--{name}", str(value)] for name, value in values.items())
+    return list(itertools.chain.from_iterable(words))
 
 
 def shape_values(config: GPT2Config) -> dict[str, object]:
@@ -589,5 +557,5 @@ def train(values: Mapping[str, object], *, repository: Path, what: str) -> dict[
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, exit_on_sigterm)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # unwinds: the children are killed
     sys.exit(main(sys.argv[1:]))

@@ -65,30 +65,26 @@ class CommittedRecord:
     """The command that makes pages or pictures from them."""
 
 
-def _suite(name: str, *flags: str, page: str = "") -> CommittedRecord:
-    record, script = f"{name}.json", "src/benchmark.py"
+def _suite(
+    name: str, *flags: str, command: str = "", suite: str = "", made: str = "", page: str = ""
+) -> CommittedRecord:
+    """The record ``NAME.json``, which ``benchmark.py COMMAND`` makes as ``made`` below ``WORK``."""
+    record, words = f"{name}.json", ("src/benchmark.py", command or name)
+    made = made or record
     return CommittedRecord(
         name=name,
-        suite=name,
+        suite=suite or name,
         records=(record,),
-        files={record: record},
-        make=(script, name, *flags, "--output", f"{WORK}/{record}"),
-        show=(script, name, "--table-from", f"{REFERENCE}/{record}", "--page", f"docs/{page or name}.md"),
+        files={made: record},
+        make=(*words, *flags, "--output", f"{WORK}/{made}"),
+        show=(*words, "--table-from", f"{REFERENCE}/{record}", "--page", f"docs/{page or name}.md"),
     )
 
 
 def _sweep(suite: str, devices: str, steps: int) -> CommittedRecord:
-    name, command = f"sweep-{suite}", ("src/benchmark.py", "run")
-    made, record = f"{name}/sweep.json", f"{name}.json"
     flags = ("--suite", suite, "--devices", devices, "--repeats", "3", "--steps", str(steps), "--profile_comm", "3")
-    return CommittedRecord(
-        name=name,
-        suite=frame.SWEEP,
-        records=(record,),
-        files={made: record},
-        make=(*command, *flags, "--output", f"{WORK}/{made}"),
-        show=(*command, "--table-from", f"{REFERENCE}/{record}", "--page", f"docs/{name}.md"),
-    )
+    name = f"sweep-{suite}"
+    return _suite(name, *flags, command="run", suite=frame.SWEEP, made=f"{name}/sweep.json")
 
 
 def _demo() -> CommittedRecord:
@@ -157,11 +153,8 @@ def remake_records(
     Raises:
         UserError: ``only`` names no record, or sources of a record to remake are not committed.
     """
-
-    def in_repository(words: Sequence[str]) -> int:
-        return subprocess.run([sys.executable, *words], cwd=repository, check=False).returncode
-
-    run, records, started = run or in_repository, _selected(only), time.perf_counter()
+    run = run or (lambda words: subprocess.run([sys.executable, *words], cwd=repository, check=False).returncode)
+    records, started = _selected(only), time.perf_counter()
     old = [record for record in records if all(_why_old(record, repository, folder) for folder in (REFERENCE, READY))]
     for record in old:
         commit = git_commit(repository, mark=DIRTY if record.name == frame.DEMO else "")  # a run marks it for any file
@@ -177,9 +170,15 @@ def remake_records(
             print(f"{count}: remade before, skipped", flush=True)
         else:
             print(f"{count}: remaking it, because {why}; {_expected([record], repository)}", flush=True)
-            if code := _remake_one(record, repository, run, peers=peers):
-                print(f"{count}: failed with exit code {code}; the committed records stay as they were", flush=True)
-                return code
+            work, trained = repository / WORK, frame.TRAINED.as_posix()
+            shutil.rmtree(work / record.name, ignore_errors=True)  # earlier runs, which would be resumed
+            others = ("--peer", *peers) if peers and record.name in WITH_PEERS else ()
+            demo_first = [("src/demo.py",)] if trained in record.make and not (repository / trained).exists() else []
+            for command in (*demo_first, (*record.make, *others)):
+                if code := run(command):
+                    print(f"{count}: failed with exit code {code}; the committed records stay as they were", flush=True)
+                    return code
+            _copy(record.files, work, repository / READY)
             old.remove(record)
             left = f"; {_expected(old, repository)} for the others" if old else ""
             print(f"{count}: remade, {duration(time.perf_counter() - started)} since the start{left}", flush=True)
@@ -252,15 +251,13 @@ def _add_engines(repository: Path) -> None:
     except JsonError as error:
         print(f"{committed.parent.name}: gets no figures of engines: {error}", flush=True)
         return
-    if many["checkpoint"] != frame.TRAINED.as_posix() or _losses(measured) != _losses(run):
+    losses = [
+        [(one.get("summary") or {}).get(f"final_{part}_loss") for part in ("train", "val")] for one in (measured, run)
+    ]
+    if many["checkpoint"] != frame.TRAINED.as_posix() or losses[0] != losses[1]:
         print(f"{committed.parent.name}: gets no figures of engines: they answered with another training", flush=True)
         return
     write_json_atomic(committed, with_engines(run, many))
-
-
-def _losses(run: dict[str, Any]) -> list[Any]:
-    summary = run.get("summary") or {}
-    return [summary.get(name) for name in ("final_train_loss", "final_val_loss")]
 
 
 def _selected(only: Sequence[str]) -> list[CommittedRecord]:
@@ -285,16 +282,3 @@ def _contents(record: CommittedRecord, folder: Path) -> list[dict[str, Any]]:
         return [read_object(folder / file, max_bytes=frame.MAX_BYTES) for file in record.records]
     except JsonError:
         return []
-
-
-def _remake_one(record: CommittedRecord, repository: Path, run: Runner, *, peers: Sequence[str]) -> int:
-    """Make the record again below ``READY``; return the exit code of the command."""
-    work = repository / WORK
-    shutil.rmtree(work / record.name, ignore_errors=True)  # earlier runs, which would be resumed
-    needs_demo = frame.TRAINED.as_posix() in record.make and not (repository / frame.TRAINED).exists()
-    if needs_demo and (code := run(("src/demo.py",))):
-        return code
-    if code := run((*record.make, *(["--peer", *peers] if peers and record.name in WITH_PEERS else []))):
-        return code
-    _copy(record.files, work, repository / READY)
-    return EXIT_DONE

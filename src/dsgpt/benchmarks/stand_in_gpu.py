@@ -33,6 +33,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from types import FrameType, SimpleNamespace
 from typing import Any, NamedTuple, NoReturn
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -209,27 +210,23 @@ class Tags:
         """``cuda``, ``cpu``, or another type of device."""
         if isinstance(tensor, DTensor):
             tensor = tensor._local_tensor
-        real = _REAL_DEVICE(tensor).type
-        return "cuda" if real == "cpu" and _storage_of(tensor) in self._sizes else real
+        return "cuda" if _key(tensor) in self._sizes else _REAL_DEVICE(tensor).type
 
     def is_pinned(self, tensor: Tensor) -> bool:
         """Whether it is in page-locked memory."""
-        return _REAL_DEVICE(tensor).type == "cpu" and _storage_of(tensor) in self._pinned
+        return _key(tensor) in self._pinned
 
     def floats(self, tensor: Tensor) -> bool:
         """Whether it may be on either side."""
-        return _REAL_DEVICE(tensor).type == "cpu" and _storage_of(tensor) in self._floating
+        return _key(tensor) in self._floating
 
     def put(self, made: object, kind: str, *, pinned: bool = False) -> None:
         """Tag the storages of tensors, unless they have a tag: ``cuda``, ``floating``, or ``pinned``."""
         for tensor in tree_leaves(made):
             if not isinstance(tensor, Tensor) or isinstance(tensor, (DTensor, FakeTensor)):
                 continue
-            if _REAL_DEVICE(tensor).type != "cpu":
-                continue
-            storage = tensor.untyped_storage()
-            key = storage._cdata
-            if key in self._sizes or key in self._pinned or not (pinned or kind in {"cuda", "floating"}):
+            key, storage = _key(tensor), tensor.untyped_storage()
+            if key is None or key in self._sizes or key in self._pinned or not (pinned or kind in {"cuda", "floating"}):
                 continue
             if key not in self._floating:
                 weakref.finalize(storage, self._freed, key).atexit = False
@@ -255,8 +252,9 @@ class Tags:
             self._ledger.allocate(storage.nbytes() - before)
 
 
-def _storage_of(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
+def _key(tensor: Tensor) -> int | None:
+    """Identifies the storage of a CPU tensor; None for another, as of the device ``meta``."""
+    return int(tensor.untyped_storage()._cdata) if _REAL_DEVICE(tensor).type == "cpu" else None
 
 
 def _is_cuda(device: Any) -> bool:
@@ -282,7 +280,9 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         super().__init__()  # type: ignore[no-untyped-call]  # torch's has no types
         self._ledger, self._tags, self._groups = ledger, tags, groups
         self._thread = threading.local()
-        self._random = torch.get_rng_state()
+        self.random = torch.Generator()
+        """Has the state of the device's random numbers."""
+        self.random.set_state(torch.get_rng_state())
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -369,162 +369,27 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         """Record the copies and waits of an operator, unless it is known where its results are."""
         if getattr(self._thread, "forced", None):
             return
-        if name == "aten::copy_":
+        if name in {"aten::copy_", "aten::_foreach_copy_"}:
             asynchronous = bool(kwargs.get("non_blocking", args[2] if len(args) > 2 else False))
-            self.note_copy(args[1], args[0], asynchronous=asynchronous)
-        elif name == "aten::_foreach_copy_":
-            asynchronous = bool(kwargs.get("non_blocking", args[2] if len(args) > 2 else False))
-            for target, source in zip(args[0], args[1], strict=True):
-                self.note_copy(source, target, asynchronous=asynchronous)
-        elif "cuda" in kinds and (name in _WAITING or (name in _INDEXING and _has_mask(tensors[1:]))):
-            self._ledger.wait(name.removeprefix("aten::"))
-
-    def note_copy(self, source: Tensor, target: Tensor, *, asynchronous: bool) -> None:
-        """Record a copy if it is between host and device."""
-        first, second = self._tags.kind(source), self._tags.kind(target)
-        if {first, second} == {"cpu", "cuda"}:
-            pinned = self._tags.is_pinned(source if first == "cpu" else target)
-            self._ledger.copy(first, second, pinned=pinned, asynchronous=asynchronous, size=source.nbytes)
+            for target, source in [args[:2]] if name == "aten::copy_" else zip(*args[:2], strict=True):
+                first, second = self._tags.kind(source), self._tags.kind(target)
+                if {first, second} == {"cpu", "cuda"}:
+                    pinned = self._tags.is_pinned(source if first == "cpu" else target)
+                    self._ledger.copy(first, second, pinned=pinned, asynchronous=asynchronous, size=source.nbytes)
+        elif "cuda" in kinds:
+            masked = name in _INDEXING and any(index.dtype in (torch.bool, torch.uint8) for index in tensors[1:])
+            if masked or name in _WAITING:
+                self._ledger.wait(name.removeprefix("aten::"))
 
     @contextlib.contextmanager
     def _random_of_the_device(self) -> Iterator[None]:
         host = torch.get_rng_state()
-        torch.set_rng_state(self._random)
+        torch.set_rng_state(self.random.get_state())
         try:
             yield
         finally:
-            self._random = torch.get_rng_state()
+            self.random.set_state(torch.get_rng_state())
             torch.set_rng_state(host)
-
-    def random_state(self) -> Tensor:
-        """A copy of the device's random state, on the host."""
-        return self._random.clone()
-
-    def set_random_state(self, state: Tensor) -> None:
-        """Set the device's random state."""
-        self._random = state.clone()
-
-    def seed(self, seed: int) -> None:
-        """Seed the device's random numbers."""
-        self._random = torch.Generator().manual_seed(seed).get_state()
-
-
-def _has_mask(indices: list[Tensor]) -> bool:
-    return any(index.dtype in (torch.bool, torch.uint8) for index in indices)
-
-
-# Methods of tensors that C++ answers without the dispatcher.
-
-
-class _Methods:
-    """Replacements of methods of ``torch.Tensor``, and of the functions that make one from numbers."""
-
-    def __init__(self, ledger: Ledger, tags: Tags, operators: _Operators, device: Callable[[], torch.device]) -> None:
-        self._ledger, self._tags, self._operators, self._device = ledger, tags, operators, device
-        self._make, self._from, self._list = torch.tensor, torch.as_tensor, torch.Tensor.tolist
-        self._name, self._array = torch.Tensor.type, torch.Tensor.numpy
-
-    def of_tensors(self) -> dict[str, Any]:
-        """By name in ``torch.Tensor``."""
-        kind, pinned = self._tags.kind, self._tags.is_pinned
-        own: dict[str, Callable[..., Any]] = {"numpy": self._numpy, "type": self._type, "new_tensor": self._new_tensor}
-        own |= {"to": self._to, "cuda": self._cuda, "cpu": self._cpu, "pin_memory": self._pin, "tolist": self._tolist}
-        return {
-            "device": property(self._device_of),
-            "is_cuda": property(lambda tensor: kind(tensor) == "cuda"),
-            "is_cpu": property(lambda tensor: kind(tensor) == "cpu"),
-            "get_device": lambda tensor: self._device().index if kind(tensor) == "cuda" else -1,
-            "is_pinned": lambda tensor, device=None: pinned(tensor),  # noqa: ARG005 - of the method
-            "record_stream": lambda tensor, stream: None,  # noqa: ARG005 - of the method
-            **{name: _of_instances(method) for name, method in own.items()},
-        }
-
-    def of_torch(self) -> dict[str, Any]:
-        """By name in ``torch``."""
-        return {"tensor": self._tensor, "as_tensor": self._as_tensor}
-
-    def _device_of(self, tensor: Tensor) -> torch.device:
-        kind = self._tags.kind(tensor)
-        return self._device() if kind == "cuda" else torch.device(kind)
-
-    def _to(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        other = kwargs.get("other", args[0] if args and isinstance(args[0], Tensor) else None)
-        if other is not None:
-            device, dtype = other.device, other.dtype
-            asynchronous = bool(kwargs.get("non_blocking", args[1] if len(args) > 1 else False))
-            copies = bool(kwargs.get("copy", args[2] if len(args) > 2 else False))
-            layout = kwargs.get("memory_format")
-        else:
-            copies = bool(kwargs.pop("copy", False))
-            device, dtype, asynchronous, layout = torch._C._nn._parse_to(*args, **kwargs)
-        more = {"memory_format": layout} if layout is not None else {}
-        source, dtype = self._tags.kind(tensor), dtype or tensor.dtype
-        target = source if device is None else device.type
-        if source == target or {source, target} - {"cpu", "cuda"}:
-            real = _CPU if target == "cuda" else torch.device(target)
-            with self._operators.results_on(target):
-                return _REAL_TO(tensor, real, dtype, asynchronous, copies, **more)
-        pinned = asynchronous and target == "cpu"  # PyTorch allocates the host's side of such a copy so
-        with self._operators.results_on(target):
-            moved = _REAL_TO(tensor, _CPU, dtype, False, True, **more)
-        self._tags.put(moved, target)
-        pinned = pinned or self._tags.is_pinned(tensor)
-        self._ledger.copy(source, target, pinned=pinned, asynchronous=asynchronous, size=moved.nbytes)
-        return moved
-
-    def _cuda(self, tensor: Tensor, device: Any = None, non_blocking: bool = False) -> Tensor:
-        return self._to(tensor, self._device() if device is None else device, non_blocking=non_blocking)
-
-    def _cpu(self, tensor: Tensor) -> Tensor:
-        return self._to(tensor, _CPU)
-
-    def _pin(self, tensor: Tensor, device: Any = None) -> Tensor:  # noqa: ARG002 - of the method
-        if self._tags.kind(tensor) != "cpu":
-            raise RuntimeError(f"cannot pin a tensor of the device: only dense CPU tensors can be pinned ({NAME})")
-        if self._tags.is_pinned(tensor):
-            return tensor
-        pinned = torch.empty_like(tensor, pin_memory=True)
-        pinned.copy_(tensor.detach())
-        return pinned
-
-    def _tolist(self, tensor: Tensor) -> Any:
-        if self._tags.kind(tensor) == "cuda":
-            self._ledger.wait("tolist")
-        return self._list(tensor)
-
-    def _numpy(self, tensor: Tensor, **kwargs: Any) -> Any:
-        if self._tags.kind(tensor) == "cuda":
-            raise TypeError(f"can't convert a cuda tensor to numpy: copy it to the host first ({NAME})")
-        return self._array(tensor, **kwargs)
-
-    def _type(self, tensor: Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
-        named = self._name(tensor, dtype, *args, **kwargs)
-        on_gpu = dtype is None and self._tags.kind(tensor) == "cuda"
-        return str(named).replace("torch.", "torch.cuda.") if on_gpu else named
-
-    def _tensor(self, data: Any, *, device: Any = None, **kwargs: Any) -> Tensor:
-        if not _is_cuda(device):
-            return self._make(data, device=device, **kwargs)
-        requires_grad = kwargs.pop("requires_grad", False)
-        return self._to(self._make(data, **kwargs), device).requires_grad_(requires_grad)
-
-    def _as_tensor(self, data: Any, dtype: Any = None, device: Any = None) -> Tensor:
-        if device is None or isinstance(data, Tensor):
-            made = self._from(data, dtype=dtype)
-            return made if device is None else self._to(made, device)
-        return self._tensor(data, dtype=dtype, device=device)
-
-    def _new_tensor(self, tensor: Tensor, data: Any, *, device: Any = None, dtype: Any = None, **kwargs: Any) -> Tensor:
-        return self._tensor(data, device=device or tensor.device, dtype=dtype or tensor.dtype, **kwargs)
-
-
-def _of_instances(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that Python binds to the tensor it is called on, as it does not with a bound method."""
-
-    def of_instance(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        return method(tensor, *args, **kwargs)
-
-    return of_instance
 
 
 # torch.cuda.
@@ -600,14 +465,19 @@ class Stream:
 
 
 class _Cuda:
-    """Replacements of functions of ``torch.cuda``, for ``gpus`` devices of which this process uses one."""
+    """Replacements of what Python has for ``gpus`` devices, of which this process uses one.
 
-    def __init__(self, ledger: Ledger, operators: _Operators, gpus: int) -> None:
-        self._ledger, self._operators, self._gpus = ledger, operators, gpus
-        self.current, self._debug_mode, self._memory = 0, 0, ledger.memory
+    They are functions of ``torch.cuda`` and ``torch``, and the methods of tensors that C++ answers without the
+    dispatcher.
+    """
+
+    def __init__(self, ledger: Ledger, tags: Tags, operators: _Operators, gpus: int) -> None:
+        self._ledger, self._tags, self._operators, self._gpus = ledger, tags, operators, gpus
+        self.current, self._debug_mode = 0, 0
         kinds: tuple[type, ...] = (Event, Stream)
         self.classes = {kind.__name__: type(kind.__name__, (kind,), {"ledger": ledger}) for kind in kinds}
-        self._stream = self.classes["Stream"]()
+        self._make, self._from, self._list = torch.tensor, torch.as_tensor, torch.Tensor.tolist
+        self._name, self._array = torch.Tensor.type, torch.Tensor.numpy
 
     def device(self) -> torch.device:
         """The device of this process."""
@@ -615,24 +485,24 @@ class _Cuda:
 
     def functions(self) -> dict[str, Any]:
         """By name in ``torch.cuda``."""
-        ledger, operators, stream = self._ledger, self._operators, self._stream
+        ledger, random, stream = self._ledger, self._operators.random, self.classes["Stream"]()
+        properties = SimpleNamespace(
+            **{"name": NAME, "major": 9, "minor": 0, "total_memory": ledger.memory, "multi_processor_count": 132},
+            **{"uuid": "00000000-0000-0000-0000-000000000000", "L2_cache_size": 50 << 20, "warp_size": 32},
+        )
         values: dict[str, object] = {
             **{"is_available": True, "device_count": self._gpus, "is_initialized": True, "_lazy_init": None},
             **{"get_device_name": NAME, "get_device_capability": (9, 0), "is_bf16_supported": True},
-            **{"get_device_properties": self._properties(), "_is_in_bad_fork": False},
+            **{"get_device_properties": properties, "_is_in_bad_fork": False},
             **{"empty_cache": None, "ipc_collect": None, "current_stream": stream, "default_stream": stream},
             **{"set_stream": None, "is_current_stream_capturing": False, "memory_stats": defaultdict(int)},
+            **dict.fromkeys(("stream", "device"), contextlib.nullcontext()),
         }
-        context = contextlib.nullcontext
         return {
             **{name: _answer(value) for name, value in values.items()},
-            **{
-                "set_device": self._set_device,
-                "current_device": lambda: self.current,
-                "synchronize": self._synchronize,
-            },
-            **{"stream": lambda _: context(), "device": lambda _: context()},
             **self.classes,
+            **{"set_device": self._set_device, "current_device": lambda: self.current},
+            "synchronize": lambda _=None: ledger.wait("synchronize", reported=False),
             "memory_allocated": lambda _=None: ledger.live,
             "max_memory_allocated": lambda _=None: ledger.peak,
             **dict.fromkeys(("memory_reserved", "memory_cached"), lambda _=None: ledger.reserved),
@@ -641,19 +511,21 @@ class _Cuda:
                 ("reset_peak_memory_stats", "reset_max_memory_allocated", "reset_max_memory_cached"),
                 lambda _=None: ledger.reset_peaks(),
             ),
-            "mem_get_info": lambda _=None: (ledger.memory - ledger.reserved, self._memory),
-            "set_per_process_memory_fraction": self._limit,
+            "mem_get_info": lambda _=None: (ledger.memory - ledger.reserved, ledger.memory),
             **{"get_sync_debug_mode": lambda: self._debug_mode, "set_sync_debug_mode": self._set_debug_mode},
-            "get_rng_state": lambda _=None: operators.random_state(),
-            "set_rng_state": lambda state, _=None: operators.set_random_state(state),
-            **dict.fromkeys(("manual_seed", "manual_seed_all"), operators.seed),
+            "get_rng_state": lambda _=None: random.get_state(),
+            "set_rng_state": lambda state, _=None: random.set_state(state),
+            **dict.fromkeys(("manual_seed", "manual_seed_all"), random.manual_seed),
         }
 
-    def _properties(self) -> SimpleNamespace:
-        return SimpleNamespace(
-            **{"name": NAME, "major": 9, "minor": 0, "total_memory": self._memory, "multi_processor_count": 132},
-            **{"uuid": "00000000-0000-0000-0000-000000000000", "L2_cache_size": 50 << 20, "warp_size": 32},
-        )
+    def of_accelerator(self) -> dict[str, Any]:
+        """By name in ``torch.accelerator``."""
+        functions = self.functions()
+        same = ("is_available", "device_count", "current_stream", "synchronize")
+        return {name: functions[name] for name in same} | {
+            "current_accelerator": lambda check_available=False: torch.device("cuda"),  # noqa: ARG005
+            **{"current_device_index": functions["current_device"], "set_device_index": functions["set_device"]},
+        }
 
     def _set_device(self, device: Any) -> None:
         index = device if isinstance(device, int) else torch.device(device).index or 0
@@ -661,14 +533,103 @@ class _Cuda:
             raise RuntimeError(f"CUDA error: invalid device ordinal {index} ({NAME})")
         self.current = index
 
-    def _synchronize(self, _device: object = None) -> None:
-        self._ledger.wait("synchronize", reported=False)
-
-    def _limit(self, fraction: float, _device: object = None) -> None:
-        self._ledger.memory = int(fraction * self._memory)
-
     def _set_debug_mode(self, mode: int | str) -> None:
         self._debug_mode = ("default", "warn", "error").index(mode) if isinstance(mode, str) else mode
+
+    def of_tensors(self) -> dict[str, Any]:
+        """By name in ``torch.Tensor``."""
+        kind, pinned, to = self._tags.kind, self._tags.is_pinned, self._to
+        bound: dict[str, Callable[..., Any]] = {
+            "numpy": self._numpy,
+            "type": self._type,
+            "new_tensor": self._new_tensor,
+        }
+        bound |= {"to": to, "pin_memory": self._pin, "tolist": self._tolist}
+        return {
+            "device": property(lambda tensor: self.device() if kind(tensor) == "cuda" else torch.device(kind(tensor))),
+            "is_cuda": property(lambda tensor: kind(tensor) == "cuda"),
+            "is_cpu": property(lambda tensor: kind(tensor) == "cpu"),
+            "get_device": lambda tensor: self.current if kind(tensor) == "cuda" else -1,
+            "is_pinned": lambda tensor, device=None: pinned(tensor),  # noqa: ARG005 - of the method
+            "record_stream": lambda tensor, stream: None,  # noqa: ARG005 - of the method
+            "cpu": lambda tensor: to(tensor, _CPU),
+            "cuda": lambda tensor, device=None, non_blocking=False: to(
+                tensor, self.device() if device is None else device, non_blocking=non_blocking
+            ),
+            **{name: _of_instances(method) for name, method in bound.items()},
+        }
+
+    def of_torch(self) -> dict[str, Any]:
+        """By name in ``torch``."""
+        return {"tensor": self._tensor, "as_tensor": self._as_tensor}
+
+    def _to(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        copies, like = bool(kwargs.pop("copy", False)), kwargs.pop("other", args[0] if args else None)
+        if isinstance(like, Tensor):
+            args = (like.device, like.dtype, *args[1:])
+        device, dtype, asynchronous, layout = torch._C._nn._parse_to(*args, **kwargs)
+        more = {"memory_format": layout} if layout is not None else {}
+        source, dtype = self._tags.kind(tensor), dtype or tensor.dtype
+        target = source if device is None else device.type
+        if source == target or {source, target} - {"cpu", "cuda"}:
+            real = _CPU if target == "cuda" else torch.device(target)
+            with self._operators.results_on(target):
+                return _REAL_TO(tensor, real, dtype, asynchronous, copies, **more)
+        with self._operators.results_on(target):
+            moved = _REAL_TO(tensor, _CPU, dtype, False, True, **more)
+        self._tags.put(moved, target)
+        # PyTorch allocates the host's side of an asynchronous copy pinned.
+        pinned = (asynchronous and target == "cpu") or self._tags.is_pinned(tensor)
+        self._ledger.copy(source, target, pinned=pinned, asynchronous=asynchronous, size=moved.nbytes)
+        return moved
+
+    def _pin(self, tensor: Tensor, device: Any = None) -> Tensor:  # noqa: ARG002 - of the method
+        if self._tags.kind(tensor) != "cpu":
+            raise RuntimeError(f"cannot pin a tensor of the device: only dense CPU tensors can be pinned ({NAME})")
+        if self._tags.is_pinned(tensor):
+            return tensor
+        pinned = torch.empty_like(tensor, pin_memory=True)
+        pinned.copy_(tensor.detach())
+        return pinned
+
+    def _tolist(self, tensor: Tensor) -> Any:
+        if self._tags.kind(tensor) == "cuda":
+            self._ledger.wait("tolist")
+        return self._list(tensor)
+
+    def _numpy(self, tensor: Tensor, **kwargs: Any) -> Any:
+        if self._tags.kind(tensor) == "cuda":
+            raise TypeError(f"can't convert a cuda tensor to numpy: copy it to the host first ({NAME})")
+        return self._array(tensor, **kwargs)
+
+    def _type(self, tensor: Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
+        named = self._name(tensor, dtype, *args, **kwargs)
+        on_gpu = dtype is None and self._tags.kind(tensor) == "cuda"
+        return str(named).replace("torch.", "torch.cuda.") if on_gpu else named
+
+    def _tensor(self, data: Any, *, device: Any = None, **kwargs: Any) -> Tensor:
+        if not _is_cuda(device):
+            return self._make(data, device=device, **kwargs)
+        requires_grad = kwargs.pop("requires_grad", False)
+        return self._to(self._make(data, **kwargs), device).requires_grad_(requires_grad)
+
+    def _as_tensor(self, data: Any, dtype: Any = None, device: Any = None) -> Tensor:
+        if device is None or isinstance(data, Tensor):
+            made = self._from(data, dtype=dtype)
+            return made if device is None else self._to(made, device)
+        return self._tensor(data, dtype=dtype, device=device)
+
+    def _new_tensor(self, tensor: Tensor, data: Any, *, device: Any = None, dtype: Any = None, **kwargs: Any) -> Tensor:
+        return self._tensor(data, device=device or tensor.device, dtype=dtype or tensor.dtype, **kwargs)
+
+
+def _of_instances(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that Python binds to the tensor it is called on, as it does not with a bound method."""
+
+    def of_instance(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return method(tensor, *args, **kwargs)
+
+    return of_instance
 
 
 def _answer(value: object) -> Callable[..., object]:
@@ -684,7 +645,8 @@ class _Groups:
     def __init__(self, *, alone: bool) -> None:
         self._alone = alone
         self._backends: dict[str, str] = {}
-        self._init, self._new, self._device_of = dist.init_process_group, dist.new_group, _object_device
+        self._init, self._new = dist.init_process_group, dist.new_group
+        self._device_of = distributed_c10d._get_object_coll_device
 
     def functions(self) -> dict[str, Any]:
         """By name in ``torch.distributed``."""
@@ -737,27 +699,7 @@ class _Groups:
         return None
 
 
-_object_device: Callable[[Any], str] = distributed_c10d._get_object_coll_device
-
-
 # Everything together.
-
-
-@contextlib.contextmanager
-def _replaced(owner: object, values: Mapping[str, Any]) -> Iterator[None]:
-    """Inside, ``owner`` has these attributes."""
-    own = vars(owner)
-    before = {name: own[name] for name in values if name in own}
-    for name, value in values.items():
-        setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        for name in values:
-            if name in before:
-                setattr(owner, name, before[name])
-            else:
-                delattr(owner, name)
 
 
 @contextlib.contextmanager
@@ -775,8 +717,7 @@ def stand_in_gpu(*, gpus: int = 1, alone: bool = False, memory: int = MEMORY) ->
     ledger = Ledger(memory)
     tags, groups = Tags(ledger), _Groups(alone=alone)
     operators = _Operators(ledger, tags, groups)
-    cuda = _Cuda(ledger, operators, gpus)
-    methods = _Methods(ledger, tags, operators, cuda.device)
+    cuda = _Cuda(ledger, tags, operators, gpus)
     run, group_tensors = threading.Thread.run, torch._C._group_tensors_by_device_and_dtype
     wait_for, begin_profile = dist.Work.wait, _KinetoProfile.__init__
 
@@ -803,60 +744,31 @@ def stand_in_gpu(*, gpus: int = 1, alone: bool = False, memory: int = MEMORY) ->
 
     with contextlib.ExitStack() as stack:
         for owner, values in (
-            (torch.Tensor, methods.of_tensors()),
-            (torch, methods.of_torch() | cuda.classes | {"compile": lambda model=None, **_: model}),
+            (torch.Tensor, cuda.of_tensors()),
+            (torch, cuda.of_torch() | cuda.classes | {"compile": lambda model=None, **_: model}),
             (torch.UntypedStorage, {"resize_": resize}),
             (torch._C, {"_group_tensors_by_device_and_dtype": grouped}),
             (torch.nn.Module, {"compile": lambda *_, **__: None}),
             (torch.cuda, cuda.functions()),
             (torch.cuda.nvtx, {"range_push": lambda _: None, "range_pop": lambda: None}),
             (torch.cuda.nccl, {"version": lambda: (2, 27, 5)}),
-            (torch.accelerator, _accelerator(cuda)),
+            (torch.accelerator, cuda.of_accelerator()),
             (dist, groups.functions()),
             (distributed_c10d, groups.functions()),
             (dist.Work, {"wait": wait}),
             (_KinetoProfile, {"__init__": profile}),
             (threading.Thread, {"run": run_with_operators}),
         ):
-            stack.enter_context(_replaced(owner, values))
-        stack.enter_context(_deepspeed_on_gpus())
+            stack.enter_context(mock.patch.multiple(owner, create=True, **values))
+        stack.enter_context(mock.patch.dict(os.environ, DS_ACCELERATOR="cuda"))
+        if imported := sys.modules.get("deepspeed.accelerator.real_accelerator"):  # for another one
+            its = importlib.import_module("deepspeed.accelerator.cuda_accelerator")
+            zero_init = importlib.import_module("deepspeed.runtime.zero.partition_parameters")
+            stack.enter_context(mock.patch.object(imported, "ds_accelerator", its.CUDA_Accelerator()))
+            stack.enter_context(mock.patch.object(zero_init, "_orig_torch_tensor", torch.tensor))  # restored by it
         stack.enter_context(ranges_made_by(ledger.phase))
         stack.enter_context(operators)
         yield ledger
-
-
-@contextlib.contextmanager
-def _deepspeed_on_gpus() -> Iterator[None]:
-    """Inside, DeepSpeed takes the device for its accelerator, also if it has been imported for another one."""
-    before = os.environ.get("DS_ACCELERATOR")
-    os.environ["DS_ACCELERATOR"] = "cuda"
-    try:
-        if imported := sys.modules.get("deepspeed.accelerator.real_accelerator"):
-            its = importlib.import_module("deepspeed.accelerator.cuda_accelerator")
-            zero_init = importlib.import_module("deepspeed.runtime.zero.partition_parameters")
-            restored = {"_orig_torch_tensor": torch.tensor}  # by zero.Init at its end
-            with _replaced(imported, {"ds_accelerator": its.CUDA_Accelerator()}), _replaced(zero_init, restored):
-                yield
-        else:
-            yield
-    finally:
-        if before is None:
-            del os.environ["DS_ACCELERATOR"]
-        else:
-            os.environ["DS_ACCELERATOR"] = before
-
-
-def _accelerator(cuda: _Cuda) -> dict[str, Any]:
-    functions = cuda.functions()
-    return {
-        "is_available": lambda: True,
-        "current_accelerator": lambda check_available=False: torch.device("cuda"),  # noqa: ARG005
-        "current_device_index": lambda: cuda.current,
-        "set_device_index": functions["set_device"],
-        "device_count": functions["device_count"],
-        "current_stream": functions["current_stream"],
-        "synchronize": functions["synchronize"],
-    }
 
 
 def main() -> None:
@@ -875,7 +787,7 @@ def main() -> None:
             _write(ledger)
             exit_now(code)
 
-        with _replaced(os, {"_exit": write_and_exit}):
+        with mock.patch.object(os, "_exit", write_and_exit):
             if options.module:
                 runpy.run_module(options.script, run_name="__main__", alter_sys=True)
             else:

@@ -102,18 +102,14 @@ def main() -> int:
     if what in SUITES:
         return run_suite(suite_of(what), options, repository=REPOSITORY)
     if isinstance(options, RecordsOptions):
-        return _remake(options)
+        from dsgpt.benchmarks.records import check_lines, remake_records  # noqa: PLC0415 - they import several suites
+
+        if options.check:
+            for line in check_lines(REPOSITORY, only=options.only):
+                print(line)
+            return EXIT_DONE
+        peers = [f"{name}={folder}" for name, folder in read_peers(options.peer).items()]
+        return remake_records(REPOSITORY, only=options.only, peers=peers)
     from dsgpt.benchmarks.sweep_page import compare  # noqa: PLC0415 - stands here alone
 
     return compare(options.a, options.b, allow_unequal=options.allow_unequal)
-
-
-def _remake(options: RecordsOptions) -> int:
-    from dsgpt.benchmarks.records import check_lines, remake_records  # noqa: PLC0415 - they import several suites
-
-    if options.check:
-        for line in check_lines(REPOSITORY, only=options.only):
-            print(line)
-        return EXIT_DONE
-    peers = [f"{name}={folder}" for name, folder in read_peers(options.peer).items()]
-    return remake_records(REPOSITORY, only=options.only, peers=peers)
