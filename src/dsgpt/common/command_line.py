@@ -107,8 +107,8 @@ def choices(allowed: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
 
 
 def flag(
-    read: Callable[[str], Any],
-    metavar: str,
+    read: Callable[[str], Any] | None,
+    metavar: str | None,
     text: str = "",
     *,
     default: Any = None,
@@ -121,7 +121,7 @@ def flag(
     """The field of a flag that takes a value; its name is that of the flag.
 
     Args:
-        read: ``str``, ``Path`` or a reader of the words that the flag accepts.
+        read: ``str``, ``Path`` or a reader of the words that the flag accepts; None without a value.
         metavar: what the help calls the value.
         text: of the help; ``%(default)s`` stands for the default. Without it, it is the docstring below the field.
         default: of the field, if the flag is not given.
@@ -131,7 +131,7 @@ def flag(
         work: for ``src/gpt2.py``, what the flag means for equal work (``dsgpt.config.options``).
         more: for ``argparse``: ``nargs``, ``action``, ``required``.
     """
-    given_as = {"type": read, "metavar": metavar, "help": text or None, **more}
+    given_as = {"help": text or None, **({"type": read, "metavar": metavar} if read else {}), **more}
     if not isinstance(default, tuple):  # argparse cannot append to a tuple
         given_as["default"] = default
     declared = {"name": name, "group": group, "needs": needs, "work": work, "argparse": given_as}
@@ -140,9 +140,7 @@ def flag(
 
 def switch(text: str = "", *, group: str | None = None, work: object = None) -> Any:
     """The field of a flag without a value, which is false if it is not given; the arguments are those of ``flag``."""
-    given_as = {"action": "store_true", "help": text or None}
-    declared = {"name": None, "group": group, "needs": None, "work": work, "argparse": given_as}
-    return dataclasses.field(default=False, metadata=declared)
+    return flag(None, None, text, default=False, group=group, work=work, action="store_true")
 
 
 def part(options: type) -> Any:
@@ -314,7 +312,12 @@ def require_flags(options: Any, problems: errors.Problems) -> None:
 
 
 def read_options(
-    options: type[O], words: Sequence[str] | None = None, *, elsewhere: Mapping[str, str] | None = None, **parser: Any
+    options: type[O],
+    words: Sequence[str] | None = None,
+    *,
+    elsewhere: Mapping[str, str] | None = None,
+    complete: bool = True,
+    **parser: Any,
 ) -> tuple[O, errors.Problems]:
     """Read the command line of a script with one set of flags; return the options, and the mistakes found.
 
@@ -322,6 +325,7 @@ def read_options(
         options: a dataclass whose fields declare the flags.
         words: the command line; by default that of this process.
         elsewhere: as in ``Parser.read``.
+        complete: note what ``require_flags`` misses, too.
         parser: the arguments of ``Parser``; by default the texts that ``help_of`` finds.
 
     Raises:
@@ -329,7 +333,10 @@ def read_options(
     """
     reading = Parser(**help_of(options) | parser)
     reading.add_flags(options)
-    return reading.read(options, words, elsewhere=elsewhere), reading.problems
+    given = reading.read(options, words, elsewhere=elsewhere)
+    if complete:
+        require_flags(given, reading.problems)
+    return given, reading.problems
 
 
 # How every script starts and ends.

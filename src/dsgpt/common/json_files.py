@@ -145,6 +145,18 @@ def read_object(path: Path, *, max_bytes: int = MAX_BYTES) -> dict[str, Any]:
     return value
 
 
+def read_json(path: Path) -> dict[str, Any]:
+    """The same as ``read_object``, of a file that a user named.
+
+    Raises:
+        UserError: the file cannot be read, or does not contain an object.
+    """
+    try:
+        return read_object(path)
+    except JsonError as error:
+        raise UserError(f"{path}: is not a readable JSON file ({error})") from error
+
+
 def read_as(path: Path, kind: type[T], *, unknown_keys: bool = False, max_bytes: int = MAX_BYTES) -> T:
     """A file as the dataclass or pydantic model ``kind``: every value has exactly the type of its field.
 

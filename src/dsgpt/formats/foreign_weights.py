@@ -27,7 +27,7 @@ from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from dsgpt.common.errors import UserError
 from dsgpt.common.json_files import clipped, clipped_text
-from dsgpt.formats.hugging_face import HEAD, hugging_face_name
+from dsgpt.formats.hugging_face import HEAD, hugging_face_name, padded
 from dsgpt.formats.tensor_files import StoredTensor
 from dsgpt.formats.tokenizer_files import reason_of
 from dsgpt.model.config import GPT2Config
@@ -250,9 +250,7 @@ def _tensors(
     def read(name: str) -> Tensor:
         value = found[name].float()
         if name == "wte.weight":
-            padded = torch.zeros(config.padded_vocab_size, config.n_embd)
-            padded[: config.vocab_size] = value[: config.vocab_size]
-            return padded
+            return padded(value, config)
         return (qkv(value) if ".attn.qkv." in name else value).reshape(shapes[name]).clone()
 
     return {

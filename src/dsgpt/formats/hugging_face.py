@@ -7,6 +7,7 @@ keeps OpenAI's ``Conv1D``, whose weight is the transpose of ``nn.Linear``'s, and
 import hashlib
 import re
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from dsgpt.common.errors import UserError
 from dsgpt.common.files import sha256_of
-from dsgpt.common.json_files import JsonError, clipped, clipped_text, read_object
+from dsgpt.common.json_files import clipped, clipped_text, read_json
 from dsgpt.formats.tensor_files import StoredTensor, open_pickled, open_safetensors
 from dsgpt.model.config import LARGEST, GPT2Config
 from dsgpt.model.gpt2 import parameter_shapes
@@ -84,14 +85,17 @@ def hugging_face_value(name: str, value: Tensor, config: GPT2Config) -> Tensor:
     return value.t() if name.endswith(_TRANSPOSED) else value
 
 
-def canonical_value(name: str, value: Tensor, config: GPT2Config) -> Tensor:
-    """The inverse of ``hugging_face_value``, in fp32. The padding is zero, as it is after training."""
-    if name == _EMBEDDING:
-        padded = torch.zeros(config.padded_vocab_size, config.n_embd)
-        padded[: config.vocab_size] = value
-        return padded
-    value = value.t() if name.endswith(_TRANSPOSED) else value
-    return value.float().contiguous()
+def hugging_face_tensor(name: str, stored: StoredTensor, config: GPT2Config) -> StoredTensor:
+    """The canonical parameter ``name`` in Hugging Face's layout, not read yet."""
+    shape = hugging_face_shape(name, stored.shape, config)
+    return replace(stored, shape=shape, read=lambda: hugging_face_value(name, stored.read(), config), read_slices=None)
+
+
+def padded(embedding: Tensor, config: GPT2Config) -> Tensor:
+    """The embedding of a vocabulary in fp32, with the rows that pad it: zero, as they are after training."""
+    rows = torch.zeros(config.padded_vocab_size, config.n_embd)
+    rows[: config.vocab_size] = embedding[: config.vocab_size]
+    return rows
 
 
 def to_hugging_face(weights: Iterable[tuple[str, Tensor]], config: GPT2Config) -> Iterator[tuple[str, Tensor]]:
@@ -161,18 +165,6 @@ _BUFFERS = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)")
 """The causal mask, which older files contain as a weight."""
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Read an object from a JSON file.
-
-    Raises:
-        UserError: the file cannot be read, or does not contain an object.
-    """
-    try:
-        return read_object(path)
-    except JsonError as error:
-        raise UserError(f"{path}: is not a readable JSON file ({error})") from error
-
-
 class PretrainedWeights:
     """The weights of a Hugging Face folder as canonical parameters; each call reads one.
 
@@ -200,7 +192,32 @@ class PretrainedWeights:
                     )
                 self._stored[bare] = tensor
         self._shapes = parameter_shapes(config)
-        _check(self._stored, self._shapes, config, place=self.files[0])
+        stored, place = self._stored, self.files[0]
+        expected = {_stored_name(name): hugging_face_shape(name, shape, config) for name, shape in self._shapes.items()}
+        if HEAD in stored:
+            expected[HEAD] = expected[_EMBEDDING]
+        extra = [name for name in stored if name not in expected and not _BUFFERS.fullmatch(name)]
+        missing = [name for name in expected if name not in stored]
+        problems = [
+            f"{place}: {', '.join(names[:3])} {what}"
+            for names, what in (
+                (missing, "is missing: it must hold every weight that config.json announces"),
+                (extra, "is not a weight of a GPT-2 language model"),
+            )
+            if names
+        ]
+        problems += [
+            f"{place}: {name} has the shape {list(stored[name].shape)}, by config.json it must be {list(shape)}"
+            for name, shape in expected.items()
+            if name in stored and stored[name].shape != shape
+        ]
+        problems += [
+            f"{place}: {name} holds no floating-point numbers: quantized weights cannot be loaded"
+            for name in expected
+            if name in stored and stored[name].dtype is None
+        ]
+        if problems:
+            raise UserError(*problems[:4])
 
     def __call__(self, name: str, shape: torch.Size) -> Tensor:
         """The canonical parameter ``name`` of ``shape``, fp32 on the CPU.
@@ -213,7 +230,9 @@ class PretrainedWeights:
         value = self._stored[_stored_name(name)].read()
         if name == _EMBEDDING and HEAD in self._stored and not torch.equal(self._stored[HEAD].read(), value):
             raise UserError(f"{self.files[0]}: {HEAD} differs from wte.weight: in GPT-2 they are the same tensor")
-        return canonical_value(name, value, self.config)
+        if name == _EMBEDDING:
+            return padded(value, self.config)
+        return (value.t() if name.endswith(_TRANSPOSED) else value).float().contiguous()
 
     def tensors(self) -> dict[str, StoredTensor]:
         """All parameters by canonical name, not read yet."""
@@ -277,31 +296,3 @@ def parts_of(index: Path) -> list[str]:
 
 def _stored_name(name: str) -> str:
     return hugging_face_name(name).removeprefix(PREFIX)
-
-
-def _check(stored: dict[str, StoredTensor], shapes: dict[str, torch.Size], config: GPT2Config, *, place: Path) -> None:
-    expected = {_stored_name(name): hugging_face_shape(name, shape, config) for name, shape in shapes.items()}
-    if HEAD in stored:
-        expected[HEAD] = expected[_EMBEDDING]
-    extra = [name for name in stored if name not in expected and not _BUFFERS.fullmatch(name)]
-    missing = [name for name in expected if name not in stored]
-    problems = [
-        f"{place}: {', '.join(names[:3])} {what}"
-        for names, what in (
-            (missing, "is missing: it must hold every weight that config.json announces"),
-            (extra, "is not a weight of a GPT-2 language model"),
-        )
-        if names
-    ]
-    problems += [
-        f"{place}: {name} has the shape {list(stored[name].shape)}, by config.json it must be {list(shape)}"
-        for name, shape in expected.items()
-        if name in stored and stored[name].shape != shape
-    ]
-    problems += [
-        f"{place}: {name} holds no floating-point numbers: quantized weights cannot be loaded"
-        for name in expected
-        if name in stored and stored[name].dtype is None
-    ]
-    if problems:
-        raise UserError(*problems[:4])

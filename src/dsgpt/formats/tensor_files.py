@@ -131,13 +131,13 @@ class SafetensorsWriter:
         # The format allows no gaps, and readers need each tensor aligned to its element size: widest dtypes first.
         self.names = sorted(announced, key=lambda name: -announced[name][1].itemsize)
         """The order of the tensors in the file."""
-        self._announced = {name: (tuple(shape), dtype) for name, (shape, dtype) in announced.items()}
+        self._announced = announced
         self._missing: dict[str, int] = {}
         """Elements that have not come yet."""
         self._starts: dict[str, int] = {}
         end = 0
         for name in self.names:
-            shape, dtype = self._announced[name]
+            shape, dtype = announced[name]
             self._missing[name] = torch.Size(shape).numel()
             start, end = end, end + self._missing[name] * dtype.itemsize
             self._starts[name] = start
@@ -152,17 +152,6 @@ class SafetensorsWriter:
         except OSError:
             self._file.close()
             raise
-
-    def put(self, name: str, value: Tensor) -> None:
-        """Write one tensor, which is on the CPU.
-
-        Raises:
-            OSError: the file system refuses.
-            ValueError: its shape or dtype is not the announced one.
-        """
-        if tuple(value.shape) != self._announced[name][0]:
-            raise ValueError(f"{name} was announced as {self._announced[name][0]}, but is {tuple(value.shape)}")
-        self.put_part(name, 0, value.reshape(-1))
 
     def put_part(self, name: str, start: int, part: Tensor) -> None:
         """Write elements of a tensor, flat and on the CPU, from its element ``start`` on; each of them must come once.
@@ -215,7 +204,7 @@ def write_safetensors(
         progress: gets the number of bytes written since its last call.
 
     Raises:
-        ValueError: one is no weight.
+        ValueError: one is no weight, or of another shape than it says.
     """
     announced = {}
     for name, stored in tensors.items():
@@ -224,5 +213,8 @@ def write_safetensors(
         announced[name] = stored.shape, stored.dtype
     with SafetensorsWriter(path, announced, metadata=metadata) as file:
         for name in file.names:
-            file.put(name, tensors[name].read())
+            value = tensors[name].read()
+            if value.shape != tensors[name].shape:
+                raise ValueError(f"{name} was announced as {tensors[name].shape}, but is {tuple(value.shape)}")
+            file.put_part(name, 0, value.reshape(-1))
             progress(tensors[name].bytes)

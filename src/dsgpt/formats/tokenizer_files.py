@@ -58,9 +58,12 @@ class RefusedTokenizerError(UserError):
     """The tokenizer would run its own code or open files of other names, so it is not opened."""
 
 
-def tokenizer_files(folder: Path) -> list[Path]:
-    """The regular files in ``folder`` with a name of a tokenizer's file; links are left out."""
-    return [folder / name for name in KNOWN_FILES if is_regular_file(folder / name)]
+def tokenizer_files(folder: Path, *, config: bool = True) -> list[Path]:
+    """The regular files in ``folder`` with a name of a tokenizer's file; links are left out.
+
+    ``config``: whether ``CONFIG`` is one of them. In the folder of a model it is the model's.
+    """
+    return [folder / name for name in KNOWN_FILES if (config or name != CONFIG) and is_regular_file(folder / name)]
 
 
 def copy_tokenizer(source: Path, target: Path) -> None:

@@ -17,18 +17,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from dsgpt.common.command_line import (
-    COUNT,
-    NUMBER,
-    POSITIVE,
-    choice,
-    complain,
-    flag,
-    part,
-    read_options,
-    require_flags,
-    switch,
-)
+from dsgpt.common.command_line import COUNT, NUMBER, POSITIVE, choice, complain, flag, part, read_options, switch
 from dsgpt.common.errors import Problems, UserError
 from dsgpt.common.text import DEVICES, next_line, script_words
 
@@ -393,7 +382,6 @@ def convert(words: Sequence[str] | None = None) -> None:
     options, problems = read_options(
         ConvertOptions, words, elsewhere={"--checkpoint": "give --from"}, prog="convert.py"
     )
-    require_flags(options, problems)
     problems.raise_if_any()
     from dsgpt.inference.model_files import export  # noqa: PLC0415 - torch takes seconds; --help should not
     from dsgpt.machine.console import Console  # noqa: PLC0415
@@ -546,7 +534,6 @@ def _keys_in(file: Path) -> list[Key]:
 def serve() -> int:
     """Read the flags of ``src/serve.py``, and serve until a signal."""
     options, problems = read_options(ServeOptions)
-    require_flags(options, problems)
     if missing := [package for package in PACKAGES if find_spec(package) is None]:
         problems.add(
             f"serving needs {' and '.join(missing)}, not installed here: in the root of the repository, run "

@@ -1,7 +1,6 @@
 """Ids in, ids out, and text in, text out: decoding, sampling, likely next ids, and the latency of generation."""
 
 import copy
-import hashlib
 import itertools
 import os
 import shutil
@@ -20,7 +19,7 @@ from dsgpt.inference.commands import BATCH_SIZE, GenerateRequest, Sampling
 from dsgpt.inference.decoder import Decoder
 from dsgpt.inference.model_files import device_for, load
 from dsgpt.model.config import GPT2Config
-from dsgpt.model.gpt2 import GPT2
+from dsgpt.model.gpt2 import GPT2, random_stream
 from dsgpt.record.schema import GENERATED_TOKENS
 
 if TYPE_CHECKING:
@@ -102,12 +101,6 @@ class Chooser:
             for row, prompt in zip(self._seen, self._prompts, strict=True):
                 row[torch.tensor(prompt, device=row.device)] = True
         return torch.where(self._seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
-
-
-def random_stream(seed: int, number: int) -> torch.Generator:
-    """The random stream of sequence ``number`` under ``seed``: the same for any number of sequences."""
-    digest = hashlib.blake2b(f"{seed}:{number}".encode(), digest_size=8).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
 
 
 # Ids in, ids out: decodes batches, greedily or by sampling.

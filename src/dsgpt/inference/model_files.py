@@ -26,26 +26,12 @@ from dsgpt.checkpoints.store import find_checkpoint, is_hugging_face, is_model_f
 from dsgpt.checkpoints.training_state import COUNTERS, StateReader, is_state_file, save_pickled, state_files
 from dsgpt.common.errors import Problems, UserError
 from dsgpt.common.files import sha256_of, sync_directory, write_json_atomic
+from dsgpt.common.json_files import read_json
 from dsgpt.common.text import next_line, script_words
 from dsgpt.formats.foreign_weights import ForeignModel, open_foreign_weights
-from dsgpt.formats.hugging_face import (
-    PretrainedWeights,
-    hugging_face_config,
-    hugging_face_name,
-    hugging_face_shape,
-    hugging_face_value,
-    read_json,
-)
+from dsgpt.formats.hugging_face import PretrainedWeights, hugging_face_config, hugging_face_name, hugging_face_tensor
 from dsgpt.formats.tensor_files import DTYPES, StoredTensor, write_safetensors
-from dsgpt.formats.tokenizer_files import (
-    CONFIG,
-    SETTINGS,
-    end_ids,
-    end_of_text_id,
-    fault_of,
-    open_tokenizer,
-    tokenizer_files,
-)
+from dsgpt.formats.tokenizer_files import SETTINGS, end_ids, end_of_text_id, fault_of, open_tokenizer, tokenizer_files
 from dsgpt.machine.console import Console
 from dsgpt.machine.device import cuda_devices, slow_precision
 from dsgpt.model.config import GPT2Config, decays
@@ -84,8 +70,7 @@ class StoredModel:
         """The tokenizer's files; empty if there is none, or it must not be used."""
         if self.folder is None or self.refused:
             return []
-        own_config = self.manifest is not None  # otherwise ``config.json`` is the model's
-        return [path for path in tokenizer_files(self.folder) if own_config or path.name != CONFIG]
+        return tokenizer_files(self.folder, config=self.manifest is not None)
 
 
 def open_model(source: Path, *, which: str, flag: str, console: Console | None = None) -> StoredModel:
@@ -108,7 +93,7 @@ def open_model(source: Path, *, which: str, flag: str, console: Console | None =
         if which == "best":
             raise UserError(f"{flag} {source}: is a Hugging Face folder; --which best needs a run folder")
         published = PretrainedWeights(source)
-        folder = source if any(file.name != CONFIG for file in tokenizer_files(source)) else None
+        folder = source if tokenizer_files(source, config=False) else None
         return StoredModel(
             source=source,
             config=published.config,
@@ -358,12 +343,6 @@ def _new_folder(out: Path) -> Iterator[Path]:
 
 
 def _write_hugging_face(folder: Path, model: StoredModel, *, dtype: str, progress: Callable[[int], None]) -> None:
-    def laid_out(name: str, stored: StoredTensor) -> StoredTensor:
-        shape = hugging_face_shape(name, stored.shape, model.config)
-        return replace(
-            stored, shape=shape, read=lambda: hugging_face_value(name, stored.read(), model.config), read_slices=None
-        )
-
     for path in model.tokenizer:
         shutil.copyfile(path, folder / path.name)
     end_of_text = end_of_text_id(folder)
@@ -372,7 +351,10 @@ def _write_hugging_face(folder: Path, model: StoredModel, *, dtype: str, progres
     settings = folder / SETTINGS
     if settings.is_file():  # users of the tokenizer need the model's context length
         write_json_atomic(settings, read_json(settings) | {"model_max_length": model.config.block_size})
-    tensors = {hugging_face_name(name): laid_out(name, tensor) for name, tensor in model.tensors.items()}
+    tensors = {
+        hugging_face_name(name): hugging_face_tensor(name, stored, model.config)
+        for name, stored in model.tensors.items()
+    }
     write_safetensors(folder / "model.safetensors", tensors, metadata={"format": "pt"}, progress=progress)
     write_json_atomic(folder / "config.json", hugging_face_config(model.config, dtype=dtype, end_of_text=end_of_text))
     ends = {"bos_token_id": end_of_text, "eos_token_id": list(model.ends) if len(model.ends) > 1 else end_of_text}
