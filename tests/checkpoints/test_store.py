@@ -48,7 +48,7 @@ def begun(run_dir: Path, step: int, *, data: bytes = b"weights") -> Path:
 def published(run_dir: Path, folder: Path, step: int, **values: Any) -> Path:
     state = {"samples_seen": 8 * step, "best_val_loss": 1.5, "epochs": [EPOCH], "changes": [CHANGE]}
     about = {"strategy": "test", "fixed": values.pop("fixed", {})}
-    return store.publish(run_dir, folder, state=RunState(step=step, **state | values), about=about)
+    return store.publish(run_dir, folder, state=RunState(step=step, **state | values), about=about, written={})
 
 
 def saved(run_dir: Path, step: int, *, keep: int = 2, data: bytes = b"weights", **values: Any) -> Path:

@@ -174,7 +174,7 @@ def test_only_the_allowed_tokens_are_drawn():
 
 def served(checkpoint: Path, *, limits: Limits = LIMITS, scale: float = 1.0) -> Completions:
     """The endpoint of a model whose last layer is scaled."""
-    opened, metrics = open_served(checkpoint, which="latest", name=MODEL, device_kind="cpu"), Metrics()
+    opened, metrics = open_served(ServeOptions(checkpoint=checkpoint, model_name=MODEL, device="cpu")), Metrics()
     with torch.no_grad():
         opened.model.transformer.ln_f.weight.mul_(scale)
         opened.model.transformer.ln_f.bias.mul_(scale)

@@ -63,9 +63,8 @@ def parse_json(data: bytes) -> Any:
         raise JsonError(f"it is {encoding.upper()} text, not UTF-8: encode it as UTF-8")
     check_depth(data)
     try:
-        value = json.loads(
-            data.decode("utf-8"), parse_constant=_refuse_constant, parse_float=_finite, object_pairs_hook=_unique
-        )
+        hooks: dict[str, Any] = {"parse_constant": _refuse_constant, "parse_float": _finite}
+        value = json.loads(data.decode("utf-8"), object_pairs_hook=_unique, **hooks)
         if _SURROGATE.search(data):
             json.dumps(value, ensure_ascii=False).encode()  # an escape can write half of a surrogate pair, UTF-8 cannot
         return value
@@ -209,9 +208,8 @@ def _in_one_line(error: ValidationError) -> str:
     lines = []
     for fault in faults[:_SHOWN]:
         place = ".".join(str(part)[:80] for part in fault["loc"])
-        value = (
-            "" if fault["type"] in {"missing", "unexpected_keyword_argument"} else f", not {clipped(fault['input'])}"
-        )
+        without = fault["type"] in {"missing", "unexpected_keyword_argument"}
+        value = "" if without else f", not {clipped(fault['input'])}"
         lines.append(f"{place}: {fault['msg']}{value}" if place else f"{fault['msg']}{value}")
     more = f"; and {len(faults) - _SHOWN:,} more" if len(faults) > _SHOWN else ""
     return " ".join("; ".join(lines).split()) + more

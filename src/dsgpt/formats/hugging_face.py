@@ -19,18 +19,12 @@ from dsgpt.common.errors import UserError
 from dsgpt.common.files import sha256_of
 from dsgpt.common.json_files import clipped, clipped_text, read_json
 from dsgpt.formats.tensor_files import StoredTensor, open_pickled, open_safetensors
-from dsgpt.model.config import LARGEST, GPT2Config
+from dsgpt.model.config import LARGEST, SHAPE_FLAGS, GPT2Config
 from dsgpt.model.gpt2 import parameter_shapes
 
-_BLOCK_NAMES = {
-    "ln_1": "ln_1",
-    "attn.qkv": "attn.c_attn",
-    "attn.proj": "attn.c_proj",
-    "ln_2": "ln_2",
-    "mlp.fc": "mlp.c_fc",
-    "mlp.proj": "mlp.c_proj",
-}
-_TRANSPOSED = ("attn.qkv.weight", "attn.proj.weight", "mlp.fc.weight", "mlp.proj.weight")
+_MATRICES = {"attn.qkv": "attn.c_attn", "attn.proj": "attn.c_proj", "mlp.fc": "mlp.c_fc", "mlp.proj": "mlp.c_proj"}
+"""The modules of a block that have other names there; the weights of these are transposed."""
+_TRANSPOSED = tuple(f"{module}.weight" for module in _MATRICES)
 _EMBEDDING = "wte.weight"
 
 PREFIX = "transformer."
@@ -38,13 +32,7 @@ PREFIX = "transformer."
 HEAD = "lm_head.weight"
 """The output head. It is tied to the embedding, so files need not contain it."""
 
-_SHAPE_KEYS = {
-    "n_layer": "n_layer",
-    "n_head": "n_head",
-    "n_embd": "n_embd",
-    "n_positions": "block_size",
-    "vocab_size": "vocab_size",
-}
+_SHAPE_KEYS = {"n_positions" if field == "block_size" else field: field for field in SHAPE_FLAGS}
 """Fields of ``GPT2Config`` by the names in config.json."""
 _DROPOUTS = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
 _ARCHITECTURE = {
@@ -67,7 +55,7 @@ def hugging_face_name(name: str) -> str:
         return f"{PREFIX}{name}"
     _, layer, rest = name.split(".", 2)
     module, kind = rest.rsplit(".", 1)
-    return f"{PREFIX}h.{layer}.{_BLOCK_NAMES[module]}.{kind}"
+    return f"{PREFIX}h.{layer}.{_MATRICES.get(module, module)}.{kind}"
 
 
 def hugging_face_shape(name: str, shape: Iterable[int], config: GPT2Config) -> tuple[int, ...]:

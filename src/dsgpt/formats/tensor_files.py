@@ -61,10 +61,8 @@ def open_safetensors(path: Path) -> dict[str, StoredTensor]:
         tensors = {}
         for name in file.keys():  # noqa: SIM118 - not a mapping
             part, read = file.get_slice(name), partial(file.get_tensor, name)
-            dtype = _DTYPE_NAMES.get(part.get_dtype())
-            tensors[name] = StoredTensor(
-                shape=tuple(part.get_shape()), dtype=dtype, read=read, read_slices=part.__getitem__
-            )
+            shape, dtype = tuple(part.get_shape()), _DTYPE_NAMES.get(part.get_dtype())
+            tensors[name] = StoredTensor(shape=shape, dtype=dtype, read=read, read_slices=part.__getitem__)
     except (OSError, SafetensorError) as error:
         raise UserError(f"{path}: is not a readable safetensors file ({clipped_text(str(error))})") from error
     return tensors
@@ -104,19 +102,17 @@ def open_pickled(path: Path) -> dict[str, StoredTensor]:
     }
 
 
+Announced = Mapping[str, tuple[Sequence[int], torch.dtype]]
+"""Shapes and types of tensors that will be written, by name."""
+
+
 class SafetensorsWriter:
     """Writes a safetensors file whose tensors come one at a time, in any order, with known names, shapes and dtypes.
 
     A context manager: when it ends without an error, the file is complete and durable.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        announced: Mapping[str, tuple[Sequence[int], torch.dtype]],
-        *,
-        metadata: Mapping[str, str] | None = None,
-    ) -> None:
+    def __init__(self, path: Path, announced: Announced, **metadata: str) -> None:
         """Create the file and write its header.
 
         Args:
@@ -127,7 +123,7 @@ class SafetensorsWriter:
         Raises:
             OSError: the file cannot be created.
         """
-        header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+        header: dict[str, object] = {"__metadata__": metadata} if metadata else {}
         # The format allows no gaps, and readers need each tensor aligned to its element size: widest dtypes first.
         self.names = sorted(announced, key=lambda name: -announced[name][1].itemsize)
         """The order of the tensors in the file."""
@@ -189,19 +185,15 @@ class SafetensorsWriter:
 
 
 def write_safetensors(
-    path: Path,
-    tensors: Mapping[str, StoredTensor],
-    *,
-    metadata: Mapping[str, str] | None = None,
-    progress: Callable[[int], None] = lambda _: None,
+    path: Path, tensors: Mapping[str, StoredTensor], *, progress: Callable[[int], None], **metadata: str
 ) -> None:
     """Write ``tensors``, reading one at a time; the file is durable on return.
 
     Args:
         path: the new file.
         tensors: by name, all floating-point.
-        metadata: texts for the header.
         progress: gets the number of bytes written since its last call.
+        metadata: texts for the header.
 
     Raises:
         ValueError: one is no weight, or of another shape than it says.
@@ -211,7 +203,7 @@ def write_safetensors(
         if stored.dtype is None:
             raise ValueError(f"{name}: no weight has the dtype of this tensor")
         announced[name] = stored.shape, stored.dtype
-    with SafetensorsWriter(path, announced, metadata=metadata) as file:
+    with SafetensorsWriter(path, announced, **metadata) as file:
         for name in file.names:
             value = tensors[name].read()
             if value.shape != tensors[name].shape:

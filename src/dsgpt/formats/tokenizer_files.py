@@ -31,18 +31,8 @@ SPECIAL_TOKENS = "special_tokens_map.json"
 CONFIG = "config.json"
 """The configuration of the model in the same folder. It decides the tokenizer's class if ``SETTINGS`` does not."""
 KNOWN_FILES = (
-    TOKENIZER,
-    SETTINGS,
-    SPECIAL_TOKENS,
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "vocab.txt",
-    "tokenizer.model",
-    "spiece.model",
-    "sentencepiece.bpe.model",
-    "chat_template.jinja",
-    CONFIG,
+    *(TOKENIZER, SETTINGS, SPECIAL_TOKENS, "added_tokens.json", "vocab.json", "merges.txt", "vocab.txt"),
+    *("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "chat_template.jinja", CONFIG),
 )
 """Transformers 5 writes the first two and the template; earlier versions wrote the others."""
 COPY_LINKS = "links are not followed there: replace them by copies (cp -rL FOLDER COPY)"
@@ -89,11 +79,9 @@ def fault_of(folder: Path, *, named: bool = False) -> UserError | None:
     """
     if folder.is_symlink() and not named:
         return UserError(f"is a link, and {COPY_LINKS}")
-    links = [name for name in KNOWN_FILES if (folder / name).is_symlink()]
-    if links:
-        return UserError(
-            f"its {' and '.join(links)} {'is a link' if len(links) == 1 else 'are links'}, and {COPY_LINKS}"
-        )
+    if links := [name for name in KNOWN_FILES if (folder / name).is_symlink()]:
+        are = "is a link" if len(links) == 1 else "are links"
+        return UserError(f"its {' and '.join(links)} {are}, and {COPY_LINKS}")
     return _fault_of_files({name: folder / name for name in _READ if (folder / name).exists()})
 
 

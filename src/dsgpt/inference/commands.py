@@ -379,9 +379,8 @@ class ConvertOptions:
 
 def convert(words: Sequence[str] | None = None) -> None:
     """Read the flags of ``src/convert.py``, convert, and print what was done."""
-    options, problems = read_options(
-        ConvertOptions, words, elsewhere={"--checkpoint": "give --from"}, prog="convert.py"
-    )
+    elsewhere = {"--checkpoint": "give --from"}
+    options, problems = read_options(ConvertOptions, words, elsewhere=elsewhere, prog="convert.py")
     problems.raise_if_any()
     from dsgpt.inference.model_files import export  # noqa: PLC0415 - torch takes seconds; --help should not
     from dsgpt.machine.console import Console  # noqa: PLC0415
@@ -452,12 +451,9 @@ class ServeOptions:
     device: str = listed(DEVICES, "where to compute")
     model_name: str | None = flag(str, "NAME", "the model's name in requests (default: the folder's)")
     host: str = flag(str, "ADDRESS", "where to listen (default: %(default)s)", default="127.0.0.1")
-    api_key_file: Path | None = flag(
-        Path,
-        "FILE",
-        "holds the key that requests must bring, or several: NAME KEY [REQUESTS_PER_MINUTE] a line (default: "
-        f"{API_KEY} of the environment, if it is set)",
-    )
+    api_key_file: Path | None = flag(Path, "FILE")
+    """holds the key that requests must bring, or several: NAME KEY [REQUESTS_PER_MINUTE] a line (default: DSGPT_API_KEY
+    of the environment, if it is set)"""
     port: int = flag(COUNT, "N", "0 for any free port (default: 8,000)", default=8000)
     limits: Limits = part(Limits)
 

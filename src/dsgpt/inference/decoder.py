@@ -24,6 +24,9 @@ from torch import Tensor, nn
 from dsgpt.machine.device import HugePages, multiplies, packs
 from dsgpt.model.gpt2 import GPT2, Block
 
+Prompts = Sequence[Sequence[int]]
+"""The ids that each sequence of a batch starts with."""
+
 # Weights in 8 bits. Each output has its own scale, and zero stays zero; activations are not quantized.
 
 LARGEST = 127
@@ -302,7 +305,7 @@ class Decoder:
         self.final_norm = _norm(model.ln_f)
         self.layers = [_Layer(block, arranged, _norm) for block in model.blocks if isinstance(block, Block)]
 
-    def begin(self, prompts: Sequence[Sequence[int]], *, new_tokens: int) -> "Sequences":
+    def begin(self, prompts: Prompts, *, new_tokens: int) -> "Sequences":
         """Sequences that start with ``prompts``, not read yet, with a cache for ``new_tokens`` more ids each.
 
         A longer sequence of a batch may reach the end of the model's positions before the others do. What follows it
@@ -314,9 +317,8 @@ class Decoder:
         """
         positions, lengths = self.config.block_size, sorted(map(len, prompts))
         if lengths[0] == 0 or lengths[0] + new_tokens > positions or lengths[-1] > positions:
-            raise ValueError(
-                f"a prompt of {lengths[0]} ids and {new_tokens} new ones do not fit into {positions} positions"
-            )
+            needed = f"a prompt of {lengths[0]} ids and {new_tokens} new ones"
+            raise ValueError(f"{needed} do not fit into {positions} positions")
         return Sequences(self, prompts, capacity=lengths[-1] + new_tokens)
 
 
@@ -326,7 +328,7 @@ class Sequences:
     All memory that grows with the length is allocated at the start: ``capacity`` positions of keys and values.
     """
 
-    def __init__(self, decoder: Decoder, prompts: Sequence[Sequence[int]], *, capacity: int) -> None:
+    def __init__(self, decoder: Decoder, prompts: Prompts, *, capacity: int) -> None:
         config, embedding = decoder.config, decoder.embedding
         self._decoder, self._device = decoder, embedding.device
         width = max(map(len, prompts))

@@ -283,9 +283,8 @@ def evaluate_tasks(request: EvaluateRequest, *, device: str) -> dict[str, dict[s
         ) from error
     manager = TaskManager(include_path=str(request.include_path) if request.include_path else None)
     if unknown := [name for name in request.tasks if name not in manager.all_tasks]:
-        raise UserError(
-            f"--tasks: there is no task {', '.join(unknown)}; .venv/bin/python -m lm_eval ls tasks lists them"
-        )
+        cure = ".venv/bin/python -m lm_eval ls tasks lists them"
+        raise UserError(f"--tasks: there is no task {', '.join(unknown)}; {cure}")
     folder, which = request.checkpoint, request.which
     with tempfile.TemporaryDirectory(prefix="dsgpt-eval-") as temporary:
         if is_hugging_face(folder):

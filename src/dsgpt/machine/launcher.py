@@ -113,8 +113,19 @@ class Launcher:
         self._processes = waiting_processes()
 
     def is_gone(self) -> bool:
-        """Whether one of these processes has ended, so that nothing waits for this rank any more."""
-        return os.getppid() != self._parent or any(_has_ended(process) for process in self._processes)
+        """Whether one of these processes has ended, so that nothing waits for this rank any more.
+
+        A zombie has ended, but its parent has not read its exit code.
+        """
+        import psutil  # noqa: PLC0415 - --help needs none of it
+
+        ended = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+        try:
+            return os.getppid() != self._parent or any(
+                not process.is_running() or process.status() in ended for process in self._processes
+            )
+        except psutil.NoSuchProcess:
+            return True
 
 
 def waiting_processes() -> "list[psutil.Process]":
@@ -135,16 +146,6 @@ def _words(process: "psutil.Process") -> list[str]:
         return process.cmdline()
     except psutil.Error:  # it has ended, or belongs to another user
         return []
-
-
-def _has_ended(process: "psutil.Process") -> bool:
-    """Whether a process is gone, or is a zombie: it has ended, but its parent has not read its exit code."""
-    import psutil  # noqa: PLC0415
-
-    try:
-        return not process.is_running() or process.status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
-    except psutil.NoSuchProcess:
-        return True
 
 
 # The end of a process that was a rank.

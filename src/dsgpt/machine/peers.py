@@ -181,23 +181,18 @@ def open_store(topology: Topology, *, seconds: float | None = None) -> "Store":
     limit = seconds or JOIN_SEC
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     of_the_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+    serves = topology.is_main and not of_the_launcher
     try:
         # All of these are documented as public; only the types do not mark them as exported.
         store: Store = dist.TCPStore(  # type: ignore[attr-defined]
-            address,
-            port,
-            is_master=topology.rank == 0 and not of_the_launcher,
-            timeout=timedelta(seconds=limit),
-            wait_for_workers=False,
-            multi_tenant=True,
+            address, port, is_master=serves, timeout=timedelta(seconds=limit), wait_for_workers=False, multi_tenant=True
         )
     except dist.DistError as error:
-        if topology.rank == 0 and not of_the_launcher:
+        if serves:
             why = str(error).splitlines()[0]
             raise UserError(f"cannot meet at {address}:{port} ({why}): give another MASTER_PORT") from error
-        raise UserError(
-            f"rank 0 did not answer at {address}:{port} within {limit:.0f} s: it did not start, or refused"
-        ) from error
+        silent = f"rank 0 did not answer at {address}:{port} within {limit:.0f} s"
+        raise UserError(f"{silent}: it did not start, or refused") from error
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if attempt != "0" and of_the_launcher and os.environ.get("GROUP_WORLD_SIZE") == "1":
         store = dist.PrefixStore(f"attempt-{attempt}", store)  # type: ignore[attr-defined]
@@ -597,11 +592,8 @@ class Peers:
         before = self._all_statuses()
         self._watched.set("ask", f"{self._topology.rank} {time.time()}")
         while True:
-            if (
-                self._ended.wait(BEAT_SEC)
-                or self._own.progress_count != progress_count
-                or self._watched.check(["verdict"])
-            ):
+            ended = self._ended.wait(BEAT_SEC)
+            if ended or self._own.progress_count != progress_count or self._watched.check(["verdict"]):
                 return
             self._beat()
             ranks = self._all_statuses()

@@ -10,16 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dsgpt.checkpoints import store
-from dsgpt.checkpoints.manifest import (
-    STATE_FILE,
-    Goodput,
-    Manifest,
-    parse_manifest,
-    read_manifest,
-    read_run_state,
-    require_files,
-    require_resumable,
-)
+from dsgpt.checkpoints.manifest import STATE_FILE, Goodput, Manifest, parse_manifest, read_manifest, read_run_state
 from dsgpt.checkpoints.training_state import COUNTERS, StateReader, check_random_states, state_files
 from dsgpt.common.errors import Problems, UserError
 from dsgpt.common.files import is_regular_file, remove
@@ -242,7 +233,7 @@ def _plan_finished(config: RunConfig, *, settings: dict[str, Any], problems: Pro
     """
     for checkpoint in store.checkpoints(config.run_dir):
         with contextlib.suppress(UserError):
-            require_resumable(checkpoint, manifest := parse_manifest(checkpoint))
+            (manifest := parse_manifest(checkpoint)).require_resumable(checkpoint)
             break
     else:
         return None
@@ -301,8 +292,8 @@ def _require_whole(checkpoint: Path, config: RunConfig, rank: int, ranks: int) -
     turns = {name: turn for turn, name in enumerate(parse_manifest(checkpoint).files)}
     turns |= {name: int(number[1]) for name in turns if (number := _NUMBERED.search(name))}
     manifest = read_manifest(checkpoint, only=lambda name: turns[name] % ranks == rank)
-    require_resumable(checkpoint, manifest)
-    require_files(checkpoint, manifest, (*state_files(checkpoint), store.MODEL, COUNTERS, STATE_FILE))
+    manifest.require_resumable(checkpoint)
+    manifest.require(checkpoint, (*state_files(checkpoint), store.MODEL, COUNTERS, STATE_FILE))
     state = read_run_state(checkpoint)
     if (checkpoint.name, manifest.step) != (store.folder_name(state.step), state.step):
         raise UserError(

@@ -351,9 +351,7 @@ def serve(options: ServeOptions) -> int:
 
         of_transformers.set_verbosity_error()  # type: ignore[no-untyped-call]  # some warnings show the ids of a prompt
         of_transformers.disable_progress_bar()  # type: ignore[no-untyped-call]
-        served = open_served(
-            options.checkpoint, which=options.which, name=options.model_name, device_kind=options.device
-        )
+        served = open_served(options)
         metrics, limits = Metrics(), options.limits
         completions = Completions(
             served=served,
@@ -442,9 +440,8 @@ def _listen(options: ServeOptions) -> socket.socket:
     except OverflowError as error:
         raise UserError(f"--port {options.port}: a port is at most 65535") from error
     except OSError as error:
-        raise UserError(
-            f"--port {options.port}: cannot be opened on {options.host} ({error.strerror}): give another one"
-        ) from error
+        where = f"on {options.host} ({error.strerror})"
+        raise UserError(f"--port {options.port}: cannot be opened {where}: give another one") from error
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)  # connections inherit both
     abandoned_ms = int(2 * options.limits.stall_sec * 1000)  # the system drops what an ended answer left unread
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, abandoned_ms)
