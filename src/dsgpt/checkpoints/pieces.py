@@ -9,7 +9,7 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
@@ -20,7 +20,7 @@ from torch import Tensor
 from dsgpt.checkpoints import store
 from dsgpt.common.errors import UserError
 from dsgpt.common.json_files import Count, Positive, read_or_refuse
-from dsgpt.formats.tensor_files import StoredTensor, open_safetensors
+from dsgpt.formats.tensor_files import StoredTensor, open_safetensors, stored_in_fp32
 from dsgpt.model.config import STATE_NAMES
 from dsgpt.model.gpt2 import parameter_shapes
 
@@ -300,10 +300,7 @@ class Pieces:
 
     def stored(self, moment: str | None = None) -> dict[str, StoredTensor]:
         """Every weight, or every one of a moment, by canonical name; none is read yet."""
-        return {
-            name: StoredTensor(shape=shape, dtype=torch.float32, read=partial(self.read, name, moment))
-            for name, shape in self.shapes.items()
-        }
+        return stored_in_fp32(self.shapes, lambda name: self.read(name, moment))
 
 
 def open_weights(files: store.ModelFiles) -> dict[str, StoredTensor]:

@@ -173,10 +173,8 @@ def check_place(address: str, *, begins: bool, writes: bool) -> None:
     with store_errors(f"{FLAG} {address}: cannot be {'written' if writes else 'read'}"):
         present = checkpoints_at(place)
         if present and begins:
-            raise UserError(
-                f"{FLAG} {address}: holds {present[0]} of a run already: add --resume to continue it, --overwrite to "
-                "delete it, or name another place"
-            )
+            cure = "add --resume to continue it, --overwrite to delete it, or name another place"
+            raise UserError(f"{FLAG} {address}: holds {present[0]} of a run already: {cure}")
         if writes:
             place.write(_TRIAL, io.BytesIO(b"\n"))
             place.remove(_TRIAL)
@@ -223,10 +221,8 @@ def fetch_newer(address: str, run_dir: Path, *, damage: Callable[[str], str]) ->
                 continue
             if local and parse_manifest(local[0]).run_id != manifest.run_id:
                 remove(folder)
-                raise UserError(
-                    f"{FLAG} {address}: {name} is of another run than {local[0]}: name another place, or remove one of "
-                    "them"
-                )
+                cure = "name another place, or remove one of them"
+                raise UserError(f"{FLAG} {address}: {name} is of another run than {local[0]}: {cure}")
             for run_file in RUN_FILES[:3]:
                 if not (run_dir / run_file).exists() and place.exists(run_file):
                     place.read_into(run_file, run_dir / run_file)

@@ -273,10 +273,8 @@ def find_checkpoint(path: Path, *, which: str = "latest", flag: str) -> Path:
         return path
     newest_first = checkpoints(path) if path.is_dir() else []
     if links := linked(path):
-        raise UserError(
-            f"{flag} {path}: {links[-1].name} is a link, and links inside a run folder are not followed: "
-            f"name the link itself ({flag} {links[-1]}), or remove it"
-        )
+        found = f"{links[-1].name} is a link, and links inside a run folder are not followed"
+        raise UserError(f"{flag} {path}: {found}: name the link itself ({flag} {links[-1]}), or remove it")
     if not newest_first:
         raise UserError(f"{flag} {path}: holds no checkpoint; name a run folder such as checkpoint/demo-zero1")
     return _named_best(path, newest_first) if which == "best" else newest_first[0]
@@ -288,18 +286,14 @@ def _named_best(run_dir: Path, newest_first: list[Path]) -> Path:
             raise FileNotFoundError(run_dir / BEST)
         name = (run_dir / BEST).read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(
-            f"--which best: {run_dir} does not say which of its checkpoints is the best, because none was saved after "
-            "a validation: use --which latest"
-        ) from error
+        why = "does not say which of its checkpoints is the best, because none was saved after a validation"
+        raise UserError(f"--which best: {run_dir} {why}: use --which latest") from error
     named = next((checkpoint for checkpoint in newest_first if checkpoint.name == name), None)
     if named is None:
         raise UserError(f"--which best: {run_dir / BEST} names {name}, which does not exist: use --which latest")
     if named not in comparable(newest_first):
-        raise UserError(
-            f"--which best: {run_dir / BEST} names {name}, which was validated on other data than the newest "
-            "checkpoint, or before the data last changed: use --which latest"
-        )
+        other = "which was validated on other data than the newest checkpoint, or before the data last changed"
+        raise UserError(f"--which best: {run_dir / BEST} names {name}, {other}: use --which latest")
     return named
 
 

@@ -50,10 +50,8 @@ def is_utf8(path: object) -> bool:
 
 def undecodable(path: object) -> str:
     """The message about a path that is not UTF-8 and that a library must open."""
-    return (
-        f"{printable(path)}: is not valid UTF-8, and the libraries that read tokenizers and weights cannot open such "
-        "a path: rename it"
-    )
+    why = "the libraries that read tokenizers and weights cannot open such a path"
+    return f"{printable(path)}: is not valid UTF-8, and {why}: rename it"
 
 
 def sha256_of(path: Path, progress: Callable[[int], object] = lambda _: None) -> str:

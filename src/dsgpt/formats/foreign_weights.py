@@ -16,7 +16,6 @@ import warnings
 import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 from dsgpt.common.errors import UserError
 from dsgpt.common.json_files import clipped, clipped_text
 from dsgpt.formats.hugging_face import HEAD, hugging_face_name, padded
-from dsgpt.formats.tensor_files import StoredTensor
+from dsgpt.formats.tensor_files import StoredTensor, stored_in_fp32
 from dsgpt.formats.tokenizer_files import reason_of
 from dsgpt.model.config import SHAPE_FLAGS, GPT2Config
 from dsgpt.model.gpt2 import parameter_shapes
@@ -244,8 +243,4 @@ def _model(
             return padded(value, config)
         return (qkv(value) if qkv and ".attn.qkv." in name else value).reshape(shapes[name]).clone()
 
-    tensors = {
-        name: StoredTensor(shape=tuple(shape), dtype=torch.float32, read=partial(read, name))
-        for name, shape in shapes.items()
-    }
-    return ForeignModel(maker=maker, config=config, tensors=tensors, note=note)
+    return ForeignModel(maker=maker, config=config, tensors=stored_in_fp32(shapes, read), note=note)

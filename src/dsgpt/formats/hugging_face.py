@@ -8,7 +8,6 @@ import hashlib
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from torch import Tensor
 from dsgpt.common.errors import UserError
 from dsgpt.common.files import sha256_of
 from dsgpt.common.json_files import clipped, clipped_text, read_json
-from dsgpt.formats.tensor_files import StoredTensor, open_pickled, open_safetensors
+from dsgpt.formats.tensor_files import StoredTensor, open_pickled, open_safetensors, stored_in_fp32
 from dsgpt.model.config import LARGEST, SHAPE_FLAGS, GPT2Config
 from dsgpt.model.gpt2 import parameter_shapes
 
@@ -174,10 +173,9 @@ class PretrainedWeights:
             for name, tensor in reader(file).items():
                 bare = name.removeprefix(PREFIX)
                 if bare in self._stored:
-                    raise UserError(
-                        f"{file}: {clipped_text(bare)} is there twice, with and without the prefix {PREFIX!r} or in "
-                        "two files: which of them belongs to the model is unknown"
-                    )
+                    twice = f"is there twice, with and without the prefix {PREFIX!r} or in two files"
+                    unknown = "which of them belongs to the model is unknown"
+                    raise UserError(f"{file}: {clipped_text(bare)} {twice}: {unknown}")
                 self._stored[bare] = tensor
         self._shapes = parameter_shapes(config)
         stored, place = self._stored, self.files[0]
@@ -186,14 +184,12 @@ class PretrainedWeights:
             expected[HEAD] = expected[_EMBEDDING]
         extra = [name for name in stored if name not in expected and not _BUFFERS.fullmatch(name)]
         missing = [name for name in expected if name not in stored]
-        problems = [
-            f"{place}: {', '.join(names[:3])} {what}"
-            for names, what in (
-                (missing, "is missing: it must hold every weight that config.json announces"),
-                (extra, "is not a weight of a GPT-2 language model"),
-            )
-            if names
-        ]
+        problems = []
+        if missing:
+            lacks = f"{', '.join(missing[:3])} is missing"
+            problems.append(f"{place}: {lacks}: it must hold every weight that config.json announces")
+        if extra:
+            problems.append(f"{place}: {', '.join(extra[:3])} is not a weight of a GPT-2 language model")
         problems += [
             f"{place}: {name} has the shape {list(stored[name].shape)}, by config.json it must be {list(shape)}"
             for name, shape in expected.items()
@@ -224,10 +220,7 @@ class PretrainedWeights:
 
     def tensors(self) -> dict[str, StoredTensor]:
         """All parameters by canonical name, not read yet."""
-        return {
-            name: StoredTensor(shape=tuple(shape), dtype=torch.float32, read=partial(self, name, shape))
-            for name, shape in self._shapes.items()
-        }
+        return stored_in_fp32(self._shapes, lambda name: self(name, self._shapes[name]))
 
     def sha256(self, progress: Callable[[int], None] = lambda _: None) -> str:
         """The hash of the file; of several files, the hash of the lines that ``sha256sum`` prints for them."""

@@ -50,6 +50,12 @@ class StoredTensor:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
+def stored_in_fp32(shapes: Mapping[str, Sequence[int]], read: Callable[[str], Tensor]) -> dict[str, StoredTensor]:
+    """Tensors in fp32 of these ``shapes``, by name; ``read`` reads one by its name."""
+    shaped = {name: partial(StoredTensor, shape=tuple(shape)) for name, shape in shapes.items()}
+    return {name: stored(dtype=torch.float32, read=partial(read, name)) for name, stored in shaped.items()}
+
+
 def open_safetensors(path: Path) -> dict[str, StoredTensor]:
     """The tensors of a safetensors file by name; only the header is read.
 

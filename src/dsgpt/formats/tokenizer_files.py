@@ -97,16 +97,14 @@ def _fault_of_files(settings: dict[str, Path]) -> UserError | None:
         if not isinstance(values, dict):
             return UserError(f"its {name} cannot be read (it must hold an object in braces)")
         if others := sorted(set(_naming_files(name, values))):
-            return RefusedTokenizerError(
-                f"its {name} names other files to open ({', '.join(others[:3])}), which nothing has checked: remove "
-                f"{'this entry' if len(others) == 1 else 'these entries'}, and leave the vocabulary in {TOKENIZER}"
-            )
+            which = f"names other files to open ({', '.join(others[:3])}), which nothing has checked"
+            entries = "this entry" if len(others) == 1 else "these entries"
+            cure = f"remove {entries}, and leave the vocabulary in {TOKENIZER}"
+            return RefusedTokenizerError(f"its {name} {which}: {cure}")
         wanted, entries = values.get("auto_map"), _HONOURED.get(name, ())
         if wanted and (entries is None or not isinstance(wanted, dict) or any(wanted.get(key) for key in entries)):
-            return RefusedTokenizerError(
-                f"its {name} asks for its own code (auto_map), which is never run: use a tokenizer of the "
-                f"`tokenizers` library (a {TOKENIZER}), without auto_map"
-            )
+            cure = f"use a tokenizer of the `tokenizers` library (a {TOKENIZER}), without auto_map"
+            return RefusedTokenizerError(f"its {name} asks for its own code (auto_map), which is never run: {cure}")
     return None
 
 

@@ -168,9 +168,7 @@ def fast_linear(weight: Tensor, bias: Tensor | None, *, rows: int, memory: HugeP
 class _Layer(nn.Module):
     """The parts of a transformer block; ``linear`` and ``norm`` arrange its modules."""
 
-    def __init__(
-        self, block: Block, linear: Callable[[nn.Linear], Any], norm: Callable[[nn.LayerNorm], Any] = lambda norm: norm
-    ) -> None:
+    def __init__(self, block: Block, linear: Callable[[nn.Linear], Any], norm: Callable[[nn.LayerNorm], Any]) -> None:
         super().__init__()
         self.attention_norm, self.mlp_norm = norm(block.ln_1), norm(block.ln_2)
         self.qkv, self.proj = linear(block.attn.qkv), linear(block.attn.proj)
@@ -217,7 +215,8 @@ class _Step(nn.Module):
         head = nn.Linear(model.config.n_embd, model.config.vocab_size, bias=False, device="meta")
         head.weight = nn.Parameter(model.wte.weight.detach()[: model.config.vocab_size], requires_grad=False)
         self.head = linear(head)
-        self.layers = nn.ModuleList(_Layer(block, linear) for block in model.blocks if isinstance(block, Block))
+        blocks = (block for block in model.blocks if isinstance(block, Block))
+        self.layers = nn.ModuleList(_Layer(block, linear, lambda norm: norm) for block in blocks)
 
     def forward(self, ids: Tensor, places: Tensor, column: Tensor, padding: Tensor, cache: Tensor) -> Tensor:
         """The logits that follow ``ids``, (B, V) in fp32.

@@ -447,10 +447,8 @@ def encode_prompt(prompt: str, tokenizer: "Tokenizer", config: GPT2Config) -> li
         raise UserError("--prompt is empty, and this tokenizer has no end-of-text token to start from: give a prompt")
     ids = ids or [tokenizer.eos_token_id]
     if max(ids) >= config.vocab_size:
-        raise UserError(
-            f"--prompt {prompt!r}: its largest id is {max(ids)}, but the model was trained with a vocabulary of "
-            f"{config.vocab_size}: use another prompt"
-        )
+        trained = f"the model was trained with a vocabulary of {config.vocab_size}"
+        raise UserError(f"--prompt {prompt!r}: its largest id is {max(ids)}, but {trained}: use another prompt")
     if len(ids) >= config.block_size:
         most = config.block_size - 1
         raise UserError(f"--prompt has {len(ids)} tokens, and the model reads at most {most}: shorten it")

@@ -64,10 +64,8 @@ def gpu_problem(topology: Topology, environment: Mapping[str, str] = os.environ)
     tasks = {"SLURM_GPUS_PER_TASK": 1, "SLURM_NTASKS": topology.world_size, "SLURM_PROCID": topology.rank}
     if processes <= gpus or (gpus == 1 and all(environment.get(name) == str(value) for name, value in tasks.items())):
         return ""
-    return (
-        f"{processes} processes were started on this machine, but it has only {counted(gpus, 'GPU')}: start at "
-        f"most {gpus} (deepspeed --num_gpus {gpus}), or use --device cpu"
-    )
+    cure = f"start at most {gpus} (deepspeed --num_gpus {gpus}), or use --device cpu"
+    return f"{processes} processes were started on this machine, but it has only {counted(gpus, 'GPU')}: {cure}"
 
 
 def default_precision(kind: str) -> str:
@@ -217,8 +215,8 @@ def slow_precision(precision: str, *, device: str) -> str:
 
 
 Maker = Callable[[str], contextlib.AbstractContextManager[Any]]
-_maker: ContextVar[Maker] = ContextVar("maker", default=lambda _name: _NOTHING)
 _NOTHING = contextlib.nullcontext()
+_maker: ContextVar[Maker] = ContextVar("maker", default=lambda _name: _NOTHING)
 
 
 def named_range(name: str) -> contextlib.AbstractContextManager[Any]:

@@ -600,13 +600,12 @@ class Peers:
             failed = any(status.failed for status in ranks.values())
             if time.monotonic() < end and not (failed and self._broken.is_set()):
                 continue
-            ranks = {
-                rank: replace(status, silent=status.beat == before[rank].beat and rank != self._topology.rank)
-                for rank, status in ranks.items()
-            }
+            still = {rank for rank, status in ranks.items() if status.beat == before[rank].beat}
+            silent = still - {self._topology.rank}
+            ranks = {rank: replace(status, silent=rank in silent) for rank, status in ranks.items()}
             waited_for = [ranks[rank] for rank in culprits(ranks, pipeline=pipeline)[0]]
             left = max(self.limit_sec(status) - status.idle_sec for status in waited_for)
-            if failed or any(status.silent for status in ranks.values()) or left < 2 * BEAT_SEC:
+            if failed or silent or left < 2 * BEAT_SEC:
                 break
             if self._broken.is_set():
                 self._broken.clear()
@@ -616,10 +615,7 @@ class Peers:
             if self._left_sec > 2 * OBSERVED_SEC:
                 return
         own = self._own  # all ranks took the step before, so the last beat of one that is gone may be older
-        ranks = {
-            rank: replace(status, phase=own.phase, step=own.step) if status.silent else status
-            for rank, status in ranks.items()
-        }
+        ranks |= {rank: replace(ranks[rank], phase=own.phase, step=own.step) for rank in silent}
         words = verdict(ranks, seconds=max(idle, self.idle_sec), pipeline=pipeline)
         self._own_verdict = words
         self._end(LostRank(self._watched.compare_set("verdict", "", words).decode()))

@@ -308,11 +308,9 @@ def new_tokens_of(request: CompletionRequest, prompts: list[Prompt], *, position
     asked = request.max_tokens
     wanted = DEFAULT_NEW_TOKENS if asked is None else asked
     if longest + (wanted if asked is not None else 1) > positions:
-        message = (
-            f"This model's maximum context length is {positions} tokens, and the request has {longest} tokens in its "
-            f"prompt and {wanted} for the completion: shorten the prompt or lower max_tokens"
-        )
-        raise _wrong("prompt", message, "context_length_exceeded")
+        asks = f"the request has {longest} tokens in its prompt and {wanted} for the completion"
+        message = f"This model's maximum context length is {positions} tokens, and {asks}"
+        raise _wrong("prompt", f"{message}: shorten the prompt or lower max_tokens", "context_length_exceeded")
     most = positions if limits.new_tokens is None else limits.new_tokens
     if asked is not None and asked > most:
         raise _wrong("max_tokens", f"max_tokens must be at most {most} here")
