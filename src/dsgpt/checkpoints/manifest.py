@@ -15,7 +15,7 @@ from typing import Annotated, Any, Self
 from pydantic import AfterValidator, Field
 
 from dsgpt.common.errors import UserError
-from dsgpt.common.files import link_between, sha256_of, write_json_atomic
+from dsgpt.common.files import Advance, link_between, sha256_of, write_json_atomic
 from dsgpt.common.json_files import Count, Finite, Positive, Seconds, Sha256, clipped, read_or_refuse
 from dsgpt.machine.console import Progress
 from dsgpt.record.schema import CAUSES, PEAKS, read_steps
@@ -124,7 +124,7 @@ def parse_manifest(checkpoint: Path) -> Manifest:
 
 
 def read_manifest(
-    checkpoint: Path, *, only: Callable[[str], bool] = lambda _: True, progress: Callable[[int], None] | None = None
+    checkpoint: Path, *, only: Callable[[str], bool] = lambda _: True, progress: Advance | None = None
 ) -> Manifest:
     """The manifest, after the size and hash of every file that it names were verified.
 
@@ -147,7 +147,7 @@ def read_manifest(
     return manifest
 
 
-def _verify(checkpoint: Path, name: str, facts: FileFacts, progress: Callable[[int], None]) -> None:
+def _verify(checkpoint: Path, name: str, facts: FileFacts, progress: Advance) -> None:
     file = checkpoint / name
     try:
         if link := link_between(checkpoint, file):

@@ -19,6 +19,8 @@ from typing import Any, Self
 
 _BLOCK = 1 << 22
 
+Advance = Callable[[int], None]
+"""Gets how many bytes, or other units, were done since its last call."""
 PRINTABLE = "dsgpt.printable"
 """Error handler for ``encode``: escapes bytes that are not UTF-8 and characters that the encoding lacks (``\\xe9``)."""
 

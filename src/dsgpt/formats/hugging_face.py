@@ -6,7 +6,7 @@ keeps OpenAI's ``Conv1D``, whose weight is the transpose of ``nn.Linear``'s, and
 
 import hashlib
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dsgpt.common.errors import UserError
-from dsgpt.common.files import sha256_of
+from dsgpt.common.files import Advance, sha256_of
 from dsgpt.common.json_files import clipped, clipped_text, read_json
 from dsgpt.formats.tensor_files import StoredTensor, open_pickled, open_safetensors, stored_in_fp32
 from dsgpt.model.config import LARGEST, SHAPE_FLAGS, GPT2Config
@@ -222,7 +222,7 @@ class PretrainedWeights:
         """All parameters by canonical name, not read yet."""
         return stored_in_fp32(self._shapes, lambda name: self(name, self._shapes[name]))
 
-    def sha256(self, progress: Callable[[int], None] = lambda _: None) -> str:
+    def sha256(self, progress: Advance = lambda _: None) -> str:
         """The hash of the file; of several files, the hash of the lines that ``sha256sum`` prints for them."""
         hashes = {file.name: sha256_of(file, progress) for file in self.files}
         if len(hashes) == 1:

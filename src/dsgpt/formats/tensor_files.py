@@ -21,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from dsgpt.common.errors import UserError
+from dsgpt.common.files import Advance
 from dsgpt.common.json_files import clipped_text
 from dsgpt.formats.tokenizer_files import reason_of
 
@@ -98,12 +99,9 @@ def open_pickled(path: Path) -> dict[str, StoredTensor]:
         for name, value in values.items()
     ):
         raise UserError(f"{path}: is not a file of named tensors")
+    dtypes = {name: value.dtype if value.dtype in _NAMES_OF_DTYPES else None for name, value in values.items()}
     return {
-        name: StoredTensor(
-            shape=tuple(value.shape),
-            dtype=value.dtype if value.dtype in _NAMES_OF_DTYPES else None,
-            read=partial(values.__getitem__, name),
-        )
+        name: StoredTensor(shape=tuple(value.shape), dtype=dtypes[name], read=partial(values.__getitem__, name))
         for name, value in values.items()
     }
 
@@ -190,9 +188,7 @@ class SafetensorsWriter:
                 os.fsync(self._file.fileno())
 
 
-def write_safetensors(
-    path: Path, tensors: Mapping[str, StoredTensor], *, progress: Callable[[int], None], **metadata: str
-) -> None:
+def write_safetensors(path: Path, tensors: Mapping[str, StoredTensor], *, progress: Advance, **metadata: str) -> None:
     """Write ``tensors``, reading one at a time; the file is durable on return.
 
     Args:

@@ -98,8 +98,8 @@ def _fault_of_files(settings: dict[str, Path]) -> UserError | None:
             return UserError(f"its {name} cannot be read (it must hold an object in braces)")
         if others := sorted(set(_naming_files(name, values))):
             which = f"names other files to open ({', '.join(others[:3])}), which nothing has checked"
-            entries = "this entry" if len(others) == 1 else "these entries"
-            cure = f"remove {entries}, and leave the vocabulary in {TOKENIZER}"
+            these = "this entry" if len(others) == 1 else "these entries"
+            cure = f"remove {these}, and leave the vocabulary in {TOKENIZER}"
             return RefusedTokenizerError(f"its {name} {which}: {cure}")
         wanted, entries = values.get("auto_map"), _HONOURED.get(name, ())
         if wanted and (entries is None or not isinstance(wanted, dict) or any(wanted.get(key) for key in entries)):
@@ -189,15 +189,10 @@ def _fault_on_hub(name: str, *, fetch: bool) -> UserError | None:
     """The same as ``fault_of``, for a name on the hub. Links in the hub library's cache are the library's own."""
     from transformers.utils.hub import cached_file  # noqa: PLC0415 - as above
 
-    files: dict[str, Path] = {}
-    for file in _READ:
-        path = cached_file(
-            name, file, local_files_only=not fetch, _raise_exceptions_for_missing_entries=False,
-            _raise_exceptions_for_connection_errors=False, _raise_exceptions_for_gated_repo=False,
-        )  # fmt: skip
-        if path is not None:
-            files[file] = Path(path)
-    return _fault_of_files(files)
+    faults = ("missing_entries", "connection_errors", "gated_repo")
+    quietly: dict[str, Any] = {f"_raise_exceptions_for_{fault}": False for fault in faults}
+    paths = {file: cached_file(name, file, local_files_only=not fetch, **quietly) for file in _READ}
+    return _fault_of_files({file: Path(path) for file, path in paths.items() if path is not None})
 
 
 def reason_of(error: BaseException) -> str:

@@ -10,7 +10,6 @@ import math
 import os
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from dsgpt.checkpoints.store import VALIDATED_ON, is_hugging_face
 from dsgpt.common.errors import Problems, UserError
-from dsgpt.common.files import sha256_of, write_json_atomic
+from dsgpt.common.files import Advance, sha256_of, write_json_atomic
 from dsgpt.config.compatibility import ALLOW_MASKS
 from dsgpt.data.loader import IGNORED_TARGET
 from dsgpt.data.token_file import TokenFile, open_token_file
@@ -145,9 +144,7 @@ def windows_of(targets: int, *, length: int, stride: int) -> list[Window]:
 
 
 @torch.inference_mode()
-def predict(
-    model: GPT2, ids: Tensor, *, windows: list[Window], batch_size: int, progress: Callable[[int], None]
-) -> float:
+def predict(model: GPT2, ids: Tensor, *, windows: list[Window], batch_size: int, progress: Advance) -> float:
     """The sum of the cross-entropies of all ids but the first, in nats.
 
     Args:

@@ -390,13 +390,10 @@ class Writer:
         request = self._request
         limits = [min(request.max_new_tokens, self.config.block_size - len(ids)) for _, ids in chosen]
         continuations = [Continuation(self.tokenizer, stop=request.stop, ends=self.ends) for _ in chosen]
-        steps = generate_batch(
-            self.decoder(batch_size=len(chosen)),
-            [ids for _, ids in chosen],
-            new_tokens=max(limits),
-            sampling=request.sampling,
-            generators=[random_stream(request.seed, number + row) for row in range(len(chosen))],
-        )
+        decoder, prompts = self.decoder(batch_size=len(chosen)), [ids for _, ids in chosen]
+        streams = [random_stream(request.seed, number + row) for row in range(len(chosen))]
+        how: dict[str, Any] = {"sampling": request.sampling, "generators": streams}
+        steps = generate_batch(decoder, prompts, new_tokens=max(limits), **how)
         show(chosen[0][0])
         count = 0
         for count, step in enumerate(steps, start=1):

@@ -24,7 +24,7 @@ from dsgpt.checkpoints.pieces import open_weights
 from dsgpt.checkpoints.store import find_checkpoint, is_hugging_face, is_model_file, open_model_files
 from dsgpt.checkpoints.training_state import COUNTERS, StateReader, is_state_file, save_pickled, state_files
 from dsgpt.common.errors import Problems, UserError
-from dsgpt.common.files import sync_directory, write_json_atomic
+from dsgpt.common.files import Advance, sync_directory, write_json_atomic
 from dsgpt.common.json_files import read_json
 from dsgpt.common.text import next_line, script_words
 from dsgpt.formats.foreign_weights import ForeignModel, open_foreign_weights
@@ -335,7 +335,7 @@ def _write_folder(out: Path, write: Callable[[Path], None]) -> None:
 # Hugging Face's layout, and this project's own.
 
 
-def _write_hugging_face(folder: Path, model: StoredModel, *, dtype: str, progress: Callable[[int], None]) -> None:
+def _write_hugging_face(folder: Path, model: StoredModel, *, dtype: str, progress: Advance) -> None:
     for path in model.tokenizer:
         shutil.copyfile(path, folder / path.name)
     end_of_text = end_of_text_id(folder)
@@ -352,7 +352,7 @@ def _write_hugging_face(folder: Path, model: StoredModel, *, dtype: str, progres
     write_json_atomic(folder / "generation_config.json", {"_from_model_config": True, **ends})
 
 
-def _write_portable(folder: Path, model: StoredModel, *, dtype: str, progress: Callable[[int], None]) -> None:
+def _write_portable(folder: Path, model: StoredModel, *, dtype: str, progress: Advance) -> None:
     _write_shape_and_tokenizer(folder, model)
     write_safetensors(folder / store.WEIGHTS, model.tensors, progress=progress)
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
@@ -394,7 +394,7 @@ Moments = Mapping[str, Mapping[str, StoredTensor]]
 
 
 def _write_deepspeed(
-    folder: Path, model: StoredModel, *, moments: Moments, optimizer_steps: int | None, progress: Callable[[int], None]
+    folder: Path, model: StoredModel, *, moments: Moments, optimizer_steps: int | None, progress: Advance
 ) -> None:
     """Write DeepSpeed's layout into ``folder``.
 

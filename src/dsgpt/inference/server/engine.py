@@ -194,9 +194,8 @@ class Engine:
         from transformers import ContinuousBatchingConfig, GenerationConfig  # noqa: PLC0415 - takes seconds
 
         positions = model.config.n_positions
-        generation: Any = GenerationConfig(  # type: ignore[no-untyped-call]
-            do_sample=False, eos_token_id=-1, max_new_tokens=positions
-        )
+        ends = {"eos_token_id": -1, "max_new_tokens": positions}
+        generation: Any = GenerationConfig(do_sample=False, **ends)  # type: ignore[no-untyped-call]
         config = ContinuousBatchingConfig(
             page_size=PAGE,
             num_blocks=batch * -(-positions // PAGE) + 1,
