@@ -9,7 +9,7 @@ import uuid
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -229,21 +229,22 @@ SMALL_BODY = 16 << 10
 STREAM = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 
 
-@dataclass(frozen=True, kw_only=True)
 class Completions:
-    """The endpoint, an ASGI application."""
+    """The endpoint, an ASGI application.
 
-    served: ServedModel
-    engine: Engine
-    scorer: Scorer
-    limits: Limits
-    metrics: Metrics
-    gate: Gate
-    readers: tuple[ThreadPoolExecutor, ThreadPoolExecutor] = field(
-        default_factory=lambda: (ThreadPoolExecutor(1, "reads"), ThreadPoolExecutor(1, "reads large ones"))
-    )
-    """Threads that read requests, small and large ones: one at a time each, because each keeps a core busy. A small one
-    does not wait for the large ones of others."""
+    Args:
+        served: the model.
+        limits: of what is accepted.
+        keys: as in ``Gate``.
+    """
+
+    def __init__(self, served: ServedModel, limits: Limits, *, keys: int = 1) -> None:
+        self.served, self.limits, self.metrics = served, limits, Metrics()
+        self.engine, self.scorer = Engine(served.model, batch=limits.batch), Scorer(served.model)
+        self.gate = Gate(limits, self.metrics, keys=keys)
+        self._readers = ThreadPoolExecutor(1, "reads"), ThreadPoolExecutor(1, "reads large ones")
+        """Threads that read requests, small and large ones: one at a time each, because each keeps a core busy. A small
+        one does not wait for the large ones of others."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request, and count how it ended."""
@@ -258,11 +259,10 @@ class Completions:
             error = requests.ApiError(504, message, code="timeout", headers={"x-should-retry": "false"})
             status = error.status
             await exchange.fail(error)
-        except requests.ApiError as error:
+        except (requests.ApiError, requests.GoneError) as error:
             status = error.status
-            await exchange.fail(error)
-        except requests.GoneError as error:
-            status = error.status
+            if isinstance(error, requests.ApiError):
+                await exchange.fail(error)
         finally:
             self.metrics.requests.labels(status).inc()
             if key is not None:
@@ -273,7 +273,7 @@ class Completions:
         key: Key | None = http.scope["key"]
         self.gate.admit(key)
         body = await requests.read_body(http, limits=self.limits)
-        read = partial(asyncio.get_running_loop().run_in_executor, self.readers[len(body) > SMALL_BODY])
+        read = partial(asyncio.get_running_loop().run_in_executor, self._readers[len(body) > SMALL_BODY])
         with self.gate.places(1, key=key):
             request = await read(requests.read_request, body)
         if request.model != self.served.name:

@@ -38,8 +38,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from dsgpt.common.errors import EXIT_DONE, EXIT_INTERRUPTED, UserError
 from dsgpt.inference.commands import Key, ServeOptions, is_loopback, keys_of
-from dsgpt.inference.server.completions import Completions, Gate, Metrics
-from dsgpt.inference.server.engine import Engine, Scorer, open_served
+from dsgpt.inference.server.completions import Completions
+from dsgpt.inference.server.engine import Engine, open_served
 from dsgpt.inference.server.requests import ApiError
 from dsgpt.machine.console import print_line
 
@@ -352,15 +352,8 @@ def serve(options: ServeOptions) -> int:
         of_transformers.set_verbosity_error()  # type: ignore[no-untyped-call]  # some warnings show the ids of a prompt
         of_transformers.disable_progress_bar()  # type: ignore[no-untyped-call]
         served = open_served(options)
-        metrics, limits = Metrics(), options.limits
-        completions = Completions(
-            served=served,
-            engine=Engine(served.model, batch=limits.batch),
-            scorer=Scorer(served.model),
-            limits=limits,
-            metrics=metrics,
-            gate=Gate(limits, metrics, keys=len(keys)),
-        )
+        limits = options.limits
+        completions = Completions(served, limits, keys=len(keys))
         quieten_logs()
         app = make_app(completions, keys=keys, loopback=loopback)
         host = f"[{options.host}]" if ":" in options.host else options.host
