@@ -217,11 +217,6 @@ def mark_damaged(checkpoint: Path) -> None:
     checkpoint.rename(marked)
 
 
-def marked_damaged(run_dir: Path) -> list[Path]:
-    """The checkpoints that an earlier resume refused."""
-    return sorted(path for path in run_dir.glob("step-*") if DAMAGED_FOLDER.fullmatch(path.name))
-
-
 def discard(checkpoint: Path) -> None:
     """Remove a checkpoint; a kill in between never leaves a folder with its name and only some of its files."""
     if aside := set_aside(checkpoint):

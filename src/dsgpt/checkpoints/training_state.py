@@ -172,7 +172,8 @@ class Shards:
         def states() -> Iterator[tuple[str, ParamState]]:
             for name, state in self.states:
                 if name in boxes:
-                    yield name, state.mapped(partial(_flat_range, ends[name]))
+                    part = slice(*ends[name])
+                    yield name, ParamState(*(each if each is None else each.reshape(-1)[part] for each in state))
 
         return Shards(boxes, states())
 
@@ -195,10 +196,6 @@ class Counters:
     """Steps that changed the weights; fewer than the run's where fp16 gradients overflowed."""
     loss_scale: LossScaleState | None = None
     """Loss scale of fp16; None in other precisions."""
-
-
-def _flat_range(ends: tuple[int, int], value: Tensor) -> Tensor:
-    return value.reshape(-1)[slice(*ends)]
 
 
 # Brings what a rank saves into host memory.

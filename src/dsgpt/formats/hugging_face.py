@@ -245,8 +245,7 @@ def weight_files(folder: Path) -> list[Path]:
     for name in WEIGHT_FILES:
         if (folder / name).is_file():
             return [folder / name]
-        if (folder / index_file(name)).is_file():
-            index = folder / index_file(name)
+        if (index := folder / index_file(name)).is_file():
             parts = [folder / part for part in parts_of(index)]
             if missing := next((part for part in parts if not part.is_file()), None):
                 raise UserError(f"{missing}: is missing, but {index.name} names it")

@@ -320,8 +320,8 @@ class Peers:
         self.on_lost_rank: Callable[[LostRank], None] = lambda _: None
         """Called in the watch thread before it ends this process, whose main thread is blocked by a lost rank."""
         self._own = RankStatus(host=socket.gethostname())  # only the main thread changes it
-        self._beats = 0
-        self._progress_at = time.monotonic()
+        self._beats = self._shared = 0
+        self._progress_at = self._store_answered_at = time.monotonic()
         self._steps: deque[float] = deque(maxlen=SLOW_STEPS)
         self._work: deque[float] = deque(maxlen=SLOW_STEPS)
         self._ended, self._broken, self._observed = threading.Event(), threading.Event(), threading.Event()
@@ -331,11 +331,9 @@ class Peers:
         """The ``progress_count`` at which this rank waits for one that may take longer, and its seconds for that."""
         self._answered_request = self._own_verdict = ""
         self._slow_reported: set[int] = set()
-        self._shared = 0
         self._main = threading.get_ident()
         self._thread = threading.Thread(target=self._watch, name="peers", daemon=True)
         self._guard = threading.Thread(target=self._watch_store, name="peers-store", daemon=True)
-        self._store_answered_at = time.monotonic()
 
     def __enter__(self) -> "Peers":
         return self

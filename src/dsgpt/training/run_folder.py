@@ -262,7 +262,7 @@ def _newest_whole(run_dir: Path, damage: Callable[[str], str]) -> tuple[Path | N
             f"--resume: no checkpoint in {run_dir} is intact: restore one, or start again with --overwrite",
             *(f"--resume: {path.name} is refused: {reason}" for path, reason in refused),
         )
-    if damaged := store.marked_damaged(run_dir):
+    if damaged := sorted(path for path in run_dir.glob("step-*") if store.DAMAGED_FOLDER.fullmatch(path.name)):
         raise UserError(
             f"--resume: {run_dir} holds only damaged checkpoints ({', '.join(path.name for path in damaged)}): "
             "restore one, or start again with --overwrite"
