@@ -173,7 +173,8 @@ class Shards:
             for name, state in self.states:
                 if name in boxes:
                     part = slice(*ends[name])
-                    yield name, ParamState(*(each if each is None else each.reshape(-1)[part] for each in state))
+                    moments = {key: moment.reshape(-1)[part] for key, moment in state.moments.items()}
+                    yield name, ParamState(state.weight.reshape(-1)[part], **moments)
 
         return Shards(boxes, states())
 
