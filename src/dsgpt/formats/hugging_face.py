@@ -38,9 +38,7 @@ _ARCHITECTURE = {
     "activation_function": "gelu_new",
     "layer_norm_epsilon": 1e-5,
     "scale_attn_weights": True,
-    "scale_attn_by_inverse_layer_idx": False,
-    "reorder_and_upcast_attn": False,
-    "add_cross_attention": False,
+    **dict.fromkeys(("scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn", "add_cross_attention"), False),
     "tie_word_embeddings": True,
 }
 """The settings of the published GPT-2, which are also transformers' defaults."""
@@ -106,10 +104,8 @@ def hugging_face_config(config: GPT2Config, *, dtype: str, end_of_text: int | No
         "n_inner": None,
         **_ARCHITECTURE,
         **dict.fromkeys(_DROPOUTS, config.dropout),
-        "bos_token_id": end_of_text,
-        "eos_token_id": end_of_text,
-        "dtype": _TORCH_NAMES[dtype],
-        "torch_dtype": _TORCH_NAMES[dtype],  # the same for transformers before 4.56
+        **dict.fromkeys(("bos_token_id", "eos_token_id"), end_of_text),
+        **dict.fromkeys(("dtype", "torch_dtype"), _TORCH_NAMES[dtype]),  # transformers before 4.56 reads the second
     }
 
 

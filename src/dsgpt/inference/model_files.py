@@ -442,8 +442,7 @@ def _write_deepspeed(
         **dict.fromkeys(("optimizer", "lr_scheduler", "data_sampler", "random_ltd")),
         "skipped_steps": 0 if optimizer_steps is None else step - optimizer_steps,
         "global_steps": step,
-        "dp_world_size": 1,
-        "mp_world_size": 1,
+        **dict.fromkeys(("dp_world_size", "mp_world_size"), 1),
         "ds_config": {"zero_optimization": {"stage": _ZERO_STAGE}},
         "ds_version": LAYOUT_VERSION,
     }

@@ -113,8 +113,7 @@ def software_versions() -> dict[str, str | None]:
     return {
         "python_version": platform.python_version(),
         "torch_version": torch.__version__,
-        "transformers_version": _version("transformers"),
-        "deepspeed_version": _version("deepspeed"),
+        **{f"{package}_version": _version(package) for package in ("transformers", "deepspeed")},
         "cuda_version": torch.version.cuda,
     }
 

@@ -196,6 +196,7 @@ class Engine:
         positions = model.config.n_positions
         ends = {"eos_token_id": -1, "max_new_tokens": positions}
         generation: Any = GenerationConfig(do_sample=False, **ends)  # type: ignore[no-untyped-call]
+        off: dict[str, Any] = dict.fromkeys(("use_async_batching", "use_cuda_graph", "auto_switch_to_flash"), False)
         config = ContinuousBatchingConfig(
             page_size=PAGE,
             num_blocks=batch * -(-positions // PAGE) + 1,
@@ -204,9 +205,7 @@ class Engine:
             max_blocks_per_request=0,
             safety_margin=0.0,
             allow_block_sharing=False,  # the time of an answer would tell what others asked
-            use_async_batching=False,
-            use_cuda_graph=False,
-            auto_switch_to_flash=False,
+            **off,
         )
         self._manager: ContinuousBatchingManager = twin_of(model).init_continuous_batching(
             generation_config=generation, continuous_batching_config=config

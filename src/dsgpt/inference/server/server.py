@@ -376,15 +376,14 @@ async def _serve(app: object, engine: Engine, listener: socket.socket, *, about:
 
 def http_config(app: object, *, connections: int) -> uvicorn.Config:
     """Settings of uvicorn for at most ``connections`` connections at a time."""
+    off: dict[str, Any] = dict.fromkeys(("access_log", "server_header", "proxy_headers"), False)
     return uvicorn.Config(
         app,  # type: ignore[arg-type]
         http=Connection,
         ws="none",
         lifespan="off",
         log_config=None,
-        access_log=False,
-        server_header=False,
-        proxy_headers=False,
+        **off,
         limit_concurrency=connections,
         backlog=BACKLOG,
         timeout_keep_alive=KEEP_ALIVE_SEC,
