@@ -518,7 +518,11 @@ class Peers:
                 elif self._broken.is_set() or self._left_sec < OBSERVED_SEC or self._neighbour_lost():
                     self._observe()
                 elif self._topology.is_main and self._beats % 5 == 0:
-                    self._report_slow()
+                    ranks = self._all_statuses()
+                    slow = slow_ranks(ranks, stages=self._topology.sizes.pipeline)
+                    new, self._slow_reported = slow.keys() - self._slow_reported, self._slow_reported | slow.keys()
+                    for rank in sorted(new):
+                        self.on_slow_rank(rank, ranks[rank], slow[rank])
             except RuntimeError as error:  # of the store
                 if not self._ended.wait(OBSERVED_SEC):  # else the run has ended
                     self._lose_store(str(error).splitlines()[0][:120])
@@ -635,13 +639,6 @@ class Peers:
     def _linger(self) -> None:
         # The store may end with rank 0, and the others must read the verdict before the end of a rank disturbs them.
         time.sleep((3 if self._topology.is_main else 1.5) * BEAT_SEC)
-
-    def _report_slow(self) -> None:
-        ranks = self._all_statuses()
-        for rank, usual in slow_ranks(ranks, stages=self._topology.sizes.pipeline).items():
-            if rank not in self._slow_reported:
-                self._slow_reported.add(rank)
-                self.on_slow_rank(rank, ranks[rank], usual)
 
 
 def _calls(frames: traceback.StackSummary) -> list[str]:
