@@ -138,8 +138,8 @@ def weights_of(checkpoint: Path) -> dict[str, Tensor]:
 
 def moments_of(checkpoint: Path) -> dict[str, Tensor]:
     """Every moment, whole, as ``NAME.exp_avg``."""
-    stored = StateReader(checkpoint).stored_moments()
-    return {moment_key(name, key): value.read() for key, values in stored.items() for name, value in values.items()}
+    reader = StateReader(checkpoint)
+    return {moment_key(name, key): reader.read(name, key) for key in reader.index.moments for name in reader.shapes}
 
 
 # Trainings in this process, and what is in their folders.

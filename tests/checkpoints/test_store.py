@@ -10,20 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from dsgpt.checkpoints import store
+from dsgpt.checkpoints import store, training_state
 from dsgpt.checkpoints.manifest import Change, Epoch, RunState, parse_manifest, read_manifest, read_run_state
 from dsgpt.checkpoints.pieces import Box
 from dsgpt.checkpoints.store import find_checkpoint
-from dsgpt.checkpoints.training_state import (
-    Counters,
-    KeptState,
-    LossScaleState,
-    ParamState,
-    Shards,
-    StateReader,
-    complete_state,
-    write_shards,
-)
 from dsgpt.common.errors import UserError
 
 # A checkpoint is complete or absent.
@@ -48,7 +38,7 @@ def begun(run_dir: Path, step: int, *, data: bytes = b"weights") -> Path:
 def published(run_dir: Path, folder: Path, step: int, **values: Any) -> Path:
     state = {"samples_seen": 8 * step, "best_val_loss": 1.5, "epochs": [EPOCH], "changes": [CHANGE]}
     about = {"strategy": "test", "fixed": values.pop("fixed", {})}
-    return store.publish(run_dir, folder, state=RunState(step=step, **state | values), about=about)
+    return store.publish(run_dir, folder, state=RunState(step=step, **state | values), about=about, written={})
 
 
 def saved(run_dir: Path, step: int, *, keep: int = 2, data: bytes = b"weights", **values: Any) -> Path:
@@ -206,26 +196,26 @@ def test_losses_on_other_validation_data_are_not_compared(tmp_path):
 
 SHAPES = {"wte.weight": (4, 3), "wpe.weight": (2, 3), "ln_f.bias": (3,)}
 SCALE = {"factor": 8.0, "step": 9, "last_overflow": -1, "patience": 2}
-COUNTERS = Counters(optimizer_steps=7, loss_scale=LossScaleState(**SCALE))
+COUNTERS = training_state.Counters(optimizer_steps=7, loss_scale=training_state.LossScaleState(**SCALE))
 
 
-def states(*, moments: tuple[str, ...] = ("exp_avg", "exp_avg_sq")) -> dict[str, ParamState]:
+def states(*, moments: tuple[str, ...] = ("exp_avg", "exp_avg_sq")) -> dict[str, training_state.ParamState]:
     torch.manual_seed(1)
     return {
-        name: ParamState(torch.randn(shape), **{key: torch.randn(shape) for key in moments})
+        name: training_state.ParamState(torch.randn(shape), **{key: torch.randn(shape) for key in moments})
         for name, shape in SHAPES.items()
     }
 
 
-def whole(values: dict[str, ParamState]) -> Shards:
-    return Shards({name: [Box.whole(SHAPES[name])] for name in SHAPES}, iter(values.items()))
+def whole(values: dict[str, training_state.ParamState]) -> training_state.Shards:
+    return training_state.Shards({name: [Box.whole(SHAPES[name])] for name in SHAPES}, iter(values.items()))
 
 
-def written(folder: Path, values: dict[str, ParamState]) -> Path:
+def written(folder: Path, values: dict[str, training_state.ParamState]) -> Path:
     folder.mkdir()
-    part = write_shards(folder, whole(values), rank=0, ranks=1)
+    part = training_state.write_shards(folder, whole(values), rank=0, ranks=1)
     assert part.non_finite == []
-    complete_state(folder, [part], COUNTERS, shapes=SHAPES)
+    training_state.complete_state(folder, [part], COUNTERS, shapes=SHAPES)
     return folder
 
 
@@ -233,7 +223,7 @@ def written(folder: Path, values: dict[str, ParamState]) -> Path:
 def test_what_was_written_is_read(tmp_path, moments):
     values = states(moments=moments)
     folder = written(tmp_path / "step", dict(reversed(values.items())))  # each strategy has its own order
-    reader = StateReader(folder)
+    reader = training_state.StateReader(folder)
     reader.require_shapes(SHAPES)
     assert reader.counters == COUNTERS
     assert reader.has_moments == bool(moments)
@@ -248,7 +238,7 @@ def test_what_was_written_is_read(tmp_path, moments):
 
 def test_a_copy_is_of_its_moment_and_its_memory_is_used_again():
     """A run may save before its first optimizer step, when there are no moments."""
-    kept, values = KeptState(), states()
+    kept, values = training_state.KeptState(), states()
     kept.keep(whole(states(moments=())))
     kept.keep(whole(values))
     first = dict(kept.shards().states)
@@ -266,11 +256,11 @@ def test_a_copy_is_of_its_moment_and_its_memory_is_used_again():
 def test_a_weight_that_is_not_finite_is_named(tmp_path):
     values = states()
     values["wpe.weight"].weight[1, 2] = float("nan")
-    assert write_shards(tmp_path, whole(values), rank=0, ranks=1).non_finite == ["wpe.weight"]
+    assert training_state.write_shards(tmp_path, whole(values), rank=0, ranks=1).non_finite == ["wpe.weight"]
 
 
 def test_another_models_tensors_are_refused(tmp_path):
-    reader = StateReader(written(tmp_path / "step", states()))
+    reader = training_state.StateReader(written(tmp_path / "step", states()))
     with pytest.raises(UserError, match="not those of this model"):
         reader.require_shapes(SHAPES | {"wpe.weight": (3, 3)})
     with pytest.raises(UserError, match="not those of this model"):
@@ -283,7 +273,7 @@ def test_moments_of_other_weights_are_refused(tmp_path):
     del moments["wpe.weight.exp_avg"]
     save_file(moments, folder / "optimizer.safetensors")
     with pytest.raises(UserError, match="not those of the weights"):
-        StateReader(folder)
+        training_state.StateReader(folder)
 
 
 # No link inside a run folder or a checkpoint is followed; a path that the user names may be a link.

@@ -24,7 +24,7 @@ from training_runs import resolved
 from dsgpt.benchmarks.sweep_cells import read_description
 from dsgpt.charts.comparison import comparison_markdown, console_summary
 from dsgpt.checkpoints import store
-from dsgpt.checkpoints.manifest import read_run_state, write_run_state
+from dsgpt.checkpoints.manifest import read_run_state
 from dsgpt.checkpoints.pieces import open_weights
 from dsgpt.checkpoints.store import find_checkpoint, open_model_files
 from dsgpt.common.errors import Problems
@@ -229,7 +229,7 @@ def restore(folder: Path) -> None:
         earlier = read_earlier_record(config.run_dir)
     journal.resume(state, lines, earlier=earlier or EarlierRecord())
     journal.epoch_done(len(state.epochs))
-    write_run_state(folder, journal.state(state.step))
+    journal.state(state.step).write(folder)
     read_run_state(folder)
     journal.close()
 

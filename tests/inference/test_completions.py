@@ -20,7 +20,7 @@ from dsgpt.formats.tokenizer_files import open_tokenizer
 from dsgpt.inference.commands import Key, Limits, ServeOptions, keys_of
 from dsgpt.inference.generation import Continuation
 from dsgpt.inference.server.completions import SMALL_BODY, Answer, Choice, Completions, Gate, Metrics
-from dsgpt.inference.server.engine import Engine, Sampler, Scorer, Sequence, open_served
+from dsgpt.inference.server.engine import Sampler, Sequence, open_served
 from dsgpt.inference.server.requests import ApiError, CompletionRequest, Drawing, Prompt, new_tokens_of, read_request
 from dsgpt.inference.server.server import http_config, make_app
 
@@ -174,12 +174,11 @@ def test_only_the_allowed_tokens_are_drawn():
 
 def served(checkpoint: Path, *, limits: Limits = LIMITS, scale: float = 1.0) -> Completions:
     """The endpoint of a model whose last layer is scaled."""
-    opened, metrics = open_served(checkpoint, which="latest", name=MODEL, device_kind="cpu"), Metrics()
+    opened = open_served(ServeOptions(checkpoint=checkpoint, model_name=MODEL, device="cpu"))
     with torch.no_grad():
         opened.model.transformer.ln_f.weight.mul_(scale)
         opened.model.transformer.ln_f.bias.mul_(scale)
-    engine, scorer, gate = Engine(opened.model, batch=2), Scorer(opened.model), Gate(limits, metrics)
-    return Completions(served=opened, engine=engine, scorer=scorer, limits=limits, metrics=metrics, gate=gate)
+    return Completions(opened, limits)
 
 
 def application(completions: Completions) -> Any:
@@ -269,7 +268,7 @@ def test_an_answer_that_takes_too_long_and_an_engine_that_fails(checkpoint_with_
             values = {"model": MODEL, "prompt": "x", "max_tokens": 15}
             ask_for_text = partial(client.post, "/v1/completions", json=values)
             late = await ask_for_text()
-            transport.app = application(replace(completions, limits=LIMITS))
+            completions.limits = LIMITS
             with monkeypatch.context() as patch:
                 patch.setattr(engine, "submit", broken)
                 unexpected = await ask_for_text()

@@ -14,16 +14,9 @@ from dsgpt.inference import decoder as module
 from dsgpt.inference import generation
 from dsgpt.inference.commands import Sampling
 from dsgpt.inference.decoder import Decoder, _Step, round_to_int8, to_int8
-from dsgpt.inference.generation import (
-    Chooser,
-    generate,
-    generate_batch,
-    measure_latency,
-    probabilities,
-    random_stream,
-)
+from dsgpt.inference.generation import Chooser, generate, generate_batch, measure_latency, probabilities
 from dsgpt.model.config import GPT2Config
-from dsgpt.model.gpt2 import GPT2, Block, initialize
+from dsgpt.model.gpt2 import GPT2, Block, initialize, random_stream
 
 # The decoding engine gives what the model's whole forward pass gives, and the ids that transformers generates.
 

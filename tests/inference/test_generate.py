@@ -15,7 +15,7 @@ from small_run import END_OF_TEXT, REPOSITORY
 
 from dsgpt.common.errors import UserError
 from dsgpt.inference.commands import GenerateRequest as Request
-from dsgpt.inference.commands import generate, serve
+from dsgpt.inference.commands import ServeOptions, generate, serve
 from dsgpt.inference.generation import Writer
 from dsgpt.inference.model_files import export
 from dsgpt.inference.server.engine import open_served
@@ -142,7 +142,7 @@ def test_every_end_in_a_list_of_the_generation_config_ends_a_text(run_dir, tmp_p
     for folder in ("one", "two"):
         (cut,) = Writer(Request(checkpoint=tmp_path / folder, **asked)).texts(["def"])
         assert (cut.ids, cut.ended) == (whole.ids[: whole.ids.index(whole.ids[3])], "end of text")
-    of_server = open_served(tmp_path / "one", which="latest", name=None, device_kind="cpu").end_of_text
+    of_server = open_served(ServeOptions(checkpoint=tmp_path / "one", device="cpu")).end_of_text
     assert of_server == {END_OF_TEXT, whole.ids[3]}
 
 

@@ -52,30 +52,19 @@ def test_a_free_port_is_none_that_a_connection_could_take_meanwhile(monkeypatch)
     assert free_port() >= first_of_connections
 
 
-@pytest.mark.parametrize(
-    ("variables", "said"),
-    [
-        ({"RANK": "2", "WORLD_SIZE": "2"}, "the variable RANK is 2, but WORLD_SIZE is 2: "),
-        ({"WORLD_SIZE": "2"}, "the variable WORLD_SIZE is 2, but RANK is not set: "),
-        ({"WORLD_SIZE": "two"}, "the variable WORLD_SIZE is 'two', not a whole number: "),
-    ],
-)
-def test_variables_that_no_launcher_sets_are_refused(variables, said):
+def test_variables_that_no_launcher_sets_are_refused(monkeypatch):
     """Otherwise the ranks wait for each other for ever, or PyTorch ends with a traceback."""
-    with pytest.raises(UserError) as caught:
-        topology.read_topology(variables)
-    (line,) = caught.value.problems
-    assert line.startswith(said)
-
-
-def test_ranks_that_cannot_meet_are_refused(monkeypatch):
+    for variables, said in (
+        ({"RANK": "2", "WORLD_SIZE": "2"}, r"^the variable RANK is 2, but WORLD_SIZE is 2: .*$"),
+        ({"WORLD_SIZE": "2"}, r"^the variable WORLD_SIZE is 2, but RANK is not set: .*$"),
+        ({"WORLD_SIZE": "two"}, r"^the variable WORLD_SIZE is 'two', not a whole number: .*$"),
+    ):
+        with pytest.raises(UserError, match=said):
+            topology.read_topology(variables)
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     monkeypatch.delenv("MASTER_PORT", raising=False)
-    with (
-        pytest.raises(UserError, match=r"^not set: MASTER_ADDR, MASTER_PORT, "),
-        joined(place(0, 2), torch.device("cpu")),
-    ):
-        pass
+    with pytest.raises(UserError, match=r"^not set: MASTER_ADDR, MASTER_PORT, "):
+        joined(place(0, 2), torch.device("cpu")).__enter__()
 
 
 # Joining and leaving the group of all ranks.
@@ -133,19 +122,16 @@ def test_a_launcher_command_is_recognised(launcher, count):
     assert not starts_launcher([*launcher_command("python", 1), "src/gpt2.py"])
 
 
-@pytest.mark.parametrize(
-    ("visible", "ranks", "given"),
-    [
-        ("2,3", 1, ["--include", "localhost:2"]),
-        ("2,3", 2, ["--include", "localhost:2,3"]),
-        ("", 2, ["--num_gpus", "2"]),
-    ],
-)
-def test_deepspeed_starts_ranks_on_the_visible_gpus(monkeypatch, tmp_path, visible, ranks, given):
+def test_deepspeed_starts_ranks_on_the_visible_gpus(monkeypatch, tmp_path):
     """It ignores CUDA_VISIBLE_DEVICES where --num_gpus is given, and would take others."""
     monkeypatch.setattr("dsgpt.machine.launcher.NVIDIA_DRIVER", tmp_path)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert launcher_command("deepspeed", ranks)[2:4] == given
+    for visible, ranks, *given in (
+        ("2,3", 1, "--include", "localhost:2"),
+        ("2,3", 2, "--include", "localhost:2,3"),
+        ("", 2, "--num_gpus", "2"),
+    ):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert launcher_command("deepspeed", ranks)[2:4] == given
 
 
 @pytest.mark.parametrize(("killed", "noticed"), [("shell", "False"), ("torchrun", "True"), ("agent", "True")])

@@ -9,22 +9,14 @@ import torch
 import torch.nn.functional as F
 from messages import without_paths
 from small_run import END_OF_TEXT, VOCABULARY, command_line, random_ids, write_data, write_recipe, write_tokens
-from training_runs import (
-    assert_same_training,
-    errors,
-    finished,
-    read_record,
-    resolved,
-    train,
-    write_optimizer_recipe,
-)
+from training_runs import assert_same_training, errors, finished, read_record, resolved, train, write_optimizer_recipe
 
 from dsgpt.benchmarks import stand_in_gpu
 from dsgpt.benchmarks.cells import Corpus
 from dsgpt.common.errors import UserError
 from dsgpt.config.compatibility import ALLOW_MASKS
 from dsgpt.machine.topology import Topology
-from dsgpt.model import documents
+from dsgpt.model import gpt2
 from dsgpt.model.config import GPT2Config
 from dsgpt.model.gpt2 import GPT2, initialize
 from dsgpt.training.command import train as train_here
@@ -85,15 +77,15 @@ def test_the_kernel_of_a_gpu_gets_the_same_documents(monkeypatch):
         assert window_size == (-1, 0)  # causal
         assert int(bounds[-1]) == len(q)
         places = [slice(*ends) for ends in itertools.pairwise(bounds.tolist())]
-        return torch.cat([documents._attend(q[place], k[place], v[place], 0.0) for place in places])
+        return torch.cat([gpt2._attend(q[place], k[place], v[place], 0.0) for place in places])
 
     losses = []
     for on_gpu in (False, True):
         with monkeypatch.context() as patch:
             if on_gpu:
-                patch.setattr(documents.varlen, "varlen_attn", by_definition)
+                patch.setattr(gpt2.varlen, "varlen_attn", by_definition)
                 patch.setattr(torch.Tensor, "is_cuda", True)
-            made = documents.Documents(BATCH[:, :-1], END_OF_TEXT)
+            made = gpt2.Documents(BATCH[:, :-1], END_OF_TEXT)
             parts = [torch.randn(4, 2, T, 8, generator=torch.Generator().manual_seed(n)) for n in range(3)]
             losses.append(made.attend(*parts, 0.0))
     assert torch.equal(*losses)

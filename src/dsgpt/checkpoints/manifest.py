@@ -15,7 +15,7 @@ from typing import Annotated, Any, Self
 from pydantic import AfterValidator, Field
 
 from dsgpt.common.errors import UserError
-from dsgpt.common.files import link_between, sha256_of, write_json_atomic
+from dsgpt.common.files import Advance, link_between, sha256_of, write_json_atomic
 from dsgpt.common.json_files import Count, Finite, Positive, Seconds, Sha256, clipped, read_or_refuse
 from dsgpt.machine.console import Progress
 from dsgpt.record.schema import CAUSES, PEAKS, read_steps
@@ -85,6 +85,26 @@ class Manifest:
         """Bytes of all files."""
         return sum(facts.size for facts in self.files.values())
 
+    def require(self, checkpoint: Path, names: Collection[str]) -> None:
+        """Check that it names all of ``names``, files of ``checkpoint``.
+
+        Raises:
+            UserError: it lacks some, which therefore cannot be verified.
+        """
+        if missing := [name for name in names if name not in self.files]:
+            lacks = f"does not name {' and '.join(missing)}"
+            raise UserError(f"{checkpoint / MANIFEST}: {lacks}: the checkpoint is incomplete")
+
+    def require_resumable(self, checkpoint: Path) -> None:
+        """Check that it has the settings that made ``checkpoint``.
+
+        Raises:
+            UserError: it lacks some; the manifest of weights alone has none.
+        """
+        wanted = ("fixed", "strategy", "topology", "step")
+        if missing := ", ".join(name for name in wanted if getattr(self, name) in ({}, None)):
+            raise UserError(f"{checkpoint / MANIFEST}: does not say what made the checkpoint (it lacks {missing})")
+
 
 def parse_manifest(checkpoint: Path) -> Manifest:
     """The manifest; no file is verified.
@@ -104,7 +124,7 @@ def parse_manifest(checkpoint: Path) -> Manifest:
 
 
 def read_manifest(
-    checkpoint: Path, *, only: Callable[[str], bool] = lambda _: True, progress: Callable[[int], None] | None = None
+    checkpoint: Path, *, only: Callable[[str], bool] = lambda _: True, progress: Advance | None = None
 ) -> Manifest:
     """The manifest, after the size and hash of every file that it names were verified.
 
@@ -127,7 +147,7 @@ def read_manifest(
     return manifest
 
 
-def _verify(checkpoint: Path, name: str, facts: FileFacts, progress: Callable[[int], None]) -> None:
+def _verify(checkpoint: Path, name: str, facts: FileFacts, progress: Advance) -> None:
     file = checkpoint / name
     try:
         if link := link_between(checkpoint, file):
@@ -144,31 +164,6 @@ def _verify(checkpoint: Path, name: str, facts: FileFacts, progress: Callable[[i
         raise UserError(f"{file}: is damaged: it has {size:,} bytes instead of {facts.size:,}")
     if not same:
         raise UserError(f"{file}: is damaged: its sha256 differs from that in {MANIFEST}")
-
-
-def require_files(checkpoint: Path, manifest: Manifest, names: Collection[str]) -> None:
-    """Check that the manifest names all of ``names``.
-
-    Raises:
-        UserError: it lacks some, which therefore cannot be verified.
-    """
-    missing = [name for name in names if name not in manifest.files]
-    if missing:
-        raise UserError(f"{checkpoint / MANIFEST}: does not name {' and '.join(missing)}: the checkpoint is incomplete")
-
-
-def require_resumable(checkpoint: Path, manifest: Manifest) -> None:
-    """Check that the manifest has the settings that made the checkpoint.
-
-    Raises:
-        UserError: it lacks some; the manifest of weights alone has none.
-    """
-    wanted = ("fixed", "strategy", "topology", "step")
-    missing = [name for name in wanted if getattr(manifest, name) in ({}, None)]
-    if missing:
-        raise UserError(
-            f"{checkpoint / MANIFEST}: does not say what made the checkpoint (it lacks {', '.join(missing)})"
-        )
 
 
 # The part of a run that one process executed: its steps, machine, software, speed and memory.
@@ -420,10 +415,9 @@ class RunState:
         """The validation loss of exactly these weights; None where no validation ran at this step."""
         return self.last_val_loss if self.last_val_step == self.step else None
 
-
-def write_run_state(checkpoint: Path, state: RunState) -> None:
-    """Add ``state`` to a checkpoint."""
-    write_json_atomic(checkpoint / STATE_FILE, asdict(state))
+    def write(self, checkpoint: Path) -> None:
+        """Add it to a checkpoint."""
+        write_json_atomic(checkpoint / STATE_FILE, asdict(self))
 
 
 def read_run_state(checkpoint: Path) -> RunState:

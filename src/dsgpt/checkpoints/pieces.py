@@ -9,20 +9,18 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
 import torch
-from pydantic import Field, TypeAdapter
+from pydantic import Field
 from torch import Tensor
 
 from dsgpt.checkpoints import store
-from dsgpt.checkpoints.manifest import require_files
 from dsgpt.common.errors import UserError
-from dsgpt.common.files import write_atomic
 from dsgpt.common.json_files import Count, Positive, read_or_refuse
-from dsgpt.formats.tensor_files import StoredTensor, open_safetensors
+from dsgpt.formats.tensor_files import StoredTensor, open_safetensors, stored_in_fp32
 from dsgpt.model.config import STATE_NAMES
 from dsgpt.model.gpt2 import parameter_shapes
 
@@ -106,9 +104,8 @@ def why_not_whole(shape: Sequence[int], boxes: Sequence[Box]) -> str:
     dimensions = len(shape)
     if any((len(box.start), len(box.shape)) != (dimensions, dimensions) for box in boxes):
         return "a piece is outside of it"
-    starts, sizes = (
-        torch.tensor([box[part] for box in boxes], dtype=torch.long).view(-1, dimensions) for part in (0, 1)
-    )
+    both = torch.tensor([(*box.start, *box.shape) for box in boxes], dtype=torch.long)
+    starts, sizes = both.view(-1, 2, dimensions).unbind(1)
     if ((starts < 0) | (sizes < 1) | (starts >= torch.tensor(shape)) | (sizes > torch.tensor(shape) - starts)).any():
         return "a piece is outside of it"
     places, edges = [], []
@@ -199,10 +196,6 @@ class Index:
         writers = sorted({writer for tensor in self.tensors.values() for writer, *_ in tensor.pieces})
         return [numbered(stem, writer, self.writers) for writer in writers]
 
-    def write(self, folder: Path) -> None:
-        """Add the index to a checkpoint."""
-        write_atomic(folder / store.INDEX, TypeAdapter(Index).dump_json(self) + b"\n")
-
 
 def numbered(name: str, writer: int, writers: int) -> str:
     """``model-00003.safetensors`` of ``model.safetensors``; the name itself if there is one writer."""
@@ -244,15 +237,12 @@ class Pieces:
             weights = self._opened(store.WEIGHTS)
             moments = self._opened(MOMENTS) if (checkpoint / MOMENTS).exists() else {}
             keys = [key for key in STATE_NAMES if any(name.endswith(f".{key}") for name in moments)]
-            whole = {
-                name: CutTensor(shape=tensor.shape, pieces=[(0, *Box.whole(tensor.shape))])
-                for name, tensor in weights.items()
-            }
+            shapes = {name: tensor.shape for name, tensor in weights.items()}
+            whole = {name: CutTensor(shape=shape, pieces=[(0, *Box.whole(shape))]) for name, shape in shapes.items()}
             index = Index(writers=1, moments=keys, tensors=whole)
             if moments.keys() != {moment_key(name, key) for name in weights for key in keys}:
-                raise UserError(
-                    f"{checkpoint / MOMENTS}: its tensors are not those of the weights in {checkpoint / store.WEIGHTS}"
-                )
+                place = checkpoint / store.WEIGHTS
+                raise UserError(f"{checkpoint / MOMENTS}: its tensors are not those of the weights in {place}")
         self.index = index
         self.shapes = {name: tensor.shape for name, tensor in index.tensors.items()}
 
@@ -310,10 +300,7 @@ class Pieces:
 
     def stored(self, moment: str | None = None) -> dict[str, StoredTensor]:
         """Every weight, or every one of a moment, by canonical name; none is read yet."""
-        return {
-            name: StoredTensor(shape=shape, dtype=torch.float32, read=partial(self.read, name, moment))
-            for name, shape in self.shapes.items()
-        }
+        return stored_in_fp32(self.shapes, lambda name: self.read(name, moment))
 
 
 def open_weights(files: store.ModelFiles) -> dict[str, StoredTensor]:
@@ -326,7 +313,7 @@ def open_weights(files: store.ModelFiles) -> dict[str, StoredTensor]:
     if store.INDEX in files.manifest.files:
         where = files.checkpoint / store.INDEX
         pieces = Pieces(files.checkpoint, index := read_index(files.checkpoint))
-        require_files(files.checkpoint, files.manifest, index.files(store.WEIGHTS) if index else ())
+        files.manifest.require(files.checkpoint, index.files(store.WEIGHTS) if index else ())
         tensors = pieces.stored()
     else:
         tensors = open_safetensors(where)

@@ -48,15 +48,8 @@ class SecondCopy:
 
     def __init__(self, address: str, *, run_dir: Path, keep: int, resumed: Path | None = None) -> None:
         self._place, self._run_dir, self._keep = open_place(address, flag=FLAG), run_dir, keep
-        self._facts: dict[str, Any] = {
-            "address": address,
-            "step": None,
-            "behind_steps": None,
-            "copies": 0,
-            "failed_copies": 0,
-            "last_copy_sec": None,
-            "last_copy_bytes": None,
-        }
+        self._facts: dict[str, Any] = {"address": address, "step": None, "behind_steps": None, "copies": 0}
+        self._facts |= {"failed_copies": 0, "last_copy_sec": None, "last_copy_bytes": None}
         self._next = self._resumed = resumed
         self._saved: int | None = None
         self._copying: Path | None = None
@@ -89,9 +82,8 @@ class SecondCopy:
             self._changed.notify_all()
         self._thread.join(seconds)
         if self._thread.is_alive():
-            logger.warning(
-                f"{FLAG}: not finished after {seconds:.0f} s: it is {self.facts()['behind_steps']} steps behind"
-            )
+            behind = self.facts()["behind_steps"]
+            logger.warning(f"{FLAG}: not finished after {seconds:.0f} s: it is {behind} steps behind")
 
     def copy_run_files(self) -> None:
         """Copy the files of a complete run as they are now; a failure is logged."""
@@ -115,8 +107,13 @@ class SecondCopy:
                 self._next = None
             started = time.monotonic()
             try:
-                if checkpoint is self._resumed and self._has(checkpoint):
-                    continue
+                if checkpoint is self._resumed:
+                    newest = max(map(store.step_of, checkpoints_at(self._place)), default=-1)
+                    with self._changed:
+                        self._facts["step"] = None if newest < 0 else newest
+                        self._saved = max(self._saved or 0, store.step_of(checkpoint.name))
+                    if newest >= store.step_of(checkpoint.name):
+                        continue
                 size = self._copy(checkpoint)
             except Exception as error:  # noqa: BLE001 - stores raise errors of their packages; training must go on
                 self._failed(checkpoint.name, error)
@@ -127,14 +124,6 @@ class SecondCopy:
                     facts |= {"last_copy_sec": time.monotonic() - started, "last_copy_bytes": size}
             finally:
                 self._copying = None
-
-    def _has(self, checkpoint: Path) -> bool:
-        """Whether ``checkpoint`` or a newer one is there; the newest one there is noted."""
-        newest = max(map(store.step_of, checkpoints_at(self._place)), default=None)
-        with self._changed:
-            self._facts["step"] = newest
-            self._saved = max(self._saved or 0, store.step_of(checkpoint.name))
-        return newest is not None and newest >= store.step_of(checkpoint.name)
 
     def _copy(self, checkpoint: Path) -> int:
         """Write the files of the run and of a checkpoint, its manifest last; returns the checkpoint's bytes."""
@@ -184,10 +173,8 @@ def check_place(address: str, *, begins: bool, writes: bool) -> None:
     with store_errors(f"{FLAG} {address}: cannot be {'written' if writes else 'read'}"):
         present = checkpoints_at(place)
         if present and begins:
-            raise UserError(
-                f"{FLAG} {address}: holds {present[0]} of a run already: add --resume to continue it, --overwrite to "
-                "delete it, or name another place"
-            )
+            cure = "add --resume to continue it, --overwrite to delete it, or name another place"
+            raise UserError(f"{FLAG} {address}: holds {present[0]} of a run already: {cure}")
         if writes:
             place.write(_TRIAL, io.BytesIO(b"\n"))
             place.remove(_TRIAL)
@@ -234,10 +221,8 @@ def fetch_newer(address: str, run_dir: Path, *, damage: Callable[[str], str]) ->
                 continue
             if local and parse_manifest(local[0]).run_id != manifest.run_id:
                 remove(folder)
-                raise UserError(
-                    f"{FLAG} {address}: {name} is of another run than {local[0]}: name another place, or remove one of "
-                    "them"
-                )
+                cure = "name another place, or remove one of them"
+                raise UserError(f"{FLAG} {address}: {name} is of another run than {local[0]}: {cure}")
             for run_file in RUN_FILES[:3]:
                 if not (run_dir / run_file).exists() and place.exists(run_file):
                     place.read_into(run_file, run_dir / run_file)

@@ -25,24 +25,13 @@ them has a validation loss, there is no best. Retention keeps the newest and the
 
 import contextlib
 import errno
-import itertools
 import re
 from collections.abc import Callable, Container, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
-from dsgpt.checkpoints.manifest import (
-    MANIFEST,
-    FileFacts,
-    Manifest,
-    RunState,
-    parse_manifest,
-    read_manifest,
-    require_files,
-    write_run_state,
-)
+from dsgpt.checkpoints.manifest import MANIFEST, FileFacts, Manifest, RunState, parse_manifest, read_manifest
 from dsgpt.common.errors import UserError
 from dsgpt.common.files import is_regular_file, link_between, remove, sync_directory, write_atomic, write_json_atomic
 from dsgpt.common.json_files import JsonError, read_object, read_or_refuse
@@ -90,14 +79,9 @@ def begin(run_dir: Path, step: int) -> Path:
 
 
 def publish(
-    run_dir: Path,
-    folder: Path,
-    *,
-    state: RunState,
-    about: dict[str, Any],
-    written: Mapping[str, FileFacts] = MappingProxyType({}),
+    run_dir: Path, folder: Path, *, state: RunState, about: dict[str, Any], written: Mapping[str, FileFacts]
 ) -> Path:
-    """Turn the complete ``folder`` into a checkpoint; main rank only.
+    """Turn the complete ``folder`` into a checkpoint, durable and with its manifest; main rank only.
 
     Args:
         run_dir: the run.
@@ -110,8 +94,20 @@ def publish(
         OSError: the file system refuses, or shows a file of another rank otherwise than that rank wrote it. Earlier
             checkpoints are unchanged.
     """
-    write_run_state(folder, state)
-    _seal(folder, {**about, "step": state.step, "val_loss": state.val_loss}, written)
+    state.write(folder)
+    for name, facts in written.items():
+        if (folder / name).stat().st_size != facts.size:
+            raise OSError(errno.EIO, "is not as large as the rank that wrote it says", str(folder / name))
+    paths = sorted(path for path in folder.rglob("*") if link_between(folder, path) is None)
+    files = {
+        path.relative_to(folder).as_posix(): asdict(written.get(path.name) or FileFacts.synced(path))
+        for path in paths
+        if path.is_file() and (path.parent != folder / TOKENIZER or path.name in KNOWN_FILES)
+    }
+    for path in paths:
+        if path.is_dir():
+            sync_directory(path)
+    write_json_atomic(folder / MANIFEST, {**about, "step": state.step, "val_loss": state.val_loss, "files": files})
     final = run_dir / folder_name(state.step)
     set_aside(final, suffix=REPLACED)
     try:
@@ -161,23 +157,6 @@ def keep_newest(run_dir: Path, *, count: int, needed: Container[Path] = ()) -> N
     name_newest_and_best(run_dir)
 
 
-def _seal(folder: Path, about: dict[str, Any], written: Mapping[str, FileFacts]) -> None:
-    """Make everything in ``folder`` durable, and write its manifest."""
-    for name, facts in written.items():
-        if (folder / name).stat().st_size != facts.size:
-            raise OSError(errno.EIO, "is not as large as the rank that wrote it says", str(folder / name))
-    paths = sorted(path for path in folder.rglob("*") if link_between(folder, path) is None)
-    files = {
-        path.relative_to(folder).as_posix(): asdict(written.get(path.name) or FileFacts.synced(path))
-        for path in paths
-        if path.is_file() and (path.parent != folder / TOKENIZER or path.name in KNOWN_FILES)
-    }
-    for path in paths:
-        if path.is_dir():
-            sync_directory(path)
-    write_json_atomic(folder / MANIFEST, {**about, "files": files})
-
-
 def name_newest_and_best(run_dir: Path) -> None:
     """Write ``latest`` and ``best`` from the folders that exist."""
     newest_first = checkpoints(run_dir)
@@ -204,16 +183,16 @@ def comparable(newest_first: list[Path]) -> dict[Path, Manifest]:
     If a run returned to an earlier validation set, checkpoints from before the change do not count, as in
     ``best_val_loss``. Damaged ones are left out.
     """
-    manifests = {}
+    newest, manifests = None, dict[Path, Manifest]()
     for checkpoint in newest_first:
         with contextlib.suppress(UserError):
-            manifests[checkpoint] = parse_manifest(checkpoint)
-    validated_on = {
-        checkpoint: [manifest.fixed.get(name) for name in VALIDATED_ON] for checkpoint, manifest in manifests.items()
-    }
-    newest = next(iter(validated_on.values()), None)
-    same = itertools.takewhile(lambda checkpoint: validated_on[checkpoint] == newest, validated_on)
-    return {checkpoint: manifests[checkpoint] for checkpoint in same}
+            manifest = parse_manifest(checkpoint)
+            validated_on = [manifest.fixed.get(name) for name in VALIDATED_ON]
+            newest = newest or validated_on
+            if validated_on != newest:
+                break
+            manifests[checkpoint] = manifest
+    return manifests
 
 
 def step_of(name: str) -> int:
@@ -238,15 +217,9 @@ def mark_damaged(checkpoint: Path) -> None:
     checkpoint.rename(marked)
 
 
-def marked_damaged(run_dir: Path) -> list[Path]:
-    """The checkpoints that an earlier resume refused."""
-    return sorted(path for path in run_dir.glob("step-*") if DAMAGED_FOLDER.fullmatch(path.name))
-
-
 def discard(checkpoint: Path) -> None:
     """Remove a checkpoint; a kill in between never leaves a folder with its name and only some of its files."""
-    aside = set_aside(checkpoint)
-    if aside is not None:
+    if aside := set_aside(checkpoint):
         remove(aside)
 
 
@@ -290,16 +263,13 @@ def find_checkpoint(path: Path, *, which: str = "latest", flag: str) -> Path:
     """
     if (path / MANIFEST).exists():
         if which == "best":
-            raise UserError(
-                f"{flag} {path}: is one checkpoint; --which best chooses among those of a run: name the run folder"
-            )
+            how = "--which best chooses among those of a run"
+            raise UserError(f"{flag} {path}: is one checkpoint; {how}: name the run folder")
         return path
     newest_first = checkpoints(path) if path.is_dir() else []
     if links := linked(path):
-        raise UserError(
-            f"{flag} {path}: {links[-1].name} is a link, and links inside a run folder are not followed: "
-            f"name the link itself ({flag} {links[-1]}), or remove it"
-        )
+        found = f"{links[-1].name} is a link, and links inside a run folder are not followed"
+        raise UserError(f"{flag} {path}: {found}: name the link itself ({flag} {links[-1]}), or remove it")
     if not newest_first:
         raise UserError(f"{flag} {path}: holds no checkpoint; name a run folder such as checkpoint/demo-zero1")
     return _named_best(path, newest_first) if which == "best" else newest_first[0]
@@ -311,18 +281,14 @@ def _named_best(run_dir: Path, newest_first: list[Path]) -> Path:
             raise FileNotFoundError(run_dir / BEST)
         name = (run_dir / BEST).read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(
-            f"--which best: {run_dir} does not say which of its checkpoints is the best, because none was saved after "
-            "a validation: use --which latest"
-        ) from error
+        why = "does not say which of its checkpoints is the best, because none was saved after a validation"
+        raise UserError(f"--which best: {run_dir} {why}: use --which latest") from error
     named = next((checkpoint for checkpoint in newest_first if checkpoint.name == name), None)
     if named is None:
         raise UserError(f"--which best: {run_dir / BEST} names {name}, which does not exist: use --which latest")
     if named not in comparable(newest_first):
-        raise UserError(
-            f"--which best: {run_dir / BEST} names {name}, which was validated on other data than the newest "
-            "checkpoint, or before the data last changed: use --which latest"
-        )
+        other = "which was validated on other data than the newest checkpoint, or before the data last changed"
+        raise UserError(f"--which best: {run_dir / BEST} names {name}, {other}: use --which latest")
     return named
 
 
@@ -351,33 +317,20 @@ def open_model_files(checkpoint: Path, *, progress: Callable[[int], None] = lamb
         progress: called with the bytes read since its last call.
 
     Raises:
-        UserError: one of them is missing or damaged.
+        UserError: one of them is missing or damaged, or a file of the tokenizer is not in the manifest.
     """
     manifest = read_manifest(checkpoint, only=is_model_file, progress=progress)
-    require_files(checkpoint, manifest, (INDEX if INDEX in manifest.files else WEIGHTS, MODEL))
+    manifest.require(checkpoint, (INDEX if INDEX in manifest.files else WEIGHTS, MODEL))
     config = read_or_refuse(checkpoint / MODEL, GPT2Config, "the shape of a model")
-    tokenizer = _tokenizer(checkpoint, manifest.files)
-    return ModelFiles(checkpoint=checkpoint, manifest=manifest, config=config, tokenizer=tokenizer)
-
-
-def _tokenizer(checkpoint: Path, named: Container[str]) -> Path | None:
-    """The tokenizer's folder, all of whose files are in the manifest; None where there is none.
-
-    Raises:
-        UserError: it holds a file that a tokenizer would read and that the manifest does not name.
-    """
     folder = checkpoint / TOKENIZER
     files = [] if folder.is_symlink() else tokenizer_files(folder)
     for file in files:
-        if f"{TOKENIZER}/{file.name}" not in named:
+        if f"{TOKENIZER}/{file.name}" not in manifest.files:
             raise UserError(f"{file}: is not in {MANIFEST}, which names every file of a checkpoint: remove it")
-    return folder if files else None
+    return ModelFiles(checkpoint=checkpoint, manifest=manifest, config=config, tokenizer=folder if files else None)
 
 
 def is_model_file(name: str) -> bool:
     """Whether a file of a checkpoint, by its name in the manifest, is needed to use the model."""
-    return (
-        name in (WEIGHTS, MODEL, INDEX)
-        or name.startswith(f"{TOKENIZER}/")
-        or _PIECES_OF_WEIGHTS.fullmatch(name) is not None
-    )
+    of_the_weights = name in (WEIGHTS, MODEL, INDEX) or _PIECES_OF_WEIGHTS.fullmatch(name) is not None
+    return of_the_weights or name.startswith(f"{TOKENIZER}/")

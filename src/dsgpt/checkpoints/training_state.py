@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import torch
-from pydantic import Field
+from pydantic import Field, TypeAdapter
 from safetensors.torch import load_file, save
 from torch import Tensor
 
@@ -32,9 +32,9 @@ from dsgpt.checkpoints import store
 from dsgpt.checkpoints.manifest import FileFacts
 from dsgpt.checkpoints.pieces import MOMENTS, Box, Index, Pieces, cut, moment_key, numbered, read_index
 from dsgpt.common.errors import UserError
-from dsgpt.common.files import write_json_atomic
+from dsgpt.common.files import write_atomic, write_json_atomic
 from dsgpt.common.json_files import Count, read_or_refuse
-from dsgpt.formats.tensor_files import SafetensorsWriter, StoredTensor, open_safetensors
+from dsgpt.formats.tensor_files import SafetensorsWriter, open_safetensors
 from dsgpt.model.config import STATE_NAMES
 
 COUNTERS = "training_state.json"
@@ -172,7 +172,9 @@ class Shards:
         def states() -> Iterator[tuple[str, ParamState]]:
             for name, state in self.states:
                 if name in boxes:
-                    yield name, state.mapped(partial(_flat_range, ends[name]))
+                    part = slice(*ends[name])
+                    moments = {key: moment.reshape(-1)[part] for key, moment in state.moments.items()}
+                    yield name, ParamState(state.weight.reshape(-1)[part], **moments)
 
         return Shards(boxes, states())
 
@@ -195,10 +197,6 @@ class Counters:
     """Steps that changed the weights; fewer than the run's where fp16 gradients overflowed."""
     loss_scale: LossScaleState | None = None
     """Loss scale of fp16; None in other precisions."""
-
-
-def _flat_range(ends: tuple[int, int], value: Tensor) -> Tensor:
-    return value.reshape(-1)[slice(*ends)]
 
 
 # Brings what a rank saves into host memory.
@@ -333,9 +331,7 @@ def write_shards(folder: Path, shards: Shards, *, rank: int, ranks: int) -> Writ
     boxes, keys, copies = shards.boxes, list[str](), HostCopies()
     finite: dict[str, Tensor] = {}
     weights, moments = (folder / numbered(name, rank, ranks) for name in (store.WEIGHTS, MOMENTS))
-    pieces = {
-        name: {(name if ranks == 1 else box.key(name)): box for box in each} for name, each in shards.boxes.items()
-    }
+    pieces = {name: {(name if ranks == 1 else box.key(name)): box for box in each} for name, each in boxes.items()}
     with ExitStack() as files:
         announced = {key: (box.shape, torch.float32) for each in pieces.values() for key, box in each.items()}
         writer = files.enter_context(SafetensorsWriter(weights, announced))
@@ -400,7 +396,7 @@ def complete_state(
     index = Index.of([part.boxes for part in parts], moments=list(*moments), shapes=shapes)
     write_json_atomic(folder / COUNTERS, asdict(counters))
     if len(parts) > 1:
-        index.write(folder)
+        write_atomic(folder / store.INDEX, TypeAdapter(Index).dump_json(index) + b"\n")
     return {name: facts for part in parts for name, facts in part.files.items()}
 
 
@@ -429,10 +425,6 @@ class StateReader(Pieces):
     def has_moments(self) -> bool:
         """Whether there are moments: the optimizer has stepped, and keeps some."""
         return bool(self.index.moments)
-
-    def stored_moments(self) -> dict[str, dict[str, StoredTensor]]:
-        """Every moment, by its name such as ``exp_avg``, then by canonical name; none is read yet."""
-        return {key: self.stored(key) for key in self.index.moments}
 
     def require_shapes(self, shapes: Mapping[str, Sequence[int]]) -> None:
         """Compare the tensors with a model's.

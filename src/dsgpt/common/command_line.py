@@ -32,6 +32,10 @@ from dsgpt.common.files import PRINTABLE, is_utf8, printable, undecodable
 
 COMPLETING = "_ARGCOMPLETE"
 """The shell sets this variable when it asks for completions; its value is the place of the first word plus 1."""
+Words = Sequence[str] | None
+"""A command line; None stands for that of this process."""
+Elsewhere = Mapping[str, str] | None
+"""For flags of other programs, how to set the same value here."""
 V = TypeVar("V")
 """Type of a value."""
 O = TypeVar("O")  # noqa: E741
@@ -67,11 +71,8 @@ def ungrouped(word: str) -> str:
 
 def whole(*, low: int) -> Callable[[str], int]:
     """A reader of whole numbers of at least ``low``; ``_`` and ``,`` may group the digits."""
-    return value(
-        lambda word: int(ungrouped(word)),
-        accepts=lambda number: number >= low,
-        must_be=f"a whole number of at least {low}",
-    )
+    must_be = f"a whole number of at least {low}"
+    return value(lambda word: int(ungrouped(word)), accepts=lambda number: number >= low, must_be=must_be)
 
 
 COUNT = whole(low=0)
@@ -107,8 +108,8 @@ def choices(allowed: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
 
 
 def flag(
-    read: Callable[[str], Any],
-    metavar: str,
+    read: Callable[[str], Any] | None,
+    metavar: str | None,
     text: str = "",
     *,
     default: Any = None,
@@ -121,7 +122,7 @@ def flag(
     """The field of a flag that takes a value; its name is that of the flag.
 
     Args:
-        read: ``str``, ``Path`` or a reader of the words that the flag accepts.
+        read: ``str``, ``Path`` or a reader of the words that the flag accepts; None without a value.
         metavar: what the help calls the value.
         text: of the help; ``%(default)s`` stands for the default. Without it, it is the docstring below the field.
         default: of the field, if the flag is not given.
@@ -131,7 +132,7 @@ def flag(
         work: for ``src/gpt2.py``, what the flag means for equal work (``dsgpt.config.options``).
         more: for ``argparse``: ``nargs``, ``action``, ``required``.
     """
-    given_as = {"type": read, "metavar": metavar, "help": text or None, **more}
+    given_as = {"help": text or None, **({"type": read, "metavar": metavar} if read else {}), **more}
     if not isinstance(default, tuple):  # argparse cannot append to a tuple
         given_as["default"] = default
     declared = {"name": name, "group": group, "needs": needs, "work": work, "argparse": given_as}
@@ -140,9 +141,7 @@ def flag(
 
 def switch(text: str = "", *, group: str | None = None, work: object = None) -> Any:
     """The field of a flag without a value, which is false if it is not given; the arguments are those of ``flag``."""
-    given_as = {"action": "store_true", "help": text or None}
-    declared = {"name": None, "group": group, "needs": None, "work": work, "argparse": given_as}
-    return dataclasses.field(default=False, metadata=declared)
+    return flag(None, None, text, default=False, group=group, work=work, action="store_true")
 
 
 def part(options: type) -> Any:
@@ -189,16 +188,9 @@ class Parser(argparse.ArgumentParser):
     command: ClassVar[str | None] = None
     """The command of ``dsgpt`` that runs the script, for the usage."""
 
-    def __init__(
-        self, *, description: str, epilog: str = "", prog: str | None = None, allow_abbrev: bool = False
-    ) -> None:
-        super().__init__(
-            prog=self.command or prog,
-            description=description,
-            epilog=epilog,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-            allow_abbrev=allow_abbrev,
-        )
+    def __init__(self, *, prog: str | None = None, allow_abbrev: bool = False, **texts: Any) -> None:
+        form = argparse.RawDescriptionHelpFormatter
+        super().__init__(prog=self.command or prog, allow_abbrev=allow_abbrev, formatter_class=form, **texts)
         self.problems = errors.Problems()
         self._declared: list[type] = []
 
@@ -227,15 +219,13 @@ class Parser(argparse.ArgumentParser):
             action.help = action.help or texts.get(action.dest)
         return super().format_help()
 
-    def read(
-        self, options: type[O], words: Sequence[str] | None = None, *, elsewhere: Mapping[str, str] | None = None
-    ) -> O:
+    def read(self, options: type[O], words: Words = None, *, elsewhere: Elsewhere = None) -> O:
         """Read a whole command line; ``problems`` then holds all of its mistakes.
 
         Args:
             options: a dataclass whose flags were added. A flag that is wrong or not given has its default.
-            words: the command line; by default that of this process.
-            elsewhere: for flags of other programs, how to set the same value here.
+            words: the command line.
+            elsewhere: for unknown flags.
 
         Raises:
             UserError: argparse cannot read the line at all, for example a value for a flag that takes none.
@@ -314,14 +304,15 @@ def require_flags(options: Any, problems: errors.Problems) -> None:
 
 
 def read_options(
-    options: type[O], words: Sequence[str] | None = None, *, elsewhere: Mapping[str, str] | None = None, **parser: Any
+    options: type[O], words: Words = None, *, elsewhere: Elsewhere = None, complete: bool = True, **parser: Any
 ) -> tuple[O, errors.Problems]:
     """Read the command line of a script with one set of flags; return the options, and the mistakes found.
 
     Args:
         options: a dataclass whose fields declare the flags.
-        words: the command line; by default that of this process.
-        elsewhere: as in ``Parser.read``.
+        words: the command line.
+        elsewhere: for unknown flags.
+        complete: note what ``require_flags`` misses, too.
         parser: the arguments of ``Parser``; by default the texts that ``help_of`` finds.
 
     Raises:
@@ -329,7 +320,10 @@ def read_options(
     """
     reading = Parser(**help_of(options) | parser)
     reading.add_flags(options)
-    return reading.read(options, words, elsewhere=elsewhere), reading.problems
+    given = reading.read(options, words, elsewhere=elsewhere)
+    if complete:
+        require_flags(given, reading.problems)
+    return given, reading.problems
 
 
 # How every script starts and ends.

@@ -19,6 +19,8 @@ from typing import Any, Self
 
 _BLOCK = 1 << 22
 
+Advance = Callable[[int], None]
+"""Gets how many bytes, or other units, were done since its last call."""
 PRINTABLE = "dsgpt.printable"
 """Error handler for ``encode``: escapes bytes that are not UTF-8 and characters that the encoding lacks (``\\xe9``)."""
 
@@ -50,10 +52,8 @@ def is_utf8(path: object) -> bool:
 
 def undecodable(path: object) -> str:
     """The message about a path that is not UTF-8 and that a library must open."""
-    return (
-        f"{printable(path)}: is not valid UTF-8, and the libraries that read tokenizers and weights cannot open such "
-        "a path: rename it"
-    )
+    why = "the libraries that read tokenizers and weights cannot open such a path"
+    return f"{printable(path)}: is not valid UTF-8, and {why}: rename it"
 
 
 def sha256_of(path: Path, progress: Callable[[int], object] = lambda _: None) -> str:

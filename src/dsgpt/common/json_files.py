@@ -63,9 +63,8 @@ def parse_json(data: bytes) -> Any:
         raise JsonError(f"it is {encoding.upper()} text, not UTF-8: encode it as UTF-8")
     check_depth(data)
     try:
-        value = json.loads(
-            data.decode("utf-8"), parse_constant=_refuse_constant, parse_float=_finite, object_pairs_hook=_unique
-        )
+        hooks: dict[str, Any] = {"parse_constant": _refuse_constant, "parse_float": _finite}
+        value = json.loads(data.decode("utf-8"), object_pairs_hook=_unique, **hooks)
         if _SURROGATE.search(data):
             json.dumps(value, ensure_ascii=False).encode()  # an escape can write half of a surrogate pair, UTF-8 cannot
         return value
@@ -145,6 +144,18 @@ def read_object(path: Path, *, max_bytes: int = MAX_BYTES) -> dict[str, Any]:
     return value
 
 
+def read_json(path: Path) -> dict[str, Any]:
+    """The same as ``read_object``, of a file that a user named.
+
+    Raises:
+        UserError: the file cannot be read, or does not contain an object.
+    """
+    try:
+        return read_object(path)
+    except JsonError as error:
+        raise UserError(f"{path}: is not a readable JSON file ({error})") from error
+
+
 def read_as(path: Path, kind: type[T], *, unknown_keys: bool = False, max_bytes: int = MAX_BYTES) -> T:
     """A file as the dataclass or pydantic model ``kind``: every value has exactly the type of its field.
 
@@ -197,9 +208,8 @@ def _in_one_line(error: ValidationError) -> str:
     lines = []
     for fault in faults[:_SHOWN]:
         place = ".".join(str(part)[:80] for part in fault["loc"])
-        value = (
-            "" if fault["type"] in {"missing", "unexpected_keyword_argument"} else f", not {clipped(fault['input'])}"
-        )
+        without = fault["type"] in {"missing", "unexpected_keyword_argument"}
+        value = "" if without else f", not {clipped(fault['input'])}"
         lines.append(f"{place}: {fault['msg']}{value}" if place else f"{fault['msg']}{value}")
     more = f"; and {len(faults) - _SHOWN:,} more" if len(faults) > _SHOWN else ""
     return " ".join("; ".join(lines).split()) + more

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from dsgpt.common.errors import Problems, UserError
 from dsgpt.common.files import is_utf8, undecodable
+from dsgpt.common.json_files import read_json
 from dsgpt.config.options import Options, shape_overrides
 from dsgpt.config.recipe import Recipe, read_recipe
 from dsgpt.data.data_set import DataSet, open_data
@@ -91,8 +92,6 @@ def _open_weights(given: str, *, quiet: bool) -> InitFrom:
 
 def _recorded(options: Options, given: str, run_dir: Path) -> InitFrom | None:
     """The source that the resumed run recorded, if it is ``given``. It is not opened: the run has checkpoints."""
-    from dsgpt.formats.hugging_face import read_json  # noqa: PLC0415 - as above
-
     if not options.resume or not any(run_dir.glob("step-*/manifest.json")):
         return None
     try:

@@ -339,7 +339,7 @@ def parse_arguments(arguments: Sequence[str]) -> tuple[Options, Problems]:
     Raises:
         UserError: argparse cannot read the line at all, for example a value for a flag that takes none.
     """
-    return read_options(Options, arguments, elsewhere=_ELSEWHERE, prog="gpt2.py")
+    return read_options(Options, arguments, elsewhere=_ELSEWHERE, complete=False, prog="gpt2.py")
 
 
 # The packages of the experiment trackers that ``--track`` may name.

@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from dsgpt.common.command_line import choice, flag, read_options, require_flags, switch, whole
+from dsgpt.common.command_line import choice, flag, read_options, switch, whole
 from dsgpt.common.errors import Problems, UserError
 from dsgpt.common.files import remove, sync_directory
 from dsgpt.common.text import counted, next_line, script_words
@@ -235,7 +235,6 @@ def main(words: Sequence[str] | None = None) -> None:
         UserError: mistakes of the command line; FROM cannot be read, or TO cannot hold it.
     """
     options, problems = read_options(ConvertDataOptions, words, description=DESCRIPTION, epilog=EXAMPLES)
-    require_flags(options, problems)
     problems.raise_if_any()
     source, target, form = options.source, options.target, options.form
     foreign = open_foreign(source)

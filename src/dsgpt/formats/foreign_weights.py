@@ -16,7 +16,6 @@ import warnings
 import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +26,10 @@ from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from dsgpt.common.errors import UserError
 from dsgpt.common.json_files import clipped, clipped_text
-from dsgpt.formats.hugging_face import HEAD, hugging_face_name
-from dsgpt.formats.tensor_files import StoredTensor
+from dsgpt.formats.hugging_face import HEAD, hugging_face_name, padded
+from dsgpt.formats.tensor_files import StoredTensor, stored_in_fp32
 from dsgpt.formats.tokenizer_files import reason_of
-from dsgpt.model.config import GPT2Config
+from dsgpt.model.config import SHAPE_FLAGS, GPT2Config
 from dsgpt.model.gpt2 import parameter_shapes
 
 _LLMC_MAGIC, _LLMC_HEADER = 20240326, 256
@@ -76,11 +75,12 @@ class ForeignModel:
     """Where it computes something else than ours; empty if nowhere."""
 
 
+Order = Callable[[Tensor], Tensor]
+"""Puts the rows of attention's queries, keys and values into the order of this program."""
+
+
 class _Inert:
     """Stands for any object that a file names: it keeps the object's state, and does nothing."""
-
-    def __new__(cls, *_: object) -> "_Inert":
-        return object.__new__(cls)
 
     def __init__(self, *_: object) -> None:
         self.state: object = None
@@ -117,9 +117,7 @@ def open_foreign_weights(path: Path) -> ForeignModel:
 
 def _open_nanogpt(path: Path, values: Mapping[str, Any]) -> ForeignModel:
     args = values["model_args"]
-    config = _config(
-        path, {name: args.get(name) for name in ("n_layer", "n_head", "n_embd", "block_size", "vocab_size")}
-    )
+    config = _config(path, {name: args.get(name) for name in SHAPE_FLAGS})
     stored = {name.removeprefix("_orig_mod."): value for name, value in values["model"].items()}
     ours = {hugging_face_name(name): name for name in parameter_shapes(config)}
     head, embedding = stored.pop(HEAD, None), stored.get(hugging_face_name("wte.weight"))
@@ -133,8 +131,7 @@ def _open_nanogpt(path: Path, values: Mapping[str, Any]) -> ForeignModel:
     if args.get("bias") is False:  # without biases, which is the same as biases of zero
         lacking = {name: shape for name, shape in parameter_shapes(config).items() if name.endswith(".bias")}
         found |= {name: torch.zeros(shape) for name, shape in lacking.items() if name not in found}
-    tensors = _tensors(path, config, found)
-    return ForeignModel(maker="nanoGPT", config=config, tensors=tensors, note=_EXACT_GELU.format("nanoGPT"))
+    return _model(path, "nanoGPT", config, found, note=_EXACT_GELU.format("nanoGPT"))
 
 
 def _open_llmc(path: Path, header: list[int]) -> ForeignModel:
@@ -148,15 +145,14 @@ def _open_llmc(path: Path, header: list[int]) -> ForeignModel:
         order += [f"blocks.{layer}.{module}.{kind}" for kind in ("weight", "bias") for layer in range(config.n_layer)]
     order += ["ln_f.weight", "ln_f.bias"]
     start, needed = 4 * _LLMC_HEADER // dtype.itemsize, sum(shapes[name].numel() for name in order)
-    if (size := path.stat().st_size) != (start + needed) * dtype.itemsize:
-        raise UserError(
-            f"{path}: has {size:,} bytes, by its header {(start + needed) * dtype.itemsize:,}: it is cut off"
-        )
+    size, announced = path.stat().st_size, (start + needed) * dtype.itemsize
+    if size != announced:
+        raise UserError(f"{path}: has {size:,} bytes, by its header {announced:,}: it is cut off")
     numbers, found = torch.from_file(str(path), shared=False, size=start + needed, dtype=dtype), {}
     for name in order:
         found[name] = numbers[start : start + shapes[name].numel()].view(shapes[name])
         start += shapes[name].numel()
-    return ForeignModel(maker="llm.c", config=config, tensors=_tensors(path, config, found))
+    return _model(path, "llm.c", config, found)
 
 
 def _open_megatron(path: Path, values: Mapping[str, Any], args: Mapping[str, Any]) -> ForeignModel:
@@ -184,9 +180,8 @@ def _open_megatron(path: Path, values: Mapping[str, Any], args: Mapping[str, Any
         return value.reshape(3 * heads * size, -1)
 
     tanh = args.get("bias_gelu_fusion") or args.get("openai_gelu")
-    tensors = _tensors(path, config, found, qkv=ordered)
     note = "" if tanh else _EXACT_GELU.format("Megatron-LM without --bias-gelu-fusion")
-    return ForeignModel(maker=f"Megatron-LM, checkpoint version {version:g}", config=config, tensors=tensors, note=note)
+    return _model(path, f"Megatron-LM, checkpoint version {version:g}", config, found, note=note, qkv=ordered)
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Tensor]:
@@ -221,14 +216,10 @@ def _config(path: Path, shape: Mapping[str, Any]) -> GPT2Config:
         raise UserError(f"{path}: has an impossible shape: {error}") from error
 
 
-def _tensors(
-    path: Path,
-    config: GPT2Config,
-    found: Mapping[str, Tensor],
-    *,
-    qkv: Callable[[Tensor], Tensor] = lambda value: value,
-) -> dict[str, StoredTensor]:
-    """The parameters in fp32, the embedding's rows beyond the vocabulary zero; ``qkv`` orders those of attention.
+def _model(
+    path: Path, maker: str, config: GPT2Config, found: Mapping[str, Tensor], *, note: str = "", qkv: Order | None = None
+) -> ForeignModel:
+    """The model with the parameters ``found``, in fp32 and the embedding's rows beyond the vocabulary zero.
 
     Raises:
         UserError: one is missing, unknown, of another shape, or of no type of weights.
@@ -241,21 +232,15 @@ def _tensors(
         rows = config.vocab_size if name == "wte.weight" else shape[0]
         if value is None or (value.is_floating_point() and value.shape == (rows, *shape[1:])):
             continue
-        problems.append(
-            f"{path}: {name} has the shape {list(value.shape)} and the type {value.dtype}, not {list(shape)}"
-        )
+        is_now = f"the shape {list(value.shape)} and the type {value.dtype}"
+        problems.append(f"{path}: {name} has {is_now}, not {list(shape)}")
     if problems:
         raise UserError(*problems[:4])
 
     def read(name: str) -> Tensor:
         value = found[name].float()
         if name == "wte.weight":
-            padded = torch.zeros(config.padded_vocab_size, config.n_embd)
-            padded[: config.vocab_size] = value[: config.vocab_size]
-            return padded
-        return (qkv(value) if ".attn.qkv." in name else value).reshape(shapes[name]).clone()
+            return padded(value, config)
+        return (qkv(value) if qkv and ".attn.qkv." in name else value).reshape(shapes[name]).clone()
 
-    return {
-        name: StoredTensor(shape=tuple(shape), dtype=torch.float32, read=partial(read, name))
-        for name, shape in shapes.items()
-    }
+    return ForeignModel(maker=maker, config=config, tensors=stored_in_fp32(shapes, read), note=note)

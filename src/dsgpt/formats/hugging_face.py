@@ -6,8 +6,8 @@ keeps OpenAI's ``Conv1D``, whose weight is the transpose of ``nn.Linear``'s, and
 
 import hashlib
 import re
-from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,21 +15,15 @@ import torch
 from torch import Tensor
 
 from dsgpt.common.errors import UserError
-from dsgpt.common.files import sha256_of
-from dsgpt.common.json_files import JsonError, clipped, clipped_text, read_object
-from dsgpt.formats.tensor_files import StoredTensor, open_pickled, open_safetensors
-from dsgpt.model.config import LARGEST, GPT2Config
+from dsgpt.common.files import Advance, sha256_of
+from dsgpt.common.json_files import clipped, clipped_text, read_json
+from dsgpt.formats.tensor_files import StoredTensor, open_pickled, open_safetensors, stored_in_fp32
+from dsgpt.model.config import LARGEST, SHAPE_FLAGS, GPT2Config
 from dsgpt.model.gpt2 import parameter_shapes
 
-_BLOCK_NAMES = {
-    "ln_1": "ln_1",
-    "attn.qkv": "attn.c_attn",
-    "attn.proj": "attn.c_proj",
-    "ln_2": "ln_2",
-    "mlp.fc": "mlp.c_fc",
-    "mlp.proj": "mlp.c_proj",
-}
-_TRANSPOSED = ("attn.qkv.weight", "attn.proj.weight", "mlp.fc.weight", "mlp.proj.weight")
+_MATRICES = {"attn.qkv": "attn.c_attn", "attn.proj": "attn.c_proj", "mlp.fc": "mlp.c_fc", "mlp.proj": "mlp.c_proj"}
+"""The modules of a block that have other names there; the weights of these are transposed."""
+_TRANSPOSED = tuple(f"{module}.weight" for module in _MATRICES)
 _EMBEDDING = "wte.weight"
 
 PREFIX = "transformer."
@@ -37,22 +31,14 @@ PREFIX = "transformer."
 HEAD = "lm_head.weight"
 """The output head. It is tied to the embedding, so files need not contain it."""
 
-_SHAPE_KEYS = {
-    "n_layer": "n_layer",
-    "n_head": "n_head",
-    "n_embd": "n_embd",
-    "n_positions": "block_size",
-    "vocab_size": "vocab_size",
-}
+_SHAPE_KEYS = {"n_positions" if field == "block_size" else field: field for field in SHAPE_FLAGS}
 """Fields of ``GPT2Config`` by the names in config.json."""
 _DROPOUTS = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
 _ARCHITECTURE = {
     "activation_function": "gelu_new",
     "layer_norm_epsilon": 1e-5,
     "scale_attn_weights": True,
-    "scale_attn_by_inverse_layer_idx": False,
-    "reorder_and_upcast_attn": False,
-    "add_cross_attention": False,
+    **dict.fromkeys(("scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn", "add_cross_attention"), False),
     "tie_word_embeddings": True,
 }
 """The settings of the published GPT-2, which are also transformers' defaults."""
@@ -66,7 +52,7 @@ def hugging_face_name(name: str) -> str:
         return f"{PREFIX}{name}"
     _, layer, rest = name.split(".", 2)
     module, kind = rest.rsplit(".", 1)
-    return f"{PREFIX}h.{layer}.{_BLOCK_NAMES[module]}.{kind}"
+    return f"{PREFIX}h.{layer}.{_MATRICES.get(module, module)}.{kind}"
 
 
 def hugging_face_shape(name: str, shape: Iterable[int], config: GPT2Config) -> tuple[int, ...]:
@@ -84,14 +70,17 @@ def hugging_face_value(name: str, value: Tensor, config: GPT2Config) -> Tensor:
     return value.t() if name.endswith(_TRANSPOSED) else value
 
 
-def canonical_value(name: str, value: Tensor, config: GPT2Config) -> Tensor:
-    """The inverse of ``hugging_face_value``, in fp32. The padding is zero, as it is after training."""
-    if name == _EMBEDDING:
-        padded = torch.zeros(config.padded_vocab_size, config.n_embd)
-        padded[: config.vocab_size] = value
-        return padded
-    value = value.t() if name.endswith(_TRANSPOSED) else value
-    return value.float().contiguous()
+def hugging_face_tensor(name: str, stored: StoredTensor, config: GPT2Config) -> StoredTensor:
+    """The canonical parameter ``name`` in Hugging Face's layout, not read yet."""
+    shape = hugging_face_shape(name, stored.shape, config)
+    return replace(stored, shape=shape, read=lambda: hugging_face_value(name, stored.read(), config), read_slices=None)
+
+
+def padded(embedding: Tensor, config: GPT2Config) -> Tensor:
+    """The embedding of a vocabulary in fp32, with the rows that pad it: zero, as they are after training."""
+    rows = torch.zeros(config.padded_vocab_size, config.n_embd)
+    rows[: config.vocab_size] = embedding[: config.vocab_size]
+    return rows
 
 
 def to_hugging_face(weights: Iterable[tuple[str, Tensor]], config: GPT2Config) -> Iterator[tuple[str, Tensor]]:
@@ -115,10 +104,8 @@ def hugging_face_config(config: GPT2Config, *, dtype: str, end_of_text: int | No
         "n_inner": None,
         **_ARCHITECTURE,
         **dict.fromkeys(_DROPOUTS, config.dropout),
-        "bos_token_id": end_of_text,
-        "eos_token_id": end_of_text,
-        "dtype": _TORCH_NAMES[dtype],
-        "torch_dtype": _TORCH_NAMES[dtype],  # the same for transformers before 4.56
+        **dict.fromkeys(("bos_token_id", "eos_token_id"), end_of_text),
+        **dict.fromkeys(("dtype", "torch_dtype"), _TORCH_NAMES[dtype]),  # transformers before 4.56 reads the second
     }
 
 
@@ -161,18 +148,6 @@ _BUFFERS = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)")
 """The causal mask, which older files contain as a weight."""
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Read an object from a JSON file.
-
-    Raises:
-        UserError: the file cannot be read, or does not contain an object.
-    """
-    try:
-        return read_object(path)
-    except JsonError as error:
-        raise UserError(f"{path}: is not a readable JSON file ({error})") from error
-
-
 class PretrainedWeights:
     """The weights of a Hugging Face folder as canonical parameters; each call reads one.
 
@@ -194,13 +169,35 @@ class PretrainedWeights:
             for name, tensor in reader(file).items():
                 bare = name.removeprefix(PREFIX)
                 if bare in self._stored:
-                    raise UserError(
-                        f"{file}: {clipped_text(bare)} is there twice, with and without the prefix {PREFIX!r} or in "
-                        "two files: which of them belongs to the model is unknown"
-                    )
+                    twice = f"is there twice, with and without the prefix {PREFIX!r} or in two files"
+                    unknown = "which of them belongs to the model is unknown"
+                    raise UserError(f"{file}: {clipped_text(bare)} {twice}: {unknown}")
                 self._stored[bare] = tensor
         self._shapes = parameter_shapes(config)
-        _check(self._stored, self._shapes, config, place=self.files[0])
+        stored, place = self._stored, self.files[0]
+        expected = {_stored_name(name): hugging_face_shape(name, shape, config) for name, shape in self._shapes.items()}
+        if HEAD in stored:
+            expected[HEAD] = expected[_EMBEDDING]
+        extra = [name for name in stored if name not in expected and not _BUFFERS.fullmatch(name)]
+        missing = [name for name in expected if name not in stored]
+        problems = []
+        if missing:
+            lacks = f"{', '.join(missing[:3])} is missing"
+            problems.append(f"{place}: {lacks}: it must hold every weight that config.json announces")
+        if extra:
+            problems.append(f"{place}: {', '.join(extra[:3])} is not a weight of a GPT-2 language model")
+        problems += [
+            f"{place}: {name} has the shape {list(stored[name].shape)}, by config.json it must be {list(shape)}"
+            for name, shape in expected.items()
+            if name in stored and stored[name].shape != shape
+        ]
+        problems += [
+            f"{place}: {name} holds no floating-point numbers: quantized weights cannot be loaded"
+            for name in expected
+            if name in stored and stored[name].dtype is None
+        ]
+        if problems:
+            raise UserError(*problems[:4])
 
     def __call__(self, name: str, shape: torch.Size) -> Tensor:
         """The canonical parameter ``name`` of ``shape``, fp32 on the CPU.
@@ -213,16 +210,15 @@ class PretrainedWeights:
         value = self._stored[_stored_name(name)].read()
         if name == _EMBEDDING and HEAD in self._stored and not torch.equal(self._stored[HEAD].read(), value):
             raise UserError(f"{self.files[0]}: {HEAD} differs from wte.weight: in GPT-2 they are the same tensor")
-        return canonical_value(name, value, self.config)
+        if name == _EMBEDDING:
+            return padded(value, self.config)
+        return (value.t() if name.endswith(_TRANSPOSED) else value).float().contiguous()
 
     def tensors(self) -> dict[str, StoredTensor]:
         """All parameters by canonical name, not read yet."""
-        return {
-            name: StoredTensor(shape=tuple(shape), dtype=torch.float32, read=partial(self, name, shape))
-            for name, shape in self._shapes.items()
-        }
+        return stored_in_fp32(self._shapes, lambda name: self(name, self._shapes[name]))
 
-    def sha256(self, progress: Callable[[int], None] = lambda _: None) -> str:
+    def sha256(self, progress: Advance = lambda _: None) -> str:
         """The hash of the file; of several files, the hash of the lines that ``sha256sum`` prints for them."""
         hashes = {file.name: sha256_of(file, progress) for file in self.files}
         if len(hashes) == 1:
@@ -245,8 +241,7 @@ def weight_files(folder: Path) -> list[Path]:
     for name in WEIGHT_FILES:
         if (folder / name).is_file():
             return [folder / name]
-        if (folder / index_file(name)).is_file():
-            index = folder / index_file(name)
+        if (index := folder / index_file(name)).is_file():
             parts = [folder / part for part in parts_of(index)]
             if missing := next((part for part in parts if not part.is_file()), None):
                 raise UserError(f"{missing}: is missing, but {index.name} names it")
@@ -277,31 +272,3 @@ def parts_of(index: Path) -> list[str]:
 
 def _stored_name(name: str) -> str:
     return hugging_face_name(name).removeprefix(PREFIX)
-
-
-def _check(stored: dict[str, StoredTensor], shapes: dict[str, torch.Size], config: GPT2Config, *, place: Path) -> None:
-    expected = {_stored_name(name): hugging_face_shape(name, shape, config) for name, shape in shapes.items()}
-    if HEAD in stored:
-        expected[HEAD] = expected[_EMBEDDING]
-    extra = [name for name in stored if name not in expected and not _BUFFERS.fullmatch(name)]
-    missing = [name for name in expected if name not in stored]
-    problems = [
-        f"{place}: {', '.join(names[:3])} {what}"
-        for names, what in (
-            (missing, "is missing: it must hold every weight that config.json announces"),
-            (extra, "is not a weight of a GPT-2 language model"),
-        )
-        if names
-    ]
-    problems += [
-        f"{place}: {name} has the shape {list(stored[name].shape)}, by config.json it must be {list(shape)}"
-        for name, shape in expected.items()
-        if name in stored and stored[name].shape != shape
-    ]
-    problems += [
-        f"{place}: {name} holds no floating-point numbers: quantized weights cannot be loaded"
-        for name in expected
-        if name in stored and stored[name].dtype is None
-    ]
-    if problems:
-        raise UserError(*problems[:4])

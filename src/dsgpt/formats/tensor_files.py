@@ -21,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from dsgpt.common.errors import UserError
+from dsgpt.common.files import Advance
 from dsgpt.common.json_files import clipped_text
 from dsgpt.formats.tokenizer_files import reason_of
 
@@ -50,6 +51,12 @@ class StoredTensor:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
+def stored_in_fp32(shapes: Mapping[str, Sequence[int]], read: Callable[[str], Tensor]) -> dict[str, StoredTensor]:
+    """Tensors in fp32 of these ``shapes``, by name; ``read`` reads one by its name."""
+    shaped = {name: partial(StoredTensor, shape=tuple(shape)) for name, shape in shapes.items()}
+    return {name: stored(dtype=torch.float32, read=partial(read, name)) for name, stored in shaped.items()}
+
+
 def open_safetensors(path: Path) -> dict[str, StoredTensor]:
     """The tensors of a safetensors file by name; only the header is read.
 
@@ -61,10 +68,8 @@ def open_safetensors(path: Path) -> dict[str, StoredTensor]:
         tensors = {}
         for name in file.keys():  # noqa: SIM118 - not a mapping
             part, read = file.get_slice(name), partial(file.get_tensor, name)
-            dtype = _DTYPE_NAMES.get(part.get_dtype())
-            tensors[name] = StoredTensor(
-                shape=tuple(part.get_shape()), dtype=dtype, read=read, read_slices=part.__getitem__
-            )
+            shape, dtype = tuple(part.get_shape()), _DTYPE_NAMES.get(part.get_dtype())
+            tensors[name] = StoredTensor(shape=shape, dtype=dtype, read=read, read_slices=part.__getitem__)
     except (OSError, SafetensorError) as error:
         raise UserError(f"{path}: is not a readable safetensors file ({clipped_text(str(error))})") from error
     return tensors
@@ -94,14 +99,15 @@ def open_pickled(path: Path) -> dict[str, StoredTensor]:
         for name, value in values.items()
     ):
         raise UserError(f"{path}: is not a file of named tensors")
+    dtypes = {name: value.dtype if value.dtype in _NAMES_OF_DTYPES else None for name, value in values.items()}
     return {
-        name: StoredTensor(
-            shape=tuple(value.shape),
-            dtype=value.dtype if value.dtype in _NAMES_OF_DTYPES else None,
-            read=partial(values.__getitem__, name),
-        )
+        name: StoredTensor(shape=tuple(value.shape), dtype=dtypes[name], read=partial(values.__getitem__, name))
         for name, value in values.items()
     }
+
+
+Announced = Mapping[str, tuple[Sequence[int], torch.dtype]]
+"""Shapes and types of tensors that will be written, by name."""
 
 
 class SafetensorsWriter:
@@ -110,13 +116,7 @@ class SafetensorsWriter:
     A context manager: when it ends without an error, the file is complete and durable.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        announced: Mapping[str, tuple[Sequence[int], torch.dtype]],
-        *,
-        metadata: Mapping[str, str] | None = None,
-    ) -> None:
+    def __init__(self, path: Path, announced: Announced, **metadata: str) -> None:
         """Create the file and write its header.
 
         Args:
@@ -127,17 +127,17 @@ class SafetensorsWriter:
         Raises:
             OSError: the file cannot be created.
         """
-        header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+        header: dict[str, object] = {"__metadata__": metadata} if metadata else {}
         # The format allows no gaps, and readers need each tensor aligned to its element size: widest dtypes first.
         self.names = sorted(announced, key=lambda name: -announced[name][1].itemsize)
         """The order of the tensors in the file."""
-        self._announced = {name: (tuple(shape), dtype) for name, (shape, dtype) in announced.items()}
+        self._announced = announced
         self._missing: dict[str, int] = {}
         """Elements that have not come yet."""
         self._starts: dict[str, int] = {}
         end = 0
         for name in self.names:
-            shape, dtype = self._announced[name]
+            shape, dtype = announced[name]
             self._missing[name] = torch.Size(shape).numel()
             start, end = end, end + self._missing[name] * dtype.itemsize
             self._starts[name] = start
@@ -152,17 +152,6 @@ class SafetensorsWriter:
         except OSError:
             self._file.close()
             raise
-
-    def put(self, name: str, value: Tensor) -> None:
-        """Write one tensor, which is on the CPU.
-
-        Raises:
-            OSError: the file system refuses.
-            ValueError: its shape or dtype is not the announced one.
-        """
-        if tuple(value.shape) != self._announced[name][0]:
-            raise ValueError(f"{name} was announced as {self._announced[name][0]}, but is {tuple(value.shape)}")
-        self.put_part(name, 0, value.reshape(-1))
 
     def put_part(self, name: str, start: int, part: Tensor) -> None:
         """Write elements of a tensor, flat and on the CPU, from its element ``start`` on; each of them must come once.
@@ -199,30 +188,27 @@ class SafetensorsWriter:
                 os.fsync(self._file.fileno())
 
 
-def write_safetensors(
-    path: Path,
-    tensors: Mapping[str, StoredTensor],
-    *,
-    metadata: Mapping[str, str] | None = None,
-    progress: Callable[[int], None] = lambda _: None,
-) -> None:
+def write_safetensors(path: Path, tensors: Mapping[str, StoredTensor], *, progress: Advance, **metadata: str) -> None:
     """Write ``tensors``, reading one at a time; the file is durable on return.
 
     Args:
         path: the new file.
         tensors: by name, all floating-point.
-        metadata: texts for the header.
         progress: gets the number of bytes written since its last call.
+        metadata: texts for the header.
 
     Raises:
-        ValueError: one is no weight.
+        ValueError: one is no weight, or of another shape than it says.
     """
     announced = {}
     for name, stored in tensors.items():
         if stored.dtype is None:
             raise ValueError(f"{name}: no weight has the dtype of this tensor")
         announced[name] = stored.shape, stored.dtype
-    with SafetensorsWriter(path, announced, metadata=metadata) as file:
+    with SafetensorsWriter(path, announced, **metadata) as file:
         for name in file.names:
-            file.put(name, tensors[name].read())
+            value = tensors[name].read()
+            if value.shape != tensors[name].shape:
+                raise ValueError(f"{name} was announced as {tensors[name].shape}, but is {tuple(value.shape)}")
+            file.put_part(name, 0, value.reshape(-1))
             progress(tensors[name].bytes)

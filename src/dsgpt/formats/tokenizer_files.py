@@ -31,18 +31,8 @@ SPECIAL_TOKENS = "special_tokens_map.json"
 CONFIG = "config.json"
 """The configuration of the model in the same folder. It decides the tokenizer's class if ``SETTINGS`` does not."""
 KNOWN_FILES = (
-    TOKENIZER,
-    SETTINGS,
-    SPECIAL_TOKENS,
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "vocab.txt",
-    "tokenizer.model",
-    "spiece.model",
-    "sentencepiece.bpe.model",
-    "chat_template.jinja",
-    CONFIG,
+    *(TOKENIZER, SETTINGS, SPECIAL_TOKENS, "added_tokens.json", "vocab.json", "merges.txt", "vocab.txt"),
+    *("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "chat_template.jinja", CONFIG),
 )
 """Transformers 5 writes the first two and the template; earlier versions wrote the others."""
 COPY_LINKS = "links are not followed there: replace them by copies (cp -rL FOLDER COPY)"
@@ -58,9 +48,12 @@ class RefusedTokenizerError(UserError):
     """The tokenizer would run its own code or open files of other names, so it is not opened."""
 
 
-def tokenizer_files(folder: Path) -> list[Path]:
-    """The regular files in ``folder`` with a name of a tokenizer's file; links are left out."""
-    return [folder / name for name in KNOWN_FILES if is_regular_file(folder / name)]
+def tokenizer_files(folder: Path, *, config: bool = True) -> list[Path]:
+    """The regular files in ``folder`` with a name of a tokenizer's file; links are left out.
+
+    ``config``: whether ``CONFIG`` is one of them. In the folder of a model it is the model's.
+    """
+    return [folder / name for name in KNOWN_FILES if (config or name != CONFIG) and is_regular_file(folder / name)]
 
 
 def copy_tokenizer(source: Path, target: Path) -> None:
@@ -86,11 +79,9 @@ def fault_of(folder: Path, *, named: bool = False) -> UserError | None:
     """
     if folder.is_symlink() and not named:
         return UserError(f"is a link, and {COPY_LINKS}")
-    links = [name for name in KNOWN_FILES if (folder / name).is_symlink()]
-    if links:
-        return UserError(
-            f"its {' and '.join(links)} {'is a link' if len(links) == 1 else 'are links'}, and {COPY_LINKS}"
-        )
+    if links := [name for name in KNOWN_FILES if (folder / name).is_symlink()]:
+        are = "is a link" if len(links) == 1 else "are links"
+        return UserError(f"its {' and '.join(links)} {are}, and {COPY_LINKS}")
     return _fault_of_files({name: folder / name for name in _READ if (folder / name).exists()})
 
 
@@ -106,16 +97,14 @@ def _fault_of_files(settings: dict[str, Path]) -> UserError | None:
         if not isinstance(values, dict):
             return UserError(f"its {name} cannot be read (it must hold an object in braces)")
         if others := sorted(set(_naming_files(name, values))):
-            return RefusedTokenizerError(
-                f"its {name} names other files to open ({', '.join(others[:3])}), which nothing has checked: remove "
-                f"{'this entry' if len(others) == 1 else 'these entries'}, and leave the vocabulary in {TOKENIZER}"
-            )
+            which = f"names other files to open ({', '.join(others[:3])}), which nothing has checked"
+            these = "this entry" if len(others) == 1 else "these entries"
+            cure = f"remove {these}, and leave the vocabulary in {TOKENIZER}"
+            return RefusedTokenizerError(f"its {name} {which}: {cure}")
         wanted, entries = values.get("auto_map"), _HONOURED.get(name, ())
         if wanted and (entries is None or not isinstance(wanted, dict) or any(wanted.get(key) for key in entries)):
-            return RefusedTokenizerError(
-                f"its {name} asks for its own code (auto_map), which is never run: use a tokenizer of the "
-                f"`tokenizers` library (a {TOKENIZER}), without auto_map"
-            )
+            cure = f"use a tokenizer of the `tokenizers` library (a {TOKENIZER}), without auto_map"
+            return RefusedTokenizerError(f"its {name} asks for its own code (auto_map), which is never run: {cure}")
     return None
 
 
@@ -200,15 +189,10 @@ def _fault_on_hub(name: str, *, fetch: bool) -> UserError | None:
     """The same as ``fault_of``, for a name on the hub. Links in the hub library's cache are the library's own."""
     from transformers.utils.hub import cached_file  # noqa: PLC0415 - as above
 
-    files: dict[str, Path] = {}
-    for file in _READ:
-        path = cached_file(
-            name, file, local_files_only=not fetch, _raise_exceptions_for_missing_entries=False,
-            _raise_exceptions_for_connection_errors=False, _raise_exceptions_for_gated_repo=False,
-        )  # fmt: skip
-        if path is not None:
-            files[file] = Path(path)
-    return _fault_of_files(files)
+    faults = ("missing_entries", "connection_errors", "gated_repo")
+    quietly: dict[str, Any] = {f"_raise_exceptions_for_{fault}": False for fault in faults}
+    paths = {file: cached_file(name, file, local_files_only=not fetch, **quietly) for file in _READ}
+    return _fault_of_files({file: Path(path) for file, path in paths.items() if path is not None})
 
 
 def reason_of(error: BaseException) -> str:

@@ -17,18 +17,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from dsgpt.common.command_line import (
-    COUNT,
-    NUMBER,
-    POSITIVE,
-    choice,
-    complain,
-    flag,
-    part,
-    read_options,
-    require_flags,
-    switch,
-)
+from dsgpt.common.command_line import COUNT, NUMBER, POSITIVE, choice, complain, flag, part, read_options, switch
 from dsgpt.common.errors import Problems, UserError
 from dsgpt.common.text import DEVICES, next_line, script_words
 
@@ -44,7 +33,6 @@ BATCH_SIZE = 8
 LINE = "-" * 80
 A_MODEL = "run folder, one checkpoint in it, portable folder, or Hugging Face folder"
 A_RUN = "a run folder such as checkpoint/demo-zero1"
-FORMS = ", ".join(EXPORT_FORMS)
 REPEATED: dict[str, Any] = {"default": (), "action": "append"}
 
 
@@ -196,10 +184,8 @@ class EvaluateRequest:
         if self.windows and not self.data:
             problems.add("--windows is for --data: a text is predicted as a whole")
         if self.seq_length and self.stride and self.stride > self.seq_length:
-            problems.add(
-                f"--stride {self.stride} is longer than the windows of --seq_length {self.seq_length}: tokens between "
-                "them would not count"
-            )
+            longer = f"--stride {self.stride} is longer than the windows of --seq_length {self.seq_length}"
+            problems.add(f"{longer}: tokens between them would not count")
         if self.output is not None and self.output.is_dir():
             problems.add(f"--output {self.output}: is a folder, name a file")
 
@@ -331,10 +317,9 @@ def evaluate() -> None:
     if not record["same_tokenizer"]:
         print("tokenizer       not compared with that of the data: one of them is not named")
     if own := record["validation"]:
-        print(
-            f"validation      {own['loss']:.4f} by the training itself, in {own['precision']}, on the first "
-            f"{own['windows']:,} windows of {own['seq_length']:,}: the same with --windows {own['windows']}"
-        )
+        first = f"{own['windows']:,} windows of {own['seq_length']:,}: the same with --windows {own['windows']}"
+        how = f"by the training itself, in {own['precision']}, on the first {first}"
+        print(f"validation      {own['loss']:.4f} {how}")
     print(next_line(script_words("src/generate.py", "--checkpoint", request.checkpoint, "--prompt", "The")))
 
 
@@ -378,7 +363,7 @@ class ConvertOptions:
     source: Path = flag(Path, "DIR", name="--from", needs=A_RUN)
     """run folder, one checkpoint in it, a Hugging Face folder of a GPT-2, or a file of weights: nanoGPT's ckpt.pt,
     llm.c's .bin, Megatron-LM's model_optim_rng.pt"""
-    form: str = flag(choice(EXPORT_FORMS), "FORM", name="--to", needs=f"one of {FORMS}")
+    form: str = flag(choice(EXPORT_FORMS), "FORM", name="--to", needs=f"one of {', '.join(EXPORT_FORMS)}")
     """hf, portable or deepspeed, see above"""
     dtype: str = flag(choice(PRECISIONS), "DTYPE", default="fp32")
     """of the weights: fp32, bf16 or fp16 (default: fp32, as trained); deepspeed is always fp32"""
@@ -390,10 +375,8 @@ class ConvertOptions:
 
 def convert(words: Sequence[str] | None = None) -> None:
     """Read the flags of ``src/convert.py``, convert, and print what was done."""
-    options, problems = read_options(
-        ConvertOptions, words, elsewhere={"--checkpoint": "give --from"}, prog="convert.py"
-    )
-    require_flags(options, problems)
+    elsewhere = {"--checkpoint": "give --from"}
+    options, problems = read_options(ConvertOptions, words, elsewhere=elsewhere, prog="convert.py")
     problems.raise_if_any()
     from dsgpt.inference.model_files import export  # noqa: PLC0415 - torch takes seconds; --help should not
     from dsgpt.machine.console import Console  # noqa: PLC0415
@@ -409,9 +392,8 @@ PACKAGES = ("starlette", "uvicorn", "h11", "prometheus_client")
 API_KEY = "DSGPT_API_KEY"
 """The environment variable that may hold the key."""
 SHORTEST_KEY = 16
-KEY_FORM = (
-    f"a key has at least {SHORTEST_KEY} ASCII characters and no spaces, for example the output of openssl rand -hex 32"
-)
+_EXAMPLE = "for example the output of openssl rand -hex 32"
+KEY_FORM = f"a key has at least {SHORTEST_KEY} ASCII characters and no spaces, {_EXAMPLE}"
 _MAX_KEY_BYTES = 64 << 10
 _KEY = re.compile(rf"[!-~]{{{SHORTEST_KEY},}}")
 _LINE = re.compile(r"([A-Za-z0-9_.-]{1,64})\s+(\S+)(?:\s+([1-9][0-9]{0,5}))?")
@@ -439,9 +421,8 @@ class Limits:
     """the most tokens of a completion (default: the model's context length)"""
     body_bytes: int = _count("the largest request", 262_144, name="--max_body_bytes")
     request_sec: float = _count("seconds from a request to the end of its answer", 120, name="--request_timeout")
-    stall_sec: float = _count(
-        "seconds in which a client sends its request, or takes a part of the answer", 20, name="--stall_timeout"
-    )
+    stall_sec: float = flag(POSITIVE, "N", default=20, name="--stall_timeout")
+    """seconds in which a client sends its request, or takes a part of the answer (default: %(default)s)"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -464,12 +445,9 @@ class ServeOptions:
     device: str = listed(DEVICES, "where to compute")
     model_name: str | None = flag(str, "NAME", "the model's name in requests (default: the folder's)")
     host: str = flag(str, "ADDRESS", "where to listen (default: %(default)s)", default="127.0.0.1")
-    api_key_file: Path | None = flag(
-        Path,
-        "FILE",
-        "holds the key that requests must bring, or several: NAME KEY [REQUESTS_PER_MINUTE] a line (default: "
-        f"{API_KEY} of the environment, if it is set)",
-    )
+    api_key_file: Path | None = flag(Path, "FILE")
+    """holds the key that requests must bring, or several: NAME KEY [REQUESTS_PER_MINUTE] a line (default: DSGPT_API_KEY
+    of the environment, if it is set)"""
     port: int = flag(COUNT, "N", "0 for any free port (default: 8,000)", default=8000)
     limits: Limits = part(Limits)
 
@@ -502,10 +480,8 @@ def keys_of(options: ServeOptions) -> list[Key]:
     if key is None:
         if is_loopback(options.host):
             return []
-        raise UserError(
-            f"--host {options.host}: other machines can reach it, so requests need a key: put one into {API_KEY} or a "
-            "file for --api_key_file, or use --host 127.0.0.1"
-        )
+        cure = f"put one into {API_KEY} or a file for --api_key_file, or use --host 127.0.0.1"
+        raise UserError(f"--host {options.host}: other machines can reach it, so requests need a key: {cure}")
     if not _KEY.fullmatch(key):
         raise UserError(f"{API_KEY}: {KEY_FORM}")
     return [Key(name=API_KEY, secret=key)]
@@ -546,12 +522,9 @@ def _keys_in(file: Path) -> list[Key]:
 def serve() -> int:
     """Read the flags of ``src/serve.py``, and serve until a signal."""
     options, problems = read_options(ServeOptions)
-    require_flags(options, problems)
     if missing := [package for package in PACKAGES if find_spec(package) is None]:
-        problems.add(
-            f"serving needs {' and '.join(missing)}, not installed here: in the root of the repository, run "
-            '.venv/bin/python -m pip install -e ".[serve]"'
-        )
+        cure = 'in the root of the repository, run .venv/bin/python -m pip install -e ".[serve]"'
+        problems.add(f"serving needs {' and '.join(missing)}, not installed here: {cure}")
     problems.raise_if_any()
     from dsgpt.inference.server.server import serve as run_server  # noqa: PLC0415 - torch takes seconds; --help should not
 

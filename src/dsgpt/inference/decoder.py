@@ -24,6 +24,9 @@ from torch import Tensor, nn
 from dsgpt.machine.device import HugePages, multiplies, packs
 from dsgpt.model.gpt2 import GPT2, Block
 
+Prompts = Sequence[Sequence[int]]
+"""The ids that each sequence of a batch starts with."""
+
 # Weights in 8 bits. Each output has its own scale, and zero stays zero; activations are not quantized.
 
 LARGEST = 127
@@ -165,9 +168,7 @@ def fast_linear(weight: Tensor, bias: Tensor | None, *, rows: int, memory: HugeP
 class _Layer(nn.Module):
     """The parts of a transformer block; ``linear`` and ``norm`` arrange its modules."""
 
-    def __init__(
-        self, block: Block, linear: Callable[[nn.Linear], Any], norm: Callable[[nn.LayerNorm], Any] = lambda norm: norm
-    ) -> None:
+    def __init__(self, block: Block, linear: Callable[[nn.Linear], Any], norm: Callable[[nn.LayerNorm], Any]) -> None:
         super().__init__()
         self.attention_norm, self.mlp_norm = norm(block.ln_1), norm(block.ln_2)
         self.qkv, self.proj = linear(block.attn.qkv), linear(block.attn.proj)
@@ -214,7 +215,8 @@ class _Step(nn.Module):
         head = nn.Linear(model.config.n_embd, model.config.vocab_size, bias=False, device="meta")
         head.weight = nn.Parameter(model.wte.weight.detach()[: model.config.vocab_size], requires_grad=False)
         self.head = linear(head)
-        self.layers = nn.ModuleList(_Layer(block, linear) for block in model.blocks if isinstance(block, Block))
+        blocks = (block for block in model.blocks if isinstance(block, Block))
+        self.layers = nn.ModuleList(_Layer(block, linear, lambda norm: norm) for block in blocks)
 
     def forward(self, ids: Tensor, places: Tensor, column: Tensor, padding: Tensor, cache: Tensor) -> Tensor:
         """The logits that follow ``ids``, (B, V) in fp32.
@@ -302,7 +304,7 @@ class Decoder:
         self.final_norm = _norm(model.ln_f)
         self.layers = [_Layer(block, arranged, _norm) for block in model.blocks if isinstance(block, Block)]
 
-    def begin(self, prompts: Sequence[Sequence[int]], *, new_tokens: int) -> "Sequences":
+    def begin(self, prompts: Prompts, *, new_tokens: int) -> "Sequences":
         """Sequences that start with ``prompts``, not read yet, with a cache for ``new_tokens`` more ids each.
 
         A longer sequence of a batch may reach the end of the model's positions before the others do. What follows it
@@ -314,9 +316,8 @@ class Decoder:
         """
         positions, lengths = self.config.block_size, sorted(map(len, prompts))
         if lengths[0] == 0 or lengths[0] + new_tokens > positions or lengths[-1] > positions:
-            raise ValueError(
-                f"a prompt of {lengths[0]} ids and {new_tokens} new ones do not fit into {positions} positions"
-            )
+            needed = f"a prompt of {lengths[0]} ids and {new_tokens} new ones"
+            raise ValueError(f"{needed} do not fit into {positions} positions")
         return Sequences(self, prompts, capacity=lengths[-1] + new_tokens)
 
 
@@ -326,7 +327,7 @@ class Sequences:
     All memory that grows with the length is allocated at the start: ``capacity`` positions of keys and values.
     """
 
-    def __init__(self, decoder: Decoder, prompts: Sequence[Sequence[int]], *, capacity: int) -> None:
+    def __init__(self, decoder: Decoder, prompts: Prompts, *, capacity: int) -> None:
         config, embedding = decoder.config, decoder.embedding
         self._decoder, self._device = decoder, embedding.device
         width = max(map(len, prompts))

@@ -10,7 +10,6 @@ import math
 import os
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from dsgpt.checkpoints.store import VALIDATED_ON, is_hugging_face
 from dsgpt.common.errors import Problems, UserError
-from dsgpt.common.files import sha256_of, write_json_atomic
+from dsgpt.common.files import Advance, sha256_of, write_json_atomic
 from dsgpt.config.compatibility import ALLOW_MASKS
 from dsgpt.data.loader import IGNORED_TARGET
 from dsgpt.data.token_file import TokenFile, open_token_file
@@ -86,17 +85,14 @@ def _predicted(request: EvaluateRequest, *, device: torch.device, console: Conso
         most = length + (request.windows - 1) * stride if request.windows else None
         source, text = request.data, read_data(request.data, loaded, most=most)
     if (largest := int(text.ids.max())) >= model.config.vocab_size:
-        raise UserError(
-            f"{source}: its largest id is {largest}, but the model was trained with a "
-            f"vocabulary of {model.config.vocab_size}: use data of the model's own tokenizer"
-        )
+        trained = f"the model was trained with a vocabulary of {model.config.vocab_size}"
+        raise UserError(f"{source}: its largest id is {largest}, but {trained}: use data of the model's own tokenizer")
     end_of_text = manifest.fixed.get("end of masked documents") if manifest and request.data else None
     if isinstance(end_of_text, int):
         if device.type == "cuda" and (request.precision == "fp32" or os.environ.get(ALLOW_MASKS) != "1"):
-            raise UserError(
-                f"{request.checkpoint}: was trained with --mask_documents, as which a GPU evaluates in bf16 or fp16 "
-                f"alone, and only with {ALLOW_MASKS}=1: add --device cpu"
-            )
+            limits = f"a GPU evaluates in bf16 or fp16 alone, and only with {ALLOW_MASKS}=1"
+            trained = f"was trained with --mask_documents, as which {limits}"
+            raise UserError(f"{request.checkpoint}: {trained}: add --device cpu")
         model.end_of_text = end_of_text
     tokens = len(text.ids) - 1
     windows = windows_of(tokens, length=length, stride=stride)
@@ -148,9 +144,7 @@ def windows_of(targets: int, *, length: int, stride: int) -> list[Window]:
 
 
 @torch.inference_mode()
-def predict(
-    model: GPT2, ids: Tensor, *, windows: list[Window], batch_size: int, progress: Callable[[int], None]
-) -> float:
+def predict(model: GPT2, ids: Tensor, *, windows: list[Window], batch_size: int, progress: Advance) -> float:
     """The sum of the cross-entropies of all ids but the first, in nats.
 
     Args:
@@ -254,10 +248,9 @@ def _check_tokenizer(file: TokenFile, folder: Path | None) -> bool | None:
         difference = f"in which id {ours[text]} is {text!r}"
     else:
         return True
-    raise UserError(
-        f"--data {file.path}: was made with another tokenizer than that of the model, {difference}: prepare the text "
-        f"with the model's (data_prep/preprocess.py --tokenizer {folder})"
-    )
+    cure = f"prepare the text with the model's (data_prep/preprocess.py --tokenizer {folder})"
+    made = f"was made with another tokenizer than that of the model, {difference}"
+    raise UserError(f"--data {file.path}: {made}: {cure}")
 
 
 # The tasks of lm-evaluation-harness, on a model exported for transformers.
@@ -277,15 +270,12 @@ def evaluate_tasks(request: EvaluateRequest, *, device: str) -> dict[str, dict[s
         from lm_eval.models.huggingface import HFLM  # noqa: PLC0415
         from lm_eval.tasks import TaskManager  # noqa: PLC0415
     except ImportError as error:
-        raise UserError(
-            f"--tasks needs lm-evaluation-harness ({error}): install it with "
-            ".venv/bin/python -m pip install -e '.[eval]'"
-        ) from error
+        cure = "install it with .venv/bin/python -m pip install -e '.[eval]'"
+        raise UserError(f"--tasks needs lm-evaluation-harness ({error}): {cure}") from error
     manager = TaskManager(include_path=str(request.include_path) if request.include_path else None)
     if unknown := [name for name in request.tasks if name not in manager.all_tasks]:
-        raise UserError(
-            f"--tasks: there is no task {', '.join(unknown)}; .venv/bin/python -m lm_eval ls tasks lists them"
-        )
+        cure = ".venv/bin/python -m lm_eval ls tasks lists them"
+        raise UserError(f"--tasks: there is no task {', '.join(unknown)}; {cure}")
     folder, which = request.checkpoint, request.which
     with tempfile.TemporaryDirectory(prefix="dsgpt-eval-") as temporary:
         if is_hugging_face(folder):

@@ -1,7 +1,6 @@
 """Ids in, ids out, and text in, text out: decoding, sampling, likely next ids, and the latency of generation."""
 
 import copy
-import hashlib
 import itertools
 import os
 import shutil
@@ -17,14 +16,17 @@ from torch import Tensor
 from dsgpt.common.errors import Problems, UserError
 from dsgpt.formats.tokenizer_files import reason_of
 from dsgpt.inference.commands import BATCH_SIZE, GenerateRequest, Sampling
-from dsgpt.inference.decoder import Decoder
+from dsgpt.inference.decoder import Decoder, Prompts
 from dsgpt.inference.model_files import device_for, load
 from dsgpt.model.config import GPT2Config
-from dsgpt.model.gpt2 import GPT2
+from dsgpt.model.gpt2 import GPT2, random_stream
 from dsgpt.record.schema import GENERATED_TOKENS
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase as Tokenizer
+
+Show = Callable[[str], None]
+"""Gets a text piece by piece."""
 
 # Choosing the next id from logits. Every sequence has a random stream of its own, whatever else is in its batch.
 
@@ -60,6 +62,10 @@ def draw(shares: Tensor, numbers: Sequence[float]) -> Tensor:
     return torch.searchsorted(sums, torch.minimum(drawn, below), right=True)[:, 0]
 
 
+Streams = Sequence[torch.Generator]
+"""The random stream of each sequence, on the CPU, so that devices draw alike."""
+
+
 class Chooser:
     """Chooses the next id of every sequence of a batch.
 
@@ -69,9 +75,7 @@ class Chooser:
         generators: the random stream of each sequence, on the CPU, so that devices draw alike.
     """
 
-    def __init__(
-        self, sampling: Sampling, *, prompts: Sequence[Sequence[int]], generators: Sequence[torch.Generator] = ()
-    ) -> None:
+    def __init__(self, sampling: Sampling, *, prompts: Prompts, generators: Streams = ()) -> None:
         self._sampling, self._prompts, self._generators = sampling, prompts, generators
         self._seen: Tensor | None = None
         """Whether each sequence has each id, (B, V); None until logits give the number of ids, or without a penalty."""
@@ -104,24 +108,13 @@ class Chooser:
         return torch.where(self._seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 
-def random_stream(seed: int, number: int) -> torch.Generator:
-    """The random stream of sequence ``number`` under ``seed``: the same for any number of sequences."""
-    digest = hashlib.blake2b(f"{seed}:{number}".encode(), digest_size=8).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
-
-
 # Ids in, ids out: decodes batches, greedily or by sampling.
 
 GREEDY = Sampling()
 
 
 def generate_batch(
-    decoder: Decoder,
-    prompts: Sequence[Sequence[int]],
-    *,
-    new_tokens: int,
-    sampling: Sampling = GREEDY,
-    generators: Sequence[torch.Generator] = (),
+    decoder: Decoder, prompts: Prompts, *, new_tokens: int, sampling: Sampling = GREEDY, generators: Streams = ()
 ) -> Iterator[list[int]]:
     """Yield the next id of every sequence, ``new_tokens`` times.
 
@@ -243,9 +236,7 @@ INCOMPLETE = "\ufffd"
 class Continuation:
     """The text of a sequence while its ids arrive; it ends before an id of ``ends`` or a ``stop`` text."""
 
-    def __init__(
-        self, tokenizer: "PreTrainedTokenizerBase", *, stop: Sequence[str] = (), ends: Collection[int | None] = ()
-    ) -> None:
+    def __init__(self, tokenizer: "Tokenizer", *, stop: Sequence[str] = (), ends: Collection[int | None] = ()) -> None:
         self._tokenizer, self._stop, self._ends = tokenizer, stop, ends
         self._from, self._decoded = 0, 0
         """The ids that are decoded again, because decoders look back, and the first id without text."""
@@ -365,11 +356,7 @@ class Writer:
         return self._decoder
 
     def texts(
-        self,
-        prompts: Sequence[str],
-        *,
-        show: Callable[[str], None] | None = None,
-        stopped: Callable[[], bool] = lambda: False,
+        self, prompts: Sequence[str], *, show: Show | None = None, stopped: Callable[[], bool] = lambda: False
     ) -> Iterator[Text]:
         """Continue each prompt as often as the request says; a prompt's texts follow each other.
 
@@ -391,30 +378,22 @@ class Writer:
         count = self._request.num_samples
         wanted = ((prompt, ids) for prompt, ids in zip(prompts, encoded, strict=True) for _ in range(count))
         size = 1 if show else min(self._request.batch_size or BATCH_SIZE, len(prompts) * count)
-        decoder, number = self.decoder(batch_size=size), 0
-        while not stopped() and (chosen := list(itertools.islice(wanted, size))):
-            yield from self._batch(decoder, chosen, number, show or (lambda _: None), stopped)
-            number += len(chosen)
+        for number in itertools.count(step=size):
+            if stopped() or not (chosen := list(itertools.islice(wanted, size))):
+                return
+            yield from self._batch(chosen, number=number, show=show or (lambda _: None), stopped=stopped)
 
     def _batch(
-        self,
-        decoder: Decoder,
-        chosen: list[tuple[str, list[int]]],
-        number: int,
-        show: Callable[[str], None],
-        stopped: Callable[[], bool],
+        self, chosen: list[tuple[str, list[int]]], *, number: int, show: Show, stopped: Callable[[], bool]
     ) -> Iterator[Text]:
         """Generate the texts after the ``chosen`` prompts together, the first of which is text ``number`` of all."""
         request = self._request
         limits = [min(request.max_new_tokens, self.config.block_size - len(ids)) for _, ids in chosen]
         continuations = [Continuation(self.tokenizer, stop=request.stop, ends=self.ends) for _ in chosen]
-        steps = generate_batch(
-            decoder,
-            [ids for _, ids in chosen],
-            new_tokens=max(limits),
-            sampling=request.sampling,
-            generators=[random_stream(request.seed, number + row) for row in range(len(chosen))],
-        )
+        decoder, prompts = self.decoder(batch_size=len(chosen)), [ids for _, ids in chosen]
+        streams = [random_stream(request.seed, number + row) for row in range(len(chosen))]
+        how: dict[str, Any] = {"sampling": request.sampling, "generators": streams}
+        steps = generate_batch(decoder, prompts, new_tokens=max(limits), **how)
         show(chosen[0][0])
         count = 0
         for count, step in enumerate(steps, start=1):
@@ -433,7 +412,7 @@ class Writer:
             yield Text(prompt=prompt, added=continuation.text, ended=ended, ids=tuple(continuation.ids))
 
 
-def encoded(text: str, tokenizer: "PreTrainedTokenizerBase", *, what: str, **words: bool) -> list[int]:
+def encoded(text: str, tokenizer: "Tokenizer", *, what: str, **words: bool) -> list[int]:
     """The ids of ``text``, which is called ``what`` in messages, without special tokens around them.
 
     Raises:
@@ -445,12 +424,12 @@ def encoded(text: str, tokenizer: "PreTrainedTokenizerBase", *, what: str, **wor
         raise UserError(f"{what}: the tokenizer cannot encode it ({reason_of(error)})") from error
 
 
-def decoded(ids: list[int], tokenizer: "PreTrainedTokenizerBase") -> str:
+def decoded(ids: list[int], tokenizer: "Tokenizer") -> str:
     """The text of ``ids``, as it is."""
     return str(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
 
 
-def encode_prompt(prompt: str, tokenizer: "PreTrainedTokenizerBase", config: GPT2Config) -> list[int]:
+def encode_prompt(prompt: str, tokenizer: "Tokenizer", config: GPT2Config) -> list[int]:
     """The ids of the prompt: at least one, all in the model's vocabulary, with a position left for one more.
 
     Raises:
@@ -465,12 +444,9 @@ def encode_prompt(prompt: str, tokenizer: "PreTrainedTokenizerBase", config: GPT
         raise UserError("--prompt is empty, and this tokenizer has no end-of-text token to start from: give a prompt")
     ids = ids or [tokenizer.eos_token_id]
     if max(ids) >= config.vocab_size:
-        raise UserError(
-            f"--prompt {prompt!r}: its largest id is {max(ids)}, but the model was trained with a vocabulary of "
-            f"{config.vocab_size}: use another prompt"
-        )
+        trained = f"the model was trained with a vocabulary of {config.vocab_size}"
+        raise UserError(f"--prompt {prompt!r}: its largest id is {max(ids)}, but {trained}: use another prompt")
     if len(ids) >= config.block_size:
-        raise UserError(
-            f"--prompt has {len(ids)} tokens, and the model reads at most {config.block_size - 1}: shorten it"
-        )
+        most = config.block_size - 1
+        raise UserError(f"--prompt has {len(ids)} tokens, and the model reads at most {most}: shorten it")
     return ids

@@ -4,13 +4,12 @@ Exports are in Hugging Face's layout, DeepSpeed's, or this project's own. Tensor
 time, on the CPU, without a network. The folder appears complete or not at all.
 """
 
-import contextlib
 import os
 import shutil
 import sys
 import uuid
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,32 +19,18 @@ import torch
 from torch import Tensor
 
 from dsgpt.checkpoints import store
-from dsgpt.checkpoints.manifest import MANIFEST, Manifest, parse_manifest, read_manifest, require_files
+from dsgpt.checkpoints.manifest import MANIFEST, FileFacts, Manifest, parse_manifest, read_manifest
 from dsgpt.checkpoints.pieces import open_weights
 from dsgpt.checkpoints.store import find_checkpoint, is_hugging_face, is_model_file, open_model_files
 from dsgpt.checkpoints.training_state import COUNTERS, StateReader, is_state_file, save_pickled, state_files
 from dsgpt.common.errors import Problems, UserError
-from dsgpt.common.files import sha256_of, sync_directory, write_json_atomic
+from dsgpt.common.files import Advance, sync_directory, write_json_atomic
+from dsgpt.common.json_files import read_json
 from dsgpt.common.text import next_line, script_words
 from dsgpt.formats.foreign_weights import ForeignModel, open_foreign_weights
-from dsgpt.formats.hugging_face import (
-    PretrainedWeights,
-    hugging_face_config,
-    hugging_face_name,
-    hugging_face_shape,
-    hugging_face_value,
-    read_json,
-)
+from dsgpt.formats.hugging_face import PretrainedWeights, hugging_face_config, hugging_face_name, hugging_face_tensor
 from dsgpt.formats.tensor_files import DTYPES, StoredTensor, write_safetensors
-from dsgpt.formats.tokenizer_files import (
-    CONFIG,
-    SETTINGS,
-    end_ids,
-    end_of_text_id,
-    fault_of,
-    open_tokenizer,
-    tokenizer_files,
-)
+from dsgpt.formats.tokenizer_files import SETTINGS, end_ids, end_of_text_id, fault_of, open_tokenizer, tokenizer_files
 from dsgpt.machine.console import Console
 from dsgpt.machine.device import cuda_devices, slow_precision
 from dsgpt.model.config import GPT2Config, decays
@@ -84,8 +69,7 @@ class StoredModel:
         """The tokenizer's files; empty if there is none, or it must not be used."""
         if self.folder is None or self.refused:
             return []
-        own_config = self.manifest is not None  # otherwise ``config.json`` is the model's
-        return [path for path in tokenizer_files(self.folder) if own_config or path.name != CONFIG]
+        return tokenizer_files(self.folder, config=self.manifest is not None)
 
 
 def open_model(source: Path, *, which: str, flag: str, console: Console | None = None) -> StoredModel:
@@ -108,7 +92,7 @@ def open_model(source: Path, *, which: str, flag: str, console: Console | None =
         if which == "best":
             raise UserError(f"{flag} {source}: is a Hugging Face folder; --which best needs a run folder")
         published = PretrainedWeights(source)
-        folder = source if any(file.name != CONFIG for file in tokenizer_files(source)) else None
+        folder = source if tokenizer_files(source, config=False) else None
         return StoredModel(
             source=source,
             config=published.config,
@@ -191,9 +175,8 @@ def load(path: Path, *, which: str, device: torch.device, precision: str) -> Loa
     model = build_model(stored.config, weights, device=device, dtype=DTYPES[precision])
     for name, value in model.named_parameters():
         if not torch.isfinite(value).all():
-            raise UserError(
-                f"--checkpoint {path}: {name} holds values that are NaN or infinite in {precision}: it is unusable"
-            )
+            values = f"values that are NaN or infinite in {precision}"
+            raise UserError(f"--checkpoint {path}: {name} holds {values}: it is unusable")
     return Loaded(model=model, tokenizer=tokenizer, stored=stored)
 
 
@@ -235,7 +218,15 @@ def export(source: Path, out: Path, *, form: str, dtype: str, which: str, consol
     problems = Problems()
     if form == "deepspeed" and dtype != "fp32":
         problems.add(f"--dtype {dtype}: DeepSpeed keeps its master weights in fp32: leave --dtype out")
-    _check_out(out, problems)
+    place, is_folder = _nearest(out.absolute().parent), out.is_dir() and not out.is_symlink()
+    if is_folder and any(out.iterdir()):
+        problems.add(f"{out}: is not empty: name a folder that does not exist yet")
+    elif os.path.lexists(out) and not is_folder:
+        problems.add(f"{out}: exists and is not a folder: name one that does not exist yet")
+    elif not place.is_dir():
+        problems.add(f"{out}: {place} is a file, not a folder: name another folder")
+    elif not os.access(place, os.W_OK | os.X_OK):
+        problems.add(f"{out}: no permission to write in {place}: name another folder")
     try:
         model = open_model(source, which=which, flag="--from", console=console)
     except UserError as error:
@@ -248,14 +239,22 @@ def write_model(model: StoredModel, out: Path, *, form: str, dtype: str, console
     """Write an opened model into the new folder ``out``; see ``export``.
 
     Raises:
-        UserError: there is no room for it, or the dtype cannot hold the values.
+        UserError: there is no room for it, the file system refuses, the dtype cannot hold the values, or moments are
+            missing or damaged.
     """
     tensors = {name: _in_dtype(name, tensor, dtype) for name, tensor in model.tensors.items()}
     model = replace(model, tensors=tensors)
     size = needed = sum(tensor.bytes for tensor in tensors.values())
     write: Callable[..., None] = partial(_write_hugging_face if form == "hf" else _write_portable, dtype=dtype)
     if form == "deepspeed":
-        moments, optimizer_steps = _open_moments(model)
+        moments: Moments = {}
+        optimizer_steps: int | None = None
+        if model.manifest is not None and COUNTERS in model.manifest.files:
+            read_manifest(model.source, only=is_state_file)
+            model.manifest.require(model.source, state_files(model.source))
+            state = StateReader(model.source)
+            moments = {key: state.stored(key) for key in state.index.moments}
+            optimizer_steps = state.counters.optimizer_steps
         size += sum(tensor.bytes for values in moments.values() for tensor in values.values())
         # Both files hold the weights, and one the embedding twice. Flat copies of everything exist for a while.
         needed += tensors[_EMBEDDING].bytes + 2 * size
@@ -269,8 +268,7 @@ def write_model(model: StoredModel, out: Path, *, form: str, dtype: str, console
         maker = f" ({model.manifest.strategy}, step {model.manifest.step})"
     console.say(f"from        {model.source}{maker}: {model.config.parameter_count():,} parameters")
     progress = console.progress(total=size, what="writing", unit="B", lines=True)
-    with _new_folder(out) as folder:
-        write(folder, model, progress=progress.advance)
+    _write_folder(out, partial(write, model=model, progress=progress.advance))
     progress.close()
     written = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
     console.say(f"to          {out}: {_LAYOUTS[form]}, {dtype}, {written / 1e6:,.1f} MB")
@@ -304,37 +302,17 @@ def _in_dtype(name: str, stored: StoredTensor, dtype: str) -> StoredTensor:
     return replace(stored, dtype=DTYPES[dtype], read=read)
 
 
-# A folder that appears under its name only when it is complete.
-
-
-def _check_out(out: Path, problems: Problems) -> None:
-    """Note if no new folder can be made at ``out``: something is there already, or its parent cannot be written."""
-    place = _nearest(out.absolute().parent)
-    is_folder = out.is_dir() and not out.is_symlink()
-    if is_folder and any(out.iterdir()):
-        problems.add(f"{out}: is not empty: name a folder that does not exist yet")
-    elif os.path.lexists(out) and not is_folder:
-        problems.add(f"{out}: exists and is not a folder: name one that does not exist yet")
-    elif not place.is_dir():
-        problems.add(f"{out}: {place} is a file, not a folder: name another folder")
-    elif not os.access(place, os.W_OK | os.X_OK):
-        problems.add(f"{out}: no permission to write in {place}: name another folder")
-
-
 def _nearest(path: Path) -> Path:
     """``path``, or the nearest folder above it that exists."""
     path = path.absolute()
     return next(place for place in (path, *path.parents) if place.exists())
 
 
-@contextlib.contextmanager
-def _new_folder(out: Path) -> Iterator[Path]:
-    """A context that gives a hidden folder next to ``out``; at its end the folder is renamed to ``out``.
-
-    After an error the folder is removed.
+def _write_folder(out: Path, write: Callable[[Path], None]) -> None:
+    """Let ``write`` fill a hidden folder, which is then renamed to ``out``; after an error it is removed.
 
     Raises:
-        UserError: the file system refuses, here or while the caller fills the folder.
+        UserError: the file system refuses.
     """
     target = out.resolve()
     try:
@@ -344,7 +322,7 @@ def _new_folder(out: Path) -> Iterator[Path]:
     except OSError as error:
         raise UserError(f"{out}: cannot be made ({error.strerror}): name another folder") from error
     try:
-        yield folder
+        write(folder)
         sync_directory(folder)
         folder.rename(target)  # replaces an empty folder
         sync_directory(target.parent)
@@ -357,13 +335,7 @@ def _new_folder(out: Path) -> Iterator[Path]:
 # Hugging Face's layout, and this project's own.
 
 
-def _write_hugging_face(folder: Path, model: StoredModel, *, dtype: str, progress: Callable[[int], None]) -> None:
-    def laid_out(name: str, stored: StoredTensor) -> StoredTensor:
-        shape = hugging_face_shape(name, stored.shape, model.config)
-        return replace(
-            stored, shape=shape, read=lambda: hugging_face_value(name, stored.read(), model.config), read_slices=None
-        )
-
+def _write_hugging_face(folder: Path, model: StoredModel, *, dtype: str, progress: Advance) -> None:
     for path in model.tokenizer:
         shutil.copyfile(path, folder / path.name)
     end_of_text = end_of_text_id(folder)
@@ -372,20 +344,19 @@ def _write_hugging_face(folder: Path, model: StoredModel, *, dtype: str, progres
     settings = folder / SETTINGS
     if settings.is_file():  # users of the tokenizer need the model's context length
         write_json_atomic(settings, read_json(settings) | {"model_max_length": model.config.block_size})
-    tensors = {hugging_face_name(name): laid_out(name, tensor) for name, tensor in model.tensors.items()}
-    write_safetensors(folder / "model.safetensors", tensors, metadata={"format": "pt"}, progress=progress)
+    laid_out = ((name, hugging_face_tensor(name, each, model.config)) for name, each in model.tensors.items())
+    tensors = {hugging_face_name(name): each for name, each in laid_out}
+    write_safetensors(folder / "model.safetensors", tensors, progress=progress, format="pt")
     write_json_atomic(folder / "config.json", hugging_face_config(model.config, dtype=dtype, end_of_text=end_of_text))
     ends = {"bos_token_id": end_of_text, "eos_token_id": list(model.ends) if len(model.ends) > 1 else end_of_text}
     write_json_atomic(folder / "generation_config.json", {"_from_model_config": True, **ends})
 
 
-def _write_portable(folder: Path, model: StoredModel, *, dtype: str, progress: Callable[[int], None]) -> None:
+def _write_portable(folder: Path, model: StoredModel, *, dtype: str, progress: Advance) -> None:
     _write_shape_and_tokenizer(folder, model)
     write_safetensors(folder / store.WEIGHTS, model.tensors, progress=progress)
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
-    files = {
-        path.relative_to(folder).as_posix(): {"size": path.stat().st_size, "sha256": sha256_of(path)} for path in paths
-    }
+    files = {path.relative_to(folder).as_posix(): asdict(FileFacts.synced(path)) for path in paths}
     about = {key: getattr(model.manifest, key, None) for key in ("step", "strategy", "run_id")}
     if model.published is not None:
         about |= {"source": model.source.name, "source_sha256": model.published.sha256()}
@@ -422,31 +393,15 @@ Moments = Mapping[str, Mapping[str, StoredTensor]]
 """Tensors by the name of the moment, such as ``exp_avg``, then by canonical name."""
 
 
-def _open_moments(model: StoredModel) -> tuple[Moments, int | None]:
-    """The moments of a checkpoint, none read yet, and the number of steps that changed the weights; None if unknown.
-
-    Weights alone have none.
-
-    Raises:
-        UserError: one of the two files that hold these is missing or damaged.
-    """
-    if model.manifest is None or COUNTERS not in model.manifest.files:
-        return {}, None
-    read_manifest(model.source, only=is_state_file)
-    require_files(model.source, model.manifest, state_files(model.source))
-    state = StateReader(model.source)
-    return state.stored_moments(), state.counters.optimizer_steps
-
-
 def _write_deepspeed(
-    folder: Path, model: StoredModel, *, moments: Moments, optimizer_steps: int | None, progress: Callable[[int], None]
+    folder: Path, model: StoredModel, *, moments: Moments, optimizer_steps: int | None, progress: Advance
 ) -> None:
     """Write DeepSpeed's layout into ``folder``.
 
     Args:
         folder: has none of the names above yet.
         model: with every weight in fp32, in the model's order.
-        moments: as ``_open_moments`` gives them.
+        moments: of the optimizer; none of weights alone.
         optimizer_steps: the steps that changed the weights; None if unknown.
         progress: called with the bytes read since its last call.
 
@@ -487,8 +442,7 @@ def _write_deepspeed(
         **dict.fromkeys(("optimizer", "lr_scheduler", "data_sampler", "random_ltd")),
         "skipped_steps": 0 if optimizer_steps is None else step - optimizer_steps,
         "global_steps": step,
-        "dp_world_size": 1,
-        "mp_world_size": 1,
+        **dict.fromkeys(("dp_world_size", "mp_world_size"), 1),
         "ds_config": {"zero_optimization": {"stage": _ZERO_STAGE}},
         "ds_version": LAYOUT_VERSION,
     }

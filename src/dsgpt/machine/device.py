@@ -64,10 +64,8 @@ def gpu_problem(topology: Topology, environment: Mapping[str, str] = os.environ)
     tasks = {"SLURM_GPUS_PER_TASK": 1, "SLURM_NTASKS": topology.world_size, "SLURM_PROCID": topology.rank}
     if processes <= gpus or (gpus == 1 and all(environment.get(name) == str(value) for name, value in tasks.items())):
         return ""
-    return (
-        f"{processes} processes were started on this machine, but it has only {counted(gpus, 'GPU')}: start at "
-        f"most {gpus} (deepspeed --num_gpus {gpus}), or use --device cpu"
-    )
+    cure = f"start at most {gpus} (deepspeed --num_gpus {gpus}), or use --device cpu"
+    return f"{processes} processes were started on this machine, but it has only {counted(gpus, 'GPU')}: {cure}"
 
 
 def default_precision(kind: str) -> str:
@@ -115,8 +113,7 @@ def software_versions() -> dict[str, str | None]:
     return {
         "python_version": platform.python_version(),
         "torch_version": torch.__version__,
-        "transformers_version": _version("transformers"),
-        "deepspeed_version": _version("deepspeed"),
+        **{f"{package}_version": _version(package) for package in ("transformers", "deepspeed")},
         "cuda_version": torch.version.cuda,
     }
 
@@ -165,7 +162,13 @@ class HugePages:
         if tensor.device.type != "cpu" or sys.platform != "linux":
             return tensor.clone(memory_format=torch.contiguous_format)
         if tensor.nbytes > len(self._room):
-            self._room = _room_for(max(tensor.nbytes, CHUNK_BYTES))
+            size = -(-max(tensor.nbytes, CHUNK_BYTES) // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+            memory = mmap.mmap(-1, size + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            with suppress(OSError):  # a kernel that was built without huge pages: ordinary pages do
+                memory.madvise(mmap.MADV_HUGEPAGE)
+            whole = torch.frombuffer(memory, dtype=torch.uint8)  # keeps the memory
+            start = -whole.data_ptr() % HUGE_PAGE_BYTES  # from one boundary of huge pages to another
+            self._room = whole[start : start + size]
         copy = self._room[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
         self._room = self._room[-(-tensor.nbytes // _BETWEEN) * _BETWEEN :]
         return copy.copy_(tensor)
@@ -177,17 +180,6 @@ def huge_page_setting() -> str | None:
         return None
     chosen = re.search(r"\[(\w+)\]", SETTING.read_text(encoding="utf-8"))
     return chosen and chosen.group(1)
-
-
-def _room_for(size: int) -> Tensor:
-    """A tensor of at least ``size`` zeros, from one boundary of huge pages to another."""
-    size = -(-size // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
-    memory = mmap.mmap(-1, size + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):  # a kernel that was built without huge pages: ordinary pages do
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    whole = torch.frombuffer(memory, dtype=torch.uint8)  # keeps the memory
-    start = -whole.data_ptr() % HUGE_PAGE_BYTES
-    return whole[start : start + size]
 
 
 _ASKED = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
@@ -221,10 +213,9 @@ def slow_precision(precision: str, *, device: str) -> str:
     return ""
 
 
+Maker = Callable[[str], contextlib.AbstractContextManager[Any]]
 _NOTHING = contextlib.nullcontext()
-_maker: ContextVar[Callable[[str], contextlib.AbstractContextManager[Any]]] = ContextVar(
-    "maker", default=lambda _name: _NOTHING
-)
+_maker: ContextVar[Maker] = ContextVar("maker", default=lambda _name: _NOTHING)
 
 
 def named_range(name: str) -> contextlib.AbstractContextManager[Any]:
@@ -233,7 +224,7 @@ def named_range(name: str) -> contextlib.AbstractContextManager[Any]:
 
 
 @contextlib.contextmanager
-def ranges_made_by(maker: Callable[[str], contextlib.AbstractContextManager[Any]]) -> Iterator[None]:
+def ranges_made_by(maker: Maker) -> Iterator[None]:
     """Inside, ``named_range`` returns the context that ``maker`` makes from the name."""
     token = _maker.set(maker)
     try:
@@ -301,22 +292,15 @@ def joined(topology: Topology, device: torch.device, *, store: "Store | None" = 
         UserError: the variables do not say where the ranks meet.
     """
     if topology.launcher == "python":
-        os.environ.update(
-            RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port())
-        )
+        os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     elif store is None:
         store = open_store(topology)
     if store is not None:
         store.set_timeout(TIMEOUT)
-    on_gpu = device.type == "cuda"
-    dist.init_process_group(
-        "nccl" if on_gpu else "gloo",
-        rank=topology.rank,
-        world_size=topology.world_size,
-        store=store,
-        timeout=TIMEOUT,
-        device_id=device if on_gpu else None,
-    )
+    backend, gpu = ("nccl", device) if device.type == "cuda" else ("gloo", None)
+    place: dict[str, Any] = {"rank": topology.rank, "world_size": topology.world_size, "device_id": gpu}
+    dist.init_process_group(backend, store=store, timeout=TIMEOUT, **place)
     yield
     dist.destroy_process_group()
 

@@ -9,6 +9,7 @@ import contextlib
 import itertools
 import logging
 import os
+import re
 import select
 import signal
 import sys
@@ -31,12 +32,7 @@ LAUNCHERS = {"baseline": "python", "ddp": "torchrun", "fsdp": "torchrun", "optim
 """The launcher of each run type that users take."""
 NVIDIA_DRIVER = Path("/dev/nvidiactl")
 _COMMANDS = {"deepspeed", "deepspeed.pt", "ds", "torchrun"}
-_MODULES = {
-    "deepspeed.launcher.launch",
-    "deepspeed.launcher.runner",
-    "torch.distributed.launch",
-    "torch.distributed.run",
-}
+_MODULES = re.compile(r"deepspeed\.launcher\.(launch|runner)|torch\.distributed\.(launch|run)")
 
 
 def launcher_command(launcher: str, ranks: int, *flags: str) -> list[str]:
@@ -90,7 +86,7 @@ def starts_launcher(words: Sequence[str]) -> bool:
     """Whether a command line is a launcher's, called by name or as a module."""
     if any(Path(word).name in _COMMANDS for word in words[:2]):
         return True
-    return any(flag == "-m" and module in _MODULES for flag, module in itertools.pairwise(words))
+    return any(flag == "-m" and _MODULES.fullmatch(module) for flag, module in itertools.pairwise(words))
 
 
 def own_command() -> list[str]:
@@ -113,8 +109,18 @@ class Launcher:
         self._processes = waiting_processes()
 
     def is_gone(self) -> bool:
-        """Whether one of these processes has ended, so that nothing waits for this rank any more."""
-        return os.getppid() != self._parent or any(_has_ended(process) for process in self._processes)
+        """Whether one of these processes has ended, so that nothing waits for this rank any more.
+
+        A zombie has ended, but its parent has not read its exit code.
+        """
+        import psutil  # noqa: PLC0415 - --help needs none of it
+
+        dead = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+        try:
+            ended = any(not process.is_running() or process.status() in dead for process in self._processes)
+        except psutil.NoSuchProcess:
+            return True
+        return ended or os.getppid() != self._parent
 
 
 def waiting_processes() -> "list[psutil.Process]":
@@ -135,16 +141,6 @@ def _words(process: "psutil.Process") -> list[str]:
         return process.cmdline()
     except psutil.Error:  # it has ended, or belongs to another user
         return []
-
-
-def _has_ended(process: "psutil.Process") -> bool:
-    """Whether a process is gone, or is a zombie: it has ended, but its parent has not read its exit code."""
-    import psutil  # noqa: PLC0415
-
-    try:
-        return not process.is_running() or process.status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
-    except psutil.NoSuchProcess:
-        return True
 
 
 # The end of a process that was a rank.

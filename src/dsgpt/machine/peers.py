@@ -181,23 +181,18 @@ def open_store(topology: Topology, *, seconds: float | None = None) -> "Store":
     limit = seconds or JOIN_SEC
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     of_the_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+    serves = topology.is_main and not of_the_launcher
     try:
         # All of these are documented as public; only the types do not mark them as exported.
         store: Store = dist.TCPStore(  # type: ignore[attr-defined]
-            address,
-            port,
-            is_master=topology.rank == 0 and not of_the_launcher,
-            timeout=timedelta(seconds=limit),
-            wait_for_workers=False,
-            multi_tenant=True,
+            address, port, is_master=serves, timeout=timedelta(seconds=limit), wait_for_workers=False, multi_tenant=True
         )
     except dist.DistError as error:
-        if topology.rank == 0 and not of_the_launcher:
+        if serves:
             why = str(error).splitlines()[0]
             raise UserError(f"cannot meet at {address}:{port} ({why}): give another MASTER_PORT") from error
-        raise UserError(
-            f"rank 0 did not answer at {address}:{port} within {limit:.0f} s: it did not start, or refused"
-        ) from error
+        silent = f"rank 0 did not answer at {address}:{port} within {limit:.0f} s"
+        raise UserError(f"{silent}: it did not start, or refused") from error
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if attempt != "0" and of_the_launcher and os.environ.get("GROUP_WORLD_SIZE") == "1":
         store = dist.PrefixStore(f"attempt-{attempt}", store)  # type: ignore[attr-defined]
@@ -325,8 +320,8 @@ class Peers:
         self.on_lost_rank: Callable[[LostRank], None] = lambda _: None
         """Called in the watch thread before it ends this process, whose main thread is blocked by a lost rank."""
         self._own = RankStatus(host=socket.gethostname())  # only the main thread changes it
-        self._beats = 0
-        self._progress_at = time.monotonic()
+        self._beats = self._shared = 0
+        self._progress_at = self._store_answered_at = time.monotonic()
         self._steps: deque[float] = deque(maxlen=SLOW_STEPS)
         self._work: deque[float] = deque(maxlen=SLOW_STEPS)
         self._ended, self._broken, self._observed = threading.Event(), threading.Event(), threading.Event()
@@ -336,11 +331,9 @@ class Peers:
         """The ``progress_count`` at which this rank waits for one that may take longer, and its seconds for that."""
         self._answered_request = self._own_verdict = ""
         self._slow_reported: set[int] = set()
-        self._shared = 0
         self._main = threading.get_ident()
         self._thread = threading.Thread(target=self._watch, name="peers", daemon=True)
         self._guard = threading.Thread(target=self._watch_store, name="peers-store", daemon=True)
-        self._store_answered_at = time.monotonic()
 
     def __enter__(self) -> "Peers":
         return self
@@ -525,7 +518,11 @@ class Peers:
                 elif self._broken.is_set() or self._left_sec < OBSERVED_SEC or self._neighbour_lost():
                     self._observe()
                 elif self._topology.is_main and self._beats % 5 == 0:
-                    self._report_slow()
+                    ranks = self._all_statuses()
+                    slow = slow_ranks(ranks, stages=self._topology.sizes.pipeline)
+                    new, self._slow_reported = slow.keys() - self._slow_reported, self._slow_reported | slow.keys()
+                    for rank in sorted(new):
+                        self.on_slow_rank(rank, ranks[rank], slow[rank])
             except RuntimeError as error:  # of the store
                 if not self._ended.wait(OBSERVED_SEC):  # else the run has ended
                     self._lose_store(str(error).splitlines()[0][:120])
@@ -597,24 +594,20 @@ class Peers:
         before = self._all_statuses()
         self._watched.set("ask", f"{self._topology.rank} {time.time()}")
         while True:
-            if (
-                self._ended.wait(BEAT_SEC)
-                or self._own.progress_count != progress_count
-                or self._watched.check(["verdict"])
-            ):
+            ended = self._ended.wait(BEAT_SEC)
+            if ended or self._own.progress_count != progress_count or self._watched.check(["verdict"]):
                 return
             self._beat()
             ranks = self._all_statuses()
             failed = any(status.failed for status in ranks.values())
             if time.monotonic() < end and not (failed and self._broken.is_set()):
                 continue
-            ranks = {
-                rank: replace(status, silent=status.beat == before[rank].beat and rank != self._topology.rank)
-                for rank, status in ranks.items()
-            }
+            still = {rank for rank, status in ranks.items() if status.beat == before[rank].beat}
+            silent = still - {self._topology.rank}
+            ranks = {rank: replace(status, silent=rank in silent) for rank, status in ranks.items()}
             waited_for = [ranks[rank] for rank in culprits(ranks, pipeline=pipeline)[0]]
             left = max(self.limit_sec(status) - status.idle_sec for status in waited_for)
-            if failed or any(status.silent for status in ranks.values()) or left < 2 * BEAT_SEC:
+            if failed or silent or left < 2 * BEAT_SEC:
                 break
             if self._broken.is_set():
                 self._broken.clear()
@@ -624,10 +617,7 @@ class Peers:
             if self._left_sec > 2 * OBSERVED_SEC:
                 return
         own = self._own  # all ranks took the step before, so the last beat of one that is gone may be older
-        ranks = {
-            rank: replace(status, phase=own.phase, step=own.step) if status.silent else status
-            for rank, status in ranks.items()
-        }
+        ranks |= {rank: replace(ranks[rank], phase=own.phase, step=own.step) for rank in silent}
         words = verdict(ranks, seconds=max(idle, self.idle_sec), pipeline=pipeline)
         self._own_verdict = words
         self._end(LostRank(self._watched.compare_set("verdict", "", words).decode()))
@@ -649,13 +639,6 @@ class Peers:
     def _linger(self) -> None:
         # The store may end with rank 0, and the others must read the verdict before the end of a rank disturbs them.
         time.sleep((3 if self._topology.is_main else 1.5) * BEAT_SEC)
-
-    def _report_slow(self) -> None:
-        ranks = self._all_statuses()
-        for rank, usual in slow_ranks(ranks, stages=self._topology.sizes.pipeline).items():
-            if rank not in self._slow_reported:
-                self._slow_reported.add(rank)
-                self.on_slow_rank(rank, ranks[rank], usual)
 
 
 def _calls(frames: traceback.StackSummary) -> list[str]:

@@ -90,9 +90,8 @@ def direct_io_problem(folder: Path) -> str:
             finally:
                 os.close(handle)
     except OSError as error:
-        return (
-            f"files in {folder} cannot be written in blocks of {DIRECT_IO_BYTES} bytes with O_DIRECT ({error.strerror})"
-        )
+        how = f"in blocks of {DIRECT_IO_BYTES} bytes with O_DIRECT"
+        return f"files in {folder} cannot be written {how} ({error.strerror})"
     return ""
 
 

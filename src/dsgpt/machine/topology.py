@@ -127,7 +127,6 @@ def read_topology(environment: Mapping[str, str] = os.environ, *, local_rank_fla
     """
     world_size = _whole(environment, "WORLD_SIZE", 1)
     rank = _whole(environment, "RANK", 0)
-    local_rank = _whole(environment, "LOCAL_RANK", max(0, local_rank_flag or 0))
     if "TORCHELASTIC_RUN_ID" in environment:
         launcher = "torchrun"
     elif "RANK" not in environment:
@@ -141,13 +140,12 @@ def read_topology(environment: Mapping[str, str] = os.environ, *, local_rank_fla
         raise UserError(f"the variable WORLD_SIZE is {world_size}, but RANK is not set: {way_out}")
     if rank >= world_size:
         raise UserError(f"the variable RANK is {rank}, but WORLD_SIZE is {world_size}: {way_out}")
-    local_world_size = _whole(environment, "LOCAL_WORLD_SIZE", _whole(environment, "LOCAL_SIZE", world_size))
     elastic = re.fullmatch(r"(\d+):(\d+)", environment.get("PET_NNODES", ""))
     return Topology(
         rank=rank,
-        local_rank=local_rank,
+        local_rank=_whole(environment, "LOCAL_RANK", max(0, local_rank_flag or 0)),
         world_size=world_size,
-        local_world_size=local_world_size,
+        local_world_size=_whole(environment, "LOCAL_WORLD_SIZE", _whole(environment, "LOCAL_SIZE", world_size)),
         launcher=launcher,
         machines=(int(elastic[1]), int(elastic[2])) if elastic and "RANK" in environment else None,
     )
@@ -156,9 +154,8 @@ def read_topology(environment: Mapping[str, str] = os.environ, *, local_rank_fla
 def _whole(environment: Mapping[str, str], name: str, default: int) -> int:
     word = environment.get(name)
     if word is not None and not word.isdecimal():
-        raise UserError(
-            f"the variable {name} is {word!r}, not a whole number: start the ranks with a launcher, or unset it"
-        )
+        cure = "start the ranks with a launcher, or unset it"
+        raise UserError(f"the variable {name} is {word!r}, not a whole number: {cure}")
     return default if word is None else int(word)
 
 

@@ -29,14 +29,9 @@ LARGEST = {"n_layer": 1_000, "n_head": 65_536, "n_embd": 1 << 31, "block_size": 
 
 def shape_problems(shape: dict[str, Any]) -> list[str]:
     """A line for each mistake in ``shape``, the fields of a ``GPT2Config``; it names the flag."""
-    problems = [
-        f"{flag} must be at least 1, not {shape[field]}" for field, flag in SHAPE_FLAGS.items() if shape[field] < 1
-    ]
-    problems += [
-        f"{flag} must be at most {LARGEST[field]:,}, not {shape[field]:,}"
-        for field, flag in SHAPE_FLAGS.items()
-        if shape[field] > LARGEST[field]
-    ]
+    given = [(flag, shape[field], LARGEST[field]) for field, flag in SHAPE_FLAGS.items()]
+    problems = [f"{flag} must be at least 1, not {value}" for flag, value, _ in given if value < 1]
+    problems += [f"{flag} must be at most {most:,}, not {value:,}" for flag, value, most in given if value > most]
     width, heads = shape["n_embd"], shape["n_head"]
     if not problems and width % heads:
         nearest = divisors_around(width, heads)

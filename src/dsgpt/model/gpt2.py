@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from dsgpt.model.config import GPT2Config
-from dsgpt.model.documents import Documents
 from dsgpt.model.linear_cross_entropy import VocabularyPart, linear_cross_entropy
 
 Attend = Callable[[Tensor, Tensor, Tensor, float, bool], Tensor]
@@ -27,6 +26,58 @@ Attend = Callable[[Tensor, Tensor, Tensor, float, bool], Tensor]
 def dense_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float, causal: bool) -> Tensor:
     """Every query against every key it may see; (B, nh, T, hs) each."""
     return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=causal)
+
+
+# Attention within documents: no token sees one of another document of its window.
+#
+# As an input, an end-of-text id begins the document that follows it, at position 0. The first token of a document is
+# predicted from it alone, as in a generation without a prompt. As a target, it ends the document before. So every
+# target of a window counts. What a window has before its first end-of-text is a document that begins with the window.
+
+
+class Documents:
+    """The documents of a micro batch. It is no tuple: hooks on modules would take it apart.
+
+    Args:
+        ids: (B, T).
+        end_of_text: the id that begins a document.
+    """
+
+    def __init__(self, ids: Tensor, end_of_text: int) -> None:
+        starts = ids == end_of_text
+        starts[:, 0] = True
+        places = torch.arange(ids.shape[1], device=ids.device)
+        self.positions = places - torch.where(starts, places, 0).cummax(dim=1).values
+        """Place of each token in its document, (B, T)."""
+        firsts = starts.flatten().nonzero()[:, 0]  # a GPU's host waits for it, once per micro batch
+        self._bounds = F.pad(firsts, (0, 1), value=ids.numel())
+        self._lengths = None if ids.is_cuda else self._bounds.diff().tolist()
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
+        """Causal attention within each document; (B, nh, T, hs) each.
+
+        On a CPU document by document: as fast as whole windows if documents are as long, and 2.7 times as fast at a
+        quarter of it. A mask over whole windows took 1.5 times as long as none. On a GPU PyTorch's kernel for sequences
+        of different lengths, which takes bf16 and fp16 without dropout.
+        """
+        shape = q.transpose(1, 2).shape  # (B, T, nh, hs)
+        q, k, v = (part.transpose(1, 2).flatten(0, 1) for part in (q, k, v))  # (B*T, nh, hs)
+        if self._lengths is None:
+            from torch.nn.attention import varlen  # noqa: PLC0415 - imports Dynamo, for about a second
+
+            bounds = self._bounds.int()
+            y = varlen.varlen_attn(q, k, v, bounds, bounds, shape[1], shape[1], window_size=(-1, 0))
+            assert isinstance(y, Tensor)  # more only if it is asked for
+        else:
+            parts = zip(*(torch.split(part, self._lengths) for part in (q, k, v)), strict=True)
+            y = torch.cat([_attend(q, k, v, dropout) for q, k, v in parts])
+        return y.view(shape).transpose(1, 2)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
+    """Causal attention in one document; (tokens, nh, hs) each."""
+    q, k, v = (part.transpose(0, 1)[None] for part in (q, k, v))  # (1, nh, tokens, hs)
+    return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)[0].transpose(0, 1)
 
 
 class Attention(nn.Module):
@@ -122,7 +173,7 @@ class GPT2(nn.Module):
         config: the shape.
         activation_checkpointing: recompute each block's activations in the backward pass instead of keeping them.
         pad_logits: multiply by the padded rows of the embedding as well, for the loss (``logits_of``).
-        end_of_text: the id that begins a document, if none may see another: ``dsgpt.model.documents``.
+        end_of_text: the id that begins a document, if none may see another: ``Documents``.
     """
 
     def __init__(
@@ -189,6 +240,12 @@ def parameter_shapes(config: GPT2Config) -> dict[str, torch.Size]:
         return {name: parameter.shape for name, parameter in GPT2(config).named_parameters()}
 
 
+def random_stream(seed: int, name: object) -> torch.Generator:
+    """The random stream of one parameter, or of one sequence, under ``seed``: the same whatever else is drawn."""
+    digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+
+
 WEIGHT_STD = 0.02
 """N(0, 0.02): Radford et al. 2018 (GPT-1), section 4.1, which GPT-2 keeps."""
 
@@ -203,8 +260,7 @@ def initial_value(name: str, shape: torch.Size, *, config: GPT2Config, seed: int
         return torch.zeros(shape)
     if ".ln_" in f".{name}":
         return torch.ones(shape)
-    digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+    generator = random_stream(seed, name)
     std = WEIGHT_STD / (2 * config.n_layer) ** 0.5 if name.endswith("proj.weight") else WEIGHT_STD
     if name != "wte.weight":
         return torch.normal(0.0, std, shape, generator=generator)

@@ -10,16 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dsgpt.checkpoints import store
-from dsgpt.checkpoints.manifest import (
-    STATE_FILE,
-    Goodput,
-    Manifest,
-    parse_manifest,
-    read_manifest,
-    read_run_state,
-    require_files,
-    require_resumable,
-)
+from dsgpt.checkpoints.manifest import STATE_FILE, Goodput, Manifest, parse_manifest, read_manifest, read_run_state
 from dsgpt.checkpoints.training_state import COUNTERS, StateReader, check_random_states, state_files
 from dsgpt.common.errors import Problems, UserError
 from dsgpt.common.files import is_regular_file, remove
@@ -237,7 +228,7 @@ def _plan_finished(config: RunConfig, *, settings: dict[str, Any], problems: Pro
     """
     for checkpoint in store.checkpoints(config.run_dir):
         with contextlib.suppress(UserError):
-            require_resumable(checkpoint, manifest := parse_manifest(checkpoint))
+            (manifest := parse_manifest(checkpoint)).require_resumable(checkpoint)
             break
     else:
         return None
@@ -265,7 +256,8 @@ def _newest_whole(run_dir: Path, damage: Callable[[str], str]) -> tuple[Path | N
     if refused:
         lines = (f"--resume: {path.name} is refused: {reason}" for path, reason in refused)
         raise UserError(f"--resume: no checkpoint in {run_dir} is intact: {cure}", *lines)
-    if damaged := ", ".join(path.name for path in store.marked_damaged(run_dir)):
+    marked = sorted(path.name for path in run_dir.glob("step-*") if store.DAMAGED_FOLDER.fullmatch(path.name))
+    if damaged := ", ".join(marked):
         raise UserError(f"--resume: {run_dir} holds only damaged checkpoints ({damaged}): {cure}")
     return None, refused
 
@@ -281,8 +273,8 @@ def damage_in(config: RunConfig, name: str, rank: int = 0, ranks: int = 1) -> st
         turns = {file: turn for turn, file in enumerate(parse_manifest(checkpoint).files)}
         turns |= {file: int(number[1]) for file in turns if (number := _NUMBERED.search(file))}
         manifest = read_manifest(checkpoint, only=lambda file: turns[file] % ranks == rank)
-        require_resumable(checkpoint, manifest)
-        require_files(checkpoint, manifest, (*state_files(checkpoint), store.MODEL, COUNTERS, STATE_FILE))
+        manifest.require_resumable(checkpoint)
+        manifest.require(checkpoint, (*state_files(checkpoint), store.MODEL, COUNTERS, STATE_FILE))
         step = read_run_state(checkpoint).step
         if (name, manifest.step) != (store.folder_name(step), step):
             differ = f"its {STATE_FILE} is of step {step} and its manifest of step {manifest.step}"

@@ -9,7 +9,7 @@ import uuid
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +26,7 @@ from dsgpt.inference.server import requests
 from dsgpt.inference.server.engine import Engine, Scorer, Sequence, ServedModel
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase as Tokenizer
 
 
 # What ``/metrics`` tells Prometheus. No figure has a text of a request in it.
@@ -47,14 +47,10 @@ class Metrics:
         self.of_keys = counter("dsgpt_key_requests", of_key, ["key", "status"])
         self.tokens = counter("dsgpt_tokens", "Tokens read and written", ["kind"])
         self.open = Gauge("dsgpt_open_sequences", "Sequences that are decoded or wait", registry=self.registry)
-        self.seconds, self.first_token, self.queue = (
-            Histogram(f"dsgpt_{name}_seconds", text, buckets=SECONDS, registry=self.registry)
-            for name, text in (
-                ("request", "From a request to the end of its answer"),
-                ("first_token", "From a request to its first token"),
-                ("queue", "How long a sequence waited for its first forward pass"),
-            )
-        )
+        histogram = partial(Histogram, buckets=SECONDS, registry=self.registry)
+        self.seconds = histogram("dsgpt_request_seconds", "From a request to the end of its answer")
+        self.first_token = histogram("dsgpt_first_token_seconds", "From a request to its first token")
+        self.queue = histogram("dsgpt_queue_seconds", "How long a sequence waited for its first forward pass")
 
 
 # How many sequences a server accepts at a time, and how many requests of a key.
@@ -63,6 +59,12 @@ LONGEST_WAIT_SEC = 60
 MINUTE_SEC = 60
 _WEIGHT = 0.1
 """Weight of the newest sequence in the mean time of a sequence."""
+
+
+def _busy(message: str, *, wait_sec: int) -> requests.ApiError:
+    """The refusal of a request that the client should repeat after ``wait_sec``."""
+    headers = {"retry-after": str(wait_sec)}
+    return requests.ApiError(429, message, code="rate_limit_exceeded", headers=headers)
 
 
 class Gate:
@@ -92,10 +94,8 @@ class Gate:
             return
         past, now = self._admitted.setdefault(key.name, deque(maxlen=key.per_minute)), time.monotonic()
         if len(past) == key.per_minute and (wait := past[0] + MINUTE_SEC - now) > 0:
-            message = f"the key {key.name!r} may send {key.per_minute} requests a minute: repeat the request later"
-            raise requests.ApiError(
-                429, message, code="rate_limit_exceeded", headers={"retry-after": str(math.ceil(wait))}
-            )
+            limit = f"the key {key.name!r} may send {key.per_minute} requests a minute"
+            raise _busy(f"{limit}: repeat the request later", wait_sec=math.ceil(wait))
         past.append(now)
 
     @contextlib.contextmanager
@@ -116,12 +116,8 @@ class Gate:
         for taken, most, whose in ((everyone, self._places, ""), (self._taken[name], self._places_of_key, of_key)):
             if taken + count > most:
                 wait = math.ceil(self._mean_sec * max(1.0, everyone / self._batch))
-                raise requests.ApiError(
-                    429,
-                    f"the server is busy: {taken} of {most} places{whose} are taken; repeat the request later",
-                    code="rate_limit_exceeded",
-                    headers={"retry-after": str(min(max(wait, 1), LONGEST_WAIT_SEC))},
-                )
+                message = f"the server is busy: {taken} of {most} places{whose} are taken; repeat the request later"
+                raise _busy(message, wait_sec=min(max(wait, 1), LONGEST_WAIT_SEC))
         try:
             self._taken[name] += count
             self._metrics.open.set(self._taken.total())
@@ -198,9 +194,7 @@ class Answer:
         return {**self._head, "choices": choices} | ({"usage": self.usage()} if usage else {})
 
 
-def add_logprobs(
-    choice: Choice, *, top: int, echo: bool, scorer: "Scorer", tokenizer: "PreTrainedTokenizerBase"
-) -> None:
+def add_logprobs(choice: Choice, *, top: int, echo: bool, scorer: Scorer, tokenizer: "Tokenizer") -> None:
     """Give a finished choice its ``logprobs``: of its tokens, and with ``echo`` those of the prompt.
 
     The log probabilities are the model's own, before temperature and ``top_p``. The first token of a sequence has none.
@@ -235,21 +229,22 @@ SMALL_BODY = 16 << 10
 STREAM = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 
 
-@dataclass(frozen=True, kw_only=True)
 class Completions:
-    """The endpoint, an ASGI application."""
+    """The endpoint, an ASGI application.
 
-    served: ServedModel
-    engine: Engine
-    scorer: Scorer
-    limits: Limits
-    metrics: Metrics
-    gate: Gate
-    readers: tuple[ThreadPoolExecutor, ThreadPoolExecutor] = field(
-        default_factory=lambda: (ThreadPoolExecutor(1, "reads"), ThreadPoolExecutor(1, "reads large ones"))
-    )
-    """Threads that read requests, small and large ones: one at a time each, because each keeps a core busy. A small one
-    does not wait for the large ones of others."""
+    Args:
+        served: the model.
+        limits: of what is accepted.
+        keys: as in ``Gate``.
+    """
+
+    def __init__(self, served: ServedModel, limits: Limits, *, keys: int = 1) -> None:
+        self.served, self.limits, self.metrics = served, limits, Metrics()
+        self.engine, self.scorer = Engine(served.model, batch=limits.batch), Scorer(served.model)
+        self.gate = Gate(limits, self.metrics, keys=keys)
+        self._readers = ThreadPoolExecutor(1, "reads"), ThreadPoolExecutor(1, "reads large ones")
+        """Threads that read requests, small and large ones: one at a time each, because each keeps a core busy. A small
+        one does not wait for the large ones of others."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request, and count how it ended."""
@@ -264,11 +259,10 @@ class Completions:
             error = requests.ApiError(504, message, code="timeout", headers={"x-should-retry": "false"})
             status = error.status
             await exchange.fail(error)
-        except requests.ApiError as error:
+        except (requests.ApiError, requests.GoneError) as error:
             status = error.status
-            await exchange.fail(error)
-        except requests.GoneError as error:
-            status = error.status
+            if isinstance(error, requests.ApiError):
+                await exchange.fail(error)
         finally:
             self.metrics.requests.labels(status).inc()
             if key is not None:
@@ -279,7 +273,7 @@ class Completions:
         key: Key | None = http.scope["key"]
         self.gate.admit(key)
         body = await requests.read_body(http, limits=self.limits)
-        read = partial(asyncio.get_running_loop().run_in_executor, self.readers[len(body) > SMALL_BODY])
+        read = partial(asyncio.get_running_loop().run_in_executor, self._readers[len(body) > SMALL_BODY])
         with self.gate.places(1, key=key):
             request = await read(requests.read_request, body)
         if request.model != self.served.name:

@@ -21,9 +21,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from dsgpt.common.errors import Problems, UserError
 from dsgpt.formats.tokenizer_files import open_tokenizer
+from dsgpt.inference.commands import ServeOptions
 from dsgpt.inference.generation import draw, probabilities
 from dsgpt.inference.model_files import device_for, open_model, write_model
 from dsgpt.inference.server.requests import NOT_FINITE, ApiError, Drawing
@@ -56,17 +58,15 @@ class Sampler:
     def check_kwargs(self, kwargs: dict[str, Any]) -> None:
         """Nothing to check: the engine gives each request one ``Drawing``."""
 
-    def fill_defaults(self, int32_tensor: torch.Tensor) -> None:
+    def fill_defaults(self, int32_tensor: Tensor) -> None:
         """Nothing to fill: no setting is kept in tensors."""
 
-    def prepare_tensor_args(
-        self, requests_in_batch: "list[FutureRequestState]", arg_storage: torch.Tensor
-    ) -> torch.Tensor:
+    def prepare_tensor_args(self, requests_in_batch: "list[FutureRequestState]", arg_storage: Tensor) -> Tensor:
         """Note which sequence each row of the next scores is of."""
         self._states = [request.state for request in requests_in_batch if request.has_new_token]
         return arg_storage
 
-    def __call__(self, _ids: torch.Tensor, scores: torch.Tensor, _arguments: torch.Tensor) -> torch.Tensor:
+    def __call__(self, _ids: Tensor, scores: Tensor, _arguments: Tensor) -> Tensor:
         """Draw a token for each row of ``scores`` (sequences, vocabulary), and return scores with it as the largest."""
         alike: dict[Drawing, list[tuple[int, float]]] = {}
         """Rows, and the random number of each, by the settings of their draw."""
@@ -118,28 +118,21 @@ class ServedModel:
     """Time at which its weights were written, in seconds since 1970."""
 
 
-def open_served(source: Path, *, which: str, name: str | None, device_kind: str) -> ServedModel:
+def open_served(options: ServeOptions) -> ServedModel:
     """Open the model of any folder that ``src/convert.py --from`` reads. Nothing of its tokenizer is executed.
-
-    Args:
-        source: a run folder, a checkpoint, a portable folder, or a Hugging Face folder of a GPT-2.
-        which: the ``latest`` or the ``best`` checkpoint of a run.
-        name: of the model in requests; None for the name of the folder.
-        device_kind: ``auto``, ``cpu`` or ``cuda``.
 
     Raises:
         UserError: there is no usable model, it has no tokenizer, or there is no such device.
     """
-    problems = Problems()
-    device = device_for(device_kind, precision="fp32", problems=problems)
+    problems, source = Problems(), options.checkpoint
+    device = device_for(options.device, precision="fp32", problems=problems)
     problems.raise_if_any()
-    model = open_model(source, which=which, flag="--checkpoint")
+    model = open_model(source, which=options.which, flag="--checkpoint")
     if model.refused:
         raise UserError(f"--checkpoint {model.refused}")
     if not model.tokenizer:
-        raise UserError(
-            f"--checkpoint {source}: has no tokenizer, because its training data had none: cannot read text"
-        )
+        why = "because its training data had none"
+        raise UserError(f"--checkpoint {source}: has no tokenizer, {why}: cannot read text")
     from transformers import GPT2LMHeadModel  # noqa: PLC0415 - takes seconds; mistakes should not
 
     with tempfile.TemporaryDirectory(prefix="dsgpt-serve-") as place:
@@ -151,7 +144,7 @@ def open_served(source: Path, *, which: str, name: str | None, device_kind: str)
         tokenizer = open_tokenizer(folder, what=f"--checkpoint {source}", clean_up_tokenization_spaces=False)
     ends = {tokenizer.eos_token_id, *model.ends} - {None}
     return ServedModel(
-        name=name or source.resolve().name,
+        name=options.model_name or source.resolve().name,
         model=loaded.to(device).eval(),
         tokenizer=tokenizer,
         positions=model.config.block_size,
@@ -201,9 +194,9 @@ class Engine:
         from transformers import ContinuousBatchingConfig, GenerationConfig  # noqa: PLC0415 - takes seconds
 
         positions = model.config.n_positions
-        generation: Any = GenerationConfig(  # type: ignore[no-untyped-call]
-            do_sample=False, eos_token_id=-1, max_new_tokens=positions
-        )
+        ends = {"eos_token_id": -1, "max_new_tokens": positions}
+        generation: Any = GenerationConfig(do_sample=False, **ends)  # type: ignore[no-untyped-call]
+        off: dict[str, Any] = dict.fromkeys(("use_async_batching", "use_cuda_graph", "auto_switch_to_flash"), False)
         config = ContinuousBatchingConfig(
             page_size=PAGE,
             num_blocks=batch * -(-positions // PAGE) + 1,
@@ -212,9 +205,7 @@ class Engine:
             max_blocks_per_request=0,
             safety_margin=0.0,
             allow_block_sharing=False,  # the time of an answer would tell what others asked
-            use_async_batching=False,
-            use_cuda_graph=False,
-            auto_switch_to_flash=False,
+            **off,
         )
         self._manager: ContinuousBatchingManager = twin_of(model).init_continuous_batching(
             generation_config=generation, continuous_batching_config=config

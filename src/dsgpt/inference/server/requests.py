@@ -18,7 +18,7 @@ from dsgpt.formats.tokenizer_files import reason_of
 from dsgpt.inference.commands import Limits, Sampling
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase as Tokenizer
 
 
 # Errors that a client sees: a status and a body in the form of OpenAI's.
@@ -247,7 +247,7 @@ def read_request(data: bytes) -> CompletionRequest:
 
 
 def read_prompts(
-    request: CompletionRequest, tokenizer: "PreTrainedTokenizerBase", *, vocabulary: int, positions: int
+    request: CompletionRequest, tokenizer: "Tokenizer", *, vocabulary: int, positions: int
 ) -> list[Prompt]:
     """The prompts of a request, encoded.
 
@@ -285,7 +285,7 @@ def read_prompts(
     return prompts
 
 
-def _encoded(text: str, tokenizer: "PreTrainedTokenizerBase") -> Ids:
+def _encoded(text: str, tokenizer: "Tokenizer") -> Ids:
     try:
         return list(tokenizer.encode(text, add_special_tokens=False))
     except Exception as error:  # the tokenizers library raises nothing more specific
@@ -308,12 +308,9 @@ def new_tokens_of(request: CompletionRequest, prompts: list[Prompt], *, position
     asked = request.max_tokens
     wanted = DEFAULT_NEW_TOKENS if asked is None else asked
     if longest + (wanted if asked is not None else 1) > positions:
-        raise _wrong(
-            "prompt",
-            f"This model's maximum context length is {positions} tokens, and the request has {longest} tokens in its "
-            f"prompt and {wanted} for the completion: shorten the prompt or lower max_tokens",
-            "context_length_exceeded",
-        )
+        asks = f"the request has {longest} tokens in its prompt and {wanted} for the completion"
+        message = f"This model's maximum context length is {positions} tokens, and {asks}"
+        raise _wrong("prompt", f"{message}: shorten the prompt or lower max_tokens", "context_length_exceeded")
     most = positions if limits.new_tokens is None else limits.new_tokens
     if asked is not None and asked > most:
         raise _wrong("max_tokens", f"max_tokens must be at most {most} here")

@@ -38,8 +38,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from dsgpt.common.errors import EXIT_DONE, EXIT_INTERRUPTED, UserError
 from dsgpt.inference.commands import Key, ServeOptions, is_loopback, keys_of
-from dsgpt.inference.server.completions import Completions, Gate, Metrics
-from dsgpt.inference.server.engine import Engine, Scorer, open_served
+from dsgpt.inference.server.completions import Completions
+from dsgpt.inference.server.engine import Engine, open_served
 from dsgpt.inference.server.requests import ApiError
 from dsgpt.machine.console import print_line
 
@@ -351,25 +351,15 @@ def serve(options: ServeOptions) -> int:
 
         of_transformers.set_verbosity_error()  # type: ignore[no-untyped-call]  # some warnings show the ids of a prompt
         of_transformers.disable_progress_bar()  # type: ignore[no-untyped-call]
-        served = open_served(
-            options.checkpoint, which=options.which, name=options.model_name, device_kind=options.device
-        )
-        metrics, limits = Metrics(), options.limits
-        completions = Completions(
-            served=served,
-            engine=Engine(served.model, batch=limits.batch),
-            scorer=Scorer(served.model),
-            limits=limits,
-            metrics=metrics,
-            gate=Gate(limits, metrics, keys=len(keys)),
-        )
+        served = open_served(options)
+        limits = options.limits
+        completions = Completions(served, limits, keys=len(keys))
         quieten_logs()
         app = make_app(completions, keys=keys, loopback=loopback)
         host = f"[{options.host}]" if ":" in options.host else options.host
-        about = (
-            f"serving {served.name} at http://{host}:{listener.getsockname()[1]}/v1 "
-            f"({limits.batch} sequences at a time, {limits.queue} may wait); stop with Ctrl-C"
-        )
+        many = f"{limits.batch} sequences at a time, {limits.queue} may wait"
+        address = f"http://{host}:{listener.getsockname()[1]}/v1"
+        about = f"serving {served.name} at {address} ({many}); stop with Ctrl-C"
         asyncio.run(_serve(app, completions.engine, listener, about=about))
     return EXIT_DONE
 
@@ -386,15 +376,14 @@ async def _serve(app: object, engine: Engine, listener: socket.socket, *, about:
 
 def http_config(app: object, *, connections: int) -> uvicorn.Config:
     """Settings of uvicorn for at most ``connections`` connections at a time."""
+    off: dict[str, Any] = dict.fromkeys(("access_log", "server_header", "proxy_headers"), False)
     return uvicorn.Config(
         app,  # type: ignore[arg-type]
         http=Connection,
         ws="none",
         lifespan="off",
         log_config=None,
-        access_log=False,
-        server_header=False,
-        proxy_headers=False,
+        **off,
         limit_concurrency=connections,
         backlog=BACKLOG,
         timeout_keep_alive=KEEP_ALIVE_SEC,
@@ -442,9 +431,8 @@ def _listen(options: ServeOptions) -> socket.socket:
     except OverflowError as error:
         raise UserError(f"--port {options.port}: a port is at most 65535") from error
     except OSError as error:
-        raise UserError(
-            f"--port {options.port}: cannot be opened on {options.host} ({error.strerror}): give another one"
-        ) from error
+        where = f"on {options.host} ({error.strerror})"
+        raise UserError(f"--port {options.port}: cannot be opened {where}: give another one") from error
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)  # connections inherit both
     abandoned_ms = int(2 * options.limits.stall_sec * 1000)  # the system drops what an ended answer left unread
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, abandoned_ms)
