@@ -15,7 +15,7 @@ from dsgpt.config.options import ChangesTraining, Options
 from dsgpt.dashboard.server import DashboardOptions
 from dsgpt.data.download import DownloadOptions
 from dsgpt.data.exchange import ConvertDataOptions
-from dsgpt.data.preparation import PrepareOptions
+from dsgpt.data.preparation_options import PrepareOptions
 from dsgpt.data.verify import VerifyOptions
 from dsgpt.demo import Demo
 from dsgpt.inference.commands import ConvertOptions, EvaluateRequest, GenerateRequest, ServeOptions

@@ -12,9 +12,10 @@ from prep_helpers import documents_of
 from pyarrow import parquet
 
 from dsgpt.common.errors import UserError
-from dsgpt.data import blocks, download, sources
+from dsgpt.data import blocks, download, readers
 from dsgpt.data.preparation import main
-from dsgpt.data.sources import found_key, own_source
+from dsgpt.data.readers import found_key
+from dsgpt.data.sources import own_source
 
 ROWS = [f"row {number} “quoted”\n" for number in range(60)]
 LINES = "".join(json.dumps({"id": str(number), "n": number, "text": row}) + "\n" for number, row in enumerate(ROWS))
@@ -119,7 +120,7 @@ def test_a_set_of_the_hub_by_name(prepare_here, bytes_tokenizer, tmp_path, monke
 def many(tmp_path, monkeypatch) -> Path:
     monkeypatch.setattr(blocks, "BLOCK_BYTES", 3000)
     monkeypatch.setattr(blocks, "_MOST_FILES", 1)
-    monkeypatch.setattr(sources, "RANGE_BYTES", 3000)
+    monkeypatch.setattr(readers, "RANGE_BYTES", 3000)
     (folder := tmp_path / "many").mkdir()
     (folder / "a.jsonl").write_text(LINES * 5)
     for number in range(30):

@@ -14,7 +14,7 @@ from prep_helpers import documents_of
 from small_run import REPOSITORY
 
 from dsgpt.common.errors import UserError
-from dsgpt.data import blocks, sources
+from dsgpt.data import blocks, readers
 from dsgpt.data.index import index_path, open_index, read_sources
 from dsgpt.data.parts import read_part
 from dsgpt.data.token_file import open_token_file
@@ -27,7 +27,7 @@ WORDS = "the quick brown fox — naïve “quotes” 日本語\n\n  and\ttabs is
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of a few kilobytes, so that a small text has many."""
     monkeypatch.setattr(blocks, "BLOCK_BYTES", 5000)
-    monkeypatch.setattr(sources, "RANGE_BYTES", 5000)
+    monkeypatch.setattr(readers, "RANGE_BYTES", 5000)
 
 
 @pytest.fixture
@@ -56,8 +56,8 @@ def test_killed_at_any_time_and_continued_with_other_workers(prepare_here, texts
     flags = ["--input", texts, "--tokenizer", bytes_tokenizer, "--shuffle", "--output_dir"]
     prepare_here(*flags, "whole", cwd=tmp_path)
     program = (
-        "from dsgpt.data import blocks, sources, preparation\n"
-        "blocks.BLOCK_BYTES = sources.RANGE_BYTES = 5000\n"
+        "from dsgpt.data import blocks, readers, preparation\n"
+        "blocks.BLOCK_BYTES = readers.RANGE_BYTES = 5000\n"
         "import sys\n"
         "preparation.main(sys.argv[1:])\n"
     )

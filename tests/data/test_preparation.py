@@ -6,6 +6,8 @@ import os
 import random
 import shlex
 import shutil
+import subprocess
+import sys
 from dataclasses import asdict
 from pathlib import Path
 
@@ -15,14 +17,20 @@ import pytest
 from prep_helpers import CORPUS, documents_of, hashes
 from pyarrow import parquet
 from small_run import REPOSITORY, write_tokenizer
-from transformers import AutoTokenizer
+from tokenizers import Tokenizer
+from transformers import AutoTokenizer, GPT2Tokenizer
 
 from dsgpt.common.errors import UserError
 from dsgpt.common.files import Lock
-from dsgpt.data.preparation import parse_options
-from dsgpt.data.sources import Document, own_source
+from dsgpt.data.blocks import pieces_of
+from dsgpt.data.merge import divided
+from dsgpt.data.parts import ROW, Encoding
+from dsgpt.data.preparation_options import parse_options
+from dsgpt.data.readers import STDIN, Document, SourceFile, read_text_file
+from dsgpt.data.sources import own_source
 from dsgpt.data.token_file import open_token_file
-from dsgpt.data.vocabulary import divide, open_vocabulary, pieces
+from dsgpt.data.vocabulary import END_OF_TEXT, open_vocabulary, save_loaded
+from dsgpt.formats.tokenizer_files import open_tokenizer
 from dsgpt.training.command import check
 
 # preprocess.py: what is written, byte for byte, and what happens the second time, or when it is killed.
@@ -147,27 +155,30 @@ def test_full_files_are_the_same_after_small_ones(run, prepared: Path, corpus: P
 # The split of each document, and cutting long texts without changing their tokens.
 
 
-def collection(count: int) -> list[tuple[None, Document]]:
-    return [(None, Document(key=f"d{number}", text=f"text {number}", source_bytes=9)) for number in range(count)]
-
-
-def validation(documents: list[tuple[None, Document]], *, fraction: float = 0.05, seed: int = 1337) -> set[str]:
-    divided = list(divide(documents, val_fraction=fraction, seed=seed))
-    assert [document for _, document in divided] == [document for _, document in documents]
-    return {document.key for split, document in divided if split == "val"}
+def validation(count: int, *, fraction: float = 0.05, seed: int = 1337) -> set[int]:
+    """The numbers of those of ``count`` documents that are for validation; the others are for training."""
+    encoding = Encoding(
+        folder=Path(), tokenizer=Path(), special=False, on_bad_text="fail", split_by="documents", seed=seed
+    )
+    file = SourceFile(path=STDIN, key="f", stamp=None, read=read_text_file)
+    documents = [Document(f"d{number}", "text", b"text", 9) for number in range(count)]
+    rows = np.array([(0, 0, 0, 0, encoding.position(file, each), 4, 0, 0) for each in documents], dtype=ROW)
+    numbers = divided(rows, own=[None], val_fraction=fraction)
+    assert sorted([*numbers["train"], *numbers["val"]]) == list(range(count))
+    return set(numbers["val"].tolist())
 
 
 def test_a_document_stays_in_its_split_when_others_are_added():
-    before, after = validation(collection(2000)), validation(collection(3000))
+    before, after = validation(2000), validation(3000)
     assert 60 < len(before) < 140
-    assert before == {key for key in after if int(key[1:]) < 2000}
-    assert validation(collection(2000), seed=1) != before
+    assert before == {number for number in after if number < 2000}
+    assert validation(2000, seed=1) != before
 
 
 @pytest.mark.parametrize("fraction", [0.0001, 0.5, 0.9999])
 @pytest.mark.parametrize("count", [2, 3, 256])
 def test_small_collections_have_both_sides(count: int, fraction: float):
-    assert 1 <= len(validation(collection(count), fraction=fraction)) <= count - 1
+    assert 1 <= len(validation(count, fraction=fraction)) <= count - 1
 
 
 def test_pieces_encode_as_the_whole(prepared: Path):
@@ -176,8 +187,8 @@ def test_pieces_encode_as_the_whole(prepared: Path):
     marks = [" ", "  ", "\n", "\n\n ", "\t", "\x1c", "\x85", "\xa0", "the", "dog's", "!?", "12", "\r\n", "\u2028", "é"]
     for _ in range(300):
         text = "".join(chance.choices([*marks, *CORPUS.values()], weights=[9] * len(marks) + [1] * len(CORPUS), k=80))
-        cut = list(pieces(text, characters=7))
-        assert "".join(cut) == text
+        cut = [piece.decode() for piece in pieces_of(text.encode(), least=7)]
+        assert "".join(cut) == text and len(cut) > 1
         whole = vocabulary.tokenizer.encode(text, add_special_tokens=False).ids
         encodings = vocabulary.tokenizer.encode_batch(cut, add_special_tokens=False)
         assert [token for encoding in encodings for token in encoding.ids] == whole
@@ -242,3 +253,43 @@ def test_the_next_line_is_a_dry_run_that_works(run, bytes_tokenizer: Path, tmp_p
 def test_an_empty_output_folder_is_the_default():
     """As of a shell variable that is not set. The path of an empty word would be the current folder."""
     assert parse_options(["--output_dir", ""], small=False).output_dir == Path("data/python-transformers")
+
+
+# Tokenizers: their files are those of transformers, also where its import is saved.
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_files_of_tokenizers_are_those_that_transformers_writes(prepared: Path, tmp_path: Path, monkeypatch):
+    """Of a trained one, and of one that was loaded before, which is copied."""
+    ends = dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_TEXT)
+    trained = Tokenizer.from_file(str(prepared / "tokenizer" / "tokenizer.json"))
+    written = GPT2Tokenizer(
+        tokenizer_object=trained, **ends, add_prefix_space=False, clean_up_tokenization_spaces=False
+    )
+    written.model_max_length = 1024
+    written.save_pretrained(tmp_path / "trained")
+    assert contents(tmp_path / "trained") == contents(prepared / "tokenizer")
+    for source, target in (("trained", "one"), ("one", "two")):
+        save_loaded(str(tmp_path / source), tmp_path / target)
+    loaded = open_tokenizer(tmp_path / "one", what="", named=True, clean_up_tokenization_spaces=False)
+    loaded.save_pretrained(tmp_path / "again")
+    assert contents(tmp_path / "one") == contents(tmp_path / "two") == contents(tmp_path / "again")
+    monkeypatch.setattr("dsgpt.data.vocabulary.open_tokenizer", lambda *_, **__: 1 / 0)
+    save_loaded(str(tmp_path / "one"), tmp_path / "copy")
+    with pytest.raises(ZeroDivisionError):
+        save_loaded(str(tmp_path / "trained"), tmp_path / "other")
+
+
+def test_preparing_text_imports_no_large_library(prepared: Path, tmp_path: Path):
+    save_loaded(str(prepared / "tokenizer"), tmp_path / "tokenizer")
+    (tmp_path / "rows.jsonl").write_text("".join(f'{{"text": "row {number}"}}\n' for number in range(9)))
+    program = (
+        "import sys\n"
+        "from dsgpt.data.preparation import main\n"
+        "main(['--input', 'rows.jsonl', '--tokenizer', 'tokenizer', '--output_dir', 'out'])\n"
+        "assert not {'torch', 'transformers', 'datasets', 'pyarrow', 'awkward'} & set(sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=tmp_path, capture_output=True)

@@ -81,7 +81,7 @@ def test_a_part_that_is_lost_before_it_is_joined_is_an_error(flags, monkeypatch)
     def lose(self: parts.Encoder, block: blocks.Block) -> None:
         encode(self, block)
         if block.number == 1:
-            self._encoding.path(1).write_bytes(b"")
+            self.encoding.path(1).write_bytes(b"")
 
     monkeypatch.setattr(parts.Encoder, "encode", lose)
     with pytest.raises(UserError, match=r"part-00000001: is missing or damaged"):

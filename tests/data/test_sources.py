@@ -19,7 +19,8 @@ from transformers import AutoTokenizer
 
 from dsgpt.common.errors import UserError
 from dsgpt.data import download
-from dsgpt.data.sources import EMBEDDED, HubSet, downloaded_source, join_articles, stdlib_source, transformers_source
+from dsgpt.data.download import HubSet, downloaded_source, join_articles
+from dsgpt.data.sources import EMBEDDED, stdlib_source, transformers_source
 from dsgpt.data.token_file import open_token_file
 
 # download_data.py: sets of the hub, replaced by local files; the embedded corpus; and no network.

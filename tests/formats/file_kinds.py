@@ -30,8 +30,8 @@ from dsgpt.checkpoints.store import find_checkpoint, open_model_files
 from dsgpt.common.errors import Problems
 from dsgpt.common.json_files import JsonError
 from dsgpt.config.run_config import RunConfig
+from dsgpt.data.download import downloaded_source
 from dsgpt.data.preparation import Place
-from dsgpt.data.sources import downloaded_source
 from dsgpt.formats.hugging_face import PretrainedWeights, weight_files
 from dsgpt.formats.tokenizer_files import end_of_text_id, token_ids
 from dsgpt.inference.model_files import build_model, export

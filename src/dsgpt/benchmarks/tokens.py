@@ -137,7 +137,7 @@ class TokensOptions(SuiteOptions):
     tokenizer: str = flag(str, "WHICH", "a local folder or a name on the hub (default: %(default)s)", default="gpt2")
     documents: int = flag(POSITIVE, "N", "seeded documents (default: %(default)s)", default=1_000_000)
     points: int = flag(POSITIVE, "N", "code points, from 0 (default: all)", default=0x110000)
-    megabytes: int = flag(POSITIVE, "N", "size of each corpus (default: %(default)s)", default=1000)
+    megabytes: int = flag(POSITIVE, "N", "most of each corpus; the first has 63 (default: %(default)s)", default=1000)
     peer_megabytes: int = flag(POSITIVE, "N", "of which nanoGPT's way gets (default: %(default)s)", default=50)
     rounds: int = flag(POSITIVE, "N", "rounds of each contender (default: %(default)s)", default=3)
     only: tuple[str, ...] = only_flag("PART", f"parts: {', '.join(PARTS)}")
@@ -173,7 +173,8 @@ examples:
 
         if not has_fast():
             raise UserError("gigatoken is not installed: pip install 'dsgpt[fast]'")
-        save_loaded(self.options.tokenizer, self.folder / "tokenizer")
+        save_loaded(self.options.tokenizer, self.folder / "loaded")
+        save_loaded(str(self.folder / "loaded"), self.folder / "tokenizer")  # as an earlier preparation leaves it
         self._vocabulary = open_vocabulary(self.folder / "tokenizer")
 
     def results(self) -> Iterator[Record]:
@@ -199,20 +200,21 @@ examples:
             yield from self._speeds()
 
     def _speeds(self) -> Iterator[Record]:
-        for name, make in CORPORA.items():
+        for name, (make, most) in CORPORA.items():
             corpus, peers = self.folder / name, self.folder / f"{name}-peers"
-            make(corpus, self.options.megabytes)
-            make(peers, min(self.options.peer_megabytes, self.options.megabytes))
+            make(corpus, min(most, self.options.megabytes))
+            make(peers, min(most, self.options.megabytes, self.options.peer_megabytes))
             sizes = {one: sum(path.stat().st_size for path in one.iterdir()) for one in (corpus, peers)}
+            out = self.folder / "out"
             for number, way in turns(WAYS, rounds=self.options.rounds):
-                text, out = (peers if way == "nanogpt" else corpus), self.folder / "out"
+                text = peers if way == "nanogpt" else corpus
                 shutil.rmtree(out, ignore_errors=True)
                 out.mkdir()
                 seconds = timed(way, text, out, self.folder / "tokenizer", self.repository)
                 yield {"what": SPEED, "corpus": name, "way": way, "round": number, "speed": sizes[text] / 1e6 / seconds}
             seconds_of = self._where(corpus)
             yield {"what": "where", "corpus": name, "megabytes": sizes[corpus] / 1e6, "seconds": seconds_of}
-            for each in (corpus, peers):
+            for each in (corpus, peers, out):
                 shutil.rmtree(each)
 
     def _where(self, corpus: Path) -> dict[str, float]:
@@ -223,14 +225,16 @@ examples:
 
         shutil.rmtree(parts := self.folder / "parts", ignore_errors=True)
         parts.mkdir()
-        source = own_source([corpus], text_key="text", output_dir=parts)
-        tokenizer = self.folder / "tokenizer"
         encoding = Encoding(
-            folder=parts, tokenizer=tokenizer, special=False, on_bad_text="fail", split_by="documents", seed=0
+            folder=parts,
+            tokenizer=self.folder / "tokenizer",
+            special=False,
+            on_bad_text="fail",
+            split_by="documents",
+            seed=0,
         )
         encoder = Encoder(encoding)
-        seconds = dict.fromkeys(("read", "encode", "write"), 0.0)
-        encode = encoder.engine.encode
+        seconds, encode = dict.fromkeys(("read", "encode", "write"), 0.0), encoder.engine.encode
 
         def watched(texts: Sequence[bytes]) -> Any:
             began = time.perf_counter()
@@ -240,15 +244,19 @@ examples:
                 seconds["encode"] += time.perf_counter() - began
 
         encoder.engine.encode = watched  # type: ignore[method-assign]
+        began = time.perf_counter()
+        source = own_source([corpus], text_key="text", output_dir=parts)
+        seconds["read"] = time.perf_counter() - began
         for block in blocks_of(source, cuts=True, val_fraction=0.05, whitespace_only=False):
             began = time.perf_counter()
             for reading in block.readings:
-                for _ in reading.items(strict=True):
+                for _ in reading.items():
                     pass
-            read, before = time.perf_counter(), seconds["encode"]
+            read = time.perf_counter() - began
             encoder.encode(block)
-            seconds["read"] += read - began
-            seconds["write"] += time.perf_counter() - read - (seconds["encode"] - before) - (read - began)
+            seconds["read"] += read
+            seconds["write"] += time.perf_counter() - began - 2 * read
+        seconds["write"] -= seconds["encode"]
         return seconds
 
     def line(self, result: Record, *, count: str, left: str) -> str:
@@ -387,11 +395,12 @@ def _small_files(folder: Path, megabytes: int) -> None:
             number += 1
 
 
-CORPORA: Mapping[str, Callable[[Path, int], None]] = {
-    "sources": _sources,
-    "one file of rows": _one_file,
-    "small files": _small_files,
+CORPORA: Mapping[str, tuple[Callable[[Path, int], None], int]] = {
+    "sources": (_sources, 63),
+    "one file of rows": (_one_file, 1 << 30),
+    "small files": (_small_files, 1 << 30),
 }
+"""How each is made, and the most megabytes that it has."""
 
 
 def timed(way: str, text: Path, out: Path, tokenizer: Path, repository: Path) -> float:
@@ -402,7 +411,7 @@ def timed(way: str, text: Path, out: Path, tokenizer: Path, repository: Path) ->
     """
     if way == "dsgpt":
         words = [repository / "data_prep" / "preprocess.py", "--input", text, "--tokenizer", tokenizer]
-        words += ["--output_dir", out / "data", "--workers", "2"]
+        words += ["--output_dir", out / "data"]
     else:
         words = [Path(__file__).with_name("tokens_ways.py"), way, text, out, tokenizer]
     began = time.perf_counter()

@@ -7,27 +7,23 @@ import codecs
 import hashlib
 import itertools
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Literal, TypeAlias
 
 from dsgpt.common.errors import UserError
 from dsgpt.data.index import document_hash
-from dsgpt.data.sources import COMPRESSED, Document, Source, SourceFile, decoded, read_text_file
-from dsgpt.data.vocabulary import cut_in_two
+from dsgpt.data.readers import COMPRESSED, Document, SourceFile, decoded, not_utf8
+from dsgpt.data.sources import Source
 
 BLOCK_BYTES = 1 << 24
 """About how many bytes of text a block has."""
 _MOST_FILES = 2048
 """Most files of a block."""
 _READ = 1 << 22
-
-
-def is_plain(file: SourceFile) -> bool:
-    """Whether the whole file is one text."""
-    return isinstance(file.read, partial) and file.read.func is read_text_file
+_TRAIN, _VAL = 2**64 - 1, 0
+"""Positions that put the halves of a lone text into their splits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,55 +57,62 @@ class Reading:
     val_fraction: float | None = None
     """If given, the file's only document is cut in two, and this share of it is for validation."""
 
-    def items(self, *, strict: bool) -> Iterator[Item]:
+    def items(self) -> Iterator[Item]:
         """The documents, or the part of one."""
+        file = self.file
         if self.val_fraction is not None:
-            document = next((one for one in self.file.read(self.file) if one.text.strip()), None)
-            if document is None:
-                return
-            first = None
-            for split, half in cut_in_two(document, val_fraction=self.val_fraction):
-                data = half.text.encode()
-                place = 0 if first is None or not is_plain(self.file) else first
-                first = len(data)
-                position = 0 if split == "val" else 2**64 - 1
-                facts = Large(role="end", hash=document_hash(data), characters=len(half.text), position=position)
-                yield replace(half, place=document.place + place, utf8=data), facts
+            if document := next((one for one in file.read(file) if not one.blank), None):
+                halves = cut_in_two(document, val_fraction=self.val_fraction)
+                for half, position in zip(halves, (_TRAIN, _VAL), strict=True):
+                    facts = Large(
+                        role="end", hash=document_hash(half.data), characters=len(half.text), position=position
+                    )
+                    yield half if file.plain else half._replace(place=document.place), facts
         elif self.large is None:
-            for document in self.file.read(self.file):
+            for document in file.read(file):
                 yield document, None
         elif self.large.role == "facts":
-            yield self._facts(strict=strict)
+            bad = ""
+            try:
+                facts = self._facts("strict")
+            except UserError as error:
+                facts, (bad,) = self._facts("replace"), error.problems
+            yield Document(file.key, "", b"", 0, self.start, bad), facts
         else:
-            with self.file.path.open("rb") as file:
-                file.seek(self.start)
-                data = file.read(self.end - self.start)
-            text, bad = decoded(data, f"{self.file.path}: after byte {self.start:,}", strict=strict)
-            utf8 = None if bad else data
-            yield Document(key=self.file.key, text=text, source_bytes=len(data), utf8=utf8, bad=bad), self.large
+            with file.path.open("rb") as opened:
+                opened.seek(self.start)
+                data = opened.read(self.end - self.start)
+            text, bad = decoded(data, f"{file.path}: after byte {self.start:,}")
+            yield Document(file.key, text, text.encode() if bad else data, len(data), bad=bad), self.large
 
-    def _facts(self, *, strict: bool) -> tuple[Document, Large]:
-        """The document without its text, and the hash of its text."""
+    def _facts(self, errors: "Errors") -> Large:
+        """The hash and the length of a large text."""
         assert self.large is not None
-        try:
-            digest, characters, blank = self._summed(strict=True)
-            bad = False
-        except UserError:
-            if strict:
-                raise
-            digest, characters, blank = self._summed(strict=False)
-            bad = True
-        document = Document(key=self.file.key, text="", source_bytes=0, place=self.start, bad=bad)
-        return document, replace(self.large, hash=digest, characters=0 if blank else characters)
-
-    def _summed(self, *, strict: bool) -> tuple[int, int, bool]:
         digest, characters, blank = hashlib.sha256(), 0, True
-        errors: Errors = "strict" if strict else "replace"
-        for text, _, data in _decoded_blocks(self.file.path, self.start, self.end, errors=errors):
-            digest.update(data if strict else text.encode())
+        for text, _ in _decoded_blocks(self.file.path, self.start, self.end, errors=errors):
+            digest.update(text.encode())
             characters += len(text)
             blank = blank and (not text or text.isspace())
-        return int.from_bytes(digest.digest()[:8], "little"), characters, blank
+        number = int.from_bytes(digest.digest()[:8], "little")
+        return replace(self.large, hash=number, characters=0 if blank else characters)
+
+
+def cut_in_two(document: Document, *, val_fraction: float) -> tuple[Document, Document]:
+    """Cut about ``val_fraction`` off the end of the text for validation, at the start of a line or else of a word.
+
+    Raises:
+        UserError: the text is too short.
+    """
+    text = document.text
+    cut = min(max(int(len(text) * (1 - val_fraction)), 1), len(text) - 1)
+    last = next((text.rfind(mark, 0, cut) for mark in ("\n", " ") if text.rfind(mark, 0, cut) > 0), cut - 1)
+    train, val = text[: last + 1], text[last + 1 :]
+    if not train.strip() or not val.strip():
+        raise UserError(f"{document.key}: is the only document and too short to be divided; give more text")
+    size, data = document.source_bytes * len(train) // len(text), train.encode()
+    first = document._replace(text=train, data=data, source_bytes=size)
+    rest = document.source_bytes - size
+    return first, document._replace(text=val, data=val.encode(), source_bytes=rest, place=document.place + len(data))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,41 +136,30 @@ def blocks_of(source: Source, *, cuts: bool, val_fraction: float, whitespace_onl
         val_fraction: share of a lone large text that is cut off its end for validation.
         whitespace_only: a large text may only be cut before a space or newline.
     """
-    number = before = 0
-    sized = _sized(source, cuts=cuts, val_fraction=val_fraction, whitespace_only=whitespace_only)
-    for readings, size in _grouped(sized):
-        yield Block(number=number, first_byte=before, size=size, readings=readings)
-        number, before = number + 1, before + size
-
-
-def _grouped(sized: Iterable[tuple[Reading, int]]) -> Iterator[tuple[tuple[Reading, ...], int]]:
     group: list[Reading] = []
-    total = 0
-    for reading, size in sized:
+    number = before = total = 0
+    for reading, size in _sized(source, cuts=cuts, val_fraction=val_fraction, whitespace_only=whitespace_only):
         if group and (total + size > BLOCK_BYTES or len(group) == _MOST_FILES):
-            yield tuple(group), total
-            group, total = [], 0
+            yield Block(number=number, first_byte=before, size=total, readings=tuple(group))
+            number, before, group, total = number + 1, before + total, [], 0
         group.append(reading)
         total += size
     if group:
-        yield tuple(group), total
+        yield Block(number=number, first_byte=before, size=total, readings=tuple(group))
 
 
 def _sized(source: Source, *, cuts: bool, val_fraction: float, whitespace_only: bool) -> Iterator[tuple[Reading, int]]:
     for number, file in enumerate(source.files):
-        size, lone = file.size(), len(source.files) == 1 and is_plain(file)
+        size, lone = file.size, len(source.files) == 1 and file.plain
         whole = size <= 2 * BLOCK_BYTES or file.path.suffix in COMPRESSED
-        if lone and whole:
-            yield Reading(number=number, file=file, val_fraction=val_fraction), size
-            continue
-        if whole or not (file.cut or (is_plain(file) and cuts)):
-            yield Reading(number=number, file=file), size
+        if whole or not (file.cut or (file.plain and cuts)):
+            yield Reading(number=number, file=file, val_fraction=val_fraction if whole and lone else None), size
         elif file.cut:
             for part in file.cut(file):
                 yield Reading(number=number, file=replace(file, read=part.read)), part.size
         else:
             middle = _place_of_cut(file, val_fraction=val_fraction) if lone else size
-            for start, end, position in ((0, middle, 2**64 - 1), (middle, size, 0)) if lone else ((0, size, None),):
+            for start, end, position in ((0, middle, _TRAIN), (middle, size, _VAL)) if lone else ((0, size, None),):
                 facts = Large(role="facts", position=position)
                 yield Reading(number=number, file=file, start=start, end=end, large=facts), 0
                 offsets = [start, *_cuts(file.path, start, end, whitespace_only=whitespace_only), end]
@@ -176,10 +168,19 @@ def _sized(source: Source, *, cuts: bool, val_fraction: float, whitespace_only: 
                     yield Reading(number=number, file=file, start=one, end=two, large=piece), two - one
 
 
-SPACE_AFTER_WORD = re.compile(rb"(?<=[!-~\xb0-\xbf])[ \n]")
+_SPACE_AFTER_WORD = re.compile(rb"(?<=[!-~\xb0-\xbf])[ \n]")
 _NO_LETTER_AFTER_LETTER = re.compile(rb"(?<=[A-Za-z])[\x00-@\[-`{-\x7f]")
 """Where a text of UTF-8 may be cut so that its pieces have its ids. GPT-2's pattern joins no character with a space or
 newline after it (0xB0 to 0xBF end no space of Unicode), and no letter with what is none."""
+
+
+def pieces_of(text: bytes, *, least: int = 1 << 18) -> list[bytes]:
+    """``text`` in pieces of at least ``least`` bytes, cut before a space or newline that follows a word."""
+    pieces, start = [], 0
+    while len(text) - start > least and (found := _SPACE_AFTER_WORD.search(text, start + least)):
+        pieces.append(text[start : found.start()])
+        start = found.start()
+    return [*pieces, text[start:] if start else text]
 
 
 def _cuts(path: Path, start: int, end: int, *, whitespace_only: bool) -> Iterator[int]:
@@ -189,7 +190,7 @@ def _cuts(path: Path, start: int, end: int, *, whitespace_only: bool) -> Iterato
         while place < end - BLOCK_BYTES // 2:
             file.seek(place - 1)  # the byte before, which the patterns look back at
             window = file.read(min(_READ, end - place + 1))
-            found = SPACE_AFTER_WORD.search(window)
+            found = _SPACE_AFTER_WORD.search(window)
             if not found and not whitespace_only:
                 found = _NO_LETTER_AFTER_LETTER.search(window)
             place += found.start() - 1 if found else _READ - 1
@@ -201,12 +202,11 @@ def _cuts(path: Path, start: int, end: int, *, whitespace_only: bool) -> Iterato
 Errors: TypeAlias = Literal["strict", "replace", "surrogateescape"]
 
 
-def _decoded_blocks(path: Path, start: int, end: int, *, errors: Errors) -> Iterator[tuple[str, int, bytes]]:
+def _decoded_blocks(path: Path, start: int, end: int, *, errors: Errors) -> Iterator[tuple[str, int]]:
     """The text between two bytes of a file, a few megabytes at a time.
 
     Yields:
-        A text; from how many bytes it was decoded; and the bytes that were read. A character that these begin and do
-        not end is in the next text.
+        A text, and from how many bytes it was decoded.
     """
     decoder = codecs.getincrementaldecoder("utf-8")(errors)
     with path.open("rb") as file:
@@ -217,29 +217,20 @@ def _decoded_blocks(path: Path, start: int, end: int, *, errors: Errors) -> Iter
             try:
                 text = decoder.decode(data, final=start + len(data) >= end)
             except UnicodeDecodeError as error:
-                byte = start - pending + error.start
-                raise UserError(
-                    f"{path}: is not UTF-8 text (byte {byte:,}); convert it, for example with "
-                    "`iconv -f latin1 -t utf-8`, leave it out, or see --on_bad_text"
-                ) from error
+                raise UserError(not_utf8(str(path), f"byte {start - pending + error.start:,}")) from error
             start += len(data)
-            yield text, pending + len(data) - len(decoder.getstate()[0]), data
+            yield text, pending + len(data) - len(decoder.getstate()[0])
 
 
 def _place_of_cut(file: SourceFile, *, val_fraction: float) -> int:
     """The byte at which a lone text is divided: after the last newline, or else space, before the share of characters.
 
-    Raises:
-        UserError: the text is not UTF-8, and is read strictly.
+    What is no UTF-8 counts a character a byte.
     """
-    assert isinstance(file.read, partial)
-    path = file.path
-    errors: Errors = "strict" if file.read.keywords["strict"] else "surrogateescape"
-    size = path.stat().st_size
-    counts = [len(text) for text, _, _ in _decoded_blocks(path, 0, size, errors=errors)]
-    wanted = int(sum(counts) * (1 - val_fraction))
-    place = 0
-    for text, used, _ in _decoded_blocks(path, 0, size, errors=errors):
+    path, place = file.path, 0
+    errors: Errors = "surrogateescape"
+    wanted = int(sum(len(text) for text, _ in _decoded_blocks(path, 0, file.size, errors=errors)) * (1 - val_fraction))
+    for text, used in _decoded_blocks(path, 0, file.size, errors=errors):
         if wanted <= len(text):
             place += len(text[:wanted].encode(errors=errors))
             break

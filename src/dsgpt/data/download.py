@@ -5,35 +5,26 @@ import itertools
 import json
 import re
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias
 
 from tqdm import tqdm
 
 from dsgpt.common.command_line import POSITIVE, choice, flag, read_options, switch
 from dsgpt.common.errors import UserError
 from dsgpt.common.files import sync_directory, write_json_atomic
+from dsgpt.common.json_files import Count, Positive, read_or_refuse
 from dsgpt.common.text import counted, next_line, script_words
-from dsgpt.data.sources import (
-    EMBEDDED,
-    HUB_SETS,
-    RAW_FOLDER,
-    RECORD_NAME,
-    STDLIB_NAME,
-    TRANSFORMERS_NAME,
-    Document,
-    HubSet,
-    join_articles,
-    raw_record,
-)
+from dsgpt.data.readers import SourceFile, cut_json_lines, read_json_lines
+from dsgpt.data.sources import EMBEDDED, STDLIB_NAME, TRANSFORMERS_NAME, Source
+from dsgpt.data.token_file import Stamp
 from dsgpt.formats.tokenizer_files import require_hub
 
 # What this script has in common with those that prepare text.
 
 Bar: TypeAlias = "tqdm[Any]"
-S = TypeVar("S")
-"""A split, or None."""
 KEPT = "nothing was published; the same command starts again"
 """Ends the error line after an interruption, or if the disk is full."""
 
@@ -69,12 +60,157 @@ def progress(rows: Iterable[Any] | None = None, *, total: int | None, descriptio
     )
 
 
-def with_bar(documents: Iterable[tuple[S, Document]], *, total: int, description: str) -> Iterator[tuple[S, Document]]:
-    """The ``documents``, with a bar that counts the bytes of their files."""
-    with progress(total=total, description=description, unit="B") as bar:
-        for split, document in documents:
-            bar.update(document.source_bytes)
-            yield split, document
+# The documents that download_data.py writes: JSON lines in NAME/raw/, with a record that is written last.
+
+RAW_FOLDER = "raw"
+RECORD_NAME = "download.json"
+_SPLIT_OF_FILE = {"documents": None, "train": "train", "validation": "val"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RawFile:
+    """Contents of one file."""
+
+    documents: Count
+    bytes: Count
+
+
+@dataclass(frozen=True, kw_only=True)
+class RawRecord:
+    """The contents of ``download.json``."""
+
+    name: str
+    source: str
+    """Origin of the text."""
+    files: dict[Literal["documents.jsonl", "train.jsonl", "validation.jsonl"], RawFile]
+    max_documents: Positive | None = None
+
+
+def raw_record(folder: Path) -> RawRecord | None:
+    """The record of the finished download in ``folder`` (a ``raw`` folder); None if there is none.
+
+    Raises:
+        UserError: the record is damaged, or a file is missing.
+    """
+    path = folder / RECORD_NAME
+    if not path.exists():
+        return None
+    cure = "; fetch again with --overwrite"
+    record = read_or_refuse(path, RawRecord, "the record of a download", cure=cure, unknown_keys=True)
+    missing = [file for file in record.files if not (folder / file).is_file()]
+    if missing:
+        raise UserError(f"{folder / missing[0]}: is missing, but {path.name} names it; fetch it again with --overwrite")
+    return record
+
+
+def downloaded_source(name: str, *, output_dir: Path) -> Source | None:
+    """The downloaded set ``name``, from ``output_dir/raw`` or else ``data/NAME/raw``; None if it is in neither."""
+    for folder in (output_dir / RAW_FOLDER, Path("data") / name / RAW_FOLDER):
+        record = raw_record(folder)
+        if record and record.name == name:
+            reading: dict[str, Any] = {"text_key": "text", "key_field": "key"}
+            read, cut = partial(read_json_lines, **reading), partial(cut_json_lines, **reading)
+            return Source(
+                description=record.source,
+                files=tuple(
+                    SourceFile(
+                        path=folder / file,
+                        key=file,
+                        stamp=Stamp.of(folder / file),
+                        split=_SPLIT_OF_FILE[Path(file).stem],
+                        read=read,
+                        cut=cut,
+                    )
+                    for file in record.files
+                ),
+                same_by_documents=name in EMBEDDED,  # whose documents come from the installed files, too
+            )
+    return None
+
+
+# The sets that come from the Hugging Face hub, and how their rows become documents.
+
+
+@dataclass(frozen=True, kw_only=True)
+class HubSet:
+    """Address and contents of a set on the hub."""
+
+    path: str
+    """Name on the hub (or ``parquet``, which reads ``data_files``)."""
+    about: str
+    """One line for the help."""
+    config: str | None = None
+    data_files: dict[str, str] | None = None
+    splits: dict[str, int] = field(default_factory=dict)
+    """Rows of each split that is taken (0: not known), for the progress bar if the hub does not give them."""
+    text_key: str = "text"
+    """The column of the text."""
+    articles: bool = False
+    """True if a row is a line, and a heading line begins a document (WikiText)."""
+
+    @property
+    def source(self) -> str:
+        """The address in words."""
+        name = self.data_files["train"].removeprefix("hf://datasets/") if self.data_files else self.path
+        return f"{name} ({self.config})" if self.config else name
+
+
+_OPENWEBTEXT = HubSet(
+    path="parquet",  # the hub's main branch may have a loading script, which `datasets` refuses to run
+    data_files={"train": "hf://datasets/Skylion007/openwebtext/plain_text/train-*.parquet"},
+    about="8 million web pages linked from Reddit, 40 GB: the open replication of GPT-2's training text",
+    splits={"train": 8_013_769},
+)
+
+HUB_SETS = {
+    "tinystories": HubSet(
+        path="roneneldan/TinyStories",
+        about="2.1 million short stories in a small child's words, 2 GB; has a validation split",
+        splits={"train": 2_119_719, "validation": 21_990},
+    ),
+    "wikitext-103": HubSet(
+        path="Salesforce/wikitext",
+        config="wikitext-103-raw-v1",
+        about="28,475 good and featured Wikipedia articles, 0.5 GB; has a validation split",
+        splits={"train": 1_801_350, "validation": 3_760},
+        articles=True,
+    ),
+    "openwebtext": _OPENWEBTEXT,
+    "webtext": replace(
+        _OPENWEBTEXT,
+        about="OpenAI never published GPT-2's WebText; this name gives OpenWebText, the same as openwebtext",
+    ),
+    "fineweb-edu": HubSet(
+        path="HuggingFaceFW/fineweb-edu",
+        config="sample-10BT",
+        about="9.7 million educational web pages (the sample of 10 billion tokens), 45 GB",
+        splits={"train": 9_672_101},
+    ),
+}
+
+
+_TITLE = re.compile(r" = (?!= ).* = \n?", re.DOTALL)
+"""`` = Title = ``, and not `` = = Section = = ``."""
+
+
+def join_articles(lines: Iterable[str]) -> Iterator[str]:
+    """WikiText's lines, joined into articles; a title between empty lines begins an article.
+
+    The text does not change: the joined articles equal the joined lines.
+    """
+    article: list[str] = []
+    previous_empty = True
+    title = ""  # if an empty line follows it
+    for line in lines:
+        if title and not line.strip() and "".join(article).strip():
+            yield "".join(article)
+            article = []
+        article.append(title)
+        title = line if previous_empty and _TITLE.fullmatch(line) else ""
+        article.append("" if title else line)
+        previous_empty = not line.strip()
+    if text := "".join([*article, title]):
+        yield text
 
 
 # The command line.
@@ -125,9 +261,14 @@ class DownloadOptions:
 def keep_embedded(folder: Path, *, name: str, max_documents: int | None) -> None:
     """Write the documents of a corpus of ``EMBEDDED``, with their keys, to ``folder``."""
     source = EMBEDDED[name]()
-    read = with_bar(source.documents(), total=source.total_bytes(), description="reading")
-    rows = ({"key": document.key, "text": document.text} for _, document in read)
-    keep(folder, {"documents": rows}, name=name, source=source.description, max_documents=max_documents)
+
+    def rows() -> Rows:
+        with progress(total=source.total_bytes(), description="reading", unit="B") as bar:
+            for _, document in source.documents():
+                bar.update(document.source_bytes)
+                yield {"key": document.key, "text": document.text}
+
+    keep(folder, {"documents": rows()}, name=name, source=source.description, max_documents=max_documents)
 
 
 def keep_hub_set(folder: Path, hub_set: HubSet, *, name: str, max_documents: int | None) -> None:

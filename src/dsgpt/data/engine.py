@@ -66,23 +66,33 @@ class Reference:
     name = "tokenizers"
 
     def __init__(self, vocabulary: Vocabulary) -> None:
-        self._tokenizer = vocabulary.tokenizer
-        self.cuts = is_gpt2_kind(state := json.loads(vocabulary.tokenizer.to_str()))
-        if not vocabulary.tokenizer.encode_special_tokens:  # a cut must not go through a special token
-            named = state["added_tokens"]
+        self._vocabulary = vocabulary
+        self.cuts = is_gpt2_kind(vocabulary.state)
+        if vocabulary.special:  # a cut must not go through a special token
+            named = vocabulary.state["added_tokens"]
             self.cuts &= not any(one["lstrip"] or one["rstrip"] or re.search(r"\s", one["content"]) for one in named)
 
     def encode(self, texts: Sequence[bytes]) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
         """As ``Engine`` says."""
-        encodings = self._tokenizer.encode_batch_fast([text.decode() for text in texts], add_special_tokens=False)
-        parts = [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
-        return np.concatenate(parts), np.array([len(part) for part in parts], dtype=np.int64)
+        encode = self._vocabulary.tokenizer.encode_batch_fast
+        encodings = encode([text.decode() for text in texts], add_special_tokens=False)
+        return _joined([np.array(encoding.ids, dtype=np.uint32) for encoding in encodings])
+
+
+def _joined(parts: list[NDArray[np.uint32]]) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
+    return np.concatenate(parts), np.array([len(part) for part in parts], dtype=np.int64)
 
 
 @functools.cache
 def _unassigned() -> NDArray[np.bool_]:
-    """Whether this Python's table of Unicode lacks a code point, shape (0x110000,)."""
-    return np.array([unicodedata.category(chr(code)) == "Cn" for code in range(0x110000)])
+    """Whether this Python's table of Unicode lacks a code point, shape (0x110000,).
+
+    The planes between are empty; if they are not some day, it is slower and not wrong to count them as unknown.
+    """
+    table = np.ones(0x110000, dtype=np.bool_)
+    for planes in (range(0x40000), range(0xE0000, 0x110000)):
+        table[planes.start : planes.stop] = [unicodedata.category(chr(code)) == "Cn" for code in planes]
+    return table
 
 
 def is_disputed(text: bytes) -> bool:
@@ -115,41 +125,28 @@ class Gigatoken:
     name, cuts = FAST, True
 
     def __init__(self, vocabulary: Vocabulary) -> None:
-        state = json.loads(vocabulary.tokenizer.to_str())
-        self._reference = Reference(vocabulary)
-        specials = [re.escape(token["content"].encode()) for token in state["added_tokens"]]
-        as_text = vocabulary.tokenizer.encode_special_tokens or not specials
-        self._special = None if as_text else re.compile(b"|".join(specials))
-        self._state = json.dumps(state | {"added_tokens": []})  # so it takes their names for text
-        self._load()
-
-    def _load(self) -> None:
-        import gigatoken  # noqa: PLC0415 - a fifth of a second that only encoding needs
-
-        self._tokenizer = gigatoken.Tokenizer.from_json(self._state)
-        self._loaded_at = _resident()
+        self._vocabulary, self._reference = vocabulary, Reference(vocabulary)
+        specials = [re.escape(token["content"].encode()) for token in vocabulary.state["added_tokens"]]
+        self._special = re.compile(b"|".join(specials)) if vocabulary.special and specials else None
+        self._tokenizer: Any = None
 
     def encode(self, texts: Sequence[bytes]) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
         """As ``Engine`` says."""
-        import awkward  # noqa: PLC0415 - gigatoken brings it
+        if self._tokenizer is None:
+            import gigatoken  # noqa: PLC0415 - its time is not lost where nothing is encoded
 
-        ours = {
-            index
-            for index, text in enumerate(texts)
+            plain = json.dumps(self._vocabulary.state | {"added_tokens": []})  # so it takes their names for text
+            self._tokenizer = gigatoken.Tokenizer.from_json(plain).backend
+            self._loaded_at = _resident()
+        parts = [
+            self._reference.encode([text])[0]
             if is_disputed(text) or (self._special is not None and self._special.search(text))
-        }
-        fast = [b"" if index in ours else text for index, text in enumerate(texts)] if ours else list(texts)
-        rows = self._tokenizer.encode_batch(fast, parallel=False)
-        ids, counts = awkward.to_numpy(awkward.flatten(rows)), awkward.to_numpy(awkward.num(rows))
-        if ours:
-            parts = np.split(ids, np.cumsum(counts)[:-1])
-            for index in ours:
-                parts[index], _ = self._reference.encode([texts[index]])
-            ids, counts = np.concatenate(parts), np.array([len(part) for part in parts])
+            else self._tokenizer.encode(text)
+            for text in texts
+        ]
         if _resident() - self._loaded_at > _MOST_GROWN:
-            del self._tokenizer
-            self._load()
-        return ids.astype(np.uint32, copy=False), counts.astype(np.int64, copy=False)
+            self._tokenizer = None
+        return _joined(parts)
 
 
 def _resident() -> int:

@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TypeAlias
@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dsgpt.common.errors import UserError
-from dsgpt.common.files import is_utf8, printable, sha256_of, write_json_atomic
+from dsgpt.common.files import is_utf8, printable, sha256_of, write_atomic
 from dsgpt.common.json_files import Count, read_or_refuse
 from dsgpt.data.token_file import TokenFile, TokenFileError
 from dsgpt.data.vocabulary import Vocabulary, open_vocabulary
@@ -76,22 +76,26 @@ class SourceList:
 
 def relative(path: Path, folder: Path) -> str:
     """``path`` as the list in ``folder`` names it."""
-    path = path.resolve() if path.is_symlink() else _resolved(Path.cwd() / path.parent) / path.name
-    return Path(os.path.relpath(path, _resolved(Path.cwd() / folder))).as_posix()
+    inside, name = os.path.split(path.resolve() if path.is_symlink() else path.absolute())
+    between = _between(inside, folder.absolute())
+    return name if between == "." else f"{between}/{name}"
 
 
 @lru_cache(maxsize=1024)
-def _resolved(folder: Path) -> Path:
-    """The same folder without links: once, not for each of its many files."""
-    return folder.resolve()
+def _between(inside: str, folder: Path) -> str:
+    """The path from ``folder`` to another, both without links: once, not for each of its many files."""
+    return Path(os.path.relpath(Path(inside).resolve(), folder.resolve())).as_posix()
 
 
 def write_sources(path: Path, files: Iterable[SourceEntry]) -> None:
     """Write the list of sources of the token file ``path``, durably."""
-    named = [
-        each if is_utf8(each.path) else replace(each, path=_ENCODED + quote(os.fsencode(each.path))) for each in files
-    ]
-    write_json_atomic(sources_path(path), asdict(SourceList(files=named)))
+    dumps = json.JSONEncoder().encode  # with an indent, json is ten times slower, and there may be a million files
+    entries = []
+    for each in files:
+        named = each if is_utf8(each.path) else replace(each, path=_ENCODED + quote(os.fsencode(each.path)))
+        values = ",\n".join(f'      "{key}": {dumps(value)}' for key, value in vars(named).items())
+        entries.append(f"    {{\n{values}\n    }}")
+    write_atomic(sources_path(path), ('{\n  "files": [\n' + ",\n".join(entries) + "\n  ]\n}\n").encode())
 
 
 def read_sources(path: Path) -> list[SourceEntry]:

@@ -5,6 +5,7 @@ complete: a process that is killed leaves a part or none. What a part holds depe
 """
 
 import contextlib
+import hashlib
 import multiprocessing
 import os
 import secrets
@@ -21,13 +22,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dsgpt.common.errors import UserError
-from dsgpt.common.files import printable
-from dsgpt.data.blocks import SPACE_AFTER_WORD, Block, Large, Reading
+from dsgpt.common.files import PRINTABLE, printable
+from dsgpt.data.blocks import Block, Large, Reading, pieces_of
 from dsgpt.data.engine import Engine, open_engine
 from dsgpt.data.index import ENTRY, document_hash
-from dsgpt.data.sources import Document
+from dsgpt.data.readers import Document, SourceFile
 from dsgpt.data.token_file import DTYPES, dtype_of
-from dsgpt.data.vocabulary import draw, open_vocabulary
+from dsgpt.data.vocabulary import Vocabulary, open_vocabulary
 
 ROW = np.dtype([*ENTRY.descr, ("position", "<u8"), ("characters", "<u8"), ("more", "<u4"), ("bad", "<u4")])
 """A document in a part: its entry; what decides its split; its length; whether it goes on in the next row; whether some
@@ -35,7 +36,6 @@ of its text was replaced."""
 Rows: TypeAlias = NDArray[np.void]
 _SUMS = np.dtype([("rows", "<u8"), ("empty", "<u8"), ("checksum", "<u8")])
 _BATCH_BYTES = 1 << 22
-_PIECE_BYTES = 1 << 18
 OnBadText = Literal["replace", "skip", "fail"]
 
 
@@ -56,6 +56,22 @@ class Encoding:
         """The part of a block."""
         return self.folder / f"part-{block:08d}"
 
+    def skips(self, document: Document) -> bool:
+        """Whether a document is left out because it is not valid Unicode.
+
+        Raises:
+            UserError: it is not, and that is an error.
+        """
+        if document.bad and self.on_bad_text == "fail":
+            raise UserError(document.bad)
+        return bool(document.bad) and self.on_bad_text == "skip"
+
+    def position(self, file: SourceFile, document: Document) -> int:
+        """Decides the split: a number below 2^64, uniform over names, a function of the seed and the name alone."""
+        name = document.key if self.split_by == "documents" else file.key
+        digest = hashlib.sha256(f"{self.seed}\0{name}".encode(errors=PRINTABLE)).digest()
+        return int.from_bytes(digest[:8], "big")
+
 
 class Part(NamedTuple):
     """What a part says of its block."""
@@ -74,30 +90,21 @@ def read_part(path: Path, *, width: int, check: bool = False) -> Part | None:
         check: read all of it, and compare its checksum.
     """
     try:
-        with path.open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - _SUMS.itemsize))
-            if size < _SUMS.itemsize:
-                return None
-            sums = np.frombuffer(file.read(), _SUMS)
-            if (rows_bytes := int(sums["rows"][0]) * ROW.itemsize) > size - _SUMS.itemsize:
-                return None
-            file.seek(size - _SUMS.itemsize - rows_bytes)
-            rows: Rows = np.frombuffer(file.read(rows_bytes), ROW)
-            ids = size - _SUMS.itemsize - rows_bytes
-            if int(rows["tokens"].sum(dtype=np.uint64)) * width != ids:
-                return None
-            if check:
-                file.seek(0)
-                checksum, left = 0, ids
-                while left:
-                    data = file.read(min(left, 1 << 24))
-                    checksum, left = zlib.crc32(data, checksum), left - len(data)
-                if _checksum(checksum, rows, empty=int(sums["empty"][0])) != int(sums["checksum"][0]):
-                    return None
-    except FileNotFoundError:
+        data = np.memmap(path, dtype=np.uint8, mode="r")
+    except (FileNotFoundError, ValueError):  # it is empty
         return None
-    return Part(rows, int(sums["empty"][0]))
+    if len(data) < _SUMS.itemsize:
+        return None
+    sums = np.array(data[-_SUMS.itemsize :]).view(_SUMS)[0]
+    ids, empty = len(data) - _SUMS.itemsize - int(sums["rows"]) * ROW.itemsize, int(sums["empty"])
+    if ids < 0:
+        return None
+    rows: Rows = np.array(data[ids : -_SUMS.itemsize]).view(ROW)
+    if int(rows["tokens"].sum(dtype=np.uint64)) * width != ids:
+        return None
+    if check and _checksum(zlib.crc32(data[:ids].data), rows, empty=empty) != int(sums["checksum"]):
+        return None
+    return Part(rows, empty)
 
 
 def _checksum(ids: int, rows: Rows, *, empty: int) -> int:
@@ -109,11 +116,10 @@ class Encoder:
     """Encodes blocks in one process."""
 
     def __init__(self, encoding: Encoding) -> None:
-        self._encoding = encoding
-        self._vocabulary = open_vocabulary(encoding.tokenizer)
-        self._vocabulary.tokenizer.encode_special_tokens = not encoding.special
-        self._dtype = DTYPES[dtype_of(self._vocabulary.size)]
-        self.engine: Engine = open_engine(self._vocabulary)
+        self.encoding = encoding
+        self.vocabulary: Vocabulary = open_vocabulary(encoding.tokenizer, special=encoding.special)
+        self._dtype = DTYPES[dtype_of(self.vocabulary.size)]
+        self.engine: Engine = open_engine(self.vocabulary)
         """Encodes its texts."""
 
     def encode(self, block: Block) -> None:
@@ -122,105 +128,79 @@ class Encoder:
         Raises:
             UserError: a document cannot be read; or its ids contain the end-of-text id, which must only mark its end.
         """
-        path = self._encoding.path(block.number)
+        path = self.encoding.path(block.number)
         # Not by the number of the process: those of other machines and containers have the same.
         partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
         rows: list[tuple[int, ...]] = []
         tables: list[Rows] = []  # of the rows before those
-        texts: list[bytes] = []
-        keys: list[str] = []  # of the document of each text
-        owners: list[int] = []  # its row
-        ends: list[bool] = []  # whether the end-of-text id follows it
-        empty = batch = checksum = count = 0
-        strict = self._encoding.on_bad_text == "fail"
+        pieces: list[tuple[bytes, str, bool]] = []  # with the document's key, and whether it ends there
+        owners: list[int] = []  # the document of each piece, those before too
+        counts: list[NDArray[np.int64]] = [np.zeros(0, dtype=np.int64)]  # of ids, of the pieces before
+        empty = number = batch = checksum = 0
         with partial.open("xb") as file:
-            tokens: list[NDArray[np.int64]] = []
 
             def flush() -> None:
                 nonlocal checksum, batch
-                ids, counts = self._ids(texts, ends, keys)
-                tokens.append(np.stack([np.array(owners, dtype=np.int64), counts]))
-                checksum = zlib.crc32(ids, checksum)
-                file.write(ids)
+                if pieces:
+                    ids, each = self._ids(pieces)
+                    counts.append(each)
+                    checksum = zlib.crc32(ids, checksum)
+                    file.write(ids)
                 tables.append(np.array(rows, dtype=ROW))
-                for each in (rows, texts, keys, owners, ends):
-                    each.clear()
+                pieces.clear()
+                rows.clear()
                 batch = 0
 
-            items = ((reading, *item) for reading in block.readings for item in reading.items(strict=strict))
-            for reading, document, large in items:
-                skipped = document.bad and self._encoding.on_bad_text == "skip"
-                if large is None and (not document.text or document.text.isspace()):
-                    empty += 1
-                    continue
-                data = document.text.encode() if document.utf8 is None else document.utf8
-                rows.append(self._row(reading, document, data, large, skipped=skipped))
-                count += 1
-                if skipped and large is None:
-                    continue
-                cut = list(_pieces(data)) if self.engine.cuts else [data]
-                for index, text in enumerate(cut if data else []):
-                    texts.append(text)
-                    keys.append(document.key)
-                    owners.append(count - 1)
-                    ends.append(index == len(cut) - 1 and (large is None or large.role == "end"))
-                    batch += len(text)
-                    if batch >= _BATCH_BYTES:
-                        flush()
-            if texts:
-                flush()
-            table: Rows = np.concatenate([*tables, np.array(rows, dtype=ROW)])
-            owner, each = np.concatenate(tokens, axis=1) if tokens else np.zeros((2, 0), dtype=np.int64)
-            table["tokens"] = np.bincount(owner, weights=each, minlength=count)
+            for reading in block.readings:
+                for document, large in reading.items():
+                    skipped = self.encoding.skips(document)
+                    if large is None and document.blank:
+                        empty += 1
+                        continue
+                    rows.append(self._row(reading, document, large, skipped=skipped))
+                    number += 1
+                    if not document.data or (skipped and large is None):
+                        continue
+                    cut = pieces_of(document.data) if self.engine.cuts else [document.data]
+                    last = large is None or large.role == "end"
+                    for index, text in enumerate(cut, start=1):
+                        pieces.append((text, document.key, last and index == len(cut)))
+                        owners.append(number - 1)
+                        batch += len(text)
+                        if batch >= _BATCH_BYTES:
+                            flush()
+            flush()
+            table: Rows = np.concatenate(tables)
+            table["tokens"] = np.bincount(owners, weights=np.concatenate(counts), minlength=number)
             file.write(table.tobytes())
-            sums = (count, empty, _checksum(checksum, table, empty=empty))
+            sums = (number, empty, _checksum(checksum, table, empty=empty))
             file.write(np.array([sums], dtype=_SUMS).tobytes())
         partial.rename(path)
 
-    def _row(
-        self, reading: Reading, document: Document, data: bytes, large: Large | None, *, skipped: bool
-    ) -> tuple[int, ...]:
+    def _row(self, reading: Reading, document: Document, large: Large | None, *, skipped: bool) -> tuple[int, ...]:
         """The values of a ``ROW``, with 0 tokens."""
-        name = document.key if self._encoding.split_by == "documents" else reading.file.key
-        position = draw(name, seed=self._encoding.seed)
+        position = self.encoding.position(reading.file, document)
         if large is None:
-            digest, characters = document_hash(data), len(document.text)
+            digest, characters = document_hash(document.data), len(document.text)
         else:
             digest, characters = large.hash, large.characters
             position = position if large.position is None else large.position
-        more = large is not None and large.role != "end"
-        return (digest, document.place, reading.number, 0, position, 0 if skipped else characters, more, document.bad)
+        more, bad = large is not None and large.role != "end", bool(document.bad)
+        return (digest, document.place, reading.number, 0, position, 0 if skipped else characters, more, bad)
 
-    def _ids(self, texts: list[bytes], ends: list[bool], keys: list[str]) -> tuple[bytes, NDArray[np.int64]]:
-        """The ids of ``texts`` as the token file has them, with end-of-text ids; and the number of each text."""
-        ids, counts = self.engine.encode(texts)
-        eot, size = self._vocabulary.eot_id, self._vocabulary.size
-        bad = (ids >= size) if self._encoding.special else (ids >= size) | (ids == eot)
+    def _ids(self, pieces: list[tuple[bytes, str, bool]]) -> tuple[bytes, NDArray[np.int64]]:
+        """The ids of texts as the token file has them, with end-of-text ids; and the number of each text."""
+        ids, counts = self.engine.encode([text for text, _, _ in pieces])
+        eot, size, ends = self.vocabulary.eot_id, self.vocabulary.size, np.cumsum(counts)
+        bad = (ids >= size) if self.encoding.special else (ids >= size) | (ids == eot)
         if bad.any():
-            index = int(np.searchsorted(np.cumsum(counts), int(bad.argmax()), side="right"))
+            _, key, _ = pieces[int(np.searchsorted(ends, int(bad.argmax()), side="right"))]
             raise UserError(
-                f"{printable(keys[index])}: this tokenizer turns some of its text into the end-of-text id {eot}; use "
-                "another tokenizer"
+                f"{printable(key)}: this tokenizer turns some of its text into the end-of-text id {eot}; use another "
+                "tokenizer"
             )
-        follows = np.array(ends, dtype=bool)
-        totals = counts + follows
-        if not follows.any():
-            return ids.astype(self._dtype).tobytes(), totals
-        out = np.empty(len(ids) + int(follows.sum()), dtype=self._dtype)
-        mask = np.ones(len(out), dtype=bool)
-        mask[np.cumsum(totals)[follows] - 1] = False
-        out[mask] = ids
-        out[~mask] = eot
-        return out.tobytes(), totals
-
-
-def _pieces(text: bytes) -> Iterator[bytes]:
-    """``text`` in pieces of at least ``_PIECE_BYTES``, cut before a space or newline that follows a word."""
-    start = 0
-    while found := SPACE_AFTER_WORD.search(text, start + _PIECE_BYTES):
-        yield text[start : found.start()]
-        start = found.start()
-    yield text[start:] if start else text
+        last = np.array([is_last for _, _, is_last in pieces])
+        return np.insert(ids.astype(self._dtype), ends[last], eot).tobytes(), counts + last
 
 
 # Several processes. One that loses its parent ends by itself; one that is lost is reported.
@@ -243,7 +223,7 @@ def _work(connection: Connection, encoding: Encoding) -> None:
                 connection.send(error)
 
 
-def encode_blocks(blocks: Iterator[Block], encoding: Encoding, *, workers: int) -> Generator[Block, None, None]:
+def encode_blocks(blocks: Iterator[Block], encoder: Encoder, *, workers: int) -> Generator[Block, None, None]:
     """Encode ``blocks`` on ``workers`` processes; yield each when its part is there, not always in order.
 
     With one worker, this process does it. A block is taken only when a worker is free for it.
@@ -253,7 +233,6 @@ def encode_blocks(blocks: Iterator[Block], encoding: Encoding, *, workers: int) 
         OSError: a file cannot be read or written, such as on a full disk.
     """
     if workers == 1:
-        encoder = Encoder(encoding)
         for block in blocks:
             encoder.encode(block)
             yield block
@@ -261,43 +240,41 @@ def encode_blocks(blocks: Iterator[Block], encoding: Encoding, *, workers: int) 
     context = multiprocessing.get_context("spawn")
     processes: list[SpawnProcess] = []
     busy: dict[Connection, Block] = {}
+
+    def next_done() -> tuple[Connection, Block]:
+        ready = wait(list(busy))[0]
+        assert isinstance(ready, Connection)
+        try:
+            answer = ready.recv()
+        except (EOFError, ConnectionResetError) as error:
+            raise UserError(
+                "a worker was killed while it encoded, perhaps because memory ran out; the same command goes on with "
+                "what is done, perhaps with fewer --workers"
+            ) from error
+        if isinstance(answer, OSError):
+            raise answer
+        if answer:
+            raise UserError(*answer)
+        return ready, busy.pop(ready)
+
     try:
         for block in blocks:
             if len(processes) < workers:
-                ours, theirs = context.Pipe()
-                process = context.Process(target=_work, args=(theirs, encoding), daemon=True)
+                free, theirs = context.Pipe()
+                process = context.Process(target=_work, args=(theirs, encoder.encoding), daemon=True)
                 process.start()
                 theirs.close()
                 processes.append(process)
-                free = ours
             else:
-                free, done = _next_done(busy)
+                free, done = next_done()
                 yield done
             with contextlib.suppress(BrokenPipeError):  # it was killed: the wait for its answer says so
                 free.send(block)
             busy[free] = block
         while busy:
-            yield _next_done(busy)[1]
+            yield next_done()[1]
     finally:
         for process in processes:
             process.terminate()
         for process in processes:
             process.join()
-
-
-def _next_done(busy: dict[Connection, Block]) -> tuple[Connection, Block]:
-    ready = wait(list(busy))[0]
-    assert isinstance(ready, Connection)
-    block = busy.pop(ready)
-    try:
-        answer = ready.recv()
-    except (EOFError, ConnectionResetError) as error:
-        raise UserError(
-            "a worker was killed while it encoded, perhaps because memory ran out; the same command goes on with what "
-            "is done, perhaps with fewer --workers"
-        ) from error
-    if isinstance(answer, OSError):
-        raise answer
-    if answer:
-        raise UserError(*answer)
-    return ready, block

@@ -1,145 +1,52 @@
-"""The tokenizer, and which documents are for training and which for validation."""
+"""The tokenizer: trained or loaded, saved as a Hugging Face folder, and read from there."""
 
+import contextlib
+import functools
 import hashlib
-import itertools
-import re
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from dsgpt.common.errors import UserError
-from dsgpt.common.files import PRINTABLE, remove
-from dsgpt.data.sources import Document
+from dsgpt.common.files import json_text, remove
+from dsgpt.common.json_files import JsonError, read_object
+from dsgpt.data.blocks import pieces_of
 from dsgpt.formats.tokenizer_files import (
+    SETTINGS,
     TOKENIZER,
     RefusedTokenizerError,
+    copy_tokenizer,
     end_of_text_id,
     fault_of,
     open_tokenizer,
     reason_of,
     require_hub,
+    tokenizer_files,
 )
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-
-# Which documents are for training and which for validation: a hash of the name decides, not the order.
-
-SPLITS = ("train", "val")
-SMALL_DOCUMENTS = 256
-_SMALL_CHARACTERS = 1 << 26
-
-Divided = Iterator[tuple[str, Document]]
-"""Documents with the split they belong to, in the source's order."""
-
-
-def draw(key: str, *, seed: int) -> int:
-    """A number below 2^64, uniform over keys, a function of seed and key alone."""
-    digest = hashlib.sha256(f"{seed}\0{key}".encode(errors=PRINTABLE)).digest()
-    return int.from_bytes(digest[:8], "big")
-
-
-def are_validation(draws: NDArray[np.uint64], *, val_fraction: float, small: bool) -> NDArray[np.bool_]:
-    """Which documents are for validation, same shape: those whose draw is below the fraction of 2^64.
-
-    In a ``small`` collection the lowest draw is always for validation, and the highest always for training.
-    """
-    below = draws.astype(np.float64) / 2.0**64 < val_fraction
-    if small:
-        below = (draws == draws.min()) | (below & (draws != draws.max()))
-    return below
-
-
-def is_small(characters: NDArray[np.uint64]) -> bool:
-    """Whether chance could leave a split of documents with so many characters empty."""
-    return len(characters) <= SMALL_DOCUMENTS and int(characters[:-1].sum()) < _SMALL_CHARACTERS
-
-
-def divide(documents: Iterable[tuple[str | None, Document]], *, val_fraction: float, seed: int) -> Divided:
-    """Assign each non-empty document to a split.
-
-    A set's own split is kept. Otherwise a document is for validation if its ``position`` is below ``val_fraction``, so
-    documents that are added or removed later do not move others. In a small collection (up to 256 documents and
-    64 Mi characters), where chance could leave a split empty, each split gets at least one document. A single document
-    is cut at the start of a line or word.
-
-    Raises:
-        UserError: all documents are empty, or a single document is too short to cut.
-    """
-    filled = ((own, document) for own, document in documents if document.text.strip())
-    first = next(filled, None)
-    if first is None:
-        raise UserError("the input holds no text: every document is empty")
-    rest = itertools.chain([first], filled)
-    if first[0] is not None:
-        return ((own or "train", document) for own, document in rest)
-    return _divide_by_position((document for _, document in rest), val_fraction=val_fraction, seed=seed)
-
-
-def _divide_by_position(documents: Iterator[Document], *, val_fraction: float, seed: int) -> Divided:
-    head: list[Document] = []
-    characters = 0
-    while len(head) < SMALL_DOCUMENTS and characters < _SMALL_CHARACTERS and (document := next(documents, None)):
-        head.append(document)
-        characters += len(document.text)
-    following = next(documents, None)
-    if following is None and len(head) == 1:
-        yield from cut_in_two(head[0], val_fraction=val_fraction)
-        return
-    draws = np.array([draw(document.key, seed=seed) for document in head], dtype=np.uint64)
-    decided = are_validation(draws, val_fraction=val_fraction, small=following is None)
-    for validation, document in zip(decided, head, strict=True):
-        yield ("val" if validation else "train"), document
-    if following is not None:
-        for document in itertools.chain([following], documents):
-            below = draw(document.key, seed=seed) / 2**64 < val_fraction
-            yield ("val" if below else "train"), document
-
-
-def cut_in_two(document: Document, *, val_fraction: float) -> Divided:
-    """Cut about ``val_fraction`` off the end of the text for validation, at the start of a line or else of a word."""
-    text = document.text
-    cut = min(max(int(len(text) * (1 - val_fraction)), 1), len(text) - 1)
-    last = next((text.rfind(mark, 0, cut) for mark in ("\n", " ") if text.rfind(mark, 0, cut) > 0), cut - 1)
-    train, val = text[: last + 1], text[last + 1 :]
-    if not train.strip() or not val.strip():
-        raise UserError(f"{document.key}: is the only document and too short to be divided; give more text")
-    size = document.source_bytes * len(train) // len(text)
-    yield "train", replace(document, text=train, source_bytes=size)
-    yield "val", replace(document, text=val, source_bytes=document.source_bytes - size)
-
-
-_BOUNDARY = re.compile(r"(?<=\S)[ \n]")
-
-
-def pieces(text: str, *, characters: int) -> Iterator[str]:
-    """Cut a long text into pieces of at least ``characters``; the last may be shorter.
-
-    Each piece but the first begins with a space or newline that follows a word.
-
-    GPT-2's pre-tokenizer never joins a word with the space after it, so the pieces have the tokens of the whole text.
-    """
-    start = 0
-    while boundary := _BOUNDARY.search(text, start + characters):
-        yield text[start : boundary.start()]
-        start = boundary.start()
-    yield text[start:]
-
-
-# The tokenizer: trained or loaded, saved as a Hugging Face folder, and used to encode documents.
 
 END_OF_TEXT = "<|endoftext|>"
 SMALLEST_VOCABULARY = 257
 """Smallest number of ids: all 256 bytes and the end-of-text token."""
 _GPT2_CONTEXT = 1024
-_PIECE_CHARACTERS = 1 << 18
-_BATCH_CHARACTERS = 1 << 22
+_SETTINGS = {
+    "add_prefix_space": False,
+    "backend": "tokenizers",
+    "bos_token": END_OF_TEXT,
+    "clean_up_tokenization_spaces": False,  # decoding gives the text back unchanged
+    "eos_token": END_OF_TEXT,
+    "errors": "replace",
+    "model_max_length": _GPT2_CONTEXT,
+    "pad_token": None,
+    "tokenizer_class": "GPT2Tokenizer",
+    "unk_token": END_OF_TEXT,
+}
+"""Those of a trained tokenizer, as transformers writes them."""
+_SAVED_AGAIN = _SETTINGS | {"is_local": True, "local_files_only": True}
+"""Those of one of GPT-2's kind that ``save_loaded`` has written: transformers would write its files again unchanged."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,13 +54,29 @@ class Vocabulary:
     """A tokenizer that was read from its folder and is ready to encode."""
 
     folder: Path
-    tokenizer: Tokenizer
-    """Encodes special tokens in a text as ordinary text, and adds none."""
+    state: dict[str, Any]
+    """The contents of its tokenizer.json."""
+    special: bool
+    """Whether special tokens in a text count as such; otherwise they are ordinary text."""
     size: int
     """One more than the largest id."""
     eot_id: int
     sha256: str
     """SHA-256 of the folder's tokenizer.json, as lower-case hex."""
+
+    @functools.cached_property
+    def tokenizer(self) -> Tokenizer:
+        """As the ``tokenizers`` library reads it: a tenth of a second for GPT-2's. It adds no special tokens."""
+        try:
+            tokenizer = Tokenizer.from_file(str(self.folder / TOKENIZER))
+        except Exception as error:  # the tokenizers library raises plain Exception
+            raise UserError(
+                f"{self.folder}: is damaged ({reason_of(error)}); make it again with --overwrite"
+            ) from error
+        tokenizer.encode_special_tokens = not self.special  # the library's name for encoding them as ordinary text
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        return tokenizer
 
 
 def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> Tokenizer:
@@ -173,27 +96,21 @@ def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> Tokenizer:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(
-        (piece for text in texts for piece in pieces(text, characters=_PIECE_CHARACTERS)), trainer
-    )
+    # Words are split from pieces: the library would copy a large text several times.
+    tokenizer.train_from_iterator((piece.decode() for text in texts for piece in pieces_of(text.encode())), trainer)
     return tokenizer
 
 
 def save_trained(tokenizer: Tokenizer, folder: Path) -> None:
-    """Write ``tokenizer`` as a folder for ``transformers.AutoTokenizer``; its ``eos_token`` is ``<|endoftext|>``."""
-    from transformers import GPT2Tokenizer  # noqa: PLC0415 - takes seconds; --help should not
+    """Write ``tokenizer`` as a folder for ``transformers.AutoTokenizer``; its ``eos_token`` is ``<|endoftext|>``.
 
-    _save(
-        GPT2Tokenizer(
-            tokenizer_object=tokenizer,
-            bos_token=END_OF_TEXT,
-            eos_token=END_OF_TEXT,
-            unk_token=END_OF_TEXT,
-            add_prefix_space=False,
-            clean_up_tokenization_spaces=False,  # decoding gives the text back unchanged
-        ),
-        folder,
-    )
+    The files are those that transformers would write, whose import takes seconds.
+    """
+    tokenizer.post_processor = processors.TemplateProcessing(single="$A:0", pair="$A:0 $B:1", special_tokens=[])
+    remove(folder)
+    folder.mkdir(parents=True)
+    tokenizer.save(str(folder / TOKENIZER))
+    (folder / SETTINGS).write_text(json_text(_SETTINGS), encoding="utf-8")
 
 
 def save_loaded(name: str, folder: Path) -> None:
@@ -205,6 +122,11 @@ def save_loaded(name: str, folder: Path) -> None:
     """
     what = f"--tokenizer {name}"
     local = Path(name).is_dir()
+    if local and [path.name for path in tokenizer_files(Path(name))] == [TOKENIZER, SETTINGS]:
+        with contextlib.suppress(JsonError):
+            if not fault_of(Path(name), named=True) and read_object(Path(name) / SETTINGS) == _SAVED_AGAIN:
+                copy_tokenizer(Path(name), folder)
+                return
     try:
         given = Path(name) if local else name
         tokenizer = open_tokenizer(given, what=what, named=local, clean_up_tokenization_spaces=False)
@@ -225,39 +147,34 @@ def save_loaded(name: str, folder: Path) -> None:
         raise UserError(f"{what}: has no tokenizer.json for the `tokenizers` library; choose another one")
     if tokenizer.eos_token_id is None:
         raise UserError(f"{what}: has no end-of-text token (eos_token), so documents could not be ended")
-    _save(tokenizer, folder)
-
-
-def _save(tokenizer: "PreTrainedTokenizerBase", folder: Path) -> None:
     if tokenizer.model_max_length > 1 << 30:  # the library's value for "unknown"
         tokenizer.model_max_length = _GPT2_CONTEXT
     remove(folder)
     tokenizer.save_pretrained(folder)
 
 
-def open_vocabulary(folder: Path) -> Vocabulary:
+def open_vocabulary(folder: Path, *, special: bool = False) -> Vocabulary:
     """Read a folder that ``save_trained`` or ``save_loaded`` wrote.
+
+    Args:
+        folder: the folder.
+        special: whether special tokens in a text count as such.
 
     Raises:
         UserError: the folder was changed: it has links, asks for code, or is damaged.
     """
     if fault := fault_of(folder):
         raise UserError(f"{folder}: {fault}; or make it again with --overwrite")
-    path = folder / TOKENIZER
     try:
-        tokenizer = Tokenizer.from_file(str(path))
+        data = (folder / TOKENIZER).read_bytes()
+        state = json.loads(data)
+        ids = state["model"]["vocab"]
+        ids = range(len(ids)) if isinstance(ids, list) else ids.values()  # a list of a Unigram model
+        size = max([*ids, *(token["id"] for token in state["added_tokens"])]) + 1
         eot_id = end_of_text_id(folder)
-    except Exception as error:  # the tokenizers library raises plain Exception
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise UserError(f"{folder}: is damaged ({reason_of(error)}); make it again with --overwrite") from error
     if eot_id is None:
         raise UserError(f"{folder}: is damaged (it has no end-of-text token); make it again with --overwrite")
-    tokenizer.encode_special_tokens = True  # the library's name for encoding them as ordinary text
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return Vocabulary(
-        folder=folder,
-        tokenizer=tokenizer,
-        size=max(tokenizer.get_vocab().values()) + 1,
-        eot_id=eot_id,
-        sha256=hashlib.sha256(path.read_bytes()).hexdigest(),
-    )
+    sha256 = hashlib.sha256(data).hexdigest()
+    return Vocabulary(folder=folder, state=state, special=special, size=size, eot_id=eot_id, sha256=sha256)
