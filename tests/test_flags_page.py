@@ -20,7 +20,7 @@ from dsgpt.data.verify import VerifyOptions
 from dsgpt.demo import Demo
 from dsgpt.inference.commands import ConvertOptions, EvaluateRequest, GenerateRequest, ServeOptions
 from dsgpt.planner.options import PlanOptions
-from dsgpt.record.where import WhereOptions
+from dsgpt.record.readings import WhereOptions
 from dsgpt.training.doctor import DoctorOptions
 
 PAGE = REPOSITORY / "docs" / "flags.md"

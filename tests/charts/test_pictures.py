@@ -26,7 +26,6 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 
 from dsgpt.charts import runs as drawing
-from dsgpt.charts.generate import Inputs, charts_of
 from dsgpt.charts.memory import communication_chart, memory_chart, read_samples, step_times_chart, utilisation_chart
 from dsgpt.charts.style import Frame, Texts, look, quiet_style
 from dsgpt.charts.sweeps import charts_of_sweep, efficiency_rows, scaling_chart
@@ -304,8 +303,8 @@ def test_a_record_of_the_planner_has_predicted_beside_measured_peaks(tmp_path):
     cells = [{"title": "zero1", "peak_memory": ranks}, {"title": "fsdp", "status": "failed"}]
     path = tmp_path / "plan.json"
     path.write_text(json.dumps({"timestamp_utc": "2026-03-04T05:06", "hardware": {"cpu_name": "X"}, "cells": cells}))
-    inputs = Inputs(runs=[], sweeps={}, predictions=read_predictions(path), concurrency=None)
-    chart = charts_of(inputs, folders={})["plan_memory"]()
+    predictions = read_predictions(path)
+    chart = memory_chart(predictions.rows, Texts(footer=predictions.footer))
     (axes,) = panels(chart)
     assert widths(axes) == [4, 1, 2, 8]
     assert [text.get_text() for text in axes.texts] == ["7.0 predicted", "8.0 measured", "failed"]

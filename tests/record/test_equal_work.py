@@ -22,15 +22,7 @@ from dsgpt.config.recipe_blocks import (
 )
 from dsgpt.config.run_config import RunConfig
 from dsgpt.model.config import SHAPE_FLAGS, GPT2Config
-from dsgpt.record.equal_work import (
-    equal_loss_line,
-    inference_stamps,
-    judge,
-    machine_line,
-    partial_stamps,
-    setup_stamps,
-    work_stamps,
-)
+from dsgpt.record.equal_work import equal_loss_line, inference_stamps, judge, machine_line, stamps, work_stamps
 from dsgpt.record.runs import Run, read_run
 from dsgpt.training import run_description
 
@@ -124,8 +116,8 @@ def read(tmp_path):
 @pytest.mark.parametrize("case", SAID)
 def test_what_is_said_of_runs(read, case, snapshot):
     runs = read(*SAID[case])
-    said = [judge(runs).line(), *work_stamps(judge(runs)), *partial_stamps(runs), *inference_stamps(runs)]
-    said += [*setup_stamps(runs), machine_line(runs), *(equal_loss_line(runs[0], other) for other in runs[1:])]
+    said = [judge(runs).line(), *work_stamps(judge(runs)), *inference_stamps(runs), *stamps(runs), machine_line(runs)]
+    said += [equal_loss_line(runs[0], other) for other in runs[1:]]
     assert "\n".join(said) == snapshot
 
 

@@ -14,8 +14,7 @@ from small_run import END_OF_TEXT, REPOSITORY, command_line, write_documents, wr
 from training_runs import finished, roll_back
 
 from dsgpt.common.errors import UserError
-from dsgpt.record.readings import Reading, find_spikes, suspects
-from dsgpt.record.where import main
+from dsgpt.record.readings import Reading, find_spikes, main, suspects
 from dsgpt.training.command import train
 
 

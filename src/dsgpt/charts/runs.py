@@ -15,7 +15,7 @@ from dsgpt.charts import comparison, style
 from dsgpt.charts.comparison import INFERENCE_NOISE, Quantity, shorten, speed_up
 from dsgpt.charts.memory import communication_chart, memory_chart, step_times_chart, utilisation_chart
 from dsgpt.charts.style import Chart, Frame, Row, Texts
-from dsgpt.record.equal_work import inference_stamps, judge, machine_line, partial_stamps, setup_stamps, work_stamps
+from dsgpt.record.equal_work import inference_stamps, judge, machine_line, stamps, work_stamps
 from dsgpt.record.runs import FLAT_SCHEMA, TOO_SHORT, Curve, Run, smoothed, window_of
 from dsgpt.record.suites import NOT_RECORDED, of_runs
 
@@ -257,7 +257,7 @@ def charts_of_runs(runs: Sequence[Run], *, folders: Mapping[str, Path], price: f
     named = [replace(run, name=name) for run, name in zip(runs, short, strict=True)]
     if len(set(short)) < len(short):
         named = [*runs]
-    warnings = [*work_stamps(judge(named)), *partial_stamps(named), *setup_stamps(named)]
+    warnings = [*work_stamps(judge(named)), *stamps(named)]
     dates = sorted({run.date for run in runs if run.date})
     when = f" of {dates[0]}" if len(dates) == 1 else f" of {dates[0]} to {dates[-1]}" if dates else ""
     footer = f"run{'s' * (len(runs) > 1)} {', '.join(run.name for run in named)}{when}; "

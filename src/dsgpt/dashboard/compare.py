@@ -139,7 +139,7 @@ def _show_verdict(runs: Sequence[Run]) -> None:
     else:
         reason = "; ".join(part for part in (verdict.differences_text(), verdict.unknown_text()) if part)
         st.warning(f"**{verdict.mark}**: {ui.plain(reason)}  \n{text}", icon=":material/warning:")
-    for line in (*equal_work.partial_stamps(runs), *equal_work.setup_stamps(runs), *inference_stamps(runs)):
+    for line in (*equal_work.stamps(runs), *inference_stamps(runs)):
         st.warning(ui.plain(line))
 
 

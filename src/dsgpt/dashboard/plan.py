@@ -84,12 +84,44 @@ def show() -> None:
 
 
 def _show_plan(done: Planned) -> None:
-    _show_answer(done.plan)
-    if done.searched:
-        _show_recommended(done)
-    _show_costs(done)
-    st.header("What it is made of")
     plan = done.plan
+    _show_answer(plan)
+    if done.searched:
+        st.header(f"Recommended: {ui.plain(plan.name)}")
+        files, folder = recommendation_files(plan), plan.request.options.into
+        st.write(
+            f"Save the files in the folder `{folder}` of the repository. Then `sh {folder}/train.sh` starts the "
+            "training."
+        )
+        for column, (path, content) in zip(st.columns(len(files)), files.items(), strict=True):
+            with column:
+                label, key = f"Download {path.name}", f"plan-file-{path.name}"
+                ui.download(label, content, file=path.name, key=key, width="stretch")
+        recipe, command, _ = files.values()
+        with st.expander("The command"):
+            st.code(command.decode(), language=None, wrap_lines=True)
+        with st.expander("The recipe"):
+            st.code(recipe.decode(), language="json")
+        ranked = sum(each.fits for each in done.searched)
+        with st.expander(f"All {len(done.searched)} ways that were planned; {ranked} are within the limits"):
+            ui.show_table(ways_table(done.searched), key="plan-ways", name="Ways to train")
+    st.header("Clouds side by side")
+    if offers := offers_table(done):
+        ui.figure(
+            RANGES,
+            points={name: offers[name] for name in ("offer", "US dollars", "at least", "at most", "price")},
+            numbers=offers,
+            title="Cost of the training, US dollars",
+            alternative="For each offer a line from the least to the most that the training may cost, and the likely "
+            "cost.",
+            key="plan-offers",
+        )
+        dates = sorted(set(offers["list price of"]))
+        notice = read_prices(plan.request.options.prices or TABLE).notice
+        st.caption(ui.plain(f"List prices of {' to '.join(dict.fromkeys((dates[0], dates[-1])))}. {notice}"))
+    else:
+        st.write(f"No list price of {ui.plain(plan.machine.name)} is known. Give your price above.")
+    st.header("What it is made of")
     unit, scale = ("milliseconds", 1e3) if plan.step.seconds < 1 else ("seconds", 1.0)
     pictures = (
         ("memory", f"Memory of rank {plan.rank}, GB", "GB", parts_table(plan.peak.parts, "GB", scale=1e-9)),
@@ -264,45 +296,6 @@ def _show_answer(plan: Plan) -> None:
         f"{setup.gradient_accumulation_steps} accumulated, {setup.data_parallel_size} data ranks, "
         f"{plan.run.steps:,} steps of {plan.tokens_per_step:,} tokens. Overlap: {ui.plain(plan.step.overlap)}."
     )
-
-
-def _show_recommended(done: Planned) -> None:
-    st.header(f"Recommended: {ui.plain(done.plan.name)}")
-    files, folder = recommendation_files(done.plan), done.plan.request.options.into
-    st.write(
-        f"Save the files in the folder `{folder}` of the repository. Then `sh {folder}/train.sh` starts the training."
-    )
-    for column, (path, content) in zip(st.columns(len(files)), files.items(), strict=True):
-        with column:
-            label, key = f"Download {path.name}", f"plan-file-{path.name}"
-            ui.download(label, content, file=path.name, key=key, width="stretch")
-    recipe, command, _ = files.values()
-    with st.expander("The command"):
-        st.code(command.decode(), language=None, wrap_lines=True)
-    with st.expander("The recipe"):
-        st.code(recipe.decode(), language="json")
-    ranked = sum(each.fits for each in done.searched)
-    with st.expander(f"All {len(done.searched)} ways that were planned; {ranked} are within the limits"):
-        ui.show_table(ways_table(done.searched), key="plan-ways", name="Ways to train")
-
-
-def _show_costs(done: Planned) -> None:
-    st.header("Clouds side by side")
-    table = offers_table(done)
-    if not table:
-        st.write(f"No list price of {ui.plain(done.plan.machine.name)} is known. Give your price above.")
-        return
-    ui.figure(
-        RANGES,
-        points={name: table[name] for name in ("offer", "US dollars", "at least", "at most", "price")},
-        numbers=table,
-        title="Cost of the training, US dollars",
-        alternative="For each offer a line from the least to the most that the training may cost, and the likely cost.",
-        key="plan-offers",
-    )
-    dates = sorted(set(table["list price of"]))
-    notice = read_prices(done.plan.request.options.prices or TABLE).notice
-    st.caption(ui.plain(f"List prices of {' to '.join(dict.fromkeys((dates[0], dates[-1])))}. {notice}"))
 
 
 _COST = {"field": "US dollars", "type": "quantitative", "title": "US dollars", "scale": {"zero": True}}

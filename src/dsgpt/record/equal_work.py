@@ -141,20 +141,13 @@ def work_stamps(verdict: Verdict) -> list[str]:
     return [f"{verdict.mark}: {verdict.differences_text() or verdict.unknown_text()}"] if verdict.mark else []
 
 
-def partial_stamps(runs: Sequence[Run]) -> list[str]:
-    """The warnings that a run did not reach its end, and that its record is of a later version than this program."""
-    partial = [f"{run.name} is {run.status}" for run in runs if run.status not in {None, "completed"}]
-    later = [f"LATER SCHEMA: {run.name} {run.later_schema}" for run in runs if run.later_schema]
-    return [*(["PARTIAL RUN: " + ", ".join(partial)] if partial else []), *later]
-
-
 def inference_stamps(runs: Sequence[Run]) -> list[str]:
     """The warning that latencies are for different numbers of tokens."""
-    differing = [
-        *_differences("new tokens", [run.new_tokens for run in runs]),
-        *_differences("prompt tokens", [run.prompt_tokens for run in runs]),
+    return [
+        f"NOT EQUAL INFERENCE: {difference.text([run.name for run in runs])}"
+        for fact in ("new tokens", "prompt tokens")
+        for difference in _differences(fact, [getattr(run, fact.replace(" ", "_")) for run in runs])
     ]
-    return [f"NOT EQUAL INFERENCE: {difference.text([run.name for run in runs])}" for difference in differing]
 
 
 def equal_loss_line(baseline: Run, other: Run) -> str:
@@ -207,12 +200,14 @@ def _differences(fact: str, values: Sequence[Any]) -> Iterator[Difference]:
         yield from _differences(f"{fact} {key}", leaves)
 
 
-# The machines and setups of runs, and warnings if times of different ones are compared.
+# The ends, machines and setups of runs, and warnings if figures of different ones are compared.
 
 
-def setup_stamps(runs: Sequence[Run]) -> list[str]:
-    """Warnings about different machines and setups."""
-    lines = []
+def stamps(runs: Sequence[Run]) -> list[str]:
+    """Warnings about runs that did not reach their end, records of later versions, other machines and setups."""
+    partial = [f"{run.name} is {run.status}" for run in runs if run.status not in {None, "completed"}]
+    lines = ["PARTIAL RUN: " + ", ".join(partial)] if partial else []
+    lines += [f"LATER SCHEMA: {run.name} {run.later_schema}" for run in runs if run.later_schema]
     if len(_all(runs, HARDWARE)) > 1 or len(_all(runs, INSTRUCTIONS)) > 1:
         used = [
             f"{each.name}: {each.machine or 'not recorded'} ({instruction_words(each.instruction_sets)})"
