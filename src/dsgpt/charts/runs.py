@@ -199,14 +199,11 @@ def ends_can_be_labelled(axes: Axes, ends: Sequence[End]) -> bool:
 # Inference: latency against throughput.
 
 
-NO_INFERENCE = "no run recorded both its inference latency and throughput"
-
-
 def latency_chart(runs: Sequence[Run], texts: Texts) -> Frame | str:
     """Tokens per second over latency, a point for each run that has both; below and to the right is worse."""
     points = [(run.inference_latency, run.inference_tokens_per_sec) for run in runs]
     if not any(latency and speed for latency, speed in points):
-        return NO_INFERENCE
+        return "no run recorded both its inference latency and throughput"
     picture = texts.frame(
         "Inference: latency against throughput",
         "Greedy generation from one prompt, with a key-value cache.",

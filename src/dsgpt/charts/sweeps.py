@@ -19,8 +19,6 @@ from dsgpt.record import suites
 
 # The charts of comparisons in a sweep: speed-up over devices beside the ideal, and efficiency.
 
-NO_SCALING = "no strategy trained on several numbers of devices"
-NO_EFFICIENCY = "no comparison has a speed-up"
 LOGARITHMIC_FROM = 4
 """Ratio of the most to the fewest devices from which axes are logarithmic: the ideal stays a straight line."""
 LEGEND_COLUMNS = 4
@@ -46,7 +44,7 @@ def scaling_chart(sweep: suites.Sweep, texts: Texts) -> Frame | str:
     """Speed-up over devices, a panel for each comparison that has several numbers of devices."""
     compared = [(each, speed_ups_of(sweep, each)) for each in sweep.comparisons if each.kind in KINDS]
     if not any(len(by_devices) > 1 for _, speed_ups in compared for by_devices in speed_ups.values()):
-        return NO_SCALING
+        return "no strategy trained on several numbers of devices"
     panels = [
         (comparison, speed_ups)
         for comparison, speed_ups in compared
@@ -126,7 +124,7 @@ def efficiency_chart(sweep: suites.Sweep, texts: Texts) -> Frame | str:
         if comparison.kind in KINDS and any(one.efficiency is not None for one in comparison.cells)
     ]
     if not panels:
-        return NO_EFFICIENCY
+        return "no comparison has a speed-up"
     heights = [0.9 + 0.4 * len(comparison.cells) for comparison in panels]
     picture = texts.frame("Efficiency: speed-up per device", *_captions(panels), height=sum(heights))
     for axes, comparison in zip(picture.panels(len(panels), height_ratios=heights), panels, strict=True):
@@ -201,12 +199,11 @@ def _cells_chart(
     title, axis, absent = words
     groups, rows = suites.groups_of(sweep), []
     for cell in sweep.cells:
-        label = suites.failure(cell) or suites.NOT_RECORDED
-        row = Row(name=cell.name, value=None, label=label, group=groups[suites.strategy_of(cell.name)])
-        if spread := getattr(cell, figure):
-            label = form(spread.median)
-            row = replace(row, value=spread.median, label=label, low=spread.smallest, high=spread.largest)
-        rows.append(row)
+        spread: suites.Spread | None = getattr(cell, figure)
+        label = form(spread.median) if spread else suites.failure(cell) or suites.NOT_RECORDED
+        value, low, high = (spread.median, spread.smallest, spread.largest) if spread else (None, None, None)
+        group = groups[suites.strategy_of(cell.name)]
+        rows.append(Row(name=cell.name, value=value, label=label, low=low, high=high, group=group))
     if all(row.value is None for row in rows):
         return absent
     picture = texts.frame(title, SPREAD, height=1.0 + 0.4 * len(rows))
