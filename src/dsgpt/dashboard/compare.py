@@ -122,11 +122,10 @@ def _read_steps(folder: Path, named: Mapping[str, Run]) -> dict[str, Steps]:
         try:
             with st.spinner(f"Reading the steps of {ui.plain(name)}", show_time=True):
                 steps = reading.steps_of(folder, name)
+            if steps is not None and len(steps.train["step"]):
+                read[run.name] = steps
         except UserError as error:
             st.warning(f"**{ui.plain(name)}** {ui.plain(str(error))}")
-            continue
-        if steps is not None and len(steps.train["step"]):
-            read[run.name] = steps
     return read
 
 

@@ -116,12 +116,7 @@ def _show_split(split: Plan) -> None:
         st.markdown(f"**{heading}.** {sentences}")
 
     st.header("Who holds what")
-    st.caption(
-        "True to scale in bytes. A filled box is what a rank holds at the moment of its peak, which is named below it. "
-        "A dashed frame is what it would hold without the split. An empty box with a coloured edge is in the host's "
-        "memory or in files. New gradients are those of the backward pass before they are added up or sent. Buckets "
-        "and gathered weights are temporary."
-    )
+    st.caption(SENTENCES["Who holds what"])
     states = pictures.state_by_rank(setup, ranks=setup.world_size)
     svg = pictures.state_svg(states[:_MOST_DRAWN], ranks=len(states), theme=ui.page_theme())
     ui.drawing(svg, key="split-held-picture", name=f"who-holds-what-{setup.strategy_name}")
@@ -147,10 +142,7 @@ def _show_split(split: Plan) -> None:
         ui.show_table(table, key="split-peak", name="Peak memory")
 
     st.header("What is sent in a step")
-    st.caption(
-        "Time goes from left to right. The order and the bytes are those of the recipe; lengths are not seconds. What "
-        "lies below a pass is sent during it, layer by layer. Point at a box for its sentence."
-    )
+    st.caption(SENTENCES["What is sent in a step"])
     try:
         svg = pictures.step_svg(pictures.step_lines(setup), ui.page_theme())
         ui.drawing(svg, key="split-step-picture", name=f"step-{setup.strategy_name}")
@@ -163,10 +155,7 @@ def _show_split(split: Plan) -> None:
         st.write("A single rank sends nothing.")
         return
     with st.expander("Numbers: every operation"):
-        st.caption(
-            "The payload is the whole buffer of an operation. What a rank sends for it follows from the ring "
-            "algorithm. Losses, norms and counters, a few bytes each, are left out."
-        )
+        st.caption(SENTENCES["Every operation"])
         ui.show_table(ui.columns(rows), key="split-sent", name="What is sent in a step")
 
 
