@@ -414,9 +414,8 @@ def test_no_text_covers_another():
 
 def overlap(one, two) -> bool:
     """Whether two boxes share more than a pixel in both directions."""
-    return (
-        min(one.x1, two.x1) - max(one.x0, two.x0) > 1 and min(one.y1, two.y1) - max(one.y0, two.y0) > 1
-    )  # fmt: skip
+    wide, tall = (min(one.x1, two.x1) - max(one.x0, two.x0), min(one.y1, two.y1) - max(one.y0, two.y0))
+    return wide > 1 and tall > 1
 
 
 CONTRADICTIONS = {

@@ -246,10 +246,8 @@ def test_a_name_that_is_not_utf_8_is_one_line_on_every_page(runs, open_page):
         open_page(page)
     frame = AppTest.from_file(ROOT / "charts" / "dashboard.py", default_timeout=60).run()
     assert not frame.exception
-    assert [title.value for title in frame.title] == ["Overview"]
-    assert [warning.value for warning in frame.warning] == [
-        r"**reference/caf\\xe9** is not shown: its name is not UTF-8; rename it"
-    ]
+    said = r"**reference/caf\\xe9** is not shown: its name is not UTF-8; rename it"
+    assert [each.value for each in (*frame.title, *frame.warning)] == ["Overview", said]
 
 
 def test_my_runs_are_compared_and_the_references_only_when_asked(runs, open_page):

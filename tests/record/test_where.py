@@ -117,13 +117,10 @@ def test_a_step_read_what_is_printed(texts, tmp_path, capsys):
                 assert len(samples) == {4: 4, 2: 4, None: 8}[ranks]
                 for number, sample in enumerate(samples):
                     assert int(re.search(r"micro batch (\d+):", sample)[1]) == number // micro
-                    spans = [
-                        (int(a), int(b) + 1, path) for a, b, path in re.findall(r"(\d+) to (\d+) of (\S+)", sample)
-                    ]
-                    assert noted.pop(0) == [id for a, b, path in spans for id in files[path][a:b].tolist()], (
-                        step,
-                        rank,
-                    )
+                    found = re.findall(r"(\d+) to (\d+) of (\S+)", sample)
+                    spans = [(int(a), int(b) + 1, path) for a, b, path in found]
+                    read = [id for a, b, path in spans for id in files[path][a:b].tolist()]
+                    assert noted.pop(0) == read, (step, rank)
                     expected = [str(document) for a, b, path in spans for document in np.unique(ends[path][a:b])]
                     assert re.findall(r"^  document (\d+): ", sample, re.MULTILINE) == expected
                     crossing += len(spans) > 1
@@ -202,10 +199,8 @@ def test_sources_that_changed_are_named(corpus, tmp_path, capsys):
     (folder / "text" / "000.txt").unlink()
     (folder / "text" / "002.txt").write_text("another text")
     os.utime(folder / "text" / "lines.jsonl", ns=(0, 0))
-    line = (
-        f"warning: {folder / 'train.bin'}: 3 of its 16 sources changed since it was prepared: FOLDER/000.txt cannot be "
-    )
-    line += "read any more (No such file or directory), FOLDER/002.txt has changed: it has 12 bytes and had 7, "
+    line = f"warning: {folder / 'train.bin'}: 3 of its 16 sources changed since it was prepared: FOLDER/000.txt cannot "
+    line += "be read any more (No such file or directory), FOLDER/002.txt has changed: it has 12 bytes and had 7, "
     line += "FOLDER/lines.jsonl was written again since, with as many bytes"
     line = line.replace("FOLDER", str(folder / "text"))
     out = printed(capsys, folder / "train.bin", "--document", 2)
