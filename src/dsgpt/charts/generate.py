@@ -36,7 +36,6 @@ BOTH = "both"
 COMMITTED = REPOSITORY / "checkpoint" / "reference"
 """The records of the pages."""
 IN_FILE_NAMES = re.compile(r"[\w.-]+")
-RECORD = "a training_metrics.json, or the run's folder"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,15 +87,12 @@ class ChartsOptions:
     130: interrupted.
     """  # noqa: E501
 
-    baseline: tuple[str, ...] = flag(
-        str, "PATH", f"{RECORD}; drawn first as 'baseline'", default=(), name="--baseline-json", action="append"
-    )
-    optimized: tuple[str, ...] = flag(
-        str, "PATH", f"{RECORD}; drawn as 'optimized'", default=(), name="--optimized-json", action="append"
-    )
-    run: tuple[str, ...] = flag(
-        str, "NAME=PATH", f"one more run ({RECORD}); repeat for more", default=(), action="append"
-    )
+    baseline: tuple[str, ...] = flag(str, "PATH", default=(), name="--baseline-json", action="append")
+    """a training_metrics.json, or the run's folder; drawn first as 'baseline'"""
+    optimized: tuple[str, ...] = flag(str, "PATH", default=(), name="--optimized-json", action="append")
+    """a training_metrics.json, or the run's folder; drawn as 'optimized'"""
+    run: tuple[str, ...] = flag(str, "NAME=PATH", default=(), action="append")
+    """one more run (a training_metrics.json, or the run's folder); repeat for more"""
     sweep: tuple[str, ...] = flag(str, "[NAME=]PATH", default=(), action="append")
     """a sweep.json or its folder; its charts begin with NAME (default: that of its suite); repeat for more"""
     plan: Path | None = flag(Path, "PATH")
@@ -154,9 +150,8 @@ def _paths_of_runs(options: ChartsOptions, problems: Problems) -> dict[str, Path
     for name, given in (("baseline", options.baseline), ("optimized", options.optimized)):
         named += [(name, path) for path in given[:1]]
         if len(given) > 1:
-            problems.add(
-                f"--{name}-json is given {len(given)} times; give it once, and further runs as --run NAME=PATH"
-            )
+            times = f"--{name}-json is given {len(given)} times"
+            problems.add(f"{times}; give it once, and further runs as --run NAME=PATH")
     for text in options.run:
         name, _, path = (part.strip() for part in text.partition("="))
         if name and path and name.isprintable():
@@ -277,6 +272,5 @@ def _write(
         raise UserError(f"--output-dir {options.output}: cannot be written ({error.strerror})") from error
     whys = dict.fromkeys(RUN_CHARTS, "no run was given")
     whys |= {chart: f"no --{flag} was given" for flag, chart in RECORD_CHARTS.items()}
-    return absent | {
-        name: whys.get(name, "no sweep of this name was given") for name in options.only or () if name not in charts
-    }
+    missing = [name for name in options.only or () if name not in charts]
+    return absent | {name: whys.get(name, "no sweep of this name was given") for name in missing}

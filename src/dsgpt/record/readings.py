@@ -149,9 +149,8 @@ class Reading:
         Raises:
             UserError: the process that executed the step had no such rank, or the record does not say.
         """
-        executed = [
-            each for each in self._record.sections("segments") if (each.whole("first_step") or step + 1) <= step
-        ]
+        segments = self._record.sections("segments")
+        executed = [each for each in segments if (each.whole("first_step") or step + 1) <= step]
         keys = (*(f"{way}_parallel_size" for way in _SPLIT), "micro_batch_size_per_gpu", "grad_accum_steps")
         numbers = [executed[-1].whole(key) for key in keys] if executed else []
         ranks = executed[-1].section("hardware").whole("world_size") if executed else None
@@ -225,10 +224,8 @@ class Spikes:
     def words(self) -> str:
         """``3 of 268 steps stand out; 32 more cannot be judged: fewer than 32 values are recorded before them``."""
         lost = self.steps - len(self.judged)
-        more = (
-            f"; {lost:,} more cannot be judged: fewer than {TRAILING} values are recorded before them" if lost else ""
-        )
-        return f"{len(self.spikes):,} of {len(self.judged):,} steps stand out{more}"
+        more = f"; {lost:,} more cannot be judged: fewer than {TRAILING} values are recorded before them"
+        return f"{len(self.spikes):,} of {len(self.judged):,} steps stand out{more if lost else ''}"
 
 
 def find_spikes(run_dir: Path) -> Spikes:
@@ -253,9 +250,8 @@ def find_spikes(run_dir: Path) -> Spikes:
             medians = np.median(before, axis=1)
             scale = 1.4826 * np.median(np.abs(before - medians[:, None]), axis=1)
             scale = np.maximum(scale, 1e-6 * np.abs(medians) + 1e-300)
-            for (step, value), median, one in zip(
-                recorded[TRAILING:].tolist(), medians.tolist(), scale.tolist(), strict=True
-            ):
+            figures = np.column_stack([recorded[TRAILING:], medians, scale])
+            for step, value, median, one in figures.tolist():
                 judged.add(int(step))
                 if value >= median + DEVIATIONS * one:
                     found[int(step)][key] = value, median, (value - median) / one
@@ -340,10 +336,8 @@ def _suspects(phase: Phase, steps: Sequence[int], spikes: set[int]) -> list[Susp
     found = []
     for key, part in documents.items():
         hits, read = spikes & read_by[key], len(judged & read_by[key])
-        by_chance = chance(len(hits), read) * len(documents)
-        found.append(
-            Suspect(file=part.file, document=part.document, spikes=tuple(sorted(hits)), steps=read, by_chance=by_chance)
-        )
+        by_chance, spiky = chance(len(hits), read) * len(documents), tuple(sorted(hits))
+        found.append(Suspect(file=part.file, document=part.document, spikes=spiky, steps=read, by_chance=by_chance))
     return found
 
 
@@ -371,21 +365,15 @@ _SCRIPT = "data_prep/where.py"
 class WhereOptions:
     """The command line."""
 
-    file: Path | None = flag(
-        Path,
-        "BIN",
-        "a token file; with --run and --spike the training data, if it is no longer where the run read it",
-        name="file",
-        nargs="?",
-    )
+    file: Path | None = flag(Path, "BIN", name="file", nargs="?")
+    """a token file; with --run and --spike the training data, if it is no longer where the run read it"""
     token: int | None = flag(COUNT, "N", "the document that token N of BIN belongs to")
     document: int | None = flag(COUNT, "N", "document N of BIN")
     run: Path | None = flag(Path, "RUN", "the folder of a run, for the documents that its --step read")
     step: int | None = flag(POSITIVE, "N", "an optimizer step of --run")
     rank: int | None = flag(COUNT, "N", "only the share of this rank; by default the whole global batch")
-    spike: Path | None = flag(
-        Path, "RUN", "the steps of this run that stand out, and their documents, the least likely by chance first"
-    )
+    spike: Path | None = flag(Path, "RUN")
+    """the steps of this run that stand out, and their documents, the least likely by chance first"""
     top: int = flag(POSITIVE, "N", "documents that --spike prints (default %(default)s)", default=10)
 
 
@@ -448,9 +436,8 @@ def _print_step(reading: Reading, step: int, *, rank: int | None) -> None:
     phase = reading.phase(step)
     windows = phase.steps(range(step, step + 1))[0].tolist()
     places = np.arange(len(windows))[None] if rank is None else reading.share(step, rank)
-    samples = [
-        (micro, place, [*phase.parts(windows[place])]) for micro, row in enumerate(places.tolist()) for place in row
-    ]
+    micros = enumerate(places.tolist())
+    samples = [(micro, place, [*phase.parts(windows[place])]) for micro, row in micros for place in row]
     epoch, before = divmod(step - 1, phase.order.steps_per_epoch)
     print(
         f"{reading.run_dir}: step {step:,}, which is step {before + 1:,} of {phase.order.steps_per_epoch:,} of epoch "
@@ -481,10 +468,5 @@ def _print_spikes(reading: Reading, *, top: int) -> None:
         print(f"  {share}: document {each.document.number:,}: {each.document.origin}, {each.document.hex}: {text}")
     if found[0].by_chance > 0.05:
         print("none of them stands out: by chance alone, as many documents would look like these")
-    _end(
-        {each.file.file.path: each.file.file for each in found}.values(),
-        "--run",
-        reading.run_dir,
-        "--step",
-        found[0].spikes[0],
-    )
+    files = {each.file.file.path: each.file.file for each in found}
+    _end(files.values(), "--run", reading.run_dir, "--step", found[0].spikes[0])

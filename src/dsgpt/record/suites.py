@@ -375,10 +375,8 @@ class Measured:
 
 def of_runs(runs: Sequence[Run]) -> list[Measured]:
     """Measurements of each run."""
-    return [
-        Measured(run.name, run.footprint, NOT_RECORDED, index, run.sent_bytes_per_step, run.communication_share)
-        for index, run in enumerate(runs)
-    ]
+    costs = [(run.sent_bytes_per_step, run.communication_share) for run in runs]
+    return [Measured(run.name, run.footprint, NOT_RECORDED, index, *costs[index]) for index, run in enumerate(runs)]
 
 
 def of_cells(sweep: Sweep) -> list[Measured]:
