@@ -202,9 +202,8 @@ def _fact_rows(fact: str, values: Sequence[Any]) -> list[list[str]]:
         if any(isinstance(leaf, dict) for leaf in leaves):
             rows += _fact_rows(f"{fact} {key}", leaves)
         else:  # null means that a setting was not given, unless the run recorded no settings
-            given = [
-                "not given" if value and leaf is None else leaf for value, leaf in zip(values, leaves, strict=True)
-            ]
+            pairs = zip(values, leaves, strict=True)
+            given = ["not given" if value and leaf is None else leaf for value, leaf in pairs]
             rows.append([f"{fact} {key}", *(equal_work.show(leaf, whole=True) for leaf in given)])
     return rows
 

@@ -185,11 +185,8 @@ def communication_chart(rows: Sequence[Measured], texts: Texts) -> Frame | str:
     """A chart of the bytes sent in a step, and of the share of its time that this takes, where it was measured."""
     sent = [_bar(row, row.sent_bytes_per_step, 1e6, lambda sent: f"{sent:,.1f}" if sent else "nothing") for row in rows]
     shares = [_bar(row, row.communication_share, 0.01, "{:.1f}%".format) for row in rows]
-    panels = {
-        "MB sent per step by a rank (less is better)": sent,
-        "% of a step that waits for communication (less is better)": shares,
-    }
-    panels = {label: bars for label, bars in panels.items() if any(bar.value is not None for bar in bars)}
+    both = {"MB sent per step by a rank": sent, "% of a step that waits for communication": shares}
+    panels = {label: bars for label, bars in both.items() if any(bar.value is not None for bar in bars)}
     if not panels:
         return "no run recorded what it sent"
     rings = "Bytes count what the rank that sends most sends, if collectives are rings."
@@ -197,7 +194,7 @@ def communication_chart(rows: Sequence[Measured], texts: Texts) -> Frame | str:
     picture = texts.frame("Communication of a step", caption, height=len(panels) * (0.9 + 0.4 * len(rows)))
     for axes, (label, bars) in zip(picture.panels(len(panels)), panels.items(), strict=True):
         style.draw_rows(axes, bars)
-        axes.set(xlabel=label)
+        axes.set(xlabel=f"{label} (less is better)")
     return picture
 
 

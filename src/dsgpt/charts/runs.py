@@ -39,11 +39,10 @@ TRAINING_TIME = Bars("Training time", "seconds of training steps", comparison.TI
 THROUGHPUT = Bars("Training throughput", "tokens per second, all devices", comparison.THROUGHPUT_ROW)
 LATENCY = Bars("Inference latency", "seconds, batch 1", comparison.LATENCY_ROW, 1.0, INFERENCE_NOISE)
 INFERENCE = Bars("Inference throughput", "tokens per second, batch 1", comparison.INFERENCE_ROW, 1.0, INFERENCE_NOISE)
+_GPU, _HOST = "GB allocated on rank 0's GPU", "GB resident (RSS) in rank 0's process"
 OF_RANK_0 = "Rank 0 only. GPU memory and host memory (RSS) are different quantities and never share a panel."
-GPU_MEMORY = Bars("Peak GPU memory", "GB allocated on rank 0's GPU", comparison.GPU_MEMORY_ROW, 1e9, OF_RANK_0)
-HOST_MEMORY = Bars(
-    "Peak host memory", "GB resident (RSS) in rank 0's process", comparison.HOST_MEMORY_ROW, 1e9, OF_RANK_0
-)
+GPU_MEMORY = Bars("Peak GPU memory", _GPU, comparison.GPU_MEMORY_ROW, 1e9, OF_RANK_0)
+HOST_MEMORY = Bars("Peak host memory", _HOST, comparison.HOST_MEMORY_ROW, 1e9, OF_RANK_0)
 
 
 def memory_bars(runs: Sequence[Run]) -> list[Bars]:

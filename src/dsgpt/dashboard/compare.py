@@ -24,6 +24,8 @@ from dsgpt.record.work import NOTED
 
 MOST_RUNS = 8
 """Most runs in a comparison; the palette has as many colours."""
+COLUMNS = {"steps": "step", "tokens": "tokens"}
+"""Columns of losses against these; against time and money it is the training time."""
 ROOM = 1.2
 """Length of the axis in units of the longest bar, with room for the value behind it."""
 LEAST_DIFFERENCE = 1e-8
@@ -182,11 +184,9 @@ MEASURES = {
 def _show_bars(runs: Sequence[Run]) -> float | None:
     """Show one figure of all runs; returns the price of a device hour."""
     left, right = st.columns([7, 3])
-    price, measures = asked_price(right), MEASURES
+    price, measures = asked_price(right), {**MEASURES}
     if price:
-        measures = MEASURES | {
-            "money": Measure("cost of all devices ($)", lambda _, run: reading.cost(run, price), dollars)
-        }
+        measures["money"] = Measure("cost of all devices ($)", lambda _, run: reading.cost(run, price), dollars)
     name = left.segmented_control("Figure", list(measures), default="time", key="figure", required=True)
     measure = measures.get(name, measures["time"])
     marks = [judge([runs[0], run]).mark for run in runs[1:]] if measure.compares else []
@@ -240,15 +240,11 @@ def _show_losses(runs: Sequence[Run], steps: Mapping[str, Sequence[Steps]], pric
     st.header("Loss")
     left, middle, right = st.columns([3, 4, 3])
     kind = left.segmented_control("Loss", ["training", "validation"], default="training", key="loss", required=True)
-    axes = {
-        "steps": ("step", "optimizer steps"),
-        "tokens": ("tokens", "tokens"),
-        "time": ("train_time_sec", "training time (s)"),
-    }
+    names = {"steps": "optimizer steps", "tokens": "tokens", "time": "training time (s)"}
     if price:
-        axes["money"] = ("train_time_sec", "cost of all devices ($)")
-    axis = middle.segmented_control("Against", list(axes), default="steps", key="axis", required=True)
-    validation, (column, x) = kind == "validation", axes[axis]
+        names["money"] = "cost of all devices ($)"
+    axis = middle.segmented_control("Against", list(names), default="steps", key="axis", required=True)
+    validation, column, x = kind == "validation", COLUMNS.get(axis, "train_time_sec"), names[axis]
     usual = max(window_of(len(group[0].train["step"])) for group in steps.values())
     window = right.slider("Smoothing (steps)", 1, 200, min(200, usual), key="smoothing", disabled=validation)
     series = []

@@ -69,10 +69,9 @@ def _show_answer(summaries: Sequence[Summary]) -> None:
         fastest, baseline, cheapest, count = answer.fastest, answer.baseline, answer.cheapest, len(answer.runs)
         # A metric reads Markdown.
         short = {run.name: plain(reading.labels([run.name])[run.name]) for run in answer.runs}
-        said = (
-            f"Of {count} finished runs that did the same work. The baseline is {plain(baseline.name)}, the slowest on "
-        )
-        columns[0].metric("Fastest of equal work", short[fastest.name], help=f"{said}the fewest devices.")
+        work = f"{count} finished runs that did the same work"
+        least = f"The baseline is {plain(baseline.name)}, the slowest on the fewest devices."
+        columns[0].metric("Fastest of equal work", short[fastest.name], help=f"Of {work}. {least}")
         text = f"{ui.seconds(fastest.train_time)}. It is the baseline: no other run is faster."
         if fastest is not baseline:
             text = f"{ui.seconds(fastest.train_time)} instead of {ui.seconds(baseline.train_time)}: "

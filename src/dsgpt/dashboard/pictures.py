@@ -240,9 +240,8 @@ def _block(
         frame = f"{block.kind}: {byte_size(block.whole)} without a split"
         yield rectangle(left, top, wide, block.whole * scale, fill="none", edge=theme.edge, title=frame, dashed=True)
     away = block.place != "device"
-    yield rectangle(
-        left, begin, wide, tall, fill=theme.background if away else fill, edge=fill if away else "none", title=title
-    )
+    inner, edge = (theme.background, fill) if away else (fill, "none")
+    yield rectangle(left, begin, wide, tall, fill=inner, edge=edge, title=title)
     words = byte_size(block.size) + (f", {'host' if block.place == 'host' else 'files'}" if away else "")
     if tall >= 15 and fits(words, wide - 6, size=12):
         ink = theme.ink if away else ink_on(fill, theme)
@@ -263,12 +262,8 @@ LANES = {
 """Lanes from top to bottom, and what is written before them."""
 MOST_IN_PIPELINE = 64
 """Micro batches of a pipeline that can be drawn."""
-LINKS = {
-    ("host", True): "from host to device",
-    ("host", False): "from device to host",
-    ("files", True): "from files to host",
-    ("files", False): "from host to files",
-}
+LINKS = {("host", True): "from host to device", ("host", False): "from device to host"}
+LINKS |= {("files", True): "from files to host", ("files", False): "from host to files"}
 _ORDER = {"all_gather": 0, "send": 2}
 """Order of activations in a pass: a stage gathers what it received first, and sends its result last."""
 _LEFT_OUT = "left out"
@@ -307,9 +302,8 @@ def step_lines(setup: Setup) -> dict[str, list[Bar]]:
         raise ValueError(f"more than {MOST_IN_PIPELINE} micro batches are not drawn: take a larger micro batch")
     if stages == 1 and batches > _MOST_ALIKE:
         orders = [[*orders[0][:4], Pass(kind=_LEFT_OUT, micro_batch=2), *orders[0][-2:]]]
-    placed = _pipelined(
-        orders, {FORWARD: 1.0, BACKWARD: 3.0 if setup.activation_checkpointing else 2.0, _LEFT_OUT: 0.7}
-    )
+    backward = 3.0 if setup.activation_checkpointing else 2.0
+    placed = _pipelined(orders, {FORWARD: 1.0, BACKWARD: backward, _LEFT_OUT: 0.7})
     end, ranks = max(of_stage[-1][2] for of_stage in placed), setup.world_size // stages
     lines: dict[str, list[Bar]] = {}
     for stage, rank in enumerate(setup.first_ranks):

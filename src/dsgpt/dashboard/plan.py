@@ -220,9 +220,8 @@ def _options() -> PlanOptions:
         if hours is None:
             flags["save_every"] = three.number_input("Steps between checkpoints", 0, 1 << 30, 500, key="plan-save")
         yours = "Your price, US dollars per GPU and hour"
-        flags["price_per_gpu_hour"] = price = ui.ask_number(
-            one, yours, 0.01, 1e4, key="plan-price", empty="list prices"
-        )
+        price = ui.ask_number(one, yours, 0.01, 1e4, key="plan-price", empty="list prices")
+        flags["price_per_gpu_hour"] = price
         if price is None:
             flags["spot"] = two.toggle("Judge by spot prices", key="plan-spot")
         if machine.devices is None:

@@ -195,9 +195,8 @@ class StepReader:
                 self._seam = (self._seam + part)[-_SEAM_BYTES:]
                 self._take(part)
             self._offset = file.tell()
-            train, validation = (
-                dict(zip(names, _ascending(self._rows[kind]), strict=True)) for kind, names in _KINDS.items()
-            )
+            rows = {kind: _ascending(self._rows[kind]) for kind in _KINDS}
+            train, validation = (dict(zip(names, rows[kind], strict=True)) for kind, names in _KINDS.items())
             self._now = Steps(train=train, validation=validation, damaged=self._damaged)
             return self._now
 
