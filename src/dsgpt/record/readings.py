@@ -348,17 +348,17 @@ def _ways(total: int, chosen: int) -> float:
 
 # The command line of ``data_prep/where.py``: the documents behind a token, a step, or the spikes of a run.
 
+DESCRIPTION = """\
+Print where tokens come from: the document, its source file, its place there, its tokens and the beginning of its text.
+The place is a byte offset or a row; the hash is the first 8 bytes of the SHA-256 of the text. Of a token file: a
+document, or the one that a token belongs to. Of a run: the documents that a step read, or those behind the steps
+whose loss or gradient norm stands out. Tokens, documents, samples and ranks are counted from 0, steps from 1."""
 _SCRIPT = "data_prep/where.py"
 
 
 @dataclass(frozen=True, kw_only=True)
 class WhereOptions:
-    """The command line.
-
-    Print where tokens come from: the document, its source file, its place there, its tokens and the beginning of its
-    text. The place is a byte offset or a row; the hash is the first 8 bytes of the SHA-256 of the text. Of a token
-    file: a document, or the one that a token belongs to. Of a run: the documents that a step read, or those behind the
-    steps whose loss or gradient norm stands out. Tokens, documents, samples and ranks are counted from 0, steps from 1.
+    """The command line; ``DESCRIPTION`` says what it does.
 
     Examples:
       .venv/bin/python data_prep/where.py data/python-transformers/train.bin --token 150000
@@ -384,7 +384,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     Raises:
         UserError: mistakes of the command line; or the run, its token file or the index cannot be used.
     """
-    options, problems = read_options(WhereOptions, argv)
+    options, problems = read_options(WhereOptions, argv, description=DESCRIPTION)
     asked = [name for name in ("token", "document", "run", "spike") if getattr(options, name) is not None]
     if len(asked) != 1:
         problems.add("give one of BIN --token N, BIN --document N, --run RUN --step N, and --spike RUN")
