@@ -17,7 +17,6 @@ from dsgpt.common.text import dollars, estimate
 from dsgpt.config.options import PRECISIONS
 from dsgpt.dashboard import reading, ui
 from dsgpt.dashboard.split import CHOICES, COUNTS
-from dsgpt.dashboard.ui import Table
 from dsgpt.model.config import PRESETS
 from dsgpt.planner import plan as planning
 from dsgpt.planner.hardware import PRICES as TABLE
@@ -313,7 +312,7 @@ RANGES: dict[str, Any] = {
 """A line from the least to the most of each offer, and a point at the likely cost, in Vega-Lite."""
 
 
-def offers_table(done: Planned) -> Table:
+def offers_table(done: Planned) -> ui.Table:
     """Cost of the training on each offer, with the date and the source of its price; the cheapest first.
 
     List prices are those on demand and spot; a price of the user's own is the only one.
@@ -342,14 +341,14 @@ def offers_table(done: Planned) -> Table:
     )
 
 
-def parts_table(amounts: Mapping[str, float], unit: str, *, scale: float = 1.0) -> Table:
+def parts_table(amounts: Mapping[str, float], unit: str, *, scale: float = 1.0) -> ui.Table:
     """Parts of a figure, each times ``scale``, in ``unit``; parts that are 0 are left out."""
     shown = {name.replace("_", " "): scale * value for name, value in amounts.items() if value}
     whole = sum(shown.values())
     return {"part": list(shown), unit: list(shown.values()), "share": [value / whole for value in shown.values()]}
 
 
-def ways_table(searched: Iterable[Judged]) -> Table:
+def ways_table(searched: Iterable[Judged]) -> ui.Table:
     """Every way to train that was searched: those within the limits, the fastest first, then the others with why."""
     rows = []
     for judged in searched:
@@ -360,7 +359,7 @@ def ways_table(searched: Iterable[Judged]) -> Table:
     return ui.columns(rows)
 
 
-def gpus_table(done: Planned) -> Table:
+def gpus_table(done: Planned) -> ui.Table:
     """The setup that was asked for on each GPU of the table: its plan, or why it is refused."""
     options, rows = done.plan.request.options, []
     prices = read_prices(options.prices or TABLE)
