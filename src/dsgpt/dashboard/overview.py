@@ -216,11 +216,8 @@ def _page(name: str, title: str, icon: str) -> Page:
 
     The module is imported when the page is opened: it may need what takes seconds to import.
     """
-
-    def show_page() -> None:
-        importlib.import_module(f"dsgpt.dashboard.{name}").show()
-
-    return st.Page(show_page, title=title, icon=f":material/{icon}:", url_path=name, default=name == "overview")
+    look: dict[str, Any] = {"title": title, "icon": f":material/{icon}:", "default": name == "overview"}
+    return st.Page(lambda: importlib.import_module(f"dsgpt.dashboard.{name}").show(), url_path=name, **look)
 
 
 ICON = (

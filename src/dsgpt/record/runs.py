@@ -159,20 +159,18 @@ QUANTILES = 20
 """Times of steps are kept as ``QUANTILES + 1`` quantiles, from the smallest to the largest."""
 STATE_PARTS = {"parameters": "weights", "gradients": "gradients", "optimizer": "optimizer", "master": "master weights"}
 """Keys of the record's ``model_state_bytes_per_rank``, and what they are called in pictures."""
-PREDICTED_PARTS = {
-    "weights": "weights",
-    "gradients": "gradients",
-    "new_gradients": "gradients",
-    "optimizer": "optimizer",
-    "master": "master weights",
-    "activations": "activations",
-    "logits": "activations",
-    "buckets": "buckets and gathered layers",
-    "gathered": "buckets and gathered layers",
+_KEYS_OF_PARTS = {
+    "weights": ("weights",),
+    "gradients": ("gradients", "new_gradients"),
+    "optimizer": ("optimizer",),
+    "master weights": ("master",),
+    "activations": ("activations", "logits"),
+    "buckets and gathered layers": ("buckets", "gathered"),
 }
+PREDICTED_PARTS = {key: part for part, keys in _KEYS_OF_PARTS.items() for key in keys}
 """Keys of the record's ``predicted_peak_memory``; all others are ``other``."""
 OTHER = "other"
-PARTS = (*dict.fromkeys(PREDICTED_PARTS.values()), OTHER)
+PARTS = (*_KEYS_OF_PARTS, OTHER)
 """The parts of memory, in the order in which they are drawn."""
 
 
