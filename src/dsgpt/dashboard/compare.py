@@ -19,7 +19,7 @@ from dsgpt.dashboard.ui import Series, Table, Values
 from dsgpt.record import equal_work
 from dsgpt.record.equal_work import inference_stamps, judge
 from dsgpt.record.runs import Run, smoothed, window_of
-from dsgpt.record.suites import TITLES, Comparison, Concurrency, Sweep, read_concurrency, read_sweep, strategy_of
+from dsgpt.record.suites import TITLES, Concurrency, Sweep, read_concurrency, read_sweep, strategy_of
 from dsgpt.record.work import NOTED
 
 MOST_RUNS = 8
@@ -313,26 +313,7 @@ def _show_sweep(sweep: Sweep) -> None:
     comparison = by_name[st.selectbox("Comparison", list(by_name), key="comparison")]
     if comparison.kind != "same training":
         st.warning(f"**Not equal work**: this is a comparison of {ui.plain(comparison.kind)}.")
-    table = comparison_table(sweep, comparison)
-    cells, ratios = table["cell"], table["speed-up"]
-    groups = [strategy_of(cell) for cell in cells]
-    shown = ["not comparable" if ratio is None else f"{ratio:.2f}x" for ratio in ratios]
-    ui.figure(
-        bars(cells, x="speed-up (median of the repeats)", values=ratios, groups=groups),
-        points={"run": cells, "group": groups, "value": ratios, "label": shown},
-        numbers=table,
-        title=f"Speed-up over {comparison.baseline}",
-        alternative="; ".join(f"{cell} {text}" for cell, text in zip(cells, shown, strict=True)),
-        key="sweep-bars",
-        level=2,
-    )
-    ui.show_table(table, key="sweep-table", name=f"sweep {sweep.suite}")
-
-
-def comparison_table(sweep: Sweep, comparison: Comparison) -> Table:
-    """A row for each cell of a comparison of a sweep, the baseline first."""
-    compared = {each.cell: each for each in comparison.cells}
-    rows = []
+    compared, rows = {each.cell: each for each in comparison.cells}, []
     for cell in map(sweep.cell, dict.fromkeys([comparison.baseline, *compared])):
         each = compared.get(cell.name)
         ratio = each.speed_up if each else None
@@ -351,7 +332,20 @@ def comparison_table(sweep: Sweep, comparison: Comparison) -> Table:
                 "failures": len(cell.failures),
             }
         )
-    return ui.columns(rows)
+    table = ui.columns(rows)
+    cells, ratios = table["cell"], table["speed-up"]
+    groups = [strategy_of(cell) for cell in cells]
+    shown = ["not comparable" if ratio is None else f"{ratio:.2f}x" for ratio in ratios]
+    ui.figure(
+        bars(cells, x="speed-up (median of the repeats)", values=ratios, groups=groups),
+        points={"run": cells, "group": groups, "value": ratios, "label": shown},
+        numbers=table,
+        title=f"Speed-up over {comparison.baseline}",
+        alternative="; ".join(f"{cell} {text}" for cell, text in zip(cells, shown, strict=True)),
+        key="sweep-bars",
+        level=2,
+    )
+    ui.show_table(table, key="sweep-table", name=f"sweep {sweep.suite}")
 
 
 def _show_concurrency(record: Concurrency) -> None:
