@@ -57,8 +57,8 @@ def _folder(text: str) -> Path:
     return Path(text).expanduser()
 
 
-def _names(text: str) -> list[str]:
-    return [word.strip() for word in text.split(",") if word.strip()]
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(word.strip() for word in text.split(",") if word.strip())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +103,8 @@ class ChartsOptions:
     """the record of src/benchmark.py exam: draws predicted steps beside those that others measured"""
     output: Path = flag(_folder, "FOLDER", default=Path("charts"), name="--output-dir")
     """where the charts go (default: %(default)s)"""
-    only: list[str] | None = flag(_names, "LIST", "names of the charts to draw, separated by commas (default: all)")
+    only: tuple[str, ...] | None = flag(_names, "LIST")
+    """names of the charts to draw, separated by commas (default: all)"""
     formats: tuple[str, ...] = flag(choices(FORMATS), "LIST", default=FORMATS, name="--format")
     """png, svg or png,svg (default: png,svg)"""
     theme: str = flag(choice((*THEMES, BOTH)), "NAME", "light, dark or both (default: %(default)s)", default=LIGHT.name)
@@ -131,7 +132,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if name not in alone and not any(name.endswith(f"_{chart}") for chart in SWEEP_CHARTS):
             allowed = f"{', '.join(alone)}, and of a sweep NAME_{', NAME_'.join(SWEEP_CHARTS)}"
             problems.add(f"--only {name}: is not a chart{did_you_mean(name, RUN_CHARTS)}; known are {allowed}")
-    if options.only == []:
+    if options.only is not None and not options.only:
         problems.add("--only names no chart")
     runs, named, records = _read(paths, sweeps, options, problems)
     problems.raise_if_any()
