@@ -138,12 +138,8 @@ def test_every_reader_says_that_a_record_is_of_a_later_schema(tmp_path, version,
     write_run(tmp_path / "run", record(schema_version=version, saves=[]))
     folder, line = tmp_path / "run", f"has schema {version}, and this program knows 2.1: "
     run = read_run(folder, name="a")
-    for said in (
-        console_summary([run]),
-        comparison_markdown([run]).replace("\\_", "_"),
-        recorded_of(tmp_path, "run").problem,
-        _earlier_record(folder)[1],
-    ):
+    page, problem = comparison_markdown([run]).replace("\\_", "_"), recorded_of(tmp_path, "run").problem
+    for said in (console_summary([run]), page, problem, _earlier_record(folder)[1]):
         assert (line in said) == later
 
 
@@ -173,6 +169,7 @@ PARAMS = {f"a_setting_with_a_long_name_{i}": 1000 + i for i in range(9)} | {"las
 PARAMS["link"] = "[x](https://y)"
 ZEROS = {"train_time_sec", "mean_tokens_per_sec_global", "final_val_loss", "peak_rss_bytes_rank0"}
 ZEROS = {f"summary__{key}": 0 for key in ZEROS} | {"inference__latency_sec": 0, "inference__tokens_per_sec": 0}
+FASTER = {"summary__train_time_sec": 40.0, "summary__mean_tokens_per_sec_global": 256.0, "inference__latency_sec": 0.4}
 ONE_EPOCH = record(epochs=record()["epochs"][:1])
 
 
@@ -190,15 +187,7 @@ def untimed(steps: int) -> tuple[dict, dict]:
 
 
 PAIRS = {
-    "better and worse": (
-        record(),
-        record(
-            summary__train_time_sec=40.0,
-            summary__mean_tokens_per_sec_global=256.0,
-            summary__peak_rss_bytes_rank0=1.5 * 2**30,
-            inference__latency_sec=0.4,
-        ),
-    ),
+    "better and worse": (record(), record(**FASTER, summary__peak_rss_bytes_rank0=1.5 * 2**30)),
     "other work": (record(), record(training_config__global_batch_size=32, summary__train_time_sec=25.0)),
     "unknown work": (record(), flat_record()),
     "unknown work of the first": (flat_record(), record()),

@@ -26,7 +26,6 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 
 from dsgpt.charts import runs as drawing
-from dsgpt.charts.generate import Inputs, charts_of
 from dsgpt.charts.memory import communication_chart, memory_chart, read_samples, step_times_chart, utilisation_chart
 from dsgpt.charts.style import Frame, Texts, look, quiet_style
 from dsgpt.charts.sweeps import charts_of_sweep, efficiency_rows, scaling_chart
@@ -304,8 +303,8 @@ def test_a_record_of_the_planner_has_predicted_beside_measured_peaks(tmp_path):
     cells = [{"title": "zero1", "peak_memory": ranks}, {"title": "fsdp", "status": "failed"}]
     path = tmp_path / "plan.json"
     path.write_text(json.dumps({"timestamp_utc": "2026-03-04T05:06", "hardware": {"cpu_name": "X"}, "cells": cells}))
-    inputs = Inputs(runs=[], sweeps={}, predictions=read_predictions(path), concurrency=None)
-    chart = charts_of(inputs, folders={})["plan_memory"]()
+    predictions = read_predictions(path)
+    chart = memory_chart(predictions.rows, Texts(footer=predictions.footer))
     (axes,) = panels(chart)
     assert widths(axes) == [4, 1, 2, 8]
     assert [text.get_text() for text in axes.texts] == ["7.0 predicted", "8.0 measured", "failed"]
@@ -377,8 +376,11 @@ def test_gpus_over_time_are_joined_over_machines_and_pauses(tmp_path):
     (tmp_path / "hardware.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"torn')
     (tmp_path / "hardware-1.jsonl").write_text(json.dumps({"time": 1001.9, "gpus": [gpu("c", 0.0, 300)]}) + "\n")
     samples = read_samples(tmp_path)
-    assert [sample.time for sample in samples] == [0, 1, 2]
-    assert [sorted(sample.utilisation) for sample in samples] == [[0.5, 1.0], [0.0, 0.5, 1.0], [0.5, 1.0]]
+    assert [(time, sorted(used)) for time, used, _ in samples] == [
+        (0, [0.5, 1.0]),
+        (1, [0.0, 0.5, 1.0]),
+        (2, [0.5, 1.0]),
+    ]
     use, power = panels(utilisation_chart({"run": tmp_path}, Texts()))
     assert list(use.lines[0].get_ydata()) == [75, 50, 75]
     assert list(power.lines[0].get_ydata()) == [300, 600, 300]
@@ -412,9 +414,8 @@ def test_no_text_covers_another():
 
 def overlap(one, two) -> bool:
     """Whether two boxes share more than a pixel in both directions."""
-    return (
-        min(one.x1, two.x1) - max(one.x0, two.x0) > 1 and min(one.y1, two.y1) - max(one.y0, two.y0) > 1
-    )  # fmt: skip
+    wide, tall = (min(one.x1, two.x1) - max(one.x0, two.x0), min(one.y1, two.y1) - max(one.y0, two.y0))
+    return wide > 1 and tall > 1
 
 
 CONTRADICTIONS = {

@@ -17,14 +17,7 @@ from streamlit.testing.v1 import AppTest
 from dsgpt.charts.themes import DARK, LIGHT
 from dsgpt.common.errors import UserError
 from dsgpt.common.files import Lock
-from dsgpt.dashboard.reading import (
-    StepReader,
-    _parsed,
-    contents,
-    inside,
-    model_name,
-    own_file,
-)
+from dsgpt.dashboard.reading import StepReader, _parsed, contents, inside, model_name, own_file
 from dsgpt.dashboard.ui import as_csv, thinned
 from dsgpt.data.data_set import open_data
 from dsgpt.model.config import PRESETS
@@ -253,10 +246,8 @@ def test_a_name_that_is_not_utf_8_is_one_line_on_every_page(runs, open_page):
         open_page(page)
     frame = AppTest.from_file(ROOT / "charts" / "dashboard.py", default_timeout=60).run()
     assert not frame.exception
-    assert [title.value for title in frame.title] == ["Overview"]
-    assert [warning.value for warning in frame.warning] == [
-        r"**reference/caf\\xe9** is not shown: its name is not UTF-8; rename it"
-    ]
+    said = r"**reference/caf\\xe9** is not shown: its name is not UTF-8; rename it"
+    assert [each.value for each in (*frame.title, *frame.warning)] == ["Overview", said]
 
 
 def test_my_runs_are_compared_and_the_references_only_when_asked(runs, open_page):
@@ -318,7 +309,7 @@ def test_steps_are_those_that_the_charts_read():
     assert steps.train["loss"].tolist() == [point.loss for point in train.points]
     assert steps.validation["val_loss"].tolist() == [point.loss for point in validation.points]
     assert steps.validation["tokens"].tolist() == [point.tokens for point in validation.points]
-    assert (steps.last_step, steps.damaged) == (800, 0)
+    assert steps.damaged == 0
     assert _parsed(path.read_bytes()) is not None  # not one by one
 
 
@@ -355,13 +346,13 @@ def test_lines_parsed_together_are_those_parsed_one_by_one(tmp_path, monkeypatch
         monkeypatch.setattr("dsgpt.dashboard.reading._LEAST_BYTES", least)
         path.write_bytes(whole + first.replace(b'"epoch": 0', broken or b'"epoch": 0')[:-9])
         reader = StepReader(path)
-        assert reader.read().last_step == 800
+        assert reader.read().train["step"][-1] == 800
         with path.open("ab") as file:
             file.write(first[-9:] + b"\n" + rest)
         found.append(reader.read())
     one, other = found
     assert one.damaged == other.damaged
-    for part in ("train", "validation", "intervals"):
+    for part in ("train", "validation"):
         columns = [*getattr(one, part).items()]
         assert all(np.array_equal(values, getattr(other, part)[name], equal_nan=True) for name, values in columns)
 
@@ -371,7 +362,7 @@ def test_a_file_that_another_run_writes_anew_is_read_anew_and_a_step_written_twi
     for steps in (2, 9):  # a shorter and a longer one
         path.write_text("".join(line(step, 5.0) for step in range(1, 6)))
         reader = StepReader(path)
-        assert reader.read().last_step == 5
+        assert reader.read().train["step"][-1] == 5
         path.write_text("".join(line(step, 7.0) for step in range(1, steps + 1)))  # the inode stays the same
         assert reader.read().train["loss"].tolist() == [7.0] * steps
     path.write_text(line(1, 1.0) + line(2, 2.0) + line(3, 3.0) + line(2, 9.0))

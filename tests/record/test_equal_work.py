@@ -22,15 +22,7 @@ from dsgpt.config.recipe import (
 )
 from dsgpt.config.run_config import RunConfig
 from dsgpt.model.config import SHAPE_FLAGS, GPT2Config
-from dsgpt.record.equal_work import (
-    equal_loss_line,
-    inference_stamps,
-    judge,
-    machine_line,
-    partial_stamps,
-    setup_stamps,
-    work_stamps,
-)
+from dsgpt.record.equal_work import equal_loss_line, inference_stamps, judge, machine_line, stamps, work_stamps
 from dsgpt.record.runs import Run, read_run
 from dsgpt.training import run_description
 
@@ -67,10 +59,7 @@ SAID: dict[str, tuple[Any, ...]] = {
     "values that look alike when they are shortened": (record(), record(data__train_sha256="a" * 63 + "b")),
     "seeds that are equal as floats": tuple(record(training_config__seed=2**53 + more) for more in (0, 1)),
     "seeds that are no whole numbers": (NO_SEED, NO_SEED),
-    "a known difference and an unknown fact": (
-        record(),
-        record(training_config__seq_len=64, data__val_sha256=None),
-    ),
+    "a known difference and an unknown fact": (record(), record(training_config__seq_len=64, data__val_sha256=None)),
     "a null setting against a number": (
         record(),
         record(training_config__scheduler={"type": "WarmupCosineLR", "params": {"warmup_num_steps": None}}),
@@ -124,8 +113,8 @@ def read(tmp_path):
 @pytest.mark.parametrize("case", SAID)
 def test_what_is_said_of_runs(read, case, snapshot):
     runs = read(*SAID[case])
-    said = [judge(runs).line(), *work_stamps(judge(runs)), *partial_stamps(runs), *inference_stamps(runs)]
-    said += [*setup_stamps(runs), machine_line(runs), *(equal_loss_line(runs[0], other) for other in runs[1:])]
+    said = [judge(runs).line(), *work_stamps(judge(runs)), *inference_stamps(runs), *stamps(runs), machine_line(runs)]
+    said += [equal_loss_line(runs[0], other) for other in runs[1:]]
     assert "\n".join(said) == snapshot
 
 
@@ -254,56 +243,37 @@ def _two_values(key: Field, *numbers: int) -> tuple[Any, Any]:
     return named.get(key.name) or ((False, True) if isinstance(key.default, bool) else numbers)
 
 
+FLAGS: dict[str, Any] = {
+    "num_heads": 4, "embedding_size": 32, "vocab_size": 300, "dropout": 0.1, "mask_documents": True, "seq_length": 8,
+    "max_val_steps": 1, "global_batch_size": 4, "micro_batch_size_per_gpu": 2, "grad_accum_steps": 4,
+    "precision": "bf16", "device": "auto", "save_mode": "async", "on_save_failure": "continue", "track": "csv",
+    "plan": Path("plan.json"), "on_event": "true", "stall_timeout": 90.0, "spot_notice": "aws",
+}  # fmt: skip
+"""Values that are no default. Of other flags 3 is one, and of switches that they are given."""
 CHANGED: dict[str, Pair] = {
-    **{f"--{each.name}": flag(each.name, each.default is False or 3) for each in fields(Options)},  # if no other fits
+    **{f"--{each.name}": flag(each.name, FLAGS.get(each.name, each.default is False or 3)) for each in fields(Options)},
+    **{f"--{name}": as_options(**{name: True}) for name in ("compile", "cuda_graphs", "resume", "overwrite")},
     "--run_type": (Asked(), Asked(flags={"run_type": "ddp"}, ranks=2)),
     "--checkpoint_path": (Asked(), Asked(adapt=lambda config: replace(config, run_dir=config.run_dir / "deeper"))),
     "--deepspeed_config": as_options(deepspeed_config=Path("another.json")),
     "--model_size": flag("model_size", "tiny", before="demo", seq_length=SEQUENCE, num_layers=None, num_heads=None,
                          embedding_size=None, max_position_embeddings=None),
     "--init_from": (Asked(), Asked(adapt=published)),
-    "--num_heads": flag("num_heads", 4),
-    "--embedding_size": flag("embedding_size", 32),
     "--max_position_embeddings": flag("max_position_embeddings", 32, seq_length=SEQUENCE),
-    "--vocab_size": flag("vocab_size", 300),
-    "--dropout": flag("dropout", 0.1),
-    "--mask_documents": flag("mask_documents", True),
-    "--seq_length": flag("seq_length", 8),
     "--epochs": flag("epochs", 2, max_train_steps=None),
-    "--max_val_steps": flag("max_val_steps", 1),
-    "--global_batch_size": flag("global_batch_size", 4),
-    "--micro_batch_size_per_gpu": flag("micro_batch_size_per_gpu", 2),
-    "--grad_accum_steps": flag("grad_accum_steps", 4),
-    "--precision": flag("precision", "bf16"),
-    "--device": flag("device", "auto"),
-    "--compile": as_options(compile=True),
-    "--cuda_graphs": as_options(cuda_graphs=True),
-    "--save_mode": flag("save_mode", "async"),
-    "--on_save_failure": flag("on_save_failure", "continue"),
-    "--track": flag("track", "csv"),
-    "--resume": as_options(resume=True),
     "--allow_changed": (Asked(), Asked(changes=[CHANGE])),
-    "--overwrite": as_options(overwrite=True),
-    "--plan": flag("plan", Path("plan.json")),
-    "--on_event": flag("on_event", "true"),
-    "--stall_timeout": flag("stall_timeout", 90.0),
-    "--spot_notice": flag("spot_notice", "aws"),
     "model.dropout": flag("dropout", 0.1),
     "recipe.path": of_recipe(path=Path("another.json")),
     "recipe.sha256": of_recipe(sha256="5" * 64),
     "recipe.raw": key("dump_state", None, False),
-    "recipe.gradient_clipping": key("gradient_clipping", 1.0, 0.5),
-    "recipe.train_batch_size": key("train_batch_size", 8, 4),
-    "recipe.train_micro_batch_size_per_gpu": key("train_micro_batch_size_per_gpu", None, 2),
-    "recipe.gradient_accumulation_steps": key("gradient_accumulation_steps", None, 4),
-    "recipe.steps_per_print": key("steps_per_print", None, 3),
+    **{f"recipe.{name}": key(name, before, after) for name, (before, after) in {
+        "gradient_clipping": (1.0, 0.5), "train_batch_size": (8, 4), "train_micro_batch_size_per_gpu": (None, 2),
+        "gradient_accumulation_steps": (None, 4), "steps_per_print": (None, 3)}.items()},
     "pipeline.partition": key("pipeline.partition", None, "uniform", flags=OPTIMIZED,
                                      recipe={"pipeline.stages": 2}, ranks=2),
-    "recipe.zero_allow_untested_optimizer": key("zero_allow_untested_optimizer", None, True, flags=OPTIMIZED),
-    "recipe.zero_force_ds_cpu_optimizer": key("zero_force_ds_cpu_optimizer", None, False, flags=OPTIMIZED),
-    "recipe.wall_clock_breakdown": key("wall_clock_breakdown", None, True, flags=OPTIMIZED),
-    "recipe.memory_breakdown": key("memory_breakdown", None, True, flags=OPTIMIZED),
-    "recipe.dump_state": key("dump_state", None, True, flags=OPTIMIZED),
+    **{f"recipe.{name}": key(name, None, name != "zero_force_ds_cpu_optimizer", flags=OPTIMIZED) for name in (
+        "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "wall_clock_breakdown", "memory_breakdown",
+        "dump_state")},
     "tensor_parallel.autotp_size": split("tensor_parallel.autotp_size"),
     "pipeline.stages": split("pipeline.stages"),
     "recipe.sequence_parallel_size": split("sequence_parallel_size"),
@@ -330,12 +300,9 @@ CHANGED: dict[str, Pair] = {
     "bf16.immediate_grad_update": key("bf16.immediate_grad_update", None, True, recipe={"bf16.enabled": True},
                                       flags=OPTIMIZED | {"precision": "bf16"}),
     "fp16.enabled": (Asked(), Asked(recipe=DYNAMIC, elsewhere=True, adapt=in_fp16)),
-    "fp16.loss_scale": scaling("loss_scale", None, 1024.0),
-    "fp16.initial_scale_power": scaling("initial_scale_power", None, 8),
-    "fp16.loss_scale_window": scaling("loss_scale_window", None, 100),
-    "fp16.hysteresis": scaling("hysteresis", None, 3),
-    "fp16.consecutive_hysteresis": scaling("consecutive_hysteresis", None, True),
-    "fp16.min_loss_scale": scaling("min_loss_scale", None, 2),
+    **{f"fp16.{name}": scaling(name, None, value) for name, value in {
+        "loss_scale": 1024.0, "initial_scale_power": 8, "loss_scale_window": 100, "hysteresis": 3,
+        "consecutive_hysteresis": True, "min_loss_scale": 2}.items()},
     "ddp.bucket_cap_mb": key("dsgpt.ddp.bucket_cap_mb", None, 1.0, flags={"run_type": "ddp"}, ranks=2),
     "ddp.gradient_as_bucket_view": key("dsgpt.ddp.gradient_as_bucket_view", None, False, flags={"run_type": "ddp"},
                                        ranks=2),

@@ -7,7 +7,7 @@ from chart_records import flat_record, record, step_lines, without, write_run
 
 from dsgpt.charts.comparison import comparison_markdown, console_summary
 from dsgpt.common.errors import UserError
-from dsgpt.record.equal_work import judge, machine_line, setup_stamps
+from dsgpt.record.equal_work import judge, machine_line, stamps
 from dsgpt.record.runs import Run, read_run
 
 # Reading a run: both generations, missing pieces, broken files.
@@ -188,19 +188,19 @@ def read(tmp_path):
 def test_a_setup_that_changed_is_stamped_or_noted(read, snapshot, changes):
     """Also if the last segment alone is as the other run's."""
     run, back = read(**changes), read("c", first=segment(1, 30, **changes))
-    said = [*setup_stamps([run]), *run.notes, *setup_stamps([read("a"), back]), machine_line([back])]
+    said = [*stamps([run]), *run.notes, *stamps([read("a"), back]), machine_line([back])]
     assert "\n".join(said) == snapshot
 
 
 def test_segments_without_a_step_are_ignored(tmp_path):
     values = record(segments=[segment(1, 40), segment(41, 40, strategy="ddp", hardware=OTHER_CPU)])
     run = read_run(write_run(tmp_path, values), name="a")
-    assert (setup_stamps([run]), run.strategy) == ([], "zero1")
+    assert (stamps([run]), run.strategy) == ([], "zero1")
 
 
 def test_steps_without_a_record_are_stamped(tmp_path):
     run = read_run(write_run(tmp_path, record(segments=[segment(31, 40)])), name="gap")
-    assert setup_stamps([run]) == ["NOT RECORDED: how gap executed its steps 1 to 30"]
+    assert stamps([run]) == ["NOT RECORDED: how gap executed its steps 1 to 30"]
     assert run.machine == "not recorded to step 30, Fixture CPU, 2 cores from step 31"
 
 

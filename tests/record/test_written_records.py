@@ -143,9 +143,8 @@ def test_a_record_of_the_present_sources_is_up_to_date(repository):
     write(repository, "src/outside/new.py", "src/ignored.py", "docs/page.md")
     found = changes(repository, commit)
     assert (found.line(), found.total) == ("", len(FILES))
-    assert found.paragraph() == (
-        f"Sources: the record was made at commit `{commit[:12]}`, and was up to date when this page was made."
-    )
+    said = f"the record was made at commit `{commit[:12]}`, and was up to date when this page was made."
+    assert found.paragraph() == f"Sources: {said}"
 
 
 @pytest.mark.parametrize("committed", [True, False])
@@ -212,11 +211,8 @@ def test_a_repository_may_be_a_folder_of_a_checkout_but_an_installed_package_is_
 
 @pytest.mark.parametrize("commit", [None, "abc", "HEAD", "--output=stolen", 3, ["a"]])
 def test_a_record_that_names_no_commit_is_not_known(repository, commit):
-    found = changes(repository, commit)
-    assert (found.line(), found.paragraph()) == (
-        "not known (no commit is named)",
-        "Sources: not known (no commit is named).",
-    )
+    found, said = changes(repository, commit), "not known (no commit is named)"
+    assert (found.line(), found.paragraph()) == (said, f"Sources: {said}.")
     assert not (repository / "stolen").exists()
 
 

@@ -12,7 +12,7 @@ from training_runs import LONG, checkpoints, damage, errors, read_lines, read_re
 from dsgpt.checkpoints import store
 from dsgpt.checkpoints.manifest import Segment, highest_peaks, read_manifest, read_run_state
 from dsgpt.machine import console
-from dsgpt.record.equal_work import setup_stamps
+from dsgpt.record.equal_work import stamps
 from dsgpt.record.runs import read_run
 from dsgpt.training.command import train as train_here
 
@@ -164,8 +164,8 @@ def test_the_record_has_each_process_and_what_they_share(started, finished_run, 
     config = found["training_config"]
     assert config["micro_batch_size_per_gpu"] is config["activation_checkpointing"] is None
     assert (found["host"], config["strategy"]) == (first["host"], "baseline")
-    stamps = [line for line in setup_stamps([read_run(started, name="run")]) if not line.startswith("A BUSY MACHINE")]
-    assert "".join(stamps) == (
+    said = [line for line in stamps([read_run(started, name="run")]) if not line.startswith("A BUSY MACHINE")]
+    assert "".join(said) == (
         "SEGMENTS DIFFER: run: devices 1 CPU device of 1 thread to step 9, 1 CPU device of 2 threads from step 10; "
         "micro batch x accumulation 8 x 1 to step 9, 1 x 8 from step 10; activation checkpointing no to step 9, yes "
         "from step 10"

@@ -89,14 +89,8 @@ def comparison_markdown(runs: Sequence[Run], *, sources: str = "") -> str:
     parts = ["# Comparison", _escape(verdict.line())]
     if verdict.answer == "no":
         parts.append(f"**{verdict.mark}**: no figure below is the speed-up of one and the same training.")
-    parts += [
-        f"**{_escape(line)}**"
-        for line in [
-            *equal_work.partial_stamps(runs),
-            *equal_work.setup_stamps(runs),
-            *equal_work.inference_stamps(runs),
-        ]
-    ]
+    stamps = (*equal_work.stamps(runs), *equal_work.inference_stamps(runs))
+    parts += [f"**{_escape(line)}**" for line in stamps]
     parts += [_escape(equal_work.equal_loss_line(runs[0], other)) for other in runs[1:]]
     parts += [_escape(equal_work.machine_line(runs)), sources]
     parts += ["## Results", _table(result_rows(runs)), SIGN_CONVENTION, INFERENCE_NOISE, memory]
@@ -116,7 +110,7 @@ def console_summary(runs: Sequence[Run]) -> str:
     for name, *cells in lines:
         padded = [cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)]
         table.append("  ".join([name.ljust(widths[0]), *padded]))
-    closing = [equal_work.judge(runs).line(), *equal_work.partial_stamps(runs), *equal_work.setup_stamps(runs)]
+    closing = [equal_work.judge(runs).line(), *equal_work.stamps(runs)]
     closing += [equal_work.equal_loss_line(runs[0], other) for other in runs[1:]]
     return "\n".join([*table, *closing])
 
@@ -208,9 +202,8 @@ def _fact_rows(fact: str, values: Sequence[Any]) -> list[list[str]]:
         if any(isinstance(leaf, dict) for leaf in leaves):
             rows += _fact_rows(f"{fact} {key}", leaves)
         else:  # null means that a setting was not given, unless the run recorded no settings
-            given = [
-                "not given" if value and leaf is None else leaf for value, leaf in zip(values, leaves, strict=True)
-            ]
+            pairs = zip(values, leaves, strict=True)
+            given = ["not given" if value and leaf is None else leaf for value, leaf in pairs]
             rows.append([f"{fact} {key}", *(equal_work.show(leaf, whole=True) for leaf in given)])
     return rows
 
@@ -241,13 +234,8 @@ def _notes(runs: Sequence[Run]) -> str:
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:
-    header, *body = rows
-    rule = "|---|" + "---:|" * (len(header) - 1)
-    return "\n".join([_line(header), rule, *map(_line, body)])
-
-
-def _line(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(map(_escape, cells)) + " |"
+    lines = ["| " + " | ".join(map(_escape, cells)) + " |" for cells in rows]
+    return "\n".join([lines[0], "|---|" + "---:|" * (len(rows[0]) - 1), *lines[1:]])
 
 
 def _escape(text: str) -> str:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from dsgpt.charts.comparison import comparison_markdown, console_summary
 from dsgpt.charts.themes import LIGHT, THEMES
@@ -19,7 +19,7 @@ from dsgpt.record.provenance import changes_since, training_sources
 from dsgpt.record.runs import Run, read_run
 
 if TYPE_CHECKING:
-    from dsgpt.charts.style import Chart
+    from dsgpt.charts.style import Frame
 
 
 RUN_CHARTS = (
@@ -29,18 +29,13 @@ RUN_CHARTS = (
 )
 SWEEP_CHARTS = ("throughput", "scaling", "efficiency", "memory", "communication", "step_times", "money")
 """Their files begin with the name of the sweep and ``_``."""
-PLAN_CHART = "plan_memory"
-"""Chart of the record of ``benchmark.py plan``."""
-INFERENCE_CHART = "latency_by_concurrency"
-"""Chart of the record of ``benchmark.py inference``."""
-EXAM_CHART = "exam"
-"""Chart of the record of ``benchmark.py exam``."""
+RECORD_CHARTS = {"plan": "plan_memory", "inference": "latency_by_concurrency", "exam": "exam"}
+"""Charts of the records of ``benchmark.py``, by the flag that names the record."""
 FORMATS = ("png", "svg")
 BOTH = "both"
 COMMITTED = REPOSITORY / "checkpoint" / "reference"
 """The records of the pages."""
 IN_FILE_NAMES = re.compile(r"[\w.-]+")
-RECORD = "a training_metrics.json, or the run's folder"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,20 +46,19 @@ class Exam:
     rows: list[dict[str, Any]]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Inputs:
-    """The records that could be read."""
+READERS: dict[str, Callable[[Path], Any]] = {
+    "plan": suites.read_predictions,
+    "inference": suites.read_concurrency,
+    "exam": partial(read_or_refuse, kind=Exam, what="a record of benchmark.py exam", unknown_keys=True),
+}
 
-    runs: list[Run]
-    """The first is the baseline."""
-    sweeps: dict[str, suites.Sweep]
-    """Sweeps by the name with which their charts begin."""
-    predictions: suites.Predictions | None
-    """The record of ``benchmark.py plan``."""
-    concurrency: suites.Concurrency | None
-    """The record of ``benchmark.py inference``."""
-    exam: Exam | None = None
-    """The record of ``benchmark.py exam``."""
+
+def _folder(text: str) -> Path:
+    return Path(text).expanduser()
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(word.strip() for word in text.split(",") if word.strip())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,15 +87,12 @@ class ChartsOptions:
     130: interrupted.
     """  # noqa: E501
 
-    baseline: tuple[str, ...] = flag(
-        str, "PATH", f"{RECORD}; drawn first as 'baseline'", default=(), name="--baseline-json", action="append"
-    )
-    optimized: tuple[str, ...] = flag(
-        str, "PATH", f"{RECORD}; drawn as 'optimized'", default=(), name="--optimized-json", action="append"
-    )
-    run: tuple[str, ...] = flag(
-        str, "NAME=PATH", f"one more run ({RECORD}); repeat for more", default=(), action="append"
-    )
+    baseline: tuple[str, ...] = flag(str, "PATH", default=(), name="--baseline-json", action="append")
+    """a training_metrics.json, or the run's folder; drawn first as 'baseline'"""
+    optimized: tuple[str, ...] = flag(str, "PATH", default=(), name="--optimized-json", action="append")
+    """a training_metrics.json, or the run's folder; drawn as 'optimized'"""
+    run: tuple[str, ...] = flag(str, "NAME=PATH", default=(), action="append")
+    """one more run (a training_metrics.json, or the run's folder); repeat for more"""
     sweep: tuple[str, ...] = flag(str, "[NAME=]PATH", default=(), action="append")
     """a sweep.json or its folder; its charts begin with NAME (default: that of its suite); repeat for more"""
     plan: Path | None = flag(Path, "PATH")
@@ -110,9 +101,10 @@ class ChartsOptions:
     """the record of src/benchmark.py inference: draws the latency of its engines against their throughput"""
     exam: Path | None = flag(Path, "PATH")
     """the record of src/benchmark.py exam: draws predicted steps beside those that others measured"""
-    output: str = flag(str, "FOLDER", default="charts", name="--output-dir")
+    output: Path = flag(_folder, "FOLDER", default=Path("charts"), name="--output-dir")
     """where the charts go (default: %(default)s)"""
-    only: str | None = flag(str, "LIST", "names of the charts to draw, separated by commas (default: all)")
+    only: tuple[str, ...] | None = flag(_names, "LIST")
+    """names of the charts to draw, separated by commas (default: all)"""
     formats: tuple[str, ...] = flag(choices(FORMATS), "LIST", default=FORMATS, name="--format")
     """png, svg or png,svg (default: png,svg)"""
     theme: str = flag(choice((*THEMES, BOTH)), "NAME", "light, dark or both (default: %(default)s)", default=LIGHT.name)
@@ -128,30 +120,28 @@ def main(argv: Sequence[str] | None = None) -> None:
     options, problems = read_options(ChartsOptions, argv, prog="generate_charts.py")
     paths = _paths_of_runs(options, problems)
     sweeps = _paths_of_sweeps(options.sweep, problems)
-    if not (paths or sweeps or options.plan or options.inference or options.exam or problems):
+    if not (paths or sweeps or problems or any(getattr(options, flag) for flag in RECORD_CHARTS)):
         problems.add(
             "no run given; give --baseline-json and --optimized-json, --run NAME=PATH or --sweep PATH (see --help)"
         )
-    output = Path(options.output).expanduser()
-    existing = next(path for path in (output, *output.absolute().parents) if path.exists())
+    existing = next(path for path in (options.output, *options.output.absolute().parents) if path.exists())
     if not existing.is_dir():
-        problems.add(f"--output-dir {output}: {existing} is a file, not a folder")
-    only = None if options.only is None else [word.strip() for word in options.only.split(",") if word.strip()]
-    alone = (*RUN_CHARTS, PLAN_CHART, INFERENCE_CHART, EXAM_CHART)
-    for name in dict.fromkeys(only or ()):
+        problems.add(f"--output-dir {options.output}: {existing} is a file, not a folder")
+    alone = (*RUN_CHARTS, *RECORD_CHARTS.values())
+    for name in dict.fromkeys(options.only or ()):
         if name not in alone and not any(name.endswith(f"_{chart}") for chart in SWEEP_CHARTS):
             allowed = f"{', '.join(alone)}, and of a sweep NAME_{', NAME_'.join(SWEEP_CHARTS)}"
             problems.add(f"--only {name}: is not a chart{did_you_mean(name, RUN_CHARTS)}; known are {allowed}")
-    if only == []:
+    if options.only is not None and not options.only:
         problems.add("--only names no chart")
-    inputs = _read(paths, sweeps, options, problems)
+    runs, named, records = _read(paths, sweeps, options, problems)
     problems.raise_if_any()
-    absent = write_charts(inputs, paths, output=output, only=only, options=options)
-    if inputs.runs:
-        print(console_summary(inputs.runs))
+    absent = _write(runs, named, records, paths, options)
+    if runs:
+        print(console_summary(runs))
     for chart, why in absent.items():
         print(f"not drawn: {chart}: {why}")
-    print(f"charts: {output}")
+    print(f"charts: {options.output}")
     print(next_line(["make", "dashboard"] if IN_CHECKOUT else ["dsgpt", "dashboard"]))
 
 
@@ -161,9 +151,8 @@ def _paths_of_runs(options: ChartsOptions, problems: Problems) -> dict[str, Path
     for name, given in (("baseline", options.baseline), ("optimized", options.optimized)):
         named += [(name, path) for path in given[:1]]
         if len(given) > 1:
-            problems.add(
-                f"--{name}-json is given {len(given)} times; give it once, and further runs as --run NAME=PATH"
-            )
+            times = f"--{name}-json is given {len(given)} times"
+            problems.add(f"{times}; give it once, and further runs as --run NAME=PATH")
     for text in options.run:
         name, _, path = (part.strip() for part in text.partition("="))
         if name and path and name.isprintable():
@@ -192,22 +181,19 @@ def _paths_of_sweeps(given: Sequence[str], problems: Problems) -> list[tuple[str
     return sweeps
 
 
-T = TypeVar("T")
-
-
 def _read(
     paths: Mapping[str, Path], sweeps: Sequence[tuple[str | None, Path]], options: ChartsOptions, problems: Problems
-) -> Inputs:
-    """Every record that can be read; the mistakes of the rest go to ``problems``."""
+) -> tuple[list[Run], dict[str, suites.Sweep], dict[str, Any]]:
+    """Runs, sweeps by name and records by flag, as far as they can be read; the other mistakes go to ``problems``."""
 
-    def read(reader: Callable[[Path], T], path: Path | None) -> T | None:
+    def read(reader: Callable[[Path], Any], path: Path | None) -> Any:
         try:
             return None if path is None else reader(path)
         except UserError as error:
             problems.add(*error.problems)
             return None
 
-    runs = [read(partial(read_run, name=name), path) for name, path in paths.items()]
+    runs = [run for name, path in paths.items() if (run := read(partial(read_run, name=name), path))]
     named: dict[str, suites.Sweep] = {}
     for wanted, path in sweeps:
         if sweep := read(suites.read_sweep, path):
@@ -215,56 +201,25 @@ def _read(
             if name in named:
                 problems.add(f"two sweeps are called {name!r}; give each its own name in --sweep NAME=PATH")
             named[name] = sweep
-    return Inputs(
-        runs=[run for run in runs if run is not None],
-        sweeps=named,
-        predictions=read(suites.read_predictions, options.plan),
-        concurrency=read(suites.read_concurrency, options.inference),
-        exam=read(
-            partial(read_or_refuse, kind=Exam, what="a record of benchmark.py exam", unknown_keys=True), options.exam
-        ),
-    )
+    return runs, named, {flag: read(reader, getattr(options, flag)) for flag, reader in READERS.items()}
 
 
-def charts_of(inputs: Inputs, *, folders: Mapping[str, Path], price: float | None = None) -> dict[str, "Chart"]:
-    """Every chart of ``inputs`` by name.
-
-    Args:
-        inputs: what was read.
-        folders: of the runs, by name.
-        price: of a device hour, in any currency.
-    """
-    from dsgpt.charts.memory import memory_chart  # noqa: PLC0415 - matplotlib takes seconds to load
-    from dsgpt.charts.runs import charts_of_runs  # noqa: PLC0415
-    from dsgpt.charts.style import Texts  # noqa: PLC0415
-    from dsgpt.charts.sweeps import charts_of_sweep, concurrency_chart  # noqa: PLC0415
-
-    charts = charts_of_runs(inputs.runs, folders=folders, price=price) if inputs.runs else {}
-    for name, sweep in inputs.sweeps.items():
-        charts |= charts_of_sweep(sweep, name=name)
-    if inputs.predictions is not None:
-        charts[PLAN_CHART] = partial(memory_chart, inputs.predictions.rows, Texts(footer=inputs.predictions.footer))
-    if inputs.concurrency is not None:
-        charts[INFERENCE_CHART] = partial(concurrency_chart, inputs.concurrency)
-    if inputs.exam is not None:
-        from dsgpt.charts.exam import exam_chart  # noqa: PLC0415
-
-        charts[EXAM_CHART] = partial(exam_chart, inputs.exam.rows, date=inputs.exam.timestamp_utc[:10])
-    return charts
-
-
-def write_charts(
-    inputs: Inputs, paths: Mapping[str, Path], *, only: Sequence[str] | None, output: Path, options: ChartsOptions
+def _write(
+    runs: list[Run],
+    sweeps: Mapping[str, suites.Sweep],
+    records: Mapping[str, Any],
+    paths: Mapping[str, Path],
+    options: ChartsOptions,
 ) -> dict[str, str]:
     """Write the charts, and comparison.md of runs; each file is written whole or not at all.
 
     Charts that are not drawn leave no files of earlier calls either. Equal records give equal bytes on one machine.
 
     Args:
-        inputs: what is drawn.
+        runs: to compare; the first is the baseline.
+        sweeps: by the name with which their charts begin.
+        records: what ``READERS`` read, by flag; None where none was given.
         paths: of the runs, by name.
-        only: names of charts; None for all.
-        output: where the charts go.
         options: of the command line.
 
     Returns:
@@ -273,15 +228,26 @@ def write_charts(
     Raises:
         UserError: the folder cannot be written.
     """
-    from dsgpt.charts.style import file_bytes, quiet_style  # noqa: PLC0415 - matplotlib takes seconds to load
+    from dsgpt.charts.memory import memory_chart  # noqa: PLC0415 - matplotlib takes seconds to load
+    from dsgpt.charts.runs import charts_of_runs  # noqa: PLC0415
+    from dsgpt.charts.style import Texts, file_bytes, quiet_style  # noqa: PLC0415
+    from dsgpt.charts.sweeps import charts_of_sweep, concurrency_chart, exam_chart  # noqa: PLC0415
 
     folders = {name: path if path.is_dir() else path.parent for name, path in paths.items()}
-    charts = charts_of(inputs, folders=folders, price=options.price or None)
+    charts = charts_of_runs(runs, folders=folders, price=options.price or None) if runs else {}
+    for name, sweep in sweeps.items():
+        charts |= charts_of_sweep(sweep, name=name)
+    draw: dict[str, Callable[[Any], Frame | str]] = {
+        "plan": lambda record: memory_chart(record.rows, Texts(footer=record.footer)),
+        "inference": concurrency_chart,
+        "exam": lambda record: exam_chart(record.rows, date=record.timestamp_utc[:10]),
+    }
+    charts |= {RECORD_CHARTS[flag]: partial(draw[flag], record) for flag, record in records.items() if record}
     files, absent = dict[str, bytes | None](), dict[str, str]()  # None: the file of an earlier call is removed
     for theme in (theme for name, theme in THEMES.items() if options.theme in {name, BOTH}):
         with quiet_style(theme):
             for name, chart in charts.items():
-                if only is not None and name not in only:
+                if options.only is not None and name not in options.only:
                     continue
                 picture = chart()
                 if isinstance(picture, str):
@@ -289,25 +255,23 @@ def write_charts(
                 for form in options.formats:
                     file = f"{name}{'' if theme is LIGHT else f'-{theme.name}'}.{form}"
                     files[file] = None if isinstance(picture, str) else file_bytes(picture.figure, form)
-    if inputs.runs:
-        committed = [run for run in inputs.runs if paths[run.name].resolve().is_relative_to(COMMITTED)]
+    if runs:
+        committed = [run for run in runs if paths[run.name].resolve().is_relative_to(COMMITTED)]
         commits = dict.fromkeys(segment.setup.get("code") for run in committed for segment in run.segments)
         sources = [*training_sources(measured=("demo.py",)), "src/demo.py"]
         changes = [changes_since(commit, sources, repository=REPOSITORY).paragraph() for commit in commits]
-        page = comparison_markdown(inputs.runs, sources="\n\n".join(changes))
+        page = comparison_markdown(runs, sources="\n\n".join(changes))
         files["comparison.md"] = page.encode(errors=PRINTABLE)
     try:
-        output.mkdir(parents=True, exist_ok=True)
+        options.output.mkdir(parents=True, exist_ok=True)
         for file, content in files.items():
             if content is None:
-                (output / file).unlink(missing_ok=True)
+                (options.output / file).unlink(missing_ok=True)
             else:
-                write_atomic(output / file, content)
+                write_atomic(options.output / file, content)
     except OSError as error:
-        raise UserError(f"--output-dir {output}: cannot be written ({error.strerror})") from error
+        raise UserError(f"--output-dir {options.output}: cannot be written ({error.strerror})") from error
     whys = dict.fromkeys(RUN_CHARTS, "no run was given")
-    whys |= {PLAN_CHART: "no --plan was given", INFERENCE_CHART: "no --inference was given"}
-    whys[EXAM_CHART] = "no --exam was given"
-    return absent | {
-        name: whys.get(name, "no sweep of this name was given") for name in only or () if name not in charts
-    }
+    whys |= {chart: f"no --{flag} was given" for flag, chart in RECORD_CHARTS.items()}
+    missing = [name for name in options.only or () if name not in charts]
+    return absent | {name: whys.get(name, "no sweep of this name was given") for name in missing}

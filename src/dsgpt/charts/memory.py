@@ -2,9 +2,8 @@
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -33,7 +32,6 @@ STACKED = (*PARTS, REST, WHOLE)
 """The parts in the order in which they are drawn."""
 COLOURS = ("weights", "gradients", "optimizer", "master weights", "activations", OTHER, PARTS[-2], REST, WHOLE)
 """The parts in the order of the theme's colours."""
-ABSENT = "no record has model state or a predicted peak"
 MEASURED = "Model state: measured on the rank that holds most, while the optimizer steps."
 TENSORS = "Predicted and measured: tensors of the rank that needed most, at the peak of a step."
 ALLOCATED = "Activations and all else: what PyTorch allocated beyond it at rank 0's peak."
@@ -45,7 +43,7 @@ def memory_chart(rows: Sequence[Measured], texts: Texts) -> Frame | str:
     """Stacked bars of each run or cell, predicted beside measured; on CPUs also its peak resident set."""
     prints = [row.footprint for row in rows]
     if not any(each.model_state or each.predicted or each.peak_kind == "tensors" for each in prints):
-        return ABSENT
+        return "no record has model state or a predicted peak"
     resident, counted = (any(each.peak_kind == kind for each in prints) for kind in ("resident", "tensors"))
     pairs = any(each.predicted for each in prints)
     said = {
@@ -135,20 +133,17 @@ def _measured(row: Measured) -> dict[str, float]:
 
 # The charts of a step: how its time is distributed, and how much of it is communication.
 
-NO_TIMES = "no run recorded the times of its steps"
-NO_TRAFFIC = "no run recorded what it sent"
 TIMES = (
     "Steps after the warm-up. Box: the middle half of the steps, with the median; line: from the fastest 5% to the "
     "slowest 5%; dots: the fastest and the slowest."
 )
-TRAFFIC = "Bytes count what the rank that sends most sends, if collectives are rings."
 
 
 def step_times_chart(rows: Sequence[Measured], texts: Texts) -> Frame | str:
     """A box of the step times of each run or cell."""
     times = [sorted(row.footprint.step_times_sec or ()) for row in rows]
     if not any(times):
-        return NO_TIMES
+        return "no run recorded the times of its steps"
     picture = texts.frame("Time of a step", TIMES, height=1.0 + 0.48 * len(rows))
     axes, ink = picture.body.subplots(), style.current().ink
     longest = max(values[-1] for values in times if values)
@@ -190,18 +185,16 @@ def communication_chart(rows: Sequence[Measured], texts: Texts) -> Frame | str:
     """A chart of the bytes sent in a step, and of the share of its time that this takes, where it was measured."""
     sent = [_bar(row, row.sent_bytes_per_step, 1e6, lambda sent: f"{sent:,.1f}" if sent else "nothing") for row in rows]
     shares = [_bar(row, row.communication_share, 0.01, "{:.1f}%".format) for row in rows]
-    panels = {
-        "MB sent per step by a rank (less is better)": sent,
-        "% of a step that waits for communication (less is better)": shares,
-    }
-    panels = {label: bars for label, bars in panels.items() if any(bar.value is not None for bar in bars)}
+    both = {"MB sent per step by a rank": sent, "% of a step that waits for communication": shares}
+    panels = {label: bars for label, bars in both.items() if any(bar.value is not None for bar in bars)}
     if not panels:
-        return NO_TRAFFIC
-    caption = TRAFFIC if sent in panels.values() else ""
+        return "no run recorded what it sent"
+    rings = "Bytes count what the rank that sends most sends, if collectives are rings."
+    caption = rings if sent in panels.values() else ""
     picture = texts.frame("Communication of a step", caption, height=len(panels) * (0.9 + 0.4 * len(rows)))
     for axes, (label, bars) in zip(picture.panels(len(panels)), panels.items(), strict=True):
         style.draw_rows(axes, bars)
-        axes.set(xlabel=label)
+        axes.set(xlabel=f"{label} (less is better)")
     return picture
 
 
@@ -212,22 +205,14 @@ PATTERN = "hardware*.jsonl"
 """A file per machine."""
 PAUSE_SEC = 60
 """A longer time without a sample is between two processes of a run: it is left out."""
-NO_SAMPLES = "no run folder has samples of GPUs (hardware.jsonl)"
 GPUS = (
     "Line: mean of the run's GPUs (of their power: sum); band: from the lowest to the highest GPU. Utilisation is the "
     "share of time in which a kernel ran, however small."
 )
 
 
-class Sample(NamedTuple):
-    """Figures of all GPUs of a run in one second."""
-
-    time: float
-    """Seconds since the first sample, without pauses."""
-    utilisation: tuple[float, ...]
-    """Utilisation of each GPU, from 0 to 1."""
-    power: tuple[float, ...]
-    """Power of each GPU, in watts."""
+Sample = tuple[float, list[float], list[float]]
+"""Seconds since the first sample, without pauses; the utilisation of each GPU, from 0 to 1, and its power in watts."""
 
 
 def read_samples(folder: Path) -> list[Sample]:
@@ -236,30 +221,30 @@ def read_samples(folder: Path) -> list[Sample]:
     Raises:
         UserError: a file cannot be read.
     """
-    seconds: dict[int, dict[str, Mapping[str, Any]]] = {}
+    seconds: dict[int, dict[str, Fields]] = {}
     for file in sorted(folder.glob(PATTERN)):
         for line in read_objects(file, []):
             fields = Fields(line, notes=[])
             time = fields.number("time")
             for gpu in fields.sections("gpus") if time is not None else ():
-                values = {key: gpu.number(key) for key in ("utilisation", "power_watts")}
-                seconds.setdefault(int(time or 0), {})[gpu.text("uuid") or ""] = values
-    ordered, elapsed, samples = sorted(seconds), 0.0, []
-    gaps = (later - earlier for earlier, later in pairwise([ordered[0], *ordered] if ordered else []))
-    for second, gap in zip(ordered, gaps, strict=True):
-        elapsed += gap if gap <= PAUSE_SEC else 1
-        gpus = seconds[second].values()
-        figures = [tuple(gpu[key] for gpu in gpus if gpu[key] is not None) for key in ("utilisation", "power_watts")]
-        samples.append(Sample(elapsed, figures[0], figures[1]))
+                seconds.setdefault(int(time or 0), {})[gpu.text("uuid") or ""] = gpu
+    elapsed, samples, before = 0.0, list[Sample](), min(seconds, default=0)
+    for second in sorted(seconds):
+        elapsed, before = elapsed + (second - before if second - before <= PAUSE_SEC else 1), second
+        utilisation, power = (
+            [value for gpu in seconds[second].values() if (value := gpu.number(key)) is not None]
+            for key in ("utilisation", "power_watts")
+        )
+        samples.append((elapsed, utilisation, power))
     return samples
 
 
 def utilisation_chart(folders: Mapping[str, Path], texts: Texts) -> Frame | str:
     """Utilisation and power over time of every run that was sampled; ``folders`` are those of the runs, by name."""
     sampled = {name: samples for name, folder in folders.items() if (samples := read_samples(folder))}
-    if not any(sample.utilisation for samples in sampled.values() for sample in samples):
-        return NO_SAMPLES
-    powered = any(sample.power for samples in sampled.values() for sample in samples)
+    if not any(utilisation for samples in sampled.values() for _, utilisation, _ in samples):
+        return "no run folder has samples of GPUs (hardware.jsonl)"
+    powered = any(power for samples in sampled.values() for _, _, power in samples)
     height = (5.6 if powered else 3.0) + style.legend_height(len(sampled))
     picture = texts.frame("GPUs over time", GPUS, height=height)
     axes = picture.panels(2 if powered else 1, sharex=True)
@@ -267,15 +252,13 @@ def utilisation_chart(folders: Mapping[str, Path], texts: Texts) -> Frame | str:
     for index, (name, samples) in enumerate(sampled.items()):
         look = style.look(index, count=len(sampled))
         line = look.line | {"marker": ""}
-        busy = [
-            (sample.time, [100 * value for value in sample.utilisation]) for sample in samples if sample.utilisation
-        ]
+        busy = [(time, [100 * value for value in gpus]) for time, gpus, _ in samples if gpus]
         times = [time for time, _ in busy]
         axes[0].plot(times, [statistics.fmean(gpus) for _, gpus in busy], **line)
         low, high = [min(gpus) for _, gpus in busy], [max(gpus) for _, gpus in busy]
         axes[0].fill_between(times, low, high, color=look.colour, alpha=0.2, linewidth=0)
         if powered:
-            drawing = [(sample.time, sum(sample.power)) for sample in samples if sample.power]
+            drawing = [(time, sum(power)) for time, _, power in samples if power]
             axes[1].plot([time for time, _ in drawing], [watts for _, watts in drawing], **line)
         handles.append(Line2D([], [], **line, label=shorten(name, 34)))
     for panel in axes:

@@ -15,7 +15,7 @@ from dsgpt.charts import comparison, style
 from dsgpt.charts.comparison import INFERENCE_NOISE, Quantity, shorten, speed_up
 from dsgpt.charts.memory import communication_chart, memory_chart, step_times_chart, utilisation_chart
 from dsgpt.charts.style import Chart, Frame, Row, Texts
-from dsgpt.record.equal_work import inference_stamps, judge, machine_line, partial_stamps, setup_stamps, work_stamps
+from dsgpt.record.equal_work import inference_stamps, judge, machine_line, stamps, work_stamps
 from dsgpt.record.runs import FLAT_SCHEMA, TOO_SHORT, Curve, Run, smoothed, window_of
 from dsgpt.record.suites import NOT_RECORDED, of_runs
 
@@ -39,11 +39,10 @@ TRAINING_TIME = Bars("Training time", "seconds of training steps", comparison.TI
 THROUGHPUT = Bars("Training throughput", "tokens per second, all devices", comparison.THROUGHPUT_ROW)
 LATENCY = Bars("Inference latency", "seconds, batch 1", comparison.LATENCY_ROW, 1.0, INFERENCE_NOISE)
 INFERENCE = Bars("Inference throughput", "tokens per second, batch 1", comparison.INFERENCE_ROW, 1.0, INFERENCE_NOISE)
+_GPU, _HOST = "GB allocated on rank 0's GPU", "GB resident (RSS) in rank 0's process"
 OF_RANK_0 = "Rank 0 only. GPU memory and host memory (RSS) are different quantities and never share a panel."
-GPU_MEMORY = Bars("Peak GPU memory", "GB allocated on rank 0's GPU", comparison.GPU_MEMORY_ROW, 1e9, OF_RANK_0)
-HOST_MEMORY = Bars(
-    "Peak host memory", "GB resident (RSS) in rank 0's process", comparison.HOST_MEMORY_ROW, 1e9, OF_RANK_0
-)
+GPU_MEMORY = Bars("Peak GPU memory", _GPU, comparison.GPU_MEMORY_ROW, 1e9, OF_RANK_0)
+HOST_MEMORY = Bars("Peak host memory", _HOST, comparison.HOST_MEMORY_ROW, 1e9, OF_RANK_0)
 
 
 def memory_bars(runs: Sequence[Run]) -> list[Bars]:
@@ -199,14 +198,11 @@ def ends_can_be_labelled(axes: Axes, ends: Sequence[End]) -> bool:
 # Inference: latency against throughput.
 
 
-NO_INFERENCE = "no run recorded both its inference latency and throughput"
-
-
 def latency_chart(runs: Sequence[Run], texts: Texts) -> Frame | str:
     """Tokens per second over latency, a point for each run that has both; below and to the right is worse."""
     points = [(run.inference_latency, run.inference_tokens_per_sec) for run in runs]
     if not any(latency and speed for latency, speed in points):
-        return NO_INFERENCE
+        return "no run recorded both its inference latency and throughput"
     picture = texts.frame(
         "Inference: latency against throughput",
         "Greedy generation from one prompt, with a key-value cache.",
@@ -257,7 +253,7 @@ def charts_of_runs(runs: Sequence[Run], *, folders: Mapping[str, Path], price: f
     named = [replace(run, name=name) for run, name in zip(runs, short, strict=True)]
     if len(set(short)) < len(short):
         named = [*runs]
-    warnings = [*work_stamps(judge(named)), *partial_stamps(named), *setup_stamps(named)]
+    warnings = [*work_stamps(judge(named)), *stamps(named)]
     dates = sorted({run.date for run in runs if run.date})
     when = f" of {dates[0]}" if len(dates) == 1 else f" of {dates[0]} to {dates[-1]}" if dates else ""
     footer = f"run{'s' * (len(runs) > 1)} {', '.join(run.name for run in named)}{when}; "

@@ -1,6 +1,7 @@
-"""The charts of suites: of the comparisons in a sweep, and of many requests at once."""
+"""The charts of suites: of the comparisons in a sweep, of many requests at once, and of the planner's exam."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -18,8 +19,6 @@ from dsgpt.record import suites
 
 # The charts of comparisons in a sweep: speed-up over devices beside the ideal, and efficiency.
 
-NO_SCALING = "no strategy trained on several numbers of devices"
-NO_EFFICIENCY = "no comparison has a speed-up"
 LOGARITHMIC_FROM = 4
 """Ratio of the most to the fewest devices from which axes are logarithmic: the ideal stays a straight line."""
 LEGEND_COLUMNS = 4
@@ -45,7 +44,7 @@ def scaling_chart(sweep: suites.Sweep, texts: Texts) -> Frame | str:
     """Speed-up over devices, a panel for each comparison that has several numbers of devices."""
     compared = [(each, speed_ups_of(sweep, each)) for each in sweep.comparisons if each.kind in KINDS]
     if not any(len(by_devices) > 1 for _, speed_ups in compared for by_devices in speed_ups.values()):
-        return NO_SCALING
+        return "no strategy trained on several numbers of devices"
     panels = [
         (comparison, speed_ups)
         for comparison, speed_ups in compared
@@ -66,10 +65,8 @@ def scaling_chart(sweep: suites.Sweep, texts: Texts) -> Frame | str:
     for axes, (comparison, speed_ups) in zip(places, panels, strict=False):
         _draw_lines(axes, speed_ups, names=names, base=sweep.cell(comparison.baseline).devices)
         axes.set(title=comparison.name.capitalize(), xlabel=f"devices\n({KINDS[comparison.kind]})")
-    handles = [
-        Line2D([], [], **_ideal(), label="ideal"),
-        Line2D([], [], color=current().ink, marker="D", ls="", markersize=7, label="baseline"),
-    ]
+    base = Line2D([], [], color=current().ink, marker="D", ls="", markersize=7, label="baseline")
+    handles = [Line2D([], [], **_ideal(), label="ideal"), base]
     for name, group in names.items():
         style = look(group, count=max(names.values()) + 1)
         handles.append(Line2D([], [], **style.line, label=shorten(name, 24)))
@@ -119,13 +116,10 @@ def _captions(comparisons: Iterable[suites.Comparison]) -> list[str]:
 
 def efficiency_chart(sweep: suites.Sweep, texts: Texts) -> Frame | str:
     """Speed-up per device, a panel for each comparison that has one."""
-    panels = [
-        comparison
-        for comparison in sweep.comparisons
-        if comparison.kind in KINDS and any(one.efficiency is not None for one in comparison.cells)
-    ]
+    panels = [each for each in sweep.comparisons if each.kind in KINDS]
+    panels = [each for each in panels if any(one.efficiency is not None for one in each.cells)]
     if not panels:
-        return NO_EFFICIENCY
+        return "no comparison has a speed-up"
     heights = [0.9 + 0.4 * len(comparison.cells) for comparison in panels]
     picture = texts.frame("Efficiency: speed-up per device", *_captions(panels), height=sum(heights))
     for axes, comparison in zip(picture.panels(len(panels), height_ratios=heights), panels, strict=True):
@@ -163,11 +157,9 @@ def charts_of_sweep(sweep: suites.Sweep, *, name: str) -> dict[str, Chart]:
         for one in comparison.cells
         if not one.comparable and sweep.cell(one.cell).done() and sweep.cell(comparison.baseline).done()
     ]
-    partly = [
-        f"{cell.name}: {len(cell.done())} of {len(cell.turns)} turns are done" for cell in sweep.cells if cell.failures
-    ]
-    if partly:
-        warnings.append(f"NOT ALL TURNS: {'; '.join(partly)}")
+    partly = [cell for cell in sweep.cells if cell.failures]
+    turns = [f"{cell.name}: {len(cell.done())} of {len(cell.turns)} turns are done" for cell in partly]
+    warnings += [f"NOT ALL TURNS: {'; '.join(turns)}"] if turns else []
     footer = (
         f"sweep {name}: suite {sweep.suite}, {len(sweep.cells)} cells, {counted(sweep.repeats, 'repeat')}, "
         f"{sweep.timestamp_utc[:10]}; machine: {machine_words(sweep.hardware)}."
@@ -200,12 +192,11 @@ def _cells_chart(
     title, axis, absent = words
     groups, rows = suites.groups_of(sweep), []
     for cell in sweep.cells:
-        label = suites.failure(cell) or suites.NOT_RECORDED
-        row = Row(name=cell.name, value=None, label=label, group=groups[suites.strategy_of(cell.name)])
-        if spread := getattr(cell, figure):
-            label = form(spread.median)
-            row = replace(row, value=spread.median, label=label, low=spread.smallest, high=spread.largest)
-        rows.append(row)
+        spread: suites.Spread | None = getattr(cell, figure)
+        label = form(spread.median) if spread else suites.failure(cell) or suites.NOT_RECORDED
+        value, low, high = (spread.median, spread.smallest, spread.largest) if spread else (None, None, None)
+        group = groups[suites.strategy_of(cell.name)]
+        rows.append(Row(name=cell.name, value=value, label=label, low=low, high=high, group=group))
     if all(row.value is None for row in rows):
         return absent
     picture = texts.frame(title, SPREAD, height=1.0 + 0.4 * len(rows))
@@ -238,10 +229,8 @@ def concurrency_chart(record: suites.Concurrency) -> Frame:
         for engine in engines
         if engine.same_ids < engine.answers
     ]
-    height = 4.2 + legend_height(len(engines))
-    picture = Texts(warnings, footer).frame(
-        "Many requests at once: latency against throughput", REQUESTS, height=height
-    )
+    height, title = 4.2 + legend_height(len(engines)), "Many requests at once: latency against throughput"
+    picture = Texts(warnings, footer).frame(title, REQUESTS, height=height)
     axes, handles = picture.body.subplots(), []
     for index, engine in enumerate(engines):
         style, loads = look(index, count=len(engines)), engine.by_concurrency
@@ -257,9 +246,49 @@ def concurrency_chart(record: suites.Concurrency) -> Frame:
     axes.margins(x=0.08)
     number_axis(axes.xaxis)
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    axes.set(
-        xlabel="tokens per second of all requests (more is better)",
-        ylabel="seconds from arrival to last token (less is better)",
-    )
+    axes.set_xlabel("tokens per second of all requests (more is better)")
+    axes.set_ylabel("seconds from arrival to last token (less is better)")
     picture.legend(handles, handlelength=3.5)
+    return picture
+
+
+# The chart of the planner's exam: predicted beside measured seconds of a step, on logarithmic axes.
+
+_BAND = 1.2
+"""Half width of the grey band, a factor."""
+_LEAST = 5
+"""Sources with fewer rows are drawn as one."""
+
+
+def exam_chart(rows: Sequence[Mapping[str, Any]], *, date: str) -> Frame | str:
+    """A point for each row that others measured, coloured by its source; the record is of ``date``."""
+    sources = defaultdict[str, list[tuple[float, float]]](list)
+    for row in rows:
+        if row["ratio"]:
+            sources[row["source"]].append((row["measured"], row["measured"] * row["ratio"]))
+    if not sources:
+        return "the record has no predicted rows"
+    large = [name for name, points in sources.items() if len(points) >= _LEAST]
+    named = sorted(large, key=lambda name: -len(sources[name]))
+    others = [point for name, points in sources.items() if name not in named for point in points]
+    drawn = {name: sources[name] for name in named} | ({"others": others} if others else {})
+    footer = f"{sum(map(len, drawn.values()))} rows; {date}."
+    caption = f"Both axes are logarithmic. On the line both are equal; the band is a factor of {_BAND:g}."
+    height, title = 5.4 + legend_height(len(drawn), columns=4), "Seconds of a step: predicted, and measured by others"
+    picture = Texts(footer=footer).frame(title, caption, height=height)
+    axes, handles = picture.body.subplots(), []
+    for index, (name, points) in enumerate(drawn.items()):
+        style = look(index, count=len(drawn))
+        mark: dict[str, Any] = {"color": style.colour, "marker": style.marker, "linestyle": "", "markersize": 4.5}
+        axes.plot(*zip(*points, strict=True), **mark, markeredgecolor=current().background, markeredgewidth=0.4)
+        handles.append(Line2D([], [], **mark, label=f"{name} ({len(points)})"))
+    seconds = [value for points in drawn.values() for point in points for value in point]
+    ends = [min(seconds), max(seconds)]
+    axes.plot(ends, ends, color=current().ink, lw=1, zorder=1)
+    low, high = [end / _BAND for end in ends], [end * _BAND for end in ends]
+    axes.fill_between(ends, low, high, color=current().grid, zorder=0)
+    axes.set(xscale="log", yscale="log", xlabel="measured seconds", ylabel="predicted seconds")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(lambda value, _: f"{value:g}")
+    picture.legend(handles, columns=4)
     return picture

@@ -23,9 +23,8 @@ def draw_contents(contents: Sequence[Contents], picture: Path) -> None:
             "Lengths count the end-of-text id. A straight line in the lower panel is Zipf's law: the frequency is a "
             "power of the rank. A line ends at the last token that occurs; a steep end has tokens that hardly do."
         )
-        frame = Texts().frame(
-            "What the token files hold", caption, height=6.2 + legend_height(len(contents), columns=1)
-        )
+        height = 6.2 + legend_height(len(contents), columns=1)
+        frame = Texts().frame("What the token files hold", caption, height=height)
         lengths, frequencies = frame.panels(2)
         handles = []
         for index, each in enumerate(contents):

@@ -19,11 +19,13 @@ from dsgpt.dashboard.ui import Series, Table, Values
 from dsgpt.record import equal_work
 from dsgpt.record.equal_work import inference_stamps, judge
 from dsgpt.record.runs import Run, smoothed, window_of
-from dsgpt.record.suites import TITLES, Comparison, Concurrency, Sweep, read_concurrency, read_sweep, strategy_of
+from dsgpt.record.suites import TITLES, Concurrency, Sweep, read_concurrency, read_sweep, strategy_of
 from dsgpt.record.work import NOTED
 
 MOST_RUNS = 8
 """Most runs in a comparison; the palette has as many colours."""
+COLUMNS = {"steps": "step", "tokens": "tokens"}
+"""Columns of losses against these; against time and money it is the training time."""
 ROOM = 1.2
 """Length of the axis in units of the longest bar, with room for the value behind it."""
 LEAST_DIFFERENCE = 1e-8
@@ -122,11 +124,10 @@ def _read_steps(folder: Path, named: Mapping[str, Run]) -> dict[str, Steps]:
         try:
             with st.spinner(f"Reading the steps of {ui.plain(name)}", show_time=True):
                 steps = reading.steps_of(folder, name)
+            if steps is not None and len(steps.train["step"]):
+                read[run.name] = steps
         except UserError as error:
             st.warning(f"**{ui.plain(name)}** {ui.plain(str(error))}")
-            continue
-        if steps is not None and len(steps.train["step"]):
-            read[run.name] = steps
     return read
 
 
@@ -139,7 +140,7 @@ def _show_verdict(runs: Sequence[Run]) -> None:
     else:
         reason = "; ".join(part for part in (verdict.differences_text(), verdict.unknown_text()) if part)
         st.warning(f"**{verdict.mark}**: {ui.plain(reason)}  \n{text}", icon=":material/warning:")
-    for line in (*equal_work.partial_stamps(runs), *equal_work.setup_stamps(runs), *inference_stamps(runs)):
+    for line in (*equal_work.stamps(runs), *inference_stamps(runs)):
         st.warning(ui.plain(line))
 
 
@@ -183,11 +184,9 @@ MEASURES = {
 def _show_bars(runs: Sequence[Run]) -> float | None:
     """Show one figure of all runs; returns the price of a device hour."""
     left, right = st.columns([7, 3])
-    price, measures = asked_price(right), MEASURES
+    price, measures = asked_price(right), {**MEASURES}
     if price:
-        measures = MEASURES | {
-            "money": Measure("cost of all devices ($)", lambda _, run: reading.cost(run, price), dollars)
-        }
+        measures["money"] = Measure("cost of all devices ($)", lambda _, run: reading.cost(run, price), dollars)
     name = left.segmented_control("Figure", list(measures), default="time", key="figure", required=True)
     measure = measures.get(name, measures["time"])
     marks = [judge([runs[0], run]).mark for run in runs[1:]] if measure.compares else []
@@ -241,15 +240,11 @@ def _show_losses(runs: Sequence[Run], steps: Mapping[str, Sequence[Steps]], pric
     st.header("Loss")
     left, middle, right = st.columns([3, 4, 3])
     kind = left.segmented_control("Loss", ["training", "validation"], default="training", key="loss", required=True)
-    axes = {
-        "steps": ("step", "optimizer steps"),
-        "tokens": ("tokens", "tokens"),
-        "time": ("train_time_sec", "training time (s)"),
-    }
+    names = {"steps": "optimizer steps", "tokens": "tokens", "time": "training time (s)"}
     if price:
-        axes["money"] = ("train_time_sec", "cost of all devices ($)")
-    axis = middle.segmented_control("Against", list(axes), default="steps", key="axis", required=True)
-    validation, (column, x) = kind == "validation", axes[axis]
+        names["money"] = "cost of all devices ($)"
+    axis = middle.segmented_control("Against", list(names), default="steps", key="axis", required=True)
+    validation, column, x = kind == "validation", COLUMNS.get(axis, "train_time_sec"), names[axis]
     usual = max(window_of(len(group[0].train["step"])) for group in steps.values())
     window = right.slider("Smoothing (steps)", 1, 200, min(200, usual), key="smoothing", disabled=validation)
     series = []
@@ -318,26 +313,7 @@ def _show_sweep(sweep: Sweep) -> None:
     comparison = by_name[st.selectbox("Comparison", list(by_name), key="comparison")]
     if comparison.kind != "same training":
         st.warning(f"**Not equal work**: this is a comparison of {ui.plain(comparison.kind)}.")
-    table = comparison_table(sweep, comparison)
-    cells, ratios = table["cell"], table["speed-up"]
-    groups = [strategy_of(cell) for cell in cells]
-    shown = ["not comparable" if ratio is None else f"{ratio:.2f}x" for ratio in ratios]
-    ui.figure(
-        bars(cells, x="speed-up (median of the repeats)", values=ratios, groups=groups),
-        points={"run": cells, "group": groups, "value": ratios, "label": shown},
-        numbers=table,
-        title=f"Speed-up over {comparison.baseline}",
-        alternative="; ".join(f"{cell} {text}" for cell, text in zip(cells, shown, strict=True)),
-        key="sweep-bars",
-        level=2,
-    )
-    ui.show_table(table, key="sweep-table", name=f"sweep {sweep.suite}")
-
-
-def comparison_table(sweep: Sweep, comparison: Comparison) -> Table:
-    """A row for each cell of a comparison of a sweep, the baseline first."""
-    compared = {each.cell: each for each in comparison.cells}
-    rows = []
+    compared, rows = {each.cell: each for each in comparison.cells}, []
     for cell in map(sweep.cell, dict.fromkeys([comparison.baseline, *compared])):
         each = compared.get(cell.name)
         ratio = each.speed_up if each else None
@@ -356,7 +332,20 @@ def comparison_table(sweep: Sweep, comparison: Comparison) -> Table:
                 "failures": len(cell.failures),
             }
         )
-    return ui.columns(rows)
+    table = ui.columns(rows)
+    cells, ratios = table["cell"], table["speed-up"]
+    groups = [strategy_of(cell) for cell in cells]
+    shown = ["not comparable" if ratio is None else f"{ratio:.2f}x" for ratio in ratios]
+    ui.figure(
+        bars(cells, x="speed-up (median of the repeats)", values=ratios, groups=groups),
+        points={"run": cells, "group": groups, "value": ratios, "label": shown},
+        numbers=table,
+        title=f"Speed-up over {comparison.baseline}",
+        alternative="; ".join(f"{cell} {text}" for cell, text in zip(cells, shown, strict=True)),
+        key="sweep-bars",
+        level=2,
+    )
+    ui.show_table(table, key="sweep-table", name=f"sweep {sweep.suite}")
 
 
 def _show_concurrency(record: Concurrency) -> None:

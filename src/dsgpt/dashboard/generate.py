@@ -83,7 +83,9 @@ def show() -> None:
     answers: list[Answer] = st.session_state.get(_ANSWERS, [])
     if not answers:
         return
-    for number, (answer, column) in enumerate(zip(answers, ui.aligned(len(answers)), strict=True)):
+    with st.container(key="aligned"):  # elements of the columns begin at one height: ``style.css`` says how
+        columns = st.columns(len(answers))
+    for number, (answer, column) in enumerate(zip(answers, columns, strict=True)):
         with column:
             shown = _Shown(answer)
             if asked is not None:

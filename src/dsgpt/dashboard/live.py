@@ -15,7 +15,6 @@ from dsgpt.common.json_files import JsonError, parse_json
 from dsgpt.common.text import byte_size
 from dsgpt.dashboard import reading, ui
 from dsgpt.dashboard.reading import Steps, Summary
-from dsgpt.dashboard.ui import Series
 from dsgpt.record.runs import smoothed
 from dsgpt.record.schema import HARDWARE_FILE, LOG_FILE, Fields
 from dsgpt.training.status import Status
@@ -133,7 +132,7 @@ def _look(folder: Path, chosen: Sequence[str], window: int, expected: int) -> No
             for run in runs:
                 if run.steps is not None and len(run.steps.train["step"]):
                     values = smoothed(run.steps.train[column], window=1 if column == "lr" else window)
-                    series.append(Series(name=run.label, x=run.steps.train["step"], y=values))
+                    series.append(ui.Series(name=run.label, x=run.steps.train["step"], y=values))
             with place:
                 _show_curves(series, names, x="optimizer steps", y=title, key=column, level=2)
     for run in runs:
@@ -265,11 +264,11 @@ def _show_gpus(samples: Mapping[str, Sequence[tuple[float, str, dict[str, float 
                     at.setdefault(int(time), []).append(value)
             if times := sorted(at):
                 x, y = [float(time - times[-1]) for time in times], [float(np.mean(at[time])) for time in times]
-                series.append(Series(name=label, x=np.array(x), y=np.array(y)))
+                series.append(ui.Series(name=label, x=np.array(x), y=np.array(y)))
         _show_curves(series, [*samples], x="seconds before now", y=heading, key=key, level=3)
 
 
-def _show_curves(series: Sequence[Series], names: Sequence[str], *, x: str, y: str, key: str, level: int) -> None:
+def _show_curves(series: Sequence[ui.Series], names: Sequence[str], *, x: str, y: str, key: str, level: int) -> None:
     most = max(100, POINTS // max(1, len(series)) * 2)
     title = y[0].upper() + y[1:]
     ui.show_curves(series, names, x=x, y=y, title=title, key=key, most=most, level=level, keeps_zoom=True)

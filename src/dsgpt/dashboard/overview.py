@@ -18,7 +18,7 @@ from dsgpt.common.errors import UserError
 from dsgpt.common.files import printable
 from dsgpt.common.text import UNKNOWN, dollars
 from dsgpt.dashboard import reading, ui
-from dsgpt.dashboard.reading import Answer, Summary
+from dsgpt.dashboard.reading import Summary
 from dsgpt.dashboard.ui import plain, written
 from dsgpt.training.status import Status
 
@@ -65,41 +65,31 @@ def show() -> None:
 def _show_answer(summaries: Sequence[Summary]) -> None:
     answers, columns = reading.own_answers(summaries), st.columns([3, 3, 2, 2], vertical_alignment="top")
     if answers:
-        _show_fastest(answers[0], columns)
+        answer = answers[0]
+        fastest, baseline, cheapest, count = answer.fastest, answer.baseline, answer.cheapest, len(answer.runs)
+        # A metric reads Markdown.
+        short = {run.name: plain(reading.labels([run.name])[run.name]) for run in answer.runs}
+        work = f"{count} finished runs that did the same work"
+        least = f"The baseline is {plain(baseline.name)}, the slowest on the fewest devices."
+        columns[0].metric("Fastest of equal work", short[fastest.name], help=f"Of {work}. {least}")
+        text = f"{ui.seconds(fastest.train_time)}. It is the baseline: no other run is faster."
+        if fastest is not baseline:
+            text = f"{ui.seconds(fastest.train_time)} instead of {ui.seconds(baseline.train_time)}: "
+            text += f"**{written(speed_up(baseline, fastest), '{:.2f}x')}** the speed of the baseline"
+        columns[0].caption(text)
+        columns[1].metric("Cheapest of equal work", short[cheapest.name] if cheapest else UNKNOWN)
+        if cheapest:
+            spent = reading.cost(cheapest, st.session_state.get(PRICE))
+            amount = f"{ui.seconds(reading.device_seconds(cheapest))} of device time"
+            columns[1].caption(amount if spent is None else f"{amount}: **{plain(dollars(spent))}**")
         if len(answers) > 1:
-            st.caption(
-                f"Of {len(answers[0].runs)} runs that did the same work, the newest of {len(answers)} such groups; "
-                "Compare shows the others."
-            )
+            groups = f"Of {count} runs that did the same work, the newest of {len(answers)} such groups"
+            st.caption(f"{groups}; Compare shows the others.")
     else:
         columns[0].metric("Fastest of equal work", "not known yet", help="It takes two finished runs of the same work.")
     running = sum(each.status == Status.RUNNING for each in summaries)
     columns[2].metric("Running now", f"{running}", help="Live watches them.")
     columns[3].metric("Runs", f"{len(summaries)}")
-
-
-def _show_fastest(answer: Answer, columns: Sequence[DeltaGenerator]) -> None:
-    fastest, baseline, cheapest = answer.fastest, answer.baseline, answer.cheapest
-    # A metric reads Markdown.
-    short = {run.name: plain(reading.labels([run.name])[run.name]) for run in answer.runs}
-    columns[0].metric(
-        "Fastest of equal work",
-        short[fastest.name],
-        help=f"Of {len(answer.runs)} finished runs that did the same work. The baseline is "
-        f"{plain(baseline.name)}, the slowest on the fewest devices.",
-    )
-    if fastest is baseline:
-        columns[0].caption(f"{ui.seconds(fastest.train_time)}. It is the baseline: no other run is faster.")
-    else:
-        columns[0].caption(
-            f"{ui.seconds(fastest.train_time)} instead of {ui.seconds(baseline.train_time)}: "
-            f"**{written(speed_up(baseline, fastest), '{:.2f}x')}** the speed of the baseline"
-        )
-    columns[1].metric("Cheapest of equal work", short[cheapest.name] if cheapest else UNKNOWN)
-    if cheapest:
-        spent = reading.cost(cheapest, st.session_state.get(PRICE))
-        amount = f"{ui.seconds(reading.device_seconds(cheapest))} of device time"
-        columns[1].caption(amount if spent is None else f"{amount}: **{plain(dollars(spent))}**")
 
 
 def asked_price(place: DeltaGenerator) -> float | None:
@@ -226,11 +216,8 @@ def _page(name: str, title: str, icon: str) -> Page:
 
     The module is imported when the page is opened: it may need what takes seconds to import.
     """
-
-    def show_page() -> None:
-        importlib.import_module(f"dsgpt.dashboard.{name}").show()
-
-    return st.Page(show_page, title=title, icon=f":material/{icon}:", url_path=name, default=name == "overview")
+    look: dict[str, Any] = {"title": title, "icon": f":material/{icon}:", "default": name == "overview"}
+    return st.Page(lambda: importlib.import_module(f"dsgpt.dashboard.{name}").show(), url_path=name, **look)
 
 
 ICON = (
@@ -239,8 +226,10 @@ ICON = (
     f'<path d="M3 3c2 7 5 8 11 8.5" fill="none" stroke="{LIGHT.palette[0]}" stroke-width="2.5"/></svg>'
 )
 """A loss curve. An icon of Google's or an emoji would be fetched from another machine."""
+_ROWS = 6
+"""Elements of the fullest column of "Try it"."""
 STYLE = Template(Path(__file__).with_name("style.css").read_text(encoding="utf-8")).substitute(
-    rows=ui.ROWS, quiet=f"{LIGHT.quiet}, {DARK.quiet}", background=f"{LIGHT.background}, {DARK.background}"
+    rows=_ROWS, quiet=f"{LIGHT.quiet}, {DARK.quiet}", background=f"{LIGHT.background}, {DARK.background}"
 )
 """Streamlit leaves a fifth of the screen empty around a page, and some of its colours have too little contrast to read
 (WCAG 2.2, 1.4.3). The browser chooses between the themes: it may change them while the page is open.

@@ -6,7 +6,7 @@ the step waits for has a place of its own.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
@@ -185,7 +185,7 @@ def state_svg(states: Sequence[RankState], *, ranks: int, theme: Theme) -> str:
     kinds = [kind for kind in KINDS if any(block.kind == kind for each in states for block in each.blocks)]
     most = {kind: max(block.whole for each in states for block in each.blocks if block.kind == kind) for kind in kinds}
     scale = (_TALL - _BETWEEN * (len(kinds) - 1)) / sum(most.values())
-    body, end = [], float(_LEFT)
+    body, end, most_lines = [], float(_LEFT), 0
     for kind in kinds:
         body.append(rectangle(end, 6, 12, 12, fill=colour_of(kind, theme), title=kind))
         body.append(text(end + 17, 17, kind))
@@ -202,11 +202,13 @@ def state_svg(states: Sequence[RankState], *, ranks: int, theme: Theme) -> str:
                 body += _block(each, block, (left + index * narrow, top, narrow), scale=scale, theme=theme)
             top += whole * scale + _BETWEEN
         body.append(text(middle, bottom, byte_size(each.total("device")), anchor="middle", size=15))
-        for line, words in enumerate(_words(each), start=1):
+        away = {"in host": each.total("host"), "in files": each.total("files")}
+        moved = [f"+ {byte_size(count)} {where}" for where, count in away.items() if count]
+        for line, words in enumerate([*moved, *each.words.split(", ")], start=1):
             body.append(text(middle, bottom + line * _LINE, words, anchor="middle", fill=theme.quiet, size=12))
-    lines = max(len(_words(each)) for each in states)
+            most_lines = max(most_lines, line)
     width = max(_LEFT + len(states) * (column + _SPACE), end)
-    height = _TOP + _LINE + _TALL + (lines + 2) * _LINE
+    height = _TOP + _LINE + _TALL + (most_lines + 2) * _LINE
     if ranks > len(states):
         words = f"Ranks {len(states)} to {ranks - 1} are not drawn; they hold their own shards in the same way."
         body.append(text(_LEFT, height, words, fill=theme.quiet))
@@ -238,19 +240,12 @@ def _block(
         frame = f"{block.kind}: {byte_size(block.whole)} without a split"
         yield rectangle(left, top, wide, block.whole * scale, fill="none", edge=theme.edge, title=frame, dashed=True)
     away = block.place != "device"
-    yield rectangle(
-        left, begin, wide, tall, fill=theme.background if away else fill, edge=fill if away else "none", title=title
-    )
+    inner, edge = (theme.background, fill) if away else (fill, "none")
+    yield rectangle(left, begin, wide, tall, fill=inner, edge=edge, title=title)
     words = byte_size(block.size) + (f", {'host' if block.place == 'host' else 'files'}" if away else "")
     if tall >= 15 and fits(words, wide - 6, size=12):
         ink = theme.ink if away else ink_on(fill, theme)
         yield text(left + wide / 2, begin + tall / 2 + 4, words, anchor="middle", fill=ink, size=12)
-
-
-def _words(each: RankState) -> list[str]:
-    """Lines below a column: memory outside of the device, then the rank's layers, shards and data."""
-    away = {"in host": each.total("host"), "in files": each.total("files")}
-    return [*(f"+ {byte_size(count)} {where}" for where, count in away.items() if count), *each.words.split(", ")]
 
 
 _SENT, _STEP = 1.4, 1.0
@@ -267,12 +262,8 @@ LANES = {
 """Lanes from top to bottom, and what is written before them."""
 MOST_IN_PIPELINE = 64
 """Micro batches of a pipeline that can be drawn."""
-LINKS = {
-    ("host", True): "from host to device",
-    ("host", False): "from device to host",
-    ("files", True): "from files to host",
-    ("files", False): "from host to files",
-}
+LINKS = {("host", True): "from host to device", ("host", False): "from device to host"}
+LINKS |= {("files", True): "from files to host", ("files", False): "from host to files"}
 _ORDER = {"all_gather": 0, "send": 2}
 """Order of activations in a pass: a stage gathers what it received first, and sends its result last."""
 _LEFT_OUT = "left out"
@@ -294,21 +285,13 @@ class Bar:
     end: float
 
 
-@dataclass(frozen=True, kw_only=True)
-class Line:
-    """One rank, or several that do the same at the same time."""
-
-    name: str
-    bars: tuple[Bar, ...]
-
-
 def operation_name(traffic: Traffic) -> str:
     """``all-gather weights``."""
     return f"{traffic.operation.replace('_', '-')} {traffic.what}"
 
 
-def step_lines(setup: Setup) -> list[Line]:
-    """The time line of every pipeline stage; without a pipeline, of all ranks, which do the same.
+def step_lines(setup: Setup) -> dict[str, list[Bar]]:
+    """The time line of every pipeline stage, by name; without a pipeline, of all ranks, which do the same.
 
     Raises:
         ValueError: a pipeline with more than ``MOST_IN_PIPELINE`` micro batches.
@@ -319,17 +302,17 @@ def step_lines(setup: Setup) -> list[Line]:
         raise ValueError(f"more than {MOST_IN_PIPELINE} micro batches are not drawn: take a larger micro batch")
     if stages == 1 and batches > _MOST_ALIKE:
         orders = [[*orders[0][:4], Pass(kind=_LEFT_OUT, micro_batch=2), *orders[0][-2:]]]
-    placed = _pipelined(
-        orders, {FORWARD: 1.0, BACKWARD: 3.0 if setup.activation_checkpointing else 2.0, _LEFT_OUT: 0.7}
-    )
-    end, ranks, lines = max(of_stage[-1][2] for of_stage in placed), setup.world_size // stages, []
+    backward = 3.0 if setup.activation_checkpointing else 2.0
+    placed = _pipelined(orders, {FORWARD: 1.0, BACKWARD: backward, _LEFT_OUT: 0.7})
+    end, ranks = max(of_stage[-1][2] for of_stage in placed), setup.world_size // stages
+    lines: dict[str, list[Bar]] = {}
     for stage, rank in enumerate(setup.first_ranks):
         name = f"ranks {rank} to {rank + ranks - 1}" if ranks > 1 else f"rank {rank}"
         if stages > 1:
             name = f"stage {stage}: {name}"
         elif ranks > 1:
             name = f"{name}, at the same time"
-        lines.append(Line(name=name, bars=tuple(_bars(setup, rank, placed[stage], end))))
+        lines[name] = [*_bars(setup, rank, placed[stage], end)]
     return lines
 
 
@@ -421,21 +404,21 @@ def waits(placed: Placed) -> str:
 _STEP_LEFT, _STEP_TOP, _LANE, _THIN, _STEP_WIDE, _NAME, _LEAST_UNIT = 118, 8, 30, 22, 812, 20, 26
 
 
-def step_svg(lines: Sequence[Line], theme: Theme) -> str:
+def step_svg(lines: Mapping[str, Sequence[Bar]], theme: Theme) -> str:
     """The time line of every rank or stage."""
-    end = max(bar.end for line in lines for bar in line.bars)
+    end = max(bar.end for bars in lines.values() for bar in bars)
     unit = max(_LEAST_UNIT, (_STEP_WIDE - _STEP_LEFT - 10) / end)
     width, top = _STEP_LEFT + end * unit + 10, float(_STEP_TOP)
     body: list[str] = []
-    for line in lines:
-        body.append(text(4, top + 13, line.name, size=14))
+    for name, of_line in lines.items():
+        body.append(text(4, top + 13, name, size=14))
         top += _NAME
-        for lane, name in LANES.items():
-            bars = [bar for bar in line.bars if bar.lane == lane]
+        for lane, words_before in LANES.items():
+            bars = [bar for bar in of_line if bar.lane == lane]
             if not bars:
                 continue
             tall = _LANE if lane == "computes" else _THIN
-            body.append(text(4, top + tall / 2 + 4, name, fill=theme.quiet, size=12))
+            body.append(text(4, top + tall / 2 + 4, words_before, fill=theme.quiet, size=12))
             ends, y = f'x1="{_STEP_LEFT}" x2="{width - 10:.1f}"', top + tall - 1
             body.append(f'<line {ends} y1="{y:.1f}" y2="{y:.1f}" stroke="{theme.grid}"/>')
             for bar in bars:

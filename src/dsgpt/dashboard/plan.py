@@ -17,7 +17,6 @@ from dsgpt.common.text import dollars, estimate
 from dsgpt.config.options import PRECISIONS
 from dsgpt.dashboard import reading, ui
 from dsgpt.dashboard.split import CHOICES, COUNTS
-from dsgpt.dashboard.ui import Table
 from dsgpt.model.config import PRESETS
 from dsgpt.planner import plan as planning
 from dsgpt.planner.hardware import PRICES as TABLE
@@ -84,12 +83,44 @@ def show() -> None:
 
 
 def _show_plan(done: Planned) -> None:
-    _show_answer(done.plan)
-    if done.searched:
-        _show_recommended(done)
-    _show_costs(done)
-    st.header("What it is made of")
     plan = done.plan
+    _show_answer(plan)
+    if done.searched:
+        st.header(f"Recommended: {ui.plain(plan.name)}")
+        files, folder = recommendation_files(plan), plan.request.options.into
+        st.write(
+            f"Save the files in the folder `{folder}` of the repository. Then `sh {folder}/train.sh` starts the "
+            "training."
+        )
+        for column, (path, content) in zip(st.columns(len(files)), files.items(), strict=True):
+            with column:
+                label, key = f"Download {path.name}", f"plan-file-{path.name}"
+                ui.download(label, content, file=path.name, key=key, width="stretch")
+        recipe, command, _ = files.values()
+        with st.expander("The command"):
+            st.code(command.decode(), language=None, wrap_lines=True)
+        with st.expander("The recipe"):
+            st.code(recipe.decode(), language="json")
+        ranked = sum(each.fits for each in done.searched)
+        with st.expander(f"All {len(done.searched)} ways that were planned; {ranked} are within the limits"):
+            ui.show_table(ways_table(done.searched), key="plan-ways", name="Ways to train")
+    st.header("Clouds side by side")
+    if offers := offers_table(done):
+        ui.figure(
+            RANGES,
+            points={name: offers[name] for name in ("offer", "US dollars", "at least", "at most", "price")},
+            numbers=offers,
+            title="Cost of the training, US dollars",
+            alternative="For each offer a line from the least to the most that the training may cost, and the likely "
+            "cost.",
+            key="plan-offers",
+        )
+        dates = sorted(set(offers["list price of"]))
+        notice = read_prices(plan.request.options.prices or TABLE).notice
+        st.caption(ui.plain(f"List prices of {' to '.join(dict.fromkeys((dates[0], dates[-1])))}. {notice}"))
+    else:
+        st.write(f"No list price of {ui.plain(plan.machine.name)} is known. Give your price above.")
+    st.header("What it is made of")
     unit, scale = ("milliseconds", 1e3) if plan.step.seconds < 1 else ("seconds", 1.0)
     pictures = (
         ("memory", f"Memory of rank {plan.rank}, GB", "GB", parts_table(plan.peak.parts, "GB", scale=1e-9)),
@@ -188,9 +219,8 @@ def _options() -> PlanOptions:
         if hours is None:
             flags["save_every"] = three.number_input("Steps between checkpoints", 0, 1 << 30, 500, key="plan-save")
         yours = "Your price, US dollars per GPU and hour"
-        flags["price_per_gpu_hour"] = price = ui.ask_number(
-            one, yours, 0.01, 1e4, key="plan-price", empty="list prices"
-        )
+        price = ui.ask_number(one, yours, 0.01, 1e4, key="plan-price", empty="list prices")
+        flags["price_per_gpu_hour"] = price
         if price is None:
             flags["spot"] = two.toggle("Judge by spot prices", key="plan-spot")
         if machine.devices is None:
@@ -266,45 +296,6 @@ def _show_answer(plan: Plan) -> None:
     )
 
 
-def _show_recommended(done: Planned) -> None:
-    st.header(f"Recommended: {ui.plain(done.plan.name)}")
-    files, folder = recommendation_files(done.plan), done.plan.request.options.into
-    st.write(
-        f"Save the files in the folder `{folder}` of the repository. Then `sh {folder}/train.sh` starts the training."
-    )
-    for column, (path, content) in zip(st.columns(len(files)), files.items(), strict=True):
-        with column:
-            label, key = f"Download {path.name}", f"plan-file-{path.name}"
-            ui.download(label, content, file=path.name, key=key, width="stretch")
-    recipe, command, _ = files.values()
-    with st.expander("The command"):
-        st.code(command.decode(), language=None, wrap_lines=True)
-    with st.expander("The recipe"):
-        st.code(recipe.decode(), language="json")
-    ranked = sum(each.fits for each in done.searched)
-    with st.expander(f"All {len(done.searched)} ways that were planned; {ranked} are within the limits"):
-        ui.show_table(ways_table(done.searched), key="plan-ways", name="Ways to train")
-
-
-def _show_costs(done: Planned) -> None:
-    st.header("Clouds side by side")
-    table = offers_table(done)
-    if not table:
-        st.write(f"No list price of {ui.plain(done.plan.machine.name)} is known. Give your price above.")
-        return
-    ui.figure(
-        RANGES,
-        points={name: table[name] for name in ("offer", "US dollars", "at least", "at most", "price")},
-        numbers=table,
-        title="Cost of the training, US dollars",
-        alternative="For each offer a line from the least to the most that the training may cost, and the likely cost.",
-        key="plan-offers",
-    )
-    dates = sorted(set(table["list price of"]))
-    notice = read_prices(done.plan.request.options.prices or TABLE).notice
-    st.caption(ui.plain(f"List prices of {' to '.join(dict.fromkeys((dates[0], dates[-1])))}. {notice}"))
-
-
 _COST = {"field": "US dollars", "type": "quantitative", "title": "US dollars", "scale": {"zero": True}}
 _OFFER = {"field": "offer", "type": "nominal", "title": None, "sort": None, "axis": {"labelLimit": 260}}
 _PRICE = {"field": "price", "type": "nominal", "legend": {"orient": "top", "title": None}}
@@ -321,7 +312,7 @@ RANGES: dict[str, Any] = {
 """A line from the least to the most of each offer, and a point at the likely cost, in Vega-Lite."""
 
 
-def offers_table(done: Planned) -> Table:
+def offers_table(done: Planned) -> ui.Table:
     """Cost of the training on each offer, with the date and the source of its price; the cheapest first.
 
     List prices are those on demand and spot; a price of the user's own is the only one.
@@ -350,14 +341,14 @@ def offers_table(done: Planned) -> Table:
     )
 
 
-def parts_table(amounts: Mapping[str, float], unit: str, *, scale: float = 1.0) -> Table:
+def parts_table(amounts: Mapping[str, float], unit: str, *, scale: float = 1.0) -> ui.Table:
     """Parts of a figure, each times ``scale``, in ``unit``; parts that are 0 are left out."""
     shown = {name.replace("_", " "): scale * value for name, value in amounts.items() if value}
     whole = sum(shown.values())
     return {"part": list(shown), unit: list(shown.values()), "share": [value / whole for value in shown.values()]}
 
 
-def ways_table(searched: Iterable[Judged]) -> Table:
+def ways_table(searched: Iterable[Judged]) -> ui.Table:
     """Every way to train that was searched: those within the limits, the fastest first, then the others with why."""
     rows = []
     for judged in searched:
@@ -368,7 +359,7 @@ def ways_table(searched: Iterable[Judged]) -> Table:
     return ui.columns(rows)
 
 
-def gpus_table(done: Planned) -> Table:
+def gpus_table(done: Planned) -> ui.Table:
     """The setup that was asked for on each GPU of the table: its plan, or why it is refused."""
     options, rows = done.plan.request.options, []
     prices = read_prices(options.prices or TABLE)

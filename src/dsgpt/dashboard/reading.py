@@ -128,22 +128,17 @@ def own_file(folder: Path, name: str) -> Path | None:
 
 # The lines of a ``metrics.jsonl`` as columns.
 
-TRAIN = (
-    *("step", "loss", "lr", "grad_norm", "tokens", "tokens_per_sec"),
-    *("step_time_sec", "train_time_sec", "wall_time_sec", "warm_up"),
-)
-"""Keys of the line of a step that become columns; ``docs/records.md`` says what they are. Of flags, true is 1."""
+TRAIN = ("step", "loss", "lr", "grad_norm", "tokens", "tokens_per_sec", "train_time_sec", "wall_time_sec")
+"""Keys of the line of a step that become columns; ``docs/records.md`` says what they are."""
 VALIDATION = ("step", "val_loss", "tokens", "train_time_sec")
 """Keys of the line of a validation. It has no ``tokens``: they are those of the step before it."""
-INTERVALS = ("step", "mfu", "data_wait_share", "slowest_rank_lag_sec")
-"""Keys of ``interval``, of the steps that have it."""
-_KINDS = {"train": TRAIN, "validation": VALIDATION, "intervals": INTERVALS}
-_COUNTED = ("loss", "val_loss", "tokens", "skipped", "warm_up", "interval")
+_KINDS = {"loss": TRAIN, "val_loss": VALIDATION}
+"""Keys of each kind of line, by the one that tells the kind."""
+_COUNTED = ("loss", "val_loss", "tokens", "skipped", "warm_up")
 """Keys that mean something else when they are missing than when they are null."""
 _SCHEMA = pa.schema(
-    {name: pa.float64() for name in (*TRAIN, *VALIDATION, "val_tokens", "dataload_time_sec")}
+    dict.fromkeys((*TRAIN, *VALIDATION, "val_tokens", "step_time_sec", "dataload_time_sec"), pa.float64())
     | {"step": pa.int64(), "skipped": pa.bool_(), "warm_up": pa.bool_()}
-    | {"interval": pa.struct(dict.fromkeys(INTERVALS[1:], pa.float64()))}
 )
 _PART_BYTES, _LEAST_BYTES = 1 << 23, 1 << 16
 """Read at once; and from which on lines are parsed together."""
@@ -160,14 +155,8 @@ class Steps:
     train: dict[str, Values]
     """Columns by the names of ``TRAIN``, steps ascending."""
     validation: dict[str, Values]
-    intervals: dict[str, Values]
     damaged: int
     """Lines that are left out."""
-
-    @property
-    def last_step(self) -> int:
-        """0 before the first."""
-        return int(self.train["step"][-1]) if len(self.train["step"]) else 0
 
 
 class StepReader:
@@ -206,10 +195,9 @@ class StepReader:
                 self._seam = (self._seam + part)[-_SEAM_BYTES:]
                 self._take(part)
             self._offset = file.tell()
-            self._now = Steps(
-                **{kind: dict(zip(names, _ascending(self._rows[kind]), strict=True)) for kind, names in _KINDS.items()},
-                damaged=self._damaged,
-            )
+            rows = {kind: _ascending(self._rows[kind]) for kind in _KINDS}
+            train, validation = (dict(zip(names, rows[kind], strict=True)) for kind, names in _KINDS.items())
+            self._now = Steps(train=train, validation=validation, damaged=self._damaged)
             return self._now
 
     def _take(self, part: bytes) -> None:
@@ -221,15 +209,12 @@ class StepReader:
             entries = [entry for line in lines if len(line) < _LONGEST_LINE and (entry := _entry(line))]
             self._damaged += len(lines) - len(entries)
             read = _columns(entries)
-        columns, rows_of = read
-        trains, validations = rows_of["train"], rows_of["validation"]
+        columns, trains, validations = read
         own, tokens = columns["tokens"], np.append(columns["tokens"][trains], self._tokens)
-        before = tokens[np.searchsorted(trains, validations, side="right") - 1]
-        self._tokens = tokens[len(trains) - 1]
-        for kind, places in rows_of.items():
-            rows = np.stack([columns[name][places] for name in _KINDS[kind]])
-            if kind == "validation":
-                rows[VALIDATION.index("tokens")] = np.where(np.isnan(own[places]), before, own[places])
+        before = tokens[np.searchsorted(trains, np.arange(len(own)), side="right") - 1]
+        columns["tokens"], self._tokens = np.where(np.isnan(own), before, own), tokens[len(trains) - 1]
+        for (kind, names), places in zip(_KINDS.items(), (trains, validations), strict=True):
+            rows = np.stack([columns[name][places] for name in names])
             self._rows[kind] = np.concatenate([self._rows[kind], rows], axis=1)
 
 
@@ -248,21 +233,15 @@ def _entry(line: bytes) -> dict[str, Any] | None:
     return entry if whole else None
 
 
-_Read = tuple[dict[str, Values], dict[str, NDArray[np.intp]]]
-"""Columns of lines, and the rows of each kind of line."""
+_Read = tuple[dict[str, Values], NDArray[np.intp], NDArray[np.intp]]
+"""Columns of lines, the rows of steps, and those of validations."""
 
 
 def _columns(entries: Sequence[dict[str, Any]]) -> _Read:
     """Columns and rows of lines whose numbers ``step_entry`` has checked."""
     columns = {name: np.array([entry.get(name) for entry in entries], float) for name in {*TRAIN, *VALIDATION}}
-    intervals = [entry["interval"] if isinstance(entry.get("interval"), dict) else None for entry in entries]
-    for name in INTERVALS[1:]:
-        values = ((interval or {}).get(name) for interval in intervals)
-        columns[name] = np.array([value if is_number(value) and is_figure(value) else None for value in values], float)
-    train = np.array(["loss" in entry for entry in entries], bool)
-    is_kind = {"train": train, "validation": np.array(["val_loss" in entry for entry in entries], bool)}
-    is_kind["intervals"] = train & np.array([interval is not None for interval in intervals], bool)
-    return columns, {kind: np.flatnonzero(places) for kind, places in is_kind.items()}
+    trains, validations = (np.flatnonzero([kind in entry for entry in entries]) for kind in _KINDS)
+    return columns, trains, validations
 
 
 def _parsed(lines: bytes) -> _Read | None:
@@ -294,11 +273,8 @@ def _parsed(lines: bytes) -> _Read | None:
     if not fits or any(pa.types.is_nested(each.type) for each in flat.schema):
         return None
     columns = {name: table[name].cast(pa.float64(), safe=False).to_numpy() for name in {*TRAIN, *VALIDATION}}
-    columns |= {name: flat[f"interval.{name}"].to_numpy() for name in INTERVALS[1:]}
-    train = ~np.isnan(columns["loss"])
-    is_kind = {"train": train, "validation": ~np.isnan(columns["val_loss"])}
-    is_kind["intervals"] = train & table["interval"].is_valid().to_numpy()
-    return columns, {kind: np.flatnonzero(places) for kind, places in is_kind.items()}
+    trains, validations = (np.flatnonzero(~np.isnan(columns[kind])) for kind in _KINDS)
+    return columns, trains, validations
 
 
 def end_of(path: Path, most: int) -> bytes:

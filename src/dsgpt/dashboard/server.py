@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 SCRIPT = REPOSITORY / "charts" / "dashboard.py"
 HOST_NAME = "[A-Za-z0-9._-]+"
 """Pattern of a machine's name, as browsers write it."""
+_PORT = value(int, accepts=lambda port: 1 <= port < 1 << 16, must_be="a port from 1 to 65,535")
+_NAME = value(str.lower, accepts=lambda name: bool(re.fullmatch(HOST_NAME, name)), must_be="a bare host name")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,18 +52,9 @@ class DashboardOptions:
 
     runs: Path = flag(Path, "FOLDER")
     """the folder whose runs are shown (default: checkpoint, here or else beside charts/)"""
-    port: int = flag(
-        value(int, accepts=lambda port: 1 <= port < 1 << 16, must_be="a port from 1 to 65,535"),
-        "N",
-        default=8501,  # Streamlit's own
-    )
+    port: int = flag(_PORT, "N", default=8501)  # Streamlit's own
     """on 127.0.0.1 (default: %(default)s)"""
-    allowed_host: tuple[str, ...] = flag(
-        value(str.lower, accepts=lambda name: re.fullmatch(HOST_NAME, name) is not None, must_be="a bare host name"),
-        "NAME",
-        default=(),
-        action="append",
-    )
+    allowed_host: tuple[str, ...] = flag(_NAME, "NAME", default=(), action="append")
     """a name, beside those of loopback, under which browsers reach the dashboard; may be repeated"""
 
 
@@ -132,10 +125,8 @@ class SameOrigin:
         await (self._app if allowed else PlainTextResponse(REFUSAL, status_code=403))(scope, receive, send)
 
     def _allows(self, scope: "Scope") -> bool:
-        hosts, origins = (
-            [value.decode("latin-1") for name, value in scope["headers"] if name == wanted]
-            for wanted in (b"host", b"origin")
-        )
+        headers = [(name, value.decode("latin-1")) for name, value in scope["headers"]]
+        hosts, origins = ([value for name, value in headers if name == wanted] for wanted in (b"host", b"origin"))
         if len(hosts) != 1 or (host := _HOST.fullmatch(hosts[0])) is None:
             return False
         if origins and origins not in ([f"http://{hosts[0]}"], [f"https://{hosts[0]}"]):

@@ -9,7 +9,7 @@ import streamlit as st
 from dsgpt.common.errors import UserError
 from dsgpt.dashboard import reading, ui
 from dsgpt.dashboard.reading import Steps, Version
-from dsgpt.record.readings import DEVIATIONS, FIGURES, TRAILING, Reading, Spikes, Suspect, find_spikes, suspects
+from dsgpt.record.readings import DEVIATIONS, FIGURES, TRAILING, Reading, Spikes, find_spikes, suspects
 from dsgpt.record.schema import RECORD_FILE, STEPS_FILE
 from dsgpt.record.where import excerpt
 
@@ -47,11 +47,26 @@ def show() -> None:
         st.write(f"{ui.plain(judged.words)}.")
         st.caption(RULE)
         _show_curve(steps, {spike.step for spike in judged.spikes})
-        if judged.spikes and record is not None:
-            _show_spikes(judged)
-            st.header("Documents")
-            if st.toggle("Look them up in the training data", key="documents", help="By the index beside the data."):
-                _show_documents(_suspects(run_dir, judged, (version, reading.version_of(record))))
+        if not judged.spikes or record is None:
+            return
+        st.header("Steps")
+        rows = []
+        for spike in judged.spikes:
+            row: dict[str, Any] = {"step": spike.step}
+            for key, name in FIGURES.items():
+                value, median, deviations = spike.values.get(key, (None, None, None))
+                row |= {name: value, f"{name}: median before it": median, f"{name}: deviations above": deviations}
+            rows.append(row)
+        ui.show_table(ui.columns(rows), key="steps", name="Steps that stand out")
+        st.header("Documents")
+        if st.toggle("Look them up in the training data", key="documents", help="By the index beside the data."):
+            count, table = _documents(run_dir, judged, (version, reading.version_of(record)))
+            st.caption(
+                f"{count:,} documents were read by these steps. First come those that chance explains least. *By "
+                "chance* is how many would be in as many steps that stand out if chance dealt them out: far below 1 is "
+                "suspicious."
+            )
+            ui.show_table(table, key="suspects", name="Documents behind them")
     except (UserError, OSError) as error:
         st.warning(ui.plain(str(error)))
 
@@ -62,8 +77,22 @@ def _judged(run_dir: Path, version: Version) -> Spikes:  # noqa: ARG001 - part o
 
 
 @st.cache_resource(max_entries=8, show_spinner="Looking them up")
-def _suspects(run_dir: Path, _judged: Spikes, versions: tuple[Version, Version]) -> list[Suspect]:  # noqa: ARG001
-    return suspects(Reading(run_dir), _judged)
+def _documents(run_dir: Path, _judged: Spikes, versions: tuple[Version, Version]) -> tuple[int, ui.Table]:  # noqa: ARG001
+    """How many documents the steps that stand out have read, and the first of them."""
+    found = suspects(Reading(run_dir), _judged)
+    rows = [
+        {
+            "by chance": each.by_chance,
+            "stand out": len(each.spikes),
+            "of steps that read it": each.steps,
+            "document": each.document.number,
+            "source": each.document.origin,
+            "text": excerpt(each.file, each.document.start, each.document.stop),
+            "first such step": each.spikes[0],
+        }
+        for each in found[:MOST_DOCUMENTS]
+    ]
+    return len(found), ui.columns(rows)
 
 
 def _show_curve(steps: Steps, spikes: set[int]) -> None:
@@ -81,35 +110,3 @@ def _show_curve(steps: Steps, spikes: set[int]) -> None:
         key="spikes",
         level=2,
     )
-
-
-def _show_spikes(judged: Spikes) -> None:
-    st.header("Steps")
-    rows = []
-    for spike in judged.spikes:
-        row: dict[str, Any] = {"step": spike.step}
-        for key, name in FIGURES.items():
-            value, median, deviations = spike.values.get(key, (None, None, None))
-            row |= {name: value, f"{name}: median before it": median, f"{name}: deviations above": deviations}
-        rows.append(row)
-    ui.show_table(ui.columns(rows), key="steps", name="Steps that stand out")
-
-
-def _show_documents(found: list[Suspect]) -> None:
-    st.caption(
-        f"{len(found):,} documents were read by these steps. First come those that chance explains least. *By chance* "
-        "is how many would be in as many steps that stand out if chance dealt them out: far below 1 is suspicious."
-    )
-    rows = [
-        {
-            "by chance": each.by_chance,
-            "stand out": len(each.spikes),
-            "of steps that read it": each.steps,
-            "document": each.document.number,
-            "source": each.document.origin,
-            "text": excerpt(each.file, each.document.start, each.document.stop),
-            "first such step": each.spikes[0],
-        }
-        for each in found[:MOST_DOCUMENTS]
-    ]
-    ui.show_table(ui.columns(rows), key="suspects", name="Documents behind them")

@@ -68,43 +68,38 @@ def show() -> None:
         split = split_of(strategy, **flags)
     except UserError as error:
         st.error(f"This combination is refused.\n\n{ui.refusal(error)}")
-        _recipe(strategy)
-        return
-    _summary(split)
-    for heading, sentences in explanations(split.setup):
-        st.markdown(f"**{heading}.** {sentences}")
-    _memory_by_rank(split)
-    _sent(split)
-    _recipe(strategy)
+    else:
+        _show_split(split)
+    run_type, recipe = executed(strategy)
+    path = RECIPES / f"{recipe}.json"
+    with st.expander(f"The recipe: {path.as_posix()}, executed as {run_type}"):
+        st.code((REPOSITORY / path).read_text(encoding="utf-8"), language="json")
 
 
 def _asked() -> tuple[str, dict[str, Any]]:
     """The strategy, and the flags of ``src/plan.py`` that the widgets stand for."""
     one, two, three, four = st.columns(4)
+    more = st.expander("Batch, length and precision")
+    five, six, seven, eight = more.columns(4)
     strategy = CHOICES[one.selectbox("Strategy", list(CHOICES), index=3, key="split-strategy")]
-    model = two.selectbox("Model size", list(PRESETS), index=list(PRESETS).index("small"), key="split-model")
-    ranks = three.select_slider("Ranks", COUNTS, value=4, key="split-ranks", help="Processes, one for each GPU.")
-    gpu = four.selectbox("GPU", list(gpus()), index=list(gpus()).index("a100-80gb"), key="split-gpu")
-    with st.expander("Batch, length and precision"):
-        five, six, seven, eight = st.columns(4)
-        total = ui.ask_number(five, "Global batch, sequences", 1, 4096, key="split-global", empty="the recipe's")
-        micro = ui.ask_number(six, "Micro batch, sequences", 1, 1024, key="split-micro", empty="up to 8")
-        length = ui.ask_number(seven, "Sequence, tokens", 1, 1 << 20, key="split-length", empty="the model's")
-        precision = eight.selectbox("Precision", PRECISIONS, key="split-precision")
-        again = st.checkbox("Activation checkpointing: recompute each block in the backward pass", key="split-again")
+    total = ui.ask_number(five, "Global batch, sequences", 1, 4096, key="split-global", empty="the recipe's")
+    micro = ui.ask_number(six, "Micro batch, sequences", 1, 1024, key="split-micro", empty="up to 8")
+    length = ui.ask_number(seven, "Sequence, tokens", 1, 1 << 20, key="split-length", empty="the model's")
+    again = "Activation checkpointing: recompute each block in the backward pass"
     return strategy, {
-        "model_size": model,
-        "gpus": ranks,
-        "gpu": gpu,
+        "model_size": two.selectbox("Model size", list(PRESETS), index=list(PRESETS).index("small"), key="split-model"),
+        "gpus": three.select_slider("Ranks", COUNTS, value=4, key="split-ranks", help="Processes, one for each GPU."),
+        "gpu": four.selectbox("GPU", list(gpus()), index=list(gpus()).index("a100-80gb"), key="split-gpu"),
         "global_batch_size": total,
         "micro_batch_size_per_gpu": micro,
         "seq_length": length,
-        "precision": precision,
-        "activation_checkpointing": again,
+        "precision": eight.selectbox("Precision", PRECISIONS, key="split-precision"),
+        "activation_checkpointing": more.checkbox(again, key="split-again"),
     }
 
 
-def _summary(split: Plan) -> None:
+def _show_split(split: Plan) -> None:
+    """The figures of a setup, what explains them, and the two pictures with their numbers."""
     setup, used = split.setup, split.peak.total / split.usable_bytes
     micro, batches, ranks = setup.micro_batch_size, setup.gradient_accumulation_steps, setup.data_parallel_size
     fits = f"{used:.0%} of what fits" if used <= 1 else f"does not fit: {used:.0%} of the room"
@@ -117,22 +112,28 @@ def _summary(split: Plan) -> None:
             ("Sent by a rank in a step", byte_size(most_sent_bytes(setup)), "if collectives are rings"),
         ]
     )
+    for heading, sentences in explanations(setup):
+        st.markdown(f"**{heading}.** {sentences}")
 
-
-def _memory_by_rank(split: Plan) -> None:
     st.header("Who holds what")
-    st.caption(
-        "True to scale in bytes. A filled box is what a rank holds at the moment of its peak, which is named below it. "
-        "A dashed frame is what it would hold without the split. An empty box with a coloured edge is in the host's "
-        "memory or in files. New gradients are those of the backward pass before they are added up or sent. Buckets "
-        "and gathered weights are temporary."
-    )
-    setup = split.setup
-    states = pictures.state_by_rank(setup, ranks=_MOST_DRAWN)
-    svg = pictures.state_svg(states, ranks=setup.world_size, theme=ui.page_theme())
+    st.caption(SENTENCES["Who holds what"])
+    states = pictures.state_by_rank(setup, ranks=setup.world_size)
+    svg = pictures.state_svg(states[:_MOST_DRAWN], ranks=len(states), theme=ui.page_theme())
     ui.drawing(svg, key="split-held-picture", name=f"who-holds-what-{setup.strategy_name}")
     with st.expander("Numbers: what each rank holds"):
-        rows = state_rows(pictures.state_by_rank(setup, ranks=setup.world_size))
+        rows = [
+            {
+                "rank": each.rank,
+                "holds": each.words,
+                "kind": block.kind,
+                "bytes": block.size,
+                "without a split, bytes": block.whole,
+                "share": block.size / block.whole,
+                "where": block.place,
+            }
+            for each in states
+            for block in each.blocks
+        ]
         ui.show_table(ui.columns(rows), key="split-held", name="What each rank holds")
     with st.expander(f"Numbers: the peak of rank {split.rank}"):
         st.caption(f"The moment with the most memory is: {split.peak.moment}. `src/plan.py` prints the same.")
@@ -140,60 +141,25 @@ def _memory_by_rank(split: Plan) -> None:
         table: dict[str, list[Any]] = {"part": [*parts, "all"], "bytes": [*parts.values(), split.peak.total]}
         ui.show_table(table, key="split-peak", name="Peak memory")
 
-
-def _sent(split: Plan) -> None:
     st.header("What is sent in a step")
-    setup = split.setup
-    st.caption(
-        "Time goes from left to right. The order and the bytes are those of the recipe; lengths are not seconds. What "
-        "lies below a pass is sent during it, layer by layer. Point at a box for its sentence."
-    )
+    st.caption(SENTENCES["What is sent in a step"])
     try:
         svg = pictures.step_svg(pictures.step_lines(setup), ui.page_theme())
+        ui.drawing(svg, key="split-step-picture", name=f"step-{setup.strategy_name}")
     except ValueError as error:
         st.info(ui.plain(str(error)))
-    else:
-        ui.drawing(svg, key="split-step-picture", name=f"step-{setup.strategy_name}")
     if copies := copied_rows(setup):
         with st.expander("Numbers: what offload copies"):
             ui.show_table(ui.columns(copies), key="split-copied", name="What offload copies in a step")
-    rows = sent_rows(setup)
-    if not rows:
+    if not (rows := sent_rows(setup)):
         st.write("A single rank sends nothing.")
         return
     with st.expander("Numbers: every operation"):
-        st.caption(
-            "The payload is the whole buffer of an operation. What a rank sends for it follows from the ring "
-            "algorithm. Losses, norms and counters, a few bytes each, are left out."
-        )
+        st.caption(SENTENCES["Every operation"])
         ui.show_table(ui.columns(rows), key="split-sent", name="What is sent in a step")
 
 
-def _recipe(strategy: str) -> None:
-    run_type, recipe = executed(strategy)
-    path = RECIPES / f"{recipe}.json"
-    with st.expander(f"The recipe: {path.as_posix()}, executed as {run_type}"):
-        st.code((REPOSITORY / path).read_text(encoding="utf-8"), language="json")
-
-
 # The tables below the pictures.
-
-
-def state_rows(states: Iterable[pictures.RankState]) -> list[dict[str, Any]]:
-    """The figures of the picture of who holds what, a row for each block."""
-    return [
-        {
-            "rank": each.rank,
-            "holds": each.words,
-            "kind": block.kind,
-            "bytes": block.size,
-            "without a split, bytes": block.whole,
-            "share": block.size / block.whole,
-            "where": block.place,
-        }
-        for each in states
-        for block in each.blocks
-    ]
 
 
 def sent_rows(setup: Setup) -> list[dict[str, Any]]:
@@ -264,11 +230,8 @@ def explanations(setup: Setup) -> Iterator[tuple[str, str]]:
     facts: dict[str, Any] = {"micro": micro, "batches": batches, "es": "es" * (batches != 1), "copies": copies}
     facts |= {"readers": "copies of the model" if sizes.ranks_per_copy > 1 else "ranks", "of_rank": micro * batches}
     facts |= {"of_step": micro * batches * copies, "stage": recipe.zero_stage, "tensor": sizes.tensor}
-    facts |= {
-        "sequence": sizes.sequence,
-        "pipeline": sizes.pipeline,
-        "bubble": bubble_fraction(sizes.pipeline, batches),
-    }
+    facts |= {"sequence": sizes.sequence, "pipeline": sizes.pipeline}
+    facts["bubble"] = bubble_fraction(sizes.pipeline, batches)
     facts["moved"] = "The optimizer state lies"
     if recipe.offload_param != "none":
         facts["moved"] = "The optimizer state and, between their uses, the weights lie"

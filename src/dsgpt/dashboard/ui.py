@@ -67,26 +67,12 @@ def page_theme() -> Theme:
     return THEMES.get(st.context.theme.type or LIGHT.name, LIGHT)
 
 
-_KEY = "aligned"
-ROWS = 6
-"""Elements of the fullest aligned column. They begin at one height; ``style.css`` says how."""
-
-
 def heading(text: str, *, level: int) -> None:
     """Show ``text``, as it is, as a heading; one above it has the level before, and that of the page has level 1.
 
     It looks like bold text: ``st.header`` is for the parts of a page.
     """
     st.html(f'<h{level} class="small-heading">{escape(text)}</h{level}>')
-
-
-def aligned(count: int) -> list[DeltaGenerator]:
-    """Columns, as ``st.columns`` makes them; of each, the first ``ROWS`` elements share their rows with the others'.
-
-    A page may call it once.
-    """
-    with st.container(key=_KEY):
-        return st.columns(count)
 
 
 def ask_number(

@@ -20,19 +20,10 @@ from dsgpt.common.command_line import flag, read_options, value, whole
 from dsgpt.common.errors import Problems, UserError
 from dsgpt.common.files import write_atomic
 from dsgpt.common.text import counted, next_line, script_words
+from dsgpt.data.addresses import LONGEST, decoded, vocabulary_of
 from dsgpt.data.contamination import SHORTEST, Evaluation, resembling
 from dsgpt.data.download import progress
-from dsgpt.data.index import (
-    LONGEST,
-    Entries,
-    decoded,
-    document_hash,
-    index_path,
-    open_index,
-    read_sources,
-    sources_path,
-    vocabulary_of,
-)
+from dsgpt.data.index import Entries, document_hash, index_path, open_index, read_sources, sources_path
 from dsgpt.data.sources import own_source
 from dsgpt.data.token_file import DTYPES, TokenFile, TokenFileError, open_token_file
 from dsgpt.data.vocabulary import Vocabulary

@@ -1,6 +1,6 @@
 """Whether runs did the same work, and whether they ran on the same machine."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -141,20 +141,13 @@ def work_stamps(verdict: Verdict) -> list[str]:
     return [f"{verdict.mark}: {verdict.differences_text() or verdict.unknown_text()}"] if verdict.mark else []
 
 
-def partial_stamps(runs: Sequence[Run]) -> list[str]:
-    """The warnings that a run did not reach its end, and that its record is of a later version than this program."""
-    partial = [f"{run.name} is {run.status}" for run in runs if run.status not in {None, "completed"}]
-    later = [f"LATER SCHEMA: {run.name} {run.later_schema}" for run in runs if run.later_schema]
-    return [*(["PARTIAL RUN: " + ", ".join(partial)] if partial else []), *later]
-
-
 def inference_stamps(runs: Sequence[Run]) -> list[str]:
     """The warning that latencies are for different numbers of tokens."""
-    differing = [
-        *_differences("new tokens", [run.new_tokens for run in runs]),
-        *_differences("prompt tokens", [run.prompt_tokens for run in runs]),
+    return [
+        f"NOT EQUAL INFERENCE: {difference.text([run.name for run in runs])}"
+        for fact in ("new tokens", "prompt tokens")
+        for difference in _differences(fact, [getattr(run, fact.replace(" ", "_")) for run in runs])
     ]
-    return [f"NOT EQUAL INFERENCE: {difference.text([run.name for run in runs])}" for difference in differing]
 
 
 def equal_loss_line(baseline: Run, other: Run) -> str:
@@ -164,30 +157,26 @@ def equal_loss_line(baseline: Run, other: Run) -> str:
     """
     verdict = judge([baseline, other])
     tolerance = LOSS_TOLERANCE.get(baseline.work["precision"], LOSS_TOLERANCE_OTHERWISE)
-    gaps = [
-        ("training", largest_gap(baseline.train_curve.at_steps(), other.train_curve.at_steps())),
-        ("validation", largest_gap(baseline.val_curve.at_steps(), other.val_curve.at_steps())),
-    ]
-    largest = [f"{gap:.2g} in {kind} loss at step {step:,.0f}" for kind, (gap, step) in gaps if gap is not None]
+    losses = {
+        "training": (baseline.train_curve.at_steps(), other.train_curve.at_steps()),
+        "validation": (baseline.val_curve.at_steps(), other.val_curve.at_steps()),
+    }
+    gaps: dict[str, tuple[float, float]] = {}
+    for kind, (ours, theirs) in losses.items():
+        if common := ours.keys() & theirs.keys():  # of equally large ones that of the first step
+            gap, earlier = max((abs(ours[step] - theirs[step]), -step) for step in common)
+            gaps[kind] = gap, -earlier
+    largest = [f"{gap:.2g} in {kind} loss at step {step:,.0f}" for kind, (gap, step) in gaps.items()]
     pair = f"{other.name} against {baseline.name}"
     if not largest:
         return f"equal loss: unknown ({pair}: no optimizer step at which both runs recorded a loss)"
-    worst = max(gap for _, (gap, _) in gaps if gap is not None)
+    worst = max(gap for gap, _ in gaps.values())
     measured = "largest difference per step " + ", ".join(largest)
     if verdict.answer == "no":
         return f"equal loss: unknown ({pair}: not the same training, so not judged; {measured})"
     answer = "yes" if worst <= tolerance else "no"
     doubt = "" if verdict.answer == "yes" else "; whether the work was the same is unknown"
     return f"equal loss: {answer} ({pair}: {measured}; tolerance {tolerance:g} nats per token{doubt})"
-
-
-def largest_gap(a: Mapping[float, float], b: Mapping[float, float]) -> tuple[float | None, float | None]:
-    """Largest absolute difference over the steps that both have, and its step; (None, None) if they share no step."""
-    common = a.keys() & b.keys()
-    if not common:
-        return None, None
-    step = max(common, key=lambda step: (abs(a[step] - b[step]), -step))
-    return abs(a[step] - b[step]), step
 
 
 def _holds_null(value: Any) -> bool:
@@ -207,17 +196,17 @@ def _differences(fact: str, values: Sequence[Any]) -> Iterator[Difference]:
         yield from _differences(f"{fact} {key}", leaves)
 
 
-# The machines and setups of runs, and warnings if times of different ones are compared.
+# The ends, machines and setups of runs, and warnings if figures of different ones are compared.
 
 
-def setup_stamps(runs: Sequence[Run]) -> list[str]:
-    """Warnings about different machines and setups."""
-    lines = []
+def stamps(runs: Sequence[Run]) -> list[str]:
+    """Warnings about runs that did not reach their end, records of later versions, other machines and setups."""
+    partial = [f"{run.name} is {run.status}" for run in runs if run.status not in {None, "completed"}]
+    lines = ["PARTIAL RUN: " + ", ".join(partial)] if partial else []
+    lines += [f"LATER SCHEMA: {run.name} {run.later_schema}" for run in runs if run.later_schema]
     if len(_all(runs, HARDWARE)) > 1 or len(_all(runs, INSTRUCTIONS)) > 1:
-        used = [
-            f"{each.name}: {each.machine or 'not recorded'} ({instruction_words(each.instruction_sets)})"
-            for each in runs
-        ]
+        machines = [(run.name, run.machine or "not recorded", instruction_words(run.instruction_sets)) for run in runs]
+        used = [f"{name}: {machine} ({sets})" for name, machine, sets in machines]
         lines.append("DIFFERENT HARDWARE: " + "; ".join(used))
     for run in runs:
         if changed := differences(run.segments, noted=False):

@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 
 from dsgpt.common.errors import UserError
 from dsgpt.common.files import printable
+from dsgpt.data.addresses import Address, Addresses
 from dsgpt.data.data_set import Windows, open_data
 from dsgpt.data.download import progress
-from dsgpt.data.index import Address, Addresses
 from dsgpt.data.order import RankShare, SampleOrder
 from dsgpt.data.token_file import TokenFile
 from dsgpt.machine.topology import ParallelSizes, Topology

@@ -8,18 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from dsgpt.common.errors import UserError
-from dsgpt.record import work
-from dsgpt.record.schema import (
-    FLAT_KEYS,
-    GENERATED_TOKENS,
-    RECORD_FILE,
-    STEPS_FILE,
-    Fields,
-    later_schema,
-    mean,
-    parse_lenient,
-    read_fields,
-)
+from dsgpt.record import schema, work
+from dsgpt.record.schema import RECORD_FILE, STEPS_FILE, Fields, mean
 
 if TYPE_CHECKING:
     import numpy as np
@@ -154,7 +144,7 @@ def read_objects(path: Path, doubts: list[str]) -> Iterator[dict[str, Any]]:
         if not line.strip():
             continue
         try:
-            value = parse_lenient(line, doubts)
+            value = schema.parse_lenient(line, doubts)
         except ValueError:
             value = None
         if isinstance(value, dict):
@@ -169,20 +159,18 @@ QUANTILES = 20
 """Times of steps are kept as ``QUANTILES + 1`` quantiles, from the smallest to the largest."""
 STATE_PARTS = {"parameters": "weights", "gradients": "gradients", "optimizer": "optimizer", "master": "master weights"}
 """Keys of the record's ``model_state_bytes_per_rank``, and what they are called in pictures."""
-PREDICTED_PARTS = {
-    "weights": "weights",
-    "gradients": "gradients",
-    "new_gradients": "gradients",
-    "optimizer": "optimizer",
-    "master": "master weights",
-    "activations": "activations",
-    "logits": "activations",
-    "buckets": "buckets and gathered layers",
-    "gathered": "buckets and gathered layers",
+_KEYS_OF_PARTS = {
+    "weights": ("weights",),
+    "gradients": ("gradients", "new_gradients"),
+    "optimizer": ("optimizer",),
+    "master weights": ("master",),
+    "activations": ("activations", "logits"),
+    "buckets and gathered layers": ("buckets", "gathered"),
 }
+PREDICTED_PARTS = {key: part for part, keys in _KEYS_OF_PARTS.items() for key in keys}
 """Keys of the record's ``predicted_peak_memory``; all others are ``other``."""
 OTHER = "other"
-PARTS = (*dict.fromkeys(PREDICTED_PARTS.values()), OTHER)
+PARTS = (*_KEYS_OF_PARTS, OTHER)
 """The parts of memory, in the order in which they are drawn."""
 
 
@@ -294,7 +282,7 @@ class Run(work.Worked):
     @property
     def later_schema(self) -> str:
         """A remark on a record of a later version; empty for others."""
-        return later_schema(None if self.schema == FLAT_SCHEMA else self.schema)
+        return schema.later_schema(None if self.schema == FLAT_SCHEMA else self.schema)
 
     @property
     def too_short_to_time(self) -> bool:
@@ -323,7 +311,7 @@ def read_record(path: Path, *, name: str, notes: list[str]) -> Fields:
         UserError: as ``read_run``.
     """
     try:
-        record = read_fields(path, wanted=f"a {RECORD_FILE}", notes=notes)
+        record = schema.read_fields(path, wanted=f"a {RECORD_FILE}", notes=notes)
     except UserError as error:
         if not isinstance(error.__cause__, FileNotFoundError):
             raise
@@ -331,7 +319,7 @@ def read_record(path: Path, *, name: str, notes: list[str]) -> Fields:
         if path.with_name(STEPS_FILE).exists():
             why = f"the run {name!r} was cut off before its first record: continue it with --resume"
         raise UserError(f"{path}: no such file; {why}") from error
-    if not {"schema_version", "training_config", "summary", "epochs", *FLAT_KEYS} & {*record.names()}:
+    if not {"schema_version", "training_config", "summary", "epochs", *schema.FLAT_KEYS} & {*record.names()}:
         raise UserError(f"{path}: holds none of a training record's keys; give a {RECORD_FILE}")
     return record
 
@@ -420,7 +408,7 @@ def _inference(record: Fields, *, notes: list[str]) -> dict[str, Any]:
     new_tokens = inference.number("new_tokens")
     if latency is None and throughput is None:
         latency, throughput = mean(record.series("inference_latency")), mean(record.series("inference_throughput"))
-        new_tokens = None if latency is None else float(GENERATED_TOKENS)
+        new_tokens = None if latency is None else float(schema.GENERATED_TOKENS)
         if latency is not None and record.raw("schema_version") is None:
             notes.append("inference_latency of the older generation is taken as seconds for 100 new tokens")
     low, high = inference.number("latency_min_sec"), inference.number("latency_max_sec")

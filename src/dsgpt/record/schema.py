@@ -54,9 +54,8 @@ def later_schema(version: object, ours: str = SCHEMA_VERSION) -> str:
     numbers = re.fullmatch(r"(\d{1,4})\.(\d{1,4})", str(version))
     if version is None or (numbers and [int(part) for part in numbers.groups()] <= [*map(int, ours.split("."))]):
         return ""
-    return (
-        f"has schema {clipped_text(str(version))}, and this program knows {ours}: its figures may mean something else"
-    )
+    has = f"has schema {clipped_text(str(version))}"
+    return f"{has}, and this program knows {ours}: its figures may mean something else"
 
 
 def read_steps(path: Path, *, damaged: list[int] | None = None) -> Iterator[dict[str, Any]]:
@@ -198,14 +197,11 @@ class RunRecord:
 
     def as_dict(self) -> dict[str, Any]:
         """The record as it is now, ready for JSON: numbers that are not finite are None."""
-        record = {
-            "schema_version": SCHEMA_VERSION,
-            **self.description,
-            **{name: value for name, value in vars(self).items() if name != "description"},
-            **self.flat_keys(),
-        }
-        cleaned: dict[str, Any] = finite(record)
-        return cleaned
+        grown = {name: value for name, value in vars(self).items() if name != "description"}
+        record: dict[str, Any] = finite(
+            {"schema_version": SCHEMA_VERSION} | self.description | grown | self.flat_keys()
+        )
+        return record
 
     def flat_keys(self) -> dict[str, Any]:
         """The keys of the first generation of records, which older tools read."""
@@ -255,9 +251,8 @@ def parse_lenient(text: str, notes: list[str]) -> Any:
         return None
 
     check_depth(text.encode("utf-8", errors="replace"))
-    value = json.loads(
-        text, parse_constant=refused.append, parse_float=partial(number, float), parse_int=partial(number, int)
-    )
+    read_float, read_int = partial(number, float), partial(number, int)
+    value = json.loads(text, parse_constant=refused.append, parse_float=read_float, parse_int=read_int)
     if _SURROGATE.search(text):
         value = json.loads(json.dumps(value, ensure_ascii=False).encode(errors="replace"))
     if refused:

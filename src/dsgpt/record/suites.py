@@ -27,6 +27,17 @@ Kind = Literal["same training", "weak scaling", "precisions"]
 """Facts that the cells of a comparison share. Only ``same training`` is equal work."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Head:
+    """What every record of a suite begins with."""
+
+    schema_version: str
+    timestamp_utc: str
+    git_commit: str | None
+    env: dict[str, Any]
+    hardware: dict[str, Any]
+
+
 class State(StrEnum):
     """Outcomes of a turn."""
 
@@ -153,14 +164,9 @@ class Comparison:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sweep:
+class Sweep(Head):
     """The record."""
 
-    schema_version: str
-    timestamp_utc: str
-    git_commit: str | None
-    env: dict[str, Any]
-    hardware: dict[str, Any]
     suite: str
     seed: int
     """Draws the order of the turns."""
@@ -308,14 +314,9 @@ class Engine:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Concurrency:
+class Concurrency(Head):
     """The record."""
 
-    schema_version: str
-    timestamp_utc: str
-    git_commit: str | None
-    env: dict[str, Any]
-    hardware: dict[str, Any]
     checkpoint: str
     model: dict[str, Any]
     """The shape."""
@@ -375,10 +376,8 @@ class Measured:
 
 def of_runs(runs: Sequence[Run]) -> list[Measured]:
     """Measurements of each run."""
-    return [
-        Measured(run.name, run.footprint, NOT_RECORDED, index, run.sent_bytes_per_step, run.communication_share)
-        for index, run in enumerate(runs)
-    ]
+    costs = [(run.sent_bytes_per_step, run.communication_share) for run in runs]
+    return [Measured(run.name, run.footprint, NOT_RECORDED, index, *costs[index]) for index, run in enumerate(runs)]
 
 
 def of_cells(sweep: Sweep) -> list[Measured]:

@@ -10,7 +10,7 @@ from dsgpt.common.command_line import COUNT, POSITIVE, flag, read_options
 from dsgpt.common.files import printable
 from dsgpt.common.json_files import clipped_text
 from dsgpt.common.text import counted, next_line, script_words
-from dsgpt.data.index import Addresses, changed_sources
+from dsgpt.data.addresses import Addresses, changed_sources
 from dsgpt.data.token_file import TokenFile, open_token_file
 from dsgpt.record.readings import Reading, find_spikes, suspects
 

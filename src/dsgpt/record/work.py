@@ -129,11 +129,9 @@ def over_time(segments: Sequence[Segment], values: Sequence[str | None]) -> str 
     pieces: list[tuple[str | None, int]] = [(value, next(group)[1].first_step) for value, group in same]
     if len(pieces) == 1:
         return pieces[0][0]
-    earlier = [
-        f"{value or 'not recorded'} to step {following - 1:,}" for (value, _), (_, following) in pairwise(pieces)
-    ]
-    last, start = pieces[-1]
-    return ", ".join([*earlier, f"{last or 'not recorded'} from step {start:,}"])
+    known = [(value or "not recorded", start) for value, start in pieces]
+    earlier = [f"{value} to step {following - 1:,}" for (value, _), (_, following) in pairwise(known)]
+    return ", ".join([*earlier, f"{known[-1][0]} from step {known[-1][1]:,}"])
 
 
 def setup_over_time(segments: Sequence[Segment], what: str) -> str | None:
@@ -151,11 +149,8 @@ def differences(segments: Sequence[Segment], *, noted: bool) -> list[str]:
     """
     recorded = [segment for segment in segments if segment.setup]
     names = NOTED if noted else [name for name in recorded[-1].setup if name not in {HARDWARE, *NOTED}]
-    return [
-        f"{name} {setup_over_time(recorded, name)}"
-        for name in names
-        if len({segment.setup[name] for segment in recorded}) > 1
-    ]
+    differing = [name for name in names if len({segment.setup[name] for segment in recorded}) > 1]
+    return [f"{name} {setup_over_time(recorded, name)}" for name in differing]
 
 
 # The facts of a run's work: two runs did the same work if all of them agree.
@@ -238,10 +233,8 @@ def _changes(record: Fields, config: Fields) -> Any:
         name, step = str(change.get("name")), change.get("step")
         if name == EXECUTED_BY or (name == "total steps" and longer_is_the_same):
             continue
-        before, after = change.get("before"), change.get("after")
+        values = {when: change.get(when) for when in ("before", "after")}
         # null means that the setting was absent, not that it is unknown
-        by_name[f"{name} after step {step}"] = {
-            "before": "none" if before is None else before,
-            "after": "none" if after is None else after,
-        }
+        absent = {when: "none" for when, value in values.items() if value is None}
+        by_name[f"{name} after step {step}"] = values | absent
     return by_name

@@ -28,7 +28,7 @@ from dsgpt.common.files import write_json_atomic
 from dsgpt.common.json_files import JsonError, clipped
 from dsgpt.common.text import counted
 from dsgpt.config.run_config import RunConfig
-from dsgpt.data.index import changed_sources
+from dsgpt.data.addresses import changed_sources
 from dsgpt.machine.console import LogFile, Progress
 from dsgpt.machine.device import TIMEOUT, HostGroup, barrier, bring_up, from_main, gather_objects, joined
 from dsgpt.machine.launcher import Interruption

@@ -132,9 +132,8 @@ STEPS, FIRST = 300, 10
 def test_a_run_from_its_first_step_to_its_end(visit, folder, words):
     page = visit("live")
     expect(page.get_by_text("No run is training now.")).to_be_visible()
-    flags = words(
-        checkpoint_path=folder / "watched", max_train_steps=STEPS, steps_per_print=1, save_every=0, eval_every=0
-    )
+    often = {"steps_per_print": 1, "save_every": 0, "eval_every": 0}
+    flags = words(checkpoint_path=folder / "watched", max_train_steps=STEPS, **often)
     with paused(flags, after=FIRST) as run:
         expect(page.get_by_text(f"watched is running: process {run.pid} holds its lock")).to_be_visible()
         expect(page.get_by_text(re.compile(rf"^step \d+ of {STEPS}, .* left$"))).to_be_visible()
@@ -175,12 +174,8 @@ def tick(picture: Locator, label: str) -> Locator:
 # Which requests the dashboard's server answers, over HTTP and as websockets, and that it asks no other machine.
 
 
-WEBSOCKET = {
-    "Upgrade": "websocket",
-    "Connection": "Upgrade",
-    "Sec-WebSocket-Version": "13",
-    "Sec-WebSocket-Key": "dGhlIHNhbXBsZSBub25jZQ==",
-}
+WEBSOCKET = {"Upgrade": "websocket", "Connection": "Upgrade", "Sec-WebSocket-Version": "13"}
+WEBSOCKET["Sec-WebSocket-Key"] = "dGhlIHNhbXBsZSBub25jZQ=="
 
 
 def status(server: Server, path: str, headers: dict[str, str], *fields: tuple[str, str]) -> int:
