@@ -93,7 +93,7 @@ TORCH = {
     "formats": "foreign_weights hugging_face tensor_files",
     "inference": "decoder evaluate generation model_files server.completions server.engine server.server",
     "machine": "device peers spot",
-    "model": "documents gpt2 linear_cross_entropy",
+    "model": "gpt2 linear_cross_entropy",
     "planner": "calibrate",
     "strategies": "base pytorch deepspeed.engine deepspeed.pipeline deepspeed.setup deepspeed.state "
     "deepspeed.tensor_layers deepspeed.zero",

@@ -16,6 +16,7 @@ OPTIONAL = {
     "eval": {"lm_eval"},
     "dashboard": {"streamlit"},
     "fast": {"gigatoken", "awkward"},
+    "near": {"datasketch"},
     "engines": {"tiktoken"},
     "serve": {"starlette", "uvicorn", "prometheus-client", "httpx2", "h11"},
 }

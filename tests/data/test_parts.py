@@ -228,9 +228,8 @@ def test_special_tokens_in_text(prepare_here, bytes_tokenizer, tmp_path, special
     file = open_token_file(tmp_path / "out" / "train.bin")
     ends = int(np.count_nonzero(file.memmap() == file.sidecar.eot_id))
     assert ends == file.sidecar.documents * (2 if special else 1)
-    contents = read_contents(file)
-    assert [*faults_of(contents)] == []
+    assert [*faults_of(read_contents(file))] == []
     entries = np.array(open_index(file))
     entries["tokens"][:2] += np.array([1, -1], dtype=np.int32).view(np.uint32)
     index_path(file.path).write_bytes(entries.tobytes())
-    assert [*faults_of(contents)]
+    assert [*faults_of(read_contents(file))]

@@ -83,7 +83,7 @@ def test_the_kernel_of_a_gpu_gets_the_same_documents(monkeypatch):
     for on_gpu in (False, True):
         with monkeypatch.context() as patch:
             if on_gpu:
-                patch.setattr(gpt2.varlen, "varlen_attn", by_definition)
+                patch.setattr("torch.nn.attention.varlen.varlen_attn", by_definition)
                 patch.setattr(torch.Tensor, "is_cuda", True)
             made = gpt2.Documents(BATCH[:, :-1], END_OF_TEXT)
             parts = [torch.randn(4, 2, T, 8, generator=torch.Generator().manual_seed(n)) for n in range(3)]

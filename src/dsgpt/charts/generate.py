@@ -53,10 +53,6 @@ READERS: dict[str, Callable[[Path], Any]] = {
 }
 
 
-def _folder(text: str) -> Path:
-    return Path(text).expanduser()
-
-
 def _names(text: str) -> tuple[str, ...]:
     return tuple(word.strip() for word in text.split(",") if word.strip())
 
@@ -101,7 +97,7 @@ class ChartsOptions:
     """the record of src/benchmark.py inference: draws the latency of its engines against their throughput"""
     exam: Path | None = flag(Path, "PATH")
     """the record of src/benchmark.py exam: draws predicted steps beside those that others measured"""
-    output: Path = flag(_folder, "FOLDER", default=Path("charts"), name="--output-dir")
+    output: str = flag(str, "FOLDER", default="charts", name="--output-dir")  # a path, and of any bytes
     """where the charts go (default: %(default)s)"""
     only: tuple[str, ...] | None = flag(_names, "LIST")
     """names of the charts to draw, separated by commas (default: all)"""
@@ -124,9 +120,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         problems.add(
             "no run given; give --baseline-json and --optimized-json, --run NAME=PATH or --sweep PATH (see --help)"
         )
-    existing = next(path for path in (options.output, *options.output.absolute().parents) if path.exists())
+    output = Path(options.output).expanduser()
+    existing = next(path for path in (output, *output.absolute().parents) if path.exists())
     if not existing.is_dir():
-        problems.add(f"--output-dir {options.output}: {existing} is a file, not a folder")
+        problems.add(f"--output-dir {output}: {existing} is a file, not a folder")
     alone = (*RUN_CHARTS, *RECORD_CHARTS.values())
     for name in dict.fromkeys(options.only or ()):
         if name not in alone and not any(name.endswith(f"_{chart}") for chart in SWEEP_CHARTS):
@@ -136,12 +133,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         problems.add("--only names no chart")
     runs, named, records = _read(paths, sweeps, options, problems)
     problems.raise_if_any()
-    absent = _write(runs, named, records, paths, options)
+    absent = _write(runs, named, records, paths, output, options)
     if runs:
         print(console_summary(runs))
     for chart, why in absent.items():
         print(f"not drawn: {chart}: {why}")
-    print(f"charts: {options.output}")
+    print(f"charts: {output}")
     print(next_line(["make", "dashboard"] if IN_CHECKOUT else ["dsgpt", "dashboard"]))
 
 
@@ -209,6 +206,7 @@ def _write(
     sweeps: Mapping[str, suites.Sweep],
     records: Mapping[str, Any],
     paths: Mapping[str, Path],
+    output: Path,
     options: ChartsOptions,
 ) -> dict[str, str]:
     """Write the charts, and comparison.md of runs; each file is written whole or not at all.
@@ -220,6 +218,7 @@ def _write(
         sweeps: by the name with which their charts begin.
         records: what ``READERS`` read, by flag; None where none was given.
         paths: of the runs, by name.
+        output: the folder.
         options: of the command line.
 
     Returns:
@@ -263,14 +262,14 @@ def _write(
         page = comparison_markdown(runs, sources="\n\n".join(changes))
         files["comparison.md"] = page.encode(errors=PRINTABLE)
     try:
-        options.output.mkdir(parents=True, exist_ok=True)
+        output.mkdir(parents=True, exist_ok=True)
         for file, content in files.items():
             if content is None:
-                (options.output / file).unlink(missing_ok=True)
+                (output / file).unlink(missing_ok=True)
             else:
-                write_atomic(options.output / file, content)
+                write_atomic(output / file, content)
     except OSError as error:
-        raise UserError(f"--output-dir {options.output}: cannot be written ({error.strerror})") from error
+        raise UserError(f"--output-dir {output}: cannot be written ({error.strerror})") from error
     whys = dict.fromkeys(RUN_CHARTS, "no run was given")
     whys |= {chart: f"no --{flag} was given" for flag, chart in RECORD_CHARTS.items()}
     missing = [name for name in options.only or () if name not in charts]
