@@ -133,7 +133,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         problems.add("--only names no chart")
     runs, named, records = _read(paths, sweeps, options, problems)
     problems.raise_if_any()
-    absent = _write(runs, named, records, paths, output, options)
+    absent = _write(runs, named, records, paths, output=output, options=options)
     if runs:
         print(console_summary(runs))
     for chart, why in absent.items():
@@ -206,6 +206,7 @@ def _write(
     sweeps: Mapping[str, suites.Sweep],
     records: Mapping[str, Any],
     paths: Mapping[str, Path],
+    *,
     output: Path,
     options: ChartsOptions,
 ) -> dict[str, str]:
