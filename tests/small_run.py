@@ -159,3 +159,8 @@ def within(condition: Callable[[], Any], *, seconds: float = 60) -> Any:
         assert time.monotonic() < end
         time.sleep(0.02)
     return value
+
+
+def without_paths(text: str, folder: Path) -> str:
+    """``text`` with the word FOLDER in place of the path ``folder``, which differs in every run of a test."""
+    return text.replace(str(folder), "FOLDER")

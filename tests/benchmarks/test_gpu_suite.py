@@ -10,9 +10,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from forked_ranks import run_script
 from small_run import REPOSITORY, within
 from stand_in_chunks import started_chunks
-from suite_commands import benchmark
 
 from dsgpt.benchmarks import gpu, plan
 from dsgpt.benchmarks.frame import Record, run_suite
@@ -21,6 +21,7 @@ from dsgpt.benchmarks.gpu_chunks import Proof
 from dsgpt.benchmarks.sweep_cells import SweepPlan
 from dsgpt.common.errors import UserError
 
+COMMAND = REPOSITORY / "src" / "benchmark.py"
 HEAD = {
     "env": {"python_version": "3", "torch_version": "2", "deepspeed_version": "0"},
     "hardware": {
@@ -209,13 +210,13 @@ def test_every_chunk_says_what_it_shows_and_what_passes():
 
 
 def test_a_machine_without_a_gpu_is_refused(tmp_path):
-    done = benchmark("gpu", "--into", tmp_path / "into")
+    done = run_script(COMMAND, ["gpu", "--into", tmp_path / "into"], cwd=REPOSITORY)
     assert done.returncode == 2
     assert re.search(r"error: no NVIDIA GPU answers here \(.*\): --stand_in rehearses the proof", done.stderr)
 
 
 def rehearsed(folder: Path, *words: object) -> tuple[Any, Record]:
-    done = benchmark("gpu", "--stand_in", "--into", folder, *words)
+    done = run_script(COMMAND, ["gpu", "--stand_in", "--into", folder, *words], cwd=REPOSITORY)
     return done, json.loads((folder / "gpu.json").read_text())
 
 

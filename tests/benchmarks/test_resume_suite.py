@@ -1,6 +1,8 @@
 """The resume suite, its core, and the suite of saves."""
 
+import io
 import json
+import time
 
 import pytest
 from forked_ranks import launches_fork, run_script
@@ -14,7 +16,7 @@ from dsgpt.benchmarks.frame import run_suite
 from dsgpt.benchmarks.launch import training_words
 from dsgpt.benchmarks.records import REFERENCE
 from dsgpt.benchmarks.resume import BASELINE, BOUND, Resume, ResumeOptions, cells, core_pairs, core_rewritten
-from dsgpt.benchmarks.saving import SAVES, Saving, SavingOptions
+from dsgpt.benchmarks.saving import BLOCK, MB_PER_SEC, SAVES, Saving, SavingOptions, SlowFile, write_together
 from dsgpt.checkpoints.pieces import MOMENTS
 from dsgpt.training.command import train
 
@@ -155,3 +157,26 @@ def test_moments_that_a_strategy_loses_are_noticed(tmp_path, corpus):
     (checkpoint / "manifest.json").write_text(json.dumps(manifest))
     resumed = trained(copy, tmp_path, corpus, "--resume")
     assert max(abs(resumed[step] - straight[step]) for step in range(SAVED + 1, FEW + 1)) > 400 * BOUND
+
+
+# Saves by number of writers.
+
+
+def test_all_files_of_a_process_share_its_bandwidth():
+    files = [SlowFile(io.BytesIO()) for _ in range(2)]
+    data = bytes(range(256)) * (BLOCK // 256) + b"end"
+    began = time.perf_counter()
+    for file in (*files, files[0]):
+        file.write(data)
+    assert time.perf_counter() - began >= 2 * len(data) / (MB_PER_SEC * 1e6)  # the last block goes at once
+    assert [file.getvalue() for file in files] == [data * 2, data]
+
+
+@pytest.mark.long
+def test_two_processes_write_a_state_in_half_of_the_time(tmp_path):
+    alone, together = (write_together(tmp_path / str(writers), writers, preset="tiny") for writers in (1, 2))
+    size = 3 * 4 * 13_405_248
+    assert size / (MB_PER_SEC * 1e6) < alone
+    assert together < 0.7 * alone
+    written = sum(path.stat().st_size for path in (tmp_path / "2").glob("*.safetensors"))
+    assert size < written < 1.01 * size

@@ -7,8 +7,7 @@ from difflib import ndiff
 
 import pytest
 from chart_records import flat_record, record, scaling, step_lines, write_run, write_sweep
-from messages import without_paths
-from small_run import REPOSITORY
+from small_run import REPOSITORY, without_paths
 
 from dsgpt.benchmarks.records import REFERENCE
 from dsgpt.charts import generate

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from functools import cache
 
 import pytest
-from messages import without_paths
 from recipe_files import resolved
-from small_run import RECIPE, TOKENS, command_line, random_ids, write_recipe, write_tokens
+from small_run import RECIPE, TOKENS, command_line, random_ids, without_paths, write_recipe, write_tokens
 
 from dsgpt.common.errors import Problems, UserError
 from dsgpt.common.text import divisors

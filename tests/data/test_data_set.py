@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from messages import without_paths
-from small_run import SEQUENCE, command_line, random_ids, write_data, write_recipe, write_tokens
+from small_run import SEQUENCE, command_line, random_ids, without_paths, write_data, write_recipe, write_tokens
 from training_runs import errors, read_lines, read_record, resolved
 
 from dsgpt.common.errors import UserError

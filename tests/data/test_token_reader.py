@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from messages import without_paths
-from small_run import command_line, random_ids, write_data, write_recipe, write_tokens
+from small_run import command_line, random_ids, without_paths, write_data, write_recipe, write_tokens
 
 from dsgpt.data import loader
 from dsgpt.data.loader import TokenReader

@@ -9,8 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from messages import without_paths
-from small_run import random_ids, write_tokens
+from small_run import random_ids, without_paths, write_tokens
 
 from dsgpt.data import loader
 from dsgpt.data.data_set import open_data

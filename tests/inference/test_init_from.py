@@ -12,10 +12,9 @@ import pytest
 import torch
 from forked_ranks import run_script
 from harmful_tokenizers import bring_code, seal
-from messages import without_paths
 from published import RunsCode, converted, hub, largest_difference, our_model, publish, published, refusal
 from safetensors.torch import load_file, save_file
-from small_run import REPOSITORY, VOCABULARY, command_line, write_inputs, write_tokenizer
+from small_run import REPOSITORY, VOCABULARY, command_line, without_paths, write_inputs, write_tokenizer
 from training_runs import finished
 from transformers import GPT2Model
 

@@ -15,7 +15,7 @@ from unittest.mock import Mock
 import psutil
 import pytest
 import torch
-from messages import without_paths
+from small_run import without_paths
 
 from dsgpt.machine import device, probe
 from dsgpt.machine.device import CHUNK_BYTES, HUGE_PAGE_BYTES, HugePages, multiplies, packs

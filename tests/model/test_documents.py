@@ -7,8 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from messages import without_paths
-from small_run import END_OF_TEXT, VOCABULARY, command_line, random_ids, write_data, write_recipe, write_tokens
+from small_run import (
+    END_OF_TEXT,
+    VOCABULARY,
+    command_line,
+    random_ids,
+    without_paths,
+    write_data,
+    write_recipe,
+    write_tokens,
+)
 from training_runs import assert_same_training, errors, finished, read_record, resolved, train, write_optimizer_recipe
 
 from dsgpt.benchmarks import stand_in_gpu

@@ -11,7 +11,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-from messages import without_paths
+from small_run import without_paths
 
 from dsgpt.common.errors import UserError
 from dsgpt.machine.topology import Topology

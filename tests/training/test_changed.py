@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from messages import without_paths
-from small_run import RECIPE, command_line, random_ids, write_data, write_recipe, write_tokens
+from small_run import RECIPE, command_line, random_ids, without_paths, write_data, write_recipe, write_tokens
 from training_runs import Killed, checkpoints, errors, read_lines, read_record, resume
 
 from dsgpt.checkpoints.manifest import Change, parse_manifest, read_run_state

@@ -5,8 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from messages import without_paths
-from small_run import RECIPE, command_line, write_recipe
+from small_run import RECIPE, command_line, without_paths, write_recipe
 from training_runs import LONG, checkpoints, damage, errors, read_lines, read_record, resume, rewrite, stop_after_9
 
 from dsgpt.checkpoints import store

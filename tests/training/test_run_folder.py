@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from messages import without_paths
-from small_run import command_line, write_inputs
+from small_run import command_line, without_paths, write_inputs
 from training_runs import LONG, Killed, checkpoints, damage, errors, read_record, resume, rewrite
 
 from dsgpt.training import run, saving, trainer

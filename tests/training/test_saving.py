@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from messages import without_paths
 from safetensors.torch import load_file
-from small_run import command_line, write_data, write_recipe
+from small_run import command_line, without_paths, write_data, write_recipe
 from torch.utils.data import DataLoader, _utils
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 from training_runs import LONG, SCRIPT, assert_same_training, checkpoints, errors, read_record
