@@ -136,6 +136,14 @@ def test_a_wait_is_recorded(ledger, what):
     assert ["synchronizing CUDA operation" in str(one.message) for one in caught] == [True] * (what not in UNREPORTED)
 
 
+@pytest.mark.usefixtures("ledger")
+def test_a_tensor_is_moved_to_another_as_pytorch_does_and_both_names_of_the_stream_are_one():
+    one = torch.ones(2)
+    moved = on_gpu(2).to(one, False, True)
+    assert (moved.device.type, one.to(one) is one, one.to(one, False, True) is one) == ("cpu", True, False)
+    assert torch.accelerator.current_stream() is torch.cuda.current_stream()
+
+
 def test_a_copy_says_how_it_was_made(ledger):
     host = torch.ones(1000)
     pinned = host.pin_memory()

@@ -476,6 +476,7 @@ class _Cuda:
         self.current, self._debug_mode = 0, 0
         kinds: tuple[type, ...] = (Event, Stream)
         self.classes = {kind.__name__: type(kind.__name__, (kind,), {"ledger": ledger}) for kind in kinds}
+        self._stream = self.classes["Stream"]()
         self._make, self._from, self._list = torch.tensor, torch.as_tensor, torch.Tensor.tolist
         self._name, self._array = torch.Tensor.type, torch.Tensor.numpy
 
@@ -485,7 +486,7 @@ class _Cuda:
 
     def functions(self) -> dict[str, Any]:
         """By name in ``torch.cuda``."""
-        ledger, random, stream = self._ledger, self._operators.random, self.classes["Stream"]()
+        ledger, random, stream = self._ledger, self._operators.random, self._stream
         properties = SimpleNamespace(
             **{"name": NAME, "major": 9, "minor": 0, "total_memory": ledger.memory, "multi_processor_count": 132},
             **{"uuid": "00000000-0000-0000-0000-000000000000", "L2_cache_size": 50 << 20, "warp_size": 32},
@@ -565,8 +566,8 @@ class _Cuda:
 
     def _to(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         copies, like = bool(kwargs.pop("copy", False)), kwargs.pop("other", args[0] if args else None)
-        if isinstance(like, Tensor):
-            args = (like.device, like.dtype, *args[1:])
+        if isinstance(like, Tensor):  # behind it ``non_blocking`` and ``copy``, of which torch parses only the first
+            copies, args = copies or any(args[2:]), (like.device, like.dtype, *args[1:2])
         device, dtype, asynchronous, layout = torch._C._nn._parse_to(*args, **kwargs)
         more = {"memory_format": layout} if layout is not None else {}
         source, dtype = self._tags.kind(tensor), dtype or tensor.dtype
