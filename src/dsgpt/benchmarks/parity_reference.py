@@ -131,8 +131,9 @@ def train_reference(config: RunConfig, device: torch.device, split: Split) -> Me
     masters = {name: value.detach().float().clone().requires_grad_() for name, value in model.named_parameters()}
     decayed, plain = [w for w in masters.values() if w.dim() > 1], [w for w in masters.values() if w.dim() == 1]
     groups = [{"params": decayed, "weight_decay": how.weight_decay}, {"params": plain, "weight_decay": 0.0}]
-    optimizer: torch.optim.Optimizer = torch.optim.AdamW(groups, lr=how.lr, betas=how.betas, eps=how.eps)
-    if how.type == "SGD":
+    if how.type == "AdamW":  # each writes its defaults into the groups
+        optimizer: torch.optim.Optimizer = torch.optim.AdamW(groups, lr=how.lr, betas=how.betas, eps=how.eps)
+    else:
         optimizer = torch.optim.SGD(groups, lr=how.lr, momentum=how.momentum, nesterov=how.nesterov)
     for step in range(1, config.total_steps + 1):
         lr = learning_rate(recipe.scheduler, base=how.lr, total_steps=config.total_steps, step=step)

@@ -128,8 +128,7 @@ def measure_memory(flags: list[str], folder: Path, *, witness: bool, estimate: d
         flags: of ``src/gpt2.py``.
         folder: of the cell.
         witness: whether PyTorch's MemTracker measures a step too.
-        estimate: arguments of ``strategies.deepspeed.estimates.estimated_bytes``; None for strategies that it does not
-            know.
+        estimate: arguments of DeepSpeed's ``estimated_bytes``; None for strategies that it does not know.
 
     Raises:
         UserError: the product refuses the combination.
