@@ -1,5 +1,6 @@
 """What experiment trackers hold after a run and after a resumed one, and what happens when one fails."""
 
+import contextlib
 import csv
 import json
 import os
@@ -9,13 +10,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import Mock
 
 import pytest
 from small_run import command_line
 from training_runs import LONG, read_record, resolved, resume, stop_after_9
 
 from dsgpt.training.command import train as train_here
-from dsgpt.training.trackers import CsvTracker, Row, open_trackers, row_of
+from dsgpt.training.trackers import CsvTracker, Row, TrackedRun, open_trackers, row_of
 
 # What each tracker stored, read with its own reader where it has one.
 
@@ -272,6 +274,18 @@ def test_a_tracker_that_cannot_be_opened_does_not_stop_the_run(stopped, finished
 def test_a_table_begun_at_a_resume_has_the_earlier_steps(stopped, finished_run):
     assert resume(stopped, finished_run, track="csv") == 0
     assert [step for step, _ in READERS["csv"](stopped / "trackers").metrics["loss"]] == list(range(1, 13))
+
+
+def test_a_kill_while_the_table_is_written_anew_leaves_the_old_one(tmp_path, monkeypatch):
+    run = TrackedRun(run_dir=tmp_path, folder=tmp_path, run_id="0", settings={}, done=0)
+    with contextlib.closing(CsvTracker(run)) as table:
+        table.log([Row(1, {"loss": 2.5}), Row(2, {"loss": 2.25})])
+    before = (tmp_path / "metrics.csv").read_bytes()
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.5}\n')
+    monkeypatch.setattr("dsgpt.training.trackers.row_of", Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        CsvTracker(run)
+    assert (tmp_path / "metrics.csv").read_bytes() == before
 
 
 def test_only_the_main_rank_tracks(finished_run, tmp_path):

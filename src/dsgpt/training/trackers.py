@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dsgpt.common.errors import is_number
-from dsgpt.common.files import write_json_atomic
+from dsgpt.common.files import append_to, write_atomic, write_json_atomic
 from dsgpt.common.json_files import clipped_text, read_object
 from dsgpt.config.run_config import RunConfig
 from dsgpt.record.schema import STEPS_FILE, RunRecord, read_steps
@@ -171,20 +171,27 @@ class CsvTracker(Tracker):
     """Appends rows; a resumed run first writes those of ``metrics.jsonl``, already cut back to its checkpoint."""
 
     def __init__(self, run: TrackedRun) -> None:
-        steps = run.run_dir / STEPS_FILE
-        self._file = (run.folder / CSV_FILE).open("w", encoding="utf-8", newline="")
-        self._table = csv.DictWriter(self._file, COLUMNS, lineterminator="\n")
-        self._table.writeheader()
-        self.log([row_of(line) for line in read_steps(steps)] if steps.exists() else [])
+        path, steps = run.folder / CSV_FILE, run.run_dir / STEPS_FILE
+        earlier = [row_of(line) for line in read_steps(steps)] if steps.exists() else []
+        write_atomic(path, (",".join(COLUMNS) + "\n").encode() + self._text(earlier))
+        self._file = append_to(path)  # unbuffered: a row that a full disk refused must not be written later
 
     def log(self, rows: list[Row]) -> None:
-        """Append the rows, with an empty cell for what a row lacks, and hand them to the operating system.
+        """Append the rows, and hand them to the operating system."""
+        waiting = self._text(rows)
+        while waiting:
+            waiting = waiting[self._file.write(waiting) :]
+
+    def _text(self, rows: list[Row]) -> bytes:
+        """The rows, with an empty cell for what a row lacks.
 
         Raises:
             ValueError: a row has a metric without a column.
         """
-        self._table.writerows({"step": row.step, **row.metrics} for row in rows)
-        self._file.flush()
+        buffer = io.StringIO()
+        table = csv.DictWriter(buffer, COLUMNS, lineterminator="\n")
+        table.writerows({"step": row.step, **row.metrics} for row in rows)
+        return buffer.getvalue().encode()
 
     def flush(self) -> None:
         """Make the rows durable."""
