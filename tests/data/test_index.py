@@ -108,3 +108,19 @@ def test_rows_are_compared_with_their_hash(prepare_here, bytes_tokenizer, tmp_pa
     assert "the source was written again since, with as many bytes; the tokens decode" in said(1)
     os.utime(path, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
     assert "the source is unchanged, but this text is not there; the tokens decode" in said(1)
+
+
+def test_lines_with_a_byte_order_mark_or_bad_text_are_compared(prepare_here, bytes_tokenizer, tmp_path: Path, capsys):
+    rows = [
+        b'\xef\xbb\xbf{"text": "a"}',
+        b'{"id": "x", "text": "\\ud800"}',
+        b'{"text": "\xff"}',
+        *[b'{"text": "b"}'] * 9,
+    ]
+    (path := tmp_path / "rows.jsonl").write_bytes(b"\n".join(rows))
+    flags = ("--tokenizer", bytes_tokenizer, "--on_bad_text", "replace", "--output_dir", "out")
+    prepare_here("--input", path, *flags, cwd=tmp_path)
+    for split in ("train", "val"):
+        for number in range(len(open_index(open_token_file(Path(f"out/{split}.bin"))))):
+            where.main([f"out/{split}.bin", "--document", str(number)])
+    assert capsys.readouterr().out.count("with this text there; the tokens decode to this text") == len(rows)

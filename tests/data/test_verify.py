@@ -70,14 +70,16 @@ def test_texts_are_compared_with_the_hashes_of_the_index(prepared: Path, tmp_pat
     entries.tofile(path.with_suffix(".index"))
     what = f"has other hashes than the text of 1 document of val.bin (number {len(entries) - 1})"
     assert faults(path) == [f"{folder}/val.index: {what}; make the data again"]
-    place.write_text(json.dumps(json.loads(place.read_text()) | {"normalizer": {"type": "Lowercase"}}))
-    check(path)
-    assert f"texts      not compared: {folder}/tokenizer: is not the tokenizer" in capsys.readouterr().out
-    facts = json.loads(sidecar.read_text())
-    facts["tokenizer"]["sha256"] = hashlib.sha256(place.read_bytes()).hexdigest()
-    sidecar.write_text(json.dumps(facts))
-    check(path)
-    assert "not compared: its tokenizer does not give every text back unchanged" in capsys.readouterr().out
+    state = json.loads(place.read_text())
+    for change in ({"normalizer": {"type": "Lowercase"}}, {"pre_tokenizer": {"type": "WhitespaceSplit"}}):
+        place.write_text(json.dumps(state | change))
+        check(path)
+        assert f"texts      not compared: {folder}/tokenizer: is not the tokenizer" in capsys.readouterr().out
+        facts = json.loads(sidecar.read_text())
+        facts["tokenizer"]["sha256"] = hashlib.sha256(place.read_bytes()).hexdigest()
+        sidecar.write_text(json.dumps(facts))
+        check(path)
+        assert "not compared: its tokenizer does not give every text back unchanged" in capsys.readouterr().out
 
 
 def test_contents_are_counted_across_chunks(tmp_path: Path):
@@ -238,6 +240,8 @@ def test_evaluation_texts_in_the_training_data_are_named(with_sentence: Path, tm
     assert SENTENCE in documents_of(with_sentence, "train")[int(document)]
     assert not list(with_sentence.glob("*.card.md"))
     assert "val.bin: compared with 3 texts of" in (said := capsys.readouterr().out) and "1 have fewer than 8" in said
+    evaluation.write_text('{"text": "half a pair: \\ud800"}')
+    assert "is not valid Unicode" in faults(*files, "--against", evaluation)[0]
     evaluation.write_text(json.dumps({"text": rows[0]}))
     assert "--against nowhere: there is no such" in faults(*files, "--against", "nowhere")[0]
     check(*files, "--against", evaluation, "--card", "MIT | see LICENSE")

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from dsgpt.common.errors import UserError
 from dsgpt.common.files import printable, sha256_of
+from dsgpt.data import readers
 from dsgpt.data.index import SourceEntry, document_hash, open_index, read_sources, sources_path
 from dsgpt.data.token_file import TokenFile, TokenFileError
 from dsgpt.data.vocabulary import Vocabulary, open_vocabulary
@@ -174,11 +175,12 @@ def _texts_at(path: Path, address: Address, size: int) -> Iterator[bytes]:
             with path.open("rb") as file:
                 file.seek(address.place)
                 data = file.readline() if path.suffix == ".jsonl" else file.read()
-            text = data.decode()
-            values = (
-                json.loads(text).values() if path.suffix == ".jsonl" else (text, data[:size].decode("utf-8", "ignore"))
-            )
-        yield from (value.encode() for value in values if isinstance(value, str))
+            text, bad = readers.decoded(data, "")
+            if path.suffix == ".jsonl":
+                values = json.loads(text if bad else data).values()
+            else:
+                values = (text, data[:size].decode("utf-8", "ignore"))
+        yield from (readers.checked(value, "")[1] for value in values if isinstance(value, str))
 
 
 def change_of(source: SourceEntry, path: Path) -> str:

@@ -158,6 +158,7 @@ def _sized(source: Source, *, cuts: bool, val_fraction: float, whitespace_only: 
             for part in file.cut(file):
                 yield Reading(number=number, file=replace(file, read=part.read)), part.size
         else:
+            file = replace(file, data=None)  # noqa: PLW2901 - its parts are read from the disk, and sent to workers
             middle = _place_of_cut(file, val_fraction=val_fraction) if lone else size
             for start, end, position in ((0, middle, _TRAIN), (middle, size, _VAL)) if lone else ((0, size, None),):
                 facts = Large(role="facts", position=position)

@@ -165,7 +165,7 @@ RANGE_BYTES = 1 << 24
 """Least size of a range of rows."""
 
 
-def _checked(value: object, where: str) -> tuple[str, bytes, str]:
+def checked(value: object, where: str) -> tuple[str, bytes, str]:
     """``value`` as text that UTF-8 can encode, None as the empty text; in UTF-8; and why some of it was replaced.
 
     Half of a surrogate pair, which an escape in JSON can write, is replaced by U+FFFD.
@@ -230,7 +230,7 @@ def read_json_lines(
             if text_key not in row:
                 names = ", ".join(map(repr, row)) or "no keys at all"
                 raise UserError(f"{where}: has no key {text_key!r}, it has {names}; name the right one with --text_key")
-            text, data, mended = _checked(row[text_key], where)
+            text, data, mended = checked(row[text_key], where)
             key = str(row.get(key_field, f"{file.key}:{number}"))
             yield Document(key, text, data, len(line), place, bad or mended)
 
@@ -306,7 +306,7 @@ def _documents(
         )
     values = (value for batch in batches for value in batch.column(text_key).to_pylist())
     for row, value in enumerate(values, start=first):
-        text, data, bad = _checked(value, f"{file.path}: row {row + 1}")
+        text, data, bad = checked(value, f"{file.path}: row {row + 1}")
         yield Document(f"{file.key}:{row + 1}", text, data, len(text) if size is None else size, row, bad)
 
 

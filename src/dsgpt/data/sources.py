@@ -74,9 +74,15 @@ class Source:
         return digest.hexdigest()
 
     def documents(self) -> Iterator[tuple[SourceFile, Document]]:
-        """Every document with its file, in a fixed order; empty ones (nothing but space) included."""
+        """Every document with its file, in a fixed order; empty ones (nothing but space) included.
+
+        Raises:
+            UserError: a text is not valid Unicode.
+        """
         for file in self.files:
             for document in file.read(file):
+                if document.bad:
+                    raise UserError(document.bad)
                 yield file, document
 
 
@@ -121,7 +127,7 @@ def own_source(inputs: Sequence[Path], *, text_key: str | None, output_dir: Path
         if status and not named and not stat.S_ISREG(status.st_mode):  # a pipe or a socket
             binary += 1
             continue
-        if status and not name.endswith((*_SAVED, *_PACKED)):
+        if status and name not in _SAVED and not name.endswith(_PACKED):
             with path.open("rb", buffering=0) as opened:
                 data = opened.read(_SNIFFED_BYTES)
                 if b"\0" in data and not named:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
+from tokenizers.pre_tokenizers import ByteLevel
 
 from dsgpt.common.command_line import flag, read_options, value, whole
 from dsgpt.common.errors import Problems, UserError
@@ -43,6 +44,8 @@ CHUNK = 1 << 22
 """Ids that are read at once."""
 _NAMED = 3
 """Most documents that a line names."""
+_CHANGING = ('"add_prefix_space": true', "Removed", "Whitespace", "CharDelimiter", "Metaspace", "Bert")
+"""Settings and kinds of splitters that add something to a text, or drop some of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,7 +160,7 @@ def _checked_index(file: TokenFile, stops: NDArray[np.int64]) -> Entries:
 def _comparable(file: TokenFile, entries: Entries | None) -> tuple[Vocabulary | None, str]:
     """The tokenizer whose texts can be compared with the hashes in the index, or why there is none.
 
-    A byte-level tokenizer gives every text back, unless it normalizes the text, or adds or swallows spaces.
+    A byte-level tokenizer with all bytes gives every text back, unless it normalizes the text, or adds or drops spaces.
     """
     if entries is None:
         return None, "there is no index of it"
@@ -167,7 +170,8 @@ def _comparable(file: TokenFile, entries: Entries | None) -> tuple[Vocabulary | 
         return None, str(error)
     state = json.loads(vocabulary.tokenizer.to_str())
     exact = state["normalizer"] is None and (state["decoder"] or {}).get("type") == "ByteLevel"
-    exact &= '"add_prefix_space": true' not in json.dumps(state["pre_tokenizer"])
+    exact &= not any(word in json.dumps(state["pre_tokenizer"]) for word in _CHANGING)
+    exact &= vocabulary.tokenizer.get_vocab().keys() >= set(ByteLevel.alphabet())
     if not exact or any(token["lstrip"] or token["rstrip"] for token in state["added_tokens"]):
         return None, "its tokenizer does not give every text back unchanged"
     return vocabulary, ""

@@ -47,6 +47,11 @@ _SETTINGS = {
 """Those of a trained tokenizer, as transformers writes them."""
 _SAVED_AGAIN = _SETTINGS | {"is_local": True, "local_files_only": True}
 """Those of one of GPT-2's kind that ``save_loaded`` has written: transformers would write its files again unchanged."""
+_BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+_OF_GPT2: dict[str, Any] = {"type": "BPE"} | dict.fromkeys(("dropout", "unk_token"))
+_OF_GPT2 |= dict.fromkeys(("continuing_subword_prefix", "end_of_word_suffix"), "")
+_OF_GPT2 |= dict.fromkeys(("fuse_unk", "byte_fallback", "ignore_merges"), False)
+"""The model in its tokenizer.json, beside vocabulary and merges."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,6 +118,14 @@ def save_trained(tokenizer: Tokenizer, folder: Path) -> None:
     (folder / SETTINGS).write_text(json_text(_SETTINGS), encoding="utf-8")
 
 
+def _is_of_gpt2(state: dict[str, Any]) -> bool:
+    """Whether a tokenizer.json is as transformers writes it for its GPT-2 class, which puts its own splitter there."""
+    model, kept = state["model"], (state["truncation"], state["padding"], state["normalizer"])
+    lists = isinstance(model["vocab"], dict) and isinstance(model["merges"], list)
+    settings = {key: model[key] for key in model if key not in ("vocab", "merges")}
+    return bool(lists and settings == _OF_GPT2 and state["pre_tokenizer"] == _BYTES and kept == (None, None, None))
+
+
 def save_loaded(name: str, folder: Path) -> None:
     """Save the tokenizer ``name``, a local folder or a name on the hub, to ``folder``. Code in it is never run.
 
@@ -123,8 +136,12 @@ def save_loaded(name: str, folder: Path) -> None:
     what = f"--tokenizer {name}"
     local = Path(name).is_dir()
     if local and [path.name for path in tokenizer_files(Path(name))] == [TOKENIZER, SETTINGS]:
-        with contextlib.suppress(JsonError):
-            if not fault_of(Path(name), named=True) and read_object(Path(name) / SETTINGS) == _SAVED_AGAIN:
+        with contextlib.suppress(JsonError, ValueError, LookupError, TypeError, AttributeError):  # as the library says
+            if (
+                not fault_of(Path(name), named=True)
+                and read_object(Path(name) / SETTINGS) == _SAVED_AGAIN
+                and _is_of_gpt2(json.loads((Path(name) / TOKENIZER).read_bytes()))
+            ):
                 copy_tokenizer(Path(name), folder)
                 return
     try:
