@@ -179,7 +179,7 @@ examples:
         self._vocabulary = open_vocabulary(self.folder / "tokenizer")
 
     def results(self) -> Iterator[Record]:
-        from dsgpt.data.engine import Gigatoken, Reference  # noqa: PLC0415
+        from dsgpt.data.engine import Gigatoken, Reference, is_disputed  # noqa: PLC0415
 
         fast, reference = Gigatoken(self._vocabulary), Reference(self._vocabulary)
         if not reference.cuts:
@@ -191,10 +191,13 @@ examples:
             codes = [
                 code for code in range(first, min(first + _BATCH, self.options.points)) if not 0xD800 <= code < 0xE000
             ]
-            # A text for each code point; "x\n" keeps its neighbourhoods apart.
-            yield {"what": POINTS} | compared(
-                ["x\n".join(neighbourhoods(chr(code))) for code in codes], fast, reference
-            )
+            # A text for each code point; "x\n" keeps its neighbourhoods apart. One that the reference encodes is alone.
+            alone = [is_disputed(chr(code).encode()) for code in codes]
+            texts = [
+                chr(code) if one else "x\n".join(neighbourhoods(chr(code)))
+                for code, one in zip(codes, alone, strict=True)
+            ]
+            yield {"what": POINTS} | compared(texts, fast, reference)
         if self._points:
             yield {"what": "differing"} | differing(self.options.points)
         if "speed" in self._parts:
