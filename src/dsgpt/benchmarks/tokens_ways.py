@@ -12,6 +12,8 @@ from pathlib import Path
 
 PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 """GPT-2's."""
+FILES = 50_000
+"""Files that the bare engine gets at once. It maps each into memory, and Linux allows a process 65,530 maps."""
 
 
 def bare(text: Path, out: Path, tokenizer: Path) -> None:
@@ -24,8 +26,10 @@ def bare(text: Path, out: Path, tokenizer: Path) -> None:
     engine = gigatoken.Tokenizer.from_json(json.dumps(state | {"added_tokens": []}))
     paths: list[str | Path | PathLike[str]] = [str(path) for path in sorted(text.iterdir())]
     kind = gigatoken.JsonlFileSource if str(paths[0]).endswith(".jsonl") else gigatoken.TextFileSource
-    ids = awkward.to_numpy(awkward.flatten(engine.encode_files(kind(paths))))
-    ids.astype(np.uint16).tofile(out / "train.bin")
+    with (out / "train.bin").open("wb") as file:
+        for first in range(0, len(paths), FILES):
+            ids = awkward.to_numpy(awkward.flatten(engine.encode_files(kind(paths[first : first + FILES]))))
+            ids.astype(np.uint16).tofile(file)
 
 
 def nanogpt(text: Path, out: Path, tokenizer: Path) -> None:
