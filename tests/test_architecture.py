@@ -54,7 +54,7 @@ def modules() -> list[Path]:
 
 
 SCRIPTS = {path.stem for folder in ("src", "charts", "data_prep") for path in (REPOSITORY / folder).glob("*.py")}
-FOUNDATIONS = {"common/*", "config/options", "config/recipe", "machine/topology"}
+FOUNDATIONS = {"common/*", "config/options", "config/recipe", "config/recipe_blocks", "machine/topology"}
 """They need nothing but the standard library and pydantic, which takes 0.1 s to import. DeepSpeed needs it anyway."""
 
 

@@ -16,7 +16,8 @@ from dsgpt.benchmarks.cells import STRATEGIES
 from dsgpt.benchmarks.parity import select, whole_matrix
 from dsgpt.config import compatibility
 from dsgpt.config.options import parse_arguments
-from dsgpt.config.recipe import (
+from dsgpt.config.recipe import merged, recipe_from, sound_recipe
+from dsgpt.config.recipe_blocks import (
     Bf16,
     Fp16,
     OffloadOptimizer,
@@ -24,9 +25,6 @@ from dsgpt.config.recipe import (
     OptimizerRecipe,
     SchedulerRecipe,
     ZeroRecipe,
-    merged,
-    recipe_from,
-    sound_recipe,
 )
 from dsgpt.model.config import PRESETS, GPT2Config
 from dsgpt.planner.formulas import largest_model_state, most_sent_bytes

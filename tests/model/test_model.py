@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from step_counts import Counts
 from torch import nn
 
-from dsgpt.config.recipe import OptimizerRecipe
+from dsgpt.config.recipe_blocks import OptimizerRecipe
 from dsgpt.model import linear_cross_entropy as module
 from dsgpt.model.config import PRESETS, GPT2Config, shape_problems
 from dsgpt.model.gpt2 import GPT2, initial_value, initialize, parameter_shapes

@@ -11,13 +11,13 @@ from small_run import SEQUENCE, TOKENS, random_ids, write_tokens
 
 from dsgpt.config.inputs import InitFrom
 from dsgpt.config.options import LATER_FACTS, TRAINING_FACTS, WORK_FACTS, ChangesTraining, ExecutionOnly, Options
-from dsgpt.config.recipe import (
+from dsgpt.config.recipe import Recipe
+from dsgpt.config.recipe_blocks import (
     ActivationCheckpointing,
     AioRecipe,
     Block,
     OffloadOptimizer,
     OffloadParam,
-    Recipe,
     ZeroRecipe,
 )
 from dsgpt.config.run_config import RunConfig

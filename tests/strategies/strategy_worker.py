@@ -26,7 +26,7 @@ from dsgpt.benchmarks.launch import rank_file
 from dsgpt.benchmarks.parity_rank import whole_state
 from dsgpt.checkpoints.training_state import KeptState, StateReader, complete_state, write_shards
 from dsgpt.common.files import write_json_atomic
-from dsgpt.config.recipe import DdpRecipe, Fp16, FsdpRecipe, TorchStrategies
+from dsgpt.config.recipe_blocks import DdpRecipe, Fp16, FsdpRecipe, TorchStrategies
 from dsgpt.config.run_config import RunConfig
 from dsgpt.formats.tensor_files import DTYPES
 from dsgpt.machine.device import HostGroup, barrier, bring_up, joined

@@ -10,7 +10,7 @@ import pytest
 import torch
 from deepspeed.runtime import lr_schedules
 
-from dsgpt.config.recipe import OptimizerRecipe, SchedulerRecipe
+from dsgpt.config.recipe_blocks import OptimizerRecipe, SchedulerRecipe
 from dsgpt.strategies.base import build_optimizer, build_schedule, global_norm, parameter_groups
 
 

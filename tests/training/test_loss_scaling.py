@@ -12,7 +12,7 @@ from forked_ranks import run_script
 from training_runs import SHAPE, data_flags, finished, resolved, write_optimizer_recipe
 
 from dsgpt.common.errors import NonFiniteError
-from dsgpt.config.recipe import Fp16, LossScaling, ZeroRecipe
+from dsgpt.config.recipe_blocks import Fp16, LossScaling, ZeroRecipe
 from dsgpt.config.run_config import RunConfig
 from dsgpt.machine.device import joined
 from dsgpt.machine.launcher import exit_rank

@@ -27,7 +27,7 @@ from torch import Tensor
 from dsgpt.benchmarks.cells import ACCUMULATED, EVERY, RATE_BOUND
 from dsgpt.benchmarks.launch import write_end
 from dsgpt.benchmarks.parity import Bounds, Split
-from dsgpt.config.recipe import SchedulerRecipe
+from dsgpt.config.recipe_blocks import SchedulerRecipe
 from dsgpt.config.run_config import RunConfig
 from dsgpt.data.loader import Batch
 from dsgpt.formats.tensor_files import DTYPES

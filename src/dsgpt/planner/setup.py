@@ -11,7 +11,8 @@ from typing import Any
 
 from dsgpt.common.errors import UserError
 from dsgpt.common.text import divisors
-from dsgpt.config.recipe import Recipe, ZeroRecipe
+from dsgpt.config.recipe import Recipe
+from dsgpt.config.recipe_blocks import ZeroRecipe
 from dsgpt.machine.topology import ParallelSizes
 from dsgpt.model.config import GPT2Config, decays
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from dsgpt.checkpoints.training_state import Counters, LossScaleState, Shards, StateReader
 from dsgpt.common.errors import NonFiniteError
-from dsgpt.config.recipe import LossScaling, OptimizerRecipe, SchedulerRecipe
+from dsgpt.config.recipe_blocks import LossScaling, OptimizerRecipe, SchedulerRecipe
 from dsgpt.config.run_config import RunConfig
 from dsgpt.data.loader import Batch
 from dsgpt.model.config import STATE_NAMES, decays
