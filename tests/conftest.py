@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from forked_ranks import launches_fork, start_server
+from hypothesis import settings
 from scheduling import SHARED, folder_of, pytest_collection_modifyitems, pytest_xdist_make_scheduler  # noqa: F401
 from small_run import REPOSITORY, command_line, write_inputs
 from system_packages import MAY_LACK, command, lacking
@@ -18,6 +19,9 @@ from system_packages import MAY_LACK, command, lacking
 from dsgpt.benchmarks.cells import SEQUENCE, VALIDATION_WINDOWS, Corpus, cut_validation, prepare_corpus
 from dsgpt.common.command_line import raise_on_signals
 from dsgpt.training.command import train
+
+settings.register_profile("seeded", derandomize=True, deadline=None, database=None)
+settings.load_profile("seeded")
 
 
 @pytest.fixture(scope="module", autouse=True)

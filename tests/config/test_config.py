@@ -1,17 +1,20 @@
 """How a request is resolved: flags over JSON over defaults, with the data and the launcher, and its global batch."""
 
-import itertools
 import re
 from collections.abc import Sequence
 from functools import cache
+from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from recipe_files import resolved
 from small_run import RECIPE, TOKENS, command_line, random_ids, without_paths, write_recipe, write_tokens
 
 from dsgpt.common.errors import Problems, UserError
 from dsgpt.common.text import divisors
 from dsgpt.config.run_config import BatchPlan, plan_batch
+from dsgpt.data.order import SampleOrder
 from dsgpt.machine import device as cpu_kernels
 from dsgpt.machine.topology import read_topology
 from dsgpt.training.command import train
@@ -19,30 +22,66 @@ from dsgpt.training.command import train
 # How a request is resolved: flags over JSON over defaults, with the data and the launcher.
 
 
-def test_a_flag_overrides_the_json_and_the_json_the_default(here):
-    plain = resolved(here)
-    assert (plain.batch.global_batch_size, plain.steps_per_print, plain.precision) == (8, 10, "fp32")
-    write_recipe(here / "recipe.json", RECIPE, steps_per_print=7, bf16={"enabled": True})
-    written = resolved(here)
-    assert (written.steps_per_print, written.precision) == (7, "bf16")
-    asked = resolved(here, steps_per_print=3, precision="fp32", global_batch_size=4)
-    assert (asked.steps_per_print, asked.precision, asked.batch.global_batch_size) == (3, "fp32", 4)
+SPLIT = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+AS_FLAGS = ("micro_batch_size_per_gpu", "grad_accum_steps")
 
 
-@pytest.mark.parametrize(
-    ("flags", "split"),
-    [
-        ({}, (8, 4, 2)),
-        ({"grad_accum_steps": 8}, (8, 1, 8)),
-        ({"micro_batch_size_per_gpu": 2}, (8, 2, 4)),
-        ({"global_batch_size": 16, "micro_batch_size_per_gpu": 2}, (16, 2, 8)),
-    ],
-)
-def test_a_flag_for_one_part_of_the_split_drops_the_jsons_other_part(here, flags, split):
-    """So it never changes the global batch."""
-    write_recipe(here / "recipe.json", RECIPE, train_micro_batch_size_per_gpu=4, gradient_accumulation_steps=2)
-    batch = resolved(here, **flags).batch
-    assert (batch.global_batch_size, batch.micro_batch_size, batch.gradient_accumulation_steps) == split
+@st.composite
+def requested(draw: st.DrawFn) -> tuple[dict[str, Any], dict[str, Any], int]:
+    """A recipe, flags and ranks. Most of their sizes fit together; each may be another, and all but one be left out."""
+    ranks, micro, steps = (draw(st.integers(1, most)) for most in (4, 3, 3))
+
+    def size(value: int) -> st.SearchStrategy[int]:
+        return st.sampled_from([value, value, value, 5])
+
+    total, split = size(ranks * micro * steps), (size(micro), size(steps))
+    lines = {"steps_per_print": st.integers(1, 99)}
+    low = {"bf16": st.builds(lambda on: {"enabled": on}, st.booleans())}
+    flags = {"global_batch_size": total, "precision": st.sampled_from(["fp32", "bf16"])}
+    recipe = st.fixed_dictionaries(
+        {"train_batch_size": total}, optional=dict(zip(SPLIT, split, strict=True)) | lines | low
+    )
+    asked = st.fixed_dictionaries({}, optional=dict(zip(AS_FLAGS, split, strict=True)) | lines | flags)
+    return draw(recipe), draw(asked), ranks
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(requested())
+def test_a_request_is_refused_or_the_same_work_on_any_ranks(here, request):
+    """A flag overrides the JSON, and the JSON the default; a flag for a part of the split drops the JSON's other part.
+
+    It is refused only if no split has the sizes that were given.
+    """
+    recipe, flags, ranks = request
+    write_recipe(here / "recipe.json", RECIPE, **recipe)
+    total = flags.get("global_batch_size", recipe["train_batch_size"])
+    micro, steps = (flags.get(name) for name in AS_FLAGS)
+    if micro is steps is None:
+        micro, steps = (recipe.get(name) for name in SPLIT)
+    share = total / ranks
+    splits = (
+        share % (micro or 1) == 0 and share % (steps or 1) == 0 and (not (micro and steps) or micro * steps == share)
+    )
+    places = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(ranks), "TORCHELASTIC_RUN_ID": "x"}
+    try:
+        config = resolved(here, places, run_type="ddp", max_train_steps=None, **flags)
+    except UserError as error:
+        assert not splits
+        assert len(error.problems) == 1 and str(total) in error.problems[0]
+        return
+    assert splits
+    batch = config.batch
+    assert (batch.global_batch_size, batch.data_parallel_size) == (total, ranks)
+    assert batch.micro_batch_size * batch.gradient_accumulation_steps == share
+    assert (micro or batch.micro_batch_size, steps or batch.gradient_accumulation_steps) == (
+        batch.micro_batch_size,
+        batch.gradient_accumulation_steps,
+    )
+    assert config.steps_per_print == flags.get("steps_per_print", recipe.get("steps_per_print", 10))
+    written = "bf16" if recipe.get("bf16", {}).get("enabled") else "fp32"
+    assert config.precision == flags.get("precision", written)
+    assert config.order == SampleOrder(windows=40, global_batch_size=total, seed=config.options.seed)
+    assert config.total_steps == 40 // total
 
 
 @pytest.mark.parametrize(
@@ -143,12 +182,6 @@ def test_any_seed_works(here):
 # The split of the global batch: micro x accumulation x ranks is the global batch, and no rank count changes it.
 
 
-TOTALS = (None, 1, 2, 6, 7, 8, 12, 32, 36, 97, 480)
-PARTS = (None, 1, 2, 3, 4, 5, 8, 16, 40, 600)
-RANKS = (1, 2, 3, 4, 6, 8, 64)
-EVERYTHING = list(itertools.product(TOTALS, PARTS, PARTS, RANKS))
-
-
 @cache
 def planned(
     asked: Sequence[int | None], ranks: int, *, enforce: bool = False
@@ -169,76 +202,53 @@ def planned(
     return plan, changed, ""
 
 
-def test_every_plan_keeps_the_given_sizes_and_a_request_is_refused_only_if_none_exists():
-    plans = 0
-    for total, micro, steps, ranks in EVERYTHING:
-        plan, changed, line = planned((total, micro, steps), ranks)
-        assert changed is None
-        if total is None:
-            assert plan is None
-            assert "set train_batch_size in the JSON or --global_batch_size" in line
-            continue
-        if plan is not None:
-            plans += 1
-            assert (plan.global_batch_size, plan.data_parallel_size) == (total, ranks)
-            assert (
-                micro or steps or plan.micro_batch_size == max(each for each in divisors(total // ranks) if each <= 8)
-            )
-            assert plan.micro_batch_size * plan.gradient_accumulation_steps * ranks == total
-            assert micro in (None, plan.micro_batch_size)
-            assert steps in (None, plan.gradient_accumulation_steps)
-            continue
-        fits = [
-            (m, s)
-            for m in ([micro] if micro else range(1, total + 1))
-            for s in ([steps] if steps else range(1, total + 1))
-            if m * s * ranks == total
-        ]
-        assert not fits, (total, micro, steps, ranks, line)
-    assert plans > 300
+@st.composite
+def requests(draw: st.DrawFn) -> tuple[int, int | None, int | None, int]:
+    """Global batch, micro batch, accumulation and ranks; many fit together; two may be left out."""
+    ranks, micro, steps = (draw(st.integers(1, 64)) for _ in range(3))
+    total = draw(
+        st.sampled_from([ranks * micro * steps, ranks * draw(st.integers(1, 500)), draw(st.integers(1, 10**6))])
+    )
+    return total, *(draw(st.sampled_from([value, None])) for value in (micro, steps)), ranks
 
 
-def test_values_named_in_errors_are_valid():
-    named = {"batch": 0, "ranks": 0, "split": 0}
-    for total, micro, steps, ranks in EVERYTHING:
-        plan, _, line = planned((total, micro, steps), ranks)
-        if plan is not None or total is None:
-            continue
+@given(requests())
+def test_a_plan_keeps_the_given_sizes_and_a_request_is_refused_only_if_none_exists(request):
+    """Values that an error names are valid; enforcing keeps the global batch and never raises the micro batch."""
+    total, micro, steps, ranks = request
+    plan, changed, line = planned((total, micro, steps), ranks)
+    assert changed is None
+    forced, changed, _ = planned((total, micro, steps), ranks, enforce=True)
+    if plan is None:
         assert str(total) in line
-        if f"not divisible by {ranks} ranks" in line:
-            batches, counts = line.split("take --global_batch_size ")[1].split(", or ")
-            for batch in re.findall(r"\d+", batches):
-                assert planned((int(batch),), ranks)[0] is not None, line
-                named["batch"] += 1
-            for count in re.findall(r"\d+", counts):
-                assert planned((total,), int(count))[0] is not None, line
-                named["ranks"] += 1
-        else:
-            pairs = re.findall(r"micro batch (\d+) with accumulation (\d+)", line)
-            assert 1 <= len(pairs) <= 2
-            for pair in pairs:
-                assert planned((total, *map(int, pair)), ranks)[0] is not None, line
-                named["split"] += 1
-            assert "--enforce_global_batch_size" in line
-    assert min(named.values()) > 50
+    if total % ranks:
+        assert plan is forced is None
+        batches, counts = line.split("take --global_batch_size ")[1].split(", or ")
+        assert all(planned((int(batch),), ranks)[0] for batch in re.findall(r"\d+", batches)), line
+        assert all(planned((total,), int(count))[0] for count in re.findall(r"\d+", counts)), line
+        return
+    share = total // ranks
+    for found in filter(None, (plan, forced)):
+        assert (found.global_batch_size, found.data_parallel_size) == (total, ranks)
+        assert found.micro_batch_size * found.gradient_accumulation_steps == share
+    fits = [each for each in divisors(share) if micro in (None, each) and steps in (None, share // each)]
+    if plan is None:
+        assert not fits, line
+        pairs = re.findall(r"micro batch (\d+) with accumulation (\d+)", line)
+        assert 1 <= len(pairs) <= 2
+        assert all(planned((total, *map(int, pair)), ranks)[0] for pair in pairs), line
+        assert "--enforce_global_batch_size" in line
+        assert forced.micro_batch_size <= (micro or share)
+        assert f"the global batch of {total} is kept" in changed
+        assert f"became {forced.micro_batch_size} and {forced.gradient_accumulation_steps}" in changed
+    else:
+        assert plan == forced and changed is None
+        assert plan.micro_batch_size == (fits[0] if micro or steps else max(each for each in fits if each <= 8))
 
 
-def test_enforcing_keeps_the_global_batch_and_never_raises_the_micro_batch():
-    changes = 0
-    for total, micro, steps, ranks in EVERYTHING:
-        if total is None or total % ranks:
-            continue
-        plan, changed, line = planned((total, micro, steps), ranks, enforce=True)
-        assert line == ""
-        assert plan.micro_batch_size * plan.gradient_accumulation_steps * ranks == plan.global_batch_size == total
-        plain = planned((total, micro, steps), ranks)[0]
-        assert (changed is None) == (plain is not None)
-        if plain is not None:
-            assert plan == plain
-        elif micro is not None:
-            assert plan.micro_batch_size <= micro
-        if changed:
-            changes += 1
-            assert f"the global batch of {total} is kept" in changed
-            assert f"became {plan.micro_batch_size} and {plan.gradient_accumulation_steps}" in changed
-    assert changes > 100
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_a_missing_global_batch_is_refused(ranks):
+    """DeepSpeed would multiply the split by the ranks."""
+    plan, changed, line = planned((None, 2, 3), ranks)
+    assert plan is changed is None
+    assert "set train_batch_size in the JSON or --global_batch_size" in line

@@ -1,7 +1,6 @@
 """Token files, the order of their windows, and the loader."""
 
 import json
-import random
 import tracemalloc
 from collections.abc import Iterable
 from pathlib import Path
@@ -9,6 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from small_run import random_ids, without_paths, write_tokens
 
 from dsgpt.data import loader
@@ -133,29 +134,65 @@ def test_many_steps_at_once_are_the_same_and_may_cross_epochs():
     assert order.batches(3, 18).tolist() == np.concatenate(epochs)[3:18].tolist()
 
 
-CASES = [(random.Random(case).randint(1, 400), random.Random(case + 1).randint(1, 40), case) for case in range(40)]
-
-
-@pytest.mark.parametrize(("windows", "batch", "seed"), [(max(case[:2]), min(case[:2]), case[2]) for case in CASES])
-def test_any_order(windows, batch, seed):
+@given(st.data())
+def test_any_order(data: st.DataObject):
     """Each window of an epoch once, a resumed run as one that never stopped, and ranks that share a batch exactly."""
-    order, draw = SampleOrder(windows=windows, global_batch_size=batch, seed=seed), random.Random(seed)
+    ranks, micro, accumulation = (data.draw(st.integers(1, most)) for most in (8, 6, 4))
+    batch = ranks * micro * accumulation
+    windows, seed = data.draw(st.integers(batch, 5 * batch)), data.draw(st.integers(0, 2**70))
+    order = SampleOrder(windows=windows, global_batch_size=batch, seed=seed)
     steps = 3 * order.steps_per_epoch
     whole = order.batches(0, steps)
     for epoch in np.split(whole, 3):
         assert len(np.unique(epoch)) == epoch.size == order.steps_per_epoch * batch
         assert 0 <= epoch.min() <= epoch.max() < windows
-    first, end = sorted(draw.sample(range(steps + 1), 2))
+    first, end = sorted(data.draw(st.tuples(*[st.integers(0, steps)] * 2)))
     assert np.array_equal(order.batches(first, end), whole[first:end])
-    samples = np.array([draw.randrange(whole.size) for _ in range(9)])
+    samples = np.array(data.draw(st.lists(st.integers(0, whole.size - 1), min_size=1)))
     assert np.array_equal(order.at(samples), whole.ravel()[samples])
-    ranks = draw.choice([ranks for ranks in range(1, batch + 1) if batch % ranks == 0])
-    micro = draw.choice([micro for micro in range(1, batch // ranks + 1) if batch // ranks % micro == 0])
-    sizes = {"micro_batch_size": micro, "gradient_accumulation_steps": batch // ranks // micro}
-    shares = [RankShare(**sizes, data_rank=rank, data_parallel_size=ranks) for rank in range(ranks)]
-    read = [list(training_windows(order, share, range(first, end))) for share in shares]
-    together = np.array(read).reshape(ranks, end - first, -1).swapaxes(0, 1).reshape(end - first, batch)
+    sizes = {"micro_batch_size": micro, "gradient_accumulation_steps": accumulation, "data_parallel_size": ranks}
+    read = [
+        list(training_windows(order, RankShare(**sizes, data_rank=rank), range(first, end))) for rank in range(ranks)
+    ]
+    together = np.array(read).reshape(ranks, end - first, batch // ranks).swapaxes(0, 1).reshape(end - first, batch)
     assert np.array_equal(together, whole[first:end])
+
+
+DRAWS, LEVEL = 3000, 1e-3
+"""Permutations that are counted, and the probability below which a count is no chance. Keys are fixed, so the test
+always gives the same answer; a fair order fails it for one choice of keys in 125."""
+
+
+def chance(counts: np.ndarray, *, freedom: int, factor: float = 1.0) -> float:
+    """The probability of a chi-square as large as that of ``counts``, whose cells are all equally likely."""
+    expected = counts.sum() / counts.size
+    statistic = factor * ((counts - expected) ** 2 / expected).sum()
+    return float(
+        torch.special.gammaincc(*(torch.tensor(value / 2, dtype=torch.float64) for value in (freedom, statistic)))
+    )
+
+
+@pytest.mark.parametrize("size", [13, 17])
+def test_every_window_is_as_likely_at_every_place(size):
+    """Also beside its neighbour, in the next epoch and under the next seed.
+
+    The counts of places and windows are those of rankings, whose rows and columns have fixed sums (Anderson 1959).
+    """
+    orders = [SampleOrder(windows=size, global_batch_size=size, seed=seed) for seed in range(DRAWS // 3)]
+    epochs = np.stack([order.batches(0, 3) for order in orders])  # (seeds, epochs, windows)
+    places = np.stack([(epochs == window).sum(axis=(0, 1)) for window in range(size)])
+    found = {"places": chance(places, freedom=(size - 1) ** 2, factor=(size - 1) / size)}
+    pairs = {
+        "epochs": epochs[:, :2, 0],
+        "seeds": epochs[:, 0, 0].reshape(-1, 2),
+        "neighbours": epochs[..., :2].reshape(-1, 2),
+    }
+    for name, (one, other) in ((name, pair.T) for name, pair in pairs.items()):
+        counts = np.bincount(one * size + other, minlength=size**2)
+        if name == "neighbours":  # never the same window
+            counts = counts[np.arange(size**2) % (size + 1) != 0]
+        found[name] = chance(counts, freedom=len(counts) - 1)
+    assert min(found.values()) > LEVEL, found
 
 
 def test_ten_billion_samples_cost_no_table():

@@ -5,8 +5,11 @@ import itertools
 import json
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from small_run import REPOSITORY, command_line, write_inputs
 
 from dsgpt.benchmarks.plan import cells
@@ -211,6 +214,48 @@ def test_offload_starts_with_one_copy_of_its_part_and_saves_with_a_buffer(setup)
     assert peaks["start"] == pytest.approx((2 + 2 / 8) * elements, rel=1e-3)
     assert peaks["save"] == pytest.approx(2 * (elements + embedding), rel=1e-3)
     assert peak_memory(training, device="cuda").total == max(peaks.values()) < 14.4e9
+
+
+ZERO = ["zero0", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload"]
+LARGER = {"seq_length": 64, "micro_batch_size": 3, "gradient_accumulation_steps": 2}
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
+@given(st.data())
+def test_more_work_needs_no_less_memory_and_more_ranks_no_more(setup, data):
+    """Of ZeRO, for the worst rank: longer sequences, larger or more micro batches, a wider or deeper model, more words.
+
+    ZeRO pads every parameter, or all together, to a multiple of the ranks. Of more ranks, only that may need more.
+    """
+    recipe, precision, device = (
+        data.draw(st.sampled_from(some)) for some in (ZERO, ("fp32", "bf16", "fp16"), ("cpu", "cuda"))
+    )
+    heads, ranks = data.draw(st.integers(1, 8)), data.draw(st.integers(2, 64))
+    model = GPT2Config(
+        n_layer=data.draw(st.integers(1, 6)),
+        n_head=heads,
+        n_embd=heads * data.draw(st.integers(2, 40)),
+        block_size=256,
+        vocab_size=data.draw(st.integers(10, 9000)),
+    )
+    fields = {
+        "model": model,
+        "world_size": ranks,
+        "precision": precision,
+        "activation_checkpointing": data.draw(st.booleans()),
+    }
+    fields |= {name: data.draw(st.integers(1, most)) for name, most in LARGER.items()}
+
+    def need(**changes: Any) -> int:
+        return worst_peak(setup(recipe, **fields | changes), device=device)[1].total
+
+    now = need()
+    for name in LARGER:
+        assert need(**{name: fields[name] * 2}) >= now, name
+    for changes in ({"n_layer": model.n_layer + 1}, {"n_embd": 2 * model.n_embd}, {"vocab_size": 2 * model.vocab_size}):
+        assert need(model=replace(model, **changes)) >= now, changes
+    more = ranks * data.draw(st.integers(2, 8))
+    assert need(world_size=more) <= now + 4 * more * len(model_parameters(model))
 
 
 STAY = {"zero0": 0, "zero1": 4, "zero2": 0, "zero2_offload": 4 / 8, "zero3": 4 / 8, "zero3_offload": 8 / 8}
