@@ -4,13 +4,13 @@ import pytest
 from forked_ranks import launches_fork
 from small_run import REPOSITORY
 
+from dsgpt.benchmarks import museum
 from dsgpt.benchmarks.cells import STRATEGIES, Cell
-from dsgpt.benchmarks.parity import Parity, ParityOptions, core, whole_matrix
+from dsgpt.benchmarks.parity import core, whole_matrix
 from dsgpt.benchmarks.parity_page import cell_name, failure_words
 from dsgpt.benchmarks.parity_rank import BUGS
 
-STEPS = 6
-"""Enough for every planted bug: the last of them shows in the fourth step. The record has 20."""
+museum.load()
 
 
 @pytest.fixture(scope="module")
@@ -24,10 +24,7 @@ def result_of(request, tmp_path_factory):
         for item in request.session.items
         if "result_of" in getattr(item, "fixturenames", ()) and "cell" in item.callspec.params
     }
-    suite = Parity(ParityOptions(), REPOSITORY)
-    suite.folder, suite.steps = tmp_path_factory.mktemp("parity"), STEPS
-    suite.begin()
-    suite._cells = wanted
+    suite = museum.Trainings(wanted, tmp_path_factory.mktemp("parity"), REPOSITORY)
     coming, results = suite.results(), {}
 
     def get(cell):
@@ -144,3 +141,38 @@ def test_the_bug_is_caught(result_of, cell):
         assert fact in found
         assert where in (None, found[fact])
     assert "samples" not in found
+
+
+# Bugs that real trainers shipped (``dsgpt.benchmarks.museum``), in the launches of the cells above.
+
+
+QUICK_EXHIBITS = {"deepspeed-8154", "deepspeed-7985", "deepspeed-7967", "deepspeed-5664", "deepspeed-7718"}
+"""Of a pipeline, of fp32 sums, of accumulation under offload, of a layout, and of an affected release."""
+SHOWS = {
+    "deepspeed-8154": ("gradient norm", 1),
+    "deepspeed-7985": ("gradient norm", 1),
+    "deepspeed-7967": ("gradient norm", 1),
+    "deepspeed-5664": ("gradient norm", 1),
+}
+"""For some exhibits the fact of the parity suite that must show it, and after how many steps."""
+
+
+def exhibit_marks(exhibit):
+    return [] if exhibit.name in QUICK_EXHIBITS else [pytest.mark.long]
+
+
+def trained_exhibits():
+    for exhibit in museum.EXHIBITS.values():
+        if isinstance(exhibit.where, Cell):
+            cell = museum.marked(exhibit, exhibit.name)
+            yield pytest.param(cell, exhibit, marks=exhibit_marks(exhibit), id=exhibit.name)
+
+
+@pytest.mark.parametrize(("cell", "exhibit"), trained_exhibits())
+def test_the_exhibit_is_noticed(result_of, cell, exhibit):
+    result = museum.compared(exhibit, {"status": "passed"}, result_of(cell))
+    assert result["status"] == "caught", result["message"]
+    if exhibit.name in SHOWS:
+        fact, step = SHOWS[exhibit.name]
+        assert (f"parity: {fact}", step) == (result["check"], result["step"])
+        assert result["measured"] > 10 * result["bound"]

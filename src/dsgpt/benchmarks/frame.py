@@ -41,11 +41,12 @@ _SHARED = {
     "hosts.py": ("faults", "clusters", "network"),
     "gpu*.py": (GPU,),
     "tokens*.py": ("tokens",),
+    "museum*.py": ("museum",),
     "stand_in_gpu.py": (),
 }
 """Modules of some suites."""
-_BUILDS_ON = {"clusters": "faults", "network": "plan"}
-"""Suites that need the modules of another."""
+_BUILDS_ON = {"clusters": ("faults",), "network": ("plan",), "museum": ("parity", "resume")}
+"""Suites that need the modules of others."""
 _ONLY_READ_RECORDS = ("*_page.py", "records.py", "suites.py")
 """Modules of the suites that make pages and tables from an existing record, or that start the commands of records."""
 
@@ -54,7 +55,7 @@ def record_sources(name: str) -> list[str]:
     """Pathspecs of files whose change can change the record ``name``: of ``SUITES``, ``DEMO``, ``SWEEP`` or ``GPU``."""
     if name == DEMO:
         return [*training_sources(measured=("demo.py",)), "src/demo.py"]
-    others = [suite for suite in (*SUITES, SWEEP) if suite not in {name, _BUILDS_ON.get(name)} and name != GPU]
+    others = [suite for suite in (*SUITES, SWEEP) if suite not in {name, *_BUILDS_ON.get(name, ())} and name != GPU]
     shared = [path for path, suites in _SHARED.items() if name not in suites]
     left_out = [
         f":(exclude)src/dsgpt/benchmarks/{path}"
