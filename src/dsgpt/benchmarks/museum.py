@@ -168,7 +168,7 @@ def planted(flags: list[str], folder: Path, *, exhibit: str, call: str, given: d
 class Runner(CellRunner):
     """Plants the exhibit that the ``bug`` of a cell names."""
 
-    def assignment(self, cell: Cell, **named: Any) -> Assignment:  # type: ignore[override]  # passed on
+    def assignment(self, cell: Cell, **named: Any) -> Assignment:
         made, name = super().assignment(cell, **named), exhibit_of(cell)
         if not name:
             return made
