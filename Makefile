@@ -94,7 +94,7 @@ test-kernels: $(BIN)/.installed-for-tests
 	$(AVX2) $(pytest) --quiet -m "" $(DECODES)
 
 parity-to-4: $(BIN)/.installed
-	$(BIN)/python src/benchmark.py parity --ranks 1 2 4
+	$(BIN)/python src/benchmark.py parity --ranks 1 2 4 --steps 6
 
 test-slow: $(BIN)/.installed-for-tests
 	@$(BIN)/python tests/system_packages.py

@@ -20,6 +20,7 @@ def options(tmp_path: Path) -> tokens.TokensOptions:
     return tokens.TokensOptions(output=tmp_path / "tokens.json", tokenizer=str(folder), **small)
 
 
+@pytest.mark.long
 def test_the_suite(options, capsys):
     assert run_suite(tokens.Tokens, options, repository=REPOSITORY) == 0
     record = json.loads(options.output.read_text())

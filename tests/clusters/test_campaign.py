@@ -39,7 +39,8 @@ For the preempted run, torchrun's agents start the ranks again.
 """
 
 
-@pytest.mark.parametrize("part", [PARTS[0], pytest.param(PARTS[1], marks=pytest.mark.long)], ids=["core", "more"])
+@pytest.mark.long
+@pytest.mark.parametrize("part", PARTS, ids=["core", "more"])
 def test_a_part_of_the_campaign(tmp_path, part):
     faults = [
         replace(drawn([*KINDS].index(kind), seed=1), how=how, strategy=strategy, launcher=launcher)

@@ -77,10 +77,8 @@ def test_strategies_compute_on_several_hosts_what_one_computes(hosts, trained, r
     assert_losses_of_one_host(trained, run)
 
 
-@pytest.mark.parametrize(
-    "launcher",
-    ["torchrun", pytest.param("no-ssh", marks=pytest.mark.long), pytest.param("ssh", marks=pytest.mark.long)],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("launcher", ["torchrun", "no-ssh", "ssh"])
 def test_launchers_start_ranks_on_two_hosts(hosts, trained, tmp_path, launcher):
     script = "torchrun.sh" if launcher == "torchrun" else "run_hostfile.sh"
     hostfile, log = tmp_path / "hosts", tmp_path / "log"

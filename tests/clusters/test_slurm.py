@@ -55,6 +55,7 @@ def printed(slurm, job: str, node: int | None = None) -> str:
     return path.read_text() if path.exists() else ""
 
 
+@pytest.mark.long
 def test_a_signalled_job_saves_is_requeued_and_resumes(slurm, here, undisturbed):
     """In a container, for which a script stands that has the words of Apptainer."""
     container = here / "apptainer"

@@ -26,10 +26,7 @@ CELLS = [
     *(f"{strategy} {precision} 1" for strategy in ONE_RANK for precision in ("fp32", "bf16", "fp16")),
     *(f"{strategy} {precision} 2" for strategy in TWO_RANKS for precision in ("fp32", "bf16")),
 ]
-CORE = {
-    *("baseline fp32 1", "baseline fp16 1", "zero1 bf16 1", "zero2_offload fp32 1", "zero3_offload bf16 1"),
-    *("ddp fp32 2", "fsdp fp32 2", "pipeline fp32 2", "tensor bf16 2"),
-}
+CORE = {"baseline fp16 1", "zero1 bf16 1", "fsdp fp32 2", "pipeline fp32 2"}
 """Cells of every run of the tests; the others are long."""
 SCALAR_BYTES = 64
 """DeepSpeed copies numbers of a step, such as norms, one by one."""

@@ -44,11 +44,9 @@ def test_the_comparison_finds(wrong, found):
     assert f"AssertionError: {found}" in done.stderr
 
 
-LONG = pytest.mark.long
-
-
 @pytest.mark.parametrize(
-    ("stages", "stage"), [(1, 1), (2, 0), pytest.param(1, 0, marks=LONG), pytest.param(2, 1, marks=LONG)]
+    ("stages", "stage"),
+    [(1, 1), *(pytest.param(stages, stage, marks=pytest.mark.long) for stages, stage in ((1, 0), (2, 0), (2, 1)))],
 )
 def test_unequal_parts_train_as_the_baseline_and_continue_each_others_runs(corpus, tmp_path, stages, stage):
     """Three tensor ranks share 320 rows, without and with a pipeline; SGD and clipping show a wrong gradient norm."""

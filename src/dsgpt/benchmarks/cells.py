@@ -361,6 +361,8 @@ OPTIMIZERS = {
 }
 RATE_BOUND = 1e-12
 """Bound on the learning rate, absolute: two formulas of one schedule differ in the last of 16 digits."""
+BYTES_BOUND = 0.05
+"""Bound on the planner's bytes per rank, relative; all cells of the record are within 1.8%."""
 SCHEDULER = {"type": "WarmupCosineLR", "params": {"warmup_num_steps": 2, "cos_min_ratio": 0.1}}
 WIDTHS = {"cpu": 34, "cuda": 128}
 """34 is not divisible by 4 ranks: shards are uneven or padded. The fused attention of GPUs needs heads of 64."""

@@ -190,10 +190,8 @@ def exhibit_of(cell: Cell) -> str:
 class Trainings(Parity):
     """The parity suite, with exhibits in some of its cells; each result has its cell under ``subject``."""
 
-    steps = STEPS
-
     def __init__(self, cells: Iterable[Cell], folder: Path, repository: Path) -> None:
-        super().__init__(ParityOptions(output=folder), repository)
+        super().__init__(ParityOptions(output=folder, steps=STEPS), repository)
         self.folder, self._cells = folder, list(cells)
         self.begin()
         self._runner = Runner(folder, repository=repository, device="cpu", steps=STEPS)

@@ -29,7 +29,7 @@ from dsgpt.benchmarks.cells import ACCUMULATED, EVERY, STEPS, STRATEGIES, Cell, 
 from dsgpt.benchmarks.frame import Record, Suite, SuiteOptions, device_flag, only_flag, work_facts
 from dsgpt.benchmarks.launch import Assignment
 from dsgpt.benchmarks.parity_page import cell_name, failure_words, parity_page, summary_lines
-from dsgpt.common.command_line import POSITIVE, flag, switch
+from dsgpt.common.command_line import POSITIVE, flag, switch, whole
 from dsgpt.common.errors import Problems, did_you_mean
 from dsgpt.common.text import counted
 
@@ -308,6 +308,8 @@ class ParityOptions(SuiteOptions):
     only: tuple[str, ...] = only_flag("STRATEGY", "strategies")
     core: bool = switch("only what `make test` runs: each strategy in a few trainings; on GPUs also on one rank")
     device: str = device_flag("cpu, where every machine can run everything, or cuda with a GPU for each rank")
+    steps: int = flag(whole(low=6), "N", default=STEPS)
+    """optimizer steps of every training; 6, the fewest, show every planted bug (default: %(default)s)"""
 
 
 Result = dict[str, Any]
@@ -333,9 +335,6 @@ class Parity(Suite[ParityOptions, Result]):
     flags, page, summary = ParityOptions, staticmethod(parity_page), staticmethod(summary_lines)
     names = f"strategies: {', '.join(STRATEGIES)}"
 
-    steps = STEPS
-    """Optimizer steps of every training."""
-
     def plan(self) -> int:
         from dsgpt.benchmarks.parity_rank import planted_cells  # noqa: PLC0415 - torch takes seconds
         from dsgpt.machine.device import cuda_devices  # noqa: PLC0415
@@ -356,7 +355,7 @@ class Parity(Suite[ParityOptions, Result]):
 
     def begin(self) -> None:
         self._runner = shared.CellRunner(
-            self.folder, repository=self.repository, device=self.options.device, steps=self.steps
+            self.folder, repository=self.repository, device=self.options.device, steps=self.options.steps
         )
         self._references: dict[ReferenceKey, CellEnd] = {}
         self._reference_facts: list[Result] = []
@@ -457,7 +456,7 @@ class Parity(Suite[ParityOptions, Result]):
     def record(self, results: Sequence[Result]) -> Record:
         windows = {"validation_windows": shared.VALIDATION_WINDOWS}
         return {
-            "work": {"steps": STEPS, **work_facts(self.options.device), **windows},
+            "work": {"steps": self.options.steps, **work_facts(self.options.device), **windows},
             "bounds": {name: asdict(bounds) for name, bounds in BOUNDS[self.options.device].items()},
             "references": self._reference_facts,
             "launches": [

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from dsgpt.benchmarks.cells import ACCUMULATED, EVERY, RATE_BOUND
+from dsgpt.benchmarks.cells import ACCUMULATED, BYTES_BOUND, EVERY, RATE_BOUND
 from dsgpt.benchmarks.launch import write_end
 from dsgpt.benchmarks.parity import Bounds, Split
 from dsgpt.config.recipe_blocks import SchedulerRecipe
@@ -247,7 +247,7 @@ Place = tuple[str, Any, Any]
 def _distance(expected: Any, actual: Any, *, relative: bool) -> float:
     """How far two numbers are apart, or two tensors, which are always compared in relation to their length."""
     if not isinstance(expected, Tensor):
-        return float(abs(actual - expected) / (abs(expected) if relative else 1))
+        return float(abs(actual - expected) / (abs(expected) or 1 if relative else 1))
     if actual.shape != expected.shape:
         return math.inf
     size, distance = _norm(expected), _norm(actual.double() - expected.double())
@@ -350,6 +350,9 @@ def compare(
         places = [(name, value, actual[name]) for name, value in expected.items() if name in actual]
         comparison.note(fact, places, bound)
     _check_replicas(comparison, ranks, replicas, names=set(expected))
+    sizes = ranks[0]["bytes_per_rank"].items()
+    places = [(name, size["formula"], size["measured"]) for name, size in sizes if size["measured"] is not None]
+    comparison.note("bytes per rank", places, BYTES_BOUND, relative=True)
     return comparison
 
 

@@ -34,7 +34,9 @@ FOREIGN = {
 """Queries for a run whose name is markup, and what the page says about it."""
 
 
-@pytest.mark.parametrize("name", PAGES, ids=PAGES.values())
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in FOREIGN else pytest.mark.long, id=PAGES[name]) for name in PAGES]
+)
 def test_a_page_is_accessible_in_both_themes_fits_a_phone_and_shows_names_as_text(visit, name):
     query, sentence = FOREIGN.get(name, ({}, ""))
     page = visit(name, f"?{urlencode(query, doseq=True)}")
