@@ -167,7 +167,7 @@ def trained_exhibits():
             yield pytest.param(cell, exhibit, marks=exhibit_marks(exhibit), id=exhibit.name)
 
 
-@pytest.mark.parametrize(("cell", "exhibit"), trained_exhibits())
+@pytest.mark.parametrize(("cell", "exhibit"), list(trained_exhibits()))
 def test_the_exhibit_is_noticed(result_of, cell, exhibit):
     result = museum.compared(exhibit, {"status": "passed"}, result_of(cell))
     assert result["status"] == "caught", result["message"]
