@@ -102,7 +102,7 @@ def test_the_museum_goes_on_where_it_stopped(tmp_path, monkeypatch):
     assert [one["exhibits"] for one in record["blocks"]] == [1, 2, 1]
     assert code == 0
     page = output.with_suffix(".md").read_text(encoding="utf-8")
-    assert "3 of 3" in page and "gradient norm off by 1.0e+00, 100x the bound" in page
+    assert "3 of 3" in page and "gradient norm off by 1.0e+00, 100 times the bound" in page
 
 
 def test_every_exhibit_says_what_it_is():

@@ -5,12 +5,14 @@ here, or in the installed library. Then a check runs that every user can run: a 
 of the resume suite, or a function that the exhibit names. The same check runs without the bug, and must pass.
 """
 
+import ast
 import contextlib
 import functools
 import importlib
 import inspect
 import pkgutil
 import re
+import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -136,18 +138,32 @@ def edited(owner: str, attribute: str, fixed: str, broken: str) -> Plant:
 
     def plant() -> AbstractContextManager[Any]:
         holder = pkgutil.resolve_name(owner)
-        kind = holder.__name__ if inspect.isclass(holder) else "Holder"  # of which private names are made
-        private = f"_{kind}{attribute}" if attribute.startswith("__") and inspect.isclass(holder) else attribute
-        original = inspect.unwrap(getattr(holder, private))
-        source = textwrap.dedent(inspect.getsource(original))
+        named = holder if inspect.isclass(holder) else getattr(holder, attribute)
+        home = sys.modules[named.__module__]
+        source = _source_of(holder if named is holder else home, attribute)
         if source.count(fixed) != 1:
             raise LookupError(f"{owner}.{attribute}: has {source.count(fixed)} times {fixed!r}, not once")
+        kind = holder.__name__.lstrip("_") if named is holder else "Holder"  # of which private names are made
+        private = f"_{kind}{attribute}" if attribute.startswith("__") and named is holder else attribute
         text = f"class {kind}:\n{textwrap.indent(source.replace(fixed, broken), '    ')}"
         made: dict[str, Any] = {}
-        exec(compile(text, inspect.getfile(original), "exec"), original.__globals__, made)
+        exec(compile(text, str(home.__file__), "exec"), vars(home), made)
         return mock.patch.object(holder, private, vars(made[kind])[private])
 
     return plant
+
+
+def _source_of(holder: Any, function: str) -> str:
+    """The source of a function of a class or module, with its decorators; empty if there is none.
+
+    ``inspect.getsource`` gives that of a decorator's function instead.
+    """
+    source = textwrap.dedent(inspect.getsource(holder))
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef) and node.name == function:
+            first = min(each.lineno for each in (node, *node.decorator_list))
+            return textwrap.dedent("\n".join(source.splitlines()[first - 1 : node.end_lineno]))
+    return ""
 
 
 # Launches exhibits: trainings of the parity suite and resumes of the resume suite, with the bug and without it.
@@ -290,8 +306,9 @@ def _margin(one: frame.Record) -> str:
         return STATUS_WORDS[one["status"]]
     if one["bound"] is None:
         return str(one["check"])
-    off = "not finite" if one["measured"] is None else f"{one['measured']:.1e}, {one['measured'] / one['bound']:,.0f}x"
-    return f"{one['check']} off by {off} the bound"
+    if one["measured"] is None:
+        return f"{one['check']} is not finite"
+    return f"{one['check']} off by {one['measured']:.1e}, {one['measured'] / one['bound']:,.3g} times the bound"
 
 
 def summary_lines(record: frame.Record) -> list[str]:
