@@ -10,6 +10,7 @@ import contextlib
 import functools
 import importlib
 import inspect
+import math
 import pkgutil
 import re
 import sys
@@ -306,7 +307,7 @@ def _margin(one: frame.Record) -> str:
         return STATUS_WORDS[one["status"]]
     if one["bound"] is None:
         return str(one["check"])
-    if one["measured"] is None:
+    if one["measured"] in {None, math.inf}:  # a record has None
         return f"{one['check']} is not finite"
     return f"{one['check']} off by {one['measured']:.1e}, {one['measured'] / one['bound']:,.3g} times the bound"
 
