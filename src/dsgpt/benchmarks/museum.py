@@ -162,7 +162,7 @@ def _source_of(holder: Any, function: str) -> str:
     source = textwrap.dedent(inspect.getsource(holder))
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.FunctionDef) and node.name == function:
-            first = min(each.lineno for each in (node, *node.decorator_list))
+            first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
             return textwrap.dedent("\n".join(source.splitlines()[first - 1 : node.end_lineno]))
     return ""
 
