@@ -1,7 +1,9 @@
 """Files of nanoGPT, llm.c and Megatron-LM, made by their public layouts: the same logits, and nothing is executed."""
 
 import argparse
+import itertools
 import os
+import re
 import shutil
 import struct
 from collections import OrderedDict
@@ -73,38 +75,77 @@ def llmc(model: GPT2, path: Path, version: int) -> Path:
 
 LEGACY = {"ln_1": "input_layernorm", "attn.qkv": "attention.query_key_value", "attn.proj": "attention.dense"}
 LEGACY |= {"ln_2": "post_attention_layernorm", "mlp.fc": "mlp.dense_h_to_4h", "mlp.proj": "mlp.dense_4h_to_h"}
+WORDS = {"word": "wte", "position": "wpe"}
 CORE = {"ln_1": "self_attention.linear_qkv.layer_norm", "attn.qkv": "self_attention.linear_qkv"}
 CORE |= {"attn.proj": "self_attention.linear_proj", "ln_2": "mlp.linear_fc1.layer_norm"}
 CORE |= {"mlp.fc": "mlp.linear_fc1", "mlp.proj": "mlp.linear_fc2"}
 
 
-def megatron(model: GPT2, path: Path, version: float | None, *, core: bool = False, **args: object) -> Path:
+def megatron(
+    model: GPT2 | dict[str, torch.Tensor],
+    path: Path,
+    version: float | None,
+    *,
+    core: bool = False,
+    heads: int = 4,
+    **args: object,
+) -> Path:
     """Rows of ``qkv`` are [3, heads, size] before version 1, [heads, size, 3] in it, and [heads, 3, size] after it."""
     layers, ends = {}, {}
-    for name, value in values_of(model).items():
+    for name, value in (model if isinstance(model, dict) else values_of(model)).items():
         if not name.startswith("blocks."):
             ends[name] = value
             continue
         _, layer, module = name.rpartition(".")[0].split(".", 2)
         stored = value
         if module == "attn.qkv" and version:
-            rows = value.view(3, 4, 6, -1)
+            rows = value.view(3, heads, 6, -1)
             stored = (rows.permute(1, 2, 0, 3) if version == 1 else rows.transpose(0, 1)).reshape(value.shape)
         joint = "_" if core and module.startswith("ln_") else "."
         layers[f"layers.{layer}.{(CORE if core else LEGACY)[module]}{joint}{name.rpartition('.')[2]}"] = stored
-    layers |= {f"final_layernorm.{kind}": ends[f"ln_f.{kind}"] for kind in ("weight", "bias")}
-    words = {"word_embeddings": ends["wte.weight"], "position_embeddings": ends["wpe.weight"]}
+    layers |= {f"final_layernorm.{kind}": ends[f"ln_f.{kind}"] for kind in ("weight", "bias") if f"ln_f.{kind}" in ends}
+    words = {f"{name}_embeddings": ends[f"{short}.weight"] for name, short in WORDS.items() if "wpe.weight" in ends}
     if core:
         weights = {f"decoder.{name}": value for name, value in layers.items()} | {"decoder._extra_state": None}
         weights = OrderedDict(weights | {f"embedding.{name}.weight": value for name, value in words.items()})
     else:
         embedding = {name: {"weight": value} for name, value in words.items()}
         weights = {"language_model": {"embedding": embedding, "encoder": layers}}
+    if "wpe.weight" not in ends:  # the last of several stages
+        head = {"weight": ends["wte.weight"]}
+        weights |= {"output_layer.weight": head["weight"]} if core else {"word_embeddings_for_head": head}
     given = {"num_attention_heads": 4, "tensor_model_parallel_size": 1, "bias_gelu_fusion": True} | args
     about = {"args": argparse.Namespace(**given), "iteration": 7, "rng_state": [Harmful()]}
     about |= {} if version is None else {"checkpoint_version": version}
     torch.save({"model": weights, **about}, path)
     return path
+
+
+def split_megatron(model: GPT2, folder: Path, tensor: int, pipeline: int, version: float | None, core: bool) -> Path:
+    """The files of all ranks, by the public layout: no rank of Megatron-LM itself can run here.
+
+    Ranks have rows of the embedding and of column-parallel layers, columns of row-parallel weights, and whole heads. A
+    stage counts its layers from 0; the last one has a copy of the embedding.
+    """
+    for rank, stage in itertools.product(range(tensor), range(pipeline)):
+        values = {}
+        for name, value in values_of(model).items():
+            layer = re.match(r"blocks\.(\d+)", name)
+            owners = {int(layer[1]) * pipeline // 2} if layer else {pipeline - 1 if "ln_f" in name else 0}
+            if stage not in owners | ({pipeline - 1} if name == "wte.weight" else set()):
+                continue
+            if "qkv" in name:
+                part = value.view(3, 4, -1).chunk(tensor, 1)[rank].reshape(-1, *value.shape[1:])
+            elif name.startswith("wte") or "mlp.fc" in name:
+                part = value.chunk(tensor)[rank]
+            else:
+                part = value.chunk(tensor, 1)[rank] if name.endswith("proj.weight") else value
+            values[name.replace("blocks.1", "blocks.0") if pipeline > 1 else name] = part.clone()
+        place = folder / (f"mp_rank_{rank:02d}" + (f"_{stage:03d}" if pipeline > 1 else "")) / "model_optim_rng.pt"
+        place.parent.mkdir(parents=True)
+        sizes = {"tensor_model_parallel_size": tensor, "pipeline_model_parallel_size": pipeline}
+        megatron(values, place, version, core=core, heads=4 // tensor, **sizes)
+    return place
 
 
 def logits_of(source: Path) -> torch.Tensor:
@@ -127,8 +168,21 @@ def logits_of(source: Path) -> torch.Tensor:
             for version in (None, 0, 1.0, 2.0, 3.0)
         ),
         lambda model: megatron(model, Path("core.pt"), 3.0, core=True),
+        *(
+            lambda model, form=form: split_megatron(model, Path("iter_0000007"), *form)
+            for form in (
+                (2, 2, 3.0, False),
+                (2, 2, 3.0, True),
+                (4, 1, 1.0, False),
+                (2, 1, None, False),
+                (1, 2, 2.0, True),
+            )
+        ),
     ],
-    ids=["nanoGPT", "llm.c", *(f"Megatron-LM {version}" for version in (None, 0, 1, 2, 3)), "Megatron core"],
+    ids=[
+        *("nanoGPT", "llm.c", *(f"Megatron-LM {version}" for version in (None, 0, 1, 2, 3)), "Megatron core"),
+        *("2 x 2 ranks", "2 x 2 ranks, core", "4 tensor ranks", "2 tensor ranks", "2 stages, core"),
+    ],
 )
 def test_logits_are_those_of_the_model(model: GPT2, make):
     with torch.no_grad():
@@ -178,10 +232,10 @@ def refused(source: Path) -> str:
 def test_other_models_and_damaged_files_are_refused(model: GPT2):
     post = refused(megatron(model, Path("m.pt"), 3, apply_residual_connection_post_layernorm=True))
     assert "apply_residual_connection_post_layernorm is True" in post
-    both = refused(megatron(model, Path("m.pt"), 3, tensor_model_parallel_size=2, swiglu=True)).splitlines()
+    both = refused(megatron(model, Path("m.pt"), 3, add_bias_linear=False, swiglu=True)).splitlines()
     assert [line.partition(": its ")[2] for line in both] == [
-        "tensor_model_parallel_size is 2, in a GPT-2 on one rank it is 1",
-        "swiglu is True, in a GPT-2 on one rank it is False",
+        "swiglu is True, in a GPT-2 it is False",
+        "add_bias_linear is False, in a GPT-2 it is True",
     ]
     whole = llmc(model, Path("gpt2.bin"), 3)
     data = whole.read_bytes()
@@ -195,6 +249,12 @@ def test_other_models_and_damaged_files_are_refused(model: GPT2):
         assert said in refused(whole)
     torch.save({"model": {}, "args": Worse()}, "worse.pt")
     assert "is not a readable file of tensors" in refused(Path("worse.pt")) and not MARK.exists()
+    place = split_megatron(model, Path("iter_0000007"), 2, 1, 3.0, core=False)
+    first = place.parents[1] / "mp_rank_00" / place.name
+    torch.save(torch.load(first, weights_only=False) | {"iteration": 8}, first)
+    assert f"{first.absolute()}: is not of the checkpoint of {place}" in refused(place)
+    first.unlink()
+    assert f"{first.absolute()}: is not a readable file of tensors ([Errno 2] No such file" in refused(place)
     torch.save({"weights": torch.zeros(2)}, "other.pt")
     assert "has neither nanoGPT's model_args nor Megatron-LM's args" in refused(Path("other.pt"))
     values = torch.load(nanogpt(model, Path("ckpt.pt")))

@@ -6,7 +6,8 @@ Written from what those projects say about their files:
 * llm.c (``train_gpt2.py: write_model``): 256 int32 (20240326; 3 for fp32 or 5 for bf16; positions, vocabulary, layers,
   heads, width, rows of the embedding), then every tensor, each kind with all layers together.
 * Megatron-LM (``megatron/training/checkpointing.py``): ``mp_rank_00/model_optim_rng.pt``, a ``torch.save`` file with
-  ``args``, ``model`` and ``checkpoint_version``, which says in which order queries, keys and values are.
+  ``args``, ``model`` and ``checkpoint_version``, which says in which order queries, keys and values are. Of each tensor
+  rank, and of each tensor rank and pipeline stage (``mp_rank_01_003``), there is a file.
 
 Nothing in a file is executed: what a ``torch.save`` file names besides tensors becomes an ``_Inert``.
 """
@@ -14,7 +15,7 @@ Nothing in a file is executed: what a ``torch.save`` file names besides tensors 
 import re
 import warnings
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,6 @@ _MEGATRON_NAMES = {
 }
 """Modules of a layer, in Megatron-LM's earlier and its core models."""
 _MEGATRON_GPT2 = {
-    **{f"{name}_model_parallel_size": 1 for name in ("tensor", "pipeline")},
     "normalization": "LayerNorm",
     "layernorm_epsilon": 1e-5,
     "position_embedding_type": "learned_absolute",
@@ -56,7 +56,11 @@ _MEGATRON_GPT2 = {
     "add_bias_linear": True,
     "num_experts": None,
 }
-"""Arguments of a GPT-2 on one rank; older releases lack some of them, with the same meaning."""
+"""Arguments of a GPT-2; older releases lack some of them, with the same meaning."""
+_MEGATRON_SPLIT = {**dict.fromkeys(("wte.weight", HEAD, "mlp.fc.weight", "mlp.fc.bias"), 0), "attn.proj.weight": 1}
+_MEGATRON_SPLIT |= {**dict.fromkeys(("attn.qkv.weight", "attn.qkv.bias"), 1), "mlp.proj.weight": 1}
+"""The dimension in which tensor ranks split a tensor; of queries, keys and values beside each other. Others are
+whole."""
 _EXACT_GELU = (
     "{} computes GELU exactly, GPT-2 and this program by its tanh formula: an activation differs by up to 0.0005, so "
     "logits do slightly"
@@ -73,10 +77,6 @@ class ForeignModel:
     """By canonical name, fp32, not read yet."""
     note: str = ""
     """Where it computes something else than ours; empty if nowhere."""
-
-
-Order = Callable[[Tensor], Tensor]
-"""Puts the rows of attention's queries, keys and values into the order of this program."""
 
 
 class _Inert:
@@ -101,18 +101,23 @@ def open_foreign_weights(path: Path) -> ForeignModel:
             return _open_llmc(path, header)
         known = "nanoGPT's ckpt.pt, llm.c's .bin, Megatron-LM's"
         raise UserError(f"{path}: is neither a run folder nor a file of weights that is known: {known}")
-    try:
-        named = get_unsafe_globals_in_checkpoint(path)
-        with warnings.catch_warnings(action="ignore"), safe_globals([(_Inert, name) for name in named]):
-            values = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # the unpickler calls what the file says: any error may come from these calls
-        raise UserError(f"{path}: is not a readable file of tensors ({reason_of(error)})") from error
+    values = _loaded(path)
     if isinstance(values, dict) and isinstance(values.get("model"), dict):
         if isinstance(values.get("model_args"), dict):
             return _open_nanogpt(path, values)
         if isinstance(args := getattr(values.get("args"), "state", None), dict):
             return _open_megatron(path, values, args)
     raise UserError(f"{path}: has neither nanoGPT's model_args nor Megatron-LM's args beside a model")
+
+
+def _loaded(path: Path) -> Any:
+    """What ``torch.save`` wrote, its tensors not read yet."""
+    try:
+        named = get_unsafe_globals_in_checkpoint(path)
+        with warnings.catch_warnings(action="ignore"), safe_globals([(_Inert, name) for name in named]):
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:  # the unpickler calls what the file says: any error may come from these calls
+        raise UserError(f"{path}: is not a readable file of tensors ({reason_of(error)})") from error
 
 
 def _open_nanogpt(path: Path, values: Mapping[str, Any]) -> ForeignModel:
@@ -157,31 +162,60 @@ def _open_llmc(path: Path, header: list[int]) -> ForeignModel:
 
 def _open_megatron(path: Path, values: Mapping[str, Any], args: Mapping[str, Any]) -> ForeignModel:
     others = [
-        f"{path}: its {name} is {clipped(args[name])}, in a GPT-2 on one rank it is {value}"
+        f"{path}: its {name} is {clipped(args[name])}, in a GPT-2 it is {value}"
         for name, value in _MEGATRON_GPT2.items()
         if args.get(name, value) != value
     ]
     if others:
         raise UserError(*others)
-    found = {_megatron_name(name): value for name, value in _flat(values["model"]).items()}
-    wte, wpe = (found.get(name, torch.empty(0, 0)) for name in ("wte.weight", "wpe.weight"))
-    layers = 1 + max((int(name.split(".")[1]) for name in found if name.startswith("blocks.")), default=-1)
-    shape = {"n_layer": layers, "n_head": args.get("num_attention_heads"), "n_embd": wte.shape[1]}
-    config = _config(path, shape | {"block_size": wpe.shape[0], "vocab_size": wte.shape[0]})
-    heads, size = config.n_head, config.n_embd // config.n_head
+    tensor = args.get("tensor_model_parallel_size") or args.get("model_parallel_size") or 1
+    pipeline = args.get("pipeline_model_parallel_size") or 1
+    if not all(isinstance(size, int) and size > 0 for size in (tensor, pipeline)):
+        raise UserError(f"{path}: was written by {clipped(tensor)} times {clipped(pipeline)} ranks, which is no number")
+    parts: dict[str, list[Tensor]] = {}  # of each tensor rank
+    layers = 0
+    for stage in range(pipeline):
+        for rank in range(tensor):
+            folder = f"mp_rank_{rank:02d}" + (f"_{stage:03d}" if pipeline > 1 else "")
+            file = path.absolute().parent.parent / folder / path.name
+            own: Any = values if tensor * pipeline == 1 else _loaded(file)
+            same = isinstance(own, dict) and str(own.get("iteration")) == str(values.get("iteration"))
+            if not same or not isinstance(own.get("model"), dict):
+                raise UserError(f"{file}: is not of the checkpoint of {path}")
+            for name, value in _flat(own["model"]).items():
+                parts.setdefault(_megatron_name(name, first=layers), []).append(value)
+        layers = 1 + max((int(name.split(".")[1]) for name in parts if name.startswith("blocks.")), default=-1)
+    tables = [[one for one in parts.get(name, ()) if one.ndim == 2] for name in ("wte.weight", "wpe.weight")]
+    shape = {"n_layer": layers, "n_head": args.get("num_attention_heads"), "vocab_size": sum(map(len, tables[0]))}
+    sizes = [one[0].shape if one else (None, None) for one in tables]
+    config = _config(path, shape | {"n_embd": sizes[0][1], "block_size": sizes[1][0]})
     version = values.get("checkpoint_version") or 0
 
-    def ordered(value: Tensor) -> Tensor:
-        """Queries, keys and values one after the other: they are by part, head and number; or in another order."""
-        if version >= 2:
-            value = value.view(heads, 3, size, -1).transpose(0, 1)
-        elif version >= 1:
-            value = value.view(heads, size, 3, -1).permute(2, 0, 1, 3)
-        return value.reshape(3 * heads * size, -1)
+    def joined(name: str, values: list[Tensor]) -> Tensor:
+        """A tensor from its parts; queries, keys and values one after the other, each with all its heads."""
+        dim, rows = _MEGATRON_SPLIT.get(".".join(name.split(".")[-3:])), values[0].shape[1:]
+        if ".attn.qkv." in name:
+            heads, size = config.n_head // tensor, config.n_embd // config.n_head
+            if version >= 2:
+                values = [value.view(heads, 3, size, -1).transpose(0, 1) for value in values]
+            elif version >= 1:
+                values = [value.view(heads, size, 3, -1).permute(2, 0, 1, 3) for value in values]
+            return torch.cat([value.reshape(3, heads * size, -1) for value in values], 1).reshape(-1, *rows)
+        return values[0] if dim is None or tensor == 1 else torch.cat(values, dim)
 
+    found: dict[str, Tensor] = {}
+    for name, each in parts.items():
+        try:
+            found[name] = joined(name, each if len(each) == tensor else [])
+        except (RuntimeError, IndexError) as error:
+            shapes = clipped([list(value.shape) for value in each])
+            raise UserError(f"{path}: {clipped_text(name)} has parts that make no tensor: {shapes}") from error
+    head = found.pop(HEAD, None)
+    if head is not None and not torch.equal(head, found.get("wte.weight", head)):
+        raise UserError(f"{path}: the last stage's embedding differs from the first one's")
     tanh = args.get("bias_gelu_fusion") or args.get("openai_gelu")
     note = "" if tanh else _EXACT_GELU.format("Megatron-LM without --bias-gelu-fusion")
-    return _model(path, f"Megatron-LM, checkpoint version {version:g}", config, found, note=note, qkv=ordered)
+    return _model(path, f"Megatron-LM, checkpoint version {version:g}", config, found, note=note)
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Tensor]:
@@ -195,14 +229,15 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Tensor]:
     return found
 
 
-def _megatron_name(name: str) -> str:
-    """The canonical name of a parameter; its own if it is not one of a GPT-2."""
+def _megatron_name(name: str, *, first: int) -> str:
+    """The canonical name of a parameter, whose stage begins with layer ``first``; its own if no GPT-2 has it."""
     bare = re.sub(r"^(module\.)?(language_model\.)?((transformer|encoder|decoder)\.)?", "", name)
     bare = bare.replace(".layer_norm_", ".layer_norm.")
     if match := re.fullmatch(r"layers\.(\d+)\.(.+)\.(weight|bias)", bare):
         layer, module, kind = match.groups()
-        return f"blocks.{layer}.{_MEGATRON_NAMES[module]}.{kind}" if module in _MEGATRON_NAMES else name
+        return f"blocks.{first + int(layer)}.{_MEGATRON_NAMES[module]}.{kind}" if module in _MEGATRON_NAMES else name
     outside = {"embedding.word_embeddings": "wte", "embedding.position_embeddings": "wpe", "final_layernorm": "ln_f"}
+    outside |= dict.fromkeys(("word_embeddings_for_head", "output_layer"), HEAD.removesuffix(".weight"))
     module, _, kind = bare.rpartition(".")
     return f"{outside[module]}.{kind}" if module in outside else name
 
@@ -216,9 +251,7 @@ def _config(path: Path, shape: Mapping[str, Any]) -> GPT2Config:
         raise UserError(f"{path}: has an impossible shape: {error}") from error
 
 
-def _model(
-    path: Path, maker: str, config: GPT2Config, found: Mapping[str, Tensor], *, note: str = "", qkv: Order | None = None
-) -> ForeignModel:
+def _model(path: Path, maker: str, config: GPT2Config, found: Mapping[str, Tensor], *, note: str = "") -> ForeignModel:
     """The model with the parameters ``found``, in fp32 and the embedding's rows beyond the vocabulary zero.
 
     Raises:
@@ -241,6 +274,6 @@ def _model(
         value = found[name].float()
         if name == "wte.weight":
             return padded(value, config)
-        return (qkv(value) if qkv and ".attn.qkv." in name else value).reshape(shapes[name]).clone()
+        return value.clone()
 
     return ForeignModel(maker=maker, config=config, tensors=stored_in_fp32(shapes, read), note=note)
