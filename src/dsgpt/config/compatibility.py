@@ -75,8 +75,6 @@ def check_compatibility(request: RunRequest, problems: Problems) -> None:
     if options.cuda_graphs and (options.run_type, options.compile, request.device) != ("baseline", True, "cuda"):
         cure = "add --run_type baseline --compile --device cuda, or leave it out"
         problems.add(f"--cuda_graphs captures the compiled baseline on a GPU: {cure}")
-    if options.mask_documents:
-        _check_masks(request, problems)
     for flag, steps in (("--profile_comm", options.profile_comm), ("--profile", options.profile)):
         if steps > MOST_PROFILED_STEPS:
             problems.add(f"{flag} must be at most {MOST_PROFILED_STEPS}, not {steps}: the events are kept in memory")
@@ -122,6 +120,8 @@ def check_split(request: RunRequest, problems: Problems) -> None:
         if request.recipe.offloads and copy > 1:
             cure = "take ds_configs/zero2_offload.json or ds_configs/zero3_offload.json, or leave the offload out"
             problems.add(f"{path}: offload works only with data parallelism here: {cure}")
+    if request.options.mask_documents:
+        _check_masks(request, problems)
 
 
 def check_accumulation(request: RunRequest, accumulation: int, problems: Problems) -> None:

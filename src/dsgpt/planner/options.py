@@ -94,6 +94,9 @@ class PlanOptions:
         choice(PRECISIONS), "P", f"{', '.join(PRECISIONS)} (default: auto, as the machine trains)", default="auto"
     )
     activation_checkpointing: bool = switch("recompute each block in the backward pass")
+    mask_documents: float | None = flag(_amount("300"), "TOKENS")
+    """no attention across documents, of which a token's has so many tokens in its window on average: attended_length of
+    a record of such a run"""
     global_batch_size: int | None = positive("sequences of an optimizer step (default: the recipe's)")
     micro_batch_size_per_gpu: int | None = positive("sequences of a forward pass (default: as src/gpt2.py, up to 8)")
     grad_accum_steps: int | None = positive("micro batches of an optimizer step")

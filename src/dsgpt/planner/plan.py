@@ -212,7 +212,8 @@ class Plan:
     def mfu(self) -> float | None:
         """Model FLOPs utilisation at the likely time; None without a datasheet's peak."""
         setup, gpu = self.setup, gpus().get(self.machine.name)
-        flops, peak = setup.model.flops_per_token(setup.seq_length), gpu.peak(setup.precision) if gpu else None
+        peak = gpu.peak(setup.precision) if gpu else None
+        flops = setup.model.flops_per_token(setup.attended or setup.seq_length)
         used = Utilisation(flops_per_token=flops, devices=setup.world_size, peak=peak)
         return used.mfu(self.tokens_per_sec(self.step.seconds))
 
@@ -316,7 +317,8 @@ def plan_lines(plan: Plan) -> list[str]:
     lines = [
         f"GPT-2 with {setup.model.parameter_count() / 1e6:,.0f}M parameters, {setup.strategy_name} on "
         f"{setup.world_size} x {machine.name}, {setup.precision}"
-        f"{', activation checkpointing' if setup.activation_checkpointing else ''}",
+        f"{', activation checkpointing' if setup.activation_checkpointing else ''}"
+        f"{f', attention within documents of {setup.attended:,.0f} tokens' if setup.attended else ''}",
         f"global batch {micro * batches * ranks} sequences = micro batch {micro} x {batches} accumulated x {ranks} "
         f"data ranks, {setup.seq_length:,} tokens each",
         "",
@@ -434,6 +436,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         **{name: getattr(setup, name) for name in _SHOWN},
         "parallel_sizes": asdict(setup.sizes),
         "activation_checkpointing": setup.activation_checkpointing,
+        "attended_length": setup.attended,
         "memory": {
             "fits": plan.fits,
             "rank": plan.rank,

@@ -284,7 +284,8 @@ class PlanRequest:
     def training(self, recipe: Recipe, run_type: str, *, problems: Problems) -> RunRequest:
         """The request as training's own checks take it."""
         batch = ("global_batch_size", "micro_batch_size_per_gpu", "grad_accum_steps")
-        options = Options(run_type=run_type, **{name: getattr(self.options, name) for name in batch})
+        sizes, masks = {name: getattr(self.options, name) for name in batch}, self.options.mask_documents is not None
+        options = Options(run_type=run_type, mask_documents=masks, **sizes)
         return RunRequest(
             options=options,
             topology=Topology(
@@ -314,6 +315,7 @@ class PlanRequest:
             gradient_accumulation_steps=steps,
             seq_length=self.seq_length,
             activation_checkpointing=activation_checkpointing,
+            attended=self.options.mask_documents and min(self.options.mask_documents, self.seq_length),
         )
 
 

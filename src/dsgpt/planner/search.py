@@ -264,7 +264,8 @@ def training_flags(best: Plan) -> list[str]:
         "--precision": None if options.precision == "auto" else options.precision,
         "--plan": (options.into / PLAN).as_posix(),
     }
-    return [word for flag, value in flags.items() if value is not None for word in (flag, str(value))]
+    masks = [] if options.mask_documents is None else ["--mask_documents"]
+    return masks + [word for flag, value in flags.items() if value is not None for word in (flag, str(value))]
 
 
 def command_text(best: Plan) -> str:
