@@ -2,8 +2,11 @@
 
 Equality: seeded documents made of what GPT-2's pattern looks at, and every code point in each neighbourhood that the
 pattern knows. Speed: raw text to token files, against the bare engine and against the way of nanoGPT's ``prepare.py``.
+Kills: preparations killed at any moment and continued have the bytes of an undisturbed one. Memory: of one large
+document.
 """
 
+import contextlib
 import json
 import random
 import re
@@ -34,10 +37,11 @@ from dsgpt.benchmarks.frame import (
 )
 from dsgpt.common.command_line import POSITIVE, flag
 from dsgpt.common.errors import UserError
+from dsgpt.common.files import sha256_of
 from dsgpt.common.text import table
 
-FUZZ, POINTS, SPEED = "fuzz", "code points", "speed"
-PARTS = ("fuzz", "points", "speed")
+FUZZ, POINTS, SPEED, KILL, MEMORY = "fuzz", "code points", "speed", "kill", "memory"
+PARTS = ("fuzz", "points", "speed", "kills", "memory")
 _BATCH = 10_000
 _NEIGHBOURS = ("", " ", "  ", "\n", "'", "a", "1", "!", "'s", "\xa0")
 _PIECES = (
@@ -116,10 +120,28 @@ reference.""",
     )
     where = section(
         "Where the time goes, one process",
-        ["corpus", "reading, s", "encoding, s", "writing and joining, s"],
+        ["corpus", "reading, CPU s", "encoding, CPU s", "the rest, CPU s"],
         [[name, *(f"{value:.2f}" for value in one["seconds"].values())] for name, one in record["speed"].items()],
     )
-    return page_of(head, equal, speed, where)
+    kills = section(
+        "Killed and continued",
+        ["preparation", "workers", "parts that were kept", "sha256 of train.bin", "of train.index"],
+        [
+            [one["name"], one["workers"], one["parts"], *(one["sums"][f"train.{end}"][:16] for end in ("bin", "index"))]
+            for one in record["kills"]
+        ],
+        text=f"""Killed by SIGKILL at seeded moments, then the same command again.
+{sum(one["sums"] == record["kills"][0]["sums"] for one in record["kills"])} of {len(record["kills"])} have the same
+`.bin` and `.index` of both splits."""
+        if record["kills"]
+        else "",
+    )
+    memory = section(
+        "Memory on one document",
+        ["MB of text", "peaks of all processes, added up, MB"],
+        [[f"{one['megabytes']:.0f}", f"{one['peak'] / 1e6:.0f}"] for one in record["memory"]],
+    )
+    return page_of(head, equal, speed, where, kills, memory)
 
 
 def summary_lines(record: Record) -> list[str]:
@@ -141,6 +163,7 @@ class TokensOptions(SuiteOptions):
     megabytes: int = flag(POSITIVE, "N", "most of each corpus; the first has 63 (default: %(default)s)", default=1000)
     peer_megabytes: int = flag(POSITIVE, "N", "of which nanoGPT's way gets (default: %(default)s)", default=50)
     rounds: int = flag(POSITIVE, "N", "rounds of each contender (default: %(default)s)", default=3)
+    kills: int = flag(POSITIVE, "N", "preparations that are killed (default: %(default)s)", default=20)
     only: tuple[str, ...] = only_flag("PART", f"parts: {', '.join(PARTS)}")
 
 
@@ -153,7 +176,8 @@ class Tokens(Suite[TokensOptions, Record]):
     description = """\
 tokens: compare the ids of the fast engine with those of Hugging Face's tokenizers, on seeded documents and on every
 code point in each neighbourhood that GPT-2's pattern knows. Then time preparation against the bare engine and against
-nanoGPT's way, on three corpora. Exit code 0: all ids are equal; 1: some differ."""
+nanoGPT's way, on three corpora. Then kill and continue preparations, and measure the memory for one document of
+--megabytes. Exit code 0: all ids and all files of continued preparations are equal; 1: some differ."""
     examples = """\
 examples:
   .venv/bin/python src/benchmark.py tokens --only fuzz --documents 100000
@@ -166,7 +190,8 @@ examples:
         self._fuzz = -(-self.options.documents // _BATCH) if "fuzz" in self._parts else 0
         self._points = [*range(0, self.options.points, _BATCH)] if "points" in self._parts else []
         speeds = 3 * (self.options.rounds * len(WAYS) + 1) if "speed" in self._parts else 0
-        return self._fuzz + len(self._points) + ("points" in self._parts) + speeds
+        others = ("kills" in self._parts) * (self.options.kills + 2) + ("memory" in self._parts)
+        return self._fuzz + len(self._points) + ("points" in self._parts) + speeds + others
 
     def begin(self) -> None:
         from dsgpt.data.engine import has_fast  # noqa: PLC0415 - numpy takes its time, as what follows
@@ -202,6 +227,10 @@ examples:
             yield {"what": "differing"} | differing(self.options.points)
         if "speed" in self._parts:
             yield from self._speeds()
+        if "kills" in self._parts:
+            yield from self._kills()
+        if "memory" in self._parts:
+            yield self._memory()
 
     def _speeds(self) -> Iterator[Record]:
         for name, (make, most) in CORPORA.items():
@@ -214,15 +243,54 @@ examples:
                 text = peers if way == "nanogpt" else corpus
                 shutil.rmtree(out, ignore_errors=True)
                 out.mkdir()
-                seconds = timed(way, text, out, self.folder / "tokenizer", self.repository)
+                seconds = timed(command(way, text, out, self.folder / "tokenizer", self.repository))
                 yield {"what": SPEED, "corpus": name, "way": way, "round": number, "speed": sizes[text] / 1e6 / seconds}
             seconds_of = self._where(corpus)
             yield {"what": "where", "corpus": name, "megabytes": sizes[corpus] / 1e6, "seconds": seconds_of}
             for each in (corpus, peers, out):
                 shutil.rmtree(each)
 
+    def _kills(self) -> Iterator[Record]:
+        """Two undisturbed preparations, and some that are killed at a moment of their time and continued."""
+        corpus, out, chance, seconds = self.folder / "killed", self.folder / "out", random.Random(0), 0.0
+        _sources(corpus, min(200, self.options.megabytes))
+        words = command("dsgpt", corpus, out, self.folder / "tokenizer", self.repository)
+        for number in range(-2, self.options.kills):
+            shutil.rmtree(out, ignore_errors=True)
+            flags, name = ["--workers", str(workers := 1 + number % 2)], "undisturbed"
+            if number >= 0:
+                name = f"killed after {(moment := chance.uniform(0, seconds)):.2f} s"
+                with contextlib.suppress(subprocess.TimeoutExpired):  # it has been killed
+                    timed([*words, *flags], limit=moment)
+            parts = len([*out.glob("data/.work-*/*/part-*")])
+            seconds = max(seconds, timed([*words, *flags]))
+            files = sorted(path for path in out.glob("data/*") if path.suffix in (".bin", ".index"))
+            sums = {path.name: sha256_of(path) for path in files}
+            yield {"what": KILL, "name": name, "workers": workers, "parts": parts, "sums": sums}
+
+    def _memory(self) -> Record:
+        """The memory that one document needs: the peak of each of the processes by itself, added up."""
+        shutil.rmtree(folder := self.folder / "memory", ignore_errors=True)
+        folder.mkdir()
+        with (text := folder / "document.txt").open("w", encoding="utf-8") as file:
+            file.writelines(_texts(self.options.megabytes))
+        peaks: dict[str, int] = {}
+        words = command("dsgpt", text, folder, self.folder / "tokenizer", self.repository)
+        with subprocess.Popen(words, stdout=subprocess.DEVNULL) as process:
+            while process.poll() is None:
+                with contextlib.suppress(OSError):  # one has ended
+                    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text(encoding="ascii")
+                    for one in (str(process.pid), *children.split()):
+                        status = Path(f"/proc/{one}/status").read_text(encoding="utf-8")
+                        if found := re.search(r"VmHWM:\s+(\d+)", status):
+                            peaks[one] = int(found[1]) << 10
+                time.sleep(0.05)
+        if process.returncode:
+            raise UserError("the preparation of one document failed")
+        return {"what": MEMORY, "megabytes": text.stat().st_size / 1e6, "peak": sum(peaks.values())}
+
     def _where(self, corpus: Path) -> dict[str, float]:
-        """Seconds of each part of the work, in this process."""
+        """CPU seconds of each part of the work, in this process, of whose two threads one encodes and writes."""
         from dsgpt.data.blocks import Reading, blocks_of  # noqa: PLC0415
         from dsgpt.data.parts import Encoder, Encoding  # noqa: PLC0415
         from dsgpt.data.sources import own_source  # noqa: PLC0415
@@ -242,33 +310,31 @@ examples:
         encode, items_of = encoder.engine.encode, Reading.items
 
         def encoded(texts: Sequence[bytes]) -> Any:
-            began = time.perf_counter()
+            began = time.thread_time()
             try:
                 return encode(texts)
             finally:
-                seconds["encode"] += time.perf_counter() - began
+                seconds["encode"] += time.thread_time() - began
 
         def items(reading: Reading) -> Iterator[Any]:
             each, done = items_of(reading), object()
             while True:
-                began = time.perf_counter()
+                began = time.thread_time()
                 item = next(each, done)
-                seconds["read"] += time.perf_counter() - began
+                seconds["read"] += time.thread_time() - began
                 if item is done:
                     return
                 yield item
 
         encoder.engine.encode = encoded  # type: ignore[method-assign]
-        began = time.perf_counter()
+        began = time.process_time()
         source = own_source([corpus], text_key="text", output_dir=parts)
         blocks = [*blocks_of(source, cuts=True, val_fraction=0.05, whitespace_only=False)]
-        seconds["read"] = time.perf_counter() - began
-        began, read = time.perf_counter(), seconds["read"]
+        seconds["read"] = time.process_time() - began
         with mock.patch.object(Reading, "items", items):
             for block in blocks:
                 encoder.encode(block)
-        others = seconds["read"] - read + seconds["encode"]
-        seconds["write"] = time.perf_counter() - began - others
+        seconds["write"] = time.process_time() - began - seconds["read"] - seconds["encode"]
         return seconds
 
     def line(self, result: Record, *, count: str, left: str) -> str:
@@ -313,6 +379,8 @@ examples:
             "differing": found[0] if found else empty,
             "rounds": self.options.rounds,
             "speed": speed,
+            "kills": [result for result in results if result["what"] == KILL],
+            "memory": [result for result in results if result["what"] == MEMORY],
         }
 
     def failures(self, record: Record) -> list[str]:
@@ -321,6 +389,9 @@ examples:
         ]
         if record["differing"]["not_disputed"]:
             wrong.append(f"{record['differing']['not_disputed']} code points are not sent to the reference")
+        wrong += [
+            f"{one['name']}: has other files" for one in record["kills"] if one["sums"] != record["kills"][0]["sums"]
+        ]
         return wrong
 
 
@@ -415,19 +486,24 @@ CORPORA: Mapping[str, tuple[Callable[[Path, int], None], int]] = {
 """How each is made, and the most megabytes that it has."""
 
 
-def timed(way: str, text: Path, out: Path, tokenizer: Path, repository: Path) -> float:
-    """Seconds in which a new process prepares ``text``, its start included.
-
-    Raises:
-        UserError: it failed.
-    """
+def command(way: str, text: Path, out: Path, tokenizer: Path, repository: Path) -> list[str]:
+    """The command that prepares ``text`` into ``out``."""
+    words: list[Any] = [Path(__file__).with_name("tokens_ways.py"), way, text, out, tokenizer]
     if way == "dsgpt":
         words = [repository / "data_prep" / "preprocess.py", "--input", text, "--tokenizer", tokenizer]
         words += ["--output_dir", out / "data"]
-    else:
-        words = [Path(__file__).with_name("tokens_ways.py"), way, text, out, tokenizer]
+    return [sys.executable, *map(str, words)]
+
+
+def timed(words: Sequence[str], *, limit: float | None = None) -> float:
+    """Seconds of the command ``words`` in a new process, its start included.
+
+    Raises:
+        UserError: it failed.
+        subprocess.TimeoutExpired: it was killed after ``limit`` seconds, and its workers have ended.
+    """
     began = time.perf_counter()
-    done = subprocess.run([sys.executable, *map(str, words)], capture_output=True, text=True, check=False)
+    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=limit)
     if done.returncode:
-        raise UserError(f"{way} failed: {done.stderr.strip()[-2000:]}")
+        raise UserError(f"{' '.join(words[1:3])} failed: {done.stderr.strip()[-2000:]}")
     return time.perf_counter() - began
