@@ -160,7 +160,7 @@ def validation(count: int, *, fraction: float = 0.05, seed: int = 1337) -> set[i
     encoding = Encoding(
         folder=Path(), tokenizer=Path(), special=False, on_bad_text="fail", split_by="documents", seed=seed
     )
-    file = SourceFile(path=STDIN, key="f", stamp=None, read=read_text_file)
+    file = SourceFile(name=str(STDIN), key="f", stamp=None, read=read_text_file)
     documents = [Document(f"d{number}", "text", b"text", 9) for number in range(count)]
     rows = np.array([(0, 0, 0, 0, encoding.position(file, each), 4, 0, 0) for each in documents], dtype=ROW)
     numbers = divided(rows, own=[None], val_fraction=fraction)

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 from dsgpt.common.errors import UserError
 from dsgpt.data.index import document_hash
@@ -43,8 +43,7 @@ Item: TypeAlias = tuple[Document, Large | None]
 """A document, and what part of it this is; None: all of it."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Reading:
+class Reading(NamedTuple):
     """Documents of one file, for a worker to read."""
 
     number: int
@@ -156,9 +155,9 @@ def _sized(source: Source, *, cuts: bool, val_fraction: float, whitespace_only: 
             yield Reading(number=number, file=file, val_fraction=val_fraction if whole and lone else None), size
         elif file.cut:
             for part in file.cut(file):
-                yield Reading(number=number, file=replace(file, read=part.read)), part.size
+                yield Reading(number=number, file=file._replace(read=part.read)), part.size
         else:
-            file = replace(file, data=None)  # noqa: PLW2901 - its parts are read from the disk, and sent to workers
+            file = file._replace(data=None)  # noqa: PLW2901 - its parts are read from the disk, and sent to workers
             middle = _place_of_cut(file, val_fraction=val_fraction) if lone else size
             for start, end, position in ((0, middle, _TRAIN), (middle, size, _VAL)) if lone else ((0, size, None),):
                 facts = Large(role="facts", position=position)

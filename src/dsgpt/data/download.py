@@ -114,7 +114,7 @@ def downloaded_source(name: str, *, output_dir: Path) -> Source | None:
                 description=record.source,
                 files=tuple(
                     SourceFile(
-                        path=folder / file,
+                        name=str(folder / file),
                         key=file,
                         stamp=Stamp.of(folder / file),
                         split=_SPLIT_OF_FILE[Path(file).stem],

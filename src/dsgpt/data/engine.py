@@ -84,15 +84,9 @@ def _joined(parts: list[NDArray[np.uint32]]) -> tuple[NDArray[np.uint32], NDArra
 
 
 @functools.cache
-def _unassigned() -> NDArray[np.bool_]:
-    """Whether this Python's table of Unicode lacks a code point, shape (0x110000,).
-
-    The planes between are empty; if they are not some day, it is slower and not wrong to count them as unknown.
-    """
-    table = np.ones(0x110000, dtype=np.bool_)
-    for planes in (range(0x40000), range(0xE0000, 0x110000)):
-        table[planes.start : planes.stop] = [unicodedata.category(chr(code)) == "Cn" for code in planes]
-    return table
+def _unassigned(plane: int) -> NDArray[np.bool_]:
+    """Whether this Python's table of Unicode lacks a code point of a plane, shape (0x10000,)."""
+    return np.array([unicodedata.category(chr(code)) == "Cn" for code in range(plane << 16, plane + 1 << 16)])
 
 
 def is_disputed(text: bytes) -> bool:
@@ -112,7 +106,9 @@ def is_disputed(text: bytes) -> bool:
     codes = (one & 0x1F) << 6 | two & 0x3F
     codes = np.where(one >= 0xE0, (one & 0x0F) << 12 | (two & 0x3F) << 6 | three & 0x3F, codes)
     high = (one & 0x07) << 18 | (two & 0x3F) << 12 | (three & 0x3F) << 6 | four & 0x3F
-    return bool(_unassigned()[np.where(one >= 0xF0, high, codes)].any())
+    codes = np.where(one >= 0xF0, high, codes)
+    planes = range(int(codes.max() >> 16) + 1)
+    return any(_unassigned(plane)[codes[codes >> 16 == plane] & 0xFFFF].any() for plane in planes)
 
 
 class Gigatoken:

@@ -69,27 +69,33 @@ class SourceList:
     """``file`` of an index entry counts them from 0."""
 
 
-def relative(path: Path, folder: Path) -> str:
+def relative(path: Path | str, folder: Path) -> str:
     """``path`` as the list in ``folder`` names it."""
-    inside, name = os.path.split(path.resolve() if path.is_symlink() else path.absolute())
-    between = _between(inside, folder.absolute())
+    inside, name = os.path.split(os.path.realpath(path) if os.path.islink(path) else path)  # noqa: PTH114 - quick
+    between = _between(inside, folder, os.getcwd())  # noqa: PTH109 - as above
     return name if between == "." else f"{between}/{name}"
 
 
 @lru_cache(maxsize=1024)
-def _between(inside: str, folder: Path) -> str:
-    """The path from ``folder`` to another, both without links: once, not for each of its many files."""
+def _between(inside: str, folder: Path, _: str) -> str:
+    """The path from ``folder`` to another, both without links: once, not for each of its many files.
+
+    Args:
+        inside: the other.
+        folder: where it begins.
+        _: the working folder, on which the answer depends.
+    """
     return Path(os.path.relpath(Path(inside).resolve(), folder.resolve())).as_posix()
 
 
 def write_sources(path: Path, files: Iterable[SourceEntry]) -> None:
     """Write the list of sources of the token file ``path``, durably."""
-    dumps = json.JSONEncoder().encode  # with an indent, json is ten times slower, and there may be a million files
+    # With an indent, json is ten times slower, and there may be a million files.
+    dumps = json.JSONEncoder(separators=(",\n      ", ": ")).encode
     entries = []
     for each in files:
         named = each if is_utf8(each.path) else replace(each, path=_ENCODED + quote(os.fsencode(each.path)))
-        values = ",\n".join(f'      "{key}": {dumps(value)}' for key, value in vars(named).items())
-        entries.append(f"    {{\n{values}\n    }}")
+        entries.append(f"    {{\n      {dumps(vars(named))[1:-1]}\n    }}")
     write_atomic(sources_path(path), ('{\n  "files": [\n' + ",\n".join(entries) + "\n  ]\n}\n").encode())
 
 

@@ -12,6 +12,7 @@ import secrets
 import signal
 import zlib
 from collections.abc import Generator, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
@@ -137,19 +138,25 @@ class Encoder:
         owners: list[int] = []  # the document of each piece, those before too
         counts: list[NDArray[np.int64]] = [np.zeros(0, dtype=np.int64)]  # of ids, of the pieces before
         empty = number = batch = checksum = 0
-        with partial.open("xb") as file:
+        # A thread encodes and writes while this one reads and hashes: an engine lets other threads run.
+        with partial.open("xb") as file, ThreadPoolExecutor(1) as thread:
+            written: Future[None] = thread.submit(tables.clear)
+
+            def write(pieces: list[tuple[bytes, str, bool]]) -> None:
+                nonlocal checksum
+                ids, each = self._ids(pieces)
+                counts.append(each)
+                checksum = zlib.crc32(ids, checksum)
+                file.write(ids)
 
             def flush() -> None:
-                nonlocal checksum, batch
+                nonlocal batch, pieces, written
+                written.result()
                 if pieces:
-                    ids, each = self._ids(pieces)
-                    counts.append(each)
-                    checksum = zlib.crc32(ids, checksum)
-                    file.write(ids)
+                    written = thread.submit(write, pieces)
                 tables.append(np.array(rows, dtype=ROW))
-                pieces.clear()
                 rows.clear()
-                batch = 0
+                pieces, batch = [], 0
 
             for reading in block.readings:
                 for document, large in reading.items():
@@ -170,6 +177,7 @@ class Encoder:
                         if batch >= _BATCH_BYTES:
                             flush()
             flush()
+            written.result()
             table: Rows = np.concatenate(tables)
             table["tokens"] = np.bincount(owners, weights=np.concatenate(counts), minlength=number)
             file.write(table.tobytes())

@@ -453,10 +453,10 @@ def _write(
         if not len(numbers[split]):
             raise UserError(f"the {split} split has no document; give more documents or change --val_fraction")
     for file in source.files:
-        if file.stamp and Stamp.of(file.path) != file.stamp:
-            raise UserError(f"{file.path}: changed while it was read; start again when no program writes to it")
+        if file.stamp and Stamp.of(file.name) != file.stamp:
+            raise UserError(f"{file.name}: changed while it was read; start again when no program writes to it")
     entries = [
-        SourceEntry(path=relative(file.path, place.folder), unit=file.unit, **file.stamp._asdict())
+        SourceEntry(path=relative(file.name, place.folder), size=file.size, mtime_ns=file.stamp[1], unit=file.unit)
         if file.stamp
         else SourceEntry(path="-", size=None, mtime_ns=None, unit=file.unit)
         for file in source.files

@@ -47,25 +47,30 @@ class Document(NamedTuple):
         return not self.text or self.text.isspace()
 
 
-@dataclass(frozen=True, kw_only=True)
-class SourceFile:
-    """A file that contains one or more documents."""
+class SourceFile(NamedTuple):
+    """A file that contains one or more documents. There may be a million: so it is a tuple, and has no ``Path``."""
 
-    path: Path
+    name: str
+    """Its path."""
     key: str
     """Name of the file inside the source, with forward slashes."""
     stamp: Stamp | None
     """Its size and time of change before it is read; None of standard input."""
-    split: str | None = None
-    """``train`` or ``val`` if the set has its own split; None if documents are divided by hash."""
     read: Callable[["SourceFile"], Iterator[Document]]
     """Yields the file's documents in order. Another process can call it: it is a function of a module, or partial."""
+    split: str | None = None
+    """``train`` or ``val`` if the set has its own split; None if documents are divided by hash."""
     cut: Callable[["SourceFile"], Iterator["Range"]] | None = None
     """Yields the parts of a large file, if they can be read one by one."""
     unit: Literal["byte", "row"] = "byte"
     """What the ``place`` of a document counts."""
     data: bytes | None = None
     """The contents, if they have been read."""
+
+    @property
+    def path(self) -> Path:
+        """Its path."""
+        return Path(self.name)
 
     @property
     def size(self) -> int:
@@ -118,8 +123,9 @@ def read_text_file(file: SourceFile) -> Iterator[Document]:
         with _opened(file.path) as opened:
             data = opened.read()
     elif data is None:
-        data = file.path.read_bytes()
-    text, bad = decoded(data, str(file.path))
+        with io.FileIO(file.name) as opened:
+            data = opened.readall()
+    text, bad = decoded(data, file.name)
     yield Document(file.key, text, text.encode() if bad else data, len(data), bad=bad)
 
 

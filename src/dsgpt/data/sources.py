@@ -7,6 +7,7 @@ Debian has tkinter, idlelib and others in separate packages.
 """
 
 import hashlib
+import io
 import os
 import platform
 import stat
@@ -14,9 +15,8 @@ import sys
 import sysconfig
 import tokenize
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -109,40 +109,45 @@ def own_source(inputs: Sequence[Path], *, text_key: str | None, output_dir: Path
         text_key: the key or column of the text; None: ``found_key``.
         output_dir: is not read.
     """
-    found: list[tuple[Path, str, os.stat_result | None, bool]] = []
+    found: list[tuple[str, str, os.stat_result | None, bool]] = []
     links: list[str] = []
     for root in inputs:
-        for path, key in _files_of(root, output_dir):
-            named = path is root
-            status = None if root == STDIN else path.stat() if named else path.lstat()
+        named, piped = root.is_file(), root == STDIN
+        for path, key in [(str(root), root.name)] if named or piped else _files_below(root, output_dir):
+            status = None if piped else root.stat() if named else os.lstat(path)
             if status and stat.S_ISLNK(status.st_mode):
                 links.append(key)
             else:
                 found.append((path, key, status, named))
     keep = sum(status.st_size for _, _, status, _ in found if status) <= SMALL_BYTES
-    saved = {path.parent for path, *_ in found if path.name in _SAVED}  # text is in their Arrow files alone
+    # Text is in their Arrow files alone.
+    saved = {path.rpartition("/")[0] for path, key, *_ in found if key.rpartition("/")[2] in _SAVED}
     files, binary = [], 0
     for path, key, status, named in found:
-        data, name = None, path.name
+        data = None
         if status and not named and not stat.S_ISREG(status.st_mode):  # a pipe or a socket
             binary += 1
             continue
-        if status and name not in _SAVED and not name.endswith(_PACKED):
-            with path.open("rb", buffering=0) as opened:
+        if status and not key.endswith(_PACKED) and key.rpartition("/")[2] not in _SAVED:
+            with io.FileIO(path) as opened:
                 data = opened.read(_SNIFFED_BYTES)
                 if b"\0" in data and not named:
                     binary += 1
                     continue
-                data = data + opened.readall() if keep and not name.endswith((".jsonl", *readers.COMPRESSED)) else None
-        if not saved or name.endswith(".arrow") or path.parent not in saved:
+                if not keep or key.endswith((".jsonl", *readers.COMPRESSED)):
+                    data = None
+                elif len(data) != status.st_size:
+                    data += opened.readall()
+        if not saved or key.endswith(".arrow") or path.rpartition("/")[0] not in saved:
             stamp = Stamp(status.st_size, status.st_mtime_ns) if status else None
-            reading = _reading(path, text_key) if name.endswith(_ROWS) or not status else {"read": read_text_file}
-            files.append(SourceFile(path=path, key=key, stamp=stamp, data=data, **reading))
+            rows = key.endswith(_ROWS) or not status
+            reading = _reading(Path(path), text_key) if rows else {"read": read_text_file, "data": data}
+            files.append(SourceFile(path, key, stamp, **reading))
     own = {file.split for file in files} >= {"train", "val"} and all(file.split for file in files)
     return Source(
         description=", ".join(printable(path.name or path) for path in (root.resolve() for root in inputs)),
         files=tuple(
-            file if own or file.split is None else replace(file, split=None) for file in files if file.split != "test"
+            file if own or file.split is None else file._replace(split=None) for file in files if file.split != "test"
         ),
         skipped_binary=binary,
         skipped_links=tuple(links),
@@ -171,11 +176,8 @@ def _reading(path: Path, text_key: str | None) -> dict[str, Any]:
     }
 
 
-def _files_of(root: Path, output_dir: Path) -> Iterator[tuple[Path, str]]:
-    """The path of every visible file or link, with its name inside the source."""
-    if root.is_file() or root == STDIN:
-        yield root, root.name
-        return
+def _files_below(root: Path, output_dir: Path) -> Iterator[tuple[str, str]]:
+    """The path of every visible file or link in a folder, with its name inside the source."""
     kept_out = output_dir.resolve()
     below = []
     for folder, names, files in os.walk(root):
@@ -183,7 +185,8 @@ def _files_of(root: Path, output_dir: Path) -> Iterator[tuple[Path, str]]:
         names[:] = [name for name in names if not name.startswith(".") and (here / name).resolve() != kept_out]
         links = [name for name in names if (here / name).is_symlink()]  # to folders; the walk does not follow them
         key = "" if here == root else f"{here.relative_to(root).as_posix()}/"
-        below += [(key + name, here / name) for name in (*files, *links) if not name.startswith(".")]
+        inside = "" if here == Path() else f"{here}/"
+        below += [(key + name, inside + name) for name in (*files, *links) if not name.startswith(".")]
     yield from ((path, key) for key, path in sorted(below))
 
 
@@ -207,6 +210,8 @@ def transformers_source() -> Source:
     Raises:
         UserError: the package is not installed, or was installed without a list of its files.
     """
+    from importlib import metadata  # noqa: PLC0415 - it imports much, and only this corpus needs it
+
     try:
         installed = metadata.distribution("transformers")
     except metadata.PackageNotFoundError as error:
@@ -240,7 +245,7 @@ def transformers_source() -> Source:
 def _stamped(
     keyed: Iterable[tuple[str, Path]], read: Callable[[SourceFile], Iterator[Document]]
 ) -> tuple[SourceFile, ...]:
-    return tuple(SourceFile(path=path, key=key, stamp=Stamp.of(path), read=read) for key, path in keyed)
+    return tuple(SourceFile(str(path), key, Stamp.of(path), read) for key, path in keyed)
 
 
 STDLIB_NAME = "python-stdlib"

@@ -118,6 +118,12 @@ def save_trained(tokenizer: Tokenizer, folder: Path) -> None:
     (folder / SETTINGS).write_text(json_text(_SETTINGS), encoding="utf-8")
 
 
+@functools.lru_cache(maxsize=1)
+def _parsed(data: bytes) -> Any:
+    """A tokenizer.json, which is read where it comes from and where it was copied to."""
+    return json.loads(data)
+
+
 def _is_of_gpt2(state: dict[str, Any]) -> bool:
     """Whether a tokenizer.json is as transformers writes it for its GPT-2 class, which puts its own splitter there."""
     model, kept = state["model"], (state["truncation"], state["padding"], state["normalizer"])
@@ -140,7 +146,7 @@ def save_loaded(name: str, folder: Path) -> None:
             if (
                 not fault_of(Path(name), named=True)
                 and read_object(Path(name) / SETTINGS) == _SAVED_AGAIN
-                and _is_of_gpt2(json.loads((Path(name) / TOKENIZER).read_bytes()))
+                and _is_of_gpt2(_parsed((Path(name) / TOKENIZER).read_bytes()))
             ):
                 copy_tokenizer(Path(name), folder)
                 return
@@ -184,11 +190,11 @@ def open_vocabulary(folder: Path, *, special: bool = False) -> Vocabulary:
         raise UserError(f"{folder}: {fault}; or make it again with --overwrite")
     try:
         data = (folder / TOKENIZER).read_bytes()
-        state = json.loads(data)
+        state = _parsed(data)
         ids = state["model"]["vocab"]
         ids = range(len(ids)) if isinstance(ids, list) else ids.values()  # a list of a Unigram model
         size = max([*ids, *(token["id"] for token in state["added_tokens"])]) + 1
-        eot_id = end_of_text_id(folder)
+        eot_id = end_of_text_id(folder, state=state)
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise UserError(f"{folder}: is damaged ({reason_of(error)}); make it again with --overwrite") from error
     if eot_id is None:

@@ -208,8 +208,12 @@ _TOKEN_IDS = TypeAdapter(dict[str, Count])
 _IDS = TypeAdapter(list[Count])
 
 
-def token_ids(folder: Path) -> dict[str, int] | None:
+def token_ids(folder: Path, *, state: dict[str, Any] | None = None) -> dict[str, int] | None:
     """Id by token, including added tokens, from ``tokenizer.json`` or ``vocab.json``; None if there is neither.
+
+    Args:
+        folder: the tokenizer's folder.
+        state: the contents of its ``tokenizer.json``, if they have been read: megabytes of JSON.
 
     Raises:
         UserError: the file is not a vocabulary.
@@ -218,7 +222,7 @@ def token_ids(folder: Path) -> dict[str, int] | None:
     if path is None:
         return None
     try:
-        values = read_object(path, max_bytes=_MAX_BYTES)
+        values = state or read_object(path, max_bytes=_MAX_BYTES)
         if path.name == TOKENIZER:
             vocabulary = values["model"]["vocab"]
             if isinstance(vocabulary, list):  # of a Unigram model: pairs of text and score in the order of ids
@@ -234,13 +238,13 @@ def other_meaning(ours: dict[str, int], theirs: dict[str, int]) -> str | None:
     return next((text for text, number in ours.items() if theirs.get(text) != number), None)
 
 
-def end_of_text_id(folder: Path) -> int | None:
-    """The id of the tokenizer's ``eos_token``; None if the files do not name one.
+def end_of_text_id(folder: Path, *, state: dict[str, Any] | None = None) -> int | None:
+    """The id of the tokenizer's ``eos_token``; None if the files do not name one. Arguments as ``token_ids`` has them.
 
     Raises:
         UserError: a file cannot be read.
     """
-    ids, settings = token_ids(folder), folder / SETTINGS
+    ids, settings = token_ids(folder, state=state), folder / SETTINGS
     if not ids or not settings.is_file():
         return None
     try:
