@@ -17,11 +17,12 @@ from dsgpt.benchmarks.cells import prepare_corpus
 from dsgpt.common.command_line import run_script
 
 INTO = REPOSITORY / "docs" / "images" / "dashboard"
-HEIGHTS = {"": 620, "compare": 1500, "live": 1120, "split": 1340, "plan": 1300, "generate": 1120}
+HEIGHTS = {"": 620, "compare": 1500, "live": 1120, "spikes": 900, "split": 1340, "plan": 1300, "generate": 1120}
 """Pixels of each page with a picture; what lies below is left out."""
 ON_A_PHONE = {"": "light", "live": "dark"}
 REFERENCE = "reference/cpu-2-cores"
 QUERIES = {"compare": {"runs": [f"{REFERENCE}/demo-baseline", f"{REFERENCE}/demo-zero1"]}}
+QUERIES["spikes"] = {"run": [f"{REFERENCE}/demo-baseline"]}
 STEPS, SHOWN_AT, SAVE_EVERY = 400, 250, 100
 PATIENCE_MS = 60_000
 
