@@ -16,7 +16,7 @@ from dsgpt.data.engine import Gigatoken
 @pytest.fixture
 def options(tmp_path: Path) -> tokens.TokensOptions:
     write_tokenizer(folder := tmp_path / "tokenizer")
-    small = {"documents": 300, "points": 400, "megabytes": 1, "peer_megabytes": 1, "rounds": 1}
+    small = {"documents": 300, "points": 400, "megabytes": 1, "peer_megabytes": 1, "rounds": 1, "kills": 1}
     return tokens.TokensOptions(output=tmp_path / "tokens.json", tokenizer=str(folder), **small)
 
 
@@ -32,7 +32,14 @@ def test_the_suite(options, capsys):
     assert list(record["speed"]) == ["sources", "one file of rows", "small files"]
     for one in record["speed"].values():
         assert min(one["seconds"].values()) > 0 and one["ratios"]["nanogpt"]["median"] > 0
-    assert "one file of rows" in options.output.with_suffix(".md").read_text()
+    one, other, killed = record["kills"]
+    assert one["sums"] == other["sums"] == killed["sums"] and (one["workers"], other["workers"]) == (1, 2)
+    assert sorted(one["sums"]) == ["train.bin", "train.index", "val.bin", "val.index"]
+    assert record["memory"][0]["peak"] > 50e6
+    page = options.output.with_suffix(".md").read_text()
+    assert "one file of rows" in page and "3 of 3 have the same" in page
+    killed["sums"] = one["sums"] | {"val.bin": "0"}
+    assert tokens.Tokens.failures(None, record) == [f"{killed['name']}: has other files"]
 
 
 def test_other_ids_fail_the_suite(options, monkeypatch, capsys):
