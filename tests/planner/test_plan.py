@@ -18,7 +18,7 @@ from small_run import REPOSITORY, SEQUENCE, VOCABULARY, write_data, write_recipe
 from dsgpt.common.errors import EXIT_USER_ERROR, Problems, UserError
 from dsgpt.common.json_files import parse_as, read_as
 from dsgpt.common.text import divisors
-from dsgpt.config.compatibility import check_split
+from dsgpt.config.compatibility import ALLOW_MASKS, check_split
 from dsgpt.config.options import parse_arguments
 from dsgpt.config.run_config import resolve
 from dsgpt.machine.topology import Topology
@@ -34,6 +34,7 @@ from dsgpt.planner.step_time import fit, predict_step
 # One setup planned, and mistakes in what is asked for.
 
 
+MASKED = (" --mask_documents 1_000_000", " --mask_documents 64")
 THREE_D = f"--deepspeed_config {REPOSITORY}/ds_configs/3d.json"
 XL = "--model_size xl --gpu a100-80gb --gpus 8 --tokens 10e9"
 ZERO2 = f"--deepspeed_config {REPOSITORY}/ds_configs/zero2.json"
@@ -266,6 +267,19 @@ def test_a_plan_uses_the_fitted_rates(plan, tmp_path, calibration):
             factors.compute["fp32"] * plain["step"]["parts"][part], rel=0.01
         )
     assert "fitted to measured steps (1)" in fitted["machine"]["rates"]
+
+
+def test_masks_are_planned_for_cpus_and_refused_for_gpus_as_training_does(plan, refused, calibration, monkeypatch):
+    line = f"--machine {calibration} --gpus 1 --run_type baseline --model_size demo --tokens 1e6 --json"
+    whole, same, masked = (json.loads(plan(line + more)) for more in ("", *MASKED))
+    assert [each["attended_length"] for each in (whole, same, masked)] == [None, whole["seq_length"], 64]
+    assert masked["step"]["seconds"] < whole["step"]["seconds"] == same["step"]["seconds"]
+    (rule,) = refused(f"{XL} {ZERO2} --mask_documents 64")
+    assert "kernel of PyTorch on GPUs that no GPU has compared with a CPU" in rule and ALLOW_MASKS in rule
+    monkeypatch.setenv(ALLOW_MASKS, "1")
+    assert "attention within documents of 64 tokens" in plan(f"{XL} {ZERO2} --mask_documents 64")
+    (rule,) = refused(f"{XL} --mask_documents 64 --strategy pipeline")
+    assert rule.startswith("--mask_documents does not go with a pipeline")
 
 
 @pytest.mark.parametrize(
