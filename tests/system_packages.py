@@ -23,12 +23,13 @@ WITHOUT = {
     "bindfs": re.compile(r"needs bindfs"),
     "faketime": re.compile(r"needs faketime"),
     "iproute2": re.compile(r"needs iproute2"),
+    "strace": re.compile(r"needs strace"),
 }
 """Debian package to what a test says that fails without it, or that is skipped."""
 DAEMONS = {"slurm-wlm": "slurmctld", "munge": "munged"}
 """Debian package to its daemon, which is on the PATH of root."""
-FAULTS = {"iproute2": "ip"} | {name: name for name in ("iptables", "bindfs", "faketime")}
-"""Debian package to its command: what makes the hosts of a test, and disturbs them."""
+FAULTS = {"iproute2": "ip"} | {name: name for name in ("iptables", "bindfs", "faketime", "strace")}
+"""Debian package to its command: what makes the hosts of a test, disturbs them, and records what a run writes."""
 MAY_LACK = re.compile(r"Skipped: (starts |this (kernel|system) )")
 """Reasons to leave out a test under ``CI=true``, too: ``--without-processes``, and what only another kernel has."""
 

@@ -42,10 +42,16 @@ _SHARED = {
     "gpu*.py": (GPU,),
     "tokens*.py": ("tokens",),
     "museum*.py": ("museum",),
+    "crashes*.py": ("crashes",),
     "stand_in_gpu.py": (),
 }
 """Modules of some suites."""
-_BUILDS_ON = {"clusters": ("faults",), "network": ("plan",), "museum": ("parity", "resume")}
+_BUILDS_ON = {
+    "clusters": ("faults",),
+    "network": ("plan",),
+    "museum": ("parity", "resume"),
+    "crashes": ("faults", "resume"),
+}
 """Suites that need the modules of others."""
 _ONLY_READ_RECORDS = ("*_page.py", "records.py", "suites.py")
 """Modules of the suites that make pages and tables from an existing record, or that start the commands of records."""

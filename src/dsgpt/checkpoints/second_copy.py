@@ -228,6 +228,9 @@ def fetch_newer(address: str, run_dir: Path, *, damage: Callable[[str], str]) ->
                     place.read_into(run_file, run_dir / run_file)
             if (run_dir / name).exists():
                 store.mark_damaged(run_dir / name)
+            for path in (run_dir, folder, *folder.iterdir()):
+                if path.is_dir():
+                    sync_directory(path)
             folder.rename(run_dir / name)
             sync_directory(run_dir)
             return [*lines, f"{FLAG}: {name} was fetched from {address}"]

@@ -218,8 +218,9 @@ def mark_damaged(checkpoint: Path) -> None:
 
 
 def discard(checkpoint: Path) -> None:
-    """Remove a checkpoint; a kill in between never leaves a folder with its name and only some of its files."""
+    """Remove a checkpoint; a kill or a power cut never leaves a folder with its name and only some of its files."""
     if aside := set_aside(checkpoint):
+        sync_directory(checkpoint.parent)
         remove(aside)
 
 

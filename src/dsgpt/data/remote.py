@@ -57,7 +57,7 @@ class Place:
             shutil.copyfileobj(source, file, _BLOCK)
 
     def read_into(self, name: str, target: Path, progress: Callable[[int], object] = lambda _: None) -> str:
-        """Copy ``name`` into the new file ``target``; ``progress`` gets the bytes since its last call.
+        """Copy ``name`` into the new, durable file ``target``; ``progress`` gets the bytes since its last call.
 
         Returns:
             The sha256 of what came.
@@ -68,6 +68,8 @@ class Place:
                 copy.write(block)
                 digest.update(block)
                 progress(len(block))
+            copy.flush()
+            os.fsync(copy.fileno())
         return digest.hexdigest()
 
     def names(self) -> list[str]:

@@ -13,7 +13,7 @@ from dsgpt.checkpoints import store
 from dsgpt.checkpoints.manifest import STATE_FILE, Goodput, Manifest, parse_manifest, read_manifest, read_run_state
 from dsgpt.checkpoints.training_state import COUNTERS, StateReader, check_random_states, state_files
 from dsgpt.common.errors import Problems, UserError
-from dsgpt.common.files import is_regular_file, remove
+from dsgpt.common.files import is_regular_file, remove, sync_directory
 from dsgpt.common.json_files import Count, Finite, JsonError, Seconds, clipped, clipped_text, read_as, read_object
 from dsgpt.common.text import counted
 from dsgpt.config.run_config import RunConfig
@@ -187,7 +187,9 @@ def plan_resume(
     if not same_ranks and config.model.dropout > 0:
         resuming += "; dropout masks differ from those of an uninterrupted run"
     latest, missing = named_by(config.run_dir / store.LATEST), []
-    if latest and not (store.STEP_FOLDER.fullmatch(latest) and (config.run_dir / latest).is_dir()):
+    is_name = store.STEP_FOLDER.fullmatch(latest) is not None
+    older = is_name and store.step_of(latest) < state.step  # retention had removed it before it wrote the file
+    if latest and not older and not (is_name and (config.run_dir / latest).is_dir()):
         named = f"{config.run_dir / store.LATEST} names {latest}, which does not exist"
         missing = [f"--resume: {named}; continuing from the newest one that does"]
     changes = _compare(config, manifest.fixed, settings, made="the checkpoint", problems=problems)
@@ -374,13 +376,17 @@ def contents(run_dir: Path) -> list[str]:
 
 
 def make_run_folder(run_dir: Path) -> None:
-    """Make the folder.
+    """Make the folder, durable with all folders above it that were missing.
 
     Raises:
         UserError: the system refuses.
     """
     try:
+        missing = [folder for folder in (run_dir, *run_dir.parents) if not folder.exists()]
         run_dir.mkdir(parents=True, exist_ok=True)
+        for folder in missing:
+            with contextlib.suppress(PermissionError):  # one may write there, but not read
+                sync_directory(folder.parent)
     except OSError as error:
         line = f"--checkpoint_path {run_dir}: cannot be made ({error.strerror}): name another folder"
         raise UserError(line) from error
@@ -390,15 +396,18 @@ def clear_run_folder(run_dir: Path, start: ResumePoint) -> None:
     """Remove what an earlier process left: a fresh start removes its run, a resume its incomplete checkpoints.
 
     A resume also marks the checkpoints that it refused as damaged. An overwrite renames the checkpoints first and
-    removes them last: after a kill in between, ``--resume`` starts fresh.
+    removes them last: after a kill in between, ``--resume`` starts fresh. Each of its steps is durable before the next,
+    so this also holds after a power cut.
     """
     remove(run_dir / COMPLETE_FILE)
     if start.checkpoint is None:
         for pattern in (store.DAMAGED_FOLDER, store.STEP_FOLDER):
             for checkpoint in _folders(run_dir, pattern):
                 store.set_aside(checkpoint, suffix=store.OVERWRITTEN)
+        sync_directory(run_dir)
         for path in _files(run_dir):
             remove(path)
+        sync_directory(run_dir)
     for path in _folders(run_dir, store.PARTIAL_FOLDER):
         remove(path)
     if start.checkpoint is not None:
