@@ -1,8 +1,8 @@
 """``benchmark.py museum``: silent bugs that real trainers shipped, planted in this one, and what notices them.
 
 An ``Exhibit`` is a bug that a public thread describes, reduced to its mechanism. It is planted in the code that trains
-here, or in the installed library. Then a check runs that every user can run: a training of the parity suite, a resume
-of the resume suite, or a function that the exhibit names. The same check runs without the bug, and must pass.
+here, or in the installed library. Then a check runs that every user can run: a training of the parity suite or a resume
+of the resume suite. The same check runs without the bug, and must pass.
 """
 
 import ast
@@ -68,13 +68,9 @@ class Exhibit:
     """How the planted bug differs from that of the thread; empty if it is the same."""
     plant: Plant = contextlib.nullcontext
     where: Cell | Pair | None = None
-    """The training, or the resumed run, in which it is planted."""
-    side: str = "target"
-    """The run of a pair in which it is planted: ``source`` or ``target``."""
+    """The training in which it is planted, or the resume, in whose second run it is; None if it is not shown."""
     changes: Mapping[str, Any] = field(default_factory=dict)
     """Changes of the recipe, without which the bug does nothing; the training without the bug has them too."""
-    look: Callable[[Path], Seen | None] | None = None
-    """Instead of ``where``: runs a check in an empty folder, and returns what it noticed."""
     ends: str = ""
     """A part of the message with which the run must end; empty if the check compares what it computed."""
     absent: str = ""
@@ -96,6 +92,22 @@ FAMILIES = ("deepspeed",)
 def show(*exhibits: Exhibit) -> None:
     """Add to ``EXHIBITS``."""
     EXHIBITS.update({exhibit.name: exhibit for exhibit in exhibits})
+
+
+def exhibit(
+    thread: str, year: int, where: Cell | Pair | None = None, **more: Any
+) -> Callable[[Callable[[], Plant]], None]:
+    """A decorator that adds what the function plants in ``where`` to ``EXHIBITS``.
+
+    The paragraphs of its docstring are ``effect``, ``mechanism`` and, if there is a third, ``reduced``.
+    """
+
+    def add(made: Callable[[], Plant]) -> None:
+        effect, mechanism, *reduced = (" ".join(part.split()) for part in (inspect.getdoc(made) or "").split("\n\n"))
+        texts = {"effect": effect, "mechanism": mechanism, "reduced": " ".join(reduced)} | more
+        show(Exhibit(thread=thread, year=year, where=where, plant=made(), **texts))
+
+    return add
 
 
 def load() -> None:
@@ -234,7 +246,7 @@ class Resumes(Resume):
 def marked(exhibit: Exhibit, mark: str) -> Any:
     """The exhibit's cell or pair, whose ``bug`` is ``mark``."""
     if isinstance(exhibit.where, Pair):
-        return replace(exhibit.where, **{exhibit.side: replace(getattr(exhibit.where, exhibit.side), bug=mark)})
+        return replace(exhibit.where, target=replace(exhibit.where.target, bug=mark))
     return replace(exhibit.where, bug=mark) if exhibit.where else None
 
 
@@ -373,11 +385,7 @@ class Museum(frame.Suite[MuseumOptions, frame.Record]):
                 return
 
     def _results(self) -> Iterator[frame.Record]:
-        for exhibit in self._todo:
-            if exhibit.absent:
-                yield _result(exhibit, "absent", message=exhibit.absent)
-            elif exhibit.look:
-                yield self._looked(exhibit, exhibit.look)
+        yield from (_result(one, "absent", message=one.absent) for one in self._todo if one.absent)
         for kind, suite in ((Cell, Trainings), (Pair, Resumes)):
             waiting = [one for one in self._todo if isinstance(one.where, kind)]
             if not waiting:
@@ -393,18 +401,6 @@ class Museum(frame.Suite[MuseumOptions, frame.Record]):
                     if without and broken:
                         waiting.remove(exhibit)
                         yield compared(exhibit, without, broken)
-
-    def _looked(self, exhibit: Exhibit, look: Callable[[Path], Seen | None]) -> frame.Record:
-        """The result of an exhibit with a check of its own."""
-        started, folder = time.monotonic(), self.folder / exhibit.name
-        for name in ("clean", "planted"):
-            (folder / name).mkdir(parents=True)
-        without = look(folder / "clean")
-        with exhibit.plant():
-            seen = look(folder / "planted")
-        status = "not clean" if without else "caught" if seen else "missed"
-        message = f"without the bug: {without.check}" if without else ""
-        return _result(exhibit, status, seen=seen, message=message, seconds=time.monotonic() - started)
 
     def line(self, result: frame.Record, *, count: str, left: str) -> str:
         words = _margin(result) if result["status"] == "caught" else result["status"].upper()

@@ -1,298 +1,270 @@
 """Exhibits of the museum: bugs that DeepSpeed shipped.
 
-Where its fix replaced a line, the old line is put back into the installed release (``edited``). The years are those in
-which a fix was merged, or a thread opened.
+Each is a function that returns what plants it. Where a fix replaced a line, the old line is put back into the installed
+release (``edited``). The years are those in which a fix was merged, or a thread opened.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 from unittest import mock
 
 from dsgpt.benchmarks.cells import Cell
-from dsgpt.benchmarks.museum import Exhibit, edited, replaced, show
+from dsgpt.benchmarks.museum import Plant, edited, exhibit, replaced
 
-ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
-ZERO_12 = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
-ZERO_3 = "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3"
-ZERO, TENSOR = "dsgpt.strategies.deepspeed.zero:Zero", "dsgpt.strategies.deepspeed.zero:TensorParallel"
-PULLS, ISSUES = "deepspeedai/DeepSpeed/pull/", "deepspeedai/DeepSpeed/issues/"
-sgd = partial(Cell, ranks=2, optimizer="sgd")
-bf16 = partial(sgd, precision="bf16")
+_ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
+_ZERO_12 = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
+_ZERO_3 = "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3"
+_OURS = "dsgpt.strategies.deepspeed."
+_PULL, _ISSUE = "deepspeedai/DeepSpeed/pull/", "deepspeedai/DeepSpeed/issues/"
 
-
-def _scale_at_every_stage(_original: Any, stage: Any, gradient: Any) -> Any:
-    """What every engine without a pipeline does."""
-    return gradient if gradient is None else gradient / stage.gradient_accumulation_steps()
+_sgd = partial(Cell, ranks=2, optimizer="sgd")
+_bf16 = partial(_sgd, precision="bf16")
 
 
-def _scale_without_loss_scale(build: Any, strategy: Any, *given: Any, **named: Any) -> None:
-    """Unscale by the scale of fp16, and keep the gradients of one step in the next."""
-    build(strategy, *given, **named)
-    strategy._optimizer.loss_scale_config.cur_scale = 2.0**16
-    strategy._optimizer.zero_grad = lambda *_, **__: None
+@exhibit(f"{_PULL}8154", 2026, _sgd(strategy="pipeline2-zero1"))
+def _scaled_at_every_stage() -> Plant:
+    """Earlier stages of a pipeline got gradients that were too small by the accumulation steps.
+
+    Every stage divides the gradient of its output by the accumulation steps, not the last one alone.
+    """
+
+    def scale(_original: Any, stage: Any, gradient: Any) -> Any:
+        return gradient if gradient is None else gradient / stage.gradient_accumulation_steps()
+
+    return replaced("deepspeed.runtime.pipe.engine:PipelineEngine", "_backward_prologue_per_tensor", scale)
 
 
-def _lookup_without_gradient(build: Any, model: Any, *given: Any, **named: Any) -> None:
-    """A model whose tied weight gets the gradient of the head alone."""
-    build(model, *given, **named)
-    model.wte.register_forward_hook(lambda _module, _ids, embedded: embedded.detach())
+@exhibit(f"{_PULL}7985", 2026, _bf16(strategy="zero1"))
+def _last_micro_batch_not_reduced() -> Plant:
+    """Runs of equal global batches but other micro batches drifted apart, in 0.18.6 to 0.18.10.
+
+    The last micro batch is added to the fp32 sums after they were reduced over the ranks.
+    """
+    return edited(
+        _ENGINE, "_backward_epilogue", "bf16_optimizer = isinstance(self.optimizer, BF16_Optimizer)",
+        "bf16_optimizer = False",
+    )  # fmt: skip
 
 
-def _not_clipped(*_: Any) -> None:
-    """What the optimizer does in bf16."""
+@exhibit(f"{_PULL}7981", 2026, _sgd(strategy="zero2-offload"))
+def _only_the_last_backward_pass() -> Plant:
+    """With optimizer offload, a step of several backward passes was that of the last one alone.
+
+    Gradients of earlier passes are not kept in host memory.
+
+    DeepSpeed did so where it was told that a step has one pass; here it is told the number, and does so all the same.
+    """
+    condition = "if self.micro_step_id > 0 or not self.is_gradient_accumulation_boundary():"
+    return edited(_ZERO_12, "copy_grads_in_partition", condition, "if False:")
 
 
-def _skip_on_one_rank(step: Any, strategy: Any) -> Any:
-    """Rank 1 skips the optimizer's fourth step."""
-    from torch import distributed  # noqa: PLC0415 - takes seconds
+@exhibit(f"{_PULL}7967", 2026, _sgd(strategy="zero2-offload"))
+def _micro_batches_between_are_lost() -> Plant:
+    """With optimizer offload, norms were too small and fine-tuning was worse, for 18 months.
 
-    skips = distributed.get_rank() == 1 and strategy._optimizer_steps == 3
-    with mock.patch.object(strategy._optimizer, "step") if skips else nullcontext():
-        return step(strategy)
-
-
-def _norm_of_first_tensor_rank(_original: Any, strategy: Any) -> Any:
-    """The step without this project's workaround."""
-    from dsgpt.strategies.deepspeed.zero import Zero  # noqa: PLC0415 - needs DeepSpeed
-
-    return Zero._before_step(strategy)
+    Of the micro batches in host memory only the first and the last are added up.
+    """
+    add, copy = "        accumulate_gradients()\n", "    copy_gradients_to_cpu()"
+    return edited(_ZERO_12, "async_accumulate_grad_in_cpu_via_gpu", f"{add}{copy}", f"{add}    else:\n    {copy}")
 
 
-def _first_group_alone(set_rate: Any, optimizer: Any, lr: float) -> None:
-    """Before the schedule has begun, set the rate of the first parameter group alone."""
-    if lr:
-        set_rate(optimizer, lr)
-    else:
-        optimizer.param_groups[0]["lr"] = lr
+@exhibit(f"{_PULL}6550", 2024, _sgd(strategy="zero2-offload"))
+def _counter_too_high() -> Plant:
+    """With optimizer offload, gradients of micro batches were added up wrongly.
+
+    The counter of micro batches is one too high, so that a step begins with the sums of the step before.
+
+    The counter is too high in every step, not in the first alone.
+    """
+    return lambda: mock.patch("deepspeed.runtime.zero.stage_1_and_2.INITIAL_MICRO_STEP_ID", 0)
 
 
-@contextmanager
-def _counter_from_zero() -> Iterator[None]:
-    with mock.patch("deepspeed.runtime.zero.stage_1_and_2.INITIAL_MICRO_STEP_ID", 0):
-        yield
+@exhibit(f"{_PULL}7839", 2026, _bf16(strategy="zero0", accumulation=1))
+def _unscaled_by_a_scale_of_fp16() -> Plant:
+    """In bf16 at stage 0, gradient norms were wrong and grew from step to step, in 0.18.5.
+
+    Gradients are divided by a loss scale that the loss never had, and stay for the next step.
+    """
+
+    def build(original: Any, strategy: Any, *given: Any) -> None:
+        original(strategy, *given)
+        strategy._optimizer.loss_scale_config.cur_scale = 2.0**16
+        strategy._optimizer.zero_grad = lambda *_, **__: None
+
+    return replaced(f"{_OURS}zero:Zero", "__init__", build)
 
 
-show(
-    Exhibit(
-        thread=f"{PULLS}8154",
-        year=2026,
-        effect="Earlier stages of a pipeline got gradients that were too small by the accumulation steps.",
-        mechanism="Every stage divides the gradient of its output by the accumulation steps, not the last one alone.",
-        plant=replaced(
-            "deepspeed.runtime.pipe.engine:PipelineEngine", "_backward_prologue_per_tensor", _scale_at_every_stage
-        ),
-        where=sgd(strategy="pipeline2-zero1"),
-    ),
-    Exhibit(
-        thread=f"{PULLS}7985",
-        year=2026,
-        effect="Runs of equal global batches but other micro batches drifted apart, in 0.18.6 to 0.18.10.",
-        mechanism="The last micro batch is added to the fp32 sums after they were reduced over the ranks.",
-        plant=edited(
-            ENGINE,
-            "_backward_epilogue",
-            "bf16_optimizer = isinstance(self.optimizer, BF16_Optimizer)",
-            "bf16_optimizer = False",
-        ),
-        where=bf16(strategy="zero1"),
-    ),
-    Exhibit(
-        thread=f"{PULLS}7981",
-        year=2026,
-        effect="With optimizer offload, a step of several backward passes was that of the last one alone.",
-        mechanism="Gradients of earlier passes are not kept in host memory, because a step is said to have one pass.",
-        reduced="the engine is told how many passes there are, and the condition is closed by hand.",
-        plant=edited(
-            ZERO_12,
-            "copy_grads_in_partition",
-            "if self.micro_step_id > 0 or not self.is_gradient_accumulation_boundary():",
-            "if False:",
-        ),
-        where=sgd(strategy="zero2-offload"),
-    ),
-    Exhibit(
-        thread=f"{PULLS}7967",
-        year=2026,
-        effect="With optimizer offload, norms were too small and fine-tuning was worse, for 18 months.",
-        mechanism="Of the micro batches in host memory only the first and the last are added up.",
-        plant=edited(
-            ZERO_12,
-            "async_accumulate_grad_in_cpu_via_gpu",
-            "        accumulate_gradients()\n    copy_gradients_to_cpu()",
-            "        accumulate_gradients()\n    else:\n        copy_gradients_to_cpu()",
-        ),
-        where=sgd(strategy="zero2-offload"),
-    ),
-    Exhibit(
-        thread=f"{PULLS}6550",
-        year=2024,
-        effect="With optimizer offload, gradients of micro batches were added up wrongly.",
-        mechanism="The counter of micro batches is one too high, so a step begins with the sums of the step before.",
-        reduced="the counter is too high in every step, not in the first alone.",
-        plant=_counter_from_zero,
-        where=sgd(strategy="zero2-offload"),
-    ),
-    Exhibit(
-        thread=f"{PULLS}7839",
-        year=2026,
-        effect="In bf16 at stage 0, gradient norms grew from step to step and nothing was learned, in 0.18.5.",
-        mechanism="Gradients are divided by a loss scale that the loss never had, and stay for the next step.",
-        plant=replaced(ZERO, "__init__", _scale_without_loss_scale),
-        where=bf16(strategy="zero0", accumulation=1),
-    ),
-    Exhibit(
-        thread=f"{PULLS}7724",
-        year=2025,
-        effect="Trainers that divide the loss themselves got gradients that were divided twice.",
-        mechanism="A hook divides by the accumulation steps although the loss was divided already.",
-        plant=edited(ENGINE, "_backward_prologue_per_tensor", "if graph_loss_scaled:", "if False:"),
-        where=sgd(strategy="zero2"),
-    ),
-    Exhibit(
-        thread=f"{ISSUES}7718",
-        year=2025,
-        effect="At stage 2 norms were a third to a half of the right ones, in 0.17.6 to 0.18.2.",
-        mechanism="An affected release is installed.",
-        reduced="its cause was not published.",
-        plant=replaced("dsgpt.config.compatibility", "version", lambda *_: "0.18.2"),
-        where=sgd(strategy="zero2"),
-        ends="issues/7718",
-    ),
-    Exhibit(
-        thread=f"{ISSUES}8224",
-        year=2026,
-        effect="A module that is used twice in a step trained on a part of its gradient, in 0.18.3 to 0.19.3.",
-        mechanism="Of the tied embedding's two gradients in a backward pass, one is lost.",
-        reduced="the gradient of the lookup is dropped before the reduction, not in it.",
-        plant=replaced("dsgpt.model.gpt2:GPT2", "__init__", _lookup_without_gradient),
-        where=bf16(strategy="zero2"),
-    ),
-    Exhibit(
-        thread=f"{PULLS}5170",
-        year=2024,
-        effect="In bf16 each rank trained on its own gradients.",
-        mechanism="The engine reduces the bf16 gradients, and the optimizer steps on its fp32 sums of this rank's own.",
-        reduced="planted at stage 1, because stage 0 has another optimizer now.",
-        plant=edited(
-            ENGINE, "buffered_allreduce_fallback", 'if hasattr(self.optimizer, "get_grads_for_reduction"):', "if False:"
-        ),
-        where=bf16(strategy="zero1"),
-    ),
-    Exhibit(
-        thread=f"{PULLS}5150",
-        year=2024,
-        effect="Small gradients were enlarged to the bound of clipping, and large ones were not clipped.",
-        mechanism="The factor of clipping is the larger of 1 and bound over norm, not the smaller.",
-        plant=edited(
-            "deepspeed.runtime.engine",
-            "clip_grad_norm_",
-            "clip_coef = torch.min(tmp_tensor, clip_coef)",
-            "clip_coef = torch.max(tmp_tensor, clip_coef)",
-        ),
-        where=sgd(strategy="zero0"),
-    ),
-    Exhibit(
-        thread=f"{PULLS}3790",
-        year=2023,
-        effect="In bf16, gradients were not clipped, whatever the configuration said.",
-        mechanism="Scaling and clipping are one function, and only fp16 calls it.",
-        plant=replaced(ZERO_12, "unscale_and_clip_grads", _not_clipped),
-        where=bf16(strategy="zero2"),
-    ),
-    Exhibit(
-        thread=f"{PULLS}4321",
-        year=2023,
-        effect="A model whose matrices had exactly the size of a bucket trained without reducing their gradients.",
-        mechanism="A gradient of the bucket's size is not copied into the bucket that is reduced: < instead of <=.",
-        plant=edited(
-            ZERO_3,
-            "__add_grad_to_ipg_bucket",
-            "bucket.elements + param.grad.numel() <= self.reduce_bucket_size",
-            "bucket.elements + param.grad.numel() < self.reduce_bucket_size",
-        ),
-        changes={"zero_optimization": {"reduce_scatter": False, "reduce_bucket_size": 4 * 34 * 34}},
-        where=sgd(strategy="zero3"),
-    ),
-    Exhibit(
-        thread=f"{PULLS}5411",
-        year=2024,
-        effect="With tensor parallelism the norm was half of what it should be, and so clipping was wrong.",
-        mechanism="Of the split matrices, the norm counts the part of the first tensor rank alone.",
-        reduced="it lives on in 0.19.8 (FP16_UnfusedOptimizer): this project's workaround is taken away.",
-        plant=replaced(TENSOR, "_before_step", _norm_of_first_tensor_rank),
-        where=bf16(strategy="tensor2-zero0"),
-    ),
-    Exhibit(
-        thread=f"{PULLS}5555",
-        year=2024,
-        effect="With sequence parallelism at stage 0, gradients were too small by the number of sequence ranks.",
-        mechanism="Gradients are averaged over sequence ranks, which have to be summed.",
-        plant=edited(
-            ENGINE,
-            "_reduce_non_expert_gradients",
-            "dist.get_world_size(dp_group) / float(self.sequence_parallel_size)",
-            "dist.get_world_size(dp_group)",
-        ),
-        where=sgd(strategy="sequence2-zero0"),
-    ),
-    Exhibit(
-        thread=f"{PULLS}5664",
-        year=2024,
-        effect="Queries, keys and values of different positions and heads were mixed up, and the loss still fell.",
-        mechanism="After attention, ranks and heads are laid out in the wrong order.",
-        plant=edited(
-            "deepspeed.sequence.layer",
-            "_generate_layout_params",
-            "post_all2all_permute_idx = (1, 2, 0, 3, 4)\n            post_all2all_res_shape = [bs,",
-            "post_all2all_permute_idx = (1, 0, 2, 3, 4)\n            post_all2all_res_shape = [bs,",
-        ),
-        where=sgd(strategy="sequence2-zero1"),
-    ),
-    Exhibit(
-        thread=f"{PULLS}7969",
-        year=2026,
-        effect="All parameter groups but the first took their first step at the full rate, or later ones at another's.",
-        mechanism="Before the schedule begins, it gives one rate for all groups, and only the first is set.",
-        reduced="8171, in the same file, gave later groups the base rate of the first.",
-        plant=replaced("dsgpt.strategies.deepspeed.engine", "set_learning_rate", _first_group_alone),
-        where=sgd(strategy="zero1"),
-    ),
-    Exhibit(
-        thread=f"{PULLS}7580",
-        year=2025,
-        effect="At stage 1 in fp16, ranks skipped a step that others took, and their weights went apart.",
-        mechanism="The rank whose gradients overflow skips the step, and does not tell the others.",
-        reduced="a rank under DDP is made to skip; fp16 is refused on a CPU.",
-        plant=replaced("dsgpt.strategies.pytorch:TorchStrategy", "_clip_and_step", _skip_on_one_rank),
-        where=sgd(strategy="ddp"),
-    ),
-    Exhibit(
-        thread=f"{PULLS}551",
-        year=2020,
-        effect="The norm was too large by the root of the number of ranks, and so gradients were clipped too much.",
-        mechanism="Without a model-parallel group, the squares of the norm are summed over all ranks a second time.",
-        plant=edited(
-            ZERO_12,
-            "_model_parallel_all_reduce",
-            "if pg_utils.is_parallel(self.model_parallel_group):",
-            "if True:",
-        ),
-        where=sgd(strategy="zero2"),
-    ),
-    Exhibit(
-        thread=f"{PULLS}7371",
-        year=2025,
-        effect="With overlap_comm, the loss fell to 0 in the third step, or norms were wrong.",
-        mechanism="The reduction reads a buffer that has the gradients of another bucket by then.",
-        reduced="on a GPU this is a race; here the reduction always reads the other of the two buffers.",
-        plant=edited(
-            ZERO_12,
-            "reduce_ipg_grads",
-            "self.average_tensor(bucket.buffer[bucket.index].narrow(",
-            "self.average_tensor(bucket.buffer[1 - bucket.index].narrow(",
-        ),
-        where=sgd(strategy="zero2-overlap", optimizer="adamw"),
-    ),
-)
+@exhibit(f"{_PULL}7724", 2025, _sgd(strategy="zero2"))
+def _divided_twice() -> Plant:
+    """Trainers that divide the loss themselves got gradients that were divided twice.
+
+    A hook divides by the accumulation steps although the loss was divided already.
+    """
+    return edited(_ENGINE, "_backward_prologue_per_tensor", "if graph_loss_scaled:", "if False:")
+
+
+@exhibit(f"{_ISSUE}7718", 2025, _sgd(strategy="zero2"), ends="issues/7718")
+def _affected_release() -> Plant:
+    """At stage 2, norms were a third to a half of the right ones, in 0.17.6 to 0.18.2.
+
+    A release is installed that has the bug.
+
+    Its cause was not published. The run is refused before its first step.
+    """
+    return replaced("dsgpt.config.compatibility", "version", lambda *_: "0.18.2")
+
+
+@exhibit(f"{_ISSUE}8224", 2026, _bf16(strategy="zero2"))
+def _half_of_a_shared_gradient() -> Plant:
+    """A module that is used twice in a step trained on a part of its gradient, in 0.18.3 to 0.19.3.
+
+    Of the two gradients of the tied embedding, that of the lookup is lost.
+
+    It is lost before the reduction, not in it.
+    """
+
+    def build(original: Any, model: Any, *given: Any, **named: Any) -> None:
+        original(model, *given, **named)
+        model.wte.register_forward_hook(lambda _module, _ids, embedded: embedded.detach())
+
+    return replaced("dsgpt.model.gpt2:GPT2", "__init__", build)
+
+
+@exhibit(f"{_PULL}5170", 2024, _bf16(strategy="zero1"))
+def _fp32_sums_not_reduced() -> Plant:
+    """In bf16 each rank trained on its own gradients.
+
+    The engine reduces the bf16 gradients, but the optimizer steps on fp32 sums of this rank's own.
+
+    It is planted at stage 1, because stage 0 has another optimizer now.
+    """
+    condition = 'if hasattr(self.optimizer, "get_grads_for_reduction"):'
+    return edited(_ENGINE, "buffered_allreduce_fallback", condition, "if False:")
+
+
+@exhibit(f"{_PULL}5150", 2024, _sgd(strategy="zero0"))
+def _clipped_the_wrong_way() -> Plant:
+    """Small gradients were enlarged to the bound of clipping, and large ones were not clipped.
+
+    The factor of clipping is the larger of 1 and bound over norm, not the smaller.
+    """
+    return edited("deepspeed.runtime.engine", "clip_grad_norm_", "torch.min(tmp", "torch.max(tmp")
+
+
+@exhibit(f"{_PULL}3790", 2023, _bf16(strategy="zero2"))
+def _not_clipped() -> Plant:
+    """In bf16, gradients were not clipped, whatever the configuration said.
+
+    Unscaling and clipping are one function, and only fp16 calls it.
+    """
+    return replaced(_ZERO_12, "unscale_and_clip_grads", lambda *_: None)
+
+
+_BUCKET = {"zero_optimization": {"reduce_scatter": False, "reduce_bucket_size": 4 * 34 * 34}}
+"""As large as a matrix of the model."""
+
+
+@exhibit(f"{_PULL}4321", 2023, _sgd(strategy="zero3"), changes=_BUCKET)
+def _bucket_of_a_matrix() -> Plant:
+    """A model whose matrices had exactly the size of a bucket trained without reducing their gradients.
+
+    A gradient of the bucket's size is not copied into the bucket that is reduced: < instead of <=.
+    """
+    return edited(_ZERO_3, "__add_grad_to_ipg_bucket", "<= self.reduce_bucket_size", "< self.reduce_bucket_size")
+
+
+@exhibit(f"{_PULL}5411", 2024, _bf16(strategy="tensor2-zero0"))
+def _norm_of_the_first_tensor_rank() -> Plant:
+    """With tensor parallelism the norm was half of what it should be, and so clipping was wrong.
+
+    Of the split matrices, the norm counts the part of the first tensor rank alone.
+
+    It lives on in 0.19.8 (``FP16_UnfusedOptimizer``): the workaround of this project is taken away.
+    """
+
+    def before_step(_original: Any, strategy: Any) -> Any:
+        from dsgpt.strategies.deepspeed.zero import Zero  # noqa: PLC0415 - needs DeepSpeed
+
+        return Zero._before_step(strategy)
+
+    return replaced(f"{_OURS}zero:TensorParallel", "_before_step", before_step)
+
+
+@exhibit(f"{_PULL}5555", 2024, _sgd(strategy="sequence2-zero0"))
+def _averaged_over_sequence_ranks() -> Plant:
+    """With sequence parallelism at stage 0, gradients were too small by the number of sequence ranks.
+
+    Gradients are averaged over sequence ranks, though they have to be summed.
+    """
+    return edited(_ENGINE, "_reduce_non_expert_gradients", " / float(self.sequence_parallel_size)", "")
+
+
+@exhibit(f"{_PULL}5664", 2024, _sgd(strategy="sequence2-zero1"))
+def _heads_in_the_wrong_order() -> Plant:
+    """With sequence parallelism the data of positions and heads were mixed up after attention.
+
+    After the second all-to-all, ranks, positions and heads are laid out in the wrong order.
+    """
+    order, shape = "post_all2all_permute_idx = ", "\n            post_all2all_res_shape = [bs, global_seq_len //"
+    right, wrong = (f"{order}{places}{shape}" for places in ("(1, 2, 0, 3, 4)", "(1, 0, 2, 3, 4)"))
+    return edited("deepspeed.sequence.layer", "_generate_layout_params", right, wrong)
+
+
+@exhibit(f"{_PULL}7969", 2026, _sgd(strategy="zero1"))
+def _rate_of_the_first_group_alone() -> Plant:
+    """All parameter groups but the first took their first step at the full rate.
+
+    Before the schedule begins, it gives one rate for all groups, and only the first is set.
+
+    In pull request 8171, of the same file, later groups got the base rate of the first; here groups have equal ones.
+    """
+
+    def set_rate(original: Any, optimizer: Any, lr: float) -> None:
+        if lr:
+            original(optimizer, lr)
+        else:
+            optimizer.param_groups[0]["lr"] = lr
+
+    return replaced(f"{_OURS}engine", "set_learning_rate", set_rate)
+
+
+@exhibit(f"{_PULL}7580", 2025, _sgd(strategy="ddp"))
+def _one_rank_skips() -> Plant:
+    """At stage 1 in fp16, a rank skipped a step that the others took.
+
+    The rank whose gradients overflow skips the fourth step, and does not tell the others.
+
+    fp16 is refused on a CPU, so a rank of DDP is made to skip.
+    """
+
+    def step(original: Any, strategy: Any) -> Any:
+        from torch import distributed  # noqa: PLC0415 - takes seconds
+
+        skips = distributed.get_rank() == 1 and strategy._optimizer_steps == 3
+        with mock.patch.object(strategy._optimizer, "step") if skips else nullcontext():
+            return original(strategy)
+
+    return replaced("dsgpt.strategies.pytorch:TorchStrategy", "_clip_and_step", step)
+
+
+@exhibit(f"{_PULL}551", 2020, _sgd(strategy="zero2"))
+def _norm_summed_twice() -> Plant:
+    """The norm was too large by the root of the number of ranks, and so gradients were clipped too much.
+
+    Without a model-parallel group, the squares of the norm are summed over all ranks a second time.
+    """
+    condition = "if pg_utils.is_parallel(self.model_parallel_group):"
+    return edited(_ZERO_12, "_model_parallel_all_reduce", condition, "if True:")
+
+
+@exhibit(f"{_PULL}7371", 2025, _sgd(strategy="zero2-overlap", optimizer="adamw"))
+def _buffer_of_another_bucket() -> Plant:
+    """With ``overlap_comm``, the loss fell to 0 in the third step, or norms were wrong.
+
+    The reduction reads a buffer that has the gradients of another bucket.
+
+    On a GPU this is a race; here the reduction always reads the other of the two buffers.
+    """
+    buffer = "self.average_tensor(bucket.buffer[{}bucket.index].narrow("
+    return edited(_ZERO_12, "reduce_ipg_grads", buffer.format(""), buffer.format("1 - "))
