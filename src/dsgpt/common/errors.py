@@ -15,6 +15,7 @@ EXIT_NON_FINITE = 3
 EXIT_NOT_SAVED = 4
 EXIT_OUT_OF_MEMORY = 5
 EXIT_LOST_RANK = 6
+EXIT_WRONG = 7
 EXIT_STOPPED = 75
 """The run was asked to stop, and saved a checkpoint first: ``--resume`` continues it and loses no step. The number is
 ``EX_TEMPFAIL`` of sysexits.h: a scheduler may repeat the command."""
@@ -71,6 +72,12 @@ class LostRank(RuntimeError):
     def __init__(self, message: str, *, refused: bool = False) -> None:
         super().__init__(message)
         self.exit_code = EXIT_USER_ERROR if refused else EXIT_LOST_RANK
+
+
+class InvariantError(RuntimeError):
+    """A check of ``--check_invariants`` failed: what was trained is wrong, on every rank; exit code 7."""
+
+    exit_code = EXIT_WRONG
 
 
 class Interrupted(KeyboardInterrupt):

@@ -249,6 +249,9 @@ class Options:
     profile: int = profiled(
         "trace with PyTorch's profiler: a table, and for each rank a file in the folder profile; " + _AFTER_WARM_UP
     )
+    check_invariants: int = count(default=0, work=ExecutionOnly("compares what was computed, and changes none of it"))
+    """check every N steps, and before each save, what must hold without a reference: replicas, samples, gradients, the
+    update (docs/training.md). The first violation ends the run with exit code 7 (default: %(default)s, never)"""
     compile: bool = switch(work=_FUSES)
     """compile the model, or each of its blocks, with torch.compile (needs a C++ compiler)"""
     pad_logits: bool = switch(work=_PADS)

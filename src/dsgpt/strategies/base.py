@@ -10,17 +10,20 @@ counts from -1 and is stepped after the optimizer, so steps 1 and 2 of a run bot
 WarmupCosineLR, step 1 uses a learning rate of 0 instead.
 """
 
+import contextlib
 import importlib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
+from dsgpt.checkpoints.pieces import Box
 from dsgpt.checkpoints.training_state import Counters, LossScaleState, Shards, StateReader
 from dsgpt.common.errors import NonFiniteError
 from dsgpt.config.recipe_blocks import LossScaling, OptimizerRecipe, SchedulerRecipe
@@ -49,6 +52,19 @@ class StateTensors(NamedTuple):
     """fp32 weights in addition to ``parameters``; none where the optimizer changes the parameters themselves."""
     buffers: list[Tensor]
     """Memory kept between steps only to move gradients or weights between ranks or devices: buckets, staging."""
+
+
+class Watch(Protocol):
+    """Sees what a rank computes by itself, before any rank exchanges it."""
+
+    def loss(self, loss: Tensor, targets: Tensor, reduction: str, *, training: bool) -> None:
+        """Called with the ``"mean"`` or ``"sum"`` of the losses of ``targets``, before a backward pass.
+
+        ``training`` is the mode of the model.
+        """
+
+    def gradient(self, name: str, boxes: list[Box], gradient: Tensor) -> None:
+        """Called with the gradient of one backward pass, by canonical name; it has the elements of ``boxes``."""
 
 
 class Strategy(ABC):
@@ -110,6 +126,13 @@ class Strategy(ABC):
         self._optimizer_steps = reader.counters.optimizer_steps
         self._scale.restore(reader.counters.loss_scale)
 
+    @abstractmethod
+    def watch(self, watch: Watch, undo: contextlib.ExitStack) -> None:
+        """Let ``watch`` see every loss and gradient that this rank computes, until ``undo`` is closed.
+
+        Not collective. With ``--compile`` its hooks would break the graph.
+        """
+
     def close(self) -> None:  # noqa: B027 - most have no files
         """Remove the files that this rank swapped to, if any. Not collective: it may be called after an error."""
 
@@ -117,6 +140,15 @@ class Strategy(ABC):
 def to_device(batch: Batch, device: torch.device) -> Batch:
     """The batch on ``device``; does not wait for the copy."""
     return Batch(*(part.to(device, non_blocking=True) for part in batch))
+
+
+def watch_losses(model: nn.Module, watch: Watch) -> RemovableHandle:
+    """A hook with which ``watch`` sees every loss of ``model``, a ``GPT2``."""
+
+    def note(module: nn.Module, given: tuple[Tensor, ...], named: dict[str, Any], loss: Tensor) -> None:
+        watch.loss(loss, given[1], named.get("reduction", "mean"), training=module.training)
+
+    return model.register_forward_hook(note, with_kwargs=True)
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:

@@ -195,6 +195,13 @@ class TorchStrategy(base.Strategy):
         for name, parameter in self.model.named_parameters():
             yield name, parameter.detach()
 
+    def watch(self, watch: base.Watch, undo: contextlib.ExitStack) -> None:
+        """See ``Strategy``."""
+        undo.enter_context(base.watch_losses(self.model, watch))
+        for name, parameter in self.model.named_parameters():
+            hook = partial(watch.gradient, name, [Box.whole(parameter.shape)])
+            undo.enter_context(parameter.register_hook(hook))  # type: ignore[no-untyped-call]  # torch's has no types
+
     def state_tensors(self) -> base.StateTensors:
         """See ``Strategy``."""
         computed_with, trained = list(self.model.parameters()), list(self._weights.parameters.values())
@@ -353,6 +360,20 @@ class Fsdp(TorchStrategy):
     def _global_norm(self, gradients: Iterable[Tensor]) -> Tensor:
         """The norm over all ranks. No two ranks hold the same element, so its square is the sum of their squares."""
         return self._sum_over_ranks(base.square_sum(gradients).to(self._device)).sqrt().float()
+
+    def watch(self, watch: base.Watch, undo: contextlib.ExitStack) -> None:
+        """See ``Strategy``; a gathered parameter, whose gradient is whole, is found when its module first computes."""
+        undo.enter_context(base.watch_losses(self.model, watch))
+        left = dict(self._shapes)
+
+        def find(prefix: str, module: nn.Module, _given: object) -> None:
+            for name, parameter in module.named_parameters(prefix, recurse=False):
+                if (shape := left.pop(name, None)) is not None:
+                    hook = partial(watch.gradient, name, [Box.whole(shape)])
+                    undo.enter_context(parameter.register_hook(hook))  # type: ignore[no-untyped-call]  # as above
+
+        for prefix, module in self.model.named_modules():
+            undo.enter_context(module.register_forward_pre_hook(partial(find, prefix)))
 
     def eval_step(self, batches: Iterator[Batch]) -> tuple[Tensor, Tensor]:
         """See ``Strategy``."""

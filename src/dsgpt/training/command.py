@@ -44,7 +44,7 @@ def train(arguments: Sequence[str]) -> int:  # noqa: PLR0911 - one for each kind
         return _complain(error.problems, errors.EXIT_USER_ERROR, speaks=speaks)
     except errors.LostRank as error:
         return complain_of(error)
-    except (errors.NonFiniteError, errors.OutOfMemory, errors.SaveError) as error:
+    except (errors.NonFiniteError, errors.InvariantError, errors.OutOfMemory, errors.SaveError) as error:
         return _complain([str(error)], error.exit_code, speaks=speaks)
     except OSError as error:
         if error.errno not in _DISK_IS_FULL:

@@ -16,7 +16,7 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from dsgpt.checkpoints.store import folder_name
 from dsgpt.checkpoints.training_state import StateReader
-from dsgpt.common.errors import Interrupted, NonFiniteError, SaveError, UserError
+from dsgpt.common.errors import Interrupted, InvariantError, NonFiniteError, SaveError, UserError
 from dsgpt.common.files import write_atomic
 from dsgpt.common.text import UNKNOWN, duration, next_line, script_words
 from dsgpt.config.run_config import RunConfig
@@ -37,6 +37,7 @@ from dsgpt.telemetry.meter import TimedBatches
 from dsgpt.telemetry.monitor import Monitor, gpu_use, hardware_file, open_gpus
 from dsgpt.telemetry.profiles import PROFILE_FOLDER, CommunicationProfile, StepsProfile, Trace, trace_file
 from dsgpt.training.budget import Budget, stalls_reported
+from dsgpt.training.invariants import Invariants
 from dsgpt.training.journal import Journal, Validation
 from dsgpt.training.saving import Saver
 
@@ -342,6 +343,7 @@ class Trainer:
     def __post_init__(self) -> None:
         self._monitor = open_monitor(self.config, self.device)
         self._stopping = Stopping(self.interruption, self.journal.budget, self.ranks, self.peers)
+        self._invariants = Invariants(self.config, self.strategy, self.ranks, done=self.done)
         self.journal.meter.on_step_read = self.peers.note_step
         # A tracker's server may keep rank 0 waiting, and must not end the run.
         self.journal.on_flush = functools.partial(self.peers.begin, "record")
@@ -350,6 +352,7 @@ class Trainer:
         """Train, measure inference and complete the record; collective. After an error the record's ``status`` says so.
 
         Raises:
+            InvariantError: a check of ``--check_invariants`` failed; that state was not saved.
             NonFiniteError: a loss, gradient norm or weight was NaN or infinite; that state was not saved.
             SaveError: a checkpoint could not be written.
             Interrupted: on every rank, if the run was asked to stop; every step that it took is saved.
@@ -366,7 +369,7 @@ class Trainer:
                     self.fit()
                 self._complete()
             except BaseException as error:
-                if isinstance(error, Interrupted | NonFiniteError | SaveError):  # which all ranks raise
+                if isinstance(error, Interrupted | InvariantError | NonFiniteError | SaveError):  # of all ranks
                     self.peers.end()
                 asked_sec = error.asked_sec if isinstance(error, Interrupted) else 0.0
                 self.saver.close(copy_sec=max(0.0, min(COPY_SEC, notice_sec - asked_sec)))
@@ -405,8 +408,8 @@ class Trainer:
             self.peers.begin("step" if step > self.done + 1 else "compilation", step)
             journal.meter.start()
             with measured.watch(step):
-                result = self.strategy.train_step(batches, step)
-            waited, watched = batches.take_seconds(), measured.watched
+                result = self._invariants.train_step(batches, step)
+            waited, watched = batches.take_seconds(), measured.watched or self._invariants.due(step)
             journal.step_done(step=step, epoch=epoch, result=result, dataload_sec=waited, watched=watched)
             if step <= self.done + 2:  # the peers need to know early how long a step takes
                 journal.flush()
@@ -446,7 +449,8 @@ class Trainer:
         """Measure the validation loss and note it; False where a request to stop ended it."""
         started = time.perf_counter()
         self.peers.begin("validation")
-        measured = validation_loss(self.config, self.strategy, stop=self._stopping.agreed)
+        measure = functools.partial(validation_loss, self.config, self.strategy, stop=self._stopping.agreed)
+        measured = self._invariants.validated(measure, step)
         if measured is None:
             return False
         self.peers.begin("record")

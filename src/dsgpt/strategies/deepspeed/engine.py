@@ -11,6 +11,8 @@ they are the same as under the baseline. DeepSpeed shards, reduces, clips and st
 
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,8 +22,8 @@ from dsgpt.checkpoints.pieces import Box
 from dsgpt.checkpoints.training_state import Shards, StateReader
 from dsgpt.config.run_config import RunConfig
 from dsgpt.data.loader import Batch
-from dsgpt.model.gpt2 import parameter_shapes
-from dsgpt.strategies.base import StateTensors, Strategy, block_norms, set_learning_rate
+from dsgpt.model.gpt2 import GPT2, parameter_shapes
+from dsgpt.strategies.base import StateTensors, Strategy, Watch, block_norms, set_learning_rate, watch_losses
 from dsgpt.strategies.deepspeed import state
 from dsgpt.strategies.deepspeed.setup import build_deepspeed_optimizer, import_deepspeed, repeat_counting
 from dsgpt.telemetry.meter import StepResult
@@ -231,6 +233,14 @@ class DeepSpeedStrategy(Strategy):
             in_flight = status is not None and status.name == "INFLIGHT"
             if whole and not split and not in_flight:
                 yield name, parameter.detach()
+
+    def watch(self, watch: Watch, undo: ExitStack) -> None:
+        """See ``Strategy``; a pipeline, whose engine calls the loss, notes it there."""
+        if isinstance(self._engine.module, GPT2):
+            undo.enter_context(watch_losses(self._engine.module, watch))
+        for name, parameter in self._parameters.items():
+            hook = partial(watch.gradient, name, self._boxes(name))
+            undo.enter_context(parameter.register_hook(hook))  # type: ignore[no-untyped-call]  # torch's has no types
 
     def state_tensors(self) -> StateTensors:
         """See ``Strategy``."""

@@ -29,7 +29,7 @@ from dsgpt.machine.device import named_range, sum_over_ranks
 from dsgpt.model.config import GPT2Config
 from dsgpt.model.gpt2 import Block, parameter_shapes
 from dsgpt.model.linear_cross_entropy import VocabularyPart, cross_entropy_of_part, logits_of
-from dsgpt.strategies.base import StateTensors, compile_blocks, initial_values, square_sum, to_device
+from dsgpt.strategies.base import StateTensors, Watch, compile_blocks, initial_values, square_sum, to_device
 from dsgpt.strategies.deepspeed.engine import DeepSpeedStrategy
 from dsgpt.strategies.deepspeed.setup import engine_config
 from dsgpt.strategies.deepspeed.state import is_split, take_part, tensors_of
@@ -175,6 +175,7 @@ class PipelineParallel(DeepSpeedStrategy):
 
         self._clipping = config.recipe.gradient_clipping
         self._own_norm: Tensor | None = None
+        self._watch: Watch | None = None
         with contextlib.redirect_stdout(io.StringIO()):  # memory in use and layouts, printed without a logger
             self._module = StageModule(config, self._loss, self._exchanges.give)
             self._parameters = self._module.canonical_parameters()
@@ -194,10 +195,20 @@ class PipelineParallel(DeepSpeedStrategy):
         """Loss of a micro batch, fp32: the mean in training; the sum in validation, where some targets do not count."""
         reduction = "mean" if self._module.training else "sum"
         if (vocabulary := self._module.vocabulary) is not None:
-            return cross_entropy_of_part(
+            loss = cross_entropy_of_part(
                 logits.flatten(0, 1), targets.flatten(), reduction=reduction, vocabulary=vocabulary
             )
-        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction=reduction)
+        else:
+            loss = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction=reduction)
+        if self._watch is not None:
+            self._watch.loss(loss, targets, reduction, training=self._module.training)
+        return loss
+
+    def watch(self, watch: Watch, undo: contextlib.ExitStack) -> None:
+        """See ``Strategy``."""
+        super().watch(watch, undo)
+        self._watch = watch
+        undo.callback(setattr, self, "_watch", None)
 
     def _mend_schedule(self) -> None:
         """Replace the steps of DeepSpeed's schedule that compute something wrong."""
