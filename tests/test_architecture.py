@@ -98,7 +98,7 @@ TORCH = {
     "strategies": "base pytorch deepspeed.engine deepspeed.pipeline deepspeed.setup deepspeed.state "
     "deepspeed.tensor_layers deepspeed.zero",
     "telemetry": "cost meter profiles",
-    "training": "budget journal run run_description run_folder saving trackers trainer",
+    "training": "budget invariants journal run run_description run_folder saving trackers trainer",
 }
 """The files of each room whose import imports torch. Everything else can be used without waiting for it."""
 
