@@ -92,3 +92,9 @@ def test_every_exhibit_says_what_it_is():
         assert bool(exhibit.where) != bool(exhibit.absent), name
         assert exhibit.effect.endswith(".")
         assert exhibit.mechanism.endswith(".")
+
+
+def test_every_bug_finds_its_place():
+    for exhibit in museum.EXHIBITS.values():
+        with exhibit.plant():
+            pass

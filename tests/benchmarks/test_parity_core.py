@@ -152,8 +152,12 @@ def test_the_bug_is_caught(result_of, cell):
 # Bugs that real trainers shipped (``dsgpt.benchmarks.museum``), in the launches of the cells above.
 
 
-QUICK_EXHIBITS = {"deepspeed-8154", "deepspeed-7985", "deepspeed-7967", "deepspeed-5664", "deepspeed-7718"}
-"""Of a pipeline, of fp32 sums, of accumulation under offload, of a layout, and of an affected release."""
+QUICK_EXHIBITS = {
+    *("deepspeed-8154", "deepspeed-7985", "deepspeed-7967", "deepspeed-5664", "deepspeed-7718"),
+    *("torchtitan-3412", "megatron-lm-5338"),
+}
+"""Of a pipeline, of fp32 sums, of accumulation under offload, of a layout, of an affected release, of a chunked loss
+under tensor parallelism, and of an input that is not contiguous."""
 
 
 def exhibit_marks(exhibit):

@@ -85,7 +85,7 @@ class Exhibit:
 
 EXHIBITS: dict[str, Exhibit] = {}
 """By name, in the order of the page; ``load`` fills it."""
-FAMILIES = ("deepspeed",)
+FAMILIES = ("deepspeed", "others")
 """The modules ``museum_NAME``, each of which adds its exhibits when it is imported."""
 
 
