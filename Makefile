@@ -79,7 +79,9 @@ size:
 # cores while tests wait. More threads than cores would spin for most of their time while they wait for each other.
 pytest = GOMP_SPINCOUNT=0 $(BIN)/python -m pytest --numprocesses 3 --dist loadscope --no-loadscope-reorder
 
-check: style
+check: style test-quick
+
+test-quick: $(BIN)/.installed-for-tests
 	$(pytest) --without-processes --snapshot-warn-unused --quiet
 
 test: style
@@ -123,7 +125,7 @@ test-python%:
 	  echo "error: Python $* is not installed: under CI=true no version may be left out" >&2; exit 1; \
 	else echo "Python $* is not installed here: nothing is tested with it"; fi
 
-test-here: check
+test-here: test-quick
 	@rm -rf $(VENV)/demo
 	@$(BIN)/python src/demo.py --steps 6 --into $(VENV)/demo
 

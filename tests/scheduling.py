@@ -17,8 +17,6 @@ SLOW_FIRST = [
     *(".", "formats", "data", "charts", "record"),
 ]
 """Folders whose tests start first, so that no process still runs long after the others."""
-LONGEST = TESTS / "benchmarks" / "test_gpu_suite.py"
-"""Starts before all others: ``test_the_whole_rehearsal`` takes many minutes."""
 
 
 def folder_of(path: Path) -> str:
@@ -63,4 +61,4 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> GroupSche
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Start slow tests first."""
-    items.sort(key=lambda item: (item.path != LONGEST, place_of(item.path)))
+    items.sort(key=lambda item: place_of(item.path))

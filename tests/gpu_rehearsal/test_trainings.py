@@ -23,8 +23,10 @@ FLAGS = {"max_train_steps": STEPS, "save_every": 3, "eval_every": 3, "steps_per_
 ONE_RANK = ["baseline", "ddp", "fsdp", *(f"zero{stage}" for stage in range(4)), "zero2_offload", "zero3_offload"]
 TWO_RANKS = [*ONE_RANK[1:], "tensor", "sequence", "pipeline"]
 CELLS = [
-    *(f"{strategy} {precision} 1" for strategy in ONE_RANK for precision in ("fp32", "bf16", "fp16")),
-    *(f"{strategy} {precision} 2" for strategy in TWO_RANKS for precision in ("fp32", "bf16")),
+    "baseline fp32 1",
+    *(f"{strategy} {precision} 1" for strategy in ONE_RANK for precision in ("bf16", "fp16")),
+    *(f"{strategy} fp32 2" for strategy in TWO_RANKS),
+    *(f"{strategy} bf16 2" for strategy in ("ddp", "fsdp", "tensor", "sequence", "pipeline")),
 ]
 CORE = {"baseline fp16 1", "zero1 bf16 1", "fsdp fp32 2", "pipeline fp32 2"}
 """Cells of every run of the tests; the others are long."""
