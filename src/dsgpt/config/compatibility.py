@@ -75,6 +75,8 @@ def check_compatibility(request: RunRequest, problems: Problems) -> None:
     if options.cuda_graphs and (options.run_type, options.compile, request.device) != ("baseline", True, "cuda"):
         cure = "add --run_type baseline --compile --device cuda, or leave it out"
         problems.add(f"--cuda_graphs captures the compiled baseline on a GPU: {cure}")
+    if options.exact:
+        _check_exact(request, problems)
     for flag, steps in (("--profile_comm", options.profile_comm), ("--profile", options.profile)):
         if steps > MOST_PROFILED_STEPS:
             problems.add(f"{flag} must be at most {MOST_PROFILED_STEPS}, not {steps}: the events are kept in memory")
@@ -100,6 +102,28 @@ def _check_masks(request: RunRequest, problems: Problems) -> None:
     if on_gpus and os.environ.get(ALLOW_MASKS) != "1":
         cure = f"take --device cpu, or set {ALLOW_MASKS}=1 and compare the losses"
         problems.add(f"--mask_documents uses a kernel of PyTorch on GPUs that no GPU has compared with a CPU: {cure}")
+
+
+def _check_exact(request: RunRequest, problems: Problems) -> None:
+    """Refuse ``--exact`` where the bits of the weights would depend on the number of ranks."""
+    options, sizes, ranks = request.options, request.sizes, request.topology.world_size // request.sizes.ranks_per_copy
+    optimized, precision = options.run_type == "optimized", request.precision
+    offloads = request.recipe.offloads if optimized else request.recipe.dsgpt.fsdp.cpu_offload
+    reasons = {
+        "tensor ranks, which add up parts of every activation": optimized and sizes.tensor > 1,
+        "sequence ranks, which add up gradients of parts of a sequence": optimized and sizes.sequence > 1,
+        "offload, whose optimizer rounds an element by its place": offloads,
+        "dropout, whose masks are drawn per rank": request.model is not None and request.model.dropout > 0,
+        "--compile, whose kernels round as their neighbours do": options.compile,
+        f"{precision}, in which ranks exchange rounded gradients": precision not in {None, "fp32"},
+        "a GPU, on which nobody has compared the weights": request.device == "cuda",
+        f"{options.threads_per_device} threads, among which kernels divide their sums": (
+            (options.threads_per_device or 1) > 1
+        ),
+        f"{ranks} data ranks, by which a mean is not exact: take a power of two": ranks & (ranks - 1),
+    }
+    for why in (why for why, holds in reasons.items() if holds):
+        problems.add(f"--exact does not go with {why}" + ("" if ": take" in why else ": leave one of them out"))
 
 
 def check_split(request: RunRequest, problems: Problems) -> None:

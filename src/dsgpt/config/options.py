@@ -84,6 +84,7 @@ _COPIES = ExecutionOnly(
 )
 _FUSES = ExecutionOnly("fuses kernels of the same formulas; the parity suite bounds the effect of rounding")
 _PADS = ExecutionOnly("adds logits of no probability; the parity suite bounds the effect of rounding")
+_EXACTLY = ExecutionOnly("rounds summands instead of sums; the exact suite compares the weights")
 _RECOMPUTES = ExecutionOnly("computes the same activations, with the same dropout masks, a second time")
 RESUMES = ExecutionOnly("a resumed run is the same run; changes that were allowed count under --allow_changed")
 
@@ -257,6 +258,9 @@ class Options:
     pad_logits: bool = switch(work=_PADS)
     """give each padded row of the embedding a logit in the loss, too: its products then have sizes at which GPUs are
     fast. Padding gets no probability and no gradient"""
+    exact: bool = switch(work=_EXACTLY)
+    """end with the same bits under every strategy and number of ranks: one sequence at a time, sums on a grid. It is
+    slower and needs more memory (docs/parity-method.md)"""
     cuda_graphs: bool = switch(work=ExecutionOnly("launches the same kernels"))
     """with --compile, replay the kernels of each micro batch as CUDA graphs; never run on a GPU before `benchmark.py
     gpu --only faster` has compared its losses there"""

@@ -222,6 +222,8 @@ def split_batch(request: compatibility.RunRequest, problems: Problems, notices: 
     micro, steps = options.micro_batch_size_per_gpu, options.grad_accum_steps
     if micro is None and steps is None:
         micro, steps = recipe.train_micro_batch_size_per_gpu, recipe.gradient_accumulation_steps
+        if options.exact:
+            micro, steps = 1, None
     plan = plan_batch(
         options.global_batch_size or recipe.train_batch_size,
         micro,
@@ -231,6 +233,9 @@ def split_batch(request: compatibility.RunRequest, problems: Problems, notices: 
         problems=problems,
         notices=notices,
     )
+    if plan is not None and options.exact and plan.micro_batch_size > 1:
+        cure = "leave --micro_batch_size_per_gpu and --grad_accum_steps out"
+        problems.add(f"--exact computes one sequence at a time, not {plan.micro_batch_size}: {cure}")
     if plan is not None:
         compatibility.check_accumulation(request, plan.gradient_accumulation_steps, problems)
     return plan

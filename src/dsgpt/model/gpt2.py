@@ -149,6 +149,8 @@ class Head(nn.Linear):
         super().__init__(config.n_embd, config.padded_vocab_size, bias=False)
         self.vocab_size, self._pad_logits = config.vocab_size, pad_logits
         self.vocabulary: VocabularyPart | None = None
+        self.whole_logits = False
+        """Whether the loss is computed from all logits at once."""
 
     def forward(self, x: Tensor, targets: Tensor | None = None, reduction: str = "mean") -> Tensor:
         """(B, T, C) to logits (B, T, V); with ``targets``, (B, T), to their loss, as ``linear_cross_entropy``."""
@@ -163,6 +165,7 @@ class Head(nn.Linear):
             reduction=reduction,
             padded=self._pad_logits,
             vocabulary=self.vocabulary,
+            whole=self.whole_logits,
         )
 
 

@@ -71,6 +71,7 @@ def linear_cross_entropy(
     reduction: str,
     padded: bool = False,
     vocabulary: VocabularyPart | None = None,
+    whole: bool = False,
 ) -> Tensor:
     """The cross-entropy of ``targets`` under the softmax of ``x @ weight[:vocab_size].T``, computed in fp32.
 
@@ -86,13 +87,14 @@ def linear_cross_entropy(
         reduction: ``"mean"`` over the targets that count, or ``"sum"``.
         padded: multiply by the padding as well (``logits_of``).
         vocabulary: which rows of the head ``weight`` has; None if all.
+        whole: compute all logits at once, and the loss by PyTorch's own operation, as a pipeline does.
 
     Returns:
         Nats, 0-dim fp32; the same in every process that has a part.
     """
     if vocabulary is not None:
         x, vocab_size = vocabulary.share(x), vocabulary.own(vocab_size)
-    if x.dtype == torch.float16 or x.dtype != weight.dtype or not len(x):
+    if x.dtype == torch.float16 or x.dtype != weight.dtype or whole or not len(x):
         if vocabulary is not None:
             logits = logits_of(x, weight, vocab_size=vocab_size, padded=padded)
             return cross_entropy_of_part(logits, targets, reduction=reduction, vocabulary=vocabulary)

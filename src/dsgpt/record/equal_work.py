@@ -50,6 +50,8 @@ class Verdict:
     """Facts that a run did not record and that are not known to differ, by run."""
     facts: int
     """Number of facts compared."""
+    bits: bool | None = None
+    """Whether all ended with the same weights, to the bit; None if not all trained with ``--exact``."""
 
     @property
     def answer(self) -> str:
@@ -88,7 +90,8 @@ class Verdict:
         if len(self.names) < 2:
             reasons = ["one run, nothing to compare it with"]
         reason = "; ".join(text for text in reasons if text)
-        return f"same work: {self.answer}" + (f" ({reason})" if reason else "")
+        bits = "" if self.answer != "yes" or self.bits is None else ", to the bit" if self.bits else ", not to the bit"
+        return f"same work: {self.answer}{bits}" + (f" ({reason})" if reason else "")
 
 
 def compared_facts(runs: Sequence[Worked]) -> list[str]:
@@ -119,6 +122,7 @@ def judge(runs: Sequence[Worked]) -> Verdict:
         differences=tuple(differences),
         unknown={name: tuple(missing) for name, missing in unknown.items()},
         facts=len(facts),
+        bits=None if None in (weights := {run.weights for run in runs}) else len(weights) == 1,
     )
 
 

@@ -376,6 +376,7 @@ def run_of(record: Fields, *, name: str, log: Path | None, notes: list[str]) -> 
         device_count=record.section("hardware").number("world_size"),
         segments=segments,
         resumed=resumed,
+        weights=record.text("weights_sha256"),
         work=work.read_work(
             record,
             steps=first(summary.number("optimizer_steps"), total(steps)),

@@ -188,6 +188,8 @@ class RunRecord:
     summary: dict[str, Any] = field(default_factory=dict)
     saves: list[dict[str, Any]] = field(default_factory=list)
     inference: dict[str, Any] | None = None
+    weights_sha256: str | None = None
+    """Of all weights at the end of a run with ``--exact``."""
     cost: dict[str, Any] | None = None
     plan: dict[str, Any] | None = None
     second_copy: dict[str, Any] | None = None

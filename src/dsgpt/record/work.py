@@ -30,6 +30,8 @@ class Worked:
     """Values of the facts of ``dsgpt.config.options``, by fact."""
     resumed: bool = False
     """Whether the record names a checkpoint from which the run was resumed."""
+    weights: str | None = None
+    """Hash of its weights at the end; None if it did not train with ``--exact``."""
 
 
 @dataclass(frozen=True)

@@ -41,6 +41,7 @@ from dsgpt.machine.device import named_range, sum_over_ranks
 from dsgpt.model.config import STATE_NAMES
 from dsgpt.model.gpt2 import GPT2, parameter_shapes
 from dsgpt.strategies import base
+from dsgpt.strategies.exact import exact_sums
 from dsgpt.telemetry.meter import StepResult
 
 
@@ -106,7 +107,11 @@ class TorchStrategy(base.Strategy):
         """Called with the inputs and targets of a micro batch."""
         self._rank, self._ranks = config.topology.rank, config.topology.world_size
         recipe, self._clipping = config.recipe.optimizer, config.recipe.gradient_clipping
-        self._optimizer = base.build_optimizer(base.parameter_groups(weights.parameters, recipe), recipe)
+        groups = base.parameter_groups(weights.parameters, recipe)
+        self._optimizer = base.build_optimizer(groups, recipe, fused=not config.options.exact)
+        if (exact := exact_sums(config)) is not None:
+            exact.watch(model)
+        self._exact = exact
 
     def train_step(self, batches: Iterator[Batch], step: int) -> StepResult:
         """See ``Strategy``."""
@@ -128,6 +133,8 @@ class TorchStrategy(base.Strategy):
             norm, overflow = self._clip_and_step()
         own_loss = loss_sum.clone()  # the sum is taken in place
         loss_mean = self._sum_over_ranks(loss_sum) / self._ranks
+        if self._exact is not None:
+            loss_mean = self._exact.mean_loss(self._device)
         return StepResult(loss_mean, own_loss, norm, lr, torch.tensor(overflow), self.model.take_gradient_sum())
 
     def _clip_and_step(self) -> tuple[Tensor, bool]:
@@ -157,6 +164,8 @@ class TorchStrategy(base.Strategy):
         return contextlib.nullcontext()
 
     def _global_norm(self, gradients: Iterable[Tensor]) -> Tensor:
+        if self._exact is not None:
+            return self._exact.norm(gradients, group=None, split=False)
         return base.global_norm(gradients)
 
     def _sum_over_ranks(self, value: Tensor) -> Tensor:
@@ -296,6 +305,8 @@ class Ddp(TorchStrategy):
         uninterrupted run in the last bit.
         """
         super().load_state(reader)
+        if self._exact is not None:  # for which order does not matter
+            return
         tokens = torch.zeros(self._batch_shape, dtype=torch.long, device=self._device)
         with self._micro_batch(last=True):
             torch.autograd.backward(self._training_loss(tokens, tokens))
@@ -359,6 +370,8 @@ class Fsdp(TorchStrategy):
 
     def _global_norm(self, gradients: Iterable[Tensor]) -> Tensor:
         """The norm over all ranks. No two ranks hold the same element, so its square is the sum of their squares."""
+        if self._exact is not None:
+            return self._exact.norm(gradients, group=None, split=self._ranks > 1)
         return self._sum_over_ranks(base.square_sum(gradients).to(self._device)).sqrt().float()
 
     def watch(self, watch: base.Watch, undo: contextlib.ExitStack) -> None:

@@ -336,6 +336,7 @@ def describe_run(
             "eval_every": options.eval_every,
             "compile": options.compile,
             "pad_logits": options.pad_logits,
+            "exact": options.exact,
             "cuda_graphs": options.cuda_graphs,
             "activation_checkpointing": config.activation_checkpointing,
         },
@@ -398,6 +399,7 @@ def settings_to_match(config: RunConfig, *, hashes: dict[str, str | None]) -> di
         "validation data": hashes["val"],
         "seed": config.options.seed,
         "end of masked documents": config.end_of_text,  # checkpoints of earlier versions lack it
+        "exact sums": config.options.exact or None,  # and this
         "sequence length": config.seq_length,
         "global batch": config.batch.global_batch_size,
         "validation windows": config.val_windows,

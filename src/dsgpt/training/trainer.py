@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import hashlib
 import logging
 import math
 import socket
@@ -9,6 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -293,12 +295,21 @@ def measure_inference(config: RunConfig, *, device: torch.device, interruption: 
     return measured
 
 
-def mark_complete(config: RunConfig, summary: dict[str, Any]) -> None:
+def weights_hash(checkpoint: Path) -> str:
+    """The sha256 of all weights of ``checkpoint``, by name: the same however many ranks wrote it."""
+    reader, digest = StateReader(checkpoint), hashlib.sha256()
+    for name in sorted(reader.shapes):
+        digest.update(name.encode() + reader.read(name).float().contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def mark_complete(config: RunConfig, summary: dict[str, Any], *, weights: str | None = None) -> None:
     """Write ``RUN_COMPLETE.txt`` and print the result; main rank only.
 
     Args:
         config: the run.
         summary: that of its record.
+        weights: the hash of its weights, with ``--exact``.
     """
     finished = datetime.now(UTC).isoformat(timespec="seconds")
     losses = (summary["final_train_loss"], summary["final_val_loss"])
@@ -308,6 +319,8 @@ def mark_complete(config: RunConfig, summary: dict[str, Any]) -> None:
     tokens_per_sec = summary["mean_tokens_per_sec_global"]
     speed = f", {tokens_per_sec:,.0f} tokens/s" if tokens_per_sec else ""
     logger.info(f"{line}, training time {duration(summary['train_time_sec'])}{speed}")
+    if weights:
+        logger.info(f"weights     sha256 {weights}")
     logger.info(f"the record is {config.run_dir / RECORD_FILE}")
     if config.train.files[0].sidecar.tokenizer:
         then = script_words("src/generate.py", "--checkpoint", config.run_dir, "--prompt", "The")
@@ -467,9 +480,12 @@ class Trainer:
             journal.record.inference = measure_inference(config, device=self.device, interruption=self.interruption)
         if self._stopping.agreed(steps_left=False):
             raise self._stopping.stop("when all steps were done and saved, before the end of the run")
+        last = config.run_dir / folder_name(config.total_steps)
+        if config.options.exact and config.topology.is_main and last.exists():
+            journal.record.weights_sha256 = weights_hash(last)
         journal.write("completed")
         if config.topology.is_main:
-            mark_complete(config, journal.record.summary)
+            mark_complete(config, journal.record.summary, weights=journal.record.weights_sha256)
         barrier()
         self.peers.end()
         self.saver.finish_copy()

@@ -26,6 +26,7 @@ from dsgpt.model.gpt2 import GPT2, parameter_shapes
 from dsgpt.strategies.base import StateTensors, Strategy, Watch, block_norms, set_learning_rate, watch_losses
 from dsgpt.strategies.deepspeed import state
 from dsgpt.strategies.deepspeed.setup import build_deepspeed_optimizer, import_deepspeed, repeat_counting
+from dsgpt.strategies.exact import ExactSums, exact_sums, take_exact_norms
 from dsgpt.telemetry.meter import StepResult
 
 
@@ -117,6 +118,7 @@ class DeepSpeedStrategy(Strategy):
 
     _engine: Any
     _state: state.EngineState | state.ShardedState
+    _exact: ExactSums | None = None
     _parameters: dict[str, nn.Parameter]
     """This rank's parameters, or its parts of them, by canonical name."""
 
@@ -137,12 +139,18 @@ class DeepSpeedStrategy(Strategy):
             ds_config: the JSON that DeepSpeed gets.
             groups: of ranks that share the model (DeepSpeed's ``mpu``); None if every rank is a data rank.
         """
-        optimizer = build_deepspeed_optimizer(self._parameters, config.recipe)
+        optimizer = build_deepspeed_optimizer(self._parameters, config)
         self._engine, self._optimizer, _, _ = self._deepspeed.initialize(
             model=model, optimizer=optimizer, config=ds_config, mpu=groups
         )
         take_norms_of_blocks(self._optimizer)
         wait_once(self._optimizer)
+        pipeline = config.topology.sizes.pipeline > 1
+        self._exact = exact_sums(config, group=self._engine.grid.get_data_parallel_group() if pipeline else None)
+        if self._exact is not None:
+            self._exact.watch(model)  # after DeepSpeed's hooks, which gather parameters
+            if self._stage > 0:
+                take_exact_norms(self._optimizer, self._exact, clipping=config.recipe.gradient_clipping)
         state.step_on_weights(self._optimizer)
         kinds = state.WholeState, state.PartitionedState, state.PartitionedState, state.ShardedState
         self._state = kinds[self._stage](self._optimizer, self._parameters)
@@ -159,6 +167,8 @@ class DeepSpeedStrategy(Strategy):
         set_learning_rate(self._optimizer, lr)
         self._exchanges.begin()
         loss, own_loss, norm = self._execute(batches, own_factor=self._set_loss_scale())
+        if self._exact is not None:
+            loss = self._exact.mean_loss(self._device)
         # DeepSpeed also skips fp32 steps whose gradients are not finite. Only fp16, which scales its loss, may skip.
         overflow = self._scale.enabled and not self._engine.was_step_applied()
         self._optimizer_steps += not overflow

@@ -84,17 +84,16 @@ class StageBlock(Block):
         return self.compute(x)
 
 
-def _logits(
-    vocab_size: int, padded: bool, part: Callable[[], VocabularyPart | None], embedding: nn.Embedding, x: Tensor
-) -> Tensor:
+def _logits(vocab_size: int, padded: bool, stage: "StageModule", embedding: nn.Embedding, x: Tensor) -> Tensor:
     """The language-modelling head, whose weight is the embedding's: (B, T, C) to (B, T, V), as ``logits_of``.
 
     All logits of this rank's part exist here: DeepSpeed calls the loss outside of its module, and looks at gradients of
     weights that are used there before they are complete, so ``linear_cross_entropy`` cannot be used.
     """
-    if (vocabulary := part()) is not None:
+    weight = embedding.weight if stage.use is None else stage.use(embedding.weight)
+    if (vocabulary := stage.vocabulary) is not None:
         x, vocab_size = vocabulary.share(x), vocabulary.own(vocab_size)
-    return logits_of(x, embedding.weight, vocab_size=vocab_size, padded=padded)
+    return logits_of(x, weight, vocab_size=vocab_size, padded=padded)
 
 
 class StageModule(PipelineModule):  # type: ignore[misc]  # DeepSpeed ships no types
@@ -108,6 +107,8 @@ class StageModule(PipelineModule):  # type: ignore[misc]  # DeepSpeed ships no t
 
     vocabulary: VocabularyPart | None = None
     """This rank's rows of the embedding; None if it has all."""
+    use: Callable[[Tensor], Tensor] | None = None
+    """Makes of the embedding what the head multiplies by; None for itself."""
 
     def __init__(self, config: RunConfig, loss: Loss, give: Callable[[Tensor], None]) -> None:
         model, sizes, data = config.model, config.topology.sizes, config.topology.data_parallel_size
@@ -121,7 +122,7 @@ class StageModule(PipelineModule):  # type: ignore[misc]  # DeepSpeed ships no t
             LayerSpec(PositionEmbedding, model),
             *(LayerSpec(StageBlock, model, recompute=recompute, tensor_group=group_of) for _ in range(model.n_layer)),
             LayerSpec(nn.LayerNorm, model.n_embd),
-            embedding(forward_fn=partial(head, lambda: self.vocabulary)),
+            embedding(forward_fn=partial(head, self)),
         ]
         # Lays the ranks out as ``Topology`` says: by stage, then data, then tensor.
         ranks = PipeModelDataParallelTopology(num_pp=sizes.pipeline, num_mp=sizes.tensor, num_dp=data)
@@ -180,6 +181,8 @@ class PipelineParallel(DeepSpeedStrategy):
             self._module = StageModule(config, self._loss, self._exchanges.give)
             self._parameters = self._module.canonical_parameters()
             self._start(self._module, config, ds_config=engine_config(config))
+        if self._exact is not None:
+            self._module.use = self._exact.shared_use()
         if config.options.compile:
             compile_blocks(self._module, "compute")
         self._mend_schedule()
@@ -202,7 +205,7 @@ class PipelineParallel(DeepSpeedStrategy):
             loss = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction=reduction)
         if self._watch is not None:
             self._watch.loss(loss, targets, reduction, training=self._module.training)
-        return loss
+        return loss if self._exact is None or reduction == "sum" else self._exact.loss(loss)
 
     def watch(self, watch: Watch, undo: contextlib.ExitStack) -> None:
         """See ``Strategy``."""
@@ -245,6 +248,9 @@ class PipelineParallel(DeepSpeedStrategy):
             for name, parameter in self._parameters.items()
             if (is_split(name) or self._topology.tensor_rank == 0) and not parameter.ds_pipe_replicated  # type: ignore[attr-defined]  # DeepSpeed's
         ]
+        if self._exact is not None:
+            parts = [gradient for gradient in own if gradient is not None]
+            return self._exact.norm(parts, group=self._engine.grid.get_model_parallel_group(), split=True)
         squares = square_sum(gradient for gradient in own if gradient is not None).to(self._device)
         dist.all_reduce(squares, group=self._engine.grid.get_model_parallel_group())
         return squares.sqrt().float()

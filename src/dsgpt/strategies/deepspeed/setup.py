@@ -191,8 +191,8 @@ def engine_config(config: RunConfig) -> dict[str, Any]:
         zero_allow_untested_optimizer=True,  # SGD, which the parity tests compare with plain PyTorch
         steps_per_print=None,
     )
-    if config.topology.sizes.pipeline > 1 and recipe.zero_stage == 0:
-        ds_config["gradient_clipping"] = 0.0  # ``PipelineParallel`` clips, by the norm of all stages
+    if config.options.exact or (config.topology.sizes.pipeline > 1 and recipe.zero_stage == 0):
+        ds_config["gradient_clipping"] = 0.0  # this package clips, ``PipelineParallel`` by the norm of all stages
     if config.precision == "bf16":
         ds_config["bf16"] = {**recipe.raw.get("bf16", {}), "enabled": True}
     elif config.precision == "fp16":
@@ -231,13 +231,15 @@ def engine_config(config: RunConfig) -> dict[str, Any]:
     return ds_config
 
 
-def build_deepspeed_optimizer(parameters: dict[str, nn.Parameter], recipe: Recipe) -> torch.optim.Optimizer:
+def build_deepspeed_optimizer(parameters: dict[str, nn.Parameter], config: RunConfig) -> torch.optim.Optimizer:
     """The recipe's optimizer over ``parameters`` (canonical name to parameter), for ``deepspeed.initialize``."""
+    recipe = config.recipe
     groups = parameter_groups(parameters, recipe.optimizer)
     if not recipe.uses_deepspeed_adam:
         # The stages of a pipeline have the tied embedding at different places of their flat buffers. All must round
         # its update alike.
-        return build_optimizer(groups, recipe.optimizer, fused=recipe.pipeline.stages == 1)
+        alike = config.options.exact or recipe.pipeline.stages > 1
+        return build_optimizer(groups, recipe.optimizer, fused=not alike)
     from deepspeed.ops.adam import DeepSpeedCPUAdam  # noqa: PLC0415
 
     load_ops("CPUAdamBuilder")

@@ -113,7 +113,7 @@ class Zero(DeepSpeedStrategy):
         self._copies = config.topology.sizes.tensor  # ranks that compute the very same loss
         self._slices = config.topology.sizes.sequence  # ranks that each add their positions to the same loss
         self._loss_factor: float = 1  # multiplies a rank's loss if DeepSpeed averages over more than the data ranks
-        self._precision = config.precision
+        self._precision, self._clipping = config.precision, config.recipe.gradient_clipping
         self._swap_space: SwapSpace | None = None
         try:
             model = self._build(config, device)
@@ -221,10 +221,16 @@ class Zero(DeepSpeedStrategy):
     def _before_step(self) -> Tensor | None:
         """Look at the reduced gradients before DeepSpeed clips them; return their norm where DeepSpeed reports none."""
         # DeepSpeed clips fp32 gradients at stage 0 but throws their norm away (``clip_fp32_gradients``).
-        return self._reduced_gradient_norm() if self._stage == 0 and self._precision == "fp32" else None
+        norm = self._reduced_gradient_norm() if self._stage == 0 and self._precision == "fp32" else None
+        if self._exact is not None and norm is not None and self._clipping > 0:
+            torch.nn.utils.clip_grads_with_norm_(self._parameters.values(), self._clipping, norm)
+        return norm
 
     def _reduced_gradient_norm(self) -> Tensor:
-        return base.global_norm(p.grad for p in self._parameters.values() if p.grad is not None)
+        gradients = (p.grad for p in self._parameters.values() if p.grad is not None)
+        if self._exact is not None:
+            return self._exact.norm(gradients, group=None, split=False)
+        return base.global_norm(gradients)
 
     @torch.no_grad()
     def eval_step(self, batches: Iterator[Batch]) -> tuple[Tensor, Tensor]:
