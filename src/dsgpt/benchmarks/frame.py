@@ -43,6 +43,7 @@ _SHARED = {
     "tokens*.py": ("tokens",),
     "museum*.py": ("museum",),
     "crashes*.py": ("crashes",),
+    "exact*.py": ("exact",),
     "stand_in_gpu.py": (),
 }
 """Modules of some suites."""

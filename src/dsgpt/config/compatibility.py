@@ -115,6 +115,7 @@ def _check_exact(request: RunRequest, problems: Problems) -> None:
         "offload, whose optimizer rounds an element by its place": offloads,
         "dropout, whose masks are drawn per rank": request.model is not None and request.model.dropout > 0,
         "--compile, whose kernels round as their neighbours do": options.compile,
+        "--check_invariants, which looks at the gradients that it replaces": options.check_invariants,
         f"{precision}, in which ranks exchange rounded gradients": precision not in {None, "fp32"},
         "a GPU, on which nobody has compared the weights": request.device == "cuda",
         f"{options.threads_per_device} threads, among which kernels divide their sums": (

@@ -260,7 +260,7 @@ class Options:
     fast. Padding gets no probability and no gradient"""
     exact: bool = switch(work=_EXACTLY)
     """end with the same bits under every strategy and number of ranks: one sequence at a time, sums on a grid. It is
-    slower and needs more memory (docs/parity-method.md)"""
+    slower and needs more memory (docs/training.md)"""
     cuda_graphs: bool = switch(work=ExecutionOnly("launches the same kernels"))
     """with --compile, replay the kernels of each micro batch as CUDA graphs; never run on a GPU before `benchmark.py
     gpu --only faster` has compared its losses there"""

@@ -1,9 +1,9 @@
 """Sums that do not depend on the number of ranks: with ``--exact`` every strategy ends with the same bits.
 
 Floating-point addition is not associative, so gradients, norm and loss depend on who adds up what. The way out is that
-of reproducible sums: round every summand to a grid that is fixed before the sum, coarse enough that no partial sum is
-rounded again (Demmel and Nguyen 2013, "Fast reproducible floating-point summation", section 3). The grid here is that
-of 64-bit integers, whose addition is associative.
+of reproducible sums: every summand is rounded to a grid that is fixed before the sum, and on which no partial sum is
+rounded again (Demmel and Nguyen 2013, "Fast reproducible floating-point summation"). The grid here is that of 64-bit
+integers, whose addition is associative.
 
 A rank computes one sequence at a time, so the shapes of all kernels are the same under every split. Each use of a
 parameter reads an aligned copy of it, because matrix products may round by the alignment of their inputs. The gradient
