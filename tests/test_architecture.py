@@ -95,7 +95,7 @@ TORCH = {
     "machine": "device peers spot",
     "model": "gpt2 linear_cross_entropy",
     "planner": "calibrate",
-    "strategies": "base pytorch deepspeed.engine deepspeed.pipeline deepspeed.setup deepspeed.state "
+    "strategies": "base exact pytorch deepspeed.engine deepspeed.pipeline deepspeed.setup deepspeed.state "
     "deepspeed.tensor_layers deepspeed.zero",
     "telemetry": "cost meter profiles",
     "training": "budget invariants journal run run_description run_folder saving trackers trainer",

@@ -1,8 +1,8 @@
 """Sums that do not depend on the number of ranks: with ``--exact`` every strategy ends with the same bits.
 
 Floating-point addition is not associative, so gradients, norm and loss depend on who adds up what. The way out is that
-of reproducible sums: every summand is rounded to a grid that is fixed before the sum, and on which no partial sum is
-rounded again (Demmel and Nguyen 2013, "Fast reproducible floating-point summation"). The grid here is that of 64-bit
+of reproducible sums (Demmel and Nguyen 2013, "Fast reproducible floating-point summation"). Every summand is rounded to
+a grid that is fixed before the sum, and on which no partial sum is rounded again. The grid here is that of 64-bit
 integers, whose addition is associative.
 
 A rank computes one sequence at a time, so the shapes of all kernels are the same under every split. Each use of a
