@@ -149,6 +149,7 @@ CASES = {
     "offload": {"recipe": {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}},
     "dropout": {"dropout": 0.1},
     "compile": {"compile": True},
+    "invariants": {"check_invariants": 1},
     "bf16": {"precision": "bf16"},
     "threads": {"threads_per_device": 2},
     "micro batch": {"micro_batch_size_per_gpu": 4},
