@@ -44,6 +44,7 @@ _SHARED = {
     "museum*.py": ("museum",),
     "crashes*.py": ("crashes",),
     "exact*.py": ("exact",),
+    "mutants*.py": ("mutants",),
     "stand_in_gpu.py": (),
 }
 """Modules of some suites."""

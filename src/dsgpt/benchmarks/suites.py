@@ -18,7 +18,7 @@ from dsgpt.common.text import REPOSITORY
 _CLASSES = (
     *("Parity", "Resume", "Faults", "Clusters", "Saving", "Loading", "Network"),
     *("Speed", "Decoding", "Inference", "Serving", "Plan", "Exam", "Recipes", "Gpu", "Tokens"),
-    *("Museum", "Crashes", "Exact"),
+    *("Museum", "Crashes", "Exact", "Mutants"),
 )
 SUITES = {name.lower(): f"{name.lower()}.{name}" for name in _CLASSES} | {"run": "sweep.SweepSuite"}
 """Name -> module of this package, and its class."""
