@@ -28,7 +28,7 @@ TRAINED = Path("checkpoint/demo-zero1")
 """The run whose model some suites measure; the demo makes it."""
 SUITES = (
     *("parity", "resume", "faults", "clusters", "saving", "loading", "network", "plan", "exam", "speed", "recipes"),
-    *("decoding", "inference", "serving"),
+    *("decoding", "inference", "serving", "museum"),
 )
 DEMO, SWEEP = "demo", "sweep"
 GPU = "gpu"
@@ -41,7 +41,6 @@ _SHARED = {
     "hosts.py": ("faults", "clusters", "network"),
     "gpu*.py": (GPU,),
     "tokens*.py": ("tokens",),
-    "museum*.py": ("museum",),
     "crashes*.py": ("crashes",),
     "exact*.py": ("exact",),
     "mutants*.py": ("mutants",),
