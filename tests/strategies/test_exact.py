@@ -1,6 +1,8 @@
 """``--exact``: the same bits of the weights under every strategy, on every number of ranks, resumed or not."""
 
 import itertools
+import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -8,11 +10,14 @@ from typing import Any
 import pytest
 import torch
 import training_runs
-from small_run import command_line, random_ids, write_data, write_recipe, write_tokens
+from forked_ranks import launches_fork
+from small_run import REPOSITORY, command_line, random_ids, write_data, write_recipe, write_tokens
 from torch import nn
 from training_runs import finished, read_lines, read_record, resolved, roll_back, train, write_optimizer_recipe
 
+from dsgpt.benchmarks import exact
 from dsgpt.benchmarks.cells import Corpus
+from dsgpt.benchmarks.frame import run_suite
 from dsgpt.common.errors import UserError
 from dsgpt.machine.topology import Topology
 from dsgpt.record.equal_work import equal_loss_line, judge
@@ -139,6 +144,27 @@ def test_the_norm_does_not_depend_on_the_cuts(size):
     assert len(norms) == 1
     assert norms.pop() == pytest.approx(float(values.double().norm()), rel=1e-6)
     assert sums.norm([torch.zeros(3), nn.Parameter(torch.zeros(0))], group=None, split=False) == 0
+
+
+# The suite.
+
+
+@pytest.mark.long
+def test_the_suite_writes_its_record_and_page(tmp_path, monkeypatch):
+    monkeypatch.setattr(exact, "RANKS", (1, 2))
+    monkeypatch.setattr(exact, "RESUMES", ((("ddp", 2), ("baseline", 1)),))
+    monkeypatch.setattr(exact.Exact, "model", replace(exact.Exact.model, n_layer=1, n_head=2, n_embd=18))
+    options = exact.ExactOptions(only=("baseline", "ddp"), rounds=0, output=tmp_path / "exact.json")
+    with launches_fork():
+        assert run_suite(exact.Exact, options, repository=REPOSITORY) == 0
+    found = json.loads(options.output.read_text())
+    assert [one["kind"] for one in found["ends"]] == ["exact"] * 3 + ["without --exact"] * 2 + ["resumed"]
+    short = found["ends"][0]["sha256"][:8]
+    page = options.output.with_suffix(".md").read_text()
+    assert f"| ddp | `{short}` | `{short}` |" in page
+    assert f"| ddp on 2 ranks to baseline on 1 rank | resumed | `{short}` |" in page
+    found["ends"][1]["sha256"] = "0" * 64  # as a strategy that ends elsewhere
+    assert exact.Exact(options, REPOSITORY).failures(found) == ["ddp on 1 rank, exact"]
 
 
 # Refusals.
