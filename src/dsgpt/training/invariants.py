@@ -285,12 +285,12 @@ class Invariants:
         config, kept, low = self._config, self._kept.shards(), DTYPES[self._config.precision]
         source = folder_name(self._done) if self._done else "seed and name"
         reader = StateReader(config.run_dir / source) if self._done else None
-        values = initial_values(config)
+        values = initial_values(config) if reader is None else None
         for name, state in kept.states:
             boxes = kept.boxes[name]
             if reader is not None:
                 came = reader.state(name, boxes)
-            else:
+            elif values is not None:
                 whole = values(name, self._shapes[name])
                 if config.init_from is None and (wrong := _distribution(name, whole, config)):
                     yield Found(config.topology.rank, name, wrong)
