@@ -1,8 +1,9 @@
-"""``src/gpt2.py`` with a bug of the parity suite planted: the first word is its name, empty for none."""
+"""``src/gpt2.py`` with a bug planted: the first word names one of the parity suite or of the museum; empty for none."""
 
 import contextlib
 import sys
 
+from dsgpt.benchmarks import museum
 from dsgpt.benchmarks.parity_rank import BUGS, LOGITS_AT_ONCE
 from dsgpt.machine.launcher import exit_rank
 from dsgpt.model.linear_cross_entropy import CHUNKS
@@ -10,5 +11,7 @@ from dsgpt.training.command import train
 
 bug, *words = sys.argv[1:]
 CHUNKS.update(dict.fromkeys(CHUNKS, LOGITS_AT_ONCE))
-with BUGS[bug].planted() if bug else contextlib.nullcontext():
+museum.load()
+planted = BUGS[bug].planted if bug in BUGS else museum.EXHIBITS[bug].plant if bug else contextlib.nullcontext
+with planted():
     exit_rank(train(words))

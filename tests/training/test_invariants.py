@@ -2,8 +2,10 @@
 
 import contextlib
 import json
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 from unittest import mock
 
@@ -13,11 +15,14 @@ from forked_ranks import run_script
 from small_run import REPOSITORY, SEQUENCE, command_line, random_ids, write_data, write_recipe, write_tokens
 from training_runs import checkpoints, errors
 
+from dsgpt.benchmarks import museum
 from dsgpt.benchmarks.cells import STRATEGIES, Cell
 from dsgpt.benchmarks.cells import write_recipe as write_cell
 from dsgpt.benchmarks.parity_rank import BUGS
+from dsgpt.benchmarks.resume import Pair
 from dsgpt.checkpoints.training_state import StateReader
 from dsgpt.common.errors import EXIT_DONE, EXIT_WRONG
+from dsgpt.config.recipe import merged
 from dsgpt.data.loader import Batch, WindowDataset
 from dsgpt.data.order import RankShare
 from dsgpt.machine.probe import compiler, libaio_problem
@@ -109,15 +114,25 @@ def test_lost_moments_are_seen_at_a_resume(folder, capsys):
     assert errors(capsys)[0].startswith(f"error: step 6, rank 0, wte.weight: {what}")
 
 
-def on_ranks(folder: Path, cell: Cell, bug: str = "", *flags: str) -> tuple[int, str]:
-    """Train ``cell`` with ``bug`` planted; returns the exit code and the output."""
+def on_ranks(
+    folder: Path, cell: Cell, bug: str = "", *flags: str, changes: Mapping[str, Any] = MappingProxyType({})
+) -> tuple[int, str]:
+    """Train ``cell``, its recipe changed, with ``bug`` planted; returns the exit code and the output."""
     write_tokens(folder / "train.bin", random_ids(12 * 6 * SEQUENCE + 1))
     write_tokens(folder / "val.bin", random_ids(13 * SEQUENCE + 1, seed=1))
     write_cell(folder / "recipe.json", cell, recipes=REPOSITORY / "ds_configs")
-    recipe = json.loads((folder / "recipe.json").read_text()) | {"train_batch_size": 12}
+    recipe = merged(json.loads((folder / "recipe.json").read_text()), changes) | {"train_batch_size": 12}
     (folder / "recipe.json").write_text(json.dumps(recipe))
     words = command_line(folder, **CHECKED, run_type=STRATEGIES[cell.strategy].run_type, precision=cell.precision)
-    words += ["--grad_accum_steps", "3", "--max_position_embeddings", "20", "--seq_length", str(SEQUENCE), *flags]
+    words += [
+        "--grad_accum_steps",
+        str(cell.accumulation),
+        "--max_position_embeddings",
+        "20",
+        "--seq_length",
+        str(SEQUENCE),
+        *flags,
+    ]
     done = run_script(Path(__file__).with_name("planted_run.py"), [bug, *words], ranks=cell.ranks, cwd=folder)
     return done.returncode, done.stdout + done.stderr
 
@@ -128,6 +143,11 @@ FIRST = {
 }
 UNSEEN = "micro-batches-summed-in-bf16"
 """ZeRO-0 in bf16 rounds its sums once in any case; the bug rounds them three times, which no bound can tell from it."""
+INSIDE = ("deepspeed-8154", "deepspeed-8224", "deepspeed-5664", "torchtitan-3206", "torchtitan-4245")
+"""Exhibits of the museum that change the model's own forward or backward pass, which only a reference tells."""
+ELSEWHERE = {"deepspeed-7718": "the run is refused", "torchtitan-4167": "is planted in the parity suite's validation"}
+museum.load()
+SHOWN = [name for name, exhibit in museum.EXHIBITS.items() if exhibit.where and name not in ELSEWHERE]
 
 
 @pytest.mark.parametrize(
@@ -137,6 +157,28 @@ def test_bugs_of_the_parity_suite_are_found(tmp_path, bug):
     code, output = on_ranks(tmp_path, BUGS[bug].cell, bug)
     assert code == EXIT_WRONG, output
     assert FIRST.get(bug, "error: step ") in output
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", [name for name in SHOWN if name not in INSIDE])
+def test_exhibits_of_the_museum_are_found(tmp_path, name):
+    exhibit = museum.EXHIBITS[name]
+    cell, flags = exhibit.where, ("--embedding_size", "34")
+    if isinstance(cell, Pair):
+        assert on_ranks(tmp_path, cell.source, "", *flags)[0] == EXIT_DONE
+        (tmp_path / "run" / "RUN_COMPLETE.txt").unlink()
+        for checkpoint in (tmp_path / "run").glob("step-*[!2]"):
+            shutil.rmtree(checkpoint)
+        cell, flags = cell.target, (*flags, "--resume")
+    code, output = on_ranks(tmp_path, cell, name, *flags, changes=exhibit.changes)
+    assert code == EXIT_WRONG, output
+
+
+def test_the_page_counts_what_is_found():
+    page = (REPOSITORY / "docs" / "training.md").read_text(encoding="utf-8")
+    bugs, exhibits = (f"{len(names) - unseen} of {len(names)}" for names, unseen in ((BUGS, 1), (SHOWN, len(INSIDE))))
+    assert f"{bugs} bugs" in page
+    assert f"{exhibits} exhibits" in page
 
 
 SOUND = [

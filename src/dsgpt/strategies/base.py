@@ -145,8 +145,9 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
 def watch_losses(model: nn.Module, watch: Watch) -> RemovableHandle:
     """A hook with which ``watch`` sees every loss of ``model``, a ``GPT2``."""
 
-    def note(module: nn.Module, given: tuple[Tensor, ...], named: dict[str, Any], loss: Tensor) -> None:
+    def note(module: nn.Module, given: tuple[Tensor, ...], named: dict[str, Any], loss: Tensor) -> Tensor:
         watch.loss(loss, given[1], named.get("reduction", "mean"), training=module.training)
+        return loss.clone()  # hooks of an engine on what it gets then come before that of ``watch``
 
     return model.register_forward_hook(note, with_kwargs=True)
 
