@@ -167,8 +167,7 @@ def test_exhibits_of_the_museum_are_found(tmp_path, name):
     if isinstance(cell, Pair):
         assert on_ranks(tmp_path, cell.source, "", *flags)[0] == EXIT_DONE
         (tmp_path / "run" / "RUN_COMPLETE.txt").unlink()
-        for checkpoint in (tmp_path / "run").glob("step-*[!2]"):
-            shutil.rmtree(checkpoint)
+        shutil.rmtree(tmp_path / "run" / "step-00000005")
         cell, flags = cell.target, (*flags, "--resume")
     code, output = on_ranks(tmp_path, cell, name, *flags, changes=exhibit.changes)
     assert code == EXIT_WRONG, output
