@@ -152,29 +152,21 @@ def test_the_bug_is_caught(result_of, cell):
 # Bugs that real trainers shipped (``dsgpt.benchmarks.museum``), in the launches of the cells above.
 
 
-QUICK_EXHIBITS = {
+SHOWN = (
     *("deepspeed-8154", "deepspeed-7985", "deepspeed-7967", "deepspeed-5664", "deepspeed-7718"),
     *("torchtitan-3412", "megatron-lm-5338"),
-}
+)
 """Of a pipeline, of fp32 sums, of accumulation under offload, of a layout, of an affected release, of a chunked loss
-under tensor parallelism, and of an input that is not contiguous."""
+under tensor parallelism, and of an input that is not contiguous. The record of the museum has all."""
 
 
-def exhibit_marks(exhibit):
-    return [] if exhibit.name in QUICK_EXHIBITS else [pytest.mark.long]
-
-
-def trained_exhibits():
-    for exhibit in museum.EXHIBITS.values():
-        if isinstance(exhibit.where, Cell):
-            cell = museum.marked(exhibit, exhibit.name)
-            yield pytest.param(cell, exhibit, marks=exhibit_marks(exhibit), id=exhibit.name)
-
-
-@pytest.mark.parametrize(("cell", "exhibit"), list(trained_exhibits()))
+@pytest.mark.parametrize(
+    ("cell", "exhibit"),
+    [pytest.param(museum.marked(museum.EXHIBITS[name], name), museum.EXHIBITS[name], id=name) for name in SHOWN],
+)
 def test_the_exhibit_is_noticed(result_of, cell, exhibit):
     result = museum.compared(exhibit, {"status": "passed"}, result_of(cell))
     assert result["status"] == "caught", result["message"]
-    if exhibit.name in QUICK_EXHIBITS and not exhibit.ends:
+    if not exhibit.ends:
         assert (result["check"], result["step"]) == ("parity: first gradient", 1)
         assert result["measured"] > 1000 * result["bound"]
