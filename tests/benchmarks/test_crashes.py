@@ -14,6 +14,7 @@ from small_run import REPOSITORY
 from dsgpt.benchmarks import crashes
 from dsgpt.benchmarks.crashes_disk import STRACE, State, Trace, below, read_trace, read_tree, states
 from dsgpt.benchmarks.frame import run_suite
+from dsgpt.benchmarks.records import REFERENCE
 from dsgpt.common.files import sha256_of
 
 pytestmark = pytest.mark.skipif(not shutil.which("strace"), reason="needs strace")
@@ -34,6 +35,17 @@ def all_states(folder: Path, code: str) -> list[State]:
 
 
 NEW = b"x" * 5000
+
+
+def test_the_committed_record_holds_every_scenario_and_every_planted_bug_was_noticed():
+    record = json.loads((REPOSITORY / REFERENCE / "crashes.json").read_text())
+    assert [one["scenario"] for one in record["scenarios"]] == list(crashes.SCENARIOS)
+    assert all(bool(one["wrong"]) == (one["scenario"] in crashes.PLANTS) for one in record["scenarios"])
+    own = [one["states"] for one in record["scenarios"] if one["scenario"] not in crashes.PLANTS]
+    assert sum(own) >= 2000
+    assert len(record["commands"]) >= 100
+    wrong = [line for one in record["commands"] for line in one["wrong"]]
+    assert all(line.startswith("replaced checkpoint: val_loss of step 24 is (") for line in wrong), "as its page says"
 
 
 def test_what_no_fsync_covered_may_be_missing_in_part(tmp_path):

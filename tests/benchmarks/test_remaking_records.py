@@ -165,17 +165,17 @@ def test_records_are_remade_if_a_source_has_changed_and_their_pages_always(repos
     assert {line.partition(": ")[2] for line in check_lines(repository)} == {"up to date"}
     said = capsys.readouterr().out
     assert "; nothing says how long it takes\n" in said
-    assert "[2/18] parity: remaking it, because there is no readable record" in said
+    assert f"[2/{len(NAMES)}] parity: remaking it, because there is no readable record" in said
     commit = commit_of(repository)
     change(repository, "src/dsgpt/benchmarks/faults.py")
     change(repository, "src/demo.py")
     assert f"faults: 1 of 6 sources changed since {commit[:12]}" in check_lines(repository)
     assert remake_records(repository, run=commands) == 0
-    assert commands.made == [*NAMES, "demo", "faults", "clusters"]  # which builds on faults
+    assert commands.made == [*NAMES, "demo", "faults", "clusters", "crashes"]  # the last two build on faults
     assert commands.shown == 2 * NAMES
     said = capsys.readouterr().out
-    assert "to remake: demo, faults, clusters; about 4 min 00 s\n" in said
-    assert "[2/18] parity: made from the present sources, skipped" in said
+    assert "to remake: demo, faults, clusters, crashes; about 5 min 00 s\n" in said
+    assert f"[2/{len(NAMES)}] parity: made from the present sources, skipped" in said
 
 
 def test_charts_are_drawn_again_with_the_records_that_they_show(repository, commands):
@@ -227,7 +227,7 @@ def test_the_committed_records_stay_as_they_are_until_all_are_remade(repository,
     assert remake_records(repository, run=commands) == 1
     assert commands.made == ["demo", "parity"]
     assert before == {path: path.read_bytes() for path in (repository / REFERENCE).rglob("*.json")}
-    assert "[2/18] parity: failed with exit code 1; the committed records stay" in capsys.readouterr().out
+    assert f"[2/{len(NAMES)}] parity: failed with exit code 1; the committed records stay" in capsys.readouterr().out
     commands.exit_codes.clear()
     assert remake_records(repository, run=commands) == 0
     assert commands.made == ["demo", "parity", *NAMES[1:]]  # the demo is kept, the suite that failed is not

@@ -28,7 +28,7 @@ TRAINED = Path("checkpoint/demo-zero1")
 """The run whose model some suites measure; the demo makes it."""
 SUITES = (
     *("parity", "resume", "faults", "clusters", "saving", "loading", "network", "plan", "exam", "speed", "recipes"),
-    *("decoding", "inference", "serving", "museum"),
+    *("decoding", "inference", "serving", "museum", "crashes"),
 )
 DEMO, SWEEP = "demo", "sweep"
 GPU = "gpu"
@@ -41,7 +41,6 @@ _SHARED = {
     "hosts.py": ("faults", "clusters", "network"),
     "gpu*.py": (GPU,),
     "tokens*.py": ("tokens",),
-    "crashes*.py": ("crashes",),
     "exact*.py": ("exact",),
     "mutants*.py": ("mutants",),
     "stand_in_gpu.py": (),
