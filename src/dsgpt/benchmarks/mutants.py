@@ -527,11 +527,14 @@ class Mutants(frame.Suite[MutantOptions, frame.Record]):
         """Outcome, the test that failed, the number of tests, seconds."""
         began, source = time.monotonic(), self._sources[mutant.file]
         first, last = mutant.lines
-        every = [(seconds, name, lines.get(mutant.file, ())) for name, seconds, lines in self._map]
-        chosen = [one for one in every if any(first <= line <= last for line in one[2])]
-        chosen = sorted(chosen or [one for one in every if one[2] and not mutant.function])[:MOST_TESTS]
-        tests, total = list[str](), 0.0
-        for seconds, name, _ in chosen:
+        every = sorted((seconds, name, lines.get(mutant.file, ())) for name, seconds, lines in self._map)
+        chosen = [one[:2] for one in every if any(first <= line <= last for line in one[2])]
+        chosen = chosen or [one[:2] for one in every if one[2] and not mutant.function]
+        seen, turns, tests, total = Counter[str](), list[tuple[int, float, str]](), list[str](), 0.0
+        for seconds, name in chosen:
+            seen[function := name.partition("[")[0]] += 1
+            turns.append((seen[function], seconds, name))
+        for _, seconds, name in sorted(turns)[:MOST_TESTS]:  # each function once, before any with other parameters
             if (total := total + seconds) > MOST_SEC and tests:
                 break
             tests.append(name)
