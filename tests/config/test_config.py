@@ -6,7 +6,7 @@ from functools import cache
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from recipe_files import resolved
 from small_run import RECIPE, TOKENS, command_line, random_ids, without_paths, write_recipe, write_tokens
@@ -213,6 +213,7 @@ def requests(draw: st.DrawFn) -> tuple[int, int | None, int | None, int]:
 
 
 @given(requests())
+@example((12, None, 5, 1))
 def test_a_plan_keeps_the_given_sizes_and_a_request_is_refused_only_if_none_exists(request):
     """Values that an error names are valid; enforcing keeps the global batch and never raises the micro batch."""
     total, micro, steps, ranks = request
@@ -238,7 +239,8 @@ def test_a_plan_keeps_the_given_sizes_and_a_request_is_refused_only_if_none_exis
         assert 1 <= len(pairs) <= 2
         assert all(planned((total, *map(int, pair)), ranks)[0] for pair in pairs), line
         assert "--enforce_global_batch_size" in line
-        assert forced.micro_batch_size <= (micro or share)
+        largest = micro or max(1, share // steps)  # of the given size, or with at least the given accumulation
+        assert forced.micro_batch_size == max(each for each in divisors(share) if each <= largest)
         assert f"the global batch of {total} is kept" in changed
         assert f"became {forced.micro_batch_size} and {forced.gradient_accumulation_steps}" in changed
     else:
