@@ -18,6 +18,7 @@ OPTIONAL = {
     "fast": {"gigatoken", "awkward"},
     "near": {"datasketch"},
     "engines": {"tiktoken"},
+    "oracles": {"accelerate"},  # transformers imports it
     "serve": {"starlette", "uvicorn", "prometheus-client", "httpx2", "h11"},
 }
 """The extras of features, and the packages that only the feature needs; the tests run with exact versions."""

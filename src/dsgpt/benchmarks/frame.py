@@ -43,6 +43,8 @@ _SHARED = {
     "tokens*.py": ("tokens",),
     "exact*.py": ("exact",),
     "mutants*.py": ("mutants",),
+    "oracles.py": ("oracles",),
+    "band.py": ("band",),
     "stand_in_gpu.py": (),
 }
 """Modules of some suites."""

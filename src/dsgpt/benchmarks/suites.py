@@ -18,7 +18,7 @@ from dsgpt.common.text import REPOSITORY
 _CLASSES = (
     *("Parity", "Resume", "Faults", "Clusters", "Saving", "Loading", "Network"),
     *("Speed", "Decoding", "Inference", "Serving", "Plan", "Exam", "Recipes", "Gpu", "Tokens"),
-    *("Museum", "Crashes", "Exact", "Mutants"),
+    *("Museum", "Crashes", "Exact", "Mutants", "Oracles", "Band"),
 )
 SUITES = {name.lower(): f"{name.lower()}.{name}" for name in _CLASSES} | {"run": "sweep.SweepSuite"}
 """Name -> module of this package, and its class."""
@@ -100,6 +100,10 @@ def main() -> int:
     parser = parser_of(what)
     options = parser.read(described(what)[0], words)
     parser.problems.raise_if_any()
+    if what == "band" and options.run:
+        from dsgpt.benchmarks.band import judge_run  # noqa: PLC0415 - for this command alone
+
+        return judge_run(options)
     if what in SUITES:
         return run_suite(suite_of(what), options, repository=REPOSITORY)
     if isinstance(options, RecordsOptions):

@@ -15,6 +15,8 @@ from dsgpt.charts import comparison, style
 from dsgpt.charts.comparison import INFERENCE_NOISE, Quantity, shorten, speed_up
 from dsgpt.charts.memory import communication_chart, memory_chart, step_times_chart, utilisation_chart
 from dsgpt.charts.style import Chart, Frame, Row, Texts
+from dsgpt.charts.themes import LIGHT
+from dsgpt.common.files import write_atomic
 from dsgpt.record.equal_work import inference_stamps, judge, machine_line, stamps, work_stamps
 from dsgpt.record.runs import FLAT_SCHEMA, TOO_SHORT, Curve, Run, smoothed, window_of
 from dsgpt.record.suites import NOT_RECORDED, of_runs
@@ -384,3 +386,20 @@ def _caption_of_curves(runs: Sequence[Run]) -> str:
     if by_epoch:
         parts.append(f"Only epoch means were recorded (points at epoch ends): {', '.join(by_epoch)}.")
     return " ".join(parts)
+
+
+def draw_band(losses: Sequence[float], band: Mapping[str, Sequence[float]], picture: Path, *, name: str) -> None:
+    """Write the band of reference runs (its edges ``low`` and ``high`` by step) and a run's losses into ``picture``."""
+    with style.quiet_style(LIGHT):
+        caption = "The thin line is the loss of each step. Judged is the thick one, its mean over ten steps."
+        frame = Texts().frame("The loss beside reference runs", caption, height=4.2)
+        (axes,) = frame.panels(1)
+        steps = np.arange(1, len(band["low"]) + 1)
+        shade = axes.fill_between(steps, band["low"], band["high"], color="0.85", label="reference runs, other seeds")
+        own = np.array(losses[: len(steps)])
+        look = style.look(0, count=2).line | {"marker": ""}
+        axes.plot(steps[: len(own)], own, **look | {"alpha": 0.35, "linewidth": 0.8})
+        (line,) = axes.plot(steps[: len(own)], smoothed(own, window=10), **look, label=shorten(name, 60))
+        axes.set(xlabel="optimizer step", ylabel="training loss (nats per token)")
+        frame.legend([shade, line])
+        write_atomic(picture, style.file_bytes(frame.figure, picture.suffix.removeprefix(".")))

@@ -1,0 +1,254 @@
+"""``benchmark.py band``: whether the loss of a run is normal, by reference runs of the same model on the same text.
+
+The reference runs differ in their seeds alone. At each step they have a mean and a spread; the band is as wide as
+``WIDTH`` of these, so that a further seed stays inside. A run is judged by its smoothed loss.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dsgpt.benchmarks import cells, frame
+from dsgpt.benchmarks.launch import train
+from dsgpt.common.command_line import flag
+from dsgpt.common.errors import EXIT_DONE, UserError
+from dsgpt.common.json_files import JsonError, read_object
+from dsgpt.common.text import REPOSITORY, next_line
+from dsgpt.config.options import TRAINING_FACTS, WORK_FACTS
+from dsgpt.data.sources import TRANSFORMERS_NAME
+from dsgpt.record.equal_work import judge, show
+from dsgpt.record.runs import Run, read_run, smoothed
+from dsgpt.record.schema import COMPLETE_FILE, RECORD_FILE
+from dsgpt.record.work import Worked
+
+STEPS = {"demo": 200, "tiny": 40}
+"""Sizes that have a band, and the steps of their reference runs."""
+SEEDS, LENGTH = (1, 2, 3, 4, 5), 128
+WINDOW, WIDTH, FLOOR = 10, 4.0, 0.02
+"""Steps of the trailing mean; standard deviations from the middle of the band to its edge, and nats at least."""
+STREAK = 5
+"""Steps outside in a row that count: one batch may be unusual text."""
+BANDS = REPOSITORY / "checkpoint" / "reference" / "cpu-2-cores" / "band.json"
+FREE = (*("seed", "optimizer steps", "tokens"), *(fact for fact in WORK_FACTS if "validation" in fact))
+"""Facts in which a run may differ from the reference without a change of its curve. If the planned length differs, the
+schedule does."""
+
+
+def band_of(curves: Sequence[Sequence[float]]) -> dict[str, list[float]]:
+    """The band of losses (seeds, steps): its edges and its middle at each step.
+
+    The variance over a few seeds is itself uncertain, so it is that of all steps within ``WINDOW``.
+    """
+    import numpy as np  # noqa: PLC0415 - takes a sixth of the time of --help
+
+    smooth = np.stack([smoothed(np.array(curve), window=WINDOW) for curve in curves])
+    mean, variance = smooth.mean(axis=0), smooth.var(axis=0, ddof=1)
+    near = [variance[max(0, step - WINDOW) : step + WINDOW + 1].mean() for step in range(len(mean))]
+    half = np.maximum(WIDTH * np.sqrt(near), FLOOR)
+    edges = {"low": mean - half, "mean": mean, "high": mean + half}
+    return {name: [round(float(value), 4) for value in values] for name, values in edges.items()}
+
+
+def first_outside(losses: Sequence[float], band: Mapping[str, Sequence[float]]) -> int | None:
+    """The first of ``STREAK`` steps in a row, counted from 1, at which the smoothed loss is outside; None if none is.
+
+    A loss that is not a number is outside.
+    """
+    import numpy as np  # noqa: PLC0415 - as above
+
+    own = np.array(losses[: len(band["low"])])
+    smooth, in_a_row = np.where(np.isnan(own), own, smoothed(own, window=WINDOW)), 0
+    for step, (low, loss, high) in enumerate(zip(band["low"], smooth, band["high"], strict=False), start=1):
+        in_a_row = 0 if low <= loss <= high else in_a_row + 1
+        if in_a_row == STREAK:
+            return step - STREAK + 1
+    return None
+
+
+def losses_of(run: Run) -> list[float]:
+    """The loss of each step from the first.
+
+    Raises:
+        UserError: the record has no loss of each step.
+    """
+    steps = run.train_curve.at_steps()
+    if not steps or sorted(steps) != list(range(1, len(steps) + 1)):
+        raise UserError(
+            f"{run.name}: has no loss of each step from the first: give a run folder with its metrics.jsonl"
+        )
+    return [steps[step] for step in range(1, len(steps) + 1)]
+
+
+def source_of(folder: Path) -> str:
+    """The text that a run was trained on, in the words of its token file."""
+    return str((read_object(folder / RECORD_FILE).get("data") or {}).get("train_source"))
+
+
+def verdict(folder: Path, bands: Path) -> tuple[list[str], bool, dict[str, Any], list[float]]:
+    """What is to be said of the run in ``folder``: lines, whether it is normal, its reference, and its losses.
+
+    Raises:
+        UserError: the run or the bands cannot be read, or no reference is of this text and model.
+    """
+    try:
+        sizes = read_object(bands)["sizes"]
+        run, source = read_run(folder, name=str(folder)), source_of(folder)
+    except (JsonError, KeyError) as error:
+        raise UserError(f"--bands {bands}: is no record of reference runs ({error})") from error
+    expected = {one["source"] for one in sizes.values()}
+    if source not in expected:
+        raise UserError(
+            f"{folder}: was trained on {source}, and the bands are of {', '.join(expected)}: prepare the "
+            f"corpus {TRANSFORMERS_NAME} with data_prep/preprocess.py, and train on it"
+        )
+    shape = [run.work[fact] for fact in ("model n_layer", "model n_embd")]
+    size = next(
+        (
+            name
+            for name, one in sizes.items()
+            if [one["work"][f"model {key}"] for key in ("n_layer", "n_embd")] == shape
+        ),
+        None,
+    )
+    if size is None:
+        raise UserError(
+            f"{folder}: no reference has its model; there are {', '.join(sizes)}: train one of --model_size"
+        )
+    reference, losses = sizes[size], losses_of(run)
+    pair = judge([Worked(name=size, work=reference["work"]), run])
+    lines = [
+        f"{one.fact}: {show(one.values[1])}; the reference has {show(one.values[0])}"
+        for one in pair.differences
+        if one.fact not in FREE
+    ]
+    step, judged = first_outside(losses, reference["band"]), min(len(losses), len(reference["band"]["low"]))
+    if step is None:
+        return (
+            [f"normal: the loss of steps 1 to {judged} is inside the band of {size}", *lines],
+            True,
+            reference,
+            losses,
+        )
+    low, high = (reference["band"][edge][step - 1] for edge in ("low", "high"))
+    because = lines or [
+        "no recorded setting differs from the reference but the seed: look at the data order and the code"
+    ]
+    return (
+        [
+            f"not normal: from step {step} on the loss is outside the band of {size}, there {low:.3f} to {high:.3f}",
+            *because,
+        ],
+        False,
+        reference,
+        losses,
+    )
+
+
+def band_page(record: frame.Record, *, source: str) -> str:
+    """The page; ``source`` is the record's path, for the reader."""
+    made = frame.made_from(record, source=source, name="band")
+    head = frame.filled(
+        "band", record, made=made, seeds=len(SEEDS), width=WIDTH, window=WINDOW, streak=STREAK, floor=FLOOR
+    )
+    return frame.page_of(head, _table(record))
+
+
+def summary_lines(record: frame.Record) -> list[str]:
+    """The table, for a console."""
+    return _table(record).removeprefix("## ").splitlines()
+
+
+def _table(record: frame.Record) -> str:
+    rows = []
+    for size, one in record["sizes"].items():
+        for step in sorted({1, *(one["steps"] * part // 4 for part in (1, 2, 3, 4))}):
+            low, mean, high = (f"{one['band'][edge][step - 1]:.3f}" for edge in ("low", "mean", "high"))
+            rows.append([size, step, low, mean, high])
+    return frame.section("Bands", ["size", "step", "from", "mean", "to"], rows)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BandOptions(frame.SuiteOptions):
+    """The command line."""
+
+    run: Path | None = flag(
+        Path, "RUN", "a run folder to judge; without it, the reference is made", name="run", nargs="?"
+    )
+    bands: Path = flag(Path, "RECORD", "the bands to judge by (default: the committed ones)", default=BANDS)
+    plot: Path | None = flag(Path, "FILE", "with RUN: draw band and curve, a .png or .svg")
+    size: tuple[str, ...] = frame.only_flag("SIZE", "sizes")
+
+
+class Band(frame.Suite[BandOptions, dict[str, Any]]):
+    """Trains the reference runs.
+
+    band: is the loss of a run normal? RUN was trained on the corpus python-transformers with `--model_size` demo or
+    tiny. It prints whether its loss stays in the band of reference runs, or from which step not, and which settings
+    differ from the reference. Without RUN, it trains the reference with five seeds; an interrupted call continues. Exit
+    code 0: normal; 1: not.
+
+    Examples:
+      .venv/bin/python src/benchmark.py band checkpoint/run
+      .venv/bin/python src/benchmark.py band checkpoint/run --plot band.png
+      .venv/bin/python src/benchmark.py band --size demo
+    """
+
+    name, record_of, unit = "band", "loss bands", "training"
+    flags, page, summary = BandOptions, staticmethod(band_page), staticmethod(summary_lines)
+    names = f"sizes: {', '.join(STEPS)}"
+
+    def plan(self) -> int:
+        self._sizes = frame.selected(STEPS, self.options.size)
+        return len(self._sizes) * len(SEEDS)
+
+    def begin(self) -> None:
+        self._runs = (self.options.output.parent / "band-runs").resolve()  # kept: an interrupted call continues
+        self._corpus = cells.prepare_demo(self.repository, self._runs / "data")
+
+    def results(self) -> Iterator[dict[str, Any]]:
+        for size, steps in self._sizes.items():
+            for seed in SEEDS:
+                folder = self._runs / f"{size}-{seed}"
+                if not (folder / COMPLETE_FILE).exists():
+                    recipe = self.repository / f"ds_configs/sizes/{size}.json"
+                    values = cells.file_values(self._corpus, recipe=recipe, run_dir=folder)
+                    values |= {"run_type": "baseline", "model_size": size, "seq_length": LENGTH, "device": "cpu"}
+                    values |= {"max_train_steps": steps, "seed": seed, "max_val_steps": 10, "no_inference": True}
+                    values |= {"resume": True} if folder.exists() else {}
+                    train(values | {"save_every": 50}, repository=self.repository, what=f"{size}, seed {seed}")
+                run = read_run(folder, name=f"{size}, seed {seed}")
+                yield {"size": size, "seed": seed, "folder": folder, "work": dict(run.work), "losses": losses_of(run)}
+
+    def line(self, result: dict[str, Any], *, count: str, left: str) -> str:
+        return f"{count} {result['size']}, seed {result['seed']}: last loss {result['losses'][-1]:.3f}{left}"
+
+    def record(self, results: Sequence[dict[str, Any]]) -> frame.Record:
+        sizes = {}
+        for size, steps in self._sizes.items():
+            own = [one for one in results if one["size"] == size]
+            work = {fact: own[0]["work"][fact] for fact in (*WORK_FACTS, *TRAINING_FACTS)}
+            band = band_of([one["losses"] for one in own])
+            sizes[size] = {"steps": steps, "source": source_of(own[0]["folder"]), "work": work, "band": band}
+        return {"seeds": list(SEEDS), "sizes": sizes}
+
+
+def judge_run(options: BandOptions) -> int:
+    """Print the verdict on a run, and draw it; returns the exit code."""
+    assert options.run is not None
+    lines, normal, reference, losses = verdict(options.run, options.bands)
+    if options.plot:
+        from dsgpt.charts.runs import draw_band  # noqa: PLC0415 - matplotlib takes seconds
+
+        draw_band(losses, reference["band"], options.plot, name=str(options.run))
+    print("\n".join(lines))
+    shown = ["charts/generate_charts.py", "--run", f"run={options.run}"]
+    print(
+        next_line(
+            [
+                ".venv/bin/python",
+                *(shown if options.plot else ["src/benchmark.py", "band", options.run, "--plot", "band.png"]),
+            ]
+        )
+    )
+    return EXIT_DONE if normal else frame.EXIT_FAILED
