@@ -23,7 +23,7 @@ from dsgpt.training.command import train
 def demo(tmp_path: Path, corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """``dsgpt.demo``, with a small text in its data folder and a smaller model."""
     module = dsgpt.demo
-    shutil.copytree(corpus.train.parent, tmp_path / "data" / "python-stdlib")
+    shutil.copytree(corpus.train.parent, tmp_path / "data" / "python-transformers")
     monkeypatch.chdir(tmp_path)
     shutil.copytree(REPOSITORY / "ds_configs", tmp_path / "ds_configs")
     shape = ["--num_layers", "1", "--num_heads", "1", "--embedding_size", "16", "--max_position_embeddings", "128"]
@@ -73,7 +73,7 @@ def test_another_recipe_or_text_starts_again(demo, capsys):
     recipe.write_text(json.dumps(json.loads(recipe.read_text()) | {"gradient_clipping": 0.5}))
     assert baseline(demo) == "--overwrite"
     assert "  gradient clipping is 0.5 but " in capsys.readouterr().out
-    data = Path("data/python-stdlib")
+    data = Path("data/python-transformers")
     for end in ("bin", "json"):
         shutil.copy(data / f"val.{end}", data / f"train.{end}")
     assert baseline(demo) == "--overwrite"
@@ -87,7 +87,7 @@ def test_what_overwriting_does_not_cure_is_left_to_the_run(demo, capsys):
     assert (decided(demo), capsys.readouterr()) == ("--resume", ("", ""))
     shutil.rmtree(RUN)
     baseline(demo)
-    sidecar, tokenizer = Path("data/python-stdlib/train.json"), {"name": "missing", "sha256": None}
+    sidecar, tokenizer = Path("data/python-transformers/train.json"), {"name": "missing", "sha256": None}
     whole = sidecar.read_text()
     sidecar.write_text(json.dumps(json.loads(whole) | {"tokenizer": tokenizer}))
     capsys.readouterr()

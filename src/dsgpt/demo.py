@@ -22,7 +22,7 @@ from dsgpt.common.command_line import POSITIVE, Terminated, complain, flag, read
 from dsgpt.common.errors import DifferentRunError, UserError, did_you_mean
 from dsgpt.common.files import write_json_atomic
 from dsgpt.common.text import IN_CHECKOUT, REPOSITORY, next_line
-from dsgpt.data.sources import STDLIB_NAME
+from dsgpt.data.sources import TRANSFORMERS_NAME
 from dsgpt.machine.launcher import LAUNCHERS, launcher_command
 
 HOME = Path() if IN_CHECKOUT else REPOSITORY
@@ -64,7 +64,7 @@ class Demo:
     @property
     def data(self) -> Path:
         """The folder of the token files."""
-        return self.into / "data" / STDLIB_NAME
+        return self.into / "data" / TRANSFORMERS_NAME
 
     def run_folder(self, name: str) -> Path:
         """The folder of the run ``name``."""
@@ -131,11 +131,11 @@ def _steps(demo: Demo) -> list[tuple[str, Callable[[Demo], int]]]:
 
 
 def _prepare(demo: Demo) -> int:
-    """Prepare the text unless it exists: another Python gives another text, and runs may depend on the first one."""
+    """Prepare the text unless it exists: another release of transformers gives another, and runs may depend on it."""
     if all((demo.data / name).exists() for name in ("preparation.json", "train.bin", "val.bin")):
         print(f"{demo.data} contains prepared text, which is used unchanged", flush=True)
         return 0
-    words = ["--dataset", STDLIB_NAME, "--output_dir", str(demo.data)]
+    words = ["--dataset", TRANSFORMERS_NAME, "--output_dir", str(demo.data)]
     return _run([sys.executable, str(HOME / "data_prep/preprocess.py"), *words])
 
 

@@ -173,9 +173,9 @@ class Decoding(frame.Suite[DecodingOptions, Result]):
     Examples:
       .venv/bin/python src/benchmark.py decoding
       .venv/bin/python src/benchmark.py decoding --only fp32 --rounds 9
-      .venv/bin/python src/benchmark.py decoding --checkpoint checkpoint/demo-zero1 --data data/python-stdlib/val.bin
+      .venv/bin/python src/benchmark.py decoding --checkpoint checkpoint/demo-zero1 --data data/python-transformers/val.bin
       .venv/bin/python src/benchmark.py decoding --model_size demo --peer nanogpt=/tmp/nanoGPT
-    """
+    """  # noqa: E501
 
     name, record_of, unit = "decoding", "decoding", "row"
     flags, page, summary = DecodingOptions, staticmethod(decoding_page), staticmethod(summary_lines)

@@ -27,7 +27,7 @@ from dsgpt.record.provenance import DIRTY, git_commit
 
 # The committed records: which command makes each of them, and which shows it.
 
-TEXT = Path("data/python-stdlib/val.bin")
+TEXT = Path("data/python-transformers/val.bin")
 """Text that that run was validated on."""
 REFERENCE = Path("checkpoint/reference/cpu-2-cores")
 """Folder of the committed records, relative to the repository."""

@@ -142,7 +142,7 @@ class EvaluateRequest:
     strategy trained it, of a portable folder, or of a Hugging Face folder of a GPT-2.
 
     Examples:
-      .venv/bin/python src/evaluate.py --checkpoint checkpoint/demo-zero1 --data data/python-stdlib/val.bin
+      .venv/bin/python src/evaluate.py --checkpoint checkpoint/demo-zero1 --data data/python-transformers/val.bin
       .venv/bin/python src/evaluate.py --checkpoint checkpoint/demo-zero1 --text README.md --stride 64
       .venv/bin/python src/evaluate.py --checkpoint exported/gpt2 --tasks lambada_openai,hellaswag --limit 100
     """
