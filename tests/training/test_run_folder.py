@@ -92,7 +92,7 @@ def test_the_lock_is_held_while_training(finished_run, tmp_path, monkeypatch):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / ".lock").touch()  # which alone is not a run
     monkeypatch.setattr(trainer.Trainer, "fit", probe)
-    monkeypatch.setattr(trainer, "mark_complete", lambda *args: None)
+    monkeypatch.setattr(trainer, "mark_complete", lambda *args, **kwargs: None)
     assert train_here(command_line(finished_run, checkpoint_path=tmp_path / "run")) == 0
 
 
