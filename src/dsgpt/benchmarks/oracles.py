@@ -25,6 +25,8 @@ from dsgpt.record.provenance import git_commit
 from dsgpt.record.schema import STEPS_FILE, read_steps
 
 MODULE = "dsgpt.benchmarks.oracles"
+EXACT_ALL = "transformers, float64, decay of all"
+"""Trainer's reference. It gives DeepSpeed all parameters in one group, so the recipe's optimizer decays them all."""
 EXACT, OURS, TRANSFORMERS = "transformers, float64", "dsgpt, baseline", "transformers, torch's AdamW"
 TRAINER, NANOGPT, ERF = "transformers' Trainer, DeepSpeed ZeRO-2", "nanoGPT, GELU by tanh", "nanoGPT, GELU by erf"
 RECIPE = "ds_configs/zero2.json"
@@ -130,7 +132,7 @@ class Oracles(frame.Suite[OraclesOptions, Result]):
                 missing = str(error).startswith("without ")
                 yield {"name": name, "status": "not run" if missing else "error", "message": str(error)}
                 continue
-            found = distances(curve, weights, *exact)
+            found = distances(curve, weights, *(self._other(EXACT_ALL) if name == TRAINER else exact))
             beyond = [f"{FACTS[fact]}: {one:.1e}" for fact, one in found.items() if not one <= BOUNDS[fact]]
             equal, last = not beyond, {"distance": found, "last_loss": curve[-1]["loss"]}
             message = ", ".join(beyond) or ("equal, although its GELU is another" if name == ERF else "")
@@ -237,7 +239,7 @@ def peer_training(job: Mapping[str, Any]) -> Curve:
             for block in model.transformer.h:
                 block.mlp.gelu = torch.nn.GELU(approximate="tanh")
     else:
-        dtype = torch.float64 if name == EXACT else torch.float32
+        dtype = torch.float64 if name in {EXACT, EXACT_ALL} else torch.float32
         model = GPT2LMHeadModel.from_pretrained(job["first"], dtype=dtype)
     curve = _with_trainer(model, batches, recipe, job) if name == TRAINER else _plain_loop(model, batches, recipe, name)
     last = {key: value.detach() for key, value in model.state_dict().items()}
@@ -260,14 +262,15 @@ def _plain_loop(model: Any, batches: Any, recipe: Mapping[str, Any], name: str) 
         matrices, vectors = (
             [one for one in model.parameters() if (one.dim() > 1) is matrix] for matrix in (True, False)
         )
-        groups = [{"params": matrices, "weight_decay": adam["weight_decay"]}, {"params": vectors, "weight_decay": 0.0}]
+        rest = adam["weight_decay"] if name == EXACT_ALL else 0.0
+        groups = [{"params": matrices, "weight_decay": adam["weight_decay"]}, {"params": vectors, "weight_decay": rest}]
         optimizer = torch.optim.AdamW(groups, **settings, eps=adam["eps"])
     schedule = getattr(lr_schedules, recipe["scheduler"]["type"])(optimizer, **recipe["scheduler"]["params"])
     model.train()
     for ids in batches:  # (B, T + 1)
         if name in {NANOGPT, ERF}:
             loss = model(ids[:, :-1].contiguous(), ids[:, 1:].contiguous())[1]
-        elif name == EXACT:  # transformers' own loss rounds the logits to fp32
+        elif name in {EXACT, EXACT_ALL}:  # transformers' own loss rounds the logits to fp32
             logits = model(input_ids=ids[:, :-1]).logits
             loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
         else:
@@ -304,7 +307,10 @@ def _with_trainer(model: Any, batches: Any, recipe: Mapping[str, Any], job: Mapp
         save_strategy="no",
         report_to="none",
     )
-    rows: Any = [{"input_ids": row, "labels": row} for row in batches.flatten(0, 1)]
+    labels = batches.clone()
+    labels[..., 0] = -100  # nothing predicts it, but Trainer counts it: its loss would be T / (T + 1) of the mean
+    pairs = zip(batches.flatten(0, 1), labels.flatten(0, 1), strict=True)
+    rows: Any = [{"input_ids": ids, "labels": targets} for ids, targets in pairs]
     trainer: Any = Trainer(model=model, args=arguments, train_dataset=rows)
 
     def note(_: Any, __: Any, output: Any) -> None:  # its log rounds the loss
