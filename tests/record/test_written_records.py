@@ -59,6 +59,21 @@ def test_lines_after_a_step_are_dropped_and_writing_continues(steps_file):
     assert list(steps_file.parent.iterdir()) == [steps_file]
 
 
+@pytest.mark.parametrize(("val_loss", "left"), [("any", 4), (None, 2), (2.5, 3), (9.0, 2)])
+def test_validations_that_the_checkpoint_does_not_have_are_dropped(tmp_path, val_loss, left):
+    """A kill after a repeated validation and before its save; without a line of the checkpoint's own, none is kept."""
+    steps_file = tmp_path / "metrics.jsonl"
+    lines = [
+        {"step": 1, "loss": 3.0},
+        {"step": 2, "loss": 3.0},
+        {"step": 2, "val_loss": 2.5},
+        {"step": 2, "val_loss": 2.6},
+    ]
+    steps_file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    drop_steps_after(steps_file, 2, val_loss=val_loss)
+    assert list(read_steps(steps_file)) == lines[:left]
+
+
 def test_damaged_lines_are_left_out_and_counted(steps_file):
     lines = steps_file.read_bytes().splitlines(keepends=True)
     damaged_lines = [lines[0], b"\0\0\0\n", b'{"step": \n', b"\xff\n", b"[1]\n", b'{"loss": 1}\n', *lines[1:]]

@@ -92,14 +92,22 @@ def step_entry(line: bytes) -> dict[str, Any] | None:
     return entry if fits and flags else None
 
 
-def drop_steps_after(path: Path, step: int) -> list[int]:
+def drop_steps_after(path: Path, step: int, *, val_loss: float | str | None = "any") -> list[int]:
     """Remove the lines of ``metrics.jsonl`` after ``step``, which a resumed run will write again.
+
+    Args:
+        path: the file.
+        step: of the checkpoint.
+        val_loss: the loss of the checkpoint's validation, or None without one: later validations of ``step``, which the
+            run had not saved, are removed too. With ``any`` they stay.
 
     Returns:
         The numbers of damaged lines, which are removed too.
     """
     damaged: list[int] = []
     lines = [line for line in read_steps(path, damaged=damaged) if line["step"] <= step] if path.exists() else []
+    while val_loss != "any" and lines and lines[-1]["step"] == step and lines[-1].get("val_loss", val_loss) != val_loss:
+        lines.pop()
     write_atomic(path, "".join(_line(entry) for entry in lines).encode())
     return damaged
 

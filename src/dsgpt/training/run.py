@@ -346,10 +346,12 @@ def _train(
             description = open_run_folder(config, prepared, lock=lock, log=log)
             state = _load_checkpoint(config, prepared.start, strategy, device=device)
             done, steps_file = state.step if state else 0, config.run_dir / STEPS_FILE
-            if state is not None:
-                if config.topology.is_main and (damaged := drop_steps_after(steps_file, done)):
-                    first = f"the first was line {damaged[0]}"
-                    logger.warning(f"{steps_file}: damaged lines dropped: {len(damaged)}, {first}")
+            if prepared.start.checkpoint is not None:
+                if config.topology.is_main:
+                    saved = read_run_state(prepared.start.checkpoint).val_loss
+                    if damaged := drop_steps_after(steps_file, done, val_loss=saved):
+                        lines = f"{len(damaged)}, the first was line {damaged[0]}"
+                        logger.warning(f"{steps_file}: damaged lines dropped: {lines}")
                 barrier()
             trackers = open_trackers(config, description=description, done=done)
             journal = Journal(
