@@ -93,7 +93,7 @@ def test_what_no_test_notices_survives_and_needs_a_reason(small, tmp_path, capsy
 
 
 PLANTED = {
-    "data/order.py: shuffled: values >= size -> (values > size)": "test_permutation_of_any_size[5]",
+    "data/order.py: shuffled: values >= size -> (values > size)": "test_permutation_of_any_size[7]",
     "data/order.py: shuffled: right + round_key -> (right - round_key)": "test_golden_order",
 }
 """Mutants of our own code, and the test that is tried on each."""

@@ -528,13 +528,14 @@ class Mutants(frame.Suite[MutantOptions, frame.Record]):
         began, source = time.monotonic(), self._sources[mutant.file]
         first, last = mutant.lines
         every = sorted((seconds, name, lines.get(mutant.file, ())) for name, seconds, lines in self._map)
-        chosen = [one[:2] for one in every if any(first <= line <= last for line in one[2])]
-        chosen = chosen or [one[:2] for one in every if one[2] and not mutant.function]
-        seen, turns, tests, total = Counter[str](), list[tuple[int, float, str]](), list[str](), 0.0
-        for seconds, name in chosen:
-            seen[function := name.partition("[")[0]] += 1
-            turns.append((seen[function], seconds, name))
-        for _, seconds, name in sorted(turns)[:MOST_TESTS]:  # each function once, before any with other parameters
+        near = [any(first <= line <= last for line in lines) for _, _, lines in every]
+        seen, turns, tests, total = Counter[str](), list[tuple[bool, int, float, str]](), list[str](), 0.0
+        for (seconds, name, lines), exact in zip(every, near, strict=True):
+            if exact or (lines and (any(near) or not mutant.function)):
+                seen[function := name.partition("[")[0]] += 1
+                turns.append((not exact, seen[function], seconds, name))
+        # Each function once, before any with other parameters. Lines that run at the import belong to one test of many.
+        for *_, seconds, name in sorted(turns)[:MOST_TESTS]:
             if (total := total + seconds) > MOST_SEC and tests:
                 break
             tests.append(name)
@@ -552,8 +553,10 @@ class Mutants(frame.Suite[MutantOptions, frame.Record]):
                         break  # none failed, or none is left; how long the slow tests take is not known
                     self._write(path, source)
                     by = notes["failed"][0] if notes.get("failed") else ""
-                    doubtful = code is None or code < 0 or (by and by not in self._sound)
-                    if doubtful and self._pytest([by] if by else words, limit=limit)[0] != 0:
+                    # What must pass without the mutant; a file that cannot be imported must at least be collected.
+                    control = [by] if by else [*words, "--collect-only"] if code in (2, 3, 4) else words
+                    known = bool(by) and by in self._sound
+                    if not known and self._pytest(control, limit=limit)[0] != 0:
                         words.extend(["--deselect", by] if by else [])  # it fails without the mutant, too
                         limit *= 2  # noqa: PLW2901 - the machine may be slow
                     else:
