@@ -25,7 +25,7 @@ from dsgpt.record.work import Worked
 STEPS = {"demo": 200, "tiny": 40}
 """Sizes that have a band, and the steps of their reference runs."""
 SEEDS, LENGTH = (1, 2, 3, 4, 5), 128
-WINDOW, WIDTH, FLOOR = 10, 4.0, 0.02
+WINDOW, WIDTH, FLOOR = 25, 4.0, 0.02
 """Steps of the trailing mean; standard deviations from the middle of the band to its edge, and nats at least."""
 STREAK = 5
 """Steps outside in a row that count: one batch may be unusual text."""
@@ -229,8 +229,22 @@ class Band(frame.Suite[BandOptions, dict[str, Any]]):
             own = [one for one in results if one["size"] == size]
             work = {fact: own[0]["work"][fact] for fact in (*WORK_FACTS, *TRAINING_FACTS)}
             band = band_of([one["losses"] for one in own])
-            sizes[size] = {"steps": steps, "source": source_of(own[0]["folder"]), "work": work, "band": band}
+            left_out = [band_of([other["losses"] for other in own if other is not one]) for one in own]
+            outside = [
+                one["seed"] for one, others in zip(own, left_out, strict=True) if first_outside(one["losses"], others)
+            ]
+            sizes[size] = {
+                "outside_the_others": outside,
+                "steps": steps,
+                "source": source_of(own[0]["folder"]),
+                "work": work,
+                "band": band,
+            }
         return {"seeds": list(SEEDS), "sizes": sizes}
+
+    def failures(self, record: frame.Record) -> list[str]:
+        """Seeds that the band of the other seeds would call not normal: it is too narrow."""
+        return [f"{size}, seed {seed}" for size, one in record["sizes"].items() for seed in one["outside_the_others"]]
 
 
 def judge_run(options: BandOptions) -> int:
@@ -240,7 +254,7 @@ def judge_run(options: BandOptions) -> int:
     if options.plot:
         from dsgpt.charts.runs import draw_band  # noqa: PLC0415 - matplotlib takes seconds
 
-        draw_band(losses, reference["band"], options.plot, name=str(options.run))
+        draw_band(losses, reference["band"], options.plot, window=WINDOW, name=str(options.run))
     print("\n".join(lines))
     shown = ["charts/generate_charts.py", "--run", f"run={options.run}"]
     print(

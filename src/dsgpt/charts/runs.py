@@ -388,10 +388,12 @@ def _caption_of_curves(runs: Sequence[Run]) -> str:
     return " ".join(parts)
 
 
-def draw_band(losses: Sequence[float], band: Mapping[str, Sequence[float]], picture: Path, *, name: str) -> None:
+def draw_band(
+    losses: Sequence[float], band: Mapping[str, Sequence[float]], picture: Path, *, window: int, name: str
+) -> None:
     """Write the band of reference runs (its edges ``low`` and ``high`` by step) and a run's losses into ``picture``."""
     with style.quiet_style(LIGHT):
-        caption = "The thin line is the loss of each step. Judged is the thick one, its mean over ten steps."
+        caption = f"The thin line is the loss of each step. Judged is the thick one, its mean over {window} steps."
         frame = Texts().frame("The loss beside reference runs", caption, height=4.2)
         (axes,) = frame.panels(1)
         steps = np.arange(1, len(band["low"]) + 1)
@@ -399,7 +401,7 @@ def draw_band(losses: Sequence[float], band: Mapping[str, Sequence[float]], pict
         own = np.array(losses[: len(steps)])
         look = style.look(0, count=2).line | {"marker": ""}
         axes.plot(steps[: len(own)], own, **look | {"alpha": 0.35, "linewidth": 0.8})
-        (line,) = axes.plot(steps[: len(own)], smoothed(own, window=10), **look, label=shorten(name, 60))
+        (line,) = axes.plot(steps[: len(own)], smoothed(own, window=window), **look, label=shorten(name, 60))
         axes.set(xlabel="optimizer step", ylabel="training loss (nats per token)")
         frame.legend([shade, line])
         write_atomic(picture, style.file_bytes(frame.figure, picture.suffix.removeprefix(".")))
