@@ -227,6 +227,9 @@ class Band(frame.Suite[BandOptions, dict[str, Any]]):
         sizes = {}
         for size, steps in self._sizes.items():
             own = [one for one in results if one["size"] == size]
+            pair = judge([Worked(name=str(one["seed"]), work=one["work"]) for one in own])
+            if others := [one.fact for one in pair.differences if one.fact != "seed"]:  # a recipe changed meanwhile
+                raise UserError(f"{self._runs}: the runs of {size} differ in {', '.join(others)}: remove them")
             work = {fact: own[0]["work"][fact] for fact in (*WORK_FACTS, *TRAINING_FACTS)}
             band = band_of([one["losses"] for one in own])
             left_out = [band_of([other["losses"] for other in own if other is not one]) for one in own]
