@@ -11,7 +11,18 @@ from forked_ranks import run_script
 from gcp_storage_emulator.server import create_server
 from moto.server import ThreadedMotoServer
 from small_run import command_line, within, write_inputs
-from training_runs import LONG, SCRIPT, assert_same_training, checkpoints, damage, errors, finished, read_record, resume
+from training_runs import (
+    LONG,
+    SCRIPT,
+    Killed,
+    assert_same_training,
+    checkpoints,
+    damage,
+    errors,
+    finished,
+    read_record,
+    resume,
+)
 
 from dsgpt.checkpoints import second_copy, store
 from dsgpt.checkpoints.second_copy import SecondCopy, checkpoints_at
@@ -154,6 +165,29 @@ def test_a_local_checkpoint_that_is_as_new_is_not_fetched(finished_run, stopped,
     shutil.copytree(stopped / "step-00000009", tmp_path / "second" / "step-00000009")
     assert resume(stopped, finished_run, save_to=str(tmp_path / "second")) == 0
     assert "was fetched" not in capsys.readouterr().out
+
+
+def test_a_file_of_the_run_is_fetched_whole_or_not_at_all(finished_run, tmp_path, monkeypatch):
+    """A part of it, which a kill left, would count as this machine's own."""
+    run, new, read = finished_run / "run", tmp_path / "new", Place.read_into
+
+    def killed(place, name, target, *more):
+        if name == "metrics.jsonl":
+            target.write_bytes(b'{"st')
+            raise Killed
+        return read(place, name, target, *more)
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(Place, "read_into", killed)
+        second_copy.fetch_newer(str(run), new, damage=lambda _: "")
+    second_copy.fetch_newer(str(run), new, damage=lambda _: "")
+    assert (new / "metrics.jsonl").read_bytes() == (run / "metrics.jsonl").read_bytes()
+    assert sorted(path.name for path in new.iterdir()) == [
+        "config.json",
+        "metrics.jsonl",
+        "step-00000012",
+        "training_metrics.json",
+    ]
 
 
 def test_overwriting_removes_the_copies_of_the_run_before(finished_run, tmp_path):

@@ -225,7 +225,8 @@ def fetch_newer(address: str, run_dir: Path, *, damage: Callable[[str], str]) ->
                 raise UserError(f"{FLAG} {address}: {name} is of another run than {local[0]}: {cure}")
             for run_file in RUN_FILES[:3]:
                 if not (run_dir / run_file).exists() and place.exists(run_file):
-                    place.read_into(run_file, run_dir / run_file)
+                    place.read_into(run_file, folder / run_file)
+                    (folder / run_file).rename(run_dir / run_file)  # a kill leaves no part of it, which would stay
             if (run_dir / name).exists():
                 store.mark_damaged(run_dir / name)
             for path in (run_dir, folder, *folder.iterdir()):
