@@ -407,7 +407,7 @@ def clear_run_folder(run_dir: Path, start: ResumePoint) -> None:
         sync_directory(run_dir)
         for path in _files(run_dir):
             remove(path)
-        sync_directory(run_dir)
+    sync_directory(run_dir)  # a killed process may have renamed a checkpoint, and not synced it, in place of another
     for path in _folders(run_dir, store.PARTIAL_FOLDER):
         remove(path)
     if start.checkpoint is not None:
