@@ -57,10 +57,9 @@ _MEGATRON_GPT2 = {
     "num_experts": None,
 }
 """Arguments of a GPT-2; older releases lack some of them, with the same meaning."""
-_MEGATRON_SPLIT = {**dict.fromkeys(("wte.weight", HEAD, "mlp.fc.weight", "mlp.fc.bias"), 0), "attn.proj.weight": 1}
-_MEGATRON_SPLIT |= {**dict.fromkeys(("attn.qkv.weight", "attn.qkv.bias"), 1), "mlp.proj.weight": 1}
-"""The dimension in which tensor ranks split a tensor; of queries, keys and values beside each other. Others are
-whole."""
+_MEGATRON_SPLIT = dict.fromkeys(("wte.weight", HEAD, "mlp.fc.weight", "mlp.fc.bias"), 0)
+_MEGATRON_SPLIT |= dict.fromkeys(("attn.proj.weight", "mlp.proj.weight"), 1)
+"""The dimension in which tensor ranks split a tensor that is not of queries, keys and values. Others are whole."""
 _EXACT_GELU = (
     "{} computes GELU exactly, GPT-2 and this program by its tanh formula: an activation differs by up to 0.0005, so "
     "logits do slightly"
