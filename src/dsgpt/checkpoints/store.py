@@ -16,7 +16,7 @@ Links inside a run folder are not followed, neither to a checkpoint nor to a fil
 
 A checkpoint is written in a hidden folder of the run, made durable, and renamed. This module finds checkpoints by
 the folders themselves. ``latest`` and ``best`` are for people and other tools; ``--which best`` reads ``best``, and a
-resume warns if the checkpoint that ``latest`` names is missing.
+resume warns if the checkpoint that ``latest`` names is missing and would be newer.
 
 The best is chosen among checkpoints at whose own step a validation ran, because a loss measured some steps earlier
 belongs to other weights. Where the validation set changed, only checkpoints since the last change count: until one of
