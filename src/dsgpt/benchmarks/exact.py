@@ -3,6 +3,7 @@
 The control trains without the flag: its hashes must differ, or the comparison could not see a difference.
 """
 
+import contextlib
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
@@ -183,8 +184,10 @@ class Exact(frame.Suite[ExactOptions, Result]):
             with own_group(command, log, device="cpu") as process:
                 while process.poll() is None and not (folder / "run" / f"step-{SAVED:08d}").exists():
                     time.sleep(0.005)
-                for one in [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]:
-                    one.kill()
+                if process.poll() is None:
+                    for one in [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]:
+                        with contextlib.suppress(psutil.NoSuchProcess):
+                            one.kill()
             cut = not (folder / "run" / "RUN_COMPLETE.txt").exists()
             again = [*command, "--resume"]
             done = subprocess.run(again, env=child_environment("cpu"), stdout=log, stderr=log, check=False)

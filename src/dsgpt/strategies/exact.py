@@ -19,7 +19,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from dsgpt.config.run_config import RunConfig
 from dsgpt.machine.device import sum_over_ranks
@@ -71,7 +70,9 @@ class ExactSums:
 
     def use(self, own: "_Sum", parameter: Tensor) -> Tensor:
         """A copy of ``parameter`` for one use of it, whose gradients are summed exactly, in ``own``."""
-        copy: Tensor = _Use.apply(parameter, self, own)  # type: ignore[no-untyped-call]  # torch's has no types
+        copy = parameter.clone(memory_format=torch.contiguous_format)
+        if copy.requires_grad:
+            copy.register_hook(partial(self.add, own=own))  # type: ignore[no-untyped-call]  # torch's has no types
         return copy
 
     def shared_use(self) -> Callable[[Tensor], Tensor]:
@@ -82,8 +83,8 @@ class ExactSums:
         """Note the ``loss`` of one sequence, 0-dim; its gradient will be 1, by whatever an engine scales it."""
         # fp64 has room for the digits of 2^29 fp32 losses of one size: the sum is exact.
         self._losses += float(loss.detach())
-        seeded: Tensor = _Seed.apply(loss)  # type: ignore[no-untyped-call]
-        return seeded
+        loss.register_hook(torch.ones_like)  # type: ignore[no-untyped-call]
+        return loss.clone()  # hooks of an engine on what it gets then come before
 
     def mean_loss(self, device: torch.device) -> Tensor:
         """The mean loss of the step over the global batch, 0-dim fp32; collective over all ranks."""
@@ -146,30 +147,6 @@ class _Sum:
 def _drop_copies(module: nn.Module, *_: Any) -> None:
     for name in module._parameters:
         module.__dict__.pop(name, None)
-
-
-class _Use(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, parameter: Tensor, sums: ExactSums, own: _Sum) -> Tensor:
-        """A copy, in memory of its own."""
-        ctx.sums, ctx.own = sums, own
-        return parameter.detach().clone(memory_format=torch.contiguous_format)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.sums.add(gradient, ctx.own), None, None
-
-
-class _Seed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, loss: Tensor) -> Tensor:  # noqa: ARG004 - autograd's form
-        return loss.detach().clone()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, factor: Tensor) -> Tensor:  # noqa: ARG004
-        return torch.ones_like(factor)
 
 
 def take_exact_norms(optimizer: Any, sums: ExactSums, *, clipping: float) -> None:
