@@ -9,9 +9,18 @@ from dsgpt.machine.launcher import exit_rank
 from dsgpt.model.linear_cross_entropy import CHUNKS
 from dsgpt.training.command import train
 
+
+def nan_on_rank_1(norm, strategy, gradients):
+    return norm(strategy, gradients) / strategy._ranks * (2 if strategy._rank == 0 else float("nan"))
+
+
+HERE = {
+    "": contextlib.nullcontext,
+    "nan-on-rank-1": museum.replaced("dsgpt.strategies.pytorch:TorchStrategy", "_global_norm", nan_on_rank_1),
+}
 bug, *words = sys.argv[1:]
 CHUNKS.update(dict.fromkeys(CHUNKS, LOGITS_AT_ONCE))
 museum.load()
-planted = BUGS[bug].planted if bug in BUGS else museum.EXHIBITS[bug].plant if bug else contextlib.nullcontext
+planted = BUGS[bug].planted if bug in BUGS else HERE.get(bug) or museum.EXHIBITS[bug].plant
 with planted():
     exit_rank(train(words))

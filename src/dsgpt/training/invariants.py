@@ -93,6 +93,11 @@ class Facts:
     reported: tuple[float, ...] = ()
     """Loss, norm, rate, and whether the step was skipped; of a validation, loss and targets."""
 
+    @property
+    def finite(self) -> bool:
+        """Whether the step has a gradient, or fp16 skipped it; if it has not on any rank, the journal stops the run."""
+        return bool(self.reported[-1]) or all(map(math.isfinite, self.reported))
+
     def loss(self, loss: Tensor, targets: Tensor, reduction: str, *, training: bool) -> None:
         """See ``Watch``."""
         count = (targets != IGNORED_TARGET).sum() if reduction == "mean" else 1
@@ -195,9 +200,9 @@ def recompute(name: str, before: ParamState, after: ParamState, *, config: RunCo
         return Step(None, None, math.inf)
     new, old = after.moments[key], before.moments.get(key)
     old = torch.zeros_like(new) if old is None else old
-    change, error = new - beta * old, ROUNDING * (new.abs() + old.abs() + decay * size)
+    change, error = new - beta * old, ROUNDING * (new.abs() + old.abs())
     if recipe.type == "SGD":
-        gradient, off = change - decay * weight, 0.0
+        gradient, error, off = change - decay * weight, error + ROUNDING * decay * size, 0.0
         update, expected = lr * (change + beta * new if recipe.nesterov else new), weight
     else:
         beta2, squares = recipe.betas[1], after.moments["exp_avg_sq"]
@@ -245,24 +250,26 @@ class Invariants:
                 self._strategy.watch(facts, undo)
             yield facts
 
-    def train_step(self, batches: Iterator[Batch], step: int) -> StepResult:
-        """Take the optimizer step ``step``, and check it if it is due; collective.
+    def train_step(
+        self, take: Callable[[Iterator[Batch], int], StepResult], batches: Iterator[Batch], step: int
+    ) -> StepResult:
+        """The result of ``take``, which takes the optimizer step ``step``, checked if it is due; collective.
 
         Raises:
             InvariantError: on every rank, with the first violation.
         """
         if not self.due(step):
-            return self._strategy.train_step(batches, step)
+            return take(batches, step)
         self._kept.keep(self._strategy.shards())
         start = list(self._start()) if step == self._done + 1 else []
         steps = self._strategy.counters().optimizer_steps
         with self._watched() as facts:
             facts.found += start
-            result = self._strategy.train_step(facts.read(batches), step)
+            result = take(facts.read(batches), step)
         facts.reported = (float(result.loss), float(result.grad_norm), result.lr, float(result.skipped))
-        if result.skipped or all(map(math.isfinite, facts.reported)):  # else the journal stops the run
+        if facts.finite:
             self._note_state(facts, step, steps=steps + (not result.skipped))
-            self._agree(step, facts, functools.partial(self._judged, step))
+        self._agree(step, facts, functools.partial(self._judged, step))
         return result
 
     def validated(self, measure: Callable[[], Validation | None], step: int) -> Validation | None:
@@ -317,11 +324,8 @@ class Invariants:
                 facts.found.append(Found(rank, name, f"the update is not {what} ({update.off:.2g} times the rounding)"))
             if update.gradient is not None and update.error is not None:
                 gradient, squares = update.gradient, update.gradient.double().square()
-                own = (
-                    sketch(name, self._shapes[name], boxes, gradient),
-                    squares.sum(),
-                    update.error.double().square().sum(),
-                )
+                noise = update.error.double().square().sum()
+                own = sketch(name, self._shapes[name], boxes, gradient), squares.sum(), noise
                 facts.used[name] = Used(*map(float, own))
                 if name == "wpe.weight":
                     rows = torch.zeros(self._shapes[name][0], dtype=torch.float64, device=squares.device)
@@ -359,10 +363,12 @@ class Invariants:
 
     def _judged(self, step: int, every: list[Facts]) -> Iterator[Found]:
         (loss, norm, _, skipped), tokens = every[0].reported, self._config.tokens_per_step
+        if not any(each.finite for each in every):
+            return
         yield from self._judged_samples(step, every)
+        expected = (loss, norm, self._schedule(step), skipped)
         for rank, each in enumerate(every):
-            expected = every[0].reported[:2], self._schedule(step), skipped
-            if not np.allclose([*each.reported], [*expected[0], *expected[1:]], rtol=1e-5, atol=0, equal_nan=True):
+            if not np.allclose(each.reported, expected, rtol=1e-5, atol=0, equal_nan=True):
                 yield Found(rank, "", f"reports loss, norm, rate and skipped as {each.reported}, not {expected}")
             if False in each.modes:
                 yield Found(rank, "", "computed the step in evaluation mode")
@@ -371,17 +377,17 @@ class Invariants:
         weights = [
             (rank, micro, float(one)) for rank, each in enumerate(every) for micro, one in enumerate(each.weights)
         ]
+        most = max((weight for _, _, weight in weights), default=0.0)
         for rank, micro, weight in weights:
-            if not math.isclose(weight, weights[0][2], rel_tol=1e-5):
-                times = f"{weight / weights[0][2]:.3g} times as much as micro batch 1 of rank {weights[0][0]}"
-                yield Found(rank, "", f"micro batch {micro + 1} weighs {times}")
+            if not math.isclose(weight, most, rel_tol=1e-5):
+                yield Found(rank, "", f"micro batch {micro + 1} weighs {weight / most:.3g} times as much as another")
         first: dict[str, int] = {}
         for rank, each in enumerate(every):
             for name, sums in each.replicas.items():
                 if sums != every[first.setdefault(name, rank)].replicas[name]:
                     yield Found(rank, name, f"differs from its replica on rank {first[name]}")
-        if not skipped:
-            yield from self._judged_gradients(every, norm=norm, weight=weights[0][2] * tokens if weights else 0.0)
+        if not skipped and all(each.finite for each in every):
+            yield from self._judged_gradients(every, norm=norm, weight=most * tokens)
 
     def _judged_samples(self, step: int, every: list[Facts]) -> Iterator[Found]:
         """Compare the windows that ranks read with those of seed and step, which are read from the files here."""
@@ -407,20 +413,22 @@ class Invariants:
     def _judged_gradients(self, every: list[Facts], *, norm: float, weight: float) -> Iterator[Found]:
         """Compare the gradients that the optimizer used with those that the ranks computed, and with the norm."""
         config, recipe, total, total_noise = self._config, self._config.recipe, 0.0, 0.0
+        told = recipe.optimizer.type == "AdamW" or recipe.optimizer.momentum > 0  # by a moment; a weight may absorb it
         exact = config.precision == "fp32" or config.run_type in {"baseline", "ddp"}
         share = QUANTIZED if recipe.zero_optimization.zero_quantized_gradients else EXACT if exact else LOW
         clipped = min(1.0, recipe.gradient_clipping / (norm + 1e-6)) if recipe.gradient_clipping > 0 else 1.0
         for name in (name for name in self._shapes if any(name in each.used for each in every)):
             parts = [each.used[name] for each in every if name in each.used]
-            used, squares, noise = (sum(column) / clipped for column in zip(*parts, strict=True))
-            total, total_noise = total + squares * clipped, total_noise + noise * clipped
-            computed = sum(float(each.computed[name]) for each in every if name in each.computed) / (weight or 1)
-            if squares <= noise:
+            used, squares, noise = (sum(column) for column in zip(*parts, strict=True))
+            total, total_noise = total + squares, total_noise + noise
+            computed = sum(float(each.computed[name]) for each in every if name in each.computed)
+            computed *= clipped / (weight or 1)
+            if squares <= noise and told:
                 yield Found(None, name, "its gradient is zero")
-            elif weight and abs(used - computed) > (share * squares**0.5 + 4 * noise**0.5) / clipped**0.5:
-                times = f"{used / computed:.4g} times the mean of the gradients that the ranks computed"
+            elif weight and not abs(used - computed) <= share * squares**0.5 + 4 * noise**0.5:  # NaN, too
+                times = f"{used / (computed or math.nan):.4g} times the mean of the gradients that the ranks computed"
                 yield Found(None, name, f"the gradient that the optimizer used is {times}")
-        if total and abs(total**0.5 - norm * clipped) > share * norm * clipped + 4 * total_noise**0.5:
+        if total and not abs(total**0.5 - norm * clipped) <= share * norm * clipped + 4 * total_noise**0.5:
             both = f"{norm:.6g}; that of the gradients that the optimizer used is {total**0.5 / clipped:.6g}"
             yield Found(None, "", f"the norm is reported as {both}")
         rows = [sum(row) for row in zip(*(each.positions for each in every if each.positions), strict=True)]
