@@ -120,8 +120,12 @@ class Exact(frame.Suite[ExactOptions, Result]):
 
     def plan(self) -> int:
         names = frame.selected({name: name for name in NAMES}, self.options.only)
-        places = [(name, ranks) for name in names for ranks in RANKS]
-        self._ways = [Way(kind=SAME, cell=cell_of(*place)) for place in places if possible(*place)]
+        self._ways = [
+            Way(kind=SAME, cell=cell_of(name, ranks))
+            for name in names
+            for ranks in (RANKS if name != "baseline" else (1,))
+            if ranks >= STRATEGIES[name].model_ranks
+        ]
         self._ways += [
             Way(kind=RESUMED, cell=cell_of(*target), source=cell_of(*source))
             for source, target in RESUMES
@@ -151,7 +155,9 @@ class Exact(frame.Suite[ExactOptions, Result]):
         for way in self._ways:
             if way.kind == KILL:
                 yield self._ended(way, self._killed(way))
-        values = self._work | {"run_type": "baseline", "deepspeed_config": self._recipe(), "device": "cpu"}
+        recipes = self.repository / "ds_configs"
+        recipe = shared.write_recipe(self.folder / "recipe.json", cell_of("baseline", 1), recipes=recipes)
+        values = self._work | {"run_type": "baseline", "deepspeed_config": recipe, "device": "cpu"}
         values |= {"train_data_path": self._runner.corpus.train, "val_data_path": self._runner.corpus.val}
         for number, how in frame.turns((SAME, PLAIN), rounds=self.options.rounds):
             own = {"checkpoint_path": self.folder / f"price-{number}-{how[:5]}", "max_train_steps": STEPS}
@@ -159,10 +165,6 @@ class Exact(frame.Suite[ExactOptions, Result]):
             record = train(values | own, repository=self.repository, what="a training")
             seconds = BATCH * SEQUENCE / record["summary"]["mean_tokens_per_sec_global"]
             yield {"kind": PRICE, "name": f"baseline, {how}", "round": number, "how": how, "step_sec": seconds}
-
-    def _recipe(self) -> Path:
-        path = self.folder / "recipe.json"
-        return shared.write_recipe(path, cell_of("baseline", 1), recipes=self.repository / "ds_configs")
 
     def _assigned(self, way: Way) -> Assignment:
         words, arguments = training_words(self._work), {}
@@ -225,11 +227,6 @@ class Exact(frame.Suite[ExactOptions, Result]):
         wrong = [f"{one['name']}, {one['kind']}" for one in ends if one["sha256"] is None or one["sha256"] != expected]
         plain = [one["sha256"] for one in record["ends"] if one["kind"] == PLAIN]
         return wrong + (["the control, which has one hash"] if len(plain) > 1 and len(set(plain)) == 1 else [])
-
-
-def possible(strategy: str, ranks: int) -> bool:
-    """Whether a strategy can have so many ranks: a baseline has one, and a pipeline as many stages."""
-    return ranks == 1 if strategy == "baseline" else ranks >= STRATEGIES[strategy].model_ranks
 
 
 def _place(way: Way) -> tuple[int, str]:
