@@ -107,8 +107,8 @@ def test_a_planted_bug_stops_the_run_before_it_is_saved(folder, message, capsys)
 
 def test_an_update_that_weights_absorb_is_no_zero_gradient(folder):
     """SGD without momentum tells its gradient by the weights alone, and at a small rate these of 1 do not change."""
-    rates = {"warmup_max_lr": 1e-4, "warmup_num_steps": 4}
-    recipe = {"optimizer": {"type": "SGD", "params": {"lr": 1e-4}}, "scheduler": {"type": "WarmupLR", "params": rates}}
+    rates = {"warmup_max_lr": 1e-5, "warmup_num_steps": 4}
+    recipe = {"optimizer": {"type": "SGD", "params": {"lr": 1e-5}}, "scheduler": {"type": "WarmupLR", "params": rates}}
     write_recipe(folder / "recipe.json", **recipe)
     assert train_here(command_line(folder, **CHECKED)) == EXIT_DONE
 
