@@ -28,7 +28,7 @@ TRAINED = Path("checkpoint/demo-zero1")
 """The run whose model some suites measure; the demo makes it."""
 SUITES = (
     *("parity", "resume", "faults", "clusters", "saving", "loading", "network", "plan", "exam", "speed", "recipes"),
-    *("decoding", "inference", "serving", "museum", "crashes"),
+    *("decoding", "inference", "serving", "museum", "crashes", "tokens"),
 )
 DEMO, SWEEP = "demo", "sweep"
 GPU = "gpu"
