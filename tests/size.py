@@ -17,8 +17,8 @@ LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, toke
 SHORT = 6
 """Lines of a function that may be too small for a name."""
 ADDED = {"src": 2_500 + 1_200 + 900 + 1_500 + 2_000, "tests": 1_500 + 1_300 + 700 + 1_200 + 1_000}
-"""Lines for several machines, for a GPU that is rehearsed and proven, for the planner's exam, for data at scale, and for
-proofs by others' bugs and programs; a file per 150."""
+"""Lines for several machines, for a GPU that is rehearsed and proven, for the planner's exam, for data at scale, and
+for proofs by others' bugs and programs; a file per 150."""
 LIMITS = {
     "src: code lines": 30_000 + ADDED["src"],
     "src: files": 150 + ADDED["src"] // 150,
