@@ -39,9 +39,8 @@ def test_a_run_writes_its_record_and_page_and_names_what_failed(tmp_path, monkey
     """Without a bound for the loss even the baseline fails, because it adds up its micro batches in another order."""
     bounds = parity.CPU | {parity.FP32: replace(parity.CPU[parity.FP32], loss=0)}
     monkeypatch.setattr(parity, "BOUNDS", {"cpu": bounds})
-    monkeypatch.setattr(parity.Parity, "steps", 6)
     output, page = tmp_path / "out" / "record.json", tmp_path / "out" / "record.md"
-    options = parity.ParityOptions(only=("baseline",), core=True, output=output, keep=tmp_path / "kept")
+    options = parity.ParityOptions(only=("baseline",), core=True, steps=6, output=output, keep=tmp_path / "kept")
     with launches_fork():
         assert run_suite(parity.Parity, options, repository=REPOSITORY) == EXIT_FAILED
     said, failing = capsys.readouterr().out, "baseline, 1 rank, accumulation 3, sgd, fp32"

@@ -5,6 +5,7 @@ Groups, weight decay and the state of a resume are compared with plain PyTorch i
 
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -71,7 +72,8 @@ def test_adam_is_that_of_the_papers(kind):
     named = {name: torch.nn.Parameter(0.02 * torch.randn(shape, generator=draw)) for name, shape in shapes.items()}
     started = {name: value.detach().double() for name, value in named.items()}
     if kind == "deepspeed":
-        optimizer = build_deepspeed_optimizer(named, recipe)
+        config: Any = SimpleNamespace(recipe=recipe, options=SimpleNamespace(exact=False))
+        optimizer = build_deepspeed_optimizer(named, config)
     else:
         groups = parameter_groups(named, recipe.optimizer)
         optimizer = build_optimizer(groups, recipe.optimizer, fused=kind == "fused")

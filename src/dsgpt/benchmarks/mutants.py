@@ -582,7 +582,7 @@ class Mutants(frame.Suite[MutantOptions, frame.Record]):
         None if it and its processes have used ``limit`` seconds of the processor, whatever others use, or are stuck.
         """
         report, this = self.folder / "report.json", psutil.Process()
-        begun = {one.pid for one in this.children()}
+        begun = {one.pid for one in this.children(recursive=True)}
         remove(report)
         shutil.rmtree(self.folder / "tmp", ignore_errors=True)
         adopt = ctypes.CDLL(None).prctl
@@ -613,7 +613,7 @@ class Mutants(frame.Suite[MutantOptions, frame.Record]):
             for one in left:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     one.kill()
-            psutil.wait_procs(left)
+            psutil.wait_procs(left, timeout=LOOK_SEC)
             adopt(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
         with contextlib.suppress(JsonError):
             return code, read_object(report, max_bytes=frame.MAX_BYTES)

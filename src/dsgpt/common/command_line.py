@@ -219,6 +219,10 @@ class Parser(argparse.ArgumentParser):
             action.help = action.help or texts.get(action.dest)
         return super().format_help()
 
+    def print_help(self, file: Any = None) -> None:
+        """Print the help. argparse drops the error of an output that refuses a help longer than its buffer."""
+        print(self.format_help(), end="", file=file)
+
     def read(self, options: type[O], words: Words = None, *, elsewhere: Elsewhere = None) -> O:
         """Read a whole command line; ``problems`` then holds all of its mistakes.
 

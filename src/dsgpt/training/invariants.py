@@ -250,7 +250,7 @@ class Invariants:
                 self._strategy.watch(facts, undo)
             yield facts
 
-    def train_step(
+    def checked_step(
         self, take: Callable[[Iterator[Batch], int], StepResult], batches: Iterator[Batch], step: int
     ) -> StepResult:
         """The result of ``take``, which takes the optimizer step ``step``, checked if it is due; collective.

@@ -421,7 +421,7 @@ class Trainer:
             self.peers.begin("step" if step > self.done + 1 else "compilation", step)
             journal.meter.start()
             take = measured.watch(step)(self.strategy.train_step)  # what the checks exchange is not measured
-            result = self._invariants.train_step(take, batches, step)
+            result = self._invariants.checked_step(take, batches, step)
             waited, watched = batches.take_seconds(), measured.watched or self._invariants.due(step)
             journal.step_done(step=step, epoch=epoch, result=result, dataload_sec=waited, watched=watched)
             if step <= self.done + 2:  # the peers need to know early how long a step takes
