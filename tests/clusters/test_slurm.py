@@ -94,7 +94,7 @@ def test_a_job_that_lost_a_rank_is_requeued(slurm, here, undisturbed):
     (rank,) = (
         process
         for process in psutil.process_iter(["cmdline"])
-        if str(here / "lost") in process.info["cmdline"] and process.environ().get("SLURM_PROCID") == "1"
+        if str(here / "lost") in (process.info["cmdline"] or ()) and process.environ().get("SLURM_PROCID") == "1"
     )
     rank.kill()
     slurm.wait_for(job, "COMPLETED", seconds=300)

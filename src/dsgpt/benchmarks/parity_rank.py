@@ -205,9 +205,9 @@ def biases_decay(_decays: Any, _name: str) -> bool:
 
 
 @bug_of(all_strategies, "build_optimizer", strategy="ddp")
-def large_epsilon(build: Any, groups: Any, recipe: Any) -> torch.optim.Optimizer:
+def large_epsilon(build: Any, groups: Any, recipe: Any, **named: Any) -> torch.optim.Optimizer:
     """AdamW's epsilon is 1e-6 instead of 1e-8."""
-    optimizer: torch.optim.Optimizer = build(groups, replace(recipe, eps=1e-6))
+    optimizer: torch.optim.Optimizer = build(groups, replace(recipe, eps=1e-6), **named)
     return optimizer
 
 
