@@ -59,7 +59,7 @@ def small(tmp_path, monkeypatch) -> Path:
     (folder / "tests/test_small.py").write_text(TEST)
     (folder / "pyproject.toml").write_text("[tool.pytest.ini_options]\n")
     commit_all(folder)
-    changes = {"FILES": ("small.py",), "TESTS": ("test_small.py",), "SLOW_TESTS": (), "WARM": (), "START_SEC": 1}
+    changes = {"FILES": ("small.py",), "TESTS": ("test_small.py",), "SLOW_TESTS": (), "WARM": (), "START_SEC": 5}
     for name, value in (changes | {"JUDGED": tmp_path / "judged.json"}).items():
         monkeypatch.setattr(mutants, name, value)
     mutants.JUDGED.write_text("{}")

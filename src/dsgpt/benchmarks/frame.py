@@ -28,7 +28,7 @@ TRAINED = Path("checkpoint/demo-zero1")
 """The run whose model some suites measure; the demo makes it."""
 SUITES = (
     *("parity", "resume", "faults", "clusters", "saving", "loading", "network", "plan", "exam", "speed", "recipes"),
-    *("decoding", "inference", "serving", "museum", "crashes", "tokens"),
+    *("decoding", "inference", "serving", "museum", "crashes", "tokens", "exact", "oracles", "band"),
 )
 DEMO, SWEEP = "demo", "sweep"
 GPU = "gpu"
@@ -41,10 +41,7 @@ _SHARED = {
     "hosts.py": ("faults", "clusters", "network"),
     "gpu*.py": (GPU,),
     "tokens*.py": ("tokens",),
-    "exact*.py": ("exact",),
     "mutants*.py": ("mutants",),
-    "oracles.py": ("oracles",),
-    "band.py": ("band",),
     "stand_in_gpu.py": (),
 }
 """Modules of some suites."""

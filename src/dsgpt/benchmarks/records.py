@@ -43,7 +43,7 @@ CHARTS = (
 SWEEPS = "sweep-*.json"
 """Committed sweeps, below ``REFERENCE``."""
 PLAN, INFERENCE, EXAM = "plan.json", "inference.json", "exam.json"
-WITH_PEERS = ("speed", "decoding")
+WITH_PEERS = ("speed", "decoding", "oracles")
 """Suites that other implementations take part in."""
 RUN_FILES = ("training_metrics.json", "metrics.jsonl")
 

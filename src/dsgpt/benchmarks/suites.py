@@ -32,8 +32,9 @@ class RecordsOptions:
     records: remake each committed record of checkpoint/reference/cpu-2-cores that was not made from the present
     sources, and the pages and pictures of all. The committed records are replaced when all are remade. A record that is
     up to date is skipped, so an interrupted command continues with the record that it was remaking. It says how long
-    the others will take, by the committed records. Without --peer, the records of speed and decoding lack rows. Exit
-    code 0: all are up to date, or --check; 1: a source changed meanwhile; otherwise that of the command that failed.
+    the others will take, by the committed records. Without --peer, the records of speed, decoding and oracles lack
+    rows. Exit code 0: all are up to date, or --check; 1: a source changed meanwhile; otherwise that of the command that
+    failed.
 
     Examples:
       .venv/bin/python src/benchmark.py records --check
@@ -44,7 +45,7 @@ class RecordsOptions:
 
     check: bool = switch("remake nothing; list which records are old")
     only: tuple[str, ...] = only_flag("NAME", "records")
-    peer: tuple[str, ...] = peers_flag("checkouts that speed and decoding compare with")
+    peer: tuple[str, ...] = peers_flag("checkouts that speed, decoding and oracles compare with")
 
 
 @dataclass(frozen=True, kw_only=True)
