@@ -46,7 +46,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
 
 @pytest.fixture(scope="module")
 def baseline(texts: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of one rank. With 66 columns and a batch of 24, no shard and no mean is even, and kernels cut the sums over 264."""
+    """A run of one rank. With 66 columns and a batch of 24, no shard and no mean is even; kernels cut sums over 264."""
     return ran(tmp_path_factory.mktemp("exact"), texts, "baseline", 1, None, {})
 
 

@@ -215,9 +215,6 @@ def engine_config(config: RunConfig) -> dict[str, Any]:
         ds_config["zero_optimization"].setdefault("overlap_comm", False)
         bucket = recipe.zero_optimization.bucket_elements(config.model.padded_parameter_count())
         ds_config["zero_optimization"]["reduce_bucket_size"] = bucket
-        if config.options.exact:
-            # ZeRO-3's own linear layer adds the bias after the sum over the inputs. PyTorch's begins that sum with it.
-            ds_config["zero_optimization"]["memory_efficient_linear"] = False
     if recipe.zero_stage == 1 and config.topology.world_size == 1:
         # A single rank sends nothing, so its gradients need not be copied to a bucket first.
         ds_config["zero_optimization"].setdefault("contiguous_gradients", False)

@@ -92,6 +92,9 @@ def build_sharded(config: RunConfig, engine_config: dict[str, Any]) -> GPT2:
     # ``zero.Init`` checks the batch sizes too, but does not know the groups of ranks yet: any micro batch is fine here,
     # and the engine checks the real sizes later.
     init_config = {key: engine_config[key] for key in _INIT_KEYS if key in engine_config}
+    if config.options.exact:
+        # ZeRO-3's own linear layer adds the bias after the sum over the inputs. PyTorch's begins that sum with it.
+        init_config["zero_optimization"] = {**init_config["zero_optimization"], "memory_efficient_linear": False}
     with deepspeed.zero.Init(config_dict_or_path={**init_config, "train_micro_batch_size_per_gpu": 1}):
         model = base.model_of(config)
     # Frees the head's own weight, which the embedding replaced: DeepSpeed's closures put it into a reference cycle.
