@@ -7,6 +7,7 @@ document.
 """
 
 import contextlib
+import importlib.util
 import json
 import random
 import re
@@ -17,30 +18,23 @@ import time
 import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from dsgpt.benchmarks.frame import (
-    Record,
-    Suite,
-    SuiteOptions,
-    made_from,
-    only_flag,
-    page_of,
-    ratios,
-    section,
-    span,
-    span_words,
-    turns,
-)
+from dsgpt.benchmarks import frame
+from dsgpt.benchmarks.frame import Record, section, span_words
 from dsgpt.common.command_line import POSITIVE, flag
 from dsgpt.common.errors import UserError
 from dsgpt.common.files import sha256_of
 from dsgpt.common.text import table
 
+_COUNTED = ("texts", "disputed", "different")
+"""Counts of texts in what ``compared`` gives."""
 FUZZ, POINTS, SPEED, KILL, MEMORY = "fuzz", "code points", "speed", "kill", "memory"
+WAYS = ("dsgpt", "bare", "nanogpt")
 PARTS = ("fuzz", "points", "speed", "kills", "memory")
 _BATCH = 10_000
 _NEIGHBOURS = ("", " ", "  ", "\n", "'", "a", "1", "!", "'s", "\xa0")
@@ -74,6 +68,11 @@ def neighbourhoods(character: str) -> list[str]:
     return [f"{before}{character}{after}" for before in _NEIGHBOURS for after in _NEIGHBOURS]
 
 
+def characters(first: int, end: int) -> list[str]:
+    """Those with code points from ``first`` to before ``end``, without surrogates."""
+    return [chr(code) for code in range(first, end) if not 0xD800 <= code < 0xE000]
+
+
 def ranges_of(codes: Sequence[int]) -> list[str]:
     """``U+323B0-U+33479`` and so on, of sorted code points."""
     ends = [0, *(index + 1 for index, (one, two) in enumerate(pairwise(codes)) if two != one + 1), len(codes)]
@@ -92,30 +91,25 @@ def tokens_page(record: Record, *, source: str) -> str:
 The tokenizer is `{record["tokenizer"]["name"]}` with {record["tokenizer"]["size"]:,} ids. Engines:
 {", ".join(f"{name} {version}" for name, version in record["engines"].items())}.
 
-{made_from(record, source=source, name="tokens")}"""
+{frame.made_from(record, source=source, name="tokens")}"""
+    differing, kills = record["differing"], record["kills"]
     equal = section(
         "Equal ids",
         ["texts", "how many", "sent to the reference", "with other ids"],
-        [
-            [part["what"], f"{part['texts']:,}", f"{part['disputed']:,}", f"{part['different']:,}"]
-            for part in record["equality"]
-        ],
-        text=f"""{record["differing"]["count"]:,} code points are classed differently by the two libraries, in
-{len(record["differing"]["ranges"])} ranges; {record["differing"]["not_disputed"]} of them are not sent to the
+        [[one["what"], *(f"{one[key]:,}" for key in _COUNTED)] for one in record["equality"]],
+        text=f"""{differing["count"]:,} code points are classed differently by the two libraries, in
+{len(differing["ranges"])} ranges; {differing["not_disputed"]} of them are not sent to the
 reference.""",
     )
+    rows = []
+    for name, one in record["speed"].items():
+        speeds = [span_words(one["speeds"][way], ".1f") for way in WAYS]
+        ratios = [span_words(one["ratios"][way], ".2f") for way in ("nanogpt", "bare")]
+        rows.append([name, f"{one['megabytes']:.0f}", *speeds, *ratios])
     speed = section(
         "Raw text to token files, MB/s",
         ["corpus", "MB", "dsgpt", "bare engine", "nanoGPT's way", "times nanoGPT's way", "times the bare engine"],
-        [
-            [
-                name,
-                f"{one['megabytes']:.0f}",
-                *(span_words(one["speeds"][way], ".1f") for way in ("dsgpt", "bare", "nanogpt")),
-                *(span_words(one["ratios"][way], ".2f") for way in ("nanogpt", "bare")),
-            ]
-            for name, one in record["speed"].items()
-        ],
+        rows,
         text="Medians, in parentheses the range of all rounds. Peers are timed on the first files of the same text.",
     )
     where = section(
@@ -123,38 +117,33 @@ reference.""",
         ["corpus", "reading, CPU s", "encoding, CPU s", "the rest, CPU s"],
         [[name, *(f"{value:.2f}" for value in one["seconds"].values())] for name, one in record["speed"].items()],
     )
-    kills = section(
+    sums = [[one["sums"][f"train.{end}"][:16] for end in ("bin", "index")] for one in kills]
+    killed = section(
         "Killed and continued",
         ["preparation", "workers", "parts that were kept", "sha256 of train.bin", "of train.index"],
-        [
-            [one["name"], one["workers"], one["parts"], *(one["sums"][f"train.{end}"][:16] for end in ("bin", "index"))]
-            for one in record["kills"]
-        ],
+        [[one["name"], one["workers"], one["parts"], *own] for one, own in zip(kills, sums, strict=True)],
         text=f"""Killed by SIGKILL at seeded moments, then the same command again.
-{sum(one["sums"] == record["kills"][0]["sums"] for one in record["kills"])} of {len(record["kills"])} have the same
-`.bin` and `.index` of both splits."""
-        if record["kills"]
-        else "",
+{sum(one["sums"] == kills[0]["sums"] for one in kills)} of {len(kills)} have the same
+`.bin` and `.index` of both splits.""",
     )
     memory = section(
         "Memory on one document",
         ["MB of text", "peaks of all processes, added up, MB"],
         [[f"{one['megabytes']:.0f}", f"{one['peak'] / 1e6:.0f}"] for one in record["memory"]],
     )
-    return page_of(head, equal, speed, where, kills, memory)
+    return frame.page_of(head, equal, speed, where, killed, memory)
 
 
 def summary_lines(record: Record) -> list[str]:
     """The lines at the end of a run."""
     rows = [[part["what"], f"{part['texts']:,} texts, {part['different']:,} different"] for part in record["equality"]]
-    rows += [
-        [name, f"{span_words(one['ratios']['nanogpt'], '.1f')}x nanoGPT's way"] for name, one in record["speed"].items()
-    ]
+    faster = [(name, span_words(one["ratios"]["nanogpt"], ".1f")) for name, one in record["speed"].items()]
+    rows += [[name, f"{times}x nanoGPT's way"] for name, times in faster]
     return table(["", ""], rows).splitlines()[2:]
 
 
 @dataclass(frozen=True, kw_only=True)
-class TokensOptions(SuiteOptions):
+class TokensOptions(frame.SuiteOptions):
     """The command line."""
 
     tokenizer: str = flag(str, "WHICH", "a local folder or a name on the hub (default: %(default)s)", default="gpt2")
@@ -164,24 +153,15 @@ class TokensOptions(SuiteOptions):
     peer_megabytes: int = flag(POSITIVE, "N", "of which nanoGPT's way gets (default: %(default)s)", default=50)
     rounds: int = flag(POSITIVE, "N", "rounds of each contender (default: %(default)s)", default=3)
     kills: int = flag(POSITIVE, "N", "preparations that are killed (default: %(default)s)", default=20)
-    only: tuple[str, ...] = only_flag("PART", f"parts: {', '.join(PARTS)}")
+    only: tuple[str, ...] = frame.only_flag("PART", f"parts: {', '.join(PARTS)}")
 
 
-class Tokens(Suite[TokensOptions, Record]):
+class Tokens(frame.Suite[TokensOptions, Record]):
     """Compares ids, and times preparation."""
 
     name, record_of, unit = "tokens", "preparation", "result"
     flags, page, summary = TokensOptions, staticmethod(tokens_page), staticmethod(summary_lines)
     failure_line = "FAILED: {}"
-    description = """\
-tokens: compare the ids of the fast engine with those of Hugging Face's tokenizers, on seeded documents and on every
-code point in each neighbourhood that GPT-2's pattern knows. Then time preparation against the bare engine and against
-nanoGPT's way, on three corpora. Then kill and continue preparations, and measure the memory for one document of
---megabytes. Exit code 0: all ids and all files of continued preparations are equal; 1: some differ."""
-    examples = """\
-examples:
-  .venv/bin/python src/benchmark.py tokens --only fuzz --documents 100000
-  .venv/bin/python src/benchmark.py tokens"""
 
     def plan(self) -> int:
         self._parts = self.options.only or PARTS
@@ -213,15 +193,9 @@ examples:
             first, end = number * _BATCH, min((number + 1) * _BATCH, self.options.documents)
             yield {"what": FUZZ} | compared([adversarial(each) for each in range(first, end)], fast, reference)
         for first in self._points:
-            codes = [
-                code for code in range(first, min(first + _BATCH, self.options.points)) if not 0xD800 <= code < 0xE000
-            ]
             # A text for each code point; "x\n" keeps its neighbourhoods apart. One that the reference encodes is alone.
-            alone = [is_disputed(chr(code).encode()) for code in codes]
-            texts = [
-                chr(code) if one else "x\n".join(neighbourhoods(chr(code)))
-                for code, one in zip(codes, alone, strict=True)
-            ]
+            each = characters(first, min(first + _BATCH, self.options.points))
+            texts = [one if is_disputed(one.encode()) else "x\n".join(neighbourhoods(one)) for one in each]
             yield {"what": POINTS} | compared(texts, fast, reference)
         if self._points:
             yield {"what": "differing"} | differing(self.options.points)
@@ -239,7 +213,7 @@ examples:
             make(peers, min(most, self.options.megabytes, self.options.peer_megabytes))
             sizes = {one: sum(path.stat().st_size for path in one.iterdir()) for one in (corpus, peers)}
             out = self.folder / "out"
-            for number, way in turns(WAYS, rounds=self.options.rounds):
+            for number, way in frame.turns(WAYS, rounds=self.options.rounds):
                 text = peers if way == "nanogpt" else corpus
                 shutil.rmtree(out, ignore_errors=True)
                 out.mkdir()
@@ -281,8 +255,7 @@ examples:
                 with contextlib.suppress(OSError):  # one has ended
                     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text(encoding="ascii")
                     for one in (str(process.pid), *children.split()):
-                        status = Path(f"/proc/{one}/status").read_text(encoding="utf-8")
-                        if found := re.search(r"VmHWM:\s+(\d+)", status):
+                        if found := re.search(r"VmHWM:\s+(\d+)", Path(f"/proc/{one}/status").read_text()):
                             peaks[one] = int(found[1]) << 10
                 time.sleep(0.05)
         if process.returncode:
@@ -297,31 +270,26 @@ examples:
 
         shutil.rmtree(parts := self.folder / "parts", ignore_errors=True)
         parts.mkdir()
-        encoding = Encoding(
-            folder=parts,
-            tokenizer=self.folder / "tokenizer",
-            special=False,
-            on_bad_text="fail",
-            split_by="documents",
-            seed=0,
-        )
-        encoder = Encoder(encoding)
+        usual: Any = {"special": False, "on_bad_text": "fail", "split_by": "documents", "seed": 0}
+        encoder = Encoder(Encoding(folder=parts, tokenizer=self.folder / "tokenizer", **usual))
         seconds = dict.fromkeys(("read", "encode", "write"), 0.0)
         encode, items_of = encoder.engine.encode, Reading.items
 
-        def encoded(texts: Sequence[bytes]) -> Any:
+        @contextlib.contextmanager
+        def counted(part: str) -> Iterator[None]:
             began = time.thread_time()
-            try:
+            yield
+            seconds[part] += time.thread_time() - began
+
+        def encoded(texts: Sequence[bytes]) -> Any:
+            with counted("encode"):
                 return encode(texts)
-            finally:
-                seconds["encode"] += time.thread_time() - began
 
         def items(reading: Reading) -> Iterator[Any]:
             each, done = items_of(reading), object()
             while True:
-                began = time.thread_time()
-                item = next(each, done)
-                seconds["read"] += time.thread_time() - began
+                with counted("read"):
+                    item = next(each, done)
                 if item is done:
                     return
                 yield item
@@ -345,34 +313,25 @@ examples:
         return f"{count} {result['what']}{left}"
 
     def record(self, results: Sequence[Record]) -> Record:
-        from importlib.metadata import version  # noqa: PLC0415
-
         equality = []
         for what in (FUZZ, POINTS):
             ones = [result for result in results if result["what"] == what]
-            sums = {key: sum(one[key] for one in ones) for key in ("texts", "disputed", "different")}
-            if ones:
-                equality.append(
-                    {"what": what, **sums, "examples": [one for each in ones for one in each["examples"]][:20]}
-                )
+            sums = {key: sum(one[key] for one in ones) for key in _COUNTED}
+            examples = [one for each in ones for one in each["examples"]][:20]
+            equality += [{"what": what, **sums, "examples": examples}] if ones else []
         speed = {}
         for where in (result for result in results if result["what"] == "where"):
             of = [one for one in results if one["what"] == SPEED and one["corpus"] == where["corpus"]]
             speeds = {way: [one["speed"] for one in of if one["way"] == way] for way in WAYS}
-            speed[where["corpus"]] = {
-                "megabytes": where["megabytes"],
-                "speeds": {way: span(values) for way, values in speeds.items()},
-                "ratios": {way: ratios(speeds["dsgpt"], speeds[way]) for way in ("nanogpt", "bare")},
-                "seconds": where["seconds"],
-            }
+            spans = {way: frame.span(values) for way, values in speeds.items()}
+            ratios = {way: frame.ratios(speeds["dsgpt"], speeds[way]) for way in ("nanogpt", "bare")}
+            figures = {"megabytes": where["megabytes"], "speeds": spans, "ratios": ratios, "seconds": where["seconds"]}
+            speed[where["corpus"]] = figures
         empty: Record = {"count": 0, "ranges": [], "not_disputed": 0}
         found = [{key: result[key] for key in empty} for result in results if result["what"] == "differing"]
+        vocabulary = {"size": self._vocabulary.size, "sha256": self._vocabulary.sha256}
         return {
-            "tokenizer": {
-                "name": self.options.tokenizer,
-                "size": self._vocabulary.size,
-                "sha256": self._vocabulary.sha256,
-            },
+            "tokenizer": {"name": self.options.tokenizer, **vocabulary},
             "engines": {name: version(name) for name in ("gigatoken", "tokenizers")},
             "unicode": unicodedata.unidata_version,
             "equality": equality,
@@ -384,15 +343,11 @@ examples:
         }
 
     def failures(self, record: Record) -> list[str]:
-        wrong = [
-            f"{one['what']}: {one['different']} texts have other ids" for one in record["equality"] if one["different"]
-        ]
-        if record["differing"]["not_disputed"]:
-            wrong.append(f"{record['differing']['not_disputed']} code points are not sent to the reference")
-        wrong += [
-            f"{one['name']}: has other files" for one in record["kills"] if one["sums"] != record["kills"][0]["sums"]
-        ]
-        return wrong
+        off, kills = [one for one in record["equality"] if one["different"]], record["kills"]
+        wrong = [f"{one['what']}: {one['different']} texts have other ids" for one in off]
+        if missed := record["differing"]["not_disputed"]:
+            wrong.append(f"{missed} code points are not sent to the reference")
+        return wrong + [f"{one['name']}: has other files" for one in kills if one["sums"] != kills[0]["sums"]]
 
 
 def compared(texts: list[str], fast: Any, reference: Any) -> Record:
@@ -420,27 +375,22 @@ def differing(end: int) -> Record:
 
     splitter = pre_tokenizers.ByteLevel(add_prefix_space=False)
 
-    def differ(codes: Sequence[int]) -> bool:
-        text = "".join("a{0}1{0}!{0}\n".format(chr(code)) for code in codes)
+    def differ(each: Sequence[str]) -> bool:
+        text = "".join(f"a{one}1{one}!{one}\n" for one in each)
         theirs = [text[one:two].encode() for _, (one, two) in splitter.pre_tokenize_str(text)]
         return list(gigatoken.pretokenizer(text.encode())) != theirs
 
-    codes = [code for code in range(end) if not 0xD800 <= code < 0xE000]
-    batches = [codes[first : first + 1024] for first in range(0, len(codes), 1024)]
-    found = [code for batch in batches if differ(batch) for code in batch if differ([code])]
-    others = [code for code in found if not is_disputed(chr(code).encode())]
-    return {"count": len(found), "ranges": ranges_of(found), "not_disputed": len(others)}
+    batches = [characters(first, min(first + 1024, end)) for first in range(0, end, 1024)]
+    found = [one for batch in batches if differ(batch) for one in batch if differ([one])]
+    others = [one for one in found if not is_disputed(one.encode())]
+    return {"count": len(found), "ranges": ranges_of([*map(ord, found)]), "not_disputed": len(others)}
 
 
 # Three corpora of package sources, repeated and shuffled by a seed; and the ways to prepare them.
 
-WAYS = ("dsgpt", "bare", "nanogpt")
-
 
 def package_texts() -> list[str]:
     """The sources of the package transformers, in a fixed order."""
-    import importlib.util  # noqa: PLC0415
-
     spec = importlib.util.find_spec("transformers")
     assert spec is not None and spec.origin is not None
     paths = sorted(Path(spec.origin).parent.rglob("*.py"))
@@ -456,8 +406,12 @@ def _texts(megabytes: int) -> Iterator[str]:
 
 
 def _sources(folder: Path, megabytes: int) -> None:
+    _write_files(folder, _texts(megabytes))
+
+
+def _write_files(folder: Path, texts: Iterator[str]) -> None:
     folder.mkdir()
-    for number, text in enumerate(_texts(megabytes)):
+    for number, text in enumerate(texts):
         (folder / f"{number:06}.txt").write_text(text, encoding="utf-8")
 
 
@@ -470,12 +424,7 @@ def _one_file(folder: Path, megabytes: int) -> None:
 
 def _small_files(folder: Path, megabytes: int) -> None:
     """Two hundred files of 5 kB for each megabyte."""
-    folder.mkdir()
-    number = 0
-    for text in _texts(megabytes):
-        for piece in re.findall(r"(?s).{1,5000}", text):
-            (folder / f"{number:06}.txt").write_text(piece, encoding="utf-8")
-            number += 1
+    _write_files(folder, (piece for text in _texts(megabytes) for piece in re.findall(r"(?s).{1,5000}", text)))
 
 
 CORPORA: Mapping[str, tuple[Callable[[Path, int], None], int]] = {
