@@ -64,22 +64,13 @@ def seeded_kills(count: int = KILLS, *, seed: int = SEED) -> list[Kill]:
     """``count`` kills, the same for the same seed; all runs, victims, moments and save modes take turns."""
     chance, kills = random.Random(seed), list[Kill]()
     for number in range(count):
-        run = list(RUNS)[number % len(RUNS)]
         turn, place = divmod(number, len(RUNS))
-        moment = KILL_MOMENTS[turn % 2]
-        rank = chance.randrange(RUNS[run].ranks)
-        steps = range(SAVE_EVERY, STEPS, SAVE_EVERY) if moment == "saving" else range(1, STEPS - 1)
-        kills.append(
-            Kill(
-                run=run,
-                victim="one rank" if run == "baseline" else VICTIMS[(turn + place) % 3],
-                rank=rank,
-                moment=moment,
-                step=chance.choice(steps),
-                fraction=chance.random(),
-                save_mode=SAVE_MODES[(turn // 2 + place) % 2],
-            )
-        )
+        run, moment = list(RUNS)[place], KILL_MOMENTS[turn % 2]
+        victim = "one rank" if run == "baseline" else VICTIMS[(turn + place) % 3]
+        rank, save_mode = chance.randrange(RUNS[run].ranks), SAVE_MODES[(turn // 2 + place) % 2]
+        step = chance.choice(range(SAVE_EVERY, STEPS, SAVE_EVERY) if moment == "saving" else range(1, STEPS - 1))
+        when: dict[str, Any] = {"moment": moment, "step": step, "fraction": chance.random()}
+        kills.append(Kill(run=run, victim=victim, rank=rank, save_mode=save_mode, **when))
     return kills
 
 
@@ -141,10 +132,8 @@ def faults_page(record: frame.Record, *, source: str) -> str:
         record: as ``dsgpt.benchmarks.faults`` makes it.
         source: the record's path, for the reader.
     """
-    work, faults = record["work"], record["faults"]
-    runs = "\n".join(
-        f"* `{name}`: {run['executed_by']}, accumulation {run['accumulation']}" for name, run in work["runs"].items()
-    )
+    faults, each = record["faults"], record["work"]["runs"].items()
+    runs = "\n".join(f"* `{name}`: {run['executed_by']}, accumulation {run['accumulation']}" for name, run in each)
     made = frame.made_from(record, source=source, name="faults")
     head = frame.filled("faults", record, summary=_summary(record), runs=runs, made=made)
     kinds = {kind: [fault for fault in faults if fault["kind"] == kind] for kind in KINDS}
@@ -179,19 +168,15 @@ def _summary(record: frame.Record) -> str:
     rest = f" This machine could not run {left_out} more." if left_out else ""
     kills = [fault for fault in record["faults"] if fault["kind"] == "kill"]
     lines = [f"* **{_passed(ran)} of {len(ran)} faults** ended as they should.{rest}"]
-    facts = [kill["measured"] for kill in kills if kill["measured"]]
-    if facts:
-        cut = sum(one["save_cut_off"] for one in facts)
-        lost = max(one["steps_lost"] for one in facts)
-        gone = max(one["gone_sec"] for one in facts)
-        every = record["work"]["save_every"]
+    if facts := [kill["measured"] for kill in kills if kill["measured"]]:
+        cut, every = sum(one["save_cut_off"] for one in facts), record["work"]["save_every"]
+        lost, gone = (max(one[key] for one in facts) for key in ("steps_lost", "gone_sec"))
         lines += [
             f"* After **{_passed(kills)} of {len(kills)} kills**, `--resume` recovered the run; {cut} of them",
             f"  interrupted a save. At most {lost} steps had to be repeated, with a checkpoint every {every} steps.",
             f"  The last process ended at most {gone:.1f} s after the kill.",
         ]
-        ended = [one["launcher_sec"] for one in facts if one["launcher_outlived_victim"]]
-        if ended:
+        if ended := [one["launcher_sec"] for one in facts if one["launcher_outlived_victim"]]:
             lines.append(f"* A launcher whose rank was killed ended with an error, at most {max(ended):.1f} s later.")
     return "\n".join(lines)
 
@@ -245,8 +230,7 @@ class Faults(frame.Suite[FaultOptions, Outcome]):
       .venv/bin/python src/benchmark.py faults --table-from checkpoint/faults/faults.json
     """
 
-    name, record_of, unit = "faults", "the fault campaign", "fault"
-    count_width = 2
+    name, record_of, unit, count_width = "faults", "the fault campaign", "fault", 2
     flags, page, summary = FaultOptions, staticmethod(faults_page), staticmethod(summary_lines)
 
     def plan(self) -> int:
@@ -275,14 +259,9 @@ class Faults(frame.Suite[FaultOptions, Outcome]):
     def record(self, results: Sequence[Outcome]) -> frame.Record:
         runs = {name: {"executed_by": by(cell), "accumulation": cell.accumulation} for name, cell in RUNS.items()}
         settings = {"steps": STEPS, "save_every": SAVE_EVERY, "dropout": DROPOUT}
-        return {
-            "work": settings | frame.work_facts("cpu") | {"runs": runs},
-            "seed": self.options.seed,
-            "faults": [
-                asdict(outcome) | {"status": outcome.status, "seconds": round(outcome.seconds, 2)}
-                for outcome in results
-            ],
-        }
+        work = settings | frame.work_facts("cpu") | {"runs": runs}
+        faults = [asdict(one) | {"status": one.status, "seconds": round(one.seconds, 2)} for one in results]
+        return {"work": work, "seed": self.options.seed, "faults": faults}
 
     def failures(self, record: frame.Record) -> list[str]:
         return [fault["name"] for fault in record["faults"] if fault["status"] == "failed"]

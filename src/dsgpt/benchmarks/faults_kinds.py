@@ -8,7 +8,7 @@ import signal
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -57,7 +57,12 @@ def tear(checkpoint: Path) -> None:
         file.write('{"step": 23, "los')
 
 
-@dataclass(frozen=True, kw_only=True)
+def lines_with(words: Sequence[str], output: str) -> tuple[str, ...]:
+    """The lines of ``output`` with one of ``words``."""
+    return tuple(line for line in output.splitlines() if any(word in line for word in words))
+
+
+@dataclass(frozen=True)
 class Damage:
     """Damage to the newest checkpoint, or to a file next to it."""
 
@@ -78,22 +83,15 @@ class Damage:
 BEFORE = NEWEST - SAVE_EVERY
 MISSING = f"{WEIGHTS_OF_0}: is damaged: it is missing"
 DAMAGES = (
-    Damage(what="truncated shard", harm=truncate, resumed_from=BEFORE, words=f"{MOMENTS_OF_1}: is damaged: it has"),
-    Damage(what="flipped bit", harm=flip, resumed_from=BEFORE, words=f"{WEIGHTS_OF_0}: is damaged: its sha256"),
-    Damage(what="deleted shard", harm=lambda at: (at / WEIGHTS_OF_0).unlink(), resumed_from=BEFORE, words=MISSING),
+    Damage("truncated shard", truncate, BEFORE, f"{MOMENTS_OF_1}: is damaged: it has"),
+    Damage("flipped bit", flip, BEFORE, f"{WEIGHTS_OF_0}: is damaged: its sha256"),
+    Damage("deleted shard", lambda at: (at / WEIGHTS_OF_0).unlink(), BEFORE, MISSING),
+    Damage("deleted manifest", lambda at: (at / MANIFEST).unlink(), BEFORE, "the checkpoint is incomplete"),
+    Damage("deleted `latest`", lambda at: (at.parent / store.LATEST).unlink(), NEWEST),
     Damage(
-        what="deleted manifest",
-        harm=lambda at: (at / MANIFEST).unlink(),
-        resumed_from=BEFORE,
-        words="the checkpoint is incomplete",
+        "stale temporary folder", lambda at: shutil.copytree(at, store.partial_folder(at.parent, STEPS - 1)), NEWEST
     ),
-    Damage(what="deleted `latest`", harm=lambda at: (at.parent / store.LATEST).unlink(), resumed_from=NEWEST),
-    Damage(
-        what="stale temporary folder",
-        harm=lambda at: shutil.copytree(at, store.partial_folder(at.parent, STEPS - 1)),
-        resumed_from=NEWEST,
-    ),
-    Damage(what="torn log", harm=tear, resumed_from=NEWEST),
+    Damage("torn log", tear, NEWEST),
 )
 
 
@@ -106,14 +104,14 @@ def try_damage(runs: Runs, plan: Damage) -> Outcome:
     run_dir = runs.rolled_back(DAMAGED_RUN, plan.what)
     plan.harm(run_dir / store.folder_name(NEWEST))
     resumed = runs.resume(DAMAGED_RUN, run_dir)
-    lines = [line for line in resumed.output.splitlines() if "is refused" in line or "resuming from" in line]
     wrong = all_wrong(
         (resumed.resumed_from != plan.resumed_from, f"it resumed from step {resumed.resumed_from}"),
         (plan.words not in resumed.output, f"it did not print: {plan.words}"),
         (bool(list(run_dir.glob(".partial-*"))), "temporary folders are left"),
         (bool(resumed.wrong), resumed.wrong),
     )
-    return Outcome(wrong=wrong, measured={"resumed_from": resumed.resumed_from}, said=tuple(lines))
+    said = lines_with(("is refused", "resuming from"), resumed.output)
+    return Outcome(wrong=wrong, measured={"resumed_from": resumed.resumed_from}, said=said)
 
 
 # File systems that refuse writes in the middle of a run: a full one, and a folder that becomes read-only.
@@ -125,10 +123,11 @@ AS_A_USER = ("setpriv", "--bounding-set=-dac_override,-dac_read_search,-fowner")
 """Prefix of a command that root starts: drops the capabilities that override permissions."""
 BALLAST = "ballast"
 """The file that fills the file system."""
-FORESEEN = "No space left on device: the last checkpoint took"
+FULL = "No space left on device"
+FORESEEN = f"{FULL}: the last checkpoint took"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class DiskFault:
     """A way in which a file system refuses writes, and the run's policy for it."""
 
@@ -137,10 +136,10 @@ class DiskFault:
     """The value of ``--on_save_failure``."""
     words: str
     """Words that the run must print."""
-    not_words: str = "\0"
-    """Words that it must not print, because they belong to a different error."""
     spoil: Callable[[Training], None] | None = None
     """Damages the file system while the run trains."""
+    not_words: str = "\0"
+    """Words that it must not print, because they belong to a different error."""
     small: bool = True
     """Whether the run folder is a separate, small file system."""
 
@@ -157,9 +156,8 @@ def fill_up(training: Training) -> None:
     """
     first = training.run_dir / store.folder_name(SAVE_EVERY)
     training.wait_for(first.exists, what="the first save")
-    needed = parse_manifest(first).size
-    free = shutil.disk_usage(training.run_dir).free
-    (training.run_dir / BALLAST).write_bytes(bytes(max(0, free - needed - 3 * os.sysconf("SC_PAGE_SIZE"))))
+    spare = shutil.disk_usage(training.run_dir).free - parse_manifest(first).size
+    (training.run_dir / BALLAST).write_bytes(bytes(max(0, spare - 3 * os.sysconf("SC_PAGE_SIZE"))))
 
 
 def fill_wholly(training: Training) -> None:
@@ -175,21 +173,11 @@ def forbid(training: Training) -> None:
 
 
 DISK_FAULTS = (
-    DiskFault(what="a full file system, seen before the save", policy="stop", words=FORESEEN),
-    DiskFault(what="a full file system, seen before the save", policy="continue", words=FORESEEN),
-    DiskFault(
-        what="a file system that is full in the middle of a save",
-        policy="stop",
-        words="No space left on device",
-        not_words=FORESEEN,
-        spoil=fill_up,
-    ),
-    DiskFault(
-        what="a file system without a free byte", policy="continue", words="No space left on device", spoil=fill_wholly
-    ),
-    DiskFault(
-        what="a folder that becomes read-only", policy="stop", words="Permission denied", spoil=forbid, small=False
-    ),
+    DiskFault("a full file system, seen before the save", "stop", FORESEEN),
+    DiskFault("a full file system, seen before the save", "continue", FORESEEN),
+    DiskFault("a file system that is full in the middle of a save", "stop", FULL, fill_up, not_words=FORESEEN),
+    DiskFault("a file system without a free byte", "continue", FULL, fill_wholly),
+    DiskFault("a folder that becomes read-only", "stop", "Permission denied", forbid, small=False),
 )
 
 
@@ -216,7 +204,7 @@ def try_disk_fault(runs: Runs, plan: DiskFault) -> Outcome:
             if plan.spoil:
                 plan.spoil(training)
             code = training.wait_until_gone()["exit_code"]
-            lines = [line for line in training.output().splitlines() if "not saved" in line]
+            lines = lines_with(("not saved",), training.output())
         left = [path.name for path in run_dir.glob(".partial-*")]
         try:  # the step of the newest checkpoint if it is whole
             whole = max((read_manifest(path).step or 0 for path in store.checkpoints(run_dir)[:1]), default=0)
@@ -228,24 +216,20 @@ def try_disk_fault(runs: Runs, plan: DiskFault) -> Outcome:
         else:
             run_dir.chmod(0o755)
         resumed = runs.resume(DISK_RUN, run_dir)
-    start, continues = resumed.resumed_from, any("the run continues" in line for line in lines)
-    return Outcome(
-        wrong=all_wrong(
-            (code != EXIT_NOT_SAVED, f"exit code {code} instead of {EXIT_NOT_SAVED}"),
-            (not any(plan.words in line for line in lines), f"it did not print: {plan.words}"),
-            (any(plan.not_words in line for line in lines), f"it printed: {plan.not_words}"),
-            (plan.policy == "continue" and not continues, "it did not continue"),
-            (bool(left), f"left behind: {left}"),
-            (
-                whole != start or not whole,
-                f"it resumed from step {start}; the newest whole checkpoint is of step {whole}",
-            ),
-            (plan.policy == "stop" and resumed.steps_lost > SAVE_EVERY, f"{resumed.steps_lost} steps are lost"),
-            (bool(resumed.wrong), resumed.wrong),
-        ),
-        measured={"exit_code": code, "resumed_from": start, "steps_lost": resumed.steps_lost},
-        said=tuple(lines),
+    start, lost, printed = resumed.resumed_from, resumed.steps_lost, "\n".join(lines)
+    other = f"it resumed from step {start}; the newest whole checkpoint is of step {whole}"
+    wrong = all_wrong(
+        (code != EXIT_NOT_SAVED, f"exit code {code} instead of {EXIT_NOT_SAVED}"),
+        (plan.words not in printed, f"it did not print: {plan.words}"),
+        (plan.not_words in printed, f"it printed: {plan.not_words}"),
+        (plan.policy == "continue" and "the run continues" not in printed, "it did not continue"),
+        (bool(left), f"left behind: {left}"),
+        (whole != start or not whole, other),
+        (plan.policy == "stop" and lost > SAVE_EVERY, f"{lost} steps are lost"),
+        (bool(resumed.wrong), resumed.wrong),
     )
+    measured = {"exit_code": code, "resumed_from": start, "steps_lost": lost}
+    return Outcome(wrong=wrong, measured=measured, said=lines)
 
 
 # ``kill -9`` at an instant, and whether the resumed run equals an undisturbed one.
@@ -281,20 +265,11 @@ def try_kill(runs: Runs, plan: Kill) -> Outcome:
     unpublished = max((int(path.name[-8:]) for path in run_dir.glob(".partial-step-????????")), default=0)
     resumed = runs.resume(plan.run, run_dir)
     allowed = SAVE_EVERY + (resumed.taken - unpublished if unpublished else 0)
-    measured: dict[str, Any] = {
-        "run": plan.run,
-        "victim": plan.killed,
-        "aimed_at": plan.moment,
-        "launcher_outlived_victim": plan.victim == "one rank" and RUNS[plan.run].ranks > 1,
-        "save_mode": plan.save_mode,
-        "save_cut_off": bool(unpublished),
-        "steps_taken": resumed.taken,
-        "resumed_from": resumed.resumed_from,
-        "steps_lost": resumed.steps_lost,
-        "steps_allowed": allowed,
-        **ended,
-    }
-    limit = GONE_AFTER_KILL_SEC[plan.victim]
+    limit, outlived = GONE_AFTER_KILL_SEC[plan.victim], plan.victim == "one rank" and RUNS[plan.run].ranks > 1
+    measured: dict[str, Any] = {"run": plan.run, "victim": plan.killed, "aimed_at": plan.moment}
+    measured |= {"launcher_outlived_victim": outlived, "save_mode": plan.save_mode, "save_cut_off": bool(unpublished)}
+    measured |= {"steps_taken": resumed.taken, "resumed_from": resumed.resumed_from}
+    measured |= {"steps_lost": resumed.steps_lost, "steps_allowed": allowed} | ended
     wrong = all_wrong(
         (ended["exit_code"] == 0, "the launcher ended with exit code 0"),
         (allowed > 2 * SAVE_EVERY, f"the save of step {unpublished} was not done by step {resumed.taken}"),
@@ -332,14 +307,15 @@ def try_restart(runs: Runs) -> Outcome:
         send(training.ranks(2)[1:], signal.SIGKILL)
         code = training.wait_until_gone()["exit_code"]
         output = training.output()
-    lines = [line for line in output.splitlines() if "resuming from" in line or "starting fresh" in line]
     difference = "" if code else runs.difference("ddp", run_dir)
     wrong = all_wrong(
         (code != 0, f"exit code {code}: {faults.first_error(output)}"),
-        (not any("resuming from" in line for line in lines), "it did not resume from a checkpoint"),
+        ("resuming from" not in output, "it did not resume from a checkpoint"),
         (bool(difference), difference),
     )
-    return Outcome(wrong=wrong, measured={"exit_code": code}, said=tuple(lines))
+    return Outcome(
+        wrong=wrong, measured={"exit_code": code}, said=lines_with(("resuming from", "starting fresh"), output)
+    )
 
 
 def try_two_runs(runs: Runs) -> Outcome:
@@ -360,8 +336,8 @@ def try_two_runs(runs: Runs) -> Outcome:
             first.launcher.send_signal(signal.SIGCONT)
             code, waited = first.wait(), third.wait()
     difference = runs.difference(baseline, run_dir)
-    printed = (line for words in ("waiting", "nothing to do") for line in third.output().splitlines() if words in line)
-    lines = [*second.output().splitlines()[-1:], *printed]
+    found = [lines_with((words,), third.output()) for words in ("waiting", "nothing to do")]
+    lines = (*second.output().splitlines()[-1:], *found[0], *found[1])
     wrong = all_wrong(
         (refused != EXIT_USER_ERROR, f"--overwrite ended with exit code {refused} instead of {EXIT_USER_ERROR}"),
         ("another process is training in this folder" not in second.output(), "--overwrite printed no reason"),
@@ -370,7 +346,7 @@ def try_two_runs(runs: Runs) -> Outcome:
         (len(lines) < 3, "the run that waited did not find the finished run"),
         (bool(difference), difference),
     )
-    return Outcome(wrong=wrong, measured={"exit_code": refused}, said=tuple(lines))
+    return Outcome(wrong=wrong, measured={"exit_code": refused}, said=lines)
 
 
 # Signals that ask a run to stop: to ranks and launchers, once and twice.
@@ -477,9 +453,8 @@ def _try_twice(runs: Runs, plan: SentSignal) -> Outcome:
 
 def _lines_of(training: Training) -> tuple[str, ...]:
     """Lines that the run printed about the signal, without the lines of launchers."""
-    printed = (re.sub(r"^.*\r", "", line).strip() for line in training.output().splitlines())
-    words = ("stopped by", "the run stops after this step", "ended at once")
-    return tuple(dict.fromkeys(line for line in printed if any(word in line for word in words)))
+    said = lines_with(("stopped by", "the run stops after this step", "ended at once"), training.output())
+    return tuple(dict.fromkeys(line.strip() for line in said))
 
 
 # The faults of the campaign, tried one after the other.

@@ -51,15 +51,9 @@ class Training(contextlib.AbstractContextManager["Training"]):
         self._mark = uuid.uuid4().hex
         self.run_dir, self._log, self._log_start = run_dir, log, log.stat().st_size if log.exists() else 0
         with log.open("ab") as file, default_sighup():
-            self.launcher = psutil.Popen(
-                list(command),
-                env=child_environment("cpu") | {MARK: self._mark},
-                cwd=run_dir.parent,
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+            own: dict[str, Any] = {"env": child_environment("cpu") | {MARK: self._mark}, "cwd": run_dir.parent}
+            own |= {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": subprocess.STDOUT}
+            self.launcher = psutil.Popen(list(command), start_new_session=True, **own)
 
     def __exit__(self, *_: object) -> None:
         for process in self.everyone():
