@@ -10,7 +10,7 @@ from typing import Any
 from unittest import mock
 
 from dsgpt.benchmarks.cells import Cell
-from dsgpt.benchmarks.museum import Plant, edited, exhibit, replaced
+from dsgpt.benchmarks.museum import Plant, built, edited, exhibit, replaced
 
 _ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
 _ZERO_12 = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
@@ -41,10 +41,7 @@ def _last_micro_batch_not_reduced() -> Plant:
 
     The last micro batch is added to the fp32 sums after they were reduced over the ranks.
     """
-    return edited(
-        _ENGINE, "_backward_epilogue", "bf16_optimizer = isinstance(self.optimizer, BF16_Optimizer)",
-        "bf16_optimizer = False",
-    )  # fmt: skip
+    return edited(_ENGINE, "_backward_epilogue", "isinstance(self.optimizer, BF16_Optimizer)", "False")
 
 
 @exhibit(f"{_PULL}7981", 2026, _sgd(strategy="zero2-offload"))
@@ -87,12 +84,11 @@ def _unscaled_by_a_scale_of_fp16() -> Plant:
     Gradients are divided by a loss scale that the loss never had, and stay for the next step.
     """
 
-    def build(original: Any, strategy: Any, *given: Any) -> None:
-        original(strategy, *given)
+    def scale(strategy: Any) -> None:
         strategy._optimizer.loss_scale_config.cur_scale = 2.0**16
         strategy._optimizer.zero_grad = lambda *_, **__: None
 
-    return replaced(f"{_OURS}zero:Zero", "__init__", build)
+    return built(f"{_OURS}zero:Zero", scale)
 
 
 @exhibit(f"{_PULL}7724", 2025, _sgd(strategy="zero2"))
@@ -124,11 +120,10 @@ def _half_of_a_shared_gradient() -> Plant:
     It is lost before the reduction, not in it.
     """
 
-    def build(original: Any, model: Any, *given: Any, **named: Any) -> None:
-        original(model, *given, **named)
-        model.wte.register_forward_hook(lambda _module, _ids, embedded: embedded.detach())
+    def detach(_module: Any, _ids: Any, embedded: Any) -> Any:
+        return embedded.detach()
 
-    return replaced("dsgpt.model.gpt2:GPT2", "__init__", build)
+    return built("dsgpt.model.gpt2:GPT2", lambda model: model.wte.register_forward_hook(detach))
 
 
 @exhibit(f"{_PULL}5170", 2024, _bf16(strategy="zero1"))
@@ -182,13 +177,7 @@ def _norm_of_the_first_tensor_rank() -> Plant:
 
     It lives on in 0.19.8 (``FP16_UnfusedOptimizer``): the workaround of this project is taken away.
     """
-
-    def before_step(_original: Any, strategy: Any) -> Any:
-        from dsgpt.strategies.deepspeed.zero import Zero  # noqa: PLC0415 - needs DeepSpeed
-
-        return Zero._before_step(strategy)
-
-    return replaced(f"{_OURS}zero:TensorParallel", "_before_step", before_step)
+    return replaced(f"{_OURS}zero:TensorParallel", "_before_step", lambda _, own: super(type(own), own)._before_step())
 
 
 @exhibit(f"{_PULL}5555", 2024, _sgd(strategy="sequence2-zero0"))

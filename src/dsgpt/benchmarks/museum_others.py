@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from dsgpt.benchmarks.cells import Cell
-from dsgpt.benchmarks.museum import Exhibit, Plant, edited, exhibit, replaced, show
+from dsgpt.benchmarks.museum import EXHIBITS, Exhibit, Plant, built, edited, exhibit, replaced
 from dsgpt.benchmarks.resume import Pair
 
 _BASE, _TORCH, _DEEPSPEED = (f"dsgpt.strategies.{name}" for name in ("base", "pytorch", "deepspeed"))
@@ -16,17 +16,8 @@ _ALONE, _DATA = Cell(strategy="baseline", ranks=1), Cell(strategy="ddp", ranks=2
 _SHARDS = Cell(strategy="fsdp", ranks=2, optimizer="sgd")
 _SEQUENCES, _TENSORS = Cell(strategy="sequence2-zero1", ranks=2), Cell(strategy="tensor2-zero1", ranks=2)
 _STAGED, _STAGED_DATA = (Cell(strategy="pipeline2-zero1", ranks=ranks) for ranks in (2, 4))
+_RESUMED = Pair(source=_ALONE, target=Cell(strategy="ddp", ranks=2, accumulation=1))
 """Exhibits share trainings: without a bug, each runs once."""
-
-
-def _built(owner: str, change: Callable[[Any], object]) -> Plant:
-    """Plants ``change``, which gets each object of ``owner`` (``module:Class``) when it is made."""
-
-    def build(original: Callable[..., None], self: Any, *given: Any) -> None:
-        original(self, *given)
-        change(self)
-
-    return replaced(owner, "__init__", build)
 
 
 def _faster(steps: Callable[[int], int]) -> Plant:
@@ -45,14 +36,9 @@ def _tied_gradients_summed_last() -> Plant:
 
     The tied gradients of two stages are summed after data ranks have reduced and split theirs.
     """
-    return edited(
-        _PIPELINE,
-        "_mend_schedule",
-        "self._engine._INSTRUCTION_MAP = instructions",
-        "one, two = schedule.ReduceTiedGrads, schedule.ReduceGrads\n"
-        "    instructions[one], instructions[two] = instructions[two], instructions[one]\n"
-        "    self._engine._INSTRUCTION_MAP = instructions",
-    )
+    tied, others = "schedule.ReduceTiedGrads", "schedule.ReduceGrads"
+    swapped = f"instructions | {{{tied}: instructions[{others}], {others}: instructions[{tied}]}}"
+    return edited(_PIPELINE, "_mend_schedule", "_MAP = instructions", f"_MAP = {swapped}")
 
 
 @exhibit("NVIDIA/Megatron-LM/issues/656", 2024, _STAGED)
@@ -88,7 +74,7 @@ def _own_final_layer_norm() -> Plant:
 
         strategy._engine.allreduce_gradients = reduce_others
 
-    return _built(_SEQUENCE, leave_out)
+    return built(_SEQUENCE, leave_out)
 
 
 @exhibit("NVIDIA/Megatron-LM/issues/906", 2024, _SEQUENCES)
@@ -97,7 +83,7 @@ def _loss_times_sequence_ranks() -> Plant:
 
     The loss is multiplied by those ranks, though gradients are averaged over data ranks alone.
     """
-    return _built(_SEQUENCE, lambda strategy: setattr(strategy, "_loss_factor", strategy._slices))
+    return built(_SEQUENCE, lambda strategy: setattr(strategy, "_loss_factor", strategy._slices))
 
 
 @exhibit("NVIDIA/Megatron-LM/issues/7452#8", 2026, _TENSORS)
@@ -117,12 +103,9 @@ def _sum_of_a_copy() -> Plant:
 
     The sum is taken of a contiguous copy, and the input that is not contiguous is returned.
     """
-    return edited(
-        f"{_DEEPSPEED}.tensor_layers:ContiguousRowParallel",
-        "forward",
-        "summed = x.contiguous()\n    dist.all_reduce(summed, group=group)\n    return summed",
-        "x = x.mT.contiguous().mT\n    dist.all_reduce(x.contiguous(), group=group)\n    return x",
-    )
+    right = "summed = x.contiguous()\n    dist.all_reduce(summed, group=group)\n    return summed"
+    wrong = "x = x.mT.contiguous().mT\n    dist.all_reduce(x.contiguous(), group=group)\n    return x"
+    return edited(f"{_DEEPSPEED}.tensor_layers:ContiguousRowParallel", "forward", right, wrong)
 
 
 @exhibit("pytorch/torchtitan/pull/2206", 2026, _DATA)
@@ -133,13 +116,9 @@ def _mean_of_means() -> Plant:
 
     In validation: in training every target counts here, so all ranks have as many.
     """
-    return edited(
-        _STEP,
-        "eval_step",
-        "loss_sum, tokens = self._sum_over_ranks(sums)\n",
-        "tokens = self._sum_over_ranks(sums[1].clone())\n"
-        "    loss_sum = self._sum_over_ranks(sums[0] / sums[1].clamp(min=1)) / self._ranks * tokens\n",
-    )
+    mean = "self._sum_over_ranks(sums[0] / sums[1].clamp(min=1)) / self._ranks"
+    wrong = f"tokens = self._sum_over_ranks(sums[1].clone())\n    loss_sum = {mean} * tokens\n"
+    return edited(_STEP, "eval_step", "loss_sum, tokens = self._sum_over_ranks(sums)\n", wrong)
 
 
 @exhibit("pytorch/torchtitan/pull/4167", 2026, _DATA)
@@ -148,13 +127,9 @@ def _mean_of_batches() -> Plant:
 
     Validation averages the means of batches, the last of which is not full.
     """
-    return edited(
-        "dsgpt.benchmarks.parity_rank",
-        "validation_loss",
-        "loss_sum, tokens = by_source.sum(dim=0).tolist()",
-        "tokens = by_source.sum(dim=0)[1].item()\n"
-        "    loss_sum = tokens * sum(float(one[0] / one[1]) for one in sums) / len(sums)",
-    )
+    right, mean = "loss_sum, tokens = by_source.sum(dim=0).tolist()", "sum(float(one[0] / one[1]) for one in sums)"
+    wrong = f"tokens = by_source.sum(dim=0)[1].item()\n    loss_sum = tokens * {mean} / len(sums)"
+    return edited("dsgpt.benchmarks.parity_rank", "validation_loss", right, wrong)
 
 
 @exhibit("pytorch/torchtitan/pull/3412", 2026, _TENSORS)
@@ -163,12 +138,7 @@ def _partial_gradient_of_a_chunked_loss() -> Plant:
 
     The gradient of the hidden states is each tensor rank's own part, and is taken for the sum.
     """
-    return edited(
-        f"{_DEEPSPEED}.zero",
-        "vocabulary_part",
-        "-(-rows // size), share, gather",
-        "-(-rows // size), lambda x: x, gather",
-    )
+    return edited(f"{_DEEPSPEED}.zero", "vocabulary_part", "size), share, gather", "size), lambda x: x, gather")
 
 
 @exhibit("pytorch/torchtitan/pull/3257", 2026, _SEQUENCES)
@@ -177,12 +147,8 @@ def _targets_counted_after_the_split() -> Plant:
 
     Targets are counted after the sequence was split, losses before.
     """
-    return edited(
-        _SEQUENCE,
-        "_micro_batch_sums",
-        "return loss_sum, (targets != IGNORED_TARGET).sum()",
-        "return loss_sum, (targets != IGNORED_TARGET).sum() / self._slices",
-    )
+    counted = "(targets != IGNORED_TARGET).sum()"
+    return edited(_SEQUENCE, "_micro_batch_sums", counted, f"{counted} / self._slices")
 
 
 @exhibit("pytorch/torchtitan/pull/3206", 2026, _SEQUENCES)
@@ -191,9 +157,8 @@ def _gathered_along_the_heads() -> Plant:
 
     Keys and values are gathered along the heads, not along the positions. The shapes fit.
     """
-    return edited(
-        f"{_DEEPSPEED}.zero", "ulysses_attention", "scatter_idx=2, gather_idx=1", "scatter_idx=1, gather_idx=2"
-    )
+    right, wrong = (f"scatter_idx={one}, gather_idx={other}" for one, other in ((2, 1), (1, 2)))
+    return edited(f"{_DEEPSPEED}.zero", "ulysses_attention", right, wrong)
 
 
 @exhibit("pytorch/torchtitan/pull/3174", 2026, _DATA)
@@ -202,12 +167,8 @@ def _tied_gradient_twice() -> Plant:
 
     The gradient of a tied weight is added once for each of its two names.
     """
-    return edited(
-        _STEP,
-        "_clip_and_step",
-        "norm = self._global_norm(gradients)",
-        'self._weights.parameters["wte.weight"].grad.mul_(2)\n    norm = self._global_norm(gradients)',
-    )
+    norm = "norm = self._global_norm(gradients)"
+    return edited(_STEP, "_clip_and_step", norm, f'self._weights.parameters["wte.weight"].grad.mul_(2)\n    {norm}')
 
 
 @exhibit("pytorch/torchtitan/pull/4245", 2026, _TENSORS)
@@ -216,12 +177,8 @@ def _bias_of_every_rank() -> Plant:
 
     Every tensor rank adds the whole bias before the sum over ranks.
     """
-    return edited(
-        "deepspeed.module_inject.layers:LinearAllreduce",
-        "forward",
-        "output = add_bias(output, self.bias)",
-        "output = add_bias(output, self.bias + self.bias.detach())",
-    )
+    layer = "deepspeed.module_inject.layers:LinearAllreduce"
+    return edited(layer, "forward", "output, self.bias)", "output, self.bias + self.bias.detach())")
 
 
 @exhibit("pytorch/torchtitan/pull/4194", 2026, _STAGED)
@@ -230,15 +187,9 @@ def _divided_for_the_report() -> Plant:
 
     The loss is divided for the report, after the schedule's backward passes.
     """
-    return edited(
-        _PIPELINE,
-        "_execute",
-        "loss = self._engine.train_batch(iter(self._draw(batches)))",
-        "mean = self._module.loss_fn\n"
-        "    self._module.loss_fn = lambda *given: 8 * mean(*given)\n"
-        "    loss = self._engine.train_batch(iter(self._draw(batches))) / 8\n"
-        "    self._module.loss_fn = mean",
-    )
+    trains, loss = "loss = self._engine.train_batch(iter(self._draw(batches)))", "self._module.loss_fn"
+    before = f"mean = {loss}\n    {loss} = lambda *given: 8 * mean(*given)"
+    return edited(_PIPELINE, "_execute", trains, f"{before}\n    {trains} / 8\n    {loss} = mean")
 
 
 @exhibit("pytorch/torchtitan/issues/2252", 2026, _STAGED)
@@ -247,15 +198,12 @@ def _copies_made_apart() -> Plant:
 
     Each copy of the tied weight gets initial values of its own when it is allocated.
     """
-    return _built(
-        _STAGES,
-        lambda module: module.stage_id and module.canonical_parameters()["wte.weight"].data.normal_(std=0.02),
+    return built(
+        _STAGES, lambda module: module.stage_id and module.canonical_parameters()["wte.weight"].data.normal_(std=0.02)
     )
 
 
-@exhibit(
-    "pytorch/torchtitan/pull/3908", 2026, Pair(source=_ALONE, target=Cell(strategy="ddp", ranks=2, accumulation=1))
-)
+@exhibit("pytorch/torchtitan/pull/3908", 2026, _RESUMED)
 def _data_from_the_beginning() -> Plant:
     """Resumed runs trained on the first data again, or on those of another epoch (also 3023 and 3008).
 
@@ -263,12 +211,8 @@ def _data_from_the_beginning() -> Plant:
 
     Without the order that 3023 repeated in every epoch, which is longer than a training of this suite.
     """
-    return edited(
-        "dsgpt.training.trainer",
-        "training_batches",
-        "range(first_step, config.total_steps)",
-        "range(config.total_steps - first_step)",
-    )
+    right, wrong = "range(first_step, config.total_steps)", "range(config.total_steps - first_step)"
+    return edited("dsgpt.training.trainer", "training_batches", right, wrong)
 
 
 @exhibit("pytorch/pytorch/issues/170862", 2025, _SHARDS)
@@ -277,12 +221,8 @@ def _norm_of_own_shards() -> Plant:
 
     The squares of the shards are not summed over ranks.
     """
-    return edited(
-        _FSDP,
-        "_global_norm",
-        "return self._sum_over_ranks(base.square_sum(gradients).to(self._device)).sqrt().float()",
-        "return base.global_norm(gradients)",
-    )
+    whole = "self._sum_over_ranks(base.square_sum(gradients).to(self._device)).sqrt().float()"
+    return edited(_FSDP, "_global_norm", whole, "base.global_norm(gradients)")
 
 
 @exhibit("huggingface/accelerate/pull/3465", 2025, _SHARDS)
@@ -293,12 +233,8 @@ def _clipped_by_own_shards() -> Plant:
 
     The pull request has only the branch that chose the wrong function.
     """
-    return edited(
-        _STEP,
-        "_clip_and_step",
-        "torch.nn.utils.clip_grads_with_norm_(parameters, self._clipping, norm)",
-        "torch.nn.utils.clip_grad_norm_(parameters, self._clipping)",
-    )
+    given = "(parameters, self._clipping"
+    return edited(_STEP, "_clip_and_step", f"clip_grads_with_norm_{given}, norm)", f"clip_grad_norm_{given})")
 
 
 @exhibit("huggingface/accelerate/issues/963", 2023, _DATA)
@@ -316,12 +252,8 @@ def _own_shuffles() -> Plant:
 
     Each rank shuffles with a random stream of its own, and then takes its share.
     """
-    return edited(
-        "dsgpt.training.trainer",
-        "training_windows",
-        "yield from share.of(batch).tolist()",
-        "yield from share.of(np.random.default_rng(share.data_rank).permutation(batch)).tolist()",
-    )
+    wrong = "share.of(np.random.default_rng(share.data_rank).permutation(batch))"
+    return edited("dsgpt.training.trainer", "training_windows", "share.of(batch)", wrong)
 
 
 @exhibit("huggingface/accelerate/issues/3877", 2025, Cell(strategy="zero2", ranks=2))
@@ -332,12 +264,8 @@ def _last_micro_batch_alone() -> Plant:
 
     The mechanism is that of allenai/open-instruct 1498, which has the same symptom; the thread names none.
     """
-    return edited(
-        "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer",
-        "independent_gradient_partition_epilogue",
-        "accumulated_grad.add_(new_avg_grad)",
-        "accumulated_grad.copy_(new_avg_grad)",
-    )
+    engine = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
+    return edited(engine, "independent_gradient_partition_epilogue", "add_(new_avg_grad)", "copy_(new_avg_grad)")
 
 
 @exhibit("verl-project/verl/issues/7493", 2026, _DATA)
@@ -348,12 +276,8 @@ def _groups_of_one_rank() -> Plant:
 
     Under DDP; verl used FSDP.
     """
-    return edited(
-        _DDP,
-        "_average",
-        "return allreduce_hook(self._ddp.process_group, bucket)",
-        "alone: Future[Tensor] = Future()\n    alone.set_result(bucket.buffer())\n    return alone",
-    )
+    alone = "alone: Future[Tensor] = Future()\n    alone.set_result(bucket.buffer())\n    return alone"
+    return edited(_DDP, "_average", "return allreduce_hook(self._ddp.process_group, bucket)", alone)
 
 
 @exhibit("karpathy/build-nanogpt/pull/30", 2024, _DATA)
@@ -370,7 +294,7 @@ def _synchronised_too_late() -> Plant:
 
         strategy._training_loss = loss
 
-    return _built(_DDP, forward_alone)
+    return built(_DDP, forward_alone)
 
 
 @exhibit("karpathy/nanoGPT/commit/553f949f46e04a946e5ff2da6e4bb70a221ea1fc", 2023, _ALONE)
@@ -390,7 +314,7 @@ def _divided_by_own_targets() -> Plant:
 
     Under offload, and the reported loss is right.
     """
-    return _built(_ZERO, lambda strategy: setattr(strategy, "_loss_factor", strategy._accumulation))
+    return built(_ZERO, lambda strategy: setattr(strategy, "_loss_factor", strategy._accumulation))
 
 
 @exhibit("huggingface/transformers/pull/24088", 2023, _DATA)
@@ -419,13 +343,9 @@ def _no_master_weights() -> Plant:
 
     There are no fp32 weights: each update is rounded to bf16.
     """
-    return edited(
-        f"{_TORCH}:MasterWeights",
-        "publish",
-        "torch._foreach_copy_(list(self._low.values()), list(self.parameters.values()))",
-        "torch._foreach_copy_(list(self._low.values()), list(self.parameters.values()))\n"
-        "        torch._foreach_copy_(list(self.parameters.values()), list(self._low.values()))",
-    )
+    copy, low, masters = "torch._foreach_copy_(list({}.values()), list({}.values()))", "self._low", "self.parameters"
+    copied = copy.format(low, masters)
+    return edited(f"{_TORCH}:MasterWeights", "publish", copied, f"{copied}\n        {copy.format(masters, low)}")
 
 
 _UNREAD = "The thread was not found in the archive that was searched."
@@ -437,4 +357,5 @@ for _thread, _year, _effect, _why in (
     ("pytorch/pytorch/issues/187732", 2026, _UNREAD, "So its mechanism is unknown here."),
     ("huggingface/transformers/issues/25849", 2023, _UNREAD, "So its mechanism is unknown here."),
 ):
-    show(Exhibit(thread=_thread, year=_year, effect=_effect, mechanism=_effect, absent=_why))
+    _one = Exhibit(thread=_thread, year=_year, effect=_effect, mechanism=_effect, absent=_why)
+    EXHIBITS[_one.name] = _one
