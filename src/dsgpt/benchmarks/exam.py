@@ -4,45 +4,33 @@ Nothing is trained: the rows are ``planner/measured.json``. BERT's, which are ap
 to. A row is judged twice: with the constants of the package, and with those fitted without any row of its source.
 """
 
+import contextlib
+import itertools
 import json
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
 import numpy as np
 
-from dsgpt.benchmarks.frame import Record, Suite, SuiteOptions, made_from
+from dsgpt.benchmarks.frame import Record, Suite, SuiteOptions, filled, made_from, page_of
 from dsgpt.common.command_line import switch
 from dsgpt.common.errors import UserError
 from dsgpt.common.files import write_atomic
 from dsgpt.common.text import table
+from dsgpt.planner import rows as measured
 from dsgpt.planner.formulas import STEP, stream_bytes, worst_peak
 from dsgpt.planner.rates import CONSTANTS, Machine, constants, fitted
-from dsgpt.planner.rows import (
-    INSIDE,
-    REACH,
-    Evidence,
-    Row,
-    Witness,
-    evidence_for,
-    machine_of,
-    measured_rows,
-    memory_of,
-    read_row,
-    setup_of,
-    witnesses,
-    witnesses_of,
-)
+from dsgpt.planner.rows import Witness
 from dsgpt.planner.setup import Setup
 from dsgpt.planner.step_time import likely_sec, predict_step
 
 # The rows, and the fit.
 
-Asked = tuple[dict[str, Any], Row, Setup]
+Asked = tuple[dict[str, Any], measured.Row, Setup]
 """A measured row, what it says of its training, and that as a setup."""
 Values = Mapping[str, float]
 NOT_FITTED = ("link_share",)
@@ -57,19 +45,18 @@ _ROUNDS, _STEP, _FARTHEST = 8, 0.03, 0.3
 def asked_rows() -> list[Asked]:
     """Rows that are scored, without those that ran out of memory and those that no strategy trains."""
     asked = []
-    for row in measured_rows():
+    for row in measured.measured_rows():
         if row["ran"] and row["class"] != "bert":
-            try:
-                given = read_row(row)
-                asked.append((row, given, setup_of(given)))
-            except UserError:
-                continue
+            with contextlib.suppress(UserError):
+                given = measured.read_row(row)
+                asked.append((row, given, measured.setup_of(given)))
     return asked
 
 
 def predicted(values: Values, asked: Sequence[Asked]) -> np.ndarray:
     """Predicted time / measured time of rows, with these values of the constants."""
-    return np.array([likely_sec(setup, machine_of(row, values)) / raw["seconds_per_step"] for raw, row, setup in asked])
+    seconds = [likely_sec(setup, measured.machine_of(row, values)) for _, row, setup in asked]
+    return np.array(seconds) / [raw["seconds_per_step"] for raw, _, _ in asked]
 
 
 def score(ratios: np.ndarray) -> float:
@@ -125,33 +112,29 @@ def fit_constants() -> None:
         source = each.source if each.name in NOT_FITTED else fit_words
         made.append(json.dumps(asdict(replace(each, value=values[each.name], source=source))))
     residuals = {name: (round(ratio, 4), round(left_out[name], 4)) for name, ratio in ratios.items()}
-    known_rows = witnesses_of(residuals)
+    known_rows = measured.witnesses_of(residuals)
     growths = (step / 50 for step in range(50))
-    growth = next(each for each in growths if _held(known_rows, growth=each, inside=INSIDE)[1] >= INSIDE)
+    growth = next(each for each in growths if _held(known_rows, growth=each)[1] >= measured.INSIDE)
     pairs = [f"{json.dumps(name)}: {json.dumps(pair)}" for name, pair in residuals.items()]
     head, tail = ",\n".join(made), ",\n".join(pairs)
-    write_atomic(
-        CONSTANTS, f'{{"constants": [\n{head}\n],\n"growth": {growth},\n"residuals": {{\n{tail}\n}}}}\n'.encode()
-    )
-    for cached in (fitted, constants, witnesses):
+    text = f'{{"constants": [\n{head}\n],\n"growth": {growth},\n"residuals": {{\n{tail}\n}}}}\n'
+    write_atomic(CONSTANTS, text.encode())
+    for cached in (fitted, constants, measured.witnesses):
         cached.cache_clear()
 
 
-def _ranges(row: Witness, among: Sequence[Witness], **more: Any) -> tuple[Evidence, Evidence]:
+def _ranges(row: Witness, among: Sequence[Witness], **more: Any) -> tuple[measured.Evidence, ...]:
     """The range of a row from all others, and from those of other sources alone."""
     others = [each for each in among if each.id != row.id]
     apart = [each for each in others if each.source != row.source]
-    return evidence_for(row.traits, others, **more), evidence_for(row.traits, apart, **more)
+    return measured.evidence_for(row.traits, others, **more), measured.evidence_for(row.traits, apart, **more)
 
 
-def _held(rows: Sequence[Witness], *, inside: float, growth: float | None = None) -> tuple[float, float]:
+def _held(rows: Sequence[Witness], **more: Any) -> tuple[float, float]:
     """Shares of rows that are in their range: from all other rows, and from those of other sources alone."""
-    ranges = [_ranges(row, rows, growth=growth, inside=inside) for row in rows]
-    pairs = list(zip(rows, ranges, strict=True))
-    return (
-        fmean(own.low <= 1 / row.ratio <= own.high for row, (own, _) in pairs),
-        fmean(apart.low <= 1 / row.left_out <= apart.high for row, (_, apart) in pairs),
-    )
+    ranges = [(row, *_ranges(row, rows, **more)) for row in rows]
+    inside = fmean(own.low <= 1 / row.ratio <= own.high for row, own, _ in ranges)
+    return inside, fmean(apart.low <= 1 / row.left_out <= apart.high for row, _, apart in ranges)
 
 
 # The score, and the page.
@@ -184,12 +167,10 @@ def scores(results: Sequence[Result], key: Callable[[Result], Any]) -> list[list
     Each has the number of rows; median, 90th percentile and worst of the error; the share in the range and its width.
     Then median, 90th percentile and share in the range of predictions that know nothing of the source.
     """
-    groups = defaultdict[Any, list[Result]](list)
-    for row in results:
-        if row["ratio"]:
-            groups[key(row)].append(row)
     lines = []
-    for name, rows in sorted(groups.items(), key=lambda group: str(group[0])):
+    ordered = sorted((row for row in results if row["ratio"]), key=lambda row: str(key(row)))
+    for name, group in itertools.groupby(ordered, key):
+        rows = list(group)
         errors, apart = (sorted(abs(row[what] - 1) for row in rows) for what in ("ratio", "left_out"))
         ninth = math.ceil(0.9 * len(rows)) - 1
         inside = fmean(row["low"] <= 1 <= row["high"] for row in rows)
@@ -241,7 +222,6 @@ def goals(record: Mapping[str, Any]) -> list[tuple[str, float, float]]:
     ]
 
 
-PAGE = Path(__file__).with_suffix(".txt")
 HEADER = ["rows", "median", "90th percentile", "worst", "in range", "width", "apart: median", "90th", "in range"]
 FORMS = ("{}", "{}", "{:.1%}", "{:.1%}", "{:.1%}", "{:.0%}", "{:.2f}x", "{:.1%}", "{:.1%}", "{:.0%}")
 
@@ -259,11 +239,8 @@ def prices(setup: Setup, machine: Machine) -> Iterator[tuple[str, float, float]]
     if setup.activation_checkpointing:
         chosen = replace(setup, activation_checkpointing=False, selective=True)
         _, more = worst_peak(chosen, device=machine.kind, among=STEP)
-        yield (
-            "selective recomputation, as torchtitan's",
-            1 - likely_sec(chosen, machine) / step.seconds,
-            1 - more.total / peak.total,
-        )
+        saved = 1 - likely_sec(chosen, machine) / step.seconds
+        yield "selective recomputation, as torchtitan's", saved, 1 - more.total / peak.total
     if tensor > 1:  # Korthikanti et al. 2022, section 4.2: what tensor ranks hold whole is one stream a block, or more
         micro_batches = min(stages, setup.gradient_accumulation_steps)
         whole = setup.blocks(0) * micro_batches * stream_bytes(setup) * (1 if setup.activation_checkpointing else 4)
@@ -294,28 +271,23 @@ def exam_page(record: Record, *, source: str) -> str:
     ]
     reached = [[what, f"{most:.0%}", f"{has:.1%}", "yes" if has <= most else "no"] for what, most, has in goals(record)]
     called = [["ran", fits["ran"], fits["refused"]], ["ran out of memory", fits["failed"], fits["promised"]]]
-    saving = [
-        "what no strategy here does",
-        "rows that it is for",
-        "of the time, median",
-        "most",
-        "of the memory, median",
-    ]
-    return PAGE.read_text(encoding="utf-8").format(
+    saving = ["what no strategy here does", "rows that it is for", "of the time, median", "most"]
+    text = filled(
+        "exam",
+        record,
         made=made_from(record, source=source, name="exam"),
         count=len(record["rows"]),
         scores="\n\n".join(scored),
         goals=table(["", "goal, at most", "reached", "met"], reached),
-        score=record["score"],
         constants=table(["constant", "value", "before", "unit", "source", "score without"], made),
-        growth=record["growth"],
-        reach=REACH,
+        reach=measured.REACH,
         calibration=table(["stated", "inside", "inside, apart"], held),
-        prices=table(saving, priced),
+        prices=table([*saving, "of the memory, median"], priced),
         regrets=table(["group", "setups", "chosen", "slower than the best"], chosen),
         memory=table(["", "rows", "of these called wrong"], called),
         whole=fits["refused_whole"] - fits["refused"],
     )
+    return page_of(text)
 
 
 def summary_lines(record: Record) -> list[str]:
@@ -348,17 +320,15 @@ class Exam(Suite[ExamOptions, Result]):
     flags, page, summary = ExamOptions, staticmethod(exam_page), staticmethod(summary_lines)
 
     def plan(self) -> int:
-        return sum(row["class"] != "bert" for row in measured_rows())
+        return sum(row["class"] != "bert" for row in measured.measured_rows())
 
     def begin(self) -> None:
         if self.options.fit:
             fit_constants()
 
     def results(self) -> Iterator[Result]:
-        among = {each.id: each for each in witnesses()}
-        for raw in measured_rows():
-            if raw["class"] == "bert":
-                continue
+        among = {each.id: each for each in measured.witnesses()}
+        for raw in (row for row in measured.measured_rows() if row["class"] != "bert"):
             kept = ("id", "source", "class", "hardware", "ran", "micro_batch", "citation")
             result: Result = {name: raw[name] for name in kept}
             stage, sharded = raw.get("zero_stage"), (raw.get("sharding") or "").isupper()
@@ -367,15 +337,14 @@ class Exam(Suite[ExamOptions, Result]):
             result |= {"nodes": -(-raw["gpus"] // raw["gpus_per_node"]), "width": raw["n_embd"]}
             result |= {"group": raw.get("group"), "measured": raw.get("seconds_per_step"), "ratio": None, "error": None}
             try:
-                row = read_row(raw)
-                setup, machine = setup_of(row), machine_of(row)
+                row = measured.read_row(raw)
+                setup, machine = measured.setup_of(row), measured.machine_of(row)
             except UserError as error:
                 yield result | {"error": "; ".join(error.problems)}
                 continue
-            peak, fits = memory_of(setup, machine)
-            whole = memory_of(replace(setup, accumulation="whole"), machine)[1]
-            result["prices"] = list(prices(setup, machine)) if raw["ran"] else []
-            result |= {"peak_bytes": peak, "fits": fits, "fits_whole": whole}
+            peak, fits = measured.memory_of(setup, machine)
+            result |= {"prices": list(prices(setup, machine)) if raw["ran"] else [], "peak_bytes": peak, "fits": fits}
+            result["fits_whole"] = measured.memory_of(replace(setup, accumulation="whole"), machine)[1]
             if row.id in among:
                 own, apart = _ranges(among[row.id], list(among.values()))
                 ratio, left = likely_sec(setup, machine) / raw["seconds_per_step"], among[row.id].left_out
@@ -390,7 +359,7 @@ class Exam(Suite[ExamOptions, Result]):
         return f"{count} {result['id']}: predicted / measured {result['ratio']:.3f}{left}"
 
     def record(self, results: Sequence[Result]) -> Record:
-        asked, values, rows = asked_rows(), dict(constants()), witnesses()
+        asked, values, rows = asked_rows(), dict(constants()), measured.witnesses()
         made = [
             asdict(each) | {"without": score(predicted(values | {each.name: each.neutral}, asked))}
             for each in fitted().constants
