@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
-from dsgpt.common.command_line import choice, flag
+from dsgpt.common.command_line import choice, flag, value
 from dsgpt.common.errors import EXIT_DONE, UserError
 from dsgpt.common.files import write_atomic, write_json_atomic
 from dsgpt.common.json_files import JsonError, clipped_text, read_object
@@ -488,6 +488,15 @@ def read_peers(words: Sequence[str], *, form: str = f"NAME=FOLDER; names are {NA
             raise UserError(f"--peer {word}: {folder} has no model.py: name a checkout of {NANOGPT}")
         checkouts[name] = Path(folder).resolve()
     return checkouts
+
+
+def counts(must_be: str) -> Callable[[str], tuple[int, ...]]:
+    """A reader of whole numbers of at least 1 with commas between them, each once."""
+    return value(
+        lambda text: tuple(dict.fromkeys(map(int, text.split(",")))),
+        accepts=lambda each: min(each) > 0,
+        must_be=must_be,
+    )
 
 
 def device_flag(text: str) -> Any:

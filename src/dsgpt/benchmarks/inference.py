@@ -6,7 +6,6 @@ The trace says when requests arrive, how long their prompts are, and how many to
 
 import itertools
 import json
-import math
 import os
 import random
 import sys
@@ -15,12 +14,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from dsgpt.benchmarks import frame
 from dsgpt.benchmarks.inference_worker import CONTINUOUS, ENGINES, ONE, STATIC, VLLM, Answer, Arrival
 from dsgpt.benchmarks.launch import LineWorker, WorkerEnded
-from dsgpt.common.command_line import COUNT, POSITIVE, choices, flag, switch, value
+from dsgpt.common.command_line import COUNT, POSITIVE, choices, flag, switch
 from dsgpt.common.errors import Problems, UserError
 from dsgpt.common.files import sha256_of, write_json_atomic
 from dsgpt.common.json_files import JsonError, parse_as, read_as, read_object
@@ -106,15 +106,14 @@ def load_of(turns: Sequence[Turn]) -> Load:
     latency = [answer.token_times[-1] - request.arrival for request, answer in pairs]
     rates = [len(answer.ids) / seconds for (_, answer), seconds in zip(pairs, latency, strict=True)]
     several = [answer.token_times for _, answer in pairs if len(answer.token_times) > 1]
+    per_token = [(times[-1] - times[0]) / (len(times) - 1) for times in several]
     slowest = percentiles([-rate for rate in rates])  # of a speed, what so many reach at least
     return Load(
         requests=len(pairs),
         offered_tokens_per_sec=turns[0].offered_tokens_per_sec,
         tokens_per_sec=Spread(**frame.span([turn.tokens_per_sec for turn in turns])),
         ttft_sec=percentiles([answer.token_times[0] - request.arrival for request, answer in pairs]),
-        time_per_token_sec=percentiles([(times[-1] - times[0]) / (len(times) - 1) for times in several])
-        if several
-        else None,
+        time_per_token_sec=percentiles(per_token) if per_token else None,
         latency_sec=percentiles(latency),
         queue_sec=percentiles([max(0.0, answer.started - request.arrival) for request, answer in pairs]),
         request_tokens_per_sec=Percentiles(p50=-slowest.p50, p95=-slowest.p95, p99=-slowest.p99),
@@ -205,27 +204,24 @@ def inference_page(record: frame.Record, *, source: str) -> str:
     same, other = [], []
     for engine in result.engines:
         answers = f"{engine.same_ids:,} of {engine.answers:,} answers have the ids that `one` gives alone"
-        same.append(f"* {engine.name}: {answers}")
+        same.append(f"{engine.name}: {answers}")
         for one in engine.differences:
             ids = ["none" if token < 0 else token for token in (one.ours, one.theirs)]
             other.append([engine.name, one.request, one.position, *ids, f"{one.margin:.2g}", one.answers])
         version = engine.version or ("this commit" if engine.load_sec else "unknown")
         seconds = "failed" if engine.load_sec is None else f"{engine.load_sec:.1f}"
         loaded.append([engine.name, TITLES.get(engine.name, engine.name), version, seconds])
-    same += [f"* {engine.name} failed: {engine.failure}" for engine in result.engines if engine.failure]
+    same += [f"{engine.name} failed: {engine.failure}" for engine in result.engines if engine.failure]
     of_differences = ["engine", "request", "new token", "our id", "its id", "our lead", "answers"]
     of_engines = [f"{engine.name}: tokens/s; p50 latency" for engine in result.engines]
     return frame.page_of(
         head,
-        "## Throughput and latency",
-        table(["at once", "offered, tokens/s", *of_engines], overview),
+        frame.section("Throughput and latency", ["at once", "offered, tokens/s", *of_engines], overview),
         "## At each concurrency",
         *details,
-        "## Engines",
-        table(["engine", "what it is", "version", "seconds to load"], loaded),
+        frame.section("Engines", ["engine", "what it is", "version", "seconds to load"], loaded),
         frame.filled("inference-engines", {}),
-        "## Same ids",
-        "\n".join(same),
+        frame.listed("Same ids", same),
         *([frame.filled("inference-ids", {}), table(of_differences, other)] if other else []),
     )
 
@@ -277,6 +273,7 @@ CONCURRENCY, REPEATS = (1, 2, 4, 8, 16), 3
 DEFAULT_ENGINES = (ONE, STATIC, CONTINUOUS)
 VLLM_ENVIRONMENT = Path(".venv-vllm")
 WARM_UP_REQUESTS = 8
+WORKER = "dsgpt.benchmarks.inference_worker"
 PACKAGES = Path(__file__).resolve().parents[2]
 """The folder that ``dsgpt`` is in: vLLM's environment does not have it installed."""
 
@@ -288,11 +285,7 @@ class InferenceOptions(frame.SuiteOptions):
     checkpoint: Path = flag(Path, "DIR", default=frame.TRAINED)
     """run folder, checkpoint or portable folder (default: %(default)s)"""
     concurrency: tuple[int, ...] = flag(
-        value(
-            lambda text: tuple(dict.fromkeys(map(int, text.split(",")))),
-            accepts=lambda slots: min(slots) >= 1,
-            must_be="a whole number of at least 1, or several with commas between them",
-        ),
+        frame.counts("a whole number of at least 1, or several with commas between them"),
         "LIST",
         f"requests that an engine works on at once, at most (default: {','.join(map(str, CONCURRENCY))})",
         default=CONCURRENCY,
@@ -361,11 +354,11 @@ class Inference(frame.Suite[InferenceOptions, Turn]):
         problems.raise_if_any()
         positions, at = self._model.block_size, f"--trace {options.trace}:"
         for number, one in enumerate(self._trace.requests):
-            given = f"{at} request {number} has {one.prompt_tokens} and {one.new_tokens} tokens"
-            if one.gap < 0 or not math.isfinite(one.gap) or one.prompt_tokens < 1 or one.new_tokens < 1:
+            if one.gap < 0 or one.prompt_tokens < 1 or one.new_tokens < 1:
                 needs = "needs a gap of at least 0, and at least 1 prompt and 1 new token"
                 problems.add(f"{at} request {number} {needs}")
             elif one.prompt_tokens + one.new_tokens > positions:
+                given = f"{at} request {number} has {one.prompt_tokens} and {one.new_tokens} tokens"
                 problems.add(f"{given}, and the model reads at most {positions}: give a trace of shorter requests")
         if not self._trace.requests:
             problems.add(f"{at} has no requests")
@@ -377,8 +370,7 @@ class Inference(frame.Suite[InferenceOptions, Turn]):
     def begin(self) -> None:
         from dsgpt.inference.model_files import export  # noqa: PLC0415 - torch takes seconds
 
-        options = self.options
-        exported = self.folder / "exported"
+        options, exported = self.options, self.folder / "exported"
         export(options.checkpoint, exported, form="hf", dtype="fp32", which="latest", console=Console(speaks=False))
         self._job: dict[str, Any] = {
             "checkpoint": str(options.checkpoint.resolve()),
@@ -396,36 +388,25 @@ class Inference(frame.Suite[InferenceOptions, Turn]):
         Raises:
             UserError: ``one`` failed, which all are compared with.
         """
-        slots, shown = max(self.options.concurrency), set[str]()
-        variables = {"PYTHONPATH": str(PACKAGES), "HF_HUB_OFFLINE": "1"}
+        threads, variables = self._job["threads"], {"PYTHONPATH": str(PACKAGES), "HF_HUB_OFFLINE": "1"}
+        self._workers: dict[str, LineWorker] = {}
         with ExitStack() as resources:
-            self._workers = {
-                kind: resources.enter_context(
-                    LineWorker(
-                        "dsgpt.benchmarks.inference_worker",
-                        {**self._job, "kind": kind},
-                        self.folder / kind,
-                        threads=self._job["threads"],
-                        variables=variables,
-                        python=self._vllm_python if kind == VLLM else Path(sys.executable),
-                    )
-                )
-                for kind in dict.fromkeys((ONE, *self._kinds))
-            }
+            for kind in dict.fromkeys((ONE, *self._kinds)):
+                job, folder = self._job | {"kind": kind}, self.folder / kind
+                python = self._vllm_python if kind == VLLM else Path(sys.executable)
+                worker = LineWorker(WORKER, job, folder, threads=threads, variables=variables, python=python)
+                self._workers[kind] = resources.enter_context(worker)
             self._facts = {kind: self._ask(kind) or {} for kind in self._workers}
             self.answer_alone()
             self._gaps = {each: self._alone_sec / (UTILISATION * each) for each in self.options.concurrency}
             for kind in self._workers:
-                self.turn(kind, self._arrivals(0.0)[:WARM_UP_REQUESTS], concurrency=slots)
+                self.turn(kind, self._arrivals(0.0)[:WARM_UP_REQUESTS], concurrency=self._job["slots"])
             turns: list[Turn] = []
             for repeat, concurrency, kind in self._turns:
                 requests = self._arrivals(self._gaps[concurrency])
                 if turn := self.turn(kind, requests, concurrency=concurrency, repeat=repeat):
                     turns.append(turn)
                     yield turn
-                for name in self._failed.keys() - shown:
-                    self.console.say(f"{name}: failed: {self._failed[name]}; the others go on")
-                    shown.add(name)
             self._measured = [self._engine(name, turns) for name in self._kinds]  # processes explain differences
 
     def _arrivals(self, gap: float) -> list[Arrival]:
@@ -443,6 +424,7 @@ class Inference(frame.Suite[InferenceOptions, Turn]):
             if kind == ONE:
                 raise UserError(f"the engine {kind} failed: {error}") from error
             self._failed[kind] = str(error)
+            self.console.say(f"{kind}: failed: {error}; the others go on")
             return None
 
     def answer_alone(self) -> None:
@@ -452,8 +434,7 @@ class Inference(frame.Suite[InferenceOptions, Turn]):
         served = self.turn(ONE, requests, concurrency=1)
         assert served is not None  # its failure is an error
         self._alone_ids = {answer.number: answer.ids for answer in served.answers}
-        seconds = sum(answer.token_times[-1] - answer.started for answer in served.answers)
-        self._alone_sec = seconds / len(requests)
+        self._alone_sec = fmean(answer.token_times[-1] - answer.started for answer in served.answers)
 
     def turn(self, kind: str, requests: Sequence[Arrival], *, concurrency: int, repeat: int = 0) -> Turn | None:
         """Let the engine ``kind`` answer ``requests``; None if it fails, or failed before."""
@@ -461,10 +442,8 @@ class Inference(frame.Suite[InferenceOptions, Turn]):
         if (served := self._ask(kind, question)) is None:
             return None
         by_number = {one["number"]: Answer(**one) for one in served["answers"]}
-        answers, peak = [by_number[request.number] for request in requests], served["peak_bytes"]
-        return Turn(
-            engine=kind, concurrency=concurrency, repeat=repeat, requests=requests, answers=answers, peak_bytes=peak
-        )
+        measured = {"answers": [by_number[one.number] for one in requests], "peak_bytes": served["peak_bytes"]}
+        return Turn(engine=kind, concurrency=concurrency, repeat=repeat, requests=requests, **measured)
 
     def _engine(self, name: str, turns: Sequence[Turn]) -> Engine:
         own, alone = [turn for turn in turns if turn.engine == name], self._alone_ids
@@ -476,8 +455,7 @@ class Inference(frame.Suite[InferenceOptions, Turn]):
         by_slots = {slots: [turn for turn in own if turn.concurrency == slots] for slots in self.options.concurrency}
         return Engine(
             name=name,
-            version=self._facts.get(name, {}).get("version"),
-            load_sec=self._facts.get(name, {}).get("load_sec"),
+            **{"version": None, "load_sec": None} | self._facts[name],
             same_ids=sum(answer.ids == alone[answer.number] for answer in answers),
             answers=len(answers),
             differences=differences(answers, alone, dict(zip(other, leads, strict=True))),

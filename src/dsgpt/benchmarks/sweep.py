@@ -23,7 +23,7 @@ from dsgpt.benchmarks import frame, sweep_cells
 from dsgpt.benchmarks.cells import Corpus, prepare_demo
 from dsgpt.benchmarks.launch import own_group, training_words
 from dsgpt.benchmarks.sweep_page import summary_lines, sweep_page
-from dsgpt.common.command_line import COUNT, NUMBER, POSITIVE, Unfit, choice, flag, switch, value, whole
+from dsgpt.common.command_line import COUNT, NUMBER, POSITIVE, Unfit, choice, flag, switch, whole
 from dsgpt.common.errors import EXIT_USER_ERROR, UserError, did_you_mean, is_number
 from dsgpt.common.files import sha256_of, write_json_atomic
 from dsgpt.common.json_files import JsonError, clipped_text, read_as, read_object
@@ -37,9 +37,7 @@ from dsgpt.record.suites import SCHEMA_VERSION, SWEEP_FILE, Compared, Spread, St
 
 LONGEST_LINE = 300
 _TAIL_BYTES = 1 << 20
-_OUT_OF_MEMORY = re.compile(
-    r"out of memory|OutOfMemoryError|\bMemoryError\b|can't allocate memory|annot allocate memory"
-)
+_OUT_OF_MEMORY = re.compile(r"out of memory|OutOfMemoryError|\bMemoryError\b|(?:can't|annot) allocate memory")
 _EXIT_CODE = re.compile(r"^\s*exitcode\s*:\s*(-?\d+)", flags=re.MULTILINE)
 """Matches the exit code in the report of ``torchrun``, which itself ends with 1 after every failure."""
 _ERROR = re.compile(r"^(?:\[\w+\]:)?error: (.*)$")
@@ -136,15 +134,12 @@ def ordered_turns(cells: Sequence[sweep_cells.Cell], *, repeats: int, seed: int)
 
     Load that comes and goes then meets all cells, and more repeats continue the same order.
     """
-    turns: list[PlannedTurn] = []
+    drawn: list[tuple[int, sweep_cells.Cell]] = []
     for repeat in range(1, repeats + 1):
         shuffled = list(cells)
         random.Random(f"{seed}, repeat {repeat}").shuffle(shuffled)
-        turns += [
-            PlannedTurn(cell=cell, repeat=repeat, place=place)
-            for place, cell in enumerate(shuffled, start=len(turns) + 1)
-        ]
-    return turns
+        drawn += [(repeat, cell) for cell in shuffled]
+    return [PlannedTurn(cell=cell, repeat=repeat, place=place) for place, (repeat, cell) in enumerate(drawn, start=1)]
 
 
 def turn_of(planned: PlannedTurn, ending: Ending, folder: Path) -> Turn:
@@ -268,11 +263,7 @@ class SweepOptions(frame.SuiteOptions):
     output: Path = flag(Path, "RECORD", f"the record to write (default: {default_output('SUITE')})")
     suite: str = flag(_suite, "SUITE", f"{', '.join(sweep_cells.SUITES)}, or a description, a .json file")
     devices: tuple[int, ...] | None = flag(
-        value(
-            lambda text: tuple(int(word) if word.isdecimal() else 0 for word in text.split(",")),
-            accepts=all,
-            must_be="whole numbers of at least 1 with commas between them",
-        ),
+        frame.counts("whole numbers of at least 1 with commas between them"),
         "N,N",
         f"numbers of devices (default: {','.join(map(str, DEVICES))}; all of a description)",
     )
@@ -352,9 +343,9 @@ class SweepSuite(frame.Suite[SweepOptions, Turn]):
         self._require(fingerprint)
         if any(sweep_cells.value_of(cell.flags, TRAIN_DATA) is None for cell in self._plan.cells):
             self._corpus = prepare_demo(self.repository, self.folder / "data")
-        works, run_dir = {}, self.folder / "planned"
+        works = {}
         for cell in self._plan.cells:
-            flags = self._flags(cell, run_dir)
+            flags = self._flags(cell, self.folder / "planned")
             works[cell.name] = sweep_cells.planned_work(cell, flags, repository=self.repository)
         sweep_cells.require_equal_work(self._plan, works)
         fingerprint["data"] = {
@@ -372,14 +363,14 @@ class SweepSuite(frame.Suite[SweepOptions, Turn]):
         options = self.options
         head = frame.record_head(SCHEMA_VERSION, device=options.device)
         sources = "".join(sha256_of(file) for file in sorted(PACKAGE.rglob("*.py")))
-        named = {sweep_cells.value_of(cell.flags, RECIPE) for cell in self._plan.cells} - {None}
-        recipes = {str(name): self.repository / str(name) for name in named}
+        named = {sweep_cells.value_of(cell.flags, RECIPE) or "" for cell in self._plan.cells}
+        recipes = {name: self.repository / name for name in named}
         fingerprint = {
             "suite": asdict(self._plan),
             "settings": [options.model_size, options.steps, options.seq_length, options.device, options.profile_comm],
             "seed": options.seed,
             "limit": options.limit,
-            "recipes": {name: sha256_of(file) if file.is_file() else "" for name, file in sorted(recipes.items())},
+            "recipes": {name: sha256_of(file) if file.is_file() else "" for name, file in recipes.items()},
             "sources": hashlib.sha256(sources.encode()).hexdigest(),
             "software": head["env"],
             "machine": head["hardware"],
@@ -437,15 +428,14 @@ class SweepSuite(frame.Suite[SweepOptions, Turn]):
     def _train(self, planned: PlannedTurn) -> Turn:
         """Train, and keep the result."""
         folder, cell = self._folder(planned), planned.cell
-        run_dir = folder / RUN
         shutil.rmtree(folder, ignore_errors=True)  # what an interrupted turn left
         folder.mkdir(parents=True)
         script = str(self.repository / "src" / "gpt2.py")
-        command = [*launcher_command(cell.launcher, cell.devices), script, *self._flags(cell, run_dir)]
+        command = [*launcher_command(cell.launcher, cell.devices), script, *self._flags(cell, folder / RUN)]
         limit, device = self.options.limit, self.options.device
         ending = train(command, log=folder / "log.txt", limit_sec=limit, cwd=self.repository, device=device)
-        turn = turn_of(planned, ending, run_dir)
-        for checkpoint in run_dir.glob("step-*"):
+        turn = turn_of(planned, ending, folder / RUN)
+        for checkpoint in folder.glob(f"{RUN}/step-*"):
             shutil.rmtree(checkpoint)  # twelve bytes per parameter, which nothing here reads
         write_json_atomic(folder / RESULT_FILE, asdict(turn))
         return turn
@@ -475,13 +465,9 @@ class SweepSuite(frame.Suite[SweepOptions, Turn]):
     def record(self, results: Sequence[Turn]) -> frame.Record:
         """The sweep as ``record.sweeps`` reads it."""
         options = self.options
-        cells = {
-            cell.name: cell_of(cell, [turn for turn in results if turn.cell == cell.name], price=options.price)
-            for cell in self._plan.cells
-        }
-        losses = {
-            (planned.cell.name, planned.repeat): self._training_curve(planned).at_steps() for planned in self._turns
-        }
+        turns = {cell: [turn for turn in results if turn.cell == cell.name] for cell in self._plan.cells}
+        cells = {cell.name: cell_of(cell, own, price=options.price) for cell, own in turns.items()}
+        losses = {(each.cell.name, each.repeat): self._training_curve(each).at_steps() for each in self._turns}
         comparisons = []
         for plan in self._plan.comparisons:
             beside = [compared(plan, cells[plan.baseline], cells[name], losses=losses) for name in plan.cells]

@@ -9,15 +9,15 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from dsgpt.common.errors import Problems, UserError, did_you_mean
-from dsgpt.common.files import sha256_of
 from dsgpt.common.json_files import JsonError, Positive, clipped, read_as
+from dsgpt.common.text import counted
 from dsgpt.config.options import parse_arguments
-from dsgpt.data.token_file import TokenFile
 from dsgpt.machine.launcher import LAUNCHERS
 from dsgpt.machine.topology import Topology
 from dsgpt.record.equal_work import Verdict, judge
+from dsgpt.record.schema import Fields
 from dsgpt.record.suites import Kind, Turn, worked
-from dsgpt.record.work import Worked
+from dsgpt.record.work import Worked, read_work
 
 # What a sweep trains and compares: cells, comparisons, and what may differ in them.
 
@@ -84,18 +84,14 @@ class SweepPlan:
 
 
 def value_of(flags: Sequence[str], flag: str) -> str | None:
-    """The word behind ``flag``, or behind ``flag=``; None if it is not given."""
-    for word, following in itertools.zip_longest(flags, flags[1:]):
-        if word == flag:
-            return following
-        if word.startswith(f"{flag}="):
-            return word.partition("=")[2]
-    return None
+    """The word behind the last ``flag``, or behind ``flag=``; None if it is not given."""
+    words = [part for word in flags for part in word.split("=", maxsplit=1)]
+    return dict(itertools.pairwise(words)).get(flag)
 
 
 def on_devices(what: str, devices: int) -> str:
     """``zero1 on 1 device``, ``zero1 on 2 devices``."""
-    return f"{what} on {devices} device{'s' * (devices != 1)}"
+    return f"{what} on {counted(devices, 'device')}"
 
 
 # The suites that are built in.
@@ -217,9 +213,7 @@ def planned_work(cell: Cell, flags: Sequence[str], *, repository: Path) -> Facts
         repository: from which relative paths are.
     """
     from dsgpt.config.run_config import resolve  # noqa: PLC0415 - torch takes seconds
-    from dsgpt.record.schema import Fields  # noqa: PLC0415
-    from dsgpt.record.work import read_work  # noqa: PLC0415
-    from dsgpt.training.run_description import describe_run  # noqa: PLC0415
+    from dsgpt.training.run_description import data_hashes, describe_run  # noqa: PLC0415
 
     options, problems = parse_arguments(flags)
     files = ("train_data_path", "val_data_path", "deepspeed_config", "checkpoint_path")
@@ -229,17 +223,9 @@ def planned_work(cell: Cell, flags: Sequence[str], *, repository: Path) -> Facts
     topology = Topology(rank=0, local_rank=0, world_size=size, local_world_size=size, launcher=cell.launcher)
     try:
         config = resolve(options, topology=topology, problems=problems)
+        hashes = data_hashes(config) | {"initial weights": config.init_from.sha256 if config.init_from else None}
     except UserError:
         return None
-
-    def hash_of(file: TokenFile) -> str:
-        return file.sidecar.sha256 or sha256_of(file.path)
-
-    hashes = {
-        "train": config.train.sha256(hash_of, mixed=True),
-        "val": config.val.sha256(hash_of, mixed=False),
-        "initial weights": config.init_from.sha256 if config.init_from else None,
-    }
     record = describe_run(config, hashes=hashes, resumed_from=None, changes=(), run_id=None)
     steps = config.total_steps
     return read_work(Fields(record, notes=[]), steps=steps, tokens=steps * config.tokens_per_step)
