@@ -197,7 +197,7 @@ def test_nanogpt_learns_at_the_rates_of_its_schedule(corpus, checkout, monkeypat
     rates = [nanogpt_rate(step, steps=500) for step in (0, 100, 300, 500)]
     assert rates == pytest.approx([1e-3 / 101, 1e-3, 1e-4 + 0.5 * 9e-4, 1e-4])
     monkeypatch.setattr(contenders, "NANOGPT_DEFAULTS", speed.NANOGPT_DEFAULTS | {"lr": 0.1, "warm_up_steps": 0})
-    shape = speed.published("demo", length=128, vocab_size=300)
+    shape = speed.Shape.published("demo", length=128, vocab_size=300)
     work = speed.StepSetup(shape=shape, batch=12, precision="fp32", threads=1)
     files = {"tokens": corpus.train, "val": corpus.val, "peer": checkout}
     seconds, losses = zip(*train_nanogpt(work, steps=6, validate_every=2, windows=3, **files), strict=True)

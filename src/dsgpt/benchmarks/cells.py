@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from dsgpt.benchmarks.launch import Assignment, Launch, RankEnd, read_ranks, run_job, training_words
 from dsgpt.common.errors import UserError
@@ -20,7 +20,7 @@ from dsgpt.common.text import counted
 from dsgpt.config.recipe import merged
 from dsgpt.data.token_file import TokenFileWriter, open_token_file
 from dsgpt.machine.launcher import LAUNCHERS
-from dsgpt.model.config import GPT2Config
+from dsgpt.model.config import PRESETS, GPT2Config
 
 ACCUMULATED, EVERY = "accumulated", "every micro batch"
 """Gradients that a strategy rounds to the low precision between ranks: the sums of all micro batches once per step, or
@@ -244,6 +244,12 @@ class Shape:
     n_head: int
     n_embd: int
     vocab_size: int
+
+    @classmethod
+    def published(cls, name: str, **more: Any) -> Self:
+        """That of a preset of ``src/gpt2.py``, with other fields if given."""
+        sizes = {size: getattr(PRESETS[name], size) for size in (*DIMENSIONS, "vocab_size")}
+        return cls(name=name, **sizes | more)
 
     def config(self, positions: int) -> GPT2Config:
         """The model with that many positions."""

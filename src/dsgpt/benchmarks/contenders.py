@@ -31,10 +31,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from dsgpt.benchmarks import decoding
-from dsgpt.benchmarks.cells import Corpus, file_values
-from dsgpt.benchmarks.frame import NANOGPT, contest, ratios, span
-from dsgpt.benchmarks.launch import joined_run, shape_values, training_words
+from dsgpt.benchmarks import cells, decoding, frame, launch
 from dsgpt.benchmarks.speed import DDP, ENGINE, HUGGING_FACE, NANOGPT_DEFAULTS, OURS, PEERS, Shape, StepSetup
 from dsgpt.common.errors import UserError
 from dsgpt.common.files import write_json_atomic
@@ -76,8 +73,8 @@ def own_trainer(kind: str, work: StepSetup, *, tokens: Path, folder: Path) -> It
     write_json_atomic(recipe, {**TRAINING, "zero_optimization": {"stage": 1}} if kind == ENGINE else TRAINING)
     values: dict[str, Any] = {
         "run_type": {OURS: "baseline", ENGINE: "optimized", DDP: "ddp"}[kind],
-        **file_values(Corpus(train=tokens, val=tokens), recipe=recipe, run_dir=folder / "run"),
-        **shape_values(work.model),
+        **cells.file_values(cells.Corpus(train=tokens, val=tokens), recipe=recipe, run_dir=folder / "run"),
+        **launch.shape_values(work.model),
         "seq_length": work.shape.length,
         "global_batch_size": work.batch * read_topology().world_size,
         "micro_batch_size_per_gpu": work.batch,
@@ -88,7 +85,7 @@ def own_trainer(kind: str, work: StepSetup, *, tokens: Path, folder: Path) -> It
         **({"compile": True} if work.compile else {}),
     }
     with (
-        joined_run(training_words(values)) as (config, device),
+        launch.joined_run(launch.training_words(values)) as (config, device),
         contextlib.closing(build_strategy(config, device)) as strategy,
         contextlib.closing(training_batches(config, first_step=0)) as batches,
     ):
@@ -124,9 +121,7 @@ class PeerLoop:
         torch.set_num_threads(work.threads or torch.get_num_threads())
         self._batches, self._device, self._length = _random_windows(work, tokens), work.device, work.shape.length
         self._precision, self._kind = DTYPES[work.precision], kind
-        self._model: Any
-        self._optimizer: Any
-        if kind == NANOGPT:
+        if kind == frame.NANOGPT:
             assert peer is not None
             self._model = nanogpt_model(work.model, peer).to(work.device)
             with contextlib.redirect_stdout(None):
@@ -142,7 +137,7 @@ class PeerLoop:
         self._model.train()
 
     def _loss(self, inputs: Tensor, targets: Tensor) -> Any:
-        if self._kind == NANOGPT:
+        if self._kind == frame.NANOGPT:
             return self._forward(inputs, targets)[1]
         return self._forward(input_ids=inputs, labels=targets, shift_labels=targets).loss
 
@@ -201,7 +196,7 @@ def nanogpt_model(config: GPT2Config, checkout: Path) -> Any:
     shape |= {"block_size": config.block_size, "vocab_size": config.padded_vocab_size}
     with contextlib.redirect_stdout(None):
         model = module.GPT(module.GPTConfig(**shape, dropout=0.0, bias=True))
-    check_size(NANOGPT, model, config.padded_parameter_count())
+    check_size(frame.NANOGPT, model, config.padded_parameter_count())
     return model
 
 
@@ -278,7 +273,7 @@ def train_nanogpt(
     """Train nanoGPT with its own settings; returns training seconds so far and validation loss at each validation."""
     torch.manual_seed(1337)
     betas, weight_decay = (0.9, NANOGPT_DEFAULTS["beta2"]), NANOGPT_DEFAULTS["weight_decay"]
-    loop = PeerLoop(NANOGPT, work, tokens=tokens, peer=peer, betas=betas, weight_decay=weight_decay)
+    loop = PeerLoop(frame.NANOGPT, work, tokens=tokens, peer=peer, betas=betas, weight_decay=weight_decay)
     curve, seconds = [], 0.0
     for step in range(steps):
         started = time.perf_counter()
@@ -380,7 +375,7 @@ def open_generator(kind: str, row: decoding.DecodingRow, model: GPT2, *, checkou
             return Continued(ids, times[-1] - started, token_sec / (len(times) - 1))
 
         return own
-    if kind == NANOGPT:
+    if kind == frame.NANOGPT:
         assert checkout is not None
         peer = nanogpt_model(model.config, checkout)
         options: dict[str, Any] = {"top_k": 1}
@@ -395,7 +390,7 @@ def open_generator(kind: str, row: decoding.DecodingRow, model: GPT2, *, checkou
     @torch.inference_mode()
     def generate(prompts: Tensor) -> Continued:
         started = time.perf_counter()
-        mask = {} if kind == NANOGPT else {"attention_mask": torch.ones_like(prompts)}
+        mask = {} if kind == frame.NANOGPT else {"attention_mask": torch.ones_like(prompts)}
         ids = peer.generate(prompts, max_new_tokens=row.new_tokens, **options, **mask)
         new = ids[:, prompts.shape[1] :].tolist()  # waits for the device
         return Continued(new, time.perf_counter() - started, None)
@@ -416,7 +411,7 @@ def measure_decoding(
     """
     model, prompts = draw_model(row, device), draw_prompts(row, device)
     nanogpt = checkout is not None and row.batch_size == 1  # it reads all tokens again for each new
-    kinds = [decoding.OURS, decoding.HUGGING_FACE, *([NANOGPT] if nanogpt else [])]
+    kinds = [decoding.OURS, decoding.HUGGING_FACE, *([frame.NANOGPT] if nanogpt else [])]
     generators = {kind: open_generator(kind, row, model, checkout=checkout) for kind in kinds}
     size = bytes_read(model, quantize=row.quantize)
     # The product of a matrix of as many bytes and a vector is the fastest way here to read memory once. The matrix is
@@ -427,7 +422,7 @@ def measure_decoding(
         generate(prompts)
     calls: dict[str, Callable[[], Any]] = {kind: partial(generate, prompts) for kind, generate in generators.items()}
     calls["floor"] = lambda: min(_timed(read, device.type) for _ in range(READS))
-    turns = contest(calls, rounds=rounds)
+    turns = frame.contest(calls, rounds=rounds)
     seconds = {kind: [each.seconds for each in turns[kind]] for kind in kinds}
     token_sec = [each.token_sec for each in turns[decoding.OURS]]
     return {
@@ -435,11 +430,11 @@ def measure_decoding(
         "title": row.title,
         "work": asdict(row),
         "bytes_per_token": size,
-        "seconds": {kind: span(values) for kind, values in seconds.items()},
-        "token_sec": span(token_sec),
-        "floor_sec": span(turns["floor"]),
-        "ratios": {kind: ratios(seconds[kind], seconds[decoding.OURS]) for kind in kinds[1:]},
-        "share": ratios(turns["floor"], token_sec),
+        "seconds": {kind: frame.span(values) for kind, values in seconds.items()},
+        "token_sec": frame.span(token_sec),
+        "floor_sec": frame.span(turns["floor"]),
+        "ratios": {kind: frame.ratios(seconds[kind], seconds[decoding.OURS]) for kind in kinds[1:]},
+        "share": frame.ratios(turns["floor"], token_sec),
         "same_ids": turns[decoding.OURS][0].ids == turns[decoding.HUGGING_FACE][0].ids,
         "ratio_goal": decoding.RATIO_GOAL if row.quantize == "none" else None,  # weights in 8 bits are for memory
         "share_goal": decoding.SHARE_GOAL if row.quantize == "none" else None,
@@ -453,11 +448,9 @@ def bytes_read(model: GPT2, *, quantize: str = "none") -> int:
     """
     head = model.wte.weight[: model.config.vocab_size]
     read = [head, *(weight for name, weight in model.named_parameters() if not name.startswith(("wte", "wpe")))]
-    if quantize == "none":
-        return sum(weight.nbytes for weight in read)
-    return sum(
-        weight.numel() + len(weight) * weight.element_size() if weight.dim() == 2 else weight.nbytes for weight in read
-    )
+    rounded = [weight for weight in read if weight.dim() == 2 and quantize != "none"]
+    saved = sum(weight.nbytes - weight.numel() - len(weight) * weight.itemsize for weight in rounded)
+    return sum(weight.nbytes for weight in read) - saved
 
 
 if __name__ == "__main__":

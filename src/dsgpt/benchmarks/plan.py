@@ -17,10 +17,9 @@ from dsgpt.common.files import write_json_atomic
 from dsgpt.common.text import counted, megabytes
 from dsgpt.config.recipe import merged, sound_recipe
 from dsgpt.machine.launcher import LAUNCHERS
-from dsgpt.model.config import PRESETS
 from dsgpt.planner.formulas import STEP, model_state, peak_memory, sent_bytes
 from dsgpt.planner.rates import Calibration, calibrated_machine, read_calibration
-from dsgpt.planner.setup import Setup, model_parameters, total
+from dsgpt.planner.setup import Setup
 from dsgpt.planner.step_time import Factors, MeasuredStep, StepTime, fit, predict_step
 
 # The cells of the suite: one strategy on one model each, as the product trains it and as the planner predicts it.
@@ -33,10 +32,7 @@ of which the whole model is one bucket."""
 TINY = Shape(name="tiny", n_layer=8, n_head=6, n_embd=192, vocab_size=50_257)
 WIDE = Shape(name="6 x 512", n_layer=6, n_head=8, n_embd=512, vocab_size=8192)
 SHORT = Shape(name="2 x 128", n_layer=2, n_head=2, n_embd=128, vocab_size=8192)
-SMALL, MEDIUM = (
-    Shape(name=name, **{size: getattr(PRESETS[name], size) for size in (*shared.DIMENSIONS, "vocab_size")})
-    for name in ("small", "medium")
-)
+SMALL, MEDIUM = map(Shape.published, ("small", "medium"))
 VOCABULARIES = (8192, 50_257)
 
 
@@ -253,13 +249,11 @@ def plan_page(record: frame.Record, *, source: str) -> str:
         if estimate is not None:
             off = f"{estimate / worst['measured'] - 1:+.0%}"
             estimates.append([result["title"], megabytes(estimate), off, _off(worst)])
-        most = "**not known**" if sent["measured"] is None else f"**{megabytes(max(sent['measured']))}**"
         if result["ranks"] > 1:
-            same = "the same" if _exact(sent) else most
-            traffic.append([result["title"], megabytes(max(sent["predicted"])), same])
+            other = "**not known**" if sent["measured"] is None else f"**{megabytes(max(sent['measured']))}**"
+            traffic.append([result["title"], megabytes(max(sent["predicted"])), "the same" if _exact(sent) else other])
     of_estimates = ["cell", "DeepSpeed's estimate, MB", "off the measured peak", "this planner"]
     of_traffic, left_out = ["cell", "predicted, MB of a rank", "measured"], {"least": LEFT_OUT_BYTES}
-    troubles = [f"* {why}" for result in record["cells"] for why in failed(result)]
     return frame.page_of(
         "# What the planner predicts, and what is measured",
         _verdict(measured),
@@ -271,14 +265,13 @@ def plan_page(record: frame.Record, *, source: str) -> str:
         frame.section("Bytes sent in a step", of_traffic, traffic, text=frame.filled("plan-traffic", left_out)),
         _times(measured, record["factors"]),
         _choices(measured),
-        "\n".join(["## Cells that failed\n", *troubles]) if troubles else "",
+        frame.listed("Cells that failed", [why for result in record["cells"] for why in failed(result)]),
     )
 
 
 def summary_lines(record: frame.Record) -> list[str]:
     """The verdict, for a console."""
-    measured = [result for result in record["cells"] if result["status"] == "done"]
-    return _verdict(measured).splitlines()
+    return _verdict([result for result in record["cells"] if result["status"] == "done"]).splitlines()
 
 
 def largest(result: Figures) -> Mapping[str, Any]:
@@ -373,16 +366,15 @@ def _times(measured: Sequence[Figures], factors: Mapping[str, Any] | None) -> st
         rows.append(row)
     text = "Medians, each rank with one thread."
     if off:
-        text += (
-            f" Of the {len(off)} cells that nothing was fitted to, the median error is {statistics.median(off):.0%} "
-            f"(goal {MEDIAN_OFF_TIME:.0%}), the largest {max(off):.0%} (goal {MOST_OFF_TIME:.0%})."
-        )
+        median = f"the median error is {statistics.median(off):.0%} (goal {MEDIAN_OFF_TIME:.0%})"
+        largest_off = f"the largest {max(off):.0%} (goal {MOST_OFF_TIME:.0%})"
+        text += f" Of the {len(off)} cells that nothing was fitted to, {median}, {largest_off}."
     if factors:
         compute = ", ".join(f"{factor:.2f} in {precision}" for precision, factor in factors["compute"].items())
         text += (
-            f" Fitted to {factors['steps']} cells: computation takes {compute} times as long as the calibrated rates "
-            f"say, communication {factors['communication']:.2f} times. Calibration and factors are in the record."
+            f" Fitted to {factors['steps']} cells: computation takes {compute} times as long as the calibrated rates"
         )
+        text += f" say, communication {factors['communication']:.2f} times. Calibration and factors are in the record."
     return frame.section("Step time", ["cell", "measured, s", "predicted, s", "off", "used as"], rows, text=text)
 
 
@@ -413,11 +405,7 @@ def _choices(measured: Sequence[Figures]) -> str:
 # calibration, fitted to a part of the cells.
 
 TOKENS = {"cpu": 200_000, "cuda": 4_000_000}
-TIMED_STEPS = 3
-"""Timed steps of a cell in a round."""
 RANK = "dsgpt.benchmarks.plan_rank"
-ESTIMATED = (2, 3)
-"""ZeRO stages that DeepSpeed has an estimator for."""
 CALIBRATION_SEC, CALIBRATION_SEC_OF_A_CELL = 60.0, 4.0
 """Seconds of the calibration that times are predicted from; a few cells get a shorter one."""
 
@@ -459,9 +447,7 @@ class Plan(frame.Suite[PlanOptions, Result]):
 
             self._devices = cuda_devices()
             every = [cell for group in gpu_cells(self._devices).values() for cell in group]
-        self._cells: list[PlanCell] = list(
-            frame.selected({cell.key: cell for cell in every}, self.options.only).values()
-        )
+        self._cells = [*frame.selected({cell.key: cell for cell in every}, self.options.only).values()]
         return len(self._cells)
 
     def begin(self) -> None:
@@ -483,6 +469,7 @@ class Plan(frame.Suite[PlanOptions, Result]):
             calibrate(self.folder / "calibration.json", seconds=seconds, devices=self._devices)
             self._calibration = read_calibration(self.folder / "calibration.json")
         times: dict[str, list[list[float]]] = {cell.key: [] for cell in self._cells}
+        setups = self._setups
         for number in range(1, self.options.rounds + 1):
             for cell, end in self._pass(f"time-{number}"):
                 if end.status == "done":
@@ -490,15 +477,10 @@ class Plan(frame.Suite[PlanOptions, Result]):
         fitted, predicted = [cell.key for cell in self._cells if cell.fit and times[cell.key]], dict[str, StepTime]()
         if self._calibration is not None and fitted:
             machines = {ranks: calibrated_machine(self._calibration, devices=ranks) for ranks in (1, self._devices)}
-            machine_of = {key: machines[setup.world_size] for key, setup in self._setups.items()}
-            self._factors = fit(
-                [
-                    MeasuredStep(setup=self._setups[key], machine=machine_of[key], seconds=_middle(times[key]))
-                    for key in fitted
-                ]
-            )
-            for key, setup in self._setups.items():
-                predicted[key] = predict_step(setup, self._factors.applied(machine_of[key]))
+            on = {key: machines[setup.world_size] for key, setup in setups.items()}
+            steps = [MeasuredStep(setup=setups[key], machine=on[key], seconds=_middle(times[key])) for key in fitted]
+            self._factors = fit(steps)
+            predicted = {key: predict_step(setups[key], self._factors.applied(machine)) for key, machine in on.items()}
         for cell in self._cells:
             yield self._result(cell, memory[cell.key], times[cell.key], predicted.get(cell.key))
 
@@ -518,28 +500,17 @@ class Plan(frame.Suite[PlanOptions, Result]):
         folder.mkdir()
         recipe = cell.write_recipe(folder / "recipe.json", recipes=self.repository / "ds_configs")
         flags = cell.flags(recipe=recipe, tokens=self.folder / "tokens", folder=folder, device=device)
-        call, arguments = "measure_time", dict[str, Any](steps=TIMED_STEPS)
-        if name == "memory":
-            setup = self._setups[cell.key] = cell.setup(recipe)
-            witness = device == "cpu" and cell.ranks == 1 and cell.accumulation == 1
-            call, arguments = "measure_memory", {"witness": witness, "estimate": None}
-            if setup.run_type == "optimized" and setup.recipe.zero_stage in ESTIMATED:
-                arguments["estimate"] = {
-                    "stage": setup.recipe.zero_stage,
-                    "elements": total(model_parameters(setup.model)),
-                    "largest": setup.model.largest_parameter(),
-                    "ranks": setup.world_size,
-                    "offload": setup.recipe.offload_optimizer != "none",
-                }
-        return Assignment(folder=str(folder), flags=flags, call=f"{RANK}:{call}", arguments=arguments)
+        self._setups[cell.key] = cell.setup(recipe)
+        call = "measure_memory" if name == "memory" else "measure_time"
+        return Assignment(folder=str(folder), flags=flags, call=f"{RANK}:{call}")
 
     def _result(
         self, cell: PlanCell, end: CellEnd, rounds: Sequence[Sequence[float]], predicted: StepTime | None
     ) -> Result:
-        head = {"key": cell.key, "title": cell.title, "strategy": cell.strategy, "ranks": cell.ranks}
         work = {"model": asdict(cell.shape), **cell.settings, "global_batch_size": cell.sequences}
         work |= {"recipe": cell.recipe, "changes": dict(cell.changes)}
-        head |= {"fit": cell.fit, "work": work, "status": end.status, "message": end.message}
+        head = {"key": cell.key, "title": cell.title, "strategy": cell.strategy, "ranks": cell.ranks, "fit": cell.fit}
+        head |= {"work": work, "status": end.status, "message": end.message}
         if end.status != "done":
             return head
         setup, cost, device, peaks = self._setups[cell.key], end.ranks[0]["cost"], self.options.device, []

@@ -117,23 +117,25 @@ def _released_here() -> contextlib.AbstractContextManager[Any]:
     return mock.patch.object(dist.Work, "wait", wait)
 
 
-WARM_UP_STEPS = 2
+WARM_UP_STEPS, TIMED_STEPS = 2, 3
+"""Steps that are not measured, and those of a round whose time is taken."""
 MEASURED_STEP = WARM_UP_STEPS + 1
+ESTIMATED = (2, 3)
+"""ZeRO stages that DeepSpeed has an estimator for."""
 
 
-def measure_memory(flags: list[str], folder: Path, *, witness: bool, estimate: dict[str, Any] | None) -> None:
-    """Measure peak memory, model state and traffic of a step.
+def measure_memory(flags: list[str], folder: Path) -> None:
+    """Measure peak memory, model state and traffic of a step; of one rank on a CPU by PyTorch's MemTracker, too.
 
     Args:
         flags: of ``src/gpt2.py``.
         folder: of the cell.
-        witness: whether PyTorch's MemTracker measures a step too.
-        estimate: arguments of DeepSpeed's ``estimated_bytes``; None for strategies that it does not know.
 
     Raises:
         UserError: the product refuses the combination.
     """
-    kind = config_of(flags).device
+    config = config_of(flags)
+    kind, model, recipe, ranks = config.device, config.model, config.recipe, config.topology.world_size
     memory = GpuMemory() if kind == "cuda" else TensorMemory()
     with _opened(flags, memory) as (rank, strategy, batches):
         for step in range(1, MEASURED_STEP):
@@ -150,25 +152,27 @@ def measure_memory(flags: list[str], folder: Path, *, witness: bool, estimate: d
         )
         with meter.watch(MEASURED_STEP + 1):
             strategy.train_step(batches, MEASURED_STEP + 1)
-        if witness:
+        if kind == "cpu" and ranks == config.batch.gradient_accumulation_steps == 1:
             facts["mem_tracker_bytes"] = _witnessed(strategy, batches)
         facts |= {"peak_bytes": memory.peak(), "by_part": memory.by_part}
-        if estimate is not None:
+        if config.run_type == "optimized" and recipe.zero_stage in ESTIMATED:
             from dsgpt.strategies.deepspeed.setup import estimated_bytes  # noqa: PLC0415 - imports DeepSpeed
 
-            facts["estimate_bytes"] = estimated_bytes(**estimate)
+            sizes = {"elements": model.padded_parameter_count(), "largest": model.largest_parameter(), "ranks": ranks}
+            offload = recipe.offload_optimizer != "none"
+            facts["estimate_bytes"] = estimated_bytes(stage=recipe.zero_stage, offload=offload, **sizes)
         write_end(folder, rank, **facts)
 
 
-def measure_time(flags: list[str], folder: Path, *, steps: int) -> None:
-    """Measure the seconds of each of ``steps`` steps, after those of warm-up.
+def measure_time(flags: list[str], folder: Path) -> None:
+    """Measure the seconds of each of ``TIMED_STEPS`` steps, after those of warm-up.
 
     Raises:
         UserError: the product refuses the combination.
     """
     with _opened(flags, contextlib.nullcontext()) as (rank, strategy, batches):
         seconds = []
-        for step in range(1, WARM_UP_STEPS + steps + 1):
+        for step in range(1, WARM_UP_STEPS + TIMED_STEPS + 1):
             started = time.perf_counter()
             float(strategy.train_step(batches, step).loss)
             seconds.append(time.perf_counter() - started)

@@ -43,14 +43,6 @@ class Shape(cells.Shape):
     """Positions of the model, of which the first ``length`` are used."""
 
 
-def published(name: str, *, length: int, vocab_size: int | None = None) -> Shape:
-    """A preset of ``src/gpt2.py`` as a ``Shape``, with another vocabulary if given."""
-    preset = PRESETS[name]
-    sizes = {key: getattr(preset, key) for key in (*cells.DIMENSIONS, "vocab_size")}
-    sizes |= {"vocab_size": vocab_size} if vocab_size else {}
-    return Shape(name=name, **sizes, length=length, positions=preset.block_size)
-
-
 NARROW = Shape(**asdict(cells.NARROW), length=256)
 
 
@@ -122,7 +114,7 @@ def rows(device: str, *, threads: int, peers: Sequence[str]) -> list[Row]:
     if device == "cuda":
         on_gpu = StepSetup(shape=NARROW, batch=1, precision="bf16", compile=True, device="cuda", threads=0)
         small, medium, *larger = (
-            replace(on_gpu, shape=published(name, length=1024), batch=batch)
+            replace(on_gpu, shape=Shape.published(name, length=1024), batch=batch)
             for name, batch in (("small", 32), ("medium", 16), ("large", 8), ("xl", 4))
         )
         every = [_against_peers(small, peers, target=1.1), _engine(small), _against_peers(medium, peers, target=1.1)]
@@ -131,7 +123,7 @@ def rows(device: str, *, threads: int, peers: Sequence[str]) -> list[Row]:
         for work in (replace(small, batch=16), replace(medium, batch=8), narrow):
             every.append(_against_peers(replace(work, compile=False), hugging_face, target=1.5))
     else:
-        small = StepSetup(shape=published("small", length=256), batch=4, precision="bf16", threads=threads)
+        small = StepSetup(shape=Shape.published("small", length=256), batch=4, precision="bf16", threads=threads)
         narrow = replace(small, shape=NARROW, batch=8)
         every = [
             _against_peers(replace(work, precision=precision), peers, target=target)
@@ -140,7 +132,7 @@ def rows(device: str, *, threads: int, peers: Sequence[str]) -> list[Row]:
         ]
         every += [_against_peers(replace(work, compile=True), nanogpt, target=1.1) for work in (small, narrow)]
         every += [_engine(replace(narrow, precision="fp32")), _engine(small)]
-        tiny = StepSetup(shape=published("tiny", length=256), batch=4, precision="fp32", threads=1)
+        tiny = StepSetup(shape=Shape.published("tiny", length=256), batch=4, precision="fp32", threads=1)
         for kind in (DDP, ENGINE) if threads > 1 else ():
             entries = (
                 Entry(name=f"{threads} ranks", kind=kind, ranks=threads),
@@ -186,10 +178,8 @@ def _compared(row: Row, speeds: Mapping[str, Sequence[float]]) -> Result:
     compared = {entry.name: [speed / entry.ranks for speed in speeds[entry.name]] for entry in row.entries}
     first, *others = row.entries
     result: Result = {"target": row.target}
-    for best_key, ratio_key, keeps_memory in (
-        ("best_other", "ratio", False),
-        ("best_with_memory_kept", "ratio_with_memory_kept", True),
-    ):
+    kinds = (("best_other", "ratio", False), ("best_with_memory_kept", "ratio_with_memory_kept", True))
+    for best_key, ratio_key, keeps_memory in kinds:
         names = [entry.name for entry in others if entry.keeps_memory == keeps_memory and not entry.apart]
         if names:
             best = max(names, key=lambda name: statistics.median(compared[name]))
@@ -209,8 +199,8 @@ def _compared(row: Row, speeds: Mapping[str, Sequence[float]]) -> Result:
 HELP_TARGET_SEC, AROUND_TARGET = 0.3, 0.01
 FIRST_STEP_TARGET_SEC = {"baseline": 6.0, "zero1": 12.0}
 FIRST_STEP_ROUNDS, OVERHEAD_STEPS = 3, 12
-LENGTH, DEMO_TOKENS, DEMO_VOCABULARY = 128, 819_200, 8192
-"""Length, tokens and vocabulary of ``make demo``."""
+LENGTH, DEMO_TOKENS, DEMO_VOCABULARY, DEMO_POSITIONS = 128, 819_200, 8192, PRESETS["demo"].block_size
+"""Length, tokens, vocabulary and positions of ``make demo``."""
 RECIPE = "ds_configs/sizes/demo.json"
 """Recipe of the demo."""
 SEARCHED_WINDOWS, VALIDATION_WINDOWS = 640, 480
@@ -484,7 +474,7 @@ class Speed(frame.Suite[SpeedOptions, Result]):
 
         On a CPU all that was resident in the host, with Python and its libraries; on a GPU what torch had allocated.
         """
-        shape, device = published("small", length=1024), self.options.device
+        shape, device = Shape.published("small", length=1024), self.options.device
         work = StepSetup(shape=shape, batch=8, precision="bf16", device=device, threads=self._threads)
         kinds = (OURS, *(peer for peer in PEERS if peer == HUGGING_FACE or peer in self._peers))
         entries = tuple(Entry(name=kind, kind=kind) for kind in kinds)
@@ -522,16 +512,14 @@ class Speed(frame.Suite[SpeedOptions, Result]):
     def _first_step(self, kind: str) -> Result:
         """Seconds from the launch to the end of the first step; one run before is not counted."""
         launcher, run_type = ("python", "baseline") if kind == "baseline" else ("deepspeed", "optimized")
-        environment = child_environment() | ({"DS_ACCELERATOR": "cpu"} if self.options.device == "cpu" else {})
+        variables = child_environment() | ({"DS_ACCELERATOR": "cpu"} if self.options.device == "cpu" else {})
         seconds = []
         for number in range(FIRST_STEP_ROUNDS + 1):
             values = self._demo(f"first-{kind}/{number}", run_type=run_type, max_train_steps=1, max_val_steps=1)
             script = str(self.repository / "src" / "gpt2.py")
             command = [*launcher_command(launcher, 1), script, *training_words(values | {"steps_per_print": 1})]
             started, pipe = time.perf_counter(), subprocess.PIPE
-            with subprocess.Popen(
-                command, stdout=pipe, stderr=subprocess.STDOUT, text=True, env=environment
-            ) as process:
+            with subprocess.Popen(command, stdout=pipe, stderr=subprocess.STDOUT, text=True, env=variables) as process:
                 assert process.stdout is not None
                 lines = [(time.perf_counter() - started, line) for line in process.stdout]
             at_step = [at for at, line in lines if re.search(r"step +1/1  loss", line)]
@@ -590,7 +578,7 @@ class Speed(frame.Suite[SpeedOptions, Result]):
         return curve
 
     def _nanogpt_curve(self) -> Curve:
-        shape = published("demo", length=LENGTH, vocab_size=DEMO_VOCABULARY)
+        shape = Shape.published("demo", length=LENGTH, vocab_size=DEMO_VOCABULARY, positions=DEMO_POSITIONS)
         device, batch = self.options.device, int(NANOGPT_DEFAULTS["batch"])
         work = StepSetup(shape=shape, batch=batch, precision="fp32", device=device, threads=self._threads)
         steps = DEMO_TOKENS // work.tokens
@@ -617,5 +605,5 @@ class Speed(frame.Suite[SpeedOptions, Result]):
         return {"rounds": self.options.rounds, "peers": commits, "missing": missing, "results": list(results)}
 
     def failures(self, record: frame.Record) -> list[str]:
-        missed = [result for result in record["results"] if reached(result) is False]
-        return [f"{result['title']}: the target was not reached" for result in missed]
+        missed = (result["title"] for result in record["results"] if reached(result) is False)
+        return [f"{title}: the target was not reached" for title in missed]
