@@ -61,6 +61,10 @@ class Kind:
     """Latest moment of the fault, in seconds after the begin of the step, or of the rank that is struck again."""
 
 
+NO_SPACE, FIRST = "No space left on device", r"rank \d+ on HOST was the first to compute"
+STILL = (
+    f"the FUSE process behind the shared folder is stopped for {PAUSE_SEC} s, and the limit is {DEFAULT_LIMIT_SEC:g} s"
+)
 GONE = r"rank \d+ on HOST\b|at (HOST|ADDRESS), does not answer"
 KINDS = {
     "host killed": Kind("its link goes down and all its processes get SIGKILL, as when its power fails", named=GONE),
@@ -69,21 +73,13 @@ KINDS = {
     "packets lost": Kind(f"{LOST:.0%} of the packets to it, from that step to the end", ends=False),
     "rank stopped": Kind("SIGSTOP", named=GONE),
     "disk full": Kind(
-        "the file system of the shared folder has no free byte, until the run is started again",
-        named="No space left on device",
+        "the file system of the shared folder has no free byte, until the run is started again", named=NO_SPACE
     ),
     "clock off": Kind("an hour ahead or behind, from the start", ends=False, hows=("+1h", "-1h")),
     "NaN": Kind(
-        "its layers give NaN in that step, or the loss alone is NaN",
-        named=r"rank \d+ on HOST was the first to compute",
-        hows=("", "loss"),
-        latest=0.0,
+        "its layers give NaN in that step, or the loss alone is NaN", named=FIRST, hows=("", "loss"), latest=0.0
     ),
-    "folder stands still": Kind(
-        f"the FUSE process behind the shared folder is stopped for {PAUSE_SEC} s, and the limit is "
-        f"{DEFAULT_LIMIT_SEC:g} s",
-        ends=False,
-    ),
+    "folder stands still": Kind(STILL, ends=False),
     "preemption": Kind(
         "a spot notice on the host, SIGUSR1 or SIGTERM to its rank", hows=("spot notice", "SIGUSR1", "SIGTERM")
     ),
@@ -146,27 +142,20 @@ def drawn(index: int, *, seed: int) -> Fault:
     how = chance.choice(KINDS[kind].hows)
     if how == "loss" and strategy.startswith("pipeline"):  # only its last stage has one
         how = ""
-    return Fault(
-        index=index,
-        kind=kind,
-        how=how,
-        strategy=strategy,
-        launcher=chance.choices(list(launchers), list(launchers.values()))[0],
-        host=chance.randrange(2),
-        step=chance.randrange(2, STEPS - 4),
-        delay=round(KINDS[kind].latest * chance.random(), 3),
-        save_mode=chance.choice(SAVE_MODES),
-        second=chance.randrange(2) if kind == "second fault" else None,
-        limit_sec=DEFAULT_LIMIT_SEC if kind == "folder stands still" else LIMIT_SEC,
-    )
+    launcher = chance.choices(list(launchers), list(launchers.values()))[0]
+    host, step = chance.randrange(2), chance.randrange(2, STEPS - 4)
+    delay, save_mode = round(KINDS[kind].latest * chance.random(), 3), chance.choice(SAVE_MODES)
+    second = chance.randrange(2) if kind == "second fault" else None
+    limit_sec = DEFAULT_LIMIT_SEC if kind == "folder stands still" else LIMIT_SEC
+    what: dict[str, Any] = {"index": index, "kind": kind, "how": how, "strategy": strategy, "launcher": launcher}
+    when: dict[str, Any] = {"host": host, "step": step, "delay": delay, "second": second}
+    return Fault(**what, **when, save_mode=save_mode, limit_sec=limit_sec)
 
 
 def campaign(count: int, *, seed: int) -> list[Fault]:
     """``count`` faults, one with the limit that users have, and a run that is preempted again and again."""
-    usual = Fault(
-        index=count, kind="rank stopped", how="", strategy="zero1", launcher="ranks", host=1, step=9, delay=0.0,
-        save_mode="sync", limit_sec=DEFAULT_LIMIT_SEC,
-    )  # fmt: skip
+    what: dict[str, Any] = {"kind": "rank stopped", "how": "", "strategy": "zero1", "launcher": "ranks", "host": 1}
+    usual = Fault(index=count, **what, step=9, delay=0.0, save_mode="sync", limit_sec=DEFAULT_LIMIT_SEC)
     stream = replace(usual, index=count + 1, kind="preemption", how="SIGTERM", step=0, every_sec=EVERY_SEC)
     return [*(drawn(index, seed=seed) for index in range(count)), usual, stream]
 
@@ -213,14 +202,9 @@ def clusters_page(record: frame.Record, *, source: str) -> str:
     faults = [fault for fault in every if fault["index"] < work["faults"]]
     usual = [fault for fault in every if fault["index"] >= work["faults"] and not fault["every_sec"]]
     kinds = {kind: [fault for fault in faults if fault["kind"] == kind] for kind in KINDS}
-    head = frame.filled(
-        "clusters",
-        record,
-        summary="\n".join(summary_lines(record)),
-        same=BOUND,
-        limit=LIMIT_SEC,
-        made=frame.made_from(record, source=source, name="clusters", page="clusters-campaign"),
-    )
+    made = frame.made_from(record, source=source, name="clusters", page="clusters-campaign")
+    facts = {"summary": "\n".join(summary_lines(record)), "same": BOUND, "limit": LIMIT_SEC, "made": made}
+    head = frame.filled("clusters", record, **facts)
     return frame.page_of(
         head,
         frame.section(
@@ -268,39 +252,38 @@ def _ran(faults: Sequence[Row], **choice: str) -> list[Row]:
     return [fault for fault in chosen if not fault["not_run"]]
 
 
+def _share(values: Sequence[bool]) -> str:
+    return f"{sum(values)} of {len(values)}" if values else ""
+
+
 def _recovered(faults: Sequence[Row], **choice: str) -> str:
-    ran = _ran(faults, **choice)
-    return f"{sum(not fault['wrong'] for fault in ran)} of {len(ran)}" if ran else ""
+    return _share([not fault["wrong"] for fault in _ran(faults, **choice)])
+
+
+def _known(faults: Sequence[Row], key: str) -> list[Any]:
+    """The values of ``key`` of the faults that have one."""
+    return [fault[key] for fault in faults if fault[key] is not None]
 
 
 def _figures(faults: Sequence[Row]) -> list[Any]:
     """The columns from ``tried`` on."""
     ran = _ran(faults)
-    guilty = [fault["named"] for fault in ran if fault["named"] is not None]
-    times = []
-    for key in ("detect_sec", "resume_sec"):
-        values = [fault[key] for fault in ran if fault[key] is not None]
-        times.append(f"{statistics.median(values):.1f} s, {max(values):.1f} s" if values else "")
-    named = f"{sum(guilty)} of {len(guilty)}" if guilty else ""
+    seconds = [_known(ran, key) for key in ("detect_sec", "resume_sec")]
+    times = [f"{statistics.median(each):.1f} s, {max(each):.1f} s" if each else "" for each in seconds]
     lost = max((fault["steps_lost"] for fault in ran), default=0)
-    return [len(ran), sum(not fault["wrong"] for fault in ran), named, *times, lost]
+    return [len(ran), sum(not fault["wrong"] for fault in ran), _share(_known(ran, "named")), *times, lost]
 
 
 def summary_lines(record: frame.Record) -> list[str]:
     """The figures of the page's summary."""
     ran = _ran(record["faults"])
-    guilty = [fault["named"] for fault in ran if fault["named"] is not None]
     left_out = len(record["faults"]) - len(ran)
-    lines = [
-        f"* **{_recovered(ran)} faults** were recovered."
-        + (f" This machine could not cause {left_out} more." if left_out else ""),
-        f"* The culprit was named in **{sum(guilty)} of {len(guilty)}** faults that have one.",
-    ]
-    differences = [fault["weight_difference"] for fault in ran if fault["weight_difference"] is not None]
-    if differences:
-        lines.append(
-            f"* The largest difference of a final weight from the undisturbed run's is {max(differences):.1g}."
-        )
+    rest = f" This machine could not cause {left_out} more." if left_out else ""
+    guilty, most = _known(ran, "named"), max(_known(ran, "weight_difference"), default=None)
+    lines = [f"* **{_recovered(ran)} faults** were recovered.{rest}"]
+    lines.append(f"* The culprit was named in **{sum(guilty)} of {len(guilty)}** faults that have one.")
+    if most is not None:
+        lines.append(f"* The largest difference of a final weight from the undisturbed run's is {most:.1g}.")
     return lines
 
 
@@ -387,15 +370,12 @@ class Clusters(frame.Suite[ClusterOptions, tuple[Fault, Outcome]]):
         block = {key: self._head[key] for key in ("git_commit", "timestamp_utc")}
         blocks = [*self._blocks, block | {"seconds": seconds, "faults": len(results)}]
         new = [asdict(fault) | {"name": fault.name} | asdict(outcome) for fault, outcome in results]
-        return {
-            "work": {"faults": self.options.faults, "steps": STEPS, "save_every": SAVE_EVERY} | frame.work_facts("cpu"),
-            "seed": self.options.seed,
-            "seconds": sum(one["seconds"] for one in blocks),
-            "blocks": blocks,
-            "faults": sorted([*self._earlier, *new], key=lambda fault: fault["index"]),
-        }
+        faults = sorted([*self._earlier, *new], key=lambda fault: fault["index"])
+        work = {"faults": self.options.faults, "steps": STEPS, "save_every": SAVE_EVERY} | frame.work_facts("cpu")
+        facts = {"seed": self.options.seed, "seconds": sum(one["seconds"] for one in blocks)}
+        return {"work": work, **facts, "blocks": blocks, "faults": faults}
 
     def failures(self, record: frame.Record) -> list[str]:
-        guilty = [fault["named"] for fault in record["faults"] if fault["named"] is not None]
+        guilty = _known(record["faults"], "named")
         unnamed = [f"{sum(guilty)} of {len(guilty)} named"] if sum(guilty) < NAMED * len(guilty) else []
         return [fault["name"] for fault in record["faults"] if fault["wrong"]] + unnamed

@@ -54,18 +54,14 @@ PLAN = "CLUSTERS_PLAN"
 """The environment variable with the fault as JSON, and ``folder``, that of its run."""
 BALLAST, SERVER = "ballast", "server.pid"
 """Files in the folder of a fault: what fills its disk, below ``shared``; the process of its FUSE folder."""
+SHAPES = {"link slow": {"mbit": clusters.SLOW_MBIT}, "packets lost": {"loss": clusters.LOST}}
+"""Of the kinds of faults that change a link, what of it."""
 PACE_SEC = 0.1
 """Seconds added to every step, so that a fault meets a run of some seconds."""
 
 
 def be_host(
-    hosts: Hosts,
-    number: int,
-    words: Sequence[str],
-    *,
-    variables: Mapping[str, str],
-    log: Path,
-    agent: Sequence[str] | None,
+    hosts: Hosts, number: int, words: Sequence[str], *, variables: Mapping[str, str], log: Path, agent: list[str] | None
 ) -> None:
     """Move this forked process to a host; be a rank there, or torchrun's agent, which forks its rank.
 
@@ -151,17 +147,13 @@ def strike(fault: Fault, folder: Path, number: int, poison: threading.Event) -> 
     name, own = socket.gethostname().rsplit("-", 1)
     hosts, here = Hosts(name, 0), int(own)
     write_json_atomic(mark(folder, number), {"time": time.time()})
-    if fault.kind in {"host killed", "second fault"}:
-        hosts.unplug(here)  # else its system would tell the others
-        for process in sorted(hosts.processes(here), key=os.getpid().__eq__):
+    if fault.kind in {"host killed", "second fault", "link cut"}:
+        hosts.unplug(here)  # first, else the system of a killed host would tell the others
+        for process in sorted(hosts.processes(here) if fault.kind != "link cut" else [], key=os.getpid().__eq__):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
-    elif fault.kind == "link cut":
-        hosts.unplug(here)
-    elif fault.kind == "link slow":
-        hosts.shape(here, mbit=clusters.SLOW_MBIT)
-    elif fault.kind == "packets lost":
-        hosts.shape(here, loss=clusters.LOST)
+    elif fault.kind in SHAPES:
+        hosts.shape(here, **SHAPES[fault.kind])
     elif fault.kind == "rank stopped":
         os.kill(os.getpid(), signal.SIGSTOP)
     elif fault.kind == "NaN":
@@ -232,33 +224,30 @@ class Job(contextlib.AbstractContextManager["Job"]):
         master, nodes = hosts.address(0), "1:2" if launcher.endswith("1:2") else "2"
         variables = hosts.variables() | {PLAN: json.dumps(asdict(fault) | {"folder": str(self.folder)})}
         variables |= {"PATH": f"{PYTHON_FOLDER}:{os.environ['PATH']}", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-        before = []
+        before, command, agent = list[str](), list[object](), None
         if fault.kind == "clock off" and number == fault.host:
             before = ["faketime", "--exclude-monotonic", "-f", fault.how]
             variables["PYTHONPATH"] = f"{self.folder / 'python'}:{os.environ.get('PYTHONPATH', '')}"
         if launcher.endswith(".sh"):
             variables |= {"MASTER": master, "NODES": nodes, "DEVICES": "1", "RESTARTS": str(RESTARTS), "SAVE_SEC": "15"}
             variables |= {"HOSTFILE": str(self.folder / "hosts"), "NODE_RANK": str(number)}
-            script = self.folder / "launch" / launcher
-            process = hosts.start(number, *before, script, *words, log=self._log, cwd=self.folder, variables=variables)
-            self._processes[number] = process
-            return
-        agent = None
-        if launcher == "ranks":
+            command = [self.folder / "launch" / launcher]
+        elif launcher == "ranks":
             variables |= {"RANK": str(number), "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
             variables |= {"MASTER_ADDR": master, "MASTER_PORT": PORT}
+            command = [sys.executable, self.folder / "src" / "gpt2.py"] if before else []
         else:
             variables["PET_NNODES"] = nodes
             agent = ["--nproc_per_node=1", f"--max-restarts={RESTARTS}", "--rdzv_backend=c10d"]
             agent += ["--rdzv_id=dsgpt", f"--rdzv_endpoint={master}:{PORT}", "--rdzv_conf=last_call_timeout=5"]
             agent += [f"--local-addr={hosts.address(number)}", "--shutdown-timeout=15"]
             agent += ["--signals-to-handle=SIGTERM,SIGINT,SIGUSR1"]
-        if before:
-            command = [*before, sys.executable, self.folder / "src" / "gpt2.py", *words]
-            self._processes[number] = hosts.start(number, *command, log=self._log, variables=variables)
+        if command:
+            facts: dict[str, Any] = {"log": self._log, "cwd": self.folder, "variables": variables}
+            self._processes[number] = hosts.start(number, *before, *command, *words, **facts)
             return
-        facts = {"variables": variables, "log": self._log, "agent": agent}
-        forked = self._context.Process(target=be_host, args=(hosts, number, words), kwargs=facts)
+        own = {"variables": variables, "log": self._log, "agent": agent}
+        forked = self._context.Process(target=be_host, args=(hosts, number, words), kwargs=own)
         forked.start()
         self._processes[number] = forked
 
@@ -326,7 +315,7 @@ class ClusterRuns(contextlib.AbstractContextManager["ClusterRuns"]):
         except NoHosts as error:
             outcome.not_run = str(error)
         except (Missed, OSError, RuntimeError, ValueError) as error:
-            outcome.wrong = all_wrong((bool(outcome.wrong), outcome.wrong), (True, f"{type(error).__name__}: {error}"))
+            outcome.wrong = "; ".join(filter(None, [outcome.wrong, f"{type(error).__name__}: {error}"]))
         outcome.seconds = round(time.monotonic() - started, 1)
         return outcome
 

@@ -143,10 +143,10 @@ class Hosts:
                 time.sleep(0.01)
             used["delay_ms"] = "TUN relay"
         iptables = ["ip", "netns", "exec", host, "iptables", "--wait"]
-        if loss and not shutil.which("iptables"):
-            raise NoHosts("lost packets need iptables")
         if shutil.which("iptables"):
             run(*iptables, "--flush")
+        elif loss:
+            raise NoHosts("lost packets need iptables")
         if loss:
             chance = ["statistic", "--mode", "random", "--probability", loss]
             run(*iptables, "--append", "INPUT", "--in-interface", INTERFACE, "--match", *chance, "--jump", "DROP")
@@ -263,10 +263,7 @@ def relay(address: str, delay_sec: float) -> None:
     """
     others = ".".join([*address.split(".")[:3], "0/25"])  # the half that has all hosts: before the route of INTERFACE
     held = deque[tuple[float, bytes]]()
-    with (
-        TUN.open("r+b", buffering=0) as tun,
-        socket.socket(socket.AF_INET, socket.SOCK_RAW, socket.IPPROTO_RAW) as out,
-    ):
+    with TUN.open("r+b", buffering=0) as tun, socket.socket(socket.AF_INET, socket.SOCK_RAW, socket.IPPROTO_RAW) as out:
         fcntl.ioctl(tun, TUN_SET, struct.pack("16sH22x", RELAY.encode(), TUN_FLAGS))
         for name in ("all", INTERFACE):  # else the system drops what does not come from where answers go
             if (source_check := Path(f"/proc/sys/net/ipv4/conf/{name}/rp_filter")).read_text() != "0\n":

@@ -12,7 +12,7 @@ import signal
 import statistics
 import subprocess
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -78,30 +78,18 @@ def network_page(record: frame.Record, *, source: str) -> str:
         record: as ``dsgpt.benchmarks.network`` makes it.
         source: the record's path, for the reader.
     """
-    spread = [
-        [
-            *(one[key] for key in ("strategy", "ranks", "hosts", "started_by")),
-            *("none" if off is None else f"{off:.1e}" if off else "0" for off in one["differences"].values()),
-        ]
-        for one in record["trainings"]
-        if one["differences"]
-    ]
-    points = [
-        [
-            point["strategy"],
-            f"{point['mbit']:,}",
-            f"{point.get('delay_ms', 0):g}",
-            f"{point['predicted_share']:.1%}",
-            frame.span_words(point["share"], ".1%"),
-            f"{point['off'] * 100:+.1f}",
-            f"{point['predicted_step_sec']:.2f}",
-            frame.span_words(point["step_sec"], ".2f"),
-        ]
-        for point in record["points"]
-    ]
+    spread, points = list[list[object]](), list[list[object]]()
+    for one in record["trainings"]:
+        off = ["none" if each is None else f"{each:.1e}" if each else "0" for each in one["differences"].values()]
+        spread += [[*(one[key] for key in ("strategy", "ranks", "hosts", "started_by")), *off]] if off else []
+    for one in record["points"]:
+        link = [one["strategy"], f"{one['mbit']:,}", f"{one.get('delay_ms', 0):g}"]
+        shares = [f"{one['predicted_share']:.1%}", frame.span_words(one["share"], ".1%"), f"{one['off'] * 100:+.1f}"]
+        points.append([*link, *shares, f"{one['predicted_step_sec']:.2f}", frame.span_words(one["step_sec"], ".2f")])
     on_links = frame.filled("network-links", {"remark": "", **record}, profiled=PROFILED).rstrip()
     words = {"error": "**ERROR**", "failed": "**FAILED**", "refused": "refused"}
     header = ["strategy", "link, Mbit/s", "delay, ms", "predicted share", "measured share", "off, points"]
+    header += ["predicted step, s", "measured step, s"]
     return frame.page_of(
         "\n".join(["# Training across hosts\n", *summary_lines(record)]),
         frame.made_from(record, source=source, name="network"),
@@ -111,9 +99,7 @@ def network_page(record: frame.Record, *, source: str) -> str:
             spread,
             text=frame.filled("network-hosts", record),
         ),
-        frame.section(
-            "Waiting for slow links", [*header, "predicted step, s", "measured step, s"], points, text=on_links
-        ),
+        frame.section("Waiting for slow links", header, points, text=on_links),
         frame.troubles([*record["trainings"], *record["over_links"]], words),
     )
 
@@ -121,11 +107,9 @@ def network_page(record: frame.Record, *, source: str) -> str:
 def summary_lines(record: frame.Record) -> list[str]:
     """The verdict."""
     spread, off = record["trainings"], [abs(point["off"]) for point in record["points"]]
-    good = sum(one["status"] == "passed" for one in spread)
-    lines = [
-        f"{good} of {len(spread)} trainings on several hosts compute what one host computes: losses, gradient norms",
-        f"and last weights within {record['bound']:g}.",
-    ]
+    good = f"{sum(one['status'] == 'passed' for one in spread)} of {len(spread)} trainings"
+    lines = [f"{good} on several hosts compute what one host computes: losses, gradient norms"]
+    lines.append(f"and last weights within {record['bound']:g}.")
     if off:
         lines += [
             f"The share of a step that waits for slow links is predicted within {statistics.median(off):.1%} of a step",
@@ -220,17 +204,10 @@ class Network(frame.Suite[NetworkOptions, Result]):
         message = message or other
         off = {} if message else differences(run, reference)
         wrong = [f"{what} is off by {value:.1e}" for what, value in off.items() if value and not value <= BOUND]
-        ranks, started_by = STRATEGIES[strategy]
-        return {
-            "name": f"{strategy} on {count} hosts",
-            "strategy": strategy,
-            "ranks": ranks,
-            "hosts": count,
-            "started_by": started_by,
-            "status": "error" if message else "failed" if wrong else "passed",
-            "message": message or "; ".join(wrong),
-            "differences": off,
-        }
+        (ranks, started_by), status = STRATEGIES[strategy], "error" if message else "failed" if wrong else "passed"
+        result: Result = {"name": f"{strategy} on {count} hosts", "strategy": strategy, "ranks": ranks, "hosts": count}
+        result |= {"started_by": started_by, "status": status, "message": message or "; ".join(wrong)}
+        return result | {"differences": off}
 
     def _over_links(self, hosts: Hosts) -> Iterator[Result]:
         """Strategies and links take turns, so that a machine that becomes slower favours none."""
@@ -249,11 +226,9 @@ class Network(frame.Suite[NetworkOptions, Result]):
             recipe = cells[key].write_recipe(folder / "recipe.json", recipes=self.repository / "ds_configs")
             self._setups[cells[key].strategy] = cells[key].setup(recipe)
             flags = cells[key].flags(recipe=recipe, tokens=self.folder, folder=folder)
+            words, call = [*flags, *training_words(FLAGS)], "dsgpt.benchmarks.network:train"
             arguments = {"hosts": hosts.name, "count": RANKS, "mbit": mbit, "delay_ms": delay_ms}
-            call = "dsgpt.benchmarks.network:train"
-            return Assignment(
-                folder=str(folder), flags=[*flags, *training_words(FLAGS)], call=call, arguments=arguments
-            )
+            return Assignment(folder=str(folder), flags=words, call=call, arguments=arguments)
 
         every = list(itertools.product(range(1, self.options.turns + 1), (NO_LIMIT, *links()), cells))
         imports = [*IMPORTS["torchrun"], *IMPORTS["deepspeed"], "dsgpt.training.run"]
@@ -265,10 +240,10 @@ class Network(frame.Suite[NetworkOptions, Result]):
             result: Result = {"name": f"{strategy}, {link}, turn {turn}", "strategy": strategy}
             result |= {"mbit": mbit, "delay_ms": delay_ms, "status": end.status, "message": end.message}
             if end.status == "done":
-                profiled, shaped = read_object(run / COMMUNICATION_FILE), end.ranks[0]["shaped"]
+                profiled = read_object(run / COMMUNICATION_FILE)
                 seconds = statistics.fmean(rank["step_time_sec"] for rank in profiled["ranks"])
                 result |= {"status": "passed", "share": profiled["exposed_share"], "step_sec": seconds}
-                result |= {"shaped_by": shaped}
+                result["shaped_by"] = end.ranks[0]["shaped"]
             yield result
 
     def line(self, result: Result, *, count: str, left: str) -> str:
@@ -277,28 +252,21 @@ class Network(frame.Suite[NetworkOptions, Result]):
         return f"{count} {result['name']}: {', '.join([result['status'], *found])}{left} {result['message']}".rstrip()
 
     def record(self, results: Sequence[Result]) -> frame.Record:
-        linked = [one for one in results if "mbit" in one]
-        by_link = defaultdict[tuple[str, Link], list[Result]](list)
-        for one in linked:
-            if "share" in one:
-                by_link[one["strategy"], (one["mbit"], one["delay_ms"])].append(one)
+        linked, alone = ([one for one in results if ("mbit" in one) == over] for over in (True, False))
         shaped = {what: by for one in linked for what, by in one.get("shaped_by", {}).items()}
-        return {
-            "bound": BOUND,
-            "work": frame.work_facts("cpu"),
-            "turns": self.options.turns,
-            "linked_work": self._linked[0].title.partition(", ")[2] if self._linked else None,
-            "shaped_by": ", ".join(shaped.values()) or None,
-            "remark": FIRST_IN_LINE if os.sched_getscheduler(0) in {os.SCHED_FIFO, os.SCHED_RR} else "",
-            "calibration": self._calibration and asdict(self._calibration),
-            "trainings": [one for one in results if "mbit" not in one],
-            "over_links": linked,
-            "points": self._points(by_link),
-        }
+        first = self._linked[0].title.partition(", ")[2] if self._linked else None
+        remark = FIRST_IN_LINE if os.sched_getscheduler(0) in {os.SCHED_FIFO, os.SCHED_RR} else ""
+        facts = {"bound": BOUND, "work": frame.work_facts("cpu"), "turns": self.options.turns, "linked_work": first}
+        facts |= {"shaped_by": ", ".join(shaped.values()) or None, "remark": remark}
+        facts |= {"calibration": self._calibration and asdict(self._calibration), "trainings": alone}
+        return facts | {"over_links": linked, "points": self._points([one for one in linked if "share" in one])}
 
-    def _points(self, by_link: Mapping[tuple[str, Link], Sequence[Result]]) -> list[dict[str, Any]]:
+    def _points(self, measured: Sequence[Result]) -> list[dict[str, Any]]:
         """Every limited link of every strategy: the planner's share and step, and what was measured."""
-        free = [one for (_, link), turns in by_link.items() if link == NO_LIMIT for one in turns]
+        by_link = defaultdict[tuple[str, Link], list[Result]](list)
+        for one in measured:
+            by_link[one["strategy"], (one["mbit"], one["delay_ms"])].append(one)
+        free = [one for one in measured if one["mbit"] is None]
         if self._calibration is None or not free:
             return []
         machine = calibrated_machine(self._calibration, devices=RANKS)
@@ -317,10 +285,12 @@ class Network(frame.Suite[NetworkOptions, Result]):
             linked = replace(machine, devices=1, rates=network)
             step, share = predict_step(self._setups[strategy], linked), frame.span([one["share"] for one in turns])
             point = {"strategy": strategy, "mbit": mbit, "delay_ms": delay_ms, "share": share}
-            point |= {"predicted_step_sec": step.seconds}
-            point |= {"step_sec": frame.span([one["step_sec"] for one in turns])}
-            point["predicted_share"] = step.parts["communication"] / step.seconds
-            points.append(point | {"off": point["predicted_share"] - share["median"]})
+            taken, predicted = (
+                frame.span([one["step_sec"] for one in turns]),
+                step.parts["communication"] / step.seconds,
+            )
+            point |= {"predicted_step_sec": step.seconds, "step_sec": taken, "predicted_share": predicted}
+            points.append(point | {"off": predicted - share["median"]})
         return points
 
     def failures(self, record: frame.Record) -> list[str]:
