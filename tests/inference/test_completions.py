@@ -19,7 +19,7 @@ from dsgpt.common.errors import UserError
 from dsgpt.formats.tokenizer_files import open_tokenizer
 from dsgpt.inference.commands import Key, Limits, ServeOptions, keys_of
 from dsgpt.inference.generation import Continuation
-from dsgpt.inference.server.completions import SMALL_BODY, Answer, Choice, Completions, Gate, Metrics
+from dsgpt.inference.server.completions import SMALL_BODY, Choice, Completions, Gate, Metrics, usage_of
 from dsgpt.inference.server.engine import Sampler, Sequence, open_served
 from dsgpt.inference.server.requests import ApiError, CompletionRequest, Drawing, Prompt, new_tokens_of, read_request
 from dsgpt.inference.server.server import http_config, make_app
@@ -100,7 +100,7 @@ def answered(
         pieces.append(choice.take())
         if choice.finish_reason:
             break
-    usage = Answer("m", [choice], [prompt]).usage()
+    usage = usage_of([choice], [prompt])
     assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
     assert usage["prompt_tokens"] == 2
     return choice, pieces, usage["completion_tokens"]

@@ -140,22 +140,16 @@ class Choice:
 
     index: int
     prompt: requests.Prompt
-    sequence: Sequence | None
-    """The decoding of the completion; None if no token is asked for."""
+    sequence: Sequence
+    """The decoding of the completion; it has finished already if no token is asked for."""
     text: Continuation
     finish_reason: str | None = None
     logprobs: dict[str, Any] | None = None
 
-    @property
-    def written(self) -> int:
-        """Tokens that count: those of the text, and one that ended it. What comes behind a stop text does not."""
-        return len(self.text.ids) + (self.text.ended == "end of text")
-
     def take(self) -> str:
         """The text that became certain since the last call; sets ``finish_reason`` at the end."""
-        ids = self.sequence.ids if self.sequence else []
-        finished = self.sequence is None or self.sequence.finished
-        for token in ids[len(self.text.ids) :]:  # nothing is added to a text that ended
+        finished = self.sequence.finished
+        for token in self.sequence.ids[len(self.text.ids) :]:  # nothing is added to a text that ended
             self.text.add(token)
         if finished:
             self.text.finish()
@@ -169,29 +163,11 @@ class Choice:
         return {"text": text, "index": self.index, "logprobs": self.logprobs, "finish_reason": reason}
 
 
-class Answer:
-    """Facts that all parts of an answer share.
-
-    Args:
-        model: its name.
-        choices: the completions.
-        prompts: what they continue.
-    """
-
-    def __init__(self, model: str, choices: list[Choice], prompts: list[requests.Prompt]) -> None:
-        self._head: dict[str, Any] = {"id": f"cmpl-{uuid.uuid4().hex}", "object": "text_completion"}
-        self._head |= {"created": int(time.time()), "model": model}
-        self._choices, self._prompts = choices, prompts
-
-    def usage(self) -> dict[str, int]:
-        """Tokens read and generated so far: end-of-text included, and none behind a stop sequence."""
-        read = sum(len(prompt.ids) for prompt in self._prompts)
-        written = sum(choice.written for choice in self._choices)
-        return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
-
-    def body(self, choices: list[dict[str, Any]], *, usage: bool) -> dict[str, Any]:
-        """An answer, or a part of a streamed one, which has its usage or not."""
-        return {**self._head, "choices": choices} | ({"usage": self.usage()} if usage else {})
+def usage_of(choices: list[Choice], prompts: list[requests.Prompt]) -> dict[str, int]:
+    """Tokens read and generated so far: end-of-text included, and none behind a stop sequence."""
+    read = sum(len(prompt.ids) for prompt in prompts)
+    written = sum(len(choice.text.ids) + (choice.text.ended == "end of text") for choice in choices)
+    return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
 
 
 def add_logprobs(choice: Choice, *, top: int, echo: bool, scorer: Scorer, tokenizer: "Tokenizer") -> None:
@@ -302,12 +278,15 @@ class Completions:
         encode = partial(requests.read_prompts, vocabulary=served.vocabulary, positions=served.positions)
         prompts: list[requests.Prompt] = await read(encode, request, served.tokenizer)
         new_tokens = requests.new_tokens_of(request, prompts, positions=served.positions, limits=self.limits)
-        ends, answer = request.ends(served.end_of_text), Answer(served.name, choices, prompts)
+        head = {"id": f"cmpl-{uuid.uuid4().hex}", "object": "text_completion", "created": int(time.time())}
+        answer: dict[str, Any] = head | {"model": served.name, "choices": []}
+        ends, nothing = request.ends(served.end_of_text), Sequence("", changed, time.perf_counter(), finished=True)
         submit = partial(self.engine.submit, new_tokens=new_tokens, ends=ends, changed=changed)
         try:
-            for prompt in (prompt for prompt in prompts for _ in range(request.n)):
-                index = len(choices)
-                sequence = submit(prompt.ids, sampling=request.drawing(index)) if new_tokens else None
+            if not new_tokens:
+                changed.set()  # nothing will
+            for index, prompt in enumerate(prompt for prompt in prompts for _ in range(request.n)):
+                sequence = submit(prompt.ids, sampling=request.drawing(index)) if new_tokens else nothing
                 text = Continuation(served.tokenizer, stop=request.stops, ends=ends)
                 choices.append(Choice(index=index, prompt=prompt, sequence=sequence, text=text))
             begun: set[int] = set()
@@ -316,47 +295,44 @@ class Completions:
                     part = choice.with_text(new, echo=echo and choice.index not in begun)
                     begun.add(choice.index)
                     if part["text"] or choice.finish_reason:
-                        await exchange.send_event(answer.body([part], usage=False))
+                        await exchange.send_event(answer | {"choices": [part]})
+            answer["usage"] = usage_of(choices, prompts)
             if not request.stream:
                 whole = [choice.with_text(choice.text.text, echo=echo) for choice in choices]
-                await exchange.send_whole(JSONResponse(answer.body(whole, usage=True)))
+                await exchange.send_whole(JSONResponse(answer | {"choices": whole}))
                 return
             if request.stream_options is not None and request.stream_options.include_usage:
-                await exchange.send_event(answer.body([], usage=True))
+                await exchange.send_event(answer)
             await exchange.send_event(None, more=False)
         finally:
             for choice in choices:
-                if choice.sequence is not None:
-                    self.engine.cancel(choice.sequence)
+                self.engine.cancel(choice.sequence)
             if choices:  # also those of an answer that nobody read
-                usage = answer.usage()
-                self.metrics.tokens.labels("prompt").inc(usage["prompt_tokens"])
-                self.metrics.tokens.labels("completion").inc(usage["completion_tokens"])
+                usage = usage_of(choices, prompts)
+                for kind in ("prompt", "completion"):
+                    self.metrics.tokens.labels(kind).inc(usage[f"{kind}_tokens"])
 
     async def _steps(
         self, request: requests.CompletionRequest, choices: list[Choice], changed: asyncio.Event, *, began: float
     ) -> AsyncIterator[tuple[Choice, str]]:
         """Each choice with its new text, until all are finished; a choice with log probabilities comes whole."""
         left = list(choices)
-        without_token = {choice.index for choice in choices if choice.sequence is not None}
         while left:
-            if any(choice.sequence is not None for choice in left):
-                await changed.wait()
-                changed.clear()
+            await changed.wait()
+            changed.clear()
             for choice in list(left):
-                sequence = choice.sequence
-                if sequence is not None and sequence.error:
+                sequence, had_ids = choice.sequence, bool(choice.text.ids)
+                if sequence.error:
                     raise requests.ApiError(500, f"the model failed to answer ({sequence.error})", code="engine_failed")
                 text = choice.take()
-                if choice.index in without_token and choice.text.ids:
-                    without_token.discard(choice.index)
+                if choice.text.ids and not had_ids:
                     self.metrics.first_token.observe(time.perf_counter() - began)
                 if choice.finish_reason:
                     left.remove(choice)
-                    if sequence is not None:
+                    if sequence.queue_sec is not None:  # it was decoded
                         self.engine.cancel(sequence)
                         self.gate.took(time.perf_counter() - sequence.started)
-                        self.metrics.queue.observe(sequence.queue_sec or 0.0)
+                        self.metrics.queue.observe(sequence.queue_sec)
                 if request.logprobs is None:
                     yield choice, text
                 elif choice.finish_reason:
