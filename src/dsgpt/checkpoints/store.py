@@ -41,8 +41,7 @@ from dsgpt.model.config import GPT2Config
 LATEST = "latest"
 BEST = "best"
 """Names the checkpoint with the lowest validation loss."""
-SEQUENCE_LENGTH = "sequence length"
-VALIDATED_ON = ("validation data", "validation windows", SEQUENCE_LENGTH)
+VALIDATED_ON = ("validation data", "validation windows", "sequence length")
 """Keys of a manifest's ``fixed``: validation losses can be compared only where all of these are equal."""
 WEIGHTS = "model.safetensors"
 MODEL = "model.json"
@@ -302,12 +301,6 @@ class ModelFiles:
     config: GPT2Config
     tokenizer: Path | None
     """Folder of the tokenizer; None where the training data has none."""
-
-    @property
-    def trained_length(self) -> int | None:
-        """Tokens of the sequences that the model was trained on; None if the checkpoint does not say."""
-        length = self.manifest.fixed.get(SEQUENCE_LENGTH)
-        return length if isinstance(length, int) and 0 < length <= self.config.block_size else None
 
 
 def open_model_files(checkpoint: Path, *, progress: Callable[[int], None] = lambda _: None) -> ModelFiles:

@@ -71,7 +71,10 @@ def _predicted(request: EvaluateRequest, *, device: torch.device, console: Conso
     if request.quantize == "int8":
         round_to_int8(model)
     problems, positions = Problems(), model.config.block_size
-    length = request.seq_length or loaded.stored.trained_length or positions
+    # As in training, if the checkpoint says so: later positions never learned anything.
+    trained = manifest.fixed.get(VALIDATED_ON[2]) if manifest else None
+    known = isinstance(trained, int) and 0 < trained <= positions
+    length: int = request.seq_length or (trained if known else positions)
     stride = request.stride or length
     if length > positions:
         problems.add(f"--seq_length {length}: the model reads at most {positions} tokens")
@@ -104,25 +107,15 @@ def _predicted(request: EvaluateRequest, *, device: torch.device, console: Conso
         raise UserError(f"{source}: the loss is {loss}, though the model's weights are finite: it is unusable")
     validation: Record | None = None  # how the training validated exactly these weights, if it did so on the same file
     if manifest and manifest.val_loss is not None and text.sha256 is not None:
-        fixed = manifest.fixed
-        data, count, validated = (fixed.get(name) for name in VALIDATED_ON)
+        data, count, validated, precision = (manifest.fixed.get(name) for name in (*VALIDATED_ON, "precision"))
         if data == text.sha256 and isinstance(count, int) and isinstance(validated, int):
-            validation = {"loss": manifest.val_loss, "windows": count, "seq_length": validated}
-            validation |= {"precision": fixed.get("precision")}
-    return {
-        "data": str(source),
-        "tokens": tokens,
-        "bytes": text.bytes,
-        "windows": len(windows),
-        "seq_length": length,
-        "stride": stride,
-        "loss": loss,
-        "perplexity": math.exp(loss) if loss < 700 else math.inf,  # a larger one has no floating-point number
-        "bits_per_byte": nats / math.log(2) / text.bytes if text.bytes else None,
-        "same_tokenizer": text.same_tokenizer,
-        "mask_documents": model.end_of_text is not None,
-        "validation": validation,
-    }
+            validation = {"loss": manifest.val_loss, "windows": count, "seq_length": validated, "precision": precision}
+    record: Record = {"data": str(source), "tokens": tokens, "bytes": text.bytes, "windows": len(windows)}
+    record |= {"seq_length": length, "stride": stride, "loss": loss}
+    record["perplexity"] = math.exp(loss) if loss < 700 else math.inf  # a larger one has no floating-point number
+    record["bits_per_byte"] = nats / math.log(2) / text.bytes if text.bytes else None
+    record |= {"same_tokenizer": text.same_tokenizer, "mask_documents": model.end_of_text is not None}
+    return record | {"validation": validation}
 
 
 # Every id of a text, predicted once.

@@ -215,16 +215,9 @@ def measure_latency(model: GPT2, ids: Tensor) -> dict[str, Any] | None:
             pass  # fetches each id from the device as soon as it is generated, as an application does
         seconds.append(time.perf_counter() - began)
     latency = statistics.median(seconds)
-    return {
-        "prompt_tokens": prompt.numel(),
-        "new_tokens": new_tokens,
-        "batch_size": 1,
-        "repetitions": len(seconds),
-        "latency_sec": latency,
-        "latency_min_sec": min(seconds),
-        "latency_max_sec": max(seconds),
-        "tokens_per_sec": new_tokens / latency,
-    }
+    sizes = {"prompt_tokens": prompt.numel(), "new_tokens": new_tokens, "batch_size": 1, "repetitions": len(seconds)}
+    latencies = {"latency_sec": latency, "latency_min_sec": min(seconds), "latency_max_sec": max(seconds)}
+    return {**sizes, **latencies, "tokens_per_sec": new_tokens / latency}
 
 
 # Text in, text out, with the model and tokenizer of a checkpoint.
@@ -392,8 +385,7 @@ class Writer:
         continuations = [Continuation(self.tokenizer, stop=request.stop, ends=self.ends) for _ in chosen]
         decoder, prompts = self.decoder(batch_size=len(chosen)), [ids for _, ids in chosen]
         streams = [random_stream(request.seed, number + row) for row in range(len(chosen))]
-        how: dict[str, Any] = {"sampling": request.sampling, "generators": streams}
-        steps = generate_batch(decoder, prompts, new_tokens=max(limits), **how)
+        steps = generate_batch(decoder, prompts, new_tokens=max(limits), sampling=request.sampling, generators=streams)
         show(chosen[0][0])
         count = 0
         for count, step in enumerate(steps, start=1):

@@ -10,7 +10,7 @@ import sys
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
@@ -51,18 +51,21 @@ class StoredModel:
     """Tensors by canonical name."""
     folder: Path | None
     """Folder of the tokenizer; None if there is none."""
-    refused: str = ""
-    """Why its tokenizer must not be used; empty where it may."""
     ends: tuple[int, ...] = ()
     """Ids that end a text, besides the tokenizer's own."""
     manifest: Manifest | None = None
     """Manifest of the checkpoint or portable folder; None for a Hugging Face folder."""
-    trained_length: int | None = None
-    """Tokens of the sequences that it was trained on: later positions never learned anything. None if unknown."""
     published: PretrainedWeights | None = None
     """Weights of a Hugging Face folder; None for other folders."""
     foreign: ForeignModel | None = None
     """A file of another trainer; None for folders."""
+
+    @cached_property
+    def refused(self) -> str:
+        """Why its tokenizer must not be used; empty where it may."""
+        folder = self.source if self.published else self.folder
+        fault = fault_of(folder, named=self.published is not None) if folder else None
+        return f"{folder}: {fault}" if fault else ""
 
     @property
     def tokenizer(self) -> list[Path]:
@@ -91,37 +94,18 @@ def open_model(source: Path, *, which: str, flag: str, console: Console | None =
     if is_hugging_face(source):
         if which == "best":
             raise UserError(f"{flag} {source}: is a Hugging Face folder; --which best needs a run folder")
-        published = PretrainedWeights(source)
+        published, ends = PretrainedWeights(source), end_ids(source)
+        config, tensors = published.config, published.tensors()
         folder = source if tokenizer_files(source, config=False) else None
-        return StoredModel(
-            source=source,
-            config=published.config,
-            tensors=published.tensors(),
-            folder=folder,
-            refused=_fault(source, named=True),
-            ends=end_ids(source),
-            published=published,
-        )
-    checkpoint = find_checkpoint(source, which=which, flag=flag)
-    named = parse_manifest(checkpoint).files
+        return StoredModel(source=source, config=config, tensors=tensors, folder=folder, ends=ends, published=published)
+    source = find_checkpoint(source, which=which, flag=flag)
+    named = parse_manifest(source).files
     size = sum(facts.size for name, facts in named.items() if is_model_file(name))
     progress = (console or Console(speaks=False)).progress(total=size, what="verifying", unit="B", lines=True)
-    files = open_model_files(checkpoint, progress=progress.advance)
+    files = open_model_files(source, progress=progress.advance)
     progress.close()
-    return StoredModel(
-        source=checkpoint,
-        config=files.config,
-        tensors=open_weights(files),
-        folder=files.tokenizer,
-        refused=_fault(files.tokenizer, named=False),
-        manifest=files.manifest,
-        trained_length=files.trained_length,
-    )
-
-
-def _fault(folder: Path | None, *, named: bool) -> str:
-    fault = fault_of(folder, named=named) if folder else None
-    return f"{folder}: {fault}" if fault else ""
+    config, tensors = files.config, open_weights(files)
+    return StoredModel(source=source, config=config, tensors=tensors, folder=files.tokenizer, manifest=files.manifest)
 
 
 def build_model(

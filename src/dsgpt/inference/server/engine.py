@@ -196,20 +196,13 @@ class Engine:
         positions = model.config.n_positions
         ends = {"eos_token_id": -1, "max_new_tokens": positions}
         generation: Any = GenerationConfig(do_sample=False, **ends)  # type: ignore[no-untyped-call]
-        off: dict[str, Any] = dict.fromkeys(("use_async_batching", "use_cuda_graph", "auto_switch_to_flash"), False)
-        config = ContinuousBatchingConfig(
-            page_size=PAGE,
-            num_blocks=batch * -(-positions // PAGE) + 1,
-            max_batch_tokens=max(PREFILL_TOKENS, batch),
-            max_requests_per_batch=batch,
-            max_blocks_per_request=0,
-            safety_margin=0.0,
-            allow_block_sharing=False,  # the time of an answer would tell what others asked
-            **off,
-        )
-        self._manager: ContinuousBatchingManager = twin_of(model).init_continuous_batching(
-            generation_config=generation, continuous_batching_config=config
-        )
+        off = ("use_async_batching", "use_cuda_graph", "auto_switch_to_flash")
+        words: dict[str, Any] = dict.fromkeys(off, False) | {"max_blocks_per_request": 0, "safety_margin": 0.0}
+        words |= {"allow_block_sharing": False}  # the time of an answer would tell what others asked
+        words |= {"page_size": PAGE, "num_blocks": batch * -(-positions // PAGE) + 1}
+        words |= {"max_requests_per_batch": batch, "max_batch_tokens": max(PREFILL_TOKENS, batch)}
+        config, twin = ContinuousBatchingConfig(**words), twin_of(model)
+        self._manager: ContinuousBatchingManager = twin.init_continuous_batching(generation, config)
         self._manager.logit_processor = Sampler(partial(self._in_loop, self._fail))  # type: ignore[assignment]
         self._names = itertools.count()
         self._open: dict[str, Sequence] = {}

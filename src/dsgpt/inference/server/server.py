@@ -139,18 +139,14 @@ class Guard:
 
         path = scope["path"].removesuffix("/") or "/"
         scheme, _, secret = headers.get(b"authorization", b"").partition(b" ")
-        key = None
-        if scheme.lower() == b"bearer":
-            same = [each for each in self._keys if hmac.compare_digest(secret.strip(b" "), each.secret.encode())]
-            key = same[0] if same else None
-        if fault := self._fault_of(scope["headers"]):
-            await fault.response()(scope, receive, send_named)
-        elif self._keys and path != "/health" and key is None:
+        keys = self._keys if scheme.lower() == b"bearer" else ()
+        same = [each for each in keys if hmac.compare_digest(secret.strip(b" "), each.secret.encode())]
+        fault = self._fault_of(scope["headers"])
+        if not fault and self._keys and path != "/health" and not same:
             message = "the request needs the server's API key: Authorization: Bearer KEY"
             fault = ApiError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
-            await fault.response()(scope, receive, send_named)
-        else:
-            await self._app({**scope, "path": path, "key": key}, receive, send_named)
+        answer = fault.response() if fault else self._app
+        await answer({**scope, "path": path, "key": same[0] if same else None}, receive, send_named)
 
     def _fault_of(self, headers: list[tuple[bytes, bytes]]) -> ApiError | None:
         counts = Counter(name for name, _ in headers)
@@ -374,28 +370,18 @@ async def _serve(app: object, engine: Engine, listener: socket.socket, *, about:
         await asyncio.to_thread(engine.close)
 
 
-def http_config(app: object, *, connections: int) -> uvicorn.Config:
+def http_config(app: Any, *, connections: int) -> uvicorn.Config:
     """Settings of uvicorn for at most ``connections`` connections at a time."""
-    off: dict[str, Any] = dict.fromkeys(("access_log", "server_header", "proxy_headers"), False)
-    return uvicorn.Config(
-        app,  # type: ignore[arg-type]
-        http=Connection,
-        ws="none",
-        lifespan="off",
-        log_config=None,
-        **off,
-        limit_concurrency=connections,
-        backlog=BACKLOG,
-        timeout_keep_alive=KEEP_ALIVE_SEC,
-    )
+    words: dict[str, Any] = dict.fromkeys(("access_log", "server_header", "proxy_headers"), False)
+    words |= {"http": Connection, "ws": "none", "lifespan": "off", "log_config": None, "backlog": BACKLOG}
+    words |= {"limit_concurrency": connections, "timeout_keep_alive": KEEP_ALIVE_SEC}
+    return uvicorn.Config(app, **words)
 
 
 class _Server(uvicorn.Server):
     """Stops at the first signal when all accepted requests are answered, and at the second one at once."""
 
-    def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
-        self._asked_at: float | None = None
+    _asked_at: float | None = None
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
