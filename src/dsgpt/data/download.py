@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeAlias
 
 from tqdm import tqdm
 
-from dsgpt.common.command_line import POSITIVE, choice, flag, read_options, switch
+from dsgpt.common.command_line import POSITIVE, choice, flag, help_of, read_options, switch
 from dsgpt.common.errors import UserError
 from dsgpt.common.files import sync_directory, write_json_atomic
 from dsgpt.common.json_files import Count, Positive, read_or_refuse
@@ -110,21 +110,12 @@ def downloaded_source(name: str, *, output_dir: Path) -> Source | None:
         if record and record.name == name:
             reading: dict[str, Any] = {"text_key": "text", "key_field": "key"}
             read, cut = partial(read_json_lines, **reading), partial(cut_json_lines, **reading)
-            return Source(
-                description=record.source,
-                files=tuple(
-                    SourceFile(
-                        name=str(folder / file),
-                        key=file,
-                        stamp=Stamp.of(folder / file),
-                        split=_SPLIT_OF_FILE[Path(file).stem],
-                        read=read,
-                        cut=cut,
-                    )
-                    for file in record.files
-                ),
-                same_by_documents=name in EMBEDDED,  # whose documents come from the installed files, too
+            paths = [folder / file for file in record.files]
+            files = (
+                SourceFile(str(path), path.name, Stamp.of(path), read, _SPLIT_OF_FILE[path.stem], cut) for path in paths
             )
+            same = name in EMBEDDED  # whose documents come from the installed files, too
+            return Source(description=record.source, files=tuple(files), same_by_documents=same)
     return None
 
 
@@ -215,19 +206,6 @@ def join_articles(lines: Iterable[str]) -> Iterator[str]:
 
 # The command line.
 
-DESCRIPTION = """\
-Fetch a text set and keep its documents in data/NAME/raw/. The file is documents.jsonl, or train.jsonl and
-validation.jsonl if the set has its own split. Each line is a JSON object {"text": ...}. preprocess.py --dataset NAME
-reads them. All but the first two come from the Hugging Face hub, without an account. No code of a set is ever run.
-
-sets:
-"""
-
-EXAMPLES = """\
-  .venv/bin/python data_prep/download_data.py
-  .venv/bin/python data_prep/download_data.py tinystories
-  .venv/bin/python data_prep/download_data.py fineweb-edu --max_documents 100000"""
-
 SETS = {
     TRANSFORMERS_NAME: "sources of the package transformers, 8 MB, the same everywhere; needs no network (default)",
     STDLIB_NAME: "the sources and documentation that ship with this Python, about 12 MB; needs no network",
@@ -239,20 +217,24 @@ Rows: TypeAlias = Generator[dict[str, str], None, None]
 
 @dataclass(frozen=True, kw_only=True)
 class DownloadOptions:
-    """The command line."""
+    """The command line.
 
-    name: str = flag(
-        set_name(tuple(SETS)),
-        "NAME",
-        "one of the sets above, or OWNER/NAME of any set of text on the hub",
-        default=TRANSFORMERS_NAME,
-        name="name",
-        nargs="?",
-    )
+    Fetch a text set and keep its documents in data/NAME/raw/. The file is documents.jsonl, or train.jsonl and
+    validation.jsonl if the set has its own split. Each line is a JSON object {"text": ...}. preprocess.py --dataset
+    NAME reads them. All but the first two come from the Hugging Face hub, without an account. No code of a set is ever
+    run.
+
+    Examples:
+      .venv/bin/python data_prep/download_data.py
+      .venv/bin/python data_prep/download_data.py tinystories
+      .venv/bin/python data_prep/download_data.py fineweb-edu --max_documents 100000
+    """
+
+    name: str = flag(set_name(tuple(SETS)), "NAME", default=TRANSFORMERS_NAME, name="name", nargs="?")
+    """one of the sets above, or OWNER/NAME of any set of text on the hub"""
     config: str | None = flag(str, "NAME", "the part of a set OWNER/NAME, if it has several")
-    text_key: str | None = flag(
-        str, "KEY", "the column of the text of OWNER/NAME (default: text, or else its only one of strings)"
-    )
+    text_key: str | None = flag(str, "KEY")
+    """the column of the text of OWNER/NAME (default: text, or else its only one of strings)"""
     output_dir: Path | None = flag(folder_if_named, "DIR", "receives raw/ (default data/NAME)")
     max_documents: int | None = flag(POSITIVE, "N", "keep only the first N documents of each split")
     overwrite: bool = switch("fetch again what is already there")
@@ -374,10 +356,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         UserError: mistakes of the command line, one line each; the set cannot be read; or the folder has another one,
             or one with another ``--max_documents``.
     """
-    about = "\n".join(f"  {name:20} {text}" for name, text in SETS.items())
-    options, problems = read_options(
-        DownloadOptions, argv, description=DESCRIPTION + about, epilog=f"examples:\n{EXAMPLES}"
-    )
+    sets = "\n".join(f"  {name:20} {text}" for name, text in SETS.items())
+    about = f"{help_of(DownloadOptions)['description']}\n\nsets:\n{sets}"
+    options, problems = read_options(DownloadOptions, argv, description=about)
     problems.raise_if_any()
     name, limit = options.name, options.max_documents
     folder = (options.output_dir or Path("data") / name) / RAW_FOLDER

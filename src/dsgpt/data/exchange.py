@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from dsgpt.common.command_line import choice, flag, read_options, switch, whole
+from dsgpt.common.command_line import COUNT, choice, flag, read_options, switch, whole
 from dsgpt.common.errors import Problems, UserError
 from dsgpt.common.files import remove, sync_directory
 from dsgpt.common.text import counted, next_line, script_words
@@ -31,14 +31,6 @@ from dsgpt.data.token_file import LLMC_TYPES, TokenFileWriter, TokenizerFacts, o
 from dsgpt.data.vocabulary import open_vocabulary, save_loaded
 from dsgpt.formats.tokenizer_files import TOKENIZER_FOLDER, copy_tokenizer
 
-DESCRIPTION = """\
-Turn a token file into one of another trainer, or one of another trainer into ours. Documents stay whole and in their
-order; each format marks their ends as its own tools do. Formats: dsgpt (NAME.bin and NAME.json), nanogpt (NAME.bin),
-llmc (NAME.bin with a header), megatron (NAME.bin and NAME.idx)."""
-EXAMPLES = """\
-examples:
-  .venv/bin/python data_prep/exchange.py data/openwebtext/train.bin megatron/train.bin --to megatron
-  .venv/bin/python data_prep/exchange.py fineweb_train_000001.bin data/fineweb/train.bin --to dsgpt --tokenizer gpt2"""
 FORMATS = ("dsgpt", "nanogpt", "llmc", "megatron")
 LLMC_HEADER = 256
 _LLMC_MAGIC, _LLMC_VERSION = 20240520, 1
@@ -51,20 +43,27 @@ Ids = NDArray[np.integer]
 
 @dataclass(frozen=True, kw_only=True)
 class ConvertDataOptions:
-    """The command line."""
+    """The command line.
+
+    Turn a token file into one of another trainer, or one of another trainer into ours. Documents stay whole and in
+    their order; each format marks their ends as its own tools do. Formats: dsgpt (NAME.bin and NAME.json), nanogpt
+    (NAME.bin), llmc (NAME.bin with a header), megatron (NAME.bin and NAME.idx).
+
+    Examples:
+      .venv/bin/python data_prep/exchange.py data/openwebtext/train.bin megatron/train.bin --to megatron
+      .venv/bin/python data_prep/exchange.py fineweb_train_000001.bin data/fineweb/train.bin --to dsgpt --tokenizer gpt2
+    """
 
     source: Path = flag(Path, "FROM", "the .bin to read", name="source", nargs="?", needs="the .bin to read")
     target: Path = flag(Path, "TO", "the .bin to write", name="target", nargs="?", needs="the .bin to write")
     form: str = flag(
         choice(FORMATS), "FORMAT", f"of TO: {', '.join(FORMATS)}", name="--to", needs=f"one of {', '.join(FORMATS)}"
     )
-    tokenizer: str | None = flag(
-        str, "WHICH", "to read a format of others: the tokenizer of its ids, a folder or a name on the hub"
-    )
-    vocab_size: int | None = flag(
-        whole(low=2), "N", "the same without a tokenizer, with --eot_id: ids of the vocabulary"
-    )
-    eot_id: int | None = flag(whole(low=0), "ID", "the id that marks the end, or the beginning, of a document")
+    tokenizer: str | None = flag(str, "WHICH")
+    """to read a format of others: the tokenizer of its ids, a folder or a name on the hub"""
+    vocab_size: int | None = flag(whole(low=2), "N")
+    """the same without a tokenizer, with --eot_id: ids of the vocabulary"""
+    eot_id: int | None = flag(COUNT, "ID", "the id that marks the end, or the beginning, of a document")
     overwrite: bool = switch("replace TO")
 
 
@@ -234,7 +233,7 @@ def main(words: Sequence[str] | None = None) -> None:
     Raises:
         UserError: mistakes of the command line; FROM cannot be read, or TO cannot hold it.
     """
-    options, problems = read_options(ConvertDataOptions, words, description=DESCRIPTION, epilog=EXAMPLES)
+    options, problems = read_options(ConvertDataOptions, words)
     problems.raise_if_any()
     source, target, form = options.source, options.target, options.form
     foreign = open_foreign(source)

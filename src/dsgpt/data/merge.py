@@ -3,18 +3,20 @@
 Nothing here depends on the cuts between blocks, so the files are the same for any number of workers or shards.
 """
 
+import contextlib
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dsgpt.common.errors import UserError
-from dsgpt.data.index import ENTRY, Entries
 from dsgpt.data.order import shuffled
 from dsgpt.data.parts import Part, Rows
+from dsgpt.data.preparation_options import PrepareOptions
+from dsgpt.data.sources import Source
 from dsgpt.data.token_file import TokenFileWriter
 
 SPLITS = ("train", "val")
@@ -22,6 +24,8 @@ SMALL_DOCUMENTS = 256
 _SMALL_CHARACTERS = 1 << 26
 _COPIED_BYTES = 1 << 24
 _MOST_OPEN = 256
+Numbers: TypeAlias = dict[str, NDArray[np.int64]]
+"""The numbers of the documents of each split, by its name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,8 +48,8 @@ def gather(parts: Sequence[Part]) -> Documents:
     """
     rows: Rows = np.concatenate([part.rows for part in parts])
     tokens = rows["tokens"].astype(np.int64)
-    firsts = np.flatnonzero(np.append(0, rows["more"][:-1]) == 0) if len(rows) else np.zeros(0, dtype=np.int64)
-    totals = np.add.reduceat(tokens, firsts) if len(rows) else tokens
+    firsts = np.flatnonzero(np.append(0, rows["more"])[:-1] == 0)
+    totals = np.add.reduceat(tokens, firsts)
     if (totals >= 1 << 32).any():
         raise UserError("a document has 2^32 tokens or more; divide its file")
     whole = rows[firsts].copy()
@@ -71,9 +75,7 @@ def without_duplicates(documents: Documents) -> Documents:
     return Documents(rows=documents.rows[first], starts=documents.starts[first], counts=counts)
 
 
-def divided(
-    rows: Rows, *, own: Sequence[str | None], val_fraction: float, count: int | None = None
-) -> dict[str, NDArray[np.int64]]:
+def divided(rows: Rows, *, own: Sequence[str | None], val_fraction: float, count: int | None = None) -> Numbers:
     """The numbers of the documents of each split, in order.
 
     A set's own split is kept. Otherwise a document is for validation if its position is below ``val_fraction`` of 2^64:
@@ -102,61 +104,62 @@ def divided(
     return numbers
 
 
-def shuffle(numbers: dict[str, NDArray[np.int64]], *, seed: int) -> dict[str, NDArray[np.int64]]:
-    """``numbers`` in an order that depends on the seed and their count alone."""
-    orders = {name: np.arange(len(each)) for name, each in numbers.items()}
-    orders = {name: shuffled(each, size=len(each), key=f"dsgpt documents {seed}") for name, each in orders.items()}
-    return {name: numbers[name][orders[name]] for name in SPLITS}
+def chosen(options: PrepareOptions, source: Source, parts: Sequence[Part]) -> tuple[Documents, Numbers]:
+    """The documents of ``parts``; and the numbers of those of each split, in the order in which they are written.
+
+    With ``--shuffle``, that depends on the seed and the count of a split alone.
+    """
+    documents = gather(parts)
+    if options.deduplicate:
+        documents = without_duplicates(documents)
+    own = [file.split for file in source.files]
+    numbers = divided(documents.rows, own=own, val_fraction=options.share, count=options.num_documents)
+    if options.shuffle:
+        key = f"dsgpt documents {options.seed}"
+        for split, each in numbers.items():
+            numbers[split] = each[shuffled(np.arange(len(each)), size=len(each), key=key)]
+    return documents, numbers
 
 
-def entries_of(documents: Documents, numbers: NDArray[np.int64]) -> Entries:
-    """The index of ``numbers``."""
-    return documents.rows[numbers][list(ENTRY.names or ())].astype(ENTRY)
+def copy(
+    parts: Sequence[Part],
+    documents: Documents,
+    numbers: NDArray[np.int64],
+    writer: TokenFileWriter,
+    *,
+    width: int,
+    advance: Callable[[int], object],
+) -> None:
+    """Append documents of ``parts`` to a token file.
 
-
-class PartReader:
-    """Reads ids of parts, by their position in all of them one after the other."""
-
-    def __init__(self, paths: Sequence[Path], parts: Sequence[Part], *, width: int) -> None:
-        self._paths, self._width = paths, width
-        sizes = [int(part.rows["tokens"].sum(dtype=np.int64)) for part in parts]
-        self._bounds = np.append(0, np.cumsum(sizes))
-        self._files: dict[int, int] = {}
-
-    def copy(
-        self,
-        documents: Documents,
-        numbers: NDArray[np.int64],
-        writer: TokenFileWriter,
-        progress: Callable[[int], object],
-    ) -> None:
-        """Append the documents ``numbers`` to a token file, in that order; ``progress`` gets the bytes as they come."""
-        if not len(numbers):
-            return
-        starts = documents.starts[numbers]
-        ends = starts + documents.rows["tokens"][numbers].astype(np.int64)
-        breaks = np.flatnonzero(starts[1:] != ends[:-1])  # neighbours are copied together
-        first, last = np.append(0, breaks + 1), np.append(breaks, len(numbers) - 1)
-        for start, end in zip(starts[first].tolist(), ends[last].tolist(), strict=True):
-            place = start
-            while place < end:
-                part = int(np.searchsorted(self._bounds, place, side="right")) - 1
-                stop = min(end, int(self._bounds[part + 1]), place + _COPIED_BYTES // self._width)
-                offset = (place - int(self._bounds[part])) * self._width
-                writer.append_encoded(data := os.pread(self._file(part), (stop - place) * self._width, offset))
-                progress(len(data))
-                place = stop
-        writer.documents += len(numbers)
-
-    def _file(self, part: int) -> int:
-        if part not in self._files:
-            if len(self._files) == _MOST_OPEN:
-                self.close()
-            self._files[part] = os.open(self._paths[part], os.O_RDONLY)
-        return self._files[part]
-
-    def close(self) -> None:
-        """Close all files."""
-        for descriptor in self._files.values():
-            os.close(descriptor)
-        self._files.clear()
+    Args:
+        parts: all of them, in order.
+        documents: theirs.
+        numbers: of the documents that are wanted, in the order of the file; at least one.
+        writer: the token file.
+        width: bytes of an id.
+        advance: gets the number of bytes copied since its last call.
+    """
+    bounds = np.cumsum([0, *(part.rows["tokens"].sum(dtype=np.int64) for part in parts)])
+    starts = documents.starts[numbers]
+    ends = starts + documents.rows["tokens"][numbers].astype(np.int64)
+    breaks = starts[1:] != ends[:-1]  # neighbours are copied together
+    first, last = starts[np.append(True, breaks)], ends[np.append(breaks, True)]
+    files: dict[int, int] = {}
+    with contextlib.ExitStack() as opened:
+        for place, end in zip(first.tolist(), last.tolist(), strict=True):
+            start = place
+            while start < end:
+                number = int(np.searchsorted(bounds, start, side="right")) - 1
+                stop = min(end, int(bounds[number + 1]), start + _COPIED_BYTES // width)
+                if number not in files:
+                    if len(files) == _MOST_OPEN:
+                        opened.close()
+                        files.clear()
+                    files[number] = os.open(parts[number].path, os.O_RDONLY)
+                    opened.callback(os.close, files[number])
+                offset = (start - int(bounds[number])) * width
+                writer.append_encoded(data := os.pread(files[number], (stop - start) * width, offset))
+                advance(len(data))
+                start = stop
+    writer.documents += len(numbers)

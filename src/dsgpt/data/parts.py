@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -77,6 +77,7 @@ class Encoding:
 class Part(NamedTuple):
     """What a part says of its block."""
 
+    path: Path
     rows: Rows
     empty: int
     """Documents of nothing but space, which have no row."""
@@ -105,7 +106,7 @@ def read_part(path: Path, *, width: int, check: bool = False) -> Part | None:
         return None
     if check and _checksum(zlib.crc32(data[:ids].data), rows, empty=empty) != int(sums["checksum"]):
         return None
-    return Part(rows, empty)
+    return Part(path, rows, empty)
 
 
 def _checksum(ids: int, rows: Rows, *, empty: int) -> int:
@@ -225,9 +226,7 @@ def _work(connection: Connection, encoding: Encoding) -> None:
                 encoder = encoder or Encoder(encoding)
                 encoder.encode(block)
                 connection.send(None)
-            except UserError as error:
-                connection.send(error.problems)
-            except OSError as error:
+            except (UserError, OSError) as error:
                 connection.send(error)
 
 
@@ -250,8 +249,7 @@ def encode_blocks(blocks: Iterator[Block], encoder: Encoder, *, workers: int) ->
     busy: dict[Connection, Block] = {}
 
     def next_done() -> tuple[Connection, Block]:
-        ready = wait(list(busy))[0]
-        assert isinstance(ready, Connection)
+        ready: Any = wait(list(busy))[0]
         try:
             answer = ready.recv()
         except (EOFError, ConnectionResetError) as error:
@@ -259,10 +257,8 @@ def encode_blocks(blocks: Iterator[Block], encoder: Encoder, *, workers: int) ->
                 "a worker was killed while it encoded, perhaps because memory ran out; the same command goes on with "
                 "what is done, perhaps with fewer --workers"
             ) from error
-        if isinstance(answer, OSError):
-            raise answer
         if answer:
-            raise UserError(*answer)
+            raise answer
         return ready, busy.pop(ready)
 
     try:

@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 import secrets
@@ -15,50 +16,30 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from dsgpt.common.errors import UserError
-from dsgpt.common.files import (
-    PRINTABLE,
-    Lock,
-    is_regular_file,
-    remove,
-    sha256_of,
-    sync_directory,
-    write_atomic,
-    write_json_atomic,
-)
+from dsgpt.common.files import PRINTABLE, Lock, remove, sha256_of, sync_directory, write_atomic, write_json_atomic
 from dsgpt.common.json_files import Sha256, read_or_refuse
 from dsgpt.common.text import REPOSITORY, counted, duration, next_line, script_words
 from dsgpt.data.blocks import Block, Reading, blocks_of, cut_in_two
 from dsgpt.data.download import downloaded_source, progress
 from dsgpt.data.engine import FAST
-from dsgpt.data.index import SourceEntry, document_hash, index_path, relative, sources_path, write_sources
-from dsgpt.data.merge import (
-    SMALL_DOCUMENTS,
-    SPLITS,
-    Documents,
-    PartReader,
-    divided,
-    entries_of,
-    gather,
-    shuffle,
-    without_duplicates,
-)
+from dsgpt.data.index import ENTRY, SourceEntry, document_hash, index_path, relative, sources_path, write_sources
+from dsgpt.data.merge import SMALL_DOCUMENTS, SPLITS, chosen, copy, divided
 from dsgpt.data.parts import ROW, Encoder, Encoding, Part, encode_blocks, read_part
 from dsgpt.data.preparation_options import TRAIN, Identity, PrepareOptions, parse_options
 from dsgpt.data.readers import Document
 from dsgpt.data.sources import EMBEDDED, SMALL_BYTES, Source, own_source
 from dsgpt.data.token_file import WIDTHS, Stamp, TokenFileWriter, TokenizerFacts, dtype_of, open_token_file
-from dsgpt.data.vocabulary import Vocabulary, open_vocabulary, save_loaded, save_trained, train_tokenizer
+from dsgpt.data.vocabulary import open_vocabulary, save_loaded, save_trained, train_tokenizer
 from dsgpt.formats.tokenizer_files import TOKENIZER, TOKENIZER_FOLDER
 
 TOKENS_FOR_SMALL = 100_000_000
 """Up to this many tokens the suggested training is that of the demo; ``small`` would learn the text by heart."""
 KEPT = "nothing was published; the same command goes on with what is encoded"
 """Ends the error line after an interruption, or if the disk is full."""
-_ENCODING_FLAGS = ("--shard", "--workers")
-"""Those that the command of a merge lacks."""
+_ENCODING = ("--shard", "--workers")
+"""Flags that the command of a merge lacks."""
 _LAYOUT = 2
 """Counts changes of the parts: parts of another layout are not used."""
 
@@ -218,20 +199,15 @@ def main(argv: Sequence[str] | None = None, *, small: bool = False, merge: bool 
                     "it describes"
                 )
             encoder = Encoder(encoding)
-            paths = _encoded(options, source, encoder, merge=merge)
+            parts = _encoded(options, source, encoder, merge=merge)
             if options.shard is not None:
-                words = list(argv or sys.argv[1:])
-                kept = [
-                    word
-                    for before, word in zip(["", *words], words, strict=False)
-                    if before not in _ENCODING_FLAGS and not word.startswith(_ENCODING_FLAGS)
-                ]
-                print(
-                    f"encoded part {options.shard[0]} of {options.shard[1]} in {encoding.folder}; when all are encoded:"
-                )
+                pairs = itertools.pairwise(["", *(argv or sys.argv[1:])])
+                kept = [word for before, word in pairs if before not in _ENCODING and not word.startswith(_ENCODING)]
+                index, count = options.shard
+                print(f"encoded part {index} of {count} in {encoding.folder}; when all are encoded:")
                 print(next_line(script_words("data_prep/merge.py", *kept)))
                 return
-            counts = _write(options, source, place, encoder.vocabulary, identity, paths=paths)
+            counts = _write(options, source, place, encoder, identity, parts=parts)
             place.remove_work()
         finally:
             if options.shard is None and not any(work.glob("*/part-*")):
@@ -246,9 +222,9 @@ def _fingerprint(tokenizer: str) -> str | None:
     if tokenizer == TRAIN or not Path(tokenizer).is_dir():
         return None
     digest = hashlib.sha256()
-    named = [path for path in Path(tokenizer).iterdir() if path.suffix in (".json", ".txt", ".model")]
-    for path in sorted(path for path in named if is_regular_file(path)):
-        digest.update(path.name.encode(errors=PRINTABLE) + path.read_bytes())
+    for path in sorted(Path(tokenizer).iterdir()):
+        if path.suffix in (".json", ".txt", ".model") and path.is_file() and not path.is_symlink():
+            digest.update(path.name.encode(errors=PRINTABLE) + path.read_bytes())
     return digest.hexdigest()
 
 
@@ -354,7 +330,7 @@ def _encoding(options: PrepareOptions, source: Source, place: Place, identity: I
     return replace(encoding, folder=folder), sha256
 
 
-def _encoded(options: PrepareOptions, source: Source, encoder: Encoder, *, merge: bool) -> list[Path]:
+def _encoded(options: PrepareOptions, source: Source, encoder: Encoder, *, merge: bool) -> list[Part]:
     """The parts of ``source``, made or found, in order; of its beginning if only the first documents are wanted.
 
     With ``--shard``, a block belongs to the shard in whose share of all bytes it begins.
@@ -405,8 +381,8 @@ def _encoded(options: PrepareOptions, source: Source, encoder: Encoder, *, merge
         reading = Reading(number=number, file=source.files[number], val_fraction=options.share)
         halves = Block(number=len(parts), first_byte=0, size=0, readings=(reading,))
         encoder.encode(halves)
-        return [encoding.path(halves.number)]
-    return [encoding.path(number) for number in sorted(parts)]
+        return [_part(encoding.path(halves.number), width=width)]
+    return [parts[number] for number in sorted(parts)]
 
 
 def _suffice(options: PrepareOptions, source: Source, parts: dict[int, Part]) -> bool:
@@ -416,51 +392,29 @@ def _suffice(options: PrepareOptions, source: Source, parts: dict[int, Part]) ->
         return False
     if next((part.rows["more"][-1] for part in reversed(beginning) if len(part.rows)), 0):
         return False  # the rest of the last document is in the next part
-    documents, numbers = _chosen(options, source, beginning)
+    documents, numbers = chosen(options, source, beginning)
     if len(documents.rows) <= SMALL_DOCUMENTS:
         return False  # the split of so few depends on whether there are more
     return sum(map(len, numbers.values())) == options.num_documents
 
 
-def _chosen(
-    options: PrepareOptions, source: Source, parts: list[Part]
-) -> tuple[Documents, dict[str, NDArray[np.int64]]]:
-    """The documents of ``parts``; and the numbers of those of each split, in the order in which they are written."""
-    documents = gather(parts)
-    if options.deduplicate:
-        documents = without_duplicates(documents)
-    own = [file.split for file in source.files]
-    numbers = divided(documents.rows, own=own, val_fraction=options.share, count=options.num_documents)
-    return documents, shuffle(numbers, seed=options.seed) if options.shuffle else numbers
-
-
 def _write(
-    options: PrepareOptions,
-    source: Source,
-    place: Place,
-    vocabulary: Vocabulary,
-    identity: Identity,
-    *,
-    paths: list[Path],
+    options: PrepareOptions, source: Source, place: Place, encoder: Encoder, identity: Identity, *, parts: list[Part]
 ) -> dict[str, int]:
     """Write all files from parts; return how many documents were left out or changed, by the reason."""
-    width = WIDTHS[dtype_of(vocabulary.size)]
-    parts = [_part(path, width=width) for path in paths]
-    documents, numbers = _chosen(options, source, parts)
+    vocabulary, (documents, numbers) = encoder.vocabulary, chosen(options, source, parts)
     if not len(documents.rows):
         raise UserError("the input holds no text: every document is empty")
     for split in SPLITS:
         if not len(numbers[split]):
             raise UserError(f"the {split} split has no document; give more documents or change --val_fraction")
+    entries = list[SourceEntry]()
     for file in source.files:
         if file.stamp and Stamp.of(file.name) != file.stamp:
             raise UserError(f"{file.name}: changed while it was read; start again when no program writes to it")
-    entries = [
-        SourceEntry(path=relative(file.name, place.folder), size=file.size, mtime_ns=file.stamp[1], unit=file.unit)
-        if file.stamp
-        else SourceEntry(path="-", size=None, mtime_ns=None, unit=file.unit)
-        for file in source.files
-    ]
+        size, mtime_ns = file.stamp or (None, None)
+        path = relative(file.name, place.folder) if file.stamp else "-"
+        entries.append(SourceEntry(path=path, size=size, mtime_ns=mtime_ns, unit=file.unit))
     name = TOKENIZER_FOLDER if options.tokenizer == TRAIN or Path(options.tokenizer).is_dir() else options.tokenizer
     about = TokenizerFacts(name=name, sha256=vocabulary.sha256)
     with contextlib.ExitStack() as stack:
@@ -468,16 +422,17 @@ def _write(
         writers = {
             split: stack.enter_context(open_writer(place.tokens(split), source=source.description)) for split in SPLITS
         }
-        with contextlib.closing(PartReader(paths, parts, width=width)) as reader:
-            total = sum(int(documents.rows["tokens"][each].sum(dtype=np.int64)) for each in numbers.values())
-            with progress(total=total * width, description="joining", unit="B") as bar:
-                for split, writer in writers.items():
-                    reader.copy(documents, numbers[split], writer, bar.update)
+        width = WIDTHS[dtype_of(vocabulary.size)]
+        total = sum(int(documents.rows["tokens"][each].sum(dtype=np.int64)) for each in numbers.values())
+        with progress(total=total * width, description="joining", unit="B") as bar:
+            for split, writer in writers.items():
+                copy(parts, documents, numbers[split], writer, width=width, advance=bar.update)
         # All files get their final names. The record is removed first and written last: it never describes a mixture.
         place.record.unlink(missing_ok=True)
         train, val = map(place.tokens, SPLITS)
         for split in SPLITS:
-            write_atomic(index_path(place.tokens(split)), entries_of(documents, numbers[split]).tobytes())
+            index = documents.rows[numbers[split]][list(ENTRY.names or ())].astype(ENTRY)
+            write_atomic(index_path(place.tokens(split)), index.tobytes())
         write_sources(train, entries)
         write_atomic(sources_path(val), sources_path(train).read_bytes())
         if vocabulary.folder != place.tokenizer:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from dsgpt.common.command_line import POSITIVE, Parser, Unfit, choice, flag, switch, value, whole
+from dsgpt.common.command_line import COUNT, POSITIVE, Parser, Unfit, choice, flag, help_of, switch, value, whole
 from dsgpt.common.files import is_utf8, printable, undecodable
 from dsgpt.data.download import HUB_SETS, folder_if_named, set_name
 from dsgpt.data.parts import OnBadText
@@ -14,43 +14,6 @@ from dsgpt.data.sources import EMBEDDED, TRANSFORMERS_NAME
 from dsgpt.data.vocabulary import SMALLEST_VOCABULARY
 from dsgpt.formats.tokenizer_files import fault_of
 
-DESCRIPTION = """\
-Turn text into token files: train.bin and val.bin (little-endian ids without a header, as nanoGPT reads them), each with
-a .json that describes it, and tokenizer/, which transformers.AutoTokenizer loads. Every document ends with the
-end-of-text id. Without flags it prepares sources of the Python package transformers, 8 MB that are the same on every
-machine: no download, no account, a few seconds. The same command a second time changes nothing."""
-
-EXAMPLES = """\
-  .venv/bin/python data_prep/preprocess.py
-  .venv/bin/python data_prep/preprocess.py --input books/ --tokenizer train --vocab_size 16384
-  .venv/bin/python data_prep/preprocess.py --input notes.txt web.jsonl --text_key content --output_dir data/mine
-  .venv/bin/python data_prep/download_data.py tinystories && \\
-    .venv/bin/python data_prep/preprocess.py --dataset tinystories"""
-
-MERGE_DESCRIPTION = """\
-Join what `dsgpt data prepare --shard I/N` encoded for every I. Give the same flags without --shard: the files are those
-that one preparation writes. Duplicates in different shards are found here; split and order are decided here. The text
-is not encoded again: a part that is missing is an error."""
-
-MERGE_EXAMPLES = """\
-  .venv/bin/python data_prep/merge.py --input /data/web --tokenizer gpt2 --output_dir data/web --deduplicate"""
-
-SMALL_DESCRIPTION = """\
-As preprocess.py with the same flags, but for the first N documents only: train_small.bin and val_small.bin, for a quick
-look. Of the N, --val_fraction (at least one) are the first of the validation documents, the others the first of the
-training documents. Small and full files share the folder and its tokenizer/, which `--tokenizer train` trains on the
-whole train split in both cases, so a model trained on one can be evaluated on the other."""
-
-SMALL_EXAMPLES = """\
-  .venv/bin/python data_prep/preprocess_small.py --num_documents 100
-  .venv/bin/python data_prep/preprocess_small.py --num_documents 1000 --dataset tinystories"""
-
-_FORMS = {
-    "": (DESCRIPTION, EXAMPLES, {"num_documents"}),
-    "small": (SMALL_DESCRIPTION, SMALL_EXAMPLES, {"shard"}),
-    "merge": (MERGE_DESCRIPTION, MERGE_EXAMPLES, {"num_documents", "shard", "workers"}),
-}
-"""Description, examples and the flags that are left out, of each script."""
 TRAIN = "train"
 DATASETS = (*EMBEDDED, *HUB_SETS)
 _DEFAULT_VOCAB_SIZE = 8192
@@ -73,7 +36,20 @@ def shard_of(word: str) -> tuple[int, int]:
 
 @dataclass(frozen=True, kw_only=True)
 class PrepareOptions:
-    """The command line; ``parse_options`` resolves what is not given."""
+    r"""The command line; ``parse_options`` resolves what is not given.
+
+    Turn text into token files: train.bin and val.bin (little-endian ids without a header, as nanoGPT reads them), each
+    with a .json that describes it, and tokenizer/, which transformers.AutoTokenizer loads. Every document ends with the
+    end-of-text id. Without flags it prepares sources of the Python package transformers, 8 MB that are the same on
+    every machine: no download, no account, a few seconds. The same command a second time changes nothing.
+
+    Examples:
+      .venv/bin/python data_prep/preprocess.py
+      .venv/bin/python data_prep/preprocess.py --input books/ --tokenizer train --vocab_size 16384
+      .venv/bin/python data_prep/preprocess.py --input notes.txt web.jsonl --text_key content --output_dir data/mine
+      .venv/bin/python data_prep/download_data.py tinystories && \
+        .venv/bin/python data_prep/preprocess.py --dataset tinystories
+    """
 
     dataset: str | None = flag(
         set_name(DATASETS),
@@ -82,21 +58,12 @@ class PrepareOptions:
         "begin with python- needs `.venv/bin/python data_prep/download_data.py NAME` first)",
     )
     """Name of a set; None if ``inputs`` are the user's own files."""
-    inputs: tuple[Path, ...] = flag(
-        Path,
-        "PATH",
-        "your own text instead: files and folders, or - for standard input. A .jsonl (.jsonl.gz, .jsonl.zst), "
-        ".parquet or .arrow file holds one document a row, any other file is one document of UTF-8 text; of folders "
-        "every visible file is read, but no link",
-        default=(),
-        name="--input",
-        nargs="+",
-    )
-    text_key: str | None = flag(
-        str,
-        "KEY",
-        "key or column of the text in rows (default: text, or else the only one of strings in the first row)",
-    )
+    inputs: tuple[Path, ...] = flag(Path, "PATH", default=(), name="--input", nargs="+")
+    """your own text instead: files and folders, or - for standard input. A .jsonl (.jsonl.gz, .jsonl.zst), .parquet or
+    .arrow file holds one document a row, any other file is one document of UTF-8 text; of folders every visible file is
+    read, but no link"""
+    text_key: str | None = flag(str, "KEY")
+    """key or column of the text in rows (default: text, or else the only one of strings in the first row)"""
     tokenizer: str = flag(
         str,
         "WHICH",
@@ -116,41 +83,23 @@ class PrepareOptions:
         "share of the documents for validation, chosen by a hash of seed and name (default "
         f"{_DEFAULT_VAL_FRACTION}); sets that have a validation split keep it",
     )
-    seed: int = flag(
-        whole(low=0), "N", "another seed chooses other validation documents (default %(default)s)", default=1337
-    )
-    output_dir: Path = flag(
-        folder_if_named,
-        "DIR",
-        "receives the token files and tokenizer/ (default data/NAME, where NAME is the set's or the one input's)",
-    )
-    split_by: Literal["documents", "files"] = flag(
-        choice(("documents", "files")),
-        "WHAT",
-        "divide by documents, or keep all documents of a file in one split (default %(default)s)",
-        default="documents",
-    )
+    seed: int = flag(COUNT, "N", "another seed chooses other validation documents (default %(default)s)", default=1337)
+    output_dir: Path = flag(folder_if_named, "DIR")
+    """receives the token files and tokenizer/ (default data/NAME, where NAME is the set's or the one input's)"""
+    split_by: Literal["documents", "files"] = flag(choice(("documents", "files")), "WHAT", default="documents")
+    """divide by documents, or keep all documents of a file in one split (default %(default)s)"""
     shuffle: bool = switch("put the documents of each split into a random order, which depends on --seed")
     deduplicate: bool = switch("keep only the first of documents with the same text, in both splits together")
-    on_bad_text: OnBadText = flag(
-        choice(("replace", "skip", "fail")),
-        "HOW",
-        "text that is not valid Unicode: replace it by U+FFFD, skip the document, or fail (default %(default)s)",
-        default="fail",
-    )
-    special_tokens_in_text: bool = switch(
-        "the names of special tokens in a text, such as <|endoftext|>, become those tokens; otherwise they are text"
-    )
-    workers: int | None = flag(
-        POSITIVE, "N", "processes that encode (default: one for each core, for large inputs); the result is the same"
-    )
-    shard: tuple[int, int] | None = flag(
-        shard_of, "I/N", "only encode part I of N, from 1; `dsgpt data merge` with the same flags joins them"
-    )
-    num_documents: int | None = flag(
-        whole(low=2), "N", "how many documents, training and validation together (at least 2)"
-    )
-    """Number of documents of the small files; None for all documents."""
+    on_bad_text: OnBadText = flag(choice(("replace", "skip", "fail")), "HOW", default="fail")
+    """text that is not valid Unicode: replace it by U+FFFD, skip the document, or fail (default %(default)s)"""
+    special_tokens_in_text: bool = switch()
+    """the names of special tokens in a text, such as <|endoftext|>, become those tokens; otherwise they are text"""
+    workers: int | None = flag(POSITIVE, "N")
+    """processes that encode (default: one for each core, for large inputs); the result is the same"""
+    shard: tuple[int, int] | None = flag(shard_of, "I/N")
+    """only encode part I of N, from 1; `dsgpt data merge` with the same flags joins them"""
+    num_documents: int | None = flag(whole(low=2), "N")
+    """how many documents, training and validation together (at least 2)"""
     overwrite: bool = switch("replace what an earlier run with other options left there")
 
     @property
@@ -160,17 +109,45 @@ class PrepareOptions:
 
     def identity(self) -> Identity:
         """The options that decide the output's bytes. If they and the input are the same, so is the output."""
-        return {
-            "--input" if self.dataset is None else "--dataset": self.dataset
-            or ", ".join(printable(path.resolve().name) for path in self.inputs),
-            **{f"--{name}": getattr(self, name) for name in _DECIDING},
-            "--text_key": self.text_key or "text",
-            **{
-                f"--{field.name}": getattr(self, field.name)
-                for field in fields(self)
-                if field.name in _DECIDING_SINCE and getattr(self, field.name) != field.default
-            },
-        }
+        inputs = ", ".join(printable(path.resolve().name) for path in self.inputs)
+        source = {"--input": inputs} if self.dataset is None else {"--dataset": self.dataset}
+        since = [name for name in _DECIDING_SINCE if getattr(self, name) != getattr(PrepareOptions, name)]
+        values = {f"--{name}": getattr(self, name) for name in (*_DECIDING, *since)}
+        return source | values | {"--text_key": self.text_key or "text"}
+
+
+class SmallOptions(PrepareOptions):
+    """Those of ``preprocess_small.py``.
+
+    As preprocess.py with the same flags, but for the first N documents only: train_small.bin and val_small.bin, for a
+    quick look. Of the N, --val_fraction (at least one) are the first of the validation documents, the others the first
+    of the training documents. Small and full files share the folder and its tokenizer/, which `--tokenizer train`
+    trains on the whole train split in both cases, so a model trained on one can be evaluated on the other.
+
+    Examples:
+      .venv/bin/python data_prep/preprocess_small.py --num_documents 100
+      .venv/bin/python data_prep/preprocess_small.py --num_documents 1000 --dataset tinystories
+    """
+
+
+class MergeOptions(PrepareOptions):
+    """Those of ``merge.py``.
+
+    Join what `dsgpt data prepare --shard I/N` encoded for every I. Give the same flags without --shard: the files are
+    those that one preparation writes. Duplicates in different shards are found here; split and order are decided here.
+    The text is not encoded again: a part that is missing is an error.
+
+    Examples:
+      .venv/bin/python data_prep/merge.py --input /data/web --tokenizer gpt2 --output_dir data/web --deduplicate
+    """
+
+
+_LEFT_OUT = {
+    PrepareOptions: {"num_documents"},
+    SmallOptions: {"shard"},
+    MergeOptions: {"num_documents", "shard", "workers"},
+}
+"""The flags that a script lacks."""
 
 
 def parse_options(argv: Sequence[str] | None = None, *, small: bool, merge: bool = False) -> PrepareOptions:
@@ -179,20 +156,14 @@ def parse_options(argv: Sequence[str] | None = None, *, small: bool, merge: bool
     Raises:
         UserError: all of its mistakes, one line each.
     """
-    description, examples, left_out = _FORMS["small" if small else "merge" if merge else ""]
-    parser = Parser(description=description, epilog=f"examples:\n{examples}")
-    names = [field.name for field in fields(PrepareOptions) if field.name not in left_out]
-    parser.add_flags(PrepareOptions, names=names)
+    kind = SmallOptions if small else MergeOptions if merge else PrepareOptions
+    parser = Parser(**help_of(kind))
+    parser.add_flags(kind, names=[field.name for field in fields(kind) if field.name not in _LEFT_OUT[kind]])
     given, problems = parser.read(PrepareOptions, argv), parser.problems
     if given.inputs and given.dataset:
         problems.add("--input and --dataset: one preparation reads either your own files or a named set; drop one")
-    problems.add(
-        *(
-            f"--input {path}: there is no such file or folder"
-            for path in given.inputs
-            if not path.exists() and path != STDIN
-        )
-    )
+    missing = [path for path in given.inputs if not path.exists() and path != STDIN]
+    problems.add(*(f"--input {path}: there is no such file or folder" for path in missing))
     dataset = None if given.inputs else given.dataset or TRANSFORMERS_NAME
     if dataset and given.text_key is not None:
         problems.add("--text_key: only the files of --input have keys to choose from; leave it out")

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers.pre_tokenizers import ByteLevel
 
-from dsgpt.common.command_line import flag, read_options, value, whole
+from dsgpt.common.command_line import COUNT, flag, read_options, value
 from dsgpt.common.errors import Problems, UserError
 from dsgpt.common.files import write_atomic
 from dsgpt.common.text import counted, next_line, script_words
@@ -30,16 +30,6 @@ from dsgpt.data.token_file import DTYPES, TokenFile, TokenFileError, open_token_
 from dsgpt.data.vocabulary import Vocabulary
 from dsgpt.formats.tokenizer_files import TOKENIZER_FOLDER
 
-DESCRIPTION = """\
-Read token files, and compare hash, size, ids, documents, texts and index with what preparation noted beside them. Of
-several files, no document may be in two. Prints what a file that agrees holds, with the beginning of its text. Exit
-code 0: all agree; 2: something differs, or cannot be read."""
-EXAMPLES = """\
-examples:
-  .venv/bin/python data_prep/verify.py data/python-transformers/train.bin data/python-transformers/val.bin
-  .venv/bin/python data_prep/verify.py data/python-transformers/train.bin --plot tokens.png --excerpt 200
-  .venv/bin/python data_prep/verify.py data/mine/train.bin --against evaluation.jsonl --card CC-BY-4.0"""
-
 CHUNK = 1 << 22
 """Ids that are read at once."""
 _NAMED = 3
@@ -50,29 +40,30 @@ _CHANGING = ('"add_prefix_space": true', "Removed", "Whitespace", "CharDelimiter
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyOptions:
-    """The command line."""
+    """The command line.
+
+    Read token files, and compare hash, size, ids, documents, texts and index with what preparation noted beside them.
+    Of several files, no document may be in two. Prints what a file that agrees holds, with the beginning of its text.
+    Exit code 0: all agree; 2: something differs, or cannot be read.
+
+    Examples:
+      .venv/bin/python data_prep/verify.py data/python-transformers/train.bin data/python-transformers/val.bin
+      .venv/bin/python data_prep/verify.py data/python-transformers/train.bin --plot tokens.png --excerpt 200
+      .venv/bin/python data_prep/verify.py data/mine/train.bin --against evaluation.jsonl --card CC-BY-4.0
+    """
 
     files: tuple[Path, ...] = flag(Path, "BIN", "token files", default=(), name="files", nargs="+")
-    plot: Path | None = flag(
-        Path, "FILE", "draw document lengths and token frequencies into FILE, a .png or .svg", default=None
-    )
-    against: tuple[Path, ...] = flag(
-        Path,
-        "PATH",
-        "evaluation texts, files or folders: none may share a run of 13 words with a document (as in the GPT-3 paper)",
-        default=(),
-        nargs="+",
-    )
+    plot: Path | None = flag(Path, "FILE", "draw document lengths and token frequencies into FILE, a .png or .svg")
+    against: tuple[Path, ...] = flag(Path, "PATH", default=(), nargs="+")
+    """evaluation texts, files or folders: none may share a run of 13 words with a document (as in the GPT-3 paper)"""
     near_duplicates: float | None = flag(
-        value(float, accepts=lambda number: 0.5 <= number <= 0.95, must_be="a number from 0.5 to 0.95"),
-        "SHARE",
-        "look for documents that have so much in common with an earlier one (needs datasketch); of several files, none "
-        "may have one of another",
+        value(float, accepts=lambda number: 0.5 <= number <= 0.95, must_be="a number from 0.5 to 0.95"), "SHARE"
     )
-    card: str | None = flag(
-        str, "LICENCE", "write a data card, NAME.card.md, beside each file if all agree; LICENCE is that of the text"
-    )
-    excerpt: int = flag(whole(low=0), "N", "tokens of the beginning to show (default: %(default)s)", default=32)
+    """look for documents that have so much in common with an earlier one (needs datasketch); of several files, none may
+    have one of another"""
+    card: str | None = flag(str, "LICENCE")
+    """write a data card, NAME.card.md, beside each file if all agree; LICENCE is that of the text"""
+    excerpt: int = flag(COUNT, "N", "tokens of the beginning to show (default: %(default)s)", default=32)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -372,7 +363,7 @@ def main(words: Sequence[str] | None = None, *, draw: Callable[[Sequence[Content
     Raises:
         UserError: with a line for everything that cannot be read, or differs.
     """
-    options, problems = read_options(VerifyOptions, words, description=DESCRIPTION, epilog=EXAMPLES)
+    options, problems = read_options(VerifyOptions, words)
     if options.plot and options.plot.suffix not in (".png", ".svg"):
         problems.add(f"--plot {options.plot}: must end with .png or .svg")
     problems.raise_if_any()
