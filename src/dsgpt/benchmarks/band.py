@@ -1,7 +1,7 @@
 """``benchmark.py band``: whether the loss of a run is normal, by reference runs of the same model on the same text.
 
-The reference runs differ in their seeds alone. At each step they have a mean and a spread; the band is as wide as
-``WIDTH`` of these, so that a further seed stays inside. A run is judged by its smoothed loss.
+The reference runs differ in their seeds alone. At each step they have a mean and a spread. The band is the interval in
+which a further seed is with a probability of 99%. A run is judged by its smoothed loss.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,8 +25,11 @@ from dsgpt.record.work import Worked
 STEPS = {"demo": 200, "tiny": 40}
 """Sizes that have a band, and the steps of their reference runs."""
 SEEDS, LENGTH = (1, 2, 3, 4, 5), 128
-WINDOW, WIDTH, FLOOR = 25, 4.0, 0.02
-"""Steps of the trailing mean; standard deviations from the middle of the band to its edge, and nats at least."""
+WINDOW, FLOOR = 25, 0.02
+"""Steps of the trailing mean; nats from the middle of the band to its edge at least."""
+WIDTHS = {4: 6.53, 5: 5.04}
+"""Number of seeds n to the standard deviations from the middle of the band to its edge: sqrt(1 + 1/n) times the 99.5%
+quantile of Student's t with n - 1 degrees of freedom, as of a prediction interval. Four are those beside a fifth."""
 STREAK = 5
 """Steps outside in a row that count: one batch may be unusual text."""
 BANDS = REPOSITORY / "checkpoint" / "reference" / "cpu-2-cores" / "band.json"
@@ -45,7 +48,7 @@ def band_of(curves: Sequence[Sequence[float]]) -> dict[str, list[float]]:
     smooth = np.stack([smoothed(np.array(curve), window=WINDOW) for curve in curves])
     mean, variance = smooth.mean(axis=0), smooth.var(axis=0, ddof=1)
     near = [variance[max(0, step - WINDOW) : step + WINDOW + 1].mean() for step in range(len(mean))]
-    half = np.maximum(WIDTH * np.sqrt(near), FLOOR)
+    half = np.maximum(WIDTHS[len(curves)] * np.sqrt(near), FLOOR)
     edges = {"low": mean - half, "mean": mean, "high": mean + half}
     return {name: [round(float(value), 4) for value in values] for name, values in edges.items()}
 
@@ -149,7 +152,7 @@ def band_page(record: frame.Record, *, source: str) -> str:
     """The page; ``source`` is the record's path, for the reader."""
     made = frame.made_from(record, source=source, name="band")
     head = frame.filled(
-        "band", record, made=made, seeds=len(SEEDS), width=WIDTH, window=WINDOW, streak=STREAK, floor=FLOOR
+        "band", record, made=made, seeds=len(SEEDS), width=WIDTHS[len(SEEDS)], window=WINDOW, streak=STREAK, floor=FLOOR
     )
     return frame.page_of(head, _table(record))
 
