@@ -7,7 +7,7 @@ import contextlib
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -21,8 +21,6 @@ from dsgpt.data.token_file import TokenFile, TokenFileError
 from dsgpt.data.vocabulary import Vocabulary, open_vocabulary
 from dsgpt.formats.tokenizer_files import TOKENIZER, TOKENIZER_FOLDER
 
-_BLOCK = 1 << 16
-"""Documents whose ends are summed at once: the ends of all would take 8 bytes a document of memory."""
 LONGEST = 1 << 24
 """Tokens of the longest document that is decoded whole."""
 
@@ -74,7 +72,7 @@ def decoded(vocabulary: Vocabulary, ids: NDArray[np.unsignedinteger]) -> str:
 
 
 class Addresses:
-    """The documents of a token file, by their number and by their tokens.
+    """The documents of a token file, by their number and by their tokens. Takes 8 bytes of memory a document.
 
     Args:
         file: the token file.
@@ -88,16 +86,10 @@ class Addresses:
             raise TokenFileError(f"{file.path}: {doubt}: check it first, with `dsgpt data verify {file.path}`")
         self.file, self._ids = file, file.memmap()
         self._sources, self._entries = read_sources(file.path), open_index(file)
-        self._blocks = [self._entries["tokens"][at : at + _BLOCK] for at in range(0, len(self._entries), _BLOCK)]
-        self._starts = np.cumsum([0, *(block.sum(dtype=np.int64) for block in self._blocks)])
-        """The first token of every block of documents, and the end."""
-        self._ends = lru_cache(maxsize=16)(self._ends_in)
+        self._ends = np.cumsum(self._entries["tokens"], dtype=np.int64)
 
     def __len__(self) -> int:
         return len(self._entries)
-
-    def _ends_in(self, block: int) -> NDArray[np.int64]:
-        return np.asarray(self._starts[block] + np.cumsum(self._blocks[block], dtype=np.int64))
 
     def number_at(self, token: int) -> int:
         """The number of the document that a token belongs to.
@@ -107,8 +99,7 @@ class Addresses:
         """
         if not 0 <= token < self.file.tokens:
             raise UserError(f"{self.file.path}: has no token {token:,}: they are 0 to {self.file.tokens - 1:,}")
-        block = int(np.searchsorted(self._starts, token, side="right")) - 1
-        return block * _BLOCK + int(np.searchsorted(self._ends(block), token, side="right"))
+        return int(np.searchsorted(self._ends, token, side="right"))
 
     def __getitem__(self, number: int) -> Address:
         """The document ``number``.
@@ -120,12 +111,10 @@ class Addresses:
             raise UserError(f"{self.file.path}: has no document {number:,}: they are 0 to {len(self) - 1:,}")
         digest, place, source, tokens = self._entries[number].tolist()
         if source >= len(self._sources):
-            raise TokenFileError(
-                f"{sources_path(self.file.path)}: has no file {source}; prepare again with --overwrite"
-            )
-        stop = int(self._ends(number // _BLOCK)[number % _BLOCK])
-        start, entry = stop - tokens, self._sources[source]
-        return Address(number=number, start=start, stop=stop, source=entry, place=place, hash=digest)
+            beside = sources_path(self.file.path)
+            raise TokenFileError(f"{beside}: has no file {source}; prepare again with --overwrite")
+        stop, entry = int(self._ends[number]), self._sources[source]
+        return Address(number=number, start=stop - tokens, stop=stop, source=entry, place=place, hash=digest)
 
     @cached_property
     def vocabulary(self) -> Vocabulary | None:
@@ -209,11 +198,8 @@ def changed_sources(file: TokenFile) -> str:
         sources = [(source, file.path.parent / source.path) for source in read_sources(file.path)]
     except TokenFileError:
         return ""
-    changes = [
-        f"{path} {change}"
-        for source, path in sources
-        if source.size is not None and (change := change_of(source, path))
-    ]
+    files = [(source, path) for source, path in sources if source.size is not None]
+    changes = [f"{path} {change}" for source, path in files if (change := change_of(source, path))]
     if not changes or not any(path.exists() for _, path in sources):
         return ""
     more = f", and {len(changes) - CHANGED_SHOWN:,} more" if len(changes) > CHANGED_SHOWN else ""

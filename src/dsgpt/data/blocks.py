@@ -39,10 +39,6 @@ class Large:
     """Decides its split instead of a hash of its name."""
 
 
-Item: TypeAlias = tuple[Document, Large | None]
-"""A document, and what part of it this is; None: all of it."""
-
-
 class Reading(NamedTuple):
     """Documents of one file, for a worker to read."""
 
@@ -56,16 +52,15 @@ class Reading(NamedTuple):
     val_fraction: float | None = None
     """If given, the file's only document is cut in two, and this share of it is for validation."""
 
-    def items(self) -> Iterator[Item]:
-        """The documents, or the part of one."""
+    def items(self) -> Iterator[tuple[Document, Large | None]]:
+        """Each document, and what part of it this is; None: all of it."""
         file = self.file
         if self.val_fraction is not None:
             if document := next((one for one in file.read(file) if not one.blank), None):
                 halves = cut_in_two(document, val_fraction=self.val_fraction)
                 for half, position in zip(halves, (_TRAIN, _VAL), strict=True):
-                    facts = Large(
-                        role="end", hash=document_hash(half.data), characters=len(half.text), position=position
-                    )
+                    digest, characters = document_hash(half.data), len(half.text)
+                    facts = Large(role="end", hash=digest, characters=characters, position=position)
                     yield half if file.plain else half._replace(place=document.place), facts
         elif self.large is None:
             for document in file.read(file):

@@ -59,15 +59,11 @@ class Evaluation:
         words = words_of(text)
         numbers = np.array([self._numbers.get(word, -1) for word in words], dtype=np.int32)
         for length, runs in self._runs.items():
-            for start in _starts(numbers >= 0, length):
+            before = np.concatenate([[0], np.cumsum(numbers >= 0)])
+            # Where ``length`` words in a row are known: in most of a text that is no evaluation's, nowhere.
+            for start in np.flatnonzero(before[length:] - before[:-length] == length).tolist():
                 for number in runs.get(numbers[start : start + length].tobytes(), ()):
                     self.found.setdefault(number, (" ".join(words[start : start + length]), document))
-
-
-def _starts(known: NDArray[np.bool_], length: int) -> Iterator[int]:
-    """Where ``length`` words in a row are known: in most of a text that is no evaluation's, nowhere."""
-    before = np.concatenate([[0], np.cumsum(known)])
-    return iter(np.flatnonzero(before[length:] - before[:-length] == length).tolist())
 
 
 SHINGLE = 5

@@ -147,13 +147,9 @@ class Windows:
         self.ends = list(accumulate(data.windows(seq_length)))
         """The number after the last window of each source."""
 
-    def source_of(self, window: int) -> int:
-        """The number of the source that has a window."""
-        return bisect.bisect_right(self.ends, window)
-
     def spans(self, window: int) -> list[Span]:
         """Where the T + 1 tokens of a window are."""
-        number, length = self.source_of(window), self.seq_length
+        number, length = bisect.bisect_right(self.ends, window), self.seq_length
         own = window - (self.ends[number - 1] if number else 0)
         return self.data.sources[number].spans(own * length, length + 1)
 
@@ -239,9 +235,7 @@ def _entries(path: Path, flag: str) -> Sequence[str | _Entry]:
         value = parse_json(contents)
         if not isinstance(value, list) or not value:
             raise JsonError("it must hold a list that is not empty")
-        if isinstance(value[0], str):
-            return parse_as(contents, list[str])
-        return parse_as(contents, list[_Entry])
+        return parse_as(contents, list[str]) if isinstance(value[0], str) else parse_as(contents, list[_Entry])
     except JsonError as error:
         raise TokenFileError(f"{flag} {path}: is not a data set ({error}): write {FORM}, or name a .bin") from error
 

@@ -24,7 +24,6 @@ from dsgpt.formats.tokenizer_files import require_hub
 
 # What this script has in common with those that prepare text.
 
-Bar: TypeAlias = "tqdm[Any]"
 KEPT = "nothing was published; the same command starts again"
 """Ends the error line after an interruption, or if the disk is full."""
 
@@ -46,7 +45,7 @@ def set_name(known: Sequence[str]) -> Callable[[str], str]:
     return read
 
 
-def progress(rows: Iterable[Any] | None = None, *, total: int | None, description: str, unit: str) -> Bar:
+def progress(rows: Iterable[Any] | None = None, *, total: int | None, description: str, unit: str) -> "tqdm[Any]":
     """A progress bar with an estimate of the time left; none if standard error is not a terminal. Its end removes it.
 
     Args:
@@ -275,18 +274,15 @@ def hub_set_of(name: str, *, config: str | None, text_key: str | None) -> HubSet
     try:
         about = datasets.load_dataset_builder(name, config)
         rows = dict.fromkeys(about.info.splits or datasets.get_dataset_split_names(name, config), 0)
-        columns = (
-            about.info.features or next(iter(datasets.load_dataset(name, config, streaming=True).values())).features
-        )
+        streamed = partial(datasets.load_dataset, name, config, streaming=True)
+        columns = about.info.features or next(iter(streamed().values())).features or {}
     except (OSError, ValueError, RuntimeError) as error:
         reason = re.split(r"\.\s|\n", str(error).strip())[0]
         raise UserError(f"{name}: cannot be read from the hub ({reason}); see --config") from error
-    strings = [key for key, kind in (columns or {}).items() if getattr(kind, "dtype", "") in ("string", "large_string")]
+    strings = [key for key, kind in columns.items() if getattr(kind, "dtype", "") in ("string", "large_string")]
     key = text_key or ("text" if "text" in strings else strings[0] if len(strings) == 1 else "")
-    if key not in (columns or {}):
-        raise UserError(
-            f"{name}: has the columns {', '.join(map(repr, columns or {}))}; name that of the text: --text_key"
-        )
+    if key not in columns:
+        raise UserError(f"{name}: has the columns {', '.join(map(repr, columns))}; name that of the text: --text_key")
     kept = [split for split in ("train", "validation") if split in rows] or list(rows)[:1]
     return HubSet(path=name, config=config, about="", text_key=key, splits=dict.fromkeys(kept, 0))
 
@@ -300,9 +296,8 @@ def _hub_rows(hub_set: HubSet, split: str, max_documents: int | None) -> Rows:
     import datasets  # noqa: PLC0415 - takes seconds; --help should not
 
     try:
-        rows = datasets.load_dataset(
-            hub_set.path, hub_set.config, data_files=hub_set.data_files, split=split, streaming=True
-        )
+        files = hub_set.data_files
+        rows = datasets.load_dataset(hub_set.path, hub_set.config, data_files=files, split=split, streaming=True)
         published = rows.info.splits[split].num_examples if rows.info.splits and split in rows.info.splits else None
         total = published or hub_set.splits[split] or None
         if max_documents is not None and not hub_set.articles:
@@ -332,13 +327,12 @@ def keep(folder: Path, rows: dict[str, Rows], *, name: str, source: str, max_doc
             left.callback(partial.unlink, missing_ok=True)
             with contextlib.closing(documents):  # closes progress bar and connection if the limit is reached first
                 filled = (row for row in documents if row["text"].strip())
-                size = {"documents": 0, "bytes": 0}
+                files[f"{split}.jsonl"] = size = {"documents": 0, "bytes": 0}
                 partial.unlink(missing_ok=True)
                 with partial.open("xb") as file:  # "x" never writes through a link in its place
                     for row in itertools.islice(filled, max_documents):
                         size["bytes"] += file.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
                         size["documents"] += 1
-            files[f"{split}.jsonl"] = size
         if empty := [name for name, size in files.items() if not size["documents"]]:
             raise UserError(f"{name}: the set has no text for {', '.join(empty)}; nothing was kept")
         (folder / RECORD_NAME).unlink(missing_ok=True)

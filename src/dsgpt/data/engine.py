@@ -12,14 +12,13 @@ ids are equal only for some vocabularies, and it is slower than gigatoken.
 import functools
 import importlib.util
 import json
-import os
 import re
 import unicodedata
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
+import psutil
 from numpy.typing import NDArray
 
 from dsgpt.data.vocabulary import Vocabulary
@@ -27,17 +26,6 @@ from dsgpt.data.vocabulary import Vocabulary
 FAST = "gigatoken"
 _MOST_GROWN = 300 << 20
 """Bytes by which a process may grow before gigatoken's cache of words, which only grows, is dropped."""
-
-
-class Engine(Protocol):
-    """Turns texts into ids."""
-
-    name: str
-    cuts: bool
-    """Whether the ids of a text are those of its ``pieces``, as GPT-2's pattern allows."""
-
-    def encode(self, texts: Sequence[bytes]) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
-        """All ids of ``texts`` in UTF-8, one text after the other; and how many each has, shape (texts,)."""
 
 
 def is_gpt2_kind(state: dict[str, Any]) -> bool:
@@ -68,12 +56,13 @@ class Reference:
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
         self.cuts = is_gpt2_kind(vocabulary.state)
+        """Whether the ids of a text are those of its ``pieces``, as GPT-2's pattern allows."""
         if vocabulary.special:  # a cut must not go through a special token
             named = vocabulary.state["added_tokens"]
             self.cuts &= not any(one["lstrip"] or one["rstrip"] or re.search(r"\s", one["content"]) for one in named)
 
     def encode(self, texts: Sequence[bytes]) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
-        """As ``Engine`` says."""
+        """All ids of ``texts`` in UTF-8, one text after the other; and how many each has, shape (texts,)."""
         encode = self._vocabulary.tokenizer.encode_batch_fast
         encodings = encode([text.decode() for text in texts], add_special_tokens=False)
         return _joined([np.array(encoding.ids, dtype=np.uint32) for encoding in encodings])
@@ -111,43 +100,40 @@ def is_disputed(text: bytes) -> bool:
     return any(_unassigned(plane)[codes[codes >> 16 == plane] & 0xFFFF].any() for plane in planes)
 
 
-class Gigatoken:
+class Gigatoken(Reference):
     """gigatoken, on one core; texts that are disputed, or name a special token that counts as one, go to the reference.
 
     Args:
         vocabulary: of GPT-2's kind.
     """
 
-    name, cuts = FAST, True
+    name = FAST
 
     def __init__(self, vocabulary: Vocabulary) -> None:
-        self._vocabulary, self._reference = vocabulary, Reference(vocabulary)
+        super().__init__(vocabulary)
         specials = [re.escape(token["content"].encode()) for token in vocabulary.state["added_tokens"]]
         self._special = re.compile(b"|".join(specials)) if vocabulary.special and specials else None
         self._tokenizer: Any = None
+        self._process = psutil.Process()
 
     def encode(self, texts: Sequence[bytes]) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
-        """As ``Engine`` says."""
+        """As ``Reference`` says."""
         if self._tokenizer is None:
             import gigatoken  # noqa: PLC0415 - its time is not lost where nothing is encoded
 
             plain = json.dumps(self._vocabulary.state | {"added_tokens": []})  # so it takes their names for text
             self._tokenizer = gigatoken.Tokenizer.from_json(plain).backend
-            self._loaded_at = _resident()
+            self._loaded_at = self._process.memory_info().rss
+        reference = super().encode
         parts = [
-            self._reference.encode([text])[0]
+            reference([text])[0]
             if is_disputed(text) or (self._special is not None and self._special.search(text))
             else self._tokenizer.encode(text)
             for text in texts
         ]
-        if _resident() - self._loaded_at > _MOST_GROWN:
+        if self._process.memory_info().rss - self._loaded_at > _MOST_GROWN:
             self._tokenizer = None
         return _joined(parts)
-
-
-def _resident() -> int:
-    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def has_fast() -> bool:
@@ -155,7 +141,7 @@ def has_fast() -> bool:
     return importlib.util.find_spec(FAST) is not None
 
 
-def open_engine(vocabulary: Vocabulary) -> Engine:
+def open_engine(vocabulary: Vocabulary) -> Reference:
     """The fastest engine that is installed and has the reference's ids for this vocabulary."""
     reference = Reference(vocabulary)
     return Gigatoken(vocabulary) if reference.cuts and has_fast() else reference

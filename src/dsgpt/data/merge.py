@@ -5,7 +5,7 @@ Nothing here depends on the cuts between blocks, so the files are the same for a
 
 import contextlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -17,7 +17,6 @@ from dsgpt.data.order import shuffled
 from dsgpt.data.parts import Part, Rows
 from dsgpt.data.preparation_options import PrepareOptions
 from dsgpt.data.sources import Source
-from dsgpt.data.token_file import TokenFileWriter
 
 SPLITS = ("train", "val")
 SMALL_DOCUMENTS = 256
@@ -121,24 +120,14 @@ def chosen(options: PrepareOptions, source: Source, parts: Sequence[Part]) -> tu
     return documents, numbers
 
 
-def copy(
-    parts: Sequence[Part],
-    documents: Documents,
-    numbers: NDArray[np.int64],
-    writer: TokenFileWriter,
-    *,
-    width: int,
-    advance: Callable[[int], object],
-) -> None:
-    """Append documents of ``parts`` to a token file.
+def ids_of(parts: Sequence[Part], documents: Documents, numbers: NDArray[np.int64], *, width: int) -> Iterator[bytes]:
+    """The ids of documents as a token file has them, a few megabytes at a time.
 
     Args:
         parts: all of them, in order.
         documents: theirs.
-        numbers: of the documents that are wanted, in the order of the file; at least one.
-        writer: the token file.
+        numbers: of the documents that are wanted, in the order of the token file; at least one.
         width: bytes of an id.
-        advance: gets the number of bytes copied since its last call.
     """
     bounds = np.cumsum([0, *(part.rows["tokens"].sum(dtype=np.int64) for part in parts)])
     starts = documents.starts[numbers]
@@ -159,7 +148,5 @@ def copy(
                     files[number] = os.open(parts[number].path, os.O_RDONLY)
                     opened.callback(os.close, files[number])
                 offset = (start - int(bounds[number])) * width
-                writer.append_encoded(data := os.pread(files[number], (stop - start) * width, offset))
-                advance(len(data))
+                yield os.pread(files[number], (stop - start) * width, offset)
                 start = stop
-    writer.documents += len(numbers)

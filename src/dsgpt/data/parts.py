@@ -25,11 +25,11 @@ from numpy.typing import NDArray
 from dsgpt.common.errors import UserError
 from dsgpt.common.files import PRINTABLE, printable
 from dsgpt.data.blocks import Block, Large, Reading, pieces_of
-from dsgpt.data.engine import Engine, open_engine
+from dsgpt.data.engine import open_engine
 from dsgpt.data.index import ENTRY, document_hash
 from dsgpt.data.readers import Document, SourceFile
 from dsgpt.data.token_file import DTYPES, dtype_of
-from dsgpt.data.vocabulary import Vocabulary, open_vocabulary
+from dsgpt.data.vocabulary import open_vocabulary
 
 ROW = np.dtype([*ENTRY.descr, ("position", "<u8"), ("characters", "<u8"), ("more", "<u4"), ("bad", "<u4")])
 """A document in a part: its entry; what decides its split; its length; whether it goes on in the next row; whether some
@@ -119,9 +119,9 @@ class Encoder:
 
     def __init__(self, encoding: Encoding) -> None:
         self.encoding = encoding
-        self.vocabulary: Vocabulary = open_vocabulary(encoding.tokenizer, special=encoding.special)
+        self.vocabulary = open_vocabulary(encoding.tokenizer, special=encoding.special)
         self._dtype = DTYPES[dtype_of(self.vocabulary.size)]
-        self.engine: Engine = open_engine(self.vocabulary)
+        self.engine = open_engine(self.vocabulary)
         """Encodes its texts."""
 
     def encode(self, block: Block) -> None:

@@ -25,7 +25,7 @@ from dsgpt.data.blocks import Block, Reading, blocks_of, cut_in_two
 from dsgpt.data.download import downloaded_source, progress
 from dsgpt.data.engine import FAST
 from dsgpt.data.index import ENTRY, SourceEntry, document_hash, index_path, relative, sources_path, write_sources
-from dsgpt.data.merge import SMALL_DOCUMENTS, SPLITS, chosen, copy, divided
+from dsgpt.data.merge import SMALL_DOCUMENTS, SPLITS, chosen, divided, ids_of
 from dsgpt.data.parts import ROW, Encoder, Encoding, Part, encode_blocks, read_part
 from dsgpt.data.preparation_options import TRAIN, Identity, PrepareOptions, parse_options
 from dsgpt.data.readers import Document
@@ -190,21 +190,13 @@ def main(argv: Sequence[str] | None = None, *, small: bool = False, merge: bool 
         work = place.work(identity)
         work.mkdir(exist_ok=True)
         try:
-            encoding, tokenizer_sha256 = _encoding(options, source, place, identity)
-            other = place.other.complete()
-            if other and other.tokenizer_sha256 != tokenizer_sha256:
-                raise UserError(
-                    f"{place.tokenizer}: belongs to {place.other.tokens('train').name} and differs from the tokenizer "
-                    f"asked for; choose another --output_dir, or remove {place.other.record.name} and the files that "
-                    "it describes"
-                )
-            encoder = Encoder(encoding)
+            encoder = Encoder(_encoding(options, source, place, identity))
             parts = _encoded(options, source, encoder, merge=merge)
             if options.shard is not None:
                 pairs = itertools.pairwise(["", *(argv or sys.argv[1:])])
                 kept = [word for before, word in pairs if before not in _ENCODING and not word.startswith(_ENCODING)]
                 index, count = options.shard
-                print(f"encoded part {index} of {count} in {encoding.folder}; when all are encoded:")
+                print(f"encoded part {index} of {count} in {encoder.encoding.folder}; when all are encoded:")
                 print(next_line(script_words("data_prep/merge.py", *kept)))
                 return
             counts = _write(options, source, place, encoder, identity, parts=parts)
@@ -294,11 +286,14 @@ def _training_texts(options: PrepareOptions, source: Source, encoding: Encoding)
     yield from (document.text for number, document in enumerate(documents) if number in train)
 
 
-def _encoding(options: PrepareOptions, source: Source, place: Place, identity: Identity) -> tuple[Encoding, str]:
-    """How the options encode, with the tokenizer in the output folder or a new one, and the sha256 of that.
+def _encoding(options: PrepareOptions, source: Source, place: Place, identity: Identity) -> Encoding:
+    """How the options encode, with the tokenizer in the output folder or a new one.
 
     For small files, the one in the output folder is used if the full files there were made with the same options, and
     vice versa. A new one is trained on the whole train split for small files too, so that both can share it.
+
+    Raises:
+        UserError: the tokenizer cannot be had, or is another than that of the files there.
     """
     work, other = place.work(identity), place.other.complete()
     same = other and other.identity | {"--num_documents": None} == identity | {"--num_documents": None}
@@ -317,17 +312,20 @@ def _encoding(options: PrepareOptions, source: Source, place: Place, identity: I
             save_loaded(options.tokenizer, partial)
         else:
             tokenizer = train_tokenizer(_training_texts(options, source, encoding), vocab_size=options.vocab_size)
-            if tokenizer.get_vocab_size() < options.vocab_size:
-                print(
-                    f"the text yields only {tokenizer.get_vocab_size():,} of the {options.vocab_size:,} ids asked for"
-                )
+            if (size := tokenizer.get_vocab_size()) < options.vocab_size:
+                print(f"the text yields only {size:,} of the {options.vocab_size:,} ids asked for")
             save_trained(tokenizer, partial)
         with contextlib.suppress(FileExistsError, OSError):  # another shard was faster
             partial.rename(made)
         remove(partial)
     sha256 = sha256_of(made / TOKENIZER)
+    if other and other.tokenizer_sha256 != sha256:
+        raise UserError(
+            f"{place.tokenizer}: belongs to {place.other.tokens('train').name} and differs from the tokenizer asked "
+            f"for; choose another --output_dir, or remove {place.other.record.name} and the files that it describes"
+        )
     (folder := work / sha256[:16]).mkdir(exist_ok=True)
-    return replace(encoding, folder=folder), sha256
+    return replace(encoding, folder=folder)
 
 
 def _encoded(options: PrepareOptions, source: Source, encoder: Encoder, *, merge: bool) -> list[Part]:
@@ -426,7 +424,10 @@ def _write(
         total = sum(int(documents.rows["tokens"][each].sum(dtype=np.int64)) for each in numbers.values())
         with progress(total=total * width, description="joining", unit="B") as bar:
             for split, writer in writers.items():
-                copy(parts, documents, numbers[split], writer, width=width, advance=bar.update)
+                for data in ids_of(parts, documents, numbers[split], width=width):
+                    writer.append_encoded(data)
+                    bar.update(len(data))
+                writer.documents = len(numbers[split])
         # All files get their final names. The record is removed first and written last: it never describes a mixture.
         place.record.unlink(missing_ok=True)
         train, val = map(place.tokens, SPLITS)

@@ -13,7 +13,6 @@ import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple
@@ -83,8 +82,7 @@ class SourceFile(NamedTuple):
         return self.read is read_text_file
 
 
-@dataclass(frozen=True, kw_only=True)
-class Range:
+class Range(NamedTuple):
     """A part of a file with whole documents."""
 
     size: int
@@ -193,13 +191,7 @@ def checked(value: object, where: str) -> tuple[str, bytes, str]:
 
 
 def read_json_lines(
-    file: SourceFile,
-    *,
-    text_key: str,
-    key_field: str | None = None,
-    start: int = 0,
-    stop: int | None = None,
-    first: int = 1,
+    file: SourceFile, *, text_key: str, key_field: str | None = None, start: int = 0, stop: int = 0, first: int = 1
 ) -> Iterator[Document]:
     """A document for each line that is not blank: an object with its text under ``text_key``; a null text is empty.
 
@@ -210,7 +202,7 @@ def read_json_lines(
         text_key: the key of the text.
         key_field: the key of the document's key.
         start: the byte at which a line begins, and reading.
-        stop: the byte at which it ends; None: at the end of the file.
+        stop: the byte at which it ends; 0: at the end of the file.
         first: the number of the first line.
 
     Raises:
@@ -220,7 +212,7 @@ def read_json_lines(
         if start:
             lines.seek(start)
         for number, line in enumerate(lines, start=first):
-            if stop is not None and start >= stop:
+            if stop and start >= stop:
                 return
             place, start = start, start + len(line)
             if not line.strip():
@@ -296,13 +288,7 @@ def read_arrow(file: SourceFile, *, text_key: str) -> Iterator[Document]:
 
 
 def _documents(
-    file: SourceFile,
-    columns: list[str],
-    text_key: str,
-    batches: Iterable[Any],
-    *,
-    first: int = 0,
-    size: int | None = None,
+    file: SourceFile, columns: list[str], text_key: str, batches: Iterable[Any], *, first: int = 0, size: int = 0
 ) -> Iterator[Document]:
     """A document for each row of ``batches`` of Arrow; each accounts for ``size`` bytes, or the length of its text."""
     if text_key not in columns:
@@ -313,7 +299,7 @@ def _documents(
     values = (value for batch in batches for value in batch.column(text_key).to_pylist())
     for row, value in enumerate(values, start=first):
         text, data, bad = checked(value, f"{file.path}: row {row + 1}")
-        yield Document(f"{file.key}:{row + 1}", text, data, len(text) if size is None else size, row, bad)
+        yield Document(f"{file.key}:{row + 1}", text, data, size or len(text), row, bad)
 
 
 _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"

@@ -144,13 +144,10 @@ def local_copy(address: str) -> Path:
                     raise TokenFileError(f"{address}: its sha256 is {computed}, its sidecar says {sidecar.sha256}")
                 beside = sidecar_path(partial / copy.name)
                 place.read_into(sidecar_path(Path(name)).name, beside)
-                for part in KNOWN_FILES if sidecar.tokenizer else ():
-                    if place.exists(f"{TOKENIZER_FOLDER}/{part}"):
-                        (partial / TOKENIZER_FOLDER).mkdir(exist_ok=True)
-                        place.read_into(f"{TOKENIZER_FOLDER}/{part}", partial / TOKENIZER_FOLDER / part)
-                for index in (index_path(partial / copy.name), sources_path(partial / copy.name)):
-                    if place.exists(index.name):
-                        place.read_into(index.name, index)
+                others = [f"{TOKENIZER_FOLDER}/{part}" for part in KNOWN_FILES if sidecar.tokenizer]
+                for other in filter(place.exists, [*others, index_path(copy).name, sources_path(copy).name]):
+                    (partial / other).parent.mkdir(exist_ok=True)
+                    place.read_into(other, partial / other)
                 note_stamp(beside, Stamp.of(partial / copy.name), sha256=str(sidecar.sha256))
                 remove(copy.parent)
                 partial.rename(copy.parent)

@@ -154,13 +154,6 @@ def own_source(inputs: Sequence[Path], *, text_key: str | None, output_dir: Path
     )
 
 
-def _split_of(path: Path) -> str | None:
-    """The split of an Arrow file of a set that ``datasets`` saved with its splits; None for any other file."""
-    if not (path.parent.parent / "dataset_dict.json").exists():
-        return None
-    return {"train": "train", "validation": "val"}.get(path.parent.name, "test")
-
-
 def _reading(path: Path, text_key: str | None) -> dict[str, Any]:
     """How a file of rows, or standard input, is read: the fields of a ``SourceFile``."""
     if path == STDIN and readers.stdin().peek(1)[:1] != b"{":
@@ -169,7 +162,9 @@ def _reading(path: Path, text_key: str | None) -> dict[str, Any]:
     if path.suffix == ".parquet":
         return {"read": partial(readers.read_parquet, **key), "cut": partial(readers.cut_parquet, **key), "unit": "row"}
     if path.suffix == ".arrow":
-        return {"read": partial(readers.read_arrow, **key), "split": _split_of(path), "unit": "row"}
+        divided = (path.parent.parent / "dataset_dict.json").exists()  # ``datasets`` saved the set with its splits
+        split = {"train": "train", "validation": "val"}.get(path.parent.name, "test") if divided else None
+        return {"read": partial(readers.read_arrow, **key), "split": split, "unit": "row"}
     return {
         "read": partial(readers.read_json_lines, **key),
         "cut": partial(readers.cut_json_lines, **key) if path.suffix == ".jsonl" else None,
@@ -216,13 +211,9 @@ def transformers_source() -> Source:
         installed = metadata.distribution("transformers")
     except metadata.PackageNotFoundError as error:
         raise UserError(f"{TRANSFORMERS_NAME}: transformers is not installed; install it, or use --input") from error
-    noted = [
-        file for file in installed.files or () if file.suffix == ".py" and file.as_posix().startswith("transformers/")
-    ]
-    keyed = sorted(
-        (key, Path(str(file.locate()))) for file in noted if not (key := file.as_posix()).startswith(_MODELS)
-    )
-    files = _stamped((pair for pair in keyed if pair[1].is_file()), read_text_file)
+    noted = {file.as_posix(): Path(str(file.locate())) for file in installed.files or () if file.suffix == ".py"}
+    keys = [key for key in sorted(noted) if key.startswith("transformers/") and not key.startswith(_MODELS)]
+    files = _stamped(((key, noted[key]) for key in keys if noted[key].is_file()), read_text_file)
     if not files:
         raise UserError(
             f"{TRANSFORMERS_NAME}: transformers {installed.version} is installed without a list of its files; install "

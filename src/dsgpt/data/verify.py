@@ -310,9 +310,8 @@ def _card(contents: Contents, options: VerifyOptions, *, compared: Sequence[Path
         "no run of 13 words is also in": ", ".join(path.name for path in options.against) or "not compared",
     }
     rows = "".join(f"| {name} | {str(value).replace('|', '&#124;')} |\n" for name, value in facts.items())
-    return (
-        f"# {file.path.name}\n\nBy `dsgpt data verify --card`, which read the whole file.\n\n| | |\n|---|---|\n{rows}"
-    )
+    about = "By `dsgpt data verify --card`, which read the whole file."
+    return f"# {file.path.name}\n\n{about}\n\n| | |\n|---|---|\n{rows}"
 
 
 def _verified(path: Path, options: VerifyOptions, problems: Problems) -> Contents | None:
@@ -332,16 +331,14 @@ def _verified(path: Path, options: VerifyOptions, problems: Problems) -> Content
     problems.add(*(faults := [*faults_of(contents)]))
     if not sha256 or faults:
         return contents
-    sidecar, sizes = file.sidecar, contents.sizes
+    sidecar, sizes, used = file.sidecar, contents.sizes, np.count_nonzero(contents.frequencies)
     of = f" of {sidecar.vocab_size:,}" if sidecar.vocab_size else ""
     many = "unknown: nothing beside the file says which id ends one"
     if sidecar.eot_id is not None:
         many = contents.documents + (f", {file.tokens / len(sizes):,.0f} on average" if len(sizes) else "")
     print(f"{path}: {counted(file.tokens, 'token')}, {sidecar.dtype}, sha256 {sha256}")
     print(f"  documents  {many}")
-    print(
-        f"  ids        {np.count_nonzero(contents.frequencies):,}{of} are used, up to {len(contents.frequencies) - 1:,}"
-    )
+    print(f"  ids        {used:,}{of} are used, up to {len(contents.frequencies) - 1:,}")
     print(f"  source     {sidecar.source or 'not noted'}")
     print(f"  texts      {contents.uncompared and 'not compared: '}{contents.uncompared or 'as the index notes them'}")
     if options.excerpt:
@@ -370,9 +367,8 @@ def main(words: Sequence[str] | None = None, *, draw: Callable[[Sequence[Content
     read = [contents for path in dict.fromkeys(options.files) if (contents := _verified(path, options, problems))]
     for one, other in itertools.combinations(read, 2):
         problems.add(*_overlap(one, other))
-    for path in options.against:
-        if not path.exists():
-            problems.add(f"--against {path}: there is no such file or folder")
+    missing = [path for path in options.against if not path.exists()]
+    problems.add(*(f"--against {path}: there is no such file or folder" for path in missing))
     if options.against and not problems:
         for each in read:
             problems.add(*_contamination(each, options.against))
@@ -388,9 +384,7 @@ def main(words: Sequence[str] | None = None, *, draw: Callable[[Sequence[Content
         text = _card(each, options, compared=compared)
         write_atomic(card, text.encode())
         print(f"wrote {card}")
-    noted = [each.file for each in read if each.file.sidecar.sha256]
-    found = f"{len(noted)} as noted, of the rest nothing is noted" if noted else "nothing is noted"
-    print(
-        f"checked {counted(len(read), 'file')}: {'all is as noted' if len(noted) == len(read) else found} beside them"
-    )
+    noted = sum(each.file.sidecar.sha256 is not None for each in read)
+    some = f"{noted} as noted, of the rest nothing is noted" if noted else "nothing is noted"
+    print(f"checked {counted(len(read), 'file')}: {'all is as noted' if noted == len(read) else some} beside them")
     print(next_line(script_words("src/gpt2.py", "--train_data_path", read[0].file.path, "--dry_run")))

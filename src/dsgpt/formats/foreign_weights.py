@@ -271,8 +271,6 @@ def _model(path: Path, maker: str, config: GPT2Config, found: Mapping[str, Tenso
 
     def read(name: str) -> Tensor:
         value = found[name].float()
-        if name == "wte.weight":
-            return padded(value, config)
-        return value.clone()
+        return padded(value, config) if name == "wte.weight" else value.clone()
 
     return ForeignModel(maker=maker, config=config, tensors=stored_in_fp32(shapes, read), note=note)

@@ -178,24 +178,20 @@ class PretrainedWeights:
         expected = {_stored_name(name): hugging_face_shape(name, shape, config) for name, shape in self._shapes.items()}
         if HEAD in stored:
             expected[HEAD] = expected[_EMBEDDING]
-        extra = [name for name in stored if name not in expected and not _BUFFERS.fullmatch(name)]
-        missing = [name for name in expected if name not in stored]
+        there = {name: stored[name] for name in expected if name in stored}
         problems = []
-        if missing:
+        if missing := [name for name in expected if name not in stored]:
             lacks = f"{', '.join(missing[:3])} is missing"
             problems.append(f"{place}: {lacks}: it must hold every weight that config.json announces")
-        if extra:
+        if extra := [name for name in stored if name not in expected and not _BUFFERS.fullmatch(name)]:
             problems.append(f"{place}: {', '.join(extra[:3])} is not a weight of a GPT-2 language model")
         problems += [
-            f"{place}: {name} has the shape {list(stored[name].shape)}, by config.json it must be {list(shape)}"
-            for name, shape in expected.items()
-            if name in stored and stored[name].shape != shape
+            f"{place}: {name} has the shape {list(tensor.shape)}, by config.json it must be {list(expected[name])}"
+            for name, tensor in there.items()
+            if tensor.shape != expected[name]
         ]
-        problems += [
-            f"{place}: {name} holds no floating-point numbers: quantized weights cannot be loaded"
-            for name in expected
-            if name in stored and stored[name].dtype is None
-        ]
+        unfit = "holds no floating-point numbers: quantized weights cannot be loaded"
+        problems += [f"{place}: {name} {unfit}" for name, tensor in there.items() if tensor.dtype is None]
         if problems:
             raise UserError(*problems[:4])
 

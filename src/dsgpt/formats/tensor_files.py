@@ -106,17 +106,13 @@ def open_pickled(path: Path) -> dict[str, StoredTensor]:
     }
 
 
-Announced = Mapping[str, tuple[Sequence[int], torch.dtype]]
-"""Shapes and types of tensors that will be written, by name."""
-
-
 class SafetensorsWriter:
     """Writes a safetensors file whose tensors come one at a time, in any order, with known names, shapes and dtypes.
 
     A context manager: when it ends without an error, the file is complete and durable.
     """
 
-    def __init__(self, path: Path, announced: Announced, **metadata: str) -> None:
+    def __init__(self, path: Path, announced: Mapping[str, tuple[Sequence[int], torch.dtype]], **metadata: str) -> None:
         """Create the file and write its header.
 
         Args:
