@@ -32,13 +32,15 @@ def errors(done: subprocess.CompletedProcess) -> list[str]:
 def documents_of(folder: Path, split: str, suffix: str = "") -> list[str]:
     """Decode a token file as nanoGPT would open it, cut at the end-of-text id."""
     sidecar = json.loads((folder / f"{split}{suffix}.json").read_text())
-    dtype = {"uint16": np.uint16, "uint32": np.uint32}[sidecar["dtype"]]
-    ids = np.memmap(folder / f"{split}{suffix}.bin", dtype=dtype, mode="r")
+    ids = np.memmap(folder / f"{split}{suffix}.bin", dtype=sidecar["dtype"], mode="r")
     tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
     ends = np.flatnonzero(ids == sidecar["eot_id"])
     assert ends[-1] == len(ids) - 1
-    starts = [0, *(ends[:-1] + 1)]
-    return [tokenizer.decode(ids[start:end].tolist()) for start, end in zip(starts, ends, strict=True)]
+    return [tokenizer.decode(document[:-1].tolist()) for document in np.split(ids, ends + 1)[:-1]]
+
+
+def texts_of(folder: Path, suffix: str = "") -> list[str]:
+    return [text for split in ("train", "val") for text in documents_of(folder, split, suffix)]
 
 
 def hashes(folder: Path) -> dict[str, str]:

@@ -149,10 +149,7 @@ def test_a_list_that_is_refused(folder, entries, snapshot):
 
 @pytest.mark.parametrize(
     "changes",
-    [
-        {"train_data_path": "web", "val_data_path": "web/b.bin"},
-        {"train_data_path": "mix.json", "max_train_steps": 30},
-    ],
+    [{"train_data_path": "web", "val_data_path": "web/b.bin"}, {"train_data_path": "mix.json", "max_train_steps": 30}],
 )
 def test_a_run_that_is_refused(folder, changes, snapshot):
     """It would validate on what it trains on, or read a source more often than was allowed."""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from prep_helpers import documents_of
+from prep_helpers import documents_of, texts_of
 from small_run import REPOSITORY
 
 from dsgpt.common.errors import UserError
@@ -40,10 +40,6 @@ def texts(tmp_path: Path) -> Path:
     rows = [{"text": f"row {number} " + WORDS * (number % 5)} for number in range(400)]
     (folder / "rows.jsonl").write_text("\n".join(json.dumps(row, ensure_ascii=False) for row in rows))
     return folder
-
-
-def texts_of(folder: Path) -> list[str]:
-    return [text for split in ("train", "val") for text in documents_of(folder, split)]
 
 
 def same_files(one: Path, other: Path) -> bool:

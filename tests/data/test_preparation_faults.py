@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pyarrow as pa
 import pytest
-from prep_helpers import documents_of
+from prep_helpers import documents_of, texts_of
 from small_run import REPOSITORY
 
 from dsgpt.common.errors import UserError
@@ -17,10 +17,6 @@ from dsgpt.data import blocks, parts, preparation
 from dsgpt.data.preparation import main
 
 LINE = "a line of words, and more of them\n"
-
-
-def texts_of(folder: Path, suffix: str = "") -> list[str]:
-    return [text for split in ("train", "val") for text in documents_of(folder, split, suffix)]
 
 
 @pytest.fixture
@@ -48,43 +44,49 @@ def test_the_first_documents_are_whole(flags, count):
     assert all(text == large or (text.endswith(LINE) and text[0].isdigit()) for text in found)
 
 
-@pytest.mark.parametrize("data", [b"", b"12345", bytes(24), bytes(5000)])
+@pytest.mark.parametrize("data", [b"", b"12345", bytes(24), bytes(5000), None])
 def test_a_part_without_an_end_is_made_again(flags, data, monkeypatch):
-    """As after a loss of power, when names are on the disk and contents are not."""
+    """As after a loss of power, when names are on the disk and contents are not.
+
+    None: a process was killed that had the number of this one, as each has in a container.
+    """
     many_files()
     with monkeypatch.context() as patched, pytest.raises(ZeroDivisionError):
         patched.setattr(preparation, "write_sources", lambda *_: 1 / 0)
         main(flags)
     (part,) = Path("out").glob(".work*/*/part-*")
-    part.write_bytes(data)
+    if data is None:
+        part.rename(part.with_name(f".{part.name}.{os.getpid()}"))
+    else:
+        part.write_bytes(data)
     main(flags)
     assert len(texts_of(Path("out"))) == 12
 
 
-def test_what_a_killed_process_with_the_same_number_left_is_no_hindrance(flags, monkeypatch):
-    """Processes of a container have the same numbers each time."""
-    many_files()
-    with monkeypatch.context() as patched, pytest.raises(ZeroDivisionError):
-        patched.setattr(preparation, "write_sources", lambda *_: 1 / 0)
-        main(flags)
-    (part,) = Path("out").glob(".work*/*/part-*")
-    part.rename(part.with_name(f".{part.name}.{os.getpid()}"))
-    main(flags)
-    assert len(texts_of(Path("out"))) == 12
+def _empty_the_part(encoder: parts.Encoder) -> None:
+    encoder.encoding.path(1).write_bytes(b"")
 
 
-def test_a_part_that_is_lost_before_it_is_joined_is_an_error(flags, monkeypatch):
+def _change_a_source(_: parts.Encoder) -> None:
+    Path("in", "005.txt").write_text("another text, and longer than it was\n")
+
+
+@pytest.mark.parametrize(
+    ("harm", "refusal"),
+    [(_empty_the_part, "part-00000001: is missing or damaged"), (_change_a_source, r"in/005\.txt: changed while")],
+)
+def test_what_is_lost_or_changes_before_parts_are_joined_is_an_error(flags, monkeypatch, harm, refusal):
     many_files(300)
     monkeypatch.setattr(blocks, "_MOST_FILES", 100)
     encode = parts.Encoder.encode
 
-    def lose(self: parts.Encoder, block: blocks.Block) -> None:
+    def encode_and_harm(self: parts.Encoder, block: blocks.Block) -> None:
         encode(self, block)
         if block.number == 1:
-            self.encoding.path(1).write_bytes(b"")
+            harm(self)
 
-    monkeypatch.setattr(parts.Encoder, "encode", lose)
-    with pytest.raises(UserError, match=r"part-00000001: is missing or damaged"):
+    monkeypatch.setattr(parts.Encoder, "encode", encode_and_harm)
+    with pytest.raises(UserError, match=refusal):
         main(flags)
 
 
@@ -213,17 +215,3 @@ def test_the_tokenizer_is_trained_on_the_train_split_only(flags, monkeypatch):
     more = ["--split_by", "files", "--deduplicate", "--on_bad_text", "skip", "--val_fraction", "0.4"]
     main(["--input", "in", "--tokenizer", "train", "--vocab_size", "300", "--output_dir", "out", *more])
     assert seen == documents_of(Path("out"), "train")
-
-
-def test_a_source_that_changes_while_it_is_read_is_refused(flags, monkeypatch):
-    many_files(300)
-    monkeypatch.setattr(blocks, "_MOST_FILES", 100)
-    encode = parts.Encoder.encode
-
-    def change(self: parts.Encoder, block: blocks.Block) -> None:
-        encode(self, block)
-        Path("in", "005.txt").write_text("another text, and longer than it was\n")
-
-    monkeypatch.setattr(parts.Encoder, "encode", change)
-    with pytest.raises(UserError, match=r"in/005\.txt: changed while"):
-        main(flags)

@@ -267,8 +267,4 @@ def test_other_models_and_damaged_files_are_refused(model: GPT2):
     torch.save(values, "ckpt.pt")
     assert [
         line.partition(": ")[2].partition(" and the type")[0] for line in refused(Path("ckpt.pt")).splitlines()
-    ] == [
-        "ln_f.bias is missing",
-        "extra is no weight of a GPT-2",
-        "wpe.weight has the shape [15, 24]",
-    ]
+    ] == ["ln_f.bias is missing", "extra is no weight of a GPT-2", "wpe.weight has the shape [15, 24]"]
