@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from dsgpt.common.command_line import COMPLETING, Parser, run_script
-from dsgpt.common.errors import EXIT_DONE, UserError, did_you_mean
+from dsgpt.common.errors import UserError, did_you_mean
 from dsgpt.common.text import REPOSITORY
 
 COMMANDS = {
@@ -52,31 +52,31 @@ completion of flags in bash: pip install argcomplete; eval "$(register-python-ar
 """
 
 
-def main() -> int:
+def main() -> None:
     """Run the command that the first words name; the others are its flags."""
     if COMPLETING in os.environ:
-        return _complete()
+        _complete()
+        return
     ranks = [word for word in sys.argv[1:2] if word.startswith("--local_rank=")]  # DeepSpeed's launcher puts it first
     words = sys.argv[1 + len(ranks) :] + ranks
     if not words or words[0] in ("-h", "--help", "help"):
         width = max(map(len, COMMANDS))
         lines = (f"  {command:{width}}  {text}" for command, (_, text) in COMMANDS.items())
         print(HELP.format(commands="\n".join(lines)), end="")
-        return EXIT_DONE
+        return
     if words[0] in ("-V", "--version"):
         print(f"dsgpt {importlib.metadata.version('dsgpt')}")
-        return EXIT_DONE
+        return
     group = [name for name in COMMANDS if name.startswith(f"{words[0]} ")]
     length = 2 if group else 1
     command = " ".join(words[:length])
     if group and words[1:2] in (["-h"], ["--help"]):
         print("\n".join(f"dsgpt {name}: {COMMANDS[name][1]}" for name in group))
-        return EXIT_DONE
+        return
     if command not in COMMANDS:
         hint = did_you_mean(command, COMMANDS) or (f"; there is {', '.join(group)}" if group else "; see dsgpt --help")
         raise UserError(f"{command}: is not a command of dsgpt{hint}")
     _run(command, words[length:])
-    return EXIT_DONE
 
 
 def _run(command: str, words: Sequence[str]) -> None:
@@ -90,7 +90,7 @@ def _run(command: str, words: Sequence[str]) -> None:
         runpy.run_module(target, run_name="__main__", alter_sys=True)
 
 
-def _complete() -> int:
+def _complete() -> None:
     """Complete the words before the cursor: a command here, its flags by its own parser."""
     line = os.environ["COMP_LINE"][: int(os.environ["COMP_POINT"])]
     typed = line.split()[1:]
@@ -99,12 +99,11 @@ def _complete() -> int:
         if typed[: len(parts)] == parts and (len(typed) > len(parts) or line.endswith(" ")):
             os.environ[COMPLETING] = str(int(os.environ[COMPLETING]) + len(parts))
             _run(command, [])
-            return EXIT_DONE
+            return
     begun = "" if line.endswith(" ") else typed.pop() if typed else ""
     candidates = {command.split()[len(typed)] for command in COMMANDS if command.split()[: len(typed)] == typed}
     with os.fdopen(8, "w") as answer:  # where the shell's function of argcomplete reads
         answer.write("\v".join(sorted(word for word in candidates if word.startswith(begun))))
-    return EXIT_DONE
 
 
 def script() -> None:

@@ -36,13 +36,8 @@ TRAINED = ("baseline", "zero1")
 TRAINING_KEYS = ("train_batch_size", "optimizer", "scheduler", "gradient_clipping")
 """Keys of a recipe that change the training; the others change how it is executed."""
 WORK = [
-    "--deepspeed_config", str(HOME / "ds_configs/sizes/demo.json"),
-    "--model_size", "demo",
-    "--seq_length", "128",
-    "--eval_every", "200",
-    "--max_val_steps", "80",
-    "--save_every", "200",
-    "--steps_per_print", "40",
+    "--deepspeed_config", str(HOME / "ds_configs/sizes/demo.json"), "--model_size", "demo", "--seq_length", "128",
+    "--eval_every", "200", "--max_val_steps", "80", "--save_every", "200", "--steps_per_print", "40",
 ]  # fmt: skip
 
 
@@ -52,13 +47,8 @@ class Demo:
 
     steps: int = flag(POSITIVE, "N", "optimizer steps of each training (default: %(default)s)", default=STEPS)
     into: Path = flag(Path, "DIR", "receives data/, checkpoint/ and charts/ (default: the repository)", default=Path())
-    strategies: tuple[str, ...] = flag(
-        lambda text: tuple(name for name in dict.fromkeys(text.replace(",", " ").split()) if name not in TRAINED),
-        "NAMES",
-        'further strategies to train with, such as "ddp fsdp zero3"',
-        default=(),
-    )
-    """Names of ``sweep_cells.STRATEGIES``, on as many devices as ``zero1``."""
+    strategies: tuple[str, ...] = flag(lambda text: tuple(text.replace(",", " ").split()), "NAMES", default=())
+    """further strategies to train with, such as "ddp fsdp zero3" """
     gpus: int = 0
 
     @property
@@ -95,7 +85,8 @@ def main() -> int:
 
     if IN_CHECKOUT:
         os.chdir(REPOSITORY)
-    demo = replace(demo, gpus=cuda_devices())
+    further = tuple(name for name in dict.fromkeys(demo.strategies) if name not in TRAINED)
+    demo = replace(demo, gpus=cuda_devices(), strategies=further)
     for name in demo.strategies:
         if name not in STRATEGIES:
             every = ", ".join(STRATEGIES)

@@ -17,7 +17,7 @@ from training_runs import SCRIPT, read_lines
 from dsgpt.common.errors import EXIT_STOPPED, EXIT_USER_ERROR
 from dsgpt.config.options import SPOT_PROVIDERS
 from dsgpt.machine import spot
-from dsgpt.machine.spot import SpotWatch
+from dsgpt.machine.spot import spot_watch
 from dsgpt.machine.topology import read_topology
 from dsgpt.record.schema import STEPS_FILE
 
@@ -101,7 +101,7 @@ def test_azure_tells_every_machine_of_a_scale_set_and_takes_its_time_at_first(se
     assert spot.read_notice("azure") is None
     monkeypatch.setattr(spot, "ANSWER_SEC", 0.2)
     service.asked, service.first_sec, service.notice_after = 0, 0.5, 1_000_000
-    with SpotWatch("azure", read_topology({})):
+    with spot_watch("azure", read_topology({})):
         assert service.asked
     with pytest.raises(TimeoutError):
         service.asked = 0

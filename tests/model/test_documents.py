@@ -34,7 +34,8 @@ T = CONFIG.block_size
 
 
 def model_with(end_of_text: int | None, **options: bool) -> GPT2:
-    model = GPT2(CONFIG, end_of_text=end_of_text, **options)
+    model = GPT2(CONFIG, **options)
+    model.end_of_text = end_of_text
     initialize(model, config=CONFIG, seed=1)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -247,9 +247,8 @@ def highest_peaks(segments: list[Segment], *, first_step: int, last_step: int) -
     on_gpu = [segment for segment in taking_part if segment.hardware.get("device") == "cuda"]
     peaks: dict[str, int | None] = {}
     for name in PEAKS:  # on a CPU there is no peak of GPU memory, which is not the same as unknown
-        values: list[int | None] = [getattr(segment, name) for segment in (on_gpu if "cuda" in name else taking_part)]
-        numbers = [value for value in values if value is not None]
-        peaks[name] = max(numbers) if complete and numbers and len(numbers) == len(values) else None
+        values: list[Any] = [getattr(segment, name) for segment in (on_gpu if "cuda" in name else taking_part)]
+        peaks[name] = max(values) if complete and values and None not in values else None
     return peaks
 
 
@@ -304,24 +303,17 @@ class Goodput:
         lost = [line.get("step_time_sec") or 0.0 for line in lines if line["step"] > kept_step and "loss" in line]
         last = max((line.get("wall_time_sec") or 0.0 for line in lines), default=0.0)
         later = max(0.0, last - (wall_sec or 0.0))
-        return replace(
-            self,
-            wall_sec=_sum(self.wall_sec, later),
-            seen_at=self.seen_at + later,
-            lost_sec=self._lost({"repeated": sum(lost)}),
-            repeated_steps=None if self.repeated_steps is None else self.repeated_steps + len(lost),
-        )
+        steps = None if self.repeated_steps is None else self.repeated_steps + len(lost)
+        same = replace(self, wall_sec=_sum(self.wall_sec, later), seen_at=self.seen_at + later)
+        return replace(same, lost_sec=self._lost({"repeated": sum(lost)}), repeated_steps=steps)
 
     def begin(self, process_sec: float) -> Self:
         """The same when the next process has run for ``process_sec``; the time between the two is a gap."""
         between = time.time() - process_sec - self.seen_at if self.starts else 0.0
         gap = max(0.0, between) if between > -EARLY_SEC else None  # None: a clock was set back
-        return replace(
-            self,
-            wall_sec=_sum(self.wall_sec, gap),
-            lost_sec=self._lost({"gaps": gap}) | dict.fromkeys(("compilation", "data"), 0.0),
-            starts=None if self.starts is None else self.starts + 1,
-        )
+        lost = self._lost({"gaps": gap}) | dict.fromkeys(("compilation", "data"), 0.0)
+        starts = None if self.starts is None else self.starts + 1
+        return replace(self, wall_sec=_sum(self.wall_sec, gap), lost_sec=lost, starts=starts)
 
     def now(self, *, process_sec: float, kept_sec: float | None, lost_sec: Mapping[str, float]) -> Self:
         """The same now.

@@ -82,26 +82,19 @@ NUMBER = value(float, accepts=lambda number: 0 <= number < float("inf"), must_be
 
 def choice(allowed: Sequence[str]) -> Callable[[str], str]:
     """A reader of the ``allowed`` words."""
-
-    def read(word: str) -> str:
-        if word not in allowed:
-            raise Unfit(f"must be one of {', '.join(allowed)}, not {word}{errors.did_you_mean(word, allowed)}")
-        return word
-
-    return read
+    return lambda word: _known(word, allowed, must_be=f"one of {', '.join(allowed)}")
 
 
 def choices(allowed: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
     """A reader of one or more of the ``allowed`` words, separated by commas."""
+    some = f"{' or '.join(allowed)}, or several with commas between them"
+    return lambda text: tuple(_known(word, allowed, must_be=some) for word in text.split(","))
 
-    def read(text: str) -> tuple[str, ...]:
-        for word in text.split(","):
-            if word not in allowed:
-                some = f"{' or '.join(allowed)}, or several with commas between them"
-                raise Unfit(f"must be {some}, not {word}{errors.did_you_mean(word, allowed)}")
-        return tuple(text.split(","))
 
-    return read
+def _known(word: str, allowed: Sequence[str], *, must_be: str) -> str:
+    if word not in allowed:
+        raise Unfit(f"must be {must_be}, not {word}{errors.did_you_mean(word, allowed)}")
+    return word
 
 
 # Options: dataclasses whose fields are flags.
@@ -435,14 +428,9 @@ def _stream(number: int, old: Any, *, lose: bool) -> io.TextIOWrapper:
     if old is None:  # after `>&-`, the next opened file would get this number, and receive the output
         os.dup2(os.open(os.devnull, os.O_WRONLY), number)
         return io.TextIOWrapper(io.BufferedWriter(_Output(number, lose=True)), encoding="utf-8", errors=PRINTABLE)
-    raw = _Output(number, lose=lose)
-    return io.TextIOWrapper(
-        raw if old.write_through else io.BufferedWriter(raw),  # as Python builds it under PYTHONUNBUFFERED
-        encoding=old.encoding,
-        errors=PRINTABLE,
-        line_buffering=old.line_buffering,
-        write_through=old.write_through,
-    )
+    how = {name: getattr(old, name) for name in ("encoding", "line_buffering", "write_through")}
+    raw: Any = _Output(number, lose=lose)  # below, as Python builds it under PYTHONUNBUFFERED
+    return io.TextIOWrapper(raw if old.write_through else io.BufferedWriter(raw), errors=PRINTABLE, **how)
 
 
 class _Output(io.FileIO):

@@ -156,7 +156,7 @@ class NoLocksError(OSError):
     """The file system has no locks."""
 
 
-class Lock:
+class Lock(contextlib.AbstractContextManager["Lock"]):
     """The lock of one open file or folder. A context manager: releases the lock at the end."""
 
     def __init__(self, descriptor: int) -> None:
@@ -209,9 +209,6 @@ class Lock:
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.release()

@@ -123,10 +123,8 @@ def read_bytes(path: Path, *, max_bytes: int = MAX_BYTES) -> bytes:
             raise JsonError("it is not a regular file")
         with path.open("rb") as file:
             data = file.read(max_bytes + 1)
-    except OSError as error:
-        raise JsonError(error.strerror or str(error)) from error
-    except ValueError as error:  # a null byte in the path
-        raise JsonError(str(error)) from error
+    except (OSError, ValueError) as error:  # ValueError: above, or a null byte in the path
+        raise JsonError(getattr(error, "strerror", None) or str(error)) from error
     if len(data) > max_bytes:
         raise JsonError(f"it is larger than {max_bytes:,} bytes")
     return data.removeprefix(codecs.BOM_UTF8)

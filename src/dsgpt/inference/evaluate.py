@@ -72,7 +72,7 @@ def _predicted(request: EvaluateRequest, *, device: torch.device, console: Conso
         round_to_int8(model)
     problems, positions = Problems(), model.config.block_size
     # As in training, if the checkpoint says so: later positions never learned anything.
-    trained = manifest.fixed.get(VALIDATED_ON[2]) if manifest else None
+    trained: Any = manifest.fixed.get(VALIDATED_ON[2]) if manifest else None
     known = isinstance(trained, int) and 0 < trained <= positions
     length: int = request.seq_length or (trained if known else positions)
     stride = request.stride or length

@@ -99,8 +99,7 @@ def open_model(source: Path, *, which: str, flag: str, console: Console | None =
         folder = source if tokenizer_files(source, config=False) else None
         return StoredModel(source=source, config=config, tensors=tensors, folder=folder, ends=ends, published=published)
     source = find_checkpoint(source, which=which, flag=flag)
-    named = parse_manifest(source).files
-    size = sum(facts.size for name, facts in named.items() if is_model_file(name))
+    size = sum(facts.size for name, facts in parse_manifest(source).files.items() if is_model_file(name))
     progress = (console or Console(speaks=False)).progress(total=size, what="verifying", unit="B", lines=True)
     files = open_model_files(source, progress=progress.advance)
     progress.close()

@@ -214,8 +214,7 @@ def slow_precision(precision: str, *, device: str) -> str:
 
 
 Maker = Callable[[str], contextlib.AbstractContextManager[Any]]
-_NOTHING = contextlib.nullcontext()
-_maker: ContextVar[Maker] = ContextVar("maker", default=lambda _name: _NOTHING)
+_maker: ContextVar[Maker] = ContextVar("maker", default=contextlib.nullcontext)
 
 
 def named_range(name: str) -> contextlib.AbstractContextManager[Any]:

@@ -185,11 +185,8 @@ class Interruption:
     def __init__(self, launcher: Launcher | None = None, *, speaks: bool = True) -> None:
         self.reason: str | None = None
         """The first request, for example ``SIGTERM``; None before any."""
-        self._launcher = launcher
-        self._echo_sec = ECHO_SEC[launcher is not None]
-        self._speaks = speaks
-        self._patient = False
-        self._raised = False
+        self._launcher, self._echo_sec, self._speaks = launcher, ECHO_SEC[launcher is not None], speaks
+        self._patient = self._raised = False
         self._asked_at: float | None = None
         self._deadline: tuple[float, int] | None = None
 

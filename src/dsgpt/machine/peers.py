@@ -135,11 +135,8 @@ def verdict(ranks: Mapping[int, RankStatus], *, seconds: float, pipeline: bool) 
     named, what = culprits(ranks, pipeline=pipeline)
     first = ranks[named[0]]
     more = f" (and {len(named) - 1} more: ranks {', '.join(map(str, named[1:9]))})" if named[1:] else ""
-    lines = [
-        f"rank {named[0]} on {first.host}{more} {what}, in {first.where}"
-        + (f": {first.failed}" if first.failed else f"; seen after {seconds:.0f} s without progress")
-        + "; continue with --resume"
-    ]
+    why = f": {first.failed}" if first.failed else f"; seen after {seconds:.0f} s without progress"
+    lines = [f"rank {named[0]} on {first.host}{more} {what}, in {first.where}{why}; continue with --resume"]
     shown: set[tuple[str, ...]] = set()
     for rank in named:
         stack = ranks[rank].stack
@@ -301,7 +298,7 @@ def say_busy(topology: Topology) -> Callable[[], object]:
     return heard
 
 
-class Peers:
+class Peers(contextlib.AbstractContextManager["Peers"]):
     """Writes this rank's status to the store and watches the other ranks, in a thread that ``join`` starts.
 
     A context manager; its end stops the thread.
@@ -334,9 +331,6 @@ class Peers:
         self._main = threading.get_ident()
         self._thread = threading.Thread(target=self._watch, name="peers", daemon=True)
         self._guard = threading.Thread(target=self._watch_store, name="peers-store", daemon=True)
-
-    def __enter__(self) -> "Peers":
-        return self
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         self._ended.set()
@@ -415,10 +409,7 @@ class Peers:
         lost: LostRank | None = None
         try:
             while lost is None and not self._watched.check(["ended"]):
-                if lines := _hear_refusal(self._watched, self._topology):
-                    lost = LostRank("\n".join(lines), refused=True)
-                elif self._watched.check(["verdict"]):
-                    lost = LostRank(self._watched.get("verdict").decode())
+                lost = self._told()
                 self._note_answer()
                 time.sleep(BEAT_SEC)
             if lost is None and (code := int(self._watched.get("ended"))) != EXIT_DONE:
@@ -430,6 +421,12 @@ class Peers:
         if lost is not None:
             lost.speaks = False
             raise lost
+
+    def _told(self) -> LostRank | None:
+        """The end of the run that another rank wrote to the store; None as long as none did."""
+        if lines := _hear_refusal(self._watched, self._topology):
+            return LostRank("\n".join(lines), refused=True)
+        return LostRank(self._watched.get("verdict").decode()) if self._watched.check(["verdict"]) else None
 
     def refuse(self, lines: tuple[str, ...]) -> None:
         """Make the other ranks end with ``lines``, the reason why this rank does not start."""
@@ -511,10 +508,8 @@ class Peers:
         while not self._ended.wait(BEAT_SEC):
             try:
                 self._beat()
-                if lines := _hear_refusal(self._watched, self._topology):
-                    self._end(LostRank("\n".join(lines), refused=True))
-                elif self._watched.check(["verdict"]):
-                    self._end(LostRank(self._watched.get("verdict").decode()))
+                if lost := self._told():
+                    self._end(lost)
                 elif self._broken.is_set() or self._left_sec < OBSERVED_SEC or self._neighbour_lost():
                     self._observe()
                 elif self._topology.is_main and self._beats % 5 == 0:

@@ -15,7 +15,7 @@ import sys
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -74,10 +74,11 @@ def _azure(ask: Ask, service: str) -> str | None:
     return f"{ends[0]['EventType']} at {ends[0].get('NotBefore') or 'once'}" if ends else None
 
 
-PROVIDERS: Mapping[str, tuple[str, Callable[[Ask, str], str | None]]] = {
-    "aws": ("http://169.254.169.254", _aws),
+_LINK_LOCAL = "http://169.254.169.254"
+PROVIDERS = {
+    "aws": (_LINK_LOCAL, _aws),
     "gcp": ("http://metadata.google.internal", _gcp),
-    "azure": ("http://169.254.169.254", _azure),
+    "azure": (_LINK_LOCAL, _azure),
 }
 """Address of the metadata service, and what reads a notice from it."""
 
@@ -98,8 +99,9 @@ def read_notice(source: str, *, seconds: float = ANSWER_SEC) -> str | None:
         raise ValueError(f"an answer without {error}") from error
 
 
-class SpotWatch:
-    """A context manager: inside, a notice makes this machine's ranks, and so the run, stop in order.
+@contextlib.contextmanager
+def spot_watch(source: str | None, topology: Topology) -> Iterator[None]:
+    """A context: inside, a notice makes this machine's ranks, and so the run, stop in order.
 
     Args:
         source: a provider, a path, or None to ask nobody.
@@ -109,54 +111,48 @@ class SpotWatch:
         UserError: on entry, on every rank: a machine's provider does not answer, so that nobody would give notice; or
             there is one already.
     """
-
-    def __init__(self, source: str | None, topology: Topology) -> None:
-        self._source, self._topology = source, topology
-        self._end = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="spot", daemon=True)
-
-    def __enter__(self) -> "SpotWatch":
-        if self._source is None:
-            return self
-        problem: str | None = None
-        asks = self._topology.local_rank == 0
+    if source is None:
+        yield
+        return
+    problem: str | None = None
+    asks, end = topology.local_rank == 0, threading.Event()
+    if asks:
+        where = f"--spot_notice {source}: on {socket.gethostname()}"
+        try:
+            if notice := read_notice(source, seconds=FIRST_ANSWER_SEC.get(source, ANSWER_SEC)):
+                problem = f"{where} there is a notice already ({notice}): use another machine, or remove the file"
+        except (OSError, ValueError) as error:
+            problem = f"{where} the provider's service does not answer: {error}"
+    if problems := [line for line in gather_objects(problem) if line]:
+        raise UserError(*problems)
+    thread = threading.Thread(target=_watch, args=(source, topology, end), name="spot", daemon=True)
+    if asks:
+        thread.start()
+    try:
+        yield
+    finally:
+        end.set()
         if asks:
-            where = f"--spot_notice {self._source}: on {socket.gethostname()}"
-            try:
-                seconds = FIRST_ANSWER_SEC.get(self._source, ANSWER_SEC)
-                if notice := read_notice(self._source, seconds=seconds):
-                    problem = f"{where} there is a notice already ({notice}): use another machine, or remove the file"
-            except (OSError, ValueError) as error:
-                problem = f"{where} the provider's service does not answer: {error}"
-        if problems := [line for line in gather_objects(problem) if line]:
-            raise UserError(*problems)
-        if asks:
-            self._thread.start()
-        return self
+            thread.join()
 
-    def __exit__(self, *_: object) -> None:
-        self._end.set()
-        if self._thread.is_alive():
-            self._thread.join()
 
-    def _watch(self) -> None:
-        assert self._source is not None  # the thread runs only with one
+def _watch(source: str, topology: Topology, end: threading.Event) -> None:
+    answers = True
+    while not end.wait(POLL_SEC):
+        try:
+            notice = read_notice(source)
+        except (OSError, ValueError) as error:
+            if answers:
+                _say(f"warning: --spot_notice {source}: {error}; asked again every {POLL_SEC:g} s")
+            answers = False
+            continue
         answers = True
-        while not self._end.wait(POLL_SEC):
-            try:
-                notice = read_notice(self._source)
-            except (OSError, ValueError) as error:
-                if answers:
-                    _say(f"warning: --spot_notice {self._source}: {error}; asked again every {POLL_SEC:g} s")
-                answers = False
-                continue
-            answers = True
-            if notice:
-                _say(f"--spot_notice {self._source}: {notice}: the run stops and saves")
-                # under torchrun the signal goes to its agent, which would otherwise restart the ranks
-                process = waiting_processes()[-1].pid if self._topology.launcher == "torchrun" else os.getpid()
-                os.kill(process, signal.SIGTERM)
-                return
+        if notice:
+            _say(f"--spot_notice {source}: {notice}: the run stops and saves")
+            # under torchrun the signal goes to its agent, which would otherwise restart the ranks
+            process = waiting_processes()[-1].pid if topology.launcher == "torchrun" else os.getpid()
+            os.kill(process, signal.SIGTERM)
+            return
 
 
 def _say(line: str) -> None:

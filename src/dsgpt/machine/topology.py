@@ -168,14 +168,11 @@ def free_port() -> int:
     with contextlib.suppress(OSError):  # another system than Linux
         end = int(_PORTS_OF_CONNECTIONS.read_text(encoding="ascii").split()[0])
     ports = range(_FIRST_PORT, end)
-    for port in random.SystemRandom().sample(ports, len(ports)):
+    for port in (*random.SystemRandom().sample(ports, len(ports)), 0):  # 0: one that the system chooses
         with socket.socket() as probe, contextlib.suppress(OSError):  # it is taken
             probe.bind(("127.0.0.1", port))
-            return port
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        own: int = probe.getsockname()[1]
-    return own
+            return int(probe.getsockname()[1])
+    raise UserError("this machine has no free TCP port for the ranks to meet at: end programs that hold some")
 
 
 # Bytes that a rank sends, from the payload of a collective operation.

@@ -10,6 +10,7 @@ the whole model.
 
 import hashlib
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -157,16 +158,9 @@ class Head(nn.Linear):
         if targets is None:
             assert self.vocabulary is None, "a part of the vocabulary has no logits of all ids"
             return F.linear(x, self.weight[: self.vocab_size])
-        return linear_cross_entropy(
-            x.flatten(0, 1),
-            self.weight,
-            targets.flatten(),
-            vocab_size=self.vocab_size,
-            reduction=reduction,
-            padded=self._pad_logits,
-            vocabulary=self.vocabulary,
-            whole=self.whole_logits,
-        )
+        how: dict[str, Any] = {"padded": self._pad_logits, "vocabulary": self.vocabulary, "whole": self.whole_logits}
+        inputs = x.flatten(0, 1), self.weight, targets.flatten()
+        return linear_cross_entropy(*inputs, vocab_size=self.vocab_size, reduction=reduction, **how)
 
 
 class GPT2(nn.Module):
@@ -176,19 +170,13 @@ class GPT2(nn.Module):
         config: the shape.
         activation_checkpointing: recompute each block's activations in the backward pass instead of keeping them.
         pad_logits: multiply by the padded rows of the embedding as well, for the loss (``logits_of``).
-        end_of_text: the id that begins a document, if none may see another: ``Documents``.
     """
 
-    def __init__(
-        self,
-        config: GPT2Config,
-        *,
-        activation_checkpointing: bool = False,
-        pad_logits: bool = False,
-        end_of_text: int | None = None,
-    ) -> None:
+    end_of_text: int | None = None
+    """The id that begins a document, if none may see another: ``Documents``. Set by the owner."""
+
+    def __init__(self, config: GPT2Config, *, activation_checkpointing: bool = False, pad_logits: bool = False) -> None:
         super().__init__()
-        self.end_of_text = end_of_text
         self.config = config
         self.activation_checkpointing = activation_checkpointing
         self.wte = nn.Embedding(config.padded_vocab_size, config.n_embd)

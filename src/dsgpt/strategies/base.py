@@ -199,12 +199,10 @@ def initial_values(config: RunConfig) -> InitialValues:
 
 def model_of(config: RunConfig) -> GPT2:
     """The model of this run, without values, where PyTorch makes parameters at the moment."""
-    return GPT2(
-        config.model,
-        activation_checkpointing=config.activation_checkpointing,
-        pad_logits=config.options.pad_logits,
-        end_of_text=config.end_of_text,
-    )
+    how = {"activation_checkpointing": config.activation_checkpointing, "pad_logits": config.options.pad_logits}
+    model = GPT2(config.model, **how)
+    model.end_of_text = config.end_of_text
+    return model
 
 
 def whole_model(config: RunConfig) -> GPT2:

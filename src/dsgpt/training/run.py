@@ -33,7 +33,7 @@ from dsgpt.machine.console import LogFile, Progress
 from dsgpt.machine.device import TIMEOUT, HostGroup, barrier, bring_up, from_main, gather_objects, joined
 from dsgpt.machine.launcher import Interruption
 from dsgpt.machine.peers import SLOW_STEPS, Peers
-from dsgpt.machine.spot import SpotWatch
+from dsgpt.machine.spot import spot_watch
 from dsgpt.machine.topology import Topology
 from dsgpt.model.gpt2 import parameter_shapes
 from dsgpt.planner.formulas import worst_peak
@@ -340,7 +340,7 @@ def _train(
         if prepared.start.finished:
             return
         # Building may still fail on the recipe, so it comes before the run writes its first file.
-        spot = SpotWatch(config.options.spot_notice, config.topology)
+        spot = spot_watch(config.options.spot_notice, config.topology)
         with spot, contextlib.closing(_build(config, prepared.start, device=device)) as strategy:
             ranks = HostGroup()
             description = open_run_folder(config, prepared, lock=lock, log=log)

@@ -190,12 +190,9 @@ def add_logprobs(choice: Choice, *, top: int, echo: bool, scorer: Scorer, tokeni
         return f"token_id:{token}" if INCOMPLETE in text else text
 
     best = [score and {name_of(one): log for one, log in [*score[1], (token, score[0])]} for token, _, score in rows]
-    choice.logprobs = {
-        "tokens": [name_of(token) for token, _, _ in rows],
-        "token_logprobs": [score and score[0] for _, _, score in rows],
-        "top_logprobs": best if top else None,
-        "text_offset": [offset for _, offset, _ in rows],
-    }
+    names, own = [name_of(token) for token, _, _ in rows], [score and score[0] for _, _, score in rows]
+    choice.logprobs = {"tokens": names, "token_logprobs": own, "top_logprobs": best if top else None}
+    choice.logprobs["text_offset"] = [offset for _, offset, _ in rows]
 
 
 # ``POST /v1/completions``: reads a request, has it decoded, and sends the answer whole or as a stream.
@@ -287,7 +284,8 @@ class Completions:
                 changed.set()  # nothing will
             for index, prompt in enumerate(prompt for prompt in prompts for _ in range(request.n)):
                 sequence = submit(prompt.ids, sampling=request.drawing(index)) if new_tokens else nothing
-                text = Continuation(served.tokenizer, stop=request.stops, ends=ends)
+                stops = [request.stop] if isinstance(request.stop, str) else request.stop
+                text = Continuation(served.tokenizer, stop=stops, ends=ends)
                 choices.append(Choice(index=index, prompt=prompt, sequence=sequence, text=text))
             begun: set[int] = set()
             async for choice, new in self._steps(request, choices, changed, began=exchange.began):

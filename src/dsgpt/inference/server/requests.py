@@ -174,11 +174,6 @@ class CompletionRequest(BaseModel):
         seed = None if self.seed is None else f"{self.seed}/{index}"
         return Drawing(**how, top_k=max(self.top_k, 0), seed=seed)
 
-    @property
-    def stops(self) -> list[str]:
-        """Texts before which a completion ends."""
-        return [self.stop] if isinstance(self.stop, str) else self.stop
-
     def ends(self, end_of_text: frozenset[int]) -> frozenset[int]:
         """Tokens that end a completion and are no part of its text."""
         return frozenset(self.stop_token_ids) | (frozenset() if self.ignore_eos else end_of_text)

@@ -83,18 +83,12 @@ def make_app(completions: Completions, *, keys: Sequence[Key], loopback: str | N
     async def metrics(request: Request) -> Response:  # noqa: ARG001
         return Response(generate_latest(completions.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
-    app = Starlette(
-        routes=[
-            Route("/v1/completions", completions, methods=["POST"]),
-            Route("/v1/chat/completions", chat, methods=["GET", "POST"]),
-            Route("/v1/models", models),
-            Route("/v1/models/{name:path}", one_model),
-            Route("/health", health),
-            Route("/metrics", metrics),
-        ],
-        middleware=[Middleware(Guard, keys=keys, loopback=loopback)],
-        exception_handlers={HTTPException: _refused, Exception: _failed},
-    )
+    read = {"/v1/models": models, "/v1/models/{name:path}": one_model, "/health": health, "/metrics": metrics}
+    routes = [Route(path, endpoint) for path, endpoint in read.items()]
+    routes.append(Route("/v1/completions", completions, methods=["POST"]))
+    routes.append(Route("/v1/chat/completions", chat, methods=["GET", "POST"]))
+    guard, handlers = Middleware(Guard, keys=keys, loopback=loopback), {HTTPException: _refused, Exception: _failed}
+    app = Starlette(routes=routes, middleware=[guard], exception_handlers=handlers)
     app.router.redirect_slashes = False  # the address would be the client's own Host; the guard drops the slash
     return app
 
