@@ -219,11 +219,10 @@ while True:
 """A program with the first line of ``src/serve.py`` that frees its memory when it is told to."""
 
 
-def test_the_memory_is_the_servers_and_its_peak_that_since_the_last_reading(tmp_path, monkeypatch):
+def test_the_memory_is_the_servers_and_its_peak_that_since_the_last_reading(tmp_path):
     (tmp_path / "src").mkdir()
     (tmp_path / "src" / "serve.py").write_text(SCRIPT, encoding="utf-8")
-    monkeypatch.setattr(serving, "SAMPLE_SEC", 0.002)
-    with serving.ServerProcess(tmp_path, FOLDER, batch=1, queue=1, device="cpu", log=tmp_path / "log") as server:
+    with serving.ServerProcess(tmp_path, FOLDER, device="cpu", log=tmp_path / "log") as server:
         assert server.url == "http://127.0.0.1:9"
         within(lambda: 200 << 20 < server.peak_bytes() < 300 << 20)
         server._process.send_signal(signal.SIGUSR1)

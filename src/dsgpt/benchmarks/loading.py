@@ -5,12 +5,13 @@ each batch, and of each row a copy for the inputs and one for the targets. Both 
 file that is in the page cache. Processor time counts, so other processes disturb little.
 """
 
-import re
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from dsgpt.benchmarks import frame
 from dsgpt.common.command_line import POSITIVE, flag
@@ -89,10 +90,10 @@ class Loading(frame.Suite[LoadingOptions, dict[str, Any]]):
         for batch in BATCHES:
             for _, way in frame.turns((OURS, NANOGPT), rounds=self.options.rounds):
                 yield {"batch": batch, "way": way, "seconds": self._fetch(batch, way)}
-        before = private_bytes()
-        windows = READ_BYTES // (2 * LENGTH)
-        self._fetch(BATCHES[-1], OURS, steps=windows // BATCHES[-1])
-        yield {"growth_bytes": private_bytes() - before, "step_sec": step_seconds(BATCHES[1])}
+        memory = psutil.Process().memory_full_info  # ``uss`` leaves out pages of files that others may share
+        before = memory().uss
+        self._fetch(BATCHES[-1], OURS, steps=READ_BYTES // (2 * LENGTH) // BATCHES[-1])
+        yield {"growth_bytes": memory().uss - before, "step_sec": step_seconds(BATCHES[1])}
 
     def _fetch(self, batch: int, way: str, *, steps: int = STEPS) -> float:
         """Processor seconds of a batch."""
@@ -123,14 +124,10 @@ class Loading(frame.Suite[LoadingOptions, dict[str, Any]]):
         *timed, rest = results
         batches: dict[str, Any] = {}
         for batch in BATCHES:
-            own: dict[str, list[float]] = {OURS: [], NANOGPT: []}
-            for one in timed:
-                if one["batch"] == batch:
-                    own[one["way"]].append(one["seconds"])
-            batches[str(batch)] = {
-                "seconds": {way: frame.span(seconds) for way, seconds in own.items()},
-                "ratio": frame.ratios(own[NANOGPT], own[OURS]),
-            }
+            own = [one for one in timed if one["batch"] == batch]
+            ours, theirs = ([one["seconds"] for one in own if one["way"] == way] for way in (OURS, NANOGPT))
+            spans = {OURS: frame.span(ours), NANOGPT: frame.span(theirs)}
+            batches[str(batch)] = {"seconds": spans, "ratio": frame.ratios(theirs, ours)}
         seconds = batches[str(BATCHES[1])]["seconds"][OURS]["median"]
         return {"rounds": self.options.rounds, "batches": batches, "share": seconds / rest["step_sec"], **rest}
 
@@ -152,12 +149,6 @@ def nanogpt_batch(path: Path, starts: list[int]) -> Any:
     inputs = [torch.from_numpy(ids[first : first + LENGTH].astype(np.int64)) for first in places]
     targets = [torch.from_numpy(ids[first + 1 : first + 1 + LENGTH].astype(np.int64)) for first in places]
     return torch.stack(inputs), torch.stack(targets)
-
-
-def private_bytes() -> int:
-    """Memory of this process alone, from ``/proc``: pages of files that others may share are left out."""
-    text = Path("/proc/self/smaps_rollup").read_text(encoding="ascii")
-    return sum(int(size) << 10 for size in re.findall(r"^Private_\w+: +(\d+) kB", text, re.MULTILINE))
 
 
 def step_seconds(batch: int) -> float:

@@ -41,20 +41,14 @@ class Trial:
 
     def recipe(self, *, steps: int) -> dict[str, Any]:
         """The recipe of a training of ``steps`` steps."""
+        adam = {"lr": self.lr, "betas": [0.9, self.beta2], "eps": 1e-8, "weight_decay": self.weight_decay}
+        warm_up = {"warmup_min_ratio": 0.0, "warmup_num_steps": max(2, round(self.warm_up * steps))}
         return {
             "train_batch_size": self.batch,
-            "optimizer": {
-                "type": "AdamW",
-                "params": {"lr": self.lr, "betas": [0.9, self.beta2], "eps": 1e-8, "weight_decay": self.weight_decay},
-            },
+            "optimizer": {"type": "AdamW", "params": adam},
             "scheduler": {
                 "type": "WarmupCosineLR",
-                "params": {
-                    "warmup_min_ratio": 0.0,
-                    "warmup_num_steps": max(2, round(self.warm_up * steps)),
-                    "cos_min_ratio": self.floor,
-                    "warmup_type": "linear",
-                },
+                "params": warm_up | {"cos_min_ratio": self.floor, "warmup_type": "linear"},
             },
             "gradient_clipping": 1.0,
         }
@@ -117,8 +111,7 @@ def recipes_page(record: Record, *, source: str) -> str:
         source: the record's path, for the reader.
     """
     made = generated_by(source, "recipes", page="recipe-search", ends="repeats it")
-    head = filled("recipes", record, made=made)
-    return page_of(head, *(_section(size, record) for size in record["searches"]))
+    return page_of(filled("recipes", record, made=made), *(_section(size, record) for size in record["searches"]))
 
 
 def _section(size: str, record: Record) -> str:
@@ -127,9 +120,8 @@ def _section(size: str, record: Record) -> str:
     best, rows = _chosen(record, size), []
     for trial in trials:
         if trial["stage"] in {"grid", "change"}:
-            loss = f"{trial['val_loss']:.4f}"
-            settings = [f"{trial[key]:g}" for key in _SETTINGS]
-            rows.append([*settings, trial["steps"], f"**{loss}**" if trial is best else loss])
+            loss = f"**{trial['val_loss']:.4f}**" if trial is best else f"{trial['val_loss']:.4f}"
+            rows.append([*(f"{trial[key]:g}" for key in _SETTINGS), trial["steps"], loss])
     header = ["batch", "lr", "warm-up", "beta2", "last rate", "decay", "steps", "validation loss"]
     text = f"""## `{size}`, {work["tokens"]:,} tokens in sequences of {work["length"]}
 

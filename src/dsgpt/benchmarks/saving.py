@@ -8,6 +8,8 @@ Then processes of their own write the state of the same model together, each at 
 machines do. One processor and one disk could not show that the time of a save falls with the number of writers.
 """
 
+import io
+import itertools
 import multiprocessing
 import time
 from collections.abc import Iterator, Sequence
@@ -15,7 +17,7 @@ from dataclasses import dataclass
 from multiprocessing.queues import SimpleQueue
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from dsgpt.benchmarks import frame
 from dsgpt.benchmarks.launch import train
@@ -32,15 +34,11 @@ def saving_page(record: frame.Record, *, source: str) -> str:
         record: as ``dsgpt.benchmarks.saving`` makes it.
         source: the record's path, for the reader.
     """
-    size, rows = record["figures"]["sync"]["bytes"]["median"] / 1e6, record.get("writers", {}).items()
-    saves = max(len(run["saves"]) for run in record["runs"])
+    size, saves = record["figures"]["sync"]["bytes"]["median"] / 1e6, max(len(run["saves"]) for run in record["runs"])
     made = frame.made_from(record, source=source, name="saving")
-    writers = frame.section(
-        "Several writers",
-        ["processes", "until all have written, s (range)"],
-        [[count, frame.span_words(seconds, ".2f")] for count, seconds in rows],
-        text=frame.filled("saving-writers", record, rate=MB_PER_SEC, block=BLOCK >> 20),
-    )
+    rows = [[count, frame.span_words(seconds, ".2f")] for count, seconds in record.get("writers", {}).items()]
+    text = frame.filled("saving-writers", record, rate=MB_PER_SEC, block=BLOCK >> 20)
+    writers = frame.section("Several writers", ["processes", "until all have written, s (range)"], rows, text=text)
     figures = "\n".join(["## Figures\n", *summary_lines(record)])
     return frame.page_of(frame.filled("saving", record, size=size, saves=saves, made=made), figures, writers)
 
@@ -107,13 +105,13 @@ class Saving(frame.Suite[SavingOptions, Run]):
         return self.options.rounds * (len(SAVE_MODES) + len(WRITERS))
 
     def begin(self) -> None:
-        from dsgpt.benchmarks.cells import prepare_corpus  # noqa: PLC0415 - numpy takes its time
+        from dsgpt.benchmarks.cells import file_values, prepare_corpus  # noqa: PLC0415 - numpy takes its time
 
         recipe = self.folder / "recipe.json"
         corpus = prepare_corpus(self.repository, self.folder / "corpus")
         write_json_atomic(recipe, {"optimizer": {"type": "AdamW", "params": {"lr": 0.0003}}})
-        data = {"train_data_path": corpus.train, "val_data_path": corpus.val, "deepspeed_config": recipe}
-        self._flags = {"run_type": "baseline", "device": self.options.device, **data, **WORK}
+        files = file_values(corpus, recipe=recipe, run_dir=self.folder)
+        self._flags = {"run_type": "baseline", "device": self.options.device, **files, **WORK}
 
     def results(self) -> Iterator[Run]:
         for number, mode in frame.turns(SAVE_MODES, rounds=self.options.rounds):
@@ -128,10 +126,9 @@ class Saving(frame.Suite[SavingOptions, Run]):
                 "training_sec": record["summary"]["train_time_sec"] + sum(save["save_stall_sec"] for save in saves),
             }
 
-        for number in range(self.options.rounds):
-            for writers in WRITERS:
-                seconds = write_together(self.folder / f"{number}-{writers}", writers, preset=str(WORK["model_size"]))
-                yield {"round": number + 1, "writers": writers, "seconds": seconds}
+        for number, writers in itertools.product(range(1, self.options.rounds + 1), WRITERS):
+            seconds = write_together(self.folder / f"{number}-{writers}", writers, preset=str(WORK["model_size"]))
+            yield {"round": number, "writers": writers, "seconds": seconds}
 
     def line(self, result: Run, *, count: str, left: str) -> str:  # noqa: ARG002 - the rounds are its count
         if "writers" in result:
@@ -141,9 +138,8 @@ class Saving(frame.Suite[SavingOptions, Run]):
 
     def record(self, results: Sequence[Run]) -> frame.Record:
         runs = [{key: value for key, value in run.items() if key != "round"} for run in results if "saves" in run]
-        together: dict[int, list[float]] = {writers: [] for writers in WRITERS}
-        for run in results[len(runs) :]:
-            together[run["writers"]].append(run["seconds"])
+        together = results[len(runs) :]
+        times = {writers: [one["seconds"] for one in together if one["writers"] == writers] for writers in WRITERS}
         figures: dict[str, dict[str, Any]] = {}
         for mode in SAVE_MODES:
             own = [run for run in runs if run["mode"] == mode]
@@ -157,7 +153,7 @@ class Saving(frame.Suite[SavingOptions, Run]):
             "rounds": self.options.rounds,
             "runs": runs,
             "figures": figures,
-            "writers": {str(count): frame.span(times) for count, times in together.items()},
+            "writers": {str(count): frame.span(seconds) for count, seconds in times.items()},
             "ratio": figures["async"]["save_stall_sec"]["median"] / figures["sync"]["save_stall_sec"]["median"],
             "ratio_bound": RATIO_BOUND,
         }
@@ -166,31 +162,20 @@ class Saving(frame.Suite[SavingOptions, Run]):
         return [] if record["ratio"] <= RATIO_BOUND else ["async waits longer than the bound allows"]
 
 
-class SlowFile:
+class SlowFile(io.BufferedWriter):
     """A file whose process may write ``MB_PER_SEC`` to all its files, a block at a time: a token bucket."""
 
     _empty_until = 0.0
     """Time at which there are tokens again, for every file of the process."""
 
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._file, name)
-
-    def __enter__(self) -> "SlowFile":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
-
-    def write(self, data: bytes | memoryview) -> None:
-        """Write ``data`` as its tokens come."""
+    def write(self, data: Any) -> int:
+        """Write ``data``, bytes or a view of them, as its tokens come; return how many."""
         for start in range(0, len(data), BLOCK):
             block = data[start : start + BLOCK]
             time.sleep(max(0.0, SlowFile._empty_until - time.perf_counter()))
-            self._file.write(block)
+            super().write(block)
             SlowFile._empty_until = max(SlowFile._empty_until, time.perf_counter()) + len(block) / (MB_PER_SEC * 1e6)
+        return len(data)
 
 
 def write_together(folder: Path, writers: int, *, preset: str) -> float:
@@ -223,7 +208,7 @@ def _write(folder: Path, rank: int, *, writers: int, preset: str, begin: Barrier
 
     def create_slow(self: SafetensorsWriter, *given: Any, **named: Any) -> None:
         create(self, *given, **named)
-        self._file = SlowFile(self._file)  # type: ignore[assignment]
+        self._file = SlowFile(self._file.detach())
 
     SafetensorsWriter.__init__ = create_slow  # type: ignore[method-assign]
     torch.set_num_threads(1)

@@ -13,15 +13,12 @@ import select
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
-
-import psutil
 
 from dsgpt.benchmarks import frame
 from dsgpt.common.command_line import POSITIVE, flag
@@ -35,8 +32,9 @@ if TYPE_CHECKING:
 # A server in a process of its own, and its memory.
 
 MODEL = "served"
+BATCH, QUEUE = 8, 16
+"""Sequences that are decoded together, and requests that may wait."""
 START_SEC, STOP_SEC = 120, 60
-SAMPLE_SEC = 0.1
 
 
 class ServerProcess:
@@ -45,8 +43,6 @@ class ServerProcess:
     Args:
         repository: has the script.
         checkpoint: what to serve.
-        batch: as ``--max_batch``.
-        queue: as ``--max_queue``.
         device: as ``--device``.
         log: gets what it prints to standard error.
 
@@ -54,9 +50,9 @@ class ServerProcess:
         UserError: it does not start.
     """
 
-    def __init__(self, repository: Path, checkpoint: Path, *, batch: int, queue: int, device: str, log: Path) -> None:
+    def __init__(self, repository: Path, checkpoint: Path, *, device: str, log: Path) -> None:
         words = ["--checkpoint", checkpoint, "--model_name", MODEL, "--port", 0, "--device", device]
-        words += ["--max_batch", batch, "--max_queue", queue]
+        words += ["--max_batch", BATCH, "--max_queue", QUEUE]
         command = [sys.executable, str(repository / "src" / "serve.py"), *map(str, words)]
         with log.open("wb") as file:
             self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=file, text=True)
@@ -69,23 +65,16 @@ class ServerProcess:
             printed = log.read_text(encoding="utf-8", errors="replace").strip() or "it printed nothing"
             raise UserError(f"src/serve.py did not start: {clipped_text(printed.splitlines()[-1], width=300)}")
         self.url = address[0]
-        self._peak, self._done = 0, threading.Event()
-        self._sampler = threading.Thread(target=self._sample, daemon=True)
-        self._sampler.start()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._done.set()
-        self._sampler.join()
-        if self._process.poll() is None:
-            self._process.kill()
+        self._process.kill()
         self._process.communicate()
 
     def stop(self) -> int | None:
         """End it with SIGTERM; returns its exit code, None if it does not end within ``STOP_SEC``."""
-        self._done.set()
         self._process.send_signal(signal.SIGTERM)
         try:
             return self._process.wait(timeout=STOP_SEC)
@@ -93,9 +82,14 @@ class ServerProcess:
             return None
 
     def peak_bytes(self) -> int:
-        """The most resident memory since the last call."""
-        peak, self._peak = self._peak, 0
-        return peak
+        """The most resident memory since the last call; 0 if the system does not say it."""
+        folder = Path(f"/proc/{self._process.pid}")
+        try:
+            peak = re.search(r"^VmHWM:\s+(\d+) kB$", (folder / "status").read_text(encoding="utf-8"), re.MULTILINE)
+            (folder / "clear_refs").write_text("5", encoding="ascii")  # begins VmHWM anew: see proc(5)
+        except OSError:
+            return 0
+        return int(peak[1]) << 10 if peak else 0
 
     def metric(self, line: str) -> float:
         """A figure of ``/metrics``; 0 if it has none yet, or if the server does not answer."""
@@ -107,14 +101,6 @@ class ServerProcess:
             return 0.0
         value = re.search(rf"^{re.escape(line)} (\S+)$", text, flags=re.MULTILINE)
         return float(value[1]) if value else 0.0
-
-    def _sample(self) -> None:
-        process = psutil.Process(self._process.pid)
-        while not self._done.wait(SAMPLE_SEC):
-            try:
-                self._peak = max(self._peak, process.memory_info().rss)
-            except psutil.NoSuchProcess:
-                return
 
 
 # Clients that ask a server for completions: at random instants, and again when it refuses them.
@@ -277,7 +263,6 @@ def _percentiles(values: dict[str, float] | None) -> str:
     return " / ".join(f"{values[key]:.2f}" for key in ("p50", "p95", "p99")) + " s"
 
 
-BATCH, QUEUE = 8, 16
 SEED = 1
 MAX_TOKENS = 32
 """Most tokens of a completion."""
@@ -325,11 +310,8 @@ class Serving(frame.Suite[ServingOptions, Round]):
         return self.options.rounds
 
     def results(self) -> Iterator[Round]:
-        options = self.options
-        log = self.folder / "server.txt"
-        with ServerProcess(
-            self.repository, options.checkpoint, batch=BATCH, queue=QUEUE, device=options.device, log=log
-        ) as server:
+        options, log = self.options, self.folder / "server.txt"
+        with ServerProcess(self.repository, options.checkpoint, device=options.device, log=log) as server:
             load = Load(server.url, MODEL, PROMPTS, max_tokens=MAX_TOKENS, seed=SEED)
             alone = [one.text for one in load.steady(len(PROMPTS), clients=1)[0]]
             steady, places = max(10 * BATCH, options.requests // 4), BATCH + QUEUE  # so that the batch is always full
