@@ -52,10 +52,8 @@ from dsgpt.telemetry.cost import peak_bytes
 
 VALIDATED_AT_ONCE = 32
 LR = 6e-4
-TRAINING = {
-    "optimizer": {"type": "AdamW", "params": {"lr": LR, "betas": [0.9, 0.95], "weight_decay": 0.1}},
-    "gradient_clipping": 1.0,
-}
+ADAMW = {"lr": LR, "betas": [0.9, 0.95], "weight_decay": 0.1}
+TRAINING = {"optimizer": {"type": "AdamW", "params": ADAMW}, "gradient_clipping": 1.0}
 
 
 Step = Callable[[], Tensor]
@@ -71,16 +69,13 @@ def own_trainer(kind: str, work: StepSetup, *, tokens: Path, folder: Path) -> It
 
     recipe = folder / "recipe.json"
     write_json_atomic(recipe, {**TRAINING, "zero_optimization": {"stage": 1}} if kind == ENGINE else TRAINING)
+    global_batch = work.batch * read_topology().world_size
     values: dict[str, Any] = {
-        "run_type": {OURS: "baseline", ENGINE: "optimized", DDP: "ddp"}[kind],
         **cells.file_values(cells.Corpus(train=tokens, val=tokens), recipe=recipe, run_dir=folder / "run"),
         **launch.shape_values(work.model),
-        "seq_length": work.shape.length,
-        "global_batch_size": work.batch * read_topology().world_size,
-        "micro_batch_size_per_gpu": work.batch,
-        "max_train_steps": 1_000_000,
-        "precision": work.precision,
-        "device": work.device,
+        **{"run_type": {OURS: "baseline", ENGINE: "optimized", DDP: "ddp"}[kind], "max_train_steps": 1_000_000},
+        **{"global_batch_size": global_batch, "micro_batch_size_per_gpu": work.batch, "seq_length": work.shape.length},
+        **{"precision": work.precision, "device": work.device},
         **({"threads_per_device": work.threads} if work.device == "cpu" else {}),
         **({"compile": True} if work.compile else {}),
     }
@@ -101,36 +96,29 @@ class PeerLoop:
         work: what a step does.
         tokens: the token file.
         peer: the checkout of nanoGPT.
-        betas: of AdamW.
-        weight_decay: of AdamW.
+        beta2: of AdamW.
+        decay: weight decay of AdamW.
 
     Raises:
         UserError: the peer has another model.
     """
 
     def __init__(
-        self,
-        kind: str,
-        work: StepSetup,
-        *,
-        tokens: Path,
-        peer: Path | None,
-        betas: tuple[float, float] = (0.9, 0.95),
-        weight_decay: float = 0.1,
+        self, kind: str, work: StepSetup, *, tokens: Path, peer: Path | None, beta2: float = 0.95, decay: float = 0.1
     ) -> None:
         torch.set_num_threads(work.threads or torch.get_num_threads())
         self._batches, self._device, self._length = _random_windows(work, tokens), work.device, work.shape.length
-        self._precision, self._kind = DTYPES[work.precision], kind
+        self._precision, self._kind, betas = DTYPES[work.precision], kind, (0.9, beta2)
         if kind == frame.NANOGPT:
             assert peer is not None
             self._model = nanogpt_model(work.model, peer).to(work.device)
             with contextlib.redirect_stdout(None):
-                self._optimizer = self._model.configure_optimizers(weight_decay, LR, betas, work.device)
+                self._optimizer = self._model.configure_optimizers(decay, LR, betas, work.device)
         else:
             self._model = hugging_face_model(work.model, use_cache=False).to(work.device)
             check_size(HUGGING_FACE, self._model, work.model.parameter_count())
             weights = list(self._model.parameters())
-            matrices = {"params": [each for each in weights if each.dim() > 1], "weight_decay": weight_decay}
+            matrices = {"params": [each for each in weights if each.dim() > 1], "weight_decay": decay}
             vectors = {"params": [each for each in weights if each.dim() == 1], "weight_decay": 0.0}
             self._optimizer = torch.optim.AdamW([matrices, vectors], lr=LR, betas=betas, fused=True)
         self._forward = torch.compile(self._model) if work.compile else self._model
@@ -192,10 +180,9 @@ def nanogpt_model(config: GPT2Config, checkout: Path) -> Any:
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    shape = {"n_layer": config.n_layer, "n_head": config.n_head, "n_embd": config.n_embd}
-    shape |= {"block_size": config.block_size, "vocab_size": config.padded_vocab_size}
+    shape = config.as_dict() | {"vocab_size": config.padded_vocab_size, "dropout": 0.0}
     with contextlib.redirect_stdout(None):
-        model = module.GPT(module.GPTConfig(**shape, dropout=0.0, bias=True))
+        model = module.GPT(module.GPTConfig(**shape, bias=True))
     check_size(frame.NANOGPT, model, config.padded_parameter_count())
     return model
 
@@ -272,8 +259,8 @@ def train_nanogpt(
 ) -> list[tuple[float, float]]:
     """Train nanoGPT with its own settings; returns training seconds so far and validation loss at each validation."""
     torch.manual_seed(1337)
-    betas, weight_decay = (0.9, NANOGPT_DEFAULTS["beta2"]), NANOGPT_DEFAULTS["weight_decay"]
-    loop = PeerLoop(frame.NANOGPT, work, tokens=tokens, peer=peer, betas=betas, weight_decay=weight_decay)
+    beta2, decay = NANOGPT_DEFAULTS["beta2"], NANOGPT_DEFAULTS["weight_decay"]
+    loop = PeerLoop(frame.NANOGPT, work, tokens=tokens, peer=peer, beta2=beta2, decay=decay)
     curve, seconds = [], 0.0
     for step in range(steps):
         started = time.perf_counter()
@@ -425,19 +412,15 @@ def measure_decoding(
     turns = frame.contest(calls, rounds=rounds)
     seconds = {kind: [each.seconds for each in turns[kind]] for kind in kinds}
     token_sec = [each.token_sec for each in turns[decoding.OURS]]
-    return {
-        "key": row.key,
-        "title": row.title,
-        "work": asdict(row),
-        "bytes_per_token": size,
+    goals = decoding.GOALS if row.quantize == "none" else dict.fromkeys(decoding.GOALS)  # 8 bits are for memory
+    head = {"key": row.key, "title": row.title, "work": asdict(row), "bytes_per_token": size, **goals}
+    return head | {
         "seconds": {kind: frame.span(values) for kind, values in seconds.items()},
         "token_sec": frame.span(token_sec),
         "floor_sec": frame.span(turns["floor"]),
         "ratios": {kind: frame.ratios(seconds[kind], seconds[decoding.OURS]) for kind in kinds[1:]},
         "share": frame.ratios(turns["floor"], token_sec),
         "same_ids": turns[decoding.OURS][0].ids == turns[decoding.HUGGING_FACE][0].ids,
-        "ratio_goal": decoding.RATIO_GOAL if row.quantize == "none" else None,  # weights in 8 bits are for memory
-        "share_goal": decoding.SHARE_GOAL if row.quantize == "none" else None,
     }
 
 

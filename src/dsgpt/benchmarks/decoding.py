@@ -17,10 +17,8 @@ OURS, HUGGING_FACE = "dsgpt", "transformers"
 
 WEIGHTS = (("fp32", "none"), ("bf16", "none"), ("bf16", "int8"))
 """Precision and quantization."""
-RATIO_GOAL = 1.3
-"""Goal: speed, as a multiple of that of transformers."""
-SHARE_GOAL = 0.7
-"""The time of reading the weights once, as a share of the time of a token."""
+GOALS = {"ratio_goal": 1.3, "share_goal": 0.7}
+"""Speed, as a multiple of that of transformers, and the time of reading the weights once as a share of a token's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,13 +226,8 @@ class Decoding(frame.Suite[DecodingOptions, Result]):
     def record(self, results: Sequence[Result]) -> frame.Record:
         from dsgpt.machine.device import huge_page_setting  # noqa: PLC0415 - torch takes seconds
 
-        return {
-            "rounds": self.options.rounds,
-            "huge_pages": huge_page_setting(),
-            "model_size": self.options.model_size,
-            "losses": self._losses,
-            "results": list(results),
-        }
+        work = {"rounds": self.options.rounds, "model_size": self.options.model_size, "huge_pages": huge_page_setting()}
+        return work | {"losses": self._losses, "results": list(results)}
 
     def failures(self, record: frame.Record) -> list[str]:
         return [line for result in record["results"] for line in missed(result)]

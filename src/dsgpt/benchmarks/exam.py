@@ -56,7 +56,7 @@ def asked_rows() -> list[Asked]:
 def predicted(values: Values, asked: Sequence[Asked]) -> np.ndarray:
     """Predicted time / measured time of rows, with these values of the constants."""
     seconds = [likely_sec(setup, measured.machine_of(row, values)) for _, row, setup in asked]
-    return np.array(seconds) / [raw["seconds_per_step"] for raw, _, _ in asked]
+    return np.array([one / raw["seconds_per_step"] for one, (raw, _, _) in zip(seconds, asked, strict=True)])
 
 
 def score(ratios: np.ndarray) -> float:
@@ -113,8 +113,7 @@ def fit_constants() -> None:
         made.append(json.dumps(asdict(replace(each, value=values[each.name], source=source))))
     residuals = {name: (round(ratio, 4), round(left_out[name], 4)) for name, ratio in ratios.items()}
     known_rows = measured.witnesses_of(residuals)
-    growths = (step / 50 for step in range(50))
-    growth = next(each for each in growths if _held(known_rows, growth=each)[1] >= measured.INSIDE)
+    growth = next(step / 50 for step in range(50) if _held(known_rows, growth=step / 50)[1] >= measured.INSIDE)
     pairs = [f"{json.dumps(name)}: {json.dumps(pair)}" for name, pair in residuals.items()]
     head, tail = ",\n".join(made), ",\n".join(pairs)
     text = f'{{"constants": [\n{head}\n],\n"growth": {growth},\n"residuals": {{\n{tail}\n}}}}\n'
@@ -132,9 +131,9 @@ def _ranges(row: Witness, among: Sequence[Witness], **more: Any) -> tuple[measur
 
 def _held(rows: Sequence[Witness], **more: Any) -> tuple[float, float]:
     """Shares of rows that are in their range: from all other rows, and from those of other sources alone."""
-    ranges = [(row, *_ranges(row, rows, **more)) for row in rows]
-    inside = fmean(own.low <= 1 / row.ratio <= own.high for row, own, _ in ranges)
-    return inside, fmean(apart.low <= 1 / row.left_out <= apart.high for row, _, apart in ranges)
+    pairs = [(row, _ranges(row, rows, **more)) for row in rows]
+    inside = fmean(own.low <= 1 / row.ratio <= own.high for row, (own, _) in pairs)
+    return inside, fmean(apart.low <= 1 / row.left_out <= apart.high for row, (_, apart) in pairs)
 
 
 # The score, and the page.
@@ -365,15 +364,15 @@ class Exam(Suite[ExamOptions, Result]):
             for each in fitted().constants
         ]
         ran, failed = ([row for row in results if row["ran"] is which and not row["error"]] for which in (True, False))
+        memory = {"ran": len(ran), "refused": sum(not row["fits"] for row in ran), "failed": len(failed)}
+        memory["refused_whole"] = sum(not row["fits_whole"] for row in ran)
+        memory["promised"] = sum(row["fits"] for row in failed)
         held = [(level, *_held(rows, inside=level)) for level in LEVELS]
-        saved = defaultdict[str, list[tuple[float, float]]](list)
-        for what, time, memory in (each for row in ran for each in row["prices"]):
-            saved[what].append((time, memory))
-        priced = []
-        for what, pairs in saved.items():
-            times, memories = zip(*pairs, strict=True)
+        saved, priced = [each for row in ran for each in row["prices"]], []
+        for what in dict.fromkeys(what for what, _, _ in saved):
+            times, memories = zip(*(shares for name, *shares in saved if name == what), strict=True)
             shares = {"time": median(times), "most": max(times), "memory": median(memories)}
-            priced.append({"what": what, "rows": len(pairs), **shares})
+            priced.append({"what": what, "rows": len(times), **shares})
         return {
             "rows": list(results),
             "prices": sorted(priced, key=lambda each: (-each["time"], -each["memory"])),
@@ -383,11 +382,5 @@ class Exam(Suite[ExamOptions, Result]):
             "growth": fitted().growth,
             "calibration": [{"stated": level, "inside": own, "apart": apart} for level, own, apart in held],
             "regrets": regrets(results),
-            "memory": {
-                "ran": len(ran),
-                "refused": sum(not row["fits"] for row in ran),
-                "refused_whole": sum(not row["fits_whole"] for row in ran),
-                "failed": len(failed),
-                "promised": sum(row["fits"] for row in failed),
-            },
+            "memory": memory,
         }

@@ -137,17 +137,11 @@ def differences(
         both = itertools.zip_longest(reference[answer.number], answer.ids, fillvalue=-1)
         if first := next(((place, *ids) for place, ids in enumerate(both) if ids[0] != ids[1]), None):
             places[(answer.number, *first)] += 1
-    return [
-        Difference(
-            request=number,
-            position=place,
-            ours=ours,
-            theirs=theirs,
-            margin=margins[number][min(place, len(margins[number]) - 1)],
-            answers=count,
-        )
-        for (number, place, ours, theirs), count in sorted(places.items())
-    ]
+    found = []
+    for (number, place, ours, theirs), count in sorted(places.items()):
+        margin = margins[number][: place + 1][-1]
+        found.append(Difference(request=number, position=place, ours=ours, theirs=theirs, margin=margin, answers=count))
+    return found
 
 
 UTILISATION = 0.5
@@ -234,9 +228,9 @@ def summary_lines(record: frame.Record) -> list[str]:
             lines.append(f"{engine.name}: failed: {engine.failure}")
         for slots, load in list(engine.by_concurrency.items())[-1:]:
             speed = f"{load.tokens_per_sec.median:,.0f} tokens per second"
+            ids = f"{engine.same_ids} of {engine.answers} answers have our ids"
             lines.append(
-                f"{engine.name}: {speed} and p95 latency {load.latency_sec.p95:.3f} s at {slots} at once; "
-                f"{engine.same_ids} of {engine.answers} answers have our ids"
+                f"{engine.name}: {speed} and p95 latency {load.latency_sec.p95:.3f} s at {slots} at once; {ids}"
             )
     return lines
 
@@ -302,11 +296,9 @@ class InferenceOptions(frame.SuiteOptions):
     vllm: Path = flag(Path, "DIR", default=VLLM_ENVIRONMENT)
     """the environment with vLLM, which `make vllm` makes (default: %(default)s)"""
     device: str = frame.device_flag("cpu or cuda")
-    peers: bool = switch(
-        "compare one request at a time with transformers and nanoGPT instead: the same as `decoding`, whose flags it "
-        "takes"
-    )
-    """src/benchmark.py starts ``decoding`` if it is given."""
+    peers: bool = switch()  # src/benchmark.py starts ``decoding`` if it is given
+    """compare one request at a time with transformers and nanoGPT instead: the same as `decoding`, whose flags it
+    takes"""
 
 
 class Inference(frame.Suite[InferenceOptions, Turn]):
@@ -339,9 +331,8 @@ class Inference(frame.Suite[InferenceOptions, Turn]):
         # absolute, but not resolved: the link itself tells Python the environment
         self._vllm_python = options.vllm.absolute() / "bin" / "python"
         if VLLM in options.engines and not self._vllm_python.exists():
-            problems.add(
-                f"--vllm {options.vllm}: has no Python with vLLM: run `make vllm`, or leave vllm out of --engines"
-            )
+            lacks = f"--vllm {options.vllm}: has no Python with vLLM"
+            problems.add(f"{lacks}: run `make vllm`, or leave vllm out of --engines")
         try:
             trace = read_as(options.trace, Trace)
             self._trace = replace(trace, requests=trace.requests[: options.requests or None])
@@ -355,8 +346,7 @@ class Inference(frame.Suite[InferenceOptions, Turn]):
         positions, at = self._model.block_size, f"--trace {options.trace}:"
         for number, one in enumerate(self._trace.requests):
             if one.gap < 0 or one.prompt_tokens < 1 or one.new_tokens < 1:
-                needs = "needs a gap of at least 0, and at least 1 prompt and 1 new token"
-                problems.add(f"{at} request {number} {needs}")
+                problems.add(f"{at} request {number} needs a gap of at least 0, and at least 1 prompt and 1 new token")
             elif one.prompt_tokens + one.new_tokens > positions:
                 given = f"{at} request {number} has {one.prompt_tokens} and {one.new_tokens} tokens"
                 problems.add(f"{given}, and the model reads at most {positions}: give a trace of shorter requests")
@@ -470,16 +460,12 @@ class Inference(frame.Suite[InferenceOptions, Turn]):
     def record(self, results: Sequence[Turn]) -> frame.Record:  # noqa: ARG002 - measured with the engines
         """The record as ``dsgpt.record.suites.read_concurrency`` reads it."""
         options, trace = self.options, self._trace
-        return {
-            "checkpoint": options.checkpoint.as_posix(),
-            "model": self._model.as_dict(),
+        asked = {key: sum(getattr(one, key) for one in trace.requests) for key in ("prompt_tokens", "new_tokens")}
+        asked |= {"seed": trace.seed, "requests": len(trace.requests), "repeats": options.repeats}
+        head = {"checkpoint": options.checkpoint.as_posix(), "model": self._model.as_dict(), **asked}
+        return head | {
             "threads": self._job["threads"] or None,
             "trace_sha256": sha256_of(options.trace),
-            "seed": trace.seed,
-            "requests": len(trace.requests),
-            "prompt_tokens": sum(one.prompt_tokens for one in trace.requests),
-            "new_tokens": sum(one.new_tokens for one in trace.requests),
-            "repeats": options.repeats,
             "alone_sec": self._alone_sec,
             "gap_sec": {str(slots): gap for slots, gap in self._gaps.items()},
             "engines": [asdict(engine) for engine in self._measured],

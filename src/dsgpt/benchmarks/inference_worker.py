@@ -195,7 +195,7 @@ class BatchEngine:
 
     def serve(self, requests: Sequence[Arrival], *, slots: int) -> list[Answer]:
         """Answer the requests of a turn."""
-        waiting, answers, began = deque(requests), [], clock()
+        waiting, answers, began = deque(requests), list[Answer](), clock()
         most = min(slots, self._largest)
         while waiting:
             time.sleep(max(0.0, waiting[0].arrival - (clock() - began)))
@@ -209,17 +209,15 @@ class BatchEngine:
             answers += self._answer(batch, began)
         return answers
 
-    def _answer(self, batch: Sequence[Arrival], began: float) -> list[Answer]:
+    def _answer(self, batch: Sequence[Arrival], began: float) -> Iterator[Answer]:
         """Decode until the longest request has its tokens; what the others would get beyond theirs is dropped."""
         started, longest = clock() - began, max(request.new_tokens for request in batch)
         steps = self._model.generate([request.prompt for request in batch], new_tokens=longest)
         timed = [(clock() - began, ids) for ids in steps]
-        answers = []
         for row, request in enumerate(batch):
             own = timed[: request.new_tokens]
             times, ids = [when for when, _ in own], [step[row] for _, step in own]
-            answers.append(Answer(number=request.number, started=started, token_times=times, ids=ids))
-        return answers
+            yield Answer(number=request.number, started=started, token_times=times, ids=ids)
 
     def close(self) -> None:
         """Nothing runs between turns."""

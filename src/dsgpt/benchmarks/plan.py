@@ -85,14 +85,9 @@ class PlanCell:
     @property
     def settings(self) -> dict[str, Any]:
         """What the record and the planner name alike."""
-        return {
-            "run_type": self.run_type,
-            "precision": self.precision,
-            "seq_length": self.length,
-            "micro_batch_size": self.micro,
-            "gradient_accumulation_steps": self.accumulation,
-            "activation_checkpointing": self.checkpointing,
-        }
+        how = {"run_type": self.run_type, "precision": self.precision, "activation_checkpointing": self.checkpointing}
+        batch = {"micro_batch_size": self.micro, "gradient_accumulation_steps": self.accumulation}
+        return how | batch | {"seq_length": self.length}
 
     def write_recipe(self, path: Path, *, recipes: Path) -> Path:
         """Write the shipped recipe, found in ``recipes``, with the cell's changes to ``path``."""
@@ -109,20 +104,13 @@ class PlanCell:
     def flags(self, *, recipe: Path, tokens: Path, folder: Path, device: str = "cpu") -> list[str]:
         """The flags of ``src/gpt2.py`` for this cell; ``tokens`` holds a file for each vocabulary."""
         data = tokens / f"{self.shape.vocab_size}.bin"
-        values = {
-            "run_type": self.run_type,
-            **shared.file_values(shared.Corpus(train=data, val=data), recipe=recipe, run_dir=folder / "run"),
-            **shape_values(self.shape.config(self.length)),
-            "seq_length": self.length,
-            "micro_batch_size_per_gpu": self.micro,
-            "grad_accum_steps": self.accumulation,
-            "dropout": 0,
-            "max_train_steps": 1000,
-            "precision": self.precision,
-            "device": device,
-            **({"threads_per_device": 1} if device == "cpu" else {}),
-        }
-        return training_words(values | ({"activation_checkpointing": True} if self.checkpointing else {}))
+        files = shared.file_values(shared.Corpus(train=data, val=data), recipe=recipe, run_dir=folder / "run")
+        model = {"seq_length": self.length, "dropout": 0, **shape_values(self.shape.config(self.length))}
+        batch = {"micro_batch_size_per_gpu": self.micro, "grad_accum_steps": self.accumulation}
+        how: dict[str, Any] = {"run_type": self.run_type, "precision": self.precision, "device": device}
+        how |= {"threads_per_device": 1} if device == "cpu" else {}
+        how |= {"activation_checkpointing": True} if self.checkpointing else {}
+        return training_words({**files, **model, **batch, **how, "max_train_steps": 1000})
 
 
 def _cell(strategy: str, shape: Shape, precision: str, micro: int, **more: Any) -> PlanCell:
@@ -146,11 +134,10 @@ def gpu_cells(gpus: int) -> dict[str, list[PlanCell]]:
     Peak memory of a published model under five strategies in each precision. Waits of the host of every strategy that
     runs on one rank. Steps of two models, every second one to fit to.
     """
-    on_all: dict[str, Any] = {"ranks": gpus, "length": 1024}
     kinds = [("baseline", 1), *((name, gpus) for name in ("ddp", "fsdp", "zero1", "zero3"))]
     names = [*(name for name, _ in kinds), "zero0", "zero2", "zero2-offload", "zero3-offload"]
     steps = [
-        _cell(name, shape, precision, micro, **on_all, accumulation=accumulation)
+        _cell(name, shape, precision, micro, ranks=gpus, length=1024, accumulation=accumulation)
         for shape, micro in ((SMALL, 16), (MEDIUM, 8))
         for name, precision, accumulation in (("ddp", "bf16", 1), ("zero1", "bf16", 2), ("fsdp", "fp32", 1))
     ]
@@ -526,18 +513,15 @@ class Plan(frame.Suite[PlanOptions, Result]):
             peaks.append(measured | {"predicted": peak.as_dict(), "ratio": ratio, "by_part": by_part})
         state, traffic = cost["model_state_bytes_per_rank"], cost["communication_per_step"]
         sent = [sent_bytes(setup, rank=rank) for rank in range(setup.world_size)]
+        times: Result = {"predicted": predicted and predicted.seconds, "predicted_parts": predicted and predicted.parts}
+        times["measured"] = _middle(rounds) if rounds else None
         return head | {
             "peak_memory": peaks,
             "waits": end.ranks[0]["waits"],
             "model_state": {"measured": state["total"], "predicted": model_state(setup, rank=state["rank"]).total},
             "ring_bytes": {"measured": traffic and traffic["ring_bytes_by_rank"], "predicted": sent},
             "estimate_bytes": end.ranks[0].get("estimate_bytes"),
-            "step_seconds": {
-                "rounds": [list(seconds) for seconds in rounds],
-                "measured": _middle(rounds) if rounds else None,
-                "predicted": predicted and predicted.seconds,
-                "predicted_parts": predicted and predicted.parts,
-            },
+            "step_seconds": times | {"rounds": [list(seconds) for seconds in rounds]},
         }
 
     def line(self, result: Result, *, count: str, left: str) -> str:

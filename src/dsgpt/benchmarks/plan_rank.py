@@ -145,13 +145,12 @@ def measure_memory(flags: list[str], folder: Path) -> None:
             strategy.train_step(batches, MEASURED_STEP)
         memory.__exit__()
         facts: dict[str, Any] = {"waits": len(waits) if kind == "cuda" else None, "mem_tracker_bytes": None}
+        after = MEASURED_STEP + 1
         meter = TrafficMeter(
-            lambda: strategy.state_tensors()._asdict(),
-            last_step=MEASURED_STEP + 1,
-            report=lambda cost: facts.update(cost=cost),
+            lambda: strategy.state_tensors()._asdict(), last_step=after, report=lambda cost: facts.update(cost=cost)
         )
-        with meter.watch(MEASURED_STEP + 1):
-            strategy.train_step(batches, MEASURED_STEP + 1)
+        with meter.watch(after):
+            strategy.train_step(batches, after)
         if kind == "cpu" and ranks == config.batch.gradient_accumulation_steps == 1:
             facts["mem_tracker_bytes"] = _witnessed(strategy, batches)
         facts |= {"peak_bytes": memory.peak(), "by_part": memory.by_part}

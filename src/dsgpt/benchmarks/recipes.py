@@ -42,14 +42,12 @@ class Trial:
     def recipe(self, *, steps: int) -> dict[str, Any]:
         """The recipe of a training of ``steps`` steps."""
         adam = {"lr": self.lr, "betas": [0.9, self.beta2], "eps": 1e-8, "weight_decay": self.weight_decay}
-        warm_up = {"warmup_min_ratio": 0.0, "warmup_num_steps": max(2, round(self.warm_up * steps))}
+        cosine: dict[str, Any] = {"warmup_num_steps": max(2, round(self.warm_up * steps)), "cos_min_ratio": self.floor}
+        cosine |= {"warmup_min_ratio": 0.0, "warmup_type": "linear"}
         return {
             "train_batch_size": self.batch,
             "optimizer": {"type": "AdamW", "params": adam},
-            "scheduler": {
-                "type": "WarmupCosineLR",
-                "params": warm_up | {"cos_min_ratio": self.floor, "warmup_type": "linear"},
-            },
+            "scheduler": {"type": "WarmupCosineLR", "params": cosine},
             "gradient_clipping": 1.0,
         }
 
@@ -207,17 +205,10 @@ class Recipes(Suite[RecipesOptions, Result]):
         run_dir.mkdir(parents=True)
         recipe, steps = run_dir / "recipe.json", search.steps(trial)
         write_json_atomic(recipe, trial.recipe(steps=steps))
-        values = {
-            "run_type": "baseline",
-            "model_size": search.size,
-            "seq_length": search.length,
-            **file_values(self._corpus, recipe=recipe, run_dir=run_dir / "run"),
-            "max_val_steps": 640 // trial.batch,
-            "max_train_steps": steps,
-            "seed": trial.seed,
-            "device": self.options.device,
-            "no_inference": True,
-        }
+        values = file_values(self._corpus, recipe=recipe, run_dir=run_dir / "run")
+        values |= {"run_type": "baseline", "model_size": search.size, "seq_length": search.length, "seed": trial.seed}
+        values |= {"max_train_steps": steps, "max_val_steps": 640 // trial.batch, "no_inference": True}
+        values["device"] = self.options.device
         record = train(values, repository=self.repository, what=f"the training {trial.name()}")
         val_loss = record["summary"]["final_val_loss"]
         return {"size": search.size, **asdict(trial), "steps": steps, "val_loss": val_loss}

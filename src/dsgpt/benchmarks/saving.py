@@ -59,16 +59,11 @@ SAVE_EVERY, SAVES = 10, 4
 """Steps between saves, and the number of saves of a run that count."""
 RATIO_BOUND = 0.2
 """Bound on the median stall of async, divided by that of sync."""
-WORK = {
-    "model_size": "tiny",
-    "vocab_size": 50257,
-    "seq_length": 64,
-    "global_batch_size": 4,
-    "micro_batch_size_per_gpu": 4,
-    "max_train_steps": SAVE_EVERY * SAVES + 1,
-    "save_every": SAVE_EVERY,
-    "keep_checkpoints": 2,
-    "max_val_steps": 1,
+WORK: dict[str, Any] = {
+    **{"model_size": "tiny", "vocab_size": 50257, "seq_length": 64},
+    **{"global_batch_size": 4, "micro_batch_size_per_gpu": 4},
+    **{"max_train_steps": SAVE_EVERY * SAVES + 1, "max_val_steps": 1},
+    **{"save_every": SAVE_EVERY, "keep_checkpoints": 2},
 }
 
 MB_PER_SEC, WRITERS = 50, (1, 2, 4)
@@ -117,17 +112,13 @@ class Saving(frame.Suite[SavingOptions, Run]):
         for number, mode in frame.turns(SAVE_MODES, rounds=self.options.rounds):
             values = self._flags | {"save_mode": mode, "checkpoint_path": self.folder / f"{number}-{mode}"}
             record = train(values, repository=self.repository, what=f"a training with --save_mode {mode}")
-            saves = record["saves"][:SAVES]
-            yield {
-                "round": number,
-                "mode": mode,
-                "saves": saves,
-                "parameters": record["training_config"]["parameters"],
-                "training_sec": record["summary"]["train_time_sec"] + sum(save["save_stall_sec"] for save in saves),
-            }
+            saves, parameters = record["saves"][:SAVES], record["training_config"]["parameters"]
+            seconds = record["summary"]["train_time_sec"] + sum(save["save_stall_sec"] for save in saves)
+            run = {"round": number, "mode": mode, "saves": saves, "parameters": parameters}
+            yield run | {"training_sec": seconds}
 
         for number, writers in itertools.product(range(1, self.options.rounds + 1), WRITERS):
-            seconds = write_together(self.folder / f"{number}-{writers}", writers, preset=str(WORK["model_size"]))
+            seconds = write_together(self.folder / f"{number}-{writers}", writers, preset=WORK["model_size"])
             yield {"round": number, "writers": writers, "seconds": seconds}
 
     def line(self, result: Run, *, count: str, left: str) -> str:  # noqa: ARG002 - the rounds are its count
@@ -147,10 +138,8 @@ class Saving(frame.Suite[SavingOptions, Run]):
             of_saves = ("save_stall_sec", "save_total_sec", "bytes")
             figures[mode] = {key: frame.span([save[key] for save in saves]) for key in of_saves}
             figures[mode]["training_sec"] = frame.span([run["training_sec"] for run in own])
-        return {
-            "work": WORK,
-            "parameters": runs[0]["parameters"],
-            "rounds": self.options.rounds,
+        work = {"work": WORK, "parameters": runs[0]["parameters"], "rounds": self.options.rounds}
+        return work | {
             "runs": runs,
             "figures": figures,
             "writers": {str(count): frame.span(seconds) for count, seconds in times.items()},

@@ -206,17 +206,10 @@ class Load:
                 break
             refusals += 1
             await asyncio.sleep(float(answer.headers["retry-after"]) * self._random.uniform(1, 2))
-        ended = time.perf_counter()
-        return Served(
-            prompt=prompt,
-            answers=len(choices),
-            name=name,
-            text=choices[0]["text"] if choices else "",
-            refusals=refusals,
-            accepted_sec=ended - asked,
-            whole_sec=ended - begun,
-            failure=None if choices else failure,
-        )
+        ended, text = time.perf_counter(), choices[0]["text"] if choices else ""
+        facts: dict[str, Any] = {"name": name, "text": text, "failure": None if choices else failure}
+        facts |= {"accepted_sec": ended - asked, "whole_sec": ended - begun}
+        return Served(prompt=prompt, answers=len(choices), refusals=refusals, **facts)
 
 
 def serving_page(record: frame.Record, *, source: str) -> str:
@@ -319,18 +312,14 @@ class Serving(frame.Suite[ServingOptions, Round]):
             self._capacity = steady / load.steady(steady, clients=places)[1]
             earlier: set[str] = set()
             for number in range(options.rounds):
-                before, _ = server.metric(ANSWERED), server.peak_bytes()
+                before, _ = int(server.metric(ANSWERED)), server.peak_bytes()
                 instants = load.instants(options.requests, per_sec=options.times * self._capacity)
                 requests, seconds = load.poisson(instants)
-                counted = max(0, int(server.metric(ANSWERED) - before))
-                yield round_of(requests, alone=alone, earlier=earlier) | {
-                    "round": number + 1,
-                    "answered_by_the_servers_count": counted,
-                    "seconds": seconds,
-                    "offered_per_sec": len(instants) / instants[-1],
-                    "peak_rss_bytes": server.peak_bytes(),
-                    "open_sequences": int(server.metric("dsgpt_open_sequences")),
-                }
+                counted, left = (int(server.metric(line)) for line in (ANSWERED, "dsgpt_open_sequences"))
+                served = {"answered_by_the_servers_count": max(0, counted - before), "open_sequences": left}
+                times = {"round": number + 1, "seconds": seconds, "offered_per_sec": len(instants) / instants[-1]}
+                own = served | times | {"peak_rss_bytes": server.peak_bytes()}
+                yield round_of(requests, alone=alone, earlier=earlier) | own
                 earlier |= {one.name for one in requests}
             self._exit_code = server.stop()
 
@@ -340,14 +329,9 @@ class Serving(frame.Suite[ServingOptions, Round]):
     def record(self, results: Sequence[Round]) -> frame.Record:
         options, first, last = self.options, *(results[place]["peak_rss_bytes"] for place in (0, -1))
         answered = max(self._capacity, *(result["answered"] / result["seconds"] for result in results))
-        return {
-            "checkpoint": options.checkpoint.as_posix(),
-            "batch": BATCH,
-            "queue": QUEUE,
-            "requests": options.requests,
-            "times": options.times,
-            "max_tokens": MAX_TOKENS,
-            "seed": SEED,
+        asked = {"checkpoint": options.checkpoint.as_posix(), "requests": options.requests, "times": options.times}
+        asked |= {"batch": BATCH, "queue": QUEUE, "max_tokens": MAX_TOKENS, "seed": SEED}
+        return asked | {
             "capacity_per_sec": self._capacity,
             "rounds": list(results),
             "load": min(result["offered_per_sec"] for result in results) / answered,

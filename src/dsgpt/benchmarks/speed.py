@@ -455,14 +455,9 @@ class Speed(frame.Suite[SpeedOptions, Result]):
             facts = {"name": entry.name, "kind": entry.kind, "ranks": entry.ranks}
             facts |= {"steps_per_turn": steps[entry.name], "tokens_per_sec": frame.span(speeds[entry.name])}
             entries.append(facts | {key: own[-1][key] for key in ("loss", "peak_bytes", "synchronisations")})
-        return {
-            "key": row.key,
-            "title": row.title,
-            "work": asdict(row.work),
-            "entries": entries,
-            "flops_per_token": row.work.model.flops_per_token(row.work.shape.length),
-            **_compared(row, speeds),
-        }
+        flops = row.work.model.flops_per_token(row.work.shape.length)
+        head = {"key": row.key, "title": row.title, "work": asdict(row.work), "flops_per_token": flops}
+        return head | {"entries": entries, **_compared(row, speeds)}
 
     def _ceilings(self, work: StepSetup, *, title: str) -> Result:
         from dsgpt.benchmarks.contenders import products_sec  # noqa: PLC0415 - torch takes seconds
@@ -499,11 +494,8 @@ class Speed(frame.Suite[SpeedOptions, Result]):
     def _demo(self, run: str, **more: object) -> dict[str, object]:
         """The flags of a training of ``make demo``; its files are in the folder ``run``."""
         return {
-            "run_type": "baseline",
-            "model_size": "demo",
-            "seq_length": LENGTH,
+            **{"run_type": "baseline", "model_size": "demo", "seq_length": LENGTH, "save_every": 0},
             **cells.file_values(self._corpus, recipe=self.repository / RECIPE, run_dir=self.folder / run),
-            "save_every": 0,
             "device": self.options.device,
             **({"threads_per_device": self._threads} if self._threads else {}),
             **more,
@@ -555,14 +547,10 @@ class Speed(frame.Suite[SpeedOptions, Result]):
         ours, theirs = self._own_curve(), self._nanogpt_curve()
         seconds, loss = theirs[-1]
         own_seconds = seconds_to(ours, loss)
-        return {
-            "title": TIME_TO_LOSS,
-            "target": TIME_TO_LOSS_TARGET,
-            "share": None if own_seconds is None else frame.span([own_seconds / seconds]),
-            "losses": {OURS: [ours[-1][1]], frame.NANOGPT: [loss]},
-            "curves": {OURS: [ours], frame.NANOGPT: [theirs]},
-            "settings": NANOGPT_DEFAULTS,
-        }
+        share = None if own_seconds is None else frame.span([own_seconds / seconds])
+        losses, curves = {OURS: [ours[-1][1]], frame.NANOGPT: [loss]}, {OURS: [ours], frame.NANOGPT: [theirs]}
+        head = {"title": TIME_TO_LOSS, "target": TIME_TO_LOSS_TARGET, "share": share}
+        return head | {"losses": losses, "curves": curves, "settings": NANOGPT_DEFAULTS}
 
     def _own_curve(self) -> Curve:
         batch = json.loads((self.repository / RECIPE).read_text(encoding="utf-8"))["train_batch_size"]

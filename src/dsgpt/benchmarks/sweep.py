@@ -106,6 +106,8 @@ def ended_with(code: int, text: str) -> tuple[State, str | None]:
 # The turns, their figures, those of a cell over its turns, and those of a comparison.
 
 SEC_PER_HOUR = 3600
+OF_THE_RUN = ("tokens_per_sec", "sent_bytes_per_step", "communication_share", "final_val_loss", "footprint")
+"""Figures of a turn that its run has under the same name."""
 OF_ALL_TURNS = ("tokens_per_sec", "peak_memory_bytes_rank0", "communication_share", "joules")
 """Figures of a cell that are spreads of those of its turns."""
 OF_FIRST_TURN = ("model_state_bytes_by_rank", "sent_bytes_per_step", "final_loss")
@@ -156,16 +158,12 @@ def turn_of(planned: PlannedTurn, ending: Ending, folder: Path) -> Turn:
     has_sizes = isinstance(by_rank, list) and all(map(is_number, by_rank))
     return replace(
         turn,
+        **{name: getattr(run, name) for name in OF_THE_RUN},
         train_time_sec=run.train_time,
-        tokens_per_sec=run.tokens_per_sec,
         peak_memory_bytes_rank0=run.host_memory if run.gpu_memory is None else run.gpu_memory,
         model_state_bytes_by_rank=list(map(float, by_rank)) if has_sizes else None,
-        sent_bytes_per_step=run.sent_bytes_per_step,
-        communication_share=run.communication_share,
         joules=record.section("summary").section("gpu_use").number("energy_joules"),
         final_loss=run.final_train_loss,
-        final_val_loss=run.final_val_loss,
-        footprint=run.footprint,
         work=dict(run.work),
     )
 
@@ -238,7 +236,7 @@ def compared(
 DEVICES, REPEATS, LIMIT_SEC, SEED = (1, 2), 3, 900, 1337
 MODEL_SIZE, STEPS, SEQ_LENGTH, VAL_STEPS = "demo", 30, 128, 2
 TRAIN_DATA, RECIPE = "--train_data_path", "--deepspeed_config"
-PARTS = ("train", "validation")
+PARTS = ("train data", "validation data")
 PACKAGE = Path(__file__).parents[2]
 
 
@@ -348,9 +346,7 @@ class SweepSuite(frame.Suite[SweepOptions, Turn]):
             flags = self._flags(cell, self.folder / "planned")
             works[cell.name] = sweep_cells.planned_work(cell, flags, repository=self.repository)
         sweep_cells.require_equal_work(self._plan, works)
-        fingerprint["data"] = {
-            name: [work[f"{part} data"] for part in PARTS] if work else None for name, work in works.items()
-        }
+        fingerprint["data"] = {name: work and [work[part] for part in PARTS] for name, work in works.items()}
         self._require(fingerprint)
         self.folder.mkdir(parents=True, exist_ok=True)
         write_json_atomic(self.folder / PLAN_FILE, fingerprint)
@@ -443,16 +439,9 @@ class SweepSuite(frame.Suite[SweepOptions, Turn]):
     def _flags(self, cell: sweep_cells.Cell, run_dir: Path) -> list[str]:
         """Every flag of a cell's training; those of the cell come last, and count."""
         options = self.options
-        values: dict[str, Any] = {
-            "model_size": options.model_size,
-            "seq_length": options.seq_length,
-            "max_train_steps": options.steps,
-            "max_val_steps": VAL_STEPS,
-            "save_every": 0,
-            "device": options.device,
-            "profile_comm": options.profile_comm,
-            "no_inference": True,
-        }
+        same = ("model_size", "seq_length", "device", "profile_comm")
+        values: dict[str, Any] = {name: getattr(options, name) for name in same}
+        values |= {"max_train_steps": options.steps, "max_val_steps": VAL_STEPS, "save_every": 0, "no_inference": True}
         if self._corpus is not None:
             values |= {"train_data_path": self._corpus.train, "val_data_path": self._corpus.val}
         return [*training_words(values), *cell.flags, "--checkpoint_path", str(run_dir)]
@@ -472,17 +461,10 @@ class SweepSuite(frame.Suite[SweepOptions, Turn]):
         for plan in self._plan.comparisons:
             beside = [compared(plan, cells[plan.baseline], cells[name], losses=losses) for name in plan.cells]
             comparisons.append(asdict(plan) | {"cells": [asdict(one) for one in beside]})
-        return {
-            "suite": self._plan.name,
-            "seed": options.seed,
-            "repeats": options.repeats,
-            "limit_sec": options.limit,
-            "target_loss": options.target_loss,
-            "price_per_device_hour": options.price,
-            "seconds": round(sum(turn.seconds for turn in results), 1),
-            "cells": [asdict(cell) for cell in cells.values()],
-            "comparisons": comparisons,
-        }
+        head = {"suite": self._plan.name, "seed": options.seed, "repeats": options.repeats, "limit_sec": options.limit}
+        head |= {"target_loss": options.target_loss, "price_per_device_hour": options.price}
+        head["seconds"] = round(sum(turn.seconds for turn in results), 1)
+        return head | {"cells": [asdict(cell) for cell in cells.values()], "comparisons": comparisons}
 
     def closing_lines(self, failures: Sequence[str]) -> list[str]:  # noqa: ARG002
         return [f"turns and logs: {self.folder}"]

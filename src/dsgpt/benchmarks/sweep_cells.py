@@ -249,14 +249,12 @@ def require_equal_work(suite: SweepPlan, works: Mapping[str, Facts | None]) -> N
                 continue
             verdict = judge([Worked(plan.baseline, base), Worked(name, work)])
             one, other = (suite.cell(each).devices for each in (plan.baseline, name))
-            why = ""
+            where = f"comparison {plan.name!r} ({plan.kind}): {name} beside {plan.baseline}"
             if not comparable(verdict, plan.kind):
-                why = f"{verdict.line()}: give both the same, or compare them as another kind"
+                problems.add(f"{where}: {verdict.line()}: give both the same, or compare them as another kind")
             elif plan.kind == "weak scaling" and work["global batch"] * one != base["global batch"] * other:
                 per_device = f"{work['global batch'] / other:g} vs {base['global batch'] / one:g}"
-                why = f"sequences per device differ: {per_device}: weak scaling keeps them constant"
-            if why:
-                problems.add(f"comparison {plan.name!r} ({plan.kind}): {name} beside {plan.baseline}: {why}")
+                problems.add(f"{where}: sequences per device differ: {per_device}: weak scaling keeps them constant")
     problems.raise_if_any()
 
 
