@@ -35,29 +35,28 @@ class Quantity:
     """Leave the row out if no run has a second epoch: it would repeat another row."""
 
 
-def decimals(digits: int) -> Callable[[float], str]:
-    """A formatter with thousands separators and ``digits`` decimals."""
-    return lambda value: f"{value:,.{digits}f}"
-
-
 def gigabytes(value: float) -> str:
     """Bytes, formatted in GB (10^9 bytes)."""
     return f"{value / 1e9:.2f}"
 
 
-TIME_ROW = Quantity("training time (s)", lambda run: run.train_time, decimals(1), True)
-THROUGHPUT_ROW = Quantity("tokens per second, all devices", lambda run: run.tokens_per_sec, decimals(0), False)
-LATENCY_ROW = Quantity("inference latency, batch 1 (s)", lambda run: run.inference_latency, decimals(3), True)
-INFERENCE_ROW = Quantity("inference tokens per second", lambda run: run.inference_tokens_per_sec, decimals(1), False)
+TIME_ROW = Quantity("training time (s)", lambda run: run.train_time, "{:,.1f}".format, True)
+THROUGHPUT_ROW = Quantity("tokens per second, all devices", lambda run: run.tokens_per_sec, "{:,.0f}".format, False)
+LATENCY_ROW = Quantity("inference latency, batch 1 (s)", lambda run: run.inference_latency, "{:,.3f}".format, True)
+INFERENCE_ROW = Quantity(
+    "inference tokens per second", lambda run: run.inference_tokens_per_sec, "{:,.1f}".format, False
+)
 GPU_MEMORY_ROW = Quantity("peak GPU memory allocated, rank 0 (GB)", lambda run: run.gpu_memory, gigabytes, True, True)
 HOST_MEMORY_ROW = Quantity("peak host memory (RSS), rank 0 (GB)", lambda run: run.host_memory, gigabytes, True)
 ROWS = (
     TIME_ROW,
     THROUGHPUT_ROW,
-    Quantity("final train loss (nats per token)", lambda run: run.final_train_loss, decimals(4), True),
-    Quantity("best train loss, lowest epoch mean", lambda run: run.best_train_loss, decimals(4), True, False, True),
-    Quantity("final validation loss (nats per token)", lambda run: run.final_val_loss, decimals(4), True),
-    Quantity("best validation loss", lambda run: run.best_val_loss, decimals(4), True),
+    Quantity("final train loss (nats per token)", lambda run: run.final_train_loss, "{:,.4f}".format, True),
+    Quantity(
+        "best train loss, lowest epoch mean", lambda run: run.best_train_loss, "{:,.4f}".format, True, False, True
+    ),
+    Quantity("final validation loss (nats per token)", lambda run: run.final_val_loss, "{:,.4f}".format, True),
+    Quantity("best validation loss", lambda run: run.best_val_loss, "{:,.4f}".format, True),
     LATENCY_ROW,
     INFERENCE_ROW,
     GPU_MEMORY_ROW,
@@ -67,8 +66,8 @@ ROWS = (
 
 
 SEGMENT_FIGURES: dict[str, tuple[str, Callable[[float], str]]] = {
-    "training time (s)": ("train_time_sec", decimals(1)),
-    "tokens per second": ("mean_tokens_per_sec_global", decimals(0)),
+    "training time (s)": ("train_time_sec", "{:,.1f}".format),
+    "tokens per second": ("mean_tokens_per_sec_global", "{:,.0f}".format),
     "peak GPU memory allocated (GB)": ("max_cuda_mem_allocated_bytes_rank0", gigabytes),
     "peak host memory (GB)": ("peak_rss_bytes_rank0", gigabytes),
 }
@@ -94,22 +93,20 @@ def comparison_markdown(runs: Sequence[Run], *, sources: str = "") -> str:
     parts += [_escape(equal_work.equal_loss_line(runs[0], other)) for other in runs[1:]]
     parts += [_escape(equal_work.machine_line(runs)), sources]
     parts += ["## Results", _table(result_rows(runs)), SIGN_CONVENTION, INFERENCE_NOISE, memory]
-    parts += ["## Work", _table(work_rows(runs)), _segments(runs), _notes(runs)]
+    parts += ["## Work", _table(work_rows(runs)), _segments(runs)]
+    notes = [f"- {_escape(run.name)}: {_escape(note)}" for run in runs for note in run.notes]
+    parts += ["## Notes", "\n".join(notes)] if notes else []
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
 def console_summary(runs: Sequence[Run]) -> str:
     """The table on the console: a line per run, then the verdicts."""
-    header = ["run", "time (s)", "tokens/s", "speed-up", "train loss", "val loss", "inference (s)"]
-    lines = [header]
+    lines = [["run", "time (s)", "tokens/s", "speed-up", "train loss", "val loss", "inference (s)"]]
     for run in runs:
         cells = [_cell(row, run) for row in (ROWS[0], ROWS[1], ROWS[2], ROWS[4], ROWS[6])]
         lines.append([shorten(run.name, 32), *cells[:2], _speed_up_cell(runs[0], run), *cells[2:]])
-    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
-    table = []
-    for name, *cells in lines:
-        padded = [cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)]
-        table.append("  ".join([name.ljust(widths[0]), *padded]))
+    first, *widths = (max(map(len, column)) for column in zip(*lines, strict=True))
+    table = ["  ".join([name.ljust(first), *map(str.rjust, cells, widths)]) for name, *cells in lines]
     closing = [equal_work.judge(runs).line(), *equal_work.stamps(runs)]
     closing += [equal_work.equal_loss_line(runs[0], other) for other in runs[1:]]
     return "\n".join([*table, *closing])
@@ -172,14 +169,11 @@ def _improvement_cell(row: Quantity, base: Run, other: Run) -> str:
 
 def work_rows(runs: Sequence[Run]) -> list[list[str]]:
     """Rows of what was trained and how, the first of which is the header."""
-    rows = [
-        ["", *(run.name for run in runs)],
-        ["strategy", *(run.strategy or UNKNOWN for run in runs)],
-        ["machine", *(run.machine or UNKNOWN for run in runs)],
-        ["instruction sets", *(run.instruction_sets or "not recorded" for run in runs)],
-        ["devices used", *(run.devices or UNKNOWN for run in runs)],
-        ["status", *(run.status or UNKNOWN for run in runs)],
-    ]
+    rows = [["", *(run.name for run in runs)], ["strategy", *(run.strategy or UNKNOWN for run in runs)]]
+    rows.append(["machine", *(run.machine or UNKNOWN for run in runs)])
+    rows.append(["instruction sets", *(run.instruction_sets or "not recorded" for run in runs)])
+    rows.append(["devices used", *(run.devices or UNKNOWN for run in runs)])
+    rows.append(["status", *(run.status or UNKNOWN for run in runs)])
     for fact in equal_work.compared_facts(runs):
         rows += _fact_rows(fact, [run.work[fact] for run in runs])
     rows.append(["inference: prompt tokens", *(equal_work.show(run.prompt_tokens) for run in runs)])
@@ -226,11 +220,6 @@ def _segments(runs: Sequence[Run]) -> str:
         values = [(segment.figures.get(figure), form) for figure, form in figures.values()]
         rows.append([name, steps, *setup, *(UNKNOWN if value is None else form(value) for value, form in values)])
     return "\n\n".join(["## Segments", _table(rows)])
-
-
-def _notes(runs: Sequence[Run]) -> str:
-    notes = [f"- {_escape(run.name)}: {_escape(note)}" for run in runs for note in run.notes]
-    return "\n".join(["## Notes", "", *notes]) if notes else ""
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:

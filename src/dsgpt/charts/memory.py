@@ -11,10 +11,9 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from dsgpt.charts import style
-from dsgpt.charts.comparison import decimals, shorten
+from dsgpt.charts.comparison import shorten
 from dsgpt.charts.style import Frame, Row, Texts
 from dsgpt.charts.themes import LIGHT
-from dsgpt.common.files import write_atomic
 from dsgpt.record.runs import OTHER, PARTS, read_objects
 from dsgpt.record.schema import Fields
 from dsgpt.record.suites import Measured
@@ -62,7 +61,7 @@ def memory_chart(rows: Sequence[Measured], texts: Texts) -> Frame | str:
     if resident:
         peaks = [row.footprint.peak if row.footprint.peak_kind == "resident" else None for row in rows]
         unit, size = unit_of([peak for peak in peaks if peak is not None])
-        form = decimals(2 if unit == "GB" else 0)
+        form = ("{:,.2f}" if unit == "GB" else "{:,.0f}").format
         style.draw_rows(panels[1], [_bar(row, peak, size, form) for row, peak in zip(rows, peaks, strict=True)])
         for bar in panels[1].patches:  # the colours above mean parts of memory
             bar.set(facecolor=style.current().quiet, hatch="")
@@ -153,18 +152,12 @@ def step_times_chart(rows: Sequence[Measured], texts: Texts) -> Frame | str:
             quantiles = scale * np.quantile(values, [0.05, 0.25, 0.5, 0.75, 0.95])
             stats = dict(zip(("whislo", "q1", "med", "q3", "whishi"), quantiles.tolist(), strict=True))
             look, line = style.look(row.group, count=len(rows)), {"color": ink, "linewidth": 1.1}
-            drawn = axes.bxp(
-                [stats | {"fliers": [scale * values[0], scale * values[-1]]}],
-                positions=[place],
-                widths=style.BAR_WIDTH * 0.8,
-                orientation="horizontal",
-                patch_artist=True,
-                boxprops={"facecolor": look.colour, "edgecolor": ink, "linewidth": 0.8},
-                medianprops={"color": ink, "linewidth": 2},
-                whiskerprops=line,
-                capprops=line,
-                flierprops={"marker": ".", "markersize": 5, "markerfacecolor": ink, "markeredgecolor": ink},
-            )
+            box: dict[str, Any] = {"boxprops": {"facecolor": look.colour, "edgecolor": ink, "linewidth": 0.8}}
+            box |= {"medianprops": {"color": ink, "linewidth": 2}, "whiskerprops": line, "capprops": line}
+            box["flierprops"] = {"marker": ".", "markersize": 5, "markerfacecolor": ink, "markeredgecolor": ink}
+            box |= {"widths": style.BAR_WIDTH * 0.8, "orientation": "horizontal", "patch_artist": True}
+            ends = {"fliers": [scale * values[0], scale * values[-1]]}
+            drawn = axes.bxp([stats | ends], positions=[place], **box)
             drawn["boxes"][0].set(hatch=look.hatch, hatchcolor=look.hatch_colour)
             median = stats["med"]
             label = f"median {median:,.{0 if median >= 1000 else 1 if median >= 10 else 2}f}"
@@ -317,6 +310,5 @@ def draw_plan(plan: "Plan", path: Path) -> None:
         axes.set(xlabel="GB", xlim=(0, 1.2 * max([usable, *starts])), ylim=(len(ranks) - 0.5, -1.1))
         axes.grid(visible=False, axis="y")
         picture.body.legend(loc="outside lower center", ncols=min(6, len(shown)), frameon=False)
-        data = style.file_bytes(picture.figure, path.suffix.removeprefix("."))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(path, data)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        style.save(picture.figure, path)

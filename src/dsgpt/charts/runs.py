@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -16,7 +17,6 @@ from dsgpt.charts.comparison import INFERENCE_NOISE, Quantity, shorten, speed_up
 from dsgpt.charts.memory import communication_chart, memory_chart, step_times_chart, utilisation_chart
 from dsgpt.charts.style import Chart, Frame, Row, Texts
 from dsgpt.charts.themes import LIGHT
-from dsgpt.common.files import write_atomic
 from dsgpt.record.equal_work import inference_stamps, judge, machine_line, stamps, work_stamps
 from dsgpt.record.runs import FLAT_SCHEMA, TOO_SHORT, Curve, Run, smoothed, window_of
 from dsgpt.record.suites import NOT_RECORDED, of_runs
@@ -136,12 +136,10 @@ def token_axis(runs: Sequence[Run]) -> Axis:
 
 def money_axis(price: float) -> Axis:
     """The axis of the cost of a run's devices, at ``price`` for a device hour."""
-    label = f"cost of all devices, at {price:g} for a device hour"
-
-    def per_second(run: Run) -> float | None:
-        return None if run.device_count is None else run.device_count * price / 3600
-
-    return Axis("time", label, "Loss by money", "times or devices not recorded", per_second)
+    label, missing = f"cost of all devices, at {price:g} for a device hour", "times or devices not recorded"
+    return Axis(
+        "time", label, "Loss by money", missing, lambda run: run.device_count and run.device_count * price / 3600
+    )
 
 
 End = tuple[str, float, float]
@@ -162,17 +160,13 @@ def draw_losses(axes: Axes, runs: Sequence[Run], *, kind: str, axis: Axis) -> li
             y = smoothed(np.array(y), window=window).tolist()
         apart = max(1, len(x) // 8)  # about eight markers per curve, at different places for each run
         few = len(x) <= 12
-        axes.plot(
-            x,
-            y,
-            **look.line,
-            markersize=look.marker_size if few else 6,
-            markeredgecolor=style.current().background,
-            markeredgewidth=0.75,
-            markevery=1 if few else (index * apart // 3 % apart, apart),
-            clip_on=False,  # the marker of the last step is whole
-            zorder=2 + index / len(runs),
-        )
+        marks: dict[str, Any] = {"markersize": look.marker_size if few else 6, "markeredgewidth": 0.75}
+        marks |= {
+            "markeredgecolor": style.current().background,
+            "markevery": 1 if few else (index * apart // 3 % apart, apart),
+        }
+        marks["clip_on"] = False  # the marker of the last step is whole
+        axes.plot(x, y, **look.line, **marks, zorder=2 + index / len(runs))
         ends.append((run.name, x[-1], y[-1]))
     axes.set(title=f"{kind.capitalize()} loss", xlabel=axis.label, ylabel=f"nats per token ({style.ZOOMED})")
     axes.ticklabel_format(axis="y", style="plain", useOffset=False)  # tick labels are the losses, without offset
@@ -205,33 +199,25 @@ def latency_chart(runs: Sequence[Run], texts: Texts) -> Frame | str:
     points = [(run.inference_latency, run.inference_tokens_per_sec) for run in runs]
     if not any(latency and speed for latency, speed in points):
         return "no run recorded both its inference latency and throughput"
-    picture = texts.frame(
-        "Inference: latency against throughput",
-        "Greedy generation from one prompt, with a key-value cache.",
-        INFERENCE_NOISE,
-        warnings=inference_stamps(runs),
-        height=3.6 + style.legend_height(len(runs)),
-    )
+    captions = ("Greedy generation from one prompt, with a key-value cache.", INFERENCE_NOISE)
+    title, height = "Inference: latency against throughput", 3.6 + style.legend_height(len(runs))
+    picture = texts.frame(title, *captions, warnings=inference_stamps(runs), height=height)
     axes = picture.body.subplots()
     handles = []
     for index, (run, (latency, speed)) in enumerate(zip(runs, points, strict=True)):
         look = style.look(index, count=len(runs))
-        label = shorten(run.name, 34)
         mark = look.line | {"linestyle": "", "markeredgecolor": style.current().background}
-        size = look.marker_size + 3
+        figures = " (not recorded)"
         if latency and speed:
-            axes.plot([latency], [speed], **mark, markersize=size, zorder=2 + index / len(runs))
-            label += f": {latency:,.3g} s, {speed:,.4g} tokens/s"
-        else:
-            label += " (not recorded)"
-        handles.append(Line2D([], [], **mark, markersize=8, label=label))
+            axes.plot([latency], [speed], **mark, markersize=look.marker_size + 3, zorder=2 + index / len(runs))
+            figures = f": {latency:,.3g} s, {speed:,.4g} tokens/s"
+        handles.append(Line2D([], [], **mark, markersize=8, label=shorten(run.name, 34) + figures))
     axes.set_xlim(0, 1.15 * max(latency or 0 for latency, _ in points))
     axes.set_ylim(0, 1.15 * max(speed or 0 for _, speed in points))
     style.number_axis(axes.xaxis, 6)
     style.number_axis(axes.yaxis, 6)
-    axes.set(
-        xlabel="seconds to the last new token, batch 1 (less is better)", ylabel="tokens per second (more is better)"
-    )
+    axes.set_xlabel("seconds to the last new token, batch 1 (less is better)")
+    axes.set_ylabel("tokens per second (more is better)")
     picture.legend(handles)
     return picture
 
@@ -261,40 +247,28 @@ def charts_of_runs(runs: Sequence[Run], *, folders: Mapping[str, Path], price: f
     footer = f"run{'s' * (len(runs) > 1)} {', '.join(run.name for run in named)}{when}; "
     footer += (f"same work: {judge(named).answer}; " if len(runs) > 1 else "") + machine_line(named)
     rows, texts = of_runs(named), Texts(warnings, footer)
-    bars = {
-        "training_time": [TRAINING_TIME],
-        "throughput": [THROUGHPUT],
-        "inference_latency": [LATENCY],
-        "inference_throughput": [INFERENCE],
-        "peak_memory": memory_bars(named),
-    }
+    bars = {"training_time": [TRAINING_TIME], "throughput": [THROUGHPUT], "inference_latency": [LATENCY]}
+    bars |= {"inference_throughput": [INFERENCE], "peak_memory": memory_bars(named)}
     axes = {"loss_vs_step": step_axis(named), "loss_vs_time": time_axis(named), "loss_vs_tokens": token_axis(named)}
+    axes |= {} if price is None else {"loss_vs_money": money_axis(price)}
     charts: dict[str, Chart] = {}
     charts |= {name: partial(_bars_picture, named, texts, panels=panels) for name, panels in bars.items()}
     charts |= {name: partial(_loss_picture, named, texts, axis=axis) for name, axis in axes.items()}
-    charts["loss_vs_money"] = lambda: "give --price, of a device hour"
-    if price is not None:
-        charts["loss_vs_money"] = partial(_loss_picture, named, texts, axis=money_axis(price))
-    return charts | {
-        "memory": partial(memory_chart, rows, texts),
-        "communication": partial(communication_chart, rows, texts),
-        "step_times": partial(step_times_chart, rows, texts),
-        "latency_vs_throughput": partial(latency_chart, named, texts),
-        "utilisation": partial(utilisation_chart, folders, texts),
-        "overview": partial(_overview, named, texts),
-    }
+    charts.setdefault("loss_vs_money", lambda: "give --price, of a device hour")
+    of_rows = {"memory": memory_chart, "communication": communication_chart, "step_times": step_times_chart}
+    charts |= {name: partial(draw, rows, texts) for name, draw in of_rows.items()}
+    charts["latency_vs_throughput"] = partial(latency_chart, named, texts)
+    charts["utilisation"] = partial(utilisation_chart, folders, texts)
+    return charts | {"overview": partial(_overview, named, texts)}
 
 
 def _bars_picture(runs: Sequence[Run], texts: Texts, *, panels: Sequence[Bars]) -> Frame | str:
     if all(bars.quantity.value(run) is None for bars in panels for run in runs):
         return f"no run recorded its {panels[0].title.lower()}"
-    picture = texts.frame(
-        panels[0].title if len(panels) == 1 else "Peak memory",
-        _caption_of_bars(panels[0], runs),
-        warnings=inference_stamps(runs) if LATENCY in panels or INFERENCE in panels else [],
-        width=8.4,
-        height=len(panels) * (1.0 + 0.42 * len(runs)),
-    )
+    title, caption = panels[0].title if len(panels) == 1 else "Peak memory", _caption_of_bars(panels[0], runs)
+    warnings = inference_stamps(runs) if LATENCY in panels or INFERENCE in panels else []
+    height = len(panels) * (1.0 + 0.42 * len(runs))
+    picture = texts.frame(title, caption, warnings=warnings, width=8.4, height=height)
     for axes, bars in zip(picture.panels(len(panels)), panels, strict=True):
         draw_bars(axes, bars, runs)
         if len(panels) == 1:
@@ -316,14 +290,9 @@ def _overview(runs: Sequence[Run], texts: Texts) -> Frame:
     bar_rows = -(-len(panels) // COLUMNS)
     bar_height = bar_rows * (1.1 + 0.33 * len(runs))
     loss_height = 3.4 + style.legend_height(len(runs), columns=COLUMNS)
-    picture = texts.frame(
-        "Overview" if len(runs) < 2 else f"{len(runs)} runs compared (same work: {judge(runs).answer})",
-        _speed_ups(runs),
-        _caption_of_curves(runs),
-        warnings=inference_stamps(runs),
-        width=9.6,
-        height=bar_height + loss_height,
-    )
+    title = "Overview" if len(runs) < 2 else f"{len(runs)} runs compared (same work: {judge(runs).answer})"
+    captions, warnings = (_speed_ups(runs), _caption_of_curves(runs)), inference_stamps(runs)
+    picture = texts.frame(title, *captions, warnings=warnings, width=9.6, height=bar_height + loss_height)
     upper, lower = picture.body.subfigures(2, 1, squeeze=False, height_ratios=[bar_height, loss_height])[:, 0]
     places = upper.subplots(bar_rows, COLUMNS, sharey=True, squeeze=False).flat
     for index, axes in enumerate(places):
@@ -404,4 +373,4 @@ def draw_band(
         (line,) = axes.plot(steps[: len(own)], smoothed(own, window=window), **look, label=shorten(name, 60))
         axes.set(xlabel="optimizer step", ylabel="training loss (nats per token)")
         frame.legend([shade, line])
-        write_atomic(picture, style.file_bytes(frame.figure, picture.suffix.removeprefix(".")))
+        style.save(frame.figure, picture)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
@@ -23,6 +24,7 @@ from matplotlib.ticker import MaxNLocator
 
 from dsgpt.charts.comparison import shorten
 from dsgpt.charts.themes import LIGHT, Theme
+from dsgpt.common.files import write_atomic
 
 # The style of all pictures: colours for the colour-blind, and hatches, dashes and markers for grey print.
 
@@ -173,6 +175,11 @@ def file_bytes(figure: Figure, form: str) -> bytes:
     if form == "png":
         return buffer.getvalue()
     return _CLIP_ID.sub(lambda match: ids.setdefault(match[0], b"clip%d" % len(ids)), buffer.getvalue())
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Write the figure whole or not at all, a PNG or SVG by the ending of ``path``."""
+    write_atomic(path, file_bytes(figure, path.suffix.removeprefix(".")))
 
 
 def legend_height(entries: int, *, columns: int = 2) -> float:

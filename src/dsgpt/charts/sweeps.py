@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, NullLocator
 
-from dsgpt.charts.comparison import decimals, shorten
+from dsgpt.charts.comparison import shorten
 from dsgpt.charts.memory import communication_chart, memory_chart, step_times_chart
 from dsgpt.charts.style import Chart, Frame, Row, Texts, current, draw_rows, legend_height, look, number_axis
 from dsgpt.common.text import counted, machine_words
@@ -45,20 +45,14 @@ def scaling_chart(sweep: suites.Sweep, texts: Texts) -> Frame | str:
     compared = [(each, speed_ups_of(sweep, each)) for each in sweep.comparisons if each.kind in KINDS]
     if not any(len(by_devices) > 1 for _, speed_ups in compared for by_devices in speed_ups.values()):
         return "no strategy trained on several numbers of devices"
-    panels = [
-        (comparison, speed_ups)
-        for comparison, speed_ups in compared
-        if {*chain(*speed_ups.values())} - {sweep.cell(comparison.baseline).devices}
-    ]
+    panels = [each for each in compared if {*chain(*each[1].values())} - {sweep.cell(each[0].baseline).devices}]
     drawn = {name for _, speed_ups in panels for name in speed_ups}
     names = {name: place for name, place in suites.groups_of(sweep).items() if name in drawn}
     columns = min(2, len(panels))
     rows = -(-len(panels) // columns)
-    picture = texts.frame(
-        "Speed-up over devices, beside the ideal",
-        *_captions(comparison for comparison, _ in panels),
-        height=3.9 * rows + legend_height(len(names) + 2, columns=LEGEND_COLUMNS),
-    )
+    height = 3.9 * rows + legend_height(len(names) + 2, columns=LEGEND_COLUMNS)
+    captions = _captions(comparison for comparison, _ in panels)
+    picture = texts.frame("Speed-up over devices, beside the ideal", *captions, height=height)
     places = list(picture.body.subplots(rows, columns, squeeze=False).flat)
     for axes in places[len(panels) :]:
         axes.set_visible(False)
@@ -171,7 +165,7 @@ def charts_of_sweep(sweep: suites.Sweep, *, name: str) -> dict[str, Chart]:
     paid = f"of all devices' training time, at {sweep.price_per_device_hour or 0:g} for a device hour (less is better)"
     cost = ("Cost of the training", paid, "the sweep had no --price")
     charts: dict[str, Chart] = {
-        "throughput": partial(_cells_chart, sweep, texts, "tokens_per_sec", decimals(0), speed),
+        "throughput": partial(_cells_chart, sweep, texts, "tokens_per_sec", "{:,.0f}".format, speed),
         "scaling": partial(scaling_chart, sweep, texts),
         "efficiency": partial(efficiency_chart, sweep, texts),
         "memory": partial(memory_chart, rows, texts),

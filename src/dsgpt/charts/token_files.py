@@ -7,9 +7,8 @@ import numpy as np
 from matplotlib.lines import Line2D
 
 from dsgpt.charts.comparison import shorten
-from dsgpt.charts.style import Texts, file_bytes, legend_height, look, note_inside, number_axis, quiet_style
+from dsgpt.charts.style import Texts, legend_height, look, note_inside, number_axis, quiet_style, save
 from dsgpt.charts.themes import LIGHT
-from dsgpt.common.files import write_atomic
 from dsgpt.data.verify import Contents
 
 BINS = 8
@@ -47,4 +46,4 @@ def draw_contents(contents: Sequence[Contents], picture: Path) -> None:
         for axis in (lengths.xaxis, frequencies.xaxis, frequencies.yaxis):
             number_axis(axis)
         frame.legend(handles, columns=1)
-        write_atomic(picture, file_bytes(frame.figure, picture.suffix.removeprefix(".")))
+        save(frame.figure, picture)

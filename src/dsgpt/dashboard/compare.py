@@ -275,17 +275,10 @@ def _show_difference(runs: Sequence[Run], steps: Mapping[str, Steps]) -> None:
         distance = np.abs(ours["loss"][own] - theirs["loss"][other])
         series.append(Series(name=name, x=common, y=np.maximum(distance, LEAST_DIFFERENCE)))
     tolerance = equal_work.LOSS_TOLERANCE.get(base.work["precision"], equal_work.LOSS_TOLERANCE_OTHERWISE)
-    ui.show_curves(
-        series,
-        [run.name for run in runs],
-        x="optimizer steps",
-        y="distance (nats per token)",
-        title="Are they the same training? Distance of each training loss from the baseline's",
-        key="difference",
-        logarithmic=True,
-        rules={"the same training stays below": tolerance},
-        drawn=compared,
-    )
+    x, y, names = "optimizer steps", "distance (nats per token)", [run.name for run in runs]
+    title = "Are they the same training? Distance of each training loss from the baseline's"
+    picture = {"logarithmic": True, "rules": {"the same training stays below": tolerance}, "drawn": compared}
+    ui.show_curves(series, names, x=x, y=y, title=title, key="difference", picture=picture)
     st.caption(
         "Rounding alone begins near 1e-6 and grows slowly. Training on other data is above 1e-2 soon. "
         f"Equal losses are drawn at {LEAST_DIFFERENCE:g}."
@@ -317,21 +310,13 @@ def _show_sweep(sweep: Sweep) -> None:
     for cell in map(sweep.cell, dict.fromkeys([comparison.baseline, *compared])):
         each = compared.get(cell.name)
         ratio = each.speed_up if each else None
-        rows.append(
-            {
-                "cell": cell.name,
-                "devices": cell.devices,
-                "tokens/s": float(round(cell.tokens_per_sec.median)) if cell.tokens_per_sec else None,
-                "speed-up": 1.0 if each is None else (ratio.median if ratio else None),
-                "smallest": ratio.smallest if ratio else None,
-                "largest": ratio.largest if ratio else None,
-                "judged": NO_DIFFERENCE if ratio and no_difference(ratio.smallest, ratio.largest) else "",
-                "efficiency": each.efficiency if each else 1.0,
-                "work": each.same_work if each else "baseline",
-                "loss minus baseline": each.loss_difference if each else None,
-                "failures": len(cell.failures),
-            }
-        )
+        row: dict[str, Any] = {"cell": cell.name, "devices": cell.devices}
+        row["tokens/s"] = float(round(cell.tokens_per_sec.median)) if cell.tokens_per_sec else None
+        row["speed-up"] = 1.0 if each is None else ratio and ratio.median
+        row |= {"smallest": ratio and ratio.smallest, "largest": ratio and ratio.largest}
+        row["judged"] = NO_DIFFERENCE if ratio and no_difference(ratio.smallest, ratio.largest) else ""
+        row |= {"efficiency": each.efficiency if each else 1.0, "work": each.same_work if each else "baseline"}
+        rows.append(row | {"loss minus baseline": each and each.loss_difference, "failures": len(cell.failures)})
     table = ui.columns(rows)
     cells, ratios = table["cell"], table["speed-up"]
     groups = [strategy_of(cell) for cell in cells]
@@ -349,19 +334,16 @@ def _show_sweep(sweep: Sweep) -> None:
 
 
 def _show_concurrency(record: Concurrency) -> None:
-    table = ui.columns(
-        {
-            "engine": TITLES.get(engine.name, engine.name),
-            "requests at once": float(at_once) if at_once.isdecimal() else None,
-            "tokens/s": load.tokens_per_sec.median,
-            "latency, median (s)": load.latency_sec.p50,
-            "latency, 95% (s)": load.latency_sec.p95,
-            "first token, 95% (s)": load.ttft_sec.p95,
-            "peak memory (GB)": load.peak_memory_bytes / 1e9 if load.peak_memory_bytes else None,
-        }
-        for engine in record.engines
-        for at_once, load in engine.by_concurrency.items()
-    )
+    rows = []
+    for engine in record.engines:
+        for at_once, load in engine.by_concurrency.items():
+            row: dict[str, Any] = {"engine": TITLES.get(engine.name, engine.name)}
+            row["requests at once"] = float(at_once) if at_once.isdecimal() else None
+            row |= {"tokens/s": load.tokens_per_sec.median, "latency, median (s)": load.latency_sec.p50}
+            row |= {"latency, 95% (s)": load.latency_sec.p95, "first token, 95% (s)": load.ttft_sec.p95}
+            row["peak memory (GB)"] = load.peak_memory_bytes / 1e9 if load.peak_memory_bytes else None
+            rows.append(row)
+    table = ui.columns(rows)
     if not table:
         st.info("This record has no figures.")
         return

@@ -32,13 +32,9 @@ _ALIKE = ("prompt", "checkpoint", "temperature", "top_k", "top_p", "min_p", "rep
 _LABELS = {name: name.replace("_", " ").capitalize() for name in _ALIKE}
 _LABELS |= {"max_new_tokens": "New tokens", "stop": "Stop text"}
 """Labels of the page, by flag of ``src/generate.py``."""
-_ENDED = {
-    STOPPED: "Not finished.",
-    "end of text": "The model ended the text.",
-    "stop": "Ended before the stop text.",
-    "length": "Ended after the new tokens that were asked for.",
-    "context": "Ended where the model's context is full.",
-}
+_ENDED = {STOPPED: "Not finished.", "end of text": "The model ended the text.", "stop": "Ended before the stop text."}
+_ENDED["length"] = "Ended after the new tokens that were asked for."
+_ENDED["context"] = "Ended where the model's context is full."
 
 
 @dataclass(kw_only=True)
@@ -117,23 +113,19 @@ def _asked(folder: Path, names: list[str]) -> list[tuple[str, str, GenerateReque
 def _sampling() -> dict[str, Any]:
     """Values of the flags of ``src/generate.py`` for the draw, from the page."""
     one, two, three = st.columns(3)
-    flags: dict[str, Any] = {}
-    flags["max_new_tokens"] = one.number_input(
-        "New tokens", 1, 4096, GenerateRequest.max_new_tokens, key="generate-tokens"
-    )
-    warm, penalty = "0 always takes the likeliest token.", GenerateRequest.repetition_penalty
-    temperature = two.slider(
-        "Temperature", 0.0, 2.0, GenerateRequest.temperature, 0.05, key="generate-temperature", help=warm
-    )
-    flags["seed"] = three.number_input("Seed", 0, (1 << 53) - 1, GenerateRequest.seed, key="generate-seed")
+    flags, usual, warm = dict[str, Any](), GenerateRequest, "0 always takes the likeliest token."
+    flags["max_new_tokens"] = one.number_input("New tokens", 1, 4096, usual.max_new_tokens, key="generate-tokens")
+    heat, penalty = usual.temperature, usual.repetition_penalty
+    flags["temperature"] = two.slider("Temperature", 0.0, 2.0, heat, 0.05, key="generate-temperature", help=warm)
+    flags["seed"] = three.number_input("Seed", 0, (1 << 53) - 1, usual.seed, key="generate-seed")
     with st.expander("More about sampling"):
         four, five, six = st.columns(3)
-        flags["top_k"] = four.number_input("Top k", 1, 1 << 20, GenerateRequest.top_k, key="generate-top-k")
-        flags["top_p"] = five.slider("Top p", 0.01, 1.0, GenerateRequest.top_p, 0.01, key="generate-top-p")
-        flags["min_p"] = six.slider("Min p", 0.0, 0.99, GenerateRequest.min_p, 0.01, key="generate-min-p")
+        flags["top_k"] = four.number_input("Top k", 1, 1 << 20, usual.top_k, key="generate-top-k")
+        flags["top_p"] = five.slider("Top p", 0.01, 1.0, usual.top_p, 0.01, key="generate-top-p")
+        flags["min_p"] = six.slider("Min p", 0.0, 0.99, usual.min_p, 0.01, key="generate-min-p")
         penalty = four.number_input("Repetition penalty", 0.1, 10.0, penalty, 0.1, key="generate-penalty")
         stop = five.text_input("Stop text", key="generate-stop-text", help="The text ends before it.")
-    return flags | {"temperature": temperature, "repetition_penalty": penalty, "stop": (stop,) if stop else ()}
+    return flags | {"repetition_penalty": penalty, "stop": (stop,) if stop else ()}
 
 
 class _Shown:
@@ -163,15 +155,11 @@ class _Shown:
             self._draw(f"{speed}. {_ENDED[answer.ended]}")
             if not answer.likeliest:
                 return
-            table = ui.columns(
-                {
-                    "token": token,
-                    "id": each.id,
-                    "probability, %": 100 * each.probability,
-                    "drawn with these settings, %": 100 * each.drawn,
-                }
-                for token, each in answer.likeliest
-            )
+            rows = []
+            for token, each in answer.likeliest:
+                row = {"token": token, "id": each.id, "probability, %": 100 * each.probability}
+                rows.append(row | {"drawn with these settings, %": 100 * each.drawn})
+            table = ui.columns(rows)
             names = [f"{rank}. {token}" for rank, token in enumerate(table["token"], start=1)]
             ui.figure(
                 ui.parts("token", "probability", unit="probability, %"),

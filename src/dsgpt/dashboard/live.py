@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -30,21 +31,15 @@ PROCESSES = "processes"
 LOG_LINES, LOG_BYTES = 20, 1 << 14
 """Most lines, and bytes, of the end of a log."""
 PANELS = (
-    ("loss", "training loss (nats per token)"),
-    ("tokens_per_sec", "throughput (tokens/s)"),
-    ("lr", "learning rate"),
-    ("grad_norm", "gradient norm"),
+    {"loss": "training loss (nats per token)", "tokens_per_sec": "throughput (tokens/s)"},
+    {"lr": "learning rate", "grad_norm": "gradient norm"},
 )
-"""Columns of ``Steps``, and the titles of their pictures."""
+"""Rows of pictures: columns of ``Steps``, and their titles."""
 _SAMPLES_BYTES = 1 << 18
 """Bytes of the end of a file of samples: their last minutes."""
-FIGURES = {
-    "utilisation": ("utilisation (%)", 100.0),
-    "memory_used_bytes": ("memory (GB)", 1e-9),
-    "power_watts": ("power (W)", 1.0),
-    "temperature_celsius": ("temperature (°C)", 1.0),
-    "sm_clock_mhz": ("clock (MHz)", 1.0),
-}
+FIGURES = {"utilisation": ("utilisation (%)", 100.0), "memory_used_bytes": ("memory (GB)", 1e-9)}
+FIGURES |= {"power_watts": ("power (W)", 1.0), "temperature_celsius": ("temperature (°C)", 1.0)}
+FIGURES |= {"sm_clock_mhz": ("clock (MHz)", 1.0)}
 """Keys of a GPU in ``hardware.jsonl`` that are shown, their headings, and the factors to the units there."""
 
 
@@ -85,14 +80,8 @@ def show() -> None:
     """Show the page."""
     folder = reading.current_folder()
     left, right = st.columns([7, 3])
-    chosen = left.multiselect(
-        "Runs",
-        reading.contents(folder).runs,
-        key="watch",
-        bind="query-params",
-        max_selections=AT_ONCE,
-        placeholder="All that are running, or else the newest",
-    )
+    names, hint = reading.contents(folder).runs, "All that are running, or else the newest"
+    chosen = left.multiselect("Runs", names, key="watch", bind="query-params", max_selections=AT_ONCE, placeholder=hint)
     window = right.slider("Smoothing (steps)", 1, 200, 1, key="window")
     count = len(to_watch(folder, chosen))
     pause = max(SHORTEST_PAUSE, PAUSE_OF_A_RUN * count)
@@ -123,11 +112,10 @@ def _look(folder: Path, chosen: Sequence[str], window: int, expected: int) -> No
     else:
         _show_many(runs)
     names = [run.label for run in runs]
-    samples = {run.label: recent_samples(folder / run.summary.name) for run in runs}
-    if any(samples.values()):
-        _show_gpus({label: of_run for label, of_run in samples.items() if of_run})
-    for row in (PANELS[:2], PANELS[2:]):
-        for place, (column, title) in zip(st.columns(2), row, strict=True):
+    if samples := {run.label: found for run in runs if (found := recent_samples(folder / run.summary.name))}:
+        _show_gpus(samples)
+    for row in PANELS:
+        for place, (column, title) in zip(st.columns(2), row.items(), strict=True):
             series = []
             for run in runs:
                 if run.steps is not None and len(run.steps.train["step"]):
@@ -189,35 +177,25 @@ def _show_one(run: Watched) -> None:
 def _show_many(runs: Sequence[Watched]) -> None:
     number, formats = st.column_config.NumberColumn, {"step": "localized", "train loss": "%.4f", "val loss": "%.4f"}
     formats |= {"tokens/s": "%.0f", "learning rate": "%.3e", "gradient norm": "%.3f"}
-    rows = [
-        {
-            "run": each.label,
-            "state": each.summary.status.value,
-            "progress": each.summary.progress,
-            "step": each.summary.step,
-            "left": each.left,
-            "train loss": each.summary.train_loss,
-            "val loss": each.summary.val_loss,
-            "tokens/s": each.throughput,
-            "learning rate": each.last("lr"),
-            "gradient norm": each.last("grad_norm"),
-            "cores": each.cores,
-            "memory (GB)": each.memory_bytes / 1e9 if each.memory_bytes else None,
+    rows = []
+    for run in runs:
+        now, memory = run.summary, run.memory_bytes / 1e9 if run.memory_bytes else None
+        row = {
+            "run": run.label,
+            "state": now.status.value,
+            "progress": now.progress,
+            "step": now.step,
+            "left": run.left,
         }
-        for each in runs
-    ]
-    st.dataframe(
-        ui.columns(rows),
-        hide_index=True,
-        key="watched",
-        column_config={
-            "progress": ui.progress_column("small"),
-            **{heading: number(format=form) for heading, form in formats.items()},
-            "cores": number(format="%.2f", help="That rank 0's process keeps busy, on this machine."),
-            "memory (GB)": number(format="%.2f", help="Resident, of rank 0's process, on this machine."),
-        },
-        alt="Every watched run with its state, progress, losses and speed",
-    )
+        row |= {"train loss": now.train_loss, "val loss": now.val_loss, "tokens/s": run.throughput}
+        row |= {"learning rate": run.last("lr"), "gradient norm": run.last("grad_norm")}
+        rows.append(row | {"cores": run.cores, "memory (GB)": memory})
+    look: dict[str, Any] = {"progress": ui.progress_column("small")}
+    look |= {heading: number(format=form) for heading, form in formats.items()}
+    look["cores"] = number(format="%.2f", help="That rank 0's process keeps busy, on this machine.")
+    look["memory (GB)"] = number(format="%.2f", help="Resident, of rank 0's process, on this machine.")
+    words = "Every watched run with its state, progress, losses and speed"
+    st.dataframe(ui.columns(rows), hide_index=True, key="watched", column_config=look, alt=words)
 
 
 def recent_samples(run_dir: Path) -> list[tuple[float, str, dict[str, float | None]]]:

@@ -22,17 +22,13 @@ from dsgpt.dashboard.reading import Summary
 from dsgpt.dashboard.ui import plain, written
 from dsgpt.training.status import Status
 
-SYMBOLS = {
-    Status.RUNNING: "▶",
-    Status.FINISHED: "✓",
-    Status.INTERRUPTED: "⏸",
-    Status.FAILED: "✕",
-    Status.ABANDONED: "⚠",
-    Status.UNKNOWN: "?",
-}
+SYMBOLS = {Status.RUNNING: "▶", Status.FINISHED: "✓", Status.INTERRUPTED: "⏸"}
+SYMBOLS |= {Status.FAILED: "✕", Status.ABANDONED: "⚠", Status.UNKNOWN: "?"}
 FAVOURITES = "favourites"
 """Key in the session's state: names of runs, in the order in which they were chosen."""
 PRICE = "price"
+FIRST = "A run appears here as soon as it starts. To make the first one, in a terminal beside this repository:"
+BEFORE = "**Plan and cost** says what it will cost and which setup is best; **How it is split** explains setups."
 FIRST_RUN = """\
 make demo                                  # two small trainings of the same work, in about five minutes
 .venv/bin/python src/gpt2.py --help        # a training of your own
@@ -44,13 +40,9 @@ def show() -> None:
     summaries = reading.in_order(reading.summaries_of(reading.current_folder()))
     if not summaries:
         st.header("No run yet")
-        st.write(
-            "A run appears here as soon as it starts. To make the first one, in a terminal beside this repository:"
-        )
+        st.write(FIRST)
         st.code(FIRST_RUN, language=None, wrap_lines=True)
-        st.write(
-            "**Plan and cost** says what it will cost and which setup is best; **How it is split** explains setups."
-        )
+        st.write(BEFORE)
         return
     _show_answer(summaries)
     _show_table(_search(summaries))
@@ -66,7 +58,7 @@ def _show_answer(summaries: Sequence[Summary]) -> None:
     answers, columns = reading.own_answers(summaries), st.columns([3, 3, 2, 2], vertical_alignment="top")
     if answers:
         answer = answers[0]
-        fastest, baseline, cheapest, count = answer.fastest, answer.baseline, answer.cheapest, len(answer.runs)
+        fastest, baseline, cheapest, count = answer.runs[0], answer.baseline, answer.cheapest, len(answer.runs)
         # A metric reads Markdown.
         short = {run.name: plain(reading.labels([run.name])[run.name]) for run in answer.runs}
         work = f"{count} finished runs that did the same work"
@@ -133,33 +125,19 @@ def _show_table(summaries: Sequence[Summary]) -> None:
     for name, each in zip(reading.labels(names).values(), summaries, strict=True):
         run, started = each.recorded.run, each.recorded.started
         devices, rate = run.device_count if run else None, each.tokens_per_sec
-        rows.append(
-            {
-                "run": name,
-                "state": f"{SYMBOLS[each.status]} {each.status.value}",
-                "strategy": run.strategy if run else None,
-                "model": each.recorded.model,
-                "devices": None if devices is None else round(devices),
-                "progress": each.progress,
-                "train loss": each.train_loss,
-                "val loss": each.val_loss,
-                "tokens/s": None if rate is None else round(rate),
-                "goodput": each.recorded.goodput,
-                "when": started.strftime("%Y-%m-%d %H:%M") if started else None,
-                "folder": each.name.rpartition("/")[0],
-            }
-        )
-    st.dataframe(
-        pa.Table.from_pylist(rows, schema=pa.schema({heading: kind for heading, (kind, _) in _COLUMNS.items()})),
-        hide_index=True,
-        key=key,
-        on_select=choose,
-        selection_mode="multi-row",
-        selection_default={"selection": {"rows": [names.index(name) for name in chosen if name in names]}},
-        column_config={heading: shown for heading, (_, shown) in _COLUMNS.items()},
-        placeholder="",
-        alt="Every run with its state, strategy, model, progress, losses and speed",
-    )
+        row: dict[str, Any] = {"run": name, "state": f"{SYMBOLS[each.status]} {each.status.value}"}
+        row |= {"strategy": run.strategy if run else None, "model": each.recorded.model}
+        row |= {"devices": None if devices is None else round(devices), "progress": each.progress}
+        row |= {"train loss": each.train_loss, "val loss": each.val_loss}
+        row |= {"tokens/s": None if rate is None else round(rate), "goodput": each.recorded.goodput}
+        when = started.strftime("%Y-%m-%d %H:%M") if started else None
+        rows.append(row | {"when": when, "folder": each.name.rpartition("/")[0]})
+    table = pa.Table.from_pylist(rows, schema=pa.schema({heading: kind for heading, (kind, _) in _COLUMNS.items()}))
+    ticked = {"selection": {"rows": [names.index(name) for name in chosen if name in names]}}
+    select: dict[str, Any] = {"on_select": choose, "selection_mode": "multi-row", "selection_default": ticked}
+    look = {heading: shown for heading, (_, shown) in _COLUMNS.items()}
+    words = "Every run with its state, strategy, model, progress, losses and speed"
+    st.dataframe(table, hide_index=True, key=key, column_config=look, placeholder="", alt=words, **select)
 
 
 _Text, _Number = st.column_config.TextColumn, st.column_config.NumberColumn
@@ -199,16 +177,10 @@ def _show_favourites(summaries: Sequence[Summary]) -> None:
 
 def pages() -> dict[str, list[Page]]:
     """Every page by the heading above it, as ``st.navigation`` takes them; the first is the default."""
-    return {
-        "Runs": [
-            _page("overview", "Overview", "table_rows"),
-            _page("compare", "Compare", "compare_arrows"),
-            _page("live", "Live", "monitoring"),
-            _page("spikes", "Spikes", "troubleshoot"),
-        ],
-        "Before a run": [_page("split", "How it is split", "account_tree"), _page("plan", "Plan and cost", "payments")],
-        "After a run": [_page("generate", "Try it", "chat")],
-    }
+    runs = [_page("overview", "Overview", "table_rows"), _page("compare", "Compare", "compare_arrows")]
+    runs += [_page("live", "Live", "monitoring"), _page("spikes", "Spikes", "troubleshoot")]
+    before = [_page("split", "How it is split", "account_tree"), _page("plan", "Plan and cost", "payments")]
+    return {"Runs": runs, "Before a run": before, "After a run": [_page("generate", "Try it", "chat")]}
 
 
 def _page(name: str, title: str, icon: str) -> Page:

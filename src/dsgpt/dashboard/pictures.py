@@ -19,12 +19,8 @@ from dsgpt.planner.setup import FULL, Setup, model_parameters, total
 
 # Who holds what: the bytes of every rank, whole or as a shard, and where they are.
 
-_STATE = {
-    "weights": ("weights", "parameters"),
-    "gradients": ("gradients", "gradients"),
-    "optimizer state": ("optimizer", "optimizer"),
-    "master weights": ("master", "master"),
-}
+_STATE = {"weights": ("weights", "parameters"), "gradients": ("gradients", "gradients")}
+_STATE |= {"optimizer state": ("optimizer", "optimizer"), "master weights": ("master", "master")}
 """Kinds of model state, each with its part of a peak and its field of ``ModelState``."""
 _PASSING = {"activations": {"activations", "logits"}, "new gradients": {"gradients", "new_gradients"}}
 """Kinds that exist for a while, with their parts of a peak. All other parts are ``temporary``."""
@@ -82,12 +78,8 @@ def state_by_rank(setup: Setup, *, ranks: int) -> list[RankState]:
 
 def _blocks(setup: Setup, rank: int, peak: Peak) -> Iterator[Block]:
     state, whole = model_state(setup, rank=rank), total(model_parameters(setup.model))
-    widths = {  # bytes per parameter
-        "weights": FULL if setup.run_type == "fsdp" else setup.low,
-        "gradients": FULL,
-        "optimizer state": FULL * setup.moments,
-        "master weights": FULL if state.master else 0,
-    }
+    widths = {"weights": FULL if setup.run_type == "fsdp" else setup.low, "gradients": FULL}  # bytes per parameter
+    widths |= {"optimizer state": FULL * setup.moments, "master weights": FULL if state.master else 0}
     recipe, parts = setup.recipe, dict(peak.parts)
     swapped = {"parameters": recipe.offload_param} | dict.fromkeys(("optimizer", "master"), recipe.offload_optimizer)
     for kind, (part, field) in _STATE.items():
@@ -251,14 +243,8 @@ def _block(
 _SENT, _STEP = 1.4, 1.0
 _MOST_ALIKE = 4
 """More micro batches than this are not drawn one by one, except in a pipeline, whose stages differ."""
-LANES = {
-    "computes": "computes",
-    "weights": "sends weights",
-    "gradients": "sends gradients",
-    "activations": "sends activations",
-    "host": "device and host",
-    "files": "host and files",
-}
+LANES = {"computes": "computes", "weights": "sends weights", "gradients": "sends gradients"}
+LANES |= {"activations": "sends activations", "host": "device and host", "files": "host and files"}
 """Lanes from top to bottom, and what is written before them."""
 MOST_IN_PIPELINE = 64
 """Micro batches of a pipeline that can be drawn."""

@@ -219,9 +219,8 @@ def _options() -> PlanOptions:
         if hours is None:
             flags["save_every"] = three.number_input("Steps between checkpoints", 0, 1 << 30, 500, key="plan-save")
         yours = "Your price, US dollars per GPU and hour"
-        price = ui.ask_number(one, yours, 0.01, 1e4, key="plan-price", empty="list prices")
-        flags["price_per_gpu_hour"] = price
-        if price is None:
+        flags["price_per_gpu_hour"] = ui.ask_number(one, yours, 0.01, 1e4, key="plan-price", empty="list prices")
+        if flags["price_per_gpu_hour"] is None:
             flags["spot"] = two.toggle("Judge by spot prices", key="plan-spot")
         if machine.devices is None:
             together, network = "GPUs of a machine", "Network between machines, Gbit/s"
@@ -267,14 +266,9 @@ def _show_answer(plan: Plan) -> None:
         least_to_most = planning.between(cost.least, cost.most, dollars)
         offer = f"{least_to_most} on {cost.offer}, price of {cost.known_on or 'yours'}"
     span = planning.between(plan.run.least, plan.run.most, estimate)
-    ui.show_metrics(
-        [
-            ("Memory of a device", planning.size(plan.peak.total), fits),
-            ("Tokens/s", f"{rate:,.0f}", planning.between(slow, fast, "{:,.0f}".format)),
-            ("Training", estimate(plan.run.seconds), span),
-            ("Cost", price, offer),
-        ]
-    )
+    memory = ("Memory of a device", planning.size(plan.peak.total), fits)
+    speed = ("Tokens/s", f"{rate:,.0f}", planning.between(slow, fast, "{:,.0f}".format))
+    ui.show_metrics(memory, speed, ("Training", estimate(plan.run.seconds), span), ("Cost", price, offer))
     for line in plan.notes:
         st.warning(ui.plain(line))
     mfu = "" if plan.mfu is None else f" Model FLOPs utilisation: {plan.mfu:.0%}."
@@ -302,13 +296,8 @@ _PRICE = {"field": "price", "type": "nominal", "legend": {"orient": "top", "titl
 _RANGE = {"x": {**_COST, "field": "at least"}, "x2": {"field": "at most"}, "y": _OFFER, "color": {"field": "price"}}
 _LINE = {"type": "rule", "strokeWidth": 7, "opacity": 0.4, "strokeCap": "round"}
 _POINT = {"type": "point", "filled": True, "size": 90, "opacity": 1, "tooltip": {"content": "data"}}
-RANGES: dict[str, Any] = {
-    "layer": [
-        {"mark": _LINE, "encoding": _RANGE},
-        {"mark": _POINT, "encoding": {"x": _COST, "y": _OFFER, "color": _PRICE}},
-    ],
-    "height": {"step": 30},
-}
+_LIKELY = {"mark": _POINT, "encoding": {"x": _COST, "y": _OFFER, "color": _PRICE}}
+RANGES: dict[str, Any] = {"layer": [{"mark": _LINE, "encoding": _RANGE}, _LIKELY], "height": {"step": 30}}
 """A line from the least to the most of each offer, and a point at the likely cost, in Vega-Lite."""
 
 
@@ -325,20 +314,13 @@ def offers_table(done: Planned) -> ui.Table:
         for kind, spot in (("on demand", False), ("spot", True)):
             again = replace(plan, request=replace(done.plan.request, options=replace(options, spot=spot)))
             costs += [(kind, cost) for cost in again.costs]
-    return ui.columns(
-        {
-            "offer": cost.offer,
-            "price": kind,
-            "instances": cost.instances,
-            "US dollars an hour": round(cost.usd_per_hour, 2),
-            "US dollars": round(cost.usd, 2),
-            "at least": round(cost.least, 2),
-            "at most": round(cost.most, 2),
-            "list price of": cost.known_on or "your own",
-            "source": cost.source or "",
-        }
-        for kind, cost in sorted(costs, key=lambda each: each[1].usd)
-    )
+    rows = []
+    for kind, cost in sorted(costs, key=lambda each: each[1].usd):
+        row = {"offer": cost.offer, "price": kind, "instances": cost.instances}
+        row |= {"US dollars an hour": round(cost.usd_per_hour, 2), "US dollars": round(cost.usd, 2)}
+        row |= {"at least": round(cost.least, 2), "at most": round(cost.most, 2)}
+        rows.append(row | {"list price of": cost.known_on or "your own", "source": cost.source or ""})
+    return ui.columns(rows)
 
 
 def parts_table(amounts: Mapping[str, float], unit: str, *, scale: float = 1.0) -> ui.Table:
@@ -353,8 +335,8 @@ def ways_table(searched: Iterable[Judged]) -> ui.Table:
     rows = []
     for judged in searched:
         plan = judged.plan if judged.fits else None
-        batch, peak = (plan.setup.micro_batch_size, plan.peak.total) if plan else (None, None)
-        row = {"way": judged.name, "micro batch": batch, "peak, bytes": peak}
+        row = {"way": judged.name, "micro batch": plan and plan.setup.micro_batch_size}
+        row |= {"peak, bytes": plan and plan.peak.total}
         rows.append(row | _figures(plan) | {"why not": judged.reason})
     return ui.columns(rows)
 
@@ -368,16 +350,13 @@ def gpus_table(done: Planned) -> ui.Table:
         plan: Plan | None = None
         try:
             request = read_request(other, problems)
-            plan = planning.plan_of(fixed_setup(request, problems), request, prices)
-            fits = "yes" if plan.fits else "no"
+            found = planning.plan_of(fixed_setup(request, problems), request, prices)
+            plan, fits = (found, "yes") if found.fits else (None, "no")
         except UserError as error:
             fits = error.problems[0]
-        if fits != "yes":
-            plan = None
-        ends = (plan.run.least, plan.run.most) if plan else ()
-        least, most = (round(end / 3600, 2) for end in ends) if ends else (None, None)
         row = {"GPU": gpu, "precision": plan.setup.precision if plan else None, "fits": fits, **_figures(plan)}
-        row |= {"at least, hours": least, "at most, hours": most}
+        row["at least, hours"] = round(plan.run.least / 3600, 2) if plan else None
+        row["at most, hours"] = round(plan.run.most / 3600, 2) if plan else None
         rows.append(row | {"offer": plan.costs[0].offer if plan and plan.costs else ""})
     return ui.columns(rows)
 

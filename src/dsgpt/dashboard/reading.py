@@ -378,13 +378,13 @@ def _moment(text: str | None) -> datetime | None:
 
 def with_steps(run: Run, steps: Steps) -> Run:
     """``run`` with the losses of its steps, as the charts' judgement of equal losses takes them."""
-    curves = [run.train_curve, run.val_curve]
-    for place, losses, at in ((0, "loss", steps.train), (1, "val_loss", steps.validation)):
+    curves: dict[str, Any] = {}
+    for curve, losses, at in (("train_curve", "loss", steps.train), ("val_curve", "val_loss", steps.validation)):
         has_loss = ~np.isnan(at[losses])
         if has_loss.any():
             by_step = dict(zip(at["step"][has_loss].tolist(), at[losses][has_loss].tolist(), strict=True))
-            curves[place] = Curve(by_step=by_step)
-    return replace(run, train_curve=curves[0], val_curve=curves[1])
+            curves[curve] = Curve(by_step=by_step)
+    return replace(run, **curves)
 
 
 def seconds_left(steps: Steps, total_steps: float | None) -> float | None:
@@ -414,11 +414,6 @@ def own(summaries: Sequence[Summary]) -> list[Summary]:
     """Summaries of this machine, in order; all if none is."""
     ordered = in_order(summaries)
     return [each for each in ordered if not is_reference(each.name)] or ordered
-
-
-def own_answers(summaries: Sequence[Summary]) -> list["Answer"]:
-    """The answers of the runs of this machine; of all runs if it has none."""
-    return answers([each.recorded.run for each in own(summaries) if each.recorded.run is not None])
 
 
 # Records and steps, read once for all sessions: each result is in the cache by the version of its file.
@@ -561,7 +556,6 @@ def summaries_of(folder: Path) -> list[Summary]:
 class Answer:
     """Finished runs that did the same work."""
 
-    fastest: Run
     baseline: Run
     """The run on the fewest devices; of several, the slowest."""
     runs: tuple[Run, ...]
@@ -586,15 +580,18 @@ def grouped(runs: Iterable[Run], belongs: Callable[[list[Run], Run], bool]) -> l
     return groups
 
 
-def answers(runs: Sequence[Run]) -> list[Answer]:
-    """An answer for each work that at least two finished runs did; that with the run that began last is the first."""
+def own_answers(summaries: Sequence[Summary]) -> list[Answer]:
+    """An answer for each work that at least two finished runs of this machine did; of all runs if it has none.
+
+    That with the run that began last is the first.
+    """
+    runs, answered = [run for each in own(summaries) if (run := each.recorded.run) is not None], []
     finished = (run for run in runs if run.train_time and run.status in {None, "completed"})
-    answered = []
     for group in grouped(finished, lambda group, run: judge([group[0], run]).answer == "yes"):
         ordered = sorted(group, key=lambda run: run.train_time or 0.0)
         baseline = min(ordered, key=lambda run: (run.device_count or float("inf"), -(run.train_time or 0.0)))
         if len(group) > 1:
-            answered.append(Answer(ordered[0], baseline, tuple(ordered)))
+            answered.append(Answer(baseline, tuple(ordered)))
     return sorted(answered, key=lambda each: max(run.date or "" for run in each.runs), reverse=True)
 
 

@@ -19,14 +19,10 @@ RULE = (
     f"A step stands out if its loss or its gradient norm is {DEVIATIONS:g} deviations or more above the median of the "
     f"{TRAILING} values before it. A deviation is 1.4826 times their median distance from that median."
 )
-_AXES: dict[str, dict[str, Any]] = {
-    "x": {"field": "x", "title": "optimizer steps", "axis": ui.NUMBERS},
-    "y": {"field": "y", "title": "training loss (nats per token)", "scale": {"zero": False}},
-}
-_STANDS_OUT = {
-    "transform": [{"filter": "datum.out"}],
-    "mark": {"type": "point", "size": 60, "strokeWidth": 2, "aria": False},
-}
+_X = {"type": "quantitative", "field": "x", "title": "optimizer steps", "axis": ui.NUMBERS}
+_Y = {"type": "quantitative", "field": "y", "title": "training loss (nats per token)", "scale": {"zero": False}}
+_POINT = {"type": "point", "size": 60, "strokeWidth": 2, "aria": False}
+_LAYERS = [{"mark": {"type": "line"}}, {"transform": [{"filter": "datum.out"}], "mark": _POINT}]
 
 
 def show() -> None:
@@ -80,18 +76,12 @@ def _judged(run_dir: Path, version: Version) -> Spikes:  # noqa: ARG001 - part o
 def _documents(run_dir: Path, _judged: Spikes, versions: tuple[Version, Version]) -> tuple[int, ui.Table]:  # noqa: ARG001
     """How many documents the steps that stand out have read, and the first of them."""
     found = suspects(Reading(run_dir), _judged)
-    rows = [
-        {
-            "by chance": each.by_chance,
-            "stand out": len(each.spikes),
-            "of steps that read it": each.steps,
-            "document": each.document.number,
-            "source": each.document.origin,
-            "text": excerpt(each.file, each.document.start, each.document.stop),
-            "first such step": each.spikes[0],
-        }
-        for each in found[:MOST_DOCUMENTS]
-    ]
+    rows = []
+    for each in found[:MOST_DOCUMENTS]:
+        row: dict[str, Any] = {"by chance": each.by_chance, "stand out": len(each.spikes)}
+        row |= {"of steps that read it": each.steps, "document": each.document.number, "source": each.document.origin}
+        row["text"] = excerpt(each.file, each.document.start, each.document.stop)
+        rows.append(row | {"first such step": each.spikes[0]})
     return len(found), ui.columns(rows)
 
 
@@ -100,9 +90,8 @@ def _show_curve(steps: Steps, spikes: set[int]) -> None:
     x, y = steps.train["step"][drawn], steps.train["loss"][drawn]
     out = np.isin(x, [*spikes])
     places = np.union1d(ui.thinned(y), np.flatnonzero(out))
-    encoding = {name: {"type": "quantitative", **axis} for name, axis in _AXES.items()}
     ui.figure(
-        {"height": ui.HEIGHT, "encoding": encoding, "layer": [{"mark": {"type": "line"}}, _STANDS_OUT]},
+        {"height": ui.HEIGHT, "encoding": {"x": _X, "y": _Y}, "layer": _LAYERS},
         points={name: values[places].tolist() for name, values in (("x", x), ("y", y), ("out", out))},
         numbers={"step": x.tolist(), "loss": y.tolist(), "stands out": out.tolist()},
         title="Training loss, with the steps that stand out",

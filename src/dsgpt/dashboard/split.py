@@ -23,23 +23,11 @@ from dsgpt.planner.step_time import bubble_fraction
 COUNTS = (1, 2, 4, 8, 16, 32, 64)
 """Numbers of ranks, or of GPUs, to choose from."""
 _MOST_DRAWN = 8
-CHOICES = {
-    "DDP": "ddp",
-    "FSDP": "fsdp",
-    "ZeRO-0": "zero0",
-    "ZeRO-1": "zero1",
-    "ZeRO-2": "zero2",
-    "ZeRO-2, offload": "zero2_offload",
-    "ZeRO-3": "zero3",
-    "ZeRO-3, offload": "zero3_offload",
-    "ZeRO-3, NVMe": "zero3_nvme",
-    "ZeRO++": "zeropp",
-    "Tensor parallel": "tensor",
-    "Sequence parallel": "sequence",
-    "Pipeline parallel": "pipeline",
-    "3D: pipeline and tensor": "3d",
-    "One device": "baseline",
-}
+CHOICES = {"DDP": "ddp", "FSDP": "fsdp", "ZeRO-0": "zero0", "ZeRO-1": "zero1", "ZeRO-2": "zero2"}
+CHOICES |= {"ZeRO-2, offload": "zero2_offload", "ZeRO-3": "zero3", "ZeRO-3, offload": "zero3_offload"}
+CHOICES |= {"ZeRO-3, NVMe": "zero3_nvme", "ZeRO++": "zeropp", "Tensor parallel": "tensor"}
+CHOICES |= {"Sequence parallel": "sequence", "Pipeline parallel": "pipeline", "3D: pipeline and tensor": "3d"}
+CHOICES |= {"One device": "baseline"}
 """Strategies that can be picked, and their words for ``--strategy`` of ``src/plan.py``."""
 
 
@@ -105,13 +93,9 @@ def _show_split(split: Plan) -> None:
     fits = f"{used:.0%} of what fits" if used <= 1 else f"does not fit: {used:.0%} of the room"
     work = f"micro batch {micro} x {batches} accumulated x {ranks} data ranks"
     st.markdown(f"**{ui.plain(setup.strategy_name)}** in {setup.precision}, {setup.seq_length:,} tokens a sequence")
-    ui.show_metrics(
-        [
-            ("Sequences in a step", f"{micro * batches * ranks:,}", work),
-            (f"Peak memory of rank {split.rank}", byte_size(split.peak.total), fits),
-            ("Sent by a rank in a step", byte_size(most_sent_bytes(setup)), "if collectives are rings"),
-        ]
-    )
+    step = ("Sequences in a step", f"{micro * batches * ranks:,}", work)
+    sent = ("Sent by a rank in a step", byte_size(most_sent_bytes(setup)), "if collectives are rings")
+    ui.show_metrics(step, (f"Peak memory of rank {split.rank}", byte_size(split.peak.total), fits), sent)
     for heading, sentences in explanations(setup):
         st.markdown(f"**{heading}.** {sentences}")
 
@@ -121,19 +105,12 @@ def _show_split(split: Plan) -> None:
     svg = pictures.state_svg(states[:_MOST_DRAWN], ranks=len(states), theme=ui.page_theme())
     ui.drawing(svg, key="split-held-picture", name=f"who-holds-what-{setup.strategy_name}")
     with st.expander("Numbers: what each rank holds"):
-        rows = [
-            {
-                "rank": each.rank,
-                "holds": each.words,
-                "kind": block.kind,
-                "bytes": block.size,
-                "without a split, bytes": block.whole,
-                "share": block.size / block.whole,
-                "where": block.place,
-            }
-            for each in states
-            for block in each.blocks
-        ]
+        rows = []
+        for each in states:
+            for block in each.blocks:
+                row = {"rank": each.rank, "holds": each.words, "kind": block.kind, "bytes": block.size}
+                row |= {"without a split, bytes": block.whole, "share": block.size / block.whole}
+                rows.append(row | {"where": block.place})
         ui.show_table(ui.columns(rows), key="split-held", name="What each rank holds")
     with st.expander(f"Numbers: the peak of rank {split.rank}"):
         st.caption(f"The moment with the most memory is: {split.peak.moment}. `src/plan.py` prints the same.")
@@ -172,32 +149,23 @@ def sent_rows(setup: Setup) -> list[dict[str, Any]]:
         of_stage = {"stage": setup.stage(rank)} if setup.sizes.pipeline > 1 else {}
         for same in _alike(placed_traffic(setup, rank=rank), "what", "operation", "axis", "payload_bytes"):
             traffic = same[0].traffic
-            row = {
-                "operation": pictures.operation_name(traffic),
-                "among": f"{traffic.group_size} {traffic.axis} ranks",
-                "times": len(same),
-                "payload, bytes": traffic.payload_bytes,
-                "payload per step, bytes": sum(each.traffic.payload_bytes for each in same),
-                "sent by a rank per step, bytes": sum(each.traffic.ring_bytes for each in same),
-                "meanwhile": pictures.waits(same[0]),
-            }
-            rows.append({**of_stage, "when": _when(same[0]), **row})
+            row: dict[str, Any] = {"when": _when(same[0]), "operation": pictures.operation_name(traffic)}
+            row |= {"among": f"{traffic.group_size} {traffic.axis} ranks", "times": len(same)}
+            row["payload, bytes"] = traffic.payload_bytes
+            row["payload per step, bytes"] = traffic.payload_bytes * len(same)
+            row["sent by a rank per step, bytes"] = sum(each.traffic.ring_bytes for each in same)
+            rows.append({**of_stage, **row, "meanwhile": pictures.waits(same[0])})
     return rows
 
 
 def copied_rows(setup: Setup) -> list[dict[str, Any]]:
     """Copies of offload in a step, a row for each kind at each place."""
-    return [
-        {
-            "when": _when(same[0]),
-            "what": same[0].what,
-            "between": pictures.LINKS[same[0].link, same[0].to_device],
-            "times": len(same),
-            "bytes": same[0].size,
-            "bytes per step": sum(each.size for each in same),
-        }
-        for same in _alike(copied(setup), "what", "link", "to_device", "size")
-    ]
+    rows = []
+    for same in _alike(copied(setup), "what", "link", "to_device", "size"):
+        copy, times = same[0], len(same)
+        row = {"when": _when(copy), "what": copy.what, "between": pictures.LINKS[copy.link, copy.to_device]}
+        rows.append(row | {"times": times, "bytes": copy.size, "bytes per step": times * copy.size})
+    return rows
 
 
 Moved = TypeVar("Moved", Placed, Copied)

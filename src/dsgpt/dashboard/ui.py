@@ -82,7 +82,7 @@ def ask_number(
     return place.number_input(label, least, most, None, key=key, placeholder=empty, **more)
 
 
-def show_metrics(metrics: Sequence[tuple[str, str, str]]) -> None:
+def show_metrics(*metrics: tuple[str, str, str]) -> None:
     """Show figures beside each other: the label of each, its value, and a caption."""
     for column, (label, value, caption) in zip(st.columns(len(metrics)), metrics, strict=True):
         column.metric(label, value)
@@ -277,29 +277,23 @@ def show_curves(
     *,
     x: str,
     y: str,
-    title: str,
-    key: str,
     most: int = POINTS,
-    level: int = 3,
-    keeps_zoom: bool = False,
-    **picture: Any,
+    picture: Mapping[str, Any] | None = None,
+    **more: Any,
 ) -> None:
-    """Show curves of the runs ``names`` with their numbers: as ``figure`` and, for ``picture``, as ``lines`` do.
+    """Show curves of the runs ``names`` with their numbers.
 
-    ``most`` limits the points that are drawn of a curve.
+    ``most`` limits the points that are drawn of a curve, ``picture`` is for ``lines``, and ``more`` for ``figure``.
     """
     titles = {"x": x, "y": y, "low": "least", "high": "most"}
     ends = {each.name: each.y[~np.isnan(each.y)] for each in series}
     in_words = "; ".join(f"{name} ends at {values[-1]:.4g}" for name, values in ends.items() if len(values))
     figure(
-        lines(names, x=x, y=y, band=any(each.low is not None for each in series), **picture),
+        lines(names, x=x, y=y, band=any(each.low is not None for each in series), **picture or {}),
         points=points(series, most=most),
         numbers=lambda: {titles.get(field, field): values for field, values in points(series).items()},
-        title=title,
         alternative=f"{y}: {in_words or 'nothing recorded'}",
-        key=key,
-        level=level,
-        keeps_zoom=keeps_zoom,
+        **more,
     )
 
 
@@ -331,15 +325,13 @@ def lines(
         band: the lines are means, drawn above their ranges.
     """
     scale: dict[str, Any] = {"type": "log"} if logarithmic else {"zero": from_zero}
+    across, up = ({"field": name, "type": "quantitative", "title": title} for name, title in (("x", x), ("y", y)))
+    values = [{**value, "format": ",.6~g"} for value in (across, up)]
     encoding: dict[str, Any] = {
-        "x": {"field": "x", "type": "quantitative", "title": x, "axis": {**NUMBERS, "grid": False}},
-        "y": {"field": "y", "type": "quantitative", "title": y, "scale": scale},
+        "x": {**across, "axis": {**NUMBERS, "grid": False}},
+        "y": {**up, "scale": scale},
         **look(names, drawn or names),
-        "tooltip": [
-            {"field": "run", "type": "nominal", "title": "run"},
-            {"field": "x", "type": "quantitative", "title": x, "format": ",.6~g"},
-            {"field": "y", "type": "quantitative", "title": y, "format": ",.6~g"},
-        ],
+        "tooltip": [{"field": "run", "type": "nominal", "title": "run"}, *values],
     }
     if ordered:
         encoding["order"] = {"field": "order", "type": "quantitative"}
@@ -371,20 +363,10 @@ def in_lines(name: str) -> list[str]:
 
 def look(names: Sequence[str], drawn: Sequence[str]) -> dict[str, Any]:
     """Colours and dashes in the order of ``names``, and a legend of ``drawn``, as Vega-Lite's channels."""
-    legend = {
-        "orient": "bottom",
-        "columns": 1,
-        "values": list(drawn),
-        "labelExpr": f"{json.dumps({name: in_lines(name) for name in drawn})}[datum.label]",
-        "labelLimit": 0,
-        "symbolType": "stroke",
-        "symbolSize": 400,
-        "symbolStrokeWidth": 2,
-        "symbolOpacity": 1,
-    }
+    legend: dict[str, Any] = {"orient": "bottom", "columns": 1, "values": list(drawn)}
+    legend["labelExpr"] = f"{json.dumps({name: in_lines(name) for name in drawn})}[datum.label]"
+    legend |= {"labelLimit": 0, "symbolType": "stroke"}
+    legend |= {"symbolSize": 400, "symbolStrokeWidth": 2, "symbolOpacity": 1}
     run = {"field": "run", "type": "nominal", "title": None, "legend": legend if len(names) > 1 else None}
-    dashes = [DASHES[place % len(DASHES)] for place in range(len(names))]
-    return {
-        "color": {**run, "scale": {"domain": list(names)}},
-        "strokeDash": {**run, "scale": {"domain": list(names), "range": dashes}},
-    }
+    scale = {"domain": list(names), "range": [DASHES[place % len(DASHES)] for place in range(len(names))]}
+    return {"color": {**run, "scale": {"domain": list(names)}}, "strokeDash": {**run, "scale": scale}}
