@@ -29,7 +29,6 @@ from dsgpt.telemetry.meter import (
     TimedBatches,
     interval_figures,
     require_finite,
-    throughput,
 )
 from dsgpt.telemetry.monitor import GpuSample, Monitor, _Device, gpu_use, open_gpus
 from dsgpt.telemetry.profiles import (
@@ -154,22 +153,20 @@ def test_a_line_per_step():
 def test_throughput_leaves_the_warm_up_out():
     meter, lines = metered(6)
     counted = [line["step_time_sec"] for line in lines[3:]]
-    assert throughput(meter.run) == pytest.approx(300 / sum(counted))
+    assert meter.run.tokens_per_sec() == pytest.approx(300 / sum(counted))
     assert (meter.run.step_secs, meter.run.dataload_secs) == (counted, [0.004, 0.005, 0.006])
     meter, _ = metered(3)
-    assert throughput(meter.run) is None
+    assert meter.run.tokens_per_sec() is None
 
 
 def test_a_resumed_run_counts_its_earlier_steps():
     earlier, lines = metered(5)
-    lines.insert(4, {"step": 4, "val_loss": 2.0, "wall_time_sec": 1000.0})
-    lines[-1]["wall_time_sec"] = 2000.0
-    meter = StepMeter(CPU, tokens_per_step=100)
-    meter.resume(lines, done=5, epoch_start=0)
+    lines.insert(4, {"step": 4, "val_loss": 2.0})
+    meter, other_epoch = (StepMeter(CPU, tokens_per_step=100) for _ in range(2))
+    meter.resume(lines, done=5, epoch_start=0, wall_sec=2000.0, last_loss=5.0)
     assert meter.run == meter.epoch == earlier.run
     assert 2000 <= meter.wall_seconds() < 2010
-    other_epoch = StepMeter(CPU, tokens_per_step=100)
-    other_epoch.resume(lines, done=5, epoch_start=5)
+    other_epoch.resume(lines, done=5, epoch_start=5, wall_sec=2000.0, last_loss=5.0)
     assert (other_epoch.run, other_epoch.epoch) == (earlier.run, Figures())
 
 

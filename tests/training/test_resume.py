@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from small_run import RECIPE, command_line, without_paths, write_recipe
-from training_runs import LONG, checkpoints, damage, errors, read_lines, read_record, resume, rewrite, stop_after_9
+from training_runs import LONG, checkpoints, damage, errors, read_lines, read_record, resume, stop_after_9
 
 from dsgpt.checkpoints import store
 from dsgpt.checkpoints.manifest import Segment, highest_peaks, read_manifest, read_run_state
@@ -196,26 +196,6 @@ def test_a_process_that_takes_no_step_changes_no_step(started, finished_run, pea
     found = read_record(started)
     assert spans(found) == [(1, 9, 5000), (10, 12, 5000), (13, 12, 7000)]
     assert found["segments"][2]["train_time_sec"] == 0
-
-
-def test_steps_before_an_old_checkpoint_are_unknown(started, finished_run, peak):
-    """The smaller known figure is never used; after another resume it is still unknown."""
-    file = started / "step-00000009" / "run_state.json"
-    state = json.loads(file.read_text())
-    del state["segments"]
-    rewrite(started / "step-00000009", file, json.dumps(state).encode())
-    peak[0] = 2000
-    assert resume(started, finished_run) == 0
-    (started / "RUN_COMPLETE.txt").unlink()
-    assert resume(started, finished_run, max_train_steps=14, allow_changed="recipe") == 0
-    found = read_record(started)
-    assert spans(found) == [(10, 12, 2000), (13, 14, 2000)]
-    assert found["summary"][RSS] is None
-    assert [epoch[RSS] for epoch in found["epochs"]] == [5000, None, 2000, 2000]
-    config = found["training_config"]
-    assert found["host"] is found["hardware"]["cpu_count"] is config["strategy"] is None
-    assert (config["seed"], config["precision"]) == (1337, "fp32")  # which no process may change
-    assert found["summary"]["train_time_sec"] > 0  # from the lines of its steps
 
 
 # Peaks

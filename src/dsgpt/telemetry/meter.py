@@ -204,6 +204,11 @@ class Figures:
         """Mean loss of the steps; None where it is unknown."""
         return None if self.loss_sum is None or not self.steps else self.loss_sum / self.steps
 
+    def tokens_per_sec(self) -> float | None:
+        """Tokens per second over all ranks, of training steps after the warm-up; None without such a step."""
+        seconds = sum(self.step_secs)
+        return self.counted_tokens / seconds if seconds else None
+
 
 class StepMeter:
     """Collects the steps of a run."""
@@ -243,8 +248,8 @@ class StepMeter:
         done: int,
         first_steps: Collection[int] = (),
         epoch_start: int,
-        wall_sec: float | None = None,
-        last_loss: float | None = None,
+        wall_sec: float | None,
+        last_loss: float | None,
     ) -> None:
         """Count the steps that earlier processes of this run logged; lines that are missing make sums unknown.
 
@@ -253,15 +258,13 @@ class StepMeter:
             done: optimizer steps taken.
             first_steps: the first of each earlier process.
             epoch_start: how many of them belong to finished epochs.
-            wall_sec: seconds of the run so far; None takes those of the last line.
-            last_loss: loss of step ``done``; None takes that of the last step in ``lines``.
+            wall_sec: seconds of the run so far.
+            last_loss: loss of step ``done``.
         """
         counted: list[int] = []
         for line in lines:
-            self._earlier_wall_sec = line.get("wall_time_sec") or self._earlier_wall_sec
             if all(line.get(key) is not None for key in _COUNTED):
                 self.run.add(line, tokens=self._tokens_per_step)
-                self.last_loss = line["loss"]
                 counted.append(line["step"])
                 if line["step"] in first_steps:
                     self._first_secs.append(line["step_time_sec"] - line["dataload_time_sec"])
@@ -269,8 +272,7 @@ class StepMeter:
                     self.epoch.add(line, tokens=self._tokens_per_step)
         self.run.expect(range(1, done + 1), counted)
         self.epoch.expect(range(epoch_start + 1, done + 1), [step for step in counted if step > epoch_start])
-        self._earlier_wall_sec = wall_sec if wall_sec is not None else self._earlier_wall_sec
-        self.last_loss = last_loss if last_loss is not None else self.last_loss
+        self._earlier_wall_sec, self.last_loss = wall_sec or 0.0, last_loss
 
     def wall_seconds(self) -> float:
         """Seconds since the run started, without those between the processes of a resumed run."""
@@ -366,12 +368,6 @@ def require_finite(lines: Iterable[dict[str, Any]]) -> None:
             raise NonFiniteError(f"step {line['step']}: {values}: {stopped}")
 
 
-def throughput(figures: Figures) -> float | None:
-    """Tokens per second over all ranks, of training steps after the warm-up; None without such a step."""
-    seconds = sum(figures.step_secs)
-    return figures.counted_tokens / seconds if seconds else None
-
-
 # Figures of the steps between two lines for the user, over all ranks.
 
 
@@ -458,7 +454,7 @@ def interval_figures(figures: Figures, *, ranks: Sequence[RankShare]) -> Interva
     times.add(figures, ranks)
     return {
         "steps": figures.steps,
-        "tokens_per_sec": throughput(figures),
+        "tokens_per_sec": figures.tokens_per_sec(),
         "step_time_p50_sec": percentile(figures.step_secs, 0.50),
         "step_time_p95_sec": percentile(figures.step_secs, 0.95),
         "largest_loss": max((rank.loss for rank in ranks if math.isfinite(rank.loss)), default=None),

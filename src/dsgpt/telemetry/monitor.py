@@ -8,9 +8,9 @@ import json
 import os
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -147,29 +147,6 @@ def hardware_file(node: int) -> str:
     return HARDWARE_FILE if node == 0 else f"hardware-{node}.jsonl"
 
 
-@dataclass
-class _Series:
-    """The sum and the extremes of one figure."""
-
-    count: int = 0
-    total: float = 0.0
-    least: float | None = None
-    most: float | None = None
-
-    def add(self, value: float | None) -> None:
-        """Count a value, if it is known."""
-        if value is not None:
-            self.count += 1
-            self.total += value
-            self.least = value if self.least is None else min(self.least, value)
-            self.most = value if self.most is None else max(self.most, value)
-
-    @property
-    def mean(self) -> float | None:
-        """Mean of the values; None without one."""
-        return self.total / self.count if self.count else None
-
-
 class _Device:
     """The figures of one GPU.
 
@@ -178,19 +155,22 @@ class _Device:
     """
 
     def __init__(self, energy_joules: float | None) -> None:
-        self._counter = energy_joules
-        self._samples = 0
-        self._series = {field.name: _Series() for field in fields(GpuSample) if field.name != "throttled"}
-        self._energy = _Series()
+        self._counter, self._samples = energy_joules, 0
+        self._known, self._sums = Counter[str](), defaultdict[str, float](float)
+        self._least, self._most = dict[str, float](), dict[str, float]()
         self._reasons: Counter[str] | None = None
 
     def add(self, sample: GpuSample, *, seconds: float) -> None:
         """Count a sample, taken ``seconds`` after the one before."""
         self._samples += 1
-        for name, series in self._series.items():
-            series.add(getattr(sample, name))
+        values = {name: value for name, value in vars(sample).items() if value is not None and name != "throttled"}
         if sample.power_watts is not None:
-            self._energy.add(sample.power_watts * seconds)
+            values["energy"] = sample.power_watts * seconds
+        for name, value in values.items():
+            self._known[name] += 1
+            self._sums[name] += value
+            self._least[name] = min(value, self._least.get(name, value))
+            self._most[name] = max(value, self._most.get(name, value))
         if sample.throttled is not None:
             self._reasons = (self._reasons or Counter()) + Counter(sample.throttled)
 
@@ -200,21 +180,21 @@ class _Device:
         Args:
             energy_joules: the counter now; without counters, energy is the sum of power over time.
         """
-        series = self._series
-        energy = self._energy.total if self._samples and self._energy.count == self._samples else None
+        means = {name: self._sums[name] / count for name, count in self._known.items()}
+        energy = self._sums["energy"] if self._samples and self._known["energy"] == self._samples else None
         if self._counter is not None and energy_joules is not None:
             energy = energy_joules - self._counter
         reasons = None if self._reasons is None else sorted(self._reasons.items())
         return {
             "samples": self._samples,
             "energy_joules": energy,
-            "power_watts_mean": series["power_watts"].mean,
-            "power_watts_max": series["power_watts"].most,
-            "utilisation_mean": series["utilisation"].mean,
-            "memory_used_bytes_max": series["memory_used_bytes"].most,
-            "temperature_celsius_max": series["temperature_celsius"].most,
-            "sm_clock_mhz_mean": series["sm_clock_mhz"].mean,
-            "sm_clock_mhz_min": series["sm_clock_mhz"].least,
+            "power_watts_mean": means.get("power_watts"),
+            "power_watts_max": self._most.get("power_watts"),
+            "utilisation_mean": means.get("utilisation"),
+            "memory_used_bytes_max": self._most.get("memory_used_bytes"),
+            "temperature_celsius_max": self._most.get("temperature_celsius"),
+            "sm_clock_mhz_mean": means.get("sm_clock_mhz"),
+            "sm_clock_mhz_min": self._least.get("sm_clock_mhz"),
             "throttled_share": None if reasons is None else {name: count / self._samples for name, count in reasons},
         }
 

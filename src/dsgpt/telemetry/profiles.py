@@ -11,6 +11,7 @@ them.
 """
 
 import contextlib
+import math
 import os
 import re
 import statistics
@@ -76,31 +77,18 @@ class Span(NamedTuple):
     end: float
 
 
-def merged(spans: Iterable[Span]) -> list[Span]:
-    """Spans of the same total time that do not touch, in order."""
-    apart: list[Span] = []
-    for span in sorted(spans):
-        if apart and span.start <= apart[-1].end:
-            apart[-1] = Span(apart[-1].start, max(apart[-1].end, span.end))
-        elif span.end > span.start:
-            apart.append(span)
-    return apart
-
-
 def length(spans: Iterable[Span]) -> float:
     """Length of the union of the spans."""
-    return sum(span.end - span.start for span in merged(spans))
+    total, end = 0.0, -math.inf
+    for span in sorted(spans):
+        total += max(0.0, span.end - max(span.start, end))
+        end = max(end, span.end)
+    return total
 
 
-def common(one: Iterable[Span], other: Iterable[Span]) -> list[Span]:
-    """The time in which a span of each lasts, as spans that do not touch."""
-    first, second, both = merged(one), merged(other), []
-    while first and second:
-        start, end = max(first[-1].start, second[-1].start), min(first[-1].end, second[-1].end)
-        if start < end:
-            both.append(Span(start, end))
-        (first if first[-1].start > second[-1].start else second).pop()
-    return both[::-1]
+def overlap(one: Sequence[Span], other: Sequence[Span]) -> float:
+    """How long a span of each lasts at the same time."""
+    return length(one) + length(other) - length([*one, *other])
 
 
 STEP_RANGE, GLOO = "dsgpt profiled step", "gloo:"
@@ -154,13 +142,12 @@ def times_on_cpu(events: Iterable[Event], *, sleeping_sec: Sequence[float]) -> C
     ours.sort(key=lambda event: event.span)
     steps = [event.span for event in ours if event.name == STEP_RANGE]
     calls = _calls([event for event in ours if _is_in(steps, event)])
-    lasting = [[*common([call for _, call in calls], [step])] for step in steps]
-    exposed = [min(slept, length(spans)) for slept, spans in zip(sleeping_sec, lasting, strict=True)]
+    lasting = [overlap([call for _, call in calls], [step]) for step in steps]
     return CommunicationTimes(
         steps=len(steps),
         step_sec=length(steps),
-        communication_sec=sum(map(length, lasting)),
-        exposed_sec=sum(exposed),
+        communication_sec=sum(lasting),
+        exposed_sec=sum(map(min, sleeping_sec, lasting)),
         operations=_by_operation(calls),
     )
 
@@ -204,7 +191,7 @@ def times_on_gpu(events: Iterable[Event]) -> CommunicationTimes:
         steps=len(steps),
         step_sec=length(steps),
         communication_sec=length(lasting),
-        exposed_sec=length(lasting) - length(common(lasting, computing)),
+        exposed_sec=length(lasting) - overlap(lasting, computing),
         operations=_by_operation(calls),
     )
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dsgpt.checkpoints.manifest import Change, Epoch, Goodput, RunState, Segment, covers, highest_peaks
+from dsgpt.checkpoints.manifest import Change, Epoch, Goodput, RunState, Segment, highest_peaks
 from dsgpt.checkpoints.training_state import reason_of
 from dsgpt.common.errors import NonFiniteError, UserError
 from dsgpt.common.files import write_json_atomic
@@ -24,16 +24,7 @@ from dsgpt.planner.options import CALIBRATION
 from dsgpt.planner.rates import Calibration, Utilisation, read_calibration, utilisation
 from dsgpt.record.schema import RECORD_FILE, STEPS_FILE, RunRecord, StepLog, finite, mean, percentile, read_steps
 from dsgpt.telemetry.cost import TrainingPeaks, peak_bytes, traffic_line
-from dsgpt.telemetry.meter import (
-    Figures,
-    RankShare,
-    RankTimes,
-    StepMeter,
-    StepResult,
-    interval_figures,
-    require_finite,
-    throughput,
-)
+from dsgpt.telemetry.meter import Figures, RankShare, RankTimes, StepMeter, StepResult, interval_figures, require_finite
 from dsgpt.telemetry.monitor import LoadOfOthers
 from dsgpt.telemetry.profiles import COMMUNICATION_FILE, communication_table
 from dsgpt.training.budget import Budget, TrainingPlan
@@ -267,9 +258,6 @@ def place(step: int, total_steps: int) -> str:
 
 # The segments of a run, one for each process that trained a part of it, and the description that all of them share.
 
-NEVER_CHANGES = frozenset({"precision"})
-"""Fields of a segment that no resume may change (``settings_to_match``): unrecorded segments had the same values."""
-
 
 class Segments:
     """The earlier segments, up to the checkpoint that this process resumed from, and the segment of this process.
@@ -288,9 +276,8 @@ class Segments:
         """All segments, as of the last ``note``."""
 
     def resume(self, state: RunState) -> None:
-        """Continue the segments of a checkpoint. Old checkpoints have none: segments of their steps stay unknown."""
-        if state.segments and state.segments[-1].last_step == state.step:
-            self._earlier = list(state.segments)
+        """Continue the segments of a checkpoint."""
+        self._earlier = list(state.segments)
 
     def note(self, meter: StepMeter, peaks: dict[str, int | None]) -> None:
         """Update the segment of this process."""
@@ -301,7 +288,7 @@ class Segments:
             "last_step": max(meter.run.steps, self._done),
             "train_time_sec": meter.process.train_sec,
             "wall_time_sec": meter.process_wall_seconds(),
-            "mean_tokens_per_sec_global": throughput(meter.process),
+            "mean_tokens_per_sec_global": meter.process.tokens_per_sec(),
             **peaks,
             **self._load.figures(),
         }
@@ -315,29 +302,16 @@ class Segments:
         return highest_peaks(self.all, first_step=since_step, last_step=last)
 
     def common_description(self) -> dict[str, Any]:
-        """The description of the run, with None where the segments differ or not all of them are known."""
+        """The description of the run, with None where the segments differ."""
         if not self.all:
             return self._description
-        segments = [asdict(segment) for segment in self.all]
-        if not covers(self.all, first_step=1, last_step=self.all[-1].last_step):
-            segments.append({})
-        described = self._description
-
-        def common(last: dict[str, Any], each: list[dict[str, Any]]) -> dict[str, Any]:
-            """``last``, the values of the last segment, with None for those that another segment does not have."""
-            return {
-                name: value if all(one.get(name) == value for one in each) else None for name, value in last.items()
-            }
-
-        config, top = described["training_config"], {name: described[name] for name in ("git_commit", "host")}
-        may_change = {name: value for name, value in config.items() if name in segments[0].keys() - NEVER_CHANGES}
-        blocks = ("env", "hardware")
-        return {
-            **described,
-            **common(top, segments),
-            **{block: common(described[block], [each.get(block, {}) for each in segments]) for block in blocks},
-            "training_config": config | common(may_change, segments),
-        }
+        common = {block: dict(self._description[block]) for block in ("env", "hardware", "training_config")}
+        common["top"] = {name: self._description[name] for name in ("git_commit", "host")}
+        for segment in map(asdict, self.all):
+            for block, values in common.items():
+                other = segment.get(block, values | segment)
+                common[block] = {name: value if other.get(name) == value else None for name, value in values.items()}
+        return self._description | common.pop("top") | common
 
 
 # The figures of a run, its state for a checkpoint, and its record. Sends every event to the sinks.
@@ -475,7 +449,7 @@ class Journal:
             own = RankShare(sum(figures.dataload_secs), figures.computing_sec, self.meter.last_own_loss)
             ranks = [RankShare(*values) for values in self._ranks.gathered(own)]
             self._times.add(figures, ranks)
-            mfu = self._here.mfu(throughput(figures))
+            mfu = self._here.mfu(figures.tokens_per_sec())
             lines[-1]["interval"] = {**interval_figures(figures, ranks=ranks), "mfu": mfu}
         self._sinks.try_to_send("lines", lambda sink: sink.steps(lines, due=due))
         try:
@@ -550,7 +524,7 @@ class Journal:
             train_loss_avg_global=figures.loss_mean(),
             val_loss_avg_global=self.last_val_loss,
             **peaks,
-            tokens_per_sec_global=throughput(figures),
+            tokens_per_sec_global=figures.tokens_per_sec(),
             step_time_mean_sec=mean(figures.step_secs),
             step_time_p50_sec=percentile(figures.step_secs, 0.50),
             step_time_p95_sec=percentile(figures.step_secs, 0.95),
@@ -620,7 +594,7 @@ class Journal:
         self.record.goodput = {"share": goodput.share, **asdict(goodput)}
         self.record.segments = [asdict(segment) for segment in self._segments.all]
         # The share of a hardware that not all segments have is unknown. Ranks are compared in steps of this process.
-        use, tokens_per_sec = self._utilisation_on(self.record.description), throughput(run)
+        use, tokens_per_sec = self._utilisation_on(self.record.description), run.tokens_per_sec()
         self.record.summary = {
             "total_wall_time_sec": self.meter.wall_seconds(),
             "train_time_sec": run.train_sec,
@@ -643,11 +617,9 @@ class Journal:
         }
 
     def _utilisation_on(self, description: dict[str, Any]) -> Utilisation:
-        config, hardware = self._config, description.get("hardware", {})
+        config, known, hardware = self._config, self._calibration, description.get("hardware", {})
         length, precision = config.attended_length or config.seq_length, config.precision
-        return utilisation(
-            config.model, hardware, seq_length=length, precision=precision, calibration=self._calibration
-        )
+        return utilisation(config.model, hardware, seq_length=length, precision=precision, calibration=known)
 
     def _note_segment(self, *, peaks: bool = True) -> None:
         """Update the segment of this process; without ``peaks``, its memory figures stay as they were."""

@@ -253,6 +253,21 @@ def predicted_peak_memory(config: RunConfig) -> dict[str, Any] | None:
     return {"rank0": first.as_dict(), "worst": {"rank": rank, **worst.as_dict()}}
 
 
+_FROM_CONFIG = ("run_type", "model_size", "epochs", "total_steps", "val_windows", "precision", "attended_length")
+_FROM_OPTIONS = (
+    "max_train_steps",
+    "seed",
+    "mask_documents",
+    "eval_every",
+    "compile",
+    "pad_logits",
+    "exact",
+    "cuda_graphs",
+)
+_FROM_RECIPE = ("zero_stage", "offload_optimizer", "offload_param")
+"""Keys of the record's ``training_config`` that have the names of fields; those of the recipe only DeepSpeed knows."""
+
+
 def describe_run(
     config: RunConfig,
     *,
@@ -270,7 +285,7 @@ def describe_run(
         changes: what changed at resumes.
         run_id: that of the run to resume; None for a new run.
     """
-    options, recipe, batch = config.options, config.recipe, config.batch
+    options, recipe, batch, source = config.options, config.recipe, config.batch, config.init_from
     optimized, zero = config.run_type == "optimized", recipe.zero_optimization
     loss_scaling: dict[str, Any] = {"type": "none"}
     if config.precision == "fp16":  # a fixed scale disables the keys of dynamic scaling
@@ -295,21 +310,15 @@ def describe_run(
         },
         "data": {**_data_facts(config.train, "train", hashes), **_data_facts(config.val, "val", hashes)},
         "training_config": {
-            "run_type": config.run_type,
+            **{name: getattr(config, name) for name in _FROM_CONFIG},
+            **{name: getattr(options, name) for name in _FROM_OPTIONS},
             "strategy": config.strategy_name,
             "model_name": "gpt2",
-            "model_size": config.model_size,
             "model": config.model.as_dict(),
             "parameters": config.model.parameter_count(),
-            "init_from": {"source": config.init_from.given, "sha256": hashes["initial weights"]}
-            if config.init_from
-            else None,
+            "init_from": source and {"source": source.given, "sha256": hashes["initial weights"]},
             "seq_len": config.seq_length,
-            "epochs": config.epochs,
-            "max_train_steps": options.max_train_steps,
-            "total_steps": config.total_steps,
             "steps_per_epoch": config.order.steps_per_epoch,
-            "val_windows": config.val_windows,
             "micro_batch_size_per_gpu": batch.micro_batch_size,
             "grad_accum_steps": batch.gradient_accumulation_steps,
             "global_batch_size": batch.global_batch_size,
@@ -318,33 +327,20 @@ def describe_run(
             "optimizer_params": asdict(recipe.optimizer),
             "scheduler": asdict(recipe.scheduler) if recipe.scheduler else {"type": "constant"},
             "gradient_clipping": recipe.gradient_clipping,
-            "precision": config.precision,
             "loss_scaling": loss_scaling,
             "quantized_weights": optimized and zero.zero_quantized_weights,
             "quantized_gradients": optimized and zero.zero_quantized_gradients,
-            "zero_stage": recipe.zero_stage if optimized else None,
             "deepspeed_enabled": optimized,
             "data_parallel_size": batch.data_parallel_size,
-            "tensor_parallel_size": config.topology.sizes.tensor,
-            "pipeline_parallel_size": config.topology.sizes.pipeline,
-            "sequence_parallel_size": config.topology.sizes.sequence,
-            "offload_optimizer": recipe.offload_optimizer if optimized else None,
-            "offload_param": recipe.offload_param if optimized else None,
-            "seed": options.seed,
-            "mask_documents": options.mask_documents,
-            "attended_length": config.attended_length,
-            "eval_every": options.eval_every,
-            "compile": options.compile,
-            "pad_logits": options.pad_logits,
-            "exact": options.exact,
-            "cuda_graphs": options.cuda_graphs,
             "activation_checkpointing": config.activation_checkpointing,
+            **{f"{way}_parallel_size": size for way, size in asdict(config.topology.sizes).items()},
+            **{name: getattr(recipe, name) if optimized else None for name in _FROM_RECIPE},
         },
         "deepspeed_config": {
-            "path": str(config.recipe.path),
-            "sha256": config.recipe.sha256,
-            "given": config.recipe.raw,
-            "resolved": engine_config(config) if config.run_type == "optimized" else None,
+            "path": str(recipe.path),
+            "sha256": recipe.sha256,
+            "given": recipe.raw,
+            "resolved": engine_config(config) if optimized else None,
         },
     }
 
