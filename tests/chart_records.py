@@ -21,6 +21,7 @@ from dsgpt.record.suites import Compared, Comparison, Spread, State, Sweep, Swee
 from dsgpt.telemetry.meter import StepResult
 from dsgpt.training.journal import Journal, open_sinks
 from dsgpt.training.run_description import data_hashes, describe_run, initial_weights_hash
+from dsgpt.training.run_folder import ResumePoint
 
 # Records for the tests, made up and written where a test asks: no measurement of anything.
 
@@ -214,7 +215,7 @@ def run_of(folder: Path, asked: Asked, *, name: str = "run", change: Callable[[d
     """
     config = resolved(folder, asked)
     hashes = data_hashes(config) | {"initial weights": initial_weights_hash(config)}
-    description = describe_run(config, hashes=hashes, resumed_from=None, changes=asked.changes, run_id=None)
+    description = describe_run(config, ResumePoint(changes=tuple(asked.changes)), hashes=hashes)
     config.run_dir.mkdir(parents=True)
     sinks = open_sinks(config, done=0)
     journal = Journal(config, device=torch.device("cpu"), description=description, sinks=sinks, ranks=HostGroup())

@@ -27,6 +27,7 @@ from dsgpt.planner.setup import model_parameters, total
 from dsgpt.strategies.deepspeed.setup import engine_config
 from dsgpt.training.command import train
 from dsgpt.training.run_description import describe_run, setup_of
+from dsgpt.training.run_folder import ResumePoint
 
 # Every combination that cannot be trained correctly is refused in one line, with the reason and an alternative.
 
@@ -152,7 +153,7 @@ def test_the_bucket_is_no_larger_than_the_model(tmp_path, number, given, larger)
     assert engine_config(config)["zero_optimization"]["reduce_bucket_size"] == size
     assert setup_of(config).reduce_bucket_size == size
     hashes = {"train": None, "val": None, "initial weights": None}
-    record = describe_run(config, hashes=hashes, resumed_from=None, changes=[], run_id=None)["deepspeed_config"]
+    record = describe_run(config, ResumePoint(), hashes=hashes)["deepspeed_config"]
     assert record["given"]["zero_optimization"] == {"stage": number, **given}
     assert record["resolved"]["zero_optimization"]["reduce_bucket_size"] == size
 

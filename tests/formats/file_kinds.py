@@ -44,7 +44,7 @@ from dsgpt.telemetry.meter import StepMeter
 from dsgpt.training.command import train
 from dsgpt.training.journal import Journal, open_sinks
 from dsgpt.training.run_description import CHANGES_KEY, describe_run, settings_to_match
-from dsgpt.training.run_folder import EarlierRecord, plan_resume, read_earlier_record
+from dsgpt.training.run_folder import EarlierRecord, ResumePoint, plan_resume, read_earlier_record
 
 # Seeded damage to files: to their bytes, and to the values of JSON that stays JSON.
 
@@ -210,7 +210,7 @@ def _described(folder: Path) -> tuple[RunConfig, dict[str, str | None], dict[str
     files = {"train": config.train.path, "val": config.val.path}
     hashes = {name: hashlib.sha256(file.read_bytes()).hexdigest() for name, file in files.items()}
     hashes["initial weights"] = None
-    return config, hashes, describe_run(config, hashes=hashes, resumed_from=None, changes=(), run_id=None)
+    return config, hashes, describe_run(config, ResumePoint(), hashes=hashes)
 
 
 def restore(folder: Path) -> None:

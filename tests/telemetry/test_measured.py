@@ -163,19 +163,19 @@ def test_a_resumed_run_counts_its_earlier_steps():
     earlier, lines = metered(5)
     lines.insert(4, {"step": 4, "val_loss": 2.0})
     meter, other_epoch = (StepMeter(CPU, tokens_per_step=100) for _ in range(2))
-    meter.resume(lines, done=5, epoch_start=0, wall_sec=2000.0, last_loss=5.0)
+    meter.resume(lines, done=5, epoch_start=0)
     assert meter.run == meter.epoch == earlier.run
-    assert 2000 <= meter.wall_seconds() < 2010
-    other_epoch.resume(lines, done=5, epoch_start=5, wall_sec=2000.0, last_loss=5.0)
+    other_epoch.resume(lines, done=5, epoch_start=5)
     assert (other_epoch.run, other_epoch.epoch) == (earlier.run, Figures())
 
 
 def test_lost_steps_make_sums_unknown_and_counts_stay():
     _, lines = metered(5)
     meter = StepMeter(CPU, tokens_per_step=100)
-    meter.resume(lines[2:], done=5, epoch_start=3, wall_sec=70.0, last_loss=9.0)
+    meter.resume(lines[2:], done=5, epoch_start=3)
+    meter.earlier_wall_sec = 70.0
     assert (meter.run.steps, meter.run.train_sec, meter.run.loss_mean()) == (5, None, None)
-    assert (meter.epoch.steps, meter.epoch.loss_mean(), meter.last_loss) == (2, 4.5, 9.0)
+    assert (meter.epoch.steps, meter.epoch.loss_mean()) == (2, 4.5)
     meter.stop(step=6, epoch=0, result=result(1.0), dataload_sec=0.0)
     (line,) = meter.flush()
     assert line["train_time_sec"] is None

@@ -19,7 +19,8 @@ from dsgpt.record.equal_work import judge
 from dsgpt.record.runs import read_run
 from dsgpt.training.command import train as train_here
 from dsgpt.training.journal import Journal
-from dsgpt.training.run_description import CHANGEABLE, CHANGES_KEY
+from dsgpt.training.run_description import CHANGES_KEY
+from dsgpt.training.run_folder import CHANGEABLE
 
 # What a resume may change, and what only with `--allow_changed`.
 

@@ -214,6 +214,7 @@ def planned_work(cell: Cell, flags: Sequence[str], *, repository: Path) -> Facts
     """
     from dsgpt.config.run_config import resolve  # noqa: PLC0415 - torch takes seconds
     from dsgpt.training.run_description import data_hashes, describe_run  # noqa: PLC0415
+    from dsgpt.training.run_folder import ResumePoint  # noqa: PLC0415
 
     options, problems = parse_arguments(flags)
     files = ("train_data_path", "val_data_path", "deepspeed_config", "checkpoint_path")
@@ -226,7 +227,7 @@ def planned_work(cell: Cell, flags: Sequence[str], *, repository: Path) -> Facts
         hashes = data_hashes(config) | {"initial weights": config.init_from.sha256 if config.init_from else None}
     except UserError:
         return None
-    record = describe_run(config, hashes=hashes, resumed_from=None, changes=(), run_id=None)
+    record = describe_run(config, ResumePoint(), hashes=hashes)
     steps = config.total_steps
     return read_work(Fields(record, notes=[]), steps=steps, tokens=steps * config.tokens_per_step)
 

@@ -135,12 +135,11 @@ def _git(repository: Path, *words: str) -> str:
     """
     command = ["git", "--no-optional-locks", *words]
     try:
-        return subprocess.run(
-            command, cwd=repository, capture_output=True, text=True, errors="replace", check=True
-        ).stdout
+        done = subprocess.run(command, cwd=repository, capture_output=True, text=True, errors="replace", check=True)
     except OSError:
         raise _UnknownError("git cannot be started") from None
     except subprocess.CalledProcessError as error:
         said = error.stderr.partition("\n")[0].removeprefix("fatal: ")
         # ``cat-file -e`` prints nothing for an object that is not there
         raise _UnknownError(f"git says: {said}" if said else "this clone does not have that commit") from None
+    return done.stdout

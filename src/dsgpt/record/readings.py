@@ -230,10 +230,8 @@ class Spikes:
     def words(self) -> str:
         """``3 of 268 steps stand out; 32 more cannot be judged: fewer than 32 values are recorded before them``."""
         lost = self.steps - len(self.judged)
-        more = (
-            f"; {lost:,} more cannot be judged: fewer than {TRAILING} values are recorded before them" if lost else ""
-        )
-        return f"{len(self.spikes):,} of {len(self.judged):,} steps stand out{more}"
+        more = f"; {lost:,} more cannot be judged: fewer than {TRAILING} values are recorded before them"
+        return f"{len(self.spikes):,} of {len(self.judged):,} steps stand out{more if lost else ''}"
 
 
 def find_spikes(run_dir: Path) -> Spikes:

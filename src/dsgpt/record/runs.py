@@ -23,6 +23,10 @@ SMOOTH_FROM = 200
 """Curves with more points are drawn faint, with their trailing mean on top."""
 
 
+Figures = Sequence[float | None]
+"""Figures of epochs; None for unknown ones."""
+
+
 class Point(NamedTuple):
     """A loss and where it was measured; a coordinate that was not recorded is None."""
 
@@ -86,16 +90,10 @@ def read_step_curves(path: Path, notes: list[str]) -> tuple[Curve, Curve, list[f
     return train, validation, [times[step] for step in sorted(times)]
 
 
-def epoch_curve(
-    losses: Sequence[float | None],
-    *,
-    steps: Sequence[float | None],
-    times: Sequence[float | None],
-    tokens: Sequence[float | None] = (),
-) -> Curve:
+def epoch_curve(losses: Figures, *, steps: Figures, times: Figures, tokens: Figures = ()) -> Curve:
     """One point at the end of each epoch; steps, times (seconds) and tokens are per epoch and may be unknown."""
 
-    def ends(values: Sequence[float | None]) -> Iterator[float | None]:
+    def ends(values: Figures) -> Iterator[float | None]:
         """Cumulative sums, unknown from the first unknown value on; all unknown unless every epoch has a value."""
         leading = takewhile(lambda value: value is not None, values if len(values) == len(losses) else ())
         return chain(accumulate(leading), repeat(None))

@@ -208,10 +208,7 @@ class RunRecord:
     def as_dict(self) -> dict[str, Any]:
         """The record as it is now, ready for JSON: numbers that are not finite are None."""
         grown = {name: value for name, value in vars(self).items() if name != "description"}
-        record: dict[str, Any] = finite(
-            {"schema_version": SCHEMA_VERSION} | self.description | grown | self.flat_keys()
-        )
-        return record
+        return dict(finite({"schema_version": SCHEMA_VERSION} | self.description | grown | self.flat_keys()))
 
     def flat_keys(self) -> dict[str, Any]:
         """The keys of the first generation of records, which older tools read."""

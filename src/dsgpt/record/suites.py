@@ -5,14 +5,15 @@ schemas, and how they are read. Readers ignore unknown keys. Unknown values are 
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from dsgpt.common.errors import UserError, is_number
-from dsgpt.common.json_files import JsonError, Positive, clipped, parse_as, read_as, read_bytes
+from dsgpt.common.json_files import JsonError, Positive, clipped, parse_as, read_bytes
 from dsgpt.common.text import instruction_words
 from dsgpt.config.options import TRAINING_FACTS, WORK_FACTS
 from dsgpt.record.runs import Footprint, Run, parts_of_prediction
@@ -36,6 +37,9 @@ class Head:
     git_commit: str | None
     env: dict[str, Any]
     hardware: dict[str, Any]
+
+
+H = TypeVar("H", bound=Head)
 
 
 class State(StrEnum):
@@ -205,14 +209,17 @@ def read_sweep(path: Path) -> Sweep:
     Raises:
         UserError: it is missing, or not a record of a sweep of this schema; one line.
     """
-    file = path / SWEEP_FILE if path.is_dir() else path
+    return _read(path / SWEEP_FILE if path.is_dir() else path, parse_sweep, "the record of a sweep")
+
+
+def _read(file: Path, parse: Callable[[bytes], H], what: str) -> H:
     try:
-        sweep = parse_sweep(read_bytes(file, max_bytes=MAX_BYTES))
+        record = parse(read_bytes(file, max_bytes=MAX_BYTES))
     except JsonError as error:
-        raise UserError(f"{file}: cannot be read as the record of a sweep: {error}") from error
-    if said := later_schema(sweep.schema_version, SCHEMA_VERSION):
+        raise UserError(f"{file}: cannot be read as {what}: {error}") from error
+    if said := later_schema(record.schema_version, SCHEMA_VERSION):
         raise UserError(f"{file}: {said}")
-    return sweep
+    return record
 
 
 def parse_sweep(data: bytes) -> Sweep:
@@ -344,13 +351,8 @@ def read_concurrency(file: Path) -> Concurrency:
     Raises:
         UserError: it is missing, or not such a record of this schema; one line.
     """
-    try:
-        record = read_as(file, Concurrency, unknown_keys=True, max_bytes=MAX_BYTES)
-    except JsonError as error:
-        raise UserError(f"{file}: cannot be read as a record of benchmark.py inference: {error}") from error
-    if said := later_schema(record.schema_version, SCHEMA_VERSION):
-        raise UserError(f"{file}: {said}")
-    return record
+    parse = partial(parse_as, kind=Concurrency, unknown_keys=True)
+    return _read(file, parse, "a record of benchmark.py inference")
 
 
 # What runs and the cells of sweeps have in common for charts.

@@ -32,21 +32,15 @@ TOP = 10
 class WhereOptions:
     """The command line."""
 
-    file: Path | None = flag(
-        Path,
-        "BIN",
-        "a token file; with --run and --spike the training data, if it is no longer where the run read it",
-        name="file",
-        nargs="?",
-    )
+    file: Path | None = flag(Path, "BIN", name="file", nargs="?")
+    """a token file; with --run and --spike the training data, if it is no longer where the run read it"""
     token: int | None = flag(COUNT, "N", "the document that token N of BIN belongs to")
     document: int | None = flag(COUNT, "N", "document N of BIN")
     run: Path | None = flag(Path, "RUN", "the folder of a run, for the documents that its --step read")
     step: int | None = flag(POSITIVE, "N", "an optimizer step of --run")
     rank: int | None = flag(COUNT, "N", "only the share of this rank; by default the whole global batch")
-    spike: Path | None = flag(
-        Path, "RUN", "the steps of this run that stand out, and their documents, the least likely by chance first"
-    )
+    spike: Path | None = flag(Path, "RUN")
+    """the steps of this run that stand out, and their documents, the least likely by chance first"""
     top: int | None = flag(POSITIVE, "N", f"documents that --spike prints (default {TOP})")
 
 
@@ -146,10 +140,5 @@ def _print_spikes(reading: Reading, *, top: int) -> None:
         print(f"  {share}: document {each.document.number:,}: {each.document.origin}, {each.document.hex}: {text}")
     if found[0].by_chance > 0.05:
         print("none of them stands out: by chance alone, as many documents would look like these")
-    _end(
-        {each.file.file.path: each.file.file for each in found}.values(),
-        "--run",
-        reading.run_dir,
-        "--step",
-        found[0].spikes[0],
-    )
+    files = {each.file.file.path: each.file.file for each in found}
+    _end(files.values(), "--run", reading.run_dir, "--step", found[0].spikes[0])

@@ -21,6 +21,7 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from dsgpt.common.text import byte_size
 from dsgpt.machine.device import gather_objects
@@ -82,11 +83,15 @@ class TrainingPeaks:
             self.figures[name] = max((value for value in (self.figures[name], peak) if value is not None), default=None)
 
 
+Categories = Mapping[str, Iterable[Tensor]]
+"""Model state by category."""
+Report = Callable[[dict[str, Any]], None]
+"""Receives what was measured, as the record or a file beside it has it."""
 StateBytes = dict[str, dict[str, int]]
 """Bytes by category and device type, for example ``{"optimizer": {"cpu": 4096}}``."""
 
 
-def state_bytes(categories: Mapping[str, Iterable[Tensor]]) -> StateBytes:
+def state_bytes(categories: Categories) -> StateBytes:
     """Bytes of the storages under the tensors of each category.
 
     A storage counts whole and once, in the first category that has a tensor in it: views of a flat buffer, or gradients
@@ -226,7 +231,7 @@ class Communication(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
         names = [argument.name for argument in func._schema.arguments]
         given = dict(zip(names, args, strict=False)) | kwargs
         group = _ranks(given)
-        sent = () if operator.payload is None else _tensors(given[names[operator.payload]])
+        sent = [] if operator.payload is None else tree_leaves(given[names[operator.payload]])
         payload = sum(tensor.nbytes for tensor in sent)
         entry = self._traffic.setdefault((operator.operation, group), Traffic(operator.operation, group))
         entry.calls += 1
@@ -234,23 +239,12 @@ class Communication(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
 
 
 def _ranks(given: dict[str, Any]) -> tuple[int, ...]:
-    if "group_name" in given:
-        group = given["group_name"]
-        group = _resolve_process_group(dist.distributed_c10d.GroupName(group)) if isinstance(group, str) else group
-    else:
-        group = given["process_group"]
+    group = given["group_name"] if "group_name" in given else given["process_group"]
+    if isinstance(group, str):
+        group = _resolve_process_group(dist.distributed_c10d.GroupName(group))
     if isinstance(group, torch.ScriptObject):
         group = dist.ProcessGroup.unbox(group)
     return tuple(dist.get_process_group_ranks(group))
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """The tensors in ``value``, a tensor or lists of them."""
-    if isinstance(value, Tensor):
-        yield value
-    else:
-        for inner in value:
-            yield from _tensors(inner)
 
 
 # Both in one step of the run.
@@ -272,13 +266,7 @@ class TrafficMeter:
         report: called on every rank with the ``cost`` block of the record.
     """
 
-    def __init__(
-        self,
-        state_tensors: Callable[[], Mapping[str, Iterable[Tensor]]],
-        *,
-        last_step: int,
-        report: Callable[[dict[str, Any]], None],
-    ) -> None:
+    def __init__(self, state_tensors: Callable[[], Categories], *, last_step: int, report: Report) -> None:
         self._state_tensors, self._last_step, self._report = state_tensors, last_step, report
         self._steps_seen = 0
         self.done = False

@@ -8,7 +8,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -226,7 +226,8 @@ class StepMeter:
         """Seconds of the last step in which the thread did not sleep; 0 on a GPU, which computes beside its thread."""
         self._origin = self._step_started = self._clock.mark()
         self._started = time.perf_counter()
-        self._earlier_wall_sec = 0.0
+        self.earlier_wall_sec = 0.0
+        """Seconds of the run before this process."""
         self.epoch = Figures()
         self.run = Figures()
         self.process = Figures()
@@ -242,14 +243,7 @@ class StepMeter:
         """Called with the seconds of each step that the device has finished and ``flush`` has read."""
 
     def resume(
-        self,
-        lines: Iterable[dict[str, Any]],
-        *,
-        done: int,
-        first_steps: Collection[int] = (),
-        epoch_start: int,
-        wall_sec: float | None,
-        last_loss: float | None,
+        self, lines: Iterable[dict[str, Any]], *, done: int, first_steps: Collection[int] = (), epoch_start: int
     ) -> None:
         """Count the steps that earlier processes of this run logged; lines that are missing make sums unknown.
 
@@ -258,8 +252,6 @@ class StepMeter:
             done: optimizer steps taken.
             first_steps: the first of each earlier process.
             epoch_start: how many of them belong to finished epochs.
-            wall_sec: seconds of the run so far.
-            last_loss: loss of step ``done``.
         """
         counted: list[int] = []
         for line in lines:
@@ -272,11 +264,10 @@ class StepMeter:
                     self.epoch.add(line, tokens=self._tokens_per_step)
         self.run.expect(range(1, done + 1), counted)
         self.epoch.expect(range(epoch_start + 1, done + 1), [step for step in counted if step > epoch_start])
-        self._earlier_wall_sec, self.last_loss = wall_sec or 0.0, last_loss
 
     def wall_seconds(self) -> float:
         """Seconds since the run started, without those between the processes of a resumed run."""
-        return self._earlier_wall_sec + self.process_wall_seconds()
+        return self.earlier_wall_sec + self.process_wall_seconds()
 
     def process_wall_seconds(self) -> float:
         """Seconds since this process began its part of the run."""
@@ -344,7 +335,7 @@ class StepMeter:
             "dataload_time_sec": item.dataload_sec,
             "warm_up": self._steps_seen <= WARM_UP_STEPS or item.watched,
             "train_time_sec": None if self.run.train_sec is None else self.run.train_sec + seconds,
-            "wall_time_sec": self._earlier_wall_sec + self._clock.seconds_between(self._origin, item.ended),
+            "wall_time_sec": self.earlier_wall_sec + self._clock.seconds_between(self._origin, item.ended),
         }
         if self._steps_seen == 1:
             self._first_secs.append(seconds - item.dataload_sec)
@@ -401,8 +392,11 @@ class RankTimes:
             self.data_wait_sec[rank] += share.data_wait_sec
             self.computing_sec[rank] += share.computing_sec
 
-    def figures(self) -> "RankFigures":
-        """The ranks that the others waited for, and for how long."""
+    def figures(self) -> dict[str, float | None]:
+        """The ranks that the others waited for, and for how long, by keys that ``docs/records.md`` explains.
+
+        None where no step counts; the slowest rank also on GPUs, and for one rank.
+        """
         slowest = lag = data_wait_rank = None
         if self.steps:
             data_wait_rank = max(self.data_wait_sec, key=self.data_wait_sec.__getitem__)
@@ -418,33 +412,8 @@ class RankTimes:
         }
 
 
-class RankFigures(TypedDict):
-    """The figures that compare ranks; None where no step counts."""
-
-    data_wait_share: float | None
-    """Seconds that a rank waited for data, as a share of the seconds of the steps: of the rank that waited longest."""
-    data_wait_rank: int | None
-    """Rank that waited longest for data; a step ends for all ranks when the last one has its data."""
-    slowest_rank: int | None
-    """The rank that computed longest; None on GPUs, and for one rank."""
-    slowest_rank_lag_sec: float | None
-    """Seconds of a step that it computed longer than the median rank, or of two ranks than the other; the mean."""
-
-
-class IntervalFigures(RankFigures):
-    """The figures of an interval; None where no step counts."""
-
-    steps: int
-    """Number of steps, warm-up included, which the other figures but ``largest_loss`` leave out."""
-    tokens_per_sec: float | None
-    step_time_p50_sec: float | None
-    step_time_p95_sec: float | None
-    largest_loss: float | None
-    """Mean loss of the last step on the rank with the largest one."""
-
-
-def interval_figures(figures: Figures, *, ranks: Sequence[RankShare]) -> IntervalFigures:
-    """The figures of an interval.
+def interval_figures(figures: Figures, *, ranks: Sequence[RankShare]) -> dict[str, float | None]:
+    """The figures of an interval, by keys that ``docs/records.md`` explains; None where no step counts.
 
     Args:
         figures: of its steps, on this rank.
@@ -453,10 +422,10 @@ def interval_figures(figures: Figures, *, ranks: Sequence[RankShare]) -> Interva
     times = RankTimes()
     times.add(figures, ranks)
     return {
+        **times.figures(),
         "steps": figures.steps,
         "tokens_per_sec": figures.tokens_per_sec(),
         "step_time_p50_sec": percentile(figures.step_secs, 0.50),
         "step_time_p95_sec": percentile(figures.step_secs, 0.95),
         "largest_loss": max((rank.loss for rank in ranks if math.isfinite(rank.loss)), default=None),
-        **times.figures(),
     }

@@ -29,7 +29,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 from dsgpt.common.files import remove
 from dsgpt.machine.device import gather_objects, named_range, ranges_shown
-from dsgpt.telemetry.cost import Traffic, operation_of
+from dsgpt.telemetry.cost import Report, Traffic, operation_of
 from dsgpt.telemetry.meter import ThreadClock
 
 
@@ -96,15 +96,7 @@ SEND_RECV = "send_recv"
 """The operation of NCCL's kernels that serve sends, receives, all-to-alls, gathers and scatters."""
 OTHER = "other"
 """The operation of NCCL's other kernels."""
-_KERNELS = {
-    "AllReduce": "all_reduce",
-    "AllGather": "all_gather",
-    "ReduceScatter": "reduce_scatter",
-    "Broadcast": "broadcast",
-    "Reduce": "reduce",
-    "SendRecv": SEND_RECV,
-}
-_KERNEL = re.compile(rf"nccl\w*?Kernel_?({'|'.join(sorted(_KERNELS, key=len, reverse=True))})(?![a-z])")
+_KERNEL = re.compile(r"nccl\w*?Kernel_?(AllReduce|AllGather|ReduceScatter|Broadcast|Reduce|SendRecv)(?![a-z])")
 _ON_GPU = {"kernel", "gpu_memcpy", "gpu_memset"}
 
 
@@ -199,7 +191,7 @@ def times_on_gpu(events: Iterable[Event]) -> CommunicationTimes:
 def kernel_operation(name: str) -> str | None:
     """The operation of an NCCL kernel such as ``ncclDevKernel_AllReduce_Sum_f32_RING_LL``; None for other kernels."""
     if kernel := _KERNEL.search(name):
-        return _KERNELS[kernel[1]]
+        return re.sub(r"\B(?=[A-Z])", "_", kernel[1]).lower()
     return OTHER if "ncclKernel" in name or "ncclDevKernel" in name else None
 
 
@@ -225,7 +217,7 @@ class CommunicationProfile(StepsProfile):
     Args:
         device: of this rank.
         steps: how many to profile.
-        data_wait: returns the seconds that this thread slept so far because data were not ready.
+        waited: returns the seconds that this thread slept so far because data were not ready.
         traffic: of this rank in a step, with its bytes; None where it is unknown.
         report: called on every rank with the contents of ``communication.json``.
     """
@@ -235,11 +227,11 @@ class CommunicationProfile(StepsProfile):
         device: torch.device,
         *,
         steps: int,
-        data_wait: Callable[[], float],
-        traffic: Sequence[Traffic] | None,
-        report: Callable[[dict[str, Any]], None],
+        waited: Callable[[], float],
+        traffic: list[Traffic] | None,
+        report: Report,
     ) -> None:
-        self._data_wait, self._traffic, self._report = data_wait, traffic, report
+        self._waited, self._traffic, self._report = waited, traffic, report
         self._thread = ThreadClock()
         self._sleeping_sec: list[float] = []
         super().__init__(device, steps=steps)
@@ -249,11 +241,11 @@ class CommunicationProfile(StepsProfile):
         """A context for an optimizer step; on a GPU the host waits for it at both ends."""
         self._wait_for_gpu()
         with torch.profiler.record_function(STEP_RANGE):
-            began, computed, waited = time.perf_counter(), self._thread.seconds(), self._data_wait()
+            began, computed, waited = time.perf_counter(), self._thread.seconds(), self._waited()
             yield
             self._wait_for_gpu()
             slept = (time.perf_counter() - began) - (self._thread.seconds() - computed)
-            self._sleeping_sec.append(max(0.0, slept - (self._data_wait() - waited)))
+            self._sleeping_sec.append(max(0.0, slept - (self._waited() - waited)))
         self._taken.append(step)
 
     def _wait_for_gpu(self) -> None:
@@ -271,16 +263,14 @@ class CommunicationProfile(StepsProfile):
                 events.append(Event(event.name(), Span(event.start_ns() / 1e9, event.end_ns() / 1e9), on_gpu))
         times = times_on_gpu(events) if self._on_gpu else times_on_cpu(events, sleeping_sec=self._sleeping_sec)
         ranks: list[dict[str, Any]] = gather_objects(rank_figures(times, self._traffic))
+        shares = ("exposed_share", "hidden_share")
         self._report(
             {
                 "schema_version": SCHEMA_VERSION,
                 "first_step": self._taken[0],
                 "steps": len(self._taken),
                 "backend": dist.get_backend() if dist.is_initialized() else None,
-                **{
-                    share: statistics.fmean(rank[share] for rank in ranks)
-                    for share in ("exposed_share", "hidden_share")
-                },
+                **{share: statistics.fmean(rank[share] for rank in ranks) for share in shares},
                 "ranks": [{"rank": number, **rank} for number, rank in enumerate(ranks)],
             }
         )

@@ -197,12 +197,9 @@ class Budget:
         """Hold the plan against more steps, and log what changes; returns whether the record should be written."""
         self._times.extend(line["step_time_sec"] for line in lines if not line["warm_up"])
         due = self._usd_per_hour is not None and time.monotonic() - self._recorded > RECORD_SEC
-        block = self.block()
-        if (
-            block
-            and (ratio := block["step_vs_plan"])
-            and (self._said is None or abs(ratio - self._said) > CHANGE * self._said)
-        ):
+        block = self.block() or {}
+        ratio = block.get("step_vs_plan")
+        if ratio and (self._said is None or abs(ratio - self._said) > CHANGE * self._said):
             self._said, due = ratio, True
             cost = f", ${block['usd']:,.2f} instead of ${block['planned_usd']:,.2f}" if block["usd"] else ""
             change = f"{abs(ratio - 1):.0%} {'slower' if ratio > 1 else 'faster'} than planned"

@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from dsgpt.checkpoints.pieces import Box
@@ -122,9 +123,7 @@ class Facts:
             yield batch
 
 
-def _hash(
-    inputs: "np.ndarray[tuple[int], np.dtype[np.integer]]", targets: "np.ndarray[tuple[int], np.dtype[np.integer]]"
-) -> str:
+def _hash(inputs: "NDArray[np.integer]", targets: "NDArray[np.integer]") -> str:
     return hashlib.blake2b(np.concatenate([inputs, targets]).astype("<i8").tobytes(), digest_size=8).hexdigest()
 
 
@@ -157,9 +156,8 @@ def sketch(name: str, shape: Sequence[int], boxes: Sequence[Box], values: Tensor
 
 def checksum(value: Tensor) -> tuple[int, ...]:
     """Sums of the bits of ``value``, which count each row and each column with another factor."""
-    bits = (
-        value.detach().contiguous().view(torch.int16 if value.element_size() == 2 else torch.int32).view(len(value), -1)
-    )
+    width = torch.int16 if value.element_size() == 2 else torch.int32
+    bits = value.detach().contiguous().view(width).view(len(value), -1)
     sums = bits.sum(1, dtype=torch.int64), bits.sum(0, dtype=torch.int64)
     return tuple(int((own * torch.arange(1, len(own) + 1, device=own.device)).sum()) for own in sums)
 
@@ -348,9 +346,8 @@ class Invariants:
             rank, name, what = found[0]
             where = ", ".join(filter(None, [f"step {step}", "" if rank is None else f"rank {rank}", name]))
             more = f" (and {len(found) - 1} more violations)" if found[1:] else ""
-            raise InvariantError(
-                f"{where}: {what}{more}: training stopped, and this state is not saved (docs/training.md)"
-            )
+            then = "training stopped, and this state is not saved (docs/training.md)"
+            raise InvariantError(f"{where}: {what}{more}: {then}")
 
     def _judged_validation(self, every: list[Facts]) -> Iterator[Found]:
         (loss, tokens), expected = every[0].reported, self._config.val_windows * self._config.seq_length
@@ -458,6 +455,5 @@ def _distribution(name: str, value: Tensor, config: RunConfig) -> str:
         return "" if bool((value == constant).all()) else f"does not start at {constant:g}"
     rows = value[: config.model.vocab_size] if name == "wte.weight" else value
     std, own = WEIGHT_STD / (2 * config.model.n_layer) ** (0.5 * name.endswith("proj.weight")), float(rows.std())
-    return (
-        f"starts with a deviation of {own:.3g}, not {std:.3g}" if abs(own / std - 1) > 5 / rows.numel() ** 0.5 else ""
-    )
+    wrong = abs(own / std - 1) > 5 / rows.numel() ** 0.5
+    return f"starts with a deviation of {own:.3g}, not {std:.3g}" if wrong else ""

@@ -149,22 +149,15 @@ class ConsoleSink(Sink):
         mfu, memory = line["interval"]["mfu"], peak_bytes(self._device)
         used = "" if mfu is None else f"MFU {mfu:.1%}  "
         speed = line["interval"]["tokens_per_sec"] or line["tokens_per_sec"]
-        self._figures = [
-            Field(f"loss {line['loss']:.4f}", 1),
-            Field(f"lr {line['lr']:.2e}", 5),
-            Field(f"grad norm {line['grad_norm']:.3f}", 4),
-            Field(f"{speed:,.0f} tokens/s", 3),
-            *([Field(f"{speed / self._devices:,.0f} a device", 8)] if self._devices > 1 else []),
-            *([Field(used.strip(), 6)] if used else []),
-            *([Field(f"memory {memory / 1e9:.2f} GB", 7)] if memory is not None else []),
-        ]
-        where = place(self._shown_step, self._total_steps)
-        logger.info(
-            f"{where}  loss {line['loss']:.4f}  lr {line['lr']:.2e}  "
-            f"grad norm {line['grad_norm']:.3f}  {line['tokens_per_sec']:>9,.0f} tokens/s  "
-            f"{line['step_time_sec'] * 1000:.0f} ms  {used}left {self._progress.time_left()}{skipped}",
-            extra=self._progress.log_only,
-        )
+        loss, lr, norm = f"loss {line['loss']:.4f}", f"lr {line['lr']:.2e}", f"grad norm {line['grad_norm']:.3f}"
+        self._figures = [Field(loss, 1), Field(lr, 5), Field(norm, 4), Field(f"{speed:,.0f} tokens/s", 3)]
+        self._figures += [Field(f"{speed / self._devices:,.0f} a device", 8)] if self._devices > 1 else []
+        self._figures += [Field(used.strip(), 6)] if used else []
+        self._figures += [Field(f"memory {memory / 1e9:.2f} GB", 7)] if memory is not None else []
+        took = f"{line['tokens_per_sec']:>9,.0f} tokens/s  {line['step_time_sec'] * 1000:.0f} ms"
+        words = [place(self._shown_step, self._total_steps), loss, lr, norm, took]
+        left = f"{used}left {self._progress.time_left()}{skipped}"
+        logger.info("  ".join([*words, left]), extra=self._progress.log_only)
 
     def validation(self, line: Line, *, seconds: float) -> None:
         """Log the loss."""
@@ -401,14 +394,9 @@ class Journal:
         self.last_val_loss, self.last_val_step = state.last_val_loss, state.last_val_step
         self.failed_saves = max(state.failed_saves, earlier.summary.failed_saves or 0)
         lines = list(read_steps(steps_file)) if steps_file.exists() else []
-        self.meter.resume(
-            lines,
-            done=state.step,
-            first_steps={segment.first_step for segment in state.segments},
-            epoch_start=sum(epoch.steps for epoch in state.epochs),
-            wall_sec=state.wall_time_sec,
-            last_loss=state.last_train_loss,
-        )
+        starts, ended = {segment.first_step for segment in state.segments}, sum(epoch.steps for epoch in state.epochs)
+        self.meter.resume(lines, done=state.step, first_steps=starts, epoch_start=ended)
+        self.meter.earlier_wall_sec, self.meter.last_loss = state.wall_time_sec or 0.0, state.last_train_loss
         if self.meter.run.train_sec is None:
             logger.warning(f"{steps_file} lacks steps before {state.step}: sums over them are unknown in the record")
 

@@ -143,8 +143,9 @@ def prepare(config: RunConfig, lock: RunLock, peers: Peers) -> Prepared:
         unlike = f"plan        was made for {counted(plan.machine.devices, 'device')}: steps are not compared with it"
     unchecked = run_description.check_tokenizer(config, problems)
     files = [*config.val.files, *config.train.files]  # those that were prepared together have the same sources
-    changes = {line.removeprefix(str(file.path)): line for file in files if (line := changed_sources(file))}
-    changed = [f"warning: {line}" for line in changes.values()]
+    warnings = {
+        line.removeprefix(str(file.path)): f"warning: {line}" for file in files if (line := changed_sources(file))
+    }
     problems.raise_if_any()
     return Prepared(
         start=start,
@@ -154,7 +155,7 @@ def prepare(config: RunConfig, lock: RunLock, peers: Peers) -> Prepared:
         earlier=earlier,
         plan=plan,
         goodput=goodput,
-        messages=(*filter(None, (unchecked, doubt, unlike)), *changed, *fetched, *start.messages),
+        messages=(*filter(None, (unchecked, doubt, unlike)), *warnings.values(), *fetched, *start.messages),
     )
 
 
@@ -185,10 +186,7 @@ def open_run_folder(config: RunConfig, prepared: Prepared, *, lock: RunLock, log
             if config.options.save_to and start.checkpoint is None:
                 clear_place(config.options.save_to)  # first: a resume must not bring back what was overwritten here
             run_folder.clear_run_folder(run_dir, start)
-            resumed = start.checkpoint.name if start.checkpoint is not None else None
-            description = run_description.describe_run(
-                config, hashes=prepared.hashes, resumed_from=resumed, changes=start.changes, run_id=start.run_id
-            )
+            description = run_description.describe_run(config, start, hashes=prepared.hashes)
             if not run_folder.is_ours(run_dir / run_folder.CONFIG_FILE):  # a resumed run keeps its own
                 options = {name: str(at) if isinstance(at, Path) else at for name, at in asdict(config.options).items()}
                 repeated = ("command_line", "git_commit", "env", "data", "training_config", "deepspeed_config")
@@ -425,10 +423,8 @@ def _load_checkpoint(
     speaks, count = config.topology.is_main, len(reader.shapes)
     progress = Progress(total=count, what="loading the checkpoint", unit="tensor", lines=speaks)
     reader.heard = progress.advance
-    try:
+    with contextlib.closing(progress):
         strategy.load_state(reader)
-    finally:
-        progress.close()
     if start.same_ranks:
         load_random_state(start.checkpoint, rank=config.topology.rank, device=device)
     else:

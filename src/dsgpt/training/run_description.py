@@ -9,7 +9,8 @@ import shlex
 import socket
 import sys
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -28,23 +29,12 @@ from dsgpt.planner.formulas import STEP, largest_model_state, most_sent_bytes, p
 from dsgpt.planner.setup import Setup
 from dsgpt.record.provenance import git_commit, sources_sha256
 from dsgpt.strategies.deepspeed.setup import engine_config
+from dsgpt.training.run_folder import ResumePoint
 
 logger = logging.getLogger(__name__)
 
 CHANGES_KEY = "changed_at_resume"
 """Key of the record: what changed at resumes, as ``RunState.changes``."""
-
-CHANGEABLE = {
-    "data": ("train data", "validation data", "validation windows"),
-    "recipe": ("optimizer", "schedule", "gradient clipping", "loss scaling", "total steps"),
-}
-"""Names for ``--allow_changed``, and the members of ``settings_to_match`` that may then differ.
-
-Model, seed, sequence length and global batch never change, because they define the samples of a step, nor do the
-optimizer's type and the precision, because they define its state. Launcher, strategy, ranks, micro batch and
-accumulation may always change.
-"""
-
 
 # What the run trains on: checks of the data files, and of the published weights to start from.
 
@@ -136,10 +126,8 @@ def initial_weights_hash(config: RunConfig) -> str | None:
     if config.init_from.sha256:
         return config.init_from.sha256
     weights = config.init_from.weights(config.model)
-    progress = Progress(total=weights.bytes, what="hashing the initial weights", unit="B")
-    computed = weights.sha256(progress.advance)
-    progress.close()
-    return computed
+    with closing(Progress(total=weights.bytes, what="hashing the initial weights", unit="B")) as progress:
+        return weights.sha256(progress.advance)
 
 
 def check_tokenizer(config: RunConfig, problems: Problems) -> str:
@@ -253,37 +241,19 @@ def predicted_peak_memory(config: RunConfig) -> dict[str, Any] | None:
     return {"rank0": first.as_dict(), "worst": {"rank": rank, **worst.as_dict()}}
 
 
-_FROM_CONFIG = ("run_type", "model_size", "epochs", "total_steps", "val_windows", "precision", "attended_length")
-_FROM_OPTIONS = (
-    "max_train_steps",
-    "seed",
-    "mask_documents",
-    "eval_every",
-    "compile",
-    "pad_logits",
-    "exact",
-    "cuda_graphs",
-)
-_FROM_RECIPE = ("zero_stage", "offload_optimizer", "offload_param")
+FROM_CONFIG = ("run_type", "model_size", "epochs", "total_steps", "val_windows", "precision", "attended_length")
+FROM_OPTIONS = ("max_train_steps", "mask_documents", "eval_every", "compile", "pad_logits", "exact", "cuda_graphs")
+FROM_RECIPE = ("zero_stage", "offload_optimizer", "offload_param")
 """Keys of the record's ``training_config`` that have the names of fields; those of the recipe only DeepSpeed knows."""
 
 
-def describe_run(
-    config: RunConfig,
-    *,
-    hashes: dict[str, str | None],
-    resumed_from: str | None,
-    changes: Sequence[dict[str, Any]],
-    run_id: str | None,
-) -> dict[str, Any]:
+def describe_run(config: RunConfig, start: ResumePoint, *, hashes: dict[str, str | None]) -> dict[str, Any]:
     """The part of the record that does not change while this process trains.
 
     Args:
         config: the run.
+        start: where it begins.
         hashes: of ``data_hashes``, and of the published ``initial weights``, None where there are none.
-        resumed_from: name of the checkpoint; None for a fresh start.
-        changes: what changed at resumes.
-        run_id: that of the run to resume; None for a new run.
     """
     options, recipe, batch, source = config.options, config.recipe, config.batch, config.init_from
     optimized, zero = config.run_type == "optimized", recipe.zero_optimization
@@ -293,10 +263,10 @@ def describe_run(
         fixed = rules.pop("loss_scale")
         loss_scaling = {"type": "fixed", "loss_scale": fixed} if fixed else {"type": "dynamic", **rules}
     return {
-        "run_id": run_id or uuid.uuid4().hex,
+        "run_id": start.run_id or uuid.uuid4().hex,
         "timestamp_utc": datetime.now(UTC).isoformat(timespec="seconds"),
-        "resumed_from": resumed_from,
-        CHANGES_KEY: list(changes),
+        "resumed_from": start.checkpoint and start.checkpoint.name,
+        CHANGES_KEY: list(start.changes),
         "git_commit": git_commit(),
         "command_line": shlex.join(sys.argv),
         "env": {**software_versions(), "allowed_faults": ", ".join(config.allowed_faults) or None},
@@ -310,13 +280,14 @@ def describe_run(
         },
         "data": {**_data_facts(config.train, "train", hashes), **_data_facts(config.val, "val", hashes)},
         "training_config": {
-            **{name: getattr(config, name) for name in _FROM_CONFIG},
-            **{name: getattr(options, name) for name in _FROM_OPTIONS},
+            **{name: getattr(config, name) for name in FROM_CONFIG},
+            **{name: getattr(options, name) for name in FROM_OPTIONS},
             "strategy": config.strategy_name,
             "model_name": "gpt2",
             "model": config.model.as_dict(),
             "parameters": config.model.parameter_count(),
             "init_from": source and {"source": source.given, "sha256": hashes["initial weights"]},
+            "seed": options.seed,
             "seq_len": config.seq_length,
             "steps_per_epoch": config.order.steps_per_epoch,
             "micro_batch_size_per_gpu": batch.micro_batch_size,
@@ -334,7 +305,7 @@ def describe_run(
             "data_parallel_size": batch.data_parallel_size,
             "activation_checkpointing": config.activation_checkpointing,
             **{f"{way}_parallel_size": size for way, size in asdict(config.topology.sizes).items()},
-            **{name: getattr(recipe, name) if optimized else None for name in _FROM_RECIPE},
+            **{name: getattr(recipe, name) if optimized else None for name in FROM_RECIPE},
         },
         "deepspeed_config": {
             "path": str(recipe.path),

@@ -20,7 +20,6 @@ from dsgpt.config.run_config import RunConfig
 from dsgpt.record.schema import COMPLETE_FILE, LOG_FILE, MACHINE_FILE, RECORD_FILE, STEPS_FILE, read_steps
 from dsgpt.record.work import EXECUTED_BY
 from dsgpt.telemetry.profiles import COMMUNICATION_FILE, PROFILE_FOLDER, is_profile_folder
-from dsgpt.training.run_description import CHANGEABLE
 
 # What an earlier process left in a run folder besides checkpoints: its record, its step lines, the file ``latest``.
 
@@ -48,7 +47,6 @@ class EarlierSummary:
     """The keys of the record's ``summary`` that a resume needs."""
 
     failed_saves: Count | None = None
-    optimizer_steps: Count | None = None
     total_wall_time_sec: Seconds | None = None
 
 
@@ -127,6 +125,17 @@ def named_by(path: Path) -> str:
 
 
 # Chooses the checkpoint to resume from: the newest undamaged one, if this run matches its settings.
+
+CHANGEABLE = {
+    "data": ("train data", "validation data", "validation windows"),
+    "recipe": ("optimizer", "schedule", "gradient clipping", "loss scaling", "total steps"),
+}
+"""Names for ``--allow_changed``, and the members of ``settings_to_match`` that may then differ.
+
+Model, seed, sequence length and global batch never change, because they define the samples of a step, nor do the
+optimizer's type and the precision, because they define its state. Launcher, strategy, ranks, micro batch and
+accumulation may always change.
+"""
 
 _NUMBERED = re.compile(r"-(\d{5,})\.safetensors$")
 """Matches the name of a file that one of several ranks wrote."""
@@ -216,11 +225,9 @@ def plan_resume(
 
 def _has_same_ranks(config: RunConfig, manifest: Manifest) -> bool:
     """Whether each rank does what the rank of the same number did in the checkpoint's run."""
-    if manifest.topology is None:
-        return False
-    same_split = manifest.topology.sizes == asdict(config.topology.sizes)
-    same_number = manifest.topology.world_size == config.topology.world_size
-    return same_split and same_number and manifest.device == config.device
+    here, there = config.topology, manifest.topology
+    same = there is not None and (there.world_size, there.sizes) == (here.world_size, asdict(here.sizes))
+    return same and manifest.device == config.device
 
 
 def _plan_finished(config: RunConfig, *, settings: dict[str, Any], problems: Problems) -> ResumePoint | None:
@@ -454,13 +461,12 @@ def is_tracker_folder(path: Path) -> bool:
 
 def _proof(run_dir: Path) -> Path | None:
     """The first file or folder that only a run of this program writes; None if there is none."""
-    named = [run_dir / RECORD_FILE, run_dir / CONFIG_FILE]
-    own = [path for path in named if is_ours(path)]
+    own = [path for path in (run_dir / RECORD_FILE, run_dir / CONFIG_FILE) if is_ours(path)]
     steps = run_dir / STEPS_FILE
     first: dict[str, Any] = next(read_steps(steps), {}) if is_regular_file(steps) else {}
     if any(first.keys() >= keys for keys in _OWN_LINES):
         own.append(steps)
-    folders = [path for name in _OWN_FOLDERS for path in _folders(run_dir, name)]
+    folders = (path for name in _OWN_FOLDERS for path in _folders(run_dir, name))
     own += [path for path in folders if path.is_dir() and not path.is_symlink()]
     return own[0] if own else None
 

@@ -18,7 +18,7 @@ from dsgpt.common.files import append_to, write_atomic, write_json_atomic
 from dsgpt.common.json_files import clipped_text, read_object
 from dsgpt.config.run_config import RunConfig
 from dsgpt.record.schema import STEPS_FILE, RunRecord, read_steps
-from dsgpt.telemetry.meter import IntervalFigures
+from dsgpt.telemetry.meter import Figures, interval_figures
 from dsgpt.training.journal import Line, Sink
 from dsgpt.training.run_folder import IDS_FILE, TRACKERS_FOLDER
 
@@ -162,7 +162,7 @@ CSV_FILE = "metrics.csv"
 COLUMNS = (
     *("step", "epoch", "loss", "val_loss", "lr", "grad_norm", "skipped", "tokens", "tokens_per_sec", "step_time_sec"),
     *("dataload_time_sec", "warm_up", "val_tokens", "train_time_sec", "wall_time_sec"),
-    *(f"interval/{name}" for name in (*IntervalFigures.__annotations__, "mfu")),
+    *(f"interval/{name}" for name in (*interval_figures(Figures(), ranks=()), "mfu")),
 )
 """Every metric of a line of ``metrics.jsonl``."""
 
@@ -328,16 +328,9 @@ class TrackioTracker(Tracker):
 
         self._library = trackio
         name, _ = run.id_in("trackio", lambda: f"{run.name}-{run.run_id[:8]}")
+        off = dict.fromkeys(("embed", "auto_log_gpu", "auto_log_cpu"), False)
         with contextlib.redirect_stdout(io.StringIO()), _offline() if local else contextlib.nullcontext():
-            self._run = trackio.init(
-                project=PROJECT,
-                name=name,
-                config=run.settings,
-                resume="allow",
-                embed=False,
-                auto_log_gpu=False,
-                auto_log_cpu=False,
-            )
+            self._run = trackio.init(project=PROJECT, name=name, config=run.settings, resume="allow", **off)
 
     def log(self, rows: list[Row]) -> None:
         """Send the rows; the library's thread stores them within a second."""
@@ -389,6 +382,8 @@ class WandbTracker(Tracker):
         self._exit_code = 1
         self._last = Row(0, {})
         run_id, _ = run.id_in("wandb", lambda: run.run_id)
+        on = ("silent", "allow_val_change", "disable_git", "x_disable_stats", "x_disable_meta")
+        off = ("symlink", "save_code", "x_save_requirements")
         self._run = wandb.init(
             mode=mode,
             project=os.environ.get("WANDB_PROJECT") or PROJECT,
@@ -397,17 +392,7 @@ class WandbTracker(Tracker):
             resume="allow",
             dir=run.folder,
             config=run.settings,
-            settings=wandb.Settings(
-                silent=True,
-                console="off",
-                symlink=False,
-                allow_val_change=True,
-                save_code=False,
-                disable_git=True,
-                x_disable_stats=True,
-                x_disable_meta=True,
-                x_save_requirements=False,
-            ),
+            settings=wandb.Settings(console="off", **dict.fromkeys(on, True), **dict.fromkeys(off, False)),
         )
 
     def log(self, rows: list[Row]) -> None:

@@ -185,7 +185,7 @@ class Measurements:
             return CommunicationProfile(
                 self._device,
                 steps=options.profile_comm,
-                data_wait=lambda: self._batches.seconds if sleeps else 0.0,
+                waited=lambda: self._batches.seconds if sleeps else 0.0,
                 traffic=self._traffic.own,
                 report=self._journal.communication_profiled,
             )
