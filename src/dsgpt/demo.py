@@ -142,11 +142,9 @@ def _train(name: str, demo: Demo) -> int:
         files = (REPOSITORY / "ds_configs" / f"{file}.json" for file in ("sizes/demo", how.recipe))
         ours, theirs = (json.loads(file.read_text()) for file in files)
         decides = {key: ours[key] for key in TRAINING_KEYS if key in ours}
-        others = {key: value for key, value in theirs.items() if key not in TRAINING_KEYS}
-        write_json_atomic(recipe, others | decides)
+        write_json_atomic(recipe, {key: each for key, each in theirs.items() if key not in TRAINING_KEYS} | decides)
     words = demo.training(how.run_type, name, recipe=recipe)
-    launcher = launcher_command(LAUNCHERS[how.run_type], demo.devices)
-    return _run([*launcher, TRAIN, *words, _resume_or_overwrite(words)])
+    return _run([*launcher_command(LAUNCHERS[how.run_type], demo.devices), TRAIN, *words, _resume_or_overwrite(words)])
 
 
 def _compare(demo: Demo) -> int:

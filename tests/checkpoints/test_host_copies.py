@@ -99,8 +99,7 @@ def test_a_save_waits_no_more_often_for_more_tensors(gpu, tmp_path, tensors):
     for on_gpu in (False, True):
         gpu.waits, folder = 0, tmp_path / str(on_gpu)
         folder.mkdir()
-        held = states(sizes, on_gpu=on_gpu)
-        part = write_shards(folder, Shards(boxes, iter(held.items())), rank=0, ranks=1)
+        part = write_shards(folder, Shards(boxes, iter(states(sizes, on_gpu=on_gpu).items())), rank=0, ranks=1)
         assert (part.non_finite, gpu.waits) == ([], 3 * 240 // BLOCK if on_gpu else 0)
         files[on_gpu] = [path.read_bytes() for path in sorted(folder.iterdir())]
     assert files[True] == files[False]

@@ -199,8 +199,7 @@ def test_no_copy_is_made_of_what_is_in_host_memory(tmp_path, monkeypatch):
 def moved(shards: Shards) -> Shards:
     """The first piece of a parameter one row later than it is."""
     (start, shape), *others = shards.boxes["wte.weight"]
-    boxes = shards.boxes | {"wte.weight": [Box((start[0] + 1, *start[1:]), shape), *others]}
-    return Shards(boxes, shards.states)
+    return Shards(shards.boxes | {"wte.weight": [Box((start[0] + 1, *start[1:]), shape), *others]}, shards.states)
 
 
 HARMS = {

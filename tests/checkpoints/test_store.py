@@ -187,8 +187,7 @@ def test_losses_on_other_validation_data_are_not_compared(tmp_path):
     ):
         fixed = {"validation data": data, "validation windows": 3, "sequence length": 16}
         saved(tmp_path, step, keep=9, best_val_loss=loss, last_val_loss=loss, last_val_step=step, fixed=fixed)
-        named = [path.read_text() for path in tmp_path.glob("best")]
-        assert named == ([f"step-{best:08}\n"] if best else [])
+        assert [path.read_text() for path in tmp_path.glob("best")] == ([f"step-{best:08}\n"] if best else [])
 
 
 # The state of training in files: whole tensors in any order; unexpected ones are refused.

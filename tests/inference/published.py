@@ -91,8 +91,7 @@ def our_model(weights: dict[str, torch.Tensor], config: GPT2Config) -> GPT2:
 def largest_difference(ours: GPT2, theirs: GPT2LMHeadModel) -> float:
     """Of the logits, over random ids in every position."""
     config = ours.config
-    generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(config.vocab_size, (3, config.block_size), generator=generator)
+    ids = torch.randint(config.vocab_size, (3, config.block_size), generator=torch.Generator().manual_seed(1))
     a, b = ours(ids), theirs(ids).logits
     assert a.shape == b.shape == (3, config.block_size, config.vocab_size)
     return (a - b).abs().max().item()

@@ -308,8 +308,7 @@ def test_draws_follow_the_distribution(settings):
     expected = probabilities(random_logits(1), Sampling(**settings))[0].double() * count
     streams = [random_stream(1, number) for number in range(count)]
     chooser = Chooser(Sampling(**settings), prompts=[[0]] * count, generators=streams)
-    drawn = chooser.choose(random_logits(1).expand(count, -1))
-    found = torch.bincount(drawn, minlength=VOCABULARY).double()
+    found = torch.bincount(chooser.choose(random_logits(1).expand(count, -1)), minlength=VOCABULARY).double()
     assert found[expected == 0].sum() == 0
     often = expected >= 5
     pairs = [*zip(found[often], expected[often], strict=True)]

@@ -133,8 +133,7 @@ def test_folders_of_hugging_face_give_the_same_figures_and_weights_that_are_not_
     export(run_dir, tmp_path / "hf", form="hf", dtype="fp32", which="latest", console=Console(speaks=False))
     asked = "--data", run_dir.parent / "val.bin", "--seq_length", 8
     of_run = figures(tmp_path, "--checkpoint", run_dir, *asked)
-    of_export = figures(tmp_path, "--checkpoint", tmp_path / "hf", *asked)
-    assert of_export["loss"] == of_run["loss"]
+    assert figures(tmp_path, "--checkpoint", tmp_path / "hf", *asked)["loss"] == of_run["loss"]
     assert of_run["windows"] == 20
     weights = load_file(tmp_path / "hf" / "model.safetensors")
     for value, why in ((math.nan, "ln_f.weight holds"), (3e38, "though")):  # the weights, or what is computed with them

@@ -44,8 +44,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_run_becomes_a_model_of_transformers(run_dir, tmp_path):
     out = tmp_path / "new" / "hf"
-    said = converted("--from", run_dir, "--to", "hf", out)
-    assert "step-00000003 (baseline, step 3)" in said
+    assert "step-00000003 (baseline, step 3)" in converted("--from", run_dir, "--to", "hf", out)
     checkpoint = run_dir / LAST
     config = config_of(checkpoint)
     theirs = AutoModelForCausalLM.from_pretrained(out)
@@ -89,8 +88,7 @@ def test_a_run_without_a_tokenizer(checkpoint, tmp_path, snapshot):
     seal(checkpoint)
     *_, last = converted("--from", checkpoint, "--to", "hf", tmp_path / "hf").splitlines()
     assert last == snapshot
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
-    assert model.config.eos_token_id is None
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "hf").config.eos_token_id is None
     _, _, err = called(generate, "--checkpoint", checkpoint, "--device", "cpu")
     assert err.startswith(f"error: {checkpoint}: has no tokenizer, because its training data had none: cannot")
 
@@ -164,8 +162,7 @@ def folder(run_dir: Path) -> Path:
     start = dict.fromkeys(shape) | {"init_from": folder / "hf", "seq_length": SEQUENCE, "deepspeed_config": recipe}
     for run, way in WAYS.items():
         changes = {"checkpoint_path": folder / run, "max_train_steps": 3, "save_every": 1, "keep_checkpoints": 9}
-        words = command_line(folder, **start, **changes, **way)
-        finished(run_script(SCRIPT, words, ranks=2, cwd=folder))
+        finished(run_script(SCRIPT, command_line(folder, **start, **changes, **way), ranks=2, cwd=folder))
     for run in ("baseline", "zero3"):
         converted("--from", folder / run, "--to", "deepspeed", folder / f"as-deepspeed-{run}")
     return folder
@@ -185,8 +182,7 @@ def test_each_starts_from_the_published_weights_and_is_exported(folder, layout, 
     last = weights_of(folder / layout / LAST)
     assert not torch.equal(last["wte.weight"], saved["wte.weight"])
     converted("--from", folder / layout, "--to", "hf", tmp_path / "hf")
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
-    assert largest_difference(our_model(last, config), theirs) < 1e-5
+    assert largest_difference(our_model(last, config), AutoModelForCausalLM.from_pretrained(tmp_path / "hf")) < 1e-5
 
 
 def test_a_forged_checkpoint_runs_no_code(run_dir, tmp_path, capsys):

@@ -27,8 +27,7 @@ SCRIPT = REPOSITORY / "src" / "generate.py"
 def texts(path: Path, **changes: Any) -> list[str]:
     """The texts after one prompt, or after several if ``prompt`` is a list."""
     prompt = changes.pop("prompt", "def ma")
-    flags = {"max_new_tokens": 8, "seed": 1, "device": "cpu"}
-    writer = Writer(Request(checkpoint=path, **flags | changes))
+    writer = Writer(Request(checkpoint=path, **{"max_new_tokens": 8, "seed": 1, "device": "cpu"} | changes))
     return [str(text) for text in writer.texts([prompt] if isinstance(prompt, str) else prompt)]
 
 

@@ -146,8 +146,7 @@ def flags(folder: Path, **changes: Any) -> list[str]:
 def mistakes(folder: Path, capsys: pytest.CaptureFixture[str], **changes: Any) -> list[str]:
     capsys.readouterr()
     assert train(flags(folder, dry_run=True, **changes)) == 2
-    lines = capsys.readouterr().err.splitlines()
-    return [line.removeprefix("error: ").replace(str(folder), "HERE") for line in lines]
+    return [line.removeprefix("error: ").replace(str(folder), "HERE") for line in capsys.readouterr().err.splitlines()]
 
 
 def record(folder: Path, name: str = "run") -> dict[str, Any]:
@@ -263,6 +262,5 @@ def test_the_harmful_tokenizer_of_a_published_folder_is_left_out(tmp_path, harm)
             (folder / path.name).symlink_to(path)
         else:
             path.rename(folder / path.name)
-    said = converted("--from", folder, "--to", "portable", tmp_path / "out")
-    assert f"tokenizer   left out: {folder}: its " in said
+    assert f"tokenizer   left out: {folder}: its " in converted("--from", folder, "--to", "portable", tmp_path / "out")
     assert names(tmp_path / "out") == {"manifest.json", "model.json", "model.safetensors"}

@@ -75,8 +75,7 @@ class Server:
 
     def metric(self, line: str) -> float:
         """A figure of ``/metrics``; 0 if it has none yet."""
-        text = self.http.get(f"{self.url}/metrics").text
-        value = re.search(rf"^{re.escape(line)} (\S+)$", text, flags=re.MULTILINE)
+        value = re.search(rf"^{re.escape(line)} (\S+)$", self.http.get(f"{self.url}/metrics").text, flags=re.MULTILINE)
         return float(value.group(1)) if value else 0.0
 
     def ended(self, status: int) -> float:
@@ -254,8 +253,7 @@ def test_logprobs_are_the_models(server: Server, own):
         assert choice.logprobs.token_logprobs[1:] == pytest.approx(expected, abs=1e-4)
         for place, best in enumerate(choice.logprobs.top_logprobs[1:]):
             likeliest = {named(tokenizer, token): logs[place, token].item() for token in logs[place].topk(3).indices}
-            drawn = {choice.logprobs.tokens[place + 1]: expected[place]}
-            assert best == pytest.approx(likeliest | drawn, abs=1e-4)
+            assert best == pytest.approx(likeliest | {choice.logprobs.tokens[place + 1]: expected[place]}, abs=1e-4)
     empty = server.complete("", max_tokens=6, echo=True, logprobs=0).choices[0]
     assert (empty.text, len(empty.logprobs.tokens)) == (tokenizer.decode(greedy(own, "<|endoftext|>", 6)), 6)
     assert None not in empty.logprobs.token_logprobs

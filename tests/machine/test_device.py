@@ -79,8 +79,7 @@ def test_weights_are_arranged_where_the_answer_is_yes(dtype):
     weight, x = torch.randn(8, 4).to(dtype), torch.randn(3, 4).to(dtype)
     if packs(dtype):
         arranged = torch.ops.mkldnn._reorder_linear_weight(weight, 3)
-        found = torch.ops.mkldnn._linear_pointwise(x, arranged, None, "none", [], "")
-        torch.testing.assert_close(found, x @ weight.T)
+        torch.testing.assert_close(torch.ops.mkldnn._linear_pointwise(x, arranged, None, "none", [], ""), x @ weight.T)
     elif not multiplies(dtype):
         with pytest.raises(RuntimeError, match="needs the cpu support"):
             torch.ops.mkldnn._reorder_linear_weight(weight, 3)
@@ -264,8 +263,7 @@ COMPILER -shared -fPIC "$0.cpp" -o "$2"
 @pytest.mark.parametrize(("answer", "words"), [("1", "the system refuses io_setup"), ("0", "")])
 def test_refused_asynchronous_io_is_a_problem(tmp_path, answer, words):
     script = LIBRARY.replace("ANSWER", answer).replace("COMPILER", real_compiler())
-    wrapped = [a_compiler(tmp_path / "ccache", 'exec "$@"'), a_compiler(tmp_path / "g++", script)]
-    problem = libaio_problem(wrapped)
+    problem = libaio_problem([a_compiler(tmp_path / "ccache", 'exec "$@"'), a_compiler(tmp_path / "g++", script)])
     assert words in problem
     assert bool(problem) == bool(words)
 

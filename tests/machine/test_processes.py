@@ -145,8 +145,7 @@ def test_the_end_of_each_process_up_to_the_launcher_is_noticed(tmp_path: Path, k
         [sys.executable, "-c", shell], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
         assert process.stdin and process.stdout
-        words = [process.stdout.readline().split() for _ in range(3)]
-        pids = {name: int(pid) for name, pid in words}
+        pids = {name: int(pid) for name, pid in [process.stdout.readline().split() for _ in range(3)]}
         assert process.stdout.readline() == "False\n"
         dying = psutil.Process(pids[killed])
         dying.kill()

@@ -58,10 +58,8 @@ def alone(model: GPT2, ids: torch.Tensor) -> torch.Tensor:
     """The mean loss over all targets, from each document of each row by itself, as a sequence from position 0."""
     losses = []
     for row in ids:
-        starts = [0, *(place for place in range(1, T) if row[place] == END_OF_TEXT), T]
-        for first, end in itertools.pairwise(starts):
-            logits = model(row[None, first:end])[0]
-            losses.append(F.cross_entropy(logits, row[first + 1 : end + 1], reduction="sum"))
+        for first, end in itertools.pairwise([0, *(place for place in range(1, T) if row[place] == END_OF_TEXT), T]):
+            losses.append(F.cross_entropy(model(row[None, first:end])[0], row[first + 1 : end + 1], reduction="sum"))
     return torch.stack(losses).sum() / ids[:, 1:].numel()
 
 

@@ -148,8 +148,7 @@ class SecondCopy:
 def checkpoints_at(place: Place) -> list[str]:
     """The names of the complete checkpoints at ``place``, newest first."""
     named = [name for name in place.names() if store.STEP_FOLDER.fullmatch(name)]
-    complete = [name for name in named if place.exists(f"{name}/{MANIFEST}")]
-    return sorted(complete, key=store.step_of, reverse=True)
+    return sorted((name for name in named if place.exists(f"{name}/{MANIFEST}")), key=store.step_of, reverse=True)
 
 
 def _discard(place: Place, name: str) -> None:

@@ -229,8 +229,7 @@ class Parser(argparse.ArgumentParser):
         """
         if COMPLETING in os.environ:
             importlib.import_module("argcomplete").autocomplete(self)  # prints what fits the cursor, and exits
-        given = sys.argv[1:] if words is None else words
-        namespace, unknown = self.parse_known_args(self._with_values(given))
+        namespace, unknown = self.parse_known_args(self._with_values(sys.argv[1:] if words is None else words))
         values = {name: each for name, each in vars(namespace).items() if each is not None}
         for action in self._actions:
             if isinstance(path := values.get(action.dest), Path) and not is_utf8(path):

@@ -28,8 +28,7 @@ PRINTABLE = "dsgpt.printable"
 def _spelt_out(error: UnicodeError) -> tuple[str, int]:
     if not isinstance(error, UnicodeEncodeError):
         raise error
-    characters = error.object[error.start : error.end]
-    return "".join(_escape(character) for character in characters), error.end
+    return "".join(_escape(character) for character in error.object[error.start : error.end]), error.end
 
 
 def _escape(character: str) -> str:
@@ -77,8 +76,7 @@ def is_regular_file(path: Path) -> bool:
 def link_between(folder: Path, path: Path) -> Path | None:
     """The first link on the path from ``folder`` (not itself checked) down to ``path``; None if there is none."""
     inside = [path, *path.parents]
-    below = inside[: inside.index(folder)]
-    return next((part for part in reversed(below) if part.is_symlink()), None)
+    return next((part for part in reversed(inside[: inside.index(folder)]) if part.is_symlink()), None)
 
 
 def remove(path: Path) -> None:
@@ -95,8 +93,7 @@ def append_to(path: Path) -> FileIO:
     Raises:
         OSError: the system refuses, or ``path`` is a link: its target must not be written.
     """
-    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
-    return FileIO(os.open(path, flags, 0o666), "ab")
+    return FileIO(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666), "ab")
 
 
 def sync_directory(path: Path) -> None:

@@ -318,8 +318,7 @@ def evaluate() -> None:
         print("tokenizer       not compared with that of the data: one of them is not named")
     if own := record["validation"]:
         first = f"{own['windows']:,} windows of {own['seq_length']:,}: the same with --windows {own['windows']}"
-        how = f"by the training itself, in {own['precision']}, on the first {first}"
-        print(f"validation      {own['loss']:.4f} {how}")
+        print(f"validation      {own['loss']:.4f} by the training itself, in {own['precision']}, on the first {first}")
     print(next_line(script_words("src/generate.py", "--checkpoint", request.checkpoint, "--prompt", "The")))
 
 

@@ -339,8 +339,8 @@ class Sequences:
         if decoder.step:
             capacity = -(-capacity // GRANULE) * GRANULE
         heads = (len(prompts), config.n_head, capacity, config.n_embd // config.n_head)
-        cache = (config.n_layer, 2, *heads)  # keys and values of each layer, (B, nh, P, hs) each
-        self._cache = torch.zeros(cache, dtype=embedding.dtype, device=self._device)
+        # Keys and values of each layer, (B, nh, P, hs) each.
+        self._cache = torch.zeros((config.n_layer, 2, *heads), dtype=embedding.dtype, device=self._device)
         if decoder.step:
             torch._dynamo.mark_static_address(self._cache)  # a CUDA graph may change it
         self._mask: Tensor | None = None

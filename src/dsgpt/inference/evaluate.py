@@ -242,8 +242,7 @@ def _check_tokenizer(file: TokenFile, folder: Path | None) -> bool | None:
     else:
         return True
     cure = f"prepare the text with the model's (data_prep/preprocess.py --tokenizer {folder})"
-    made = f"was made with another tokenizer than that of the model, {difference}"
-    raise UserError(f"--data {file.path}: {made}: {cure}")
+    raise UserError(f"--data {file.path}: was made with another tokenizer than that of the model, {difference}: {cure}")
 
 
 # The tasks of lm-evaluation-harness, on a model exported for transformers.
@@ -275,8 +274,7 @@ def evaluate_tasks(request: EvaluateRequest, *, device: str) -> dict[str, dict[s
             load(folder, which=which, device=torch.device("cpu"), precision="fp32")  # refuses what is unusable
         else:
             folder = Path(temporary) / "model"
-            console = Console(speaks=False)
-            export(request.checkpoint, folder, form="hf", dtype="fp32", which=which, console=console)
+            export(request.checkpoint, folder, form="hf", dtype="fp32", which=which, console=Console(speaks=False))
         dtype = DTYPES[request.precision]
         model = HFLM(pretrained=str(folder), device=device, dtype=dtype, batch_size=request.batch_size)
         results = simple_evaluate(model=model, tasks=list(request.tasks), limit=request.limit, task_manager=manager)

@@ -129,8 +129,7 @@ def instruction_sets(flags: str | None) -> str | None:
     """Members of ``INSTRUCTION_SETS`` that a CPU with these flags of the kernel has; None where there are no flags."""
     if flags is None:
         return None
-    names = [name for flag, name in INSTRUCTION_SETS.items() if flag in flags.split()]
-    return ", ".join(names) or "none that matters"
+    return ", ".join(name for flag, name in INSTRUCTION_SETS.items() if flag in flags.split()) or "none that matters"
 
 
 def _of_the_cpu(entry: str) -> str | None:

@@ -46,8 +46,7 @@ def compiler() -> tuple[str, ...]:
 def has_cuda_toolkit() -> bool:
     """Whether CUDA's compiler is where PyTorch, and so DeepSpeed, looks for it; a driver alone does not bring it."""
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
-    path = shutil.which("nvcc", path=f"{home or '/usr/local/cuda'}/bin")
-    return bool(path or (not home and shutil.which("nvcc")))
+    return bool(shutil.which("nvcc", path=f"{home or '/usr/local/cuda'}/bin") or (not home and shutil.which("nvcc")))
 
 
 def libaio_problem(compiler: Sequence[str]) -> str:

@@ -63,8 +63,7 @@ _WEIGHT = 0.1
 
 def _busy(message: str, *, wait_sec: int) -> requests.ApiError:
     """The refusal of a request that the client should repeat after ``wait_sec``."""
-    headers = {"retry-after": str(wait_sec)}
-    return requests.ApiError(429, message, code="rate_limit_exceeded", headers=headers)
+    return requests.ApiError(429, message, code="rate_limit_exceeded", headers={"retry-after": str(wait_sec)})
 
 
 class Gate:

@@ -171,8 +171,7 @@ class CompletionRequest(BaseModel):
         if self.temperature < COLDEST or self.top_p == 0:
             return Drawing()
         how = {"temperature": self.temperature, "top_p": self.top_p, "min_p": self.min_p}
-        seed = None if self.seed is None else f"{self.seed}/{index}"
-        return Drawing(**how, top_k=max(self.top_k, 0), seed=seed)
+        return Drawing(**how, top_k=max(self.top_k, 0), seed=None if self.seed is None else f"{self.seed}/{index}")
 
     def ends(self, end_of_text: frozenset[int]) -> frozenset[int]:
         """Tokens that end a completion and are no part of its text."""

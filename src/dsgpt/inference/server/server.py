@@ -348,8 +348,7 @@ def serve(options: ServeOptions) -> int:
         app = make_app(completions, keys=keys, loopback=loopback)
         host = f"[{options.host}]" if ":" in options.host else options.host
         many = f"{limits.batch} sequences at a time, {limits.queue} may wait"
-        address = f"http://{host}:{listener.getsockname()[1]}/v1"
-        about = f"serving {served.name} at {address} ({many}); stop with Ctrl-C"
+        about = f"serving {served.name} at http://{host}:{listener.getsockname()[1]}/v1 ({many}); stop with Ctrl-C"
         asyncio.run(_serve(app, completions.engine, listener, about=about))
     return EXIT_DONE
 
