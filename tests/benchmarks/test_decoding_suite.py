@@ -62,10 +62,8 @@ def test_a_small_part_of_the_suite(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(contenders, "READS", 1)
     run = write_inputs(tmp_path)
     assert train(command_line(run, save_every=1)) == 0
-    chosen = DecodingOptions(
-        model_size="demo", only=("fp32-1",), rounds=1, output=tmp_path / "decoding.json",
-        checkpoint=run / "run", data=run / "val.bin",
-    )  # fmt: skip
+    files = {"output": tmp_path / "decoding.json", "checkpoint": run / "run", "data": run / "val.bin"}
+    chosen = DecodingOptions(model_size="demo", only=("fp32-1",), rounds=1, **files)
     code = run_suite(Decoding, chosen, repository=REPOSITORY)
     values, page = json.loads(chosen.output.read_text()), chosen.output.with_suffix(".md").read_text()
     losses = {name: each["loss"] for name, each in values["losses"]["weights"].items()}
@@ -89,9 +87,7 @@ FLOORS = (0.006, 0.005, 0.008, 0.009, 0.010, 0.030)
 @pytest.fixture
 def scripted(monkeypatch) -> tuple[list[str], set[int]]:
     """The turns that were taken, and the bytes of each reading; a token of ours takes a hundredth of its turn."""
-    turns: list[str] = []
-    sizes: set[int] = set()
-    floors = iter(FLOORS)
+    turns, sizes, floors = list[str](), set[int](), iter(FLOORS)
 
     def opened(kind, work, model, *, checkout):
         def generate(prompts: torch.Tensor) -> Continued:
@@ -119,9 +115,8 @@ def test_a_row_has_the_figures_of_its_turns_without_the_warm_up(scripted, work, 
     assert measured["same_ids"] == (checkout == "same")
     rounds = [(OURS, HUGGING_FACE, NANOGPT), (HUGGING_FACE, NANOGPT, OURS), (NANOGPT, OURS, HUGGING_FACE)]
     assert turns == [OURS, HUGGING_FACE, NANOGPT, *(kind for order in rounds for kind in order)]
-    assert {kind: each["values"] for kind, each in measured["seconds"].items()} == {
-        kind: list(seconds[1:]) for kind, seconds in SECONDS.items()
-    }
+    expected = {kind: span(seconds[1:]) for kind, seconds in SECONDS.items()}
+    assert measured["seconds"] == expected
     assert measured["ratios"] == {HUGGING_FACE: span([3.0, 2.0, 1.0]), NANOGPT: span([10.0, 5.0, 2.5])}
     assert measured["token_sec"] == span([0.01, 0.02, 0.04])
     assert measured["floor_sec"] == span([0.005, 0.008, 0.010])

@@ -9,7 +9,7 @@ import time
 from collections import deque
 from dataclasses import asdict, replace
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,12 +18,12 @@ from make_trace import make_trace
 from matplotlib.text import Text
 from safetensors.torch import save_file
 from small_run import REPOSITORY
+from test_serving_suite import RESETS_PEAKS
 
 from dsgpt.benchmarks import inference, launch
 from dsgpt.benchmarks import inference_worker as worker
 from dsgpt.benchmarks.frame import run_suite
 from dsgpt.benchmarks.inference import Inference, InferenceOptions, Trace, Turn, differences, load_of, percentiles
-from dsgpt.benchmarks.launch import LineWorker, WorkerEnded
 from dsgpt.charts.style import quiet_style
 from dsgpt.charts.sweeps import concurrency_chart
 from dsgpt.charts.themes import LIGHT
@@ -44,9 +44,8 @@ TRACE = make_trace(seed=1, requests=7, prompt_tokens=(2, 8, 20), new_tokens=(1, 
 def write_run(folder: Path) -> Path:
     """A run folder with a checkpoint of random weights, whose logits differ by far more than rounding."""
     stream, model = torch.Generator().manual_seed(0), GPT2(CONFIG)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=stream) * 0.2)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2, generator=stream)
     published = folder / "published"
     published.mkdir(parents=True)
     (published / "config.json").write_text(json.dumps(hugging_face_config(CONFIG, dtype="fp32", end_of_text=None)))
@@ -74,10 +73,8 @@ def test_every_engine_generates_the_same_ids_and_one_that_fails_is_shown_while_t
     python.symlink_to(sys.executable)
     write_json_atomic(tmp_path / "trace.json", asdict(TRACE))
     engines = ("one", "static", "continuous", "vllm")
-    options = InferenceOptions(
-        output=tmp_path / "out.json", checkpoint=run, concurrency=(1, 3), engines=engines,
-        repeats=1, trace=tmp_path / "trace.json", vllm=tmp_path / "environment",
-    )  # fmt: skip
+    files = {"output": tmp_path / "out.json", "trace": tmp_path / "trace.json", "vllm": tmp_path / "environment"}
+    options = InferenceOptions(checkpoint=run, concurrency=(1, 3), engines=engines, repeats=1, **files)
     assert run_suite(Inference, options, repository=REPOSITORY) == 1
     record, page = read_concurrency(tmp_path / "out.json"), (tmp_path / "out.md").read_text(encoding="utf-8")
     *measured, vllm = record.engines
@@ -241,9 +238,7 @@ class StandInVllm:
         kinds["vllm.v1.engine.async_llm"] = {"AsyncLLM": SimpleNamespace(from_engine_args=self.opened)}
         kinds["vllm.sampling_params"] = {"RequestOutputKind": SimpleNamespace(DELTA="delta")}
         for name, values in kinds.items():
-            module = ModuleType(name)
-            vars(module).update(values)
-            monkeypatch.setitem(sys.modules, name, module)
+            monkeypatch.setitem(sys.modules, name, SimpleNamespace(**values))
 
     def opened(self, arguments: SimpleNamespace) -> "StandInVllm":
         self.asked.append((arguments.dtype, arguments.enable_prefix_caching))
@@ -286,7 +281,7 @@ class ScriptedWorker:
 
     def read(self) -> dict[str, Any]:
         if (count := len(self.turns)) == self._fails_at:
-            raise WorkerEnded(1, "it broke")
+            raise launch.WorkerEnded(1, "it broke")
         answers = [answer(number, 1.0, 1.5, 1.0 + count) for number in self._numbers]
         return {"answers": [asdict(one) for one in answers], "peak_bytes": 100 * count}
 
@@ -328,13 +323,13 @@ def test_a_worker_has_its_threads_and_nothing_of_a_launcher(monkeypatch, tmp_pat
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     monkeypatch.setenv("DS_ACCELERATOR", "cuda")
     for threads in (3, 0):
-        LineWorker("a.module", {}, tmp_path / str(threads), threads=threads, variables={"RANK": 1})
+        launch.LineWorker("a.module", {}, tmp_path / str(threads), threads=threads, variables={"RANK": 1})
     assert [one.get("OMP_NUM_THREADS") for one in environments] == ["3", None]
     assert [(one["RANK"], "DS_ACCELERATOR" in one) for one in environments] == [("1", False)] * 2
 
 
 PEAKS = """
-import os, subprocess, sys
+import subprocess, sys
 from dsgpt.benchmarks import inference_worker as worker
 bytearray(200 << 20)
 before = worker._peak_bytes("cpu")
@@ -349,11 +344,8 @@ child.communicate(b"\\n")
 """A process of its own: another test's memory would be in the figures."""
 
 
+@RESETS_PEAKS
 def test_the_peak_is_that_of_the_turn_and_of_processes_that_the_engine_started():
-    try:
-        Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        pytest.skip("this system keeps the peaks")
     done = subprocess.run([sys.executable, "-c", PEAKS], capture_output=True, text=True, check=True)
     before, after, with_child = map(int, done.stdout.split())
     assert before - after > 150 << 20
@@ -364,8 +356,7 @@ class ScriptedManager:
     """Transformers' engine: answers each request in the order of their arrival, a result at each call."""
 
     def __init__(self) -> None:
-        self.running: deque[tuple[str, float, int]] = deque()
-        self.most = 0
+        self.running, self.most = deque[tuple[str, float, int]](), 0
 
     def add_request(self, prompt, *, request_id, max_new_tokens, **_):
         self.running.append((request_id, time.perf_counter(), max_new_tokens))

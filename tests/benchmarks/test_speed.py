@@ -67,10 +67,8 @@ def test_the_ratio_is_to_the_best_other_of_the_same_round_and_of_peers_with_kept
 def test_a_contender_takes_steps_and_one_that_fails_is_named(suite, tmp_path):
     (tmp_path / "model.py").write_text("raise RuntimeError('another version')\n", encoding="utf-8")
     suite._peers = {NANOGPT: tmp_path}
-    ours, peer = (
-        speed.Row(title="a row", work=WORK, entries=(speed.Entry(name=kind, kind=kind),), target=1)
-        for kind in (speed.OURS, NANOGPT)
-    )
+    entries = ((speed.Entry(name=kind, kind=kind),) for kind in (speed.OURS, NANOGPT))
+    ours, peer = (speed.Row(title="a row", work=WORK, entries=each, target=1) for each in entries)
     (entry,) = suite._row(ours)["entries"]
     assert 4 < entry["loss"] < 7.5  # ids below 257 at random: ln 257 is 5.5
     assert entry["peak_bytes"] > 1e8 and entry["tokens_per_sec"]["median"] > 0
