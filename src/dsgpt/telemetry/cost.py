@@ -336,14 +336,9 @@ def traffic_record(step: int, ranks: list[RankTraffic]) -> dict[str, Any]:
         devices.update(states[largest][name] or {})
     sent = [sum(entry.ring_bytes for entry in traffic) for _, traffic, _ in ranks]
     busiest = sent.index(max(sent))
+    figures = ("calls", "payload_bytes", "ring_bytes")
     by_op = [
-        {
-            "op": entry.operation,
-            "ranks": list(entry.group),
-            "calls": entry.calls,
-            "payload_bytes": entry.payload_bytes,
-            "ring_bytes": entry.ring_bytes,
-        }
+        {"op": entry.operation, "ranks": list(entry.group), **{name: getattr(entry, name) for name in figures}}
         for entry in ranks[busiest][1]
     ]
     communication = {

@@ -11,6 +11,7 @@ them.
 """
 
 import contextlib
+import logging
 import math
 import os
 import re
@@ -31,6 +32,8 @@ from dsgpt.common.files import remove
 from dsgpt.machine.device import gather_objects, named_range, ranges_shown
 from dsgpt.telemetry.cost import Report, Traffic, operation_of
 from dsgpt.telemetry.meter import ThreadClock
+
+logger = logging.getLogger(__name__)
 
 
 class StepsProfile(ABC):
@@ -135,13 +138,7 @@ def times_on_cpu(events: Iterable[Event], *, sleeping_sec: Sequence[float]) -> C
     steps = [event.span for event in ours if event.name == STEP_RANGE]
     calls = _calls([event for event in ours if _is_in(steps, event)])
     lasting = [overlap([call for _, call in calls], [step]) for step in steps]
-    return CommunicationTimes(
-        steps=len(steps),
-        step_sec=length(steps),
-        communication_sec=sum(lasting),
-        exposed_sec=sum(map(min, sleeping_sec, lasting)),
-        operations=_by_operation(calls),
-    )
+    return _times(steps, calls, communication_sec=sum(lasting), exposed_sec=sum(map(min, sleeping_sec, lasting)))
 
 
 def _calls(events: Sequence[Event]) -> list[tuple[str, Span]]:
@@ -179,13 +176,9 @@ def times_on_gpu(events: Iterable[Event]) -> CommunicationTimes:
     calls = [(name, event.span) for event in inside if (name := kernel_operation(event.name))]
     computing = [event.span for event in inside if kernel_operation(event.name) is None]
     lasting = [span for _, span in calls]
-    return CommunicationTimes(
-        steps=len(steps),
-        step_sec=length(steps),
-        communication_sec=length(lasting),
-        exposed_sec=length(lasting) - overlap(lasting, computing),
-        operations=_by_operation(calls),
-    )
+    communication_sec = length(lasting)
+    exposed_sec = communication_sec - overlap(lasting, computing)
+    return _times(steps, calls, communication_sec=communication_sec, exposed_sec=exposed_sec)
 
 
 def kernel_operation(name: str) -> str | None:
@@ -195,11 +188,11 @@ def kernel_operation(name: str) -> str | None:
     return OTHER if "ncclKernel" in name or "ncclDevKernel" in name else None
 
 
-def _by_operation(calls: Iterable[tuple[str, Span]]) -> dict[str, list[float]]:
+def _times(steps: Sequence[Span], calls: Iterable[tuple[str, Span]], **seconds: float) -> CommunicationTimes:
     operations: dict[str, list[float]] = {}
     for operation, span in calls:
         operations.setdefault(operation, []).append(span.end - span.start)
-    return operations
+    return CommunicationTimes(steps=len(steps), step_sec=length(steps), operations=operations, **seconds)
 
 
 def _is_in(steps: Sequence[Span], event: Event) -> bool:
@@ -363,13 +356,10 @@ class Trace(StepsProfile):
         device: of this rank.
         steps: how many to trace.
         path: the file of this rank.
-        report: called on every rank with the table for people, and lines that say why a trace is missing.
     """
 
-    def __init__(
-        self, device: torch.device, *, steps: int, path: Path, report: Callable[[list[str], list[str]], None]
-    ) -> None:
-        self._device, self._path, self._report = device, path, report
+    def __init__(self, device: torch.device, *, steps: int, path: Path) -> None:
+        self._device, self._path = device, path
         super().__init__(device, steps=steps, warm_up=WARM_UP_STEPS)
 
     @contextlib.contextmanager
@@ -382,11 +372,11 @@ class Trace(StepsProfile):
             self._profiler.step()
 
     def finish(self) -> None:
-        """Write the trace and report the table; collective."""
+        """Write the trace; log the table, and why a trace is missing; collective."""
         self._profiler.stop()
         traced = self._taken[WARM_UP_STEPS:]
         if not traced:
-            self._report([], ["too few steps were left: there is no trace"])
+            logger.warning("--profile: too few steps were left: there is no trace")
             return
         partial, failure = self._path.with_name(f"partial-{self._path.name}"), ""
         try:
@@ -398,7 +388,11 @@ class Trace(StepsProfile):
             failure = error.strerror or str(error)
         failures: list[str] = gather_objects(failure)
         table = top_table(self._profiler.key_averages(), steps=traced, on_gpu=self._on_gpu)
-        self._report(table, [f"rank {rank} wrote no trace: {why}" for rank, why in enumerate(failures) if why])
+        for line in (*table, f"traces: {self._path.parent}; https://ui.perfetto.dev opens them") if table else ():
+            logger.info(line)
+        for rank, why in enumerate(failures):
+            if why:
+                logger.warning(f"--profile: rank {rank} wrote no trace: {why}")
 
 
 def top_table(averages: Any, *, steps: list[int], on_gpu: bool) -> list[str]:

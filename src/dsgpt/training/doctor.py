@@ -618,11 +618,10 @@ def _links(meeting: _Meeting, distances: Sequence[int]) -> list[Facts]:
     if meeting.on_gpus:
         torch.cuda.set_device(meeting.places[meeting.rank][1])
     backend, timeout = "cpu:gloo,cuda:nccl" if meeting.on_gpus else "gloo", timedelta(seconds=ANSWER_SEC)
-    ranks = len(meeting.places)
+    hosts, machines, ranks = meeting.hosts, len(meeting.hosts), len(meeting.places)
     dist.init_process_group(backend, store=meeting.store, rank=meeting.rank, world_size=ranks, timeout=timeout)
     dist.all_reduce(torch.zeros(1, device="cuda" if meeting.on_gpus else "cpu"))  # NCCL connects all ranks here
-    hosts, machines = meeting.hosts, len(meeting.hosts)
-    width = len(meeting.places) // machines
+    width = ranks // machines
     if meeting.places != [(host, local) for host in hosts for local in range(width)]:
         width = 1
     crews = [range(leader, leader + width) for leader in meeting.leaders]

@@ -76,7 +76,7 @@ class Sink:
         """Called after the last event."""
 
 
-class FileSink(Sink):
+class FileSink(StepLog, Sink):
     """Writes ``metrics.jsonl``, ``training_metrics.json`` and ``communication.json``.
 
     Lines that the file system refuses are written with the next ones. The record is replaced as a whole: a reader sees
@@ -84,16 +84,16 @@ class FileSink(Sink):
     """
 
     def __init__(self, run_dir: Path) -> None:
+        super().__init__(run_dir / STEPS_FILE)
         self._run_dir = run_dir
-        self._log = StepLog(run_dir / STEPS_FILE)
 
     def steps(self, lines: list[Line], *, due: bool) -> None:  # noqa: ARG002 - every line is written
         """Write a line for each step."""
-        self._log.write(lines)
+        self.write(lines)
 
     def validation(self, line: Line, *, seconds: float) -> None:  # noqa: ARG002 - not in the file
         """Write its line."""
-        self._log.write([line])
+        self.write([line])
 
     def communication(self, measured: dict[str, Any]) -> None:
         """Write ``communication.json``."""
@@ -102,14 +102,6 @@ class FileSink(Sink):
     def record(self, record: RunRecord) -> None:
         """Write the record as it is now."""
         write_json_atomic(self._run_dir / RECORD_FILE, record.as_dict())
-
-    def sync(self) -> None:
-        """Make the lines durable: a resume from the checkpoint needs them."""
-        self._log.sync()
-
-    def close(self) -> None:
-        """Close ``metrics.jsonl``."""
-        self._log.close()
 
 
 class ConsoleSink(Sink):
@@ -262,8 +254,7 @@ class Segments:
 
     def __init__(self, description: dict[str, Any], *, done: int) -> None:
         self._description, self._done = description, done
-        several = description and description["hardware"]["local_world_size"] > 1
-        self._load = LoadOfOthers(ranks=bool(several)) if description else None
+        self._load = LoadOfOthers(ranks=description["hardware"]["local_world_size"] > 1) if description else None
         self._earlier: list[Segment] = []
         self.all: list[Segment] = []
         """All segments, as of the last ``note``."""

@@ -179,7 +179,7 @@ class Measurements:
         """Whether the latest step was measured."""
 
     def _begun(self, flag: str) -> StepsProfile:
-        options, folder = self._config.options, self._config.run_dir / PROFILE_FOLDER
+        options = self._config.options
         if flag == "--profile_comm":
             sleeps = options.num_workers > 0  # else this thread reads the data itself
             return CommunicationProfile(
@@ -189,15 +189,8 @@ class Measurements:
                 traffic=self._traffic.own,
                 report=self._journal.communication_profiled,
             )
-
-        def report(table: list[str], failures: list[str]) -> None:
-            for line in (*table, f"traces: {folder}; https://ui.perfetto.dev opens them") if table else ():
-                logger.info(line)
-            for line in failures:
-                logger.warning(f"--profile: {line}")
-
-        path = folder / trace_file(self._config.topology.rank)
-        return Trace(self._device, steps=options.profile, path=path, report=report)
+        path = self._config.run_dir / PROFILE_FOLDER / trace_file(self._config.topology.rank)
+        return Trace(self._device, steps=options.profile, path=path)
 
     @contextlib.contextmanager
     def watch(self, step: int) -> Iterator[None]:
