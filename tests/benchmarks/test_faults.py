@@ -1,6 +1,7 @@
 """The fault campaign, and its core."""
 
 import json
+from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 
@@ -24,7 +25,11 @@ RECORD = REPOSITORY / REFERENCE / "faults.json"
 def test_the_committed_record_holds_the_whole_campaign_with_the_seeded_kills():
     record = json.loads(RECORD.read_text())
     planned = kinds.all_faults(kills=faults.KILLS, seed=faults.SEED)
-    assert [(fault["kind"], fault["name"]) for fault in record["faults"]] == [(one.kind, one.name) for one in planned]
+    expected = [(one.kind, one.name) for one in planned]
+    recorded = [(fault["kind"], fault["name"]) for fault in record["faults"]]
+    assert recorded == [one for one in expected if one in recorded]
+    assert {one for one in expected if one[0] != "kill"} <= set(recorded)
+    assert record["planned"] == len(expected)
     assert {fault["status"] for fault in record["faults"]} == {"passed"}
     kills = faults.seeded_kills(faults.KILLS, seed=faults.SEED)
     assert {(kill.run, kill.victim, kill.moment) for kill in kills} >= set(
@@ -59,7 +64,9 @@ def test_a_fault_that_cannot_be_caused_counts_as_failed(tmp_path, monkeypatch, c
 class ForkedRuns(Runs):
     """Launches what is disturbed. The undisturbed and the resumed runs, which are compared with it, are forked."""
 
-    def train(self, run: str, run_dir: Path, *more: str) -> tuple[int, str]:
+    def train(self, run: str, run_dir: Path, *more: str, prefix: Sequence[str] = ()) -> tuple[int, str]:
+        if prefix:
+            return super().train(run, run_dir, *more, prefix=prefix)
         ranks = faults.RUNS[run].ranks
         words = [*self.words(run, run_dir, {}), *more]
         script = REPOSITORY / "src" / "gpt2.py"
@@ -83,8 +90,15 @@ def marks(fault):
     return [] if fault.name.startswith(QUICK) else [pytest.mark.long]
 
 
+OF_THE_MACHINE = [
+    *(fault for fault in kinds.machine_faults() if fault.kind == "machine" and not fault.name.startswith("zero1")),
+    *(fault for fault in kinds.machine_faults() if "`model-00001" in fault.name or "`manifest" in fault.name),
+]
+
+
 @pytest.mark.parametrize(
-    "fault", [pytest.param(fault, marks=marks(fault), id=fault.name) for fault in kinds.core_faults()]
+    "fault",
+    [pytest.param(fault, marks=marks(fault), id=fault.name) for fault in (*kinds.core_faults(), *OF_THE_MACHINE)],
 )
 def test_the_run_recovers(runs, fault):
     (outcome,) = kinds.try_faults(runs, [fault])

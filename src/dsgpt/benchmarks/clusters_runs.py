@@ -33,7 +33,7 @@ from dsgpt.benchmarks import clusters
 from dsgpt.benchmarks.cells import SEQUENCE, VALIDATION_WINDOWS, cut_validation, flags, prepare_corpus, write_recipe
 from dsgpt.benchmarks.clusters import LIMIT_SEC, Fault, Outcome
 from dsgpt.benchmarks.faults import SAVE_EVERY, STEPS, all_wrong
-from dsgpt.benchmarks.faults_runs import Missed, figures, fill
+from dsgpt.benchmarks.faults_runs import SLEEP, Missed, figures, fill
 from dsgpt.benchmarks.hosts import Hosts, NoHosts, enter, made_hosts, run
 from dsgpt.benchmarks.launch import IMPORTS
 from dsgpt.checkpoints.store import folder_name
@@ -177,8 +177,6 @@ PORT = "29500"
 """Port at which the ranks meet; every pair of hosts has ports of its own."""
 SHIM = "import deepspeed, torch._dynamo\nfrom dsgpt.benchmarks.clusters_runs import main\nmain()\n"
 """Stands for ``src/gpt2.py`` beside copies of the scripts of ``launch/``. The limits are too low for slow imports."""
-SLEEP = "python/sitecustomize.py", "import select, time\ntime.sleep = lambda sec: select.select([], [], [], sec)\n"
-"""A file that replaces ``time.sleep``, which fails under libfaketime 0.9.10 (an absolute ``clock_nanosleep``)."""
 PYTHON_FOLDER = str(Path(sys.executable).parent)
 LONGEST_SEC = 300.0
 """Seconds after which a run that has not ended counts as stuck."""
@@ -338,7 +336,7 @@ class ClusterRuns(contextlib.AbstractContextManager["ClusterRuns"]):
         with made_hosts(2) as hosts:
             shutil.copytree(self._repository / "launch", folder / "launch")
             slots = "".join(f"{hosts.address(number)} slots=1\n" for number in range(hosts.count))
-            for name, text in (("src/gpt2.py", SHIM), SLEEP, ("hosts", slots)):
+            for name, text in (("src/gpt2.py", SHIM), ("python/sitecustomize.py", SLEEP), ("hosts", slots)):
                 (folder / name).parent.mkdir(exist_ok=True)
                 (folder / name).write_text(text, encoding="utf-8")
             with _shared_folder(fault, folder), Job(fault, hosts, folder, words, self._context) as job:

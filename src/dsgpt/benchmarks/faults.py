@@ -1,14 +1,18 @@
 """``benchmark.py faults``: what is killed when, and the page of the campaign."""
 
 import random
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from dsgpt.benchmarks import frame
 from dsgpt.benchmarks.cells import Cell, by
-from dsgpt.common.command_line import COUNT, flag, switch
+from dsgpt.common.command_line import COUNT, NUMBER, flag, switch
+from dsgpt.common.files import write_json_atomic
+from dsgpt.common.json_files import read_object
 from dsgpt.config.options import SAVE_MODES
+from dsgpt.record.schema import finite
 
 STEPS, SAVE_EVERY = 24, 4
 """Steps of every run of the campaign, and steps between its checkpoints."""
@@ -16,13 +20,24 @@ STEPS, SAVE_EVERY = 24, 4
 
 DROPOUT = 0.1
 """Share of dropout, not 0, so that a random stream that was not restored shows in the losses."""
-KILLS, SEED = 40, 4
+KILLS, SEED = 200, 4
 RUNS = {
     "baseline": Cell(strategy="baseline", ranks=1, accumulation=1),
     "ddp": Cell(strategy="ddp", ranks=2, accumulation=3),
     "zero1": Cell(strategy="zero1", ranks=2, accumulation=1),
     "zero3": Cell(strategy="zero3", ranks=2, accumulation=3),
     "pipeline2": Cell(strategy="pipeline2-zero1", ranks=2, accumulation=3),
+    "fsdp": Cell(strategy="fsdp", ranks=4, accumulation=3),
+    "fsdp-offload": Cell(strategy="fsdp-offload", ranks=2, accumulation=3),
+    "zero0": Cell(strategy="zero0", ranks=2, accumulation=1),
+    "zero2": Cell(strategy="zero2", ranks=4, accumulation=3),
+    "zero2-offload": Cell(strategy="zero2-offload", ranks=2, accumulation=3),
+    "zero3-offload": Cell(strategy="zero3-offload", ranks=2, accumulation=1),
+    "zero3-nvme": Cell(strategy="zero3-nvme", ranks=2, accumulation=3),
+    "tensor2": Cell(strategy="tensor2-zero1", ranks=2, accumulation=3),
+    "sequence2": Cell(strategy="sequence2-zero3", ranks=4, accumulation=1),
+    "pipeline2 on 8": Cell(strategy="pipeline2-zero0", ranks=8, accumulation=3),
+    "3d": Cell(strategy="pipeline2-tensor2-zero1", ranks=8, accumulation=3),
 }
 """The runs that are disturbed, by the name that pages and lines use."""
 VICTIMS = ("one rank", "all", "the launcher")
@@ -85,7 +100,7 @@ def core_kills() -> list[Kill]:
 
 # How one fault of the campaign ended.
 
-KINDS = ("kill", "request", "damage", "disk", "launch")
+KINDS = ("kill", "request", "damage", "disk", "machine", "launch")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,7 +152,7 @@ def faults_page(record: frame.Record, *, source: str) -> str:
     made = frame.made_from(record, source=source, name="faults")
     head = frame.filled("faults", record, summary=_summary(record), runs=runs, made=made)
     kinds = {kind: [fault for fault in faults if fault["kind"] == kind] for kind in KINDS}
-    others = [*kinds["damage"], *kinds["disk"], *kinds["launch"]]
+    others = [fault for kind in ("damage", "disk", "machine", "launch") for fault in kinds[kind]]
     return frame.page_of(
         head,
         _kills(kinds["kill"], record),
@@ -148,7 +163,7 @@ def faults_page(record: frame.Record, *, source: str) -> str:
             text=frame.filled("faults-signals", record),
         ),
         frame.section(
-            "Damaged files, file systems that refuse writes, launches",
+            "Damaged files, disks that refuse writes, other machines, launches",
             ["fault", "exit code", "resumed from step", "what the run printed", "recovered"],
             [_row(fault, "exit_code", "resumed_from") for fault in others],
             text=frame.filled("faults-others", record),
@@ -166,6 +181,8 @@ def _summary(record: frame.Record) -> str:
     ran = [fault for fault in record["faults"] if fault["status"] != "not run"]
     left_out = len(record["faults"]) - len(ran)
     rest = f" This machine could not run {left_out} more." if left_out else ""
+    if left := record.get("planned", 0) - len(record["faults"]):
+        rest += f" {left} are not tried yet."
     kills = [fault for fault in record["faults"] if fault["kind"] == "kill"]
     lines = [f"* **{_passed(ran)} of {len(ran)} faults** ended as they should.{rest}"]
     if facts := [kill["measured"] for kill in kills if kill["measured"]]:
@@ -215,6 +232,7 @@ class FaultOptions(frame.SuiteOptions):
     seed: int = flag(COUNT, "N", default=SEED)
     """seed that draws victims and instants (default: %(default)s, as in docs/faults.md)"""
     core: bool = switch("only what `make test` runs")
+    minutes: float = flag(NUMBER, "MIN", "begin no fault after this time (default: %(default)g)", default=40.0)
 
 
 class Faults(frame.Suite[FaultOptions, Outcome]):
@@ -222,11 +240,11 @@ class Faults(frame.Suite[FaultOptions, Outcome]):
 
     faults: kill ranks, launchers and whole runs at seeded instants, send signals, damage checkpoints, fill the disk;
     then resume every run, which must end with the losses of an undisturbed run, to the last bit. Exit code 0: they all
-    do; 1: otherwise.
+    do; 1: otherwise. A repeated command with the same --output continues.
 
     Examples:
       .venv/bin/python src/benchmark.py faults
-      .venv/bin/python src/benchmark.py faults --kills 200 --seed 1
+      .venv/bin/python src/benchmark.py faults --kills 40 --seed 1
       .venv/bin/python src/benchmark.py faults --table-from checkpoint/faults/faults.json
     """
 
@@ -238,18 +256,31 @@ class Faults(frame.Suite[FaultOptions, Outcome]):
 
         options = self.options
         self._faults = core_faults() if options.core else all_faults(kills=options.kills, seed=options.seed)
-        return len(self._faults)
+        earlier = read_object(options.output, max_bytes=frame.MAX_BYTES) if options.output.exists() else {}
+        self._blocks = earlier.get("blocks", [])
+        self._earlier = {one["name"]: one for one in earlier.get("faults", []) if one["status"] == "passed"}
+        self._todo = [fault for fault in self._faults if fault.name not in self._earlier]
+        return len(self._todo)
 
     def begin(self) -> None:
         from dsgpt.benchmarks.faults_runs import Runs  # noqa: PLC0415
 
+        self._started, self._head = time.monotonic(), frame.record_head(self.schema_version, device="cpu")
         self._runs = Runs(self.folder, repository=self.repository)
-        self.console.say(f"{len(self._faults)} faults; each run is first trained undisturbed")
+        done = f"; {len(self._earlier)} are in {self.options.output} already" if self._earlier else ""
+        self.console.say(f"{len(self._todo)} faults; each run is first trained undisturbed{done}")
 
     def results(self) -> Iterator[Outcome]:
         from dsgpt.benchmarks.faults_kinds import try_faults  # noqa: PLC0415
 
-        return try_faults(self._runs, self._faults)
+        ended = []
+        for outcome in try_faults(self._runs, self._todo):
+            ended.append(outcome)
+            self.options.output.parent.mkdir(parents=True, exist_ok=True)
+            write_json_atomic(self.options.output, finite(self._head | self.record(ended)))
+            yield outcome
+            if time.monotonic() - self._started > 60 * self.options.minutes:
+                return
 
     def line(self, result: Outcome, *, count: str, left: str) -> str:
         word = {"passed": "recovered", "failed": "FAILED", "not run": "not run"}[result.status]
@@ -260,8 +291,20 @@ class Faults(frame.Suite[FaultOptions, Outcome]):
         runs = {name: {"executed_by": by(cell), "accumulation": cell.accumulation} for name, cell in RUNS.items()}
         settings = {"steps": STEPS, "save_every": SAVE_EVERY, "dropout": DROPOUT}
         work = settings | frame.work_facts("cpu") | {"runs": runs}
-        faults = [asdict(one) | {"status": one.status, "seconds": round(one.seconds, 2)} for one in results]
-        return {"work": work, "seed": self.options.seed, "faults": faults}
+        ended = {one.name: asdict(one) | {"status": one.status, "seconds": round(one.seconds, 2)} for one in results}
+        every = self._earlier | ended
+        block = {"git_commit": self._head["git_commit"], "seconds": time.monotonic() - self._started}
+        blocks = [*self._blocks, block | {"faults": len(ended)}]
+        return {
+            "work": work,
+            "seed": self.options.seed,
+            "seconds": round(sum(one["seconds"] for one in blocks), 1),
+            "blocks": blocks,
+            "planned": len(self._faults),
+            "faults": [every[fault.name] for fault in self._faults if fault.name in every],
+        }
 
     def failures(self, record: frame.Record) -> list[str]:
-        return [fault["name"] for fault in record["faults"] if fault["status"] == "failed"]
+        left = record["planned"] - len(record["faults"])
+        failed = [fault["name"] for fault in record["faults"] if fault["status"] == "failed"]
+        return [*failed, *([f"{left} faults, which are not tried yet"] if left else [])]

@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 
 from dsgpt.benchmarks import faults
+from dsgpt.benchmarks import faults_machine as machine
 from dsgpt.benchmarks.faults import RUNS, SAVE_EVERY, STEPS, Kill, Outcome, all_wrong
 from dsgpt.benchmarks.faults_runs import Missed, Runs, Training, fill, send
 from dsgpt.benchmarks.hosts import NoHosts, run
@@ -472,11 +473,19 @@ class Fault:
 
 def all_faults(*, kills: int, seed: int) -> list[Fault]:
     """Every fault of the campaign, among them ``kills`` kills drawn with ``seed``."""
-    planned = [_fault("kill", try_kill, plan) for plan in faults.seeded_kills(kills, seed=seed)]
-    planned += [_fault("request", try_signal, plan) for plan in SIGNALS]
+    planned = [_fault("request", try_signal, plan) for plan in SIGNALS]
     planned += [_fault("damage", try_damage, plan) for plan in DAMAGES]
     planned += [_fault("disk", try_disk_fault, plan) for plan in DISK_FAULTS]
-    return [*planned, RESTART, TWO_RUNS]
+    drawn = [_fault("kill", try_kill, plan) for plan in faults.seeded_kills(kills, seed=seed)]
+    return [*planned, *machine_faults(), RESTART, TWO_RUNS, *drawn]
+
+
+def machine_faults() -> list[Fault]:
+    """The faults of ``faults_machine``."""
+    planned = [_fault("disk", machine.try_full_at, machine.FullAt(file=name)) for name in machine.WRITTEN]
+    limits = (machine.MemoryLimit(run=name) for name in ("baseline", "zero1"))
+    planned += [_fault("machine", machine.try_memory_limit, plan) for plan in limits]
+    return planned + [_fault("machine", machine.try_elsewhere, plan) for plan in machine.elsewhere()]
 
 
 def core_faults() -> list[Fault]:

@@ -32,6 +32,8 @@ MARK = "DSGPT_LAUNCH_UNDER_TEST"
 """The variable that all processes of a launch inherit."""
 LIMIT_SEC = 300
 """Longer than any training of the campaign takes."""
+SLEEP = "import select, time\ntime.sleep = lambda sec: select.select([], [], [], sec)\n"
+"""A ``sitecustomize.py`` that replaces ``time.sleep``: it fails under libfaketime 0.9.10 (absolute clock_nanosleep)."""
 
 
 class Missed(RuntimeError):
@@ -248,9 +250,9 @@ class Runs:
             words[words.index(f"--{name}") + 1] = str(value)
         return [*words, "--save_every", str(SAVE_EVERY), "--keep_checkpoints", "9", "--steps_per_print", "1"]
 
-    def train(self, run: str, run_dir: Path, *more: str) -> tuple[int, str]:
-        """Train ``run`` without a fault, with ``more`` flags; its exit code and what it printed."""
-        with self.start(run, run_dir, *more) as training:
+    def train(self, run: str, run_dir: Path, *more: str, prefix: Sequence[str] = ()) -> tuple[int, str]:
+        """Train ``run`` without a fault, with ``more`` flags, under ``prefix``; its exit code and what it printed."""
+        with self.start(run, run_dir, *more, prefix=prefix) as training:
             return training.wait_until_gone()["exit_code"], training.output()
 
     def undisturbed(self, run: str) -> Path:
@@ -281,14 +283,14 @@ class Runs:
         """A copy of the undisturbed run."""
         return shutil.copytree(self.undisturbed(run), self.new(name))
 
-    def resume(self, run: str, run_dir: Path) -> Resumed:
-        """Resume ``run`` to its end, and compare it with the undisturbed run.
+    def resume(self, run: str, run_dir: Path, *, prefix: Sequence[str] = ()) -> Resumed:
+        """Resume ``run`` under ``prefix`` to its end, and compare it with the undisturbed run.
 
         Raises:
             Missed: it did not end.
         """
         taken = last_step(run_dir)
-        code, output = self.train(run, run_dir, "--resume")
+        code, output = self.train(run, run_dir, "--resume", prefix=prefix)
         failure = f"--resume ended with exit code {code}: {first_error(output)}"
         wrong = failure if code else self.difference(run, run_dir)
         begun = re.search(r"resuming from \S*/step-(\d{8})", output)

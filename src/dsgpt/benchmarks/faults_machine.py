@@ -1,0 +1,233 @@
+"""Faults of the machine below a run: memory, disk, clock, host name; and interruptions of an interrupted run."""
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from dsgpt.benchmarks.faults import SAVE_EVERY, Outcome, all_wrong
+from dsgpt.benchmarks.faults_runs import SLEEP, Resumed, Runs, send
+from dsgpt.benchmarks.hosts import NoHosts
+from dsgpt.checkpoints import store
+from dsgpt.checkpoints.manifest import MANIFEST, STATE_FILE, parse_manifest
+from dsgpt.checkpoints.pieces import MOMENTS, numbered
+from dsgpt.checkpoints.training_state import COUNTERS
+from dsgpt.common.errors import EXIT_NOT_SAVED
+
+SPOILED = 2 * SAVE_EVERY
+"""The step whose save meets the full disk."""
+WRITES = "write,pwrite64,writev"
+NO_NAME = """\
+import errno, os
+replace = os.replace
+def refused(source, target):
+    if os.fspath(target) == {path!r}:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), os.fspath(target))
+    replace(source, target)
+os.replace = refused
+"""
+"""A ``sitecustomize.py`` without space for one name. Files of JSON are written under the process's own name, which
+strace cannot be told before, and then renamed."""
+AFTER_STEP = SPOILED + 1
+SPARE = 64 << 20
+"""Bytes that a control group has left when its limit is set."""
+HOG = f"""\
+import os, sys, time
+open("/proc/self/oom_score_adj", "w").write("-1000")  # the kernel ends another process of the group
+open(sys.argv[1], "w").write(str(os.getpid()))
+filled = b"1" * {2 * SPARE}
+time.sleep(600)
+"""
+"""Fills the control group whose file of processes it gets."""
+ENTER = 'echo $$ > "$0" && exec "$@"'
+"""Shell: runs a command in the control group of such a file."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FullAt:
+    """A disk without space for one file of a save."""
+
+    file: str
+
+    @property
+    def name(self) -> str:
+        """The name in console lines, pages and test ids."""
+        return f"{DISK_RUN}: no space while `{self.file}` of step {SPOILED} is written"
+
+
+DISK_RUN, WRITERS = "zero1", 2
+WRITTEN = (
+    *(numbered(name, rank, WRITERS) for name in (store.WEIGHTS, MOMENTS) for rank in range(WRITERS)),
+    *(f"random-{rank:05d}.safetensors" for rank in range(WRITERS)),
+    *(store.INDEX, store.MODEL, COUNTERS, STATE_FILE, MANIFEST),
+)
+"""The files of its checkpoint, without the tokenizer's."""
+
+
+def with_customized(text: str, folder: Path) -> list[str]:
+    """The command that runs another in which every Python begins with ``text``, which ``folder`` will hold."""
+    (folder / "sitecustomize.py").write_text(text, encoding="utf-8")
+    return ["env", f"PYTHONPATH={folder}:{os.environ.get('PYTHONPATH', '')}"]
+
+
+def try_full_at(runs: Runs, plan: FullAt) -> Outcome:
+    """Refuse what needs space for one file of a save; then resume and compare.
+
+    Raises:
+        Missed: the run did not end.
+    """
+    if shutil.which("strace") is None:
+        return Outcome(not_run="it needs strace")
+    run_dir = runs.new(plan.file)
+    usual = parse_manifest(store.checkpoints(runs.undisturbed(DISK_RUN))[0]).files
+    if others := {name for name in (*usual, MANIFEST) if "/" not in name} ^ set(WRITTEN):
+        return Outcome(wrong=f"the files of a checkpoint are others: {', '.join(sorted(others))}")
+    at = store.partial_folder(run_dir, SPOILED) / plan.file
+    strace = ["strace", "--follow-forks", "--seccomp-bpf", "--quiet=all", "--output=/dev/null", f"--trace-path={at}"]
+    strace += [f"--trace={WRITES}", f"--inject={WRITES}:error=ENOSPC"]
+    prefix = with_customized(NO_NAME.format(path=str(at)), run_dir.parent) if at.suffix == ".json" else strace
+    with runs.start(DISK_RUN, run_dir, prefix=prefix) as training:
+        code = training.wait_until_gone()["exit_code"]
+        lines = tuple(line for line in training.output().splitlines() if "not saved" in line)
+    left = [path.name for path in run_dir.glob(".partial-*")]
+    resumed = runs.resume(DISK_RUN, run_dir)
+    wrong = all_wrong(
+        (code != EXIT_NOT_SAVED, f"exit code {code} instead of {EXIT_NOT_SAVED}"),
+        (not any("No space left on device" in line for line in lines), "it did not say why it was not saved"),
+        (bool(left), f"left behind: {left}"),
+        (resumed.resumed_from != SPOILED - SAVE_EVERY, f"it resumed from step {resumed.resumed_from}"),
+        (bool(resumed.wrong), resumed.wrong),
+    )
+    return Outcome(wrong=wrong, measured={"exit_code": code, "resumed_from": resumed.resumed_from}, said=lines)
+
+
+@contextlib.contextmanager
+def memory_group() -> Iterator[tuple[Path, str, str]]:
+    """A new control group, and its files of the limit and of the memory in use; version 1 or 2, as the machine has.
+
+    Raises:
+        NoHosts: this machine or this user cannot make one.
+    """
+    for mount in psutil.disk_partitions(all=True):
+        folder, second = Path(mount.mountpoint), mount.fstype == "cgroup2"
+        names = ("memory.max", "memory.current") if second else ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        try:
+            if second and "memory" in (folder / "cgroup.controllers").read_text().split():
+                (folder / "cgroup.subtree_control").write_text("+memory")
+            elif mount.fstype != "cgroup" or "memory" not in mount.opts.split(","):
+                continue
+            group = folder / f"dsgpt-{os.getpid()}"
+            group.mkdir()
+        except OSError as error:
+            raise NoHosts(f"this user may not limit memory ({error})") from error
+        try:
+            yield group, *names
+        finally:
+            group.rmdir()
+        return
+    raise NoHosts("no control group of this machine can limit memory")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryLimit:
+    """A control group whose limit of memory is reached."""
+
+    run: str
+
+    @property
+    def name(self) -> str:
+        """The name in console lines, pages and test ids."""
+        return f"{self.run}: the limit of memory of its control group after step {AFTER_STEP}"
+
+
+def try_memory_limit(runs: Runs, plan: MemoryLimit) -> Outcome:
+    """Limit the memory of a run to little more than it has, and fill that; then resume and compare.
+
+    Raises:
+        Missed: the run did not reach the step, or did not end.
+    """
+    run_dir = runs.new("memory limit")
+    try:
+        with memory_group() as (group, limit, used):
+            entered = ("sh", "-c", ENTER, str(group / "cgroup.procs"))
+            with runs.start(plan.run, run_dir, prefix=entered) as training:
+                training.wait_for_step(AFTER_STEP)
+                (group / limit).write_text(str(int((group / used).read_text()) + SPARE))
+                with subprocess.Popen([sys.executable, "-c", HOG, str(group / "cgroup.procs")]) as hog:
+                    ended = training.wait_until_gone()
+                    hog.kill()
+            events = (group / ("memory.events" if limit == "memory.max" else "memory.oom_control")).read_text()
+    except NoHosts as error:
+        return Outcome(not_run=str(error))
+    killed = next(int(line.split()[1]) for line in events.splitlines() if line.startswith("oom_kill "))
+    resumed = runs.resume(plan.run, run_dir)
+    wrong = (not killed, "the kernel ended no process"), (ended["exit_code"] == 0, "the launcher ended with code 0")
+    return _resumed(resumed, ended["exit_code"], *wrong)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Elsewhere:
+    """A run that is killed, and goes on where something is different."""
+
+    run: str
+    what: str
+    prefix: tuple[str, ...] = ()
+    """The command in which it is resumed."""
+    again: bool = False
+    """Whether the resumed run is interrupted, too, and resumed once more."""
+
+    @property
+    def name(self) -> str:
+        """The name in console lines, pages and test ids."""
+        return f"{self.run}: killed after step {AFTER_STEP}, {self.what}"
+
+
+def elsewhere() -> list[Elsewhere]:
+    """The faults."""
+    rename = 'echo dsgpt-other > /proc/sys/kernel/hostname && exec "$@"'
+    back = ("faketime", "--exclude-monotonic", "-f", "-1d")
+    renamed = ("unshare", "--uts", "sh", "-c", rename, "sh")
+    return [
+        Elsewhere(run="baseline", what="resumed with a clock that is a day behind", prefix=back),
+        Elsewhere(run="ddp", what="resumed on a host of another name", prefix=renamed),
+        Elsewhere(run="baseline", what="interrupted again in the resumed run", again=True),
+        Elsewhere(run="zero1", what="interrupted again in the resumed run", again=True),
+    ]
+
+
+def try_elsewhere(runs: Runs, plan: Elsewhere) -> Outcome:
+    """Kill the run, change what the fault changes, resume and compare.
+
+    Raises:
+        Missed: the run did not reach the step, or did not end.
+    """
+    if plan.prefix and shutil.which(plan.prefix[0]) is None:
+        return Outcome(not_run=f"it needs {plan.prefix[0]}")
+    if plan.prefix[:1] == ("unshare",) and os.geteuid() != 0:
+        return Outcome(not_run="only root can rename a host")
+    run_dir, interruptions = runs.new(plan.what), [(AFTER_STEP, signal.SIGKILL, ())]
+    if plan.again:
+        interruptions.append((AFTER_STEP + SAVE_EVERY, signal.SIGTERM, ("--resume",)))
+    for step, number, words in interruptions:
+        with runs.start(plan.run, run_dir, *words) as training:
+            training.wait_for_step(step)
+            send(training.everyone(), number)
+            code = training.wait_until_gone()["exit_code"]
+    prefix: Sequence[str] = plan.prefix
+    if prefix[:1] == ("faketime",):
+        prefix = [*with_customized(SLEEP, run_dir.parent), *prefix]
+    return _resumed(runs.resume(plan.run, run_dir, prefix=prefix), code)
+
+
+def _resumed(resumed: Resumed, code: int, *more: tuple[bool, str]) -> Outcome:
+    lost = resumed.steps_lost
+    lines = tuple(line for line in resumed.output.splitlines() if "resuming from" in line)
+    wrong = all_wrong(*more, (lost > SAVE_EVERY, f"{lost} steps are lost"), (bool(resumed.wrong), resumed.wrong))
+    return Outcome(wrong=wrong, measured={"exit_code": code, "resumed_from": resumed.resumed_from}, said=lines)
