@@ -28,8 +28,8 @@ SEEDS, LENGTH = (1, 2, 3, 4, 5), 128
 WINDOW, FLOOR = 25, 0.02
 """Steps of the trailing mean; nats from the middle of the band to its edge at least."""
 WIDTHS = {4: 6.53, 5: 5.04}
-"""Number of seeds n to the standard deviations from the middle of the band to its edge: sqrt(1 + 1/n) times the 99.5%
-quantile of Student's t with n - 1 degrees of freedom, as of a prediction interval. Four are those beside a fifth."""
+"""Number of seeds n to the standard deviations from the middle of the band to its edge, as of a prediction interval:
+sqrt(1 + 1/n) times the 99.5% quantile of Student's t. Four seeds are those beside a fifth."""
 STREAK = 5
 """Steps outside in a row that count: one batch may be unusual text."""
 BANDS = REPOSITORY / "checkpoint" / "reference" / "cpu-2-cores" / "band.json"
