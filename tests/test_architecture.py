@@ -91,7 +91,8 @@ def test_only_its_folder_imports_a_library(library, folders):
 
 BRING_TORCH = {"torch", "deepspeed", "transformers", "lm_eval", "safetensors.torch"}
 TORCH = {
-    "benchmarks": "clusters_runs contenders faults_kinds faults_machine parity_rank parity_reference plan_rank stand_in_gpu",
+    "benchmarks": "clusters_runs contenders faults_kinds faults_machine parity_rank parity_reference plan_rank "
+    "stand_in_gpu",
     "checkpoints": "pieces training_state",
     "data": "loader",
     "formats": "foreign_weights hugging_face tensor_files",
