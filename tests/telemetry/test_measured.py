@@ -450,17 +450,9 @@ def test_figures_are_of_one_step():
         Traffic("all_reduce", (0, 1, 2, 3), calls=1, payload_bytes=40),
     ]
     figures = rank_figures(times_on_gpu(events), traffic)
-    assert figures["by_op"] == [
-        {"op": "send_recv", "calls": 1, "payload_bytes": 50, "ring_bytes": 40, "time_sec": 2, "bus_bytes_per_sec": 20},
-        {
-            "op": "all_reduce",
-            "calls": 0.5,
-            "payload_bytes": 40,
-            "ring_bytes": 60,
-            "time_sec": 0.5,
-            "bus_bytes_per_sec": 120,
-        },
-    ]
+    keys = ("op", "calls", "payload_bytes", "ring_bytes", "time_sec", "bus_bytes_per_sec")
+    rows = ("send_recv", 1, 50, 40, 2, 20), ("all_reduce", 0.5, 40, 60, 0.5, 120)
+    assert figures["by_op"] == [dict(zip(keys, row, strict=True)) for row in rows]
     assert (figures["step_time_sec"], figures["exposed_sec"], figures["exposed_share"]) == (10, 2.5, 0.25)
     assert (figures["hidden_sec"], figures["hidden_share"]) == (0, 0)
     unknown = rank_figures(times_on_gpu(events), None)["by_op"][0]

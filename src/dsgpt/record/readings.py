@@ -336,6 +336,7 @@ def _suspects(phase: Phase, steps: Sequence[int], spikes: set[int]) -> list[Susp
 
     @cache
     def chance(hits: int, read: int) -> float:
+        """Probability of at least ``hits`` among as many drawn steps as stand out, of a document in ``read`` steps."""
         total, out = len(steps), len(spikes)
         ways = ((read, n, total - read, out - n) for n in range(max(hits, read + out - total), min(read, out) + 1))
         return sum(math.exp(_ways(a, b) + _ways(c, d) - _ways(total, out)) for a, b, c, d in ways)

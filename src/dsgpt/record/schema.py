@@ -252,6 +252,7 @@ def parse_lenient(text: str, notes: list[str]) -> Any:
     refused: list[str] = []
 
     def number(kind: type[int] | type[float], token: str) -> float | None:
+        """The number of a token; None for one that is not finite."""
         if math.isfinite(float(token)):
             return kind(token)
         refused.append(token)

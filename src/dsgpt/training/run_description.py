@@ -87,13 +87,12 @@ def data_hash(file: TokenFile, *, verify: bool, problems: Problems) -> str | Non
     doubt = file.doubt()
     if file.sidecar.sha256 and not doubt and not verify:
         return file.sidecar.sha256
-    progress, computed = Progress(total=file.size_bytes, what=f"hashing {file.path.name}", unit="B"), None
-    try:
-        computed = file.verified_sha256(progress.advance)
-    except TokenFileError as error:
-        problems.add(str(error))
-    finally:
-        progress.close()
+    computed, what = None, f"hashing {file.path.name}"
+    with closing(Progress(total=file.size_bytes, what=what, unit="B")) as progress:
+        try:
+            computed = file.verified_sha256(progress.advance)
+        except TokenFileError as error:
+            problems.add(str(error))
     if doubt and computed:
         logger.info(f"{doubt}: hashed again; the sha256 is that of its sidecar")
     vocabulary = file.sidecar.vocab_size
