@@ -151,6 +151,7 @@ def test_a_launcher_around_the_suite_does_not_reach_its_ranks(monkeypatch):
     assert not {"RANK", "OMP_NUM_THREADS", "DS_ACCELERATOR"} & child_environment().keys()
 
 
+@pytest.mark.long
 def test_the_ranks_of_a_killed_suite_exit(assignment, tmp_path):
     endless = json.dumps([asdict(assignment("endless", max_train_steps=100_000))])
     suite = subprocess.Popen([sys.executable, "-c", START_A_JOB, endless, str(tmp_path / "job.json")], cwd=REPOSITORY)

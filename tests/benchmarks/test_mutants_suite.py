@@ -67,6 +67,7 @@ def small(tmp_path, monkeypatch) -> Path:
     return folder
 
 
+@pytest.mark.long
 def test_what_no_test_notices_survives_and_needs_a_reason(small, tmp_path, capsys):
     options = mutants.MutantOptions(output=tmp_path / "out" / "mutants.json")
     assert run_suite(mutants.Mutants, options, repository=small) == 1

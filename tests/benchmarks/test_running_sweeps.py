@@ -74,6 +74,7 @@ GROUPS = ["bash", "-c", "setsid sleep 60 & echo $!; wait"]
 """A launcher whose worker has a session of its own, as those of ``torchrun``."""
 
 
+@pytest.mark.long
 def test_a_real_sweep_from_description_to_page(tmp_path, capsys):
     """Two cells, one of them under ``torchrun``. The second sweep finds the turns of the first, and adds a target."""
     file = write_description(tmp_path, [cell("one"), cell("two", run_type="ddp", devices=2)])

@@ -203,9 +203,10 @@ def on_hosts(hosts, pool: ThreadPoolExecutor, folder: Path, flags: list[str]) ->
     return start
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("where", "recipe"),
-    [("agents", "recipe"), *(pytest.param("hosts", each, marks=pytest.mark.long) for each in ("zero3", "pipeline"))],
+    [("agents", "recipe"), ("hosts", "zero3"), ("hosts", "pipeline")],
 )
 def test_a_planned_run_goes_on_after_a_loss_and_with_more_after_a_return(request, pool, here, tmp_path, where, recipe):
     """The recipe has micro batch and accumulation for two devices, as that of a plan has, and DDP has a plan."""

@@ -29,6 +29,7 @@ def test_adversarial_documents(vocabulary):
     same_ids(vocabulary, [adversarial(number) for number in range(20_000)])
 
 
+@pytest.mark.long
 def test_every_code_point_that_is_classed_differently(vocabulary):
     """There are some, so the rule is needed; and each goes to the reference, whatever stands beside it."""
     found = differing(0x33500)

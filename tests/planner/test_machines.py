@@ -391,6 +391,7 @@ def test_a_message_starts_as_messages_of_every_size_say():
 # A short calibration of this machine, and machines made from calibrations.
 
 
+@pytest.mark.long
 def test_this_machine_is_measured_and_planned_for(plan, tmp_path):
     """Only that figures are there: how fast the machine is, is not a test's business."""
     written, following = plan("--calibrate --seconds 1 --gpus 2").splitlines()

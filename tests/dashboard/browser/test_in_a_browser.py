@@ -105,6 +105,7 @@ def tab_to(page: Page, element: Any, *, most: int = 30) -> None:
 # What people do on the pages: move sliders and generate text.
 
 
+@pytest.mark.long
 def test_two_checkpoints_continue_a_prompt_with_one_seed(visit):
     page = visit("generate")
     prompt = "<b>def</b> **main**("
