@@ -244,10 +244,8 @@ def test_other_work_and_failures_are_marked_and_have_no_bar():
     other_work = "same work: no (global batch 8 vs 16)"
     others = [compared("ddp on 2 devices", None, 2, same_work=other_work), compared("big", None, 2)]
     others.append(compared("fsdp on 2 devices", 1.5, 2))
-    found = sweep(
-        [*cells, cell("fsdp on 2 devices", 2)],
-        [Comparison(name="strategies", kind="same training", baseline=cells[0].name, cells=others)],
-    )
+    comparison = Comparison(name="strategies", kind="same training", baseline=cells[0].name, cells=others)
+    found = sweep([*cells, cell("fsdp on 2 devices", 2)], [comparison])
     charts = {name: chart() for name, chart in charts_of_sweep(found, name="mine").items()}
     for name in ("mine_throughput", "mine_efficiency", "mine_memory", "mine_step_times"):
         text = texts(charts[name])

@@ -97,9 +97,8 @@ def test_the_page_shows_the_figures_of_its_own_command_or_loudly_that_it_does_no
     page = open_page("plan", folder=tmp_path)
     page.select_slider(key="plan-tokens").set_value(3e9).run()
     (command,) = [code.value for code in page.code if "src/plan.py" in code.value]
-    told = printed(
-        [word.replace("ds_configs", f"{REPOSITORY}/ds_configs") for word in shlex.split(command)[2:]], capsys
-    )
+    words = [word.replace("ds_configs", f"{REPOSITORY}/ds_configs") for word in shlex.split(command)[2:]]
+    told = printed(words, capsys)
     shown = {metric.label: metric.value for metric in page.metric}
     assert shown == {
         "Memory of a device": size(told["memory"]["bytes"]),

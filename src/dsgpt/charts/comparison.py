@@ -48,21 +48,17 @@ INFERENCE_ROW = Quantity(
 )
 GPU_MEMORY_ROW = Quantity("peak GPU memory allocated, rank 0 (GB)", lambda run: run.gpu_memory, gigabytes, True, True)
 HOST_MEMORY_ROW = Quantity("peak host memory (RSS), rank 0 (GB)", lambda run: run.host_memory, gigabytes, True)
-ROWS = (
-    TIME_ROW,
-    THROUGHPUT_ROW,
+LOSS_ROWS = (
     Quantity("final train loss (nats per token)", lambda run: run.final_train_loss, "{:,.4f}".format, True),
     Quantity(
         "best train loss, lowest epoch mean", lambda run: run.best_train_loss, "{:,.4f}".format, True, False, True
     ),
     Quantity("final validation loss (nats per token)", lambda run: run.final_val_loss, "{:,.4f}".format, True),
     Quantity("best validation loss", lambda run: run.best_val_loss, "{:,.4f}".format, True),
-    LATENCY_ROW,
-    INFERENCE_ROW,
-    GPU_MEMORY_ROW,
-    Quantity("peak GPU memory reserved, rank 0 (GB)", lambda run: run.gpu_memory_reserved, gigabytes, True, True),
-    HOST_MEMORY_ROW,
 )
+_RESERVED = "peak GPU memory reserved, rank 0 (GB)"
+RESERVED_ROW = Quantity(_RESERVED, lambda run: run.gpu_memory_reserved, gigabytes, True, True)
+ROWS = (TIME_ROW, THROUGHPUT_ROW, *LOSS_ROWS, LATENCY_ROW, INFERENCE_ROW, GPU_MEMORY_ROW, RESERVED_ROW, HOST_MEMORY_ROW)
 
 
 SEGMENT_FIGURES: dict[str, tuple[str, Callable[[float], str]]] = {

@@ -117,9 +117,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     paths = _paths_of_runs(options, problems)
     sweeps = _paths_of_sweeps(options.sweep, problems)
     if not (paths or sweeps or problems or any(getattr(options, flag) for flag in RECORD_CHARTS)):
-        problems.add(
-            "no run given; give --baseline-json and --optimized-json, --run NAME=PATH or --sweep PATH (see --help)"
-        )
+        ways = "--baseline-json and --optimized-json, --run NAME=PATH or --sweep PATH"
+        problems.add(f"no run given; give {ways} (see --help)")
     output = Path(options.output).expanduser()
     existing = next(path for path in (output, *output.absolute().parents) if path.exists())
     if not existing.is_dir():

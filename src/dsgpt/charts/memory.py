@@ -45,13 +45,8 @@ def memory_chart(rows: Sequence[Measured], texts: Texts) -> Frame | str:
         return "no record has model state or a predicted peak"
     resident, counted = (any(each.peak_kind == kind for each in prints) for kind in ("resident", "tensors"))
     pairs = any(each.predicted for each in prints)
-    said = {
-        MEASURED: any(each.model_state for each in prints),
-        TENSORS: counted,
-        ALLOCATED: any(each.rest for each in prints),
-        PREDICTED: pairs and not counted,
-        RESIDENT: resident,
-    }
+    said = {MEASURED: any(each.model_state for each in prints), TENSORS: counted}
+    said |= {ALLOCATED: any(each.rest for each in prints), PREDICTED: pairs and not counted, RESIDENT: resident}
     heights = [1.5 + (0.62 if pairs else 0.4) * len(rows), *([0.9 + 0.36 * len(rows)] if resident else [])]
     caption = " ".join(text for text, applies in said.items() if applies)
     picture = texts.frame("Memory of a rank, and what it holds", caption, height=sum(heights))
@@ -260,8 +255,7 @@ def utilisation_chart(folders: Mapping[str, Path], texts: Texts) -> Frame | str:
         panel.set_xlim(left=0)
     axes[0].set(ylabel="% of time with a kernel", ylim=(0, 105))
     if powered:
-        axes[1].set(ylabel="watts, all GPUs")
-        axes[1].set_ylim(bottom=0)
+        axes[1].set(ylabel="watts, all GPUs", ylim=(0, None))
     axes[-1].set(xlabel="seconds since the first sample")
     picture.legend(handles, handlelength=4)
     return picture

@@ -42,9 +42,8 @@ _DASHES = ((0, ()), (0, (5, 2)), (0, (1, 1.2)), (0, (6, 2, 1, 2)), (0, (3, 1, 1,
 _CURRENT: ContextVar[Theme] = ContextVar("theme", default=LIGHT)
 
 
-def current() -> Theme:
-    """The theme of the picture that is being drawn."""
-    return _CURRENT.get()
+current = _CURRENT.get
+"""The theme of the picture that is being drawn."""
 
 
 @dataclass(frozen=True)
@@ -201,9 +200,8 @@ def behind_text() -> dict[str, Any]:
 
 def note_inside(axes: Axes, text: str, **place: Any) -> Text:
     """A remark inside the axes, in place of what cannot be drawn."""
-    return axes.text(
-        **place, s=text, style="italic", color=current().quiet, fontsize=9, va="center", bbox=behind_text()
-    )
+    place |= {"style": "italic", "color": current().quiet, "fontsize": 9, "va": "center", "bbox": behind_text()}
+    return axes.text(s=text, **place)
 
 
 def _wrapped(lines: Sequence[str], *, width: int) -> str:

@@ -262,8 +262,7 @@ def exam_chart(rows: Sequence[Mapping[str, Any]], *, date: str) -> Frame | str:
             sources[row["source"]].append((row["measured"], row["measured"] * row["ratio"]))
     if not sources:
         return "the record has no predicted rows"
-    large = [name for name, points in sources.items() if len(points) >= _LEAST]
-    named = sorted(large, key=lambda name: -len(sources[name]))
+    named = sorted((name for name in sources if len(sources[name]) >= _LEAST), key=lambda name: -len(sources[name]))
     others = [point for name, points in sources.items() if name not in named for point in points]
     drawn = {name: sources[name] for name in named} | ({"others": others} if others else {})
     footer = f"{sum(map(len, drawn.values()))} rows; {date}."

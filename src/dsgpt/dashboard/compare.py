@@ -390,16 +390,13 @@ def mean_run(group: Sequence[Run]) -> Run:
             values = [getattr(run, field.name) for run in group]
             figures[field.name] = None if None in values else float(np.mean(values))
     latencies = [latency for run in group for latency in run.latency_range or ()]
-    return replace(
-        first,
-        **figures,
-        name=f"{first.name} (mean of {len(group)} seeds)",
-        status=next((run.status for run in group if run.status != "completed"), first.status),
-        segments=tuple(segment for run in group for segment in run.segments),
-        work={**first.work, "seed": ", ".join(sorted((run.work["seed"] for run in group), key=int))},
-        latency_range=(min(latencies), max(latencies)) if latencies else None,
-        notes=tuple(f"{run.name}: {note}" for run in group for note in run.notes),
-    )
+    figures["latency_range"] = (min(latencies), max(latencies)) if latencies else None
+    figures["work"] = {**first.work, "seed": ", ".join(sorted((run.work["seed"] for run in group), key=int))}
+    figures["status"] = next((run.status for run in group if run.status != "completed"), first.status)
+    segments = tuple(segment for run in group for segment in run.segments)
+    notes = tuple(f"{run.name}: {note}" for run in group for note in run.notes)
+    name = f"{first.name} (mean of {len(group)} seeds)"
+    return replace(first, **figures, name=name, segments=segments, notes=notes)
 
 
 def aligned(group: Sequence[Steps]) -> list[Steps]:

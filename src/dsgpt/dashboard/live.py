@@ -237,8 +237,7 @@ def _show_gpus(samples: Mapping[str, Sequence[tuple[float, str, dict[str, float 
         for label, of_run in samples.items():
             at: dict[int, list[float]] = {}
             for time, _, figures in of_run:
-                value = figures[heading]
-                if value is not None:
+                if (value := figures[heading]) is not None:
                     at.setdefault(int(time), []).append(value)
             if times := sorted(at):
                 x, y = [float(time - times[-1]) for time in times], [float(np.mean(at[time])) for time in times]

@@ -88,10 +88,8 @@ def _show_plan(done: Planned) -> None:
     if done.searched:
         st.header(f"Recommended: {ui.plain(plan.name)}")
         files, folder = recommendation_files(plan), plan.request.options.into
-        st.write(
-            f"Save the files in the folder `{folder}` of the repository. Then `sh {folder}/train.sh` starts the "
-            "training."
-        )
+        save = f"Save the files in the folder `{folder}` of the repository."
+        st.write(f"{save} Then `sh {folder}/train.sh` starts the training.")
         for column, (path, content) in zip(st.columns(len(files)), files.items(), strict=True):
             with column:
                 label, key = f"Download {path.name}", f"plan-file-{path.name}"
@@ -187,13 +185,9 @@ def _options() -> PlanOptions:
     four, five, six = st.columns(3)
     strategies = {_BEST: None} | CHOICES
     strategy = strategies[four.selectbox("Strategy", list(strategies), index=4, key="plan-strategy")]
-    tokens = five.select_slider(
-        "Tokens of the training",
-        _TOKENS,
-        value=1e10,
-        format_func=lambda each: f"{each / 1e9:g} billion" if each >= 1e9 else f"{each / 1e6:g} million",
-        key="plan-tokens",
-    )
+    words = {each: f"{each / 1e9:g} billion" if each >= 1e9 else f"{each / 1e6:g} million" for each in _TOKENS}
+    label, key = "Tokens of the training", "plan-tokens"
+    tokens = five.select_slider(label, _TOKENS, value=1e10, format_func=words.__getitem__, key=key)
     total = ui.ask_number(six, "Sequences in a step", 1, 4096, key="plan-batch", empty="the recipe's")
     flags = machine.flags | {"model_size": model, "gpus": count, "tokens": tokens, "global_batch_size": total}
     one, two = st.columns(2)

@@ -92,9 +92,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     """
     arguments = parse(argv)
     if importlib.util.find_spec("streamlit") is None:
-        raise UserError(
-            "Streamlit is not installed: make dashboard, or .venv/bin/python -m pip install -e '.[dashboard]'"
-        )
+        install = "make dashboard, or .venv/bin/python -m pip install -e '.[dashboard]'"
+        raise UserError(f"Streamlit is not installed: {install}")
     words = [sys.executable, "-m", "streamlit", "run", str(SCRIPT), "--server.port", str(arguments.port)]
     words += ["--", "--runs", str(arguments.runs.absolute())]
     os.execv(sys.executable, [*words, *(f"--allowed_host={name}" for name in arguments.allowed_host)])

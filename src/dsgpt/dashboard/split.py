@@ -72,7 +72,6 @@ def _asked() -> tuple[str, dict[str, Any]]:
     strategy = CHOICES[one.selectbox("Strategy", list(CHOICES), index=3, key="split-strategy")]
     total = ui.ask_number(five, "Global batch, sequences", 1, 4096, key="split-global", empty="the recipe's")
     micro = ui.ask_number(six, "Micro batch, sequences", 1, 1024, key="split-micro", empty="up to 8")
-    length = ui.ask_number(seven, "Sequence, tokens", 1, 1 << 20, key="split-length", empty="the model's")
     again = "Activation checkpointing: recompute each block in the backward pass"
     return strategy, {
         "model_size": two.selectbox("Model size", list(PRESETS), index=list(PRESETS).index("small"), key="split-model"),
@@ -80,7 +79,7 @@ def _asked() -> tuple[str, dict[str, Any]]:
         "gpu": four.selectbox("GPU", list(gpus()), index=list(gpus()).index("a100-80gb"), key="split-gpu"),
         "global_batch_size": total,
         "micro_batch_size_per_gpu": micro,
-        "seq_length": length,
+        "seq_length": ui.ask_number(seven, "Sequence, tokens", 1, 1 << 20, key="split-length", empty="the model's"),
         "precision": eight.selectbox("Precision", PRECISIONS, key="split-precision"),
         "activation_checkpointing": more.checkbox(again, key="split-again"),
     }

@@ -23,15 +23,8 @@ from dsgpt.machine.topology import free_port
 
 
 REPOSITORY = Path(__file__).resolve().parents[3]
-PAGES = {
-    "": "Overview",
-    "compare": "Compare",
-    "live": "Live",
-    "spikes": "Spikes",
-    "split": "How it is split",
-    "plan": "Plan and cost",
-    "generate": "Try it",
-}
+PAGES = {"": "Overview", "compare": "Compare", "live": "Live", "spikes": "Spikes", "split": "How it is split"}
+PAGES |= {"plan": "Plan and cost", "generate": "Try it"}
 """Address and title of every page."""
 HOSTILE = (
     '<img src=x onerror="window.hit=1"><b>bold<b> **strong** [link](http:evil) $x$ :red[y] `z` '
