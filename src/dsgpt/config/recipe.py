@@ -11,10 +11,7 @@ from dataclasses import field
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import (
-    TypeAdapter,
-    ValidationError,
-)
+from pydantic import TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from dsgpt.common.errors import Problems

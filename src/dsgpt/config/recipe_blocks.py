@@ -12,20 +12,9 @@ from dataclasses import asdict, fields
 from types import NoneType
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
-from pydantic import (
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ModelWrapValidatorHandler,
-    Strict,
-    ValidationError,
-    ValidationInfo,
-    ValidatorFunctionWrapHandler,
-    WrapValidator,
-    field_validator,
-    model_validator,
-)
+from pydantic import ConfigDict, Field, Strict, ValidationError, ValidationInfo
 from pydantic.dataclasses import dataclass
+from pydantic.functional_validators import BeforeValidator, WrapValidator, field_validator, model_validator
 
 from dsgpt.common.errors import MOST_KEYS, did_you_mean
 from dsgpt.common.json_files import clipped, clipped_text
@@ -66,7 +55,7 @@ def mistakes_of(error: ValidationError) -> list[Mistake]:
 def must_be(words: str, cure: Callable[[Any], str] = lambda _: "") -> WrapValidator:
     """Reports a wrong value as ``must be WORDS, not VALUE``, followed by ``cure(VALUE)``."""
 
-    def check(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+    def check(value: Any, handler: Callable[[Any], Any]) -> Any:
         """The value, converted to its type."""
         if value == "auto":
             raise ValueError(_AUTO)
@@ -91,13 +80,10 @@ def _whole(value: Any) -> Any:
 Flag = Annotated[bool, Strict(), must_be("true or false")]
 Text = Annotated[str, Strict(), must_be("a string")]
 Positive = Annotated[int, Strict(), Field(ge=1), must_be("a whole number of at least 1")]
-Elements = Annotated[
-    int, Strict(), Field(ge=1, lt=2**63), BeforeValidator(_whole), must_be("a whole number of at least 1")
-]
+_Whole = Annotated[int, Strict(), Field(lt=2**63), BeforeValidator(_whole)]
+Elements = Annotated[_Whole, Field(ge=1), must_be("a whole number of at least 1")]
 """A number of elements, bytes or requests, of at least 1."""
-Limit = Annotated[
-    int, Strict(), Field(ge=0, lt=2**63), BeforeValidator(_whole), must_be("a whole number of at least 0")
-]
+Limit = Annotated[_Whole, Field(ge=0), must_be("a whole number of at least 0")]
 Number = Annotated[float, Strict(), Field(ge=0, allow_inf_nan=False), must_be("a number of at least 0")]
 Fraction = Annotated[float, Strict(), Field(ge=0, le=1), must_be("a number from 0 to 1")]
 
@@ -120,12 +106,14 @@ class Block:
     """Keys that DeepSpeed knows and that are refused here, with the reason and what to do."""
     MISSING: ClassVar[Mapping[str, str]] = {}
     """Text that is added to the message about a missing required key."""
+    INSIDE: ClassVar[tuple[str, ...]] = ()
+    """The key in the block that holds all fields but ``type``."""
     WORK: ClassVar[Changes | Only | None] = None
     """Meaning of the block's keys for equal work, unless a key has its own."""
 
     @model_validator(mode="wrap")
     @classmethod
-    def _with_all_mistakes(cls, value: Any, handler: ModelWrapValidatorHandler[Self], info: ValidationInfo) -> Self:
+    def _with_all_mistakes(cls, value: Any, handler: Callable[[Any], Self], info: ValidationInfo) -> Self:
         mistakes: list[Mistake] = []
         if isinstance(value, dict):
             value, unknown = cls._flat(value)
@@ -135,8 +123,10 @@ class Block:
         try:
             block = handler(value)
         except ValidationError as error:
-            mistakes += [cls._moved(each) for each in mistakes_of(error)]
-            raise _together(mistakes) from None
+            for each in mistakes_of(error):
+                hint = cls.MISSING.get(str(each.place[-1]), "") if each.text == _MISSING else ""
+                inside = () if each.place == ("type",) else cls.INSIDE
+                mistakes.append(Mistake((*inside, *each.place), each.text + hint))
         if mistakes:
             raise _together(mistakes)
         return block
@@ -145,13 +135,7 @@ class Block:
     def _flat(cls, value: dict[str, Any]) -> tuple[dict[str, Any], list[Mistake]]:
         """The keys that are fields, and a mistake for each of the others."""
         names = {each.name for each in fields(cls)}
-        return {key: value[key] for key in value if key in names}, unknown_keys(value, names, refused=cls.REFUSED)
-
-    @classmethod
-    def _moved(cls, each: Mistake) -> Mistake:
-        """A mistake in a field, at its place in the JSON."""
-        hint = cls.MISSING.get(str(each.place[-1]), "") if each.text == _MISSING else ""
-        return each._replace(text=each.text + hint)
+        return {key: value[key] for key in value if key in names}, _unknown_keys(value, names, cls.REFUSED)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,42 +144,29 @@ class NamedBlock(Block):
 
     PARAMS: ClassVar[Mapping[str, Collection[str]]] = {}
     """The allowed parameters for each ``type``."""
+    INSIDE: ClassVar = ("params",)
 
     @classmethod
     def _flat(cls, value: dict[str, Any]) -> tuple[dict[str, Any], list[Mistake]]:
-        mistakes, params = unknown_keys(value, ("type", "params")), value.get("params", {})
+        mistakes, params = _unknown_keys(value, ("type", *cls.INSIDE), {}), value.get("params", {})
         if not isinstance(params, dict):
-            mistakes.append(Mistake(("params",), f"must be an object in braces, not {clipped(params)}"))
+            mistakes.append(Mistake(cls.INSIDE, f"must be an object in braces, not {clipped(params)}"))
             raise _together(mistakes)
         name = value.get("type")
         names = cls.PARAMS.get(name if isinstance(name, str) else "", set().union(*cls.PARAMS.values()))
-        mistakes += unknown_keys(params, names, inside=("params",))
+        mistakes += [Mistake((*cls.INSIDE, *each.place), each.text) for each in _unknown_keys(params, names, {})]
         flat = {key: params[key] for key in params if key in names}
         return flat | {key: value[key] for key in ("type",) if key in value}, mistakes
 
-    @classmethod
-    def _moved(cls, each: Mistake) -> Mistake:
-        moved = super()._moved(each)
-        return moved if moved.place == ("type",) else moved._replace(place=("params", *moved.place))
 
-
-def unknown_keys(
-    values: Mapping[str, Any],
-    allowed: Collection[str],
-    *,
-    refused: Mapping[str, str] | None = None,
-    inside: tuple[str, ...] = (),
-) -> list[Mistake]:
+def _unknown_keys(values: Mapping[str, Any], allowed: Collection[str], refused: Mapping[str, str]) -> list[Mistake]:
     """A mistake for each key that is not ``allowed``, with the nearest one that is, or the reason if ``refused``."""
-    unknown, refused = [key for key in values if key not in allowed], refused or {}
-    mistakes = []
+    unknown, mistakes = [key for key in values if key not in allowed], []
     for key in unknown[:MOST_KEYS]:
-        if key in refused:
-            mistakes.append(Mistake((*inside, key), f"is not supported: {refused[key]}"))
-        else:
-            mistakes.append(Mistake((*inside, clipped_text(key)), f"is not a known key{did_you_mean(key, allowed)}"))
+        why = f"supported: {refused[key]}" if key in refused else f"a known key{did_you_mean(key, allowed)}"
+        mistakes.append(Mistake((clipped_text(key),), f"is not {why}"))
     if len(unknown) > MOST_KEYS:
-        mistakes.append(Mistake(inside, f"has {len(unknown) - MOST_KEYS:,} more unknown keys"))
+        mistakes.append(Mistake((), f"has {len(unknown) - MOST_KEYS:,} more unknown keys"))
     return mistakes
 
 
@@ -296,9 +267,7 @@ class Bf16(Block):
     """The ``bf16`` block."""
 
     enabled: Annotated[Flag, Changes("precision")] = False
-    check_grad_overflow: Annotated[
-        Flag, Only("a step whose gradients are not finite ends the run with or without it")
-    ] = True
+    check_grad_overflow: Annotated[Flag, Only("gradients that are not finite end the run with or without it")] = True
     immediate_grad_update: Annotated[Flag, Only("adds the same gradients to the same fp32 sums, earlier")] = False
     """Add each gradient to the fp32 sum, and free it, as soon as it is computed."""
 
@@ -385,6 +354,10 @@ class DdpRecipe(Block):
     """Store gradients in the buckets, not in tensors of their own. This saves one copy of the gradients."""
 
 
+_ROUNDS = Only("rounds gradients no further than to the run's precision, which counts; ZeRO does so always")
+_REORDERS = Only("adds up the same gradients in another order")
+
+
 @dataclass(frozen=True, kw_only=True)
 class FsdpRecipe(Block):
     """The block ``dsgpt.fsdp``: how PyTorch's FSDP2 (``fully_shard``) shards and gathers parameters."""
@@ -392,17 +365,9 @@ class FsdpRecipe(Block):
     reshard_after_forward: Annotated[Flag, PLACES] = True
     """Free a block's gathered weights after its forward pass and gather them again for the backward pass, as in
     ZeRO-3. If false, they stay until the backward pass, as in ZeRO-2: less communication and more memory."""
-    reduce_dtype: Annotated[
-        Literal["fp32", "low"],
-        one_of("fp32", "low"),
-        Only(
-            "rounds gradients between ranks no further than to the run's precision, which counts; ZeRO does so always"
-        ),
-    ] = "fp32"
+    reduce_dtype: Annotated[Literal["fp32", "low"], one_of("fp32", "low"), _ROUNDS] = "fp32"
     """Precision in which gradients are summed over ranks; ``low`` is that of the activations."""
-    accumulation: Annotated[
-        Literal["whole", "sharded"], one_of("whole", "sharded"), Only("adds up the same gradients in another order")
-    ] = "whole"
+    accumulation: Annotated[Literal["whole", "sharded"], one_of("whole", "sharded"), _REORDERS] = "whole"
     """Where the gradients of a step's micro batches are added up. ``whole``: on every rank, and reduced once a step.
     ``sharded``: each micro batch's are reduced at once, and added to the rank's shard: less memory, and as many
     reductions as micro batches."""
@@ -485,9 +450,7 @@ class ZeroRecipe(Block):
     use_multi_rank_bucket_allreduce: Annotated[Flag, _REDUCES] = True
     allgather_partitions: Annotated[Flag, Only("sends the same weights by another collective")] = True
     allgather_bucket_size: Elements = 500_000_000
-    overlap_comm: Annotated[
-        Flag, Only("sends while computing; a run prints a note where no parity run has covered it")
-    ] = False
+    overlap_comm: Annotated[Flag, Only("sends while computing; a run notes where no parity run has covered it")] = False
     """DeepSpeed's own default is true at stage 3. Strategies always pass this value."""
     load_from_fp32_weights: Annotated[Flag, Only("concerns DeepSpeed's own checkpoints, which are not used")] = True
     offload_param: OffloadParam = OffloadParam()
@@ -501,9 +464,7 @@ class ZeroRecipe(Block):
     stage3_gather_16bit_weights_on_model_save: Annotated[Flag, Only("concerns DeepSpeed's own checkpoints")] = False
     stage3_allgather_sequential: Annotated[Flag, Only("sends the same weights in another order")] = False
     ignore_unused_parameters: Annotated[Flag, Only("GPT-2 uses every parameter in every step")] = True
-    memory_efficient_linear: Annotated[Flag, Only("computes the same product and keeps less for the backward pass")] = (
-        True
-    )
+    memory_efficient_linear: Annotated[Flag, Only("computes the same product, keeps less for the backward pass")] = True
     log_trace_cache_warnings: Annotated[Flag, PRINTS] = False
     zero_hpz_partition_size: Positive = 1
     """Zero++: ranks that together hold a secondary copy of the parameters; 1 for no such copy."""
@@ -547,7 +508,7 @@ class ZeroRecipe(Block):
         return value
 
 
-AIO_BLOCK_MULTIPLE = 4096
+_SECTOR = 4096
 """Direct I/O transfers whole sectors of the drive. A sector has at most this many bytes."""
 
 
@@ -560,9 +521,7 @@ class AioRecipe(Block):
         "use_gds": "GPUDirect Storage needs a driver, which this program does not look for; leave it out"
     }
 
-    block_size: Annotated[
-        Elements, Field(multiple_of=AIO_BLOCK_MULTIPLE), must_be(f"a multiple of {AIO_BLOCK_MULTIPLE} bytes")
-    ] = 2**20
+    block_size: Annotated[Elements, Field(multiple_of=_SECTOR), must_be(f"a multiple of {_SECTOR} bytes")] = 2**20
     queue_depth: Elements = 8
     intra_op_parallelism: Elements = 1
     single_submit: Flag = False
@@ -651,24 +610,20 @@ class RecipeSettings(Block):
         del rules["enabled"]
         return LossScaling(**rules)
 
-    @property
-    def parallel(self) -> ParallelSizes:
-        """Tensor, sequence and pipeline sizes in the JSON."""
-        tensor, pipeline = self.tensor_parallel.autotp_size, self.pipeline.stages
-        return ParallelSizes(tensor=tensor, pipeline=pipeline, sequence=self.sequence_parallel_size)
-
     def parallel_of(self, run_type: str) -> ParallelSizes:
         """Tensor, sequence and pipeline sizes of a run of ``run_type``: those of the JSON for ``optimized``, else 1."""
-        return self.parallel if run_type == "optimized" else ParallelSizes()
+        if run_type != "optimized":
+            return ParallelSizes()
+        tensor, pipeline = self.tensor_parallel.autotp_size, self.pipeline.stages
+        return ParallelSizes(tensor=tensor, pipeline=pipeline, sequence=self.sequence_parallel_size)
 
     def strategy_name(self, run_type: str) -> str:
         """Name of the strategy, one word: ``baseline``, ``fsdp``, ``zero2-offload``, ``tensor2-zero1`` ..."""
         if run_type != "optimized":
             return run_type
-        split = {name: getattr(self.parallel, name) for name in ("pipeline", "sequence", "tensor")}
-        devices = {self.offload_optimizer, self.offload_param}
-        place = ["nvme"] if "nvme" in devices else ["offload"] if "cpu" in devices else []
-        names = [f"{name}{size}" for name, size in split.items() if size > 1]
+        sizes = sorted(asdict(self.parallel_of(run_type)).items())
+        place = ["nvme"] if self.nvme_blocks else ["offload"] if self.offloads else []
+        names = [f"{name}{size}" for name, size in sizes if size > 1]
         return "-".join([*names, f"zero{self.zero_stage}", *place])
 
     @property
